@@ -50,7 +50,6 @@ from gateway.watch.problems import (
     QueueCondition,
     SpillCondition,
     TrafficCondition,
-    UnkeptWish,
     find_problems,
 )
 from gateway.web.asgi import HealthEndpoints, in_steps
@@ -275,7 +274,7 @@ class LiveView:
             in_service=counts.in_service,
             usable=counts.usable,
             models={name: ModelNodes(*both) for name, both in counts.models.items()},
-            unkept=[UnkeptWish(*one) for one in gateway.model_placer.unkept_wishes()],
+            unkept=[*gateway.model_placer.unkept_wishes()],
             paused_models=self.fleet.model_index.paused_by_name,
             differing_models=self.fleet.differences_in_words,
             queue=queue,

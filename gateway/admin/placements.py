@@ -98,7 +98,7 @@ class PlacementEndpoints:
             model=model_key(node),
             state=node.state.value,
             reason="it is loaded as soon as others there have made room"
-            if placer.policy.is_planned(router.name, model_key(node))
+            if (router.name, model_key(node)) in placer.policy.plans
             else node.reason,
             since=time_text(self.wall_clock() - now + load.since) if known else None,
             progress=load.progress,

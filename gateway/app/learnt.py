@@ -119,7 +119,7 @@ class _KeptRow(NamedTuple):
 
 
 Place = tuple[str, int, str]
-# A row's key, caller and value; None: there is no such row any more.
+# A row's key, caller and value (None: there is no such row any more).
 Change = tuple[str, str | None, object]
 IsGone = Callable[[str], bool]  # whether the key of a caller, by its id, is gone
 
@@ -137,8 +137,8 @@ class Section:
         """Whether the settings allow that its rows are kept."""
         return True
 
-    def changes(self) -> Iterator[Change]:
-        """What may have changed since the last call. It may be paused between two rows."""
+    def changes(self) -> Iterator[Change | None]:
+        """What may have changed since the last call; None: nothing yet. It may be paused at any."""
         raise NotImplementedError
 
     def restore(self, row: Row, age: float) -> bool:
@@ -328,21 +328,28 @@ class LearntMemory:
 
     async def _gather_section(self, section: Section, *, as_read: bool = False) -> None:
         """Find what has changed in a section; `as_read`: the rows that are kept are still true."""
-        turn, kept = _Turn(), self._kept[section.name]
-        for key, caller, value in section.changes():
-            row = None if value is None else self._row(section, key, caller, value)
-            if row is None:
-                self._drop(section, key)
-            elif row.kept != kept.get(key):
-                if not (as_read and key in kept):
-                    self._unwritten[row.place] = row
-                kept[key] = row.kept
-                kept.move_to_end(key)
+        turn = _Turn()
+        for change in section.changes():
+            if change is not None:
+                self._take(section, *change, as_read=as_read)
             await turn.give()
         if not section.is_kept():
-            for key in [*kept]:
+            for key in [*self._kept[section.name]]:
                 self._drop(section, key)
         self._bound(section)
+
+    def _take(
+        self, section: Section, key: str, caller: str | None, value: object, *, as_read: bool
+    ) -> None:
+        kept = self._kept[section.name]
+        row = None if value is None else self._row(section, key, caller, value)
+        if row is None:
+            self._drop(section, key)
+        elif row.kept != kept.get(key):
+            if not (as_read and key in kept):
+                self._unwritten[row.place] = row
+            kept[key] = row.kept
+            kept.move_to_end(key)
 
     def _row(self, section: Section, key: str, caller: str | None, value: object) -> Row | None:
         """The row of a value; None: it can't be kept, or may not."""
@@ -693,19 +700,20 @@ class Servers(Section):
         """For each name: the node, the version of its speed, and whether that is known."""
         self._found: dict[str, tuple[LearntOfServer, float]] = {}
 
-    def changes(self) -> Iterator[Change]:
+    def changes(self) -> Iterator[Change | None]:
         """The servers whose speed may have changed, or was forgotten."""
         before, self._seen = self._seen, {}
         for name, node in [*self._fleet.nodes.items()]:
             was, version, is_known = before.get(name, (node, -1, False))
             if was is node and version == node.speed.version:
                 self._seen[name] = before[name]
+                yield None
                 continue
             learnt = node.export()
             self._seen[name] = node, node.speed.version, learnt is not None
             # Another node may have learnt of this server.
-            if learnt is not None or is_known:
-                yield server_key(node.spec), None, learnt
+            has_row = learnt is not None or is_known
+            yield (server_key(node.spec), None, learnt) if has_row else None
 
     def restore(self, row: Row, age: float) -> bool:
         """Keep it for `restored`."""
@@ -819,7 +827,7 @@ class Prompts(Section):
         """As the settings say."""
         return self._keys.is_kept()
 
-    def changes(self) -> Iterator[Change]:
+    def changes(self) -> Iterator[Change | None]:
         """What has come to the nodes' caches, and what has gone."""
         before, self._seen = self._seen, {}
         for index, (was, _, keys) in before.items():
@@ -833,6 +841,7 @@ class Prompts(Section):
                 keys = set()
             elif version == changes:
                 self._seen[index] = before[index]
+                yield None
                 continue
             server, found = server_key(node.spec), set[str]()
             for last, held in self._cache.export(index):

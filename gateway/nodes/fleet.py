@@ -12,6 +12,7 @@ import math
 import random
 from collections import defaultdict
 from collections.abc import Callable, Collection, Iterable, Mapping
+from contextlib import suppress
 from itertools import chain
 from pathlib import Path
 from typing import Literal
@@ -199,6 +200,7 @@ PREDECESSOR_SECONDS = 60.0
 INDEXING_PAUSE = 20.0
 MOST_ADDED = 100  # models of a router that are taken in at once
 COMPARE_SPEEDS_EVERY = 5.0  # seconds between two comparisons of all nodes' speeds
+COMPARE_SPEEDS_PAUSE = 1.0  # and at least, where other nodes have come
 COMPARED_AT_ONCE = 500  # nodes whose state and row follow a comparison in one turn
 
 
@@ -244,6 +246,7 @@ class Fleet:
         self._monitors: dict[Node, HealthMonitor] = {}
         self._closing = ClosingNodes()
         self._speed_comparison: asyncio.Task[None] | None = None
+        self._nodes_differ = asyncio.Event()  # from those whose speeds were compared
         self._unprobed: set[Node] = set()
         self._has_work, self._work_looked_at = False, -math.inf
         self.routers: list[Node] = []  # nodes that are known as such
@@ -262,7 +265,7 @@ class Fleet:
         """Call `on_capacity` whenever a slot may have become free.
 
         Call `on_change` when the capacity or the abilities of a node may have changed; with None:
-        of all nodes, or which nodes there are. Both may be called often and from within other
+        which nodes there are. Both may be called often and from within other
         calls: they must be cheap and must not raise. Only the last subscriber is called.
         """
         self._notify_capacity, self._notify_change = on_capacity, on_change
@@ -336,6 +339,7 @@ class Fleet:
                 for one in (node, *node.instances.values()):
                     self._bus.publish(NodeChanged(one.name, one.state.value, None, reason))
         self._index_nodes()
+        compare_speeds(self.nodes.values())
         for node in self.nodes.values():
             self.refresh_state(node)
         self._unprobed = {n for n in self._unprobed if n.in_service and not n.probe_history.probed}
@@ -580,7 +584,7 @@ class Fleet:
         """There are other nodes than before."""
         self.routers = [node for node in self.nodes.values() if node.is_router]
         self.model_index.set_nodes(self.nodes.values())
-        compare_speeds(self.nodes.values())
+        self._nodes_differ.set()
         self._notify_change(None)
         self._on_models(None)
 
@@ -950,7 +954,8 @@ class Fleet:
             if (known := learnt.get(server_key(node.spec))) is not None:
                 node.restore(*known)
         compare_speeds(self.nodes.values())
-        self._notify_change(None)
+        for node in self.nodes.values():
+            self._notify_change(node)
 
     def learn_timings(
         self, node: Node, timings: Mapping[str, object], lease: Lease | None = None
@@ -1053,13 +1058,21 @@ class Fleet:
 
     async def _compare_speeds_forever(self) -> None:
         while True:
-            await asyncio.sleep(COMPARE_SPEEDS_EVERY)
-            for group in _alike(self.nodes.values()):
+            with suppress(TimeoutError):
+                async with asyncio.timeout(COMPARE_SPEEDS_EVERY):
+                    await asyncio.sleep(COMPARE_SPEEDS_PAUSE)
+                    await self._nodes_differ.wait()
+            self._nodes_differ.clear()
+            # In steps, for a thousand routers with fifty models each.
+            nodes, groups = [*self.nodes.values()], _Alike(list)
+            for first in range(0, len(nodes), COMPARED_AT_ONCE):
+                _add_alike(groups, nodes[first : first + COMPARED_AT_ONCE])
+                await asyncio.sleep(0)
+            for group in groups.values():
                 _assume_speeds(group)
                 await asyncio.sleep(0)
             self.compare_models()
-            # In steps, for a thousand routers with fifty models each.
-            for number, node in enumerate([*self.nodes.values()]):
+            for number, node in enumerate(nodes):
                 if number % COMPARED_AT_ONCE == 0:
                     await asyncio.sleep(0)
                 if node.degradation.refresh(self._clock()):
@@ -1075,16 +1088,18 @@ def compare_speeds(nodes: Iterable[Node]) -> None:
     times as fast as the best of them, each divided by its own hint, so that hints and measurements
     are on one scale.
     """
-    for group in _alike(nodes):
+    groups = _Alike(list)
+    _add_alike(groups, nodes)
+    for group in groups.values():
         _assume_speeds(group)
 
 
-def _alike(nodes: Iterable[Node]) -> list[list[Node]]:
-    """The nodes, similar ones together."""
-    groups: dict[tuple[frozenset[str], str, str], list[Node]] = defaultdict(list)
+_Alike = defaultdict[tuple[frozenset[str], str, str], list[Node]]  # similar nodes together
+
+
+def _add_alike(groups: _Alike, nodes: Iterable[Node]) -> None:
     for node in nodes:
         groups[node.public_models, node.spec.tier, node.spec.kind].append(node)
-    return [*groups.values()]
 
 
 def _assume_speeds(group: list[Node]) -> None:

@@ -77,6 +77,13 @@ class ProbeResponse:
         except UNREADABLE:
             return None
 
+    def error_words(self) -> str | None:
+        """The server's own words about an error, on one line; None: there are none."""
+        answer = self.json()
+        error = answer.get("error") if isinstance(answer, dict) else None
+        words = error.get("message") if isinstance(error, dict) else None
+        return " ".join(words.split())[:LONGEST_PROPERTY] if isinstance(words, str) else None
+
 
 async def fetch(
     node: Node,
@@ -221,8 +228,8 @@ async def _ask_purpose(node: Node) -> tuple[Purpose | None, dict[str, str]]:
             purpose = endpoint
         elif reply.status != HTTPStatus.NOT_IMPLEMENTED:
             return "unknown", {}
-        elif isinstance(answer := reply.json(), dict) and isinstance(answer.get("error"), dict):
-            hints[endpoint] = str(answer["error"].get("message"))[:LONGEST_PROPERTY]
+        elif words := reply.error_words():
+            hints[endpoint] = words
     return purpose, hints
 
 

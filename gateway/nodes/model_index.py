@@ -10,6 +10,7 @@ so a difference also says which nodes can't take over from each other.
 from __future__ import annotations
 
 import math
+from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
@@ -217,22 +218,25 @@ class ModelIndex:
 
     def _index(self) -> dict[str, tuple[Node, ...]]:
         if self._serving is None:
-            serving: dict[str, list[Node]] = {}
-            own_names: dict[str, set[str]] = {}
+            serving = defaultdict[str, list[Node]](list)
+            own_names = defaultdict[str, set[str]](set)
             paused, open_names = self.paused_by_name, set[str]()
+            nameless: list[Node] = []
             for node in self._nodes:
-                if node.spec.enabled and not node.is_router:
-                    # In the node's own order, so that lists of models are stable.
-                    declared, properties = node.spec.models, node.properties
-                    aliases = properties.aliases if declared is None else {}
-                    models = properties.names if declared is None else declared
-                    closed = {aliases.get(model, model) for model in models if model in paused}
-                    for model in models:
-                        serving.setdefault(model, []).append(node)
-                        own_name = aliases.get(model, model)
-                        own_names.setdefault(model, set()).add(own_name)
-                        if own_name not in closed:
-                            open_names.add(model)
+                # In the node's own order, so that lists of models are stable.
+                declared, properties = node.spec.models, node.properties
+                models = properties.names if declared is None else declared
+                if not (models and node.spec.enabled) or node.is_router:
+                    if not node.instances:
+                        nameless.append(node)
+                    continue
+                aliases = properties.aliases if declared is None else {}
+                for model in models:
+                    serving[model].append(node)
+                    own_names[model].add(aliases.get(model, model))
+                if paused:
+                    closed = {aliases.get(model, model) for model in paused.intersection(models)}
+                    open_names.update(one for one in models if aliases.get(one, one) not in closed)
             self._serving = {model: tuple(nodes) for model, nodes in serving.items()}
             self._names = tuple(serving)
             self._aliases = {
@@ -241,14 +245,12 @@ class ModelIndex:
                 if len(owns) == 1 and name not in owns
             }
             self._paused = paused | (serving.keys() - open_names)
-            self._linked = _link_names(self._nodes)
-            named = set().union(*self._serving.values())
-            nodes = (node for node in self._nodes if not node.instances)
-            self._nameless = tuple(node for node in nodes if node not in named)
+            self._linked = _link_names(own_names)
+            self._nameless = tuple(nameless)
         return self._serving
 
 
-def _link_names(nodes: Iterable[Node]) -> dict[str, str]:
+def _link_names(own_names: Mapping[str, Iterable[str]]) -> dict[str, str]:
     """For each name of a model with several names the same one of them."""
     links: dict[str, str] = {}
 
@@ -258,10 +260,10 @@ def _link_names(nodes: Iterable[Node]) -> dict[str, str]:
             name = further
         return name
 
-    for node in nodes:
-        if node.spec.enabled and node.spec.models is None:
-            for alias, model in node.properties.aliases.items():
-                links[end(alias)] = end(model)
+    for name, owns in own_names.items():
+        for own in owns:
+            if own != name:
+                links[end(name)] = end(own)
     return {name: end(name) for name in tuple(links)} | {end(name): end(name) for name in links}
 
 

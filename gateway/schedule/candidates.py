@@ -228,9 +228,11 @@ class FleetSync:
     # Called by the fleet.
 
     def node_changed(self, node: Node | None) -> None:
-        """Something about this node has changed; None: about any, or which nodes there are."""
+        """Something about this node has changed; None: which nodes there are."""
         if node is None:
-            self.sync()
+            if self._nodes_differ():
+                for key in self.services:
+                    self.service(key)
         elif (row := self._rows.get(node)) is not None:
             self._refresh(node, row, self.clock())
 
@@ -245,13 +247,10 @@ class FleetSync:
 
     def sync(self) -> None:
         """Bring the set of rows and every row up to date."""
-        rows_changed = self._nodes_differ()
+        self.node_changed(None)
         now = self.clock()
         for node, row in self._rows.items():
             self._refresh(node, row, now)
-        if rows_changed:
-            for key in self.services:
-                self.service(key)
 
     def refresh(self) -> None:
         """Bring every row up to date that time alone may change; the set of rows is unchanged."""
@@ -282,13 +281,17 @@ class FleetSync:
             self._cached_models.pop(row, None)
             self.prompt_cache.forget_node(row.index)
             self.placement_state.remove(row)
+        now = self.clock()
         for node in nodes:
             gpu = node.spec.tier == "gpu"
             if node not in self._rows:
                 row = self.placement_state.add(node.name, gpu=gpu)
                 self._rows[node] = self._loaded[node] = row
                 self.nodes[row.index] = node
-            self.placement_state.set_tier(self._rows[node], gpu=gpu)
+            elif (row := self._rows[node]).gpu is gpu:
+                continue
+            self.placement_state.set_tier(row, gpu=gpu)
+            self._refresh(node, row, now)
         self.has_gpu_tier = any(node.spec.tier == "gpu" for node in nodes)
         for service in self.services.values():
             service.invalidate()

@@ -11,6 +11,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
+from collections import defaultdict
 from collections.abc import Callable, Collection, Coroutine, Iterator
 from contextlib import suppress
 from dataclasses import dataclass, field
@@ -34,6 +35,7 @@ from gateway.nodes.lifecycle import LEAST_WAKE, ProbeAnswer
 from gateway.nodes.node import Node, NodeState
 from gateway.nodes.router import LoadPhase, ModelLoad
 from gateway.nodes.saved_prompts import SavedPrompts
+from gateway.nodes.speed import Speed
 from gateway.schedule.admission import Waiter
 from gateway.schedule.core.model_placement import (
     HELD_PHASES,
@@ -44,10 +46,9 @@ from gateway.schedule.core.model_placement import (
     LoadAction,
     ModelDemand,
     ModelPlacementPolicy,
-    ModelPlacementRules,
-    ModelRules,
     RouterNode,
 )
+from gateway.schedule.core.requests import QueuedRequest
 from gateway.schedule.scheduler import Scheduler
 from gateway.terms import Priority
 
@@ -61,7 +62,6 @@ UNHURRIED_TICK = 5.0  # seconds between two looks at a fleet without routers
 STEP_SECONDS = 0.005  # seconds after which other work runs while the policy is told of the fleet
 UNKEPT_SECONDS = 60.0  # for which a pin must not have been kept to be told
 LEAST_PAUSE = 0.02  # seconds between two looks, however much changes
-MOST_WORDS = 300  # characters that are kept of a router's error
 MOST_FILES = 10_000  # files of models that are read for what they take
 PROMPTS_SAVED_FACTOR = 0.8  # of the seconds of a load, where prompts are restored after it
 _HUNG = frozenset({NodeState.MUTE, NodeState.DOWN})
@@ -93,7 +93,9 @@ class ModelPlacer:
     _without_room: set[Node] = field(default_factory=set)
     """Models of routers that can't have room beside what always stays there."""
     _host_memory: dict[str, int] = field(default_factory=dict)
-    _learnt: dict[str, tuple[int | None, float | None]] = field(default_factory=dict)
+    _learnt: defaultdict[str, tuple[int | None, float | None]] = field(
+        default_factory=lambda: defaultdict(lambda: (None, None))
+    )
     """By model: its bytes, and the seconds of its load, on the node that loaded it last."""
     _request_seconds: dict[str, float] = field(default_factory=dict)
     """By model: a usual request's, as those that waited last were expected to take."""
@@ -118,16 +120,10 @@ class ModelPlacer:
 
     def _show_rules(self) -> None:
         """Tell the policy of the settings; an alias of a model may have its rule."""
-        chosen = self.settings.model_placement
         # The successor sees to these after a hand-over.
         rules = {} if self._handed_over else self.settings.models
-        models = {
-            self._key_of(name) or name: ModelRules(
-                rule.replicas.min, rule.replicas.max, rule.idle_unload
-            )
-            for name, rule in rules.items()
-        }
-        self.policy.set_rules(ModelPlacementRules(chosen.starvation, chosen.hysteresis, models))
+        by_key = {self._key_of(name) or name: rule for name, rule in rules.items()}
+        self.policy.configure(self.settings.model_placement, by_key)
 
     async def run(self) -> None:
         """Run until cancelled. Commands that are under way end at their routers."""
@@ -158,7 +154,7 @@ class ModelPlacer:
         if waits:
             self._wake.set()
         elif (key := self._key_of(model)) is not None:
-            self.policy.note_request(key, self.clock())
+            self.policy.rates.note(key, self.clock())
 
     def _models_differ(self, node: Node | None) -> None:
         """A router or one of its models has changed, or ended a request; None: any of them."""
@@ -177,7 +173,7 @@ class ModelPlacer:
         for action in self.policy.decide(demands, self._usage, now):
             self._carry_out(action, now)
         self._tell_room()
-        if self.policy.unfinished:
+        if self.policy.left:
             self._wake.set()
 
     def _tell_room(self) -> None:
@@ -228,13 +224,14 @@ class ModelPlacer:
 
     def _show_router(self, router: Node) -> None:
         """Tell the policy of a router and its models."""
-        known = self._routers.get(router.name)
+        known, index = self._routers.get(router.name), self.policy.fleet
         is_there = self.fleet.nodes.get(router.name) is router and router.is_router
-        if known is not None and (known.node is not router or not self._is_placed(router)):
-            self.policy.remove_node(router.name)
+        is_placed = is_there and self._is_placed(router)
+        if known is not None and (known.node is not router or not is_placed):
+            index.remove_node(router.name)
             del self._routers[router.name]
             known = None
-        if not is_there or not self._is_placed(router):
+        if not is_placed:
             return
         # What an `openai` endpoint takes of its host is not known, nor counted.
         is_endpoint = router.spec.kind == "openai"
@@ -247,38 +244,35 @@ class ModelPlacer:
             usable=router.state is NodeState.READY,
         )
         if known is None:
-            known = self._routers[router.name] = _ShownRouter(router, shown)
-            self.policy.put_node(shown)
-        elif known.shown != shown:
-            known.show(shown)
-            self.policy.put_node(shown)
-        there = set(router.instances.values())
-        gone = [one.node for one in known.models.values() if one.node not in there]
-        for node in (*gone, *there):
+            known = self._routers[router.name] = _ShownRouter(router, {})
+        if index.nodes.get(router.name) != shown:
+            index.put_node(shown)
+        shown_before = [model.node for model in known.models.values()]
+        for node in dict.fromkeys((*shown_before, *router.instances.values())):
             self._show_model(node, router)
 
     def _show_model(self, node: Node, router: Node) -> None:
         """Tell the policy of one model of a router."""
         known, model = self._routers.get(router.name), model_key(node)
-        if known is None:
+        if known is None or known.node is not router:
             return
         if node.removed or router.instances.get(node.spec.instance or "") is not node:
             if known.models.pop(model, None) is not None:
-                self.policy.remove_instance(router.name, model)
+                self.policy.fleet.remove(router.name, model)
             return
         assert node.load is not None
         before, own = known.models.get(model), (node.load.memory, node.sleep.measured)
         if before is None or before.own != own:
             # Other nodes that have not loaded it are taken to be like this one.
-            memory, seconds = self._learnt.get(model, (None, None))
+            memory, seconds = self._learnt[model]
             learnt = own[0] or memory, own[1] or seconds
-            if self._learnt.get(model, (None, None)) != learnt:
+            if learnt != (memory, seconds):
                 self._learnt[model] = learnt
                 self._models_changed(model)
+        known.models[model] = _ShownModel(node, own)
         instance = self._instance(router, node)
-        known.models[model] = _ShownModel(node, instance, own)
-        if before is None or before.instance != instance:
-            self.policy.put_instance(instance)
+        if self.policy.fleet.instance(instance.key) != instance:
+            self.policy.fleet.put(instance)
         if self._hangs(node, router) and not (node.leases or self._handed_over):
             # Its router ends it, and the next request loads it anew.
             words = f"its server hangs: {node.reason}"
@@ -351,21 +345,16 @@ class ModelPlacer:
 
     def memory_of(self, node: Node) -> int | None:
         """Bytes: as the settings say, its file, or a load has shown on this node or on another."""
-        for rule in self.rules_of(node):
-            if rule.memory is not None:
-                return rule.memory
         assert node.load is not None
-        if (by_file := self._by_file(node, node.load.file)) is not None:
-            return by_file  # exact, where what a load shows is a bound
-        if node.load.memory is not None:
-            return node.load.memory
-        memory, _ = self._learnt.get(model_key(node), (None, None))
-        return memory
+        written = next((rule.memory for rule in self.rules_of(node) if rule.memory), None)
+        # Its file says it exactly, where what a load shows is a bound.
+        known = written or self._by_file(node, node.load.file) or node.load.memory
+        return known or self._learnt[model_key(node)][0]
 
     def _by_file(self, node: Node, file: str | None) -> int | None:
         """Bytes by the model's file; None: it is not here, or not read yet."""
         slots, context = node.slots_total, node.context
-        if self.file_memory is None or file is None or not (slots and context):
+        if not (self.file_memory and file and slots and context):
             return None
         if not is_loopback(url_host(node.spec.url)):
             return None
@@ -409,10 +398,9 @@ class ModelPlacer:
         """Seconds that a load takes: as measured there, else on another node, else by its size."""
         if node.load is not None and node.load.held and not node.load.loaded:
             return LEAST_WAKE  # It was closed, and its server has it all the same.
-        if node.sleep.measured is None:
-            _, seconds = self._learnt.get(model_key(node), (None, None))
-            if seconds is not None:
-                return seconds
+        _, learnt = self._learnt[model_key(node)]
+        if node.sleep.measured is None and learnt is not None:
+            return learnt
         return node.sleep.wake_seconds(node.properties.size)
 
     def _demands(self, now: float) -> list[ModelDemand]:
@@ -447,7 +435,10 @@ class ModelPlacer:
         """What waits for one model: requests, each with a node; and the routers for any of them."""
         priorities = [waiter.request.caller.priority for waiter, _ in waiting]
         waits = [now - waiter.queued_at for waiter, _ in waiting]
-        bounds = map(self.patience, priorities)
+        # The bound of each class is in proportion to its `patience`.
+        share = self.settings.model_placement.starvation / DEFAULT_PATIENCE["normal"]
+        patience = self.scheduler.dispatcher.rules.overdue_after
+        bounds = [share * patience[priority] for priority in priorities]
         # That which has waited the largest share of its bound.
         pressing = max(zip(waits, bounds, strict=True), key=lambda one: one[0] / one[1])
         return ModelDemand(
@@ -456,20 +447,9 @@ class ModelPlacer:
             sum(waits),
             *pressing,
             batch=all(priority is Priority.BATCH for priority in priorities),
-            work=sum(self.service_seconds(waiter, node) for waiter, node in waiting),
+            work=sum(_service_seconds(waiter.queued, node.speed) for waiter, node in waiting),
             nodes=frozenset(routers),
         )
-
-    def patience(self, priority: Priority) -> float:
-        """The bound on the wait of a class, in proportion to its `patience`."""
-        patience = self.scheduler.dispatcher.rules.overdue_after[priority]
-        return self.settings.model_placement.starvation * patience / DEFAULT_PATIENCE["normal"]
-
-    def service_seconds(self, waiter: Waiter, node: Node) -> float:
-        """Seconds that a waiting request is expected to take on a node."""
-        queued, speed = waiter.queued, node.speed
-        read = queued.prompt_tokens / speed.expected_prefill_tps
-        return read + queued.completion_tokens * (speed.token_base + speed.token_step)
 
     def _usage(self, instance: Instance) -> InstanceUsage:
         node = self._routers[instance.node].models[instance.model].node
@@ -547,21 +527,17 @@ class ModelPlacer:
             "copies makes no room. Unpin or unload another one: llama-gateway models shows them."
         )
 
-    def unkept_wishes(self) -> Iterator[tuple[str, str, str]]:
-        """Pins and least copies that have not been kept for a while: model, node or "", why.
-
-        Those whose load has failed are told for that.
-        """
+    def unkept_wishes(self) -> Iterator[UnkeptWish]:
+        """Pins and least copies that have not been kept; a load that failed is told for itself."""
         since = self.clock() - UNKEPT_SECONDS
         if self._began > since:
             return
-        for instance in self.policy.pinned_unloaded:
-            where, model = instance.node, instance.model
+        for (where, model), instance in self.policy.fleet.pinned_unloaded.items():
             node = self._routers[where].models[model].node
             if node.state is NodeState.UNLOADED and instance.since < since:
-                planned = self.policy.is_planned(where, model)
+                planned = (where, model) in self.policy.plans
                 why = "it waits until others there have ended their requests"
-                yield model, where, why if planned else self._no_room(node)
+                yield UnkeptWish(model, where, why if planned else self._no_room(node))
         for model, rule in self.settings.models.items():
             if not (rule.pin or rule.replicas.min):
                 continue
@@ -570,11 +546,12 @@ class ModelPlacer:
             for name in rule.pin:
                 router = self.fleet.nodes.get(name)
                 if name not in copies and router is not None and router.state is NodeState.READY:
-                    yield model, name, f"{name} does not have it"
+                    yield UnkeptWish(model, name, f"{name} does not have it")
             loads = [load for load in copies.values() if load is not None]
             held = sum(load.phase in SERVING_PHASES for load in loads)
             if held < rule.replicas.min and all(load.since < since for load in loads):
-                yield model, "", f"{held} are loaded, and replicas.min is {rule.replicas.min}"
+                why = f"{held} are loaded, and replicas.min is {rule.replicas.min}"
+                yield UnkeptWish(model, "", why)
 
     # Actions.
 
@@ -619,11 +596,11 @@ class ModelPlacer:
     async def _load(self, router: Node, node: Node) -> None:
         load = node.load
         assert load is not None
-        refused = await self._command(router, node, "load")
-        if refused is not None and refused.of_model:
-            self.fleet.load_refused(node, refused.why)
-        elif refused is not None:
-            load.load_refused(refused.why, self.clock())
+        why, of_model = await self._command(router, node, "load") or ("", False)
+        if of_model:
+            self.fleet.load_refused(node, why)
+        elif why:
+            load.load_refused(why, self.clock())
         self.fleet.load_changed(node)
 
     async def _unload(self, router: Node, node: Node) -> None:
@@ -641,9 +618,8 @@ class ModelPlacer:
             self.fleet.load_changed(node)
             return
         self.fleet.load_ordered(node, "unload", load.reason)
-        refused = await self._command(router, node, "unload")
-        if refused is not None:
-            load.enter(LoadPhase.READY, refused.why, self.clock())
+        if refused := await self._command(router, node, "unload"):
+            load.enter(LoadPhase.READY, refused[0], self.clock())
         self.fleet.load_changed(node)
 
     def _loaded(self, node: Node) -> None:
@@ -669,36 +645,36 @@ class ModelPlacer:
             load.restores(restoring=False)
             self.fleet.load_changed(node)
 
-    async def _command(self, router: Node, node: Node, command: str) -> _Refusal | None:
-        """Send a command; why the router did not take it, or None."""
+    async def _command(self, router: Node, node: Node, command: str) -> tuple[str, bool] | None:
+        """Send a command; None, or why the router did not take it, and if the model is to blame."""
         body = msgspec.json.encode({"model": node.spec.instance})
         reply = await fetch(router, f"/models/{command}", body=body, largest=LARGEST_REFUSAL)
         self.fleet.read_models(node)
         if not isinstance(reply, ProbeResponse) and reply.answer is not ProbeAnswer.TIMED_OUT:
-            return _Refusal(reply.detail, of_model=False)
+            return reply.detail, False
         assert node.load is not None
         node.load.command_taken(self.clock())
         if not isinstance(reply, ProbeResponse) or reply.status == HTTPStatus.OK:
             return None  # One without an answer may carry it out: the list will show it.
         if b"already running" in reply.body or b"not running" in reply.body:
             return None  # It is so already.
+        words = reply.error_words() or f"it answers {reply.status}"
         is_full = b"model limit reached" in reply.body
-        return _Refusal(f"the router refused: {_words(reply)}", of_model=not is_full)
-
-
-class _Refusal(NamedTuple):
-    """Why a router did not take a command."""
-
-    why: str
-    of_model: bool  # whether it is about the model, rather than about the router as it is now
+        return f"the router refused: {words}", not is_full
 
 
 class _ShownModel(NamedTuple):
-    """A router's model as the policy knows it."""
+    """A router's model that the policy knows."""
 
     node: Node
-    instance: Instance
     own: tuple[int | None, float | None]  # bytes and seconds that it has shown on this node
+
+
+class _ShownRouter(NamedTuple):
+    """A router that the policy knows, and its models by their names there."""
+
+    node: Node
+    models: dict[str, _ShownModel]
 
 
 def order_refused(why: str) -> GatewayError:
@@ -711,6 +687,14 @@ PINNED_BY: dict[Pinner, str] = {
     "preload": "by the inventory (`preload` of the node in nodes.yaml)",
     "operator": "by an operator",
 }
+
+
+class UnkeptWish(NamedTuple):
+    """A pin, or a least number of copies, that has not been kept for a while."""
+
+    model: str
+    node: str  # to which it is pinned; "": it has too few copies
+    why: str
 
 
 class HostUse(NamedTuple):
@@ -727,24 +711,16 @@ def _gib(size: int | None) -> str:
     return f"{size / (1 << 30):.3g} GiB"
 
 
-@dataclass(slots=True)
-class _ShownRouter:
-    """A router as the policy knows it."""
-
-    node: Node
-    shown: RouterNode
-    models: dict[str, _ShownModel] = field(default_factory=dict)
-    """By the name by which the policy knows the model."""
-
-    def show(self, shown: RouterNode) -> None:
-        """It has changed."""
-        self.shown = shown
-
-
 def model_key(node: Node) -> str:
     """The name by which the policy knows a router's model on all nodes: a public one."""
     declared = node.spec.models
     return min(declared) if declared else node.spec.instance or node.name
+
+
+def _service_seconds(queued: QueuedRequest, speed: Speed) -> float:
+    """Seconds that a waiting request is expected to take on a node."""
+    read = queued.prompt_tokens / speed.expected_prefill_tps
+    return read + queued.completion_tokens * (speed.token_base + speed.token_step)
 
 
 def _may_load(waiter: Waiter) -> list[Node]:
@@ -754,12 +730,3 @@ def _may_load(waiter: Waiter) -> list[Node]:
     # Another node is better, and if there is none, the same one.
     nodes = [node for node in nodes if node.name not in failed] or nodes
     return [one for one in nodes if model_key(one) == model_key(nodes[0])]
-
-
-def _words(reply: ProbeResponse) -> str:
-    """A router's own words about an error, on one line."""
-    answer = reply.json()
-    error = answer.get("error") if isinstance(answer, dict) else None
-    words = error.get("message") if isinstance(error, dict) else None
-    text = words if isinstance(words, str) else f"it answers {reply.status}"
-    return " ".join(text.split())[:MOST_WORDS]

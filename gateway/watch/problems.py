@@ -15,6 +15,8 @@ from typing import Any
 
 import structlog
 
+from gateway.schedule.model_placer import UnkeptWish
+
 MOST_PROBLEMS = 50  # most problems that are told
 MOST_NAMED_NODES = 8  # most nodes that one problem names
 # Most paused models, and most models whose nodes differ, that are told one by one.
@@ -730,15 +732,6 @@ class NodeCondition:
     left_alone: bool = False  # of a router: whether others command it too
     model: str | None = None  # of a router's model: its public name
     load_failures: int = 0  # likewise: loads in a row that failed, of which `reason` tells
-
-
-@dataclass(frozen=True, slots=True)
-class UnkeptWish:
-    """A pin, or a least number of copies, that has not been kept for a while."""
-
-    model: str
-    node: str  # to which it is pinned; "": it has too few copies
-    why: str
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import asyncio
 import json
 import math
 import time
@@ -19,6 +20,7 @@ from structlog.testing import capture_logs
 from gateway.app.learnt import (
     HALF_LIFE,
     OLDEST,
+    TURN_SECONDS,
     Decisions,
     Demand,
     LearntFile,
@@ -704,3 +706,30 @@ async def test_a_successor_takes_what_its_predecessor_wrote_last_and_keeps_its_o
     first.serve("anonymous:late")
     await first.memory.save(WHOLE)
     assert kept(place) == rows
+
+
+async def test_other_work_has_its_turns_while_a_section_looks_for_changes_and_finds_none(
+    file: Path,
+) -> None:
+    class Unchanged(Demand):
+        def changes(self) -> Iterator[Any]:
+            for _ in range(20):
+                began = time.perf_counter()
+                while time.perf_counter() - began < TURN_SECONDS:
+                    pass
+                yield None
+
+    turns = 0
+
+    async def count() -> None:
+        nonlocal turns
+        while True:
+            turns += 1
+            await asyncio.sleep(0)
+
+    memory = LearntMemory([Unchanged(TokenEstimates())], LearntFile(file), KeyRing())
+    memory.begin_writing()
+    counting = asyncio.create_task(count())
+    await memory.save(WHOLE)
+    counting.cancel()
+    assert turns >= 15

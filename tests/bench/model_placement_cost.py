@@ -40,7 +40,7 @@ class LargeFleet:
         self.changing: set[tuple[str, str]] = set()
         for number in range(ROUTERS):
             name, free = f"r{number}", rng.choice((24, 48, 96)) * GIB
-            self.policy.put_node(RouterNode(name, name, free))
+            self.policy.fleet.put_node(RouterNode(name, name, free))
             for place in rng.sample(range(len(MODELS)), len(MODELS)):
                 memory = (2 + place * 28 // len(MODELS)) * GIB
                 loaded = memory <= free and place < LOADED and rng.random() < 0.9
@@ -48,12 +48,12 @@ class LargeFleet:
                 phase = LoadPhase.READY if loaded else LoadPhase.UNLOADED
                 self.put(Instance(name, MODELS[place], phase, memory, memory / GIB, 2, since=0.0))
         for place in range(20_000):
-            self.policy.note_request(rng.choice(MODELS), self.now - 900 + place * 0.045)
+            self.policy.rates.note(rng.choice(MODELS), self.now - 900 + place * 0.045)
 
     def put(self, instance: Instance) -> None:
         """Tell the policy."""
         self.instances[instance.key] = instance
-        self.policy.put_instance(instance)
+        self.policy.fleet.put(instance)
 
     def look(self, models: list[str]) -> float:
         """Decide, carry it out, and return the milliseconds that the decision took."""

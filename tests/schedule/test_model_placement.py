@@ -1,8 +1,11 @@
 """Which models the policy loads and unloads, in virtual time: each look is a call."""
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+from gateway.config.routing import ModelRule, ReplicaSettings
+from gateway.config.scheduling import ModelPlacementSettings
 from gateway.nodes.router import LoadPhase
 from gateway.schedule.core.model_placement import (
     FAST_SECONDS,
@@ -11,8 +14,6 @@ from gateway.schedule.core.model_placement import (
     LoadAction,
     ModelDemand,
     ModelPlacementPolicy,
-    ModelPlacementRules,
-    ModelRules,
     RequestRates,
     RouterNode,
 )
@@ -24,17 +25,18 @@ GIB = 1 << 30
 class Fleet:
     """Routers whose loads and unloads end when the test says so."""
 
-    rules: ModelPlacementRules = field(default_factory=ModelPlacementRules)
+    settings: ModelPlacementSettings = field(default_factory=ModelPlacementSettings)
+    models: Mapping[str, ModelRule] = field(default_factory=dict)
     now: float = 1000.0
 
     def __post_init__(self) -> None:
-        self.policy = ModelPlacementPolicy(self.rules)
+        self.policy = ModelPlacementPolicy(self.settings, self.models)
         self.instances: dict[tuple[str, str], Instance] = {}
         self.usages: dict[tuple[str, str], InstanceUsage] = {}
 
     def node(self, name: str, gib: int | None = None, host: str = "", **more: Any) -> None:
         memory = None if gib is None else gib * GIB
-        self.policy.put_node(RouterNode(name, host or name, memory, **more))
+        self.policy.fleet.put_node(RouterNode(name, host or name, memory, **more))
 
     def model(self, model: str, gib: int | None, *nodes: str, **more: Any) -> None:
         memory = None if gib is None else gib * GIB
@@ -57,7 +59,7 @@ class Fleet:
     def ask(self, model: str, every: float, lasting: float = 900.0) -> None:
         """Callers have asked for a model so often, up to now."""
         for place in range(int(lasting / every)):
-            self.policy.note_request(model, self.now - lasting + place * every)
+            self.policy.rates.note(model, self.now - lasting + place * every)
 
     def look(self, *demands: ModelDemand) -> list[tuple[str, str, str]]:
         """Decide, and begin what was decided on."""
@@ -88,7 +90,7 @@ class Fleet:
 
     def _put(self, instance: Instance) -> None:
         self.instances[instance.node, instance.model] = instance
-        self.policy.put_instance(instance)
+        self.policy.fleet.put(instance)
 
 
 def waiting(model: str, count: int = 1, each: float = 0.0, **more: Any) -> ModelDemand:
@@ -96,8 +98,14 @@ def waiting(model: str, count: int = 1, each: float = 0.0, **more: Any) -> Model
     return ModelDemand(model, count, count * each, each, **more)
 
 
-def two_models_in_room_for_one(**rules: Any) -> Fleet:
-    fleet = Fleet(ModelPlacementRules(**rules))
+def rule(least: int = 0, most: int | None = None, **more: Any) -> ModelRule:
+    return ModelRule(replicas=ReplicaSettings(min=least, max=most), **more)
+
+
+def two_models_in_room_for_one(
+    models: Mapping[str, ModelRule] | None = None, **settings: Any
+) -> Fleet:
+    fleet = Fleet(ModelPlacementSettings(**settings), models or {})
     fleet.node("r1", 10)
     fleet.model("a", 8, "r1")
     fleet.model("b", 8, "r1")
@@ -307,8 +315,7 @@ def test_a_pinned_model_is_loaded_and_stays() -> None:
 
 
 def test_there_are_never_fewer_copies_than_the_least_nor_more_than_the_most() -> None:
-    rules = ModelPlacementRules(models={"a": ModelRules(min=2, max=2)})
-    fleet = Fleet(rules)
+    fleet = Fleet(models={"a": rule(2, 2)})
     for name in ("r1", "r2", "r3"):
         fleet.node(name, 10)
     fleet.model("a", 8, "r1", "r2", "r3")
@@ -322,7 +329,7 @@ def test_there_are_never_fewer_copies_than_the_least_nor_more_than_the_most() ->
 
 
 def test_an_idle_model_is_unloaded_after_the_time_of_its_rules() -> None:
-    fleet = two_models_in_room_for_one(models={"a": ModelRules(idle_unload=60.0)})
+    fleet = two_models_in_room_for_one(models={"a": rule(idle_unload=60.0)})
     fleet.use("r1", "a", last_used=fleet.now - 59)
     assert fleet.look() == []
     fleet.now += 1
@@ -351,7 +358,7 @@ def test_a_look_compares_a_bounded_number_of_nodes_however_many_there_are() -> N
         before = policy.evaluations
         fleet.look(*demands)
         assert policy.evaluations - before <= 40
-        assert policy.unfinished
+        assert policy.left
 
 
 def test_a_planned_load_that_begins_is_not_followed_by_another_in_the_same_look() -> None:
@@ -390,7 +397,7 @@ def test_free_memory_gets_a_copy_of_what_is_asked_for_most_before_its_queue_is_l
 
 
 def test_the_copies_of_a_node_that_is_down_do_not_count_until_it_is_back() -> None:
-    fleet = Fleet(ModelPlacementRules(models={"a": ModelRules(max=1)}))
+    fleet = Fleet(models={"a": rule(most=1)})
     for name in ("r1", "r2"):
         fleet.node(name, 10)
     fleet.model("a", 8, "r1", "r2")
@@ -408,7 +415,7 @@ def test_a_removed_node_takes_its_models_and_plans_along() -> None:
     fleet.node("r2", 20)
     fleet.model("b", 8, "r2", load_seconds=60.0)
     assert fleet.look(waiting("b")) == [("unload", "r1", "a")]
-    fleet.policy.remove_node("r1")
+    fleet.policy.fleet.remove_node("r1")
     assert fleet.look(waiting("b")) == [("load", "r2", "b")]
 
 

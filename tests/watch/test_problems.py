@@ -8,6 +8,7 @@ import pytest
 from typer.testing import CliRunner
 
 from gateway.cli import app
+from gateway.schedule.model_placer import UnkeptWish
 from gateway.watch.problems import (
     MOST_NAMED_MODELS,
     MOST_NAMED_NODES,
@@ -21,7 +22,6 @@ from gateway.watch.problems import (
     SpillCondition,
     StorageCondition,
     TrafficCondition,
-    UnkeptWish,
     find_problems,
 )
 from tests.each_case import each_case

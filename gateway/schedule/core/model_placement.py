@@ -17,11 +17,15 @@ from __future__ import annotations
 
 import math
 from bisect import bisect_left, insort
+from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cache
 from itertools import chain, islice
 from typing import Literal, NamedTuple
 
+from gateway.config.routing import ModelRule
+from gateway.config.scheduling import ModelPlacementSettings
 from gateway.nodes.router import LoadPhase, UnloadCause
 
 ORDERED = "an operator has ordered it"
@@ -51,15 +55,15 @@ LEAST_SPEED = 0.1  # share of a host's speed that a model gets beside others, at
 ROOM_SECONDS = 1.0  # between two looks at whether a model can have room at all
 MOST_LOADS_OF_HOST = 2  # at one time: they share its disk
 # Nodes compared for one model in a look, and for all of them about.
-MOST_COMPARED, MOST_EVALUATIONS = 16, 24
+MOST_COMPARED, MOST_EVALUATIONS = 8, 16
 # Time constants of the two means of a model's rate: one follows bursts, one remembers.
 FAST_SECONDS, SLOW_SECONDS = 40.0, 900.0
 # Requests that a model's silence may lack: random arrivals lack five once in 150 times.
 MOST_MISSED = 5.0
 
-SERVING_PHASES = frozenset({LoadPhase.LOADING, LoadPhase.READY})
-LEAVING_PHASES = frozenset({LoadPhase.RETIRING, LoadPhase.UNLOADING})
-HELD_PHASES = SERVING_PHASES | LEAVING_PHASES  # those that take memory
+SERVING_PHASES = LoadPhase.LOADING, LoadPhase.READY
+LEAVING_PHASES = LoadPhase.RETIRING, LoadPhase.UNLOADING
+HELD_PHASES = SERVING_PHASES + LEAVING_PHASES  # those that take memory
 LoadVerb = Literal["load", "retire", "keep", "unload"]
 _Key = tuple[str, str]  # node and model
 _Copy = tuple[float, float, float]  # in how long it serves, its requests a second, seconds of one
@@ -105,6 +109,9 @@ class Instance:
         """Its node and its model."""
         return self.node, self.model
 
+    def __hash__(self) -> int:
+        return hash((self.node, self.model))
+
 
 class InstanceUsage(NamedTuple):
     """What a loaded instance does now."""
@@ -122,29 +129,10 @@ class ModelDemand:
     waiting: int
     waited: float  # seconds that all of them together have waited
     oldest_wait: float
-    patience: float | None = None  # the bound on their wait; None: that of the rules
+    patience: float | None = None  # the bound on their wait; None: that of the settings
     batch: bool = False  # only batch rows wait
     work: float = 0.0  # slot-seconds that they take; 0: those of usual requests
     nodes: frozenset[str] | None = None  # the only nodes that may serve them; None: all
-
-
-@dataclass(frozen=True, slots=True)
-class ModelRules:
-    """What an operator wants of one model."""
-
-    min: int = 0  # copies that are always loaded
-    max: int | None = None
-    idle_unload: float | None = None  # seconds without requests after which it is unloaded
-
-
-@dataclass(frozen=True, slots=True)
-class ModelPlacementRules:
-    """The policy's part of the settings."""
-
-    starvation: float = 60.0  # seconds that a model's requests wait at most, as far as possible
-    hysteresis: float = 10.0
-    """Seconds that a model stays once it is loaded; less where its loads take far less."""
-    models: Mapping[str, ModelRules] = field(default_factory=dict)
 
 
 class LoadAction(NamedTuple):
@@ -161,86 +149,49 @@ class LoadAction(NamedTuple):
 
 
 Usage = Callable[[Instance], InstanceUsage]
-_NO_RULES = ModelRules()
+_NO_RULE = ModelRule()
 
 
 class ModelPlacementPolicy:
     """Decides at each look which models go where.
 
-    It keeps the nodes and instances that it was told of, and the loads that it has planned: tell it
-    of each change, and of each caller's request.
+    Tell `fleet` of each change of a router or a model, and `rates` of each caller's request (batch
+    rows are not told).
     """
 
-    def __init__(self, rules: ModelPlacementRules | None = None) -> None:
-        self.rules = rules or ModelPlacementRules()
+    def __init__(
+        self,
+        settings: ModelPlacementSettings | None = None,
+        rules: Mapping[str, ModelRule] | None = None,
+    ) -> None:
+        self.settings = settings or ModelPlacementSettings()
+        self.rules = rules or {}  # by model
+        self.fleet = FleetIndex()
+        self.rates = RequestRates()
         self.evaluations = 0  # nodes that were compared so far
-        self._rates = RequestRates()
-        self._index = FleetIndex()
-        self._plans: dict[_Key, _Plan] = {}
+        self.plans: dict[_Key, _Plan] = {}  # loads that wait for room: look again before long
         self._cursors: dict[str, int] = {}  # by model: the node that is compared next
         self._served_at: dict[str, float] = {}
         """By model that requests wait for: when it was last loaded somewhere."""
-        self._left: list[str] = []  # models that the last look did not reach
+        self.left: list[str] = []  # models that the last look did not reach: look again at once
         self._room_looked_at: dict[str, float] = {}
         self.without_room: dict[str, list[Instance]] = {}
         """By model that no node could load when requests last waited for it: where it never can."""
 
-    # What there is.
-
-    def set_rules(self, rules: ModelPlacementRules) -> None:
-        """Go by these from now on."""
-        self.rules = rules
-
-    def put_node(self, node: RouterNode) -> None:
-        """There is this router, or it has changed."""
-        self._index.put_node(node)
-
-    def remove_node(self, name: str) -> None:
-        """There is no such router any more; its instances go with it."""
-        self._index.remove_node(name)
-
-    def put_instance(self, instance: Instance) -> None:
-        """A router, which is known, can serve this model; or the instance has changed."""
-        self._index.put(instance)
-
-    def remove_instance(self, node: str, model: str) -> None:
-        """The router can't serve that model any more."""
-        self._index.remove(node, model)
-
-    def note_request(self, model: str, now: float) -> None:
-        """A caller has sent a request for this model; batch rows are not told."""
-        self._rates.note(model, now)
-
-    @property
-    def unfinished(self) -> bool:
-        """Whether the last look did not reach all models: look again at once."""
-        return bool(self._left)
-
-    @property
-    def has_plans(self) -> bool:
-        """Whether a load waits for room: look again before long."""
-        return bool(self._plans)
-
-    @property
-    def pinned_unloaded(self) -> Iterable[Instance]:
-        """Pinned instances that are not loaded."""
-        return self._index.pinned_unloaded.values()
-
-    def is_planned(self, node: str, model: str) -> bool:
-        """Whether a load there waits until it has room."""
-        return (node, model) in self._plans
+    def configure(self, settings: ModelPlacementSettings, rules: Mapping[str, ModelRule]) -> None:
+        """Go by these from now on; `rules` by the names of models here."""
+        self.settings, self.rules = settings, rules
 
     # Deciding.
 
     def decide(self, demands: Iterable[ModelDemand], usage: Usage, now: float) -> list[LoadAction]:
         """What to do now. An instance with leases is never unloaded."""
-        by_model = {demand.model: demand for demand in demands if demand.waiting}
-        look = _Look(self._index, self.rules, self._rates, by_model, usage, now)
+        look = _Look(self, {one.model: one for one in demands if one.waiting}, usage, now)
         most = self.evaluations + MOST_EVALUATIONS
         self._follow_plans(look)
         self._serve_demands(look, most)
         self._keep_wanted(look, most)
-        for instance in self._index.retiring.values():
+        for instance in self.fleet.retiring.values():
             if instance.key not in look.acted and not look.usage(instance).leases:
                 look.act("unload", instance, "it runs nothing any more")
         return look.actions
@@ -249,11 +200,11 @@ class ModelPlacementPolicy:
         self, node: str, model: str, usage: Usage, now: float
     ) -> list[LoadAction] | None:
         """What to do so that an operator gets a model loaded there; None: it can't have room."""
-        look = _Look(self._index, self.rules, self._rates, {}, usage, now)
-        instance = self._index.instance((node, model))
-        if instance is None or (node, model) in self._plans:
+        look, instance = _Look(self, {}, usage, now), self.fleet.instance((node, model))
+        if instance is None or instance.key in self.plans:
             return []
-        if instance.phase is LoadPhase.RETIRING and instance.key not in self._victims():
+        going = chain.from_iterable(plan.victims for plan in self.plans.values())
+        if instance.phase is LoadPhase.RETIRING and instance.key not in going:
             look.act("keep", instance, ORDERED)
         elif look.is_loadable(instance):
             option = self._price(look, instance, _NO_QUEUE)
@@ -264,24 +215,24 @@ class ModelPlacementPolicy:
 
     def _follow_plans(self, look: _Look) -> None:
         """Load what has room now; give up what nobody waits for any more."""
-        for key, plan in list(self._plans.items()):
-            instance = self._index.instance(key)
+        for key, plan in list(self.plans.items()):
+            instance = self.fleet.instance(key)
             wanted = plan.standing or key[1] in look.demands
             if instance is None or not wanted or not look.is_loadable(instance):
                 self._give_up(look, key)
                 continue
-            host = self._index.host_of(instance)
-            if self._lack(look, instance).is_met():
+            host = self.fleet.host_of(instance)
+            if self._fits(instance, [*host.held.values(), *self._coming(look, instance)]):
                 if look.loads_of(host) < MOST_LOADS_OF_HOST:
                     look.act("load", instance, plan.reason)
-                    del self._plans[key]
+                    del self.plans[key]
             elif not any(map(look.is_leaving, host.held.values())):
                 # Those who were to go have stayed: it is looked at anew.
                 self._give_up(look, key)
 
     def _give_up(self, look: _Look, key: _Key) -> None:
-        for victim in self._plans.pop(key).victims:
-            instance = self._index.instance(victim)
+        for victim in self.plans.pop(key).victims:
+            instance = self.fleet.instance(victim)
             if instance is not None and instance.phase is LoadPhase.RETIRING:
                 look.act("keep", instance, "its memory is not needed any more")
 
@@ -291,7 +242,7 @@ class ModelPlacementPolicy:
             model: look.now if look.capacity(model).slots else self._served_at.get(model, -math.inf)
             for model in look.demands
         }
-        left = {model: place for place, model in enumerate(self._left)}
+        left = {model: place for place, model in enumerate(self.left)}
 
         def order(demand: ModelDemand) -> tuple[float, ...]:
             share = self._without(demand, look) / max(1.0, self._patience(demand))
@@ -299,10 +250,10 @@ class ModelPlacementPolicy:
             return left.get(demand.model, len(left)), demand.batch, -late, -demand.waited
 
         ordered = sorted(look.demands.values(), key=order)
-        self._left = []
+        self.left = []
         for place, demand in enumerate(ordered):
             if self.evaluations >= most:
-                self._left = [one.model for one in ordered[place:]]
+                self.left = [one.model for one in ordered[place:]]
                 break
             self._serve(look, demand)
 
@@ -311,21 +262,19 @@ class ModelPlacementPolicy:
         if any(one.model == model for one in look.loads):
             return
         queue = look.queue(demand)
-        planned = next((key for key in self._plans if key[1] == model), None)
+        planned = next((key for key in self.plans if key[1] == model), None)
         if planned is None:
-            if not queue.has_copies and self._keep_retiring(look, demand):
-                return
-            most = self.rules.models.get(model, _NO_RULES).max
+            most = self.rule(model).replicas.max
             if most is not None and look.capacity(model).copies >= most:
                 return
         best = self._best(look, model, queue, demand.nodes)
         if best is None:
-            if not queue.has_copies and planned is None:
+            if not queue.copies and planned is None:
                 self._find_hopeless(look, demand)
             return
         self.without_room.pop(model, None)
         if planned is not None:
-            plan = self._plans[planned]
+            plan = self.plans[planned]
             if (
                 best.cost * CHANGE_MARGIN >= plan.cost
                 or best.ready_in >= plan.ready_at - look.now
@@ -335,8 +284,12 @@ class ModelPlacementPolicy:
         if self._is_worth(look, demand, queue, best):
             if planned is not None:
                 self._give_up(look, planned)
-            more = "one more copy" if queue.has_copies else "it"
+            more = "one more copy" if queue.copies else "it"
             self._carry_out(look, best, f"{demand.waiting} requests wait for {more}")
+
+    def rule(self, model: str) -> ModelRule:
+        """What an operator wants of a model."""
+        return self.rules.get(model, _NO_RULE)
 
     def _find_hopeless(self, look: _Look, demand: ModelDemand) -> None:
         """Find out, now and then, if a model can have room nowhere, whatever goes that may go."""
@@ -344,35 +297,24 @@ class ModelPlacementPolicy:
         if look.now - self._room_looked_at.get(model, -math.inf) < ROOM_SECONDS:
             return
         self._room_looked_at[model] = look.now
-        instances = self._index.by_model.get(model, {})
+        instances = self.fleet.by_model.get(model, {})
         names = instances if demand.nodes is None else demand.nodes & instances.keys()
         found = [instances[name] for name in names]
-        self.without_room[model] = [] if any(map(look.may_fit, found)) else found
-
-    def _keep_retiring(self, look: _Look, demand: ModelDemand) -> bool:
-        """Keep an instance that was to go, where no load that is planned needs its memory."""
-        needed = self._victims()
-        for one in self._index.held(demand.model).values():
-            allowed = demand.nodes is None or one.node in demand.nodes
-            if one.phase is LoadPhase.RETIRING and allowed and one.key not in needed:
-                look.act("keep", one, "requests wait for it again")
-                return True
-        return False
-
-    def _victims(self) -> set[_Key]:
-        """What is to go for the loads that are planned."""
-        return set(chain.from_iterable(plan.victims for plan in self._plans.values()))
+        hosts = map(self.fleet.host_of, found)
+        always = ([*filter(look.always_stays, host.held.values())] for host in hosts)
+        self.without_room[model] = [] if any(map(self._fits, found, always)) else found
 
     def _is_worth(self, look: _Look, demand: ModelDemand, queue: _Queue, option: _Option) -> bool:
         """Whether a load there is worth what it costs others."""
-        loss, load_seconds = option.room.loss, option.instance.load_seconds
-        if demand.batch and loss > UNUSED_SHARE * option.room.reload_seconds:
+        loss, load_seconds = option.loss, option.instance.load_seconds
+        reloads = sum(one.load_seconds for one in option.victims)
+        if demand.batch and loss > UNUSED_SHARE * reloads:
             return False
-        if queue.has_copies:
-            if any(map(look.is_needed, option.room.victims)):
+        if queue.copies:
+            if any(map(look.is_needed, option.victims)):
                 return False
             saved = queue.cost() - (option.cost - loss)
-            if look.capacity(demand.model).slots and not option.room.victims:
+            if look.capacity(demand.model).slots and not option.victims:
                 # Memory that is free is best used by those that are asked for most.
                 saved += queue.queueing() - queue.queueing(option.copy)
             return saved > COPY_MARGIN * loss + LOAD_SHARE * load_seconds
@@ -382,24 +324,26 @@ class ModelPlacementPolicy:
         return demand.waited + demand.waiting * load_seconds >= loss
 
     def _patience(self, demand: ModelDemand) -> float:
-        return self.rules.starvation if demand.patience is None else demand.patience
+        return self.settings.starvation if demand.patience is None else demand.patience
 
     def _without(self, demand: ModelDemand, look: _Look) -> float:
         """Seconds that the oldest has waited while the model was loaded nowhere."""
         return min(demand.oldest_wait, look.now - self._served_at.get(demand.model, -math.inf))
 
     def _carry_out(
-        self, look: _Look, option: _Option, reason: str, *, standing: bool = False
+        self, look: _Look, option: _Option | None, reason: str, *, standing: bool = False
     ) -> None:
-        """Load it, or make room for it first."""
-        instance, room = option.instance, option.room
-        for victim in room.victims:
+        """Load it, or make room for it first, if there is one."""
+        if option is None:
+            return
+        instance = option.instance
+        for victim in option.victims:
             look.dismiss(victim, f"{instance.model} needs its memory: {reason}")
-        crowded = look.loads_of(self._index.host_of(instance)) >= MOST_LOADS_OF_HOST
-        if room.must_wait or crowded:
-            victims = tuple(victim.key for victim in room.victims)
+        crowded = look.loads_of(self.fleet.host_of(instance)) >= MOST_LOADS_OF_HOST
+        if option.must_wait or crowded:
+            victims = tuple(victim.key for victim in option.victims)
             ready_at = look.now + option.ready_in
-            self._plans[instance.key] = _Plan(victims, reason, option.cost, ready_at, standing)
+            self.plans[instance.key] = _Plan(victims, reason, option.cost, ready_at, standing)
         else:
             look.act("load", instance, reason)
 
@@ -418,10 +362,10 @@ class ModelPlacementPolicy:
         self, look: _Look, model: str, nodes: frozenset[str] | None
     ) -> Iterator[Instance]:
         """The nodes to compare for a model: all, or some with room and some others in turn."""
-        instances = self._index.by_model.get(model, {})
+        instances = self.fleet.by_model.get(model, {})
         names: Iterable[str] = instances
         if len(instances) > MOST_COMPARED:
-            roomy = self._index.roomiest(next(iter(instances.values())).memory)
+            roomy = self.fleet.roomiest(next(iter(instances.values())).memory)
             first = self._cursors.get(model, 0) % len(instances)
             self._cursors[model] = first + MOST_COMPARED
             ring = islice(chain(instances, instances), first, first + MOST_COMPARED)
@@ -431,56 +375,91 @@ class ModelPlacementPolicy:
             for name in names
             if name in instances and (nodes is None or name in nodes)
         )
-        loadable = (one for one in possible if look.is_loadable(one) and one.key not in self._plans)
+        loadable = (one for one in possible if look.is_loadable(one) and one.key not in self.plans)
         return islice(loadable, MOST_COMPARED)
 
     def _price(self, look: _Look, instance: Instance, queue: _Queue) -> _Option | None:
-        """What a load there would bring and cost; None: it can't be loaded there."""
+        """What a load there would bring and cost; None: it can't be loaded there.
+
+        Of what has to go, the least loss for its memory goes first.
+        """
         self.evaluations += 1
-        host = self._index.host_of(instance)
-        room = look.make_room(host, self._lack(look, instance))
-        if room is None or look.now < instance.retry_at + instance.failures * room.loss:
+        host, coming = self.fleet.host_of(instance), self._coming(look, instance)
+        if not self._fits(instance, coming):
+            return None
+        held, victims, wait = host.held.values(), list[Instance](), 0.0
+        must_wait = not self._fits(instance, [*coming, *held])
+        if must_wait:
+            leaving = list(filter(look.is_leaving, held))
+            others = coming + [one for one in held if one not in leaving]
+            found = [one for one in held if one not in leaving and look.loss(one) < math.inf]
+            found.sort(key=lambda one: look.loss(one) / (one.memory or 1))
+            while not self._fits(instance, others):
+                if not found:
+                    return None
+                victims.append(found.pop(0))
+                others = [one for one in others if one is not victims[-1]]
+            # What was taken first may be needless beside what came later.
+            for one in sorted(victims[:-1], key=look.loss, reverse=True):
+                if self._fits(instance, [*others, one]):
+                    victims.remove(one)
+                    others.append(one)
+            wait = max(look.usage(one).busy_seconds for one in (*leaving, *victims))
+        loss = sum(map(look.loss, victims))
+        if look.now < instance.retry_at + instance.failures * loss:
             # One that may be broken takes no room from others before as long as they would miss.
             return None
-        ready_in = room.wait + instance.load_seconds + UNLOAD_SECONDS * room.must_wait
-        speed = max(LEAST_SPEED, 1.0 - look.utilisation(host, room.victims))
+        ready_in = wait + instance.load_seconds + UNLOAD_SECONDS * must_wait
+        busy = sum(map(look.share, held)) - sum(map(look.share, victims))
+        speed = max(LEAST_SPEED, 1.0 - busy)
         service = instance.request_seconds / speed
         copy = ready_in, instance.slots / service, service
-        return _Option(instance, room, copy, queue.cost(copy) + room.loss)
+        return _Option(instance, victims, loss, must_wait, copy, queue.cost(copy) + loss)
 
-    def _lack(self, look: _Look, instance: Instance) -> _Lack:
-        """What it lacks on its host, beside the loads that are planned and decided on."""
-        host = self._index.host_of(instance)
-        keys = [key for key in self._plans if key[0] in host.nodes and key != instance.key]
-        coming = [one for one in look.loads if one.node in host.nodes]
-        coming += [one for one in map(self._index.instance, keys) if one is not None]
-        return _Lack(instance, self._index.nodes[instance.node], host, coming)
+    def _coming(self, look: _Look, instance: Instance) -> list[Instance]:
+        """The other loads on its host that are planned and decided on."""
+        nodes = self.fleet.host_of(instance).nodes
+        keys = [key for key in self.plans if key[0] in nodes and key != instance.key]
+        found = [one for one in map(self.fleet.instance, keys) if one is not None]
+        return [one for one in look.loads if one.node in nodes] + found
+
+    def _fits(self, instance: Instance, others: Sequence[Instance]) -> bool:
+        """Whether it would have room beside these on its host; unknown memory is alone there."""
+        node = self.fleet.nodes[instance.node]
+        limit = node.count_limit
+        if limit < math.inf and sum([one.node == node.name for one in others]) >= limit:
+            return False
+        memory, needed = self.fleet.hosts[node.host].memory, 0
+        if memory is None or not others:
+            return memory is None or (instance.memory or 0) <= memory
+        for one in (instance, *others):
+            if one.memory is None:
+                return False
+            needed += one.memory
+        return needed <= memory
 
     # What operators want, whoever waits.
 
     def _keep_wanted(self, look: _Look, most: int) -> None:
         """Load pinned models and the least copies; unload idle ones, and those above the most."""
-        for instance in list(self._index.pinned_unloaded.values()):
+        for instance in list(self.fleet.pinned_unloaded.values()):
             if self.evaluations >= most:
                 return
-            if look.is_loadable(instance) and instance.key not in self._plans:
-                self._load_standing(look, self._price(look, instance, _NO_QUEUE), "it is pinned")
-        for model, rules in self.rules.models.items():
-            serving = self._index.serving(model)
-            planned = any(key[1] == model for key in chain(self._plans, look.acted))
-            if len(serving) < rules.min and not planned and self.evaluations < most:
-                best = self._best(look, model, _NO_QUEUE)
-                self._load_standing(look, best, f"fewer than {rules.min} copies are loaded")
-            if rules.max is not None or rules.idle_unload is not None:
-                self._unload_needless(look, rules, serving)
+            if look.is_loadable(instance) and instance.key not in self.plans:
+                option = self._price(look, instance, _NO_QUEUE)
+                self._carry_out(look, option, "it is pinned", standing=True)
+        for model, rule in self.rules.items():
+            serving, least = self.fleet.serving(model), rule.replicas.min
+            planned = any(key[1] == model for key in chain(self.plans, look.acted))
+            if len(serving) < least and not planned and self.evaluations < most:
+                best, why = self._best(look, model, _NO_QUEUE), f"fewer than {least} are loaded"
+                self._carry_out(look, best, why, standing=True)
+            if rule.replicas.max is not None or rule.idle_unload is not None:
+                self._unload_needless(look, rule, serving)
 
-    def _load_standing(self, look: _Look, option: _Option | None, reason: str) -> None:
-        if option is not None:
-            self._carry_out(look, option, reason, standing=True)
-
-    def _unload_needless(self, look: _Look, rules: ModelRules, serving: list[Instance]) -> None:
+    def _unload_needless(self, look: _Look, rule: ModelRule, serving: list[Instance]) -> None:
         """Unload copies above the most, and those that nobody has used for long."""
-        count = len(serving)
+        count, most = len(serving), rule.replicas.max
         ready = [
             one
             for one in serving
@@ -490,9 +469,9 @@ class ModelPlacementPolicy:
         for one in ready:
             usage = look.usage(one)
             idle = 0.0 if usage.leases else look.now - max(usage.last_used, one.since)
-            if rules.max is not None and count > rules.max:
-                look.dismiss(one, f"more than {rules.max} copies are loaded", "replicas")
-            elif rules.idle_unload is None or idle < rules.idle_unload or count <= rules.min:
+            if most is not None and count > most:
+                look.dismiss(one, f"more than {most} copies are loaded", "replicas")
+            elif rule.idle_unload is None or idle < rule.idle_unload or count <= rule.replicas.min:
                 continue
             elif one.model not in look.demands:
                 look.act("unload", one, f"it has idled for {idle:.0f} s", "idle")
@@ -543,9 +522,16 @@ class ModelHost:
     memory: int | None = None
     nodes: set[str] = field(default_factory=set)
     held: dict[_Key, Instance] = field(default_factory=dict)
-    used: int = 0  # by those whose memory is known
-    unknown: int = 0  # instances that are loaded and whose memory is not known
-    loading: int = 0
+
+    @property
+    def used(self) -> int:
+        """Bytes that are taken by those whose memory is known."""
+        return sum([one.memory or 0 for one in self.held.values()])
+
+    @property
+    def unknown(self) -> int:
+        """Models that are loaded and whose memory is not known."""
+        return sum([one.memory is None for one in self.held.values()])
 
     @property
     def free(self) -> float:
@@ -553,20 +539,6 @@ class ModelHost:
         if self.memory is None:
             return math.inf
         return 0.0 if self.unknown else self.memory - self.used
-
-    def set_memory(self, memory: int | None) -> None:
-        """It has so much for models."""
-        self.memory = memory
-
-    def count(self, instance: Instance, sign: int) -> None:
-        """An instance takes memory here from now on, or does not any more."""
-        if sign > 0:
-            self.held[instance.key] = instance
-        else:
-            del self.held[instance.key]
-        self.used += sign * (instance.memory or 0)
-        self.unknown += sign * (instance.memory is None)
-        self.loading += sign * (instance.phase is LoadPhase.LOADING)
 
 
 class Capacity(NamedTuple):
@@ -592,20 +564,18 @@ class FleetIndex:
         self.nodes: dict[str, RouterNode] = {}
         self.hosts: dict[str, ModelHost] = {}
         self.by_model: dict[str, dict[str, Instance]] = {}  # and by node
-        self.capacities: dict[str, Capacity] = {}  # by model: on nodes that work
-        self.loading: dict[str, dict[_Key, Instance]] = {}  # by model
+        self.capacities = defaultdict[str, Capacity](Capacity)  # by model: on nodes that work
+        # Some of the instances; the first two by model.
+        self.held = defaultdict[str, dict[_Key, Instance]](dict)
+        self.loading = defaultdict[str, dict[_Key, Instance]](dict)
         self.retiring: dict[_Key, Instance] = {}
         self.pinned_unloaded: dict[_Key, Instance] = {}
-        self._held: dict[str, dict[str, Instance]] = {}  # as `by_model`: those that take memory
         self._by_free: list[tuple[float, str]] = []  # hosts, by free bytes
 
     def put_node(self, node: RouterNode) -> None:
-        """Add a node, or replace it."""
-        old = self.nodes.get(node.name)
-        moved: list[Instance] = []
-        if old is not None and (old.host, old.usable) != (node.host, node.usable):
-            moved = self._instances_of(node.name)
-            self.remove_node(node.name)
+        """There is this router, or it has changed."""
+        instances = self._instances_of(node.name)
+        self.remove_node(node.name)
         self.nodes[node.name] = node
         host = self.hosts.get(node.host)
         if host is None:
@@ -613,13 +583,13 @@ class FleetIndex:
         else:
             self._unsort(host)
         host.nodes.add(node.name)
-        host.set_memory(node.memory)
+        host.memory = node.memory
         insort(self._by_free, (host.free, host.name))
-        for instance in moved:
+        for instance in instances:
             self.put(instance)
 
     def remove_node(self, name: str) -> None:
-        """Remove a node with its instances."""
+        """There is no such router any more; its instances go with it."""
         for instance in self._instances_of(name):
             self.remove(*instance.key)
         node = self.nodes.pop(name, None)
@@ -631,46 +601,35 @@ class FleetIndex:
                 del self.hosts[node.host]
 
     def put(self, instance: Instance) -> None:
-        """Add an instance of a known node, or replace it."""
+        """A router, which is known, can serve this model; or the instance has changed."""
         instances = self.by_model.setdefault(instance.model, {})
-        self._replace(instances.get(instance.node), instance)
+        if (before := instances.get(instance.node)) is not None:
+            self._count(before, -1)
         instances[instance.node] = instance
+        self._count(instance, 1)
 
     def remove(self, node: str, model: str) -> None:
-        """Remove an instance."""
+        """The router can't serve that model any more."""
         instance = self.by_model.get(model, {}).pop(node, None)
         if instance is not None:
-            self._replace(instance, None)
+            self._count(instance, -1)
 
-    def _replace(self, old: Instance | None, new: Instance | None) -> None:
-        one = new or old
-        assert one is not None
-        host, held = self.host_of(one), self._held.setdefault(one.model, {})
+    def _count(self, one: Instance, sign: int) -> None:
+        """An instance is there from now on, or is not any more."""
         if self.nodes[one.node].usable:
-            capacity = self.capacities.get(one.model, Capacity())
-            capacity = capacity.plus(old, -1) if old is not None else capacity
-            capacity = capacity.plus(new, 1) if new is not None else capacity
-            self.capacities[one.model] = capacity
-        was = old is not None and old.phase in HELD_PHASES
-        now = new is not None and new.phase in HELD_PHASES
-        if was or now:
+            self.capacities[one.model] = self.capacities[one.model].plus(one, sign)
+        if one.phase in HELD_PHASES:
+            host = self.host_of(one)
             self._unsort(host)
-            if old is not None and was:
-                host.count(old, -1)
-                del held[old.node]
-            if new is not None and now:
-                host.count(new, 1)
-                held[new.node] = new
+            _keep(host.held, one, sign)
             insort(self._by_free, (host.free, host.name))
-        self.loading.get(one.model, {}).pop(one.key, None)
-        self.retiring.pop(one.key, None)
-        self.pinned_unloaded.pop(one.key, None)
-        if new is not None and new.phase is LoadPhase.LOADING:
-            self.loading.setdefault(new.model, {})[new.key] = new
-        elif new is not None and new.phase is LoadPhase.RETIRING:
-            self.retiring[new.key] = new
-        elif new is not None and new.pinned and not now:
-            self.pinned_unloaded[new.key] = new
+            _keep(self.held[one.model], one, sign)
+        elif one.pinned:
+            _keep(self.pinned_unloaded, one, sign)
+        if one.phase is LoadPhase.LOADING:
+            _keep(self.loading[one.model], one, sign)
+        elif one.phase is LoadPhase.RETIRING:
+            _keep(self.retiring, one, sign)
 
     def instance(self, key: _Key) -> Instance | None:
         """One instance; None: there is none."""
@@ -680,13 +639,9 @@ class FleetIndex:
         """The host of its node."""
         return self.hosts[self.nodes[instance.node].host]
 
-    def held(self, model: str) -> Mapping[str, Instance]:
-        """By node: the instances of a model that take memory."""
-        return self._held.get(model, {})
-
     def serving(self, model: str) -> list[Instance]:
-        """Those of them that serve, or soon will."""
-        return [one for one in self.held(model).values() if one.phase in SERVING_PHASES]
+        """The instances of a model that serve, or soon will."""
+        return [one for one in self.held[model].values() if one.phase in SERVING_PHASES]
 
     def roomiest(self, need: int | None) -> Iterator[str]:
         """Nodes of hosts with so many bytes free, the least first; None: the emptiest first."""
@@ -703,6 +658,13 @@ class FleetIndex:
         del self._by_free[bisect_left(self._by_free, (host.free, host.name))]
 
 
+def _keep(found: dict[_Key, Instance], one: Instance, sign: int) -> None:
+    if sign > 0:
+        found[one.key] = one
+    else:
+        del found[one.key]
+
+
 class _Plan(NamedTuple):
     """A load that waits for room."""
 
@@ -713,25 +675,13 @@ class _Plan(NamedTuple):
     standing: bool  # it is wanted though nobody waits
 
 
-class _Room(NamedTuple):
-    """How room is made for a load."""
-
-    victims: Sequence[Instance] = ()
-    wait: float = 0.0  # until those that leave have ended their requests
-    loss: float = 0.0
-    must_wait: bool = False  # something is still to go
-
-    @property
-    def reload_seconds(self) -> float:
-        """Seconds that it takes to load all victims again."""
-        return sum(one.load_seconds for one in self.victims)
-
-
 class _Option(NamedTuple):
     """A load that could be begun."""
 
     instance: Instance
-    room: _Room
+    victims: Sequence[Instance]  # that have to go
+    loss: float  # what that costs
+    must_wait: bool  # something is still to go
     copy: _Copy
     cost: float
 
@@ -739,50 +689,6 @@ class _Option(NamedTuple):
     def ready_in(self) -> float:
         """Seconds until it could serve."""
         return self.copy[0]
-
-
-class _Lack:
-    """What one more model lacks on a host: bytes, a place, to be alone."""
-
-    def __init__(
-        self, instance: Instance, node: RouterNode, host: ModelHost, coming: Sequence[Instance]
-    ) -> None:
-        """`coming`: others that are about to be loaded there."""
-        planned = sum(one.node == node.name for one in coming)
-        held = sum(one.node == node.name for one in host.held.values())
-        self._node = node.name
-        self._places = held + planned + 1 - node.count_limit
-        self._packed = host.memory is not None
-        self._alone = self._packed and instance.memory is None
-        self._bytes, self._unknown, self._held = 0, host.unknown, len(host.held)
-        self.hopeless = planned >= node.count_limit
-        if host.memory is not None:
-            needed = sum(one.memory or 0 for one in (instance, *coming))
-            self._bytes = host.used + needed - host.memory
-            apart = self._alone or any(one.memory is None for one in coming)
-            self.hopeless |= needed > host.memory or (apart and bool(coming))
-
-    def is_met(self) -> bool:
-        """Whether nothing is lacking."""
-        if self.hopeless or self._places > 0:
-            return False
-        if not self._packed:
-            return True
-        return not self._held if self._alone else self._bytes <= 0 and not self._unknown
-
-    def is_less_without(self, one: Instance) -> bool:
-        """Whether it would help if this one went."""
-        if self._places > 0 and one.node == self._node:
-            return True
-        unknown = self._unknown > 0 and one.memory is None
-        return self._packed and (self._alone or self._bytes > 0 or unknown)
-
-    def count(self, one: Instance, sign: int) -> None:
-        """Another instance comes, or goes."""
-        self._places += sign * (one.node == self._node)
-        self._bytes += sign * (one.memory or 0)
-        self._unknown += sign * (one.memory is None)
-        self._held += sign
 
 
 def queueing_seconds(rate: float, slots: float, service: float) -> float:
@@ -795,17 +701,17 @@ def queueing_seconds(rate: float, slots: float, service: float) -> float:
     return service * math.pow(load, power) / (slots * (1.0 - load))
 
 
-class _Queue:
+class _Queue(NamedTuple):
     """A model's queue, as a fluid: how long its requests take within the horizon."""
 
-    def __init__(self, waiting: float, rate: float, copies: list[_Copy]) -> None:
-        self._waiting, self._rate, self._copies = waiting, rate, copies
-        self.has_copies = bool(copies)
+    waiting: float
+    rate: float
+    copies: list[_Copy]
 
     def cost(self, more: _Copy | None = None) -> float:
         """Seconds that its requests take in all, with its copies or one more."""
-        copies = sorted([*self._copies, more] if more else self._copies)
-        total = self._waiting + self._rate * HORIZON
+        copies = sorted([*self.copies, more] if more else self.copies)
+        total = self.waiting + self.rate * HORIZON
         if not total:
             return copies[0][0] if copies else 0.0
         served = sum([rate for _, rate, _ in copies])
@@ -814,14 +720,14 @@ class _Queue:
 
     def queueing(self, more: _Copy | None = None) -> float:
         """Seconds that random arrivals are expected to wait within the horizon beside all that."""
-        copies = [*self._copies, more] if more else self._copies
+        copies = [*self.copies, more] if more else self.copies
         slots = sum([rate * seconds for _, rate, seconds in copies])
         served = sum([rate for _, rate, _ in copies])
-        return self._rate * HORIZON * queueing_seconds(self._rate, slots, slots / served)
+        return self.rate * HORIZON * queueing_seconds(self.rate, slots, slots / served)
 
     def _area(self, copies: list[_Copy]) -> float:
         """The length of the queue over time."""
-        length, growth, area, at = self._waiting, self._rate, 0.0, 0.0
+        length, growth, area, at = self.waiting, self.rate, 0.0, 0.0
         for begins, rate, _ in [*copies, (HORIZON, 0.0, 0.0)]:
             seconds = min(begins, HORIZON) - at
             if seconds > 0.0:
@@ -844,9 +750,7 @@ class _Look:
 
     def __init__(
         self,
-        index: FleetIndex,
-        rules: ModelPlacementRules,
-        rates: RequestRates,
+        policy: ModelPlacementPolicy,
         demands: Mapping[str, ModelDemand],
         usage: Usage,
         now: float,
@@ -856,10 +760,10 @@ class _Look:
         self.acted: dict[_Key, LoadVerb] = {}
         self.loads: list[Instance] = []  # that were decided on
         self.demands = demands
-        self._index, self._rules, self._rates, self._read_usage = index, rules, rates, usage
-        self._usages: dict[_Key, InstanceUsage] = {}
-        self._losses: dict[_Key, float] = {}
-        self._rate_of: dict[str, float] = {}
+        self.usage = cache(usage)
+        self.rate = cache(lambda model: policy.rates.rate(model, now))
+        self._losses: dict[Instance, float] = {}
+        self._policy, self._fleet = policy, policy.fleet
         self._dismissed: dict[str, list[Instance]] = {}  # by model
 
     def act(
@@ -880,11 +784,12 @@ class _Look:
 
     def loads_of(self, host: ModelHost) -> int:
         """Loads that run on a host, with those decided on."""
-        return host.loading + sum(one.node in host.nodes for one in self.loads)
+        running = sum(one.phase is LoadPhase.LOADING for one in host.held.values())
+        return running + sum(one.node in host.nodes for one in self.loads)
 
     def is_leaving(self, instance: Instance) -> bool:
         """Whether it is about to be unloaded."""
-        verb = self.acted.get(instance.key)
+        verb = self.acted.get(instance.key) if self.acted else None
         return verb in {"retire", "unload"} or (verb is None and instance.phase in LEAVING_PHASES)
 
     def is_loadable(self, instance: Instance) -> bool:
@@ -893,132 +798,66 @@ class _Look:
             instance.phase not in HELD_PHASES
             and instance.retry_at <= self.now
             and instance.key not in self.acted
-            and self._index.nodes[instance.node].usable
+            and self._fleet.nodes[instance.node].usable
         )
 
-    def usage(self, instance: Instance) -> InstanceUsage:
-        """What it does now."""
-        found = self._usages.get(instance.key)
-        if found is None:
-            found = self._usages[instance.key] = self._read_usage(instance)
-        return found
+    def always_stays(self, instance: Instance) -> bool:
+        """Whether it never makes room: it is pinned, or one of the least copies."""
+        least = self._policy.rule(instance.model).replicas.min
+        return instance.pinned or self.capacity(instance.model).copies <= least
 
-    def rate(self, model: str) -> float:
-        """Requests a second that callers send for a model."""
-        found = self._rate_of.get(model)
-        if found is None:
-            found = self._rate_of[model] = self._rates.rate(model, self.now)
-        return found
-
-    def capacity(self, model: str) -> Capacity:
-        """What those instances of a model can do that are to stay."""
-        found = self._index.capacities.get(model, Capacity())
-        for one in self._dismissed.get(model, ()):
-            found = found.plus(one, -1) if self._index.nodes[one.node].usable else found
+    def capacity(self, model: str, but: Instance | None = None) -> Capacity:
+        """What those instances of a model can do that are to stay, but for this one."""
+        found = self._fleet.capacities[model]
+        for one in (*self._dismissed.get(model, ()), *([but] if but else ())):
+            found = found.plus(one, -1) if self._fleet.nodes[one.node].usable else found
         return found
 
     def is_needed(self, instance: Instance) -> bool:
         """Whether callers are expected who would find no other copy."""
-        others = self.capacity(instance.model).plus(instance, -1).slots
+        others = self.capacity(instance.model, instance).slots
         return others <= 0 and self.rate(instance.model) * HORIZON > NEEDED
 
     def queue(self, demand: ModelDemand) -> _Queue:
         """What waits for a model, and who serves it."""
         model, nodes = demand.model, demand.nodes
         found = self.capacity(model)
-        if nodes is not None and len(nodes) < len(self._index.by_model.get(model, ())):
+        if nodes is not None and len(nodes) < len(self._fleet.by_model.get(model, ())):
             found = Capacity()
-            for one in self._index.held(model).values():
+            for one in self._fleet.held[model].values():
                 stays = one.node in nodes and not self.is_leaving(one)
-                found = found.plus(one, stays and self._index.nodes[one.node].usable)
+                found = found.plus(one, stays and self._fleet.nodes[one.node].usable)
         copies: list[_Copy] = []
         service = found.slots / found.rate if found.slots else 0.0
         if found.slots:
             copies.append((0.0, found.rate, service))
-        for one in self._index.loading.get(model, {}).values():
+        for one in self._fleet.loading[model].values():
             if nodes is None or one.node in nodes:
                 begins = max(1.0, one.since + one.load_seconds - self.now)
                 copies.append((begins, one.slots / one.request_seconds, one.request_seconds))
         waiting = demand.work / service if demand.work > 0.0 and service else demand.waiting
         return _Queue(waiting, self.rate(model), copies)
 
-    def utilisation(self, host: ModelHost, but: Sequence[Instance]) -> float:
-        """The share of a host's time that the others on it are expected to take."""
-        busy = 0.0
-        for one in host.held.values():
-            if one.phase in SERVING_PHASES and one not in but:
-                share = self.rate(one.model) / len(self._index.held(one.model))
-                busy += share * one.request_seconds / max(1, one.slots)
-        return min(busy, 1.0)
+    def share(self, instance: Instance) -> float:
+        """The share of its host's time that it is expected to take."""
+        if instance.phase not in SERVING_PHASES:
+            return 0.0
+        rate = self.rate(instance.model) / len(self._fleet.held[instance.model])
+        return rate * instance.request_seconds / max(1, instance.slots)
 
-    def make_room(self, host: ModelHost, lack: _Lack) -> _Room | None:
-        """What has to go, the least loss for its memory first; None: there can't be room."""
-        if lack.hopeless:
-            return None
-        if lack.is_met():
-            return _Room()
-        leaving = [one for one in host.held.values() if self.is_leaving(one)]
-        for one in leaving:
-            lack.count(one, -1)
-        victims = self._victims(host, lack)
-        if victims is None:
-            return None
-        wait = max(self.usage(one).busy_seconds for one in (*leaving, *victims))
-        loss = sum(map(self._loss, victims))
-        return _Room(victims, wait, loss, must_wait=True)
-
-    def may_fit(self, instance: Instance) -> bool:
-        """Whether it could have room beside what always stays."""
-        node = self._index.nodes[instance.node]
-        host = self._index.hosts[node.host]
-        lack = _Lack(instance, node, host, ())
-        for one in host.held.values():
-            least = self._rules.models.get(one.model, _NO_RULES).min
-            if not (one.pinned or self.capacity(one.model).copies <= least):
-                lack.count(one, -1)
-        return lack.is_met()
-
-    def _victims(self, host: ModelHost, lack: _Lack) -> list[Instance] | None:
-        candidates = [
-            one
-            for one in host.held.values()
-            if one.phase is LoadPhase.READY
-            and not (one.pinned or self.is_leaving(one))
-            and self._loss(one) < math.inf
-        ]
-        candidates.sort(key=lambda one: self._loss(one) / (one.memory or 1))
-        victims: list[Instance] = []
-        for one in candidates:
-            if lack.is_met():
-                break
-            if lack.is_less_without(one):
-                victims.append(one)
-                lack.count(one, -1)
-        if not lack.is_met():
-            return None
-        # What was taken first may be needless beside what came later.
-        for one in sorted(victims, key=self._loss, reverse=True):
-            lack.count(one, 1)
-            if lack.is_met():
-                victims.remove(one)
-            else:
-                lack.count(one, -1)
-        return victims
-
-    def _loss(self, instance: Instance) -> float:
+    def loss(self, instance: Instance) -> float:
         """Seconds that requests are expected to wait for it if it goes; infinity: it must not."""
-        found = self._losses.get(instance.key)
+        found = self._losses.get(instance)
         if found is None:
-            found = self._losses[instance.key] = self._compute_loss(instance)
+            found = self._losses[instance] = self._compute_loss(instance)
         return found
 
     def _compute_loss(self, instance: Instance) -> float:
-        model = instance.model
-        left = self.capacity(model)
-        if self._index.nodes[instance.node].usable:
-            left = left.plus(instance, -1)
-        least = self._rules.models.get(model, _NO_RULES).min
-        stays = min(self._rules.hysteresis, HYSTERESIS_LOADS * instance.load_seconds)
+        if instance.phase is not LoadPhase.READY or instance.pinned:
+            return math.inf
+        model, settings = instance.model, self._policy.settings
+        left, least = self.capacity(model, instance), self._policy.rule(model).replicas.min
+        stays = min(settings.hysteresis, HYSTERESIS_LOADS * instance.load_seconds)
         if self.now - instance.since < stays or left.copies < least:
             return math.inf
         waiting = self.demands[model].waiting if model in self.demands else 0

@@ -11,7 +11,6 @@ from functools import partial
 
 from gateway.schedule.core.autoscaling_policy import AutoscalingRules
 from gateway.schedule.core.dispatcher import DispatchRules
-from gateway.schedule.core.model_placement import ModelPlacementRules
 from gateway.schedule.core.selection import POLICIES
 from gateway.workshop.simulate.fronts import (
     AutoscalingFront,
@@ -204,7 +203,6 @@ def compare_model_placements(
     models: Sequence[SimulatedModel],
     placements: int,
     *,
-    rules: ModelPlacementRules | None = None,
     warm: bool = False,
     seed: int = 0,
     progress: Callable[[str, int], None] | None = None,
@@ -243,7 +241,7 @@ def compare_model_placements(
     found = [
         play(
             "gateway",
-            lambda fleet: ModelPlacingFront(fleet, rules, seed, LearntKnowledge(warm=warm)),
+            lambda fleet: ModelPlacingFront(fleet, None, seed, LearntKnowledge(warm=warm)),
         ),
         play("each router's own", LeastRecentlyUsed),
     ]

@@ -13,7 +13,6 @@ from gateway.schedule.core.model_placement import (
     InstanceUsage,
     ModelDemand,
     ModelPlacementPolicy,
-    ModelPlacementRules,
     RouterNode,
 )
 from gateway.schedule.core.requests import QueuedRequest
@@ -209,13 +208,13 @@ class ModelPlacingFront(GatewayFront):
     def __init__(
         self,
         fleet: RouterFleet,
-        rules: ModelPlacementRules | None = None,
+        policy: ModelPlacementPolicy | None = None,
         seed: int = 0,
         knowledge: Knowledge | None = None,
     ) -> None:
         machines = [one.machine for one in fleet.instances]
         super().__init__(machines, seed=seed, knowledge=knowledge)
-        self.policy = ModelPlacementPolicy(rules)
+        self.policy = policy or ModelPlacementPolicy()
         self._router_fleet = fleet
         self._phases = [LoadPhase.UNLOADED] * len(machines)
         self._since = [-math.inf] * len(machines)
@@ -230,7 +229,7 @@ class ModelPlacingFront(GatewayFront):
         memory = fleet.host_memory
         for node, host in zip(fleet.nodes, fleet.hosts, strict=True):
             if node.memory:
-                self.policy.put_node(RouterNode(node.name, host, memory[host]))
+                self.policy.fleet.put_node(RouterNode(node.name, host, memory[host]))
         for index, one in enumerate(fleet.instances):
             if one.model is not None:
                 self._instances[fleet.nodes[one.router].name, one.model.name] = index
@@ -239,7 +238,7 @@ class ModelPlacingFront(GatewayFront):
     def arrive(self, job: Job, fleet: SimulatedFleet) -> None:
         """Place or queue the request; where it must wait, see what to load for it."""
         if job.priority_label != "batch":
-            self.policy.note_request(job.model, fleet.now)
+            self.policy.rates.note(job.model, fleet.now)
         super().arrive(job, fleet)
         if job.model not in self._waiting:
             return  # Plain servers alone have it.
@@ -302,8 +301,8 @@ class ModelPlacingFront(GatewayFront):
                 self._enter(index, LoadPhase.UNLOADING, now)
                 self._events.unload(index, self._router_fleet)
                 self.knowledge.restarted(index)
-        waits = any(self._waiting.values()) or self.policy.has_plans
-        pause = LEAST_PAUSE if self.policy.unfinished else LOOK_SECONDS
+        waits = any(self._waiting.values()) or self.policy.plans
+        pause = LEAST_PAUSE if self.policy.left else LOOK_SECONDS
         self._look_at = now + pause if waits else math.inf
 
     def _demands(self, now: float) -> list[ModelDemand]:
@@ -343,7 +342,7 @@ class ModelPlacingFront(GatewayFront):
         """Tell the policy of an instance."""
         fleet, row = self._router_fleet, self.state.rows[index]
         model = fleet.model_of(index)
-        self.policy.put_instance(
+        self.policy.fleet.put(
             Instance(
                 fleet.nodes[fleet.router_of(index)].name,
                 model.name,

@@ -1,8 +1,10 @@
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
-from gateway.schedule.core.model_placement import ModelPlacementRules, ModelRules
+from gateway.config.routing import ModelRule
+from gateway.config.scheduling import ModelPlacementSettings
+from gateway.schedule.core.model_placement import ModelPlacementPolicy
 from gateway.workshop.simulate.fleets import ServerSetup, from_text
 from gateway.workshop.simulate.fronts import ExactKnowledge
 from gateway.workshop.simulate.model_fronts import (
@@ -42,10 +44,12 @@ def played(
     return fleet
 
 
-def placing(**rules: object) -> Callable[[RouterFleet], Front]:
+def placing(
+    models: Mapping[str, ModelRule] | None = None, **settings: float
+) -> Callable[[RouterFleet], Front]:
     return lambda fleet: ModelPlacingFront(
         fleet,
-        ModelPlacementRules(**rules),  # type: ignore[arg-type]
+        ModelPlacementPolicy(ModelPlacementSettings(**settings), models),  # type: ignore[arg-type]
         knowledge=ExactKnowledge(),
     )
 
@@ -111,7 +115,7 @@ def test_batch_rows_wait_for_memory_that_callers_do_not_use() -> None:
 
 
 def test_an_idle_model_is_unloaded_by_its_rules() -> None:
-    rules = {"a": ModelRules(idle_unload=30.0)}
+    rules = {"a": ModelRule(idle_unload=30.0)}
     jobs = asking((0.0, "a"), (100.0, "b"), (101.0, "b"))
     fleet = played(jobs, placing(models=rules), TWO)
     assert {fleet.model_of(index).name for index in fleet.held} == {"b"}
