@@ -97,7 +97,7 @@ class LiveView:
 
     async def read(self, *, with_requests: bool) -> LiveState:
         """Everything, with the requests in flight if somebody may see them."""
-        counts = _FleetCounts()
+        counts = _FleetCounts(self.fleet)
         nodes: dict[str, Row] = {}
         async for node in in_steps(list(self.fleet.nodes.values())):
             if self.fleet.nodes.get(node.name) is node:
@@ -118,7 +118,7 @@ class LiveView:
 
     async def read_problems(self) -> list[Problem]:
         """The problems alone."""
-        counts = _FleetCounts()
+        counts = _FleetCounts(self.fleet)
         async for node in in_steps(list(self.fleet.nodes.values())):
             counts.add(node)
         return find_problems(self._condition(counts, self._read_queue()[1]))
@@ -273,6 +273,8 @@ class LiveView:
             hosts=counts.hosts,
             in_service=counts.in_service,
             usable=counts.usable,
+            tell_slots=counts.tell_slots,
+            used_by_others=counts.used_by_others,
             models={name: ModelNodes(*both) for name, both in counts.models.items()},
             unkept=[*gateway.model_placer.unkept_wishes()],
             paused_models=self.fleet.model_index.paused_by_name,
@@ -316,12 +318,15 @@ class LiveView:
 class _FleetCounts:
     """What the whole fleet amounts to."""
 
-    def __init__(self) -> None:
+    def __init__(self, fleet: Fleet) -> None:
+        self._fleet = fleet
         self.states: Counter[str] = Counter()
         self.hosts: Counter[str] = Counter()
         self.conditions: list[NodeCondition] = []
         self.models: dict[str, list[int]] = defaultdict(lambda: [0, 0])
         self.in_service = self.usable = self.slots_total = self.slots_busy = 0
+        self.tell_slots = 0
+        self.used_by_others: list[str] = []
 
     def add(self, node: Node) -> None:
         """Count a node."""
@@ -342,6 +347,9 @@ class _FleetCounts:
             self.in_service += 1
             self.usable += usable
             self.hosts[spec.host] += 1
+            self.tell_slots += usable and (node.reports_slots or node.is_router)
+            if usable and self._fleet.others_take_slots(node):
+                self.used_by_others.append(spec.name)
             self._count_models(node.public_models, usable=usable)
         left_alone = node.is_router and node.router_record.stopped(node.clock())
         if state == "draining" and not node.draining:

@@ -205,7 +205,7 @@ def totals_json(metrics: Metrics) -> dict[str, Any]:
     }
 
 
-def _node_sample(node: Node) -> NodeSample:
+def _node_sample(node: Node, fleet: Fleet) -> NodeSample:
     """A node, or a router's model; a router has the slots of its models."""
     slots, busy, left_alone = node.slots_now, node.slots_busy, None
     if node.is_router:
@@ -225,6 +225,7 @@ def _node_sample(node: Node) -> NodeSample:
         model=node.spec.instance or "",
         load_failures=0 if load is None else load.failures,
         left_alone=left_alone,
+        used_by_others=router is None and fleet.others_take_slots(node),
     )
 
 
@@ -273,7 +274,7 @@ class MetricsSource:
             },
             cached_expected=accuracy.cached_expected,
             cached_found=accuracy.cached_found,
-            nodes=(_node_sample(node) for node in list(self.fleet.nodes.values())),
+            nodes=(_node_sample(node, self.fleet) for node in list(self.fleet.nodes.values())),
             queue=self.scheduler.depths(),
             oldest=self.scheduler.waiters.longest_waits(self.scheduler.clock()),
             queue_places=self.scheduler.settings.queue.max,

@@ -402,6 +402,7 @@ class Gateway:
                 return
             finally:
                 learnt_pipe.close()
+            self.fleet.hand_over()
             self.autoscaler.hand_over()
             self.model_placer.hand_over()
             self.calibrator.stop()

@@ -749,7 +749,8 @@ def named_store(settings: Settings, unit_folder: Path = UNIT_STATE_FOLDER) -> St
             (unit_folder / FILE_NAME).stat()
             folder = unit_folder
         except FileNotFoundError:
-            pass
+            if os.access(unit_folder, os.W_OK):
+                folder = unit_folder  # The store was moved away, or is yet to be made.
         except PermissionError:
             if not (folder / FILE_NAME).exists():
                 raise CommandFailed(

@@ -233,6 +233,8 @@ class Fleet:
         self._bus = bus
         self._clock = clock
         self._shared_until = clock() + PREDECESSOR_SECONDS if has_predecessor else -math.inf
+        # By then a predecessor has ended the last of its requests.
+        self._alone_from = clock() + timeouts.total if has_predecessor else -math.inf
         self._rng = rng
         self._orders = orders
         self.model_index.set_paused(self._orders.paused.names)
@@ -520,6 +522,15 @@ class Fleet:
         shared = now < self._shared_until  # A predecessor commands what its last requests need.
         if change.by_others and not shared and router.router_record.changed_by_others(now):
             self._on_models(router)
+
+    def hand_over(self) -> None:
+        """From now on a successor takes slots."""
+        self._alone_from = math.inf
+
+    def others_take_slots(self, node: Node) -> bool:
+        """As the node's own, but for what may be a predecessor's or is a successor's."""
+        now = self._clock()
+        return now >= self._alone_from and node.others_take_slots(now)
 
     def _tell_load(self, node: Node, change: LoadChange) -> None:
         (router, load), (word, seconds, by_others) = node.routed, change

@@ -38,6 +38,9 @@ from gateway.terms import Endpoint
 from gateway.transport.pool import ConnectionPool
 
 SLOT_LINGER = 0.25  # seconds for which a slot may still be reported busy after its answer has ended
+# Minutes of which it is known whether others kept slots busy, and how many of them make others that
+# use a node all the time, and not now and then.
+RECENT_MINUTES, LEAST_MINUTES = 10, 5
 
 
 class LeasePhase(enum.Enum):
@@ -87,6 +90,10 @@ class SlotOccupancy:
     """Told of each lease: how many slots are leased now."""
     _loans: int = 0
     _loans_over: int = 0
+    _minutes: int = 0
+    """The minutes in which others kept slots busy: bit 0 stands for `_minute`, bit 1 for the one
+    before."""
+    _minute: int = 0
 
     def integrate(self, now: float) -> None:
         """Bring the sums up to this moment."""
@@ -154,6 +161,13 @@ class SlotOccupancy:
             self.integrate(now)
         is_one_lent = self._loans > query.loans_over
         self.foreign = max(0, busy - query.peak_leased - is_one_lent)
+        if self.foreign and now is not None:
+            self._minutes = self._minutes_before(now) | 1
+            self._minute = int(now / 60)
+
+    def minutes_of_others(self, now: float) -> int:
+        """In how many of the last `RECENT_MINUTES` others kept slots busy, as far as was seen."""
+        return self._minutes_before(now).bit_count()
 
     def record_tokens(self, reading: tuple[int, ...]) -> None:
         """The node reported the tokens of its busy slots."""
@@ -167,6 +181,10 @@ class SlotOccupancy:
     def clear_foreign(self) -> None:
         """The node reports no slots: nothing is known of others' work."""
         self.foreign, self.tokens_reading = 0, ()
+
+    def _minutes_before(self, now: float) -> int:
+        passed = min(RECENT_MINUTES, max(0, int(now / 60) - self._minute))
+        return (self._minutes << passed) & ((1 << RECENT_MINUTES) - 1)
 
     def _roll(self, now: float) -> None:
         window = int(now / SLOT_LINGER)
@@ -568,6 +586,14 @@ class Node:
     def foreign(self) -> int:
         """Slots that other clients of the server keep busy, by the last reading of `/slots`."""
         return self.occupancy.foreign
+
+    def others_take_slots(self, now: float) -> bool:
+        """Whether others keep slots of it, or of a router's models, busy again and again.
+
+        Our requests are none of theirs, nor are those that we have left and that it still works on.
+        """
+        rows = self.instances.values() if self.is_router else (self,)
+        return any(one.occupancy.minutes_of_others(now) >= LEAST_MINUTES for one in rows)
 
     @property
     def slots_busy(self) -> int:

@@ -95,17 +95,25 @@ class Program:
 THIS_PROGRAM = Program(SCHEMA_LEVEL, STEPS)
 
 
-def connect(location: StoreLocation, on_connect: Callable[[Any], None]) -> Connection:
+def connect(
+    location: StoreLocation, on_connect: Callable[[Any], None], *, read_only: bool = False
+) -> Connection:
     """Connect; nothing is read yet. Raises: StoreError, DBAPIError, OSError.
 
-    `on_connect` gets the driver's connection before anything is sent over it.
+    `on_connect` gets the driver's connection before anything is sent over it. `read_only`: leave
+    SQLite's settings as they are, and make no file.
     """
+    url, makes_file = location.url, location.path is not None and not read_only
     if location.path is None:
         arguments = {k: v for k, v in _POSTGRES_LIMITS.items() if k not in location.url.query}
     else:
         # `isolation_level` None: Python begins no transactions, `transaction` does.
         arguments = {"timeout": LOCK_SECONDS, "isolation_level": None}
-    engine = create_engine(location.url, poolclass=NullPool, connect_args=arguments)
+        if read_only:
+            # Not `ro`: who closes it last could not remove its log.
+            there = {"mode": "rw", "uri": "true"}
+            url = URL.create("sqlite", database=location.path.absolute().as_uri(), query=there)
+    engine = create_engine(url, poolclass=NullPool, connect_args=arguments)
 
     @event.listens_for(engine, "do_connect")
     def _connect(dialect: Any, _record: Any, args: Any, parameters: Any) -> Any:
@@ -113,14 +121,14 @@ def connect(location: StoreLocation, on_connect: Callable[[Any], None]) -> Conne
         on_connect(made)
         return made
 
-    if location.path is not None:
+    if location.path is not None and makes_file:
         _create_file(location.path)
     connection = engine.connect()
     try:
-        if location.path is not None:
-            _set_up_sqlite(connection)
-        else:
+        if location.path is None:
             _set_up_postgres(connection)
+        elif makes_file:
+            _set_up_sqlite(connection)
     except BaseException:
         disconnect(connection)
         raise
@@ -301,7 +309,7 @@ def _set_up_postgres(connection: Connection) -> None:
 def transaction(
     connection: Connection, *, write: bool = True, seconds: float = STATEMENT_SECONDS
 ) -> Iterator[None]:
-    """Run the block in a transaction of its own; `seconds` is for PostgreSQL's statements.
+    """Run the block in a transaction of its own; `seconds` limits PostgreSQL's statements.
 
     SQLite takes its write lock at the beginning: a transaction that reads first and writes later
     fails at once, without waiting, if another process has written in between. All statements of a
@@ -315,7 +323,8 @@ def transaction(
                 # By default each statement sees what was committed before it began.
                 connection.exec_driver_sql("SET TRANSACTION ISOLATION LEVEL REPEATABLE READ")
             if seconds > STATEMENT_SECONDS:
-                connection.exec_driver_sql(f"SET LOCAL statement_timeout = {int(seconds * 1000)}")
+                for limit in ("statement_timeout", "idle_in_transaction_session_timeout"):
+                    connection.exec_driver_sql(f"SET LOCAL {limit} = {int(seconds * 1000)}")
         yield
 
 
@@ -386,31 +395,37 @@ def migrate(connection: Connection, program: Program, now: float) -> None:
     All or nothing, under a lock: of several processes that start at once, one does it.
     """
     with transaction(connection):
-        if connection.dialect.name == "postgresql":
-            connection.exec_driver_sql("SET LOCAL statement_timeout = 0")
-            connection.execute(text(f"SELECT pg_advisory_xact_lock({_MIGRATION_LOCK})"))
-        level = store_level(connection)
-        if level is None:
-            metadata.create_all(connection, checkfirst=False)
-            level = SCHEMA_LEVEL
-        elif level >= program.level:
-            return
-        elif level < OLDEST_LEVEL:
-            raise StoreTooOld(
-                f"the store has the level {level}, of a version before 0.1.0; this one "
-                f"({__version__}) knows {OLDEST_LEVEL} to {program.level}",
-                "start version 0.1.0 (commit 925fef89) on it once, or put a newer one in its place",
-            )
-        for number in range(level + 1, program.level + 1):
-            for statement in program.steps[number].statements:
-                connection.exec_driver_sql(statement)
-        connection.execute(delete(levels))
-        connection.execute(
-            insert(levels).values(
-                id=1,
-                level=program.level,
-                needed_level=program.steps[program.level].needed_level,
-                program=__version__,
-                changed_at=now,
-            )
+        make_tables(connection, program, now)
+
+
+def make_tables(connection: Connection, program: Program, now: float) -> bool:
+    """As `migrate`, in the transaction that is under way; returns whether there were none."""
+    if connection.dialect.name == "postgresql":
+        connection.exec_driver_sql("SET LOCAL statement_timeout = 0")
+        connection.execute(text(f"SELECT pg_advisory_xact_lock({_MIGRATION_LOCK})"))
+    level = store_level(connection)
+    if is_new := level is None:
+        metadata.create_all(connection, checkfirst=False)
+        level = SCHEMA_LEVEL
+    elif level >= program.level:
+        return False
+    elif level < OLDEST_LEVEL:
+        raise StoreTooOld(
+            f"the store has the level {level}, of a version before 0.1.0; this one "
+            f"({__version__}) knows {OLDEST_LEVEL} to {program.level}",
+            "start version 0.1.0 (commit 925fef89) on it once, or put a newer one in its place",
         )
+    for number in range(level + 1, program.level + 1):
+        for statement in program.steps[number].statements:
+            connection.exec_driver_sql(statement)
+    connection.execute(delete(levels))
+    connection.execute(
+        insert(levels).values(
+            id=1,
+            level=program.level,
+            needed_level=program.steps[program.level].needed_level,
+            program=__version__,
+            changed_at=now,
+        )
+    )
+    return is_new

@@ -86,7 +86,7 @@ class StoreFull(StoreError):  # noqa: N818 - as above
     ends_connection = False
 
 
-_RESTORE = "stop every gateway that uses it, move it away and put a backup in its place"
+_RESTORE = "stop its gateways, move it away, and 'llama-gateway store restore' a backup"
 _WAITS = "the gateway serves on and tries again"
 _NO_ROOM = "free space on its file system, raise the quota, or look for errors of the disk"
 

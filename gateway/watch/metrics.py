@@ -209,6 +209,7 @@ HELP = {
     "node_slots_busy": "Slots in use.",
     "node_slots_total": "Slots a node has.",
     "node_state": "1 for the state a node is in, 0 for the others.",
+    "nodes_used_by_others": "Nodes of which others take slots all the time, as a gateway does.",
     "overhead_seconds": "From arrival to dispatch, less the wait.",
     "predicted_cached_tokens_total": (
         "Tokens of prompts that their nodes were expected, and found, to have cached."
@@ -313,6 +314,7 @@ class NodeSample:
     load_failures: int = 0  # Likewise: loads in a row that failed
     left_alone: int | None = None
     """Of a router: 1 if it gets no commands, since others command it too."""
+    used_by_others: bool = False  # Whether others take slots of it again and again
 
 
 @dataclass(slots=True)
@@ -649,6 +651,7 @@ class Metrics:
         page.nodes("node_slots_total", nodes, operator.attrgetter("slots_total"))
         page.nodes("node_slots_busy", nodes, operator.attrgetter("slots_busy"))
         page.nodes("node_differs", nodes, lambda node: int(node.differs))
+        page.number("nodes_used_by_others", sum(node.used_by_others for node in nodes))
         page.nodes("router_left_alone", nodes, operator.attrgetter("left_alone"))
         page.nodes("node_decode_tokens_per_second", everything, operator.attrgetter("decode_tps"))
         page.nodes("node_prefill_tokens_per_second", everything, operator.attrgetter("prefill_tps"))

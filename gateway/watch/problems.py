@@ -31,6 +31,9 @@ FAILING_SHARE = 0.05
 LEAST_FAILED = 3  # fewer failed requests are no problem of the fleet
 # Days before the end of a certificate at which that is a warning, and critical.
 CERTIFICATE_DAYS, CERTIFICATE_HURRY_DAYS = 14.0, 3.0
+# Nodes, and their share of those that tell of their slots, from which on others that take slots are
+# a second gateway.
+LEAST_OF_OTHERS, OTHERS_SHARE = 2, 0.5
 # States of nodes that should work and do not.
 OUT_STATES = frozenset({"down", "ejected", "loading"})
 # States of nodes that work; a mute one is busy, a sleeping one wakes up for its next request.
@@ -231,6 +234,24 @@ def _failed_loads(state: FleetCondition) -> Iterator[Problem]:
             "each time after longer; once it is mended, load it by hand, which is tried at once.",
             (f"llama-gateway models load {shlex.quote(node.model or '')} {shlex.quote(router)}",),
             (node.name,),
+        )
+
+
+def _second_gateway(state: FleetCondition) -> Iterator[Problem]:
+    names, number = tuple(state.used_by_others), len(state.used_by_others)
+    # One who uses a node directly is no second gateway, which takes slots wherever there are some.
+    if number >= LEAST_OF_OTHERS and number >= OTHERS_SHARE * state.tell_slots:
+        yield Problem(
+            "second_gateway",
+            Severity.WARNING,
+            "A second gateway seems to use the nodes",
+            f"On {_part(number, state.tell_slots)} nodes slots were busy in half of the last "
+            "minutes that this gateway had not given out.",
+            "Let one gateway serve, and the other wait until that is down (active and standby), or "
+            "write other nodes into its nodes.yaml: two that do not know of each other send "
+            "requests to slots that are taken. The same holds for clients that use nodes directly.",
+            (NODES,),
+            names[:MOST_NAMED_NODES],
         )
 
 
@@ -575,8 +596,8 @@ def _file_errors(state: FleetCondition) -> Iterator[Problem]:
 
 RULES = (
     _locked, _fleet_out, _models_out, _failing_requests, _paused_models, _full_queue, _out_nodes,
-    _failed_loads, _routers_left_alone, _unkept_wishes, _slow_nodes, _drifted_nodes,
-    _flooding_caller, _spent_budget, _store_problems, _full_storage,
+    _failed_loads, _second_gateway, _routers_left_alone, _unkept_wishes, _slow_nodes,
+    _drifted_nodes, _flooding_caller, _spent_budget, _store_problems, _full_storage,
     _file_errors, _failed_starts, _drained_nodes, _differing_models,
 )  # fmt: skip
 """In the order in which problems of one severity are shown."""
@@ -798,6 +819,8 @@ class FleetCondition:
     hosts: Mapping[str, int] = field(default_factory=dict)  # nodes in service by host
     in_service: int = 0  # nodes that should work
     usable: int = 0  # of them, nodes that do
+    tell_slots: int = 0  # of these, nodes that tell which of their slots are busy
+    used_by_others: Sequence[str] = ()  # of these, nodes of which others take slots all the time
     models: Mapping[str, ModelNodes] = field(default_factory=dict)
     paused_models: Collection[str] = ()  # public names that an operator has paused
     unkept: Sequence[UnkeptWish] = ()

@@ -307,6 +307,25 @@ def test_address_headers_of_a_client_are_replaced(edge: Edge) -> None:
     assert not {"x-real-ip", "forwarded"} & set(seen)
 
 
+OWN = "127.0.0.1:{{ hostvars.gw.gateway_port }}"
+
+
+def test_a_second_gateway_gets_nothing_while_the_first_serves(tmp_path: Path) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as second:
+        second.settimeout(0.2)
+        standby = f"127.0.0.1:{second.getsockname()[1]}"
+        with running(tmp_path, edge_gateways=[OWN, standby], edge_party_rate=0) as edge:
+            assert [edge.get().status_code for _ in range(20)] == [200] * 20
+        with pytest.raises(TimeoutError):
+            second.accept()
+
+
+def test_a_second_gateway_serves_while_the_first_is_down(tmp_path: Path) -> None:
+    down = f"127.0.0.1:{free_port()}"
+    with running(tmp_path, edge_gateways=[down, OWN], edge_party_rate=0) as edge:
+        assert [edge.get().status_code for _ in range(20)] == [200] * 20
+
+
 def test_without_a_gateway_the_edge_answers_503(tmp_path: Path) -> None:
     with running(tmp_path, edge_gateways=[f"127.0.0.1:{free_port()}"]) as edge:
         away = edge.get()

@@ -97,6 +97,7 @@ FAULTS = {
     "load slow": replace(
         WELL, nodes=[NodeCondition("r1/m", "r", "loading", "it is loaded since 300 s", model="m")]
     ),
+    "second gateway": replace(WELL, tell_slots=4, used_by_others=["a-0", "a-1"]),
     "left alone": replace(WELL, nodes=[NodeCondition("r1", "r", "ready", "", left_alone=True)]),
     "pin not kept": replace(WELL, unkept=[UnkeptWish("m", "r1", "r1/m does not fit")]),
     "too few copies": replace(WELL, unkept=[UnkeptWish("m", "", "1 are loaded, of 2")]),
@@ -363,3 +364,16 @@ def test_a_key_that_keeps_too_much_is_named_to_operators_alone() -> None:
     assert problem.severity is Severity.NOTICE
     assert problem.as_json(may_name_callers=True)["caller"] == "team-a"
     assert "team-a" not in str(problem.as_json(may_name_callers=False))
+
+
+@pytest.mark.parametrize(("used", "tell"), [(1, 1), (1, 2), (2, 5), (0, 0)])
+def test_others_on_one_node_or_on_few_are_no_second_gateway(used: int, tell: int) -> None:
+    names = [f"a-{number}" for number in range(used)]
+    assert find_problems(replace(WELL, tell_slots=tell, used_by_others=names)) == []
+
+
+def test_a_second_gateway_is_told_with_the_nodes_that_it_uses() -> None:
+    names = [f"a-{number}" for number in range(20)]
+    problem = only(replace(WELL, tell_slots=30, used_by_others=names))
+    assert "20 of the 30 nodes" in problem.cause
+    assert problem.nodes == tuple(names[:MOST_NAMED_NODES])
