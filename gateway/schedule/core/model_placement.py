@@ -49,9 +49,6 @@ LOAD_SHARE = 0.3
 CHANGE_MARGIN = 1.5
 # A model whose callers are expected to miss so little of its load may go for batch rows.
 UNUSED_SHARE = 0.05
-# With so many callers expected within the horizon, a model's last copy stays, whatever others' more
-# copies would save.
-NEEDED = 20.0
 FULLEST = 0.9  # share of its copies' time up to which the waits of random arrivals are computed
 LEAST_SPEED = 0.1  # share of a host's speed that a model gets beside others, at the least
 ROOM_SECONDS = 1.0  # between two looks at whether a model can have room at all
@@ -313,8 +310,6 @@ class ModelPlacementPolicy:
         if demand.batch and loss > UNUSED_SHARE * reloads:
             return False
         if queue.copies:
-            if any(map(look.is_needed, option.victims)):
-                return False
             saved = queue.cost() - (option.cost - loss)
             if look.capacity(demand.model).slots and not option.victims:
                 # Memory that is free is best used by those that are asked for most.
@@ -814,11 +809,6 @@ class _Look:
         for one in (*self._dismissed.get(model, ()), *([but] if but else ())):
             found = found.plus(one, -1) if self._fleet.nodes[one.node].usable else found
         return found
-
-    def is_needed(self, instance: Instance) -> bool:
-        """Whether callers are expected who would find no other copy."""
-        others = self.capacity(instance.model, instance).slots
-        return others <= 0 and self.rate(instance.model) * HORIZON > NEEDED
 
     def queue(self, demand: ModelDemand) -> _Queue:
         """What waits for a model, and who serves it."""
