@@ -176,6 +176,34 @@ def test_a_model_just_loaded_stays_for_the_hysteresis() -> None:
     assert fleet.look(waiting("b", 20, each=59.0)) == [("unload", "r1", "a")]
 
 
+def test_those_who_waited_when_a_model_was_loaded_are_served_before_it_goes() -> None:
+    fleet = two_models_in_room_for_one(hysteresis=10.0)
+    fleet.ready(("r1", "a"), since=fleet.now - 30.0)
+    fleet.ask("a", every=10.0)
+    # Some three of them have come in these 30 s.
+    assert fleet.look(waiting("b", 5, each=90.0), waiting("a", 6, each=50.0)) == []
+    assert fleet.look(waiting("b", 5, each=90.0), waiting("a", 2, each=15.0)) == [
+        ("unload", "r1", "a")
+    ]
+
+
+def test_a_queue_holds_the_place_of_its_model_for_twenty_loads_at_most() -> None:
+    fleet = two_models_in_room_for_one()
+    fleet.ready(("r1", "a"), since=fleet.now - 199.0)
+    assert fleet.look(waiting("b", each=90.0), waiting("a", 900, each=300.0)) == []
+    fleet.now += 1.0
+    assert fleet.look(waiting("b", each=90.0), waiting("a", 900, each=300.0)) == [
+        ("unload", "r1", "a")
+    ]
+
+
+def test_rows_that_wait_do_not_hold_the_place_of_their_model() -> None:
+    fleet = two_models_in_room_for_one()
+    fleet.ready(("r1", "a"), since=fleet.now - 30.0)
+    rows = waiting("a", 900, each=300.0, batch=True)
+    assert fleet.look(waiting("b", 5, each=90.0), rows) == [("unload", "r1", "a")]
+
+
 def test_the_model_that_is_asked_for_least_goes() -> None:
     fleet = Fleet()
     fleet.node("r1", 20)

@@ -6,8 +6,9 @@ and the load; then the queue is served as fast as that node does. What must go c
 caller who is expected to miss it before long, so a model that nobody asks for goes first. A model
 that is loaded nowhere is loaded once its requests have waited as many seconds as that loss, so a
 queue is served together before its model makes room for another; or in time for the starvation
-bound. One more copy is loaded where it shortens the queue by more than it costs, in free memory
-also where it spares random arrivals their waits.
+bound. Those who waited when a model was loaded are served before it goes. One more copy is loaded
+where it shortens the queue by more than it costs, in free memory also where it spares random
+arrivals their waits.
 
 A look compares a bounded number of nodes, however large the fleet is; models that are not reached
 are looked at first in the next one. Times are monotonic seconds and memory is bytes.
@@ -31,8 +32,9 @@ from gateway.nodes.router import LoadPhase, UnloadCause
 ORDERED = "an operator has ordered it"
 ASSUMED_LOAD = 30.0  # seconds of a load that was never seen
 UNLOAD_SECONDS = 1.0
-# A model stays at least so many times as long as its load took, up to `hysteresis`.
-HYSTERESIS_LOADS = 20.0
+# A model stays so many times as long as its load took: up to `hysteresis`, or while requests wait
+# that waited when it was loaded, so that of an overloaded host's time loads take a small share.
+STAY_LOADS = 20.0
 LOOK_MARGIN = 1.0  # seconds by which a load begins before the bound wants it
 # Seconds ahead that are compared: what callers miss later, they miss under any placement.
 HORIZON = 60.0
@@ -47,9 +49,6 @@ LOAD_SHARE = 0.3
 CHANGE_MARGIN = 1.5
 # A model whose callers are expected to miss so little of its load may go for batch rows.
 UNUSED_SHARE = 0.05
-# With so many callers expected within the horizon, a model's last copy stays, whatever others' more
-# copies would save.
-NEEDED = 20.0
 FULLEST = 0.9  # share of its copies' time up to which the waits of random arrivals are computed
 LEAST_SPEED = 0.1  # share of a host's speed that a model gets beside others, at the least
 ROOM_SECONDS = 1.0  # between two looks at whether a model can have room at all
@@ -311,8 +310,6 @@ class ModelPlacementPolicy:
         if demand.batch and loss > UNUSED_SHARE * reloads:
             return False
         if queue.copies:
-            if any(map(look.is_needed, option.victims)):
-                return False
             saved = queue.cost() - (option.cost - loss)
             if look.capacity(demand.model).slots and not option.victims:
                 # Memory that is free is best used by those that are asked for most.
@@ -813,11 +810,6 @@ class _Look:
             found = found.plus(one, -1) if self._fleet.nodes[one.node].usable else found
         return found
 
-    def is_needed(self, instance: Instance) -> bool:
-        """Whether callers are expected who would find no other copy."""
-        others = self.capacity(instance.model, instance).slots
-        return others <= 0 and self.rate(instance.model) * HORIZON > NEEDED
-
     def queue(self, demand: ModelDemand) -> _Queue:
         """What waits for a model, and who serves it."""
         model, nodes = demand.model, demand.nodes
@@ -857,11 +849,15 @@ class _Look:
             return math.inf
         model, settings = instance.model, self._policy.settings
         left, least = self.capacity(model, instance), self._policy.rule(model).replicas.min
-        stays = min(settings.hysteresis, HYSTERESIS_LOADS * instance.load_seconds)
-        if self.now - instance.since < stays or left.copies < least:
+        rate, demand = self.rate(model), self.demands.get(model)
+        waiting = demand.waiting if demand is not None else 0
+        loaded_for = self.now - instance.since
+        stays = STAY_LOADS * instance.load_seconds
+        if waiting <= rate * loaded_for or not instance.slots or (demand and demand.batch):
+            # Those who wait have come since: who waited when it was loaded has been served.
+            stays = min(stays, settings.hysteresis)
+        if loaded_for < stays or left.copies < least:
             return math.inf
-        waiting = self.demands[model].waiting if model in self.demands else 0
-        rate = self.rate(model)
         reload = instance.load_seconds + UNLOAD_SECONDS
         missed = MISS_FACTOR * (1.0 - math.exp(-rate * HORIZON))
         gone = (missed * (1.0 + rate * reload / 2) + waiting) * reload

@@ -106,6 +106,15 @@ def test_no_model_waits_longer_than_the_bound_and_a_load() -> None:
     assert waits["c"] <= 20.0 + 10.0 + 8.0
 
 
+def test_an_overloaded_router_spends_little_of_its_time_on_loads() -> None:
+    # Two slots, requests of a second, and one more of them every 0.4 s: there is always a queue.
+    jobs = asking(*((place * 0.4, "abc"[place % 3]) for place in range(300)))
+    fleet = played(jobs, placing(starvation=20.0))
+    lasted = max(one.ended for one in fleet.jobs)
+    print(fleet.loads, fleet.load_seconds, lasted)
+    assert fleet.load_seconds <= 0.2 * lasted
+
+
 def test_batch_rows_wait_for_memory_that_callers_do_not_use() -> None:
     callers = asking(*((place * 5.0, "a") for place in range(40)))
     rows = asking((20.0, "b"), (21.0, "b"), label="batch")
