@@ -306,8 +306,8 @@ class ModelPlacementSettings(ConfigModel):
     starvation: Seconds = 60.0
     """A model keeps its place while its queue is worth more than another's, until requests of class
     `normal` have waited so long for the other; those of other classes in proportion to their
-    `patience`. Longer where the queue waited when the model was loaded: for twenty loads at
-    most."""
+    `patience`. Where both have waited so long, those are served first that waited when the
+    model was loaded, for twenty loads at most."""
     hysteresis: SecondsOrZero = 10.0
     """A model stays loaded for this time, whoever has loaded it. What others unload is not loaded
     again there for so long."""

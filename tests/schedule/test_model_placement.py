@@ -176,13 +176,22 @@ def test_a_model_just_loaded_stays_for_the_hysteresis() -> None:
     assert fleet.look(waiting("b", 20, each=59.0)) == [("unload", "r1", "a")]
 
 
-def test_those_who_waited_when_a_model_was_loaded_are_served_before_it_goes() -> None:
+def test_those_who_waited_too_long_when_a_model_was_loaded_are_served_before_it_goes() -> None:
     fleet = two_models_in_room_for_one(hysteresis=10.0)
     fleet.ready(("r1", "a"), since=fleet.now - 30.0)
     fleet.ask("a", every=10.0)
     # Some three of them have come in these 30 s.
-    assert fleet.look(waiting("b", 5, each=90.0), waiting("a", 6, each=50.0)) == []
-    assert fleet.look(waiting("b", 5, each=90.0), waiting("a", 2, each=15.0)) == [
+    assert fleet.look(waiting("b", 5, each=90.0), waiting("a", 6, each=70.0)) == []
+    assert fleet.look(waiting("b", 5, each=90.0), waiting("a", 2, each=70.0)) == [
+        ("unload", "r1", "a")
+    ]
+
+
+def test_a_queue_within_its_bound_gives_way_to_one_past_it() -> None:
+    fleet = two_models_in_room_for_one(hysteresis=10.0)
+    fleet.ready(("r1", "a"), since=fleet.now - 30.0)
+    fleet.ask("a", every=10.0)
+    assert fleet.look(waiting("b", each=60.0), waiting("a", 50, each=40.0)) == [
         ("unload", "r1", "a")
     ]
 

@@ -6,9 +6,9 @@ and the load; then the queue is served as fast as that node does. What must go c
 caller who is expected to miss it before long, so a model that nobody asks for goes first. A model
 that is loaded nowhere is loaded once its requests have waited as many seconds as that loss, so a
 queue is served together before its model makes room for another; or in time for the starvation
-bound. Those who waited when a model was loaded are served before it goes. One more copy is loaded
-where it shortens the queue by more than it costs, in free memory also where it spares random
-arrivals their waits.
+bound. Those who had waited beyond it when a model was loaded are served before it goes for others
+who have. One more copy is loaded where it shortens the queue by more than it costs, in free memory
+also where it spares random arrivals their waits.
 
 A look compares a bounded number of nodes, however large the fleet is; models that are not reached
 are looked at first in the next one. Times are monotonic seconds and memory is bytes.
@@ -33,7 +33,8 @@ ORDERED = "an operator has ordered it"
 ASSUMED_LOAD = 30.0  # seconds of a load that was never seen
 UNLOAD_SECONDS = 1.0
 # A model stays so many times as long as its load took: up to `hysteresis`, or while requests wait
-# that waited when it was loaded, so that of an overloaded host's time loads take a small share.
+# beyond their bound that waited when it was loaded, so that loads take a small share of the time of
+# an overloaded host.
 STAY_LOADS = 20.0
 LOOK_MARGIN = 1.0  # seconds by which a load begins before the bound wants it
 # Seconds ahead that are compared: what callers miss later, they miss under any placement.
@@ -244,7 +245,7 @@ class ModelPlacementPolicy:
         left = {model: place for place, model in enumerate(self.left)}
 
         def order(demand: ModelDemand) -> tuple[float, ...]:
-            share = self._without(demand, look) / max(1.0, self._patience(demand))
+            share = self._without(demand, look) / max(1.0, self.patience(demand))
             late = share if share > NEAR_BOUND else 0.0
             return left.get(demand.model, len(left)), demand.batch, -late, -demand.waited
 
@@ -316,11 +317,12 @@ class ModelPlacementPolicy:
                 saved += queue.queueing() - queue.queueing(option.copy)
             return saved > COPY_MARGIN * loss + LOAD_SHARE * load_seconds
         without = self._without(demand, look)
-        if without + option.ready_in + LOOK_MARGIN >= self._patience(demand):
+        if without + option.ready_in + LOOK_MARGIN >= self.patience(demand):
             return True
         return demand.waited + demand.waiting * load_seconds >= loss
 
-    def _patience(self, demand: ModelDemand) -> float:
+    def patience(self, demand: ModelDemand) -> float:
+        """The bound on its wait, in seconds."""
         return self.settings.starvation if demand.patience is None else demand.patience
 
     def _without(self, demand: ModelDemand, look: _Look) -> float:
@@ -853,8 +855,15 @@ class _Look:
         waiting = demand.waiting if demand is not None else 0
         loaded_for = self.now - instance.since
         stays = STAY_LOADS * instance.load_seconds
-        if waiting <= rate * loaded_for or not instance.slots or (demand and demand.batch):
+        if (
+            demand is None
+            or demand.batch
+            or not instance.slots
             # Those who wait have come since: who waited when it was loaded has been served.
+            or waiting <= rate * loaded_for
+            # Nobody has waited too long for it: it goes for those who have for another.
+            or demand.oldest_wait < self._policy.patience(demand)
+        ):
             stays = min(stays, settings.hysteresis)
         if loaded_for < stays or left.copies < least:
             return math.inf
