@@ -55,9 +55,11 @@ log = structlog.get_logger()
 
 def main(arguments: Sequence[str]) -> None:
     """Serve until the brain ends it; exits with the process's status."""
+    if len(arguments) != 5:
+        sys.exit("a gateway starts its edges itself: llama-gateway serve --edges N")
+    name, link, sockets, level, log_format = arguments
     for number in SIGNALS:
         signal.signal(number, signal.SIG_IGN)
-    name, link, sockets, level, log_format = arguments
     ends = [socket.socket(fileno=int(number)) for number in (link, sockets)]
     with set_up_logging(level, cast("LogFormat", log_format)) as logs:
         status = run_event_loop(serve(name, ends[0], ends[1], logs))

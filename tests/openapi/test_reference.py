@@ -19,6 +19,8 @@ from gateway.openapi.bodies import ERROR_HEADERS, ERRORS, REQUEST_HEADERS, RESPO
 from gateway.openapi.reference import renewed, tables
 from gateway.watch.metrics import (
     BatchSample,
+    EdgeSample,
+    EdgesSample,
     Histogram,
     LedgerSample,
     Metrics,
@@ -95,6 +97,7 @@ def metrics_made() -> dict[str, tuple[str, set[str]]]:
             retried=1,
             oldest_seconds=1.0,
         ),
+        edges=EdgesSample([EdgeSample("edge-1", 7, True, 1, 1, 0.1, 1.0, 1 << 20, 9.0)], 1, 0, 0),
     )
     metrics = Metrics(bus, lambda: snapshot)
     bus.publish(RequestRecord("r1", "/v1/completions", tier="cpu", ttft=0.1, attempts=1))
