@@ -478,6 +478,8 @@ async def costs(waiting: int) -> dict[str, int]:
     for number in range(waiting):
         limit = 0.1 if number == waiting // 2 else 1000.0 + number
         tasks.append(asyncio.create_task(take_lease(scheduler, long_prompt_request(number, limit))))
+        if number % 100 == 0:
+            await settle()  # They do not all come in one turn of the event loop.
     await settle()
     assert scheduler.dispatcher.waiting == waiting
     arrival = scheduler.wait_for_lease(long_prompt_request(waiting))
@@ -496,8 +498,10 @@ async def costs(waiting: int) -> dict[str, int]:
     found["is over"] = count_calls(scheduler.check_due)
     assert scheduler.dispatcher.waiting == waiting - 1
     arrival.close()
-    for task in tasks:
+    for number, task in enumerate(tasks):
         task.cancel()
+        if number % 100 == 0:
+            await settle()
     await settle()
     assert scheduler.dispatcher.waiting == 0
     scheduler.close()
