@@ -340,8 +340,8 @@ class Fleet:
                 reason = "removed from the inventory"
                 for one in (node, *node.instances.values()):
                     self._bus.publish(NodeChanged(one.name, one.state.value, None, reason))
-        self._index_nodes()
         compare_speeds(self.nodes.values())
+        self._index_nodes()
         for node in self.nodes.values():
             self.refresh_state(node)
         self._unprobed = {n for n in self._unprobed if n.in_service and not n.probe_history.probed}
@@ -587,6 +587,10 @@ class Fleet:
         began = self._clock()
         own = [node for node in self.nodes.values() if node.router is None]
         self.nodes = {one.name: one for node in own for one in (node, *node.instances.values())}
+        if len(self.nodes) > COMPARED_AT_ONCE:
+            self._nodes_differ.set()
+        else:
+            compare_speeds(self.nodes.values())
         self._index_nodes()
         now = self._clock()
         self._index_again_at = now + INDEXING_PAUSE * (now - began)
@@ -595,10 +599,6 @@ class Fleet:
         """There are other nodes than before."""
         self.routers = [node for node in self.nodes.values() if node.is_router]
         self.model_index.set_nodes(self.nodes.values())
-        if len(self.nodes) > COMPARED_AT_ONCE:
-            self._nodes_differ.set()
-        else:
-            compare_speeds(self.nodes.values())
         self._notify_change(None)
         self._on_models(None)
 
