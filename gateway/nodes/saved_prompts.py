@@ -20,7 +20,7 @@ import stat
 import time
 from collections.abc import Callable, Iterator
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from hashlib import blake2b
 from http import HTTPStatus
 from itertools import pairwise
@@ -326,18 +326,18 @@ def _read(body: bytes, kind: type[T]) -> T:
         raise _Wrong("the server's answer can't be read") from None
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class _Calls:
     """Calls of a model's server until `end`, by the node's clock. They raise _Wrong."""
 
     node: Node
     end: float
+    args: tuple[str, ...] = field(init=False)
+    """Of the server, as the router had listed it when the calls began: it may be another by now."""
 
-    @property
-    def args(self) -> tuple[str, ...]:
-        """Those of the server, as the router has listed it."""
-        load = self.node.load
-        return () if load is None or load.listed is None else load.listed.args
+    def __post_init__(self) -> None:
+        listed = None if self.node.load is None else self.node.load.listed
+        self.args = () if listed is None else listed.args
 
     async def send(self, path: str, body: dict[str, Any] | None = None) -> bytes:
         """The answer to a GET of `path`, or to a POST of `body`."""
