@@ -305,9 +305,9 @@ def _usage_from_timings(timings: object) -> JsonObject | None:
 def read_chunk(transcript: Transcript, value: JsonObject) -> list[JsonObject]:
     """Add to the transcript all but the text, and return the choices."""
     if not transcript.first_event:
-        transcript.first_event = value
+        transcript.begin(value)
     if value.get("usage"):
-        transcript.usage_sent = True
+        transcript.mark_usage_sent()
     choices: list[JsonObject] = value.get("choices") or []
     for choice in choices:
         if choice.get("index"):
@@ -315,7 +315,7 @@ def read_chunk(transcript: Transcript, value: JsonObject) -> list[JsonObject]:
         if choice.get("logprobs") is not None:
             transcript.mark_unresumable("the client asked for probabilities")
         if reason := choice.get("finish_reason"):
-            transcript.finish_reason = reason
+            transcript.finish(reason)
     return choices
 
 

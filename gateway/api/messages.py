@@ -75,7 +75,7 @@ def read_message(transcript: Transcript, value: JsonObject) -> None:
     """Add an event to the transcript."""
     match value.get("type"):
         case "message_start":
-            transcript.first_event = value.get("message") or {}
+            transcript.begin(value.get("message") or {})
         case "content_block_start":
             kind = (value.get("content_block") or {}).get("type")
             transcript.open_block(value.get("index") or 0, str(kind))
@@ -93,7 +93,7 @@ def read_message(transcript: Transcript, value: JsonObject) -> None:
             transcript.open_blocks.pop(value.get("index") or 0, None)
         case "message_delta":
             if reason := (value.get("delta") or {}).get("stop_reason"):
-                transcript.finish_reason = reason
+                transcript.finish(reason)
         case _:
             pass
 

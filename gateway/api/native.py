@@ -30,7 +30,7 @@ from gateway.api.transcript import Transcript
 def read_native(transcript: Transcript, value: JsonObject) -> None:
     """Add an event, which holds its tokens' ids, to the transcript."""
     if not transcript.first_event:
-        transcript.first_event = value
+        transcript.begin(value)
     if value.get("index"):
         transcript.mark_unresumable("the request asks for several answers")
     if value.get("completion_probabilities"):
@@ -39,7 +39,7 @@ def read_native(transcript: Transcript, value: JsonObject) -> None:
     transcript.add_token_ids(token for token in ids if isinstance(token, int))
     transcript.add_content(value.get("content"))
     if value.get("stop"):
-        transcript.finish_reason = str(value.get("stop_type") or "eos")
+        transcript.finish(str(value.get("stop_type") or "eos"))
 
 
 class NativeRewriter(EventRewriter):

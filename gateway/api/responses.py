@@ -76,17 +76,17 @@ def read_response(transcript: Transcript, value: JsonObject) -> None:
     elif kind == "response.reasoning_text.delta":
         transcript.add_reasoning(value.get("delta"))
     elif kind == "response.created":
-        transcript.first_event = value
+        transcript.begin(value)
     elif kind == "response.output_item.added":
         _begin_item(transcript, value.get("item"))
     elif kind in _TERMINAL_TYPES:
-        transcript.finish_reason = kind
+        transcript.finish(kind)
     elif kind in _TEXT_ENDS or kind == "response.output_item.done":
         item = value.get("item")
         item_id = value.get("item_id") if item is None else item.get("id")
         transcript.sent_ends.append(f"{kind} {item_id}")
         if item is None or item.get("type") == "message":
-            transcript.finish_reason = "stop"
+            transcript.finish("stop")
     elif kind.startswith(("response.refusal", "response.function_call", "response.custom_tool")):
         transcript.mark_unresumable(_MORE_THAN_TEXT)
 

@@ -79,6 +79,10 @@ class Transcript:
         """The reasoning so far."""
         return "".join(self.reasoning_pieces)
 
+    def begin(self, first_event: JsonObject) -> None:
+        """Keep the event that identifies the response."""
+        self.first_event = first_event
+
     def add_reasoning(self, text: object) -> None:
         """Add a token's reasoning; anything but text is ignored."""
         if isinstance(text, str) and text:
@@ -106,6 +110,14 @@ class Transcript:
         """A content block begins, and is the newest."""
         self.block_index = index
         self.open_blocks[index] = kind
+
+    def finish(self, reason: str) -> None:
+        """The response has ended for this reason."""
+        self.finish_reason = reason
+
+    def mark_usage_sent(self) -> None:
+        """`usage` has been sent."""
+        self.usage_sent = True
 
     def mark_unresumable(self, reason: str) -> None:
         """No other node may continue it."""

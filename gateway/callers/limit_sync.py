@@ -221,9 +221,9 @@ class LimitSync:
                     account.count_request(self.book.monotonic(row.started_at))
         for account in self._held:
             if account.subject not in held:
-                account.others = NO_OTHERS
+                account.set_others(NO_OTHERS)
         for account, use in held.values():
-            account.others = use
+            account.set_others(use)
         self._held = [account for account, _ in held.values()]
         for id_ in [one for one, seen in self._seen_open.items() if now - seen > FORGET_SECONDS]:
             del self._seen_open[id_]

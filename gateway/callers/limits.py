@@ -82,7 +82,7 @@ class Account:
         self.open = 0  # reservations that are not settled
         self.reserved_tokens = 0
         self.reserved_cost = 0.0
-        self.others = NO_OTHERS  # what open requests of other processes hold
+        self.others = NO_OTHERS
         self.mean_seconds = 1.0  # how long its requests ran of late
         self.configure(spec)
 
@@ -163,6 +163,10 @@ class Account:
         self.tokens_by_day.raise_to(calendar.day, sums.day_tokens)
         self.cost_by_day.raise_to(calendar.day, sums.day_cost)
         self.cost_by_month.raise_to(calendar.month, sums.month_cost)
+
+    def set_others(self, use: OtherUse) -> None:
+        """What open requests of other processes hold now."""
+        self.others = use
 
     def admit(self, tokens: int, cost: float, now: float) -> None:
         """One more request runs, with these reservations."""

@@ -135,6 +135,10 @@ class BodyAllocation:
         """End the body's request with an error; returns whether that was possible."""
         return self._evict is not None and self._evict(error)
 
+    def resize(self, change: int) -> None:
+        """Count so many bytes more; fewer if negative."""
+        self.size += change
+
 
 @dataclass(slots=True)
 class BodyMemory:
@@ -173,7 +177,7 @@ class BodyMemory:
             self._make_room(allocation, size, limit)
         self.total_bytes += size
         self.fair_share.add(allocation.caller, size, allocation.user)
-        allocation.size += size
+        allocation.resize(size)
         self._allocations.setdefault(allocation.caller, {})[allocation] = None
 
     def release(self, allocation: BodyAllocation, size: int | None = None) -> None:
@@ -182,7 +186,7 @@ class BodyMemory:
         self.total_bytes -= size
         if size:
             self.fair_share.remove(allocation.caller, size, allocation.user)
-            allocation.size -= size
+            allocation.resize(-size)
         own = self._allocations.get(allocation.caller)
         if own is not None and not allocation.size:
             own.pop(allocation, None)

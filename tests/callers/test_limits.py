@@ -372,7 +372,7 @@ def test_users_that_count_something_do_not_stand_before_those_that_can_go(busy: 
             book.admit(chat, name, request=answers(0))
         else:
             (account,) = book.accounts(chat, name).tracked
-            account.others = OtherUse(running=1)
+            account.set_others(OtherUse(running=1))
     # They have asked for their figures, and used nothing.
     for number in range(MOST_USERS - len(busy_names)):
         book.accounts(chat, f"idle-{number}")
@@ -448,9 +448,9 @@ def test_open_requests_of_other_processes_take_room(
     limits: dict[str, Any], other: OtherUse, tokens: int, cost: float, wanted: str | None
 ) -> None:
     account = an_account(**limits)
-    account.others = other
+    account.set_others(other)
     assert refused(account, tokens, cost) == wanted
-    account.others = NO_OTHERS
+    account.set_others(NO_OTHERS)
     assert refused(account, tokens, cost) is None
 
 
@@ -511,7 +511,7 @@ def holding(account: Account, how: str) -> Callable[[], None]:
         account.release(1.0)
         return lambda: account.give_back(0, 0.0)
     if how == "runs elsewhere":
-        account.others = OtherUse(running=1)
+        account.set_others(OtherUse(running=1))
         return lambda: setattr(account, "others", NO_OTHERS)
     if how == "sent a request":
         account.count_request(AT - 30.0)

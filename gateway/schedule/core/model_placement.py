@@ -539,6 +539,10 @@ class ModelHost:
             return math.inf
         return 0.0 if self.unknown else self.memory - self.used
 
+    def set_memory(self, memory: int | None) -> None:
+        """It has so much for models."""
+        self.memory = memory
+
 
 class Capacity(NamedTuple):
     """What the instances of one model can do that serve, or soon will."""
@@ -582,7 +586,7 @@ class FleetIndex:
         else:
             self._unsort(host)
         host.nodes.add(node.name)
-        host.memory = node.memory
+        host.set_memory(node.memory)
         insort(self._by_free, (host.free, host.name))
         for instance in instances:
             self.put(instance)
