@@ -11,7 +11,6 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections import defaultdict
 from collections.abc import Callable, Collection, Coroutine, Iterator
 from contextlib import suppress
 from dataclasses import dataclass, field
@@ -64,6 +63,7 @@ UNKEPT_SECONDS = 60.0  # for which a pin must not have been kept to be told
 LEAST_PAUSE = 0.02  # seconds between two looks, however much changes
 MOST_FILES = 10_000  # files of models that are read for what they take
 PROMPTS_SAVED_FACTOR = 0.8  # of the seconds of a load, where prompts are restored after it
+_UNKNOWN = None, None  # bytes and seconds of a load
 _HUNG = frozenset({NodeState.MUTE, NodeState.DOWN})
 USUAL_SECONDS = 10.0  # of a request for a model that none has waited for
 
@@ -93,9 +93,7 @@ class ModelPlacer:
     _without_room: set[Node] = field(default_factory=set)
     """Models of routers that can't have room beside what always stays there."""
     _host_memory: dict[str, int] = field(default_factory=dict)
-    _learnt: defaultdict[str, tuple[int | None, float | None]] = field(
-        default_factory=lambda: defaultdict(lambda: (None, None))
-    )
+    _learnt: dict[str, tuple[int | None, float | None]] = field(default_factory=dict)
     """By model: its bytes, and the seconds of its load, on the node that loaded it last."""
     _request_seconds: dict[str, float] = field(default_factory=dict)
     """By model: a usual request's, as those that waited last were expected to take."""
@@ -264,7 +262,7 @@ class ModelPlacer:
         before, own = known.models.get(model), (node.load.memory, node.sleep.measured)
         if before is None or before.own != own:
             # Other nodes that have not loaded it are taken to be like this one.
-            memory, seconds = self._learnt[model]
+            memory, seconds = self._learnt.get(model, _UNKNOWN)
             learnt = own[0] or memory, own[1] or seconds
             if learnt != (memory, seconds):
                 self._learnt[model] = learnt
@@ -349,7 +347,7 @@ class ModelPlacer:
         written = next((rule.memory for rule in self.rules_of(node) if rule.memory), None)
         # Its file says it exactly, where what a load shows is a bound.
         known = written or self._by_file(node, node.load.file) or node.load.memory
-        return known or self._learnt[model_key(node)][0]
+        return known or self._learnt.get(model_key(node), _UNKNOWN)[0]
 
     def _by_file(self, node: Node, file: str | None) -> int | None:
         """Bytes by the model's file; None: it is not here, or not read yet."""
@@ -398,7 +396,7 @@ class ModelPlacer:
         """Seconds that a load takes: as measured there, else on another node, else by its size."""
         if node.load is not None and node.load.held and not node.load.loaded:
             return LEAST_WAKE  # It was closed, and its server has it all the same.
-        _, learnt = self._learnt[model_key(node)]
+        _, learnt = self._learnt.get(model_key(node), _UNKNOWN)
         if node.sleep.measured is None and learnt is not None:
             return learnt
         return node.sleep.wake_seconds(node.properties.size)
