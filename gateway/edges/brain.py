@@ -473,9 +473,10 @@ class EdgeSession:
             self._charge(held.part, charge, counts_tokens=not report.resumes)
 
     def _settled(self, told: messages.Settled) -> None:
-        held = self._leases.pop(told.report.lease_id, None)
+        held = self._leases.get(told.report.lease_id)
         if held is None or not held.has_ended:
             raise BrokenRules(f"lease {told.report.lease_id} has not ended")
+        del self._leases[told.report.lease_id]
         request = held.part.request.lease_request
         charge = self._brain.context.leases.settle(told.report, request)
         self._charge(held.part, charge, counts_tokens=False)
