@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import math
 import socket
 from collections import OrderedDict, deque
 from collections.abc import Callable, Coroutine
@@ -53,7 +52,6 @@ log = structlog.get_logger()
 BRAINS_OWN = {"admin", "batches", "keys", "store", "webhooks"}
 ENDED_AT_ONCE = 32  # requests of a lost edge that are ended in one turn of the event loop
 MOST_LOSSES = 16  # lost edges that are remembered
-FIGURES_SECONDS = 1.0  # seconds for which figures of the fleet are told as they were
 MOST_ACCOUNTS = 4096  # callers whose accounts are remembered for one edge
 EDGE_DIED = "edge_died"  # the reason of a request, and the outcome of an attempt
 
@@ -157,10 +155,11 @@ class Brain:
         default_factory=lambda: deque(maxlen=MOST_LOSSES)
     )
     late_leases: int = 0  # leases that edges gave back since they were too old
-    _figures: messages.FleetFigures = field(default_factory=lambda: messages.FleetFigures(0))
-    _looked_at: float = -math.inf  # when they were last made
+    models: ModelSnapshots = field(init=False)
 
     def __post_init__(self) -> None:
+        index, context = self.scheduler.fleet.model_index, self.context
+        self.models = ModelSnapshots(index, context.leases.most_slots_of_a_host, context.clock)
         self.context.quarantine.on_change = self._own_quarantine_changed
 
     async def connect(
@@ -202,14 +201,6 @@ class Brain:
     def count_given_back(self, *, late: bool) -> None:
         """An edge has given a lease back without using it; `late`: as it was too old."""
         self.late_leases += late
-
-    def fleet_figures(self) -> messages.FleetFigures:
-        """Small figures for the edges, up to a second old."""
-        now = self.context.clock()
-        if now - self._looked_at >= FIGURES_SECONDS:
-            self._looked_at = now
-            self._figures = messages.FleetFigures(self.context.leases.most_slots_of_a_host())
-        return self._figures
 
     def edge_lost(self, loss: EdgeLost) -> None:
         """An edge has ended though it was not told to, or with requests under way."""
@@ -254,9 +245,8 @@ class EdgeSession:
         self._accounts_version = -1
         # What the edge was told.
         self._configuration: tuple[object, ...] = ()
-        self._fleet_figures: messages.FleetFigures | None = None
         self._keys = KeySnapshots(brain.key_ring)
-        self._models = ModelSnapshots(brain.scheduler.fleet.model_index, brain.context.clock)
+        self._models: messages.Models | None = None
         self._nodes: dict[str, tuple[Node, NodeInfo, int]] = {}
         self._routes_told = 0
         self._answers: dict[type, Callable[..., None]] = {
@@ -328,12 +318,10 @@ class EdgeSession:
             tell(messages.Configuration(messages.VERSION, *told))
         for keys in self._keys.changes():
             tell(keys)
-        if (models := self._models.change()) is not None:
+        models = brain.models.current()
+        if models is not self._models:
+            self._models = models
             tell(models)
-        figures = brain.fleet_figures()
-        if self._fleet_figures is None or figures != self._fleet_figures:
-            self._fleet_figures = figures
-            tell(figures)
         for name in [name for name, (node, *_) in self._nodes.items() if node.removed]:
             del self._nodes[name]
             tell(messages.NodeGone(name))

@@ -155,7 +155,7 @@ class RemoteScheduler:
         self._link, self._nodes, self._bus, self._clock = link, nodes, bus, clock
         self.edges = 1  # how many edges share what is counted here
         self.closing = False  # whether the link is lost, so that there are no more leases
-        self._most_slots = 0
+        self.most_slots = 0  # of a host, as the brain said last
         self._asks: Iterator[int] = itertools.count(1)
         self._waiting: dict[int, WaitingAsk] = {}
         self._asked_by: dict[str, int] = {}
@@ -352,15 +352,7 @@ class RemoteScheduler:
 
     def most_slots_of_a_host(self) -> int:
         """The slots of the largest host: all its requests may have to move at once."""
-        return self._most_slots
-
-    def share(self, edges: int) -> None:
-        """So many edges share what is counted here, this one included."""
-        self.edges = max(1, edges)
-
-    def take_figures(self, figures: messages.FleetFigures) -> None:
-        """Small figures of the brain's have changed."""
-        self._most_slots = math.ceil(figures.most_slots_of_a_host / self.edges)
+        return math.ceil(self.most_slots / self.edges)
 
     # Told how the attempt goes.
 
@@ -674,12 +666,7 @@ class EdgeServices:
         self._nodes = Nodes(self._resolver, self.turn_limit)
         self._keys = KeyCopies(wall_clock)
         self._ready: asyncio.Event = asyncio.Event()
-        self._missing: set[type] = {
-            messages.Configuration,
-            messages.Keys,
-            messages.Models,
-            messages.FleetFigures,
-        }
+        self._missing: set[type] = {messages.Configuration, messages.Keys, messages.Models}
         self.key_ring, self.keyed_hash = self._keys.ring, KeyedHash()
         self.catalog = ModelCopies()
         self.bus, self.registry = EventBus(call_later), InFlightRegistry()
@@ -713,8 +700,7 @@ class EdgeServices:
         self._takers: dict[type, Callable[..., None]] = {
             messages.Configuration: self._configure,
             messages.Keys: self._keys.take,
-            messages.Models: self.catalog.take,
-            messages.FleetFigures: scheduler.take_figures,
+            messages.Models: self._take_models,
             messages.NodeMet: self._nodes.meet,
             messages.NodeGone: lambda told: self._nodes.forget(told.name),
             messages.Granted: scheduler.granted,
@@ -781,13 +767,17 @@ class EdgeServices:
         self.edges, self.generation = told.edges, told.generation
         if told.hash_key != self.keyed_hash.key:
             self.keyed_hash.set_key(told.hash_key)
-        self.scheduler.share(told.edges)
+        self.scheduler.edges = told.edges
         self.context.configure(with_shared_retries(settings, told.edges))
         self.context.usage_options.forget()
         self.meter.book.configure(settings)
         self.tracing.configure(settings.telemetry.traces)
         if not is_first:
             self._on_configured()
+
+    def _take_models(self, told: messages.Models) -> None:
+        self.catalog.take(told)
+        self.scheduler.most_slots = told.most_slots_of_a_host
 
     def _quarantined(self, told: messages.Quarantined) -> None:
         self.context.quarantine.take(told.digest, told.losses(self._clock()))

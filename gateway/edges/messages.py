@@ -354,11 +354,6 @@ class Models(Message, frozen=True, eq=True):
     """Labels, name, state and reason of some nodes that have never said what they serve."""
     may_grow: bool  # whether a node may yet report any model
     nodes: int  # all nodes of the inventory
-
-
-class FleetFigures(Message, frozen=True):
-    """Small figures that change at any time."""
-
     most_slots_of_a_host: int
 
 
@@ -444,6 +439,6 @@ ToBrain = (
     | AskExcused | AskPosition | Quarantined
 )  # fmt: skip
 ToEdge = (
-    Configuration | Keys | Models | FleetFigures | NodeMet | NodeGone | Granted | Refused
-    | NodeAnswer | Position | EndRequest | Quarantined
+    Configuration | Keys | Models | NodeMet | NodeGone | Granted | Refused | NodeAnswer | Position
+    | EndRequest | Quarantined
 )  # fmt: skip

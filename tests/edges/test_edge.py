@@ -247,6 +247,7 @@ async def test_keys_settings_and_models_follow_the_brains(tmp_path: Path) -> Non
     ):
         assert (await ask(edge, headers=AS_ALICE)).status_code == 200
         assert edge.services.catalog.model_names() == ("demo",)
+        assert edge.services.scheduler.most_slots_of_a_host() == 1
         running.write_settings({**alice(), "models": {"alias": {"use": "demo"}}})
         await running.gateway.reload()
         await until(lambda: "alias" in edge.services.settings.models, 1.0)
