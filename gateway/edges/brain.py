@@ -27,7 +27,7 @@ from gateway.edges import messages
 from gateway.edges.link import EdgeLink
 from gateway.edges.snapshots import KeySnapshots, ModelSnapshots
 from gateway.errors import GatewayError, drop_traceback
-from gateway.events import AttemptEnded, EdgeLost, EventBus, RequestRecord
+from gateway.events import AttemptEnded, EdgeLost, EventBus, RequestRecord, StreamResumed
 from gateway.forward.attempt_ends import CALLERS_OUTCOMES, Losses
 from gateway.forward.context import ForwardContext
 from gateway.forward.in_flight import Attempt, InFlightRegistry, InFlightRequest
@@ -257,15 +257,15 @@ class EdgeSession:
             messages.KeepInQueue: lambda told: brain.scheduler.keep_in_queue(told.request_id),
             messages.LeaseNews: self._lease_news,
             messages.ContentWentOn: self._content_went_on,
-            messages.Ended: self._ended,
-            messages.Settled: self._settled,
+            AttemptReport: lambda told: self._end(self._held(told.lease_id), told),
+            UsageReport: self._settled,
             messages.Discarded: self._discarded,
             messages.Released: self._released,
             messages.Finished: self._finished,
             messages.Turned: lambda told: brain.bus.publish_deferred(self._record(told)),
             messages.Quarantined: self._quarantined,
-            messages.AttemptTold: lambda told: brain.bus.tell(told.event),
-            messages.ResumptionTold: lambda told: brain.bus.publish(told.event),
+            AttemptEnded: brain.bus.tell,
+            StreamResumed: brain.bus.publish,
             messages.AskNodes: self._ask_nodes,
             messages.AskExcused: self._ask_excused,
             messages.AskPosition: self._ask_position,
@@ -442,11 +442,6 @@ class EdgeSession:
         held.attempt.content_came(context.clock(), told.tokens)
         context.leases.content_went_on(told.lease_id, told.tokens)
 
-    def _ended(self, told: messages.Ended) -> None:
-        report = told.report
-        held = self._held(report.lease_id)
-        self._end(held, report)
-
     def _end(self, held: EdgeLease, report: AttemptReport) -> None:
         charge = self._brain.context.leases.ended(report)
         if held.part.attempt is held.attempt:
@@ -460,13 +455,12 @@ class EdgeSession:
         if report.outcome in CALLERS_OUTCOMES and charge is not NOTHING_CHARGED:
             self._charge(held.part, charge, counts_tokens=not report.resumes)
 
-    def _settled(self, told: messages.Settled) -> None:
-        held = self._leases.get(told.report.lease_id)
+    def _settled(self, report: UsageReport) -> None:
+        held = self._leases.get(report.lease_id)
         if held is None or not held.has_ended:
-            raise BrokenRules(f"lease {told.report.lease_id} has not ended")
-        del self._leases[told.report.lease_id]
-        request = held.part.request.lease_request
-        charge = self._brain.context.leases.settle(told.report, request)
+            raise BrokenRules(f"lease {report.lease_id} has not ended")
+        del self._leases[report.lease_id]
+        charge = self._brain.context.leases.settle(report, held.part.request.lease_request)
         self._charge(held.part, charge, counts_tokens=False)
 
     # Requests.

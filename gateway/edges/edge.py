@@ -405,13 +405,13 @@ class RemoteScheduler:
         """The attempt is over. What it took is counted by the brain."""
         del self._held[report.lease_id]
         self._unsettled += report.response_began
-        self._link.tell(messages.Ended(report))
+        self._link.tell(report)
         return NOTHING_CHARGED
 
-    def settle(self, report: UsageReport, request: LeaseRequest) -> AttemptCharge:
+    def settle(self, report: UsageReport, _: LeaseRequest, /) -> AttemptCharge:
         """Count what an ended response took: by the brain."""
         self._unsettled -= 1
-        self._link.tell(messages.Settled(report, request.id))
+        self._link.tell(report)
         return NOTHING_CHARGED
 
     def discard(self, request_id: str) -> None:
@@ -694,8 +694,8 @@ class EdgeServices:
             keyed_hash=self.keyed_hash,
         )
         tell = self.link.tell
-        self.bus.subscribe(AttemptEnded, lambda one: tell(messages.AttemptTold(one)))
-        self.bus.subscribe(StreamResumed, lambda one: tell(messages.ResumptionTold(one)))
+        self.bus.subscribe(AttemptEnded, tell)
+        self.bus.subscribe(StreamResumed, tell)
         scheduler = self.scheduler
         self._takers: dict[type, Callable[..., None]] = {
             messages.Configuration: self._configure,

@@ -150,19 +150,6 @@ class ContentWentOn(Message, frozen=True):
     tokens: int
 
 
-class Ended(Message, frozen=True):
-    """`LeaseService.ended`."""
-
-    report: AttemptReport
-
-
-class Settled(Message, frozen=True):
-    """`LeaseService.settle`; `request_id`: of the request, or of one prompt of it."""
-
-    report: UsageReport
-    request_id: str
-
-
 class Discarded(Message, frozen=True):
     """`LeaseService.discard`."""
 
@@ -250,18 +237,6 @@ class Turned(Message, frozen=True):
 
     record: EndedRecord
     trace: TraceOnWire | None
-
-
-class AttemptTold(Message, frozen=True):
-    """An event for the brain's bus."""
-
-    event: AttemptEnded
-
-
-class ResumptionTold(Message, frozen=True):
-    """An event for the brain's bus."""
-
-    event: StreamResumed
 
 
 NodeQuestion = Literal["has_other_node", "has_larger_context", "has_cpu_node", "unsupported_error"]
@@ -434,9 +409,9 @@ class EndRequest(Message, frozen=True):
 
 
 ToBrain = (
-    Hello | AskLease | Withdraw | GiveBack | KeepInQueue | LeaseNews | ContentWentOn | Ended
-    | Settled | Discarded | Released | Finished | Turned | AttemptTold | ResumptionTold | AskNodes
-    | AskExcused | AskPosition | Quarantined
+    Hello | AskLease | Withdraw | GiveBack | KeepInQueue | LeaseNews | ContentWentOn | AttemptReport
+    | UsageReport | Discarded | Released | Finished | Turned | AttemptEnded | StreamResumed
+    | AskNodes | AskExcused | AskPosition | Quarantined
 )  # fmt: skip
 ToEdge = (
     Configuration | Keys | Models | NodeMet | NodeGone | Granted | Refused | NodeAnswer | Position

@@ -8,7 +8,6 @@ from collections import Counter
 import pytest
 
 from gateway.callers.ledger import ROW_COLUMNS
-from gateway.edges.messages import Settled
 from gateway.lease import UsageReport
 from tests.edges.simulation import USAGE, Simulation
 from tests.gateways import until
@@ -55,7 +54,7 @@ async def test_a_lease_whose_use_is_told_before_its_end_is_reclaimed_with_its_ed
     world.begin(edge)
     await until(lambda: edge.session._leases)
     (lease_id,) = edge.session._leases
-    edge.services.link.tell(Settled(UsageReport(lease_id, USAGE, None, 0), "req_0"))
+    edge.services.link.tell(UsageReport(lease_id, USAGE, None, 0))
     await until(lambda: edge.session.link.lost)
     world.kill(edge)
     await world.come_to_rest()
