@@ -642,7 +642,6 @@ class EdgeServices:
     settings: Settings  # in force; set once it has started, as is the next
     loopback: bool  # whether only this machine can reach the public listener
     edges = 1  # how many edges share the limits of the settings
-    generation = 0  # grows with each reload, also where only files have changed
 
     def __init__(
         self,
@@ -764,7 +763,7 @@ class EdgeServices:
             log.exception("settings can't be used, nothing changed")
             return
         self.settings, self.loopback = settings, told.loopback
-        self.edges, self.generation = told.edges, told.generation
+        self.edges = told.edges
         if told.hash_key != self.keyed_hash.key:
             self.keyed_hash.set_key(told.hash_key)
         self.scheduler.edges = told.edges

@@ -53,24 +53,11 @@ class WireError(msgspec.Struct, frozen=True, eq=False, gc=False, array_like=True
     @classmethod
     def of(cls, error: GatewayError) -> WireError:
         """The error as it is sent."""
-        return cls(
-            error.status, error.code, error.message, error.param, error.retry_after,
-            error.retryable, error.details, error.allow, error.message_with_nodes,
-        )  # fmt: skip
+        return cls(*[getattr(error, name) for name in cls.__struct_fields__])
 
     def error(self) -> GatewayError:
         """The error as it is raised."""
-        return GatewayError(
-            self.status,
-            self.code,
-            self.message,
-            param=self.param,
-            retry_after=self.retry_after,
-            retryable=self.retryable,
-            details=self.details,
-            allow=self.allow,
-            message_with_nodes=self.message_with_nodes,
-        )
+        return GatewayError(**msgspec.structs.asdict(self))
 
 
 # From an edge to the brain.
@@ -276,7 +263,6 @@ class Configuration(Message, frozen=True):
     hash_key: bytes  # of `KeyedHash`
     loopback: bool  # whether only this machine can reach the public listener
     edges: int  # how many edges share the limits
-    generation: int  # grows with each reload, also where only files have changed
 
 
 class KeyOnWire(msgspec.Struct, frozen=True, eq=False, gc=False, array_like=True):

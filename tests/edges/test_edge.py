@@ -53,7 +53,7 @@ def ask(edge: Edge, **body: Any) -> asyncio.Task[httpx.Response]:
 async def settled(running: Running, edge: Edge) -> None:
     """Wait until nothing is held, in either process."""
     await until(lambda: not running.held())
-    await until(lambda: edge.session.streams == 0 and len(edge.services.registry) == 0)
+    await until(lambda: not edge.session.requests and len(edge.services.registry) == 0)
 
 
 @in_virtual_time
