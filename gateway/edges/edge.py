@@ -57,7 +57,7 @@ from gateway.terms import Caller, Headers, parse_traceparent
 from gateway.transport.connection import TurnLimit
 from gateway.transport.pool import ConnectionPool, NodeAddress, tls_context
 from gateway.transport.resolver import Resolver
-from gateway.watch.request_tracing import RequestTracing, Sampler
+from gateway.watch.request_tracing import RequestTracing
 
 log = structlog.get_logger()
 LONGEST_TRACEPARENT = 512  # bytes of the header; a longer one says nothing
@@ -597,13 +597,6 @@ class EdgeTracing(RequestTracing):
         """What clients said of their traces whose requests failed: the brain may trace those."""
         RequestTracing.__init__(self, settings, DecisionLog(clock), clock=clock, rng=rng)
 
-    def configure(self, settings: TracesSettings) -> None:
-        """Put these settings in force."""
-        self._sampler = Sampler(
-            settings.share, settings.beyond_share, draw=self._rng.random, clock=self._clock
-        )
-        self.active = settings.endpoint is not None
-
     def begin(
         self, request_id: str, record: RequestRecord, headers: Headers, received_at: float
     ) -> None:
@@ -623,6 +616,9 @@ class EdgeTracing(RequestTracing):
         """What its client said of a trace, if the request has failed and is not traced."""
         found = self._parents.pop(request_id, None)
         return None if found is None else messages.TraceOnWire(None, None, found)
+
+    def _export(self, _: TracesSettings) -> None:
+        """Send nothing."""
 
 
 def with_shared_retries(settings: Settings, edges: int) -> Settings:
