@@ -160,7 +160,7 @@ class LimitReached:
     scope: str  # Whose it is: `total`, `group`, `key` or `user`
 
 
-class AttemptEnded(msgspec.Struct, frozen=True):
+class AttemptEnded(msgspec.Struct, frozen=True, array_like=True, tag=True):
     """An attempt on one node has ended. `outcome` is a word of a small set, never free text."""
 
     x_request_id: str
@@ -170,8 +170,7 @@ class AttemptEnded(msgspec.Struct, frozen=True):
     status: int | None = None
 
 
-@dataclass(slots=True)
-class StreamResumed:
+class StreamResumed(msgspec.Struct, frozen=True, array_like=True, tag=True):
     """A stream whose node failed was resumed on another node, or could not be."""
 
     x_request_id: str

@@ -370,7 +370,7 @@ class NodeError(msgspec.Struct, frozen=True, eq=False):
     """The path for which it rejected the gateway's key; None: it did not."""
 
 
-class AttemptReport(msgspec.Struct, frozen=True, eq=False):
+class AttemptReport(msgspec.Struct, frozen=True, eq=False, array_like=True, tag=True):
     """How the attempt under a lease ended."""
 
     lease_id: int
@@ -401,7 +401,7 @@ class Usage(msgspec.Struct, frozen=True):
     timings: dict[str, Any] | None = None  # llama.cpp's own figures of the generation, unchecked
 
 
-class UsageReport(msgspec.Struct, frozen=True, eq=False):
+class UsageReport(msgspec.Struct, frozen=True, eq=False, array_like=True, tag=True):
     """What the response of an ended attempt took."""
 
     lease_id: int

@@ -44,6 +44,7 @@ from gateway.http.request_head import HandlerConfig
 from gateway.request.routes import Route, routes_of
 from gateway.system import connection_limits, raise_open_file_limit
 from gateway.watch.logs import LogFormat, Logs, set_up_logging
+from gateway.web.background import TakesStorable
 from gateway.web.handler import RequestHandler
 
 KNOWN_SECONDS = 50.0  # until the edge has been told what it must know
@@ -86,6 +87,36 @@ def share_limits(limits: LimitSettings, edges: int, open_files: int) -> LimitSet
     return share_memory(limits.model_copy(update={"connections": connections}), edges)
 
 
+def handler_config(services: EdgeServices, settings: Settings) -> HandlerConfig:
+    """What an edge's handler needs of the settings in force there."""
+    return HandlerConfig.of(
+        settings,
+        loopback=services.loopback,
+        keyed_hash=services.keyed_hash,
+        key_ring=services.key_ring,
+    )
+
+
+def request_handler(
+    services: EdgeServices, settings: Settings, storing: TakesStorable | None = None
+) -> RequestHandler:
+    """What serves the requests to an edge; `storing` takes those that are to be kept."""
+    context = services.context
+    return RequestHandler(
+        handler_config(services, settings),
+        forwarder=Forwarder(context),
+        queue=services.scheduler,
+        catalog=services.catalog,
+        registry=services.registry,
+        bus=services.bus,
+        clock=context.clock,
+        time_slicer=context.time_slicer,
+        meter=services.meter,
+        storing=storing,
+        tracing=services.tracing,
+    )
+
+
 class Edge:
     """One edge; `services` are to be started before `open`."""
 
@@ -109,20 +140,7 @@ class Edge:
     def open(self) -> None:
         """Begin to serve clients. Raises: CertificateError."""
         services, settings = self.services, self._settings()
-        context = services.context
-        self._handler = RequestHandler(
-            self._handler_config(settings),
-            forwarder=Forwarder(context),
-            queue=services.scheduler,
-            catalog=services.catalog,
-            registry=services.registry,
-            bus=services.bus,
-            clock=context.clock,
-            time_slicer=context.time_slicer,
-            meter=services.meter,
-            storing=self._passing,
-            tracing=services.tracing,
-        )
+        self._handler = request_handler(services, settings, self._passing)
         self._configure()
         certificates = ListenerCertificates({"listen.tls": settings.listen.tls})
         self._server = ClientServer(
@@ -221,19 +239,10 @@ class Edge:
             return
         settings = self._settings()
         self._logs.configure(settings.logging.level)
-        self._handler.configure(self._handler_config(settings))
+        self._handler.configure(handler_config(self.services, settings))
         self._routes.clear()
         routes = routes_of(settings)
         self._routes.update((path.encode(), route) for path, route in routes.items())
-
-    def _handler_config(self, settings: Settings) -> HandlerConfig:
-        services = self.services
-        return HandlerConfig.of(
-            settings,
-            loopback=services.loopback,
-            keyed_hash=services.keyed_hash,
-            key_ring=services.key_ring,
-        )
 
 
 async def _renew(certificates: ListenerCertificates) -> None:

@@ -529,8 +529,7 @@ class LimitBook:
 
         Raises: GatewayError 400 if it is larger than a limit, 429 if a limit is reached.
         """
-        if accounts.version != self._version:
-            self.bring_up_to_date(accounts)
+        self.bring_up_to_date(accounts)
         tracked = accounts.tracked
         if not tracked:
             return Reservation(self, accounts, request, now, 0, 0.0)

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import math
 import socket
 from collections import OrderedDict, deque
 from collections.abc import Callable, Coroutine
@@ -24,11 +23,12 @@ from gateway import errors
 from gateway.callers.keys import KeyRing
 from gateway.callers.limits import Accounts, Reservation
 from gateway.callers.meter import Meter
+from gateway.config.settings import Settings
 from gateway.edges import messages
 from gateway.edges.link import EdgeLink
 from gateway.edges.snapshots import KeySnapshots, ModelSnapshots
 from gateway.errors import GatewayError, drop_traceback
-from gateway.events import AttemptEnded, EdgeLost, EventBus, RequestRecord
+from gateway.events import AttemptEnded, EdgeLost, EventBus, RequestRecord, StreamResumed
 from gateway.forward.attempt_ends import CALLERS_OUTCOMES, Losses
 from gateway.forward.context import ForwardContext
 from gateway.forward.in_flight import Attempt, InFlightRegistry, InFlightRequest
@@ -53,7 +53,6 @@ log = structlog.get_logger()
 BRAINS_OWN = {"admin", "batches", "keys", "store", "webhooks"}
 ENDED_AT_ONCE = 32  # requests of a lost edge that are ended in one turn of the event loop
 MOST_LOSSES = 16  # lost edges that are remembered
-FIGURES_SECONDS = 1.0  # seconds for which figures of the fleet are told as they were
 MOST_ACCOUNTS = 4096  # callers whose accounts are remembered for one edge
 EDGE_DIED = "edge_died"  # the reason of a request, and the outcome of an attempt
 
@@ -65,38 +64,21 @@ class BrokenRules(Exception):  # noqa: N818 - ends the link
 class EdgeAttempt(Attempt):
     """An attempt at an edge, as far as that has told of it."""
 
-    __slots__ = ("_content_at", "_events", "_is_received")
+    __slots__ = ("complete", "content_events", "last_content_at")
+
+    last_content_at: float | None
+    content_events: int
+    complete: bool
 
     def __init__(self, in_flight: InFlightRequest, lease: GrantedLease, of: ForwardContext) -> None:
-        self._content_at: float | None = None
-        self._events = 0
-        self._is_received = False
+        self.last_content_at, self.content_events, self.complete = None, 0, False
         Attempt.__init__(
             self, in_flight, lease, of.settings, of.leases, of.timeout_monitor, of.clock
         )
 
-    @property
-    def last_content_at(self) -> float | None:
-        """When content last came from the node, as far as is known; None: none has."""
-        return self._content_at
-
-    @property
-    def content_events(self) -> int:
-        """Events of the stream that have passed, as far as is known."""
-        return self._events
-
-    @property
-    def complete(self) -> bool:
-        """Whether the node has sent its whole response."""
-        return self._is_received
-
     def content_came(self, now: float, events: int) -> None:
         """Content has come; `events`: in all, as far as is known."""
-        self._content_at, self._events = now, max(events, self._events)
-
-    def received(self) -> None:
-        """The node has sent its whole response."""
-        self._is_received = True
+        self.last_content_at, self.content_events = now, max(events, self.content_events)
 
 
 class EdgePart(InFlightRequest, eq=False, kw_only=True):
@@ -149,7 +131,6 @@ class Brain:
     tracing: RequestTracing | None
     loopback: bool  # whether only this machine can reach the public listener
     edges: int = 1  # how many edges share the limits
-    generation: int = 0  # grows with each reload
     sessions: dict[str, EdgeSession] = field(default_factory=dict)
     """By the names of their edges."""
     _endings: set[asyncio.Task[None]] = field(default_factory=set)
@@ -157,10 +138,11 @@ class Brain:
         default_factory=lambda: deque(maxlen=MOST_LOSSES)
     )
     late_leases: int = 0  # leases that edges gave back since they were too old
-    _figures: messages.FleetFigures = field(default_factory=lambda: messages.FleetFigures(0))
-    _looked_at: float = -math.inf  # when they were last made
+    models: ModelSnapshots = field(init=False)
 
     def __post_init__(self) -> None:
+        index, context = self.scheduler.fleet.model_index, self.context
+        self.models = ModelSnapshots(index, context.leases.most_slots_of_a_host, context.clock)
         self.context.quarantine.on_change = self._own_quarantine_changed
 
     async def connect(
@@ -183,11 +165,10 @@ class Brain:
             raise
         return session
 
-    def configure(self, *, edges: int | None = None) -> None:
-        """The settings in force have changed, or files that they name, or the number of edges."""
-        self.generation += 1
-        self.edges = self.edges if edges is None else edges
+    def configure(self) -> None:
+        """The settings in force have changed, or files that they name."""
         for session in self.sessions.values():
+            session.configured = None
             session.tell_news()
 
     def quarantined(self, told: messages.Quarantined, *, but: EdgeSession | None = None) -> None:
@@ -198,18 +179,6 @@ class Brain:
 
     def _own_quarantine_changed(self, digest: bytes, losses: Losses | None) -> None:
         self.quarantined(messages.Quarantined.of(digest, losses))
-
-    def count_given_back(self, *, late: bool) -> None:
-        """An edge has given a lease back without using it; `late`: as it was too old."""
-        self.late_leases += late
-
-    def fleet_figures(self) -> messages.FleetFigures:
-        """Small figures for the edges, up to a second old."""
-        now = self.context.clock()
-        if now - self._looked_at >= FIGURES_SECONDS:
-            self._looked_at = now
-            self._figures = messages.FleetFigures(self.context.leases.most_slots_of_a_host())
-        return self._figures
 
     def edge_lost(self, loss: EdgeLost) -> None:
         """An edge has ended though it was not told to, or with requests under way."""
@@ -253,10 +222,10 @@ class EdgeSession:
         self._accounts: OrderedDict[tuple[object, ...], Accounts] = OrderedDict()
         self._accounts_version = -1
         # What the edge was told.
-        self._configuration: tuple[object, ...] = ()
-        self._fleet_figures: messages.FleetFigures | None = None
+        self.configured: tuple[Settings, bytes] | None = None
+        """The settings and the key of hashes by which it serves; None: they are to be told."""
         self._keys = KeySnapshots(brain.key_ring)
-        self._models = ModelSnapshots(brain.scheduler.fleet.model_index, brain.context.clock)
+        self._models: messages.Models | None = None
         self._nodes: dict[str, tuple[Node, NodeInfo, int]] = {}
         self._routes_told = 0
         self._answers: dict[type, Callable[..., None]] = {
@@ -267,24 +236,19 @@ class EdgeSession:
             messages.KeepInQueue: lambda told: brain.scheduler.keep_in_queue(told.request_id),
             messages.LeaseNews: self._lease_news,
             messages.ContentWentOn: self._content_went_on,
-            messages.Ended: self._ended,
-            messages.Settled: self._settled,
+            AttemptReport: lambda told: self._end(self._held(told.lease_id), told),
+            UsageReport: self._settled,
             messages.Discarded: self._discarded,
             messages.Released: self._released,
             messages.Finished: self._finished,
             messages.Turned: lambda told: brain.bus.publish_deferred(self._record(told)),
             messages.Quarantined: self._quarantined,
-            messages.AttemptTold: lambda told: brain.bus.tell(told.event),
-            messages.ResumptionTold: lambda told: brain.bus.publish(told.event),
+            AttemptEnded: brain.bus.tell,
+            StreamResumed: brain.bus.publish,
             messages.AskNodes: self._ask_nodes,
             messages.AskExcused: self._ask_excused,
             messages.AskPosition: self._ask_position,
         }
-
-    @property
-    def streams(self) -> int:
-        """Requests that wait or run at the edge."""
-        return len(self.requests)
 
     def expect_end(self) -> None:
         """The edge was told to end, so that its end is no failure."""
@@ -319,21 +283,19 @@ class EdgeSession:
             return
         brain, tell = self._brain, self.link.tell
         settings, hash_key = brain.context.settings, brain.context.keyed_hash.key
-        configuration = settings, hash_key, brain.generation, brain.edges
-        before, self._configuration = self._configuration, configuration
-        if not before or before[0] is not settings or before[1:] != configuration[1:]:
+        told = self.configured
+        if told is None or told[0] is not settings or told[1] != hash_key:
+            self.configured = settings, hash_key
             # What is not set may not be written: some defaults are no valid values.
             in_json = settings.model_dump_json(exclude_unset=True, exclude=BRAINS_OWN).encode()
-            told = in_json, hash_key, brain.loopback, brain.edges, brain.generation
-            tell(messages.Configuration(messages.VERSION, *told))
+            of_all = in_json, hash_key, brain.loopback, brain.edges
+            tell(messages.Configuration(messages.VERSION, *of_all))
         for keys in self._keys.changes():
             tell(keys)
-        if (models := self._models.change()) is not None:
+        models = brain.models.current()
+        if models is not self._models:
+            self._models = models
             tell(models)
-        figures = brain.fleet_figures()
-        if self._fleet_figures is None or figures != self._fleet_figures:
-            self._fleet_figures = figures
-            tell(figures)
         for name in [name for name, (node, *_) in self._nodes.items() if node.removed]:
             del self._nodes[name]
             tell(messages.NodeGone(name))
@@ -427,7 +389,7 @@ class EdgeSession:
     def _give_back(self, told: messages.GiveBack) -> None:
         held = self._held(told.lease_id)
         del self._leases[told.lease_id]
-        self._brain.count_given_back(late=told.late)
+        self._brain.late_leases += told.late
         held.part.end_attempt()
         self._brain.scheduler.release_unused(told.lease_id)
 
@@ -447,17 +409,12 @@ class EdgeSession:
             if part.record.ttft is None:
                 part.record.first_content_sent(now - part.request.received_at)
         elif told.what == "response_received":
-            held.attempt.received()
+            held.attempt.complete = True
 
     def _content_went_on(self, told: messages.ContentWentOn) -> None:
         held, context = self._held(told.lease_id), self._brain.context
         held.attempt.content_came(context.clock(), told.tokens)
         context.leases.content_went_on(told.lease_id, told.tokens)
-
-    def _ended(self, told: messages.Ended) -> None:
-        report = told.report
-        held = self._held(report.lease_id)
-        self._end(held, report)
 
     def _end(self, held: EdgeLease, report: AttemptReport) -> None:
         charge = self._brain.context.leases.ended(report)
@@ -472,12 +429,12 @@ class EdgeSession:
         if report.outcome in CALLERS_OUTCOMES and charge is not NOTHING_CHARGED:
             self._charge(held.part, charge, counts_tokens=not report.resumes)
 
-    def _settled(self, told: messages.Settled) -> None:
-        held = self._leases.pop(told.report.lease_id, None)
+    def _settled(self, report: UsageReport) -> None:
+        held = self._leases.get(report.lease_id)
         if held is None or not held.has_ended:
-            raise BrokenRules(f"lease {told.report.lease_id} has not ended")
-        request = held.part.request.lease_request
-        charge = self._brain.context.leases.settle(told.report, request)
+            raise BrokenRules(f"lease {report.lease_id} has not ended")
+        del self._leases[report.lease_id]
+        charge = self._brain.context.leases.settle(report, held.part.request.lease_request)
         self._charge(held.part, charge, counts_tokens=False)
 
     # Requests.
@@ -543,13 +500,12 @@ class EdgeSession:
 
     def _part(self, request: LeaseRequest) -> EdgePart:
         """The request, or the prompt of it, that asks for a lease. Raises: GatewayError 500."""
-        whole = self.requests.get(request.id)
-        if whole is not None:
-            return whole
-        whole = self.requests.get(request.id.rpartition(".")[0])
+        whole = self._whole(request.id)
         if whole is None:
             log.error("a request was not admitted that asks for a lease", edge=self.name)
             raise GatewayError(500, "internal_error", "The gateway does not know this request.")
+        if whole.request.id == request.id:
+            return whole
         parts = whole.sub_requests
         if parts is None:
             parts = whole.sub_requests = {}
@@ -566,21 +522,25 @@ class EdgeSession:
             part = parts[request.id] = EdgePart(opened, record, session=self)
         return part
 
+    def _whole(self, id_: str) -> EdgeRequest | None:
+        """The request of this id, or of which one prompt has it; None: it is not known."""
+        return self.requests.get(id_) or self.requests.get(id_.rpartition(".")[0])
+
     def _part_answered(self, id_: str) -> None:
         """If this is one prompt of a request, it is over."""
-        whole = self.requests.get(id_.rpartition(".")[0])
+        whole = self._whole(id_)
         if whole is not None and whole.sub_requests is not None:
             whole.sub_requests.pop(id_, None)
 
     def _charge(self, part: EdgePart, charge: AttemptCharge, *, counts_tokens: bool) -> None:
         id_ = part.request.id
-        whole = self.requests.get(id_) or self.requests.get(id_.rpartition(".")[0])
+        whole = self._whole(id_)
         if whole is not None:
             whole.charges.setdefault(id_, []).append((charge, counts_tokens))
 
     def _discarded(self, told: messages.Discarded) -> None:
         id_ = told.request_id
-        whole = self.requests.get(id_) or self.requests.get(id_.rpartition(".")[0])
+        whole = self._whole(id_)
         if whole is not None:
             whole.charges.pop(id_, None)
 

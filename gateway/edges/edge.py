@@ -57,7 +57,7 @@ from gateway.terms import Caller, Headers, parse_traceparent
 from gateway.transport.connection import TurnLimit
 from gateway.transport.pool import ConnectionPool, NodeAddress, tls_context
 from gateway.transport.resolver import Resolver
-from gateway.watch.request_tracing import RequestTracing, Sampler
+from gateway.watch.request_tracing import RequestTracing
 
 log = structlog.get_logger()
 LONGEST_TRACEPARENT = 512  # bytes of the header; a longer one says nothing
@@ -155,7 +155,7 @@ class RemoteScheduler:
         self._link, self._nodes, self._bus, self._clock = link, nodes, bus, clock
         self.edges = 1  # how many edges share what is counted here
         self.closing = False  # whether the link is lost, so that there are no more leases
-        self._most_slots = 0
+        self.most_slots = 0  # of a host, as the brain said last
         self._asks: Iterator[int] = itertools.count(1)
         self._waiting: dict[int, WaitingAsk] = {}
         self._asked_by: dict[str, int] = {}
@@ -352,15 +352,7 @@ class RemoteScheduler:
 
     def most_slots_of_a_host(self) -> int:
         """The slots of the largest host: all its requests may have to move at once."""
-        return self._most_slots
-
-    def share(self, edges: int) -> None:
-        """So many edges share what is counted here, this one included."""
-        self.edges = max(1, edges)
-
-    def take_figures(self, figures: messages.FleetFigures) -> None:
-        """Small figures of the brain's have changed."""
-        self._most_slots = math.ceil(figures.most_slots_of_a_host / self.edges)
+        return math.ceil(self.most_slots / self.edges)
 
     # Told how the attempt goes.
 
@@ -413,13 +405,13 @@ class RemoteScheduler:
         """The attempt is over. What it took is counted by the brain."""
         del self._held[report.lease_id]
         self._unsettled += report.response_began
-        self._link.tell(messages.Ended(report))
+        self._link.tell(report)
         return NOTHING_CHARGED
 
-    def settle(self, report: UsageReport, request: LeaseRequest) -> AttemptCharge:
+    def settle(self, report: UsageReport, _: LeaseRequest, /) -> AttemptCharge:
         """Count what an ended response took: by the brain."""
         self._unsettled -= 1
-        self._link.tell(messages.Settled(report, request.id))
+        self._link.tell(report)
         return NOTHING_CHARGED
 
     def discard(self, request_id: str) -> None:
@@ -605,13 +597,6 @@ class EdgeTracing(RequestTracing):
         """What clients said of their traces whose requests failed: the brain may trace those."""
         RequestTracing.__init__(self, settings, DecisionLog(clock), clock=clock, rng=rng)
 
-    def configure(self, settings: TracesSettings) -> None:
-        """Put these settings in force."""
-        self._sampler = Sampler(
-            settings.share, settings.beyond_share, draw=self._rng.random, clock=self._clock
-        )
-        self.active = settings.endpoint is not None
-
     def begin(
         self, request_id: str, record: RequestRecord, headers: Headers, received_at: float
     ) -> None:
@@ -632,6 +617,9 @@ class EdgeTracing(RequestTracing):
         found = self._parents.pop(request_id, None)
         return None if found is None else messages.TraceOnWire(None, None, found)
 
+    def _export(self, _: TracesSettings) -> None:
+        """Send nothing."""
+
 
 def with_shared_retries(settings: Settings, edges: int) -> Settings:
     """The settings by which one of so many edges retries: its share of the least number."""
@@ -650,7 +638,6 @@ class EdgeServices:
     settings: Settings  # in force; set once it has started, as is the next
     loopback: bool  # whether only this machine can reach the public listener
     edges = 1  # how many edges share the limits of the settings
-    generation = 0  # grows with each reload, also where only files have changed
 
     def __init__(
         self,
@@ -674,12 +661,7 @@ class EdgeServices:
         self._nodes = Nodes(self._resolver, self.turn_limit)
         self._keys = KeyCopies(wall_clock)
         self._ready: asyncio.Event = asyncio.Event()
-        self._missing: set[type] = {
-            messages.Configuration,
-            messages.Keys,
-            messages.Models,
-            messages.FleetFigures,
-        }
+        self._missing: set[type] = {messages.Configuration, messages.Keys, messages.Models}
         self.key_ring, self.keyed_hash = self._keys.ring, KeyedHash()
         self.catalog = ModelCopies()
         self.bus, self.registry = EventBus(call_later), InFlightRegistry()
@@ -707,14 +689,13 @@ class EdgeServices:
             keyed_hash=self.keyed_hash,
         )
         tell = self.link.tell
-        self.bus.subscribe(AttemptEnded, lambda one: tell(messages.AttemptTold(one)))
-        self.bus.subscribe(StreamResumed, lambda one: tell(messages.ResumptionTold(one)))
+        self.bus.subscribe(AttemptEnded, tell)
+        self.bus.subscribe(StreamResumed, tell)
         scheduler = self.scheduler
         self._takers: dict[type, Callable[..., None]] = {
             messages.Configuration: self._configure,
             messages.Keys: self._keys.take,
-            messages.Models: self.catalog.take,
-            messages.FleetFigures: scheduler.take_figures,
+            messages.Models: self._take_models,
             messages.NodeMet: self._nodes.meet,
             messages.NodeGone: lambda told: self._nodes.forget(told.name),
             messages.Granted: scheduler.granted,
@@ -778,16 +759,20 @@ class EdgeServices:
             log.exception("settings can't be used, nothing changed")
             return
         self.settings, self.loopback = settings, told.loopback
-        self.edges, self.generation = told.edges, told.generation
+        self.edges = told.edges
         if told.hash_key != self.keyed_hash.key:
             self.keyed_hash.set_key(told.hash_key)
-        self.scheduler.share(told.edges)
+        self.scheduler.edges = told.edges
         self.context.configure(with_shared_retries(settings, told.edges))
         self.context.usage_options.forget()
         self.meter.book.configure(settings)
         self.tracing.configure(settings.telemetry.traces)
         if not is_first:
             self._on_configured()
+
+    def _take_models(self, told: messages.Models) -> None:
+        self.catalog.take(told)
+        self.scheduler.most_slots = told.most_slots_of_a_host
 
     def _quarantined(self, told: messages.Quarantined) -> None:
         self.context.quarantine.take(told.digest, told.losses(self._clock()))

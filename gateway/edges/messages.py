@@ -53,24 +53,11 @@ class WireError(msgspec.Struct, frozen=True, eq=False, gc=False, array_like=True
     @classmethod
     def of(cls, error: GatewayError) -> WireError:
         """The error as it is sent."""
-        return cls(
-            error.status, error.code, error.message, error.param, error.retry_after,
-            error.retryable, error.details, error.allow, error.message_with_nodes,
-        )  # fmt: skip
+        return cls(*[getattr(error, name) for name in cls.__struct_fields__])
 
     def error(self) -> GatewayError:
         """The error as it is raised."""
-        return GatewayError(
-            self.status,
-            self.code,
-            self.message,
-            param=self.param,
-            retry_after=self.retry_after,
-            retryable=self.retryable,
-            details=self.details,
-            allow=self.allow,
-            message_with_nodes=self.message_with_nodes,
-        )
+        return GatewayError(**msgspec.structs.asdict(self))
 
 
 # From an edge to the brain.
@@ -148,19 +135,6 @@ class ContentWentOn(Message, frozen=True):
 
     lease_id: int
     tokens: int
-
-
-class Ended(Message, frozen=True):
-    """`LeaseService.ended`."""
-
-    report: AttemptReport
-
-
-class Settled(Message, frozen=True):
-    """`LeaseService.settle`; `request_id`: of the request, or of one prompt of it."""
-
-    report: UsageReport
-    request_id: str
 
 
 class Discarded(Message, frozen=True):
@@ -252,18 +226,6 @@ class Turned(Message, frozen=True):
     trace: TraceOnWire | None
 
 
-class AttemptTold(Message, frozen=True):
-    """An event for the brain's bus."""
-
-    event: AttemptEnded
-
-
-class ResumptionTold(Message, frozen=True):
-    """An event for the brain's bus."""
-
-    event: StreamResumed
-
-
 NodeQuestion = Literal["has_other_node", "has_larger_context", "has_cpu_node", "unsupported_error"]
 
 
@@ -301,7 +263,6 @@ class Configuration(Message, frozen=True):
     hash_key: bytes  # of `KeyedHash`
     loopback: bool  # whether only this machine can reach the public listener
     edges: int  # how many edges share the limits
-    generation: int  # grows with each reload, also where only files have changed
 
 
 class KeyOnWire(msgspec.Struct, frozen=True, eq=False, gc=False, array_like=True):
@@ -354,11 +315,6 @@ class Models(Message, frozen=True, eq=True):
     """Labels, name, state and reason of some nodes that have never said what they serve."""
     may_grow: bool  # whether a node may yet report any model
     nodes: int  # all nodes of the inventory
-
-
-class FleetFigures(Message, frozen=True):
-    """Small figures that change at any time."""
-
     most_slots_of_a_host: int
 
 
@@ -439,11 +395,11 @@ class EndRequest(Message, frozen=True):
 
 
 ToBrain = (
-    Hello | AskLease | Withdraw | GiveBack | KeepInQueue | LeaseNews | ContentWentOn | Ended
-    | Settled | Discarded | Released | Finished | Turned | AttemptTold | ResumptionTold | AskNodes
-    | AskExcused | AskPosition | Quarantined
+    Hello | AskLease | Withdraw | GiveBack | KeepInQueue | LeaseNews | ContentWentOn | AttemptReport
+    | UsageReport | Discarded | Released | Finished | Turned | AttemptEnded | StreamResumed
+    | AskNodes | AskExcused | AskPosition | Quarantined
 )  # fmt: skip
 ToEdge = (
-    Configuration | Keys | Models | FleetFigures | NodeMet | NodeGone | Granted | Refused
-    | NodeAnswer | Position | EndRequest | Quarantined
+    Configuration | Keys | Models | NodeMet | NodeGone | Granted | Refused | NodeAnswer | Position
+    | EndRequest | Quarantined
 )  # fmt: skip

@@ -122,34 +122,38 @@ def _moment(left: float | None, now: float) -> float | None:
 # Models.
 
 
-class ModelSnapshots:
-    """Tells an edge of the models that nodes serve, as far as that has changed."""
+NO_MODELS = Models((), {}, {}, frozenset(), (), (), may_grow=True, nodes=0, most_slots_of_a_host=0)
 
-    def __init__(self, index: ModelIndex, clock: Callable[[], float]) -> None:
-        self._index, self._clock = index, clock
-        self._told: Models | None = None
+
+class ModelSnapshots:
+    """The models that nodes serve, as all edges are told of them: made once for all."""
+
+    def __init__(
+        self, index: ModelIndex, most_slots: Callable[[], int], clock: Callable[[], float]
+    ) -> None:
+        """`most_slots`: of a host."""
+        self._index, self._most_slots, self._clock = index, most_slots, clock
+        self._models = NO_MODELS
         self._of: tuple[object, frozenset[str]] | None = None
         self._version: int | None = None
         self._looked_at = 0.0
 
-    def change(self) -> Models | None:
-        """What the edge does not know yet; None: it knows all."""
+    def current(self) -> Models:
+        """What an edge must know: the same object until something of it changes."""
         index, now = self._index, self._clock()
         of = index.aliases, index.paused
         is_same = self._of is not None and self._of[0] is of[0] and self._of[1] == of[1]
         # If no model has come or gone, other figures need not be told at once.
         looks_late = index.version == self._version or now - self._looked_at < LOOK_SECONDS
-        if is_same and looks_late:
-            return None
-        self._of, self._version, self._looked_at = of, index.version, now
-        models = models_of(index)
-        if models == self._told:
-            return None
-        self._told = models
-        return models
+        if not (is_same and looks_late):
+            self._of, self._version, self._looked_at = of, index.version, now
+            models = models_of(index, self._most_slots())
+            if models != self._models:
+                self._models = models
+        return self._models
 
 
-def models_of(index: ModelIndex) -> Models:
+def models_of(index: ModelIndex, most_slots: int) -> Models:
     """The models of an index as they are told. Whether a server is up is not: that is no use."""
     names = index.model_names()
     served: dict[Node, list[str]] = defaultdict(list)
@@ -172,10 +176,8 @@ def models_of(index: ModelIndex) -> Models:
         ),
         index.may_grow(),
         index.node_count,
+        most_slots,
     )
-
-
-NO_MODELS = Models((), {}, {}, frozenset(), (), (), may_grow=True, nodes=0)
 
 
 class ModelCopies:

@@ -283,13 +283,8 @@ class RequestTracing:
         self._sampler = Sampler(
             settings.share, settings.beyond_share, draw=self._rng.random, clock=self._clock
         )
-        self._stop_exporter()
         self.active = settings.endpoint is not None
-        if self.active:
-            self._exporter = TraceExporter(lambda: self._open_sender(settings), self.counts)
-        else:
-            self._settling.clear()
-            self._decision_log.follow_none()
+        self._export(settings)
 
     def begin(
         self, request_id: str, record: RequestRecord, headers: Headers, received_at: float
@@ -343,6 +338,15 @@ class RequestTracing:
         # Never zero, which would not be valid.
         number = self._rng.getrandbits(128) or 1
         return RequestTrace(f"{number:032x}", None, request_id, received_at)
+
+    def _export(self, settings: TracesSettings) -> None:
+        """Send traces by these settings from now on, or none."""
+        self._stop_exporter()
+        if self.active:
+            self._exporter = TraceExporter(lambda: self._open_sender(settings), self.counts)
+        else:
+            self._settling.clear()
+            self._decision_log.follow_none()
 
     def _stop_exporter(self) -> None:
         self._stopped = [exporter for exporter in self._stopped if exporter.running]

@@ -11,12 +11,11 @@ import httpx
 from starlette.types import Receive, Scope, Send
 
 from gateway.app.assembly import Gateway
+from gateway.app.edge import request_handler
 from gateway.edges.brain import Brain, EdgeSession
 from gateway.edges.edge import EdgeServices
-from gateway.forward.forwarder import Forwarder
 from gateway.http.listener import Listener
 from gateway.http.protocol import protocol_class
-from gateway.http.request_head import HandlerConfig
 from gateway.web.handler import RequestHandler
 from tests.gateways import NO_TLS, Running, until
 
@@ -67,24 +66,7 @@ async def an_edge(
     session = await brain.connect(ours, name, lambda _, requests: broken.append(requests))
     services = EdgeServices(name, clock=gateway.clock, on_lost=lost.append)
     await services.start(theirs, 10.0)
-    config = HandlerConfig.of(
-        services.settings,
-        loopback=services.loopback,
-        keyed_hash=services.keyed_hash,
-        key_ring=services.key_ring,
-    )
-    handler = RequestHandler(
-        config,
-        forwarder=Forwarder(services.context),
-        queue=services.scheduler,
-        catalog=services.catalog,
-        registry=services.registry,
-        bus=services.bus,
-        clock=gateway.clock,
-        time_slicer=services.context.time_slicer,
-        meter=services.meter,
-        tracing=services.tracing,
-    )
+    handler = request_handler(services, services.settings)
     sock = socket.create_server(("127.0.0.1", 0))
     sock.setblocking(False)
     listener = Listener(

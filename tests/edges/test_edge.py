@@ -53,7 +53,7 @@ def ask(edge: Edge, **body: Any) -> asyncio.Task[httpx.Response]:
 async def settled(running: Running, edge: Edge) -> None:
     """Wait until nothing is held, in either process."""
     await until(lambda: not running.held())
-    await until(lambda: edge.session.streams == 0 and len(edge.services.registry) == 0)
+    await until(lambda: not edge.session.requests and len(edge.services.registry) == 0)
 
 
 @in_virtual_time
@@ -247,6 +247,7 @@ async def test_keys_settings_and_models_follow_the_brains(tmp_path: Path) -> Non
     ):
         assert (await ask(edge, headers=AS_ALICE)).status_code == 200
         assert edge.services.catalog.model_names() == ("demo",)
+        assert edge.services.scheduler.most_slots_of_a_host() == 1
         running.write_settings({**alice(), "models": {"alias": {"use": "demo"}}})
         await running.gateway.reload()
         await until(lambda: "alias" in edge.services.settings.models, 1.0)

@@ -8,7 +8,9 @@ from collections import Counter
 import pytest
 
 from gateway.callers.ledger import ROW_COLUMNS
-from tests.edges.simulation import Simulation
+from gateway.lease import UsageReport
+from tests.edges.simulation import USAGE, Simulation
+from tests.gateways import until
 from tests.virtual import in_virtual_time
 
 SEEDS = range(10)
@@ -43,6 +45,21 @@ def test_leases_end_once_whatever_is_lost_and_whoever_dies(
         await asyncio.sleep(0.1)
 
     run()
+
+
+@in_virtual_time
+async def test_a_lease_whose_use_is_told_before_its_end_is_reclaimed_with_its_edge() -> None:
+    world = Simulation(0)
+    edge = await world.start_edge()
+    world.begin(edge)
+    await until(lambda: edge.session._leases)
+    (lease_id,) = edge.session._leases
+    edge.services.link.tell(UsageReport(lease_id, USAGE, None, 0))
+    await until(lambda: edge.session.link.lost)
+    world.kill(edge)
+    await world.come_to_rest()
+    assert world.left() == {}
+    await world.brain.aclose()
 
 
 def check_records(world: Simulation) -> None:

@@ -139,16 +139,18 @@ class Indexes:
     def __init__(self, *nodes: Node) -> None:
         self.clock, self.index = Clock(), ModelIndex()
         self.index.set_nodes(nodes)
-        self.snapshots = ModelSnapshots(self.index, self.clock)
+        self.snapshots = ModelSnapshots(self.index, lambda: 3, self.clock)
         self.copy = ModelCopies()
+        self._told: Models | None = None
 
     def tell(self) -> bool:
         """Tell what has changed; whether anything has."""
-        message = self.snapshots.change()
-        if message is not None:
-            data = msgspec.msgpack.encode(message)
-            self.copy.take(msgspec.msgpack.decode(data, type=Models))
-        return message is not None
+        told, self._told = self._told, self.snapshots.current()
+        if self._told is told:
+            return False
+        data = msgspec.msgpack.encode(self._told)
+        self.copy.take(msgspec.msgpack.decode(data, type=Models))
+        return True
 
 
 def a_fleet() -> list[Node]:
@@ -207,6 +209,9 @@ def test_new_models_are_told_at_once_and_other_figures_somewhat_later() -> None:
     indexes.clock.passes(LOOK_SECONDS)
     assert indexes.tell()
     assert indexes.copy.servers_of(["m"])[0].context == 512
+    indexes.index.node_changed()
+    indexes.clock.passes(LOOK_SECONDS)
+    assert not indexes.tell()
 
 
 def test_a_node_that_has_said_nothing_may_serve_any_model() -> None:
