@@ -56,7 +56,8 @@ class Machine:
 class Request:
     """One that was written to a node."""
 
-    node: str
+    task: int
+    """The node's number for it: no other request ever has it."""
     number: int
     lands_at: float
     late: bool
@@ -352,6 +353,10 @@ class Script:
 
     # Nodes.
 
+    def busy(self, node: str) -> frozenset[int]:
+        """The tasks that the node shows."""
+        return frozenset(one.task for one in self.running[node] if one.lands_at <= self.now)
+
     def ask_node(self, asker: Brain | Edge, node: str) -> None:
         read = [asker, node, self.clock(asker), None]
         self.reads.append(read)
@@ -364,7 +369,7 @@ class Script:
         """The node answers, or its answer comes to whom has asked."""
         asker, node, asked_at, busy = read
         if busy is None:
-            read[3] = frozenset(id(one) for one in self.running[node] if one.lands_at <= self.now)
+            read[3] = self.busy(node)
             return
         if asker.stopped:
             return
@@ -379,7 +384,7 @@ class Script:
         if self.say is not None:
             self.tell_story(f"{edge.name} writes {number} to {node}{' late' if late else ''}")
         lands_at = self.now + self.rng.random() * LONGEST_LANDING
-        self.running[node].append(Request(node, number, lands_at, late, edge))
+        self.running[node].append(Request(self.starts, number, lands_at, late, edge))
         running = self.running[node]
         if len(running) - sum(one.late for one in running) > self.slots[node]:
             raise Broken(f"{len(running)} requests on {self.slots[node]} slots of {node}")
@@ -400,9 +405,8 @@ class Script:
                 self.start(edge, number)
         if self.more.random() < 0.2:
             # Its health checks read nodes all the time.
-            for node, requests in self.running.items():
-                busy = frozenset(id(one) for one in requests if one.lands_at <= self.now)
-                edge.fence.read(node, busy, self.clock(edge))
+            for node in self.slots:
+                edge.fence.read(node, self.busy(node), self.clock(edge))
         if self.asks and edge.fence.is_alone(self.clock(edge)):
             for node in self.slots:
                 if chance() < 0.5:
