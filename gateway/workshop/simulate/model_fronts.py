@@ -57,22 +57,18 @@ class FewestConnections(Front):
     def __init__(self, fleet: RouterFleet) -> None:
         self.alarm = math.inf
         self._fleet = fleet
-        self._able: dict[str, list[int]] = {}
+        self._able: dict[str, list[int]] = {}  # by model: the instances that are loaded
         self._connections = [0] * len(fleet.nodes)
 
     def arrive(self, job: Job, fleet: SimulatedFleet) -> None:
         """Send it at once."""
-        node = min(self.able(job), key=lambda one: self._connections[self._fleet.router_of(one)])
+        able = self._able.get(job.model)
+        if able is None:
+            able = [one for one in self._fleet.able(job.model) if one in self._fleet.loaded]
+            self._able[job.model] = able
+        node = min(able, key=lambda one: self._connections[self._fleet.router_of(one)])
         self._connections[self._fleet.router_of(node)] += 1
         fleet.send(job, node)
-
-    def able(self, job: Job) -> list[int]:
-        """The instances that may serve it: those that are loaded."""
-        found = self._able.get(job.model)
-        if found is None:
-            found = [one for one in self._fleet.able(job.model) if one in self._fleet.loaded]
-            self._able[job.model] = found
-        return found
 
     def ended(self, job: Job, fleet: SimulatedFleet) -> None:
         """Count it off."""
