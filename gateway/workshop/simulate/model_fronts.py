@@ -216,7 +216,6 @@ class ModelPlacingFront(GatewayFront):
         self._since = [-math.inf] * len(machines)
         self._last_used = [-math.inf] * len(machines)
         self._waiting: dict[str, dict[int, Job]] = {model.name: {} for model in fleet.models}
-        self._batch_waiting = dict.fromkeys(self._waiting, 0)
         self._seconds: dict[str, float] = {}  # by model: a usual request's
         self._events = LoadEvents()
         self._look_at = math.inf
@@ -245,7 +244,6 @@ class ModelPlacingFront(GatewayFront):
             self._seconds[job.model] = seconds + expected.completion_tokens * row.token_base
         if job.sent < 0:
             self._waiting[job.model][job.id] = job
-            self._batch_waiting[job.model] += job.priority_label == "batch"
             self._look(fleet)
         self._set_alarm(fleet.now)
 
@@ -273,8 +271,7 @@ class ModelPlacingFront(GatewayFront):
         super()._send(placement, fleet)
         job = fleet.jobs[int(placement.id)]
         self._last_used[job.node] = fleet.now
-        if self._waiting.get(job.model, {}).pop(job.id, None) is not None:
-            self._batch_waiting[job.model] -= job.priority_label == "batch"
+        self._waiting.get(job.model, {}).pop(job.id, None)
 
     def _look(self, fleet: SimulatedFleet) -> None:
         now = fleet.now
@@ -312,7 +309,7 @@ class ModelPlacingFront(GatewayFront):
                         len(jobs),
                         now * len(jobs) - sum(arrived),
                         now - min(arrived),
-                        batch=self._batch_waiting[model] == len(jobs),
+                        batch=all(job.priority_label == "batch" for job in jobs.values()),
                     )
                 )
         return found
