@@ -309,7 +309,9 @@ def _set_up_postgres(connection: Connection) -> None:
 def transaction(
     connection: Connection, *, write: bool = True, seconds: float = STATEMENT_SECONDS
 ) -> Iterator[None]:
-    """Run the block in a transaction of its own; `seconds` limits PostgreSQL's statements.
+    """Run the block in a transaction of its own.
+
+    `seconds` limits PostgreSQL's statements and, where it is longer than usual, the pauses between.
 
     SQLite takes its write lock at the beginning: a transaction that reads first and writes later
     fails at once, without waiting, if another process has written in between. All statements of a
