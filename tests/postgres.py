@@ -47,7 +47,7 @@ needs_postgres = pytest.mark.skipif(postgres_binaries() is None, reason=MISSING)
 """For tests that start a server of their own."""
 
 
-def _account() -> str | None:
+def server_account() -> str | None:
     """Whom the server must run as; None: ourselves."""
     if os.geteuid() != 0:
         return None
@@ -67,7 +67,7 @@ class PostgresServer:
         self._process: subprocess.Popen[bytes] | None = None
         self._numbers = itertools.count(1)
         self.port = free_port()
-        if (account := _account()) is not None:
+        if (account := server_account()) is not None:
             entry = pwd.getpwnam(account)
             os.chown(folder, entry.pw_uid, entry.pw_gid)
         options = ("-A", "trust", "-U", "gateway", "-E", "UTF8", "--locale=C", "--no-sync")
@@ -101,7 +101,7 @@ class PostgresServer:
         """Start the server, and wait until it answers."""
         assert self._process is None
         log = (self._folder / "log").open("ab")
-        account = _account()
+        account = server_account()
         settings = {
             "listen_addresses": "127.0.0.1",
             "port": self.port,
@@ -149,6 +149,15 @@ class PostgresServer:
         for process in self._processes():
             with contextlib.suppress(psutil.NoSuchProcess):
                 process.resume()
+
+    @contextlib.contextmanager
+    def halted(self) -> Iterator[None]:
+        """Let it be halted inside this context."""
+        self.halt()
+        try:
+            yield
+        finally:
+            self.go_on()
 
     def _processes(self) -> list[psutil.Process]:
         if self._process is None:

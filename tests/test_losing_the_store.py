@@ -86,8 +86,7 @@ async def test_no_request_fails_while_the_file_cannot_be_used(
 async def test_a_gateway_starts_and_ends_though_its_store_is_halted(tmp_path: Path) -> None:
     with running_postgres() as server:
         url = server.new_database()
-        server.halt()
-        try:
+        with server.halted():
             began = time.monotonic()
             async with (
                 EmulatedNode() as node,
@@ -99,8 +98,6 @@ async def test_a_gateway_starts_and_ends_though_its_store_is_halted(tmp_path: Pa
                 assert not running.gateway.store.status().up  # type: ignore[union-attr]
                 began = time.monotonic()
             assert time.monotonic() - began < LIMIT
-        finally:
-            server.go_on()
 
 
 @pytest.mark.smoke

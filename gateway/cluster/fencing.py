@@ -267,6 +267,15 @@ class _Edge:
     told: dict[int, float] = field(default_factory=dict)  # when these terms end, until confirmed
     lent_until: float = -math.inf  # until when it can't be alone, so that its share may be lent
 
+    @property
+    def is_open(self) -> bool:
+        """Whether its session goes on, or has begun."""
+        return self.present or self.hello is not None
+
+    def has_share(self, now: float) -> bool:
+        """Whether its share is its own: it may be alone."""
+        return now >= self.lent_until and not self.gone
+
 
 _MOST_UNCONFIRMED = 64  # terms that an edge was told; it confirms each with its next message
 
@@ -302,7 +311,7 @@ class Tenure:
         known = self._edges[session.edge]
         if session.process != known.session.process:
             self._lose(known, now)
-            if now >= known.lent_until and not known.gone:
+            if known.has_share(now):
                 self._lose_share(session.edge, known, now)
         elif session.number <= known.session.number:
             return
@@ -313,7 +322,7 @@ class Tenure:
     def tell(self, edge: str, now: float, lead_until: float) -> tuple[int, int, float] | None:
         """Tell the edge of the term: session, number, seconds left; None: it has to greet first."""
         known = self._edges[edge]
-        if now >= lead_until or not (known.present or known.hello is not None):
+        if now >= lead_until or not known.is_open:
             return None
         known.number += 1
         known.told[known.number] = lead_until
@@ -377,11 +386,7 @@ class Tenure:
         self._notice(now)
         account = self._nodes[node]
         share = shares(account.slots, node, self._names)
-        kept = sum(
-            share[edge]
-            for edge, known in self._edges.items()
-            if now >= known.lent_until and not known.gone
-        )
+        kept = sum(share[edge] for edge, known in self._edges.items() if known.has_share(now))
         lost = sum(lost.count for lost in account.lost.values())
         taken = max(len(account.early), account.strangers.count) + len(account.late)
         return account.slots - taken - lost - kept
@@ -389,8 +394,7 @@ class Tenure:
     def _talk(self, session: Session, now: float) -> _Edge | None:
         self._notice(now)
         known = self._edges[session.edge]
-        is_open = known.present or known.hello is not None
-        return known if is_open and session == known.session else None
+        return known if known.is_open and session == known.session else None
 
     def _notice(self, now: float) -> None:
         """Draw the conclusions of the time that has passed."""
@@ -409,9 +413,7 @@ class Tenure:
         for number, node in known.leases.items():
             self._drop(edge, number, node)
             self._nodes[node].lose(edge, process, 1, now + SETTLE_SECONDS)
-        known.leases = {}
-        if known.present:
-            known.present, known.hello = False, None
+        known.leases, known.present = {}, False
 
     def _lose_share(self, edge: str, known: _Edge, now: float) -> None:
         """The edge's process was alone, perhaps, and starts nothing more."""

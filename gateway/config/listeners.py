@@ -44,7 +44,7 @@ MOST_EDGES = 64
 
 
 def _edges(value: object) -> object:
-    if value != "auto" and (isinstance(value, (bool, str)) or not isinstance(value, int)):
+    if value != "auto" and (isinstance(value, bool) or not isinstance(value, int)):
         raise validation_error('must be a number of processes or "auto"')
     return value
 

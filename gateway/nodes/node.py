@@ -155,13 +155,12 @@ class SlotOccupancy:
             self._loans_over += 1
             self._watchers.remove(leases_grew)
 
-    def record_busy(self, busy: int, query: SlotsQuery, now: float | None = None) -> None:
+    def record_busy(self, busy: int, query: SlotsQuery, now: float) -> None:
         """The node reported busy slots: those that our leases can't account for are others'."""
-        if now is not None:
-            self.integrate(now)
+        self.integrate(now)
         is_one_lent = self._loans > query.loans_over
         self.foreign = max(0, busy - query.peak_leased - is_one_lent)
-        if self.foreign and now is not None:
+        if self.foreign:
             self._minutes = self._minutes_before(now) | 1
             self._minute = int(now / 60)
 

@@ -83,25 +83,14 @@ def copy_store(
         done, read = 0, {table: _Tally() for table in columns}
         with new_store(target, now()) as new:
             for table, some in columns.items():
-                keys = [column.key for column in some]
                 for rows in _steps(old, source, some):
                     read[table].add(rows)
-                    with _told(target, table.name):
-                        new.execute(
-                            insert(table), [dict(zip(keys, row, strict=True)) for row in rows]
-                        )
+                    _write(new, target, table, some, rows)
                     done += len(rows)
                     on_rows(table.name, done, total)
             on_rows("checking the copy", done, total)
             for table, some in columns.items():
-                written = _Tally()
-                for rows in _steps(new, target, some):
-                    written.add(rows)
-                if written != read[table]:
-                    raise StoreError(
-                        f"the table {table.name} differs from what was written",
-                        "look for errors of its disk, and copy again",
-                    )
+                _check_written(new, target, some, read[table])
             _go_on_numbering(new)
             paused = _pause_batches(new, now()) if pause_batches else 0
     lines = sorted(f"{table.name} {tally}\n" for table, tally in read.items() if tally.rows)
@@ -187,6 +176,32 @@ class _Tally:
 
 
 # The copy.
+
+
+def _write(
+    connection: Connection,
+    target: StoreLocation,
+    table: Table,
+    columns: Sequence[Column[Any]],
+    rows: Sequence[Sequence[Any]],
+) -> None:
+    keys = [column.key for column in columns]
+    with _told(target, table.name):
+        connection.execute(insert(table), [dict(zip(keys, row, strict=True)) for row in rows])
+
+
+def _check_written(
+    connection: Connection, target: StoreLocation, columns: Sequence[Column[Any]], read: _Tally
+) -> None:
+    """Raises: StoreError, if a table holds anything else than was read."""
+    written = _Tally()
+    for rows in _steps(connection, target, columns):
+        written.add(rows)
+    if written != read:
+        raise StoreError(
+            f"the table {columns[0].table.name} differs from what was written",
+            "look for errors of its disk, and copy again",
+        )
 
 
 @contextlib.contextmanager

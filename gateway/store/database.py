@@ -103,7 +103,7 @@ def connect(
     `on_connect` gets the driver's connection before anything is sent over it. `read_only`: leave
     SQLite's settings as they are, and make no file.
     """
-    url, makes_file = location.url, location.path is not None and not read_only
+    url, own_file = location.url, None if read_only else location.path
     if location.path is None:
         arguments = {k: v for k, v in _POSTGRES_LIMITS.items() if k not in location.url.query}
     else:
@@ -112,7 +112,7 @@ def connect(
         if read_only:
             # Not `ro`: who closes it last could not remove its log.
             there = {"mode": "rw", "uri": "true"}
-            url = URL.create("sqlite", database=location.path.absolute().as_uri(), query=there)
+            url = URL.create("sqlite", database=location.path.as_uri(), query=there)
     engine = create_engine(url, poolclass=NullPool, connect_args=arguments)
 
     @event.listens_for(engine, "do_connect")
@@ -121,13 +121,13 @@ def connect(
         on_connect(made)
         return made
 
-    if location.path is not None and makes_file:
-        _create_file(location.path)
+    if own_file is not None:
+        _create_file(own_file)
     connection = engine.connect()
     try:
         if location.path is None:
             _set_up_postgres(connection)
-        elif makes_file:
+        elif own_file is not None:
             _set_up_sqlite(connection)
     except BaseException:
         disconnect(connection)
@@ -309,7 +309,9 @@ def _set_up_postgres(connection: Connection) -> None:
 def transaction(
     connection: Connection, *, write: bool = True, seconds: float = STATEMENT_SECONDS
 ) -> Iterator[None]:
-    """Run the block in a transaction of its own; `seconds` limits PostgreSQL's statements.
+    """Run the block in a transaction of its own.
+
+    `seconds` limits PostgreSQL's statements and, where it is longer than usual, the pauses between.
 
     SQLite takes its write lock at the beginning: a transaction that reads first and writes later
     fails at once, without waiting, if another process has written in between. All statements of a

@@ -241,7 +241,7 @@ def _failed_loads(state: FleetCondition) -> Iterator[Problem]:
 
 
 def _second_gateway(state: FleetCondition) -> Iterator[Problem]:
-    names, number = tuple(state.used_by_others), len(state.used_by_others)
+    number = len(state.used_by_others)
     # One who uses a node directly is no second gateway, which takes slots wherever there are some.
     if number >= LEAST_OF_OTHERS and number >= OTHERS_SHARE * state.tell_slots:
         yield Problem(
@@ -254,7 +254,7 @@ def _second_gateway(state: FleetCondition) -> Iterator[Problem]:
             "write other nodes into its nodes.yaml: two that do not know of each other send "
             "requests to slots that are taken. The same holds for clients that use nodes directly.",
             (NODES,),
-            names[:MOST_NAMED_NODES],
+            tuple(state.used_by_others[:MOST_NAMED_NODES]),
         )
 
 

@@ -32,6 +32,17 @@ async def two_nodes() -> AsyncIterator[list[EmulatedNode]]:
         yield nodes
 
 
+@contextlib.asynccontextmanager
+async def two_gateways(folder: Path) -> AsyncIterator[tuple[Running, Running]]:
+    """Two gateways over the same two nodes."""
+    async with (
+        two_nodes() as nodes,
+        gateway_over(folder / "first", nodes) as first,
+        gateway_over(folder / "second", nodes) as second,
+    ):
+        yield first, second
+
+
 async def ask_now_and_then(*urls: str) -> None:
     """Two chats of 20 seconds at once, once a minute."""
     async with httpx.AsyncClient(timeout=600.0, trust_env=False, verify=NO_TLS) as client:
@@ -48,11 +59,7 @@ async def told(running: Running) -> list[str]:
 
 @in_virtual_time
 async def test_a_second_gateway_on_the_same_nodes_is_told(tmp_path: Path) -> None:
-    async with (
-        two_nodes() as nodes,
-        gateway_over(tmp_path / "first", nodes) as first,
-        gateway_over(tmp_path / "second", nodes) as second,
-    ):
+    async with two_gateways(tmp_path) as (first, second):
         assert await told(first) == []
         await ask_now_and_then(second.url, second.url)
         assert await told(first) == ["second_gateway"]
@@ -73,11 +80,7 @@ async def test_one_who_uses_a_node_directly_is_no_second_gateway(tmp_path: Path)
 
 @in_virtual_time
 async def test_after_a_hand_over_the_other_process_is_no_second_gateway(tmp_path: Path) -> None:
-    async with (
-        two_nodes() as nodes,
-        gateway_over(tmp_path / "first", nodes) as first,
-        gateway_over(tmp_path / "second", nodes) as second,
-    ):
+    async with two_gateways(tmp_path) as (first, second):
         fleet = first.gateway.fleet
         fleet._alone_from = first.gateway.clock() + first.gateway.settings.timeouts.total
         await ask_now_and_then(second.url, second.url)

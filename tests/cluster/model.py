@@ -56,7 +56,8 @@ class Machine:
 class Request:
     """One that was written to a node."""
 
-    node: str
+    task: int
+    """The node's number for it: no other request ever has it."""
     number: int
     lands_at: float
     late: bool
@@ -132,7 +133,6 @@ class Script:
         self, rules: Rules, seed: int, *, say: Callable[[str], None] | None = None
     ) -> None:
         self.rules = rules
-        self.by_boot = rules.clock == "boot"
         self.say = say
         self.rng = rng = random.Random(seed)
         self.more = random.Random(seed)
@@ -199,10 +199,7 @@ class Script:
         return Edge(name, machine, self.new_name(), fence)
 
     def clock(self, of: Brain | Edge) -> float:
-        machine = of.machine
-        if self.by_boot:
-            return machine.began + self.now * machine.speed
-        return machine.clock(self.rules.clock, self.now)
+        return of.machine.clock(self.rules.clock, self.now)
 
     def in_turn(self, all_of_them: list[Any]) -> list[Any]:
         """All of them, beginning with any."""
@@ -352,6 +349,10 @@ class Script:
 
     # Nodes.
 
+    def busy(self, node: str) -> frozenset[int]:
+        """The tasks that the node shows."""
+        return frozenset(one.task for one in self.running[node] if one.lands_at <= self.now)
+
     def ask_node(self, asker: Brain | Edge, node: str) -> None:
         read = [asker, node, self.clock(asker), None]
         self.reads.append(read)
@@ -364,7 +365,7 @@ class Script:
         """The node answers, or its answer comes to whom has asked."""
         asker, node, asked_at, busy = read
         if busy is None:
-            read[3] = frozenset(id(one) for one in self.running[node] if one.lands_at <= self.now)
+            read[3] = self.busy(node)
             return
         if asker.stopped:
             return
@@ -379,7 +380,7 @@ class Script:
         if self.say is not None:
             self.tell_story(f"{edge.name} writes {number} to {node}{' late' if late else ''}")
         lands_at = self.now + self.rng.random() * LONGEST_LANDING
-        self.running[node].append(Request(node, number, lands_at, late, edge))
+        self.running[node].append(Request(self.starts, number, lands_at, late, edge))
         running = self.running[node]
         if len(running) - sum(one.late for one in running) > self.slots[node]:
             raise Broken(f"{len(running)} requests on {self.slots[node]} slots of {node}")
@@ -400,9 +401,8 @@ class Script:
                 self.start(edge, number)
         if self.more.random() < 0.2:
             # Its health checks read nodes all the time.
-            for node, requests in self.running.items():
-                busy = frozenset(id(one) for one in requests if one.lands_at <= self.now)
-                edge.fence.read(node, busy, self.clock(edge))
+            for node in self.slots:
+                edge.fence.read(node, self.busy(node), self.clock(edge))
         if self.asks and edge.fence.is_alone(self.clock(edge)):
             for node in self.slots:
                 if chance() < 0.5:
@@ -498,24 +498,21 @@ class Script:
         if link.is_stalled:
             return
         chance, delivery = self.rng.random, self.delivery
-        while link.up and not link.brain.stopped and chance() < delivery:
-            message = link.up.popleft()
-            if chance() < 0.02:
-                self.doubles.append((link, True, message))
-            self.to_brain(link, message)
-        while link.down and not link.edge.stopped and chance() < delivery:
-            message = link.down.popleft()
-            if chance() < 0.02:
-                self.doubles.append((link, False, message))
-            self.to_edge(link, message)
+        for queue, receiver, take in (
+            (link.up, link.brain, self.to_brain),
+            (link.down, link.edge, self.to_edge),
+        ):
+            while queue and not receiver.stopped and chance() < delivery:
+                message = queue.popleft()
+                if chance() < 0.02:
+                    self.doubles.append((link, queue is link.up, message))
+                take(link, message)
 
     def deliver_double(self) -> None:
         """Something that was delivered comes once more."""
         link, is_up, message = self.doubles.pop(self.rng.randrange(len(self.doubles)))
-        if is_up and not link.brain.stopped:
-            self.to_brain(link, message)
-        elif not is_up and not link.edge.stopped:
-            self.to_edge(link, message)
+        if not (link.brain if is_up else link.edge).stopped:
+            (self.to_brain if is_up else self.to_edge)(link, message)
 
     def to_brain(self, link: Link, message: tuple[Any, ...]) -> None:
         brain = link.brain
@@ -685,30 +682,28 @@ class Script:
         edge = self.edges[index]
         self.tell_story(f"{edge.name} is killed")
         self.edges[index] = self.new_edge(edge.name, edge.machine)
-        self.forget(edge)
-
-    def kill_brain(self) -> None:
-        index = self.rng.randrange(len(self.brains))
-        brain = self.brains[index]
-        self.tell_story(f"{brain.name} is killed")
-        self.brains[index] = self.new_brain(brain.machine)
-        for link in self.links:
-            if link.brain is brain:
-                link.is_cut = True
-        self.reads = [read for read in self.reads if read[0] is not brain]
-
-    def forget(self, edge: Edge) -> None:
-        """Its connections to nodes are closed: some servers go on for a while."""
+        # Its connections to nodes are closed: some servers go on for a while.
         for requests in self.running.values():
             for request in list(requests):
                 if request.edge is edge:
                     request.edge = None
                     if self.rng.random() < 0.5:
                         requests.remove(request)
+        self.hang_up(edge)
+
+    def kill_brain(self) -> None:
+        index = self.rng.randrange(len(self.brains))
+        brain = self.brains[index]
+        self.tell_story(f"{brain.name} is killed")
+        self.brains[index] = self.new_brain(brain.machine)
+        self.hang_up(brain)
+
+    def hang_up(self, dead: Brain | Edge) -> None:
+        """Nobody is at its end of connections any more."""
         for link in self.links:
-            if link.edge is edge:
+            if dead is link.brain or dead is link.edge:
                 link.is_cut = True
-        self.reads = [read for read in self.reads if read[0] is not edge]
+        self.reads = [read for read in self.reads if read[0] is not dead]
 
     # What must hold.
 
@@ -747,16 +742,10 @@ class Script:
 
 
 FAULTS = (
-    *(Script.fail_over, Script.go_away, Script.go_away, Script.cut_off, Script.cut_off),
-    *(
-        Script.cut_link,
-        Script.stall_link,
-        Script.stall_link,
-        Script.stop_brain,
-        Script.stop_brain,
-        Script.stop_edge,
-    ),
-    *(Script.suspend, Script.kill_edge, Script.kill_brain, Script.jump, Script.be_silent),
-    *(Script.end_orphans, Script.end_orphans),
-)
+    Script.fail_over, Script.go_away, Script.go_away, Script.cut_off, Script.cut_off,
+    Script.cut_link, Script.stall_link, Script.stall_link,
+    Script.stop_brain, Script.stop_brain, Script.stop_edge,
+    Script.suspend, Script.kill_edge, Script.kill_brain, Script.jump, Script.be_silent,
+    Script.end_orphans, Script.end_orphans,
+)  # fmt: skip
 """What goes wrong, each as often as it stands here."""

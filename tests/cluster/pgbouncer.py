@@ -15,7 +15,7 @@ from pathlib import Path
 import psycopg
 import pytest
 
-from tests.postgres import START_LIMIT, PostgresServer, _account
+from tests.postgres import START_LIMIT, PostgresServer, server_account
 from tests.processes import free_port
 
 PROGRAM = shutil.which("pgbouncer", path=f"{os.environ.get('PATH', '')}:/usr/sbin")
@@ -30,7 +30,7 @@ def running_pgbouncer(server: PostgresServer) -> Iterator[int]:
     """Run it inside this context, with one connection to each database; its port."""
     assert PROGRAM is not None
     port = free_port()
-    account = _account()
+    account = server_account()
     with tempfile.TemporaryDirectory(prefix="llama-gateway-pgb-") as made:
         folder = Path(made)
         (folder / "users").write_text('"gateway" "secret-of-tests"\n')

@@ -62,6 +62,16 @@ class Cluster:
         assert fence.start(number, now)
         return number
 
+    def restart(self, edge: str, now: float) -> None:
+        """Let another process of the edge greet, be told of a term, and confirm it."""
+        fence = self.fences[edge] = self.new_fence(edge)
+        assert fence.greet(self.tenure.epoch)
+        session = Session(edge, "another process", fence.session)
+        self.tenure.hello(session, {}, now)
+        told = self.tenure.tell(edge, now, now + TERM)
+        assert told is not None
+        assert self.tenure.confirmed(session, told[1], now)
+
     def end(self, edge: str, number: int, now: float) -> None:
         assert self.fences[edge].ended(number)
         assert self.tenure.ended(self.session(edge), number, now)
@@ -298,13 +308,7 @@ def test_what_an_edge_ran_counts_after_it_was_lost_until_the_node_is_seen_withou
 def test_a_new_process_of_an_edge_does_not_hide_what_its_predecessor_may_run() -> None:
     cluster = settled(4)
     cluster.start("a", 102.0)
-    fence = cluster.fences["a"] = cluster.new_fence("a")
-    fence.greet(1)
-    session = Session("a", "another process", fence.session)
-    cluster.tenure.hello(session, {}, 102.5)
-    told = cluster.tenure.tell("a", 102.5, 104.5)
-    assert told is not None
-    assert cluster.tenure.confirmed(session, told[1], 102.5)
+    cluster.restart("a", 102.5)
     assert cluster.tenure.free("n", 102.5) == 3
     cluster.tenure.read("n", IDLE, 102.5 + SETTLE_SECONDS)
     assert cluster.tenure.free("n", 103.8) == 4
@@ -313,13 +317,7 @@ def test_a_new_process_of_an_edge_does_not_hide_what_its_predecessor_may_run() -
 def test_what_ran_alone_is_counted_when_its_process_dies() -> None:
     cluster = settled(4)
     cluster.tell("b", 103.9)
-    fence = cluster.fences["a"] = cluster.new_fence("a")
-    fence.greet(1)
-    session = Session("a", "another process", fence.session)
-    cluster.tenure.hello(session, {}, 105.5)
-    told = cluster.tenure.tell("a", 105.5, 107.5)
-    assert told is not None
-    assert cluster.tenure.confirmed(session, told[1], 105.5)
+    cluster.restart("a", 105.5)
     assert cluster.tenure.free("n", 105.5) == 2, "its share, until the node is seen without it"
     cluster.tenure.read("n", IDLE, 105.5 + LANDING_SECONDS)
     assert cluster.tenure.free("n", 105.8) == 4

@@ -12,14 +12,7 @@ import psycopg
 import pytest
 
 from gateway.cluster.leader_row import StoredLeadership
-from gateway.cluster.leadership import (
-    FIRST_ROW,
-    Change,
-    LeaderRow,
-    Member,
-    boot_clock,
-    contend,
-)
+from gateway.cluster.leadership import FIRST_ROW, Change, LeaderRow, Member, boot_clock, contend
 from gateway.store.database import locate_store
 from gateway.store.failures import StoreError, StoreLocked, StoreUnavailable
 from tests.cluster.pgbouncer import needs_pgbouncer, running_pgbouncer
@@ -211,15 +204,12 @@ async def test_a_step_ends_in_time_though_the_server_is_halted(
     await patient.look()
     with contextlib.suppress(StoreError):
         await row.look()
-    server.halt()
-    try:
+    with server.halted():
         for _ in range(3):
             began = time.monotonic()
             with pytest.raises(StoreError):
                 await row.look()
             assert time.monotonic() - began < ANY_TIME
-    finally:
-        server.go_on()
     await eventually(lambda: answers(row))
     await row.close()
     await patient.close()
@@ -311,15 +301,12 @@ async def test_nobody_leads_beyond_a_term_without_the_server_and_somebody_after(
     contest.join("a")
     contest.join("b")
     await contest.leader()
-    server.halt()
-    try:
 
-        async def nobody() -> bool | None:
-            return None if contest.granting() else True
+    async def nobody() -> bool | None:
+        return None if contest.granting() else True
 
+    with server.halted():
         await eventually(nobody)
-    finally:
-        server.go_on()
     await contest.leader()
 
 

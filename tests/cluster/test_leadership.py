@@ -7,14 +7,7 @@ import time
 
 import pytest
 
-from gateway.cluster.leadership import (
-    FIRST_ROW,
-    Change,
-    LeaderRow,
-    Member,
-    boot_clock,
-    contend,
-)
+from gateway.cluster.leadership import FIRST_ROW, Change, LeaderRow, Member, boot_clock, contend
 from gateway.store.failures import StoreUnavailable
 from tests.virtual import in_virtual_time
 

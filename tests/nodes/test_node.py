@@ -322,7 +322,7 @@ class Counting(RuleBasedStateMachine):
         occupancy = self.node.occupancy
         with occupancy.slots_query(self.clock()) as query:
             self.clock.passes(seconds)
-        occupancy.record_busy(busy, query)
+        occupancy.record_busy(busy, query, self.clock())
         assert self.node.foreign <= busy
 
     @invariant()
@@ -380,7 +380,7 @@ def test_a_negative_number_of_slots_is_refused() -> None:
 def foreign_after(occupancy: SlotOccupancy, busy: int, now: float) -> int:
     with occupancy.slots_query(now) as query:
         pass
-    occupancy.record_busy(busy, query)
+    occupancy.record_busy(busy, query, now)
     return occupancy.foreign
 
 
@@ -397,7 +397,7 @@ def test_a_lease_that_came_or_went_during_the_query_is_ours() -> None:
         occupancy.take(1, 20.1)
         occupancy.release(1, 20.2)
         occupancy.release(1, 20.3)
-    occupancy.record_busy(2, query)
+    occupancy.record_busy(2, query, 20.3)
     assert occupancy.foreign == 0
 
 

@@ -288,6 +288,13 @@ def test_root_gives_the_file_to_the_owner_of_its_folder(new_place: NewPlace) -> 
 # What is refused.
 
 
+def note_gateway(location: StoreLocation) -> None:
+    """Let a gateway be at work on the store."""
+    alive = {"id": "p", "started_at": 1.0, "seen_at": time.time(), "host": "hal boot", "pid": 7}
+    with connected(location) as connection, transaction(connection):
+        connection.execute(insert(processes).values(alive))
+
+
 @pytest.mark.parametrize("kind", ["sqlite", "postgresql"])
 def test_a_place_with_a_store_is_refused_and_who_uses_it_is_told(
     new_place: NewPlace, kind: str
@@ -300,9 +307,7 @@ def test_a_place_with_a_store_is_refused_and_who_uses_it_is_told(
     assert "already" in error.message
     assert source.shown not in error.message
     assert "a gateway on" not in error.message
-    alive = {"id": "p", "started_at": 1.0, "seen_at": time.time(), "host": "hal boot", "pid": 7}
-    with connected(target) as connection, transaction(connection):
-        connection.execute(insert(processes).values(alive))
+    note_gateway(target)
     error = refused(source, target)
     assert "a gateway on hal (process 7) uses it" in error.message
     assert "stop the gateway" in error.remedy
@@ -325,9 +330,7 @@ def test_a_gateway_that_uses_the_source_is_told(new_place: NewPlace) -> None:
     source = new_place("sqlite")
     fill(source)
     assert exact(source, new_place("sqlite")).used_by is None
-    alive = {"id": "p", "started_at": 1.0, "seen_at": time.time(), "host": "hal boot", "pid": 7}
-    with connected(source) as connection, transaction(connection):
-        connection.execute(insert(processes).values(alive))
+    note_gateway(source)
     assert exact(source, new_place("sqlite")).used_by == "a gateway on hal (process 7)"
 
 

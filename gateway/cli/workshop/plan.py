@@ -220,6 +220,8 @@ def plan(
     options.check_plot_file(plot)
     _check_numbers(
         {
+            # Of traffic in figures `Workload` checks it.
+            "--peak": (peak if fleet else None, 1.0, 1000.0),
             "--price-per-kwh": (price_per_kwh, 0.0, 1e6),
             "--claimed-per-million": (claimed_per_million, 0.0, 1e9),
             "--time-limit": (time_limit, 1e-6, 86_400.0),

@@ -186,8 +186,7 @@ def simulate(
     unfit = {"--policy": policy not in (None, ["least_finish"]), "--plot": plot, "--exact": exact}
     if models is not None:
         _check_alone("--models", {**unfit, "--standby": standby})
-        compared = machines, models, read, placements
-        _simulate_models(*compared, seed=seed, warm=warm, as_json=as_json)
+        _simulate_models(machines, models, read, placements, seed=seed, warm=warm, as_json=as_json)
         return
     if standby is not None:
         _check_alone("--standby", {**unfit, "an inventory": fleet is None})

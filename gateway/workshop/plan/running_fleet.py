@@ -349,7 +349,8 @@ def traffic_of(
         known = fleet.known_models
         for job in recorded.jobs:
             if job.model not in known:
-                raise UnmeasuredFleetError(f"no node has {job.model or 'a request without'} model")
+                asked = f"no node has {job.model}" if job.model else "a request names no model"
+                raise UnmeasuredFleetError(f"{asked}: the trace is not of this fleet's models")
         recorded = build_trace([replace(job, model=known[job.model]) for job in recorded.jobs])
         models = asked_models(recorded.jobs, fleet.models)
     total = sum(one.share or 0.0 for one in models)

@@ -498,7 +498,7 @@ class GatewayFront(Front):
         serving = [
             row
             for row, machine in zip(self.state.rows, self._machines, strict=True)
-            if not (model and machine.models) or model in machine.models
+            if machine.serves(model)
         ]
         self._groups[model] = groups = ((self.state.candidate_set(serving),),)
         return groups

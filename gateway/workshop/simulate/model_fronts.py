@@ -57,22 +57,18 @@ class FewestConnections(Front):
     def __init__(self, fleet: RouterFleet) -> None:
         self.alarm = math.inf
         self._fleet = fleet
-        self._able: dict[str, list[int]] = {}
+        self._able: dict[str, list[int]] = {}  # by model: the instances that are loaded
         self._connections = [0] * len(fleet.nodes)
 
     def arrive(self, job: Job, fleet: SimulatedFleet) -> None:
         """Send it at once."""
-        node = min(self.able(job), key=lambda one: self._connections[self._fleet.router_of(one)])
+        able = self._able.get(job.model)
+        if able is None:
+            able = [one for one in self._fleet.able(job.model) if one in self._fleet.loaded]
+            self._able[job.model] = able
+        node = min(able, key=lambda one: self._connections[self._fleet.router_of(one)])
         self._connections[self._fleet.router_of(node)] += 1
         fleet.send(job, node)
-
-    def able(self, job: Job) -> list[int]:
-        """The instances that may serve it: those that are loaded."""
-        found = self._able.get(job.model)
-        if found is None:
-            found = [one for one in self._fleet.able(job.model) if one in self._fleet.loaded]
-            self._able[job.model] = found
-        return found
 
     def ended(self, job: Job, fleet: SimulatedFleet) -> None:
         """Count it off."""
@@ -220,7 +216,6 @@ class ModelPlacingFront(GatewayFront):
         self._since = [-math.inf] * len(machines)
         self._last_used = [-math.inf] * len(machines)
         self._waiting: dict[str, dict[int, Job]] = {model.name: {} for model in fleet.models}
-        self._batch_waiting = dict.fromkeys(self._waiting, 0)
         self._seconds: dict[str, float] = {}  # by model: a usual request's
         self._events = LoadEvents()
         self._look_at = math.inf
@@ -249,7 +244,6 @@ class ModelPlacingFront(GatewayFront):
             self._seconds[job.model] = seconds + expected.completion_tokens * row.token_base
         if job.sent < 0:
             self._waiting[job.model][job.id] = job
-            self._batch_waiting[job.model] += job.priority_label == "batch"
             self._look(fleet)
         self._set_alarm(fleet.now)
 
@@ -277,8 +271,7 @@ class ModelPlacingFront(GatewayFront):
         super()._send(placement, fleet)
         job = fleet.jobs[int(placement.id)]
         self._last_used[job.node] = fleet.now
-        if self._waiting.get(job.model, {}).pop(job.id, None) is not None:
-            self._batch_waiting[job.model] -= job.priority_label == "batch"
+        self._waiting.get(job.model, {}).pop(job.id, None)
 
     def _look(self, fleet: SimulatedFleet) -> None:
         now = fleet.now
@@ -316,7 +309,7 @@ class ModelPlacingFront(GatewayFront):
                         len(jobs),
                         now * len(jobs) - sum(arrived),
                         now - min(arrived),
-                        batch=self._batch_waiting[model] == len(jobs),
+                        batch=all(job.priority_label == "batch" for job in jobs.values()),
                     )
                 )
         return found

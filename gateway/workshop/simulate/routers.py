@@ -146,8 +146,8 @@ def check_fit(nodes: Sequence[SimulatedMachine], models: Sequence[SimulatedModel
             "inventory, or --memory 48GiB"
         )
     for model in models:
-        able = [one for one in nodes if not one.models or model.name in one.models]
-        most = max((one.memory or model.memory for one in able), default=0)
+        able = (one.memory or model.memory for one in nodes if one.serves(model.name))
+        most = max(able, default=0)
         if model.memory > most:
             raise FleetError(
                 f"{model.name} takes {model.memory / GIB:.1f} GiB, the largest router has "
@@ -185,7 +185,7 @@ def with_all_speeds(
             model_speeds={
                 name: node.model_speeds.get(name, (read * factor[0], write * factor[1]))
                 for name, factor in usual.items()
-                if not node.models or name in node.models
+                if node.serves(name)
             },
         )
         if node.memory
@@ -293,11 +293,7 @@ class RouterFleet(SimulatedFleet):
 
     def able(self, model: str) -> list[int]:
         """The instances that serve a model, if they are loaded."""
-        return [
-            index
-            for index, one in enumerate(self.instances)
-            if not one.machine.models or model in one.machine.models
-        ]
+        return [index for index, one in enumerate(self.instances) if one.machine.serves(model)]
 
     @property
     def host_memory(self) -> dict[str, int]:

@@ -245,6 +245,10 @@ class SimulatedMachine:
         if not (math.isfinite(self.batch_cost) and self.batch_cost >= 0):
             raise ValueError("the cost of a busy slot more must not be negative")
 
+    def serves(self, model: str) -> bool:
+        """Whether it serves the model, or can load it; an empty name stands for any."""
+        return not (model and self.models) or model in self.models
+
     @property
     def token_base(self) -> float:
         """Seconds of a step that writes one token."""

@@ -201,6 +201,8 @@ def test_a_price_that_contradicts_itself_is_noticed() -> None:
         (("--requests-per-hour", "5", *OWN[:4], "--models", "1x9TiB:9TiB"), "has the memory"),
         (("--fleet", "--models", "2x1GiB:2GiB"), "--models has no meaning with --fleet"),
         (("--fleet", "--backlog", "500", *OWN), "--backlog has no meaning with --fleet"),
+        (("--fleet", "--peak", "0"), "--peak 0: must be a number from 1 to 1,000"),
+        (("--fleet", "--peak", "nan"), "--peak nan: must be a number from 1 to 1,000"),
         (("--requests-per-hour", "5", *OWN, "--plot", "even.gif"), "must end in .png"),
     ],
 )

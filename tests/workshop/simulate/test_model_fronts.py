@@ -86,7 +86,6 @@ def test_the_gateway_serves_a_queue_before_it_changes_the_model() -> None:
     jobs = asking(*((place * 2.0, "ab"[place % 2]) for place in range(60)))
     alone = played(jobs, LeastRecentlyUsed).loads
     fleet = played(jobs, placing())
-    print(alone, fleet.loads, sum(j.ended - j.arrived for j in fleet.jobs) / 60)
     assert fleet.loads < alone
 
 
@@ -111,7 +110,6 @@ def test_an_overloaded_router_spends_little_of_its_time_on_loads() -> None:
     jobs = asking(*((place * 0.4, "abc"[place % 3]) for place in range(300)))
     fleet = played(jobs, placing(starvation=20.0))
     lasted = max(one.ended for one in fleet.jobs)
-    print(fleet.loads, fleet.load_seconds, lasted)
     assert fleet.load_seconds <= 0.2 * lasted
 
 

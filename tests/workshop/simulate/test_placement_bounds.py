@@ -39,6 +39,5 @@ def test_the_gateway_halves_each_routers_own_and_comes_near_or_beats_the_best_by
         ours.append(means["gateway"])
         own.append(means["each router's own"])
         by_hand.append(min(best, means["by hand"]))
-        print(f"seed {seed}:", *(f"{mean:.2f}" for mean in (ours[-1], own[-1], means["by hand"])))
     assert fmean(ours) <= 0.5 * fmean(own)
     assert fmean(ours) <= most * fmean(by_hand)
