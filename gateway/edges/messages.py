@@ -64,11 +64,12 @@ class WireError(msgspec.Struct, frozen=True, eq=False, gc=False, array_like=True
 
 
 class Hello(Message, frozen=True):
-    """An edge's first message."""
+    """An edge's first message; in a cluster, what it carries from its last link follows."""
 
     version: int
     name: str
     pid: int
+    epoch: int = 0  # the highest of a leader that it has seen; 0: none, or no cluster
 
 
 class Opening(msgspec.Struct, frozen=True, eq=False, gc=False, array_like=True):
@@ -88,6 +89,35 @@ class Opening(msgspec.Struct, frozen=True, eq=False, gc=False, array_like=True):
     stream: bool
     age: float  # seconds since it came
     trace: TraceOnWire | None  # None: it is not traced
+
+
+class CarriedRequest(Message, frozen=True):
+    """A request that another brain has admitted, and that has not ended, or is not booked yet."""
+
+    opening: Opening  # with its whole age, and the request in any case
+    record: EndedRecord  # what is known of it so far
+    released: bool  # whether its response has ended
+
+
+class CarriedLease(Message, frozen=True):
+    """A lease that another brain has granted: its request runs, or is not accounted for yet."""
+
+    lease_id: int
+    request: LeaseRequest  # of the request, or of one prompt of it
+    node: str
+    model: str
+    served_name: str
+    stream: bool
+    reading: ExpectedReading
+    slots: int
+    fallback: str | None
+    age: float  # seconds since it was granted
+    phase: Literal["sent", "reading", "content", "received", "ended"]
+    tokens: int  # events of content that have come
+
+
+class Carried(Message, frozen=True):
+    """All was told that an edge carries: `Adopted` answers."""
 
 
 class AskLease(Message, frozen=True):
@@ -263,6 +293,18 @@ class Configuration(Message, frozen=True):
     hash_key: bytes  # of `KeyedHash`
     loopback: bool  # whether only this machine can reach the public listener
     edges: int  # how many edges share the limits
+    epoch: int = 0  # of the leader; 0: there is no cluster
+    grant_seconds: float = 10.0  # age of the news on which a lease rests, beyond which it starts nothing
+
+
+class Adopted(Message, frozen=True):
+    """The brain has taken over what the edge carries, and answers what it asks."""
+
+
+class Booked(Message, frozen=True):
+    """The ledger has the records of so many `Finished` and `Turned` of this link, for good."""
+
+    count: int
 
 
 class KeyOnWire(msgspec.Struct, frozen=True, eq=False, gc=False, array_like=True):
