@@ -294,7 +294,8 @@ class Configuration(Message, frozen=True):
     loopback: bool  # whether only this machine can reach the public listener
     edges: int  # how many edges share the limits
     epoch: int = 0  # of the leader; 0: there is no cluster
-    grant_seconds: float = 10.0  # age of the news on which a lease rests, beyond which it starts nothing
+    grant_seconds: float = 10.0
+    """Age of the news on which a lease rests, beyond which it starts nothing."""
 
 
 class Adopted(Message, frozen=True):
