@@ -14,7 +14,7 @@ import msgspec
 import pytest
 
 from gateway.edges import link as links
-from gateway.edges.link import LENGTH, MOST_FRAME_BYTES, NUMBERS, EdgeLink
+from gateway.transport.link import LENGTH, MOST_FRAME_BYTES, NUMBERS, EdgeLink
 from tests.gateways import until
 from tests.virtual import in_virtual_time, now
 
