@@ -19,7 +19,12 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 
 from gateway import __version__, errors
 from gateway.admin.app import admin_app
-from gateway.admin.configuration import CertificateRenewal, ReloadResult, changed_keys
+from gateway.admin.configuration import (
+    CertificateRenewal,
+    ClusterMember,
+    ReloadResult,
+    changed_keys,
+)
 from gateway.admin.live import live_feed
 from gateway.admin.nodes import DrainDeadlines
 from gateway.admin.status import MetricsSource
@@ -124,6 +129,7 @@ class Gateway:
     public_listener: Listener | None = None
     admin_listener: Listener | None = None
     is_member = False  # of a cluster: then it has duties only while it leads that
+    cluster: ClusterMember | None = None
     edges: Edges | None
     """Those that serve the public listener's clients; None: this process does."""
 
@@ -241,6 +247,7 @@ class Gateway:
             self.fleet, self.scheduler, self.registry, lambda: self.inventory_error,
             self.proxy_context.retries_left, lambda: self.certificates.expiry,
             self.store, self.ledger, self.background, self.tracing, lambda: self.edges,
+            lambda: self.cluster,
         )  # fmt: skip
         self.telemetry = Telemetry(settings, self.bus, logs, snapshot, self.tracing)
         self.metrics = self.telemetry.metrics

@@ -27,7 +27,7 @@ from gateway.app.startup import share_memory
 from gateway.config.listeners import LimitSettings
 from gateway.config.settings import Settings
 from gateway.edges.edge import EdgeServices, NotReady
-from gateway.edges.passing import Passing
+from gateway.edges.passing import Passing, over_channel
 from gateway.edges.sockets import (
     CLUSTERED,
     Drain,
@@ -151,7 +151,7 @@ class Edge:
             sockets, ToEdge, self._receive, self._channel_lost
         )
         self._open_files = raise_open_file_limit()
-        self._passing = Passing(self._channel)
+        self._passing = Passing(over_channel(self._channel))
         self._routes: dict[bytes, Route] = {}
         self._tasks: list[asyncio.Task[None]] = []
         self._handler: RequestHandler | None = None
