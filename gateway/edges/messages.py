@@ -438,11 +438,11 @@ class EndRequest(Message, frozen=True):
 
 
 ToBrain = (
-    Hello | AskLease | Withdraw | GiveBack | KeepInQueue | LeaseNews | ContentWentOn | AttemptReport
-    | UsageReport | Discarded | Released | Finished | Turned | AttemptEnded | StreamResumed
-    | AskNodes | AskExcused | AskPosition | Quarantined
+    Hello | CarriedRequest | CarriedLease | Carried | AskLease | Withdraw | GiveBack | KeepInQueue
+    | LeaseNews | ContentWentOn | AttemptReport | UsageReport | Discarded | Released | Finished
+    | Turned | AttemptEnded | StreamResumed | AskNodes | AskExcused | AskPosition | Quarantined
 )  # fmt: skip
 ToEdge = (
-    Configuration | Keys | Models | NodeMet | NodeGone | Granted | Refused | NodeAnswer | Position
-    | EndRequest | Quarantined
+    Configuration | Adopted | Booked | Keys | Models | NodeMet | NodeGone | Granted | Refused
+    | NodeAnswer | Position | EndRequest | Quarantined
 )  # fmt: skip
