@@ -376,13 +376,15 @@ learnt = Table(
     Column("value", Text, nullable=False),
 )
 
-# Who leads each cluster of gateways (`gateway.cluster.leadership`).
+# Who leads each cluster of gateways (`gateway.cluster.leadership`), and the lists of those that
+# share the nodes' slots without a leader, as JSON.
 leadership = Table(
     "leadership",
     metadata,
     Column("cluster", Text, primary_key=True),
     Column("holder", Text, nullable=False),
     *_columns(BigInteger, "epoch", "counter", needed=True),
+    Column("sharers", Text, nullable=False, server_default=text("'[]'")),
 )
 
 # Who belongs to each cluster (`gateway.cluster.members`). `generation` counts the processes that
@@ -416,6 +418,7 @@ CREATE TABLE learnt (
 _LEADERSHIP = """
 CREATE TABLE leadership (
     cluster TEXT NOT NULL, holder TEXT NOT NULL, epoch BIGINT NOT NULL, counter BIGINT NOT NULL,
+    sharers TEXT DEFAULT '[]' NOT NULL,
     CONSTRAINT pk_leadership PRIMARY KEY (cluster)
 )
 """
