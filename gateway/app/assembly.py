@@ -630,7 +630,7 @@ class Gateway:
             assert self.public_listener is not None
             self.public_listener.adopt(sock, origin)
 
-        async def start(name: str, link: socket.socket, sockets: socket.socket) -> Process:
+        async def start(name: str, link: socket.socket | None, sockets: socket.socket) -> Process:
             logging = self.settings.logging
             return await start_edge_process(name, link, sockets, logging.level, logging.format)
 

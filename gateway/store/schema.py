@@ -385,6 +385,17 @@ leadership = Table(
     *_columns(BigInteger, "epoch", "counter", needed=True),
 )
 
+# Who belongs to each cluster (`gateway.cluster.members`). `generation` counts the processes that
+# have registered as this member; `process` is the last one.
+members = Table(
+    "members",
+    metadata,
+    *(Column(name, Text, primary_key=True) for name in ("cluster", "member")),
+    Column("process", Text, nullable=False),
+    Column("generation", BigInteger, nullable=False),
+    *_columns(Text, "address", "version", needed=True),
+)
+
 
 class Step(NamedTuple):
     """How a store of the level before comes to this level."""
@@ -409,6 +420,14 @@ CREATE TABLE leadership (
 )
 """
 
+_MEMBERS = """
+CREATE TABLE members (
+    cluster TEXT NOT NULL, member TEXT NOT NULL, process TEXT NOT NULL, generation BIGINT NOT NULL,
+    address TEXT NOT NULL, version TEXT NOT NULL,
+    CONSTRAINT pk_members PRIMARY KEY (cluster, member)
+)
+"""
+
 # By the level to which they lead.
 STEPS: Final[Mapping[int, Step]] = {
     4: Step(
@@ -418,7 +437,7 @@ STEPS: Final[Mapping[int, Step]] = {
             "CREATE INDEX ix_learnt_changed_at ON learnt (changed_at)",
         )
     ),
-    5: Step((_LEADERSHIP,)),
+    5: Step((_LEADERSHIP, _MEMBERS)),
 }
 
 SCHEMA_LEVEL = max(STEPS)  # the level of the tables above
