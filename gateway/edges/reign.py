@@ -35,7 +35,6 @@ class Reign:
     clock: Callable[[], float]
     begun_at: float
     heard: Callable[[int], None] = lambda _: None
-    late: int = 0  # requests that were not written, since this member did not lead any more
     _fleet: Fleet | None = None
     _adopted: dict[int, tuple[str, str]] = field(default_factory=dict)
     """Of the leases that were granted before: their edges and nodes."""
