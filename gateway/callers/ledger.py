@@ -23,12 +23,14 @@ import structlog
 from sqlalchemy import Connection, Table
 
 from gateway.callers.processes import (
+    EDGE_DIED,
     HEARTBEAT_SECONDS,
     LOST,
     MOST_TAKEN,
     ProcessIdentity,
     ProcessWatch,
     SeenProcess,
+    leave_open,
     register,
     seen_processes,
     take_open_requests,
@@ -79,8 +81,8 @@ _OPEN_COLUMNS: Final = (
 )  # fmt: skip
 
 _OPEN_UPDATES: Final = (
-    "updated_at", "model", "tier", "node", "prompt_tokens", "completion_tokens", "slot_seconds",
-    "cost",
+    "process", "updated_at", "model", "tier", "node", "prompt_tokens", "completion_tokens",
+    "slot_seconds", "cost",
 )  # fmt: skip
 
 log = structlog.get_logger()
@@ -130,6 +132,7 @@ class Ledger:
     written: int = 0  # rows that were written; those of recovered requests included
     recovered: int = 0  # requests of dead processes that were written
     dropped: int = 0  # rows that were dropped, since too many waited
+    added: int = 0  # rows that ended requests have brought
     worker: StoreWorker = field(init=False)
     _waiting: deque[UsageRow] = field(default_factory=deque)
     _batch: list[UsageRow] = field(default_factory=list)
@@ -139,6 +142,8 @@ class Ledger:
     """Each open request as the store has it; None: it may not have the request."""
     _removed: list[str] = field(default_factory=list)
     """Open requests that the store must forget, since their rows were dropped."""
+    _left: list[str] = field(default_factory=list)
+    """Open requests that another process runs by now."""
     _refresh_after: str = ""  # the open request that was refreshed last
     _turn: asyncio.Lock = field(default_factory=asyncio.Lock)
     """Held while rows are written: other processes read them in the order of their numbers."""
@@ -173,8 +178,22 @@ class Ledger:
         """Rows that wait to be written."""
         return len(self._waiting) + len(self._batch)
 
+    @property
+    def booked(self) -> int:
+        """How many of the rows that were `added` are in the store for good: the first ones."""
+        return self.added - self.pending
+
+    def adopt(self, request_id: str) -> None:
+        """An open request of another process runs here from now on."""
+        self._journal.setdefault(request_id, None)
+
+    def leave(self, request_ids: Iterable[str]) -> None:
+        """These open requests have ended here, and go on in another process."""
+        self._left += [id_ for id_ in request_ids if self._journal.pop(id_, 0) != 0]
+
     def add(self, row: UsageRow) -> None:
         """A request has ended."""
+        self.added += 1
         waiting = self._waiting
         waiting.append(row)
         count = len(waiting)
@@ -233,7 +252,7 @@ class Ledger:
         """Write what waits, within `limit` seconds; call it when `run` has ended."""
         try:
             async with asyncio.timeout(limit):
-                while self.pending:
+                while self.pending or self._left:
                     await self._flush()
                 if not self._journal:
                     await self.store.run(lambda connection: unregister(connection, self.own))
@@ -294,6 +313,7 @@ class Ledger:
         for id_ in work.closed:
             self._journal.pop(id_, None)
         self._removed = [id_ for id_ in self._removed if id_ not in work.closed]
+        self._left = self._left[len(work.left) :]
         if work.heartbeat is not None:
             self._next_heartbeat = self.clock() + HEARTBEAT_SECONDS
 
@@ -303,7 +323,8 @@ class Ledger:
 
     def _not_written(self, work: _Work) -> None:
         for one in work.opened:
-            self._journal[one[0]] = None
+            if one[0] in self._journal:
+                self._journal[one[0]] = None
 
     async def _write_one_by_one(self) -> None:
         """Write each row of the batch by itself, and drop those that can't be stored."""
@@ -330,6 +351,7 @@ class Ledger:
             work.closed = [row[0] for row in self._batch if row[0] in journal]
         if self._removed:
             work.closed += self._removed
+        work.left = self._left[:MOST_REFRESHED]
         changed: list[OpenRequest] = []
         # Older ones are journaled, for which the next flush would be too late. A flush that takes
         # longer than usual delays the next one and the end of that.
@@ -407,11 +429,13 @@ class _Work:
     own: ProcessIdentity
     opened: list[tuple[Any, ...]] = field(default_factory=list)
     closed: list[str] = field(default_factory=list)
+    left: list[str] = field(default_factory=list)
     heartbeat: float | None = None
 
     @property
     def is_empty(self) -> bool:
-        return not (self.rows or self.opened or self.closed or self.heartbeat is not None)
+        changes = self.rows or self.opened or self.closed or self.left
+        return not (changes or self.heartbeat is not None)
 
     def do(self, connection: Connection) -> None:
         """Write it."""
@@ -421,10 +445,12 @@ class _Work:
         insert_rows(connection, self.rows, self.first_sequence)
         _execute_many(connection, statements.open, self.opened)
         _execute_many(connection, statements.close, [(id_,) for id_ in self.closed])
+        if self.left:
+            leave_open(connection, self.own, self.left)
 
 
 def insert_rows(connection: Connection, rows: Sequence[UsageRow], first_sequence: int) -> None:
-    """Insert rows of the ledger, unless they are there, numbered in their order."""
+    """Insert rows of the ledger, unless true ones are there, numbered in their order."""
     if not rows:
         return
     numbered = [(*row, number) for number, row in enumerate(rows, first_sequence)]
@@ -537,9 +563,16 @@ def _statements(connection: Connection) -> _Statements:
 
 
 def _written_for(mark: str) -> _Statements:
-    updates = ", ".join(f'"{name}" = excluded."{name}"' for name in _OPEN_UPDATES)
+    columns = (*ROW_COLUMNS, "sequence")
+    updates, replaced = (
+        ", ".join(f'"{name}" = excluded."{name}"' for name in names)
+        for names in (_OPEN_UPDATES, columns[1:])
+    )
+    # What was written for a process that had died, or seemed to, gives way to what is true.
     return _Statements(
-        _insert(usage, (*ROW_COLUMNS, "sequence"), mark) + " ON CONFLICT (id) DO NOTHING",
+        f"{_insert(usage, columns, mark)} ON CONFLICT (id) DO UPDATE SET {replaced} WHERE "
+        f"\"usage\".outcome IN ('{LOST}', '{EDGE_DIED}') "
+        f"AND excluded.outcome NOT IN ('{LOST}', '{EDGE_DIED}')",
         _insert(open_requests, _OPEN_COLUMNS, mark) + f" ON CONFLICT (id) DO UPDATE SET {updates}",
         f"DELETE FROM open_requests WHERE id = {mark}",  # noqa: S608 - names are the tables' own
     )

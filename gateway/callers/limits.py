@@ -168,11 +168,11 @@ class Account:
         """What open requests of other processes hold now."""
         self.others = use
 
-    def admit(self, tokens: int, cost: float, now: float) -> None:
-        """One more request runs, with these reservations."""
+    def admit(self, tokens: int, cost: float, now: float, requests: int = 1) -> None:
+        """One more request runs, with these reservations; `requests`: 0, if it counts as one."""
         self.running += 1
         self.open += 1
-        self.requests.add(now, 1)
+        self.requests.add(now, requests)
         self.reserved_tokens += tokens
         self.reserved_cost += cost
 
@@ -534,12 +534,7 @@ class LimitBook:
         if not tracked:
             return Reservation(self, accounts, request, now, 0, 0.0)
         tokens = _estimate(accounts, request, prompts) if request.size.slots else 0
-        cost = 0.0
-        if accounts.most_cost < math.inf:
-            rate = self._rates.get(request.wanted.model)
-            if rate is None:
-                rate = self._dearest_token(request)
-            cost = min(tokens * rate, accounts.most_cost)
+        cost = self._expected_cost(accounts, request, tokens)
         clock, calendar = self._clock(), self._calendar
         calendar.look_up(now)
         for account in tracked:
@@ -551,6 +546,29 @@ class LimitBook:
         for account in tracked:
             account.admit(tokens, cost, clock)
         return Reservation(self, accounts, request, now, tokens, cost)
+
+    def adopt(
+        self, accounts: Accounts, request: LeaseRequest, admitted_at: float, prompts: int
+    ) -> Reservation:
+        """Reserve for a request that another process has admitted, which has counted it as one."""
+        self.bring_up_to_date(accounts)
+        try:
+            tokens = _estimate(accounts, request, prompts) if request.size.slots else 0
+        except GatewayError:  # The limit has changed.
+            tokens = int(min(request.size.prompt_tokens, accounts.most_tokens))
+        cost, clock = self._expected_cost(accounts, request, tokens), self._clock()
+        for account in accounts.tracked:
+            account.admit(tokens, cost, clock, requests=0)
+        return Reservation(self, accounts, request, admitted_at, tokens, cost)
+
+    def _expected_cost(self, accounts: Accounts, request: LeaseRequest, tokens: int) -> float:
+        """What so many tokens may cost, where a budget limits that; else 0."""
+        if accounts.most_cost == math.inf:
+            return 0.0
+        rate = self._rates.get(request.wanted.model)
+        if rate is None:
+            rate = self._dearest_token(request)
+        return min(tokens * rate, accounts.most_cost)
 
     def bring_up_to_date(self, accounts: Accounts) -> None:
         """Have them be those on which the caller's requests count by now."""

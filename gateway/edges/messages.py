@@ -307,7 +307,7 @@ class Adopted(Message, frozen=True):
 
 
 class Booked(Message, frozen=True):
-    """The ledger has the records of so many `Finished` and `Turned` of this link, for good."""
+    """The ledger has the records of so many more `Finished` and `Turned` of this link, for good."""
 
     count: int
 
