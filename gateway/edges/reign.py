@@ -84,7 +84,7 @@ class Reign:
             if self.rules.is_unread(node.name):
                 if self._is_idle_unasked(node, now):
                     self.rules.read(node.name, frozenset(), now)
-                else:
+                elif not node.probe_history.down:
                     fleet.read_load(node)
             elif before == self._shared_by:
                 continue  # What else changes it is noticed at once.
