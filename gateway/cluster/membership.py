@@ -225,6 +225,7 @@ class Membership:
         self._member.stands = False  # until it is registered
         self._tasks: set[asyncio.Task[None]] = set()
         self._drains = self._replaced = self._closed = False
+        self._may_be_alone_since = 0.0  # in limbo
         # The list of members.
         self._rows: dict[str, MemberRow] = {}
         self._list_wanted = asyncio.Event()
@@ -347,7 +348,10 @@ class Membership:
             self._end_leading()
         elif role.kind == "alone" and (self._drains or not self.fence.is_alone(now)):
             self._become(Role("limbo", self.fence.epoch))
-        if self.role.kind == "limbo" and self.fence.is_alone(now) and not self._drains:
+        if self.role.kind != "limbo" or self._drains or not self.fence.is_alone(now):
+            self._may_be_alone_since = now
+        # Who has the row will be a leader in a moment, unless it can't be reached.
+        elif not member.knows_leader(now) or now - self._may_be_alone_since > self._term:
             self._become(Role("alone", self.fence.epoch))
         if self.role.kind != "leader" and member.may_grant(now) and member.row is not None:
             epoch = member.row.epoch
@@ -565,17 +569,20 @@ class Membership:
 
     async def _follow(self) -> None:
         """Keep a control link to whoever leads."""
+        problem = ""
         while True:
             leader = self._other_leader()
             if leader is not None:
                 try:
                     await self._attend(*leader)
-                    self._attempts, self._hint = 0, ""
+                    self._attempts, self._hint, problem = 0, "", ""
                 except TunnelError as error:
                     self._attempts += 1
                     told = error.welcome
                     self._hint = told.leader if told is not None else ""
-                    log.info("cluster: no control link", why=str(error))
+                    if str(error) != problem:
+                        problem = str(error)
+                        log.info("cluster: no control link", why=problem)
             await asyncio.sleep(RETRY_SECONDS)
 
     def _other_leader(self) -> tuple[str, str] | None:
