@@ -12,7 +12,7 @@ from gateway.cluster.fencing import SETTLE_SECONDS, Session
 from gateway.cluster.tunnel import TunnelError
 from gateway.store.schema import members as members_table
 from tests.cluster.certificates import Authority
-from tests.cluster.memberships import TERM, Row, cluster_of
+from tests.cluster.memberships import TERM, Account, Row, cluster_of
 from tests.virtual import in_virtual_time
 
 
@@ -236,6 +236,45 @@ async def test_edges_that_come_and_go_are_told_to_the_leader(authority: Authorit
         assert state is not None
         assert (state.names, state.folder) == (("edge-1", "edge-2"), f"folder of {other.name}")
         assert other.seen()[leader.name].role == "leader"
+
+
+@in_virtual_time
+async def test_a_session_that_the_account_has_closed_begins_anew(authority: Authority) -> None:
+    async with cluster_of(authority, "a", "b") as cluster:
+        await cluster.settled(10)
+        leader, (other,) = cluster.leader(), cluster.others()
+        account = leader.account
+        assert account is not None
+        before = len(account.begun)
+        account.open.clear()  # As after a time in which the leader was held up.
+        await cluster.until(lambda: len(account.open) == 2, 2)
+        await cluster.settled(2)
+        began = {session.edge: session.number for session, _ in account.begun[before:]}
+        assert began == {"a": 2, "b": 2}
+        assert other.role.kind == "follower"
+
+
+@in_virtual_time
+async def test_a_follower_that_is_told_nothing_leaves_the_leader(authority: Authority) -> None:
+    async with cluster_of(authority, "a", "b") as cluster:
+        await cluster.settled(10)
+        leader, (other,) = cluster.leader(), cluster.others()
+        leader.membership._followers[other.process].session = None
+        await cluster.until(lambda: other.role.kind == "limbo", TERM + SETTLE_SECONDS + 0.5)
+        await cluster.settled(2)
+
+
+@in_virtual_time
+async def test_what_fails_in_a_member_does_not_end_its_membership(authority: Authority) -> None:
+    async with cluster_of(authority, "a") as cluster:
+        await cluster.settled(10)
+        leader = cluster.leader()
+        assert leader.account is not None
+        with pytest.MonkeyPatch.context() as patch:
+            patch.delattr(Account, "tell")
+            await asyncio.sleep(3 * TERM)
+        seen = leader.membership.fence.seen
+        await cluster.until(lambda: leader.membership.fence.seen > seen, 2)
 
 
 @in_virtual_time
