@@ -11,8 +11,10 @@ written again, since rows that are there already are skipped.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import functools
 import itertools
+import math
 import operator
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
@@ -22,6 +24,7 @@ from typing import Any, Final, NamedTuple, TypeVar
 import structlog
 from sqlalchemy import Connection, Table
 
+from gateway.callers.kept_rows import KeptRows, read_rows
 from gateway.callers.processes import (
     EDGE_DIED,
     HEARTBEAT_SECONDS,
@@ -59,6 +62,9 @@ WALKED_AT_ONCE = 200
 # Slot seconds after which a request is brought up to date that has no new tokens.
 REFRESH_SLOT_SECONDS = 1.0
 RECOVERY_SECONDS = 15.0  # seconds between two looks for dead processes
+# Seconds between two looks whether rows should be on the disk, and for which the store may take to
+# answer until they should.
+KEEP_SECONDS = 0.5
 WARNING_SECONDS = 60.0  # seconds between two warnings that rows are dropped
 # The values of `ROW_COLUMNS`. Rows are plain tuples: there is one for each request.
 UsageRow = tuple[Any, ...]
@@ -129,6 +135,7 @@ class Ledger:
     open_requests: OpenRequests
     most_pending: int = MOST_PENDING
     flush_rows: int = FLUSH_ROWS
+    kept: KeptRows | None = None  # where rows are while the store is away; None: in memory alone
     written: int = 0  # rows that were written; those of recovered requests included
     recovered: int = 0  # requests of dead processes that were written
     dropped: int = 0  # rows that were dropped, since too many waited
@@ -155,6 +162,10 @@ class Ledger:
     """Seconds by which the journal is behind: how late a flush began, and how long it took. The
     longest of late, less with each flush since."""
     _next_drop_warning: float = 0.0
+    _on_disk: int = 0  # so many of the rows that wait, the first ones, are on the disk as well
+    _overflowed: bool = False  # whether some are there alone
+    _flushing_since: float = math.inf
+    _keeping: asyncio.Lock = field(default_factory=asyncio.Lock)
 
     def __post_init__(self) -> None:
         self._watch = ProcessWatch(self.own, self.clock)
@@ -225,9 +236,13 @@ class Ledger:
 
     def _drop_oldest(self) -> None:
         row = self._waiting.popleft()
-        self.dropped += 1
         if self._journal.pop(row[0], 0) != 0 and len(self._removed) < self.most_pending:
             self._removed.append(row[0])
+        if self._on_disk > len(self._batch):
+            self._on_disk -= 1
+            self._overflowed = True
+            return
+        self.dropped += 1
         if self.clock() >= self._next_drop_warning:
             self._next_drop_warning = self.clock() + WARNING_SECONDS
             log.error(
@@ -258,8 +273,12 @@ class Ledger:
                     await self.store.run(lambda connection: unregister(connection, self.own))
         except (TimeoutError, StoreError) as error:
             self.worker.failed(str(error) or "the store does not answer")
-        if self.pending:
-            log.error("usage is lost", rows=self.pending, why=self.problem)
+        while self.pending > self._on_disk and await self._keep():
+            pass
+        if self.kept is not None:
+            self.kept.close()
+        if self.pending > self._on_disk:
+            log.error("usage is lost", rows=self.pending - self._on_disk, why=self.problem)
 
     async def _timed_step(self) -> None:
         """Do a step, and learn how far the journal is behind."""
@@ -280,6 +299,7 @@ class Ledger:
         if more or self.clock() >= self._next_recovery:
             self._next_recovery = self.clock() + RECOVERY_SECONDS
             await self._recover()
+            await self._book_left()
         self.worker.succeeded()
 
     # Writing.
@@ -287,7 +307,11 @@ class Ledger:
     async def _flush(self) -> None:
         """Write a batch and the journal. Raises: StoreError; then they wait."""
         async with self._turn:
+            self._flushing_since = self.clock()
             await self._flush_now()
+            self._flushing_since = math.inf
+        if not (self._on_disk or self.kept is None or self.kept.is_empty):
+            await self._clear_kept(self.kept)
 
     async def _flush_now(self) -> None:
         if not self._batch:
@@ -319,7 +343,12 @@ class Ledger:
 
     def _written(self, rows: Sequence[UsageRow]) -> None:
         self.written += len(rows)
-        self._batch = self._batch[len(rows) :]
+        self._taken(len(rows))
+
+    def _taken(self, count: int) -> None:
+        """The first rows that wait do not any more."""
+        self._batch = self._batch[count:]
+        self._on_disk = max(0, self._on_disk - count)
 
     def _not_written(self, work: _Work) -> None:
         for one in work.opened:
@@ -337,7 +366,7 @@ class Ledger:
             except StoreError:
                 raise
             except Exception:  # noqa: BLE001 - whatever is wrong with it, it is told above
-                self._batch = self._batch[1:]
+                self._taken(1)
                 self.dropped += 1
             else:
                 self._written([row])
@@ -418,6 +447,65 @@ class Ledger:
         if rows:
             log.warning("recovered requests", process=dead.id, requests=len(rows))
         return len(rows)
+
+    # The disk.
+
+    async def keep_rows(self) -> None:
+        """Bring rows to the disk while the store is away, until cancelled."""
+        while True:
+            await asyncio.sleep(KEEP_SECONDS)
+            is_away = self.clock() - self._flushing_since > KEEP_SECONDS
+            if is_away or self.problem is not None:
+                while self.pending > self._on_disk and await self._keep():
+                    pass
+
+    async def _keep(self) -> bool:
+        """Bring some of the rows that wait to the disk; False: they can't be kept there."""
+        if self.kept is None:
+            return False
+        async with self._keeping:
+            waiting = itertools.chain(self._batch, self._waiting)
+            rows = list(itertools.islice(waiting, self._on_disk, self._on_disk + MOST_ROWS_AT_ONCE))
+            self._on_disk += len(rows)
+            try:
+                await asyncio.to_thread(self.kept.keep, rows)
+            except OSError as error:
+                self._on_disk = max(0, self._on_disk - len(rows))
+                if self.clock() >= self._next_drop_warning:
+                    self._next_drop_warning = self.clock() + WARNING_SECONDS
+                    log.warning("usage is in memory alone", rows=self.pending, why=str(error))
+                return False
+        return True
+
+    async def _clear_kept(self, kept: KeptRows) -> None:
+        """Remove the file of this process, of which the store has all rows by now."""
+        async with self._keeping:
+            if self._on_disk == 0:
+                overflowed, self._overflowed = self._overflowed, False
+                with contextlib.suppress(OSError):
+                    await asyncio.to_thread(kept.set_aside if overflowed else kept.clear)
+                self._next_recovery = 0.0
+
+    async def _book_left(self) -> None:
+        """Write the rows that processes have left on the disk. Raises: StoreError."""
+        if self.kept is None:
+            return
+        try:
+            for path in await asyncio.to_thread(self.kept.left):
+                number = 0
+                reading = read_rows(path, len(ROW_COLUMNS), MOST_ROWS_AT_ONCE)
+                while some := await asyncio.to_thread(next, reading, None):
+                    # As those of this process, since others look for no rows of one that is gone.
+                    rows = [(row[0], self.own.id, *row[2:]) for row in some]
+                    await self.write_with(lambda _, rows=rows: rows)  # type: ignore[misc]
+                    number += len(rows)
+                await asyncio.to_thread(path.unlink, missing_ok=True)
+                self.recovered += number
+                log.info("booked rows that were on the disk", rows=number)
+        except StoreError:
+            raise
+        except Exception:
+            log.exception("rows on the disk can't be booked")
 
 
 @dataclass(slots=True)

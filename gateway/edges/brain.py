@@ -21,6 +21,7 @@ from functools import partial
 from itertools import islice
 from typing import Any
 
+import msgspec
 import structlog
 from msgspec.structs import replace
 
@@ -127,6 +128,9 @@ class EdgeRequest(EdgePart, eq=False, kw_only=True):
     """What its attempts took, by the id of the request or of one prompt of it; and whether the
     tokens are to be counted, which the edge does not know."""
     ended_at: float | None = None  # when its response has ended; monotonic
+    accounted: set[int] = msgspec.field(default_factory=set)
+    """Leases that `charges` has, or that took nothing; in a cluster, where they may be told again.
+    """
 
 
 @dataclass(slots=True, eq=False)
@@ -200,10 +204,14 @@ class Brain:
     async def _all_ended(self) -> None:
         await asyncio.gather(*self._endings, return_exceptions=True)
 
-    def edge_ended(self, name: str) -> None:
-        """The process of this edge has ended: it is waited for no longer."""
-        session = self._adrift.pop(name, None)
-        if session is not None:
+    def edge_ended(self, name: str, pid: int | None = None) -> None:
+        """This process of the edge has ended, or whichever it is: it is waited for no longer."""
+        session = self.sessions.get(name)
+        if pid is not None and session is not None and session.pid == pid:
+            session.link.fail("its process has ended")
+        session = self._adrift.get(name)
+        if session is not None and pid in {None, session.pid}:
+            del self._adrift[name]
             session.give_up()
 
     def wait_for_edge(self, session: EdgeSession) -> None:
@@ -317,7 +325,6 @@ class EdgeSession:
         """Requests that have ended, and how many rows the ledger has with theirs."""
         self._recorded: set[str] = set()
         """Those of them of the session before, which the edge tells again."""
-        self._booked = 0  # how many were booked
         self._lost_for = ""  # the reason
         # What the edge was told.
         self.configured: tuple[Settings, bytes] | None = None
@@ -341,6 +348,7 @@ class EdgeSession:
             UsageReport: self._settled,
             messages.Discarded: self._discarded,
             messages.Released: self._released,
+            messages.Leaving: lambda _: self.expect_end(),
             messages.Finished: self._request_over,
             messages.Turned: self._request_over,
             messages.Quarantined: self._quarantined,
@@ -418,12 +426,11 @@ class EdgeSession:
 
     def _tell_booked(self) -> None:
         """Tell how many of the requests that have ended are in the ledger for good."""
-        ledger, unbooked, before = self._brain.ledger, self._unbooked, self._booked
+        ledger, unbooked, before = self._brain.ledger, self._unbooked, len(self._unbooked)
         while unbooked and (ledger is None or unbooked[0][1] <= ledger.booked):
             unbooked.popleft()
-            self._booked += 1
-        if self._booked != before:
-            self.link.tell(messages.Booked(self._booked))
+        if len(unbooked) < before:
+            self.link.tell(messages.Booked(before - len(unbooked)))
 
     def _note_recorded(self, request_id: str) -> None:
         """The row of a request that has ended is added, if it has one."""
@@ -476,7 +483,8 @@ class EdgeSession:
         leases, scheduler = brain.context.leases, brain.scheduler
         held = None if earlier is None else earlier.take_lease(id_)
         if held is None:
-            if self._whole(told.request.id) is None:
+            whole = self._whole(told.request.id)
+            if whole is None or id_ in whole.accounted:
                 self._ignored.add(id_)
                 return
             node = scheduler.fleet.nodes.get(told.node)
@@ -706,15 +714,21 @@ class EdgeSession:
             if report.outcome == "ok":
                 self._part_answered(held.part.request.id)
             return
-        del self._leases[report.lease_id]
+        self._forget_lease(report.lease_id)
         if report.outcome in CALLERS_OUTCOMES and charge is not NOTHING_CHARGED:
             self._charge(held.part, charge, counts_tokens=not report.resumes)
+
+    def _forget_lease(self, lease_id: int) -> None:
+        """All is known of a lease that has ended."""
+        part = self._leases.pop(lease_id).part
+        if self._reign is not None and (whole := self._whole(part.request.id)) is not None:
+            whole.accounted.add(lease_id)
 
     def _settled(self, report: UsageReport) -> None:
         held = self._leases.get(report.lease_id)
         if held is None or not held.has_ended:
             raise BrokenRules(f"lease {report.lease_id} has not ended")
-        del self._leases[report.lease_id]
+        self._forget_lease(report.lease_id)
         charge = self._brain.context.leases.settle(report, held.part.request.lease_request)
         self._charge(held.part, charge, counts_tokens=False)
 
@@ -983,7 +997,11 @@ class EdgeSession:
 
     def _reclaim(self, reason: str) -> tuple[str, ...]:
         """End all that runs at the edge; returns the `X-Request-ID` of what broke off."""
-        return () if self._brain.sessions.pop(self.name, None) is None else self._end_with(reason)
+        if self._brain.sessions.pop(self.name, None) is None:
+            return ()
+        if self._reign is not None:
+            self._reign.lost(self.name)
+        return self._end_with(reason)
 
     def _end_with(self, reason: str) -> tuple[str, ...]:
         brain = self._brain

@@ -7,6 +7,7 @@ given more, how fast it is, what the request took, and who pays for it.
 from __future__ import annotations
 
 from collections import OrderedDict
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -57,6 +58,8 @@ class LocalLeaseService:
     scheduler: Scheduler
     fleet: Fleet
     most_failed_requests: int = MOST_FAILED_REQUESTS
+    may_start: Callable[[int], bool] = lambda _: True
+    """Whether the request of a lease may be written now: not once its process may not lead."""
     _sampled_at: dict[str, float] = field(default_factory=dict)
     """When a response was last a sample of each node's speed."""
     _failures: OrderedDict[str, tuple[UnattributedFailure, ...]] = field(
