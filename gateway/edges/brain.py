@@ -186,7 +186,7 @@ class Brain:
         reign.begin(self.scheduler.fleet)
         # No other reign has leases of these numbers.
         first = (self.scheduler.rng.getrandbits(30) << 33) + 1
-        self.scheduler.grant_while(reign.may_grant, first)
+        self.scheduler.grant_while(reign.grants, first)
 
     async def end(self) -> None:
         """Grant nothing from the call on, and leave all that runs at edges to the next brain."""
@@ -199,7 +199,7 @@ class Brain:
             self.start_ending(session.leave())
         await self._all_ended()
         if reign is not None:
-            reign.end()
+            await reign.end()
 
     async def _all_ended(self) -> None:
         await asyncio.gather(*self._endings, return_exceptions=True)
