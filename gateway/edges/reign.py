@@ -205,9 +205,11 @@ class Reign:
         leases = {id_: node for id_, (edge, node) in adopted if member_of(edge) == member}
         self.tenure.hello(session, leases, self.clock())
 
-    def tell(self, member: str, now: float, lead_until: float) -> Term | None:
-        """As `Tenure.tell`."""
-        return self.tenure.tell(member, now, lead_until)
+    def tell(self, session: Session, now: float, lead_until: float) -> Term | None:
+        """As `Tenure.tell`; None also if this is not the member's session."""
+        if not self.tenure.has(session):
+            return None
+        return self.tenure.tell(session.edge, now, lead_until)
 
     def confirmed(self, session: Session, number: int, now: float) -> bool:
         """As `Tenure.confirmed`."""

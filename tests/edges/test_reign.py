@@ -98,7 +98,7 @@ class Cluster:
         session = Session("m", "p1", self.fence.session)
         reign.begins(session, [EDGE])
         while True:
-            term = reign.tell("m", now(), now() + TERM)
+            term = reign.tell(session, now(), now() + TERM)
             if term is not None:
                 assert self.fence.told(reign.epoch, *term, asked_at=now(), now=now())
                 assert reign.confirmed(session, self.fence.seen, now())
