@@ -442,7 +442,10 @@ async def test_a_brain_that_does_not_answer_is_given_up() -> None:
         silent.greets = False
         began = now()
         await silent.link_to(at.services)
+        at.ask()
+        at.services.meter.turned(RequestRecord("x", "/v1/models", request_id="turned"))
         await until(lambda: silent.lost)
+        assert silent.told == silent.all(messages.Hello)
         assert GREETED_SECONDS < now() - began < GREETED_SECONDS + 1.0
 
 
