@@ -3,7 +3,7 @@
 Some rules need more luck than thousands of random scripts have, and are held by tests of their own
 in `test_leadership.py` and `test_fencing.py`: looks and claims after long gaps, a new leader's wait
 before it reads, what has not landed, the limit of being alone, what ran alone and its
-process died.
+process died, an edge that was told that it may not be alone and has not confirmed it.
 """
 
 from __future__ import annotations
@@ -248,16 +248,11 @@ LISTS = (
         found_by=2398,
     ),
     Mutant(
-        "an edge that was told that it may not be alone can't be",
-        _FENCE,
-        "        if may_be_alone:\n            known.gone_at",
-        "        known.gone = True\n        if may_be_alone:\n            known.gone_at",
-    ),
-    Mutant(
         "an edge believes the list that was told last",
         _FENCE,
         "if one.version >= known.believes]",
         "if one is self.lists[-1]]",
+        found_by=1384,
     ),
     Mutant(
         "a leader knows the last list alone",

@@ -267,7 +267,11 @@ class Script:
             if began:
                 usage = Usage(100, 20, 50)
                 report = UsageReport(lease.id, usage, usage, 50, complete=outcome == "ok")
-                services.bus.defer(leases.settle, report, a_lease_request(id_))
+
+                def settle() -> None:
+                    leases.settle(report, a_lease_request(id_))
+
+                services.bus.defer(settle)
 
     def _write(self, lease: GrantedLease) -> None:
         assert lease.id not in self.works, "one lease, two requests"
