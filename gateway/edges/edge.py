@@ -851,6 +851,9 @@ class EdgeServices:
 
     def relink(self, sock: socket.socket) -> None:
         """Use a link over this Unix socket in place of the last one, which is closed."""
+        if self.scheduler.closing:
+            sock.close()
+            return
         if self.uplink.is_open:
             self._suspend()
         self.link.close()

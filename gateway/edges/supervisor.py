@@ -210,8 +210,11 @@ class Edges:
         if not self._untried:
             self._all_tried.set()
 
-    def relink(self, connect: Connect) -> None:
-        """Give each edge a new link, by `connect`, now and whenever it has lost that or starts."""
+    def relink(self, connect: Connect | None) -> None:
+        """Give each edge a new link, by `connect`, now and whenever it has lost that or starts.
+
+        None: the links are taken away, until there is a brain again.
+        """
         self._connect = connect
         for edge in self._running.values():
             self._link_anew(edge)
@@ -219,14 +222,17 @@ class Edges:
     def _link_anew(self, edge: EdgeProcess) -> None:
         if edge.linking is not None:
             edge.linking.cancel()
-        if self._connect is not None and not edge.channel.closed:
+        if not edge.channel.closed:
             edge.links += 1
             edge.linking = asyncio.create_task(self._link(edge, self._connect))
 
-    async def _link(self, edge: EdgeProcess, connect: Connect) -> None:
+    async def _link(self, edge: EdgeProcess, connect: Connect | None) -> None:
         """Give an edge a link. If that fails, the edge sees it as lost, and says so."""
         ours, its_end = socket.socketpair()
         edge.channel.send(NewLink(edge.links), its_end, then_close=True)
+        if connect is None:
+            ours.close()
+            return
         try:
             await connect(edge.name, ours)
         except OSError as error:
@@ -240,7 +246,8 @@ class Edges:
 
     def _link_lost(self, edge: EdgeProcess, number: int) -> None:
         """If this was the last link that the edge was given, it gets another one."""
-        if number == edge.links and self._running.get(edge.name) is edge:
+        is_running = self._running.get(edge.name) is edge
+        if is_running and number == edge.links and self._connect is not None:
             self._link_anew(edge)
 
     def reject(self) -> None:
@@ -331,7 +338,8 @@ class Edges:
         self._running[name] = edge
         try:
             if link is None:
-                self._link_anew(edge)
+                if self._connect is not None:
+                    self._link_anew(edge)
             else:
                 self._expect_ready(edge)
                 edge.session = await self.brain.connect(link, name, lambda *_: self._give_up(edge))

@@ -288,6 +288,19 @@ async def test_another_brain_gets_new_links_to_the_same_processes() -> None:
         ours.close()
 
 
+async def test_an_edge_whose_link_is_taken_away_gets_none_until_there_is_a_brain_again() -> None:
+    async with member() as (site, links):
+        site.edges.relink(links.connect)
+        _, _, pid = await links.next(0)
+        site.edges.relink(None)
+        sock = links.given[0][1]
+        assert await asyncio.wait_for(asyncio.get_running_loop().sock_recv(sock, 1), LIMIT) == b""
+        await asyncio.sleep(2 * supervisor.LINK_PAUSE)
+        assert len(links.given) == 1
+        site.edges.relink(links.connect)
+        assert await links.next(1) == ("gw-a/edge-1", 3, pid)
+
+
 async def test_an_edge_that_has_lost_its_link_gets_another_one_until_that_holds() -> None:
     async with member() as (site, links):
         site.edges.relink(links.connect)
