@@ -932,7 +932,8 @@ class EdgeServices:
 
     def _configure(self, told: messages.Configuration) -> None:
         if told.version != messages.VERSION:
-            raise ValueError(f"version {told.version} in place of {messages.VERSION}")
+            self.link.fail(f"version {told.version} in place of {messages.VERSION}")
+            return
         if told.epoch < self.epoch:
             self.link.fail(f"its epoch is {told.epoch}, and {self.epoch} was seen")
             return
@@ -986,9 +987,8 @@ class EdgeServices:
             self.scheduler.close()
             self.give_up("the link was lost")
         else:
-            log.warning(
-                "an edge has lost its link, and waits for another", edge=self.name, why=reason
-            )
+            tell = log.warning if self.uplink.is_open else log.info
+            tell("an edge has lost its link, and waits for another", edge=self.name, why=reason)
             if self.uplink.is_open:
                 self._suspend()
         self._on_lost(reason)

@@ -50,7 +50,9 @@ FIRST_PAUSE, LONGEST_PAUSE, STEADY_SECONDS = 0.1, 10.0, 30.0
 # Seconds for an edge to take a connection; until then it gets no more, which others might take.
 HELD_UP_SECONDS = 0.5
 CPU_WINDOW_SECONDS = 2.0  # over which an edge's use of the processor is told
-LINK_PAUSE = 0.25  # seconds before an edge that has lost its link in a cluster gets another one
+# Seconds before an edge that has lost its link in a cluster gets another one: first, and most where
+# no link holds; and of a link's life after which it is the first.
+LINK_PAUSE, LONGEST_LINK_PAUSE, HELD_SECONDS = 0.25, 2.0, 10.0
 OWN_END_SECONDS = 1.0  # for an edge to end by itself, and to say why, when its link is lost
 END_SECONDS = 5.0  # for the last messages of a process that has ended
 log = structlog.get_logger()
@@ -81,6 +83,8 @@ class EdgeProcess:
     untaken_since: float = 0.0  # when it has last taken one, or was given one while it had all
     taken: int = 0  # connections that it has taken since `load`
     links: int = 0  # that it was given; in a cluster
+    linked_at: float = 0.0  # when it got the last one
+    link_pause: float = LINK_PAUSE  # seconds before it gets another one
     linking: asyncio.Task[None] | None = None  # gives it one
     late: asyncio.TimerHandle | None = None  # ends it, unless it has begun to serve
     ended: asyncio.Event = field(default_factory=asyncio.Event)
@@ -217,13 +221,14 @@ class Edges:
         """
         self._connect = connect
         for edge in self._running.values():
+            edge.link_pause = LINK_PAUSE
             self._link_anew(edge)
 
     def _link_anew(self, edge: EdgeProcess) -> None:
         if edge.linking is not None:
             edge.linking.cancel()
         if not edge.channel.closed:
-            edge.links += 1
+            edge.links, edge.linked_at = edge.links + 1, self._clock()
             edge.linking = asyncio.create_task(self._link(edge, self._connect))
 
     async def _link(self, edge: EdgeProcess, connect: Connect | None) -> None:
@@ -402,8 +407,11 @@ class Edges:
                     sock.setblocking(False)
                     self._adopt(sock, message.origin())
             case LinkLost():
+                if self._clock() - edge.linked_at > HELD_SECONDS:
+                    edge.link_pause = LINK_PAUSE
                 loop = asyncio.get_running_loop()
-                loop.call_later(LINK_PAUSE, self._link_lost, edge, message.number)
+                loop.call_later(edge.link_pause, self._link_lost, edge, message.number)
+                edge.link_pause = min(LONGEST_LINK_PAUSE, 2 * edge.link_pause)
         self._go_on()
 
 

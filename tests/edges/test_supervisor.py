@@ -308,8 +308,9 @@ async def test_an_edge_that_has_lost_its_link_gets_another_one_until_that_holds(
         links.refusals = 2
         links.given[0][1].close()
         assert await links.next(1) == ("gw-a/edge-1", 4, pid)
-        # What is said of an earlier link changes nothing.
         (edge,) = site.edges._running.values()
+        assert edge.link_pause == 8 * supervisor.LINK_PAUSE
+        # What is said of an earlier link changes nothing.
         site.edges._link_lost(edge, 3)
         assert edge.links == 4
 
