@@ -488,8 +488,8 @@ class RemoteScheduler:
             was_heard = waiting.asked.opening is None or waiting.asked_at < dealt_with_at
             if waiting.whole is not None and not was_heard:
                 waiting.whole.admission = "due"
-        carried = self._requests.carried(self._clock())
-        self._link.open([*carried, messages.Carried()])
+        carried = self._requests.carried(self._clock)
+        self._link.open(itertools.chain(carried, [messages.Carried()]))
         waiting_before, self._waiting = self._waiting, {}
         for waiting in waiting_before.values():
             self._ask_again(waiting)
