@@ -445,6 +445,11 @@ class Tenure:
         known.number = 0
         known.told.clear()
 
+    def has(self, session: Session) -> bool:
+        """Whether this is the session of its edge."""
+        known = self._edges.get(session.edge)
+        return known is not None and known.is_open and known.session == session
+
     def tell(self, edge: str, now: float, lead_until: float) -> Term | None:
         """Tell the edge of the term; None: it has to greet first."""
         known = self._edges.get(edge)
@@ -552,8 +557,7 @@ class Tenure:
 
     def _talk(self, session: Session, now: float) -> _Edge | None:
         self._notice(now)
-        known = self._edges.get(session.edge)
-        return known if known is not None and known.is_open and session == known.session else None
+        return self._edges[session.edge] if self.has(session) else None
 
     def _notice(self, now: float) -> None:
         """Draw the conclusions of the time that has passed."""

@@ -231,18 +231,21 @@ LISTS = (
         _FENCE,
         "return edge not in self._joined",
         "return True",
+        found_by=6158,
     ),
     Mutant(
         "an edge goes alone that may not",
         _FENCE,
         "SETTLE_SECONDS if may_be_alone else math.inf",
         "SETTLE_SECONDS",
+        found_by=2070,
     ),
     Mutant(
         "an edge leaves that may be alone",
         _FENCE,
         "kept = {name for name in last.names if not self._edges[name].gone}",
         "kept = set[str]()",
+        found_by=2398,
     ),
     Mutant(
         "an edge that was told that it may not be alone can't be",
