@@ -106,6 +106,12 @@ class EdgeProcess:
         new = self.taken + len(self.untaken)
         return self.load.streams + self.load.fresh + new, self.load.connections + new
 
+    def stop_waiting(self) -> None:
+        """It has ended: nobody waits for it to serve, or for its link."""
+        for waits in (self.late, self.linking):
+            if waits is not None:
+                waits.cancel()
+
     def take_load(self, load: EdgeLoad, now: float) -> None:
         """Note how busy it is."""
         self.load, self.taken = load, 0
@@ -354,10 +360,7 @@ class Edges:
             if not self._ending.is_set():
                 log.error("an edge has ended", edge=name, pid=process.pid, status=status)
         finally:
-            if edge.late is not None:
-                edge.late.cancel()
-            if edge.linking is not None:
-                edge.linking.cancel()
+            edge.stop_waiting()
             _kill(process)
             with contextlib.suppress(TimeoutError):
                 # What it has confirmed last tells which connections it has not had.
@@ -366,6 +369,8 @@ class Edges:
             edge.channel.close()
             if edge.session is not None:
                 edge.session.close()
+            if self._member is not None:
+                self.brain.edge_ended(name, process.pid)
             for sock in edge.untaken:
                 self.take(sock)
 

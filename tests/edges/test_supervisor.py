@@ -35,12 +35,17 @@ class Sessions:
     """For each that has begun: what its link calls when it is lost."""
     told: int = 0
     ended: int = 0
+    dead: list[tuple[str, int]] = field(default_factory=list)
+    """Edges of a member whose processes have ended."""
 
     def expect_end(self) -> None:
         self.told += 1
 
     def close(self) -> None:
         self.ended += 1
+
+    def edge_ended(self, name: str, pid: int) -> None:
+        self.dead.append((name, pid))
 
     async def connect(self, link: socket.socket, name: str, lost: Callable[[], None]) -> Sessions:
         link.close()
@@ -322,6 +327,7 @@ async def test_an_edge_of_a_member_that_dies_is_started_again_and_linked() -> No
         os.kill(pid, signal.SIGKILL)
         name, number, after = await links.next(1)
         assert (name, number, after != pid) == ("gw-a/edge-1", 1, True)
+        assert site.sessions.dead == [("gw-a/edge-1", pid)]
         assert site.edges.died == 1
 
 
