@@ -558,8 +558,7 @@ class Tenure:
 
     def _talk(self, session: Session, now: float) -> _Edge | None:
         self._notice(now)
-        known = self._edges.get(session.edge)
-        return known if known is not None and known.is_open and session == known.session else None
+        return self._edges[session.edge] if self.has(session) else None
 
     def _notice(self, now: float) -> None:
         """Draw the conclusions of the time that has passed."""

@@ -435,6 +435,21 @@ async def test_a_brain_of_an_earlier_epoch_is_refused_and_told_nothing() -> None
 
 
 @in_virtual_time
+async def test_a_brain_of_another_version_is_told_nothing() -> None:
+    async with an_edge() as at:
+        await at.lose()
+        other = FakeBrain(2)
+        other.greets = False
+        await other.link_to(at.services)
+        await other.last(messages.Hello)
+        newer = messages.VERSION + 1
+        other.link.tell(messages.Configuration(newer, b"{}", b"k" * 32, True, 1, 2, 1.0))
+        await until(lambda: other.lost)
+        assert other.told == other.all(messages.Hello)
+        assert at.services.epoch == 1
+
+
+@in_virtual_time
 async def test_a_brain_that_does_not_answer_is_given_up() -> None:
     async with an_edge() as at:
         await at.lose()
@@ -442,7 +457,10 @@ async def test_a_brain_that_does_not_answer_is_given_up() -> None:
         silent.greets = False
         began = now()
         await silent.link_to(at.services)
+        at.ask()
+        at.services.meter.turned(RequestRecord("x", "/v1/models", request_id="turned"))
         await until(lambda: silent.lost)
+        assert silent.told == silent.all(messages.Hello)
         assert GREETED_SECONDS < now() - began < GREETED_SECONDS + 1.0
 
 
