@@ -503,9 +503,9 @@ class RemoteScheduler:
         now = self._clock()
         for waiting in list(self._waiting.values()):
             caller = waiting.asked.request.caller
-            most = caller.time_limit
-            if most is None or not caller.patient:
-                most = min(most or math.inf, class_limits(settings, caller.priority).max_wait)
+            most = math.inf if caller.time_limit is None else caller.time_limit
+            if most == math.inf or not caller.patient:
+                most = min(most, class_limits(settings, caller.priority).max_wait)
             waited = waiting.asked.age + now - waiting.asked_at
             if waited >= most and not waiting.granted.done():
                 waiting.granted.set_exception(
@@ -532,7 +532,7 @@ class RemoteScheduler:
         """Where a request stands, as the brain said when it was asked last."""
         if request_id not in self._asked_by:
             return None
-        if request_id not in self._positions_asked:
+        if request_id not in self._positions_asked and self._link.is_open:
             self._positions_asked.add(request_id)
             self._link.tell(messages.AskPosition(request_id))
         return self._positions.get(request_id)
