@@ -378,7 +378,8 @@ class Membership:
 
     async def _keep_list(self) -> None:
         """Register, and read the list of members again and again."""
-        problem, registered = None, False
+        problem: StoreError | None = None
+        registered = False
         while True:
             self._list_wanted.clear()
             try:
@@ -398,15 +399,16 @@ class Membership:
                 problem = None
             self._member.stands = not self._drains and (registered or self._member.stands)
             await asyncio.sleep(LEAST_LIST_SECONDS)
-            with contextlib.suppress(TimeoutError):
-                wait = LIST_SECONDS - LEAST_LIST_SECONDS
-                await asyncio.wait_for(self._list_wanted.wait(), wait)
+            if registered:
+                with contextlib.suppress(TimeoutError):
+                    wait = LIST_SECONDS - LEAST_LIST_SECONDS
+                    await asyncio.wait_for(self._list_wanted.wait(), wait)
 
     def _take_list(self, rows: Sequence[MemberRow]) -> bool:
         """Note all members; returns whether this process is its member's, as far as that says."""
         self._rows = {row.name: row for row in rows}
         mine, own = self._rows.get(self._name), self._own
-        if mine is None or mine[2:0:-1] < own[2:0:-1]:
+        if mine is None or (mine.generation, mine.process) < (own.generation, own.process):
             return False  # It was removed, or the database has come back with an old state.
         if mine.process == self._process:
             self._own = mine
