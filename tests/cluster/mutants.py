@@ -195,7 +195,7 @@ ALONE = (
     Mutant(
         "a reading from before it was alone counts",
         _FENCE,
-        "if asked_at >= self._alone_from:",
+        "if asked_at >= max(self._alone_from, self._reads_from):",
         "if asked_at >= self._alone_from - 3:",
         found_by=48,
     ),
