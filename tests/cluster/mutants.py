@@ -110,7 +110,7 @@ FENCING = (
         _FENCE,
         'return "give back"\n',
         'return "ignore"\n',
-        found_by=7960,
+        found_by=34150,
     ),
     Mutant(
         "a grant of any age starts",
