@@ -18,12 +18,12 @@ from gateway.config.errors import ConfigError, Problem, single_line
 from gateway.config.settings import Settings, masked_settings
 from gateway.errors import GatewayError
 from gateway.events import EdgeLost, InventoryChanged, SettingsChanged
-from gateway.http.certificates import ListenerCertificates, changed_files
+from gateway.http.certificates import ListenerCertificates, ServerCertificate, changed_files
 from gateway.nodes.fleet import Fleet
 from gateway.schedule.model_placer import ModelPlacer
 from gateway.store.store import Store
 from gateway.watch.audit import AuditTrail
-from gateway.watch.metrics import EdgesSample
+from gateway.watch.metrics import ClusterSample, EdgesSample
 from gateway.watch.problems import StorageCondition
 from gateway.web.asgi import JsonResponse
 
@@ -44,6 +44,13 @@ class EdgeProcesses(Protocol):
 
     def lost(self, seconds: float) -> list[EdgeLost]:
         """Those that have died in so many last seconds, the latest last."""
+
+
+class ClusterMember(Protocol):
+    """The gateway as a member of a cluster."""
+
+    def sample(self) -> ClusterSample:
+        """The cluster, as this member knows it now."""
 
 
 class GatewayControl(Protocol):
@@ -92,6 +99,10 @@ class GatewayControl(Protocol):
     @property
     def edges(self) -> EdgeProcesses | None:
         """The processes that relay for this one; None: it does all by itself."""
+
+    @property
+    def cluster(self) -> ClusterMember | None:
+        """What it is in its cluster; None: it is a gateway of its own."""
 
     @property
     def storage(self) -> StorageCondition:
@@ -190,8 +201,19 @@ class CertificateRenewal:
 
     def __init__(self, settings: Settings, fleet: Fleet, audit: AuditTrail) -> None:
         """Raises: CertificateError."""
+        cluster = settings.cluster
+        self.member: ServerCertificate | None = None
+        """Its contexts are those of `gateway.cluster.tunnel`; None: there is no cluster."""
+        if cluster is not None:
+            from gateway.cluster.tunnel import member_certificate
+
+            self.member = member_certificate(cluster.tls, cluster.member_name)
         self.listeners = ListenerCertificates(
-            {"listen.tls": settings.listen.tls, "admin.tls": settings.admin.tls}
+            {
+                "listen.tls": settings.listen.tls,
+                "admin.tls": settings.admin.tls,
+                "cluster.tls": self.member,
+            }
         )
         self._fleet = fleet
         self._audit = audit

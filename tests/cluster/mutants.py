@@ -2,8 +2,9 @@
 
 Some rules need more luck than thousands of random scripts have, and are held by tests of their own
 in `test_leadership.py` and `test_fencing.py`: looks and claims after long gaps, a new leader's wait
-before it reads, what has not landed, the limit of being alone, what ran alone and its
-process died.
+before it reads, what has not landed, the limit of being alone, what ran alone and its process died,
+an edge that was told that it may not be alone and has not confirmed it, the list that a new leader
+does not tell, and slots that a node comes to have before it is read.
 """
 
 from __future__ import annotations
@@ -109,7 +110,7 @@ FENCING = (
         _FENCE,
         'return "give back"\n',
         'return "ignore"\n',
-        found_by=7960,
+        found_by=34150,
     ),
     Mutant(
         "a grant of any age starts",
@@ -149,8 +150,8 @@ FENCING = (
     Mutant(
         "a new leader does not read",
         _FENCE,
-        "_Node(count, _Rest(count, won_at + SETTLE_SECONDS))",
-        "_Node(count, _Rest(0, won_at + SETTLE_SECONDS))",
+        "_Node(count, _Rest(count, now + SETTLE_SECONDS))",
+        "_Node(count, _Rest(0, now + SETTLE_SECONDS))",
         found_by=170,
     ),
     Mutant(
@@ -175,46 +176,44 @@ ALONE = (
         _FENCE,
         "        known.number += 1\n",
         "        known.number += 1\n        known.lent_until = lead_until\n",
-        found_by=5536,
+        found_by=493,
     ),
     Mutant(
         "alone at the end of the term",
         _FENCE,
-        "self._alone_from = now + left + SETTLE_SECONDS",
-        "self._alone_from = now + left",
+        "now + left + SETTLE_SECONDS if",
+        "now + left if",
         found_by=117,
     ),
     Mutant(
         "alone without reading the node",
         _FENCE,
-        "busy = self._busy.get(node)\n",
-        "busy = self._busy.get(node, frozenset())\n",
+        "busy, slots = self._busy.get(node), self._slots_of",
+        "busy, slots = self._busy.get(node, frozenset()), self._slots_of",
         found_by=48,
     ),
     Mutant(
         "a reading from before it was alone counts",
         _FENCE,
-        "if asked_at >= self._alone_from:",
+        "if asked_at >= max(self._alone_from, self._reads_from):",
         "if asked_at >= self._alone_from - 3:",
         found_by=48,
     ),
     Mutant(
         "alone with all slots",
         _FENCE,
-        "share = shares(self._slots[node], node, self._edges)[self.edge]",
-        "share = self._slots[node]",
+        "share = self.sharers.share(slots, node, self.edge)",
+        "share = slots",
         found_by=8,
     ),
     Mutant(
         "what still runs does not count against the share",
         _FENCE,
-        "own + max(len(here) - own, len(busy)) >= share",
-        "len(here) >= share",
+        "slots - share + max(0, len(busy) - before)",
+        "slots - share",
         found_by=8,
     ),
-    Mutant(
-        "a leader keeps no shares", _FENCE, "- taken - lost - kept", "- taken - lost", found_by=32
-    ),
+    Mutant("a leader keeps no shares", _FENCE, "+ lost + kept", "+ lost", found_by=32),
     Mutant(
         "a leader takes the share of the silent too early",
         _FENCE,
@@ -227,4 +226,35 @@ ALONE = (
     ),
 )
 
-MUTANTS = (*LEADERSHIP, *FENCING, *ALONE)
+LISTS = (
+    Mutant(
+        "an edge that joins may be alone at once",
+        _FENCE,
+        "return edge not in self._joined",
+        "return True",
+        found_by=6158,
+    ),
+    Mutant(
+        "an edge goes alone that may not",
+        _FENCE,
+        "SETTLE_SECONDS if may_be_alone else math.inf",
+        "SETTLE_SECONDS",
+        found_by=2070,
+    ),
+    Mutant(
+        "an edge leaves that may be alone",
+        _FENCE,
+        "kept = {name for name in last.names if not self._edges[name].gone}",
+        "kept = set[str]()",
+        found_by=2398,
+    ),
+    Mutant(
+        "an edge believes the list that was told last",
+        _FENCE,
+        "if one.version >= known.believes]",
+        "if one is self.lists[-1]]",
+        found_by=1384,
+    ),
+)
+
+MUTANTS = (*LEADERSHIP, *FENCING, *ALONE, *LISTS)

@@ -1,0 +1,217 @@
+"""Several gateways on one database, as their clients and operators see them."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import signal
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+
+from gateway.callers.keys import new_key
+from tests.cluster.members import MemberProcess, running_members
+from tests.emulator import EmulatedNode
+from tests.gateways import until
+from tests.polling import eventually
+from tests.postgres import PostgresServer, needs_postgres, running_postgres
+
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(300), needs_postgres]
+CHAT = "/v1/chat/completions"
+HELLO = {"messages": [{"role": "user", "content": "Hello"}], "max_tokens": 4}
+TAKEOVER = 15.0
+"""Seconds for another member to lead, on a busy machine; the term is one."""
+
+
+@pytest.fixture
+def server() -> Iterator[PostgresServer]:
+    with running_postgres() as started:
+        yield started
+
+
+async def roles_of(members: dict[str, MemberProcess]) -> dict[str, str]:
+    return {name: await member.until_role("leader", "follower") for name, member in members.items()}
+
+
+async def leader_of(members: dict[str, MemberProcess]) -> MemberProcess:
+    async def look() -> MemberProcess | None:
+        for member in members.values():
+            if await member.role() == "leader":
+                return member
+        return None
+
+    return await eventually(look, TAKEOVER)
+
+
+async def stream(client: httpx.AsyncClient, tokens: int, number: int) -> str:
+    """The text of a streamed answer, which must be whole."""
+    body = {
+        "messages": [{"role": "user", "content": f"Tell story {number}"}],
+        "max_tokens": tokens, "stream": True,
+    }  # fmt: skip
+    text = ""
+    async with client.stream("POST", CHAT, json=body) as answer:
+        assert answer.status_code == 200, await answer.aread()
+        async for line in answer.aiter_lines():
+            if line.startswith("data: {"):
+                event = json.loads(line[6:])
+                assert "error" not in event, event
+                text += (event["choices"][0]["delta"] or {}).get("content") or ""
+            elif line == "data: [DONE]":
+                return text
+    raise AssertionError("the stream has no end")
+
+
+async def booked(server: PostgresServer, url: str) -> list[tuple[Any, ...]]:
+    database = url.rpartition("/")[2]
+    return await asyncio.to_thread(
+        server.execute, "SELECT id, outcome, completion_tokens FROM usage ORDER BY id", database
+    )
+
+
+async def test_streams_run_on_and_requests_are_served_when_the_leader_is_killed(
+    tmp_path: Path, server: PostgresServer
+) -> None:
+    url = server.new_database()
+    node = EmulatedNode(slots=16, decode_tps=10, answer_tokens=1000)
+    async with node, running_members(tmp_path, node, url) as members:
+        await roles_of(members)
+        leader = await leader_of(members)
+        others = [one for one in members.values() if one is not leader]
+        streams = [
+            asyncio.create_task(stream(one.client, 100, number))
+            for one in others
+            for number in range(2)
+        ]
+        await until(lambda: node.busy == 4)
+        await leader.line.kill()
+        killed_at = time.monotonic()
+        answers = await asyncio.gather(*(one.client.post(CHAT, json=HELLO) for one in others))
+        waited = time.monotonic() - killed_at
+        assert [answer.status_code for answer in answers] == [200, 200]
+        assert waited < TAKEOVER
+        node.engine.decode_tps = 1000
+        texts = await asyncio.gather(*streams)
+        assert all(len(text.split()) > 80 for text in texts)
+        assert sorted([await one.role() for one in others]) == ["follower", "leader"]
+
+        async def all_booked() -> bool | None:
+            rows = await booked(server, url)
+            return (len(rows) == 6 and {row[1] for row in rows} == {"ok"}) or None
+
+        await eventually(all_booked, 60)
+        assert sum(row[2] for row in await booked(server, url)) == 4 * 100 + 2 * 4
+
+
+async def test_keys_and_orders_may_go_to_any_member_and_the_audit_names_it(
+    tmp_path: Path, server: PostgresServer
+) -> None:
+    url = server.new_database()
+    node = EmulatedNode(slots=2)
+    admin_key = new_key()
+    first = {"id": admin_key.id, "sha256": admin_key.sha256, "name": "first"}
+    async with (
+        node,
+        running_members(tmp_path, node, url, ("gw-a", "gw-b"), keys=[first]) as members,
+    ):
+        await roles_of(members)
+        leader = await leader_of(members)
+        (follower,) = [one for one in members.values() if one is not leader]
+        made = await follower.admin.post("/admin/keys", json={"name": "alice"})
+        assert made.status_code in {200, 201}, made.text
+        headers = {"authorization": f"Bearer {made.json()['key']}"}
+        for member in members.values():
+
+            async def served(member: MemberProcess = member) -> bool | None:
+                answer = await member.client.post(CHAT, json=HELLO, headers=headers)
+                return answer.status_code == 200 or None
+
+            await eventually(served, 10)
+            usage = (await member.client.get("/v1/usage", headers=headers)).json()
+            assert usage
+        drained = await follower.admin.post("/admin/nodes/one/drain")
+        assert drained.status_code == 200
+        for member in members.values():
+            nodes = (await member.admin.get("/admin/nodes")).json()["nodes"]
+            assert nodes[0]["state"] == "draining"
+        entries = (await leader.admin.get("/admin/audit?action=drain")).json()["entries"]
+        assert entries[0]["details"]["member"] == follower.name
+
+
+async def test_without_the_database_each_serves_alone_and_is_whole_again_without_a_restart(
+    tmp_path: Path, server: PostgresServer
+) -> None:
+    url = server.new_database()
+    node = EmulatedNode(slots=4, decode_tps=200, answer_tokens=1000)
+    async with node, running_members(tmp_path, node, url, ("gw-a", "gw-b")) as members:
+        await roles_of(members)
+        for member in members.values():
+            assert (await member.client.post(CHAT, json=HELLO)).status_code == 200
+        server.stop()
+        for member in members.values():
+            await member.until_role("alone")
+            found = await member.cluster()
+            assert (found["role"], found["leader"]) == ("alone", None)
+            answer = await member.client.post(CHAT, json=HELLO)
+            assert answer.status_code == 200
+        server.start()
+        await roles_of(members)
+        for member in members.values():
+            assert (await member.client.post(CHAT, json=HELLO)).status_code == 200
+
+        async def all_booked() -> bool | None:
+            return len(await booked(server, url)) == 6 or None
+
+        await eventually(all_booked, 60)
+
+
+async def test_a_member_that_ends_lets_another_one_lead_and_its_streams_end_well(
+    tmp_path: Path, server: PostgresServer
+) -> None:
+    url = server.new_database()
+    node = EmulatedNode(slots=4, decode_tps=20, answer_tokens=1000)
+    async with node, running_members(tmp_path, node, url, ("gw-a", "gw-b")) as members:
+        await roles_of(members)
+        leader = await leader_of(members)
+        (other,) = [one for one in members.values() if one is not leader]
+        streams = [asyncio.create_task(stream(one.client, 100, 1)) for one in members.values()]
+        await until(lambda: node.busy == 2)
+        leader.line.first.send_signal(signal.SIGTERM)
+        await other.until_role("leader")
+        assert (await other.client.post(CHAT, json=HELLO)).status_code == 200
+        await asyncio.gather(*streams)
+        assert await leader.line.status() == 0
+
+        async def all_booked() -> bool | None:
+            rows = await booked(server, url)
+            return [row[1] for row in rows] == ["ok"] * 3 or None
+
+        await eventually(all_booked, 60)
+
+
+async def test_a_member_is_succeeded_while_it_streams(
+    tmp_path: Path, server: PostgresServer
+) -> None:
+    url = server.new_database()
+    node = EmulatedNode(slots=16, decode_tps=20, answer_tokens=1000)
+    async with node, running_members(tmp_path, node, url, ("gw-a", "gw-b")) as members:
+        await roles_of(members)
+        leader = await leader_of(members)
+        streams = [asyncio.create_task(stream(one.client, 200, 1)) for one in members.values()]
+        await until(lambda: node.busy == 2)
+        await leader.line.succeed()
+        async with httpx.AsyncClient(base_url=leader.line.url, trust_env=False) as client:
+            answer = await client.post(CHAT, json=HELLO, timeout=60)
+            assert answer.status_code == 200
+        node.engine.decode_tps = 1000
+        await asyncio.gather(*streams)
+
+        async def all_booked() -> bool | None:
+            rows = await booked(server, url)
+            return [row[1] for row in rows] == ["ok"] * 3 or None
+
+        await eventually(all_booked, 60)
