@@ -1,0 +1,205 @@
+"""Clients that record every answer, and nodes that record every grant."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import random
+import time
+from collections.abc import AsyncIterator, Iterable, Sequence
+from dataclasses import dataclass, field
+from itertools import pairwise
+from typing import Any
+
+from tests.chaos.client import Client, ReceivedResponse
+from tests.chaos.response_reader import CorruptResponse, read_plain, read_stream
+from tests.cluster.machines import MEMBER_HEADER
+from tests.emulator import EmulatedNode, expected_chat_text
+
+CHAT = "/v1/chat/completions"
+ANSWER_LIMIT = 150.0
+"""Seconds within which every request must end."""
+KEPT_REQUESTS = 12
+"""Requests that a client sends over one connection."""
+PROCESS_PART = len("req_") + 16
+"""Characters of a request's id that name the process which made it."""
+FAILURE_PAUSE = 0.3  # seconds until a client goes on whose request has failed
+LONGEST = 400  # tokens of an answer
+SHOWN = 160  # characters of a failure
+
+
+@dataclass(frozen=True, slots=True)
+class Answer:
+    """One request as its client saw it; times are of the monotonic clock."""
+
+    client: str
+    began: float
+    ended: float
+    status: int  # 0: none came
+    id: str
+    member: str
+    failure: str
+    """Why it is none that a client could use; empty: it is one."""
+    reason: str = ""  # `X-Gateway-Reason`
+
+    @property
+    def refused(self) -> bool:
+        """Whether a limit on its key refused it."""
+        return self.status == 429 and self.reason == "rate_limit_exceeded"
+
+
+@dataclass(slots=True)
+class Load:
+    """All clients, until `stop`; at most `most` requests."""
+
+    url: str
+    model: str
+    most: int
+    exact: bool = True
+    """Whether the answers' texts are known."""
+    answers: list[Answer] = field(default_factory=list)
+    sent: int = 0
+    stopped: bool = False
+    _tasks: list[asyncio.Task[None]] = field(default_factory=list)
+
+    def start(self, name: str, key: str, seed: int, tokens: Sequence[int], pause: float) -> None:
+        """Start a client that sends one request after the other."""
+        work = self._ask(name, key, random.Random(seed), tokens, pause)
+        self._tasks.append(asyncio.create_task(work, name=name))
+
+    async def stop(self) -> None:
+        """Send nothing more, and wait for the answers."""
+        self.stopped = True
+        await asyncio.gather(*self._tasks)
+
+    def _over(self) -> bool:
+        return self.stopped or self.sent >= self.most
+
+    async def _ask(
+        self, name: str, key: str, rng: random.Random, tokens: Sequence[int], pause: float
+    ) -> None:
+        headers = {"authorization": f"Bearer {key}"}
+        while not self._over():
+            async with Client(self.url, headers=headers) as client:
+                for _ in range(rng.randrange(1, 2 * KEPT_REQUESTS)):
+                    if self._over():
+                        break
+                    self.sent += 1
+                    answer = await self._once(client, name, rng, rng.choice(tokens))
+                    self.answers.append(answer)
+                    await asyncio.sleep(max(pause, FAILURE_PAUSE if answer.failure else 0.0))
+
+    async def _once(self, client: Client, name: str, rng: random.Random, tokens: int) -> Answer:
+        messages = [{"role": "user", "content": f"{name} {rng.getrandbits(64):x}"}]
+        stream = rng.random() < 0.7
+        body: dict[str, Any] = {"model": self.model, "messages": messages, "max_tokens": tokens}
+        if stream:
+            body["stream"] = True
+        if not self.exact:
+            body["ignore_eos"] = True
+        began = time.monotonic()
+        try:
+            response = await client.send(CHAT, body, limit=ANSWER_LIMIT)
+        except TimeoutError:
+            response = ReceivedResponse(broke=f"no end within {ANSWER_LIMIT:.0f} s")
+        expected = expected_chat_text(messages, tokens) if self.exact else None
+        headers = response.headers
+        return Answer(
+            name, began, time.monotonic(), response.status, headers.get("x-request-id", ""),
+            headers.get(MEMBER_HEADER, ""), failure(response, stream, expected),
+            headers.get("x-gateway-reason", ""),
+        )  # fmt: skip
+
+
+def failure(response: ReceivedResponse, stream: bool, expected: str | None) -> str:
+    """Why this response is none that a client could use; empty: it is one."""
+    if not response.complete:
+        return f"broke off: {response.broke}"[:SHOWN]
+    if response.status != 200:
+        return f"{response.status}: {bytes(response.body).decode(errors='replace')}"[:SHOWN]
+    try:
+        read = (read_stream if stream else read_plain)(CHAT, bytes(response.body))
+    except (CorruptResponse, KeyError) as error:
+        return f"corrupt: {error!r}"[:SHOWN]
+    if read.error is not None:
+        return f"error event: {json.dumps(read.error)}"[:SHOWN]
+    if not read.ends:
+        return "a stream without its end"
+    return "" if expected in {None, read.text} else f"wrong text: {read.text!r}"[:SHOWN]
+
+
+@dataclass(slots=True)
+class Crowding:
+    """More requests at a node at once than it has slots."""
+
+    node: str
+    began: float
+    ended: float
+    most: int  # beyond its slots
+
+
+@dataclass(slots=True)
+class NodeWatch:
+    """When requests got slots of one node, and when more came than it has."""
+
+    name: str
+    node: EmulatedNode
+    grants: list[float] = field(default_factory=list)
+    crowdings: list[Crowding] = field(default_factory=list)
+    most_busy: int = 0
+    _busy: int = 0
+    _crowded: Crowding | None = None
+
+    def look(self) -> None:
+        """Called at each change."""
+        pool, now = self.node.slots, time.monotonic()
+        if pool.busy > self._busy:
+            self.grants.append(now)
+        self._busy = pool.busy
+        self.most_busy = max(self.most_busy, pool.busy)
+        waiting = sum(not one[3].done() for one in pool.waiting)
+        if waiting and self._crowded is None:
+            self._crowded = Crowding(self.name, now, now, 0)
+            self.crowdings.append(self._crowded)
+        if self._crowded is not None:
+            self._crowded.ended = now
+            self._crowded.most = max(self._crowded.most, waiting)
+            if not waiting:
+                self._crowded = None
+
+
+@contextlib.asynccontextmanager
+async def emulated_nodes(
+    address: str, slots: Sequence[int], tokens_per_second: float
+) -> AsyncIterator[list[NodeWatch]]:
+    """Nodes with so many slots each, in this process."""
+    async with contextlib.AsyncExitStack() as stack:
+        watches = []
+        for number, count in enumerate(slots):
+            node = EmulatedNode(
+                host=address, slots=count, decode_tps=tokens_per_second, answer_tokens=LONGEST
+            )
+            watch = NodeWatch(f"n{number}", await stack.enter_async_context(node))
+            node.slots.on_change = watch.look
+            watches.append(watch)
+        yield watches
+
+
+def longest_gap(times: Iterable[float], begin: float, end: float) -> float:
+    """The longest time without a grant that has begun in this span."""
+    inside = sorted(time for time in times if time >= begin)
+    bounded = [begin, *(time for time in inside if time <= end)]
+    after = [time for time in inside if time > end][:1] or [end]
+    return max(later - one for one, later in pairwise([*bounded, *after]))
+
+
+def most_within(times: Iterable[float], seconds: float) -> int:
+    """The most of these times that lie within so many seconds."""
+    ordered = sorted(times)
+    most = first = 0
+    for last, when in enumerate(ordered):
+        while when - ordered[first] >= seconds:
+            first += 1
+        most = max(most, last - first + 1)
+    return most
