@@ -42,6 +42,7 @@ from tests.cluster.load import (
     emulated_nodes,
     longest_gap,
     most_within,
+    real_nodes,
 )
 from tests.cluster.machines import (
     ADMIN,
@@ -407,8 +408,10 @@ def crowdings(drill: Drill, begin: float, end: float) -> list[str]:
 
 
 def gap(drill: Drill, begin: float, end: float) -> float:
-    """The longest pause of grants at all nodes."""
-    return longest_gap((when for watch in drill.nodes for when in watch.grants), begin, end)
+    """The longest pause of grants at all nodes; at real ones, of answers."""
+    granted = [when for watch in drill.nodes for when in watch.grants]
+    ended = [one.ended for one in drill.load.answers if not one.failure]
+    return longest_gap(granted if drill.load.exact else ended, begin, end)
 
 
 def row(drill: Drill, outcome: Outcome) -> str:
@@ -551,7 +554,7 @@ def _members(
     keys: list[ApiKey],
 ) -> Iterator[Member]:  # fmt: skip
     authority, admin_key = Authority(), secrets.token_hex(16)
-    inventory = [{"name": one.name, "url": one.node.url} for one in nodes]
+    inventory = [{"name": one.name, "url": one.url} for one in nodes]
     for number in range(1 if options.one else options.members):
         machine = network.machine(number, f"gw-{chr(ord('a') + number)}")
         own = folder / machine.name
@@ -574,7 +577,9 @@ async def drilled(options: argparse.Namespace, folder: Path) -> dict[str, Any]:
         pooled = direct.replace(f":{database.port}/", f":{bouncer}/")
         slots = [int(one) for one in options.slots.split(",")]
         watches = await stack.enter_async_context(
-            emulated_nodes(network.SWITCH, slots, options.speed)
+            real_nodes(network.SWITCH, slots)
+            if options.real
+            else emulated_nodes(network.SWITCH, slots, options.speed)
         )
         keys = [new_key("load"), new_key("metered")]
         members = list(_members(options, folder, direct, pooled, watches, keys))
@@ -582,7 +587,8 @@ async def drilled(options: argparse.Namespace, folder: Path) -> dict[str, Any]:
         admin = await stack.enter_async_context(httpx.AsyncClient(trust_env=False, timeout=5))
         drill = Drill(
             folder, members, database, direct.rpartition("/")[2], bouncer, watches,
-            Load(url, "demo", options.requests), random.Random(options.seed), admin, options.away,
+            Load(url, "demo", options.requests, exact=not options.real),
+            random.Random(options.seed), admin, options.away,
         )  # fmt: skip
         for member in members:
             member.start()
@@ -645,6 +651,7 @@ def _options() -> argparse.ArgumentParser:
     parser.add_argument("--edges", type=int, default=1, help="of each member")
     parser.add_argument("--slots", default="4,4,3,1", help="of each node")
     parser.add_argument("--speed", type=float, default=40.0, help="tokens/s of a slot")
+    parser.add_argument("--real", action="store_true", help="nodes are llama.cpp's servers")
     parser.add_argument("--clients", type=int, default=20)
     parser.add_argument("--requests", type=int, default=20000, help="at most")
     parser.add_argument("--faults", default="short", help="`short`, `all`, or names with commas")

@@ -6,16 +6,21 @@ import asyncio
 import contextlib
 import json
 import random
+import re
 import time
 from collections.abc import AsyncIterator, Iterable, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
 from typing import Any
 
+import httpx
+
 from tests.chaos.client import Client, ReceivedResponse
 from tests.chaos.response_reader import CorruptResponse, read_plain, read_stream
 from tests.cluster.machines import MEMBER_HEADER
 from tests.emulator import EmulatedNode, expected_chat_text
+from tests.emulator.slots import SlotPool
+from tests.servers import running_demo_servers
 
 CHAT = "/v1/chat/completions"
 ANSWER_LIMIT = 150.0
@@ -24,6 +29,7 @@ KEPT_REQUESTS = 12
 """Requests that a client sends over one connection."""
 PROCESS_PART = len("req_") + 16
 """Characters of a request's id that name the process which made it."""
+READ_SECONDS = 0.1  # between two looks at a real server's metrics
 FAILURE_PAUSE = 0.3  # seconds until a client goes on whose request has failed
 LONGEST = 400  # tokens of an answer
 SHOWN = 160  # characters of a failure
@@ -144,21 +150,18 @@ class NodeWatch:
     """When requests got slots of one node, and when more came than it has."""
 
     name: str
-    node: EmulatedNode
+    url: str
     grants: list[float] = field(default_factory=list)
     crowdings: list[Crowding] = field(default_factory=list)
-    most_busy: int = 0
     _busy: int = 0
     _crowded: Crowding | None = None
 
-    def look(self) -> None:
-        """Called at each change."""
-        pool, now = self.node.slots, time.monotonic()
-        if pool.busy > self._busy:
+    def look(self, busy: int, waiting: int) -> None:
+        """Note how many slots are busy now, and how many requests wait for one."""
+        now = time.monotonic()
+        if busy > self._busy:
             self.grants.append(now)
-        self._busy = pool.busy
-        self.most_busy = max(self.most_busy, pool.busy)
-        waiting = sum(not one[3].done() for one in pool.waiting)
+        self._busy = busy
         if waiting and self._crowded is None:
             self._crowded = Crowding(self.name, now, now, 0)
             self.crowdings.append(self._crowded)
@@ -173,17 +176,48 @@ class NodeWatch:
 async def emulated_nodes(
     address: str, slots: Sequence[int], tokens_per_second: float
 ) -> AsyncIterator[list[NodeWatch]]:
-    """Nodes with so many slots each, in this process."""
+    """Nodes with so many slots each, in this process, which are watched without a gap."""
     async with contextlib.AsyncExitStack() as stack:
         watches = []
         for number, count in enumerate(slots):
-            node = EmulatedNode(
-                host=address, slots=count, decode_tps=tokens_per_second, answer_tokens=LONGEST
+            node = await stack.enter_async_context(
+                EmulatedNode(
+                    host=address, slots=count, decode_tps=tokens_per_second, answer_tokens=LONGEST
+                )
             )
-            watch = NodeWatch(f"n{number}", await stack.enter_async_context(node))
-            node.slots.on_change = watch.look
-            watches.append(watch)
+            watches.append(watch := NodeWatch(f"n{number}", node.url))
+
+            def changed(watch: NodeWatch = watch, pool: SlotPool = node.slots) -> None:
+                watch.look(pool.busy, sum(not one[3].done() for one in pool.waiting))
+
+            node.slots.on_change = changed
         yield watches
+
+
+@contextlib.asynccontextmanager
+async def real_nodes(address: str, slots: Sequence[int]) -> AsyncIterator[list[NodeWatch]]:
+    """llama.cpp's servers with so many slots each, whose metrics are read all the time."""
+    with contextlib.ExitStack() as stack:
+        watches = []
+        for number, count in enumerate(slots):
+            [server] = stack.enter_context(running_demo_servers(slots=count, host=address))
+            watches.append(NodeWatch(f"n{number}", server.url))
+        reading = [asyncio.create_task(_read_metrics(watch)) for watch in watches]
+        try:
+            yield watches
+        finally:
+            for task in reading:
+                task.cancel()
+            await asyncio.gather(*reading, return_exceptions=True)
+
+
+async def _read_metrics(watch: NodeWatch) -> None:
+    async with httpx.AsyncClient(base_url=watch.url, trust_env=False, timeout=60) as client:
+        while True:
+            text = (await client.get("/metrics")).text
+            found = dict(re.findall(r"^llamacpp:requests_(\w+) (\d+)", text, re.MULTILINE))
+            watch.look(int(found["processing"]), int(found["deferred"]))
+            await asyncio.sleep(READ_SECONDS)
 
 
 def longest_gap(times: Iterable[float], begin: float, end: float) -> float:
