@@ -16,9 +16,7 @@ import asyncio
 import contextlib
 import json
 import random
-import secrets
 import shutil
-import signal
 import sys
 import tempfile
 import time
@@ -45,14 +43,12 @@ from tests.cluster.load import (
     real_nodes,
 )
 from tests.cluster.machines import (
-    ADMIN,
-    BETWEEN,
-    CLUSTER,
     HAPROXY,
     LIMIT,
-    PUBLIC,
+    TERM,
     Authority,
     Member,
+    new_member,
     running_haproxy,
 )
 from tests.cluster.pgbouncer import PROGRAM as PGBOUNCER
@@ -60,7 +56,6 @@ from tests.cluster.pgbouncer import running_pgbouncer
 from tests.postgres import PostgresServer, postgres_binaries, running_postgres
 from tests.processes import free_port, gone
 
-TERM = 2.0
 PAUSE_BEYOND_TERM = 2.0
 """Seconds that grants may pause beyond a term."""
 METERED_RPM = 30
@@ -519,52 +514,29 @@ async def end_members(drill: Drill) -> dict[str, Any]:
 # Setting it up.
 
 
-def settings_of(
-    options: argparse.Namespace, name: str, url: str, tls: dict[str, str], keys: list[ApiKey]
-) -> dict[str, Any]:
-    """The settings of a member."""
-    limits = [{}, {"limits": {"rpm": METERED_RPM}}]
-    found: dict[str, Any] = {
-        "listen": {"host": "0.0.0.0", "port": PUBLIC, "edges": options.edges},
-        "admin": {"host": "0.0.0.0", "port": ADMIN, "key_file": "admin-key"},
-        "keys": [
-            {"id": key.id, "sha256": key.sha256, "name": key.id, **limit}
-            for key, limit in zip(keys, limits, strict=True)
-        ],
-        "store": {"url": url},
-        "health": {"interval": 0.5, "timeout": 20},
-        "queue": {"max": 2000, "max_wait": 120},
-        "shutdown": {"delay": 1, "grace": 30},
-        "logging": {"format": "json"},
-    }
-    if not options.one:
-        found["cluster"] = {
-            "name": CLUSTER,
-            "member": name,
-            "listen": f"0.0.0.0:{BETWEEN}",
-            "advertise": f"{tls.pop('address')}:{BETWEEN}",
-            "tls": tls,
-            "term": TERM,
-        }
-    return found
-
-
 def _members(
     options: argparse.Namespace, folder: Path, direct: str, pooled: str, nodes: list[NodeWatch],
     keys: list[ApiKey],
 ) -> Iterator[Member]:  # fmt: skip
-    authority, admin_key = Authority(), secrets.token_hex(16)
+    authority = Authority()
+    limits: tuple[dict[str, Any], ...] = ({}, {"limits": {"rpm": METERED_RPM}})
+    settings = {
+        "listen": {"edges": options.edges},
+        "keys": [
+            {"id": key.id, "sha256": key.sha256, "name": key.id, **limit}
+            for key, limit in zip(keys, limits, strict=True)
+        ],
+        "health": {"interval": 0.5, "timeout": 20},
+        "queue": {"max": 2000, "max_wait": 120},
+        "shutdown": {"delay": 1, "grace": 30},
+    }
     inventory = [{"name": one.name, "url": one.url} for one in nodes]
     for number in range(1 if options.one else options.members):
         machine = network.machine(number, f"gw-{chr(ord('a') + number)}")
-        own = folder / machine.name
-        own.mkdir()
-        tls = authority.issue(machine.name, machine.address, own) | {"address": machine.address}
-        url = pooled if number % 2 else direct
-        settings = settings_of(options, machine.name, url, tls, keys)
-        member = Member(machine, own, settings, inventory, admin_key)
-        member.write()
-        yield member
+        yield new_member(
+            machine, folder, None if options.one else authority, pooled if number % 2 else direct,
+            settings, inventory,
+        )  # fmt: skip
 
 
 async def drilled(options: argparse.Namespace, folder: Path) -> dict[str, Any]:
@@ -583,7 +555,7 @@ async def drilled(options: argparse.Namespace, folder: Path) -> dict[str, Any]:
         )
         keys = [new_key("load"), new_key("metered")]
         members = list(_members(options, folder, direct, pooled, watches, keys))
-        url = stack.enter_context(running_haproxy(folder, members, free_port()))
+        url = stack.enter_context(running_haproxy(folder, members, network.SWITCH, free_port()))
         admin = await stack.enter_async_context(httpx.AsyncClient(trust_env=False, timeout=5))
         drill = Drill(
             folder, members, database, direct.rpartition("/")[2], bouncer, watches,
@@ -592,7 +564,7 @@ async def drilled(options: argparse.Namespace, folder: Path) -> dict[str, Any]:
         )  # fmt: skip
         for member in members:
             member.start()
-            stack.callback(_end_at_once, member)
+            stack.callback(member.end_at_once)
         for member in members:
             await member.ready()
         await all_well(drill, "the start")
@@ -617,14 +589,6 @@ async def drilled(options: argparse.Namespace, folder: Path) -> dict[str, Any]:
             "failed": [asdict(one) for one in failures(drill, 0.0, float("inf"))[0][:100]],
             "wrong": drill.wrong,
         }
-
-
-def _end_at_once(member: Member) -> None:
-    """Kill what still runs of it."""
-    with contextlib.suppress(ProcessLookupError, psutil.NoSuchProcess):
-        if not gone(member.pid):
-            member.send(signal.SIGCONT)
-            member.kill()
 
 
 def _chosen(options: argparse.Namespace) -> list[str]:

@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import json
 import os
+import secrets
 import shutil
 import signal
 import subprocess
@@ -21,13 +22,14 @@ import psutil
 import trustme
 import yaml
 
-from tests.cluster.network import SWITCH, Machine
+from tests.cluster.network import Machine
 from tests.gateways import QUIET
 from tests.processes import gone, wait_until_gone
 
 CLUSTER = "drill"
 PUBLIC, ADMIN, BETWEEN = 8000, 8001, 8090
 """Ports of a member: for clients, for operators, for other members."""
+TERM = 2.0
 LIMIT = 60.0
 """Seconds for each wait."""
 HAPROXY = shutil.which("haproxy", path=f"{os.environ.get('PATH', '')}:/usr/sbin")
@@ -58,14 +60,19 @@ class Member:
 
     machine: Machine
     folder: Path
-    settings: Mapping[str, Any]
-    nodes: Sequence[Mapping[str, Any]]
     admin_key: str
     process: subprocess.Popen[bytes] | None = None
     ends: list[int] = field(default_factory=list)
     """Exit statuses of processes that were not killed."""
     _read_to: int = 0
     lines: list[dict[str, Any]] = field(default_factory=list)
+
+    def end_at_once(self) -> None:
+        """Kill what still runs of it."""
+        if self.process is not None:
+            with contextlib.suppress(ProcessLookupError, psutil.NoSuchProcess):
+                self.send(signal.SIGCONT)
+                self.kill()
 
     @property
     def name(self) -> str:
@@ -82,14 +89,6 @@ class Member:
     @property
     def headers(self) -> dict[str, str]:
         return {"authorization": f"Bearer {self.admin_key}"}
-
-    def write(self) -> None:
-        """Write its files."""
-        self.folder.mkdir(exist_ok=True)
-        (self.folder / "admin-key").write_text(self.admin_key)
-        (self.folder / "gateway.yaml").write_text(yaml.safe_dump(dict(self.settings)))
-        nodes = [dict(one) for one in self.nodes]
-        (self.folder / "nodes.yaml").write_text(yaml.safe_dump({**QUIET, "nodes": nodes}))
 
     def start(self) -> None:
         """Start it; `ready` waits for it."""
@@ -189,8 +188,47 @@ class Member:
         return None
 
 
+def new_member(
+    machine: Machine,
+    folder: Path,
+    authority: Authority | None,
+    store: str,
+    settings: Mapping[str, Any],
+    nodes: Sequence[Mapping[str, Any]],
+) -> Member:
+    """A member that is not started yet, with these settings; without an authority it is alone.
+
+    Its files lie in a folder of its own in `folder`; operators need its `admin_key`.
+    """
+    own = folder / machine.name
+    own.mkdir()
+    found: dict[str, Any] = {
+        **settings,
+        "listen": {"host": machine.address, "port": PUBLIC, **settings.get("listen", {})},
+        "admin": {"host": machine.address, "port": ADMIN, "key_file": "admin-key"},
+        "store": {"url": store},
+        "logging": {"format": "json"},
+    }
+    if authority is not None:
+        found["cluster"] = {
+            "name": CLUSTER,
+            "member": machine.name,
+            "listen": f"{machine.address}:{BETWEEN}",
+            "tls": authority.issue(machine.name, machine.address, own),
+            "term": TERM,
+        }
+    member = Member(machine, own, secrets.token_hex(16))
+    (own / "admin-key").write_text(member.admin_key)
+    (own / "gateway.yaml").write_text(yaml.safe_dump(found))
+    inventory = {**QUIET, "nodes": [dict(one) for one in nodes]}
+    (own / "nodes.yaml").write_text(yaml.safe_dump(inventory))
+    return member
+
+
 @contextlib.contextmanager
-def running_haproxy(folder: Path, members: Sequence[Member], port: int) -> Iterator[str]:
+def running_haproxy(
+    folder: Path, members: Sequence[Member], address: str, port: int
+) -> Iterator[str]:
     """Run HAProxy before these members; its URL. It sends clients where `/ready` says yes."""
     assert HAPROXY is not None, "apt-get install haproxy"
     servers = [
@@ -210,7 +248,7 @@ def running_haproxy(folder: Path, members: Sequence[Member], port: int) -> Itera
                 "  option redispatch 1",
                 "  retry-on conn-failure",
                 "listen gateways",
-                f"  bind {SWITCH}:{port}",
+                f"  bind {address}:{port}",
                 "  balance leastconn",
                 "  option httpchk GET /ready",
                 f"  http-after-response set-header {MEMBER_HEADER} %[srv_name]",
@@ -223,7 +261,7 @@ def running_haproxy(folder: Path, members: Sequence[Member], port: int) -> Itera
         command = [HAPROXY, "-db", "-f", str(folder / "haproxy.cfg")]
         process = subprocess.Popen(command, stdout=log, stderr=log)
     try:
-        yield f"http://{SWITCH}:{port}"
+        yield f"http://{address}:{port}"
     finally:
         process.kill()
         process.wait(LIMIT)

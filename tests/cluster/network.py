@@ -46,15 +46,16 @@ def enter(module: str, arguments: Sequence[str]) -> None:
 
 @dataclass(frozen=True, slots=True)
 class Machine:
-    """One machine: a namespace with an address."""
+    """One machine: a namespace with an address, or an address of this one's loopback."""
 
     name: str
     address: str
+    is_own: bool = True
 
     @property
     def prefix(self) -> tuple[str, ...]:
         """What a command begins with that runs there."""
-        return ("ip", "netns", "exec", self.name)
+        return ("ip", "netns", "exec", self.name) if self.is_own else ()
 
     def cut(self, addresses: Iterable[str] = (), ports: Iterable[int] = ()) -> None:
         """Lose all packets from and to these addresses, and those of these ports elsewhere."""
