@@ -41,6 +41,7 @@ from tests.cluster.load import (
     longest_gap,
     most_within,
     real_nodes,
+    submit_batch,
 )
 from tests.cluster.machines import (
     HAPROXY,
@@ -67,6 +68,7 @@ BRIEF = 0.05
 """Seconds for which a node may have one request too many: one is cancelled as another comes."""
 BOOK_SECONDS = 45.0
 """Seconds until the ledger must have all rows."""
+ROWS = "SELECT id, status FROM usage WHERE key <> 'batch'"
 POOLED = 12
 """Connections that pgbouncer has to the database."""
 
@@ -460,7 +462,7 @@ async def compare_ledger(drill: Drill) -> dict[str, int]:
     good = {one.id: one for one in drill.load.answers if not one.failure and one.id}
     until = time.monotonic() + BOOK_SECONDS
     while True:
-        rows = dict(await asyncio.to_thread(drill.sql, "SELECT id, status FROM usage"))
+        rows = dict(await asyncio.to_thread(drill.sql, ROWS))
         missing = [one for id_, one in good.items() if rows.get(id_) != 200]
         needed = [one for one in missing if not _may_be_lost(drill, one)]
         if not needed or time.monotonic() > until:
@@ -519,7 +521,7 @@ def _members(
     keys: list[ApiKey],
 ) -> Iterator[Member]:  # fmt: skip
     authority = Authority()
-    limits: tuple[dict[str, Any], ...] = ({}, {"limits": {"rpm": METERED_RPM}})
+    limits: tuple[dict[str, Any], ...] = ({}, {"limits": {"rpm": METERED_RPM}}, {})
     settings = {
         "listen": {"edges": options.edges},
         "keys": [
@@ -528,6 +530,7 @@ def _members(
         ],
         "health": {"interval": 0.5, "timeout": 20},
         "queue": {"max": 2000, "max_wait": 120},
+        "batches": {"folder": str(folder / "files")},
         "shutdown": {"delay": 1, "grace": 30},
     }
     inventory = [{"name": one.name, "url": one.url} for one in nodes]
@@ -553,7 +556,7 @@ async def drilled(options: argparse.Namespace, folder: Path) -> dict[str, Any]:
             if options.real
             else emulated_nodes(network.SWITCH, slots, options.speed)
         )
-        keys = [new_key("load"), new_key("metered")]
+        keys = [new_key("load"), new_key("metered"), new_key("batch")]
         members = list(_members(options, folder, direct, pooled, watches, keys))
         url = stack.enter_context(running_haproxy(folder, members, network.SWITCH, free_port()))
         admin = await stack.enter_async_context(httpx.AsyncClient(trust_env=False, timeout=5))
@@ -570,6 +573,12 @@ async def drilled(options: argparse.Namespace, folder: Path) -> dict[str, Any]:
         await all_well(drill, "the start")
         # HAProxy's next look.
         await asyncio.sleep(2)
+        batch = None
+        if options.lines:
+            headers = {"authorization": f"Bearer {keys[2].text}"}
+            client = httpx.AsyncClient(base_url=url, headers=headers, trust_env=False, timeout=30)
+            await stack.enter_async_context(client)
+            batch = await submit_batch(client, "demo", options.lines)
         begin = time.monotonic()
         for number in range(options.clients):
             tokens = (200, 300) if number % 5 == 0 else (4, 8, 16, 40)
@@ -580,6 +589,8 @@ async def drilled(options: argparse.Namespace, folder: Path) -> dict[str, Any]:
         finally:
             end = time.monotonic()
             await drill.load.stop()
+        if batch is not None and (why := await batch.wrong(options.lines, LIMIT)):
+            drill.wrong.append(why)
         figures = judge(drill, begin, end, "metered")
         figures |= await compare_ledger(drill)
         figures |= await end_members(drill)
@@ -618,6 +629,7 @@ def _options() -> argparse.ArgumentParser:
     parser.add_argument("--real", action="store_true", help="nodes are llama.cpp's servers")
     parser.add_argument("--clients", type=int, default=20)
     parser.add_argument("--requests", type=int, default=20000, help="at most")
+    parser.add_argument("--lines", type=int, default=0, help="of a batch, submitted before")
     parser.add_argument("--faults", default="short", help="`short`, `all`, or names with commas")
     parser.add_argument("--kills", type=int, default=0, help="so many kills of leader and edges")
     parser.add_argument("--settle", type=float, default=5.0, help="seconds after each fault")

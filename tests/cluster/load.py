@@ -8,6 +8,7 @@ import json
 import random
 import re
 import time
+from collections import Counter
 from collections.abc import AsyncIterator, Iterable, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
@@ -116,6 +117,52 @@ class Load:
             headers.get(MEMBER_HEADER, ""), failure(response, stream, expected),
             headers.get("x-gateway-reason", ""),
         )  # fmt: skip
+
+
+@dataclass(frozen=True, slots=True)
+class Batch:
+    """A batch of chats, submitted before anything happens, whose lines must come out once each."""
+
+    client: httpx.AsyncClient
+    id: str
+
+    async def wrong(self, lines: int, seconds: float) -> str:
+        """Wait for its end; what is wrong with its lines. Empty: nothing."""
+        until = time.monotonic() + seconds
+        state: dict[str, Any] = {}
+        while time.monotonic() < until and state.get("status") not in {"completed", "failed"}:
+            await asyncio.sleep(1)
+            with contextlib.suppress(httpx.HTTPError):
+                answer = await self.client.get(f"/v1/batches/{self.id}")
+                state = answer.json() if answer.status_code == 200 else state
+        if state.get("status") != "completed":
+            return f"the batch is {state.get('status')}: {state.get('request_counts')}"
+        output = await self.client.get(f"/v1/files/{state['output_file_id']}/content")
+        found = Counter(json.loads(line)["custom_id"] for line in output.text.splitlines())
+        return "" if found == Counter(map(str, range(lines))) else f"{len(found)} of {lines} lines"
+
+
+async def submit_batch(client: httpx.AsyncClient, model: str, lines: int) -> Batch:
+    """Submit a batch of so many chats."""
+    body = {"model": model, "max_tokens": 8}
+    text = "".join(
+        json.dumps(
+            {
+                "custom_id": str(number),
+                "method": "POST",
+                "url": CHAT,
+                "body": body | {"messages": [{"role": "user", "content": f"line {number}"}]},
+            }
+        )
+        + "\n"
+        for number in range(lines)
+    )
+    file = await client.post("/v1/files", data={"purpose": "batch"}, files={"file": text.encode()})
+    assert file.status_code == 200, file.text
+    made = {"input_file_id": file.json()["id"], "endpoint": CHAT, "completion_window": "24h"}
+    batch = await client.post("/v1/batches", json=made)
+    assert batch.status_code == 200, batch.text
+    return Batch(client, batch.json()["id"])
 
 
 def failure(response: ReceivedResponse, stream: bool, expected: str | None) -> str:
