@@ -275,6 +275,23 @@ async def stop_database(drill: Drill) -> None:
 
 
 @fault
+async def kill_without_database(drill: Drill) -> None:
+    """PostgreSQL stopped, and `kill -9` of a member meanwhile, whose new process has no store."""
+    await asyncio.to_thread(drill.database.stop)
+    try:
+        await asyncio.sleep(3 * TERM)
+        member = drill.rng.choice(drill.members)
+        drill.note_killed(member, whole=True)
+        member.kill()
+        await asyncio.sleep(2)
+        member.start()
+        await asyncio.sleep(drill.away)
+    finally:
+        await asyncio.to_thread(drill.database.start)
+    await member.ready()
+
+
+@fault
 async def halt_database(drill: Drill) -> None:
     """PostgreSQL halted (SIGSTOP): connections stay, and nobody answers."""
     with drill.database.halted():
@@ -605,6 +622,8 @@ async def drilled(options: argparse.Namespace, folder: Path) -> dict[str, Any]:
 def _chosen(options: argparse.Namespace) -> list[str]:
     if options.kills:
         return [KILLS[number % len(KILLS)] for number in range(options.kills)]
+    if options.random:
+        return random.Random(options.seed).choices(list(FAULTS), k=options.random)
     match options.faults:
         case "short":
             return list(SHORT)
@@ -632,6 +651,7 @@ def _options() -> argparse.ArgumentParser:
     parser.add_argument("--lines", type=int, default=0, help="of a batch, submitted before")
     parser.add_argument("--faults", default="short", help="`short`, `all`, or names with commas")
     parser.add_argument("--kills", type=int, default=0, help="so many kills of leader and edges")
+    parser.add_argument("--random", type=int, default=0, help="so many faults, by the seed")
     parser.add_argument("--settle", type=float, default=5.0, help="seconds after each fault")
     parser.add_argument("--away", type=float, default=8.0, help="seconds without the database")
     parser.add_argument("--seed", type=int, default=1)
