@@ -369,17 +369,30 @@ async def run_faults(drill: Drill, names: Sequence[str], settle: float) -> None:
 
 
 async def all_well(drill: Drill, after: str) -> None:
-    """Note which members do not say that they lead or follow."""
+    """Wait until one member leads, and all say so and show all edges; note if that takes long."""
     if len(drill.members) == 1:
         return
     until = time.monotonic() + LIMIT
     while True:
-        found = [await one.status(drill.admin) for one in drill.members]
-        roles = [((one or {}).get("cluster") or {}).get("role") for one in found]
-        if Counter(roles) == Counter({"leader": 1, "follower": len(drill.members) - 1}):
+        told = [await one.status(drill.admin) for one in drill.members]
+        found = [(one or {}).get("cluster") or {} for one in told]
+        roles = Counter(one.get("role") for one in found)
+        views = {(one.get("leader"), one.get("epoch")) for one in found}
+        shown = [
+            sum(edge["ready"] for member in one.get("members", ()) for edge in member["edges"])
+            for one in found
+        ]
+        edges = sum(len(one.edges()) for one in drill.members)
+        if (
+            roles == {"leader": 1, "follower": len(drill.members) - 1}
+            and len(views) == 1
+            and set(shown) == {edges}
+        ):
             return
         if time.monotonic() > until:
-            drill.wrong.append(f"after {after} members are {roles}")
+            drill.wrong.append(
+                f"after {after}: roles {dict(roles)}, leader and epoch {views}, {shown} edges shown"
+            )
             return
         await asyncio.sleep(0.5)
 
