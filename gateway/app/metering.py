@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import asyncio
+import contextlib
 import time
 from collections.abc import Callable, Coroutine, Iterator
 from typing import Any, NamedTuple
 
 import structlog
 
-from gateway.app.startup import Options, keys_file, store_location
+from gateway.app.startup import Options, keys_file, state_file, store_location
+from gateway.callers.kept_rows import KeptRows
 from gateway.callers.key_sync import KeySync
 from gateway.callers.keys import AnonymousAccess, KeyRing
 from gateway.callers.ledger import Ledger
@@ -26,6 +29,7 @@ from gateway.nodes.fleet import Fleet
 from gateway.nodes.prices import GpuCosts, alive_nodes
 from gateway.schedule.core.tiers import cost_of
 from gateway.schedule.scheduler import Scheduler
+from gateway.store.failures import StoreError
 from gateway.store.store import Store, log_store_change
 
 log = structlog.get_logger()
@@ -84,6 +88,9 @@ class Metering:
             process,
             now=time.time,
             clock=clock,
+            kept=None
+            if settings.cluster is None
+            else KeptRows(state_file(options, "ledger").with_suffix(""), process.id),
             # The meter is made with the ledger.
             open_requests=lambda before: self.meter.open_requests(before),  # noqa: PLW0108
         )
@@ -160,11 +167,25 @@ class Metering:
             self.limit_book.prepare(self.key_ring.callers())
             await self._limit_sync.start(left())
 
+    async def bring_up_to_date(self, seconds: float) -> None:
+        """Read keys and counters again, within so many seconds: others have served until now."""
+
+        async def read_keys() -> None:
+            with contextlib.suppress(StoreError):
+                await self.key_sync.refresh(seconds)
+
+        reads = [read_keys()]
+        if self._limit_sync is not None:
+            reads.append(self._limit_sync.start(seconds))
+        await asyncio.gather(*reads)
+
     def loops(self) -> Iterator[NamedLoop]:
         """What must run from `load` on."""
         yield NamedLoop(self.key_sync.run(), "follow the API keys")
         if self.ledger is not None:
             yield NamedLoop(self.ledger.worker.run(), "write the ledger")
+            if self.ledger.kept is not None:
+                yield NamedLoop(self.ledger.keep_rows(), "keep rows of the ledger on the disk")
         if self._limit_sync is not None:
             yield NamedLoop(self._limit_sync.worker.run(), "follow the use of other processes")
         if self.store is not None and self.reporter is not None:

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-from sqlalchemy import Connection, delete, select
+from sqlalchemy import Connection, delete, select, update
 
 from gateway.store.database import insert_for
-from gateway.store.schema import members
+from gateway.store.schema import leadership, members, processes
 
 
 class MemberRow(NamedTuple):
@@ -18,6 +18,11 @@ class MemberRow(NamedTuple):
     generation: int  # counts the processes that have registered by this name
     address: str  # HOST:PORT for the other members
     version: str  # of its program
+
+    @property
+    def holder(self) -> str:
+        """Its name in the leadership's row."""
+        return f"{self.name}/{self.process}"
 
 
 def read_members(connection: Connection, cluster: str) -> list[MemberRow]:
@@ -41,10 +46,46 @@ def register(connection: Connection, cluster: str, own: MemberRow) -> list[Membe
     return read_members(connection, cluster)
 
 
+class StoredMember(NamedTuple):
+    """A member, and what the store knows of its process."""
+
+    row: MemberRow
+    epoch: int | None  # in which it leads, or has led last; None: another one does
+    seen_at: float | None  # its last sign of life, by its clock, Unix time; None: it has ended
+
+
+def stored_members(connection: Connection, cluster: str) -> list[StoredMember]:
+    """All members of the cluster, for operators."""
+    row = leadership.c
+    lead = connection.execute(select(row.holder, row.epoch).where(row.cluster == cluster)).first()
+    holder, epoch = ("", 0) if lead is None else lead
+    signs = connection.execute(select(processes.c.id, processes.c.seen_at))
+    seen = {process: seen_at for process, seen_at in signs}  # noqa: C416 - of rows, for mypy
+    return [
+        StoredMember(one, epoch if holder == one.holder else None, seen.get(one.process))
+        for one in read_members(connection, cluster)
+    ]
+
+
 def remove(connection: Connection, cluster: str, name: str) -> bool:
     """Remove a member that is gone for good; False: there is none of this name."""
     gone = delete(members).where(members.c.cluster == cluster, members.c.member == name)
     return connection.execute(gone).rowcount > 0
+
+
+def read_sharers(connection: Connection, cluster: str) -> str:
+    """The lists of those that share the slots without a leader, in JSON."""
+    wanted = select(leadership.c.sharers).where(leadership.c.cluster == cluster)
+    return connection.scalar(wanted) or "[]"
+
+
+def write_sharers(
+    connection: Connection, cluster: str, holder: str, epoch: int, sharers: str
+) -> bool:
+    """Replace these lists, as the leader of this epoch; False: another one has the leadership."""
+    row = leadership.c
+    own = row.cluster == cluster, row.holder == holder, row.epoch == epoch
+    return connection.execute(update(leadership).where(*own).values(sharers=sharers)).rowcount > 0
 
 
 _COLUMNS = ("member", "process", "generation", "address", "version")
