@@ -134,8 +134,8 @@ class Client:
         """
         async with asyncio.timeout(limit):
             try:
-                return await self._send_once(path, body, request_id, behaviour)
-            except _StaleConnection:
+                with contextlib.suppress(_StaleConnection):
+                    return await self._send_once(path, body, request_id, behaviour)
                 return await self._send_once(path, body, request_id, behaviour)
             except OSError as error:
                 self._close()

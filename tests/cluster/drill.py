@@ -16,6 +16,7 @@ import asyncio
 import contextlib
 import json
 import random
+import secrets
 import shutil
 import sys
 import tempfile
@@ -550,7 +551,7 @@ def _members(
     options: argparse.Namespace, folder: Path, direct: str, pooled: str, nodes: list[NodeWatch],
     keys: list[ApiKey],
 ) -> Iterator[Member]:  # fmt: skip
-    authority = Authority()
+    authority, admin_key = Authority(), secrets.token_hex(16)
     limits: tuple[dict[str, Any], ...] = ({}, {"limits": {"rpm": METERED_RPM}}, {})
     settings = {
         "listen": {"edges": options.edges},
@@ -568,7 +569,7 @@ def _members(
         machine = network.machine(number, f"gw-{chr(ord('a') + number)}")
         yield new_member(
             machine, folder, None if options.one else authority, pooled if number % 2 else direct,
-            settings, inventory,
+            settings, inventory, admin_key,
         )  # fmt: skip
 
 

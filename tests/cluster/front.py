@@ -34,7 +34,7 @@ async def serve(nodes: Sequence[Mapping[str, Any]], port: int, folder: Path) -> 
         members = [
             new_member(
                 Machine(f"gw-{number}", f"127.0.0.{10 + number}", is_own=False),
-                *(folder, authority, store, settings, nodes),
+                *(folder, authority, store, settings, nodes, "operators"),
             )
             for number in range(MEMBERS)
         ]

@@ -6,7 +6,6 @@ import asyncio
 import contextlib
 import json
 import os
-import secrets
 import shutil
 import signal
 import subprocess
@@ -195,10 +194,11 @@ def new_member(
     store: str,
     settings: Mapping[str, Any],
     nodes: Sequence[Mapping[str, Any]],
+    admin_key: str,
 ) -> Member:
     """A member that is not started yet, with these settings; without an authority it is alone.
 
-    Its files lie in a folder of its own in `folder`; operators need its `admin_key`.
+    Its files lie in a folder of its own in `folder`. All members have the same `admin_key`.
     """
     own = folder / machine.name
     own.mkdir()
@@ -217,7 +217,7 @@ def new_member(
             "tls": authority.issue(machine.name, machine.address, own),
             "term": TERM,
         }
-    member = Member(machine, own, secrets.token_hex(16))
+    member = Member(machine, own, admin_key)
     (own / "admin-key").write_text(member.admin_key)
     (own / "gateway.yaml").write_text(yaml.safe_dump(found))
     inventory = {**QUIET, "nodes": [dict(one) for one in nodes]}
