@@ -444,8 +444,10 @@ class Tunnels:
         inner, outer = socket.socketpair() if sock is None else (sock, sock)
         for one in (inner, outer):
             one.setblocking(False)
+        near = _Near()
+        near.other = far  # What its owner has written already comes at once.
         try:
-            _, near = await asyncio.get_running_loop().create_unix_connection(_Near, sock=inner)
+            await asyncio.get_running_loop().create_unix_connection(lambda: near, sock=inner)
         except BaseException:
             if sock is None:
                 inner.close()

@@ -1,157 +1,193 @@
-"""The table of members, and the commands for it."""
+"""Several gateways on one database, as their clients and operators see them."""
 
 from __future__ import annotations
 
+import asyncio
 import json
+import signal
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
+import httpx
 import pytest
-import yaml
-from sqlalchemy import Connection, insert
 
-from gateway.cluster.members import (
-    MemberRow,
-    StoredMember,
-    read_members,
-    read_sharers,
-    register,
-    remove,
-    stored_members,
-    write_sharers,
-)
-from gateway.store.schema import leadership, processes
-from gateway.store.store import Store
-from tests.cli.running import Ran, run
-from tests.cluster.certificates import Authority
-from tests.store.stores import opened
+from gateway.callers.keys import new_key
+from tests.cluster.members import MemberProcess, running_members
+from tests.emulator import EmulatedNode
+from tests.gateways import until
+from tests.polling import eventually
+from tests.postgres import PostgresServer, needs_postgres, running_postgres
 
-
-def row(name: str, process: str = "p", generation: int = 0) -> MemberRow:
-    return MemberRow(name, process, generation, "10.0.0.1:8090", "1.0")
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(300), needs_postgres]
+CHAT = "/v1/chat/completions"
+HELLO = {"messages": [{"role": "user", "content": "Hello"}], "max_tokens": 4}
+TAKEOVER = 15.0
+"""Seconds for another member to lead, on a busy machine; the term is one."""
 
 
 @pytest.fixture
-def store(store_url: str) -> Iterator[Store]:
-    with opened(store_url) as made:
-        yield made
+def server() -> Iterator[PostgresServer]:
+    with running_postgres() as started:
+        yield started
 
 
-def registered(store: Store, own: MemberRow, cluster: str = "c") -> list[MemberRow]:
-    return store.run_now(lambda connection: register(connection, cluster, own))
+async def roles_of(members: dict[str, MemberProcess]) -> dict[str, str]:
+    return {name: await member.until_role("leader", "follower") for name, member in members.items()}
 
 
-def test_the_process_that_registers_last_is_its_members(store: Store) -> None:
-    assert registered(store, row("b", "p1")) == [row("b", "p1", 1)]
-    assert registered(store, row("a", "p2")) == [row("a", "p2", 1), row("b", "p1", 1)]
-    assert registered(store, row("b", "p3"))[1] == row("b", "p3", 2)
-    # A database that has come back with an old state counts on from what is known.
-    assert registered(store, row("b", "p3", 7))[1] == row("b", "p3", 7)
-    registered(store, row("z"), "another cluster")
-    names = [one.name for one in store.run_now(lambda one: read_members(one, "c"))]
-    assert names == ["a", "b"]
+async def leader_of(members: dict[str, MemberProcess]) -> MemberProcess:
+    async def look() -> MemberProcess | None:
+        for member in members.values():
+            if await member.role() == "leader":
+                return member
+        return None
+
+    return await eventually(look, TAKEOVER)
 
 
-def test_a_member_is_removed_by_name(store: Store) -> None:
-    registered(store, row("a"))
-    assert not store.run_now(lambda connection: remove(connection, "d", "a"))
-    assert store.run_now(lambda connection: remove(connection, "c", "a"))
-    assert not store.run_now(lambda connection: remove(connection, "c", "a"))
-    assert store.run_now(lambda connection: read_members(connection, "c")) == []
+async def stream(client: httpx.AsyncClient, tokens: int, number: int) -> str:
+    """The text of a streamed answer, which must be whole."""
+    body = {
+        "messages": [{"role": "user", "content": f"Tell story {number}"}],
+        "max_tokens": tokens, "stream": True,
+    }  # fmt: skip
+    text = ""
+    async with client.stream("POST", CHAT, json=body) as answer:
+        assert answer.status_code == 200, await answer.aread()
+        async for line in answer.aiter_lines():
+            if line.startswith("data: {"):
+                event = json.loads(line[6:])
+                assert "error" not in event, event
+                text += (event["choices"][0]["delta"] or {}).get("content") or ""
+            elif line == "data: [DONE]":
+                return text
+    raise AssertionError("the stream has no end")
 
 
-def test_only_who_leads_replaces_the_lists_of_sharers(store: Store) -> None:
-    def write(holder: str, epoch: int) -> bool:
-        return store.run_now(lambda one: write_sharers(one, "c", holder, epoch, "[1]"))
-
-    assert store.run_now(lambda connection: read_sharers(connection, "c")) == "[]"
-    assert not write("a/p", 3)
-    values = {"cluster": "c", "holder": "a/p", "epoch": 3, "counter": 0}
-    store.run_now(lambda connection: connection.execute(insert(leadership).values(values)).rowcount)
-    assert store.run_now(lambda connection: read_sharers(connection, "c")) == "[]"
-    assert not write("a/p", 2)
-    assert not write("b/p", 3)
-    assert write("a/p", 3)
-    assert store.run_now(lambda connection: read_sharers(connection, "c")) == "[1]"
-
-
-def test_operators_see_who_leads_and_when_each_was_seen(store: Store) -> None:
-    for name in ("a", "b"):
-        registered(store, row(name, f"p{name}"))
-    fill(store, "a/pa", "pb", 5.0)
-    assert [(one.row.name, one.epoch, one.seen_at) for one in seen(store)] == [
-        ("a", 3, None),
-        ("b", None, 5.0),
-    ]
-
-
-def seen(store: Store) -> list[StoredMember]:
-    return store.run_now(lambda connection: stored_members(connection, "c"))
-
-
-def fill(store: Store, holder: str, process: str, seen_at: float) -> None:
-    lead = {"cluster": "c", "holder": holder, "epoch": 3, "counter": 0}
-    alive = {"id": process, "started_at": 1.0, "seen_at": seen_at, "host": "h", "pid": 1}
-
-    def job(connection: Connection) -> None:
-        connection.execute(insert(leadership).values(lead))
-        connection.execute(insert(processes).values(alive))
-
-    store.run_now(job)
-
-
-@pytest.fixture
-def config(tmp_path: Path) -> str:
-    """Return the path of settings whose store has the members a, which leads, and b."""
-    url = f"sqlite:///{tmp_path}/gateway.db"
-    with opened(url) as store:
-        for name in ("a", "b"):
-            registered(store, row(name, f"p{name}"))
-        fill(store, "a/pa", "pb", time.time())
-    settings = (
-        Authority(tmp_path / "certificates")
-        .settings("a")
-        .model_dump(mode="json", exclude_none=True)
+async def booked(server: PostgresServer, url: str) -> list[tuple[Any, ...]]:
+    database = url.rpartition("/")[2]
+    return await asyncio.to_thread(
+        server.execute, "SELECT id, outcome, completion_tokens FROM usage ORDER BY id", database
     )
-    path = tmp_path / "gateway.yaml"
-    path.write_text(yaml.safe_dump({"store": {"url": url}, "cluster": settings}))
-    return str(path)
 
 
-def cluster(*arguments: str) -> Ran:
-    return run("cluster", *arguments)
+async def test_streams_run_on_and_requests_are_served_when_the_leader_is_killed(
+    tmp_path: Path, server: PostgresServer
+) -> None:
+    url = server.new_database()
+    node = EmulatedNode(slots=16, decode_tps=10, answer_tokens=1000)
+    async with node, running_members(tmp_path, node, url) as members:
+        await roles_of(members)
+        leader = await leader_of(members)
+        others = [one for one in members.values() if one is not leader]
+        streams = [
+            asyncio.create_task(stream(one.client, 100, number))
+            for one in others
+            for number in range(2)
+        ]
+        await until(lambda: node.busy == 4)
+        await leader.line.kill()
+        killed_at = time.monotonic()
+        answers = await asyncio.gather(*(one.client.post(CHAT, json=HELLO) for one in others))
+        waited = time.monotonic() - killed_at
+        assert [answer.status_code for answer in answers] == [200, 200]
+        assert waited < TAKEOVER
+        node.engine.decode_tps = 1000
+        texts = await asyncio.gather(*streams)
+        assert all(len(text.split()) > 80 for text in texts)
+        assert sorted([await one.role() for one in others]) == ["follower", "leader"]
+
+        async def all_booked() -> bool | None:
+            rows = await booked(server, url)
+            return (len(rows) == 6 and {row[1] for row in rows} == {"ok"}) or None
+
+        await eventually(all_booked, 60)
+        assert sum(row[2] for row in await booked(server, url)) == 4 * 100 + 2 * 4
 
 
-def test_the_command_lists_the_members(config: str) -> None:
-    ran = cluster("members", "--config", config, "--json")
-    told = json.loads(ran.out)
-    assert (ran.status, told["cluster"]) == (0, "c")
-    assert [(one["name"], one["leads"], one["epoch"]) for one in told["members"]] == [
-        ("a", True, 3),
-        ("b", False, None),
-    ]
-    assert told["members"][0]["seen_seconds"] is None
-    assert told["members"][1]["seen_seconds"] < 60
-    table = cluster("members", "--config", config)
-    assert "10.0.0.1:8090" in table.out
+async def test_keys_and_orders_may_go_to_any_member_and_the_audit_names_it(
+    tmp_path: Path, server: PostgresServer
+) -> None:
+    url = server.new_database()
+    node = EmulatedNode(slots=2)
+    admin_key = new_key()
+    first = {"id": admin_key.id, "sha256": admin_key.sha256, "name": "first"}
+    async with (
+        node,
+        running_members(tmp_path, node, url, ("gw-a", "gw-b"), keys=[first]) as members,
+    ):
+        await roles_of(members)
+        leader = await leader_of(members)
+        (follower,) = [one for one in members.values() if one is not leader]
+        made = await follower.admin.post("/admin/keys", json={"name": "alice"})
+        assert made.status_code in {200, 201}, made.text
+        headers = {"authorization": f"Bearer {made.json()['key']}"}
+        for member in members.values():
+
+            async def served(member: MemberProcess = member) -> bool | None:
+                answer = await member.client.post(CHAT, json=HELLO, headers=headers)
+                return answer.status_code == 200 or None
+
+            await eventually(served, 10)
+            usage = (await member.client.get("/v1/usage", headers=headers)).json()
+            assert usage
+        drained = await follower.admin.post("/admin/nodes/one/drain")
+        assert drained.status_code == 200
+        for member in members.values():
+            nodes = (await member.admin.get("/admin/nodes")).json()["nodes"]
+            assert nodes[0]["state"] == "draining"
+        entries = (await leader.admin.get("/admin/audit?action=drain")).json()["entries"]
+        assert entries[0]["details"]["member"] == follower.name
 
 
-def test_the_command_removes_who_is_gone_and_no_other(config: str) -> None:
-    living = cluster("remove", "b", "--config", config)
-    assert living.status == 1
-    assert "end its process first" in living.err
-    assert cluster("remove", "b", "--config", config, "--force").status == 0
-    unknown = cluster("remove", "b", "--config", config)
-    assert unknown.status == 1
-    assert "has no member b, but a" in unknown.err
-    assert cluster("remove", "a", "--config", config).status == 0
-    assert "no member yet" in cluster("members", "--config", config).err
+async def test_without_the_database_each_serves_alone_and_is_whole_again_without_a_restart(
+    tmp_path: Path, server: PostgresServer
+) -> None:
+    url = server.new_database()
+    node = EmulatedNode(slots=4, decode_tps=200, answer_tokens=1000)
+    async with node, running_members(tmp_path, node, url, ("gw-a", "gw-b")) as members:
+        await roles_of(members)
+        for member in members.values():
+            assert (await member.client.post(CHAT, json=HELLO)).status_code == 200
+        server.stop()
+        for member in members.values():
+            await member.until_role("alone")
+            found = await member.cluster()
+            assert (found["role"], found["leader"]) == ("alone", None)
+            answer = await member.client.post(CHAT, json=HELLO)
+            assert answer.status_code == 200
+        server.start()
+        await roles_of(members)
+        for member in members.values():
+            assert (await member.client.post(CHAT, json=HELLO)).status_code == 200
+
+        async def all_booked() -> bool | None:
+            return len(await booked(server, url)) == 6 or None
+
+        await eventually(all_booked, 60)
 
 
-def test_without_a_cluster_in_the_settings_the_command_says_so(tmp_path: Path) -> None:
-    path = tmp_path / "gateway.yaml"
-    path.write_text("queue: {max: 1}")
-    ran = cluster("members", "--config", str(path))
-    assert ran.status == 2
-    assert "no section `cluster`" in ran.err
+async def test_a_member_that_ends_lets_another_one_lead_and_its_streams_end_well(
+    tmp_path: Path, server: PostgresServer
+) -> None:
+    url = server.new_database()
+    node = EmulatedNode(slots=4, decode_tps=20, answer_tokens=1000)
+    async with node, running_members(tmp_path, node, url, ("gw-a", "gw-b")) as members:
+        await roles_of(members)
+        leader = await leader_of(members)
+        (other,) = [one for one in members.values() if one is not leader]
+        streams = [asyncio.create_task(stream(one.client, 100, 1)) for one in members.values()]
+        await until(lambda: node.busy == 2)
+        leader.line.first.send_signal(signal.SIGTERM)
+        await other.until_role("leader")
+        assert (await other.client.post(CHAT, json=HELLO)).status_code == 200
+        await asyncio.gather(*streams)
+        assert await leader.line.status() == 0
+
+        async def all_booked() -> bool | None:
+            rows = await booked(server, url)
+            return [row[1] for row in rows] == ["ok"] * 3 or None
+
+        await eventually(all_booked, 60)
