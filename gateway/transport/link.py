@@ -88,7 +88,7 @@ class EdgeLink(asyncio.Protocol):
             await asyncio.get_running_loop().create_unix_connection(lambda: link, sock=sock)
         except BaseException:
             # Cancelled, it would learn of a transport that is closed already.
-            link._stop()  # noqa: SLF001 - of its own kind
+            link._stop()
             raise
         return link
 

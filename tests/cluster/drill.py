@@ -115,6 +115,11 @@ class Drill:
     outcomes: list[Outcome] = field(default_factory=list)
     wrong: list[str] = field(default_factory=list)
 
+    def is_wrong(self, what: str) -> None:
+        """Note, and say at once, what must not be."""
+        self.wrong.append(what)
+        print(f"WRONG: {what}", flush=True)
+
     def sql(self, statement: str) -> list[tuple[Any, ...]]:
         """Run a statement in the database of the store."""
         return self.database.execute(statement, self.database_name)
@@ -360,7 +365,7 @@ async def run_faults(drill: Drill, names: Sequence[str], settle: float) -> None:
             await FAULTS[name](drill)
         except Exception as error:  # noqa: BLE001 - it is told, and the next ones are tried
             outcome.error = f"{type(error).__name__}: {error}"
-            drill.wrong.append(f"{name}: {outcome.error}")
+            drill.is_wrong(f"{name}: {outcome.error}")
         await asyncio.sleep(settle)
         new, new_epoch = await drill.leader()
         outcome.ended = time.monotonic()
@@ -377,23 +382,21 @@ async def all_well(drill: Drill, after: str) -> None:
     while True:
         told = [await one.status(drill.admin) for one in drill.members]
         found = [(one or {}).get("cluster") or {} for one in told]
-        roles = Counter(one.get("role") for one in found)
-        views = {(one.get("leader"), one.get("epoch")) for one in found}
         shown = [
-            sum(edge["ready"] for member in one.get("members", ()) for edge in member["edges"])
+            (
+                one.get("leader"),
+                one.get("epoch"),
+                tuple(sorted(member["role"] for member in one.get("members", ()))),
+                sum(edge["ready"] for member in one.get("members", ()) for edge in member["edges"]),
+            )
             for one in found
         ]
+        roles = ("follower",) * (len(drill.members) - 1) + ("leader",)
         edges = sum(len(one.edges()) for one in drill.members)
-        if (
-            roles == {"leader": 1, "follower": len(drill.members) - 1}
-            and len(views) == 1
-            and set(shown) == {edges}
-        ):
+        if len(set(shown)) == 1 and shown[0][0] and shown[0][2:] == (roles, edges):
             return
         if time.monotonic() > until:
-            drill.wrong.append(
-                f"after {after}: roles {dict(roles)}, leader and epoch {views}, {shown} edges shown"
-            )
+            drill.is_wrong(f"after {after} members show {shown} and there are {edges} edges")
             return
         await asyncio.sleep(0.5)
 
@@ -457,14 +460,14 @@ def row(drill: Drill, outcome: Outcome) -> str:
 
 def judge(drill: Drill, begin: float, end: float, metered: str) -> dict[str, Any]:
     """All figures; what must not be goes to `drill.wrong`."""
-    wrong = drill.wrong
     living, dead = failures(drill, 0.0, float("inf"))
     for text, count in Counter(f"{one.client}: {one.failure}" for one in living).most_common(12):
-        wrong.append(f"{count} failed: {text}")
-    wrong += crowdings(drill, 0.0, float("inf"))
+        drill.is_wrong(f"{count} failed: {text}")
+    for one in crowdings(drill, 0.0, float("inf")):
+        drill.is_wrong(one)
     pause = gap(drill, begin, end)
     if pause > TERM + PAUSE_BEYOND_TERM:
-        wrong.append(f"no grant for {pause:.2f} s")
+        drill.is_wrong(f"no grant for {pause:.2f} s")
     admitted = [
         one.began
         for one in drill.load.answers
@@ -472,7 +475,7 @@ def judge(drill: Drill, begin: float, end: float, metered: str) -> dict[str, Any
     ]
     most = most_within(admitted, METERED_WINDOW)
     if most > METERED_RPM + len(drill.members):
-        wrong.append(f"{most} requests in a minute by a key that may send {METERED_RPM}")
+        drill.is_wrong(f"{most} requests in a minute by a key that may send {METERED_RPM}")
     good = [one for one in drill.load.answers if not one.failure]
     return {
         "answers": len(drill.load.answers),
@@ -502,7 +505,7 @@ async def compare_ledger(drill: Drill) -> dict[str, int]:
     if needed:
         by = Counter(f"{one.member}" for one in needed)
         wrong = Counter(rows.get(one.id) for one in needed)
-        drill.wrong.append(
+        drill.is_wrong(
             f"{len(needed)} answers are not in the ledger: {dict(by)}, its status {dict(wrong)}, "
             f"such as {[one.id for one in needed[:3]]}"
         )
@@ -510,7 +513,7 @@ async def compare_ledger(drill: Drill) -> dict[str, int]:
     failed = sum(bool(one.failure) for one in drill.load.answers)
     unknown = [id_ for id_, status in rows.items() if status == 200 and id_ not in good]
     if len(unknown) > failed:
-        drill.wrong.append(f"{len(unknown)} rows are no answers, such as {unknown[:3]}")
+        drill.is_wrong(f"{len(unknown)} rows are no answers, such as {unknown[:3]}")
     return {"rows": len(rows), "missing": len(missing), "unknown": len(unknown)}
 
 
@@ -526,21 +529,23 @@ async def end_members(drill: Drill) -> dict[str, Any]:
     await asyncio.gather(*(one.terminate() for one in drill.members), return_exceptions=True)
     for member in drill.members:
         if not member.ends or member.ends[-1]:
-            drill.wrong.append(f"{member.name} ended with {member.ends}")
+            drill.is_wrong(f"{member.name} ended with {member.ends}")
     left = [
         f"{pid} {' '.join(command)}"[:120]
         for pid, command in network.commands()
         if {"gateway", "serve"} <= set(command) or {"gateway", "edge"} <= set(command)
     ]
-    drill.wrong += [f"left at the end: {one}" for one in left]
+    for one in left:
+        drill.is_wrong(f"left at the end: {one}")
     events: Counter[str] = Counter()
     for member in drill.members:
         for line in member.read():
             if line["level"] in {"error", "critical", "plain"}:
                 events[f"{line['level']}: {line['event'].strip()[:140]}"] += 1
             if "traceback" in str(line.get("exception", "")).lower():
-                drill.wrong.append(f"{member.name} logged {line['event']}: {line['exception']}")
-    drill.wrong += [f"logged: {one}" for one in events if one.startswith("plain: Traceback")]
+                drill.is_wrong(f"{member.name} logged {line['event']}: {line['exception']}")
+    if traced := [one for one in events if one.startswith("plain: Traceback")]:
+        drill.is_wrong(f"logged: {traced}")
     return {"logged": dict(events.most_common(30))}
 
 
@@ -621,7 +626,7 @@ async def drilled(options: argparse.Namespace, folder: Path) -> dict[str, Any]:
             end = time.monotonic()
             await drill.load.stop()
         if batch is not None and (why := await batch.wrong(options.lines, LIMIT)):
-            drill.wrong.append(why)
+            drill.is_wrong(why)
         figures = judge(drill, begin, end, "metered")
         figures |= await compare_ledger(drill)
         figures |= await end_members(drill)
@@ -706,8 +711,6 @@ def main(arguments: Sequence[str]) -> int:
     if options.json is not None:
         options.json.write_text(json.dumps(report, indent=1))
     print(json.dumps(report["figures"], indent=1))
-    for one in report["wrong"]:
-        print(f"WRONG: {one}")
     return 1 if report["wrong"] else 0
 
 
