@@ -392,6 +392,8 @@ class Gateway:
                 waits = self._inherited.wait_for_learnt
                 self._place_and_learn(None if self._inherited.learnt_fd is None else waits)
             if self.cluster is not None and self._cluster_sock is not None:
+                for warning in startup.cluster_warnings(self.settings):
+                    log.warning("cluster", warning=warning)
                 # Not earlier: the predecessor is the member until now.
                 self.cluster.start(self._cluster_sock, self.public_listener, self.admin_listener)
             yield

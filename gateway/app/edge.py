@@ -24,6 +24,7 @@ import structlog
 
 from gateway.app.event_loop import collect_garbage, freeze_objects, run_event_loop
 from gateway.app.startup import share_memory
+from gateway.cluster.leadership import boot_clock
 from gateway.config.listeners import LimitSettings
 from gateway.config.settings import Settings
 from gateway.edges.edge import EdgeServices, NotReady
@@ -140,6 +141,7 @@ class Edge:
         self.services = EdgeServices(
             name,
             clustered=clustered,
+            clock=boot_clock if clustered else time.monotonic,
             on_configured=self._configure,
             on_lost=lambda _: self._link_lost(),
         )

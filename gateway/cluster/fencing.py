@@ -110,6 +110,7 @@ class Fence:
         self._alone_seconds = alone_seconds
         # A process that was never told of a term can't know whether its share is lent.
         self._alone_from = math.inf
+        self._reads_from = -math.inf  # nodes count as read that were asked from then on
         self._alone_until = -math.inf
         self._greets = False
         self._number = 0
@@ -207,7 +208,7 @@ class Fence:
 
     def read(self, node: str, busy: frozenset[object], asked_at: float) -> None:
         """The node was asked at that time, and is busy with these (slot and task)."""
-        if asked_at >= self._alone_from:
+        if asked_at >= max(self._alone_from, self._reads_from):
             self._busy[node] = self._busy.get(node, busy) & busy
 
     def others(self, node: str, now: float) -> int:
@@ -229,7 +230,7 @@ class Fence:
     def go_alone(self, now: float) -> None:
         """Begin to start requests alone, once nodes have been read anew."""
         self._leave(self.session + 1)
-        self._alone_from = max(self._alone_from, now + LANDING_SECONDS)
+        self._reads_from = now + LANDING_SECONDS
         self._busy.clear()
 
     def carried(self, leases: Mapping[int, str]) -> None:
@@ -557,8 +558,7 @@ class Tenure:
 
     def _talk(self, session: Session, now: float) -> _Edge | None:
         self._notice(now)
-        known = self._edges.get(session.edge)
-        return known if known is not None and known.is_open and session == known.session else None
+        return self._edges[session.edge] if self.has(session) else None
 
     def _notice(self, now: float) -> None:
         """Draw the conclusions of the time that has passed."""

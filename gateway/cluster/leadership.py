@@ -106,10 +106,17 @@ class Member:
         """Whether it has not seen the row for a whole term."""
         return self.row is None or now - self._looked_at > self.term
 
+    def knows_leader(self, now: float) -> bool:
+        """Whether it leads, or sees that another one has the row and renews it."""
+        row = self.row
+        is_fresh = row is not None and not self.is_blind(now) and now - self._since < self.term
+        return self.leads(now) or (is_fresh and bool(row and row.holder))
+
     def pause(self, now: float) -> float:
         """Seconds until its next step, if all goes well."""
         if self.leads(now):
-            return self.term / 4
+            # The renewal that confirms a claim comes as soon as it can.
+            return self.term / 4 if self._confirmed else max(0.0, self.won_at + self.gap - now)
         left = self._since + self.term - now if self.stands else self.term
         return min(self.term / 8, max(0.0, left))
 

@@ -20,7 +20,7 @@ import msgspec
 import structlog
 
 from gateway import __version__
-from gateway.cluster.fencing import Fence, Session, Sharers, Term
+from gateway.cluster.fencing import SETTLE_SECONDS, Fence, Session, Sharers, Term
 from gateway.cluster.leadership import Leadership, Member, boot_clock, contend
 from gateway.cluster.members import (
     MemberRow,
@@ -188,8 +188,8 @@ class _Follower:
     drains: bool
     link: EdgeLink = field(init=False)
     session: Session | None = None
+    is_told: bool = False  # of a term, in this session
     state: MemberState | None = None
-    heard_at: float = 0.0
 
 
 class Membership:
@@ -225,6 +225,7 @@ class Membership:
         self._member.stands = False  # until it is registered
         self._tasks: set[asyncio.Task[None]] = set()
         self._drains = self._replaced = self._closed = False
+        self._may_be_alone_since = 0.0  # in limbo
         # The list of members.
         self._rows: dict[str, MemberRow] = {}
         self._list_wanted = asyncio.Event()
@@ -240,7 +241,7 @@ class Membership:
         # As a follower.
         self._link: EdgeLink | None = None
         self._leader = "", ""  # the member and the process at the other end
-        self._linked_at = 0.0
+        self._told_until = 0.0  # when it must have been told of a term again
         self._stated: tuple[float, MemberState] = 0.0, MemberState()
         """What it has told of itself last, and when."""
         self._hint = ""  # the member that leads, by what another one has said
@@ -250,16 +251,8 @@ class Membership:
 
     def start(self) -> None:
         """Register as a member as soon as the store lets it; then contend, and follow."""
-        for work, name in (
-            (self._keep_list(), "keep the list of members"),
-            (
-                contend(self._member, self._leadership, clock=self._clock, on_step=self._look),
-                "contend for the leadership",
-            ),
-            (self._follow(), "follow the leader"),
-            (self._watch(), "watch the role"),
-        ):
-            self._spawn(work, name)
+        for work in (self._keep_list, self._contend, self._follow, self._watch):
+            self._spawn(self._keep_up(work))
 
     def lead(self, epoch: int, account: Account) -> None:
         """In the role of the leader of this epoch: others may follow, and are told by `account`.
@@ -328,10 +321,22 @@ class Membership:
             return SeenMember(row, "unknown", state, silent)
         return SeenMember(row, "draining" if follower.drains else "follower", state, silent)
 
-    def _spawn(self, work: Coroutine[Any, Any, None], name: str) -> None:
-        task = asyncio.create_task(work, name=name)
+    def _spawn(self, work: Coroutine[Any, Any, None]) -> None:
+        task = asyncio.create_task(work)
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
+
+    async def _keep_up(self, work: Callable[[], Coroutine[Any, Any, None]]) -> None:
+        """Do this work until cancelled, whatever happens."""
+        while True:
+            try:
+                await work()
+            except Exception:
+                log.exception("cluster: this member failed, and goes on")
+            await asyncio.sleep(RETRY_SECONDS)
+
+    async def _contend(self) -> None:
+        await contend(self._member, self._leadership, clock=self._clock, on_step=self._look)
 
     # Roles.
 
@@ -347,7 +352,10 @@ class Membership:
             self._end_leading()
         elif role.kind == "alone" and (self._drains or not self.fence.is_alone(now)):
             self._become(Role("limbo", self.fence.epoch))
-        if self.role.kind == "limbo" and self.fence.is_alone(now) and not self._drains:
+        if self.role.kind != "limbo" or self._drains or not self.fence.is_alone(now):
+            self._may_be_alone_since = now
+        # Who has the row will be a leader in a moment, unless it can't be reached.
+        elif not member.knows_leader(now) or now - self._may_be_alone_since > self._term:
             self._become(Role("alone", self.fence.epoch))
         if self.role.kind != "leader" and member.may_grant(now) and member.row is not None:
             epoch = member.row.epoch
@@ -355,7 +363,7 @@ class Membership:
                 member.heard(self.fence.epoch, now)
             elif epoch != self._winning:
                 self._winning = epoch
-                self._spawn(self._win(epoch), "begin to lead")
+                self._spawn(self._win(epoch))
         if self._account is not None and now - self._told_at >= TELL_SECONDS:
             self._told_at = now
             self._tell_self(now)
@@ -370,7 +378,8 @@ class Membership:
 
     async def _keep_list(self) -> None:
         """Register, and read the list of members again and again."""
-        problem, registered = None, False
+        problem: StoreError | None = None
+        registered = False
         while True:
             self._list_wanted.clear()
             try:
@@ -390,15 +399,16 @@ class Membership:
                 problem = None
             self._member.stands = not self._drains and (registered or self._member.stands)
             await asyncio.sleep(LEAST_LIST_SECONDS)
-            with contextlib.suppress(TimeoutError):
-                wait = LIST_SECONDS - LEAST_LIST_SECONDS
-                await asyncio.wait_for(self._list_wanted.wait(), wait)
+            if registered:
+                with contextlib.suppress(TimeoutError):
+                    wait = LIST_SECONDS - LEAST_LIST_SECONDS
+                    await asyncio.wait_for(self._list_wanted.wait(), wait)
 
     def _take_list(self, rows: Sequence[MemberRow]) -> bool:
         """Note all members; returns whether this process is its member's, as far as that says."""
         self._rows = {row.name: row for row in rows}
         mine, own = self._rows.get(self._name), self._own
-        if mine is None or mine[2:0:-1] < own[2:0:-1]:
+        if mine is None or (mine.generation, mine.process) < (own.generation, own.process):
             return False  # It was removed, or the database has come back with an old state.
         if mine.process == self._process:
             self._own = mine
@@ -475,11 +485,13 @@ class Membership:
         assert session is not None
         if state.names != self._stated[1].names:
             self._begin_own_session()
-        term = account.tell(session, now, self._member.lead_until)
-        epoch = self.role.epoch
-        if term is None or not self.fence.told(epoch, *term, asked_at=now, now=now):
-            return
-        if not account.confirmed(session, term.number, now) and self.fence.greet(epoch):
+        term, epoch = account.tell(session, now, self._member.lead_until), self.role.epoch
+        if term is None:
+            is_over = self.fence.seen > 0
+        else:
+            self.fence.told(epoch, *term, asked_at=now, now=now)
+            is_over = not account.confirmed(session, term.number, now)
+        if is_over and self.fence.greet(epoch):
             self._begin_own_session()
 
     def _admit(self, greeting: Greeting) -> Welcome:
@@ -520,7 +532,7 @@ class Membership:
             )
             self._followers[made.process] = made
             made.link.tell(Leads(self.role.epoch, self._process))
-            self._spawn(_connect(made.link, sock), "connect a control link")
+            self._spawn(_connect(made.link, sock))
 
     def _tell(self, follower: _Follower) -> None:
         """Tell a follower of the term, with each sign of life."""
@@ -528,7 +540,10 @@ class Membership:
             now = self._clock()
             term = self._account.tell(follower.session, now, self._member.lead_until)
             if term is not None:
+                follower.is_told = True
                 follower.link.tell(Tells(term))
+            elif follower.is_told and self._member.leads(now):
+                follower.link.fail("its session is over")
 
     def _receive_of(self, follower: _Follower, message: FromMember) -> None:
         account, now = self._account, self._clock()
@@ -540,7 +555,7 @@ class Membership:
                 self._member.heard(message.highest, now)
                 if message.session is not None:
                     session = Session(follower.member, follower.process, message.session)
-                    follower.session = session
+                    follower.session, follower.is_told = session, False
                     account.begins(session, message.edges)
             case Confirms():
                 if session is None or message.session != session.number:
@@ -565,17 +580,20 @@ class Membership:
 
     async def _follow(self) -> None:
         """Keep a control link to whoever leads."""
+        problem = ""
         while True:
             leader = self._other_leader()
             if leader is not None:
                 try:
                     await self._attend(*leader)
-                    self._attempts, self._hint = 0, ""
+                    self._attempts, self._hint, problem = 0, "", ""
                 except TunnelError as error:
                     self._attempts += 1
                     told = error.welcome
                     self._hint = told.leader if told is not None else ""
-                    log.info("cluster: no control link", why=str(error))
+                    if str(error) != problem:
+                        problem = str(error)
+                        log.info("cluster: no control link", why=problem)
             await asyncio.sleep(RETRY_SECONDS)
 
     def _other_leader(self) -> tuple[str, str] | None:
@@ -597,7 +615,7 @@ class Membership:
         drains = self._drains
         sock = await self._open(name, process, "control", DRAINING if drains else "")
         lost = asyncio.Event()
-        self._leader, self._linked_at = (name, process), self._clock()
+        self._leader, self._told_until = (name, process), self._clock() + GREET_SECONDS
         self._link = link = EdgeLink(
             FromLeader, self._receive, lambda _: lost.set(), self._clock, silence=self._term
         )
@@ -618,10 +636,8 @@ class Membership:
         is_other = leader is None or (leader[1] and leader != self._leader)
         if is_other or drains != self._drains:
             return False
-        has_begun = self.role.kind == "follower" and (drains or self.fence.seen > 0)
-        if not has_begun:
-            return now - self._linked_at <= GREET_SECONDS
-        return drains or not self.fence.is_alone(now)
+        # A process that drains is told of no term: that it follows is enough.
+        return now < self._told_until or (drains and self.role.kind == "follower")
 
     def _receive(self, message: FromLeader) -> None:
         """What the leader tells."""
@@ -641,6 +657,7 @@ class Membership:
                 now = self._clock()
                 asked_at = now - link.age
                 if fence.told(self.role.epoch, *message.term, asked_at=asked_at, now=now):
+                    self._told_until = now + message.term.left + SETTLE_SECONDS
                     link.tell(Confirms(fence.session, message.term.number))
 
     def _state_itself(self, link: EdgeLink) -> None:

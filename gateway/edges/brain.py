@@ -186,7 +186,7 @@ class Brain:
         reign.begin(self.scheduler.fleet)
         # No other reign has leases of these numbers.
         first = (self.scheduler.rng.getrandbits(30) << 33) + 1
-        self.scheduler.grant_while(reign.may_grant, first)
+        self.scheduler.grant_while(reign.grants, first)
 
     async def end(self) -> None:
         """Grant nothing from the call on, and leave all that runs at edges to the next brain."""
@@ -199,7 +199,7 @@ class Brain:
             self.start_ending(session.leave())
         await self._all_ended()
         if reign is not None:
-            reign.end()
+            await reign.end()
 
     async def _all_ended(self) -> None:
         await asyncio.gather(*self._endings, return_exceptions=True)
@@ -324,7 +324,7 @@ class EdgeSession:
         self._unbooked: deque[tuple[str, int]] = deque()
         """Requests that have ended, and how many rows the ledger has with theirs."""
         self._recorded: set[str] = set()
-        """Those of them of the session before, which the edge tells again."""
+        """The very last ones, and those of the session before, which the edge tells again."""
         self._lost_for = ""  # the reason
         # What the edge was told.
         self.configured: tuple[Settings, bytes] | None = None
@@ -435,6 +435,7 @@ class EdgeSession:
     def _note_recorded(self, request_id: str) -> None:
         """The row of a request that has ended is added, if it has one."""
         ledger = self._brain.ledger
+        self._recorded.discard(request_id)
         self._unbooked.append((request_id, 0 if ledger is None else ledger.added))
 
     @property
@@ -877,13 +878,13 @@ class EdgeSession:
 
     def _request_over(self, told: messages.Finished | messages.Turned) -> None:
         bus, request_id = self._brain.bus, told.record.request_id
-        if request_id in self._recorded:
-            self._recorded.discard(request_id)
-        elif isinstance(told, messages.Finished):
-            self._finished(told)
-        else:
-            bus.publish_deferred(self._record(told))
+        if request_id not in self._recorded:
+            if isinstance(told, messages.Finished):
+                self._finished(told)
+            else:
+                bus.publish_deferred(self._record(told))
         if self._reign is not None:
+            self._recorded.add(request_id)
             bus.defer(self._note_recorded, request_id)  # Behind what adds its row.
 
     def _finished(self, told: messages.Finished) -> None:

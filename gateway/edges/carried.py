@@ -12,6 +12,7 @@ import asyncio
 from collections import deque
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
+from itertools import chain, islice
 from typing import Any, Literal
 
 import structlog
@@ -25,7 +26,7 @@ from gateway.transport.link import EdgeLink
 
 log = structlog.get_logger()
 MOST_UNBOOKED = 4096  # records of each kind that are kept until the ledger has them
-TOLD_AT_ONCE = 256  # messages that are told in one turn of the event loop
+TOLD_AT_ONCE = 128  # messages that are told in one turn of the event loop
 
 
 class Uplink:
@@ -48,25 +49,29 @@ class Uplink:
         self._backlog: deque[Any] = deque()
         self.tell, self.is_open = _tell_nobody, False
 
-    def open(self, first: list[Any]) -> None:
+    def open(self, first: Iterator[Any]) -> None:
         """Tell these first and then all that is told from now on, in short steps."""
-        self._backlog = deque(first)
+        self._backlog = deque()
         self.tell, self.is_open = self._backlog.append, True
-        asyncio.get_running_loop().call_soon(self._go_on, self._backlog)
+        asyncio.get_running_loop().call_soon(self._go_on, first, self._backlog)
 
     @property
     def age(self) -> float:
         """Seconds since which, at most, what is being received rests on what was told here."""
         return self.link.age
 
-    def _go_on(self, backlog: deque[Any]) -> None:
-        if backlog is self._backlog:
-            for _ in range(min(len(backlog), TOLD_AT_ONCE)):
-                self.link.tell(backlog.popleft())
-            if backlog:
-                asyncio.get_running_loop().call_soon(self._go_on, backlog)
-            else:
-                self.tell = self.link.tell
+    def _go_on(self, first: Iterator[Any], backlog: deque[Any]) -> None:
+        if backlog is not self._backlog:
+            return
+        some = list(islice(first, TOLD_AT_ONCE))
+        while backlog and len(some) < TOLD_AT_ONCE:
+            some.append(backlog.popleft())
+        for message in some:
+            self.link.tell(message)
+        if some:
+            asyncio.get_running_loop().call_soon(self._go_on, first, backlog)
+        else:
+            self.tell = self.link.tell
 
 
 def _tell_nobody(_: Any) -> None:
@@ -177,11 +182,14 @@ class EdgeRequests:
             while kept and kept[0][0] <= self._booked:
                 self._forget(kept.popleft()[1])
 
-    def carried(self, now: float) -> Iterator[messages.CarriedRequest | messages.CarriedLease]:
-        """What another brain must know of them."""
-        known = [one for one in self.open.values() if one.admission == "told"]
-        yield from (one.carried(now) for one in known)
-        yield from (lease.carried(now) for one in known for lease in one.leases.values())
+    def carried(
+        self, clock: Callable[[], float]
+    ) -> Iterator[messages.CarriedRequest | messages.CarriedLease]:
+        """What another brain must know of them; it may be read later, in steps."""
+        known, now = [one for one in self.open.values() if one.admission == "told"], clock()
+        # What happens to a lease from now on is told later: so now must be told what was before.
+        leases = [lease.carried(now) for one in known for lease in one.leases.values()]
+        return chain((one.carried(clock()) for one in known), leases)
 
     def unbooked(self) -> Iterator[UsageReport | Ended]:
         """What the next brain is told again, once it has taken over what is carried."""

@@ -488,8 +488,8 @@ class RemoteScheduler:
             was_heard = waiting.asked.opening is None or waiting.asked_at < dealt_with_at
             if waiting.whole is not None and not was_heard:
                 waiting.whole.admission = "due"
-        carried = self._requests.carried(self._clock())
-        self._link.open([*carried, messages.Carried()])
+        carried = self._requests.carried(self._clock)
+        self._link.open(itertools.chain(carried, [messages.Carried()]))
         waiting_before, self._waiting = self._waiting, {}
         for waiting in waiting_before.values():
             self._ask_again(waiting)
@@ -503,9 +503,9 @@ class RemoteScheduler:
         now = self._clock()
         for waiting in list(self._waiting.values()):
             caller = waiting.asked.request.caller
-            most = caller.time_limit
-            if most is None or not caller.patient:
-                most = min(most or math.inf, class_limits(settings, caller.priority).max_wait)
+            most = math.inf if caller.time_limit is None else caller.time_limit
+            if most == math.inf or not caller.patient:
+                most = min(most, class_limits(settings, caller.priority).max_wait)
             waited = waiting.asked.age + now - waiting.asked_at
             if waited >= most and not waiting.granted.done():
                 waiting.granted.set_exception(
@@ -532,7 +532,7 @@ class RemoteScheduler:
         """Where a request stands, as the brain said when it was asked last."""
         if request_id not in self._asked_by:
             return None
-        if request_id not in self._positions_asked:
+        if request_id not in self._positions_asked and self._link.is_open:
             self._positions_asked.add(request_id)
             self._link.tell(messages.AskPosition(request_id))
         return self._positions.get(request_id)
@@ -851,6 +851,9 @@ class EdgeServices:
 
     def relink(self, sock: socket.socket) -> None:
         """Use a link over this Unix socket in place of the last one, which is closed."""
+        if self.scheduler.closing:
+            sock.close()
+            return
         if self.uplink.is_open:
             self._suspend()
         self.link.close()
@@ -929,7 +932,8 @@ class EdgeServices:
 
     def _configure(self, told: messages.Configuration) -> None:
         if told.version != messages.VERSION:
-            raise ValueError(f"version {told.version} in place of {messages.VERSION}")
+            self.link.fail(f"version {told.version} in place of {messages.VERSION}")
+            return
         if told.epoch < self.epoch:
             self.link.fail(f"its epoch is {told.epoch}, and {self.epoch} was seen")
             return
@@ -983,9 +987,8 @@ class EdgeServices:
             self.scheduler.close()
             self.give_up("the link was lost")
         else:
-            log.warning(
-                "an edge has lost its link, and waits for another", edge=self.name, why=reason
-            )
+            tell = log.warning if self.uplink.is_open else log.info
+            tell("an edge has lost its link, and waits for another", edge=self.name, why=reason)
             if self.uplink.is_open:
                 self._suspend()
         self._on_lost(reason)

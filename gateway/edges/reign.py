@@ -9,8 +9,9 @@ granted counts there by its leases; the account knows only those that were grant
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass, field
+from itertools import islice
 
 from gateway.cluster.fencing import Fence, Session, Sharers, Tenure, Term
 from gateway.nodes.fleet import Fleet
@@ -18,6 +19,7 @@ from gateway.nodes.node import Node, SlotsReader
 from gateway.nodes.server_properties import SlotTask
 
 LOOK_SECONDS = 0.25  # between two looks at what time alone changes
+LOOKED_AT_ONCE = 200  # nodes that are looked at in one turn of the event loop
 
 
 @dataclass(slots=True, eq=False)
@@ -45,7 +47,8 @@ class Reign:
     _slots: dict[str, int] = field(default_factory=dict)
     """Of each node, as the rules know them."""
     _shared_by: object = None
-    _timer: asyncio.TimerHandle | None = None
+    _is_fenced: bool = False  # whether all nodes were looked at once
+    _handle: asyncio.Handle | None = None
 
     # Its time.
 
@@ -59,18 +62,23 @@ class Reign:
         fleet.read_slots_for(SlotsReader(self.clock, self._read))
         self._look()
 
-    def end(self) -> None:
+    def grants(self) -> bool:
+        """Whether slots may be granted at this moment."""
+        return self._is_fenced and self.may_grant()
+
+    async def end(self) -> None:
         """Fence no more: nothing is granted."""
         assert self._fleet is not None
-        if self._timer is not None:
-            self._timer.cancel()
+        if self._handle is not None:
+            self._handle.cancel()
         self._fleet.read_slots_for(None)
-        for node in self._fleet.nodes.values():
+        for number, node in enumerate(list(self._fleet.nodes.values()), 1):
             self._fence(node, 0)
+            if number % LOOKED_AT_ONCE == 0:
+                await asyncio.sleep(0)
 
     def _look(self) -> None:
         """Bring all nodes up to date, and have those asked that were not read yet."""
-        self._timer = asyncio.get_running_loop().call_later(LOOK_SECONDS, self._look)
         fleet, now = self._fleet, self.clock()
         assert fleet is not None
         nodes = [node for node in fleet.nodes.values() if not node.is_router]
@@ -80,15 +88,34 @@ class Reign:
             if isinstance(self.rules, Tenure):
                 self.rules.set_nodes(slots, now)
         before, self._shared_by = self._shared_by, self.rules.shared_by(now)
-        for node in nodes:
-            if self.rules.is_unread(node.name):
-                if self._is_idle_unasked(node, now):
-                    self.rules.read(node.name, frozenset(), now)
-                elif not node.probe_history.down:
-                    fleet.read_load(node)
-            elif before == self._shared_by:
+        self._look_at(iter(nodes), before != self._shared_by)
+
+    def _look_at(self, nodes: Iterator[Node], are_all_due: bool) -> None:  # noqa: FBT001 - a callback
+        """Look at some of the nodes, and soon at the others; then at all again after a while."""
+        loop, now, some = (
+            asyncio.get_running_loop(),
+            self.clock(),
+            list(islice(nodes, LOOKED_AT_ONCE)),
+        )
+        for node in some:
+            if node.name in self._slots and self.rules.is_unread(node.name):
+                self._have_read(node, now)
+            elif not are_all_due:
                 continue  # What else changes it is noticed at once.
             self._refresh(node, now)
+        if some:
+            self._handle = loop.call_soon(self._look_at, nodes, are_all_due)
+        else:
+            self._is_fenced = True
+            self._handle = loop.call_later(LOOK_SECONDS, self._look)
+
+    def _have_read(self, node: Node, now: float) -> None:
+        """Have a node asked for its slots that was not read yet."""
+        if self._is_idle_unasked(node, now):
+            self.rules.read(node.name, frozenset(), now)
+        elif not node.probe_history.down:
+            assert self._fleet is not None
+            self._fleet.read_load(node)
 
     def _is_idle_unasked(self, node: Node, now: float) -> bool:
         """Whether the node runs nothing of a former leader's, or cares for its limits itself."""
@@ -102,11 +129,12 @@ class Reign:
 
     def _read(self, node: Node, busy: frozenset[SlotTask], asked_at: float) -> None:
         """The node was asked for its slots at that time; these are busy."""
-        if node.name in self._slots:
-            self.rules.read(node.name, busy, asked_at)
-            self._refresh(node, self.clock())
+        self.rules.read(node.name, busy, asked_at)
+        self._refresh(node, self.clock())
 
     def _refresh(self, node: Node, now: float) -> None:
+        if node.name not in self._slots:
+            return  # It is new, and fenced until all are looked at.
         slots = node.slots_total
         self._fence(node, max(0, min(slots, self.rules.others(node.name, now))))
 
@@ -135,7 +163,7 @@ class Reign:
         else:
             self.rules.dropped(member_of(adopted[0]), lease_id)
         node = self._fleet.nodes.get(adopted[1])
-        if node is not None and node.name in self._slots:
+        if node is not None:
             self._refresh(node, self.clock())
 
     def carried(self, edge: str) -> None:

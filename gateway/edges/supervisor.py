@@ -50,7 +50,9 @@ FIRST_PAUSE, LONGEST_PAUSE, STEADY_SECONDS = 0.1, 10.0, 30.0
 # Seconds for an edge to take a connection; until then it gets no more, which others might take.
 HELD_UP_SECONDS = 0.5
 CPU_WINDOW_SECONDS = 2.0  # over which an edge's use of the processor is told
-LINK_PAUSE = 0.25  # seconds before an edge that has lost its link in a cluster gets another one
+# Seconds before an edge that has lost its link in a cluster gets another one: first, and most where
+# no link holds; and of a link's life after which it is the first.
+LINK_PAUSE, LONGEST_LINK_PAUSE, HELD_SECONDS = 0.25, 2.0, 10.0
 OWN_END_SECONDS = 1.0  # for an edge to end by itself, and to say why, when its link is lost
 END_SECONDS = 5.0  # for the last messages of a process that has ended
 log = structlog.get_logger()
@@ -81,6 +83,8 @@ class EdgeProcess:
     untaken_since: float = 0.0  # when it has last taken one, or was given one while it had all
     taken: int = 0  # connections that it has taken since `load`
     links: int = 0  # that it was given; in a cluster
+    linked_at: float = 0.0  # when it got the last one
+    link_pause: float = LINK_PAUSE  # seconds before it gets another one
     linking: asyncio.Task[None] | None = None  # gives it one
     late: asyncio.TimerHandle | None = None  # ends it, unless it has begun to serve
     ended: asyncio.Event = field(default_factory=asyncio.Event)
@@ -101,6 +105,12 @@ class EdgeProcess:
         """Requests, and connections; those that are new count as both."""
         new = self.taken + len(self.untaken)
         return self.load.streams + self.load.fresh + new, self.load.connections + new
+
+    def stop_waiting(self) -> None:
+        """It has ended: nobody waits for it to serve, or for its link."""
+        for waits in (self.late, self.linking):
+            if waits is not None:
+                waits.cancel()
 
     def take_load(self, load: EdgeLoad, now: float) -> None:
         """Note how busy it is."""
@@ -210,23 +220,30 @@ class Edges:
         if not self._untried:
             self._all_tried.set()
 
-    def relink(self, connect: Connect) -> None:
-        """Give each edge a new link, by `connect`, now and whenever it has lost that or starts."""
+    def relink(self, connect: Connect | None) -> None:
+        """Give each edge a new link, by `connect`, now and whenever it has lost that or starts.
+
+        None: the links are taken away, until there is a brain again.
+        """
         self._connect = connect
         for edge in self._running.values():
+            edge.link_pause = LINK_PAUSE
             self._link_anew(edge)
 
     def _link_anew(self, edge: EdgeProcess) -> None:
         if edge.linking is not None:
             edge.linking.cancel()
-        if self._connect is not None and not edge.channel.closed:
-            edge.links += 1
+        if not edge.channel.closed:
+            edge.links, edge.linked_at = edge.links + 1, self._clock()
             edge.linking = asyncio.create_task(self._link(edge, self._connect))
 
-    async def _link(self, edge: EdgeProcess, connect: Connect) -> None:
+    async def _link(self, edge: EdgeProcess, connect: Connect | None) -> None:
         """Give an edge a link. If that fails, the edge sees it as lost, and says so."""
         ours, its_end = socket.socketpair()
         edge.channel.send(NewLink(edge.links), its_end, then_close=True)
+        if connect is None:
+            ours.close()
+            return
         try:
             await connect(edge.name, ours)
         except OSError as error:
@@ -240,7 +257,8 @@ class Edges:
 
     def _link_lost(self, edge: EdgeProcess, number: int) -> None:
         """If this was the last link that the edge was given, it gets another one."""
-        if number == edge.links and self._running.get(edge.name) is edge:
+        is_running = self._running.get(edge.name) is edge
+        if is_running and number == edge.links and self._connect is not None:
             self._link_anew(edge)
 
     def reject(self) -> None:
@@ -331,7 +349,8 @@ class Edges:
         self._running[name] = edge
         try:
             if link is None:
-                self._link_anew(edge)
+                if self._connect is not None:
+                    self._link_anew(edge)
             else:
                 self._expect_ready(edge)
                 edge.session = await self.brain.connect(link, name, lambda *_: self._give_up(edge))
@@ -341,10 +360,7 @@ class Edges:
             if not self._ending.is_set():
                 log.error("an edge has ended", edge=name, pid=process.pid, status=status)
         finally:
-            if edge.late is not None:
-                edge.late.cancel()
-            if edge.linking is not None:
-                edge.linking.cancel()
+            edge.stop_waiting()
             _kill(process)
             with contextlib.suppress(TimeoutError):
                 # What it has confirmed last tells which connections it has not had.
@@ -353,6 +369,8 @@ class Edges:
             edge.channel.close()
             if edge.session is not None:
                 edge.session.close()
+            if self._member is not None:
+                self.brain.edge_ended(name, process.pid)
             for sock in edge.untaken:
                 self.take(sock)
 
@@ -394,8 +412,11 @@ class Edges:
                     sock.setblocking(False)
                     self._adopt(sock, message.origin())
             case LinkLost():
+                if self._clock() - edge.linked_at > HELD_SECONDS:
+                    edge.link_pause = LINK_PAUSE
                 loop = asyncio.get_running_loop()
-                loop.call_later(LINK_PAUSE, self._link_lost, edge, message.number)
+                loop.call_later(edge.link_pause, self._link_lost, edge, message.number)
+                edge.link_pause = min(LONGEST_LINK_PAUSE, 2 * edge.link_pause)
         self._go_on()
 
 

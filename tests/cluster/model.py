@@ -605,7 +605,11 @@ class Script:
     # What goes wrong.
 
     def go_wrong(self) -> None:
-        self.rng.choice(LIST_FAULTS if self.is_about_lists else FAULTS)(self)
+        if self.is_about_lists:
+            faults: tuple[Callable[[Script], None], ...] = LIST_FAULTS
+        else:
+            faults = (*FAULTS, *CHANGES) if self.has_edges else FAULTS
+        self.rng.choice(faults)(self)
 
     def recover(self) -> None:
         """What is away comes back some time, and what is stopped goes on."""
@@ -834,10 +838,13 @@ FAULTS = (
     Script.cut_link, Script.stall_link, Script.stall_link,
     Script.stop_brain, Script.stop_brain, Script.stop_edge,
     Script.suspend, Script.kill_edge, Script.kill_brain, Script.jump, Script.be_silent,
-    Script.end_orphans, Script.end_orphans, Script.change_members, Script.change_members,
-    Script.change_slots, Script.change_nodes,
+    Script.end_orphans, Script.end_orphans,
 )  # fmt: skip
 """What goes wrong, each as often as it stands here."""
+CHANGES = (
+    Script.change_members, Script.change_members, Script.change_slots, Script.change_nodes,
+)  # fmt: skip
+"""And what changes, where there are edges."""
 LIST_FAULTS = (
     Script.change_members, Script.change_members, Script.change_members, Script.stall_link,
     Script.strand, Script.be_silent, Script.cut_link, Script.kill_edge,

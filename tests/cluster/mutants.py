@@ -3,7 +3,7 @@
 Some rules need more luck than thousands of random scripts have, and are held by tests of their own
 in `test_leadership.py` and `test_fencing.py`: looks and claims after long gaps, a new leader's wait
 before it reads, what has not landed, the limit of being alone, what ran alone and its
-process died.
+process died, an edge that was told that it may not be alone and has not confirmed it.
 """
 
 from __future__ import annotations
@@ -231,30 +231,28 @@ LISTS = (
         _FENCE,
         "return edge not in self._joined",
         "return True",
+        found_by=6158,
     ),
     Mutant(
         "an edge goes alone that may not",
         _FENCE,
         "SETTLE_SECONDS if may_be_alone else math.inf",
         "SETTLE_SECONDS",
+        found_by=2070,
     ),
     Mutant(
         "an edge leaves that may be alone",
         _FENCE,
         "kept = {name for name in last.names if not self._edges[name].gone}",
         "kept = set[str]()",
-    ),
-    Mutant(
-        "an edge that was told that it may not be alone can't be",
-        _FENCE,
-        "        if may_be_alone:\n            known.gone_at",
-        "        known.gone = True\n        if may_be_alone:\n            known.gone_at",
+        found_by=2398,
     ),
     Mutant(
         "an edge believes the list that was told last",
         _FENCE,
         "if one.version >= known.believes]",
         "if one is self.lists[-1]]",
+        found_by=1384,
     ),
     Mutant(
         "a leader knows the last list alone",

@@ -384,6 +384,10 @@ def test_there_is_no_third_list_before_all_have_confirmed_the_second() -> None:
 def test_an_edge_leaves_the_list_once_it_has_confirmed_that_it_may_not_be_alone() -> None:
     cluster = settled(4)
     assert cluster.tenure.next_list(["a"], 102.1) is None
+    told = cluster.tenure.tell("b", 102.1, 104.0)
+    assert told is not None
+    assert not told.may_be_alone
+    assert cluster.tenure.next_list(["a"], 102.1) is None, "it may not have heard"
     cluster.tell("b", 102.2)
     assert not cluster.fences["b"].is_alone(106.0)
     new = cluster.tenure.next_list(["a"], 102.3)

@@ -14,6 +14,7 @@ from pathlib import Path
 
 import msgspec
 import pytest
+import uvloop
 
 from gateway.cluster import tunnel
 from gateway.cluster.tunnel import (
@@ -72,8 +73,9 @@ class Node:
 MakeNode = Callable[..., Node]
 
 
-@pytest.fixture
-async def make(authority: Authority) -> AsyncIterator[MakeNode]:
+@contextlib.asynccontextmanager
+async def making(authority: Authority) -> AsyncIterator[MakeNode]:
+    """Make nodes inside this context, and end them."""
     made: list[Node] = []
 
     def one(member: str, tls: ClusterTls | None = None, **more: object) -> Node:
@@ -92,6 +94,12 @@ async def make(authority: Authority) -> AsyncIterator[MakeNode]:
         node.listening.close()
         while not node.came.empty():
             node.came.get_nowait()[1].close()
+
+
+@pytest.fixture
+async def make(authority: Authority) -> AsyncIterator[MakeNode]:
+    async with making(authority) as one:
+        yield one
 
 
 async def received(sock: socket.socket, count: int) -> bytes:
@@ -114,7 +122,7 @@ async def until(is_so: Callable[[], bool]) -> None:
     await eventually(look)
 
 
-async def test_what_one_side_writes_the_other_reads_until_each_direction_has_ended(
+async def what_one_side_writes_the_other_reads_until_each_direction_has_ended(
     make: MakeNode,
 ) -> None:
     a, b = make("gw-a"), make("gw-b")
@@ -159,9 +167,7 @@ async def test_a_given_socket_is_joined_in_place_of_a_new_pair(make: MakeNode) -
     taken.close()
 
 
-async def test_who_sends_faster_than_the_other_reads_waits_in_bounded_memory(
-    make: MakeNode,
-) -> None:
+async def who_sends_faster_than_the_other_reads_waits_in_bounded_memory(make: MakeNode) -> None:
     a, b = make("gw-a"), make("gw-b")
     opened, taken = await a.pair(b)
     loop, sent = asyncio.get_running_loop(), 0
@@ -202,6 +208,25 @@ async def test_a_member_that_dies_ends_its_tunnels(make: MakeNode) -> None:
     assert await received(opened, 1) == b""
     opened.close()
     taken.close()
+
+
+async def test_what_one_side_writes_the_other_reads(make: MakeNode) -> None:
+    await what_one_side_writes_the_other_reads_until_each_direction_has_ended(make)
+
+
+async def test_who_does_not_read_holds_the_other_up(make: MakeNode) -> None:
+    await who_sends_faster_than_the_other_reads_waits_in_bounded_memory(make)
+
+
+def test_both_hold_on_the_gateways_own_event_loop(authority: Authority) -> None:
+    async def run() -> None:
+        async with making(authority) as make:
+            await what_one_side_writes_the_other_reads_until_each_direction_has_ended(make)
+        async with making(authority) as make:
+            await who_sends_faster_than_the_other_reads_waits_in_bounded_memory(make)
+
+    with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
+        runner.run(run())
 
 
 async def refused(attempt: Awaitable[socket.socket]) -> TunnelError:

@@ -49,17 +49,21 @@ async def main(how: str, ours: socket.socket) -> None:
                 over.set()
             case NewLink():
                 assert sock is not None
+                if links:
+                    links[-1].cancel()
                 links.append(asyncio.create_task(keep(message.number, sock)))
 
     async def keep(number: int, sock: socket.socket) -> None:
-        """Use a link until it is lost."""
+        """Use a link until it is lost, or another one takes its place."""
         reader, writer = await asyncio.open_unix_connection(sock=sock)
-        writer.write(f"{number} {os.getpid()}\n".encode())
-        if number == 1:
-            channel.send(Ready())
-        with contextlib.suppress(OSError):
-            await reader.read()
-        writer.close()
+        try:
+            writer.write(f"{number} {os.getpid()}\n".encode())
+            if number == 1:
+                channel.send(Ready())
+            with contextlib.suppress(OSError):
+                await reader.read()
+        finally:
+            writer.close()
         channel.send(LinkLost(number))
 
     links: list[asyncio.Task[None]] = []

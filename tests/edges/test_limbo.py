@@ -16,7 +16,14 @@ from gateway.edges import carried, messages
 from gateway.edges.edge import GREETED_SECONDS, EdgeServices
 from gateway.errors import GatewayError
 from gateway.events import RequestRecord
-from gateway.lease import NOTHING_TRIED, AttemptReport, GrantedLease, Usage, UsageReport
+from gateway.lease import (
+    NOTHING_TRIED,
+    AttemptReport,
+    GrantedLease,
+    QueuePosition,
+    Usage,
+    UsageReport,
+)
 from gateway.terms import Caller, Priority
 from tests.edges.fake_brain import FakeBrain, a_clustered_edge
 from tests.gateways import until
@@ -217,14 +224,20 @@ async def test_nobody_waits_in_limbo_for_longer_than_in_the_queue() -> None:
 
 
 @in_virtual_time
-async def test_a_client_that_got_the_head_of_a_response_keeps_its_place() -> None:
+async def test_a_client_that_got_the_head_of_a_response_keeps_its_place_and_is_told_where() -> None:
     async with an_edge() as at:
         at.ask()
         await at.brain.last(messages.AskLease)
         await at.lose()
-        at.services.scheduler.keep_in_queue("req_1")
+        scheduler = at.services.scheduler
+        scheduler.keep_in_queue("req_1")
+        assert scheduler.queue_position("req_1") is None
         brain = await at.next_brain()
         assert (await brain.last(messages.AskLease)).response_started
+        assert scheduler.queue_position("req_1") is None
+        asked = await brain.last(messages.AskPosition)
+        brain.link.tell(messages.Position(asked.request_id, QueuePosition("req_1", 3, 1.0)))
+        await until(lambda: scheduler.queue_position("req_1") is not None)
 
 
 @pytest.mark.parametrize("answer", [True, False])
@@ -435,6 +448,21 @@ async def test_a_brain_of_an_earlier_epoch_is_refused_and_told_nothing() -> None
 
 
 @in_virtual_time
+async def test_a_brain_of_another_version_is_told_nothing() -> None:
+    async with an_edge() as at:
+        await at.lose()
+        other = FakeBrain(2)
+        other.greets = False
+        await other.link_to(at.services)
+        await other.last(messages.Hello)
+        newer = messages.VERSION + 1
+        other.link.tell(messages.Configuration(newer, b"{}", b"k" * 32, True, 1, 2, 1.0))
+        await until(lambda: other.lost)
+        assert other.told == other.all(messages.Hello)
+        assert at.services.epoch == 1
+
+
+@in_virtual_time
 async def test_a_brain_that_does_not_answer_is_given_up() -> None:
     async with an_edge() as at:
         await at.lose()
@@ -442,7 +470,10 @@ async def test_a_brain_that_does_not_answer_is_given_up() -> None:
         silent.greets = False
         began = now()
         await silent.link_to(at.services)
+        at.ask()
+        at.services.meter.turned(RequestRecord("x", "/v1/models", request_id="turned"))
         await until(lambda: silent.lost)
+        assert silent.told == silent.all(messages.Hello)
         assert GREETED_SECONDS < now() - began < GREETED_SECONDS + 1.0
 
 

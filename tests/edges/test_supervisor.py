@@ -35,12 +35,17 @@ class Sessions:
     """For each that has begun: what its link calls when it is lost."""
     told: int = 0
     ended: int = 0
+    dead: list[tuple[str, int]] = field(default_factory=list)
+    """Edges of a member whose processes have ended."""
 
     def expect_end(self) -> None:
         self.told += 1
 
     def close(self) -> None:
         self.ended += 1
+
+    def edge_ended(self, name: str, pid: int) -> None:
+        self.dead.append((name, pid))
 
     async def connect(self, link: socket.socket, name: str, lost: Callable[[], None]) -> Sessions:
         link.close()
@@ -288,6 +293,19 @@ async def test_another_brain_gets_new_links_to_the_same_processes() -> None:
         ours.close()
 
 
+async def test_an_edge_whose_link_is_taken_away_gets_none_until_there_is_a_brain_again() -> None:
+    async with member() as (site, links):
+        site.edges.relink(links.connect)
+        _, _, pid = await links.next(0)
+        site.edges.relink(None)
+        sock = links.given[0][1]
+        assert await asyncio.wait_for(asyncio.get_running_loop().sock_recv(sock, 1), LIMIT) == b""
+        await asyncio.sleep(2 * supervisor.LINK_PAUSE)
+        assert len(links.given) == 1
+        site.edges.relink(links.connect)
+        assert await links.next(1) == ("gw-a/edge-1", 3, pid)
+
+
 async def test_an_edge_that_has_lost_its_link_gets_another_one_until_that_holds() -> None:
     async with member() as (site, links):
         site.edges.relink(links.connect)
@@ -295,8 +313,9 @@ async def test_an_edge_that_has_lost_its_link_gets_another_one_until_that_holds(
         links.refusals = 2
         links.given[0][1].close()
         assert await links.next(1) == ("gw-a/edge-1", 4, pid)
-        # What is said of an earlier link changes nothing.
         (edge,) = site.edges._running.values()
+        assert edge.link_pause == 8 * supervisor.LINK_PAUSE
+        # What is said of an earlier link changes nothing.
         site.edges._link_lost(edge, 3)
         assert edge.links == 4
 
@@ -308,6 +327,7 @@ async def test_an_edge_of_a_member_that_dies_is_started_again_and_linked() -> No
         os.kill(pid, signal.SIGKILL)
         name, number, after = await links.next(1)
         assert (name, number, after != pid) == ("gw-a/edge-1", 1, True)
+        assert site.sessions.dead == [("gw-a/edge-1", pid)]
         assert site.edges.died == 1
 
 

@@ -1,0 +1,312 @@
+"""Memberships of several members in one process, over real tunnels, in virtual time."""
+
+from __future__ import annotations
+
+import asyncio
+import socket
+
+import pytest
+from sqlalchemy import delete, select
+
+from gateway.cluster.fencing import SETTLE_SECONDS, Session
+from gateway.cluster.tunnel import TunnelError
+from gateway.store.schema import members as members_table
+from tests.cluster.certificates import Authority
+from tests.cluster.memberships import TERM, Account, Row, cluster_of
+from tests.virtual import in_virtual_time
+
+
+@pytest.fixture(scope="module")
+def authority(tmp_path_factory: pytest.TempPathFactory) -> Authority:
+    return Authority(tmp_path_factory.mktemp("authority"))
+
+
+@in_virtual_time
+async def test_members_that_start_at_once_have_a_leader_within_two_terms(
+    authority: Authority,
+) -> None:
+    async with cluster_of(authority, "a", "b", "c") as cluster:
+        assert await cluster.settled(10) < 2 * TERM
+        # Soon all share the slots, and may be alone.
+        await asyncio.sleep(3)
+        for one in cluster.all:
+            assert one.membership.fence.sharers.names == ("a", "b", "c")
+            assert one.membership.may_grant() is (one.role.kind == "leader")
+        kinds = [[role.kind for role in one.roles] for one in cluster.all]
+        assert sorted(kinds) == [["follower"], ["follower"], ["leader"]]
+
+
+@in_virtual_time
+async def test_a_member_without_others_leads_within_two_terms(authority: Authority) -> None:
+    async with cluster_of(authority, "a") as cluster:
+        assert await cluster.settled(10) < 2 * TERM
+        account = cluster.leader().account
+        assert account is not None
+        assert account.begun == [(Session("a", "process of a", 1), ("a/edge-1",))]
+
+
+@in_virtual_time
+async def test_when_the_leader_dies_another_leads_in_a_later_epoch(authority: Authority) -> None:
+    async with cluster_of(authority, "a", "b", "c") as cluster:
+        await cluster.settled(10)
+        old = cluster.leader()
+        await cluster.end(old)
+        assert await cluster.settled(10) < TERM + 1.5
+        new = cluster.leader()
+        assert new.role.epoch == old.role.epoch + 1
+        (other,) = cluster.others()
+        assert [role.kind for role in other.roles] == ["follower", "limbo", "follower"]
+        # One that comes back follows.
+        back = cluster.join(old.name, "its next process")
+        await cluster.settled(10)
+        assert back.role.kind == "follower"
+        assert new.role == new.roles[-1]
+
+
+@in_virtual_time
+async def test_without_the_database_all_are_alone_and_afterwards_one_leads_again(
+    authority: Authority,
+) -> None:
+    async with cluster_of(authority, "a", "b", "c") as cluster:
+        await cluster.settled(10)
+        await asyncio.sleep(3)
+        cluster.database.is_away = True
+        await cluster.until(lambda: not cluster.leaders(), TERM + 0.2)
+        took = await cluster.until(
+            lambda: all(one.role.kind == "alone" for one in cluster.all), TERM + 2
+        )
+        assert took > SETTLE_SECONDS - TERM / 4
+        assert all(one.membership.may_grant() for one in cluster.all)
+        await asyncio.sleep(10)
+        assert all(one.role.kind == "alone" for one in cluster.all)
+        cluster.database.is_away = False
+        assert await cluster.settled(10) < TERM + 2
+        for one in cluster.others():
+            assert [role.kind for role in one.roles[-3:]] == ["limbo", "alone", "follower"]
+
+
+@in_virtual_time
+async def test_a_member_that_does_not_reach_the_database_follows_on_and_finds_the_next_leader(
+    authority: Authority,
+) -> None:
+    async with cluster_of(authority, "a", "b", "c") as cluster:
+        await cluster.settled(10)
+        await asyncio.sleep(3)
+        cut_off = cluster.others()[0]
+        assert isinstance(cut_off.row, Row)
+        cut_off.row.is_away = True
+        await asyncio.sleep(10)
+        assert [role.kind for role in cut_off.roles] == ["follower"]
+        await cluster.end(cluster.leader())
+        await cluster.settled(10)
+        assert cut_off.role.kind == "follower"
+
+
+@in_virtual_time
+async def test_a_member_that_does_not_reach_the_leader_is_alone_until_it_does(
+    authority: Authority,
+) -> None:
+    async with cluster_of(authority, "a", "b", "c") as cluster:
+        await cluster.settled(10)
+        await asyncio.sleep(3)
+        leader, cut_off = cluster.leader(), cluster.others()[0]
+        open_ = cut_off.membership.tunnels.open
+
+        async def fail(*_: object, **__: object) -> socket.socket:
+            raise TunnelError("no route")
+
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(cut_off.membership.tunnels, "open", fail)
+            for far in tuple(cut_off.membership.tunnels._open):
+                far.abort()
+            # It sees in the database that somebody leads, and waits another term.
+            limit = 2 * TERM + SETTLE_SECONDS + 0.5
+            await cluster.until(lambda: cut_off.role.kind == "alone", limit)
+            seen = leader.seen()[cut_off.name]
+            assert seen.role == "unknown"
+            assert seen.silent is not None
+            assert leader.account is not None
+            assert [one.edge for one in leader.account.ended] == [cut_off.name]
+        assert cut_off.membership.tunnels.open == open_
+        await cluster.settled(5)
+        assert cut_off.role.kind == "follower"
+
+
+@in_virtual_time
+async def test_a_leader_whose_machine_was_suspended_leads_no_more(authority: Authority) -> None:
+    async with cluster_of(authority, "a", "b") as cluster:
+        await cluster.settled(10)
+        leader = cluster.leader()
+        leader.suspended += 30
+        assert not leader.membership.may_grant()
+        await cluster.until(lambda: not cluster.leaders(), 0.2)
+        await cluster.settled(20)
+        assert cluster.leader().role.epoch == leader.roles[0].epoch + 1
+
+
+@in_virtual_time
+async def test_a_later_process_of_a_member_replaces_an_earlier_one(authority: Authority) -> None:
+    async with cluster_of(authority, "a", "b", "c") as cluster:
+        await cluster.settled(10)
+        old = cluster.others()[0]
+        old.listening.close()
+        old.membership.tunnels.stop_accepting()
+        new = cluster.join(old.name, "newer")
+        await cluster.until(lambda: new.role.kind == "follower", 5)
+        await cluster.until(lambda: old.replaced_by == ["newer"], 5)
+        # As an operator's mistake: the leader does not let it back in.
+        for far in tuple(old.membership.tunnels._open):
+            far.abort()
+        await asyncio.sleep(3)
+        assert cluster.leader().membership.tunnels.refused["replaced"] > 0
+        assert old.role.kind != "follower"
+        # As one that is being succeeded: its edges may still be linked to the leader.
+        old.membership.drain()
+        await cluster.until(lambda: old.role.kind == "follower", 5)
+        seen = cluster.leader().seen()[old.name]
+        assert (seen.row.process, seen.role) == ("newer", "follower")
+        assert old.replaced_by == ["newer"]
+
+
+@in_virtual_time
+async def test_a_leader_that_drains_makes_room_and_is_never_alone(authority: Authority) -> None:
+    async with cluster_of(authority, "a", "b", "c") as cluster:
+        await cluster.settled(10)
+        await asyncio.sleep(3)
+        old = cluster.leader()
+        old.membership.drain()
+        assert old.role.kind == "limbo"
+        took = await cluster.until(lambda: bool(cluster.leaders()), 10)
+        assert took < TERM + 1.5
+        await cluster.until(lambda: old.role.kind == "follower", 1)
+        assert cluster.leader().seen()[old.name].role == "draining"
+        account = cluster.leader().account
+        assert account is not None
+        assert old.name not in {session.edge for session, _ in account.begun}
+        cluster.database.is_away = True
+        await asyncio.sleep(10)
+        assert old.role.kind == "limbo"
+
+
+@in_virtual_time
+async def test_a_leader_told_of_a_later_epoch_begins_one_that_is_later_still(
+    authority: Authority,
+) -> None:
+    async with cluster_of(authority, "a", "b") as cluster:
+        await cluster.settled(10)
+        leader = cluster.leader()
+        leader.membership.heard(9)
+        await cluster.until(lambda: leader.role.epoch == 10, 5)
+        assert [role.kind for role in leader.roles] == ["leader", "limbo", "leader"]
+        await cluster.settled(5)
+
+
+@in_virtual_time
+async def test_a_database_that_comes_back_with_an_old_state_loses_no_member(
+    authority: Authority,
+) -> None:
+    async with cluster_of(authority, "a", "b") as cluster:
+        await cluster.settled(10)
+        await cluster.database.run(lambda one: one.execute(delete(members_table)).rowcount)
+        await asyncio.sleep(5)
+        wanted = select(members_table.c.member, members_table.c.generation)
+        rows = await cluster.database.run(lambda one: one.execute(wanted).all())
+        assert sorted(map(tuple, rows)) == [("a", 1), ("b", 1)]
+        assert all(one.replaced_by == [] for one in cluster.all)
+
+
+@in_virtual_time
+async def test_edges_that_come_and_go_are_told_to_the_leader(authority: Authority) -> None:
+    async with cluster_of(authority, "a", "b") as cluster:
+        await cluster.settled(10)
+        leader, (other,) = cluster.leader(), cluster.others()
+        await asyncio.sleep(2)
+        for one in (leader, other):
+            one.edges = ("edge-1", "edge-2")
+        await asyncio.sleep(0.5)
+        assert leader.account is not None
+        told = {session.edge: edges for session, edges in leader.account.begun}
+        assert told == {"a": ("edge-1", "edge-2"), "b": ("edge-1", "edge-2")}
+        seen = leader.seen()
+        assert {name: one.role for name, one in seen.items()} == {
+            leader.name: "leader",
+            other.name: "follower",
+        }
+        state = seen[other.name].state
+        assert state is not None
+        assert (state.names, state.folder) == (("edge-1", "edge-2"), f"folder of {other.name}")
+        assert other.seen()[leader.name].role == "leader"
+
+
+@in_virtual_time
+async def test_a_session_that_the_account_has_closed_begins_anew(authority: Authority) -> None:
+    async with cluster_of(authority, "a", "b") as cluster:
+        await cluster.settled(10)
+        leader, (other,) = cluster.leader(), cluster.others()
+        account = leader.account
+        assert account is not None
+        before = len(account.begun)
+        account.open.clear()  # As after a time in which the leader was held up.
+        await cluster.until(lambda: len(account.open) == 2, 2)
+        await cluster.settled(2)
+        began = {session.edge: session.number for session, _ in account.begun[before:]}
+        assert began == {"a": 2, "b": 2}
+        assert other.role.kind == "follower"
+
+
+@in_virtual_time
+async def test_a_follower_that_is_told_nothing_leaves_the_leader(authority: Authority) -> None:
+    async with cluster_of(authority, "a", "b") as cluster:
+        await cluster.settled(10)
+        leader, (other,) = cluster.leader(), cluster.others()
+        leader.membership._followers[other.process].session = None
+        await cluster.until(lambda: other.role.kind == "limbo", TERM + SETTLE_SECONDS + 0.5)
+        await cluster.settled(2)
+
+
+@in_virtual_time
+async def test_what_fails_in_a_member_does_not_end_its_membership(authority: Authority) -> None:
+    async with cluster_of(authority, "a") as cluster:
+        await cluster.settled(10)
+        leader = cluster.leader()
+        assert leader.account is not None
+        with pytest.MonkeyPatch.context() as patch:
+            patch.delattr(Account, "tell")
+            await asyncio.sleep(3 * TERM)
+        seen = leader.membership.fence.seen
+        await cluster.until(lambda: leader.membership.fence.seen > seen, 2)
+
+
+@in_virtual_time
+async def test_a_follower_opens_tunnels_to_its_leader_and_to_nobody_else(
+    authority: Authority,
+) -> None:
+    async with cluster_of(authority, "a", "b", "c") as cluster:
+        with pytest.raises(TunnelError, match="no leader is known"):
+            await cluster.all[0].membership.open("link", "x")
+        await cluster.settled(10)
+        leader, (one, other) = cluster.leader(), cluster.others()
+        opened = await one.membership.open("link", "b/edge-1")
+        await cluster.until(lambda: bool(leader.tunnels), 1)
+        greeting, _ = leader.tunnels[0]
+        assert (greeting.kind, greeting.member, greeting.name) == ("link", one.name, "b/edge-1")
+        opened.close()
+        row = one.seen()[other.name].row
+        with pytest.raises(TunnelError, match="not_leader"):
+            await one.membership._open(row.name, row.process, "link", "x")
+        assert other.tunnels == []
+        del leader.membership._followers[one.process]
+        with pytest.raises(TunnelError, match="no_control"):
+            await one.membership.open("link", "x")
+
+
+@in_virtual_time
+async def test_who_is_in_no_list_is_not_let_in(authority: Authority) -> None:
+    async with cluster_of(authority, "a") as cluster, cluster_of(authority) as elsewhere:
+        await cluster.settled(10)
+        leader = cluster.leader()
+        stranger = elsewhere.join("z")
+        await elsewhere.settled(10)
+        stranger.membership._rows |= leader.membership._rows
+        with pytest.raises(TunnelError, match="unknown"):
+            await stranger.membership._open("a", leader.process, "control", "")

@@ -1,0 +1,162 @@
+"""Memberships over a real PostgreSQL server, which fails in all ways, in real time."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import AsyncIterator, Iterator
+from pathlib import Path
+
+import psycopg
+import pytest
+
+from gateway.cluster.leader_row import StoredLeadership
+from gateway.cluster.leadership import Leadership
+from gateway.cluster.membership import Jobs
+from gateway.store.database import locate_store
+from gateway.store.store import Store
+from tests.cluster.certificates import CLUSTER, Authority
+from tests.cluster.memberships import Cluster, One
+from tests.cluster.pgbouncer import needs_pgbouncer, running_pgbouncer
+from tests.postgres import PostgresServer, needs_postgres, running_postgres
+from tests.store.stores import opened
+
+TERM = 4.0
+LIMIT = 90.0
+"""Seconds until what is to come must have come: machines may stand still."""
+pytestmark = [needs_postgres, pytest.mark.slow]
+
+
+@pytest.fixture(scope="module")
+def server() -> Iterator[PostgresServer]:
+    """Return a server that tests may stop."""
+    with running_postgres() as made:
+        yield made
+
+
+@pytest.fixture
+def url(server: PostgresServer) -> str:
+    """Return the URL of a store with its tables in that server."""
+    made = server.new_database()
+    with opened(made):
+        return made
+
+
+class RealCluster(Cluster):
+    """Members whose processes have connections of their own."""
+
+    def __init__(self, authority: Authority, url: str, row_url: str | None = None) -> None:
+        super().__init__(authority, TERM)
+        self.url, self.row_url = url, row_url or url
+        self.stores: list[Store] = []
+        self.rows: list[StoredLeadership] = []
+
+    def connections(self) -> tuple[Jobs, Leadership]:
+        store = Store(locate_store(self.url, Path("unused")))
+        store.start()
+        row = StoredLeadership(
+            locate_store(self.row_url, Path("unused")), CLUSTER, seconds=TERM / 4
+        )
+        self.stores.append(store)
+        self.rows.append(row)
+        return store, row
+
+    async def close(self) -> None:
+        for one in tuple(self.all):
+            await self.end(one)
+        for row in self.rows:
+            await row.close()
+        for store in self.stores:
+            await store.aclose(LIMIT)
+
+
+@contextlib.asynccontextmanager
+async def cluster_of(
+    folder: Path, url: str, row_url: str | None = None
+) -> AsyncIterator[RealCluster]:
+    """Members a, b and c inside this context, one of which leads, and all know of each other."""
+    made = RealCluster(Authority(folder), url, row_url)
+    try:
+        for name in ("a", "b", "c"):
+            made.join(name)
+        await made.settled(LIMIT)
+        await made.until(lambda: all(map(knows_all, made.all)), LIMIT)
+        yield made
+    finally:
+        await made.close()
+
+
+def knows_all(one: One) -> bool:
+    return one.membership.fence.sharers.names == ("a", "b", "c")
+
+
+async def test_when_the_leader_is_killed_another_leads_in_a_later_epoch(
+    tmp_path: Path, url: str
+) -> None:
+    async with cluster_of(tmp_path, url) as cluster:
+        old = cluster.leader()
+        await cluster.end(old)
+        await cluster.settled(LIMIT)
+        assert cluster.leader().role.epoch > old.role.epoch
+        assert all(map(knows_all, cluster.all))
+
+
+async def test_sessions_that_are_terminated_again_and_again_leave_one_leader(
+    tmp_path: Path, url: str, server: PostgresServer
+) -> None:
+    async with cluster_of(tmp_path, url) as cluster:
+        database = url.rpartition("/")[2]
+        for _ in range(5):
+            await asyncio.to_thread(
+                server.execute,
+                "SELECT pg_terminate_backend(pid) FROM pg_stat_activity "
+                f"WHERE datname = '{database}' AND pid <> pg_backend_pid()",
+            )
+            await asyncio.sleep(TERM / 8)
+        await cluster.settled(LIMIT)
+        assert all(one.replaced_by == [] for one in cluster.all)
+
+
+async def test_while_the_row_is_locked_nobody_leads_and_afterwards_somebody_does(
+    tmp_path: Path, url: str
+) -> None:
+    async with cluster_of(tmp_path, url) as cluster:
+        with psycopg.connect(url) as holder:
+            holder.execute(b"SELECT * FROM leadership FOR UPDATE")
+            await cluster.until(lambda: not cluster.leaders(), LIMIT)
+            # The row can still be read: it says that nobody leads.
+            await cluster.until(lambda: {one.role.kind for one in cluster.all} == {"alone"}, LIMIT)
+        await cluster.settled(LIMIT)
+
+
+async def test_while_the_server_is_halted_all_are_alone_and_afterwards_somebody_leads(
+    tmp_path: Path, url: str, server: PostgresServer
+) -> None:
+    async with cluster_of(tmp_path, url) as cluster:
+        epoch = cluster.leader().role.epoch
+        with server.halted():
+            await cluster.until(lambda: {one.role.kind for one in cluster.all} == {"alone"}, LIMIT)
+        await cluster.settled(LIMIT)
+        assert cluster.leader().role.epoch > epoch
+
+
+async def test_a_server_that_crashes_and_comes_back_loses_nobody(
+    tmp_path: Path, url: str, server: PostgresServer
+) -> None:
+    async with cluster_of(tmp_path, url) as cluster:
+        server.kill()
+        await cluster.until(lambda: {one.role.kind for one in cluster.all} == {"alone"}, LIMIT)
+        server.start()
+        await cluster.settled(LIMIT)
+        assert all(one.replaced_by == [] for one in cluster.all)
+
+
+@needs_pgbouncer
+async def test_the_leadership_may_be_behind_pgbouncer(
+    tmp_path: Path, url: str, server: PostgresServer
+) -> None:
+    with running_pgbouncer(server) as port:
+        row_url = url.replace(f":{server.port}/", f":{port}/")
+        async with cluster_of(tmp_path, url, row_url) as cluster:
+            await cluster.end(cluster.leader())
+            await cluster.settled(LIMIT)

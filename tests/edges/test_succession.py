@@ -1,0 +1,326 @@
+"""Brains succeed each other at random moments over the same nodes: slots and rows stay right.
+
+Brains, schedulers, accounts and edges are real; nodes and clients are played. A node knows what it
+works on: what was written to it and has not come to its end.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import random
+import socket
+from collections import Counter
+from dataclasses import dataclass, field
+
+import pytest
+
+from gateway.callers.keys import KeyRing
+from gateway.callers.ledger import ROW_COLUMNS, UsageRow
+from gateway.callers.limits import LimitBook
+from gateway.callers.meter import Meter
+from gateway.callers.processes import EDGE_DIED
+from gateway.cluster.fencing import LANDING_SECONDS, Fence, Session, Sharers, Tenure
+from gateway.config.settings import Settings
+from gateway.edges.brain import Brain
+from gateway.edges.edge import EdgeServices
+from gateway.edges.reign import Reign, member_of
+from gateway.errors import GatewayError
+from gateway.events import EventBus, RequestRecord, call_later
+from gateway.forward.context import ForwardContext
+from gateway.forward.in_flight import InFlightRegistry, TimeoutMonitor
+from gateway.lease import NOTHING_TRIED, AttemptReport, GrantedLease, Usage, UsageReport
+from gateway.nodes.node import LeasePhase
+from gateway.schedule.lease_service import LocalLeaseService
+from gateway.terms import Caller, Priority
+from gateway.transport.pool import ConnectionPool, NodeAddress
+from tests.callers.build import all_accounts
+from tests.gateways import until
+from tests.lease_requests import a_lease_request
+from tests.schedule.build import a_scheduler, node
+from tests.virtual import in_virtual_time, now
+
+CALLER = Caller("anonymous:1.2.3.4", "anonymous", Priority.NORMAL, anonymous=True)
+SLOTS = {"x": 1, "y": 3}
+MEMBERS = ("m", "n")
+TERM = 2.0
+OUTCOME, SLOT_SECONDS = ROW_COLUMNS.index("outcome"), ROW_COLUMNS.index("slot_seconds")
+
+
+class World:
+    """A member's gateway, as far as it rules edges."""
+
+    def __init__(self, script: Script) -> None:
+        self.script = script
+        nodes = [node(name, slots=slots) for name, slots in SLOTS.items()]
+        for one in nodes:
+            one.replace_upstream(
+                ConnectionPool(NodeAddress("127.0.0.1", 9, b"", b"host: x\r\n")), now()
+            )
+        self.nodes = nodes
+        self.scheduler = a_scheduler(*nodes, clock=now, seed=script.rng.randrange(2**30))
+        settings = Settings.model_validate(
+            {"limits": {"total": {"concurrency": 1000, "tpm": 10**9}}, "queue": {"max_wait": 600}}
+        )
+        self.bus = EventBus(call_later)
+        leases = LocalLeaseService(self.scheduler, self.scheduler.fleet)
+        context = ForwardContext(leases, settings, self.bus, TimeoutMonitor(now), now)
+        book = LimitBook(settings, clock=now)
+        self.meter = Meter(book, self.bus, process="p", add_row=self._add_row)
+        self.registry = InFlightRegistry()
+        self.brain = Brain(
+            self.scheduler, context, self.registry, self.meter, KeyRing(), self.bus, None,
+            loopback=True, clustered=True,
+        )  # fmt: skip
+        self.is_dead = False
+        self.lead_until = 0.0
+        self.tasks: list[asyncio.Task[None]] = []
+        self._ids: dict[int, tuple[object, int]] = {}
+
+    def _add_row(self, row: UsageRow) -> None:
+        if not self.is_dead:
+            self.script.add_row(row)
+
+    def may_grant(self) -> bool:
+        return not self.is_dead and now() < self.lead_until
+
+    async def read(self) -> None:
+        """Read a node's slots, and free those of abandoned leases that are idle."""
+        while True:
+            await asyncio.sleep(0.02 + self.script.rng.random() * 0.1)
+            for lease_id, record in self.scheduler.records.items():
+                self._ids[id(record)] = record, lease_id
+            for one in self.nodes:
+                asked_at = one.slots_asked()
+                with one.occupancy.slots_query(now()) as query:
+                    busy = self.script.busy(one.name)
+                one.occupancy.record_busy(len(busy), query, now())
+                one.slots_told(frozenset((number, b"") for number in busy), asked_at)
+                self.scheduler.fleet.capacity_changed(one)
+                for lease in list(one.leases):
+                    known = self._ids.get(id(lease), (None, 0))
+                    if lease.phase is LeasePhase.RECLAIM and known[1] not in self.script.works:
+                        lease.release()
+
+    def left(self) -> dict[str, int]:
+        """All counts of what is held that are not zero."""
+        counts = {
+            "leases": len(self.scheduler.records),
+            "waiting": len(self.scheduler.waiters),
+            "registry": len(self.registry),
+            "open": len(self.meter._open),
+            "adrift": len(self.brain._adrift),
+        }
+        for one in self.nodes:
+            counts[f"leased of {one.name}"] = one.leased + len(one.leases)
+        for account in all_accounts(self.meter.book):
+            counts[account.subject] = account.running + account.open + account.reserved_tokens
+        for session in self.brain.sessions.values():
+            counts[session.name] = len(session.requests) + len(session._leases)
+        return {name: count for name, count in counts.items() if count}
+
+
+@dataclass(slots=True, eq=False)
+class Script:
+    """One seed's story."""
+
+    rng: random.Random
+    edges: dict[str, EdgeServices] = field(default_factory=dict)
+    fences: dict[str, Fence] = field(default_factory=dict)
+    worlds: list[World] = field(default_factory=list)
+    works: dict[int, tuple[str, float]] = field(default_factory=dict)
+    """By the lease under which each was written: its node, and when that shows it."""
+    rows: dict[str, UsageRow] = field(default_factory=dict)
+    again: Counter[str] = field(default_factory=Counter)
+    tasks: dict[str, asyncio.Task[str]] = field(default_factory=dict)
+    epoch: int = 0
+
+    def add_row(self, row: UsageRow) -> None:
+        """As the ledger: what is there stays, but for what seemed lost."""
+        known = self.rows.get(row[0])
+        if known is None or (known[OUTCOME] == EDGE_DIED != row[OUTCOME]):
+            self.rows[row[0]] = row
+        else:
+            self.again[row[0]] += 1
+
+    def busy(self, name: str) -> frozenset[int]:
+        works = self.works.items()
+        return frozenset(id_ for id_, (one, shows_at) in works if one == name and shows_at <= now())
+
+    # Who rules.
+
+    async def begin(self) -> World:
+        """Another member comes to lead, once the term of the last one is over."""
+        self.epoch += 1
+        if self.worlds:
+            await asyncio.sleep(max(0.0, self.worlds[-1].lead_until - now()))
+        world = World(self)
+        self.worlds.append(world)
+        world.lead_until = now() + 1e9
+        tenure = Tenure(self.epoch, now(), [Sharers(1, MEMBERS)], SLOTS)
+        reign = Reign("m", self.epoch, tenure, world.may_grant, now, now())
+        world.brain.begin(reign)
+        world.tasks = [asyncio.create_task(self._talk(world, reign, name)) for name in MEMBERS]
+        world.tasks += [asyncio.create_task(world.read())]
+        for name in self.edges:
+            await asyncio.sleep(self.rng.random() * 0.5)
+            await self.link(name)
+        return world
+
+    async def succeed(self) -> None:
+        """The leader does not renew any more, and dies or ends its reign, sooner or later."""
+        world = self.worlds[-1]
+        world.lead_until = now() + self.rng.random() * 0.5
+        world.is_dead = dies = self.rng.random() < 0.5
+        for task in world.tasks[: len(MEMBERS)]:
+            task.cancel()
+        if dies:
+            for session in list(world.brain.sessions.values()):
+                session.link.fail("its machine has died")
+        elif self.rng.random() < 0.5:
+            await world.brain.end()
+        ends = asyncio.create_task(asyncio.sleep(self.rng.random()))
+        await self.begin()
+        await ends
+        if not dies:
+            await world.brain.end()
+            await until(lambda: not world.left(), 1.0)
+        world.tasks[-1].cancel()
+
+    async def link(self, name: str) -> None:
+        ours, theirs = socket.socketpair()
+        await self.worlds[-1].brain.connect(ours, name)
+        self.edges[name].relink(theirs)
+
+    async def _talk(self, world: World, reign: Reign, member: str) -> None:
+        """The control link of a member."""
+        await asyncio.sleep(self.rng.random() * 0.3)
+        fence = self.fences[member]
+        assert fence.greet(reign.epoch)
+        session = Session(member, "p", fence.session)
+        reign.begins(session, [name for name in self.edges if member_of(name) == member])
+        while True:
+            term = reign.tell(session, now(), now() + TERM)
+            if term is not None and self.rng.random() < 0.8:
+                fence.told(reign.epoch, *term, asked_at=now(), now=now())
+            reign.confirmed(session, fence.seen, now())
+            await asyncio.sleep(0.3)
+
+    # What clients do.
+
+    def ask(self) -> None:
+        """A request comes to some edge."""
+        id_ = f"req_{len(self.tasks)}"
+        name = self.rng.choice(list(self.edges))
+        self.tasks[id_] = asyncio.create_task(self._request(self.edges[name], id_))
+
+    async def _request(self, services: EdgeServices, id_: str) -> str:
+        record = RequestRecord(id_, "/v1/chat/completions", "demo", request_id=id_)
+        request = a_lease_request(id_, caller=CALLER.id, stream=True)
+        accounts, came_at, tried = services.meter.book.accounts(CALLER), now(), NOTHING_TRIED
+        reservation = services.meter.admit(accounts, request, record)
+        try:
+            while True:
+                lease = await services.scheduler.wait_for_lease(request, tried, now() - came_at)
+                record.attempt_began(lease.node.name, lease.node.tier, None)
+                if await self._attempt(services, lease, id_):
+                    break
+        except GatewayError as error:
+            record.fail(error.status, error.code)
+        except asyncio.CancelledError:
+            record.fail(499, "client_closed")
+        finally:
+            services.meter.ended(reservation, record.finish(came_at, now()))
+        return record.reason or "ok"
+
+    async def _attempt(self, services: EdgeServices, lease: GrantedLease, id_: str) -> bool:
+        """Whether it has been answered."""
+        leases, rng = services.scheduler, self.rng
+        began = sent = False
+        outcome = "client_closed"
+        try:
+            await asyncio.sleep(rng.choice([0.0, 0.1, 1.2]) * rng.random())  # a connection is made
+            if not leases.may_start(lease.id):
+                outcome = "late"
+                return False
+            self._write(lease)
+            sent = True
+            await asyncio.sleep(rng.random() * 0.2)
+            if rng.random() < 0.2:
+                outcome = "server_error"
+                return False
+            leases.reading_began(lease.id)
+            await asyncio.sleep(rng.random() * 0.5)
+            leases.content_began(lease.id)
+            began = True
+            for events in range(1, rng.randrange(1, 8)):
+                await asyncio.sleep(rng.random())
+                leases.content_went_on(lease.id, 10 * events)
+            outcome = "ok"
+            return True
+        finally:
+            done = outcome != "client_closed"
+            if sent and done:
+                del self.works[lease.id]
+            elif sent:
+                asyncio.get_running_loop().call_later(0.1, self.works.pop, lease.id, None)
+            leases.ended(AttemptReport(lease.id, outcome, 200, sent, done or not sent, began))
+            if began:
+                usage = Usage(100, 20, 50)
+                report = UsageReport(lease.id, usage, usage, 50, complete=outcome == "ok")
+
+                def settle() -> None:
+                    leases.settle(report, a_lease_request(id_))
+
+                services.bus.defer(settle)
+
+    def _write(self, lease: GrantedLease) -> None:
+        assert lease.id not in self.works, "one lease, two requests"
+        name = lease.node.name
+        self.works[lease.id] = name, now() + self.rng.random() * LANDING_SECONDS * 0.8
+        running = sum(one == name for one, _ in self.works.values())
+        assert running <= SLOTS[name], f"{running} requests on {SLOTS[name]} slots"
+
+    async def run(self, seconds: float) -> None:
+        rng, ends = self.rng, now() + seconds
+        while now() < ends:
+            await asyncio.sleep(rng.expovariate(8.0))
+            what = rng.random()
+            running = [task for task in self.tasks.values() if not task.done()]
+            if what < 0.5 and len(running) < 12:
+                self.ask()
+            elif what < 0.6 and running:
+                rng.choice(running).cancel()
+            elif what < 0.65:
+                name = rng.choice(list(self.edges))
+                self.worlds[-1].brain.sessions[name].link.fail("the cable")
+                await asyncio.sleep(rng.random())
+                await self.link(name)
+            elif what < 0.70:
+                await self.succeed()
+
+
+@pytest.mark.parametrize("seed", range(10))
+@in_virtual_time
+async def test_slots_and_rows_stay_right_whoever_comes_to_reign(seed: int) -> None:
+    script = Script(random.Random(seed))
+    for member in MEMBERS:
+        script.fences[member] = Fence(member, SLOTS.__getitem__)
+        name = f"{member}/edge-1"
+        script.edges[name] = EdgeServices(name, clustered=True, clock=now)
+    await script.begin()
+    await script.run(60.0)
+    outcomes = dict(zip(script.tasks, await asyncio.gather(*script.tasks.values()), strict=True))
+    world = script.worlds[-1]
+    edges = script.edges.values()
+    await until(lambda: not world.left() and all(one.requests.are_booked for one in edges))
+    assert {id_: row[OUTCOME] for id_, row in script.rows.items()} == outcomes
+    answered = [id_ for id_, outcome in outcomes.items() if outcome == "ok"]
+    assert all(script.rows[id_][SLOT_SECONDS] > 0.0 for id_ in answered)
+    assert len(answered) > 20
+    assert len(script.worlds) > 3
+    assert all(one.free_slots(now()) == SLOTS[one.name] for one in world.nodes)
+    for task in world.tasks:
+        task.cancel()
+    for services in edges:
+        await services.aclose()
+    await world.brain.aclose()
