@@ -25,12 +25,12 @@ export PIP_NO_INPUT := 1
 # Tests start hundreds of processes. Without kept bytecode each would compile what it imports.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: help install dev run llama-server test test-all test-fresh chaos soak fuzz slow-clients check format bench bench-scheduling pins wheel wheelhouse ansible check-deploy test-deploy test-numa docs docs-serve clean
+.PHONY: help install dev run llama-server test test-all test-fresh chaos drill soak fuzz slow-clients check format bench bench-scheduling pins wheel wheelhouse ansible check-deploy test-deploy test-numa docs docs-serve clean
 
 help: ## show this list
 	@printf 'llama-gateway: make targets\n\n'
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  %-17s %s\n", $$1, $$2}' $(firstword $(MAKEFILE_LIST))
-	@printf '\nARGS="..." adds arguments to the command of run, the tests, chaos, soak and the benches.\n'
+	@printf '\nARGS="..." adds arguments to the command of run, the tests, chaos, drill, soak and the benches.\n'
 
 install: $(VENV)/.local ## set up .venv with what `make run` needs (fast when nothing changed)
 	@echo 'Ready: $(BIN)/llama-gateway'
@@ -80,6 +80,9 @@ test-fresh: $(VENV)/.test ## run README's two commands on bare Debian 12, 13 and
 
 chaos: $(VENV)/.test ## inject seeded faults under load, run after run: ARGS="--runs 500 --seconds 15 --resume FILE"
 	@$(BIN)/python -m tests.chaos $(ARGS)
+
+drill: $(VENV)/.test ## run three gateways as one behind HAProxy through faults (root): ARGS="--faults all --json FILE"
+	@$(BIN)/python -m tests.cluster.drill $(ARGS)
 
 soak: $(VENV)/.test ## run streams for an hour; memory must be flat: ARGS="--minutes 60 --streams 2000 --plot soak.png"
 	@$(BIN)/python -m tests.chaos.soak $(ARGS)

@@ -56,34 +56,47 @@ def server_account() -> str | None:
 
 
 class PostgresServer:
-    """One server with a folder of its own; it can be stopped, killed, halted and started again."""
+    """One server with a folder of its own; it can be stopped, killed, halted and started again.
 
-    def __init__(self, folder: Path) -> None:
+    It listens at `address`, which other network namespaces may reach.
+    """
+
+    def __init__(self, folder: Path, address: str = "127.0.0.1") -> None:
         binaries = postgres_binaries()
         assert binaries is not None
         self._binaries = binaries
         self._folder = folder
         self._data = folder / "data"
+        self._copy = folder / "copy"
         self._process: subprocess.Popen[bytes] | None = None
         self._numbers = itertools.count(1)
+        self.address = address
         self.port = free_port()
         if (account := server_account()) is not None:
             entry = pwd.getpwnam(account)
             os.chown(folder, entry.pw_uid, entry.pw_gid)
         options = ("-A", "trust", "-U", "gateway", "-E", "UTF8", "--locale=C", "--no-sync")
+        self._run("initdb", "-D", self._data, *options)
+        if address != "127.0.0.1":
+            with (self._data / "pg_hba.conf").open("a") as file:
+                file.write("host all all samenet trust\n")
+
+    def _run(self, program: str, *arguments: str | Path) -> None:
+        """Run one of PostgreSQL's programs to its end."""
+        account = server_account()
         subprocess.run(
-            [binaries / "initdb", "-D", self._data, *options],
+            [self._binaries / program, *arguments],
             check=True,
             capture_output=True,
             timeout=START_LIMIT,
-            cwd=folder,
+            cwd=self._folder,
             user=account,
             extra_groups=None if account is None else [],
         )
 
     def url(self, database: str = "postgres") -> str:
         """Return the URL of one of its databases."""
-        return f"postgresql://gateway:secret-of-tests@127.0.0.1:{self.port}/{database}"
+        return f"postgresql://gateway:secret-of-tests@{self.address}:{self.port}/{database}"
 
     def new_database(self) -> str:
         """Make an empty database, and return its URL."""
@@ -103,7 +116,7 @@ class PostgresServer:
         log = (self._folder / "log").open("ab")
         account = server_account()
         settings = {
-            "listen_addresses": "127.0.0.1",
+            "listen_addresses": ",".join({"127.0.0.1", self.address}),
             "port": self.port,
             "unix_socket_directories": "",
             # A killed process loses nothing without it; only a machine's power cut does.
@@ -159,6 +172,19 @@ class PostgresServer:
         finally:
             self.go_on()
 
+    def copy_data(self) -> None:
+        """Keep a copy of all data as it is now, as a standby has it that then loses touch."""
+        shutil.rmtree(self._copy, ignore_errors=True)
+        to = ("-h", "127.0.0.1", "-p", str(self.port), "-U", "gateway", "--no-sync", "-c", "fast")
+        self._run("pg_basebackup", "-D", self._copy, *to)
+
+    def promote_copy(self) -> None:
+        """Kill the server; what was copied serves in its place."""
+        self.kill()
+        shutil.rmtree(self._data)
+        self._copy.rename(self._data)
+        self.start()
+
     def _processes(self) -> list[psutil.Process]:
         if self._process is None:
             return []
@@ -185,12 +211,12 @@ class PostgresServer:
 
 
 @contextlib.contextmanager
-def running_postgres() -> Iterator[PostgresServer]:
+def running_postgres(address: str = "127.0.0.1") -> Iterator[PostgresServer]:
     """Run a server of its own inside this context."""
     with tempfile.TemporaryDirectory(
         prefix="llama-gateway-pg-", ignore_cleanup_errors=True
     ) as made:
-        server = PostgresServer(Path(made))
+        server = PostgresServer(Path(made), address)
         try:
             server.start()
             yield server

@@ -128,6 +128,7 @@ def spawn_demo_server(
     context: int = 4096,
     embedding: bool = False,
     size: DemoSize = "small",
+    host: str = "127.0.0.1",
     port: int = 0,
     alias: str = "demo",
     extra: tuple[str, ...] = (),
@@ -149,6 +150,7 @@ def spawn_demo_server(
         numa_node=0,
         prompt_cache_bytes=PROMPT_CACHE_MIB * MIB,
         embedding=embedding,
+        host=host,
     )
     command = server_command(spec, port, parent=os.getpid(), binary=binary)
     for word in extra:

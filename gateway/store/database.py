@@ -292,6 +292,8 @@ _POSTGRES_LIMITS: dict[str, Any] = {
     "keepalives_count": 3,
     "tcp_user_timeout": 10_000,
     "application_name": "llama-gateway",
+    # PgBouncer in transaction mode may give each transaction another connection of the server.
+    "prepare_threshold": None,
 }
 
 

@@ -84,7 +84,12 @@ class EdgeLink(asyncio.Protocol):
     @classmethod
     async def over(cls, sock: socket.socket, link: EdgeLink) -> EdgeLink:
         """Have this link use a connected Unix socket, which it closes at its end."""
-        await asyncio.get_running_loop().create_unix_connection(lambda: link, sock=sock)
+        try:
+            await asyncio.get_running_loop().create_unix_connection(lambda: link, sock=sock)
+        except BaseException:
+            # Cancelled, it would learn of a transport that is closed already.
+            link._stop()
+            raise
         return link
 
     def tell(self, message: Any) -> None:

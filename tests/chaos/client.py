@@ -6,7 +6,9 @@ import asyncio
 import contextlib
 import socket
 import time
+from collections.abc import Mapping
 from dataclasses import dataclass, field
+from types import MappingProxyType
 from typing import Any, Self, cast
 from urllib.parse import urlsplit
 
@@ -104,8 +106,11 @@ class _ClientProtocol(asyncio.Protocol):
 class Client:
     """Sends requests over one connection while it lasts. An asynchronous context manager."""
 
-    def __init__(self, url: str, *, slow: bool = False) -> None:
+    def __init__(
+        self, url: str, *, slow: bool = False, headers: Mapping[str, str] = MappingProxyType({})
+    ) -> None:
         self._address = urlsplit(url)
+        self._header_lines = "".join(f"{name}: {value}\r\n" for name, value in headers.items())
         self.slow = slow
         self._protocol: _ClientProtocol | None = None
 
@@ -119,18 +124,18 @@ class Client:
         self,
         path: str,
         body: dict[str, Any],
-        request_id: str,
+        request_id: str = "",
         behaviour: ClientBehaviour = READS_TO_END,
         limit: float = 30.0,
     ) -> ReceivedResponse:
-        """Send a request and read its response.
+        """Send a request and read its response; with no id, the gateway makes one.
 
         Raises TimeoutError when the response has not ended within `limit` seconds.
         """
         async with asyncio.timeout(limit):
             try:
-                return await self._send_once(path, body, request_id, behaviour)
-            except _StaleConnection:
+                with contextlib.suppress(_StaleConnection):
+                    return await self._send_once(path, body, request_id, behaviour)
                 return await self._send_once(path, body, request_id, behaviour)
             except OSError as error:
                 self._close()
@@ -148,9 +153,10 @@ class Client:
         self._protocol = protocol
         response = protocol.begin()
         data = msgspec.json.encode(body)
+        named = f"x-request-id: {request_id}\r\n" if request_id else ""
         head = (
             f"POST {path} HTTP/1.1\r\nhost: {self._address.netloc}\r\n"
-            f"x-request-id: {request_id}\r\n"
+            f"{self._header_lines}{named}"
             f"content-type: application/json\r\ncontent-length: {len(data)}\r\n\r\n"
         ).encode()
         if behaviour.leaves_while == "sending":

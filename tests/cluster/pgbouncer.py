@@ -26,8 +26,11 @@ needs_pgbouncer = pytest.mark.skipif(
 
 
 @contextlib.contextmanager
-def running_pgbouncer(server: PostgresServer) -> Iterator[int]:
-    """Run it inside this context, with one connection to each database; its port."""
+def running_pgbouncer(server: PostgresServer, connections: int = 1) -> Iterator[int]:
+    """Run it inside this context, with so many connections to each database; its port.
+
+    It listens where the server does.
+    """
     assert PROGRAM is not None
     port = free_port()
     account = server_account()
@@ -36,9 +39,9 @@ def running_pgbouncer(server: PostgresServer) -> Iterator[int]:
         (folder / "users").write_text('"gateway" "secret-of-tests"\n')
         (folder / "ini").write_text(
             f"[databases]\n* = host=127.0.0.1 port={server.port}\n[pgbouncer]\n"
-            f"listen_addr = 127.0.0.1\nlisten_port = {port}\nunix_socket_dir =\n"
+            f"listen_addr = {server.address}\nlisten_port = {port}\nunix_socket_dir =\n"
             f"auth_type = trust\nauth_file = {folder}/users\n"
-            "pool_mode = transaction\ndefault_pool_size = 1\n"
+            f"pool_mode = transaction\ndefault_pool_size = {connections}\n"
         )
         if account is not None:
             entry = pwd.getpwnam(account)

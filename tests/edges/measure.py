@@ -1,10 +1,11 @@
 """How long a decision takes from an edge to its brain and back, beside an echo in the same run.
 
-`python -m tests.edges.measure [--rate 1000] [--seconds 10] [--nodes 100]`
+`python -m tests.edges.measure [--rate 1000] [--seconds 10] [--nodes 100] [--tls]`
 
 Two processes, each with the event loop of the gateway's own, joined by Unix sockets. The edge asks
 for leases at a steady rate, uses each for a while and reports its end; as often it has the brain
-echo as many bytes.
+echo as many bytes. With `--tls` a third process is the member that carries the edge's link to the
+brain over TLS; the echo stays on its Unix socket.
 """
 
 from __future__ import annotations
@@ -15,13 +16,19 @@ import os
 import random
 import socket
 import sys
+import tempfile
 import time
+from collections.abc import Awaitable, Callable, Coroutine
 from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
 
 from gateway.app.event_loop import run_event_loop
 from gateway.callers.keys import KeyRing
 from gateway.callers.limits import LimitBook
 from gateway.callers.meter import Meter
+from gateway.cluster.tunnel import Tunnels, Welcome, member_certificate
+from gateway.config.cluster import Address, ClusterSettings
 from gateway.config.settings import Settings
 from gateway.edges.brain import Brain
 from gateway.edges.edge import EdgeServices
@@ -31,6 +38,7 @@ from gateway.forward.in_flight import InFlightRegistry, TimeoutMonitor
 from gateway.lease import NOTHING_TRIED, AttemptReport, PromptKey, Usage, UsageReport
 from gateway.schedule.lease_service import LocalLeaseService
 from gateway.transport.pool import ConnectionPool, NodeAddress
+from tests.cluster.machines import Authority
 from tests.edges.simulation import CALLER
 from tests.lease_requests import a_lease_request
 from tests.schedule.build import a_scheduler, node
@@ -50,6 +58,7 @@ class Load:
     rate: float
     seconds: float
     nodes: int
+    tls: bool = False
 
 
 class Echo(asyncio.Protocol):
@@ -60,7 +69,48 @@ class Echo(asyncio.Protocol):
         self.transport.write(data)  # type: ignore[attr-defined]
 
 
-async def be_brain(load: Load, link: socket.socket, echo: socket.socket) -> int:
+def a_member(
+    name: str, port: int, authority: Authority, take: Callable[[socket.socket], None]
+) -> Tunnels:
+    """The tunnels of a member; `take` gets what others open."""
+    with tempfile.TemporaryDirectory() as made:
+        tls = authority.issue(name, "127.0.0.1", Path(made))
+        settings = ClusterSettings.model_validate(
+            {"member": name, "listen": f"127.0.0.1:{port}", "tls": tls}
+        )
+        certificate = member_certificate(settings.tls, name)
+    return Tunnels(
+        settings,
+        name,
+        certificate,
+        admit=lambda _: Welcome(name),
+        on_tunnel=lambda _, sock: take(sock),
+    )
+
+
+async def be_member(authority: Authority, port: int, handing: socket.socket) -> int:
+    """Open the tunnel of the edge's link to the brain, hand it to the edge, and carry it."""
+    tunnels = a_member("follower", port, authority, socket.socket.close)
+    sock = await tunnels.open("leader", Address("127.0.0.1", port), "link", name="edge")
+    socket.send_fds(handing, [b"x"], [sock.fileno()])
+    sock.close()
+    while any(tunnels.sample().values()):  # noqa: ASYNC110 - no event tells it
+        await asyncio.sleep(0.1)
+    print(f"member: {1e6 * time.process_time():.0f} us of CPU in all")
+    return 0
+
+
+async def tunnelled(authority: Authority, listening: socket.socket) -> socket.socket:
+    """The first link that comes through a tunnel to this socket."""
+    found: asyncio.Future[socket.socket] = asyncio.get_running_loop().create_future()
+    tunnels = a_member("leader", listening.getsockname()[1], authority, found.set_result)
+    tunnels.serve(listening)
+    return await found
+
+
+async def be_brain(
+    load: Load, linked: Callable[[], Awaitable[socket.socket]], echo: socket.socket
+) -> int:
     nodes = [node(f"n{number}", slots=SLOTS) for number in range(load.nodes)]
     for one in nodes:
         one.replace_upstream(ConnectionPool(NodeAddress("127.0.0.1", 9, b"", b"")), 0.0)
@@ -86,7 +136,7 @@ async def be_brain(load: Load, link: socket.socket, echo: socket.socket) -> int:
     ended = asyncio.Event()
     loop = asyncio.get_running_loop()
     await loop.create_unix_connection(Echo, sock=echo)
-    await brain.connect(link, "edge", lambda *_: ended.set())
+    await brain.connect(await linked(), "edge", lambda *_: ended.set())
     await ended.wait()
     used = (used_by[-1] - used_by[WARMING - 1]) / (len(used_by) - WARMING)
     print(f"brain: {1e6 * used:.0f} us of CPU for each decision, with an echo")
@@ -114,9 +164,9 @@ class Echoed(asyncio.Protocol):
             self.times.append(time.perf_counter() - self._asked.pop(0))
 
 
-async def be_edge(load: Load, link: socket.socket, echo: socket.socket) -> int:
+async def be_edge(load: Load, link: Callable[[], int], echo: socket.socket) -> int:
     services = EdgeServices("edge")
-    await services.start(link, 30.0)
+    await services.start(socket.socket(fileno=link()), 30.0)
     loop = asyncio.get_running_loop()
     _, echoed = await loop.create_unix_connection(Echoed, sock=echo)
     times: list[float] = []
@@ -185,20 +235,35 @@ def main() -> None:
     parser.add_argument("--rate", type=float, default=1000.0)
     parser.add_argument("--seconds", type=float, default=10.0)
     parser.add_argument("--nodes", type=int, default=100)
+    parser.add_argument("--tls", action="store_true")
     load = Load(**vars(parser.parse_args()))
     (link, edge_link), (echo, edge_echo) = socket.socketpair(), socket.socketpair()
-    pid = os.fork()
-    if pid == 0:
-        link.close()
-        echo.close()
-        work = be_edge(load, edge_link, edge_echo)
+    authority, listening = Authority(), socket.create_server(("127.0.0.1", 0))
+    children = []
+
+    def start(work: Callable[[], Coroutine[Any, Any, int]]) -> None:
+        if (pid := os.fork()) == 0:
+            link.close()
+            echo.close()
+            run_event_loop(work())
+            os._exit(0)
+        children.append(pid)
+
+    if load.tls:
+        port = listening.getsockname()[1]
+        handing, handed = socket.socketpair()
+        start(lambda: be_member(authority, port, handing))
+        start(lambda: be_edge(load, lambda: socket.recv_fds(handed, 1, 1)[1][0], edge_echo))
     else:
-        edge_link.close()
-        edge_echo.close()
-        work = be_brain(load, link, echo)
-    run_event_loop(work)
-    if pid:
-        sys.exit(os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]))
+        start(lambda: be_edge(load, edge_link.detach, edge_echo))
+    edge_link.close()
+    edge_echo.close()
+
+    async def linked() -> socket.socket:
+        return await tunnelled(authority, listening) if load.tls else link
+
+    run_event_loop(be_brain(load, linked, echo))
+    sys.exit(max(os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) for pid in children))
 
 
 if __name__ == "__main__":

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections import deque
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -85,6 +86,8 @@ class SlotPool:
         self.cache = cache
         self.tokens = tokens
         self.peak_busy = 0
+        self.on_change: Callable[[], None] = lambda: None
+        """Called when slots were asked for, taken or given back."""
         self.waiting: deque[tuple[int, Tokens, int, asyncio.Future[list[Slot]]]] = deque()
         self._tasks = 0
         self._uses = 0
@@ -136,6 +139,10 @@ class SlotPool:
             self.cache.evicted.clear()
 
     def _grant(self) -> None:
+        self._grant_in_turn()
+        self.on_change()
+
+    def _grant_in_turn(self) -> None:
         while self.waiting:
             count, prompt, wanted, future = self.waiting[0]
             free = [slot for slot in self.slots if not slot.busy and wanted in {-1, slot.id}]

@@ -106,6 +106,12 @@ def _gateway(policy: str | None = None) -> Target:
     return replace(TARGETS["gateway"], command=command)
 
 
+def _cluster(binary: str, plan: Plan) -> list[str]:
+    gateway(binary, plan, {})
+    front = [sys.executable, "-m", "tests.cluster.front"]
+    return [*front, str(plan.folder / "nodes.yaml"), str(plan.port), str(plan.folder)]
+
+
 def _nginx(binary: str, plan: Plan) -> list[str]:
     return nginx(
         binary,
@@ -138,6 +144,11 @@ FRONTS = {
             "haproxy",
             f"HAProxy leastconn, maxconn {SLOTS}",
             replace(TARGETS["haproxy"], command=_haproxy),
+        ),
+        Front(
+            "cluster",
+            "three gateways as one, behind HAProxy",
+            replace(TARGETS["gateway"], command=_cluster),
         ),
         *(
             Front(policy, f"gateway, policy {policy}", _gateway(policy=policy))

@@ -1,0 +1,718 @@
+"""A cluster of real processes under load, while faults happen: `python -m tests.cluster.drill`.
+
+Members run on machines of their own (network namespaces), behind HAProxy, over PostgreSQL, which
+every second one reaches through pgbouncer; nodes are emulated. Clients record every answer. After
+each fault all must be well again by itself. Linux, as root; needs PostgreSQL, pgbouncer, HAProxy.
+
+What must hold: no request fails but those of a process that was killed; no node has more requests
+than slots; grants pause for no longer than a term and two seconds; the ledger has each answer once;
+a limit is exceeded by one request for each member at most; nothing is left at the end.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import contextlib
+import json
+import random
+import secrets
+import shutil
+import sys
+import tempfile
+import time
+from collections import Counter
+from collections.abc import Awaitable, Callable, Iterator, Sequence
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+import httpx
+import psutil
+import uvloop
+
+from gateway.callers.keys import ApiKey, new_key
+from tests.cluster import network
+from tests.cluster.load import (
+    PROCESS_PART,
+    Answer,
+    Load,
+    NodeWatch,
+    emulated_nodes,
+    longest_gap,
+    most_within,
+    real_nodes,
+    submit_batch,
+)
+from tests.cluster.machines import (
+    HAPROXY,
+    LIMIT,
+    TERM,
+    Authority,
+    Member,
+    new_member,
+    running_haproxy,
+)
+from tests.cluster.pgbouncer import PROGRAM as PGBOUNCER
+from tests.cluster.pgbouncer import running_pgbouncer
+from tests.postgres import PostgresServer, postgres_binaries, running_postgres
+from tests.processes import free_port, gone
+
+PAUSE_BEYOND_TERM = 2.0
+"""Seconds that grants may pause beyond a term."""
+METERED_RPM = 30
+METERED_WINDOW = 58.0
+"""Seconds: a minute, less what lies between a client's clock and the count."""
+BREAK_SECONDS = 3.0
+"""Seconds after a process was killed within which its answers break off."""
+BRIEF = 0.05
+"""Seconds for which a node may have one request too many: one is cancelled as another comes."""
+BOOK_SECONDS = 45.0
+"""Seconds until the ledger must have all rows."""
+ROWS = "SELECT id, status FROM usage WHERE key <> 'batch'"
+POOLED = 12
+"""Connections that pgbouncer has to the database."""
+
+
+@dataclass(frozen=True, slots=True)
+class Killed:
+    """Processes of a member that were killed."""
+
+    at: float
+    member: str
+    whole: bool  # all of them, not one edge
+
+
+@dataclass(slots=True)
+class Outcome:
+    """What one fault has done."""
+
+    fault: str
+    began: float
+    ended: float = 0.0
+    led_by: tuple[str, str] = ("", "")
+    epochs: tuple[int, int] = (0, 0)
+    error: str = ""
+
+
+@dataclass(slots=True)
+class Drill:
+    """All that runs."""
+
+    folder: Path
+    members: list[Member]
+    database: PostgresServer
+    database_name: str
+    bouncer: int  # its port
+    nodes: list[NodeWatch]
+    load: Load
+    rng: random.Random
+    admin: httpx.AsyncClient
+    away: float  # seconds for which the database is stopped
+    killed: list[Killed] = field(default_factory=list)
+    forgotten: list[tuple[float, float]] = field(default_factory=list)
+    """Spans of time whose rows the database has lost."""
+    outcomes: list[Outcome] = field(default_factory=list)
+    wrong: list[str] = field(default_factory=list)
+
+    def is_wrong(self, what: str) -> None:
+        """Note, and say at once, what must not be."""
+        self.wrong.append(what)
+        print(f"WRONG: {what}", flush=True)
+
+    def sql(self, statement: str) -> list[tuple[Any, ...]]:
+        """Run a statement in the database of the store."""
+        return self.database.execute(statement, self.database_name)
+
+    async def leader(self) -> tuple[Member, int]:
+        """Who leads by the row, once somebody does, and the epoch."""
+        until = time.monotonic() + LIMIT
+        while True:
+            with contextlib.suppress(Exception):
+                rows = await asyncio.to_thread(self.sql, "SELECT holder, epoch FROM leadership")
+                for holder, epoch in rows:
+                    for one in self.members:
+                        if holder == one.name or holder.startswith(f"{one.name}/"):
+                            return one, epoch
+            if len(self.members) == 1:
+                return self.members[0], 0
+            assert time.monotonic() < until, "nobody leads"
+            await asyncio.sleep(0.1)
+
+    async def follower(self) -> Member:
+        """Somebody who does not lead."""
+        leader, _ = await self.leader()
+        return self.rng.choice([one for one in self.members if one is not leader] or [leader])
+
+    def when(self, time: float) -> str:
+        """Where in the course of things a time lies."""
+        before = [one for one in self.outcomes if one.began <= time]
+        return f"{time - before[-1].began:.1f} s after {before[-1].fault}" if before else "early"
+
+    def note_killed(self, member: Member, *, whole: bool) -> None:
+        self.killed.append(Killed(time.monotonic(), member.name, whole))
+
+    @property
+    def database_ports(self) -> tuple[int, int]:
+        return self.database.port, self.bouncer
+
+
+Fault = Callable[[Drill], Awaitable[None]]
+FAULTS: dict[str, Fault] = {}
+
+
+def fault(do: Fault) -> Fault:
+    """Let this be a fault of the drill, by its name."""
+    FAULTS[do.__name__.replace("_", "-")] = do
+    return do
+
+
+@fault
+async def none(_: Drill) -> None:
+    """Nothing: what all others are compared to."""
+    await asyncio.sleep(5)
+
+
+@fault
+async def kill_edge(drill: Drill) -> None:
+    """`kill -9` of an edge."""
+    member = drill.rng.choice(drill.members)
+    if edges := member.edges():
+        drill.note_killed(member, whole=False)
+        psutil.Process(drill.rng.choice(edges)).kill()
+
+
+async def _kill(drill: Drill, member: Member) -> None:
+    drill.note_killed(member, whole=True)
+    pids = member.kill()
+    # As systemd would, `RestartSec=2`.
+    await asyncio.sleep(2)
+    assert all(map(gone, pids)), f"processes of {member.name} outlive it"
+    member.start()
+    await member.ready()
+
+
+@fault
+async def kill_leader(drill: Drill) -> None:
+    """`kill -9` of the leader, which is started again."""
+    await _kill(drill, (await drill.leader())[0])
+
+
+@fault
+async def kill_follower(drill: Drill) -> None:
+    """`kill -9` of a follower, which is started again."""
+    await _kill(drill, await drill.follower())
+
+
+@fault
+async def stop_leader(drill: Drill) -> None:
+    """SIGSTOP of the leader beyond its term, then SIGCONT."""
+    await _stop(drill, (await drill.leader())[0].pid, 3 * TERM)
+
+
+@fault
+async def stop_edge(drill: Drill) -> None:
+    """SIGSTOP of an edge beyond a term, then SIGCONT."""
+    edges = drill.rng.choice(drill.members).edges()
+    if edges:
+        await _stop(drill, drill.rng.choice(edges), 2 * TERM)
+
+
+async def _stop(_: Drill, pid: int, seconds: float) -> None:
+    process = psutil.Process(pid)
+    process.suspend()
+    await asyncio.sleep(seconds)
+    process.resume()
+
+
+@fault
+async def restart_leader(drill: Drill) -> None:
+    """SIGTERM of the leader, which is started again."""
+    member, _ = await drill.leader()
+    await member.terminate()
+    member.start()
+    await member.ready()
+
+
+@fault
+async def upgrade(drill: Drill) -> None:
+    """SIGUSR2 of each member, one after the other."""
+    for member in drill.members:
+        await member.succeed()
+        await member.ready()
+        await asyncio.sleep(TERM)
+
+
+@fault
+async def terminate_backends(drill: Drill) -> None:
+    """`pg_terminate_backend` of all connections, five times."""
+    for _ in range(5):
+        drill.sql(
+            "SELECT pg_terminate_backend(pid) FROM pg_stat_activity "
+            "WHERE pid <> pg_backend_pid() AND datname = current_database()"
+        )
+        await asyncio.sleep(1)
+
+
+@fault
+async def slow_database(drill: Drill) -> None:
+    """`statement_timeout = 1s`, and locks that hold statements up for longer."""
+    drill.sql(f"ALTER DATABASE {drill.database_name} SET statement_timeout = '1s'")
+    drill.sql(
+        "SELECT pg_terminate_backend(pid) FROM pg_stat_activity WHERE pid <> pg_backend_pid() "
+        "AND datname = current_database()"
+    )
+    for table in ("leadership", "usage"):
+        await asyncio.to_thread(
+            drill.sql,
+            f"SET statement_timeout = 0; BEGIN; LOCK {table} IN ACCESS EXCLUSIVE MODE; "
+            "SELECT pg_sleep(3); COMMIT",
+        )
+        await asyncio.sleep(2)
+    drill.sql(f"ALTER DATABASE {drill.database_name} RESET statement_timeout")
+
+
+@fault
+async def stop_database(drill: Drill) -> None:
+    """PostgreSQL stopped, and started again."""
+    await asyncio.to_thread(drill.database.stop)
+    await asyncio.sleep(drill.away)
+    await asyncio.to_thread(drill.database.start)
+
+
+@fault
+async def kill_without_database(drill: Drill) -> None:
+    """PostgreSQL stopped, and `kill -9` of a member meanwhile, whose new process has no store."""
+    await asyncio.to_thread(drill.database.stop)
+    try:
+        await asyncio.sleep(3 * TERM)
+        member = drill.rng.choice(drill.members)
+        drill.note_killed(member, whole=True)
+        member.kill()
+        await asyncio.sleep(2)
+        member.start()
+        await asyncio.sleep(drill.away)
+    finally:
+        await asyncio.to_thread(drill.database.start)
+    await member.ready()
+
+
+@fault
+async def halt_database(drill: Drill) -> None:
+    """PostgreSQL halted (SIGSTOP): connections stay, and nobody answers."""
+    with drill.database.halted():
+        await asyncio.sleep(drill.away)
+
+
+@fault
+async def stale_standby(drill: Drill) -> None:
+    """A standby promoted that has lost touch some terms ago."""
+    await asyncio.to_thread(drill.database.copy_data)
+    copied = time.monotonic()
+    # Epochs go on, which the standby does not know.
+    leader, _ = await drill.leader()
+    await _kill(drill, leader)
+    await asyncio.sleep(3 * TERM)
+    await asyncio.to_thread(drill.database.promote_copy)
+    drill.forgotten.append((copied - 5, time.monotonic() + 1))
+
+
+@fault
+async def part_leader(drill: Drill) -> None:
+    """The leader reaches no other member, but the database."""
+    leader, _ = await drill.leader()
+    await _part(leader, [one.machine.address for one in drill.members if one is not leader])
+
+
+@fault
+async def part_leader_from_database(drill: Drill) -> None:
+    """The leader reaches the other members, but not the database."""
+    await _part((await drill.leader())[0], (), drill.database_ports)
+
+
+@fault
+async def part_follower(drill: Drill) -> None:
+    """A follower reaches no other member, but the database."""
+    one = await drill.follower()
+    await _part(one, [other.machine.address for other in drill.members if other is not one])
+
+
+@fault
+async def part_follower_from_all(drill: Drill) -> None:
+    """A follower reaches neither members nor database; its nodes it reaches."""
+    one = await drill.follower()
+    others = [other.machine.address for other in drill.members if other is not one]
+    await _part(one, others, drill.database_ports)
+
+
+async def _part(member: Member, addresses: Sequence[str], ports: Sequence[int] = ()) -> None:
+    member.machine.cut(addresses, ports)
+    await asyncio.sleep(5 * TERM)
+    member.machine.mend()
+
+
+SHORT = ("none", "kill-edge", "kill-leader", "stop-leader", "part-leader", "stop-database")
+KILLS = ("kill-edge", "kill-leader")
+
+
+async def run_faults(drill: Drill, names: Sequence[str], settle: float) -> None:
+    """Let these faults happen, one after the other."""
+    for name in names:
+        leader, epoch = await drill.leader()
+        outcome = Outcome(name, time.monotonic())
+        drill.outcomes.append(outcome)
+        try:
+            await FAULTS[name](drill)
+        except Exception as error:  # noqa: BLE001 - it is told, and the next ones are tried
+            outcome.error = f"{type(error).__name__}: {error}"
+            drill.is_wrong(f"{name}: {outcome.error}")
+        await asyncio.sleep(settle)
+        new, new_epoch = await drill.leader()
+        outcome.ended = time.monotonic()
+        outcome.led_by, outcome.epochs = (leader.name, new.name), (epoch, new_epoch)
+        await all_well(drill, name)
+        print(row(drill, outcome), flush=True)
+
+
+async def all_well(drill: Drill, after: str) -> None:
+    """Wait until one member leads, and all say so and show all edges; note if that takes long."""
+    if len(drill.members) == 1:
+        return
+    until = time.monotonic() + LIMIT
+    while True:
+        told = [await one.status(drill.admin) for one in drill.members]
+        found = [(one or {}).get("cluster") or {} for one in told]
+        shown = [
+            (
+                one.get("leader"),
+                one.get("epoch"),
+                tuple(sorted(member["role"] for member in one.get("members", ()))),
+                sum(edge["ready"] for member in one.get("members", ()) for edge in member["edges"]),
+            )
+            for one in found
+        ]
+        roles = ("follower",) * (len(drill.members) - 1) + ("leader",)
+        edges = sum(len(one.edges()) for one in drill.members)
+        if len(set(shown)) == 1 and shown[0][0] and shown[0][2:] == (roles, edges):
+            return
+        if time.monotonic() > until:
+            drill.is_wrong(f"after {after} members show {shown} and there are {edges} edges")
+            return
+        await asyncio.sleep(0.5)
+
+
+# Verdict.
+
+
+def failures(drill: Drill, begin: float, end: float) -> tuple[list[Answer], list[Answer]]:
+    """Requests of that time that failed: of processes that live, and of those that were killed."""
+    answers = drill.load.answers
+    newest: dict[str, float] = {}
+    for one in answers:
+        part = one.id[:PROCESS_PART]
+        if not one.failure:
+            newest[part] = max(newest.get(part, 0.0), one.began)
+    living: list[Answer] = []
+    dead: list[Answer] = []
+    for one in answers:
+        if begin <= one.ended < end and one.failure and not one.refused:
+            excused = any(
+                killed.member == one.member
+                and one.began <= killed.at + 0.5
+                and killed.at - 0.1 <= one.ended <= killed.at + BREAK_SECONDS
+                and not (one.id and newest.get(one.id[:PROCESS_PART], 0.0) > killed.at + 0.5)
+                for killed in drill.killed
+            )
+            (dead if excused else living).append(one)
+    return living, dead
+
+
+def crowdings(drill: Drill, begin: float, end: float) -> list[str]:
+    """Where more requests than slots were at a node for longer than a moment."""
+    return [
+        f"{one.most} too many at {one.node} for {one.ended - one.began:.2f} s, "
+        f"{drill.when(one.began)}"
+        for watch in drill.nodes
+        for one in watch.crowdings
+        if begin <= one.began < end and one.ended - one.began > BRIEF
+    ]
+
+
+def gap(drill: Drill, begin: float, end: float) -> float:
+    """The longest pause of grants at all nodes; at real ones, of answers."""
+    granted = [when for watch in drill.nodes for when in watch.grants]
+    ended = [one.ended for one in drill.load.answers if not one.failure]
+    return longest_gap(granted if drill.load.exact else ended, begin, end)
+
+
+def row(drill: Drill, outcome: Outcome) -> str:
+    """A line of the table."""
+    begin, end = outcome.began, outcome.ended
+    living, dead = failures(drill, begin, end)
+    answers = sum(begin <= one.ended < end for one in drill.load.answers)
+    crowded = crowdings(drill, begin, end)
+    return (
+        f"{outcome.fault:26} {end - begin:5.0f} s {answers:6} answers {len(living):4} failed "
+        f"{len(dead):3} died  gap {gap(drill, begin, end):5.2f} s  {len(crowded):2} crowded  "
+        f"{'->'.join(outcome.led_by)} {'->'.join(map(str, outcome.epochs))} {outcome.error}"
+    )
+
+
+def judge(drill: Drill, begin: float, end: float, metered: str) -> dict[str, Any]:
+    """All figures; what must not be goes to `drill.wrong`."""
+    living, dead = failures(drill, 0.0, float("inf"))
+    for text, count in Counter(f"{one.client}: {one.failure}" for one in living).most_common(12):
+        drill.is_wrong(f"{count} failed: {text}")
+    for one in crowdings(drill, 0.0, float("inf")):
+        drill.is_wrong(one)
+    pause = gap(drill, begin, end)
+    if pause > TERM + PAUSE_BEYOND_TERM:
+        drill.is_wrong(f"no grant for {pause:.2f} s")
+    admitted = [
+        one.began
+        for one in drill.load.answers
+        if one.client == metered and one.id and not one.refused
+    ]
+    most = most_within(admitted, METERED_WINDOW)
+    if most > METERED_RPM + len(drill.members):
+        drill.is_wrong(f"{most} requests in a minute by a key that may send {METERED_RPM}")
+    good = [one for one in drill.load.answers if not one.failure]
+    return {
+        "answers": len(drill.load.answers),
+        "good": len(good),
+        "refused_by_limits": sum(one.refused for one in drill.load.answers),
+        "failed": len(living),
+        "failed_with_their_process": len(dead),
+        "longest_gap": round(pause, 2),
+        "brief_crowdings": sum(len(watch.crowdings) for watch in drill.nodes),
+        "most_in_a_minute": most,
+        "by_member": dict(Counter(one.member for one in good)),
+        "mean_seconds": round(sum(one.ended - one.began for one in good) / (len(good) or 1), 3),
+    }
+
+
+async def compare_ledger(drill: Drill) -> dict[str, int]:
+    """Whether the ledger has each answer once, and nothing else."""
+    good = {one.id: one for one in drill.load.answers if not one.failure and one.id}
+    until = time.monotonic() + BOOK_SECONDS
+    while True:
+        rows = dict(await asyncio.to_thread(drill.sql, ROWS))
+        missing = [one for id_, one in good.items() if rows.get(id_) != 200]
+        needed = [one for one in missing if not _may_be_lost(drill, one)]
+        if not needed or time.monotonic() > until:
+            break
+        await asyncio.sleep(1)
+    if needed:
+        by = Counter(f"{one.member}" for one in needed)
+        wrong = Counter(rows.get(one.id) for one in needed)
+        drill.is_wrong(
+            f"{len(needed)} answers are not in the ledger: {dict(by)}, its status {dict(wrong)}, "
+            f"such as {[one.id for one in needed[:3]]}"
+        )
+    # What has broken off has no id here.
+    failed = sum(bool(one.failure) for one in drill.load.answers)
+    unknown = [id_ for id_, status in rows.items() if status == 200 and id_ not in good]
+    if len(unknown) > failed:
+        drill.is_wrong(f"{len(unknown)} rows are no answers, such as {unknown[:3]}")
+    return {"rows": len(rows), "missing": len(missing), "unknown": len(unknown)}
+
+
+def _may_be_lost(drill: Drill, answer: Answer) -> bool:
+    return any(begin <= answer.ended <= end for begin, end in drill.forgotten) or any(
+        one.member == answer.member and one.at - BREAK_SECONDS <= answer.ended <= one.at + 1
+        for one in drill.killed
+    )
+
+
+async def end_members(drill: Drill) -> dict[str, Any]:
+    """End all, and look for what is left."""
+    await asyncio.gather(*(one.terminate() for one in drill.members), return_exceptions=True)
+    for member in drill.members:
+        if not member.ends or member.ends[-1]:
+            drill.is_wrong(f"{member.name} ended with {member.ends}")
+    left = [
+        f"{pid} {' '.join(command)}"[:120]
+        for pid, command in network.commands()
+        if {"gateway", "serve"} <= set(command) or {"gateway", "edge"} <= set(command)
+    ]
+    for one in left:
+        drill.is_wrong(f"left at the end: {one}")
+    events: Counter[str] = Counter()
+    for member in drill.members:
+        for line in member.read():
+            if line["level"] in {"error", "critical", "plain"}:
+                events[f"{line['level']}: {line['event'].strip()[:140]}"] += 1
+            if "traceback" in str(line.get("exception", "")).lower():
+                drill.is_wrong(f"{member.name} logged {line['event']}: {line['exception']}")
+    if traced := [one for one in events if one.startswith("plain: Traceback")]:
+        drill.is_wrong(f"logged: {traced}")
+    return {"logged": dict(events.most_common(30))}
+
+
+# Setting it up.
+
+
+def _members(
+    options: argparse.Namespace, folder: Path, direct: str, pooled: str, nodes: list[NodeWatch],
+    keys: list[ApiKey],
+) -> Iterator[Member]:  # fmt: skip
+    authority, admin_key = Authority(), secrets.token_hex(16)
+    limits: tuple[dict[str, Any], ...] = ({}, {"limits": {"rpm": METERED_RPM}}, {})
+    settings = {
+        "listen": {"edges": options.edges},
+        "keys": [
+            {"id": key.id, "sha256": key.sha256, "name": key.id, **limit}
+            for key, limit in zip(keys, limits, strict=True)
+        ],
+        "health": {"interval": 0.5, "timeout": 20},
+        "queue": {"max": 2000, "max_wait": 120},
+        "batches": {"folder": str(folder / "files")},
+        "shutdown": {"delay": 1, "grace": 30},
+    }
+    inventory = [{"name": one.name, "url": one.url} for one in nodes]
+    for number in range(1 if options.one else options.members):
+        machine = network.machine(number, f"gw-{chr(ord('a') + number)}")
+        yield new_member(
+            machine, folder, None if options.one else authority, pooled if number % 2 else direct,
+            settings, inventory, admin_key,
+        )  # fmt: skip
+
+
+async def drilled(options: argparse.Namespace, folder: Path) -> dict[str, Any]:
+    """Run it; returns the report."""
+    network.switch()
+    async with contextlib.AsyncExitStack() as stack:
+        database = stack.enter_context(running_postgres(network.SWITCH))
+        direct = database.new_database()
+        bouncer = stack.enter_context(running_pgbouncer(database, POOLED))
+        pooled = direct.replace(f":{database.port}/", f":{bouncer}/")
+        slots = [int(one) for one in options.slots.split(",")]
+        watches = await stack.enter_async_context(
+            real_nodes(network.SWITCH, slots)
+            if options.real
+            else emulated_nodes(network.SWITCH, slots, options.speed)
+        )
+        keys = [new_key("load"), new_key("metered"), new_key("batch")]
+        members = list(_members(options, folder, direct, pooled, watches, keys))
+        url = stack.enter_context(running_haproxy(folder, members, network.SWITCH, free_port()))
+        admin = await stack.enter_async_context(httpx.AsyncClient(trust_env=False, timeout=5))
+        drill = Drill(
+            folder, members, database, direct.rpartition("/")[2], bouncer, watches,
+            Load(url, "demo", options.requests, exact=not options.real),
+            random.Random(options.seed), admin, options.away,
+        )  # fmt: skip
+        for member in members:
+            member.start()
+            stack.callback(member.end_at_once)
+        for member in members:
+            await member.ready()
+        await all_well(drill, "the start")
+        # HAProxy's next look.
+        await asyncio.sleep(2)
+        batch = None
+        if options.lines:
+            headers = {"authorization": f"Bearer {keys[2].text}"}
+            client = httpx.AsyncClient(base_url=url, headers=headers, trust_env=False, timeout=30)
+            await stack.enter_async_context(client)
+            batch = await submit_batch(client, "demo", options.lines)
+        begin = time.monotonic()
+        for number in range(options.clients):
+            tokens = (200, 300) if number % 5 == 0 else (4, 8, 16, 40)
+            drill.load.start("load", keys[0].text, options.seed + number, tokens, 0.0)
+        drill.load.start("metered", keys[1].text, options.seed, (4,), 0.4)
+        try:
+            await run_faults(drill, _chosen(options), options.settle)
+        finally:
+            end = time.monotonic()
+            await drill.load.stop()
+        if batch is not None and (why := await batch.wrong(options.lines, LIMIT)):
+            drill.is_wrong(why)
+        figures = judge(drill, begin, end, "metered")
+        figures |= await compare_ledger(drill)
+        figures |= await end_members(drill)
+        return {
+            "figures": figures,
+            "faults": [asdict(one) | {"row": row(drill, one)} for one in drill.outcomes],
+            "failed": [asdict(one) for one in failures(drill, 0.0, float("inf"))[0][:100]],
+            "wrong": drill.wrong,
+        }
+
+
+def _chosen(options: argparse.Namespace) -> list[str]:
+    if options.kills:
+        return [KILLS[number % len(KILLS)] for number in range(options.kills)]
+    if options.random:
+        return random.Random(options.seed).choices(list(FAULTS), k=options.random)
+    match options.faults:
+        case "short":
+            return list(SHORT)
+        case "all":
+            return list(FAULTS)
+        case names:
+            return [name for name in names.split(",") if name]
+
+
+def _options() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="python -m tests.cluster.drill",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        epilog="\n".join(f"  {name:26} {do.__doc__}" for name, do in FAULTS.items()),
+    )
+    parser.add_argument("--members", type=int, default=3)
+    parser.add_argument("--one", action="store_true", help="one gateway without a cluster")
+    parser.add_argument("--edges", type=int, default=1, help="of each member")
+    parser.add_argument("--slots", default="4,4,3,1", help="of each node")
+    parser.add_argument("--speed", type=float, default=40.0, help="tokens/s of a slot")
+    parser.add_argument("--real", action="store_true", help="nodes are llama.cpp's servers")
+    parser.add_argument("--clients", type=int, default=20)
+    parser.add_argument("--requests", type=int, default=20000, help="at most")
+    parser.add_argument("--lines", type=int, default=0, help="of a batch, submitted before")
+    parser.add_argument("--faults", default="short", help="`short`, `all`, or names with commas")
+    parser.add_argument("--kills", type=int, default=0, help="so many kills of leader and edges")
+    parser.add_argument("--random", type=int, default=0, help="so many faults, by the seed")
+    parser.add_argument("--settle", type=float, default=5.0, help="seconds after each fault")
+    parser.add_argument("--away", type=float, default=8.0, help="seconds without the database")
+    parser.add_argument("--seed", type=int, default=1)
+    parser.add_argument("--json", type=Path, help="write the report here")
+    parser.add_argument("--keep", type=Path, help="copy logs and files of members here")
+    return parser
+
+
+def missing() -> str:
+    """Why there can be no drill here; empty: there can."""
+    absent = [
+        name
+        for name, found in (
+            ("postgresql", postgres_binaries()),
+            ("pgbouncer", PGBOUNCER),
+            ("haproxy", HAPROXY),
+        )
+        if found is None
+    ]
+    return network.missing() or (f"not installed here: {', '.join(absent)}" if absent else "")
+
+
+def main(arguments: Sequence[str]) -> int:
+    """Run the drill; returns the exit status."""
+    options = _options().parse_args(arguments)
+    if why := missing():
+        sys.exit(why)
+    network.enter("tests.cluster.drill", arguments)
+    with tempfile.TemporaryDirectory(prefix="llama-gateway-drill-") as made:
+        folder = Path(made)
+        # PostgreSQL runs as another user.
+        folder.chmod(0o755)
+        try:
+            report = uvloop.run(drilled(options, folder))
+        finally:
+            if options.keep is not None:
+                shutil.copytree(folder, options.keep, dirs_exist_ok=True)
+    if options.json is not None:
+        options.json.write_text(json.dumps(report, indent=1))
+    print(json.dumps(report["figures"], indent=1))
+    return 1 if report["wrong"] else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
