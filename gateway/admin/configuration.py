@@ -18,7 +18,7 @@ from gateway.config.errors import ConfigError, Problem, single_line
 from gateway.config.settings import Settings, masked_settings
 from gateway.errors import GatewayError
 from gateway.events import EdgeLost, InventoryChanged, SettingsChanged
-from gateway.http.certificates import ListenerCertificates, changed_files
+from gateway.http.certificates import ListenerCertificates, ServerCertificate, changed_files
 from gateway.nodes.fleet import Fleet
 from gateway.schedule.model_placer import ModelPlacer
 from gateway.store.store import Store
@@ -190,8 +190,19 @@ class CertificateRenewal:
 
     def __init__(self, settings: Settings, fleet: Fleet, audit: AuditTrail) -> None:
         """Raises: CertificateError."""
+        cluster = settings.cluster
+        self.member: ServerCertificate | None = None
+        """Its contexts are those of `gateway.cluster.tunnel`; None: there is no cluster."""
+        if cluster is not None:
+            from gateway.cluster.tunnel import member_certificate
+
+            self.member = member_certificate(cluster.tls, cluster.member_name)
         self.listeners = ListenerCertificates(
-            {"listen.tls": settings.listen.tls, "admin.tls": settings.admin.tls}
+            {
+                "listen.tls": settings.listen.tls,
+                "admin.tls": settings.admin.tls,
+                "cluster.tls": self.member,
+            }
         )
         self._fleet = fleet
         self._audit = audit

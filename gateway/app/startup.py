@@ -118,6 +118,7 @@ def check_startup(options: Options, *, allow_empty: bool = True) -> StartupCheck
         rejected: RejectedFiles = "blank" if allow_empty else "empty"
         settings = options.apply_to(load_settings(options.settings_file, rejected=rejected))
         start_problems += _listener_problems(settings, _count_keys(options, settings))
+        start_problems += _cluster_problems(settings)
         if lacks_otel(settings):
             start_problems.append(
                 StartProblem(_TRACES_KEY, f"{_TRACES_KEY}: {_NO_OTEL}: {_otel_remedy()}")
@@ -223,6 +224,40 @@ def _listener_problems(settings: Settings, keys: int) -> Iterator[StartProblem]:
                 yield StartProblem(key, f"{key}: {error}")
 
 
+def _cluster_problems(settings: Settings) -> Iterator[StartProblem]:
+    """What keeps a member of a cluster from starting."""
+    cluster, url = settings.cluster, settings.store.url
+    if cluster is None:
+        return
+    if url in {None, STORE_OFF}:
+        yield StartProblem(
+            "store.url",
+            "store.url: the members of a cluster share a store: name a database of PostgreSQL "
+            "(postgresql://USER:PASSWORD@HOST/DATABASE), or remove the section cluster",
+        )
+    if settings.listen.edges == 0 and "edges" in settings.listen.model_fields_set:
+        yield StartProblem(
+            "listen.edges",
+            "listen.edges: a member of a cluster needs edges (--edges): write a number from 1 on, "
+            "or auto",
+        )
+    from gateway.cluster.tunnel import member_certificate
+
+    try:
+        member_certificate(cluster.tls, cluster.member_name)
+    except CertificateError as error:
+        yield StartProblem("cluster.tls", f"cluster.tls: {error}")
+
+
+def cluster_warnings(settings: Settings) -> Iterator[str]:
+    """What may be a mistake in the settings of a cluster."""
+    if settings.cluster is not None and (settings.store.url or "").startswith("sqlite:"):
+        yield (
+            "store.url: with a file of SQLite, all members of the cluster must be on this machine, "
+            "and a defect of its disk ends them all: it is for trials; use PostgreSQL"
+        )
+
+
 def _node_tls_problems(inventory: Inventory) -> Iterator[StartProblem]:
     for number, spec in enumerate(inventory.nodes):
         try:
@@ -281,7 +316,8 @@ def reread_admin_key(path: Path | None) -> str | None:
 def count_edges(settings: Settings) -> int:
     """The edges that a gateway with these settings starts; 0: it serves all by itself."""
     edges = settings.listen.edges
-    return max(1, len(os.sched_getaffinity(0)) - 1) if edges == "auto" else edges
+    is_auto = edges == "auto" or (edges == 0 and settings.cluster is not None)
+    return max(1, len(os.sched_getaffinity(0)) - 1) if is_auto else int(edges)
 
 
 def share_memory(limits: LimitSettings, edges: int) -> LimitSettings:

@@ -93,7 +93,7 @@ def check(
     """
     import asyncio
 
-    from gateway.app.startup import check_startup, empty_pools
+    from gateway.app.startup import check_startup, cluster_warnings, empty_pools
 
     given = replace(process.startup(nodes), edges=options.read_edges(edges))
     found = check_startup(given)
@@ -109,7 +109,7 @@ def check(
         raise typer.Exit(2)
     labels = (node.labels for node in found.inventory.nodes)
     warnings = [str(warning) for warning in found.inventory.warnings]
-    warnings += empty_pools(found.settings, labels)
+    warnings += (*empty_pools(found.settings, labels), *cluster_warnings(found.settings))
     if (policy := found.settings.policy) != "least_finish":
         warnings.append(
             f"policy: {policy} means least_finish now, and the next release refuses it; remove it"

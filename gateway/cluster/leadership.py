@@ -101,6 +101,10 @@ class Member:
             return "leader"
         return "follower" if self._next(now) is None else "challenger"
 
+    def is_blind(self, now: float) -> bool:
+        """Whether it has not seen the row for a whole term."""
+        return self.row is None or now - self._looked_at > self.term
+
     def pause(self, now: float) -> float:
         """Seconds until its next step, if all goes well."""
         if self.leads(now):

@@ -83,7 +83,7 @@ class ListenSettings(ConfigModel):
     ] = 0
     """Processes that relay what clients and nodes send, beside the one that decides; 0: that one
     does it all. `auto`: one for each processor but one. `limits.connections` and
-    `limits.buffered_bytes` are divided among them."""
+    `limits.buffered_bytes` are divided among them. In a `cluster` unset means `auto`."""
 
 
 _ORIGIN = matching(

@@ -9,6 +9,7 @@ from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import AfterValidator, BeforeValidator, ValidationInfo, field_validator
 
+from gateway.config.cluster import ClusterSettings
 from gateway.config.errors import ConfigError, Problem
 from gateway.config.fields import (
     ConfigModel,
@@ -284,6 +285,8 @@ class Settings(ConfigModel):
     """What is repaired of llama.cpp's responses."""
     store: StoreSettings = StoreSettings()
     """Where keys, usage and the audit log are kept."""
+    cluster: ClusterSettings | None = None
+    """Several machines as one gateway; unset: this one alone."""
     batches: BatchSettings = BatchSettings()
     """Files, batches and background responses."""
     webhooks: WebhookSettings = WebhookSettings()
@@ -435,7 +438,7 @@ def _same_names(source: YamlDocument, root: YamlEntry) -> list[Problem]:
 RESTART_KEYS = (
     *("listen", "admin.host", "admin.port", "admin.tls", "admin.hosts"),
     *("limits.connections", "limits.header_bytes", "limits.header_timeout"),
-    *("limits.send_timeout", "store.url", "batches.folder"),
+    *("limits.send_timeout", "store.url", "cluster", "batches.folder"),
 )
 
 

@@ -25,7 +25,6 @@ from gateway.callers.limits import Accounts, Reservation
 from gateway.callers.meter import Meter
 from gateway.config.settings import Settings
 from gateway.edges import messages
-from gateway.edges.link import EdgeLink
 from gateway.edges.snapshots import KeySnapshots, ModelSnapshots
 from gateway.errors import GatewayError, drop_traceback
 from gateway.events import AttemptEnded, EdgeLost, EventBus, RequestRecord, StreamResumed
@@ -46,6 +45,7 @@ from gateway.nodes.node import Node
 from gateway.request.preparation import Request
 from gateway.schedule.scheduler import Scheduler
 from gateway.terms import Caller, RequestTrace
+from gateway.transport.link import EdgeLink
 from gateway.watch.request_tracing import RequestTracing
 
 log = structlog.get_logger()

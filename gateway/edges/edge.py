@@ -32,7 +32,6 @@ from gateway.config.inventory import NodeTls
 from gateway.config.settings import Settings
 from gateway.config.telemetry import TracesSettings
 from gateway.edges import messages
-from gateway.edges.link import SILENCE_SECONDS, EdgeLink
 from gateway.edges.snapshots import KeyCopies, ModelCopies
 from gateway.errors import GatewayError
 from gateway.events import AttemptEnded, EventBus, RequestRecord, StreamResumed, call_later
@@ -55,6 +54,7 @@ from gateway.schedule.core.demand_model import has_long_prompt
 from gateway.schedule.decision_log import DecisionLog
 from gateway.terms import Caller, Headers, parse_traceparent
 from gateway.transport.connection import TurnLimit
+from gateway.transport.link import SILENCE_SECONDS, EdgeLink
 from gateway.transport.pool import ConnectionPool, NodeAddress, tls_context
 from gateway.transport.resolver import Resolver
 from gateway.watch.request_tracing import RequestTracing

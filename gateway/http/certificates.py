@@ -34,6 +34,7 @@ class LoadedCertificate:
 
     context: ssl.SSLContext
     expires_at: float  # seconds since 1970
+    client_context: ssl.SSLContext | None = None  # for connections to others that have such a one
 
 
 def load_certificate(files: TlsFiles) -> LoadedCertificate:
@@ -54,41 +55,53 @@ def load_certificate(files: TlsFiles) -> LoadedCertificate:
 class ServerCertificate:
     """The certificate of one listener. `context` is for its socket; it always shows the newest."""
 
-    def __init__(self, files: TlsFiles) -> None:
+    def __init__(
+        self,
+        files: TlsFiles,
+        load: Callable[[TlsFiles], LoadedCertificate] = load_certificate,
+    ) -> None:
         """Raises: CertificateError."""
         self.files = files
         self.error: str | None = None
         """Why the files on the disk can't be used, while an older certificate is in force."""
-        self._loaded = load_certificate(files)
-        self.context = load_certificate(files).context
+        self._load = load
+        self.loaded = load(files)
+        self.context = load(files).context
         # Asked in each handshake, whether the client names a server or not.
         self.context.sni_callback = self._use_newest
 
     @property
+    def paths(self) -> set[Path]:
+        """Its files."""
+        return {path for _, path in self.files if isinstance(path, Path)}
+
+    @property
     def expires_at(self) -> float:
         """When the certificate in force expires, in seconds since 1970."""
-        return self._loaded.expires_at
+        return self.loaded.expires_at
 
     async def renew(self) -> None:
         """Read the files again; handshakes from now on use them. Raises: CertificateError."""
         try:
-            self._loaded = await asyncio.to_thread(load_certificate, self.files)
+            self.loaded = await asyncio.to_thread(self._load, self.files)
         except CertificateError as error:
             self.error = str(error)
             raise
         self.error = None
 
     def _use_newest(self, connection: ssl.SSLObject, name: str | None, _: ssl.SSLContext) -> None:
-        connection.context = self._loaded.context
+        connection.context = self.loaded.context
 
 
 class ListenerCertificates:
     """The certificates of the listeners, by the key of the settings that names their files."""
 
-    def __init__(self, files: Mapping[str, TlsFiles | None]) -> None:
+    def __init__(self, files: Mapping[str, TlsFiles | ServerCertificate | None]) -> None:
         """Raises: CertificateError."""
         self._by_key = {
-            key: ServerCertificate(one) for key, one in files.items() if one is not None
+            key: one if isinstance(one, ServerCertificate) else ServerCertificate(one)
+            for key, one in files.items()
+            if one is not None
         }
 
     def context_of(self, key: str) -> ssl.SSLContext | None:
@@ -103,7 +116,7 @@ class ListenerCertificates:
     @property
     def files(self) -> set[Path]:
         """All files of theirs."""
-        return {path for one in self._by_key.values() for path in (one.files.cert, one.files.key)}
+        return {path for one in self._by_key.values() for path in one.paths}
 
     @property
     def error(self) -> str | None:
@@ -120,7 +133,7 @@ class ListenerCertificates:
         """Read again the certificates of these files, or all; returns the error of each key."""
         results: dict[str, str | None] = {}
         for key, one in self._by_key.items():
-            if changed is not None and not {one.files.cert, one.files.key}.intersection(changed):
+            if changed is not None and not one.paths.intersection(changed):
                 continue
             before = one.expires_at
             try:

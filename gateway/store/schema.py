@@ -376,13 +376,26 @@ learnt = Table(
     Column("value", Text, nullable=False),
 )
 
-# Who leads each cluster of gateways (`gateway.cluster.leadership`).
+# Who leads each cluster of gateways (`gateway.cluster.leadership`), and the lists of those that share
+# the nodes' slots without a leader, as JSON.
 leadership = Table(
     "leadership",
     metadata,
     Column("cluster", Text, primary_key=True),
     Column("holder", Text, nullable=False),
     *_columns(BigInteger, "epoch", "counter", needed=True),
+    Column("sharers", Text, nullable=False, server_default=text("'[]'")),
+)
+
+# Who belongs to each cluster (`gateway.cluster.members`). `generation` counts the processes that
+# have registered as this member; `process` is the last one.
+members = Table(
+    "members",
+    metadata,
+    *(Column(name, Text, primary_key=True) for name in ("cluster", "member")),
+    Column("process", Text, nullable=False),
+    Column("generation", BigInteger, nullable=False),
+    *_columns(Text, "address", "version", needed=True),
 )
 
 
@@ -405,7 +418,16 @@ CREATE TABLE learnt (
 _LEADERSHIP = """
 CREATE TABLE leadership (
     cluster TEXT NOT NULL, holder TEXT NOT NULL, epoch BIGINT NOT NULL, counter BIGINT NOT NULL,
+    sharers TEXT DEFAULT '[]' NOT NULL,
     CONSTRAINT pk_leadership PRIMARY KEY (cluster)
+)
+"""
+
+_MEMBERS = """
+CREATE TABLE members (
+    cluster TEXT NOT NULL, member TEXT NOT NULL, process TEXT NOT NULL, generation BIGINT NOT NULL,
+    address TEXT NOT NULL, version TEXT NOT NULL,
+    CONSTRAINT pk_members PRIMARY KEY (cluster, member)
 )
 """
 
@@ -418,7 +440,7 @@ STEPS: Final[Mapping[int, Step]] = {
             "CREATE INDEX ix_learnt_changed_at ON learnt (changed_at)",
         )
     ),
-    5: Step((_LEADERSHIP,)),
+    5: Step((_LEADERSHIP, _MEMBERS)),
 }
 
 SCHEMA_LEVEL = max(STEPS)  # the level of the tables above

@@ -1,1 +1,1 @@
-"""Connections to nodes: the pool of each, names resolved once, and coroutines without a task."""
+"""Connections to nodes, links between processes, resolved names, and coroutines without a task."""

@@ -76,6 +76,7 @@ def test_the_examples_in_the_sample_settings_work(tmp_path: Path) -> None:
         update={
             "keys": (),
             "groups": {},
+            "cluster": None,
             "models": {},
             "classes": {},
             "cors": None,

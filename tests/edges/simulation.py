@@ -21,7 +21,6 @@ from gateway.callers.meter import Meter
 from gateway.config.settings import Settings
 from gateway.edges.brain import Brain, EdgeSession
 from gateway.edges.edge import EdgeServices
-from gateway.edges.link import EdgeLink
 from gateway.edges.messages import VERSION, Hello
 from gateway.errors import GatewayError
 from gateway.events import EventBus, RequestRecord, call_later
@@ -31,6 +30,7 @@ from gateway.lease import NOTHING_TRIED, AttemptReport, GrantedLease, Usage, Usa
 from gateway.nodes.node import LeasePhase, Node
 from gateway.schedule.lease_service import LocalLeaseService
 from gateway.terms import Caller, Priority
+from gateway.transport.link import EdgeLink
 from gateway.transport.pool import ConnectionPool, NodeAddress
 from tests.callers.build import all_accounts
 from tests.lease_requests import a_lease_request

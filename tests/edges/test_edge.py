@@ -10,11 +10,11 @@ import httpx
 import pytest
 
 from gateway.callers.keys import hash_key
-from gateway.edges import link as links
 from gateway.edges.edge import EdgeServices
 from gateway.events import EdgeLost, RequestRecord
 from gateway.nodes.node import LeasePhase, NodeState
 from gateway.schedule.decision_log import Grant
+from gateway.transport import link as links
 from gateway.transport.pool import ConnectionPool
 from gateway.watch.spans import EndedRequest
 from tests.callers.build import all_accounts

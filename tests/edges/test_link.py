@@ -13,8 +13,8 @@ from typing import Any
 import msgspec
 import pytest
 
-from gateway.edges import link as links
-from gateway.edges.link import LENGTH, MOST_FRAME_BYTES, NUMBERS, EdgeLink
+from gateway.transport import link as links
+from gateway.transport.link import LENGTH, MOST_FRAME_BYTES, NUMBERS, EdgeLink
 from tests.gateways import until
 from tests.virtual import in_virtual_time, now
 

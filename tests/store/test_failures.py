@@ -153,7 +153,7 @@ from tests.store.stores import add, count, opened, wait_until
 signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
 with opened(f"sqlite:///{sys.argv[1]}", check_seconds=0.1) as store:
     _, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (300_000, hard))
+    resource.setrlimit(resource.RLIMIT_FSIZE, (400_000, hard))
     written = 0
     try:
         while True:

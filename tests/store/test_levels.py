@@ -148,7 +148,7 @@ def test_the_released_program_goes_on_with_all_of_its_tables(store_url: str) -> 
         with opened(store_url) as new:
             after = new.run_now(described)
             assert {name: after[name] for name in before} == before
-            assert after.keys() - before.keys() == {"learnt", "leadership"}
+            assert after.keys() - before.keys() == {"learnt", "leadership", "members"}
             write("bb")
             assert old.run_now(counts) == new.run_now(counts) == dict.fromkeys(tables, 2)
             assert (old.status().state, old.status().level) == ("up", SCHEMA_LEVEL)

@@ -1,0 +1,50 @@
+"""The table of members: who belongs to a cluster, and where each is reached."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from sqlalchemy import Connection, delete, select
+
+from gateway.store.database import insert_for
+from gateway.store.schema import members
+
+
+class MemberRow(NamedTuple):
+    """A member as the store has it."""
+
+    name: str
+    process: str  # the one that has registered last; no other one has this name
+    generation: int  # counts the processes that have registered by this name
+    address: str  # HOST:PORT for the other members
+    version: str  # of its program
+
+
+def read_members(connection: Connection, cluster: str) -> list[MemberRow]:
+    """All members of the cluster, by name."""
+    wanted = select(*(members.c[name] for name in _COLUMNS)).where(members.c.cluster == cluster)
+    return [MemberRow(*row) for row in connection.execute(wanted.order_by(members.c.member))]
+
+
+def register(connection: Connection, cluster: str, own: MemberRow) -> list[MemberRow]:
+    """Make this process its member's, over those that registered before; all members then.
+
+    `own.generation`: the one that it has had, in a state of the database that is lost; else 0.
+    """
+    found = next((one for one in read_members(connection, cluster) if one.name == own.name), None)
+    before = 0 if found is None else found.generation
+    row = own._replace(generation=max(own.generation, before + 1))
+    values = dict(zip(_COLUMNS, row, strict=True))
+    keys = ["cluster", "member"]
+    put = insert_for(connection)(members).values(cluster=cluster, **values)
+    connection.execute(put.on_conflict_do_update(index_elements=keys, set_=values))
+    return read_members(connection, cluster)
+
+
+def remove(connection: Connection, cluster: str, name: str) -> bool:
+    """Remove a member that is gone for good; False: there is none of this name."""
+    gone = delete(members).where(members.c.cluster == cluster, members.c.member == name)
+    return connection.execute(gone).rowcount > 0
+
+
+_COLUMNS = ("member", "process", "generation", "address", "version")
