@@ -89,6 +89,10 @@ class RequestRecord:
         self.attempts += 1
         self.node, self.tier, self.fallback = node, tier, fallback
 
+    def attempt_withdrawn(self) -> None:
+        """The last attempt has sent nothing: it does not count."""
+        self.attempts -= 1
+
     def dispatched(self, received_at: float, sent_at: float) -> None:
         """The request was sent to a node; only the first time counts."""
         if self.overhead_seconds is None:

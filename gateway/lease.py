@@ -478,6 +478,12 @@ class LeaseService(Protocol):
 
     # Report how the attempt goes.
 
+    def may_start(self, lease_id: int) -> bool:
+        """Whether the request may be written to the node now, at once; asked just before.
+
+        False: its lease is too old, and void. `ended` follows, and the request asks again.
+        """
+
     def reading_began(self, lease_id: int) -> None:
         """The head of a streamed response has come: a slot reads the prompt."""
 

@@ -23,7 +23,7 @@ from gateway.nodes.fleet import Fleet
 from gateway.schedule.model_placer import ModelPlacer
 from gateway.store.store import Store
 from gateway.watch.audit import AuditTrail
-from gateway.watch.metrics import EdgesSample
+from gateway.watch.metrics import ClusterSample, EdgesSample
 from gateway.watch.problems import StorageCondition
 from gateway.web.asgi import JsonResponse
 
@@ -44,6 +44,13 @@ class EdgeProcesses(Protocol):
 
     def lost(self, seconds: float) -> list[EdgeLost]:
         """Those that have died in so many last seconds, the latest last."""
+
+
+class ClusterMember(Protocol):
+    """The gateway as a member of a cluster."""
+
+    def sample(self) -> ClusterSample:
+        """The cluster, as this member knows it now."""
 
 
 class GatewayControl(Protocol):
@@ -92,6 +99,10 @@ class GatewayControl(Protocol):
     @property
     def edges(self) -> EdgeProcesses | None:
         """The processes that relay for this one; None: it does all by itself."""
+
+    @property
+    def cluster(self) -> ClusterMember | None:
+        """What it is in its cluster; None: it is a gateway of its own."""
 
     @property
     def storage(self) -> StorageCondition:

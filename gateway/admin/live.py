@@ -310,6 +310,7 @@ class LiveView:
             audit_lost=self.audit.lost,
             storage=gateway.storage,
             lost_edges=[] if edges is None else edges.lost(LOST_EDGE_SECONDS),
+            cluster=None if gateway.cluster is None else gateway.cluster.sample(),
         )
 
     def _spill(self) -> SpillCondition | None:

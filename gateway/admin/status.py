@@ -13,7 +13,7 @@ import msgspec
 from starlette.requests import Request
 from starlette.responses import Response
 
-from gateway.admin.configuration import EdgeProcesses, GatewayControl
+from gateway.admin.configuration import ClusterMember, EdgeProcesses, GatewayControl
 from gateway.admin.models import differences_json
 from gateway.callers.ledger import Ledger
 from gateway.callers.windows import time_text
@@ -28,6 +28,7 @@ from gateway.terms import Priority
 from gateway.watch.audit import AuditTrail
 from gateway.watch.metrics import (
     BatchSample,
+    EdgeSample,
     Histogram,
     LedgerSample,
     Metrics,
@@ -99,6 +100,7 @@ class StatusEndpoints:
                 audit_lost=self.audit.lost,
                 ledger=ledger_json(gateway.ledger),
                 edges=edges_json(gateway.edges),
+                cluster=cluster_json(gateway.cluster),
             )
         )
 
@@ -157,6 +159,11 @@ class StatusObject(msgspec.Struct, kw_only=True):
     edges: Annotated[list[Any] | None, "the [processes that relay](../scaling.md): `name`, `pid`, "
         "`ready`, `streams`, `connections`, `cpu_share` of one processor, `cpu_seconds` and "
         "`uptime_seconds` since their start, `memory_bytes`; null: there are none"]  # fmt: skip
+    cluster: Annotated[dict[str, Any] | None, "the [cluster](../cluster.md): its `name`, the "
+        "`leader`, its `epoch`, the `member` that answers with its `role` (`leader`, `follower`, "
+        "`alone`, `limbo`), and all `members`, each with `name`, `role`, `address`, `version`, "
+        "`heard_seconds` since it was heard of, `cores` and `edges`; null: it is a gateway of its "
+        "own"]  # fmt: skip
     keys_lost: Annotated[str | None, "why the public listener answers 401 to everybody: a reload "
         "took the last API key away"]  # fmt: skip
     keys_unsaved: Annotated[str | None, "why a gateway that starts without the store would not "
@@ -188,17 +195,43 @@ def ledger_json(ledger: Ledger | None) -> dict[str, Any] | None:
 
 def edges_json(edges: EdgeProcesses | None) -> list[dict[str, Any]] | None:
     """The processes that relay; None: there are none."""
-    if edges is None:
+    return None if edges is None else [edge_json(one) for one in edges.sample().running]
+
+
+def edge_json(edge: EdgeSample) -> dict[str, Any]:
+    """A process that relays."""
+    rounded = {
+        "cpu_share": round(edge.cpu_share, 3),
+        "cpu_seconds": round(edge.cpu_seconds, 3),
+        "uptime_seconds": round(edge.uptime_seconds, 3),
+    }
+    return asdict(edge) | rounded
+
+
+def cluster_json(member: ClusterMember | None) -> dict[str, Any] | None:
+    """The cluster as a member knows it; None: the gateway belongs to none."""
+    if member is None:
         return None
-    return [
-        asdict(one)
-        | {
-            "cpu_share": round(one.cpu_share, 3),
-            "cpu_seconds": round(one.cpu_seconds, 3),
-            "uptime_seconds": round(one.uptime_seconds, 3),
-        }
-        for one in edges.sample().running
-    ]
+    found = member.sample()
+    return {
+        "name": found.name,
+        "leader": found.leader or None,
+        "epoch": found.epoch,
+        "member": found.member,
+        "role": found.role,
+        "members": [
+            {
+                "name": one.name,
+                "role": one.role,
+                "address": one.address,
+                "version": one.version,
+                "heard_seconds": None if one.heard_seconds is None else round(one.heard_seconds, 3),
+                "cores": one.cores,
+                "edges": [edge_json(edge) for edge in one.edges],
+            }
+            for one in found.members
+        ],
+    }
 
 
 def totals_json(metrics: Metrics) -> dict[str, Any]:
@@ -274,13 +307,14 @@ class MetricsSource:
     background: BackgroundSource | None = None
     tracing: RequestTracing | None = None
     edges: Callable[[], EdgeProcesses | None] = lambda: None
+    cluster: Callable[[], ClusterMember | None] = lambda: None
 
     def __call__(self) -> MetricsSnapshot:
         """The state now."""
         background, accuracy = self.background, self.scheduler.accuracy
         ledger, traces = self.ledger, None
         store = None if self.store is None else self.store.status()
-        edges = self.edges()
+        edges, cluster = self.edges(), self.cluster()
         if self.tracing is not None and self.tracing.active:
             counts = self.tracing.counts
             dropped = {"queue_full": counts.not_queued, "not_taken": counts.not_sent}
@@ -315,4 +349,5 @@ class MetricsSource:
             batches=None if background is None else background.batch_sample(),
             traces=traces,
             edges=None if edges is None else edges.sample(),
+            cluster=None if cluster is None else cluster.sample(),
         )

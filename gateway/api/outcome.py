@@ -348,6 +348,12 @@ class RequestYielded(UpstreamError):  # noqa: N818 - no error of the node's
     outcome = "yielded"
 
 
+class LeaseTooOld(UpstreamError):  # noqa: N818 - nobody has failed
+    """The request was not sent, as its lease had become too old; it asks for another one."""
+
+    outcome = "late"
+
+
 def is_resumable(failure: UpstreamError | None) -> bool:
     """Whether a stream that failed like this is worth resuming; None: it ended early."""
     if isinstance(failure, UpstreamTimeout):

@@ -10,7 +10,7 @@ import socket
 import subprocess
 import time
 from asyncio.subprocess import Process
-from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine
+from collections.abc import AsyncIterator, Awaitable, Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -19,12 +19,18 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 
 from gateway import __version__, errors
 from gateway.admin.app import admin_app
-from gateway.admin.configuration import CertificateRenewal, ReloadResult, changed_keys
+from gateway.admin.configuration import (
+    CertificateRenewal,
+    ClusterMember,
+    ReloadResult,
+    changed_keys,
+)
 from gateway.admin.live import live_feed
 from gateway.admin.nodes import DrainDeadlines
 from gateway.admin.status import MetricsSource
 from gateway.app import startup
 from gateway.app.background import BackgroundWork
+from gateway.app.event_loop import OwnTasks
 from gateway.app.fitting import check_fit
 from gateway.app.handover import (
     READY_TIMEOUT,
@@ -88,9 +94,10 @@ from gateway.web.site import public_app, with_cors
 FIRST_PROBES_SECONDS = 10.0
 # Most seconds to wait for the store before the gateway serves without it, or ends.
 STORE_SECONDS = 5.0
+# Most seconds for what is read from the store before this process takes over from another one.
+TAKEOVER_SECONDS = 1.0
 # Seconds for clients to read the error of their request, once the grace is over.
 FINAL_RESPONSE_SECONDS = 5.0
-TASKS_SECONDS = 10.0  # most seconds for the gateway's tasks to end, once they are cancelled
 NO_EDGE = (
     "no edge has begun to serve: their own errors say why; without `listen.edges` (--edges) this "
     "process serves by itself"
@@ -109,6 +116,7 @@ class Timings:
     progress: float = PROGRESS_SECONDS
     store: float = STORE_SECONDS
     edges: float = MOST_START_SECONDS
+    takeover: float = TAKEOVER_SECONDS
 
 
 DEFAULT_TIMINGS = Timings()
@@ -120,6 +128,8 @@ class Gateway:
     version = __version__
     public_listener: Listener | None = None
     admin_listener: Listener | None = None
+    is_member = False  # of a cluster: then it has duties only while it leads that
+    cluster: ClusterMember | None = None
     edges: Edges | None
     """Those that serve the public listener's clients; None: this process does."""
 
@@ -145,7 +155,7 @@ class Gateway:
         self._stop_at_once = asyncio.Event()
         self._successor: subprocess.Popen[bytes] | None = None
         """The process that has taken over the sockets."""
-        self._tasks: set[asyncio.Task[None]] = set()
+        self._tasks, self._duties = OwnTasks(), OwnTasks()
         self._handing_over = asyncio.Lock()
         self._notifier = SystemdNotifier()
         rng = rng or random.Random()
@@ -217,6 +227,7 @@ class Gateway:
             forwarder=self.forwarder,
             registry=self.registry,
             tracing=self.tracing,
+            is_sole=self.is_member,
         )
         self.handler = RequestHandler(
             config,
@@ -236,6 +247,7 @@ class Gateway:
             self.fleet, self.scheduler, self.registry, lambda: self.inventory_error,
             self.proxy_context.retries_left, lambda: self.certificates.expiry,
             self.store, self.ledger, self.background, self.tracing, lambda: self.edges,
+            lambda: self.cluster,
         )  # fmt: skip
         self.telemetry = Telemetry(settings, self.bus, logs, snapshot, self.tracing)
         self.metrics = self.telemetry.metrics
@@ -332,12 +344,13 @@ class Gateway:
             self.metering.open_store()
             self.public_listener, self.admin_listener = self._make_listeners(open_files)
             await self.fleet.start(inventory)
-            self._start_task(self.autoscaler.run(), "start and stop standby nodes")
-            self._start_task(self._files.watch(inventory), "watch the files")
-            self._start_task(self.certificates.watch(), "watch the certificates")
-            self._start_task(self.audit.run(), "write the audit log")
-            self._start_task(self.live.run(), "read the live view")
-            self._start_task(self._notifier.feed_watchdog(), "feed the watchdog")
+            if not self.is_member:
+                self._duties.start(self.autoscaler.run(), "start and stop standby nodes")
+            self._tasks.start(self._files.watch(inventory), "watch the files")
+            self._tasks.start(self.certificates.watch(), "watch the certificates")
+            self._tasks.start(self.audit.run(), "write the audit log")
+            self._tasks.start(self.live.run(), "read the live view")
+            self._tasks.start(self._notifier.feed_watchdog(), "feed the watchdog")
             if self._inherited.ready_fd is not None:
                 # The predecessor serves until this process knows its nodes.
                 with contextlib.suppress(TimeoutError):
@@ -346,8 +359,11 @@ class Gateway:
                     )
             await self.metering.load(self.timings.store)
             await self.learnt.load(self.timings.store)
-            for loop in (*self.metering.loops(), *self.background.loops()):
-                self._start_task(loop.work, loop.name)
+            for loop in (*self.metering.loops(), *self.background.writers()):
+                self._tasks.start(loop.work, loop.name)
+            if not self.is_member:
+                for loop in self.background.loops():
+                    self._duties.start(loop.work, loop.name)
             if self.edges is not None and not await self.edges.start(self.timings.edges):
                 raise StartError(NO_EDGE)
             before_clients()
@@ -365,14 +381,43 @@ class Gateway:
             self._inherited.notify_ready()
             self.audit.record("gateway", None, "start", __version__)
             # Not earlier: the predecessor places models, calibrates and writes the file until now.
-            self._start_task(self.model_placer.run(), "load and unload models")
-            self._start_task(self.calibrator.run(), "calibrate idle nodes")
-            self._start_task(self.fleet.properties_store.save_loop(), "save what nodes said")
-            waits = None if self._inherited.learnt_fd is None else self._inherited.wait_for_learnt
-            self._start_task(self.learnt.run(waits), "keep what was learnt")
+            self._tasks.start(self.fleet.properties_store.save_loop(), "save what nodes said")
+            if not self.is_member:
+                waits = self._inherited.wait_for_learnt
+                self._place_and_learn(None if self._inherited.learnt_fd is None else waits)
             yield
         finally:
             await self._close()
+
+    def _place_and_learn(self, predecessor: Callable[[], Awaitable[None]] | None = None) -> None:
+        self._duties.start(self.model_placer.run(), "load and unload models")
+        self._duties.start(self.calibrator.run(), "calibrate idle nodes")
+        self._duties.start(self.learnt.run(predecessor), "keep what was learnt")
+
+    # The duties that only one process has of those that share nodes and a store.
+
+    async def begin_duties(self) -> None:
+        """Take them over: first what the others have learnt and counted is read, within seconds.
+
+        It can be done again after `end_duties`.
+        """
+        await self.end_duties()
+        seconds = self.timings.takeover
+        await asyncio.gather(
+            self.metering.bring_up_to_date(seconds), self.learnt.load(seconds, anew=True)
+        )
+        self._duties.start(self.autoscaler.run(), "start and stop standby nodes")
+        for loop in self.background.loops():
+            self._duties.start(loop.work, loop.name)
+        self._place_and_learn()
+
+    async def end_duties(self) -> None:
+        """Leave them to another process, which runs again what of callers' work was running here.
+
+        It is given back to the store, if that answers.
+        """
+        self.learnt.end_writing()
+        await self._duties.end()
 
     def stop(self) -> None:
         """Shut down gracefully; called again, at once."""
@@ -386,7 +431,7 @@ class Gateway:
         if not self.options.restart_command:
             log.warning("no successor", why="only 'llama-gateway serve' can be succeeded")
         elif not self.stopping.is_set() and not self._handing_over.locked():
-            self._start_task(self._hand_over(), "handover")
+            self._tasks.start(self._hand_over(), "handover")
 
     async def _hand_over(self) -> None:
         assert self.public_listener is not None
@@ -502,7 +547,8 @@ class Gateway:
     async def _close(self) -> None:
         if self.edges is not None:
             await self.edges.aclose()
-        await self._end_tasks()
+        await self._duties.end()
+        await self._tasks.end()
         await close_listeners(self.public_listener, self.admin_listener)
         await self.learnt.close(self.timings.store)
         await self.background.aclose(self.timings.store)
@@ -519,25 +565,6 @@ class Gateway:
             await asyncio.wait_for(self.audit.flush(), self.timings.store)
         await self.metering.close_store(self.timings.store)
         log.info("ended")
-
-    async def _end_tasks(self) -> None:
-        tasks = set(self._tasks)
-        for task in tasks:
-            task.cancel()
-        if tasks:
-            _, late = await asyncio.wait(tasks, timeout=TASKS_SECONDS)
-            for task in late:
-                log.error("a task does not end", task=task.get_name())
-
-    def _start_task(self, work: Coroutine[Any, Any, None], name: str) -> None:
-        task = asyncio.create_task(work, name=name)
-        self._tasks.add(task)
-        task.add_done_callback(self._on_task_done)
-
-    def _on_task_done(self, task: asyncio.Task[None]) -> None:
-        self._tasks.discard(task)
-        if not task.cancelled() and (error := task.exception()) is not None:
-            log.error("a task failed", task=task.get_name(), exc_info=error)
 
     # Listeners.
 
@@ -630,7 +657,7 @@ class Gateway:
             assert self.public_listener is not None
             self.public_listener.adopt(sock, origin)
 
-        async def start(name: str, link: socket.socket, sockets: socket.socket) -> Process:
+        async def start(name: str, link: socket.socket | None, sockets: socket.socket) -> Process:
             logging = self.settings.logging
             return await start_edge_process(name, link, sockets, logging.level, logging.format)
 
@@ -648,7 +675,7 @@ class Gateway:
 
     def schedule_reload(self) -> None:
         """Reload both files, and read the certificates again (SIGHUP)."""
-        self._start_task(self._files.reload_on_signal(), "reload")
+        self._tasks.start(self._files.reload_on_signal(), "reload")
 
     async def reload(self) -> ReloadResult:
         """Reload both files, and read the certificates again. Raises: ConfigError."""

@@ -59,7 +59,9 @@ class BackgroundWork:
         forwarder: Forwarder,
         registry: InFlightRegistry,
         tracing: RequestTracing,
+        is_sole: bool = False,
     ) -> None:
+        """`is_sole`: no other process runs what waits, while this one's `loops` run."""
         self._fleet = fleet
         self._stopped = False
         self._ends = asyncio.Event()
@@ -109,7 +111,7 @@ class BackgroundWork:
         )
         self._results = LineResults(store, ledger, folder, self._threads, process, time.time, clock)
         work = UnfinishedWork(store, folder, self._threads, clock)
-        leases = RowLeases(store, folder, self._threads, process, time.time)
+        leases = RowLeases(store, folder, self._threads, process, time.time, is_sole=is_sole)
         supply = Supply(store, self.runner.target_of, clock, time.time)
         self.feeder = Feeder(
             supply, leases, self.runner, self._results, scheduler, work, clock, time.time
@@ -140,7 +142,14 @@ class BackgroundWork:
         self._request_runner = BackgroundRunner(
             self.requests,
             RowLeases(
-                store, folder, self._threads, process, time.time, LEASE_SECONDS, BACKGROUND_KINDS
+                store,
+                folder,
+                self._threads,
+                process,
+                time.time,
+                LEASE_SECONDS,
+                BACKGROUND_KINDS,
+                is_sole,
             ),
             work,
             self.runner,
@@ -160,32 +169,27 @@ class BackgroundWork:
         """What the handler gives the requests to that are kept or made later."""
         return Storing(self.requests, self.webhook_targets, catalog, queue)
 
-    def loops(self) -> Iterator[NamedLoop]:
-        """What must run while the gateway serves."""
-        if self.files is not None:
-            yield NamedLoop(self.files.run(), "remove expired files")
+    def writers(self) -> Iterator[NamedLoop]:
+        """What must run while the gateway serves, and end after `loops`."""
         if self._results is not None:
             yield NamedLoop(self._results.run(), "record results")
+        if self._logs is not None:
+            yield NamedLoop(self._logs.run(), "write the logs of responses")
+
+    def loops(self) -> Iterator[NamedLoop]:
+        """What runs all that waits, and removes what is old."""
+        if self.files is not None:
+            yield NamedLoop(self.files.run(), "remove expired files")
         if self.batches is not None:
             yield NamedLoop(self.batches.run(), "begin and end batches")
         if self.feeder is not None:
             yield NamedLoop(self.feeder.run(), "feed batches")
         if self.requests is not None:
             yield NamedLoop(self.requests.run(), "remove expired background requests")
-            yield NamedLoop(self._run_requests(), "run background requests")
+        if self._request_runner is not None:
+            yield NamedLoop(self._request_runner.run(), "run background requests")
         if self.webhook_sender is not None:
             yield NamedLoop(self.webhook_sender.run(), "deliver events to webhooks")
-
-    async def _run_requests(self) -> None:
-        """Run what waits and write its logs, which is to end last."""
-        assert self._logs is not None
-        assert self._request_runner is not None
-        logs = asyncio.create_task(self._logs.run())
-        try:
-            await self._request_runner.run()
-        finally:
-            logs.cancel()
-            await asyncio.gather(logs, return_exceptions=True)
 
     # The end.
 

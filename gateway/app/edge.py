@@ -4,6 +4,9 @@
 (`edges/supervisor.py`). Over the one the edge is told all that it must know, over the other it gets
 the connections of clients; the last two are for its log. Signals are the brain's business: an edge
 ends when it is told to, or when its brain has ended.
+
+With `clustered` in place of LINK, the edge belongs to a member of a cluster: over SOCKETS it gets
+one link after the other, to whoever is its brain then, and it ends when that member has ended.
 """
 
 from __future__ import annotations
@@ -24,12 +27,15 @@ from gateway.app.startup import share_memory
 from gateway.config.listeners import LimitSettings
 from gateway.config.settings import Settings
 from gateway.edges.edge import EdgeServices, NotReady
-from gateway.edges.passing import Passing
+from gateway.edges.passing import Passing, over_channel
 from gateway.edges.sockets import (
+    CLUSTERED,
     Drain,
     EdgeLoad,
     End,
+    LinkLost,
     NewClient,
+    NewLink,
     Ready,
     Reject,
     SocketChannel,
@@ -48,6 +54,7 @@ from gateway.web.background import TakesStorable
 from gateway.web.handler import RequestHandler
 
 KNOWN_SECONDS = 50.0  # until the edge has been told what it must know
+BOOKED_SECONDS = 5.0  # seconds until the ledger has the last records, when an edge ends
 LOAD_SECONDS = 0.1  # seconds between two looks at how busy it is
 STEADY_LOOKS = 10  # looks after which that is told again though it has not changed
 SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR2)
@@ -61,17 +68,24 @@ def main(arguments: Sequence[str]) -> None:
     name, link, sockets, level, log_format = arguments
     for number in SIGNALS:
         signal.signal(number, signal.SIG_IGN)
-    ends = [socket.socket(fileno=int(number)) for number in (link, sockets)]
+    first_link = None if link == CLUSTERED else socket.socket(fileno=int(link))
+    channel = socket.socket(fileno=int(sockets))
     with set_up_logging(level, cast("LogFormat", log_format)) as logs:
-        status = run_event_loop(serve(name, ends[0], ends[1], logs))
+        status = run_event_loop(serve(name, first_link, channel, logs))
     sys.exit(status)
 
 
-async def serve(name: str, link: socket.socket, sockets: socket.socket, logs: Logs) -> int:
-    """Serve as this edge until the brain ends it; returns the exit status."""
-    edge = Edge(name, sockets, logs)
+async def serve(name: str, link: socket.socket | None, sockets: socket.socket, logs: Logs) -> int:
+    """Serve as this edge until the brain ends it; returns the exit status.
+
+    `link` None: it belongs to a member of a cluster, who gives it links.
+    """
+    edge = Edge(name, sockets, logs, clustered=link is None)
     try:
-        await edge.services.start(link, KNOWN_SECONDS)
+        if link is not None:
+            await edge.services.start(link, KNOWN_SECONDS)
+        else:
+            await edge.services.wait_ready()
         edge.open()
         return await edge.run()
     except (NotReady, CertificateError) as error:
@@ -120,18 +134,24 @@ def request_handler(
 class Edge:
     """One edge; `services` are to be started before `open`."""
 
-    def __init__(self, name: str, sockets: socket.socket, logs: Logs) -> None:
+    def __init__(
+        self, name: str, sockets: socket.socket, logs: Logs, *, clustered: bool = False
+    ) -> None:
         self.services = EdgeServices(
-            name, on_configured=self._configure, on_lost=lambda _: self._orders.put_nowait(None)
+            name,
+            clustered=clustered,
+            on_configured=self._configure,
+            on_lost=lambda _: self._link_lost(),
         )
+        self._links = 0  # the number of the last link
         self._logs = logs
         self._orders: asyncio.Queue[Drain | End | None] = asyncio.Queue()
         """What the brain wants; None: it has ended."""
         self._channel: SocketChannel[ToEdge] = SocketChannel(
-            sockets, ToEdge, self._receive, lambda: self._orders.put_nowait(None)
+            sockets, ToEdge, self._receive, self._channel_lost
         )
         self._open_files = raise_open_file_limit()
-        self._passing = Passing(self._channel)
+        self._passing = Passing(over_channel(self._channel))
         self._routes: dict[bytes, Route] = {}
         self._tasks: list[asyncio.Task[None]] = []
         self._handler: RequestHandler | None = None
@@ -176,6 +196,7 @@ class Edge:
             await asyncio.wait(waits, return_when=asyncio.FIRST_COMPLETED)
             if not order.done():
                 order.cancel()
+                await self.services.wait_booked(BOOKED_SECONDS)
                 return 0
             match order.result():
                 case None:
@@ -208,6 +229,22 @@ class Edge:
                     self._handler.reject_requests()
             case Drain() | End():
                 self._orders.put_nowait(message)
+            case NewLink():
+                self._links = message.number
+                if sock is not None:
+                    self.services.relink(sock)
+                else:
+                    self._channel.send(LinkLost(message.number))
+
+    def _link_lost(self) -> None:
+        if self.services.clustered:
+            self._channel.send(LinkLost(self._links))
+        else:
+            self._orders.put_nowait(None)
+
+    def _channel_lost(self) -> None:
+        self._orders.put_nowait(None)
+        self.services.give_up("its gateway has ended")
 
     async def _tell_load(self, server: ClientServer) -> None:
         """Tell the brain how busy this edge is, until cancelled."""

@@ -1,4 +1,4 @@
-"""The event loop of a process that serves clients, and the garbage collector beside it."""
+"""The event loop of a process that serves clients, its tasks, and the garbage collector."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ import gc
 from collections.abc import Callable, Coroutine
 from typing import Any
 
+import structlog
 import uvloop
 
 GARBAGE_SECONDS = 10.0  # seconds between two looks whether garbage of all ages may be collected
@@ -15,6 +16,8 @@ GARBAGE_SECONDS = 10.0  # seconds between two looks whether garbage of all ages 
 DUE_AFTER = 100
 # Of those as well: then Python collects all garbage, though there was no idle moment.
 FORCED_AFTER = 25_000
+TASKS_SECONDS = 10.0  # most seconds for tasks to end, once they are cancelled
+log = structlog.get_logger()
 
 
 def run_event_loop(main: Coroutine[Any, Any, int]) -> int:
@@ -43,3 +46,34 @@ async def collect_garbage(is_idle: Callable[[], bool]) -> None:
         await asyncio.sleep(GARBAGE_SECONDS)
         if is_idle() and gc.get_count()[2] >= DUE_AFTER:
             gc.collect()
+
+
+class OwnTasks:
+    """Tasks that end with their owner; the log tells if one fails, or does not end."""
+
+    def __init__(self) -> None:
+        self._running: set[asyncio.Task[None]] = set()
+
+    def start(self, work: Coroutine[Any, Any, None], name: str) -> None:
+        """Run it in a task."""
+        task = asyncio.create_task(work, name=name)
+        self._running.add(task)
+        task.add_done_callback(self._ended)
+
+    def cancel(self) -> None:
+        """Have all of them end."""
+        for task in self._running:
+            task.cancel()
+
+    async def end(self) -> None:
+        """Cancel all of them, and wait until they have ended."""
+        self.cancel()
+        if self._running:
+            _, late = await asyncio.wait(set(self._running), timeout=TASKS_SECONDS)
+            for task in late:
+                log.error("a task does not end", task=task.get_name())
+
+    def _ended(self, task: asyncio.Task[None]) -> None:
+        self._running.discard(task)
+        if not task.cancelled() and (error := task.exception()) is not None:
+            log.error("a task failed", task=task.get_name(), exc_info=error)

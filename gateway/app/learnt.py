@@ -151,6 +151,9 @@ class Section:
     def restored(self) -> None:
         """All rows have been given."""
 
+    def begin_anew(self) -> None:
+        """Rows will be given that count more than what was learnt here."""
+
     def forget(self, is_gone: IsGone) -> None:
         """Forget what was learnt of the callers that are gone."""
 
@@ -225,16 +228,18 @@ class LearntMemory:
 
     # Start and end.
 
-    async def load(self, seconds: float) -> None:
+    async def load(self, seconds: float, *, anew: bool = False) -> None:
         """Read the rows and give them to their owners, within about so many seconds.
 
-        Rows of which more has been learnt meanwhile stay as they are. What can't be read now is
-        read later (`run`).
+        Rows of which more has been learnt meanwhile stay as they are; `anew`: they do not, since
+        another process has learnt for this one. What can't be read now is read later (`run`).
         """
         async with self._lock:
             end = time.monotonic() + seconds
             try:
-                if self._tried:
+                if anew:
+                    self._begin_anew()
+                elif self._tried:
                     await self._gather(whole=True)
                 self._tried = True
                 rows = await self._backend.read(seconds)
@@ -244,6 +249,15 @@ class LearntMemory:
             except Exception as error:  # noqa: BLE001 - nothing here may stop a start
                 self._read = True
                 self._failed(error)
+
+    def _begin_anew(self) -> None:
+        """Let the rows that will be read replace what this process has learnt and not written."""
+        for section in self._sections:
+            section.begin_anew()
+        for name, _, key in self._unwritten:
+            self._kept[name].pop(key, None)
+        self._unwritten.clear()
+        self._read = False
 
     def _failed(self, error: Exception) -> None:
         """Tell of an error once, without its words: they may be a caller's."""
@@ -269,6 +283,10 @@ class LearntMemory:
             if not self._read:
                 await self.load(PREDECESSOR_SECONDS)
             await self.save(PREDECESSOR_SECONDS)
+
+    def end_writing(self) -> None:
+        """Another process writes from now on; `run` must have been cancelled, and may run again."""
+        self._writes = False
 
     def begin_writing(self) -> None:
         """This process accepts connections, and no other one of this gateway."""
@@ -788,6 +806,10 @@ class PromptKeys(Section):
     def is_kept(self) -> bool:
         """As the settings say."""
         return self._remember()
+
+    def begin_anew(self) -> None:
+        """The digests that others have written count, not those made here."""
+        self._is_fixed = False
 
     def changes(self) -> Iterator[Change]:
         """The key."""

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import asyncio
+import contextlib
 import time
 from collections.abc import Callable, Coroutine, Iterator
 from typing import Any, NamedTuple
@@ -26,6 +28,7 @@ from gateway.nodes.fleet import Fleet
 from gateway.nodes.prices import GpuCosts, alive_nodes
 from gateway.schedule.core.tiers import cost_of
 from gateway.schedule.scheduler import Scheduler
+from gateway.store.failures import StoreError
 from gateway.store.store import Store, log_store_change
 
 log = structlog.get_logger()
@@ -159,6 +162,18 @@ class Metering:
         if self._limit_sync is not None:
             self.limit_book.prepare(self.key_ring.callers())
             await self._limit_sync.start(left())
+
+    async def bring_up_to_date(self, seconds: float) -> None:
+        """Read keys and counters again, within so many seconds: others have served until now."""
+
+        async def read_keys() -> None:
+            with contextlib.suppress(StoreError):
+                await self.key_sync.refresh(seconds)
+
+        reads = [read_keys()]
+        if self._limit_sync is not None:
+            reads.append(self._limit_sync.start(seconds))
+        await asyncio.gather(*reads)
 
     def loops(self) -> Iterator[NamedLoop]:
         """What must run from `load` on."""

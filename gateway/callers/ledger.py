@@ -11,8 +11,10 @@ written again, since rows that are there already are skipped.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import functools
 import itertools
+import math
 import operator
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
@@ -22,13 +24,16 @@ from typing import Any, Final, NamedTuple, TypeVar
 import structlog
 from sqlalchemy import Connection, Table
 
+from gateway.callers.kept_rows import KeptRows, read_rows
 from gateway.callers.processes import (
+    EDGE_DIED,
     HEARTBEAT_SECONDS,
     LOST,
     MOST_TAKEN,
     ProcessIdentity,
     ProcessWatch,
     SeenProcess,
+    leave_open,
     register,
     seen_processes,
     take_open_requests,
@@ -57,6 +62,9 @@ WALKED_AT_ONCE = 200
 # Slot seconds after which a request is brought up to date that has no new tokens.
 REFRESH_SLOT_SECONDS = 1.0
 RECOVERY_SECONDS = 15.0  # seconds between two looks for dead processes
+# Seconds between two looks whether rows should be on the disk, and for which the store may take to
+# answer until they should.
+KEEP_SECONDS = 0.5
 WARNING_SECONDS = 60.0  # seconds between two warnings that rows are dropped
 # The values of `ROW_COLUMNS`. Rows are plain tuples: there is one for each request.
 UsageRow = tuple[Any, ...]
@@ -79,8 +87,8 @@ _OPEN_COLUMNS: Final = (
 )  # fmt: skip
 
 _OPEN_UPDATES: Final = (
-    "updated_at", "model", "tier", "node", "prompt_tokens", "completion_tokens", "slot_seconds",
-    "cost",
+    "process", "updated_at", "model", "tier", "node", "prompt_tokens", "completion_tokens",
+    "slot_seconds", "cost",
 )  # fmt: skip
 
 log = structlog.get_logger()
@@ -127,9 +135,11 @@ class Ledger:
     open_requests: OpenRequests
     most_pending: int = MOST_PENDING
     flush_rows: int = FLUSH_ROWS
+    kept: KeptRows | None = None  # where rows are while the store is away; None: in memory alone
     written: int = 0  # rows that were written; those of recovered requests included
     recovered: int = 0  # requests of dead processes that were written
     dropped: int = 0  # rows that were dropped, since too many waited
+    added: int = 0  # rows that ended requests have brought
     worker: StoreWorker = field(init=False)
     _waiting: deque[UsageRow] = field(default_factory=deque)
     _batch: list[UsageRow] = field(default_factory=list)
@@ -139,6 +149,8 @@ class Ledger:
     """Each open request as the store has it; None: it may not have the request."""
     _removed: list[str] = field(default_factory=list)
     """Open requests that the store must forget, since their rows were dropped."""
+    _left: list[str] = field(default_factory=list)
+    """Open requests that another process runs by now."""
     _refresh_after: str = ""  # the open request that was refreshed last
     _turn: asyncio.Lock = field(default_factory=asyncio.Lock)
     """Held while rows are written: other processes read them in the order of their numbers."""
@@ -150,6 +162,10 @@ class Ledger:
     """Seconds by which the journal is behind: how late a flush began, and how long it took. The
     longest of late, less with each flush since."""
     _next_drop_warning: float = 0.0
+    _on_disk: int = 0  # so many of the rows that wait, the first ones, are on the disk as well
+    _overflowed: bool = False  # whether some are there alone
+    _flushing_since: float = math.inf
+    _keeping: asyncio.Lock = field(default_factory=asyncio.Lock)
 
     def __post_init__(self) -> None:
         self._watch = ProcessWatch(self.own, self.clock)
@@ -173,8 +189,22 @@ class Ledger:
         """Rows that wait to be written."""
         return len(self._waiting) + len(self._batch)
 
+    @property
+    def booked(self) -> int:
+        """How many of the rows that were `added` are in the store for good: the first ones."""
+        return self.added - self.pending
+
+    def adopt(self, request_id: str) -> None:
+        """An open request of another process runs here from now on."""
+        self._journal.setdefault(request_id, None)
+
+    def leave(self, request_ids: Iterable[str]) -> None:
+        """These open requests have ended here, and go on in another process."""
+        self._left += [id_ for id_ in request_ids if self._journal.pop(id_, 0) != 0]
+
     def add(self, row: UsageRow) -> None:
         """A request has ended."""
+        self.added += 1
         waiting = self._waiting
         waiting.append(row)
         count = len(waiting)
@@ -206,9 +236,13 @@ class Ledger:
 
     def _drop_oldest(self) -> None:
         row = self._waiting.popleft()
-        self.dropped += 1
         if self._journal.pop(row[0], 0) != 0 and len(self._removed) < self.most_pending:
             self._removed.append(row[0])
+        if self._on_disk > len(self._batch):
+            self._on_disk -= 1
+            self._overflowed = True
+            return
+        self.dropped += 1
         if self.clock() >= self._next_drop_warning:
             self._next_drop_warning = self.clock() + WARNING_SECONDS
             log.error(
@@ -233,14 +267,18 @@ class Ledger:
         """Write what waits, within `limit` seconds; call it when `run` has ended."""
         try:
             async with asyncio.timeout(limit):
-                while self.pending:
+                while self.pending or self._left:
                     await self._flush()
                 if not self._journal:
                     await self.store.run(lambda connection: unregister(connection, self.own))
         except (TimeoutError, StoreError) as error:
             self.worker.failed(str(error) or "the store does not answer")
-        if self.pending:
-            log.error("usage is lost", rows=self.pending, why=self.problem)
+        while self.pending > self._on_disk and await self._keep():
+            pass
+        if self.kept is not None:
+            self.kept.close()
+        if self.pending > self._on_disk:
+            log.error("usage is lost", rows=self.pending - self._on_disk, why=self.problem)
 
     async def _timed_step(self) -> None:
         """Do a step, and learn how far the journal is behind."""
@@ -261,6 +299,7 @@ class Ledger:
         if more or self.clock() >= self._next_recovery:
             self._next_recovery = self.clock() + RECOVERY_SECONDS
             await self._recover()
+            await self._book_left()
         self.worker.succeeded()
 
     # Writing.
@@ -268,7 +307,11 @@ class Ledger:
     async def _flush(self) -> None:
         """Write a batch and the journal. Raises: StoreError; then they wait."""
         async with self._turn:
+            self._flushing_since = self.clock()
             await self._flush_now()
+            self._flushing_since = math.inf
+        if not (self._on_disk or self.kept is None or self.kept.is_empty):
+            await self._clear_kept(self.kept)
 
     async def _flush_now(self) -> None:
         if not self._batch:
@@ -294,16 +337,23 @@ class Ledger:
         for id_ in work.closed:
             self._journal.pop(id_, None)
         self._removed = [id_ for id_ in self._removed if id_ not in work.closed]
+        self._left = self._left[len(work.left) :]
         if work.heartbeat is not None:
             self._next_heartbeat = self.clock() + HEARTBEAT_SECONDS
 
     def _written(self, rows: Sequence[UsageRow]) -> None:
         self.written += len(rows)
-        self._batch = self._batch[len(rows) :]
+        self._taken(len(rows))
+
+    def _taken(self, count: int) -> None:
+        """The first rows that wait do not any more."""
+        self._batch = self._batch[count:]
+        self._on_disk = max(0, self._on_disk - count)
 
     def _not_written(self, work: _Work) -> None:
         for one in work.opened:
-            self._journal[one[0]] = None
+            if one[0] in self._journal:
+                self._journal[one[0]] = None
 
     async def _write_one_by_one(self) -> None:
         """Write each row of the batch by itself, and drop those that can't be stored."""
@@ -316,7 +366,7 @@ class Ledger:
             except StoreError:
                 raise
             except Exception:  # noqa: BLE001 - whatever is wrong with it, it is told above
-                self._batch = self._batch[1:]
+                self._taken(1)
                 self.dropped += 1
             else:
                 self._written([row])
@@ -330,6 +380,7 @@ class Ledger:
             work.closed = [row[0] for row in self._batch if row[0] in journal]
         if self._removed:
             work.closed += self._removed
+        work.left = self._left[:MOST_REFRESHED]
         changed: list[OpenRequest] = []
         # Older ones are journaled, for which the next flush would be too late. A flush that takes
         # longer than usual delays the next one and the end of that.
@@ -397,6 +448,65 @@ class Ledger:
             log.warning("recovered requests", process=dead.id, requests=len(rows))
         return len(rows)
 
+    # The disk.
+
+    async def keep_rows(self) -> None:
+        """Bring rows to the disk while the store is away, until cancelled."""
+        while True:
+            await asyncio.sleep(KEEP_SECONDS)
+            is_away = self.clock() - self._flushing_since > KEEP_SECONDS
+            if is_away or self.problem is not None:
+                while self.pending > self._on_disk and await self._keep():
+                    pass
+
+    async def _keep(self) -> bool:
+        """Bring some of the rows that wait to the disk; False: they can't be kept there."""
+        if self.kept is None:
+            return False
+        async with self._keeping:
+            waiting = itertools.chain(self._batch, self._waiting)
+            rows = list(itertools.islice(waiting, self._on_disk, self._on_disk + MOST_ROWS_AT_ONCE))
+            self._on_disk += len(rows)
+            try:
+                await asyncio.to_thread(self.kept.keep, rows)
+            except OSError as error:
+                self._on_disk = max(0, self._on_disk - len(rows))
+                if self.clock() >= self._next_drop_warning:
+                    self._next_drop_warning = self.clock() + WARNING_SECONDS
+                    log.warning("usage is in memory alone", rows=self.pending, why=str(error))
+                return False
+        return True
+
+    async def _clear_kept(self, kept: KeptRows) -> None:
+        """Remove the file of this process, of which the store has all rows by now."""
+        async with self._keeping:
+            if self._on_disk == 0:
+                overflowed, self._overflowed = self._overflowed, False
+                with contextlib.suppress(OSError):
+                    await asyncio.to_thread(kept.set_aside if overflowed else kept.clear)
+                self._next_recovery = 0.0
+
+    async def _book_left(self) -> None:
+        """Write the rows that processes have left on the disk. Raises: StoreError."""
+        if self.kept is None:
+            return
+        try:
+            for path in await asyncio.to_thread(self.kept.left):
+                number = 0
+                reading = read_rows(path, len(ROW_COLUMNS), MOST_ROWS_AT_ONCE)
+                while some := await asyncio.to_thread(next, reading, None):
+                    # As those of this process, since others look for no rows of one that is gone.
+                    rows = [(row[0], self.own.id, *row[2:]) for row in some]
+                    await self.write_with(lambda _, rows=rows: rows)  # type: ignore[misc]
+                    number += len(rows)
+                await asyncio.to_thread(path.unlink, missing_ok=True)
+                self.recovered += number
+                log.info("booked rows that were on the disk", rows=number)
+        except StoreError:
+            raise
+        except Exception:
+            log.exception("rows on the disk can't be booked")
+
 
 @dataclass(slots=True)
 class _Work:
@@ -407,11 +517,13 @@ class _Work:
     own: ProcessIdentity
     opened: list[tuple[Any, ...]] = field(default_factory=list)
     closed: list[str] = field(default_factory=list)
+    left: list[str] = field(default_factory=list)
     heartbeat: float | None = None
 
     @property
     def is_empty(self) -> bool:
-        return not (self.rows or self.opened or self.closed or self.heartbeat is not None)
+        changes = self.rows or self.opened or self.closed or self.left
+        return not (changes or self.heartbeat is not None)
 
     def do(self, connection: Connection) -> None:
         """Write it."""
@@ -421,10 +533,12 @@ class _Work:
         insert_rows(connection, self.rows, self.first_sequence)
         _execute_many(connection, statements.open, self.opened)
         _execute_many(connection, statements.close, [(id_,) for id_ in self.closed])
+        if self.left:
+            leave_open(connection, self.own, self.left)
 
 
 def insert_rows(connection: Connection, rows: Sequence[UsageRow], first_sequence: int) -> None:
-    """Insert rows of the ledger, unless they are there, numbered in their order."""
+    """Insert rows of the ledger, unless true ones are there, numbered in their order."""
     if not rows:
         return
     numbered = [(*row, number) for number, row in enumerate(rows, first_sequence)]
@@ -537,9 +651,16 @@ def _statements(connection: Connection) -> _Statements:
 
 
 def _written_for(mark: str) -> _Statements:
-    updates = ", ".join(f'"{name}" = excluded."{name}"' for name in _OPEN_UPDATES)
+    columns = (*ROW_COLUMNS, "sequence")
+    updates, replaced = (
+        ", ".join(f'"{name}" = excluded."{name}"' for name in names)
+        for names in (_OPEN_UPDATES, columns[1:])
+    )
+    # What was written for a process that had died, or seemed to, gives way to what is true.
     return _Statements(
-        _insert(usage, (*ROW_COLUMNS, "sequence"), mark) + " ON CONFLICT (id) DO NOTHING",
+        f"{_insert(usage, columns, mark)} ON CONFLICT (id) DO UPDATE SET {replaced} WHERE "
+        f"\"usage\".outcome IN ('{LOST}', '{EDGE_DIED}') "
+        f"AND excluded.outcome NOT IN ('{LOST}', '{EDGE_DIED}')",
         _insert(open_requests, _OPEN_COLUMNS, mark) + f" ON CONFLICT (id) DO UPDATE SET {updates}",
         f"DELETE FROM open_requests WHERE id = {mark}",  # noqa: S608 - names are the tables' own
     )

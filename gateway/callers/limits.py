@@ -51,6 +51,13 @@ class OtherUse:
 NO_OTHERS = OtherUse()
 
 
+class Part(NamedTuple):
+    """What this process may admit while it can't know what others do: its part of each limit."""
+
+    processes: int  # those that share all limits
+    of: Callable[[int, str], int]  # its share of so many requests of a subject
+
+
 class LedgerSums(NamedTuple):
     """What the ledger's rows of a day, and of its month, come to."""
 
@@ -64,9 +71,10 @@ class Account:
 
     __slots__ = (
         "budget", "concurrency", "cost_by_day", "cost_by_month", "is_budget_monthly", "kind",
-        "mean_seconds", "most_cost", "open", "others", "requests", "reserved_cost",
+        "mean_seconds", "most_cost", "open", "others", "part", "requests", "reserved_cost",
         "reserved_tokens", "rpm",
-        "running", "spec", "subject", "tokens", "tokens_by_day", "tokens_per_day", "tpm", "who",
+        "running", "spec", "subject", "tokens", "tokens_by_day", "tokens_per_day", "tpm",
+        "used_before", "who",
     )  # fmt: skip
 
     def __init__(self, kind: Kind, subject: str, who: str, spec: LimitSpec) -> None:
@@ -83,6 +91,9 @@ class Account:
         self.reserved_tokens = 0
         self.reserved_cost = 0.0
         self.others = NO_OTHERS
+        self.part: Part | None = None  # None: it counts what all processes do
+        self.used_before: tuple[dict[int, float], ...] = {}, {}, {}
+        """Of the periods of its sums, what had been used when it began to count for a part."""
         self.mean_seconds = 1.0  # how long its requests ran of late
         self.configure(spec)
 
@@ -123,6 +134,8 @@ class Account:
 
     def refuses(self, tokens: int, cost: float, now: float, calendar: Calendar) -> LimitName | None:
         """The limit that keeps one more request from being admitted; None: none does."""
+        if self.part is not None:
+            return self._refuses_in(self.part, tokens, cost, now, calendar)
         others = self.others
         if self.running + others.running >= self.concurrency:
             return "concurrency"
@@ -144,6 +157,38 @@ class Account:
             # What was used up to the last bit leaves nothing, though the estimate may be 0.
             if used + cost > most or used >= most:
                 return "budget"
+        return None
+
+    def divide(self, part: Part | None) -> None:
+        """Admit within this part of all limits from now on; None: within all of them."""
+        self.part = part
+        sums = self.tokens_by_day, self.cost_by_day, self.cost_by_month
+        self.used_before = dict(sums[0]), dict(sums[1]), dict(sums[2])
+
+    def _refuses_in(
+        self, part: Part, tokens: int, cost: float, now: float, calendar: Calendar
+    ) -> LimitName | None:
+        """As `refuses`: what is left of days and budgets is divided, and each minute is."""
+        spec, subject, day, month = self.spec, self.subject, calendar.day, calendar.month
+        if spec.concurrency is not None and self.running >= part.of(spec.concurrency, subject):
+            return "concurrency"
+        if spec.rpm is not None and self.requests.value(now) >= part.of(spec.rpm, subject):
+            return "rpm"
+        open_tokens = self.reserved_tokens + tokens
+        if (self.tokens.value(now) + open_tokens) * part.processes > self.tpm:
+            return "tpm"
+        of_day, cost_of_day, cost_of_month = self.used_before
+        before = of_day.get(day, 0)
+        used = self.tokens_by_day.get(day, 0) - before + open_tokens
+        if before + used * part.processes > self.tokens_per_day:
+            return "tokens_per_day"
+        spent_before = (
+            cost_of_month.get(month, 0.0) if self.is_budget_monthly else cost_of_day.get(day, 0.0)
+        )
+        spent = self.cost_used(calendar) - spent_before + self.reserved_cost
+        spent_by_all = spent_before + spent * part.processes
+        if spent_by_all + cost * part.processes > self.most_cost or spent_by_all >= self.most_cost:
+            return "budget"
         return None
 
     # Count.
@@ -168,11 +213,11 @@ class Account:
         """What open requests of other processes hold now."""
         self.others = use
 
-    def admit(self, tokens: int, cost: float, now: float) -> None:
-        """One more request runs, with these reservations."""
+    def admit(self, tokens: int, cost: float, now: float, requests: int = 1) -> None:
+        """One more request runs, with these reservations; `requests`: 0, if it counts as one."""
         self.running += 1
         self.open += 1
-        self.requests.add(now, 1)
+        self.requests.add(now, requests)
         self.reserved_tokens += tokens
         self.reserved_cost += cost
 
@@ -383,6 +428,7 @@ class LimitBook:
         """Scopes that lack what the ledger has of them, and the Unix times from which on this
         process counts them. A scope is an account's subject, or `users:ID`: the users of a key."""
         self._rates: dict[str, float] = {}  # mean cost of a token, by model
+        self._part: Part | None = None
         self._version = 0
         self.configure(settings)
 
@@ -401,6 +447,13 @@ class LimitBook:
             if group.limits is not None:
                 self._account("group", f"group:{name}", f"group '{name}'", group.limits)
         self._version += 1
+
+    def divide(self, part: Part | None) -> None:
+        """Admit within this part of all limits from now on; None: within all of them."""
+        self._part = part
+        users = (account for of_key in self._users.values() for account in of_key.values())
+        for account in (*self._accounts.values(), *users):
+            account.divide(part)
 
     def prepare(self, callers: Iterable[Caller]) -> None:
         """Make the accounts of these callers, so that the next load includes them."""
@@ -444,6 +497,7 @@ class LimitBook:
         account = self._accounts.get(subject)
         if account is None:
             account = self._accounts[subject] = Account(kind, subject, who, spec)
+            account.part = self._part
             self._unloaded[subject] = self._wall_clock()
             self._version += 1
         elif account.spec != spec:
@@ -476,11 +530,13 @@ class LimitBook:
         if len(users) < MOST_USERS or self._evict_one(users):
             who = f"end user '{truncate_echo(user)}' of key '{key}'"
             account = users[user] = Account("user", f"user:{key}/{user}", who, spec)
+            account.part = self._part
             return account
         # Together they have one user's share, and take nothing from other callers.
         if (account := users.get(_FURTHER_USERS)) is None:
             who = f"further end users of key '{key}'"
             account = users[_FURTHER_USERS] = Account("user", f"others:{key}", who, spec)
+            account.part = self._part
         users.move_to_end(_FURTHER_USERS)
         return account
 
@@ -534,12 +590,7 @@ class LimitBook:
         if not tracked:
             return Reservation(self, accounts, request, now, 0, 0.0)
         tokens = _estimate(accounts, request, prompts) if request.size.slots else 0
-        cost = 0.0
-        if accounts.most_cost < math.inf:
-            rate = self._rates.get(request.wanted.model)
-            if rate is None:
-                rate = self._dearest_token(request)
-            cost = min(tokens * rate, accounts.most_cost)
+        cost = self._expected_cost(accounts, request, tokens)
         clock, calendar = self._clock(), self._calendar
         calendar.look_up(now)
         for account in tracked:
@@ -551,6 +602,29 @@ class LimitBook:
         for account in tracked:
             account.admit(tokens, cost, clock)
         return Reservation(self, accounts, request, now, tokens, cost)
+
+    def adopt(
+        self, accounts: Accounts, request: LeaseRequest, admitted_at: float, prompts: int
+    ) -> Reservation:
+        """Reserve for a request that another process has admitted, which has counted it as one."""
+        self.bring_up_to_date(accounts)
+        try:
+            tokens = _estimate(accounts, request, prompts) if request.size.slots else 0
+        except GatewayError:  # The limit has changed.
+            tokens = int(min(request.size.prompt_tokens, accounts.most_tokens))
+        cost, clock = self._expected_cost(accounts, request, tokens), self._clock()
+        for account in accounts.tracked:
+            account.admit(tokens, cost, clock, requests=0)
+        return Reservation(self, accounts, request, admitted_at, tokens, cost)
+
+    def _expected_cost(self, accounts: Accounts, request: LeaseRequest, tokens: int) -> float:
+        """What so many tokens may cost, where a budget limits that; else 0."""
+        if accounts.most_cost == math.inf:
+            return 0.0
+        rate = self._rates.get(request.wanted.model)
+        if rate is None:
+            rate = self._dearest_token(request)
+        return min(tokens * rate, accounts.most_cost)
 
     def bring_up_to_date(self, accounts: Accounts) -> None:
         """Have them be those on which the caller's requests count by now."""
@@ -725,6 +799,12 @@ def refusal(
 ) -> GatewayError:
     """The error of a request that would exceed this limit of the account."""
     who, spec = account.who, account.spec
+    if account.part is not None:
+        return errors.rate_limit_exceeded(
+            f"{who}: its part of what is allowed ({limit}), since this one of "
+            f"{account.part.processes} machines can't reach the others",
+            min(MINUTE, account.mean_seconds),
+        )
     if limit == "rpm":
         assert spec.rpm is not None
         over = account.requests.value(now) + 1 - spec.rpm

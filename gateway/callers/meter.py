@@ -89,6 +89,25 @@ class Meter:
         self._open[request.id] = reservation, record
         return reservation
 
+    def adopt(
+        self,
+        accounts: Accounts,
+        request: LeaseRequest,
+        record: RequestRecord,
+        prompts: int,
+        age: float,
+    ) -> Reservation:
+        """Take over a request that another process admitted `age` seconds ago."""
+        admitted_at = self._wall_clock() - age
+        reservation = self.book.adopt(accounts, request, admitted_at, prompts)
+        self._open[request.id] = reservation, record
+        return reservation
+
+    def leave(self, reservation: Reservation) -> None:
+        """An admitted request goes on in another process, which records it."""
+        self._open.pop(reservation.request.id, None)
+        self.dropped(reservation)
+
     def released(self, reservation: Reservation) -> None:
         """The response has ended, and another request may run; `ended` follows."""
         reservation.release(self._wall_clock())

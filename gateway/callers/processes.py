@@ -11,12 +11,12 @@ import contextlib
 import os
 import secrets
 import socket
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from sqlalchemy import Connection, delete, select
+from sqlalchemy import Connection, delete, select, update
 
 from gateway.store.database import insert_for
 from gateway.store.schema import open_requests, processes
@@ -28,6 +28,8 @@ DEAD_SECONDS = 30.0
 # Open requests of a dead process that one transaction recovers: some 20 ms of work.
 MOST_TAKEN = 500
 LOST = "lost"  # the outcome of a request whose process was killed
+# And of one whose edge was: that may yet tell another process what became of it.
+EDGE_DIED = "edge_died"
 
 
 @dataclass(frozen=True, slots=True)
@@ -125,6 +127,15 @@ def register(connection: Connection, own: ProcessIdentity, now: float) -> None:
         .values(values)
         .on_conflict_do_update(index_elements=["id"], set_={"seen_at": now})
     )
+
+
+def leave_open(connection: Connection, own: ProcessIdentity, ids: Sequence[str]) -> None:
+    """This process runs these requests no more: who runs them makes them its own.
+
+    If nobody does, they are recovered as those of a dead process.
+    """
+    ours = open_requests.c.process == own.id, open_requests.c.id.in_(ids)
+    connection.execute(update(open_requests).where(*ours).values(process=f"{own.id}.left"))
 
 
 def unregister(connection: Connection, own: ProcessIdentity) -> None:

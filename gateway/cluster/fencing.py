@@ -1,8 +1,9 @@
 """Which requests may start on a node when leaders change, die, stop or can't be reached.
 
-The leader of an epoch grants slots to the **edges**, the processes that send requests to nodes. It
-holds its account of them in a `Tenure`, each edge holds its own in a `Fence`. A node can't refuse a
-request that was granted by a former leader, so edges must:
+The leader of an epoch grants slots to the **edges**, the processes that send requests to nodes: in
+a cluster those of one member are one edge here, by the member's name. It holds its account of them
+in a `Tenure`, each edge holds its own in a `Fence`. A node can't refuse a request that was granted
+by a former leader, so edges must:
 
 - A grant starts a request only within `GRANT_SECONDS` of the edge's asking. So what a leader has
   granted runs that long after its term, or never.
@@ -20,16 +21,20 @@ the end of the term of which the edge has confirmed that it was told. Then the s
 until the edge greets again, or has been silent for `alone_seconds`: an edge that no leader has
 answered for so long starts nothing.
 
-All edges and leaders know the same edges, by name. All times are durations, or moments of the boot
-clock of the machine that uses them.
+Which edges share the slots, `Sharers`, is told with each term. An edge that is new to them may go
+alone only once all others have confirmed that it is among them, or can't be alone any more; one
+that leaves must not be able to be alone. So the shares of all that may be alone never exceed the
+slots, whichever of the last lists each believes. A leader keeps for each the largest of its shares
+by these lists. All times are durations, or moments of the boot clock of the machine that uses them.
 """
 
 from __future__ import annotations
 
 import functools
 import hashlib
+import itertools
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Literal, NamedTuple
 
@@ -60,6 +65,27 @@ def shares(total: int, key: str, edges: tuple[str, ...]) -> Mapping[str, int]:
     return {edge: each + (edge in first) for edge in edges}
 
 
+class Sharers(NamedTuple):
+    """The edges that share the slots when they are alone."""
+
+    version: int  # a later list has a higher one
+    names: tuple[str, ...]
+
+    def share(self, total: int, node: str, edge: str) -> int:
+        """The edge's share in the slots of a node; 0, if it is none of these."""
+        return shares(total, node, self.names)[edge] if edge in self.names else 0
+
+
+class Term(NamedTuple):
+    """What a leader tells an edge of its term."""
+
+    session: int
+    number: int  # of this telling
+    left: float  # seconds until the term ends
+    sharers: Sharers
+    may_be_alone: bool  # whether the edge may go alone after it
+
+
 # The edge's side.
 
 
@@ -71,20 +97,16 @@ class Fence:
     """
 
     def __init__(
-        self,
-        edge: str,
-        edges: Sequence[str],
-        slots: Mapping[str, int],
-        *,
-        alone_seconds: float = ALONE_SECONDS,
+        self, edge: str, slots_of: Callable[[str], int], *, alone_seconds: float = ALONE_SECONDS
     ) -> None:
+        """`slots_of`: of a node, as the edge knows them at the time; 0: it does not know it."""
         self.edge = edge
         self.epoch = 0  # the highest that it has seen
         self.session = 0  # counted in each epoch
         self.seen = 0  # the number of the last term that it was told in this session
         self.leases: dict[int, str] = {}  # requests that have been started, and their nodes
-        self._edges = tuple(edges)
-        self._slots = slots
+        self.sharers = Sharers(0, ())  # as it was told last
+        self._slots_of = slots_of
         self._alone_seconds = alone_seconds
         # A process that was never told of a term can't know whether its share is lent.
         self._alone_from = math.inf
@@ -117,18 +139,27 @@ class Fence:
             self._leave(self.session + 1)
 
     def told(
-        self, epoch: int, session: int, number: int, left: float, *, asked_at: float, now: float
+        self,
+        epoch: int,
+        session: int,
+        number: int,
+        left: float,
+        sharers: Sharers,
+        may_be_alone: bool,  # noqa: FBT001 - the fields of a `Term`
+        *,
+        asked_at: float,
+        now: float,
     ) -> bool:
-        """The leader has answered what the edge sent at `asked_at`: its term has `left` seconds.
+        """The leader of this epoch has answered what the edge sent at `asked_at` by this `Term`.
 
         False: it is not the leader that the edge obeys.
         """
         if not self._obeys(epoch, session):
             return False
         if number > self.seen:
-            self.seen = number
+            self.seen, self.sharers = number, sharers
             self._greets = False
-            self._alone_from = now + left + SETTLE_SECONDS
+            self._alone_from = now + left + SETTLE_SECONDS if may_be_alone else math.inf
             self._alone_until = asked_at + self._alone_seconds
             self._busy.clear()
             self._alone.clear()
@@ -179,19 +210,44 @@ class Fence:
         if asked_at >= self._alone_from:
             self._busy[node] = self._busy.get(node, busy) & busy
 
-    def start_alone(self, node: str, now: float) -> int | None:
-        """Start a request, which is written right after this; its number, or None: it may not.
+    def others(self, node: str, now: float) -> int:
+        """Slots of the node that it may not use, or that others use, while it is alone.
 
         What ran at the end of the last term may be anybody's, or that of a process that has died.
-        So each edge counts all of it as its own until it has ended.
+        So each edge counts all of it as its own until it has ended: those of its `leases` that it
+        has not started alone are among them.
         """
-        busy = self._busy.get(node)
+        busy, slots = self._busy.get(node), self._slots_of(node)
         if busy is None or not self.is_alone(now):
-            return None
-        here = [number for number, other in self.leases.items() if other == node]
-        own = sum(number in self._alone for number in here)
-        share = shares(self._slots[node], node, self._edges)[self.edge]
-        if own + max(len(here) - own, len(busy)) >= share:
+            return slots
+        before = sum(
+            other == node and number not in self._alone for number, other in self.leases.items()
+        )
+        share = self.sharers.share(slots, node, self.edge)
+        return slots - share + max(0, len(busy) - before)
+
+    def go_alone(self, now: float) -> None:
+        """Begin to start requests alone, once nodes have been read anew."""
+        self._leave(self.session + 1)
+        self._alone_from = max(self._alone_from, now + LANDING_SECONDS)
+        self._busy.clear()
+
+    def carried(self, leases: Mapping[int, str]) -> None:
+        """These requests run already, from before it was alone."""
+        self.leases.update(leases)
+
+    def is_unread(self, node: str) -> bool:
+        """Whether all of the node counts as taken, as it was not read since it is alone."""
+        return node not in self._busy
+
+    def shared_by(self, now: float) -> object:
+        """Equal as long as time alone changes nothing of `others`."""
+        return self.is_alone(now), self.sharers
+
+    def start_alone(self, node: str, now: float) -> int | None:
+        """Start a request, which is written right after this; its number, or None: it may not."""
+        here = sum(other == node for other in self.leases.values())
+        if here + self.others(node, now) >= self._slots_of(node):
             return None
         self._leave(self.session + 1)
         self._number += 1
@@ -259,12 +315,14 @@ class _Node:
 class _Edge:
     gone_at: float  # when it can't be alone any more, unless it is told of a term until then
     gone: bool = False
+    believes: int = 0  # the version of the list that it has confirmed; it may know any later one
     session: Session = _NO_SESSION
     hello: dict[int, str] | None = None  # its leases, until it has confirmed a term
     present: bool = False
     leases: dict[int, str] = field(default_factory=dict)
     number: int = 0  # of the last term that it was told
-    told: dict[int, float] = field(default_factory=dict)  # when these terms end, until confirmed
+    told: dict[int, tuple[float, Term]] = field(default_factory=dict)
+    """The terms that it was told, until it confirms them, and when each ends."""
     lent_until: float = -math.inf  # until when it can't be alone, so that its share may be lent
 
     @property
@@ -290,25 +348,93 @@ class Tenure:
         self,
         epoch: int,
         won_at: float,
-        edges: Sequence[str],
+        lists: Sequence[Sharers],
         slots: Mapping[str, int],
         *,
         alone_seconds: float = ALONE_SECONDS,
     ) -> None:
+        """`lists`: all that an edge may believe, as the leader before had them."""
         self.epoch = epoch
+        self.lists = sorted(set(lists))
+        """Those that an edge may believe, the one to be told last. Who leads next needs them."""
         self._alone_seconds = alone_seconds * _CLOCKS_DIFFER
-        self._names = tuple(edges)
-        self._edges = {edge: _Edge(won_at + self._alone_seconds) for edge in edges}
-        self._nodes = {
-            node: _Node(count, _Rest(count, won_at + SETTLE_SECONDS))
-            for node, count in slots.items()
-        }
+        names = {name for one in lists for name in one.names}
+        self._edges = {edge: _Edge(won_at + self._alone_seconds) for edge in names}
+        self._wanted = frozenset(self.lists[-1].names)
+        self._joined: dict[str, int] = {}
+        """Edges that may not go alone yet, and the version of the first list that has them."""
+        for older, newer in itertools.pairwise(self.lists):
+            self._joined.update((name, newer.version) for name in set(newer.names) - {*older.names})
+        self._nodes: dict[str, _Node] = {}
+        self.set_nodes(slots, won_at)
+
+    # Who shares, and what.
+
+    def next_list(self, names: Collection[str], now: float) -> Sharers | None:
+        """The list to be told from now on, once it is stored, if these are to be the edges.
+
+        Those that may be alone stay, and are told that they may not any more. None: it is as it
+        was, or has to be confirmed before. To be called now and then, until the list is `names`.
+        """
+        self._notice(now)
+        self._wanted = frozenset(names)
+        last = self.lists[-1]
+        kept = {name for name in last.names if not self._edges[name].gone}
+        wanted = tuple(sorted(kept | set(names)))
+        if wanted == last.names or len(self.lists) > 1:
+            return None
+        return Sharers(max(last.version + 1, self.epoch << 16), wanted)
+
+    def share_by(self, sharers: Sharers) -> None:
+        """Tell this list from now on: the `next_list`, which is stored."""
+        new = set(sharers.names) - set(self.lists[-1].names)
+        for name in new:
+            self._edges.setdefault(name, _Edge(-math.inf, gone=True))
+        self._joined.update(dict.fromkeys(new, sharers.version))
+        self.lists.append(sharers)
+
+    def set_nodes(self, slots: Mapping[str, int], now: float) -> None:
+        """These are the nodes and their slots. A new one counts as taken until it is read."""
+        for node in [node for node in self._nodes if node not in slots]:
+            del self._nodes[node]
+        for node, count in slots.items():
+            account = self._nodes.get(node)
+            if account is None:
+                self._nodes[node] = _Node(count, _Rest(count, now + SETTLE_SECONDS))
+            elif account.slots != count:
+                account.slots = count
+                if account.strangers.busy is None:
+                    account.strangers.count = count
+
+    def _share(self, edge: str, known: _Edge, node: str, slots: int) -> int:
+        """The largest share that the edge may take for its own."""
+        return max(
+            [one.share(slots, node, edge) for one in self.lists if one.version >= known.believes],
+            default=0,
+        )
+
+    def _confirmed_list(self, known: _Edge, version: int) -> None:
+        """The edge has confirmed a list: forget those that nobody can believe any more."""
+        known.believes = max(known.believes, version)
+        least = min((one.believes for one in self._edges.values() if not one.gone), default=version)
+        self.lists = [one for one in self.lists[:-1] if one.version >= least] + self.lists[-1:]
+
+    def _may_be_alone(self, edge: str) -> bool:
+        """Whether the edge may be told that it may go alone."""
+        joined = self._joined.get(edge)
+        if edge not in self.lists[-1].names or edge not in self._wanted:
+            return False
+        if joined is not None and all(
+            one.gone or one.believes >= joined or name == edge for name, one in self._edges.items()
+        ):
+            del self._joined[edge]
+        return edge not in self._joined
 
     # Edges.
 
     def hello(self, session: Session, leases: Mapping[int, str], now: float) -> None:
         """A process of an edge begins a session; these of its requests run."""
-        known = self._edges[session.edge]
+        known = self._edges.setdefault(session.edge, _Edge(-math.inf, gone=True))
         if session.process != known.session.process:
             self._lose(known, now)
             if known.has_share(now):
@@ -319,26 +445,35 @@ class Tenure:
         known.number = 0
         known.told.clear()
 
-    def tell(self, edge: str, now: float, lead_until: float) -> tuple[int, int, float] | None:
-        """Tell the edge of the term: session, number, seconds left; None: it has to greet first."""
-        known = self._edges[edge]
-        if now >= lead_until or not known.is_open:
+    def tell(self, edge: str, now: float, lead_until: float) -> Term | None:
+        """Tell the edge of the term; None: it has to greet first."""
+        known = self._edges.get(edge)
+        if now >= lead_until or known is None or not known.is_open:
             return None
+        self._notice(now)
+        sharers, may_be_alone = self.lists[-1], self._may_be_alone(edge)
         known.number += 1
-        known.told[known.number] = lead_until
+        if may_be_alone:
+            known.gone_at, known.gone = now + self._alone_seconds, False
+        left, session = lead_until - now, known.session.number
+        term = Term(session, known.number, left, sharers, may_be_alone)
+        known.told[known.number] = lead_until, term
         known.told.pop(known.number - _MOST_UNCONFIRMED, None)
-        known.gone_at, known.gone = now + self._alone_seconds, False
-        return known.session.number, known.number, lead_until - now
+        return term
 
     def confirmed(self, session: Session, number: int, now: float) -> bool:
         """The edge was told of the term with this number. False: it has to greet first."""
         known = self._talk(session, now)
         if known is None:
             return False
-        until = known.told.get(number)
-        if until is not None:
+        told = known.told.get(number)
+        if told is not None:
+            until, term = told
             known.lent_until = max(known.lent_until, until)
             known.told = {key: value for key, value in known.told.items() if key > number}
+            if not (term.may_be_alone or any(one.may_be_alone for _, one in known.told.values())):
+                known.gone = True
+            self._confirmed_list(known, term.sharers.version)
             if known.hello is not None:
                 self._adopt(known, known.hello, now)
         return True
@@ -359,13 +494,17 @@ class Tenure:
 
     def ended(self, session: Session, number: int, now: float) -> bool:
         """A request has ended, or its slot is given back; False: nothing was known of it."""
-        known = self._talk(session, now)
+        return self._talk(session, now) is not None and self.dropped(session.edge, number)
+
+    def dropped(self, edge: str, number: int) -> bool:
+        """What the edge ran under this number has ended; False: nothing was known of it."""
+        known = self._edges.get(edge)
         if known is not None and known.hello is not None:
             known.hello.pop(number, None)
         node = None if known is None else known.leases.pop(number, None)
         if node is None:
             return False
-        self._drop(session.edge, number, node)
+        self._drop(edge, number, node)
         return True
 
     # Nodes.
@@ -375,26 +514,46 @@ class Tenure:
 
         Of one that can't tell, all slots are busy until the longest request must have ended.
         """
-        account = self._nodes[node]
+        account = self._nodes.get(node)
+        if account is None:
+            return
         account.strangers.read(busy, asked_at)
         for lost in account.lost.values():
             lost.read(busy, asked_at)
         account.lost = {process: lost for process, lost in account.lost.items() if lost.count}
 
-    def free(self, node: str, now: float) -> int:
-        """Slots of the node that may be granted; below 0: more may be taken than it has."""
+    def is_unread(self, node: str) -> bool:
+        """Whether all of the node counts as taken, as it was not read yet."""
+        account = self._nodes.get(node)
+        return account is None or account.strangers.busy is None
+
+    def shared_by(self, now: float) -> object:
+        """Equal as long as time alone changes nothing of `others`."""
+        self._notice(now)
+        return self.lists[-1], {edge for edge, one in self._edges.items() if one.has_share(now)}
+
+    def others(self, node: str, now: float) -> int:
+        """Slots of the node that are kept for others, or may be taken by what is not known here."""
         self._notice(now)
         account = self._nodes[node]
-        share = shares(account.slots, node, self._names)
-        kept = sum(share[edge] for edge, known in self._edges.items() if known.has_share(now))
+        kept = sum(
+            self._share(edge, known, node, account.slots)
+            for edge, known in self._edges.items()
+            if known.has_share(now)
+        )
         lost = sum(lost.count for lost in account.lost.values())
-        taken = max(len(account.early), account.strangers.count) + len(account.late)
-        return account.slots - taken - lost - kept
+        return max(0, account.strangers.count - len(account.early)) + lost + kept
+
+    def free(self, node: str, now: float) -> int:
+        """Slots of the node that may be granted; below 0: more may be taken than it has."""
+        others = self.others(node, now)
+        account = self._nodes[node]
+        return account.slots - len(account.early) - len(account.late) - others
 
     def _talk(self, session: Session, now: float) -> _Edge | None:
         self._notice(now)
-        known = self._edges[session.edge]
-        return known if known.is_open and session == known.session else None
+        known = self._edges.get(session.edge)
+        return known if known is not None and known.is_open and session == known.session else None
 
     def _notice(self, now: float) -> None:
         """Draw the conclusions of the time that has passed."""
@@ -412,7 +571,8 @@ class Tenure:
         edge, process, _ = known.session
         for number, node in known.leases.items():
             self._drop(edge, number, node)
-            self._nodes[node].lose(edge, process, 1, now + SETTLE_SECONDS)
+            if node in self._nodes:
+                self._nodes[node].lose(edge, process, 1, now + SETTLE_SECONDS)
         known.leases, known.present = {}, False
 
     def _lose_share(self, edge: str, known: _Edge, now: float) -> None:
@@ -423,7 +583,7 @@ class Tenure:
                 # They are among those that the first reading finds.
                 strangers.reads_from = max(strangers.reads_from, now + LANDING_SECONDS)
             else:
-                share = shares(account.slots, node, self._names)[edge]
+                share = self._share(edge, known, node, account.slots)
                 account.lose(edge, known.session.process, share, now + LANDING_SECONDS)
 
     def _adopt(self, known: _Edge, leases: dict[int, str], now: float) -> None:
@@ -435,10 +595,13 @@ class Tenure:
             account.lost.pop((edge, process), None)
         known.leases, known.hello, known.present = leases, None, True
         for number, node in leases.items():
-            account = self._nodes[node]
-            is_early = now + LANDING_SECONDS <= account.strangers.reads_from
-            (account.early if is_early else account.late).add((edge, number))
+            if node in self._nodes:
+                account = self._nodes[node]
+                is_early = now + LANDING_SECONDS <= account.strangers.reads_from
+                (account.early if is_early else account.late).add((edge, number))
 
     def _drop(self, edge: str, number: int, node: str) -> None:
-        self._nodes[node].early.discard((edge, number))
-        self._nodes[node].late.discard((edge, number))
+        account = self._nodes.get(node)
+        if account is not None:
+            account.early.discard((edge, number))
+            account.late.discard((edge, number))

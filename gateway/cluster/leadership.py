@@ -82,6 +82,7 @@ class Member:
         self.won_at = -math.inf  # when it knew that it had its epoch
         self.lead_until = -math.inf
         self.highest = 0  # the highest epoch that it knows of
+        self.stands = True  # whether it claims the row; else it only looks
         self._confirmed = False
         self._since = 0.0  # since when the row is unchanged
         self._looked_at = -math.inf  # when it last asked for the row that it got
@@ -109,7 +110,8 @@ class Member:
         """Seconds until its next step, if all goes well."""
         if self.leads(now):
             return self.term / 4
-        return min(self.term / 8, max(0.0, self._since + self.term - now))
+        left = self._since + self.term - now if self.stands else self.term
+        return min(self.term / 8, max(0.0, left))
 
     def next_step(self, now: float) -> Change | None:
         """What to do now; None: look at the row. No two steps ever write the same."""
@@ -120,7 +122,7 @@ class Member:
 
     def _next(self, now: float) -> Change | None:
         row = self.row
-        if row is None:
+        if row is None or not self.stands:
             return None
         if self.leads(now):
             # Edges that know a later epoch obey no earlier one.

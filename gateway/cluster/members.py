@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-from sqlalchemy import Connection, delete, select
+from sqlalchemy import Connection, delete, select, update
 
 from gateway.store.database import insert_for
-from gateway.store.schema import members
+from gateway.store.schema import leadership, members
 
 
 class MemberRow(NamedTuple):
@@ -45,6 +45,21 @@ def remove(connection: Connection, cluster: str, name: str) -> bool:
     """Remove a member that is gone for good; False: there is none of this name."""
     gone = delete(members).where(members.c.cluster == cluster, members.c.member == name)
     return connection.execute(gone).rowcount > 0
+
+
+def read_sharers(connection: Connection, cluster: str) -> str:
+    """The lists of those that share the slots without a leader, in JSON."""
+    wanted = select(leadership.c.sharers).where(leadership.c.cluster == cluster)
+    return connection.scalar(wanted) or "[]"
+
+
+def write_sharers(
+    connection: Connection, cluster: str, holder: str, epoch: int, sharers: str
+) -> bool:
+    """Replace these lists, as the leader of this epoch; False: another one has the leadership."""
+    row = leadership.c
+    own = row.cluster == cluster, row.holder == holder, row.epoch == epoch
+    return connection.execute(update(leadership).where(*own).values(sharers=sharers)).rowcount > 0
 
 
 _COLUMNS = ("member", "process", "generation", "address", "version")

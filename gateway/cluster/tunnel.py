@@ -75,6 +75,10 @@ has a newer process; this process is not the one that was meant, or does not lea
 control link, which must be there first."""
 
 
+_PASSING: frozenset[Refusal] = frozenset({"other_process", "not_leader", "no_control"})
+"""Those that are usual while leaders change."""
+
+
 class Welcome(msgspec.Struct, frozen=True, array_like=True):
     """The answer to a greeting."""
 
@@ -377,8 +381,13 @@ class Tunnels:
         to: str = "",
         name: str = "",
         origin: ConnectionOrigin | None = None,
+        sock: socket.socket | None = None,
     ) -> socket.socket:
-        """Open a tunnel; this side's end of its socket pair (not blocking). Raises: TunnelError."""
+        """Open a tunnel; this side's end of its socket pair (not blocking). Raises: TunnelError.
+
+        `sock`: what the tunnel is joined with in place of a new pair; it is returned, and the
+        tunnel's from then on.
+        """
         settings = self._settings
         greeting = Greeting(
             VERSION, settings.name, settings.member_name, self._process, to, kind, name, origin
@@ -401,7 +410,7 @@ class Tunnels:
                 far.send(greeting)
                 welcome = msgspec.msgpack.decode(await far.first, type=Welcome)
                 if welcome.refused is None:
-                    return await self._join(far)
+                    return await self._join(far, sock)
         except (OSError, TimeoutError, msgspec.MsgspecError) as error:
             why = f"no answer within {OPEN_SECONDS:g} s" if isinstance(error, TimeoutError) else ""
             why = why or getattr(error, "verify_message", "") or str(error) or type(error).__name__
@@ -429,15 +438,17 @@ class Tunnels:
             far.abort()
 
     @staticmethod
-    async def _join(far: _Far) -> socket.socket:
-        """Connect it with one end of a socket pair; returns the other."""
-        inner, outer = socket.socketpair()
+    async def _join(far: _Far, sock: socket.socket | None = None) -> socket.socket:
+        """Connect it with this socket, or with one end of a pair; returns it, or the other end."""
+        inner, outer = socket.socketpair() if sock is None else (sock, sock)
         for one in (inner, outer):
             one.setblocking(False)
         try:
             _, near = await asyncio.get_running_loop().create_unix_connection(_Near, sock=inner)
         except BaseException:
-            outer.close()
+            if sock is None:
+                inner.close()
+                outer.close()
             raise
         _keep_alive(far)
         far.join(near)
@@ -522,7 +533,9 @@ class Tunnels:
         """Count a refusal, and log the first of its kind in a while."""
         self.refused[reason] += 1
         now = asyncio.get_running_loop().time()
-        if now - self._logged.get(reason, -LOG_SECONDS) >= LOG_SECONDS:
+        if reason in _PASSING:
+            log.debug("cluster: a connection is refused", reason=reason, member=member)
+        elif now - self._logged.get(reason, -LOG_SECONDS) >= LOG_SECONDS:
             self._logged[reason] = now
             told = {key: text for key, text in (("member", member), ("why", why)) if text}
             log.warning("cluster: a connection is refused", reason=reason, address=host, **told)

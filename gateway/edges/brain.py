@@ -3,6 +3,10 @@
 An `EdgeSession` is one edge as the brain knows it: the requests that run there, which stand in the
 registry like the brain's own, and the leases that it holds. When the link is lost, its leases are
 given to the reclaimer, which frees each slot when the node shows it idle, and its requests end.
+
+In a cluster edges outlive their links. A brain takes them during a `Reign` alone, and each tells
+first what it carries from its last link. A link that is lost meanwhile is waited for a little. At
+the end of the reign what runs is left to the next brain, which records it.
 """
 
 from __future__ import annotations
@@ -11,20 +15,26 @@ import asyncio
 import contextlib
 import socket
 from collections import OrderedDict, deque
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable, Coroutine, Iterable
 from dataclasses import dataclass, field
 from functools import partial
+from itertools import islice
 from typing import Any
 
+import msgspec
 import structlog
 from msgspec.structs import replace
 
 from gateway import errors
 from gateway.callers.keys import KeyRing
+from gateway.callers.ledger import Ledger
 from gateway.callers.limits import Accounts, Reservation
 from gateway.callers.meter import Meter
+from gateway.callers.processes import EDGE_DIED
+from gateway.cluster.fencing import GRANT_SECONDS
 from gateway.config.settings import Settings
 from gateway.edges import messages
+from gateway.edges.reign import Reign
 from gateway.edges.snapshots import KeySnapshots, ModelSnapshots
 from gateway.errors import GatewayError, drop_traceback
 from gateway.events import AttemptEnded, EdgeLost, EventBus, RequestRecord, StreamResumed
@@ -37,14 +47,15 @@ from gateway.lease import (
     AttemptReport,
     GrantedLease,
     LeaseRequest,
+    LeaseService,
     NodeInfo,
     Usage,
     UsageReport,
 )
 from gateway.nodes.node import Node
 from gateway.request.preparation import Request
-from gateway.schedule.scheduler import Scheduler
-from gateway.terms import Caller, RequestTrace
+from gateway.schedule.scheduler import LeaseRecord, Scheduler
+from gateway.terms import Caller, Priority, RequestTrace
 from gateway.transport.link import EdgeLink
 from gateway.watch.request_tracing import RequestTracing
 
@@ -54,7 +65,9 @@ BRAINS_OWN = {"admin", "batches", "keys", "store", "webhooks"}
 ENDED_AT_ONCE = 32  # requests of a lost edge that are ended in one turn of the event loop
 MOST_LOSSES = 16  # lost edges that are remembered
 MOST_ACCOUNTS = 4096  # callers whose accounts are remembered for one edge
-EDGE_DIED = "edge_died"  # the reason of a request, and the outcome of an attempt
+# Seconds for which an edge whose link is lost is waited for. By then it has started all that it was
+# granted, or never does (`GRANT_SECONDS`).
+GRACE_SECONDS = 5.0
 
 
 class BrokenRules(Exception):  # noqa: N818 - ends the link
@@ -80,11 +93,19 @@ class EdgeAttempt(Attempt):
         """Content has come; `events`: in all, as far as is known."""
         self.last_content_at, self.content_events = now, max(events, self.content_events)
 
+    def began_before(self, seconds: float) -> None:
+        """It began so many seconds ago, under another brain."""
+        self.started_at -= seconds
+
 
 class EdgePart(InFlightRequest, eq=False, kw_only=True):
     """A request at an edge, or one prompt of it."""
 
     session: EdgeSession
+
+    def move_to(self, session: EdgeSession) -> None:
+        """The edge has another link."""
+        self.session = session
 
     def cancel(self, error: GatewayError) -> None:
         """End the request; its client gets `error`, as an event if the response has begun."""
@@ -107,6 +128,9 @@ class EdgeRequest(EdgePart, eq=False, kw_only=True):
     """What its attempts took, by the id of the request or of one prompt of it; and whether the
     tokens are to be counted, which the edge does not know."""
     ended_at: float | None = None  # when its response has ended; monotonic
+    accounted: set[int] = msgspec.field(default_factory=set)
+    """Leases that `charges` has, or that took nothing; in a cluster, where they may be told again.
+    """
 
 
 @dataclass(slots=True, eq=False)
@@ -131,8 +155,13 @@ class Brain:
     tracing: RequestTracing | None
     loopback: bool  # whether only this machine can reach the public listener
     edges: int = 1  # how many edges share the limits
+    clustered: bool = False  # whether it is one of several, which reign in turns
+    ledger: Ledger | None = None  # where its rows go; None: nowhere
+    reign: Reign | None = None  # in a cluster; None: no edge is taken, and no lease granted
     sessions: dict[str, EdgeSession] = field(default_factory=dict)
     """By the names of their edges."""
+    _adrift: dict[str, EdgeSession] = field(default_factory=dict)
+    """Edges whose links are lost, which are waited for."""
     _endings: set[asyncio.Task[None]] = field(default_factory=set)
     _losses: deque[tuple[float, EdgeLost]] = field(
         default_factory=lambda: deque(maxlen=MOST_LOSSES)
@@ -144,6 +173,60 @@ class Brain:
         index, context = self.scheduler.fleet.model_index, self.context
         self.models = ModelSnapshots(index, context.leases.most_slots_of_a_host, context.clock)
         self.context.quarantine.on_change = self._own_quarantine_changed
+        if self.clustered:
+            self.scheduler.grant_while(lambda: False)
+
+    # Reigns.
+
+    def begin(self, reign: Reign) -> None:
+        """Take edges and grant leases, by the rules of this reign, until `end`."""
+        assert self.clustered
+        assert self.reign is None
+        self.reign = reign
+        reign.begin(self.scheduler.fleet)
+        # No other reign has leases of these numbers.
+        first = (self.scheduler.rng.getrandbits(30) << 33) + 1
+        self.scheduler.grant_while(reign.may_grant, first)
+
+    async def end(self) -> None:
+        """Grant nothing from the call on, and leave all that runs at edges to the next brain."""
+        self.scheduler.grant_while(lambda: False)
+        reign, self.reign = self.reign, None
+        sessions = [*self.sessions.values(), *self._adrift.values()]
+        self.sessions.clear()
+        self._adrift.clear()
+        for session in sessions:
+            self.start_ending(session.leave())
+        await self._all_ended()
+        if reign is not None:
+            reign.end()
+
+    async def _all_ended(self) -> None:
+        await asyncio.gather(*self._endings, return_exceptions=True)
+
+    def edge_ended(self, name: str) -> None:
+        """The process of this edge has ended: it is waited for no longer."""
+        session = self._adrift.pop(name, None)
+        if session is not None:
+            session.give_up()
+
+    def wait_for_edge(self, session: EdgeSession) -> None:
+        """Its link is lost, and it may come again."""
+        self.edge_ended(session.name)
+        self._adrift[session.name] = session
+        asyncio.get_running_loop().call_later(GRACE_SECONDS, self._waited_for, session)
+
+    def _waited_for(self, session: EdgeSession) -> None:
+        if self._adrift.get(session.name) is session:
+            self.edge_ended(session.name)
+
+    def earlier_session(self, name: str, pid: int) -> EdgeSession | None:
+        """The session of the same process over a link that is lost, which another one goes on."""
+        earlier = self._adrift.get(name)
+        if earlier is None or earlier.pid != pid:
+            self.edge_ended(name)
+            return None
+        return self._adrift.pop(name)
 
     async def connect(
         self,
@@ -154,8 +237,14 @@ class Brain:
         """Serve the edge at the other end of this Unix socket, under a name of its own.
 
         `on_lost` is called when its link is lost, with the reason and the requests that broke off;
-        by then it is out of `sessions`, and what it held is being reclaimed.
+        by then it is out of `sessions`, and what it held is being reclaimed. In a cluster an edge
+        has one link, its last, and none outside a reign. Raises: ConnectionRefusedError.
         """
+        if self.clustered and self.reign is None:
+            sock.close()
+            raise ConnectionRefusedError("this member does not lead")
+        if self.clustered and (earlier := self.sessions.get(name)) is not None:
+            earlier.link.fail("it has another one")
         assert name not in self.sessions
         session = self.sessions[name] = EdgeSession(self, name, on_lost)
         try:
@@ -192,9 +281,11 @@ class Brain:
 
     async def aclose(self) -> None:
         """End all links; each edge ends with its own."""
+        for name in list(self._adrift):
+            self.edge_ended(name)
         for session in list(self.sessions.values()):
             session.close()
-        await asyncio.gather(*self._endings, return_exceptions=True)
+        await self._all_ended()
 
     def start_ending(self, ending: Coroutine[Any, Any, None]) -> None:
         """Run what ends all that ran at a lost edge."""
@@ -221,6 +312,16 @@ class EdgeSession:
         """Those that wait for a lease, by the number under which it was asked for."""
         self._accounts: OrderedDict[tuple[object, ...], Accounts] = OrderedDict()
         self._accounts_version = -1
+        # In a cluster.
+        self._reign = brain.reign
+        self._earlier: EdgeSession | None = None
+        """The one before, as long as the edge tells what it carries from it."""
+        self._ignored: set[int] = set()  # leases on nodes that are not known here
+        self._unbooked: deque[tuple[str, int]] = deque()
+        """Requests that have ended, and how many rows the ledger has with theirs."""
+        self._recorded: set[str] = set()
+        """Those of them of the session before, which the edge tells again."""
+        self._lost_for = ""  # the reason
         # What the edge was told.
         self.configured: tuple[Settings, bytes] | None = None
         """The settings and the key of hashes by which it serves; None: they are to be told."""
@@ -230,6 +331,9 @@ class EdgeSession:
         self._routes_told = 0
         self._answers: dict[type, Callable[..., None]] = {
             messages.Hello: self._hello,
+            messages.CarriedRequest: self._carried_request,
+            messages.CarriedLease: self._carried_lease,
+            messages.Carried: self._carried,
             messages.AskLease: self._ask_lease,
             messages.Withdraw: self._withdraw,
             messages.GiveBack: self._give_back,
@@ -240,8 +344,9 @@ class EdgeSession:
             UsageReport: self._settled,
             messages.Discarded: self._discarded,
             messages.Released: self._released,
-            messages.Finished: self._finished,
-            messages.Turned: lambda told: brain.bus.publish_deferred(self._record(told)),
+            messages.Leaving: lambda _: self.expect_end(),
+            messages.Finished: self._request_over,
+            messages.Turned: self._request_over,
             messages.Quarantined: self._quarantined,
             AttemptEnded: brain.bus.tell,
             StreamResumed: brain.bus.publish,
@@ -263,12 +368,25 @@ class EdgeSession:
     def _receive(self, message: object) -> None:
         if self.pid is None and not isinstance(message, messages.Hello):
             raise BrokenRules("no hello")
+        if self._ignored and (lease_id := getattr(message, "lease_id", None)) in self._ignored:
+            if not (isinstance(message, AttemptReport) and message.response_began):
+                is_over = isinstance(message, AttemptReport | UsageReport | messages.GiveBack)
+                self._ignored -= {lease_id} if is_over else set()
+            return
         self._answers[type(message)](message)
 
     def _hello(self, hello: messages.Hello) -> None:
         if hello.version != messages.VERSION:
             raise BrokenRules(f"version {hello.version} in place of {messages.VERSION}")
+        reign = self._reign
+        if reign is not None and hello.epoch > reign.epoch:
+            reign.heard(hello.epoch)
+            raise BrokenRules(f"the edge knows a leader of epoch {hello.epoch}")
         self.pid = hello.pid
+        if reign is not None:
+            earlier = self._earlier = self._brain.earlier_session(self.name, hello.pid)
+            if earlier is not None:
+                self._recorded = earlier.recorded
         self.tell_news()
         context = self._brain.context
         for digest, losses in context.quarantine.entries.items():
@@ -289,7 +407,8 @@ class EdgeSession:
             # What is not set may not be written: some defaults are no valid values.
             in_json = settings.model_dump_json(exclude_unset=True, exclude=BRAINS_OWN).encode()
             of_all = in_json, hash_key, brain.loopback, brain.edges
-            tell(messages.Configuration(messages.VERSION, *of_all))
+            of_reign = () if self._reign is None else (self._reign.epoch, GRANT_SECONDS)
+            tell(messages.Configuration(messages.VERSION, *of_all, *of_reign))
         for keys in self._keys.changes():
             tell(keys)
         models = brain.models.current()
@@ -299,6 +418,25 @@ class EdgeSession:
         for name in [name for name, (node, *_) in self._nodes.items() if node.removed]:
             del self._nodes[name]
             tell(messages.NodeGone(name))
+        self._tell_booked()
+
+    def _tell_booked(self) -> None:
+        """Tell how many of the requests that have ended are in the ledger for good."""
+        ledger, unbooked, before = self._brain.ledger, self._unbooked, len(self._unbooked)
+        while unbooked and (ledger is None or unbooked[0][1] <= ledger.booked):
+            unbooked.popleft()
+        if len(unbooked) < before:
+            self.link.tell(messages.Booked(before - len(unbooked)))
+
+    def _note_recorded(self, request_id: str) -> None:
+        """The row of a request that has ended is added, if it has one."""
+        ledger = self._brain.ledger
+        self._unbooked.append((request_id, 0 if ledger is None else ledger.added))
+
+    @property
+    def recorded(self) -> set[str]:
+        """Requests whose end the edge has told, and not been told that it is booked."""
+        return self._recorded.union(request_id for request_id, _ in self._unbooked)
 
     def _introduce(self, node: Node) -> None:
         """Tell of a node that a lease will name."""
@@ -311,6 +449,150 @@ class EdgeSession:
                 version = known[2]
             self._nodes[node.name] = node, node.info, version
             self.link.tell(node_met(node, version))
+
+    # What the edge carries from another link.
+
+    def _carried_request(self, told: messages.CarriedRequest) -> None:
+        """Take over a request that was admitted over another link."""
+        opening, earlier = told.opening, self._earlier
+        if opening.id in self._recorded:
+            return
+        one = None if earlier is None else earlier.requests.pop(opening.id, None)
+        if one is None:
+            if opening.request is None or opening.id in self.requests:
+                raise BrokenRules("a request that can't be carried")
+            accounts = self._accounts_of(opening, must_exist=False)
+            record = told.record.record()
+            one = self._open(opening, accounts, opening.request, record, is_carried=True)
+        else:
+            one.move_to(self)
+            for part in (one.sub_requests or {}).values():
+                assert isinstance(part, EdgePart)
+                part.move_to(self)
+            self.requests[opening.id] = one
+        if told.released and one.ended_at is None:
+            self._response_ended(one)
+
+    def _carried_lease(self, told: messages.CarriedLease) -> None:
+        """Take over a lease that was granted over another link."""
+        brain, earlier, id_ = self._brain, self._earlier, told.lease_id
+        leases, scheduler = brain.context.leases, brain.scheduler
+        held = None if earlier is None else earlier.take_lease(id_)
+        if held is None:
+            whole = self._whole(told.request.id)
+            if whole is None or id_ in whole.accounted:
+                self._ignored.add(id_)
+                return
+            node = scheduler.fleet.nodes.get(told.node)
+            adopted = node is not None and id_ not in scheduler.records and scheduler.adopt(
+                id_, node, told.request, told.model, told.reading,
+                stream=told.stream, slots=told.slots, age=told.age,
+            )  # fmt: skip
+            if node is None or not adopted:
+                self._ignored.add(id_)
+                return
+            lease = GrantedLease(
+                id_, node.info, told.model, told.served_name, told.stream, told.reading,
+                slots=told.slots, fallback=told.fallback,
+            )  # fmt: skip
+            part = self._part(told.request)
+            held = EdgeLease(part, EdgeAttempt(part, lease, brain.context))
+            held.attempt.began_before(told.age)
+            assert self._reign is not None
+            self._reign.adopted(self.name, id_, node)
+        self._leases[id_] = held
+        self._catch_up(held, told, leases, scheduler.records[id_])
+
+    def _catch_up(
+        self,
+        held: EdgeLease,
+        told: messages.CarriedLease,
+        leases: LeaseService,
+        record: LeaseRecord,
+    ) -> None:
+        """Bring a lease to the phase that the edge tells."""
+        id_, phase = told.lease_id, told.phase
+        if held.has_ended:
+            return
+        if phase != "sent":
+            leases.reading_began(id_)
+        if told.tokens or phase == "content":
+            if held.attempt.last_content_at is None:
+                leases.content_began(id_)
+            held.attempt.content_came(self._brain.context.clock(), told.tokens)
+        if phase == "received":
+            held.attempt.complete = True
+            leases.response_received(id_)
+        elif phase == "ended":
+            held.has_ended = True
+            record.abandon()
+        if phase in {"received", "ended"}:
+            self._ended_of(id_)
+        if phase == "ended" and held.part.attempt is held.attempt:
+            held.part.end_attempt()
+
+    def take_lease(self, lease_id: int) -> EdgeLease | None:
+        """A lease goes on over another link; None: it is not known here."""
+        return self._leases.pop(lease_id, None)
+
+    def _carried(self, _: messages.Carried) -> None:
+        """The edge has told all: what it did not tell of has ended."""
+        if self._reign is None:
+            raise BrokenRules("nothing is carried where there is no cluster")
+        earlier, self._earlier = self._earlier, None
+        if earlier is not None:
+            earlier.drop_rest()
+        self.link.tell(messages.Adopted())
+        self._reign.carried(self.name)
+
+    def drop_rest(self) -> None:
+        """What is left here has ended while the link was lost, or never began."""
+        leases = self._brain.context.leases
+        for lease_id, held in self._leases.items():
+            request = held.part.request.lease_request
+            if held.has_ended:
+                leases.settle(UsageReport(lease_id, Usage(), None, 0, complete=False), request)
+            else:
+                leases.ended(AttemptReport(lease_id, "cancelled", 0, True, False, False))
+                self._ended_of(lease_id)
+        self._leases.clear()
+        self._leave_requests(list(self.requests.values()))
+
+    def _leave_requests(self, requests: Iterable[EdgeRequest]) -> None:
+        """They go on elsewhere, or are asked for anew."""
+        brain, ids = self._brain, []
+        for one in requests:
+            del self.requests[one.request.id]
+            ids.append(one.request.id)
+            if one.ended_at is None:
+                self._response_ended(one)
+            brain.meter.leave(one.reservation)
+        if brain.ledger is not None:
+            brain.ledger.leave(ids)
+
+    async def leave(self) -> None:
+        """End the link, and leave what runs at the edge to the next brain: in short steps."""
+        self.link.close()
+        await self._cancel_asks()
+        if self._earlier is not None:
+            self._take_all(self._earlier)
+        while self._leases or self.requests:
+            for lease_id in list(islice(self._leases, ENDED_AT_ONCE)):
+                self._leases.pop(lease_id).part.end_attempt()
+                self._brain.scheduler.release_unused(lease_id)
+            self._leave_requests(list(islice(self.requests.values(), ENDED_AT_ONCE)))
+            await asyncio.sleep(0)
+
+    def _take_all(self, earlier: EdgeSession) -> None:
+        """The edge has not told what has become of what this session had."""
+        self.requests.update(earlier.requests)
+        self._leases.update(earlier._leases)
+        self._earlier = None
+
+    def _ended_of(self, lease_id: int) -> None:
+        """The edge runs nothing under this lease any more."""
+        if self._reign is not None:
+            self._reign.ended(lease_id)
 
     # Leases.
 
@@ -389,6 +671,7 @@ class EdgeSession:
     def _give_back(self, told: messages.GiveBack) -> None:
         held = self._held(told.lease_id)
         del self._leases[told.lease_id]
+        self._ended_of(told.lease_id)
         self._brain.late_leases += told.late
         held.part.end_attempt()
         self._brain.scheduler.release_unused(told.lease_id)
@@ -410,6 +693,7 @@ class EdgeSession:
                 part.record.first_content_sent(now - part.request.received_at)
         elif told.what == "response_received":
             held.attempt.complete = True
+            self._ended_of(told.lease_id)
 
     def _content_went_on(self, told: messages.ContentWentOn) -> None:
         held, context = self._held(told.lease_id), self._brain.context
@@ -418,6 +702,7 @@ class EdgeSession:
 
     def _end(self, held: EdgeLease, report: AttemptReport) -> None:
         charge = self._brain.context.leases.ended(report)
+        self._ended_of(report.lease_id)
         if held.part.attempt is held.attempt:
             held.part.end_attempt()
         if report.response_began:
@@ -425,15 +710,21 @@ class EdgeSession:
             if report.outcome == "ok":
                 self._part_answered(held.part.request.id)
             return
-        del self._leases[report.lease_id]
+        self._forget_lease(report.lease_id)
         if report.outcome in CALLERS_OUTCOMES and charge is not NOTHING_CHARGED:
             self._charge(held.part, charge, counts_tokens=not report.resumes)
+
+    def _forget_lease(self, lease_id: int) -> None:
+        """All is known of a lease that has ended."""
+        part = self._leases.pop(lease_id).part
+        if self._reign is not None and (whole := self._whole(part.request.id)) is not None:
+            whole.accounted.add(lease_id)
 
     def _settled(self, report: UsageReport) -> None:
         held = self._leases.get(report.lease_id)
         if held is None or not held.has_ended:
             raise BrokenRules(f"lease {report.lease_id} has not ended")
-        del self._leases[report.lease_id]
+        self._forget_lease(report.lease_id)
         charge = self._brain.context.leases.settle(report, held.part.request.lease_request)
         self._charge(held.part, charge, counts_tokens=False)
 
@@ -441,7 +732,7 @@ class EdgeSession:
 
     def _admit(self, opening: messages.Opening, accounts: Accounts, asking: LeaseRequest) -> None:
         """Admit a request within its caller's limits. Raises: GatewayError."""
-        brain, request = self._brain, opening.request or asking
+        request = opening.request or asking
         if opening.id != request.id or opening.id in self.requests:
             raise BrokenRules("a request that is open already, or another one's")
         record = RequestRecord(
@@ -453,11 +744,30 @@ class EdgeSession:
             stream=opening.stream,
             request_id=opening.id,
         )
+        self._open(opening, accounts, request, record)
+
+    def _open(
+        self,
+        opening: messages.Opening,
+        accounts: Accounts,
+        request: LeaseRequest,
+        record: RequestRecord,
+        *,
+        is_carried: bool = False,
+    ) -> EdgeRequest:
+        """Admit a request, or take over one that was admitted before. Raises: GatewayError."""
+        brain = self._brain
         received_at = brain.context.clock() - opening.age
         if (trace := opening.trace) is not None and trace.id is not None:
             record.traced(RequestTrace(trace.id, trace.parent, opening.id, received_at))
             brain.scheduler.decision_log.follow(opening.id)
-        reservation = brain.meter.admit(accounts, request, record, opening.prompts)
+        meter, prompts = brain.meter, opening.prompts
+        if is_carried:
+            reservation = meter.adopt(accounts, request, record, prompts, opening.age)
+            if brain.ledger is not None:
+                brain.ledger.adopt(opening.id)
+        else:
+            reservation = meter.admit(accounts, request, record, prompts)
         opened = Request(
             opening.id, opening.x_request_id, opening.path, accounts.caller, received_at, request,
             stream=opening.stream,
@@ -465,14 +775,18 @@ class EdgeSession:
         one = EdgeRequest(opened, record, session=self, reservation=reservation, charges={})
         self.requests[opening.id] = one
         brain.registry.add(one)
+        return one
 
     def _rates(self, accounts: Accounts | None) -> messages.Rates | None:
         if accounts is None or not accounts.has_rates:
             return None
         return self._brain.meter.book.rate_limits(accounts)
 
-    def _accounts_of(self, opening: messages.Opening) -> Accounts:
-        """The accounts on which a request counts. Raises: GatewayError 401."""
+    def _accounts_of(self, opening: messages.Opening, *, must_exist: bool = True) -> Accounts:
+        """The accounts on which a request counts; not `must_exist`: its key may be gone by now.
+
+        Raises: GatewayError 401.
+        """
         ring, known = self._brain.key_ring, self._accounts
         if ring.version != self._accounts_version:
             known.clear()
@@ -491,8 +805,10 @@ class EdgeSession:
                 anonymous=True,
                 trust_user_headers=opening.trusted,
             )
-        if caller is None:
+        if caller is None and must_exist:
             raise errors.invalid_api_key()
+        if caller is None:
+            caller = Caller(opening.caller, opening.caller, Priority.NORMAL)
         found = known[key] = self._brain.meter.book.accounts(caller, opening.user)
         if len(known) > MOST_ACCOUNTS:
             known.popitem(last=False)
@@ -554,6 +870,17 @@ class EdgeSession:
         whole.ended_at = self._brain.context.clock()
         self._brain.registry.remove(whole)
         self._brain.meter.released(whole.reservation)
+
+    def _request_over(self, told: messages.Finished | messages.Turned) -> None:
+        bus, request_id = self._brain.bus, told.record.request_id
+        if request_id in self._recorded:
+            self._recorded.discard(request_id)
+        elif isinstance(told, messages.Finished):
+            self._finished(told)
+        else:
+            bus.publish_deferred(self._record(told))
+        if self._reign is not None:
+            bus.defer(self._note_recorded, request_id)  # Behind what adds its row.
 
     def _finished(self, told: messages.Finished) -> None:
         opening = told.opening
@@ -644,14 +971,32 @@ class EdgeSession:
     # The end.
 
     def _lost(self, reason: str) -> None:
+        brain = self._brain
+        if self._reign is not None and self._reign is brain.reign and not self.is_to_end:
+            if brain.sessions.get(self.name) is self:
+                del brain.sessions[self.name]
+                self._reign.lost(self.name)
+                if self._earlier is not None:
+                    self._take_all(self._earlier)
+                for task in self._asks.values():
+                    task.cancel()
+                self._lost_for = reason
+                brain.wait_for_edge(self)
+            self._on_lost(reason, ())
+            return
         broken = self._reclaim(reason)
         self._on_lost(reason, broken)
 
+    def give_up(self) -> None:
+        """The edge does not come again over another link."""
+        self._end_with(self._lost_for)
+
     def _reclaim(self, reason: str) -> tuple[str, ...]:
         """End all that runs at the edge; returns the `X-Request-ID` of what broke off."""
+        return () if self._brain.sessions.pop(self.name, None) is None else self._end_with(reason)
+
+    def _end_with(self, reason: str) -> tuple[str, ...]:
         brain = self._brain
-        if brain.sessions.pop(self.name, None) is None:
-            return ()
         broken = tuple(
             [one.request.x_request_id for one in self.requests.values() if one.ended_at is None]
         )
@@ -662,10 +1007,7 @@ class EdgeSession:
 
     async def _end_all(self) -> None:
         """End all that ran at the edge, in short steps: there may be thousands."""
-        asks = list(self._asks.values())
-        for task in asks:
-            task.cancel()
-        await asyncio.gather(*asks, return_exceptions=True)
+        await self._cancel_asks()
         ends = [partial(self._break_off, *one) for one in self._leases.items()]
         ends += [partial(self._end_request, one) for one in self.requests.values()]
         for number, end in enumerate(ends, 1):
@@ -677,6 +1019,12 @@ class EdgeSession:
                 await asyncio.sleep(0)
         self._leases.clear()
         self.requests.clear()
+
+    async def _cancel_asks(self) -> None:
+        asks = list(self._asks.values())
+        for task in asks:
+            task.cancel()
+        await asyncio.gather(*asks, return_exceptions=True)
 
     def _end_request(self, whole: EdgeRequest) -> None:
         record, tracing = whole.record, self._brain.tracing

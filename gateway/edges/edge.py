@@ -5,7 +5,9 @@ are admitted within their callers' limits together with the first lease that the
 (`EdgeMeter`), so that both take one round trip. What an edge must know at once it was told before:
 settings, keys, models (`EdgeServices`).
 
-If the link is lost, the edge can do nothing but end: the brain takes its leases for lost.
+If the link is lost, the edge can do nothing but end: the brain takes its leases for lost. Not so
+in a cluster, where it is given another link, to another brain perhaps. Until then it is in limbo:
+what runs goes on, and what waits goes on waiting (`edges.carried`).
 """
 
 from __future__ import annotations
@@ -32,6 +34,7 @@ from gateway.config.inventory import NodeTls
 from gateway.config.settings import Settings
 from gateway.config.telemetry import TracesSettings
 from gateway.edges import messages
+from gateway.edges.carried import EdgeRequests, HeldLease, OpenRequest, Uplink
 from gateway.edges.snapshots import KeyCopies, ModelCopies
 from gateway.errors import GatewayError
 from gateway.events import AttemptEnded, EventBus, RequestRecord, StreamResumed, call_later
@@ -50,6 +53,7 @@ from gateway.lease import (
     UsageReport,
 )
 from gateway.nodes.server_properties import ServerProperties
+from gateway.schedule.admission import class_limits
 from gateway.schedule.core.demand_model import has_long_prompt
 from gateway.schedule.decision_log import DecisionLog
 from gateway.terms import Caller, Headers, parse_traceparent
@@ -66,6 +70,8 @@ LONGEST_TRACEPARENT = 512  # bytes of the header; a longer one says nothing
 GRANT_SECONDS = SILENCE_SECONDS / 2
 EXCUSE_SECONDS = 1.0  # seconds for which the answer holds that a node may be silent
 ANSWER_SECONDS = 10.0  # most seconds to wait for an answer that the brain gives at once
+LIMBO_BEAT_SECONDS = 0.25  # seconds between two looks at what waits while there is no link
+GREETED_SECONDS = 5.0  # seconds for a brain of a cluster to answer; then its link is given up
 
 
 class Nodes:
@@ -107,10 +113,14 @@ class Nodes:
             else:
                 pool.close()
 
-    def close(self) -> None:
-        """Close all connections that are idle."""
+    def forget_all(self) -> None:
+        """Another brain tells of nodes from now on."""
         for name in list(self.by_name):
             self.forget(name)
+
+    def close(self) -> None:
+        """Close all connections that are idle."""
+        self.forget_all()
         self.close_retired(())
 
     def _open(self, name: str, route: messages.NodeRoute) -> ConnectionPool:
@@ -132,38 +142,34 @@ class WaitingAsk:
     asked: messages.AskLease
     asked_at: float
     granted: asyncio.Future[GrantedLease]
-    accounts: EdgeAccounts | None  # of a request that is admitted with it
-
-
-@dataclass(slots=True, eq=False)
-class HeldLease:
-    """A lease that the edge has and has not reported as ended."""
-
-    lease: GrantedLease
-    shares_pool: bool
-    excused: bool | None = None  # whether its node may be silent; None: it is not known
-    excused_at: float = 0.0  # when that was told; or asked, while it is not known
-    asks: bool = False  # whether the brain is being asked
+    whole: OpenRequest | None
 
 
 class RemoteScheduler:
     """The brain's scheduler, as an edge sees it: a `LeaseService` and a `RequestQueue`."""
 
     def __init__(
-        self, link: EdgeLink, nodes: Nodes, bus: EventBus, clock: Callable[[], float]
+        self,
+        link: Uplink,
+        nodes: Nodes,
+        bus: EventBus,
+        clock: Callable[[], float],
+        requests: EdgeRequests,
     ) -> None:
         self._link, self._nodes, self._bus, self._clock = link, nodes, bus, clock
+        self._requests = requests
+        self._clustered = requests.clustered
         self.edges = 1  # how many edges share what is counted here
-        self.closing = False  # whether the link is lost, so that there are no more leases
+        self.closing = False  # whether there are no more leases
         self.most_slots = 0  # of a host, as the brain said last
+        self.grant_seconds = GRANT_SECONDS
         self._asks: Iterator[int] = itertools.count(1)
         self._waiting: dict[int, WaitingAsk] = {}
         self._asked_by: dict[str, int] = {}
         """Under which number each waiting request has asked."""
         self._held: dict[int, HeldLease] = {}
-        self._openings: dict[str, tuple[messages.Opening, EdgeAccounts]] = {}
-        """Of requests that are to be admitted with their first lease."""
-        self._answers: dict[int, asyncio.Future[messages.NodeAnswer]] = {}
+        self._questions: dict[int, tuple[messages.AskNodes, asyncio.Future[messages.NodeAnswer]]]
+        self._questions = {}
         self._excuses: dict[int, int] = {}
         """Leases that are asked about, by the number of the question."""
         self._positions: dict[str, QueuePosition | None] = {}
@@ -173,15 +179,6 @@ class RemoteScheduler:
 
     # Asked for a lease.
 
-    def open(self, opening: messages.Opening, accounts: EdgeAccounts) -> None:
-        """A request is to be admitted with the first lease that it asks for."""
-        self._openings[opening.id] = opening, accounts
-
-    def take_opening(self, request_id: str) -> messages.Opening | None:
-        """The opening of a request that has asked for no lease; None: it has."""
-        found = self._openings.pop(request_id, None)
-        return None if found is None else found[0]
-
     def lease_now(self, _: LeaseRequest, __: Tried, ___: float, /) -> GrantedLease | None:
         """None: what it takes to know is elsewhere."""
         return None
@@ -190,16 +187,18 @@ class RemoteScheduler:
         self, request: LeaseRequest, tried: Tried, age: float, *, response_started: bool = False
     ) -> GrantedLease:
         """Wait until a slot is granted. Raises: GatewayError."""
-        if self._link.lost:
+        if self.closing:
             raise errors.shutting_down()
-        opening, accounts = self._opening_of(request, age)
+        whole = self._requests.whole(request.id)
+        opening = self._opening_of(whole, request, age)
         if self._unsettled and (
-            has_long_prompt(request) or (accounts is not None and accounts.tracked)
+            has_long_prompt(request)
+            or (whole is not None and opening is not None and whole.accounts.tracked)
         ):
             self._bus.flush()  # So that the brain knows what those took, and what nodes cached.
         asked = messages.AskLease(next(self._asks), request, tried, age, response_started, opening)
         waiting = WaitingAsk(
-            asked, self._clock(), asyncio.get_running_loop().create_future(), accounts
+            asked, self._clock(), asyncio.get_running_loop().create_future(), whole
         )
         self._ask(waiting)
         self._asked_by[request.id] = asked.ask
@@ -208,23 +207,18 @@ class RemoteScheduler:
         except asyncio.CancelledError:
             granted = waiting.granted
             if granted.done() and not granted.cancelled() and granted.exception() is None:
-                self._give_back(granted.result().id)
+                self._give_back(granted.result().id, late=False)
             raise
         finally:
             self._withdraw(request.id)
 
     def _opening_of(
-        self, request: LeaseRequest, age: float
-    ) -> tuple[messages.Opening | None, EdgeAccounts | None]:
-        """What is sent of a request that is not admitted yet, with that of its first prompt."""
-        openings = self._openings
-        if not openings:
-            return None, None
-        found = openings.pop(request.id, None)
-        if found is not None:
-            return replace(found[0], age=age, request=None), found[1]
-        found = openings.pop(request.id.rpartition(".")[0], None)
-        return (None, None) if found is None else (replace(found[0], age=age), found[1])
+        self, whole: OpenRequest | None, request: LeaseRequest, age: float
+    ) -> messages.Opening | None:
+        """What is told of a request that is not admitted yet, with that of its first prompt."""
+        if whole is None or whole.admission != "due":
+            return None
+        return whole.opening_with(request, age, self._clock())
 
     def _ask(self, waiting: WaitingAsk) -> None:
         self._waiting[waiting.asked.ask] = waiting
@@ -240,12 +234,13 @@ class RemoteScheduler:
     def granted(self, told: messages.Granted) -> None:
         """A lease was granted."""
         waiting = self._waiting.pop(told.ask, None)
-        if waiting is not None and waiting.accounts is not None:
-            waiting.accounts.tell_rates(told.rates)
+        if waiting is not None and waiting.whole is not None:
+            waiting.whole.tell_rates(told.rates)
         if waiting is None or waiting.granted.done():
             self._link.tell(messages.GiveBack(told.id, late=False))
             return
-        if self._link.age > GRANT_SECONDS:
+        age = self._link.age
+        if age > self.grant_seconds:
             # The brain may have given this edge up meanwhile, and what it had.
             self._link.tell(messages.GiveBack(told.id, late=True))
             self._ask_again(waiting)
@@ -260,13 +255,17 @@ class RemoteScheduler:
             slots=told.slots,
             fallback=told.fallback,
         )
-        self._held[told.id] = HeldLease(lease, told.shares_pool)
+        now = self._clock()
+        self._held[told.id] = HeldLease(
+            lease, waiting.asked.request, now, now - age, told.shares_pool
+        )
         waiting.granted.set_result(lease)
 
     def _ask_again(self, waiting: WaitingAsk) -> None:
         asked, now = waiting.asked, self._clock()
         age = asked.age + now - waiting.asked_at
-        waiting.asked = replace(asked, ask=next(self._asks), age=age, opening=None)
+        opening = self._opening_of(waiting.whole, asked.request, age)
+        waiting.asked = replace(asked, ask=next(self._asks), age=age, opening=opening)
         waiting.asked_at = now
         self._asked_by[asked.request.id] = waiting.asked.ask
         self._ask(waiting)
@@ -276,14 +275,36 @@ class RemoteScheduler:
         waiting = self._waiting.pop(told.ask, None)
         if waiting is None:
             return
-        if waiting.accounts is not None:
-            waiting.accounts.tell_rates(told.rates)
+        if waiting.whole is not None:
+            waiting.whole.tell_rates(told.rates)
+            if waiting.asked.opening is not None:
+                waiting.whole.admission = "refused"
         if not waiting.granted.done():
             waiting.granted.set_exception(told.error.error())
 
-    def _give_back(self, lease_id: int) -> None:
-        del self._held[lease_id]
-        self._link.tell(messages.GiveBack(lease_id, late=False))
+    def may_start(self, lease_id: int) -> bool:
+        """Whether the request may be written now, at once; else its lease is given back.
+
+        In a cluster not if the brain may take the edge for gone, and its slots for free.
+        """
+        if not self._clustered:
+            return True
+        held = self._held.get(lease_id)
+        if held is None:
+            return False
+        if self._clock() - held.rests_on > self.grant_seconds:
+            self._give_back(lease_id, late=True)
+            return False
+        if not held.started:
+            held.started = True
+            self._requests.leases_of(held.request.id)[lease_id] = held
+        return True
+
+    def _give_back(self, lease_id: int, *, late: bool) -> None:
+        held = self._held.pop(lease_id, None)
+        if held is not None:
+            self._requests.leases_of(held.request.id).pop(lease_id, None)
+            self._link.tell(messages.GiveBack(lease_id, late=late))
 
     # Asked where else a request could go.
 
@@ -318,28 +339,38 @@ class RemoteScheduler:
         but_paused: bool = False,
     ) -> bool:
         """Ask the brain about nodes. Raises: GatewayError."""
-        if self._link.lost:
+        if self.closing:
             raise errors.shutting_down()
-        ask = next(self._asks)
+        asked = messages.AskNodes(next(self._asks), what, request, tried, but_paused)
         answer: asyncio.Future[messages.NodeAnswer] = asyncio.get_running_loop().create_future()
-        self._answers[ask] = answer
-        self._link.tell(messages.AskNodes(ask, what, request, tried, but_paused))
+        self._questions[asked.ask] = asked, answer
+        self._link.tell(asked)
         try:
-            async with asyncio.timeout(ANSWER_SECONDS):
-                told = await answer
-        except TimeoutError:
-            return False
+            told = await self._answer(answer)
         finally:
-            del self._answers[ask]
+            del self._questions[asked.ask]
+        if told is None:
+            return False
         if told.error is not None:
             raise told.error.error()
         return told.yes
 
+    async def _answer(
+        self, answer: asyncio.Future[messages.NodeAnswer]
+    ) -> messages.NodeAnswer | None:
+        """What the brain answers; None: nothing, though it could. Raises: GatewayError."""
+        while True:
+            await asyncio.wait([answer], timeout=ANSWER_SECONDS)
+            if answer.done():
+                return answer.result()
+            if self._link.is_open:
+                return None
+
     def answered_question(self, told: messages.NodeAnswer) -> None:
         """The brain has answered."""
-        answer, lease_id = self._answers.get(told.ask), self._excuses.pop(told.ask, None)
-        if answer is not None and not answer.done():
-            answer.set_result(told)
+        question, lease_id = self._questions.get(told.ask), self._excuses.pop(told.ask, None)
+        if question is not None and not question[1].done():
+            question[1].set_result(told)
         held = None if lease_id is None else self._held.get(lease_id)
         if held is not None:
             held.excused, held.excused_at, held.asks = told.yes, self._clock(), False
@@ -358,18 +389,23 @@ class RemoteScheduler:
 
     def reading_began(self, lease_id: int) -> None:
         """The head of a streamed response has come: a slot reads the prompt."""
+        self._held[lease_id].phase = "reading"
         self._link.tell(messages.LeaseNews(lease_id, "reading_began"))
 
     def content_began(self, lease_id: int) -> None:
         """The first content has come: the prompt has been read."""
+        self._held[lease_id].phase = "content"
         self._link.tell(messages.LeaseNews(lease_id, "content_began"))
 
     def content_went_on(self, lease_id: int, tokens: int) -> None:
         """More content has come since the last report; `tokens`: 0: it is not known how fast."""
+        held = self._held[lease_id]
+        held.tokens = max(held.tokens, tokens)
         self._link.tell(messages.ContentWentOn(lease_id, tokens))
 
     def response_received(self, lease_id: int) -> None:
         """The whole response has come: the slots are free, though the client still reads it."""
+        self._held[lease_id].phase = "received"
         self._link.tell(messages.LeaseNews(lease_id, "response_received"))
 
     def answered(self, lease_id: int) -> None:
@@ -403,20 +439,80 @@ class RemoteScheduler:
 
     def ended(self, report: AttemptReport) -> AttemptCharge:
         """The attempt is over. What it took is counted by the brain."""
-        del self._held[report.lease_id]
+        held = self._held.pop(report.lease_id, None)
+        if held is None:
+            return NOTHING_CHARGED  # It was given back, or its brain is gone.
         self._unsettled += report.response_began
+        if self._clustered:
+            held.phase, held.ended_at = "ended", self._clock()
+            if not report.response_began:
+                self._requests.leases_of(held.request.id).pop(report.lease_id, None)
         self._link.tell(report)
         return NOTHING_CHARGED
 
-    def settle(self, report: UsageReport, _: LeaseRequest, /) -> AttemptCharge:
+    def settle(self, report: UsageReport, request: LeaseRequest, /) -> AttemptCharge:
         """Count what an ended response took: by the brain."""
         self._unsettled -= 1
+        if self._clustered:
+            held = self._requests.leases_of(request.id).get(report.lease_id)
+            if held is not None:
+                held.usage = report
         self._link.tell(report)
         return NOTHING_CHARGED
 
     def discard(self, request_id: str) -> None:
         """What the attempts of this request took so far has brought its client nothing."""
+        used = self._requests.leases_of(request_id)
+        for lease_id in [
+            id_ for id_, held in used.items() if held.usage and held.request.id == request_id
+        ]:
+            del used[lease_id]
         self._link.tell(messages.Discarded(request_id))
+
+    # From one link to the next.
+
+    def suspend(self) -> None:
+        """The link is lost, or replaced: what has not started yet is asked for anew."""
+        self._held = {id_: held for id_, held in self._held.items() if held.started}
+        for held in self._held.values():
+            held.asks = False
+        self._excuses.clear()
+        self._positions_asked.clear()
+
+    def resume(self, dealt_with_at: float) -> None:
+        """There is a brain again: tell it what is carried, and ask it what was asked before.
+
+        `dealt_with_at`: what was told before that is known to the last brain.
+        """
+        for waiting in self._waiting.values():
+            was_heard = waiting.asked.opening is None or waiting.asked_at < dealt_with_at
+            if waiting.whole is not None and not was_heard:
+                waiting.whole.admission = "due"
+        carried = self._requests.carried(self._clock())
+        self._link.open([*carried, messages.Carried()])
+        waiting_before, self._waiting = self._waiting, {}
+        for waiting in waiting_before.values():
+            self._ask_again(waiting)
+        for asked, _ in self._questions.values():
+            self._link.tell(asked)
+        for message in self._requests.unbooked():
+            self._link.tell(message)
+
+    def refuse_overdue(self, settings: Settings) -> None:
+        """End the wait of requests that wait for longer than they may, as there is no brain."""
+        now = self._clock()
+        for waiting in list(self._waiting.values()):
+            caller = waiting.asked.request.caller
+            most = caller.time_limit
+            if most is None or not caller.patient:
+                most = min(most or math.inf, class_limits(settings, caller.priority).max_wait)
+            waited = waiting.asked.age + now - waiting.asked_at
+            if waited >= most and not waiting.granted.done():
+                waiting.granted.set_exception(
+                    errors.queue_timeout(
+                        f"No slot came free in {waited:.0f} s.", errors.UNREPORTED_RETRY_AFTER
+                    )
+                )
 
     def sweep(self) -> None:
         """Close connections that no lease can use any more; a few times a second."""
@@ -469,7 +565,9 @@ class RemoteScheduler:
 
     def keep_in_queue(self, request_id: str) -> None:
         """The request's client has the head of a response: it is displaced last."""
-        if request_id in self._asked_by:
+        waiting = self._waiting.get(self._asked_by.get(request_id, 0))
+        if waiting is not None:
+            waiting.asked = replace(waiting.asked, response_started=True)
             self._link.tell(messages.KeepInQueue(request_id))
 
     def close(self) -> None:
@@ -479,7 +577,7 @@ class RemoteScheduler:
             if not waiting.granted.done():
                 waiting.granted.set_exception(errors.shutting_down())
         self._waiting.clear()
-        for answer in self._answers.values():
+        for _, answer in self._questions.values():
             if not answer.done():
                 answer.set_exception(errors.shutting_down())
 
@@ -525,12 +623,12 @@ class EdgeMeter(Meter):
         self,
         book: LimitBook,
         bus: EventBus,
-        scheduler: RemoteScheduler,
+        requests: EdgeRequests,
         tracing: EdgeTracing,
-        link: EdgeLink,
+        link: Uplink,
     ) -> None:
         Meter.__init__(self, book, bus)
-        self._events, self._scheduler, self._tracing, self._link = bus, scheduler, tracing, link
+        self._events, self._requests, self._tracing, self._link = bus, requests, tracing, link
         bus.subscribe(RequestRecord, self.turned)
 
     def admit(
@@ -558,24 +656,31 @@ class EdgeMeter(Meter):
             0.0,
             trace_of(record),
         )
-        self._scheduler.open(opening, accounts)
+        self._requests.open[request.id] = OpenRequest(
+            opening, accounts, accounts.tell_rates, record
+        )
         return Reservation(self.book, accounts, request, 0.0, 0, 0.0)
 
     def ended(self, reservation: Reservation, record: RequestRecord) -> None:
         """The response has ended. The brain gets its record when what it used is known, soon."""
-        opening = self._scheduler.take_opening(reservation.request.id)
-        if opening is None:
+        one = self._requests.open[reservation.request.id]
+        one.released = True
+        if one.admission != "due":
             self._link.tell(messages.Released(reservation.request.id))
-        self._events.defer(record.when_complete, self._finish, record, opening)
+        self._events.defer(record.when_complete, self._finish, record, one)
 
-    def _finish(self, record: RequestRecord, opening: messages.Opening | None) -> None:
-        self._link.tell(
+    def _finish(self, record: RequestRecord, one: OpenRequest) -> None:
+        # One that has asked for no lease was not admitted yet.
+        opening = one.opening if one.admission == "due" else None
+        self._requests.ended(
             messages.Finished(messages.EndedRecord.of(record), opening, self._trace_of(record))
         )
 
     def turned(self, record: RequestRecord) -> None:
         """A request has ended that was never to be admitted."""
-        self._link.tell(messages.Turned(messages.EndedRecord.of(record), self._trace_of(record)))
+        self._requests.ended(
+            messages.Turned(messages.EndedRecord.of(record), self._trace_of(record))
+        )
 
     def _trace_of(self, record: RequestRecord) -> messages.TraceOnWire | None:
         return trace_of(record) or self._tracing.take_parent(record.request_id)
@@ -643,6 +748,7 @@ class EdgeServices:
         self,
         name: str,
         *,
+        clustered: bool = False,
         on_configured: Callable[[], None] = lambda: None,
         on_lost: Callable[[str], None] = lambda _: None,
         clock: Callable[[], float] = time.monotonic,
@@ -652,9 +758,18 @@ class EdgeServices:
     ) -> None:
         """`on_configured` is called after each change of the attributes above but the first.
 
-        `on_lost`: when the link is lost, with the reason; the edge must end then.
+        `on_lost`: when the link is lost, with the reason; the edge must end then, or if it is
+        `clustered`, be given another one (`relink`).
         """
         self.name, self._on_configured, self._on_lost = name, on_configured, on_lost
+        self.clustered = clustered
+        self.epoch = 0  # the highest of a brain that it has seen
+        self._given_up: str | None = None  # why it never gets to know what it must
+        self._told_carried = False  # whether the brain was told what is carried
+        self._linked_at = 0.0
+        self._dealt_with_at = 0.0  # what was told before that, the last brain has heard
+        self._limbo: asyncio.TimerHandle | None = None
+        self._linking: asyncio.Task[EdgeLink] | None = None
         self._clock = clock
         self._resolver = resolver or Resolver()
         self.turn_limit = TurnLimit()
@@ -666,19 +781,19 @@ class EdgeServices:
         self.catalog = ModelCopies()
         self.bus, self.registry = EventBus(call_later), InFlightRegistry()
         self.timeout_monitor = TimeoutMonitor(clock)
-        self.link = EdgeLink(
-            messages.ToEdge, self._receive, self._lost, clock, on_beat=self._on_beat
-        )
-        self.scheduler = RemoteScheduler(self.link, self._nodes, self.bus, clock)
+        self.link = self._new_link()
+        self.uplink = Uplink(self.link, is_open=not clustered)
+        self.requests = EdgeRequests(self.uplink, clustered=clustered)
+        self.scheduler = RemoteScheduler(self.uplink, self._nodes, self.bus, clock, self.requests)
         """Both the `LeaseService` and the `RequestQueue`."""
         defaults = Settings()
         self.tracing = EdgeTracing(defaults.telemetry.traces, clock, rng or random.Random())
         self.meter = EdgeMeter(
             EdgeBook(defaults, clock=clock, wall_clock=wall_clock),
             self.bus,
-            self.scheduler,
+            self.requests,
             self.tracing,
-            self.link,
+            self.uplink,
         )
         self.context = ForwardContext(
             self.scheduler,
@@ -688,9 +803,8 @@ class EdgeServices:
             clock,
             keyed_hash=self.keyed_hash,
         )
-        tell = self.link.tell
-        self.bus.subscribe(AttemptEnded, tell)
-        self.bus.subscribe(StreamResumed, tell)
+        self.bus.subscribe(AttemptEnded, self._tell)
+        self.bus.subscribe(StreamResumed, self._tell)
         scheduler = self.scheduler
         self._takers: dict[type, Callable[..., None]] = {
             messages.Configuration: self._configure,
@@ -704,8 +818,10 @@ class EdgeServices:
             messages.Position: scheduler.take_position,
             messages.EndRequest: self._end_request,
             messages.Quarantined: self._quarantined,
+            messages.Adopted: lambda _: log.info("an edge is linked", edge=self.name),
+            messages.Booked: self.requests.booked,
         }
-        self.context.quarantine.on_change = lambda digest, losses: tell(
+        self.context.quarantine.on_change = lambda digest, losses: self._tell(
             messages.Quarantined.of(digest, losses)
         )
 
@@ -716,27 +832,92 @@ class EdgeServices:
         """
         await EdgeLink.over(sock, self.link)
         self.link.tell(messages.Hello(messages.VERSION, self.name, os.getpid()))
+        await self.wait_ready(seconds)
+
+    async def wait_ready(self, seconds: float | None = None) -> None:
+        """Wait until everything is known. Raises: NotReady, as `start`."""
         try:
             async with asyncio.timeout(seconds):
                 await self._ready.wait()
         except TimeoutError:
             raise NotReady(f"nothing was heard within {seconds:g} s") from None
-        if self.link.lost:
-            raise NotReady("the link was lost")
+        if self._given_up is not None:
+            raise NotReady(self._given_up)
+
+    def give_up(self, why: str) -> None:
+        """No link comes any more."""
+        self._given_up = why
+        self._ready.set()
+
+    def relink(self, sock: socket.socket) -> None:
+        """Use a link over this Unix socket in place of the last one, which is closed."""
+        if self.uplink.is_open:
+            self._suspend()
+        self.link.close()
+        self._told_carried, self._linked_at = False, self._clock()
+        self._nodes.forget_all()
+        self._keys.begin_anew()
+        self.link = self._new_link()
+        self.uplink.use(self.link)
+        self.link.tell(messages.Hello(messages.VERSION, self.name, os.getpid(), self.epoch))
+        self._linking = asyncio.create_task(EdgeLink.over(sock, self.link))
+
+    async def wait_booked(self, seconds: float) -> None:
+        """Wait until the ledger has the records of all that has ended, or for so many seconds."""
+        for _ in range(round(seconds / LIMBO_BEAT_SECONDS)):
+            if self.requests.are_booked or self._given_up is not None:
+                return
+            await asyncio.sleep(LIMBO_BEAT_SECONDS)
 
     async def aclose(self) -> None:
         """Tell the brain what it has not heard yet, and end the link."""
         self.bus.flush()
         self.scheduler.close()
+        if self._limbo is not None:
+            self._limbo.cancel()
+        if self._linking is not None:
+            await asyncio.wait([self._linking])
+        if self.clustered:
+            self.uplink.tell(messages.Leaving())
         self.link.close()
         await self.link.wait_closed()
         self.timeout_monitor.close()
         self._nodes.close()
         self._resolver.close()
 
+    def _tell(self, message: object) -> None:
+        self.uplink.tell(message)
+
+    def _new_link(self) -> EdgeLink:
+        return EdgeLink(
+            messages.ToEdge, self._receive, self._lost, self._clock, on_beat=self._on_beat
+        )
+
+    def _suspend(self) -> None:
+        """There is no brain until there is another link."""
+        self._dealt_with_at = self._clock() - self.link.age
+        self.uplink.shut()
+        self.scheduler.suspend()
+        if self._limbo is not None:
+            self._limbo.cancel()
+        self._beat_in_limbo()
+
+    def _beat_in_limbo(self) -> None:
+        """Do what is done with each sign of life, though there is no link to give any."""
+        if not (self.uplink.is_open or self.scheduler.closing):
+            if self.link.lost:
+                self._on_beat()
+            self.scheduler.refuse_overdue(self.settings)
+            loop = asyncio.get_running_loop()
+            self._limbo = loop.call_later(LIMBO_BEAT_SECONDS, self._beat_in_limbo)
+
     def _on_beat(self) -> None:
         self.key_ring.expire()
         self.scheduler.sweep()
+        if self.clustered and not (self._told_carried or self.link.lost):
+            waited = self._clock() - self._linked_at
+            if waited > GREETED_SECONDS:
+                self.link.fail(f"the brain has not answered for {waited:.0f} s")
 
     def _receive(self, message: object) -> None:
         kind = type(message)
@@ -749,6 +930,16 @@ class EdgeServices:
     def _configure(self, told: messages.Configuration) -> None:
         if told.version != messages.VERSION:
             raise ValueError(f"version {told.version} in place of {messages.VERSION}")
+        if told.epoch < self.epoch:
+            self.link.fail(f"its epoch is {told.epoch}, and {self.epoch} was seen")
+            return
+        self.epoch, self.scheduler.grant_seconds = told.epoch, told.grant_seconds
+        self._put_in_force(told)
+        if self.clustered and not self._told_carried:
+            self._told_carried = True
+            self.scheduler.resume(self._dealt_with_at)
+
+    def _put_in_force(self, told: messages.Configuration) -> None:
         is_first = not hasattr(self, "settings")
         try:
             settings = Settings.model_validate(msgspec.json.decode(told.settings))
@@ -788,6 +979,13 @@ class EdgeServices:
             found.cancel(error)
 
     def _lost(self, reason: str) -> None:
-        self.scheduler.close()
-        self._ready.set()
+        if not self.clustered:
+            self.scheduler.close()
+            self.give_up("the link was lost")
+        else:
+            log.warning(
+                "an edge has lost its link, and waits for another", edge=self.name, why=reason
+            )
+            if self.uplink.is_open:
+                self._suspend()
         self._on_lost(reason)

@@ -249,6 +249,10 @@ class Finished(Message, frozen=True):
     trace: TraceOnWire | None
 
 
+class Leaving(Message, frozen=True):
+    """The edge ends as it was told to, so that the end of its link is no failure."""
+
+
 class Turned(Message, frozen=True):
     """A request was refused before it was to be admitted: by its head or its body."""
 
@@ -303,7 +307,7 @@ class Adopted(Message, frozen=True):
 
 
 class Booked(Message, frozen=True):
-    """The ledger has the records of so many `Finished` and `Turned` of this link, for good."""
+    """The ledger has the records of so many more `Finished` and `Turned` of this link, for good."""
 
     count: int
 
@@ -440,9 +444,10 @@ class EndRequest(Message, frozen=True):
 ToBrain = (
     Hello | AskLease | Withdraw | GiveBack | KeepInQueue | LeaseNews | ContentWentOn | AttemptReport
     | UsageReport | Discarded | Released | Finished | Turned | AttemptEnded | StreamResumed
-    | AskNodes | AskExcused | AskPosition | Quarantined
+    | AskNodes | AskExcused | AskPosition | Quarantined | CarriedRequest | CarriedLease | Carried
+    | Leaving
 )  # fmt: skip
 ToEdge = (
     Configuration | Keys | Models | NodeMet | NodeGone | Granted | Refused | NodeAnswer | Position
-    | EndRequest | Quarantined
+    | EndRequest | Quarantined | Adopted | Booked
 )  # fmt: skip

@@ -2,7 +2,8 @@
 
 Files, batches, models, usage and stored responses have one home, the brain. A request for them goes
 there on a connection of its own, whose other end the brain is handed together with the client's
-addresses; so nothing in the request itself has to be trusted.
+addresses; so nothing in the request itself has to be trusted. In a cluster the process that gets it
+may have to pass it on once more, to the member that leads.
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ from __future__ import annotations
 import asyncio
 import secrets
 import socket
+from collections.abc import Awaitable, Callable
 from typing import Any
 
 from starlette.types import Message, Receive, Scope, Send
@@ -36,20 +38,41 @@ _OF_CONNECTION = frozenset(
 )
 
 
+# Opens a connection on which a request of a client is served that is connected so. Raises:
+# GatewayError, if nobody can serve it.
+OpenConnection = Callable[[ConnectionOrigin], Awaitable[socket.socket]]
+
+
+def over_channel(channel: SocketChannel[Any]) -> OpenConnection:
+    """Connections that the channel hands to the brain."""
+
+    async def open_connection(origin: ConnectionOrigin) -> socket.socket:
+        ours, its_end = socket.socketpair()
+        ours.setblocking(False)
+        channel.send(PassedOn.of(origin), its_end, then_close=True)
+        return ours
+
+    return open_connection
+
+
 class Passing:
-    """Passes requests on over connections that the channel hands to the brain.
+    """Passes requests on over connections of their own.
 
     It is the edge's ASGI application, and the `storing` of its handler.
     """
 
-    def __init__(self, channel: SocketChannel[Any]) -> None:
-        self._channel = channel
+    def __init__(self, open_connection: OpenConnection) -> None:
+        self._open = open_connection
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Serve what no route takes."""
         started = False
         origin = ConnectionOrigin(scope["client"], scope["server"], scope["scheme"] == "https")
-        connection = await self._connect(origin)
+        try:
+            connection = await self._connect(origin)
+        except GatewayError as error:
+            await _refuse(error, scope, receive, send)
+            return
         body = asyncio.ensure_future(_send_body(connection, scope, receive))
         try:
             status = await connection.read_status()
@@ -66,7 +89,7 @@ class Passing:
                 # The client has left, or must see that its response is not complete.
                 scope["state"]["abort"]()
             else:
-                await _refuse(scope, receive, send)
+                await _refuse(_not_served(), scope, receive, send)
         finally:
             body.cancel()
             await asyncio.gather(body, return_exceptions=True)
@@ -116,10 +139,8 @@ class Passing:
     async def _connect(self, origin: ConnectionOrigin) -> _BrainConnection:
         """A connection on which the brain will serve one request of this client."""
         loop = asyncio.get_running_loop()
-        ours, its_end = socket.socketpair()
-        ours.setblocking(False)
-        self._channel.send(PassedOn.of(origin), its_end, then_close=True)
-        _, connection = await loop.create_unix_connection(lambda: _BrainConnection(loop), sock=ours)
+        sock = await self._open(origin)
+        _, connection = await loop.create_unix_connection(lambda: _BrainConnection(loop), sock=sock)
         return connection
 
 
@@ -176,10 +197,10 @@ async def _send_body(connection: _BrainConnection, scope: Scope, receive: Receiv
     connection.close()
 
 
-async def _refuse(scope: Scope, receive: Receive, send: Send) -> None:
+async def _refuse(error: GatewayError, scope: Scope, receive: Receive, send: Send) -> None:
     request_id = x_request_id_of(scope["headers"]) or f"req_{secrets.token_hex(8)}"
     scope[X_REQUEST_ID_KEY] = request_id
-    response = error_response(_not_served(), scope)
+    response = error_response(error, scope)
     response.raw_headers.append((b"x-request-id", request_id.encode()))
     await response(scope, receive, send)
 

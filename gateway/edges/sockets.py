@@ -21,6 +21,7 @@ from gateway.http.exchange import ConnectionOrigin
 MOST_MESSAGE_BYTES = 4096
 MOST_MESSAGES = 32  # that are received in one turn of the event loop
 MOST_UNSENT = 1024  # messages that wait for the other process to read
+CLUSTERED = "clustered"  # for an edge in place of its link: it gets that later
 Received = TypeVar("Received")
 
 
@@ -47,6 +48,12 @@ class End(_Message, frozen=True):
     """End when the requests that run have their responses."""
 
 
+class NewLink(_Message, frozen=True):
+    """In a cluster: the edge's end of a link, which goes with this, in place of its last one."""
+
+    number: int  # of the links that the edge was given
+
+
 # From an edge to the brain.
 
 
@@ -56,6 +63,12 @@ class Ready(_Message, frozen=True):
 
 class Taken(_Message, frozen=True):
     """A client's connection is this edge's from now on; nothing of it has been read."""
+
+
+class LinkLost(_Message, frozen=True):
+    """In a cluster: the link with this number is lost, and the edge needs another one."""
+
+    number: int
 
 
 class EdgeLoad(_Message, frozen=True):
@@ -85,8 +98,8 @@ class PassedOn(_Message, frozen=True):
         return ConnectionOrigin(self.client, self.server, self.tls)
 
 
-ToEdge = NewClient | Drain | Reject | End
-ToBrain = Ready | Taken | EdgeLoad | PassedOn
+ToEdge = NewClient | Drain | Reject | End | NewLink
+ToBrain = Ready | Taken | EdgeLoad | PassedOn | LinkLost
 
 
 class SocketChannel(Generic[Received]):

@@ -24,10 +24,13 @@ import structlog
 import gateway
 from gateway.edges.brain import Brain, EdgeSession
 from gateway.edges.sockets import (
+    CLUSTERED,
     Drain,
     EdgeLoad,
     End,
+    LinkLost,
     NewClient,
+    NewLink,
     PassedOn,
     Ready,
     Reject,
@@ -47,13 +50,18 @@ FIRST_PAUSE, LONGEST_PAUSE, STEADY_SECONDS = 0.1, 10.0, 30.0
 # Seconds for an edge to take a connection; until then it gets no more, which others might take.
 HELD_UP_SECONDS = 0.5
 CPU_WINDOW_SECONDS = 2.0  # over which an edge's use of the processor is told
+LINK_PAUSE = 0.25  # seconds before an edge that has lost its link in a cluster gets another one
 OWN_END_SECONDS = 1.0  # for an edge to end by itself, and to say why, when its link is lost
 END_SECONDS = 5.0  # for the last messages of a process that has ended
 log = structlog.get_logger()
 
 
-# Starts the process of the edge of this name with its ends of link and channel. Raises: OSError.
-StartProcess = Callable[[str, socket.socket, socket.socket], Awaitable[Process]]
+# Starts the process of the edge of this name with its ends of link and channel; in a cluster there
+# is no link yet. Raises: OSError.
+StartProcess = Callable[[str, socket.socket | None, socket.socket], Awaitable[Process]]
+# In a cluster: connects the edge of this name, over this socket, to the brain of the moment. It
+# closes the socket at the end of the link. Raises: OSError.
+Connect = Callable[[str, socket.socket], Awaitable[object]]
 
 
 @dataclass(slots=True, eq=False)
@@ -72,6 +80,9 @@ class EdgeProcess:
     """Connections that it may not have yet, the oldest first."""
     untaken_since: float = 0.0  # when it has last taken one, or was given one while it had all
     taken: int = 0  # connections that it has taken since `load`
+    links: int = 0  # that it was given; in a cluster
+    linking: asyncio.Task[None] | None = None  # gives it one
+    late: asyncio.TimerHandle | None = None  # ends it, unless it has begun to serve
     ended: asyncio.Event = field(default_factory=asyncio.Event)
     """All that it has sent was read, and no more can come."""
     cpu_share: float = 0.0  # processors that it uses
@@ -114,8 +125,12 @@ class Edges:
         adopt: Callable[[socket.socket, ConnectionOrigin | None], None],
         clock: Callable[[], float],
         start_process: StartProcess,
+        member: str | None = None,
     ) -> None:
+        """`member`: the name of this gateway in a cluster, where edges get links by `relink`."""
         self.brain = brain
+        self._member = member
+        self._connect: Connect | None = None
         self.on_room: Callable[[], None] = lambda: None
         self.died = 0  # edges that have ended by themselves
         self._adopt = adopt
@@ -180,7 +195,8 @@ class Edges:
 
     async def start(self, seconds: float) -> bool:
         """Start all edges; returns within so many seconds whether one can serve at least."""
-        self._untried = {f"edge-{number}" for number in range(1, self.brain.edges + 1)}
+        prefix = "" if self._member is None else f"{self._member}/"
+        self._untried = {f"{prefix}edge-{number}" for number in range(1, self.brain.edges + 1)}
         for name in sorted(self._untried):
             keeper = asyncio.create_task(self._keep(name), name=name)
             self._keepers.add(keeper)
@@ -193,6 +209,40 @@ class Edges:
         self._untried.discard(name)
         if not self._untried:
             self._all_tried.set()
+
+    def relink(self, connect: Connect) -> None:
+        """Give each edge a new link, by `connect`, now and whenever it has lost that or starts."""
+        self._connect = connect
+        for edge in self._running.values():
+            self._link_anew(edge)
+
+    def _link_anew(self, edge: EdgeProcess) -> None:
+        if edge.linking is not None:
+            edge.linking.cancel()
+        if not edge.started and edge.late is None:
+            loop = asyncio.get_running_loop()
+            edge.late = loop.call_later(MOST_START_SECONDS, self._end_late, edge)
+        if self._connect is not None and not edge.channel.closed:
+            edge.links += 1
+            edge.linking = asyncio.create_task(self._link(edge, self._connect))
+
+    async def _link(self, edge: EdgeProcess, connect: Connect) -> None:
+        """Give an edge a link. If that fails, the edge sees it as lost, and says so."""
+        ours, its_end = socket.socketpair()
+        edge.channel.send(NewLink(edge.links), its_end, then_close=True)
+        try:
+            await connect(edge.name, ours)
+        except OSError as error:
+            ours.close()
+            log.warning("an edge can't be linked", edge=edge.name, why=str(error))
+        except BaseException:
+            ours.close()
+            raise
+
+    def _link_lost(self, edge: EdgeProcess, number: int) -> None:
+        """If this was the last link that the edge was given, it gets another one."""
+        if number == edge.links and self._running.get(edge.name) is edge:
+            self._link_anew(edge)
 
     def reject(self) -> None:
         """Have new requests refused: the gateway shuts down."""
@@ -260,13 +310,14 @@ class Edges:
 
     async def _run(self, name: str) -> None:
         """Run one process of an edge until it ends. Raises: OSError."""
-        link, its_link = socket.socketpair()
+        link, its_link = (None, None) if self._member is not None else socket.socketpair()
         ours, its_end = channel_pair()
-        with its_link, its_end:
+        with its_link or contextlib.nullcontext(), its_end:
             try:
                 process = await self._start_process(name, its_link, its_end)
             except OSError:
-                link.close()
+                if link is not None:
+                    link.close()
                 ours.close()
                 raise
         edge = EdgeProcess(name, process, self._clock())
@@ -279,16 +330,23 @@ class Edges:
             ours, ToBrain, lambda message, sock: self._receive(edge, message, sock), lost
         )
         self._running[name] = edge
-        late = asyncio.get_running_loop().call_later(MOST_START_SECONDS, self._end_late, edge)
         try:
-            edge.session = await self.brain.connect(link, name, lambda *_: self._give_up(edge))
+            if link is None:
+                self._link_anew(edge)
+            else:
+                loop = asyncio.get_running_loop()
+                edge.late = loop.call_later(MOST_START_SECONDS, self._end_late, edge)
+                edge.session = await self.brain.connect(link, name, lambda *_: self._give_up(edge))
             if self._ending.is_set():
                 _kill(process)
             status = await process.wait()
             if not self._ending.is_set():
                 log.error("an edge has ended", edge=name, pid=process.pid, status=status)
         finally:
-            late.cancel()
+            if edge.late is not None:
+                edge.late.cancel()
+            if edge.linking is not None:
+                edge.linking.cancel()
             _kill(process)
             with contextlib.suppress(TimeoutError):
                 # What it has confirmed last tells which connections it has not had.
@@ -330,11 +388,14 @@ class Edges:
                 if sock is not None:
                     sock.setblocking(False)
                     self._adopt(sock, message.origin())
+            case LinkLost():
+                loop = asyncio.get_running_loop()
+                loop.call_later(LINK_PAUSE, self._link_lost, edge, message.number)
         self._go_on()
 
 
 async def start_edge_process(
-    name: str, link: socket.socket, sockets: socket.socket, *log_words: str
+    name: str, link: socket.socket | None, sockets: socket.socket, *log_words: str
 ) -> Process:
     """Start the process of an edge with these ends of its link and its channel. Raises: OSError.
 
@@ -343,9 +404,10 @@ async def start_edge_process(
     """
     root = str(Path(gateway.__file__).parent.parent)
     paths = filter(None, [root, os.environ.get("PYTHONPATH")])
-    numbers = link.fileno(), sockets.fileno()
+    numbers = [one.fileno() for one in (link, sockets) if one is not None]
+    words = [*([CLUSTERED] if link is None else []), *map(str, numbers), *log_words]
     return await asyncio.create_subprocess_exec(
-        *(sys.executable, "-P", "-m", "gateway", "edge", name, *map(str, numbers), *log_words),
+        *(sys.executable, "-P", "-m", "gateway", "edge", name, *words),
         pass_fds=numbers,
         env={**os.environ, "PYTHONPATH": os.pathsep.join(paths)},
     )

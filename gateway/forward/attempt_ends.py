@@ -14,7 +14,7 @@ from typing import NamedTuple
 from msgspec.structs import replace
 
 from gateway import errors
-from gateway.api.outcome import fault_of
+from gateway.api.outcome import LeaseTooOld, fault_of
 from gateway.api.transcript import SplicePoint
 from gateway.events import AttemptEnded, EventBus, RequestRecord
 from gateway.forward.in_flight import Attempt
@@ -189,6 +189,14 @@ class AttemptEnds:
         if outcome in CALLERS_OUTCOMES and charge is not NOTHING_CHARGED:
             self.bus.defer(_charge_unanswered, attempt.in_flight.record, charge, resumes)
         self.bus.defer(self._publish, attempt, outcome, self.clock())
+
+    def not_started(self, attempt: Attempt) -> None:
+        """Nothing was sent, since the attempt's lease was too old: it does not count."""
+        attempt.close()
+        attempt.in_flight.record.attempt_withdrawn()
+        self.leases.ended(
+            AttemptReport(attempt.lease.id, LeaseTooOld.outcome, 0, False, True, False)
+        )
 
     def discard(self, attempt: Attempt) -> None:
         """A plain response failed that was being assembled: the caller does not pay for it."""

@@ -17,6 +17,7 @@ from gateway.api import outcome
 from gateway.api.base import LARGEST_ANSWER_BYTES, Api, AssemblyError, ResponseAssembler
 from gateway.api.json_values import SHORT_BODY_BYTES, InvalidJson, parse_object
 from gateway.api.outcome import (
+    LeaseTooOld,
     RequestCancelled,
     RequestEvicted,
     ResponseOutcome,
@@ -77,7 +78,11 @@ class Forwarder:
         retries, may_cross, unloaded = self.context.retries(attempts), attempts > 1, 0
         while result.retryable:
             unloaded += result.not_loaded
-            if not (result.pool_full or (result.not_loaded and unloaded <= MOST_UNLOADED)):
+            if not (
+                result.not_started
+                or result.pool_full
+                or (result.not_loaded and unloaded <= MOST_UNLOADED)
+            ):
                 crosses = False
                 if may_cross and result.node.tier == "gpu":
                     # Once, a request moves from GPU to CPU nodes at once and at no cost: this can't
@@ -177,6 +182,10 @@ class Forwarder:
                         context.usage_options.note(lease, request.path, taken=None)
             converts = request.stream and not attempt.is_sse and attempt.status < 300
             converted = await _as_events(attempt) if converts else None
+        except LeaseTooOld as failure:
+            drop_traceback(failure)
+            ends.not_started(attempt)
+            return FailedAttempt(lease.node, tried, to_gateway_error(failure), not_started=True)
         except UpstreamError as failure:
             drop_traceback(failure)
             return await self._judge_failure(attempt, tried, failure)
@@ -465,6 +474,7 @@ class FailedAttempt:
     pool_full: bool = False
     """Whether its node had no room for the tokens of all its slots: the next is no retry."""
     not_loaded: bool = False  # whether its node had not loaded the model: nor is the next then
+    not_started: bool = False  # whether its lease was too old, so that the next is the first
 
 
 async def _as_events(attempt: Attempt) -> bytes:

@@ -28,6 +28,7 @@ from gateway.api import sse
 from gateway.api.base import Api, StreamEventKind
 from gateway.api.json_values import InvalidJson, parse_object
 from gateway.api.outcome import (
+    LeaseTooOld,
     RequestCancelled,
     RequestEvicted,
     RequestYielded,
@@ -203,10 +204,10 @@ class Attempt:
     """
 
     __slots__ = (
-        "_closed", "_connection", "_held", "_leases", "_on_fail", "_reported_content_at", "_sent",
-        "_settings", "_timeout_monitor", "_timeouts", "_whole_at", "_write_to_client", "api",
-        "clock", "content", "events", "failure", "headers", "in_flight", "is_sse", "lease",
-        "node_done", "pool", "sent_at", "splice_point", "started_at", "status",
+        "_closed", "_connection", "_held", "_leases", "_may_send", "_on_fail",
+        "_reported_content_at", "_sent", "_settings", "_timeout_monitor", "_timeouts", "_whole_at",
+        "_write_to_client", "api", "clock", "content", "events", "failure", "headers", "in_flight",
+        "is_sse", "lease", "node_done", "pool", "sent_at", "splice_point", "started_at", "status",
     )  # fmt: skip
 
     def __init__(
@@ -242,6 +243,7 @@ class Attempt:
         self._closed = False
         self.node_done = False  # Once it is closed: whether the node has nothing left to do for it
         self._sent = False
+        self._may_send = False  # Whether its lease still holds, or the node has had the request
         self.started_at = clock()
         self.sent_at = 0.0  # When the request was first sent; 0 before
         self.status = 0
@@ -541,6 +543,10 @@ class Attempt:
         """The request is about to be sent on this connection. Raises: UpstreamError."""
         if self.failure is not None:
             raise self.failure
+        if not self._may_send:
+            if not self._leases.may_start(self.lease.id):
+                raise LeaseTooOld("Its lease was too old")
+            self._may_send = True
         self._connection = connection
         if not self.sent_at:
             self.sent_at = self.clock()
@@ -555,7 +561,7 @@ class Attempt:
         """A new connection. Raises: UpstreamError, and blames no node for a client's deadline."""
         # A stale connection before this one never reached the node.
         self._connection = None
-        self._sent = False
+        self._sent = self._may_send = False
         timeout, deadline = self.connect_timeout, self.request.deadline
         if deadline is None:
             return await self.pool.connect(timeout)

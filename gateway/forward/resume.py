@@ -19,7 +19,13 @@ import msgspec
 from gateway import errors
 from gateway.api.json_values import InvalidJson, JsonObject, parse_object
 from gateway.api.native import native_body
-from gateway.api.outcome import fault_of, is_context_overflow, is_refused_request, router_failure
+from gateway.api.outcome import (
+    LeaseTooOld,
+    fault_of,
+    is_context_overflow,
+    is_refused_request,
+    router_failure,
+)
 from gateway.api.resuming import (
     EventRewriter,
     ReasoningEndMark,
@@ -432,8 +438,8 @@ class Resumer:
 
     __slots__ = (
         "_context", "_in_flight", "_lease_request", "_met_other_kind", "_model", "_node_kind",
-        "_recorder", "_request", "_resume_key", "_retries", "_source", "_times_yielded", "_tried",
-        "_unloaded",
+        "_planned", "_recorder", "_request", "_resume_key", "_retries", "_source",
+        "_times_yielded", "_tried", "_unloaded",
     )  # fmt: skip
 
     def __init__(
@@ -460,6 +466,8 @@ class Resumer:
         self._retries: Retries | None = None
         """Grants the resumptions after the first one; None: none was attempted."""
         self._source: ResumeInput  # what is resumed now, and how
+        self._planned: tuple[str, ResumeInput, ResumePlan] | None = None
+        """How a node is to continue it, whose lease became too old meanwhile."""
         self._times_yielded = 0  # how often it has given up its slot to another request
         self._unloaded = 0  # how often a node that was to resume it had not loaded the model
 
@@ -602,7 +610,9 @@ class Resumer:
         self._retries = self._context.retries(MOST_RESUMES)
         return True
 
-    async def _attempt(self, failed_node: str, *, yielded: bool) -> Resumed | FailedStream:
+    async def _attempt(  # noqa: PLR0912 - one story
+        self, failed_node: str, *, yielded: bool
+    ) -> Resumed | FailedStream:
         """One resumption; may take several leases where a node needs the request put differently.
 
         Raises: NotResumable, GatewayError.
@@ -628,6 +638,8 @@ class Resumer:
             except OtherKindOfNode:
                 self._met_other_kind = self._resume_key is None
                 self._exclude(node)
+            except LeaseTooOld as failure:
+                drop_traceback(failure)
             except UpstreamError as failure:
                 drop_traceback(failure)
                 if (
@@ -733,18 +745,21 @@ class Resumer:
         )
         outcome, fault, unreachable = "client_closed", Fault.NOBODY, None
         try:
-            queries = NodeQueries(lease, attempt.pool, attempt.connect_timeout)
-            await self._check_kind(queries)
-            resume_plan = await plan_resume(queries.post, self._source)
+            resume_plan = await self._plan(attempt)
             if resume_plan.final_events is not None:
                 outcome = "ok"
                 return Resumed(resume_plan.final_events, splice_point=resume_plan.splice_point)
             in_flight.record.attempt_began(lease.node.name, lease.node.tier, lease.fallback)
+            self._planned = lease.node.name, self._source, resume_plan
             resumed = await self._open(attempt, resume_plan)
-            outcome = ""
+            outcome, self._planned = "", None
             return resumed
         except (OtherKindOfNode, OverlapMismatch, NotResumable) as failure:
             outcome = failure.outcome
+            raise
+        except LeaseTooOld:
+            outcome = ""
+            context.ends.not_started(attempt)
             raise
         except UpstreamError as failure:
             outcome = failure.outcome
@@ -757,9 +772,21 @@ class Resumer:
             raise
         finally:
             if outcome:
+                self._planned = None
                 context.ends.attempt_failed(
                     attempt, outcome, fault, unreachable=unreachable, resumes=True
                 )
+
+    async def _plan(self, attempt: Attempt) -> ResumePlan:
+        """How this node continues the response. Raises: as `_exchange`."""
+        planned, self._planned = self._planned, None
+        if planned is not None and planned[0] == attempt.lease.node.name:
+            _, source, plan = planned
+            if source is self._source:
+                return plan
+        queries = NodeQueries(attempt.lease, attempt.pool, attempt.connect_timeout)
+        await self._check_kind(queries)
+        return await plan_resume(queries.post, self._source)
 
     async def _check_kind(self, queries: NodeQueries) -> None:
         """Check that the node is still of the first one's kind; it may have been restarted.

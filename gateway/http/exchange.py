@@ -44,6 +44,7 @@ class ConnectionOrigin:
     client: tuple[str, int] | None  # address and port; None: they have none, or are not known
     server: tuple[str, int] | None
     tls: bool = False
+    member: str = ""  # of a cluster, which has the connection; empty: this process's gateway
 
 
 class HttpExchange(EagerTask):

@@ -597,7 +597,10 @@ class BoundedProtocol(TurnBoundProtocol):
                 "headers": headers,
                 "client": self._address("peername"),
                 "server": self._address("sockname"),
-                "state": {"abort": self.transport.abort},
+                "state": {
+                    "abort": self.transport.abort,
+                    "member": "" if self._origin is None else self._origin.member,
+                },
             },
             transport=self.transport,
             flow=self.flow,

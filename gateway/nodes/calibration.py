@@ -258,7 +258,7 @@ class Calibrator:
         self._stopped = False
 
     async def run(self) -> None:
-        """Run until cancelled."""
+        """Run until cancelled; it may run again."""
         try:
             while not self._stopped:
                 self._look.clear()
@@ -276,12 +276,15 @@ class Calibrator:
                 finally:
                     timer.cancel()
         finally:
-            self.stop()
+            self._end_all()
             await asyncio.gather(*self._running.values(), return_exceptions=True)
 
     def stop(self) -> None:
         """End all calibrations, and begin none any more."""
         self._stopped = True
+        self._end_all()
+
+    def _end_all(self) -> None:
         for task in self._running.values():
             task.cancel()
 

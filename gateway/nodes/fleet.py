@@ -45,6 +45,7 @@ from gateway.nodes.node import (
     Node,
     NodeSettings,
     NodeState,
+    SlotsReader,
 )
 from gateway.nodes.on_demand import follow_held
 from gateway.nodes.router import LoadChange, LoadPhase, ModelLoad, RoutedModel, UnloadCause
@@ -256,6 +257,7 @@ class Fleet:
         self._on_loaded: Callable[[Node], None] = lambda _: None
         self._indexing: asyncio.TimerHandle | None = None
         self._index_again_at = -math.inf
+        self._slots_reader: SlotsReader | None = None
         self.subscribe()
 
     def subscribe(
@@ -271,6 +273,12 @@ class Fleet:
         calls: they must be cheap and must not raise. Only the last subscriber is called.
         """
         self._notify_capacity, self._notify_change = on_capacity, on_change
+
+    def read_slots_for(self, reader: SlotsReader | None) -> None:
+        """Tell this reader of each reading of any node's `/slots`; None: nobody."""
+        self._slots_reader = reader
+        for node in self.nodes.values():
+            node.read_slots_for(reader)
 
     def watch_models(
         self, on_change: Callable[[Node | None], None], on_loaded: Callable[[Node], None]
@@ -433,6 +441,7 @@ class Fleet:
             load=None if router is None else ModelLoad(),
             on_lease_released=self.lease_released,
             on_lease_abandoned=self._reclaimer.watch,
+            slots_reader=self._slots_reader,
         )
         if (learnt := self._learnt.get(server_key(spec))) is not None:
             node.restore(*learnt)
@@ -1013,6 +1022,12 @@ class Fleet:
         )
         self._probe_soon(node)
         self.refresh_state(node)
+
+    def capacity_changed(self, node: Node) -> None:
+        """Others may use more of its slots than before, or fewer."""
+        self._notify_change(node)
+        if node.free_slots_grew(self._clock()):
+            self._notify_capacity()
 
     def read_load(self, node: Node) -> None:
         """The node gets work though its load was left unread: ask for it now."""

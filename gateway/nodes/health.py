@@ -262,19 +262,27 @@ async def probe_slots(node: Node) -> tuple[int, ...] | None:
     Learns whether it has `/slots`. It wakes a server that sleeps, and begins the time anew of one
     that may fall asleep.
     """
-    return read_busy(node, "/slots", await fetch(node, "/slots"))
+    asked_at = node.slots_asked()
+    return read_busy(node, "/slots", await fetch(node, "/slots"), asked_at)
 
 
-def read_busy(node: Node, path: str, reply: ProbeResponse | ProbeResult) -> tuple[int, ...] | None:
+def read_busy(
+    node: Node, path: str, reply: ProbeResponse | ProbeResult, asked_at: float
+) -> tuple[int, ...] | None:
     """As `probe_slots`, from the answer to `/slots`, or to `/metrics`, which knows no tokens."""
     if isinstance(reply, ProbeResult):
+        if reply.answer is not ProbeAnswer.CONNECTION_REFUSED:
+            return None
         # Without a process no slot is busy.
-        return () if reply.answer is ProbeAnswer.CONNECTION_REFUSED else None
+        node.slots_told(frozenset(), asked_at)
+        return ()
     refused = reply.status in NOT_FOUND_STATUSES | KEY_REJECTED_STATUSES
     if path == "/metrics":
         busy = count_processing(reply.body) if reply.status == HTTPStatus.OK else None
         if refused or (busy is None and reply.status == HTTPStatus.OK):
             node.properties.metrics_refused()
+        if busy == 0:
+            node.slots_told(frozenset(), asked_at)
         return None if busy is None else (0,) * busy
     if refused:
         node.properties.slots_refused()
@@ -282,6 +290,7 @@ def read_busy(node: Node, path: str, reply: ProbeResponse | ProbeResult) -> tupl
     if counts is None:
         return None
     node.properties.slots_reported(counts.total)
+    node.slots_told(counts.tasks, asked_at)
     return counts.busy_tokens
 
 
@@ -695,8 +704,11 @@ class HealthMonitor:
         """Ask how many slots are busy, by what does not keep an idle server from sleeping."""
         history, asked_at = node.probe_history, node.clock()
         path = node.load_endpoint(asked_at, comes_up=comes_up, fleet_works=self.fleet_works())
+        told_at = node.slots_asked()
         if path is None:
             node.occupancy.clear_foreign()
+            if node.sleep.asleep:
+                node.slots_told(frozenset(), told_at)
             history.slots_read()
             if node.reports_slots and not node.sleep.asleep:
                 node.sleep.woke()
@@ -704,11 +716,11 @@ class HealthMonitor:
             return
         with node.occupancy.slots_query(asked_at) as query:
             reply = await fetch(node, path)
-            busy = read_busy(node, path, reply)
+            busy = read_busy(node, path, reply, told_at)
             if busy and path != "/slots":
                 # It is awake and busy: `/slots` changes nothing, and tells more.
                 reply = await fetch(node, "/slots")
-                busy = read_busy(node, "/slots", reply)
+                busy = read_busy(node, "/slots", reply, told_at)
         now = node.clock()
         if not isinstance(reply, ProbeResult):
             history.slots_read()

@@ -32,7 +32,12 @@ from gateway.nodes.lifecycle import (
     Sleep,
 )
 from gateway.nodes.router import LoadPhase, ModelLoad, RouterRecord
-from gateway.nodes.server_properties import ServedAs, ServerProperties, inventory_drift
+from gateway.nodes.server_properties import (
+    ServedAs,
+    ServerProperties,
+    SlotTask,
+    inventory_drift,
+)
 from gateway.nodes.speed import DegradationDetector, ObservedTiming, Speed, SpeedState, UsualSpeeds
 from gateway.terms import Endpoint
 from gateway.transport.pool import ConnectionPool
@@ -75,7 +80,7 @@ class SlotOccupancy:
     """The counts of one node's slots."""
 
     leased: int = 0
-    foreign: int = 0
+    foreign: int = 0  # the larger of what was seen of others, and of what they may use
     slot_seconds: float = 0.0
     """Busy slots, ours and others', integrated over time up to the last change."""
     prefill_seconds: float = 0.0  # our prompts that are being read, integrated likewise
@@ -94,6 +99,8 @@ class SlotOccupancy:
     """The minutes in which others kept slots busy: bit 0 stands for `_minute`, bit 1 for the one
     before."""
     _minute: int = 0
+    _seen: int = 0  # busy slots of others, by the last reading
+    _fenced: int = 0  # slots that other members of a cluster may use, seen or not
 
     def integrate(self, now: float) -> None:
         """Bring the sums up to this moment."""
@@ -159,10 +166,30 @@ class SlotOccupancy:
         """The node reported busy slots: those that our leases can't account for are others'."""
         self.integrate(now)
         is_one_lent = self._loans > query.loans_over
-        self.foreign = max(0, busy - query.peak_leased - is_one_lent)
-        if self.foreign:
+        self._seen = max(0, busy - query.peak_leased - is_one_lent)
+        self.foreign = max(self._seen, self._fenced)
+        if self._seen:
             self._minutes = self._minutes_before(now) | 1
             self._minute = int(now / 60)
+
+    def fence(self, slots: int, now: float) -> bool:
+        """Leave so many slots to others, whether they are seen busy or not; False: it did."""
+        if slots == self._fenced:
+            return False
+        self.integrate(now)
+        self._fenced = slots
+        self.foreign = max(self._seen, slots)
+        return True
+
+    def take_over(self, slots: int, now: float) -> None:
+        """These of others' busy slots are to be leases' of ours, which `take` them now."""
+        self.integrate(now)
+        self._seen = max(0, self._seen - slots)
+        self.foreign = max(self._seen, self._fenced)
+
+    def forget_others(self) -> None:
+        """Others that were seen belong to us by now, or did."""
+        self._minutes = 0
 
     def minutes_of_others(self, now: float) -> int:
         """In how many of the last `RECENT_MINUTES` others kept slots busy, as far as was seen."""
@@ -179,7 +206,7 @@ class SlotOccupancy:
 
     def clear_foreign(self) -> None:
         """The node reports no slots: nothing is known of others' work."""
-        self.foreign, self.tokens_reading = 0, ()
+        self._seen, self.foreign, self.tokens_reading = 0, self._fenced, ()
 
     def _minutes_before(self, now: float) -> int:
         passed = min(RECENT_MINUTES, max(0, int(now / 60) - self._minute))
@@ -191,6 +218,15 @@ class SlotOccupancy:
             self._earlier_peak = self._peak if window == self._window + 1 else self.leased
             self._peak = self.leased
             self._window = window
+
+
+@dataclass(frozen=True, slots=True)
+class SlotsReader:
+    """Who is told of each reading of `/slots`."""
+
+    clock: Callable[[], float]
+    read: Callable[[Node, frozenset[SlotTask], float], None]
+    """Gets the node, what its busy slots work on, and when it was asked, by `clock`."""
 
 
 # Least seconds and events of a span of a decode that shows how fast it goes.
@@ -353,6 +389,7 @@ class Node:
     requests: int = 0  # leases taken since the start
     failures: int = 0
     announced_free: int = 0  # free slots as the scheduler knows them; see `free_slots_grew`
+    slots_reader: SlotsReader | None = None
     on_lease_released: Callable[[Lease, bool], None] = lambda _lease, _counted: None
     on_lease_abandoned: Callable[[Node], None] = lambda _: None
     name: str = field(init=False)
@@ -745,6 +782,19 @@ class Node:
         if lease.trial:
             self.circuit.end_trial(lease)
         self.on_lease_released(lease, counted)
+
+    def read_slots_for(self, reader: SlotsReader | None) -> None:
+        """Tell this reader of each reading of `/slots`; None: nobody."""
+        self.slots_reader = reader
+
+    def slots_asked(self) -> float:
+        """The node is asked for its slots now, by the clock of those who are told."""
+        return 0.0 if self.slots_reader is None else self.slots_reader.clock()
+
+    def slots_told(self, busy: frozenset[SlotTask], asked_at: float) -> None:
+        """These of its slots were busy, as it was asked at that time (`slots_asked`)."""
+        if self.slots_reader is not None:
+            self.slots_reader.read(self, busy, asked_at)
 
     # What the inventory, the settings and the operator decide.
 

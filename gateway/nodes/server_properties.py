@@ -264,6 +264,7 @@ class _Models(msgspec.Struct):
 class _Slot(msgspec.Struct):
     is_processing: msgspec.Raw
     n_prompt_tokens: msgspec.Raw = _NULL
+    id_task: msgspec.Raw = _NULL
 
 
 _PROPS = msgspec.json.Decoder(_Props)
@@ -300,12 +301,16 @@ def _values(found: msgspec.Struct) -> dict[str, Any]:
     return values
 
 
+SlotTask = tuple[int, bytes]  # a slot, and the server's number of what it works on
+
+
 class SlotCounts(NamedTuple):
     """An answer to `/slots`."""
 
     busy_tokens: tuple[int, ...]
     """Tokens that each busy slot has read and written; 0: it does not say."""
     total: int
+    tasks: frozenset[SlotTask] = frozenset()  # what the busy slots work on
 
 
 def count_slots(body: bytes) -> SlotCounts | None:
@@ -320,7 +325,12 @@ def count_slots(body: bytes) -> SlotCounts | None:
     tokens = tuple(
         [_count(int(one), MOST_CONTEXT) or 0 if _NUMBER.fullmatch(one) else 0 for one in busy]
     )
-    return SlotCounts(tokens, len(slots)) if 0 < len(slots) <= MOST_SLOTS else None
+    tasks = frozenset(
+        (number, bytes(slot.id_task)[:20])
+        for number, slot in enumerate(slots)
+        if bytes(slot.is_processing) == b"true"
+    )
+    return SlotCounts(tokens, len(slots), tasks) if 0 < len(slots) <= MOST_SLOTS else None
 
 
 _NUMBER = re.compile(rb"[0-9]{1,10}")

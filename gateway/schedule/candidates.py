@@ -220,6 +220,10 @@ class FleetSync:
         row = self._rows.get(node)
         return CacheContents(0, 0) if row is None else self.prompt_cache.contents(row.index)
 
+    def row(self, node: Node) -> NodeSlots | None:
+        """A node's row; None: it has none."""
+        return self._rows.get(node)
+
     def row_index(self, node: Node) -> int | None:
         """The number of a node's row; None: it has none."""
         row = self._rows.get(node)

@@ -7,6 +7,7 @@ given more, how fast it is, what the request took, and who pays for it.
 from __future__ import annotations
 
 from collections import OrderedDict
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -57,6 +58,8 @@ class LocalLeaseService:
     scheduler: Scheduler
     fleet: Fleet
     most_failed_requests: int = MOST_FAILED_REQUESTS
+    may_start: Callable[[int], bool] = lambda _: True
+    """Whether the request of a lease may be written now: not once its process may not lead."""
     _sampled_at: dict[str, float] = field(default_factory=dict)
     """When a response was last a sample of each node's speed."""
     _failures: OrderedDict[str, tuple[UnattributedFailure, ...]] = field(
@@ -244,7 +247,7 @@ class LocalLeaseService:
         if complete:
             if lease.wakes or (lease.wake and node.sleep.waking_since is not None):
                 self._woke(lease, now, usage.completion_tokens)  # A response in one piece.
-            if reported is not None:
+            if reported is not None and not lease.adopted:
                 if not lease.wake:
                     scheduler.accuracy.settled(lease.grant)
                 is_sample = now - self._sampled_at.get(node.name, -1.0) >= SPEED_SAMPLE_INTERVAL
@@ -256,7 +259,8 @@ class LocalLeaseService:
         scheduler.demand_model.learn(
             lease.placement, request, report, request.size.generates or is_sample
         )
-        if complete and node.concurrency_limit is not None and lease.slots and not lease.wake:
+        timed = lease.slots and not (lease.wake or lease.adopted)
+        if complete and node.concurrency_limit is not None and timed:
             self.fleet.adjust_limit(
                 lease, usage.prompt_tokens - usage.cached_tokens, usage.completion_tokens
             )

@@ -83,7 +83,7 @@ class LeaseRecord(Lease):
     The placement state follows the lease.
     """
 
-    __slots__ = ("grant", "placement", "placement_state", "request", "reservation")
+    __slots__ = ("adopted", "grant", "placement", "placement_state", "request", "reservation")
 
     def __init__(
         self,
@@ -103,6 +103,11 @@ class LeaseRecord(Lease):
         self.grant = grant
         self.reservation: SpillReservation | None = None
         """The share of the budget for the GPU tier that it holds."""
+        self.adopted = False  # whether another scheduler has granted it
+
+    def note_adopted(self) -> None:
+        """Another scheduler has granted it: its beginning was not seen here."""
+        self.adopted = True
 
     def reserve(self, reservation: SpillReservation) -> None:
         """It holds this share of the budget."""
@@ -391,6 +396,59 @@ class Scheduler:
         waiter = self.waiters.by_request_id(request_id)
         if waiter is not None:
             waiter.note_response_started()
+
+    # In a cluster.
+
+    def grant_while(
+        self, may_grant: Callable[[], bool] | None, first_lease: int | None = None
+    ) -> None:
+        """Grant leases only while `may_grant` says so, numbered from `first_lease` on.
+
+        Meanwhile all requests wait, as if no node had a free slot. None: always.
+        """
+        self.dispatcher.place_while(may_grant)
+        if first_lease is not None:
+            self._lease_ids = itertools.count(first_lease)
+        self._match_soon()
+
+    def adopt(
+        self,
+        lease_id: int,
+        node: Node,
+        request: LeaseRequest,
+        model: str,
+        reading: ExpectedReading,
+        *,
+        stream: bool,
+        slots: int,
+        age: float,
+    ) -> LeaseRecord | None:
+        """Hold a lease that another scheduler has granted `age` seconds ago, and that runs.
+
+        None: the node has no slots by itself. What it does from now on teaches little about its
+        node, since the beginning was not seen.
+        """
+        row, now = self.fleet_sync.row(node), self.clock()
+        if row is None:
+            return None
+        state = self.dispatcher.placement_state
+        placement = self.demand_model.adopted(request, slots, reading.prompt_tokens, now - age)
+        state.start(placement, row, now)
+        placement.placed_earlier(now - age)
+        granted = self.decision_log.granted(
+            placement, request, NOTHING_TRIED, lease_id, model, node.info.tier
+        )
+        lease = LeaseRecord(node, stream, request, placement, state, granted)
+        lease.note_adopted()
+        lease.expect(reading.grace / PREFILL_GRACE_FACTOR, None)
+        node.occupancy.take_over(slots, now)
+        node.take(lease, now)
+        self.records[lease_id] = lease
+        if request.caller.yields:
+            self.yielding[lease_id] = lease
+        self.demand_model.placed(placement, request)
+        self.fleet_sync.node_changed(node)
+        return lease
 
     # The queue, as others see it.
 

@@ -376,8 +376,8 @@ learnt = Table(
     Column("value", Text, nullable=False),
 )
 
-# Who leads each cluster of gateways (`gateway.cluster.leadership`), and the lists of those that share
-# the nodes' slots without a leader, as JSON.
+# Who leads each cluster of gateways (`gateway.cluster.leadership`), and the lists of those that
+# share the nodes' slots without a leader, as JSON.
 leadership = Table(
     "leadership",
     metadata,

@@ -634,18 +634,23 @@ def release_lost(
     own: ProcessIdentity,
     now: float,
     own_kinds: Iterable[RequestKind] = tuple(RequestKind),
+    *,
+    is_sole: bool = False,
 ) -> int:
     """Let requests wait whose lease is over or whose process is gone; how many.
 
     `own_kinds`: the kinds whose claims the caller has just renewed. After the store was away, the
-    process may still run its requests of other kinds, though their leases are over.
+    process may still run its requests of other kinds, though their leases are over. `is_sole`: no
+    other process runs any by now, so that the leases of others mean nothing.
     """
     running = _ROW.folder == folder, IS_RUNNING
     kinds = [kind.value for kind in own_kinds]
     is_mine = or_(_ROW.claimed_by != own.id, _ROW.kind.in_(kinds))
     lost: list[ColumnElement[bool]] = [(_ROW.claimed_until <= now) & is_mine]
     claimers = set(connection.scalars(select(_ROW.claimed_by).where(*running).distinct()))
-    if gone := gone_processes(connection, claimers - {own.id}, own.host):
+    if is_sole:
+        lost.append(_ROW.claimed_by != own.id)
+    elif gone := gone_processes(connection, claimers - {own.id}, own.host):
         lost.append(_ROW.claimed_by.in_(gone))
     # Whoever holds one of them at this moment renews it, or ends it.
     return _let_wait(connection, [_ROW.folder == folder, or_(*lost)], {}, skip_locked=True)
@@ -829,6 +834,7 @@ class RowLeases:
     now: Callable[[], float]
     lease_seconds: float = LEASE_SECONDS
     kinds: Sequence[RequestKind] = (RequestKind.LINE,)
+    is_sole: bool = False  # whether no other process runs rows while this one claims any
     _put_back: defaultdict[tuple[float, bool], set[str]] = field(
         default_factory=lambda: defaultdict(set)
     )
@@ -895,10 +901,11 @@ class RowLeases:
 
         To be called after `renew`.
         """
-        folder, now = await self.threads.opened(self.folder), self.now()
-        if self._jumps.jumped(now):
+        folder, now, is_sole = await self.threads.opened(self.folder), self.now(), self.is_sole
+        if self._jumps.jumped(now) and not is_sole:
             return 0
-        return await self.store.run(job(release_lost, folder, self.process, now, self.kinds))
+        lost = job(release_lost, folder, self.process, now, self.kinds, is_sole=is_sole)
+        return await self.store.run(lost)
 
     @property
     def has_put_back(self) -> bool:

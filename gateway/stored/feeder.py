@@ -403,15 +403,20 @@ class Feeder(RowRuns[HeldLine]):
             self._claims.set()
 
     async def run(self) -> None:
-        """Feed until cancelled; then what runs is put back, unless it has a result already."""
+        """Feed until cancelled; then what runs is put back, unless it has a result already.
+
+        It may run again, unless it was stopped before.
+        """
         try:
             async with asyncio.TaskGroup() as group:
                 group.create_task(self._claim_rows(), name="claim stored requests")
                 group.create_task(self._offer_rows(), name="offer stored requests")
                 group.create_task(self._renew_claims(), name="renew claims")
         finally:
+            stopped = self._stopped
             self.stop()
             await self._close(END_SECONDS, until_recorded=False)  # `LineResults` does that.
+            self._stopped = stopped
 
     # Claiming.
 

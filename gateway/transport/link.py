@@ -127,6 +127,9 @@ class EdgeLink(asyncio.Protocol):
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         """The socket is ready."""
+        if self.lost:
+            transport.close()
+            return
         self._transport = transport  # type: ignore[assignment]
         self._heard_at = self._settled_at = self._beat_at = self._clock()
         self._beat()

@@ -181,6 +181,10 @@ HELP = {
         "Tiny requests by which idle nodes of unknown speed were measured, by how they ended."
     ),
     "certificate_days_left": "Days until the certificate of a listener expires.",
+    "cluster_epoch": "Number of the leadership that this member has seen last.",
+    "cluster_members": "Members of the cluster, as the store lists them.",
+    "cluster_members_lost": "Those of them that this member, the leader, does not hear of.",
+    "cluster_role": "1 for the role that this member of the cluster has.",
     "cost_total": "Cost of requests that ended, in the settings' currency.",
     "edge_connections": "Connections of clients at each edge.",
     "edge_cpu_seconds_total": "Processor time of each edge since its start.",
@@ -196,6 +200,9 @@ HELP = {
     "hooks_total": "Hooks that have started or stopped a standby node, or failed to.",
     "in_flight": "Requests that wait or run.",
     "inventory_error": "1 while the inventory on disk is invalid and an older one is in force.",
+    "late_leases_total": (
+        "Requests that were not sent to a node, since their member did not lead any more."
+    ),
     "ledger_rows_dropped_total": "Rows that were lost.",
     "ledger_rows_recovered_total": "Rows written for requests of killed processes.",
     "ledger_rows_waiting": "Rows of the ledger that wait.",
@@ -376,6 +383,40 @@ class EdgesSample:
     late_leases: int  # that came too late to be used
 
 
+# What a member of a cluster may be.
+ROLES = ("leader", "follower", "alone", "limbo")
+
+
+@dataclass(frozen=True, slots=True)
+class MemberSample:
+    """A member of the cluster, as this one knows it."""
+
+    name: str
+    role: str  # one of `ROLES`, `draining`, or `unknown`
+    address: str  # where other members reach it
+    version: str
+    heard_seconds: float | None = None  # since it was heard of last; None: never
+    cores: int = 0
+    folder: str = ""  # the id of the folder of callers' files; empty: unknown
+    edges: Sequence[EdgeSample] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class ClusterSample:
+    """The cluster that this gateway is a member of, as far as it knows."""
+
+    name: str
+    member: str  # this one
+    role: str  # one of `ROLES`
+    role_seconds: float  # for which it has had it
+    epoch: int
+    leader: str  # empty: none is known
+    members: Sequence[MemberSample]
+    lost: Sequence[str]  # members that this one, the leader, does not hear of
+    apart: Sequence[str]  # members whose files are in another folder than those of this one
+    late: int  # requests that were not sent to a node, since this member did not lead any more
+
+
 @dataclass(slots=True)
 class BatchSample:
     """Work that can wait, at the time of a scrape; counts are of this process."""
@@ -422,6 +463,7 @@ class MetricsSnapshot:
     batches: BatchSample | None = None
     traces: TraceSample | None = None  # None: no requests are traced
     edges: EdgesSample | None = None  # None: the process does all by itself
+    cluster: ClusterSample | None = None  # None: it is a gateway of its own
     webhooks_waiting: int = 0  # Deliveries that wait in the store
 
 
@@ -626,6 +668,8 @@ class Metrics:
             page.counts("traces_dropped_total", snapshot.traces.dropped, "reason")
         if snapshot.edges is not None:
             _add_edges(page, snapshot.edges)
+        if snapshot.cluster is not None:
+            _add_cluster(page, snapshot.cluster)
         build = {(__version__, platform.python_version()): 1}
         page.counts("build_info", build, "version", "python")
         if self._with_gen_ai:
@@ -755,6 +799,14 @@ def _add_edges(page: _Page, edges: EdgesSample) -> None:
         ("edge_memory_bytes", {one.name: one.memory_bytes for one in edges.running}),
     ):
         page.counts(name, values, "edge")
+
+
+def _add_cluster(page: _Page, cluster: ClusterSample) -> None:
+    page.counts("cluster_role", {role: int(role == cluster.role) for role in ROLES}, "role")
+    page.number("cluster_epoch", cluster.epoch)
+    page.number("cluster_members", len(cluster.members))
+    page.number("cluster_members_lost", len(cluster.lost))
+    page.number("late_leases_total", cluster.late)
 
 
 def _add_batches(page: _Page, batches: BatchSample) -> None:

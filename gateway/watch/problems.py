@@ -17,12 +17,14 @@ import structlog
 
 from gateway.events import EdgeLost
 from gateway.schedule.model_placer import UnkeptWish
+from gateway.watch.metrics import ClusterSample
 
 MOST_PROBLEMS = 50  # most problems that are told
 MOST_NAMED_NODES = 8  # most nodes that one problem names
 # Most paused models, and most models whose nodes differ, that are told one by one.
 MOST_NAMED_MODELS = 8
 MOST_NAMED_REQUESTS = 8  # most requests that one problem names
+LEADERLESS_SECONDS = 10.0  # without a leader that are none of a mere change of the leader
 LOST_EDGE_SECONDS = 600.0  # seconds for which it is a problem that an edge has died
 FULL_QUEUE_SHARE = 0.8  # of `queue.max`: from this share on the queue is about to refuse requests
 LONG_WAIT_SHARE = 0.5  # of `queue.max_wait`: from this share on the oldest request waits long
@@ -45,6 +47,7 @@ NODES = "llama-gateway nodes"
 MODELS = "llama-gateway models"
 CHECK = "llama-gateway check"
 PROBE_ALL = "llama-gateway check --probe"
+CLUSTER = NODES
 
 
 def find_problems(condition: FleetCondition) -> list[Problem]:
@@ -618,13 +621,61 @@ def _lost_edges(state: FleetCondition) -> Iterator[Problem]:
     )
 
 
+def _cluster(state: FleetCondition) -> Iterator[Problem]:
+    cluster = state.cluster
+    if cluster is None:
+        return
+    if cluster.role == "limbo" and cluster.role_seconds >= LEADERLESS_SECONDS:
+        yield Problem(
+            "no_leader",
+            Severity.CRITICAL,
+            f"No member of the cluster {cluster.name} leads, as far as {cluster.member} knows",
+            f"For {_duration(cluster.role_seconds)} new requests here have waited, then got 503.",
+            "See that this machine reaches the store and the other members, and that one of them "
+            "runs: whoever has the store leads within seconds.",
+            (CLUSTER, "journalctl -u llama-gateway -n 50"),
+        )
+    if cluster.role == "alone":
+        yield Problem(
+            "alone",
+            Severity.CRITICAL,
+            f"{cluster.member} is alone: it reaches neither a leader nor the store",
+            "It serves its own clients within its share of each node's slots and of each limit, "
+            "for an hour at most. Batches, and loads of models, wait.",
+            "Bring the store back, or the network to it. The cluster is whole again within "
+            "seconds, without a restart.",
+            (CLUSTER, "journalctl -u llama-gateway -n 50"),
+        )
+    if cluster.lost:
+        yield Problem(
+            "member_lost",
+            Severity.WARNING,
+            f"The leader does not hear of {', '.join(cluster.lost[:MOST_NAMED_NODES])}",
+            "It has died, or the network between them is cut. Its share of the slots stays its "
+            "own for an hour, in case that it is alone.",
+            "Start it again, or remove it if it is gone for good: then the others have its share.",
+            (CLUSTER,),
+        )
+    if cluster.apart:
+        yield Problem(
+            "files_apart",
+            Severity.WARNING,
+            "Members of the cluster keep callers' files in different folders: "
+            + ", ".join(cluster.apart[:MOST_NAMED_NODES]),
+            "What was uploaded while one member led, its batches and stored responses wait while "
+            "another one leads that has not that folder.",
+            "Give all members one shared folder (batches.folder), such as one of NFS.",
+            ("llama-gateway nodes", CHECK),
+        )
+
+
 def _count(number: int, what: str) -> str:
     return f"{number} {what}{'' if number == 1 else 's'}"
 
 
 RULES = (
-    _locked, _fleet_out, _models_out, _failing_requests, _paused_models, _full_queue, _out_nodes,
-    _failed_loads, _second_gateway, _routers_left_alone, _unkept_wishes, _slow_nodes,
+    _locked, _cluster, _fleet_out, _models_out, _failing_requests, _paused_models, _full_queue,
+    _out_nodes, _failed_loads, _second_gateway, _routers_left_alone, _unkept_wishes, _slow_nodes,
     _drifted_nodes, _flooding_caller, _spent_budget, _store_problems, _full_storage,
     _file_errors, _failed_starts, _lost_edges, _drained_nodes, _differing_models,
 )  # fmt: skip
@@ -871,3 +922,4 @@ class FleetCondition:
     audit_lost: int = 0
     storage: StorageCondition = StorageCondition()
     lost_edges: Sequence[EdgeLost] = ()  # of the last `LOST_EDGE_SECONDS`, the latest last
+    cluster: ClusterSample | None = None  # None: the gateway belongs to none

@@ -296,6 +296,8 @@ class HealthEndpoints:
     fleet: FleetCatalog
     queue: RequestQueue
     is_closing: Callable[[], bool]  # whether the gateway is shutting down
+    standing_error: Callable[[], GatewayError | None] = lambda: None
+    """Why this process serves nobody now; None: it does."""
 
     async def health(self, _: Request) -> Response:
         """200 while the process lives."""
@@ -316,6 +318,8 @@ class HealthEndpoints:
         fleet, queue = self.fleet, self.queue
         if self.is_closing() or queue.closing:
             return errors.shutting_down()
+        if (error := self.standing_error()) is not None:
+            return error
         if fleet.has_free_slot():
             return None
         if not fleet.has_usable_node():

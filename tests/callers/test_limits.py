@@ -17,9 +17,11 @@ from gateway.callers.limits import (
     LedgerSums,
     LimitBook,
     OtherUse,
+    Part,
     Reservation,
 )
 from gateway.callers.windows import Calendar
+from gateway.cluster.fencing import shares
 from gateway.config.keys import LimitSpec
 from gateway.config.settings import Settings
 from gateway.errors import GatewayError
@@ -259,6 +261,61 @@ def test_the_wait_is_long_enough_for_all_limits() -> None:
     book.clocks.advance(50.0)
     # One limit of an account is told at a time; of several accounts, the one that takes longest.
     assert book.refusal(alice, request=answers(1)).retry_after == 10.0
+
+
+def parts_of(count: int) -> list[Part]:
+    members = tuple(f"m{number}" for number in range(count))
+
+    def part_of(member: str) -> Part:
+        return Part(count, lambda total, key: shares(total, key, members)[member])
+
+    return [part_of(member) for member in members]
+
+
+def admitted(book: Book, caller: Caller, most: int = 100) -> int:
+    """How many requests are admitted until one is refused; they run on."""
+    for number in range(most):
+        try:
+            book.admit(caller)
+        except GatewayError:
+            return number
+    return most
+
+
+@each_case(
+    ("limits", "together"),
+    [
+        ({"concurrency": 7}, 7),
+        ({"concurrency": 1}, 1),
+        ({"rpm": 8}, 8),
+        ({"tpm": 12_000}, 9),  # of 1,025 tokens each; a part is no whole number of them
+        ({"tokens_per_day": 12_000}, 9),
+        ({"budget": "120/day"}, 9),
+        ({"budget": "120/month"}, 9),
+    ],
+)
+def test_processes_that_can_not_see_each_other_admit_no_more_together_than_one_may(
+    limits: dict[str, Any], together: int
+) -> None:
+    caller = a_caller(limits=limits)
+    books = [Book() for _ in range(3)]
+    for book, part in zip(books, parts_of(3), strict=True):
+        book.divide(part)
+    assert sum(admitted(book, caller) for book in books) == together
+    for book in books:
+        with pytest.raises(GatewayError, match="can't reach the others"):
+            book.admit(caller)
+
+
+def test_what_is_left_of_a_day_is_divided_and_counts_as_it_was_used_afterwards() -> None:
+    caller = a_caller(limits={"tokens_per_day": 10_000})
+    book = Book()
+    book.use(caller, 4_000)
+    book.divide(parts_of(2)[0])
+    book.use(caller, 1_500)
+    assert admitted(book, caller) == 1  # 3,000 of 6,000 are its part
+    book.divide(None)
+    assert admitted(book, caller) == 3
 
 
 def test_headers_tell_the_tightest_limits() -> None:

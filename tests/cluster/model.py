@@ -27,6 +27,8 @@ TERM = 2.0
 ALONE = 5.0
 LIMIT = 1.5
 """Seconds after which a member takes a step for failed."""
+LONGEST_GRANT = 1.0
+"""Seconds from an asking to the write, at most."""
 LONGEST_LANDING = 0.2
 """Seconds until a node shows a request that was written to it, at most."""
 
@@ -83,6 +85,8 @@ class Brain:
     name: str
     machine: Machine
     member: Any
+    slots: dict[str, int]
+    """Of the nodes, as it knows them."""
     tenure: Any = None
     step: Step | None = None
     stopped: bool = False
@@ -115,6 +119,8 @@ class Edge:
     machine: Machine
     process: str
     fence: Any
+    slots: dict[str, int]
+    """Of the nodes, as it knows them."""
     link: Link | None = None
     greeted_at: float = 0.0
     ready: list[int] = field(default_factory=list)
@@ -147,9 +153,16 @@ class Script:
             for _ in range(3)
         ]
         self.slots = {f"n{i}": rng.choice((1, 1, 2, 2, 3, 4)) for i in range(rng.choice((1, 1, 2)))}
+        self.restarted_at = dict.fromkeys(self.slots, -10.0)
+        """When the server of each node came to have fewer slots."""
         # Every fourth script is about the leadership alone.
         self.has_edges = seed % 4 != 3
         self.names = tuple(f"e{i}" for i in range(rng.choice((2, 3, 3)) if self.has_edges else 0))
+        # Some scripts begin with fewer edges that share; an operator changes who should.
+        first = self.names[: 1 + self.more.randrange(len(self.names))] if self.names else ()
+        self.wanted = set(first)
+        self.lists = [rules.fencing.Sharers(1, first)]
+        """As they are stored."""
         self.processes = 0
         self.brains = [self.new_brain(self.machines[i]) for i in range(rng.choice((2, 2, 3)))]
         self.edges = [self.new_edge(name, self.machines[i]) for i, name in enumerate(self.names)]
@@ -192,11 +205,15 @@ class Script:
 
     def new_brain(self, machine: Machine) -> Brain:
         name = self.new_name()
-        return Brain(name, machine, self.rules.leadership.Member(name, TERM))
+        return Brain(name, machine, self.rules.leadership.Member(name, TERM), dict(self.slots))
 
     def new_edge(self, name: str, machine: Machine) -> Edge:
-        fence = self.rules.fencing.Fence(name, self.names, self.slots, alone_seconds=ALONE)
-        return Edge(name, machine, self.new_name(), fence)
+        slots = dict(self.slots)
+        fence = self.rules.fencing.Fence(name, lambda node: slots.get(node, 0), alone_seconds=ALONE)
+        return Edge(name, machine, self.new_name(), fence, slots)
+
+    def processes_here(self) -> list[Brain | Edge]:
+        return [*self.brains, *self.edges]
 
     def clock(self, of: Brain | Edge) -> float:
         return of.machine.clock(self.rules.clock, self.now)
@@ -322,7 +339,7 @@ class Script:
                 self.wins += 1
                 self.tell_story(f"{brain.name} leads, epoch {member.row.epoch}")
                 brain.tenure = self.rules.fencing.Tenure(
-                    member.row.epoch, member.won_at, self.names, self.slots, alone_seconds=ALONE
+                    member.row.epoch, member.won_at, self.lists, brain.slots, alone_seconds=ALONE
                 )
         else:
             self.tell_story(f"{brain.name} is refused {step.step}")
@@ -333,19 +350,32 @@ class Script:
         if brain.tenure is None or not self.has_edges:
             return
         chance = self.rng.random
-        for node in self.slots:
+        for node in brain.slots:
             if chance() < 0.5:
                 self.ask_node(brain, node)
         if brain.member.leads(self.clock(brain)):
+            self.change_list(brain)
             for link in self.links:
                 if link.brain is brain and chance() < 0.3:
                     self.tell(link)
 
+    def change_list(self, brain: Brain) -> None:
+        """A leader stores another list of those that share, and tells it from then on."""
+        row = self.database.execute("SELECT epoch FROM leadership").fetchone()
+        if self.is_away or row[0] != brain.tenure.epoch or self.more.random() < 0.5:
+            return
+        new = brain.tenure.next_list(self.wanted, self.clock(brain))
+        self.lists = list(brain.tenure.lists)
+        if new is not None:
+            self.tell_story(f"{brain.name} tells of {new}")
+            self.lists.append(new)
+            brain.tenure.share_by(new)
+
     def tell(self, link: Link) -> None:
         brain, edge = link.brain, link.edge
         told = brain.tenure.tell(edge.name, self.clock(brain), brain.member.lead_until)
-        if told is not None and told[0] == link.session.number:
-            self.send(link, link.down, ("term", brain.tenure.epoch, *told, link.asked_at))
+        if told is not None and told.session == link.session.number:
+            self.send(link, link.down, ("term", brain.tenure.epoch, told, link.asked_at))
 
     # Nodes.
 
@@ -380,6 +410,8 @@ class Script:
         if self.say is not None:
             self.tell_story(f"{edge.name} writes {number} to {node}{' late' if late else ''}")
         lands_at = self.now + self.rng.random() * LONGEST_LANDING
+        # A server that has just restarted with fewer slots queues what was granted before.
+        late = late or self.now - self.restarted_at[node] < LONGEST_GRANT
         self.running[node].append(Request(self.starts, number, lands_at, late, edge))
         running = self.running[node]
         if len(running) - sum(one.late for one in running) > self.slots[node]:
@@ -401,10 +433,10 @@ class Script:
                 self.start(edge, number)
         if self.more.random() < 0.2:
             # Its health checks read nodes all the time.
-            for node in self.slots:
+            for node in edge.slots:
                 edge.fence.read(node, self.busy(node), self.clock(edge))
         if self.asks and edge.fence.is_alone(self.clock(edge)):
-            for node in self.slots:
+            for node in edge.slots:
                 if chance() < 0.5:
                     self.ask_node(edge, node)
                 if chance() < 0.7:
@@ -529,7 +561,7 @@ class Script:
         if kind == "ended":
             tenure.ended(link.session, rest[0], clock)
         elif kind == "ask":
-            for node in self.in_turn([*self.slots]):
+            for node in self.in_turn([*brain.slots]):
                 if not brain.member.may_grant(clock):
                     break
                 if tenure.grant(link.session, rest[0], node, clock):
@@ -550,8 +582,8 @@ class Script:
                 edge.link = None
             return
         if message[0] == "term":
-            _, epoch, session, number, left, asked_at = message
-            if fence.told(epoch, session, number, left, asked_at=asked_at, now=clock):
+            _, epoch, term, asked_at = message
+            if fence.told(epoch, *term, asked_at=asked_at, now=clock):
                 self.obeyed(fence, epoch)
             return
         _, epoch, session, number, node = message
@@ -588,6 +620,10 @@ class Script:
         for link in self.links:
             if link.is_stalled and chance() < 0.1:
                 link.is_stalled = False
+        for one in self.processes_here():
+            if one.slots != self.slots and not one.stopped and self.more.random() < 0.2:
+                for node in self.slots:
+                    self.learn_slots(one, node)
 
     def fail_over(self) -> None:
         """The database is another one now, in an old state."""
@@ -606,6 +642,44 @@ class Script:
     def go_away(self) -> None:
         self.is_away = not self.is_away
         self.tell_story(f"the database is {'away' if self.is_away else 'back'}")
+
+    def change_slots(self) -> None:
+        """A server restarts with another number of slots; who knows it, and when, is chance."""
+        node = self.more.choice([*self.slots])
+        before = self.slots[node]
+        self.slots[node] = after = self.more.choice((1, 2, 3, 4))
+        self.tell_story(f"{node} has {after} slots in place of {before}")
+        if after < before:
+            # Nobody gets an answer before its server is there again.
+            self.restarted_at[node] = self.now
+            for one in self.processes_here():
+                if one.slots.get(node, 0) > after:
+                    self.learn_slots(one, node)
+            for request in self.running[node]:
+                if request.edge is not None:
+                    request.edge.ended.append(request.number)
+            self.running[node].clear()
+
+    def learn_slots(self, one: Brain | Edge, node: str) -> None:
+        """A process reads how many slots the node has."""
+        one.slots[node] = self.slots[node]
+        if isinstance(one, Brain) and one.tenure is not None:
+            one.tenure.set_nodes(one.slots, self.clock(one))
+
+    def change_nodes(self) -> None:
+        """A process reads another inventory, without one of the nodes."""
+        one = self.more.choice(self.processes_here())
+        node = self.more.choice([*self.slots])
+        if not one.stopped and one.slots.pop(node, 0) and isinstance(one, Brain):
+            self.tell_story(f"{one.name} does not know {node}")
+            if one.tenure is not None:
+                one.tenure.set_nodes(one.slots, self.clock(one))
+
+    def change_members(self) -> None:
+        """An operator adds an edge to those that share, or removes it."""
+        if self.names:
+            self.wanted ^= {self.more.choice(self.names)}
+            self.tell_story(f"{sorted(self.wanted)} are to share")
 
     def cut_off(self) -> None:
         self.rng.choice(self.brains).cut_off = True
@@ -729,6 +803,9 @@ class Script:
             link.is_stalled = False
         self.end_orphans()
         self.ends, self.asks = 1.0, False
+        for one in self.processes_here():
+            for node in self.slots:
+                self.learn_slots(one, node)
         for _ in range(200):
             self.now += 0.25
             self.a_round()
@@ -746,6 +823,7 @@ FAULTS = (
     Script.cut_link, Script.stall_link, Script.stall_link,
     Script.stop_brain, Script.stop_brain, Script.stop_edge,
     Script.suspend, Script.kill_edge, Script.kill_brain, Script.jump, Script.be_silent,
-    Script.end_orphans, Script.end_orphans,
+    Script.end_orphans, Script.end_orphans, Script.change_members, Script.change_members,
+    Script.change_slots, Script.change_nodes,
 )  # fmt: skip
 """What goes wrong, each as often as it stands here."""

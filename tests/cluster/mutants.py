@@ -149,8 +149,8 @@ FENCING = (
     Mutant(
         "a new leader does not read",
         _FENCE,
-        "_Node(count, _Rest(count, won_at + SETTLE_SECONDS))",
-        "_Node(count, _Rest(0, won_at + SETTLE_SECONDS))",
+        "_Node(count, _Rest(count, now + SETTLE_SECONDS))",
+        "_Node(count, _Rest(0, now + SETTLE_SECONDS))",
         found_by=170,
     ),
     Mutant(
@@ -180,15 +180,15 @@ ALONE = (
     Mutant(
         "alone at the end of the term",
         _FENCE,
-        "self._alone_from = now + left + SETTLE_SECONDS",
-        "self._alone_from = now + left",
+        "now + left + SETTLE_SECONDS if",
+        "now + left if",
         found_by=117,
     ),
     Mutant(
         "alone without reading the node",
         _FENCE,
-        "busy = self._busy.get(node)\n",
-        "busy = self._busy.get(node, frozenset())\n",
+        "busy, slots = self._busy.get(node), self._slots_of",
+        "busy, slots = self._busy.get(node, frozenset()), self._slots_of",
         found_by=48,
     ),
     Mutant(
@@ -201,20 +201,18 @@ ALONE = (
     Mutant(
         "alone with all slots",
         _FENCE,
-        "share = shares(self._slots[node], node, self._edges)[self.edge]",
-        "share = self._slots[node]",
+        "share = self.sharers.share(slots, node, self.edge)",
+        "share = slots",
         found_by=8,
     ),
     Mutant(
         "what still runs does not count against the share",
         _FENCE,
-        "own + max(len(here) - own, len(busy)) >= share",
-        "len(here) >= share",
+        "slots - share + max(0, len(busy) - before)",
+        "slots - share",
         found_by=8,
     ),
-    Mutant(
-        "a leader keeps no shares", _FENCE, "- taken - lost - kept", "- taken - lost", found_by=32
-    ),
+    Mutant("a leader keeps no shares", _FENCE, "+ lost + kept", "+ lost", found_by=32),
     Mutant(
         "a leader takes the share of the silent too early",
         _FENCE,
@@ -227,4 +225,49 @@ ALONE = (
     ),
 )
 
-MUTANTS = (*LEADERSHIP, *FENCING, *ALONE)
+LISTS = (
+    Mutant(
+        "an edge that joins may be alone at once",
+        _FENCE,
+        "return edge not in self._joined",
+        "return True",
+    ),
+    Mutant(
+        "an edge goes alone that may not",
+        _FENCE,
+        "SETTLE_SECONDS if may_be_alone else math.inf",
+        "SETTLE_SECONDS",
+    ),
+    Mutant(
+        "an edge leaves that may be alone",
+        _FENCE,
+        "kept = {name for name in last.names if not self._edges[name].gone}",
+        "kept = set[str]()",
+    ),
+    Mutant(
+        "an edge that was told that it may not be alone can't be",
+        _FENCE,
+        "        if may_be_alone:\n            known.gone_at",
+        "        known.gone = True\n        if may_be_alone:\n            known.gone_at",
+    ),
+    Mutant(
+        "an edge believes the list that was told last",
+        _FENCE,
+        "if one.version >= known.believes]",
+        "if one is self.lists[-1]]",
+    ),
+    Mutant(
+        "a leader knows the last list alone",
+        _FENCE,
+        "self.lists = sorted(set(lists))",
+        "self.lists = sorted(set(lists))[-1:]",
+    ),
+    Mutant(
+        "more slots are free before a node is read",
+        _FENCE,
+        "                    account.strangers.count = count\n",
+        "                    pass\n",
+    ),
+)
+
+MUTANTS = (*LEADERSHIP, *FENCING, *ALONE, *LISTS)

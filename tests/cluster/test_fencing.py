@@ -10,11 +10,13 @@ from gateway.cluster.fencing import (
     SETTLE_SECONDS,
     Fence,
     Session,
+    Sharers,
     Tenure,
     shares,
 )
 
 EDGES = ("a", "b")
+BOTH = Sharers(1, EDGES)
 TERM = 2.0
 ALONE = 600.0
 IDLE: frozenset[object] = frozenset()
@@ -29,11 +31,11 @@ class Cluster:
 
     def __init__(self, slots: int = 4, epoch: int = 1, won_at: float = 100.0) -> None:
         self.slots = {"n": slots}
-        self.tenure = Tenure(epoch, won_at, EDGES, self.slots, alone_seconds=ALONE)
+        self.tenure = Tenure(epoch, won_at, [BOTH], self.slots, alone_seconds=ALONE)
         self.fences = {edge: self.new_fence(edge) for edge in EDGES}
 
     def new_fence(self, edge: str) -> Fence:
-        return Fence(edge, EDGES, self.slots, alone_seconds=ALONE)
+        return Fence(edge, lambda node: self.slots.get(node, 0), alone_seconds=ALONE)
 
     def session(self, edge: str) -> Session:
         return Session(edge, f"process of {edge}", self.fences[edge].session)
@@ -70,7 +72,7 @@ class Cluster:
         self.tenure.hello(session, {}, now)
         told = self.tenure.tell(edge, now, now + TERM)
         assert told is not None
-        assert self.tenure.confirmed(session, told[1], now)
+        assert self.tenure.confirmed(session, told.number, now)
 
     def end(self, edge: str, number: int, now: float) -> None:
         assert self.fences[edge].ended(number)
@@ -321,3 +323,125 @@ def test_what_ran_alone_is_counted_when_its_process_dies() -> None:
     assert cluster.tenure.free("n", 105.5) == 2, "its share, until the node is seen without it"
     cluster.tenure.read("n", IDLE, 105.5 + LANDING_SECONDS)
     assert cluster.tenure.free("n", 105.8) == 4
+
+
+# Which edges share.
+
+
+class Members(Cluster):
+    """A leader whose list of those that share changes."""
+
+    def share_by(self, now: float, *names: str) -> None:
+        new = self.tenure.next_list(names, now)
+        assert new is not None
+        self.tenure.share_by(new)
+        for name in names:
+            self.fences.setdefault(name, self.new_fence(name))
+
+
+def joined() -> Members:
+    """Return a leader of `a` and `b` that tells from 102 on that `c` shares, too."""
+    made = Members(6)
+    made.greet("a", 101.0)
+    made.greet("b", 101.0)
+    made.tenure.read("n", IDLE, 101.5)
+    made.share_by(102.0, "a", "b", "c")
+    return made
+
+
+def test_an_edge_that_joins_may_be_alone_once_all_others_have_confirmed_it() -> None:
+    cluster = joined()
+    cluster.greet("c", 102.1)
+    cluster.tell("a", 102.2)
+    cluster.tell("c", 102.3)
+    assert not cluster.fences["c"].is_alone(106.0)
+    cluster.tell("b", 102.4)
+    cluster.tell("c", 102.5)
+    assert cluster.fences["c"].is_alone(106.0)
+
+
+def test_an_edge_has_the_largest_share_by_the_lists_that_it_may_believe() -> None:
+    cluster = joined()
+    cluster.tell("a", 102.5)
+    # `b` was told of both: it has confirmed the list without `c`, by which its share is 3 of 6.
+    assert cluster.tenure.others("n", 103.1) == 3
+    cluster.greet("b", 103.2)
+    cluster.tell("a", 104.0)
+    cluster.tell("a", 105.0)
+    assert cluster.tenure.others("n", 105.3) == 2
+
+
+def test_there_is_no_third_list_before_all_have_confirmed_the_second() -> None:
+    cluster = joined()
+    assert cluster.tenure.next_list(["a", "b", "c", "d"], 102.0) is None
+    assert len(cluster.tenure.lists) == 2, "as whoever leads next has to know"
+    cluster.tell("a", 102.1)
+    cluster.tell("b", 102.1)
+    assert cluster.tenure.next_list(["a", "b", "c", "d"], 102.2) is not None
+    assert len(cluster.tenure.lists) == 1
+
+
+def test_an_edge_leaves_the_list_once_it_has_confirmed_that_it_may_not_be_alone() -> None:
+    cluster = settled(4)
+    assert cluster.tenure.next_list(["a"], 102.1) is None
+    cluster.tell("b", 102.2)
+    assert not cluster.fences["b"].is_alone(106.0)
+    new = cluster.tenure.next_list(["a"], 102.3)
+    assert new is not None
+    assert new.names == ("a",)
+
+
+def test_an_edge_that_is_away_stays_in_the_list_until_it_can_not_be_alone_any_more() -> None:
+    cluster = settled(4)
+    now = 102.0
+    while now < 102.0 + 1.01 * ALONE:
+        cluster.tell("a", now)
+        assert cluster.tenure.next_list(["a"], now) is None
+        now += 1.0
+    assert cluster.tenure.next_list(["a"], now) is not None
+
+
+def test_lists_of_a_later_leader_are_later_whatever_was_stored() -> None:
+    leader = Tenure(7, 100.0, [BOTH], {"n": 4}, alone_seconds=ALONE)
+    new = leader.next_list(["a", "b", "c"], 101.0)
+    assert new is not None
+    assert new.version >= 7 << 16
+
+
+# Nodes that change.
+
+
+def test_a_new_node_counts_as_taken_until_it_was_read() -> None:
+    cluster = settled(4)
+    cluster.tenure.set_nodes({"n": 4, "m": 2}, 103.0)
+    assert cluster.tenure.free("m", 103.0) == 0
+    cluster.tenure.read("m", IDLE, 103.0 + SETTLE_SECONDS - 0.01)
+    assert cluster.tenure.is_unread("m")
+    cluster.tell("a", 103.5)
+    cluster.tell("b", 103.5)
+    cluster.tenure.read("m", busy(1), 103.0 + SETTLE_SECONDS)
+    assert cluster.tenure.free("m", 104.5) == 1
+
+
+def test_slots_that_a_node_has_more_or_fewer_are_free_or_gone() -> None:
+    cluster = settled(4)
+    cluster.start("a", 102.1)
+    cluster.tenure.set_nodes({"n": 6}, 102.2)
+    assert cluster.tenure.free("n", 102.2) == 5
+    cluster.tenure.set_nodes({"n": 1}, 102.3)
+    assert cluster.tenure.free("n", 102.3) == 0
+
+
+def test_what_runs_on_a_node_that_comes_again_is_not_forgotten() -> None:
+    cluster = settled(4)
+    number = cluster.start("a", 102.1)
+    assert number is not None
+    cluster.tenure.set_nodes({}, 102.2)
+    cluster.tenure.set_nodes({"n": 4}, 102.3)
+    cluster.tell("a", 103.5)
+    cluster.tell("b", 103.5)
+    cluster.tenure.read("n", busy(1), 103.6)
+    assert cluster.tenure.free("n", 103.6) == 3
+    cluster.end("a", number, 103.7)
+    cluster.tenure.read("n", IDLE, 103.8)
+    assert cluster.tenure.free("n", 103.8) == 4

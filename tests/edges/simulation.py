@@ -39,6 +39,7 @@ from tests.virtual import now
 
 CALLER = Caller("anonymous:1.2.3.4", "anonymous", Priority.NORMAL, anonymous=True)
 USAGE = Usage(100, 20, 50)
+GRANT_SECONDS = 1.0
 
 
 class Wire(asyncio.Transport):
@@ -176,6 +177,7 @@ class Simulation:
         services.link.tell(Hello(VERSION, name, 1))
         async with asyncio.timeout(10.0):
             await services._ready.wait()
+        services.scheduler.grant_seconds = GRANT_SECONDS
         edge = SimulatedEdge(services, session, to_brain)
         self.edges.append(edge)
         return edge
@@ -380,8 +382,9 @@ class Simulation:
             if edge.alive:
                 counts[f"held at {session.name}"] = len(edge.tasks) + sum(
                     len(cast("dict[object, object]", getattr(scheduler, name)))
-                    for name in ("_waiting", "_asked_by", "_held", "_openings", "_answers")
+                    for name in ("_waiting", "_asked_by", "_held", "_questions")
                 )
+                counts[f"open at {session.name}"] = len(edge.services.requests.open)
                 counts[f"unsettled at {session.name}"] = scheduler._unsettled
         return {name: count for name, count in counts.items() if count}
 

@@ -20,11 +20,7 @@ QUICK, SLOW = 0.02, 0.7
 
 @pytest.mark.parametrize("latency", [QUICK, SLOW])
 @pytest.mark.parametrize("seed", SEEDS)
-def test_leases_end_once_whatever_is_lost_and_whoever_dies(
-    seed: int, latency: float, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("gateway.edges.edge.GRANT_SECONDS", 1.0)
-
+def test_leases_end_once_whatever_is_lost_and_whoever_dies(seed: int, latency: float) -> None:
     @in_virtual_time
     async def run() -> None:
         world = Simulation(seed, latency=latency)

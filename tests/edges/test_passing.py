@@ -12,7 +12,7 @@ from typing import Any
 
 import httpx
 
-from gateway.edges.passing import Passing
+from gateway.edges.passing import Passing, over_channel
 from gateway.edges.sockets import PassedOn, SocketChannel, ToBrain, ToEdge, channel_pair
 from gateway.http.listener import Acceptor, ClientServer, bind_socket
 from gateway.http.protocol import protocol_class
@@ -57,7 +57,7 @@ async def edge(folder: Path, **settings: Any) -> AsyncIterator[Edge]:
             its_end, ToEdge, lambda *_: None, lambda: None
         )
         server = ClientServer(
-            Passing(of_edge),
+            Passing(over_channel(of_edge)),
             protocol=protocol_class(brain.gateway.settings.limits),
             keep_alive=60.0,
         )

@@ -10,6 +10,7 @@ from msgspec.structs import replace
 
 from gateway import errors
 from gateway.edges import messages
+from gateway.edges.carried import EdgeRequests
 from gateway.edges.edge import EXCUSE_SECONDS, GRANT_SECONDS, Nodes, RemoteScheduler
 from gateway.errors import GatewayError
 from gateway.events import EventBus
@@ -37,7 +38,7 @@ class Told:
     def __init__(self) -> None:
         self.all: list[Any] = []
         self.age = 0.0
-        self.lost = False
+        self.is_open = True
 
     def tell(self, message: Any) -> None:
         self.all.append(message)
@@ -51,7 +52,8 @@ class World:
         self.clock, self.link = Clock(), Told()
         self.nodes = Nodes(Resolver(), TurnLimit())
         link: Any = self.link
-        self.scheduler = RemoteScheduler(link, self.nodes, EventBus(), self.clock)
+        requests = EdgeRequests(link, clustered=False)
+        self.scheduler = RemoteScheduler(link, self.nodes, EventBus(), self.clock, requests)
         self.nodes.meet(messages.NodeMet(a_node_info("a"), ROUTE))
         self._ids = iter(range(1, 1000))
 
@@ -233,7 +235,6 @@ async def test_when_the_link_is_lost_nobody_waits_any_longer() -> None:
     waits = await world.ask()
     asks = asyncio.create_task(world.scheduler.has_cpu_node(a_lease_request(), NOTHING_TRIED))
     await asyncio.sleep(0)
-    world.link.lost = True
     world.scheduler.close()
     for task in (waits, asks):
         with pytest.raises(GatewayError, match="shutting down"):

@@ -288,7 +288,7 @@ async def test_a_client_that_waits_no_longer_than_for_a_connection_blames_no_nod
     lease = a_granted_lease(node=a_node_info(connections=pool))
     request = msgspec.structs.replace(a_proxy_request(), deadline=deadline)
     settings = Settings(timeouts=TimeoutSettings(connect=3.0))
-    leases = cast("LeaseService", None)  # It is told of nothing.
+    leases = cast("LeaseService", None)  # It is asked and told of nothing.
     in_flight = InFlightRequest(request, RequestRecord("a", request.path))
     attempt = Attempt(in_flight, lease, settings, leases, TimeoutMonitor(clock), clock)
     with pytest.raises(UpstreamError) as failed:

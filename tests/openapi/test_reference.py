@@ -19,6 +19,7 @@ from gateway.openapi.bodies import ERROR_HEADERS, ERRORS, REQUEST_HEADERS, RESPO
 from gateway.openapi.reference import renewed, tables
 from gateway.watch.metrics import (
     BatchSample,
+    ClusterSample,
     EdgeSample,
     EdgesSample,
     Histogram,
@@ -98,6 +99,7 @@ def metrics_made() -> dict[str, tuple[str, set[str]]]:
             oldest_seconds=1.0,
         ),
         edges=EdgesSample([EdgeSample("edge-1", 7, True, 1, 1, 0.1, 1.0, 1 << 20, 9.0)], 1, 0, 0),
+        cluster=ClusterSample("prod", "a", "leader", 9.0, 1, "a", (), (), (), 0),
     )
     metrics = Metrics(bus, lambda: snapshot)
     bus.publish(RequestRecord("r1", "/v1/completions", tier="cpu", ttft=0.1, attempts=1))

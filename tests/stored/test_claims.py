@@ -305,6 +305,14 @@ def test_own_requests_of_other_kinds_keep_their_claims_though_their_leases_are_o
     assert store.run_now(lambda c: release_lost(c, FOLDER, OWN, late, [RequestKind.LINE])) == 2
 
 
+def test_who_is_alone_to_run_rows_takes_those_of_all_others_at_once(store: Store) -> None:
+    begin(store, a_batch(), [a_line(1), a_line(2), a_line(3)])
+    claim(store, "other.0", 2)
+    claim(store, OWN.id, 1)
+    assert store.run_now(lambda c: release_lost(c, FOLDER, OWN, NOW, is_sole=True)) == 2
+    assert numbers(claim(store, "third.0", 3)) == [1, 2]
+
+
 def test_lines_are_not_claimed_behind_their_deadline(store: Store) -> None:
     begin(store, a_batch(), [a_line(1, deadline=NOW), a_line(2, deadline=NOW + 1)])
     assert numbers(claim(store)) == [2]

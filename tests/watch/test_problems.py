@@ -10,6 +10,7 @@ from typer.testing import CliRunner
 from gateway.cli import app
 from gateway.events import EdgeLost
 from gateway.schedule.model_placer import UnkeptWish
+from gateway.watch.metrics import ClusterSample
 from gateway.watch.problems import (
     MOST_NAMED_MODELS,
     MOST_NAMED_NODES,
@@ -49,7 +50,13 @@ def only(condition: FleetCondition) -> Problem:
     return problems[0]
 
 
+LEADING = ClusterSample("prod", "gw-a", "leader", 60.0, 3, "gw-a", (), (), (), 0)
+
 FAULTS = {
+    "no leader": replace(WELL, cluster=replace(LEADING, role="limbo", leader="")),
+    "alone": replace(WELL, cluster=replace(LEADING, role="alone", leader="")),
+    "member lost": replace(WELL, cluster=replace(LEADING, lost=["gw-b"])),
+    "files apart": replace(WELL, cluster=replace(LEADING, apart=["gw-b", "gw-c"])),
     "edge died": replace(WELL, lost_edges=[EdgeLost("edge-2", "it has ended", ("r1", "r2"))]),
     "node killed": replace(WELL, nodes=[out("a-0")], usable=3),
     "node slow": replace(
@@ -380,6 +387,11 @@ def test_a_second_gateway_is_told_with_the_nodes_that_it_uses() -> None:
     problem = only(replace(WELL, tell_slots=30, used_by_others=names))
     assert "20 of the 30 nodes" in problem.cause
     assert problem.nodes == tuple(names[:MOST_NAMED_NODES])
+
+
+def test_a_change_of_the_leader_is_no_problem() -> None:
+    for cluster in (LEADING, replace(LEADING, role="limbo", leader="", role_seconds=5.0)):
+        assert not find_problems(replace(WELL, cluster=cluster))
 
 
 def test_requests_that_broke_off_with_an_edge_are_named() -> None:

@@ -15,7 +15,7 @@ import httpx
 from starlette.types import ASGIApp
 
 from gateway.admin.app import admin_app
-from gateway.admin.configuration import ReloadResult
+from gateway.admin.configuration import ClusterMember, ReloadResult
 from gateway.admin.live import live_feed
 from gateway.admin.nodes import DrainDeadlines
 from gateway.admin.status import MetricsSource
@@ -87,6 +87,7 @@ class BareGateway:
     model_placer: ModelPlacer = field(init=False)
     store: Store | None = None
     ledger: Ledger | None = None
+    cluster: ClusterMember | None = None
     edges: Edges | None = None
     ended: list[RequestRecord] = field(default_factory=list)
 

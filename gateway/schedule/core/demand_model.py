@@ -368,6 +368,23 @@ class DemandModel:
                 queued.affinity_hash = key.blocks[0]
         return queued
 
+    def adopted(
+        self, request: LeaseRequest, slots: int, prompt_tokens: float, received_at: float
+    ) -> QueuedRequest:
+        """A request that was placed elsewhere, in numbers; it is no candidate for any row."""
+        caller, size = request.caller, request.size
+        _, completion = self._expected_tokens(request)
+        key = size.prompt_key
+        if key is not None:
+            key = PromptKey(key.blocks, prompt_tokens, key.ends, key.size, key.omits_volatile)
+        return QueuedRequest(
+            request.id, (), caller.priority, caller.fairness_key, received_at, slots,
+            prompt_tokens=prompt_tokens,
+            completion_tokens=completion if size.generates else NEGLIGIBLE_COMPLETION,
+            prompt_key=key,
+            slotless_caller="" if slots else caller.id,
+        )  # fmt: skip
+
     def expected_prompt_tokens(self, request: LeaseRequest) -> int:
         """Tokens of its prompt, tools and system prompt included, as they are expected now."""
         return round(max(request.size.prompt_tokens, self._expected_tokens(request)[0]))

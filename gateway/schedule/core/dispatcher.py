@@ -492,6 +492,8 @@ class Dispatcher:
         self._slotless_forecast = WaitForecast(placement_state, self._slotless_queue)
         self._wake_at = math.inf
         self.waiting = 0
+        self.may_place: Callable[[], bool] | None = None
+        """Asked before anything is placed; while it says no, all wait. None: always."""
         self.set_rules(rules)
 
     def set_rules(self, rules: DispatchRules) -> None:
@@ -506,6 +508,11 @@ class Dispatcher:
     def set_cache_refresh(self, refresh: Callable[[QueuedRequest], None]) -> None:
         """Call `refresh` to look up anew what is `cached` and `pending` of a waiting request."""
         self._matcher.set_cache_refresh(refresh)
+
+    def place_while(self, may_place: Callable[[], bool] | None) -> None:
+        """Place requests only while this says so; None: always."""
+        self.may_place = may_place
+        self.placement_state.note_slots_freed()
 
     # Placing.
 
@@ -526,6 +533,8 @@ class Dispatcher:
         """
         queue = self._wait_queue if queued.slots else self._slotless_queue
         if queue.count and self.placement_state.slots_freed:
+            return None
+        if self.may_place is not None and not self.may_place():
             return None
         available = available_rows(self.placement_state, queued)
         if available is None:
@@ -553,6 +562,8 @@ class Dispatcher:
         After `most` of those with a slot it stops: `slots_freed` says that others may follow.
         """
         placements: list[QueuedRequest] = []
+        if self.may_place is not None and not self.may_place():
+            return placements
         self.placement_state.clear_slots_freed()
         self._holds.clear()
         while (

@@ -336,6 +336,10 @@ class QueuedRequest(msgspec.Struct, eq=False):
         self.ends = ends = prefill_ends + self.completion_tokens * row.per_output_token
         return ends
 
+    def placed_earlier(self, at: float) -> None:
+        """It was placed at that time, before its row knew of it."""
+        self.placed_at = at
+
     def placed(
         self,
         group: int,

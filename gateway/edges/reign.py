@@ -1,0 +1,205 @@
+"""A reign: the time for which a brain of a cluster grants slots, and by which rules it does.
+
+The rules are those of `gateway.cluster.fencing`: a leader's `Tenure` has an account of what others
+may run, one that is alone has a `Fence`. A reign brings them to the scheduler: as a number of slots
+of each node that count as busy with others' work (`SlotOccupancy.fence`). What the brain itself has
+granted counts there by its leases; the account knows only those that were granted before the reign.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Collection, Sequence
+from dataclasses import dataclass, field
+
+from gateway.cluster.fencing import Fence, Session, Sharers, Tenure, Term
+from gateway.nodes.fleet import Fleet
+from gateway.nodes.node import Node, SlotsReader
+from gateway.nodes.server_properties import SlotTask
+
+LOOK_SECONDS = 0.25  # between two looks at what time alone changes
+
+
+@dataclass(slots=True, eq=False)
+class Reign:
+    """One reign, which `begin` starts and `end` ends. It ends for good.
+
+    `may_grant`: whether this member leads, or is alone, at this moment of the boot `clock`.
+    `heard`: an edge knows a later leader, of this epoch. `begun_at`: by the boot clock.
+    """
+
+    member: str
+    epoch: int
+    rules: Tenure | Fence
+    may_grant: Callable[[], bool]
+    clock: Callable[[], float]
+    begun_at: float
+    heard: Callable[[int], None] = lambda _: None
+    late: int = 0  # requests that were not written, since this member did not lead any more
+    _fleet: Fleet | None = None
+    _adopted: dict[int, tuple[str, str]] = field(default_factory=dict)
+    """Of the leases that were granted before: their edges and nodes."""
+    _carried: set[str] = field(default_factory=set)
+    """Edges that have told all that they carry."""
+    _greeting: dict[str, tuple[Session, frozenset[str]]] = field(default_factory=dict)
+    """Members whose edges have not all done so, and which those are."""
+    _slots: dict[str, int] = field(default_factory=dict)
+    """Of each node, as the rules know them."""
+    _shared_by: object = None
+    _timer: asyncio.TimerHandle | None = None
+
+    # Its time.
+
+    def begin(self, fleet: Fleet) -> None:
+        """Fence the nodes of this fleet from now on."""
+        self._fleet = fleet
+        for node in fleet.nodes.values():
+            node.occupancy.forget_others()
+        if isinstance(self.rules, Fence):
+            self.rules.go_alone(self.clock())
+        fleet.read_slots_for(SlotsReader(self.clock, self._read))
+        self._look()
+
+    def end(self) -> None:
+        """Fence no more: nothing is granted."""
+        assert self._fleet is not None
+        if self._timer is not None:
+            self._timer.cancel()
+        self._fleet.read_slots_for(None)
+        for node in self._fleet.nodes.values():
+            self._fence(node, 0)
+
+    def _look(self) -> None:
+        """Bring all nodes up to date, and have those asked that were not read yet."""
+        self._timer = asyncio.get_running_loop().call_later(LOOK_SECONDS, self._look)
+        fleet, now = self._fleet, self.clock()
+        assert fleet is not None
+        nodes = [node for node in fleet.nodes.values() if not node.is_router]
+        slots = {node.name: node.slots_total for node in nodes}
+        if slots != self._slots:
+            self._slots, self._shared_by = slots, None
+            if isinstance(self.rules, Tenure):
+                self.rules.set_nodes(slots, now)
+        before, self._shared_by = self._shared_by, self.rules.shared_by(now)
+        for node in nodes:
+            if self.rules.is_unread(node.name):
+                if self._is_idle_unasked(node, now):
+                    self.rules.read(node.name, frozenset(), now)
+                else:
+                    fleet.read_load(node)
+            elif before == self._shared_by:
+                continue  # What else changes it is noticed at once.
+            self._refresh(node, now)
+
+    def _is_idle_unasked(self, node: Node, now: float) -> bool:
+        """Whether the node runs nothing of a former leader's, or cares for its limits itself."""
+        if node.spec.kind != "llama.cpp" or (node.load is not None and not node.load.loaded):
+            return True
+        # Of one that does not tell, all slots are busy until the longest request has ended.
+        longest = node.spec.timeouts.total or node.settings.timeouts.total
+        return not node.reports_slots and now >= self.begun_at + longest
+
+    # Nodes.
+
+    def _read(self, node: Node, busy: frozenset[SlotTask], asked_at: float) -> None:
+        """The node was asked for its slots at that time; these are busy."""
+        if node.name in self._slots:
+            self.rules.read(node.name, busy, asked_at)
+            self._refresh(node, self.clock())
+
+    def _refresh(self, node: Node, now: float) -> None:
+        slots = node.slots_total
+        self._fence(node, max(0, min(slots, self.rules.others(node.name, now))))
+
+    def _fence(self, node: Node, slots: int) -> None:
+        fleet = self._fleet
+        assert fleet is not None
+        if node.occupancy.fence(slots, node.clock()):
+            fleet.capacity_changed(node)
+
+    # Edges and what they carry.
+
+    def adopted(self, edge: str, lease_id: int, node: Node) -> None:
+        """This edge holds a lease that was granted before."""
+        self._adopted[lease_id] = edge, node.name
+        if isinstance(self.rules, Fence):
+            self.rules.carried({lease_id: node.name})
+        self._refresh(node, self.clock())
+
+    def ended(self, lease_id: int) -> None:
+        """A lease has ended, or its slot is the reclaimer's. Only of adopted ones it is news."""
+        adopted = self._adopted.pop(lease_id, None)
+        if adopted is None or self._fleet is None:
+            return
+        if isinstance(self.rules, Fence):
+            self.rules.ended(lease_id)
+        else:
+            self.rules.dropped(member_of(adopted[0]), lease_id)
+        node = self._fleet.nodes.get(adopted[1])
+        if node is not None and node.name in self._slots:
+            self._refresh(node, self.clock())
+
+    def carried(self, edge: str) -> None:
+        """The edge has told all that it carries."""
+        self._carried.add(edge)
+        self._hello(member_of(edge))
+
+    def lost(self, edge: str) -> None:
+        """The edge's link is lost."""
+        self._carried.discard(edge)
+
+    # Members, as a leader's `Tenure` knows them.
+
+    @property
+    def tenure(self) -> Tenure:
+        """The rules of a leader."""
+        assert isinstance(self.rules, Tenure)
+        return self.rules
+
+    def begins(self, session: Session, edges: Collection[str]) -> None:
+        """A member begins a session, and has these edges; called again if it has others now.
+
+        It is told of terms once all of them have told what they carry.
+        """
+        self._greeting[session.edge] = session, frozenset(edges)
+        self._hello(session.edge)
+
+    def left(self, session: Session) -> None:
+        """The member's session is over: it can confirm nothing more."""
+        if self._greeting.get(session.edge, (None,))[0] == session:
+            del self._greeting[session.edge]
+
+    def _hello(self, member: str) -> None:
+        session, edges = self._greeting.get(member, (None, frozenset[str]()))
+        if session is None or not edges <= self._carried:
+            return
+        del self._greeting[member]
+        adopted = self._adopted.items()
+        leases = {id_: node for id_, (edge, node) in adopted if member_of(edge) == member}
+        self.tenure.hello(session, leases, self.clock())
+
+    def tell(self, member: str, now: float, lead_until: float) -> Term | None:
+        """As `Tenure.tell`."""
+        return self.tenure.tell(member, now, lead_until)
+
+    def confirmed(self, session: Session, number: int, now: float) -> bool:
+        """As `Tenure.confirmed`."""
+        return self.tenure.confirmed(session, number, now)
+
+    @property
+    def lists(self) -> Sequence[Sharers]:
+        """What has to be stored for the next leader."""
+        return self.tenure.lists
+
+    def next_list(self, names: Collection[str]) -> Sharers | None:
+        """As `Tenure.next_list`."""
+        return self.tenure.next_list(names, self.clock())
+
+    def share_by(self, sharers: Sharers) -> None:
+        """As `Tenure.share_by`."""
+        self.tenure.share_by(sharers)
+
+
+def member_of(edge: str) -> str:
+    """The member that an edge belongs to, by its name."""
+    return edge.partition("/")[0]
