@@ -159,7 +159,7 @@ class StatusObject(msgspec.Struct, kw_only=True):
     edges: Annotated[list[Any] | None, "the [processes that relay](../scaling.md): `name`, `pid`, "
         "`ready`, `streams`, `connections`, `cpu_share` of one processor, `cpu_seconds` and "
         "`uptime_seconds` since their start, `memory_bytes`; null: there are none"]  # fmt: skip
-    cluster: Annotated[dict[str, Any] | None, "the [cluster](../cluster.md): its `name`, the "
+    cluster: Annotated[dict[str, Any] | None, "the [cluster](../scaling.md): its `name`, the "
         "`leader`, its `epoch`, the `member` that answers with its `role` (`leader`, `follower`, "
         "`alone`, `limbo`), and all `members`, each with `name`, `role`, `address`, `version`, "
         "`heard_seconds` since it was heard of, `cores` and `edges`; null: it is a gateway of its "
