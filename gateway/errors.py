@@ -495,6 +495,16 @@ def shutting_down(retry_after: float = 5.0) -> GatewayError:
     )
 
 
+def no_leader(retry_after: float = 2.0) -> GatewayError:
+    """503: this machine of a cluster knows of none that leads."""
+    return GatewayError(
+        503,
+        "no_leader",
+        "This machine can't reach the one that leads the cluster; another one leads in seconds.",
+        retry_after=retry_after,
+    )
+
+
 def not_supported(endpoint: str, path: str, model: str, hint: str | None) -> GatewayError:
     """501: no node that serves the model has this feature; `hint` is a node's own text."""
     feature, remedy = _FEATURES.get(endpoint, (f"'{path}'", "Use another path, or another model."))

@@ -199,13 +199,16 @@ def admin_app(
     host: str,
     keys: AdminKeys,
     extra_hosts: Iterable[str] = (),
+    relayed: Callable[[ASGIApp], ASGIApp] | None = None,
+    standing_error: Callable[[], GatewayError | None] = lambda: None,
 ) -> ASGIApp:
     """The application of an admin listener on `host`.
 
     The caller owns `drain_deadlines` and closes it. Without `keys` nobody needs one; whether that
     is safe, `gateway.callers.callers.admin_listener_problem` decides before the listener opens.
+    `relayed` makes of the application, behind the guard, what another gateway serves a part of.
     """
-    health = HealthEndpoints(fleet, scheduler, lambda: gateway.closing)
+    health = HealthEndpoints(fleet, scheduler, lambda: gateway.closing, standing_error)
     endpoints = AdminEndpoints(
         dashboard=DashboardPages(load_files(), INDEX_PAGE),
         live=live,
@@ -230,7 +233,8 @@ def admin_app(
     numbers = itertools.count()
     names = (host, *extra_hosts)
     guard = Middleware(AdminGuard, keys=keys, names=names, is_keyless=is_keyless)
-    return asgi_app(routes, lambda: f"adm_{next(numbers):x}", [guard])
+    relaying = [] if relayed is None else [Middleware(relayed)]
+    return asgi_app(routes, lambda: f"adm_{next(numbers):x}", [guard, *relaying])
 
 
 # Parameters of queries that the audit log tells; others are unknown, and might be secrets.
@@ -268,6 +272,7 @@ def _with_role(route: AdminRoute, endpoints: AdminEndpoints, audit: AuditTrail) 
                         for name in AUDITED_PARAMETERS
                         if name in request.query_params
                     },
+                    member=request.scope["state"].get("member", ""),
                     refused=refused,
                 )
         return response

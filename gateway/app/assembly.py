@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import functools
 import random
 import socket
 import subprocess
@@ -12,6 +11,7 @@ import time
 from asyncio.subprocess import Process
 from collections.abc import AsyncIterator, Awaitable, Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import structlog
@@ -19,23 +19,20 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 
 from gateway import __version__, errors
 from gateway.admin.app import admin_app
-from gateway.admin.configuration import (
-    CertificateRenewal,
-    ClusterMember,
-    ReloadResult,
-    changed_keys,
-)
+from gateway.admin.configuration import CertificateRenewal, ReloadResult, changed_keys
 from gateway.admin.live import live_feed
 from gateway.admin.nodes import DrainDeadlines
 from gateway.admin.status import MetricsSource
 from gateway.app import startup
 from gateway.app.background import BackgroundWork
+from gateway.app.cluster import ClusterPart, Duties
 from gateway.app.event_loop import OwnTasks
 from gateway.app.fitting import check_fit
 from gateway.app.handover import (
     READY_TIMEOUT,
     HandoverFailed,
     InheritedState,
+    bind_cluster,
     bind_listeners,
     close_listeners,
     open_listeners,
@@ -56,6 +53,7 @@ from gateway.config.settings import RejectedFiles, Settings, changed_restart_key
 from gateway.config.watch import watch_files
 from gateway.edges.brain import Brain
 from gateway.edges.supervisor import MOST_START_SECONDS, Edges, start_edge_process
+from gateway.errors import GatewayError
 from gateway.events import EventBus, InventoryChanged, SettingsChanged, call_later
 from gateway.forward.context import ForwardContext
 from gateway.forward.forwarder import Forwarder
@@ -128,8 +126,11 @@ class Gateway:
     version = __version__
     public_listener: Listener | None = None
     admin_listener: Listener | None = None
-    is_member = False  # of a cluster: then it has duties only while it leads that
-    cluster: ClusterMember | None = None
+    cluster: ClusterPart | None
+    """What it is in its cluster; None: it is a gateway of its own, and has all duties itself."""
+    _cluster_sock: socket.socket | None = None  # listens for the other members
+    _was_replaced = False  # another process has become this member
+    _serves_routes = True  # whether requests to nodes are served here, not by edges alone
     edges: Edges | None
     """Those that serve the public listener's clients; None: this process does."""
 
@@ -150,8 +151,7 @@ class Gateway:
         self.settings = settings
         self.clock = clock
         self.started_at = self.clock()
-        self.stopping = asyncio.Event()
-        self._stop_requested = asyncio.Event()
+        self.stopping, self._stop_requested = asyncio.Event(), asyncio.Event()
         self._stop_at_once = asyncio.Event()
         self._successor: subprocess.Popen[bytes] | None = None
         """The process that has taken over the sockets."""
@@ -163,15 +163,13 @@ class Gateway:
         self.bus = EventBus(call_later)
         self._resolver, self._turn_limit = resolver or Resolver(), TurnLimit()
         self.fleet = Fleet(
-            connect=functools.partial(
-                open_node_pool, resolver=self._resolver, turn=self._turn_limit
-            ),
+            connect=partial(open_node_pool, resolver=self._resolver, turn=self._turn_limit),
             health=settings.health,
             timeouts=settings.timeouts,
             bus=self.bus,
             clock=self.clock,
             rng=rng,
-            orders=OperatorOrders(functools.partial(startup.state_file, options)),
+            orders=OperatorOrders(partial(startup.state_file, options)),
             properties_store=PropertiesStore(startup.state_file(options, "seen")),
             has_predecessor=self._inherited.ready_fd is not None,
         )
@@ -227,7 +225,7 @@ class Gateway:
             forwarder=self.forwarder,
             registry=self.registry,
             tracing=self.tracing,
-            is_sole=self.is_member,
+            is_sole=self.member is not None,
         )
         self.handler = RequestHandler(
             config,
@@ -252,7 +250,7 @@ class Gateway:
         self.telemetry = Telemetry(settings, self.bus, logs, snapshot, self.tracing)
         self.metrics = self.telemetry.metrics
         self.drain_deadlines = DrainDeadlines(self.registry)
-        self.audit = AuditTrail(time.time, self.store)
+        self.audit = AuditTrail(time.time, self.store, member=self.member or "")
         self.admin_keys = AdminKeys(had_keys=self._inherited.had_admin_keys)
         self.certificates = load_certificates(settings, self.fleet, self.audit)
         self.live = live_feed(
@@ -284,8 +282,14 @@ class Gateway:
         self._routes: dict[bytes, Route] = {}
         """What clients may ask of nodes; shared with the public listener's connections."""
         self._created = int(time.time())  # the `created` of every model, which no reload changes
-        self._public_app = self._make_public_app()
         self.edges = self._make_edges() if self._edge_count else None
+        self.cluster = self._make_cluster()
+        self._public_app = self._make_public_app()
+
+    @property
+    def member(self) -> str | None:
+        """The name of this gateway in its cluster; None: there is none."""
+        return None if self.settings.cluster is None else self.settings.cluster.member_name
 
     @property
     def closing(self) -> bool:
@@ -343,8 +347,9 @@ class Gateway:
         try:
             self.metering.open_store()
             self.public_listener, self.admin_listener = self._make_listeners(open_files)
+            self._cluster_sock = bind_cluster(self.settings, self._inherited)
             await self.fleet.start(inventory)
-            if not self.is_member:
+            if self.member is None:
                 self._duties.start(self.autoscaler.run(), "start and stop standby nodes")
             self._tasks.start(self._files.watch(inventory), "watch the files")
             self._tasks.start(self.certificates.watch(), "watch the certificates")
@@ -361,10 +366,11 @@ class Gateway:
             await self.learnt.load(self.timings.store)
             for loop in (*self.metering.loops(), *self.background.writers()):
                 self._tasks.start(loop.work, loop.name)
-            if not self.is_member:
+            if self.member is None:
                 for loop in self.background.loops():
                     self._duties.start(loop.work, loop.name)
-            if self.edges is not None and not await self.edges.start(self.timings.edges):
+            seconds = self.timings.edges if self.cluster is None else 0.0
+            if self.edges is not None and not await self.edges.start(seconds) and seconds:
                 raise StartError(NO_EDGE)
             before_clients()
             open_listeners(self.public_listener, self.admin_listener)
@@ -382,9 +388,12 @@ class Gateway:
             self.audit.record("gateway", None, "start", __version__)
             # Not earlier: the predecessor places models, calibrates and writes the file until now.
             self._tasks.start(self.fleet.properties_store.save_loop(), "save what nodes said")
-            if not self.is_member:
+            if self.member is None:
                 waits = self._inherited.wait_for_learnt
                 self._place_and_learn(None if self._inherited.learnt_fd is None else waits)
+            if self.cluster is not None and self._cluster_sock is not None:
+                # Not earlier: the predecessor is the member until now.
+                self.cluster.start(self._cluster_sock, self.public_listener, self.admin_listener)
             yield
         finally:
             await self._close()
@@ -394,18 +403,17 @@ class Gateway:
         self._duties.start(self.calibrator.run(), "calibrate idle nodes")
         self._duties.start(self.learnt.run(predecessor), "keep what was learnt")
 
-    # The duties that only one process has of those that share nodes and a store.
+    # The duties that only one process has of those that share nodes and store.
 
-    async def begin_duties(self) -> None:
-        """Take them over: first what the others have learnt and counted is read, within seconds.
-
-        It can be done again after `end_duties`.
-        """
-        await self.end_duties()
+    async def catch_up(self) -> None:
+        """Read what the others have learnt and counted, within about a second."""
         seconds = self.timings.takeover
         await asyncio.gather(
             self.metering.bring_up_to_date(seconds), self.learnt.load(seconds, anew=True)
         )
+
+    def begin_duties(self) -> None:
+        """Take them over; it can be done again when `end_duties` has ended."""
         self._duties.start(self.autoscaler.run(), "start and stop standby nodes")
         for loop in self.background.loops():
             self._duties.start(loop.work, loop.name)
@@ -418,6 +426,40 @@ class Gateway:
         """
         self.learnt.end_writing()
         await self._duties.end()
+
+    def _make_cluster(self) -> ClusterPart | None:
+        settings, store, edges = self.settings.cluster, self.store, self.edges
+        if settings is None or store is None or edges is None:
+            return None
+        process, certificate = self.metering.process, self.certificates.member
+        assert process is not None
+        assert certificate is not None
+
+        def folder_id() -> str:
+            files = self.background.files
+            return "" if files is None else files.folder.id or ""
+
+        duties = Duties(
+            self.catch_up, self.begin_duties, self.end_duties, self._replaced, folder_id,
+            lambda: self._route(served=True), lambda: self._route(served=False),
+        )  # fmt: skip
+        return ClusterPart(
+            settings, process.id, certificate, store, self.fleet, edges, self.registry,
+            self.metering.limit_book, duties,
+        )  # fmt: skip
+
+    def _replaced(self, process: str) -> None:
+        """Another process has registered as this member: a successor, unless it comes unasked."""
+        if self._handing_over.locked() or self._successor is not None:
+            return
+        self._was_replaced = True
+        log.error(
+            "another process has become this member of the cluster, so this one ends",
+            member=self.member,
+            process=process,
+            remedy="give each member a name of its own (cluster.member)",
+        )
+        self.stop()
 
     def stop(self) -> None:
         """Shut down gracefully; called again, at once."""
@@ -438,6 +480,8 @@ class Gateway:
         assert self.admin_listener is not None
         async with self._handing_over:
             sockets = {"public": self.public_listener.sock, "admin": self.admin_listener.sock}
+            if self._cluster_sock is not None:
+                sockets["cluster"] = self._cluster_sock
             command = self.options.restart_command
             log.info("starting a successor", command=command[0])
             learnt_pipe = self.learnt.open_pipe()
@@ -463,6 +507,8 @@ class Gateway:
                 return
             finally:
                 learnt_pipe.close()
+            if self.cluster is not None:
+                self.cluster.drain()
             self.fleet.hand_over()
             self.autoscaler.hand_over()
             self.model_placer.hand_over()
@@ -493,6 +539,8 @@ class Gateway:
         else:
             self._notifier.notify("STOPPING=1")
             self.audit.record("signal", None, "stop")
+            if self.cluster is not None and self.cluster.has_others:
+                self.cluster.drain()
             log.info("shutting down", in_flight=len(self.registry), grace=shutdown.grace)
             self.handler.begin_shutdown()
             self.calibrator.stop()
@@ -517,7 +565,7 @@ class Gateway:
         finally:
             closing.cancel()
             await asyncio.gather(closing, return_exceptions=True)
-        return 1 if self._stop_at_once.is_set() else 0
+        return 1 if self._stop_at_once.is_set() or self._was_replaced else 0
 
     async def _drain(self, listener: Listener, edges: Edges | None) -> None:
         if edges is not None:
@@ -547,6 +595,10 @@ class Gateway:
     async def _close(self) -> None:
         if self.edges is not None:
             await self.edges.aclose()
+        if self.cluster is not None:
+            await self.cluster.aclose()
+        if self._cluster_sock is not None:
+            self._cluster_sock.close()
         await self._duties.end()
         await self._tasks.end()
         await close_listeners(self.public_listener, self.admin_listener)
@@ -596,6 +648,7 @@ class Gateway:
             tls=self.certificates.listeners.context_of("listen.tls"),
             edges=self.edges,
         )
+        cluster = self.cluster
         app = admin_app(
             fleet=self.fleet,
             scheduler=self.scheduler,
@@ -611,6 +664,8 @@ class Gateway:
             host=admin.host,
             keys=self.admin_keys,
             extra_hosts=admin.hosts,
+            relayed=None if cluster is None else partial(cluster.relayed, kind="admin"),
+            standing_error=_standing_error(cluster),
         )
         protocol = protocol_class(
             _with_connections(limits, most_admin),
@@ -639,18 +694,33 @@ class Gateway:
 
     def _make_public_app(self) -> ASGIApp:
         """The public application under these settings, and the paths that do not go there."""
-        routes = routes_of(self.settings)
-        self._routes.clear()
-        self._routes.update((path.encode(), route) for path, route in routes.items())
+        self._route(served=self._serves_routes)
         usage = self.metering.caller_usage()
         kept = self.background.kept_for_callers()
-        site = public_app(self.handler, self.fleet, usage, created=self._created, kept=kept)
-        return site if self.settings.cors is None else with_cors(site, self.settings.cors)
+        site = public_app(
+            self.handler,
+            self.fleet,
+            usage,
+            created=self._created,
+            kept=kept,
+            standing_error=_standing_error(self.cluster),
+        )
+        app = site if self.settings.cors is None else with_cors(site, self.settings.cors)
+        return app if self.cluster is None else self.cluster.relayed(app, "public")
+
+    def _route(self, *, served: bool) -> None:
+        """Whether requests to nodes are served here that come to the public listener."""
+        self._serves_routes = served
+        self._routes.clear()
+        if served:
+            routes = routes_of(self.settings)
+            self._routes.update((path.encode(), route) for path, route in routes.items())
 
     def _make_edges(self) -> Edges:
         brain = Brain(
             self.scheduler, self.proxy_context, self.registry, self.metering.meter, self.key_ring,
             self.bus, self.tracing, self._loopback, edges=self._edge_count,
+            clustered=self.member is not None, ledger=self.ledger,
         )  # fmt: skip
 
         def adopt(sock: socket.socket, origin: ConnectionOrigin | None) -> None:
@@ -661,7 +731,7 @@ class Gateway:
             logging = self.settings.logging
             return await start_edge_process(name, link, sockets, logging.level, logging.format)
 
-        return Edges(brain, adopt, self.clock, start)
+        return Edges(brain, adopt, self.clock, start, self.member)
 
     def _handler_config(self, settings: Settings) -> HandlerConfig:
         if self._edge_count:
@@ -894,6 +964,11 @@ class FileReloader:
 
         if inventory is not None:
             await asyncio.to_thread(check, settings, inventory)
+
+
+def _standing_error(cluster: ClusterPart | None) -> Callable[[], GatewayError | None]:
+    """Why this gateway serves nobody now, though it runs; None: it does."""
+    return (lambda: None) if cluster is None else cluster.standing_error
 
 
 def load_certificates(settings: Settings, fleet: Fleet, audit: AuditTrail) -> CertificateRenewal:

@@ -22,6 +22,7 @@ from typing import BinaryIO
 
 from gateway.app.startup import Options, StartError
 from gateway.callers.keys import INITIAL_ACCESS, AnonymousAccess
+from gateway.config.cluster import parse_address
 from gateway.config.settings import Settings
 from gateway.http.listener import Listener, bind_socket, resolve_addresses
 from gateway.lease import HASH_KEY_BYTES
@@ -340,6 +341,19 @@ def bind_listeners(
     except StartError:
         public.close()
         raise
+
+
+def bind_cluster(settings: Settings, inherited: InheritedState) -> socket.socket | None:
+    """A socket that listens for the other members of the cluster; None: there is no cluster.
+
+    Raises: StartError.
+    """
+    if settings.cluster is None:
+        return None
+    host, port = parse_address(settings.cluster.listen)
+    sock = _bind(inherited, "cluster", host, port, "cluster.listen")
+    sock.listen()
+    return sock
 
 
 @contextlib.contextmanager

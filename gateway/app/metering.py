@@ -10,7 +10,8 @@ from typing import Any, NamedTuple
 
 import structlog
 
-from gateway.app.startup import Options, keys_file, store_location
+from gateway.app.startup import Options, keys_file, state_file, store_location
+from gateway.callers.kept_rows import KeptRows
 from gateway.callers.key_sync import KeySync
 from gateway.callers.keys import AnonymousAccess, KeyRing
 from gateway.callers.ledger import Ledger
@@ -87,6 +88,9 @@ class Metering:
             process,
             now=time.time,
             clock=clock,
+            kept=None
+            if settings.cluster is None
+            else KeptRows(state_file(options, "ledger").with_suffix(""), process.id),
             # The meter is made with the ledger.
             open_requests=lambda before: self.meter.open_requests(before),  # noqa: PLW0108
         )
@@ -180,6 +184,8 @@ class Metering:
         yield NamedLoop(self.key_sync.run(), "follow the API keys")
         if self.ledger is not None:
             yield NamedLoop(self.ledger.worker.run(), "write the ledger")
+            if self.ledger.kept is not None:
+                yield NamedLoop(self.ledger.keep_rows(), "keep rows of the ledger on the disk")
         if self._limit_sync is not None:
             yield NamedLoop(self._limit_sync.worker.run(), "follow the use of other processes")
         if self.store is not None and self.reporter is not None:

@@ -19,6 +19,7 @@ from gateway.callers.callers import (
     public_listener_problem,
 )
 from gateway.callers.key_sync import count_stored_keys
+from gateway.config.cluster import parse_address
 from gateway.config.errors import ConfigError, Problem
 from gateway.config.fields import is_host
 from gateway.config.inventory import Inventory, load_inventory
@@ -241,6 +242,10 @@ def _cluster_problems(settings: Settings) -> Iterator[StartProblem]:
             "listen.edges: a member of a cluster needs edges (--edges): write a number from 1 on, "
             "or auto",
         )
+    port = parse_address(cluster.listen).port
+    for key, other in (("listen.port", settings.listen.port), ("admin.port", settings.admin.port)):
+        if port == other:
+            yield StartProblem("cluster.listen", f"cluster.listen: {key} is {port} too: change one")
     from gateway.cluster.tunnel import member_certificate
 
     try:

@@ -133,13 +133,15 @@ class LimitSync:
 
     async def look(self) -> None:
         """Read the store once, and count what it has. Raises: StoreError."""
-        self._seen_changes, self._seen_recovered = self.store.changes, self.recovered()
-        self._next_read = self.clock() + LONGEST_UNREAD
         wanted, now, cursors = self.book.unloaded(), self.now(), self._cursors
-        at, clock_was_set = self.clock(), self._is_clock_set(now)
+        at = self.clock()
+        # Rows that this process has written for another one were never counted here.
+        recount = self._is_clock_set(now) or self.recovered() != self._seen_recovered
+        self._seen_changes, self._seen_recovered = self.store.changes, self.recovered()
+        self._next_read = at + LONGEST_UNREAD
         found = await self.store.run(
             lambda connection: read_ledger(
-                connection, self.own, now, cursors, wanted, clock_was_set=clock_was_set
+                connection, self.own, now, cursors, wanted, all_sums=recount
             ),
             write=False,
         )
@@ -247,12 +249,12 @@ def read_ledger(
     cursors: Mapping[str, int] | None,
     wanted: Mapping[str, float],
     *,
-    clock_was_set: bool,
+    all_sums: bool,
 ) -> LedgerRead:
     """All that the limits of the process `own` need to know, of one state of the store.
 
     `cursors`: the last rows that were read; None: none. `wanted`: the scopes to be loaded, and
-    since when the process counts them itself. `clock_was_set`: to another day.
+    since when the process counts them itself. `all_sums`: of all scopes.
     """
     known = set(connection.execute(select(processes.c.id)).scalars()) | {own}
     known |= set(cursors or ())
@@ -281,7 +283,7 @@ def read_ledger(
         if keys is not None:
             rows = rows.where(usage.c.key.in_(keys))
         found.recent = [UsedRow(*row) for row in connection.execute(rows)]
-    if clock_was_set:
+    if all_sums:
         found.all_sums = _sums(connection, calendar, None, true())
     return found
 

@@ -8,7 +8,7 @@ from typing import Annotated, NoReturn
 import typer
 
 from gateway import __version__
-from gateway.cli import batch, keys, machine, nodes, reports, serve, store, up, why
+from gateway.cli import batch, cluster, keys, machine, nodes, reports, serve, store, up, why
 from gateway.cli.terminal import (
     CommandFailed,
     HelpCommand,
@@ -58,6 +58,7 @@ app.add_typer(keys.app, name="keys")
 app.add_typer(batch.webhooks, name="webhooks")
 app.add_typer(batch.app, name="batch")
 app.add_typer(store.app, name="store")
+app.add_typer(cluster.app, name="cluster")
 app.add_typer(machine.cache, name="cache")
 
 

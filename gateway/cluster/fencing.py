@@ -445,6 +445,11 @@ class Tenure:
         known.number = 0
         known.told.clear()
 
+    def has(self, session: Session) -> bool:
+        """Whether this is the session of its edge."""
+        known = self._edges.get(session.edge)
+        return known is not None and known.is_open and known.session == session
+
     def tell(self, edge: str, now: float, lead_until: float) -> Term | None:
         """Tell the edge of the term; None: it has to greet first."""
         known = self._edges.get(edge)

@@ -7,7 +7,7 @@ from typing import NamedTuple
 from sqlalchemy import Connection, delete, select, update
 
 from gateway.store.database import insert_for
-from gateway.store.schema import leadership, members
+from gateway.store.schema import leadership, members, processes
 
 
 class MemberRow(NamedTuple):
@@ -18,6 +18,11 @@ class MemberRow(NamedTuple):
     generation: int  # counts the processes that have registered by this name
     address: str  # HOST:PORT for the other members
     version: str  # of its program
+
+    @property
+    def holder(self) -> str:
+        """Its name in the leadership's row."""
+        return f"{self.name}/{self.process}"
 
 
 def read_members(connection: Connection, cluster: str) -> list[MemberRow]:
@@ -39,6 +44,27 @@ def register(connection: Connection, cluster: str, own: MemberRow) -> list[Membe
     put = insert_for(connection)(members).values(cluster=cluster, **values)
     connection.execute(put.on_conflict_do_update(index_elements=keys, set_=values))
     return read_members(connection, cluster)
+
+
+class StoredMember(NamedTuple):
+    """A member, and what the store knows of its process."""
+
+    row: MemberRow
+    epoch: int | None  # in which it leads, or has led last; None: another one does
+    seen_at: float | None  # its last sign of life, by its clock, Unix time; None: it has ended
+
+
+def stored_members(connection: Connection, cluster: str) -> list[StoredMember]:
+    """All members of the cluster, for operators."""
+    row = leadership.c
+    lead = connection.execute(select(row.holder, row.epoch).where(row.cluster == cluster)).first()
+    holder, epoch = ("", 0) if lead is None else lead
+    signs = connection.execute(select(processes.c.id, processes.c.seen_at))
+    seen = {process: seen_at for process, seen_at in signs}  # noqa: C416 - of rows, for mypy
+    return [
+        StoredMember(one, epoch if holder == one.holder else None, seen.get(one.process))
+        for one in read_members(connection, cluster)
+    ]
 
 
 def remove(connection: Connection, cluster: str, name: str) -> bool:

@@ -220,12 +220,12 @@ class Membership:
         self._name, self._process = settings.member_name, process
         self._leadership, self._store, self._owner = leadership, store, owner
         self._clock = clock
-        self._member = Member(f"{self._name}/{process}", settings.term)
+        self._own = MemberRow(self._name, process, 0, str(settings.advertised), __version__)
+        self._member = Member(self._own.holder, settings.term)
         self._member.stands = False  # until it is registered
         self._tasks: set[asyncio.Task[None]] = set()
         self._drains = self._replaced = self._closed = False
         # The list of members.
-        self._own = MemberRow(self._name, process, 0, str(settings.advertised), __version__)
         self._rows: dict[str, MemberRow] = {}
         self._list_wanted = asyncio.Event()
         # As a leader.

@@ -217,7 +217,8 @@ class _Side(asyncio.Protocol):
 
     def close(self) -> None:
         """Close it when all is sent."""
-        if self.transport is not None:
+        # asyncio's TLS can't be closed twice.
+        if self.transport is not None and not self.transport.is_closing():
             self.transport.close()
 
     def abort(self) -> None:

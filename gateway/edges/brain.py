@@ -204,10 +204,14 @@ class Brain:
     async def _all_ended(self) -> None:
         await asyncio.gather(*self._endings, return_exceptions=True)
 
-    def edge_ended(self, name: str) -> None:
-        """The process of this edge has ended: it is waited for no longer."""
-        session = self._adrift.pop(name, None)
-        if session is not None:
+    def edge_ended(self, name: str, pid: int | None = None) -> None:
+        """This process of the edge has ended, or whichever it is: it is waited for no longer."""
+        session = self.sessions.get(name)
+        if pid is not None and session is not None and session.pid == pid:
+            session.link.fail("its process has ended")
+        session = self._adrift.get(name)
+        if session is not None and pid in {None, session.pid}:
+            del self._adrift[name]
             session.give_up()
 
     def wait_for_edge(self, session: EdgeSession) -> None:
@@ -993,7 +997,11 @@ class EdgeSession:
 
     def _reclaim(self, reason: str) -> tuple[str, ...]:
         """End all that runs at the edge; returns the `X-Request-ID` of what broke off."""
-        return () if self._brain.sessions.pop(self.name, None) is None else self._end_with(reason)
+        if self._brain.sessions.pop(self.name, None) is None:
+            return ()
+        if self._reign is not None:
+            self._reign.lost(self.name)
+        return self._end_with(reason)
 
     def _end_with(self, reason: str) -> tuple[str, ...]:
         brain = self._brain

@@ -49,10 +49,10 @@ class Uplink:
         self.tell, self.is_open = _tell_nobody, False
 
     def open(self, first: list[Any]) -> None:
-        """Tell these first, in short steps, and then all that is told from now on."""
+        """Tell these first and then all that is told from now on, in short steps."""
         self._backlog = deque(first)
         self.tell, self.is_open = self._backlog.append, True
-        self._go_on(self._backlog)
+        asyncio.get_running_loop().call_soon(self._go_on, self._backlog)
 
     @property
     def age(self) -> float:

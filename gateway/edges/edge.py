@@ -416,7 +416,7 @@ class RemoteScheduler:
         """Whether the node reads another prompt, as the brain said last; None: it is asked."""
         held, now = self._held[lease_id], self._clock()
         fresh = held.excused is not None and now - held.excused_at < EXCUSE_SECONDS
-        if not fresh and not held.asks:
+        if not (fresh or held.asks) and self._link.is_open:
             ask = next(self._asks)
             self._excuses[ask], held.asks = lease_id, True
             self._link.tell(messages.AskExcused(ask, lease_id))

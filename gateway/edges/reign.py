@@ -35,7 +35,6 @@ class Reign:
     clock: Callable[[], float]
     begun_at: float
     heard: Callable[[int], None] = lambda _: None
-    late: int = 0  # requests that were not written, since this member did not lead any more
     _fleet: Fleet | None = None
     _adopted: dict[int, tuple[str, str]] = field(default_factory=dict)
     """Of the leases that were granted before: their edges and nodes."""
@@ -85,7 +84,7 @@ class Reign:
             if self.rules.is_unread(node.name):
                 if self._is_idle_unasked(node, now):
                     self.rules.read(node.name, frozenset(), now)
-                else:
+                elif not node.probe_history.down:
                     fleet.read_load(node)
             elif before == self._shared_by:
                 continue  # What else changes it is noticed at once.
@@ -178,9 +177,11 @@ class Reign:
         leases = {id_: node for id_, (edge, node) in adopted if member_of(edge) == member}
         self.tenure.hello(session, leases, self.clock())
 
-    def tell(self, member: str, now: float, lead_until: float) -> Term | None:
-        """As `Tenure.tell`."""
-        return self.tenure.tell(member, now, lead_until)
+    def tell(self, session: Session, now: float, lead_until: float) -> Term | None:
+        """As `Tenure.tell`; None also if this is not the member's session."""
+        if not self.tenure.has(session):
+            return None
+        return self.tenure.tell(session.edge, now, lead_until)
 
     def confirmed(self, session: Session, number: int, now: float) -> bool:
         """As `Tenure.confirmed`."""

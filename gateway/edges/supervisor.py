@@ -219,9 +219,6 @@ class Edges:
     def _link_anew(self, edge: EdgeProcess) -> None:
         if edge.linking is not None:
             edge.linking.cancel()
-        if not edge.started and edge.late is None:
-            loop = asyncio.get_running_loop()
-            edge.late = loop.call_later(MOST_START_SECONDS, self._end_late, edge)
         if self._connect is not None and not edge.channel.closed:
             edge.links += 1
             edge.linking = asyncio.create_task(self._link(edge, self._connect))
@@ -238,6 +235,8 @@ class Edges:
         except BaseException:
             ours.close()
             raise
+        else:
+            self._expect_ready(edge)
 
     def _link_lost(self, edge: EdgeProcess, number: int) -> None:
         """If this was the last link that the edge was given, it gets another one."""
@@ -334,8 +333,7 @@ class Edges:
             if link is None:
                 self._link_anew(edge)
             else:
-                loop = asyncio.get_running_loop()
-                edge.late = loop.call_later(MOST_START_SECONDS, self._end_late, edge)
+                self._expect_ready(edge)
                 edge.session = await self.brain.connect(link, name, lambda *_: self._give_up(edge))
             if self._ending.is_set():
                 _kill(process)
@@ -363,6 +361,13 @@ class Edges:
         """Its link or its channel is lost: the edge ends by itself, or is ended."""
         edge.ready = False
         asyncio.get_running_loop().call_later(OWN_END_SECONDS, _kill, edge.process)
+
+    def _expect_ready(self, edge: EdgeProcess) -> None:
+        """An edge has its first link, or another one before it has begun to serve."""
+        if edge.late is not None:
+            edge.late.cancel()
+        loop = asyncio.get_running_loop()
+        edge.late = loop.call_later(MOST_START_SECONDS, self._end_late, edge)
 
     @staticmethod
     def _end_late(edge: EdgeProcess) -> None:

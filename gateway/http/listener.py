@@ -164,6 +164,11 @@ class ClientServer:
                 peer = None
             protocol.begin_handshake(peer[0] if isinstance(peer, tuple) else None, handshake)
 
+    def abort_busy(self) -> None:
+        """Break the connections on which a request runs: nobody serves it to its end."""
+        for connection in [one for one in self.connections if not one.idle]:
+            connection.transport.abort()
+
     async def drain(self) -> None:
         """Accept no more connections, and wait until every client has disconnected.
 

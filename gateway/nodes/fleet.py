@@ -49,7 +49,12 @@ from gateway.nodes.node import (
 )
 from gateway.nodes.on_demand import follow_held
 from gateway.nodes.router import LoadChange, LoadPhase, ModelLoad, RoutedModel, UnloadCause
-from gateway.nodes.server_properties import ServerProperties, server_identity, server_key
+from gateway.nodes.server_properties import (
+    MOST_SLOTS,
+    ServerProperties,
+    server_identity,
+    server_key,
+)
 from gateway.nodes.speed import CPU_PRIOR, GPU_PRIOR, Speed, SpeedPrior, SpeedSample
 from gateway.nodes.state_files import OperatorOrders, PropertiesStore
 from gateway.terms import Endpoint
@@ -445,6 +450,9 @@ class Fleet:
         )
         if (learnt := self._learnt.get(server_key(spec))) is not None:
             node.restore(*learnt)
+        if self._slots_reader is not None:
+            # Others may use it, until the reader says which of its slots they do.
+            node.occupancy.fence(MOST_SLOTS, self._clock())
         return node
 
     # A router's models.

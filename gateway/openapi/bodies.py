@@ -355,6 +355,8 @@ ERRORS = _errors("""
 503 starting (after `Retry-After`): the nodes are being asked for the first time (`GET /v1/models`,
     `/props`, `/ready`), or the standby node for it is still being started
 503 shutting_down (after `Retry-After`): the gateway is shutting down
+503 no_leader (after `Retry-After`): this machine of a cluster can't reach the one that leads; also
+    `GET /ready`
 503 cancelled: an operator cancelled it
 503 node_drained (after `Retry-After`): its node was drained with a deadline, which has passed
 503 store_unavailable (after `Retry-After`): files and batches: the store can't be read or written
@@ -394,6 +396,7 @@ ADMIN_ERRORS = _errors("""
 503 no_node: `GET /ready`: no node can take or queue work
 503 queue_full: `GET /ready`: every slot and every place in the queue is taken
 503 starting: `GET /ready`: the nodes are being asked for the first time
+503 no_leader (after `Retry-After`): of a cluster, this machine can't reach the one that leads
 503 shutting_down: `GET /ready`: the gateway is shutting down
 503 store_unavailable: what is asked for is in the store, which can't be read
 """)

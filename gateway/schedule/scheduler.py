@@ -399,12 +399,10 @@ class Scheduler:
 
     # In a cluster.
 
-    def grant_while(
-        self, may_grant: Callable[[], bool] | None, first_lease: int | None = None
-    ) -> None:
+    def grant_while(self, may_grant: Callable[[], bool], first_lease: int | None = None) -> None:
         """Grant leases only while `may_grant` says so, numbered from `first_lease` on.
 
-        Meanwhile all requests wait, as if no node had a free slot. None: always.
+        Else all requests wait, as if no node had a free slot.
         """
         self.dispatcher.place_while(may_grant)
         if first_lease is not None:

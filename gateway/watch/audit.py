@@ -53,7 +53,8 @@ class AuditEntry(msgspec.Struct, frozen=True, kw_only=True):
     target: Annotated[str, "the node, request, key or file"]
     outcome: Annotated[str, "`done`, or the code of the error"]
     refused: Annotated[bool, "whether it was refused (4xx) and changed nothing"] = False
-    details: Annotated[Mapping[str, str], "what else is known, such as a drain's deadline"]
+    details: Annotated[Mapping[str, str], "what else is known, such as a drain's deadline, or the "
+        "`member` of a cluster that was asked"]  # fmt: skip
 
     def as_json(self) -> dict[str, Any]:
         """The entry as JSON values."""
@@ -85,6 +86,7 @@ class AuditTrail:
         wall_clock: Callable[[], float],
         store: Store | None = None,
         *,
+        member: str = "",
         retry_seconds: float = RETRY_SECONDS,
         most_rows: int = MOST_ROWS,
         most_refused_rows: int = MOST_REFUSED_ROWS,
@@ -92,6 +94,7 @@ class AuditTrail:
         self.lost = 0  # changes that were logged but could not be kept
         self._wall_clock = wall_clock
         self._store = store
+        self._member = member  # of a cluster; empty: there is none
         self._retry_seconds = retry_seconds
         self._most_rows = most_rows
         self._most_refused_rows = most_refused_rows
@@ -112,11 +115,15 @@ class AuditTrail:
         *,
         details: Mapping[str, str] | None = None,
         refused: bool = False,
+        member: str = "",
     ) -> None:
         """Tell of a change, or of an attempt at one that was `refused`.
 
-        Texts are shortened; nothing secret may be in them.
+        Texts are shortened; nothing secret may be in them. `member`: of a cluster, which was asked
+        for it, if not this one.
         """
+        if member or self._member:
+            details = {**(details or {}), "member": member or self._member}
         # No two entries have the same time, by which a repeated write is recognised.
         self._last_at = max(self._wall_clock(), self._last_at + 1e-6)
         self._last_id += 1

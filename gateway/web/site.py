@@ -26,6 +26,7 @@ from gateway.catalog import FleetCatalog, ServedModels, ServerFigures
 from gateway.config.keys import NodeLabels
 from gateway.config.listeners import CorsSpec
 from gateway.config.routing import CATCH_ALL
+from gateway.errors import GatewayError
 from gateway.http.request_head import Callers, may_name_nodes
 from gateway.http.response_head import EXPOSED_HEADERS
 from gateway.request.preparation import ModelAliases
@@ -66,13 +67,15 @@ def public_app(
     *,
     created: int,
     kept: KeptForCallers = KeptForCallers(),  # noqa: B008 - immutable
+    standing_error: Callable[[], GatewayError | None] = lambda: None,
 ) -> ASGIApp:
     """The public listener's application, for all but POSTs to routed paths.
 
     Those go from the protocol straight to `handler.serve`; their routes here only make other
-    methods 405. `created`: that of every model, in seconds since 1970.
+    methods 405. `created`: that of every model, in seconds since 1970. `standing_error`: as in
+    `HealthEndpoints`.
     """
-    health = HealthEndpoints(fleet, handler.queue, lambda: handler.closing)
+    health = HealthEndpoints(fleet, handler.queue, lambda: handler.closing, standing_error)
 
     callers = Callers(lambda: handler.config)
     access = BatchAccess(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -16,8 +17,23 @@ ASK = {"input": "tell me a story", "max_output_tokens": 40, "background": True}
 
 
 @pytest.fixture(autouse=True)
-def _members(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(Gateway, "is_member", True)
+def _no_duties(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Gateways without duties, which no cluster gives any."""
+    made = Gateway.__init__
+
+    def without_duties(gateway: Gateway, *given: Any, **keys: Any) -> None:
+        made(gateway, *given, **keys)
+        monkeypatch.setattr(Gateway, "member", "one")
+        for runs in (gateway.background.feeder, gateway.background._request_runner):
+            assert runs is not None
+            runs.leases.is_sole = True
+
+    monkeypatch.setattr(Gateway, "__init__", without_duties)
+
+
+async def take_over(running: Running) -> None:
+    await running.gateway.catch_up()
+    running.gateway.begin_duties()
 
 
 async def begun(running: Running) -> str:
@@ -47,11 +63,11 @@ async def test_a_process_without_duties_runs_nothing_and_each_that_has_them_goes
         for number, running in enumerate((first, second, first, second)):
             assert node.requests == number
             assert node.busy == 0
-            await running.gateway.begin_duties()
+            await take_over(running)
             await until(lambda: node.busy == 1)
             await running.gateway.end_duties()
             await until(lambda: node.busy == 0)
-        await second.gateway.begin_duties()
+        await take_over(second)
         node.engine.decode_tps = 1e9
         await until_ended(first, id_)
 
@@ -66,10 +82,10 @@ async def test_what_a_process_ran_that_can_tell_nobody_is_run_by_the_next_one_at
         running_gateway(tmp_path, [node.url]) as second,
         asyncio.timeout(50),  # less than a lease
     ):
-        await first.gateway.begin_duties()
+        await take_over(first)
         id_ = await begun(first)
         await until(lambda: node.busy == 1)
-        await second.gateway.begin_duties()  # The first one does not know that it was deposed.
+        await take_over(second)  # The first one does not know that it was deposed.
         await until(lambda: node.requests == 2)
         node.engine.decode_tps = 1e9
         await until_ended(second, id_)
@@ -85,10 +101,10 @@ async def test_what_others_have_learnt_is_known_to_who_takes_over(tmp_path: Path
     ):
         key = first.gateway._keyed_hash
         assert key.key != second.gateway._keyed_hash.key
-        await first.gateway.begin_duties()
+        await take_over(first)
         chat = {"messages": [{"role": "user", "content": "Hello"}], "max_tokens": 4}
         assert (await first.client.post("/v1/chat/completions", json=chat)).status_code == 200
         await first.gateway.learnt.save(5.0, whole=True)
         await first.gateway.end_duties()
-        await second.gateway.begin_duties()
+        await take_over(second)
         assert key.key == second.gateway._keyed_hash.key

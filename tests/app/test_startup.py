@@ -10,6 +10,7 @@ from gateway.app.startup import (
     Options,
     StartError,
     check_startup,
+    cluster_warnings,
     count_edges,
     keys_file,
     load_checked,
@@ -22,6 +23,7 @@ from gateway.app.startup import (
 from gateway.config.listeners import AdminSettings, LimitSettings, ListenSettings
 from gateway.config.settings import Settings
 from gateway.config.stored import StoreSettings
+from tests.cluster.certificates import Authority
 
 INVENTORY = "nodes: [{name: a, url: 'http://127.0.0.1:9'}]\n"
 
@@ -97,6 +99,50 @@ def test_what_keeps_the_listeners_from_starting_is_named_by_its_key(
     check = check_startup(options(folder, settings))
     assert [problem.key for problem in check.start_problems] == keys
     assert check.settings is not None, "the file itself is valid"
+
+
+MEMBER = """
+store: {{url: {url}}}
+listen: {{port: 8000{listen}}}
+cluster:
+  member: {member}
+  listen: "127.0.0.1:{port}"
+  tls: {{cert: {cert}, key: {key}, ca: {ca}}}
+"""
+
+
+@pytest.mark.parametrize(
+    ("given", "keys"),
+    [
+        ({}, []),
+        ({"url": "off"}, ["store.url"]),
+        ({"url": "null"}, ["store.url"]),
+        ({"listen": ", edges: 0"}, ["listen.edges"]),
+        ({"listen": ", edges: 2"}, []),
+        ({"port": "8001"}, ["cluster.listen"]),
+        ({"member": "gw-b"}, ["cluster.tls"]),
+        ({"cert": "empty.txt"}, ["cluster.tls"]),
+    ],
+)
+def test_what_keeps_a_member_of_a_cluster_from_starting_is_named_by_its_key(
+    folder: Path, given: dict[str, str], keys: list[str]
+) -> None:
+    tls = Authority(folder).files("gw-a").model_dump()
+    values = {"url": "postgresql://h/d", "listen": "", "member": "gw-a", "port": "8090", **tls}
+    check = check_startup(options(folder, MEMBER.format_map({**values, **given})))
+    assert [problem.key for problem in check.start_problems] == keys
+
+
+def test_a_member_of_a_cluster_has_edges_unless_it_says_how_many(folder: Path) -> None:
+    values = {**Authority(folder).files("gw-a").model_dump(), "member": "gw-a", "port": "8090"}
+    text = MEMBER.format_map({**values, "url": "sqlite:///gateway.db", "listen": ""})
+    settings = check_startup(options(folder, text)).settings
+    assert settings is not None
+    assert count_edges(settings) > 0
+    (warning,) = cluster_warnings(settings)
+    assert "on this machine" in warning
+    none = replace(options(folder, text), edges=0)
+    assert [problem.key for problem in check_startup(none).start_problems] == ["listen.edges"]
 
 
 def test_admin_keys_let_the_admin_listener_leave_loopback(folder: Path) -> None:

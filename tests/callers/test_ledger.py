@@ -16,7 +16,13 @@ import structlog
 from sqlalchemy import Connection, insert, select
 
 from gateway.callers.ledger import JOURNALED_WITHIN, ROW_COLUMNS, Ledger, OpenRequest, UsageRow
-from gateway.callers.processes import DEAD_SECONDS, MOST_TAKEN, ProcessIdentity
+from gateway.callers.processes import (
+    DEAD_SECONDS,
+    EDGE_DIED,
+    LOST,
+    MOST_TAKEN,
+    ProcessIdentity,
+)
 from gateway.store.database import locate_store
 from gateway.store.failures import StoreUnavailable
 from gateway.store.schema import open_requests, processes, revisions, usage
@@ -352,6 +358,83 @@ async def test_requests_of_a_dead_process_are_recovered_once(url: str) -> None:
         assert first.recovered + second.recovered == 2
         assert await world.all(open_requests) == []
         assert {row["id"] for row in await world.all(processes)} == {first.own.id, second.own.id}
+
+
+@pytest.mark.parametrize("outcome", [LOST, EDGE_DIED])
+async def test_a_true_row_replaces_one_of_a_request_that_seemed_lost(
+    url: str, outcome: str
+) -> None:
+    async with a_world(url) as world:
+        first, second = world.ledger(), world.ledger()
+        first.add(a_row("r1", outcome=outcome, completion_tokens=0))
+        first.add(a_row("r2"))
+        await first.close(LIMIT)
+        for id_ in ("r1", "r2"):
+            second.add(a_row(id_, "p2.0", completion_tokens=7))
+        await second.close(LIMIT)
+        first.add(a_row("r1", outcome=outcome, completion_tokens=0))
+        await first.close(LIMIT)
+        rows = await world.all(usage)
+        found = [(one["id"], one["process"], one["completion_tokens"]) for one in rows]
+        assert found == [("r1", "p2.0", 7), ("r2", "p1.0", 5)]
+
+
+async def test_an_open_request_is_its_new_processs_and_nobody_recovers_it_as_lost(url: str) -> None:
+    async with a_world(url) as world:
+        first, second, third = world.ledger(), world.ledger(), world.ledger()
+        world.open = [an_open_request(id_, NOW + 90) for id_ in ("r1", "r2")]
+        await first.start(LIMIT)
+        assert [one["process"] for one in await world.all(open_requests)] == ["p1.0"] * 2
+        # It dies; one of the requests goes on in another process.
+        world.open = world.open[:1]
+        second.adopt("r1")
+        await second.start(LIMIT)
+        assert [one["process"] for one in await world.all(open_requests)] == ["p2.0", "p1.0"]
+        for _ in range(2):
+            await third.start(LIMIT)
+            world.clock.now += DEAD_SECONDS
+            await second.start(LIMIT)
+        await third.start(LIMIT)
+        assert [one["id"] for one in await world.all(usage)] == ["r2"]
+        second.add(a_row("r1", "p2.0"))
+        await second.close(LIMIT)
+        assert await world.all(open_requests) == []
+        rows = await world.all(usage)
+        assert [(one["id"], one["outcome"]) for one in rows] == [("r1", "ok"), ("r2", LOST)]
+
+
+async def test_open_requests_that_are_left_are_the_next_processs_or_lost(url: str) -> None:
+    async with a_world(url) as world:
+        first, second = world.ledger(), world.ledger()
+        world.open = [an_open_request(id_, NOW + 90) for id_ in ("r1", "r2")]
+        await first.start(LIMIT)
+        first.leave(["r1", "r2", "never journaled"])
+        world.open = []
+        await first.close(LIMIT)
+        left = await world.all(open_requests)
+        assert [one["process"] for one in left] == ["p1.0.left"] * 2
+        assert await world.all(processes) == [], "it owes nothing"
+        world.open = [an_open_request("r2", NOW + 90)]
+        second.adopt("r2")
+        for _ in range(2):
+            await second.start(LIMIT)
+            world.clock.now += DEAD_SECONDS
+        await second.start(LIMIT)
+        assert [(one["id"], one["outcome"]) for one in await world.all(usage)] == [("r1", LOST)]
+        assert [one["process"] for one in await world.all(open_requests)] == ["p2.0"]
+
+
+async def test_rows_are_booked_in_their_order_once_the_store_has_them(url: str) -> None:
+    async with a_world(url) as world:
+        ledger = world.ledger()
+        for number in range(3):
+            ledger.add(a_row(f"r{number}"))
+        assert (ledger.added, ledger.booked) == (3, 0)
+        await ledger.start(LIMIT)
+        ledger.add(a_row("r3"))
+        assert (ledger.added, ledger.booked) == (4, 3)
+        await ledger.close(LIMIT)
+        assert (ledger.added, ledger.booked) == (4, 4)
 
 
 async def test_many_requests_of_a_dead_process_are_recovered_in_parts(url: str) -> None:

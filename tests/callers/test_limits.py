@@ -604,3 +604,22 @@ def test_an_account_is_idle_when_all_that_it_counts_is_over(
     assert not account.is_idle(AT, the_calendar())
     assert not account.is_idle(AT + min(seconds, 30.0) - 1.0, the_calendar())
     assert account.is_idle(AT + seconds, the_calendar(NOW + seconds))
+
+
+# Requests that another process has admitted.
+
+
+def test_a_request_that_was_admitted_elsewhere_is_never_refused_and_reserves() -> None:
+    book = Book()
+    caller = a_caller(limits={"concurrency": 1, "rpm": 1, "tpm": 1000, "prompt_tokens": 50})
+    reservation, _ = [
+        book.adopt(book.accounts(caller), answers(100, prompt=60), NOW - 30.0, 1) for _ in range(2)
+    ]
+    (account,) = all_accounts(book)
+    assert (account.running, account.open) == (2, 2)
+    assert account.reserved_tokens > 0
+    assert account.requests.value(book.clocks.clock()) == 0, "its process has counted it as one"
+    assert "concurrency" in book.refusal(caller).message
+    reservation.settle(70, 0.0, book.clocks.wall())
+    assert (account.running, account.open) == (1, 1)
+    assert account.tokens.value(book.clocks.clock()) == 70

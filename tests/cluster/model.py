@@ -157,6 +157,8 @@ class Script:
         """When the server of each node came to have fewer slots."""
         # Every fourth script is about the leadership alone.
         self.has_edges = seed % 4 != 3
+        # And every fourth is about who shares, and goes alone.
+        self.is_about_lists = seed % 4 == 2
         self.names = tuple(f"e{i}" for i in range(rng.choice((2, 3, 3)) if self.has_edges else 0))
         # Some scripts begin with fewer edges that share; an operator changes who should.
         first = self.names[: 1 + self.more.randrange(len(self.names))] if self.names else ()
@@ -189,6 +191,8 @@ class Script:
         self.losses = rng.choice((0.02, 0.1, 0.3))
         self.delays = rng.choice((0.02, 0.1, 0.4))
         self.ends = rng.choice((0.05, 0.2, 0.5))
+        if self.is_about_lists:
+            self.trouble, self.ends = 0.3, 0.05
         self.haste = rng.choice((0.7, 0.7, 0.2))
         """How soon an edge writes a request that was granted."""
         self.idles = rng.choice((0.0, 0.0, 0.5, 0.9) if self.has_edges else (0.0, 0.3, 0.7, 0.95))
@@ -601,7 +605,7 @@ class Script:
     # What goes wrong.
 
     def go_wrong(self) -> None:
-        self.rng.choice(FAULTS)(self)
+        self.rng.choice(LIST_FAULTS if self.is_about_lists else FAULTS)(self)
 
     def recover(self) -> None:
         """What is away comes back some time, and what is stopped goes on."""
@@ -703,6 +707,13 @@ class Script:
         edge = self.rng.choice(self.edges)
         edge.stopped = True
         self.tell_story(f"{edge.name} stops")
+
+    def strand(self) -> None:
+        """All edges are left alone, right after somebody has told something."""
+        if self.links:
+            self.deliver(self.more.choice(self.links))
+        for brain in self.brains:
+            brain.stopped = True
 
     def jump(self) -> None:
         """The time of day of a machine is set."""
@@ -827,3 +838,7 @@ FAULTS = (
     Script.change_slots, Script.change_nodes,
 )  # fmt: skip
 """What goes wrong, each as often as it stands here."""
+LIST_FAULTS = (
+    Script.change_members, Script.change_members, Script.change_members, Script.stall_link,
+    Script.strand, Script.be_silent, Script.cut_link, Script.kill_edge,
+)  # fmt: skip

@@ -1,12 +1,14 @@
 """An edge's process without the rest: it takes connections, and says who has taken each.
 
 `python -m tests.edges.small_edge LINK SOCKETS [HOW]`; HOW: `dies` after its first client came and
-before it has taken it; `passes`: it passes on a request.
+before it has taken it; `passes`: it passes on a request; `links`: it is ready with its first link,
+and says over each the number of that and its process.
 """
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import os
 import signal
 import socket
@@ -16,7 +18,9 @@ from gateway.edges.sockets import (
     Drain,
     EdgeLoad,
     End,
+    LinkLost,
     NewClient,
+    NewLink,
     PassedOn,
     Ready,
     SocketChannel,
@@ -43,9 +47,25 @@ async def main(how: str, ours: socket.socket) -> None:
                 asyncio.get_running_loop().call_later(0.05, over.set)
             case End():
                 over.set()
+            case NewLink():
+                assert sock is not None
+                links.append(asyncio.create_task(keep(message.number, sock)))
 
+    async def keep(number: int, sock: socket.socket) -> None:
+        """Use a link until it is lost."""
+        reader, writer = await asyncio.open_unix_connection(sock=sock)
+        writer.write(f"{number} {os.getpid()}\n".encode())
+        if number == 1:
+            channel.send(Ready())
+        with contextlib.suppress(OSError):
+            await reader.read()
+        writer.close()
+        channel.send(LinkLost(number))
+
+    links: list[asyncio.Task[None]] = []
     channel: SocketChannel[ToEdge] = SocketChannel(ours, ToEdge, receive, over.set)
-    channel.send(Ready())
+    if how != "links":
+        channel.send(Ready())
     if how == "passes":
         one, other = socket.socketpair()
         channel.send(PassedOn(("192.0.2.7", 4711), None, True), other, then_close=True)

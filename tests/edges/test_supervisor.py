@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import os
 import signal
 import socket
@@ -74,9 +75,9 @@ def small_edge(*how: str) -> StartProcess:
     """Starts edges that behave so, one after the other; the last way goes on."""
     ways = list(how)
 
-    async def start(name: str, link: socket.socket, sockets: socket.socket) -> Process:
+    async def start(name: str, link: socket.socket | None, sockets: socket.socket) -> Process:
         way = ways.pop(0) if len(ways) > 1 else ways[0]
-        numbers = link.fileno(), sockets.fileno()
+        numbers = sockets.fileno() if link is None else link.fileno(), sockets.fileno()
         return await asyncio.create_subprocess_exec(
             *(sys.executable, "-m", "tests.edges.small_edge", *map(str, numbers), way),
             stdin=DEVNULL,
@@ -88,7 +89,11 @@ def small_edge(*how: str) -> StartProcess:
 
 @asynccontextmanager
 async def brain(
-    count: int, *how: str, serves: bool = True, clock: Callable[[], float] = time.monotonic
+    count: int,
+    *how: str,
+    serves: bool = True,
+    clock: Callable[[], float] = time.monotonic,
+    member: str | None = None,
 ) -> AsyncIterator[Site]:
     sessions = Sessions(count)
     adopted: list[tuple[socket.socket, ConnectionOrigin | None]] = []
@@ -97,6 +102,7 @@ async def brain(
         lambda sock, origin: adopted.append((sock, origin)),
         clock,
         small_edge(*(how or ("",))),
+        member,
     )
     try:
         assert await edges.start(LIMIT if serves else 0.01) is serves
@@ -217,6 +223,101 @@ async def test_a_request_that_is_passed_on_brings_the_clients_addresses() -> Non
         assert origin == ConnectionOrigin(("192.0.2.7", 4711), None, tls=True)
         data = await asyncio.wait_for(asyncio.get_running_loop().sock_recv(sock, 64), LIMIT)
         assert data == b"a request"
+
+
+# In a cluster.
+
+
+@dataclass(slots=True)
+class Links:
+    """Whom edges are linked to: the links that they got, by the names of edges."""
+
+    refusals: int = 0  # that are left
+    given: list[tuple[str, socket.socket]] = field(default_factory=list)
+
+    async def connect(self, name: str, sock: socket.socket) -> None:
+        if self.refusals:
+            self.refusals -= 1
+            raise ConnectionRefusedError
+        sock.setblocking(False)
+        self.given.append((name, sock))
+
+    async def next(self, number: int) -> tuple[str, int, int]:
+        """The name, number and process of the edge that has got this link."""
+        await until(lambda: len(self.given) > number, LIMIT)
+        name, sock = self.given[number]
+        line = await asyncio.wait_for(asyncio.get_running_loop().sock_recv(sock, 64), LIMIT)
+        links, pid = line.split()
+        return name, int(links), int(pid)
+
+    def close(self) -> None:
+        for _, sock in self.given:
+            sock.close()
+
+
+@asynccontextmanager
+async def member(count: int = 1) -> AsyncIterator[tuple[Site, Links]]:
+    with contextlib.closing(Links()) as links:
+        async with brain(count, "links", serves=False, member="gw-a") as site:
+            yield site, links
+
+
+async def test_the_edges_of_a_member_are_linked_when_there_is_a_brain() -> None:
+    async with member(2) as (site, links):
+        site.edges.relink(links.connect)
+        found = [await links.next(0), await links.next(1)]
+        assert sorted(name for name, *_ in found) == ["gw-a/edge-1", "gw-a/edge-2"]
+        assert [number for _, number, _ in found] == [1, 1]
+        await all_ready(site.edges)
+        assert site.sessions.lose == []
+        ours, pid = await site.client()
+        assert pid in {pid for *_, pid in found}
+        ours.close()
+
+
+async def test_another_brain_gets_new_links_to_the_same_processes() -> None:
+    async with member() as (site, links):
+        site.edges.relink(links.connect)
+        _, _, pid = await links.next(0)
+        await all_ready(site.edges)
+        ours, _ = await site.client()
+        with contextlib.closing(Links()) as others:
+            site.edges.relink(others.connect)
+            assert await others.next(0) == ("gw-a/edge-1", 2, pid)
+            assert site.edges.died == 0
+        ours.close()
+
+
+async def test_an_edge_that_has_lost_its_link_gets_another_one_until_that_holds() -> None:
+    async with member() as (site, links):
+        site.edges.relink(links.connect)
+        _, _, pid = await links.next(0)
+        links.refusals = 2
+        links.given[0][1].close()
+        assert await links.next(1) == ("gw-a/edge-1", 4, pid)
+        # What is said of an earlier link changes nothing.
+        (edge,) = site.edges._running.values()
+        site.edges._link_lost(edge, 3)
+        assert edge.links == 4
+
+
+async def test_an_edge_of_a_member_that_dies_is_started_again_and_linked() -> None:
+    async with member() as (site, links):
+        site.edges.relink(links.connect)
+        _, _, pid = await links.next(0)
+        os.kill(pid, signal.SIGKILL)
+        name, number, after = await links.next(1)
+        assert (name, number, after != pid) == ("gw-a/edge-1", 1, True)
+        assert site.edges.died == 1
+
+
+async def test_an_edge_of_a_member_has_as_long_to_serve_as_there_is_no_brain() -> None:
+    async with member() as (site, links):
+        (edge,) = site.edges._running.values()
+        assert edge.late is None
+        site.edges.relink(links.connect)
+        await all_ready(site.edges)
+        assert edge.late is not None
 
 
 @pytest.mark.parametrize("end", [Edges.drain, Edges.finish])

@@ -390,6 +390,28 @@ def test_busy_slots_beyond_our_leases_are_others_work_and_fewer_are_none() -> No
     assert [foreign_after(occupancy, busy, 11.0) for busy in (3, 1, 0)] == [2, 0, 0]
 
 
+def test_slots_that_are_fenced_are_others_whether_they_are_seen_busy_or_not() -> None:
+    occupancy = SlotOccupancy()
+    assert occupancy.fence(2, 10.0)
+    assert not occupancy.fence(2, 10.5)
+    assert [foreign_after(occupancy, busy, 11.0) for busy in (0, 1, 3)] == [2, 2, 3]
+    assert occupancy.minutes_of_others(11.0) == 1
+    assert occupancy.fence(0, 12.0)
+    assert (occupancy.foreign, occupancy.slot_seconds) == (3, 2 + 3)
+    occupancy.clear_foreign()
+    assert occupancy.foreign == 0
+
+
+def test_others_that_become_ours_are_counted_once() -> None:
+    occupancy = SlotOccupancy()
+    assert foreign_after(occupancy, 2, 10.0) == 2
+    occupancy.take_over(1, 11.0)
+    occupancy.take(1, 11.0)
+    assert (occupancy.leased, occupancy.foreign) == (1, 1)
+    occupancy.forget_others()
+    assert occupancy.minutes_of_others(11.0) == 0
+
+
 def test_a_lease_that_came_or_went_during_the_query_is_ours() -> None:
     occupancy = SlotOccupancy()
     occupancy.take(1, 10.0)

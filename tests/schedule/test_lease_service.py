@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Callable
 from typing import Any
 
@@ -12,6 +13,7 @@ from gateway.lease import (
     NOTHING_TRIED,
     AttemptCharge,
     AttemptReport,
+    ExpectedReading,
     Fault,
     GrantedLease,
     LeaseRequest,
@@ -23,9 +25,10 @@ from gateway.lease import (
 from gateway.nodes.node import LeasePhase, Node, NodeState
 from gateway.nodes.router import ModelLoad
 from gateway.schedule.lease_service import LocalLeaseService
+from gateway.schedule.scheduler import LeaseRecord
 from tests.each_case import each_case
 from tests.nodes.build import Clock
-from tests.schedule.build import a_request, a_scheduler, failed_on, node
+from tests.schedule.build import a_request, a_scheduler, failed_on, node, settle
 
 USAGE = Usage(100, 20, 50)
 
@@ -94,6 +97,73 @@ def test_a_node_is_described_anew_when_its_entry_changes() -> None:
     one.respecify(one.spec.model_copy(update={"context": 512}), 1.0)
     assert one.info.context == 512
     assert before.context is None
+
+
+def adopt(world: World, node: str, lease_id: int = 7 << 40, **keys: Any) -> LeaseRecord | None:
+    """A lease that another scheduler granted 30 seconds ago."""
+    values = {"stream": True, "slots": 1, "age": 30.0, **keys}
+    request, reading = a_request(stream=True), ExpectedReading(100, 1.0, 20.0)
+    return world.scheduler.adopt(lease_id, world.nodes[node], request, "demo", reading, **values)
+
+
+def test_a_lease_that_another_scheduler_granted_goes_on_as_one_of_our_own() -> None:
+    world = World(node("a", slots=2, cost_per_hour=3600.0))
+    lease = adopt(world, "a")
+    assert lease is not None
+    one = world.nodes["a"]
+    assert (one.leased, one.free_slots(100.0), lease.taken_at) == (1, 1, 70.0)
+    row = world.scheduler.fleet_sync.row(one)
+    assert row is not None
+    assert (row.ours, row.foreign, row.free) == (1, 0, 1)
+    world.leases.reading_began(7 << 40)
+    world.leases.content_began(7 << 40)
+    world.clock.passes(10.0)
+    world.leases.ended(AttemptReport(7 << 40, "ok", 200, True, True, True))
+    assert (one.leased, row.ours) == (0, 0)
+    charge = world.leases.settle(UsageReport(7 << 40, USAGE, USAGE, 50), lease.request)
+    assert charge.slot_seconds == 40.0
+    assert charge.cost > 0.0
+    assert world.scheduler.records == {}
+    assert not one.speed.samples, "its beginning was not seen"
+    assert world.scheduler.accuracy.is_empty
+
+
+def test_a_lease_on_a_node_without_slots_of_its_own_is_not_adopted() -> None:
+    world = World(node("a"))
+    del world.scheduler.fleet.nodes["a"]
+    world.scheduler.fleet_sync.sync()
+    assert adopt(world, "a") is None
+    assert world.scheduler.records == {}
+
+
+def test_more_leases_than_slots_are_adopted_and_nothing_granted_before_they_have_ended() -> None:
+    world = World(node("a", slots=1))
+    held = [adopt(world, "a", number) for number in (101, 102)]
+    assert all(held)
+    assert world.nodes["a"].leased == 2
+    assert world.leases.lease_now(a_request(), NOTHING_TRIED, 0.0) is None
+    for number in (101, 102):
+        assert world.leases.lease_now(a_request(), NOTHING_TRIED, 0.0) is None
+        world.scheduler.release_unused(number)
+    assert world.leases.lease_now(a_request(), NOTHING_TRIED, 0.0) is not None
+
+
+async def test_nothing_is_granted_while_the_scheduler_may_not_grant() -> None:
+    world, may_grant = World(node("a", slots=2)), False
+    scheduler = world.scheduler
+    scheduler.grant_while(lambda: may_grant, 5 << 33)
+    request = a_request()
+    assert scheduler.lease_now(request) is None
+    waiting = asyncio.create_task(scheduler.wait_for_lease(request))
+    await settle()
+    scheduler.check_all()
+    assert not waiting.done()
+    assert [one.request_id for one in scheduler.queue_positions()] == [request.id]
+    may_grant = True
+    scheduler.check_all()
+    granted = await waiting
+    assert granted.id == 5 << 33
+    assert scheduler.lease_now(a_request()) is not None
 
 
 def test_a_lease_follows_the_reports() -> None:

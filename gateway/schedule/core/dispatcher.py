@@ -509,8 +509,8 @@ class Dispatcher:
         """Call `refresh` to look up anew what is `cached` and `pending` of a waiting request."""
         self._matcher.set_cache_refresh(refresh)
 
-    def place_while(self, may_place: Callable[[], bool] | None) -> None:
-        """Place requests only while this says so; None: always."""
+    def place_while(self, may_place: Callable[[], bool]) -> None:
+        """Place requests only while this says so."""
         self.may_place = may_place
         self.placement_state.note_slots_freed()
 

@@ -1,0 +1,341 @@
+"""A gateway as a member of a cluster: what it does while it leads, follows or is alone.
+
+The membership says what the member is (`cluster/membership.py`). Here that becomes what the gateway
+does: whose brain its edges are linked to, whether it has the duties that one process has for all,
+who serves the requests that are no plain requests to nodes, and how much of each limit is its own.
+A role is taken in steps, and is left before the next one is taken. What happens meanwhile waits.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import socket
+from collections.abc import Awaitable, Callable, Coroutine
+from contextlib import suppress
+from dataclasses import dataclass, replace
+from typing import Any
+
+import structlog
+from starlette.types import ASGIApp, Receive, Scope, Send
+
+from gateway import errors
+from gateway.app.event_loop import OwnTasks
+from gateway.callers.limits import LimitBook, Part
+from gateway.cluster.fencing import Fence, Tenure, shares
+from gateway.cluster.leader_row import StoredLeadership
+from gateway.cluster.leadership import boot_clock
+from gateway.cluster.membership import Membership, MemberState, Owner, Role, SeenMember
+from gateway.cluster.tunnel import Greeting, TunnelError
+from gateway.config.cluster import ClusterSettings
+from gateway.edges.passing import OpenConnection, Passing
+from gateway.edges.reign import Reign
+from gateway.edges.supervisor import Edges
+from gateway.errors import GatewayError
+from gateway.forward.in_flight import InFlightRegistry
+from gateway.http.certificates import ServerCertificate
+from gateway.http.exchange import ConnectionOrigin
+from gateway.http.listener import Listener
+from gateway.nodes.fleet import Fleet
+from gateway.schedule.lease_service import LocalLeaseService
+from gateway.store.store import Store
+from gateway.watch.metrics import ClusterSample, MemberSample
+
+# Seconds that a member may take to be heard by a new leader, until it counts as lost.
+LOST_SECONDS = 10.0
+# What each member answers itself, on either listener: what it is, what its files say, and the files
+# of the dashboard.
+OWN_PATHS = frozenset(
+    {"/", "/health", "/ready", "/metrics", "/openapi.json", "/admin/config", "/admin/reload"}
+)
+OWN_FILES = "/dashboard/"
+log = structlog.get_logger()
+
+
+@dataclass(frozen=True, slots=True)
+class Duties:
+    """What a gateway lets its member do."""
+
+    catch_up: Callable[[], Awaitable[None]]
+    """Read what others have learnt and counted until now; within a second or so."""
+    begin: Callable[[], None]
+    """Take over what only one process does of all that share the store."""
+    end: Callable[[], Coroutine[Any, Any, None]]
+    replaced: Callable[[str], None]
+    """Another process has registered as this member."""
+    folder: Callable[[], str]
+    """The id of the folder of callers' files; empty: unknown."""
+    route: Callable[[], None]
+    """Serve the requests to nodes that come to this process."""
+    unroute: Callable[[], None]
+    """Let them be passed on like all others."""
+
+
+class ClusterPart:
+    """What one gateway is and does in its cluster."""
+
+    def __init__(
+        self,
+        settings: ClusterSettings,
+        process: str,
+        certificate: ServerCertificate,
+        store: Store,
+        fleet: Fleet,
+        edges: Edges,
+        registry: InFlightRegistry,
+        book: LimitBook,
+        duties: Duties,
+        *,
+        clock: Callable[[], float] = boot_clock,
+    ) -> None:
+        self.member = settings.member_name
+        self._settings = settings
+        self._fleet, self._edges, self._brain = fleet, edges, edges.brain
+        self._registry, self._book, self._duties = registry, book, duties
+        self._clock = clock
+        self._leadership = StoredLeadership(
+            store.location, settings.name, seconds=settings.term / 4
+        )
+        fence = Fence(self.member, self._slots_of)
+        owner = Owner(self._on_role, self._on_replaced, self._on_tunnel, self._state)
+        self._membership = Membership(
+            settings, process, certificate, self._leadership, store, fence, owner, clock=clock
+        )
+        self._listeners: tuple[Listener, Listener] | None = None
+        self._role = Role("limbo")  # that the membership says
+        self._taken = Role("limbo")  # that this gateway fills
+        self._since = clock()
+        self._changed = asyncio.Event()
+        self._tasks = OwnTasks()
+        self._ending: asyncio.Task[None] | None = None  # of the duties of the last reign
+        self._late = 0  # requests that were not sent, as this member did not lead any more
+
+    # Start and end.
+
+    def start(self, sock: socket.socket, public: Listener, admin: Listener) -> None:
+        """Be a member from now on, and take what others pass on to these listeners.
+
+        `sock` listens for other members.
+        """
+        self._listeners = public, admin
+        self._leases().may_start = self._may_start
+        self._edges.relink(_wait)
+        self._tasks.start(self._take_roles(), "take the member's role")
+        self._membership.tunnels.serve(sock)
+        self._membership.start()
+
+    def drain(self) -> None:
+        """Lead no more, and never be alone: a successor takes over, or this process ends."""
+        self._membership.tunnels.stop_accepting()
+        self._membership.drain()
+
+    @property
+    def has_others(self) -> bool:
+        """Whether another member could lead."""
+        return any(one.role in {"leader", "follower"} for one in self._others())
+
+    async def aclose(self) -> None:
+        """End it all."""
+        await self._membership.aclose()
+        await self._tasks.end()
+        await self._leave()
+        if self._ending is not None:
+            await asyncio.gather(self._ending, return_exceptions=True)
+        await self._leadership.close()
+
+    # Roles.
+
+    def _on_role(self, role: Role) -> None:
+        self._role, self._taken = role, Role("limbo", role.epoch)
+        self._since = self._clock()
+        self._changed.set()
+
+    async def _take_roles(self) -> None:
+        while True:
+            await self._changed.wait()
+            self._changed.clear()
+            role = self._role
+            try:
+                await self._leave()
+                if self._role is role:
+                    await self._take(role)
+            except Exception:
+                # Without a role it would serve nobody, and not know why.
+                log.exception("cluster: a role can't be taken", role=role.kind)
+
+    async def _leave(self) -> None:
+        """Serve nothing as in the role before; what runs at edges runs on."""
+        brain = self._brain
+        self._edges.relink(_wait)
+        if brain.reign is not None:
+            await brain.end()
+            if self._ending is None or self._ending.done():
+                self._ending = asyncio.create_task(self._duties.end())
+        self._registry.cancel_where(lambda _: True, errors.no_leader())
+        self._duties.unroute()
+        self._book.divide(None)
+        for listener in self._listeners or ():
+            listener.abort_busy()
+
+    async def _take(self, role: Role) -> None:
+        match role.kind:
+            case "follower":
+                self._edges.relink(self._link_to_leader)
+            case "leader":
+                if self._ending is not None:
+                    await asyncio.gather(self._ending, return_exceptions=True)
+                await self._duties.catch_up()
+                if self._role is not role:
+                    return
+                slots = {name: self._slots_of(name) for name in self._fleet.nodes}
+                tenure = Tenure(role.epoch, role.won_at, role.lists, slots)
+                reign = self._reign(role, tenure, role.won_at)
+                self._brain.begin(reign)
+                self._membership.lead(role.epoch, reign)
+                self._serve()
+                self._duties.begin()
+            case "alone":
+                members = self._membership.fence.sharers.names
+                self._book.divide(Part(len(members), self._share))
+                self._brain.begin(self._reign(role, self._membership.fence, self._clock()))
+                self._serve()
+        if self._role is role:
+            self._taken = role
+
+    def _serve(self) -> None:
+        """This gateway is the brain of edges."""
+        self._duties.route()
+        self._edges.relink(lambda name, sock: self._brain.connect(sock, name))
+
+    def _reign(self, role: Role, rules: Tenure | Fence, begun_at: float) -> Reign:
+        membership = self._membership
+        return Reign(
+            self.member, role.epoch, rules, membership.may_grant, self._clock, begun_at,
+            membership.heard,
+        )  # fmt: skip
+
+    async def _link_to_leader(self, name: str, sock: socket.socket) -> None:
+        await self._membership.open("link", name, sock=sock)
+
+    def _may_start(self, _: int) -> bool:
+        reign = self._brain.reign
+        may = reign is not None and reign.may_grant()
+        self._late += not may
+        return may
+
+    def _leases(self) -> LocalLeaseService:
+        leases = self._brain.context.leases
+        assert isinstance(leases, LocalLeaseService)
+        return leases
+
+    def _slots_of(self, name: str) -> int:
+        node = self._fleet.nodes.get(name)
+        return 0 if node is None else node.slots_total
+
+    def _share(self, total: int, subject: str) -> int:
+        return shares(total, subject, self._membership.fence.sharers.names)[self.member]
+
+    def _on_replaced(self, process: str) -> None:
+        self._duties.replaced(process)
+
+    # What others pass on, and what is passed on to the leader.
+
+    def _on_tunnel(self, greeting: Greeting, sock: socket.socket) -> None:
+        if greeting.kind == "link":
+            self._tasks.start(self._connect(sock, greeting.name), "link an edge")
+        elif self._listeners is not None:
+            public, admin = self._listeners
+            origin = greeting.origin or ConnectionOrigin(None, None)
+            listener = public if greeting.kind == "public" else admin
+            listener.adopt(sock, replace(origin, member=greeting.member))
+
+    async def _connect(self, sock: socket.socket, name: str) -> None:
+        with suppress(OSError):
+            await self._brain.connect(sock, name)
+
+    def relayed(self, app: ASGIApp, kind: str) -> ASGIApp:
+        """The application of this listener, of which the leader serves what is not a member's own.
+
+        `kind`: `public` or `admin`. Without a leader a member shows operators what it knows itself.
+        """
+        passing = Passing(self._opener(kind))
+
+        async def serve(scope: Scope, receive: Receive, send: Send) -> None:
+            if scope["type"] != "http" or self._serves(scope, is_admin=kind == "admin"):
+                await app(scope, receive, send)
+            else:
+                await passing(scope, receive, send)
+
+        return serve
+
+    def _serves(self, scope: Scope, *, is_admin: bool) -> bool:
+        path = scope["path"]
+        if path in OWN_PATHS or path.startswith(OWN_FILES):
+            return True
+        if self._role.kind == "limbo" and is_admin:
+            return scope["method"] in {"GET", "HEAD"}
+        return self._taken.kind in {"leader", "alone"}
+
+    def _opener(self, kind: str) -> OpenConnection:
+        async def open_connection(origin: ConnectionOrigin) -> socket.socket:
+            if self._taken.kind != "follower":
+                raise errors.no_leader()
+            try:
+                return await self._membership.open(
+                    "public" if kind == "public" else "admin", origin=origin
+                )
+            except TunnelError as error:
+                log.info("a request can't be passed on to the leader", why=str(error))
+                raise errors.no_leader() from None
+
+        return open_connection
+
+    # What operators see.
+
+    def standing_error(self) -> GatewayError | None:
+        """Why this member serves nobody now; None: it leads, follows, or is alone."""
+        return errors.no_leader() if self._taken.kind == "limbo" else None
+
+    def _state(self) -> MemberState:
+        sample = self._edges.sample()
+        cores = len(os.sched_getaffinity(0))
+        return MemberState(tuple(sample.running), sample.died, cores, self._duties.folder())
+
+    def _others(self) -> list[SeenMember]:
+        return [one for one in self._membership.seen() if one.row.name != self.member]
+
+    def sample(self) -> ClusterSample:
+        """The cluster, as this member knows it now."""
+        role, seconds, own = self._role, self._clock() - self._since, self._duties.folder()
+        members = [_sample_of(one) for one in self._membership.seen()]
+        leads = role.kind == "leader"
+        lost = [
+            one.name
+            for one in members
+            if leads and one.role == "unknown" and _silence(one, seconds) > LOST_SECONDS
+        ]
+        apart = [one.name for one in members if leads and own and one.folder not in {"", own}]
+        leader = self.member if leads else role.leader
+        return ClusterSample(
+            self._settings.name, self.member, role.kind, seconds, role.epoch, leader, members,
+            lost, apart, self._late,
+        )  # fmt: skip
+
+
+def _sample_of(seen: SeenMember) -> MemberSample:
+    state = seen.state or MemberState(version="")
+    return MemberSample(
+        seen.row.name, seen.role, seen.row.address, seen.row.version, seen.silent, state.cores,
+        state.folder, state.edges,
+    )  # fmt: skip
+
+
+def _silence(member: MemberSample, leading: float) -> float:
+    """Seconds for which this leader, which has led for so many, has not heard of the member."""
+    return leading if member.heard_seconds is None else min(leading, member.heard_seconds)
+
+
+async def _wait(_: str, sock: socket.socket) -> None:
+    """Link an edge to nobody: it waits for the next link."""
+    with sock:
+        await asyncio.get_running_loop().create_future()

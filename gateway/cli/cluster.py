@@ -1,0 +1,126 @@
+"""`llama-gateway cluster`: the members of a cluster, as its store has them."""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from gateway.cli import options
+from gateway.cli.client import named_store, open_alone, read_settings
+from gateway.cli.options import Json, examples_epilog
+from gateway.cli.terminal import (
+    CommandFailed,
+    HelpCommand,
+    HelpGroup,
+    print_json,
+    print_note,
+    print_rows,
+)
+
+if TYPE_CHECKING:
+    from gateway.cluster.members import StoredMember
+    from gateway.store.store import Store
+
+# Seconds since its last sign of life within which a member is taken to be at work.
+LIVING_SECONDS = 60.0
+
+app = typer.Typer(
+    cls=HelpGroup,
+    rich_markup_mode=None,
+    no_args_is_help=True,
+    help="The members of a cluster (`cluster` in the settings), from the store that they share.",
+    epilog=examples_epilog(
+        ("llama-gateway cluster members", "who belongs to it, who leads, who was last seen when"),
+        ("llama-gateway cluster remove gw-c", "after that machine is gone for good"),
+    ),
+)
+
+
+@app.command("members", cls=HelpCommand)
+def members(*, config: options.ConfigFile = None, as_json: Json = False) -> None:
+    """List the members, and who of them leads.
+
+    What each of them does now is told by the leader: 'llama-gateway top', GET /admin/status.
+    """
+    with _opened(config) as (store, cluster):
+        found = _members(store, cluster)
+    now = time.time()
+    told = [
+        {
+            "name": one.row.name,
+            "address": one.row.address,
+            "version": one.row.version,
+            "leads": one.epoch is not None,
+            "epoch": one.epoch,
+            "seen_seconds": None if one.seen_at is None else round(max(0.0, now - one.seen_at), 1),
+        }
+        for one in found
+    ]
+    if as_json:
+        print_json({"cluster": cluster, "members": told})
+    elif told:
+        print_rows([[(key.upper(), value) for key, value in one.items()] for one in told])
+    else:
+        print_note(f"the cluster {cluster} has no member yet")
+
+
+@app.command("remove", cls=HelpCommand)
+def remove(
+    *,
+    name: Annotated[str, typer.Argument(metavar="NAME", help="The member's name.")],
+    config: options.ConfigFile = None,
+    force: Annotated[
+        bool, typer.Option("--force", help="Although its process may be running.")
+    ] = False,
+) -> None:
+    """Remove a member that is gone for good: the others share the nodes without it.
+
+    It takes effect once its time to be alone is over. A member that runs registers again, so end
+    it first.
+    """
+    from gateway.cluster import members as jobs
+
+    with _opened(config) as (store, cluster):
+        found = {one.row.name: one for one in _members(store, cluster)}
+        if name not in found:
+            raise CommandFailed(
+                f"the cluster {cluster} has no member {name}, but {', '.join(found) or 'none'}"
+            )
+        seen_at = found[name].seen_at
+        if seen_at is not None and time.time() - seen_at < LIVING_SECONDS and not force:
+            raise CommandFailed(
+                f"{name} was seen {max(0.0, time.time() - seen_at):.0f} s ago: end its process "
+                "first, else it registers again; --force removes it all the same"
+            )
+        store.run_now(lambda connection: jobs.remove(connection, cluster, name))
+    print_note(f"{name} is no member of the cluster {cluster} any more")
+
+
+def _members(store: Store, cluster: str) -> list[StoredMember]:
+    from gateway.cluster.members import stored_members
+
+    return store.run_now(lambda connection: stored_members(connection, cluster), write=False)
+
+
+@contextlib.contextmanager
+def _opened(config: Path | None) -> Iterator[tuple[Store, str]]:
+    """The store of the cluster that the settings name, and the cluster's name.
+
+    Raises CommandFailed.
+    """
+    from gateway.store.failures import StoreError
+
+    settings = read_settings(config)
+    if settings.cluster is None:
+        raise CommandFailed("the settings have no section `cluster`: name others with --config", 2)
+    location = named_store(settings)
+    with open_alone(location) as store:
+        try:
+            yield store, settings.cluster.name
+        except StoreError as error:
+            raise CommandFailed(f"the store {location.shown} can't be used: {error}") from None

@@ -1,0 +1,35 @@
+"""Certificates of members, of a real authority, and the settings that name them."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import trustme
+
+from gateway.config.cluster import ClusterSettings, ClusterTls
+
+CLUSTER = "c"
+
+
+class Authority:
+    """An authority whose certificates are files of this folder."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self.ca = trustme.CA()
+        folder.mkdir(exist_ok=True)
+        self.ca.cert_pem.write_to_path(str(folder / "ca.pem"))
+
+    def files(self, *names: str, stem: str | None = None, **more: Any) -> ClusterTls:
+        """Return a certificate with these names; the files are called by the first one."""
+        made = self.ca.issue_cert(*names, **more)
+        cert, key = (self.folder / f"{stem or names[0]}{end}" for end in (".pem", ".key"))
+        made.private_key_pem.write_to_path(str(key))
+        cert.write_bytes(b"".join(part.bytes() for part in made.cert_chain_pems))
+        return ClusterTls(cert=cert, key=key, ca=self.folder / "ca.pem")
+
+    def settings(self, member: str, **more: Any) -> ClusterSettings:
+        """Return the settings of a member with a certificate of its own."""
+        given = {"name": CLUSTER, "listen": "127.0.0.1:9", "tls": self.files(member)}
+        return ClusterSettings(member=member, **{**given, **more})

@@ -1,0 +1,386 @@
+"""Tunnels over loopback, with real certificates."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import datetime as dt
+import ipaddress
+import socket
+import ssl
+import struct
+from collections.abc import AsyncIterator, Awaitable, Callable
+from pathlib import Path
+
+import msgspec
+import pytest
+
+from gateway.cluster import tunnel
+from gateway.cluster.tunnel import (
+    MOST_GREETING_BYTES,
+    VERSION,
+    Greeting,
+    TunnelError,
+    Tunnels,
+    Welcome,
+    member_certificate,
+)
+from gateway.config.cluster import Address, ClusterSettings, ClusterTls
+from gateway.http.certificates import CertificateError, ServerCertificate
+from gateway.http.exchange import ConnectionOrigin
+from tests.cluster.certificates import CLUSTER, Authority
+from tests.polling import eventually
+
+LIMIT = 20.0
+"""Seconds that a thing may take where its time is not the matter."""
+
+
+@pytest.fixture(scope="module")
+def authority(tmp_path_factory: pytest.TempPathFactory) -> Authority:
+    return Authority(tmp_path_factory.mktemp("authority"))
+
+
+class Node:
+    """A member with a port, which keeps what others open to it."""
+
+    def __init__(self, settings: ClusterSettings, certificate: ServerCertificate) -> None:
+        self.settings = settings
+        self.answer = Welcome(f"process of {settings.member_name}")
+        self.came: asyncio.Queue[tuple[Greeting, socket.socket]] = asyncio.Queue()
+        self.tunnels = Tunnels(
+            settings,
+            self.answer.process,
+            certificate,
+            admit=lambda _: self.answer,
+            on_tunnel=lambda greeting, sock: self.came.put_nowait((greeting, sock)),
+        )
+        self.listening = socket.create_server(("127.0.0.1", 0))
+        self.tunnels.serve(self.listening)
+
+    @property
+    def address(self) -> Address:
+        return Address(*self.listening.getsockname())
+
+    async def pair(self, other: Node, **more: object) -> tuple[socket.socket, socket.socket]:
+        """Return both ends of a tunnel that the other one has opened to this one."""
+        name = self.settings.member_name
+        opened = await other.tunnels.open(name, self.address, "link", **more)  # type: ignore[arg-type]
+        _, taken = await self.came.get()
+        return opened, taken
+
+
+MakeNode = Callable[..., Node]
+
+
+@pytest.fixture
+async def make(authority: Authority) -> AsyncIterator[MakeNode]:
+    made: list[Node] = []
+
+    def one(member: str, tls: ClusterTls | None = None, **more: object) -> Node:
+        given = {"tls": tls or authority.files(member), **more}
+        settings = authority.settings(member, **given)
+        try:
+            certificate = member_certificate(settings.tls, member)
+        except CertificateError:  # One that no honest member would use.
+            certificate = member_certificate(settings.tls, settings.tls.cert.stem)
+        made.append(Node(settings, certificate))
+        return made[-1]
+
+    yield one
+    for node in made:
+        await node.tunnels.aclose()
+        node.listening.close()
+        while not node.came.empty():
+            node.came.get_nowait()[1].close()
+
+
+async def received(sock: socket.socket, count: int) -> bytes:
+    loop, found = asyncio.get_running_loop(), b""
+    async with asyncio.timeout(LIMIT):
+        while len(found) < count and (data := await loop.sock_recv(sock, 1 << 16)):
+            found += data
+    return found
+
+
+async def send(sock: socket.socket, data: bytes) -> None:
+    async with asyncio.timeout(LIMIT):
+        await asyncio.get_running_loop().sock_sendall(sock, data)
+
+
+async def until(is_so: Callable[[], bool]) -> None:
+    async def look() -> bool | None:
+        return True if is_so() else None
+
+    await eventually(look)
+
+
+async def test_what_one_side_writes_the_other_reads_until_each_direction_has_ended(
+    make: MakeNode,
+) -> None:
+    a, b = make("gw-a"), make("gw-b")
+    opened, taken = await a.pair(b)
+    await send(opened, b"request")
+    assert await received(taken, 7) == b"request"
+    opened.shutdown(socket.SHUT_WR)
+    assert await received(taken, 1) == b""
+    await send(taken, b"answer")
+    assert await received(opened, 6) == b"answer"
+    taken.close()
+    assert await received(opened, 1) == b""
+    opened.close()
+    await until(lambda: not any((*a.tunnels.sample().values(), *b.tunnels.sample().values())))
+
+
+async def test_the_greeting_says_what_a_tunnel_is_for(make: MakeNode) -> None:
+    a, b = make("gw-a"), make("gw-b")
+    origin = ConnectionOrigin(("192.0.2.1", 5), ("192.0.2.9", 443), tls=True)
+    opened = await b.tunnels.open(
+        "gw-a", a.address, "public", to=a.answer.process, name="x", origin=origin
+    )
+    greeting, taken = await a.came.get()
+    process = b.answer.process
+    assert greeting == Greeting(
+        VERSION, CLUSTER, "gw-b", process, a.answer.process, "public", "x", origin
+    )
+    assert a.tunnels.sample() == {"control": 0, "link": 0, "public": 1, "admin": 0}
+    opened.close()
+    taken.close()
+
+
+async def test_a_given_socket_is_joined_in_place_of_a_new_pair(make: MakeNode) -> None:
+    a, b = make("gw-a"), make("gw-b")
+    own, other = socket.socketpair()
+    own.setblocking(False)
+    opened, taken = await a.pair(b, sock=other)
+    assert opened is other
+    await send(own, b"x")
+    assert await received(taken, 1) == b"x"
+    own.close()
+    taken.close()
+
+
+async def test_who_sends_faster_than_the_other_reads_waits_in_bounded_memory(
+    make: MakeNode,
+) -> None:
+    a, b = make("gw-a"), make("gw-b")
+    opened, taken = await a.pair(b)
+    loop, sent = asyncio.get_running_loop(), 0
+    block = bytes(range(256)) * 256
+    with contextlib.suppress(TimeoutError):
+        while sent < 256 << 20:
+            async with asyncio.timeout(1):
+                await loop.sock_sendall(opened, block)
+            sent += len(block)
+    assert sent < 32 << 20
+    # What waits comes, all of it, once it is read.
+    opened.shutdown(socket.SHUT_WR)
+    found = await received(taken, 1 << 40)
+    assert found[:sent] == block * (sent // len(block))
+    assert block.startswith(found[sent:])
+    opened.close()
+    taken.close()
+
+
+async def test_a_side_that_reads_nothing_for_long_loses_its_tunnel(
+    make: MakeNode, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(tunnel, "STALL_SECONDS", 0.2)
+    a, b = make("gw-a"), make("gw-b")
+    opened, taken = await a.pair(b)
+    with pytest.raises(OSError):
+        await send(opened, bytes(256 << 20))
+    await until(lambda: not a.tunnels.sample()["link"])
+    taken.close()
+    opened.close()
+
+
+async def test_a_member_that_dies_ends_its_tunnels(make: MakeNode) -> None:
+    a, b = make("gw-a"), make("gw-b")
+    opened, taken = await a.pair(b)
+    await b.tunnels.aclose()
+    assert await received(taken, 1) == b""
+    assert await received(opened, 1) == b""
+    opened.close()
+    taken.close()
+
+
+async def refused(attempt: Awaitable[socket.socket]) -> TunnelError:
+    with pytest.raises(TunnelError) as raised:
+        async with asyncio.timeout(LIMIT):
+            await attempt
+    return raised.value
+
+
+async def test_a_refusal_comes_with_its_reason_and_is_counted(make: MakeNode) -> None:
+    a, b = make("gw-a"), make("gw-b")
+    a.answer = Welcome("pa", "not_leader", "gw-c", 7)
+    error = await refused(b.tunnels.open("gw-a", a.address, "control"))
+    assert error.welcome == a.answer
+    assert str(error) == f"gw-a at {a.address} refuses: not_leader"
+    assert a.tunnels.refused == {"not_leader": 1}
+    assert a.came.empty()
+
+
+@pytest.mark.parametrize(
+    ("reason", "given"),
+    [("cluster", {"name": "another"}), ("address", {}), ("certificate", {})],
+)
+async def test_who_is_no_such_member_is_refused(
+    make: MakeNode, authority: Authority, reason: str, given: dict[str, str]
+) -> None:
+    allow = (ipaddress.ip_network("192.0.2.0/24"),) if reason == "address" else ()
+    a = make("gw-a", allow=allow)
+    tls = authority.files("gw-x") if reason == "certificate" else None
+    b = make("gw-b", tls=tls, **given)
+    await refused(b.tunnels.open("gw-a", a.address, "control"))
+    assert a.tunnels.refused == {reason: 1}
+    assert a.came.empty()
+
+
+async def test_another_process_than_the_one_that_was_meant_refuses(make: MakeNode) -> None:
+    a, b = make("gw-a"), make("gw-b")
+    await refused(b.tunnels.open("gw-a", a.address, "control", to="one that has ended"))
+    assert a.tunnels.refused == {"other_process": 1}
+
+
+async def test_certificates_of_another_authority_are_refused_by_both_sides(
+    make: MakeNode, tmp_path: Path
+) -> None:
+    a, b = make("gw-a"), make("gw-b", tls=Authority(tmp_path).files("gw-b"))
+    error = await refused(b.tunnels.open("gw-a", a.address, "control"))
+    assert "certificate" in str(error)
+    await refused(a.tunnels.open("gw-b", b.address, "control"))
+    await until(lambda: bool(a.tunnels.refused["handshake"] and b.tunnels.refused["handshake"]))
+
+
+async def test_a_server_that_is_another_member_is_not_greeted(make: MakeNode) -> None:
+    a, b = make("gw-a"), make("gw-b")
+    error = await refused(b.tunnels.open("gw-c", a.address, "control"))
+    assert "gw-c" in str(error)
+    assert a.came.empty()
+
+
+async def test_nobody_answers(make: MakeNode, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tunnel, "OPEN_SECONDS", 0.5)
+    b = make("gw-b")
+    with socket.create_server(("127.0.0.1", 0)) as silent:
+        address = Address(*silent.getsockname())
+        error = await refused(b.tunnels.open("gw-a", address, "control"))
+        assert "no answer within 0.5 s" in str(error)
+    error = await refused(b.tunnels.open("gw-a", address, "control"))
+    assert str(error).startswith(f"gw-a at {address}")
+
+
+GREETING, LATER_GREETING = (
+    msgspec.msgpack.encode(Greeting(version, CLUSTER, "gw-b", "p", "", "control"))
+    for version in (VERSION, VERSION + 1)
+)
+
+
+@pytest.mark.parametrize(
+    ("first", "reason"),
+    [
+        (b"GET / HTTP/1.1\r\n\r\n" * 100, "greeting"),
+        (struct.pack(">I", MOST_GREETING_BYTES + 1), "greeting"),
+        (struct.pack(">I", 3) + b"abc", "greeting"),
+        (struct.pack(">I", len(GREETING)) + GREETING[:-1], "greeting"),  # and then nothing
+        (struct.pack(">I", len(LATER_GREETING)) + LATER_GREETING, "version"),
+    ],
+    ids=["HTTP", "too long", "no message", "incomplete", "later version"],
+)
+async def test_what_is_no_greeting_is_refused_in_time(
+    make: MakeNode, monkeypatch: pytest.MonkeyPatch, first: bytes, reason: str
+) -> None:
+    monkeypatch.setattr(tunnel, "OPEN_SECONDS", 2.0)
+    a, b = make("gw-a"), make("gw-b")
+    context = b.tunnels._certificate.loaded.client_context
+    reader, writer = await asyncio.open_connection(*a.address, ssl=context, server_hostname="gw-a")
+    writer.write(first)
+    async with asyncio.timeout(LIMIT):
+        with contextlib.suppress(ConnectionError, ssl.SSLError):
+            await reader.read()
+    writer.close()
+    await until(lambda: a.tunnels.refused == {reason: 1})
+    assert a.came.empty()
+
+
+async def test_a_chunk_of_a_wrong_length_ends_the_tunnel(make: MakeNode) -> None:
+    a, b = make("gw-a"), make("gw-b")
+    context = b.tunnels._certificate.loaded.client_context
+    reader, writer = await asyncio.open_connection(*a.address, ssl=context, server_hostname="gw-a")
+    writer.write(struct.pack(">I", len(GREETING)) + GREETING)
+    _, taken = await a.came.get()
+    writer.write(struct.pack(">I", 3) + b"abc" + b"\xff" * 64)
+    assert await received(taken, 100) == b"abc"
+    async with asyncio.timeout(LIMIT):
+        with contextlib.suppress(ConnectionError, ssl.SSLError):
+            await reader.read()
+    writer.close()
+    taken.close()
+
+
+async def test_handshakes_that_do_not_end_are_bounded_and_given_up(
+    make: MakeNode, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(tunnel, "OPEN_SECONDS", 1.5)
+    monkeypatch.setattr(tunnel, "MOST_HANDSHAKES", 8)  # 2 of one address
+    a, b = make("gw-a"), make("gw-b")
+    slow = [socket.create_connection(a.address) for _ in range(4)]
+    await until(lambda: a.tunnels.refused["too_many"] == 2)
+    await until(lambda: a.tunnels.refused["handshake"] == 2)
+    opened, taken = await a.pair(b)
+    for one in (*slow, opened, taken):
+        one.close()
+
+
+async def test_tunnels_of_one_member_are_bounded(
+    make: MakeNode, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    a, b = make("gw-a"), make("gw-b")
+    ends = await a.pair(b)
+    monkeypatch.setattr(tunnel, "MOST_TUNNELS", 1)
+    error = await refused(b.tunnels.open("gw-a", a.address, "link"))
+    assert str(error) == "1 tunnels are open already"
+    b.tunnels._open.clear()  # One that does not count its own.
+    error = await refused(b.tunnels.open("gw-a", a.address, "link"))
+    assert error.welcome is not None
+    assert error.welcome.refused == "too_many"
+    for one in ends:
+        one.close()
+
+
+async def test_a_renewed_certificate_counts_with_the_next_connection(
+    make: MakeNode, authority: Authority, tmp_path: Path
+) -> None:
+    other = Authority(tmp_path)
+    a, b = make("gw-a"), make("gw-b", tls=other.files("gw-b"))
+    await refused(b.tunnels.open("gw-a", a.address, "link"))
+    made = authority.files("gw-b")
+    for key in ("cert", "key", "ca"):
+        getattr(b.settings.tls, key).write_bytes(getattr(made, key).read_bytes())
+    await b.tunnels._certificate.renew()
+    ends = await a.pair(b)
+    for one in ends:
+        one.close()
+
+
+# Certificates.
+
+
+def test_a_certificate_is_tried_as_others_will(authority: Authority, tmp_path: Path) -> None:
+    good = member_certificate(authority.files("gw-a", "10.0.0.1"), "gw-a")
+    assert good.loaded.client_context is not None
+    with pytest.raises(CertificateError, match="for the name gw-b"):
+        member_certificate(authority.files("gw-a"), "gw-b")
+    with pytest.raises(CertificateError, match=r"names \*\.example\.org and not this member"):
+        member_certificate(authority.files("*.example.org"), "gw-a.example.org")
+    other = Authority(tmp_path).folder / "ca.pem"
+    foreign = authority.files("gw-a").model_copy(update={"ca": other})
+    with pytest.raises(CertificateError, match="would be refused"):
+        member_certificate(foreign, "gw-a")
+    over = dt.datetime.now(dt.UTC) - dt.timedelta(days=1)
+    with pytest.raises(CertificateError, match="expired"):
+        member_certificate(authority.files("gw-a", not_after=over), "gw-a")
+    other.write_text("nothing")
+    with pytest.raises(CertificateError):
+        member_certificate(foreign, "gw-a")

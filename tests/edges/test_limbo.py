@@ -1,0 +1,475 @@
+"""An edge of a cluster between two brains: what waits and runs goes on, and nothing gets lost."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import pytest
+from msgspec.json import encode
+
+from gateway.callers.limits import Reservation
+from gateway.edges import carried, messages
+from gateway.edges.edge import GREETED_SECONDS, EdgeServices
+from gateway.errors import GatewayError
+from gateway.events import RequestRecord
+from gateway.lease import NOTHING_TRIED, AttemptReport, GrantedLease, Usage, UsageReport
+from gateway.terms import Caller, Priority
+from tests.edges.fake_brain import FakeBrain, a_clustered_edge
+from tests.gateways import until
+from tests.lease_requests import a_lease_request
+from tests.virtual import in_virtual_time, now
+
+
+def a_key(id_: str) -> messages.KeyOnWire:
+    return messages.KeyOnWire(
+        id_, id_, id_.encode() * 8, Priority.NORMAL, Priority.NORMAL, None, False, None,
+        (None, None, None), None, None, None,
+    )  # fmt: skip
+
+
+CALLER = Caller("anonymous:1.2.3.4", "anonymous", Priority.NORMAL, anonymous=True)
+
+
+@dataclass(slots=True)
+class At:
+    """An edge under test, with its first brain."""
+
+    services: EdgeServices
+    brain: FakeBrain
+    reservations: dict[str, Reservation] = field(default_factory=dict)
+    records: dict[str, RequestRecord] = field(default_factory=dict)
+    tasks: list[asyncio.Task[GrantedLease]] = field(default_factory=list)
+
+    def ask(self, id_: str = "req_1", **fields: Any) -> asyncio.Task[GrantedLease]:
+        """A request comes, and asks for a lease."""
+        services, came_at = self.services, now()
+        request = a_lease_request(id_, caller=CALLER.id, **fields)
+        if id_ not in self.records:
+            record = self.records[id_] = RequestRecord(id_, "/v1/chat/completions", "demo")
+            record.request_id = id_
+            accounts = services.meter.book.accounts(CALLER)
+            self.reservations[id_] = services.meter.admit(accounts, request, record)
+        waits = services.scheduler.wait_for_lease(request, NOTHING_TRIED, now() - came_at)
+        self.tasks.append(asyncio.create_task(waits))
+        return self.tasks[-1]
+
+    async def granted(self, id_: str = "req_1", *, starts: bool = True) -> int:
+        """A request asks for a lease and gets one, under which it is written."""
+        before = len(self.brain.all(messages.AskLease))
+        asking = self.ask(id_)
+        lease_id = self.brain.grant((await self.brain.last(messages.AskLease, before + 1)).ask)
+        assert (await asking).id == lease_id
+        if starts:
+            assert self.services.scheduler.may_start(lease_id)
+        return lease_id
+
+    async def ask_granted(self) -> GrantedLease:
+        """A request asks for a lease and gets one."""
+        asking = self.ask()
+        self.brain.grant((await self.brain.last(messages.AskLease)).ask)
+        return await asking
+
+    def ends(self, lease_id: int, id_: str = "req_1") -> None:
+        """Its response has ended, and what it took is known."""
+        scheduler = self.services.scheduler
+        scheduler.ended(AttemptReport(lease_id, "ok", 200, True, True, True))
+        usage = Usage(100, 20, 50)
+        scheduler.settle(UsageReport(lease_id, usage, usage, 50), a_lease_request(id_))
+        self.finishes(id_)
+
+    def finishes(self, id_: str = "req_1") -> None:
+        """All is known of a request."""
+        self.services.meter.ended(self.reservations[id_], self.records[id_])
+        self.services.bus.flush()
+
+    async def lose(self) -> None:
+        """The first brain is gone."""
+        self.brain.cut()
+        await until(lambda: not self.services.uplink.is_open)
+
+    async def next_brain(self, epoch: int = 2) -> FakeBrain:
+        """Another one leads."""
+        brain = FakeBrain(epoch)
+        await brain.lead(self.services)
+        return brain
+
+
+@asynccontextmanager
+async def an_edge() -> AsyncIterator[At]:
+    brain = FakeBrain()
+    services = await a_clustered_edge(brain)
+    at = At(services, brain)
+    try:
+        yield at
+    finally:
+        for task in at.tasks:
+            task.cancel()
+        await asyncio.gather(*at.tasks, return_exceptions=True)
+        await services.aclose()
+
+
+@in_virtual_time
+async def test_an_edge_waits_for_its_first_brain_as_long_as_it_takes() -> None:
+    services = EdgeServices("gw-a/edge-1", clustered=True, clock=now)
+    ready = asyncio.create_task(services.wait_ready())
+    await asyncio.sleep(1000.0)
+    assert not ready.done()
+    brain = FakeBrain()
+    await brain.lead(services)
+    await ready
+    hello = brain.told[0]
+    assert (hello.name, hello.epoch) == ("gw-a/edge-1", 0)
+    assert brain.told[1:] == brain.all(messages.Carried)
+    await services.aclose()
+    await until(lambda: brain.lost)
+    assert isinstance(brain.told[-1], messages.Leaving)
+
+
+@in_virtual_time
+async def test_an_edge_that_no_link_can_reach_any_more_does_not_begin_to_serve() -> None:
+    services = EdgeServices("gw-a/edge-1", clustered=True, clock=now)
+    ready = asyncio.create_task(services.wait_ready())
+    await asyncio.sleep(0)
+    services.give_up("its gateway has ended")
+    with pytest.raises(Exception, match="its gateway has ended"):
+        await ready
+    await services.aclose()
+
+
+# What waits.
+
+
+@in_virtual_time
+async def test_what_waits_is_asked_for_anew_with_its_whole_age_and_not_admitted_twice() -> None:
+    async with an_edge() as at:
+        asking = at.ask()
+        first = await at.brain.last(messages.AskLease)
+        assert first.opening is not None
+        await asyncio.sleep(3.0)
+        await at.lose()
+        await asyncio.sleep(4.0)
+        assert not asking.done()
+        brain = await at.next_brain()
+        again = await brain.last(messages.AskLease)
+        assert (again.request.id, again.opening, round(again.age)) == ("req_1", None, 7)
+        (carried_request,) = brain.all(messages.CarriedRequest)
+        assert carried_request.opening.id == "req_1"
+        assert carried_request.opening.request is not None
+        assert encode(carried_request.opening.request) == encode(first.request)
+        assert round(carried_request.opening.age) == 7
+        assert not carried_request.released
+        brain.grant(again.ask)
+        assert (await asking).node.name == "a"
+
+
+@in_virtual_time
+async def test_what_no_brain_has_heard_of_is_admitted_by_the_next_one() -> None:
+    async with an_edge() as at:
+        at.brain.cut()
+        unheard = at.ask("unheard")
+        await until(lambda: not at.services.uplink.is_open)
+        in_limbo = at.ask("in limbo")
+        await asyncio.sleep(2.0)
+        brain = await at.next_brain()
+        await brain.last(messages.AskLease, 2)
+        assert brain.all(messages.CarriedRequest) == []
+        for asked in brain.all(messages.AskLease):
+            assert asked.opening is not None
+            assert (asked.opening.id, round(asked.opening.age)) == (asked.request.id, 2)
+            brain.grant(asked.ask)
+        await asyncio.gather(unheard, in_limbo)
+
+
+@in_virtual_time
+async def test_a_client_that_leaves_in_limbo_is_not_asked_for_and_told_of_as_finished() -> None:
+    async with an_edge() as at:
+        asking = at.ask()
+        await at.brain.last(messages.AskLease)
+        await at.lose()
+        asking.cancel()
+        await asyncio.gather(asking, return_exceptions=True)
+        at.records["req_1"].fail(499, "client_closed")
+        at.finishes()
+        brain = await at.next_brain()
+        finished = await brain.last(messages.Finished)
+        assert (finished.record.request_id, finished.record.status) == ("req_1", 499)
+        assert [one.released for one in brain.all(messages.CarriedRequest)] == [True]
+        assert brain.all(messages.AskLease) == []
+
+
+@in_virtual_time
+async def test_nobody_waits_in_limbo_for_longer_than_in_the_queue() -> None:
+    async with an_edge() as at:
+        await at.lose()
+        limited, patient = at.ask("limited", time_limit=20.0), at.ask("patient")
+        began = now()
+        with pytest.raises(GatewayError) as refused:
+            await limited
+        assert refused.value.code == "queue_timeout"
+        assert 20.0 <= now() - began < 20.5
+        with pytest.raises(GatewayError):
+            await patient
+        assert 300.0 <= now() - began < 300.5
+
+
+@in_virtual_time
+async def test_a_client_that_got_the_head_of_a_response_keeps_its_place() -> None:
+    async with an_edge() as at:
+        at.ask()
+        await at.brain.last(messages.AskLease)
+        await at.lose()
+        at.services.scheduler.keep_in_queue("req_1")
+        brain = await at.next_brain()
+        assert (await brain.last(messages.AskLease)).response_started
+
+
+@pytest.mark.parametrize("answer", [True, False])
+@in_virtual_time
+async def test_what_was_asked_about_nodes_is_asked_again(answer: bool) -> None:
+    async with an_edge() as at:
+        request = a_lease_request()
+        asking = asyncio.create_task(at.services.scheduler.has_other_node(request, NOTHING_TRIED))
+        await at.brain.last(messages.AskNodes)
+        await at.lose()
+        await asyncio.sleep(60.0)
+        assert not asking.done()
+        brain = await at.next_brain()
+        asked = await brain.last(messages.AskNodes)
+        brain.link.tell(messages.NodeAnswer(asked.ask, answer))
+        assert await asking is answer
+
+
+# What runs.
+
+
+@in_virtual_time
+async def test_what_runs_goes_on_and_the_next_brain_is_told_how_it_stands() -> None:
+    async with an_edge() as at:
+        scheduler = at.services.scheduler
+        lease_id = await at.granted()
+        scheduler.reading_began(lease_id)
+        await at.brain.last(messages.LeaseNews)
+        await at.lose()
+        scheduler.content_began(lease_id)
+        scheduler.content_went_on(lease_id, 30)
+        assert scheduler.is_silence_excused(lease_id) is None
+        await asyncio.sleep(5.0)
+        brain = await at.next_brain()
+        (lease,) = brain.all(messages.CarriedLease)
+        assert (lease.lease_id, lease.node, lease.phase, lease.tokens, round(lease.age)) == (
+            lease_id, "a", "content", 30, 5,
+        )  # fmt: skip
+        assert lease.request.id == "req_1"
+        assert scheduler.is_silence_excused(lease_id) is None
+        await brain.last(messages.AskExcused)
+        at.ends(lease_id)
+        await brain.last(messages.Finished)
+        assert [type(one) for one in brain.told[-4:]] == [
+            AttemptReport, UsageReport, messages.Released, messages.Finished
+        ]  # fmt: skip
+
+
+@in_virtual_time
+async def test_what_ends_in_limbo_is_told_once_to_the_next_brain() -> None:
+    async with an_edge() as at:
+        lease_id = await at.granted()
+        failed = await at.granted("req_2")
+        await at.lose()
+        await asyncio.sleep(2.0)
+        at.ends(lease_id)
+        report = AttemptReport(failed, "reset", 0, True, False, False)
+        at.services.scheduler.ended(report)
+        await asyncio.sleep(2.0)
+        brain = await at.next_brain()
+        await brain.last(messages.Finished)
+        (lease,) = brain.all(messages.CarriedLease)
+        assert (lease.lease_id, lease.phase, round(lease.age)) == (lease_id, "ended", 2)
+        assert [one.lease_id for one in brain.all(UsageReport)] == [lease_id]
+        released = {one.opening.id: one.released for one in brain.all(messages.CarriedRequest)}
+        assert released == {"req_1": True, "req_2": False}
+        assert brain.all(AttemptReport) == []
+        last = [type(one) for one in brain.told[-3:]]
+        assert last == [messages.Carried, UsageReport, messages.Finished]
+
+
+@in_virtual_time
+async def test_a_record_is_told_to_each_brain_until_one_has_booked_it() -> None:
+    async with an_edge() as at:
+        at.ends(await at.granted())
+        at.ends(await at.granted("req_2"), "req_2")
+        await at.brain.last(messages.Finished, 2)
+        at.brain.link.tell(messages.Booked(1))
+        await until(lambda: set(at.services.requests.open) == {"req_2"})
+        await at.lose()
+        brain = await at.next_brain()
+        assert (await brain.last(messages.Finished)).record.request_id == "req_2"
+        (lease,) = brain.all(messages.CarriedLease)
+        assert (lease.request.id, lease.phase) == ("req_2", "ended")
+        brain.link.tell(messages.Booked(1))
+        await until(lambda: at.services.requests.are_booked)
+        await at.services.wait_booked(10.0)
+        brain.cut()
+        last = await at.next_brain(3)
+        assert last.told[1:] == last.all(messages.Carried)
+        assert at.services.requests.open == {}
+
+
+@in_virtual_time
+async def test_what_was_discarded_is_not_charged_by_the_next_brain() -> None:
+    async with an_edge() as at:
+        lease_id = await at.granted()
+        scheduler, usage = at.services.scheduler, Usage(100, 20, 50)
+        scheduler.ended(AttemptReport(lease_id, "reset", 200, True, False, True))
+        scheduler.settle(UsageReport(lease_id, usage, None, 50), a_lease_request())
+        scheduler.discard("req_1")
+        await at.lose()
+        brain = await at.next_brain()
+        assert brain.all(messages.CarriedLease) == []
+        assert len(brain.all(messages.CarriedRequest)) == 1
+
+
+@in_virtual_time
+async def test_records_that_nobody_books_are_kept_up_to_a_bound(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(carried, "MOST_UNBOOKED", 3)
+    async with an_edge() as at:
+        await at.lose()
+        for number in range(5):
+            record = RequestRecord("x", "/v1/models", request_id=f"turned_{number}")
+            at.services.meter.turned(record)
+            asking = at.ask(f"req_{number}")
+            await asyncio.sleep(0)
+            asking.cancel()
+            await asyncio.gather(asking, return_exceptions=True)
+            at.finishes(f"req_{number}")
+        requests = at.services.requests
+        assert requests.dropped == 4
+        assert set(requests.open) == {"req_2", "req_3", "req_4"}
+        brain = await at.next_brain()
+        await brain.last(messages.Turned, 3)
+        ids = [one.record.request_id for one in brain.all(messages.Finished)]
+        assert ids == ["req_2", "req_3", "req_4"]
+        assert [one.record.request_id for one in brain.all(messages.Turned)] == [
+            "turned_2", "turned_3", "turned_4"
+        ]  # fmt: skip
+
+
+@in_virtual_time
+async def test_much_is_carried_in_short_steps_and_what_is_told_meanwhile_comes_behind() -> None:
+    async with an_edge() as at:
+        await at.lose()
+        for number in range(1000):
+            at.ask(f"req_{number}")
+        await asyncio.sleep(0.01)
+        brain = FakeBrain(2)
+        await brain.link_to(at.services)
+        while not at.services.uplink.is_open:  # noqa: ASYNC110 - nothing tells of it
+            await asyncio.sleep(0)
+        assert at.services.uplink.tell != at.services.link.tell
+        at.ask("late")
+        assert (await brain.last(messages.AskLease, 1001)).request.id == "late"
+        ids = [one.request.id for one in brain.all(messages.AskLease)]
+        assert ids == [*(f"req_{number}" for number in range(1000)), "late"]
+        assert at.services.uplink.tell == at.services.link.tell
+
+
+# The fence.
+
+
+@in_virtual_time
+async def test_a_lease_that_became_old_before_its_request_was_written_is_given_back() -> None:
+    async with an_edge() as at:
+        scheduler = at.services.scheduler
+        lease_id = await at.granted(starts=False)
+        await asyncio.sleep(1.5)
+        assert not scheduler.may_start(lease_id)
+        given_back = await at.brain.last(messages.GiveBack)
+        assert (given_back.lease_id, given_back.late) == (lease_id, True)
+        told = len(at.brain.told)
+        scheduler.ended(AttemptReport(lease_id, "late", 0, False, True, False))
+        assert not scheduler.may_start(lease_id)
+        at.finishes()
+        await at.brain.last(messages.Finished)
+        assert [type(one) for one in at.brain.told[told:]] == [messages.Released, messages.Finished]
+
+
+@in_virtual_time
+async def test_a_lease_whose_request_was_not_written_is_void_with_its_link() -> None:
+    async with an_edge() as at:
+        scheduler = at.services.scheduler
+        lease_id = await at.granted(starts=False)
+        await at.lose()
+        assert not scheduler.may_start(lease_id)
+        brain = await at.next_brain()
+        assert not scheduler.may_start(lease_id)
+        scheduler.ended(AttemptReport(lease_id, "late", 0, False, True, False))
+        at.ask()
+        assert (await brain.last(messages.AskLease)).opening is None
+        assert [*brain.all(messages.CarriedLease), *brain.all(messages.GiveBack)] == []
+
+
+# Which brain.
+
+
+@in_virtual_time
+async def test_a_brain_of_an_earlier_epoch_is_refused_and_told_nothing() -> None:
+    async with an_edge() as at:
+        await at.lose()
+        leader = await at.next_brain(7)
+        at.ask()
+        await leader.last(messages.AskLease)
+        leader.cut()
+        old = FakeBrain(6)
+        await old.link_to(at.services)
+        await until(lambda: old.lost)
+        (hello,) = old.told
+        assert hello.epoch == 7
+        assert not at.services.uplink.is_open
+        brain = await at.next_brain(7)
+        await brain.last(messages.AskLease)
+
+
+@in_virtual_time
+async def test_a_brain_that_does_not_answer_is_given_up() -> None:
+    async with an_edge() as at:
+        await at.lose()
+        silent = FakeBrain(2)
+        silent.greets = False
+        began = now()
+        await silent.link_to(at.services)
+        await until(lambda: silent.lost)
+        assert GREETED_SECONDS < now() - began < GREETED_SECONDS + 1.0
+
+
+@in_virtual_time
+async def test_a_new_link_replaces_one_that_still_holds() -> None:
+    async with an_edge() as at:
+        lease_id = await at.granted()
+        unstarted = await at.granted("req_2", starts=False)
+        brain = await at.next_brain()
+        await until(lambda: at.brain.lost)
+        assert [one.lease_id for one in brain.all(messages.CarriedLease)] == [lease_id]
+        assert not at.services.scheduler.may_start(unstarted)
+
+
+@in_virtual_time
+async def test_keys_and_nodes_are_those_of_the_new_brain() -> None:
+    async with an_edge() as at:
+        brain = FakeBrain(2)
+        brain.keys = (a_key("new"),)
+        at.brain.link.tell(
+            messages.Keys((a_key("old"),), (), True, at.services.key_ring.access, last=True)
+        )
+        await until(lambda: at.services.key_ring.caller("old") is not None)
+        lease = await at.ask_granted()
+        await brain.lead(at.services)
+        await until(lambda: at.services.key_ring.caller("new") is not None)
+        assert at.services.key_ring.caller("old") is None
+        known = at.services._nodes.by_name
+        await until(lambda: "a" in known)
+        assert known["a"].connections is not lease.node.connections

@@ -1,0 +1,384 @@
+"""Brains that reign in turns over one edge and the same nodes: what runs goes on."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import socket
+from collections.abc import AsyncIterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+
+from gateway.app.edge import request_handler
+from gateway.callers.keys import hash_key
+from gateway.cluster.fencing import SETTLE_SECONDS, Fence, Session, Sharers, Tenure
+from gateway.edges.brain import GRACE_SECONDS, Brain
+from gateway.edges.edge import EdgeServices
+from gateway.edges.reign import Reign
+from gateway.events import EdgeLost, RequestRecord
+from gateway.http.listener import Listener
+from gateway.http.protocol import protocol_class
+from tests.callers.build import all_accounts
+from tests.emulator import EmulatedNode
+from tests.gateways import NO_TLS, Running, running_gateway, until
+from tests.virtual import in_virtual_time, now
+
+CHAT = "/v1/chat/completions"
+EDGE = "m/edge-1"
+KEY = "lg_alice_" + "s" * 43
+ALICE = {
+    "keys": [
+        {"id": "alice", "sha256": hash_key(KEY).sha256, "limits": {"concurrency": 9, "tpm": 10**6}}
+    ]
+}
+TERM = 2.0
+
+
+@dataclass(slots=True, eq=False)
+class Member:
+    """A gateway that may come to reign."""
+
+    running: Running
+    brain: Brain
+    records: list[RequestRecord] = field(default_factory=list)
+    lost: list[EdgeLost] = field(default_factory=list)
+    control: asyncio.Task[None] | None = None
+
+    @property
+    def leased(self) -> int:
+        return sum(node.leased for node in self.running.gateway.fleet.nodes.values())
+
+    def counted(self) -> list[tuple[int, int, int]]:
+        """What the accounts of callers hold."""
+        book = self.running.gateway.metering.limit_book
+        return [(one.running, one.open, one.reserved_tokens) for one in all_accounts(book)]
+
+
+@dataclass(slots=True, eq=False)
+class Cluster:
+    """Two members, and an edge that one of them rules."""
+
+    members: list[Member]
+    services: EdgeServices
+    client: httpx.AsyncClient
+    fence: Fence
+    epoch: int = 0
+    queued: list[str] = field(default_factory=list)
+    """Nodes that were seen with more requests than slots."""
+
+    async def lead(self, member: Member) -> Reign:
+        """Let this member lead, and have the edge linked to it."""
+        self.epoch += 1
+        nodes = member.running.gateway.fleet.nodes
+        slots = {node.name: node.slots_total for node in nodes.values()}
+        tenure = Tenure(self.epoch, now(), [Sharers(1, ("m",))], slots)
+        reign = Reign("m", self.epoch, tenure, lambda: True, now, now())
+        member.brain.begin(reign)
+        member.control = asyncio.create_task(self._talk(reign))
+        await self.relink(member)
+        return reign
+
+    async def depose(self, member: Member) -> None:
+        assert member.control is not None
+        member.control.cancel()
+        await member.brain.end()
+
+    async def relink(self, member: Member) -> None:
+        ours, theirs = socket.socketpair()
+        await member.brain.connect(ours, EDGE)
+        self.services.relink(theirs)
+
+    async def _talk(self, reign: Reign) -> None:
+        """The control link between the edge's member and the leader."""
+        assert self.fence.greet(reign.epoch)
+        session = Session("m", "p1", self.fence.session)
+        reign.begins(session, [EDGE])
+        while True:
+            term = reign.tell(session, now(), now() + TERM)
+            if term is not None:
+                assert self.fence.told(reign.epoch, *term, asked_at=now(), now=now())
+                assert reign.confirmed(session, self.fence.seen, now())
+            await asyncio.sleep(0.25)
+
+    def ask(self, **body: Any) -> asyncio.Task[httpx.Response]:
+        value = {"messages": [{"role": "user", "content": "say it"}], "stream": True, **body}
+        headers = {"authorization": f"Bearer {KEY}"}
+        return asyncio.create_task(self.client.post(CHAT, json=value, headers=headers))
+
+
+@contextlib.asynccontextmanager
+async def a_member(folder: Path, nodes: list[Any]) -> AsyncIterator[Member]:
+    async with running_gateway(folder, nodes, ALICE) as running:
+        gateway = running.gateway
+        brain = Brain(
+            gateway.scheduler, gateway.proxy_context, gateway.registry, gateway.metering.meter,
+            gateway.key_ring, gateway.bus, gateway.tracing, loopback=True, clustered=True,
+        )  # fmt: skip
+        member = Member(running, brain)
+        gateway.bus.subscribe(RequestRecord, member.records.append)
+        gateway.bus.subscribe(EdgeLost, member.lost.append)
+        yield member
+        if member.control is not None:
+            member.control.cancel()
+        await brain.aclose()
+
+
+@contextlib.asynccontextmanager
+async def a_cluster(folder: Path, *nodes: EmulatedNode) -> AsyncIterator[Cluster]:
+    """Two members over these nodes; the first one leads, and has read all nodes."""
+    async with contextlib.AsyncExitStack() as stack:
+        first = await stack.enter_async_context(a_member(a_folder(folder, "a"), list(nodes)))
+        urls = [node.url for node in nodes]
+        second = await stack.enter_async_context(a_member(a_folder(folder, "b"), urls))
+        services = EdgeServices(EDGE, clustered=True, clock=now)
+        fence = Fence("m", lambda _: 2)
+        sock = socket.create_server(("127.0.0.1", 0))
+        sock.setblocking(False)
+        client = httpx.AsyncClient(
+            base_url=f"http://127.0.0.1:{sock.getsockname()[1]}",
+            timeout=120.0, trust_env=False, verify=NO_TLS,
+        )  # fmt: skip
+        await stack.enter_async_context(client)
+        cluster = Cluster([first, second], services, client, fence)
+        await cluster.lead(first)
+        await services.wait_ready(10.0)
+        handler = request_handler(services, services.settings)
+        protocol = protocol_class(services.settings.limits, handler.serve)
+        listener = Listener(_nothing_else, sock, protocol=protocol, keep_alive=60.0)
+        listener.open()
+        watch = asyncio.create_task(_watch(cluster, nodes))
+        await until(lambda: all(node.foreign == 0 for node in nodes_of(first)))
+        try:
+            yield cluster
+        finally:
+            watch.cancel()
+            await listener.close()
+            await services.aclose()
+
+
+async def _watch(cluster: Cluster, nodes: tuple[EmulatedNode, ...]) -> None:
+    while True:
+        cluster.queued += [node.url for node in nodes if node.queued]
+        await asyncio.sleep(0.005)
+
+
+async def _nothing_else(*_: Any) -> None:
+    raise AssertionError("nothing is passed on")
+
+
+def a_folder(where: Path, name: str) -> Path:
+    made = where / name
+    made.mkdir()
+    return made
+
+
+def nodes_of(member: Member) -> list[Any]:
+    return list(member.running.gateway.fleet.nodes.values())
+
+
+def a_node(**more: Any) -> EmulatedNode:
+    return EmulatedNode(**{"slots": 2, "decode_tps": 20.0, "answer_tokens": 60, **more})
+
+
+@in_virtual_time
+async def test_streams_and_waiting_requests_go_on_under_the_next_brain(tmp_path: Path) -> None:
+    node = a_node()
+    async with a_cluster(tmp_path, node) as cluster:
+        first, second = cluster.members
+        asked = [cluster.ask() for _ in range(3)]
+        await until(lambda: first.leased == 2 and node.busy == 2)
+        await asyncio.sleep(1.0)
+        await cluster.depose(first)
+        assert (first.leased, first.running.held(), first.counted()) == (0, {}, [(0, 0, 0)])
+        await cluster.lead(second)
+        await until(lambda: second.leased == 2)
+        assert second.counted()[0][:2] == (3, 3)
+        answers = await asyncio.gather(*asked)
+        assert all(answer.text.endswith("data: [DONE]\n\n") for answer in answers)
+        await until(lambda: len(second.records) == 3)
+        assert [one.completion_tokens for one in second.records] == [60, 60, 60]
+        assert [one.status for one in second.records] == [200, 200, 200]
+        for record in second.records:
+            assert 2.9 < record.slot_seconds < 3.3
+        assert first.records == []
+        assert first.lost == []
+        await until(lambda: not second.running.held())
+        assert second.counted() == [(0, 0, 0)]
+        assert cluster.queued == []
+        assert node.peak_busy == 2
+        await until(lambda: cluster.services.requests.are_booked)
+
+
+@in_virtual_time
+async def test_a_slot_of_which_nobody_tells_is_free_once_it_is_seen_idle(tmp_path: Path) -> None:
+    node = a_node(answer_tokens=120)
+    async with a_cluster(tmp_path, node) as cluster:
+        first, second = cluster.members
+        body = {"messages": [{"role": "user", "content": "of a machine that has died"}]}
+        async with httpx.AsyncClient(base_url=node.url, timeout=60.0) as stranger:
+            lost = asyncio.create_task(stranger.post(CHAT, json={**body, "max_tokens": 120}))
+            await until(lambda: node.busy == 1)
+            await cluster.depose(first)
+            won_at = now()
+            await cluster.lead(second)
+            (known,) = nodes_of(second)
+            assert known.foreign == 2, "until it was read"
+            asked = [cluster.ask(max_tokens=20) for _ in range(3)]
+            await until(lambda: second.leased == 1)
+            assert now() - won_at >= SETTLE_SECONDS
+            await asyncio.gather(*asked)
+            assert not lost.done()
+            assert node.peak_busy == 2
+            await lost
+        assert cluster.queued == []
+
+
+@in_virtual_time
+async def test_an_edge_that_comes_again_over_another_link_is_counted_once(tmp_path: Path) -> None:
+    node = a_node()
+    async with a_cluster(tmp_path, node) as cluster:
+        first, _ = cluster.members
+        asked = [cluster.ask() for _ in range(3)]
+        await until(lambda: first.leased == 2)
+        held = set(first.running.gateway.scheduler.records)
+        await asyncio.sleep(0.5)
+        first.brain.sessions[EDGE].link.fail("the cable")
+        await asyncio.sleep(GRACE_SECONDS / 5)
+        assert first.leased == 2, "it is waited for"
+        await cluster.relink(first)
+        answers = await asyncio.gather(*asked)
+        assert all(answer.text.endswith("data: [DONE]\n\n") for answer in answers)
+        await until(lambda: len(first.records) == 3)
+        assert [one.completion_tokens for one in first.records] == [60, 60, 60]
+        assert held <= {one.lease_id for one in first.running.gateway.scheduler.decision_log.grants}
+        for record in first.records:
+            assert 2.9 < record.slot_seconds < 3.3
+        await until(lambda: not first.running.held())
+        assert first.counted() == [(0, 0, 0)]
+        assert first.lost == []
+        assert cluster.queued == []
+
+
+@in_virtual_time
+async def test_what_was_recorded_and_not_booked_is_not_recorded_again(tmp_path: Path) -> None:
+    async with a_cluster(tmp_path, a_node(answer_tokens=2)) as cluster:
+        first, _ = cluster.members
+        session = first.brain.sessions[EDGE]
+        session._tell_booked = lambda: None  # type: ignore[method-assign]
+        await cluster.ask()
+        await cluster.ask(model="nobody-has-it")
+        await until(lambda: len(first.records) == 2)
+        await asyncio.sleep(1.0)
+        assert not cluster.services.requests.are_booked
+        session.link.fail("the cable")
+        await cluster.relink(first)
+        await until(lambda: cluster.services.requests.are_booked)
+        assert len(first.records) == 2
+        assert first.counted() == [(0, 0, 0)]
+        assert first.running.held() == {}
+
+
+@in_virtual_time
+@pytest.mark.parametrize("told", [True, False])
+async def test_what_ran_at_an_edge_that_does_not_come_again_is_recorded(
+    tmp_path: Path, told: bool
+) -> None:
+    node = a_node(answer_tokens=400)
+    async with a_cluster(tmp_path, node) as cluster:
+        first, _ = cluster.members
+        asked = cluster.ask()
+        await until(lambda: first.leased == 1)
+        await asyncio.sleep(0.5)
+        first.brain.sessions[EDGE].link.fail("the machine has died")
+        began = now()
+        if told:
+            first.brain.edge_ended(EDGE)
+        await until(lambda: first.records)
+        assert (now() - began < 1.0) is told
+        (record,) = first.records
+        assert (record.status, record.reason) == (502, "edge_died")
+        assert len(first.lost) == 1
+        asked.cancel()
+        await until(lambda: not first.running.held())
+        assert first.counted() == [(0, 0, 0)]
+
+
+@in_virtual_time
+async def test_nothing_is_granted_and_no_edge_taken_outside_a_reign(tmp_path: Path) -> None:
+    async with a_cluster(tmp_path, a_node(answer_tokens=2)) as cluster:
+        first, second = cluster.members
+        ours, theirs = socket.socketpair()
+        with theirs, pytest.raises(ConnectionRefusedError):
+            await second.brain.connect(ours, EDGE)
+        body = {"messages": [{"role": "user", "content": "x"}]}
+        headers = {"authorization": f"Bearer {KEY}"}
+        own = asyncio.create_task(second.running.client.post(CHAT, json=body, headers=headers))
+        await asyncio.sleep(3.0)
+        assert not own.done()
+        await cluster.depose(first)
+        await cluster.lead(second)
+        assert (await own).status_code == 200
+
+
+@in_virtual_time
+async def test_each_prompt_and_each_attempt_is_carried(tmp_path: Path) -> None:
+    node = a_node(slots=3)
+    async with a_cluster(tmp_path, node) as cluster:
+        first, second = cluster.members
+        headers = {"authorization": f"Bearer {KEY}"}
+        value = {"prompt": ["one", "two", "three"], "max_tokens": 40}
+        asked = asyncio.create_task(
+            cluster.client.post("/v1/completions", json=value, headers=headers)
+        )
+        await until(lambda: first.leased == 3)
+        await asyncio.sleep(0.5)
+        await cluster.depose(first)
+        await cluster.lead(second)
+        answer = await asked
+        assert answer.status_code == 200
+        assert len(answer.json()["choices"]) == 3
+        await until(lambda: second.records)
+        (record,) = second.records
+        assert record.completion_tokens == 120
+        assert 5.8 < record.slot_seconds < 6.2
+        await until(lambda: not second.running.held())
+
+
+@in_virtual_time
+async def test_a_brain_that_is_alone_grants_the_share_of_its_member(tmp_path: Path) -> None:
+    node = a_node(slots=4, answer_tokens=20)
+    async with a_cluster(tmp_path, node) as cluster:
+        first, second = cluster.members
+        cluster.fence.sharers = Sharers(2, ("m", "n"))
+        fence = Fence("m", lambda _: 4)
+        assert fence.greet(9)
+        assert fence.told(9, 1, 1, TERM, Sharers(1, ("m", "n")), True, asked_at=now(), now=now())
+        await cluster.depose(first)
+        reign = Reign("m", 9, fence, lambda: fence.is_alone(now()), now, now())
+        second.brain.begin(reign)
+        await cluster.relink(second)
+        asked = [cluster.ask() for _ in range(4)]
+        await asyncio.sleep(TERM + SETTLE_SECONDS - 0.1)
+        assert second.leased == 0
+        answers = await asyncio.gather(*asked)
+        assert [answer.status_code for answer in answers] == [200] * 4
+        assert node.peak_busy == 2
+        await second.brain.end()
+        assert nodes_of(second)[0].foreign == 0
+
+
+@in_virtual_time
+async def test_an_edge_that_knows_a_later_leader_is_refused(tmp_path: Path) -> None:
+    async with a_cluster(tmp_path, a_node()) as cluster:
+        first, _ = cluster.members
+        assert first.brain.reign is not None
+        heard: list[int] = []
+        first.brain.reign.heard = heard.append
+        cluster.services.epoch = 8
+        await cluster.relink(first)
+        await until(lambda: heard)
+        assert heard == [8]
