@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import os
 import shutil
+import socket
 import ssl
 import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -125,3 +127,24 @@ def test_the_gateways_of_compose_are_those_of_haproxy() -> None:
     assert {name for name in named if name[0] not in "./$"} == set(compose["volumes"])
     for path in (name for name in named if name[0] == "."):
         assert (DEPLOY / "container" / path).exists(), path
+
+
+@needs_openssl
+def test_the_settings_of_compose_are_good(tmp_path: Path) -> None:
+    """Each container's host name is its member's; here it is this machine's."""
+    member = socket.gethostname()
+    make(tmp_path, member)
+    for kind in ("key", "pem"):
+        (tmp_path / f"{member}.{kind}").rename(tmp_path / f"member.{kind}")
+    shipped = DEPLOY / "container/cluster"
+    settings = (shipped / "gateway.yaml").read_text()
+    for path in ("/etc/llama-gateway-member", "/srv/files"):
+        settings = settings.replace(path, str(tmp_path))
+    (tmp_path / "gateway.yaml").write_text(settings)
+    files = ("--nodes", str(shipped / "nodes.yaml"), "--config", str(tmp_path / "gateway.yaml"))
+    checked = subprocess.run(
+        [sys.executable, "-m", "gateway", "check", *files, "--host", "0.0.0.0"],
+        env={**os.environ, "STORE_PASSWORD": "a-word"},
+        capture_output=True, text=True, check=False, timeout=60,
+    )  # fmt: skip
+    assert checked.returncode == 0, checked.stderr
