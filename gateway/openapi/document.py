@@ -1,6 +1,6 @@
 """The OpenAPI document of both listeners, made from their route tables.
 
-`gateway/openapi/reference.py` writes the tables of the HTTP reference from the same operations.
+The tables of the HTTP reference are made from the same operations.
 """
 
 from __future__ import annotations
