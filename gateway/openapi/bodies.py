@@ -10,9 +10,8 @@ from typing import Any, NamedTuple
 
 import msgspec
 
-from gateway.admin.models import ServedModelObject
+from gateway.admin.models import PlacementObject, ServedModelObject
 from gateway.admin.nodes import NodeObject
-from gateway.admin.placements import PlacementObject
 from gateway.admin.requests import RequestObject
 from gateway.admin.status import StatusObject
 from gateway.admin.why import (
