@@ -1,4 +1,4 @@
-"""`/admin/models`, public names and their pauses; `/admin/placements`, what routers load and pin."""
+"""`/admin/models`: public names and pauses; `/admin/placements`: what routers load and pin."""
 
 from __future__ import annotations
 

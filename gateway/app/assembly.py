@@ -63,7 +63,6 @@ from gateway.lease import KeyedHash
 from gateway.nodes.calibration import Calibrator
 from gateway.nodes.fleet import Fleet
 from gateway.nodes.state_files import OperatorOrders, PropertiesStore
-from gateway.openapi.document import openapi_json
 from gateway.request.routes import Route, routes_of
 from gateway.schedule.autoscaler import Autoscaler
 from gateway.schedule.lease_service import LocalLeaseService
@@ -599,6 +598,8 @@ class Gateway:
         )
 
     def _openapi_document(self, listener: str | None) -> bytes:
+        from gateway.openapi.document import openapi_json  # whoever starts has no use for it
+
         ring, anonymous = self.handler.config.key_ring, self.settings.allow_anonymous
         return openapi_json(
             self.settings,

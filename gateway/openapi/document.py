@@ -18,23 +18,22 @@ from gateway.config.listeners import AdminSettings, ListenSettings
 from gateway.config.settings import Settings
 from gateway.openapi.bodies import (
     ADMIN_ERRORS,
+    API_SUMMARIES,
     ERROR_HEADERS,
+    ERROR_SCHEMAS,
     ERRORS,
     REQUEST_HEADERS,
     RESPONSE_HEADERS,
+    SCHEMAS,
+    SECURITY_SCHEMES,
+    SITE_PATHS,
     STATUS_HEADERS,
+    Described,
     JsonSchema,
-    error_schemas,
+    Parameters,
+    admin_path,
     routed_body,
     settings_schemas,
-)
-from gateway.openapi.paths import (
-    ADMIN_METHODS,
-    ADMIN_PATHS,
-    SCHEMAS,
-    SITE_PATHS,
-    Described,
-    Parameters,
 )
 from gateway.request.routes import Route, api_of_path, pages_of, routes_of
 from gateway.watch.metrics import CONTENT_TYPE
@@ -66,39 +65,6 @@ _HTTP_STATUSES = frozenset({400, 408, 413, 429, 431, 500})  # errors that every 
 _SITE_STATUSES = _HTTP_STATUSES | {401, 403, 404, 503}
 _ROUTED_STATUSES = _SITE_STATUSES | {409, 415, 422, 501, 502, 504}
 _ADMIN_STATUSES = _HTTP_STATUSES | {401, 403}
-
-# What each path of an API is; `SITE_PATHS` has the others.
-_API_SUMMARIES = {
-    "/v1/chat/completions": "OpenAI chat",
-    "/v1/chat/completions/input_tokens": "tokens of a chat, not run",
-    "/v1/completions": "OpenAI completions",
-    "/v1/embeddings": "embeddings",
-    "/v1/responses": "OpenAI responses",
-    "/v1/responses/input_tokens": "tokens of an OpenAI response, not run",
-    "/v1/audio/transcriptions": (
-        "a form with a file; forwarded unchanged except for the model's name, to a node whose "
-        "model takes audio"
-    ),
-    "/v1/messages": "Anthropic messages",
-    "/v1/messages/count_tokens": "tokens of Anthropic messages, not run",
-    "/v1/rerank": "rerank",
-    "/v1/reranking": "rerank",
-    "/completion": "llama.cpp's own completion",
-    "/infill": "llama.cpp's own: the text between a beginning and an end",
-    "/embedding": "llama.cpp's own embeddings",
-    "/tokenize": "llama.cpp's own: the tokens of a text",
-    "/detokenize": "llama.cpp's own: the text of tokens",
-    "/apply-template": "llama.cpp's own: the prompt of a chat",
-    "/api/chat": "Ollama's chat",
-    "/api/generate": "Ollama's completion",
-    "/api/embed": "Ollama's embeddings",
-    "/api/embeddings": "Ollama's embeddings, of one text",
-    "/api/tags": "Ollama's list of models",
-    "/api/show": "Ollama's description of a model",
-    "/api/ps": "Ollama's list of models that are up",
-    "/api/version": "the version of Ollama whose API this is",
-    "/": "Ollama is running",
-}
 
 _ANY: JsonSchema = {"description": "The node's response."}
 
@@ -133,7 +99,7 @@ def operations(settings: Settings) -> Iterator[Operation]:
             "public",
             page.method,
             page.path,
-            _API_SUMMARIES[page.path],
+            API_SUMMARIES[page.path],
             needs_key=page.needs_models,
             body=_json(None) if page.method == "POST" else None,
             content={"text/plain": {"schema": {"type": "string"}}} if text else _json(None),
@@ -179,7 +145,7 @@ def _routed(path: str, route: Route) -> Operation:
         "public",
         "POST",
         path,
-        _API_SUMMARIES[shown],
+        API_SUMMARIES[shown],
         parameters=_named_parameters("header", REQUEST_HEADERS),
         body=body,
         content=content,
@@ -191,8 +157,7 @@ def _routed(path: str, route: Route) -> Operation:
 
 def _admin(route: AdminRoute) -> Operation:
     path = _shown(route.path)
-    described = ADMIN_PATHS.get(path, Described())
-    described = described._replace(**ADMIN_METHODS.get(f"{route.method} {path}", {}))
+    described = admin_path(route.method, path)
     if path in ("/metrics", "/metrics/nodes"):
         content: JsonSchema = {CONTENT_TYPE.partition(";")[0]: {"schema": {"type": "string"}}}
     else:
@@ -284,10 +249,10 @@ def openapi_document(
         "tags": [{"name": name, "description": f"The {name} listener."} for name in listeners],
         "paths": paths,
         "components": {
-            "securitySchemes": _SECURITY_SCHEMES,
+            "securitySchemes": SECURITY_SCHEMES,
             "responses": _error_responses(served),
             "schemas": {
-                **error_schemas(),
+                **ERROR_SCHEMAS,
                 "RoutedBody": routed_body(),
                 **SCHEMAS,
                 **settings_schemas(),
@@ -311,21 +276,6 @@ def openapi_json(
     )
     return msgspec.json.encode(document)
 
-
-_SECURITY_SCHEMES: JsonSchema = {
-    "bearerKey": {
-        "type": "http",
-        "scheme": "bearer",
-        "description": "An API key, `lg_<id>_<secret>`.",
-    },
-    "xApiKey": {"type": "apiKey", "in": "header", "name": "x-api-key"},
-    "apiKey": {"type": "apiKey", "in": "header", "name": "api-key"},
-    "adminKey": {
-        "type": "http",
-        "scheme": "bearer",
-        "description": "An admin key; each operation names the lowest role that may use it.",
-    },
-}
 
 _SECURITY: dict[ListenerName, list[JsonSchema]] = {
     "public": [{"bearerKey": []}, {"xApiKey": []}, {"apiKey": []}],
@@ -396,10 +346,7 @@ def _error_responses(all_operations: Iterable[Operation]) -> dict[str, JsonSchem
             name = f"{operation.listener}{dialect}{status}"
             if name in found:
                 continue
-            headers = dict(ERROR_HEADERS)
-            if status in STATUS_HEADERS:
-                header, schema, meaning = STATUS_HEADERS[status]
-                headers[header] = (schema, meaning)
+            headers = ERROR_HEADERS | STATUS_HEADERS.get(status, {})
             content = {"schema": {"$ref": f"#/components/schemas/{dialect}"}}
             causes = [f"`{row.code}`: {row.when}" for row in table if row.status == status]
             found[name] = {
