@@ -14,9 +14,8 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections import defaultdict
 from collections.abc import AsyncGenerator, Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any, Final, NamedTuple, TypeVar
 
@@ -334,44 +333,35 @@ class NewRequest:
     echoed: JsonObject | None = None  # the fields that a response repeats
 
 
+@dataclass(slots=True, eq=False)
 class BackgroundRequests:
     """The requests of all callers, in one folder and one store. `now` gives Unix time.
 
     `wake` tells whoever runs them that there is a new one, `unwanted` that one is not wanted.
     """
 
-    def __init__(
-        self,
-        store: Store,
-        folder: Folder,
-        threads: DiskThreads,
-        logs: ResponseLogs,
-        webhooks: WebhookEvents,
-        settings: Callable[[], BatchSettings],
-        now: Callable[[], float],
-        work: UnfinishedWork,
-    ) -> None:
-        self.store = store
-        self.folder = folder
-        self.threads = threads
-        self.logs = logs
-        self.webhooks = webhooks
-        self.wakes = asyncio.Event()  # set when there is something new to run
-        self.unwanted: list[Callable[[str], None]] = []
-        """Called with the id of a request whose run is to end."""
-        self._settings = settings
-        self._now = now
-        self._work = work
-        self.waited_for: dict[str, StoredRow] = {}
-        """Requests whose clients wait in this process, by their ids."""
-        self._waiters: defaultdict[str, set[asyncio.Future[None]]] = defaultdict(set)
-        self._ending: set[asyncio.Task[None]] = set()
+    store: Store
+    folder: Folder
+    threads: DiskThreads
+    logs: ResponseLogs
+    webhooks: WebhookEvents
+    settings: Callable[[], BatchSettings]
+    now: Callable[[], float]
+    work: UnfinishedWork
+    # Set when there is something new to run.
+    wakes: asyncio.Event = field(default_factory=asyncio.Event)
+    unwanted: list[Callable[[str], None]] = field(default_factory=list)
+    """Called with the id of a request whose run is to end."""
+    waited_for: dict[str, StoredRow] = field(default_factory=dict)
+    """Requests whose clients wait in this process, by their ids."""
+    _waiters: dict[str, set[asyncio.Future[None]]] = field(default_factory=dict)
+    _ending: set[asyncio.Task[None]] = field(default_factory=set)
 
     # Add.
 
     async def add(self, new: NewRequest) -> StoredRow:
         """Take a request. Raises: GatewayError 429, 503, 507."""
-        settings, created_at = self._settings(), self._now()
+        settings, created_at = self.settings(), self.now()
         with folder_errors_told("request"):
             folder = await self.threads.opened(self.folder)
             name = await self.threads.run(self._write, REQUEST, new.body)
@@ -381,7 +371,7 @@ class BackgroundRequests:
             response = queued_response(id_, created_at, new.echoed or {})
             try:
                 with folder_errors_told("request"):
-                    events = await ResponseEvents.create(self.logs, response, self._now)
+                    events = await ResponseEvents.create(self.logs, response, self.now)
                     log_name, log_bytes = events.name, events.size
                     await events.close()
             except GatewayError:
@@ -410,7 +400,7 @@ class BackgroundRequests:
             )
             used = await add_surely(self.store, adding, partial(self._remove_files, row))
         finally:
-            self._work.added()  # It may have its row, though the store has not said so.
+            self.work.added()  # It may have its row, though the store has not said so.
         if used is not None:
             await self._remove_files(row)
             if isinstance(used, Kept):
@@ -441,7 +431,7 @@ class BackgroundRequests:
 
     async def find(self, owner: str, id_: str, kind: RequestKind) -> StoredRow:
         """The owner's request. Raises: GatewayError 404, 503."""
-        finding = job(find_background, owner, id_, kind, self._now())
+        finding = job(find_background, owner, id_, kind, self.now())
         found = await ask_store(self.store, finding, write=False)
         if found is None:
             raise not_found(id_, kind)
@@ -515,7 +505,7 @@ class BackgroundRequests:
             if found.state.ended or left <= 0:
                 return found
             ended = loop.create_future()
-            self._waiters[row.id].add(ended)
+            self._waiters.setdefault(row.id, set()).add(ended)
             try:
                 await asyncio.wait((ended,), timeout=min(left, POLL_SECONDS))
             finally:
@@ -545,7 +535,7 @@ class BackgroundRequests:
         found = await self.find(owner, id_, kind)
         if found.state.ended:
             return found
-        ending = job(end_background, found, self._now(), self.ended)
+        ending = job(end_background, found, self.now(), self.ended)
         row = await ask_store(self.store, ending)
         if row is None:
             raise not_found(id_, kind)
@@ -560,7 +550,7 @@ class BackgroundRequests:
             async with asyncio.timeout(GIVE_UP_SECONDS):
                 ends = [
                     job(
-                        end_background, row, self._now(), self.ended, RequestState.FAILED, 503,
+                        end_background, row, self.now(), self.ended, RequestState.FAILED, 503,
                         SHUTTING_DOWN,
                     )
                     for row in self.waited_for.values()
@@ -597,7 +587,7 @@ class BackgroundRequests:
 
         If it waits or runs, it ends.
         """
-        deleting = job(delete_background, owner, id_, kind, self._now())
+        deleting = job(delete_background, owner, id_, kind, self.now())
         row = await ask_store(self.store, deleting)
         if row is None:
             raise not_found(id_, kind)
@@ -614,12 +604,12 @@ class BackgroundRequests:
         """Within the transaction in which a row ends without a result: tell webhooks."""
         if row.kind is RequestKind.RESPONSE:
             end: ResponseEnd = "cancelled" if row.state is RequestState.CANCELLED else "failed"
-            self.webhooks.response_ended(connection, row, end, self._now())
+            self.webhooks.response_ended(connection, row, end, self.now())
 
     async def _settle_if_left(self, row: StoredRow) -> None:
         """Write the end of a response that nobody else will write."""
         own_turn = row.claimed_by is None or (
-            row.ended_at is not None and self._now() >= row.ended_at + UNWRITTEN_SECONDS
+            row.ended_at is not None and self.now() >= row.ended_at + UNWRITTEN_SECONDS
         )
         if own_turn:
             await self.settle(row)
@@ -629,7 +619,7 @@ class BackgroundRequests:
         if row.kind is not RequestKind.RESPONSE or row.result_place is None:
             return
         with contextlib.suppress(FileNotFoundError, FolderError, LogBroken):
-            events = await ResponseEvents.reopen(self.logs, row.result_place, self._now)
+            events = await ResponseEvents.reopen(self.logs, row.result_place, self.now)
             try:
                 if (end := _end_without_run(row)) is not None:
                     error = end.get("error")
@@ -645,17 +635,17 @@ class BackgroundRequests:
 
     async def run(self) -> None:
         """End what is late, and remove what is due or left over, until cancelled."""
-        orphans_at, clean_at = self._now(), 0.0
+        orphans_at, clean_at = self.now(), 0.0
         trouble = StorageTrouble(lambda why: log.warning("old background requests stay", why=why))
         try:
             while True:
                 with trouble.told():
-                    orphans = self._now() >= orphans_at
-                    if orphans or self._now() >= clean_at or await self._work.exists():
+                    orphans = self.now() >= orphans_at
+                    if orphans or self.now() >= clean_at or await self.work.exists():
                         await self.clean(orphans=orphans)
-                        clean_at = self._now() + IDLE_CLEAN_SECONDS
+                        clean_at = self.now() + IDLE_CLEAN_SECONDS
                     if orphans:
-                        orphans_at = self._now() + ORPHAN_SECONDS
+                        orphans_at = self.now() + ORPHAN_SECONDS
                 await asyncio.sleep(CLEAN_SECONDS)
         finally:
             for task in self._ending:
@@ -665,12 +655,12 @@ class BackgroundRequests:
     async def clean(self, *, orphans: bool = False) -> None:
         """One round of `run`. Raises: FolderError, StoreError."""
         folder = await self.threads.opened(self.folder)
-        expiring = job(expire_background, folder, self._now(), self.ended, STEP_ROWS)
+        expiring = job(expire_background, folder, self.now(), self.ended, STEP_ROWS)
         for row in await self.store.run(expiring):
             self.has_ended(row.id)
             await self.settle(row)
         for _ in range(MOST_STEPS):
-            looking = job(due_background, folder, self._now(), STEP_ROWS)
+            looking = job(due_background, folder, self.now(), STEP_ROWS)
             due = await self.store.run(looking, write=False)
             for row in due:
                 self._end_run(row.id)
@@ -685,7 +675,7 @@ class BackgroundRequests:
             await self._remove_orphans(folder)
 
     async def _remove_orphans(self, folder: str) -> None:
-        before = self._now() - ORPHAN_SECONDS
+        before = self.now() - ORPHAN_SECONDS
         for kind in (REQUEST, ANSWER, LOG_KIND):
             found: list[FoundFile] = await self.threads.run(list, self.folder.files(kind))
             old = [one for one in found if one.changed_at < before]

@@ -20,7 +20,7 @@ import hashlib
 import io
 import secrets
 from collections.abc import AsyncIterator, Callable, Coroutine, Iterable, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import KW_ONLY, dataclass, field, replace
 from functools import partial
 from typing import Any, TypeVar
 
@@ -265,48 +265,41 @@ _ENDING = frozenset({BatchState.FINALIZING, BatchState.CANCELLING})
 _STORAGE = frozenset({STORAGE_FULL, STORAGE_UNAVAILABLE})
 
 
+@dataclass(eq=False)
 class BatchUpkeep:
-    """The work on all batches of one folder. `now` gives Unix time, `clock` monotonic seconds."""
+    """The work on all batches of one folder. `now` gives Unix time, `clock` monotonic seconds.
 
-    def __init__(
-        self,
-        store: Store,
-        folder: Folder,
-        threads: DiskThreads,
-        settings: Callable[[], BatchSettings],
-        speeds: SpeedMeter,
-        now: Callable[[], float],
-        clock: Callable[[], float],
-        work: UnfinishedWork,
-        on_rows: Callable[[], None],
-        on_end: EndListener | None = None,
-        *,
-        round_seconds: float = ROUND_SECONDS,
-        idle_seconds: float = IDLE_SECONDS,
-    ) -> None:
-        """`on_rows`: rows may run; `on_end` is told of batches that end."""
-        self._store = store
-        self._folder = folder
-        self._threads = threads
-        self.settings = settings
-        self._on_rows = on_rows
-        self._speeds = speeds
-        self._now = now
-        self._clock = clock
-        self._work = work
-        self._on_end = on_end
-        self._round_seconds, self._idle_seconds = round_seconds, idle_seconds
-        self._wakes = asyncio.Event()
-        self._tasks: dict[str, asyncio.Task[None]] = {}  # by batch
-        self._retry_at: dict[str, float] = {}
-        """When a batch is tried again, of those that could not be."""
-        self._tries: dict[str, int] = {}
-        self._trouble = StorageTrouble(lambda why: log.warning("batches wait", why=why))
-        """By batch, and under no name of all."""
-        self.full_owners: frozenset[str] = frozenset()
-        """Whose batches wait, since they keep as much as they may."""
-        self._remove_at = self._clean_at = self._expire_at = 0.0
-        self._is_idle = False
+    `on_rows`: rows may run; `on_end` is told of batches that end.
+    """
+
+    store: Store
+    folder: Folder
+    threads: DiskThreads
+    settings: Callable[[], BatchSettings]
+    speeds: SpeedMeter
+    now: Callable[[], float]
+    clock: Callable[[], float]
+    work: UnfinishedWork
+    on_rows: Callable[[], None]
+    on_end: EndListener | None = None
+    _: KW_ONLY
+    round_seconds: float = ROUND_SECONDS
+    idle_seconds: float = IDLE_SECONDS
+    _wakes: asyncio.Event = field(default_factory=asyncio.Event)
+    _tasks: dict[str, asyncio.Task[None]] = field(default_factory=dict)  # by batch
+    _retry_at: dict[str, float] = field(default_factory=dict)
+    """When a batch is tried again, of those that could not be."""
+    _tries: dict[str, int] = field(default_factory=dict)
+    _trouble: StorageTrouble = field(
+        default_factory=lambda: StorageTrouble(lambda why: log.warning("batches wait", why=why))
+    )
+    """By batch, and under no name of all."""
+    full_owners: frozenset[str] = frozenset()
+    """Whose batches wait, since they keep as much as they may."""
+    _remove_at: float = 0.0
+    _clean_at: float = 0.0
+    _expire_at: float = 0.0
+    _is_idle: bool = False
 
     @property
     def folder_error(self) -> FolderError | None:
@@ -323,11 +316,11 @@ class BatchUpkeep:
         try:
             while True:
                 with self._trouble.told():
-                    if self._folder.full is not None:
-                        await self._threads.run(self._folder.look_for_room)
+                    if self.folder.full is not None:
+                        await self.threads.run(self.folder.look_for_room)
                     if await self._is_due():
                         await self.round()
-                pause = self._idle_seconds if self._is_idle else self._round_seconds
+                pause = self.idle_seconds if self._is_idle else self.round_seconds
                 with contextlib.suppress(TimeoutError):
                     async with asyncio.timeout(pause):
                         await self._wakes.wait()
@@ -340,25 +333,25 @@ class BatchUpkeep:
 
     async def _is_due(self) -> bool:
         """Whether a round may have something to do. Raises: FolderError, StoreError."""
-        if await self._work.exists() or self._tasks:
+        if await self.work.exists() or self._tasks:
             return True
         was_idle, self._is_idle = self._is_idle, True
-        return not was_idle or self._clock() >= min(self._remove_at, self._clean_at)
+        return not was_idle or self.clock() >= min(self._remove_at, self._clean_at)
 
     async def round(self) -> None:
         """Begin what is due. Raises: FolderError, StoreError."""
-        folder, now = await self._threads.opened(self._folder), self._now()
-        found = await self._store.run(job(unfinished, folder), write=False)
+        folder, now = await self.threads.opened(self.folder), self.now()
+        found = await self.store.run(job(unfinished, folder), write=False)
         self._is_idle = not found
-        if self._clock() >= self._expire_at or any(_is_late(one, now) for one in found):
-            self._expire_at = self._clock() + EXPIRE_SECONDS
-            late = await self._store.run(job(expire_lines, folder, now))
+        if self.clock() >= self._expire_at or any(_is_late(one, now) for one in found):
+            self._expire_at = self.clock() + EXPIRE_SECONDS
+            late = await self.store.run(job(expire_lines, folder, now))
             if late:
-                found = await self._store.run(job(unfinished, folder), write=False)
+                found = await self.store.run(job(unfinished, folder), write=False)
             if late == STEP_ROWS:
                 self._expire_at = 0.0  # There are more of them.
-        self._speeds.look(
-            (one for one in found if one.state is BatchState.IN_PROGRESS), self._clock()
+        self.speeds.look(
+            (one for one in found if one.state is BatchState.IN_PROGRESS), self.clock()
         )
         known = {one.id for one in found}
         for noted in (self._retry_at, self._tries, self._trouble.errors):
@@ -369,12 +362,12 @@ class BatchUpkeep:
         for batch in found:
             self._begin(batch)
         await self._remove_requests(folder)
-        if self._clock() >= self._remove_at:
+        if self.clock() >= self._remove_at:
             await self.remove_due()
-            self._remove_at = self._clock() + REMOVE_SECONDS
-        if self._clock() >= self._clean_at:
+            self._remove_at = self.clock() + REMOVE_SECONDS
+        if self.clock() >= self._clean_at:
             await self.clean()
-            self._clean_at = self._clock() + CLEAN_SECONDS
+            self._clean_at = self.clock() + CLEAN_SECONDS
 
     # Batches.
 
@@ -383,7 +376,7 @@ class BatchUpkeep:
         work: Coroutine[Any, Any, None]
         if len(self._tasks) >= MOST_AT_ONCE or batch.id in self._tasks:
             return
-        if self._clock() < self._retry_at.get(batch.id, 0.0):
+        if self.clock() < self._retry_at.get(batch.id, 0.0):
             return
         if batch.state is BatchState.VALIDATING:
             work = self.take_in(batch)
@@ -403,10 +396,10 @@ class BatchUpkeep:
         while await self.end(batch.id) is None:
             ended_lines = batch.ended_lines
             looking = job(find_batch, batch.owner, batch.id, batch.api)
-            found = await self._store.run(looking, write=False)
+            found = await self.store.run(looking, write=False)
             if found is None or found.ended_lines == ended_lines:
                 # Others of its lines run yet, or another process ends it.
-                self._retry_at[batch.id] = self._clock() + self._round_seconds
+                self._retry_at[batch.id] = self.clock() + self.round_seconds
                 break
             batch = found  # Of very many lines that are cancelled some are left.
 
@@ -416,13 +409,13 @@ class BatchUpkeep:
             await work
             self._trouble.over(batch.id)
         except FolderError as error:
-            self._retry_at[batch.id] = self._clock() + RETRY_SECONDS
+            self._retry_at[batch.id] = self.clock() + RETRY_SECONDS
             self._trouble.tell(error, batch.id)
             reason = STORAGE_FULL if isinstance(error, FolderFull) else STORAGE_UNAVAILABLE
             with contextlib.suppress(StoreError):
-                await self._store.run(job(pause_batch, batch.owner, batch.id, self._now(), reason))
+                await self.store.run(job(pause_batch, batch.owner, batch.id, self.now(), reason))
         except StoreError as error:
-            self._retry_at[batch.id] = self._clock() + RETRY_SECONDS
+            self._retry_at[batch.id] = self.clock() + RETRY_SECONDS
             self._trouble.tell(error, batch.id)
         except Exception:
             log.exception("work on a batch has failed", batch=batch.id, state=batch.state.value)
@@ -431,7 +424,7 @@ class BatchUpkeep:
     async def _give_up(self, batch: Batch) -> None:
         """Fail a batch whose input can't be read, after some tries."""
         tries = self._tries[batch.id] = self._tries.get(batch.id, 0) + 1
-        self._retry_at[batch.id] = self._clock() + RETRY_SECONDS * 2.0**tries
+        self._retry_at[batch.id] = self.clock() + RETRY_SECONDS * 2.0**tries
         if tries >= MOST_TRIES and batch.state is BatchState.VALIDATING:
             message = "The gateway could not read the input; its log tells why."
             with contextlib.suppress(StoreError):
@@ -439,7 +432,7 @@ class BatchUpkeep:
 
     async def _resume(self, found: Iterable[Batch]) -> None:
         """Let batches go on that were paused for want of room. Raises: StoreError."""
-        broken = self._now() - UNAVAILABLE_SECONDS
+        broken = self.now() - UNAVAILABLE_SECONDS
         waiting = [
             one
             for one in found
@@ -449,14 +442,14 @@ class BatchUpkeep:
         if not waiting:
             return
         try:
-            await self._threads.run(self._folder.check_room, STEP_BYTES)
+            await self.threads.run(self.folder.check_room, STEP_BYTES)
         except FolderError:
             return
         for batch in waiting:
-            await self._store.run(job(resume_batch, batch.owner, batch.id, reasons=_STORAGE))
+            await self.store.run(job(resume_batch, batch.owner, batch.id, reasons=_STORAGE))
             self._retry_at.pop(batch.id, None)
         log.info("batches go on: there is room again", batches=len(waiting))
-        self._on_rows()
+        self.on_rows()
 
     async def _hold(self, found: Iterable[Batch]) -> None:
         """Pause the batches of keys that keep as much as they may, until there is room again.
@@ -473,19 +466,19 @@ class BatchUpkeep:
             self.full_owners = frozenset()
             return
         owners, most = {one.owner for one in running}, self.settings().bytes_per_key
-        full = await self._store.run(job(full_owners, owners, most, self._now()), write=False)
+        full = await self.store.run(job(full_owners, owners, most, self.now()), write=False)
         self.full_owners = frozenset(full)
         for batch in running:
             if batch.owner in full and batch.paused_at is None:
-                await self._store.run(
-                    job(pause_batch, batch.owner, batch.id, self._now(), KEY_STORAGE_FULL)
+                await self.store.run(
+                    job(pause_batch, batch.owner, batch.id, self.now(), KEY_STORAGE_FULL)
                 )
                 log.info("a batch waits: its key keeps as much as it may", batch=batch.id)
             elif batch.owner not in full and batch.paused_at is not None:
                 reasons = {KEY_STORAGE_FULL}
-                await self._store.run(job(resume_batch, batch.owner, batch.id, reasons=reasons))
+                await self.store.run(job(resume_batch, batch.owner, batch.id, reasons=reasons))
                 log.info("a batch goes on: its key has room again", batch=batch.id)
-                self._on_rows()
+                self.on_rows()
 
     # The input.
 
@@ -496,15 +489,15 @@ class BatchUpkeep:
         """
         settings = self.settings()
         try:
-            file = await self._threads.open(
-                self._folder.open_to_read, input_place(batch), close=lambda file: file.close()
+            file = await self.threads.open(
+                self.folder.open_to_read, input_place(batch), close=lambda file: file.close()
             )
         except FileNotFoundError:
             log.warning("the input of a batch is missing", batch=batch.id)
             await self._fail(batch, "file_not_found", "The input file is gone.")
             return
         try:
-            await self._threads.run(
+            await self.threads.run(
                 _on_disk, check_line_count, file, settings.lines, settings.line_bytes
             )
             reader = LineReader(
@@ -516,7 +509,7 @@ class BatchUpkeep:
             await self._fail(batch, "too_many_lines", message)
             return
         finally:
-            await self._threads.run(file.close)
+            await self.threads.run(file.close)
         if not taken:
             return  # It is cancelled.
         if not reader.total:
@@ -526,21 +519,21 @@ class BatchUpkeep:
             )
             await self._fail(batch, "empty_file", message)
             return
-        await self._store.run(job(_begin, batch.id, reader.total, reader.model, self._now()))
+        await self.store.run(job(_begin, batch.id, reader.total, reader.model, self.now()))
         log.info("batch begun", batch=batch.id, lines=reader.total, broken=reader.failed)
-        self._on_rows()
+        self.on_rows()
 
     async def _take_lines(self, batch: Batch, reader: LineReader) -> bool:
         """Add the rows of all lines; returns False if the batch takes none any more."""
         errors: list[AppendedFile] = []  # the file of the error lines, once there is one
         try:
-            while lines := await self._threads.run(_on_disk, reader.read_some):
-                rows = await self._threads.run(self._rows_of, batch, lines, errors)
-                if not await self._store.run(job(add_rows, rows)):
+            while lines := await self.threads.run(_on_disk, reader.read_some):
+                rows = await self.threads.run(self._rows_of, batch, lines, errors)
+                if not await self.store.run(job(add_rows, rows)):
                     return False
         finally:
             for file in errors:
-                await self._threads.run(file.close)
+                await self.threads.run(file.close)
         return True
 
     def _rows_of(
@@ -553,7 +546,7 @@ class BatchUpkeep:
             if isinstance(one, LineError)
         ]
         if broken and not errors:
-            errors.append(self._folder.open_appended(RESULTS))
+            errors.append(self.folder.open_appended(RESULTS))
         offset = errors[0].append(b"".join(broken)) if broken else 0
         lengths, rows = map(len, broken), list[StoredRow]()
         for line in lines:
@@ -589,7 +582,7 @@ class BatchUpkeep:
                     row,
                     custom_id=line.custom_id if line.is_first else None,
                     state=RequestState.FAILED,
-                    ended_at=self._now(),
+                    ended_at=self.now(),
                     error_code=line.code,
                     result_place=errors[0].name,
                     result_offset=offset,
@@ -603,7 +596,7 @@ class BatchUpkeep:
         self, batch: Batch, code: str, message: str, param: str | None = "input_file_id"
     ) -> None:
         errors = [{"code": code, "message": message, "param": param, "line": None}]
-        await self._store.run(job(fail_batch, batch.id, errors, self._now(), self._on_end))
+        await self.store.run(job(fail_batch, batch.id, errors, self.now(), self.on_end))
         log.info("batch failed", batch=batch.id, why=code)
 
     # The end.
@@ -613,33 +606,33 @@ class BatchUpkeep:
 
         Raises: FolderError, StoreError; then it is to be done again.
         """
-        batch = await self._store.run(job(begin_finalizing, id_, self._now()))
+        batch = await self.store.run(job(begin_finalizing, id_, self.now()))
         if batch is None:
             return None
-        files = _FinalFiles(self._folder, batch)
+        files = _FinalFiles(self.folder, batch)
         try:
             after = 0
-            while rows := await self._store.run(
+            while rows := await self.store.run(
                 job(result_rows, id_, after, PAGE_ROWS), write=False
             ):
-                await self._threads.run(files.add, rows)
+                await self.threads.run(files.add, rows)
                 after = rows[-1].number or 0
-            now, keep = self._now(), self.settings().keep
+            now, keep = self.now(), self.settings().keep
             kept = keep if batch.output_seconds is None else min(keep, batch.output_seconds)
-            output, errors = await self._threads.run(files.finish, now, kept)
+            output, errors = await self.threads.run(files.finish, now, kept)
         finally:
             with contextlib.suppress(FolderError):
-                await self._threads.run(files.close)
+                await self.threads.run(files.close)
         try:
-            ended = await self._store.run(job(_end, batch, output, errors, now, self._on_end))
+            ended = await self.store.run(job(_end, batch, output, errors, now, self.on_end))
         except StoreUnavailable:
             # It may have ended; files without a row are removed later (`FileRegistry`).
             raise
         except StoreError:
-            await self._threads.run(files.remove)
+            await self.threads.run(files.remove)
             raise
         if ended is None:
-            await self._threads.run(files.remove)
+            await self.threads.run(files.remove)
             return None
         log.info(
             "batch ended", batch=id_, state=ended.state.value, lines=ended.total,
@@ -652,10 +645,10 @@ class BatchUpkeep:
 
     async def remove_due(self) -> int:
         """Remove batches whose time is over; returns how many. Raises: FolderError, StoreError."""
-        folder, gone = self._folder.id, 0
+        folder, gone = self.folder.id, 0
         assert folder is not None
         while True:
-            due = await self._store.run(job(take_due_batches, folder, self._now(), STEP_BATCHES))
+            due = await self.store.run(job(take_due_batches, folder, self.now(), STEP_BATCHES))
             for one in due:
                 await self.remove(one.id, one.places)
             gone += len(due)
@@ -667,19 +660,19 @@ class BatchUpkeep:
 
     async def _remove_requests(self, folder: str) -> None:
         """Remove the requests of batches that have ended. Raises: FolderError, StoreError."""
-        ended = await self._store.run(job(with_requests, folder, STEP_BATCHES), write=False)
+        ended = await self.store.run(job(with_requests, folder, STEP_BATCHES), write=False)
         if not ended:
             return
         for batch in ended:
             if batch.input_file is None:
-                await self._threads.run(self._folder.delete, input_place(batch))
-        await self._store.run(job(requests_removed, [one.id for one in ended]))
+                await self.threads.run(self.folder.delete, input_place(batch))
+        await self.store.run(job(requests_removed, [one.id for one in ended]))
 
     async def remove(self, id_: str, places: Iterable[str]) -> None:
         """Remove a batch that is nobody's any more. Raises: FolderError, StoreError."""
         for name in places:
-            await self._threads.run(self._folder.delete, name)
-        while not await self._store.run(job(remove_batches, [id_])):
+            await self.threads.run(self.folder.delete, name)
+        while not await self.store.run(job(remove_batches, [id_])):
             pass
 
     async def clean(self) -> int:
@@ -687,20 +680,20 @@ class BatchUpkeep:
 
         Raises: FolderError, StoreError.
         """
-        before, gone = self._now() - CLEAN_SECONDS, 0
-        listed = await self._threads.run(
-            lambda: [*self._folder.files(RESULTS), *self._folder.files(REQUESTS)]
+        before, gone = self.now() - CLEAN_SECONDS, 0
+        listed = await self.threads.run(
+            lambda: [*self.folder.files(RESULTS), *self.folder.files(REQUESTS)]
         )
         old = [one.name for one in listed if one.changed_at < before]
         # The rows after the files: who writes one closes it when its rows are in the store.
-        complete = [one for one in old if await self._threads.run(_is_complete, self._folder, one)]
+        complete = [one for one in old if await self.threads.run(_is_complete, self.folder, one)]
         if not complete:
             return 0
-        assert self._folder.id is not None
-        needed = await self._store.run(job(_needed, self._folder.id), write=False)
+        assert self.folder.id is not None
+        needed = await self.store.run(job(_needed, self.folder.id), write=False)
         for name in complete:
             if name not in needed:
-                gone += await self._threads.run(self._folder.delete, name)
+                gone += await self.threads.run(self.folder.delete, name)
         if gone:
             log.info("files of ended batches removed", files=gone)
         return gone
