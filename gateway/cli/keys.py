@@ -33,9 +33,8 @@ from gateway.cli.terminal import CommandFailed, format_cell, print_json, print_n
 from gateway.config.errors import ConfigError, Problem, escape_json
 
 if TYPE_CHECKING:
-    from gateway.callers.key_desk import KeyDesk
     from gateway.callers.keys import ApiKey
-    from gateway.callers.stored_keys import KeyProblem
+    from gateway.callers.stored_keys import KeyDesk, KeyProblem
     from gateway.config.keys import KeySpec
     from gateway.config.settings import Settings
 
@@ -89,7 +88,7 @@ def _checked_expiry(value: str | None) -> str | None:
     """Return the time in the form of the settings."""
     if value is None:
         return None
-    from gateway.callers.key_desk import expiry, iso_time
+    from gateway.callers.stored_keys import expiry, iso_time
 
     try:
         at = expiry(value, time.time()).timestamp()
@@ -501,7 +500,7 @@ class KeyFlags(options.FlagGroup):
         settings = read_settings(self.config)
         location = named_store(settings)
         print_note(f"store: {location.shown} (no gateway answers at {admin.url})")
-        from gateway.callers.key_desk import KeyDesk
+        from gateway.callers.stored_keys import KeyDesk
 
         def unknown(specs: Sequence[KeySpec]) -> Sequence[str]:
             return unknown_models(settings, self.nodes, specs)
@@ -715,7 +714,7 @@ def rotate(
     stored: KeyFlags,
 ) -> None:
     """Give a key another secret, which is shown only now; its id, rights and limits stay."""
-    from gateway.callers.key_desk import checked_grace
+    from gateway.callers.stored_keys import checked_grace
     from gateway.errors import GatewayError
 
     try:
@@ -763,8 +762,7 @@ def import_(
 
 def _show_lines(key: ApiKey, entry: Mapping[str, Any], *, as_json: bool) -> None:
     """Show a new key, and its entry for the settings. Raises CommandFailed."""
-    from gateway.callers.key_desk import checked_specs
-    from gateway.callers.stored_keys import KeysRefused
+    from gateway.callers.stored_keys import KeysRefused, checked_specs
 
     try:
         checked_specs([entry], (), (), time.time())

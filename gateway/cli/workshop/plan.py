@@ -21,9 +21,14 @@ if TYPE_CHECKING:
     from gateway.workshop.plan.answer import BreakEven, Deployment, PlanAnswer
     from gateway.workshop.plan.catalogue import NodeCatalogue, NodeType
     from gateway.workshop.plan.running_fleet import FleetAnswer, FleetTraffic, MeasuredFleet
-    from gateway.workshop.plan.search import FleetOption, FleetTrial, PlanQuestion, TimeLimit
-    from gateway.workshop.plan.workload import Workload
-    from gateway.workshop.simulate.routers import SimulatedModel
+    from gateway.workshop.plan.search import (
+        FleetOption,
+        FleetTrial,
+        PlanQuestion,
+        TimeLimit,
+        Workload,
+    )
+    from gateway.workshop.simulate.fleets import SimulatedModel
     from gateway.workshop.simulate.trace import Trace
 
 # Prompt tokens per second by written ones, where only these are given: CPUs read some ten times as
@@ -229,10 +234,8 @@ def plan(
     )
     from gateway.cli.workshop.simulate import read_trace_file
     from gateway.workshop.plan.catalogue import packaged_catalogue, read_catalogue
-    from gateway.workshop.plan.search import Goal, PlanQuestion
-    from gateway.workshop.plan.workload import from_trace
-    from gateway.workshop.simulate.fleets import FleetError
-    from gateway.workshop.simulate.routers import models_from_text, with_shares
+    from gateway.workshop.plan.search import Goal, PlanQuestion, from_trace
+    from gateway.workshop.simulate.fleets import FleetError, models_from_text, with_shares
 
     with _reported("", ValueError, FleetError, status=2):
         goal = Goal(ttft_p95, completion_p95, most_use)
@@ -346,7 +349,7 @@ def _build_workload(
     within: float,
 ) -> Workload:
     """Return the traffic of the figures on the command line. Raises CommandFailed."""
-    from gateway.workshop.plan.workload import Workload
+    from gateway.workshop.plan.search import Workload
 
     if (requests_per_hour is None) == (backlog is None):
         raise CommandFailed(
@@ -409,8 +412,7 @@ def _own_node(
     from gateway.config.fields import parse_size
     from gateway.config.yaml_file import error_words
     from gateway.workshop.plan.catalogue import NodeType
-    from gateway.workshop.simulate.fleets import FleetError
-    from gateway.workshop.simulate.routers import GIB, check_fit
+    from gateway.workshop.simulate.fleets import GIB, FleetError, check_fit
 
     decode, prefill, slots, batch_cost, memory = figures
     if prefill is None:

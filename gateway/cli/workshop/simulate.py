@@ -19,9 +19,8 @@ from gateway.cli.terminal import CommandFailed, print_json, print_note, print_ro
 if TYPE_CHECKING:
     from gateway.schedule.core.autoscaling_policy import AutoscalingRules
     from gateway.workshop.simulate.comparison import ModelPlacementResult, StandbyResult
-    from gateway.workshop.simulate.fleets import ServerSetup
+    from gateway.workshop.simulate.fleets import ServerSetup, SimulatedModel
     from gateway.workshop.simulate.report import PolicyReport
-    from gateway.workshop.simulate.routers import SimulatedModel
     from gateway.workshop.simulate.simulation import SimulatedMachine
     from gateway.workshop.simulate.trace import Trace
 
@@ -369,8 +368,7 @@ def _simulate_models(
     as_json: bool,
 ) -> None:
     from gateway.workshop.simulate.comparison import HAND_TRIED, compare_model_placements
-    from gateway.workshop.simulate.fleets import FleetError
-    from gateway.workshop.simulate.routers import check_fit, models_from_text
+    from gateway.workshop.simulate.fleets import FleetError, check_fit, models_from_text
     from gateway.workshop.simulate.simulation import StuckError
 
     try:

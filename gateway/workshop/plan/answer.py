@@ -13,6 +13,8 @@ from gateway.workshop.plan.catalogue import HOURS_PER_MONTH, NodeType
 from gateway.workshop.plan.search import (
     DIRECT,
     GATEWAY,
+    MOST_REQUESTS_PER_HOUR,
+    SECONDS_PER_HOUR,
     WARM_UP_SHARE,
     FleetOption,
     FleetPart,
@@ -29,8 +31,7 @@ from gateway.workshop.plan.search import (
     use_of,
     why_impossible,
 )
-from gateway.workshop.plan.workload import MOST_REQUESTS_PER_HOUR, SECONDS_PER_HOUR
-from gateway.workshop.simulate.routers import SPEED_MEMORY
+from gateway.workshop.simulate.fleets import SPEED_MEMORY
 
 # Types that are simulated: the cheapest by their least number. Others are if they may be the
 # cheapest of their tier.

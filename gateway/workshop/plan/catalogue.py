@@ -24,7 +24,7 @@ from gateway.config.yaml_file import (
     read_yaml,
     validate,
 )
-from gateway.workshop.simulate.routers import GIB, SPEED_MEMORY, SimulatedModel
+from gateway.workshop.simulate.fleets import GIB, SPEED_MEMORY, SimulatedModel
 from gateway.workshop.simulate.simulation import (
     BATCH_COST,
     CACHE_RAM_MIB,

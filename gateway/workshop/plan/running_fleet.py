@@ -19,28 +19,31 @@ from pydantic import Field
 
 from gateway.workshop.plan.catalogue import MOST_SLOTS_OF_A_SERVER, FleetPrice, NodeType, TokenPrice
 from gateway.workshop.plan.search import (
+    MOST_PEAK,
+    SECONDS_PER_HOUR,
     FleetPart,
     FleetTrial,
     Goal,
     OutOfTimeError,
     PlanQuestion,
     TimeLimit,
+    Workload,
+    asked_models,
     bounded,
     fleet_name,
     least_that,
     option_price,
 )
-from gateway.workshop.plan.workload import MOST_PEAK, SECONDS_PER_HOUR, Workload, asked_models
-from gateway.workshop.simulate.fleets import FleetError
-from gateway.workshop.simulate.fronts import PRIORITY_BY_LABEL
-from gateway.workshop.simulate.report import Percentiles
-from gateway.workshop.simulate.routers import (
+from gateway.workshop.simulate.fleets import (
     GIB,
+    FleetError,
     SimulatedModel,
     placed_models,
     with_all_speeds,
     with_shares,
 )
+from gateway.workshop.simulate.fronts import PRIORITY_BY_LABEL
+from gateway.workshop.simulate.report import Percentiles
 from gateway.workshop.simulate.simulation import ModelSpeed, SimulatedMachine
 from gateway.workshop.simulate.trace import MOST_TOKENS, Job, Trace, TracePrompt, build_trace
 

@@ -13,9 +13,8 @@ from gateway.workshop.simulate.comparison import (
     compare_model_placements,
     known_policies,
 )
-from gateway.workshop.simulate.fleets import ServerSetup, from_text
+from gateway.workshop.simulate.fleets import ServerSetup, from_text, models_from_text
 from gateway.workshop.simulate.fronts import LearntKnowledge
-from gateway.workshop.simulate.routers import models_from_text
 from gateway.workshop.simulate.simulation import SimulatedMachine, simulate
 from gateway.workshop.simulate.trace import Trace, Traffic, generate
 from tests.calls import count_calls

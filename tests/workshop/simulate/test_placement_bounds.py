@@ -12,8 +12,7 @@ from statistics import fmean
 import pytest
 
 from gateway.workshop.simulate.comparison import compare_model_placements
-from gateway.workshop.simulate.fleets import ServerSetup, from_text
-from gateway.workshop.simulate.routers import models_from_text
+from gateway.workshop.simulate.fleets import ServerSetup, from_text, models_from_text
 from gateway.workshop.simulate.trace import Traffic, generate
 
 ROUTERS = from_text(

@@ -8,20 +8,22 @@ from pathlib import Path
 
 import pytest
 
-from gateway.workshop.simulate.fleets import FleetError, ServerSetup, from_text
-from gateway.workshop.simulate.model_fronts import LeastRecentlyUsed, ModelPlacingFront
-from gateway.workshop.simulate.routers import (
+from gateway.workshop.simulate.fleets import (
     GIB,
+    FleetError,
     RouterFleet,
+    ServerSetup,
     SimulatedModel,
     check_fit,
     describe_placement,
+    from_text,
     greedy_placement,
     models_from_text,
     random_placements,
     with_all_speeds,
     with_shares,
 )
+from gateway.workshop.simulate.fronts import LeastRecentlyUsed, ModelPlacingFront
 from gateway.workshop.simulate.simulation import (
     Front,
     SimulatedFleet,
