@@ -40,9 +40,9 @@ from gateway.app.learnt import LearntMemory
 from gateway.app.metering import Metering
 from gateway.app.startup import Options, StartError, check_extras, reread_admin_key
 from gateway.callers.callers import is_loopback
-from gateway.callers.key_sync import KeySync
 from gateway.callers.keys import AdminKeys, KeyRing
 from gateway.callers.ledger import Ledger
+from gateway.callers.stored_keys import KeySync
 from gateway.config.errors import ConfigError, Problem
 from gateway.config.inventory import Inventory, load_inventory
 from gateway.config.listeners import LimitSettings

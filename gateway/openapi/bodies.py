@@ -15,11 +15,11 @@ import yaml
 
 from gateway.admin.models import PlacementObject, ServedModelObject
 from gateway.admin.nodes import NodeObject
-from gateway.admin.requests import RequestObject
 from gateway.admin.status import StatusObject
 from gateway.admin.why import (
     ComparedNode,
     ExplainedRequest,
+    RequestObject,
     ToldGrant,
     ToldQueueing,
     ToldRefusal,

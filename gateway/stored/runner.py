@@ -18,10 +18,9 @@ from typing import Generic, NamedTuple, Protocol, TypeVar
 import structlog
 
 from gateway import errors
-from gateway.api.base import Api, ResponseRewriter
+from gateway.api.base import RELAYED, Api, ResponseRewriter
 from gateway.api.json_values import parse_object
 from gateway.api.outcome import to_gateway_error
-from gateway.api.relayed import RELAYED
 from gateway.callers.callers import cache_policy_of, owner_of_stored
 from gateway.callers.keys import KeyRing
 from gateway.callers.ledger import UsageRow

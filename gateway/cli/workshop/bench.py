@@ -16,8 +16,7 @@ from gateway.cli.terminal import CommandFailed, print_json, print_note, print_ro
 if TYPE_CHECKING:
     from gateway.local.energy import EnergyMeter
     from gateway.workshop.bench.load import Load, LoadRun
-    from gateway.workshop.bench.report import BenchReport, Difference
-    from gateway.workshop.bench.session import BenchPlan
+    from gateway.workshop.bench.report import BenchPlan, BenchReport, Difference
     from gateway.workshop.simulate.trace import Trace
 
 EXAMPLES = examples_epilog(
@@ -216,6 +215,7 @@ def bench(
     from gateway.workshop.bench.exchange import ENDPOINTS
     from gateway.workshop.bench.load import RequestPattern
     from gateway.workshop.bench.report import (
+        BenchPlan,
         RequestGoal,
         draw_report,
         remarks,
@@ -223,7 +223,6 @@ def bench(
         table_rows,
         write_requests,
     )
-    from gateway.workshop.bench.session import BenchPlan
 
     address = _checked_url(url)
     for flag, path in (("--csv", csv), ("--html", html)):
@@ -279,8 +278,8 @@ def _measure(plan: BenchPlan) -> tuple[BenchReport, list[LoadRun], int]:
 
     from gateway.cli.progress import BenchProgress
     from gateway.system import raise_open_file_limit
-    from gateway.workshop.bench.session import BenchSession, FitError
-    from gateway.workshop.bench.target import TargetError
+    from gateway.workshop.bench.exchange import TargetError
+    from gateway.workshop.bench.report import BenchSession, FitError
 
     async def measure(session: BenchSession) -> None:
         task = asyncio.current_task()
@@ -373,8 +372,8 @@ def _loads(
 
 def _played_trace(path: Path, requests: int | None) -> Trace:
     from gateway.cli.workshop.simulate import read_trace_file
+    from gateway.workshop.bench.exchange import MOST_PROMPT_TOKENS
     from gateway.workshop.bench.load import MOST_REQUESTS
-    from gateway.workshop.bench.target import MOST_PROMPT_TOKENS
 
     trace = read_trace_file(path, limit=requests or MOST_REQUESTS)
     longest = max(max(job.prompt.tokens, job.output) for job in trace.jobs)
@@ -404,7 +403,7 @@ def _meter(url: str) -> EnergyMeter | None:
     from urllib.parse import urlsplit
 
     from gateway.local.energy import EnergyUnavailableError, open_meter
-    from gateway.workshop.bench.target import is_this_machine
+    from gateway.workshop.bench.exchange import is_this_machine
 
     if not is_this_machine(urlsplit(url).hostname or ""):
         return None

@@ -20,8 +20,7 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import TYPE_CHECKING, Any
 
-from gateway.workshop.bench.exchange import RequestResult, RequestSender
-from gateway.workshop.bench.target import PromptWriter
+from gateway.workshop.bench.exchange import PromptWriter, RequestResult, RequestSender
 from gateway.workshop.simulate.report import Percentiles
 from gateway.workshop.simulate.trace import Job, TracePrompt
 

@@ -9,11 +9,13 @@ from itertools import takewhile
 import pytest
 
 from gateway.transport.pool import ConnectionPool
-from gateway.workshop.bench.exchange import CHAT, RequestResult, RequestSender
-from gateway.workshop.bench.target import (
+from gateway.workshop.bench.exchange import (
+    CHAT,
     Baseline,
     Calibration,
     PromptWriter,
+    RequestResult,
+    RequestSender,
     describe_server,
     fit,
     is_this_machine,
