@@ -16,18 +16,8 @@ from urllib.parse import quote
 
 import typer
 
-from gateway.cli import options
-from gateway.cli.client import (
-    OPEN_SECONDS,
-    AdminClient,
-    AdminFlags,
-    GatewayRefused,
-    NoStore,
-    is_gateway_running,
-    named_store,
-    open_alone,
-    read_settings,
-)
+from gateway.cli import client, options
+from gateway.cli.client import AdminClient, AdminFlags, GatewayRefused, NoStore
 from gateway.cli.options import CommandGroup, FlagGroup, Json
 from gateway.cli.terminal import CommandFailed, format_cell, print_json, print_note, print_rows
 from gateway.config.errors import ConfigError, Problem, escape_json
@@ -494,20 +484,20 @@ class KeyFlags(options.FlagGroup):
             admin_url=self.admin_url, admin_key_file=self.admin_key_file, config=self.config
         )
         with flags.connect() as admin:
-            if is_gateway_running(admin, self.admin_url, self.config):
+            if client.is_gateway_running(admin, self.admin_url, self.config):
                 yield RunningGateway(admin)
                 return
-        settings = read_settings(self.config)
-        location = named_store(settings)
+        settings = client.read_settings(self.config)
+        location = client.named_store(settings)
         print_note(f"store: {location.shown} (no gateway answers at {admin.url})")
         from gateway.callers.stored_keys import KeyDesk
 
         def unknown(specs: Sequence[KeySpec]) -> Sequence[str]:
             return unknown_models(settings, self.nodes, specs)
 
-        with open_alone(location) as store:
+        with client.open_alone(location) as store:
             yield StoreAlone(
-                KeyDesk(settings, store, unknown, seconds=OPEN_SECONDS), location.shown
+                KeyDesk(settings, store, unknown, seconds=client.OPEN_SECONDS), location.shown
             )
 
 

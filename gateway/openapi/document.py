@@ -16,25 +16,8 @@ from gateway import __version__, errors
 from gateway.admin.app import ADMIN_ROUTES, AdminRoute
 from gateway.config.listeners import AdminSettings, ListenSettings
 from gateway.config.settings import Settings
-from gateway.openapi.bodies import (
-    ADMIN_ERRORS,
-    API_SUMMARIES,
-    ERROR_HEADERS,
-    ERROR_SCHEMAS,
-    ERRORS,
-    REQUEST_HEADERS,
-    RESPONSE_HEADERS,
-    SCHEMAS,
-    SECURITY_SCHEMES,
-    SITE_PATHS,
-    STATUS_HEADERS,
-    Described,
-    JsonSchema,
-    Parameters,
-    admin_path,
-    routed_body,
-    settings_schemas,
-)
+from gateway.openapi import bodies
+from gateway.openapi.bodies import Described, JsonSchema, Parameters
 from gateway.request.routes import Route, api_of_path, pages_of, routes_of
 from gateway.watch.metrics import CONTENT_TYPE
 from gateway.web.site import SITE_ROUTES
@@ -78,8 +61,8 @@ def operations(settings: Settings) -> Iterator[Operation]:
         # Some have other spellings.
         spellings = (path, f"/v1{path}", path.removeprefix("/v1"))
         keys = (f"{one.method} {spelling}" for spelling in spellings)
-        key = next(key for key in keys if key in SITE_PATHS)
-        described = SITE_PATHS[key]
+        key = next(key for key in keys if key in bodies.SITE_PATHS)
+        described = bodies.SITE_PATHS[key]
         statuses = _SITE_STATUSES if one.needs_key else _HTTP_STATUSES
         yield Operation(
             "public",
@@ -99,7 +82,7 @@ def operations(settings: Settings) -> Iterator[Operation]:
             "public",
             page.method,
             page.path,
-            API_SUMMARIES[page.path],
+            bodies.API_SUMMARIES[page.path],
             needs_key=page.needs_models,
             body=_json(None) if page.method == "POST" else None,
             content={"text/plain": {"schema": {"type": "string"}}} if text else _json(None),
@@ -145,11 +128,11 @@ def _routed(path: str, route: Route) -> Operation:
         "public",
         "POST",
         path,
-        API_SUMMARIES[shown],
-        parameters=_named_parameters("header", REQUEST_HEADERS),
+        bodies.API_SUMMARIES[shown],
+        parameters=_named_parameters("header", bodies.REQUEST_HEADERS),
         body=body,
         content=content,
-        headers=RESPONSE_HEADERS,
+        headers=bodies.RESPONSE_HEADERS,
         statuses=_ROUTED_STATUSES,
         route=route,
     )
@@ -157,7 +140,7 @@ def _routed(path: str, route: Route) -> Operation:
 
 def _admin(route: AdminRoute) -> Operation:
     path = _shown(route.path)
-    described = admin_path(route.method, path)
+    described = bodies.admin_path(route.method, path)
     if path in ("/metrics", "/metrics/nodes"):
         content: JsonSchema = {CONTENT_TYPE.partition(";")[0]: {"schema": {"type": "string"}}}
     else:
@@ -249,13 +232,13 @@ def openapi_document(
         "tags": [{"name": name, "description": f"The {name} listener."} for name in listeners],
         "paths": paths,
         "components": {
-            "securitySchemes": SECURITY_SCHEMES,
+            "securitySchemes": bodies.SECURITY_SCHEMES,
             "responses": _error_responses(served),
             "schemas": {
-                **ERROR_SCHEMAS,
-                "RoutedBody": routed_body(),
-                **SCHEMAS,
-                **settings_schemas(),
+                **bodies.ERROR_SCHEMAS,
+                "RoutedBody": bodies.routed_body(),
+                **bodies.SCHEMAS,
+                **bodies.settings_schemas(),
             },
         },
     }
@@ -340,13 +323,13 @@ def _error_responses(all_operations: Iterable[Operation]) -> dict[str, JsonSchem
     """The responses that `_errors` refers to."""
     found: dict[str, JsonSchema] = {}
     for operation in all_operations:
-        table = ERRORS if operation.listener == "public" else ADMIN_ERRORS
+        table = bodies.ERRORS if operation.listener == "public" else bodies.ADMIN_ERRORS
         dialect = _dialect(operation)
         for status in operation.statuses:
             name = f"{operation.listener}{dialect}{status}"
             if name in found:
                 continue
-            headers = ERROR_HEADERS | STATUS_HEADERS.get(status, {})
+            headers = bodies.ERROR_HEADERS | bodies.STATUS_HEADERS.get(status, {})
             content = {"schema": {"$ref": f"#/components/schemas/{dialect}"}}
             causes = [f"`{row.code}`: {row.when}" for row in table if row.status == status]
             found[name] = {

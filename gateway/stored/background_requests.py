@@ -31,10 +31,8 @@ from gateway.lease import BatchRoomService
 from gateway.store.failures import StoreError
 from gateway.store.schema import stored_requests
 from gateway.store.store import Store
+from gateway.stored import claims, files
 from gateway.stored.claims import (
-    COLUMNS,
-    IS_RUNNING,
-    IS_WAITING,
     Pick,
     RecordedResult,
     RequestKind,
@@ -42,23 +40,8 @@ from gateway.stored.claims import (
     RowLeases,
     StoredRow,
     UnfinishedWork,
-    add_rows,
-    chunks,
-    job,
-    record,
-    row_of,
-    still_unfinished,
-    those_with,
 )
-from gateway.stored.files import (
-    Kept,
-    correct_log_sizes,
-    full_owners,
-    kept_by,
-    kept_too_much,
-    note_log_sizes,
-    raise_revision,
-)
+from gateway.stored.files import Kept
 from gateway.stored.folder import (
     RETRY_AFTER,
     DiskThreads,
@@ -140,22 +123,22 @@ def add_background(
     `most` requests of `most_bytes` may wait or run, and `most_kept` bytes be kept. Returns None if
     it is added, else what the owner has.
     """
-    raise_revision(connection)
+    files.raise_revision(connection)
     if connection.scalar(select(_ROW.id).where(_ROW.id == row.id)) is not None:
         return None  # Done again.
     sums = select(func.count(), func.coalesce(func.sum(_ROW.length), 0)).where(
         _ROW.owner == row.owner,
         _ROW.folder == row.folder,
         _ROW.batch.is_(None),
-        IS_WAITING | IS_RUNNING,
+        claims.IS_WAITING | claims.IS_RUNNING,
     )
     number, size = connection.execute(sums).one()
     if number + 1 > most or int(size) + row.length > most_bytes:
         return WaitingUse(number, int(size))
-    kept = kept_by(connection, row.owner, row.created_at)
+    kept = files.kept_by(connection, row.owner, row.created_at)
     if kept.bytes + row.length + (row.result_length or 0) > most_kept:
         return kept
-    add_rows(connection, [row])
+    claims.add_rows(connection, [row])
     return None
 
 
@@ -163,11 +146,11 @@ def find_background(
     connection: Connection, owner: str, id_: str, kind: RequestKind, now: float
 ) -> StoredRow | None:
     """The owner's request, unless its time is over."""
-    asked = select(*COLUMNS).where(
+    asked = select(*claims.COLUMNS).where(
         _ROW.id == id_, _ROW.owner == owner, _ROW.kind == kind.value, _ROW.keep_until > now
     )
     row = connection.execute(asked).one_or_none()
-    return None if row is None else row_of(row)
+    return None if row is None else claims.row_of(row)
 
 
 def end_background(
@@ -187,7 +170,7 @@ def end_background(
         _ROW.id == row.id,
         _ROW.owner == row.owner,
         _ROW.kind == row.kind.value,
-        IS_WAITING | IS_RUNNING,
+        claims.IS_WAITING | claims.IS_RUNNING,
     )
     values = {
         "state": state.value,
@@ -197,10 +180,10 @@ def end_background(
         "claimed_until": None,
         "keep_until": now + keep_seconds(row),
     }
-    changed = connection.execute(ended.values(values).returning(*COLUMNS)).one_or_none()
+    changed = connection.execute(ended.values(values).returning(*claims.COLUMNS)).one_or_none()
     if changed is None:
         return find_background(connection, row.owner, row.id, row.kind, now)
-    found = row_of(changed)
+    found = claims.row_of(changed)
     also(connection, found)
     return found
 
@@ -217,22 +200,22 @@ def delete_background(
 
 def due_background(connection: Connection, folder: str, now: float, limit: int) -> list[StoredRow]:
     """Requests of the folder that nobody may read any more, though their files are still there."""
-    asked = select(*COLUMNS).where(
+    asked = select(*claims.COLUMNS).where(
         _ROW.folder == folder, _ROW.keep_until <= now, _ROW.batch.is_(None), _IS_BACKGROUND
     )
-    return [row_of(row) for row in connection.execute(asked.limit(limit))]
+    return [claims.row_of(row) for row in connection.execute(asked.limit(limit))]
 
 
 def remove_background(connection: Connection, ids: Sequence[str]) -> None:
     """Remove the rows of requests whose files are gone."""
-    for some in chunks(ids):
+    for some in claims.chunks(ids):
         connection.execute(delete(stored_requests).where(_ROW.id.in_(some), _IS_BACKGROUND))
 
 
 def known_places(connection: Connection, folder: str, places: Sequence[str]) -> set[str]:
     """Those of the folder's files that a request needs."""
     alone = _ROW.folder == folder, _ROW.batch.is_(None)
-    return those_with(connection, _ROW.place, places, *alone) | those_with(
+    return claims.those_with(connection, _ROW.place, places, *alone) | claims.those_with(
         connection, _ROW.result_place, places, *alone
     )
 
@@ -242,10 +225,10 @@ def keep_background(
 ) -> list[StoredRow]:
     """Keep requests that have ended until then; returns them."""
     found: list[StoredRow] = []
-    for some in chunks(ids):
+    for some in claims.chunks(ids):
         kept = update(stored_requests).where(_ROW.id.in_(some), _IS_BACKGROUND)
-        changed = kept.values(keep_until=keep_until).returning(*COLUMNS)
-        found += [row_of(row) for row in connection.execute(changed)]
+        changed = kept.values(keep_until=keep_until).returning(*claims.COLUMNS)
+        found += [claims.row_of(row) for row in connection.execute(changed)]
     return found
 
 
@@ -257,15 +240,17 @@ def expire_background(
         _ROW.folder == folder,
         _ROW.batch.is_(None),
         _ROW.deadline <= now,
-        IS_WAITING,
+        claims.IS_WAITING,
         _IS_BACKGROUND,
     )
     ids = list(connection.scalars(late.limit(limit)))
     found: list[StoredRow] = []
-    for some in chunks(ids):
-        ended = update(stored_requests).where(_ROW.id.in_(some), IS_WAITING)
+    for some in claims.chunks(ids):
+        ended = update(stored_requests).where(_ROW.id.in_(some), claims.IS_WAITING)
         values = {"state": RequestState.EXPIRED.value, "ended_at": now}
-        found += map(row_of, connection.execute(ended.values(values).returning(*COLUMNS)))
+        found += map(
+            claims.row_of, connection.execute(ended.values(values).returning(*claims.COLUMNS))
+        )
     for row in found:
         keep_background(connection, [row.id], now + keep_seconds(row))
         also(connection, row)
@@ -275,7 +260,7 @@ def expire_background(
 def waiting_before(connection: Connection, folder: str, created_at: float) -> int:
     """How many requests of the folder wait that came before."""
     asked = select(func.count()).where(
-        _ROW.folder == folder, _ROW.batch.is_(None), IS_WAITING, _ROW.created_at < created_at
+        _ROW.folder == folder, _ROW.batch.is_(None), claims.IS_WAITING, _ROW.created_at < created_at
     )
     return connection.scalar(asked) or 0
 
@@ -287,7 +272,7 @@ def waiting_owners(
     asked = select(_ROW.owner, _ROW.kind).where(
         _ROW.folder == folder,
         _ROW.batch.is_(None),
-        IS_WAITING,
+        claims.IS_WAITING,
         _ROW.not_before <= now,
         _IS_BACKGROUND,
     )
@@ -391,7 +376,7 @@ class BackgroundRequests:
         if log_name is not None:
             row = replace(row, result_offset=0, result_length=log_bytes)
         try:
-            adding = job(
+            adding = claims.job(
                 add_background,
                 row,
                 settings.waiting_per_key,
@@ -404,7 +389,7 @@ class BackgroundRequests:
         if used is not None:
             await self._remove_files(row)
             if isinstance(used, Kept):
-                raise kept_too_much(used, settings)
+                raise files.kept_too_much(used, settings)
             raise GatewayError(
                 429,
                 "rate_limit_exceeded",
@@ -431,7 +416,7 @@ class BackgroundRequests:
 
     async def find(self, owner: str, id_: str, kind: RequestKind) -> StoredRow:
         """The owner's request. Raises: GatewayError 404, 503."""
-        finding = job(find_background, owner, id_, kind, self.now())
+        finding = claims.job(find_background, owner, id_, kind, self.now())
         found = await ask_store(self.store, finding, write=False)
         if found is None:
             raise not_found(id_, kind)
@@ -489,7 +474,7 @@ class BackgroundRequests:
 
     async def ahead_of(self, row: StoredRow) -> int:
         """How many requests in the background wait that came before. Raises: GatewayError 503."""
-        before = job(waiting_before, row.folder, row.created_at)
+        before = claims.job(waiting_before, row.folder, row.created_at)
         return await ask_store(self.store, before, write=False)
 
     async def wait_ended(self, row: StoredRow, seconds: float) -> StoredRow:
@@ -535,7 +520,7 @@ class BackgroundRequests:
         found = await self.find(owner, id_, kind)
         if found.state.ended:
             return found
-        ending = job(end_background, found, self.now(), self.ended)
+        ending = claims.job(end_background, found, self.now(), self.ended)
         row = await ask_store(self.store, ending)
         if row is None:
             raise not_found(id_, kind)
@@ -549,7 +534,7 @@ class BackgroundRequests:
         with contextlib.suppress(StoreError, TimeoutError):
             async with asyncio.timeout(GIVE_UP_SECONDS):
                 ends = [
-                    job(
+                    claims.job(
                         end_background, row, self.now(), self.ended, RequestState.FAILED, 503,
                         SHUTTING_DOWN,
                     )
@@ -587,7 +572,7 @@ class BackgroundRequests:
 
         If it waits or runs, it ends.
         """
-        deleting = job(delete_background, owner, id_, kind, self.now())
+        deleting = claims.job(delete_background, owner, id_, kind, self.now())
         row = await ask_store(self.store, deleting)
         if row is None:
             raise not_found(id_, kind)
@@ -629,7 +614,7 @@ class BackgroundRequests:
                     await events.close()
             # If that fails, `clean` does it later.
             with contextlib.suppress(StoreError):
-                await self.store.run(job(note_log_sizes, {row.id: events.size}))
+                await self.store.run(claims.job(files.note_log_sizes, {row.id: events.size}))
 
     # The gateway's own work.
 
@@ -655,19 +640,19 @@ class BackgroundRequests:
     async def clean(self, *, orphans: bool = False) -> None:
         """One round of `run`. Raises: FolderError, StoreError."""
         folder = await self.threads.opened(self.folder)
-        expiring = job(expire_background, folder, self.now(), self.ended, STEP_ROWS)
+        expiring = claims.job(expire_background, folder, self.now(), self.ended, STEP_ROWS)
         for row in await self.store.run(expiring):
             self.has_ended(row.id)
             await self.settle(row)
         for _ in range(MOST_STEPS):
-            looking = job(due_background, folder, self.now(), STEP_ROWS)
+            looking = claims.job(due_background, folder, self.now(), STEP_ROWS)
             due = await self.store.run(looking, write=False)
             for row in due:
                 self._end_run(row.id)
                 await self._remove_files(row)
             if due:
                 ids = [row.id for row in due]
-                await self.store.run(job(remove_background, ids))
+                await self.store.run(claims.job(remove_background, ids))
                 log.info("background requests removed", requests=len(ids))
             if len(due) < STEP_ROWS:
                 break
@@ -681,12 +666,14 @@ class BackgroundRequests:
             old = [one for one in found if one.changed_at < before]
             for start in range(0, len(old), STEP_ROWS):
                 sizes = {one.name: one.size for one in old[start : start + STEP_ROWS]}
-                known = await self.store.run(job(known_places, folder, list(sizes)), write=False)
+                known = await self.store.run(
+                    claims.job(known_places, folder, list(sizes)), write=False
+                )
                 for name in sizes.keys() - known:
                     await self.threads.run(self.folder.delete, name)
                 if kind == LOG_KIND:
                     right = {name: size for name, size in sizes.items() if name in known}
-                    await self.store.run(job(correct_log_sizes, folder, right))
+                    await self.store.run(claims.job(files.correct_log_sizes, folder, right))
 
     async def _remove_files(self, row: StoredRow) -> None:
         """Remove what is kept of a request; what stays is left over, and removed later."""
@@ -863,7 +850,7 @@ class BackgroundRunner(RowRuns[HeldRequest]):
                 await self._begin_all([waited_for])
             return
         folder = await requests.threads.opened(requests.folder)
-        owners = await requests.store.run(job(waiting_owners, folder, now), write=False)
+        owners = await requests.store.run(claims.job(waiting_owners, folder, now), write=False)
         full = await self._full_owners({owner for owner, _ in owners})
         owners = [one for one in owners if one[0] not in full]
         if not owners:
@@ -887,7 +874,7 @@ class BackgroundRunner(RowRuns[HeldRequest]):
         """Those that keep as much as they may; what others add is seen a second later at most."""
         loop = asyncio.get_running_loop()
         if loop.time() >= self._look_again_at or not owners <= self._looked_at:
-            full = job(full_owners, owners, self._settings().bytes_per_key, self.now())
+            full = claims.job(files.full_owners, owners, self._settings().bytes_per_key, self.now())
             self._full = await self._requests.store.run(full, write=False)
             self._looked_at = owners
             self._look_again_at = loop.time() + LOOK_SECONDS
@@ -912,7 +899,7 @@ class BackgroundRunner(RowRuns[HeldRequest]):
         }
         if grown:
             sizes = {held.row.id: size for held, size in grown.items()}
-            await self._requests.store.run(job(note_log_sizes, sizes, running=True))
+            await self._requests.store.run(claims.job(files.note_log_sizes, sizes, running=True))
         for held, size in grown.items():
             held.known_size = size
 
@@ -920,7 +907,9 @@ class BackgroundRunner(RowRuns[HeldRequest]):
         """End runs of requests that were cancelled, deleted, or taken by another process."""
         if not ids:
             return
-        taken = await self._requests.store.run(job(still_unfinished, ids), write=False)
+        taken = await self._requests.store.run(
+            claims.job(claims.still_unfinished, ids), write=False
+        )
         for id_ in ids:
             held = self._held.get(id_)
             if id_ not in taken:
@@ -1070,7 +1059,7 @@ class BackgroundRunner(RowRuns[HeldRequest]):
 
         def recording(connection: Connection) -> Sequence[UsageRow]:
             now = self.now()
-            counts[:] = record(connection, self.leases.process.id, [result.recorded], now)
+            counts[:] = claims.record(connection, self.leases.process.id, [result.recorded], now)
             for kept in keep_background(connection, counts, now + keep_seconds(row)):
                 if result.end is not None:
                     self._requests.webhooks.response_ended(connection, kept, result.end, now)

@@ -35,45 +35,9 @@ from gateway.request.routes import ROUTES
 from gateway.store.failures import StoreError, StoreUnavailable
 from gateway.store.schema import stored_requests
 from gateway.store.store import Store
-from gateway.stored.batch_rows import (
-    Batch,
-    BatchPage,
-    BatchProgress,
-    EndListener,
-    SpeedMeter,
-    add_batch,
-    begin_batch,
-    begin_finalizing,
-    cancel_batch,
-    delete_batch,
-    end_batch,
-    expire_lines,
-    fail_batch,
-    find_batch,
-    pause_batch,
-    progress_of,
-    read_batches,
-    remove_batches,
-    requests_removed,
-    resume_batch,
-    take_due_batches,
-    unfinished,
-    with_requests,
-)
-from gateway.stored.claims import (
-    STEP_ROWS,
-    BatchState,
-    RequestKind,
-    RequestState,
-    StoredRow,
-    UnfinishedWork,
-    add_rows,
-    job,
-    line_id,
-    new_id,
-    result_rows,
-    work_left,
-)
+from gateway.stored import batch_rows, claims, results
+from gateway.stored.batch_rows import Batch, BatchPage, BatchProgress, EndListener, SpeedMeter
+from gateway.stored.claims import BatchState, RequestKind, RequestState, StoredRow, UnfinishedWork
 from gateway.stored.files import (
     FILE,
     KEY_STORAGE_FULL,
@@ -106,14 +70,7 @@ from gateway.stored.line_reader import (
     TooManyLines,
     check_line_count,
 )
-from gateway.stored.results import (
-    ANTHROPIC,
-    RESULTS,
-    STORAGE_FULL,
-    STORAGE_UNAVAILABLE,
-    ResultReader,
-    broken_line,
-)
+from gateway.stored.results import ResultReader
 
 # Kind of the folder's files that hold the lines of a batch without an input file.
 REQUESTS = "requests"
@@ -145,7 +102,7 @@ def _begin(connection: Connection, id_: str, total: int, model: str | None, now:
     broken = select(func.count()).where(
         columns.batch == id_, columns.state == RequestState.FAILED.value
     )
-    begin_batch(connection, id_, total, connection.scalar(broken) or 0, model, now)
+    batch_rows.begin_batch(connection, id_, total, connection.scalar(broken) or 0, model, now)
 
 
 OUTPUT_PURPOSE = "batch_output"
@@ -241,8 +198,8 @@ def _end(
     also: EndListener | None,
 ) -> Batch | None:
     # It may be paused for want of room, which there was after all.
-    resume_batch(connection, batch.owner, batch.id)
-    return end_batch(connection, batch.id, output, errors, now, also)
+    batch_rows.resume_batch(connection, batch.owner, batch.id)
+    return batch_rows.end_batch(connection, batch.id, output, errors, now, also)
 
 
 ROUND_SECONDS = 1.0  # seconds between two looks at the unfinished batches
@@ -262,7 +219,7 @@ STEP_BATCHES = 100  # batches that are removed in one step
 # on they are: somebody may read the results of a batch that has just ended.
 CLEAN_SECONDS = 600.0
 _ENDING = frozenset({BatchState.FINALIZING, BatchState.CANCELLING})
-_STORAGE = frozenset({STORAGE_FULL, STORAGE_UNAVAILABLE})
+_STORAGE = frozenset({results.STORAGE_FULL, results.STORAGE_UNAVAILABLE})
 
 
 @dataclass(eq=False)
@@ -341,14 +298,14 @@ class BatchUpkeep:
     async def round(self) -> None:
         """Begin what is due. Raises: FolderError, StoreError."""
         folder, now = await self.threads.opened(self.folder), self.now()
-        found = await self.store.run(job(unfinished, folder), write=False)
+        found = await self.store.run(claims.job(batch_rows.unfinished, folder), write=False)
         self._is_idle = not found
         if self.clock() >= self._expire_at or any(_is_late(one, now) for one in found):
             self._expire_at = self.clock() + EXPIRE_SECONDS
-            late = await self.store.run(job(expire_lines, folder, now))
+            late = await self.store.run(claims.job(batch_rows.expire_lines, folder, now))
             if late:
-                found = await self.store.run(job(unfinished, folder), write=False)
-            if late == STEP_ROWS:
+                found = await self.store.run(claims.job(batch_rows.unfinished, folder), write=False)
+            if late == claims.STEP_ROWS:
                 self._expire_at = 0.0  # There are more of them.
         self.speeds.look(
             (one for one in found if one.state is BatchState.IN_PROGRESS), self.clock()
@@ -395,7 +352,7 @@ class BatchUpkeep:
     async def _finish(self, batch: Batch) -> None:
         while await self.end(batch.id) is None:
             ended_lines = batch.ended_lines
-            looking = job(find_batch, batch.owner, batch.id, batch.api)
+            looking = claims.job(batch_rows.find_batch, batch.owner, batch.id, batch.api)
             found = await self.store.run(looking, write=False)
             if found is None or found.ended_lines == ended_lines:
                 # Others of its lines run yet, or another process ends it.
@@ -411,9 +368,15 @@ class BatchUpkeep:
         except FolderError as error:
             self._retry_at[batch.id] = self.clock() + RETRY_SECONDS
             self._trouble.tell(error, batch.id)
-            reason = STORAGE_FULL if isinstance(error, FolderFull) else STORAGE_UNAVAILABLE
+            reason = (
+                results.STORAGE_FULL
+                if isinstance(error, FolderFull)
+                else results.STORAGE_UNAVAILABLE
+            )
             with contextlib.suppress(StoreError):
-                await self.store.run(job(pause_batch, batch.owner, batch.id, self.now(), reason))
+                await self.store.run(
+                    claims.job(batch_rows.pause_batch, batch.owner, batch.id, self.now(), reason)
+                )
         except StoreError as error:
             self._retry_at[batch.id] = self.clock() + RETRY_SECONDS
             self._trouble.tell(error, batch.id)
@@ -436,8 +399,10 @@ class BatchUpkeep:
         waiting = [
             one
             for one in found
-            if one.pause_reason == STORAGE_FULL
-            or (one.pause_reason == STORAGE_UNAVAILABLE and (one.paused_at or 0.0) <= broken)
+            if one.pause_reason == results.STORAGE_FULL
+            or (
+                one.pause_reason == results.STORAGE_UNAVAILABLE and (one.paused_at or 0.0) <= broken
+            )
         ]
         if not waiting:
             return
@@ -446,7 +411,9 @@ class BatchUpkeep:
         except FolderError:
             return
         for batch in waiting:
-            await self.store.run(job(resume_batch, batch.owner, batch.id, reasons=_STORAGE))
+            await self.store.run(
+                claims.job(batch_rows.resume_batch, batch.owner, batch.id, reasons=_STORAGE)
+            )
             self._retry_at.pop(batch.id, None)
         log.info("batches go on: there is room again", batches=len(waiting))
         self.on_rows()
@@ -466,17 +433,21 @@ class BatchUpkeep:
             self.full_owners = frozenset()
             return
         owners, most = {one.owner for one in running}, self.settings().bytes_per_key
-        full = await self.store.run(job(full_owners, owners, most, self.now()), write=False)
+        full = await self.store.run(claims.job(full_owners, owners, most, self.now()), write=False)
         self.full_owners = frozenset(full)
         for batch in running:
             if batch.owner in full and batch.paused_at is None:
                 await self.store.run(
-                    job(pause_batch, batch.owner, batch.id, self.now(), KEY_STORAGE_FULL)
+                    claims.job(
+                        batch_rows.pause_batch, batch.owner, batch.id, self.now(), KEY_STORAGE_FULL
+                    )
                 )
                 log.info("a batch waits: its key keeps as much as it may", batch=batch.id)
             elif batch.owner not in full and batch.paused_at is not None:
                 reasons = {KEY_STORAGE_FULL}
-                await self.store.run(job(resume_batch, batch.owner, batch.id, reasons=reasons))
+                await self.store.run(
+                    claims.job(batch_rows.resume_batch, batch.owner, batch.id, reasons=reasons)
+                )
                 log.info("a batch goes on: its key has room again", batch=batch.id)
                 self.on_rows()
 
@@ -519,7 +490,7 @@ class BatchUpkeep:
             )
             await self._fail(batch, "empty_file", message)
             return
-        await self.store.run(job(_begin, batch.id, reader.total, reader.model, self.now()))
+        await self.store.run(claims.job(_begin, batch.id, reader.total, reader.model, self.now()))
         log.info("batch begun", batch=batch.id, lines=reader.total, broken=reader.failed)
         self.on_rows()
 
@@ -529,7 +500,7 @@ class BatchUpkeep:
         try:
             while lines := await self.threads.run(_on_disk, reader.read_some):
                 rows = await self.threads.run(self._rows_of, batch, lines, errors)
-                if not await self.store.run(job(add_rows, rows)):
+                if not await self.store.run(claims.job(claims.add_rows, rows)):
                     return False
         finally:
             for file in errors:
@@ -541,17 +512,17 @@ class BatchUpkeep:
     ) -> list[StoredRow]:
         """The rows of these lines; errors are on the disk. Blocks. Raises: FolderError."""
         broken = [
-            broken_line(line_id(batch.id, one.number), batch.api, one)
+            results.broken_line(claims.line_id(batch.id, one.number), batch.api, one)
             for one in lines
             if isinstance(one, LineError)
         ]
         if broken and not errors:
-            errors.append(self.folder.open_appended(RESULTS))
+            errors.append(self.folder.open_appended(results.RESULTS))
         offset = errors[0].append(b"".join(broken)) if broken else 0
         lengths, rows = map(len, broken), list[StoredRow]()
         for line in lines:
             row = StoredRow(
-                id=line_id(batch.id, line.number),
+                id=claims.line_id(batch.id, line.number),
                 kind=RequestKind.LINE,
                 owner=batch.owner,
                 path=batch.endpoint,
@@ -596,7 +567,9 @@ class BatchUpkeep:
         self, batch: Batch, code: str, message: str, param: str | None = "input_file_id"
     ) -> None:
         errors = [{"code": code, "message": message, "param": param, "line": None}]
-        await self.store.run(job(fail_batch, batch.id, errors, self.now(), self.on_end))
+        await self.store.run(
+            claims.job(batch_rows.fail_batch, batch.id, errors, self.now(), self.on_end)
+        )
         log.info("batch failed", batch=batch.id, why=code)
 
     # The end.
@@ -606,14 +579,14 @@ class BatchUpkeep:
 
         Raises: FolderError, StoreError; then it is to be done again.
         """
-        batch = await self.store.run(job(begin_finalizing, id_, self.now()))
+        batch = await self.store.run(claims.job(batch_rows.begin_finalizing, id_, self.now()))
         if batch is None:
             return None
         files = _FinalFiles(self.folder, batch)
         try:
             after = 0
             while rows := await self.store.run(
-                job(result_rows, id_, after, PAGE_ROWS), write=False
+                claims.job(claims.result_rows, id_, after, PAGE_ROWS), write=False
             ):
                 await self.threads.run(files.add, rows)
                 after = rows[-1].number or 0
@@ -624,7 +597,7 @@ class BatchUpkeep:
             with contextlib.suppress(FolderError):
                 await self.threads.run(files.close)
         try:
-            ended = await self.store.run(job(_end, batch, output, errors, now, self.on_end))
+            ended = await self.store.run(claims.job(_end, batch, output, errors, now, self.on_end))
         except StoreUnavailable:
             # It may have ended; files without a row are removed later (`FileRegistry`).
             raise
@@ -648,7 +621,9 @@ class BatchUpkeep:
         folder, gone = self.folder.id, 0
         assert folder is not None
         while True:
-            due = await self.store.run(job(take_due_batches, folder, self.now(), STEP_BATCHES))
+            due = await self.store.run(
+                claims.job(batch_rows.take_due_batches, folder, self.now(), STEP_BATCHES)
+            )
             for one in due:
                 await self.remove(one.id, one.places)
             gone += len(due)
@@ -660,19 +635,21 @@ class BatchUpkeep:
 
     async def _remove_requests(self, folder: str) -> None:
         """Remove the requests of batches that have ended. Raises: FolderError, StoreError."""
-        ended = await self.store.run(job(with_requests, folder, STEP_BATCHES), write=False)
+        ended = await self.store.run(
+            claims.job(batch_rows.with_requests, folder, STEP_BATCHES), write=False
+        )
         if not ended:
             return
         for batch in ended:
             if batch.input_file is None:
                 await self.threads.run(self.folder.delete, input_place(batch))
-        await self.store.run(job(requests_removed, [one.id for one in ended]))
+        await self.store.run(claims.job(batch_rows.requests_removed, [one.id for one in ended]))
 
     async def remove(self, id_: str, places: Iterable[str]) -> None:
         """Remove a batch that is nobody's any more. Raises: FolderError, StoreError."""
         for name in places:
             await self.threads.run(self.folder.delete, name)
-        while not await self.store.run(job(remove_batches, [id_])):
+        while not await self.store.run(claims.job(batch_rows.remove_batches, [id_])):
             pass
 
     async def clean(self) -> int:
@@ -682,7 +659,7 @@ class BatchUpkeep:
         """
         before, gone = self.now() - CLEAN_SECONDS, 0
         listed = await self.threads.run(
-            lambda: [*self.folder.files(RESULTS), *self.folder.files(REQUESTS)]
+            lambda: [*self.folder.files(results.RESULTS), *self.folder.files(REQUESTS)]
         )
         old = [one.name for one in listed if one.changed_at < before]
         # The rows after the files: who writes one closes it when its rows are in the store.
@@ -690,7 +667,7 @@ class BatchUpkeep:
         if not complete:
             return 0
         assert self.folder.id is not None
-        needed = await self.store.run(job(_needed, self.folder.id), write=False)
+        needed = await self.store.run(claims.job(_needed, self.folder.id), write=False)
         for name in complete:
             if name not in needed:
                 gone += await self.threads.run(self.folder.delete, name)
@@ -720,7 +697,7 @@ def _needed(connection: Connection, folder: str) -> set[str]:
     rows = stored_requests.c
     alone = select(rows.place, rows.result_place).where(rows.folder == folder, rows.batch.is_(None))
     names = {name for pair in connection.execute(alone.distinct()) for name in pair}
-    for batch in unfinished(connection, folder):
+    for batch in batch_rows.unfinished(connection, folder):
         of_batch = select(rows.result_place).where(rows.batch == batch.id).distinct()
         names.update(connection.scalars(of_batch))
         names.add(input_place(batch))
@@ -738,7 +715,7 @@ ENDPOINTS = tuple(
 
 PAUSED_BY_CALLER = "paused"  # why a batch is paused whose caller wants it so
 SHOWN_ROWS = 200  # rows that are read at a time for lines that are recorded so far
-_PREFIXES = {ANTHROPIC: "msgbatch_"}
+_PREFIXES = {results.ANTHROPIC: "msgbatch_"}
 # The mean cost of a token of this model; None: unknown.
 TokenPrice = Callable[[str | None], float | None]
 
@@ -821,7 +798,9 @@ class BatchRegistry:
             raise
         try:
             settings = self._settings()
-            adding = job(add_batch, batch, settings.batches_per_key, settings.bytes_per_key)
+            adding = claims.job(
+                batch_rows.add_batch, batch, settings.batches_per_key, settings.bytes_per_key
+            )
             done = await add_surely(self._store, adding, partial(self._discard, new))
         finally:
             self._work.added()  # It may be there, though the store has not said so.
@@ -840,7 +819,7 @@ class BatchRegistry:
     async def check_room(self, owner: str, size: int) -> None:
         """Refuse requests that there is no room for. Raises: GatewayError 429, 503."""
         settings = self._settings()
-        kept = await self._ask(job(kept_by, owner, self._now()))
+        kept = await self._ask(claims.job(kept_by, owner, self._now()))
         if kept.bytes + max(1, size) > settings.bytes_per_key:
             raise kept_too_much(kept, settings)
 
@@ -857,7 +836,7 @@ class BatchRegistry:
 
     async def find(self, owner: str, id_: str, api: str) -> Batch:
         """The owner's batch. Raises: GatewayError 404."""
-        return _found(await self._ask(job(find_batch, owner, id_, api)), id_, api)
+        return _found(await self._ask(claims.job(batch_rows.find_batch, owner, id_, api)), id_, api)
 
     async def page(
         self,
@@ -869,21 +848,23 @@ class BatchRegistry:
         before: str | None = None,
     ) -> BatchPage:
         """Some of the owner's batches, newest first."""
-        return await self._ask(job(read_batches, owner, api, limit, after, before))
+        return await self._ask(
+            claims.job(batch_rows.read_batches, owner, api, limit, after, before)
+        )
 
     async def cancel(self, owner: str, id_: str, api: str) -> Batch:
         """Cancel it; again, nothing. Raises: GatewayError 404, 409 (OpenAI's, if it has ended)."""
         before = await self.find(owner, id_, api)
-        cancelling = job(cancel_batch, owner, id_, api, self._now())
+        cancelling = claims.job(batch_rows.cancel_batch, owner, id_, api, self._now())
         batch = _found(await ask_store(self._store, cancelling), id_, api)
         self.upkeep.wake()
-        if api != ANTHROPIC and batch.cancelling_at is None and before.state.ended:
+        if api != results.ANTHROPIC and batch.cancelling_at is None and before.state.ended:
             raise _has_ended("cancel", batch)
         return batch
 
     async def pause(self, owner: str, id_: str, api: str) -> Batch:
         """Start no more of its lines. Raises: GatewayError 404, 409 if it has ended."""
-        pausing = job(pause_batch, owner, id_, self._now(), PAUSED_BY_CALLER, api)
+        pausing = claims.job(batch_rows.pause_batch, owner, id_, self._now(), PAUSED_BY_CALLER, api)
         batch = _found(await ask_store(self._store, pausing), id_, api)
         if batch.state.ended:
             raise _has_ended("pause", batch)
@@ -892,7 +873,7 @@ class BatchRegistry:
 
     async def resume(self, owner: str, id_: str, api: str) -> Batch:
         """Go on with it. Raises: GatewayError 404, 409 if it has ended."""
-        resuming = job(resume_batch, owner, id_, api)
+        resuming = claims.job(batch_rows.resume_batch, owner, id_, api)
         batch = _found(await ask_store(self._store, resuming), id_, api)
         if batch.state.ended:
             raise _has_ended("resume", batch)
@@ -908,14 +889,14 @@ class BatchRegistry:
                 "batch_in_progress",
                 "In progress batches cannot be deleted. Consider canceling the batch instead.",
             )
-        places = await ask_store(self._store, job(delete_batch, owner, id_, api))
+        places = await ask_store(self._store, claims.job(batch_rows.delete_batch, owner, id_, api))
         if places is None:
             raise _not_found(id_, api)
         # The owner has lost it; whatever fails now, `BatchUpkeep` and `FileRegistry` do again.
         with contextlib.suppress(FolderError, StoreError):
             for file in (batch.output_file, batch.error_file):
                 if file is not None:
-                    await self._store.run(job(delete_file, owner, file, self._now()))
+                    await self._store.run(claims.job(delete_file, owner, file, self._now()))
                     if batch.folder == self.folder.id:
                         await self._threads.run(self.folder.delete, file)
             if batch.folder == await self._threads.opened(self.folder):
@@ -923,9 +904,9 @@ class BatchRegistry:
 
     async def progress(self, batch: Batch) -> BatchProgress:
         """How far it is."""
-        left = await self._ask(job(work_left, batch.id))
+        left = await self._ask(claims.job(claims.work_left, batch.id))
         price = self._price(batch.model)
-        return progress_of(batch, left, self._speeds.speed(batch.id), price, self._now())
+        return batch_rows.progress_of(batch, left, self._speeds.speed(batch.id), price, self._now())
 
     async def open_output(self, owner: str, id_: str, api: str, *, errors: bool = False) -> Content:
         """Its output or error lines: the final file, or what is recorded so far.
@@ -936,7 +917,7 @@ class BatchRegistry:
         with folder_errors_told():
             if batch.folder != await self._threads.opened(self.folder):
                 raise _elsewhere("This batch")
-        kind = "results" if api == ANTHROPIC else "error" if errors else "output"
+        kind = "results" if api == results.ANTHROPIC else "error" if errors else "output"
         name = f"{id_}_{kind}.jsonl"
         if not batch.state.ended:
             reader = ResultReader(self.folder, api, keeps_all=True)
@@ -945,7 +926,7 @@ class BatchRegistry:
         file = batch.error_file if errors else batch.output_file
         if file is None:
             return Content.of_file(name, 0, io.BytesIO(), self._threads)
-        found = await self._ask(job(find_file, owner, file, self._now()))
+        found = await self._ask(claims.job(find_file, owner, file, self._now()))
         if found is None:
             raise _results_gone(id_)
         try:
@@ -983,7 +964,7 @@ class BatchRegistry:
             # So its requests are found by its id.
             id_ = _PREFIXES.get(new.api, "batch_") + new.requests.rpartition("-")[2]
         else:
-            id_ = new_id(_PREFIXES.get(new.api, "batch_"), now, self._token)
+            id_ = claims.new_id(_PREFIXES.get(new.api, "batch_"), now, self._token)
         return Batch(
             id=id_,
             owner=new.owner,
@@ -1020,7 +1001,7 @@ class BatchRegistry:
     ) -> AsyncIterator[bytes]:
         after = 0
         while True:
-            rows = await self._ask(job(result_rows, batch.id, after, SHOWN_ROWS))
+            rows = await self._ask(claims.job(claims.result_rows, batch.id, after, SHOWN_ROWS))
             if not rows:
                 return
             pieces = reader.pieces(rows, output=output)
@@ -1097,7 +1078,7 @@ def _found(batch: Batch | None, id_: str, api: str) -> Batch:
 def _not_found(id_: str, api: str) -> GatewayError:
     shown = errors.truncate_echo(id_)
     message = f"No batch found with id '{shown}'."
-    if api == ANTHROPIC:
+    if api == results.ANTHROPIC:
         message = f"Message Batch {shown} not found."
     return GatewayError(404, "batch_not_found", message)
 

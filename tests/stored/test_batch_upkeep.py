@@ -366,7 +366,6 @@ async def run_all(here: BatchPlace) -> None:
 async def test_very_many_cancelled_lines_end_step_by_step(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("gateway.stored.batch_rows.STEP_ROWS", 100)
     monkeypatch.setattr("gateway.stored.claims.STEP_ROWS", 100)
     async with batch_place(f"sqlite:///{tmp_path / 'db'}", tmp_path / "kept") as here:
         batch = await here.create([line(f"c{n}") for n in range(6000)])

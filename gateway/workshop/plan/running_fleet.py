@@ -17,10 +17,9 @@ from typing import Any
 
 from pydantic import Field
 
+from gateway.workshop.plan import search
 from gateway.workshop.plan.catalogue import MOST_SLOTS_OF_A_SERVER, FleetPrice, NodeType, TokenPrice
 from gateway.workshop.plan.search import (
-    MOST_PEAK,
-    SECONDS_PER_HOUR,
     FleetPart,
     FleetTrial,
     Goal,
@@ -28,11 +27,6 @@ from gateway.workshop.plan.search import (
     PlanQuestion,
     TimeLimit,
     Workload,
-    asked_models,
-    bounded,
-    fleet_name,
-    least_that,
-    option_price,
 )
 from gateway.workshop.simulate.fleets import (
     GIB,
@@ -355,7 +349,7 @@ def traffic_of(
                 asked = f"no node has {job.model}" if job.model else "a request names no model"
                 raise UnmeasuredFleetError(f"{asked}: the trace is not of this fleet's models")
         recorded = build_trace([replace(job, model=known[job.model]) for job in recorded.jobs])
-        models = asked_models(recorded.jobs, fleet.models)
+        models = search.asked_models(recorded.jobs, fleet.models)
     total = sum(one.share or 0.0 for one in models)
     by_model = {
         one.name: workload.with_requests(workload.requests_per_hour * one.share / total)
@@ -421,16 +415,16 @@ def busiest_hour(told: Mapping[str, Any], fleet: MeasuredFleet, peak: float) -> 
         at = (one.at - first) / peak
         text = TracePrompt(-1 - number, read)
         jobs.append(Job(0, at, text, written, None, one.priority_label, model=one.model))
-    hourly = peak * SECONDS_PER_HOUR / span
+    hourly = peak * search.SECONDS_PER_HOUR / span
     by_model = {
         model: _workload(count * hourly, means.get(model, overall))
         for model, count in counts.items()
     }
     # Prices are those of the mean hour, waits those of the busiest one.
     rate = len(arrivals) * hourly
-    mean = max(requests / max(since_first, span) * SECONDS_PER_HOUR, rate / MOST_PEAK)
-    factor = min(MOST_PEAK, max(1.0, rate / mean))
-    asked = asked_models(jobs, fleet.models)
+    mean = max(requests / max(since_first, span) * search.SECONDS_PER_HOUR, rate / search.MOST_PEAK)
+    factor = min(search.MOST_PEAK, max(1.0, rate / mean))
+    asked = search.asked_models(jobs, fleet.models)
     workload = replace(_workload(min(mean, rate), overall), peak=factor, models=asked)
     slots = sum(part.servers * part.node_type.slots for part in fleet.parts)
     nodes = {one.node for one in known}
@@ -704,10 +698,10 @@ class _Asked:
             with contextlib.suppress(OutOfTimeError):
                 trial = question.play(parts, question.trace(), self.limit)
         if trial is not None and now is not None and now.trial is not None:
-            trial = bounded(trial, now.trial, pick)
-        price = option_price(question, parts, trial)
+            trial = search.bounded(trial, now.trial, pick)
+        price = search.option_price(question, parts, trial)
         missed = self.missed(trial, use, question.goal)
-        return WhatIf(change, fleet_name(parts), use, trial, price, missed)
+        return WhatIf(change, search.fleet_name(parts), use, trial, price, missed)
 
     def missed(self, trial: FleetTrial | None, use: float, goal: Goal) -> tuple[str, ...]:
         """What is missed of the goal."""
@@ -772,7 +766,7 @@ def _least_addition(
         def fits(count: int, place: int = place) -> bool:
             return fleet_use(_changed(fleet, place, count), asked.traffic.by_model) <= goal.use
 
-        if count := least_that(fits, 1, MOST_ADDED):
+        if count := search.least_that(fits, 1, MOST_ADDED):
             hour = part.node_type.price.per_hour
             choices.append((math.inf if hour is None else hour * count, count, place))
     if not choices:
@@ -784,5 +778,5 @@ def _least_addition(
         rows[count] = asked.row(f"{count} more", _changed(fleet, place, count), now, min)
         return rows[count].trial is None or not rows[count].missed
 
-    found = least_that(suffices, least, MOST_ADDED)
+    found = search.least_that(suffices, least, MOST_ADDED)
     return None if found is None else (fleet.parts[place].node_type.name, found, rows[found])
