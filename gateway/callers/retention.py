@@ -13,16 +13,8 @@ from dataclasses import dataclass
 import structlog
 from sqlalchemy import Connection, delete, func, select
 
-from gateway.callers.reports import (
-    ROLLED_UP,
-    ROW_SUMS,
-    SUM_NAMES,
-    Reporter,
-    Sums,
-    dimension,
-    end_of_step,
-    label_of,
-)
+from gateway.callers import reports
+from gateway.callers.reports import Reporter, Sums
 from gateway.callers.windows import DAY
 from gateway.config.stored import RetentionSettings
 from gateway.store.database import insert_for
@@ -43,7 +35,7 @@ VACUUM_PAGES = 500  # free pages that one job gives back to the file system, 2 M
 MOST_VACUUMS = 1000  # such jobs in one pass
 _DIMENSIONS = ("key", "group_name", "user", "model", "class_", "tier", "node", "outcome")
 # What sums of rows are kept by.
-_PLACE = (dimension(usage, "day"), *(usage.c[name] for name in _DIMENSIONS))
+_PLACE = (reports.dimension(usage, "day"), *(usage.c[name] for name in _DIMENSIONS))
 log = structlog.get_logger()
 
 
@@ -60,7 +52,7 @@ class RollUp:
         if self.rows <= 0 or connection.scalar(old) is None:
             return 0
         # Before the rows are read, so that of two processes one waits for the other.
-        raised = insert_for(connection)(revisions).values(name=ROLLED_UP, number=1)
+        raised = insert_for(connection)(revisions).values(name=reports.ROLLED_UP, number=1)
         connection.execute(
             raised.on_conflict_do_update(
                 index_elements=[revisions.c.name], set_={"number": revisions.c.number + 1}
@@ -71,10 +63,10 @@ class RollUp:
         if not ids:
             return 0
         sums: dict[tuple[str, ...], Sums] = {}
-        summed = select(*_PLACE, *ROW_SUMS).where(usage.c.id.in_(ids)).group_by(*_PLACE)
+        summed = select(*_PLACE, *reports.ROW_SUMS).where(usage.c.id.in_(ids)).group_by(*_PLACE)
         for day, *values in connection.execute(summed):
             place, numbers = values[: len(_DIMENSIONS)], values[len(_DIMENSIONS) :]
-            whose = (label_of("day", day), *(value or "" for value in place))
+            whose = (reports.label_of("day", day), *(value or "" for value in place))
             sums.setdefault(whose, Sums()).add(numbers)
         _add_to_days(connection, sums)
         gone = connection.execute(delete(usage).where(usage.c.id.in_(ids))).rowcount
@@ -86,9 +78,9 @@ def _add_to_days(connection: Connection, sums: dict[tuple[str, ...], Sums]) -> N
     add = insert_for(connection)(usage_days)
     add = add.on_conflict_do_update(
         index_elements=list(usage_days.primary_key),
-        set_={name: usage_days.c[name] + add.excluded[name] for name in SUM_NAMES},
+        set_={name: usage_days.c[name] + add.excluded[name] for name in reports.SUM_NAMES},
     )
-    names = ("day", *(usage_days.c[n].key for n in _DIMENSIONS), *SUM_NAMES)
+    names = ("day", *(usage_days.c[n].key for n in _DIMENSIONS), *reports.SUM_NAMES)
     connection.execute(
         add, [dict(zip(names, (*place, *one.values()), strict=True)) for place, one in sums.items()]
     )
@@ -175,7 +167,7 @@ class RowCounter:
         ended = usage.c.ended_at
         left = ended >= self._from
         later = select(ended).order_by(ended)
-        end = end_of_step(connection, later, self._from, self._rows_per_step)
+        end = reports.end_of_step(connection, later, self._from, self._rows_per_step)
         counting = select(func.count()).select_from(usage).where(left)
         if end is not None:
             counting = counting.where(ended < end)

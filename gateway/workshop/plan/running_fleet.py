@@ -28,14 +28,8 @@ from gateway.workshop.plan.search import (
     TimeLimit,
     Workload,
 )
-from gateway.workshop.simulate.fleets import (
-    GIB,
-    FleetError,
-    SimulatedModel,
-    placed_models,
-    with_all_speeds,
-    with_shares,
-)
+from gateway.workshop.simulate import fleets
+from gateway.workshop.simulate.fleets import FleetError, SimulatedModel
 from gateway.workshop.simulate.fronts import PRIORITY_BY_LABEL
 from gateway.workshop.simulate.report import Percentiles
 from gateway.workshop.simulate.simulation import ModelSpeed, SimulatedMachine
@@ -165,7 +159,7 @@ class _Routers:
         if not any(node.get("router") for node in nodes):
             return
         try:
-            self.models = placed_models(rows)
+            self.models = fleets.placed_models(rows)
         except FleetError as error:
             raise UnmeasuredFleetError(f"{error}") from None
         keys = {row.get("name"): str(row["model"]) for row in rows}
@@ -190,7 +184,7 @@ class _Routers:
             for router, found in self._of.items()
         ]
         self._measured = {one.name for one in machines if one.model_speeds}
-        self._machines = {one.name: one for one in with_all_speeds(machines, self.models)}
+        self._machines = {one.name: one for one in fleets.with_all_speeds(machines, self.models)}
 
     def as_one(self, node: Mapping[str, Any]) -> Mapping[str, Any]:
         """A router as one node that has its models' slots and speeds; any other as it is."""
@@ -211,7 +205,7 @@ class _Routers:
             "decode_tps": machine.decode_tps if measured else None,
             "batch_cost": fmean(costs) if costs else None,
             "models": sorted(found),
-            "memory_gib": memory / GIB,
+            "memory_gib": memory / fleets.GIB,
             "model_speeds": machine.model_speeds if measured else {},
             "hosts": (host,),
         }
@@ -341,7 +335,7 @@ def traffic_of(
     """
     if not fleet.models:
         return FleetTraffic(workload, {"": workload}, recorded)
-    models = tuple(with_shares(fleet.models, seed))
+    models = tuple(fleets.with_shares(fleet.models, seed))
     if recorded is not None:
         known = fleet.known_models
         for job in recorded.jobs:
