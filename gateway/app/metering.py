@@ -16,8 +16,7 @@ from gateway.callers.limits import LimitBook
 from gateway.callers.meter import Meter
 from gateway.callers.money import NodeHoursRecorder
 from gateway.callers.processes import ProcessIdentity
-from gateway.callers.reports import CallerUsage, Reporter
-from gateway.callers.retention import Retention
+from gateway.callers.reports import CallerUsage, Reporter, Retention
 from gateway.callers.stored_keys import KeySync
 from gateway.config.settings import Settings
 from gateway.events import EventBus, LimitReached

@@ -13,8 +13,7 @@ from typing import Any, NamedTuple
 import msgspec
 import yaml
 
-from gateway.admin.models import PlacementObject, ServedModelObject
-from gateway.admin.nodes import NodeObject
+from gateway.admin.nodes import NodeObject, PlacementObject, ServedModelObject
 from gateway.admin.status import StatusObject
 from gateway.admin.why import (
     ComparedNode,
