@@ -13,7 +13,7 @@ import heapq
 import json
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import KW_ONLY, dataclass, field
+from dataclasses import dataclass
 from datetime import UTC, datetime
 from functools import partial
 from typing import Annotated, Any
@@ -74,26 +74,33 @@ class AuditQuery:
     limit: int = 100
 
 
-@dataclass(slots=True, eq=False)
 class AuditTrail:
     """Logs changes and keeps them; `record` never waits.
 
     Without `store` the last ones are kept in memory.
     """
 
-    wall_clock: Callable[[], float]
-    store: Store | None = None
-    _: KW_ONLY
-    retry_seconds: float = RETRY_SECONDS
-    most_rows: int = MOST_ROWS
-    most_refused_rows: int = MOST_REFUSED_ROWS
-    lost: int = 0  # changes that were logged but could not be kept
-    _pending: deque[AuditEntry] = field(default_factory=deque)
-    _refused: deque[AuditEntry] = field(default_factory=lambda: deque(maxlen=MOST_REFUSED_PENDING))
-    _recorded: asyncio.Event = field(default_factory=asyncio.Event)
-    _writing: asyncio.Lock = field(default_factory=asyncio.Lock)
-    _last_at: float = 0.0
-    _last_id: int = 0
+    def __init__(
+        self,
+        wall_clock: Callable[[], float],
+        store: Store | None = None,
+        *,
+        retry_seconds: float = RETRY_SECONDS,
+        most_rows: int = MOST_ROWS,
+        most_refused_rows: int = MOST_REFUSED_ROWS,
+    ) -> None:
+        self.lost = 0  # changes that were logged but could not be kept
+        self._wall_clock = wall_clock
+        self._store = store
+        self._retry_seconds = retry_seconds
+        self._most_rows = most_rows
+        self._most_refused_rows = most_refused_rows
+        self._pending: deque[AuditEntry] = deque()
+        self._refused: deque[AuditEntry] = deque(maxlen=MOST_REFUSED_PENDING)
+        self._recorded = asyncio.Event()
+        self._writing = asyncio.Lock()
+        self._last_at = 0.0
+        self._last_id = 0
 
     def record(
         self,
@@ -111,10 +118,10 @@ class AuditTrail:
         Texts are shortened; nothing secret may be in them.
         """
         # No two entries have the same time, by which a repeated write is recognised.
-        self._last_at = max(self.wall_clock(), self._last_at + 1e-6)
+        self._last_at = max(self._wall_clock(), self._last_at + 1e-6)
         self._last_id += 1
         entry = AuditEntry(
-            id=self._last_id if self.store is None else 0,
+            id=self._last_id if self._store is None else 0,
             at=self._last_at,
             actor=_shortened(actor),
             role=role,
@@ -137,32 +144,32 @@ class AuditTrail:
         kept.append(entry)
         if len(self._pending) > MOST_PENDING:
             self._pending.popleft()
-            if self.store is not None:
+            if self._store is not None:
                 self.lost += 1
                 log.warning("audit entries lost", lost=self.lost, why="the store can't be written")
         self._recorded.set()
 
     async def run(self) -> None:
         """Write what is recorded to the store; never ends."""
-        while self.store is not None:
+        while self._store is not None:
             await self._recorded.wait()
             try:
                 await self.flush()
             except StoreError:  # the store itself tells of its state
-                await asyncio.sleep(self.retry_seconds)
+                await asyncio.sleep(self._retry_seconds)
 
     async def flush(self) -> None:
         """Write what is recorded to the store now. Raises: StoreError; then it is kept."""
-        if self.store is None:
+        if self._store is None:
             return
         async with self._writing:
             self._recorded.clear()
             entries = list(self._kept())
             if not entries:
                 return
-            bounds = {False: self.most_rows, True: self.most_refused_rows}
+            bounds = {False: self._most_rows, True: self._most_refused_rows}
             try:
-                await self.store.run(partial(_write, entries=entries, bounds=bounds))
+                await self._store.run(partial(_write, entries=entries, bounds=bounds))
             except StoreError:
                 self._recorded.set()
                 raise
@@ -173,10 +180,10 @@ class AuditTrail:
 
     async def entries(self, query: AuditQuery) -> list[AuditEntry]:
         """The changes, the latest first. Raises: StoreError."""
-        if self.store is not None:
+        if self._store is not None:
             with contextlib.suppress(StoreError):
                 await self.flush()
-            return await self.store.run(
+            return await self._store.run(
                 lambda connection: read_audit(connection, query), write=False
             )
         found = [entry for entry in self._kept() if _is_wanted(entry, query)]
