@@ -19,7 +19,14 @@ import typer
 from gateway.cli import client, options
 from gateway.cli.client import AdminClient, AdminFlags, GatewayRefused, NoStore
 from gateway.cli.options import CommandGroup, FlagGroup, Json
-from gateway.cli.terminal import CommandFailed, format_cell, print_json, print_note, print_rows
+from gateway.cli.terminal import (
+    CommandFailed,
+    failing_by,
+    format_cell,
+    print_json,
+    print_note,
+    print_rows,
+)
 from gateway.config.errors import ConfigError, Problem, escape_json
 
 if TYPE_CHECKING:
@@ -774,11 +781,8 @@ def _read_key() -> ApiKey:
         text = typer.prompt("Key", hide_input=True, err=True)
     else:
         text = sys.stdin.read(_LONGEST_INPUT)
-    try:
+    with failing_by(ValueError, before="this is no key of the gateway: ", status=2):
         key = hash_key(text.strip())
-    except ValueError as error:
-        # The text is not quoted: it may be a secret.
-        raise CommandFailed(f"this is no key of the gateway: {error}", status=2) from None
     if not _ID.fullmatch(key.id):
         raise CommandFailed("the key's id may hold letters, digits and '-' only", status=2)
     return key

@@ -13,7 +13,7 @@ import typer
 
 from gateway.cli import options, terminal
 from gateway.cli.options import CommandGroup, examples_epilog
-from gateway.cli.terminal import CommandFailed
+from gateway.cli.terminal import CommandFailed, failing_by
 
 if TYPE_CHECKING:
     from gateway.local.cache_contents import CacheEntry
@@ -232,10 +232,8 @@ def fit(
     machine = _read_machine(
         topology, memory, cores, numa_nodes, instructions, (channels, transfers), measure=measure
     )
-    try:
+    with failing_by(LocalFleetError):
         file = gguf.read_model(model)
-    except LocalFleetError as error:
-        raise CommandFailed(str(error)) from None
     settings = ServerSettings(
         slots,
         min(context, file.trained_context or context),
@@ -349,10 +347,8 @@ def _bandwidth(
     if measure and channels is not None:
         raise CommandFailed("--measure and --channels: only one of them", 2)
     if measure:
-        try:
+        with failing_by(StreamError):
             return measure_bandwidth(topology), "measured on this machine"
-        except StreamError as error:
-            raise CommandFailed(str(error)) from None
     if channels is None or transfers is None:
         return None, "not known"
     return (

@@ -11,13 +11,20 @@ import typer
 
 from gateway.cli import options
 from gateway.cli.options import examples_epilog
-from gateway.cli.terminal import CommandFailed, print_json, print_note, print_rows, print_table
+from gateway.cli.terminal import (
+    CommandFailed,
+    failing_by,
+    print_json,
+    print_note,
+    print_rows,
+    print_table,
+)
 
 if TYPE_CHECKING:
     from gateway.local.energy import EnergyMeter
     from gateway.workshop.bench.load import Load, LoadRun
     from gateway.workshop.bench.report import BenchPlan, BenchReport, Difference
-    from gateway.workshop.simulate.trace import Trace
+    from gateway.workshop.simulate.simulation import Trace
 
 EXAMPLES = examples_epilog(
     (
@@ -360,14 +367,12 @@ def _loads(
         raise CommandFailed(f"{' and '.join(given)}: choose one of them", status=2)
     if trace is None and speed_up != 1.0:
         raise CommandFailed("--speed-up is for --trace", status=2)
-    try:
+    with failing_by(LoadError, before=f"{given[0] if given else '--concurrency'} ", status=2):
         if trace is not None:
             return [Load(Loop.TRACE, speed_up, len(trace.jobs), duration)]
         if rate is not None:
             return poisson_loads(rate, requests, duration)
         return closed_loads(concurrency or DEFAULT_LEVELS, requests, duration)
-    except LoadError as error:
-        raise CommandFailed(f"{given[0] if given else '--concurrency'} {error}", status=2) from None
 
 
 def _played_trace(path: Path, requests: int | None) -> Trace:

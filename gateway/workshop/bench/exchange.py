@@ -32,7 +32,7 @@ from gateway.config.errors import single_line
 from gateway.transport.connection import NodeConnection
 from gateway.transport.errors import ConnectFailed, ConnectTimedOut, StaleConnection, UpstreamError
 from gateway.transport.pool import ConnectionPool, NodeAddress
-from gateway.workshop.simulate.trace import TracePrompt
+from gateway.workshop.simulate.simulation import TracePrompt
 
 MOST_COUNT = 100_000_000  # tokens; a larger figure of a server is nonsense
 MOST_MILLISECONDS = 1e9

@@ -55,7 +55,7 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
     from gateway.local.energy import EnergyMeter
-    from gateway.workshop.simulate.trace import Trace
+    from gateway.workshop.simulate.simulation import Trace
 
 
 # Requests whose figures a report holds for each load; of more, evenly spread ones.

@@ -32,8 +32,15 @@ from gateway.workshop.simulate import fleets
 from gateway.workshop.simulate.fleets import FleetError, SimulatedModel
 from gateway.workshop.simulate.fronts import PRIORITY_BY_LABEL
 from gateway.workshop.simulate.report import Percentiles
-from gateway.workshop.simulate.simulation import ModelSpeed, SimulatedMachine
-from gateway.workshop.simulate.trace import MOST_TOKENS, Job, Trace, TracePrompt, build_trace
+from gateway.workshop.simulate.simulation import (
+    MOST_TOKENS,
+    Job,
+    ModelSpeed,
+    SimulatedMachine,
+    Trace,
+    TracePrompt,
+    build_trace,
+)
 
 FALLBACK_SPEED = (100.0, 10.0)  # of a router none of whose models is measured; never shown
 SAME_SPEED = 0.2  # nodes whose speeds differ by less, as a share, are of one kind

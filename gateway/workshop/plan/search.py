@@ -33,13 +33,14 @@ from gateway.workshop.simulate.comparison import build_front
 from gateway.workshop.simulate.fleets import SPEED_MEMORY, RouterFleet, SimulatedModel
 from gateway.workshop.simulate.fronts import LearntKnowledge, LeastRecentlyUsed, ModelPlacingFront
 from gateway.workshop.simulate.report import LONGEST_WAIT, Percentiles, utilisation
-from gateway.workshop.simulate.simulation import SimulatedMachine, simulate
-from gateway.workshop.simulate.trace import (
+from gateway.workshop.simulate.simulation import (
     Job,
+    SimulatedMachine,
     Trace,
     TracePrompt,
     build_trace,
     random_length,
+    simulate,
     unread_tokens,
 )
 

@@ -31,8 +31,13 @@ from gateway.workshop.simulate.fronts import (
     ModelPlacingFront,
 )
 from gateway.workshop.simulate.report import PolicyReport, lower_bound, summarise
-from gateway.workshop.simulate.simulation import Front, SimulatedMachine, simulate
-from gateway.workshop.simulate.trace import Trace, build_trace
+from gateway.workshop.simulate.simulation import (
+    Front,
+    SimulatedMachine,
+    Trace,
+    build_trace,
+    simulate,
+)
 
 # Proxies beside the gateway: `least_conn`, and `leastconn` with `maxconn` = a node's slots.
 OTHER_PROXIES: Mapping[str, Callable[[Sequence[SimulatedMachine]], Front]] = {

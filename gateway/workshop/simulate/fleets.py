@@ -30,11 +30,11 @@ from gateway.workshop.simulate.simulation import (
     BATCH_COST,
     CACHE_RAM_MIB,
     KV_BYTES_PER_TOKEN,
+    Job,
     ModelSpeed,
     SimulatedFleet,
     SimulatedMachine,
 )
-from gateway.workshop.simulate.trace import Job
 
 MOST_NODES = 100_000
 MIB = 1024 * 1024

@@ -51,8 +51,13 @@ from gateway.schedule.core.placement_state import PlacementState
 from gateway.schedule.core.requests import NodeSlots, QueuedRequest, TierSets
 from gateway.terms import Priority
 from gateway.workshop.simulate.fleets import RouterFleet
-from gateway.workshop.simulate.simulation import Front, SimulatedFleet, SimulatedMachine
-from gateway.workshop.simulate.trace import Job, common_tokens
+from gateway.workshop.simulate.simulation import (
+    Front,
+    Job,
+    SimulatedFleet,
+    SimulatedMachine,
+    common_tokens,
+)
 
 
 @dataclass(slots=True)

@@ -22,7 +22,7 @@ from gateway.workshop.bench.report import (
     LoadFigures,
     RequestGoal,
 )
-from gateway.workshop.simulate.trace import read_trace
+from gateway.workshop.simulate.simulation import read_trace
 from tests.emulator import EmulatedNode
 from tests.local.powercap import PowercapTree
 from tests.virtual import in_virtual_time, now

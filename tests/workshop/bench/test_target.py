@@ -21,7 +21,7 @@ from gateway.workshop.bench.exchange import (
     is_this_machine,
     server_address,
 )
-from gateway.workshop.simulate.trace import TracePrompt
+from gateway.workshop.simulate.simulation import TracePrompt
 from tests.emulator import EmulatedNode
 from tests.workshop.bench.measuring import answers, measure, odd_server
 

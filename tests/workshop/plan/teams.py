@@ -14,7 +14,7 @@ from gateway.workshop.plan.search import (
     Workload,
     from_trace,
 )
-from gateway.workshop.simulate.trace import Trace, Traffic, generate
+from gateway.workshop.simulate.simulation import Trace, Traffic, generate
 
 CPU_TYPES = ("cpu-8", "cpu-16", "cpu-32", "cpu-64")
 """Types of one socket: what the teams may buy. Their data stay in the house."""

@@ -36,8 +36,14 @@ from gateway.workshop.plan.search import (
     why_impossible,
 )
 from gateway.workshop.simulate.fleets import SimulatedModel, models_from_text, with_shares
-from gateway.workshop.simulate.simulation import SimulatedMachine, SimulatedServer
-from gateway.workshop.simulate.trace import Job, TracePrompt, build_trace, random_length
+from gateway.workshop.simulate.simulation import (
+    Job,
+    SimulatedMachine,
+    SimulatedServer,
+    TracePrompt,
+    build_trace,
+    random_length,
+)
 from tests.each_case import each_case
 from tests.workshop.plan.accuracy import SHAPES, Shape, both
 from tests.workshop.plan.build import a_type

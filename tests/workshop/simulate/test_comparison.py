@@ -15,8 +15,13 @@ from gateway.workshop.simulate.comparison import (
 )
 from gateway.workshop.simulate.fleets import ServerSetup, from_text, models_from_text
 from gateway.workshop.simulate.fronts import LearntKnowledge
-from gateway.workshop.simulate.simulation import SimulatedMachine, simulate
-from gateway.workshop.simulate.trace import Trace, Traffic, generate
+from gateway.workshop.simulate.simulation import (
+    SimulatedMachine,
+    Trace,
+    Traffic,
+    generate,
+    simulate,
+)
 from tests.calls import count_calls
 from tests.workshop.simulate.build import job, machine, trace
 
@@ -106,7 +111,7 @@ def test_learnt_speeds_are_near_the_real_ones() -> None:
 def test_prompts_believed_cached_mostly_are() -> None:
     """What the gateway believes to be cached when it places a request, compared with what was."""
     from gateway.workshop.simulate.fronts import ExpectedRequest, GatewayFront
-    from gateway.workshop.simulate.trace import Job
+    from gateway.workshop.simulate.simulation import Job
 
     believed: list[tuple[float, int]] = []
 

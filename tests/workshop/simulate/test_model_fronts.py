@@ -19,8 +19,7 @@ from gateway.workshop.simulate.fronts import (
     LeastRecentlyUsed,
     ModelPlacingFront,
 )
-from gateway.workshop.simulate.simulation import Front, simulate
-from gateway.workshop.simulate.trace import Job
+from gateway.workshop.simulate.simulation import Front, Job, simulate
 from tests.workshop.simulate.build import job, trace
 
 ONE = from_text("1x2@10:1000/10GiB", ServerSetup())

@@ -26,11 +26,11 @@ from gateway.workshop.simulate.fleets import (
 from gateway.workshop.simulate.fronts import LeastRecentlyUsed, ModelPlacingFront
 from gateway.workshop.simulate.simulation import (
     Front,
+    Job,
     SimulatedFleet,
     SimulatedMachine,
     simulate,
 )
-from gateway.workshop.simulate.trace import Job
 from tests.workshop.simulate.build import job, trace
 
 ROUTER = from_text("1x1@10:1000/16GiB", ServerSetup())
