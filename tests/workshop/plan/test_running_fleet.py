@@ -15,8 +15,7 @@ from gateway.workshop.plan.running_fleet import (
     traffic_of,
     what_if,
 )
-from gateway.workshop.plan.search import FleetPart, Goal, PlanQuestion, TimeLimit
-from gateway.workshop.plan.workload import Workload
+from gateway.workshop.plan.search import FleetPart, Goal, PlanQuestion, TimeLimit, Workload
 from tests.each_case import each_case
 from tests.workshop.plan.build import a_type
 from tests.workshop.simulate.build import job, trace

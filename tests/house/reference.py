@@ -1,16 +1,18 @@
-"""Writes the reference of both files, and JSON Schemas for editors, from the models.
+"""Writes what `docs/reference/` says in tables, and JSON Schemas for editors, from the code.
 
-`python -m gateway.config.reference [FOLDER]` renews `docs/reference/configuration.md` and
-`config/*.schema.json` in a checkout.
+`python -m tests.house.reference [FOLDER]` renews `docs/reference/configuration.md`,
+`docs/reference/http.md` and `config/*.schema.json` in a checkout. What stands in a page outside of
+the comments that mark a table is written by hand.
 """
 
 from __future__ import annotations
 
 import copy
 import json
+import re
 import sys
 import types
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Annotated, Any, Literal, Union, get_args, get_origin
 
@@ -22,95 +24,84 @@ from gateway.config.inventory import Inventory, NodeSpec
 from gateway.config.scheduling import command_as_hook
 from gateway.config.settings import Settings, is_restart_key
 from gateway.config.yaml_file import keys_of, meaning_of, models_below, nested_model
+from gateway.openapi.bodies import ADMIN_ERRORS, ERRORS, FIELDS
+from gateway.openapi.document import Operation, operations
 
-_HEAD = """\
-# Configuration
+PAGES = Path("docs/reference/configuration.md"), Path("docs/reference/http.md")
 
-<!-- Written by `python -m gateway.config.reference`. Change the models, not this page. -->
+_UNTOLD = frozenset({"ApiKey", "Why"})  # bodies that no page has a table of
 
-Two YAML files. `config/nodes.yaml` says which nodes there are; `config/gateway.yaml` says how the
-gateway behaves, and may be missing. `llama-gateway check` (with the flags of `serve`) tells whether
-`serve` would start with them, and reports every mistake with its file, line, key and remedy:
-
-```text
-config/nodes.yaml:9: nodes[1].slot: unknown key (did you mean slots? ...)
-```
-
-**A change takes effect** when the file is saved, on SIGHUP, and on `POST /admin/reload`. A file
-with a mistake changes nothing: the gateway keeps the settings that it has, logs the problems and
-shows them in `GET /admin/status`. Keys marked *restart* are read only when the gateway starts.
-
-**Precedence.** A flag beats the environment, which beats the file.
-
-| variable | stands for |
-| --- | --- |
-| `LLAMA_GATEWAY_NODES` | path of the inventory |
-| `LLAMA_GATEWAY_CONFIG` | path of the settings |
-| `LLAMA_GATEWAY_HOST`, `LLAMA_GATEWAY_PORT` | `listen.host`, `listen.port` |
-| `LLAMA_GATEWAY_ADMIN_HOST`, `LLAMA_GATEWAY_ADMIN_PORT` | `admin.host`, `admin.port` |
-| `LLAMA_GATEWAY_ADMIN_KEY_FILE` | `admin.key_file` |
-
-## Symptoms and keys
-
-| symptom | where to look |
-| --- | --- |
-| clients get 429 `queue_full` | `queue.max`; more nodes or slots |
-| clients get 503 `queue_timeout` | `queue.max_wait`, `classes`; more nodes or slots |
-| clients get 503 `no_node` | `llama-gateway nodes` tells why; `retries.wait_for_node` |
-| clients get 502 `node_failed` | the nodes' logs; `retries.attempts`, `retries.budget` |
-| clients get 504 `node_timeout` | `timeouts`: `first_byte` for long prompts, `silence`, `total` |
-| clients get 413, 431 or 408 | `limits.body_bytes`, `limits.header_bytes`, `limits.body_timeout` |
-| clients get 404 `model_not_found` | `model` of the nodes, `models`, `default_model` |
-| a node flaps between up and down | `health.timeout`, `health.fall` |
-| a node is `ejected` | `health.failures`, `health.open`; `POST /admin/nodes/NAME/probe` |
-| a node should get no more requests | `enabled: false`, or `llama-gateway nodes drain NAME` |
-| every client has the same address | `listen.trusted_proxies` |
-| a load balancer cuts silent streams | `heartbeat` |
-| a restart cuts responses short | `shutdown.grace`, `shutdown.delay` |
-
-## How values are written
-
-| value | form |
-| --- | --- |
-| variables | `${VAR}` or `${VAR:-default}` in a value, see below |
-| durations | a number of seconds, or `250ms`, `30s`, `5m`, `1h30m` |
-| sizes | a number of bytes, or `64KiB`, `500kB`, `1 GiB` |
-| true and false | `true`, `false`; `on`, `off`, `yes`, `no` too |
-| texts that look like numbers | in quotes: `{numa: "0"}` |
-| nothing | a key without a value counts as unset |
-| paths | relative ones start in the folder of the file that names them |
-| repetition | anchors, aliases and `<<` work; a duplicate key is an error |
-
-**Variables.** `${VAR}` must be set; `${VAR:-default}` may be missing or empty. They work in values,
-not in keys, and are replaced after the YAML was parsed, so that a variable can't add YAML. A
-value that is wholly one reference becomes a number or a boolean where it looks like one. Inside of
-`{...}` and `[...]` put quotes around it: `{connect: "${CONNECT:-3}"}`. `!!str ${VAR}`
-keeps it a text. `$$` is a dollar sign.
-
-Both sample files name a JSON Schema, so that editors complete keys and mark mistakes.
-"""
-
-_NODES = """\
-## Inventory: `config/nodes.yaml`
-
-`nodes` is the list of nodes; `nodes: []` is allowed, a missing key is not. `defaults` holds any
-keys but `name` and `url`, for every node without its own; mappings such as `timeouts`
-and `labels` are merged key by key.
-"""
-
-_SETTINGS = """\
-## Settings: `config/gateway.yaml`
-
-Every key has a default.
-"""
+_BLOCK = re.compile(
+    r"(?P<begin><!-- table by python -m tests\.house\.reference: (?P<name>[A-Za-z ]+) -->\n)"
+    r".*?(?P<end><!-- end of the table -->)",
+    re.DOTALL,
+)
 
 
-def reference_page() -> str:
-    """Return the page as Markdown."""
+def renewed(page: str) -> str:
+    """The page with new tables. Raises: KeyError, if it wants a table that there is not."""
+    made = tables()
+    return _BLOCK.sub(
+        lambda found: f"{found['begin']}\n{made[found['name']]}\n{found['end']}", page
+    )
+
+
+def tables() -> dict[str, str]:
+    """Every table by its name."""
+    every = list(operations(Settings(ollama=True)))
+    public = [one for one in every if one.listener == "public"]
+    admin = [one for one in every if one.listener == "admin"]
     written: set[type[ConfigModel]] = set()
-    nodes, settings = _sections(NodeSpec, "nodes[]", written), _sections(Settings, "", written)
-    parts = [_HEAD, _NODES, *nodes, _SETTINGS, *settings]
-    return "\n".join(parts)
+    return {
+        "keys of the inventory": "\n".join(_sections(NodeSpec, "nodes[]", written)),
+        "keys of the settings": "\n".join(_sections(Settings, "", written)),
+        "public paths": _table(("path", "what"), _grouped(public)),
+        "admin paths": _table(
+            ("path", "role", "what"),
+            (
+                (f"`{one.method} {one.path}`", one.role or "none needed", one.summary)
+                for one in admin
+            ),
+        ),
+        "public errors": _table(
+            ("status", "code", "when", "official clients retry it"),
+            ((str(row.status), f"`{row.code}`", row.when, row.retried) for row in ERRORS),
+        ),
+        "admin errors": _table(
+            ("status", "code", "when"),
+            ((str(row.status), f"`{row.code}`", row.when) for row in ADMIN_ERRORS),
+        ),
+        **{name: _fields(fields) for name, fields in FIELDS.items() if name not in _UNTOLD},
+    }
+
+
+def _grouped(served: Iterable[Operation]) -> Iterator[tuple[str, str]]:
+    """Paths with their other spellings, each group with what it is."""
+    groups: dict[object, list[Operation]] = {}
+    for one in served:
+        key: object = one.route if isinstance(one.route, str) else id(one.route)
+        if one.route is None:
+            key = (one.method, one.path)
+        groups.setdefault(key, []).append(one)
+    for group in groups.values():
+        first, *others = group
+        paths = [f"`{first.method} {first.path}`", *(f"`{other.path}`" for other in others)]
+        key_free = "" if first.needs_key else "; needs no key"
+        yield ", ".join(paths), f"{first.summary}{key_free}"
+
+
+def _fields(fields: Mapping[str, tuple[str, str]]) -> str:
+    def rows() -> Iterator[tuple[str, str, str]]:
+        for name, (kind, meaning) in fields.items():
+            null = " or null" if kind.endswith("?") else ""
+            yield f"`{name}`", f"{kind.removesuffix('?')}{null}", meaning
+
+    return _table(("field", "type", "meaning"), rows())
+
+
+def _table(head: tuple[str, ...], rows: Iterable[tuple[str, ...]]) -> str:
+    lines = [head, ("---",) * len(head), *rows]
+    return "".join(f"| {' | '.join(cells)} |\n" for cells in lines)
 
 
 def _sections(
@@ -121,10 +112,8 @@ def _sections(
     keys = keys_of(model)
     doc = " ".join((model.__doc__ or "").split())
     title = f"### `{path}`\n\n{doc}\n" if path else "### Top level\n"
-    rows = [_row(model, path, key, field) for key, field in keys.items()]
-    yield "\n".join(
-        [title, "| key | type | default | meaning |", "| --- | --- | --- | --- |", *rows, ""]
-    )
+    rows = (_row(model, path, key, field) for key, field in keys.items())
+    yield f"{title}\n{_table(('key', 'type', 'default', 'meaning'), rows)}"
     for key, field in keys.items():
         inner = nested_model(field.annotation)
         if inner is not None and inner not in written:
@@ -133,12 +122,12 @@ def _sections(
             yield from _sections(inner, f"{path}.{key}{several}".lstrip("."), written)
 
 
-def _row(model: type[ConfigModel], path: str, key: str, field: FieldInfo) -> str:
+def _row(model: type[ConfigModel], path: str, key: str, field: FieldInfo) -> tuple[str, ...]:
     meaning = meaning_of(model, key)
     if is_restart_key(f"{path}.{key}".lstrip(".")):
         meaning += " *Restart.*"
     cells = (f"`{key}`", _type(field), _default(field), meaning)
-    return "| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |"
+    return tuple(cell.replace("|", "\\|") for cell in cells)
 
 
 def _label(field: FieldInfo) -> TypeLabel:
@@ -301,8 +290,6 @@ def _has_validator(field: FieldInfo, validator: Callable[[object], object]) -> b
 
 if __name__ == "__main__":
     root = Path(sys.argv[1] if len(sys.argv) > 1 else ".")
-    page = root / "docs/reference/configuration.md"
-    for folder in (page.parent, root / "config"):
-        folder.mkdir(parents=True, exist_ok=True)
-    page.write_text(reference_page(), encoding="utf-8")
+    for one in PAGES:
+        (root / one).write_text(renewed((root / one).read_text(encoding="utf-8")), encoding="utf-8")
     write_schemas(root / "config")
