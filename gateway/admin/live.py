@@ -27,7 +27,13 @@ from gateway.admin.configuration import GatewayControl
 from gateway.admin.guard import identity_of, is_still_admitted
 from gateway.admin.nodes import DrainDeadlines
 from gateway.admin.placements import hosts_json
-from gateway.admin.status import days_until, edges_json, ledger_json, store_json
+from gateway.admin.status import (
+    cluster_json,
+    days_until,
+    edges_json,
+    ledger_json,
+    store_json,
+)
 from gateway.callers.keys import AdminIdentity, AdminRole
 from gateway.errors import GatewayError
 from gateway.events import EventBus
@@ -263,6 +269,7 @@ class LiveView:
             "hybrid": scheduler.tier_policy.view(gateway.clock()) if has_gpu else None,
             "hosts": hosts_json(gateway.model_placer),
             "edges": edges_json(gateway.edges),
+            "cluster": cluster_json(gateway.cluster),
         }
 
     def _condition(self, counts: _FleetCounts, queue: QueueCondition) -> FleetCondition:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import os
 import random
 import socket
 import subprocess
@@ -733,7 +734,9 @@ class Gateway:
             logging = self.settings.logging
             return await start_edge_process(name, link, sockets, logging.level, logging.format)
 
-        return Edges(brain, adopt, self.clock, start, self.member)
+        is_successor = self.member is not None and self._inherited.ready_fd is not None
+        suffix = f"-{os.getpid()}" if is_successor else ""
+        return Edges(brain, adopt, self.clock, start, self.member, suffix)
 
     def _handler_config(self, settings: Settings) -> HandlerConfig:
         if self._edge_count:

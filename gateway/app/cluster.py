@@ -108,6 +108,8 @@ class ClusterPart:
         self._changed = asyncio.Event()
         self._tasks = OwnTasks()
         self._ending: asyncio.Task[None] | None = None  # of the duties of the last reign
+        self._unheard: dict[str, float] = {}
+        """Members that this leader does not hear of, and since when it has looked in vain."""
         self._late = 0  # requests that were not sent, as this member did not lead any more
 
     # Start and end.
@@ -306,18 +308,17 @@ class ClusterPart:
 
     def sample(self) -> ClusterSample:
         """The cluster, as this member knows it now."""
-        role, seconds, own = self._role, self._clock() - self._since, self._duties.folder()
+        role, now, own = self._role, self._clock(), self._duties.folder()
         members = [_sample_of(one) for one in self._membership.seen()]
         leads = role.kind == "leader"
-        lost = [
-            one.name
-            for one in members
-            if leads and one.role == "unknown" and _silence(one, seconds) > LOST_SECONDS
-        ]
+        unheard = [one.name for one in members if leads and one.role == "unknown"]
+        self._unheard = {name: self._unheard.get(name, now) for name in unheard}
+        lost = [name for name, since in self._unheard.items() if now - since > LOST_SECONDS]
         apart = [one.name for one in members if leads and own and one.folder not in {"", own}]
         leader = self.member if leads else role.leader
         return ClusterSample(
-            self._settings.name, self.member, role.kind, seconds, role.epoch, leader, members,
+            self._settings.name, self.member, role.kind, now - self._since, role.epoch, leader,
+            members,
             lost, apart, self._late,
         )  # fmt: skip
 
@@ -328,11 +329,6 @@ def _sample_of(seen: SeenMember) -> MemberSample:
         seen.row.name, seen.role, seen.row.address, seen.row.version, seen.silent, state.cores,
         state.folder, state.edges,
     )  # fmt: skip
-
-
-def _silence(member: MemberSample, leading: float) -> float:
-    """Seconds for which this leader, which has led for so many, has not heard of the member."""
-    return leading if member.heard_seconds is None else min(leading, member.heard_seconds)
 
 
 async def _wait(_: str, sock: socket.socket) -> None:

@@ -15,7 +15,7 @@ from urllib.parse import quote
 import typer
 
 from gateway.cli import options
-from gateway.cli.client import AdminClient, AdminFlags, GatewayRefused, NoGateway
+from gateway.cli.client import AdminClient, AdminFlags, GatewayRefused, NoGateway, objects
 from gateway.cli.options import examples_epilog
 from gateway.cli.terminal import (
     CommandFailed,
@@ -129,6 +129,8 @@ def nodes(
         if listing:
             found = admin.nodes()
             _list(found if selection.is_empty else selection.choose(found), as_json=as_json)
+            if selection.is_empty and not as_json:
+                _list_members(admin)
         elif selection.is_group or dry_run:
             everything = admin.nodes()
             chosen = selection.choose(everything)
@@ -248,6 +250,33 @@ def _row(node: dict[str, Any]) -> list[tuple[str, object]]:
         ("REQUESTS", get("requests")),
         ("FAILURES", get("failures")),
         ("REASON", get("reason") if get("state") != "ready" else _dedicated(node)),
+    ]
+
+
+def _list_members(admin: AdminClient) -> None:
+    """The machines of the gateway's cluster, if it is a member of one."""
+    cluster = None
+    with suppress(CommandFailed):
+        cluster = admin.status().get("cluster")
+    if cluster:
+        print()
+        print_rows(map(_member_row, objects(cluster, "members")))
+
+
+def _member_row(member: dict[str, Any]) -> list[tuple[str, object]]:
+    """A machine of the cluster, with what its edges do together."""
+    get, edges = member.get, objects(member, "edges")
+    ready = sum(bool(one.get("ready")) for one in edges)
+    heard = get("heard_seconds")
+    return [
+        ("MEMBER", get("name")),
+        ("ROLE", get("role")),
+        ("ADDRESS", get("address")),
+        ("HEARD", None if heard is None else f"{heard:.1f} s ago"),
+        ("EDGES", f"{ready}/{len(edges)}"),
+        ("STREAMS", sum(one.get("streams", 0) for one in edges)),
+        ("CPU", f"{sum(one.get('cpu_share', 0) for one in edges):.2f}/{format_cell(get('cores'))}"),
+        ("VERSION", get("version")),
     ]
 
 

@@ -136,10 +136,14 @@ class Edges:
         clock: Callable[[], float],
         start_process: StartProcess,
         member: str | None = None,
+        suffix: str = "",
     ) -> None:
-        """`member`: the name of this gateway in a cluster, where edges get links by `relink`."""
+        """`member`: the name of this gateway in a cluster, where edges get links by `relink`.
+
+        `suffix`: of the names of its edges, if the member's last process still has some.
+        """
         self.brain = brain
-        self._member = member
+        self._member, self._suffix = member, suffix
         self._connect: Connect | None = None
         self.on_room: Callable[[], None] = lambda: None
         self.died = 0  # edges that have ended by themselves
@@ -206,7 +210,8 @@ class Edges:
     async def start(self, seconds: float) -> bool:
         """Start all edges; returns within so many seconds whether one can serve at least."""
         prefix = "" if self._member is None else f"{self._member}/"
-        self._untried = {f"{prefix}edge-{number}" for number in range(1, self.brain.edges + 1)}
+        numbers = range(1, self.brain.edges + 1)
+        self._untried = {f"{prefix}edge-{number}{self._suffix}" for number in numbers}
         for name in sorted(self._untried):
             keeper = asyncio.create_task(self._keep(name), name=name)
             self._keepers.add(keeper)

@@ -241,6 +241,24 @@ def test_an_edge_alone_starts_nothing_before_it_has_read_the_node() -> None:
     assert fence.start_alone("n", 106.0) is not None
 
 
+def test_an_edge_that_goes_alone_again_reads_anew_what_runs_there_and_is_told_of_its_own() -> None:
+    cluster = settled(4)
+    fence = cluster.fences["a"]
+    fence.carried({7: "n"})
+    fence.read("n", IDLE, 106.0)
+    assert fence.others("n", 106.0) == 2
+    fence.go_alone(106.0)
+    assert fence.is_alone(106.0)
+    fence.read("n", IDLE, 106.0 + LANDING_SECONDS / 2)
+    assert fence.others("n", 106.2) == 4
+    fence.read("n", busy(1, 2), 106.0 + LANDING_SECONDS)
+    assert fence.others("n", 106.3) == 3, "one of them is its own"
+    fence.ended(7)
+    assert fence.others("n", 106.3) == 4
+    fence.read("n", busy(2), 106.4)
+    assert fence.others("n", 106.4) == 3
+
+
 def test_what_runs_from_the_time_before_counts_against_the_share_of_each() -> None:
     cluster = settled(4)
     fence = cluster.fences["a"]
@@ -371,6 +389,13 @@ def test_an_edge_has_the_largest_share_by_the_lists_that_it_may_believe() -> Non
     assert cluster.tenure.others("n", 105.3) == 2
 
 
+def test_a_new_leader_keeps_the_larger_share_by_the_lists_of_the_last_one() -> None:
+    leader = Tenure(2, 200.0, [Sharers(2, ("a", "b", "c")), BOTH], {"n": 6}, alone_seconds=ALONE)
+    leader.read("n", IDLE, 200.0 + SETTLE_SECONDS)
+    # Of those that know it 2 by the last list, and 3 by the one before; `c` is in the last alone.
+    assert leader.others("n", 202.0) == 3 + 3 + 2
+
+
 def test_there_is_no_third_list_before_all_have_confirmed_the_second() -> None:
     cluster = joined()
     assert cluster.tenure.next_list(["a", "b", "c", "d"], 102.0) is None
@@ -425,6 +450,14 @@ def test_a_new_node_counts_as_taken_until_it_was_read() -> None:
     cluster.tell("b", 103.5)
     cluster.tenure.read("m", busy(1), 103.0 + SETTLE_SECONDS)
     assert cluster.tenure.free("m", 104.5) == 1
+
+
+def test_slots_that_a_node_comes_to_have_before_it_is_read_count_as_taken() -> None:
+    cluster = Cluster(2)
+    cluster.greet("a", 100.1)
+    cluster.greet("b", 100.1)
+    cluster.tenure.set_nodes({"n": 4}, 100.5)
+    assert cluster.tenure.free("n", 100.5) == 0
 
 
 def test_slots_that_a_node_has_more_or_fewer_are_free_or_gone() -> None:

@@ -191,3 +191,27 @@ async def test_a_member_that_ends_lets_another_one_lead_and_its_streams_end_well
             return [row[1] for row in rows] == ["ok"] * 3 or None
 
         await eventually(all_booked, 60)
+
+
+async def test_a_member_is_succeeded_while_it_streams(
+    tmp_path: Path, server: PostgresServer
+) -> None:
+    url = server.new_database()
+    node = EmulatedNode(slots=16, decode_tps=20, answer_tokens=1000)
+    async with node, running_members(tmp_path, node, url, ("gw-a", "gw-b")) as members:
+        await roles_of(members)
+        leader = await leader_of(members)
+        streams = [asyncio.create_task(stream(one.client, 200, 1)) for one in members.values()]
+        await until(lambda: node.busy == 2)
+        await leader.line.succeed()
+        async with httpx.AsyncClient(base_url=leader.line.url, trust_env=False) as client:
+            answer = await client.post(CHAT, json=HELLO, timeout=60)
+            assert answer.status_code == 200
+        node.engine.decode_tps = 1000
+        await asyncio.gather(*streams)
+
+        async def all_booked() -> bool | None:
+            rows = await booked(server, url)
+            return [row[1] for row in rows] == ["ok"] * 3 or None
+
+        await eventually(all_booked, 60)

@@ -4,6 +4,7 @@ import { html, nothing, render } from "./vendor/lit-html/lit-html.js";
 import { guard } from "./vendor/lit-html/directives/guard.js";
 import { chartsView, drawCharts } from "./charts.js";
 import { count, plain, plural, seconds } from "./format.js";
+import { membersView } from "./members.js";
 import { modelsView } from "./models.js";
 import { drawDetails, drawSlots, nodesView, openNode, setPrinted } from "./nodes.js";
 import { playgroundView } from "./playground.js";
@@ -60,6 +61,7 @@ function draw() {
     ${isLost && problems.length === 0 ? nothing : guard([problems, own], () => problemsView(problems, openNode))}
     ${guard([versions.nodes, summary, state.role, own], () => nodesView(redraw, openNode))}
     ${guard([versions.nodes, summary, own], () => modelsView(openNode))}
+    ${guard([summary], () => membersView(summary.cluster))}
     <div class="pair">${guard([summary, waiting], () => queueView(summary, waiting))}
     ${isOperator() ? requestsView(state.requests, summary.in_flight, state.at, redraw) : requestsHint()}</div>
     ${guard([1], chartsView)}

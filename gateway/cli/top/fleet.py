@@ -334,7 +334,20 @@ def headline(picture: FleetPicture) -> str:
         shares = "+".join(f"{100 * one['cpu_share']:.0f}" for one in edges)
         streams = "+".join(str(one["streams"]) for one in edges)
         parts.append(f"edges {streams} requests, {shares} % CPU")
+    if cluster := get("cluster"):
+        parts.append(_cluster_words(cluster))
     return " | ".join(parts)
+
+
+def _cluster_words(cluster: Row) -> str:
+    """Who leads, and what each member's edges serve."""
+    members = cluster.get("members")
+    told = [
+        f"{format_cell(one.get('name'))} {format_cell(one.get('role'))} "
+        + "+".join(str(edge.get("streams")) for edge in one.get("edges") or ())
+        for one in members or ()
+    ]
+    return "; ".join(one.rstrip() for one in told)
 
 
 def problem_lines(
