@@ -9,6 +9,7 @@ A role is taken in steps, and is left before the next one is taken. What happens
 from __future__ import annotations
 
 import asyncio
+import math
 import os
 import socket
 from collections.abc import Awaitable, Callable, Coroutine
@@ -43,6 +44,8 @@ from gateway.watch.metrics import ClusterSample, MemberSample
 
 # Seconds that a member may take to be heard by a new leader, until it counts as lost.
 LOST_SECONDS = 10.0
+# Seconds after a role's end for which a balancer may go on sending clients: requests wait.
+TAKEOVER_SECONDS = 10.0
 # What each member answers itself, on either listener: what it is, what its files say, and the files
 # of the dashboard.
 OWN_PATHS = frozenset(
@@ -105,6 +108,7 @@ class ClusterPart:
         self._role = Role("limbo")  # that the membership says
         self._taken = Role("limbo")  # that this gateway fills
         self._since = clock()
+        self._served_at = -math.inf  # when it had a role last
         self._changed = asyncio.Event()
         self._tasks = OwnTasks()
         self._ending: asyncio.Task[None] | None = None  # of the duties of the last reign
@@ -148,6 +152,8 @@ class ClusterPart:
     # Roles.
 
     def _on_role(self, role: Role) -> None:
+        if self._taken.kind != "limbo":
+            self._served_at = self._clock()
         self._role, self._taken = role, Role("limbo", role.epoch)
         self._since = self._clock()
         self._changed.set()
@@ -295,8 +301,13 @@ class ClusterPart:
     # What operators see.
 
     def standing_error(self) -> GatewayError | None:
-        """Why this member serves nobody now; None: it leads, follows, or is alone."""
-        return errors.no_leader() if self._taken.kind == "limbo" else None
+        """Why this member serves nobody; None: it leads, follows or is alone, or soon will again.
+
+        Clients need not be sent elsewhere for the seconds of a takeover, in which requests wait.
+        """
+        if self._taken.kind != "limbo" or self._clock() < self._served_at + TAKEOVER_SECONDS:
+            return None
+        return errors.no_leader()
 
     def _state(self) -> MemberState:
         sample = self._edges.sample()

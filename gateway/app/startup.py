@@ -337,8 +337,11 @@ def share_memory(limits: LimitSettings, edges: int) -> LimitSettings:
 def gateway_name(options: Options, settings: Settings) -> str:
     """Tells this gateway from others of its store, and is the same after a restart.
 
-    SQLite's file is on one host, whose name may be another after each start of a container.
+    SQLite's file is on one host, whose name may be another after each start of a container. All
+    members of a cluster are one gateway.
     """
+    if settings.cluster is not None:
+        return hashlib.sha256(f"cluster {settings.cluster.name}".encode()).hexdigest()[:16]
     listen = settings.listen
     location = store_location(options, settings)
     host = socket.gethostname() if location is not None and location.path is None else ""

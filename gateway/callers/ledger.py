@@ -162,7 +162,8 @@ class Ledger:
     """Seconds by which the journal is behind: how late a flush began, and how long it took. The
     longest of late, less with each flush since."""
     _next_drop_warning: float = 0.0
-    _on_disk: int = 0  # so many of the rows that wait, the first ones, are on the disk as well
+    _gone: int = 0  # rows that waited and do not any more
+    _kept_to: int = 0  # and how many there will be when the last of those has gone that are kept
     _overflowed: bool = False  # whether some are there alone
     _flushing_since: float = math.inf
     _keeping: asyncio.Lock = field(default_factory=asyncio.Lock)
@@ -191,8 +192,16 @@ class Ledger:
 
     @property
     def booked(self) -> int:
-        """How many of the rows that were `added` are in the store for good: the first ones."""
-        return self.added - self.pending
+        """How many of the rows that were `added` are safe: the first ones.
+
+        The store has them for good, or the disk until the store has them.
+        """
+        return self.added - self.pending + self._on_disk
+
+    @property
+    def _on_disk(self) -> int:
+        """How many of the rows that wait, the first ones, are on the disk as well."""
+        return max(0, self._kept_to - self._gone)
 
     def adopt(self, request_id: str) -> None:
         """An open request of another process runs here from now on."""
@@ -235,11 +244,11 @@ class Ledger:
                 self._sequence += written  # others may have read them, though it failed for us
 
     def _drop_oldest(self) -> None:
-        row = self._waiting.popleft()
+        row, is_kept = self._waiting.popleft(), self._on_disk > len(self._batch)
+        self._gone += 1
         if self._journal.pop(row[0], 0) != 0 and len(self._removed) < self.most_pending:
             self._removed.append(row[0])
-        if self._on_disk > len(self._batch):
-            self._on_disk -= 1
+        if is_kept:
             self._overflowed = True
             return
         self.dropped += 1
@@ -348,7 +357,7 @@ class Ledger:
     def _taken(self, count: int) -> None:
         """The first rows that wait do not any more."""
         self._batch = self._batch[count:]
-        self._on_disk = max(0, self._on_disk - count)
+        self._gone += count
 
     def _not_written(self, work: _Work) -> None:
         for one in work.opened:
@@ -464,17 +473,17 @@ class Ledger:
         if self.kept is None:
             return False
         async with self._keeping:
-            waiting = itertools.chain(self._batch, self._waiting)
-            rows = list(itertools.islice(waiting, self._on_disk, self._on_disk + MOST_ROWS_AT_ONCE))
-            self._on_disk += len(rows)
+            waiting, begin = itertools.chain(self._batch, self._waiting), self._on_disk
+            rows = list(itertools.islice(waiting, begin, begin + MOST_ROWS_AT_ONCE))
+            kept_to = self._gone + begin + len(rows)
             try:
                 await asyncio.to_thread(self.kept.keep, rows)
             except OSError as error:
-                self._on_disk = max(0, self._on_disk - len(rows))
                 if self.clock() >= self._next_drop_warning:
                     self._next_drop_warning = self.clock() + WARNING_SECONDS
                     log.warning("usage is in memory alone", rows=self.pending, why=str(error))
                 return False
+            self._kept_to = kept_to
         return True
 
     async def _clear_kept(self, kept: KeptRows) -> None:

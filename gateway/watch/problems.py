@@ -47,7 +47,7 @@ NODES = "llama-gateway nodes"
 MODELS = "llama-gateway models"
 CHECK = "llama-gateway check"
 PROBE_ALL = "llama-gateway check --probe"
-CLUSTER = NODES
+CLUSTER = "llama-gateway cluster members"
 
 
 def find_problems(condition: FleetCondition) -> list[Problem]:
@@ -654,7 +654,7 @@ def _cluster(state: FleetCondition) -> Iterator[Problem]:
             "It has died, or the network between them is cut. Its share of the slots stays its "
             "own for an hour, in case that it is alone.",
             "Start it again, or remove it if it is gone for good: then the others have its share.",
-            (CLUSTER,),
+            (CLUSTER, "llama-gateway cluster remove NAME"),
         )
     if cluster.apart:
         yield Problem(

@@ -47,6 +47,7 @@ class AdminApi:
         self.refused: set[str] = set()
         """Nodes of which every change fails."""
         self.host_is_allowed = True
+        self.cluster: dict[str, Any] | None = None
         self.url = ""
 
     def add(self, name: str, **changes: Any) -> None:
@@ -62,6 +63,8 @@ class AdminApi:
         parts = [unquote(part) for part in url.path.split("/")[1:]]
         if parts == ["admin", "nodes"]:
             return 200, {"nodes": list(self.nodes.values())}
+        if parts == ["admin", "status"] and self.cluster is not None:
+            return 200, {"cluster": self.cluster}
         if parts[:2] != ["admin", "nodes"]:
             return 404, error("not_found", f"There is nothing at '{url.path}'.")
         found = self.nodes.get(parts[2])

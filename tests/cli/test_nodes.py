@@ -57,6 +57,24 @@ def test_a_first_guess_of_a_node_s_speed_is_told_from_a_measured_one(api: AdminA
     assert "~" not in rows[2]
 
 
+def test_the_machines_of_a_cluster_are_shown_below_the_nodes(api: AdminApi) -> None:
+    edge = {"name": "gw-a/edge-1", "ready": True, "streams": 3, "cpu_share": 0.25}
+    member = {
+        "name": "gw-a", "role": "leader", "address": "10.0.0.1:8090", "version": "1.0",
+        "heard_seconds": 0.0, "cores": 8, "edges": [edge, edge | {"ready": False}],
+    }  # fmt: skip
+    unheard = {**member, "name": "gw-b", "role": "unknown", "heard_seconds": None, "edges": []}
+    api.add("a")
+    api.cluster = {"name": "prod", "members": [member, unheard]}
+    told = [line.split() for line in run_nodes(api).out.splitlines()[3:]]
+    assert told == [
+        ["MEMBER", "ROLE", "ADDRESS", "HEARD", "EDGES", "STREAMS", "CPU", "VERSION"],
+        ["gw-a", "leader", "10.0.0.1:8090", "0.0", "s", "ago", "1/2", "6", "0.50/8", "1.0"],
+        ["gw-b", "unknown", "10.0.0.1:8090", "-", "0/0", "0", "0.00/8", "1.0"],
+    ]
+    assert "MEMBER" not in run_nodes(api, "--json").out
+
+
 @pytest.mark.parametrize("arguments", [(), ("list",)])
 def test_the_fleet_is_a_table_that_a_pipe_does_not_fold(
     api: AdminApi, arguments: tuple[str, ...]

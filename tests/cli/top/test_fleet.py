@@ -254,6 +254,12 @@ def test_the_headline_tells_the_gateway_in_one_line() -> None:
     assert headline(shown) == (
         "ready | 2 of 3 nodes work | slots 3/6 | 2 wait, 2 normal | 5 in flight | 12 tokens/s"
     )
+    members = [
+        {"name": "gw-a", "role": "leader", "edges": [{"streams": 2}, {"streams": 1}]},
+        {"name": "gw-b", "role": "unknown", "edges": []},
+    ]
+    shown = picture(summary=summary | {"cluster": {"members": members}}, nodes=NODES)
+    assert headline(shown).endswith(" | gw-a leader 2+1; gw-b unknown")
     assert headline(FleetPicture()) == "waiting for the gateway"
 
 
