@@ -215,3 +215,34 @@ async def test_a_member_is_succeeded_while_it_streams(
             return [row[1] for row in rows] == ["ok"] * 3 or None
 
         await eventually(all_booked, 60)
+
+
+async def test_what_a_follower_passes_on_streams(tmp_path: Path, server: PostgresServer) -> None:
+    url = server.new_database()
+    node = EmulatedNode(slots=4, decode_tps=20, answer_tokens=1000)
+    ask = {"input": "Tell a story", "max_output_tokens": 60, "background": True, "stream": True}
+    async with node, running_members(tmp_path, node, url, ("gw-a", "gw-b")) as members:
+        await roles_of(members)
+        leader = await leader_of(members)
+        (follower,) = [one for one in members.values() if one is not leader]
+        async with follower.admin.stream("GET", "/admin/live") as live:
+            async for line in live.aiter_lines():
+                if line == "event: snapshot":
+                    break
+        begun = None
+        async with follower.client.stream("POST", "/v1/responses", json=ask) as answer:
+            assert answer.status_code == 200
+            async for line in answer.aiter_lines():
+                if line.startswith("data: "):
+                    begun = begun or json.loads(line[6:])["response"]["id"]
+                if "output_text.delta" in line:
+                    break
+        # It runs on without its client, who finds it at any member.
+        node.engine.decode_tps = 1000
+        for member in members.values():
+
+            async def ended(member: MemberProcess = member) -> bool | None:
+                found = (await member.client.get(f"/v1/responses/{begun}")).json()
+                return found["status"] == "incomplete" or None
+
+            await eventually(ended, 30)
