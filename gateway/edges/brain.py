@@ -216,6 +216,8 @@ class Brain:
 
     def wait_for_edge(self, session: EdgeSession) -> None:
         """Its link is lost, and it may come again."""
+        if session.pid is None and session.name in self._adrift:
+            return  # It has not spoken over this link: it is still the one before that waits.
         self.edge_ended(session.name)
         self._adrift[session.name] = session
         asyncio.get_running_loop().call_later(GRACE_SECONDS, self._waited_for, session)
