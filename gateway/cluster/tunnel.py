@@ -84,8 +84,7 @@ class Welcome(msgspec.Struct, frozen=True, array_like=True):
 
     process: str  # of the member that was asked
     refused: Refusal | None = None
-    leader: str = ""  # who leads, as far as the one that was asked knows: a member,
-    epoch: int = 0  # and its epoch
+    leader: str = ""  # the member that leads, as far as the one that was asked knows
 
 
 class TunnelError(OSError):

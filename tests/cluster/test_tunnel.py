@@ -238,7 +238,7 @@ async def refused(attempt: Awaitable[socket.socket]) -> TunnelError:
 
 async def test_a_refusal_comes_with_its_reason_and_is_counted(make: MakeNode) -> None:
     a, b = make("gw-a"), make("gw-b")
-    a.answer = Welcome("pa", "not_leader", "gw-c", 7)
+    a.answer = Welcome("pa", "not_leader", "gw-c")
     error = await refused(b.tunnels.open("gw-a", a.address, "control"))
     assert error.welcome == a.answer
     assert str(error) == f"gw-a at {a.address} refuses: not_leader"
