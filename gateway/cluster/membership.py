@@ -22,7 +22,14 @@ import structlog
 
 from gateway import __version__
 from gateway.cluster.fencing import SETTLE_SECONDS, Fence, Session, Sharers, Tenure, Term
-from gateway.cluster.leadership import Leadership, Member, boot_clock, contend
+from gateway.cluster.leadership import (
+    Leadership,
+    Member,
+    boot_clock,
+    contend,
+    holder_name,
+    parse_holder,
+)
 from gateway.cluster.members import (
     MemberRow,
     read_members,
@@ -198,7 +205,7 @@ class Membership:
         self._leadership, self._store, self._owner = leadership, store, owner
         self._clock = clock
         self._own = MemberRow(self._name, process, 0, str(settings.advertised), __version__)
-        self._member = Member(self._own.holder, settings.term)
+        self._member = Member(holder_name(self._own.contender, settings.term), settings.term)
         self._member.stands = False  # until it is registered
         self._tasks: set[asyncio.Task[None]] = set()
         self._drains = self._replaced = self._closed = False
@@ -635,7 +642,7 @@ class Membership:
         if self._member.leads(now):
             return None
         if row is not None and not self._member.is_blind(now) and row.epoch >= self.fence.epoch:
-            name, _, process = row.holder.rpartition("/")
+            name, _, process = parse_holder(row.holder)[0].rpartition("/")
             return (name, process) if name and process != self._process else None
         # Without a look at the row: by what others say, or one after the other.
         names = [name for name in self._rows if name != self._name]

@@ -8,7 +8,16 @@ import time
 
 import pytest
 
-from gateway.cluster.leadership import FIRST_ROW, Change, LeaderRow, Member, boot_clock, contend
+from gateway.cluster.leadership import (
+    FIRST_ROW,
+    Change,
+    LeaderRow,
+    Member,
+    boot_clock,
+    contend,
+    holder_name,
+    parse_holder,
+)
 from gateway.store.failures import StoreUnavailable
 from tests.virtual import in_virtual_time
 
@@ -69,6 +78,19 @@ def test_any_change_of_the_row_begins_another_term(renewed: LeaderRow) -> None:
     assert role(member, 13.94) == "follower"
     watch(member, renewed, 13.95, 13.95)
     assert role(member, 13.96) == "challenger"
+
+
+def test_a_row_is_claimed_only_after_the_term_of_its_holder_if_that_is_longer() -> None:
+    member = Member(holder_name("a/1", TERM), TERM)
+    row = LeaderRow(holder_name("b/2", 30.0), 3, 7)
+    now = watch(member, row, 10.0, 39.75)
+    assert (role(member, now), member.knows_leader(now), member.pause(now)) == (
+        ("follower", True, 0.25)
+    )
+    watch(member, row, now, 40.0)
+    assert role(member, 40.0) == "challenger"
+    assert not member.knows_leader(40.0)
+    assert parse_holder(row.holder) == ("b/2", 30.0)
 
 
 def test_a_time_without_looks_does_not_count() -> None:
