@@ -226,7 +226,6 @@ class Membership:
         """Of each member, when its last control link was heard, and what it said."""
         # As a follower.
         self._link: EdgeLink | None = None
-        self._leader = "", ""  # the member and the process at the other end
         self._told_until = 0.0  # when it must have been told of a term again
         self._stated: tuple[float, MemberState] = 0.0, MemberState()
         """What it has told of itself last, and when."""
@@ -654,10 +653,10 @@ class Membership:
         """Follow this leader until its link is lost. Raises: TunnelError."""
         sock = await self._open(name, process, "control", DRAINING if drains else "")
         lost = asyncio.Event()
-        self._leader, self._told_until = (name, process), self._clock() + GREET_SECONDS
+        self._told_until = self._clock() + GREET_SECONDS
         self._link = link = EdgeLink(
             FromLeader,
-            self._receive,
+            functools.partial(self._receive, name),
             lambda _: lost.set(),
             self._clock,
             silence=self._term,
@@ -673,28 +672,27 @@ class Membership:
 
     def _goes_on(self, leader: tuple[str, str], *, drains: bool) -> bool:
         """Whether there is no reason to attend to this leader no more."""
-        now, wanted = self._clock(), self._other_leader()
-        if wanted is None or (wanted[1] and wanted not in {leader, self._leader}):
+        now, wanted, role = self._clock(), self._other_leader(), self.role
+        if wanted is None or (wanted[1] and wanted not in {leader, (role.leader, role.process)}):
             return False
         if drains != self._drains:
             return False
         # A process that drains is told of no term: that it follows is enough.
-        return now < self._told_until or (drains and self.role.kind == "follower")
+        return now < self._told_until or (drains and role.kind == "follower")
 
-    def _receive(self, message: FromLeader) -> None:
+    def _receive(self, leader: str, message: FromLeader) -> None:
         """What the leader tells."""
         link, fence = self._link, self.fence
         if link is None:
             return
         match message:
             case Leads():
-                self._leader = self._leader[0], message.process
                 state = self._owner.state()
                 greets = not self._drains and fence.greet(message.epoch)
                 highest, session = fence.epoch, fence.session if greets else None
                 link.tell(Greets(session, highest, state.names))
                 if greets or self._drains:
-                    self._become(Role("follower", message.epoch, *self._leader))
+                    self._become(Role("follower", message.epoch, leader, message.process))
             case Tells():
                 now = self._clock()
                 asked_at = now - link.age

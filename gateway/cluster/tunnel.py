@@ -17,7 +17,7 @@ import ssl
 import struct
 from collections import Counter
 from collections.abc import Callable, Mapping
-from typing import Literal, get_args
+from typing import Literal
 
 import msgspec
 import structlog
@@ -423,11 +423,6 @@ class Tunnels:
             if far.other is None:
                 far.abort()
                 self._open.discard(far)
-
-    def sample(self) -> Mapping[Kind, int]:
-        """How many are open, by kind, both ways."""
-        found = Counter(one.greeting.kind for one in self._open if one.greeting is not None)
-        return {kind: found[kind] for kind in get_args(Kind)}
 
     async def aclose(self) -> None:
         """Accept no more, and end all at once."""
