@@ -517,15 +517,17 @@ class Membership:
 
     def _admit(self, greeting: Greeting) -> Welcome:
         """Whether this process takes a tunnel."""
-        row = self._rows.get(greeting.member)
+        row, follower = self._rows.get(greeting.member), self._followers.get(greeting.process)
         refused: Refusal | None = None
         if row is None:
             refused = "unknown"
         elif greeting.kind == "control":
             if greeting.process != row.process and greeting.name != DRAINING:
                 refused = "replaced"
-        elif greeting.process not in self._followers:
+        elif follower is None or follower.member != greeting.member:
             refused = "no_control"
+        elif greeting.kind == "link" and not greeting.name.startswith(f"{greeting.member}/"):
+            refused = "edge"
         if refused in {"unknown", "replaced"}:
             self._list_wanted.set()  # It may have registered just now.
         elif self._account is None:

@@ -68,13 +68,13 @@ class Greeting(msgspec.Struct, frozen=True, array_like=True):
 
 Refusal = Literal[
     "address", "too_many", "handshake", "greeting", "version", "cluster", "certificate",
-    "unknown", "replaced", "other_process", "not_leader", "no_control",
+    "unknown", "replaced", "other_process", "not_leader", "no_control", "edge",
 ]  # fmt: skip
 """Why a connection was refused: its address is not in `allow`; there are too many; no TLS with a
 certificate of the authority in time; what came first is no greeting, or is that of another version,
 or for another cluster; the certificate does not name the member; nobody knows this member, or it
 has a newer process; this process is not the one that was meant, or does not lead; the member has no
-control link, which must be there first."""
+control link, which must be there first; the edge is another member's."""
 
 
 _PASSING: frozenset[Refusal] = frozenset({"other_process", "not_leader", "no_control"})

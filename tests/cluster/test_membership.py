@@ -417,15 +417,23 @@ async def test_a_follower_opens_tunnels_to_its_leader_and_to_nobody_else(
             await cluster.all[0].membership.open("link", "x")
         await cluster.settled(10)
         leader, (one, other) = cluster.leader(), cluster.others()
-        opened = await one.membership.open("link", "b/edge-1")
+        opened = await one.membership.open("link", f"{one.name}/edge-1")
         await cluster.until(lambda: bool(leader.tunnels), 1)
         greeting, _ = leader.tunnels[0]
-        assert (greeting.kind, greeting.member, greeting.name) == ("link", one.name, "b/edge-1")
+        assert (greeting.kind, greeting.member, greeting.name) == (
+            ("link", one.name, f"{one.name}/edge-1")
+        )
         opened.close()
         row = one.membership._rows[other.name]
         with pytest.raises(TunnelError, match="not_leader"):
             await one.membership._open(row.name, row.process, "link", "x")
         assert other.tunnels == []
+        with pytest.raises(TunnelError, match="edge"):
+            await one.membership.open("link", f"{other.name}/edge-1")
+        one.membership.tunnels._process = other.process
+        with pytest.raises(TunnelError, match="no_control"):
+            await one.membership.open("admin")
+        one.membership.tunnels._process = one.process
         del leader.membership._followers[one.process]
         with pytest.raises(TunnelError, match="no_control"):
             await one.membership.open("link", "x")
