@@ -555,14 +555,14 @@ class Membership:
             )
             self._followers[made.process] = made
             made.link.tell(Leads(self.role.epoch, self._process))
-            self._spawn(self._connect(made.link, sock))
+            self._spawn(self._connect(made, sock))
 
-    @staticmethod
-    async def _connect(link: EdgeLink, sock: socket.socket) -> None:
+    async def _connect(self, follower: _Follower, sock: socket.socket) -> None:
         try:
-            await EdgeLink.over(sock, link)
+            await EdgeLink.over(sock, follower.link)
         except OSError as error:
-            link.fail(f"{error}")
+            sock.close()
+            self._lost(follower, f"{error}")
 
     def _tell(self, follower: _Follower) -> None:
         """Tell a follower of the term, with each sign of life."""

@@ -15,6 +15,7 @@ from gateway.cluster.leadership import Change
 from gateway.cluster.membership import LEAD_SECONDS
 from gateway.cluster.tunnel import OPEN_SECONDS, TunnelError
 from gateway.store.schema import members as members_table
+from gateway.transport.link import EdgeLink
 from tests.cluster.certificates import Authority
 from tests.cluster.memberships import TERM, One, Row, cluster_of
 from tests.virtual import in_virtual_time
@@ -283,6 +284,28 @@ async def test_what_fails_in_a_member_does_not_end_its_membership(authority: Aut
             await asyncio.sleep(3 * TERM)
         await cluster.end(cluster.leader())
         await cluster.settled(10)
+
+
+@in_virtual_time
+async def test_a_follower_whose_link_can_not_be_taken_is_lost_until_it_can(
+    authority: Authority, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async with cluster_of(authority, "a", "b") as cluster:
+        await cluster.settled(10)
+        followers, over = cluster.leader().membership._followers, EdgeLink.over
+
+        async def fail(sock: socket.socket, link: EdgeLink) -> EdgeLink:
+            if any(one.link is link for one in followers.values()):
+                raise OSError("too many open files")
+            return await over(sock, link)
+
+        with monkeypatch.context() as patch:
+            patch.setattr(EdgeLink, "over", fail)
+            for one in tuple(followers.values()):
+                one.link.fail("cut")
+            await asyncio.sleep(1)
+            assert followers == {}
+        await cluster.settled(5)
 
 
 @in_virtual_time
