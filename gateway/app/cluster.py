@@ -313,7 +313,7 @@ class ClusterPart:
     def _state(self) -> MemberState:
         sample = self._edges.sample()
         cores = len(os.sched_getaffinity(0))
-        return MemberState(tuple(sample.running), sample.died, cores, self._duties.folder())
+        return MemberState(tuple(sample.running), cores, self._duties.folder())
 
     def sample(self) -> ClusterSample:
         """The cluster, as this member knows it now."""

@@ -46,7 +46,6 @@ from gateway.transport.link import EdgeLink
 from gateway.watch.metrics import EdgeSample, MemberSample
 
 TICK_SECONDS = 0.1  # between two looks at what time alone changes
-TELL_SECONDS = 0.25  # between two terms that the leader tells itself; others: with each beat
 STATE_SECONDS = 1.0  # between two states that a member tells
 LIST_SECONDS = 2.0  # between two looks at the list of members
 # Seconds between two attempts to reach the leader, and between two looks at the list if somebody
@@ -80,7 +79,6 @@ class MemberState(msgspec.Struct, frozen=True, array_like=True, tag=True):
     """What a member tells of itself about once a second, for operators, and for its session."""
 
     edges: tuple[EdgeSample, ...] = ()  # its processes that run
-    died: int = 0  # edges that have ended by themselves
     cores: int = 0
     folder: str = ""  # the id of the folder of its files
 
@@ -219,8 +217,6 @@ class Membership:
         self._led_until = 0.0  # when its last time as a leader ended
         self._account: LeaderAccount | None = None
         self._stored: list[Sharers] = []
-        self._session: Session | None = None
-        self._told_at = 0.0
         self._followers: dict[str, _Follower] = {}  # by process
         self._heard: dict[str, tuple[float, MemberState | None]] = {}
         """Of each member, when its last control link was heard, and what it said."""
@@ -236,7 +232,10 @@ class Membership:
 
     def start(self) -> None:
         """Register as a member as soon as the store lets it; then contend, and follow."""
-        for work in (self._keep_list, self._contend, self._follow, self._watch):
+        lead = functools.partial(
+            contend, self._member, self._leadership, clock=self._clock, on_step=self._look
+        )
+        for work in (self._keep_list, lead, self._follow, self._watch):
             self._spawn(self._keep_up(work))
 
     def lead(self, epoch: int, account: LeaderAccount) -> None:
@@ -325,9 +324,6 @@ class Membership:
                 log.exception("cluster: this member failed, and goes on")
             await asyncio.sleep(RETRY_SECONDS)
 
-    async def _contend(self) -> None:
-        await contend(self._member, self._leadership, clock=self._clock, on_step=self._look)
-
     # Roles.
 
     async def _watch(self) -> None:
@@ -359,8 +355,7 @@ class Membership:
             elif epoch != self._winning:
                 self._winning = epoch
                 self._spawn(self._win(epoch))
-        if self._account is not None and now - self._told_at >= TELL_SECONDS:
-            self._told_at = now
+        if self._account is not None:
             with self._or_resign():
                 self._tell_self(self._account, now)
 
@@ -467,7 +462,7 @@ class Membership:
     def _end_leading(self) -> None:
         """Its term is over, or its epoch is another one."""
         self._led_until = self._clock()
-        self._account = self._session = None
+        self._account = None
         followers, self._followers = self._followers, {}
         for follower in followers.values():
             follower.link.close()
@@ -489,9 +484,12 @@ class Membership:
             self._resign()
 
     def _begin_own_session(self, account: LeaderAccount) -> None:
-        self._session = Session(self._name, self._process, self.fence.session)
         self._stated = self._clock(), self._owner.state()
-        account.begins(self._session, self._stated[1].names)
+        account.begins(self._own_session, self._stated[1].names)
+
+    @property
+    def _own_session(self) -> Session:
+        return Session(self._name, self._process, self.fence.session)
 
     def _term_of(self, account: LeaderAccount, session: Session, now: float) -> Term | None:
         """What a member is told of the term; None: this is not its session, or not yet."""
@@ -502,10 +500,9 @@ class Membership:
 
     def _tell_self(self, account: LeaderAccount, now: float) -> None:
         """The leader's own member is told of the term as all others are."""
-        if self._session is None or self._owner.state().names != self._stated[1].names:
+        if self._owner.state().names != self._stated[1].names:
             self._begin_own_session(account)
-        session, epoch = self._session, self.role.epoch
-        assert session is not None
+        session, epoch = self._own_session, self.role.epoch
         term = self._term_of(account, session, now)
         if term is None:
             is_over = self.fence.seen > 0
