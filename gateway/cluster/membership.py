@@ -388,7 +388,9 @@ class Membership:
                 problem = error
             else:
                 problem = None
-            self._member.stands = not self._drains and (registered or self._member.stands)
+            # A leader's account has one session of each member: that of its newest process.
+            may_stand = not self._drains and not self._replaced
+            self._member.stands = may_stand and (registered or self._member.stands)
             await asyncio.sleep(LEAST_LIST_SECONDS)
             # By hand: in Python 3.11 `wait_for` may drop a cancellation.
             wait = LIST_SECONDS - LEAST_LIST_SECONDS if registered else 0.0

@@ -176,6 +176,20 @@ async def test_a_later_process_of_a_member_replaces_an_earlier_one(authority: Au
 
 
 @in_virtual_time
+async def test_a_leader_that_is_replaced_makes_room_for_its_members_newer_process(
+    authority: Authority,
+) -> None:
+    async with cluster_of(authority, "a") as cluster:
+        await cluster.settled(10)
+        old = cluster.leader()
+        old.listening.close()
+        old.membership.tunnels.stop_accepting()
+        new = cluster.join("a", "newer")
+        await cluster.until(lambda: new.role.kind == "leader", 10)
+        assert old.replaced_by == ["newer"]
+
+
+@in_virtual_time
 async def test_a_leader_that_drains_makes_room_and_is_never_alone(authority: Authority) -> None:
     async with cluster_of(authority, "a", "b", "c") as cluster:
         await cluster.settled(10)
