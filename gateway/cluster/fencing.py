@@ -254,8 +254,9 @@ class Fence:
         self._before.update(leases.values())
 
     def is_unread(self, node: str) -> bool:
-        """Whether all of the node counts as taken, as it was not read since it is alone."""
-        return node not in self._busy
+        """Whether a reading of the node may free slots, so that it has to be asked."""
+        busy = self._busy.get(node)
+        return busy is None or len(busy) > self._before[node]
 
     def shared_by(self, now: float) -> object:
         """Equal as long as time alone changes nothing of `others`."""
@@ -545,9 +546,11 @@ class Tenure:
         account.lost = {process: lost for process, lost in account.lost.items() if lost.count}
 
     def is_unread(self, node: str) -> bool:
-        """Whether all of the node counts as taken, as it was not read yet."""
+        """Whether a reading of the node may free slots, so that it has to be asked."""
         account = self._nodes.get(node)
-        return account is None or account.strangers.busy is None
+        if account is None or account.strangers.busy is None or account.lost:
+            return True
+        return account.strangers.count > len(account.early)
 
     def shared_by(self, now: float) -> object:
         """Equal as long as time alone changes nothing of `others`."""

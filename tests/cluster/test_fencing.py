@@ -193,8 +193,16 @@ def test_requests_that_hellos_tell_of_are_counted_once() -> None:
     cluster.greet("b", 100.1)
     cluster.tenure.read("n", busy(1, 2, 3), 101.3)
     assert cluster.tenure.free("n", 101.3) == 1
+    assert cluster.tenure.is_unread("n")
     cluster.tenure.read("n", busy(1, 2), 101.4)
     assert cluster.tenure.free("n", 101.4) == 2
+    assert not cluster.tenure.is_unread("n")
+    # Nobody else has an idle node asked.
+    assert cluster.tenure.ended(cluster.session("a"), 1, 101.5)
+    assert cluster.tenure.is_unread("n")
+    cluster.tenure.read("n", busy(2), 101.6)
+    assert cluster.tenure.free("n", 101.6) == 3
+    assert not cluster.tenure.is_unread("n")
 
 
 def test_a_request_that_a_node_may_not_show_yet_is_counted_beside_those_that_it_shows() -> None:
