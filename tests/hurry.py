@@ -11,11 +11,11 @@ from typing import Any
 import pytest
 
 from gateway.admin.live import LiveFeed
-from gateway.callers.key_sync import KeySync
+from gateway.callers.stored_keys import KeySync
 from gateway.events import DEFER_SECONDS
 from gateway.http.certificates import changed_files
 from gateway.store.store import Store
-from gateway.stored.batch_upkeep import BatchUpkeep
+from gateway.stored.batch_registry import BatchUpkeep
 from gateway.stored.webhooks import WebhookSender
 from gateway.watch.request_tracing import RequestTracing, TraceExporter
 

@@ -8,11 +8,14 @@ import shlex
 from pathlib import Path
 
 import pytest
+import yaml
 
 from tests.command_lines import BLOCK, PROMPT, calls, unknown
 
 ROOT = Path(__file__).resolve().parent.parent
 PAGES = sorted([*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md")])
+MOST_ENTRIES = 12
+"""What a reader takes in at a glance: of the navigation, and of a group that is unfolded."""
 PICTURE = ROOT / "docs" / "images" / "first-minute.svg"
 BEFORE_THE_PATH = re.compile(r"\.venv/bin/(?!activate)")
 
@@ -60,6 +63,23 @@ def test_commands_look_the_same_everywhere(page: Path) -> None:
                 "after one `source .venv/bin/activate`"
             )
             assert PROMPT.match(block["text"]), "the first line of a console block is a command"
+
+
+def test_the_navigation_is_read_at_a_glance() -> None:
+    entries = yaml.safe_load((ROOT / "mkdocs.yml").read_text())["nav"]
+    groups = {name: pages for entry in entries for name, pages in entry.items()}
+    assert len(groups) <= MOST_ENTRIES
+    assert [
+        name
+        for name, pages in groups.items()
+        if len(pages) > MOST_ENTRIES and isinstance(pages, list)
+    ] == []
+
+
+def test_readme_begins_with_the_picture_and_the_home_page_too() -> None:
+    for page in (ROOT / "README.md", ROOT / "docs" / "index.md"):
+        first, *_ = re.findall(r"!\[[^\]]+\]\(([^)]+)\)", page.read_text())
+        assert Path(first).name == "slot-timeline.svg"
 
 
 def test_the_picture_is_of_this_program_and_of_no_machine() -> None:

@@ -22,15 +22,12 @@ from gateway.admin.configuration import ConfigEndpoints, GatewayControl
 from gateway.admin.guard import AdminGuard, identity_of, role_required
 from gateway.admin.keys import KeyEndpoints
 from gateway.admin.live import LiveFeed
-from gateway.admin.models import ModelEndpoints
 from gateway.admin.node_metrics import NodeMetricsEndpoint
-from gateway.admin.nodes import DrainDeadlines, NodeEndpoints
-from gateway.admin.placements import PlacementEndpoints
+from gateway.admin.nodes import DrainDeadlines, ModelEndpoints, NodeEndpoints, PlacementEndpoints
 from gateway.admin.playground import Playground
 from gateway.admin.reports import AUDIT_ACTION_KEY, AUDIT_TARGET_KEY, AuditEndpoints, UsageEndpoints
-from gateway.admin.requests import RequestEndpoints
 from gateway.admin.status import StatusEndpoints
-from gateway.admin.why import WhyEndpoints
+from gateway.admin.why import RequestEndpoints, WhyEndpoints
 from gateway.callers.keys import AdminKeys, AdminRole, without_secret
 from gateway.callers.reports import Reporter
 from gateway.errors import GatewayError

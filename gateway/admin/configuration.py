@@ -12,8 +12,8 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from gateway.api.base import openai_error
-from gateway.callers.key_sync import KeySync
 from gateway.callers.ledger import Ledger
+from gateway.callers.stored_keys import KeySync
 from gateway.config.errors import ConfigError, Problem, single_line
 from gateway.config.settings import Settings, masked_settings
 from gateway.errors import GatewayError

@@ -16,8 +16,13 @@ from starlette.responses import Response
 from gateway import errors
 from gateway.admin.configuration import GatewayControl, problems_response
 from gateway.admin.reports import AUDIT_TARGET_KEY
-from gateway.callers.key_desk import KeyDesk
-from gateway.callers.stored_keys import MOST_PROBLEMS, KeyProblem, KeysRefused, key_not_found
+from gateway.callers.stored_keys import (
+    MOST_PROBLEMS,
+    KeyDesk,
+    KeyProblem,
+    KeysRefused,
+    key_not_found,
+)
 from gateway.catalog import ServedModels
 from gateway.config.errors import single_line
 from gateway.config.keys import KeySpec

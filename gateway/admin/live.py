@@ -25,8 +25,7 @@ from starlette.types import Receive, Scope, Send
 from gateway import errors
 from gateway.admin.configuration import GatewayControl
 from gateway.admin.guard import identity_of, is_still_admitted
-from gateway.admin.nodes import DrainDeadlines
-from gateway.admin.placements import hosts_json
+from gateway.admin.nodes import DrainDeadlines, hosts_json
 from gateway.admin.status import (
     cluster_json,
     days_until,

@@ -14,7 +14,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from gateway.admin.configuration import ClusterMember, EdgeProcesses, GatewayControl
-from gateway.admin.models import differences_json
+from gateway.admin.nodes import differences_json
 from gateway.callers.ledger import Ledger
 from gateway.callers.windows import time_text
 from gateway.errors import CLIENT_CLOSED_STATUS

@@ -11,6 +11,7 @@ import msgspec
 from gateway import errors
 from gateway.api import resuming, sse, tokens
 from gateway.api.base import (
+    INPUT_TOKENS,
     Answer,
     AnyObject,
     Api,
@@ -40,7 +41,6 @@ from gateway.api.json_values import (
     parse_json,
     parse_object,
 )
-from gateway.api.relayed import INPUT_TOKENS
 from gateway.api.resuming import (
     EventRewriter,
     NativeEventRewriter,

@@ -13,12 +13,14 @@ import msgspec
 
 from gateway.api import resuming, sse
 from gateway.api.base import (
+    INPUT_TOKENS,
     AnyObject,
     Api,
     Assembly,
     AssemblyError,
     Bodies,
     NumberedHeartbeats,
+    RelayedApi,
     ResponseRewriter,
     body_fields,
     decoded_field,
@@ -35,7 +37,6 @@ from gateway.api.json_values import (
     parse_json,
     parse_object,
 )
-from gateway.api.relayed import INPUT_TOKENS, RelayedApi
 from gateway.api.resuming import NativeEventRewriter, as_count, is_number, named_event
 from gateway.api.tokens import BOUND_NAMES
 from gateway.api.transcript import Transcript

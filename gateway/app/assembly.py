@@ -44,9 +44,9 @@ from gateway.app.learnt import LearntMemory
 from gateway.app.metering import Metering
 from gateway.app.startup import Options, StartError, check_extras, reread_admin_key
 from gateway.callers.callers import is_loopback
-from gateway.callers.key_sync import KeySync
 from gateway.callers.keys import AdminKeys, KeyRing
 from gateway.callers.ledger import Ledger
+from gateway.callers.stored_keys import KeySync
 from gateway.config.errors import ConfigError, Problem
 from gateway.config.inventory import Inventory, load_inventory
 from gateway.config.listeners import LimitSettings
@@ -68,7 +68,6 @@ from gateway.lease import KeyedHash
 from gateway.nodes.calibration import Calibrator
 from gateway.nodes.fleet import Fleet
 from gateway.nodes.state_files import OperatorOrders, PropertiesStore
-from gateway.openapi.document import openapi_json
 from gateway.request.routes import Route, routes_of
 from gateway.schedule.autoscaler import Autoscaler
 from gateway.schedule.lease_service import LocalLeaseService
@@ -684,6 +683,8 @@ class Gateway:
         )
 
     def _openapi_document(self, listener: str | None) -> bytes:
+        from gateway.openapi.document import openapi_json  # whoever starts has no use for it
+
         ring, anonymous = self.handler.config.key_ring, self.settings.allow_anonymous
         return openapi_json(
             self.settings,

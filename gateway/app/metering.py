@@ -12,7 +12,6 @@ import structlog
 
 from gateway.app.startup import Options, keys_file, state_file, store_location
 from gateway.callers.kept_rows import KeptRows
-from gateway.callers.key_sync import KeySync
 from gateway.callers.keys import AnonymousAccess, KeyRing
 from gateway.callers.ledger import Ledger
 from gateway.callers.limit_sync import LimitSync
@@ -20,8 +19,8 @@ from gateway.callers.limits import LimitBook
 from gateway.callers.meter import Meter
 from gateway.callers.money import NodeHoursRecorder
 from gateway.callers.processes import ProcessIdentity
-from gateway.callers.reports import CallerUsage, Reporter
-from gateway.callers.retention import Retention
+from gateway.callers.reports import CallerUsage, Reporter, Retention
+from gateway.callers.stored_keys import KeySync
 from gateway.config.settings import Settings
 from gateway.events import EventBus, LimitReached
 from gateway.forward.in_flight import InFlightRegistry

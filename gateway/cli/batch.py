@@ -168,17 +168,10 @@ def submit(
     The input is checked here first. Prints the batch's id. With --wait it ends with status 1 if a
     line failed; Ctrl-C leaves the batch running.
     """
-    from gateway.cli.batch_files import (
-        MOST_SHOWN,
-        InputOptions,
-        Problems,
-        create_fields,
-        places_for,
-        prepare,
-        stem_of,
-    )
+    from gateway.cli import batch_files
+    from gateway.cli.batch_files import InputOptions, Problems
 
-    fields = create_fields(window, metadata or [])
+    fields = batch_files.create_fields(window, metadata or [])
     chosen = InputOptions(
         endpoint=endpoint,
         kind=input_kind,
@@ -192,12 +185,12 @@ def submit(
         largest_text=largest_text,
         strict=strict,
     )
-    places = places_for(stem_of(source), format_, output, force=force)
+    places = batch_files.places_for(batch_files.stem_of(source), format_, output, force=force)
     _check_stdout(places, as_json=as_json)
     if wait and not check:
         places.check()
-    problems = Problems(most_shown=2**31 if check else MOST_SHOWN)
-    found = prepare(source, chosen, problems)
+    problems = Problems(most_shown=2**31 if check else batch_files.MOST_SHOWN)
+    found = batch_files.prepare(source, chosen, problems)
     with found.file:
         _tell_checked(found, problems, check=check, anyway=anyway, as_json=as_json)
         if check:

@@ -29,7 +29,7 @@ from urllib.parse import quote
 
 from gateway.cli.client import ENDED, BatchClient, Patience
 from gateway.cli.options import Form
-from gateway.cli.terminal import CommandFailed, format_cell, print_note
+from gateway.cli.terminal import CommandFailed, failing_by, format_cell, print_note
 from gateway.config.errors import escape_json
 from gateway.stored.line_reader import LineChecker, LineError, LineSpec, LineSplitter, RawLine
 
@@ -480,10 +480,8 @@ def _template(chosen: InputOptions) -> PromptTemplate:
             why = getattr(error, "strerror", None) or "is not UTF-8"
             raise CommandFailed(f"{option}: can't be read: {why}", status=2) from None
     assert text is not None
-    try:
+    with failing_by(ValueError, before=f"{option}: ", status=2):
         return parse_template(text)
-    except ValueError as error:
-        raise CommandFailed(f"{option}: {error}", status=2) from None
 
 
 def parse_template(text: str) -> PromptTemplate:

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, BinaryIO, ClassVar, Self, TypeVar
 from urllib.parse import quote, urlsplit
 
 from gateway.cli import options
-from gateway.cli.terminal import CommandFailed, print_note
+from gateway.cli.terminal import CommandFailed, failing_by, print_note
 from gateway.config.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -489,10 +489,8 @@ def _read_key(path: Path, what: str) -> str:
 
 def tls_context(ca: Path | None) -> ssl.SSLContext:
     """Check certificates by the system's authorities, and by `ca`. Raises CommandFailed."""
-    try:
+    with failing_by(ValueError, before=f"--ca {ca}: can't be read: ", status=2):
         return _trust(ca)
-    except ValueError as why:
-        raise CommandFailed(f"--ca {ca}: can't be read: {why}", status=2) from None
 
 
 def _trust(ca: Path | None, own: Path | None = None) -> ssl.SSLContext:
@@ -665,11 +663,9 @@ class StoreFlags(options.FlagGroup):
                 f"there is no {location.path}: no gateway has used it yet; --config names the "
                 "settings"
             )
-        with open_alone(location) as store:
-            try:
-                yield store
-            except StoreError as error:
-                raise CommandFailed(f"the store {location.shown} can't be used: {error}") from None
+        unusable = f"the store {location.shown} can't be used: "
+        with open_alone(location) as store, failing_by(StoreError, before=unusable):
+            yield store
 
 
 def read_settings(config: Path | None) -> Settings:

@@ -11,16 +11,9 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from gateway.cli import options
+from gateway.cli import options, terminal
 from gateway.cli.options import CommandGroup, examples_epilog
-from gateway.cli.terminal import (
-    CommandFailed,
-    console,
-    print_error,
-    print_json,
-    print_note,
-    print_rows,
-)
+from gateway.cli.terminal import CommandFailed, failing_by
 
 if TYPE_CHECKING:
     from gateway.local.cache_contents import CacheEntry
@@ -55,7 +48,7 @@ def topology(
         )
     found = read_topology(root)
     if as_json:
-        print_json(topology_as_dict(found))
+        terminal.print_json(topology_as_dict(found))
     else:
         _show_machine(found)
 
@@ -64,7 +57,7 @@ def _show_machine(found: Topology) -> None:
     from gateway.local.memory import format_gib
     from gateway.local.topology import format_kernel_list, server_placement
 
-    out = console()
+    out = terminal.console()
     threads = max((len(core) for node in found.nodes for core in node.cores), default=1)
     processor = found.processor
     out.print(f"processor     {processor.name or 'unknown'} ({processor.architecture or '?'})")
@@ -221,14 +214,8 @@ def fit(
     tokens a second need the memory's bandwidth: by --measure on this machine, or from --channels
     and --mt-per-s. Prefill needs arithmetic, so it goes by cores and instruction set.
     """
-    from gateway.local import LocalFleetError
-    from gateway.local.gguf import (
-        UnknownShapeError,
-        model_parts,
-        model_shape,
-        read_headers,
-        read_model,
-    )
+    from gateway.local import LocalFleetError, gguf
+    from gateway.local.gguf import UnknownShapeError
     from gateway.local.memory import (
         MEMORY_FACTOR,
         ServerSettings,
@@ -245,10 +232,8 @@ def fit(
     machine = _read_machine(
         topology, memory, cores, numa_nodes, instructions, (channels, transfers), measure=measure
     )
-    try:
-        file = read_model(model)
-    except LocalFleetError as error:
-        raise CommandFailed(str(error)) from None
+    with failing_by(LocalFleetError):
+        file = gguf.read_model(model)
     settings = ServerSettings(
         slots,
         min(context, file.trained_context or context),
@@ -260,7 +245,9 @@ def fit(
         repacked=repacked_types({INSTRUCTION_SETS[machine.instructions].layout_flag}),
     )
     try:
-        found = compute(file, model_shape(read_headers(model_parts(model))), settings, machine)
+        found = compute(
+            file, gguf.model_shape(gguf.read_headers(gguf.model_parts(model))), settings, machine
+        )
     except UnknownShapeError as error:
         raise CommandFailed(
             f"{file.path}: {error}. By the rule of thumb ({MEMORY_FACTOR} x file) a server takes "
@@ -268,17 +255,19 @@ def fit(
             "--model FILE) and see what it takes"
         ) from None
     if settings.context < context:
-        print_note(f"The model was trained on {settings.context:,} tokens: --context is cut to it.")
+        terminal.print_note(
+            f"The model was trained on {settings.context:,} tokens: --context is cut to it."
+        )
     if as_json:
-        print_json(fit_as_dict(found))
+        terminal.print_json(fit_as_dict(found))
         return
-    out = console()
+    out = terminal.console()
     for name, text in report_lines(found):
         out.print(f"{name:<14}{text}", soft_wrap=True)
     out.print("")
-    print_rows(choice_rows(found))
+    terminal.print_rows(choice_rows(found))
     if found.speed is None:
-        print_note(
+        terminal.print_note(
             "No tokens/s: the memory's bandwidth is not known. --measure measures this machine's; "
             "--channels and --mt-per-s give another one's."
         )
@@ -358,10 +347,8 @@ def _bandwidth(
     if measure and channels is not None:
         raise CommandFailed("--measure and --channels: only one of them", 2)
     if measure:
-        try:
+        with failing_by(StreamError):
             return measure_bandwidth(topology), "measured on this machine"
-        except StreamError as error:
-            raise CommandFailed(str(error)) from None
     if channels is None or transfers is None:
         return None, "not known"
     return (
@@ -409,15 +396,15 @@ def list_cache(as_json: options.Json = False) -> None:
     entries = cache_contents(folder)
     total = sum(entry.size for entry in entries)
     if as_json:
-        print_json(
+        terminal.print_json(
             {"folder": str(folder), "bytes": total, "entries": [_as_dict(one) for one in entries]}
         )
         return
     if not entries:
-        print_note(f"{folder}: the cache is empty")
+        terminal.print_note(f"{folder}: the cache is empty")
         return
-    print_rows(map(_row, entries))
-    print_note(f"{_size(total)} in {folder}")
+    terminal.print_rows(map(_row, entries))
+    terminal.print_note(f"{_size(total)} in {folder}")
 
 
 @cache.add(
@@ -459,7 +446,7 @@ def remove_cache(
         (removed if _remove(entry, dry_run=dry_run) else refused).append(entry)
     freed = sum(entry.size for entry in removed)
     if as_json:
-        print_json(
+        terminal.print_json(
             {
                 "removed": [_as_dict(entry) for entry in removed],
                 "in_use": [_as_dict(entry) for entry in refused],
@@ -470,9 +457,9 @@ def remove_cache(
     else:
         for entry in removed:
             print(f"{'would remove' if dry_run else 'removed'} {entry.name} ({_size(entry.size)})")
-        print_note(f"{_size(freed)} {'would be' if dry_run else 'are'} free again")
+        terminal.print_note(f"{_size(freed)} {'would be' if dry_run else 'are'} free again")
     for entry in refused:
-        say = print_error if names else print_note
+        say = terminal.print_error if names else terminal.print_note
         processes = "processes" if len(entry.users) > 1 else "process"
         by = f" by {processes} {_pids(entry)}" if entry.users else ""
         say(f"{entry.name} is in use{by} and stays. Remedy: end what uses it first")

@@ -14,17 +14,10 @@ from urllib.parse import quote
 
 import typer
 
-from gateway.cli import options
+from gateway.cli import options, terminal
 from gateway.cli.client import AdminClient, AdminFlags, GatewayRefused, NoGateway, objects
 from gateway.cli.options import examples_epilog
-from gateway.cli.terminal import (
-    CommandFailed,
-    format_cell,
-    print_json,
-    print_note,
-    print_rows,
-    state_in_words,
-)
+from gateway.cli.terminal import CommandFailed, format_cell
 
 NODES_EXAMPLES = examples_epilog(
     ("llama-gateway nodes", "every node, its state and the reason"),
@@ -160,7 +153,7 @@ def _act(
     if wait is not None:
         node = _wait(admin, node, wait)
     if as_json:
-        print_json(node)
+        terminal.print_json(node)
     else:
         print(f"{format_cell(name)}: {_summary(node)}")
     if action is NodeAction.PROBE and node.get("state") in _NOT_ANSWERING:
@@ -174,7 +167,7 @@ def _confirm(models: list[str]) -> None:
     problem = f"no other node serves {in_words(models)}: requests would wait, and then fail"
     if not sys.stdin.isatty():
         raise CommandFailed(f"{problem}; --yes drains them all the same")
-    print_note(f"warning: {problem}")
+    terminal.print_note(f"warning: {problem}")
     if not typer.confirm("Drain them all the same?", err=True):
         raise CommandFailed("nothing was drained")
 
@@ -197,7 +190,7 @@ def _act_on_all(
             node = admin.node(name)
         except NoGateway:
             left = len(chosen) - len(done) - len(failed)
-            print_note(f"{len(done)} done, {len(failed)} failed, {left} not tried")
+            terminal.print_note(f"{len(done)} done, {len(failed)} failed, {left} not tried")
             raise
         except CommandFailed as error:
             failed[name] = str(error)
@@ -219,7 +212,7 @@ def _act_on_all(
                 print(f"{format_cell(name)}: {_summary(done[index])}")
     if as_json:
         errors = [{"name": name, "error": error} for name, error in failed.items()]
-        print_json({"nodes": done, "failed": errors})
+        terminal.print_json({"nodes": done, "failed": errors})
     if failed:
         told = "; ".join(f"{name}: {error}" for name, error in failed.items())
         raise CommandFailed(f"{len(failed)} of {len(chosen)} nodes failed: {told}")
@@ -227,20 +220,20 @@ def _act_on_all(
 
 def _list(nodes: list[dict[str, Any]], *, as_json: bool) -> None:
     if as_json:
-        print_json({"nodes": nodes})
+        terminal.print_json({"nodes": nodes})
     elif nodes:
         # Of a router's models those that it could load stand in `models`.
         shown = [one for one in nodes if one.get("state") != "unloaded" or not one.get("router")]
-        print_rows(map(_row, shown), state_column=1)
+        terminal.print_rows(map(_row, shown), state_column=1)
     else:
-        print_note("the gateway has no nodes")
+        terminal.print_note("the gateway has no nodes")
 
 
 def _row(node: dict[str, Any]) -> list[tuple[str, object]]:
     get = node.get
     return [
         ("NAME", get("name")),
-        ("STATE", state_in_words(node)),
+        ("STATE", terminal.state_in_words(node)),
         ("SLOTS", f"{format_cell(get('slots_busy'))}/{format_cell(get('slots_total'))}"),
         ("RUNNING", get("in_flight")),
         ("MODELS", get("models")),
@@ -260,7 +253,7 @@ def _list_members(admin: AdminClient) -> None:
         cluster = admin.status().get("cluster")
     if cluster:
         print()
-        print_rows(map(_member_row, objects(cluster, "members")))
+        terminal.print_rows(map(_member_row, objects(cluster, "members")))
 
 
 def _member_row(member: dict[str, Any]) -> list[tuple[str, object]]:
@@ -504,36 +497,38 @@ def models(
         else:
             model = admin.request("POST", f"/admin/models/{quote(name, safe='')}/{action.value}")
     if as_json:
-        print_json(model)
+        terminal.print_json(model)
         return
     if action in _ORDERS:
-        state = state_in_words(model) + (", pinned" if model.get("pinned_by") else "")
+        state = terminal.state_in_words(model) + (", pinned" if model.get("pinned_by") else "")
         print(f"{format_cell(model.get('name'))}: {state}; {format_cell(model.get('reason'))}")
         return
     print(f"{format_cell(name)}: {_state_of(model)}")
     if action is ModelAction.RESUME and model.get("paused"):
-        print_note("note: every model that it stands for is paused: resume one of them")
+        terminal.print_note("note: every model that it stands for is paused: resume one of them")
 
 
 def _list_models(found: dict[str, Any], *, as_json: bool) -> None:
     if as_json:
-        print_json(found)
+        terminal.print_json(found)
         return
     shown = [one for one in found.get("models", ()) if isinstance(one, dict)]
     if not shown:
-        print_note("no node has said yet what it serves")
+        terminal.print_note("no node has said yet what it serves")
         return
-    print_rows(map(_model_row, shown))
+    terminal.print_rows(map(_model_row, shown))
     placements = found.get("placements", ())
     held = [one for one in placements if one["state"] != "unloaded" or one["load_failures"]]
     if held:
         print()
-        print_rows(map(_placement_row, held), state_column=2)
+        terminal.print_rows(map(_placement_row, held), state_column=2)
     for host, use in found.get("hosts", {}).items():
-        print_note(f"{format_cell(host)}: {_size(use['used'])} of {_size(use['memory'])} taken")
+        terminal.print_note(
+            f"{format_cell(host)}: {_size(use['used'])} of {_size(use['memory'])} taken"
+        )
     told = dict.fromkeys(difference for one in shown for difference in one["differences"])
     for difference in told:
-        print_note(f"warning: nodes of one model differ: {difference}")
+        terminal.print_note(f"warning: nodes of one model differ: {difference}")
 
 
 def _model_row(model: dict[str, Any]) -> list[tuple[str, object]]:
@@ -561,7 +556,7 @@ def _placement_row(one: dict[str, Any]) -> list[tuple[str, object]]:
     return [
         ("MODEL", one["model"]),
         ("NODE", one["node"]),
-        ("STATE", state_in_words(one)),
+        ("STATE", terminal.state_in_words(one)),
         ("SINCE", one["since"]),
         ("REQUESTS", one["requests"]),
         ("LOADS", one["loads"]),

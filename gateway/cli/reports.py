@@ -10,7 +10,7 @@ import typer
 from gateway.cli import options
 from gateway.cli.client import AdminClient, StoreFlags
 from gateway.cli.options import examples_epilog
-from gateway.cli.terminal import CommandFailed, print_json, print_note, print_table
+from gateway.cli.terminal import CommandFailed, failing_by, print_json, print_note, print_table
 
 if TYPE_CHECKING:
     from gateway.callers.reports import LedgerReport
@@ -231,10 +231,8 @@ def _moment(parameter: str, text: str | None, *, end: bool = False) -> float | N
     if text is None:
         return None
     now = time.time()
-    try:
+    with failing_by(InvalidQuery, before=f"--{parameter}: ", status=2):
         moment = parse_time(parameter, text, now, end=end)
-    except InvalidQuery as error:
-        raise CommandFailed(f"--{parameter}: {error}", status=2) from None
     if parameter == "since" and moment > now:
         raise CommandFailed(
             f"--since: {time_text(moment)} is in the future: it is {time_text(now)} now", status=2

@@ -11,16 +11,9 @@ from typing import TYPE_CHECKING, Any
 
 import typer
 
-from gateway.cli import options
+from gateway.cli import options, terminal
 from gateway.cli.options import examples_epilog
-from gateway.cli.terminal import (
-    CommandFailed,
-    print_config_error,
-    print_error,
-    print_json,
-    print_note,
-    print_rows,
-)
+from gateway.cli.terminal import CommandFailed
 from gateway.config.errors import ConfigError, Problem
 
 if TYPE_CHECKING:
@@ -100,12 +93,12 @@ def check(
     if found.problems or found.start_problems or found.settings is None or found.inventory is None:
         if as_json:
             told: list[Problem | StartProblem] = [*found.problems, *found.start_problems]
-            print_json({"valid": False, "problems": [_as_dict(one) for one in told]})
+            terminal.print_json({"valid": False, "problems": [_as_dict(one) for one in told]})
         else:
             if found.problems:
-                print_config_error(ConfigError(found.problems))
+                terminal.print_config_error(ConfigError(found.problems))
             for problem in found.start_problems:
-                print_error(problem.message)
+                terminal.print_error(problem.message)
         raise typer.Exit(2)
     labels = (node.labels for node in found.inventory.nodes)
     warnings = [str(warning) for warning in found.inventory.warnings]
@@ -123,11 +116,11 @@ def check(
         result: dict[str, Any] = {"valid": True, "problems": [], "warnings": warnings}
         if probe:
             result |= {"nodes": [one.as_dict() for one in checks], "differences": differing}
-        print_json(result)
+        terminal.print_json(result)
     else:
         _report(nodes, found.inventory, given.settings_file, warnings, checks)
         for difference in differing:
-            print_note(f"warning: nodes of one model differ: {difference}")
+            terminal.print_note(f"warning: nodes of one model differ: {difference}")
     if any(one.fails for one in checks):
         raise typer.Exit(1)
 
@@ -156,10 +149,10 @@ def _report(
     else:
         print(f"{settings}: valid")
     for warning in warnings:
-        print_note(f"warning: {warning}")
+        terminal.print_note(f"warning: {warning}")
     if checks:
         print()
-        print_rows((one.table_row() for one in checks), state_column=1)
+        terminal.print_rows((one.table_row() for one in checks), state_column=1)
 
 
 # `check --probe`: every node is asked for its properties, as the gateway itself does.

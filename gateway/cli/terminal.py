@@ -8,6 +8,7 @@ import shutil
 import sys
 import textwrap
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from inspect import cleandoc
 from typing import TYPE_CHECKING, Any, TextIO
 
@@ -38,6 +39,15 @@ class CommandFailed(Exception):  # noqa: N818 - no error of the program
     def __init__(self, message: str, status: int = 1) -> None:
         super().__init__(message)
         self.status = status
+
+
+@contextmanager
+def failing_by(*kinds: type[Exception], before: str = "", status: int = 1) -> Iterator[None]:
+    """Report errors of these kinds as failures of the command, in their own words."""
+    try:
+        yield
+    except kinds as error:
+        raise CommandFailed(f"{before}{error}", status) from None
 
 
 def console(stream: TextIO | None = None) -> Console:

@@ -19,7 +19,7 @@ import typer
 
 from gateway.cli import options
 from gateway.cli.options import examples_epilog
-from gateway.cli.terminal import CommandFailed, print_note
+from gateway.cli.terminal import CommandFailed, failing_by, print_note
 
 if TYPE_CHECKING:
     from gateway.app.assembly import Gateway
@@ -296,11 +296,9 @@ def _wish(model: str, sha256: list[str], token_env: str | None, max_bytes: str |
     from gateway.config.fields import parse_size
     from gateway.local.download import ModelUrlError, ModelWish, parse_model_url, part_urls
 
-    try:
+    with failing_by(ModelUrlError, status=2):
         url = parse_model_url(model)
         files = len(part_urls(url))
-    except ModelUrlError as error:
-        raise CommandFailed(str(error), 2) from None
     digests = tuple(digest.strip().lower() for digest in sha256)
     if not all(_DIGEST.fullmatch(digest) for digest in digests):
         raise CommandFailed("--sha256: not 64 hexadecimal digits", 2)

@@ -22,6 +22,7 @@ from pydantic import (
     model_validator,
 )
 
+from gateway.config import fields, yaml_file
 from gateway.config.errors import ConfigError, Problem
 from gateway.config.fields import (
     ConfigModel,
@@ -35,13 +36,6 @@ from gateway.config.fields import (
     NonEmptyText,
     Seconds,
     TypeLabel,
-    as_list,
-    instead_of,
-    matching,
-    normalise_node_url,
-    secret_from_file,
-    secret_from_variable,
-    validation_error,
 )
 from gateway.config.foreign import foreign_problem
 from gateway.config.routing import NameList
@@ -53,13 +47,6 @@ from gateway.config.yaml_file import (
     YamlList,
     YamlMapping,
     YamlScalar,
-    find_duplicates,
-    first_of_each_place,
-    keys_of,
-    mapping_of,
-    read_yaml,
-    unknown_key_remedy,
-    validate,
 )
 
 Endpoint = Literal["chat", "embeddings", "rerank", "infill", "audio", "vision"]
@@ -74,7 +61,7 @@ def _slots(value: object) -> object:
     if value == "auto":
         return None
     if isinstance(value, (bool, str)):
-        raise validation_error('must be a number of slots or "auto"')
+        raise fields.validation_error('must be a number of slots or "auto"')
     return value
 
 
@@ -88,11 +75,11 @@ def _models(value: object) -> object:
         case list() | tuple() if all(isinstance(name, str) for name in value):
             models = {name: name for name in value}
         case _:
-            raise validation_error(
+            raise fields.validation_error(
                 "must be a name, a list of names, or a mapping {public name: node's name}"
             )
     if not models:
-        raise validation_error(
+        raise fields.validation_error(
             "must name a model", "leave the key out to take the models that the server reports"
         )
     return models
@@ -138,7 +125,9 @@ class NodeTls(ConfigModel):
     @classmethod
     def _key_has_a_certificate(cls, key: Path | None, info: ValidationInfo) -> Path | None:
         if key is not None and info.data.get("cert", key) is None:
-            raise validation_error("needs `cert`", "name the certificate that this key belongs to")
+            raise fields.validation_error(
+                "needs `cert`", "name the certificate that this key belongs to"
+            )
         return key
 
 
@@ -194,7 +183,7 @@ class NodeSpec(ConfigModel):
 
     name: Annotated[
         str,
-        matching(
+        fields.matching(
             re.compile(rf"(?!\.{{1,2}}$){_NAME}"),
             "must be 1 to 128 letters, digits, '.', '_' or '-'",
             "such as epyc-a-numa0",
@@ -205,7 +194,7 @@ class NodeSpec(ConfigModel):
     """Unique name: letters, digits, `.`, `_`, `-`."""
     url: Annotated[
         str,
-        BeforeValidator(normalise_node_url),
+        BeforeValidator(fields.normalise_node_url),
         Field(
             examples=["http://10.0.0.11:8080"],
             json_schema_extra={"pattern": r"^(https?://|.*\$\{)"},
@@ -248,7 +237,7 @@ class NodeSpec(ConfigModel):
     """The models that it serves: a name, a list, or a mapping `{public name: node's name}`. Unset:
     those that the server reports."""
     endpoints: Annotated[
-        frozenset[Endpoint] | None, BeforeValidator(as_list), TypeLabel("list")
+        frozenset[Endpoint] | None, BeforeValidator(fields.as_list), TypeLabel("list")
     ] = None
     """The APIs that it serves: `chat`, `embeddings`, `rerank`, `infill`, `audio`, `vision`. Unset:
     all that the node does not refuse with 501; but a server for embeddings or reranking gets chats
@@ -278,7 +267,8 @@ class NodeSpec(ConfigModel):
     cost_per_hour: Money = 0.0
     """Cost of an hour, in the settings' currency."""
     cost_per_million_tokens: Annotated[
-        TokenCost | None, instead_of("cost_per_hour", "a node is paid by the hour or by the token")
+        TokenCost | None,
+        fields.instead_of("cost_per_hour", "a node is paid by the hour or by the token"),
     ] = None
     """Cost of its tokens, instead of `cost_per_hour`."""
     speed_hint: Factor = 1.0
@@ -288,7 +278,7 @@ class NodeSpec(ConfigModel):
     """`false`: no tiny requests that measure its speed while it is idle and unmeasured."""
     api_key_env: EnvVarName | None = None
     """Name of the environment variable that holds the node's key."""
-    api_key_file: Annotated[ExistingFile | None, instead_of("api_key_env")] = None
+    api_key_file: Annotated[ExistingFile | None, fields.instead_of("api_key_env")] = None
     """File that holds the node's key, instead of `api_key_env`."""
     # Resolved from the two keys above; `exclude` keeps it out of the file's keys.
     api_key: SecretStr | None = Field(default=None, exclude=True, validate_default=True)
@@ -327,7 +317,7 @@ class NodeSpec(ConfigModel):
     @classmethod
     def _on_demand_by_kind(cls, given: object, info: ValidationInfo) -> object:
         if given and info.data.get("kind") == "llama.cpp":
-            raise validation_error(
+            raise fields.validation_error(
                 "is for kind openai",
                 "leave it out: a llama.cpp server in router mode is recognised by itself",
             )
@@ -338,17 +328,17 @@ class NodeSpec(ConfigModel):
     def _done_by_commands(cls, wanted: Any, info: ValidationInfo) -> Any:
         declared: Mapping[str, str] | None = info.data.get("models")
         if wanted and info.data.get("kind") == "openai":
-            raise validation_error(
+            raise fields.validation_error(
                 "is for llama.cpp's servers: a node of kind openai can't be told to load models",
                 "leave it out, and use its own settings",
             )
         if wanted and info.data.get("models_on_demand") is False:
-            raise validation_error(
+            raise fields.validation_error(
                 "needs a node that may be told to load models", "leave out models_on_demand: false"
             )
         for name in wanted if info.field_name == "preload" else ():
             if declared is not None and name not in declared:
-                raise validation_error(
+                raise fields.validation_error(
                     f"names {name}, which is no model of the node",
                     f"its `model` has {', '.join(declared)}",
                 )
@@ -361,14 +351,14 @@ class NodeSpec(ConfigModel):
             return stop
         if info.data["start"] is None:
             if stop is not None:
-                raise validation_error("is missing", "a node with `stop` needs it", "start")
+                raise fields.validation_error("is missing", "a node with `stop` needs it", "start")
             return None
         if stop is None:
-            raise validation_error(
+            raise fields.validation_error(
                 "is missing", "a node that the gateway starts must be stopped, too"
             )
         if "models" in info.data and info.data["models"] is None:
-            raise validation_error(
+            raise fields.validation_error(
                 "is missing", "name what it serves: it can't be asked while it is stopped", "model"
             )
         return stop
@@ -412,13 +402,13 @@ class NodeSpec(ConfigModel):
         if env is None:
             return key
         if key is not None:
-            raise validation_error(
+            raise fields.validation_error(
                 "a key must not stand in this file", "name it by api_key_env or api_key_file"
             )
         if variable := info.data.get("api_key_env"):
-            return secret_from_variable(variable, env)
+            return fields.secret_from_variable(variable, env)
         if path := info.data.get("api_key_file"):
-            return secret_from_file(path)
+            return fields.secret_from_file(path)
         return None
 
 
@@ -469,7 +459,7 @@ class Inventory(ConfigModel):
         seen: set[str] = set()
         for node in self.nodes:
             if node.name in seen:
-                raise validation_error(
+                raise fields.validation_error(
                     f"two nodes are named {node.name}", "a node's name must be unique"
                 )
             seen.add(node.name)
@@ -485,7 +475,7 @@ def load_inventory(path: Path, env: Mapping[str, str] | None = None) -> Inventor
     env = os.environ if env is None else env
     if not os.path.lexists(path):
         raise ConfigError([Problem(path, 0, "", "there is no such file", _NO_FILE_REMEDY)])
-    source = read_yaml(path, env)
+    source = yaml_file.read_yaml(path, env)
     if foreign := foreign_problem(source, "inventory"):
         raise ConfigError([foreign])
     problems = list(source.problems)
@@ -493,8 +483,8 @@ def load_inventory(path: Path, env: Mapping[str, str] | None = None) -> Inventor
 
     # The defaults are checked even if no node takes them.
     needed = {"name": _text_entry("node"), "url": _text_entry("http://node")}
-    checked = mapping_of({**defaults.entries, **needed})
-    problems += validate(NodeSpec, source, YamlEntry(checked, 0, "defaults"), env)[1]
+    checked = yaml_file.mapping_of({**defaults.entries, **needed})
+    problems += yaml_file.validate(NodeSpec, source, YamlEntry(checked, 0, "defaults"), env)[1]
 
     nodes: list[NodeSpec] = []
     values = 0
@@ -506,13 +496,13 @@ def load_inventory(path: Path, env: Mapping[str, str] | None = None) -> Inventor
                 Problem(path, entry.line, entry.key, f"more than {MOST_VALUES} values in all")
             )
             break
-        node, found = validate(NodeSpec, source, merged, env)
+        node, found = yaml_file.validate(NodeSpec, source, merged, env)
         problems += found
         if node is not None:
             nodes.append(node)
-    problems += find_duplicates(source, entries, "name", "the node")
+    problems += yaml_file.find_duplicates(source, entries, "name", "the node")
     if problems:
-        raise ConfigError(first_of_each_place(problems))
+        raise ConfigError(yaml_file.first_of_each_place(problems))
     warnings = tuple(_shared_addresses(path, entries, nodes))
     return Inventory.model_validate({"nodes": tuple(nodes)}, context={"warnings": warnings})
 
@@ -590,11 +580,11 @@ def _read_top_level(
             report(root, "the file is empty", "write nodes: []")
         else:
             report(root, "must be a mapping", f"write nodes: and below it {_EXAMPLE}")
-        return mapping_of({}), ()
+        return yaml_file.mapping_of({}), ()
     for key, entry in root.tree.entries.items():
         if key not in {"defaults", "nodes"}:
-            remedy = unknown_key_remedy(key, ("defaults", "nodes"))
-            if key in keys_of(NodeSpec):
+            remedy = yaml_file.unknown_key_remedy(key, ("defaults", "nodes"))
+            if key in yaml_file.keys_of(NodeSpec):
                 remedy = "it is a key of a node: indent it as far as that node's name"
             report(entry, "unknown key", remedy)
     return _defaults(root.tree, report), _entries(root, root.tree, report)
@@ -603,14 +593,14 @@ def _read_top_level(
 def _defaults(root: YamlMapping, report: Callable[..., None]) -> YamlMapping:
     given = root.entries.get("defaults")
     if given is None or given.tree == YamlScalar(None):
-        return mapping_of({})
+        return yaml_file.mapping_of({})
     if not isinstance(given.tree, YamlMapping):
         report(given, "must be a mapping", "of keys for every node")
-        return mapping_of({})
+        return yaml_file.mapping_of({})
     for key in _NO_DEFAULTS:
         if key in given.tree.entries:
             report(given.tree.entries[key], "can't be a default", "each node has its own")
-    return mapping_of(
+    return yaml_file.mapping_of(
         {key: one for key, one in given.tree.entries.items() if key not in _NO_DEFAULTS}
     )
 
@@ -639,7 +629,7 @@ def _with_defaults(defaults: YamlMapping, entry: YamlEntry) -> YamlEntry:
         if any(key in entry.tree.entries for key in pair):
             for key in pair:
                 own_defaults.pop(key, None)
-    return YamlEntry(_merged(mapping_of(own_defaults), entry.tree), entry.line, entry.key)
+    return YamlEntry(_merged(yaml_file.mapping_of(own_defaults), entry.tree), entry.line, entry.key)
 
 
 def _merged(below: YamlMapping, above: YamlMapping) -> YamlMapping:
@@ -652,4 +642,4 @@ def _merged(below: YamlMapping, above: YamlMapping) -> YamlMapping:
             continue
         if isinstance(under.tree, YamlMapping):
             entries[key] = YamlEntry(_merged(under.tree, entry.tree), entry.line, entry.key)
-    return mapping_of(entries)
+    return yaml_file.mapping_of(entries)

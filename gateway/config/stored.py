@@ -46,7 +46,7 @@ _SQLITE = "sqlite:///"
 
 _POSTGRES = ("postgresql", "postgres", "postgresql+psycopg")
 
-_SECRETS = {"password", "sslpassword", "passfile"}
+_SECRETS = {"password", "sslpassword"}
 
 MASKED_PASSWORD = "***"  # noqa: S105 - it stands for one
 

@@ -545,6 +545,8 @@ class Attempt:
             raise self.failure
         if not self._may_send:
             if not self._leases.may_start(self.lease.id):
+                # For the next lease, which would be too old as well if it took as long to connect.
+                connection.keep_unused()
                 raise LeaseTooOld("Its lease was too old")
             self._may_send = True
         self._connection = connection

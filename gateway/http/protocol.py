@@ -32,7 +32,7 @@ from uvicorn.protocols.http.flow_control import HIGH_WATER_LIMIT
 from uvicorn.protocols.http.httptools_impl import RequestResponseCycle
 
 from gateway import errors
-from gateway.api.relayed import RELAYED
+from gateway.api.base import RELAYED
 from gateway.callers.callers import IPNetwork
 from gateway.config.listeners import LimitSettings
 from gateway.errors import GatewayError

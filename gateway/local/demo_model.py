@@ -11,6 +11,7 @@ import random
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from enum import IntEnum
+from importlib.resources import files
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any, Literal
@@ -198,70 +199,14 @@ SPACE_MARK = "\u2581"  # how SentencePiece writes a space
 UNKNOWN_ID, BOS_ID, EOS_ID, TURN_BEGIN_ID, TURN_END_ID, USE_TOOL_ID = range(6)
 TOOL_CALL_BEGIN_ID, TOOL_CALL_END_ID = 6, 7
 
-WORD_TEXT = (
-    "a about after again air all also an and animal answer apple are around as at autumn away "
-    "back be bear before bell below best big bird blue boat book both bread bridge bright bring "
-    "brown but by calm can candle cat chair child city clear cloud cold come corn could country "
-    "day deep did do dog door down draw dream dry dust each early earth east echo egg end even "
-    "ever every eye face fall far farm fast field find fire first fish five flower fog for forest "
-    "found four fox friend from full garden gave glass go gold good grass gray great green ground "
-    "had half hand has have he hear heart help her here high hill him his home horse house how "
-    "ice if in iron island it jar join journey just keep kind king kite know lake lamp land large "
-    "last late laugh leaf learn leave left lemon letter life light like line lion listen little "
-    "long look love low made make many map may me milk mine mirror mist moon more morning most "
-    "mountain mouse move much music my name near never new next night no north not now oak ocean "
-    "of off old on one open or other our out over owl page paper path people piano pine place "
-    "plant play plum pond quick quiet rain read red rest rice right ring river road rock room "
-    "rope rose round run sail salt same sand say sea see seed seven she ship shore silver sing "
-    "six sky sleep slow small snow so song soon south star stay stone story street strong such "
-    "sugar summer sun sweet take tea tell ten than that the their them then there they thing "
-    "think this three time to train tree true turn two under until up us valley very village "
-    "voice walk wall warm was water wave way we well went west what wheat when where white who "
-    "why wide will wind window winter with wolf wood word work world would year yellow yes yet "
-    "you young caf\u00e9 na\u00efve stra\u00dfe "
-    "assistant system tool user"
-)
+_FILES = files("gateway.local")
 
-WORDS = tuple(WORD_TEXT.split())
+WORDS = tuple(_FILES.joinpath("demo_words.txt").read_text(encoding="utf-8").split())
 
 # Also without a space before, since they follow a control token.
 BARE_WORDS = ("assistant", "system", "user")
 
-CHAT_TEMPLATE = """\
-{%- if tools %}
-{{- '<|im_start|>system\\n' }}
-{%- if messages and messages[0].role == 'system' %}{{- messages[0].content + '\\n\\n' }}{%- endif %}
-{{- 'You may call one or more functions. Their signatures:\\n<tools>' }}
-{%- for tool in tools %}{{- '\\n' }}{{- tool | tojson }}{%- endfor %}
-{{- '\\n</tools>\\nFor each call return a JSON object within <tool_call></tool_call>:\\n' }}
-{{- '<tool_call>{"name": <function-name>, "arguments": <args-json-object>}</tool_call>' }}
-{{- '<|im_end|>\\n' }}
-{%- elif messages and messages[0].role == 'system' %}
-{{- '<|im_start|>system\\n' + messages[0].content + '<|im_end|>\\n' }}
-{%- endif %}
-{%- for message in messages %}
-{%- if message.role == 'system' and loop.first %}
-{%- elif message.role == 'tool' %}
-{{- '<|im_start|>user\\n<tool_response>\\n' }}{{- message.content }}
-{{- '\\n</tool_response><|im_end|>\\n' }}
-{%- else %}
-{{- '<|im_start|>' + message.role + '\\n' }}
-{%- if message.content %}{{- message.content }}{%- endif %}
-{%- for call in message.tool_calls or [] %}
-{%- set function = call.function or call %}
-{{- '<tool_call>{"name": "' + function.name + '", "arguments": ' }}
-{%- if function.arguments is string %}{{- function.arguments }}
-{%- else %}{{- function.arguments | tojson }}{%- endif %}
-{{- '}</tool_call>' }}
-{%- endfor %}
-{{- '<|im_end|>\\n' }}
-{%- endif %}
-{%- endfor %}
-{%- if add_generation_prompt %}
-{{- '<|im_start|>assistant\\n' }}
-{%- if tools and messages and messages[-1].role == 'user' %}{{- '<|use_tool|>' }}{%- endif %}
-{%- endif %}
-"""
+CHAT_TEMPLATE = _FILES.joinpath("demo_chat_template.jinja").read_text(encoding="utf-8")
 
 
 class TokenType(IntEnum):

@@ -15,22 +15,13 @@ from gateway.local import (
     MissingExtraError,
     ModelFileError,
     ServerBinaryError,
+    memory,
 )
 from gateway.local.cache import cache_folder, logs_folder
 from gateway.local.demo_model import DEMO_MODEL_NAME, ensure_demo_model
 from gateway.local.embedded import batch_sizes, packaged_openmp, system_has_openmp
 from gateway.local.gguf import ModelFile, read_model
-from gateway.local.memory import (
-    MEMORY_RESERVE,
-    MOST_PROMPT_CACHE_BYTES,
-    ServerSettings,
-    check_memlock,
-    check_memory,
-    format_gib,
-    memlock_limit,
-    memory_places,
-    server_needs,
-)
+from gateway.local.memory import MEMORY_RESERVE, ServerSettings, format_gib
 from gateway.local.model_folder import ModelFolder
 from gateway.local.server import ServerBinary, ServerSpec, find_binary
 from gateway.local.topology import NumaNode, Topology, read_topology
@@ -78,7 +69,7 @@ def plan_local_fleet(
     force_memory: bool = False,
     cache: Path | None = None,
     topology: Topology | None = None,
-    read_memlock_limit: Callable[[], int | None] = memlock_limit,
+    read_memlock_limit: Callable[[], int | None] = memory.memlock_limit,
     **wanted: Unpack[Wanted],
 ) -> LocalFleetPlan:
     """Plan the servers of this machine, for the model or models, or else the demo model.
@@ -98,7 +89,7 @@ def plan_local_fleet(
     )
     if specs[0].mlock:
         for one in models:
-            check_memlock(one, read_memlock_limit())
+            memory.check_memlock(one, read_memlock_limit())
     return LocalFleetPlan(tuple(models), not model, specs, binary, logs_folder(cache))
 
 
@@ -148,7 +139,7 @@ def plan_folder_fleet(
         )
     if specs[0].mlock:
         for model in folder.models.values():
-            check_memlock(model.file, memlock_limit())
+            memory.check_memlock(model.file, memory.memlock_limit())
     return LocalFleetPlan((), False, specs, binary, logs_folder(cache_folder()), folder)
 
 
@@ -219,7 +210,7 @@ def check_specs(
 ) -> None:
     """Raise MemoryShortError where the servers, their prompt caches left out, do not fit."""
     bound_to = [spec.memory_node for spec in specs]
-    check_memory(topology, model, bound_to, server_settings(specs[0]), force=force)
+    memory.check_memory(topology, model, bound_to, server_settings(specs[0]), force=force)
 
 
 def server_settings(spec: ServerSpec) -> ServerSettings:
@@ -287,12 +278,12 @@ def _servers(
             embedding=embedding,
             own_pooling=model.has_pooling,
         )
-        each, _ = server_needs(model, server_settings(spec))
+        each, _ = memory.server_needs(model, server_settings(spec))
         # The rule of thumb is generous as it is.
         needed += each if model.shape is None else each + int(each * UNFORESEEN_SHARE)
         specs.append(spec)
     spare = (topology.memory_available - needed - MEMORY_RESERVE) // len(specs)
-    prompt_cache = min(MOST_PROMPT_CACHE_BYTES, max(0, spare))
+    prompt_cache = min(memory.MOST_PROMPT_CACHE_BYTES, max(0, spare))
     return tuple(replace(spec, prompt_cache_bytes=prompt_cache) for spec in specs)
 
 
@@ -338,8 +329,10 @@ def plan_models(
 def _check_room(
     topology: Topology, models: Sequence[ModelFile], specs: Sequence[ServerSpec]
 ) -> None:
-    needs = [server_needs(*both) for both in zip(models, map(server_settings, specs), strict=True)]
-    for place, _, free in memory_places(topology, [spec.memory_node for spec in specs]):
+    needs = [
+        memory.server_needs(*both) for both in zip(models, map(server_settings, specs), strict=True)
+    ]
+    for place, _, free in memory.memory_places(topology, [spec.memory_node for spec in specs]):
         inside = [
             (model.name, *need)
             for model, spec, need in zip(models, specs, needs, strict=True)

@@ -1,6 +1,6 @@
 """The OpenAPI document of both listeners, made from their route tables.
 
-`gateway/openapi/reference.py` writes the tables of the HTTP reference from the same operations.
+The tables of the HTTP reference are made from the same operations.
 """
 
 from __future__ import annotations
@@ -16,26 +16,8 @@ from gateway import __version__, errors
 from gateway.admin.app import ADMIN_ROUTES, AdminRoute
 from gateway.config.listeners import AdminSettings, ListenSettings
 from gateway.config.settings import Settings
-from gateway.openapi.bodies import (
-    ADMIN_ERRORS,
-    ERROR_HEADERS,
-    ERRORS,
-    REQUEST_HEADERS,
-    RESPONSE_HEADERS,
-    STATUS_HEADERS,
-    JsonSchema,
-    error_schemas,
-    routed_body,
-    settings_schemas,
-)
-from gateway.openapi.paths import (
-    ADMIN_METHODS,
-    ADMIN_PATHS,
-    SCHEMAS,
-    SITE_PATHS,
-    Described,
-    Parameters,
-)
+from gateway.openapi import bodies
+from gateway.openapi.bodies import Described, JsonSchema, Parameters
 from gateway.request.routes import Route, api_of_path, pages_of, routes_of
 from gateway.watch.metrics import CONTENT_TYPE
 from gateway.web.site import SITE_ROUTES
@@ -67,39 +49,6 @@ _SITE_STATUSES = _HTTP_STATUSES | {401, 403, 404, 503}
 _ROUTED_STATUSES = _SITE_STATUSES | {409, 415, 422, 501, 502, 504}
 _ADMIN_STATUSES = _HTTP_STATUSES | {401, 403}
 
-# What each path of an API is; `SITE_PATHS` has the others.
-_API_SUMMARIES = {
-    "/v1/chat/completions": "OpenAI chat",
-    "/v1/chat/completions/input_tokens": "tokens of a chat, not run",
-    "/v1/completions": "OpenAI completions",
-    "/v1/embeddings": "embeddings",
-    "/v1/responses": "OpenAI responses",
-    "/v1/responses/input_tokens": "tokens of an OpenAI response, not run",
-    "/v1/audio/transcriptions": (
-        "a form with a file; forwarded unchanged except for the model's name, to a node whose "
-        "model takes audio"
-    ),
-    "/v1/messages": "Anthropic messages",
-    "/v1/messages/count_tokens": "tokens of Anthropic messages, not run",
-    "/v1/rerank": "rerank",
-    "/v1/reranking": "rerank",
-    "/completion": "llama.cpp's own completion",
-    "/infill": "llama.cpp's own: the text between a beginning and an end",
-    "/embedding": "llama.cpp's own embeddings",
-    "/tokenize": "llama.cpp's own: the tokens of a text",
-    "/detokenize": "llama.cpp's own: the text of tokens",
-    "/apply-template": "llama.cpp's own: the prompt of a chat",
-    "/api/chat": "Ollama's chat",
-    "/api/generate": "Ollama's completion",
-    "/api/embed": "Ollama's embeddings",
-    "/api/embeddings": "Ollama's embeddings, of one text",
-    "/api/tags": "Ollama's list of models",
-    "/api/show": "Ollama's description of a model",
-    "/api/ps": "Ollama's list of models that are up",
-    "/api/version": "the version of Ollama whose API this is",
-    "/": "Ollama is running",
-}
-
 _ANY: JsonSchema = {"description": "The node's response."}
 
 
@@ -112,8 +61,8 @@ def operations(settings: Settings) -> Iterator[Operation]:
         # Some have other spellings.
         spellings = (path, f"/v1{path}", path.removeprefix("/v1"))
         keys = (f"{one.method} {spelling}" for spelling in spellings)
-        key = next(key for key in keys if key in SITE_PATHS)
-        described = SITE_PATHS[key]
+        key = next(key for key in keys if key in bodies.SITE_PATHS)
+        described = bodies.SITE_PATHS[key]
         statuses = _SITE_STATUSES if one.needs_key else _HTTP_STATUSES
         yield Operation(
             "public",
@@ -133,7 +82,7 @@ def operations(settings: Settings) -> Iterator[Operation]:
             "public",
             page.method,
             page.path,
-            _API_SUMMARIES[page.path],
+            bodies.API_SUMMARIES[page.path],
             needs_key=page.needs_models,
             body=_json(None) if page.method == "POST" else None,
             content={"text/plain": {"schema": {"type": "string"}}} if text else _json(None),
@@ -179,11 +128,11 @@ def _routed(path: str, route: Route) -> Operation:
         "public",
         "POST",
         path,
-        _API_SUMMARIES[shown],
-        parameters=_named_parameters("header", REQUEST_HEADERS),
+        bodies.API_SUMMARIES[shown],
+        parameters=_named_parameters("header", bodies.REQUEST_HEADERS),
         body=body,
         content=content,
-        headers=RESPONSE_HEADERS,
+        headers=bodies.RESPONSE_HEADERS,
         statuses=_ROUTED_STATUSES,
         route=route,
     )
@@ -191,8 +140,7 @@ def _routed(path: str, route: Route) -> Operation:
 
 def _admin(route: AdminRoute) -> Operation:
     path = _shown(route.path)
-    described = ADMIN_PATHS.get(path, Described())
-    described = described._replace(**ADMIN_METHODS.get(f"{route.method} {path}", {}))
+    described = bodies.admin_path(route.method, path)
     if path in ("/metrics", "/metrics/nodes"):
         content: JsonSchema = {CONTENT_TYPE.partition(";")[0]: {"schema": {"type": "string"}}}
     else:
@@ -284,13 +232,13 @@ def openapi_document(
         "tags": [{"name": name, "description": f"The {name} listener."} for name in listeners],
         "paths": paths,
         "components": {
-            "securitySchemes": _SECURITY_SCHEMES,
+            "securitySchemes": bodies.SECURITY_SCHEMES,
             "responses": _error_responses(served),
             "schemas": {
-                **error_schemas(),
-                "RoutedBody": routed_body(),
-                **SCHEMAS,
-                **settings_schemas(),
+                **bodies.ERROR_SCHEMAS,
+                "RoutedBody": bodies.routed_body(),
+                **bodies.SCHEMAS,
+                **bodies.settings_schemas(),
             },
         },
     }
@@ -311,21 +259,6 @@ def openapi_json(
     )
     return msgspec.json.encode(document)
 
-
-_SECURITY_SCHEMES: JsonSchema = {
-    "bearerKey": {
-        "type": "http",
-        "scheme": "bearer",
-        "description": "An API key, `lg_<id>_<secret>`.",
-    },
-    "xApiKey": {"type": "apiKey", "in": "header", "name": "x-api-key"},
-    "apiKey": {"type": "apiKey", "in": "header", "name": "api-key"},
-    "adminKey": {
-        "type": "http",
-        "scheme": "bearer",
-        "description": "An admin key; each operation names the lowest role that may use it.",
-    },
-}
 
 _SECURITY: dict[ListenerName, list[JsonSchema]] = {
     "public": [{"bearerKey": []}, {"xApiKey": []}, {"apiKey": []}],
@@ -390,16 +323,13 @@ def _error_responses(all_operations: Iterable[Operation]) -> dict[str, JsonSchem
     """The responses that `_errors` refers to."""
     found: dict[str, JsonSchema] = {}
     for operation in all_operations:
-        table = ERRORS if operation.listener == "public" else ADMIN_ERRORS
+        table = bodies.ERRORS if operation.listener == "public" else bodies.ADMIN_ERRORS
         dialect = _dialect(operation)
         for status in operation.statuses:
             name = f"{operation.listener}{dialect}{status}"
             if name in found:
                 continue
-            headers = dict(ERROR_HEADERS)
-            if status in STATUS_HEADERS:
-                header, schema, meaning = STATUS_HEADERS[status]
-                headers[header] = (schema, meaning)
+            headers = bodies.ERROR_HEADERS | bodies.STATUS_HEADERS.get(status, {})
             content = {"schema": {"$ref": f"#/components/schemas/{dialect}"}}
             causes = [f"`{row.code}`: {row.when}" for row in table if row.status == status]
             found[name] = {

@@ -5,14 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-from gateway.api.base import Api, Page
-from gateway.api.chat import CHAT
-from gateway.api.completions import COMPLETIONS
-from gateway.api.messages import COUNT_TOKENS, MESSAGES
-from gateway.api.native import INFILL, NATIVE
-from gateway.api.ollama import OLLAMA, OLLAMA_CHAT, OLLAMA_EMBED, OLLAMA_EMBEDDINGS, OLLAMA_GENERATE
-from gateway.api.ollama import PAGES as OLLAMA_PAGES
-from gateway.api.relayed import (
+from gateway.api.base import (
     CHAT_COUNT,
     DETOKENIZE,
     EMBEDDINGS,
@@ -22,7 +15,15 @@ from gateway.api.relayed import (
     TEMPLATE,
     TOKENIZE,
     TRANSCRIPTIONS,
+    Api,
+    Page,
 )
+from gateway.api.chat import CHAT
+from gateway.api.completions import COMPLETIONS
+from gateway.api.messages import COUNT_TOKENS, MESSAGES
+from gateway.api.native import INFILL, NATIVE
+from gateway.api.ollama import OLLAMA, OLLAMA_CHAT, OLLAMA_EMBED, OLLAMA_EMBEDDINGS, OLLAMA_GENERATE
+from gateway.api.ollama import PAGES as OLLAMA_PAGES
 from gateway.api.responses import RESPONSES, RESPONSES_COUNT
 from gateway.config.settings import Settings
 from gateway.terms import Endpoint

@@ -25,17 +25,8 @@ from sqlalchemy import Column, Connection, Table, func, insert, inspect, select,
 from sqlalchemy.exc import DBAPIError
 
 from gateway import __version__
-from gateway.store.database import (
-    THIS_PROGRAM,
-    StoreLocation,
-    check_level,
-    connect,
-    disconnect,
-    locate_store,
-    make_tables,
-    store_level,
-    transaction,
-)
+from gateway.store import database
+from gateway.store.database import THIS_PROGRAM, StoreLocation
 from gateway.store.failures import StoreCorrupt, StoreError, store_error
 from gateway.store.schema import OLDEST_LEVEL, audit, batches, files, levels, metadata, processes
 
@@ -115,9 +106,9 @@ def _checked_level(connection: Connection, source: StoreLocation) -> int:
         found = connection.exec_driver_sql("PRAGMA quick_check(1)").scalar()
         if found != "ok":
             raise StoreCorrupt(f"SQLite says: {found}", "")
-    if store_level(connection) is None:
+    if database.store_level(connection) is None:
         raise StoreError("it holds no store", "name the file or the database of a gateway")
-    level = check_level(connection, THIS_PROGRAM)
+    level = database.check_level(connection, THIS_PROGRAM)
     made_by = connection.scalar(select(levels.c.program))
     if not OLDEST_LEVEL <= level <= THIS_PROGRAM.level:
         raise StoreError(
@@ -217,11 +208,11 @@ def _new_file(target: StoreLocation, now: float) -> Iterator[Connection]:
         raise _PlacedError(f"there is no folder {path.parent}", "make it")
     part = path.with_name(f".{path.name}.{secrets.token_hex(4)}.part")
     try:
-        with _opened(locate_store(f"sqlite:///{part}", part), write=True) as connection:
+        with _opened(database.locate_store(f"sqlite:///{part}", part), write=True) as connection:
             if os.geteuid() == 0:
                 owner = path.parent.stat()
                 os.chown(part, owner.st_uid, owner.st_gid, follow_symlinks=False)
-            make_tables(connection, THIS_PROGRAM, now)
+            database.make_tables(connection, THIS_PROGRAM, now)
             yield connection
         _check_no_file(path, now)
         part.rename(path)
@@ -236,7 +227,7 @@ def _check_no_file(path: Path, now: float) -> None:
     """Raises: StoreError, if there is something already."""
     for one in (path, *(path.with_name(f"{path.name}{end}") for end in _FILES_BESIDE)):
         if os.path.lexists(one):
-            user, old = None, locate_store(f"sqlite:///{path}", path)
+            user, old = None, database.locate_store(f"sqlite:///{path}", path)
             with contextlib.suppress(StoreError), _opened(old, write=False) as connection:
                 user = _living_gateway(connection, now)
             raise _PlacedError(
@@ -252,7 +243,7 @@ def _check_no_file(path: Path, now: float) -> None:
 def _new_database(target: StoreLocation, now: float) -> Iterator[Connection]:
     """A store in an empty database of PostgreSQL, which others see at the end."""
     with _opened(target, write=True) as connection:
-        if not make_tables(connection, THIS_PROGRAM, now):
+        if not database.make_tables(connection, THIS_PROGRAM, now):
             user = _living_gateway(connection, now)
             raise StoreError(
                 "it holds a store already" + (f", and {user} uses it" if user else ""),
@@ -285,16 +276,19 @@ def _opened(location: StoreLocation, *, write: bool) -> Iterator[Connection]:
         why = "is not there, or this user may not read it"
         raise StoreError(f"{location.path} {why}", "name another, or run this as its owner (sudo)")
     with _told(location):
-        connection = connect(location, lambda _: None, read_only=not write)
+        connection = database.connect(location, lambda _: None, read_only=not write)
     try:
         if write and location.path is not None:
             # Without files beside it: what breaks off is thrown away.
             for setting in ("journal_mode = MEMORY", _CACHE):
                 connection.connection.cursor().execute(f"PRAGMA {setting}")
-        with _told(location), transaction(connection, write=write, seconds=LONGEST_SECONDS):
+        with (
+            _told(location),
+            database.transaction(connection, write=write, seconds=LONGEST_SECONDS),
+        ):
             yield connection
     finally:
-        disconnect(connection)
+        database.disconnect(connection)
 
 
 @contextlib.contextmanager

@@ -26,22 +26,8 @@ from typing import Any, Generic, TypeVar
 import structlog
 from sqlalchemy import Connection
 
-from gateway.store.database import (
-    THIS_PROGRAM,
-    Program,
-    SqliteFiles,
-    StoreLocation,
-    act_as_owner,
-    check_level,
-    connect,
-    data_version,
-    disconnect,
-    empty_log,
-    migrate,
-    store_level,
-    transaction,
-    try_write,
-)
+from gateway.store import database
+from gateway.store.database import Program, SqliteFiles, StoreLocation
 from gateway.store.failures import (
     StoreError,
     StoreGone,
@@ -112,7 +98,7 @@ class Store:
         self,
         location: StoreLocation,
         *,
-        program: Program = THIS_PROGRAM,
+        program: Program = database.THIS_PROGRAM,
         clock: Callable[[], float] = time.monotonic,
         now: Callable[[], float] = time.time,
         most_jobs: int = MOST_JOBS,
@@ -281,7 +267,7 @@ class Store:
         path = self.location.path
         if path is not None:
             with contextlib.suppress(OSError):
-                act_as_owner(path)
+                database.act_as_owner(path)
         self._open()
         self._tried.set_result(None)
         while not (self._closing and self._jobs.empty()):
@@ -297,7 +283,7 @@ class Store:
             if now >= self._check_at and not self._closing:
                 self._check()
         if self._connection is not None:
-            disconnect(self._connection)
+            database.disconnect(self._connection)
             self._link.release()
         self._set_state("closed", None)
 
@@ -311,7 +297,7 @@ class Store:
             return
         self._link.begin(JOB_SECONDS)
         try:
-            version = data_version(connection)
+            version = database.data_version(connection)
         except Exception:  # noqa: BLE001 - the next job meets the same error, and tells it
             version = None
         finally:
@@ -330,7 +316,7 @@ class Store:
         if self._problem is None:
             self._attempt(lambda _: None, write=False)  # the level is read for every job
         else:
-            self._attempt(try_write, write=True)
+            self._attempt(database.try_write, write=True)
 
     def _do(self, job: _Job[Any]) -> None:
         if self._connection is None:
@@ -358,8 +344,8 @@ class Store:
         self._link.begin(seconds)
         try:
             self._check_file()
-            with transaction(connection, write=write, seconds=seconds):
-                self._level = check_level(connection, self._program)
+            with database.transaction(connection, write=write, seconds=seconds):
+                self._level = database.check_level(connection, self._program)
                 result = work(connection)
         except Exception as error:
             problem = store_error(error)
@@ -400,7 +386,7 @@ class Store:
         self._seen = True
         self._pause = FIRST_PAUSE
         self._check_at = self._clock() + self._check_seconds
-        self._attempt(try_write, write=True)
+        self._attempt(database.try_write, write=True)
 
     def _opened(self) -> Connection:
         path = self.location.path
@@ -414,22 +400,22 @@ class Store:
         self._link.begin(JOB_SECONDS)
         connection = None
         try:
-            connection = connect(self.location, self._link.hold)
-            with transaction(connection, write=False):
-                level = store_level(connection)
+            connection = database.connect(self.location, self._link.hold)
+            with database.transaction(connection, write=False):
+                level = database.store_level(connection)
             # A store that was in use and has lost its tables is refused below.
             if level is None and not self._seen:
                 level = 0
             if level is not None and level < self._program.level:
                 self._link.end()
-                migrate(connection, self._program, self._now())
-            with transaction(connection, write=False):
-                self._level = check_level(connection, self._program)
+                database.migrate(connection, self._program, self._now())
+            with database.transaction(connection, write=False):
+                self._level = database.check_level(connection, self._program)
             if path is not None:
                 self._files = SqliteFiles(path)
         except BaseException:
             if connection is not None:
-                disconnect(connection)
+                database.disconnect(connection)
             self._link.release()
             raise
         finally:
@@ -440,8 +426,8 @@ class Store:
         if problem.ends_connection or self._connection is None:
             if self._connection is not None:
                 if isinstance(problem, StoreGone):
-                    empty_log(self._connection)
-                disconnect(self._connection)
+                    database.empty_log(self._connection)
+                database.disconnect(self._connection)
                 self._connection = None
                 self._link.release()
             self._check_at = self._clock() + self._pause

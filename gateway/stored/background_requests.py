@@ -14,9 +14,8 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections import defaultdict
 from collections.abc import AsyncGenerator, Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any, Final, NamedTuple, TypeVar
 
@@ -32,10 +31,8 @@ from gateway.lease import BatchRoomService
 from gateway.store.failures import StoreError
 from gateway.store.schema import stored_requests
 from gateway.store.store import Store
+from gateway.stored import claims, files
 from gateway.stored.claims import (
-    COLUMNS,
-    IS_RUNNING,
-    IS_WAITING,
     Pick,
     RecordedResult,
     RequestKind,
@@ -43,23 +40,8 @@ from gateway.stored.claims import (
     RowLeases,
     StoredRow,
     UnfinishedWork,
-    add_rows,
-    chunks,
-    job,
-    record,
-    row_of,
-    still_unfinished,
-    those_with,
 )
-from gateway.stored.files import (
-    Kept,
-    correct_log_sizes,
-    full_owners,
-    kept_by,
-    kept_too_much,
-    note_log_sizes,
-    raise_revision,
-)
+from gateway.stored.files import Kept
 from gateway.stored.folder import (
     RETRY_AFTER,
     DiskThreads,
@@ -141,22 +123,22 @@ def add_background(
     `most` requests of `most_bytes` may wait or run, and `most_kept` bytes be kept. Returns None if
     it is added, else what the owner has.
     """
-    raise_revision(connection)
+    files.raise_revision(connection)
     if connection.scalar(select(_ROW.id).where(_ROW.id == row.id)) is not None:
         return None  # Done again.
     sums = select(func.count(), func.coalesce(func.sum(_ROW.length), 0)).where(
         _ROW.owner == row.owner,
         _ROW.folder == row.folder,
         _ROW.batch.is_(None),
-        IS_WAITING | IS_RUNNING,
+        claims.IS_WAITING | claims.IS_RUNNING,
     )
     number, size = connection.execute(sums).one()
     if number + 1 > most or int(size) + row.length > most_bytes:
         return WaitingUse(number, int(size))
-    kept = kept_by(connection, row.owner, row.created_at)
+    kept = files.kept_by(connection, row.owner, row.created_at)
     if kept.bytes + row.length + (row.result_length or 0) > most_kept:
         return kept
-    add_rows(connection, [row])
+    claims.add_rows(connection, [row])
     return None
 
 
@@ -164,11 +146,11 @@ def find_background(
     connection: Connection, owner: str, id_: str, kind: RequestKind, now: float
 ) -> StoredRow | None:
     """The owner's request, unless its time is over."""
-    asked = select(*COLUMNS).where(
+    asked = select(*claims.COLUMNS).where(
         _ROW.id == id_, _ROW.owner == owner, _ROW.kind == kind.value, _ROW.keep_until > now
     )
     row = connection.execute(asked).one_or_none()
-    return None if row is None else row_of(row)
+    return None if row is None else claims.row_of(row)
 
 
 def end_background(
@@ -188,7 +170,7 @@ def end_background(
         _ROW.id == row.id,
         _ROW.owner == row.owner,
         _ROW.kind == row.kind.value,
-        IS_WAITING | IS_RUNNING,
+        claims.IS_WAITING | claims.IS_RUNNING,
     )
     values = {
         "state": state.value,
@@ -198,10 +180,10 @@ def end_background(
         "claimed_until": None,
         "keep_until": now + keep_seconds(row),
     }
-    changed = connection.execute(ended.values(values).returning(*COLUMNS)).one_or_none()
+    changed = connection.execute(ended.values(values).returning(*claims.COLUMNS)).one_or_none()
     if changed is None:
         return find_background(connection, row.owner, row.id, row.kind, now)
-    found = row_of(changed)
+    found = claims.row_of(changed)
     also(connection, found)
     return found
 
@@ -218,22 +200,22 @@ def delete_background(
 
 def due_background(connection: Connection, folder: str, now: float, limit: int) -> list[StoredRow]:
     """Requests of the folder that nobody may read any more, though their files are still there."""
-    asked = select(*COLUMNS).where(
+    asked = select(*claims.COLUMNS).where(
         _ROW.folder == folder, _ROW.keep_until <= now, _ROW.batch.is_(None), _IS_BACKGROUND
     )
-    return [row_of(row) for row in connection.execute(asked.limit(limit))]
+    return [claims.row_of(row) for row in connection.execute(asked.limit(limit))]
 
 
 def remove_background(connection: Connection, ids: Sequence[str]) -> None:
     """Remove the rows of requests whose files are gone."""
-    for some in chunks(ids):
+    for some in claims.chunks(ids):
         connection.execute(delete(stored_requests).where(_ROW.id.in_(some), _IS_BACKGROUND))
 
 
 def known_places(connection: Connection, folder: str, places: Sequence[str]) -> set[str]:
     """Those of the folder's files that a request needs."""
     alone = _ROW.folder == folder, _ROW.batch.is_(None)
-    return those_with(connection, _ROW.place, places, *alone) | those_with(
+    return claims.those_with(connection, _ROW.place, places, *alone) | claims.those_with(
         connection, _ROW.result_place, places, *alone
     )
 
@@ -243,10 +225,10 @@ def keep_background(
 ) -> list[StoredRow]:
     """Keep requests that have ended until then; returns them."""
     found: list[StoredRow] = []
-    for some in chunks(ids):
+    for some in claims.chunks(ids):
         kept = update(stored_requests).where(_ROW.id.in_(some), _IS_BACKGROUND)
-        changed = kept.values(keep_until=keep_until).returning(*COLUMNS)
-        found += [row_of(row) for row in connection.execute(changed)]
+        changed = kept.values(keep_until=keep_until).returning(*claims.COLUMNS)
+        found += [claims.row_of(row) for row in connection.execute(changed)]
     return found
 
 
@@ -258,15 +240,17 @@ def expire_background(
         _ROW.folder == folder,
         _ROW.batch.is_(None),
         _ROW.deadline <= now,
-        IS_WAITING,
+        claims.IS_WAITING,
         _IS_BACKGROUND,
     )
     ids = list(connection.scalars(late.limit(limit)))
     found: list[StoredRow] = []
-    for some in chunks(ids):
-        ended = update(stored_requests).where(_ROW.id.in_(some), IS_WAITING)
+    for some in claims.chunks(ids):
+        ended = update(stored_requests).where(_ROW.id.in_(some), claims.IS_WAITING)
         values = {"state": RequestState.EXPIRED.value, "ended_at": now}
-        found += map(row_of, connection.execute(ended.values(values).returning(*COLUMNS)))
+        found += map(
+            claims.row_of, connection.execute(ended.values(values).returning(*claims.COLUMNS))
+        )
     for row in found:
         keep_background(connection, [row.id], now + keep_seconds(row))
         also(connection, row)
@@ -276,7 +260,7 @@ def expire_background(
 def waiting_before(connection: Connection, folder: str, created_at: float) -> int:
     """How many requests of the folder wait that came before."""
     asked = select(func.count()).where(
-        _ROW.folder == folder, _ROW.batch.is_(None), IS_WAITING, _ROW.created_at < created_at
+        _ROW.folder == folder, _ROW.batch.is_(None), claims.IS_WAITING, _ROW.created_at < created_at
     )
     return connection.scalar(asked) or 0
 
@@ -288,7 +272,7 @@ def waiting_owners(
     asked = select(_ROW.owner, _ROW.kind).where(
         _ROW.folder == folder,
         _ROW.batch.is_(None),
-        IS_WAITING,
+        claims.IS_WAITING,
         _ROW.not_before <= now,
         _IS_BACKGROUND,
     )
@@ -334,44 +318,35 @@ class NewRequest:
     echoed: JsonObject | None = None  # the fields that a response repeats
 
 
+@dataclass(slots=True, eq=False)
 class BackgroundRequests:
     """The requests of all callers, in one folder and one store. `now` gives Unix time.
 
     `wake` tells whoever runs them that there is a new one, `unwanted` that one is not wanted.
     """
 
-    def __init__(
-        self,
-        store: Store,
-        folder: Folder,
-        threads: DiskThreads,
-        logs: ResponseLogs,
-        webhooks: WebhookEvents,
-        settings: Callable[[], BatchSettings],
-        now: Callable[[], float],
-        work: UnfinishedWork,
-    ) -> None:
-        self.store = store
-        self.folder = folder
-        self.threads = threads
-        self.logs = logs
-        self.webhooks = webhooks
-        self.wakes = asyncio.Event()  # set when there is something new to run
-        self.unwanted: list[Callable[[str], None]] = []
-        """Called with the id of a request whose run is to end."""
-        self._settings = settings
-        self._now = now
-        self._work = work
-        self.waited_for: dict[str, StoredRow] = {}
-        """Requests whose clients wait in this process, by their ids."""
-        self._waiters: defaultdict[str, set[asyncio.Future[None]]] = defaultdict(set)
-        self._ending: set[asyncio.Task[None]] = set()
+    store: Store
+    folder: Folder
+    threads: DiskThreads
+    logs: ResponseLogs
+    webhooks: WebhookEvents
+    settings: Callable[[], BatchSettings]
+    now: Callable[[], float]
+    work: UnfinishedWork
+    # Set when there is something new to run.
+    wakes: asyncio.Event = field(default_factory=asyncio.Event)
+    unwanted: list[Callable[[str], None]] = field(default_factory=list)
+    """Called with the id of a request whose run is to end."""
+    waited_for: dict[str, StoredRow] = field(default_factory=dict)
+    """Requests whose clients wait in this process, by their ids."""
+    _waiters: dict[str, set[asyncio.Future[None]]] = field(default_factory=dict)
+    _ending: set[asyncio.Task[None]] = field(default_factory=set)
 
     # Add.
 
     async def add(self, new: NewRequest) -> StoredRow:
         """Take a request. Raises: GatewayError 429, 503, 507."""
-        settings, created_at = self._settings(), self._now()
+        settings, created_at = self.settings(), self.now()
         with folder_errors_told("request"):
             folder = await self.threads.opened(self.folder)
             name = await self.threads.run(self._write, REQUEST, new.body)
@@ -381,7 +356,7 @@ class BackgroundRequests:
             response = queued_response(id_, created_at, new.echoed or {})
             try:
                 with folder_errors_told("request"):
-                    events = await ResponseEvents.create(self.logs, response, self._now)
+                    events = await ResponseEvents.create(self.logs, response, self.now)
                     log_name, log_bytes = events.name, events.size
                     await events.close()
             except GatewayError:
@@ -401,7 +376,7 @@ class BackgroundRequests:
         if log_name is not None:
             row = replace(row, result_offset=0, result_length=log_bytes)
         try:
-            adding = job(
+            adding = claims.job(
                 add_background,
                 row,
                 settings.waiting_per_key,
@@ -410,11 +385,11 @@ class BackgroundRequests:
             )
             used = await add_surely(self.store, adding, partial(self._remove_files, row))
         finally:
-            self._work.added()  # It may have its row, though the store has not said so.
+            self.work.added()  # It may have its row, though the store has not said so.
         if used is not None:
             await self._remove_files(row)
             if isinstance(used, Kept):
-                raise kept_too_much(used, settings)
+                raise files.kept_too_much(used, settings)
             raise GatewayError(
                 429,
                 "rate_limit_exceeded",
@@ -441,7 +416,7 @@ class BackgroundRequests:
 
     async def find(self, owner: str, id_: str, kind: RequestKind) -> StoredRow:
         """The owner's request. Raises: GatewayError 404, 503."""
-        finding = job(find_background, owner, id_, kind, self._now())
+        finding = claims.job(find_background, owner, id_, kind, self.now())
         found = await ask_store(self.store, finding, write=False)
         if found is None:
             raise not_found(id_, kind)
@@ -499,7 +474,7 @@ class BackgroundRequests:
 
     async def ahead_of(self, row: StoredRow) -> int:
         """How many requests in the background wait that came before. Raises: GatewayError 503."""
-        before = job(waiting_before, row.folder, row.created_at)
+        before = claims.job(waiting_before, row.folder, row.created_at)
         return await ask_store(self.store, before, write=False)
 
     async def wait_ended(self, row: StoredRow, seconds: float) -> StoredRow:
@@ -515,7 +490,7 @@ class BackgroundRequests:
             if found.state.ended or left <= 0:
                 return found
             ended = loop.create_future()
-            self._waiters[row.id].add(ended)
+            self._waiters.setdefault(row.id, set()).add(ended)
             try:
                 await asyncio.wait((ended,), timeout=min(left, POLL_SECONDS))
             finally:
@@ -545,7 +520,7 @@ class BackgroundRequests:
         found = await self.find(owner, id_, kind)
         if found.state.ended:
             return found
-        ending = job(end_background, found, self._now(), self.ended)
+        ending = claims.job(end_background, found, self.now(), self.ended)
         row = await ask_store(self.store, ending)
         if row is None:
             raise not_found(id_, kind)
@@ -559,8 +534,8 @@ class BackgroundRequests:
         with contextlib.suppress(StoreError, TimeoutError):
             async with asyncio.timeout(GIVE_UP_SECONDS):
                 ends = [
-                    job(
-                        end_background, row, self._now(), self.ended, RequestState.FAILED, 503,
+                    claims.job(
+                        end_background, row, self.now(), self.ended, RequestState.FAILED, 503,
                         SHUTTING_DOWN,
                     )
                     for row in self.waited_for.values()
@@ -597,7 +572,7 @@ class BackgroundRequests:
 
         If it waits or runs, it ends.
         """
-        deleting = job(delete_background, owner, id_, kind, self._now())
+        deleting = claims.job(delete_background, owner, id_, kind, self.now())
         row = await ask_store(self.store, deleting)
         if row is None:
             raise not_found(id_, kind)
@@ -614,12 +589,12 @@ class BackgroundRequests:
         """Within the transaction in which a row ends without a result: tell webhooks."""
         if row.kind is RequestKind.RESPONSE:
             end: ResponseEnd = "cancelled" if row.state is RequestState.CANCELLED else "failed"
-            self.webhooks.response_ended(connection, row, end, self._now())
+            self.webhooks.response_ended(connection, row, end, self.now())
 
     async def _settle_if_left(self, row: StoredRow) -> None:
         """Write the end of a response that nobody else will write."""
         own_turn = row.claimed_by is None or (
-            row.ended_at is not None and self._now() >= row.ended_at + UNWRITTEN_SECONDS
+            row.ended_at is not None and self.now() >= row.ended_at + UNWRITTEN_SECONDS
         )
         if own_turn:
             await self.settle(row)
@@ -629,7 +604,7 @@ class BackgroundRequests:
         if row.kind is not RequestKind.RESPONSE or row.result_place is None:
             return
         with contextlib.suppress(FileNotFoundError, FolderError, LogBroken):
-            events = await ResponseEvents.reopen(self.logs, row.result_place, self._now)
+            events = await ResponseEvents.reopen(self.logs, row.result_place, self.now)
             try:
                 if (end := _end_without_run(row)) is not None:
                     error = end.get("error")
@@ -639,23 +614,23 @@ class BackgroundRequests:
                     await events.close()
             # If that fails, `clean` does it later.
             with contextlib.suppress(StoreError):
-                await self.store.run(job(note_log_sizes, {row.id: events.size}))
+                await self.store.run(claims.job(files.note_log_sizes, {row.id: events.size}))
 
     # The gateway's own work.
 
     async def run(self) -> None:
         """End what is late, and remove what is due or left over, until cancelled."""
-        orphans_at, clean_at = self._now(), 0.0
+        orphans_at, clean_at = self.now(), 0.0
         trouble = StorageTrouble(lambda why: log.warning("old background requests stay", why=why))
         try:
             while True:
                 with trouble.told():
-                    orphans = self._now() >= orphans_at
-                    if orphans or self._now() >= clean_at or await self._work.exists():
+                    orphans = self.now() >= orphans_at
+                    if orphans or self.now() >= clean_at or await self.work.exists():
                         await self.clean(orphans=orphans)
-                        clean_at = self._now() + IDLE_CLEAN_SECONDS
+                        clean_at = self.now() + IDLE_CLEAN_SECONDS
                     if orphans:
-                        orphans_at = self._now() + ORPHAN_SECONDS
+                        orphans_at = self.now() + ORPHAN_SECONDS
                 await asyncio.sleep(CLEAN_SECONDS)
         finally:
             for task in self._ending:
@@ -665,19 +640,19 @@ class BackgroundRequests:
     async def clean(self, *, orphans: bool = False) -> None:
         """One round of `run`. Raises: FolderError, StoreError."""
         folder = await self.threads.opened(self.folder)
-        expiring = job(expire_background, folder, self._now(), self.ended, STEP_ROWS)
+        expiring = claims.job(expire_background, folder, self.now(), self.ended, STEP_ROWS)
         for row in await self.store.run(expiring):
             self.has_ended(row.id)
             await self.settle(row)
         for _ in range(MOST_STEPS):
-            looking = job(due_background, folder, self._now(), STEP_ROWS)
+            looking = claims.job(due_background, folder, self.now(), STEP_ROWS)
             due = await self.store.run(looking, write=False)
             for row in due:
                 self._end_run(row.id)
                 await self._remove_files(row)
             if due:
                 ids = [row.id for row in due]
-                await self.store.run(job(remove_background, ids))
+                await self.store.run(claims.job(remove_background, ids))
                 log.info("background requests removed", requests=len(ids))
             if len(due) < STEP_ROWS:
                 break
@@ -685,18 +660,20 @@ class BackgroundRequests:
             await self._remove_orphans(folder)
 
     async def _remove_orphans(self, folder: str) -> None:
-        before = self._now() - ORPHAN_SECONDS
+        before = self.now() - ORPHAN_SECONDS
         for kind in (REQUEST, ANSWER, LOG_KIND):
             found: list[FoundFile] = await self.threads.run(list, self.folder.files(kind))
             old = [one for one in found if one.changed_at < before]
             for start in range(0, len(old), STEP_ROWS):
                 sizes = {one.name: one.size for one in old[start : start + STEP_ROWS]}
-                known = await self.store.run(job(known_places, folder, list(sizes)), write=False)
+                known = await self.store.run(
+                    claims.job(known_places, folder, list(sizes)), write=False
+                )
                 for name in sizes.keys() - known:
                     await self.threads.run(self.folder.delete, name)
                 if kind == LOG_KIND:
                     right = {name: size for name, size in sizes.items() if name in known}
-                    await self.store.run(job(correct_log_sizes, folder, right))
+                    await self.store.run(claims.job(files.correct_log_sizes, folder, right))
 
     async def _remove_files(self, row: StoredRow) -> None:
         """Remove what is kept of a request; what stays is left over, and removed later."""
@@ -873,7 +850,7 @@ class BackgroundRunner(RowRuns[HeldRequest]):
                 await self._begin_all([waited_for])
             return
         folder = await requests.threads.opened(requests.folder)
-        owners = await requests.store.run(job(waiting_owners, folder, now), write=False)
+        owners = await requests.store.run(claims.job(waiting_owners, folder, now), write=False)
         full = await self._full_owners({owner for owner, _ in owners})
         owners = [one for one in owners if one[0] not in full]
         if not owners:
@@ -897,7 +874,7 @@ class BackgroundRunner(RowRuns[HeldRequest]):
         """Those that keep as much as they may; what others add is seen a second later at most."""
         loop = asyncio.get_running_loop()
         if loop.time() >= self._look_again_at or not owners <= self._looked_at:
-            full = job(full_owners, owners, self._settings().bytes_per_key, self.now())
+            full = claims.job(files.full_owners, owners, self._settings().bytes_per_key, self.now())
             self._full = await self._requests.store.run(full, write=False)
             self._looked_at = owners
             self._look_again_at = loop.time() + LOOK_SECONDS
@@ -922,7 +899,7 @@ class BackgroundRunner(RowRuns[HeldRequest]):
         }
         if grown:
             sizes = {held.row.id: size for held, size in grown.items()}
-            await self._requests.store.run(job(note_log_sizes, sizes, running=True))
+            await self._requests.store.run(claims.job(files.note_log_sizes, sizes, running=True))
         for held, size in grown.items():
             held.known_size = size
 
@@ -930,7 +907,9 @@ class BackgroundRunner(RowRuns[HeldRequest]):
         """End runs of requests that were cancelled, deleted, or taken by another process."""
         if not ids:
             return
-        taken = await self._requests.store.run(job(still_unfinished, ids), write=False)
+        taken = await self._requests.store.run(
+            claims.job(claims.still_unfinished, ids), write=False
+        )
         for id_ in ids:
             held = self._held.get(id_)
             if id_ not in taken:
@@ -1080,7 +1059,7 @@ class BackgroundRunner(RowRuns[HeldRequest]):
 
         def recording(connection: Connection) -> Sequence[UsageRow]:
             now = self.now()
-            counts[:] = record(connection, self.leases.process.id, [result.recorded], now)
+            counts[:] = claims.record(connection, self.leases.process.id, [result.recorded], now)
             for kept in keep_background(connection, counts, now + keep_seconds(row)):
                 if result.end is not None:
                     self._requests.webhooks.response_ended(connection, kept, result.end, now)

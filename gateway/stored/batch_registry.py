@@ -1,53 +1,708 @@
-"""Batches for their callers: created, shown, listed, cancelled, paused, deleted, and read."""
+"""Batches: what their callers do with them, and what they need without being asked.
+
+`BatchRegistry` creates, shows, lists, cancels, pauses, deletes and reads them for callers.
+`BatchUpkeep` reads their input, ends them, and removes what is old.
+
+`take_in` makes a row of each line of the input. It may begin anew at any time, after a crash for
+example: a line's row always has the same id, and a row that is there already stays. No line runs
+before all are in.
+
+`end` makes the output and error files of the recorded results, in the order of the input. A line
+without an answer gets an error of its own, so every line of the input is in one of the files
+exactly once.
+"""
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
+import hashlib
 import io
 import secrets
-from collections.abc import AsyncIterator, Callable
-from dataclasses import dataclass
+from collections.abc import AsyncIterator, Callable, Coroutine, Iterable, Sequence
+from dataclasses import KW_ONLY, dataclass, field, replace
 from functools import partial
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import structlog
-from sqlalchemy import Connection
+from sqlalchemy import Connection, func, select
 
 from gateway import errors
 from gateway.config.fields import format_duration, parse_duration
 from gateway.config.stored import BatchSettings
 from gateway.errors import GatewayError
 from gateway.request.routes import ROUTES
-from gateway.store.failures import StoreError
+from gateway.store.failures import StoreError, StoreUnavailable
+from gateway.store.schema import stored_requests
 from gateway.store.store import Store
-from gateway.stored.batch_rows import (
-    Batch,
-    BatchPage,
-    BatchProgress,
-    EndListener,
-    SpeedMeter,
-    add_batch,
-    cancel_batch,
-    delete_batch,
-    find_batch,
-    pause_batch,
-    progress_of,
-    read_batches,
-    resume_batch,
+from gateway.stored import batch_rows, claims, results
+from gateway.stored.batch_rows import Batch, BatchPage, BatchProgress, EndListener, SpeedMeter
+from gateway.stored.claims import BatchState, RequestKind, RequestState, StoredRow, UnfinishedWork
+from gateway.stored.files import (
+    FILE,
+    KEY_STORAGE_FULL,
+    Content,
+    StoredFile,
+    delete_file,
+    find_file,
+    full_owners,
+    kept_by,
+    kept_too_much,
 )
-from gateway.stored.batch_upkeep import REQUESTS, BatchUpkeep
-from gateway.stored.claims import UnfinishedWork, job, new_id, result_rows, work_left
-from gateway.stored.files import Content, delete_file, find_file, kept_by, kept_too_much
 from gateway.stored.folder import (
+    STEP_BYTES,
+    AppendedFile,
     DiskThreads,
     Folder,
     FolderError,
+    FolderFull,
     NewFile,
+    StorageTrouble,
     add_surely,
     ask_store,
     folder_errors_told,
 )
-from gateway.stored.results import ANTHROPIC, ResultReader
+from gateway.stored.line_reader import (
+    Line,
+    LineError,
+    LineReader,
+    LineSpec,
+    TooManyLines,
+    check_line_count,
+)
+from gateway.stored.results import ResultReader
+
+# Kind of the folder's files that hold the lines of a batch without an input file.
+REQUESTS = "requests"
+T = TypeVar("T")
+log = structlog.get_logger()
+
+
+def input_place(batch: Batch) -> str:
+    """The folder's file that has the batch's lines."""
+    if batch.input_file is not None:
+        return batch.input_file
+    return f"{REQUESTS}-{batch.id.rpartition('_')[2]}"
+
+
+def _on_disk(work: Callable[..., T], *arguments: Any) -> T:
+    """Do the work. Raises: FolderError, if the file can't be read; the work's own error."""
+    try:
+        return work(*arguments)
+    except OSError as error:
+        raise FolderError(
+            f"the input of a batch can't be read: {error.strerror or error}",
+            "look for errors of the disk in the system's log",
+        ) from None
+
+
+def _begin(connection: Connection, id_: str, total: int, model: str | None, now: float) -> None:
+    # Of an earlier reading under other settings there may be other errors than of this one.
+    columns = stored_requests.c
+    broken = select(func.count()).where(
+        columns.batch == id_, columns.state == RequestState.FAILED.value
+    )
+    batch_rows.begin_batch(connection, id_, total, connection.scalar(broken) or 0, model, now)
+
+
+OUTPUT_PURPOSE = "batch_output"
+PAGE_ROWS = 500  # rows that are read from the store at a time
+PIECE_BYTES = 256 << 10  # bytes of lines that are written or sent at a time, if no line is longer
+
+
+@dataclass(slots=True)
+class _FinalFile:
+    """A file of lines, which begins with the first one. Blocks."""
+
+    folder: Folder
+    name: str  # as its owner is shown it
+    new: NewFile | None = None
+    digest: hashlib._Hash = field(default_factory=hashlib.sha256)
+    lines: list[bytes] = field(default_factory=list)  # that are not written yet
+    size: int = 0  # of these
+
+    def add(self, line: bytes) -> None:
+        """Add a line, which `write` brings to the disk. Raises: FolderError."""
+        self.lines.append(line)
+        self.size += len(line)
+        if self.size >= PIECE_BYTES:
+            self.write()
+
+    def write(self) -> None:
+        """Write the lines that are not written yet. Raises: FolderError."""
+        if not self.lines:
+            return
+        if self.new is None:
+            self.new = self.folder.open_new(FILE)
+        piece = b"".join(self.lines)
+        self.lines.clear()
+        self.size = 0
+        self.new.write(piece)
+        self.digest.update(piece)
+
+    def finish(self, batch: Batch, now: float, kept: float) -> StoredFile | None:
+        """Complete it; None: it has no line. Raises: FolderError."""
+        if self.new is None:
+            return None
+        id_ = self.new.finish()
+        return StoredFile(
+            id_, batch.owner, self.name, OUTPUT_PURPOSE, self.new.size, self.digest.hexdigest(),
+            now, now + kept, batch.folder,
+        )  # fmt: skip
+
+
+class _FinalFiles:
+    """The output and the error file of a batch. Blocks: call it on a thread."""
+
+    def __init__(self, folder: Folder, batch: Batch) -> None:
+        self._folder = folder
+        self._batch = batch
+        self._reader = ResultReader(folder, batch.api)
+        word = "results" if batch.api == "anthropic" else "output"
+        self._output = _FinalFile(folder, f"{batch.id}_{word}.jsonl")
+        self._errors = _FinalFile(folder, f"{batch.id}_error.jsonl")
+
+    def add(self, rows: Sequence[StoredRow]) -> None:
+        """Write the lines of these rows. Raises: FolderError."""
+        for row in rows:
+            line, is_output = self._reader.line(row)
+            (self._output if is_output else self._errors).add(line)
+        self._output.write()
+        self._errors.write()
+
+    def finish(self, now: float, kept: float) -> tuple[StoredFile | None, StoredFile | None]:
+        """Complete the files, to be kept for so many seconds. Raises: FolderError."""
+        output = self._output.finish(self._batch, now, kept)
+        return output, self._errors.finish(self._batch, now, kept)
+
+    def close(self) -> None:
+        """Remove what is not finished, and close the rest. Raises: FolderError."""
+        self._reader.close()
+        for one in (self._output, self._errors):
+            if one.new is not None:
+                one.new.discard()
+
+    def remove(self) -> None:
+        """Remove the finished files: others have ended the batch. Raises: FolderError."""
+        for one in (self._output, self._errors):
+            if one.new is not None:
+                self._folder.delete(one.new.name)
+
+
+def _end(
+    connection: Connection,
+    batch: Batch,
+    output: StoredFile | None,
+    errors: StoredFile | None,
+    now: float,
+    also: EndListener | None,
+) -> Batch | None:
+    # It may be paused for want of room, which there was after all.
+    batch_rows.resume_batch(connection, batch.owner, batch.id)
+    return batch_rows.end_batch(connection, batch.id, output, errors, now, also)
+
+
+ROUND_SECONDS = 1.0  # seconds between two looks at the unfinished batches
+# The same while there are none: another process of the folder may have added one.
+IDLE_SECONDS = 5.0
+EXPIRE_SECONDS = 10.0  # seconds between two looks for requests without a batch that are late
+# Seconds after which it is tried again to read the input of a batch, or to end it.
+RETRY_SECONDS = 5.0
+# Seconds after which a batch goes on that was paused since the folder failed for another reason
+# than want of room: nothing tells that it works again but work.
+UNAVAILABLE_SECONDS = 30.0
+MOST_TRIES = 3  # tries to read an input, if each fails for a reason that nobody has thought of
+MOST_AT_ONCE = 2  # batches whose input is read, or which are being ended, at one time
+REMOVE_SECONDS = 60.0  # seconds between two rounds of removing batches whose time is over
+STEP_BATCHES = 100  # batches that are removed in one step
+# Seconds between two rounds of removing files that no batch needs any more, and the age from which
+# on they are: somebody may read the results of a batch that has just ended.
+CLEAN_SECONDS = 600.0
+_ENDING = frozenset({BatchState.FINALIZING, BatchState.CANCELLING})
+_STORAGE = frozenset({results.STORAGE_FULL, results.STORAGE_UNAVAILABLE})
+
+
+@dataclass(eq=False)
+class BatchUpkeep:
+    """The work on all batches of one folder. `now` gives Unix time, `clock` monotonic seconds.
+
+    `on_rows`: rows may run; `on_end` is told of batches that end.
+    """
+
+    store: Store
+    folder: Folder
+    threads: DiskThreads
+    settings: Callable[[], BatchSettings]
+    speeds: SpeedMeter
+    now: Callable[[], float]
+    clock: Callable[[], float]
+    work: UnfinishedWork
+    on_rows: Callable[[], None]
+    on_end: EndListener | None = None
+    _: KW_ONLY
+    round_seconds: float = ROUND_SECONDS
+    idle_seconds: float = IDLE_SECONDS
+    _wakes: asyncio.Event = field(default_factory=asyncio.Event)
+    _tasks: dict[str, asyncio.Task[None]] = field(default_factory=dict)  # by batch
+    _retry_at: dict[str, float] = field(default_factory=dict)
+    """When a batch is tried again, of those that could not be."""
+    _tries: dict[str, int] = field(default_factory=dict)
+    _trouble: StorageTrouble = field(
+        default_factory=lambda: StorageTrouble(lambda why: log.warning("batches wait", why=why))
+    )
+    """By batch, and under no name of all."""
+    full_owners: frozenset[str] = frozenset()
+    """Whose batches wait, since they keep as much as they may."""
+    _remove_at: float = 0.0
+    _clean_at: float = 0.0
+    _expire_at: float = 0.0
+    _is_idle: bool = False
+
+    @property
+    def folder_error(self) -> FolderError | None:
+        """Why the folder can't be used, as the last round found."""
+        error = self._trouble.errors.get("")
+        return error if isinstance(error, FolderError) else None
+
+    def wake(self) -> None:
+        """There may be something to do."""
+        self._wakes.set()
+
+    async def run(self) -> None:
+        """Work until cancelled."""
+        try:
+            while True:
+                with self._trouble.told():
+                    if self.folder.full is not None:
+                        await self.threads.run(self.folder.look_for_room)
+                    if await self._is_due():
+                        await self.round()
+                pause = self.idle_seconds if self._is_idle else self.round_seconds
+                with contextlib.suppress(TimeoutError):
+                    async with asyncio.timeout(pause):
+                        await self._wakes.wait()
+                self._wakes.clear()
+        finally:
+            tasks = list(self._tasks.values())
+            for task in tasks:
+                task.cancel()
+            await asyncio.gather(*tasks, return_exceptions=True)
+
+    async def _is_due(self) -> bool:
+        """Whether a round may have something to do. Raises: FolderError, StoreError."""
+        if await self.work.exists() or self._tasks:
+            return True
+        was_idle, self._is_idle = self._is_idle, True
+        return not was_idle or self.clock() >= min(self._remove_at, self._clean_at)
+
+    async def round(self) -> None:
+        """Begin what is due. Raises: FolderError, StoreError."""
+        folder, now = await self.threads.opened(self.folder), self.now()
+        found = await self.store.run(claims.job(batch_rows.unfinished, folder), write=False)
+        self._is_idle = not found
+        if self.clock() >= self._expire_at or any(_is_late(one, now) for one in found):
+            self._expire_at = self.clock() + EXPIRE_SECONDS
+            late = await self.store.run(claims.job(batch_rows.expire_lines, folder, now))
+            if late:
+                found = await self.store.run(claims.job(batch_rows.unfinished, folder), write=False)
+            if late == claims.STEP_ROWS:
+                self._expire_at = 0.0  # There are more of them.
+        self.speeds.look(
+            (one for one in found if one.state is BatchState.IN_PROGRESS), self.clock()
+        )
+        known = {one.id for one in found}
+        for noted in (self._retry_at, self._tries, self._trouble.errors):
+            for id_ in noted.keys() - known - {""}:
+                del noted[id_]
+        await self._resume(found)
+        await self._hold(found)
+        for batch in found:
+            self._begin(batch)
+        await self._remove_requests(folder)
+        if self.clock() >= self._remove_at:
+            await self.remove_due()
+            self._remove_at = self.clock() + REMOVE_SECONDS
+        if self.clock() >= self._clean_at:
+            await self.clean()
+            self._clean_at = self.clock() + CLEAN_SECONDS
+
+    # Batches.
+
+    def _begin(self, batch: Batch) -> None:
+        """Begin to read the batch's input or to end it, if that is due."""
+        work: Coroutine[Any, Any, None]
+        if len(self._tasks) >= MOST_AT_ONCE or batch.id in self._tasks:
+            return
+        if self.clock() < self._retry_at.get(batch.id, 0.0):
+            return
+        if batch.state is BatchState.VALIDATING:
+            work = self.take_in(batch)
+        elif batch.state in _ENDING or batch.ended_lines >= batch.total:
+            work = self._finish(batch)
+        else:
+            return
+        task = asyncio.create_task(self._guarded(batch, work))
+        self._tasks[batch.id] = task
+        task.add_done_callback(partial(self._done, batch.id))
+
+    def _done(self, id_: str, _: asyncio.Task[None]) -> None:
+        del self._tasks[id_]
+        self._wakes.set()
+
+    async def _finish(self, batch: Batch) -> None:
+        while await self.end(batch.id) is None:
+            ended_lines = batch.ended_lines
+            looking = claims.job(batch_rows.find_batch, batch.owner, batch.id, batch.api)
+            found = await self.store.run(looking, write=False)
+            if found is None or found.ended_lines == ended_lines:
+                # Others of its lines run yet, or another process ends it.
+                self._retry_at[batch.id] = self.clock() + self.round_seconds
+                break
+            batch = found  # Of very many lines that are cancelled some are left.
+
+    async def _guarded(self, batch: Batch, work: Coroutine[Any, Any, None]) -> None:
+        """Do the work, or see to it that it is done again."""
+        try:
+            await work
+            self._trouble.over(batch.id)
+        except FolderError as error:
+            self._retry_at[batch.id] = self.clock() + RETRY_SECONDS
+            self._trouble.tell(error, batch.id)
+            reason = (
+                results.STORAGE_FULL
+                if isinstance(error, FolderFull)
+                else results.STORAGE_UNAVAILABLE
+            )
+            with contextlib.suppress(StoreError):
+                await self.store.run(
+                    claims.job(batch_rows.pause_batch, batch.owner, batch.id, self.now(), reason)
+                )
+        except StoreError as error:
+            self._retry_at[batch.id] = self.clock() + RETRY_SECONDS
+            self._trouble.tell(error, batch.id)
+        except Exception:
+            log.exception("work on a batch has failed", batch=batch.id, state=batch.state.value)
+            await self._give_up(batch)
+
+    async def _give_up(self, batch: Batch) -> None:
+        """Fail a batch whose input can't be read, after some tries."""
+        tries = self._tries[batch.id] = self._tries.get(batch.id, 0) + 1
+        self._retry_at[batch.id] = self.clock() + RETRY_SECONDS * 2.0**tries
+        if tries >= MOST_TRIES and batch.state is BatchState.VALIDATING:
+            message = "The gateway could not read the input; its log tells why."
+            with contextlib.suppress(StoreError):
+                await self._fail(batch, "internal_error", message, None)
+
+    async def _resume(self, found: Iterable[Batch]) -> None:
+        """Let batches go on that were paused for want of room. Raises: StoreError."""
+        broken = self.now() - UNAVAILABLE_SECONDS
+        waiting = [
+            one
+            for one in found
+            if one.pause_reason == results.STORAGE_FULL
+            or (
+                one.pause_reason == results.STORAGE_UNAVAILABLE and (one.paused_at or 0.0) <= broken
+            )
+        ]
+        if not waiting:
+            return
+        try:
+            await self.threads.run(self.folder.check_room, STEP_BYTES)
+        except FolderError:
+            return
+        for batch in waiting:
+            await self.store.run(
+                claims.job(batch_rows.resume_batch, batch.owner, batch.id, reasons=_STORAGE)
+            )
+            self._retry_at.pop(batch.id, None)
+        log.info("batches go on: there is room again", batches=len(waiting))
+        self.on_rows()
+
+    async def _hold(self, found: Iterable[Batch]) -> None:
+        """Pause the batches of keys that keep as much as they may, until there is room again.
+
+        Lines that run go on to their end, and their results are kept. Raises: StoreError.
+        """
+        running = [
+            one
+            for one in found
+            if one.state is BatchState.IN_PROGRESS
+            and (one.paused_at is None or one.pause_reason == KEY_STORAGE_FULL)
+        ]
+        if not running:
+            self.full_owners = frozenset()
+            return
+        owners, most = {one.owner for one in running}, self.settings().bytes_per_key
+        full = await self.store.run(claims.job(full_owners, owners, most, self.now()), write=False)
+        self.full_owners = frozenset(full)
+        for batch in running:
+            if batch.owner in full and batch.paused_at is None:
+                await self.store.run(
+                    claims.job(
+                        batch_rows.pause_batch, batch.owner, batch.id, self.now(), KEY_STORAGE_FULL
+                    )
+                )
+                log.info("a batch waits: its key keeps as much as it may", batch=batch.id)
+            elif batch.owner not in full and batch.paused_at is not None:
+                reasons = {KEY_STORAGE_FULL}
+                await self.store.run(
+                    claims.job(batch_rows.resume_batch, batch.owner, batch.id, reasons=reasons)
+                )
+                log.info("a batch goes on: its key has room again", batch=batch.id)
+                self.on_rows()
+
+    # The input.
+
+    async def take_in(self, batch: Batch) -> None:
+        """Read the input of a batch that is validating, and begin or fail it.
+
+        Raises: FolderError, StoreError; then it is to be done again.
+        """
+        settings = self.settings()
+        try:
+            file = await self.threads.open(
+                self.folder.open_to_read, input_place(batch), close=lambda file: file.close()
+            )
+        except FileNotFoundError:
+            log.warning("the input of a batch is missing", batch=batch.id)
+            await self._fail(batch, "file_not_found", "The input file is gone.")
+            return
+        try:
+            await self.threads.run(
+                _on_disk, check_line_count, file, settings.lines, settings.line_bytes
+            )
+            reader = LineReader(
+                file, batch.endpoint, most_lines=settings.lines, line_bytes=settings.line_bytes
+            )
+            taken = await self._take_lines(batch, reader)
+        except TooManyLines as error:
+            message = f"The input has more than {error.most} lines ('batches.lines')."
+            await self._fail(batch, "too_many_lines", message)
+            return
+        finally:
+            await self.threads.run(file.close)
+        if not taken:
+            return  # It is cancelled.
+        if not reader.total:
+            message = (
+                "The input file is empty. Please ensure that your batch contains at least one "
+                "request."
+            )
+            await self._fail(batch, "empty_file", message)
+            return
+        await self.store.run(claims.job(_begin, batch.id, reader.total, reader.model, self.now()))
+        log.info("batch begun", batch=batch.id, lines=reader.total, broken=reader.failed)
+        self.on_rows()
+
+    async def _take_lines(self, batch: Batch, reader: LineReader) -> bool:
+        """Add the rows of all lines; returns False if the batch takes none any more."""
+        errors: list[AppendedFile] = []  # the file of the error lines, once there is one
+        try:
+            while lines := await self.threads.run(_on_disk, reader.read_some):
+                rows = await self.threads.run(self._rows_of, batch, lines, errors)
+                if not await self.store.run(claims.job(claims.add_rows, rows)):
+                    return False
+        finally:
+            for file in errors:
+                await self.threads.run(file.close)
+        return True
+
+    def _rows_of(
+        self, batch: Batch, lines: Sequence[Line], errors: list[AppendedFile]
+    ) -> list[StoredRow]:
+        """The rows of these lines; errors are on the disk. Blocks. Raises: FolderError."""
+        broken = [
+            results.broken_line(claims.line_id(batch.id, one.number), batch.api, one)
+            for one in lines
+            if isinstance(one, LineError)
+        ]
+        if broken and not errors:
+            errors.append(self.folder.open_appended(results.RESULTS))
+        offset = errors[0].append(b"".join(broken)) if broken else 0
+        lengths, rows = map(len, broken), list[StoredRow]()
+        for line in lines:
+            row = StoredRow(
+                id=claims.line_id(batch.id, line.number),
+                kind=RequestKind.LINE,
+                owner=batch.owner,
+                path=batch.endpoint,
+                place=input_place(batch),
+                offset=line.offset,
+                length=line.length,
+                created_at=batch.created_at,
+                keep_until=batch.keep_until,
+                folder=batch.folder,
+                class_=batch.class_,
+                batch=batch.id,
+                number=line.number,
+                group_name=batch.group_name,
+                user=batch.user,
+                deadline=batch.expires_at,
+            )
+            if isinstance(line, LineSpec):
+                row = replace(
+                    row,
+                    custom_id=line.custom_id,
+                    model=line.model,
+                    prompt_tokens=line.prompt_tokens,
+                    max_tokens=line.max_tokens,
+                    prefix=line.prefix,
+                )
+            else:
+                row = replace(
+                    row,
+                    custom_id=line.custom_id if line.is_first else None,
+                    state=RequestState.FAILED,
+                    ended_at=self.now(),
+                    error_code=line.code,
+                    result_place=errors[0].name,
+                    result_offset=offset,
+                    result_length=next(lengths),
+                )
+                offset += row.result_length or 0
+            rows.append(row)
+        return rows
+
+    async def _fail(
+        self, batch: Batch, code: str, message: str, param: str | None = "input_file_id"
+    ) -> None:
+        errors = [{"code": code, "message": message, "param": param, "line": None}]
+        await self.store.run(
+            claims.job(batch_rows.fail_batch, batch.id, errors, self.now(), self.on_end)
+        )
+        log.info("batch failed", batch=batch.id, why=code)
+
+    # The end.
+
+    async def end(self, id_: str) -> Batch | None:
+        """End the batch; None: it has lines that have not ended, or somebody else has ended it.
+
+        Raises: FolderError, StoreError; then it is to be done again.
+        """
+        batch = await self.store.run(claims.job(batch_rows.begin_finalizing, id_, self.now()))
+        if batch is None:
+            return None
+        files = _FinalFiles(self.folder, batch)
+        try:
+            after = 0
+            while rows := await self.store.run(
+                claims.job(claims.result_rows, id_, after, PAGE_ROWS), write=False
+            ):
+                await self.threads.run(files.add, rows)
+                after = rows[-1].number or 0
+            now, keep = self.now(), self.settings().keep
+            kept = keep if batch.output_seconds is None else min(keep, batch.output_seconds)
+            output, errors = await self.threads.run(files.finish, now, kept)
+        finally:
+            with contextlib.suppress(FolderError):
+                await self.threads.run(files.close)
+        try:
+            ended = await self.store.run(claims.job(_end, batch, output, errors, now, self.on_end))
+        except StoreUnavailable:
+            # It may have ended; files without a row are removed later (`FileRegistry`).
+            raise
+        except StoreError:
+            await self.threads.run(files.remove)
+            raise
+        if ended is None:
+            await self.threads.run(files.remove)
+            return None
+        log.info(
+            "batch ended", batch=id_, state=ended.state.value, lines=ended.total,
+            completed=ended.completed, failed=ended.failed, cancelled=ended.cancelled,
+            expired=ended.expired,
+        )  # fmt: skip
+        return ended
+
+    # What is old.
+
+    async def remove_due(self) -> int:
+        """Remove batches whose time is over; returns how many. Raises: FolderError, StoreError."""
+        folder, gone = self.folder.id, 0
+        assert folder is not None
+        while True:
+            due = await self.store.run(
+                claims.job(batch_rows.take_due_batches, folder, self.now(), STEP_BATCHES)
+            )
+            for one in due:
+                await self.remove(one.id, one.places)
+            gone += len(due)
+            if len(due) < STEP_BATCHES:
+                break
+        if gone:
+            log.info("batches removed", batches=gone)
+        return gone
+
+    async def _remove_requests(self, folder: str) -> None:
+        """Remove the requests of batches that have ended. Raises: FolderError, StoreError."""
+        ended = await self.store.run(
+            claims.job(batch_rows.with_requests, folder, STEP_BATCHES), write=False
+        )
+        if not ended:
+            return
+        for batch in ended:
+            if batch.input_file is None:
+                await self.threads.run(self.folder.delete, input_place(batch))
+        await self.store.run(claims.job(batch_rows.requests_removed, [one.id for one in ended]))
+
+    async def remove(self, id_: str, places: Iterable[str]) -> None:
+        """Remove a batch that is nobody's any more. Raises: FolderError, StoreError."""
+        for name in places:
+            await self.threads.run(self.folder.delete, name)
+        while not await self.store.run(claims.job(batch_rows.remove_batches, [id_])):
+            pass
+
+    async def clean(self) -> int:
+        """Remove files that no unfinished batch needs; returns how many.
+
+        Raises: FolderError, StoreError.
+        """
+        before, gone = self.now() - CLEAN_SECONDS, 0
+        listed = await self.threads.run(
+            lambda: [*self.folder.files(results.RESULTS), *self.folder.files(REQUESTS)]
+        )
+        old = [one.name for one in listed if one.changed_at < before]
+        # The rows after the files: who writes one closes it when its rows are in the store.
+        complete = [one for one in old if await self.threads.run(_is_complete, self.folder, one)]
+        if not complete:
+            return 0
+        assert self.folder.id is not None
+        needed = await self.store.run(claims.job(_needed, self.folder.id), write=False)
+        for name in complete:
+            if name not in needed:
+                gone += await self.threads.run(self.folder.delete, name)
+        if gone:
+            log.info("files of ended batches removed", files=gone)
+        return gone
+
+
+def _is_late(batch: Batch, now: float) -> bool:
+    return (
+        batch.state is BatchState.IN_PROGRESS
+        and batch.expires_at <= now
+        and batch.ended_lines < batch.total
+    )
+
+
+def _is_complete(folder: Folder, name: str) -> bool:
+    """Whether the file is there and no process writes it any more."""
+    try:
+        return not folder.is_written(name)
+    except FileNotFoundError:
+        return False
+
+
+def _needed(connection: Connection, folder: str) -> set[str]:
+    """The files of the folder that hold requests or results of unfinished batches, or of none."""
+    rows = stored_requests.c
+    alone = select(rows.place, rows.result_place).where(rows.folder == folder, rows.batch.is_(None))
+    names = {name for pair in connection.execute(alone.distinct()) for name in pair}
+    for batch in batch_rows.unfinished(connection, folder):
+        of_batch = select(rows.result_place).where(rows.batch == batch.id).distinct()
+        names.update(connection.scalars(of_batch))
+        names.add(input_place(batch))
+    return names - {None}
+
 
 __all__ = ["ENDPOINTS", "BatchProgress", "BatchRegistry", "NewBatch"]
 
@@ -59,10 +714,8 @@ ENDPOINTS = tuple(
 )
 
 PAUSED_BY_CALLER = "paused"  # why a batch is paused whose caller wants it so
-PAGE_ROWS = 200  # rows that are read at a time for lines that are recorded so far
-_PREFIXES = {ANTHROPIC: "msgbatch_"}
-log = structlog.get_logger()
-T = TypeVar("T")
+SHOWN_ROWS = 200  # rows that are read at a time for lines that are recorded so far
+_PREFIXES = {results.ANTHROPIC: "msgbatch_"}
 # The mean cost of a token of this model; None: unknown.
 TokenPrice = Callable[[str | None], float | None]
 
@@ -145,7 +798,9 @@ class BatchRegistry:
             raise
         try:
             settings = self._settings()
-            adding = job(add_batch, batch, settings.batches_per_key, settings.bytes_per_key)
+            adding = claims.job(
+                batch_rows.add_batch, batch, settings.batches_per_key, settings.bytes_per_key
+            )
             done = await add_surely(self._store, adding, partial(self._discard, new))
         finally:
             self._work.added()  # It may be there, though the store has not said so.
@@ -164,7 +819,7 @@ class BatchRegistry:
     async def check_room(self, owner: str, size: int) -> None:
         """Refuse requests that there is no room for. Raises: GatewayError 429, 503."""
         settings = self._settings()
-        kept = await self._ask(job(kept_by, owner, self._now()))
+        kept = await self._ask(claims.job(kept_by, owner, self._now()))
         if kept.bytes + max(1, size) > settings.bytes_per_key:
             raise kept_too_much(kept, settings)
 
@@ -181,7 +836,7 @@ class BatchRegistry:
 
     async def find(self, owner: str, id_: str, api: str) -> Batch:
         """The owner's batch. Raises: GatewayError 404."""
-        return _found(await self._ask(job(find_batch, owner, id_, api)), id_, api)
+        return _found(await self._ask(claims.job(batch_rows.find_batch, owner, id_, api)), id_, api)
 
     async def page(
         self,
@@ -193,21 +848,23 @@ class BatchRegistry:
         before: str | None = None,
     ) -> BatchPage:
         """Some of the owner's batches, newest first."""
-        return await self._ask(job(read_batches, owner, api, limit, after, before))
+        return await self._ask(
+            claims.job(batch_rows.read_batches, owner, api, limit, after, before)
+        )
 
     async def cancel(self, owner: str, id_: str, api: str) -> Batch:
         """Cancel it; again, nothing. Raises: GatewayError 404, 409 (OpenAI's, if it has ended)."""
         before = await self.find(owner, id_, api)
-        cancelling = job(cancel_batch, owner, id_, api, self._now())
+        cancelling = claims.job(batch_rows.cancel_batch, owner, id_, api, self._now())
         batch = _found(await ask_store(self._store, cancelling), id_, api)
         self.upkeep.wake()
-        if api != ANTHROPIC and batch.cancelling_at is None and before.state.ended:
+        if api != results.ANTHROPIC and batch.cancelling_at is None and before.state.ended:
             raise _has_ended("cancel", batch)
         return batch
 
     async def pause(self, owner: str, id_: str, api: str) -> Batch:
         """Start no more of its lines. Raises: GatewayError 404, 409 if it has ended."""
-        pausing = job(pause_batch, owner, id_, self._now(), PAUSED_BY_CALLER, api)
+        pausing = claims.job(batch_rows.pause_batch, owner, id_, self._now(), PAUSED_BY_CALLER, api)
         batch = _found(await ask_store(self._store, pausing), id_, api)
         if batch.state.ended:
             raise _has_ended("pause", batch)
@@ -216,7 +873,7 @@ class BatchRegistry:
 
     async def resume(self, owner: str, id_: str, api: str) -> Batch:
         """Go on with it. Raises: GatewayError 404, 409 if it has ended."""
-        resuming = job(resume_batch, owner, id_, api)
+        resuming = claims.job(batch_rows.resume_batch, owner, id_, api)
         batch = _found(await ask_store(self._store, resuming), id_, api)
         if batch.state.ended:
             raise _has_ended("resume", batch)
@@ -232,14 +889,14 @@ class BatchRegistry:
                 "batch_in_progress",
                 "In progress batches cannot be deleted. Consider canceling the batch instead.",
             )
-        places = await ask_store(self._store, job(delete_batch, owner, id_, api))
+        places = await ask_store(self._store, claims.job(batch_rows.delete_batch, owner, id_, api))
         if places is None:
             raise _not_found(id_, api)
         # The owner has lost it; whatever fails now, `BatchUpkeep` and `FileRegistry` do again.
         with contextlib.suppress(FolderError, StoreError):
             for file in (batch.output_file, batch.error_file):
                 if file is not None:
-                    await self._store.run(job(delete_file, owner, file, self._now()))
+                    await self._store.run(claims.job(delete_file, owner, file, self._now()))
                     if batch.folder == self.folder.id:
                         await self._threads.run(self.folder.delete, file)
             if batch.folder == await self._threads.opened(self.folder):
@@ -247,9 +904,9 @@ class BatchRegistry:
 
     async def progress(self, batch: Batch) -> BatchProgress:
         """How far it is."""
-        left = await self._ask(job(work_left, batch.id))
+        left = await self._ask(claims.job(claims.work_left, batch.id))
         price = self._price(batch.model)
-        return progress_of(batch, left, self._speeds.speed(batch.id), price, self._now())
+        return batch_rows.progress_of(batch, left, self._speeds.speed(batch.id), price, self._now())
 
     async def open_output(self, owner: str, id_: str, api: str, *, errors: bool = False) -> Content:
         """Its output or error lines: the final file, or what is recorded so far.
@@ -260,7 +917,7 @@ class BatchRegistry:
         with folder_errors_told():
             if batch.folder != await self._threads.opened(self.folder):
                 raise _elsewhere("This batch")
-        kind = "results" if api == ANTHROPIC else "error" if errors else "output"
+        kind = "results" if api == results.ANTHROPIC else "error" if errors else "output"
         name = f"{id_}_{kind}.jsonl"
         if not batch.state.ended:
             reader = ResultReader(self.folder, api, keeps_all=True)
@@ -269,7 +926,7 @@ class BatchRegistry:
         file = batch.error_file if errors else batch.output_file
         if file is None:
             return Content.of_file(name, 0, io.BytesIO(), self._threads)
-        found = await self._ask(job(find_file, owner, file, self._now()))
+        found = await self._ask(claims.job(find_file, owner, file, self._now()))
         if found is None:
             raise _results_gone(id_)
         try:
@@ -307,7 +964,7 @@ class BatchRegistry:
             # So its requests are found by its id.
             id_ = _PREFIXES.get(new.api, "batch_") + new.requests.rpartition("-")[2]
         else:
-            id_ = new_id(_PREFIXES.get(new.api, "batch_"), now, self._token)
+            id_ = claims.new_id(_PREFIXES.get(new.api, "batch_"), now, self._token)
         return Batch(
             id=id_,
             owner=new.owner,
@@ -344,7 +1001,7 @@ class BatchRegistry:
     ) -> AsyncIterator[bytes]:
         after = 0
         while True:
-            rows = await self._ask(job(result_rows, batch.id, after, PAGE_ROWS))
+            rows = await self._ask(claims.job(claims.result_rows, batch.id, after, SHOWN_ROWS))
             if not rows:
                 return
             pieces = reader.pieces(rows, output=output)
@@ -421,7 +1078,7 @@ def _found(batch: Batch | None, id_: str, api: str) -> Batch:
 def _not_found(id_: str, api: str) -> GatewayError:
     shown = errors.truncate_echo(id_)
     message = f"No batch found with id '{shown}'."
-    if api == ANTHROPIC:
+    if api == results.ANTHROPIC:
         message = f"Message Batch {shown} not found."
     return GatewayError(404, "batch_not_found", message)
 

@@ -16,27 +16,9 @@ from sqlalchemy import Column, ColumnElement, Connection, Row, delete, func, sel
 
 from gateway.store.database import insert_for
 from gateway.store.schema import batches, stored_requests
-from gateway.stored.claims import (
-    BEFORE,
-    IS_WAITING,
-    STEP_ROWS,
-    BatchState,
-    RequestState,
-    WorkLeft,
-    chunks,
-    end_waiting_lines,
-    has_unfinished_lines,
-    lock_batch,
-)
-from gateway.stored.files import (
-    HAS_REQUESTS,
-    Kept,
-    StoredFile,
-    add_file,
-    find_file,
-    kept_by,
-    raise_revision,
-)
+from gateway.stored import claims, files
+from gateway.stored.claims import BatchState, RequestState, WorkLeft
+from gateway.stored.files import Kept, StoredFile
 
 INPUT_PURPOSE = "batch"  # purpose of a file that a batch may read
 _BATCH: Final = batches.c
@@ -148,7 +130,7 @@ def add_batch(
     `most_bytes`: of all that the owner keeps.
     """
     # Until the end of the transaction the input file can't be deleted.
-    raise_revision(connection)
+    files.raise_revision(connection)
     earlier = _find(connection, _BATCH.id == batch.id)
     if earlier is not None:
         return BatchAdded("added", earlier)  # Done again.
@@ -159,7 +141,7 @@ def add_batch(
             is_same = earlier.request_digest == batch.request_digest
             return BatchAdded("again" if is_same else "conflict", earlier)
     if batch.input_file is not None:
-        file = find_file(connection, batch.owner, batch.input_file, batch.created_at)
+        file = files.find_file(connection, batch.owner, batch.input_file, batch.created_at)
         if file is None:
             return BatchAdded("no_file", None)
         if file.purpose != INPUT_PURPOSE:
@@ -171,7 +153,7 @@ def add_batch(
     )
     if (connection.scalar(unfinished_ones) or 0) >= most_unfinished:
         return BatchAdded("too_many", None)
-    kept = kept_by(connection, batch.owner, batch.created_at)
+    kept = files.kept_by(connection, batch.owner, batch.created_at)
     # Its results need room too.
     if kept.bytes + max(1, batch.requests_bytes) > most_bytes:
         return BatchAdded("full", None, kept)
@@ -229,7 +211,7 @@ def begin_batch(
         "total": total, "failed": failed, "model": model, "in_progress_at": now,
         "result_bytes": _result_bytes(connection, id_) if failed else 0,
     }  # fmt: skip
-    if lock_batch(connection, id_) is not BatchState.VALIDATING:
+    if claims.lock_batch(connection, id_) is not BatchState.VALIDATING:
         return _find(connection, _BATCH.id == id_)
     if failed == total:
         return _move(connection, id_, BatchState.FINALIZING, {**changes, "finalizing_at": now})
@@ -244,7 +226,7 @@ def fail_batch(
     also: EndListener | None = None,
 ) -> Batch | None:
     """Its input can't be used at all. Nothing, if it isn't `validating` any more."""
-    state = lock_batch(connection, id_)
+    state = claims.lock_batch(connection, id_)
     changes = {"errors": _json(list(errors)), "ended_at": now}
     failed = _move(connection, id_, BatchState.FAILED, changes)
     if failed is not None and state is BatchState.VALIDATING and also is not None:
@@ -253,7 +235,12 @@ def fail_batch(
 
 
 def cancel_batch(
-    connection: Connection, owner: str, id_: str, api: str, now: float, limit: int = STEP_ROWS
+    connection: Connection,
+    owner: str,
+    id_: str,
+    api: str,
+    now: float,
+    limit: int = claims.STEP_ROWS,
 ) -> Batch | None:
     """Cancel the owner's batch: lines that wait end, those that run are told by `renew`.
 
@@ -262,7 +249,7 @@ def cancel_batch(
     """
     if find_batch(connection, owner, id_, api) is None:
         return None
-    state = lock_batch(connection, id_)
+    state = claims.lock_batch(connection, id_)
     changes: dict[str, Any] = {"cancelling_at": now}
     if state is BatchState.VALIDATING:
         # It gets no more lines: these are all.
@@ -275,7 +262,7 @@ def cancel_batch(
         }
     cancelled = _move(connection, id_, BatchState.CANCELLING, changes)
     if cancelled is not None and cancelled.state is BatchState.CANCELLING:
-        end_waiting_lines(connection, id_, RequestState.CANCELLED, now, limit)
+        claims.end_waiting_lines(connection, id_, RequestState.CANCELLED, now, limit)
     return _find(connection, _BATCH.id == id_)
 
 
@@ -316,21 +303,21 @@ def _of_owner(owner: str, id_: str, api: str | None) -> list[ColumnElement[bool]
 
 
 def begin_finalizing(
-    connection: Connection, id_: str, now: float, limit: int = STEP_ROWS
+    connection: Connection, id_: str, now: float, limit: int = claims.STEP_ROWS
 ) -> Batch | None:
     """All its lines have ended: its output can be put together.
 
     None: lines still wait or run, or it isn't so far for another reason. Waiting lines of a batch
     that is being cancelled end here, at most `limit` at a time.
     """
-    state = lock_batch(connection, id_)
+    state = claims.lock_batch(connection, id_)
     if state is BatchState.CANCELLING:
-        ended = end_waiting_lines(connection, id_, RequestState.CANCELLED, now, limit)
+        ended = claims.end_waiting_lines(connection, id_, RequestState.CANCELLED, now, limit)
         if ended == limit:
             return None
     elif state not in {BatchState.IN_PROGRESS, BatchState.FINALIZING}:
         return None
-    if has_unfinished_lines(connection, id_):
+    if claims.has_unfinished_lines(connection, id_):
         return None
     if state is BatchState.CANCELLING:
         first = update(batches).where(_BATCH.id == id_, _BATCH.finalizing_at.is_(None))
@@ -351,7 +338,7 @@ def end_batch(
 
     None: it is not `finalizing`, or has ended with other files, so that these can be discarded.
     """
-    lock_batch(connection, id_)
+    claims.lock_batch(connection, id_)
     batch = _find(connection, _BATCH.id == id_)
     if batch is None or batch.finalizing_at is None:
         return None
@@ -366,7 +353,7 @@ def end_batch(
         last = BatchState.EXPIRED
     for file in (output, error_file):
         if file is not None:
-            add_file(connection, file)
+            files.add_file(connection, file)
     changes = {"output_file": names[0], "error_file": names[1], "ended_at": now}
     ended = _move(connection, id_, last, changes)
     if ended is not None and also is not None:
@@ -374,7 +361,9 @@ def end_batch(
     return ended
 
 
-def expire_lines(connection: Connection, folder: str, now: float, limit: int = STEP_ROWS) -> int:
+def expire_lines(
+    connection: Connection, folder: str, now: float, limit: int = claims.STEP_ROWS
+) -> int:
     """End waiting requests of the folder whose deadline has passed; how many, at most `limit`."""
     late = select(_BATCH.id).where(
         _BATCH.folder == folder,
@@ -384,14 +373,16 @@ def expire_lines(connection: Connection, folder: str, now: float, limit: int = S
     )
     number = 0
     for id_ in connection.scalars(late.order_by(_BATCH.id)).all():
-        if number < limit and lock_batch(connection, id_) is BatchState.IN_PROGRESS:
-            number += end_waiting_lines(connection, id_, RequestState.EXPIRED, now, limit - number)
+        if number < limit and claims.lock_batch(connection, id_) is BatchState.IN_PROGRESS:
+            number += claims.end_waiting_lines(
+                connection, id_, RequestState.EXPIRED, now, limit - number
+            )
     if number < limit:
         alone = select(_ROW.id).where(
-            _ROW.folder == folder, _ROW.batch.is_(None), IS_WAITING, _ROW.deadline <= now
+            _ROW.folder == folder, _ROW.batch.is_(None), claims.IS_WAITING, _ROW.deadline <= now
         )
         expired = update(stored_requests).where(
-            _ROW.id.in_(alone.limit(limit - number)), IS_WAITING
+            _ROW.id.in_(alone.limit(limit - number)), claims.IS_WAITING
         )
         expired = expired.values(state=RequestState.EXPIRED.value, ended_at=now)
         number += connection.execute(expired).rowcount
@@ -429,13 +420,15 @@ def take_due_batches(connection: Connection, folder: str, now: float, limit: int
     return [DueBatch(id_, _places(connection, id_, input_file)) for id_, input_file in found]
 
 
-def remove_batches(connection: Connection, ids: Iterable[str], limit: int = STEP_ROWS) -> bool:
+def remove_batches(
+    connection: Connection, ids: Iterable[str], limit: int = claims.STEP_ROWS
+) -> bool:
     """Remove batches that were deleted or taken as due, with their lines.
 
     At most `limit` lines: returns whether all is removed. If not, it is to be done again.
     """
     gone = select(_BATCH.id).where(_BATCH.deleted_at.is_not(None))
-    for some in chunks(ids):
+    for some in claims.chunks(ids):
         for id_ in connection.scalars(gone.where(_BATCH.id.in_(some))).all():
             lines = select(_ROW.id).where(_ROW.batch == id_).limit(limit)
             removed = delete(stored_requests).where(_ROW.id.in_(lines))
@@ -457,14 +450,14 @@ def _places(connection: Connection, id_: str, input_file: str | None) -> list[st
 def with_requests(connection: Connection, folder: str, limit: int) -> list[Batch]:
     """Ended batches of the folder whose requests, which nobody reads any more, are still there."""
     asked = select(*_COLUMNS).where(
-        HAS_REQUESTS, _BATCH.folder == folder, _BATCH.ended_at.is_not(None)
+        files.HAS_REQUESTS, _BATCH.folder == folder, _BATCH.ended_at.is_not(None)
     )
     return [_batch_of(row) for row in connection.execute(asked.limit(limit))]
 
 
 def requests_removed(connection: Connection, ids: Iterable[str]) -> None:
     """The files with the requests of these batches are gone."""
-    for some in chunks(ids):
+    for some in claims.chunks(ids):
         connection.execute(update(batches).where(_BATCH.id.in_(some)).values(requests_bytes=0))
 
 
@@ -481,7 +474,7 @@ def _move(
     connection: Connection, id_: str, state: BatchState, changes: dict[str, Any]
 ) -> Batch | None:
     """Bring the batch into a state, if that may follow its own; the batch as it is then."""
-    before = [one.value for one in BEFORE[state]]
+    before = [one.value for one in claims.BEFORE[state]]
     moved = update(batches).where(_BATCH.id == id_, _BATCH.state.in_(before))
     connection.execute(moved.values(state=state.value, **changes))
     return _find(connection, _BATCH.id == id_)

@@ -18,10 +18,9 @@ from typing import Generic, NamedTuple, Protocol, TypeVar
 import structlog
 
 from gateway import errors
-from gateway.api.base import Api, ResponseRewriter
+from gateway.api.base import RELAYED, Api, ResponseRewriter
 from gateway.api.json_values import parse_object
 from gateway.api.outcome import to_gateway_error
-from gateway.api.relayed import RELAYED
 from gateway.callers.callers import cache_policy_of, owner_of_stored
 from gateway.callers.keys import KeyRing
 from gateway.callers.ledger import UsageRow
@@ -32,16 +31,8 @@ from gateway.config.keys import SHARED_CACHE, NodeLabels
 from gateway.config.settings import Settings
 from gateway.errors import CLIENT_CLOSED_STATUS, LIMIT_CODES, GatewayError
 from gateway.events import EventBus, RequestRecord
-from gateway.forward.client_response import (
-    JSON_HEADER_LINE,
-    BodyStream,
-    ClientResponse,
-    EventsForClient,
-    for_client,
-    node_error_body,
-    node_error_code,
-    rewrite_in_steps,
-)
+from gateway.forward import client_response
+from gateway.forward.client_response import BodyStream, ClientResponse, EventsForClient
 from gateway.forward.forwarder import Forwarder
 from gateway.forward.header_fields import headers_for_node
 from gateway.forward.in_flight import InFlightRegistry, InFlightRequest
@@ -345,7 +336,7 @@ class _Run:
             self._check_waits(error.code, error.retry_after)
             if self._sink is None or not self._sink_has_events:
                 content = api.error_body(error, record.x_request_id)
-                return error.status, JSON_HEADER_LINE, content
+                return error.status, client_response.JSON_HEADER_LINE, content
             await self._sink.write(api.error_event(error, record.x_request_id))
             return error.status, b"", b""
 
@@ -386,7 +377,7 @@ class _Run:
         response = self._response = await self._forward(in_flight)
         rewriter = None
         if self._api.rewrites_responses or self._cache.hide:
-            response, rewriter = for_client(
+            response, rewriter = client_response.for_client(
                 request, response, self._api, settings, hides_cache=self._cache.hide
             )
         self._response = response
@@ -398,12 +389,14 @@ class _Run:
         if stream is not None:
             content = await self._read_whole(content, stream)
         if response.status >= 400:
-            record.fail(response.status, record.reason or node_error_code(response.status))
-            content = node_error_body(response, self._api, record.x_request_id)
+            record.fail(
+                response.status, record.reason or client_response.node_error_code(response.status)
+            )
+            content = client_response.node_error_body(response, self._api, record.x_request_id)
             if content is not response.content:
-                header_lines = JSON_HEADER_LINE
+                header_lines = client_response.JSON_HEADER_LINE
         elif rewriter is not None:
-            work = rewrite_in_steps(rewriter, content)
+            work = client_response.rewrite_in_steps(rewriter, content)
             content = await runner.time_slicer.run(work)
         return response.status, header_lines, content
 

@@ -32,7 +32,7 @@ import ssl
 import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import KW_ONLY, dataclass, field, replace
 from enum import StrEnum
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
@@ -622,47 +622,37 @@ def next_attempt(
     return now + delay if now >= last else min(now + delay, last)
 
 
+@dataclass(slots=True, eq=False)
 class WebhookSender:
-    """Sends what waits. `settings` gives those in force, `now` Unix seconds."""
+    """Sends what waits. `settings` gives those in force, `now` Unix seconds.
 
-    def __init__(
-        self,
-        store: Store,
-        targets: WebhookTargets,
-        settings: Callable[[], WebhookSettings],
-        poster: WebhookPoster,
-        bus: EventBus,
-        *,
-        delays: Sequence[float] = RETRY_DELAYS,
-        now: Callable[[], float] = time.time,
-        poll_seconds: float = POLL_SECONDS,
-        close_seconds: float = CLOSE_SECONDS,
-        recorded: Callable[[], int] | None = None,
-    ) -> None:
-        """`recorded`: how many deliveries this process has added; None: that is not known."""
-        self.waiting = 0
-        """Deliveries that wait in the store, of all processes, when it was last looked at."""
-        self._store = store
-        self._targets = targets
-        self._settings = settings
-        self._poster = poster
-        self._bus = bus
-        self._delays = delays
-        self._now = now
-        self._poll_seconds = poll_seconds
-        self._close_seconds = close_seconds
-        self._recorded = recorded
-        self._none_since: tuple[int, int] | None = None
-        """The changes of the store and `recorded` before the look that found nothing."""
-        self._next_look = 0.0  # when to look though nothing is new
-        self._woken = asyncio.Event()
-        self._running: dict[asyncio.Task[None], Delivery] = {}
-        self._of_origin: Counter[str] = Counter()  # attempts that are under way
-        self._failing: set[str] = set()
-        """Origins whose last attempt has failed. Few: those of the settings' targets."""
-        self._paused: dict[str, float] = {}
-        """Origins that have asked to be left alone until this time."""
-        self._next_removal = 0.0
+    `recorded`: how many deliveries this process has added; None: that is not known.
+    """
+
+    store: Store
+    targets: WebhookTargets
+    settings: Callable[[], WebhookSettings]
+    poster: WebhookPoster
+    bus: EventBus
+    _: KW_ONLY
+    delays: Sequence[float] = RETRY_DELAYS
+    now: Callable[[], float] = time.time
+    poll_seconds: float = POLL_SECONDS
+    close_seconds: float = CLOSE_SECONDS
+    recorded: Callable[[], int] | None = None
+    waiting: int = 0
+    """Deliveries that wait in the store, of all processes, when it was last looked at."""
+    _none_since: tuple[int, int] | None = None
+    """The changes of the store and `recorded` before the look that found nothing."""
+    _next_look: float = 0.0  # when to look though nothing is new
+    _woken: asyncio.Event = field(default_factory=asyncio.Event)
+    _running: dict[asyncio.Task[None], Delivery] = field(default_factory=dict)
+    _of_origin: Counter[str] = field(default_factory=Counter)  # attempts that are under way
+    _failing: set[str] = field(default_factory=set)
+    """Origins whose last attempt has failed. Few: those of the settings' targets."""
+    _paused: dict[str, float] = field(default_factory=dict)
+    """Origins that have asked to be left alone until this time."""
+    _next_removal: float = 0.0
 
     def wake(self) -> None:
         """There is something new to be delivered."""
@@ -675,44 +665,44 @@ class WebhookSender:
                 self._woken.clear()
                 nothing = self._none_since is not None and self._none_since == self._news()
                 try:
-                    if nothing and self._now() < self._next_look:
-                        next_at = self._now() + self._pause(0)
+                    if nothing and self.now() < self._next_look:
+                        next_at = self.now() + self._pause(0)
                     else:
                         next_at = await self._look()
                 except StoreError:
                     # It tells of its failures itself. What waits in it stays there.
-                    next_at = self._now() + self._poll_seconds
+                    next_at = self.now() + self.poll_seconds
                 with contextlib.suppress(TimeoutError):
-                    async with asyncio.timeout(min(max(0.01, next_at - self._now()), IDLE_SECONDS)):
+                    async with asyncio.timeout(min(max(0.01, next_at - self.now()), IDLE_SECONDS)):
                         await self._woken.wait()
         finally:
             await self._close()
 
     def _news(self) -> tuple[int, int] | None:
-        return None if self._recorded is None else (self._store.changes, self._recorded())
+        return None if self.recorded is None else (self.store.changes, self.recorded())
 
     def _pause(self, waiting: int) -> float:
         """Seconds until the next look, of which `wake` may take some."""
-        idle = not self._settings().targets and not waiting
-        return IDLE_SECONDS if idle else self._poll_seconds
+        idle = not self.settings().targets and not waiting
+        return IDLE_SECONDS if idle else self.poll_seconds
 
     async def _look(self) -> float:
         """Begin what is due and has a place; returns when to look again at the latest."""
-        now = self._now()
+        now = self.now()
         if now >= self._next_removal:
             old = job(remove_ended, now - KEPT_SECONDS, MOST_REMOVED)
-            while await self._store.run(old) > 0:
+            while await self.store.run(old) > 0:
                 pass
             self._next_removal = now + REMOVE_SECONDS
         news = self._news()  # before the look: what comes after it is new
-        origins = await self._store.run(waiting_origins, write=False)
+        origins = await self.store.run(waiting_origins, write=False)
         self._none_since = None if origins else news
         self._next_look = now + IDLE_SECONDS
         self.waiting = sum(origin.number for origin in origins)
         places = self._places(origins, now)
         if places:
-            until = now + self._settings().timeout + LEASE_MARGIN
-            for delivery in await self._store.run(job(claim_deliveries, places, now, until)):
+            until = now + self.settings().timeout + LEASE_MARGIN
+            for delivery in await self.store.run(job(claim_deliveries, places, now, until)):
                 self._begin(delivery, until)
         return now + self._pause(len(origins))
 
@@ -749,16 +739,16 @@ class WebhookSender:
         self._woken.set()
 
     async def _attempt(self, delivery: Delivery, until: float) -> None:
-        settings = self._settings()
+        settings = self.settings()
         url = WebhookUrl.parse(delivery.url)
-        target = self._targets.target_of(delivery.owner, delivery.group_name, url)
+        target = self.targets.target_of(delivery.owner, delivery.group_name, url)
         if target is None:
             result = PostResult(None, "no target of the settings covers its URL any more")
         else:
-            result = await self._poster.post(
+            result = await self.poster.post(
                 target, url, delivery.id, delivery.body, settings.timeout
             )
-        now, state = self._now(), DeliveryState.DELIVERED
+        now, state = self.now(), DeliveryState.DELIVERED
         next_at: float | None = None  # None: it has ended, with this state
         if result.error is None:
             self._failing.discard(delivery.origin)
@@ -772,15 +762,15 @@ class WebhookSender:
             if result.status != 410:
                 state = DeliveryState.GIVEN_UP
                 next_at = next_attempt(
-                    delivery, now, settings.give_up, result.retry_after, delays=self._delays
+                    delivery, now, settings.give_up, result.retry_after, delays=self.delays
                 )
         if next_at is None:
-            recording = job(end_delivery, delivery, state, self._now(), result.error)
+            recording = job(end_delivery, delivery, state, self.now(), result.error)
         else:
             recording = job(retry_delivery, delivery, next_at, result.error)
         await self._record(recording, until)
         outcome = state.value if next_at is None else "failed"
-        self._bus.publish(WebhookAttempted(outcome))
+        self.bus.publish(WebhookAttempted(outcome))
         # Never the URL's path, which may be a secret.
         told: dict[str, Any] = {
             "outcome": outcome,
@@ -793,7 +783,7 @@ class WebhookSender:
         if result.error is not None:
             told["why"] = result.error
         if next_at is not None:
-            told["retry_in"] = round(next_at - self._now(), 1)
+            told["retry_in"] = round(next_at - self.now(), 1)
         tell = log.info if result.error is None else log.warning
         tell("webhook", **told)
 
@@ -804,9 +794,9 @@ class WebhookSender:
         """
         while True:
             try:
-                await self._store.run(recording)
+                await self.store.run(recording)
             except StoreError:
-                if self._now() + STORE_PAUSE >= until:
+                if self.now() + STORE_PAUSE >= until:
                     raise
                 await asyncio.sleep(STORE_PAUSE)
             else:
@@ -816,12 +806,12 @@ class WebhookSender:
         """Let attempts end, or give them to other processes."""
         if not self._running:
             return
-        await asyncio.wait(self._running, timeout=self._close_seconds)
+        await asyncio.wait(self._running, timeout=self.close_seconds)
         left, tasks = list(self._running.values()), list(self._running)
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
         if left:
-            giving_back = job(put_back_deliveries, left, self._now())
+            giving_back = job(put_back_deliveries, left, self.now())
             with contextlib.suppress(StoreError):
-                await self._store.run(giving_back, seconds=CLOSE_SECONDS)
+                await self.store.run(giving_back, seconds=CLOSE_SECONDS)

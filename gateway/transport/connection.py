@@ -227,6 +227,12 @@ class NodeConnection(TurnBoundProtocol):
             for piece in (body,) if isinstance(body, bytes) else body.pieces():
                 transport.write(piece)
 
+    def keep_unused(self) -> None:
+        """Nothing is sent on it: a new one may serve another exchange, as one that was used may."""
+        if not self.requests_sent:
+            self.requests_sent = 1
+            self.complete = self.reusable = True
+
     async def read_status(self) -> int:
         """Wait for the response's head; `headers` is set then. Returns the status.
 

@@ -115,7 +115,8 @@ class ConnectionPool:
         request, whose response has no body.
 
         Raises: UpstreamError; TimeoutError when `head_timeout` seconds after sending there is no
-        head; what `dial` and `on_connected` raise. The connection is closed then.
+        head; what `dial` and `on_connected` raise. The connection is closed then, unless it may
+        serve another exchange.
         """
         while True:
             connection = self.take_idle() or await dial()
@@ -133,7 +134,10 @@ class ConnectionPool:
                 drop_traceback(error)
                 connection.close()
             except BaseException:
-                connection.close()
+                if connection.complete:
+                    self.release(connection)
+                else:
+                    connection.close()
                 raise
             else:
                 return connection

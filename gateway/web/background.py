@@ -22,14 +22,8 @@ from starlette.responses import Response, StreamingResponse
 from starlette.types import Receive, Scope, Send
 
 from gateway import errors
-from gateway.api.json_values import (
-    FIELDS_DECODER,
-    ITEMS_DECODER,
-    JSON_ERRORS,
-    TEXT_DECODER,
-    JsonObject,
-    raw_head,
-)
+from gateway.api import json_values
+from gateway.api.json_values import JsonObject
 from gateway.catalog import RequestQueue, ServedModels
 from gateway.errors import GatewayError
 from gateway.events import RequestRecord
@@ -46,16 +40,8 @@ from gateway.http.response_head import encode_headers
 from gateway.request.body import BYTE_ORDER_MARK, is_slow_to_parse
 from gateway.request.preparation import Request
 from gateway.request.routes import ROUTES, Route
-from gateway.stored.background_requests import (
-    DEFERRED_PATH,
-    EXPIRED_MESSAGE,
-    SHUTTING_DOWN,
-    BackgroundRequests,
-    NewRequest,
-    decode_result,
-    not_found,
-    response_not_found,
-)
+from gateway.stored import background_requests
+from gateway.stored.background_requests import BackgroundRequests, NewRequest
 from gateway.stored.claims import RequestKind, RequestState, StoredRow
 from gateway.stored.folder import RETRY_AFTER, FolderError, folder_errors_told
 from gateway.stored.response_events import REPEATED, queued_response
@@ -110,8 +96,8 @@ def may_ask_to_store(body: bytes) -> bool:
 def read_fields(body: bytes) -> dict[str, msgspec.Raw]:
     """The fields of a request's body. Raises: GatewayError 400."""
     try:
-        return dict(FIELDS_DECODER.decode(body))
-    except (*JSON_ERRORS, msgspec.ValidationError):
+        return dict(json_values.FIELDS_DECODER.decode(body))
+    except (*json_values.JSON_ERRORS, msgspec.ValidationError):
         raise errors.invalid_json("it must be an object") from None
 
 
@@ -225,10 +211,10 @@ def input_items(fields: Mapping[str, msgspec.Raw]) -> list[msgspec.Raw]:
     """The items of a body's `input`, undecoded: there may be 100,000. Raises: GatewayError 400."""
     raw = fields.get("input", msgspec.Raw(b"null"))
     try:
-        if raw_head(raw, 1) == b"[":
+        if json_values.raw_head(raw, 1) == b"[":
             _OBJECTS.decode(raw)
-            return ITEMS_DECODER.decode(raw)
-        part = {"type": "input_text", "text": TEXT_DECODER.decode(raw)}
+            return json_values.ITEMS_DECODER.decode(raw)
+        part = {"type": "input_text", "text": json_values.TEXT_DECODER.decode(raw)}
     except msgspec.ValidationError:
         raise errors.invalid_request(
             "'input' must be a string or a list of items.", "input"
@@ -628,10 +614,10 @@ def _error_of(row: StoredRow, response: JsonObject) -> GatewayError:
     """The error of a response that a client has waited for."""
     if response["status"] == "cancelled":
         return GatewayError(409, "cancelled", "The response was cancelled.", retryable=False)
-    if row.error_code == SHUTTING_DOWN:
+    if row.error_code == background_requests.SHUTTING_DOWN:
         return GatewayError(
             503,
-            SHUTTING_DOWN,
+            background_requests.SHUTTING_DOWN,
             f"The gateway is shutting down, and has ended the response '{row.id}': send the "
             "request again.",
             retry_after=RETRY_AFTER,
@@ -675,7 +661,7 @@ async def background_object(
         "object": "background",
         "status": status,
         "path": row.path,
-        "url": DEFERRED_PATH.format(id=row.id),
+        "url": background_requests.DEFERRED_PATH.format(id=row.id),
         "created_at": int(row.created_at),
         "expires_at": None if row.deadline is None else int(row.deadline),
         "position": position,
@@ -689,7 +675,7 @@ def accepted(row: StoredRow, described: JsonObject) -> Headers:
     wait = RETRY_SECONDS if expected is None else math.ceil(expected)
     wait = min(max(1, wait), LONGEST_RETRY_SECONDS)
     return [
-        (b"location", DEFERRED_PATH.format(id=row.id).encode()),
+        (b"location", background_requests.DEFERRED_PATH.format(id=row.id).encode()),
         (b"retry-after", b"%d" % wait),
     ]
 
@@ -712,14 +698,16 @@ class DeferredEndpoints:
             response.raw_headers += accepted(row, described)
             return response
         if row.state is RequestState.EXPIRED:
-            error = GatewayError(504, "queue_timeout", EXPIRED_MESSAGE, retryable=False)
+            error = GatewayError(
+                504, "queue_timeout", background_requests.EXPIRED_MESSAGE, retryable=False
+            )
             response = error_response(error, {**request.scope, "path": row.path})
         elif row.result_place is None:
             error = GatewayError(500, row.error_code or "internal_error", "The response is lost.")
             response = error_response(error, {**request.scope, "path": row.path})
         else:
             with folder_errors_told("request"):
-                result = decode_result(await requests.answer(row))
+                result = background_requests.decode_result(await requests.answer(row))
             response = Response(result.content, result.head.status)
             lines = result.head.header_lines.split("\r\n")
             fields = [line.partition(":")[::2] for line in lines if line]
@@ -747,7 +735,7 @@ class DeferredEndpoints:
             raise no_store("background requests")
         id_ = request.path_params["id"]
         if len(id_) > 64:
-            raise not_found(id_, RequestKind.DEFERRED)
+            raise background_requests.not_found(id_, RequestKind.DEFERRED)
         return self.requests, owner
 
 
@@ -820,7 +808,7 @@ class StoredResponseEndpoints:
             raise no_store("responses")
         id_ = request.path_params["id"]
         if _ID.fullmatch(id_) is None:
-            raise response_not_found(id_)
+            raise background_requests.response_not_found(id_)
         return self.requests, await self.requests.find(owner, id_, RequestKind.RESPONSE)
 
 

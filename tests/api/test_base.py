@@ -14,12 +14,18 @@ import openai
 import pytest
 
 from gateway import errors
-from gateway.api.base import Api, AssemblyError, ResponseAssembler, StreamEventKind, read_events
+from gateway.api.base import (
+    RELAYED,
+    Api,
+    AssemblyError,
+    ResponseAssembler,
+    StreamEventKind,
+    read_events,
+)
 from gateway.api.chat import CHAT
 from gateway.api.completions import COMPLETIONS
 from gateway.api.messages import MESSAGES
 from gateway.api.native import NATIVE
-from gateway.api.relayed import RELAYED
 from gateway.api.responses import RESPONSES
 from gateway.transport.errors import InvalidResponse
 from tests.api.events import chat_choice, event

@@ -7,8 +7,8 @@ import json
 import msgspec
 
 from gateway import errors
+from gateway.api.base import EMBEDDINGS_USAGE_WITHIN, RELAYED
 from gateway.api.ollama import OLLAMA
-from gateway.api.relayed import EMBEDDINGS_USAGE_WITHIN, RELAYED
 from gateway.lease import Usage
 from gateway.request.routes import ROUTES
 from tests.each_case import each_case

@@ -6,12 +6,11 @@ from typing import Any
 
 import pytest
 
-from gateway.api.base import Api
+from gateway.api.base import RELAYED, Api
 from gateway.api.chat import CHAT, ChatRewriter
 from gateway.api.completions import COMPLETIONS
 from gateway.api.messages import MESSAGES
 from gateway.api.native import INFILL, NATIVE, native_body
-from gateway.api.relayed import RELAYED
 from gateway.api.resuming import EventRewriter, StreamRewriter, remaining_tokens
 from gateway.api.transcript import Transcript
 from gateway.forward.resume import is_greedy

@@ -14,11 +14,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from gateway.api.base import Api
+from gateway.api.base import RELAYED, Api
 from gateway.api.chat import CHAT as CHAT_API
 from gateway.api.messages import MESSAGES
 from gateway.api.native import NATIVE
-from gateway.api.relayed import RELAYED
 from gateway.api.responses import RESPONSES
 from gateway.api.tokens import (
     MOST_OBJECT_BYTES,

@@ -21,8 +21,7 @@ from typing import Any, TypeVar
 import structlog
 from sqlalchemy import Connection
 
-from gateway.callers.reports import Reporter, ReportQuery, parse_query
-from gateway.callers.retention import Retention
+from gateway.callers.reports import Reporter, ReportQuery, Retention, parse_query
 from gateway.config.stored import RetentionSettings
 from gateway.store.database import locate_store
 from gateway.store.store import Store

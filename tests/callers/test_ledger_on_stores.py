@@ -20,9 +20,12 @@ from gateway.callers.reports import (
     LedgerReport,
     Reporter,
     ReportQuery,
+    Retention,
+    RollUp,
+    RowCounter,
+    give_back_pages,
     parse_query,
 )
-from gateway.callers.retention import Retention, RollUp, RowCounter, give_back_pages
 from gateway.config.stored import RetentionSettings
 from gateway.store.database import locate_store
 from gateway.store.failures import StoreError

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from gateway.callers.limits import Account
-from gateway.callers.retention import RollUp
+from gateway.callers.reports import RollUp
 from gateway.config.settings import Settings
 from gateway.errors import GatewayError
 from gateway.http.response_head import rate_limit_lines

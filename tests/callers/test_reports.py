@@ -28,11 +28,11 @@ from gateway.callers.reports import (
     ReportInterrupted,
     ReportQuery,
     ReportReader,
+    RollUp,
     Sums,
     parse_query,
     parse_time,
 )
-from gateway.callers.retention import RollUp
 from gateway.callers.windows import time_text
 from gateway.config.settings import Settings
 from gateway.store.database import locate_store

@@ -6,8 +6,8 @@ import jsonschema
 import pytest
 import yaml
 
-from gateway.config.reference import nodes_schema, settings_schema, write_schemas
 from tests.each_case import each_case
+from tests.house.reference import nodes_schema, settings_schema, write_schemas
 
 CONFIG = Path(__file__).parents[2] / "config"
 NODES = jsonschema.Draft202012Validator(nodes_schema())
@@ -28,7 +28,7 @@ def test_the_schemas_in_the_tree_are_up_to_date(tmp_path: Path) -> None:
     write_schemas(tmp_path)
     for name in ("nodes.schema.json", "gateway.schema.json"):
         assert (CONFIG / name).read_text() == (tmp_path / name).read_text(), (
-            "run: python -m gateway.config.reference"
+            "run: python -m tests.house.reference"
         )
 
 

@@ -9,10 +9,10 @@ import yaml
 
 from gateway.config.fields import ConfigModel
 from gateway.config.inventory import NodeSpec, load_inventory
-from gateway.config.reference import nodes_schema, settings_schema
 from gateway.config.settings import Settings, load_settings
 from gateway.config.stored import StoreSettings
 from gateway.config.yaml_file import keys_of
+from tests.house.reference import nodes_schema, settings_schema
 
 CONFIG = Path(__file__).parents[2] / "config"
 

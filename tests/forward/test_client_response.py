@@ -9,9 +9,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from gateway.api.base import ResponseRewriter
+from gateway.api.base import RELAYED, ResponseRewriter
 from gateway.api.messages import MESSAGES
-from gateway.api.relayed import RELAYED
 from gateway.errors import GatewayError
 from gateway.events import RequestRecord
 from gateway.forward.client_response import (

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from gateway.admin.requests import cancelled_by_operator
+from gateway.admin.why import cancelled_by_operator
 from gateway.callers.keys import new_key
 from tests.emulator import EmulatedNode
 from tests.forward.proxy_over_nodes import A_FIRST, ProxyOverNodes, Stream, proxy_over

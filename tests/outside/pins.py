@@ -27,7 +27,6 @@ from typer.testing import CliRunner
 
 from gateway.__main__ import PROGRAMS
 from gateway.cli import app
-from gateway.config.reference import nodes_schema, settings_schema
 from gateway.config.settings import Settings
 from gateway.openapi.document import openapi_json
 from gateway.store.database import (
@@ -40,6 +39,7 @@ from gateway.store.database import (
 )
 from tests.emulator import EmulatedNode
 from tests.gateways import running_gateway, until
+from tests.house.reference import nodes_schema, settings_schema
 from tests.openapi.test_reference import metrics_made
 
 FOLDER = Path(__file__).parent / "snapshots"

@@ -16,8 +16,8 @@ from structlog.testing import capture_logs
 
 from gateway.store.failures import StoreError, StoreLocked, StoreUnavailable
 from gateway.store.schema import batches, files, stored_requests
+from gateway.stored.batch_registry import CLEAN_SECONDS, UNAVAILABLE_SECONDS, input_place
 from gateway.stored.batch_rows import Batch
-from gateway.stored.batch_upkeep import CLEAN_SECONDS, UNAVAILABLE_SECONDS, input_place
 from gateway.stored.claims import BatchState, RequestState, StoredRow, result_rows
 from gateway.stored.folder import FolderError, FolderFull
 from gateway.stored.results import ResultReader
@@ -152,7 +152,7 @@ async def test_a_store_that_is_away_delays_the_intake(
             return await run(*arguments, **options)  # type: ignore[arg-type]
 
         monkeypatch.setattr(here.store, "run", fails_now_and_then)
-        monkeypatch.setattr("gateway.stored.batch_upkeep.RETRY_SECONDS", 0.0)
+        monkeypatch.setattr("gateway.stored.batch_registry.RETRY_SECONDS", 0.0)
         for _ in range(4):
             try:
                 await here.settle()
@@ -366,7 +366,6 @@ async def run_all(here: BatchPlace) -> None:
 async def test_very_many_cancelled_lines_end_step_by_step(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("gateway.stored.batch_rows.STEP_ROWS", 100)
     monkeypatch.setattr("gateway.stored.claims.STEP_ROWS", 100)
     async with batch_place(f"sqlite:///{tmp_path / 'db'}", tmp_path / "kept") as here:
         batch = await here.create([line(f"c{n}") for n in range(6000)])
@@ -476,7 +475,7 @@ async def test_a_full_folder_pauses_the_batch_until_there_is_room(
         assert (paused.state, paused.pause_reason) == (BatchState.VALIDATING, "storage_full")
         with pytest.raises(FolderFull):
             here.folder.check_room(1)
-        monkeypatch.setattr("gateway.stored.batch_upkeep.RETRY_SECONDS", 0.0)
+        monkeypatch.setattr("gateway.stored.batch_registry.RETRY_SECONDS", 0.0)
         with capture_logs() as told:
             for _ in range(3):
                 await here.round()
@@ -522,9 +521,9 @@ async def test_a_caller_s_pause_outlives_one_for_want_of_room(
 async def test_work_that_fails_for_no_known_reason_is_given_up_in_the_end(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("gateway.stored.batch_upkeep.RETRY_SECONDS", 0.0)
+    monkeypatch.setattr("gateway.stored.batch_registry.RETRY_SECONDS", 0.0)
     async with batch_place(f"sqlite:///{tmp_path / 'db'}", tmp_path / "kept") as here:
-        monkeypatch.setattr("gateway.stored.batch_upkeep.check_line_count", None)
+        monkeypatch.setattr("gateway.stored.batch_registry.check_line_count", None)
         batch = await here.create([line("a")])
         await here.settle()
         failed = await here.find(batch)

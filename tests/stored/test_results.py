@@ -404,8 +404,8 @@ async def main(kept, elsewhere):
         assert (full.state, full.pause_reason) == (BatchState.FINALIZING, "storage_full"), full
         assert here.kept("file") == [batch.input_file]
         big.unlink()
-        from gateway.stored import batch_upkeep
-        batch_upkeep.STEP_BYTES = 1 << 20
+        from gateway.stored import batch_registry
+        batch_registry.STEP_BYTES = 1 << 20
         await here.settle()
         ended = await here.find(batch)
         assert (ended.state, ended.completed) == (BatchState.COMPLETED, 40), ended

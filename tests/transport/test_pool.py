@@ -287,6 +287,20 @@ async def test_a_caller_that_gives_up_before_sending_closes_the_connection() -> 
         await server.until(lambda: heard == [b""] and server.open == 0)
 
 
+async def test_a_connection_that_its_caller_leaves_unused_serves_the_next() -> None:
+    def leave(connection: NodeConnection) -> None:
+        connection.keep_unused()
+        raise ConnectTimedOut
+
+    async with raw_server(always(OK)) as server:
+        pool = pool_of(server)
+        with pytest.raises(ConnectTimedOut):
+            await exchanged(pool, on_connected=leave)
+        await ask(pool)
+        assert pool.connections_opened == 1
+        pool.close()
+
+
 async def test_a_head_that_does_not_come_in_time_closes_the_connection() -> None:
     async def script(peer: Peer) -> None:
         await peer.request()

@@ -11,8 +11,7 @@ from typing import Any, cast
 
 import pytest
 
-from gateway.api.base import NumberedHeartbeats, ResponseRewriter
-from gateway.api.relayed import RELAYED
+from gateway.api.base import RELAYED, NumberedHeartbeats, ResponseRewriter
 from gateway.app.assembly import Timings
 from gateway.events import RequestRecord
 from gateway.request.routes import ROUTES

@@ -18,19 +18,8 @@ from textual.widgets import DataTable, Footer, Input, Static, TabbedContent, Tab
 
 from gateway.cli.client import AdminClient
 from gateway.cli.terminal import STATE_COLOURS, CommandFailed
-from gateway.cli.top.fleet import (
-    NODE_COLUMNS,
-    QUEUE_TITLES,
-    FeedFollower,
-    FleetPicture,
-    Line,
-    headline,
-    node_lines,
-    problem_lines,
-    queue_lines,
-    request_columns,
-    request_lines,
-)
+from gateway.cli.top import fleet
+from gateway.cli.top.fleet import FeedFollower, FleetPicture, Line
 from gateway.cli.why import explained
 
 STALE_SECONDS = 5.0  # after so long without an event the screen says so
@@ -165,9 +154,9 @@ class Top(App[None]):
 
     def on_mount(self) -> None:
         """Begin to follow."""
-        self._table("nodes").add_columns(*(column.title for column in NODE_COLUMNS))
-        self._table("queue").add_columns(*QUEUE_TITLES)
-        self._table("requests").add_columns(*(one.title for one in request_columns(0.0)))
+        self._table("nodes").add_columns(*(column.title for column in fleet.NODE_COLUMNS))
+        self._table("queue").add_columns(*fleet.QUEUE_TITLES)
+        self._table("requests").add_columns(*(one.title for one in fleet.request_columns(0.0)))
         self._table("nodes").focus()
         self.set_interval(1.0, self._show_note)
         self._show()
@@ -188,7 +177,7 @@ class Top(App[None]):
     def _show(self) -> None:
         """Draw what is known."""
         self._show_note()
-        self._tables.query_one("#headline", Static).update(Text(headline(self.picture)))
+        self._tables.query_one("#headline", Static).update(Text(fleet.headline(self.picture)))
         self._show_above()
         self._show_table()
 
@@ -219,13 +208,13 @@ class Top(App[None]):
         picture, words, tab = self.picture, self._words, self._tab
         if tab == "nodes":
             sort, descending = self._sorts[tab]
-            lines = node_lines(picture, sort, words, descending=descending)
+            lines = fleet.node_lines(picture, sort, words, descending=descending)
             _fill(self._table(tab), lines, state_column=1)
         elif tab == "queue":
-            _fill(self._table(tab), queue_lines(picture, words))
+            _fill(self._table(tab), fleet.queue_lines(picture, words))
         elif tab == "requests":
             sort, descending = self._sorts[tab]
-            lines = request_lines(picture, sort, words, descending=descending)
+            lines = fleet.request_lines(picture, sort, words, descending=descending)
             _fill(self._table(tab), lines)
             if picture.at and picture.requests is None:
                 self._note = "requests are shown to keys of the role operator"
@@ -266,7 +255,7 @@ class Top(App[None]):
     def action_sort(self) -> None:
         """Sort by the next column."""
         if self._tab in self._sorts:
-            columns = NODE_COLUMNS if self._tab == "nodes" else request_columns(0.0)
+            columns = fleet.NODE_COLUMNS if self._tab == "nodes" else fleet.request_columns(0.0)
             sort = (self._sorts[self._tab][0] + 1) % len(columns)
             self._sorts[self._tab] = (sort, columns[sort].order is not None and sort > 1)
             self._note = f"sorted by {columns[sort].title}; o: the other way round"
@@ -395,7 +384,7 @@ class Top(App[None]):
 def _problems(picture: FleetPicture, most: int, *, commands: bool = False) -> Text:
     lines = [
         Text(f"{severity}: {words}", SEVERITY_STYLES.get(severity, ""))
-        for severity, words in problem_lines(picture, most, commands=commands)
+        for severity, words in fleet.problem_lines(picture, most, commands=commands)
     ]
     return Text("\n").join(lines)
 

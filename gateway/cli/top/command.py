@@ -83,16 +83,7 @@ def _read_once(admin: AdminClient) -> FleetPicture:
 
 
 def _print(picture: FleetPicture, *, as_json: bool) -> None:
-    from gateway.cli.top.fleet import (
-        NODE_COLUMNS,
-        QUEUE_TITLES,
-        headline,
-        node_lines,
-        problem_lines,
-        queue_lines,
-        request_columns,
-        request_lines,
-    )
+    from gateway.cli.top import fleet
 
     if as_json:
         print_json(
@@ -109,21 +100,23 @@ def _print(picture: FleetPicture, *, as_json: bool) -> None:
             }
         )
         return
-    print(headline(picture))
-    for severity, words in problem_lines(picture, len(picture.problems)):
+    print(fleet.headline(picture))
+    for severity, words in fleet.problem_lines(picture, len(picture.problems)):
         print(f"{severity}: {words}")
     print()
     print_table(
-        [column.title for column in NODE_COLUMNS],
-        [line.cells for line in node_lines(picture)],
+        [column.title for column in fleet.NODE_COLUMNS],
+        [line.cells for line in fleet.node_lines(picture)],
         state_column=1,
     )
     if picture.waiting:
         print()
-        print_table(QUEUE_TITLES, [line.cells for line in queue_lines(picture)])
+        print_table(fleet.QUEUE_TITLES, [line.cells for line in fleet.queue_lines(picture)])
     if picture.requests is None:
         print_note("requests are shown to keys of the role operator")
     elif picture.requests:
         print()
-        columns = request_columns(picture.at)
-        print_table([column.title for column in columns], [x.cells for x in request_lines(picture)])
+        columns = fleet.request_columns(picture.at)
+        print_table(
+            [column.title for column in columns], [x.cells for x in fleet.request_lines(picture)]
+        )

@@ -11,14 +11,20 @@ import typer
 
 from gateway.cli import options
 from gateway.cli.options import examples_epilog
-from gateway.cli.terminal import CommandFailed, print_json, print_note, print_rows, print_table
+from gateway.cli.terminal import (
+    CommandFailed,
+    failing_by,
+    print_json,
+    print_note,
+    print_rows,
+    print_table,
+)
 
 if TYPE_CHECKING:
     from gateway.local.energy import EnergyMeter
     from gateway.workshop.bench.load import Load, LoadRun
-    from gateway.workshop.bench.report import BenchReport, Difference
-    from gateway.workshop.bench.session import BenchPlan
-    from gateway.workshop.simulate.trace import Trace
+    from gateway.workshop.bench.report import BenchPlan, BenchReport, Difference
+    from gateway.workshop.simulate.simulation import Trace
 
 EXAMPLES = examples_epilog(
     (
@@ -216,6 +222,7 @@ def bench(
     from gateway.workshop.bench.exchange import ENDPOINTS
     from gateway.workshop.bench.load import RequestPattern
     from gateway.workshop.bench.report import (
+        BenchPlan,
         RequestGoal,
         draw_report,
         remarks,
@@ -223,7 +230,6 @@ def bench(
         table_rows,
         write_requests,
     )
-    from gateway.workshop.bench.session import BenchPlan
 
     address = _checked_url(url)
     for flag, path in (("--csv", csv), ("--html", html)):
@@ -279,8 +285,8 @@ def _measure(plan: BenchPlan) -> tuple[BenchReport, list[LoadRun], int]:
 
     from gateway.cli.progress import BenchProgress
     from gateway.system import raise_open_file_limit
-    from gateway.workshop.bench.session import BenchSession, FitError
-    from gateway.workshop.bench.target import TargetError
+    from gateway.workshop.bench.exchange import TargetError
+    from gateway.workshop.bench.report import BenchSession, FitError
 
     async def measure(session: BenchSession) -> None:
         task = asyncio.current_task()
@@ -361,20 +367,18 @@ def _loads(
         raise CommandFailed(f"{' and '.join(given)}: choose one of them", status=2)
     if trace is None and speed_up != 1.0:
         raise CommandFailed("--speed-up is for --trace", status=2)
-    try:
+    with failing_by(LoadError, before=f"{given[0] if given else '--concurrency'} ", status=2):
         if trace is not None:
             return [Load(Loop.TRACE, speed_up, len(trace.jobs), duration)]
         if rate is not None:
             return poisson_loads(rate, requests, duration)
         return closed_loads(concurrency or DEFAULT_LEVELS, requests, duration)
-    except LoadError as error:
-        raise CommandFailed(f"{given[0] if given else '--concurrency'} {error}", status=2) from None
 
 
 def _played_trace(path: Path, requests: int | None) -> Trace:
     from gateway.cli.workshop.simulate import read_trace_file
+    from gateway.workshop.bench.exchange import MOST_PROMPT_TOKENS
     from gateway.workshop.bench.load import MOST_REQUESTS
-    from gateway.workshop.bench.target import MOST_PROMPT_TOKENS
 
     trace = read_trace_file(path, limit=requests or MOST_REQUESTS)
     longest = max(max(job.prompt.tokens, job.output) for job in trace.jobs)
@@ -404,7 +408,7 @@ def _meter(url: str) -> EnergyMeter | None:
     from urllib.parse import urlsplit
 
     from gateway.local.energy import EnergyUnavailableError, open_meter
-    from gateway.workshop.bench.target import is_this_machine
+    from gateway.workshop.bench.exchange import is_this_machine
 
     if not is_this_machine(urlsplit(url).hostname or ""):
         return None

@@ -15,16 +15,21 @@ import typer
 from gateway.cli import options
 from gateway.cli.client import AdminClient, AdminFlags, GatewayRefused
 from gateway.cli.options import examples_epilog
-from gateway.cli.terminal import CommandFailed, print_json, print_note, print_rows
+from gateway.cli.terminal import CommandFailed, failing_by, print_json, print_note, print_rows
 
 if TYPE_CHECKING:
     from gateway.workshop.plan.answer import BreakEven, Deployment, PlanAnswer
     from gateway.workshop.plan.catalogue import NodeCatalogue, NodeType
     from gateway.workshop.plan.running_fleet import FleetAnswer, FleetTraffic, MeasuredFleet
-    from gateway.workshop.plan.search import FleetOption, FleetTrial, PlanQuestion, TimeLimit
-    from gateway.workshop.plan.workload import Workload
-    from gateway.workshop.simulate.routers import SimulatedModel
-    from gateway.workshop.simulate.trace import Trace
+    from gateway.workshop.plan.search import (
+        FleetOption,
+        FleetTrial,
+        PlanQuestion,
+        TimeLimit,
+        Workload,
+    )
+    from gateway.workshop.simulate.fleets import SimulatedModel
+    from gateway.workshop.simulate.simulation import Trace
 
 # Prompt tokens per second by written ones, where only these are given: CPUs read some ten times as
 # fast as they write.
@@ -229,12 +234,10 @@ def plan(
     )
     from gateway.cli.workshop.simulate import read_trace_file
     from gateway.workshop.plan.catalogue import packaged_catalogue, read_catalogue
-    from gateway.workshop.plan.search import Goal, PlanQuestion
-    from gateway.workshop.plan.workload import from_trace
-    from gateway.workshop.simulate.fleets import FleetError
-    from gateway.workshop.simulate.routers import models_from_text, with_shares
+    from gateway.workshop.plan.search import Goal, PlanQuestion, from_trace
+    from gateway.workshop.simulate.fleets import FleetError, models_from_text, with_shares
 
-    with _reported("", ValueError, FleetError, status=2):
+    with failing_by(ValueError, FleetError, status=2):
         goal = Goal(ttft_p95, completion_p95, most_use)
         on_demand = with_shares(models_from_text(models), seed) if models is not None else []
     recorded = (
@@ -248,7 +251,7 @@ def plan(
         if recorded is None:
             made = _build_workload(*given, repeat, peak, within)
             return replace(made, models=tuple(on_demand))
-        with _reported("--trace: ", ValueError, status=2):
+        with failing_by(ValueError, before="--trace: ", status=2):
             return from_trace(recorded, on_demand)
 
     def question(asked: Workload, played: Trace | None, *types: NodeType) -> PlanQuestion:
@@ -269,7 +272,7 @@ def plan(
             if recorded is None and all(value is None for value in given):
                 traffic = _ledger_traffic(admin, since, measured, peak)
             else:
-                with _reported("--fleet: ", UnmeasuredFleetError):
+                with failing_by(UnmeasuredFleetError, before="--fleet: "):
                     traffic = traffic_of(workload(), measured, recorded, seed)
         asked = question(traffic.workload, traffic.recorded)
         _plan_fleet(asked, measured, traffic, time_limit, as_json)
@@ -311,20 +314,11 @@ def _running_fleet(admin: AdminClient) -> MeasuredFleet:
     nodes = admin.nodes()
     has_routers = any(node.get("router") for node in nodes)
     placed = admin.request("GET", "/admin/placements") if has_routers else {}
-    with _reported("--fleet: ", UnmeasuredFleetError, ValueError):
+    with failing_by(UnmeasuredFleetError, ValueError, before="--fleet: "):
         measured = measured_fleet(nodes, placed)
     for note in measured.notes:
         print_note(note)
     return measured
-
-
-@contextmanager
-def _reported(before: str, *kinds: type[Exception], status: int = 1) -> Iterator[None]:
-    """Report errors of these kinds as failures of the command."""
-    try:
-        yield
-    except kinds as error:
-        raise CommandFailed(f"{before}{error}", status) from None
 
 
 def _check_numbers(given: dict[str, tuple[float | None, float, float]]) -> None:
@@ -346,7 +340,7 @@ def _build_workload(
     within: float,
 ) -> Workload:
     """Return the traffic of the figures on the command line. Raises CommandFailed."""
-    from gateway.workshop.plan.workload import Workload
+    from gateway.workshop.plan.search import Workload
 
     if (requests_per_hour is None) == (backlog is None):
         raise CommandFailed(
@@ -357,7 +351,7 @@ def _build_workload(
     for name, value in (("--prompt", prompt), ("--completion", completion)):
         if value is None:
             raise CommandFailed(f"{name} TOKENS is missing: how long are they?", status=2)
-    with _reported("", ValueError, status=2):
+    with failing_by(ValueError, status=2):
         return Workload(
             requests_per_hour or backlog or 0.0,
             prompt or 0.0,
@@ -387,7 +381,7 @@ def _ledger_traffic(
                 f"busiest hour: upgrade it; or {instead}"
             ) from None
         raise CommandFailed(f"{error}; instead of its ledger, {instead}") from None
-    with _reported("--fleet: ", UnmeasuredFleetError, ValueError):
+    with failing_by(UnmeasuredFleetError, ValueError, before="--fleet: "):
         traffic = busiest_hour(told, fleet, peak)
     for note in traffic.notes:
         print_note(note)
@@ -409,8 +403,7 @@ def _own_node(
     from gateway.config.fields import parse_size
     from gateway.config.yaml_file import error_words
     from gateway.workshop.plan.catalogue import NodeType
-    from gateway.workshop.simulate.fleets import FleetError
-    from gateway.workshop.simulate.routers import GIB, check_fit
+    from gateway.workshop.simulate.fleets import GIB, FleetError, check_fit
 
     decode, prefill, slots, batch_cost, memory = figures
     if prefill is None:
@@ -441,7 +434,7 @@ def _own_node(
     except ValueError as error:
         raise CommandFailed(f"--memory {memory}: {error}", status=2) from None
     if models:
-        with _reported("--models: ", FleetError, status=2):
+        with failing_by(FleetError, before="--models: ", status=2):
             check_fit(node.machines(1), models)
     return node
 
@@ -462,7 +455,7 @@ def _choose_types(
     """Return the catalogue's types that can serve the model. Raises CommandFailed."""
     from gateway.workshop.plan.catalogue import NoTypeFitsError, fitting_types
 
-    with _reported("", NoTypeFitsError, status=2):
+    with failing_by(NoTypeFitsError, status=2):
         found, notes = fitting_types(listed, model_gib, names, models)
     for note in notes:
         print_note(note)
@@ -492,7 +485,7 @@ def _plan_new(
     )
     from gateway.workshop.simulate.simulation import StuckError
 
-    with _reported("", StuckError), _time_limit(time_limit) as limit:
+    with failing_by(StuckError), _time_limit(time_limit) as limit:
         found = answer(question, limit)
         rows = compare_deployments(found, limit)
     if found.best is None:
@@ -525,7 +518,10 @@ def _plan_fleet(
     from gateway.workshop.plan.running_fleet import UnmeasuredFleetError, what_if
     from gateway.workshop.simulate.simulation import StuckError
 
-    with _reported("--fleet: ", UnmeasuredFleetError, StuckError), _time_limit(time_limit) as limit:
+    with (
+        failing_by(UnmeasuredFleetError, StuckError, before="--fleet: "),
+        _time_limit(time_limit) as limit,
+    ):
         found = what_if(question, measured, traffic, limit)
     for note in found.notes:
         print_note(note)

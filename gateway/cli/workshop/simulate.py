@@ -14,16 +14,14 @@ import typer
 
 from gateway.cli import options
 from gateway.cli.options import examples_epilog
-from gateway.cli.terminal import CommandFailed, print_json, print_note, print_rows
+from gateway.cli.terminal import CommandFailed, failing_by, print_json, print_note, print_rows
 
 if TYPE_CHECKING:
     from gateway.schedule.core.autoscaling_policy import AutoscalingRules
     from gateway.workshop.simulate.comparison import ModelPlacementResult, StandbyResult
-    from gateway.workshop.simulate.fleets import ServerSetup
+    from gateway.workshop.simulate.fleets import ServerSetup, SimulatedModel
     from gateway.workshop.simulate.report import PolicyReport
-    from gateway.workshop.simulate.routers import SimulatedModel
-    from gateway.workshop.simulate.simulation import SimulatedMachine
-    from gateway.workshop.simulate.trace import Trace
+    from gateway.workshop.simulate.simulation import SimulatedMachine, Trace
 
 
 EXAMPLES = examples_epilog(
@@ -179,10 +177,8 @@ def simulate(
     names = list(dict.fromkeys(policy or known_policies()))
     setup = ServerSetup(batch, cache_ram)
     read = partial(_requests, trace, generate, seed, limit, skip_broken=skip_broken)
-    try:
+    with failing_by(FleetError, status=2):
         machines = _machines(nodes, fleet, speeds, speed, setup, on_demand=models is not None)
-    except FleetError as error:
-        raise CommandFailed(str(error), status=2) from None
     unfit = {"--policy": policy not in (None, ["least_finish"]), "--plot": plot, "--exact": exact}
     if models is not None:
         _check_alone("--models", {**unfit, "--standby": standby})
@@ -279,15 +275,13 @@ def _requests(
     skip_broken: bool,
 ) -> Trace:
     if trace is None:
-        from gateway.workshop.simulate.trace import Traffic
-        from gateway.workshop.simulate.trace import generate as generate_traffic
+        from gateway.workshop.simulate.simulation import Traffic
+        from gateway.workshop.simulate.simulation import generate as generate_traffic
 
         names = [model.name for model in models]
         shares = [model.share for model in models if model.share is not None]
-        try:
+        with failing_by(ValueError, before="--generate: ", status=2):
             return generate_traffic(Traffic.from_text(generate), seed, names, shares)
-        except ValueError as error:
-            raise CommandFailed(f"--generate: {error}", status=2) from None
     known = {*others, *(model.name for model in models)}
     requests = read_trace_file(trace, known, skip_broken=skip_broken, limit=limit)
     if requests.skipped:
@@ -306,7 +300,7 @@ def read_trace_file(
 
     Raises CommandFailed, ConfigError.
     """
-    from gateway.workshop.simulate.trace import read_trace
+    from gateway.workshop.simulate.simulation import read_trace
 
     try:
         requests = read_trace(path, skip_broken=skip_broken, limit=limit)
@@ -369,8 +363,7 @@ def _simulate_models(
     as_json: bool,
 ) -> None:
     from gateway.workshop.simulate.comparison import HAND_TRIED, compare_model_placements
-    from gateway.workshop.simulate.fleets import FleetError
-    from gateway.workshop.simulate.routers import check_fit, models_from_text
+    from gateway.workshop.simulate.fleets import FleetError, check_fit, models_from_text
     from gateway.workshop.simulate.simulation import StuckError
 
     try:
@@ -443,14 +436,10 @@ def _simulate_elastic(
     from gateway.workshop.simulate.simulation import StuckError
 
     rules, startup, cost = _parse_elastic(rules_text)
-    try:
+    with failing_by(FleetError, before="--standby: ", status=2):
         spares = from_text(standby, setup)
-    except FleetError as error:
-        raise CommandFailed(f"--standby: {error}", status=2) from None
-    try:
+    with failing_by(StuckError):
         found = compare_elastic(trace, base, spares, rules, startup, warm=warm, seed=seed)
-    except StuckError as error:
-        raise CommandFailed(str(error)) from None
     if as_json:
         start = options.StartKind.WARM if warm else options.StartKind.COLD
         print_json({"start": start.value, "fleets": [one.as_dict(cost) for one in found]})
@@ -461,16 +450,14 @@ def _simulate_elastic(
 def _parse_elastic(text: str) -> tuple[AutoscalingRules, float, float]:
     """Parse `--elastic`: the policy's rules, the start-up time and the cost of an hour."""
     from gateway.schedule.core.autoscaling_policy import AutoscalingRules
-    from gateway.workshop.simulate.trace import parse_figures
+    from gateway.workshop.simulate.simulation import parse_figures
 
     names = [*(one.name for one in fields(AutoscalingRules)), "startup", "cost"]
     values = {"startup": 60.0, "cost": 0.0}
-    try:
+    with failing_by(ValueError, before="--elastic: ", status=2):
         values |= parse_figures(
             text, {name: int if name in {"min", "max"} else float for name in names}
         )
-    except ValueError as error:
-        raise CommandFailed(f"--elastic: {error}", status=2) from None
     if not all(0 <= value < math.inf for value in values.values()):
         raise CommandFailed("--elastic: write numbers of 0 or more", status=2)
     startup, cost = values.pop("startup"), values.pop("cost")

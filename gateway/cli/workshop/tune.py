@@ -10,7 +10,7 @@ import typer
 
 from gateway.cli import options
 from gateway.cli.options import examples_epilog
-from gateway.cli.terminal import CommandFailed, print_json, print_note, print_rows
+from gateway.cli.terminal import CommandFailed, failing_by, print_json, print_note, print_rows
 from gateway.config.errors import single_line
 
 if TYPE_CHECKING:
@@ -135,7 +135,7 @@ def tune(
     _check_target(write)
     options.check_plot_file(plot)
     request = BenchmarkRequest(prompt, answer)
-    try:
+    with failing_by(LocalFleetError):
         plan = plan_local_fleet(model, server_bin=server_bin, force_memory=force_memory)
         slot = _slot_tokens(plan, context, request)
         topology = read_topology()
@@ -165,8 +165,6 @@ def tune(
         )
         with models_in_use(model_parts(plan.model.path)):
             status = _run(session, machine, records, minutes)
-    except LocalFleetError as error:
-        raise CommandFailed(str(error)) from None
     if meter is not None and meter.failure is not None:
         print_note(f"Energy was measured only in part: {meter.failure}")
     report = build_report(session)
@@ -309,10 +307,8 @@ def _check_target(path: Path | None) -> None:
     from gateway.workshop.tune.report import WriteError, check_target
 
     if path is not None:
-        try:
+        with failing_by(WriteError, before="--write ", status=2):
             check_target(path)
-        except WriteError as error:
-            raise CommandFailed(f"--write {error}", 2) from None
 
 
 def _write_files(

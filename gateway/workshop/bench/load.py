@@ -20,14 +20,13 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import TYPE_CHECKING, Any
 
-from gateway.workshop.bench.exchange import RequestResult, RequestSender
-from gateway.workshop.bench.target import PromptWriter
+from gateway.workshop.bench.exchange import PromptWriter, RequestResult, RequestSender
 from gateway.workshop.simulate.report import Percentiles
-from gateway.workshop.simulate.trace import Job, TracePrompt
+from gateway.workshop.simulate.simulation import Job, TracePrompt
 
 if TYPE_CHECKING:
     from gateway.local.energy import EnergyMeter
-    from gateway.workshop.simulate.trace import Trace
+    from gateway.workshop.simulate.simulation import Trace
 
 MOST_LOADS = 32  # loads of one run
 MOST_CONCURRENCY = 4096

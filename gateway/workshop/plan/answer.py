@@ -9,10 +9,10 @@ from pathlib import Path
 from typing import Literal
 
 from gateway.local.memory import format_gib
+from gateway.workshop.plan import search
 from gateway.workshop.plan.catalogue import HOURS_PER_MONTH, NodeType
 from gateway.workshop.plan.search import (
-    DIRECT,
-    GATEWAY,
+    SECONDS_PER_HOUR,
     WARM_UP_SHARE,
     FleetOption,
     FleetPart,
@@ -20,17 +20,8 @@ from gateway.workshop.plan.search import (
     OutOfTimeError,
     PlanQuestion,
     TimeLimit,
-    count_for,
-    find_fleet,
-    least_count,
-    least_that,
-    option_price,
-    times_of,
-    use_of,
-    why_impossible,
 )
-from gateway.workshop.plan.workload import MOST_REQUESTS_PER_HOUR, SECONDS_PER_HOUR
-from gateway.workshop.simulate.routers import SPEED_MEMORY
+from gateway.workshop.simulate.fleets import SPEED_MEMORY
 
 # Types that are simulated: the cheapest by their least number. Others are if they may be the
 # cheapest of their tier.
@@ -60,7 +51,7 @@ def answer(question: PlanQuestion, limit: TimeLimit) -> PlanAnswer:
     """Find what each type would take, simulate those that may be the cheapest, and the hybrid."""
 
     def least_price(node_type: NodeType) -> float:
-        count = least_count(node_type, question.workload, question.goal)
+        count = search.least_count(node_type, question.workload, question.goal)
         return _hour(question, FleetPart(node_type, count))
 
     options: list[FleetOption] = []
@@ -68,9 +59,9 @@ def answer(question: PlanQuestion, limit: TimeLimit) -> PlanAnswer:
     simulated = 0
     for node_type in sorted(question.types, key=least_price):
         if simulated >= SIMULATED_TYPES and least_price(node_type) >= best[node_type.tier]:
-            options.append(find_fleet(question, node_type, None))
+            options.append(search.find_fleet(question, node_type, None))
             continue
-        option = find_fleet(question, node_type, limit)
+        option = search.find_fleet(question, node_type, limit)
         options.append(option)
         if option.trial is not None:
             simulated += 1
@@ -89,7 +80,7 @@ def answer(question: PlanQuestion, limit: TimeLimit) -> PlanAnswer:
 
 def _hour(question: PlanQuestion, part: FleetPart) -> float:
     """The price of an hour, by the estimate; infinite: not known."""
-    hour = option_price(question, (part,), None).per_hour
+    hour = search.option_price(question, (part,), None).per_hour
     return math.inf if hour is None else hour
 
 
@@ -123,7 +114,7 @@ def try_hybrid(
         return (FleetPart(cpu, count), FleetPart(gpu, 1))
 
     def meets(count: int) -> bool:
-        if workload.backlog is None and use_of(fleet(count), workload) > goal.use:
+        if workload.backlog is None and search.use_of(fleet(count), workload) > goal.use:
             return False
         if count not in trials:
             trials[count] = question.play(fleet(count), trace, limit)
@@ -131,7 +122,7 @@ def try_hybrid(
 
     rejected = ""
     try:
-        count = least_that(meets, 1, most)
+        count = search.least_that(meets, 1, most)
     except OutOfTimeError:
         count = min((one for one in trials if meets(one)), default=None)
     if count is None:
@@ -140,8 +131,8 @@ def try_hybrid(
         count = most
         rejected = ", ".join(goal.misses(trials[most])) or "not done in time"
     parts, trial = fleet(count), trials[count]
-    price = option_price(question, parts, trial)
-    return FleetOption(parts, use_of(parts, workload), trial, price, rejected=rejected)
+    price = search.option_price(question, parts, trial)
+    return FleetOption(parts, search.use_of(parts, workload), trial, price, rejected=rejected)
 
 
 # Ways to deploy.
@@ -204,10 +195,10 @@ def _one_node(
 ) -> Deployment:
     workload, goal = question.workload, question.goal
     parts = (FleetPart(node_type, 1),)
-    month = option_price(question, parts, None).month
+    month = search.option_price(question, parts, None).month
     row = Deployment(way, f"1 x {node_type.name}", "no", "", per_month=month)
-    use = use_of(parts, workload)
-    if impossible := why_impossible(node_type, question.trace(), goal, workload.models):
+    use = search.use_of(parts, workload)
+    if impossible := search.why_impossible(node_type, question.trace(), goal, workload.models):
         return replace(row, reason=impossible)
     if use >= 1.0:
         reason = (
@@ -221,7 +212,9 @@ def _one_node(
         return replace(row, reason=reason)
     try:
         trace = question.trace(node_type.servers * node_type.slots)
-        trial = question.play(parts, trace, limit, DIRECT if way == "single" else GATEWAY)
+        trial = question.play(
+            parts, trace, limit, search.DIRECT if way == "single" else search.GATEWAY
+        )
     except OutOfTimeError as error:
         return replace(row, reason=f"not simulated: {error}")
     row = replace(row, trial=trial)
@@ -250,10 +243,10 @@ def _balanced(question: PlanQuestion, option: FleetOption) -> Deployment:
     if option.rejected:
         return replace(row, verdict="no", reason=option.rejected)
     if part.count > 1:
-        left = use_of((FleetPart(part.node_type, part.count - 1),), question.workload)
+        left = search.use_of((FleetPart(part.node_type, part.count - 1),), question.workload)
         after = "the rest could do it" if left < 1.0 else "the rest would be overloaded"
         return replace(row, reason=f"used to {option.use:.0%}; if one fails, {after} ({left:.0%})")
-    month = option_price(question, (FleetPart(part.node_type, 2),), None).month
+    month = search.option_price(question, (FleetPart(part.node_type, 2),), None).month
     reason = "one is enough; a second only keeps it up when one fails"
     return Deployment("balanced", f"2 x {part.node_type.name}", "works", reason, None, month)
 
@@ -351,14 +344,16 @@ def break_even(found: PlanAnswer) -> BreakEven | None:
     cpus, gpus = ([one for one in equal if one.tiers == {tier}] for tier in ("cpu", "gpu"))
     if question.workload.backlog is not None or not cpus or not gpus:
         return None
-    least, most = max(asked / SPAN, 1e-3), min(asked * SPAN, MOST_REQUESTS_PER_HOUR)
+    least, most = max(asked / SPAN, 1e-3), min(asked * SPAN, search.MOST_REQUESTS_PER_HOUR)
     rates = tuple(least * (most / least) ** (step / STEPS) for step in range(STEPS + 1))
 
     def cheapest(options: Sequence[FleetOption], rate: float) -> float:
         workload = question.workload.with_requests(rate)
         types = [one.parts[0].node_type for one in options]
         return min(
-            _month(question, [FleetPart(one, count_for(one, workload, uses[one.name]))], rate)
+            _month(
+                question, [FleetPart(one, search.count_for(one, workload, uses[one.name]))], rate
+            )
             for one in types
         )
 
@@ -369,7 +364,7 @@ def break_even(found: PlanAnswer) -> BreakEven | None:
         count = 1
         if left > 0:
             cpu_use = uses.get(cpu.name, question.goal.use)
-            count = count_for(cpu, workload.with_requests(left), cpu_use)
+            count = search.count_for(cpu, workload.with_requests(left), cpu_use)
         return _month(question, [FleetPart(gpu, 1), FleetPart(cpu, count)], rate)
 
     cpu = PriceCurve("CPU nodes", rates, tuple(cheapest(cpus, rate) for rate in rates))
@@ -392,7 +387,7 @@ def _planned_use(question: PlanQuestion, option: FleetOption) -> float:
 
 def _month(question: PlanQuestion, parts: Sequence[FleetPart], rate: float) -> float:
     asked = replace(question, workload=question.workload.with_requests(rate))
-    return option_price(asked, parts, None).month or 0.0
+    return search.option_price(asked, parts, None).month or 0.0
 
 
 def _crossing(cheaper: PriceCurve, than: PriceCurve) -> Crossing:
@@ -474,7 +469,7 @@ def contradiction(per_hour: float, tokens_per_second: float, claimed: float) -> 
 def explain(question: PlanQuestion, option: FleetOption) -> dict[str, str]:
     """What each figure of a fleet comes from: lines, each with its word."""
     workload, node_type, trial = question.workload, option.parts[0].node_type, option.trial
-    times = times_of(node_type, workload)
+    times = search.times_of(node_type, workload)
     lines = {}
     if workload.backlog_hours is None:
         lines["arrivals"] = (

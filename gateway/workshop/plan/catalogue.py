@@ -14,17 +14,11 @@ from typing import Annotated, Literal
 
 from pydantic import Field, ValidationInfo, field_validator
 
+from gateway.config import yaml_file
 from gateway.config.errors import ConfigError, Problem
 from gateway.config.fields import ConfigModel, validation_error
-from gateway.config.yaml_file import (
-    YamlList,
-    YamlMapping,
-    find_duplicates,
-    first_of_each_place,
-    read_yaml,
-    validate,
-)
-from gateway.workshop.simulate.routers import GIB, SPEED_MEMORY, SimulatedModel
+from gateway.config.yaml_file import YamlList, YamlMapping
+from gateway.workshop.simulate.fleets import GIB, SPEED_MEMORY, SimulatedModel
 from gateway.workshop.simulate.simulation import (
     BATCH_COST,
     CACHE_RAM_MIB,
@@ -244,26 +238,26 @@ def packaged_catalogue() -> NodeCatalogue:
 
 def read_catalogue(path: Path, env: Mapping[str, str] | None = None) -> NodeCatalogue:
     """Read a catalogue. Raises ConfigError with every problem of the file."""
-    source = read_yaml(path, env or {})
+    source = yaml_file.read_yaml(path, env or {})
     problems = list(source.problems)
     root = source.root
     if not isinstance(root.tree, YamlMapping):
         raise ConfigError([Problem(path, root.line, "", "must be a mapping", "write types: [...]")])
-    found, wrong = validate(NodeCatalogue, source, root, env or {})
+    found, wrong = yaml_file.validate(NodeCatalogue, source, root, env or {})
     problems += wrong
     listed = root.tree.entries.get("types")
     if listed is not None and isinstance(listed.tree, YamlList):
         if not listed.tree.entries:
             problems.append(Problem(path, listed.line, "types", "is empty", "write one type"))
         entries = listed.tree.entries
-        problems += find_duplicates(source, entries, "name", "the type")
+        problems += yaml_file.find_duplicates(source, entries, "name", "the type")
         for entry in entries:
             keys = entry.tree.entries if isinstance(entry.tree, YamlMapping) else {}
             if keys and not any(key in keys for key in _PRICES):
                 remedy = f"write {', '.join(_PRICES[:2])} or {_PRICES[2]}; 0 if it costs nothing"
                 problems.append(Problem(path, entry.line, entry.key, "has no price", remedy))
     if problems or found is None:
-        raise ConfigError(first_of_each_place(problems))
+        raise ConfigError(yaml_file.first_of_each_place(problems))
     return found
 
 

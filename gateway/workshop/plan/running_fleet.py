@@ -17,6 +17,7 @@ from typing import Any
 
 from pydantic import Field
 
+from gateway.workshop.plan import search
 from gateway.workshop.plan.catalogue import MOST_SLOTS_OF_A_SERVER, FleetPrice, NodeType, TokenPrice
 from gateway.workshop.plan.search import (
     FleetPart,
@@ -25,24 +26,21 @@ from gateway.workshop.plan.search import (
     OutOfTimeError,
     PlanQuestion,
     TimeLimit,
-    bounded,
-    fleet_name,
-    least_that,
-    option_price,
+    Workload,
 )
-from gateway.workshop.plan.workload import MOST_PEAK, SECONDS_PER_HOUR, Workload, asked_models
-from gateway.workshop.simulate.fleets import FleetError
+from gateway.workshop.simulate import fleets
+from gateway.workshop.simulate.fleets import FleetError, SimulatedModel
 from gateway.workshop.simulate.fronts import PRIORITY_BY_LABEL
 from gateway.workshop.simulate.report import Percentiles
-from gateway.workshop.simulate.routers import (
-    GIB,
-    SimulatedModel,
-    placed_models,
-    with_all_speeds,
-    with_shares,
+from gateway.workshop.simulate.simulation import (
+    MOST_TOKENS,
+    Job,
+    ModelSpeed,
+    SimulatedMachine,
+    Trace,
+    TracePrompt,
+    build_trace,
 )
-from gateway.workshop.simulate.simulation import ModelSpeed, SimulatedMachine
-from gateway.workshop.simulate.trace import MOST_TOKENS, Job, Trace, TracePrompt, build_trace
 
 FALLBACK_SPEED = (100.0, 10.0)  # of a router none of whose models is measured; never shown
 SAME_SPEED = 0.2  # nodes whose speeds differ by less, as a share, are of one kind
@@ -168,7 +166,7 @@ class _Routers:
         if not any(node.get("router") for node in nodes):
             return
         try:
-            self.models = placed_models(rows)
+            self.models = fleets.placed_models(rows)
         except FleetError as error:
             raise UnmeasuredFleetError(f"{error}") from None
         keys = {row.get("name"): str(row["model"]) for row in rows}
@@ -193,7 +191,7 @@ class _Routers:
             for router, found in self._of.items()
         ]
         self._measured = {one.name for one in machines if one.model_speeds}
-        self._machines = {one.name: one for one in with_all_speeds(machines, self.models)}
+        self._machines = {one.name: one for one in fleets.with_all_speeds(machines, self.models)}
 
     def as_one(self, node: Mapping[str, Any]) -> Mapping[str, Any]:
         """A router as one node that has its models' slots and speeds; any other as it is."""
@@ -214,7 +212,7 @@ class _Routers:
             "decode_tps": machine.decode_tps if measured else None,
             "batch_cost": fmean(costs) if costs else None,
             "models": sorted(found),
-            "memory_gib": memory / GIB,
+            "memory_gib": memory / fleets.GIB,
             "model_speeds": machine.model_speeds if measured else {},
             "hosts": (host,),
         }
@@ -344,7 +342,7 @@ def traffic_of(
     """
     if not fleet.models:
         return FleetTraffic(workload, {"": workload}, recorded)
-    models = tuple(with_shares(fleet.models, seed))
+    models = tuple(fleets.with_shares(fleet.models, seed))
     if recorded is not None:
         known = fleet.known_models
         for job in recorded.jobs:
@@ -352,7 +350,7 @@ def traffic_of(
                 asked = f"no node has {job.model}" if job.model else "a request names no model"
                 raise UnmeasuredFleetError(f"{asked}: the trace is not of this fleet's models")
         recorded = build_trace([replace(job, model=known[job.model]) for job in recorded.jobs])
-        models = asked_models(recorded.jobs, fleet.models)
+        models = search.asked_models(recorded.jobs, fleet.models)
     total = sum(one.share or 0.0 for one in models)
     by_model = {
         one.name: workload.with_requests(workload.requests_per_hour * one.share / total)
@@ -418,16 +416,16 @@ def busiest_hour(told: Mapping[str, Any], fleet: MeasuredFleet, peak: float) -> 
         at = (one.at - first) / peak
         text = TracePrompt(-1 - number, read)
         jobs.append(Job(0, at, text, written, None, one.priority_label, model=one.model))
-    hourly = peak * SECONDS_PER_HOUR / span
+    hourly = peak * search.SECONDS_PER_HOUR / span
     by_model = {
         model: _workload(count * hourly, means.get(model, overall))
         for model, count in counts.items()
     }
     # Prices are those of the mean hour, waits those of the busiest one.
     rate = len(arrivals) * hourly
-    mean = max(requests / max(since_first, span) * SECONDS_PER_HOUR, rate / MOST_PEAK)
-    factor = min(MOST_PEAK, max(1.0, rate / mean))
-    asked = asked_models(jobs, fleet.models)
+    mean = max(requests / max(since_first, span) * search.SECONDS_PER_HOUR, rate / search.MOST_PEAK)
+    factor = min(search.MOST_PEAK, max(1.0, rate / mean))
+    asked = search.asked_models(jobs, fleet.models)
     workload = replace(_workload(min(mean, rate), overall), peak=factor, models=asked)
     slots = sum(part.servers * part.node_type.slots for part in fleet.parts)
     nodes = {one.node for one in known}
@@ -701,10 +699,10 @@ class _Asked:
             with contextlib.suppress(OutOfTimeError):
                 trial = question.play(parts, question.trace(), self.limit)
         if trial is not None and now is not None and now.trial is not None:
-            trial = bounded(trial, now.trial, pick)
-        price = option_price(question, parts, trial)
+            trial = search.bounded(trial, now.trial, pick)
+        price = search.option_price(question, parts, trial)
         missed = self.missed(trial, use, question.goal)
-        return WhatIf(change, fleet_name(parts), use, trial, price, missed)
+        return WhatIf(change, search.fleet_name(parts), use, trial, price, missed)
 
     def missed(self, trial: FleetTrial | None, use: float, goal: Goal) -> tuple[str, ...]:
         """What is missed of the goal."""
@@ -769,7 +767,7 @@ def _least_addition(
         def fits(count: int, place: int = place) -> bool:
             return fleet_use(_changed(fleet, place, count), asked.traffic.by_model) <= goal.use
 
-        if count := least_that(fits, 1, MOST_ADDED):
+        if count := search.least_that(fits, 1, MOST_ADDED):
             hour = part.node_type.price.per_hour
             choices.append((math.inf if hour is None else hour * count, count, place))
     if not choices:
@@ -781,5 +779,5 @@ def _least_addition(
         rows[count] = asked.row(f"{count} more", _changed(fleet, place, count), now, min)
         return rows[count].trial is None or not rows[count].missed
 
-    found = least_that(suffices, least, MOST_ADDED)
+    found = search.least_that(suffices, least, MOST_ADDED)
     return None if found is None else (fleet.parts[place].node_type.name, found, rows[found])

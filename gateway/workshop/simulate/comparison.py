@@ -12,29 +12,32 @@ from functools import partial
 from gateway.schedule.core.autoscaling_policy import AutoscalingRules
 from gateway.schedule.core.dispatcher import DispatchRules
 from gateway.schedule.core.selection import POLICIES
-from gateway.workshop.simulate.fronts import (
-    AutoscalingFront,
-    ExactKnowledge,
-    GatewayFront,
-    LearntKnowledge,
-    LeastConn,
-)
-from gateway.workshop.simulate.model_fronts import (
-    FewestConnections,
-    HandFront,
-    LeastRecentlyUsed,
-    ModelPlacingFront,
-)
-from gateway.workshop.simulate.report import PolicyReport, lower_bound, summarise
-from gateway.workshop.simulate.routers import (
+from gateway.workshop.simulate.fleets import (
     RouterFleet,
     SimulatedModel,
     describe_placement,
     greedy_placement,
     random_placements,
 )
-from gateway.workshop.simulate.simulation import Front, SimulatedMachine, simulate
-from gateway.workshop.simulate.trace import Trace, build_trace
+from gateway.workshop.simulate.fronts import (
+    AutoscalingFront,
+    ExactKnowledge,
+    FewestConnections,
+    GatewayFront,
+    HandFront,
+    LearntKnowledge,
+    LeastConn,
+    LeastRecentlyUsed,
+    ModelPlacingFront,
+)
+from gateway.workshop.simulate.report import PolicyReport, lower_bound, summarise
+from gateway.workshop.simulate.simulation import (
+    Front,
+    SimulatedMachine,
+    Trace,
+    build_trace,
+    simulate,
+)
 
 # Proxies beside the gateway: `least_conn`, and `leastconn` with `maxconn` = a node's slots.
 OTHER_PROXIES: Mapping[str, Callable[[Sequence[SimulatedMachine]], Front]] = {

@@ -1,14 +1,25 @@
-"""Which machines are simulated: those of an inventory with speeds, or a fleet given as text."""
+"""What is simulated: the machines of an inventory with speeds, or a fleet given as text; routers.
+
+**Routers** hold several models as far as their host's memory goes. Each model on each router is a
+simulated server of its own, an instance, with its slots and caches. Those of one router that
+compute at the same time share its speed in equal parts. A larger model is slower in proportion,
+unless its speed is known: a router's speeds are those of a model of `SPEED_MEMORY`. Plain servers
+may stand beside routers; each is an instance that is always loaded.
+"""
 
 from __future__ import annotations
 
 import json
+import math
+import random
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from heapq import heappop, heappush
 from pathlib import Path
-from typing import Annotated, Any
+from statistics import fmean
+from typing import Annotated, Any, NamedTuple
 
 import msgspec
 import yaml
@@ -19,6 +30,9 @@ from gateway.workshop.simulate.simulation import (
     BATCH_COST,
     CACHE_RAM_MIB,
     KV_BYTES_PER_TOKEN,
+    Job,
+    ModelSpeed,
+    SimulatedFleet,
     SimulatedMachine,
 )
 
@@ -239,3 +253,462 @@ def _named(source: str) -> Iterator[None]:
 def _some(names: Sequence[str]) -> str:
     shown = ", ".join(names[:3])
     return shown if len(names) <= 3 else f"{shown} and {len(names) - 3} more"
+
+
+GIB = 1 << 30
+SPEED_MEMORY = 8 * GIB  # bytes of the model for which a router's speeds are given
+LOAD_SPEED = GIB  # bytes of a model that are loaded in a second
+UNLOAD_SECONDS = 1.0  # until a process has gone and its memory is free
+MOST_MODELS = 1000
+
+MODELS_SYNTAX = "COUNTxSMALLEST:LARGEST, such as 12x2GiB:30GiB"
+_SIZES = re.compile(r"(?P<count>\d+)x(?P<least>[\w.]+):(?P<most>[\w.]+)")
+
+
+@dataclass(frozen=True, slots=True)
+class SimulatedModel:
+    """A model that routers can load."""
+
+    name: str
+    memory: int
+    load_seconds: float
+    share: float | None = None  # of the requests, as a multiple of others' shares; None: not given
+
+
+def models_from_text(text: str) -> list[SimulatedModel]:
+    """Models from text, or of the file that it names.
+
+    `12x2GiB:30GiB` are 12 models, each larger than the one before by the same factor. A file is a
+    list of `name`, `memory` and, unless it is loaded with `LOAD_SPEED`, `load_seconds`; or what
+    `llama-gateway models --json` writes. Raises FleetError.
+    """
+    found = _SIZES.fullmatch(text.replace(" ", ""))
+    if found is None:
+        return _read_models(Path(text))
+    try:
+        count, least, most = int(found["count"]), parse_size(found["least"]), parse_size(found[3])
+    except ValueError:
+        raise FleetError(f"{text!r} is no set of models: write {MODELS_SYNTAX}") from None
+    if not (1 <= count <= MOST_MODELS and 0 < least <= most):
+        raise FleetError(f"{text!r}: write 1 to {MOST_MODELS} models, the smallest size first")
+    factor = (most / least) ** (1 / max(1, count - 1))
+    sizes = [round(least * factor**place) for place in range(count)]
+    return [
+        SimulatedModel(f"model-{place}", size, size / LOAD_SPEED)
+        for place, size in enumerate(sizes, 1)
+    ]
+
+
+def _read_models(path: Path) -> list[SimulatedModel]:
+    if not path.is_file():
+        raise FleetError(f"{path}: no such file (name a YAML file, or write {MODELS_SYNTAX})")
+    value = read_document(path)
+    if isinstance(value, dict) and isinstance(value.get("placements"), list):
+        return placed_models(value["placements"])
+    models: list[SimulatedModel] = []
+    remedy = "write a list of {name: qwen3-8b, memory: 9GiB, load_seconds: 8, share: 2}"
+    for number, entry in enumerate(value if isinstance(value, list) else [None], 1):
+        model = _model_of(entry)
+        if model is None:
+            raise FleetError(f"{path}: entry {number} is no model ({remedy})")
+        models.append(model)
+    if not models or len({one.name for one in models}) < len(models) or len(models) > MOST_MODELS:
+        raise FleetError(
+            f"{path}: holds no model, one twice, or more than {MOST_MODELS} ({remedy})"
+        )
+    if None in (shares := {one.share for one in models}) and len(shares) > 1:
+        raise FleetError(f"{path}: give each model a `share`, or none")
+    return models
+
+
+def _model_of(entry: object) -> SimulatedModel | None:
+    if not isinstance(entry, dict) or not isinstance(entry.get("name"), str):
+        return None
+    try:
+        memory = parse_size(entry.get("memory"))
+        seconds = float(entry.get("load_seconds", memory / LOAD_SPEED))
+        share = float(entry["share"]) if "share" in entry else None
+    except (TypeError, ValueError):
+        return None
+    sound = memory > 0 and 0.0 < seconds < math.inf and (share is None or 0.0 < share < math.inf)
+    return SimulatedModel(entry["name"], memory, seconds, share) if sound else None
+
+
+def placed_models(placements: Sequence[Mapping[str, Any]]) -> list[SimulatedModel]:
+    """The models of a running fleet's routers, from the `placements` that its gateway tells.
+
+    One that was never loaded is taken to be as large as the largest. Raises FleetError.
+    """
+    rows: dict[str, list[Mapping[str, Any]]] = {}
+    try:
+        for row in placements:
+            rows.setdefault(str(row["model"]), []).append(row)
+        sizes = {name: max(one["memory"] or 0 for one in found) for name, found in rows.items()}
+        largest = max(sizes.values(), default=0)
+        models = [
+            SimulatedModel(
+                name,
+                sizes[name] or largest,
+                fmean(max(0.1, one["expected_load_seconds"]) for one in found),
+            )
+            for name, found in rows.items()
+        ]
+    except (KeyError, TypeError, ValueError):
+        raise FleetError("the placements are of another version of the gateway") from None
+    if not largest:
+        raise FleetError("the memory of no model is known yet: load one, or write models.X.memory")
+    return models
+
+
+def with_shares(models: Sequence[SimulatedModel], seed: int) -> list[SimulatedModel]:
+    """Models with the share of each: as given, else by Zipf's law in an order drawn by the seed."""
+    ranks = [*range(1, len(models) + 1)]
+    random.Random(f"ranks of {seed}").shuffle(ranks)
+    return [
+        model if model.share is not None else replace(model, share=1.0 / rank)
+        for model, rank in zip(models, ranks, strict=True)
+    ]
+
+
+def check_fit(nodes: Sequence[SimulatedMachine], models: Sequence[SimulatedModel]) -> None:
+    """Raise FleetError unless each model fits on a router, or a plain server has it."""
+    if all(not node.memory for node in nodes):
+        raise FleetError(
+            f"{nodes[0].name} has no memory for models: write 2x2@40:600/48GiB, `memory` in the "
+            "inventory, or --memory 48GiB"
+        )
+    for model in models:
+        able = (one.memory or model.memory for one in nodes if one.serves(model.name))
+        most = max(able, default=0)
+        if model.memory > most:
+            raise FleetError(
+                f"{model.name} takes {model.memory / GIB:.1f} GiB, the largest router has "
+                f"{most / GIB:.1f} GiB: give one more memory, or leave the model out"
+            )
+
+
+def with_all_speeds(
+    nodes: Sequence[SimulatedMachine], models: Sequence[SimulatedModel]
+) -> list[SimulatedMachine]:
+    """Machines with the speed of every model on every router: those not known follow from others.
+
+    A model that was measured elsewhere is as much faster or slower there than others; of one that
+    was measured nowhere its size tells.
+    """
+    sizes = {model.name: model.memory / SPEED_MEMORY for model in models}
+    bases: list[ModelSpeed] = []  # of each node, with a model of `SPEED_MEMORY`
+    factors: dict[str, list[ModelSpeed]] = {name: [] for name in sizes}
+    for node in nodes:
+        known = {name: speed for name, speed in node.model_speeds.items() if name in sizes}
+        base = node.prefill_tps, node.decode_tps
+        if known:
+            base = _mean_speed([(r * sizes[one], w * sizes[one]) for one, (r, w) in known.items()])
+        bases.append(base)
+        for name, (read, write) in known.items():
+            factors[name].append((read / base[0], write / base[1]))
+    usual = {
+        name: _mean_speed(found or [(1 / sizes[name],) * 2]) for name, found in factors.items()
+    }
+    return [
+        replace(
+            node,
+            prefill_tps=read,
+            decode_tps=write,
+            model_speeds={
+                name: node.model_speeds.get(name, (read * factor[0], write * factor[1]))
+                for name, factor in usual.items()
+                if node.serves(name)
+            },
+        )
+        if node.memory
+        else node
+        for node, (read, write) in zip(nodes, bases, strict=True)
+    ]
+
+
+def _mean_speed(speeds: Sequence[ModelSpeed]) -> ModelSpeed:
+    return fmean(read for read, _ in speeds), fmean(write for _, write in speeds)
+
+
+class SimulatedInstance(NamedTuple):
+    """A model on a router, or a plain server."""
+
+    machine: SimulatedMachine
+    router: int  # its place among the nodes
+    model: SimulatedModel | None  # None: a plain server
+
+
+def instances_of(
+    nodes: Sequence[SimulatedMachine], models: Sequence[SimulatedModel]
+) -> list[SimulatedInstance]:
+    """Each plain server, and each model on each router: those of the first router first."""
+    found = []
+    for place, node in enumerate(with_all_speeds(nodes, models)):
+        if not node.memory:
+            found.append(SimulatedInstance(node, place, None))
+            continue
+        for model in models:
+            if model.name in node.model_speeds:
+                prefill, decode = node.model_speeds[model.name]
+                machine = replace(
+                    node,
+                    name=f"{node.name}/{model.name}",
+                    prefill_tps=prefill,
+                    decode_tps=decode,
+                    host=node.host or node.name,
+                    models=frozenset({model.name}),
+                    memory=model.memory,
+                )
+                found.append(SimulatedInstance(machine, place, model))
+    return found
+
+
+class RouterFleet(SimulatedFleet):
+    """Routers, and plain servers beside them, whose servers are those of `instances_of`.
+
+    It holds the fronts to what is possible: an instance takes jobs while it is loaded, is unloaded
+    only while it has none, and all of a host fit into its memory.
+    """
+
+    __slots__ = (
+        "_active",
+        "_clocks",
+        "_clocks_set",
+        "_free",
+        "held",
+        "hosts",
+        "instances",
+        "load_seconds",
+        "loaded",
+        "loads",
+        "models",
+        "nodes",
+    )
+
+    def __init__(
+        self,
+        nodes: Sequence[SimulatedMachine],
+        models: Sequence[SimulatedModel],
+        jobs: Sequence[Job],
+        loaded: Collection[int] = (),
+    ) -> None:
+        """`loaded`: the instances of routers that are loaded from the start."""
+        self.nodes, self.models, self.instances = nodes, models, instances_of(nodes, models)
+        super().__init__([one.machine for one in self.instances], jobs)
+        self.hosts = [node.host or node.name for node in nodes]
+        self.loads, self.load_seconds = 0, 0.0
+        self.held: set[int] = set()  # those that take memory
+        self.loaded = {index for index, one in enumerate(self.instances) if one.model is None}
+        self._free = self.host_memory
+        # A router's own clock runs slower the more of its instances compute.
+        self._clocks = [0.0] * len(nodes)
+        self._clocks_set = [0.0] * len(nodes)
+        self._active: list[set[int]] = [set() for _ in nodes]
+        self._versions = [0] * len(nodes)
+        for index in loaded:
+            self._hold(index)
+            self.loaded.add(index)
+
+    def router_of(self, index: int) -> int:
+        """The node of an instance, by its place."""
+        return self.instances[index].router
+
+    def host_of(self, index: int) -> str:
+        """The host of an instance."""
+        return self.hosts[self.instances[index].router]
+
+    def model_of(self, index: int) -> SimulatedModel:
+        """The model of a router's instance."""
+        model = self.instances[index].model
+        assert model is not None
+        return model
+
+    def able(self, model: str) -> list[int]:
+        """The instances that serve a model, if they are loaded."""
+        return [index for index, one in enumerate(self.instances) if one.machine.serves(model)]
+
+    @property
+    def host_memory(self) -> dict[str, int]:
+        """The memory of each host for models: that of its router with the most."""
+        found: dict[str, int] = {}
+        for host, node in zip(self.hosts, self.nodes, strict=True):
+            found[host] = max(found.get(host, 0), node.memory)
+        return found
+
+    def free(self, host: str) -> int:
+        """Bytes of a host that are free."""
+        return self._free[host]
+
+    def begin_load(self, index: int) -> float:
+        """Load an instance; returns when to call `end_load`."""
+        self._hold(index)
+        seconds = self.model_of(index).load_seconds
+        self.loads += 1
+        self.load_seconds += seconds
+        return self.now + seconds
+
+    def end_load(self, index: int) -> None:
+        """It takes jobs from now on."""
+        self.loaded.add(index)
+
+    def begin_unload(self, index: int) -> float:
+        """Unload an idle instance; returns when to call `end_unload`."""
+        if self.servers[index].next_end >= 0 or index not in self.loaded:
+            raise ValueError(f"{self.servers[index].machine.name} works or is not loaded")
+        self.loaded.discard(index)
+        self.servers[index].restart()
+        return self.now + UNLOAD_SECONDS
+
+    def end_unload(self, index: int) -> None:
+        """Its memory is free from now on."""
+        self.held.discard(index)
+        self._free[self.host_of(index)] += self.model_of(index).memory
+
+    def _hold(self, index: int) -> None:
+        host, memory = self.host_of(index), self.model_of(index).memory
+        if index in self.held or memory > self.free(host):
+            raise ValueError(f"{self.servers[index].machine.name} does not fit or is loaded")
+        self.held.add(index)
+        self._free[host] -= memory
+
+    # Time.
+
+    def send(self, job: Job, node: int) -> None:
+        """Send a job to a loaded instance, now."""
+        if node not in self.loaded:
+            raise ValueError(f"{self.servers[node].machine.name} is not loaded")
+        job.send_to(node, self.now)
+        router = self.router_of(node)
+        self.servers[node].take(job, self._clock(router), self.now)
+        self._active[router].add(node)
+        self._schedule(router)
+
+    def end_steps(self) -> tuple[list[Job], list[Job]]:
+        """End those steps, now: the jobs that have their first token, and those that have ended."""
+        _, router, _ = heappop(self._ends)
+        active = self._active[router]
+        node = min(active, key=lambda index: (self.servers[index].next_end, index))
+        server = self.servers[node]
+        self._clock(router)
+        self._clocks[router] = server.next_end  # Without the error of its floats.
+        ended = server.end_steps(server.next_end, self.now)
+        if server.next_end < 0:
+            active.discard(node)
+        self._schedule(router)
+        return ended
+
+    def _clock(self, router: int) -> float:
+        passed = self.now - self._clocks_set[router]
+        self._clocks_set[router] = self.now
+        self._clocks[router] += passed / max(1, len(self._active[router]))
+        return self._clocks[router]
+
+    def _schedule(self, router: int) -> None:
+        self._versions[router] += 1
+        active = self._active[router]
+        if active:
+            left = min(self.servers[index].next_end for index in active) - self._clocks[router]
+            end = self.now + max(0.0, left) * len(active)
+            heappush(self._ends, (end, router, self._versions[router]))
+
+
+# Placements by hand: sets of instances that stay.
+
+
+def greedy_placement(fleet: RouterFleet, requests: Mapping[str, int]) -> frozenset[int] | None:
+    """Each model once, the largest first, then copies where the most work falls on one.
+
+    `requests`: of each model. None: the models don't fit.
+    """
+    placing = _Placing(fleet)
+    # A larger model is slower in proportion.
+    work = {one.name: requests.get(one.name, 0) * one.memory for one in fleet.models}
+    for name in placing.largest_first:
+        index = placing.idlest(name, requests)
+        if index is None:
+            return None
+        placing.add(index)
+    while True:
+        order = sorted(placing.copies, key=lambda name: -work[name] / placing.copies[name])
+        for name in order:
+            index = placing.idlest(name, requests)
+            if index is not None:
+                placing.add(index)
+                break
+        else:
+            return frozenset(placing.indexes)
+
+
+def random_placements(
+    fleet: RouterFleet, count: int, rng: random.Random
+) -> Iterator[frozenset[int]]:
+    """Each model once somewhere, then copies until nothing more fits; at most `count`."""
+    for _ in range(count):
+        placing = _Placing(fleet)
+        for name in placing.largest_first:
+            possible = placing.possible(name)
+            if not possible:
+                break
+            placing.add(rng.choice(possible))
+        else:
+            indexes = sorted(index for found in placing.by_model.values() for index in found)
+            rng.shuffle(indexes)
+            for index in indexes:
+                if placing.fits(index):
+                    placing.add(index)
+            yield frozenset(placing.indexes)
+
+
+class _Placing:
+    """A placement in the making."""
+
+    def __init__(self, fleet: RouterFleet) -> None:
+        self.indexes: set[int] = set()
+        self.copies = {model.name: 0 for model in fleet.models}
+        self.by_model: dict[str, list[int]] = {name: [] for name in self.copies}
+        self.largest_first = [one.name for one in sorted(fleet.models, key=lambda x: -x.memory)]
+        self._instances = fleet.instances
+        for index, one in enumerate(fleet.instances):
+            if one.model is not None:
+                self.by_model[one.model.name].append(index)
+        self._free = fleet.host_memory
+
+    def fits(self, index: int) -> bool:
+        """Whether its host has room for one more model."""
+        machine = self._instances[index].machine
+        return index not in self.indexes and machine.memory <= self._free[machine.host]
+
+    def possible(self, name: str) -> list[int]:
+        """The instances of a model that can be added."""
+        return [index for index in self.by_model[name] if self.fits(index)]
+
+    def idlest(self, name: str, requests: Mapping[str, int]) -> int | None:
+        """Of the instances with room, the one whose router has the least work for its speed."""
+        loads: dict[int, float] = {}
+        for index in self.indexes:
+            machine, router, model = self._instances[index]
+            assert model is not None
+            share = requests.get(model.name, 0) / self.copies[model.name]
+            loads[router] = loads.get(router, 0.0) + share / machine.decode_tps
+
+        def load(index: int) -> tuple[float, int]:
+            machine, router, _ = self._instances[index]
+            return loads.get(router, 0.0), -self._free[machine.host]
+
+        return min(self.possible(name), key=load, default=None)
+
+    def add(self, index: int) -> None:
+        """Place it."""
+        machine, _, model = self._instances[index]
+        assert model is not None
+        self.indexes.add(index)
+        self.copies[model.name] += 1
+        self._free[machine.host] -= model.memory
+
+
+def describe_placement(fleet: RouterFleet, indexes: Collection[int]) -> dict[str, list[str]]:
+    """The models of each router by their names."""
+    found: dict[str, list[str]] = {node.name: [] for node in fleet.nodes if node.memory}
+    for index in sorted(indexes):
+        found[fleet.nodes[fleet.router_of(index)].name].append(fleet.model_of(index).name)
+    return found

@@ -37,8 +37,12 @@ from itertools import accumulate
 from pathlib import Path
 
 from gateway.config.scheduling import QueueSettings
-from gateway.workshop.simulate.simulation import SimulatedMachine, SimulationResult
-from gateway.workshop.simulate.trace import Job, unread_tokens
+from gateway.workshop.simulate.simulation import (
+    Job,
+    SimulatedMachine,
+    SimulationResult,
+    unread_tokens,
+)
 
 SAMPLE_REQUESTS = 400  # requests in the sample
 MOST_NODE_KINDS = 6  # more kinds of nodes than this are merged into bands, each as fast as its best

@@ -29,7 +29,7 @@ from gateway.local.memory import MEMORY_RESERVE, format_gib
 from gateway.local.plan import LocalFleetPlan, check_specs
 from gateway.local.server import LocalFleet
 from gateway.local.topology import Topology, read_text, read_topology
-from gateway.workshop.bench.target import random_words
+from gateway.workshop.bench.exchange import random_words
 from gateway.workshop.tune.search import (
     BenchmarkRequest,
     BenchmarkResult,

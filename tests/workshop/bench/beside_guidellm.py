@@ -24,8 +24,8 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
-from gateway.workshop.bench.target import WORDS, PromptWriter, fit, random_words
-from gateway.workshop.simulate.trace import TracePrompt
+from gateway.workshop.bench.exchange import WORDS, PromptWriter, fit, random_words
+from gateway.workshop.simulate.simulation import TracePrompt
 from tests.emulator.language_model import count_tokens
 from tests.emulator.process import emulator_process
 from tests.emulator.request_body import render_chat

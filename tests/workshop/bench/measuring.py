@@ -9,8 +9,7 @@ from typing import Any
 
 from gateway.workshop.bench.exchange import CHAT
 from gateway.workshop.bench.load import Load, RequestPattern, closed_loads
-from gateway.workshop.bench.report import BenchReport
-from gateway.workshop.bench.session import BenchPlan, BenchSession
+from gateway.workshop.bench.report import BenchPlan, BenchReport, BenchSession
 from tests.virtual import now
 
 Handler = Callable[[asyncio.StreamReader, asyncio.StreamWriter], Awaitable[None]]

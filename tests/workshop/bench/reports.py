@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from gateway.workshop.bench.exchange import RequestResult
+from gateway.workshop.bench.exchange import Baseline, RequestResult, ServerDescription
 from gateway.workshop.bench.load import ClientFigures, LoadRun, closed_loads
 from gateway.workshop.bench.report import BenchReport, LoadResult, RequestGoal, figures_of, judge
-from gateway.workshop.bench.target import Baseline, ServerDescription
 from gateway.workshop.simulate.report import Percentiles
 
 

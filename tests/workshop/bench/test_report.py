@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 
-from gateway.workshop.bench.exchange import RequestResult
+from gateway.workshop.bench.exchange import Baseline, RequestResult, ServerDescription
 from gateway.workshop.bench.load import ClientFigures, Load, LoadRun, Loop
 from gateway.workshop.bench.report import (
     CSV_COLUMNS,
@@ -36,7 +36,6 @@ from gateway.workshop.bench.report import (
     table_rows,
     write_requests,
 )
-from gateway.workshop.bench.target import Baseline, ServerDescription
 from gateway.workshop.simulate.report import Percentiles
 from tests.workshop.bench.reports import sample_report, sample_runs
 

@@ -12,12 +12,17 @@ from typing import Any
 import pytest
 
 from gateway.local.energy import EnergyMeter, find_energy_domains
-from gateway.workshop.bench.exchange import ENDPOINTS
+from gateway.workshop.bench.exchange import ENDPOINTS, TargetError
 from gateway.workshop.bench.load import Load, Loop, RequestPattern, closed_loads, poisson_loads
-from gateway.workshop.bench.report import BenchReport, Limit, LoadFigures, RequestGoal
-from gateway.workshop.bench.session import BenchSession, FitError
-from gateway.workshop.bench.target import TargetError
-from gateway.workshop.simulate.trace import read_trace
+from gateway.workshop.bench.report import (
+    BenchReport,
+    BenchSession,
+    FitError,
+    Limit,
+    LoadFigures,
+    RequestGoal,
+)
+from gateway.workshop.simulate.simulation import read_trace
 from tests.emulator import EmulatedNode
 from tests.local.powercap import PowercapTree
 from tests.virtual import in_virtual_time, now

@@ -9,17 +9,19 @@ from itertools import takewhile
 import pytest
 
 from gateway.transport.pool import ConnectionPool
-from gateway.workshop.bench.exchange import CHAT, RequestResult, RequestSender
-from gateway.workshop.bench.target import (
+from gateway.workshop.bench.exchange import (
+    CHAT,
     Baseline,
     Calibration,
     PromptWriter,
+    RequestResult,
+    RequestSender,
     describe_server,
     fit,
     is_this_machine,
     server_address,
 )
-from gateway.workshop.simulate.trace import TracePrompt
+from gateway.workshop.simulate.simulation import TracePrompt
 from tests.emulator import EmulatedNode
 from tests.workshop.bench.measuring import answers, measure, odd_server
 

@@ -10,11 +10,12 @@ from gateway.workshop.plan.search import (
     FleetTrial,
     TimeLimit,
     WaitEstimate,
+    Workload,
     estimate,
+    make_trace,
     node_times,
     try_fleet,
 )
-from gateway.workshop.plan.workload import Workload, make_trace
 from tests.workshop.plan.build import a_type
 
 USES = (0.3, 0.6, 0.8)

@@ -6,8 +6,7 @@ from typing import Any
 
 from gateway.workshop.plan.answer import PlanAnswer, answer
 from gateway.workshop.plan.catalogue import NodeType
-from gateway.workshop.plan.search import Goal, PlanQuestion, TimeLimit
-from gateway.workshop.plan.workload import Workload
+from gateway.workshop.plan.search import Goal, PlanQuestion, TimeLimit, Workload
 
 
 def a_type(name: str = "node", **fields: Any) -> NodeType:

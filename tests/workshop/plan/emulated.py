@@ -17,8 +17,7 @@ import httpx
 
 from gateway.workshop.plan.search import WARM_UP_SHARE, FleetPart
 from gateway.workshop.simulate.report import Percentiles
-from gateway.workshop.simulate.simulation import SimulatedMachine
-from gateway.workshop.simulate.trace import Job, Trace
+from gateway.workshop.simulate.simulation import Job, SimulatedMachine, Trace
 from tests.emulator import EmulatedNode
 from tests.emulator.language_model import WORDS
 from tests.gateways import Running, running_gateway

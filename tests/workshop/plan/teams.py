@@ -6,9 +6,15 @@ from dataclasses import dataclass
 
 from gateway.workshop.plan.answer import answer
 from gateway.workshop.plan.catalogue import fitting_types, packaged_catalogue
-from gateway.workshop.plan.search import FleetOption, Goal, PlanQuestion, TimeLimit
-from gateway.workshop.plan.workload import Workload, from_trace
-from gateway.workshop.simulate.trace import Trace, Traffic, generate
+from gateway.workshop.plan.search import (
+    FleetOption,
+    Goal,
+    PlanQuestion,
+    TimeLimit,
+    Workload,
+    from_trace,
+)
+from gateway.workshop.simulate.simulation import Trace, Traffic, generate
 
 CPU_TYPES = ("cpu-8", "cpu-16", "cpu-32", "cpu-64")
 """Types of one socket: what the teams may buy. Their data stay in the house."""

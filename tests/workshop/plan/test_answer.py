@@ -3,8 +3,7 @@ from __future__ import annotations
 import pytest
 
 from gateway.workshop.plan.answer import Deployment, PlanAnswer, break_even, compare_deployments
-from gateway.workshop.plan.search import Goal, TimeLimit
-from gateway.workshop.plan.workload import Workload
+from gateway.workshop.plan.search import Goal, TimeLimit, Workload
 from tests.workshop.plan.build import CPU, GPU, a_type, planned
 
 

@@ -3,7 +3,7 @@ from __future__ import annotations
 from typing import Any
 
 from gateway.workshop.plan.answer import contradiction, explain, headline
-from gateway.workshop.plan.workload import Workload
+from gateway.workshop.plan.search import Workload
 from tests.workshop.plan.build import CPU, a_type, planned
 
 

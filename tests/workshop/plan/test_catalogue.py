@@ -17,7 +17,7 @@ from gateway.workshop.plan.catalogue import (
     packaged_catalogue,
     read_catalogue,
 )
-from gateway.workshop.simulate.routers import models_from_text
+from gateway.workshop.simulate.fleets import models_from_text
 from tests.each_case import each_case
 from tests.workshop.plan.build import a_type
 

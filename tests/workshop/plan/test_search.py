@@ -12,6 +12,7 @@ import pytest
 
 from gateway.workshop.plan.search import (
     DIRECT,
+    LENGTHS_SCV,
     FleetOption,
     FleetPart,
     Goal,
@@ -19,6 +20,7 @@ from gateway.workshop.plan.search import (
     OutOfTimeError,
     PlanQuestion,
     TimeLimit,
+    Workload,
     allen_cunneen,
     alone,
     erlang_c,
@@ -28,14 +30,20 @@ from gateway.workshop.plan.search import (
     fleet_name,
     least_count,
     least_that,
+    make_trace,
     node_times,
     try_fleet,
     why_impossible,
 )
-from gateway.workshop.plan.workload import LENGTHS_SCV, Workload, make_trace
-from gateway.workshop.simulate.routers import SimulatedModel, models_from_text, with_shares
-from gateway.workshop.simulate.simulation import SimulatedMachine, SimulatedServer
-from gateway.workshop.simulate.trace import Job, TracePrompt, build_trace, random_length
+from gateway.workshop.simulate.fleets import SimulatedModel, models_from_text, with_shares
+from gateway.workshop.simulate.simulation import (
+    Job,
+    SimulatedMachine,
+    SimulatedServer,
+    TracePrompt,
+    build_trace,
+    random_length,
+)
 from tests.each_case import each_case
 from tests.workshop.plan.accuracy import SHAPES, Shape, both
 from tests.workshop.plan.build import a_type

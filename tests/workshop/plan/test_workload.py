@@ -6,8 +6,8 @@ from typing import Any
 
 import pytest
 
-from gateway.workshop.plan.workload import Workload, from_trace, make_trace
-from gateway.workshop.simulate.trace import Job, Trace, TracePrompt, build_trace
+from gateway.workshop.plan.search import Workload, from_trace, make_trace
+from gateway.workshop.simulate.simulation import Job, Trace, TracePrompt, build_trace
 from tests.each_case import each_case
 
 

@@ -4,8 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from gateway.workshop.simulate.simulation import SimulatedMachine
-from gateway.workshop.simulate.trace import Job, Trace, TracePrompt, build_trace
+from gateway.workshop.simulate.simulation import (
+    Job,
+    SimulatedMachine,
+    Trace,
+    TracePrompt,
+    build_trace,
+)
 
 
 def machine(slots: int = 2, name: str = "node", /, **changes: float) -> SimulatedMachine:

@@ -13,11 +13,15 @@ from gateway.workshop.simulate.comparison import (
     compare_model_placements,
     known_policies,
 )
-from gateway.workshop.simulate.fleets import ServerSetup, from_text
+from gateway.workshop.simulate.fleets import ServerSetup, from_text, models_from_text
 from gateway.workshop.simulate.fronts import LearntKnowledge
-from gateway.workshop.simulate.routers import models_from_text
-from gateway.workshop.simulate.simulation import SimulatedMachine, simulate
-from gateway.workshop.simulate.trace import Trace, Traffic, generate
+from gateway.workshop.simulate.simulation import (
+    SimulatedMachine,
+    Trace,
+    Traffic,
+    generate,
+    simulate,
+)
 from tests.calls import count_calls
 from tests.workshop.simulate.build import job, machine, trace
 
@@ -107,7 +111,7 @@ def test_learnt_speeds_are_near_the_real_ones() -> None:
 def test_prompts_believed_cached_mostly_are() -> None:
     """What the gateway believes to be cached when it places a request, compared with what was."""
     from gateway.workshop.simulate.fronts import ExpectedRequest, GatewayFront
-    from gateway.workshop.simulate.trace import Job
+    from gateway.workshop.simulate.simulation import Job
 
     believed: list[tuple[float, int]] = []
 

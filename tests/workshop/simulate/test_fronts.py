@@ -14,8 +14,7 @@ from gateway.workshop.simulate.fronts import (
     LearntKnowledge,
     LeastConn,
 )
-from gateway.workshop.simulate.simulation import SimulatedFleet, SimulatedMachine, simulate
-from gateway.workshop.simulate.trace import Job
+from gateway.workshop.simulate.simulation import Job, SimulatedFleet, SimulatedMachine, simulate
 from tests.workshop.simulate.build import job, machine, trace
 
 

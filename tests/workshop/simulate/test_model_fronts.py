@@ -5,17 +5,21 @@ from collections.abc import Callable, Mapping, Sequence
 from gateway.config.routing import ModelRule
 from gateway.config.scheduling import ModelPlacementSettings
 from gateway.schedule.core.model_placement import ModelPlacementPolicy
-from gateway.workshop.simulate.fleets import ServerSetup, from_text
-from gateway.workshop.simulate.fronts import ExactKnowledge
-from gateway.workshop.simulate.model_fronts import (
+from gateway.workshop.simulate.fleets import (
+    GIB,
+    RouterFleet,
+    ServerSetup,
+    SimulatedModel,
+    from_text,
+)
+from gateway.workshop.simulate.fronts import (
+    ExactKnowledge,
     FewestConnections,
     HandFront,
     LeastRecentlyUsed,
     ModelPlacingFront,
 )
-from gateway.workshop.simulate.routers import GIB, RouterFleet, SimulatedModel
-from gateway.workshop.simulate.simulation import Front, simulate
-from gateway.workshop.simulate.trace import Job
+from gateway.workshop.simulate.simulation import Front, Job, simulate
 from tests.workshop.simulate.build import job, trace
 
 ONE = from_text("1x2@10:1000/10GiB", ServerSetup())

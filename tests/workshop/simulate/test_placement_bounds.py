@@ -12,9 +12,8 @@ from statistics import fmean
 import pytest
 
 from gateway.workshop.simulate.comparison import compare_model_placements
-from gateway.workshop.simulate.fleets import ServerSetup, from_text
-from gateway.workshop.simulate.routers import models_from_text
-from gateway.workshop.simulate.trace import Traffic, generate
+from gateway.workshop.simulate.fleets import ServerSetup, from_text, models_from_text
+from gateway.workshop.simulate.simulation import Traffic, generate
 
 ROUTERS = from_text(
     ",".join(f"1x2@40:600/{memory}GiB" for memory in (16, 24, 32, 48, 64)), ServerSetup()

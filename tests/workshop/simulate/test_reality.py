@@ -15,8 +15,13 @@ import httpx
 import pytest
 
 from gateway.workshop.simulate.fronts import LeastConn
-from gateway.workshop.simulate.simulation import SimulatedMachine, SimulatedPromptCache, simulate
-from gateway.workshop.simulate.trace import Job, TracePrompt
+from gateway.workshop.simulate.simulation import (
+    Job,
+    SimulatedMachine,
+    SimulatedPromptCache,
+    TracePrompt,
+    simulate,
+)
 from tests.servers import spawn_demo_server, start_demo_servers, stop_demo_server
 from tests.servers import wait_for_demo_server as wait_for
 from tests.workshop.simulate.build import job, trace

@@ -16,8 +16,13 @@ from gateway.workshop.simulate.report import (
     plot_reports,
     summarise,
 )
-from gateway.workshop.simulate.simulation import SimulatedMachine, SimulationResult, simulate
-from gateway.workshop.simulate.trace import Traffic, generate
+from gateway.workshop.simulate.simulation import (
+    SimulatedMachine,
+    SimulationResult,
+    Traffic,
+    generate,
+    simulate,
+)
 from tests.workshop.simulate.build import job, machine, trace
 
 

@@ -8,27 +8,29 @@ from pathlib import Path
 
 import pytest
 
-from gateway.workshop.simulate.fleets import FleetError, ServerSetup, from_text
-from gateway.workshop.simulate.model_fronts import LeastRecentlyUsed, ModelPlacingFront
-from gateway.workshop.simulate.routers import (
+from gateway.workshop.simulate.fleets import (
     GIB,
+    FleetError,
     RouterFleet,
+    ServerSetup,
     SimulatedModel,
     check_fit,
     describe_placement,
+    from_text,
     greedy_placement,
     models_from_text,
     random_placements,
     with_all_speeds,
     with_shares,
 )
+from gateway.workshop.simulate.fronts import LeastRecentlyUsed, ModelPlacingFront
 from gateway.workshop.simulate.simulation import (
     Front,
+    Job,
     SimulatedFleet,
     SimulatedMachine,
     simulate,
 )
-from gateway.workshop.simulate.trace import Job
 from tests.workshop.simulate.build import job, trace
 
 ROUTER = from_text("1x1@10:1000/16GiB", ServerSetup())

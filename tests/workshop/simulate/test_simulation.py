@@ -8,13 +8,17 @@ import pytest
 from gateway.workshop.simulate.fronts import LeastConn
 from gateway.workshop.simulate.simulation import (
     Front,
+    Job,
     SimulatedFleet,
     SimulatedMachine,
     SimulatedPromptCache,
     StuckError,
+    TracePrompt,
+    Traffic,
+    common_tokens,
+    generate,
     simulate,
 )
-from gateway.workshop.simulate.trace import Job, TracePrompt, Traffic, common_tokens, generate
 from tests.each_case import each_case
 from tests.workshop.simulate.build import job, machine, trace
 

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from gateway.config.errors import ConfigError
-from gateway.workshop.simulate.trace import (
+from gateway.workshop.simulate.simulation import (
     TRACE_KEYS,
     Trace,
     TracePrompt,

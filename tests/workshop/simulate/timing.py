@@ -19,8 +19,7 @@ import httpx
 import psutil
 
 from gateway.workshop.simulate.fronts import LeastConn
-from gateway.workshop.simulate.simulation import SimulatedMachine, simulate
-from gateway.workshop.simulate.trace import Job, Trace, TracePrompt
+from gateway.workshop.simulate.simulation import Job, SimulatedMachine, Trace, TracePrompt, simulate
 from tests.servers import DemoServer, spawn_demo_server, stop_demo_server, wait_for_demo_server
 from tests.workshop.simulate.build import trace
 from tests.workshop.simulate.real import BATCH, ask, words

@@ -1,0 +1,138 @@
+"""Two gateways as one, with PostgreSQL, HAProxy and keepalived, on bare hosts."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import httpx
+import pytest
+
+from tests.deploy.conftest import ClientKey
+from tests.deploy.control import ControlMachine, PlaybookResult, ansible_programs
+from tests.deploy.hosts import NETWORK, HostNetwork
+from tests.deploy.load import DeployLoad
+from tests.deploy.release_files import ReleaseFiles
+
+pytestmark = [pytest.mark.net, pytest.mark.timeout(3000)]
+
+ADDRESS = f"{NETWORK}.200"
+LIMIT = 60.0
+
+
+@dataclass(frozen=True, slots=True)
+class Cluster:
+    """Two hosts with a gateway and a balancer each, one of them with the database, and a node."""
+
+    control: ControlMachine
+    hosts: HostNetwork
+    result: PlaybookResult
+    key: ClientKey
+
+    def chat(self, address: str = ADDRESS) -> httpx.Response:
+        """The answer to a chat through a balancer."""
+        return httpx.post(
+            f"https://{address}/v1/chat/completions",
+            json={"messages": [{"role": "user", "content": "Hello"}], "max_tokens": 4},
+            headers={"Authorization": f"Bearer {self.key.secret}"},
+            verify=False,
+            timeout=LIMIT,
+        )
+
+    def holders(self) -> list[str]:
+        """The hosts that have the balancers' common address."""
+        return [
+            name
+            for name in self.control.groups["balancer"]
+            if self.hosts[name].up and ADDRESS in self.hosts[name].run("ip -o address").stdout
+        ]
+
+
+@pytest.fixture(scope="module")
+def cluster(
+    hosts: HostNetwork,
+    release_files: ReleaseFiles,
+    key: ClientKey,
+    tmp_path_factory: pytest.TempPathFactory,
+) -> Iterator[Cluster]:
+    hosts.add("gw-a", "gw-b", "cn")
+    control = ControlMachine(ansible_programs(), tmp_path_factory.mktemp("cluster"), hosts)
+    control.groups = {
+        "llama_nodes": ["cn"],
+        "gateway": ["gw-a", "gw-b"],
+        "balancer": ["gw-a", "gw-b"],
+        "database": ["gw-b"],
+        "edge": [],
+        "monitoring": [],
+    }
+    control.variables = {
+        "llama_gateway_release_wheel": str(release_files.wheel()),
+        "llama_gateway_release_wheelhouse": str(release_files.wheelhouse()),
+        "llama_node_model_file": str(release_files.model()),
+        "llama_node_threads": 1,
+        "llama_node_context": 2048,
+        "gateway_settings": {"keys": [key.entry]},
+        "balancer_address": f"{ADDRESS}/24",
+        "balancer_connections": 2000,
+    }
+    yield Cluster(control, hosts, control.play("site.yml"), key)
+    for name in ("gw-a", "gw-b", "cn"):
+        hosts.stop(name)
+
+
+def test_bare_hosts_become_one_gateway(cluster: Cluster) -> None:
+    assert set(cluster.result.changed) == {"cn", "gw-a", "gw-b"}
+    assert cluster.chat().status_code == 200
+    assert len(cluster.holders()) == 1
+    for name in cluster.control.groups["gateway"]:
+        settings = cluster.hosts[name].run("cat /etc/llama-gateway/gateway.yaml").stdout
+        assert f"member: {name}" in settings
+        assert "passfile=/etc/llama-gateway/database.pgpass" in settings
+        status = cluster.hosts[name].fetch("http://127.0.0.1:8001/admin/status")
+        assert json.loads(status)["store"]["state"] == "up"
+    cluster.control.play("verify.yml")
+
+
+def test_a_second_run_changes_nothing(cluster: Cluster) -> None:
+    assert cluster.control.play("site.yml").changed == {}
+
+
+def test_nobody_but_the_gateways_reaches_the_database(cluster: Cluster) -> None:
+    password = (
+        cluster.hosts["gw-b"].run("cat /etc/postgresql/llama-gateway.password").stdout.strip()
+    )
+    ask = (
+        f"PGPASSWORD={password} psql -h {cluster.hosts['gw-b'].address} -U llama_gateway"
+        " -c 'SELECT 1' llama_gateway"
+    )
+    cluster.hosts["gw-b"].run(ask)
+    cluster.hosts["cn"].run("apt-get -qq -y install postgresql-client", limit=300)
+    refused = cluster.hosts["cn"].run(ask, check=False)
+    assert "no pg_hba.conf entry" in refused.stderr
+    assert password not in cluster.result.output
+
+
+def test_settings_of_all_members_change_one_after_the_other_with_nothing_dropped(
+    cluster: Cluster,
+) -> None:
+    """Another environment restarts each of them."""
+    cluster.control.variables["gateway_environment"] = {"SOME_VARIABLE": "1"}
+    headers = {"Authorization": f"Bearer {cluster.key.secret}"}
+    with DeployLoad(f"https://{ADDRESS}", headers=headers) as load:
+        load.wait_for(3)
+        changed = cluster.control.play("site.yml", "--limit", "gw-a,gw-b").changed
+        load.wait_for(3)
+    assert set(changed) == {"gw-a", "gw-b"}
+    assert load.failures == []
+
+
+def test_when_a_host_dies_the_other_one_takes_its_address(cluster: Cluster) -> None:
+    """The database is on the other one."""
+    cluster.hosts.stop("gw-a")
+    deadline = time.monotonic() + LIMIT
+    while cluster.holders() != ["gw-b"]:
+        assert time.monotonic() < deadline
+        time.sleep(0.2)
+    assert cluster.chat().status_code == 200

@@ -1,0 +1,1 @@
+"""The two pictures with which README begins, each drawn from recorded figures."""

@@ -1,0 +1,399 @@
+"""What each slot did while a node was killed in the middle of its streams: a run, and its record.
+
+`record` starts three real llama.cpp servers of two slots with the demo model and a gateway over
+them, each in a process of its own, sends the requests of `BEFORE` and `AFTER`, kills
+a server by its process id while both of its slots write, and starts it again later. Who waited and
+which node had a request is what the admin API said, asked twenty times a second; when an answer's
+words came is what the client saw.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import functools
+import hashlib
+import itertools
+import json
+import tempfile
+import time
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Literal
+from urllib.parse import urlsplit
+
+import httpx
+import msgspec
+
+from gateway.local.server import find_binary
+from setup.llama_server import PROGRAM, cache_folder
+from tests.gateway_processes import serving
+from tests.gateways import NO_TLS
+from tests.servers import (
+    DemoServer,
+    spawn_demo_server,
+    stop_demo_server,
+    wait_for_demo_server,
+)
+
+NODES = ("node-a", "node-b", "node-c")
+SLOTS = 2
+CONTEXT = 4096  # tokens of a slot
+ASKED_EVERY = 0.05  # seconds between two looks at the admin API
+EXACT = ("--exact",)
+"""They compute alike, whether they write a token or read it: then texts can be compared."""
+AWAY = 6.0  # seconds from the kill until its server is started again
+WRITTEN_BEFORE = 25  # tokens that each stream must have been sent when its node is killed
+RUN_LIMIT = 300.0  # seconds
+WORDS = (
+    *("tell", "me", "about", "the", "sea", "and", "stones", "in", "winter", "with", "songs", "of"),
+    *("birds", "that", "fly", "far", "away", "over", "green", "hills"),
+)
+SETTINGS: dict[str, Any] = {
+    # Servers that share two cores with each other and the gateway answer probes late.
+    "health": {"interval": 0.5, "timeout": 30, "failures": 3},
+    "timeouts": {"connect": 5, "silence": 120, "first_byte": 120},
+    "retries": {"backoff": 0.1},
+    "listen": {"port": 0},
+    "admin": {"port": 0},
+}
+
+
+class Ask(msgspec.Struct, frozen=True):
+    """A request that the run sends."""
+
+    at: float  # seconds after the begin, or after the kill
+    caller: str
+    prompt_words: int
+    answer_tokens: int
+
+
+CALLERS = ("chat", "search", "agent", "report")
+BEFORE = (
+    Ask(0.0, "chat", 20, 170),
+    Ask(0.3, "agent", 180, 130),
+    Ask(0.6, "search", 120, 110),
+    Ask(0.9, "report", 170, 190),
+    Ask(1.5, "chat", 40, 100),
+)
+"""They leave a slot free, so that a stream whose node is killed can go on at once."""
+AFTER = (
+    Ask(0.8, "search", 80, 40),
+    Ask(2.0, "chat", 30, 90),
+    Ask(3.5, "report", 90, 90),
+    Ask(6.0, "chat", 25, 80),
+    Ask(8.0, "agent", 150, 90),
+    Ask(9.0, "search", 90, 60),
+    Ask(10.0, "report", 120, 100),
+    Ask(11.0, "chat", 30, 90),
+    Ask(12.0, "search", 80, 50),
+    Ask(13.0, "chat", 25, 70),
+)
+
+
+class Spell(msgspec.Struct):
+    """A request on one node, in seconds after the begin of the run."""
+
+    node: str
+    begin: float
+    end: float
+    writing: float | None = None
+    """When the first words of this node came; None: it only read."""
+
+
+class Life(msgspec.Struct):
+    """A request from its arrival to its end, in seconds after the begin of the run."""
+
+    caller: str
+    arrived: float
+    ended: float
+    outcome: Literal["whole", "failed"]
+    tokens: int
+    waits: list[tuple[float, float]]
+    spells: list[Spell]
+
+
+class Away(msgspec.Struct):
+    """From the kill of a node to the moment from which the gateway sent it requests again."""
+
+    node: str
+    begin: float
+    end: float
+
+
+class Recording(msgspec.Struct):
+    """A whole run."""
+
+    date: str
+    server: str
+    slots: dict[str, int]
+    """By node."""
+    callers: list[str]
+    seconds: float
+    away: Away
+    same_text: bool
+    """Whether each stream that moved has the text that an undisturbed server writes."""
+    lives: list[Life]
+
+
+class Look(msgspec.Struct, frozen=True):
+    """What the admin API said of a request at a moment."""
+
+    at: float
+    state: str
+    node: str | None
+    attempts: int
+
+    def is_as(self, other: Look) -> bool:
+        """Whether it says the same of another moment."""
+        return (self.state, self.node, self.attempts) == (other.state, other.node, other.attempts)
+
+
+def life_of(
+    ask: Ask, looks: Sequence[Look], words: Sequence[float], arrived: float, ended: float, ok: bool
+) -> Life:
+    """Return a request's life: where it was by the looks, and what it did there by its words.
+
+    A look holds until the next one. A node reads from when the request came to it until the first
+    word that arrives while it has the request, and writes from then on. Between two nodes a request
+    waits.
+    """
+    life = Life(ask.caller, arrived, ended, "whole" if ok else "failed", len(words), [], [])
+    until = [*(look.at for look in looks[1:]), ended]
+    attempts = 0
+    for look, end in zip(looks, until, strict=True):
+        begin = arrived if look is looks[0] else look.at
+        goes_on = bool(life.spells) and look.attempts == attempts and life.spells[-1].end == begin
+        if look.state == "running" and goes_on:
+            life.spells[-1].end = end
+        elif look.state == "running" and look.node is not None and look.attempts > attempts:
+            life.spells.append(Spell(look.node, begin, end))
+            attempts = look.attempts
+        elif life.waits and life.waits[-1][1] == begin:
+            life.waits[-1] = (life.waits[-1][0], end)
+        else:
+            life.waits.append((begin, end))
+    for spell in life.spells:
+        spell.writing = next((at for at in words if spell.begin <= at <= spell.end), None)
+    return life
+
+
+def was_moved(life: Life) -> bool:
+    """Whether several nodes wrote the words of this request."""
+    return sum(spell.writing is not None for spell in life.spells) > 1
+
+
+@dataclass
+class Stream:
+    """A request of the run, as its client sees it."""
+
+    ask: Ask
+    name: str
+    """Its `X-Request-ID`."""
+    body: dict[str, Any]
+    arrived: float = 0.0
+    ended: float = 0.0
+    text: str = ""
+    ok: bool = False
+    words: list[float] = field(default_factory=list)
+    looks: list[Look] = field(default_factory=list)
+
+
+@dataclass
+class Run:
+    """A run that goes on."""
+
+    public: httpx.AsyncClient
+    admin: httpx.AsyncClient
+    begin: float
+    streams: list[Stream]
+    states: dict[str, list[tuple[float, str]]] = field(default_factory=dict)
+    """Since when each node has which state."""
+
+    def now(self) -> float:
+        """Seconds since the begin."""
+        return round(time.monotonic() - self.begin, 2)
+
+    async def send(self, stream: Stream) -> None:
+        """Send a request after its seconds, and read its stream to the end."""
+        await asyncio.sleep(stream.ask.at)
+        stream.arrived = self.now()
+        headers = {"Authorization": f"Bearer {key_of(stream.ask.caller)}"}
+        headers["X-Request-ID"] = stream.name
+        async with self.public.stream(
+            "POST", "/v1/chat/completions", json={**stream.body, "stream": True}, headers=headers
+        ) as response:
+            async for line in response.aiter_lines():
+                if line.startswith("data: {"):
+                    event = json.loads(line.removeprefix("data: "))
+                    choices = event.get("choices") or [{}]
+                    if piece := choices[0].get("delta", {}).get("content"):
+                        stream.text += piece
+                        stream.words.append(self.now())
+                stream.ok = stream.ok or line == "data: [DONE]"
+        stream.ended = self.now()
+
+    async def watch(self) -> None:
+        """Ask the admin API where each request is, until cancelled."""
+        by_name = {stream.name: stream for stream in self.streams}
+        while True:
+            asked = self.now()
+            rows = (await self.admin.get("/admin/requests")).json()["requests"]
+            nodes = (await self.admin.get("/admin/nodes")).json()["nodes"]
+            for row in rows:
+                stream = by_name.get(row["request_id"])
+                look = Look(asked, row["state"], row["node"], row["attempts"])
+                if stream and not (stream.looks and look.is_as(stream.looks[-1])):
+                    stream.looks.append(look)
+            for node in nodes:
+                states = self.states.setdefault(node["name"], [])
+                if not states or states[-1][1] != node["state"]:
+                    states.append((asked, node["state"]))
+            await asyncio.sleep(ASKED_EVERY)
+
+    def node_amid(self) -> str | None:
+        """Return a node that is amid its answers on every slot while nobody waits, if there is one.
+
+        With a slot free elsewhere, one of its streams can go on at once.
+        """
+        running = [stream for stream in self.streams if stream.looks and not stream.ended]
+        if len(running) == SLOTS * len(NODES) or any(
+            stream.looks[-1].state != "running" for stream in running
+        ):
+            return None
+        amid = [stream.looks[-1].node for stream in running if len(stream.words) >= WRITTEN_BEFORE]
+        return next((name for name in NODES if amid.count(name) == SLOTS), None)
+
+
+def key_of(caller: str) -> str:
+    """Return the caller's key, of this run alone."""
+    return f"lg_{caller}_{hashlib.sha256(caller.encode()).hexdigest()}"
+
+
+def key_settings() -> list[dict[str, str]]:
+    """Return the callers' keys, as the settings have them."""
+    hashed = {
+        caller: hashlib.sha256(key_of(caller).rpartition("_")[2].encode()).hexdigest()
+        for caller in CALLERS
+    }
+    return [{"id": caller, "name": caller, "sha256": hashed[caller]} for caller in CALLERS]
+
+
+def body_of(number: int, ask: Ask) -> dict[str, Any]:
+    """Return a request's body: words of its own, and the most likely words as its answer."""
+    words = itertools.islice(itertools.cycle(WORDS[number:] + WORDS[:number]), ask.prompt_words)
+    return {
+        "model": "demo",
+        "messages": [{"role": "user", "content": f"{number} {' '.join(words)}"}],
+        "max_tokens": ask.answer_tokens,
+        "temperature": 0,
+    }
+
+
+def _client(url: str) -> httpx.AsyncClient:
+    return httpx.AsyncClient(base_url=url, timeout=RUN_LIMIT, trust_env=False, verify=NO_TLS)
+
+
+async def record() -> Recording:
+    """Run everything once, and return what came of it.
+
+    Raises AssertionError if no node came to write two answers while another one had a slot free.
+    """
+    program = cache_folder() / PROGRAM
+    binary = find_binary(program) if program.exists() else None
+    start = functools.partial(
+        spawn_demo_server,
+        slots=SLOTS,
+        context=CONTEXT,
+        size="medium",
+        extra=EXACT,
+        binary=binary,
+    )
+    with ExitStack() as stack:
+        folder = stack.enter_context(tempfile.TemporaryDirectory())
+        servers: dict[str, DemoServer] = {}
+        for name in NODES:
+            servers[name] = start()
+            stack.callback(stop_demo_server, servers[name])
+            wait_for_demo_server(servers[name])
+        nodes = [{"name": name, "url": servers[name].url, "host": name} for name in NODES]
+        settings = {**SETTINGS, "keys": key_settings()}
+        async with (
+            serving(Path(folder), nodes, settings=settings) as gateway,
+            _client(gateway.url) as public,
+            _client(gateway.admin_url) as admin,
+        ):
+            run = Run(public, admin, time.monotonic(), [])
+            async with asyncio.timeout(RUN_LIMIT):
+                while not await _all_ready(admin):  # noqa: ASYNC110 - another process
+                    await asyncio.sleep(ASKED_EVERY)
+            run.streams = [
+                Stream(ask, f"picture-{number}", body_of(number, ask))
+                for number, ask in enumerate([*BEFORE, *AFTER])
+            ]
+            run.begin = time.monotonic()
+            away = await _play(run, servers, lambda port: start(port=port))
+        moved = [stream for stream in run.streams if was_moved(_life(stream))]
+        undisturbed = next(servers[name] for name in NODES if name != away.node)
+        async with _client(undisturbed.url) as client:
+            same = [await _text(client, stream) == stream.text for stream in moved]
+    return Recording(
+        date=time.strftime("%Y-%m-%d", time.gmtime()),
+        server="the server of the wheel xllamacpp"
+        if binary is None
+        else f"llama-server {binary.version}",
+        slots=dict.fromkeys(NODES, SLOTS),
+        callers=list(CALLERS),
+        seconds=max(stream.ended for stream in run.streams),
+        away=away,
+        same_text=bool(same) and all(same),
+        lives=[_life(stream) for stream in run.streams],
+    )
+
+
+def _life(stream: Stream) -> Life:
+    return life_of(stream.ask, stream.looks, stream.words, stream.arrived, stream.ended, stream.ok)
+
+
+async def _all_ready(admin: httpx.AsyncClient) -> bool:
+    nodes = (await admin.get("/admin/nodes")).json()["nodes"]
+    return all(node["state"] == "ready" for node in nodes)
+
+
+async def _play(
+    run: Run, servers: Mapping[str, DemoServer], start_again: Callable[[int], DemoServer]
+) -> Away:
+    """Send the traffic, kill a node amid it, and start it again on its port."""
+    watching = asyncio.create_task(run.watch())
+    again: DemoServer | None = None
+    try:
+        async with asyncio.timeout(RUN_LIMIT), asyncio.TaskGroup() as group:
+            before, after = run.streams[: len(BEFORE)], run.streams[len(BEFORE) :]
+            for stream in before:
+                group.create_task(run.send(stream))
+            while (name := run.node_amid()) is None:
+                assert not all(stream.ended for stream in before), "no node was amid two answers"
+                await asyncio.sleep(ASKED_EVERY / 2)
+            killed = run.now()
+            servers[name].kill()
+            for stream in after:
+                group.create_task(run.send(stream))
+            await asyncio.sleep(AWAY)
+            again = start_again(urlsplit(servers[name].url).port or 0)
+            await asyncio.to_thread(wait_for_demo_server, again)
+        back = next(at for at, state in run.states[name] if at > killed + AWAY and state == "ready")
+    finally:
+        watching.cancel()
+        await asyncio.wait([watching])
+        if again is not None:
+            stop_demo_server(again)
+    return Away(name, killed, back)
+
+
+async def _text(server: httpx.AsyncClient, stream: Stream) -> str:
+    """Return what a server that nobody kills answers to the request."""
+    response = await server.post("/v1/chat/completions", json=stream.body)
+    text = response.json()["choices"][0]["message"]["content"]
+    assert isinstance(text, str)
+    return text
