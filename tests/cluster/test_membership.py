@@ -177,12 +177,14 @@ async def test_the_share_of_a_member_that_is_removed_is_free_at_once(authority: 
         assert account is not None
         tenure = account.tenure
         await cluster.until(lambda: len(tenure.lists[-1].names) == 2, 10)
+        await asyncio.sleep(5)  # It is told that it may be alone.
         await cluster.end(lost)
         await asyncio.sleep(60)
         tenure.read("x", frozenset(), account.clock())
         assert tenure.free("x", account.clock()) == 2, "it may be alone"
         await cluster.database.run(lambda one: remove(one, CLUSTER, lost.name))
         await cluster.until(lambda: tenure.lists[-1].names == (cluster.leader().name,), 10)
+        await asyncio.sleep(1)
         tenure.read("x", frozenset(), account.clock())
         assert tenure.free("x", account.clock()) == 4
         # It registers again when it starts, and follows.
