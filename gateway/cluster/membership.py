@@ -211,6 +211,7 @@ class Membership:
         self._untaken_since = 0.0  # since when it has won, and does not lead
         # The list of members.
         self._rows: dict[str, MemberRow] = {}
+        self._removed: list[str] = []  # members that operators have removed
         self._list_wanted = asyncio.Event()
         # As a leader.
         self._winning: int | None = None  # the epoch whose lists are being read
@@ -402,7 +403,8 @@ class Membership:
 
     def _take_list(self, rows: Sequence[MemberRow]) -> bool:
         """Note all members; returns whether this process is its member's, as far as that says."""
-        self._rows = {row.name: row for row in rows}
+        self._rows = {row.name: row for row in rows if row.process}
+        self._removed = [row.name for row in rows if not row.process]
         mine, own = self._rows.get(self._name), self._own
         if mine is None or (mine.generation, mine.process) < (own.generation, own.process):
             return False  # It was removed, or the database has come back with an old state.
@@ -419,6 +421,7 @@ class Membership:
         if account is None:
             return
         tenure = account.tenure
+        tenure.removed(self._removed, self._clock())
         new = tenure.next_list(tuple(self._rows), self._clock())
         wanted = [*tenure.lists, *([] if new is None else [new])]
         if wanted != self._stored:
