@@ -96,12 +96,6 @@ class Member:
         """Whether it may grant slots: no old state of the database can have hidden its claim."""
         return self.leads(now) and self._confirmed
 
-    def role(self, now: float) -> str:
-        """`leader`; `challenger`: it claims the row with its next step; or `follower`."""
-        if self.leads(now):
-            return "leader"
-        return "follower" if self._next(now) is None else "challenger"
-
     def is_blind(self, now: float) -> bool:
         """Whether it has not seen the row for a whole term."""
         return self.row is None or now - self._looked_at > self.term
@@ -149,6 +143,8 @@ class Member:
 
     def done(self, step: Change, asked_at: float, now: float) -> None:
         """The step, sent at `asked_at`, has succeeded: its term runs from then on."""
+        if self.row is None:
+            return  # It has given up meanwhile.
         if step.is_claim and now - self._looked_at > self.gap:
             # An old state of the database may have made the row what was seen long ago.
             self.saw(step.wanted, asked_at, now)
@@ -161,7 +157,7 @@ class Member:
             self._confirmed = True
 
     def refused(self) -> None:
-        """The condition of the last step did not hold: somebody else has the row."""
+        """The condition of the last step did not hold: somebody else has the row, or shall."""
         self.row = None
         self.lead_until = -math.inf
 
