@@ -251,3 +251,16 @@ def test_a_link_that_ends_before_it_is_connected_closes_its_descriptor_once() ->
 
     with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
         runner.run(run())
+
+
+def test_a_link_whose_other_side_has_ended_closes_its_descriptor_once() -> None:
+    async def run() -> None:
+        side = Side()
+        ours, theirs = socket.socketpair()
+        theirs.close()
+        await EdgeLink.over(ours, side.link)
+        await until(lambda: side.link.lost)
+        await until(lambda: ours.fileno() < 0)
+
+    with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
+        runner.run(run())
