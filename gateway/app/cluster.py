@@ -26,7 +26,7 @@ from gateway.callers.limits import LimitBook, Part
 from gateway.cluster.fencing import Fence, Tenure, shares
 from gateway.cluster.leader_row import StoredLeadership
 from gateway.cluster.leadership import boot_clock
-from gateway.cluster.membership import Membership, MemberState, Owner, Role, SeenMember
+from gateway.cluster.membership import Membership, MemberState, Owner, Role
 from gateway.cluster.tunnel import Greeting, TunnelError
 from gateway.config.cluster import ClusterSettings
 from gateway.edges.passing import OpenConnection, Passing
@@ -40,7 +40,7 @@ from gateway.http.listener import Listener
 from gateway.nodes.fleet import Fleet
 from gateway.schedule.lease_service import LocalLeaseService
 from gateway.store.store import Store
-from gateway.watch.metrics import ClusterSample, MemberSample
+from gateway.watch.metrics import ClusterSample
 
 # Seconds that a member may take to be heard by a new leader, until it counts as lost.
 LOST_SECONDS = 10.0
@@ -138,7 +138,8 @@ class ClusterPart:
     @property
     def has_others(self) -> bool:
         """Whether another member could lead."""
-        return any(one.role in {"leader", "follower"} for one in self._others())
+        others = (one for one in self._membership.seen() if one.name != self.member)
+        return any(one.role in {"leader", "follower"} for one in others)
 
     async def aclose(self) -> None:
         """End it all."""
@@ -312,15 +313,12 @@ class ClusterPart:
     def _state(self) -> MemberState:
         sample = self._edges.sample()
         cores = len(os.sched_getaffinity(0))
-        return MemberState(tuple(sample.running), sample.died, cores, self._duties.folder())
-
-    def _others(self) -> list[SeenMember]:
-        return [one for one in self._membership.seen() if one.row.name != self.member]
+        return MemberState(tuple(sample.running), cores, self._duties.folder())
 
     def sample(self) -> ClusterSample:
         """The cluster, as this member knows it now."""
         role, now, own = self._role, self._clock(), self._duties.folder()
-        members = [_sample_of(one) for one in self._membership.seen()]
+        members = self._membership.seen()
         leads = role.kind == "leader"
         unheard = [one.name for one in members if leads and one.role == "unknown"]
         self._unheard = {name: self._unheard.get(name, now) for name in unheard}
@@ -332,14 +330,6 @@ class ClusterPart:
             members,
             lost, apart, self._late,
         )  # fmt: skip
-
-
-def _sample_of(seen: SeenMember) -> MemberSample:
-    state = seen.state or MemberState(version="")
-    return MemberSample(
-        seen.row.name, seen.role, seen.row.address, seen.row.version, seen.silent, state.cores,
-        state.folder, state.edges,
-    )  # fmt: skip
 
 
 async def _wait(_: str, sock: socket.socket) -> None:

@@ -34,6 +34,7 @@ import functools
 import hashlib
 import itertools
 import math
+from collections import Counter
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Literal, NamedTuple
@@ -119,6 +120,7 @@ class Fence:
         # By node, what has been running since it went alone; and what it has started since.
         self._busy: dict[str, frozenset[object]] = {}
         self._alone: set[int] = set()
+        self._before: Counter[str] = Counter()  # by node, the `leases` that are none of these
 
     # With a leader.
 
@@ -163,7 +165,9 @@ class Fence:
             self._alone_from = now + left + SETTLE_SECONDS if may_be_alone else math.inf
             self._alone_until = asked_at + self._alone_seconds
             self._busy.clear()
-            self._alone.clear()
+            if self._alone:
+                self._before.update(self.leases[one] for one in self._alone)
+                self._alone.clear()
         return True
 
     def ask(self, now: float) -> int:
@@ -193,12 +197,19 @@ class Fence:
         if node is None or now - asked_at > GRANT_SECONDS:
             return False
         self.leases[number] = node
+        self._before[node] += 1
         return True
 
     def ended(self, number: int) -> bool:
         """The request has ended; False: it had before."""
-        self._alone.discard(number)
-        return self.leases.pop(number, None) is not None
+        node = self.leases.pop(number, None)
+        if node is None:
+            return False
+        if number in self._alone:
+            self._alone.remove(number)
+        else:
+            self._before[node] -= 1
+        return True
 
     # Alone.
 
@@ -221,21 +232,26 @@ class Fence:
         busy, slots = self._busy.get(node), self._slots_of(node)
         if busy is None or not self.is_alone(now):
             return slots
-        before = sum(
-            other == node and number not in self._alone for number, other in self.leases.items()
-        )
+        before = self._before[node]
         share = self.sharers.share(slots, node, self.edge)
         return slots - share + max(0, len(busy) - before)
 
     def go_alone(self, now: float) -> None:
-        """Begin to start requests alone, once nodes have been read anew."""
+        """Begin to start requests alone, once nodes have been read anew.
+
+        What runs is told anew (`carried`): of what has ended meanwhile it may not have heard.
+        """
         self._leave(self.session + 1)
         self._reads_from = now + LANDING_SECONDS
-        self._busy.clear()
+        for known in (self._busy, self.leases, self._alone, self._before):
+            known.clear()
 
     def carried(self, leases: Mapping[int, str]) -> None:
         """These requests run already, from before it was alone."""
+        for number in leases:
+            self.ended(number)
         self.leases.update(leases)
+        self._before.update(leases.values())
 
     def is_unread(self, node: str) -> bool:
         """Whether all of the node counts as taken, as it was not read since it is alone."""

@@ -2,9 +2,9 @@
 
 The row holds the leader's name, its epoch and a counter that each renewal changes. There is no time
 of day in it: a leader leads for a term from before it sent the update that succeeded, and a member
-claims the row only after it has seen it unchanged for a whole term. So nobody else can have the row
-while a leader's term runs, whatever the clocks of the database and of other machines say, as long
-as boot-time clocks run at about the same speed.
+claims the row only after it has seen it unchanged for a whole term, the leader's if that is longer.
+So nobody else can have the row while a leader's term runs, whatever the clocks of the database and
+of other machines say, as long as boot-time clocks run at about the same speed.
 
 A database that fails over to an old state brings back an old row. So a member counts only a time
 through which it has looked at the row at short intervals, `gap`, and a new leader grants nothing
@@ -43,6 +43,20 @@ class LeaderRow(NamedTuple):
 
 
 FIRST_ROW = LeaderRow("", 0, 0)
+
+
+def holder_name(process: str, term: float) -> str:
+    """The name in the row of a process that leads by this term, in seconds."""
+    return f"{process}/{term:g}"
+
+
+def parse_holder(holder: str) -> tuple[str, float]:
+    """The process that a name in the row means, and its term; 0: the name does not tell."""
+    process, _, term = holder.rpartition("/")
+    try:
+        return process, float(term)
+    except ValueError:
+        return holder, 0.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,20 +110,22 @@ class Member:
         """Whether it may grant slots: no old state of the database can have hidden its claim."""
         return self.leads(now) and self._confirmed
 
-    def role(self, now: float) -> str:
-        """`leader`; `challenger`: it claims the row with its next step; or `follower`."""
-        if self.leads(now):
-            return "leader"
-        return "follower" if self._next(now) is None else "challenger"
-
     def is_blind(self, now: float) -> bool:
         """Whether it has not seen the row for a whole term."""
         return self.row is None or now - self._looked_at > self.term
 
+    def _stands_still(self, now: float) -> float:
+        """Seconds for which the row has been unchanged beyond a term; below 0: until that is so.
+
+        The holder's term is another one while the settings are being changed.
+        """
+        held = 0.0 if self.row is None else parse_holder(self.row.holder)[1]
+        return now - self._since - max(self.term, held)
+
     def knows_leader(self, now: float) -> bool:
         """Whether it leads, or sees that another one has the row and renews it."""
         row = self.row
-        is_fresh = row is not None and not self.is_blind(now) and now - self._since < self.term
+        is_fresh = not self.is_blind(now) and self._stands_still(now) < 0
         return self.leads(now) or (is_fresh and bool(row and row.holder))
 
     def pause(self, now: float) -> float:
@@ -117,7 +133,7 @@ class Member:
         if self.leads(now):
             # The renewal that confirms a claim comes as soon as it can.
             return self.term / 4 if self._confirmed else max(0.0, self.won_at + self.gap - now)
-        left = self._since + self.term - now if self.stands else self.term
+        left = -self._stands_still(now) if self.stands else self.term
         return min(self.term / 8, max(0.0, left))
 
     def next_step(self, now: float) -> Change | None:
@@ -135,7 +151,7 @@ class Member:
             # Edges that know a later epoch obey no earlier one.
             epoch = row.epoch if row.epoch == self.highest else self.highest + 1
             return Change(row, LeaderRow(self.name, epoch, self._counter + 1), is_claim=False)
-        if now - self._since < self.term or now - self._looked_at > self.gap:
+        if self._stands_still(now) < 0 or now - self._looked_at > self.gap:
             return None
         return Change(row, LeaderRow(self.name, self.highest + 1, 0), is_claim=True)
 
@@ -149,6 +165,8 @@ class Member:
 
     def done(self, step: Change, asked_at: float, now: float) -> None:
         """The step, sent at `asked_at`, has succeeded: its term runs from then on."""
+        if self.row is None:
+            return  # It has given up meanwhile.
         if step.is_claim and now - self._looked_at > self.gap:
             # An old state of the database may have made the row what was seen long ago.
             self.saw(step.wanted, asked_at, now)
@@ -161,7 +179,7 @@ class Member:
             self._confirmed = True
 
     def refused(self) -> None:
-        """The condition of the last step did not hold: somebody else has the row."""
+        """The condition of the last step did not hold: somebody else has the row, or shall."""
         self.row = None
         self.lead_until = -math.inf
 

@@ -6,6 +6,7 @@ from typing import NamedTuple
 
 from sqlalchemy import Connection, select, update
 
+from gateway.cluster.leadership import parse_holder
 from gateway.store.database import insert_for
 from gateway.store.schema import leadership, members, processes
 
@@ -21,8 +22,8 @@ class MemberRow(NamedTuple):
     version: str  # of its program
 
     @property
-    def holder(self) -> str:
-        """Its name in the leadership's row."""
+    def contender(self) -> str:
+        """Its process, as it contends for the leadership."""
         return f"{self.name}/{self.process}"
 
 
@@ -60,10 +61,11 @@ def stored_members(connection: Connection, cluster: str) -> list[StoredMember]:
     row = leadership.c
     lead = connection.execute(select(row.holder, row.epoch).where(row.cluster == cluster)).first()
     holder, epoch = ("", 0) if lead is None else lead
+    leading = parse_holder(holder)[0]
     signs = connection.execute(select(processes.c.id, processes.c.seen_at))
     seen = {process: seen_at for process, seen_at in signs}  # noqa: C416 - of rows, for mypy
     return [
-        StoredMember(one, epoch if holder == one.holder else None, seen.get(one.process))
+        StoredMember(one, epoch if leading == one.contender else None, seen.get(one.process))
         for one in read_members(connection, cluster)
         if one.process
     ]

@@ -11,8 +11,9 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import functools
+import math
 import socket
-from collections.abc import Awaitable, Callable, Collection, Coroutine, Sequence
+from collections.abc import Awaitable, Callable, Collection, Coroutine, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal, NamedTuple, Protocol
 
@@ -20,8 +21,15 @@ import msgspec
 import structlog
 
 from gateway import __version__
-from gateway.cluster.fencing import SETTLE_SECONDS, Fence, Session, Sharers, Term
-from gateway.cluster.leadership import Leadership, Member, boot_clock, contend
+from gateway.cluster.fencing import SETTLE_SECONDS, Fence, Session, Sharers, Tenure, Term
+from gateway.cluster.leadership import (
+    Leadership,
+    Member,
+    boot_clock,
+    contend,
+    holder_name,
+    parse_holder,
+)
 from gateway.cluster.members import (
     MemberRow,
     read_members,
@@ -35,16 +43,16 @@ from gateway.http.certificates import ServerCertificate
 from gateway.http.exchange import ConnectionOrigin
 from gateway.store.failures import StoreError
 from gateway.transport.link import EdgeLink
-from gateway.watch.metrics import EdgeSample
+from gateway.watch.metrics import EdgeSample, MemberSample
 
 TICK_SECONDS = 0.1  # between two looks at what time alone changes
-TELL_SECONDS = 0.25  # between two terms that the leader tells itself; others: with each beat
 STATE_SECONDS = 1.0  # between two states that a member tells
 LIST_SECONDS = 2.0  # between two looks at the list of members
 # Seconds between two attempts to reach the leader, and between two looks at the list if somebody
 # has come who is not in it.
 RETRY_SECONDS, LEAST_LIST_SECONDS = 0.25, 0.5
 GREET_SECONDS = 10.0  # for a session to begin: until its edges are linked to the leader
+LEAD_SECONDS = 10.0  # for who has won to lead: until its gateway is ready to
 DRAINING = "draining"  # the name in the greeting of a process that is to end
 log = structlog.get_logger()
 
@@ -71,10 +79,8 @@ class MemberState(msgspec.Struct, frozen=True, array_like=True, tag=True):
     """What a member tells of itself about once a second, for operators, and for its session."""
 
     edges: tuple[EdgeSample, ...] = ()  # its processes that run
-    died: int = 0  # edges that have ended by themselves
     cores: int = 0
     folder: str = ""  # the id of the folder of its files
-    version: str = __version__  # of the program
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -82,45 +88,18 @@ class MemberState(msgspec.Struct, frozen=True, array_like=True, tag=True):
         return tuple(sorted(one.name for one in self.edges))
 
 
-class SeenMember(NamedTuple):
-    """A member, as this one sees it. Only the leader knows of all of them."""
-
-    row: MemberRow
-    role: Literal["leader", "follower", "draining", "alone", "limbo", "unknown"]
-    state: MemberState | None  # None: it is not known
-    silent: float | None  # seconds since the leader has heard of it; None: never
-
-
 class LeaderAccount(Protocol):
-    """The leader's account of the members' requests, which says what they are told of its term.
-
-    The leader's own member has a session too. A member with a session may begin another one.
-    """
+    """What the leader knows of the requests of all members, of which its own is one."""
 
     @property
-    def lists(self) -> Sequence[Sharers]:
-        """All lists that a member may believe: who leads next needs them."""
-
-    def next_list(self, names: Collection[str]) -> Sharers | None:
-        """The list for these members, which has to be stored first; None: there is none now."""
-
-    def share_by(self, sharers: Sharers) -> None:
-        """This list is stored."""
-
-    def removed(self, names: Collection[str]) -> None:
-        """Operators say that the processes of these members have ended for good."""
+    def tenure(self) -> Tenure:
+        """The account of slots. By it members are told of the term."""
 
     def begins(self, session: Session, edges: Collection[str]) -> None:
         """A member begins a session: these of its edges are to be heard first.
 
         Called again with the same session if it has other edges now.
         """
-
-    def tell(self, session: Session, now: float, lead_until: float) -> Term | None:
-        """What the member is told of the term; None: this is not its session, or not yet."""
-
-    def confirmed(self, session: Session, number: int, now: float) -> bool:
-        """The member was told of the term with this number; False: it has to begin anew."""
 
     def left(self, session: Session) -> None:
         """The control link of this session is lost: it can confirm nothing more."""
@@ -224,27 +203,26 @@ class Membership:
         self._leadership, self._store, self._owner = leadership, store, owner
         self._clock = clock
         self._own = MemberRow(self._name, process, 0, str(settings.advertised), __version__)
-        self._member = Member(self._own.holder, settings.term)
+        self._member = Member(holder_name(self._own.contender, settings.term), settings.term)
         self._member.stands = False  # until it is registered
         self._tasks: set[asyncio.Task[None]] = set()
         self._drains = self._replaced = self._closed = False
         self._may_be_alone_since = 0.0  # in limbo
+        self._untaken_since = 0.0  # since when it has won, and does not lead
         # The list of members.
         self._rows: dict[str, MemberRow] = {}
         self._removed: list[str] = []  # members that operators have removed
         self._list_wanted = asyncio.Event()
         # As a leader.
         self._winning: int | None = None  # the epoch whose lists are being read
+        self._led_until = 0.0  # when its last time as a leader ended
         self._account: LeaderAccount | None = None
         self._stored: list[Sharers] = []
-        self._session: Session | None = None
-        self._told_at = 0.0
         self._followers: dict[str, _Follower] = {}  # by process
         self._heard: dict[str, tuple[float, MemberState | None]] = {}
         """Of each member, when its last control link was heard, and what it said."""
         # As a follower.
         self._link: EdgeLink | None = None
-        self._leader = "", ""  # the member and the process at the other end
         self._told_until = 0.0  # when it must have been told of a term again
         self._stated: tuple[float, MemberState] = 0.0, MemberState()
         """What it has told of itself last, and when."""
@@ -255,7 +233,10 @@ class Membership:
 
     def start(self) -> None:
         """Register as a member as soon as the store lets it; then contend, and follow."""
-        for work in (self._keep_list, self._contend, self._follow, self._watch):
+        lead = functools.partial(
+            contend, self._member, self._leadership, clock=self._clock, on_step=self._look
+        )
+        for work in (self._keep_list, lead, self._follow, self._watch):
             self._spawn(self._keep_up(work))
 
     def lead(self, epoch: int, account: LeaderAccount) -> None:
@@ -265,7 +246,7 @@ class Membership:
         """
         if (self.role.kind, self.role.epoch) == ("leader", epoch):
             self._account = account
-            self._begin_own_session()
+            self._begin_own_session(account)
             self._list_wanted.set()
 
     def may_grant(self) -> bool:
@@ -284,7 +265,7 @@ class Membership:
         """Lead no more, and never be alone: a successor takes over, or this process ends."""
         self._drains = True
         self._member.stands = False
-        self._member.refused()
+        self._resign()
         self._look()
 
     async def open(
@@ -299,8 +280,8 @@ class Membership:
             raise TunnelError("no leader is known")
         return await self._open(self.role.leader, self.role.process, kind, name, origin, sock)
 
-    def seen(self) -> list[SeenMember]:
-        """All members of the cluster."""
+    def seen(self) -> list[MemberSample]:
+        """All members of the cluster, as far as this one knows them: the leader knows most."""
         return [self._seen(row) for row in self._rows.values()]
 
     async def aclose(self) -> None:
@@ -313,17 +294,22 @@ class Membership:
             follower.link.close()
         await self.tunnels.aclose()
 
-    def _seen(self, row: MemberRow) -> SeenMember:
+    def _seen(self, row: MemberRow) -> MemberSample:
+        role, state, silent = "unknown", None, None
         if row.process == self._process:
-            return SeenMember(row, self.role.kind, self._owner.state(), 0.0)
-        if self.role.kind == "follower" and row.name == self.role.leader:
-            return SeenMember(row, "leader", None, None)
+            role, state, silent = self.role.kind, self._owner.state(), 0.0
+        elif self.role.kind == "follower" and row.name == self.role.leader:
+            role = "leader"
+        elif row.name in self._heard:
+            heard_at, state = self._heard[row.name]
+            silent = self._clock() - heard_at
         follower = self._followers.get(row.process)
-        heard_at, state = self._heard.get(row.name, (None, None))
-        silent = None if heard_at is None else self._clock() - heard_at
-        if follower is None:
-            return SeenMember(row, "unknown", state, silent)
-        return SeenMember(row, "draining" if follower.drains else "follower", state, silent)
+        if follower is not None:
+            role = "draining" if follower.drains else "follower"
+        told = MemberState() if state is None else state
+        return MemberSample(
+            row.name, role, row.address, row.version, silent, told.cores, told.folder, told.edges
+        )
 
     def _spawn(self, work: Coroutine[Any, Any, None]) -> None:
         task = asyncio.create_task(work)
@@ -338,9 +324,6 @@ class Membership:
             except Exception:
                 log.exception("cluster: this member failed, and goes on")
             await asyncio.sleep(RETRY_SECONDS)
-
-    async def _contend(self) -> None:
-        await contend(self._member, self._leadership, clock=self._clock, on_step=self._look)
 
     # Roles.
 
@@ -361,6 +344,11 @@ class Membership:
         # Who has the row will be a leader in a moment, unless it can't be reached.
         elif not member.knows_leader(now) or now - self._may_be_alone_since > self._term:
             self._become(Role("alone", self.fence.epoch))
+        if self._account is not None or not member.may_grant(now):
+            self._untaken_since = now
+        elif now - self._untaken_since > LEAD_SECONDS:
+            log.error("cluster: this member could not begin to lead: it resigns")
+            self._resign()
         if self.role.kind != "leader" and member.may_grant(now) and member.row is not None:
             epoch = member.row.epoch
             if epoch < self.fence.epoch:
@@ -368,9 +356,9 @@ class Membership:
             elif epoch != self._winning:
                 self._winning = epoch
                 self._spawn(self._win(epoch))
-        if self._account is not None and now - self._told_at >= TELL_SECONDS:
-            self._told_at = now
-            self._tell_self(now)
+        if self._account is not None:
+            with self._or_resign():
+                self._tell_self(self._account, now)
 
     def _become(self, role: Role) -> None:
         if role != self.role and not self._closed:
@@ -401,12 +389,17 @@ class Membership:
                 problem = error
             else:
                 problem = None
-            self._member.stands = not self._drains and (registered or self._member.stands)
+            # A leader's account has one session of each member: that of its newest process.
+            may_stand = not self._drains and not self._replaced
+            self._member.stands = may_stand and (registered or self._member.stands)
             await asyncio.sleep(LEAST_LIST_SECONDS)
-            if registered:
-                with contextlib.suppress(TimeoutError):
-                    wait = LIST_SECONDS - LEAST_LIST_SECONDS
-                    await asyncio.wait_for(self._list_wanted.wait(), wait)
+            # By hand: in Python 3.11 `wait_for` may drop a cancellation.
+            wait = LIST_SECONDS - LEAST_LIST_SECONDS if registered else 0.0
+            timer = asyncio.get_running_loop().call_later(wait, self._list_wanted.set)
+            try:
+                await self._list_wanted.wait()
+            finally:
+                timer.cancel()
 
     def _take_list(self, rows: Sequence[MemberRow]) -> bool:
         """Note all members; returns whether this process is its member's, as far as that says."""
@@ -427,9 +420,10 @@ class Membership:
         account, epoch = self._account, self.role.epoch
         if account is None:
             return
-        account.removed(self._removed)
-        new = account.next_list(tuple(sorted(self._rows)))
-        wanted = [*account.lists, *([] if new is None else [new])]
+        tenure, now = account.tenure, self._clock()
+        tenure.removed(self._removed, now)
+        new = tenure.next_list(tuple(self._rows), now)
+        wanted = [*tenure.lists, *([] if new is None else [new])]
         if wanted != self._stored:
             job = functools.partial(
                 write_sharers,
@@ -442,7 +436,7 @@ class Membership:
                 return
             self._stored = wanted
             if new is not None:
-                account.share_by(new)
+                tenure.share_by(new)
 
     # Leading.
 
@@ -462,7 +456,8 @@ class Membership:
         self._stored = msgspec.json.decode(stored, type=list[Sharers])
         told = [self.fence.sharers] if self.fence.sharers.version else []
         lists = sorted({*self._stored, *told}) or [Sharers(1, (self._name,))]
-        won_at = self._member.won_at
+        # What it granted in its last term may still start, also if its epoch is the same.
+        won_at = max(self._member.won_at, self._led_until)
         self._become(Role("leader", epoch, self._name, self._process, won_at, tuple(lists)))
 
     def _has_won(self, epoch: int) -> bool:
@@ -471,51 +466,75 @@ class Membership:
 
     def _end_leading(self) -> None:
         """Its term is over, or its epoch is another one."""
-        self._account = self._session = None
+        self._led_until = self._clock()
+        self._account = None
         followers, self._followers = self._followers, {}
         for follower in followers.values():
             follower.link.close()
         self._become(Role("limbo", self.fence.epoch))
 
-    def _begin_own_session(self) -> None:
-        account = self._account
-        assert account is not None
-        self._session = Session(self._name, self._process, self.fence.session)
-        self._stated = self._clock(), self._owner.state()
-        account.begins(self._session, self._stated[1].names)
+    def _resign(self) -> None:
+        """Let another member lead, which will have seen the row unchanged for longer."""
+        self._member.refused()
+        if self.role.kind == "leader":
+            self._end_leading()
 
-    def _tell_self(self, now: float) -> None:
+    @contextlib.contextmanager
+    def _or_resign(self) -> Iterator[None]:
+        """Resign if the account of members' requests fails: nobody would be told of the term."""
+        try:
+            yield
+        except Exception:
+            log.exception("cluster: this leader failed: it resigns")
+            self._resign()
+
+    def _begin_own_session(self, account: LeaderAccount) -> None:
+        self._stated = self._clock(), self._owner.state()
+        account.begins(self._own_session, self._stated[1].names)
+
+    @property
+    def _own_session(self) -> Session:
+        return Session(self._name, self._process, self.fence.session)
+
+    def _term_of(self, account: LeaderAccount, session: Session, now: float) -> Term | None:
+        """What a member is told of the term; None: this is not its session, or not yet."""
+        tenure = account.tenure
+        if not tenure.has(session):
+            return None
+        return tenure.tell(session.edge, now, self._member.lead_until)
+
+    def _tell_self(self, account: LeaderAccount, now: float) -> None:
         """The leader's own member is told of the term as all others are."""
-        account, session, state = self._account, self._session, self._owner.state()
-        assert account is not None
-        assert session is not None
-        if state.names != self._stated[1].names:
-            self._begin_own_session()
-        term, epoch = account.tell(session, now, self._member.lead_until), self.role.epoch
+        if self._owner.state().names != self._stated[1].names:
+            self._begin_own_session(account)
+        session, epoch = self._own_session, self.role.epoch
+        term = self._term_of(account, session, now)
         if term is None:
             is_over = self.fence.seen > 0
         else:
             self.fence.told(epoch, *term, asked_at=now, now=now)
-            is_over = not account.confirmed(session, term.number, now)
+            is_over = not account.tenure.confirmed(session, term.number, now)
         if is_over and self.fence.greet(epoch):
-            self._begin_own_session()
+            self._begin_own_session(account)
 
     def _admit(self, greeting: Greeting) -> Welcome:
         """Whether this process takes a tunnel."""
-        row = self._rows.get(greeting.member)
+        row, follower = self._rows.get(greeting.member), self._followers.get(greeting.process)
         refused: Refusal | None = None
         if row is None:
             refused = "unknown"
         elif greeting.kind == "control":
             if greeting.process != row.process and greeting.name != DRAINING:
                 refused = "replaced"
-        elif greeting.process not in self._followers:
+        elif follower is None or follower.member != greeting.member:
             refused = "no_control"
+        elif greeting.kind == "link" and not greeting.name.startswith(f"{greeting.member}/"):
+            refused = "edge"
         if refused in {"unknown", "replaced"}:
             self._list_wanted.set()  # It may have registered just now.
         elif self._account is None:
             refused = "not_leader"
-        return Welcome(self._process, refused, self.role.leader, self.role.epoch)
+        return Welcome(self._process, refused, self.role.leader)
 
     def _take(self, greeting: Greeting, sock: socket.socket) -> None:
         """A tunnel that was admitted."""
@@ -538,13 +557,22 @@ class Membership:
             )
             self._followers[made.process] = made
             made.link.tell(Leads(self.role.epoch, self._process))
-            self._spawn(_connect(made.link, sock))
+            self._spawn(self._connect(made, sock))
+
+    async def _connect(self, follower: _Follower, sock: socket.socket) -> None:
+        try:
+            await EdgeLink.over(sock, follower.link)
+        except OSError as error:
+            sock.close()
+            self._lost(follower, f"{error}")
 
     def _tell(self, follower: _Follower) -> None:
         """Tell a follower of the term, with each sign of life."""
-        if self._account is not None and follower.session is not None:
-            now = self._clock()
-            term = self._account.tell(follower.session, now, self._member.lead_until)
+        account, session, now = self._account, follower.session, self._clock()
+        if account is None or session is None:
+            return
+        with self._or_resign():
+            term = self._term_of(account, session, now)
             if term is not None:
                 follower.is_told = True
                 follower.link.tell(Tells(term))
@@ -566,7 +594,7 @@ class Membership:
             case Confirms():
                 if session is None or message.session != session.number:
                     return
-                if not account.confirmed(session, message.number, now):
+                if not account.tenure.confirmed(session, message.number, now):
                     follower.link.fail("its session is over")
             case MemberState():
                 before, follower.state = follower.state, message
@@ -588,18 +616,27 @@ class Membership:
         """Keep a control link to whoever leads."""
         problem = ""
         while True:
-            leader = self._other_leader()
+            leader, drains = self._other_leader(), self._drains
             if leader is not None:
+                # Not in this task: what is tried in vain ends when another one leads.
+                self._told_until = math.inf  # to open the link has a limit of its own
+                attending = asyncio.create_task(self._attend(*leader, drains=drains))
                 try:
-                    await self._attend(*leader)
-                    self._attempts, self._hint, problem = 0, "", ""
-                except TunnelError as error:
+                    while not attending.done() and self._goes_on(leader, drains=drains):
+                        await asyncio.wait([attending], timeout=TICK_SECONDS)
+                finally:
+                    attending.cancel()
+                    (ended,) = await asyncio.gather(attending, return_exceptions=True)
+                if isinstance(ended, TunnelError):
                     self._attempts += 1
-                    told = error.welcome
-                    self._hint = told.leader if told is not None else ""
-                    if str(error) != problem:
-                        problem = str(error)
+                    self._hint = ended.welcome.leader if ended.welcome is not None else ""
+                    if str(ended) != problem:
+                        problem = str(ended)
                         log.info("cluster: no control link", why=problem)
+                elif isinstance(ended, Exception):
+                    raise ended
+                else:
+                    self._attempts, self._hint, problem = 0, "", ""
             await asyncio.sleep(RETRY_SECONDS)
 
     def _other_leader(self) -> tuple[str, str] | None:
@@ -608,7 +645,7 @@ class Membership:
         if self._member.leads(now):
             return None
         if row is not None and not self._member.is_blind(now) and row.epoch >= self.fence.epoch:
-            name, _, process = row.holder.rpartition("/")
+            name, _, process = parse_holder(row.holder)[0].rpartition("/")
             return (name, process) if name and process != self._process else None
         # Without a look at the row: by what others say, or one after the other.
         names = [name for name in self._rows if name != self._name]
@@ -616,49 +653,50 @@ class Membership:
             return self._hint, ""
         return (names[self._attempts % len(names)], "") if names else None
 
-    async def _attend(self, name: str, process: str) -> None:
-        """Follow this leader until its link is lost or another one leads. Raises: TunnelError."""
-        drains = self._drains
+    async def _attend(self, name: str, process: str, *, drains: bool) -> None:
+        """Follow this leader until its link is lost. Raises: TunnelError."""
         sock = await self._open(name, process, "control", DRAINING if drains else "")
         lost = asyncio.Event()
-        self._leader, self._told_until = (name, process), self._clock() + GREET_SECONDS
+        self._told_until = self._clock() + GREET_SECONDS
         self._link = link = EdgeLink(
-            FromLeader, self._receive, lambda _: lost.set(), self._clock, silence=self._term
+            FromLeader,
+            functools.partial(self._receive, name),
+            lambda _: lost.set(),
+            self._clock,
+            silence=self._term,
+            on_beat=self._state_itself,
         )
         try:
-            await _connect(link, sock)
-            while not lost.is_set() and self._link is link and self._goes_on(drains=drains):
-                self._state_itself(link)
-                with contextlib.suppress(TimeoutError):
-                    await asyncio.wait_for(lost.wait(), TICK_SECONDS)
+            await EdgeLink.over(sock, link)
+            await lost.wait()
         finally:
             link.close()
             if self._link is link:
                 self._leave()
 
-    def _goes_on(self, *, drains: bool) -> bool:
-        """Whether there is no reason to end the control link."""
-        now, leader = self._clock(), self._other_leader()
-        is_other = leader is None or (leader[1] and leader != self._leader)
-        if is_other or drains != self._drains:
+    def _goes_on(self, leader: tuple[str, str], *, drains: bool) -> bool:
+        """Whether there is no reason to attend to this leader no more."""
+        now, wanted, role = self._clock(), self._other_leader(), self.role
+        if wanted is None or (wanted[1] and wanted not in {leader, (role.leader, role.process)}):
+            return False
+        if drains != self._drains:
             return False
         # A process that drains is told of no term: that it follows is enough.
-        return now < self._told_until or (drains and self.role.kind == "follower")
+        return now < self._told_until or (drains and role.kind == "follower")
 
-    def _receive(self, message: FromLeader) -> None:
+    def _receive(self, leader: str, message: FromLeader) -> None:
         """What the leader tells."""
         link, fence = self._link, self.fence
         if link is None:
             return
         match message:
             case Leads():
-                self._leader = self._leader[0], message.process
                 state = self._owner.state()
                 greets = not self._drains and fence.greet(message.epoch)
                 highest, session = fence.epoch, fence.session if greets else None
                 link.tell(Greets(session, highest, state.names))
                 if greets or self._drains:
-                    self._become(Role("follower", message.epoch, *self._leader))
+                    self._become(Role("follower", message.epoch, leader, message.process))
             case Tells():
                 now = self._clock()
                 asked_at = now - link.age
@@ -666,13 +704,14 @@ class Membership:
                     self._told_until = now + message.term.left + SETTLE_SECONDS
                     link.tell(Confirms(fence.session, message.term.number))
 
-    def _state_itself(self, link: EdgeLink) -> None:
-        """Tell what this member is, if that is due or its edges are others."""
+    def _state_itself(self) -> None:
+        """Tell the leader what this member is, if that is due or its edges are others."""
         now, state = self._clock(), self._owner.state()
         at, before = self._stated
         if now - at >= STATE_SECONDS or state.names != before.names:
             self._stated = now, state
-            link.tell(state)
+            if self._link is not None:
+                self._link.tell(state)
 
     def _leave(self) -> None:
         """Follow no leader any more."""
@@ -703,11 +742,3 @@ class Membership:
         return await self.tunnels.open(
             member, address, kind, to=process, name=name, origin=origin, sock=sock
         )
-
-
-async def _connect(link: EdgeLink, sock: socket.socket) -> None:
-    """Have a link, which may have ended by now, use a socket."""
-    loop = asyncio.get_running_loop()
-    transport, _ = await loop.create_unix_connection(lambda: link, sock=sock)
-    if link.lost:
-        transport.abort()

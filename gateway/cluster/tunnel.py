@@ -17,7 +17,7 @@ import ssl
 import struct
 from collections import Counter
 from collections.abc import Callable, Mapping
-from typing import Literal, get_args
+from typing import Literal
 
 import msgspec
 import structlog
@@ -36,7 +36,9 @@ VERSION = 1  # of greetings, and of what members tell each other
 OPEN_SECONDS = 5.0  # for name, connection, handshake and greeting together
 MOST_GREETING_BYTES = 4096
 MOST_CHUNK_BYTES = 1 << 20  # bytes; what is read from a socket at one time is less
-MOST_HANDSHAKES = 64  # connections at one time that have not greeted yet; of one address: a quarter
+# Connections at one time that have not greeted yet; of one address: a half, since all edges of a
+# member are linked at once, and members behind one address too.
+MOST_HANDSHAKES = 256
 MOST_TUNNELS = 512  # of one member, each way
 STALL_SECONDS = 300.0  # in which nothing of what waits for one side was read: it has ended
 ACCEPT_PAUSE = 0.1  # seconds after an attempt to accept failed: the process may lack descriptors
@@ -66,13 +68,13 @@ class Greeting(msgspec.Struct, frozen=True, array_like=True):
 
 Refusal = Literal[
     "address", "too_many", "handshake", "greeting", "version", "cluster", "certificate",
-    "unknown", "replaced", "other_process", "not_leader", "no_control",
+    "unknown", "replaced", "other_process", "not_leader", "no_control", "edge",
 ]  # fmt: skip
 """Why a connection was refused: its address is not in `allow`; there are too many; no TLS with a
 certificate of the authority in time; what came first is no greeting, or is that of another version,
 or for another cluster; the certificate does not name the member; nobody knows this member, or it
 has a newer process; this process is not the one that was meant, or does not lead; the member has no
-control link, which must be there first."""
+control link, which must be there first; the edge is another member's."""
 
 
 _PASSING: frozenset[Refusal] = frozenset({"other_process", "not_leader", "no_control"})
@@ -84,8 +86,7 @@ class Welcome(msgspec.Struct, frozen=True, array_like=True):
 
     process: str  # of the member that was asked
     refused: Refusal | None = None
-    leader: str = ""  # who leads, as far as the one that was asked knows: a member,
-    epoch: int = 0  # and its epoch
+    leader: str = ""  # the member that leads, as far as the one that was asked knows
 
 
 class TunnelError(OSError):
@@ -423,11 +424,6 @@ class Tunnels:
                 far.abort()
                 self._open.discard(far)
 
-    def sample(self) -> Mapping[Kind, int]:
-        """How many are open, by kind, both ways."""
-        found = Counter(one.greeting.kind for one in self._open if one.greeting is not None)
-        return {kind: found[kind] for kind in get_args(Kind)}
-
     async def aclose(self) -> None:
         """Accept no more, and end all at once."""
         self.stop_accepting()
@@ -472,7 +468,7 @@ class Tunnels:
             pending = list(self._handshakes.values())
             if allow and not any(address in network for network in allow):
                 self._refuse("address", host)
-            elif len(pending) >= MOST_HANDSHAKES or pending.count(host) >= MOST_HANDSHAKES // 4:
+            elif len(pending) >= MOST_HANDSHAKES or pending.count(host) >= MOST_HANDSHAKES // 2:
                 self._refuse("too_many", host)
             else:
                 task = asyncio.create_task(self._welcome(made, host), name="welcome a tunnel")
@@ -509,6 +505,9 @@ class Tunnels:
         finally:
             if far.greeting is None:
                 far.close()
+            elif far.other is None:
+                # It could not be joined. While nothing is read, its end would not be noticed.
+                far.abort()
 
     def _answer(self, greeting: Greeting, far: _Far) -> Welcome:
         """Whether a greeting is in order, and what its owner says of it."""

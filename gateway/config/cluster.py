@@ -56,6 +56,15 @@ def _address(value: object) -> object:
         ) from None
 
 
+def _reached(value: object) -> object:
+    text = _address(value)
+    if parse_address(str(text)).host in _WILDCARDS:
+        raise validation_error(
+            "must be an address by which others reach this member", "0.0.0.0 and :: are none"
+        )
+    return text
+
+
 _AddressText = Annotated[str, BeforeValidator(_address), TypeLabel("HOST:PORT")]
 
 Name = Annotated[
@@ -86,7 +95,7 @@ class ClusterSettings(ConfigModel):
     name."""
     listen: _AddressText
     """Address for the other members, over TLS."""
-    advertise: _AddressText | None = None
+    advertise: Annotated[str, BeforeValidator(_reached), TypeLabel("HOST:PORT")] | None = None
     """Address by which the others reach this member. Unset: `listen`, with the host's name in place
     of `0.0.0.0` or `::`."""
     allow: Annotated[

@@ -9,11 +9,11 @@ granted counts there by its leases; the account knows only those that were grant
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass, field
 from itertools import islice
 
-from gateway.cluster.fencing import Fence, Session, Sharers, Tenure, Term
+from gateway.cluster.fencing import Fence, Session, Tenure
 from gateway.nodes.fleet import Fleet
 from gateway.nodes.node import Node, SlotsReader
 from gateway.nodes.server_properties import SlotTask
@@ -204,33 +204,6 @@ class Reign:
         adopted = self._adopted.items()
         leases = {id_: node for id_, (edge, node) in adopted if member_of(edge) == member}
         self.tenure.hello(session, leases, self.clock())
-
-    def tell(self, session: Session, now: float, lead_until: float) -> Term | None:
-        """As `Tenure.tell`; None also if this is not the member's session."""
-        if not self.tenure.has(session):
-            return None
-        return self.tenure.tell(session.edge, now, lead_until)
-
-    def confirmed(self, session: Session, number: int, now: float) -> bool:
-        """As `Tenure.confirmed`."""
-        return self.tenure.confirmed(session, number, now)
-
-    @property
-    def lists(self) -> Sequence[Sharers]:
-        """What has to be stored for the next leader."""
-        return self.tenure.lists
-
-    def removed(self, names: Collection[str]) -> None:
-        """As `Tenure.removed`."""
-        self.tenure.removed(names, self.clock())
-
-    def next_list(self, names: Collection[str]) -> Sharers | None:
-        """As `Tenure.next_list`."""
-        return self.tenure.next_list(names, self.clock())
-
-    def share_by(self, sharers: Sharers) -> None:
-        """As `Tenure.share_by`."""
-        self.tenure.share_by(sharers)
 
 
 def member_of(edge: str) -> str:

@@ -84,12 +84,15 @@ class EdgeLink(asyncio.Protocol):
     @classmethod
     async def over(cls, sock: socket.socket, link: EdgeLink) -> EdgeLink:
         """Have this link use a connected Unix socket, which it closes at its end."""
+        loop = asyncio.get_running_loop()
         try:
-            await asyncio.get_running_loop().create_unix_connection(lambda: link, sock=sock)
+            transport, _ = await loop.create_unix_connection(lambda: link, sock=sock)
         except BaseException:
             # Cancelled, it would learn of a transport that is closed already.
             link._stop()
             raise
+        if link.lost:
+            transport.abort()
         return link
 
     def tell(self, message: Any) -> None:
@@ -133,7 +136,8 @@ class EdgeLink(asyncio.Protocol):
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         """The socket is ready."""
         if self.lost:
-            transport.close()
+            # Closed here, uvloop's transport would not tell the socket, which closes its descriptor
+            # once more, when it is another's.
             return
         self._transport = transport  # type: ignore[assignment]
         self._heard_at = self._settled_at = self._beat_at = self._clock()

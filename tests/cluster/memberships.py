@@ -11,15 +11,15 @@ from typing import Any
 from sqlalchemy import create_engine, text
 from sqlalchemy.pool import StaticPool
 
-from gateway.cluster.fencing import Fence, Session, Sharers, Tenure, Term
+from gateway.cluster.fencing import Fence, Session, Tenure
 from gateway.cluster.leader_row import FIRST, LOOK, update_of
 from gateway.cluster.leadership import FIRST_ROW, Change, LeaderRow, Leadership
-from gateway.cluster.membership import Jobs, Membership, MemberState, Owner, Role, SeenMember
+from gateway.cluster.membership import Jobs, Membership, MemberState, Owner, Role
 from gateway.cluster.tunnel import Greeting, member_certificate
 from gateway.config.cluster import ClusterSettings
 from gateway.store.failures import StoreUnavailable
 from gateway.store.schema import metadata
-from gateway.watch.metrics import EdgeSample
+from gateway.watch.metrics import EdgeSample, MemberSample
 from tests.cluster.certificates import CLUSTER, Authority
 from tests.virtual import now
 
@@ -80,33 +80,10 @@ class Account:
         self.clock = clock
         self.begun: list[tuple[Session, tuple[str, ...]]] = []
         self.ended: list[Session] = []
-        self.open: dict[str, Session] = {}
-
-    @property
-    def lists(self) -> list[Sharers]:
-        return self.tenure.lists
-
-    def removed(self, names: Collection[str]) -> None:
-        self.tenure.removed(names, self.clock())
-
-    def next_list(self, names: Collection[str]) -> Sharers | None:
-        return self.tenure.next_list(names, self.clock())
-
-    def share_by(self, sharers: Sharers) -> None:
-        self.tenure.share_by(sharers)
 
     def begins(self, session: Session, edges: Collection[str]) -> None:
         self.begun.append((session, tuple(edges)))
-        self.open[session.edge] = session
         self.tenure.hello(session, {}, self.clock())
-
-    def tell(self, session: Session, now: float, lead_until: float) -> Term | None:
-        if self.open.get(session.edge) != session:
-            return None
-        return self.tenure.tell(session.edge, now, lead_until)
-
-    def confirmed(self, session: Session, number: int, now: float) -> bool:
-        return self.tenure.confirmed(session, number, now)
 
     def left(self, session: Session) -> None:
         self.ended.append(session)
@@ -151,8 +128,8 @@ class One:
     def role(self) -> Role:
         return self.membership.role
 
-    def seen(self) -> dict[str, SeenMember]:
-        return {one.row.name: one for one in self.membership.seen()}
+    def seen(self) -> dict[str, MemberSample]:
+        return {one.name: one for one in self.membership.seen()}
 
     async def end(self) -> None:
         """End it as `kill -9` does."""

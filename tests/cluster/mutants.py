@@ -31,8 +31,8 @@ LEADERSHIP = (
     Mutant(
         "a claim after half a term",
         _LEADER,
-        "now - self._since < self.term or",
-        "now - self._since < self.term / 2 or",
+        "now - self._since - max(self.term, held)",
+        "now - self._since - max(self.term, held) / 2",
         found_by=19,
     ),
     Mutant(

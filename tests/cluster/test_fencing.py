@@ -244,15 +244,16 @@ def test_an_edge_alone_starts_nothing_before_it_has_read_the_node() -> None:
 def test_an_edge_that_goes_alone_again_reads_anew_what_runs_there_and_is_told_of_its_own() -> None:
     cluster = settled(4)
     fence = cluster.fences["a"]
-    fence.carried({7: "n"})
+    fence.carried({6: "n"})
     fence.read("n", IDLE, 106.0)
     assert fence.others("n", 106.0) == 2
     fence.go_alone(106.0)
+    fence.carried({7: "n"})
     assert fence.is_alone(106.0)
     fence.read("n", IDLE, 106.0 + LANDING_SECONDS / 2)
     assert fence.others("n", 106.2) == 4
     fence.read("n", busy(1, 2), 106.0 + LANDING_SECONDS)
-    assert fence.others("n", 106.3) == 3, "one of them is its own"
+    assert fence.others("n", 106.3) == 3, "one of them is its own, not that of the time before"
     fence.ended(7)
     assert fence.others("n", 106.3) == 4
     fence.read("n", busy(2), 106.4)

@@ -3,11 +3,21 @@
 from __future__ import annotations
 
 import asyncio
+import copy
 import time
 
 import pytest
 
-from gateway.cluster.leadership import FIRST_ROW, Change, LeaderRow, Member, boot_clock, contend
+from gateway.cluster.leadership import (
+    FIRST_ROW,
+    Change,
+    LeaderRow,
+    Member,
+    boot_clock,
+    contend,
+    holder_name,
+    parse_holder,
+)
 from gateway.store.failures import StoreUnavailable
 from tests.virtual import in_virtual_time
 
@@ -22,6 +32,13 @@ def watch(member: Member, row: LeaderRow, since: float, until: float) -> float:
         member.saw(row, now, now)
         now += 0.25
     return now - 0.25
+
+
+def role(member: Member, now: float) -> str:
+    """Return what the member would do now, or does."""
+    if member.leads(now):
+        return "leader"
+    return "follower" if copy.copy(member).next_step(now) is None else "challenger"
 
 
 def new_leader(now: float = 100.0) -> Member:
@@ -44,10 +61,10 @@ def test_a_row_is_claimed_only_after_it_was_unchanged_for_a_whole_term() -> None
     member = Member("me", TERM)
     assert member.next_step(10.0) is None
     now = watch(member, OTHER, 10.0, 11.75)
-    assert (member.role(now), member.pause(now)) == ("follower", 0.25)
+    assert (role(member, now), member.pause(now)) == ("follower", 0.25)
     assert member.next_step(11.99) is None
     watch(member, OTHER, now, 12.0)
-    assert member.role(12.0) == "challenger"
+    assert role(member, 12.0) == "challenger"
     assert member.next_step(12.0) == Change(OTHER, LeaderRow("me", 4, 0), is_claim=True)
 
 
@@ -58,9 +75,22 @@ def test_any_change_of_the_row_begins_another_term(renewed: LeaderRow) -> None:
     member = Member("me", TERM)
     watch(member, OTHER, 10.0, 11.9)
     watch(member, renewed, 11.95, 13.9)
-    assert member.role(13.94) == "follower"
+    assert role(member, 13.94) == "follower"
     watch(member, renewed, 13.95, 13.95)
-    assert member.role(13.96) == "challenger"
+    assert role(member, 13.96) == "challenger"
+
+
+def test_a_row_is_claimed_only_after_the_term_of_its_holder_if_that_is_longer() -> None:
+    member = Member(holder_name("a/1", TERM), TERM)
+    row = LeaderRow(holder_name("b/2", 30.0), 3, 7)
+    now = watch(member, row, 10.0, 39.75)
+    assert (role(member, now), member.knows_leader(now), member.pause(now)) == (
+        ("follower", True, 0.25)
+    )
+    watch(member, row, now, 40.0)
+    assert role(member, 40.0) == "challenger"
+    assert not member.knows_leader(40.0)
+    assert parse_holder(row.holder) == ("b/2", 30.0)
 
 
 def test_a_time_without_looks_does_not_count() -> None:
@@ -69,9 +99,9 @@ def test_a_time_without_looks_does_not_count() -> None:
     # The row may have been another one, and have come back from an old state.
     member.saw(OTHER, 11.8, 11.8)
     watch(member, OTHER, 11.8, 13.7)
-    assert member.role(13.7) == "follower"
+    assert role(member, 13.7) == "follower"
     watch(member, OTHER, 13.8, 13.8)
-    assert member.role(13.8) == "challenger"
+    assert role(member, 13.8) == "challenger"
 
 
 def test_a_term_counts_from_the_sending_of_the_update_that_succeeded() -> None:
@@ -136,7 +166,7 @@ def test_a_claim_that_took_too_long_gives_no_term() -> None:
     assert step is not None
     assert step.is_claim
     member.done(step, 12.1, asked_at + 0.8)
-    assert member.role(asked_at + 0.8) == "follower"
+    assert role(member, asked_at + 0.8) == "follower"
 
 
 def test_a_leader_that_hears_of_a_later_epoch_raises_its_own() -> None:
@@ -155,7 +185,7 @@ def test_a_follower_that_hears_of_a_later_epoch_knows_that_the_row_is_outdated()
     watch(member, OTHER, 10.0, 11.0)
     member.heard(5, 11.0)
     watch(member, OTHER, 11.0, 12.9)
-    assert member.role(12.9) == "follower"
+    assert role(member, 12.9) == "follower"
     watch(member, OTHER, 13.0, 13.0)
     assert member.next_step(13.0) == Change(OTHER, LeaderRow("me", 6, 0), is_claim=True)
 

@@ -82,7 +82,7 @@ def test_only_who_leads_replaces_the_lists_of_sharers(store: Store) -> None:
 def test_operators_see_who_leads_and_when_each_was_seen(store: Store) -> None:
     for name in ("a", "b"):
         registered(store, row(name, f"p{name}"))
-    fill(store, "a/pa", "pb", 5.0)
+    fill(store, "a/pa/2", "pb", 5.0)
     assert [(one.row.name, one.epoch, one.seen_at) for one in seen(store)] == [
         ("a", 3, None),
         ("b", None, 5.0),
@@ -111,7 +111,7 @@ def config(tmp_path: Path) -> str:
     with opened(url) as store:
         for name in ("a", "b"):
             registered(store, row(name, f"p{name}"))
-        fill(store, "a/pa", "pb", time.time())
+        fill(store, "a/pa/2", "pb", time.time())
     settings = (
         Authority(tmp_path / "certificates")
         .settings("a")

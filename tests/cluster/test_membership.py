@@ -4,16 +4,21 @@ from __future__ import annotations
 
 import asyncio
 import socket
+from collections.abc import Awaitable, Callable
+from typing import Any
 
 import pytest
 from sqlalchemy import delete, select
 
 from gateway.cluster.fencing import SETTLE_SECONDS, Session
+from gateway.cluster.leadership import Change
 from gateway.cluster.members import remove
-from gateway.cluster.tunnel import TunnelError
+from gateway.cluster.membership import LEAD_SECONDS
+from gateway.cluster.tunnel import OPEN_SECONDS, TunnelError
 from gateway.store.schema import members as members_table
+from gateway.transport.link import EdgeLink
 from tests.cluster.certificates import CLUSTER, Authority
-from tests.cluster.memberships import TERM, Account, Row, cluster_of
+from tests.cluster.memberships import TERM, One, Row, cluster_of
 from tests.virtual import in_virtual_time
 
 
@@ -125,7 +130,7 @@ async def test_a_member_that_does_not_reach_the_leader_is_alone_until_it_does(
             await cluster.until(lambda: cut_off.role.kind == "alone", limit)
             seen = leader.seen()[cut_off.name]
             assert seen.role == "unknown"
-            assert seen.silent is not None
+            assert seen.heard_seconds is not None
             assert leader.account is not None
             assert [one.edge for one in leader.account.ended] == [cut_off.name]
         assert cut_off.membership.tunnels.open == open_
@@ -165,7 +170,23 @@ async def test_a_later_process_of_a_member_replaces_an_earlier_one(authority: Au
         old.membership.drain()
         await cluster.until(lambda: old.role.kind == "follower", 5)
         seen = cluster.leader().seen()[old.name]
-        assert (seen.row.process, seen.role) == ("newer", "follower")
+        assert seen.role == "follower"
+        row = cluster.leader().membership._rows[old.name]
+        assert row.process == "newer"
+        assert old.replaced_by == ["newer"]
+
+
+@in_virtual_time
+async def test_a_leader_that_is_replaced_makes_room_for_its_members_newer_process(
+    authority: Authority,
+) -> None:
+    async with cluster_of(authority, "a") as cluster:
+        await cluster.settled(10)
+        old = cluster.leader()
+        old.listening.close()
+        old.membership.tunnels.stop_accepting()
+        new = cluster.join("a", "newer")
+        await cluster.until(lambda: new.role.kind == "leader", 10)
         assert old.replaced_by == ["newer"]
 
 
@@ -256,9 +277,9 @@ async def test_edges_that_come_and_go_are_told_to_the_leader(authority: Authorit
             leader.name: "leader",
             other.name: "follower",
         }
-        state = seen[other.name].state
-        assert state is not None
-        assert (state.names, state.folder) == (("edge-1", "edge-2"), f"folder of {other.name}")
+        told_of = seen[other.name]
+        assert [edge.name for edge in told_of.edges] == ["edge-1", "edge-2"]
+        assert told_of.folder == f"folder of {other.name}"
         assert other.seen()[leader.name].role == "leader"
 
 
@@ -270,8 +291,10 @@ async def test_a_session_that_the_account_has_closed_begins_anew(authority: Auth
         account = leader.account
         assert account is not None
         before = len(account.begun)
-        account.open.clear()  # As after a time in which the leader was held up.
-        await cluster.until(lambda: len(account.open) == 2, 2)
+        # As after a time in which the leader was held up.
+        for known in account.tenure._edges.values():
+            known.present = False
+        await cluster.until(lambda: len(account.begun) == before + 2, 2)
         await cluster.settled(2)
         began = {session.edge: session.number for session, _ in account.begun[before:]}
         assert began == {"a": 2, "b": 2}
@@ -290,15 +313,160 @@ async def test_a_follower_that_is_told_nothing_leaves_the_leader(authority: Auth
 
 @in_virtual_time
 async def test_what_fails_in_a_member_does_not_end_its_membership(authority: Authority) -> None:
+    async with cluster_of(authority, "a", "b") as cluster:
+        await cluster.settled(10)
+        other = cluster.others()[0]
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(other.membership, "_receive", None)
+            patch.setattr(other.membership, "_take_list", None)
+            await asyncio.sleep(3 * TERM)
+        await cluster.end(cluster.leader())
+        await cluster.settled(10)
+
+
+@in_virtual_time
+async def test_a_follower_whose_link_can_not_be_taken_is_lost_until_it_can(
+    authority: Authority, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async with cluster_of(authority, "a", "b") as cluster:
+        await cluster.settled(10)
+        followers, over = cluster.leader().membership._followers, EdgeLink.over
+
+        async def fail(sock: socket.socket, link: EdgeLink) -> EdgeLink:
+            if any(one.link is link for one in followers.values()):
+                raise OSError("too many open files")
+            return await over(sock, link)
+
+        with monkeypatch.context() as patch:
+            patch.setattr(EdgeLink, "over", fail)
+            for one in tuple(followers.values()):
+                one.link.fail("cut")
+            await asyncio.sleep(1)
+            assert followers == {}
+        await cluster.settled(5)
+
+
+@in_virtual_time
+async def test_a_leader_whose_account_fails_makes_room_for_another(authority: Authority) -> None:
+    async with cluster_of(authority, "a", "b") as cluster:
+        await cluster.settled(10)
+        old = cluster.leader()
+        assert old.account is not None
+        old.account.tenure.tell = None  # type: ignore[method-assign,assignment]
+        await cluster.until(lambda: old.role.kind != "leader", 1)
+        assert await cluster.settled(10) < TERM + 2
+        assert cluster.leader() is not old
+
+
+@in_virtual_time
+async def test_who_has_won_and_can_not_begin_to_lead_makes_room_for_another(
+    authority: Authority,
+) -> None:
+    async with cluster_of(authority, "a", "b") as cluster:
+        await cluster.settled(10)
+        old, (other,) = cluster.leader(), cluster.others()
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(other.membership, "lead", lambda *_: None)
+            await cluster.end(old)
+            await cluster.until(lambda: other.role.kind == "leader", 10)
+            await cluster.until(lambda: other.role.kind != "leader", LEAD_SECONDS + 1)
+            # Nobody else is there: it tries again.
+            await cluster.until(lambda: other.role.kind == "leader", 2 * TERM + 2)
+        third = cluster.join("c")
+        await cluster.until(lambda: third.role.kind == "leader", LEAD_SECONDS + 2 * TERM + 2)
+        await cluster.settled(5)
+
+
+@in_virtual_time
+async def test_a_leader_that_lost_touch_and_has_its_epoch_again_reads_the_nodes_again(
+    authority: Authority,
+) -> None:
     async with cluster_of(authority, "a") as cluster:
         await cluster.settled(10)
         leader = cluster.leader()
-        assert leader.account is not None
+        first = leader.role
+        await asyncio.sleep(5)
+        member, renew = leader.membership._member, leader.row.change
+
+        async def be_late(change: Change) -> bool:
+            done = await renew(change)
+            await asyncio.sleep(TERM - 0.2)
+            return done
+
         with pytest.MonkeyPatch.context() as patch:
-            patch.delattr(Account, "tell")
-            await asyncio.sleep(3 * TERM)
-        seen = leader.membership.fence.seen
-        await cluster.until(lambda: leader.membership.fence.seen > seen, 2)
+            patch.setattr(leader.row, "change", be_late)
+            await cluster.until(lambda: not cluster.leaders(), 2 * TERM)
+            ended_at = leader.clock()
+            await cluster.until(lambda: bool(cluster.leaders()), 1)
+        assert leader.role.epoch == first.epoch
+        assert member.won_at < ended_at
+        assert leader.role.won_at >= ended_at - 0.1
+
+
+@in_virtual_time
+async def test_a_renewal_under_way_does_not_bring_a_draining_leader_back(
+    authority: Authority,
+) -> None:
+    async with cluster_of(authority, "a", "b") as cluster:
+        await cluster.settled(10)
+        old, began = cluster.leader(), asyncio.Event()
+        renew = old.row.change
+
+        async def take_long(change: Change) -> bool:
+            began.set()
+            await asyncio.sleep(0.3)
+            return await renew(change)
+
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(old.row, "change", take_long)
+            await began.wait()
+            old.membership.drain()
+            await cluster.until(lambda: bool(cluster.leaders()), 10)
+        assert cluster.leader() is not old
+        assert [role.kind for role in old.roles][:2] == ["leader", "limbo"]
+
+
+@in_virtual_time
+async def test_a_follower_does_not_wait_for_a_dead_machine_once_another_one_leads(
+    authority: Authority,
+) -> None:
+    async with cluster_of(authority, "a", "b", "c") as cluster:
+        await cluster.settled(10)
+        old = cluster.leader()
+        with pytest.MonkeyPatch.context() as patch:
+            for one in cluster.others():
+                patch.setattr(one.membership.tunnels, "open", unanswered_by(old, one))
+            await cluster.end(old)
+            assert await cluster.settled(10) < TERM + 1.5
+
+
+def unanswered_by(gone: One, one: One) -> Callable[..., Awaitable[socket.socket]]:
+    """Return what opens tunnels from this member, while the other one's machine is gone."""
+    opening = one.membership.tunnels.open
+
+    async def open_(member: str, *given: Any, **more: Any) -> socket.socket:
+        if member == gone.name:
+            await asyncio.sleep(OPEN_SECONDS)
+            raise TunnelError("no answer")
+        return await opening(member, *given, **more)
+
+    return open_
+
+
+@in_virtual_time
+async def test_a_membership_ends_also_when_its_list_is_wanted_or_its_link_lost_just_then(
+    authority: Authority,
+) -> None:
+    async with cluster_of(authority, "a", "b") as cluster:
+        await cluster.settled(10)
+        await asyncio.sleep(3)
+        (other,) = cluster.others()
+        link = other.membership._link
+        assert link is not None
+        other.membership._list_wanted.set()
+        link.fail("the leader has ended")
+        async with asyncio.timeout(5):
+            await cluster.end(other)
 
 
 @in_virtual_time
@@ -310,15 +478,23 @@ async def test_a_follower_opens_tunnels_to_its_leader_and_to_nobody_else(
             await cluster.all[0].membership.open("link", "x")
         await cluster.settled(10)
         leader, (one, other) = cluster.leader(), cluster.others()
-        opened = await one.membership.open("link", "b/edge-1")
+        opened = await one.membership.open("link", f"{one.name}/edge-1")
         await cluster.until(lambda: bool(leader.tunnels), 1)
         greeting, _ = leader.tunnels[0]
-        assert (greeting.kind, greeting.member, greeting.name) == ("link", one.name, "b/edge-1")
+        assert (greeting.kind, greeting.member, greeting.name) == (
+            ("link", one.name, f"{one.name}/edge-1")
+        )
         opened.close()
-        row = one.seen()[other.name].row
+        row = one.membership._rows[other.name]
         with pytest.raises(TunnelError, match="not_leader"):
             await one.membership._open(row.name, row.process, "link", "x")
         assert other.tunnels == []
+        with pytest.raises(TunnelError, match="edge"):
+            await one.membership.open("link", f"{other.name}/edge-1")
+        one.membership.tunnels._process = other.process
+        with pytest.raises(TunnelError, match="no_control"):
+            await one.membership.open("admin")
+        one.membership.tunnels._process = one.process
         del leader.membership._followers[one.process]
         with pytest.raises(TunnelError, match="no_control"):
             await one.membership.open("link", "x")

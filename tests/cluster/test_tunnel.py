@@ -136,7 +136,7 @@ async def what_one_side_writes_the_other_reads_until_each_direction_has_ended(
     taken.close()
     assert await received(opened, 1) == b""
     opened.close()
-    await until(lambda: not any((*a.tunnels.sample().values(), *b.tunnels.sample().values())))
+    await until(lambda: not a.tunnels._open and not b.tunnels._open)
 
 
 async def test_the_greeting_says_what_a_tunnel_is_for(make: MakeNode) -> None:
@@ -150,7 +150,6 @@ async def test_the_greeting_says_what_a_tunnel_is_for(make: MakeNode) -> None:
     assert greeting == Greeting(
         VERSION, CLUSTER, "gw-b", process, a.answer.process, "public", "x", origin
     )
-    assert a.tunnels.sample() == {"control": 0, "link": 0, "public": 1, "admin": 0}
     opened.close()
     taken.close()
 
@@ -195,7 +194,7 @@ async def test_a_side_that_reads_nothing_for_long_loses_its_tunnel(
     opened, taken = await a.pair(b)
     with pytest.raises(OSError):
         await send(opened, bytes(256 << 20))
-    await until(lambda: not a.tunnels.sample()["link"])
+    await until(lambda: not a.tunnels._open)
     taken.close()
     opened.close()
 
@@ -238,7 +237,7 @@ async def refused(attempt: Awaitable[socket.socket]) -> TunnelError:
 
 async def test_a_refusal_comes_with_its_reason_and_is_counted(make: MakeNode) -> None:
     a, b = make("gw-a"), make("gw-b")
-    a.answer = Welcome("pa", "not_leader", "gw-c", 7)
+    a.answer = Welcome("pa", "not_leader", "gw-c")
     error = await refused(b.tunnels.open("gw-a", a.address, "control"))
     assert error.welcome == a.answer
     assert str(error) == f"gw-a at {a.address} refuses: not_leader"
@@ -348,7 +347,7 @@ async def test_handshakes_that_do_not_end_are_bounded_and_given_up(
     make: MakeNode, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(tunnel, "OPEN_SECONDS", 1.5)
-    monkeypatch.setattr(tunnel, "MOST_HANDSHAKES", 8)  # 2 of one address
+    monkeypatch.setattr(tunnel, "MOST_HANDSHAKES", 4)  # 2 of one address
     a, b = make("gw-a"), make("gw-b")
     slow = [socket.create_connection(a.address) for _ in range(4)]
     await until(lambda: a.tunnels.refused["too_many"] == 2)
@@ -356,6 +355,33 @@ async def test_handshakes_that_do_not_end_are_bounded_and_given_up(
     opened, taken = await a.pair(b)
     for one in (*slow, opened, taken):
         one.close()
+
+
+async def test_all_edges_of_a_member_are_linked_at_once(
+    make: MakeNode, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(tunnel, "OPEN_SECONDS", 3 * LIMIT)
+    a, b = make("gw-a"), make("gw-b")
+    opening = (b.tunnels.open("gw-a", a.address, "link", name=f"{i}") for i in range(64))
+    opened = await asyncio.gather(*opening)
+    assert a.tunnels.refused == {}
+    for one in opened:
+        one.close()
+
+
+async def test_a_tunnel_that_can_not_be_taken_is_closed(
+    make: MakeNode, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    a, b = make("gw-a"), make("gw-b")
+
+    async def fail(*_: object) -> socket.socket:
+        raise OSError("Too many open files")
+
+    monkeypatch.setattr(a.tunnels, "_join", fail)
+    opened = await b.tunnels.open("gw-a", a.address, "link")
+    assert await received(opened, 1) == b""
+    opened.close()
+    await until(lambda: not a.tunnels._open)
 
 
 async def test_tunnels_of_one_member_are_bounded(

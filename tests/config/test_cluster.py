@@ -58,6 +58,7 @@ def test_an_address_has_a_host_and_a_port(text: str) -> None:
         ("listen: 1.2.3.4:1", "cluster.tls"),
         (f"listen: 8090, {TLS}", "must be an address with a port"),
         (f"listen: ':8090', {TLS}", "must be an address with a port"),
+        (f"listen: 1.2.3.4:1, advertise: '[::]:1', {TLS}", "by which others reach this member"),
         (f"listen: 1.2.3.4:1, member: a/b, {TLS}", "must be a name of letters"),
         (f"listen: 1.2.3.4:1, term: 0.5, {TLS}", "1"),
         (f"listen: 1.2.3.4:1, term: 5m, {TLS}", "60"),

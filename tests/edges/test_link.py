@@ -12,6 +12,7 @@ from typing import Any
 
 import msgspec
 import pytest
+import uvloop
 
 from gateway.transport import link as links
 from gateway.transport.link import LENGTH, MOST_FRAME_BYTES, NUMBERS, EdgeLink
@@ -236,3 +237,17 @@ async def test_what_an_unheard_side_says_grows_old() -> None:
         await until(lambda: len(side.heard) == 2)
         assert side.ages[0] < 0.1
         assert side.ages[1] >= 5.0
+
+
+def test_a_link_that_ends_before_it_is_connected_closes_its_descriptor_once() -> None:
+    async def run() -> None:
+        side = Side()
+        ours, theirs = socket.socketpair()
+        with theirs:
+            side.link.close()
+            await EdgeLink.over(ours, side.link)
+            await until(lambda: ours.fileno() < 0)
+            assert theirs.recv(1) == b""
+
+    with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
+        runner.run(run())

@@ -98,10 +98,11 @@ class Cluster:
         session = Session("m", "p1", self.fence.session)
         reign.begins(session, [EDGE])
         while True:
-            term = reign.tell(session, now(), now() + TERM)
-            if term is not None:
+            if reign.tenure.has(session):
+                term = reign.tenure.tell("m", now(), now() + TERM)
+                assert term is not None
                 assert self.fence.told(reign.epoch, *term, asked_at=now(), now=now())
-                assert reign.confirmed(session, self.fence.seen, now())
+                assert reign.tenure.confirmed(session, self.fence.seen, now())
             await asyncio.sleep(0.25)
 
     def ask(self, **body: Any) -> asyncio.Task[httpx.Response]:

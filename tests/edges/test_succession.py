@@ -199,10 +199,11 @@ class Script:
         session = Session(member, "p", fence.session)
         reign.begins(session, [name for name in self.edges if member_of(name) == member])
         while True:
-            term = reign.tell(session, now(), now() + TERM)
-            if term is not None and self.rng.random() < 0.8:
+            if reign.tenure.has(session) and self.rng.random() < 0.8:
+                term = reign.tenure.tell(member, now(), now() + TERM)
+                assert term is not None
                 fence.told(reign.epoch, *term, asked_at=now(), now=now())
-            reign.confirmed(session, fence.seen, now())
+            reign.tenure.confirmed(session, fence.seen, now())
             await asyncio.sleep(0.3)
 
     # What clients do.
