@@ -297,14 +297,23 @@ _POSTGRES_LIMITS: dict[str, Any] = {
 }
 
 
+# The server frees what a gateway holds locked that is stopped, or has vanished. In the midst of a
+# pipeline, where it waits for the next statement and no other limit holds, TCP alone tells.
+_POSTGRES_SESSION = {
+    "statement_timeout": STATEMENT_SECONDS * 1000,
+    "lock_timeout": int(LOCK_SECONDS * 1000),
+    "idle_in_transaction_session_timeout": STATEMENT_SECONDS * 1000,
+    "tcp_keepalives_idle": 5,
+    "tcp_keepalives_interval": 2,
+    "tcp_keepalives_count": 3,
+    "tcp_user_timeout": 10_000,
+}
+
+
 def _set_up_postgres(connection: Connection) -> None:
     with connection.begin():
-        connection.exec_driver_sql(f"SET statement_timeout = {STATEMENT_SECONDS * 1000}")
-        connection.exec_driver_sql(f"SET lock_timeout = {int(LOCK_SECONDS * 1000)}")
-        # The server frees what a stopped gateway holds locked.
-        connection.exec_driver_sql(
-            f"SET idle_in_transaction_session_timeout = {STATEMENT_SECONDS * 1000}"
-        )
+        for name, value in _POSTGRES_SESSION.items():
+            connection.exec_driver_sql(f"SET {name} = {value}")
 
 
 @contextlib.contextmanager

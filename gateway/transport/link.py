@@ -63,7 +63,7 @@ class EdgeLink(asyncio.Protocol):
         # Sent.
         self._outgoing: list[Any] = []
         self._flush_handle: asyncio.Handle | None = None
-        self._beat_handle: asyncio.TimerHandle | None = None
+        self._beat_handle: asyncio.Handle | None = None
         self._beat_at = 0.0  # when the last sign of life was due
         self._number = 0  # of the last frame that was sent
         self._sent_at: deque[float] = deque()
@@ -135,13 +135,13 @@ class EdgeLink(asyncio.Protocol):
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         """The socket is ready."""
+        # A transport that is closed in this call, or by a write that fails, is not the socket's
+        # owner for uvloop yet: that closes the descriptor once more, when it is another's.
         if self.lost:
-            # Closed here, uvloop's transport would not tell the socket, which closes its descriptor
-            # once more, when it is another's.
             return
         self._transport = transport  # type: ignore[assignment]
         self._heard_at = self._settled_at = self._beat_at = self._clock()
-        self._beat()
+        self._beat_handle = asyncio.get_running_loop().call_soon(self._beat)
 
     def data_received(self, data: bytes) -> None:
         """Bytes have come."""

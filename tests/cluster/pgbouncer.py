@@ -42,6 +42,7 @@ def running_pgbouncer(server: PostgresServer, connections: int = 1) -> Iterator[
             f"listen_addr = {server.address}\nlisten_port = {port}\nunix_socket_dir =\n"
             f"auth_type = trust\nauth_file = {folder}/users\n"
             f"pool_mode = transaction\ndefault_pool_size = {connections}\n"
+            "tcp_keepidle = 5\ntcp_keepintvl = 2\ntcp_keepcnt = 3\ntcp_user_timeout = 10000\n"
         )
         if account is not None:
             entry = pwd.getpwnam(account)

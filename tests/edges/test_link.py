@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import os
+import random
 import socket
 import struct
 from collections.abc import AsyncIterator
@@ -248,6 +250,53 @@ def test_a_link_that_ends_before_it_is_connected_closes_its_descriptor_once() ->
             await EdgeLink.over(ours, side.link)
             await until(lambda: ours.fileno() < 0)
             assert theirs.recv(1) == b""
+
+    with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
+        runner.run(run())
+
+
+def test_a_link_whose_other_side_has_ended_closes_its_descriptor_once() -> None:
+    async def run() -> None:
+        side = Side()
+        ours, theirs = socket.socketpair()
+        theirs.close()
+        await EdgeLink.over(ours, side.link)
+        await until(lambda: side.link.lost)
+        await until(lambda: ours.fileno() < 0)
+
+    with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
+        runner.run(run())
+
+
+async def _cut_while_it_is_made(rng: random.Random) -> list[object]:
+    """Make a link and end it, or its other side, at some moment; what may not go away yet."""
+    side = Side()
+    ours, theirs = socket.socketpair()
+    making = asyncio.create_task(EdgeLink.over(ours, side.link))
+    for _ in range(rng.randrange(4)):
+        await asyncio.sleep(0)
+    rng.choice((side.link.close, theirs.close, making.cancel, lambda: side.link.fail("cut")))()
+    await asyncio.gather(making, return_exceptions=True)
+    if making.cancelled():
+        ours.close()
+    side.link.close()
+    theirs.close()
+    return [ours, making, side]
+
+
+def test_links_that_are_cut_while_they_are_made_close_no_descriptor_of_others() -> None:
+    async def run() -> None:
+        rng = random.Random(5)
+        for _ in range(300):
+            held = await _cut_while_it_is_made(rng)
+            for _ in range(rng.randrange(4)):
+                await asyncio.sleep(0)
+            # The next files get the descriptors that have just come free.
+            others = [os.open(os.devnull, os.O_RDONLY) for _ in range(3)]
+            del held
+            await asyncio.sleep(0)
+            for one in others:
+                os.close(one)
 
     with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
         runner.run(run())

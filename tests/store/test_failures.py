@@ -3,17 +3,22 @@
 from __future__ import annotations
 
 import contextlib
+import fcntl
 import os
 import shutil
+import socket
 import sqlite3
 import subprocess
 import sys
+import termios
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
+from gateway.store.database import connect, locate_store
 from gateway.store.failures import (
     StoreCorrupt,
     StoreError,
@@ -412,6 +417,50 @@ def test_a_lock_of_another_session_is_told(postgres: PostgresServer) -> None:
             fails(store, StoreLocked)
             other.rollback()
         comes_back(store)
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root can have a connection vanish")
+def test_what_a_vanished_gateway_has_locked_in_the_midst_of_many_rows_comes_free(
+    postgres: PostgresServer,
+) -> None:
+    url = postgres.new_database()
+    with opened(url, check_seconds=0.1) as store:
+        vanishes = connect(locate_store(url, Path("unused")), lambda _: None)
+        driver: Any = vanishes.connection.driver_connection
+        driver.execute("LOCK TABLE revisions, store_levels IN EXCLUSIVE MODE")
+        # As in `executemany`: the server waits for what else the pipeline has.
+        driver.pgconn.enter_pipeline_mode()
+        driver.pgconn.send_query_params(b"SELECT 1", [])
+        driver.pgconn.flush()
+        wait_until(lambda: _waits_for_more(postgres), store)
+        wait_until(lambda: not _unconfirmed(driver.fileno()), store)
+        _vanish(driver.fileno())
+        vanishes.invalidate()
+        fails(store, StoreLocked)
+        comes_back(store)
+
+
+def _waits_for_more(server: PostgresServer) -> bool:
+    return bool(
+        server.execute(
+            "SELECT 1 FROM pg_stat_activity WHERE state = 'active' AND wait_event = 'ClientRead'"
+        )
+    )
+
+
+def _unconfirmed(descriptor: int) -> int:
+    """Bytes that the other side has not confirmed: for those it would answer later."""
+    return int.from_bytes(fcntl.ioctl(descriptor, termios.TIOCOUTQ, bytes(4)), sys.byteorder)
+
+
+def _vanish(descriptor: int) -> None:
+    """Close a connection of which the other side is told nothing."""
+    tcp_repair = 19
+    with socket.socket(fileno=os.dup(descriptor)) as sock:
+        sock.setsockopt(socket.IPPROTO_TCP, tcp_repair, 1)
+        with socket.socket() as closed:
+            os.dup2(closed.fileno(), descriptor)
 
 
 @pytest.mark.parametrize(
