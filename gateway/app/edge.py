@@ -34,7 +34,7 @@ from gateway.edges.sockets import (
     Drain,
     EdgeLoad,
     End,
-    LinkLost,
+    LinkEnded,
     NewClient,
     NewLink,
     Ready,
@@ -236,11 +236,11 @@ class Edge:
                 if sock is not None:
                     self.services.relink(sock)
                 else:
-                    self._channel.send(LinkLost(message.number))
+                    self._channel.send(LinkEnded(message.number))
 
     def _link_lost(self) -> None:
         if self.services.clustered:
-            self._channel.send(LinkLost(self._links))
+            self._channel.send(LinkEnded(self._links))
         else:
             self._orders.put_nowait(None)
 

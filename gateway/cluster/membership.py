@@ -2,7 +2,7 @@
 
 A member that does not lead has a control link to the leader, over a tunnel: it says which edges it
 has, is told of each term, and confirms it. The leader tells by its account of all members' requests
-(`Account`). What a member may start without a leader is its `Fence`'s to say. All waits are
+(`LeaderAccount`). What a member may start without a leader is its `Fence`'s to say. All waits are
 durations by the clock since the machine was booted.
 """
 
@@ -91,7 +91,7 @@ class SeenMember(NamedTuple):
     silent: float | None  # seconds since the leader has heard of it; None: never
 
 
-class Account(Protocol):
+class LeaderAccount(Protocol):
     """The leader's account of the members' requests, which says what they are told of its term.
 
     The leader's own member has a session too. A member with a session may begin another one.
@@ -231,7 +231,7 @@ class Membership:
         self._list_wanted = asyncio.Event()
         # As a leader.
         self._winning: int | None = None  # the epoch whose lists are being read
-        self._account: Account | None = None
+        self._account: LeaderAccount | None = None
         self._stored: list[Sharers] = []
         self._session: Session | None = None
         self._told_at = 0.0
@@ -254,7 +254,7 @@ class Membership:
         for work in (self._keep_list, self._contend, self._follow, self._watch):
             self._spawn(self._keep_up(work))
 
-    def lead(self, epoch: int, account: Account) -> None:
+    def lead(self, epoch: int, account: LeaderAccount) -> None:
         """In the role of the leader of this epoch: others may follow, and are told by `account`.
 
         Nothing happens if that role is over.

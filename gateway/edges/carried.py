@@ -107,7 +107,7 @@ class HeldLease:
 
 
 @dataclass(slots=True, eq=False)
-class OpenRequest:
+class AdmittedRequest:
     """A request that was taken in, until it is told of as finished; in a cluster, as booked."""
 
     opening: messages.Opening
@@ -142,7 +142,7 @@ class EdgeRequests:
     def __init__(self, uplink: Uplink, *, clustered: bool) -> None:
         self._uplink = uplink
         self.clustered = clustered
-        self.open: dict[str, OpenRequest] = {}
+        self.open: dict[str, AdmittedRequest] = {}
         self.dropped = 0  # records that were not kept until they were booked
         self._unbooked: dict[type, deque[tuple[int, Ended]]] = {
             messages.Finished: deque(), messages.Turned: deque()
@@ -150,7 +150,7 @@ class EdgeRequests:
         """By kind, with their numbers on this link."""
         self._told = self._booked = 0  # on this link
 
-    def whole(self, request_id: str) -> OpenRequest | None:
+    def whole(self, request_id: str) -> AdmittedRequest | None:
         """The request of this id, or of which one prompt has it."""
         found = self.open.get(request_id)
         return self.open.get(request_id.rpartition(".")[0]) if found is None else found

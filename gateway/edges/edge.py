@@ -34,7 +34,7 @@ from gateway.config.inventory import NodeTls
 from gateway.config.settings import Settings
 from gateway.config.telemetry import TracesSettings
 from gateway.edges import messages
-from gateway.edges.carried import EdgeRequests, HeldLease, OpenRequest, Uplink
+from gateway.edges.carried import AdmittedRequest, EdgeRequests, HeldLease, Uplink
 from gateway.edges.snapshots import KeyCopies, ModelCopies
 from gateway.errors import GatewayError
 from gateway.events import AttemptEnded, EventBus, RequestRecord, StreamResumed, call_later
@@ -142,7 +142,7 @@ class WaitingAsk:
     asked: messages.AskLease
     asked_at: float
     granted: asyncio.Future[GrantedLease]
-    whole: OpenRequest | None
+    whole: AdmittedRequest | None
 
 
 class RemoteScheduler:
@@ -213,7 +213,7 @@ class RemoteScheduler:
             self._withdraw(request.id)
 
     def _opening_of(
-        self, whole: OpenRequest | None, request: LeaseRequest, age: float
+        self, whole: AdmittedRequest | None, request: LeaseRequest, age: float
     ) -> messages.Opening | None:
         """What is told of a request that is not admitted yet, with that of its first prompt."""
         if whole is None or whole.admission != "due":
@@ -656,7 +656,7 @@ class EdgeMeter(Meter):
             0.0,
             trace_of(record),
         )
-        self._requests.open[request.id] = OpenRequest(
+        self._requests.open[request.id] = AdmittedRequest(
             opening, accounts, accounts.tell_rates, record
         )
         return Reservation(self.book, accounts, request, 0.0, 0, 0.0)
@@ -669,7 +669,7 @@ class EdgeMeter(Meter):
             self._link.tell(messages.Released(reservation.request.id))
         self._events.defer(record.when_complete, self._finish, record, one)
 
-    def _finish(self, record: RequestRecord, one: OpenRequest) -> None:
+    def _finish(self, record: RequestRecord, one: AdmittedRequest) -> None:
         # One that has asked for no lease was not admitted yet.
         opening = one.opening if one.admission == "due" else None
         self._requests.ended(

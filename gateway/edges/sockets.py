@@ -65,7 +65,7 @@ class Taken(_Message, frozen=True):
     """A client's connection is this edge's from now on; nothing of it has been read."""
 
 
-class LinkLost(_Message, frozen=True):
+class LinkEnded(_Message, frozen=True):
     """In a cluster: the link with this number is lost, and the edge needs another one."""
 
     number: int
@@ -99,7 +99,7 @@ class PassedOn(_Message, frozen=True):
 
 
 ToEdge = NewClient | Drain | Reject | End | NewLink
-ToBrain = Ready | Taken | EdgeLoad | PassedOn | LinkLost
+ToBrain = Ready | Taken | EdgeLoad | PassedOn | LinkEnded
 
 
 class SocketChannel(Generic[Received]):

@@ -28,7 +28,7 @@ from gateway.edges.sockets import (
     Drain,
     EdgeLoad,
     End,
-    LinkLost,
+    LinkEnded,
     NewClient,
     NewLink,
     PassedOn,
@@ -416,7 +416,7 @@ class Edges:
                 if sock is not None:
                     sock.setblocking(False)
                     self._adopt(sock, message.origin())
-            case LinkLost():
+            case LinkEnded():
                 if self._clock() - edge.linked_at > HELD_SECONDS:
                     edge.link_pause = LINK_PAUSE
                 loop = asyncio.get_running_loop()

@@ -49,12 +49,7 @@ from gateway.nodes.node import (
 )
 from gateway.nodes.on_demand import follow_held
 from gateway.nodes.router import LoadChange, LoadPhase, ModelLoad, RoutedModel, UnloadCause
-from gateway.nodes.server_properties import (
-    MOST_SLOTS,
-    ServerProperties,
-    server_identity,
-    server_key,
-)
+from gateway.nodes.server_properties import ServerProperties, server_identity, server_key
 from gateway.nodes.speed import CPU_PRIOR, GPU_PRIOR, Speed, SpeedPrior, SpeedSample
 from gateway.nodes.state_files import OperatorOrders, PropertiesStore
 from gateway.terms import Endpoint
@@ -256,12 +251,11 @@ class Fleet:
         self._speed_comparison: asyncio.Task[None] | None = None
         self._nodes_differ = asyncio.Event()  # from those whose speeds were compared
         self._unprobed: set[Node] = set()
-        self._has_work, self._work_looked_at = False, -math.inf
+        self._has_work, self._work_looked_at, self._index_again_at = False, -math.inf, -math.inf
         self.routers: list[Node] = []  # nodes that are known as such
         self._on_models: Callable[[Node | None], None] = lambda _: None
         self._on_loaded: Callable[[Node], None] = lambda _: None
         self._indexing: asyncio.TimerHandle | None = None
-        self._index_again_at = -math.inf
         self._slots_reader: SlotsReader | None = None
         self.subscribe()
 
@@ -450,9 +444,6 @@ class Fleet:
         )
         if (learnt := self._learnt.get(server_key(spec))) is not None:
             node.restore(*learnt)
-        if self._slots_reader is not None:
-            # Others may use it, until the reader says which of its slots they do.
-            node.occupancy.fence(MOST_SLOTS, self._clock())
         return node
 
     # A router's models.
@@ -498,8 +489,7 @@ class Fleet:
         """Take in what a router lists of one model."""
         (router, load), now = instance.routed, self._clock()
         followed = router.router_record.followed(load.listed_at)
-        is_news = load.is_news(model, asked_at)
-        if is_news:
+        if is_news := load.is_news(model, asked_at):
             instance.properties.clear_remembered()
             instance.properties.read_routed(model.entry, model.slots, model.context)
         if instance.spec.kind == "openai":
@@ -843,8 +833,7 @@ class Fleet:
         """A request whose lease was taken at `began` went well."""
         if not node.key_rejection.key_worked:
             node.key_rejection.record_success()
-        circuit = node.circuit
-        had_failures = circuit.failures
+        circuit, had_failures = node.circuit, node.circuit.failures
         if had_failures or circuit.suspect_callers or circuit.open_until is not None:
             if circuit.record_success(now, began):
                 self._refresh_and_wake(node)
@@ -1032,7 +1021,7 @@ class Fleet:
         self.refresh_state(node)
 
     def capacity_changed(self, node: Node) -> None:
-        """Others may use more of its slots than before, or fewer."""
+        """Its free slots may be others than before."""
         self._notify_change(node)
         if node.free_slots_grew(self._clock()):
             self._notify_capacity()
@@ -1052,10 +1041,9 @@ class Fleet:
         """Judge the node by what is known now, and notify of what has changed."""
         if node.removed:
             return
-        now = self._clock()
         self.model_index.node_changed()
         old = node.state
-        node.set_state(*judge_state(node, now))
+        node.set_state(*judge_state(node, self._clock()))
         if node.state is not old:
             self._bus.publish(NodeChanged(node.name, old.value, node.state.value, node.reason))
         router = node.router
@@ -1073,9 +1061,7 @@ class Fleet:
                 if self._indexing is not None:
                     self._index_models()
                 self.first_probes_done.set()
-        self._notify_change(node)
-        if node.free_slots_grew(now):
-            self._notify_capacity()
+        self.capacity_changed(node)
 
     def _refresh_and_wake(self, node: Node) -> None:
         """What the node takes may change with time from now on: its monitor must look when."""

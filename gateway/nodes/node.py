@@ -33,6 +33,7 @@ from gateway.nodes.lifecycle import (
 )
 from gateway.nodes.router import LoadPhase, ModelLoad, RouterRecord
 from gateway.nodes.server_properties import (
+    MOST_SLOTS,
     ServedAs,
     ServerProperties,
     SlotTask,
@@ -401,6 +402,9 @@ class Node:
         if self.spec.kind == "openai":
             self.concurrency_limit = ConcurrencyLimit()
         self.info, self.is_priced = self._new_info(), _is_priced(self.spec)
+        if self.slots_reader is not None:
+            # Others may use it, until the reader says which of its slots they do.
+            self.occupancy.fence(MOST_SLOTS, self.clock())
 
     # What it may be given.
 

@@ -18,7 +18,7 @@ from gateway.edges.sockets import (
     Drain,
     EdgeLoad,
     End,
-    LinkLost,
+    LinkEnded,
     NewClient,
     NewLink,
     PassedOn,
@@ -64,7 +64,7 @@ async def main(how: str, ours: socket.socket) -> None:
                 await reader.read()
         finally:
             writer.close()
-        channel.send(LinkLost(number))
+        channel.send(LinkEnded(number))
 
     links: list[asyncio.Task[None]] = []
     channel: SocketChannel[ToEdge] = SocketChannel(ours, ToEdge, receive, over.set)
