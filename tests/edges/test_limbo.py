@@ -218,7 +218,7 @@ async def test_what_waits_is_asked_for_anew_in_short_steps() -> None:
         await at.lose()
         brain = FakeBrain(2)
         await brain.link_to(at.services)
-        while not at.services.uplink.is_open:
+        while not at.services.uplink.is_open:  # noqa: ASYNC110 - each turn counts
             await asyncio.sleep(0)
         at.tasks[-1].cancel()  # Its turn has not come.
         await brain.last(messages.AskLease, count - 1)

@@ -312,6 +312,18 @@ async def test_what_ran_at_an_edge_that_does_not_come_again_is_recorded(
 
 
 @in_virtual_time
+async def test_a_link_over_which_nobody_has_spoken_is_no_edge_that_was_lost(tmp_path: Path) -> None:
+    async with a_cluster(tmp_path, a_node()) as cluster:
+        member = cluster.members[0]
+        ours, theirs = socket.socketpair()
+        await member.brain.connect(ours, "m/edge-2")
+        theirs.close()
+        await until(lambda: "m/edge-2" not in member.brain.sessions)
+        await asyncio.sleep(2 * GRACE_SECONDS)
+        assert member.lost == []
+
+
+@in_virtual_time
 async def test_nothing_is_granted_and_no_edge_taken_outside_a_reign(tmp_path: Path) -> None:
     async with a_cluster(tmp_path, a_node(answer_tokens=2)) as cluster:
         first, second = cluster.members

@@ -21,7 +21,7 @@ from gateway.callers.meter import Meter
 from gateway.callers.processes import EDGE_DIED
 from gateway.cluster.fencing import LANDING_SECONDS, Fence, Session, Sharers, Tenure
 from gateway.config.settings import Settings
-from gateway.edges.brain import Brain
+from gateway.edges.brain import ENDED_AT_ONCE, Brain
 from gateway.edges.edge import EdgeServices
 from gateway.edges.reign import Reign, member_of
 from gateway.errors import GatewayError
@@ -323,4 +323,33 @@ async def test_slots_and_rows_stay_right_whoever_comes_to_reign(seed: int) -> No
         task.cancel()
     for services in edges:
         await services.aclose()
+    await world.brain.aclose()
+
+
+@in_virtual_time
+async def test_what_waited_over_a_lost_link_ends_before_it_is_asked_for_anew() -> None:
+    script, name, count = Script(random.Random(1)), "m/edge-1", 4 * ENDED_AT_ONCE
+    for member in MEMBERS:
+        script.fences[member] = Fence(member, SLOTS.__getitem__)
+    script.edges[name] = EdgeServices(name, clustered=True, clock=now)
+    world = await script.begin()
+    for _ in range(count):
+        script.ask()
+    waiters = world.scheduler.waiters
+    await until(lambda: len(waiters) > 3 * ENDED_AT_ONCE)
+    world.brain.sessions[name].link.fail("the cable")
+    await asyncio.sleep(0)
+    await asyncio.sleep(0)
+    assert waiters, "all at once, though there may be thousands"
+    ours, theirs = socket.socketpair()
+    await world.brain.connect(ours, name)
+    assert not waiters
+    script.edges[name].relink(theirs)
+    await until(lambda: len(waiters) > 3 * ENDED_AT_ONCE)
+    for task in (*script.tasks.values(), *world.tasks[:2]):
+        task.cancel()
+    await asyncio.gather(*script.tasks.values(), return_exceptions=True)
+    await until(lambda: not waiters)
+    world.tasks[-1].cancel()
+    await script.edges[name].aclose()
     await world.brain.aclose()
