@@ -269,7 +269,7 @@ def _with_role(route: AdminRoute, endpoints: AdminEndpoints, audit: AuditTrail) 
                         for name in AUDITED_PARAMETERS
                         if name in request.query_params
                     },
-                    member=request.scope["state"].get("member", ""),
+                    member=request.scope.get("state", {}).get("member", ""),
                     refused=refused,
                 )
         return response

@@ -234,7 +234,8 @@ class Edge:
             case NewLink():
                 self._links = message.number
                 if sock is not None:
-                    self.services.relink(sock)
+                    loopback, edges = message.loopback, message.edges
+                    self.services.relink(sock, loopback=loopback, edges=edges)
                 else:
                     self._channel.send(LinkEnded(message.number))
 

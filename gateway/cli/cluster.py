@@ -80,8 +80,8 @@ def remove(
 ) -> None:
     """Remove a member that is gone for good: the others share the nodes without it.
 
-    It takes effect once its time to be alone is over. A member that runs registers again, so end
-    it first.
+    End its process first, or switch the machine off: one that still runs without the database and
+    the leader would use the same slots, and one that runs with them registers again.
     """
     from gateway.cluster import members as jobs
 

@@ -394,6 +394,15 @@ class Tenure:
         self._joined.update(dict.fromkeys(new, sharers.version))
         self.lists.append(sharers)
 
+    def removed(self, edges: Collection[str], now: float) -> None:
+        """Operators say that the processes of these edges have ended for good."""
+        self._notice(now)
+        for edge in edges:
+            known = self._edges.get(edge)
+            if known is not None and known.has_share(now):
+                known.gone = True
+                self._lose_share(edge, known, now)
+
     def set_nodes(self, slots: Mapping[str, int], now: float) -> None:
         """These are the nodes and their slots. A new one counts as taken until it is read."""
         for node in [node for node in self._nodes if node not in slots]:

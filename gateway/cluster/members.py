@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-from sqlalchemy import Connection, delete, select, update
+from sqlalchemy import Connection, select, update
 
 from gateway.store.database import insert_for
 from gateway.store.schema import leadership, members, processes
@@ -14,7 +14,8 @@ class MemberRow(NamedTuple):
     """A member as the store has it."""
 
     name: str
-    process: str  # the one that has registered last; no other one has this name
+    # The one that has registered last; no other one has this name. Empty: the member was removed.
+    process: str
     generation: int  # counts the processes that have registered by this name
     address: str  # HOST:PORT for the other members
     version: str  # of its program
@@ -26,7 +27,7 @@ class MemberRow(NamedTuple):
 
 
 def read_members(connection: Connection, cluster: str) -> list[MemberRow]:
-    """All members of the cluster, by name."""
+    """All members of the cluster, by name; removed ones too."""
     wanted = select(*(members.c[name] for name in _COLUMNS)).where(members.c.cluster == cluster)
     return [MemberRow(*row) for row in connection.execute(wanted.order_by(members.c.member))]
 
@@ -64,13 +65,18 @@ def stored_members(connection: Connection, cluster: str) -> list[StoredMember]:
     return [
         StoredMember(one, epoch if holder == one.holder else None, seen.get(one.process))
         for one in read_members(connection, cluster)
+        if one.process
     ]
 
 
 def remove(connection: Connection, cluster: str, name: str) -> bool:
-    """Remove a member that is gone for good; False: there is none of this name."""
-    gone = delete(members).where(members.c.cluster == cluster, members.c.member == name)
-    return connection.execute(gone).rowcount > 0
+    """Remove a member whose process has ended for good; False: there is none of this name.
+
+    Its row stays: that one is missing may also be an old state of the database.
+    """
+    row = members.c
+    gone = update(members).where(row.cluster == cluster, row.member == name, row.process != "")
+    return connection.execute(gone.values(process="")).rowcount > 0
 
 
 def read_sharers(connection: Connection, cluster: str) -> str:

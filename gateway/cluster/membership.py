@@ -107,6 +107,9 @@ class LeaderAccount(Protocol):
     def share_by(self, sharers: Sharers) -> None:
         """This list is stored."""
 
+    def removed(self, names: Collection[str]) -> None:
+        """Operators say that the processes of these members have ended for good."""
+
     def begins(self, session: Session, edges: Collection[str]) -> None:
         """A member begins a session: these of its edges are to be heard first.
 
@@ -228,6 +231,7 @@ class Membership:
         self._may_be_alone_since = 0.0  # in limbo
         # The list of members.
         self._rows: dict[str, MemberRow] = {}
+        self._removed: list[str] = []  # members that operators have removed
         self._list_wanted = asyncio.Event()
         # As a leader.
         self._winning: int | None = None  # the epoch whose lists are being read
@@ -406,7 +410,8 @@ class Membership:
 
     def _take_list(self, rows: Sequence[MemberRow]) -> bool:
         """Note all members; returns whether this process is its member's, as far as that says."""
-        self._rows = {row.name: row for row in rows}
+        self._rows = {row.name: row for row in rows if row.process}
+        self._removed = [row.name for row in rows if not row.process]
         mine, own = self._rows.get(self._name), self._own
         if mine is None or (mine.generation, mine.process) < (own.generation, own.process):
             return False  # It was removed, or the database has come back with an old state.
@@ -422,6 +427,7 @@ class Membership:
         account, epoch = self._account, self.role.epoch
         if account is None:
             return
+        account.removed(self._removed)
         new = account.next_list(tuple(sorted(self._rows)))
         wanted = [*account.lists, *([] if new is None else [new])]
         if wanted != self._stored:

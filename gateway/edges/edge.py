@@ -769,6 +769,8 @@ class EdgeServices:
         self.name, self._on_configured, self._on_lost = name, on_configured, on_lost
         self.clustered = clustered
         self.epoch = 0  # the highest of a brain that it has seen
+        self._of_machine: tuple[bool, int] | None = None
+        """`loopback` and `edges`; None: the brain's."""
         self._given_up: str | None = None  # why it never gets to know what it must
         self._told_carried = False  # whether the brain was told what is carried
         self._linked_at = 0.0
@@ -854,8 +856,12 @@ class EdgeServices:
         self._given_up = why
         self._ready.set()
 
-    def relink(self, sock: socket.socket) -> None:
-        """Use a link over this Unix socket in place of the last one, which is closed."""
+    def relink(self, sock: socket.socket, *, loopback: bool = False, edges: int = 1) -> None:
+        """Use a link over this Unix socket in place of the last one, which is closed.
+
+        `loopback`, `edges`: those of this machine, in place of what a brain elsewhere tells.
+        """
+        self._of_machine = loopback, edges
         if self.scheduler.closing:
             sock.close()
             return
@@ -958,8 +964,8 @@ class EdgeServices:
             # A file that they name is gone since the brain has read them.
             log.exception("settings can't be used, nothing changed")
             return
-        self.settings, self.loopback = settings, told.loopback
-        self.edges = told.edges
+        self.settings = settings
+        self.loopback, self.edges = self._of_machine or (told.loopback, told.edges)
         if told.hash_key != self.keyed_hash.key:
             self.keyed_hash.set_key(told.hash_key)
         self.scheduler.edges = told.edges

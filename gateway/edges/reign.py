@@ -248,6 +248,10 @@ class Reign:
         """What has to be stored for the next leader."""
         return self.tenure.lists
 
+    def removed(self, names: Collection[str]) -> None:
+        """As `Tenure.removed`."""
+        self.tenure.removed(names, self.clock())
+
     def next_list(self, names: Collection[str]) -> Sharers | None:
         """As `Tenure.next_list`."""
         return self.tenure.next_list(names, self.clock())

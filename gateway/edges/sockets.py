@@ -52,6 +52,9 @@ class NewLink(_Message, frozen=True):
     """In a cluster: the edge's end of a link, which goes with this, in place of its last one."""
 
     number: int  # of the links that the edge was given
+    # Of the edge's own member; the brain may be on another machine.
+    loopback: bool  # whether only this machine can reach the public listener
+    edges: int  # how many edges share this machine's connections and memory
 
 
 # From an edge to the brain.

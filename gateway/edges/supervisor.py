@@ -245,7 +245,8 @@ class Edges:
     async def _link(self, edge: EdgeProcess, connect: Connect | None) -> None:
         """Give an edge a link. If that fails, the edge sees it as lost, and says so."""
         ours, its_end = socket.socketpair()
-        edge.channel.send(NewLink(edge.links), its_end, then_close=True)
+        new = NewLink(edge.links, self.brain.loopback, self.brain.edges)
+        edge.channel.send(new, its_end, then_close=True)
         if connect is None:
             ours.close()
             return

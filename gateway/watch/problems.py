@@ -653,7 +653,8 @@ def _cluster(state: FleetCondition) -> Iterator[Problem]:
             f"The leader does not hear of {', '.join(cluster.lost[:MOST_NAMED_NODES])}",
             "It has died, or the network between them is cut. Its share of the slots stays its "
             "own for an hour, in case that it is alone.",
-            "Start it again, or remove it if it is gone for good: then the others have its share.",
+            "Start it again. If its process has surely ended and can't be started now, remove it: "
+            "then the others have its share at once. It registers again when it starts.",
             (CLUSTER, "llama-gateway cluster remove NAME"),
         )
     if cluster.apart:

@@ -61,6 +61,8 @@ from tests.processes import free_port, gone
 METERED_RPM = 30
 METERED_WINDOW = 58.0
 """Seconds: a minute, less what lies between a client's clock and the count."""
+ORPHAN_SECONDS = 1.5
+"""Seconds for which an edge may live on whose gateway was killed."""
 BREAK_SECONDS = 3.0
 """Seconds after a process was killed within which its answers break off."""
 BRIEF = 0.05
@@ -418,7 +420,7 @@ def failures(drill: Drill, begin: float, end: float) -> tuple[list[Answer], list
         if begin <= one.ended < end and one.failure and not one.refused:
             excused = any(
                 killed.member == one.member
-                and one.began <= killed.at + 0.5
+                and one.began <= killed.at + ORPHAN_SECONDS
                 and killed.at - 0.1 <= one.ended <= killed.at + BREAK_SECONDS
                 and not (one.id and newest.get(one.id[:PROCESS_PART], 0.0) > killed.at + 0.5)
                 for killed in drill.killed

@@ -143,10 +143,9 @@ class Member:
                 with contextlib.suppress(httpx.HTTPError):
                     if (await client.get(f"{self.url}/ready")).status_code == 200:
                         return
-                assert self.process is not None
                 log = (self.folder / "log").read_text()[-3000:]
                 assert time.monotonic() < until, f"{self.name} is not ready:\n{log}"
-                assert self.process.poll() is None, f"{self.name} has ended:\n{log}"
+                assert not gone(self.pid), f"{self.name} has ended:\n{log}"
                 await asyncio.sleep(0.1)
 
     async def succeed(self) -> None:

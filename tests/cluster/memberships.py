@@ -86,6 +86,9 @@ class Account:
     def lists(self) -> list[Sharers]:
         return self.tenure.lists
 
+    def removed(self, names: Collection[str]) -> None:
+        self.tenure.removed(names, self.clock())
+
     def next_list(self, names: Collection[str]) -> Sharers | None:
         return self.tenure.next_list(names, self.clock())
 

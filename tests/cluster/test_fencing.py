@@ -430,6 +430,27 @@ def test_an_edge_that_is_away_stays_in_the_list_until_it_can_not_be_alone_any_mo
     assert cluster.tenure.next_list(["a"], now) is not None
 
 
+def test_the_share_of_an_edge_that_operators_remove_is_free_once_the_node_is_read() -> None:
+    cluster = settled(4)
+    cluster.tell("a", 103.9)
+    cluster.tenure.removed(["b"], 104.0)
+    assert cluster.tenure.free("n", 104.0) == 2, "it may have started requests until now"
+    cluster.tenure.read("n", busy(1), 104.0 + LANDING_SECONDS)
+    assert cluster.tenure.free("n", 104.5) == 3
+    cluster.tenure.read("n", IDLE, 105.0)
+    assert cluster.tenure.free("n", 105.0) == 4
+    assert cluster.tenure.next_list(["a"], 105.0) is not None
+
+
+def test_an_edge_that_follows_can_not_be_removed() -> None:
+    cluster = settled(4)
+    cluster.tell("a", 102.9)
+    cluster.tell("b", 102.9)
+    cluster.tenure.removed(["b"], 103.0)
+    cluster.tell("a", 104.0)
+    assert cluster.tenure.free("n", 105.5) == 2, "its share is its own when it is silent"
+
+
 def test_lists_of_a_later_leader_are_later_whatever_was_stored() -> None:
     leader = Tenure(7, 100.0, [BOTH], {"n": 4}, alone_seconds=ALONE)
     new = leader.next_list(["a", "b", "c"], 101.0)

@@ -9,9 +9,10 @@ import pytest
 from sqlalchemy import delete, select
 
 from gateway.cluster.fencing import SETTLE_SECONDS, Session
+from gateway.cluster.members import remove
 from gateway.cluster.tunnel import TunnelError
 from gateway.store.schema import members as members_table
-from tests.cluster.certificates import Authority
+from tests.cluster.certificates import CLUSTER, Authority
 from tests.cluster.memberships import TERM, Account, Row, cluster_of
 from tests.virtual import in_virtual_time
 
@@ -166,6 +167,29 @@ async def test_a_later_process_of_a_member_replaces_an_earlier_one(authority: Au
         seen = cluster.leader().seen()[old.name]
         assert (seen.row.process, seen.role) == ("newer", "follower")
         assert old.replaced_by == ["newer"]
+
+
+@in_virtual_time
+async def test_the_share_of_a_member_that_is_removed_is_free_at_once(authority: Authority) -> None:
+    async with cluster_of(authority, "a", "b") as cluster:
+        await cluster.settled(10)
+        account, (lost,) = cluster.leader().account, cluster.others()
+        assert account is not None
+        tenure = account.tenure
+        await cluster.until(lambda: len(tenure.lists[-1].names) == 2, 10)
+        await asyncio.sleep(5)  # It is told that it may be alone.
+        await cluster.end(lost)
+        await asyncio.sleep(60)
+        tenure.read("x", frozenset(), account.clock())
+        assert tenure.free("x", account.clock()) == 2, "it may be alone"
+        await cluster.database.run(lambda one: remove(one, CLUSTER, lost.name))
+        await cluster.until(lambda: tenure.lists[-1].names == (cluster.leader().name,), 10)
+        await asyncio.sleep(1)
+        tenure.read("x", frozenset(), account.clock())
+        assert tenure.free("x", account.clock()) == 4
+        # It registers again when it starts, and follows.
+        cluster.join(lost.name, "its next process")
+        await cluster.settled(10)
 
 
 @in_virtual_time

@@ -467,6 +467,16 @@ async def test_a_brain_of_an_earlier_epoch_is_refused_and_told_nothing() -> None
 
 
 @in_virtual_time
+async def test_whom_an_edge_trusts_depends_on_its_own_listener_not_on_its_brains() -> None:
+    # The fake brain says that its own listener is on loopback.
+    async with an_edge() as at:
+        await at.lose()
+        await at.next_brain(2)
+        await until(lambda: at.services.epoch == 2)
+        assert not at.services.loopback
+
+
+@in_virtual_time
 async def test_a_brain_of_another_version_is_told_nothing() -> None:
     async with an_edge() as at:
         await at.lose()
