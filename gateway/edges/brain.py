@@ -378,7 +378,9 @@ class EdgeSession:
         if self.pid is None and not isinstance(message, messages.Hello):
             raise BrokenRules("no hello")
         if self._ignored and (lease_id := getattr(message, "lease_id", None)) in self._ignored:
-            if not (isinstance(message, AttemptReport) and message.response_began):
+            if isinstance(message, messages.AskExcused):
+                self._ask_excused(message)
+            elif not (isinstance(message, AttemptReport) and message.response_began):
                 is_over = isinstance(message, AttemptReport | UsageReport | messages.GiveBack)
                 self._ignored -= {lease_id} if is_over else set()
             return

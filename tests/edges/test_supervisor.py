@@ -30,6 +30,7 @@ class Sessions:
     """A brain's sessions with its edges, which end with their processes."""
 
     edges: int
+    loopback: bool = False
     late_leases: int = 0
     lose: list[Callable[[], None]] = field(default_factory=list)
     """For each that has begun: what its link calls when it is lost."""
