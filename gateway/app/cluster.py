@@ -46,6 +46,7 @@ from gateway.watch.metrics import ClusterSample
 LOST_SECONDS = 10.0
 # Seconds after a role's end for which a balancer may go on sending clients: requests wait.
 TAKEOVER_SECONDS = 10.0
+RETRY_SECONDS = 1.0  # before a role is taken once more that could not be
 # What each member answers itself, on either listener: what it is, what its files say, and the files
 # of the dashboard.
 OWN_PATHS = frozenset(
@@ -125,7 +126,7 @@ class ClusterPart:
         """
         self._listeners = public, admin
         self._leases().may_start = self._may_start
-        self._edges.relink(_wait)
+        self._edges.relink(None)
         self._tasks.start(self._take_roles(), "take the member's role")
         self._membership.tunnels.serve(sock)
         self._membership.start()
@@ -169,13 +170,15 @@ class ClusterPart:
                 if self._role is role:
                     await self._take(role)
             except Exception:
-                # Without a role it would serve nobody, and not know why.
+                # Without a role it would serve nobody, and a leader would keep others from leading.
                 log.exception("cluster: a role can't be taken", role=role.kind)
+                await asyncio.sleep(RETRY_SECONDS)
+                self._changed.set()
 
     async def _leave(self) -> None:
         """Serve nothing as in the role before; what runs at edges runs on."""
         brain = self._brain
-        self._edges.relink(_wait)
+        self._edges.relink(None)
         if brain.reign is not None:
             await brain.end()
             if self._ending is None or self._ending.done():
@@ -330,9 +333,3 @@ class ClusterPart:
             members,
             lost, apart, self._late,
         )  # fmt: skip
-
-
-async def _wait(_: str, sock: socket.socket) -> None:
-    """Link an edge to nobody: it waits for the next link."""
-    with sock:
-        await asyncio.get_running_loop().create_future()

@@ -450,6 +450,8 @@ class LimitBook:
 
     def divide(self, part: Part | None) -> None:
         """Admit within this part of all limits from now on; None: within all of them."""
+        if part is None and self._part is None:
+            return
         self._part = part
         users = (account for of_key in self._users.values() for account in of_key.values())
         for account in (*self._accounts.values(), *users):

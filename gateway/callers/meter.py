@@ -208,7 +208,8 @@ class Meter:
         request, ended_at = reservation.request, reservation.ended_at
         assert ended_at is not None
         if deliver is None:
-            del self._open[request.id]
+            # Not there: it was taken for lost and came again, and that has ended before.
+            self._open.pop(request.id, None)
             deliver = self._add_row
         if request.size.slots:
             prompt, completion = record.prompt_tokens, record.completion_tokens

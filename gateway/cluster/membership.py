@@ -420,9 +420,9 @@ class Membership:
         account, epoch = self._account, self.role.epoch
         if account is None:
             return
-        tenure = account.tenure
-        tenure.removed(self._removed, self._clock())
-        new = tenure.next_list(tuple(self._rows), self._clock())
+        tenure, now = account.tenure, self._clock()
+        tenure.removed(self._removed, now)
+        new = tenure.next_list(tuple(self._rows), now)
         wanted = [*tenure.lists, *([] if new is None else [new])]
         if wanted != self._stored:
             job = functools.partial(

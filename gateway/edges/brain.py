@@ -202,7 +202,8 @@ class Brain:
             await reign.end()
 
     async def _all_ended(self) -> None:
-        await asyncio.gather(*self._endings, return_exceptions=True)
+        if self._endings:
+            await asyncio.wait(self._endings)
 
     def edge_ended(self, name: str, pid: int | None = None) -> None:
         """This process of the edge has ended, or whichever it is: it is waited for no longer."""
@@ -216,8 +217,8 @@ class Brain:
 
     def wait_for_edge(self, session: EdgeSession) -> None:
         """Its link is lost, and it may come again."""
-        if session.pid is None and session.name in self._adrift:
-            return  # It has not spoken over this link: it is still the one before that waits.
+        if session.pid is None:
+            return  # It has not spoken over this link: it is the one before, if any, that waits.
         self.edge_ended(session.name)
         self._adrift[session.name] = session
         asyncio.get_running_loop().call_later(GRACE_SECONDS, self._waited_for, session)
@@ -246,11 +247,14 @@ class Brain:
         by then it is out of `sessions`, and what it held is being reclaimed. In a cluster an edge
         has one link, its last, and none outside a reign. Raises: ConnectionRefusedError.
         """
-        if self.clustered and self.reign is None:
-            sock.close()
-            raise ConnectionRefusedError("this member does not lead")
-        if self.clustered and (earlier := self.sessions.get(name)) is not None:
-            earlier.link.fail("it has another one")
+        if self.clustered:
+            if (earlier := self.sessions.get(name)) is not None:
+                earlier.link.fail("it has another one")
+            # What waited there must do so no more when it is asked for anew.
+            await self._all_ended()
+            if self.reign is None or name in self.sessions:
+                sock.close()
+                raise ConnectionRefusedError("this member does not lead, or has a later link")
         assert name not in self.sessions
         session = self.sessions[name] = EdgeSession(self, name, on_lost)
         try:
@@ -263,8 +267,7 @@ class Brain:
     def configure(self) -> None:
         """The settings in force have changed, or files that they name."""
         for session in self.sessions.values():
-            session.configured = None
-            session.tell_news()
+            session.tell_settings()
 
     def quarantined(self, told: messages.Quarantined, *, but: EdgeSession | None = None) -> None:
         """Tell all edges, or all but one, which request nodes have died on."""
@@ -329,7 +332,7 @@ class EdgeSession:
         """The very last ones, and those of the session before, which the edge tells again."""
         self._lost_for = ""  # the reason
         # What the edge was told.
-        self.configured: tuple[Settings, bytes] | None = None
+        self._configured: tuple[Settings, bytes] | None = None
         """The settings and the key of hashes by which it serves; None: they are to be told."""
         self._keys = KeySnapshots(brain.key_ring)
         self._models: messages.Models | None = None
@@ -375,7 +378,9 @@ class EdgeSession:
         if self.pid is None and not isinstance(message, messages.Hello):
             raise BrokenRules("no hello")
         if self._ignored and (lease_id := getattr(message, "lease_id", None)) in self._ignored:
-            if not (isinstance(message, AttemptReport) and message.response_began):
+            if isinstance(message, messages.AskExcused):
+                self._ask_excused(message)
+            elif not (isinstance(message, AttemptReport) and message.response_began):
                 is_over = isinstance(message, AttemptReport | UsageReport | messages.GiveBack)
                 self._ignored -= {lease_id} if is_over else set()
             return
@@ -401,15 +406,20 @@ class EdgeSession:
 
     # What the edge must know.
 
+    def tell_settings(self) -> None:
+        """Tell the settings, though they may be the same: files that they name have changed."""
+        self._configured = None
+        self.tell_news()
+
     def tell_news(self) -> None:
         """Tell what has changed of settings, keys, models and nodes; a few times a second."""
         if self.pid is None or self.link.lost:
             return
         brain, tell = self._brain, self.link.tell
         settings, hash_key = brain.context.settings, brain.context.keyed_hash.key
-        told = self.configured
+        told = self._configured
         if told is None or told[0] is not settings or told[1] != hash_key:
-            self.configured = settings, hash_key
+            self._configured = settings, hash_key
             # What is not set may not be written: some defaults are no valid values.
             in_json = settings.model_dump_json(exclude_unset=True, exclude=BRAINS_OWN).encode()
             of_all = in_json, hash_key, brain.loopback, brain.edges
@@ -985,8 +995,7 @@ class EdgeSession:
                 self._reign.lost(self.name)
                 if self._earlier is not None:
                     self._take_all(self._earlier)
-                for task in self._asks.values():
-                    task.cancel()
+                brain.start_ending(self._cancel_asks())
                 self._lost_for = reason
                 brain.wait_for_edge(self)
             self._on_lost(reason, ())
@@ -1032,10 +1041,11 @@ class EdgeSession:
         self.requests.clear()
 
     async def _cancel_asks(self) -> None:
-        asks = list(self._asks.values())
-        for task in asks:
-            task.cancel()
-        await asyncio.gather(*asks, return_exceptions=True)
+        while self._asks:
+            some = list(islice(self._asks.values(), ENDED_AT_ONCE))
+            for task in some:
+                task.cancel()
+            await asyncio.wait(some)
 
     def _end_request(self, whole: EdgeRequest) -> None:
         record, tracing = whole.record, self._brain.tracing

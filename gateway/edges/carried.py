@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import asyncio
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from itertools import chain, islice
 from typing import Any, Literal
@@ -88,7 +88,7 @@ class HeldLease:
     rests_on: float  # when the brain had heard of the edge for the last time before, at least
     shares_pool: bool
     started: bool = False  # whether its request is being written, or was
-    phase: Literal["sent", "reading", "content", "received", "ended"] = "sent"
+    phase: messages.Phase = "sent"
     tokens: int = 0  # events of content that have come
     ended_at: float | None = None
     usage: UsageReport | None = None  # what its response took
@@ -96,13 +96,12 @@ class HeldLease:
     excused_at: float = 0.0  # when that was told; or asked, while it is not known
     asks: bool = False  # whether the brain is being asked
 
-    def carried(self, now: float) -> messages.CarriedLease:
-        """What another brain must know of it."""
+    def carried(self, now: float, phase: messages.Phase, tokens: int) -> messages.CarriedLease:
+        """What another brain must know of it, which was in this phase."""
         lease, until = self.lease, now if self.ended_at is None else self.ended_at
         return messages.CarriedLease(
             lease.id, self.request, lease.node.name, lease.model, lease.served_name, lease.stream,
-            lease.reading, lease.slots, lease.fallback, until - self.granted_at, self.phase,
-            self.tokens,
+            lease.reading, lease.slots, lease.fallback, until - self.granted_at, phase, tokens,
         )  # fmt: skip
 
 
@@ -186,22 +185,33 @@ class EdgeRequests:
         self, clock: Callable[[], float]
     ) -> Iterator[messages.CarriedRequest | messages.CarriedLease]:
         """What another brain must know of them; it may be read later, in steps."""
-        known, now = [one for one in self.open.values() if one.admission == "told"], clock()
+        known = [one for one in self.open.values() if one.admission == "told"]
         # What happens to a lease from now on is told later: so now must be told what was before.
-        leases = [lease.carried(now) for one in known for lease in one.leases.values()]
-        return chain((one.carried(clock()) for one in known), leases)
+        leases = [
+            (lease, lease.phase, lease.tokens) for one in known for lease in one.leases.values()
+        ]
+        return chain(
+            (one.carried(clock()) for one in known),
+            (lease.carried(clock(), phase, tokens) for lease, phase, tokens in leases),
+        )
 
-    def unbooked(self) -> Iterator[UsageReport | Ended]:
+    def unbooked(self) -> Iterable[UsageReport | Ended]:
         """What the next brain is told again, once it has taken over what is carried."""
-        for one in self.open.values():
-            if one.admission == "told":
-                yield from (held.usage for held in one.leases.values() if held.usage is not None)
-        self._told = self._booked = 0
-        for kind, kept in self._unbooked.items():
-            numbered = list(enumerate((message for _, message in kept), self._told + 1))
-            self._unbooked[kind] = deque(numbered)
-            self._told += len(numbered)
-            yield from (message for _, message in numbered)
+        usage = [
+            held.usage
+            for one in self.open.values()
+            if one.admission == "told"
+            for held in one.leases.values()
+            if held.usage is not None
+        ]
+        again = [message for kept in self._unbooked.values() for _, message in kept]
+        self._told, self._booked = len(again), 0
+        numbered = enumerate(again, 1)
+        for kept in self._unbooked.values():
+            some = list(islice(numbered, len(kept)))
+            kept.clear()
+            kept.extend(some)
+        return chain(usage, again)
 
     @property
     def are_booked(self) -> bool:

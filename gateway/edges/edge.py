@@ -200,8 +200,9 @@ class RemoteScheduler:
         waiting = WaitingAsk(
             asked, self._clock(), asyncio.get_running_loop().create_future(), whole
         )
-        self._ask(waiting)
+        self._waiting[asked.ask] = waiting
         self._asked_by[request.id] = asked.ask
+        self._link.tell(asked)
         try:
             return await waiting.granted
         except asyncio.CancelledError:
@@ -219,10 +220,6 @@ class RemoteScheduler:
         if whole is None or whole.admission != "due":
             return None
         return whole.opening_with(request, age, self._clock())
-
-    def _ask(self, waiting: WaitingAsk) -> None:
-        self._waiting[waiting.asked.ask] = waiting
-        self._link.tell(waiting.asked)
 
     def _withdraw(self, request_id: str) -> None:
         """Nobody waits any more for the lease that this request has asked for."""
@@ -243,7 +240,7 @@ class RemoteScheduler:
         if age > self.grant_seconds:
             # The brain may have given this edge up meanwhile, and what it had.
             self._link.tell(messages.GiveBack(told.id, late=True))
-            self._ask_again(waiting)
+            self._link.tell(self._asks_again(waiting))
             return
         lease = GrantedLease(
             told.id,
@@ -261,14 +258,16 @@ class RemoteScheduler:
         )
         waiting.granted.set_result(lease)
 
-    def _ask_again(self, waiting: WaitingAsk) -> None:
+    def _asks_again(self, waiting: WaitingAsk) -> messages.AskLease:
+        """Have it wait under another number; returns what it asks."""
         asked, now = waiting.asked, self._clock()
         age = asked.age + now - waiting.asked_at
         opening = self._opening_of(waiting.whole, asked.request, age)
-        waiting.asked = replace(asked, ask=next(self._asks), age=age, opening=opening)
-        waiting.asked_at = now
-        self._asked_by[asked.request.id] = waiting.asked.ask
-        self._ask(waiting)
+        asked = replace(asked, ask=next(self._asks), age=age, opening=opening)
+        waiting.asked, waiting.asked_at = asked, now
+        self._asked_by[asked.request.id] = asked.ask
+        self._waiting[asked.ask] = waiting
+        return asked
 
     def refused(self, told: messages.Refused) -> None:
         """There is no lease for a request."""
@@ -488,15 +487,21 @@ class RemoteScheduler:
             was_heard = waiting.asked.opening is None or waiting.asked_at < dealt_with_at
             if waiting.whole is not None and not was_heard:
                 waiting.whole.admission = "due"
-        carried = self._requests.carried(self._clock)
-        self._link.open(itertools.chain(carried, [messages.Carried()]))
-        waiting_before, self._waiting = self._waiting, {}
-        for waiting in waiting_before.values():
-            self._ask_again(waiting)
-        for asked, _ in self._questions.values():
-            self._link.tell(asked)
-        for message in self._requests.unbooked():
-            self._link.tell(message)
+        self._link.open(
+            itertools.chain(
+                self._requests.carried(self._clock),
+                [messages.Carried()],
+                self._asked_again(list(self._waiting.values())),
+                [asked for asked, _ in self._questions.values()],
+                self._requests.unbooked(),
+            )
+        )
+
+    def _asked_again(self, waiting_before: Iterable[WaitingAsk]) -> Iterator[messages.AskLease]:
+        """What those of these ask the next brain that still wait when it is told."""
+        for waiting in waiting_before:
+            if self._waiting.pop(waiting.asked.ask, None) is not None:
+                yield self._asks_again(waiting)
 
     def refuse_overdue(self, settings: Settings) -> None:
         """End the wait of requests that wait for longer than they may, as there is no brain."""

@@ -112,8 +112,12 @@ class CarriedLease(Message, frozen=True):
     slots: int
     fallback: str | None
     age: float  # seconds since it was granted
-    phase: Literal["sent", "reading", "content", "received", "ended"]
+    phase: Phase
     tokens: int  # events of content that have come
+
+
+Phase = Literal["sent", "reading", "content", "received", "ended"]
+"""How far a lease has come: what its node has sent of the response, or that it has ended."""
 
 
 class Carried(Message, frozen=True):

@@ -105,9 +105,9 @@ class Passing:
         if not asks_to_store(served.route, context, body):
             return body
         await ensure_task()
-        served.passed_on = True
         exchange = served.exchange
         connection = await self._connect(exchange.origin)
+        served.pass_on()
         try:
             head = b"POST %b HTTP/1.1\r\n" % served.route.path.encode()
             connection.send(
@@ -129,7 +129,7 @@ class Passing:
         except UpstreamError as error:
             errors.drop_traceback(error)
             if not exchange.response_started:
-                served.passed_on = False
+                served.pass_on(served=False)
                 raise _not_served() from None
             exchange.abort()
         finally:

@@ -9,9 +9,10 @@ granted counts there by its leases; the account knows only those that were grant
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import AsyncIterator, Callable, Collection
 from dataclasses import dataclass, field
-from itertools import islice
+
+import structlog
 
 from gateway.cluster.fencing import Fence, Session, Tenure
 from gateway.nodes.fleet import Fleet
@@ -20,6 +21,7 @@ from gateway.nodes.server_properties import SlotTask
 
 LOOK_SECONDS = 0.25  # between two looks at what time alone changes
 LOOKED_AT_ONCE = 200  # nodes that are looked at in one turn of the event loop
+log = structlog.get_logger()
 
 
 @dataclass(slots=True, eq=False)
@@ -44,11 +46,11 @@ class Reign:
     """Edges that have told all that they carry."""
     _greeting: dict[str, tuple[Session, frozenset[str]]] = field(default_factory=dict)
     """Members whose edges have not all done so, and which those are."""
-    _slots: dict[str, int] = field(default_factory=dict)
-    """Of each node, as the rules know them."""
+    _known: dict[str, tuple[Node, int]] = field(default_factory=dict)
+    """The nodes that the rules know by these names, and their slots."""
     _shared_by: object = None
     _is_fenced: bool = False  # whether all nodes were looked at once
-    _handle: asyncio.Handle | None = None
+    _watching: asyncio.Task[None] | None = None
 
     # Its time.
 
@@ -60,7 +62,7 @@ class Reign:
         if isinstance(self.rules, Fence):
             self.rules.go_alone(self.clock())
         fleet.read_slots_for(SlotsReader(self.clock, self._read))
-        self._look()
+        self._watching = asyncio.create_task(self._watch(), name="fence the nodes")
 
     def grants(self) -> bool:
         """Whether slots may be granted at this moment."""
@@ -69,45 +71,67 @@ class Reign:
     async def end(self) -> None:
         """Fence no more: nothing is granted."""
         assert self._fleet is not None
-        if self._handle is not None:
-            self._handle.cancel()
+        if self._watching is not None:
+            self._watching.cancel()
+            await asyncio.wait([self._watching])
         self._fleet.read_slots_for(None)
-        for number, node in enumerate(list(self._fleet.nodes.values()), 1):
+        async for node in self._in_turns(self._fleet):
             self._fence(node, 0)
-            if number % LOOKED_AT_ONCE == 0:
-                await asyncio.sleep(0)
 
-    def _look(self) -> None:
-        """Bring all nodes up to date, and have those asked that were not read yet."""
-        fleet, now = self._fleet, self.clock()
+    async def _watch(self) -> None:
+        """Bring all nodes up to date now and then, until cancelled."""
+        fleet = self._fleet
         assert fleet is not None
-        nodes = [node for node in fleet.nodes.values() if not node.is_router]
-        slots = {node.name: node.slots_total for node in nodes}
-        if slots != self._slots:
-            self._slots, self._shared_by = slots, None
-            if isinstance(self.rules, Tenure):
-                self.rules.set_nodes(slots, now)
-        before, self._shared_by = self._shared_by, self.rules.shared_by(now)
-        self._look_at(iter(nodes), before != self._shared_by)
+        while True:
+            try:
+                if not await self._look(fleet):
+                    continue
+                self._is_fenced = True
+            except Exception:
+                # Else no slot would be granted, or too many, and nobody would know why.
+                log.exception("cluster: nodes can't be brought up to date")
+            await asyncio.sleep(LOOK_SECONDS)
 
-    def _look_at(self, nodes: Iterator[Node], are_all_due: bool) -> None:  # noqa: FBT001 - a callback
-        """Look at some of the nodes, and soon at the others; then at all again after a while."""
-        loop, now, some = (
-            asyncio.get_running_loop(),
-            self.clock(),
-            list(islice(nodes, LOOKED_AT_ONCE)),
-        )
-        for node in some:
-            if node.name in self._slots and self.rules.is_unread(node.name):
+    async def _look(self, fleet: Fleet) -> bool:
+        """Bring all nodes up to date, and have those asked that were not read yet.
+
+        False: the rules have not known all of them until now.
+        """
+        before, self._shared_by = self._shared_by, self.rules.shared_by(self.clock())
+        found: dict[str, tuple[Node, int]] = {}
+        async for node in self._in_turns(fleet):
+            if node.is_router:
+                continue
+            found[node.name] = node, node.slots_total
+            now = self.clock()
+            if self._knows(node) and self.rules.is_unread(node.name):
                 self._have_read(node, now)
-            elif not are_all_due:
+            elif before == self._shared_by:
                 continue  # What else changes it is noticed at once.
             self._refresh(node, now)
-        if some:
-            self._handle = loop.call_soon(self._look_at, nodes, are_all_due)
-        else:
-            self._is_fenced = True
-            self._handle = loop.call_later(LOOK_SECONDS, self._look)
+        if found == self._known:
+            return True
+        if isinstance(self.rules, Tenure):
+            slots = {name: count for name, (_, count) in found.items()}
+            # Nothing is known of a node that has the name of another one.
+            others = [
+                name
+                for name, (node, _) in found.items()
+                if name in self._known and not self._knows(node)
+            ]
+            if others:
+                kept = {name: slots[name] for name in slots.keys() - others}
+                self.rules.set_nodes(kept, self.clock())
+            self.rules.set_nodes(slots, self.clock())
+        self._known, self._shared_by = found, None
+        return False
+
+    @staticmethod
+    async def _in_turns(fleet: Fleet) -> AsyncIterator[Node]:
+        for number, node in enumerate(list(fleet.nodes.values()), 1):
+            yield node
+            if number % LOOKED_AT_ONCE == 0:
+                await asyncio.sleep(0)
 
     def _have_read(self, node: Node, now: float) -> None:
         """Have a node asked for its slots that was not read yet."""
@@ -127,16 +151,20 @@ class Reign:
 
     # Nodes.
 
+    def _knows(self, node: Node) -> bool:
+        """Whether the rules know this node by its name. One that is new is fenced as a whole."""
+        return self._known.get(node.name, (None,))[0] is node
+
     def _read(self, node: Node, busy: frozenset[SlotTask], asked_at: float) -> None:
         """The node was asked for its slots at that time; these are busy."""
-        self.rules.read(node.name, busy, asked_at)
-        self._refresh(node, self.clock())
+        if self._knows(node):
+            self.rules.read(node.name, busy, asked_at)
+            self._refresh(node, self.clock())
 
     def _refresh(self, node: Node, now: float) -> None:
-        if node.name not in self._slots:
-            return  # It is new, and fenced until all are looked at.
-        slots = node.slots_total
-        self._fence(node, max(0, min(slots, self.rules.others(node.name, now))))
+        if self._knows(node):
+            slots = node.slots_total
+            self._fence(node, max(0, min(slots, self.rules.others(node.name, now))))
 
     def _fence(self, node: Node, slots: int) -> None:
         fleet = self._fleet

@@ -145,7 +145,7 @@ class Edges:
         self.brain = brain
         self._member, self._suffix = member, suffix
         self._connect: Connect | None = None
-        self.on_room: Callable[[], None] = lambda: None
+        self._on_room: Callable[[], None] = lambda: None
         self.died = 0  # edges that have ended by themselves
         self._adopt = adopt
         self._clock = clock
@@ -177,6 +177,10 @@ class Edges:
 
     # Clients.
 
+    def call_with_room(self, go_on: Callable[[], None]) -> None:
+        """Call `go_on` whenever an edge has room again."""
+        self._on_room = go_on
+
     def has_room(self) -> bool:
         """Whether some edge could take a connection now."""
         return not self._homeless and any(self._with_room())
@@ -203,7 +207,7 @@ class Edges:
         for _ in range(len(self._homeless)):
             self.take(self._homeless.popleft())
         if self.has_room():
-            self.on_room()
+            self._on_room()
 
     # Start and end.
 

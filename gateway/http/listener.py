@@ -265,7 +265,7 @@ class Listener(ClientServer):
         edges = self._edges
         if edges is not None:
             acceptor = Acceptor(self.sock, edges.take, edges.has_room)
-            edges.on_room = acceptor.go_on
+            edges.call_with_room(acceptor.go_on)
             self._server = acceptor
         elif self._tls is not None:
             # asyncio's server would count no connection before the end of its handshake.
@@ -284,7 +284,8 @@ class Listener(ClientServer):
 class ConnectionTakers(Protocol):
     """Other processes, which serve the clients of a listener."""
 
-    on_room: Callable[[], None]  # is called when one of them has room again
+    def call_with_room(self, go_on: Callable[[], None]) -> None:
+        """Call `go_on` whenever one of them has room again."""
 
     def has_room(self) -> bool:
         """Whether one of them could take a connection now."""

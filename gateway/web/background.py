@@ -325,8 +325,9 @@ class StorableRequest(Protocol):
     exchange: HttpExchange
     route: Route
     config: HandlerConfig
-    passed_on: bool
-    """Whether another process serves the request and tells of its end."""
+
+    def pass_on(self, *, served: bool = True) -> None:
+        """Another process serves the request and tells of its end; not `served`: it does not."""
 
     def header_lines(self, *, early: bool = False) -> bytes:
         """The gateway's own header lines; `early`: before the outcome is known."""

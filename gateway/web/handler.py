@@ -149,8 +149,8 @@ class _HandledRequest:
 
     __slots__ = (
         "_allocation", "_body_size", "_context", "_edit_session", "_handler",
-        "_heartbeat", "_in_flight", "_node_route", "_reservation", "_rewriter", "config",
-        "exchange", "numbered_heartbeats", "passed_on", "received_at", "record", "request_id",
+        "_heartbeat", "_in_flight", "_node_route", "_passed_on", "_reservation", "_rewriter",
+        "config", "exchange", "numbered_heartbeats", "received_at", "record", "request_id",
         "response", "route",
     )  # fmt: skip
 
@@ -170,7 +170,7 @@ class _HandledRequest:
         self._heartbeat: Heartbeat | None = None
         self.numbered_heartbeats: NumberedHeartbeats | None = None
         """Those of its stream, if its client needs them."""
-        self.passed_on = False  # whether another process serves it, and tells of its end
+        self._passed_on = False  # whether another process serves it, and tells of its end
         self._body_size = 0  # bytes of a small body; larger ones are counted by `_allocation`
         self._allocation: BodyAllocation | None = None
         self.received_at = handler.clock()
@@ -523,10 +523,14 @@ class _HandledRequest:
                     handler.latest_edits.discard(self._edit_session, self._in_flight)
         finally:
             # Whatever fails: else its slot of the limits would be lost.
-            if not self.passed_on:
+            if not self._passed_on:
                 handler.ended(
                     self.record, self.exchange.headers, self.received_at, self._reservation
                 )
+
+    def pass_on(self, *, served: bool = True) -> None:
+        """Another process serves the request and tells of its end; not `served`: it does not."""
+        self._passed_on = served
 
     def header_lines(self, *, early: bool = False) -> bytes:
         """The gateway's own header lines; `early`: before the outcome is known."""

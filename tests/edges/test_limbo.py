@@ -209,6 +209,25 @@ async def test_a_client_that_leaves_in_limbo_is_not_asked_for_and_told_of_as_fin
 
 
 @in_virtual_time
+async def test_what_waits_is_asked_for_anew_in_short_steps() -> None:
+    async with an_edge() as at:
+        count = 3 * carried.TOLD_AT_ONCE
+        for number in range(count):
+            at.ask(f"req_{number}")
+        await at.brain.last(messages.AskLease, count)
+        await at.lose()
+        brain = FakeBrain(2)
+        await brain.link_to(at.services)
+        while not at.services.uplink.is_open:  # noqa: ASYNC110 - each turn counts
+            await asyncio.sleep(0)
+        at.tasks[-1].cancel()  # Its turn has not come.
+        await brain.last(messages.AskLease, count - 1)
+        await asyncio.sleep(1.0)
+        asked = [one.request.id for one in brain.all(messages.AskLease)]
+        assert asked == [f"req_{number}" for number in range(count - 1)]
+
+
+@in_virtual_time
 async def test_nobody_waits_in_limbo_for_longer_than_in_the_queue() -> None:
     async with an_edge() as at:
         await at.lose()

@@ -25,6 +25,7 @@ from gateway.http.protocol import protocol_class
 from tests.callers.build import all_accounts
 from tests.emulator import EmulatedNode
 from tests.gateways import NO_TLS, Running, running_gateway, until
+from tests.schedule.build import a_scheduler, node
 from tests.virtual import in_virtual_time, now
 
 CHAT = "/v1/chat/completions"
@@ -313,6 +314,18 @@ async def test_what_ran_at_an_edge_that_does_not_come_again_is_recorded(
 
 
 @in_virtual_time
+async def test_a_link_over_which_nobody_has_spoken_is_no_edge_that_was_lost(tmp_path: Path) -> None:
+    async with a_cluster(tmp_path, a_node()) as cluster:
+        member = cluster.members[0]
+        ours, theirs = socket.socketpair()
+        await member.brain.connect(ours, "m/edge-2")
+        theirs.close()
+        await until(lambda: "m/edge-2" not in member.brain.sessions)
+        await asyncio.sleep(2 * GRACE_SECONDS)
+        assert member.lost == []
+
+
+@in_virtual_time
 async def test_nothing_is_granted_and_no_edge_taken_outside_a_reign(tmp_path: Path) -> None:
     async with a_cluster(tmp_path, a_node(answer_tokens=2)) as cluster:
         first, second = cluster.members
@@ -374,6 +387,33 @@ async def test_a_brain_that_is_alone_grants_the_share_of_its_member(tmp_path: Pa
         assert node.peak_busy == 2
         await second.brain.end()
         assert nodes_of(second)[0].foreign == 0
+
+
+@in_virtual_time
+async def test_another_node_of_the_same_name_counts_as_taken_until_it_is_read() -> None:
+    first, other = node("x", slots=2), node("x", slots=2)
+    fleet = a_scheduler(first, clock=now).fleet
+    tenure, session = Tenure(1, now(), [Sharers(1, ("m",))], {"x": 2}), Session("m", "p", 1)
+    reign = Reign("m", 1, tenure, lambda: True, now, now())
+    reign.begin(fleet)
+    reign.begins(session, [])
+    term = tenure.tell(session.edge, now(), now() + 1000.0)
+    assert term is not None
+    assert tenure.confirmed(session, term.number, now())
+    await asyncio.sleep(2 * SETTLE_SECONDS)
+    first.slots_told(frozenset(), now())
+    assert first.occupancy.foreign == 0
+    # As by a reload: a new node is fenced as a whole.
+    other.read_slots_for(first.slots_reader)
+    other.occupancy.fence(1000, now())
+    fleet.nodes["x"] = other
+    await asyncio.sleep(2 * SETTLE_SECONDS)
+    assert other.occupancy.foreign == 2
+    first.slots_told(frozenset(), now())
+    assert other.occupancy.foreign == 2
+    other.slots_told(frozenset(), now())
+    assert other.occupancy.foreign == 0
+    await reign.end()
 
 
 @in_virtual_time

@@ -21,17 +21,26 @@ from gateway.callers.meter import Meter
 from gateway.callers.processes import EDGE_DIED
 from gateway.cluster.fencing import LANDING_SECONDS, Fence, Session, Sharers, Tenure
 from gateway.config.settings import Settings
-from gateway.edges.brain import Brain
+from gateway.edges import messages
+from gateway.edges.brain import ENDED_AT_ONCE, Brain
 from gateway.edges.edge import EdgeServices
 from gateway.edges.reign import Reign, member_of
 from gateway.errors import GatewayError
 from gateway.events import EventBus, RequestRecord, call_later
 from gateway.forward.context import ForwardContext
 from gateway.forward.in_flight import InFlightRegistry, TimeoutMonitor
-from gateway.lease import NOTHING_TRIED, AttemptReport, GrantedLease, Usage, UsageReport
+from gateway.lease import (
+    NOTHING_TRIED,
+    AttemptReport,
+    ExpectedReading,
+    GrantedLease,
+    Usage,
+    UsageReport,
+)
 from gateway.nodes.node import LeasePhase
 from gateway.schedule.lease_service import LocalLeaseService
 from gateway.terms import Caller, Priority
+from gateway.transport.link import EdgeLink
 from gateway.transport.pool import ConnectionPool, NodeAddress
 from tests.callers.build import all_accounts
 from tests.gateways import until
@@ -324,4 +333,68 @@ async def test_slots_and_rows_stay_right_whoever_comes_to_reign(seed: int) -> No
         task.cancel()
     for services in edges:
         await services.aclose()
+    await world.brain.aclose()
+
+
+@in_virtual_time
+async def test_a_question_about_a_lease_on_a_node_that_is_not_known_is_answered() -> None:
+    script, told = Script(random.Random(1)), list[object]()
+    for member in MEMBERS:
+        script.fences[member] = Fence(member, SLOTS.__getitem__)
+    world = await script.begin()
+    ours, theirs = socket.socketpair()
+    await world.brain.connect(ours, "m/edge-1")
+    link = EdgeLink(messages.ToEdge, told.append, lambda _: None, now)
+    await EdgeLink.over(theirs, link)
+    request, path = a_lease_request("req_1", caller=CALLER.id, stream=True), "/v1/chat/completions"
+    record = messages.EndedRecord.of(RequestRecord("x", path, "demo", request_id="req_1"))
+    opening = messages.Opening(
+        "req_1", "x", path, CALLER.id, None, Priority.NORMAL, False, request, 1, "demo", True, 1.0,
+        None,
+    )  # fmt: skip
+    reading = ExpectedReading(10, 1.0, 2.0)
+    for message in (
+        messages.Hello(messages.VERSION, "m/edge-1", 7),
+        messages.CarriedRequest(opening, record, released=False),
+        messages.CarriedLease(
+            5, request, "gone", "demo", "demo", True, reading, 1, None, 1.0, "reading", 0
+        ),
+        messages.Carried(),
+        messages.AskExcused(1, 5),
+    ):
+        link.tell(message)
+    await until(lambda: any(isinstance(one, messages.NodeAnswer) for one in told))
+    assert not link.lost
+    for task in world.tasks:
+        task.cancel()
+    await world.brain.end()
+    link.close()
+
+
+@in_virtual_time
+async def test_what_waited_over_a_lost_link_ends_before_it_is_asked_for_anew() -> None:
+    script, name, count = Script(random.Random(1)), "m/edge-1", 4 * ENDED_AT_ONCE
+    for member in MEMBERS:
+        script.fences[member] = Fence(member, SLOTS.__getitem__)
+    script.edges[name] = EdgeServices(name, clustered=True, clock=now)
+    world = await script.begin()
+    for _ in range(count):
+        script.ask()
+    waiters = world.scheduler.waiters
+    await until(lambda: len(waiters) > 3 * ENDED_AT_ONCE)
+    world.brain.sessions[name].link.fail("the cable")
+    await asyncio.sleep(0)
+    await asyncio.sleep(0)
+    assert waiters, "all at once, though there may be thousands"
+    ours, theirs = socket.socketpair()
+    await world.brain.connect(ours, name)
+    assert not waiters
+    script.edges[name].relink(theirs)
+    await until(lambda: len(waiters) > 3 * ENDED_AT_ONCE)
+    for task in (*script.tasks.values(), *world.tasks[:2]):
+        task.cancel()
+    await asyncio.gather(*script.tasks.values(), return_exceptions=True)
+    await until(lambda: not waiters)
+    world.tasks[-1].cancel()
+    await script.edges[name].aclose()
     await world.brain.aclose()

@@ -31,6 +31,7 @@ class Sessions:
 
     edges: int
     late_leases: int = 0
+    loopback: bool = False
     lose: list[Callable[[], None]] = field(default_factory=list)
     """For each that has begun: what its link calls when it is lost."""
     told: int = 0
