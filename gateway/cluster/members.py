@@ -71,13 +71,15 @@ def stored_members(connection: Connection, cluster: str) -> list[StoredMember]:
     ]
 
 
-def remove(connection: Connection, cluster: str, name: str) -> bool:
+def remove(connection: Connection, cluster: str, name: str, process: str | None = None) -> bool:
     """Remove a member whose process has ended for good; False: there is none of this name.
 
-    Its row stays: that one is missing may also be an old state of the database.
+    `process`: only if that is its process still. Its row stays: that one is missing may also be an
+    old state of the database.
     """
     row = members.c
-    gone = update(members).where(row.cluster == cluster, row.member == name, row.process != "")
+    of_process = row.process != "" if process is None else row.process == process
+    gone = update(members).where(row.cluster == cluster, row.member == name, of_process)
     return connection.execute(gone.values(process="")).rowcount > 0
 
 

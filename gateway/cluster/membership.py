@@ -35,6 +35,7 @@ from gateway.cluster.members import (
     read_members,
     read_sharers,
     register,
+    remove,
     write_sharers,
 )
 from gateway.cluster.tunnel import Greeting, Kind, Refusal, TunnelError, Tunnels, Welcome
@@ -53,6 +54,7 @@ LIST_SECONDS = 2.0  # between two looks at the list of members
 RETRY_SECONDS, LEAST_LIST_SECONDS = 0.25, 0.5
 GREET_SECONDS = 10.0  # for a session to begin: until its edges are linked to the leader
 LEAD_SECONDS = 10.0  # for who has won to lead: until its gateway is ready to
+LEAVE_SECONDS = 2.0  # for the store to take down that this member has ended
 DRAINING = "draining"  # the name in the greeting of a process that is to end
 log = structlog.get_logger()
 
@@ -285,7 +287,7 @@ class Membership:
         return [self._seen(row) for row in self._rows.values()]
 
     async def aclose(self) -> None:
-        """End all of it."""
+        """End all of it, when no edge of this member runs any more."""
         self._closed = True
         for task in self._tasks:
             task.cancel()
@@ -293,6 +295,13 @@ class Membership:
         for follower in tuple(self._followers.values()):
             follower.link.close()
         await self.tunnels.aclose()
+        if self._drains:
+            # So that nobody keeps a share of the slots for it, unless a successor is this member.
+            job = functools.partial(
+                remove, cluster=self._cluster, name=self._name, process=self._process
+            )
+            with contextlib.suppress(StoreError, TimeoutError):
+                await asyncio.wait_for(self._store.run(job), LEAVE_SECONDS)
 
     def _seen(self, row: MemberRow) -> MemberSample:
         role, state, silent = "unknown", None, None
@@ -591,6 +600,9 @@ class Membership:
                     session = Session(follower.member, follower.process, message.session)
                     follower.session, follower.is_told = session, False
                     account.begins(session, message.edges)
+                elif follower.drains and self._is_current(follower):
+                    # It is never alone again, and no other process is this member.
+                    account.tenure.removed([follower.member], now)
             case Confirms():
                 if session is None or message.session != session.number:
                     return
@@ -602,6 +614,10 @@ class Membership:
                     account.begins(session, message.names)
         if not follower.drains:
             self._heard[follower.member] = now, follower.state
+
+    def _is_current(self, follower: _Follower) -> bool:
+        row = self._rows.get(follower.member)
+        return row is not None and row.process == follower.process
 
     def _lost(self, follower: _Follower, reason: str) -> None:
         if self._followers.get(follower.process) is follower:

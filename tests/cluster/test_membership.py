@@ -234,6 +234,25 @@ async def test_a_leader_that_drains_makes_room_and_is_never_alone(authority: Aut
 
 
 @in_virtual_time
+async def test_a_member_that_ends_in_good_order_leaves_its_share(authority: Authority) -> None:
+    async with cluster_of(authority, "a", "b") as cluster:
+        await cluster.settled(10)
+        await asyncio.sleep(5)  # Both may be alone.
+        old, (new,) = cluster.leader(), cluster.others()
+        old.membership.drain()
+        await cluster.until(lambda: new.role.kind == "leader", 10)
+        account = new.account
+        assert account is not None
+        await cluster.until(lambda: old.role.kind == "follower", 1)
+        await asyncio.sleep(SETTLE_SECONDS)
+        account.tenure.read("x", frozenset(), account.clock())
+        await cluster.until(lambda: account.tenure.free("x", account.clock()) == 4, 1)
+        assert set(new.seen()) == {"a", "b"}, "its edges may still be linked"
+        await cluster.end(old)
+        await cluster.until(lambda: set(new.seen()) == {new.name}, 5)
+
+
+@in_virtual_time
 async def test_a_leader_told_of_a_later_epoch_begins_one_that_is_later_still(
     authority: Authority,
 ) -> None:
