@@ -17,7 +17,7 @@ from tests.deploy.control import ansible_programs
 PLAYBOOKS = Path(__file__).parents[2] / "deploy/ansible"
 # Variables with a secret, and with a file that contains one.
 GIVEN = {"verify_key", "verify_key_file"}
-FILES = {"edge_tls_key", "gateway_files"}
+FILES = {"balancer_tls_key", "edge_tls_key", "gateway_cluster_tls", "gateway_files"}
 # Variables that are derived from a secret, but are none.
 HARMLESS = {
     "gateway_digest",  # a hash of all that needs a restart
