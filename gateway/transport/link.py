@@ -31,10 +31,6 @@ CLOSE_SECONDS = 2.0  # seconds for the other side to read what was told last
 SILENCE_SECONDS = 20.0  # seconds without one after which the other side counts as lost
 
 
-class LinkLost(Exception):  # noqa: N818 - not always an error: a side may just have ended
-    """The other side is gone, and with it whatever was asked of it."""
-
-
 class EdgeLink(asyncio.Protocol):
     """One side of a link.
 
