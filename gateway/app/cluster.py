@@ -15,7 +15,7 @@ import socket
 from collections.abc import Awaitable, Callable, Coroutine
 from contextlib import suppress
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, Literal
 
 import structlog
 from starlette.types import ASGIApp, Receive, Scope, Send
@@ -53,6 +53,7 @@ OWN_PATHS = frozenset(
     {"/", "/health", "/ready", "/metrics", "/openapi.json", "/admin/config", "/admin/reload"}
 )
 OWN_FILES = "/dashboard/"
+PassedKind = Literal["public", "admin"]  # the listener to which a request came that is passed on
 log = structlog.get_logger()
 
 
@@ -101,7 +102,7 @@ class ClusterPart:
             store.location, settings.name, seconds=settings.term / 4
         )
         fence = Fence(self.member, self._slots_of)
-        owner = Owner(self._on_role, self._on_replaced, self._on_tunnel, self._state)
+        owner = Owner(self._on_role, duties.replaced, self._on_tunnel, self._state)
         self._membership = Membership(
             settings, process, certificate, self._leadership, store, fence, owner, clock=clock
         )
@@ -125,7 +126,9 @@ class ClusterPart:
         `sock` listens for other members.
         """
         self._listeners = public, admin
-        self._leases().may_start = self._may_start
+        leases = self._brain.context.leases
+        assert isinstance(leases, LocalLeaseService)
+        leases.start_while(self._may_start)
         self._edges.relink(None)
         self._tasks.start(self._take_roles(), "take the member's role")
         self._membership.tunnels.serve(sock)
@@ -235,20 +238,12 @@ class ClusterPart:
         self._late += not may
         return may
 
-    def _leases(self) -> LocalLeaseService:
-        leases = self._brain.context.leases
-        assert isinstance(leases, LocalLeaseService)
-        return leases
-
     def _slots_of(self, name: str) -> int:
         node = self._fleet.nodes.get(name)
         return 0 if node is None else node.slots_total
 
     def _share(self, total: int, subject: str) -> int:
         return shares(total, subject, self._membership.fence.sharers.names)[self.member]
-
-    def _on_replaced(self, process: str) -> None:
-        self._duties.replaced(process)
 
     # What others pass on, and what is passed on to the leader.
 
@@ -265,10 +260,10 @@ class ClusterPart:
         with suppress(OSError):
             await self._brain.connect(sock, name)
 
-    def relayed(self, app: ASGIApp, kind: str) -> ASGIApp:
+    def relayed(self, app: ASGIApp, kind: PassedKind) -> ASGIApp:
         """The application of this listener, of which the leader serves what is not a member's own.
 
-        `kind`: `public` or `admin`. Without a leader a member shows operators what it knows itself.
+        Without a leader a member shows operators what it knows itself.
         """
         passing = Passing(self._opener(kind))
 
@@ -288,14 +283,12 @@ class ClusterPart:
             return scope["method"] in {"GET", "HEAD"}
         return self._taken.kind in {"leader", "alone"}
 
-    def _opener(self, kind: str) -> OpenConnection:
+    def _opener(self, kind: PassedKind) -> OpenConnection:
         async def open_connection(origin: ConnectionOrigin) -> socket.socket:
             if self._taken.kind != "follower":
                 raise errors.no_leader()
             try:
-                return await self._membership.open(
-                    "public" if kind == "public" else "admin", origin=origin
-                )
+                return await self._membership.open(kind, origin=origin)
             except TunnelError as error:
                 log.info("a request can't be passed on to the leader", why=str(error))
                 raise errors.no_leader() from None

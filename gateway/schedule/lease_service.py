@@ -71,6 +71,10 @@ class LocalLeaseService:
     def __post_init__(self) -> None:
         self._records = self.scheduler.records
 
+    def start_while(self, may_start: Callable[[int], bool]) -> None:
+        """Have requests written only while this says so of their leases."""
+        self.may_start = may_start
+
     # Asked for a lease.
 
     def lease_now(self, request: LeaseRequest, tried: Tried, age: float) -> GrantedLease | None:

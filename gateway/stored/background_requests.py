@@ -322,7 +322,7 @@ class NewRequest:
 class BackgroundRequests:
     """The requests of all callers, in one folder and one store. `now` gives Unix time.
 
-    `wake` tells whoever runs them that there is a new one, `unwanted` that one is not wanted.
+    `wakes` tells whoever runs them that there is a new one, `unwanted` that one is not wanted.
     """
 
     store: Store

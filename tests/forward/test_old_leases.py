@@ -26,7 +26,7 @@ def void_leases(proxy: ProxyOverNodes, *may_start: bool) -> list[int]:
         asked.append(lease_id)
         return answers.pop(0) if answers else True
 
-    cast("LocalLeaseService", proxy.app.proxy_context.leases).may_start = answer
+    cast("LocalLeaseService", proxy.app.proxy_context.leases).start_while(answer)
     return asked
 
 
