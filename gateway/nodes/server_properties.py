@@ -321,15 +321,12 @@ def count_slots(body: bytes) -> SlotCounts | None:
         slots = _SLOTS.decode(body)
     except UNREADABLE:
         return None
-    busy = [bytes(slot.n_prompt_tokens) for slot in slots if bytes(slot.is_processing) == b"true"]
+    busy = [(n, slot) for n, slot in enumerate(slots) if bytes(slot.is_processing) == b"true"]
+    told = [bytes(slot.n_prompt_tokens) for _, slot in busy]
     tokens = tuple(
-        [_count(int(one), MOST_CONTEXT) or 0 if _NUMBER.fullmatch(one) else 0 for one in busy]
+        [_count(int(one), MOST_CONTEXT) or 0 if _NUMBER.fullmatch(one) else 0 for one in told]
     )
-    tasks = frozenset(
-        (number, bytes(slot.id_task)[:20])
-        for number, slot in enumerate(slots)
-        if bytes(slot.is_processing) == b"true"
-    )
+    tasks = frozenset([(number, bytes(slot.id_task)[:20]) for number, slot in busy])
     return SlotCounts(tokens, len(slots), tasks) if 0 < len(slots) <= MOST_SLOTS else None
 
 
