@@ -77,7 +77,10 @@ class Account:
         "used_before", "who",
     )  # fmt: skip
 
-    def __init__(self, kind: Kind, subject: str, who: str, spec: LimitSpec) -> None:
+    def __init__(
+        self, kind: Kind, subject: str, who: str, spec: LimitSpec, part: Part | None = None
+    ) -> None:
+        """`part`: of its limits, within which it admits; None: it counts what all processes do."""
         self.kind: Kind = kind
         self.subject = subject  # `total`, `group:NAME`, `key:ID` or `user:ID/NAME`
         self.who = who  # whose it is, for messages to its caller
@@ -91,7 +94,7 @@ class Account:
         self.reserved_tokens = 0
         self.reserved_cost = 0.0
         self.others = NO_OTHERS
-        self.part: Part | None = None  # None: it counts what all processes do
+        self.part = part
         self.used_before: tuple[dict[int, float], ...] = {}, {}, {}
         """Of the periods of its sums, what had been used when it began to count for a part."""
         self.mean_seconds = 1.0  # how long its requests ran of late
@@ -498,8 +501,7 @@ class LimitBook:
     def _account(self, kind: Kind, subject: str, who: str, spec: LimitSpec) -> Account:
         account = self._accounts.get(subject)
         if account is None:
-            account = self._accounts[subject] = Account(kind, subject, who, spec)
-            account.part = self._part
+            account = self._accounts[subject] = Account(kind, subject, who, spec, self._part)
             self._unloaded[subject] = self._wall_clock()
             self._version += 1
         elif account.spec != spec:
@@ -531,14 +533,13 @@ class LimitBook:
             return account
         if len(users) < MOST_USERS or self._evict_one(users):
             who = f"end user '{truncate_echo(user)}' of key '{key}'"
-            account = users[user] = Account("user", f"user:{key}/{user}", who, spec)
-            account.part = self._part
-            return account
+            users[user] = Account("user", f"user:{key}/{user}", who, spec, self._part)
+            return users[user]
         # Together they have one user's share, and take nothing from other callers.
         if (account := users.get(_FURTHER_USERS)) is None:
             who = f"further end users of key '{key}'"
-            account = users[_FURTHER_USERS] = Account("user", f"others:{key}", who, spec)
-            account.part = self._part
+            account = Account("user", f"others:{key}", who, spec, self._part)
+            users[_FURTHER_USERS] = account
         users.move_to_end(_FURTHER_USERS)
         return account
 
