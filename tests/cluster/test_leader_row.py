@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import time
-from collections.abc import AsyncIterator, Callable, Iterator
+from collections.abc import AsyncIterator, Callable
 from pathlib import Path
 
 import psycopg
@@ -17,7 +17,7 @@ from gateway.store.database import locate_store
 from gateway.store.failures import StoreError, StoreLocked, StoreUnavailable
 from tests.cluster.pgbouncer import needs_pgbouncer, running_pgbouncer
 from tests.polling import eventually
-from tests.postgres import PostgresServer, needs_postgres, running_postgres
+from tests.postgres import PostgresServer, needs_postgres
 from tests.store.stores import opened
 
 ANY_TIME = 20.0
@@ -34,21 +34,6 @@ def tables_url(store_url: str) -> str:
     """Return the URL of a store that has its tables."""
     with opened(store_url):
         return store_url
-
-
-@pytest.fixture(scope="module")
-def server() -> Iterator[PostgresServer]:
-    """Return a server that tests may stop."""
-    with running_postgres() as made:
-        yield made
-
-
-@pytest.fixture
-def server_url(server: PostgresServer) -> str:
-    """Return the URL of a store with its tables in that server."""
-    url = server.new_database()
-    with opened(url):
-        return url
 
 
 @pytest.fixture

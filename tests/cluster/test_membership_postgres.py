@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator
 from pathlib import Path
 
 import psycopg
@@ -18,28 +18,12 @@ from gateway.store.store import Store
 from tests.cluster.certificates import CLUSTER, Authority
 from tests.cluster.memberships import Cluster, One
 from tests.cluster.pgbouncer import needs_pgbouncer, running_pgbouncer
-from tests.postgres import PostgresServer, needs_postgres, running_postgres
-from tests.store.stores import opened
+from tests.postgres import PostgresServer, needs_postgres
 
 TERM = 4.0
 LIMIT = 90.0
 """Seconds until what is to come must have come: machines may stand still."""
 pytestmark = [needs_postgres, pytest.mark.slow]
-
-
-@pytest.fixture(scope="module")
-def server() -> Iterator[PostgresServer]:
-    """Return a server that tests may stop."""
-    with running_postgres() as made:
-        yield made
-
-
-@pytest.fixture
-def url(server: PostgresServer) -> str:
-    """Return the URL of a store with its tables in that server."""
-    made = server.new_database()
-    with opened(made):
-        return made
 
 
 class RealCluster(Cluster):
@@ -91,9 +75,9 @@ def knows_all(one: One) -> bool:
 
 
 async def test_when_the_leader_is_killed_another_leads_in_a_later_epoch(
-    tmp_path: Path, url: str
+    tmp_path: Path, server_url: str
 ) -> None:
-    async with cluster_of(tmp_path, url) as cluster:
+    async with cluster_of(tmp_path, server_url) as cluster:
         old = cluster.leader()
         await cluster.end(old)
         await cluster.settled(LIMIT)
@@ -102,10 +86,10 @@ async def test_when_the_leader_is_killed_another_leads_in_a_later_epoch(
 
 
 async def test_sessions_that_are_terminated_again_and_again_leave_one_leader(
-    tmp_path: Path, url: str, server: PostgresServer
+    tmp_path: Path, server_url: str, server: PostgresServer
 ) -> None:
-    async with cluster_of(tmp_path, url) as cluster:
-        database = url.rpartition("/")[2]
+    async with cluster_of(tmp_path, server_url) as cluster:
+        database = server_url.rpartition("/")[2]
         for _ in range(5):
             await asyncio.to_thread(
                 server.execute,
@@ -118,10 +102,10 @@ async def test_sessions_that_are_terminated_again_and_again_leave_one_leader(
 
 
 async def test_while_the_row_is_locked_nobody_leads_and_afterwards_somebody_does(
-    tmp_path: Path, url: str
+    tmp_path: Path, server_url: str
 ) -> None:
-    async with cluster_of(tmp_path, url) as cluster:
-        with psycopg.connect(url) as holder:
+    async with cluster_of(tmp_path, server_url) as cluster:
+        with psycopg.connect(server_url) as holder:
             holder.execute(b"SELECT * FROM leadership FOR UPDATE")
             await cluster.until(lambda: not cluster.leaders(), LIMIT)
             # The row can still be read: it says that nobody leads.
@@ -130,9 +114,9 @@ async def test_while_the_row_is_locked_nobody_leads_and_afterwards_somebody_does
 
 
 async def test_while_the_server_is_halted_all_are_alone_and_afterwards_somebody_leads(
-    tmp_path: Path, url: str, server: PostgresServer
+    tmp_path: Path, server_url: str, server: PostgresServer
 ) -> None:
-    async with cluster_of(tmp_path, url) as cluster:
+    async with cluster_of(tmp_path, server_url) as cluster:
         epoch = cluster.leader().role.epoch
         with server.halted():
             await cluster.until(lambda: {one.role.kind for one in cluster.all} == {"alone"}, LIMIT)
@@ -141,9 +125,9 @@ async def test_while_the_server_is_halted_all_are_alone_and_afterwards_somebody_
 
 
 async def test_a_server_that_crashes_and_comes_back_loses_nobody(
-    tmp_path: Path, url: str, server: PostgresServer
+    tmp_path: Path, server_url: str, server: PostgresServer
 ) -> None:
-    async with cluster_of(tmp_path, url) as cluster:
+    async with cluster_of(tmp_path, server_url) as cluster:
         server.kill()
         await cluster.until(lambda: {one.role.kind for one in cluster.all} == {"alone"}, LIMIT)
         server.start()
@@ -153,10 +137,10 @@ async def test_a_server_that_crashes_and_comes_back_loses_nobody(
 
 @needs_pgbouncer
 async def test_the_leadership_may_be_behind_pgbouncer(
-    tmp_path: Path, url: str, server: PostgresServer
+    tmp_path: Path, server_url: str, server: PostgresServer
 ) -> None:
     with running_pgbouncer(server) as port:
-        row_url = url.replace(f":{server.port}/", f":{port}/")
-        async with cluster_of(tmp_path, url, row_url) as cluster:
+        row_url = server_url.replace(f":{server.port}/", f":{port}/")
+        async with cluster_of(tmp_path, server_url, row_url) as cluster:
             await cluster.end(cluster.leader())
             await cluster.settled(LIMIT)
