@@ -44,12 +44,12 @@ function draw() {
   render(list, place);
 }
 
-async function act(button, method, path, done) {
+async function act(button, method, path, done, body) {
   // A disabled button loses it.
   const hadFocus = document.activeElement === button;
   button.disabled = true;
   try {
-    const response = await ask(method, path);
+    const response = await ask(method, path, { body });
     toast(done(await response.json()));
   } catch (error) {
     toast(error.message, true);
@@ -82,6 +82,29 @@ export function probe(event, name) {
 export function cancel(event, id, name) {
   const path = `admin/requests/${encodeURIComponent(id)}`;
   act(event.currentTarget, "DELETE", path, () => `Request ${name} is cancelled.`);
+}
+
+/** Take no new requests for a model, or take them again; `then` is called once that is so. */
+export function pauseModel(event, name, then) {
+  act(event.currentTarget, "POST", `admin/models/${encodeURIComponent(name)}/pause`, () => {
+    then();
+    return `${name} is paused: its requests get 503, those that run end by themselves.`;
+  });
+}
+
+export function resumeModel(event, name, then) {
+  act(event.currentTarget, "POST", `admin/models/${encodeURIComponent(name)}/resume`, () => {
+    then();
+    return `${name} takes requests again.`;
+  });
+}
+
+/** Order a router to load or unload a model, or to keep it loaded or not: load, unload, pin or unpin. */
+export function order(event, verb, { model, node }, then) {
+  act(event.currentTarget, "POST", "admin/placements", () => {
+    then();
+    return `${verb} ${model} on ${node}: ordered.`;
+  }, { order: verb, model, node });
 }
 
 export async function copy(text) {
