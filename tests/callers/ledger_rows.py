@@ -66,12 +66,18 @@ def count_rows(connection: Connection) -> int:
     return connection.scalar(select(func.count()).select_from(usage)) or 0
 
 
-def made_up_rows(count: int, days: int, rng: random.Random) -> Iterator[dict[str, Any]]:
-    """Rows of so many days before `NOON`, of 40 keys, 500 users, 4 models and 10 nodes."""
+def made_up_rows(
+    count: int, days: int, rng: random.Random, *, in_order: bool = False
+) -> Iterator[dict[str, Any]]:
+    """Rows of so many days before `NOON`, of 40 keys, 500 users, 4 models and 10 nodes.
+
+    A quarter has an id of its client. `in_order`: each ended after the one before.
+    """
     for number in range(count):
         gpu = rng.random() < 0.1
         key = rng.randrange(40)
-        ended_at, wait = NOON - rng.random() * days * DAY, max(0.0, rng.gauss(-1.0, 2.0))
+        age = 1 - (number + 1) / count if in_order else rng.random()
+        ended_at, wait = NOON - age * days * DAY, max(0.0, rng.gauss(-1.0, 2.0))
         prefill, decode = rng.lognormvariate(0.5, 0.8), rng.lognormvariate(2.0, 0.7)
         yield a_row(
             number,
