@@ -178,7 +178,8 @@ function lifeView(row, longest) {
 }
 
 function nameView(id, name) {
-  return html`<a href=${href("requests", id)} title=${plain(name)} aria-label="Why request ${plain(name)}"><code>${plain(name.length <= 14 ? name : `…${name.slice(-10)}`)}</code></a>`;
+  return html`<a href=${href("requests", id)} title=${plain(name)}><span class="unseen">Why request ${plain(name)}</span><code
+    aria-hidden="true">${plain(name.length <= 14 ? name : `…${name.slice(-10)}`)}</code></a>`;
 }
 
 function cutView(text, title = text) {
