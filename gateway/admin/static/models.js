@@ -2,7 +2,7 @@
 
 import { html, nothing, svg } from "./vendor/lit-html/lit-html.js";
 import { repeat } from "./vendor/lit-html/directives/repeat.js";
-import { order, pauseModel, resumeModel } from "./actions.js";
+import { order, pauseModel } from "./actions.js";
 import { count, moment, money, percent, plain, plural, rate, seconds, size } from "./format.js";
 import { MARKS } from "./nodes.js";
 import { href } from "./route.js";
@@ -101,9 +101,9 @@ function statesView(model) {
     aria-hidden="true">${MARKS[word]}</span> ${count(number)} ${word}</span> `);
 }
 
-function pauseView({ name, paused }, again) {
-  const [word, act] = paused ? ["Resume", resumeModel] : ["Pause", pauseModel];
-  return html`<button class="small" @click=${(event) => act(event, name, again)} aria-label="${word} ${plain(name)}">${word}</button>`;
+function pauseView(model, again) {
+  const word = model.paused ? "Resume" : "Pause";
+  return html`<button class="small" @click=${(event) => pauseModel(event, model, again)} aria-label="${word} ${plain(model.name)}">${word}</button>`;
 }
 
 // One of them.
