@@ -395,6 +395,7 @@ async def test_without_admin_keys_a_loopback_listener_needs_none() -> None:
                 missing = {
                     "/admin/keys/{name}": 404,
                     "/admin/requests/{id:path}/why": 404,
+                    "/admin/requests/ended": 501,
                     "/admin/usage": 501,
                     "/admin/usage/arrivals": 501,
                 }
