@@ -8,7 +8,19 @@ from typing import Annotated, NoReturn
 import typer
 
 from gateway import __version__
-from gateway.cli import batch, cluster, keys, machine, nodes, reports, serve, store, up, why
+from gateway.cli import (
+    batch,
+    cluster,
+    keys,
+    machine,
+    nodes,
+    reports,
+    serve,
+    settings,
+    store,
+    up,
+    why,
+)
 from gateway.cli.terminal import (
     CommandFailed,
     HelpCommand,
@@ -57,6 +69,7 @@ for command, examples in (
 app.add_typer(keys.app, name="keys")
 app.add_typer(batch.webhooks, name="webhooks")
 app.add_typer(batch.app, name="batch")
+app.add_typer(settings.app, name="settings")
 app.add_typer(store.app, name="store")
 app.add_typer(cluster.app, name="cluster")
 app.add_typer(machine.cache, name="cache")
