@@ -262,8 +262,8 @@ def heat_map(by_node: Mapping[str, Mapping[int, PrefixHits]], focus: str | None)
             "tokens": round(lengths[first]),
             "cells": [
                 None
-                if (one := by_node.get(name, {}).get(first)) is None
-                else [one.requests, round(one.prompt_tokens), round(one.cached_tokens)]
+                if (cell := by_node.get(name, {}).get(first)) is None
+                else [cell.requests, round(cell.prompt_tokens), round(cell.cached_tokens)]
                 for name in shown
             ],
         }

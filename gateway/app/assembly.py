@@ -268,7 +268,8 @@ class Gateway:
         self.learnt = LearntMemory.of_gateway(
             self.fleet,
             self.scheduler,
-            self.live,
+            self.live.history,
+            self.live.node_history,
             self.bus,
             self.key_ring,
             self._keyed_hash,

@@ -33,7 +33,6 @@ import structlog
 from sqlalchemy import Connection, bindparam, delete, func, select
 from sqlalchemy.exc import SQLAlchemyError
 
-from gateway.admin.live import LiveFeed
 from gateway.callers.keys import KeyRing
 from gateway.events import EventBus
 from gateway.lease import HASH_KEY_BYTES, KeyedHash
@@ -199,7 +198,8 @@ class LearntMemory:
         cls,
         fleet: Fleet,
         scheduler: Scheduler,
-        live: LiveFeed,
+        history: FleetHistory,
+        node_history: NodeHistory,
         bus: EventBus,
         key_ring: KeyRing,
         keyed_hash: KeyedHash,
@@ -222,8 +222,8 @@ class LearntMemory:
             Prompts(scheduler, keys),
             SavedSlots(saved_prompts, keys),
             Predictions(scheduler.accuracy),
-            Charts(live.history),
-            NodeDays(live.node_history),
+            Charts(history),
+            NodeDays(node_history),
             Decisions(scheduler.decision_log),
         )
         if isinstance(place, Path):

@@ -56,11 +56,6 @@ class PromptTree:
             if shared < length:
                 break
 
-    def first_edge_end(self, block: int) -> int:
-        """How many blocks all prompts have in common that begin with this one; 0: there is none."""
-        edge = self._edges.get(block)
-        return 0 if edge is None or edge.start else edge.end
-
     def add(self, held: CachedPrompt, blocks: tuple[int, ...], *, reported: bool = True) -> None:
         """Add a prompt with these blocks. `reported`: the node reported its tokens."""
         if not blocks:
@@ -308,8 +303,8 @@ class PrefixHits:
     requests: int = 0
     prompt_tokens: float = 0.0
     cached_tokens: float = 0.0
-    length: float = 0.0
-    """Tokens of what all prompts of the fleet that begin so have in common, as of the last one."""
+    length: float = math.inf
+    """The least tokens that a hit has found: what all of them have in common."""
 
 
 @dataclass(slots=True)
@@ -466,10 +461,8 @@ class FleetPromptCache:
         found.requests += 1
         found.prompt_tokens += prompt_tokens
         found.cached_tokens += cached
-        common = self.tree.first_edge_end(first)
-        if common:
-            share = prompt.share_of(min(common, len(prompt.blocks)))
-            found.length = share * prompt_tokens
+        if cached >= LEAST_PREDICTION:
+            found.length = min(found.length, cached)
 
     def request_dropped(self, row: int, prompt: PromptKey, written_tokens: float = 0.0) -> None:
         """A request ended without usage, after so many tokens of its answer.
