@@ -19,6 +19,7 @@ from tests.admin.test_dashboard import (
     VIOLATIONS,
     a_dashboard,
     a_fleet,
+    node_card,
     opened,
 )
 from tests.gateways import Running, until
@@ -137,7 +138,7 @@ async def test_a_node_shows_its_day_and_what_its_cache_has_saved(tmp_path: Path)
         await asked(running, 6)
         hits = running.gateway.scheduler.prompt_cache.nodes.values()
         await until(lambda: any(node.hits for node in hits))
-        await page.get_by_role("link", name=name, exact=True).first.click()
+        await node_card(page, name).get_by_role("link").click()
         await expect(page.locator("#node")).to_contain_text("NUMA node 0")
         await expect(page).to_have_title(f"{name} · Nodes · llama-gateway")
         await expect(page.locator("#day .uplot")).to_have_count(3)
