@@ -263,7 +263,7 @@ def find_version(histories: Iterable[FileHistory], name: str) -> tuple[FileHisto
     )
 
 
-class Difference(NamedTuple):
+class TextDifference(NamedTuple):
     """What one text has and another has not."""
 
     lines: list[str]
@@ -273,7 +273,7 @@ class Difference(NamedTuple):
     cut: bool  # whether there are more lines
 
 
-def difference(before: str, after: str, *, with_secrets: bool = False) -> Difference:
+def difference(before: str, after: str, *, with_secrets: bool = False) -> TextDifference:
     """The lines that differ, in order. What may be secret is masked, unless `with_secrets`.
 
     Lines are compared before they are masked: a secret that has changed shows as two masked lines.
@@ -301,7 +301,7 @@ def difference(before: str, after: str, *, with_secrets: bool = False) -> Differ
                 lines += [f"-{show(line)}" for line in old[a1 : min(a2, a1 + MOST_SHOWN)]]
                 lines += [f"+{show(line)}" for line in new[b1 : min(b2, b1 + MOST_SHOWN)]]
     cut = len(lines) > MOST_SHOWN
-    return Difference(lines[:MOST_SHOWN], counts["+"], counts["-"], cut)
+    return TextDifference(lines[:MOST_SHOWN], counts["+"], counts["-"], cut)
 
 
 def _common(one: Sequence[str], other: Sequence[str]) -> int:
