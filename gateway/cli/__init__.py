@@ -15,6 +15,7 @@ from gateway.cli import (
     machine,
     nodes,
     reports,
+    requests,
     serve,
     settings,
     store,
@@ -55,6 +56,7 @@ for command, examples in (
     (nodes.models, nodes.MODELS_EXAMPLES),
     (why.why, why.EXAMPLES),
     (top.top, top.EXAMPLES),
+    (requests.requests, requests.EXAMPLES),
     (reports.usage, reports.USAGE_EXAMPLES),
     (reports.audit, reports.AUDIT_EXAMPLES),
     (simulate.simulate, simulate.EXAMPLES),
@@ -114,7 +116,9 @@ def main() -> NoReturn:
         print_error(str(error))
         status = error.status
     except OSError as error:
-        print_error(f"{error.filename}: {error.strerror}" if error.filename else str(error))
+        words = f"{error.filename}: {error.strerror}" if error.filename else str(error)
+        is_denied = isinstance(error, PermissionError)
+        print_error(f"{words} (use sudo, or be a user who may)" if is_denied else words)
         status = 1
     except ConfigError as error:
         print_config_error(error)
