@@ -141,16 +141,15 @@ async def test_an_operator_drains_and_resumes_a_node_by_a_click(tmp_path: Path) 
         await card.get_by_role("button", name=f"Resume {name}").click()
         await expect(card.locator(".state")).to_contain_text("ready")
         assert not running.gateway.fleet.nodes[name].draining
-        # By the keyboard alone, in the dialog.
+        # By the keyboard alone, to the node's page and back.
         await card.get_by_role("link", name=name).focus()
         await page.keyboard.press("Enter")
-        dialog = page.get_by_role("dialog")
-        await expect(dialog).to_contain_text("NUMA node 1")
-        await dialog.get_by_role("button", name="Probe").click()
+        shown = page.locator("#node")
+        await expect(shown).to_contain_text("NUMA node 1")
+        await shown.get_by_role("button", name="Probe").click()
         await expect(page.locator("#toasts")).to_contain_text(f"{name}:")
-        await page.keyboard.press("Escape")
-        await expect(dialog).to_be_hidden()
-        await expect(card.get_by_role("link", name=name)).to_be_focused()
+        await page.go_back()
+        await expect(card).to_be_visible()
 
 
 async def test_a_killed_node_is_the_first_problem_and_its_return_ends_it(tmp_path: Path) -> None:
@@ -291,8 +290,7 @@ async def test_hostile_words_of_nodes_and_callers_stay_text(tmp_path: Path) -> N
                 assert await why.locator("img, script").count() == 0
                 await turn_to(page, "Nodes")
                 await page.get_by_role("link", name="node-0", exact=True).click()
-                await expect(page.get_by_role("dialog")).to_contain_text("rack=<img src=x")
-                await page.keyboard.press("Escape")
+                await expect(page.locator("#node")).to_contain_text("rack=<img src=x")
                 text += await page.locator("#page").inner_text()
                 assert text.count("<img src=x onerror=alert(1)>") > 1
                 assert "\u202e" not in text
@@ -301,8 +299,8 @@ async def test_hostile_words_of_nodes_and_callers_stay_text(tmp_path: Path) -> N
                 await page.evaluate("hash => { location.hash = hash; }", f"#/{HOSTILE}")
                 await expect(page.locator("#page")).to_have_text("There is no such page.")
                 await page.evaluate("hash => { location.hash = hash; }", f"#/nodes/{HOSTILE}")
-                await expect(page.get_by_role("dialog")).to_contain_text("not in the inventory")
-                assert await page.locator("dialog img, dialog script").count() == 0
+                await expect(page.locator("#node")).to_contain_text("not in the inventory")
+                assert await page.locator("#page img, #page script").count() == 0
 
 
 @pytest.mark.parametrize("scheme", ["light", "dark"])
@@ -327,7 +325,8 @@ async def test_axe_finds_no_violation(tmp_path: Path, scheme: str) -> None:
                 await page.locator(".problem summary").first.click()
                 await page.locator(".notices > summary").click()
                 await node_card(page, "epyc-b-numa0").get_by_role("link").click()
-                await expect(dialog).to_contain_text("NUMA node 0")
+                await expect(page.locator("#node")).to_contain_text("NUMA node 0")
+                await expect(page.locator("#day .uplot")).to_have_count(3)
             elif action == "why":
                 await page.get_by_role("link", name="Why request").first.click()
                 await expect(page.locator("#request")).to_contain_text("Predicted")

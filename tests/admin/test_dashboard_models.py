@@ -79,13 +79,12 @@ async def test_the_memory_of_a_host_fills_with_models_whatever_their_names(tmp_p
             loading = picture.locator("li[data-model]").filter(has_text="r1/large")
             await expect(loading).to_contain_text(re.compile(r"loading, \d+ %, 9.0 GiB"))
             await row.get_by_role("link").click()
-            dialog = page.get_by_role("dialog")
-            await expect(dialog).to_contain_text("Memory4.0 GiB")
-            await dialog.get_by_role("button", name="Drain").click()
+            shown = page.locator("#node")
+            await expect(shown).to_contain_text("Memory4.0 GiB")
+            await shown.get_by_role("button", name="Drain").click()
             await confirm(page, HOSTILE)
-            await expect(dialog.locator(".state")).to_contain_text("draining")
+            await expect(shown.locator(".state")).to_contain_text("draining")
             assert nodes[f"r1/{HOSTILE}"].draining
-            await page.keyboard.press("Escape")
             assert await page.locator("#page img, #page script").count() == 0
             await turn_to(page, "Nodes")
             card = page.locator('[data-node="r1"]')
