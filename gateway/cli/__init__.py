@@ -8,7 +8,7 @@ from typing import Annotated, NoReturn
 import typer
 
 from gateway import __version__
-from gateway.cli import batch, cluster, keys, machine, nodes, reports, serve, store, up, why
+from gateway.cli import batch, cluster, groups, keys, machine, nodes, reports, serve, store, up, why
 from gateway.cli.terminal import (
     CommandFailed,
     HelpCommand,
@@ -55,6 +55,7 @@ for command, examples in (
     app.command(cls=HelpCommand, epilog=examples)(command)
 
 app.add_typer(keys.app, name="keys")
+app.add_typer(groups.app, name="groups")
 app.add_typer(batch.webhooks, name="webhooks")
 app.add_typer(batch.app, name="batch")
 app.add_typer(store.app, name="store")

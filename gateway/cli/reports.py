@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import time
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import typer
 
 from gateway.cli import options
-from gateway.cli.client import AdminClient, StoreFlags
+from gateway.cli.client import AdminClient, StoreFlags, read_settings
 from gateway.cli.options import examples_epilog
 from gateway.cli.terminal import CommandFailed, failing_by, print_json, print_note, print_table
 
@@ -64,7 +65,7 @@ def usage(
     report, table = dict[str, Any](), ""
     with stored.open() as source:
         if not isinstance(source, AdminClient):
-            read = _read(source, asked)
+            read = _read(source, asked, stored.config)
             report, table = read.to_json(), read.to_csv()
         elif as_csv:
             given["format"] = "csv"
@@ -84,8 +85,9 @@ def usage(
         print_note(f"no request ended since {time_text(query.since)} (until {until or 'now'})")
 
 
-def _read(store: Store, asked: dict[str, str | None]) -> LedgerReport:
+def _read(store: Store, asked: dict[str, str | None], config: Path | None) -> LedgerReport:
     from gateway.callers.reports import InvalidQuery, ReportInterrupted, ReportReader, parse_query
+    from gateway.callers.stored_keys import key_names
 
     reader = ReportReader(parse_query(time.time(), **asked))
     try:
@@ -95,7 +97,10 @@ def _read(store: Store, asked: dict[str, str | None]) -> LedgerReport:
         raise CommandFailed(f"--{error.parameter}: {error}", status=2) from None
     except ReportInterrupted as error:
         raise CommandFailed(str(error)) from None
-    return reader.report()
+    report = reader.report()
+    names = store.run_now(lambda connection: key_names(connection, report.keys), write=False)
+    own = {key.id: key.name for key in read_settings(config).keys if key.name}
+    return report.named(names.get).named(own.get)
 
 
 _USAGE_COLUMNS = (
@@ -116,9 +121,11 @@ def _show(report: dict[str, Any]) -> None:
     """Print the table and what the machines cost, for people."""
     by, rows, total = report["by"], report["rows"], report["total"]
     if rows:
-        cells = [[*(row[name] for name in by), *_figures(row)] for row in rows]
+        by = [name for one in by for name in ((one, "key_name") if one == "key" else (one,))]
+        cells = [[*(row.get(name) for name in by), *_figures(row)] for row in rows]
         cells.append(["total", *([None] * (len(by) - 1)), *_figures(total)])
-        print_table([*map(str.upper, by), *(title for title, _ in _USAGE_COLUMNS)], cells)
+        titles = (name.upper().replace("_", " ") for name in by)
+        print_table([*titles, *(title for title, _ in _USAGE_COLUMNS)], cells)
     if report["rows_found"] > len(rows):
         print_note(f"{report['rows_found'] - len(rows)} more rows: --limit")
     for note in report["notes"]:

@@ -14,6 +14,7 @@ import httpx
 import pytest
 from sqlalchemy import Connection, create_engine, insert, update
 
+from gateway.callers.keys import hash_key
 from gateway.callers.limits import LimitBook
 from gateway.callers.reports import (
     MOST_KEPT,
@@ -55,6 +56,29 @@ def read(connection: Connection, query: ReportQuery, rows_per_step: int = 3) -> 
         steps += 1
         assert steps < 1000
     return reader.report()
+
+
+async def test_rows_by_key_have_the_names_of_keys_also_of_revoked_ones(tmp_path: Path) -> None:
+    async with metered_gateway(tmp_path) as running:
+        made = (await running.admin.post("/admin/keys", json={"name": "=Bob"})).json()
+        await chat(running, ALICE)
+        await chat(running, hash_key(made["key"]))
+        await recorded(running, 2)
+        await running.admin.delete("/admin/keys/=Bob")
+
+        async def names() -> dict[str, str | None]:
+            report = (await running.admin.get("/admin/usage?by=key,model")).json()
+            return {row["key"]: row["key_name"] for row in report["rows"]}
+
+        assert await names() == {"alice": "Alice", made["id"]: "=Bob"}
+        table = (await running.admin.get("/admin/usage?by=key&format=csv")).text.splitlines()
+        assert table[0].startswith("key,key_name,requests,")
+        assert {tuple(line.split(",")[:2]) for line in table[1:]} == {
+            ("alice", "Alice"), (made["id"], "'=Bob"),
+        }  # fmt: skip
+        assert (
+            "key_name" not in (await running.admin.get("/admin/usage?by=model")).json()["rows"][0]
+        )
 
 
 def asked(**parameters: str) -> ReportQuery:

@@ -2,7 +2,7 @@
 
 import { html, nothing } from "./vendor/lit-html/lit-html.js";
 import { copy } from "./actions.js";
-import { plain } from "./format.js";
+import { callerName, plain } from "./format.js";
 
 const MARKS = { critical: "✕", warning: "▲", notice: "●" };
 
@@ -23,7 +23,7 @@ function problemView(problem, openNode) {
     <h3><span class="mark" aria-hidden="true">${MARKS[problem.severity] ?? "●"}</span>
       <span class="severity">${problem.severity}</span> ${plain(problem.title)}</h3>
     <p class="cause">${plain(problem.cause)}${problem.caller
-      ? html` Its caller: <code>${plain(problem.caller)}</code>.` : nothing}</p>
+      ? html` Its caller: <code>${callerName(problem)}</code>.` : nothing}</p>
     <p class="remedy">${plain(problem.remedy)}</p>
     <p class="links">
       ${problem.nodes.map((name) => html`<button class="link" @click=${() => openNode(name)}>${plain(name)}</button>`)}
