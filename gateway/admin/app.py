@@ -28,6 +28,7 @@ from gateway.admin.playground import Playground
 from gateway.admin.reports import AUDIT_ACTION_KEY, AUDIT_TARGET_KEY, AuditEndpoints, UsageEndpoints
 from gateway.admin.status import StatusEndpoints
 from gateway.admin.why import RequestEndpoints, WhyEndpoints
+from gateway.callers.ended import EndedRequests
 from gateway.callers.keys import AdminKeys, AdminRole, without_secret
 from gateway.callers.reports import Reporter
 from gateway.errors import GatewayError
@@ -109,6 +110,8 @@ ADMIN_ROUTES = (
         "load, unload, pin or unpin a model on a router", "placements"),
     AdminRoute("GET", "/admin/requests", OPERATOR, lambda e: e.requests.list,
         "what waits and runs"),
+    AdminRoute("GET", "/admin/requests/ended", OPERATOR, lambda e: e.usage.requests,
+        "what has ended, from the ledger: the latest or the slowest first"),
     AdminRoute("GET", "/admin/requests/{id:path}/why", OPERATOR, lambda e: e.why.why,
         "why it went where it went, and what came of it"),
     AdminRoute("DELETE", "/admin/requests/{id:path}", OPERATOR, lambda e: e.requests.cancel,
@@ -196,6 +199,7 @@ def admin_app(
     gateway: GatewayControl,
     audit: AuditTrail,
     reporter: Reporter | None,
+    ended: EndedRequests | None,
     document: Callable[[str | None], bytes],
     live: LiveFeed,
     handler: RequestHandler,
@@ -212,6 +216,7 @@ def admin_app(
     `relayed` makes of the application, behind the guard, what another gateway serves a part of.
     """
     health = HealthEndpoints(fleet, scheduler, lambda: gateway.closing, standing_error)
+    name_of = gateway.key_sync.key_ring.name_of
     endpoints = AdminEndpoints(
         dashboard=DashboardPages(load_files(), INDEX_PAGE),
         live=live,
@@ -223,11 +228,9 @@ def admin_app(
         node_metrics=NodeMetricsEndpoint(fleet, lambda: gateway.settings, gateway.clock),
         models=ModelEndpoints(fleet, scheduler, gateway),
         placements=PlacementEndpoints(fleet, gateway, time.time),
-        requests=RequestEndpoints(registry, scheduler, gateway.key_sync.key_ring.name_of),
-        why=WhyEndpoints(
-            scheduler, registry, live.history, time.time, gateway.key_sync.key_ring.name_of
-        ),
-        usage=UsageEndpoints(reporter, time.time, gateway.key_sync.key_ring.name_of),
+        requests=RequestEndpoints(registry, scheduler, name_of),
+        why=WhyEndpoints(scheduler, registry, live.history, time.time, ended, name_of),
+        usage=UsageEndpoints(reporter, ended, time.time, name_of),
         configuration=ConfigEndpoints(gateway),
         audit=AuditEndpoints(audit),
         keys=KeyEndpoints(gateway, fleet.model_index, time.time),

@@ -230,6 +230,14 @@ class KeyRing:
         known = self._by_id.get(key_id) or self._expired.get(key_id)
         return self._revoked_names.get(key_id) if known is None else known.caller.name
 
+    def ids_of(self, word: str) -> list[str]:
+        """The ids of the keys that have this name, or the word itself as an id."""
+        if self.name_of(word) is not None:
+            return [word]
+        held = (*self._by_id.items(), *self._expired.items())
+        names = [*((id_, key.caller.name) for id_, key in held), *self._revoked_names.items()]
+        return [id_ for id_, name in names if name == word] or [word]
+
     def _change(self) -> None:
         self._take_in()
         self.version += 1

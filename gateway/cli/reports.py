@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import time
-from pathlib import Path
+from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any
 
 import typer
 
 from gateway.cli import options
-from gateway.cli.client import AdminClient, StoreFlags, read_settings
+from gateway.cli.client import AdminClient, StoreFlags
 from gateway.cli.options import examples_epilog
 from gateway.cli.terminal import CommandFailed, failing_by, print_json, print_note, print_table
 
@@ -24,6 +24,7 @@ USAGE_EXAMPLES = examples_epilog(
     ("llama-gateway usage", "the last 30 days, by model"),
     ("llama-gateway usage --by key --since 7d", "who used how much since midnight a week ago"),
     ("llama-gateway usage --by key,day --since 2026-11-01 --until 2026-11-30", "a month, by day"),
+    ("llama-gateway usage --by model --percentiles", "how long requests took, and waited"),
     ("llama-gateway usage --by user --json | jq '.rows[0]'", "for scripts"),
     ("llama-gateway usage --by group --csv > november.csv", "for spreadsheets"),
 )
@@ -42,6 +43,12 @@ def usage(
     limit: int | None = typer.Option(
         None, metavar="N", show_default="10000", help="Most rows; the total has all."
     ),
+    percentiles: bool = typer.Option(
+        False,
+        "--percentiles",
+        help="Add how long half of the requests, and 95 of 100, took at most: to the first token, "
+        "in all, and in the queue.",
+    ),
     as_json: options.Json = False,
     as_csv: bool = typer.Option(False, "--csv", help="Write CSV, for spreadsheets."),
     stored: StoreFlags,
@@ -57,6 +64,7 @@ def usage(
         raise typer.BadParameter("one of the two", param_hint="--json, --csv")
     asked = {"by": by, "since": since, "until": until}
     asked["limit"] = None if limit is None else str(limit)
+    asked["percentiles"] = "true" if percentiles else None
     try:
         query = parse_query(time.time(), **asked)
     except InvalidQuery as error:
@@ -65,7 +73,7 @@ def usage(
     report, table = dict[str, Any](), ""
     with stored.open() as source:
         if not isinstance(source, AdminClient):
-            read = _read(source, asked, stored.config)
+            read = _read(source, asked, stored)
             report, table = read.to_json(), read.to_csv()
         elif as_csv:
             given["format"] = "csv"
@@ -85,9 +93,8 @@ def usage(
         print_note(f"no request ended since {time_text(query.since)} (until {until or 'now'})")
 
 
-def _read(store: Store, asked: dict[str, str | None], config: Path | None) -> LedgerReport:
+def _read(store: Store, asked: dict[str, str | None], stored: StoreFlags) -> LedgerReport:
     from gateway.callers.reports import InvalidQuery, ReportInterrupted, ReportReader, parse_query
-    from gateway.callers.stored_keys import key_names
 
     reader = ReportReader(parse_query(time.time(), **asked))
     try:
@@ -98,9 +105,7 @@ def _read(store: Store, asked: dict[str, str | None], config: Path | None) -> Le
     except ReportInterrupted as error:
         raise CommandFailed(str(error)) from None
     report = reader.report()
-    names = store.run_now(lambda connection: key_names(connection, report.keys), write=False)
-    own = {key.id: key.name for key in read_settings(config).keys if key.name}
-    return report.named(names.get).named(own.get)
+    return report.named(stored.key_names(store).get)
 
 
 _USAGE_COLUMNS = (
@@ -115,17 +120,27 @@ _USAGE_COLUMNS = (
     ("COST/REQUEST", "cost_per_request"),
     ("COST/1M", "cost_per_million_tokens"),
 )
+_PERCENTILE_COLUMNS = (
+    ("TTFT P50", "ttft_p50"),
+    ("P95", "ttft_p95"),
+    ("SECONDS P50", "seconds_p50"),
+    ("P95", "seconds_p95"),
+    ("WAIT P95", "wait_p95"),
+)
 
 
 def _show(report: dict[str, Any]) -> None:
     """Print the table and what the machines cost, for people."""
     by, rows, total = report["by"], report["rows"], report["total"]
     if rows:
+        times = _PERCENTILE_COLUMNS if "wait_p95" in rows[0] else ()
+        columns = (*_USAGE_COLUMNS, *times)
         by = [name for one in by for name in ((one, "key_name") if one == "key" else (one,))]
-        cells = [[*(row.get(name) for name in by), *_figures(row)] for row in rows]
-        cells.append(["total", *([None] * (len(by) - 1)), *_figures(total)])
+        cells = [[*(row.get(name) for name in by), *_figures(row, columns)] for row in rows]
+        total |= dict.fromkeys(name for _, name in times)
+        cells.append(["total", *([None] * (len(by) - 1)), *_figures(total, columns)])
         titles = (name.upper().replace("_", " ") for name in by)
-        print_table([*titles, *(title for title, _ in _USAGE_COLUMNS)], cells)
+        print_table([*titles, *(title for title, _ in columns)], cells)
     if report["rows_found"] > len(rows):
         print_note(f"{report['rows_found'] - len(rows)} more rows: --limit")
     for note in report["notes"]:
@@ -137,8 +152,8 @@ def _show(report: dict[str, Any]) -> None:
             print(line)
 
 
-def _figures(row: dict[str, Any]) -> list[str | None]:
-    return [_number(row[name]) for _, name in _USAGE_COLUMNS]
+def _figures(row: dict[str, Any], columns: Iterable[tuple[str, str]]) -> list[str | None]:
+    return [_number(row[name]) for _, name in columns]
 
 
 def _number(value: float | None) -> str | None:
