@@ -158,12 +158,12 @@ async def test_a_key_is_shown_with_its_limits_its_groups_and_its_users(store: St
     )
     rows = [
         a_row(
-            f"r{number}", ended_at=clocks.wall() - 100.0, key="alice", group_name="team",
+            number, ended_at=clocks.wall() - 100.0, key="alice", group_name="team",
             user=f"user-{number}", prompt_tokens=number, completion_tokens=0, cost=0.25,
         )
         for number in range(MOST_USERS_SHOWN + 10)
     ]  # fmt: skip
-    store.run_now(lambda connection: add_rows(connection, *rows))
+    store.run_now(lambda connection: add_rows(connection, rows))
     book = LimitBook(settings, clock=clocks.clock, wall_clock=clocks.wall)
     key_sync = KeySync(store, KeyRing(settings.keys), None)
     sync = LimitSync(book, store, "own", now=clocks.wall, clock=clocks.clock)

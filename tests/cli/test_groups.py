@@ -59,9 +59,9 @@ def test_a_group_of_the_settings_is_changed_there(alone: Path) -> None:
 
 def test_keys_show_what_is_used_of_their_limits_without_a_gateway(alone: Path) -> None:
     run("keys", "create", "--id", "alice", "--name", "Alice", "--tokens-per-day", "1000")
-    with opened(alone / "config" / "keys.db") as store:
-        row = a_row("r1", ended_at=time.time() - 1.0, key="alice", prompt_tokens=300)
-        store.run_now(lambda connection: add_rows(connection, row))
+    with opened(f"sqlite:///{alone}/config/keys.db") as store:
+        row = a_row(1, ended_at=time.time() - 1.0, key="alice", prompt_tokens=300)
+        store.run_now(lambda connection: add_rows(connection, [row]))
     listed = run("keys", "list")
     assert "tokens_per_day 3" in listed.out.replace("\n", " ")
     shown = run("keys", "show", "Alice").out
