@@ -507,6 +507,7 @@ def _explained_row(row: EndedRow) -> ExplainedRequest:
         class_=row.class_,
         model=row.model,
         caller=row.key,
+        caller_name=row.key_name,
         received_at=row.started_at,
         seconds=row.seconds,
         outcome={

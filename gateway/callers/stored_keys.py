@@ -398,7 +398,7 @@ async def _nothing() -> None:
     """Nobody but the store needs to know of a change."""
 
 
-async def _unknown(_: Sequence[str], *, with_users: bool) -> Mapping[str, dict[str, Any]]:  # noqa: ARG001
+async def _unknown(ids: Sequence[str], *, with_users: bool) -> Mapping[str, dict[str, Any]]:  # noqa: ARG001
     """Nobody counts what keys use."""
     return {}
 
@@ -550,7 +550,7 @@ class KeyDesk:
     def _settings_key(self, name: str) -> KeySpec | None:
         return next((one for one in self.settings.keys if name in {one.id, one.name}), None)
 
-    async def _checked(self, entries: Sequence[object]) -> tuple[Sequence[KeySpec], list[str]]:
+    async def _checked(self, entries: Sequence[object]) -> tuple[Sequence[KeySpec], Sequence[str]]:
         """The keys that these entries describe, and warnings. Raises KeysRefused, too."""
         defined = await self._defined_groups()
         # Thousands of them take a second.

@@ -69,7 +69,6 @@ def test_keys_show_what_is_used_of_their_limits_without_a_gateway(alone: Path) -
     assert " of 1000, " in shown
 
 
-@pytest.mark.usefixtures("hurried")
 async def test_a_running_gateway_has_a_changed_group_in_force(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

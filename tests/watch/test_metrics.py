@@ -67,7 +67,7 @@ class Scraped:
             for sample in family.samples
         }
 
-    def value(self, name: str, **wanted: str) -> float | None:
+    def value(self, name: str, /, **wanted: str) -> float | None:
         return self.values.get((P + name, tuple(sorted(wanted.items()))))
 
     def count(self, name: str) -> int:
