@@ -139,7 +139,7 @@ def _show(report: dict[str, Any]) -> None:
         cells = [[*(row.get(name) for name in by), *_figures(row, columns)] for row in rows]
         total |= dict.fromkeys(name for _, name in times)
         cells.append(["total", *([None] * (len(by) - 1)), *_figures(total, columns)])
-        titles = (name.upper().replace("_", " ") for name in by)
+        titles = ("NAME" if name == "key_name" else name.upper() for name in by)
         print_table([*titles, *(title for title, _ in columns)], cells)
     if report["rows_found"] > len(rows):
         print_note(f"{report['rows_found'] - len(rows)} more rows: --limit")

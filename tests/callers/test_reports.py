@@ -107,6 +107,7 @@ def test_requests_tokens_and_money_are_summed_by_key(connection: Connection) -> 
     first, second = rows_of(report)
     assert first == {
         "key": "a",
+        "key_name": None,
         "requests": 3,
         "failures": 1,
         "clients_left": 1,
@@ -423,9 +424,14 @@ def test_a_question_that_makes_no_sense_is_refused(
 
 
 async def test_a_report_is_made_beside_the_event_loop(monkeypatch: pytest.MonkeyPatch) -> None:
-    threads = []
+    threads, made = [], ReportReader.report
+
+    def report(reader: ReportReader) -> LedgerReport:
+        threads.append(threading.get_ident())
+        return made(reader)
+
     monkeypatch.setattr(ReportReader, "step", lambda *_: True)
-    monkeypatch.setattr(ReportReader, "report", lambda _: threads.append(threading.get_ident()))
+    monkeypatch.setattr(ReportReader, "report", report)
 
     class Jobs:
         async def run(self, job: Callable[[None], bool], *, write: bool) -> bool:
