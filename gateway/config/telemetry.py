@@ -119,7 +119,7 @@ class TelemetrySettings(ConfigModel):
     (`gen_ai_server_request_duration_seconds` and so on)."""
     key_names: bool = True
     """`llama_gateway_key_info` in `/metrics`: the name of each API key beside its id, of 1,000 keys
-    at most."""
+    at most, for whoever may know callers: a scraper without a key, or with one of role operator."""
     node_metrics: bool = True
     """Serve `/metrics/nodes`: the metrics of all llama.cpp servers, each with its node's name."""
     traces: TracesSettings = TracesSettings()

@@ -633,8 +633,8 @@ class Metrics:
         """The text for Prometheus, of type `CONTENT_TYPE`."""
         return b"".join(self.steps())
 
-    def steps(self) -> Iterator[bytes]:
-        """The text in pieces; other work may go on between two of them.
+    def steps(self, *, key_names: bool = True) -> Iterator[bytes]:
+        """The text in pieces, perhaps without the names of keys; other work may go on between two.
 
         The state is that of the first steps, and counts are those at the time of their piece.
         """
@@ -663,6 +663,9 @@ class Metrics:
         page.counts("model_instances", models.states, "model", "node", "state")
         page.counts("model_load_failures", models.failures, "node", "model")
         _add_state(page, snapshot)
+        if key_names:
+            names = dict.fromkeys(itertools.islice(snapshot.key_names, MOST_KEYS), 1)
+            page.counts("key_info", names, "key", "name")
         if snapshot.ledger is not None:
             page.number("ledger_rows_waiting", snapshot.ledger.pending)
             page.number("ledger_rows_written_total", snapshot.ledger.written)
@@ -785,9 +788,6 @@ def _add_state(page: _Page, snapshot: MetricsSnapshot) -> None:
         page.number("spill_money_left", snapshot.spill_money_left)
     page.number("in_flight", snapshot.in_flight)
     page.counts("model_paused", dict.fromkeys(snapshot.paused_models, 1), "model")
-    page.counts(
-        "key_info", dict.fromkeys(itertools.islice(snapshot.key_names, MOST_KEYS), 1), "key", "name"
-    )
     page.counts("quota_used_ratio", snapshot.quotas, "of", "id", "limit", "period", "state")
     page.number("inventory_error", int(snapshot.inventory_error))
     if snapshot.retry_budget is not None:
