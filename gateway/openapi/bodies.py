@@ -15,6 +15,7 @@ import yaml
 
 from gateway.admin.nodes import NodeObject, PlacementObject, ServedModelObject
 from gateway.admin.status import StatusObject
+from gateway.admin.timeline import TimelineObject
 from gateway.admin.why import (
     ComparedNode,
     ExplainedRequest,
@@ -217,6 +218,7 @@ FIELDS: dict[str, Fields] = {
     "ServedModel": described_fields(ServedModelObject),
     "Placement": described_fields(PlacementObject),
     "Request": described_fields(RequestObject),
+    "Timeline": described_fields(TimelineObject),
     "EndedRequest": described_fields(EndedRow),
     "Why": described_fields(WhyObject),
     "ExplainedRequest": described_fields(ExplainedRequest),

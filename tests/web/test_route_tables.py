@@ -214,8 +214,8 @@ CONTRACT = {
     None: {"GET /", "GET /dashboard/{file:path}", "GET /health", "GET /ready"},
     AdminRole.VIEWER: {
         "GET /metrics", "GET /metrics/nodes", "GET /openapi.json", "GET /admin/status",
-        "GET /admin/live", "GET /admin/nodes", "GET /admin/nodes/{name:path}", "GET /admin/models",
-        "GET /admin/placements",
+        "GET /admin/live", "GET /admin/timeline", "GET /admin/nodes",
+        "GET /admin/nodes/{name:path}", "GET /admin/models", "GET /admin/placements",
     },
     AdminRole.OPERATOR: {
         "POST /admin/nodes/{name:path}/drain", "POST /admin/nodes/{name:path}/resume",
@@ -396,6 +396,7 @@ async def test_without_admin_keys_a_loopback_listener_needs_none() -> None:
                 missing = {
                     "/admin/keys/{name}": 404,
                     "/admin/requests/{id:path}/why": 404,
+                    "/admin/requests/ended": 501,
                     "/admin/usage": 501,
                     "/admin/usage/arrivals": 501,
                 }
