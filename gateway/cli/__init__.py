@@ -8,7 +8,21 @@ from typing import Annotated, NoReturn
 import typer
 
 from gateway import __version__
-from gateway.cli import batch, cluster, keys, machine, nodes, reports, serve, store, up, why
+from gateway.cli import (
+    batch,
+    cluster,
+    groups,
+    keys,
+    machine,
+    nodes,
+    reports,
+    requests,
+    serve,
+    settings,
+    store,
+    up,
+    why,
+)
 from gateway.cli.terminal import (
     CommandFailed,
     HelpCommand,
@@ -43,6 +57,7 @@ for command, examples in (
     (nodes.models, nodes.MODELS_EXAMPLES),
     (why.why, why.EXAMPLES),
     (top.top, top.EXAMPLES),
+    (requests.requests, requests.EXAMPLES),
     (reports.usage, reports.USAGE_EXAMPLES),
     (reports.audit, reports.AUDIT_EXAMPLES),
     (simulate.simulate, simulate.EXAMPLES),
@@ -55,8 +70,10 @@ for command, examples in (
     app.command(cls=HelpCommand, epilog=examples)(command)
 
 app.add_typer(keys.app, name="keys")
+app.add_typer(groups.app, name="groups")
 app.add_typer(batch.webhooks, name="webhooks")
 app.add_typer(batch.app, name="batch")
+app.add_typer(settings.app, name="settings")
 app.add_typer(store.app, name="store")
 app.add_typer(cluster.app, name="cluster")
 app.add_typer(machine.cache, name="cache")

@@ -15,6 +15,7 @@ import yaml
 
 from gateway.admin.nodes import NodeObject, PlacementObject, ServedModelObject
 from gateway.admin.status import StatusObject
+from gateway.admin.timeline import TimelineObject
 from gateway.admin.why import (
     ComparedNode,
     ExplainedRequest,
@@ -24,6 +25,7 @@ from gateway.admin.why import (
     ToldRefusal,
     WhyObject,
 )
+from gateway.callers.ended import EndedRow
 from gateway.config.settings import Settings
 from gateway.request.body import ParsedBody
 from gateway.watch.audit import AuditEntry
@@ -216,6 +218,8 @@ FIELDS: dict[str, Fields] = {
     "ServedModel": described_fields(ServedModelObject),
     "Placement": described_fields(PlacementObject),
     "Request": described_fields(RequestObject),
+    "Timeline": described_fields(TimelineObject),
+    "EndedRequest": described_fields(EndedRow),
     "Why": described_fields(WhyObject),
     "ExplainedRequest": described_fields(ExplainedRequest),
     "Decision": described_fields(ToldQueueing, ToldRefusal, ToldGrant),
@@ -233,8 +237,9 @@ def fields_schema(fields: Fields, optional: Collection[str] = ()) -> JsonSchema:
     properties = {}
     for name, (kind, meaning) in fields.items():
         base = kind.removesuffix("?")
+        types = {"type": [base, "null"] if kind.endswith("?") else base}
         properties[name] = {
-            "type": [base, "null"] if kind.endswith("?") else base,
+            **({} if base == "any" else types),
             "description": _sentence(meaning),
         }
     required = [name for name in properties if name not in optional]
@@ -243,7 +248,8 @@ def fields_schema(fields: Fields, optional: Collection[str] = ()) -> JsonSchema:
 
 # Fields that described bodies may lack. It depends on a decision's kind which others it has.
 _OPTIONAL: dict[str, Collection[str]] = {
-    "ApiKey": {"key", "warnings"},
+    "ApiKey": {"key", "last_used_at", "standing", "users", "warnings"},
+    "KeyGroup": {"warnings"},
     "Decision": FIELDS["Decision"].keys() - {"kind", "at", "seconds", "summary"},
 }
 

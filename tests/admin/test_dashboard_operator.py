@@ -10,7 +10,7 @@ import pytest
 from playwright.async_api import expect
 
 from gateway.callers.keys import AdminRole
-from tests.admin.browser import a_browser, a_page, needs_browser
+from tests.admin.browser import a_browser, a_page, needs_browser, turn_to
 from tests.admin.test_dashboard import ADMIN, KEYS, a_dashboard, a_fleet, node_card, opened, streams
 from tests.emulator import EmulatedNode
 from tests.gateways import running_gateway, until
@@ -27,7 +27,7 @@ async def test_a_page_without_its_gateway_does_not_look_calm_and_comes_back(tmp_
         async with a_page(browser, running.admin_url) as watched:
             page = watched.page
             await expect(page.locator("#problems")).to_contain_text("Nothing needs attention")
-            await expect(page.locator(".uplot")).to_have_count(7)
+            await expect(page.locator(".uplot")).to_have_count(5)
             await one.aclose()
             await expect(page.locator("#lost")).to_contain_text("No connection")
             await expect(page.locator("#lost")).to_contain_text("The gateway does not answer.")
@@ -50,25 +50,28 @@ async def test_a_page_without_its_gateway_does_not_look_calm_and_comes_back(tmp_
 async def test_a_revoked_key_is_asked_for_anew_and_the_page_is_whole_with_another(
     tmp_path: Path,
 ) -> None:
-    async with a_dashboard(tmp_path, AdminRole.OPERATOR) as (running, _, page):
-        await expect(page.locator(".uplot")).to_have_count(7)
+    async with a_dashboard(tmp_path, AdminRole.OPERATOR, at="nodes") as (running, _, page):
         await page.locator("#nodes input").fill("epyc-a")
         await page.locator("#nodes select").select_option("tiles")
-        await page.locator(".tiles .node").first.get_by_role("button").click()
-        await expect(page.get_by_role("dialog")).to_be_visible()
+        await page.locator(".tiles .node").first.get_by_role("link").click()
+        await expect(page.locator("#node")).to_be_visible()
         running.write_settings({"admin": WITHOUT_OPERATOR})
         field = page.get_by_label("Admin key")
         await expect(field).to_be_focused()
         await expect(page.get_by_role("alert")).to_contain_text("not valid")
-        # What the key had shown is gone, the open dialog too.
-        await expect(page.locator("dialog[open]")).to_have_count(0)
+        # What the key had shown is gone.
+        await expect(page.locator("#node")).to_have_count(0)
         assert "epyc" not in await page.locator("body").inner_text()
         await field.fill(KEYS[AdminRole.VIEWER].text)
         await page.keyboard.press("Enter")
+        await expect(page.locator("#node")).to_be_visible()
+        await page.go_back()
         await expect(page.locator(".tiles .node")).to_have_count(2)
         await expect(page.locator("#nodes input")).to_have_value("epyc-a")
         await expect(page.locator("#nodes select")).to_have_value("tiles")
-        await expect(page.locator(".uplot")).to_have_count(7)
+        await page.keyboard.press("Escape")
+        await turn_to(page, "Overview")
+        await expect(page.locator(".uplot")).to_have_count(6)
 
 
 async def test_a_key_with_characters_that_no_header_takes_is_a_wrong_one(tmp_path: Path) -> None:
@@ -113,7 +116,7 @@ async def test_the_form_for_the_key_is_laid_out_within_its_panel(tmp_path: Path)
 
 
 async def test_a_chosen_state_can_be_left_though_no_node_is_in_it_any_more(tmp_path: Path) -> None:
-    async with a_dashboard(tmp_path) as (running, _, page):
+    async with a_dashboard(tmp_path, at="nodes") as (running, _, page):
         running.gateway.fleet.drain("epyc-a-numa0")
         chip = page.locator(".chip", has_text="draining")
         await chip.click()
@@ -129,34 +132,38 @@ async def test_a_chosen_state_can_be_left_though_no_node_is_in_it_any_more(tmp_p
 async def test_the_keyboard_alone_drains_and_resumes_and_a_held_key_does_nothing(
     tmp_path: Path,
 ) -> None:
-    async with a_dashboard(tmp_path) as (running, _, page):
+    async with a_dashboard(tmp_path, at="nodes") as (running, _, page):
         name = "epyc-a-numa1"
         nodes = running.gateway.fleet.nodes
-        await node_card(page, name).get_by_role("button", name=name, exact=True).focus()
+        await node_card(page, name).get_by_role("link", name=name, exact=True).focus()
         for _ in range(5):  # Down again without being up: the key repeats.
             await page.keyboard.down("Enter")
         await page.keyboard.up("Enter")
-        dialog = page.get_by_role("dialog")
+        shown = page.locator("#node")
         # Its first button, which drains, has not got the focus.
-        await expect(dialog.get_by_role("heading")).to_be_focused()
+        await expect(shown).to_be_visible()
+        await expect(page.locator("#page")).to_be_focused()
         assert not nodes[name].draining
-        await page.keyboard.press("Tab")
+        for _ in range(2):  # past the way to all nodes
+            await page.keyboard.press("Tab")
         for _ in range(5):
             await page.keyboard.down("Enter")
         await page.keyboard.up("Enter")
-        await expect(dialog.get_by_role("button", name="Resume")).to_be_focused()
-        assert nodes[name].draining
-        # A screen reader tells only what is within the open dialog.
-        await expect(dialog.get_by_role("status")).to_contain_text("gets no new work")
+        question = page.locator("#confirm")
+        await expect(question.get_by_role("heading")).to_be_focused()
+        for _ in range(2):
+            await page.keyboard.press("Tab")
         await page.keyboard.press("Enter")
-        await expect(dialog.get_by_role("button", name="Drain")).to_be_focused()
+        await expect(question).to_be_hidden()
+        await expect(shown.get_by_role("button", name="Resume")).to_be_focused()
+        assert nodes[name].draining
+        await expect(page.locator("#toasts")).to_contain_text("gets no new work")
+        await page.keyboard.press("Enter")
+        await expect(shown.get_by_role("button", name="Drain")).to_be_focused()
         await until(lambda: not nodes[name].draining)
-        await expect(dialog.get_by_role("status")).to_contain_text("back at work")
-        await page.keyboard.press("Escape")
         await expect(page.locator("body > #toasts")).to_contain_text("back at work")
-        await expect(
-            node_card(page, name).get_by_role("button", name=name, exact=True)
-        ).to_be_focused()
+        await page.go_back()
+        await expect(node_card(page, name)).to_be_visible()
 
 
 async def test_long_words_and_large_letters_do_not_burst_a_phone(tmp_path: Path) -> None:
@@ -169,8 +176,11 @@ async def test_long_words_and_large_letters_do_not_burst_a_phone(tmp_path: Path)
             opened(running, **phone) as page,
             streams(running, 2),
         ):
-            await expect(page.locator("#requests tbody tr")).to_have_count(2)
             width = "document.documentElement.scrollWidth"
+            await turn_to(page, "Requests")
+            await expect(page.locator("#requests tbody tr")).to_have_count(2)
+            assert await page.evaluate(width) <= 390
+            await turn_to(page, "Nodes")
             for size in ("cards", "tiles", "dots"):
                 await page.locator("#nodes select").select_option(size)
                 await expect(page.locator("#nodes .node")).to_have_count(2)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import csv
 import io
+import math
 import random
 import threading
 from collections.abc import Callable, Iterator
@@ -14,11 +15,14 @@ import httpx
 import pytest
 from sqlalchemy import Connection, create_engine, insert, update
 
+from gateway.callers import reports
+from gateway.callers.keys import hash_key
 from gateway.callers.limits import LimitBook
 from gateway.callers.reports import (
     MOST_KEPT,
     MOST_RESTARTS,
     NO_STORE,
+    PERCENTILES,
     ROLLED_UP,
     ArrivalsReader,
     CallerUsage,
@@ -57,6 +61,29 @@ def read(connection: Connection, query: ReportQuery, rows_per_step: int = 3) -> 
     return reader.report()
 
 
+async def test_rows_by_key_have_the_names_of_keys_also_of_revoked_ones(tmp_path: Path) -> None:
+    async with metered_gateway(tmp_path) as running:
+        made = (await running.admin.post("/admin/keys", json={"name": "=Bob"})).json()
+        await chat(running, ALICE)
+        await chat(running, hash_key(made["key"]))
+        await recorded(running, 2)
+        await running.admin.delete("/admin/keys/=Bob")
+
+        async def names() -> dict[str, str | None]:
+            report = (await running.admin.get("/admin/usage?by=key,model")).json()
+            return {row["key"]: row["key_name"] for row in report["rows"]}
+
+        assert await names() == {"alice": "Alice", made["id"]: "=Bob"}
+        table = (await running.admin.get("/admin/usage?by=key&format=csv")).text.splitlines()
+        assert table[0].startswith("key,key_name,requests,")
+        assert {tuple(line.split(",")[:2]) for line in table[1:]} == {
+            ("alice", "Alice"), (made["id"], "'=Bob"),
+        }  # fmt: skip
+        assert (
+            "key_name" not in (await running.admin.get("/admin/usage?by=model")).json()["rows"][0]
+        )
+
+
 def asked(**parameters: str) -> ReportQuery:
     return parse_query(NOON, **parameters)
 
@@ -80,6 +107,7 @@ def test_requests_tokens_and_money_are_summed_by_key(connection: Connection) -> 
     first, second = rows_of(report)
     assert first == {
         "key": "a",
+        "key_name": None,
         "requests": 3,
         "failures": 1,
         "clients_left": 1,
@@ -189,6 +217,56 @@ def test_too_many_groups_are_refused_with_a_remedy(
     add_rows(connection, [a_row(n, key=f"k{n}") for n in range(4)])
     with pytest.raises(InvalidQuery, match="shorten the time"):
         read(connection, asked(by="key"))
+
+
+def test_percentiles_are_within_five_percent_of_what_requests_took(connection: Connection) -> None:
+    rng = random.Random(7)
+    waits = [0.0] * 500 + [rng.lognormvariate(1.0, 1.5) for _ in range(500)]
+    firsts = [rng.lognormvariate(0.0, 1.0) for _ in waits]
+    lasted = [rng.lognormvariate(2.0, 1.0) for _ in waits]
+    add_rows(
+        connection,
+        [
+            a_row(n, started_at=NOON - lasted[n], ttft_seconds=firsts[n], wait_seconds=waits[n])
+            for n in range(1000)
+        ],
+    )
+    # Refusals take no time, and old rows do not tell it.
+    add_rows(connection, [a_row(n, started_at=NOON, status=503, outcome="queue_full", model="busy")
+                          for n in range(1000, 1100)])  # fmt: skip
+    old = {"model": "old", "wait_seconds": None, "outcome": "lost", "status": 0}
+    add_rows(connection, [a_row(n, **old) for n in range(1100, 1110)])
+    rows = {row["model"]: row for row in rows_of(read(connection, asked(percentiles="true"), 77))}
+    told = rows["mistral"]
+
+    def exact(times: list[float], share: float) -> Any:
+        return pytest.approx(sorted(times)[math.ceil(share * 1000) - 1], rel=0.051)
+
+    assert told["ttft_p50"] == exact(firsts, 0.5)
+    assert told["ttft_p95"] == exact(firsts, 0.95)
+    assert told["seconds_p50"] == exact(lasted, 0.5)
+    assert told["seconds_p95"] == exact(lasted, 0.95)
+    assert told["wait_p95"] == exact(waits, 0.95)
+    assert [rows["busy"][name] for name in PERCENTILES] == [None, None, None, None, 0.0]
+    assert [rows["old"][name] for name in PERCENTILES] == [None] * 5
+    assert "wait_p95" not in rows_of(read(connection, asked()))[0]
+    table = read(connection, asked(percentiles="true")).to_csv().splitlines()
+    assert table[0].endswith(",ttft_p50,ttft_p95,seconds_p50,seconds_p95,wait_p95")
+    assert table[1].count(",") == table[0].count(",")
+
+
+def test_percentiles_of_too_many_groups_are_refused_and_sums_of_days_have_none(
+    connection: Connection, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    add_rows(connection, [a_row(n, user=f"u{n}", ended_at=NOON - 3 * DAY) for n in range(4)])
+    monkeypatch.setattr(reports, "MOST_TIMED_GROUPS", 3)
+    with pytest.raises(InvalidQuery) as caught:
+        read(connection, asked(by="user", percentiles="true"))
+    assert caught.value.parameter == "percentiles"
+    assert RollUp(NOON - 2 * DAY)(connection) == 4
+    report = read(connection, asked(by="user", percentiles="true"))
+    assert [row["seconds_p50"] for row in rows_of(report)] == [None] * 4
+    assert any("percentiles leave out" in note for note in report.notes)
 
 
 def test_a_caller_is_shown_its_own_rows_alone(connection: Connection) -> None:
@@ -346,9 +424,14 @@ def test_a_question_that_makes_no_sense_is_refused(
 
 
 async def test_a_report_is_made_beside_the_event_loop(monkeypatch: pytest.MonkeyPatch) -> None:
-    threads = []
+    threads, made = [], ReportReader.report
+
+    def report(reader: ReportReader) -> LedgerReport:
+        threads.append(threading.get_ident())
+        return made(reader)
+
     monkeypatch.setattr(ReportReader, "step", lambda *_: True)
-    monkeypatch.setattr(ReportReader, "report", lambda _: threads.append(threading.get_ident()))
+    monkeypatch.setattr(ReportReader, "report", report)
 
     class Jobs:
         async def run(self, job: Callable[[None], bool], *, write: bool) -> bool:

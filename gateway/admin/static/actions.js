@@ -36,7 +36,7 @@ function draw() {
   );
   const place = document.getElementById("toasts");
   // What lies behind an open dialog is dimmed, and no screen reader tells of it.
-  const home = document.querySelector("dialog[open]") ?? document.body;
+  const home = document.querySelector("dialog[open]:not(#confirm)") ?? document.body;
   if (place.parentElement !== home) {
     home.append(place);
     home.addEventListener("close", draw, { once: true });
@@ -44,12 +44,26 @@ function draw() {
   render(list, place);
 }
 
-async function act(button, method, path, done) {
+/** Ask before something is done that others feel: whether the answer is yes. `verb` is the word on the button. */
+export function confirmed(question, verb) {
+  const dialog = document.getElementById("confirm");
+  const button = (word, answer) => html`<button class=${answer ? "primary" : ""}
+    @click=${() => dialog.close(answer)}>${word}</button>`;
+  render(html`<h2 id="confirm-question" tabindex="-1" autofocus>${plain(question)}</h2>
+    <p class="actions">${button("Leave it", "")}${button(verb, "yes")}</p>`, dialog.querySelector(".view"));
+  dialog.returnValue = "";
+  dialog.showModal();
+  return new Promise((done) => {
+    dialog.addEventListener("close", () => done(dialog.returnValue === "yes"), { once: true });
+  });
+}
+
+async function act(button, method, path, done, body) {
   // A disabled button loses it.
   const hadFocus = document.activeElement === button;
   button.disabled = true;
   try {
-    const response = await ask(method, path);
+    const response = await ask(method, path, { body });
     toast(done(await response.json()));
   } catch (error) {
     toast(error.message, true);
@@ -63,8 +77,10 @@ function nodePath(name, action) {
   return `admin/nodes/${encodeURIComponent(name)}/${action}`;
 }
 
-export function drain(event, name) {
-  act(event.currentTarget, "POST", nodePath(name, "drain"),
+export async function drain(event, name) {
+  const button = event.currentTarget;
+  if (!await confirmed(`Drain ${name}? It gets no new work; what it does now goes on to its end.`, "Drain")) return;
+  act(button, "POST", nodePath(name, "drain"),
     (node) => `${name} gets no new work; ${node.in_flight} of its requests end by themselves.`);
 }
 
@@ -79,9 +95,31 @@ export function probe(event, name) {
   });
 }
 
-export function cancel(event, id, name) {
+export async function cancel(event, id, name) {
+  const button = event.currentTarget;
+  if (!await confirmed(`Cancel request ${name}? Its client gets an error.`, "Cancel it")) return;
   const path = `admin/requests/${encodeURIComponent(id)}`;
-  act(event.currentTarget, "DELETE", path, () => `Request ${name} is cancelled.`);
+  act(button, "DELETE", path, () => `Request ${name} is cancelled.`);
+}
+
+/** Take no new requests for a model, or take them again; `then` is called once that is so. */
+export async function pauseModel(event, { name, paused }, then) {
+  const button = event.currentTarget;
+  if (!paused && !await confirmed(`Pause ${name}? New requests for it get 503; those that run end by themselves.`, "Pause it")) return;
+  act(button, "POST", `admin/models/${encodeURIComponent(name)}/${paused ? "resume" : "pause"}`, () => {
+    then();
+    return paused ? `${name} takes requests again.` : `${name} takes no new requests.`;
+  });
+}
+
+/** Order a router to load or unload a model, or to keep it loaded or not: load, unload, pin or unpin. */
+export async function order(event, verb, { model, node }, then) {
+  const button = event.currentTarget;
+  if (verb === "unload" && !await confirmed(`Unload ${model} from ${node}?`, "Unload it")) return;
+  act(button, "POST", "admin/placements", () => {
+    then();
+    return `${verb} ${model} on ${node}: ordered.`;
+  }, { order: verb, model, node });
 }
 
 export async function copy(text) {

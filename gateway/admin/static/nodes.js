@@ -1,11 +1,12 @@
 // The fleet as a live picture: each node with its slots as cells that fill.
 
-import { html, nothing, render } from "./vendor/lit-html/lit-html.js";
+import { html, nothing } from "./vendor/lit-html/lit-html.js";
 import { guard } from "./vendor/lit-html/directives/guard.js";
 import { repeat } from "./vendor/lit-html/directives/repeat.js";
 import { drain, probe, resume } from "./actions.js";
 import { cellsOf, OUT, sampleOf } from "./cells.js";
-import { count, money, percent, plain, plural, rate, seconds, size } from "./format.js";
+import { count, percent, plain, plural, rate } from "./format.js";
+import { href, setQuery } from "./route.js";
 import { isOperator, nodesAlone, state } from "./state.js";
 import { drawWall } from "./wall.js";
 
@@ -22,7 +23,10 @@ export const MARKS = {
 const PHASES = { r: "reading", w: "writing", h: "held", o: "used by others", f: "free" };
 const WORST = ["down", "ejected", "degraded", "loading", "starting", "draining", "mute", "ready", "sleeping", "standby"];
 
-const view = { size: "auto", words: "", filter: "", only: "", printed: false };
+const ARROWS = "Nodes: the arrow keys go from one to the next";
+
+/** What the address asks for, and whether the page is being printed. */
+const look = { size: "auto", words: "", only: "", printed: false };
 
 function cellView([letter, fill]) {
   return html`<i class="cell ${letter} p${fill}"></i>`;
@@ -32,14 +36,14 @@ function printedCellsView(node) {
   return html`<span class="cells" aria-hidden="true">${sampleOf(cellsOf(node.cells), MOST_PRINTED).map(cellView)}</span>`;
 }
 
-function cellsView(node) {
+export function cellsView(node) {
   const cells = cellsOf(node.cells).map(cellView);
   const hidden = node.slots_total > 64 ? html`<span class="muted">+${node.slots_total - 64}</span>` : nothing;
   return html`<span class="cells" aria-hidden="true">${cells}${hidden}</span>`;
 }
 
 /** The slots in words, for those who do not see the cells. */
-function slotsInWords(node) {
+export function slotsInWords(node) {
   const counts = new Map();
   for (const [letter] of cellsOf(node.cells)) counts.set(letter, (counts.get(letter) ?? 0) + 1);
   const free = OUT.has(node.state) ? "out of service" : PHASES.f;
@@ -55,58 +59,63 @@ function speedInWords(node) {
 }
 
 function sizeOf(number) {
-  if (view.size !== "auto") return view.size;
+  if (look.size !== "auto") return look.size;
   return number <= MOST_CARDS ? "cards" : number <= MOST_TILES ? "tiles" : "dots";
 }
 
 function matches(node) {
-  if (view.only && node.state !== view.only) return false;
-  if (!view.filter) return true;
+  if (look.only && node.state !== look.only) return false;
+  if (!look.words) return true;
   const labels = Object.entries(node.labels).map((pair) => pair.join("="));
   const text = [node.name, node.host, node.state, node.tier, ...node.models, ...labels].join(" ");
-  return text.toLowerCase().includes(view.filter);
+  return text.toLowerCase().includes(look.words.trim().toLowerCase());
 }
 
 /** The nodes that the view has, in its order. */
 let shown = [];
 
-export function nodesView(redraw, openNode) {
+/** What the view is made of. */
+export function depends(route) {
+  const { versions, summary, role } = state;
+  return [route, versions.nodes, versions.page, summary, role];
+}
+
+export function view({ query }, redraw) {
+  look.words = query.get("find") ?? "";
+  look.only = WORST.find((word) => word === query.get("state")) ?? "";
+  look.size = ["cards", "tiles", "dots"].find((size) => size === query.get("size")) ?? "auto";
   const all = nodesAlone();
-  shown = view.filter || view.only ? all.filter(matches) : all;
+  shown = look.words.trim() || look.only ? all.filter(matches) : all;
   const form = sizeOf(shown.length);
+  const ask = (name, value) => { setQuery(name, value); redraw(); };
   return html`<section id="nodes" class="panel" tabindex="-1" aria-labelledby="nodes-title">
     <div class="bar">
       <h2 id="nodes-title">Nodes <small>${count(all.length)}</small></h2>
-      ${statesView(redraw)}
+      ${statesView(ask)}
       <label class="filter"><span class="unseen">Find nodes</span><input type="search"
-        placeholder="name, host, model, label" autocomplete="off" .value=${view.words}
-        @input=${(event) => { setFilter(event.target.value); redraw(); }}></label>
-      <label><span class="unseen">Size</span><select .value=${view.size}
-        @change=${(event) => { view.size = event.target.value; redraw(); }}>
+        placeholder="name, host, model, label" autocomplete="off" maxlength="200" .value=${look.words}
+        @input=${(event) => ask("find", event.target.value)}></label>
+      <label><span class="unseen">Size</span><select .value=${look.size}
+        @change=${(event) => ask("size", event.target.value === "auto" ? "" : event.target.value)}>
         <option value="auto">size: auto</option><option value="cards">cards</option>
         <option value="tiles">tiles</option><option value="dots">wall</option></select></label>
     </div>
     ${legend()}
     ${shown.length === 0 ? html`<p class="muted">${state.nodes.size === 0
       ? "There is no node in the inventory." : "No node is like that."}</p>`
-      : form === "cards" ? cardsView(shown, openNode) : form === "tiles" ? tilesView(shown, form, openNode)
-      : html`<div class="wall">${tilesView(shown, form, openNode)}<canvas aria-hidden="true"></canvas></div>`}
+      : form === "cards" ? cardsView(shown) : form === "tiles" ? tilesView(shown, form)
+      : wallView(shown)}
   </section>`;
 }
 
-function setFilter(words) {
-  view.words = words;
-  view.filter = words.trim().toLowerCase();
-}
-
-function statesView(redraw) {
+function statesView(ask) {
   // The pressed one stays when the last node has left its state, or nothing could end the choice.
-  const chosen = view.only === "" ? {} : { [view.only]: 0 };
+  const chosen = look.only === "" ? {} : { [look.only]: 0 };
   const counts = Object.entries({ ...chosen, ...state.summary.states })
     .sort((a, b) => WORST.indexOf(a[0]) - WORST.indexOf(b[0]));
   return html`<div class="states" role="group" aria-label="Only nodes in one state">${counts.map(
-    ([word, number]) => html`<button class="chip s-${word}" aria-pressed=${view.only === word}
-      @click=${() => { view.only = view.only === word ? "" : word; redraw(); }}><span class="mark"
+    ([word, number]) => html`<button class="chip s-${word}" aria-pressed=${look.only === word}
+      @click=${() => ask("state", look.only === word ? "" : word)}><span class="mark"
       aria-hidden="true">${MARKS[word]}</span> ${word} <b>${count(number)}</b></button>`)}</div>`;
 }
 
@@ -117,23 +126,45 @@ function legend() {
     <span><i class="cell o p8"></i> used by others</span></p>`;
 }
 
-function cardsView(nodes, openNode) {
+/** The whole fleet at a glance, for the overview: tiles by host, and a wall of a large one. */
+export function fleetView() {
+  shown = nodesAlone();
+  const counts = Object.entries(state.summary.states).sort((a, b) => WORST.indexOf(a[0]) - WORST.indexOf(b[0]));
+  return html`<section id="nodes" class="panel" aria-labelledby="nodes-title">
+    <div class="bar"><h2 id="nodes-title">Nodes <small>${count(shown.length)}</small></h2>
+      <p class="states">${counts.map(([word, number]) => html`<a class="chip s-${word}" href=${href("nodes", "", { state: word })}><span
+        class="mark" aria-hidden="true">${MARKS[word]}</span> ${word} <b>${count(number)}</b></a>`)}</p></div>
+    ${shown.length > MOST_TILES ? wallView(shown) : html`<div class="hosts small roving" tabindex="0" role="group"
+      aria-label=${ARROWS} @focusin=${enterTiles} @focusout=${leaveTiles} @keydown=${moveInTiles}>${hostsView(shown, "tiles",
+        (node) => guard([node.version, "tiles"], () => tile(node, "tiles")))}</div>`}
+  </section>`;
+}
+
+function hostsView(nodes, form, nodeView) {
   const hosts = new Map();
   for (const node of nodes) {
     if (!hosts.has(node.host)) hosts.set(node.host, []);
     hosts.get(node.host).push(node);
   }
-  return html`<div class="hosts">${repeat(hosts, ([host]) => host, ([host, members]) => html`
+  return repeat(hosts, ([host]) => host, ([host, members]) => html`
     <section class="host" aria-label="Host ${plain(host)}">
       <h3>${plain(host)} <small>${plural(members.length, "node")}</small></h3>
-      <ul class="cards">${repeat(members, (node) => node.name,
-        (node) => guard([node.version, state.role], () => card(node, openNode)))}</ul>
-    </section>`)}</div>`;
+      <ul class=${form}>${repeat(members, (node) => node.name, nodeView)}</ul>
+    </section>`);
 }
 
-function card(node, openNode) {
+function cardsView(nodes) {
+  return html`<div class="hosts">${hostsView(nodes, "cards",
+    (node) => guard([node.version, state.role], () => card(node)))}</div>`;
+}
+
+function wallView(nodes) {
+  return html`<div class="wall">${tilesView(nodes, "dots")}<canvas aria-hidden="true"></canvas></div>`;
+}
+
+function card(node) {
   return html`<li class="node s-${node.state} ${node.tier}" data-node=${node.name}>
-    <div class="head"><button class="name" aria-haspopup="dialog" @click=${() => openNode(node.name)}>${plain(node.name)}</button>
+    <div class="head"><a class="name" href=${href("nodes", node.name)}>${plain(node.name)}</a>
       <span class="state"><span class="mark" aria-hidden="true">${MARKS[node.state]}</span> ${node.state}</span></div>
     <p class="tags">${node.tier === "gpu" ? html`<b class="tag">GPU</b>` : nothing}${node.labels.numa === undefined
       ? nothing : html`<span class="tag">NUMA ${plain(node.labels.numa)}</span>`}<span
@@ -157,7 +188,7 @@ function speedView(node) {
     ? html` <span class="slow">${percent(share)} of usual</span>` : nothing}</p>`;
 }
 
-function actionsView(node) {
+export function actionsView(node) {
   const { name } = node;
   // One button for both, so that it keeps the focus.
   const [word, act] = node.draining ? ["Resume", resume] : ["Drain", drain];
@@ -165,32 +196,33 @@ function actionsView(node) {
     class="small" @click=${(event) => probe(event, name)} aria-label="Probe ${plain(name)}">Probe</button>`;
 }
 
-function tilesView(nodes, size, openNode) {
-  return html`<ul class=${size} tabindex="0" aria-label="Nodes: the arrow keys go from one to the next"
+function tilesView(nodes, size) {
+  return html`<ul class="${size} roving" tabindex="0" aria-label=${ARROWS}
     @focusin=${enterTiles} @focusout=${leaveTiles} @keydown=${moveInTiles}>${repeat(nodes, (node) => node.name,
-      (node) => guard([node.version, size, view.printed], () => tile(node, size, openNode)))}</ul>`;
+      (node) => guard([node.version, size, look.printed], () => tile(node, size)))}</ul>`;
 }
 
 /** Paper has another width than the screen: there the wall's slots are elements, which follow it. */
 export function setPrinted(isPrinted) {
-  view.printed = isPrinted;
+  look.printed = isPrinted;
 }
 
 /** Draw what the view leaves to a canvas. */
-export function drawSlots() {
+export function drawn() {
   drawWall(shown);
   // A node that had the focus may be gone, without an event.
-  const list = document.querySelector(".dots, .tiles");
+  const list = document.querySelector(".roving");
   if (list !== null) list.tabIndex = list.contains(document.activeElement) && document.activeElement !== list ? -1 : 0;
 }
 
-function tile(node, size, openNode) {
+function tile(node, size) {
   const words = `${plain(node.name)}, ${node.state}, ${slotsInWords(node)}, ${speedInWords(node)}`;
-  return html`<li class="node s-${node.state} ${node.tier}" data-node=${node.name}><button aria-haspopup="dialog"
-    tabindex="-1" aria-label=${words} @pointerenter=${showWords} @click=${() => openNode(node.name)}><span class="mark"
+  return html`<li class="node s-${node.state} ${node.tier}" data-node=${node.name}><a
+    tabindex="-1" href=${href("nodes", node.name)} aria-label=${words} @pointerenter=${showWords}><span class="mark"
     aria-hidden="true">${MARKS[node.state]}</span>${size === "tiles"
-    ? html`<span class="name">${plain(node.name)}</span>${cellsView(node)}`
-    : view.printed ? printedCellsView(node) : nothing}</button></li>`;
+    ? html`<span class="name">${plain(node.name)}</span>${cellsView(node)}<span class="rate">${node.decode_tps === null ? nothing
+      : html`${rate(node.decode_tps)}/s`}</span>`
+    : look.printed ? printedCellsView(node) : nothing}</a></li>`;
 }
 
 // A thousand nodes are one stop of the Tab key, which enters them at the one that had the focus last.
@@ -204,8 +236,8 @@ function enterTiles(event) {
     // Else Shift+Tab would lead to the list, and so back to the node.
     list.tabIndex = -1;
   } else if (list.matches(":focus-visible")) {
-    const found = [...list.children].find((tile) => tile.dataset.node === latest) ?? list.firstElementChild;
-    found.querySelector("button").focus();
+    const tiles = [...list.querySelectorAll("[data-node]")];
+    (tiles.find((tile) => tile.dataset.node === latest) ?? tiles[0])?.querySelector("a").focus();
   }
 }
 
@@ -215,73 +247,26 @@ function leaveTiles(event) {
 
 function moveInTiles(event) {
   if (event.ctrlKey || event.metaKey || event.altKey) return;
-  const list = event.currentTarget;
-  const columns = getComputedStyle(list).gridTemplateColumns.split(" ").length;
-  const last = list.children.length - 1;
-  const place = [...list.children].indexOf(event.target.closest("li"));
-  const next = { ArrowLeft: place - 1, ArrowRight: place + 1, ArrowUp: place - columns,
-    ArrowDown: place + columns, Home: 0, End: last }[event.key];
+  const tiles = [...event.currentTarget.querySelectorAll("[data-node]")];
+  const place = tiles.indexOf(event.target.closest("[data-node]"));
+  const next = { ArrowLeft: () => tiles[place - 1], ArrowRight: () => tiles[place + 1], Home: () => tiles[0],
+    End: () => tiles.at(-1), ArrowUp: () => inNextRow(tiles.slice(0, place).reverse(), tiles[place]),
+    ArrowDown: () => inNextRow(tiles.slice(place + 1), tiles[place]) }[event.key];
   if (next === undefined) return;
   event.preventDefault();
-  if (next >= 0 && next <= last) list.children[next].querySelector("button").focus();
+  next()?.querySelector("a").focus();
+}
+
+/** The first of these tiles, in their order, that stands above or below this one, not beside it. */
+function inNextRow(tiles, own) {
+  const { left, right, top, bottom } = own.getBoundingClientRect();
+  return tiles.find((tile) => {
+    const other = tile.getBoundingClientRect();
+    return other.left < right && other.right > left && (other.top >= bottom || other.bottom <= top);
+  });
 }
 
 /** The words of a tile as its tooltip: set when it is looked at, since a thousand change each second. */
 function showWords(event) {
   event.currentTarget.title = event.currentTarget.getAttribute("aria-label");
-}
-
-// One node in a dialog.
-
-let opened = null;
-
-export function openNode(name) {
-  const dialog = document.getElementById("details");
-  opened = name;
-  drawDetails();
-  if (!dialog.open) dialog.showModal();
-}
-
-export function drawDetails() {
-  if (opened === null) return;
-  const dialog = document.getElementById("details");
-  const node = state.nodes.get(opened);
-  const close = () => dialog.close();
-  dialog.onclose = () => { opened = null; };
-  render(node === undefined ? html`<h2 id="details-name" tabindex="-1" autofocus>${plain(opened)}</h2>
-    <p>It is no longer in the inventory.</p><p class="actions"><button @click=${close}>Close</button></p>`
-    : detailsView(node, close), dialog.querySelector(".view"));
-}
-
-function detailsView(node, close) {
-  const labels = Object.entries(node.labels);
-  const facts = [
-    ["State", html`<span class="state s-${node.state}"><span class="mark" aria-hidden="true">${MARKS[node.state]}</span> ${node.state}</span>`],
-    ["Reason", node.reason ? plain(node.reason) : nothing],
-    ["Slots", html`${cellsView(node)} ${slotsInWords(node)}`],
-    ["Requests", `${count(node.in_flight)} now, ${count(node.requests)} since the start, ${count(node.failures)} failed`],
-    ["Writes", node.decode_tps === null ? "not measured yet" : `${rate(node.decode_tps)} tokens/s${of(node.decode_share)}`],
-    ["Reads", node.prefill_tps === null ? "not measured yet" : `${rate(node.prefill_tps)} tokens/s${of(node.prefill_share)}`],
-    ["Cached", `${plural(node.cached_prompts, "prompt")}, ${count(node.cached_tokens)} tokens, as the gateway believes`],
-    ["Models", node.models.length === 0 ? "unknown" : plain(node.models.join(", "))],
-    ["Context", node.context === null ? "unknown" : `${count(node.context)} tokens a slot`],
-    ["Differs", node.drift.length === 0 ? nothing : plain(node.drift.join("; "))],
-    ["Memory", node.router === undefined ? nothing : `${node.memory === null ? "size unknown" : size(node.memory)}${
-      node.pinned_by === null ? "" : `, pinned (${node.pinned_by})`}`],
-    ["Loaded", node.router !== undefined && node.state === "loading" && node.progress !== null ? percent(node.progress) : nothing],
-    ["Host", html`${plain(node.host)}${node.labels.numa === undefined ? nothing : `, NUMA node ${plain(node.labels.numa)}`}`],
-    ["Address", html`<code>${plain(node.url)}</code>`],
-    ["Tier", `${node.tier}${node.cost_per_hour ? `, ${money(node.cost_per_hour)} an hour` : ""}`],
-    ["Labels", labels.length === 0 ? nothing : plain(labels.map((pair) => pair.join("=")).join(", "))],
-    ["Build", node.build ? plain(node.build) : nothing],
-    ["Deadline", node.deadline_at === null ? nothing : `in ${seconds(Math.max(0, node.deadline_at - state.at))} what still runs is moved or ended`],
-  ];
-  return html`<h2 id="details-name" tabindex="-1" autofocus>${plain(node.name)}</h2>
-    <dl>${facts.filter(([, value]) => value !== nothing).map(([name, value]) => html`<dt>${name}</dt><dd>${value}</dd>`)}</dl>
-    <p class="actions">${isOperator() ? actionsView(node) : html`<span class="muted">Draining and probing need an operator's key.</span>`}
-      <button class="small primary" @click=${close}>Close</button></p>`;
-}
-
-function of(share) {
-  return share === null ? "" : `, ${percent(share)} of its usual`;
 }
