@@ -29,7 +29,7 @@ from gateway.admin.reports import AUDIT_ACTION_KEY, AUDIT_TARGET_KEY, AuditEndpo
 from gateway.admin.status import StatusEndpoints
 from gateway.admin.timeline import TimelineEndpoint
 from gateway.admin.why import RequestEndpoints, WhyEndpoints
-from gateway.callers.ended import EndedRequests
+from gateway.callers.ended import EndedFinder
 from gateway.callers.keys import AdminKeys, AdminRole, without_secret
 from gateway.callers.reports import Reporter
 from gateway.errors import GatewayError
@@ -215,7 +215,7 @@ def admin_app(
     gateway: GatewayControl,
     audit: AuditTrail,
     reporter: Reporter | None,
-    ended: EndedRequests | None,
+    ended: EndedFinder | None,
     document: Callable[[str | None], bytes],
     live: LiveFeed,
     handler: RequestHandler,

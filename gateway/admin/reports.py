@@ -38,7 +38,7 @@ class UsageEndpoints:
     """The endpoints of the ledger. `reporter` and `ended` are None where there is no store."""
 
     reporter: Reporter | None
-    ended: ended.EndedRequests | None
+    ended: ended.EndedFinder | None
     now: Callable[[], float]
     name_of: Callable[[str], str | None]  # the name of the key with this id
 

@@ -354,7 +354,7 @@ class RowsOfName:
 
 
 @dataclass(slots=True, eq=False)
-class EndedRequests:
+class EndedFinder:
     """Finds requests that have ended beside the event loop, a page at a time.
 
     `clock` gives monotonic seconds.
