@@ -26,6 +26,7 @@ const FILTERS = {
   __proto__: null,
   key: ["Caller", { placeholder: "key" }],
   group: ["Group", {}],
+  user: ["End user", {}],
   model: ["Model", { list: "filter-models" }],
   node: ["Node", { list: "filter-nodes" }],
   class: ["Class", { options: [["", "any"], "urgent", "premium", "normal", "batch"] }],
