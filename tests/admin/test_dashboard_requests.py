@@ -59,6 +59,21 @@ async def test_waiting_requests_tell_their_place_and_their_expected_start(tmp_pa
         await expect(cell(waiting.first, "Tokens/s")).to_have_text(NOT_KNOWN)
 
 
+async def test_the_filters_hold_for_what_runs_too_as_far_as_it_has_them(tmp_path: Path) -> None:
+    async with a_dashboard(tmp_path, at="requests", hosts="a", chats=6) as (_, _, page):
+        rows = page.locator("#requests tbody tr")
+        await expect(rows).to_have_count(6)
+        await page.get_by_label("Class").select_option("premium")
+        await expect(rows).to_have_count(2)
+        await expect(cell(rows.first, "Class")).to_have_text("premium")
+        await page.get_by_label("Slower than").fill("3600")
+        await page.keyboard.press("Enter")
+        await expect(page.locator("#requests")).to_contain_text("None that waits or runs is like")
+        # How it ends can not be said of one that runs.
+        await page.get_by_label("Outcome").select_option("failed")
+        await expect(page.locator("#requests")).to_have_count(0)
+
+
 async def test_requests_that_write_tell_their_first_token_and_their_speed(tmp_path: Path) -> None:
     async with a_dashboard(tmp_path, at="requests", hosts="a", chats=1) as (running, _, page):
         row = page.locator("#requests tr:has(.phase.writing)").first
