@@ -232,7 +232,8 @@ CONTRACT = {
     },
     AdminRole.ADMIN: {
         "GET /admin/config", "GET /admin/config/origins", "GET /admin/config/history",
-        "GET /admin/config/diff", "POST /admin/config/rollback", "GET /admin/audit", "GET /admin/keys", "POST /admin/keys",
+        "GET /admin/config/diff", "POST /admin/config/rollback", "GET /admin/audit",
+        "GET /admin/keys", "POST /admin/keys",
         "POST /admin/keys/import", "GET /admin/keys/{name}", "PATCH /admin/keys/{name}",
         "DELETE /admin/keys/{name}", "POST /admin/keys/{name}/rotate",
     },
