@@ -154,6 +154,12 @@ ADMIN_ROUTES = (
         "revoke it", "keys.revoke"),
     AdminRoute("POST", "/admin/keys/{name}/rotate", ADMIN, lambda e: e.keys.rotate,
         "a new secret; the old one works for the grace", "keys.rotate"),
+    AdminRoute("GET", "/admin/groups", ADMIN, lambda e: e.keys.list_groups,
+        "groups of keys, and what is used of their limits"),
+    AdminRoute("PUT", "/admin/groups/{name}", ADMIN, lambda e: e.keys.put_group,
+        "define one in the store", "groups.set"),
+    AdminRoute("DELETE", "/admin/groups/{name}", ADMIN, lambda e: e.keys.remove_group,
+        "remove one of the store", "groups.remove"),
     AdminRoute("GET", "/admin/audit", ADMIN, lambda e: e.audit.list, "who has changed what"),
     AdminRoute("GET", "/openapi.json", VIEWER, lambda e: e.pages.openapi,
         "both listeners, for programs"),
@@ -185,10 +191,10 @@ class PlainPages:
     document: Callable[[str | None], bytes]
     """The OpenAPI document of both listeners, or of the one that is named. Raises: GatewayError."""
 
-    async def metrics(self, _: Request) -> Response:
+    async def metrics(self, request: Request) -> Response:
         """Prometheus' exposition format; streams go on while it is written."""
-        text = bytearray()
-        for step in self.registry.steps():
+        text, may_name = bytearray(), identity_of(request).role >= OPERATOR
+        for step in self.registry.steps(key_names=may_name):
             text += step
             await asyncio.sleep(0)
         return Response(bytes(text), headers={"content-type": CONTENT_TYPE})
@@ -226,6 +232,7 @@ def admin_app(
     `relayed` makes of the application, behind the guard, what another gateway serves a part of.
     """
     health = HealthEndpoints(fleet, scheduler, lambda: gateway.closing, standing_error)
+    name_of = gateway.key_sync.key_ring.name_of
     endpoints = AdminEndpoints(
         dashboard=DashboardPages(load_files(), INDEX_PAGE),
         live=live,
@@ -240,9 +247,9 @@ def admin_app(
         node_metrics=NodeMetricsEndpoint(fleet, lambda: gateway.settings, gateway.clock),
         models=ModelEndpoints(fleet, scheduler, gateway),
         placements=PlacementEndpoints(fleet, gateway, time.time),
-        requests=RequestEndpoints(registry, scheduler),
-        why=WhyEndpoints(scheduler, registry, live.history, time.time, ended),
-        usage=UsageEndpoints(reporter, ended, time.time),
+        requests=RequestEndpoints(registry, scheduler, name_of),
+        why=WhyEndpoints(scheduler, registry, live.history, time.time, ended, name_of),
+        usage=UsageEndpoints(reporter, ended, time.time, name_of),
         configuration=ConfigEndpoints(gateway),
         audit=AuditEndpoints(audit),
         keys=KeyEndpoints(gateway, fleet.model_index, time.time),

@@ -17,8 +17,10 @@ from starlette.responses import Response
 from gateway import errors
 from gateway.admin.reports import AUDIT_TARGET_KEY
 from gateway.api.base import openai_error
+from gateway.callers.key_sync import KeySync
 from gateway.callers.ledger import Ledger
-from gateway.callers.stored_keys import KeySync
+from gateway.callers.limits import UsedQuota
+from gateway.callers.standings import Standings
 from gateway.config.errors import ConfigError, Problem, single_line
 from gateway.config.settings import MOST_ROWS, Settings, masked_settings, settings_rows
 from gateway.config.versions import (
@@ -136,6 +138,18 @@ class GatewayControl(Protocol):
     @property
     def cluster(self) -> ClusterMember | None:
         """What it is in its cluster; None: it is a gateway of its own."""
+
+    @property
+    def quotas(self) -> Sequence[UsedQuota]:
+        """The quotas that are nearly, or quite, used up."""
+
+    @property
+    def standings(self) -> Standings:
+        """How far limits are used."""
+
+    @property
+    def undefined_groups(self) -> Mapping[str, int]:
+        """How many keys are of each group that nobody has defined."""
 
     @property
     def storage(self) -> StorageCondition:

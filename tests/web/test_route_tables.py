@@ -236,6 +236,7 @@ CONTRACT = {
         "GET /admin/keys", "POST /admin/keys",
         "POST /admin/keys/import", "GET /admin/keys/{name}", "PATCH /admin/keys/{name}",
         "DELETE /admin/keys/{name}", "POST /admin/keys/{name}/rotate",
+        "GET /admin/groups", "PUT /admin/groups/{name}", "DELETE /admin/groups/{name}",
     },
 }  # fmt: skip
 """Who may use what, as promised: written here a second time, so that no route gets a lower role by

@@ -239,6 +239,9 @@ function tell(connection, trouble) {
     state.summary = null;
     state.requests = new Map();
     state.nodes = new Map();
+    // What the next key may see is asked for anew.
+    entered.module?.leave?.();
+    entered = { module: null, id: "" };
   }
   schedule();
 }
