@@ -293,7 +293,6 @@ class Gateway:
             bus=self.bus,
             audit=self.audit,
             certificates=self.certificates,
-            from_systemd=self._inherited.from_systemd,
         )
         self._routes: dict[bytes, Route] = {}
         """What clients may ask of nodes; shared with the public listener's connections."""
@@ -887,12 +886,8 @@ class FileReloader:
         bus: EventBus,
         audit: AuditTrail,
         certificates: CertificateRenewal,
-        from_systemd: bool = False,
     ) -> None:
-        """`settings` are those in force; `apply_settings` takes the key of `admin.key_file` too.
-
-        `from_systemd`: the listeners' addresses are those of systemd's sockets.
-        """
+        """`settings` are those in force; `apply_settings` takes the key of `admin.key_file` too."""
         self.inventory_error: str | None = None
         """The problems of the inventory on disk, while an older one is in force."""
         self.settings_error: str | None = None
@@ -909,7 +904,7 @@ class FileReloader:
         self._unkept: set[FileKind] = set()  # files of which it was told that no text is kept
         self.files = ConfigFiles(
             startup.histories(options),
-            options.overrides(os.environ, from_systemd=from_systemd),
+            options.overrides(os.environ),
             partial(startup.check_text, options),
         )
 

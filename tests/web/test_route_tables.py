@@ -34,6 +34,7 @@ QUESTIONS = {
     "/admin/usage": "?by=key,user",
     "/admin/live": "?once=1",
     "/admin/config/diff": "?from=gateway",
+    "/admin/cache": "?node=node-0",
 }
 """A key of a known id with another secret."""
 
@@ -402,6 +403,7 @@ async def test_without_admin_keys_a_loopback_listener_needs_none() -> None:
                 path = path.replace("unknown.js", "app.js")
                 missing = {
                     "/admin/config/diff": 404,
+                    "/admin/cache": 404,
                     "/admin/keys/{name}": 404,
                     "/admin/requests/{id:path}/why": 404,
                     "/admin/requests/ended": 501,
