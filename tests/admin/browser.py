@@ -67,9 +67,9 @@ async def a_browser() -> AsyncIterator[Browser]:
 
 @contextlib.asynccontextmanager
 async def a_page(
-    browser: Browser, admin_url: str, *, key: str | None = None, **context: Any
+    browser: Browser, admin_url: str, *, key: str | None = None, at: str = "", **context: Any
 ) -> AsyncIterator[WatchedPage]:
-    """The dashboard of this admin listener, opened; `context` is for Playwright's."""
+    """The dashboard of this admin listener, opened at an address; `context` is for Playwright's."""
     context = {"viewport": {"width": 1440, "height": 900}, "reduced_motion": "reduce", **context}
     opened = await browser.new_context(**context)
     opened.set_default_timeout(PATIENCE)
@@ -80,10 +80,16 @@ async def a_page(
 
     await opened.route("**/*", watched.guard)
     try:
-        await page.goto(admin_url)
+        await page.goto(f"{admin_url}/#/{at}")
         if key is not None:
             await page.get_by_label("Admin key").fill(key)
             await page.get_by_role("button", name="Open").click()
         yield watched
     finally:
         await opened.close()
+
+
+async def turn_to(page: Page, title: str) -> None:
+    """Go to the page of this title by the rail."""
+    await page.locator("#rail").get_by_role("link", name=title).click()
+    await expect(page.get_by_role("heading", level=1)).to_have_text(title)

@@ -18,7 +18,7 @@ import pytest
 from playwright.async_api import Page, expect
 
 from gateway.callers.keys import AdminRole, new_key
-from tests.admin.browser import a_browser, a_page, needs_browser
+from tests.admin.browser import a_browser, a_page, needs_browser, turn_to
 from tests.emulator import EmulatedNode
 from tests.gateways import NO_TLS, Running, running_gateway, until
 
@@ -61,28 +61,28 @@ async def a_fleet(
 
 @contextlib.asynccontextmanager
 async def opened(
-    running: Running, role: AdminRole | None = None, **context: Any
+    running: Running, role: AdminRole | None = None, *, at: str = "", **context: Any
 ) -> AsyncIterator[Page]:
-    """The dashboard, opened with the key of this role; nothing of it may go wrong."""
+    """The dashboard at an address, with the key of this role; nothing of it may go wrong."""
     key = None if role is None else KEYS[role].text
     async with (
         a_browser() as browser,
-        a_page(browser, running.admin_url, key=key, **context) as watched,
+        a_page(browser, running.admin_url, key=key, at=at, **context) as watched,
     ):
-        await expect(watched.page.locator("#nodes .node").first).to_be_visible()
+        await expect(watched.page.locator("#rail [aria-current]")).to_be_visible()
         yield watched.page
         assert watched.trouble == []
 
 
 @contextlib.asynccontextmanager
 async def a_dashboard(
-    folder: Path, role: AdminRole | None = None, *, chats: int = 0, **fleet: Any
+    folder: Path, role: AdminRole | None = None, *, at: str = "", chats: int = 0, **fleet: Any
 ) -> AsyncIterator[tuple[Running, dict[str, EmulatedNode], Page]]:
-    """The dashboard of `a_fleet`, opened with the key of this role, while so many chats run."""
+    """The dashboard of `a_fleet` at an address, with this role's key, while so many chats run."""
     fleet |= {} if role is None else {"settings": {"admin": ADMIN}}
     async with (
         a_fleet(folder, **fleet) as (running, nodes),
-        opened(running, role) as page,
+        opened(running, role, at=at) as page,
         streams(running, chats),
     ):
         yield running, nodes, page
@@ -134,7 +134,7 @@ async def test_an_operator_drains_and_resumes_a_node_by_a_click(tmp_path: Path) 
         await expect(card.locator(".state")).to_contain_text("ready")
         assert not running.gateway.fleet.nodes[name].draining
         # By the keyboard alone, in the dialog.
-        await card.get_by_role("button", name=name, exact=True).focus()
+        await card.get_by_role("link", name=name).focus()
         await page.keyboard.press("Enter")
         dialog = page.get_by_role("dialog")
         await expect(dialog).to_contain_text("NUMA node 1")
@@ -142,6 +142,7 @@ async def test_an_operator_drains_and_resumes_a_node_by_a_click(tmp_path: Path) 
         await expect(page.locator("#toasts")).to_contain_text(f"{name}:")
         await page.keyboard.press("Escape")
         await expect(dialog).to_be_hidden()
+        await expect(card.get_by_role("link", name=name)).to_be_focused()
 
 
 async def test_a_killed_node_is_the_first_problem_and_its_return_ends_it(tmp_path: Path) -> None:
@@ -159,7 +160,7 @@ async def test_a_killed_node_is_the_first_problem_and_its_return_ends_it(tmp_pat
 
 
 async def test_the_playground_streams_a_chat_and_tells_how_it_came_about(tmp_path: Path) -> None:
-    async with a_dashboard(tmp_path, answer_tokens=12) as (running, _, page):
+    async with a_dashboard(tmp_path, at="playground", answer_tokens=12) as (running, _, page):
         await page.get_by_label("Message").fill("Hello there")
         await page.get_by_role("button", name="Send").click()
         answer = page.locator(".turn.assistant")
@@ -174,7 +175,7 @@ async def test_the_playground_streams_a_chat_and_tells_how_it_came_about(tmp_pat
 
 
 async def test_an_operator_cancels_a_request_by_a_click(tmp_path: Path) -> None:
-    async with a_dashboard(tmp_path) as (running, _, page):
+    async with a_dashboard(tmp_path, at="requests") as (running, _, page):
         body = {"messages": [{"role": "user", "content": "words-nobody-knows"}], "stream": True}
         async with running.client.stream(
             "POST", "/v1/chat/completions", json=body, headers={"x-request-id": "mine-17"}
@@ -190,10 +191,10 @@ async def test_an_operator_cancels_a_request_by_a_click(tmp_path: Path) -> None:
 
 
 async def test_a_request_is_explained_by_a_click_and_by_the_keyboard(tmp_path: Path) -> None:
-    async with a_dashboard(tmp_path, hosts="a", chats=6) as (_, _, page):
+    async with a_dashboard(tmp_path, at="requests", hosts="a", chats=6) as (_, _, page):
         dialog = page.get_by_role("dialog")
         running_row = page.locator("#requests tr.writing").first
-        await running_row.get_by_role("button", name="Why request").click()
+        await running_row.get_by_role("link", name="Why request").click()
         await expect(dialog).to_contain_text("Attempt 1")
         await expect(dialog.get_by_role("table", name="")).to_have_count(2)
         await expect(dialog).to_contain_text("epyc-a-numa1")
@@ -202,7 +203,7 @@ async def test_a_request_is_explained_by_a_click_and_by_the_keyboard(tmp_path: P
         await page.keyboard.press("Escape")
         await expect(dialog).to_be_hidden()
         waiting = page.locator("#requests tr.waiting").first
-        await waiting.get_by_role("button", name="Why request").focus()
+        await waiting.get_by_role("link", name="Why request").focus()
         await page.keyboard.press("Enter")
         await expect(dialog).to_contain_text("It waits for 2 nodes")
         await dialog.get_by_role("button", name="Ask again").click()
@@ -216,10 +217,10 @@ async def test_an_explanation_that_can_not_be_had_says_so(tmp_path: Path) -> Non
         a_fleet(tmp_path, hosts="a") as (running, _),
         streams(running, 1),
         a_browser() as browser,
-        a_page(browser, running.admin_url) as watched,
+        a_page(browser, running.admin_url, at="requests") as watched,
     ):
         page = watched.page
-        await page.get_by_role("button", name="Why request").first.click()
+        await page.get_by_role("link", name="Why request").first.click()
         await expect(page.get_by_role("dialog")).to_contain_text("Attempt 1")
         await page.context.set_offline(offline=True)
         await page.get_by_role("button", name="Ask again").click()
@@ -250,10 +251,14 @@ async def test_a_wrong_key_is_refused_and_the_key_is_stored_nowhere(tmp_path: Pa
 async def test_a_viewer_sees_the_fleet_and_may_change_nothing(tmp_path: Path) -> None:
     async with a_dashboard(tmp_path, AdminRole.VIEWER) as (_, _, page):
         await expect(page.locator("#nodes .node")).to_have_count(4)
-        await expect(page.locator("#page")).to_contain_text("The list of requests needs")
-        await expect(page.locator("#playground")).to_contain_text("needs an operator's key")
-        for name in ("Drain", "Probe", "Cancel", "Send"):
+        for name in ("Drain", "Probe"):
             assert await page.get_by_role("button", name=name).count() == 0
+        pages = page.locator("#rail").get_by_role("link")
+        await expect(pages).to_have_text(["Overview", "Nodes", "Queue", "Models"])
+        for address in ("requests", "requests/req_17", "playground"):
+            await page.evaluate("address => { location.hash = address; }", f"#/{address}")
+            await expect(page.locator("#page")).to_contain_text("needs the key of an operator")
+            assert await page.locator("#page button, #page input, dialog[open]").count() == 0
 
 
 async def test_hostile_words_of_nodes_and_callers_stay_text(tmp_path: Path) -> None:
@@ -262,27 +267,37 @@ async def test_hostile_words_of_nodes_and_callers_stay_text(tmp_path: Path) -> N
             "name": "node-0", "url": node.url,
             "labels": {"rack": HOSTILE, "numa": HOSTILE}, "model": {HOSTILE: HOSTILE},
         }  # fmt: skip
-        async with running_gateway(tmp_path, [spec]) as running, opened(running) as page:
+        async with (
+            running_gateway(tmp_path, [spec]) as running,
+            opened(running, at="requests") as page,
+        ):
             body = {"messages": [{"role": "user", "content": HOSTILE}], "model": HOSTILE,
                     "stream": True}  # fmt: skip
             async with running.client.stream("POST", "/v1/chat/completions", json=body) as response:
                 lines = response.aiter_lines()
                 await anext(lines)
                 await expect(page.locator("#requests tbody tr")).to_have_count(1)
-                await page.get_by_role("button", name="node-0", exact=True).click()
-                await expect(page.get_by_role("dialog")).to_contain_text("rack=<img src=x")
-                await page.keyboard.press("Escape")
-                await page.get_by_role("button", name="Why request").click()
+                text = await page.locator("#page").inner_text()
+                await page.get_by_role("link", name="Why request").click()
                 why = page.get_by_role("dialog")
                 await expect(why).to_contain_text("model <img src=x onerror=alert(1)>")
                 assert "\u202e" not in await why.inner_text()
                 assert await why.locator("img, script").count() == 0
                 await page.keyboard.press("Escape")
-                text = await page.locator("#page").inner_text()
-                assert "<img src=x onerror=alert(1)>" in text
+                await turn_to(page, "Nodes")
+                await page.get_by_role("link", name="node-0", exact=True).click()
+                await expect(page.get_by_role("dialog")).to_contain_text("rack=<img src=x")
+                await page.keyboard.press("Escape")
+                text += await page.locator("#page").inner_text()
+                assert text.count("<img src=x onerror=alert(1)>") > 1
                 assert "\u202e" not in text
                 assert "\u0007" not in text
                 assert await page.locator("#page img, #page script").count() == 0
+                await page.evaluate("hash => { location.hash = hash; }", f"#/{HOSTILE}")
+                await expect(page.locator("#page")).to_have_text("There is no such page.")
+                await page.evaluate("hash => { location.hash = hash; }", f"#/nodes/{HOSTILE}")
+                await expect(page.get_by_role("dialog")).to_contain_text("not in the inventory")
+                assert await page.locator("dialog img, dialog script").count() == 0
 
 
 @pytest.mark.parametrize("scheme", ["light", "dark"])
@@ -301,14 +316,17 @@ async def test_axe_finds_no_violation(tmp_path: Path, scheme: str) -> None:
         await expect(page.locator(".uplot")).to_have_count(7)
         await page.evaluate(AXE)
         dialog = page.get_by_role("dialog")
-        for action in ("page", "node", "why"):
+        for action in ("page", "node", "Nodes", "Queue", "Models", "Requests", "why"):
             if action == "node":
-                await page.get_by_role("button", name="epyc-b-numa0", exact=True).first.click()
+                await page.get_by_role("link", name="epyc-b-numa0", exact=True).first.click()
+                await expect(dialog).to_contain_text("NUMA node 0")
             elif action == "why":
+                await page.get_by_role("link", name="Why request").first.click()
+                await expect(dialog).to_contain_text("Predicted")
+            elif action != "page":
                 await page.keyboard.press("Escape")
                 await expect(dialog).to_be_hidden()
-                await page.get_by_role("button", name="Why request").first.click()
-                await expect(dialog).to_contain_text("Predicted")
+                await turn_to(page, action)
             found = await page.evaluate("axe.run().then((r) => r.violations)")
             shown = [(one["id"], [node["html"] for node in one["nodes"]]) for one in found]
             assert shown == [], f"{action}, {scheme}"
@@ -336,6 +354,7 @@ async def test_axe_finds_no_violation_in_the_key_form_and_the_other_sizes_and_a_
             await page.locator("#nodes select").select_option(size)
             await page.wait_for_selector(f".{size} .node")
             assert await page.evaluate(VIOLATIONS) == [], size
+        await turn_to(page, "Playground")
         await page.get_by_label("Message").fill("Hello there")
         await page.get_by_role("button", name="Send").click()
         await expect(page.locator("#playground .chat")).to_contain_text("waited")

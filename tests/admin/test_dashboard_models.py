@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 from playwright.async_api import expect
 
-from tests.admin.browser import a_browser, a_page, needs_browser
+from tests.admin.browser import a_browser, a_page, needs_browser, turn_to
 from tests.admin.test_dashboard import AXE, VIOLATIONS, opened
 from tests.emulator import EmulatedNode
 from tests.emulator.routed_model import HostMemory, ModelFile
@@ -59,6 +59,7 @@ async def test_the_memory_of_a_host_fills_with_models_whatever_their_names(tmp_p
             picture = page.locator("#models")
             await expect(page.locator("#nodes .node")).to_have_count(2)
             await expect(page.locator("#top")).to_contain_text("2 of 2 nodes at work, 0 of 2 slots")
+            await turn_to(page, "Models")
             await expect(picture).to_contain_text("big 0 MiB of 16.0 GiB taken")
             await order(running, "pin", "small")
             await order(running, "load", HOSTILE)
@@ -72,15 +73,12 @@ async def test_the_memory_of_a_host_fills_with_models_whatever_their_names(tmp_p
             await expect(bars).to_have_count(2)
             assert [await bar.get_attribute("width") for bar in await bars.all()] == ["248", "123"]
             await expect(page.locator("#top")).to_contain_text("0 of 6 slots busy")
-            card = page.locator('[data-node="r1"]')
-            await expect(card.locator(".cell")).to_have_count(4)
-            await expect(card).to_contain_text("router 2 of 3 models loaded")
             # One that is being loaded tells how far it is.
             body = {"model": "large", "messages": [{"role": "user", "content": "Hi"}]}
             asked = asyncio.create_task(running.client.post("/v1/chat/completions", json=body))
             loading = picture.locator("li[data-model]").filter(has_text="r1/large")
             await expect(loading).to_contain_text(re.compile(r"loading, \d+ %, 9.0 GiB"))
-            await row.get_by_role("button").click()
+            await row.get_by_role("link").click()
             dialog = page.get_by_role("dialog")
             await expect(dialog).to_contain_text("Memory4.0 GiB")
             await dialog.get_by_role("button", name="Drain").click()
@@ -88,6 +86,10 @@ async def test_the_memory_of_a_host_fills_with_models_whatever_their_names(tmp_p
             assert nodes[f"r1/{HOSTILE}"].draining
             await page.keyboard.press("Escape")
             assert await page.locator("#page img, #page script").count() == 0
+            await turn_to(page, "Nodes")
+            card = page.locator('[data-node="r1"]')
+            await expect(card.locator(".cell")).to_have_count(4)
+            await expect(card).to_contain_text("router 2 of 3 models loaded")
             asked.cancel()
             await asyncio.gather(asked, return_exceptions=True)
 
@@ -96,20 +98,22 @@ async def test_a_fleet_without_routers_has_no_such_picture(tmp_path: Path) -> No
     async with (
         EmulatedNode() as node,
         running_gateway(tmp_path, [node.url]) as running,
-        opened(running) as page,
+        opened(running, at="models") as page,
     ):
+        await expect(page.locator("#page")).to_contain_text("No node loads models on demand")
         assert await page.locator("#models").count() == 0
 
 
 @pytest.mark.parametrize("scheme", ["light", "dark"])
 async def test_axe_finds_no_violation_in_the_picture_of_models(tmp_path: Path, scheme: str) -> None:
     router, plain = a_router(), EmulatedNode(model="plain")
+    context: dict[str, Any] = {"color_scheme": scheme, "bypass_csp": True}
     async with (
         router,
         plain,
         running_gateway(tmp_path, inventory(router, plain), SIZES) as running,
         a_browser() as browser,
-        a_page(browser, running.admin_url, color_scheme=scheme, bypass_csp=True) as watched,
+        a_page(browser, running.admin_url, at="models", **context) as watched,
     ):
         await until(lambda: "r1/large" in running.gateway.fleet.nodes)
         await order(running, "load", "large")

@@ -10,7 +10,7 @@ import pytest
 from playwright.async_api import expect
 
 from gateway.callers.keys import AdminRole
-from tests.admin.browser import a_browser, a_page, needs_browser
+from tests.admin.browser import a_browser, a_page, needs_browser, turn_to
 from tests.admin.test_dashboard import ADMIN, KEYS, a_dashboard, a_fleet, node_card, opened, streams
 from tests.emulator import EmulatedNode
 from tests.gateways import running_gateway, until
@@ -54,7 +54,7 @@ async def test_a_revoked_key_is_asked_for_anew_and_the_page_is_whole_with_anothe
         await expect(page.locator(".uplot")).to_have_count(7)
         await page.locator("#nodes input").fill("epyc-a")
         await page.locator("#nodes select").select_option("tiles")
-        await page.locator(".tiles .node").first.get_by_role("button").click()
+        await page.locator(".tiles .node").first.get_by_role("link").click()
         await expect(page.get_by_role("dialog")).to_be_visible()
         running.write_settings({"admin": WITHOUT_OPERATOR})
         field = page.get_by_label("Admin key")
@@ -132,7 +132,7 @@ async def test_the_keyboard_alone_drains_and_resumes_and_a_held_key_does_nothing
     async with a_dashboard(tmp_path) as (running, _, page):
         name = "epyc-a-numa1"
         nodes = running.gateway.fleet.nodes
-        await node_card(page, name).get_by_role("button", name=name, exact=True).focus()
+        await node_card(page, name).get_by_role("link", name=name, exact=True).focus()
         for _ in range(5):  # Down again without being up: the key repeats.
             await page.keyboard.down("Enter")
         await page.keyboard.up("Enter")
@@ -155,7 +155,7 @@ async def test_the_keyboard_alone_drains_and_resumes_and_a_held_key_does_nothing
         await page.keyboard.press("Escape")
         await expect(page.locator("body > #toasts")).to_contain_text("back at work")
         await expect(
-            node_card(page, name).get_by_role("button", name=name, exact=True)
+            node_card(page, name).get_by_role("link", name=name, exact=True)
         ).to_be_focused()
 
 
@@ -169,8 +169,11 @@ async def test_long_words_and_large_letters_do_not_burst_a_phone(tmp_path: Path)
             opened(running, **phone) as page,
             streams(running, 2),
         ):
-            await expect(page.locator("#requests tbody tr")).to_have_count(2)
             width = "document.documentElement.scrollWidth"
+            await turn_to(page, "Requests")
+            await expect(page.locator("#requests tbody tr")).to_have_count(2)
+            assert await page.evaluate(width) <= 390
+            await turn_to(page, "Nodes")
             for size in ("cards", "tiles", "dots"):
                 await page.locator("#nodes select").select_option(size)
                 await expect(page.locator("#nodes .node")).to_have_count(2)

@@ -32,7 +32,11 @@ def cell(row: Locator, heading: str) -> Locator:
 
 
 async def test_waiting_requests_tell_their_place_and_their_expected_start(tmp_path: Path) -> None:
-    async with a_dashboard(tmp_path, hosts="a", answer_tokens=60, chats=7) as (_, _, page):
+    async with a_dashboard(tmp_path, at="requests", hosts="a", answer_tokens=60, chats=7) as (
+        _,
+        _,
+        page,
+    ):
         headings = page.locator("#requests thead th")
         await expect(headings).to_have_text(HEADINGS)
         waiting = page.locator("#requests tr.waiting")
@@ -48,7 +52,7 @@ async def test_waiting_requests_tell_their_place_and_their_expected_start(tmp_pa
 
 
 async def test_requests_that_write_tell_their_first_token_and_their_speed(tmp_path: Path) -> None:
-    async with a_dashboard(tmp_path, hosts="a", chats=1) as (running, _, page):
+    async with a_dashboard(tmp_path, at="requests", hosts="a", chats=1) as (running, _, page):
         row = page.locator("#requests tr.writing").first
         await expect(cell(row, "TTFT")).to_have_text(SECONDS)
         # The node writes 25 tokens a second.
@@ -77,7 +81,7 @@ async def test_the_playground_tells_its_place_and_how_long_it_has_waited(tmp_pat
     body = {"messages": [{"role": "user", "content": "Hello"}], "stream": True}
     async with (
         running_gateway(tmp_path, [EmulatedNode(**node)]) as running,
-        opened(running) as page,
+        opened(running, at="playground") as page,
     ):
         async with running.client.stream("POST", "/v1/chat/completions", json=body) as busy:
             answer = busy.aiter_bytes()

@@ -93,7 +93,7 @@ async def a_wall(folder: Path, **node: Any) -> AsyncIterator[tuple[Running, Page
     """The wall over four nodes."""
     async with (
         a_fleet(folder, **node) as (running, _),
-        opened(running, color_scheme="light") as page,
+        opened(running, at="nodes", color_scheme="light") as page,
     ):
         await page.locator("#nodes select").select_option("dots")
         await expect(page.locator(".dots .node")).to_have_count(4)
@@ -163,7 +163,7 @@ async def test_the_tab_key_stops_once_and_the_arrows_go_from_node_to_node(
 
         async def press(key: str, name: str) -> None:
             await page.keyboard.press(key)
-            focused = page.locator(f'.{size} [data-node="{name}"] button')
+            focused = page.locator(f'.{size} [data-node="{name}"] a')
             await expect(focused).to_be_focused()
 
         await page.locator("#nodes select").focus()
@@ -212,7 +212,7 @@ async def test_the_printed_wall_has_its_slots_as_elements(tmp_path: Path) -> Non
         name = "epyc-a-numa0"
         keep_busy(running.gateway.fleet.nodes[name], 32)
         await inked(page, "epyc-b-numa0")
-        busy = page.locator(f'[data-node="{name}"] button[aria-label*="32 reading"]')
+        busy = page.locator(f'[data-node="{name}"] a[aria-label*="32 reading"]')
         await expect(busy).to_be_visible()
         await page.evaluate(
             """addEventListener("beforeprint", () => {
@@ -236,7 +236,7 @@ async def test_a_long_wall_is_no_longer_than_what_browsers_draw(tmp_path: Path) 
     async with (
         running_gateway(tmp_path, nodes, wait_ready=False) as running,
         a_browser() as browser,
-        a_page(browser, running.admin_url, **narrow) as watched,
+        a_page(browser, running.admin_url, at="nodes", **narrow) as watched,
     ):
         page = watched.page
         await page.wait_for_selector(".wall canvas")

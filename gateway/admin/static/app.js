@@ -1,40 +1,71 @@
-// The page: follows the live view, and draws what has changed, once a frame at most.
+// The frame of all pages: it follows the live view, and draws what has changed, once a frame at most.
 
 import { html, nothing, render } from "./vendor/lit-html/lit-html.js";
 import { guard } from "./vendor/lit-html/directives/guard.js";
-import { chartsView, drawCharts } from "./charts.js";
 import { count, plain, plural, seconds } from "./format.js";
-import { membersView } from "./members.js";
-import { modelsView } from "./models.js";
-import { drawDetails, drawSlots, nodesView, openNode, setPrinted } from "./nodes.js";
-import { playgroundView } from "./playground.js";
-import { problemsView } from "./problems.js";
-import { queueView } from "./queue.js";
-import { requestsView } from "./requests.js";
-import { isOperator, nodesAlone, state, takeHello, takeSnapshot, takeUpdate } from "./state.js";
+import * as models from "./models.js";
+import * as nodes from "./nodes.js";
+import * as overview from "./overview.js";
+import * as playground from "./playground.js";
+import * as queue from "./queue.js";
+import * as requests from "./requests.js";
+import { href, leaveItem, onMove, route } from "./route.js";
+import { nodesAlone, state, takeHello, takeSnapshot, takeUpdate } from "./state.js";
 import { follow, setKey } from "./stream.js";
 import { onSystemTheme } from "./theme.js";
 
+/**
+ * The pages by the first word of their address, in the rail's order: the lowest role that may see one, and its module.
+ *
+ * A module has `view(route, redraw)`, which returns what lit renders, and what it needs of these:
+ * `depends(route)`: what the view is made of; without it the view is made anew with each update.
+ * `drawn(route)`: called after the page was rendered, for what is drawn to a canvas.
+ * `enter(route, redraw)` and `leave()`: called when the reader comes to the page, or to another of its things, and when
+ * she leaves it.
+ * `badge()`: a number for the rail, 0 for none.
+ * `dialog`, `drawItem(id)`, `openItem(id)`, `closeItem()`: things of the page have addresses of their own, which open the
+ * dialog of that id over the page where the reader is. Without `dialog` the page itself gets them, as `route.id`.
+ */
+const PAGES = {
+  __proto__: null,
+  overview: { title: "Overview", role: "viewer", module: overview },
+  nodes: { title: "Nodes", role: "viewer", module: nodes },
+  requests: { title: "Requests", role: "operator", module: requests },
+  queue: { title: "Queue", role: "viewer", module: queue },
+  models: { title: "Models", role: "viewer", module: models },
+  playground: { title: "Playground", role: "operator", module: playground },
+};
+
+const ROLES = ["viewer", "operator", "admin"];
 const THEMES = ["auto", "light", "dark"];
-const page = document.getElementById("page");
+const main = document.getElementById("page");
+const rail = document.getElementById("rail");
 
 let theme = "auto";
 let keyIsThere = null;
 let pending = false;
 /** Whether the field for the key has just come. */
 let wantsFocus = false;
-let marked = false;
 /** The version whose files this page has: a gateway that was upgraded since may tell other things. */
 let pageVersion = null;
 /** Whether the page's own first words have made room. */
 let cleared = false;
-/** Goes up when something of the page itself changes: a filter, a turn of the chat. */
-let own = 0;
+/** Where the reader is, below an open dialog too; null until the first page is drawn. */
+let base = null;
+/** The module and the thing that were entered; the route of the dialog that is open. */
+let entered = { module: null, id: "" };
+let opened = null;
 
 function redraw() {
-  own += 1;
+  state.versions.page += 1;
   schedule();
 }
+
+function maySee(page) {
+  return ROLES.indexOf(state.role) >= ROLES.indexOf(page.role);
+}
+
+const ofDialog = ({ page, id }) => id !== "" && PAGES[page]?.module.dialog !== undefined && maySee(PAGES[page]);
 
 function schedule() {
   if (pending) return;
@@ -43,6 +74,8 @@ function schedule() {
 }
 
 function draw() {
+  if (state.summary !== null) takePlace();
+  else render(nothing, rail);
   render(headerView(), document.getElementById("top"));
   if (state.connection === "key") {
     show(keyView());
@@ -54,33 +87,75 @@ function draw() {
     if (state.connection === "lost") show(html`<p class="loading">${plain(state.trouble)} Trying again…</p>`);
     return;
   }
-  const { versions, summary, waiting, problems } = state;
-  pageVersion ??= summary.version;
-  const isLost = state.connection === "lost";
-  show(html`${isLost ? lostView() : nothing}
-    ${isLost && problems.length === 0 ? nothing : guard([problems, own], () => problemsView(problems, openNode))}
-    ${guard([versions.nodes, summary, state.role, own], () => nodesView(redraw, openNode))}
-    ${guard([versions.nodes, summary, own], () => modelsView(openNode))}
-    ${guard([summary], () => membersView(summary.cluster))}
-    <div class="pair">${guard([summary, waiting], () => queueView(summary, waiting))}
-    ${isOperator() ? requestsView(state.requests, summary.in_flight, state.at, redraw) : requestsHint()}</div>
-    ${guard([1], chartsView)}
-    ${guard([summary.models.join("\n"), state.role, own], () => playgroundView(redraw))}`);
-  drawSlots();
-  drawDetails();
-  if (marked) drawCharts();
-  else {
-    marked = true;
-    performance.mark("fleet drawn");
-    requestAnimationFrame(() => setTimeout(drawCharts, 0));
+  pageVersion ??= state.summary.version;
+  const current = PAGES[base.page];
+  const module = current !== undefined && maySee(current) ? current.module : null;
+  if (entered.module !== module || entered.id !== base.id) {
+    entered.module?.leave?.();
+    entered = { module, id: base.id };
+    module?.enter?.(base, redraw);
   }
+  render(railView(), rail);
+  show(html`${state.connection === "lost" ? lostView() : nothing}
+    ${current === undefined ? html`<p class="panel">There is no such page.</p>`
+    : module !== null ? pageView(base, module)
+    : html`<p class="panel">${current.title} needs the key of an ${current.role}; this one is a ${state.role}'s.</p>`}`);
+  module?.drawn?.(base);
+  drawDialog();
+}
+
+function takePlace() {
+  const { page, id } = route;
+  if (!ofDialog(route)) base = route;
+  else base ??= { page, id: "", query: new URLSearchParams() };
+  const names = [plain(id), PAGES[page]?.title ?? "No such page", "llama-gateway"];
+  document.title = names.filter((name) => name !== "").join(" · ");
+}
+
+function pageView(at, module) {
+  const view = () => module.view(at, redraw);
+  return module.depends === undefined ? html`${view()}` : guard([module, ...module.depends(at)], view);
+}
+
+/** Open, draw or close the dialog of the address. */
+function drawDialog() {
+  const wanted = ofDialog(route) ? route : null;
+  const module = wanted && PAGES[wanted.page].module;
+  if (wanted?.page !== opened?.page || wanted?.id !== opened?.id) {
+    closeDialogs();
+    opened = wanted;
+    module?.openItem?.(wanted.id);
+    module?.drawItem?.(wanted.id);
+    if (module) document.getElementById(module.dialog).showModal();
+  } else if (module) module.drawItem?.(wanted.id);
+}
+
+function closeDialogs() {
+  if (opened !== null) PAGES[opened.page].module.closeItem?.();
+  opened = null;
+  for (const dialog of document.querySelectorAll("dialog[open]")) dialog.close();
+}
+
+for (const dialog of document.querySelectorAll("dialog")) {
+  // The Escape key closes it. By the time of the event the next one may be open.
+  dialog.addEventListener("close", () => {
+    if (opened !== null && !dialog.open && PAGES[opened.page].module.dialog === dialog.id) leaveItem();
+  });
+}
+
+function railView() {
+  return html`<p class="brand" aria-hidden="true">llama-gateway</p>
+    <ul>${Object.entries(PAGES).filter(([, page]) => maySee(page)).map(([name, page]) => {
+      const number = page.module.badge?.() ?? 0;
+      return html`<li><a href=${href(name)} aria-current=${name === base.page ? "page" : nothing}>${page.title}${
+        number === 0 ? nothing : html` <b>${count(number)}</b>`}</a></li>`;
+    })}</ul>`;
 }
 
 function show(view) {
-  if (!cleared) page.replaceChildren();
+  if (!cleared) main.replaceChildren();
   cleared = true;
-  render(view, page);
-  for (const link of document.querySelectorAll(".skip")) link.hidden = document.querySelector(link.hash) === null;
+  render(view, main);
 }
 
 /** A page that has lost its gateway looks like a calm one. */
@@ -90,11 +165,6 @@ function lostView() {
     <h2 id="lost-title"><span class="mark" aria-hidden="true">✕</span> No connection: what is shown is that of ${since}</h2>
     <p>${plain(state.trouble)} This page tries again by itself.</p>
   </section>`;
-}
-
-function requestsHint() {
-  return html`<section id="requests" class="panel" tabindex="-1"><h2>Requests in flight <small>${count(state.summary.in_flight)}</small></h2>
-    <p class="muted">The list of requests needs an operator's key.</p></section>`;
 }
 
 function headline() {
@@ -111,7 +181,7 @@ const CONNECTIONS = { live: ["●", "live"], connecting: ["◔", "connecting"], 
 function headerView() {
   const [mark, word] = CONNECTIONS[state.connection];
   const { summary } = state;
-  return html`<h1>llama-gateway</h1>
+  return html`<h1>${summary === null ? "llama-gateway" : PAGES[base.page]?.title ?? "No such page"}</h1>
     <p class="headline">${headline()}</p>
     <p class="about">${summary === null ? nothing : html`<span class="muted">${plain(summary.version)}, up ${
       seconds(Math.max(0, state.at - summary.started_at))}</span>`}
@@ -159,7 +229,7 @@ function tell(connection, trouble) {
   state.connection = connection;
   state.trouble = trouble;
   if (connection === "key") {
-    for (const dialog of document.querySelectorAll("dialog[open]")) dialog.close();
+    closeDialogs();
     wantsFocus = true;
     state.summary = null;
     state.requests = new Map();
@@ -170,21 +240,33 @@ function tell(connection, trouble) {
 
 document.addEventListener("keydown", (event) => {
   // A key that is held down must not open a node and then drain it, nor drain and resume it.
-  if (event.key === "Enter" && event.repeat && event.target.closest?.("button")) event.preventDefault();
+  if (event.key === "Enter" && event.repeat && event.target.closest?.("button, a")) event.preventDefault();
   const typing = event.target.closest?.("input, textarea, select");
   if (event.key === "/" && !typing && !event.ctrlKey && !event.metaKey) {
-    const input = document.querySelector("#nodes input");
+    const input = main.querySelector("input[type=search]");
     if (input !== null) { event.preventDefault(); input.focus(); }
   }
 });
 
 for (const [name, isPrinted] of [["beforeprint", true], ["afterprint", false]]) {
   addEventListener(name, () => {
-    setPrinted(isPrinted);
-    own += 1;
+    nodes.setPrinted(isPrinted);
+    state.versions.page += 1;
     draw();
   });
 }
+
+document.querySelector(".skip").addEventListener("click", (event) => {
+  event.preventDefault();
+  main.focus();
+});
+
+onMove((isNew) => {
+  draw();
+  if (opened !== null || !isNew) return;
+  scrollTo(0, 0);
+  main.focus({ preventScroll: true });
+});
 
 onSystemTheme(schedule);
 draw();

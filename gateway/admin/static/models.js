@@ -4,6 +4,7 @@ import { html, nothing, svg } from "./vendor/lit-html/lit-html.js";
 import { repeat } from "./vendor/lit-html/directives/repeat.js";
 import { percent, plain, plural, size } from "./format.js";
 import { MARKS } from "./nodes.js";
+import { href } from "./route.js";
 import { state } from "./state.js";
 
 /** Hosts, and models of each, that are drawn; the others are counted. */
@@ -15,15 +16,20 @@ const UNKNOWN = 60;
 /** States in which a model has its memory. */
 const HELD = new Set(["ready", "degraded", "mute", "sleeping", "loading", "unloading", "draining", "ejected"]);
 
-export function modelsView(openNode) {
+/** What the view is made of. */
+export function depends() {
+  return [state.versions.nodes, state.summary];
+}
+
+export function view() {
   const hosts = Object.entries(state.summary.hosts ?? {});
-  if (hosts.length === 0) return nothing;
+  if (hosts.length === 0) return html`<p class="panel muted">No node loads models on demand.</p>`;
   const byHost = new Map(hosts.map(([host]) => [host, []]));
   for (const node of state.nodes.values()) if (node.router !== undefined) byHost.get(node.host)?.push(node);
   return html`<section id="models" class="panel" aria-labelledby="models-title">
     <h2 id="models-title">Models in memory</h2>
     <ul class="memories">${repeat(hosts.slice(0, MOST_HOSTS), ([host]) => host,
-      ([host, use]) => hostView(host, use, byHost.get(host), openNode))}</ul>
+      ([host, use]) => hostView(host, use, byHost.get(host)))}</ul>
     ${moreView(hosts.length - MOST_HOSTS, "more host")}
   </section>`;
 }
@@ -32,7 +38,7 @@ function moreView(left, word) {
   return left > 0 ? html`<p class="muted">and ${plural(left, word)}</p>` : nothing;
 }
 
-function hostView(host, use, models, openNode) {
+function hostView(host, use, models) {
   const held = models.filter((node) => HELD.has(node.state)).sort((a, b) => (b.memory ?? 0) - (a.memory ?? 0));
   const listed = [...held, ...models.filter((node) => !HELD.has(node.state))];
   const told = use.memory === null ? `${size(use.used)} taken; how much it has is not known`
@@ -40,7 +46,7 @@ function hostView(host, use, models, openNode) {
   const unknown = use.unknown === 0 ? "" : `, and ${plural(use.unknown, "model")} of unknown size`;
   return html`<li class="memory"><h3>${plain(host)} <small>${told}${unknown}</small></h3>
     ${barOf(held.slice(0, MOST_DRAWN), use)}
-    <ul class="held">${repeat(listed.slice(0, MOST_DRAWN), (node) => node.name, (node) => modelView(node, openNode))}</ul>
+    <ul class="held">${repeat(listed.slice(0, MOST_DRAWN), (node) => node.name, modelView)}</ul>
     ${moreView(listed.length - MOST_DRAWN, "more model")}
   </li>`;
 }
@@ -62,11 +68,11 @@ function barOf(held, use) {
   return html`<svg class="memory-bar" viewBox="0 0 ${WIDTH} 22" preserveAspectRatio="none" aria-hidden="true">${parts}</svg>`;
 }
 
-function modelView(node, openNode) {
+function modelView(node) {
   const words = node.state === "loading" && node.progress !== null ? `loading, ${percent(node.progress)}` : node.state;
   const pinned = node.pinned_by === null ? "" : ", pinned";
   const busy = node.slots_total === 0 ? "" : `, ${node.slots_busy} of ${plural(node.slots_total, "slot")} busy`;
   return html`<li class="s-${node.state}" data-model=${node.name}><span class="mark" aria-hidden="true">${MARKS[node.state]}</span>
-    <button class="link" aria-haspopup="dialog" @click=${() => openNode(node.name)}>${plain(node.name)}</button>
+    <a href=${href("nodes", node.name)}>${plain(node.name)}</a>
     <span class="muted">${words}, ${node.memory === null ? "size unknown" : size(node.memory)}${busy}${pinned}</span></li>`;
 }

@@ -6,6 +6,7 @@ import { repeat } from "./vendor/lit-html/directives/repeat.js";
 import { drain, probe, resume } from "./actions.js";
 import { cellsOf, OUT, sampleOf } from "./cells.js";
 import { count, money, percent, plain, plural, rate, seconds, size } from "./format.js";
+import { href, leaveItem, setQuery } from "./route.js";
 import { isOperator, nodesAlone, state } from "./state.js";
 import { drawWall } from "./wall.js";
 
@@ -22,7 +23,8 @@ export const MARKS = {
 const PHASES = { r: "reading", w: "writing", h: "held", o: "used by others", f: "free" };
 const WORST = ["down", "ejected", "degraded", "loading", "starting", "draining", "mute", "ready", "sleeping", "standby"];
 
-const view = { size: "auto", words: "", filter: "", only: "", printed: false };
+/** What the address asks for, and whether the page is being printed. */
+const look = { size: "auto", words: "", only: "", printed: false };
 
 function cellView([letter, fill]) {
   return html`<i class="cell ${letter} p${fill}"></i>`;
@@ -55,58 +57,63 @@ function speedInWords(node) {
 }
 
 function sizeOf(number) {
-  if (view.size !== "auto") return view.size;
+  if (look.size !== "auto") return look.size;
   return number <= MOST_CARDS ? "cards" : number <= MOST_TILES ? "tiles" : "dots";
 }
 
 function matches(node) {
-  if (view.only && node.state !== view.only) return false;
-  if (!view.filter) return true;
+  if (look.only && node.state !== look.only) return false;
+  if (!look.words) return true;
   const labels = Object.entries(node.labels).map((pair) => pair.join("="));
   const text = [node.name, node.host, node.state, node.tier, ...node.models, ...labels].join(" ");
-  return text.toLowerCase().includes(view.filter);
+  return text.toLowerCase().includes(look.words.trim().toLowerCase());
 }
 
 /** The nodes that the view has, in its order. */
 let shown = [];
 
-export function nodesView(redraw, openNode) {
+/** What the view is made of. */
+export function depends(route) {
+  const { versions, summary, role } = state;
+  return [route, versions.nodes, versions.page, summary, role];
+}
+
+export function view({ query }, redraw) {
+  for (const [name, word, usual] of [["words", "find", ""], ["only", "state", ""], ["size", "size", "auto"]]) {
+    look[name] = query.get(word) ?? usual;
+  }
   const all = nodesAlone();
-  shown = view.filter || view.only ? all.filter(matches) : all;
+  shown = look.words.trim() || look.only ? all.filter(matches) : all;
   const form = sizeOf(shown.length);
+  const ask = (name, value) => { setQuery(name, value); redraw(); };
   return html`<section id="nodes" class="panel" tabindex="-1" aria-labelledby="nodes-title">
     <div class="bar">
       <h2 id="nodes-title">Nodes <small>${count(all.length)}</small></h2>
-      ${statesView(redraw)}
+      ${statesView(ask)}
       <label class="filter"><span class="unseen">Find nodes</span><input type="search"
-        placeholder="name, host, model, label" autocomplete="off" .value=${view.words}
-        @input=${(event) => { setFilter(event.target.value); redraw(); }}></label>
-      <label><span class="unseen">Size</span><select .value=${view.size}
-        @change=${(event) => { view.size = event.target.value; redraw(); }}>
+        placeholder="name, host, model, label" autocomplete="off" maxlength="200" .value=${look.words}
+        @input=${(event) => ask("find", event.target.value)}></label>
+      <label><span class="unseen">Size</span><select .value=${look.size}
+        @change=${(event) => ask("size", event.target.value === "auto" ? "" : event.target.value)}>
         <option value="auto">size: auto</option><option value="cards">cards</option>
         <option value="tiles">tiles</option><option value="dots">wall</option></select></label>
     </div>
     ${legend()}
     ${shown.length === 0 ? html`<p class="muted">${state.nodes.size === 0
       ? "There is no node in the inventory." : "No node is like that."}</p>`
-      : form === "cards" ? cardsView(shown, openNode) : form === "tiles" ? tilesView(shown, form, openNode)
-      : html`<div class="wall">${tilesView(shown, form, openNode)}<canvas aria-hidden="true"></canvas></div>`}
+      : form === "cards" ? cardsView(shown) : form === "tiles" ? tilesView(shown, form)
+      : html`<div class="wall">${tilesView(shown, form)}<canvas aria-hidden="true"></canvas></div>`}
   </section>`;
 }
 
-function setFilter(words) {
-  view.words = words;
-  view.filter = words.trim().toLowerCase();
-}
-
-function statesView(redraw) {
+function statesView(ask) {
   // The pressed one stays when the last node has left its state, or nothing could end the choice.
-  const chosen = view.only === "" ? {} : { [view.only]: 0 };
+  const chosen = look.only === "" ? {} : { [look.only]: 0 };
   const counts = Object.entries({ ...chosen, ...state.summary.states })
     .sort((a, b) => WORST.indexOf(a[0]) - WORST.indexOf(b[0]));
   return html`<div class="states" role="group" aria-label="Only nodes in one state">${counts.map(
-    ([word, number]) => html`<button class="chip s-${word}" aria-pressed=${view.only === word}
-      @click=${() => { view.only = view.only === word ? "" : word; redraw(); }}><span class="mark"
+    ([word, number]) => html`<button class="chip s-${word}" aria-pressed=${look.only === word}
+      @click=${() => ask("state", look.only === word ? "" : word)}><span class="mark"
       aria-hidden="true">${MARKS[word]}</span> ${word} <b>${count(number)}</b></button>`)}</div>`;
 }
 
@@ -117,7 +124,7 @@ function legend() {
     <span><i class="cell o p8"></i> used by others</span></p>`;
 }
 
-function cardsView(nodes, openNode) {
+function cardsView(nodes) {
   const hosts = new Map();
   for (const node of nodes) {
     if (!hosts.has(node.host)) hosts.set(node.host, []);
@@ -127,13 +134,13 @@ function cardsView(nodes, openNode) {
     <section class="host" aria-label="Host ${plain(host)}">
       <h3>${plain(host)} <small>${plural(members.length, "node")}</small></h3>
       <ul class="cards">${repeat(members, (node) => node.name,
-        (node) => guard([node.version, state.role], () => card(node, openNode)))}</ul>
+        (node) => guard([node.version, state.role], () => card(node)))}</ul>
     </section>`)}</div>`;
 }
 
-function card(node, openNode) {
+function card(node) {
   return html`<li class="node s-${node.state} ${node.tier}" data-node=${node.name}>
-    <div class="head"><button class="name" aria-haspopup="dialog" @click=${() => openNode(node.name)}>${plain(node.name)}</button>
+    <div class="head"><a class="name" href=${href("nodes", node.name)}>${plain(node.name)}</a>
       <span class="state"><span class="mark" aria-hidden="true">${MARKS[node.state]}</span> ${node.state}</span></div>
     <p class="tags">${node.tier === "gpu" ? html`<b class="tag">GPU</b>` : nothing}${node.labels.numa === undefined
       ? nothing : html`<span class="tag">NUMA ${plain(node.labels.numa)}</span>`}<span
@@ -165,32 +172,32 @@ function actionsView(node) {
     class="small" @click=${(event) => probe(event, name)} aria-label="Probe ${plain(name)}">Probe</button>`;
 }
 
-function tilesView(nodes, size, openNode) {
+function tilesView(nodes, size) {
   return html`<ul class=${size} tabindex="0" aria-label="Nodes: the arrow keys go from one to the next"
     @focusin=${enterTiles} @focusout=${leaveTiles} @keydown=${moveInTiles}>${repeat(nodes, (node) => node.name,
-      (node) => guard([node.version, size, view.printed], () => tile(node, size, openNode)))}</ul>`;
+      (node) => guard([node.version, size, look.printed], () => tile(node, size)))}</ul>`;
 }
 
 /** Paper has another width than the screen: there the wall's slots are elements, which follow it. */
 export function setPrinted(isPrinted) {
-  view.printed = isPrinted;
+  look.printed = isPrinted;
 }
 
 /** Draw what the view leaves to a canvas. */
-export function drawSlots() {
+export function drawn() {
   drawWall(shown);
   // A node that had the focus may be gone, without an event.
   const list = document.querySelector(".dots, .tiles");
   if (list !== null) list.tabIndex = list.contains(document.activeElement) && document.activeElement !== list ? -1 : 0;
 }
 
-function tile(node, size, openNode) {
+function tile(node, size) {
   const words = `${plain(node.name)}, ${node.state}, ${slotsInWords(node)}, ${speedInWords(node)}`;
-  return html`<li class="node s-${node.state} ${node.tier}" data-node=${node.name}><button aria-haspopup="dialog"
-    tabindex="-1" aria-label=${words} @pointerenter=${showWords} @click=${() => openNode(node.name)}><span class="mark"
+  return html`<li class="node s-${node.state} ${node.tier}" data-node=${node.name}><a
+    tabindex="-1" href=${href("nodes", node.name)} aria-label=${words} @pointerenter=${showWords}><span class="mark"
     aria-hidden="true">${MARKS[node.state]}</span>${size === "tiles"
     ? html`<span class="name">${plain(node.name)}</span>${cellsView(node)}`
-    : view.printed ? printedCellsView(node) : nothing}</button></li>`;
+    : look.printed ? printedCellsView(node) : nothing}</a></li>`;
 }
 
 // A thousand nodes are one stop of the Tab key, which enters them at the one that had the focus last.
@@ -205,7 +212,7 @@ function enterTiles(event) {
     list.tabIndex = -1;
   } else if (list.matches(":focus-visible")) {
     const found = [...list.children].find((tile) => tile.dataset.node === latest) ?? list.firstElementChild;
-    found.querySelector("button").focus();
+    found.querySelector("a").focus();
   }
 }
 
@@ -223,7 +230,7 @@ function moveInTiles(event) {
     ArrowDown: place + columns, Home: 0, End: last }[event.key];
   if (next === undefined) return;
   event.preventDefault();
-  if (next >= 0 && next <= last) list.children[next].querySelector("button").focus();
+  if (next >= 0 && next <= last) list.children[next].querySelector("a").focus();
 }
 
 /** The words of a tile as its tooltip: set when it is looked at, since a thousand change each second. */
@@ -231,29 +238,19 @@ function showWords(event) {
   event.currentTarget.title = event.currentTarget.getAttribute("aria-label");
 }
 
-// One node in a dialog.
+// One node, in a dialog.
 
-let opened = null;
+export const dialog = "details";
 
-export function openNode(name) {
-  const dialog = document.getElementById("details");
-  opened = name;
-  drawDetails();
-  if (!dialog.open) dialog.showModal();
+export function drawItem(name) {
+  const place = document.getElementById(dialog);
+  const node = state.nodes.get(name);
+  render(node === undefined ? html`<h2 id="details-name" tabindex="-1" autofocus>${plain(name)}</h2>
+    <p>It is not in the inventory.</p><p class="actions"><button @click=${leaveItem}>Close</button></p>`
+    : detailsView(node), place.querySelector(".view"));
 }
 
-export function drawDetails() {
-  if (opened === null) return;
-  const dialog = document.getElementById("details");
-  const node = state.nodes.get(opened);
-  const close = () => dialog.close();
-  dialog.onclose = () => { opened = null; };
-  render(node === undefined ? html`<h2 id="details-name" tabindex="-1" autofocus>${plain(opened)}</h2>
-    <p>It is no longer in the inventory.</p><p class="actions"><button @click=${close}>Close</button></p>`
-    : detailsView(node, close), dialog.querySelector(".view"));
-}
-
-function detailsView(node, close) {
+function detailsView(node) {
   const labels = Object.entries(node.labels);
   const facts = [
     ["State", html`<span class="state s-${node.state}"><span class="mark" aria-hidden="true">${MARKS[node.state]}</span> ${node.state}</span>`],
@@ -279,7 +276,7 @@ function detailsView(node, close) {
   return html`<h2 id="details-name" tabindex="-1" autofocus>${plain(node.name)}</h2>
     <dl>${facts.filter(([, value]) => value !== nothing).map(([name, value]) => html`<dt>${name}</dt><dd>${value}</dd>`)}</dl>
     <p class="actions">${isOperator() ? actionsView(node) : html`<span class="muted">Draining and probing need an operator's key.</span>`}
-      <button class="small primary" @click=${close}>Close</button></p>`;
+      <button class="small primary" @click=${leaveItem}>Close</button></p>`;
 }
 
 function of(share) {

@@ -4,7 +4,7 @@ import { html, nothing } from "./vendor/lit-html/lit-html.js";
 import { repeat } from "./vendor/lit-html/directives/repeat.js";
 import { count, money, percent, plain, rate, seconds } from "./format.js";
 import { ask, eventsOf } from "./stream.js";
-import { isOperator, state } from "./state.js";
+import { state } from "./state.js";
 
 const MOST_TURNS = 40;
 const MOST_ANSWER = 400_000;
@@ -13,24 +13,28 @@ const MOST_ANSWER = 400_000;
 let turns = [];
 let running = null;
 
-export function playgroundView(redraw) {
+/** What the view is made of. */
+export function depends() {
+  return [state.summary.models.join("\n"), state.versions.page];
+}
+
+export function view(_, redraw) {
   return html`<section id="playground" class="panel" aria-labelledby="playground-title">
     <h2 id="playground-title">Playground <small>a chat by the gateway's own way, in the ledger as its own caller</small></h2>
-    ${isOperator() ? html`
-      <div class="chat" tabindex="0" role="log" aria-label="Chat">${turns.map(turnView)}</div>
-      <form @submit=${(event) => { event.preventDefault(); send(event.target, redraw); }}>
-        <label class="wide"><span class="unseen">Message</span><textarea name="message" rows="3" maxlength="100000"
-          placeholder="Say something to a model" @keydown=${submitOnEnter}></textarea></label>
-        <label>Model <select name="model"><option value="">default</option>${repeat(state.summary.models, (name) => name,
-          (name) => html`<option value=${name}>${plain(name)}</option>`)}</select></label>
-        <label>Class <select name="class"><option>normal</option><option>urgent</option><option>premium</option><option>batch</option></select></label>
-        <label>Most tokens <input name="tokens" type="number" min="1" max="100000" .defaultValue=${"256"}></label>
-        <span class="actions">
-          <button type="submit" class="primary" ?disabled=${running !== null}>Send</button>
-          ${running === null ? nothing : html`<button type="button" @click=${() => running.abort()}>Stop</button>`}
-          ${turns.length === 0 || running !== null ? nothing : html`<button type="button" @click=${() => { turns = []; redraw(); }}>Clear</button>`}
-        </span>
-      </form>` : html`<p class="muted">The playground needs an operator's key.</p>`}
+    <div class="chat" tabindex="0" role="log" aria-label="Chat">${turns.map(turnView)}</div>
+    <form @submit=${(event) => { event.preventDefault(); send(event.target, redraw); }}>
+      <label class="wide"><span class="unseen">Message</span><textarea name="message" rows="3" maxlength="100000"
+        placeholder="Say something to a model" @keydown=${submitOnEnter}></textarea></label>
+      <label>Model <select name="model"><option value="">default</option>${repeat(state.summary.models, (name) => name,
+        (name) => html`<option value=${name}>${plain(name)}</option>`)}</select></label>
+      <label>Class <select name="class"><option>normal</option><option>urgent</option><option>premium</option><option>batch</option></select></label>
+      <label>Most tokens <input name="tokens" type="number" min="1" max="100000" .defaultValue=${"256"}></label>
+      <span class="actions">
+        <button type="submit" class="primary" ?disabled=${running !== null}>Send</button>
+        ${running === null ? nothing : html`<button type="button" @click=${() => running.abort()}>Stop</button>`}
+        ${turns.length === 0 || running !== null ? nothing : html`<button type="button" @click=${() => { turns = []; redraw(); }}>Clear</button>`}
+      </span>
+    </form>
   </section>`;
 }
 

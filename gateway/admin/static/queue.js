@@ -2,11 +2,23 @@
 
 import { html, nothing } from "./vendor/lit-html/lit-html.js";
 import { count, plain, plural, seconds } from "./format.js";
+import { state } from "./state.js";
 
 const MOST_PLACES = 12;
 
-export function queueView(summary, waiting) {
-  const total = Object.values(summary.queue).reduce((sum, depth) => sum + depth, 0);
+/** What the view is made of. */
+export function depends() {
+  return [state.summary, state.waiting];
+}
+
+/** How many wait. */
+export function badge() {
+  return Object.values(state.summary.queue).reduce((sum, depth) => sum + depth, 0);
+}
+
+export function view() {
+  const { summary, waiting } = state;
+  const total = badge();
   const places = waiting.map((row, index) => [index + 1, ...row]);
   return html`<section id="queue" class="panel" aria-labelledby="queue-title">
     <h2 id="queue-title">Queue <small>${total === 0 ? "nobody waits" : `${count(total)} of at most ${count(summary.queue_max)}`}</small></h2>

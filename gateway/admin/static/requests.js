@@ -5,14 +5,19 @@ import { guard } from "./vendor/lit-html/directives/guard.js";
 import { repeat } from "./vendor/lit-html/directives/repeat.js";
 import { cancel } from "./actions.js";
 import { count, plain, rate, seconds } from "./format.js";
-import { openWhy } from "./why.js";
+import { href } from "./route.js";
+import { state } from "./state.js";
+
+export { closeItem, dialog, openItem } from "./why.js";
 
 const FEW = 14;
 const ORDER = { writing: 0, reading: 1, waiting: 2 };
 
 let showsAll = false;
 
-export function requestsView(requests, inFlight, at, redraw) {
+export function view(_, redraw) {
+  const { requests, at } = state;
+  const inFlight = state.summary.in_flight;
   const rows = [...requests.values()].sort(
     (a, b) => (ORDER[a.state] - ORDER[b.state]) || (a.position ?? 0) - (b.position ?? 0)
       || a.received_at - b.received_at,
@@ -51,8 +56,8 @@ function requestRow(row, at) {
     <td class="n">${seconds(age)}</td><td class="n">${seconds(row.ttft)}</td>
     <td class="n">${count(row.prompt_tokens)} + ${count(row.tokens)}</td>
     <td class="n">${rate(row.tokens_per_second)}</td>
-    <td class="actions"><button class="small" aria-haspopup="dialog" @click=${() => openWhy(row.id, row.request_id)}
-      aria-label="Why request ${plain(row.request_id)}">Why</button><button class="small" @click=${(event) => cancel(event, row.id, row.request_id)}
+    <td class="actions"><a class="button small" href=${href("requests", row.id)}
+      aria-label="Why request ${plain(row.request_id)}">Why</a><button class="small" @click=${(event) => cancel(event, row.id, row.request_id)}
       aria-label="Cancel request ${plain(row.request_id)}">Cancel</button></td>
   </tr>`);
 }

@@ -14,8 +14,8 @@ export const state = {
   waiting: [],
   problems: [],
   history: { step: 5, columns: [], points: [] },
-  /** Goes up with each change of the nodes, of the requests, of the history. */
-  versions: { nodes: 0, requests: 0, history: 0 },
+  /** Goes up with each change of the nodes, of the requests, of the history, and of what the page itself has been told. */
+  versions: { nodes: 0, requests: 0, history: 0, page: 0 },
 };
 
 let versions = 0;

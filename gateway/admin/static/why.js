@@ -2,6 +2,8 @@
 
 import { html, nothing, render } from "./vendor/lit-html/lit-html.js";
 import { count, plain, plural } from "./format.js";
+import { leaveItem } from "./route.js";
+import { state } from "./state.js";
 import { ApiError, ask } from "./stream.js";
 
 const TERMS = ["queue", "reading", "writing", "neighbours", "doubt"];
@@ -14,17 +16,17 @@ const REASONS = {
 /** Goes up with each question: an answer that comes late is not shown. */
 let asked = 0;
 
-export async function openWhy(id, name) {
-  const dialog = document.getElementById("why");
+export const dialog = "why";
+
+/** Ask why, and show it; the page opens the dialog. */
+export async function openItem(id) {
+  const name = state.requests.get(id)?.request_id ?? id;
   asked += 1;
   const own = asked;
   const draw = (view) => {
-    if (own === asked) render(frameView(id, name, dialog, view), dialog.querySelector(".view"));
+    if (own === asked) render(frameView(id, name, view), document.querySelector(`#${dialog} .view`));
   };
   draw(html`<p class="muted" role="status">Asking…</p>`);
-  // It comes late: by then the next question may be open.
-  dialog.onclose = () => { if (!dialog.open) asked += 1; };
-  if (!dialog.open) dialog.showModal();
   try {
     const response = await ask("GET", `admin/requests/${encodeURIComponent(id)}/why`);
     draw((await response.json()).requests.map(requestView));
@@ -34,11 +36,16 @@ export async function openWhy(id, name) {
   }
 }
 
-function frameView(id, name, dialog, view) {
+/** An answer that comes later is not shown. */
+export function closeItem() {
+  asked += 1;
+}
+
+function frameView(id, name, view) {
   return html`<h2 id="why-name" tabindex="-1" autofocus>Why ${plain(name)}</h2>
     <div class="why">${view}</div>
-    <p class="actions"><button class="small" @click=${() => openWhy(id, name)}>Ask again</button>
-      <button class="small primary" @click=${() => dialog.close()}>Close</button></p>`;
+    <p class="actions"><button class="small" @click=${() => openItem(id)}>Ask again</button>
+      <button class="small primary" @click=${leaveItem}>Close</button></p>`;
 }
 
 function requestView(request) {

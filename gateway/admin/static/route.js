@@ -1,0 +1,69 @@
+// Where the page is. An address is a fragment: "#/nodes/NAME?find=epyc", with the page, perhaps one of its
+// things, and what the page has been told to show.
+
+const LONGEST = 2048;
+
+/** The route of the address: `page`, `id` ("" for the page itself) and `query`. */
+export let route = parse(location.hash);
+/** How many entries of the browser's history this page has made before the present one. */
+let place = history.state?.place ?? 0;
+let last = place;
+let moved = () => {};
+
+export function parse(hash) {
+  const [path, words = ""] = hash.slice(0, LONGEST).split(/\?(.*)/s);
+  const [page, ...rest] = path.startsWith("#/") ? path.slice(2).split("/") : [""];
+  return { page: page || "overview", id: decoded(rest.join("/")), query: new URLSearchParams(words) };
+}
+
+function decoded(text) {
+  try {
+    return decodeURIComponent(text);
+  } catch {
+    return text;
+  }
+}
+
+/** The address of a page, or of one of its things. */
+export function href(page, id = "", query = {}) {
+  const words = String(new URLSearchParams(query));
+  return `#/${page}${id === "" ? "" : `/${encodeURIComponent(id)}`}${words && `?${words}`}`;
+}
+
+/** Go to an address, as a link does. */
+export function go(address) {
+  location.hash = address;
+}
+
+/** Tell the address what this page shows, without an entry in the history; "" takes the word away. */
+export function setQuery(name, value) {
+  const query = new URLSearchParams(route.query);
+  if (value === "") query.delete(name);
+  else query.set(name, value);
+  history.replaceState({ place }, "", href(route.page, route.id, query));
+  route = parse(location.hash);
+}
+
+/** Leave the one thing that is shown, for where the reader came from. */
+export function leaveItem() {
+  if (place > 0) {
+    history.back();
+    return;
+  }
+  history.replaceState({ place }, "", href(route.page));
+  route = parse(location.hash);
+  moved(false);
+}
+
+/** Call this with each new address, and whether a link led there, not the way back. */
+export function onMove(call) {
+  moved = call;
+  addEventListener("hashchange", () => {
+    const isNew = history.state === null;
+    if (isNew) history.replaceState({ place: last + 1 }, "");
+    place = last = history.state.place;
+    route = parse(location.hash);
+    moved(isNew);
+  });
+  if (history.state === null) history.replaceState({ place }, "");
+}

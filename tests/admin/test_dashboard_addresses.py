@@ -1,0 +1,123 @@
+"""The addresses of the dashboard's pages and of the things on them, and the way back."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+from playwright.async_api import Page, expect
+
+from gateway.callers.keys import AdminRole
+from tests.admin.browser import a_browser, a_page, needs_browser, turn_to
+from tests.admin.test_dashboard import KEYS, a_dashboard, a_fleet, opened, streams
+
+pytestmark = [pytest.mark.slow, needs_browser]
+
+
+async def at(page: Page, address: str) -> None:
+    """Wait until the page is at the address."""
+    await expect(page).to_have_url(re.compile(rf"/#/{re.escape(address)}$"))
+
+
+async def test_each_page_has_an_address_a_title_and_the_way_back(tmp_path: Path) -> None:
+    async with a_dashboard(tmp_path, hosts="a") as (_, _, page):
+        await expect(page).to_have_title("Overview · llama-gateway")
+        for title in ("Nodes", "Requests", "Queue", "Models", "Playground"):
+            await turn_to(page, title)
+            await at(page, title.lower())
+            await expect(page).to_have_title(f"{title} · llama-gateway")
+            await expect(page.locator("#rail [aria-current=page]")).to_have_text(title)
+            await expect(page.locator("#page")).to_be_focused()
+        await page.go_back()
+        await at(page, "models")
+        await expect(page.get_by_role("heading", level=1)).to_have_text("Models")
+        await page.go_forward()
+        await expect(page.get_by_role("heading", level=1)).to_have_text("Playground")
+
+
+async def test_a_node_has_an_address_that_opens_it_anywhere_and_is_left_by_the_way_back(
+    tmp_path: Path,
+) -> None:
+    async with a_fleet(tmp_path, hosts="a") as (running, _):
+        async with opened(running) as page:
+            name, dialog = "epyc-a-numa1", page.get_by_role("dialog")
+            await page.get_by_role("link", name=name).click()
+            await at(page, f"nodes/{name}")
+            await expect(page).to_have_title(f"{name} · Nodes · llama-gateway")
+            await expect(dialog).to_contain_text("NUMA node 1")
+            # The reader is still where she was.
+            await expect(page.locator("#charts")).to_be_attached()
+            await page.go_back()
+            await expect(dialog).to_be_hidden()
+            await page.go_forward()
+            await expect(dialog).to_contain_text("NUMA node 1")
+            await dialog.get_by_role("button", name="Close").click()
+            await expect(dialog).to_be_hidden()
+            await expect(page).to_have_title("Overview · llama-gateway")
+        # Sent to a colleague, it opens the same, over the page of nodes.
+        async with opened(running, at=f"nodes/{name}") as page:
+            await expect(page.get_by_role("dialog")).to_contain_text("NUMA node 1")
+            await page.keyboard.press("Escape")
+            await at(page, "nodes")
+            await expect(page.locator("#nodes .node")).to_have_count(2)
+
+
+async def test_what_is_looked_for_is_in_the_address(tmp_path: Path) -> None:
+    async with a_fleet(tmp_path) as (running, _):
+        async with opened(running, at="nodes") as page:
+            await page.keyboard.press("/")
+            await page.keyboard.type("epyc-b")
+            await page.locator("#nodes select").select_option("tiles")
+            await at(page, "nodes?find=epyc-b&size=tiles")
+            address = page.url.partition("#/")[2]
+        async with opened(running, at=address) as page:
+            await expect(page.locator(".tiles .node")).to_have_count(2)
+            await expect(page.locator("#nodes input")).to_have_value("epyc-b")
+            await page.locator(".tiles .node").first.get_by_role("link").click()
+            await page.keyboard.press("Escape")
+            await at(page, address)
+
+
+async def test_a_request_has_an_address_that_asks_for_the_key_first(tmp_path: Path) -> None:
+    role: dict[str, Any] = {"role": AdminRole.OPERATOR, "at": "requests", "hosts": "a", "chats": 1}
+    async with a_dashboard(tmp_path, **role) as (running, _, page):
+        why = page.get_by_role("link", name="Why request").first
+        address = await why.get_attribute("href")
+        assert address is not None
+        for key, words in ((AdminRole.OPERATOR, "Attempt 1"), (AdminRole.VIEWER, "an operator")):
+            async with (
+                a_browser() as browser,
+                a_page(browser, running.admin_url, at=address[2:], key=KEYS[key].text) as watched,
+            ):
+                is_open = key is AdminRole.OPERATOR
+                shown = watched.page.locator("dialog[open]" if is_open else "#page")
+                await expect(shown).to_contain_text(words)
+                assert await watched.page.locator("dialog[open]").count() == is_open
+
+
+@pytest.mark.parametrize("width", [360, 1440])
+async def test_the_rail_fits_and_the_keyboard_reaches_the_page_past_it(
+    tmp_path: Path, width: int
+) -> None:
+    size: dict[str, Any] = {"viewport": {"width": width, "height": 800}}
+    async with (
+        a_fleet(tmp_path) as (running, _),
+        streams(running, 3),
+        opened(running, **size) as page,
+    ):
+        scroll = "document.documentElement.scrollWidth"
+        for large in (False, True):
+            if large:
+                await page.evaluate("document.documentElement.style.fontSize = '28px'")
+            for title in ("Nodes", "Requests", "Queue", "Models", "Playground", "Overview"):
+                await turn_to(page, title)
+                assert await page.evaluate(scroll) <= width, (title, large)
+        await page.reload()
+        await expect(page.locator("#rail [aria-current]")).to_be_visible()
+        await page.keyboard.press("Tab")
+        await expect(page.get_by_role("link", name="Skip to the page")).to_be_focused()
+        await page.keyboard.press("Enter")
+        await expect(page.locator("#page")).to_be_focused()
+        await at(page, "overview")
