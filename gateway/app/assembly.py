@@ -19,7 +19,7 @@ import structlog
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from gateway import __version__, errors
-from gateway.admin.app import admin_app
+from gateway.admin.app import admin_app, caller_page
 from gateway.admin.configuration import CertificateRenewal, ReloadResult, changed_keys
 from gateway.admin.live import live_feed
 from gateway.admin.nodes import DrainDeadlines
@@ -706,6 +706,7 @@ class Gateway:
             self.fleet,
             usage,
             created=self._created,
+            caller_page=caller_page(),
             kept=kept,
             standing_error=_standing_error(self.cluster),
         )

@@ -21,11 +21,13 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 from gateway import errors
 from gateway.api.base import ModelSummary, Page
 from gateway.callers.callers import MOST_IDENTITY_BYTES, cache_policy_of
+from gateway.callers.limits import Accounts
 from gateway.callers.reports import CallerUsage
 from gateway.catalog import FleetCatalog, ServedModels, ServerFigures
 from gateway.config.keys import NodeLabels
 from gateway.config.listeners import CorsSpec
 from gateway.config.routing import CATCH_ALL
+from gateway.config.settings import Settings
 from gateway.errors import GatewayError
 from gateway.http.request_head import Callers, may_name_nodes
 from gateway.http.response_head import EXPOSED_HEADERS
@@ -50,6 +52,7 @@ from gateway.web.batches import BatchAccess, BatchEndpoints
 from gateway.web.files import FileEndpoints
 from gateway.web.handler import RequestHandler
 from gateway.web.message_batches import MessageBatchEndpoints
+from gateway.web.pages import StaticPage
 
 
 class KeptForCallers(NamedTuple):
@@ -66,6 +69,7 @@ def public_app(
     usage: CallerUsage,
     *,
     created: int,
+    caller_page: StaticPage,
     kept: KeptForCallers = KeptForCallers(),  # noqa: B008 - immutable
     standing_error: Callable[[], GatewayError | None] = lambda: None,
 ) -> ASGIApp:
@@ -88,10 +92,12 @@ def public_app(
         handler, fleet, created, callers, health, usage, FileEndpoints(kept.files, callers),
         BatchEndpoints(access), MessageBatchEndpoints(access),
         StoredResponseEndpoints(kept.requests, callers),
-        DeferredEndpoints(kept.requests, handler.queue, callers),
+        DeferredEndpoints(kept.requests, handler.queue, callers), caller_page,
     )  # fmt: skip
-    own = routes_by_path((one.method, one.path, one.endpoint(site)) for one in SITE_ROUTES)
     settings = handler.config.settings
+    own = routes_by_path(
+        (one.method, one.path, one.endpoint(site)) for one in site_routes_of(settings)
+    )
     own += [Route(page.path, site.page(page), methods=[page.method]) for page in pages_of(settings)]
     routed = [Route(path, _ServedByProtocol()) for path in routes_of(settings)]
     suggest = partial(suggest_path, ollama=settings.ollama)
@@ -133,6 +139,7 @@ class Site:
     message_batches: MessageBatchEndpoints
     responses: StoredResponseEndpoints
     deferred: DeferredEndpoints
+    caller_page: StaticPage
 
     async def models(self, request: Request) -> Response:
         models = self._visible_models(request)
@@ -173,6 +180,14 @@ class Site:
 
     async def usage(self, request: Request) -> Response:
         """The caller's own figures and limits, or those of an end user that it may name."""
+        accounts, hides_cache = self._asked_accounts(request)
+        return JsonResponse(await self.caller_usage.describe(accounts, hides_cache=hides_cache))
+
+    def _asked_accounts(self, request: Request) -> tuple[Accounts, bool]:
+        """Whose use the request is about, and whether what tells of prompt caches is hidden.
+
+        Raises: GatewayError 400, 401, 403.
+        """
         config = self.handler.config
         caller = self.callers.identify(request)
         user = config.identity_headers.end_user(request.scope["headers"], caller)
@@ -184,8 +199,7 @@ class Site:
                 )
             user = named[:MOST_IDENTITY_BYTES] or None
         accounts = self.handler.meter.book.accounts(caller, user)
-        hides_cache = cache_policy_of(caller, config.settings).hide
-        return JsonResponse(await self.caller_usage.describe(accounts, hides_cache=hides_cache))
+        return accounts, cache_policy_of(caller, config.settings).hide
 
     def _visible_models(self, request: Request) -> VisibleModels:
         """The models that the caller may see. Raises: GatewayError (401, 403, 503)."""
@@ -232,7 +246,6 @@ class SiteRoute:
     needs_key: bool = True  # where callers need a key at all
 
 
-# The public listener's paths besides `routes_of` and `pages_of`.
 SITE_ROUTES = (
     SiteRoute("GET", "/v1/models", lambda site: site.models),
     SiteRoute("GET", "/models", lambda site: site.models),
@@ -240,6 +253,7 @@ SITE_ROUTES = (
     SiteRoute("GET", "/models/{id:path}", lambda site: site.model),
     SiteRoute("GET", "/props", lambda site: site.props),
     SiteRoute("GET", "/v1/usage", lambda site: site.usage),
+    SiteRoute("GET", "/v1/usage/requests", lambda site: site.usage_requests),
     SiteRoute("POST", "/v1/files", lambda site: site.files.upload),
     SiteRoute("GET", "/v1/files", lambda site: site.files.list),
     SiteRoute("GET", "/v1/files/{id}", lambda site: site.files.show),
@@ -273,6 +287,16 @@ SITE_ROUTES = (
     SiteRoute("GET", "/v1/health", lambda site: site.health.health, needs_key=False),
     SiteRoute("GET", "/ready", lambda site: site.health.ready, needs_key=False),
 )
+CALLER_PAGE = "/me"
+CALLER_PAGE_ROUTES = (
+    SiteRoute("GET", CALLER_PAGE, lambda site: site.caller_page.page, needs_key=False),
+    SiteRoute("GET", "/me/{file:path}", lambda site: site.caller_page.file, needs_key=False),
+)
+
+
+def site_routes_of(settings: Settings) -> tuple[SiteRoute, ...]:
+    """The routes of these settings, besides `routes_of` and `pages_of`."""
+    return SITE_ROUTES + (CALLER_PAGE_ROUTES if settings.listen.caller_page else ())
 
 
 @dataclass(frozen=True, slots=True)
@@ -310,8 +334,8 @@ def _is_anthropic(request: Request) -> bool:
 LONGEST_PATH = 1024  # most characters of a path that a suggestion considers
 
 _OWN_PATHS = (
-    *("/v1/models", "/v1/usage", "/v1/files", "/v1/batches", "/v1/messages/batches"),
-    *("/props", "/health", "/ready"),
+    *("/v1/models", "/v1/usage", "/v1/usage/requests", "/v1/files", "/v1/batches"),
+    *("/v1/messages/batches", "/props", "/health", "/ready"),
 )
 
 # With `/v1`, the longest first, so that the most specific one matches.
@@ -412,6 +436,8 @@ def suggest_path(path: str, *, ollama: bool = False) -> str:
         return f"Ollama's API is not served: the setting 'ollama' turns it on. {advice}"
     if _GEMINI_PATH.match(path) is not None:
         return f"Gemini's API is not served. {_advise('/v1/chat/completions')}"
+    if path == CALLER_PAGE:
+        return "The page for callers is off: the setting 'listen.caller_page' turns it on."
     if path in _PRIVATE_PATHS:
         return "It would tell of other people's requests; the admin listener has /metrics."
     path = _REPEATED_V1.sub("/v1", path, count=1)
