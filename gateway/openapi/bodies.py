@@ -24,6 +24,7 @@ from gateway.admin.why import (
     ToldRefusal,
     WhyObject,
 )
+from gateway.callers.ended import EndedRow
 from gateway.config.settings import Settings
 from gateway.request.body import ParsedBody
 from gateway.watch.audit import AuditEntry
@@ -216,6 +217,7 @@ FIELDS: dict[str, Fields] = {
     "ServedModel": described_fields(ServedModelObject),
     "Placement": described_fields(PlacementObject),
     "Request": described_fields(RequestObject),
+    "EndedRequest": described_fields(EndedRow),
     "Why": described_fields(WhyObject),
     "ExplainedRequest": described_fields(ExplainedRequest),
     "Decision": described_fields(ToldQueueing, ToldRefusal, ToldGrant),

@@ -146,7 +146,10 @@ usage = Table(
 )
 
 _partial_index(
-    "ix_usage_client_request_id", "client_request_id IS NOT NULL", usage, "client_request_id"
+    "ix_usage_client_request_id_ended_at",
+    "client_request_id IS NOT NULL",
+    usage,
+    *("client_request_id", "ended_at"),
 )
 
 # Requests that still run, with what they have reserved; `id` is that of their later usage row.
@@ -451,7 +454,7 @@ CREATE TABLE members (
 """
 
 _CLIENTS_IDS = """
-CREATE INDEX ix_usage_client_request_id ON usage (client_request_id)
+CREATE INDEX ix_usage_client_request_id_ended_at ON usage (client_request_id, ended_at)
 WHERE client_request_id IS NOT NULL
 """
 
