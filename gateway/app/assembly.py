@@ -706,8 +706,9 @@ class Gateway:
             self.handler,
             self.fleet,
             usage,
+            self.metering.own_requests,
+            caller_page(),
             created=self._created,
-            caller_page=caller_page(),
             kept=kept,
             standing_error=_standing_error(self.cluster),
         )

@@ -24,7 +24,7 @@ from gateway.admin.why import (
     ToldRefusal,
     WhyObject,
 )
-from gateway.callers.ended import EndedRow
+from gateway.callers.ended import EndedRow, OwnRow
 from gateway.config.settings import Settings
 from gateway.request.body import ParsedBody
 from gateway.watch.audit import AuditEntry
@@ -218,6 +218,7 @@ FIELDS: dict[str, Fields] = {
     "Placement": described_fields(PlacementObject),
     "Request": described_fields(RequestObject),
     "EndedRequest": described_fields(EndedRow),
+    "OwnRequest": described_fields(OwnRow),
     "Why": described_fields(WhyObject),
     "ExplainedRequest": described_fields(ExplainedRequest),
     "Decision": described_fields(ToldQueueing, ToldRefusal, ToldGrant),

@@ -21,6 +21,7 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 from gateway import errors
 from gateway.api.base import ModelSummary, Page
 from gateway.callers.callers import MOST_IDENTITY_BYTES, cache_policy_of
+from gateway.callers.ended import OwnRequests, own_row
 from gateway.callers.limits import Accounts
 from gateway.callers.reports import CallerUsage
 from gateway.catalog import FleetCatalog, ServedModels, ServerFigures
@@ -29,7 +30,7 @@ from gateway.config.listeners import CorsSpec
 from gateway.config.routing import CATCH_ALL
 from gateway.config.settings import Settings
 from gateway.errors import GatewayError
-from gateway.http.request_head import Callers, may_name_nodes
+from gateway.http.request_head import Callers, may_name_nodes, no_store
 from gateway.http.response_head import EXPOSED_HEADERS
 from gateway.request.preparation import ModelAliases
 from gateway.request.routes import ROUTES, pages_of, routes_of
@@ -43,6 +44,7 @@ from gateway.web.asgi import (
     HealthEndpoints,
     JsonResponse,
     asgi_app,
+    large_json,
     listed,
     read_fields,
     routes_by_path,
@@ -67,17 +69,18 @@ def public_app(
     handler: RequestHandler,
     fleet: FleetCatalog,
     usage: CallerUsage,
+    own_requests: OwnRequests | None,
+    caller_page: StaticPage,
     *,
     created: int,
-    caller_page: StaticPage,
     kept: KeptForCallers = KeptForCallers(),  # noqa: B008 - immutable
     standing_error: Callable[[], GatewayError | None] = lambda: None,
 ) -> ASGIApp:
     """The public listener's application, for all but POSTs to routed paths.
 
     Those go from the protocol straight to `handler.serve`; their routes here only make other
-    methods 405. `created`: that of every model, in seconds since 1970. `standing_error`: as in
-    `HealthEndpoints`.
+    methods 405. `own_requests` is None where there is no store. `created`: that of every model, in
+    seconds since 1970. `standing_error`: as in `HealthEndpoints`.
     """
     health = HealthEndpoints(fleet, handler.queue, lambda: handler.closing, standing_error)
 
@@ -89,10 +92,11 @@ def public_app(
         WebhookTargets(lambda: handler.config.settings.webhooks),
     )
     site = Site(
-        handler, fleet, created, callers, health, usage, FileEndpoints(kept.files, callers),
+        handler, fleet, created, callers, health, usage, own_requests, caller_page,
+        FileEndpoints(kept.files, callers),
         BatchEndpoints(access), MessageBatchEndpoints(access),
         StoredResponseEndpoints(kept.requests, callers),
-        DeferredEndpoints(kept.requests, handler.queue, callers), caller_page,
+        DeferredEndpoints(kept.requests, handler.queue, callers),
     )  # fmt: skip
     settings = handler.config.settings
     own = routes_by_path(
@@ -134,12 +138,13 @@ class Site:
     callers: Callers
     health: HealthEndpoints
     caller_usage: CallerUsage
+    own_requests: OwnRequests | None
+    caller_page: StaticPage
     files: FileEndpoints
     batches: BatchEndpoints
     message_batches: MessageBatchEndpoints
     responses: StoredResponseEndpoints
     deferred: DeferredEndpoints
-    caller_page: StaticPage
 
     async def models(self, request: Request) -> Response:
         models = self._visible_models(request)
@@ -182,6 +187,18 @@ class Site:
         """The caller's own figures and limits, or those of an end user that it may name."""
         accounts, hides_cache = self._asked_accounts(request)
         return JsonResponse(await self.caller_usage.describe(accounts, hides_cache=hides_cache))
+
+    async def usage_requests(self, request: Request) -> Response:
+        """The requests of the caller, or of that end user, that have ended; without their text."""
+        accounts, hides_cache = self._asked_accounts(request)
+        if self.own_requests is None:
+            raise no_store("record of requests")
+        query = request.query_params
+        given = {name: query[name] for name in OWN_PARAMETERS if name in query}
+        reader = await self.own_requests.read(accounts.caller.id, accounts.user, given)
+        return await large_json(
+            lambda: {"object": "list", **reader.page_of(partial(own_row, hides_cache=hides_cache))}
+        )
 
     def _asked_accounts(self, request: Request) -> tuple[Accounts, bool]:
         """Whose use the request is about, and whether what tells of prompt caches is hidden.
@@ -331,6 +348,7 @@ def _is_anthropic(request: Request) -> bool:
     return "anthropic-version" in request.headers
 
 
+OWN_PARAMETERS = ("since", "until", "limit", "before")  # of a page of a caller's requests
 LONGEST_PATH = 1024  # most characters of a path that a suggestion considers
 
 _OWN_PATHS = (

@@ -167,7 +167,7 @@ async def bare_gateway(
         )
         drain_deadlines = DrainDeadlines(registry)
         usage = CallerUsage(handler.meter.book, reporter, time.time, clock)
-        site = public_app(handler, running.fleet, usage, created=0, caller_page=caller_page())
+        site = public_app(handler, running.fleet, usage, None, caller_page(), created=0)
         gateway = BareGateway(
             settings=chosen,
             running=running,

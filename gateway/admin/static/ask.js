@@ -16,16 +16,17 @@ function headers(more = {}) {
   return typedKey ? { ...more, authorization: `Bearer ${typedKey}` } : more;
 }
 
-/** An answer of the gateway that is an error, in its own words. */
+/** An answer of the gateway that is an error, in its own words, perhaps with a list of problems. */
 export class ApiError extends Error {
-  constructor(status, message) {
+  constructor(status, message, problems = []) {
     super(message);
-    this.status = status;
+    Object.assign(this, { status, problems });
   }
 }
 
-export async function ask(method, path, { body, signal } = {}) {
-  const options = { method, signal, cache: "no-store", credentials: "omit" };
+/** `body` is sent as JSON, `form` (a FormData) as it is. */
+export async function ask(method, path, { body, form, signal } = {}) {
+  const options = { method, signal, body: form, cache: "no-store", credentials: "omit" };
   options.headers = headers(body === undefined ? {} : { "content-type": "application/json" });
   if (body !== undefined) options.body = JSON.stringify(body);
   const response = await fetch(path, options);
@@ -34,13 +35,13 @@ export async function ask(method, path, { body, signal } = {}) {
 }
 
 async function errorOf(response) {
-  let message = `The gateway answered with status ${response.status}.`;
   try {
-    message = (await response.json()).error.message;
+    const body = await response.json();
+    return new ApiError(response.status, body.error.message, body.problems);
   } catch {
     // It was no JSON.
+    return new ApiError(response.status, `The gateway answered with status ${response.status}.`);
   }
-  return new ApiError(response.status, message);
 }
 
 /** The JSON of a path. */
