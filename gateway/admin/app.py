@@ -24,6 +24,7 @@ from gateway.admin.nodes import DrainDeadlines, ModelEndpoints, NodeEndpoints, P
 from gateway.admin.playground import Playground
 from gateway.admin.reports import AUDIT_ACTION_KEY, AUDIT_TARGET_KEY, AuditEndpoints, UsageEndpoints
 from gateway.admin.status import StatusEndpoints
+from gateway.admin.timeline import TimelineEndpoint
 from gateway.admin.why import RequestEndpoints, WhyEndpoints
 from gateway.callers.ended import EndedRequests
 from gateway.callers.keys import AdminKeys, AdminRole, without_secret
@@ -47,6 +48,7 @@ class AdminEndpoints:
 
     dashboard: DashboardPages
     live: LiveFeed
+    timeline: TimelineEndpoint
     playground: Playground
     pages: PlainPages
     health: HealthEndpoints
@@ -89,6 +91,8 @@ ADMIN_ROUTES = (
         "the gateway on one page"),
     AdminRoute("GET", "/admin/live", VIEWER, lambda e: e.live.stream,
         "nodes, queue and problems as they change, as server-sent events; requests for operators"),
+    AdminRoute("GET", "/admin/timeline", VIEWER, lambda e: e.timeline.show,
+        "what each slot has done in the last ten minutes; callers for operators"),
     AdminRoute("GET", "/admin/nodes", VIEWER, lambda e: e.nodes.list, "every node"),
     AdminRoute("POST", "/admin/nodes/{name:path}/drain", OPERATOR, lambda e: e.nodes.drain,
         "no new work; ?deadline=SECONDS ends what still runs then", "drain"),
@@ -211,6 +215,7 @@ def admin_app(
     endpoints = AdminEndpoints(
         dashboard=DashboardPages(StaticPage(PAGE, load_files(STATIC_FOLDER)), INDEX_PAGE),
         live=live,
+        timeline=TimelineEndpoint(scheduler, time.time),
         playground=Playground(handler),
         pages=PlainPages(metrics, document),
         health=health,

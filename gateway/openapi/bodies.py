@@ -15,6 +15,7 @@ import yaml
 
 from gateway.admin.nodes import NodeObject, PlacementObject, ServedModelObject
 from gateway.admin.status import StatusObject
+from gateway.admin.timeline import TimelineObject
 from gateway.admin.why import (
     ComparedNode,
     ExplainedRequest,
@@ -219,6 +220,7 @@ FIELDS: dict[str, Fields] = {
     "Request": described_fields(RequestObject),
     "EndedRequest": described_fields(EndedRow),
     "OwnRequest": described_fields(OwnRow),
+    "Timeline": described_fields(TimelineObject),
     "Why": described_fields(WhyObject),
     "ExplainedRequest": described_fields(ExplainedRequest),
     "Decision": described_fields(ToldQueueing, ToldRefusal, ToldGrant),
