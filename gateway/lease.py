@@ -418,13 +418,13 @@ class AttemptCharge(msgspec.Struct, frozen=True, gc=False):
 
     cost: float = 0.0  # in the settings' currency
     slot_seconds: float = 0.0  # seconds for which it held its slots, times their number
-    prefill_seconds: float | None = None  # from its grant to its first content; None: unknown
-    decode_seconds: float | None = None  # and from then to its end
     prompt_tokens: int = 0
     """Tokens of the prompt that the node has read, as far as is known. It is 0 where the node has
     reported its tokens, as are the next two."""
     cached_tokens: int = 0
     completion_tokens: int = 0
+    prefill_seconds: float | None = None  # from its grant to its first content; None: unknown
+    decode_seconds: float | None = None  # and from then to its end
 
 
 NOTHING_CHARGED = AttemptCharge()

@@ -248,19 +248,13 @@ class EndedReader:
 
     def step(self, connection: Connection) -> bool:
         """Read some more; whether the page is read, or so many rows have been looked at."""
-        ended, wanted = usage.c.ended_at, self.query.limit + 1
-        start = self._start_of_step(connection)
-        statement = select(*_COLUMNS).where(self._is_left(), *self.query.conditions())
-        statement = statement.where(ended >= self.query.since if start is None else ended > start)
+        wanted, start = self.query.limit + 1, self._start_of_step(connection)
+        rows = connection.execute(self.statement(start)).all()
         if self.query.order == "latest":
-            statement = statement.order_by(ended.desc(), usage.c.id.desc())
-            rows = connection.execute(statement.limit(wanted - len(self.found)))
-            self.found += rows.all()
+            self.found += rows
             self.is_over = len(self.found) == wanted
         else:
-            statement = self._only_slower(statement).order_by(_lasted.desc(), usage.c.id.desc())
-            rows = connection.execute(statement.limit(wanted))
-            merged = heapq.merge(self.found, rows.all(), key=_slowness, reverse=True)
+            merged = heapq.merge(self.found, rows, key=_slowness, reverse=True)
             self.found = list(itertools.islice(merged, wanted))
         if start is None or self.is_over:
             self.is_over = True
@@ -268,6 +262,17 @@ class EndedReader:
         self.at, self._id = start, None
         self._examined += self.rows_per_step
         return self._examined >= self.most_examined
+
+    def statement(self, start: float | None) -> Select[Any]:
+        """What a step reads: of what is left, what ended after `start`; None: all of it."""
+        query, ended = self.query, usage.c.ended_at
+        statement = select(*_COLUMNS).where(self._is_left(), *query.conditions())
+        statement = statement.where(ended >= query.since if start is None else ended > start)
+        if query.order == "latest":
+            statement = statement.order_by(ended.desc(), usage.c.id.desc())
+            return statement.limit(query.limit + 1 - len(self.found))
+        statement = self._only_slower(statement).order_by(_lasted.desc(), usage.c.id.desc())
+        return statement.limit(query.limit + 1)
 
     def _start_of_step(self, connection: Connection) -> float | None:
         """When the first request ended that is left for the next step; None: none is."""

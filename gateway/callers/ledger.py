@@ -19,6 +19,7 @@ import operator
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
+from types import NoneType
 from typing import Any, Final, NamedTuple, TypeVar
 
 import structlog
@@ -578,7 +579,7 @@ def _insert_into_sqlite(connection: Connection, numbered: Sequence[UsageRow]) ->
     driver = sqlite_driver(connection)
     by_shape: dict[_Shape, list[UsageRow]] = {}
     for row in numbered:
-        shape = bool(row[_STREAM]), *[value is None for value in _nullable_of(row)]
+        shape = row[_STREAM], *map(type, _nullable_of(row))
         if shape in by_shape:
             by_shape[shape].append(row)
         else:
@@ -593,8 +594,8 @@ def _insert_into_sqlite(connection: Connection, numbered: Sequence[UsageRow]) ->
             driver.executemany(one, map(pick, of_shape[at:]))
 
 
-# Whether a row is of a stream, and which of the columns `_NULLABLE` are NULL.
-_Shape = tuple[bool, ...]
+# Whether a row is of a stream, and the types of its columns `_NULLABLE`.
+_Shape = tuple[bool | type[Any], ...]
 
 
 class _SqliteInserts(NamedTuple):
@@ -608,9 +609,10 @@ class _SqliteInserts(NamedTuple):
 @functools.cache
 def _sqlite_inserts(shape: _Shape) -> _SqliteInserts:
     """The statements for rows of this shape."""
-    stream, *absent = shape
-    literals = {_STREAM: str(int(stream))}
-    literals |= {index: "NULL" for index, none in zip(_NULLABLE, absent, strict=True) if none}
+    stream, *kinds = shape
+    literals = {_STREAM: "1" if stream else "0"}
+    types = zip(_NULLABLE, kinds, strict=True)
+    literals |= {index: "NULL" for index, kind in types if kind is NoneType}
     indexes = range(len(ROW_COLUMNS) + 1)
     marks = f"({', '.join(literals.get(index, '?') for index in indexes)})"
     begin, _, end = _STATEMENTS["sqlite"].insert.partition(_marks("?", len(indexes)))

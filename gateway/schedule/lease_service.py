@@ -272,7 +272,7 @@ class LocalLeaseService:
         if lease.reservation is not None:
             lease.reservation.settle(cost, happened=True, now=now)
         prefill, decode = _parts_of_time(lease, usage, now)
-        return AttemptCharge(cost, lease.slots * (now - lease.taken_at), prefill, decode)
+        return AttemptCharge(cost, lease.slots * (now - lease.taken_at), 0, 0, 0, prefill, decode)
 
     def discard(self, _: str, /) -> None:
         """What a request's attempts took so far has brought its client nothing: its record says."""
@@ -455,10 +455,10 @@ def _charge_of_failed(lease: LeaseRecord, report: AttemptReport, now: float) -> 
     return AttemptCharge(
         _cost(lease, usage, now),
         lease.slots * seconds,
-        *_parts_of_time(lease, usage, now),
         usage.prompt_tokens,
         usage.cached_tokens,
         usage.completion_tokens,
+        *_parts_of_time(lease, usage, now),
     )
 
 
