@@ -5,7 +5,7 @@ import { repeat } from "./vendor/lit-html/directives/repeat.js";
 import { copy, toast } from "./actions.js";
 import { ask, fetchJson } from "./ask.js";
 import { count, plain, plural } from "./format.js";
-import { go, href, route as current, setQuery } from "./route.js";
+import { go, href, setQuery } from "./route.js";
 import { isOperator, state } from "./state.js";
 import { daysView, inWords, limitsView, selectView, shareOf, sumsView, timeOf } from "./usage.js";
 
@@ -19,7 +19,7 @@ const LIMITS = [["rpm", "Requests a minute"], ["tpm", "Tokens a minute"], ["toke
   ["concurrency", "Requests at one time"], ["budget", "Money, such as 20/month or 0.5/day"]];
 
 /** What the gateway told last; null: it was not asked yet. */
-const told = { keys: null, groups: null, key: null, sums: null, days: null, trouble: "", reportTrouble: "" };
+const told = { keys: null, groups: null, key: null, sums: null, days: null, trouble: "", reportTrouble: "", report: "" };
 /** A new secret, `{name, key}`: it is here until it was read, and comes never again. */
 let secret = null;
 /** The form that is open: "new key", "new group", "key", "rotate", "revoke", or "group NAME". */
@@ -28,19 +28,23 @@ let open = "";
 let moved = false;
 let opener = null;
 let timer = 0;
+/** The route of this page, also while a dialog has another one, and what draws it. */
+let here = null;
+let redraw = () => {};
 /** They go up with each page and with each question to the ledger, so that what was asked before is dropped. */
 let [turn, question] = [0, 0];
 
 const isAdmin = () => state.role === "admin";
 
-export function depends() {
-  return [state.role, state.versions.page];
+export function depends({ query }) {
+  return [state.role, state.versions.page, String(query)];
 }
 
-export function enter(route, redraw) {
-  Object.assign(told, { key: null, sums: null, days: null, trouble: "", reportTrouble: "" });
-  load(redraw);
-  timer = setInterval(() => { if (!document.hidden && open === "") loadKeys(redraw); }, REFRESH_SECONDS * 1000);
+export function enter(route, draw) {
+  [here, redraw] = [route, draw];
+  Object.assign(told, { key: null, sums: null, days: null, trouble: "", reportTrouble: "", report: "" });
+  load();
+  timer = setInterval(() => { if (!document.hidden && open === "") loadKeys(); }, REFRESH_SECONDS * 1000);
 }
 
 export function leave() {
@@ -50,26 +54,27 @@ export function leave() {
   open = "";
 }
 
-/** A form that has just come gets the focus, and gives it back when it goes. */
+/** A form that has just come gets the focus, and gives it back when it goes. Another question of the address is asked. */
 export function drawn() {
+  if (told.report !== "" && told.report !== reportPath(dimension())) loadUsage();
   if (moved) (open === "" ? opener : document.querySelector("form.sheet [data-first]"))?.focus();
   moved = false;
 }
 
-async function load(redraw) {
+async function load() {
   const asked = turn;
-  await loadKeys(redraw);
-  if (asked === turn) await loadUsage(redraw);
+  await loadKeys();
+  if (asked === turn) await loadUsage();
 }
 
-async function loadKeys(redraw) {
+async function loadKeys() {
   if (!isAdmin()) return;
   const asked = turn;
   try {
-    const found = current.id === "" ? await Promise.all([fetchJson("admin/keys"), fetchJson("admin/groups")])
-      : await fetchJson(keyPath(current.id));
+    const found = here.id === "" ? await Promise.all([fetchJson("admin/keys"), fetchJson("admin/groups")])
+      : await fetchJson(keyPath(here.id));
     if (asked !== turn) return;
-    if (current.id === "") Object.assign(told, { keys: found[0], groups: found[1].groups, trouble: "" });
+    if (here.id === "") Object.assign(told, { keys: found[0], groups: found[1].groups, trouble: "" });
     else Object.assign(told, { key: found, trouble: "" });
   } catch (error) {
     if (asked !== turn) return;
@@ -79,15 +84,15 @@ async function loadKeys(redraw) {
 }
 
 /** Of one key, its days and its models; of all, what the address says. */
-async function loadUsage(redraw) {
-  const { id, query } = current;
+async function loadUsage() {
   const asked = question += 1;
-  Object.assign(told, { sums: null, days: null, reportTrouble: "" });
+  const [report, days] = [reportPath(dimension()), reportPath("day")];
+  Object.assign(told, { sums: null, days: null, reportTrouble: "", report });
   redraw();
   try {
-    const [sums, days] = [await fetchJson(reportPath(id === "" ? byOf(query) : "model")), await fetchJson(reportPath("day"))];
+    const found = { sums: await fetchJson(report), days: await fetchJson(days) };
     if (asked !== question) return;
-    Object.assign(told, { sums, days });
+    Object.assign(told, found);
   } catch (error) {
     if (asked !== question) return;
     told.reportTrouble = error.message;
@@ -96,10 +101,15 @@ async function loadUsage(redraw) {
 }
 
 const keyPath = (name, action = "") => `admin/keys/${encodeURIComponent(name)}${action}`;
-const byOf = (query) => (query.get("by") in DIMENSIONS ? query.get("by") : "key");
+
+/** What the rows are summed by. */
+function dimension() {
+  if (here.id !== "") return "model";
+  return Object.hasOwn(DIMENSIONS, here.query.get("by")) ? here.query.get("by") : "key";
+}
 
 function reportPath(by, format = "json") {
-  const { id, query } = current;
+  const { id, query } = here;
   const words = new URLSearchParams({ by, format, ...timeOfPeriod(query.get("period") ?? "30d") });
   // The ledger knows a key by its id alone.
   if (id !== "") words.set("key", told.key?.id ?? id);
@@ -122,14 +132,15 @@ function periods() {
 
 // The pages.
 
-export function view(route, redraw) {
+export function view(route) {
+  here = route;
   const trouble = told.trouble === "" ? nothing : html`<p class="error" role="alert">${plain(told.trouble)}</p>`;
-  if (route.id !== "") return html`${isAdmin() ? keyView(route.id, trouble, redraw) : nothing}${usageView(route, redraw)}`;
-  return html`${isAdmin() ? html`${keysView(route, trouble, redraw)}${groupsView(redraw)}`
-    : html`<p class="panel muted">Keys and groups need the key of an admin.</p>`}${usageView(route, redraw)}`;
+  if (route.id !== "") return html`${isAdmin() ? keyView(route.id, trouble) : nothing}${usageView(route)}`;
+  return html`${isAdmin() ? html`${keysView(route, trouble)}${groupsView()}`
+    : html`<p class="panel muted">Keys and groups need the key of an admin.</p>`}${usageView(route)}`;
 }
 
-function keysView({ query }, trouble, redraw) {
+function keysView({ query }, trouble) {
   const find = query.get("find") ?? "";
   const words = find.toLowerCase();
   const every = told.keys?.keys ?? [];
@@ -137,8 +148,8 @@ function keysView({ query }, trouble, redraw) {
   return html`<section id="keys" class="panel" aria-labelledby="keys-title">
     <h2 id="keys-title">Keys ${told.keys === null ? nothing : html`<small>${count(every.length)}</small>`}</h2>${trouble}
     <div class="bar"><label>Find <input type="search" .value=${find} @input=${(event) => { setQuery("find", event.target.value); redraw(); }}></label>
-      <button class="primary" @click=${() => show("new key", redraw)}>Make a key</button></div>
-    ${secretView(redraw)}${open === "new key" ? keyForm(null, redraw) : nothing}
+      <button class="primary" @click=${() => show("new key")}>Make a key</button></div>
+    ${secretView()}${open === "new key" ? keyForm(null) : nothing}
     ${(told.keys?.warnings ?? []).map((text) => html`<p class="error">${plain(text)}</p>`)}
     ${found.length === 0 ? html`<p class="muted">${told.keys === null ? "Asking the gateway…" : every.length === 0 ? "There is no key yet."
       : "No key is like that."}</p>` : html`
@@ -160,13 +171,13 @@ function keyRow(key) {
     <td>${timeOf(key.last_used_at)}</td><td>${key.previous_until === null ? "–" : `until ${timeOf(key.previous_until)}`}</td></tr>`;
 }
 
-function keyView(id, trouble, redraw) {
+function keyView(id, trouble) {
   const { key } = told;
   if (key === null) return html`<section class="panel">${told.trouble === "" ? html`<p class="muted">Asking the gateway…</p>` : trouble}</section>`;
   const isStored = key.source === "store" && key.state !== "revoked";
   return html`<section id="key" class="panel" aria-labelledby="key-title">
     <p><a href=${href("keys")}>All keys</a></p>
-    <h2 id="key-title">${plain(key.name)} <small>${key.state}</small></h2>${trouble}${secretView(redraw)}
+    <h2 id="key-title">${plain(key.name)} <small>${key.state}</small></h2>${trouble}${secretView()}
     <dl><dt>Id</dt><dd><code>${plain(key.id)}</code></dd>
       <dt>Class</dt><dd>${key.class ?? "normal"}, at most ${key.max_class}</dd>
       <dt>Group</dt><dd>${key.group === null ? "none" : plain(key.group)}</dd>
@@ -174,62 +185,60 @@ function keyView(id, trouble, redraw) {
       <dt>Last use</dt><dd>${timeOf(key.last_used_at)}</dd>
       <dt>Ends</dt><dd>${key.revoked_at === null ? timeOf(key.expires) : `revoked ${timeOf(key.revoked_at)}`}</dd>
       ${key.previous_until === null ? nothing : html`<dt>Old secret</dt><dd>works until ${timeOf(key.previous_until)}</dd>`}</dl>
-    ${isStored ? html`<p class="actions"><button @click=${() => show("key", redraw)}>Change</button>
-      <button @click=${() => show("rotate", redraw)}>Rotate</button><button @click=${() => show("revoke", redraw)}>Revoke</button></p>`
+    ${isStored ? html`<p class="actions"><button @click=${() => show("key")}>Change</button>
+      <button @click=${() => show("rotate")}>Rotate</button><button @click=${() => show("revoke")}>Revoke</button></p>`
       : key.source === "settings" ? html`<p class="muted">It stands in the settings: change or remove it there.</p>` : nothing}
-    ${open === "key" ? keyForm(key, redraw) : open === "rotate" ? rotateForm(key, redraw) : open === "revoke" ? revokeForm(key, redraw) : nothing}
+    ${open === "key" ? keyForm(key) : open === "rotate" ? rotateForm(key) : open === "revoke" ? revokeForm(key) : nothing}
     <h3>Limits</h3>${limitsView(key.standing ?? [])}
     ${(key.users ?? []).map((one) => html`<h3>User ${plain(one.user)}</h3>${limitsView(one.standing)}`)}
   </section>`;
 }
 
 /** The one time that a secret is shown. */
-function secretView(redraw) {
+function secretView() {
   if (secret === null) return nothing;
   return html`<div class="secret" role="status"><p><b>The key of ${plain(secret.name)}</b>: it is shown only now.</p>
     <p class="command"><code>${secret.key}</code><button class="copy" @click=${() => copy(secret.key)}>Copy</button></p>
     <p><button @click=${() => { secret = null; redraw(); }}>I have it</button></p></div>`;
 }
 
-function groupsView(redraw) {
+function groupsView() {
   return html`<section id="groups" class="panel" aria-labelledby="groups-title"><h2 id="groups-title">Groups</h2>
-    <p><button @click=${() => show("new group", redraw)}>Make a group</button></p>
-    ${open === "new group" ? groupForm(null, redraw) : nothing}
+    <p><button @click=${() => show("new group")}>Make a group</button></p>
+    ${open === "new group" ? groupForm(null) : nothing}
     ${told.groups === null ? nothing : told.groups.length === 0 ? html`<p class="muted">There is no group.</p>` : html`
-    <ul class="groups">${repeat(told.groups, (group) => group.name, (group) => groupView(group, redraw))}</ul>`}</section>`;
+    <ul class="groups">${repeat(told.groups, (group) => group.name, (group) => groupView(group))}</ul>`}</section>`;
 }
 
-function groupView(group, redraw) {
+function groupView(group) {
   const form = `group ${group.name}`;
   return html`<li class="group"><h3>${plain(group.name)} <small>${plural(group.keys, "key")}${
     group.origin === "settings" ? ", of the settings" : ""}</small></h3>
     ${group.origin === "undefined" ? html`<p class="slow">Nobody has defined this group: it has no limit.</p>` : limitsView(group.standing)}
-    ${group.origin === "settings" ? nothing : html`<p class="actions"><button class="small" @click=${() => show(form, redraw)}
+    ${group.origin === "settings" ? nothing : html`<p class="actions"><button class="small" @click=${() => show(form)}
       aria-label="Limits of ${plain(group.name)}">Limits</button>${group.origin === "undefined" ? nothing : html`<button class="small"
-      aria-label="Remove ${plain(group.name)}" @click=${() => show(`remove ${group.name}`, redraw)}>Remove</button>`}</p>`}
-    ${open === form ? groupForm(group, redraw) : open === `remove ${group.name}` ? removeForm(group, redraw) : nothing}</li>`;
+      aria-label="Remove ${plain(group.name)}" @click=${() => show(`remove ${group.name}`)}>Remove</button>`}</p>`}
+    ${open === form ? groupForm(group) : open === `remove ${group.name}` ? removeForm(group) : nothing}</li>`;
 }
 
-function usageView({ id, query }, redraw) {
+function usageView({ id, query }) {
   if (!isOperator()) return nothing;
-  const [by, period] = [byOf(query), query.get("period") ?? "30d"];
-  const choose = (name, value) => { setQuery(name, value); loadUsage(redraw); };
-  const dimension = id === "" ? by : "model";
-  const { sums, days } = told;
+  const choose = (name, value) => { setQuery(name, value); redraw(); };
+  const [by, { sums, days }] = [dimension(), told];
   return html`<section id="usage" class="panel" aria-labelledby="usage-title"><h2 id="usage-title">Usage ${
     sums === null ? nothing : html`<small>${plain(sums.since.slice(0, 10))} to ${plain(sums.until.slice(0, 10))}, UTC</small>`}</h2>
-    <div class="bar">${selectView("Time", periods(), period, (value) => choose("period", value))}
+    <div class="bar">${selectView("Time", periods(), query.get("period") ?? "30d", (value) => choose("period", value))}
     ${id === "" ? selectView("By", Object.entries(DIMENSIONS), by, (value) => choose("by", value)) : nothing}
-    <button @click=${() => download(dimension)}>Download CSV</button></div>
+    <button @click=${() => download(by)}>Download CSV</button></div>
     ${told.reportTrouble !== "" ? html`<p class="error" role="alert">${plain(told.reportTrouble)}</p>`
       : sums === null ? html`<p class="muted" role="status">Reading the ledger…</p>` : html`<p>${inWords(sums.total)}</p>${daysView(days.rows, "")}
-      ${sums.rows.length === 0 ? nothing : sumsView(sums.rows, DIMENSIONS[dimension], (row) => nameOf(row, dimension), `Usage by ${dimension}`)}
-      ${[...sums.notes].map((note) => html`<p class="muted">${plain(note)}</p>`)}`}</section>`;
+      ${sums.rows.length === 0 ? nothing : sumsView(sums.rows, DIMENSIONS[by], (row) => nameOf(row, by), `Usage by ${by}`)}
+      ${sums.notes.map((note) => html`<p class="muted">${plain(note)}</p>`)}`}</section>`;
 }
 
-function nameOf(row, dimension) {
-  const name = row[dimension] ?? "none";
-  if (dimension !== "key" || row.key === null) return plain(name);
+function nameOf(row, by) {
+  const name = row[by] ?? "none";
+  if (by !== "key" || row.key === null) return plain(name);
   const shown = plain(row.key_name ?? name);
   return isAdmin() ? html`<a href=${href("keys", row.key)}>${shown}</a>` : shown;
 }
@@ -249,14 +258,14 @@ async function download(by) {
 
 // The forms.
 
-function show(form, redraw) {
+function show(form) {
   if (form !== "") opener = document.activeElement;
   [open, moved] = [form, true];
   redraw();
 }
 
 /** A form within the page: `send` gets its fields, and returns what to say when all went well. */
-function sheet(title, word, fields, send, redraw) {
+function sheet(title, word, fields, send) {
   const submit = async (event) => {
     event.preventDefault();
     const form = event.target;
@@ -264,16 +273,16 @@ function sheet(title, word, fields, send, redraw) {
     button.disabled = true;
     try {
       toast(await send(Object.fromEntries(new FormData(form))));
-      show("", redraw);
+      show("");
     } catch (error) {
       toast(error.message, true);
     }
     button.disabled = false;
-    await loadKeys(redraw);
+    await loadKeys();
   };
   return html`<form class="sheet" @submit=${submit} aria-label=${title}><h3>${title}</h3>${fields}
     <p class="actions"><button type="submit" class="primary">${word}</button>
-      <button type="button" @click=${() => show("", redraw)}>Cancel</button></p></form>`;
+      <button type="button" @click=${() => show("")}>Cancel</button></p></form>`;
 }
 
 const field = (name, label, value, more = {}) => html`<label>${label} <input name=${name} .defaultValue=${value ?? ""} autocomplete="off"
@@ -288,7 +297,7 @@ function limitsOf(fields) {
 }
 
 /** Without `key`: of a new one. */
-function keyForm(key, redraw) {
+function keyForm(key) {
   const classes = [["", "normal (not said)"], ...CLASSES.map((name) => [name, name])];
   const most = [["", "its class"], ...CLASSES.map((name) => [name, name])];
   const groups = (told.groups ?? []).map((group) => group.name);
@@ -308,43 +317,43 @@ function keyForm(key, redraw) {
     if (made.key) secret = { name: made.name, key: made.key };
     if (key !== null && made.name !== key.name) go(href("keys", made.name));
     return [key === null ? `${made.name} has a key.` : `${made.name} is changed.`, ...made.warnings ?? []].join(" ");
-  }, redraw);
+  });
 }
 
-function rotateForm(key, redraw) {
+function rotateForm(key) {
   const graces = [["24h", "a day"], ["0", "no longer"], ["1h", "an hour"], ["7d", "a week"], ["30d", "30 days"]];
   const fields = html`<p>It gets a new secret, which is shown once.</p>${choice("grace", "The old one works for", graces, "24h")}`;
   return sheet(`Rotate ${plain(key.name)}`, "Rotate it", fields, async ({ grace }) => {
     const made = await (await ask("POST", keyPath(key.id, "/rotate"), { body: { grace } })).json();
     secret = { name: made.name, key: made.key };
     return `${made.name} has a new secret.`;
-  }, redraw);
+  });
 }
 
-function revokeForm(key, redraw) {
+function revokeForm(key) {
   const fields = html`<p data-first tabindex="-1">Within a second its requests get 401. That can't be undone.</p>`;
   return sheet(`Revoke ${plain(key.name)} for good?`, "Revoke it", fields, async () => {
     await ask("DELETE", keyPath(key.id));
     return `${key.name} is revoked.`;
-  }, redraw);
+  });
 }
 
-function groupForm(group, redraw) {
+function groupForm(group) {
   const fields = html`${group === null ? field("group", "Name", "", { required: true, first: true }) : nothing}${limitFields(group?.limits)}`;
   return sheet(group === null ? "A new group" : `Limits of ${plain(group.name)}`, group === null ? "Make it" : "Set them", fields, async (given) => {
     const name = group?.name ?? given.group.trim();
     const body = { limits: { ...group?.limits, ...limitsOf(given) }, user_limits: group?.user_limits ?? null };
     await ask("PUT", groupPath(name), { body });
     return `${name} has these limits.`;
-  }, redraw);
+  });
 }
 
-function removeForm(group, redraw) {
+function removeForm(group) {
   const fields = html`<p data-first tabindex="-1">Its limits go; ${plural(group.keys, "key")} ${group.keys === 1 ? "names" : "name"} it.</p>`;
   return sheet(`Remove ${plain(group.name)}?`, "Remove it", fields, async () => {
     await ask("DELETE", groupPath(group.name));
     return `${group.name} is removed.`;
-  }, redraw);
+  });
 }
 
 const groupPath = (name) => `admin/groups/${encodeURIComponent(name)}`;

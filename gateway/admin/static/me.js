@@ -12,7 +12,8 @@ const [PAGE_ROWS, MOST_ROWS] = [50, 1000];
 
 const page = document.getElementById("page");
 
-const mine = { use: null, requests: [], next: null, models: [], trouble: "", wantsKey: false };
+const NOTHING = { use: null, requests: [], next: null, unread: "", models: [], trouble: "", wantsKey: false };
+const mine = { ...NOTHING };
 /** The key as it was typed, for the snippets that shall have it; the requests have it from `ask.js`. */
 let typedKey = "";
 let chosen = { client: "", model: "", withKey: false };
@@ -74,11 +75,11 @@ function usePanel({ today, month, as_of: at, reason }) {
 }
 
 function requestsPanel() {
-  const { requests, next } = mine;
+  const { requests, next, unread } = mine;
   const withCost = costs(requests);
   return html`<section id="requests" class="panel" aria-labelledby="requests-title">
     <h2 id="requests-title">Requests <small>that have ended, the latest first</small></h2>
-    ${requests.length === 0 ? html`<p class="muted">There are none.</p>` : html`
+    ${requests.length === 0 ? html`<p class="muted">${plain(unread) || "There are none."}</p>` : html`
     <div class="scroll" tabindex="0" role="region" aria-label="Requests"><table>
       <thead><tr><th scope="col">Ended</th><th scope="col">Model</th><th scope="col">Came of it</th><th scope="col" class="n">Waited</th>
         <th scope="col" class="n">First token</th><th scope="col" class="n">In all</th><th scope="col" class="n">Tokens</th>
@@ -146,7 +147,7 @@ function forget() {
 /** Begin with what is known of the key that holds now. */
 function start() {
   turn += 1;
-  Object.assign(mine, { use: null, requests: [], next: null, models: [], trouble: "", wantsKey: false });
+  Object.assign(mine, NOTHING);
   chosen = { ...chosen, withKey: false };
   refresh();
 }
@@ -159,25 +160,20 @@ async function refresh() {
     const use = await fetchJson("v1/usage");
     const [requests, models] = await Promise.allSettled([fetchJson(`v1/usage/requests?limit=${PAGE_ROWS}`), fetchJson("v1/models")]);
     if (asked !== turn) return;
-    Object.assign(mine, { use, trouble: "" });
-    if (requests.status === "fulfilled") takeRequests(requests.value);
+    Object.assign(mine, { use, trouble: "", unread: requests.reason?.message ?? "" });
+    // Older ones that were asked for stay.
+    if (requests.status === "fulfilled" && mine.requests.length <= PAGE_ROWS) {
+      Object.assign(mine, { requests: requests.value.requests, next: requests.value.next });
+    }
     if (models.status === "fulfilled") mine.models = models.value.data;
   } catch (error) {
     if (asked !== turn) return;
     if (error instanceof ApiError && error.status === 401) {
       const trouble = typedKey === "" ? "" : "This key is not valid.";
-      Object.assign(mine, { use: null, requests: [], next: null, models: [], wantsKey: true, trouble });
+      Object.assign(mine, { ...NOTHING, wantsKey: true, trouble });
     } else mine.trouble = error instanceof ApiError ? error.message : "The gateway does not answer.";
   }
   draw();
-}
-
-/** The latest ones; older ones that were asked for stay. */
-function takeRequests({ requests, next }) {
-  const fresh = new Set(requests.map((row) => row.id));
-  const older = mine.requests.filter((row) => !fresh.has(row.id));
-  if (mine.requests.length === 0 || older.length === mine.requests.length) Object.assign(mine, { requests, next });
-  else mine.requests = [...requests, ...older];
 }
 
 async function older() {
