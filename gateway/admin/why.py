@@ -179,8 +179,8 @@ class WhyEndpoints:
                     "request_not_found",
                     f"No request '{truncate_echo(name)}' is remembered{unread}. Ask for the id in "
                     "the log or for the response's X-Request-ID. The last "
-                    f"{MOST_GRANTS} decisions are kept, now those since {since}; the log and the "
-                    "sums of the ledger reach further back.",
+                    f"{MOST_GRANTS} decisions are kept, now those since {since}; the log reaches "
+                    "further back.",
                     param="id",
                 )
         return JsonResponse(
