@@ -54,8 +54,7 @@ async def test_callers_see_their_own_requests_and_no_others(tmp_path: Path) -> N
         assert (found["object"], found["next"], found["complete"]) == ("list", None, True)
         assert (first["client_request_id"], latest["client_request_id"]) == ("mine-1", None)
         assert (first["status"], first["outcome"], first["completion_tokens"]) == (200, "ok", 8)
-        assert 0 < first["ttft_seconds"] <= first["seconds"]
-        assert first["wait_seconds"] is not None
+        assert 0 <= first["wait_seconds"] <= first["seconds"]
         # Neither text nor where it ran.
         assert not {"key", "key_name", "node", "tier", "slot_seconds"} & set(first)
         assert "Hello there" not in str(found)
@@ -106,7 +105,6 @@ async def test_pages_follow_each_other_and_another_keys_cursor_shows_nothing_of_
         ("?limit=1001", "limit"),
         ("?limit=x", "limit"),
         ("?before=x", "before"),
-        ("?before=l1e999", "before"),
         ("?since=never", "since"),
         ("?since=2026-01-02&until=2026-01-01", "until"),
         ("?user=bob", "user"),
@@ -120,13 +118,13 @@ async def test_what_makes_no_sense_is_refused(
 
 
 async def test_hidden_figures_and_a_missing_store_are_told_as_such(tmp_path: Path) -> None:
-    async with metered_gateway(tmp_path / "a", cache={"hide": True}) as running:
+    async with metered_gateway(tmp_path, cache={"hide": True}) as running:
         await chat(running, ALICE)
         await recorded(running, 1)
         [row] = (await asked(running, ALICE))["requests"]
         assert row["cached_tokens"] is None
         assert row["prompt_tokens"] > 0
-    async with metered_gateway(tmp_path / "b", store={"url": "off"}) as running:
+    async with metered_gateway(tmp_path, store={"url": "off"}) as running:
         assert (await refusal(running, ALICE, ""))[:2] == (501, "not_supported")
 
 
