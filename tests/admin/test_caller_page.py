@@ -15,7 +15,7 @@ import yaml
 from playwright.async_api import Page, expect
 
 from gateway.callers.keys import new_key
-from tests.admin.browser import WatchedPage, a_browser, needs_browser
+from tests.admin.browser import PATIENCE, WatchedPage, a_browser, needs_browser
 from tests.admin.test_dashboard import AXE, HOSTILE, VIOLATIONS
 from tests.emulator import EmulatedNode
 from tests.gateways import Running, running_gateway, until
@@ -24,7 +24,7 @@ pytestmark = [pytest.mark.slow, needs_browser]
 
 ALICE, OTHER = new_key("alice"), new_key("other")
 HOSTILE_NAME = HOSTILE.replace("\u202e", "").replace("\u0007", "")
-LIMITS = {"rpm": 100, "tokens_per_day": 200, "budget": "5/month"}
+LIMITS = {"rpm": 100, "tokens_per_day": 2000, "budget": "5/month"}
 SETTINGS: dict[str, Any] = {
     "listen": {"caller_page": True},
     "keys": [
@@ -44,7 +44,10 @@ async def a_gateway(folder: Path, model: str = "mistral-7b") -> AsyncIterator[Ru
         spec = {"name": "node-0", "url": node.url, "cost_per_hour": 3.0}
         async with running_gateway(folder, [spec], SETTINGS) as running:
             for number, key in enumerate((ALICE, ALICE, ALICE, OTHER)):
-                body = {"messages": [{"role": "user", "content": "words-nobody-knows"}]}
+                body = {
+                    "max_tokens": 8,
+                    "messages": [{"role": "user", "content": "words-nobody-knows"}],
+                }
                 headers = {"authorization": f"Bearer {key.text}", "x-request-id": f"mine-{number}"}
                 chat = await running.client.post("/v1/chat/completions", json=body, headers=headers)
                 assert chat.status_code == 200, chat.text
@@ -65,7 +68,7 @@ async def own_page(running: Running, key: str | None, **context: Any) -> AsyncIt
         }
         opened = await browser.new_context(**context)
         page = await opened.new_page()
-        page.set_default_timeout(60_000.0)
+        page.set_default_timeout(PATIENCE)
         watched = WatchedPage(page, running.url)
         page.on("pageerror", lambda error: watched.trouble.append(f"failed: {error}"))
         page.on("console", watched.heard)

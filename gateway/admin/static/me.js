@@ -23,7 +23,6 @@ let turn = 0;
 
 function draw() {
   render(headerView(), document.getElementById("top"));
-  if (page.firstElementChild?.classList.contains("loading")) page.replaceChildren();
   render(mine.wantsKey ? keyView() : pageView(), page);
   if (mine.wantsKey && !hasFocus) document.getElementById("own-key").focus();
   hasFocus = mine.wantsKey;
@@ -191,4 +190,5 @@ async function older() {
 setInterval(() => {
   if (!document.hidden && !mine.wantsKey && mine.use !== null) refresh();
 }, REFRESH_SECONDS * 1000);
+page.replaceChildren();
 start();
