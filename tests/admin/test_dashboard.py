@@ -19,7 +19,7 @@ import pytest
 from playwright.async_api import Page, expect
 
 from gateway.callers.keys import AdminRole, new_key
-from tests.admin.browser import a_browser, a_page, needs_browser, turn_to
+from tests.admin.browser import a_browser, a_page, confirm, needs_browser, turn_to
 from tests.emulator import EmulatedNode
 from tests.gateways import NO_TLS, Running, running_gateway, until
 
@@ -125,7 +125,13 @@ async def test_an_operator_drains_and_resumes_a_node_by_a_click(tmp_path: Path) 
     async with a_dashboard(tmp_path, at="nodes") as (running, _, page):
         name = "epyc-a-numa1"
         card = node_card(page, name)
-        await card.get_by_role("button", name=f"Drain {name}").click()
+        drain = card.get_by_role("button", name=f"Drain {name}")
+        await drain.click()
+        await page.get_by_role("button", name="Leave it").click()
+        await expect(drain).to_be_focused()
+        assert not running.gateway.fleet.nodes[name].draining
+        await drain.click()
+        await confirm(page, f"Drain {name}?")
         await expect(card.locator(".state")).to_contain_text("draining")
         await expect(page.locator("#toasts")).to_contain_text("gets no new work")
         assert running.gateway.fleet.nodes[name].draining
@@ -187,6 +193,7 @@ async def test_an_operator_cancels_a_request_by_a_click(tmp_path: Path) -> None:
             await expect(page.locator("#requests tbody tr")).to_have_count(1)
             assert "words-nobody-knows" not in await page.content()
             await page.get_by_role("button", name="Cancel request mine-17").click()
+            await confirm(page, "Cancel request mine-17?")
             rest = "\n".join([line async for line in lines])
             assert "operator" in rest
         await expect(page.locator("#requests")).to_contain_text("Nothing waits and nothing runs")

@@ -145,6 +145,12 @@ async def test_the_keyboard_alone_drains_and_resumes_and_a_held_key_does_nothing
         for _ in range(5):
             await page.keyboard.down("Enter")
         await page.keyboard.up("Enter")
+        question = page.locator("#confirm")
+        await expect(question.get_by_role("heading")).to_be_focused()
+        for _ in range(2):
+            await page.keyboard.press("Tab")
+        await page.keyboard.press("Enter")
+        await expect(question).to_be_hidden()
         await expect(dialog.get_by_role("button", name="Resume")).to_be_focused()
         assert nodes[name].draining
         # A screen reader tells only what is within the open dialog.

@@ -108,7 +108,7 @@ async def test_the_timeline_draws_what_slots_do_and_tells_it_in_words(tmp_path: 
         picture = page.locator("#timeline")
         row = picture.locator("tbody tr", has_text="epyc-a-numa0")
         await expect(row.locator("td").nth(1)).to_have_text("2")
-        await expect(picture.locator(".chip.caller")).to_have_text(["127.0.0.1"])
+        await expect(picture.locator(".chip.caller")).to_have_text(["anonymous:127.0.0.1"])
         await page.emulate_media(color_scheme="light")
         await inked(page, FIRST_CALLER)
         await page.emulate_media(color_scheme="dark")

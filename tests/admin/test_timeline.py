@@ -26,7 +26,9 @@ def spans(gateway: BareGateway, after: float = 0.0, *, shows_callers: bool = Tru
 
 @in_virtual_time
 async def test_an_attempt_reads_then_writes_and_then_has_ended() -> None:
-    async with bare_gateway(EmulatedNode(slots=2, decode_tps=10, prefill_tps=100)) as gateway:
+    async with bare_gateway(
+        EmulatedNode(slots=2, decode_tps=10, prefill_tps=100), serving=True
+    ) as gateway:
         asked = asyncio.create_task(ask(gateway, "it", "word " * 300, max_tokens=50))
         await gateway.until(lambda: bool(gateway.scheduler.records))
         (reads,) = spans(gateway)
@@ -41,7 +43,7 @@ async def test_an_attempt_reads_then_writes_and_then_has_ended() -> None:
     assert writes.writes - writes.begin > 2
     assert writes.end is None
     assert ended.end is not None
-    assert ended.end - writes.writes == pytest.approx(5, rel=0.2)
+    assert ended.end - writes.writes > 2
     assert ended.end == pytest.approx(ended_at, abs=1)
     assert ended.outcome == "ok"
     # The three are of one request, and begin alike.
@@ -50,7 +52,7 @@ async def test_an_attempt_reads_then_writes_and_then_has_ended() -> None:
 
 @in_virtual_time
 async def test_of_what_was_told_before_only_what_has_changed_is_told_again() -> None:
-    async with bare_gateway(EmulatedNode(slots=2, decode_tps=10)) as gateway:
+    async with bare_gateway(EmulatedNode(slots=2, decode_tps=10), serving=True) as gateway:
         await ask(gateway, "first", max_tokens=5)
         await asyncio.sleep(1)
         told_at = UNIX + now()
@@ -59,7 +61,7 @@ async def test_of_what_was_told_before_only_what_has_changed_is_told_again() -> 
         (second,) = spans(gateway, told_at)
         assert [one.begin for one in spans(gateway)][-1] == second.begin
         # What is older than the picture is told to nobody.
-        await asyncio.sleep(TIMELINE_SECONDS)
+        await asyncio.sleep(TIMELINE_SECONDS + 1)
         assert spans(gateway) == []
 
 
@@ -85,11 +87,11 @@ async def test_callers_are_told_to_operators_alone() -> None:
             )
             assert response.status_code == 200
             assert response.json()["columns"] == list(Span._fields)
-    async with bare_gateway(EmulatedNode()) as gateway:
+    async with bare_gateway(EmulatedNode(), serving=True) as gateway:
         await ask(gateway, "it", max_tokens=5)
         (shown,) = spans(gateway)
         (hidden,) = spans(gateway, shows_callers=False)
-    assert shown.caller == "127.0.0.1"
+    assert shown.caller == "anonymous:127.0.0.1"
     assert hidden == shown._replace(caller=None)
 
 

@@ -81,9 +81,9 @@ export function depends(route) {
 }
 
 export function view({ query }, redraw) {
-  for (const [name, word, usual] of [["words", "find", ""], ["only", "state", ""], ["size", "size", "auto"]]) {
-    look[name] = query.get(word) ?? usual;
-  }
+  look.words = query.get("find") ?? "";
+  look.only = WORST.find((word) => word === query.get("state")) ?? "";
+  look.size = ["cards", "tiles", "dots"].find((size) => size === query.get("size")) ?? "auto";
   const all = nodesAlone();
   shown = look.words.trim() || look.only ? all.filter(matches) : all;
   const form = sizeOf(shown.length);

@@ -9,8 +9,10 @@ import { ask } from "./stream.js";
 import { colour, theme } from "./theme.js";
 
 const SPAN_SECONDS = 600;
+/** Seconds that are drawn at least, of a gateway that has just started. */
+const LEAST_SPAN = 60;
 const POLL_SECONDS = 2;
-const [LABEL, LABEL_NARROW, RIGHT] = [118, 58, 8];
+const [LABEL, LABEL_NARROW, RIGHT] = [118, 72, 8];
 const [MOST_LANE, LEAST_LANE, ALL_LANES] = [15, 4, 420];
 const [NODE_GAP, WAIT_HEIGHT, AXIS] = [4, 34, 18];
 /** Callers with a colour of their own; all further ones share the last. */
@@ -159,9 +161,10 @@ export function drawTimeline() {
   if (layout === null || layout.canvas !== canvas || layout.wanted !== wanted) layout = laidOut(canvas, wanted);
   const { context, left, right, tops, lane, bottom } = layout;
   const now = Math.max(state.at, told.at);
-  const x = (at) => left + Math.max(0, (at - now + SPAN_SECONDS) / SPAN_SECONDS) * (right - left);
+  const first = firstOf(now);
+  const x = (at) => left + Math.max(0, (at - first) / (now - first)) * (right - left);
   context.clearRect(0, 0, layout.width, layout.height);
-  drawFrame(now, x);
+  drawFrame(first, now, x);
   const moved = new Map();
   for (const span of spans.values()) {
     const faded = chosen !== null && span.caller !== chosen;
@@ -185,6 +188,9 @@ export function drawTimeline() {
   drawWaiting(now, x, bottom);
   drawWords();
 }
+
+/** The time at the left side of the picture. */
+const firstOf = (now) => Math.max(now - SPAN_SECONDS, Math.min(told.since, now - LEAST_SPAN));
 
 const isCut = (span) => span.outcome !== null && !WHOLE.has(span.outcome);
 
@@ -222,7 +228,7 @@ function drawMoves(attempts, x) {
   }
 }
 
-function drawFrame(now, x) {
+function drawFrame(first, now, x) {
   const { context, tops, lane, left, right, bottom, width } = layout;
   context.fillStyle = layout.track;
   for (const [name, slots] of Object.entries(told.nodes)) {
@@ -236,11 +242,11 @@ function drawFrame(now, x) {
   for (const [name, slots] of Object.entries(told.nodes)) {
     const y = tops.get(name) + (slots * (lane + 1)) / 2;
     if (y < free) continue;
-    context.fillText(shortened(context, plain(name), left - 10), left - 6, y);
+    context.fillText(layout.labels.get(name), left - 6, y);
     free = y + 13;
   }
   context.textBaseline = "alphabetic";
-  for (let minute = Math.ceil((now - SPAN_SECONDS) / 60); minute * 60 <= now; minute += 1) {
+  for (let minute = Math.ceil(first / 60); minute * 60 <= now; minute += 1) {
     if (minute % (width < 600 ? 3 : 1) !== 0) continue;
     const at = x(minute * 60);
     context.fillStyle = layout.line;
@@ -294,15 +300,18 @@ function laidOut(canvas, wanted) {
   canvas.height = Math.round(height * devicePixelRatio);
   const context = canvas.getContext("2d");
   context.setTransform(devicePixelRatio, 0, 0, devicePixelRatio, 0, 0);
+  // In units of the letters that the style sheet has them in.
   const letters = parseFloat(getComputedStyle(document.documentElement).fontSize) / 14;
   const inks = [...Array(COLOURS).keys()].map((one) => colour(`--caller-${one}`, true));
   inks.push(colour("--others", true), colour("--line", true));
+  const left = Math.min(width / 3, letters * (width < 600 ? LABEL_NARROW : LABEL));
+  const font = `${Math.round(11 * letters)}px system-ui, sans-serif`;
+  context.font = font;
   return {
-    canvas, wanted, context, width, height, tops, lane, bottom: y,
-    left: Math.min(width / 3, letters * (width < 600 ? LABEL_NARROW : LABEL)), right: width - RIGHT,
-    font: `${Math.round(11 * letters)}px system-ui, sans-serif`,
+    canvas, wanted, context, width, height, tops, lane, bottom: y, left, right: width - RIGHT, font,
+    labels: new Map(nodes.map(([name]) => [name, shortened(context, plain(name), left - 10)])),
     solid: inks, stripes: inks.map((ink) => striped(context, ink)),
-    track: colour("--track"), line: colour("--line"), muted: colour("--muted"), ink: colour("--text"),
+    track: colour("--back"), line: colour("--line"), muted: colour("--muted"), ink: colour("--text"),
     panel: colour("--panel"), bad: colour("--bad", true),
   };
 }
@@ -333,7 +342,7 @@ function shortened(context, words, most) {
   return `…${kept}`;
 }
 
-const clock = (at) => new Date(at * 1000).toLocaleTimeString([], { hour: "2-digit", minute: "2-digit" });
+const clock = (at) => new Date(at * 1000).toTimeString().slice(0, 5);
 
 // What the pointer looks at.
 
@@ -341,7 +350,8 @@ function spanAt(event) {
   if (layout === null) return null;
   const { left, right, tops, lane } = layout;
   const now = Math.max(state.at, told.at);
-  const at = now - SPAN_SECONDS + ((event.offsetX - left) / (right - left)) * SPAN_SECONDS;
+  const first = firstOf(now);
+  const at = first + ((event.offsetX - left) / (right - left)) * (now - first);
   return [...spans.values()].findLast((span) => at >= span.begin - 1 && at <= (span.end ?? now) + 1
     && span.lanes.some((own) => Math.floor((event.offsetY - tops.get(span.node)) / (lane + 1)) === own)) ?? null;
 }
