@@ -140,6 +140,12 @@ ADMIN_ROUTES = (
         "revoke it", "keys.revoke"),
     AdminRoute("POST", "/admin/keys/{name}/rotate", ADMIN, lambda e: e.keys.rotate,
         "a new secret; the old one works for the grace", "keys.rotate"),
+    AdminRoute("GET", "/admin/groups", ADMIN, lambda e: e.keys.list_groups,
+        "groups of keys, and what is used of their limits"),
+    AdminRoute("PUT", "/admin/groups/{name}", ADMIN, lambda e: e.keys.put_group,
+        "define one in the store", "groups.set"),
+    AdminRoute("DELETE", "/admin/groups/{name}", ADMIN, lambda e: e.keys.remove_group,
+        "remove one of the store", "groups.remove"),
     AdminRoute("GET", "/admin/audit", ADMIN, lambda e: e.audit.list, "who has changed what"),
     AdminRoute("GET", "/openapi.json", VIEWER, lambda e: e.pages.openapi,
         "both listeners, for programs"),
@@ -212,6 +218,7 @@ def admin_app(
     `relayed` makes of the application, behind the guard, what another gateway serves a part of.
     """
     health = HealthEndpoints(fleet, scheduler, lambda: gateway.closing, standing_error)
+    name_of = gateway.key_sync.key_ring.name_of
     endpoints = AdminEndpoints(
         dashboard=DashboardPages(StaticPage(PAGE, load_files(STATIC_FOLDER)), INDEX_PAGE),
         live=live,
@@ -224,9 +231,9 @@ def admin_app(
         node_metrics=NodeMetricsEndpoint(fleet, lambda: gateway.settings, gateway.clock),
         models=ModelEndpoints(fleet, scheduler, gateway),
         placements=PlacementEndpoints(fleet, gateway, time.time),
-        requests=RequestEndpoints(registry, scheduler),
-        why=WhyEndpoints(scheduler, registry, live.history, time.time, ended),
-        usage=UsageEndpoints(reporter, ended, time.time),
+        requests=RequestEndpoints(registry, scheduler, name_of),
+        why=WhyEndpoints(scheduler, registry, live.history, time.time, ended, name_of),
+        usage=UsageEndpoints(reporter, ended, time.time, name_of),
         configuration=ConfigEndpoints(gateway),
         audit=AuditEndpoints(audit),
         keys=KeyEndpoints(gateway, fleet.model_index, time.time),

@@ -12,8 +12,10 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from gateway.api.base import openai_error
+from gateway.callers.key_sync import KeySync
 from gateway.callers.ledger import Ledger
-from gateway.callers.stored_keys import KeySync
+from gateway.callers.limits import UsedQuota
+from gateway.callers.standings import Standings
 from gateway.config.errors import ConfigError, Problem, single_line
 from gateway.config.settings import Settings, masked_settings
 from gateway.errors import GatewayError
@@ -103,6 +105,18 @@ class GatewayControl(Protocol):
     @property
     def cluster(self) -> ClusterMember | None:
         """What it is in its cluster; None: it is a gateway of its own."""
+
+    @property
+    def quotas(self) -> Sequence[UsedQuota]:
+        """The quotas that are nearly, or quite, used up."""
+
+    @property
+    def standings(self) -> Standings:
+        """How far limits are used."""
+
+    @property
+    def undefined_groups(self) -> Mapping[str, int]:
+        """How many keys are of each group that nobody has defined."""
 
     @property
     def storage(self) -> StorageCondition:

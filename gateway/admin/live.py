@@ -47,6 +47,7 @@ from gateway.watch.audit import AuditTrail
 from gateway.watch.history import COLUMNS, FleetHistory, Gauges, HistoryPoint
 from gateway.watch.problems import (
     LOST_EDGE_SECONDS,
+    MOST_NAMED_QUOTAS,
     USABLE_STATES,
     FleetCondition,
     ModelNodes,
@@ -241,13 +242,19 @@ class LiveView:
             id_ = in_flight.request.id
             if id_ in places or in_flight.attempt is not None or in_flight.sub_requests is not None:
                 estimate = expected(in_flight.request.lease_request)
-                rows[id_] = _request_row(in_flight, places.get(id_), now, wall, estimate)
+                row = _request_row(in_flight, places.get(id_), now, wall, estimate)
+                row["caller_name"] = self._name_of(in_flight.request.caller.id)
+                rows[id_] = row
                 left -= 1
             if not left:
                 break
         return rows
 
     # The rest.
+
+    def _name_of(self, caller: str | None) -> str | None:
+        ring = self.gateway.key_sync.key_ring
+        return None if caller is None else ring.name_of(caller)
 
     def _summary(self, counts: _FleetCounts) -> dict[str, Any]:
         gateway, scheduler = self.gateway, self.scheduler
@@ -303,6 +310,16 @@ class LiveView:
                 for place, key in enumerate(gateway.settings.keys)
                 if key.id in {queue.top_caller, limited_caller}
             },
+            caller_names={
+                caller: self._name_of(caller)
+                for caller in (
+                    *(queue.top_caller, limited_caller, *gateway.storage.full_callers[:1]),
+                    *(one.id for one in gateway.quotas[:MOST_NAMED_QUOTAS]),
+                )
+                if caller
+            },
+            quotas=gateway.quotas,
+            undefined_groups=gateway.undefined_groups,
             spill=self._spill(),
             inventory_error=gateway.inventory_error,
             settings_error=gateway.settings_error,

@@ -10,7 +10,7 @@ import socket
 import subprocess
 import time
 from asyncio.subprocess import Process
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -44,9 +44,12 @@ from gateway.app.learnt import LearntMemory
 from gateway.app.metering import Metering
 from gateway.app.startup import Options, StartError, check_extras, reread_admin_key
 from gateway.callers.callers import is_loopback
+from gateway.callers.key_sync import KeySync
 from gateway.callers.keys import AdminKeys, KeyRing
 from gateway.callers.ledger import Ledger
-from gateway.callers.stored_keys import KeySync
+from gateway.callers.limits import UsedQuota
+from gateway.callers.standings import Standings
+from gateway.callers.stored_keys import group_warnings
 from gateway.config.errors import ConfigError, Problem
 from gateway.config.inventory import Inventory, load_inventory
 from gateway.config.listeners import LimitSettings
@@ -211,6 +214,7 @@ class Gateway:
             registry=self.registry,
             bus=self.bus,
             clock=self.clock,
+            on_groups=self._put_groups_in_force,
         )
         self.bus.subscribe(InventoryChanged, lambda _: self._warn_of_empty_pools())
         config = self._handler_config(settings)
@@ -245,9 +249,11 @@ class Gateway:
             self.fleet, self.scheduler, self.registry, lambda: self.inventory_error,
             self.proxy_context.retries_left, lambda: self.certificates.expiry,
             self.store, self.ledger, self.background, self.tracing, lambda: self.edges,
-            lambda: self.cluster,
+            lambda: self.cluster, self._key_names, lambda: self.quotas,
         )  # fmt: skip
-        self.telemetry = Telemetry(settings, self.bus, logs, snapshot, self.tracing)
+        self.telemetry = Telemetry(
+            settings, self.bus, logs, snapshot, self.tracing, self.key_ring.name_of
+        )
         self.metrics = self.telemetry.metrics
         self.drain_deadlines = DrainDeadlines(self.registry)
         self.audit = AuditTrail(time.time, self.store, member=self.member or "")
@@ -322,6 +328,26 @@ class Gateway:
         return self.key_ring.lost
 
     @property
+    def quotas(self) -> Sequence[UsedQuota]:
+        """The quotas that are nearly, or quite, used up."""
+        return self.background.quotas.used
+
+    @property
+    def standings(self) -> Standings:
+        """How far limits are used."""
+        return self.metering.standings
+
+    @property
+    def undefined_groups(self) -> Mapping[str, int]:
+        """How many keys are of each group that nobody has defined."""
+        return self.metering.undefined_groups()
+
+    def _key_names(self) -> Iterator[tuple[str, str]]:
+        """The names of keys by their ids, if metrics are to have them."""
+        if self.settings.telemetry.key_names:
+            yield from ((caller.id, caller.name) for caller in self.key_ring.callers())
+
+    @property
     def storage(self) -> StorageCondition:
         """Whether files and results of callers can be kept."""
         return self.background.storage()
@@ -383,6 +409,7 @@ class Gateway:
                 open_files=open_files,
             )
             self._warn_of_empty_pools()
+            self._warn_of_undefined_groups()
             self._notifier.notify("READY=1", f"STATUS=serving on {self.public_listener.url}")
             self._inherited.notify_ready()
             self.audit.record("gateway", None, "start", __version__)
@@ -768,21 +795,31 @@ class Gateway:
         self.proxy_context.usage_options.forget()
         if settings == old:
             return change
-        self.proxy_context.configure(settings)
         self.scheduler.configure(settings)
         self.autoscaler.configure(settings)
         self.model_placer.configure(settings)
         self.fleet.configure(settings.health, settings.timeouts)
         self.metering.configure(settings)
-        self.handler.configure(self._handler_config(settings))
-        self.background.configure(settings, self.handler.config.rules)
+        self._put_groups_in_force()
         if self.edges is not None:
             self.edges.brain.configure()
         self.telemetry.configure(settings)
         self._public_app = self._make_public_app()
         self.bus.publish(change)
         self._warn_of_empty_pools()
+        self._warn_of_undefined_groups()
         return change
+
+    def _put_groups_in_force(self) -> None:
+        """Serve new requests by the settings, and by the store's groups beside theirs."""
+        settings = self.metering.in_force
+        self.proxy_context.configure(settings)
+        self.handler.configure(self._handler_config(settings))
+        self.background.configure(settings, self.handler.config.rules)
+
+    def _warn_of_undefined_groups(self) -> None:
+        for warning in group_warnings(self.undefined_groups):
+            log.warning("group", warning=warning)
 
     def _warn_of_empty_pools(self) -> None:
         labels = (node.spec.labels for node in self.fleet.nodes.values())
@@ -804,9 +841,11 @@ class Telemetry:
         logs: Logs,
         snapshot: Callable[[], MetricsSnapshot],
         tracing: RequestTracing,
+        name_of: Callable[[str], str | None],
     ) -> None:
+        """`name_of`: the name of the key with this id."""
         self.metrics = Metrics(bus, snapshot)
-        self._event_log = log_events(bus, logs)
+        self._event_log = log_events(bus, logs, name_of=name_of)
         self._logs = logs
         self._tracing = tracing
         self._configure_events(settings)

@@ -11,6 +11,7 @@ from gateway import __version__
 from gateway.cli import (
     batch,
     cluster,
+    groups,
     keys,
     machine,
     nodes,
@@ -68,6 +69,7 @@ for command, examples in (
     app.command(cls=HelpCommand, epilog=examples)(command)
 
 app.add_typer(keys.app, name="keys")
+app.add_typer(groups.app, name="groups")
 app.add_typer(batch.webhooks, name="webhooks")
 app.add_typer(batch.app, name="batch")
 app.add_typer(store.app, name="store")

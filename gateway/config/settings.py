@@ -290,7 +290,7 @@ class Settings(ConfigModel):
     batches: BatchSettings = BatchSettings()
     """Files, batches and background responses."""
     webhooks: WebhookSettings = WebhookSettings()
-    """Events of batches and responses, posted to receivers."""
+    """Events of batches, responses and quotas, posted to receivers."""
     logging: LoggingSettings = LoggingSettings()
     """What is logged."""
     telemetry: TelemetrySettings = TelemetrySettings()

@@ -117,6 +117,9 @@ class TelemetrySettings(ConfigModel):
     gen_ai_metrics: bool = False
     """Requests in `/metrics` also under the names of OpenTelemetry's conventions for generative AI
     (`gen_ai_server_request_duration_seconds` and so on)."""
+    key_names: bool = True
+    """`llama_gateway_key_info` in `/metrics`: the name of each API key beside its id, of 1,000 keys
+    at most."""
     node_metrics: bool = True
     """Serve `/metrics/nodes`: the metrics of all llama.cpp servers, each with its node's name."""
     traces: TracesSettings = TracesSettings()

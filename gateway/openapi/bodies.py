@@ -248,7 +248,8 @@ def fields_schema(fields: Fields, optional: Collection[str] = ()) -> JsonSchema:
 
 # Fields that described bodies may lack. It depends on a decision's kind which others it has.
 _OPTIONAL: dict[str, Collection[str]] = {
-    "ApiKey": {"key", "warnings"},
+    "ApiKey": {"key", "last_used_at", "standing", "users", "warnings"},
+    "KeyGroup": {"warnings"},
     "Decision": FIELDS["Decision"].keys() - {"kind", "at", "seconds", "summary"},
 }
 

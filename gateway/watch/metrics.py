@@ -199,6 +199,7 @@ HELP = {
     "folder_refusals_total": "Files for which the folder of files and results had no room.",
     "hooks_total": "Hooks that have started or stopped a standby node, or failed to.",
     "in_flight": "Requests that wait or run.",
+    "key_info": "1 for each API key: its id and its name.",
     "inventory_error": "1 while the inventory on disk is invalid and an older one is in force.",
     "late_leases_total": (
         "Requests that were not sent to a node, since their member did not lead any more."
@@ -231,6 +232,10 @@ HELP = {
     ),
     "prediction_ratio": (
         "Actual time of complete responses, divided by that expected at the grant of a slot."
+    ),
+    "quota_used_ratio": (
+        "Share of a limit of money or tokens for a day or month that is used, from 0.8 on; state "
+        "spent: a request was refused for it, or nothing is left."
     ),
     "queue_depth": "Requests that wait for a slot.",
     "queue_oldest_seconds": (
@@ -285,6 +290,7 @@ MOST_MODELS = 1000  # Most distinct model labels; further models are counted as 
 NODES_OF_A_STEP = 200  # Nodes whose state is read at once: about a millisecond
 # Most pairs of a caller and a reason of refusals; further ones are counted as `other`.
 MOST_REFUSED = 200
+MOST_KEYS = 1000  # Most keys whose names are told
 MOST_NODES = 10_000  # Most distinct node labels; further nodes are counted as `other`
 MOST_INSTANCES = 5000  # Most pairs of a router and a model; further ones are counted as `other`
 
@@ -454,6 +460,9 @@ class MetricsSnapshot:
     """What spill-over to GPUs may still cost in its window; None: money does not limit it."""
     in_flight: int = 0  # Requests that are queued or run
     paused_models: Sequence[str] = ()  # Public names that an operator has paused
+    key_names: Iterable[tuple[str, str]] = ()  # Ids and names of API keys
+    quotas: Mapping[tuple[str, str, str, str, str], float] = field(default_factory=dict)
+    """Shares of quotas that are nearly used up, by `of`, `id`, `limit`, `period` and `state`."""
     inventory_error: bool = False  # The inventory on disk is invalid; an older one is in force
     retry_budget: float | None = None  # Retries that the budget allows now
     certificate_days_left: Mapping[str, float] = field(default_factory=dict)
@@ -776,6 +785,10 @@ def _add_state(page: _Page, snapshot: MetricsSnapshot) -> None:
         page.number("spill_money_left", snapshot.spill_money_left)
     page.number("in_flight", snapshot.in_flight)
     page.counts("model_paused", dict.fromkeys(snapshot.paused_models, 1), "model")
+    page.counts(
+        "key_info", dict.fromkeys(itertools.islice(snapshot.key_names, MOST_KEYS), 1), "key", "name"
+    )
+    page.counts("quota_used_ratio", snapshot.quotas, "of", "id", "limit", "period", "state")
     page.number("inventory_error", int(snapshot.inventory_error))
     if snapshot.retry_budget is not None:
         page.number("retry_budget", snapshot.retry_budget)

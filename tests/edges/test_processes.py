@@ -259,3 +259,28 @@ async def test_settings_keys_and_certificates_reach_the_edges(tmp_path: Path) ->
             return True if {await ask("other"), await ask("other")} == {401} else None
 
         await eventually(refuse_the_old_key)
+
+
+async def test_groups_of_the_store_hold_at_every_edge(tmp_path: Path) -> None:
+    key = new_key("team")
+    settings: dict[str, Any] = {
+        **EDGES,
+        "admin": {"port": 0},
+        "keys": [{"id": key.id, "sha256": key.sha256, "group": "night"}],
+    }
+    async with EmulatedNode() as node, serving(tmp_path, node, settings=settings) as line:
+        async with http(line.admin_url) as admin:
+            await until_ready(admin)
+            limits = {"completion_tokens": 2, "models": ["other"]}
+            put = await admin.put("/admin/groups/night", json={"limits": limits})
+            assert put.status_code == 200, put.text
+
+        async def refused() -> bool | None:
+            answers = []
+            for _ in range(2):  # each connection goes to the next edge
+                async with http(line.url, headers={"authorization": f"Bearer {key.text}"}) as one:
+                    answers.append(await one.post(CHAT, json=HELLO))
+            told = {(one.status_code, one.headers.get("x-gateway-reason")) for one in answers}
+            return True if told == {(403, "model_not_allowed")} else None
+
+        await eventually(refused)

@@ -10,6 +10,11 @@ export function plain(value) {
   });
 }
 
+/** Who sent a request: the key's name and id, or what stands for a caller without a key. */
+export function callerName({ caller, caller_name: name }) {
+  return name === null || name === undefined || name === caller ? plain(caller) : `${plain(name)} (${plain(caller)})`;
+}
+
 export function count(value) {
   if (value === null || value === undefined) return "–";
   if (value < 10_000) return String(Math.round(value));

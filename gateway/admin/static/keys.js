@@ -2,7 +2,7 @@
 
 import { html, nothing } from "./vendor/lit-html/lit-html.js";
 import { repeat } from "./vendor/lit-html/directives/repeat.js";
-import { copy, toast } from "./actions.js";
+import { act, confirmed, copy, toast } from "./actions.js";
 import { ask, fetchJson } from "./ask.js";
 import { count, plain, plural } from "./format.js";
 import { go, href, setQuery } from "./route.js";
@@ -22,7 +22,7 @@ const LIMITS = [["rpm", "Requests a minute"], ["tpm", "Tokens a minute"], ["toke
 const told = { keys: null, groups: null, key: null, sums: null, days: null, trouble: "", reportTrouble: "", report: "" };
 /** A new secret, `{name, key}`: it is here until it was read, and comes never again. */
 let secret = null;
-/** The form that is open: "new key", "new group", "key", "rotate", "revoke", or "group NAME". */
+/** The form that is open: "new key", "new group", "key", "rotate", or "group NAME". */
 let open = "";
 /** Whether it has just come or gone, and what had the focus before. */
 let moved = false;
@@ -186,9 +186,9 @@ function keyView(id, trouble) {
       <dt>Ends</dt><dd>${key.revoked_at === null ? timeOf(key.expires) : `revoked ${timeOf(key.revoked_at)}`}</dd>
       ${key.previous_until === null ? nothing : html`<dt>Old secret</dt><dd>works until ${timeOf(key.previous_until)}</dd>`}</dl>
     ${isStored ? html`<p class="actions"><button @click=${() => show("key")}>Change</button>
-      <button @click=${() => show("rotate")}>Rotate</button><button @click=${() => show("revoke")}>Revoke</button></p>`
+      <button @click=${() => show("rotate")}>Rotate</button><button @click=${(event) => revoke(event.currentTarget, key)}>Revoke</button></p>`
       : key.source === "settings" ? html`<p class="muted">It stands in the settings: change or remove it there.</p>` : nothing}
-    ${open === "key" ? keyForm(key) : open === "rotate" ? rotateForm(key) : open === "revoke" ? revokeForm(key) : nothing}
+    ${open === "key" ? keyForm(key) : open === "rotate" ? rotateForm(key) : nothing}
     <h3>Limits</h3>${limitsView(key.standing ?? [])}
     ${(key.users ?? []).map((one) => html`<h3>User ${plain(one.user)}</h3>${limitsView(one.standing)}`)}
   </section>`;
@@ -217,8 +217,8 @@ function groupView(group) {
     ${group.origin === "undefined" ? html`<p class="slow">Nobody has defined this group: it has no limit.</p>` : limitsView(group.standing)}
     ${group.origin === "settings" ? nothing : html`<p class="actions"><button class="small" @click=${() => show(form)}
       aria-label="Limits of ${plain(group.name)}">Limits</button>${group.origin === "undefined" ? nothing : html`<button class="small"
-      aria-label="Remove ${plain(group.name)}" @click=${() => show(`remove ${group.name}`)}>Remove</button>`}</p>`}
-    ${open === form ? groupForm(group) : open === `remove ${group.name}` ? removeForm(group) : nothing}</li>`;
+      aria-label="Remove ${plain(group.name)}" @click=${(event) => remove(event.currentTarget, group)}>Remove</button>`}</p>`}
+    ${open === form ? groupForm(group) : nothing}</li>`;
 }
 
 function usageView({ id, query }) {
@@ -330,12 +330,10 @@ function rotateForm(key) {
   });
 }
 
-function revokeForm(key) {
-  const fields = html`<p data-first tabindex="-1">Within a second its requests get 401. That can't be undone.</p>`;
-  return sheet(`Revoke ${plain(key.name)} for good?`, "Revoke it", fields, async () => {
-    await ask("DELETE", keyPath(key.id));
-    return `${key.name} is revoked.`;
-  });
+async function revoke(button, key) {
+  if (!await confirmed(`Revoke ${key.name} for good? Within a second its requests get 401; that can't be undone.`, "Revoke it")) return;
+  await act(button, "DELETE", keyPath(key.id), () => `${key.name} is revoked.`);
+  await loadKeys();
 }
 
 function groupForm(group) {
@@ -348,12 +346,10 @@ function groupForm(group) {
   });
 }
 
-function removeForm(group) {
-  const fields = html`<p data-first tabindex="-1">Its limits go; ${plural(group.keys, "key")} ${group.keys === 1 ? "names" : "name"} it.</p>`;
-  return sheet(`Remove ${plain(group.name)}?`, "Remove it", fields, async () => {
-    await ask("DELETE", groupPath(group.name));
-    return `${group.name} is removed.`;
-  });
+async function remove(button, group) {
+  if (!await confirmed(`Remove the group ${group.name}? Its limits go; ${plural(group.keys, "key")} may still name it.`, "Remove it")) return;
+  await act(button, "DELETE", groupPath(group.name), () => `${group.name} is removed.`);
+  await loadKeys();
 }
 
 const groupPath = (name) => `admin/groups/${encodeURIComponent(name)}`;

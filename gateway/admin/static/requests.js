@@ -4,7 +4,7 @@ import { html, nothing } from "./vendor/lit-html/lit-html.js";
 import { guard } from "./vendor/lit-html/directives/guard.js";
 import { repeat } from "./vendor/lit-html/directives/repeat.js";
 import { cancel } from "./actions.js";
-import { count, plain, rate, seconds } from "./format.js";
+import { callerName, count, plain, rate, seconds } from "./format.js";
 import { href } from "./route.js";
 import { state } from "./state.js";
 
@@ -50,7 +50,7 @@ function requestRow(row, at) {
     <td><span class="phase ${row.state}">${row.state}</span>${row.state === "waiting" ? html` <span
       class="muted">place ${row.position}${row.expected_start === null ? nothing
       : `, in ${seconds(row.expected_start)}`}</span>` : nothing}</td>
-    <td>${row.class}</td><td class="cut" title=${plain(row.model)}>${plain(row.model)}</td><td class="cut" title=${plain(row.caller)}>${plain(row.caller)}</td>
+    <td>${row.class}</td><td class="cut" title=${plain(row.model)}>${plain(row.model)}</td><td class="cut" title=${callerName(row)}>${callerName(row)}</td>
     <td class="cut" title=${plain(row.node ?? "")}>${row.node === null ? "–" : plain(row.node)}${row.attempts > 1
       ? html` <span class="muted">attempt ${row.attempts}</span>` : nothing}</td>
     <td class="n">${seconds(age)}</td><td class="n">${seconds(row.ttft)}</td>

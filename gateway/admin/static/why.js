@@ -1,7 +1,7 @@
 // Why a request went where it went: what was compared, chosen and predicted, and what came of it.
 
 import { html, nothing, render } from "./vendor/lit-html/lit-html.js";
-import { count, plain, plural } from "./format.js";
+import { callerName, count, plain, plural } from "./format.js";
 import { leaveItem } from "./route.js";
 import { state } from "./state.js";
 import { ApiError, ask } from "./stream.js";
@@ -51,7 +51,7 @@ function frameView(id, name, view) {
 function requestView(request) {
   const { outcome, decisions, waiting } = request;
   const end = outcome === null ? "" : `, ${outcome.status}${outcome.reason ? ` ${plain(outcome.reason)}` : ""}`;
-  const facts = [["model", request.model], ["class", request.class], ["caller", request.caller]]
+  const facts = [["model", request.model], ["class", request.class], ["caller", request.caller === null ? null : callerName(request)]]
     .filter(([, value]) => value !== null).map(([word, value]) => `${word} ${plain(value)}`);
   return html`<p><b>${plain(request.state)}${end}</b>${request.seconds === null ? nothing
       : ` ${outcome === null ? "for" : "after"} ${time(request.seconds)}`}
