@@ -97,6 +97,7 @@ class OwnRow(msgspec.Struct, kw_only=True, rename={"class_": "class"}):
 class EndedRow(OwnRow, kw_only=True, rename={"class_": "class"}):
     """A request that has ended, as an operator sees it."""
 
+    cached_tokens: Annotated[int, "of these from a node's cache"]
     prefill_seconds: Annotated[float | None, "for which nodes read its prompts"]
     decode_seconds: Annotated[float | None, "for which nodes wrote its answers"]
     key: Annotated[str | None, "the key's id, or the address of a caller without one"]

@@ -156,7 +156,7 @@ class SlowEnded(EndedRequests):
     def __init__(self) -> None:
         self.asked: list[EndedQuery] = []
         self.go = asyncio.Event()
-        self.ids_of = lambda word: (word,)  # type: ignore[method-assign,assignment]
+        self.ids_of = lambda word: (word,)
 
     async def read(self, query: EndedQuery) -> EndedReader:
         self.asked.append(query)
@@ -201,11 +201,12 @@ async def test_a_user_who_is_rare_among_many_rows_is_found_page_by_page(tmp_path
             for number in range(25_000)
         ]
         await store.run(lambda connection: add_rows(connection, rows))
-        found: list[float] = []
-        cursor, pages = "", 0
-        while cursor is not None:
-            page = await asked(running, CHAT, f"?user=rare{cursor and f'&before={cursor}'}")
+        found: list[str] = []
+        question, pages = "?user=rare", 0
+        while question:
+            page = await asked(running, CHAT, question)
             found += [row["id"] for row in page["requests"]]
-            cursor, pages = page["next"], pages + 1
+            question = f"?user=rare&before={page['next']}" if page["next"] else ""
+            pages += 1
         assert found == ["r3", "r24000"]
         assert pages == 3
