@@ -177,10 +177,10 @@ class PlainPages:
     document: Callable[[str | None], bytes]
     """The OpenAPI document of both listeners, or of the one that is named. Raises: GatewayError."""
 
-    async def metrics(self, _: Request) -> Response:
+    async def metrics(self, request: Request) -> Response:
         """Prometheus' exposition format; streams go on while it is written."""
-        text = bytearray()
-        for step in self.registry.steps():
+        text, may_name = bytearray(), identity_of(request).role >= OPERATOR
+        for step in self.registry.steps(key_names=may_name):
             text += step
             await asyncio.sleep(0)
         return Response(bytes(text), headers={"content-type": CONTENT_TYPE})

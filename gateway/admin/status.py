@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from datetime import UTC, datetime, timedelta
 from typing import Annotated, Any, Protocol
@@ -315,7 +315,8 @@ class MetricsSource:
     tracing: RequestTracing | None = None
     edges: Callable[[], EdgeProcesses | None] = lambda: None
     cluster: Callable[[], ClusterMember | None] = lambda: None
-    key_names: Callable[[], Iterable[tuple[str, str]]] = tuple
+    name_of: Callable[[str], str | None] = lambda _: None
+    """The name of the key with this id, if metrics are to have it."""
     quotas: Callable[[], Sequence[UsedQuota]] = tuple
 
     def __call__(self) -> MetricsSnapshot:
@@ -345,7 +346,7 @@ class MetricsSource:
             spill_money_left=self.scheduler.tier_policy.money_left(self.scheduler.clock()),
             in_flight=len(self.registry),
             paused_models=sorted(self.fleet.model_index.paused_by_name),
-            key_names=self.key_names(),
+            name_of=self.name_of,
             quotas={quota_labels(one): round(one.share, 4) for one in self.quotas()},
             inventory_error=self.inventory_error() is not None,
             retry_budget=self.retries_left(),

@@ -10,7 +10,7 @@ import socket
 import subprocess
 import time
 from asyncio.subprocess import Process
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -249,7 +249,7 @@ class Gateway:
             self.fleet, self.scheduler, self.registry, lambda: self.inventory_error,
             self.proxy_context.retries_left, lambda: self.certificates.expiry,
             self.store, self.ledger, self.background, self.tracing, lambda: self.edges,
-            lambda: self.cluster, self._key_names, lambda: self.quotas,
+            lambda: self.cluster, self._told_name, lambda: self.quotas,
         )  # fmt: skip
         self.telemetry = Telemetry(
             settings, self.bus, logs, snapshot, self.tracing, self.key_ring.name_of
@@ -342,10 +342,9 @@ class Gateway:
         """How many keys are of each group that nobody has defined."""
         return self.metering.undefined_groups()
 
-    def _key_names(self) -> Iterator[tuple[str, str]]:
-        """The names of keys by their ids, if metrics are to have them."""
-        if self.settings.telemetry.key_names:
-            yield from ((caller.id, caller.name) for caller in self.key_ring.callers())
+    def _told_name(self, key_id: str) -> str | None:
+        """The name of a key, if metrics are to have it."""
+        return self.key_ring.name_of(key_id) if self.settings.telemetry.key_names else None
 
     @property
     def storage(self) -> StorageCondition:

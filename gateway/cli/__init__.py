@@ -116,7 +116,9 @@ def main() -> NoReturn:
         print_error(str(error))
         status = error.status
     except OSError as error:
-        print_error(f"{error.filename}: {error.strerror}" if error.filename else str(error))
+        words = f"{error.filename}: {error.strerror}" if error.filename else str(error)
+        is_denied = isinstance(error, PermissionError)
+        print_error(f"{words} (use sudo, or be a user who may)" if is_denied else words)
         status = 1
     except ConfigError as error:
         print_config_error(error)

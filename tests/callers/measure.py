@@ -10,6 +10,7 @@ from __future__ import annotations
 import argparse
 import asyncio
 import itertools
+import operator
 import random
 import tempfile
 import time
@@ -20,9 +21,10 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 import structlog
-from sqlalchemy import Connection
+from sqlalchemy import Connection, insert, select
 
 from gateway.callers.ended import EndedRequests, parse_ended_query
+from gateway.callers.ledger import ROW_COLUMNS, insert_rows
 from gateway.callers.reports import (
     Reporter,
     ReportInterrupted,
@@ -38,6 +40,7 @@ from tests.callers.ledger_rows import DAY, NOON, a_row, add_rows, made_up_rows
 from tests.postgres import running_postgres
 
 ROWS_AT_ONCE = 5000
+DAYS, COPIES = 30, 10  # The rows of the last days are made up, and copied to the days before.
 
 T = TypeVar("T")
 
@@ -63,8 +66,11 @@ async def measure(url: str, folder: Path, rows: int) -> None:
     store.start()
     assert await store.wait_opened(60.0)
     began = time.perf_counter()
-    for batch in batches(made_up_rows(rows, 30, random.Random(11), in_order=True), ROWS_AT_ONCE):
-        await store.run(adding(batch), seconds=60.0)
+    made_up = made_up_rows(rows // COPIES, DAYS // COPIES, random.Random(11), in_order=True)
+    for number, batch in enumerate(batches(made_up, ROWS_AT_ONCE)):
+        await store.run(partial(fill, batch, number * ROWS_AT_ONCE), seconds=60.0)
+    for number in range(1, COPIES):
+        await store.run(partial(copy, number), seconds=1800.0)
     print(f"{rows} rows written in {time.perf_counter() - began:.0f} s")
     size = await store.run(store_bytes, write=False)
     print(f"{size / rows:.0f} bytes a row, indexes included")
@@ -95,6 +101,26 @@ async def measure(url: str, folder: Path, rows: int) -> None:
     await store.aclose(10.0)
 
 
+def fill(batch: list[dict[str, Any]], first: int, connection: Connection) -> None:
+    """Add rows as the ledger does."""
+    pick = operator.itemgetter(*("class_" if name == "class" else name for name in ROW_COLUMNS))
+    insert_rows(connection, [pick(row) for row in batch], first)
+
+
+def copy(number: int, connection: Connection) -> None:
+    """Add the first rows once more, `number` times their days earlier and with other ids."""
+    earlier = number * DAYS // COPIES * DAY
+    changed = {
+        "id": usage.c.id.concat(f"-{number}"),
+        "client_request_id": usage.c.client_request_id.concat(f"-{number}"),
+        "started_at": usage.c.started_at - earlier,
+        "ended_at": usage.c.ended_at - earlier,
+    }
+    columns = [changed.get(column.name, column) for column in usage.columns]
+    first = select(*columns).where(usage.c.ended_at > NOON - DAYS // COPIES * DAY)
+    connection.execute(insert(usage).from_select(list(usage.columns), first))
+
+
 async def find_ended(store: Store, rows: int) -> None:
     """Find pages of ended requests, and single ones."""
     ended = EndedRequests(store, lambda _: None, lambda word: [word], time.monotonic)
@@ -115,8 +141,8 @@ async def find_ended(store: Store, rows: int) -> None:
         page = reader.page(ended.name_of)
         bound = "" if page["complete"] else f", as far as {page['since']}"
         print(f"    {len(page['requests'])} found{bound}")
-    await timed(store, "a request by its id", partial(ended.named, f"r{rows // 2}"))
-    name = f"trace-{rows // 2:032x}"
+    await timed(store, "a request by its id", partial(ended.named, "r1234-7"))
+    name = f"trace-{1234:032x}-7"
     await timed(store, "requests by the client's id", partial(ended.named, name))
 
 

@@ -125,14 +125,19 @@ def running(ledger: Ledger) -> Iterator[None]:
 
 
 async def test_many_rows_of_every_kind_are_written_as_they_are(url: str) -> None:
-    kinds = [
+    kinds: list[dict[str, Any]] = [
         dict(zip(("group_name", "user", "gpu_cost", "ttft_seconds", "stream"), one, strict=True))
         for one in itertools.product(
             (None, "team"), (None, "ünïcode"), (None, 0.5), (None, 0.75), (False, True)
         )
     ]
     # More than one statement holds of the first kind.
-    many = [*kinds * 3, *kinds[:1] * 60, *kinds, {"client_request_id": "mine", "resumptions": 2}]
+    many: list[dict[str, Any]] = [
+        *kinds * 3,
+        *kinds[:1] * 60,
+        *kinds,
+        {"client_request_id": "mine", "resumptions": 2},
+    ]
     added = [a_row(f"r{i:03}", **kind) for i, kind in enumerate(many)]
     async with a_world(url) as world:
         ledger = world.ledger()

@@ -163,7 +163,8 @@ async def test_without_the_store_a_start_knows_the_groups_that_it_knew_last(
     assert saved["groups"] == {"night": {"limits": {"rpm": 9}}}
 
     class Away(Store):
-        async def wait_opened(self, _: float) -> None: ...
+        async def wait_opened(self, seconds: float) -> bool:
+            return seconds < 0
 
         async def run(self, *_: Any, **__: Any) -> Any:
             raise StoreUnavailable("it is away", "")

@@ -273,12 +273,16 @@ def test_refusals_are_told_by_caller_within_a_bound(gateway: Gateway) -> None:
 
 def test_names_of_keys_are_told_beside_their_ids_within_a_bound(gateway: Gateway) -> None:
     gateway.snapshot = MetricsSnapshot(
-        key_names=((f"k{number}", f'Team "{number}"\n') for number in range(MOST_KEYS + 5)),
+        name_of=lambda key: f'Team "{key}"\n' if key.startswith("k") else None,
         quotas={("key", "k1", "budget", "month", "near"): 0.83},
     )
+    gateway.publish(finished(caller="anonymous:10.0.0.1"), finished(caller="unknown"))
+    for number in range(MOST_KEYS + 5):
+        gateway.publish(finished(caller=f"k{number}"))
     page = gateway.scrape()
-    assert page.value("key_info", key="k7", name='Team "7"\n') == 1
-    assert page.count("key_info") == MOST_KEYS
+    assert page.value("key_info", key="k7", name='Team "k7"\n') == 1
+    assert page.count("key_info") == MOST_KEYS - 1  # the caller that was not identified
+    assert "key_info" not in b"".join(gateway.metrics.steps(key_names=False)).decode()
     labels = {"of": "key", "id": "k1", "limit": "budget", "period": "month", "state": "near"}
     assert page.value("quota_used_ratio", **labels) == 0.83
 

@@ -241,6 +241,7 @@ CONTRACT = {
         "GET /admin/config", "GET /admin/audit", "GET /admin/keys", "POST /admin/keys",
         "POST /admin/keys/import", "GET /admin/keys/{name}", "PATCH /admin/keys/{name}",
         "DELETE /admin/keys/{name}", "POST /admin/keys/{name}/rotate",
+        "GET /admin/groups", "PUT /admin/groups/{name}", "DELETE /admin/groups/{name}",
     },
 }  # fmt: skip
 """Who may use what, as promised: written here a second time, so that no route gets a lower role by
@@ -410,6 +411,7 @@ async def test_without_admin_keys_a_loopback_listener_needs_none() -> None:
                 missing = {
                     "/admin/keys/{name}": 404,
                     "/admin/requests/{id:path}/why": 404,
+                    "/admin/requests/ended": 501,
                     "/admin/usage": 501,
                     "/admin/usage/arrivals": 501,
                 }
