@@ -13,6 +13,7 @@ from asyncio.subprocess import Process
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import structlog
@@ -20,7 +21,12 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 
 from gateway import __version__, errors
 from gateway.admin.app import admin_app, caller_page
-from gateway.admin.configuration import CertificateRenewal, ReloadResult, changed_keys
+from gateway.admin.configuration import (
+    CertificateRenewal,
+    ConfigFiles,
+    ReloadResult,
+    changed_keys,
+)
 from gateway.admin.live import live_feed
 from gateway.admin.nodes import DrainDeadlines
 from gateway.admin.status import MetricsSource
@@ -54,7 +60,9 @@ from gateway.config.errors import ConfigError, Problem
 from gateway.config.inventory import Inventory, load_inventory
 from gateway.config.listeners import LimitSettings
 from gateway.config.settings import RejectedFiles, Settings, changed_restart_keys, load_settings
+from gateway.config.versions import FileKind
 from gateway.config.watch import watch_files
+from gateway.config.yaml_file import read_text
 from gateway.edges.brain import Brain
 from gateway.edges.supervisor import MOST_START_SECONDS, Edges, start_edge_process
 from gateway.errors import GatewayError
@@ -267,6 +275,7 @@ class Gateway:
             self.fleet,
             self.scheduler,
             self.live.history,
+            self.live.node_history,
             self.bus,
             self.key_ring,
             self._keyed_hash,
@@ -284,6 +293,7 @@ class Gateway:
             bus=self.bus,
             audit=self.audit,
             certificates=self.certificates,
+            from_systemd=self._inherited.from_systemd,
         )
         self._routes: dict[bytes, Route] = {}
         """What clients may ask of nodes; shared with the public listener's connections."""
@@ -360,6 +370,11 @@ class Gateway:
     def settings_error(self) -> str | None:
         """The problems of the settings on disk, while older ones are in force."""
         return self._files.settings_error
+
+    @property
+    def config_files(self) -> ConfigFiles:
+        """The two files, and their earlier texts."""
+        return self._files.files
 
     # Start, shutdown and handover.
 
@@ -874,8 +889,12 @@ class FileReloader:
         bus: EventBus,
         audit: AuditTrail,
         certificates: CertificateRenewal,
+        from_systemd: bool = False,
     ) -> None:
-        """`settings` are those in force; `apply_settings` takes the key of `admin.key_file` too."""
+        """`settings` are those in force; `apply_settings` takes the key of `admin.key_file` too.
+
+        `from_systemd`: the listeners' addresses are those of systemd's sockets.
+        """
         self.inventory_error: str | None = None
         """The problems of the inventory on disk, while an older one is in force."""
         self.settings_error: str | None = None
@@ -889,6 +908,12 @@ class FileReloader:
         self._certificates = certificates
         self._reloading = asyncio.Lock()
         self._inventory: Inventory | None = None
+        self._unkept: set[FileKind] = set()  # files of which it was told that no text is kept
+        self.files = ConfigFiles(
+            startup.histories(options),
+            options.overrides(os.environ, from_systemd=from_systemd),
+            partial(startup.check_text, options),
+        )
 
     @property
     def has_defaults(self) -> bool:
@@ -941,9 +966,28 @@ class FileReloader:
     async def _differs_from(self, inventory: Inventory) -> bool:
         path = self._options.inventory_file
         try:
-            return await asyncio.to_thread(load_inventory, path) != inventory
+            text, found = await asyncio.to_thread(_read_inventory, path)
+            if found != inventory:
+                return True
         except (ConfigError, OSError):
             return True
+        await self._keep("nodes", text)
+        return False
+
+    async def _keep(self, kind: FileKind, text: str | None) -> None:
+        """Keep a text that is in force from now on."""
+        history = self.files.histories.get(kind)
+        if text is None or history is None:
+            return
+        self.files.in_force[kind] = text
+        try:
+            await asyncio.to_thread(history.keep, text, time.time())
+            self._unkept.discard(kind)
+        except OSError as error:
+            if kind not in self._unkept:
+                self._unkept.add(kind)
+                why = f"{error.filename}: {error.strerror}" if error.filename else str(error)
+                log.warning("no history of a file", file=str(history.file), why=why)
 
     async def _reload_quietly(self, actor: str, *, inventory: bool, settings: bool) -> None:
         async with self._reloading:
@@ -963,7 +1007,7 @@ class FileReloader:
 
     async def _reload_inventory(self) -> InventoryChanged:
         try:
-            inventory = await asyncio.to_thread(load_inventory, self._options.inventory_file)
+            text, inventory = await asyncio.to_thread(_read_inventory, self._options.inventory_file)
             await self._check_fit(self._settings(), inventory)
             change = self._fleet.apply(inventory)
             self._inventory = inventory
@@ -973,6 +1017,7 @@ class FileReloader:
             raise
         self.inventory_error = None
         self._bus.publish(change)
+        await self._keep("nodes", text)
         return change
 
     async def _reload_settings(self) -> SettingsChanged:
@@ -980,7 +1025,7 @@ class FileReloader:
             # An empty file changes nothing: it may come of an unfinished edit or a full disk.
             rejected: RejectedFiles = "nothing" if self.has_defaults else "empty"
             path = self._options.settings_file
-            loaded = await asyncio.to_thread(load_settings, path, rejected=rejected)
+            text, loaded = await asyncio.to_thread(_read_settings, path, rejected)
             settings = self._options.apply_to(loaded)
             admin_key = await asyncio.to_thread(reread_admin_key, settings.admin.key_file)
             check_extras(settings, path)
@@ -990,7 +1035,9 @@ class FileReloader:
             self._bus.publish(SettingsChanged(error=self.settings_error))
             raise
         self.settings_error = None
-        return self._apply_settings(settings, admin_key)
+        change = self._apply_settings(settings, admin_key)
+        await self._keep("gateway", text)
+        return change
 
     async def _check_fit(self, settings: Settings, inventory: Inventory | None) -> None:
         """Check that a file fits the other: as it is in force, else as it is on disk by now.
@@ -1011,6 +1058,21 @@ class FileReloader:
 
         if inventory is not None:
             await asyncio.to_thread(check, settings, inventory)
+
+
+def _text_of(path: Path | None) -> str | None:
+    """The file's text; None: there is no file. Raises: ConfigError."""
+    return None if path is None or not os.path.lexists(path) else read_text(path)
+
+
+def _read_inventory(path: Path) -> tuple[str | None, Inventory]:
+    text = _text_of(path)
+    return text, load_inventory(path, text=text)
+
+
+def _read_settings(path: Path | None, rejected: RejectedFiles) -> tuple[str | None, Settings]:
+    text = _text_of(path)
+    return text, load_settings(path, rejected=rejected, text=text)
 
 
 def _standing_error(cluster: ClusterPart | None) -> Callable[[], GatewayError | None]:

@@ -18,6 +18,7 @@ from gateway.cli import (
     reports,
     requests,
     serve,
+    settings,
     store,
     up,
     why,
@@ -72,6 +73,7 @@ app.add_typer(keys.app, name="keys")
 app.add_typer(groups.app, name="groups")
 app.add_typer(batch.webhooks, name="webhooks")
 app.add_typer(batch.app, name="batch")
+app.add_typer(settings.app, name="settings")
 app.add_typer(store.app, name="store")
 app.add_typer(cluster.app, name="cluster")
 app.add_typer(machine.cache, name="cache")

@@ -238,8 +238,9 @@ def fields_schema(fields: Fields, optional: Collection[str] = ()) -> JsonSchema:
     properties = {}
     for name, (kind, meaning) in fields.items():
         base = kind.removesuffix("?")
+        types = {"type": [base, "null"] if kind.endswith("?") else base}
         properties[name] = {
-            "type": [base, "null"] if kind.endswith("?") else base,
+            **({} if base == "any" else types),
             "description": _sentence(meaning),
         }
     required = [name for name in properties if name not in optional]

@@ -111,6 +111,15 @@ async def test_streams_are_spread_and_recorded_and_everything_else_works(tmp_pat
         status = (await admin.get("/admin/status")).json()
         assert status["totals"]["requests"] >= 200
         assert {one["name"] for one in status["edges"]} == {"edge-1", "edge-2"}
+        rows: list[dict[str, Any]] = []
+        async with asyncio.timeout(LIMIT):
+            while len(rows) < 201:
+                rows = (await admin.get("/admin/requests/ended?limit=1000")).json()["requests"]
+        # What an edge knows of a request, and what the brain does.
+        for row in (row for row in rows if row["path"] == CHAT):
+            assert row["prefill_seconds"] + row["decode_seconds"] <= row["seconds"] + 0.1
+            assert row["ttft_seconds"] + row["wait_seconds"] > 0
+            assert row["resumptions"] == 0
         pids = [one["pid"] for one in status["edges"]]
         # A signal that reaches the whole group, as a terminal's, is the brain's business.
         for pid in pids:

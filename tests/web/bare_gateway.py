@@ -15,7 +15,7 @@ import httpx
 from starlette.types import ASGIApp
 
 from gateway.admin.app import admin_app, caller_page
-from gateway.admin.configuration import ClusterMember, ReloadResult
+from gateway.admin.configuration import ClusterMember, ConfigFiles, ReloadResult
 from gateway.admin.live import live_feed
 from gateway.admin.nodes import DrainDeadlines
 from gateway.admin.status import MetricsSource
@@ -82,6 +82,7 @@ class BareGateway:
     version: str = "1.2.3"
     inventory_error: str | None = None
     settings_error: str | None = None
+    config_files: ConfigFiles = field(default_factory=lambda: ConfigFiles({}, {}, lambda *_: ()))
     keys_lost: str | None = None
     storage: StorageCondition = field(default_factory=StorageCondition)
     certificates: ListenerCertificates = field(default_factory=lambda: ListenerCertificates({}))

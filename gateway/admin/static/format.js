@@ -35,6 +35,13 @@ export function seconds(value) {
   return `${Math.round(value / 86_400)} days`;
 }
 
+/** A time as text of RFC 3339, by the reader's clock; the day too, unless it is that of `now` (in seconds). */
+export function moment(text, now) {
+  const at = new Date(text);
+  const day = at.toDateString() === new Date(now * 1000).toDateString() ? "" : `${at.toLocaleDateString()} `;
+  return `${day}${at.toLocaleTimeString()}`;
+}
+
 export function size(bytes) {
   const gib = bytes / 2 ** 30;
   return gib >= 100 ? `${Math.round(gib)} GiB` : gib >= 1 ? `${gib.toFixed(1)} GiB` : `${Math.round(bytes / 2 ** 20)} MiB`;
