@@ -28,7 +28,7 @@ from gateway.store.failures import StoreError
 from gateway.watch.audit import LONGEST_TEXT, AuditQuery, AuditTrail
 from gateway.web.asgi import JsonResponse, large_json, number_parameter, store_unavailable
 
-PARAMETERS = frozenset({"by", "since", "until", "limit", "format", "percentiles"})
+PARAMETERS = frozenset({"by", "since", "until", "limit", "format", "key", "percentiles"})
 ARRIVALS_PARAMETERS = frozenset({"since", "until"})
 T = TypeVar("T")
 

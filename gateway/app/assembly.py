@@ -20,7 +20,7 @@ import structlog
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from gateway import __version__, errors
-from gateway.admin.app import admin_app
+from gateway.admin.app import admin_app, caller_page
 from gateway.admin.configuration import (
     CertificateRenewal,
     ConfigFiles,
@@ -746,6 +746,8 @@ class Gateway:
             self.handler,
             self.fleet,
             usage,
+            self.metering.own_requests,
+            caller_page(),
             created=self._created,
             kept=kept,
             standing_error=_standing_error(self.cluster),

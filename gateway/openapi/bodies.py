@@ -25,7 +25,7 @@ from gateway.admin.why import (
     ToldRefusal,
     WhyObject,
 )
-from gateway.callers.ended import EndedRow
+from gateway.callers.ended import EndedRow, OwnRow
 from gateway.config.settings import Settings
 from gateway.request.body import ParsedBody
 from gateway.watch.audit import AuditEntry
@@ -220,6 +220,7 @@ FIELDS: dict[str, Fields] = {
     "Request": described_fields(RequestObject),
     "Timeline": described_fields(TimelineObject),
     "EndedRequest": described_fields(EndedRow),
+    "OwnRequest": described_fields(OwnRow),
     "Why": described_fields(WhyObject),
     "ExplainedRequest": described_fields(ExplainedRequest),
     "Decision": described_fields(ToldQueueing, ToldRefusal, ToldGrant),

@@ -15,7 +15,7 @@ from gateway.admin.app import ADMIN_ROUTES, INDEX_PAGE
 from gateway.callers.keys import AdminRole, new_key
 from gateway.config.settings import Settings
 from gateway.request.routes import pages_of, routes_of
-from gateway.web.site import SITE_ROUTES
+from gateway.web.site import CALLER_PAGE, site_routes_of
 from tests.emulator import EmulatedNode
 from tests.gateways import running_gateway, until
 from tests.nodes.build import a_spec
@@ -45,6 +45,7 @@ async def gateway_with_keys(**more: Any) -> AsyncIterator[tuple[BareGateway, tup
     async with EmulatedNode(slots=3, model=MODEL, build="b7777") as node:
         settings = {
             "ollama": True,
+            "listen": {"caller_page": True},
             "keys": [
                 {"id": "caller", "sha256": CALLER.sha256, "name": "holder-nobody-knows"},
                 {"id": "limited", "sha256": LIMITED.sha256, "models": [OTHER_MODEL]},
@@ -112,7 +113,7 @@ def public_paths(gateway: BareGateway) -> Mapping[str, set[str]]:
     paths: dict[str, set[str]] = {path: {"POST"} for path in routes_of(settings)}
     for page in pages_of(settings):
         paths.setdefault(page.path, set()).add(page.method)
-    for route in SITE_ROUTES:
+    for route in site_routes_of(settings):
         head = {"HEAD"} if route.method == "GET" else set()
         paths.setdefault(route.path, set()).update({route.method, *head})
     return paths
@@ -124,6 +125,8 @@ KEYLESS_PUBLIC = {
     "/ready": {"status": "ready"},
 }
 """What the contract lets everybody read, word for word."""
+CALLER_PAGE_PATHS = {CALLER_PAGE, "/me/{file:path}"}
+"""What the settings may let everybody read besides: a page without data."""
 
 
 @pytest.mark.parametrize(
@@ -133,12 +136,13 @@ KEYLESS_PUBLIC = {
 async def test_the_public_listener_without_a_key(key: str | None) -> None:
     async with gateway_with_keys() as (gateway, secrets):
         served = public_paths(gateway)
-        needing = {route.path for route in SITE_ROUTES if route.needs_key}
+        needing = {route.path for route in site_routes_of(gateway.settings) if route.needs_key}
         needing |= {page.path for page in pages_of(gateway.settings) if page.needs_models}
         assert served.keys() - needing - routes_of(gateway.settings).keys() == {
             *KEYLESS_PUBLIC,
             "/",
             "/api/version",
+            *CALLER_PAGE_PATHS,
         }
         for path, methods in served.items():
             for method in METHODS:
@@ -146,8 +150,16 @@ async def test_the_public_listener_without_a_key(key: str | None) -> None:
                 response = await gateway.public.request(
                     method, filled(path).replace(MODEL, "x"), headers=bearer(key), json={}
                 )
+                if path == CALLER_PAGE and method in {"GET", "HEAD"}:
+                    # The same bytes for everybody: test_caller_page.py.
+                    assert response.status_code == 200, why
+                    assert [word for word in secrets if word in response.text] == [], why
+                    continue
                 assert_tells_nothing(response, secrets, why)
-                if path in KEYLESS_PUBLIC and method == "GET":
+                if path in CALLER_PAGE_PATHS and method in {"GET", "HEAD"}:
+                    # There is no file of this name.
+                    assert response.status_code == 404, why
+                elif path in KEYLESS_PUBLIC and method == "GET":
                     assert response.json() == KEYLESS_PUBLIC[path], why
                 elif path in {"/", "/api/version"} and method in {"GET", "HEAD"}:
                     # What Ollama answers: no word of this gateway.
@@ -263,9 +275,12 @@ def test_what_changes_something_needs_an_operator_and_is_audited() -> None:
 
 
 def test_each_path_of_the_public_listener_that_needs_no_key_is_promised() -> None:
-    open_paths = {route.path for route in SITE_ROUTES if not route.needs_key}
-    assert open_paths == set(KEYLESS_PUBLIC)
-    settings = Settings.model_validate({"ollama": True})
+    def open_paths(settings: Settings) -> set[str]:
+        return {route.path for route in site_routes_of(settings) if not route.needs_key}
+
+    assert open_paths(Settings()) == set(KEYLESS_PUBLIC)
+    settings = Settings.model_validate({"ollama": True, "listen": {"caller_page": True}})
+    assert open_paths(settings) == {*KEYLESS_PUBLIC, *CALLER_PAGE_PATHS}
     pages = {f"{one.method} {one.path}" for one in pages_of(settings) if not one.needs_models}
     assert pages == {"GET /", "GET /api/version"}
 
