@@ -40,7 +40,7 @@ class UsageEndpoints:
 
     async def report(self, request: Request) -> Response:
         """A report, as JSON or CSV."""
-        given = _parameters(request, PARAMETERS)
+        given = query_parameters(request, PARAMETERS)
         form = given.pop("format", "json")
         if form not in {"json", "csv"}:
             raise errors.invalid_request("'format' must be 'json' or 'csv'.", "format")
@@ -60,7 +60,7 @@ class UsageEndpoints:
                 lambda _: msgspec.json.encode(reader.to_json()), write=False
             )
 
-        given = _parameters(request, ARRIVALS_PARAMETERS)
+        given = query_parameters(request, ARRIVALS_PARAMETERS)
         body = await self._read(given, read)
         return Response(body, media_type="application/json")
 
@@ -86,7 +86,8 @@ class UsageEndpoints:
             raise store_unavailable(f"The report could not be read: {error}.") from None
 
 
-def _parameters(request: Request, known: frozenset[str]) -> dict[str, str]:
+def query_parameters(request: Request, known: frozenset[str]) -> dict[str, str]:
+    """The parameters of the query, of which only these are known. Raises: GatewayError 400."""
     given = dict(request.query_params)
     if unknown := sorted(set(given) - known):
         raise errors.invalid_request(

@@ -13,8 +13,8 @@ from __future__ import annotations
 import contextlib
 import csv
 import hashlib
+import heapq
 import io
-import itertools
 import json
 import os
 import stat
@@ -24,7 +24,7 @@ import tempfile
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, BinaryIO, cast
+from typing import TYPE_CHECKING, Any, BinaryIO, NamedTuple, cast
 from urllib.parse import quote
 
 from gateway.cli.client import ENDED, BatchClient, Patience
@@ -32,6 +32,9 @@ from gateway.cli.options import Form
 from gateway.cli.terminal import CommandFailed, failing_by, format_cell, print_note
 from gateway.config.errors import escape_json
 from gateway.stored.line_reader import LineChecker, LineError, LineSpec, LineSplitter, RawLine
+
+if TYPE_CHECKING:
+    from _csv import Reader
 
 # Bytes of a line here; the gateway has a limit of its own (`batches.line_bytes`).
 LONGEST_LINE = 16 << 20
@@ -81,6 +84,13 @@ class PreparedInput:
     prompt_tokens: int = 0  # estimated
     models: set[str | None] = field(default_factory=set)
     skipped: int = 0  # files of a folder that are no texts
+    table: Table | None = None  # what it was made of
+
+    def close(self) -> None:
+        """Close its files."""
+        self.file.close()
+        if self.table is not None:
+            self.table.close()
 
 
 @dataclass(frozen=True, slots=True)
@@ -265,69 +275,123 @@ def _prepare_table(
     path: str, template: PromptTemplate, chosen: InputOptions, problems: Problems
 ) -> PreparedInput:
     """Make a table (CSV with a header) into JSON lines."""
-    delimiter = chosen.delimiter or ("\t" if Path(path).suffix.lower() == ".tsv" else ",")
-    if len(delimiter) != 1 or delimiter in '\r\n"':
-        raise CommandFailed(f"--delimiter {delimiter!r}: must be one character", status=2)
-    with io.TextIOWrapper(_open(path), "utf-8-sig", newline="") as text:
+    table = Table.open(path, chosen.id_column, chosen.delimiter)
+    try:
 
-        def bounded_lines() -> Iterator[str]:
-            while line := text.readline(LONGEST_LINE):
-                if len(line) == LONGEST_LINE and not line.endswith("\n"):
-                    raise csv.Error(f"is longer than {LONGEST_LINE:,} characters")
-                yield line
+        def lines() -> Iterator[tuple[str, bytes]]:
+            columns, rows = table.read()
+            template.check(columns, f"{path}: line 1", "column")
+            for row in rows:
+                where = f"line {row.line}"
+                if row.problem:
+                    problems.add(where, row.problem)
+                    continue
+                fields = dict(zip(columns, row.cells, strict=True))
+                yield where, chosen.line(row.custom_id, template.fill(fields))
 
+        found = _prompts("stdin" if path == "-" else Path(path).stem, chosen, lines(), problems)
+    except BaseException:
+        table.close()
+        raise
+    found.table = table
+    return found
+
+
+class TableRow(NamedTuple):
+    """A row of a table."""
+
+    line: int  # of the file, where it ends
+    cells: list[str]
+    custom_id: str
+    problem: str = ""  # why it can't be a request; empty: it can
+
+
+@dataclass(frozen=True, slots=True)
+class Table:
+    """A table (CSV with a header), which may be read several times; its owner closes it."""
+
+    path: str
+    text: io.TextIOWrapper
+    id_column: str | None
+    delimiter: str
+
+    @classmethod
+    def open(cls, path: str, id_column: str | None, delimiter: str | None) -> Table:
+        """Open it; `-` is stdin. Raises CommandFailed."""
+        chosen = delimiter or ("\t" if Path(path).suffix.lower() == ".tsv" else ",")
+        if len(chosen) != 1 or chosen in '\r\n"':
+            raise CommandFailed(f"--delimiter {chosen!r}: must be one character", status=2)
+        text = io.TextIOWrapper(_open(path), "utf-8-sig", newline="")
+        return cls(path, text, id_column, chosen)
+
+    def close(self) -> None:
+        """Close its file."""
+        self.text.close()
+
+    def read(self) -> tuple[list[str], Iterator[TableRow]]:
+        """Its columns, and its rows from the first on. Raises CommandFailed, also for a row."""
+        self.text.seek(0)
         csv.field_size_limit(LONGEST_LINE)
-        reader = csv.reader(bounded_lines(), delimiter=delimiter, strict=True)
+        reader = csv.reader(self._bounded_lines(), delimiter=self.delimiter, strict=True)
+        with self._failing(reader):
+            columns = self._columns(next(reader, None))
+        return columns, self._rows(reader, columns)
 
-        def rows() -> Iterator[tuple[str, bytes]]:
-            try:
-                columns = _columns(path, next(reader, None), template, chosen.id_column)
-                number = 0
-                for row in filter(None, reader):
-                    number += 1
-                    where = f"line {reader.line_num}"
-                    if len(row) != len(columns):
-                        problems.add(
-                            where,
-                            f"has {len(row)} columns, and the header {len(columns)}: "
-                            "check its quotes",
-                        )
-                        continue
-                    fields = dict(zip(columns, row, strict=True))
-                    name = chosen.id_column
-                    custom_id = f"row-{number}" if name is None else fields[name]
-                    if not custom_id:
-                        problems.add(where, f"the column '{name}' is empty")
-                        continue
-                    yield where, chosen.line(custom_id, template.fill(fields))
-            except csv.Error as error:
-                raise CommandFailed(f"{path}: line {reader.line_num}: {error}", status=2) from None
-            except UnicodeDecodeError:
-                raise CommandFailed(
-                    f"{path}: near line {reader.line_num + 1}: is not UTF-8; "
-                    "save the table as UTF-8",
-                    status=2,
-                ) from None
+    def _rows(self, reader: Reader, columns: list[str]) -> Iterator[TableRow]:
+        number = 0
+        with self._failing(reader):
+            for cells in filter(None, reader):
+                number += 1
+                name, line = self.id_column, reader.line_num
+                if len(cells) != len(columns):
+                    yield TableRow(
+                        line,
+                        cells,
+                        "",
+                        f"has {len(cells)} columns, and the header {len(columns)}: "
+                        "check its quotes",
+                    )
+                    continue
+                custom_id = f"row-{number}" if name is None else cells[columns.index(name)]
+                problem = "" if custom_id else f"the column '{name}' is empty"
+                yield TableRow(line, cells, custom_id, problem)
 
-        return _prompts("stdin" if path == "-" else Path(path).stem, chosen, rows(), problems)
+    def _bounded_lines(self) -> Iterator[str]:
+        while line := self.text.readline(LONGEST_LINE):
+            if len(line) == LONGEST_LINE and not line.endswith("\n"):
+                raise csv.Error(f"is longer than {LONGEST_LINE:,} characters")
+            yield line
 
+    @contextlib.contextmanager
+    def _failing(self, reader: Reader) -> Iterator[None]:
+        try:
+            yield
+        except csv.Error as error:
+            raise CommandFailed(f"{self.path}: line {reader.line_num}: {error}", status=2) from None
+        except UnicodeDecodeError:
+            raise CommandFailed(
+                f"{self.path}: near line {reader.line_num + 1}: is not UTF-8; "
+                "save the table as UTF-8",
+                status=2,
+            ) from None
 
-def _columns(
-    path: str, header: list[str] | None, template: PromptTemplate, id_column: str | None
-) -> list[str]:
-    """Check the names of the columns. Raises CommandFailed."""
-    if not header:
-        raise CommandFailed(f"{path}: is empty: its first line must name the columns", status=2)
-    double = next((name for name in header if header.count(name) > 1), None)
-    if double is not None:
-        raise CommandFailed(f"{path}: two columns are called '{format_cell(double)}'", status=2)
-    template.check(header, f"{path}: line 1", "column")
-    if id_column is not None and id_column not in header:
-        there = ", ".join(f"'{format_cell(one)}'" for one in header)
-        raise CommandFailed(
-            f"--id-column {id_column}: there is no such column: there is {there}", status=2
-        )
-    return header
+    def _columns(self, header: list[str] | None) -> list[str]:
+        """Check the names of the columns. Raises CommandFailed."""
+        if not header:
+            raise CommandFailed(
+                f"{self.path}: is empty: its first line must name the columns", status=2
+            )
+        double = next((name for name in header if header.count(name) > 1), None)
+        if double is not None:
+            raise CommandFailed(
+                f"{self.path}: two columns are called '{format_cell(double)}'", status=2
+            )
+        if self.id_column is not None and self.id_column not in header:
+            there = ", ".join(f"'{format_cell(one)}'" for one in header)
+            raise CommandFailed(
+                f"--id-column {self.id_column}: there is no such column: there is {there}", status=2
+            )
+        return header
 
 
 def _prepare_folder(
@@ -566,9 +630,16 @@ def places_for(stem: str, format_: Form, output: Path | None, *, force: bool) ->
 
 
 def fetch_results(
-    client: BatchClient, batch: Mapping[str, Any], places: ResultPlaces, patience: Patience
+    client: BatchClient,
+    batch: Mapping[str, Any],
+    places: ResultPlaces,
+    patience: Patience,
+    table: Table | None = None,
 ) -> Fetched:
-    """Write the results that there are so far. Raises CommandFailed."""
+    """Write the results that there are so far. Raises CommandFailed.
+
+    `table`: what the batch was made of; a table of results has its columns and its order.
+    """
     with (
         _downloaded(client, batch, "output", patience) as (output, done),
         _downloaded(client, batch, "errors", patience) as (errors, failed),
@@ -592,12 +663,12 @@ def fetch_results(
                     failed,
                 )
             case Form.CSV:
-                rows = _rows(output, errors)
+                rows = _rows(output, errors, table)
                 if str(places.output) == "-":
                     sys.stdout.writelines(rows)
                 else:
-                    table = (row.encode() for row in rows)
-                    write_whole(places.output, table, force=places.force)
+                    encoded = (row.encode() for row in rows)
+                    write_whole(places.output, encoded, force=places.force)
                 return Fetched(places.output, None, done, failed)
             case Form.FOLDER:
                 written = _write_folder(output, errors, places)
@@ -632,22 +703,63 @@ def _downloaded(
         yield file, lines
 
 
-def _rows(output: BinaryIO, errors: BinaryIO) -> Iterator[str]:
-    """The results as the rows of a table."""
+def _rows(output: BinaryIO, errors: BinaryIO, table: Table | None) -> Iterator[str]:
+    """The results as the rows of a table: in the order of the input, with the columns that it had.
+
+    Raises CommandFailed, if results are not of this table.
+    """
     text = io.StringIO(newline="")
     writer = csv.writer(text, lineterminator="\n")
 
-    def row(*cells: str) -> str:
+    def row(cells: Iterable[str]) -> str:
         text.seek(0)
         text.truncate()
-        # No cell that a spreadsheet runs: models are told by anybody what to write.
-        runs = ("=", "+", "-", "@", "\t", "\r", "\n")
-        writer.writerow([f"'{cell}" if cell.startswith(runs) else cell for cell in cells])
+        writer.writerow(cells)
         return text.getvalue()
 
-    yield row("custom_id", "text", "error")
-    for line in itertools.chain(_lines(output), _lines(errors)):
-        yield row(custom_id_of(line), text_of(line), error_of(line))
+    results = heapq.merge(_lines(output), _lines(errors), key=_line_number)
+    if table is None:
+        yield row(["custom_id", "text", "error"])
+        for line in results:
+            yield row(map(_safe_cell, (custom_id_of(line), text_of(line), error_of(line))))
+        return
+    columns, rows = table.read()
+    yield row([*columns, *_free_names(columns, ("text", "error"))])
+    result = next(results, None)
+    for given in rows:
+        # Its own cells are as the user has them. A row that could not be a request has no result.
+        cells = [*given.cells, *[""] * len(columns)][: len(columns)]
+        if result is not None and not given.problem and custom_id_of(result) == given.custom_id:
+            yield row([*cells, _safe_cell(text_of(result)), _safe_cell(error_of(result))])
+            result = next(results, None)
+        else:
+            yield row([*cells, "", given.problem and f"was not submitted: {given.problem}"])
+    if result is not None:
+        shown = format_cell(custom_id_of(result))
+        raise CommandFailed(
+            f"{table.path}: has no row for the result '{shown}', or not in this order: is it the "
+            "table that the batch was made of, with the same --id-column?",
+            status=2,
+        )
+
+
+def _line_number(line: Mapping[str, Any]) -> int:
+    """The number of the input's line that this is the result of; 0: it does not tell."""
+    number = str(line.get("id")).rpartition("_")[2]
+    return int(number) if number.isascii() and number.isdigit() else 0
+
+
+def _free_names(taken: Sequence[str], wanted: Iterable[str]) -> Iterator[str]:
+    """These names; one that a column has already gets `result_` before it."""
+    for name in wanted:
+        while name in taken:
+            name = f"result_{name}"  # noqa: PLW2901
+        yield name
+
+
+def _safe_cell(cell: str) -> str:
+    """A cell that no spreadsheet runs: models are told by anybody what to write."""
+    return f"'{cell}" if cell.startswith(("=", "+", "-", "@", "\t", "\r", "\n")) else cell
 
 
 def _write_folder(output: BinaryIO, errors: BinaryIO, places: ResultPlaces) -> Path | None:

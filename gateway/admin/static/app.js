@@ -3,6 +3,7 @@
 import { html, nothing, render } from "./vendor/lit-html/lit-html.js";
 import { guard } from "./vendor/lit-html/directives/guard.js";
 import { count, plain, plural, seconds } from "./format.js";
+import * as batches from "./batches.js";
 import * as models from "./models.js";
 import * as nodes from "./nodes.js";
 import * as overview from "./overview.js";
@@ -32,6 +33,7 @@ const PAGES = {
   nodes: { title: "Nodes", role: "viewer", module: nodes },
   requests: { title: "Requests", role: "operator", module: requests },
   queue: { title: "Queue", role: "viewer", module: queue },
+  batches: { title: "Batches", role: "operator", module: batches },
   models: { title: "Models", role: "viewer", module: models },
   playground: { title: "Playground", role: "operator", module: playground },
 };

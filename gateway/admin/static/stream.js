@@ -24,10 +24,12 @@ export class ApiError extends Error {
   }
 }
 
-export async function ask(method, path, { body, signal } = {}) {
+/** Ask the admin API; `body` goes as JSON, `form` (FormData) as it is. */
+export async function ask(method, path, { body, form, signal } = {}) {
   const options = { method, signal, cache: "no-store", credentials: "omit" };
   options.headers = headers(body === undefined ? {} : { "content-type": "application/json" });
   if (body !== undefined) options.body = JSON.stringify(body);
+  if (form !== undefined) options.body = form;
   const response = await fetch(path, options);
   if (!response.ok) throw await errorOf(response);
   return response;
