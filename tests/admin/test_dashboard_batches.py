@@ -12,7 +12,7 @@ import pytest
 from playwright.async_api import expect
 
 from tests.admin.browser import a_browser, a_page, needs_browser
-from tests.admin.test_dashboard import AXE, VIOLATIONS, opened
+from tests.admin.test_dashboard import AXE, VIOLATIONS
 from tests.emulator import EmulatedNode
 from tests.gateways import running_gateway
 from tests.stored.batch_gateway import CALM, KEY, key, lines
@@ -35,8 +35,10 @@ async def test_a_batch_is_uploaded_followed_paused_cancelled_and_downloaded(
     content = "".join(json.dumps(one) + "\n" for one in [*lines(40), {"custom_id": HOSTILE}])
     async with (
         running_gateway(tmp_path, [node], {"keys": [key(name=HOSTILE)], **CALM}) as running,
-        opened(running, at="batches") as page,
+        a_browser() as browser,
+        a_page(browser, running.admin_url, at="batches") as watched,
     ):
+        page = watched.page
         await expect(page.locator("#batches")).to_contain_text("There are no such batches")
         await page.get_by_text("Upload a batch").click()
         async with page.expect_download() as template:
@@ -54,7 +56,7 @@ async def test_a_batch_is_uploaded_followed_paused_cancelled_and_downloaded(
         batch = page.locator("#batch")
         await expect(batch).to_contain_text(" of 41 lines")
         await expect(batch).to_contain_text("<img src=x onerror=alert(1)>\ufffd")
-        await expect(batch.get_by_role("region", name="Errors by kind")).to_contain_text("1")
+        await expect(batch.get_by_role("region", name="Table of errors")).to_contain_text("1")
         await expect(batch.locator("dd", has_text="before the deadline")).to_be_visible()
         await batch.get_by_role("button", name="Pause").click()
         await expect(batch).to_contain_text("It waits: paused")
@@ -81,6 +83,8 @@ async def test_a_batch_is_uploaded_followed_paused_cancelled_and_downloaded(
         found = (await text_of(saved)).splitlines()
         assert any(json.loads(one)["custom_id"] == "line-39" for one in found)
         assert KEY not in await page.content()
+        # Of the key that there is not.
+        assert [one.partition(" of ")[2] for one in watched.trouble] == ["404 (Not Found)"]
 
 
 @pytest.mark.parametrize("scheme", ["light", "dark"])

@@ -44,7 +44,8 @@ function draw() {
   render(list, place);
 }
 
-async function act(button, method, path, done) {
+/** Ask for a change; `done` gets the answer, and says in words what came of it. */
+export async function act(button, method, path, done) {
   // A disabled button loses it.
   const hadFocus = document.activeElement === button;
   button.disabled = true;

@@ -2,7 +2,7 @@
 
 import { html, nothing, svg } from "./vendor/lit-html/lit-html.js";
 import { repeat } from "./vendor/lit-html/directives/repeat.js";
-import { toast } from "./actions.js";
+import { act, toast } from "./actions.js";
 import { count, money, plain, plural, rate, seconds } from "./format.js";
 import { go, href, setQuery } from "./route.js";
 import { state } from "./state.js";
@@ -20,6 +20,7 @@ const RECKONED = {
   pace: "as fast as lines for its model end now, earlier deadlines first",
   nodes: "if it has all slots of its nodes from then on",
 };
+const CHANGED = { pause: "No more of its lines begin.", resume: "Its lines run again.", cancel: "Its waiting lines are cancelled." };
 const OVER = new Set(["completed", "failed", "expired", "cancelled"]);
 
 /** What the page has been told: the list, or the one batch; why it could not be told. */
@@ -126,7 +127,7 @@ function listView(route, redraw) {
       <label>Show <select @change=${filter("state")}>${Object.entries(STATES).map(([value, word]) => html`<option
         value=${value} ?selected=${value === (query.get("state") ?? "")}>${word}</option>`)}</select></label></div>
     ${list.batches.length === 0 ? html`<p class="muted">There are no such batches.</p>` : html`
-    <div class="scroll" tabindex="0" role="region" aria-label="Batches">
+    <div class="scroll" tabindex="0" role="region" aria-label="List of batches">
       <table>
         <thead><tr><th scope="col">Batch</th><th scope="col">Key</th><th scope="col">State</th><th scope="col">Lines</th>
           <th scope="col" class="n">Failed</th><th scope="col">Waits for</th><th scope="col">Due</th><th scope="col" class="n">Cost</th></tr></thead>
@@ -224,22 +225,16 @@ function endOf({ status, expires_at: due, llama_gateway: own }) {
 
 function errorsView(kinds) {
   if (kinds.length === 0) return nothing;
-  return html`<h3>Errors by kind</h3><div class="scroll" tabindex="0" role="region" aria-label="Errors by kind"><table>
+  return html`<h3>Errors by kind</h3><div class="scroll" tabindex="0" role="region" aria-label="Table of errors"><table>
     <thead><tr><th scope="col">Error</th><th scope="col" class="n">Lines</th><th scope="col" class="n">First line</th></tr></thead>
     <tbody>${kinds.map((kind) => html`<tr><th scope="row"><code>${plain(kind.code)}</code></th><td class="n">${count(kind.lines)}</td>
       <td class="n">${kind.first_line}</td></tr>`)}</tbody></table></div>`;
 }
 
 async function change(event, action, route, redraw) {
-  event.currentTarget.disabled = true;
-  try {
-    batch = await (await ask("POST", pathOf(batch.id, action))).json();
-    toast({ pause: "No more of its lines begin.", resume: "Its lines run again.", cancel: "Its waiting lines are cancelled." }[action]);
-  } catch (error) {
-    toast(error.message, true);
-  }
+  await act(event.currentTarget, "POST", pathOf(route.id, action), () => CHANGED[action]);
   confirms = false;
-  poll(questionOf(route), redraw);
+  if (question === questionOf(route)) poll(question, redraw);
 }
 
 async function download(event, what) {
