@@ -28,6 +28,7 @@ from gateway.admin.nodes import DrainDeadlines, ModelEndpoints, NodeEndpoints, P
 from gateway.admin.playground import Playground
 from gateway.admin.reports import AUDIT_ACTION_KEY, AUDIT_TARGET_KEY, AuditEndpoints, UsageEndpoints
 from gateway.admin.status import StatusEndpoints
+from gateway.admin.timeline import TimelineEndpoint
 from gateway.admin.why import RequestEndpoints, WhyEndpoints
 from gateway.callers.keys import AdminKeys, AdminRole, without_secret
 from gateway.callers.reports import Reporter
@@ -51,6 +52,7 @@ class AdminEndpoints:
 
     dashboard: DashboardPages
     live: LiveFeed
+    timeline: TimelineEndpoint
     playground: Playground
     pages: PlainPages
     health: HealthEndpoints
@@ -95,6 +97,8 @@ ADMIN_ROUTES = (
         "the gateway on one page"),
     AdminRoute("GET", "/admin/live", VIEWER, lambda e: e.live.stream,
         "nodes, queue and problems as they change, as server-sent events; requests for operators"),
+    AdminRoute("GET", "/admin/timeline", VIEWER, lambda e: e.timeline.show,
+        "what each slot has done in the last ten minutes; callers for operators"),
     AdminRoute("GET", "/admin/nodes", VIEWER, lambda e: e.nodes.list, "every node"),
     AdminRoute("POST", "/admin/nodes/{name:path}/drain", OPERATOR, lambda e: e.nodes.drain,
         "no new work; ?deadline=SECONDS ends what still runs then", "drain"),
@@ -232,6 +236,7 @@ def admin_app(
     endpoints = AdminEndpoints(
         dashboard=DashboardPages(load_files(), INDEX_PAGE),
         live=live,
+        timeline=TimelineEndpoint(scheduler, time.time),
         playground=Playground(handler),
         pages=PlainPages(metrics, document),
         health=health,

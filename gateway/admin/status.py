@@ -152,7 +152,7 @@ class StatusObject(msgspec.Struct, kw_only=True):
         "force, by `listen.tls` and `admin.tls`"]  # fmt: skip
     audit_lost: Annotated[int, "changes that were logged and could not be kept"]
     store: Annotated[dict[str, Any], "`state`, the reason and the remedy, [the "
-        "store](../operations.md#the-store)"]  # fmt: skip
+        "store](../store.md)"]  # fmt: skip
     ledger: Annotated[dict[str, Any] | None, "rows of the [ledger](../usage.md) in this process: "
         "`pending`, `written`, `recovered` for killed processes, `dropped`, and why the last "
         "writing failed (`error`); null without a store"]  # fmt: skip

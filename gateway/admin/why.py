@@ -512,7 +512,7 @@ def _told_grant(grant: Grant, at: str, seconds: float, attempt: int, now: float)
         seconds=seconds,
         summary="",
         attempt=attempt,
-        node=None if comparison is None else comparison.chosen.name,
+        node=grant.ran_on,
         model=grant.model,
         tier=grant.tier,
         fallback=grant.fallback,

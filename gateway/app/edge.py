@@ -55,7 +55,8 @@ from gateway.web.background import TakesStorable
 from gateway.web.handler import RequestHandler
 
 KNOWN_SECONDS = 50.0  # until the edge has been told what it must know
-BOOKED_SECONDS = 5.0  # seconds until the ledger has the last records, when an edge ends
+# Seconds until the ledger has the last records, when an edge ends: longer than a takeover lasts.
+BOOKED_SECONDS = 10.0
 LOAD_SECONDS = 0.1  # seconds between two looks at how busy it is
 STEADY_LOOKS = 10  # looks after which that is told again though it has not changed
 SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR2)

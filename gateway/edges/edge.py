@@ -879,6 +879,7 @@ class EdgeServices:
     async def wait_booked(self, seconds: float) -> None:
         """Wait until the ledger has the records of all that has ended, or for so many seconds."""
         for _ in range(round(seconds / LIMBO_BEAT_SECONDS)):
+            self.bus.flush()  # what has ended just now is to be told, too
             if self.requests.are_booked or self._given_up is not None:
                 return
             await asyncio.sleep(LIMBO_BEAT_SECONDS)

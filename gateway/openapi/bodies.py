@@ -16,6 +16,7 @@ import yaml
 from gateway.admin.batches import OwnedBatch
 from gateway.admin.nodes import NodeObject, PlacementObject, ServedModelObject
 from gateway.admin.status import StatusObject
+from gateway.admin.timeline import TimelineObject
 from gateway.admin.why import (
     ComparedNode,
     ExplainedRequest,
@@ -217,6 +218,7 @@ FIELDS: dict[str, Fields] = {
     "ServedModel": described_fields(ServedModelObject),
     "Placement": described_fields(PlacementObject),
     "Request": described_fields(RequestObject),
+    "Timeline": described_fields(TimelineObject),
     "Why": described_fields(WhyObject),
     "ExplainedRequest": described_fields(ExplainedRequest),
     "Decision": described_fields(ToldQueueing, ToldRefusal, ToldGrant),

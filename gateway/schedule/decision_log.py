@@ -75,6 +75,8 @@ class Grant(msgspec.Struct, eq=False, gc=False):
     lease_id: int
     model: str
     tier: str
+    caller: str = ""  # its id; empty: a version before this one has kept it
+    node: str | None = None  # where it runs, if `comparison` does not tell
     # What was expected of the request on its node, and of others.
     slots: int = 1
     prompt_tokens: float = 0.0
@@ -101,6 +103,11 @@ class Grant(msgspec.Struct, eq=False, gc=False):
     """Tokens of the prompt, those of them that were cached, and of the answer; None: no response,
     or not counted yet."""
     reported: bool = False  # whether the node has reported these tokens; else they are estimates
+
+    @property
+    def ran_on(self) -> str | None:
+        """The node; None: an earlier version has not kept it."""
+        return self.node if self.comparison is None else self.comparison.chosen.name
 
     def expect(self, placement: QueuedRequest) -> None:
         """Take in what is expected of the placement now; the row moves its ends later."""
@@ -174,8 +181,9 @@ class DecisionLog:
     ) -> Grant:
         """A placement has become a lease."""
         grant = Grant(
-            placement.id, placement.placed_at, placement.received_at, lease_id, model, tier
-        )
+            placement.id, placement.placed_at, placement.received_at, lease_id, model, tier,
+            request.caller.id,
+        )  # fmt: skip
         grant.expect(placement)
         resumes, times_yielded = request.wanted.resume_key is not None, request.caller.times_yielded
         if tried is not NOTHING_TRIED or resumes or times_yielded:

@@ -438,6 +438,7 @@ class Scheduler:
         )
         lease = LeaseRecord(node, stream, request, placement, state, granted)
         lease.note_adopted()
+        granted.node = node.name
         lease.expect(reading.grace / PREFILL_GRACE_FACTOR, None)
         node.occupancy.take_over(slots, now)
         node.take(lease, now)

@@ -93,3 +93,10 @@ async def turn_to(page: Page, title: str) -> None:
     """Go to the page of this title by the rail."""
     await page.locator("#rail").get_by_role("link", name=title).click()
     await expect(page.get_by_role("heading", level=1)).to_have_text(title)
+
+
+async def confirm(page: Page, question: str) -> None:
+    """Answer yes to what the page asks."""
+    asked = page.locator("#confirm")
+    await expect(asked).to_contain_text(question)
+    await asked.get_by_role("button").last.click()

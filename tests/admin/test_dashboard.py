@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import os
+import re
 from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
@@ -18,7 +19,7 @@ import pytest
 from playwright.async_api import Page, expect
 
 from gateway.callers.keys import AdminRole, new_key
-from tests.admin.browser import a_browser, a_page, needs_browser, turn_to
+from tests.admin.browser import a_browser, a_page, confirm, needs_browser, turn_to
 from tests.emulator import EmulatedNode
 from tests.gateways import NO_TLS, Running, running_gateway, until
 
@@ -121,15 +122,22 @@ async def streams(running: Running, number: int, **body: Any) -> AsyncIterator[N
 
 
 async def test_an_operator_drains_and_resumes_a_node_by_a_click(tmp_path: Path) -> None:
-    async with a_dashboard(tmp_path) as (running, _, page):
+    async with a_dashboard(tmp_path, at="nodes") as (running, _, page):
         name = "epyc-a-numa1"
-        await expect(page.locator("#problems")).to_contain_text("Nothing needs attention")
         card = node_card(page, name)
-        await card.get_by_role("button", name=f"Drain {name}").click()
+        drain = card.get_by_role("button", name=f"Drain {name}")
+        await drain.click()
+        await page.get_by_role("button", name="Leave it").click()
+        await expect(drain).to_be_focused()
+        assert not running.gateway.fleet.nodes[name].draining
+        await drain.click()
+        await confirm(page, f"Drain {name}?")
         await expect(card.locator(".state")).to_contain_text("draining")
-        await expect(page.locator("#problems")).to_contain_text(f"{name} is drained")
         await expect(page.locator("#toasts")).to_contain_text("gets no new work")
         assert running.gateway.fleet.nodes[name].draining
+        await turn_to(page, "Overview")
+        await expect(page.locator("#problems")).to_contain_text(f"{name} is drained")
+        await page.go_back()
         await card.get_by_role("button", name=f"Resume {name}").click()
         await expect(card.locator(".state")).to_contain_text("ready")
         assert not running.gateway.fleet.nodes[name].draining
@@ -150,12 +158,12 @@ async def test_a_killed_node_is_the_first_problem_and_its_return_ends_it(tmp_pat
     async with a_dashboard(tmp_path, settings=health) as (_, nodes, page):
         name = "epyc-b-numa0"
         await nodes[name].kill()
-        await expect(node_card(page, name).locator(".state")).to_contain_text("down")
+        await expect(node_card(page, name)).to_have_class(re.compile("s-down"))
         problem = page.locator(".problem").first
         await expect(problem).to_contain_text(f"{name} is down")
         await expect(problem).to_contain_text(f"llama-gateway nodes probe {name}")
         await nodes[name].revive()
-        await expect(node_card(page, name).locator(".state")).to_contain_text("ready")
+        await expect(node_card(page, name)).to_have_class(re.compile("s-ready"))
         await expect(page.locator("#problems")).to_contain_text("Nothing needs attention")
 
 
@@ -185,6 +193,7 @@ async def test_an_operator_cancels_a_request_by_a_click(tmp_path: Path) -> None:
             await expect(page.locator("#requests tbody tr")).to_have_count(1)
             assert "words-nobody-knows" not in await page.content()
             await page.get_by_role("button", name="Cancel request mine-17").click()
+            await confirm(page, "Cancel request mine-17?")
             rest = "\n".join([line async for line in lines])
             assert "operator" in rest
         await expect(page.locator("#requests")).to_contain_text("Nothing waits and nothing runs")
@@ -313,12 +322,15 @@ async def test_axe_finds_no_violation(tmp_path: Path, scheme: str) -> None:
         await nodes["epyc-a-numa0"].kill()
         running.gateway.fleet.drain("epyc-b-numa1")
         await expect(page.locator(".problem").first).to_be_visible()
-        await expect(page.locator(".uplot")).to_have_count(7)
+        await expect(page.locator(".uplot")).to_have_count(6)
+        await expect(page.locator("#timeline .caller").first).to_be_visible()
         await page.evaluate(AXE)
         dialog = page.get_by_role("dialog")
         for action in ("page", "node", "Nodes", "Queue", "Models", "Requests", "why"):
             if action == "node":
-                await page.get_by_role("link", name="epyc-b-numa0", exact=True).first.click()
+                await page.locator(".problem summary").first.click()
+                await page.locator(".notices > summary").click()
+                await node_card(page, "epyc-b-numa0").get_by_role("link").click()
                 await expect(dialog).to_contain_text("NUMA node 0")
             elif action == "why":
                 await page.get_by_role("link", name="Why request").first.click()
@@ -350,6 +362,7 @@ async def test_axe_finds_no_violation_in_the_key_form_and_the_other_sizes_and_a_
         assert await page.evaluate(VIOLATIONS) == []
         await page.get_by_label("Admin key").fill(KEYS[AdminRole.OPERATOR].text)
         await page.get_by_role("button", name="Open").click()
+        await turn_to(page, "Nodes")
         for size in ("tiles", "dots"):
             await page.locator("#nodes select").select_option(size)
             await page.wait_for_selector(f".{size} .node")
@@ -387,7 +400,7 @@ async def test_the_pictures_of_the_docs_are_made(tmp_path: Path) -> None:
             async with a_page(browser, running.admin_url, color_scheme=scheme) as watched:
                 page = watched.page
                 await expect(page.locator(".problem").first).to_contain_text("epyc-c-numa1 is down")
-                await expect(page.locator(".uplot")).to_have_count(7)
+                await expect(page.locator(".uplot")).to_have_count(6)
                 await page.set_viewport_size({"width": 1280, "height": 1000})
                 picture = await page.screenshot(path=folder / f"dashboard-{scheme}.png")
                 assert len(picture) > 20_000

@@ -43,7 +43,7 @@ async def test_a_node_has_an_address_that_opens_it_anywhere_and_is_left_by_the_w
     async with a_fleet(tmp_path, hosts="a") as (running, _):
         async with opened(running) as page:
             name, dialog = "epyc-a-numa1", page.get_by_role("dialog")
-            await page.get_by_role("link", name=name).click()
+            await page.locator(f'[data-node="{name}"] a').click()
             await at(page, f"nodes/{name}")
             await expect(page).to_have_title(f"{name} · Nodes · llama-gateway")
             await expect(dialog).to_contain_text("NUMA node 1")

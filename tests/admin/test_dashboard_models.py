@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 from playwright.async_api import expect
 
-from tests.admin.browser import a_browser, a_page, needs_browser, turn_to
+from tests.admin.browser import a_browser, a_page, confirm, needs_browser, turn_to
 from tests.admin.test_dashboard import AXE, VIOLATIONS, opened
 from tests.emulator import EmulatedNode
 from tests.emulator.routed_model import HostMemory, ModelFile
@@ -82,6 +82,7 @@ async def test_the_memory_of_a_host_fills_with_models_whatever_their_names(tmp_p
             dialog = page.get_by_role("dialog")
             await expect(dialog).to_contain_text("Memory4.0 GiB")
             await dialog.get_by_role("button", name="Drain").click()
+            await confirm(page, HOSTILE)
             await expect(dialog.locator(".state")).to_contain_text("draining")
             assert nodes[f"r1/{HOSTILE}"].draining
             await page.keyboard.press("Escape")

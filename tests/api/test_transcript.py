@@ -80,7 +80,7 @@ def test_the_transcript_holds_the_text_that_was_sent(path: str, tokens: int, tog
 
 
 def test_a_long_response_is_kept_in_little_more_than_half_its_bytes() -> None:
-    words = (Path(__file__).parents[2] / "docs/operations.md").read_text().split(" ") * 3
+    words = (Path(__file__).parents[2] / "docs/security.md").read_text().split(" ") * 3
     texts = [f" {word}" for word in words]
     text = "".join(texts)
     recorder = TranscriptRecorder(read_chat, MIB)

@@ -246,6 +246,8 @@ def running_haproxy(
                 "  retries 3",
                 "  option redispatch 1",
                 "  retry-on conn-failure",
+                # Without it HAProxy holds chunks back for up to 200 ms, to fill packets.
+                "  option http-no-delay",
                 "listen gateways",
                 f"  bind {address}:{port}",
                 "  balance leastconn",

@@ -90,8 +90,12 @@ class At:
 
     def finishes(self, id_: str = "req_1") -> None:
         """All is known of a request."""
-        self.services.meter.ended(self.reservations[id_], self.records[id_])
+        self.just_ended(id_)
         self.services.bus.flush()
+
+    def just_ended(self, id_: str = "req_1") -> None:
+        """Its response has ended, and is accounted for soon."""
+        self.services.meter.ended(self.reservations[id_], self.records[id_])
 
     async def lose(self) -> None:
         """The first brain is gone."""
@@ -347,6 +351,25 @@ async def test_a_record_is_told_to_each_brain_until_one_has_booked_it() -> None:
         brain.cut()
         last = await at.next_brain(3)
         assert last.told[1:] == last.all(messages.Carried)
+        assert at.services.requests.open == {}
+
+
+@in_virtual_time
+async def test_an_edge_that_ends_in_limbo_waits_until_its_last_response_is_booked() -> None:
+    async with an_edge() as at:
+        at.services.scheduler.ended(
+            AttemptReport(await at.granted(), "reset", 0, True, False, False)
+        )
+        await at.lose()
+        at.just_ended()
+        waits = asyncio.create_task(at.services.wait_booked(10.0))
+        await asyncio.sleep(4.0)
+        assert not waits.done()
+        brain = await at.next_brain()
+        await brain.last(messages.Finished)
+        assert not waits.done()
+        brain.link.tell(messages.Booked(1))
+        await waits
         assert at.services.requests.open == {}
 
 

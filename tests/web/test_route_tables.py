@@ -214,8 +214,8 @@ CONTRACT = {
     None: {"GET /", "GET /dashboard/{file:path}", "GET /health", "GET /ready"},
     AdminRole.VIEWER: {
         "GET /metrics", "GET /metrics/nodes", "GET /openapi.json", "GET /admin/status",
-        "GET /admin/live", "GET /admin/nodes", "GET /admin/nodes/{name:path}", "GET /admin/models",
-        "GET /admin/placements",
+        "GET /admin/live", "GET /admin/timeline", "GET /admin/nodes",
+        "GET /admin/nodes/{name:path}", "GET /admin/models", "GET /admin/placements",
     },
     AdminRole.OPERATOR: {
         "POST /admin/nodes/{name:path}/drain", "POST /admin/nodes/{name:path}/resume",

@@ -36,12 +36,26 @@ function draw() {
   );
   const place = document.getElementById("toasts");
   // What lies behind an open dialog is dimmed, and no screen reader tells of it.
-  const home = document.querySelector("dialog[open]") ?? document.body;
+  const home = document.querySelector("dialog[open]:not(#confirm)") ?? document.body;
   if (place.parentElement !== home) {
     home.append(place);
     home.addEventListener("close", draw, { once: true });
   }
   render(list, place);
+}
+
+/** Ask before something is done that others feel: whether the answer is yes. `verb` is the word on the button. */
+export function confirmed(question, verb) {
+  const dialog = document.getElementById("confirm");
+  const button = (word, answer) => html`<button class=${answer ? "primary" : ""}
+    @click=${() => dialog.close(answer)}>${word}</button>`;
+  render(html`<h2 id="confirm-question" tabindex="-1" autofocus>${plain(question)}</h2>
+    <p class="actions">${button("Leave it", "")}${button(verb, "yes")}</p>`, dialog.querySelector(".view"));
+  dialog.returnValue = "";
+  dialog.showModal();
+  return new Promise((done) => {
+    dialog.addEventListener("close", () => done(dialog.returnValue === "yes"), { once: true });
+  });
 }
 
 /** Ask for a change; `done` gets the answer, and says in words what came of it. */
@@ -64,8 +78,10 @@ function nodePath(name, action) {
   return `admin/nodes/${encodeURIComponent(name)}/${action}`;
 }
 
-export function drain(event, name) {
-  act(event.currentTarget, "POST", nodePath(name, "drain"),
+export async function drain(event, name) {
+  const button = event.currentTarget;
+  if (!await confirmed(`Drain ${name}? It gets no new work; what it does now goes on to its end.`, "Drain")) return;
+  act(button, "POST", nodePath(name, "drain"),
     (node) => `${name} gets no new work; ${node.in_flight} of its requests end by themselves.`);
 }
 
@@ -80,9 +96,11 @@ export function probe(event, name) {
   });
 }
 
-export function cancel(event, id, name) {
+export async function cancel(event, id, name) {
+  const button = event.currentTarget;
+  if (!await confirmed(`Cancel request ${name}? Its client gets an error.`, "Cancel it")) return;
   const path = `admin/requests/${encodeURIComponent(id)}`;
-  act(event.currentTarget, "DELETE", path, () => `Request ${name} is cancelled.`);
+  act(button, "DELETE", path, () => `Request ${name} is cancelled.`);
 }
 
 export async function copy(text) {

@@ -2,7 +2,7 @@
 
 import { html, nothing, svg } from "./vendor/lit-html/lit-html.js";
 import { repeat } from "./vendor/lit-html/directives/repeat.js";
-import { act, toast } from "./actions.js";
+import { act, confirmed, toast } from "./actions.js";
 import { count, money, plain, plural, rate, seconds } from "./format.js";
 import { go, href, setQuery } from "./route.js";
 import { state } from "./state.js";
@@ -29,7 +29,6 @@ let batch = null;
 let trouble = "";
 let keys = [];
 let isLoaded = false;
-let confirms = false;
 let upload = { busy: false, trouble: "", endpoint: ENDPOINTS[0] };
 let timer = 0;
 /** The path that is asked; a late answer of another one is not taken. */
@@ -49,7 +48,7 @@ export function leave() {
   clearTimeout(timer);
   question = "";
   [list, batch, keys] = [{ batches: [], next: null }, null, []];
-  [trouble, isLoaded, confirms] = ["", false, false];
+  [trouble, isLoaded] = ["", false];
 }
 
 /** A filter, and a link to older batches, enter no other page. */
@@ -183,7 +182,7 @@ function batchView(route, redraw) {
   ];
   return html`<section id="batch" class="panel" aria-labelledby="batch-title">
     ${backView()}
-    <h2 id="batch-title"><code>${plain(batch.id)}</code></h2>
+    <h2 id="batch-title">${plain(batch.id)}</h2>
     <p class="bar"><b>${stateOf(batch)}</b> ${barOf(batch)} ${count(endedOf(batch))} of ${plural(counts.total, "line")}</p>
     ${trouble === "" ? nothing : html`<p class="error" role="alert">${plain(trouble)} Trying again…</p>`}
     ${whyView(own.why_waiting)}
@@ -191,15 +190,11 @@ function batchView(route, redraw) {
     <dl class="facts">${facts.map(([name, value]) => (value ? html`<dt>${name}</dt><dd>${value}</dd>` : nothing))}</dl>
     ${errorsView(batch.errors_by_kind ?? [])}
     <p class="actions">
-      ${isOver ? nothing : html`<button @click=${(event) => change(event, own.paused ? "resume" : "pause", route, redraw)}
+      ${isOver ? nothing : html`<button @click=${(event) => change(event.currentTarget, own.paused ? "resume" : "pause", route, redraw)}
         >${own.paused ? "Resume" : "Pause"}</button>`}
       <button ?disabled=${counts.completed === 0} @click=${(event) => download(event, "results")}>Download results</button>
       <button ?disabled=${endedOf(batch) === counts.completed} @click=${(event) => download(event, "errors")}>Download errors</button>
-      ${isOver || batch.status === "cancelling" ? nothing : confirms ? html`
-        <span role="group" aria-label="Cancel this batch?">${plural(counts.total - endedOf(batch), "line")} will never run.
-        <button class="danger" @click=${(event) => change(event, "cancel", route, redraw)}>Cancel the batch</button>
-        <button @click=${() => { confirms = false; redraw(); }}>Keep it</button></span>`
-      : html`<button @click=${() => { confirms = true; redraw(); }}>Cancel…</button>`}
+      ${isOver || batch.status === "cancelling" ? nothing : html`<button @click=${(event) => cancel(event, route, redraw)}>Cancel</button>`}
     </p>
   </section>`;
 }
@@ -231,10 +226,15 @@ function errorsView(kinds) {
       <td class="n">${kind.first_line}</td></tr>`)}</tbody></table></div>`;
 }
 
-async function change(event, action, route, redraw) {
-  await act(event.currentTarget, "POST", pathOf(route.id, action), () => CHANGED[action]);
-  confirms = false;
+async function change(button, action, route, redraw) {
+  await act(button, "POST", pathOf(route.id, action), () => CHANGED[action]);
   if (question === questionOf(route)) poll(question, redraw);
+}
+
+async function cancel(event, route, redraw) {
+  const button = event.currentTarget;
+  const left = plural(batch.request_counts.total - endedOf(batch), "line");
+  if (await confirmed(`Cancel this batch? ${left} will never run; what is done stays.`, "Cancel it")) change(button, "cancel", route, redraw);
 }
 
 async function download(event, what) {

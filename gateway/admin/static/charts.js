@@ -1,6 +1,7 @@
 // The last hour, drawn by uPlot. Charts are made after the first paint and change with each step.
 
 import { html, render } from "./vendor/lit-html/lit-html.js";
+import { repeat } from "./vendor/lit-html/directives/repeat.js";
 import { count, money, percent, rate, seconds } from "./format.js";
 import { state } from "./state.js";
 import { colour, theme } from "./theme.js";
@@ -19,18 +20,27 @@ const CHARTS = [
   { id: "tokens", title: "Tokens a second", read: rate, series: [["tokens_per_second", "written"]] },
   { id: "queued", title: "Queue and slots", read: count, series: [["queued", "waiting"], ["slots_busy", "busy slots"]] },
   { id: "cached", title: "Prompt tokens from caches", read: percent, top: 1, series: [["cached_share", "cached"]] },
-  { id: "gpu", title: "Requests on GPU nodes", read: percent, top: 1, series: [["gpu_share", "GPU"]] },
-  { id: "money", title: "Money within the hour", read: money, scale: "running",
+  { id: "gpu", isFed: () => state.summary.hybrid !== null, title: "Requests on GPU nodes", read: percent, top: 1, series: [["gpu_share", "GPU"]] },
+  { id: "money", isFed: hasPrices, title: "Money within the hour", read: money, scale: "running",
     series: [["cost", "spent"], ["gpu_cost", "all on GPU"]] },
 ];
 
 const STYLES = [["--series-1", []], ["--series-2", [6, 3]], ["--series-3", [2, 3]]];
 
+/** Whether anything has a price. */
+export function hasPrices() {
+  return column("cost").some((cost) => cost > 0) || [...state.nodes.values()].some((node) => node.cost_per_hour > 0);
+}
+
+/** Charts that something feeds. */
+const fed = () => CHARTS.filter((chart) => chart.isFed === undefined || chart.isFed());
+
 let plots = [];
 let drawn = -1;
 let drawnTheme = "";
 
-function column(name) {
+/** The values of the last hour of this name, the oldest first. */
+export function column(name) {
   const place = state.history.columns.indexOf(name);
   return state.history.points.map((point) => point[place]);
 }
@@ -51,7 +61,7 @@ function dataOf(chart) {
 export function chartsView() {
   return html`<section id="charts" class="panel" aria-labelledby="charts-title">
     <h2 id="charts-title">The last hour</h2>
-    <div class="charts">${CHARTS.map((chart) => html`<figure data-chart=${chart.id}>
+    <div class="charts">${repeat(fed(), (chart) => chart.id, (chart) => html`<figure data-chart=${chart.id}>
       <figcaption></figcaption><div class="plot" role="img"></div></figure>`)}</div>
   </section>`;
 }
@@ -59,14 +69,14 @@ export function chartsView() {
 function captionOf(chart, data) {
   const last = data.slice(1).map((values) => values.findLast((value) => value !== null));
   const words = chart.series.map(([, name], index) => `${name} ${chart.read(last[index])}`);
-  const note = chart.id === "money" && !last[0] && !last[1] ? "no prices in the inventory" : "";
-  return { note, words, last };
+  return { words, last };
 }
 
 /** Draw what has changed since the last call. */
 export function drawCharts() {
   // The page was another one in between, such as the form for a key.
-  const isGone = plots.length > 0 && !plots[0].figure.isConnected;
+  const isGone = plots.length !== document.querySelectorAll("#charts figure").length
+    || plots.some(({ figure }) => !figure.isConnected);
   if (isGone || theme() !== drawnTheme) { destroy(); drawnTheme = theme(); }
   if (document.getElementById("charts") === null) return;
   if (drawn === state.versions.history && plots.length > 0) return;
@@ -74,8 +84,8 @@ export function drawCharts() {
   if (plots.length === 0) make();
   for (const { chart, figure, plot } of plots) {
     const data = dataOf(chart);
-    const { note, words, last } = captionOf(chart, data);
-    render(html`<h3>${chart.title}</h3><p>${note ? html`<span class="muted">${note}</span>` : chart.series.map(
+    const { words, last } = captionOf(chart, data);
+    render(html`<h3>${chart.title}</h3><p>${chart.series.map(
       ([, name], index) => html`<span class="key k${index + 1}"><i aria-hidden="true"></i>${name} <b>${chart.read(last[index])}</b></span>`)}</p>`,
       figure.querySelector("figcaption"));
     figure.querySelector(".plot").setAttribute("aria-label", `${chart.title}, the last hour; now ${words.join(", ")}`);
@@ -89,7 +99,7 @@ export function drawCharts() {
 function make() {
   const muted = colour("--muted");
   const line = colour("--line");
-  for (const chart of CHARTS) {
+  for (const chart of fed()) {
     const figure = document.querySelector(`[data-chart="${chart.id}"]`);
     const place = figure.querySelector(".plot");
     const axis = { stroke: muted, grid: { stroke: line, width: 1 }, ticks: { show: false }, font: "11px system-ui, sans-serif" };

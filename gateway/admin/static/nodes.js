@@ -23,6 +23,8 @@ export const MARKS = {
 const PHASES = { r: "reading", w: "writing", h: "held", o: "used by others", f: "free" };
 const WORST = ["down", "ejected", "degraded", "loading", "starting", "draining", "mute", "ready", "sleeping", "standby"];
 
+const ARROWS = "Nodes: the arrow keys go from one to the next";
+
 /** What the address asks for, and whether the page is being printed. */
 const look = { size: "auto", words: "", only: "", printed: false };
 
@@ -79,9 +81,9 @@ export function depends(route) {
 }
 
 export function view({ query }, redraw) {
-  for (const [name, word, usual] of [["words", "find", ""], ["only", "state", ""], ["size", "size", "auto"]]) {
-    look[name] = query.get(word) ?? usual;
-  }
+  look.words = query.get("find") ?? "";
+  look.only = WORST.find((word) => word === query.get("state")) ?? "";
+  look.size = ["cards", "tiles", "dots"].find((size) => size === query.get("size")) ?? "auto";
   const all = nodesAlone();
   shown = look.words.trim() || look.only ? all.filter(matches) : all;
   const form = sizeOf(shown.length);
@@ -102,7 +104,7 @@ export function view({ query }, redraw) {
     ${shown.length === 0 ? html`<p class="muted">${state.nodes.size === 0
       ? "There is no node in the inventory." : "No node is like that."}</p>`
       : form === "cards" ? cardsView(shown) : form === "tiles" ? tilesView(shown, form)
-      : html`<div class="wall">${tilesView(shown, form)}<canvas aria-hidden="true"></canvas></div>`}
+      : wallView(shown)}
   </section>`;
 }
 
@@ -124,18 +126,40 @@ function legend() {
     <span><i class="cell o p8"></i> used by others</span></p>`;
 }
 
-function cardsView(nodes) {
+/** The whole fleet at a glance, for the overview: tiles by host, and a wall of a large one. */
+export function fleetView() {
+  shown = nodesAlone();
+  const counts = Object.entries(state.summary.states).sort((a, b) => WORST.indexOf(a[0]) - WORST.indexOf(b[0]));
+  return html`<section id="nodes" class="panel" aria-labelledby="nodes-title">
+    <div class="bar"><h2 id="nodes-title">Nodes <small>${count(shown.length)}</small></h2>
+      <p class="states">${counts.map(([word, number]) => html`<a class="chip s-${word}" href=${href("nodes", "", { state: word })}><span
+        class="mark" aria-hidden="true">${MARKS[word]}</span> ${word} <b>${count(number)}</b></a>`)}</p></div>
+    ${shown.length > MOST_TILES ? wallView(shown) : html`<div class="hosts small roving" tabindex="0" role="group"
+      aria-label=${ARROWS} @focusin=${enterTiles} @focusout=${leaveTiles} @keydown=${moveInTiles}>${hostsView(shown, "tiles",
+        (node) => guard([node.version, "tiles"], () => tile(node, "tiles")))}</div>`}
+  </section>`;
+}
+
+function hostsView(nodes, form, nodeView) {
   const hosts = new Map();
   for (const node of nodes) {
     if (!hosts.has(node.host)) hosts.set(node.host, []);
     hosts.get(node.host).push(node);
   }
-  return html`<div class="hosts">${repeat(hosts, ([host]) => host, ([host, members]) => html`
+  return repeat(hosts, ([host]) => host, ([host, members]) => html`
     <section class="host" aria-label="Host ${plain(host)}">
       <h3>${plain(host)} <small>${plural(members.length, "node")}</small></h3>
-      <ul class="cards">${repeat(members, (node) => node.name,
-        (node) => guard([node.version, state.role], () => card(node)))}</ul>
-    </section>`)}</div>`;
+      <ul class=${form}>${repeat(members, (node) => node.name, nodeView)}</ul>
+    </section>`);
+}
+
+function cardsView(nodes) {
+  return html`<div class="hosts">${hostsView(nodes, "cards",
+    (node) => guard([node.version, state.role], () => card(node)))}</div>`;
+}
+
+function wallView(nodes) {
+  return html`<div class="wall">${tilesView(nodes, "dots")}<canvas aria-hidden="true"></canvas></div>`;
 }
 
 function card(node) {
@@ -173,7 +197,7 @@ function actionsView(node) {
 }
 
 function tilesView(nodes, size) {
-  return html`<ul class=${size} tabindex="0" aria-label="Nodes: the arrow keys go from one to the next"
+  return html`<ul class="${size} roving" tabindex="0" aria-label=${ARROWS}
     @focusin=${enterTiles} @focusout=${leaveTiles} @keydown=${moveInTiles}>${repeat(nodes, (node) => node.name,
       (node) => guard([node.version, size, look.printed], () => tile(node, size)))}</ul>`;
 }
@@ -187,7 +211,7 @@ export function setPrinted(isPrinted) {
 export function drawn() {
   drawWall(shown);
   // A node that had the focus may be gone, without an event.
-  const list = document.querySelector(".dots, .tiles");
+  const list = document.querySelector(".roving");
   if (list !== null) list.tabIndex = list.contains(document.activeElement) && document.activeElement !== list ? -1 : 0;
 }
 
@@ -196,7 +220,8 @@ function tile(node, size) {
   return html`<li class="node s-${node.state} ${node.tier}" data-node=${node.name}><a
     tabindex="-1" href=${href("nodes", node.name)} aria-label=${words} @pointerenter=${showWords}><span class="mark"
     aria-hidden="true">${MARKS[node.state]}</span>${size === "tiles"
-    ? html`<span class="name">${plain(node.name)}</span>${cellsView(node)}`
+    ? html`<span class="name">${plain(node.name)}</span>${cellsView(node)}<span class="rate">${node.decode_tps === null ? nothing
+      : html`${rate(node.decode_tps)}/s`}</span>`
     : look.printed ? printedCellsView(node) : nothing}</a></li>`;
 }
 
@@ -211,8 +236,8 @@ function enterTiles(event) {
     // Else Shift+Tab would lead to the list, and so back to the node.
     list.tabIndex = -1;
   } else if (list.matches(":focus-visible")) {
-    const found = [...list.children].find((tile) => tile.dataset.node === latest) ?? list.firstElementChild;
-    found.querySelector("a").focus();
+    const tiles = [...list.querySelectorAll("[data-node]")];
+    (tiles.find((tile) => tile.dataset.node === latest) ?? tiles[0])?.querySelector("a").focus();
   }
 }
 
@@ -222,15 +247,23 @@ function leaveTiles(event) {
 
 function moveInTiles(event) {
   if (event.ctrlKey || event.metaKey || event.altKey) return;
-  const list = event.currentTarget;
-  const columns = getComputedStyle(list).gridTemplateColumns.split(" ").length;
-  const last = list.children.length - 1;
-  const place = [...list.children].indexOf(event.target.closest("li"));
-  const next = { ArrowLeft: place - 1, ArrowRight: place + 1, ArrowUp: place - columns,
-    ArrowDown: place + columns, Home: 0, End: last }[event.key];
+  const tiles = [...event.currentTarget.querySelectorAll("[data-node]")];
+  const place = tiles.indexOf(event.target.closest("[data-node]"));
+  const next = { ArrowLeft: () => tiles[place - 1], ArrowRight: () => tiles[place + 1], Home: () => tiles[0],
+    End: () => tiles.at(-1), ArrowUp: () => inNextRow(tiles.slice(0, place).reverse(), tiles[place]),
+    ArrowDown: () => inNextRow(tiles.slice(place + 1), tiles[place]) }[event.key];
   if (next === undefined) return;
   event.preventDefault();
-  if (next >= 0 && next <= last) list.children[next].querySelector("a").focus();
+  next()?.querySelector("a").focus();
+}
+
+/** The first of these tiles, in their order, that stands above or below this one, not beside it. */
+function inNextRow(tiles, own) {
+  const { left, right, top, bottom } = own.getBoundingClientRect();
+  return tiles.find((tile) => {
+    const other = tile.getBoundingClientRect();
+    return other.left < right && other.right > left && (other.top >= bottom || other.bottom <= top);
+  });
 }
 
 /** The words of a tile as its tooltip: set when it is looked at, since a thousand change each second. */

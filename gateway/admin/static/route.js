@@ -40,8 +40,12 @@ export function setQuery(name, value) {
   const query = new URLSearchParams(route.query);
   if (value === "") query.delete(name);
   else query.set(name, value);
-  history.replaceState({ place }, "", href(route.page, route.id, query));
-  route = parse(location.hash);
+  route = { ...route, query };
+  try {
+    history.replaceState({ place }, "", href(route.page, route.id, query));
+  } catch {
+    // A browser that bounds how often an address may change; the page shows what was asked for all the same.
+  }
 }
 
 /** Leave the one thing that is shown, for where the reader came from. */

@@ -1,0 +1,199 @@
+"""The first page of the dashboard: its figures, its problems, and the timeline of slots."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+from playwright.async_api import Page, expect
+
+from gateway.callers.keys import AdminRole
+from tests.admin.browser import a_browser, a_page, needs_browser
+from tests.admin.test_dashboard import a_dashboard, a_fleet, opened, streams
+from tests.emulator import EmulatedNode
+from tests.gateways import running_gateway
+
+pytestmark = [pytest.mark.slow, needs_browser]
+
+TRACED = float(os.environ.get("DASHBOARD_TRACE", "6"))
+"""Seconds of the trace; 60 are what the docs tell."""
+LONGEST_TASK = 50.0  # milliseconds of the main thread
+TITLES = (
+    *("Tokens a second", "Time to first token, p95", "Prompt tokens from caches", "Busy slots"),
+    "Spent today (UTC)",
+)
+
+INKS = """() => {
+  const canvas = document.querySelector("#timeline canvas");
+  const { data } = canvas.getContext("2d").getImageData(0, 0, canvas.width, canvas.height);
+  const found = {};
+  for (let place = 0; place < data.length; place += 4) {
+    if (data[place + 3] === 255) {
+      const ink = data.slice(place, place + 3).join();
+      found[ink] = (found[ink] ?? 0) + 1;
+    }
+  }
+  return found;
+}"""
+"""How many dots of the timeline have each colour."""
+FIRST_CALLER, DARK_FIRST_CALLER = "9,105,218", "88,166,255"
+
+
+async def inked(page: Page, colour: str, least: int = 20) -> None:
+    """Wait until so many dots of the timeline have the colour."""
+    enough = f"({INKS})()['{colour}'] >= {least}"
+    await page.wait_for_function(enough)
+
+
+async def test_five_figures_tell_how_much_is_done_and_what_it_costs(tmp_path: Path) -> None:
+    async with a_dashboard(tmp_path, chats=6, answer_tokens=40) as (_, _, page):
+        figures = page.locator("#figures li")
+        await expect(figures.locator("h2")).to_have_text(TITLES)
+        await expect(figures.nth(0).locator(".large")).to_have_text(re.compile(r"^[1-9]\d*"))
+        await expect(figures.nth(3).locator(".large")).to_have_text(re.compile(r"^[1-8] of 8$"))
+        for number in range(5):
+            line = figures.nth(number).locator("polyline")
+            await expect(line).to_have_attribute("points", re.compile(r"\d,\d"))
+        # Nothing runs on a GPU.
+        await expect(page.locator("#charts figure")).to_have_count(6)
+
+
+async def test_money_is_absent_where_nothing_has_a_price(tmp_path: Path) -> None:
+    async with (
+        EmulatedNode() as node,
+        running_gateway(tmp_path, [node.url]) as running,
+        opened(running) as page,
+    ):
+        await expect(page.locator("#figures li")).to_have_count(4)
+        await expect(page.locator("#charts figure")).to_have_count(5)
+
+
+async def test_a_problem_is_a_line_that_unfolds_and_notices_can_be_hidden(tmp_path: Path) -> None:
+    async with a_dashboard(tmp_path) as (running, nodes, page):
+        running.gateway.fleet.drain("epyc-a-numa0")
+        running.gateway.fleet.drain("epyc-b-numa0")
+        problems = page.locator("#problems")
+        await expect(problems).to_contain_text("Nothing needs attention")
+        drained = problems.get_by_text("epyc-a-numa0 is drained")
+        await expect(drained).to_be_hidden()
+        await problems.locator(".notices > summary").click()
+        await expect(drained).to_be_visible()
+        await problems.get_by_role("button", name="Hide for a day").click()
+        await expect(problems).to_contain_text("hidden for a day")
+        stored = await page.evaluate("JSON.stringify(localStorage)")
+        assert "epyc" not in stored
+        await page.reload()
+        await expect(problems).to_contain_text("2 notices hidden for a day")
+        await nodes["epyc-b-numa1"].kill()
+        problem = problems.locator(".problem.critical, .problem.warning").first
+        await expect(problem).to_contain_text("epyc-b-numa1")
+        await expect(problem.locator(".remedy")).to_be_hidden()
+        await problem.locator("summary").focus()
+        await page.keyboard.press("Enter")
+        await expect(problem.locator(".remedy")).to_be_visible()
+        await problem.get_by_role("link", name="epyc-b-numa1").click()
+        await expect(page.get_by_role("dialog")).to_contain_text("epyc-b-numa1")
+        await page.keyboard.press("Escape")
+        await problems.get_by_role("button", name="Show").click()
+        await expect(problems.locator(".notices")).to_have_count(1)
+        assert await page.evaluate("localStorage.length") == 0
+
+
+async def test_the_timeline_draws_what_slots_do_and_tells_it_in_words(tmp_path: Path) -> None:
+    async with a_dashboard(tmp_path, chats=6) as (running, nodes, page):
+        picture = page.locator("#timeline")
+        row = picture.locator("tbody tr", has_text="epyc-a-numa0")
+        await expect(row.locator("td").nth(1)).to_have_text("2")
+        await expect(picture.locator(".chip.caller")).to_have_text(["anonymous:127.0.0.1"])
+        await page.emulate_media(color_scheme="light")
+        await inked(page, FIRST_CALLER)
+        await page.emulate_media(color_scheme="dark")
+        await inked(page, DARK_FIRST_CALLER)
+        await page.emulate_media(color_scheme="dark", forced_colors="active")
+        await inked(page, DARK_FIRST_CALLER)
+        await page.emulate_media(color_scheme="light", forced_colors="none")
+        # A node dies in mid-sentence: its streams are cut, and go on elsewhere.
+        await inked(page, FIRST_CALLER)
+        await nodes["epyc-a-numa0"].kill()
+        await expect(row.locator("td").nth(5)).to_have_text("2")
+        moved = picture.locator("tbody tr td:last-child")
+        await expect(moved.filter(has_text=re.compile(r"^[1-9]")).first).to_be_attached()
+        # What lies under the pointer is told, and leads to its request.
+        canvas = picture.locator("canvas")
+        box = await canvas.bounding_box()
+        assert box is not None
+        lane = running.gateway.fleet.nodes["epyc-b-numa0"]
+        assert lane.slots_busy
+        await canvas.hover(position={"x": box["width"] - 12, "y": 80})
+        await expect(picture.locator(".tip")).to_contain_text(re.compile("epyc-.*runs"))
+        await canvas.click(position={"x": box["width"] - 12, "y": 80})
+        await expect(page).to_have_url(re.compile("#/requests/"))
+        await expect(page.get_by_role("dialog")).to_contain_text("Attempt 1")
+
+
+async def test_a_viewer_sees_the_slots_and_no_callers(tmp_path: Path) -> None:
+    async with a_dashboard(tmp_path, AdminRole.VIEWER, chats=3) as (_, _, page):
+        await inked(page, FIRST_CALLER)
+        await expect(page.locator("#timeline .caller")).to_have_count(0)
+        await expect(page.locator("#figures h2").last).to_have_text("Spent in the last hour")
+
+
+async def test_the_overview_fits_a_phone_with_large_letters_and_long_names(tmp_path: Path) -> None:
+    long = "n" * 60
+    async with EmulatedNode(model="m" * 120, decode_tps=20.0, answer_tokens=500) as node:
+        specs = [{"name": long, "url": node.url, "host": "h" * 60, "cost_per_hour": 1.0}]
+        phone: dict[str, Any] = {"viewport": {"width": 360, "height": 800}}
+        async with (
+            running_gateway(tmp_path, specs) as running,
+            opened(running, **phone) as page,
+            streams(running, 2),
+        ):
+            await inked(page, FIRST_CALLER)
+            await node.kill()
+            await expect(page.locator(".problem").first).to_be_visible()
+            await page.locator(".problem summary").first.click()
+            for size in ("", "28px"):
+                await page.evaluate(f"document.documentElement.style.fontSize = '{size}'")
+                assert await page.evaluate("document.documentElement.scrollWidth") <= 360, size
+
+
+async def test_with_a_hundred_slots_no_task_of_the_page_is_long(tmp_path: Path) -> None:
+    fleet: dict[str, Any] = {
+        "hosts": "abcdefghij", "slots": 5, "prefill_tps": 100.0, "answer_tokens": 60,
+    }  # fmt: skip
+    async with (
+        a_fleet(tmp_path, **fleet) as (running, _),
+        streams(running, 110),
+        a_browser() as browser,
+        a_page(browser, running.admin_url) as watched,
+    ):
+        page = watched.page
+        await inked(page, FIRST_CALLER, 2000)
+        await expect(page.locator(".uplot")).to_have_count(6)
+        await browser.start_tracing(page=page, categories=["toplevel", "devtools.timeline"])
+        await page.wait_for_timeout(1000 * TRACED)
+        tasks = main_tasks(json.loads(await browser.stop_tracing()))
+        assert watched.trouble == []
+    print(f"\n{len(tasks)} tasks in {TRACED:.0f} s; the longest in ms: {tasks[-5:]}", flush=True)
+    assert len(tasks) > 10 * TRACED
+    assert tasks[-1] < LONGEST_TASK
+
+
+def main_tasks(trace: dict[str, Any]) -> list[float]:
+    """The milliseconds of CPU time of each task of the main thread, the longest last."""
+    events = trace["traceEvents"]
+    main = {
+        (one["pid"], one["tid"])
+        for one in events
+        if one["name"] == "thread_name" and one["args"]["name"] == "CrRendererMain"
+    }
+    return sorted(
+        round(one.get("tdur", one.get("dur", 0)) / 1000, 1)
+        for one in events
+        if one["name"] in {"RunTask", "ThreadControllerImpl::RunTask"}
+        and (one["pid"], one["tid"]) in main
+    )
