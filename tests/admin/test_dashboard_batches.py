@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from playwright.async_api import expect
+from playwright.async_api import FilePayload, expect
 
 from tests.admin.browser import a_browser, a_page, confirm, needs_browser
 from tests.admin.test_dashboard import AXE, VIOLATIONS
@@ -44,7 +44,7 @@ async def test_a_batch_is_uploaded_followed_paused_cancelled_and_downloaded(
             await page.get_by_role("button", name="Download a template").click()
         sample = json.loads((await text_of(template)).splitlines()[0])
         assert (sample["url"], sample["body"]["model"]) == ("/v1/chat/completions", node.model)
-        file = {"name": "in.jsonl", "mimeType": "", "buffer": content.encode()}
+        file: FilePayload = {"name": "in.jsonl", "mimeType": "", "buffer": content.encode()}
         await page.get_by_label("File").set_input_files(file)
         await page.get_by_label("For the key").fill("nobody")
         await page.get_by_role("button", name="Upload", exact=True).click()
@@ -85,7 +85,7 @@ async def test_a_batch_is_uploaded_followed_paused_cancelled_and_downloaded(
 
 @pytest.mark.parametrize("scheme", ["light", "dark"])
 async def test_axe_finds_no_violation_and_a_phone_shows_all(tmp_path: Path, scheme: str) -> None:
-    context = {"color_scheme": scheme, "viewport": {"width": 360, "height": 740}}
+    context: dict[str, Any] = {"color_scheme": scheme, "viewport": {"width": 360, "height": 740}}
     content = "".join(json.dumps(one) + "\n" for one in [*lines(9), {"custom_id": "broken"}])
     async with (
         running_gateway(

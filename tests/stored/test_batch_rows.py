@@ -159,7 +159,7 @@ def test_the_batches_of_all_keys_and_apis_are_read_page_by_page(store: Store) ->
 
 def test_errors_are_counted_by_their_kind(store: Store) -> None:
     batch = a_batch()
-    broken = {"state": RequestState.FAILED, "error_code": "invalid_json"}
+    broken: dict[str, Any] = {"state": RequestState.FAILED, "error_code": "invalid_json"}
     begin(store, batch, [a_line(1), a_line(2, **broken), a_line(3), a_line(4), a_line(5, **broken)])
     end_lines(store, claim(store, limit=1))
     end_lines(store, claim(store, limit=1), state=RequestState.FAILED, error_code="node_failed")
