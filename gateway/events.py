@@ -46,6 +46,11 @@ class RequestRecord:
     slot_seconds: float = 0.0
     """Seconds for which its attempts held slots, times their number; like tokens and cost, without
     attempts that failed and were retried."""
+    prefill_seconds: float | None = None
+    """Of the time on nodes, the part until the first content; of several prompts the sum. None:
+    unknown, as is `decode_seconds`, the rest of it."""
+    decode_seconds: float | None = None
+    resumptions: int = 0  # How often its stream went on on another node, or after it had yielded
     request_id: str = ""  # The gateway's own id, unique in this process
     ended_at: float = 0.0  # Monotonic seconds of the gateway's clock
     trace: RequestTrace | None = None  # Its part of a trace; None: it is not traced
@@ -122,15 +127,30 @@ class RequestRecord:
             self.node, self.tier, self.fallback = part.node, part.tier, part.fallback
             self.queue_seconds, self.overhead_seconds = part.queue_seconds, part.overhead_seconds
 
-    def charge(self, cost: float, slot_seconds: float) -> None:
-        """Add what an attempt has cost, and for how long it held its slots."""
+    def charge(
+        self,
+        cost: float,
+        slot_seconds: float,
+        prefill_seconds: float | None = None,
+        decode_seconds: float | None = None,
+    ) -> None:
+        """Add what an attempt has cost, for how long it held its slots, read and wrote."""
         self.cost += cost
         self.slot_seconds += slot_seconds
+        if prefill_seconds is not None:
+            self.prefill_seconds = prefill_seconds + (self.prefill_seconds or 0.0)
+        if decode_seconds is not None:
+            self.decode_seconds = decode_seconds + (self.decode_seconds or 0.0)
+
+    def resumed(self) -> None:
+        """Its stream goes on on another node, or after it had yielded its slot."""
+        self.resumptions += 1
 
     def discard_attempts(self) -> None:
         """What its attempts took so far brought the caller nothing: the operator pays for it."""
         self.prompt_tokens = self.cached_tokens = self.completion_tokens = 0
         self.cost = self.slot_seconds = 0.0
+        self.prefill_seconds = self.decode_seconds = None
 
     def sub_request_began(self) -> None:
         """A sub-request begins, whose tokens will be counted here."""
@@ -139,7 +159,8 @@ class RequestRecord:
     def sub_request_ended(self, part: RequestRecord) -> None:
         """Add what a sub-request took."""
         self.count_tokens(part.prompt_tokens, part.cached_tokens, part.completion_tokens)
-        self.charge(part.cost, part.slot_seconds)
+        self.charge(part.cost, part.slot_seconds, part.prefill_seconds, part.decode_seconds)
+        self.resumptions += part.resumptions
         self._open_parts -= 1
         if not self._open_parts and self._on_complete is not None:
             on_complete, self._on_complete = self._on_complete, None

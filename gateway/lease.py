@@ -423,6 +423,8 @@ class AttemptCharge(msgspec.Struct, frozen=True, gc=False):
     reported its tokens, as are the next two."""
     cached_tokens: int = 0
     completion_tokens: int = 0
+    prefill_seconds: float | None = None  # from its grant to its first content; None: unknown
+    decode_seconds: float | None = None  # and from then to its end
 
 
 NOTHING_CHARGED = AttemptCharge()

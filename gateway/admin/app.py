@@ -30,6 +30,7 @@ from gateway.admin.reports import AUDIT_ACTION_KEY, AUDIT_TARGET_KEY, AuditEndpo
 from gateway.admin.status import StatusEndpoints
 from gateway.admin.timeline import TimelineEndpoint
 from gateway.admin.why import RequestEndpoints, WhyEndpoints
+from gateway.callers.ended import EndedRequests
 from gateway.callers.keys import AdminKeys, AdminRole, without_secret
 from gateway.callers.reports import Reporter
 from gateway.errors import GatewayError
@@ -118,6 +119,8 @@ ADMIN_ROUTES = (
         "load, unload, pin or unpin a model on a router", "placements"),
     AdminRoute("GET", "/admin/requests", OPERATOR, lambda e: e.requests.list,
         "what waits and runs"),
+    AdminRoute("GET", "/admin/requests/ended", OPERATOR, lambda e: e.usage.requests,
+        "what has ended, from the ledger: the latest or the slowest first"),
     AdminRoute("GET", "/admin/requests/{id:path}/why", OPERATOR, lambda e: e.why.why,
         "why it went where it went, and what came of it"),
     AdminRoute("DELETE", "/admin/requests/{id:path}", OPERATOR, lambda e: e.requests.cancel,
@@ -215,6 +218,7 @@ def admin_app(
     gateway: GatewayControl,
     audit: AuditTrail,
     reporter: Reporter | None,
+    ended: EndedRequests | None,
     document: Callable[[str | None], bytes],
     live: LiveFeed,
     handler: RequestHandler,
@@ -246,8 +250,8 @@ def admin_app(
         models=ModelEndpoints(fleet, scheduler, gateway),
         placements=PlacementEndpoints(fleet, gateway, time.time),
         requests=RequestEndpoints(registry, scheduler),
-        why=WhyEndpoints(scheduler, registry, live.history, time.time),
-        usage=UsageEndpoints(reporter, time.time),
+        why=WhyEndpoints(scheduler, registry, live.history, time.time, ended),
+        usage=UsageEndpoints(reporter, ended, time.time),
         configuration=ConfigEndpoints(gateway),
         audit=AuditEndpoints(audit),
         keys=KeyEndpoints(gateway, fleet.model_index, time.time),

@@ -16,6 +16,7 @@ from starlette.responses import Response
 from gateway import errors
 from gateway.admin.reports import AUDIT_TARGET_KEY, query_parameters
 from gateway.callers.callers import owner_of_stored
+from gateway.callers.keys import KeyRing
 from gateway.errors import CLIENT_CLOSED_STATUS, GatewayError
 from gateway.http.request_head import ANONYMOUS_OWNER
 from gateway.stored.batch_registry import ENDPOINTS, NewBatch
@@ -45,7 +46,7 @@ class OwnedBatch(BatchObject, kw_only=True):
 
     api: Annotated[str, "`openai` or `anthropic`"]
     key: Annotated[str, "the id of its key"]
-    key_name: Annotated[str | None, "its name; null: it is in force no more"]
+    key_name: Annotated[str | None, "its name; null: there is no such key any more"]
     group: Annotated[str | None, "its group, as it was when the batch was made"]
     user: Annotated[str | None, "the end user whom its caller has named"]
     ended_at: Annotated[int | None, "when it ended, in Unix seconds"]
@@ -63,6 +64,10 @@ class BatchDesk(BatchActions):
         super().__init__(access)
         self._files = files
 
+    @property
+    def _ring(self) -> KeyRing:
+        return self.access.callers.config().key_ring
+
     async def list(self, request: Request) -> Response:
         """The batches of all keys, or of one, the newest first."""
         given = query_parameters(request, LIST_PARAMETERS)
@@ -70,7 +75,7 @@ class BatchDesk(BatchActions):
         if (state := given.get("state", "all")) not in ended:
             known = ", ".join(f"'{word}'" for word in ended)
             raise errors.invalid_request(f"'state' must be one of {known}.", "state")
-        owner = self._owner_of(given["key"]) if given.get("key") else None
+        owner = self._ring.ids_of(given["key"])[0] if given.get("key") else None
         batches = self.access.batches()
         page = await batches.page_of_all(
             page_limit(given.get("limit") or DEFAULT_PAGE, LONGEST_PAGE),
@@ -143,33 +148,26 @@ class BatchDesk(BatchActions):
     def _owned(
         self, batch: Batch, progress: BatchProgress | None, wait: BatchWait | None
     ) -> OwnedBatch:
-        caller = self.access.callers.config().key_ring.caller(batch.owner)
         return OwnedBatch(
             **msgspec.structs.asdict(batch_object(batch, progress, wait)),
             api=batch.api,
             key=batch.owner,
-            key_name=None if caller is None else caller.name,
+            key_name=self._ring.name_of(batch.owner),
             group=batch.group_name,
             user=batch.user,
             ended_at=None if batch.ended_at is None else int(batch.ended_at),
             errors_by_kind=None,
         )
 
-    def _owner_of(self, named: str) -> str:
-        """The id of the key that is named by its id or name; a key that is gone has its id only."""
-        held = self.access.callers.config().key_ring.held()
-        if named in held:
-            return named
-        return next((id_ for id_, key in held.items() if key.caller.name == named), named)
-
     def _caller_of(self, named: str) -> Caller:
         """The holder of the key of this id or name. Raises: GatewayError 404, 503."""
         config = self.access.callers.config()
-        ring, anonymous = config.key_ring, config.settings.allow_anonymous
+        anonymous = config.settings.allow_anonymous
+        (id_, *_) = self._ring.ids_of(named)
         # Without a key only callers of this machine own batches.
         if named != ANONYMOUS_OWNER or config.loopback:
             try:
-                return owner_of_stored(self._owner_of(named), ring, allow_anonymous=anonymous)
+                return owner_of_stored(id_, self._ring, allow_anonymous=anonymous)
             except GatewayError as error:
                 if error.status != 401:
                     raise

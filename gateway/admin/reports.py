@@ -1,10 +1,11 @@
-"""`/admin/usage` and `/admin/audit`: what requests used and cost, and who changed what."""
+"""What the store tells: what requests used and cost, which have ended, and who changed what."""
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import sys
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Iterator
 from dataclasses import dataclass
 from typing import TypeVar
 
@@ -13,6 +14,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from gateway import errors
+from gateway.callers import ended
 from gateway.callers.reports import (
     ArrivalsReader,
     InvalidQuery,
@@ -26,16 +28,17 @@ from gateway.store.failures import StoreError
 from gateway.watch.audit import LONGEST_TEXT, AuditQuery, AuditTrail
 from gateway.web.asgi import JsonResponse, large_json, number_parameter, store_unavailable
 
-PARAMETERS = frozenset({"by", "since", "until", "limit", "format"})
+PARAMETERS = frozenset({"by", "since", "until", "limit", "format", "percentiles"})
 ARRIVALS_PARAMETERS = frozenset({"since", "until"})
 T = TypeVar("T")
 
 
 @dataclass(frozen=True, slots=True)
 class UsageEndpoints:
-    """The endpoint of the ledger's reports. `reporter` is None where there is no store."""
+    """The endpoints of the ledger. `reporter` and `ended` are None where there is no store."""
 
     reporter: Reporter | None
+    ended: ended.EndedRequests | None
     now: Callable[[], float]
 
     async def report(self, request: Request) -> Response:
@@ -64,26 +67,45 @@ class UsageEndpoints:
         body = await self._read(given, read)
         return Response(body, media_type="application/json")
 
+    async def requests(self, request: Request) -> Response:
+        """Requests that have ended, the latest or the slowest first."""
+        given = query_parameters(request, ended.PARAMETERS)
+        with _told():
+            if self.ended is None:
+                raise _no_record()
+            query = ended.parse_ended_query(self.now(), given, self.ended.ids_of)
+            reader, name_of = await self.ended.read(query), self.ended.name_of
+        return await large_json(lambda: reader.page(name_of))
+
     async def _read(
         self, given: dict[str, str], read: Callable[[Reporter, ReportQuery], Awaitable[T]]
     ) -> T:
-        try:
+        with _told():
             query = parse_query(self.now(), **given)
             if self.reporter is None:
-                raise GatewayError(
-                    501,
-                    "not_supported",
-                    "The gateway has no store (store.url: off), so there is no record of requests.",
-                )
+                raise _no_record()
             return await read(self.reporter, query)
-        except InvalidQuery as error:
-            raise errors.invalid_request(
-                f"'{error.parameter}': {error}.", error.parameter
-            ) from None
-        except StoreError as error:
-            raise store_unavailable(f"The store can't be read: {error}.") from None
-        except ReportInterrupted as error:
-            raise store_unavailable(f"The report could not be read: {error}.") from None
+
+
+def _no_record() -> GatewayError:
+    return GatewayError(
+        501,
+        "not_supported",
+        "The gateway has no store (store.url: off), so there is no record of requests.",
+    )
+
+
+@contextlib.contextmanager
+def _told() -> Iterator[None]:
+    """Tell clients why a question can't be answered. Raises: GatewayError."""
+    try:
+        yield
+    except InvalidQuery as error:
+        raise errors.invalid_request(f"'{error.parameter}': {error}.", error.parameter) from None
+    except StoreError as error:
+        raise store_unavailable(f"The store can't be read: {error}.") from None
+    except ReportInterrupted as error:
+        raise store_unavailable(f"The report could not be read: {error}.") from None
 
 
 def query_parameters(request: Request, known: frozenset[str]) -> dict[str, str]:

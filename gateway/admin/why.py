@@ -17,6 +17,8 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from gateway.admin.nodes import pool_json
+from gateway.callers.ended import EndedRequests, EndedRow
+from gateway.callers.processes import LOST
 from gateway.errors import CLIENT_CLOSED_STATUS, GatewayError, truncate_echo
 from gateway.events import RequestRecord
 from gateway.forward.in_flight import InFlightRegistry, InFlightRequest
@@ -30,6 +32,7 @@ from gateway.schedule.core.wait_queue import prospects
 from gateway.schedule.decision_log import MOST_GRANTS, Decision, Grant, Queueing, RememberedRequest
 from gateway.schedule.model_placer import model_key
 from gateway.schedule.scheduler import Scheduler
+from gateway.store.failures import StoreError
 from gateway.watch.history import FleetHistory
 from gateway.web.asgi import JsonResponse
 
@@ -158,6 +161,7 @@ class WhyEndpoints:
     registry: InFlightRegistry
     history: FleetHistory
     wall_clock: Callable[[], float]  # seconds since 1970
+    ended: EndedRequests | None  # None: there is no store
 
     async def why(self, request: Request) -> Response:
         """Why requests of this id, or with this `X-Request-ID`, went where they went."""
@@ -166,19 +170,31 @@ class WhyEndpoints:
         found = self._matches(name)
         remembered = log.find(one.id for one in found)
         since = self._time(log.reaches_back_to())
-        if not found:
-            raise GatewayError(
-                404,
-                "request_not_found",
-                f"No request '{truncate_echo(name)}' is remembered. Ask for the id in the log or "
-                f"for the response's X-Request-ID. The last {MOST_GRANTS} decisions are kept, now "
-                f"those since {since}; the log and the ledger reach further back.",
-                param="id",
-            )
         explained = [self._explained(one, remembered[one.id]) for one in found]
+        if not found:
+            explained, unread = await self._recorded(name)
+            if not explained:
+                raise GatewayError(
+                    404,
+                    "request_not_found",
+                    f"No request '{truncate_echo(name)}' is remembered{unread}. Ask for the id in "
+                    "the log or for the response's X-Request-ID. The last "
+                    f"{MOST_GRANTS} decisions are kept, now those since {since}; the log reaches "
+                    "further back.",
+                    param="id",
+                )
         return JsonResponse(
             WhyObject(id=truncate_echo(name), remembered_since=since, requests=explained)
         )
+
+    async def _recorded(self, name: str) -> tuple[list[ExplainedRequest], str]:
+        """What the ledger has of the requests of this name, and why it can't be read."""
+        if self.ended is None:
+            return [], ", and the gateway has no store (store.url: off)"
+        try:
+            return [*map(_explained_row, await self.ended.named(name))], ", nor in the ledger"
+        except StoreError as error:
+            return [], f", and the store can't be read: {error}"
 
     def _matches(self, name: str) -> list[_Found]:
         """The one of this own id, then the newest first: those in flight, those that have ended.
@@ -331,7 +347,7 @@ class WhyObject(msgspec.Struct, kw_only=True):
         "first, 20 at most"]  # fmt: skip
 
 
-class ExplainedRequest(msgspec.Struct, kw_only=True, rename={"class_": "class"}):
+class ExplainedRequest(msgspec.Struct, kw_only=True, rename={"class_": "class", "from_": "from"}):
     """A request of that id, with the decisions about it."""
 
     id: Annotated[str, "inside the gateway"]
@@ -359,6 +375,12 @@ class ExplainedRequest(msgspec.Struct, kw_only=True, rename={"class_": "class"})
         "`reason`"]  # fmt: skip
     decisions: Annotated[list[ToldDecision], "about it, the oldest first, [below](#a-decision)"]
     parts: Annotated[list[str], "of a request of several prompts: the ids that they ran under"]
+    from_: Annotated[str, "`memory`; or `ledger`: the decisions about it are no longer remembered, "
+        "and its row tells the rest"] = "memory"  # fmt: skip
+    row: Annotated[dict[str, Any] | None, "from the ledger: as in `GET /admin/requests/ended`"] = (
+        None
+    )
+    unknown: Annotated[list[str], "from the ledger: what is no longer known, in words"] = []
 
 
 class ToldDecision(msgspec.Struct, kw_only=True):
@@ -448,16 +470,72 @@ class ComparedNode(msgspec.Struct, kw_only=True):
     pool_used: Annotated[int, "of these reserved or in use, before this request came"]
 
 
+# What the ledger's row does not tell of a request.
+_FORGOTTEN = (
+    "the nodes that were compared, and what each was expected to take",
+    "its place in the queue, and what it waited for",
+    "the attempts before the last one",
+    "what was predicted",
+)
+
+
+def _explained_row(row: EndedRow) -> ExplainedRequest:
+    """A request of which only the ledger's row is left."""
+    unknown = list(_FORGOTTEN)
+    if row.wait_seconds is None:
+        unknown.append("how long it waited, and when its first token came")
+    elif row.prefill_seconds is None and row.attempts:
+        unknown.append("how long its node read and wrote")
+    lost = row.outcome == LOST
+    return ExplainedRequest(
+        id=row.id,
+        request_id=row.client_request_id or row.id,
+        state="failed" if lost else _state_of(row.status, row.attempts),
+        summary=_of_row(row),
+        path=row.path,
+        class_=row.class_,
+        model=row.model,
+        caller=row.key,
+        received_at=row.started_at,
+        seconds=row.seconds,
+        outcome={
+            "status": row.status,
+            "reason": None if row.outcome == "ok" else row.outcome,
+            "node": row.node,
+            "tier": row.tier,
+            "attempts": row.attempts,
+            "queue_seconds": row.wait_seconds,
+            "ttft": row.ttft_seconds,
+            "seconds": row.seconds,
+            "prompt_tokens": row.prompt_tokens,
+            "cached_tokens": row.cached_tokens,
+            "completion_tokens": row.completion_tokens,
+            "cost": round(row.cost, 6),
+        },
+        waiting=None,
+        decisions=[],
+        parts=[],
+        from_="ledger",
+        row=msgspec.to_builtins(row),
+        unknown=unknown,
+    )
+
+
 def _state(found: _Found, waiter: Waiter | None) -> str:
-    record = found.record
     if waiter is not None:
         return "waiting"
     if found.ended_at is None:
         return "running"
-    if record is not None and record.status == CLIENT_CLOSED_STATUS:
+    record = found.record
+    return "finished" if record is None else _state_of(record.status, record.attempts)
+
+
+def _state_of(status: int, attempts: int) -> str:
+    """How a request ended."""
+    if status == CLIENT_CLOSED_STATUS:
         return "left"
-    if record is not None and record.status >= 400:
-        return "failed" if record.attempts else "refused"
+    if status >= 400:
+        return "failed" if attempts else "refused"
     return "finished"
 
 
@@ -712,6 +790,36 @@ def _of_request(request: ExplainedRequest) -> str:
         parts.append("It runs, and the decision about it is no longer remembered.")
     else:
         parts.append("The decision about it is no longer remembered.")
+    return " ".join(parts)
+
+
+def _of_row(row: EndedRow) -> str:
+    """The story as far as the ledger's row tells it."""
+    parts = ["The decisions about it are no longer remembered; this is what the ledger keeps."]
+    if row.wait_seconds is not None:
+        waited = f"waited {_seconds(row.wait_seconds)} in the queue" if row.wait_seconds else ""
+        parts.append(f"It {waited or 'did not wait in the queue'}.")
+    if row.node is not None:
+        ran = f"It ran on {row.node}" + (
+            f", the last of {row.attempts} attempts" if row.attempts > 1 else ""
+        )
+        if row.prefill_seconds is not None and row.decode_seconds is not None:
+            read = row.prompt_tokens - row.cached_tokens
+            ran += (
+                f": {_seconds(row.prefill_seconds)} to read {read} tokens of the prompt "
+                f"({row.cached_tokens} were cached), {_seconds(row.decode_seconds)} to write "
+                f"{row.completion_tokens}"
+            )
+        parts.append(f"{ran}.")
+    if row.resumptions:
+        times = "once" if row.resumptions == 1 else f"{row.resumptions} times"
+        parts.append(f"Its stream was resumed {times}.")
+    if row.outcome == LOST:
+        parts.append("The process that ran it was killed; its figures are those of a moment ago.")
+    else:
+        default = "was answered" if row.status < 400 else f"ended with {row.status} {row.outcome}"
+        word = default if row.outcome == "ok" else _OUTCOMES.get(row.outcome or "", default)
+        parts.append(f"It {word} after {_seconds(row.seconds)}.")
     return " ".join(parts)
 
 

@@ -663,6 +663,7 @@ class Gateway:
             gateway=self,
             audit=self.audit,
             reporter=self.metering.reporter,
+            ended=self.metering.ended,
             document=self._openapi_document,
             live=self.live,
             handler=self.handler,

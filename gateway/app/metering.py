@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 import structlog
 
 from gateway.app.startup import Options, keys_file, state_file, store_location
+from gateway.callers.ended import EndedRequests
 from gateway.callers.kept_rows import KeptRows
 from gateway.callers.keys import AnonymousAccess, KeyRing
 from gateway.callers.ledger import Ledger
@@ -75,6 +76,7 @@ class Metering:
         )
         self.ledger: Ledger | None = None
         self.reporter: Reporter | None = None
+        self.ended: EndedRequests | None = None
         self.process: ProcessIdentity | None = None
         """This process in the store; None: there is no store."""
         self._limit_sync: LimitSync | None = None
@@ -112,6 +114,8 @@ class Metering:
             recovered=lambda: ledger.recovered,
         )
         self.reporter = Reporter(self.store)
+        ring = self.key_ring
+        self.ended = EndedRequests(self.store, ring.name_of, ring.ids_of, clock)
 
     def configure(self, settings: Settings) -> None:
         """Put the keys, limits and retention of these settings in force."""

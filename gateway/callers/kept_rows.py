@@ -5,6 +5,9 @@ store has all rows that it has in memory as well, it removes the file. What nobo
 mostly by a process that has ended: another one books its rows, of which the ledger skips those that
 it has. A line that was not written whole is skipped.
 
+A row is two lines: the first `COLUMNS_BEFORE` columns, which is all that the version before reads
+and writes, and those that came with the store's sixth level.
+
 All methods but the properties block: not for event loops.
 """
 
@@ -21,8 +24,9 @@ from typing import Any, BinaryIO
 import msgspec
 import structlog
 
-MOST_BYTES = 256 << 20  # of one file: about 800,000 rows
+MOST_BYTES = 256 << 20  # of one file: about 650,000 rows
 LARGEST_ROW = 64 << 10  # bytes of one line; a longer one is none of ours
+COLUMNS_BEFORE = 22  # of a row, until the store's level 5
 _SUFFIX = ".rows"
 log = structlog.get_logger()
 
@@ -49,7 +53,8 @@ class KeptRows:
             self._file = os.fdopen(os.open(self._path, flags, 0o600), "ab", buffering=0)
             self._size = 0
             fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        lines = b"".join(msgspec.json.encode(row) + b"\n" for row in rows)
+        parts = [part for row in rows for part in (row[:COLUMNS_BEFORE], row[COLUMNS_BEFORE:])]
+        lines = msgspec.json.Encoder().encode_lines(parts)
         if self._size + len(lines) > self._most_bytes:
             raise OSError(f"{self._path} has {self._most_bytes >> 20} MiB of rows already")
         left = memoryview(lines)
@@ -91,19 +96,26 @@ class KeptRows:
 def read_rows(path: Path, columns: int, most: int) -> Iterator[list[tuple[Any, ...]]]:
     """The rows of a file, with so many columns, so many at a time. Raises: OSError."""
     rows, damaged = list[tuple[Any, ...]](), 0
+    unknown = (None,) * (columns - COLUMNS_BEFORE)
+    goes_on = False  # whether the last line was the first one of a row
     with path.open("rb") as file:
         while line := file.readline(LARGEST_ROW):
             try:
                 row = _ROW.decode(line)
             except (msgspec.DecodeError, ValueError):
                 row = ()
-            if len(row) == columns:
-                rows.append(row)
-            else:
+            if goes_on and len(row) == len(unknown):
+                rows[-1] = (*rows[-1][:COLUMNS_BEFORE], *row)
+                goes_on = False
+                continue
+            goes_on = len(row) == COLUMNS_BEFORE
+            if not goes_on:
                 damaged += 1
+                continue
             if len(rows) == most:
                 yield rows
                 rows = []
+            rows.append((*row, *unknown))
     if rows:
         yield rows
     if damaged:

@@ -218,6 +218,18 @@ class KeyRing:
         known = self._by_id.get(key_id)
         return None if known is None else known.caller
 
+    def name_of(self, key_id: str) -> str | None:
+        """The name of the key with this id, also of an expired one; None: unknown."""
+        known = self._by_id.get(key_id) or self._expired.get(key_id)
+        return None if known is None else known.caller.name
+
+    def ids_of(self, word: str) -> list[str]:
+        """The ids of the keys that have this name, or the word itself as an id."""
+        if self.name_of(word) is not None:
+            return [word]
+        held = (*self._by_id.items(), *self._expired.items())
+        return [id_ for id_, key in held if key.caller.name == word] or [word]
+
     def _change(self) -> None:
         self._take_in()
         self.version += 1

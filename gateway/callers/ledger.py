@@ -19,12 +19,13 @@ import operator
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
+from types import NoneType
 from typing import Any, Final, NamedTuple, TypeVar
 
 import structlog
 from sqlalchemy import Connection, Table
 
-from gateway.callers.kept_rows import KeptRows, read_rows
+from gateway.callers.kept_rows import COLUMNS_BEFORE, KeptRows, read_rows
 from gateway.callers.processes import (
     EDGE_DIED,
     HEARTBEAT_SECONDS,
@@ -74,11 +75,23 @@ ROW_COLUMNS: Final = (
     "tier", "node", "path", "stream", "prompt_tokens", "cached_tokens", "completion_tokens",
     "slot_seconds",
     "cost", "gpu_cost", "attempts", "status", "outcome",
+    "wait_seconds", "ttft_seconds", "prefill_seconds", "decode_seconds", "resumptions",
+    "client_request_id",
 )  # fmt: skip
 
-_GROUP, _USER, _GPU_COST, _STREAM = (
-    ROW_COLUMNS.index(name) for name in ("group_name", "user", "gpu_cost", "stream")
-)
+# The last columns of a row of which only tokens and cost are known.
+UNKNOWN_TIMES: Final = (None,) * (len(ROW_COLUMNS) - COLUMNS_BEFORE)
+
+_STREAM = ROW_COLUMNS.index("stream")
+# Columns that are often NULL.
+_NULLABLE: Final = tuple(
+    ROW_COLUMNS.index(name)
+    for name in (
+        "group_name", "user", "gpu_cost", "wait_seconds", "ttft_seconds", "prefill_seconds",
+        "decode_seconds", "resumptions", "client_request_id",
+    )
+)  # fmt: skip
+_nullable_of = operator.itemgetter(*_NULLABLE)
 
 _OPEN_COLUMNS: Final = (
     "id", "process", "started_at", "updated_at", "key", "group_name", "user", "model", "class",
@@ -566,7 +579,7 @@ def _insert_into_sqlite(connection: Connection, numbered: Sequence[UsageRow]) ->
     driver = sqlite_driver(connection)
     by_shape: dict[_Shape, list[UsageRow]] = {}
     for row in numbered:
-        shape = row[_GROUP] is None, row[_USER] is None, row[_GPU_COST] is None, bool(row[_STREAM])
+        shape = row[_STREAM], *map(type, _nullable_of(row))
         if shape in by_shape:
             by_shape[shape].append(row)
         else:
@@ -581,8 +594,8 @@ def _insert_into_sqlite(connection: Connection, numbered: Sequence[UsageRow]) ->
             driver.executemany(one, map(pick, of_shape[at:]))
 
 
-# Whether a row has no group, no user and no price, and whether it is of a stream.
-_Shape = tuple[bool, bool, bool, bool]
+# Whether a row is of a stream, and the types of its columns `_NULLABLE`.
+_Shape = tuple[bool | type[Any], ...]
 
 
 class _SqliteInserts(NamedTuple):
@@ -596,11 +609,10 @@ class _SqliteInserts(NamedTuple):
 @functools.cache
 def _sqlite_inserts(shape: _Shape) -> _SqliteInserts:
     """The statements for rows of this shape."""
-    no_group, no_user, no_price, stream = shape
-    literals = {_STREAM: str(int(stream))}
-    for index, absent in ((_GROUP, no_group), (_USER, no_user), (_GPU_COST, no_price)):
-        if absent:
-            literals[index] = "NULL"
+    stream, *kinds = shape
+    literals = {_STREAM: "1" if stream else "0"}
+    types = zip(_NULLABLE, kinds, strict=True)
+    literals |= {index: "NULL" for index, kind in types if kind is NoneType}
     indexes = range(len(ROW_COLUMNS) + 1)
     marks = f"({', '.join(literals.get(index, '?') for index in indexes)})"
     begin, _, end = _STATEMENTS["sqlite"].insert.partition(_marks("?", len(indexes)))
@@ -643,7 +655,7 @@ def _lost_row(one: dict[str, Any], process: str) -> UsageRow:
         one["id"], process, one["started_at"], one["updated_at"], one["key"], one["group_name"],
         one["user"], one["model"], one["class"], one["tier"], one["node"], one["path"],
         one["stream"], one["prompt_tokens"], 0, one["completion_tokens"], one["slot_seconds"],
-        one["cost"], None, 1, 0, LOST,
+        one["cost"], None, 1, 0, LOST, *UNKNOWN_TIMES,
     )  # fmt: skip
 
 

@@ -6,7 +6,7 @@ import time
 from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
-from gateway.callers.ledger import OpenRequest, UsageRow
+from gateway.callers.ledger import UNKNOWN_TIMES, OpenRequest, UsageRow
 from gateway.callers.limits import Accounts, LimitBook, Reservation
 from gateway.events import EventBus, RequestRecord
 from gateway.lease import LeaseRequest
@@ -156,6 +156,7 @@ class Meter:
         return (
             used.id, self._process, used.started_at, used.ended_at, used.key, used.group, used.user,
             *self._rest_of_row(record, record.model, prompt, completion),
+            *UNKNOWN_TIMES,
         )  # fmt: skip
 
     def open_requests(self, before: float) -> Iterator[OpenRequest]:
@@ -225,13 +226,16 @@ class Meter:
                     request.id, self._process, reservation.admitted_at, ended_at, caller.id,
                     caller.group, accounts.user,
                     *self._rest_of_row(record, request.wanted.model, prompt, completion),
+                    record.queue_seconds, record.ttft, record.prefill_seconds,
+                    record.decode_seconds, record.resumptions,
+                    None if record.x_request_id == request.id else record.x_request_id,
                 )
             )  # fmt: skip
 
     def _rest_of_row(
         self, record: RequestRecord, model: str, prompt: int, completion: int
     ) -> tuple[Any, ...]:
-        """The columns of `ROW_COLUMNS` from `model` on; `model`: as the request names it."""
+        """The columns of `ROW_COLUMNS` from `model` to `outcome`; `model`: as it was asked for."""
         return (
             record.model,
             record.priority.label,

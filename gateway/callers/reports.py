@@ -18,6 +18,7 @@ import heapq
 import io
 import math
 import re
+from array import array
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, fields
@@ -42,6 +43,7 @@ from sqlalchemy import (
 
 from gateway.callers import money
 from gateway.callers.limits import Accounts, LimitBook, LimitStanding
+from gateway.callers.processes import LOST
 from gateway.callers.windows import DAY, date_of, time_text
 from gateway.config.fields import parse_duration
 from gateway.config.stored import RetentionSettings
@@ -132,7 +134,76 @@ class Sums:
 SUM_NAMES = tuple(one.name for one in fields(Sums))
 
 
+PERCENTILES: dict[str, tuple[int, float]] = {
+    "ttft_p50": (0, 0.5),
+    "ttft_p95": (0, 0.95),
+    "seconds_p50": (1, 0.5),
+    "seconds_p95": (1, 0.95),
+    "wait_p95": (2, 0.95),
+}
+"""Of each group: which of its `Latencies.counts`, and the share of requests that took no longer."""
+SHORTEST = 0.001  # seconds; what took less is told as 0
+# Of the bounds of two classes of times. The middle of a class is no more than 5 % from its bounds.
+CLASS_RATIO = 1.1
+TIME_CLASSES = 192  # the last one begins at 22 hours
+# Groups whose percentiles are told: of each, 3 * 192 counts of 4 bytes, some 30 MB in all.
+MOST_TIMED_GROUPS = 10_000
+
+
+class Latencies:
+    """How long the requests of a group took, counted in classes of fixed bounds."""
+
+    __slots__ = ("counts",)
+
+    def __init__(self) -> None:
+        self.counts = [array("I", bytes(4 * TIME_CLASSES)) for _ in range(3)]
+        """Of the times to the first content, of whole answers, and in the queue."""
+
+    def add(self, *times: float | None) -> None:
+        """Add the times of a request; None: it has none, or it is unknown."""
+        for counts, seconds in zip(self.counts, times, strict=True):
+            if seconds is not None:
+                counts[_time_class(seconds)] += 1
+
+    def to_json(self) -> dict[str, float | None]:
+        """The percentiles; None: no request has such a time."""
+        return {
+            name: _percentile(self.counts[which], share)
+            for name, (which, share) in PERCENTILES.items()
+        }
+
+
+def _time_class(seconds: float) -> int:
+    if seconds < SHORTEST:
+        return 0
+    return min(TIME_CLASSES - 1, 1 + int(math.log(seconds / SHORTEST) / _LOG_RATIO))
+
+
+_LOG_RATIO = math.log(CLASS_RATIO)
+
+
+def _percentile(counts: Sequence[int], share: float) -> float | None:
+    left = share * sum(counts)
+    for number, count in enumerate(counts):
+        left -= count
+        if count and left <= 0:
+            middle = SHORTEST * CLASS_RATIO ** (number - 0.5)
+            return float(f"{middle:.3g}") if number else 0.0
+    return None
+
+
 _LEFT = usage.c.status == CLIENT_CLOSED_STATUS
+_TIMES = (
+    usage.c.ttft_seconds,
+    case(
+        (
+            and_(usage.c.status < 400, usage.c.outcome != LOST),
+            usage.c.ended_at - usage.c.started_at,
+        )
+    ),
+    usage.c.wait_seconds,
+)
+"""What `Latencies` count. Refusals, which take no time, would hide how long answers take."""
 _SPECIAL_SUMS: dict[str, ColumnElement[Any]] = {
     "requests": func.count(),
     "failures": func.sum(case(((usage.c.status >= 400) & ~_LEFT, 1), else_=0)),
@@ -172,6 +243,7 @@ class ReportQuery:
     limit: int = MOST_ROWS
     key: str | None = None  # only requests of this key; with `user`, of this end user of it
     user: str | None = None
+    percentiles: bool = False  # whether it tells the percentiles of times
 
     @property
     def whole_days(self) -> bool:
@@ -185,6 +257,7 @@ def parse_query(
     since: str | None = None,
     until: str | None = None,
     limit: str | None = None,
+    percentiles: str | None = None,
 ) -> ReportQuery:
     """The query of a command or a URL, whose parameters are texts. Raises: InvalidQuery."""
     names = [name.strip().lower() for name in (by or "model").split(",")]
@@ -213,7 +286,10 @@ def parse_query(
         if not (limit.isascii() and limit.isdigit() and 1 <= int(limit[:9]) <= MOST_ROWS):
             raise InvalidQuery("limit", f"must be a number from 1 to {MOST_ROWS}")
         most = int(limit)
-    return ReportQuery(tuple(name for name in DIMENSIONS if name in names), start, end, most)
+    if percentiles not in {None, "true", "false"}:
+        raise InvalidQuery("percentiles", "must be true or false")
+    dimensions = tuple(name for name in DIMENSIONS if name in names)
+    return ReportQuery(dimensions, start, end, most, percentiles=percentiles == "true")
 
 
 _DATE = re.compile(r"\d{4}-\d\d-\d\d")
@@ -260,6 +336,7 @@ class ReportReader:
     rows_per_step: int = ROWS_PER_STEP
     _groups: dict[Group, Sums] = field(default_factory=dict)
     _nodes: dict[Group, Sums] = field(default_factory=dict)  # by tier and node
+    _latencies: dict[Group, Latencies] = field(default_factory=dict)
     _hours: list[money.NodeHours] = field(default_factory=list)
     _at: float | None = None
     """Rows that ended before it are counted; None: the report has not begun."""
@@ -275,6 +352,7 @@ class ReportReader:
         """
         if self._at is None:
             self._groups, self._nodes, self._at = {}, {}, self.query.since
+            self._latencies = {}
             self._revision = _revision(connection)
         ended = usage.c.ended_at
         later = self._of_caller(select(ended).where(ended < self.query.until), usage)
@@ -282,6 +360,8 @@ class ReportReader:
         places, until = self._places(usage), self.query.until if end is None else end
         rows = select(*places, *ROW_SUMS).where(ended >= self._at, ended < until).group_by(*places)
         self._add(connection, self._of_caller(rows, usage))
+        if self.query.percentiles:
+            self._add_times(connection, self._at, until)
         self._at = end
         if end is not None:
             return False
@@ -294,6 +374,25 @@ class ReportReader:
                 raise ReportInterrupted("old rows are being summed up just now: ask again later")
             return False
         return True
+
+    def _add_times(self, connection: Connection, start: float, end: float) -> None:
+        ended, width = usage.c.ended_at, len(self.query.by)
+        places = [dimension(usage, name) for name in self.query.by]
+        rows = select(*places, *_TIMES).where(ended >= start, ended < end)
+        by_values: dict[Group, Latencies] = {}
+        for row in connection.execute(self._of_caller(rows, usage)):
+            values = row[:width]
+            latencies = by_values.get(values)
+            if latencies is None:
+                group = tuple(map(label_of, self.query.by, values))
+                latencies = by_values[values] = self._latencies.setdefault(group, Latencies())
+            latencies.add(*row[width:])
+        if len(self._latencies) > MOST_TIMED_GROUPS:
+            raise InvalidQuery(
+                "percentiles",
+                f"more than {MOST_TIMED_GROUPS} groups: shorten the time with since and until, or "
+                "choose another dimension",
+            )
 
     def _of_caller(self, statement: Select[Any], table: FromClause) -> Select[Any]:
         if self.query.key is not None:
@@ -309,6 +408,12 @@ class ReportReader:
         statement = select(*places, *_DAY_SUMS).where(day >= first, day <= last)
         self._add(connection, self._of_caller(statement, usage_days).group_by(*places))
         self._notes = []
+        if self.query.percentiles:
+            summed = select(usage_days.c.day).where(day >= first, day <= last).limit(1)
+            if connection.scalar(self._of_caller(summed, usage_days)) is not None:
+                self._notes.append(
+                    "percentiles leave out requests that are kept as sums of whole days"
+                )
         for cut, edge in ((first, self.query.since), (last, self.query.until)):
             if edge % DAY and cut not in "".join(self._notes):
                 summed = select(usage_days.c.day).where(day == cut).limit(1)
@@ -366,7 +471,11 @@ class ReportReader:
         # A sort of all groups would be one call into C, which no other thread interrupts.
         largest = heapq.nsmallest(self.query.limit, iter(self._groups.items()), key=order)
         found, nodes, notes = len(self._groups), dict(self._nodes), tuple(self._notes)
-        return LedgerReport(self.query, largest, total, found, nodes, self._hours, notes)
+        latencies = {group: self._latencies.get(group) or Latencies() for group, _ in largest}
+        return LedgerReport(
+            self.query, largest, total, found, nodes, self._hours, notes,
+            latencies if self.query.percentiles else None,
+        )  # fmt: skip
 
 
 def end_of_step(connection: Connection, ends: Select[Any], start: float, rows: int) -> float | None:
@@ -424,6 +533,11 @@ class LedgerReport:
     nodes: dict[Group, Sums]  # by tier and node
     hours: list[money.NodeHours]
     notes: tuple[str, ...] = ()
+    latencies: dict[Group, Latencies] | None = None  # of `groups`; None: not asked for
+
+    def _figures(self, group: Group, sums: Sums) -> dict[str, Any]:
+        times = {} if self.latencies is None else self.latencies[group].to_json()
+        return sums.to_json() | times
 
     def to_json(self) -> dict[str, Any]:
         """The report as JSON values."""
@@ -433,7 +547,7 @@ class LedgerReport:
             "by": list(self.query.by),
             "rows": [
                 {by: label or None for by, label in zip(self.query.by, group, strict=True)}
-                | sums.to_json()
+                | self._figures(group, sums)
                 for group, sums in self.groups
             ],
             "rows_found": self.found,
@@ -446,10 +560,10 @@ class LedgerReport:
         """The rows, with a line of names above them; numbers in full."""
         text = io.StringIO()
         writer = csv.writer(text, lineterminator="\n")
-        names = list(Sums().to_json())
+        names = [*Sums().to_json(), *(() if self.latencies is None else PERCENTILES)]
         writer.writerow([*self.query.by, *names])
         for group, sums in self.groups:
-            figures = sums.to_json()
+            figures = self._figures(group, sums)
             writer.writerow([*map(_csv_cell, group), *(figures[name] for name in names)])
         return text.getvalue()
 

@@ -8,7 +8,19 @@ from typing import Annotated, NoReturn
 import typer
 
 from gateway import __version__
-from gateway.cli import batch, cluster, keys, machine, nodes, reports, serve, store, up, why
+from gateway.cli import (
+    batch,
+    cluster,
+    keys,
+    machine,
+    nodes,
+    reports,
+    requests,
+    serve,
+    store,
+    up,
+    why,
+)
 from gateway.cli.terminal import (
     CommandFailed,
     HelpCommand,
@@ -43,6 +55,7 @@ for command, examples in (
     (nodes.models, nodes.MODELS_EXAMPLES),
     (why.why, why.EXAMPLES),
     (top.top, top.EXAMPLES),
+    (requests.requests, requests.EXAMPLES),
     (reports.usage, reports.USAGE_EXAMPLES),
     (reports.audit, reports.AUDIT_EXAMPLES),
     (simulate.simulate, simulate.EXAMPLES),
@@ -101,7 +114,9 @@ def main() -> NoReturn:
         print_error(str(error))
         status = error.status
     except OSError as error:
-        print_error(f"{error.filename}: {error.strerror}" if error.filename else str(error))
+        words = f"{error.filename}: {error.strerror}" if error.filename else str(error)
+        is_denied = isinstance(error, PermissionError)
+        print_error(f"{words} (use sudo, or be a user who may)" if is_denied else words)
         status = 1
     except ConfigError as error:
         print_config_error(error)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any
 
 import typer
@@ -23,6 +24,7 @@ USAGE_EXAMPLES = examples_epilog(
     ("llama-gateway usage", "the last 30 days, by model"),
     ("llama-gateway usage --by key --since 7d", "who used how much since midnight a week ago"),
     ("llama-gateway usage --by key,day --since 2026-11-01 --until 2026-11-30", "a month, by day"),
+    ("llama-gateway usage --by model --percentiles", "how long requests took, and waited"),
     ("llama-gateway usage --by user --json | jq '.rows[0]'", "for scripts"),
     ("llama-gateway usage --by group --csv > november.csv", "for spreadsheets"),
 )
@@ -41,6 +43,12 @@ def usage(
     limit: int | None = typer.Option(
         None, metavar="N", show_default="10000", help="Most rows; the total has all."
     ),
+    percentiles: bool = typer.Option(
+        False,
+        "--percentiles",
+        help="Add how long half of the requests, and 95 of 100, took at most: to the first token, "
+        "in all, and in the queue.",
+    ),
     as_json: options.Json = False,
     as_csv: bool = typer.Option(False, "--csv", help="Write CSV, for spreadsheets."),
     stored: StoreFlags,
@@ -56,6 +64,7 @@ def usage(
         raise typer.BadParameter("one of the two", param_hint="--json, --csv")
     asked = {"by": by, "since": since, "until": until}
     asked["limit"] = None if limit is None else str(limit)
+    asked["percentiles"] = "true" if percentiles else None
     try:
         query = parse_query(time.time(), **asked)
     except InvalidQuery as error:
@@ -110,15 +119,25 @@ _USAGE_COLUMNS = (
     ("COST/REQUEST", "cost_per_request"),
     ("COST/1M", "cost_per_million_tokens"),
 )
+_PERCENTILE_COLUMNS = (
+    ("TTFT P50", "ttft_p50"),
+    ("P95", "ttft_p95"),
+    ("SECONDS P50", "seconds_p50"),
+    ("P95", "seconds_p95"),
+    ("WAIT P95", "wait_p95"),
+)
 
 
 def _show(report: dict[str, Any]) -> None:
     """Print the table and what the machines cost, for people."""
     by, rows, total = report["by"], report["rows"], report["total"]
     if rows:
-        cells = [[*(row[name] for name in by), *_figures(row)] for row in rows]
-        cells.append(["total", *([None] * (len(by) - 1)), *_figures(total)])
-        print_table([*map(str.upper, by), *(title for title, _ in _USAGE_COLUMNS)], cells)
+        times = _PERCENTILE_COLUMNS if "wait_p95" in rows[0] else ()
+        columns = (*_USAGE_COLUMNS, *times)
+        cells = [[*(row[name] for name in by), *_figures(row, columns)] for row in rows]
+        total |= dict.fromkeys(name for _, name in times)
+        cells.append(["total", *([None] * (len(by) - 1)), *_figures(total, columns)])
+        print_table([*map(str.upper, by), *(title for title, _ in columns)], cells)
     if report["rows_found"] > len(rows):
         print_note(f"{report['rows_found'] - len(rows)} more rows: --limit")
     for note in report["notes"]:
@@ -130,8 +149,8 @@ def _show(report: dict[str, Any]) -> None:
             print(line)
 
 
-def _figures(row: dict[str, Any]) -> list[str | None]:
-    return [_number(row[name]) for _, name in _USAGE_COLUMNS]
+def _figures(row: dict[str, Any], columns: Iterable[tuple[str, str]]) -> list[str | None]:
+    return [_number(row[name]) for _, name in columns]
 
 
 def _number(value: float | None) -> str | None:

@@ -39,8 +39,9 @@ def why(
 
     Shows what was chosen and why, what came of it beside the prediction, and of a request that
     waits or was refused the place in the queue or the reason. The running gateway remembers its
-    last few thousand decisions, without any text of prompts and responses. Where several requests
-    have the same X-Request-ID, the newest is first. Needs the role operator.
+    last few thousand decisions, without any text of prompts and responses. Of an older request it
+    tells what the ledger keeps, and what is no longer known. Where several requests have the same
+    X-Request-ID, the newest is first. llama-gateway requests lists them. Needs the role operator.
     """
     with gateway.connect() as admin:
         found = admin.explanation(request_id)
@@ -120,6 +121,8 @@ def _request(request: Json) -> Iterator[str | Table]:
         yield ""
         yield f"It waits for these nodes ({waiting['nodes_alive']} in all), as they are now:"
         yield make_table(_WAITING_COLUMNS, map(_waiting_row, waiting["nodes"]), state_column=1)
+    if request.get("unknown"):
+        yield "  no longer known: " + "; ".join(map(format_cell, request["unknown"]))
     if request.get("parts"):
         yield "  parts: " + ", ".join(map(format_cell, request["parts"]))
 

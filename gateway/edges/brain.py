@@ -923,7 +923,9 @@ class EdgeSession:
                     record.count_tokens(
                         charge.prompt_tokens, charge.cached_tokens, charge.completion_tokens
                     )
-                record.charge(charge.cost, charge.slot_seconds)
+                record.charge(
+                    charge.cost, charge.slot_seconds, charge.prefill_seconds, charge.decode_seconds
+                )
         record.finish(whole.ended_at - record.duration_seconds, whole.ended_at)
         self._brain.meter.ended(whole.reservation, record)
 
@@ -1070,8 +1072,10 @@ class EdgeSession:
             usage = Usage(attempt.lease.reading.prompt_tokens, 0, attempt.content_events)
             used = UsageReport(lease_id, usage, None, attempt.content_events, complete=False)
             charge = leases.settle(used, held.part.request.lease_request)
-            spent = AttemptCharge(
-                charge.cost, charge.slot_seconds, usage.prompt_tokens, 0, usage.completion_tokens
+            spent = replace(
+                charge,
+                prompt_tokens=usage.prompt_tokens,
+                completion_tokens=usage.completion_tokens,
             )
             self._charge(held.part, spent, counts_tokens=True)
 

@@ -206,6 +206,7 @@ class EndedRecord(msgspec.Struct, frozen=True, eq=False, gc=False, array_like=Tr
     cached_tokens: int
     completion_tokens: int
     request_id: str
+    resumptions: int = 0  # edges of versions before tell none
 
     @classmethod
     def of(cls, record: RequestRecord) -> EndedRecord:

@@ -262,7 +262,9 @@ class AttemptEnds:
             whole.completion_tokens,
             replace=splice_point is not None,
         )
-        record.charge(charge.cost, charge.slot_seconds)
+        record.charge(
+            charge.cost, charge.slot_seconds, charge.prefill_seconds, charge.decode_seconds
+        )
         self._publish(attempt, outcome, now)
 
     def _discard(self, attempt: Attempt) -> None:
@@ -289,7 +291,7 @@ def _charge_unanswered(
     """The caller pays for an attempt that brought no response."""
     if not resumes:
         record.count_tokens(charge.prompt_tokens, charge.cached_tokens, charge.completion_tokens)
-    record.charge(charge.cost, charge.slot_seconds)
+    record.charge(charge.cost, charge.slot_seconds, charge.prefill_seconds, charge.decode_seconds)
 
 
 def _tokens_of_bytes(size: int, request: RequestSize) -> int:

@@ -520,6 +520,7 @@ class Resumer:
             self._publish(failed_node, None, str(error))
             return None
         if resumed.attempt is not None:
+            self._in_flight.record.resumed()
             self._publish(failed_node, resumed.attempt.lease.node.name, None)
         return resumed
 
@@ -554,6 +555,7 @@ class Resumer:
         finally:
             resumed_on = None
             if resumed is not None:
+                self._in_flight.record.resumed()
                 resumed_on = node if resumed.attempt is None else resumed.attempt.lease.node.name
             tag = self._in_flight.request.x_request_id
             event = SlotYielded(tag, node, resumed_on, tokens, clock() - began)

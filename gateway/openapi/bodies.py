@@ -26,6 +26,7 @@ from gateway.admin.why import (
     ToldRefusal,
     WhyObject,
 )
+from gateway.callers.ended import EndedRow
 from gateway.config.settings import Settings
 from gateway.request.body import ParsedBody
 from gateway.watch.audit import AuditEntry
@@ -219,6 +220,7 @@ FIELDS: dict[str, Fields] = {
     "Placement": described_fields(PlacementObject),
     "Request": described_fields(RequestObject),
     "Timeline": described_fields(TimelineObject),
+    "EndedRequest": described_fields(EndedRow),
     "Why": described_fields(WhyObject),
     "ExplainedRequest": described_fields(ExplainedRequest),
     "Decision": described_fields(ToldQueueing, ToldRefusal, ToldGrant),

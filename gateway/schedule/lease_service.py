@@ -271,7 +271,8 @@ class LocalLeaseService:
         cost = _cost(lease, usage, now) if node.is_priced else 0.0
         if lease.reservation is not None:
             lease.reservation.settle(cost, happened=True, now=now)
-        return AttemptCharge(cost, lease.slots * (now - lease.taken_at))
+        prefill, decode = _parts_of_time(lease, usage, now)
+        return AttemptCharge(cost, lease.slots * (now - lease.taken_at), 0, 0, 0, prefill, decode)
 
     def discard(self, _: str, /) -> None:
         """What a request's attempts took so far has brought its client nothing: its record says."""
@@ -457,7 +458,26 @@ def _charge_of_failed(lease: LeaseRecord, report: AttemptReport, now: float) -> 
         usage.prompt_tokens,
         usage.cached_tokens,
         usage.completion_tokens,
+        *_parts_of_time(lease, usage, now),
     )
+
+
+def _parts_of_time(
+    lease: LeaseRecord, usage: Usage, now: float
+) -> tuple[float, float] | tuple[None, None]:
+    """For how long the node read the prompt, and then wrote; None: unknown."""
+    if not lease.slots:
+        return None, None
+    began_at, taken_at = lease.first_content_at, lease.taken_at
+    if began_at is not None:
+        return began_at - taken_at, now - began_at
+    if lease.stream or not lease.request.size.generates:
+        return now - taken_at, 0.0
+    # An answer in one piece: the node itself may say it.
+    read = None if usage.timings is None else usage.timings.get("prompt_ms")
+    if not isinstance(read, int | float) or not 0 <= read <= (now - taken_at) * 1000:
+        return None, None
+    return read / 1000, now - taken_at - read / 1000
 
 
 def _cost(lease: Lease, usage: Usage, now: float) -> float:

@@ -97,6 +97,16 @@ keys = Table(
 
 _partial_index("uq_keys_name_in_force", "revoked_at IS NULL", keys, "name", unique=True)
 
+# Groups of keys that commands and the admin API make; those of the settings come before them. What
+# is in `limits`, `user_limits` and `privacy` is as `keys` has it.
+groups = Table(
+    "groups",
+    metadata,
+    Column("name", Text, primary_key=True),
+    *_columns(Float, "created_at", "changed_at", needed=True),
+    *_columns(Text, "limits", "user_limits", "privacy"),
+)
+
 # A number for each group of tables, which every transaction that changes them raises: one cheap
 # read tells whether there is something new.
 revisions = Table(
@@ -107,7 +117,9 @@ revisions = Table(
 )
 
 # The ledger: one row for each request that was admitted and has ended. `process` has written the
-# row, and `sequence` numbers its rows in the order in which they were committed.
+# row, and `sequence` numbers its rows in the order in which they were committed. `wait_seconds` is
+# the time in the queue, `ttft_seconds` that from arrival to the first content, `client_request_id`
+# the `X-Request-ID` that the client sent. What is NULL is unknown, as in rows of before level 6.
 usage = Table(
     "usage",
     metadata,
@@ -125,9 +137,19 @@ usage = Table(
     Column("gpu_cost", Float),
     *_columns(Integer, "attempts", "status", default="0"),
     Column("outcome", Text),
+    *_columns(Float, "wait_seconds", "ttft_seconds", "prefill_seconds", "decode_seconds"),
+    Column("resumptions", Integer),
+    Column("client_request_id", Text),
     Index(None, "ended_at"),
     Index(None, "process", "sequence"),
     Index(None, "key", "ended_at"),
+)
+
+_partial_index(
+    "ix_usage_client_request_id_ended_at",
+    "client_request_id IS NOT NULL",
+    usage,
+    *("client_request_id", "ended_at"),
 )
 
 # Requests that still run, with what they have reserved; `id` is that of their later usage row.
@@ -431,6 +453,19 @@ CREATE TABLE members (
 )
 """
 
+_CLIENTS_IDS = """
+CREATE INDEX ix_usage_client_request_id_ended_at ON usage (client_request_id, ended_at)
+WHERE client_request_id IS NOT NULL
+"""
+
+_GROUPS = """
+CREATE TABLE "groups" (
+    name TEXT NOT NULL, created_at FLOAT NOT NULL, changed_at FLOAT NOT NULL,
+    limits TEXT, user_limits TEXT, privacy TEXT,
+    CONSTRAINT pk_groups PRIMARY KEY (name)
+)
+"""
+
 # By the level to which they lead.
 STEPS: Final[Mapping[int, Step]] = {
     4: Step(
@@ -441,6 +476,18 @@ STEPS: Final[Mapping[int, Step]] = {
         )
     ),
     5: Step((_LEADERSHIP, _MEMBERS)),
+    6: Step(
+        (
+            "ALTER TABLE usage ADD COLUMN wait_seconds FLOAT",
+            "ALTER TABLE usage ADD COLUMN ttft_seconds FLOAT",
+            "ALTER TABLE usage ADD COLUMN prefill_seconds FLOAT",
+            "ALTER TABLE usage ADD COLUMN decode_seconds FLOAT",
+            "ALTER TABLE usage ADD COLUMN resumptions INTEGER",
+            "ALTER TABLE usage ADD COLUMN client_request_id TEXT",
+            _CLIENTS_IDS,
+            _GROUPS,
+        )
+    ),
 }
 
 SCHEMA_LEVEL = max(STEPS)  # the level of the tables above

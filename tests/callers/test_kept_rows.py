@@ -10,6 +10,7 @@ from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 
 from gateway.callers.kept_rows import KeptRows, read_rows
@@ -83,12 +84,32 @@ except OSError:
     assert rows_in(tmp_path / "p1.rows") == ["r1", "r8"]
 
 
+def test_a_file_of_the_version_before_is_read_and_that_one_reads_a_file_of_ours(
+    tmp_path: Path,
+) -> None:
+    before, ours = tmp_path / "before.rows", tmp_path / "p1.rows"
+    rows = [a_row(f"r{number}", client_request_id=f"mine-{number}") for number in range(5)]
+    before.write_bytes(b"".join(msgspec.json.encode(row[:22]) + b"\n" for row in rows))
+    kept = KeptRows(tmp_path, "p1")
+    kept.keep(rows)
+    kept.close()
+    for path, expected in (
+        (before, [(*row[:22], *([None] * 6)) for row in rows]),
+        (ours, rows),
+    ):
+        assert [row for some in read_rows(path, COLUMNS, 2) for row in some] == expected
+    lines = [tuple(msgspec.json.decode(line)) for line in ours.read_bytes().splitlines()]
+    assert [line for line in lines if len(line) == 22] == [row[:22] for row in rows]
+
+
 def test_lines_that_are_no_rows_are_skipped(tmp_path: Path) -> None:
     kept = KeptRows(tmp_path, "p1")
     kept.keep([a_row("r1")])
     kept.close()
     path = tmp_path / "p1.rows"
-    path.write_bytes(path.read_bytes() + b'\xff\n{"a": 1}\n["r2"]\n["r3", "p1')
+    # A row whose first line is damaged does not give its second one to the row before.
+    first, second = path.read_bytes().splitlines(keepends=True)
+    path.write_bytes(first + second + b"[" + first + second + b'\xff\n{"a": 1}\n["r2"]\n["r3", "p1')
     assert rows_in(path) == ["r1"]
 
 

@@ -101,7 +101,9 @@ def a_row(id_: str, process: str = "p1.0", **values: Any) -> UsageRow:
         "group_name": None, "user": None, "model": "demo", "class": "normal", "tier": "cpu",
         "node": "a", "path": "/v1/chat/completions", "stream": True, "prompt_tokens": 10,
         "cached_tokens": 0, "completion_tokens": 5, "slot_seconds": 0.5, "cost": 0.25,
-        "gpu_cost": 0.0, "attempts": 1, "status": 200, "outcome": "ok", **values,
+        "gpu_cost": 0.0, "attempts": 1, "status": 200, "outcome": "ok", "wait_seconds": 0.5,
+        "ttft_seconds": 0.75, "prefill_seconds": 0.25, "decode_seconds": 0.125, "resumptions": 0,
+        "client_request_id": None, **values,
     }  # fmt: skip
     return tuple(made[name] for name in ROW_COLUMNS)
 
@@ -123,12 +125,20 @@ def running(ledger: Ledger) -> Iterator[None]:
 
 
 async def test_many_rows_of_every_kind_are_written_as_they_are(url: str) -> None:
-    kinds = list(itertools.product((None, "team"), (None, "ünïcode"), (None, 0.5), (False, True)))
-    added = [
-        a_row(f"r{i:03}", group_name=group, user=user, gpu_cost=price, stream=stream)
-        # More than one statement holds of the first kind.
-        for i, (group, user, price, stream) in enumerate([*kinds * 3, *kinds[:1] * 60, *kinds])
+    kinds: list[dict[str, Any]] = [
+        dict(zip(("group_name", "user", "gpu_cost", "ttft_seconds", "stream"), one, strict=True))
+        for one in itertools.product(
+            (None, "team"), (None, "ünïcode"), (None, 0.5), (None, 0.75), (False, True)
+        )
     ]
+    # More than one statement holds of the first kind.
+    many: list[dict[str, Any]] = [
+        *kinds * 3,
+        *kinds[:1] * 60,
+        *kinds,
+        {"client_request_id": "mine", "resumptions": 2},
+    ]
+    added = [a_row(f"r{i:03}", **kind) for i, kind in enumerate(many)]
     async with a_world(url) as world:
         ledger = world.ledger()
         for row in added:

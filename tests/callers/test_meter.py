@@ -69,18 +69,37 @@ def test_a_request_that_ends_is_a_row() -> None:
     metered = world.meter.admit(accounts, a_lease_request("req_7"), record)
     world.clock.passes(2.5)
     record.describe(stream=True, model="demo")
+    record.waited(0.25)
     record.attempt_began("a", "gpu", None)
+    record.first_content_sent(0.75)
+    record.resumed()
     world.meter.ended(metered, record)
-    # What it used is known a little later.
+    # What it used is known a little later, here that of two attempts.
     record.count_tokens(100, 40, 20)
-    record.charge(0.75, 2.4)
+    record.charge(0.25, 1.0, 0.25, 0.5)
+    record.charge(0.5, 1.4, 0.25, 1.0)
     assert world.row() == {
         "id": "req_7", "process": "p1", "started_at": NOW, "ended_at": NOW + 2.5, "key": "k1",
         "group_name": "team", "user": "bob", "model": "demo", "class": "premium", "tier": "gpu",
         "node": "a", "path": "/v1/chat/completions", "stream": True, "prompt_tokens": 100,
         "cached_tokens": 40, "completion_tokens": 20, "slot_seconds": 2.4, "cost": 0.75,
-        "gpu_cost": None, "attempts": 1, "status": 200, "outcome": "ok",
+        "gpu_cost": None, "attempts": 1, "status": 200, "outcome": "ok", "wait_seconds": 0.25,
+        "ttft_seconds": 0.75, "prefill_seconds": 0.5, "decode_seconds": 1.5, "resumptions": 1,
+        "client_request_id": "x",
     }  # fmt: skip
+
+
+def test_what_is_not_known_of_a_request_stays_open_in_its_row() -> None:
+    world = World()
+    accounts, record = world.book.accounts(ALICE), a_record()
+    metered = world.meter.admit(accounts, a_lease_request("x"), record)
+    world.meter.ended(metered, record)
+    record.charge(0.5, 2.0)
+    row = world.row()
+    assert [row[name] for name in ("ttft_seconds", "prefill_seconds", "decode_seconds")] == (
+        [None] * 3
+    )
+    assert row["client_request_id"] is None, "the id is the gateway's own"
 
 
 def test_a_request_that_fails_is_a_row_and_one_that_a_limit_refuses_is_none() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import csv
 import io
+import math
 import random
 import threading
 from collections.abc import Callable, Iterator
@@ -14,11 +15,13 @@ import httpx
 import pytest
 from sqlalchemy import Connection, create_engine, insert, update
 
+from gateway.callers import reports
 from gateway.callers.limits import LimitBook
 from gateway.callers.reports import (
     MOST_KEPT,
     MOST_RESTARTS,
     NO_STORE,
+    PERCENTILES,
     ROLLED_UP,
     ArrivalsReader,
     CallerUsage,
@@ -189,6 +192,56 @@ def test_too_many_groups_are_refused_with_a_remedy(
     add_rows(connection, [a_row(n, key=f"k{n}") for n in range(4)])
     with pytest.raises(InvalidQuery, match="shorten the time"):
         read(connection, asked(by="key"))
+
+
+def test_percentiles_are_within_five_percent_of_what_requests_took(connection: Connection) -> None:
+    rng = random.Random(7)
+    waits = [0.0] * 500 + [rng.lognormvariate(1.0, 1.5) for _ in range(500)]
+    firsts = [rng.lognormvariate(0.0, 1.0) for _ in waits]
+    lasted = [rng.lognormvariate(2.0, 1.0) for _ in waits]
+    add_rows(
+        connection,
+        [
+            a_row(n, started_at=NOON - lasted[n], ttft_seconds=firsts[n], wait_seconds=waits[n])
+            for n in range(1000)
+        ],
+    )
+    # Refusals take no time, and old rows do not tell it.
+    add_rows(connection, [a_row(n, started_at=NOON, status=503, outcome="queue_full", model="busy")
+                          for n in range(1000, 1100)])  # fmt: skip
+    old = {"model": "old", "wait_seconds": None, "outcome": "lost", "status": 0}
+    add_rows(connection, [a_row(n, **old) for n in range(1100, 1110)])
+    rows = {row["model"]: row for row in rows_of(read(connection, asked(percentiles="true"), 77))}
+    told = rows["mistral"]
+
+    def exact(times: list[float], share: float) -> Any:
+        return pytest.approx(sorted(times)[math.ceil(share * 1000) - 1], rel=0.051)
+
+    assert told["ttft_p50"] == exact(firsts, 0.5)
+    assert told["ttft_p95"] == exact(firsts, 0.95)
+    assert told["seconds_p50"] == exact(lasted, 0.5)
+    assert told["seconds_p95"] == exact(lasted, 0.95)
+    assert told["wait_p95"] == exact(waits, 0.95)
+    assert [rows["busy"][name] for name in PERCENTILES] == [None, None, None, None, 0.0]
+    assert [rows["old"][name] for name in PERCENTILES] == [None] * 5
+    assert "wait_p95" not in rows_of(read(connection, asked()))[0]
+    table = read(connection, asked(percentiles="true")).to_csv().splitlines()
+    assert table[0].endswith(",ttft_p50,ttft_p95,seconds_p50,seconds_p95,wait_p95")
+    assert table[1].count(",") == table[0].count(",")
+
+
+def test_percentiles_of_too_many_groups_are_refused_and_sums_of_days_have_none(
+    connection: Connection, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    add_rows(connection, [a_row(n, user=f"u{n}", ended_at=NOON - 3 * DAY) for n in range(4)])
+    monkeypatch.setattr(reports, "MOST_TIMED_GROUPS", 3)
+    with pytest.raises(InvalidQuery) as caught:
+        read(connection, asked(by="user", percentiles="true"))
+    assert caught.value.parameter == "percentiles"
+    assert RollUp(NOON - 2 * DAY)(connection) == 4
+    report = read(connection, asked(by="user", percentiles="true"))
+    assert [row["seconds_p50"] for row in rows_of(report)] == [None] * 4
+    assert any("percentiles leave out" in note for note in report.notes)
 
 
 def test_a_caller_is_shown_its_own_rows_alone(connection: Connection) -> None:

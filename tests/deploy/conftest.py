@@ -112,10 +112,7 @@ class DeployedFleet:
 
     def nodes(self) -> dict[str, dict[str, Any]]:
         """The gateway's nodes, by name."""
-        output = self.hosts["gw"].run(
-            "/opt/llama-gateway/current/bin/llama-gateway nodes --json"
-            " --config /etc/llama-gateway/gateway.yaml"
-        )
+        output = self.hosts["gw"].run("sudo llama-gateway nodes --json")
         return {node["name"]: node for node in json.loads(output.stdout)["nodes"]}
 
 

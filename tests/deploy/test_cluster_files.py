@@ -136,6 +136,7 @@ def test_the_settings_of_compose_are_good(tmp_path: Path) -> None:
     make(tmp_path, member)
     for kind in ("key", "pem"):
         (tmp_path / f"{member}.{kind}").rename(tmp_path / f"member.{kind}")
+    (tmp_path / "admin.key").write_text("made-by-compose\n")
     shipped = DEPLOY / "container/cluster"
     settings = (shipped / "gateway.yaml").read_text()
     for path in ("/etc/llama-gateway-member", "/srv/files"):

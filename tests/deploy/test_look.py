@@ -103,6 +103,42 @@ def test_an_edited_file_is_distinguished_from_ours_and_from_a_foreign_one(
     assert look.file_problems({**spec, "overwrite": True}) == []
 
 
+def test_a_script_of_ours_begins_with_the_line_for_the_kernel(
+    look: ModuleType, tmp_path: Path
+) -> None:
+    body = b"print()\n"
+    digest = hashlib.sha256(body).hexdigest()
+    script = tmp_path / "script"
+    spec = {"files": [str(script)], "files_variable": "a", "overwrite_variable": "b"}
+    whole = f"#!/usr/bin/python3\n# Managed by Ansible (x): no. sha256:{digest}\n".encode() + body
+    script.write_bytes(whole)
+    assert look.file_problems(spec) == []
+    script.write_bytes(whole + b"# by hand\n")
+    assert " was edited by hand " in look.file_problems(spec)[0]
+
+
+def test_a_link_into_the_releases_may_be_replaced_and_no_other_one(
+    look: ModuleType, tmp_path: Path
+) -> None:
+    link, releases, elsewhere = (tmp_path / name for name in ("link", "releases", "elsewhere"))
+    spec = {
+        "files": [str(link)],
+        "files_variable": "a",
+        "overwrite_variable": "b",
+        "links": str(releases),
+    }
+    for folder in (releases, elsewhere):
+        folder.mkdir()
+        (folder / "program").write_text("#!/bin/sh\n")
+    link.symlink_to(releases / "program")
+    assert look.file_problems(spec) == []
+    link.unlink()
+    link.symlink_to(elsewhere / "program")
+    assert " was not written by this role" in look.file_problems(spec)[0]
+    (elsewhere / "program").unlink()  # it leads nowhere
+    assert look.file_problems(spec) == []
+
+
 def test_a_packages_file_is_distinguished_from_one_edited_before_the_first_run(
     look: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

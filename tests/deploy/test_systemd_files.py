@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import json
+import os
 import re
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -12,6 +16,7 @@ from gateway.callers.callers import is_loopback
 from gateway.config.settings import Settings
 
 FOLDER = Path(__file__).parents[2] / "deploy/systemd"
+PROGRAM = "#!/bin/sh\nenv\necho ARGUMENTS=$*\n"
 UNITS = {"K": 1 << 10, "M": 1 << 20, "G": 1 << 30}
 
 
@@ -47,6 +52,56 @@ def test_the_store_of_the_unit_is_where_it_may_write(monkeypatch: pytest.MonkeyP
     # A PostgreSQL server may be on this host, behind a socket, or on another.
     (families,) = lines("llama-gateway.service", "RestrictAddressFamilies")
     assert {"AF_UNIX", "AF_INET", "AF_INET6"} <= set(families.split())
+
+
+def run_command(folder: Path, *arguments: str, **environment: str) -> dict[str, str]:
+    """Run the shipped command with files below `folder`; the variables that the program has got."""
+    program = folder / "opt/llama-gateway/current/bin/llama-gateway"
+    program.parent.mkdir(parents=True, exist_ok=True)
+    program.write_text(PROGRAM)
+    program.chmod(0o755)
+    command = folder / "llama-gateway"
+    words = (FOLDER / "llama-gateway.py").read_text()
+    command.write_text(re.sub(r'"(/etc/|/opt/)', rf'"{folder}\1', words))
+    done = subprocess.run(
+        [sys.executable, "-I", str(command), *arguments],
+        env={"PATH": os.defpath, **environment},
+        capture_output=True, text=True, check=True, timeout=30,
+    )  # fmt: skip
+    return dict(line.split("=", 1) for line in done.stdout.splitlines())
+
+
+def test_the_command_gives_the_program_what_the_service_has(tmp_path: Path) -> None:
+    """As the playbooks write `environment` (JSON's quotes), and as one writes it by hand."""
+    folder = tmp_path / "etc/llama-gateway"
+    folder.mkdir(parents=True)
+    secret = 'a "quoted" $word `of` C:\\\\ # and more'
+    told = f"# Managed by Ansible\nSTORE_PASSWORD={json.dumps(secret)}\nPLAIN = two words\n"
+    (folder / "environment").write_text(told)
+    got = run_command(tmp_path, "why", "a b", TERM="dumb")
+    assert got["STORE_PASSWORD"] == secret
+    assert got["PLAIN"] == "two words"
+    assert got["LLAMA_GATEWAY_CONFIG"] == str(folder / "gateway.yaml")
+    assert got["LLAMA_GATEWAY_NODES"] == str(folder / "nodes.yaml")
+    assert got["ARGUMENTS"] == "why a b"
+    assert got["TERM"] == "dumb"
+
+
+def test_what_the_caller_names_goes_before_the_services_files(tmp_path: Path) -> None:
+    got = run_command(tmp_path, LLAMA_GATEWAY_CONFIG="mine.yaml")  # no `environment` here
+    assert got["LLAMA_GATEWAY_CONFIG"] == "mine.yaml"
+    assert got["LLAMA_GATEWAY_NODES"].endswith("/etc/llama-gateway/nodes.yaml")
+
+
+def test_the_command_runs_the_program_of_the_unit_with_its_files() -> None:
+    (start,) = lines("llama-gateway.service", "ExecStart")
+    (secrets,) = lines("llama-gateway.service", "EnvironmentFile")
+    words = (FOLDER / "llama-gateway.py").read_text()
+    program, *_ = start.split()
+    assert f'PROGRAM = Path("{program}")' in words
+    folders = {str(Path(word).parent) for word in start.split() if word.endswith(".yaml")}
+    assert folders == {str(Path(secrets.removeprefix("-")).parent)} == {"/etc/llama-gateway"}
+    assert 'FOLDER = Path("/etc/llama-gateway")' in words
 
 
 @pytest.mark.parametrize("name", ["llama-server@.service", "llama-router@.service"])

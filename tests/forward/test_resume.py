@@ -150,7 +150,7 @@ async def test_a_broken_stream_is_resumed_on_another_node(
         assert event.tokens == AFTER - EVENTS_WITHOUT_TEXT.get(path, 0)
         (record,) = proxy.finished
         assert (record.status, record.reason, record.node, record.attempts) == (200, None, "b", 2)
-        assert record.completion_tokens == TOKENS
+        assert (record.completion_tokens, record.resumptions) == (TOKENS, 1)
         assert (proxy.node("a").failures, proxy.node("b").failures) == (1, 0)
         metrics = await metrics_of(proxy)
         assert "llama_gateway_resumed_streams_total 1\n" in metrics

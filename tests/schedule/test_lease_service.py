@@ -357,6 +357,37 @@ def test_usage_is_settled_at_the_nodes_price() -> None:
     assert [charge.slot_seconds for charge in charges] == [4.0, 4.0]
 
 
+@pytest.mark.parametrize(
+    ("wanted", "shows", "timings", "expected"),
+    [
+        ({"stream": True}, True, None, (4.0, 6.0)),
+        ({"stream": True}, False, None, (10.0, 0.0)),
+        ({"generates": False}, False, None, (10.0, 0.0)),
+        ({}, False, {"prompt_ms": 2500.0}, (2.5, 7.5)),
+        ({}, False, {"prompt_ms": 1e9}, (None, None)),
+        ({}, False, {"prompt_ms": "long"}, (None, None)),
+        ({}, False, None, (None, None)),
+        ({"slots": 0}, False, None, (None, None)),
+    ],
+)
+def test_a_charge_tells_how_long_the_node_read_and_wrote(
+    wanted: dict[str, Any],
+    shows: bool,
+    timings: dict[str, Any] | None,
+    expected: tuple[float | None, float | None],
+) -> None:
+    world, request = World(node("a", slots=1)), a_request(**wanted)
+    lease = world.grant(request)
+    world.clock.passes(4.0)
+    if shows:
+        world.leases.content_began(lease.id)
+    world.clock.passes(6.0)
+    world.end(lease, began=True)
+    usage = Usage(100, 20, 50, timings)
+    charge = world.leases.settle(UsageReport(lease.id, usage, usage, 50), request)
+    assert (charge.prefill_seconds, charge.decode_seconds) == expected
+
+
 def left(world: World, request: LeaseRequest, seconds: float, **keys: Any) -> AttemptCharge:
     """What an attempt took that its client left after so many seconds."""
     lease = world.grant(request)
@@ -370,7 +401,7 @@ def test_what_a_node_said_of_a_prompt_is_what_a_client_pays_that_leaves_in_prefi
     world = World(node("a", slots=2, cost_per_hour=3600.0))
     request = a_request(prompt_tokens=4000, stream=True)
     charge = left(world, request, 4.0, prompt_read=(1500, 500))
-    assert charge == AttemptCharge(2.0, 4.0, 1500, 500, 0)
+    assert charge == AttemptCharge(2.0, 4.0, 1500, 500, 0, 4.0, 0.0)
 
 
 def a_measured_world() -> World:

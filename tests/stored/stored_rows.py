@@ -138,7 +138,7 @@ def a_result(row: StoredRow, **values: Any) -> RecordedResult:
         "node": "a", "path": row.path, "stream": False, "prompt_tokens": 10, "cached_tokens": 4,
         "completion_tokens": 5, "slot_seconds": 0.5, "cost": 0.25, "gpu_cost": None,
         "attempts": 1, "status": 200, "outcome": "ok",
-    }  # fmt: skip
+    } | dict.fromkeys(ROW_COLUMNS[-6:])  # fmt: skip
     given: dict[str, Any] = {
         "state": RequestState.DONE, "status": 200, "place": "results-1",
         "offset": 100 * (row.number or 0), "length": 100,

@@ -206,6 +206,7 @@ async def bare_gateway(
             live=live,
             handler=handler,
             reporter=reporter,
+            ended=None,
             document=functools.partial(openapi_json, chosen),
             keys=AdminKeys(chosen.admin.keys, admin_key),
             extra_hosts=admin_hosts,

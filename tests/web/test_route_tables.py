@@ -223,7 +223,7 @@ CONTRACT = {
         "DELETE /admin/requests/{id:path}", "GET /admin/requests/{id:path}/why",
         "POST /admin/models/{name:path}/pause", "POST /admin/models/{name:path}/resume",
         "GET /admin/usage", "GET /admin/usage/arrivals", "POST /admin/chat", "POST /admin/reload",
-        "POST /admin/placements",
+        "POST /admin/placements", "GET /admin/requests/ended",
     },
     AdminRole.ADMIN: {
         "GET /admin/config", "GET /admin/audit", "GET /admin/keys", "POST /admin/keys",
@@ -271,6 +271,7 @@ async def test_no_other_method_gets_round_a_role(role: AdminRole) -> None:
     methods["/admin/keys/import"] |= methods["/admin/keys/{name}"]
     # With other methods it is a request whose id ends so.
     methods["/admin/requests/{id:path}/why"] |= methods["/admin/requests/{id:path}"]
+    methods["/admin/requests/ended"] |= methods["/admin/requests/{id:path}"]
     async with gateway_with_keys() as (gateway, secrets):
         for path, needed in methods.items():
             for method in METHODS:
@@ -394,6 +395,7 @@ async def test_without_admin_keys_a_loopback_listener_needs_none() -> None:
                 missing = {
                     "/admin/keys/{name}": 404,
                     "/admin/requests/{id:path}/why": 404,
+                    "/admin/requests/ended": 501,
                     "/admin/usage": 501,
                     "/admin/usage/arrivals": 501,
                 }

@@ -23,7 +23,7 @@ from pathlib import Path
 from typing import Any
 
 GIB = 1 << 30
-HEADER = re.compile(rb"^# Managed by Ansible.* sha256:([0-9a-f]{64})\n")
+HEADER = re.compile(rb"^(?:#!.*\n)?# Managed by Ansible.* sha256:([0-9a-f]{64})\n")
 LISTENING = "0A"  # include/net/tcp_states.h
 REFUSES_HEAD = (403, 405, 501)
 TIMEOUT = 20.0  # seconds, for a program and for a web server
@@ -215,7 +215,7 @@ def file_problems(spec: dict[str, Any]) -> list[str]:
         paths += sorted(Path("/etc/systemd/system").glob(pattern))
     problems = []
     for path in paths:
-        if not path.is_file():
+        if not path.is_file() or leads_into(path, spec.get("links")):
             continue
         words = path.read_bytes()
         header = HEADER.match(words)
@@ -229,6 +229,11 @@ def file_problems(spec: dict[str, Any]) -> list[str]:
             f"-e {spec['overwrite_variable']}=true to have the file written anew"
         )
     return problems
+
+
+def leads_into(path: Path, folder: str | None) -> bool:
+    """Whether a path is a link to something of the role's own, which may be replaced."""
+    return folder is not None and path.is_symlink() and path.readlink().is_relative_to(folder)
 
 
 def as_packaged(words: bytes, path: str, packages: list[str]) -> bool:

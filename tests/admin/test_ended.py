@@ -1,0 +1,135 @@
+"""`GET /admin/requests/ended`, and `why` of a request that only the ledger still knows."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.callers.ledger_rows import a_row, add_rows
+from tests.callers.metered_gateway import ALICE, VIP, bearer, metered_gateway, recorded
+from tests.gateways import Running, until
+from tests.web.bare_gateway import bare_gateway, error_of
+
+CHAT = {"messages": [{"role": "user", "content": "the launch code is 7391"}], "max_tokens": 8}
+
+
+async def chat(running: Running, key: Any, *, stream: bool = False, **headers: str) -> str:
+    """Have a chat; returns its `X-Request-ID`."""
+    sent = bearer(key, **headers)
+    body = {**CHAT, "stream": stream}
+    response = await running.client.post("/v1/chat/completions", json=body, headers=sent)
+    assert response.status_code == 200, response.text
+    return response.headers["x-request-id"]
+
+
+async def page(running: Running, query: str = "") -> dict[str, Any]:
+    response = await running.admin.get(f"/admin/requests/ended{query}")
+    assert response.status_code == 200, response.text
+    assert "launch" not in response.text
+    found: dict[str, Any] = response.json()
+    return found
+
+
+async def add(running: Running, *rows: dict[str, Any]) -> None:
+    store = running.gateway.metering.store
+    assert store is not None
+    await store.run(lambda connection: add_rows(connection, list(rows)))
+
+
+async def why(running: Running, name: str) -> list[dict[str, Any]]:
+    response = await running.admin.get(f"/admin/requests/{name}/why")
+    assert response.status_code == 200, response.text
+    requests: list[dict[str, Any]] = response.json()["requests"]
+    return requests
+
+
+async def test_what_has_ended_is_found_with_its_times_and_the_name_of_its_key(
+    tmp_path: Path,
+) -> None:
+    async with metered_gateway(tmp_path) as running:
+        await chat(running, VIP, stream=True, **{"x-request-id": "mine"})
+        own = await chat(running, ALICE)
+        await recorded(running, 2)
+        found = await page(running)
+        latest, first = found["requests"]
+        by_key = await page(running, "?key=Alice&outcome=ok&limit=1")
+        failed = await page(running, "?outcome=failed")
+    assert (found["next"], found["complete"]) == (None, True)
+    assert (latest["id"], latest["client_request_id"]) == (own, None)
+    assert (latest["key"], latest["key_name"], latest["group"]) == ("alice", "Alice", "team")
+    assert (first["client_request_id"], first["stream"]) == ("mine", True)
+    assert first["id"] != "mine"
+    assert 0 <= first["wait_seconds"] < first["ttft_seconds"] <= first["seconds"] + 0.05
+    for one in (latest, first):
+        on_node = one["prefill_seconds"] + one["decode_seconds"]
+        assert 0 < on_node <= one["seconds"] + 0.05
+        assert one["resumptions"] == 0
+    assert [one["id"] for one in by_key["requests"]] == [own]
+    assert failed["requests"] == []
+
+
+async def test_a_request_that_memory_has_forgotten_is_explained_by_the_ledgers_row(
+    tmp_path: Path,
+) -> None:
+    async with metered_gateway(tmp_path) as running:
+        old = a_row(
+            1, started_at=1_800_000_000.0, ended_at=1_800_000_009.5, wait_seconds=2.5,
+            ttft_seconds=4.0, prefill_seconds=1.5, decode_seconds=5.5, attempts=2, resumptions=1,
+            cached_tokens=30, client_request_id="mine",
+        )  # fmt: skip
+        older = a_row(
+            2, ended_at=1_799_000_000.0, wait_seconds=None, resumptions=None, status=0,
+            outcome="lost", client_request_id="mine",
+        )  # fmt: skip
+        await add(running, old, older)
+        (by_id,) = await why(running, "r1")
+        by_clients = await why(running, "mine")
+        remembered = await chat(running, ALICE)
+        await until(lambda: len(running.gateway.registry) == 0)
+        (live,) = await why(running, remembered)
+    assert (by_id["from"], by_id["state"], by_id["decisions"]) == ("ledger", "finished", [])
+    assert (by_id["id"], by_id["request_id"], by_id["caller"]) == ("r1", "mine", "team-a")
+    assert (by_id["received_at"], by_id["seconds"]) == ("2027-01-15T08:00:00.000Z", 9.5)
+    assert (by_id["outcome"]["node"], by_id["outcome"]["ttft"]) == ("cpu-a", 4.0)
+    assert by_id["row"]["wait_seconds"] == 2.5
+    assert by_id["summary"] == (
+        "The decisions about it are no longer remembered; this is what the ledger keeps. It waited "
+        "2.5 s in the queue. It ran on cpu-a, the last of 2 attempts: 1.5 s to read 70 tokens of "
+        "the prompt (30 were cached), 5.5 s to write 10. Its stream was resumed once. It was "
+        "answered after 9.5 s."
+    )
+    assert "the nodes that were compared, and what each was expected to take" in by_id["unknown"]
+    assert [one["id"] for one in by_clients] == ["r1", "r2"]
+    lost = by_clients[1]
+    assert (lost["state"], lost["outcome"]["reason"]) == ("failed", "lost")
+    assert "how long it waited, and when its first token came" in lost["unknown"]
+    assert "did not wait" not in lost["summary"]
+    assert (live["from"], live["row"], live["unknown"]) == ("memory", None, [])
+
+
+async def test_what_neither_memory_nor_ledger_has_is_not_found(tmp_path: Path) -> None:
+    async with metered_gateway(tmp_path) as running:
+        for name in ("nobody", "a%00b", "%ff"):
+            response = await running.admin.get(f"/admin/requests/{name}/why")
+            assert (response.status_code, error_of(response)["code"]) == (404, "request_not_found")
+            assert "nor in the ledger" in error_of(response)["message"]
+
+
+@pytest.mark.parametrize(
+    ("query", "parameter"),
+    [("since=soon", "since"), ("limit=0", "limit"), ("before=x", "before"), ("by=key", "by")],
+)
+async def test_questions_that_make_no_sense_are_refused(
+    tmp_path: Path, query: str, parameter: str
+) -> None:
+    async with metered_gateway(tmp_path) as running:
+        response = await running.admin.get(f"/admin/requests/ended?{query}")
+    assert (response.status_code, error_of(response)["param"]) == (400, parameter)
+
+
+async def test_without_a_store_nothing_that_has_ended_is_listed() -> None:
+    async with bare_gateway() as gateway:
+        response = await gateway.admin.get("/admin/requests/ended")
+    assert (response.status_code, error_of(response)["code"]) == (501, "not_supported")
