@@ -150,7 +150,8 @@ class BatchActions:
         request: Request,
         act: Callable[[BatchRegistry, str, str, str], Awaitable[Batch]],
     ) -> Batch:
-        return await act(self.access.batches(), *await self._named(request))
+        named = await self._named(request)
+        return await act(self.access.batches(), *named)
 
     async def _named(self, request: Request) -> tuple[str, str, str]:
         """Owner, id and API of the batch that the request is about. Raises: GatewayError."""
