@@ -8,7 +8,7 @@ import re
 import secrets
 import shlex
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -440,13 +440,13 @@ def wait_for_end(client: BatchClient, batch: dict[str, Any], seconds: float) -> 
     """
     from gateway.cli.progress import StatusProgress
 
-    id_, interval, estimate = str(batch.get("id")), FIRST_POLL, Estimate()
+    id_, interval = str(batch.get("id")), FIRST_POLL
     with StatusProgress(id_) as display:
         patience = Patience(seconds, note=display.note)
         while True:
             now = progress_of(batch)
             display.show(
-                describe(now, estimate.end(now), time.time()),
+                describe(now, now.expected_end, time.time()),
                 f"{now.status} {now.paused} {now.waits}",
                 now.done + now.failed,
                 now.total,
@@ -530,28 +530,6 @@ def progress_of(batch: Mapping[str, Any]) -> ShownProgress:
         expected_start=_number(own.get("expected_start")),
         expected_by=None if own.get("expected_by") is None else str(own["expected_by"]),
     )
-
-
-@dataclass(slots=True)
-class Estimate:
-    """Fills in what the gateway does not tell: the expected end, from the lines done so far."""
-
-    clock: Callable[[], float] = time.time
-    _first: tuple[float, int] | None = None
-    """The time and the ended lines, when this was first asked."""
-
-    def end(self, progress: ShownProgress) -> float | None:
-        """Return the Unix time of the expected end."""
-        if progress.expected_end is not None or progress.status != "in_progress":
-            return progress.expected_end
-        now, ended = self.clock(), progress.done + progress.failed
-        if self._first is None:
-            self._first = now, ended
-            return None
-        began, before = self._first
-        if ended <= before or progress.paused is not None:
-            return None
-        return now + (progress.total - ended) * (now - began) / (ended - before)
 
 
 def describe(progress: ShownProgress, expected_end: float | None, now: float) -> str:
@@ -704,7 +682,7 @@ def _row(batch: dict[str, Any]) -> list[tuple[str, object]]:
 def details(batch: dict[str, Any]) -> list[tuple[str, object]]:
     """What `show` tells of a batch, each with its name."""
     progress, now = progress_of(batch), time.time()
-    start, end = progress.expected_start, Estimate().end(progress)
+    start, end = progress.expected_start, progress.expected_end
     by = RECKONED.get(progress.expected_by or "", "")
     listed: list[tuple[str, object]] = [
         ("id", batch.get("id")),

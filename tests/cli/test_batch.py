@@ -17,7 +17,7 @@ from typing import Any
 import pytest
 import trustme
 
-from gateway.cli.batch import Estimate, describe, details, end_by, progress_of, span
+from gateway.cli.batch import describe, details, end_by, progress_of, span
 from gateway.cli.terminal import CommandFailed
 from tests.cli.batch_api import BatchApi, batch_api
 from tests.cli.running import LIMIT, run, run_on_terminal
@@ -430,14 +430,6 @@ def test_progress_in_one_line() -> None:
 
 def test_of_another_gateway_only_what_its_api_tells_is_shown() -> None:
     assert describe(progress_of({"status": "validating"}), None, 0.0) == "validating"
-
-
-def test_an_end_that_the_gateway_does_not_tell_is_estimated_from_the_lines_done() -> None:
-    clock = iter([100.0, 110.0]).__next__
-    estimate = Estimate(clock)
-    assert estimate.end(progress_of(batch(100))) is None
-    assert estimate.end(progress_of(batch(200))) == 110.0 + 80.0
-    assert estimate.end(progress_of(batch(200, expected_end=500))) == 500.0
 
 
 @pytest.mark.parametrize(

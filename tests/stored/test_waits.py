@@ -9,8 +9,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from sqlalchemy import update
 
 from gateway.lease import BatchRoom
+from gateway.store.schema import batches
 from gateway.stored.batch_rows import Ahead, Batch, BatchSpeed, progress_of
 from gateway.stored.claims import BatchState, WorkLeft
 from gateway.stored.waits import MESSAGES, ServingNodes, why_lines_wait
@@ -119,7 +121,7 @@ async def callers_at_work(running: Running, number: int) -> AsyncIterator[None]:
 async def test_a_starved_batch_says_since_when_callers_go_first_and_when_it_starts(
     tmp_path: Path,
 ) -> None:
-    node = EmulatedNode(slots=2, decode_tps=20, answer_tokens=400)
+    node = EmulatedNode(slots=2, decode_tps=20, answer_tokens=2000)
     async with virtual_gateway_over(tmp_path, node, keys=[key(max_class="normal")]) as running:
         # What the node does in a second is known.
         first = await submit(running, lines(8))
@@ -134,7 +136,7 @@ async def test_a_starved_batch_says_since_when_callers_go_first_and_when_it_star
             await asyncio.sleep(3.0)
             later = (await show(running, batch))["llama_gateway"]
             assert later["why_waiting"]["since"] == told["since"], "it has waited all the time"
-            # Two of three chats run for 20 s: then there is a slot that nobody waits for.
+            # Two of three chats run for 100 s: then there is a slot that nobody waits for.
             assert own["expected_start"] is not None
             assert own["expected_end"] > own["expected_start"]
             assert own["expected_by"] in {"pace", "nodes"}
@@ -195,3 +197,24 @@ async def test_a_batch_whose_key_has_reached_its_limit_says_when_it_goes_on(tmp_
         assert told["reason"] == "key_limit"
         assert told["until"] > told["since"]
         assert own["expected_start"] == told["until"]
+
+
+@pytest.mark.usefixtures("hurried")
+@in_virtual_time
+async def test_a_batch_of_another_folder_says_that_its_gateway_alone_runs_it(
+    tmp_path: Path,
+) -> None:
+    async with virtual_gateway_over(tmp_path, EmulatedNode()) as running:
+        batch, store = await submit(running, lines(4)), running.gateway.store
+        await ended(running, batch)
+        elsewhere = {"folder": "another", "state": "in_progress", "ended_at": None}
+        assert store is not None
+        await store.run(lambda connection: connection.execute(update(batches).values(elsewhere)))
+        assert (await why(running, batch))["why_waiting"]["reason"] == "folder_elsewhere"
+        # In a cluster the leader hears which folder each member has.
+        registry = running.gateway.background.batches
+        assert registry is not None
+        assert registry.upkeep.waits is not None
+        registry.upkeep.waits.is_folder_there = lambda folder: folder != "another"
+        own = (await show(running, batch))["llama_gateway"]["why_waiting"]
+        assert (own["reason"], own["since"]) == ("folder_gone", None)
