@@ -12,6 +12,7 @@ import re
 import resource
 import shlex
 import socket
+import stat
 import sys
 from collections.abc import Mapping
 from pathlib import Path
@@ -118,9 +119,17 @@ def set_aside(path: Path) -> str:
 
 
 def write_state(path: Path, value: object, *, mode: int = 0o666) -> None:
+    """Replace the file by this value as JSON, as `replace_file` does. Raises: OSError."""
+    replace_file(path, msgspec.json.encode(value), mode=mode)
+
+
+def replace_file(
+    path: Path, content: bytes, *, mode: int = 0o666, like: Path | None = None
+) -> None:
     """Replace the file; a reader finds the old one or the new one. Raises: OSError.
 
-    `mode`: who may read it, less what the process's umask takes away.
+    `mode`: who may read it, less what the process's umask takes away. `like`: the file whose owner,
+    mode and attributes it gets instead.
     """
     # During a hand-over two processes may write at the same time.
     fresh = path.with_name(f"{path.name}.{os.getpid()}.new")
@@ -129,13 +138,24 @@ def write_state(path: Path, value: object, *, mode: int = 0o666) -> None:
         fresh.unlink(missing_ok=True)
         flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC
         with os.fdopen(os.open(fresh, flags, mode), "wb") as file:
-            file.write(msgspec.json.encode(value))
+            file.write(content)
             file.flush()
+            if like is not None:
+                _make_like(file.fileno(), like)
             os.fsync(file.fileno())
         fresh.replace(path)
     except OSError:
         fresh.unlink(missing_ok=True)
         raise
+
+
+def _make_like(descriptor: int, like: Path) -> None:
+    wanted = like.stat()
+    os.fchown(descriptor, wanted.st_uid, wanted.st_gid)
+    os.fchmod(descriptor, stat.S_IMODE(wanted.st_mode))
+    for name in os.listxattr(like):  # Access lists, and labels of SELinux.
+        with contextlib.suppress(OSError):
+            os.setxattr(descriptor, name, os.getxattr(like, name))
 
 
 DISTRIBUTION = "llama-gateway"

@@ -107,7 +107,11 @@ ADMIN_ROUTES = (
         "back to work", "resume"),
     AdminRoute("POST", "/admin/nodes/{name:path}/probe", OPERATOR, lambda e: e.nodes.probe,
         "ask it now; trusted again if it answers", "probe"),
+    AdminRoute("GET", "/admin/nodes/{name:path}/history", VIEWER, lambda e: e.nodes.history,
+        "its busy slots and speed over a day"),
     AdminRoute("GET", "/admin/nodes/{name:path}", VIEWER, lambda e: e.nodes.show, "one node"),
+    AdminRoute("GET", "/admin/cache", VIEWER, lambda e: e.nodes.cache,
+        "which prefixes nodes found in their prompt caches"),
     AdminRoute("GET", "/admin/models", VIEWER, lambda e: e.models.list, "every public model name"),
     AdminRoute("POST", "/admin/models/{name:path}/pause", OPERATOR, lambda e: e.models.pause,
         "no new requests for it: 503 `model_paused`", "models.pause"),
@@ -149,6 +153,14 @@ ADMIN_ROUTES = (
         "its lines with an error: audited", "batches.errors"),
     AdminRoute("GET", "/admin/config", ADMIN, lambda e: e.configuration.show,
         "the settings in force"),
+    AdminRoute("GET", "/admin/config/origins", ADMIN, lambda e: e.configuration.origins,
+        "where each of their values comes from"),
+    AdminRoute("GET", "/admin/config/history", ADMIN, lambda e: e.configuration.history,
+        "earlier versions of both files"),
+    AdminRoute("GET", "/admin/config/diff", ADMIN, lambda e: e.configuration.diff,
+        "?from=VERSION: what has changed since, with secrets masked"),
+    AdminRoute("POST", "/admin/config/rollback", ADMIN, lambda e: e.configuration.rollback,
+        "write an earlier version to its file", "config.rollback"),
     AdminRoute("POST", "/admin/reload", OPERATOR, lambda e: e.configuration.reload,
         "read the inventory, the settings and the certificates again", "reload"),
     AdminRoute("GET", "/admin/keys", ADMIN, lambda e: e.keys.list, "API keys, without secrets"),
@@ -163,6 +175,12 @@ ADMIN_ROUTES = (
         "revoke it", "keys.revoke"),
     AdminRoute("POST", "/admin/keys/{name}/rotate", ADMIN, lambda e: e.keys.rotate,
         "a new secret; the old one works for the grace", "keys.rotate"),
+    AdminRoute("GET", "/admin/groups", ADMIN, lambda e: e.keys.list_groups,
+        "groups of keys, and what is used of their limits"),
+    AdminRoute("PUT", "/admin/groups/{name}", ADMIN, lambda e: e.keys.put_group,
+        "define one in the store", "groups.set"),
+    AdminRoute("DELETE", "/admin/groups/{name}", ADMIN, lambda e: e.keys.remove_group,
+        "remove one of the store", "groups.remove"),
     AdminRoute("GET", "/admin/audit", ADMIN, lambda e: e.audit.list, "who has changed what"),
     AdminRoute("GET", "/openapi.json", VIEWER, lambda e: e.pages.openapi,
         "both listeners, for programs"),
@@ -194,10 +212,10 @@ class PlainPages:
     document: Callable[[str | None], bytes]
     """The OpenAPI document of both listeners, or of the one that is named. Raises: GatewayError."""
 
-    async def metrics(self, _: Request) -> Response:
+    async def metrics(self, request: Request) -> Response:
         """Prometheus' exposition format; streams go on while it is written."""
-        text = bytearray()
-        for step in self.registry.steps():
+        text, may_name = bytearray(), identity_of(request).role >= OPERATOR
+        for step in self.registry.steps(key_names=may_name):
             text += step
             await asyncio.sleep(0)
         return Response(bytes(text), headers={"content-type": CONTENT_TYPE})
@@ -237,6 +255,7 @@ def admin_app(
     """
     health = HealthEndpoints(fleet, scheduler, lambda: gateway.closing, standing_error)
     access = batch_access(handler, kept)
+    name_of = gateway.key_sync.key_ring.name_of
     endpoints = AdminEndpoints(
         dashboard=DashboardPages(load_files(), INDEX_PAGE),
         live=live,
@@ -245,13 +264,15 @@ def admin_app(
         pages=PlainPages(metrics, document),
         health=health,
         status=StatusEndpoints(fleet, scheduler, registry, gateway, metrics, health, audit),
-        nodes=NodeEndpoints(fleet, scheduler.fleet_sync, drain_deadlines),
+        nodes=NodeEndpoints(
+            fleet, scheduler.fleet_sync, drain_deadlines, live.node_history, time.time
+        ),
         node_metrics=NodeMetricsEndpoint(fleet, lambda: gateway.settings, gateway.clock),
         models=ModelEndpoints(fleet, scheduler, gateway),
         placements=PlacementEndpoints(fleet, gateway, time.time),
-        requests=RequestEndpoints(registry, scheduler),
-        why=WhyEndpoints(scheduler, registry, live.history, time.time, ended),
-        usage=UsageEndpoints(reporter, ended, time.time),
+        requests=RequestEndpoints(registry, scheduler, name_of),
+        why=WhyEndpoints(scheduler, registry, live.history, time.time, ended, name_of),
+        usage=UsageEndpoints(reporter, ended, time.time, name_of),
         configuration=ConfigEndpoints(gateway),
         audit=AuditEndpoints(audit),
         keys=KeyEndpoints(gateway, fleet.model_index, time.time),

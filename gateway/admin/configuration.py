@@ -2,20 +2,36 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass
+import asyncio
+import os
+import time
+from collections.abc import Awaitable, Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Protocol
+from typing import Any, Protocol, TypeVar
 
 import structlog
 from starlette.requests import Request
 from starlette.responses import Response
 
+from gateway import errors
+from gateway.admin.reports import AUDIT_TARGET_KEY
 from gateway.api.base import openai_error
+from gateway.callers.key_sync import KeySync
 from gateway.callers.ledger import Ledger
-from gateway.callers.stored_keys import KeySync
+from gateway.callers.limits import UsedQuota
+from gateway.callers.standings import Standings
 from gateway.config.errors import ConfigError, Problem, single_line
-from gateway.config.settings import Settings, masked_settings
+from gateway.config.settings import MOST_ROWS, Settings, masked_settings, settings_rows
+from gateway.config.versions import (
+    FileHistory,
+    FileKind,
+    FileManaged,
+    Version,
+    VersionError,
+    difference,
+    find_version,
+)
 from gateway.errors import GatewayError
 from gateway.events import EdgeLost, InventoryChanged, SettingsChanged
 from gateway.http.certificates import ListenerCertificates, ServerCertificate, changed_files
@@ -25,7 +41,9 @@ from gateway.store.store import Store
 from gateway.watch.audit import AuditTrail
 from gateway.watch.metrics import ClusterSample, EdgesSample
 from gateway.watch.problems import StorageCondition
-from gateway.web.asgi import JsonResponse
+from gateway.web.asgi import JsonResponse, large_json, read_fields
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,6 +52,19 @@ class ReloadResult:
 
     inventory: InventoryChanged
     settings: SettingsChanged
+
+
+@dataclass(frozen=True, slots=True)
+class ConfigFiles:
+    """Both files of a gateway, and what it has in force of them."""
+
+    histories: Mapping[FileKind, FileHistory]
+    overrides: Mapping[str, str]
+    """What gave values of the settings in place of the file, by their keys."""
+    check: Callable[[FileKind, str], Sequence[Problem]]
+    """What would keep the gateway from starting with this text. It waits for the disk."""
+    in_force: dict[FileKind, str] = field(default_factory=dict)
+    """The texts; a file that was never read has none."""
 
 
 class EdgeProcesses(Protocol):
@@ -77,6 +108,10 @@ class GatewayControl(Protocol):
         """The problems of the inventory on disk, while an older one is in force."""
 
     @property
+    def config_files(self) -> ConfigFiles:
+        """The two files, and their earlier texts."""
+
+    @property
     def store(self) -> Store | None:
         """The store; None: the settings have switched it off."""
 
@@ -105,6 +140,18 @@ class GatewayControl(Protocol):
         """What it is in its cluster; None: it is a gateway of its own."""
 
     @property
+    def quotas(self) -> Sequence[UsedQuota]:
+        """The quotas that are nearly, or quite, used up."""
+
+    @property
+    def standings(self) -> Standings:
+        """How far limits are used."""
+
+    @property
+    def undefined_groups(self) -> Mapping[str, int]:
+        """How many keys are of each group that nobody has defined."""
+
+    @property
     def storage(self) -> StorageCondition:
         """Whether files and results of callers can be kept."""
 
@@ -129,6 +176,7 @@ class GatewayControl(Protocol):
 
 
 MOST_LISTED_PROBLEMS = 50  # most problems that a response lists
+LARGEST_ORDER, ORDER_SECONDS = 4096, 10.0  # bytes of a body, and for how long it is waited for
 
 
 @dataclass(frozen=True, slots=True)
@@ -140,6 +188,87 @@ class ConfigEndpoints:
     async def show(self, _: Request) -> Response:
         """The settings in force, with secrets masked."""
         return JsonResponse(masked_settings(self.gateway.settings))
+
+    async def origins(self, _: Request) -> Response:
+        """Each value in force: the default, or the line, the variable or the option it is from."""
+        gateway = self.gateway
+        files, settings = gateway.config_files, gateway.settings
+        text, history = files.in_force.get("gateway"), files.histories.get("gateway")
+
+        def make() -> dict[str, Any]:
+            rows = settings_rows(settings, text, os.environ, files.overrides)
+            return {
+                "file": None if history is None else str(history.file),
+                "values": [row._asdict() for row in rows],
+                "complete": len(rows) < MOST_ROWS,
+                "settings_error": gateway.settings_error,
+                "inventory_error": gateway.inventory_error,
+            }
+
+        return await large_json(make)
+
+    async def history(self, _: Request) -> Response:
+        """The versions of both files, the newest first."""
+        files = self.gateway.config_files
+        in_force = dict(files.in_force)
+        return await large_json(
+            lambda: {
+                "files": [
+                    one.describe(in_force.get(kind, "")) for kind, one in files.histories.items()
+                ]
+            }
+        )
+
+    async def diff(self, request: Request) -> Response:
+        """What has changed from one version to another one, or to the file; secrets are masked."""
+        given = request.query_params
+        history, before = await self._find(given.get("from", ""))
+        after = None
+        if name := given.get("to"):
+            other, after = await self._find(name)
+            if other is not history:
+                raise errors.invalid_request("'to' must be a version of the same file.", "to")
+
+        def make() -> dict[str, Any]:
+            text = history.on_disk() or "" if after is None else after.read()
+            shown = difference(before.read(), text)
+            names = {"from": before.name, "to": None if after is None else after.name}
+            return {"file": str(history.file), **names, **shown._asdict()}
+
+        return await _reading(large_json(make))
+
+    async def rollback(self, request: Request) -> Response:
+        """Write an earlier text to its file, if a gateway would start with it."""
+        fields = await read_fields(request, LARGEST_ORDER, ORDER_SECONDS)
+        name = fields.get("version")
+        if not isinstance(name, str) or len(fields) > 1:
+            raise errors.invalid_request('The body is {"version": NAME}.', "version")
+        history, version = await self._find(name)
+        request.scope[AUDIT_TARGET_KEY] = version.name
+        text = await _reading(asyncio.to_thread(version.read))
+        problems = await asyncio.to_thread(self.gateway.config_files.check, history.kind, text)
+        if problems:
+            return _invalid(str(problems[0]), problems)
+        by_hand = f"llama-gateway settings rollback {version.name}, as a user who may, can do it"
+        try:
+            kept = await asyncio.to_thread(history.put_back, text, time.time())
+        except FileManaged as error:
+            raise GatewayError(409, "file_managed", f"{error}.") from None
+        except OSError as error:
+            raise GatewayError(
+                409,
+                "file_not_writable",
+                f"{history.file} can't be written ({error.strerror or error}): {by_hand}.",
+            ) from None
+        told = {"file": str(history.file), "version": version.name}
+        return JsonResponse({**told, "kept": None if kept is None else kept.name})
+
+    async def _find(self, name: str) -> tuple[FileHistory, Version]:
+        histories = self.gateway.config_files.histories.values()
+        try:
+            return await asyncio.to_thread(find_version, histories, name)
+        except VersionError as error:
+            raise GatewayError(404, "version_not_found", f"{error}.") from None
 
     async def reload(self, _: Request) -> Response:
         """Reload both files: what has changed, or every problem of the one that is invalid."""
@@ -160,6 +289,14 @@ class ConfigEndpoints:
                 },
             }
         )
+
+
+async def _reading(work: Awaitable[T]) -> T:
+    """The result of work that reads versions; one may have gone since it was found."""
+    try:
+        return await work
+    except ConfigError as error:
+        raise GatewayError(404, "version_not_found", f"{error.problems[0]}.") from None
 
 
 def changed_keys(before: Settings, after: Settings) -> list[str]:

@@ -1,4 +1,4 @@
-"""`/admin/keys`: list, make, import, change, rotate and revoke API keys.
+"""`/admin/keys` and `/admin/groups`: API keys, and groups of them with their limits.
 
 A key's secret is in one response, that of the request that made it, and nowhere else. A change by
 this API is in force when its response is sent; other gateways of the store follow within a second.
@@ -16,6 +16,7 @@ from starlette.responses import Response
 from gateway import errors
 from gateway.admin.configuration import GatewayControl, problems_response
 from gateway.admin.reports import AUDIT_TARGET_KEY
+from gateway.callers.stored_groups import GroupDesk
 from gateway.callers.stored_keys import (
     MOST_PROBLEMS,
     KeyDesk,
@@ -40,7 +41,7 @@ MOST_IMPORTED = 10_000  # keys of one import
 
 @dataclass(frozen=True, slots=True)
 class KeyEndpoints:
-    """The endpoints of API keys."""
+    """The endpoints of API keys and their groups."""
 
     gateway: GatewayControl
     catalog: ServedModels
@@ -97,8 +98,25 @@ class KeyEndpoints:
     def _desk(self) -> KeyDesk:
         gateway = self.gateway
         return KeyDesk(
-            gateway.settings, gateway.store, self._check_models, gateway.key_sync.refresh, self.now
-        )
+            gateway.settings, gateway.store, self._check_models, gateway.key_sync.refresh, self.now,
+            use_of=gateway.standings.of_keys,
+        )  # fmt: skip
+
+    async def list_groups(self, _: Request) -> Response:
+        """All groups, by name, with what is used of their limits."""
+        return JsonResponse(await _done(self._group_desk().list()))
+
+    async def put_group(self, request: Request) -> Response:
+        """Define a group, by its limits and those of its end users."""
+        fields = await self._fields(request, may_be_empty=True)
+        return JsonResponse(await _done(self._group_desk().put(_name(request), fields)))
+
+    async def remove_group(self, request: Request) -> Response:
+        """Remove a group of the store."""
+        return JsonResponse(await _done(self._group_desk().remove(_name(request))))
+
+    def _group_desk(self) -> GroupDesk:
+        return GroupDesk(self._desk(), self.gateway.standings.of_groups)
 
     async def _fields(
         self, request: Request, most_bytes: int = LARGEST_KEY_BODY, *, may_be_empty: bool = False

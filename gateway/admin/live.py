@@ -13,7 +13,7 @@ import re
 import time
 from collections import Counter, defaultdict
 from collections.abc import AsyncGenerator, Awaitable, Callable, Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 import msgspec
@@ -45,8 +45,10 @@ from gateway.schedule.scheduler import Scheduler
 from gateway.terms import Priority
 from gateway.watch.audit import AuditTrail
 from gateway.watch.history import COLUMNS, FleetHistory, Gauges, HistoryPoint
+from gateway.watch.node_history import NodeHistory
 from gateway.watch.problems import (
     LOST_EDGE_SECONDS,
+    MOST_NAMED_QUOTAS,
     USABLE_STATES,
     FleetCondition,
     ModelNodes,
@@ -100,6 +102,7 @@ class LiveView:
     audit: AuditTrail
     drain_deadlines: DrainDeadlines
     wall_clock: Callable[[], float] = time.time
+    node_history: NodeHistory = field(default_factory=NodeHistory)
 
     async def read(self, *, with_requests: bool) -> LiveState:
         """Everything, with the requests in flight if somebody may see them."""
@@ -130,13 +133,16 @@ class LiveView:
         return find_problems(self._condition(counts, self._read_queue()[1]))
 
     async def gauges(self) -> Gauges:
-        """What a step of the history needs of the present."""
+        """What a step of the history needs of the present; each node's day is told of it, too."""
         tokens = 0
         async for in_flight in in_steps(self.registry.top_level()):
             tokens += in_flight.tokens_so_far()[1]
-        busy = 0
+        busy, at = 0, self.wall_clock()
         async for node in in_steps(list(self.fleet.nodes.values())):
-            busy += node.slots_busy
+            taken = node.slots_busy
+            busy += taken
+            if not node.is_router and node.state.value in USABLE_STATES:
+                self.node_history.read(node.name, at, taken, node.slots_now, node.speed)
         return Gauges(sum(self.scheduler.depths().values()), busy, tokens)
 
     # Nodes.
@@ -241,13 +247,19 @@ class LiveView:
             id_ = in_flight.request.id
             if id_ in places or in_flight.attempt is not None or in_flight.sub_requests is not None:
                 estimate = expected(in_flight.request.lease_request)
-                rows[id_] = _request_row(in_flight, places.get(id_), now, wall, estimate)
+                row = _request_row(in_flight, places.get(id_), now, wall, estimate)
+                row["caller_name"] = self._name_of(in_flight.request.caller.id)
+                rows[id_] = row
                 left -= 1
             if not left:
                 break
         return rows
 
     # The rest.
+
+    def _name_of(self, caller: str | None) -> str | None:
+        ring = self.gateway.key_sync.key_ring
+        return None if caller is None else ring.name_of(caller)
 
     def _summary(self, counts: _FleetCounts) -> dict[str, Any]:
         gateway, scheduler = self.gateway, self.scheduler
@@ -303,6 +315,16 @@ class LiveView:
                 for place, key in enumerate(gateway.settings.keys)
                 if key.id in {queue.top_caller, limited_caller}
             },
+            caller_names={
+                caller: self._name_of(caller)
+                for caller in (
+                    *(queue.top_caller, limited_caller, *gateway.storage.full_callers[:1]),
+                    *(one.id for one in gateway.quotas[:MOST_NAMED_QUOTAS]),
+                )
+                if caller
+            },
+            quotas=gateway.quotas,
+            undefined_groups=gateway.undefined_groups,
             spill=self._spill(),
             inventory_error=gateway.inventory_error,
             settings_error=gateway.settings_error,
@@ -526,6 +548,11 @@ class LiveFeed:
     def history(self) -> FleetHistory:
         """The last hour in numbers."""
         return self._view.history
+
+    @property
+    def node_history(self) -> NodeHistory:
+        """The last day of each node."""
+        return self._view.node_history
 
     async def run(self) -> None:
         """Close steps of the history, publish frames, and tell of problems; never ends."""

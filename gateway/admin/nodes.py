@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import math
 from collections import Counter
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Annotated, Any
 
@@ -29,13 +29,21 @@ from gateway.forward.in_flight import InFlightRegistry, InFlightRequest
 from gateway.nodes.fleet import Fleet
 from gateway.nodes.model_index import MOST_NAMES, MOST_VALUES, ModelDifference
 from gateway.nodes.node import Node
+from gateway.nodes.prompt_cache import PrefixHits
 from gateway.request.preparation import ModelAliases
 from gateway.schedule.admission import Waiter
 from gateway.schedule.candidates import FleetSync
 from gateway.schedule.core.requests import NodeSlots
 from gateway.schedule.model_placer import PINNED_BY, ModelPlacer, model_key, order_refused
 from gateway.schedule.scheduler import Scheduler
-from gateway.web.asgi import JsonResponse, json_of_rows, number_parameter, read_fields
+from gateway.watch.node_history import NodeHistory
+from gateway.web.asgi import (
+    JsonResponse,
+    in_steps,
+    json_of_rows,
+    number_parameter,
+    read_fields,
+)
 
 LONGEST_DRAIN_DEADLINE = 7 * 24 * 3600.0  # seconds
 log = structlog.get_logger()
@@ -90,6 +98,9 @@ class NodeEndpoints:
     fleet: Fleet
     fleet_sync: FleetSync
     drain_deadlines: DrainDeadlines
+    node_history: NodeHistory
+    now: Callable[[], float]
+    """Unix time."""
 
     async def list(self, _: Request) -> Response:
         """Every node, in the inventory's order."""
@@ -98,6 +109,25 @@ class NodeEndpoints:
     async def show(self, request: Request) -> Response:
         """One node."""
         return JsonResponse(self._object(self._find(request)))
+
+    async def history(self, request: Request) -> Response:
+        """Busy slots and speed of one node over a day."""
+        node = self._find(request)
+        return JsonResponse(self.node_history.as_json(node.name, self.now(), node.speed))
+
+    async def cache(self, request: Request) -> Response:
+        """Which prefixes of prompts nodes have found in their caches, of all nodes or of one.
+
+        A prefix is named by a part of its keyed digest: nothing of its text can be told from it.
+        """
+        name = request.query_params.get("node")
+        if name is not None and name not in self.fleet.nodes:
+            raise node_not_found(name, self.fleet.nodes)
+        by_node: dict[str, dict[int, PrefixHits]] = {}
+        async for node in in_steps([*self.fleet.nodes.values()]):
+            if hits := self.fleet_sync.cache_hits(node):
+                by_node[node.name] = dict(hits)
+        return JsonResponse(await asyncio.to_thread(heat_map, by_node, name))
 
     async def drain(self, request: Request) -> Response:
         """Give the node no new requests. A drain without a deadline removes an earlier one."""
@@ -203,6 +233,44 @@ def pool_json(row: NodeSlots) -> dict[str, int] | None:
         return None
     reserved = round(row.pool_reserved)
     return {"tokens": row.pool, "reserved": reserved, "foreign": row.pool_foreign}
+
+
+MOST_PREFIXES, MOST_COLUMNS = 24, 64  # rows and columns of the map of cache hits
+
+
+def heat_map(by_node: Mapping[str, Mapping[int, PrefixHits]], focus: str | None) -> dict[str, Any]:
+    """Prefixes by nodes, those first that saved most; with a `focus` the prefixes of this node."""
+    saved: Counter[int] = Counter()
+    lengths: dict[int, float] = {}
+    for name, hits in by_node.items():
+        for first, one in hits.items():
+            lengths[first] = min(lengths.get(first, math.inf), one.length)
+            if focus in {None, name}:
+                saved[first] += round(one.cached_tokens)
+    rows = [first for first, _ in saved.most_common(MOST_PREFIXES)]
+    by_column = {
+        name: sum(hits[first].cached_tokens for first in rows if first in hits)
+        for name, hits in by_node.items()
+    }
+    columns = sorted(filter(by_column.get, by_column), key=lambda one: -by_column[one])
+    if focus is not None:
+        columns = [focus, *(one for one in columns if one != focus)]
+    shown = columns[:MOST_COLUMNS]
+    prefixes = [
+        {
+            "prefix": f"{first & (1 << 64) - 1:016x}"[:6],
+            "tokens": round(lengths[first]),
+            "cells": [
+                None
+                if (cell := by_node.get(name, {}).get(first)) is None
+                else [cell.requests, round(cell.prompt_tokens), round(cell.cached_tokens)]
+                for name in shown
+            ],
+        }
+        for first in rows
+    ]
+    complete = len(rows) == len(saved) and len(shown) == len(columns)
+    return {"nodes": shown, "prefixes": prefixes, "complete": complete}
 
 
 class NodeObject(msgspec.Struct, kw_only=True):

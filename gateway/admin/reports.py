@@ -40,6 +40,7 @@ class UsageEndpoints:
     reporter: Reporter | None
     ended: ended.EndedRequests | None
     now: Callable[[], float]
+    name_of: Callable[[str], str | None]  # the name of the key with this id
 
     async def report(self, request: Request) -> Response:
         """A report, as JSON or CSV."""
@@ -48,6 +49,7 @@ class UsageEndpoints:
         if form not in {"json", "csv"}:
             raise errors.invalid_request("'format' must be 'json' or 'csv'.", "format")
         report = await self._read(given, Reporter.read)
+        report = report.named(self.name_of)
         if form == "csv":
             return Response(await asyncio.to_thread(report.to_csv), media_type="text/csv")
         return await large_json(report.to_json)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from datetime import UTC, datetime, timedelta
 from typing import Annotated, Any, Protocol
@@ -16,6 +16,7 @@ from starlette.responses import Response
 from gateway.admin.configuration import ClusterMember, EdgeProcesses, GatewayControl
 from gateway.admin.nodes import differences_json
 from gateway.callers.ledger import Ledger
+from gateway.callers.limits import UsedQuota
 from gateway.callers.windows import time_text
 from gateway.errors import CLIENT_CLOSED_STATUS
 from gateway.forward.in_flight import InFlightRegistry
@@ -281,6 +282,12 @@ def _node_sample(node: Node, fleet: Fleet) -> NodeSample:
     )
 
 
+def quota_labels(quota: UsedQuota) -> tuple[str, str, str, str, str]:
+    """Whose limit it is, which one, and whether it is spent."""
+    one, state = quota.standing, "spent" if quota.spent else "near"
+    return one.kind, quota.id, one.limit, one.period or "", state
+
+
 class BackgroundSource(Protocol):
     """Work that callers need not wait for, as metrics show it."""
 
@@ -308,6 +315,9 @@ class MetricsSource:
     tracing: RequestTracing | None = None
     edges: Callable[[], EdgeProcesses | None] = lambda: None
     cluster: Callable[[], ClusterMember | None] = lambda: None
+    name_of: Callable[[str], str | None] = lambda _: None
+    """The name of the key with this id, if metrics are to have it."""
+    quotas: Callable[[], Sequence[UsedQuota]] = tuple
 
     def __call__(self) -> MetricsSnapshot:
         """The state now."""
@@ -336,6 +346,8 @@ class MetricsSource:
             spill_money_left=self.scheduler.tier_policy.money_left(self.scheduler.clock()),
             in_flight=len(self.registry),
             paused_models=sorted(self.fleet.model_index.paused_by_name),
+            name_of=self.name_of,
+            quotas={quota_labels(one): round(one.share, 4) for one in self.quotas()},
             inventory_error=self.inventory_error() is not None,
             retry_budget=self.retries_left(),
             certificate_days_left={

@@ -43,6 +43,7 @@ class RequestEndpoints:
 
     registry: InFlightRegistry
     scheduler: Scheduler
+    name_of: Callable[[str], str | None]  # the name of the key with this id
 
     async def list(self, _: Request) -> Response:
         """All requests, queued and running, the oldest first."""
@@ -55,6 +56,7 @@ class RequestEndpoints:
                 queued.get(in_flight.request.id),
                 now,
                 expected(in_flight.request.lease_request),
+                self.name_of(in_flight.request.caller.id),
             )
             for in_flight in self.registry
         ]
@@ -87,6 +89,7 @@ class RequestObject(msgspec.Struct, kw_only=True, rename={"class_": "class"}):
     class_: Annotated[str, "in force"]
     model: Annotated[str | None, "its public name"]
     caller: Annotated[str, "the key's id, or the address of one without a key"]
+    caller_name: Annotated[str | None, "the key's name"]
     state: Annotated[str, "`waiting` or `running`"]
     position: Annotated[int | None, "in the queue"]
     expected_start: Annotated[float | None, "seconds from now"]
@@ -100,7 +103,11 @@ class RequestObject(msgspec.Struct, kw_only=True, rename={"class_": "class"}):
 
 
 def request_object(
-    in_flight: InFlightRequest, place: QueuePosition | None, now: float, prompt_tokens: int
+    in_flight: InFlightRequest,
+    place: QueuePosition | None,
+    now: float,
+    prompt_tokens: int,
+    caller_name: str | None,
 ) -> RequestObject:
     """The request as it is now; `place` in the queue is None if it runs."""
     request, record = in_flight.request, in_flight.record
@@ -113,6 +120,7 @@ def request_object(
         class_=lease_request.caller.priority.label,
         model=lease_request.wanted.model,
         caller=request.caller.id,
+        caller_name=caller_name,
         state="running" if place is None else "waiting",
         position=None if place is None else place.position,
         expected_start=None if place is None else _if_known(place.expected_seconds),
@@ -162,6 +170,7 @@ class WhyEndpoints:
     history: FleetHistory
     wall_clock: Callable[[], float]  # seconds since 1970
     ended: EndedRequests | None  # None: there is no store
+    name_of: Callable[[str], str | None]  # the name of the key with this id
 
     async def why(self, request: Request) -> Response:
         """Why requests of this id, or with this `X-Request-ID`, went where they went."""
@@ -235,6 +244,7 @@ class WhyEndpoints:
             class_=None if record is None else record.priority.label,
             model=None if record is None else record.model,
             caller=None if record is None else record.caller,
+            caller_name=None if record is None else self.name_of(record.caller),
             received_at=None if received_at is None else self._time(received_at),
             seconds=None if received_at is None else _rounded(ended_at - received_at),
             outcome=None if record is None or found.ended_at is None else _outcome(record),
@@ -360,6 +370,7 @@ class ExplainedRequest(msgspec.Struct, kw_only=True, rename={"class_": "class", 
     class_: Annotated[str | None, "in force"]
     model: Annotated[str | None, "its public name"]
     caller: Annotated[str | None, "the key's id, or the address of one without a key"]
+    caller_name: Annotated[str | None, "the key's name"]
     received_at: Annotated[str | None, "when it came, UTC"]
     seconds: Annotated[float | None, "from then to its end, or until now"]
     outcome: Annotated[dict[str, Any] | None, "once it has ended: `status`, `reason`, `node`, "
@@ -496,6 +507,7 @@ def _explained_row(row: EndedRow) -> ExplainedRequest:
         class_=row.class_,
         model=row.model,
         caller=row.key,
+        caller_name=row.key_name,
         received_at=row.started_at,
         seconds=row.seconds,
         outcome={

@@ -10,9 +10,10 @@ import socket
 import subprocess
 import time
 from asyncio.subprocess import Process
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import structlog
@@ -20,7 +21,12 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 
 from gateway import __version__, errors
 from gateway.admin.app import admin_app
-from gateway.admin.configuration import CertificateRenewal, ReloadResult, changed_keys
+from gateway.admin.configuration import (
+    CertificateRenewal,
+    ConfigFiles,
+    ReloadResult,
+    changed_keys,
+)
 from gateway.admin.live import live_feed
 from gateway.admin.nodes import DrainDeadlines
 from gateway.admin.status import MetricsSource
@@ -44,14 +50,19 @@ from gateway.app.learnt import LearntMemory
 from gateway.app.metering import Metering
 from gateway.app.startup import Options, StartError, check_extras, reread_admin_key
 from gateway.callers.callers import is_loopback
+from gateway.callers.key_sync import KeySync
 from gateway.callers.keys import AdminKeys, KeyRing
 from gateway.callers.ledger import Ledger
-from gateway.callers.stored_keys import KeySync
+from gateway.callers.limits import UsedQuota
+from gateway.callers.standings import Standings
+from gateway.callers.stored_keys import group_warnings
 from gateway.config.errors import ConfigError, Problem
 from gateway.config.inventory import Inventory, load_inventory
 from gateway.config.listeners import LimitSettings
 from gateway.config.settings import RejectedFiles, Settings, changed_restart_keys, load_settings
+from gateway.config.versions import FileKind
 from gateway.config.watch import watch_files
+from gateway.config.yaml_file import read_text
 from gateway.edges.brain import Brain
 from gateway.edges.supervisor import MOST_START_SECONDS, Edges, start_edge_process
 from gateway.errors import GatewayError
@@ -211,6 +222,7 @@ class Gateway:
             registry=self.registry,
             bus=self.bus,
             clock=self.clock,
+            on_groups=self._put_groups_in_force,
         )
         self.bus.subscribe(InventoryChanged, lambda _: self._warn_of_empty_pools())
         config = self._handler_config(settings)
@@ -248,9 +260,11 @@ class Gateway:
             self.fleet, self.scheduler, self.registry, lambda: self.inventory_error,
             self.proxy_context.retries_left, lambda: self.certificates.expiry,
             self.store, self.ledger, self.background, self.tracing, lambda: self.edges,
-            lambda: self.cluster,
+            lambda: self.cluster, self._told_name, lambda: self.quotas,
         )  # fmt: skip
-        self.telemetry = Telemetry(settings, self.bus, logs, snapshot, self.tracing)
+        self.telemetry = Telemetry(
+            settings, self.bus, logs, snapshot, self.tracing, self.key_ring.name_of
+        )
         self.metrics = self.telemetry.metrics
         self.drain_deadlines = DrainDeadlines(self.registry)
         self.audit = AuditTrail(time.time, self.store, member=self.member or "")
@@ -264,6 +278,7 @@ class Gateway:
             self.fleet,
             self.scheduler,
             self.live.history,
+            self.live.node_history,
             self.bus,
             self.key_ring,
             self._keyed_hash,
@@ -281,6 +296,7 @@ class Gateway:
             bus=self.bus,
             audit=self.audit,
             certificates=self.certificates,
+            from_systemd=self._inherited.from_systemd,
         )
         self._routes: dict[bytes, Route] = {}
         """What clients may ask of nodes; shared with the public listener's connections."""
@@ -325,6 +341,25 @@ class Gateway:
         return self.key_ring.lost
 
     @property
+    def quotas(self) -> Sequence[UsedQuota]:
+        """The quotas that are nearly, or quite, used up."""
+        return self.background.quotas.used
+
+    @property
+    def standings(self) -> Standings:
+        """How far limits are used."""
+        return self.metering.standings
+
+    @property
+    def undefined_groups(self) -> Mapping[str, int]:
+        """How many keys are of each group that nobody has defined."""
+        return self.metering.undefined_groups()
+
+    def _told_name(self, key_id: str) -> str | None:
+        """The name of a key, if metrics are to have it."""
+        return self.key_ring.name_of(key_id) if self.settings.telemetry.key_names else None
+
+    @property
     def storage(self) -> StorageCondition:
         """Whether files and results of callers can be kept."""
         return self.background.storage()
@@ -338,6 +373,11 @@ class Gateway:
     def settings_error(self) -> str | None:
         """The problems of the settings on disk, while older ones are in force."""
         return self._files.settings_error
+
+    @property
+    def config_files(self) -> ConfigFiles:
+        """The two files, and their earlier texts."""
+        return self._files.files
 
     # Start, shutdown and handover.
 
@@ -386,6 +426,7 @@ class Gateway:
                 open_files=open_files,
             )
             self._warn_of_empty_pools()
+            self._warn_of_undefined_groups()
             self._notifier.notify("READY=1", f"STATUS=serving on {self.public_listener.url}")
             self._inherited.notify_ready()
             self.audit.record("gateway", None, "start", __version__)
@@ -770,21 +811,31 @@ class Gateway:
         self.proxy_context.usage_options.forget()
         if settings == old:
             return change
-        self.proxy_context.configure(settings)
         self.scheduler.configure(settings)
         self.autoscaler.configure(settings)
         self.model_placer.configure(settings)
         self.fleet.configure(settings.health, settings.timeouts)
         self.metering.configure(settings)
-        self.handler.configure(self._handler_config(settings))
-        self.background.configure(settings, self.handler.config.rules)
+        self._put_groups_in_force()
         if self.edges is not None:
             self.edges.brain.configure()
         self.telemetry.configure(settings)
         self._public_app = self._make_public_app()
         self.bus.publish(change)
         self._warn_of_empty_pools()
+        self._warn_of_undefined_groups()
         return change
+
+    def _put_groups_in_force(self) -> None:
+        """Serve new requests by the settings, and by the store's groups beside theirs."""
+        settings = self.metering.in_force
+        self.proxy_context.configure(settings)
+        self.handler.configure(self._handler_config(settings))
+        self.background.configure(settings, self.handler.config.rules)
+
+    def _warn_of_undefined_groups(self) -> None:
+        for warning in group_warnings(self.undefined_groups):
+            log.warning("group", warning=warning)
 
     def _warn_of_empty_pools(self) -> None:
         labels = (node.spec.labels for node in self.fleet.nodes.values())
@@ -806,9 +857,11 @@ class Telemetry:
         logs: Logs,
         snapshot: Callable[[], MetricsSnapshot],
         tracing: RequestTracing,
+        name_of: Callable[[str], str | None],
     ) -> None:
+        """`name_of`: the name of the key with this id."""
         self.metrics = Metrics(bus, snapshot)
-        self._event_log = log_events(bus, logs)
+        self._event_log = log_events(bus, logs, name_of=name_of)
         self._logs = logs
         self._tracing = tracing
         self._configure_events(settings)
@@ -838,8 +891,12 @@ class FileReloader:
         bus: EventBus,
         audit: AuditTrail,
         certificates: CertificateRenewal,
+        from_systemd: bool = False,
     ) -> None:
-        """`settings` are those in force; `apply_settings` takes the key of `admin.key_file` too."""
+        """`settings` are those in force; `apply_settings` takes the key of `admin.key_file` too.
+
+        `from_systemd`: the listeners' addresses are those of systemd's sockets.
+        """
         self.inventory_error: str | None = None
         """The problems of the inventory on disk, while an older one is in force."""
         self.settings_error: str | None = None
@@ -853,6 +910,12 @@ class FileReloader:
         self._certificates = certificates
         self._reloading = asyncio.Lock()
         self._inventory: Inventory | None = None
+        self._unkept: set[FileKind] = set()  # files of which it was told that no text is kept
+        self.files = ConfigFiles(
+            startup.histories(options),
+            options.overrides(os.environ, from_systemd=from_systemd),
+            partial(startup.check_text, options),
+        )
 
     @property
     def has_defaults(self) -> bool:
@@ -905,9 +968,28 @@ class FileReloader:
     async def _differs_from(self, inventory: Inventory) -> bool:
         path = self._options.inventory_file
         try:
-            return await asyncio.to_thread(load_inventory, path) != inventory
+            text, found = await asyncio.to_thread(_read_inventory, path)
+            if found != inventory:
+                return True
         except (ConfigError, OSError):
             return True
+        await self._keep("nodes", text)
+        return False
+
+    async def _keep(self, kind: FileKind, text: str | None) -> None:
+        """Keep a text that is in force from now on."""
+        history = self.files.histories.get(kind)
+        if text is None or history is None:
+            return
+        self.files.in_force[kind] = text
+        try:
+            await asyncio.to_thread(history.keep, text, time.time())
+            self._unkept.discard(kind)
+        except OSError as error:
+            if kind not in self._unkept:
+                self._unkept.add(kind)
+                why = f"{error.filename}: {error.strerror}" if error.filename else str(error)
+                log.warning("no history of a file", file=str(history.file), why=why)
 
     async def _reload_quietly(self, actor: str, *, inventory: bool, settings: bool) -> None:
         async with self._reloading:
@@ -927,7 +1009,7 @@ class FileReloader:
 
     async def _reload_inventory(self) -> InventoryChanged:
         try:
-            inventory = await asyncio.to_thread(load_inventory, self._options.inventory_file)
+            text, inventory = await asyncio.to_thread(_read_inventory, self._options.inventory_file)
             await self._check_fit(self._settings(), inventory)
             change = self._fleet.apply(inventory)
             self._inventory = inventory
@@ -937,6 +1019,7 @@ class FileReloader:
             raise
         self.inventory_error = None
         self._bus.publish(change)
+        await self._keep("nodes", text)
         return change
 
     async def _reload_settings(self) -> SettingsChanged:
@@ -944,7 +1027,7 @@ class FileReloader:
             # An empty file changes nothing: it may come of an unfinished edit or a full disk.
             rejected: RejectedFiles = "nothing" if self.has_defaults else "empty"
             path = self._options.settings_file
-            loaded = await asyncio.to_thread(load_settings, path, rejected=rejected)
+            text, loaded = await asyncio.to_thread(_read_settings, path, rejected)
             settings = self._options.apply_to(loaded)
             admin_key = await asyncio.to_thread(reread_admin_key, settings.admin.key_file)
             check_extras(settings, path)
@@ -954,7 +1037,9 @@ class FileReloader:
             self._bus.publish(SettingsChanged(error=self.settings_error))
             raise
         self.settings_error = None
-        return self._apply_settings(settings, admin_key)
+        change = self._apply_settings(settings, admin_key)
+        await self._keep("gateway", text)
+        return change
 
     async def _check_fit(self, settings: Settings, inventory: Inventory | None) -> None:
         """Check that a file fits the other: as it is in force, else as it is on disk by now.
@@ -975,6 +1060,21 @@ class FileReloader:
 
         if inventory is not None:
             await asyncio.to_thread(check, settings, inventory)
+
+
+def _text_of(path: Path | None) -> str | None:
+    """The file's text; None: there is no file. Raises: ConfigError."""
+    return None if path is None or not os.path.lexists(path) else read_text(path)
+
+
+def _read_inventory(path: Path) -> tuple[str | None, Inventory]:
+    text = _text_of(path)
+    return text, load_inventory(path, text=text)
+
+
+def _read_settings(path: Path | None, rejected: RejectedFiles) -> tuple[str | None, Settings]:
+    text = _text_of(path)
+    return text, load_settings(path, rejected=rejected, text=text)
 
 
 def _standing_error(cluster: ClusterPart | None) -> Callable[[], GatewayError | None]:

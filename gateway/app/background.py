@@ -5,10 +5,14 @@ from __future__ import annotations
 import asyncio
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
+
+from sqlalchemy import Connection
 
 from gateway.app.metering import Metering, NamedLoop
 from gateway.app.startup import Options, batches_folder
+from gateway.callers.limits import UsedQuota
+from gateway.callers.standings import QuotaWatch
 from gateway.catalog import RequestQueue, ServedModels
 from gateway.config.settings import Settings
 from gateway.forward.context import ForwardContext
@@ -93,6 +97,8 @@ class BackgroundWork:
         self.webhook_targets = WebhookTargets(lambda: settings().webhooks)
         self.webhook_events = WebhookEvents(self.webhook_targets, time.time)
         self.webhook_sender: WebhookSender | None = None
+        self._store, self._key_ring = metering.store, metering.key_ring
+        self.quotas = QuotaWatch(metering.limit_book, metering.key_ring, self._tell_quotas)
         self.requests: BackgroundRequests | None = None  # stored responses and deferred requests
         self._logs: ResponseLogs | None = None
         self._request_runner: BackgroundRunner | None = None
@@ -178,6 +184,7 @@ class BackgroundWork:
 
     def writers(self) -> Iterator[NamedLoop]:
         """What must run while the gateway serves, and end after `loops`."""
+        yield NamedLoop(self.quotas.run(), "watch quotas")
         if self._results is not None:
             yield NamedLoop(self._results.run(), "record results")
         if self._logs is not None:
@@ -242,6 +249,18 @@ class BackgroundWork:
             self.files.close()
         self._threads.close()
         self._resolver.close()
+
+    async def _tell_quotas(self, used: Sequence[UsedQuota]) -> None:
+        """Have receivers told of quotas that are nearly, or quite, used up. Raises: StoreError."""
+        if self._store is None:
+            return
+
+        def record(connection: Connection) -> None:
+            for one in used:
+                name = self._key_ring.name_of(one.id) if one.standing.kind == "key" else None
+                self.webhook_events.quota_used(connection, one, name)
+
+        await self._store.run(record)
 
     # What others ask.
 

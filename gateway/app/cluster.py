@@ -50,7 +50,11 @@ RETRY_SECONDS = 1.0  # before a role is taken once more that could not be
 # What each member answers itself, on either listener: what it is, what its files say, and the files
 # of the dashboard.
 OWN_PATHS = frozenset(
-    {"/", "/health", "/ready", "/metrics", "/openapi.json", "/admin/config", "/admin/reload"}
+    {
+        *("/", "/health", "/ready", "/metrics", "/openapi.json", "/admin/reload"),
+        *("/admin/config", "/admin/config/origins", "/admin/config/history"),
+        *("/admin/config/diff", "/admin/config/rollback"),
+    }
 )
 OWN_FILES = "/dashboard/"
 PassedKind = Literal["public", "admin"]  # the listener to which a request came that is passed on

@@ -18,6 +18,7 @@ from gateway.config.routing import ModelRule
 from gateway.config.settings import Settings
 from gateway.config.yaml_file import find_entry, read_yaml, unknown_key_remedy
 
+NO_TEXTS: Mapping[Path, str] = {}
 MOST_NAMED = 5
 """Models and hosts that a message names."""
 
@@ -31,10 +32,17 @@ class Misfit(NamedTuple):
 
 
 def check_fit(
-    settings: Settings, inventory: Inventory, settings_file: Path | None, inventory_file: Path
+    settings: Settings,
+    inventory: Inventory,
+    settings_file: Path | None,
+    inventory_file: Path,
+    texts: Mapping[Path, str] = NO_TEXTS,
 ) -> None:
-    """Check that both files fit together. Reads them again for the lines. Raises: ConfigError."""
-    read = cache(lambda file: read_yaml(file, {}).root)
+    """Check that both files fit together. Reads them again for the lines. Raises: ConfigError.
+
+    `texts`: what to read in place of a file's own.
+    """
+    read = cache(lambda file: read_yaml(file, {}, texts.get(file)).root)
     problems = []
     for place, message, remedy in misfits(settings, inventory.nodes):
         file = (settings_file if place[0] == "models" else inventory_file) or Path()

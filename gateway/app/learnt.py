@@ -57,6 +57,7 @@ from gateway.store.schema import learnt as table
 from gateway.store.store import Store
 from gateway.system import read_state, set_aside, write_state
 from gateway.watch.history import FleetHistory, HistoryPoint
+from gateway.watch.node_history import KeptDay, NodeHistory
 
 # Seconds in which evidence comes to count half. A server of one model and build on one machine
 # seldom changes its speed, but after a week the first requests should show it anew.
@@ -76,7 +77,8 @@ MOST_READ_ROWS = 50_000  # rows that are read at the start
 MOST_STORED_ROWS = 200_000  # rows of all gateways in one store; the oldest go first
 # Sections whose rows leave the store earlier, whichever gateway's they are: they are many, and a
 # gateway that does not come back leaves them behind.
-SHORT_LIVED, SHORT_LIFE = ("prompts", "saved", "charts", "decisions"), 2 * 86400.0
+SHORT_LIVED = ("prompts", "saved", "charts", "node_days", "decisions")
+SHORT_LIFE = 2 * 86400.0
 LARGEST_ROW = 64 << 10  # bytes of a value; larger ones are not kept
 # Bytes of the file, and of what is read from the store: more than all sections' together.
 LARGEST_FILE = 40 << 20
@@ -197,6 +199,7 @@ class LearntMemory:
         fleet: Fleet,
         scheduler: Scheduler,
         history: FleetHistory,
+        node_history: NodeHistory,
         bus: EventBus,
         key_ring: KeyRing,
         keyed_hash: KeyedHash,
@@ -220,6 +223,7 @@ class LearntMemory:
             SavedSlots(saved_prompts, keys),
             Predictions(scheduler.accuracy),
             Charts(history),
+            NodeDays(node_history),
             Decisions(scheduler.decision_log),
         )
         if isinstance(place, Path):
@@ -992,6 +996,30 @@ class Charts(Section):
         self._history.restore(self._found, self._now())
         self._newest = None  # Some may have come in between.
         self._found = []
+
+
+class NodeDays(Section):
+    """A day of busy slots and speed of each node: a row by its name, of 3 KiB.
+
+    They all change every five minutes, and so are written four times an hour, and at the end.
+    """
+
+    name, most_rows, most_bytes = "node_days", 10_000, 4 << 20
+    pause = 900.0
+
+    def __init__(self, history: NodeHistory, now: Callable[[], float] = time.time) -> None:
+        self._history = history
+        self._now = now
+
+    def changes(self) -> Iterator[Change]:
+        """The days of all nodes."""
+        for name, day in self._history.export():
+            yield name, None, day
+
+    def restore(self, row: Row, age: float) -> bool:
+        """Fill in what was not seen here."""
+        day = msgspec.json.decode(row.value, type=KeptDay)
+        return self._history.restore(row.key, day, self._now())
 
 
 class Decisions(Section):

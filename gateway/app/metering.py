@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import time
-from collections.abc import Callable, Coroutine, Iterator
+from collections.abc import Callable, Coroutine, Iterator, Mapping
 from typing import Any, NamedTuple
 
 import structlog
@@ -13,6 +13,7 @@ import structlog
 from gateway.app.startup import Options, keys_file, state_file, store_location
 from gateway.callers.ended import EndedRequests
 from gateway.callers.kept_rows import KeptRows
+from gateway.callers.key_sync import KeySync
 from gateway.callers.keys import AnonymousAccess, KeyRing
 from gateway.callers.ledger import Ledger
 from gateway.callers.limit_sync import LimitSync
@@ -21,7 +22,9 @@ from gateway.callers.meter import Meter
 from gateway.callers.money import NodeHoursRecorder
 from gateway.callers.processes import ProcessIdentity
 from gateway.callers.reports import CallerUsage, Reporter, Retention
-from gateway.callers.stored_keys import KeySync
+from gateway.callers.standings import Standings
+from gateway.callers.stored_groups import members_of, with_groups
+from gateway.config.keys import GroupSpec
 from gateway.config.settings import Settings
 from gateway.events import EventBus, LimitReached
 from gateway.forward.in_flight import InFlightRegistry
@@ -58,14 +61,20 @@ class Metering:
         registry: InFlightRegistry,
         bus: EventBus,
         clock: Callable[[], float],
+        on_groups: Callable[[], None],
     ) -> None:
+        """`on_groups` is called when the store's groups have changed."""
         self._settings = settings
+        self._bus, self._on_groups = bus, on_groups
+        self._groups: Mapping[str, GroupSpec] = {}  # those of the store that are in force
         self._fleet = fleet
         self._clock = clock
         location = store_location(options, settings)
         self.store = None if location is None else Store(location, on_change=log_store_change)
         self.key_ring = KeyRing(access=access, is_complete=self.store is None)
-        self.key_sync = KeySync(self.store, self.key_ring, keys_file(options))
+        self.key_sync = KeySync(
+            self.store, self.key_ring, keys_file(options), on_change=self._keys_changed
+        )
         self.key_sync.configure(settings.keys, allow_anonymous=settings.allow_anonymous)
         self.limit_book = LimitBook(
             settings,
@@ -121,7 +130,35 @@ class Metering:
         """Put the keys, limits and retention of these settings in force."""
         self._settings = settings
         self.key_sync.configure(settings.keys, allow_anonymous=settings.allow_anonymous)
-        self.limit_book.configure(settings)
+        self.limit_book.configure(self.in_force)
+        # Their lines in the log have the names of keys.
+        self._bus.ended.forget_kinds()
+
+    @property
+    def in_force(self) -> Settings:
+        """The settings with the store's groups beside their own."""
+        return with_groups(self._settings, self.key_sync.groups)
+
+    @property
+    def standings(self) -> Standings:
+        """How far limits are used."""
+        return Standings(self.key_sync, self.limit_book, self._limit_sync)
+
+    def undefined_groups(self) -> Mapping[str, int]:
+        """How many keys are of each group that neither settings nor store define."""
+        settings, sync = self._settings, self.key_sync
+        if not self.key_ring.is_complete:
+            return {}  # The store may define them.
+        counts = members_of(settings.keys, sync.members)
+        defined = {*settings.groups, *sync.groups}
+        return {name: counts[name] for name in sorted(counts) if name not in defined}
+
+    def _keys_changed(self) -> None:
+        self._bus.ended.forget_kinds()
+        if self.key_sync.groups != self._groups:
+            self._groups = self.key_sync.groups
+            self.limit_book.configure(self.in_force)
+            self._on_groups()
 
     def caller_usage(self) -> CallerUsage:
         """What callers may read of their own use."""

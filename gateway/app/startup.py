@@ -5,12 +5,12 @@ from __future__ import annotations
 import hashlib
 import os
 import socket
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
-from gateway.app.fitting import check_fit
+from gateway.app.fitting import NO_TEXTS, check_fit
 from gateway.callers.callers import (
     admin_listener_problem,
     is_loopback,
@@ -18,7 +18,7 @@ from gateway.callers.callers import (
     proxied_listener_problem,
     public_listener_problem,
 )
-from gateway.callers.stored_keys import count_stored_keys
+from gateway.callers.key_sync import count_stored_keys
 from gateway.config.cluster import parse_address
 from gateway.config.errors import ConfigError, Problem
 from gateway.config.fields import is_host
@@ -28,6 +28,7 @@ from gateway.config.listeners import LimitSettings
 from gateway.config.routing import ModelRule
 from gateway.config.settings import RejectedFiles, Settings, load_settings
 from gateway.config.stored import STORE_OFF
+from gateway.config.versions import FileHistory, FileKind
 from gateway.http.certificates import CertificateError, load_certificate
 from gateway.system import install_command
 from gateway.transport.pool import node_address
@@ -75,6 +76,31 @@ class Options:
             }
         )
 
+    def overrides(self, env: Mapping[str, str], *, from_systemd: bool) -> dict[str, str]:
+        """What gave values in place of the file, by their keys: a variable of `env`, or an option.
+
+        `from_systemd`: the addresses are those of systemd's sockets.
+        """
+        given = {
+            "listen.host": (self.host, "LLAMA_GATEWAY_HOST", "--host"),
+            "listen.port": (self.port, "LLAMA_GATEWAY_PORT", "--port"),
+            "listen.edges": (self.edges, "", "--edges"),
+            "admin.host": (self.admin_host, "LLAMA_GATEWAY_ADMIN_HOST", "--admin-host"),
+            "admin.port": (self.admin_port, "LLAMA_GATEWAY_ADMIN_PORT", "--admin-port"),
+            "admin.key_file": (
+                self.admin_key_file, "LLAMA_GATEWAY_ADMIN_KEY_FILE", "--admin-key-file",
+            ),
+            "allow_anonymous": (self.allow_anonymous or None, "", "--allow-anonymous"),
+        }  # fmt: skip
+        found = {}
+        for key, (value, variable, option) in given.items():
+            if value is None:
+                continue
+            is_socket = from_systemd and key.endswith((".host", ".port"))
+            named = variable if env.get(variable) == str(value) else option
+            found[key] = "systemd's socket" if is_socket else named
+        return found
+
     def _sized(self, rules: Mapping[str, ModelRule]) -> Iterator[tuple[str, ModelRule]]:
         for name, size in self.model_memory.items():
             rule = rules.get(name) or ModelRule()
@@ -107,17 +133,22 @@ class StartupCheck:
     start_problems: tuple[StartProblem, ...]
 
 
-def check_startup(options: Options, *, allow_empty: bool = True) -> StartupCheck:
+def check_startup(
+    options: Options, *, allow_empty: bool = True, texts: Mapping[Path, str] = NO_TEXTS
+) -> StartupCheck:
     """Check everything; nothing is started and nothing is sent.
 
     A blank settings file is a problem; one with comments alone is too, unless `allow_empty`.
+    `texts`: what to read in place of a file's own.
     """
+    files = options.settings_file, options.inventory_file
     problems: list[Problem] = []
     start_problems: list[StartProblem] = []
     settings = inventory = None
     try:
         rejected: RejectedFiles = "blank" if allow_empty else "empty"
-        settings = options.apply_to(load_settings(options.settings_file, rejected=rejected))
+        text = None if files[0] is None else texts.get(files[0])
+        settings = options.apply_to(load_settings(files[0], rejected=rejected, text=text))
         start_problems += _listener_problems(settings, _count_keys(options, settings))
         start_problems += _cluster_problems(settings)
         if lacks_otel(settings):
@@ -127,13 +158,36 @@ def check_startup(options: Options, *, allow_empty: bool = True) -> StartupCheck
     except ConfigError as error:
         problems += error.problems
     try:
-        inventory = load_inventory(options.inventory_file)
+        inventory = load_inventory(files[1], text=texts.get(files[1]))
         start_problems += _node_tls_problems(inventory)
         if settings is not None:
-            check_fit(settings, inventory, options.settings_file, options.inventory_file)
+            check_fit(settings, inventory, *files, texts)
     except ConfigError as error:
         problems += error.problems
     return StartupCheck(settings, inventory, tuple(problems), tuple(start_problems))
+
+
+def check_text(options: Options, kind: FileKind, text: str) -> Sequence[Problem]:
+    """What would keep a gateway from starting, if one of its files had this text."""
+    file = options.settings_file if kind == "gateway" else options.inventory_file
+    assert file is not None
+    check = check_startup(options, texts={file: text})
+    others = (Problem(file, 0, one.key, one.message) for one in check.start_problems)
+    return (*check.problems, *others)
+
+
+def histories(options: Options) -> dict[FileKind, FileHistory]:
+    """The earlier texts of both files, as far as there are files."""
+    files: dict[FileKind, Path | None] = {
+        "gateway": options.settings_file,
+        "nodes": options.inventory_file,
+    }
+    folders = (options.state_dir or state_folder(),)
+    return {
+        kind: FileHistory.of(kind, file, folders)
+        for kind, file in files.items()
+        if file is not None
+    }
 
 
 def load_checked(options: Options, *, allow_empty: bool = True) -> tuple[Settings, Inventory]:

@@ -114,7 +114,7 @@ class KeyRing:
 
     __slots__ = (
         "_allow_anonymous", "_by_id", "_clock", "_count", "_deadlines", "_expired",
-        "_last_known_access",
+        "_last_known_access", "_revoked_names",
         "_settings", "_stored", "_unknown", "access", "is_complete", "version",
     )  # fmt: skip
 
@@ -137,6 +137,7 @@ class KeyRing:
         self._allow_anonymous = False
         self._settings: Mapping[str, HeldKey] = {}
         self._stored: Mapping[str, HeldKey] = {}
+        self._revoked_names: Mapping[str, str] = {}
         self._by_id: dict[str, HeldKey] = {}  # those that have not expired
         self._expired: dict[str, HeldKey] = {}  # the others
         self._deadlines: list[tuple[float, str]] = []
@@ -163,8 +164,14 @@ class KeyRing:
         self._allow_anonymous = allow_anonymous
         self._change()
 
-    def replace_stored(self, keys: Iterable[HeldKey]) -> None:
-        """Take the keys of the store, those that are not revoked, in place of those before."""
+    def replace_stored(
+        self, keys: Iterable[HeldKey], revoked_names: Mapping[str, str] | None = None
+    ) -> None:
+        """Take the keys of the store, those that are not revoked, in place of those before.
+
+        `revoked_names`: the names of those that are, by their ids.
+        """
+        self._revoked_names = revoked_names or {}
         self._stored = {key.id: key for key in keys}
         self.is_complete = True
         self._change()
@@ -219,16 +226,17 @@ class KeyRing:
         return None if known is None else known.caller
 
     def name_of(self, key_id: str) -> str | None:
-        """The name of the key with this id, also of an expired one; None: unknown."""
+        """The name of the key with this id, also of an expired or revoked one; None: unknown."""
         known = self._by_id.get(key_id) or self._expired.get(key_id)
-        return None if known is None else known.caller.name
+        return self._revoked_names.get(key_id) if known is None else known.caller.name
 
     def ids_of(self, word: str) -> list[str]:
         """The ids of the keys that have this name, or the word itself as an id."""
         if self.name_of(word) is not None:
             return [word]
         held = (*self._by_id.items(), *self._expired.items())
-        return [id_ for id_, key in held if key.caller.name == word] or [word]
+        names = [*((id_, key.caller.name) for id_, key in held), *self._revoked_names.items()]
+        return [id_ for id_, name in names if name == word] or [word]
 
     def _change(self) -> None:
         self._take_in()

@@ -8,6 +8,7 @@ holds across processes, but for what they admit within about a second.
 
 from __future__ import annotations
 
+import asyncio
 import math
 import time
 from collections.abc import Callable, Iterable, Mapping
@@ -104,6 +105,7 @@ class LimitSync:
     """Unix and monotonic time of the last look that found the store."""
     _seen_changes: int = -1  # the store's number of changes before it was read last
     _seen_recovered: int = 0
+    _looking: asyncio.Lock = field(default_factory=asyncio.Lock)
     _next_read: float = -math.inf
 
     def __post_init__(self) -> None:
@@ -131,8 +133,17 @@ class LimitSync:
         ):
             await self.look()
 
+    async def load(self) -> None:
+        """Load the counters of the accounts that lack them. Raises: StoreError."""
+        if self.book.unloaded():
+            await self.look()
+
     async def look(self) -> None:
         """Read the store once, and count what it has. Raises: StoreError."""
+        async with self._looking:  # what two read at a time would be counted twice
+            await self._look()
+
+    async def _look(self) -> None:
         wanted, now, cursors = self.book.unloaded(), self.now(), self._cursors
         at = self.clock()
         # Rows that this process has written for another one were never counted here.

@@ -18,12 +18,12 @@ from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import islice
-from typing import Literal, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import msgspec
 
 from gateway import errors
-from gateway.callers.windows import Calendar, PeriodSums, SlidingSum
+from gateway.callers.windows import Calendar, PeriodSums, SlidingSum, date_of, time_text
 from gateway.config.keys import Budget, GroupSpec, LimitSpec
 from gateway.config.settings import Settings
 from gateway.errors import GatewayError, truncate_echo
@@ -71,8 +71,8 @@ class Account:
 
     __slots__ = (
         "budget", "concurrency", "cost_by_day", "cost_by_month", "is_budget_monthly", "kind",
-        "mean_seconds", "most_cost", "open", "others", "part", "requests", "reserved_cost",
-        "reserved_tokens", "rpm",
+        "mean_seconds", "most_cost", "open", "others", "part", "refused", "requests",
+        "reserved_cost", "reserved_tokens", "rpm",
         "running", "spec", "subject", "tokens", "tokens_by_day", "tokens_per_day", "tpm",
         "used_before", "who",
     )  # fmt: skip
@@ -103,6 +103,8 @@ class Account:
     def configure(self, spec: LimitSpec) -> None:
         """Put these limits in force; what is counted stays counted."""
         self.spec = spec
+        self.refused: dict[LimitName, float] = {}
+        """By limit: until when it refuses requests like one that it has refused; Unix time."""
         self.rpm = _or_infinite(spec.rpm)
         self.tpm = _or_infinite(spec.tpm)
         self.tokens_per_day = _or_infinite(spec.tokens_per_day)
@@ -320,6 +322,7 @@ DEFAULT_COMPLETION_TOKENS = 1024
 # End users of one key that are counted each by itself; any more share one account.
 MOST_USERS = 10_000
 EVICTION_TRIES = 16  # accounts that are looked at to find one that can make room for another
+_QUOTAS: frozenset[LimitName] = frozenset({"tokens_per_day", "budget"})
 # The name of the account of all end users beyond `MOST_USERS`, which no header can hold.
 _FURTHER_USERS = "\0"
 MOST_RATES = 1024  # models whose cost for each token is remembered
@@ -347,6 +350,39 @@ class LimitStanding(NamedTuple):
     reserved: float  # by requests that run
     resets_at: float | None
     """Unix time at which all of it is available again, if nothing more is sent."""
+
+    def as_json(self) -> dict[str, Any]:
+        """As callers and operators are told of it."""
+        return {
+            "of": self.kind,
+            "limit": self.limit,
+            "period": self.period,
+            "most": self.most,
+            "used": self.used,
+            "reserved": self.reserved,
+            "remaining": max(0, self.most - self.used - self.reserved),
+            "resets_at": None if self.resets_at is None else time_text(self.resets_at),
+        }
+
+
+class UsedQuota(NamedTuple):
+    """Money or tokens of a day or month that a key, a group or all callers have nearly used up."""
+
+    id: str  # of the key, or the group's name; empty: of all callers
+    standing: LimitStanding
+    spent: bool  # nothing is left, or too little for a request that came
+
+    @property
+    def share(self) -> float:
+        """How much of it is used; 1: all."""
+        return self.standing.used / self.standing.most
+
+    @property
+    def name(self) -> str:
+        """Names this limit in this day or month: another amount is another limit."""
+        one = self.standing
+        date = date_of((one.resets_at or 0.0) - 1.0)[: 10 if one.period == "day" else 7]
+        return f"{one.kind}:{self.id}/{one.limit}/{one.most:g}/{date}"
 
 
 class Reservation:
@@ -648,6 +684,7 @@ class LimitBook:
         if found:
             # The wait must be long enough for all of them.
             error, limit, account = max(found, key=lambda one: one[0].retry_after or 0.0)
+            account.refused[limit] = now + (error.retry_after or 0.0)
             self._on_refusal(limit, account.kind)
             raise error
 
@@ -740,9 +777,36 @@ class LimitBook:
 
     def standings(self, accounts: Accounts) -> Iterator[LimitStanding]:
         """Each limit of these accounts, with what is used of it now."""
+        return self.standings_of(accounts.tracked)
+
+    def group_accounts(self) -> Iterator[tuple[str, Account]]:
+        """The accounts of groups that have limits, by the groups' names."""
+        for name in self._groups:
+            if (account := self._accounts.get(f"group:{name}")) is not None:
+                yield name, account
+
+    def user_accounts(self, key: str) -> Sequence[tuple[str, Account]]:
+        """The accounts of a key's end users that are counted each by itself."""
+        return [one for one in self._users.get(key, {}).items() if one[0] != _FURTHER_USERS]
+
+    def quota_accounts(self) -> Sequence[Account]:
+        """The accounts of keys, groups and all callers that have a limit for a day or month."""
+        accounts = self._accounts.values()
+        return [one for one in accounts if one.budget is not None or one.tokens_per_day < math.inf]
+
+    def used_quotas(self, account: Account, least: float) -> Iterator[UsedQuota]:
+        """The limits of a day or month of which at least this share is used."""
+        for one in self.standings_of([account]):
+            if one.limit in _QUOTAS and one.used >= least * one.most:
+                refuses = account.refused.get(one.limit, 0.0) > self._wall_clock()
+                id_ = account.subject.partition(":")[2]
+                yield UsedQuota(id_, one, refuses or one.used >= one.most)
+
+    def standings_of(self, accounts: Iterable[Account]) -> Iterator[LimitStanding]:
+        """Each limit of these accounts, with what is used of it now."""
         now, wall, calendar = self._clock(), self._wall_clock(), self._calendar
         calendar.look_up(wall)
-        for one in accounts.tracked:
+        for one in accounts:
             kind, spec, reserved = one.kind, one.spec, one.open_tokens()
             if spec.rpm is not None:
                 reset = wall + one.requests.seconds_until_empty(now)

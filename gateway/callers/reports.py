@@ -20,8 +20,8 @@ import math
 import re
 from array import array
 from collections import OrderedDict
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field, fields
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, fields, replace
 from datetime import UTC, datetime, timedelta
 from typing import Any, Literal
 
@@ -42,8 +42,9 @@ from sqlalchemy import (
 )
 
 from gateway.callers import money
-from gateway.callers.limits import Accounts, LimitBook, LimitStanding
+from gateway.callers.limits import Accounts, LimitBook
 from gateway.callers.processes import LOST
+from gateway.callers.stored_keys import key_names
 from gateway.callers.windows import DAY, date_of, time_text
 from gateway.config.fields import parse_duration
 from gateway.config.stored import RetentionSettings
@@ -508,7 +509,11 @@ class Reporter:
         """The report. Raises: InvalidQuery, ReportInterrupted, StoreError."""
         reader = ReportReader(query)
         await self.read_steps(reader.step)
-        return await asyncio.to_thread(reader.report)
+        report = await asyncio.to_thread(reader.report)
+        if not report.keys:
+            return report
+        stored = await self.store.run(lambda c: key_names(c, report.keys), write=False)
+        return report.named(stored.get)
 
     async def read_steps(self, step: Callable[[Connection], bool]) -> None:
         """Call `step` in jobs of the store until it returns True. Raises as `read` does."""
@@ -534,6 +539,29 @@ class LedgerReport:
     hours: list[money.NodeHours]
     notes: tuple[str, ...] = ()
     latencies: dict[Group, Latencies] | None = None  # of `groups`; None: not asked for
+    key_names: Mapping[str, str] = field(default_factory=dict)
+
+    @property
+    def keys(self) -> frozenset[str]:
+        """The ids of the keys that its rows name."""
+        if "key" not in self.query.by:
+            return frozenset()
+        place = self.query.by.index("key")
+        return frozenset(group[place] for group, _ in self.groups)
+
+    def named(self, name_of: Callable[[str], str | None]) -> LedgerReport:
+        """With the names of keys by this, before those that it has."""
+        found = {key: name for key in self.keys if (name := name_of(key)) is not None}
+        return replace(self, key_names={**self.key_names, **found})
+
+    def _labels(self, group: Group) -> dict[str, str]:
+        """What a row is of, with the name of its key."""
+        labels = dict[str, str]()
+        for by, label in zip(self.query.by, group, strict=True):
+            labels[by] = label
+            if by == "key":
+                labels["key_name"] = self.key_names.get(label, "")
+        return labels
 
     def _figures(self, group: Group, sums: Sums) -> dict[str, Any]:
         times = {} if self.latencies is None else self.latencies[group].to_json()
@@ -546,7 +574,7 @@ class LedgerReport:
             "until": time_text(self.query.until),
             "by": list(self.query.by),
             "rows": [
-                {by: label or None for by, label in zip(self.query.by, group, strict=True)}
+                {name: label or None for name, label in self._labels(group).items()}
                 | self._figures(group, sums)
                 for group, sums in self.groups
             ],
@@ -561,10 +589,10 @@ class LedgerReport:
         text = io.StringIO()
         writer = csv.writer(text, lineterminator="\n")
         names = [*Sums().to_json(), *(() if self.latencies is None else PERCENTILES)]
-        writer.writerow([*self.query.by, *names])
+        writer.writerow([*self._labels(("",) * len(self.query.by)), *names])
         for group, sums in self.groups:
-            figures = self._figures(group, sums)
-            writer.writerow([*map(_csv_cell, group), *(figures[name] for name in names)])
+            labels, figures = self._labels(group).values(), self._figures(group, sums)
+            writer.writerow([*map(_csv_cell, labels), *(figures[name] for name in names)])
         return text.getvalue()
 
 
@@ -858,7 +886,7 @@ class CallerUsage:
             "group": caller.group,
             "user": accounts.user,
             **_without_cache(await self._figures(caller.id, accounts.user), hides_cache),
-            "limits": [_standing_json(one) for one in self.book.standings(accounts)],
+            "limits": [one.as_json() for one in self.book.standings(accounts)],
             "max_class": caller.max_priority.label,
             "models_allowed": None if caller.models is None else sorted(caller.models),
             "largest_prompt_tokens": accounts.prompt_tokens,
@@ -931,19 +959,6 @@ def _without_cache(figures: dict[str, Any], hidden: bool) -> dict[str, Any]:  # 
     month = figures["month"] | hidden_figures
     month["models"] = [one | hidden_figures for one in month["models"]]
     return {**figures, "today": figures["today"] | hidden_figures, "month": month}
-
-
-def _standing_json(one: LimitStanding) -> dict[str, Any]:
-    return {
-        "of": one.kind,
-        "limit": one.limit,
-        "period": one.period,
-        "most": one.most,
-        "used": one.used,
-        "reserved": one.reserved,
-        "remaining": max(0, one.most - one.used - one.reserved),
-        "resets_at": None if one.resets_at is None else time_text(one.resets_at),
-    }
 
 
 BATCH_ROWS = 500  # rows that one job of the store turns into sums: some 40 ms of work

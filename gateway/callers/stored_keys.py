@@ -7,60 +7,45 @@ the revision of the keys, so that every gateway of the store sees the change at 
 `KeyDesk` is what the admin API, and a command on a store alone, do with them. Each operation checks
 what is asked for, does it in one transaction of the store, and returns what its asker is shown:
 JSON values without the hash. A new secret is in one answer and nowhere else.
-
-`KeySync` keeps the key ring equal to the store: changes, expiries and revocations within a second.
-The hashes of the keys are also kept in a file of the state folder (`LastKnownKeys`). A gateway that
-starts while its store can't be reached knows its callers by that file until the store answers.
-Without it nobody can be told from a stranger: then keys of the settings work, and everybody else
-gets 503.
 """
 
 from __future__ import annotations
 
 import asyncio
-import contextlib
-import hashlib
 import json
 import time
-from collections.abc import Awaitable, Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from datetime import UTC, datetime
-from pathlib import Path
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, Protocol, TypeVar
 
-import msgspec
 import structlog
 from pydantic import ValidationError
 from sqlalchemy import Connection, Row, case, delete, func, insert, or_, select, update
 from sqlalchemy.exc import IntegrityError
 
 from gateway import errors
-from gateway.callers.keys import ApiKey, HeldKey, KeyRing, held_key, new_key, without_secret
-from gateway.config.fields import parse_duration, parse_timestamp
+from gateway.callers.keys import ApiKey, HeldKey, held_key, new_key, without_secret
+from gateway.config.fields import ConfigModel, parse_duration, parse_timestamp
 from gateway.config.keys import KeySpec
 from gateway.config.settings import Settings
 from gateway.config.yaml_file import error_words, model_at_path
 from gateway.errors import GatewayError, truncate_echo
-from gateway.store.database import StoreLocation, insert_for, never_had_keys
-from gateway.store.failures import StoreError, StoreUnavailable
+from gateway.store.database import insert_for
+from gateway.store.schema import groups as groups_table
 from gateway.store.schema import keys as keys_table
-from gateway.store.schema import learnt, revisions
+from gateway.store.schema import learnt, revisions, usage
 from gateway.store.store import JOB_SECONDS, Store
-from gateway.store.worker import StoreWorker
-from gateway.system import read_state, write_state
 
 # Keys that a store may hold, revoked ones included: a gateway has all of them in memory.
 MOST_STORED_KEYS = 100_000
 MOST_PROBLEMS = 50  # problems of an import that are told; it counts the others
-KEYS_REVISION = "keys"  # the name under which the store counts changes of keys
+MOST_REVOKED_NAMES = 10_000  # revoked keys whose names a gateway remembers, the latest
+KEYS_REVISION = "keys"  # the name under which the store counts changes of keys and groups
 
-# The column of each field that is stored as JSON.
-_JSON_COLUMNS = {
-    "models": "models",
-    "limits": "limits",
-    "user_limits": "user_limits",
-    "cache": "privacy",
-}
+# The column of each field that is stored as JSON: of keys and groups, and of keys alone.
+SPEC_COLUMNS = {"limits": "limits", "user_limits": "user_limits", "cache": "privacy"}
+_JSON_COLUMNS = {"models": "models", **SPEC_COLUMNS}
 
 log = structlog.get_logger()
 
@@ -119,7 +104,7 @@ def key_not_found(name: str) -> GatewayError:
 
 
 def keys_revision(connection: Connection) -> int:
-    """The number of the last change of keys; 0: there was none."""
+    """The number of the last change of keys or groups; 0: there was none."""
     asked = select(revisions.c.number).where(revisions.c.name == KEYS_REVISION)
     return int(connection.scalar(asked) or 0)
 
@@ -136,6 +121,41 @@ def key_rows(connection: Connection, *, revoked: bool = False) -> Sequence[Row[A
     if not revoked:
         wanted = wanted.where(keys_table.c.revoked_at.is_(None))
     return connection.execute(wanted.limit(MOST_STORED_KEYS)).all()
+
+
+def revoked_names(connection: Connection) -> dict[str, str]:
+    """The names of revoked keys by their ids: what they did is still told of."""
+    wanted = select(keys_table.c.id, keys_table.c.name).where(keys_table.c.revoked_at.is_not(None))
+    latest = wanted.order_by(keys_table.c.revoked_at.desc()).limit(MOST_REVOKED_NAMES)
+    return {row[0]: row[1] for row in connection.execute(latest)}
+
+
+def key_names(connection: Connection, ids: Iterable[str]) -> dict[str, str]:
+    """The names of these stored keys by their ids; revoked keys keep theirs."""
+    listed, found = list(ids), dict[str, str]()
+    for start in range(0, len(listed), _MOST_PARAMETERS):
+        some = keys_table.c.id.in_(listed[start : start + _MOST_PARAMETERS])
+        rows = connection.execute(select(keys_table.c.id, keys_table.c.name).where(some))
+        found |= {row[0]: row[1] for row in rows}
+    return found
+
+
+def last_uses(connection: Connection, ids: Sequence[str]) -> dict[str, float]:
+    """When the last request of each key ended, as far as the ledger has a row of it."""
+    ended = select(usage.c.ended_at).order_by(usage.c.ended_at.desc()).limit(1)
+    of_stored = ended.where(usage.c.key == keys_table.c.id).scalar_subquery()
+    wanted = select(keys_table.c.id, of_stored).where(keys_table.c.id.in_(ids))
+    found = {row[0]: row[1] for row in connection.execute(wanted)}
+    for key in set(ids) - found.keys():  # those of the settings
+        found[key] = connection.scalar(ended.where(usage.c.key == key))
+    return {key: float(at) for key, at in found.items() if at is not None}
+
+
+def group_members(connection: Connection) -> dict[str, int]:
+    """How many stored keys, without revoked ones, are of each group that some are of."""
+    group, is_in_force = keys_table.c.group_name, keys_table.c.revoked_at.is_(None)
+    counted = select(group, func.count()).where(is_in_force, group.is_not(None)).group_by(group)
+    return {row[0]: row[1] for row in connection.execute(counted)}
 
 
 def stored_key(row: Row[Any]) -> StoredKey | None:
@@ -270,7 +290,7 @@ def revoke_key(connection: Connection, name: str, now: float) -> StoredKey:
 
 
 def raise_revision(connection: Connection, now: float) -> None:
-    """Count a change of keys.
+    """Count a change of keys or groups.
 
     Not by one but to the time in milliseconds, so that a store that was put back from a backup
     never has the number of the one before.
@@ -371,8 +391,25 @@ DEFAULT_GRACE = 24 * 3600.0  # seconds for which the old secret works after a ro
 LONGEST_GRACE = 366 * 86400.0
 
 
+USES_OF_A_STEP = 500  # keys whose last uses one job of the store reads
+
+
 async def _nothing() -> None:
     """Nobody but the store needs to know of a change."""
+
+
+async def _unknown(ids: Sequence[str], *, with_users: bool) -> Mapping[str, dict[str, Any]]:  # noqa: ARG001
+    """Nobody counts what keys use."""
+    return {}
+
+
+class ReadUse(Protocol):
+    """Tells what keys have used of their limits."""
+
+    async def __call__(
+        self, ids: Sequence[str], *, with_users: bool
+    ) -> Mapping[str, dict[str, Any]]:
+        """What to show of each key, by its id. Raises: StoreError."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -390,12 +427,16 @@ class KeyDesk:
     """Puts a change in force in this process. Raises: StoreError."""
     now: Callable[[], float] = time.time  # Unix seconds
     seconds: float = JOB_SECONDS  # how long the store may take
+    use_of: ReadUse = _unknown
 
     async def list(self, *, revoked: bool, name: str | None = None) -> dict[str, Any]:
-        """All keys, by name; with `revoked`, those as well. `name`: keys of this name or id."""
+        """All keys, by name; with `revoked`, those as well.
+
+        `name`: keys of this name or id alone, with what their end users have used.
+        """
         now, own, stored = self.now(), self.settings.keys, list[StoredKey]()
         if self.store is not None:
-            stored = await self._run(lambda connection: read_keys(connection, revoked=revoked))
+            stored = await self.run(lambda connection: read_keys(connection, revoked=revoked))
 
         def listing() -> dict[str, Any]:
             ids = {spec.id for spec in own}
@@ -409,30 +450,49 @@ class KeyDesk:
             }
 
         # A hundred thousand of them take a second.
-        return await asyncio.to_thread(listing)
+        found = await asyncio.to_thread(listing)
+        await self._add_use(found["keys"], with_users=name is not None)
+        return found
 
     async def show(self, name: str) -> dict[str, Any]:
         """The key of this name or id."""
         spec = self._settings_key(name)
         if spec is not None:
-            return shown_settings_key(spec, self.now())
-        if self.store is None:
+            shown = shown_settings_key(spec, self.now())
+        elif self.store is None:
             raise key_not_found(name)
-        return shown_key(await self._run(lambda c: find_key(c, name)), self.now())
+        else:
+            shown = shown_key(await self.run(lambda c: find_key(c, name)), self.now())
+        await self._add_use([shown], with_users=True)
+        return shown
+
+    async def _add_use(self, shown: Sequence[dict[str, Any]], *, with_users: bool) -> None:
+        """Add what keys have used of their limits, and when last."""
+        active = [key["id"] for key in shown if key["state"] == "active"]
+        use_of = await self.use_of(active, with_users=with_users)
+        for start in range(0, len(shown), USES_OF_A_STEP):
+            some = shown[start : start + USES_OF_A_STEP]
+            ids, used = [key["id"] for key in some], dict[str, float]()
+            if self.store is not None:
+                used = await self.run(lambda c, ids=ids: last_uses(c, ids))  # type: ignore[misc]
+            for key in some:
+                last = iso_time(used.get(key["id"]))
+                own = use_of.get(key["id"], {}) if key["state"] == "active" else {}
+                key.update({"last_used_at": last, "standing": None, **own})
 
     async def create(self, entry: Mapping[str, Any]) -> dict[str, Any]:
         """Store a key. One without `sha256` is made here, and is in the answer as `key`."""
         entry, made = _with_secret(entry)
-        [spec] = await self._checked([entry])
-        warnings, now = self.check_models([spec]), self.now()
-        [stored] = await self._change(lambda connection: add_keys(connection, [spec], now))
+        [spec], warnings = await self._checked([entry])
+        now = self.now()
+        [stored] = await self.store_change(lambda connection: add_keys(connection, [spec], now))
         return _answer(stored, now, made, warnings)
 
     async def import_keys(self, entries: Sequence[object]) -> dict[str, Any]:
         """Store keys by their hashes: all of them or none. Raises KeysRefused, too."""
-        now, specs = self.now(), await self._checked(entries)
-        warnings = self.check_models(specs)
-        stored = await self._change(lambda connection: add_keys(connection, specs, now))
+        now = self.now()
+        specs, warnings = await self._checked(entries)
+        stored = await self.store_change(lambda connection: add_keys(connection, specs, now))
         keys = await asyncio.to_thread(lambda: [shown_key(key, now) for key in stored])
         return {"imported": len(keys), "keys": keys, "warnings": warnings}
 
@@ -440,19 +500,20 @@ class KeyDesk:
         """Change a key's name or rights by a JSON merge patch (RFC 7396); its secret stays."""
         self._refuse_settings_key(name)
         settings, now = self.settings, self.now()
-        key = await self._run(lambda connection: find_key(connection, name))
-        spec = checked_change(key, patch, settings.keys, settings.groups, now)
-        warnings: Sequence[str] = ()
+        key = await self.run(lambda connection: find_key(connection, name))
+        defined = await self._defined_groups()
+        spec = checked_change(key, patch, settings.keys, self._allowed(defined), now)
+        warnings = group_warnings([spec.group], defined) if "group" in patch else []
         if "models" in patch or "limits" in patch:
-            warnings = self.check_models([spec])
+            warnings += self.check_models([spec])
 
         def change(connection: Connection) -> StoredKey:
             # Anew: somebody else may have changed it meanwhile.
             latest = find_key(connection, key.spec.id)
-            wanted = checked_change(latest, patch, settings.keys, settings.groups, now)
+            wanted = checked_change(latest, patch, settings.keys, self._allowed(defined), now)
             return change_key(connection, key.spec.id, wanted, now)
 
-        return _answer(await self._change(change), now, None, warnings)
+        return _answer(await self.store_change(change), now, None, warnings)
 
     async def rotate(self, name: str, fields: Mapping[str, Any]) -> dict[str, Any]:
         """Give a key a new secret: of the `sha256` in the fields, or made here.
@@ -463,11 +524,11 @@ class KeyDesk:
         grace = checked_grace(fields.get("grace", DEFAULT_GRACE))
         if unknown := fields.keys() - {"sha256", "grace"}:
             raise errors.invalid_request(f"There is no '{truncate_echo(min(unknown))}' here.")
-        key = await self._run(lambda connection: find_key(connection, name))
+        key = await self.run(lambda connection: find_key(connection, name))
         entry, made = _with_secret({"id": key.spec.id, "sha256": fields.get("sha256")})
         now = self.now()
         [spec] = checked_specs([entry], (), (), now)
-        rotated = await self._change(
+        rotated = await self.store_change(
             lambda connection: rotate_key(connection, key.spec.id, spec.sha256, grace, now)
         )
         return _answer(rotated, now, made, ())
@@ -476,7 +537,7 @@ class KeyDesk:
         """End a key for good."""
         self._refuse_settings_key(name)
         now = self.now()
-        return shown_key(await self._change(lambda c: revoke_key(c, name, now)), now)
+        return shown_key(await self.store_change(lambda c: revoke_key(c, name, now)), now)
 
     def _refuse_settings_key(self, name: str) -> None:
         if self._settings_key(name) is not None:
@@ -489,25 +550,41 @@ class KeyDesk:
     def _settings_key(self, name: str) -> KeySpec | None:
         return next((one for one in self.settings.keys if name in {one.id, one.name}), None)
 
-    async def _checked(self, entries: Sequence[object]) -> Sequence[KeySpec]:
-        settings = self.settings
+    async def _checked(self, entries: Sequence[object]) -> tuple[Sequence[KeySpec], Sequence[str]]:
+        """The keys that these entries describe, and warnings. Raises KeysRefused, too."""
+        defined = await self._defined_groups()
         # Thousands of them take a second.
-        return await asyncio.to_thread(
-            checked_specs, entries, settings.keys, settings.groups, self.now()
+        specs = await asyncio.to_thread(
+            checked_specs, entries, self.settings.keys, self._allowed(defined), self.now()
         )
+        return specs, [
+            *self.check_models(specs),
+            *group_warnings((one.group for one in specs), defined),
+        ]
 
-    async def _run(self, job: Callable[[Connection], T], *, write: bool = False) -> T:
+    async def _defined_groups(self) -> set[str]:
+        """The groups that settings or store define."""
+        stored = await self.run(lambda c: c.scalars(select(groups_table.c.name)).all())
+        return {*self.settings.groups, *stored}
+
+    def _allowed(self, defined: set[str]) -> Collection[str]:
+        """The groups that keys may name; none: any, since the settings declare none."""
+        return defined if self.settings.groups else ()
+
+    async def run(self, job: Callable[[Connection], T], *, write: bool = False) -> T:
+        """Do a job of the store."""
         if self.store is None:
             raise GatewayError(
                 501,
                 "not_supported",
-                "The gateway has no store (store.url: off), so it can't keep keys: write them into "
-                "the settings ('llama-gateway keys create' shows the lines).",
+                "The gateway has no store (store.url: off), so it can't keep keys or groups: write "
+                "them into the settings ('llama-gateway keys create' shows the lines of a key).",
             )
         return await self.store.run(job, write=write, seconds=self.seconds)
 
-    async def _change(self, job: Callable[[Connection], T]) -> T:
-        result = await self._run(job, write=True)
+    async def store_change(self, job: Callable[[Connection], T]) -> T:
+        """Change the store, and put the change in force."""
+        result = await self.run(job, write=True)
         await self.on_change()
         return result
 
@@ -537,8 +614,9 @@ def checked_specs(
 ) -> list[KeySpec]:
     """The keys that these mappings describe, in the form of the settings' `keys`.
 
-    `expires` may be a duration from `now` on (Unix seconds), such as `90d`. `settings_keys` and
-    `groups` are those of the settings: names and ids of keys are unique over both.
+    `expires` may be a duration from `now` on (Unix seconds), such as `90d`. `settings_keys` are
+    those of the settings: names and ids of keys are unique over both. `groups`: those that a key
+    may name; none: any.
 
     Raises: KeysRefused, with every problem.
     """
@@ -550,7 +628,7 @@ def checked_specs(
         try:
             spec = _spec(entry, now)
         except ValidationError as error:
-            problems += _invalid(index, error)
+            problems += invalid_fields(index, error)
             continue
         except ValueError as error:
             problems.append(KeyProblem(index, "expires", str(error), ""))
@@ -664,16 +742,31 @@ def _conflicts(
     # The settings take any group while they declare none.
     if groups and spec.group is not None and spec.group not in groups:
         known = ", ".join(sorted(groups))
-        message = f"the settings have no group '{spec.group}'"
-        found.append(KeyProblem(index, "group", message, f"they have {known}"))
+        message = f"there is no group '{spec.group}'"
+        remedy = f"there are {known}; 'llama-gateway groups set' makes one"
+        found.append(KeyProblem(index, "group", message, remedy))
     return found
 
 
-def _invalid(index: int, error: ValidationError) -> list[KeyProblem]:
+def group_warnings(groups: Iterable[str | None], defined: Collection[str] = ()) -> list[str]:
+    """Warnings of those of these groups, of keys, that nobody has defined: they have no limit."""
+    named = {name for name in groups if name is not None} - {*defined}
+    return [
+        f"neither settings nor store define the group '{name}', so its keys have no limit "
+        "together; the release after this one refuses such keys: 'llama-gateway groups set "
+        f"{name}' defines it"
+        for name in sorted(named)[:MOST_PROBLEMS]
+    ]
+
+
+def invalid_fields(
+    index: int, error: ValidationError, model: type[ConfigModel] = KeySpec
+) -> list[KeyProblem]:
+    """What is wrong with the fields of one of several keys, or of what `model` describes."""
     problems = []
     for one in error.errors(include_url=False):
         loc = one["loc"]
-        message, remedy = error_words(one, model_at_path(KeySpec, loc[:-1]) or KeySpec, loc)
+        message, remedy = error_words(one, model_at_path(model, loc[:-1]) or model, loc)
         problems.append(KeyProblem(index, ".".join(map(str, loc)), message, remedy))
     return problems
 
@@ -744,354 +837,3 @@ def _shown(spec: KeySpec, source: str, state: str) -> dict[str, Any]:
         "source": source,
         "state": state,
     }
-
-
-FILE_VERSION = 1  # version of the file's format; a file of another version is not read
-LARGEST_FILE = 128 << 20  # bytes; 100,000 keys of 1 KiB each fit
-# Seconds until a file that could not be written is tried again; then twice as long each time.
-FIRST_PAUSE = 1.0
-LONGEST_PAUSE = 60.0
-_PRIVATE = 0o600
-
-
-class _FileKey(msgspec.Struct):
-    spec: dict[str, Any]
-    previous_sha256: str | None = None
-    previous_until: float | None = None
-
-
-class _KeysFile(msgspec.Struct):
-    version: int
-    store: str  # which store they are of: a hash of its URL
-    saved_at: float
-    keys: list[_FileKey]
-
-
-class KnownKeys(NamedTuple):
-    """Keys as they were when the store was read last."""
-
-    keys: list[HeldKey]
-    at: float | None  # when they were saved, in Unix seconds; None: there never were any
-
-
-class LastKnownKeys:
-    """The keys of the store at `location`, in the file `path`; None: they are kept nowhere.
-
-    The file holds hashes alone. If it can't be written, that is tried again until it can. If keys
-    of the old file were revoked or changed meanwhile, it is set aside: a start without the store
-    then refuses all stored keys, rather than let in one that is known to be revoked.
-
-    The methods block: not for event loops. `now` gives Unix seconds, `clock` is monotonic.
-    """
-
-    def __init__(
-        self,
-        location: StoreLocation,
-        path: Path | None,
-        *,
-        now: Callable[[], float] = time.time,
-        clock: Callable[[], float] = time.monotonic,
-        first_pause: float = FIRST_PAUSE,
-    ) -> None:
-        self.error: str | None = None  # why the file does not have the last keys; None: it has
-        self._location = location
-        self._path = path
-        self._now = now
-        self._clock = clock
-        self._first_pause = self._pause = first_pause
-        self._unsaved: Sequence[StoredKey] | None = None
-        self._retry_at = 0.0
-        self._is_set_aside = False
-
-    def load(self) -> KnownKeys | None:
-        """The keys that the store had when it was read last; None: nobody knows."""
-        if self._path is not None:
-            consequence = "stored keys stay unknown until the store answers"
-            found = read_state(self._path, _KeysFile, LARGEST_FILE, consequence)
-            if found is not None and self._is_ours(found):
-                return KnownKeys(list(_held_keys(found.keys)), found.saved_at)
-            if found is None and _was_there(self._path):
-                return None
-        # A person without keys is served from a read-only folder and from a full disk, too.
-        return KnownKeys([], None) if never_had_keys(self._location) else None
-
-    def save(self, keys: Sequence[StoredKey]) -> None:
-        """Write the keys of the store. If that fails, `is_due` says when to `save_again`."""
-        path = self._path
-        if path is None:
-            return
-        current = [
-            _FileKey(
-                key.spec.model_dump(mode="json", by_alias=True, exclude_none=True),
-                key.previous_sha256,
-                key.previous_until,
-            )
-            for key in keys
-        ]
-        whole = _KeysFile(FILE_VERSION, _store_id(self._location), self._now(), current)
-        try:
-            write_state(path, whole, mode=_PRIVATE)
-        except OSError as error:
-            self._failed(path, keys, current, str(error))
-            return
-        if self._is_set_aside:
-            with contextlib.suppress(OSError):
-                _aside(path).unlink()
-        if self.error is not None:
-            log.info("stored keys are saved again for a start without the store")
-        self.error = self._unsaved = None
-        self._pause, self._is_set_aside = self._first_pause, False
-
-    def is_due(self) -> bool:
-        """Whether a write that failed is to be tried again now."""
-        return self._unsaved is not None and self._clock() >= self._retry_at
-
-    def save_again(self) -> None:
-        """Try again to write what could not be written."""
-        if self._unsaved is not None:
-            self.save(self._unsaved)
-
-    def _failed(
-        self, path: Path, keys: Sequence[StoredKey], current: Sequence[_FileKey], why: str
-    ) -> None:
-        self._unsaved = keys
-        self._retry_at = self._clock() + self._pause
-        self._pause = min(LONGEST_PAUSE, 2 * self._pause)
-        error = f"the keys could not be saved for a start without the store: {why}"
-        if self._is_outdated(path, current):
-            try:
-                # That needs no room on the disk.
-                path.replace(_aside(path))
-            except OSError:
-                error += f"; {path} still has keys that were revoked or changed: remove it"
-            else:
-                self._is_set_aside = True
-        if self._is_set_aside:
-            error += "; such a start refuses all stored keys until the store answers"
-        if error != self.error:
-            log.warning(
-                "stored keys could not be saved for a start without the store",
-                why=error,
-                remedy=f"let the gateway's user write {path}, and see that its disk has room",
-            )
-        self.error = error
-
-    def _is_outdated(self, path: Path, current: Sequence[_FileKey]) -> bool:
-        """Whether the file has a key that is not, or not like this, among the current ones."""
-        consequence = "it is written anew as soon as possible"
-        found = read_state(path, _KeysFile, LARGEST_FILE, consequence)
-        if found is None or not self._is_ours(found):
-            return False
-        known = {key.spec.get("id"): key for key in current}
-        return any(known.get(key.spec.get("id")) != key for key in found.keys)
-
-    def _is_ours(self, found: _KeysFile) -> bool:
-        return (found.version, found.store) == (FILE_VERSION, _store_id(self._location))
-
-
-def _held_keys(saved: Iterable[_FileKey]) -> Iterator[HeldKey]:
-    for key in saved:
-        # What another version wrote, only the store can tell.
-        with contextlib.suppress(ValueError):
-            spec = KeySpec.model_validate(key.spec, by_alias=True, by_name=False)
-            yield held_key(spec, key.previous_sha256, key.previous_until)
-
-
-def _aside(path: Path) -> Path:
-    """Where `read_state` puts damaged files, too."""
-    return path.with_name(f"{path.name}.bad")
-
-
-def _was_there(path: Path) -> bool:
-    """Whether there is a file of keys that can't be used, perhaps one that was set aside."""
-    try:
-        return path.exists() or _aside(path).exists()
-    except OSError:
-        return True
-
-
-def _store_id(location: StoreLocation) -> str:
-    """A hash, since the URL names hosts and users."""
-    return hashlib.sha256(location.shown.encode()).hexdigest()[:32]
-
-
-# Seconds between two looks whether the stored keys may have changed, and at expired ones.
-POLL_SECONDS = 0.5
-MOST_UNCHANGED = 60  # looks in a row that trust the store that nothing has changed
-# Most seconds for the first look; then the gateway starts with the keys of the file.
-START_SECONDS = 5.0
-SILENT_SECONDS = 0.1  # to close a store that has just failed
-
-
-class KeySync:
-    """Keeps the stored keys of `key_ring` equal to those of `store`; None: there is no store.
-
-    `path` is the file of the last known keys. `now` gives Unix seconds.
-    """
-
-    def __init__(
-        self,
-        store: Store | None,
-        key_ring: KeyRing,
-        path: Path | None,
-        *,
-        now: Callable[[], float] = time.time,
-        poll_seconds: float = POLL_SECONDS,
-    ) -> None:
-        self._store = store
-        self.key_ring = key_ring
-        self._last_known = None if store is None else LastKnownKeys(store.location, path, now=now)
-        self._poll_seconds = poll_seconds
-        self._revision: int | None = None
-        """The revision of the keys in the ring; None: they are not the store's, or there are none.
-        """
-        # No longer pauses while the store is away: a key may be revoked meanwhile.
-        self._worker = StoreWorker(self._look, poll_seconds, longest_pause=poll_seconds)
-        self._unchanged = 0
-        self._refreshing = asyncio.Lock()
-        self._seen_changes = -1  # the store's number of changes before the keys were read last
-        self._told_lost = False
-        self._known: dict[tuple[Any, ...], tuple[StoredKey, HeldKey] | None] = {}
-        """What was made of the last rows: most of them are the same at the next change."""
-        self.problem: str | None = None
-        """Why the ring may have other keys than the store; None: it has the same."""
-
-    def configure(self, specs: Iterable[KeySpec], *, allow_anonymous: bool) -> None:
-        """Take the keys of these settings."""
-        self.key_ring.configure(specs, allow_anonymous=allow_anonymous)
-        self._tell()
-
-    async def start(self, seconds: float = START_SECONDS) -> None:
-        """Read the store's keys; those of the file, if the store does not open in `seconds`."""
-        store, last_known = self._store, self._last_known
-        if store is None or last_known is None:
-            return
-        await store.wait_opened(seconds)
-        try:
-            await self.refresh(seconds)
-        except StoreError as error:
-            saved = await asyncio.to_thread(last_known.load)
-            if saved is None:
-                log.warning("stored keys are unknown", why=error.message, remedy=error.remedy)
-                return
-            if saved.at is not None:
-                at = datetime.fromtimestamp(saved.at).astimezone().isoformat(timespec="seconds")
-                log.warning("stored keys as last known", of=at, why=str(error))
-            else:
-                log.warning("no key was ever stored", why=error.message, remedy=error.remedy)
-            self.key_ring.replace_stored(saved.keys)
-            self._tell()
-
-    async def run(self) -> None:
-        """Take over changes of other processes, and end keys in time, until cancelled."""
-        async with asyncio.TaskGroup() as loops:
-            loops.create_task(self._worker.run())
-            loops.create_task(self._expire())
-
-    async def _look(self) -> None:
-        """Read the keys again if they may have changed. Raises: StoreError."""
-        if self._last_known is not None and self._last_known.is_due():
-            async with self._refreshing:
-                await asyncio.to_thread(self._last_known.save_again)
-        changed = self._store is not None and self._store.changes != self._seen_changes
-        if not changed and self.problem is None and self._unchanged < MOST_UNCHANGED:
-            self._unchanged += 1
-            return
-        self._unchanged = 0
-        await self.refresh()
-
-    @property
-    def unsaved(self) -> str | None:
-        """Why a start without the store would know other keys; None: it would know these."""
-        return None if self._last_known is None else self._last_known.error
-
-    async def _expire(self) -> None:
-        """Keys end whatever the store does."""
-        while True:
-            await asyncio.sleep(self._poll_seconds)
-            self.key_ring.expire()
-
-    async def refresh(self, seconds: float | None = None) -> None:
-        """Take over the store's keys if they have changed. Raises: StoreError.
-
-        Call it after a change by this process: its callers should not wait for the next poll.
-        """
-        store, last_known = self._store, self._last_known
-        if store is None or last_known is None:
-            return
-        async with self._refreshing:
-            limit = {} if seconds is None else {"seconds": seconds}
-            self._seen_changes = store.changes
-            try:
-                read = await store.run(self._read_changes, write=False, **limit)
-            except StoreError as error:
-                self.problem = error.message
-                raise
-            except Exception as error:  # noqa: BLE001 - the poll must go on, and keys must expire
-                # Its text may hold values of rows.
-                why = f"the stored keys can't be read: {type(error).__name__}"
-                if why != self.problem:
-                    log.error("stored keys", why=why)  # noqa: TRY400 - as above
-                self.problem = why
-                raise StoreUnavailable(why, "report this as a fault of the program") from None
-            self.problem = None
-            if read is None:
-                return
-            self._revision, keys, held = read
-            self.key_ring.replace_stored(held)
-            self._tell()
-            await asyncio.to_thread(last_known.save, keys)
-
-    def _tell(self) -> None:
-        """Log it once that the last key is lost."""
-        lost = self.key_ring.lost
-        if lost is not None and not self._told_lost:
-            log.warning("locked", why=lost)
-        self._told_lost = lost is not None
-
-    def _read_changes(
-        self, connection: Connection
-    ) -> tuple[int, list[StoredKey], list[HeldKey]] | None:
-        """The revision and the keys; None: they are what they were. On the store's thread."""
-        revision = keys_revision(connection)
-        if revision == self._revision:
-            return None
-        known: dict[tuple[Any, ...], tuple[StoredKey, HeldKey] | None] = {}
-        for row in key_rows(connection):
-            values = tuple(row)
-            if values in self._known:
-                known[values] = self._known[values]
-            else:
-                known[values] = _held_key_of(row)
-        self._known = known
-        both = [pair for pair in known.values() if pair is not None]
-        return revision, [key for key, _ in both], [held for _, held in both]
-
-
-def _held_key_of(row: Row[Any]) -> tuple[StoredKey, HeldKey] | None:
-    key = stored_key(row)
-    try:
-        return None if key is None else (key, key.held())
-    except ValueError:
-        log.warning("a stored key can't be used", key=row.id, why="its hashes are none")
-        return None
-
-
-def count_stored_keys(location: StoreLocation, path: Path) -> int | None:
-    """How many keys the store has that are not revoked, before a gateway runs.
-
-    If the store can't be read, those of the file; None: nobody knows. Blocks: not for event loops.
-    """
-    if not never_had_keys(location):
-        store, closing = Store(location), START_SECONDS
-        store.start()
-        try:
-            return store.run_now(
-                lambda connection: len(read_keys(connection)), write=False, seconds=START_SECONDS
-            )
-        except StoreError:
-            closing = SILENT_SECONDS
-        finally:
-            store.close(closing)
-    saved = LastKnownKeys(location, path).load()
-    return None if saved is None else len(saved.keys)

@@ -11,12 +11,14 @@ from gateway import __version__
 from gateway.cli import (
     batch,
     cluster,
+    groups,
     keys,
     machine,
     nodes,
     reports,
     requests,
     serve,
+    settings,
     store,
     up,
     why,
@@ -68,8 +70,10 @@ for command, examples in (
     app.command(cls=HelpCommand, epilog=examples)(command)
 
 app.add_typer(keys.app, name="keys")
+app.add_typer(groups.app, name="groups")
 app.add_typer(batch.webhooks, name="webhooks")
 app.add_typer(batch.app, name="batch")
+app.add_typer(settings.app, name="settings")
 app.add_typer(store.app, name="store")
 app.add_typer(cluster.app, name="cluster")
 app.add_typer(machine.cache, name="cache")

@@ -667,6 +667,17 @@ class StoreFlags(options.FlagGroup):
         with open_alone(location) as store, failing_by(StoreError, before=unusable):
             yield store
 
+    def key_names(self, store: Store) -> dict[str, str]:
+        """The names of the keys of the store, revoked ones too, and of the settings, by id."""
+        from sqlalchemy import select
+
+        from gateway.store.schema import keys
+
+        asked = select(keys.c.id, keys.c.name)
+        found = store.run_now(lambda connection: connection.execute(asked).all(), write=False)
+        names = {row[0]: row[1] for row in found}
+        return names | {one.id: one.name or one.id for one in read_settings(self.config).keys}
+
 
 def read_settings(config: Path | None) -> Settings:
     """Read the settings file that is named, else the default one. Raises ConfigError."""

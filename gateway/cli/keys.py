@@ -31,6 +31,7 @@ from gateway.config.errors import ConfigError, Problem, escape_json
 
 if TYPE_CHECKING:
     from gateway.callers.keys import ApiKey
+    from gateway.callers.stored_groups import GroupDesk
     from gateway.callers.stored_keys import KeyDesk, KeyProblem
     from gateway.config.keys import KeySpec
     from gateway.config.settings import Settings
@@ -281,13 +282,17 @@ FIELDS: Mapping[str, tuple[str, ...]] = {
 }
 
 
-def unset_fields(words: Iterable[str], wanted: Mapping[str, Any]) -> list[tuple[str, ...]]:
+def unset_fields(
+    words: Iterable[str],
+    wanted: Mapping[str, Any],
+    fields: Mapping[str, tuple[str, ...]] = FIELDS,
+) -> list[tuple[str, ...]]:
     """Return the fields that `--unset` names. Raises BadParameter, also if `wanted` sets one."""
     found: list[tuple[str, ...]] = []
     for word in (part.strip() for one in words for part in one.split(",")):
-        path = FIELDS.get(word.removeprefix("--").replace("-", "_"))
+        path = fields.get(word.removeprefix("--").replace("-", "_"))
         if path is None:
-            known = ", ".join(name.replace("_", "-") for name in FIELDS)
+            known = ", ".join(name.replace("_", "-") for name in fields)
             raise typer.BadParameter(
                 f"there is no '{word}': it takes {known}", param_hint="--unset"
             )
@@ -497,15 +502,17 @@ class KeyFlags(options.FlagGroup):
         settings = client.read_settings(self.config)
         location = client.named_store(settings)
         print_note(f"store: {location.shown} (no gateway answers at {admin.url})")
+        from gateway.callers.standings import Standings
+        from gateway.callers.stored_groups import GroupDesk
         from gateway.callers.stored_keys import KeyDesk
 
         def unknown(specs: Sequence[KeySpec]) -> Sequence[str]:
             return unknown_models(settings, self.nodes, specs)
 
         with client.open_alone(location) as store:
-            yield StoreAlone(
-                KeyDesk(settings, store, unknown, seconds=client.OPEN_SECONDS), location.shown
-            )
+            seconds, used = client.OPEN_SECONDS, Standings.alone(settings, store)
+            desk = KeyDesk(settings, store, unknown, seconds=seconds, use_of=used.of_keys)
+            yield StoreAlone(desk, GroupDesk(desk, used.of_groups), location.shown)
 
 
 @app.add(
@@ -623,10 +630,17 @@ def show(*, name: KeyName, as_json: Json = False, stored: KeyFlags) -> None:
         print_json(key)
         return
     for field, value in key.items():
+        if field in {"standing", "users"}:
+            continue
         text = format_cell(value)
         if isinstance(value, dict):
             text = cache_text(value) if field == "cache" else limits_text(value)
         print(f"{field:20} {text}")
+    whose = [(f"{one['of']}'s", [one]) for one in key.get("standing") or ()]
+    whose += [(f"user {one['user']}", one["standing"]) for one in key.get("users") or ()]
+    for owner, standing in whose:
+        for one in standing:
+            print(f"{'used':20} {format_cell(owner)} {standing_text(one)}")
 
 
 @app.add(
@@ -804,8 +818,28 @@ def key_row(key: Mapping[str, Any]) -> list[tuple[str, object]]:
         ("GROUP", get("group")),
         ("MODELS", get("models")),
         ("LIMITS", limits_text(get("limits"))),
+        ("USED", used_text(get("standing"), "key")),
+        ("LAST USED", get("last_used_at")),
         ("EXPIRES", get("expires")),
+        ("OLD SECRET UNTIL", get("previous_until")),
     ]
+
+
+def used_text(standing: object, of: str) -> str:
+    """Write what is used of the limits of a key, or of a group, in one line; `-` for nothing."""
+    told = [one for one in standing if one["of"] == of and one["used"]] if standing else []  # type: ignore[attr-defined]
+    return (
+        ", ".join(f"{one['limit']} {one['used']:.10g} of {one['most']:.10g}" for one in told) or "-"
+    )
+
+
+def standing_text(one: Mapping[str, Any]) -> str:
+    """Write how much of a limit is used and left."""
+    text = f"{one['limit']}: {one['used']:.10g} of {one['most']:.10g}"
+    if one["reserved"]:
+        text += f", {one['reserved']:.10g} reserved"
+    text += f", {one['remaining']:.10g} left"
+    return text if one["resets_at"] is None else f"{text}, until {one['resets_at']}"
 
 
 def limits_text(limits: object) -> str:
@@ -961,6 +995,23 @@ class RunningGateway:
         """Revoke a key, and return it."""
         return self._admin.request("DELETE", self._path(name))
 
+    def groups(self) -> dict[str, Any]:
+        """Return all `groups` of keys, and `warnings`."""
+        return self._admin.request("GET", "/admin/groups")
+
+    def put_group(self, name: str, fields: Mapping[str, Any]) -> dict[str, Any]:
+        """Define a group, and return it. Raises NoStore, too."""
+        try:
+            return self._admin.request("PUT", f"/admin/groups/{quote(name, safe='')}", body=fields)
+        except GatewayRefused as error:
+            if error.code == 501:
+                raise NoStore from None
+            raise
+
+    def remove_group(self, name: str) -> dict[str, Any]:
+        """Remove a group of the store, and return it, with `warnings`."""
+        return self._admin.request("DELETE", f"/admin/groups/{quote(name, safe='')}")
+
     def _path(self, name: str) -> str:
         return f"/admin/keys/{quote(str(self.show(name)['id']), safe='')}"
 
@@ -968,8 +1019,9 @@ class RunningGateway:
 class StoreAlone:
     """The keys of a store that this command has open, and of the settings: as `RunningGateway`."""
 
-    def __init__(self, desk: KeyDesk, store: str) -> None:
+    def __init__(self, desk: KeyDesk, groups: GroupDesk, store: str) -> None:
         self._desk = desk
+        self._groups = groups
         self._store = store
 
     def list(self, *, revoked: bool) -> dict[str, Any]:
@@ -991,8 +1043,8 @@ class StoreAlone:
     def change(self, name: str, patch: Mapping[str, Any]) -> dict[str, Any]:
         """Change a key."""
         changed = self._do(self._desk.change(name, patch))
-        # Only of models that this change names: others were warned of before.
-        return changed if "models" in patch else {**changed, "warnings": ()}
+        # Only of what this change names: of others were warned before.
+        return changed if {"models", "group"} & patch.keys() else {**changed, "warnings": ()}
 
     def rotate(self, name: str, sha256: str, grace: float) -> dict[str, Any]:
         """Give a key another secret."""
@@ -1001,6 +1053,18 @@ class StoreAlone:
     def revoke(self, name: str) -> dict[str, Any]:
         """Revoke a key."""
         return self._do(self._desk.revoke(name))
+
+    def groups(self) -> dict[str, Any]:
+        """Return all groups."""
+        return self._do(self._groups.list())
+
+    def put_group(self, name: str, fields: Mapping[str, Any]) -> dict[str, Any]:
+        """Define a group."""
+        return self._do(self._groups.put(name, fields))
+
+    def remove_group(self, name: str) -> dict[str, Any]:
+        """Remove a group."""
+        return self._do(self._groups.remove(name))
 
     def _do(
         self, work: Coroutine[Any, Any, dict[str, Any]], *, of_many: bool = False

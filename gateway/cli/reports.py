@@ -73,7 +73,7 @@ def usage(
     report, table = dict[str, Any](), ""
     with stored.open() as source:
         if not isinstance(source, AdminClient):
-            read = _read(source, asked)
+            read = _read(source, asked, stored)
             report, table = read.to_json(), read.to_csv()
         elif as_csv:
             given["format"] = "csv"
@@ -93,7 +93,7 @@ def usage(
         print_note(f"no request ended since {time_text(query.since)} (until {until or 'now'})")
 
 
-def _read(store: Store, asked: dict[str, str | None]) -> LedgerReport:
+def _read(store: Store, asked: dict[str, str | None], stored: StoreFlags) -> LedgerReport:
     from gateway.callers.reports import InvalidQuery, ReportInterrupted, ReportReader, parse_query
 
     reader = ReportReader(parse_query(time.time(), **asked))
@@ -104,7 +104,8 @@ def _read(store: Store, asked: dict[str, str | None]) -> LedgerReport:
         raise CommandFailed(f"--{error.parameter}: {error}", status=2) from None
     except ReportInterrupted as error:
         raise CommandFailed(str(error)) from None
-    return reader.report()
+    report = reader.report()
+    return report.named(stored.key_names(store).get)
 
 
 _USAGE_COLUMNS = (
@@ -134,10 +135,12 @@ def _show(report: dict[str, Any]) -> None:
     if rows:
         times = _PERCENTILE_COLUMNS if "wait_p95" in rows[0] else ()
         columns = (*_USAGE_COLUMNS, *times)
-        cells = [[*(row[name] for name in by), *_figures(row, columns)] for row in rows]
+        by = [name for one in by for name in ((one, "key_name") if one == "key" else (one,))]
+        cells = [[*(row.get(name) for name in by), *_figures(row, columns)] for row in rows]
         total |= dict.fromkeys(name for _, name in times)
         cells.append(["total", *([None] * (len(by) - 1)), *_figures(total, columns)])
-        print_table([*map(str.upper, by), *(title for title, _ in columns)], cells)
+        titles = ("NAME" if name == "key_name" else name.upper() for name in by)
+        print_table([*titles, *(title for title, _ in columns)], cells)
     if report["rows_found"] > len(rows):
         print_note(f"{report['rows_found'] - len(rows)} more rows: --limit")
     for note in report["notes"]:

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 import typer
 
 from gateway.cli import options
-from gateway.cli.client import AdminClient, StoreFlags, read_settings
+from gateway.cli.client import AdminClient, StoreFlags
 from gateway.cli.options import examples_epilog
 from gateway.cli.terminal import CommandFailed, print_json, print_note, print_table
 
@@ -93,7 +93,7 @@ def requests(
         if isinstance(source, AdminClient):
             found, page = _all(lambda parameters: _asked(source, parameters), given, limit)
         else:
-            names = dict(_names(source, stored))
+            names = stored.key_names(source)
             found, page = _all(lambda parameters: _read(source, parameters, names), given, limit)
     if as_json:
         print_json({**page, "requests": found})
@@ -152,20 +152,6 @@ def _read(store: Store, parameters: dict[str, str], names: dict[str, str]) -> Js
         pass
     page: Json = msgspec.to_builtins(reader.page(names.get))
     return page
-
-
-def _names(store: Store, stored: StoreFlags) -> Iterator[tuple[str, str]]:
-    """Ids and names of the keys of the store, and those of the settings."""
-    from sqlalchemy import Connection, select
-
-    from gateway.store.schema import keys
-
-    def read(connection: Connection) -> list[tuple[str, str]]:
-        found = connection.execute(select(keys.c.id, keys.c.name))
-        return [(id_, name) for id_, name in found]
-
-    yield from store.run_now(read, write=False)
-    yield from ((one.id, one.name or one.id) for one in read_settings(stored.config).keys)
 
 
 _COLUMNS = (

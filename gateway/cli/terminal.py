@@ -134,6 +134,12 @@ def format_cell(value: object) -> str:
     return single_line(str(value))
 
 
+def caller_text(row: Mapping[str, object]) -> str:
+    """Who sent a request: the key's name and id, else what stands for a caller without a key."""
+    caller, name = format_cell(row.get("caller")), row.get("caller_name")
+    return caller if name in {None, row.get("caller")} else f"{format_cell(name)} ({caller})"
+
+
 def state_in_words(node: Mapping[str, object]) -> str:
     """The state of a node, with the share of its load that is done."""
     progress, state = node.get("progress"), format_cell(node.get("state"))

@@ -10,7 +10,7 @@ import typer
 from gateway.cli import options
 from gateway.cli.client import AdminFlags
 from gateway.cli.options import examples_epilog
-from gateway.cli.terminal import console, format_cell, make_table, print_json
+from gateway.cli.terminal import caller_text, console, format_cell, make_table, print_json
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -100,7 +100,7 @@ def _request(request: Json) -> Iterator[str | Table]:
     title = name if name == own else f"{name} ({own})"
     yield f"{title}: {_state(request)}"
     facts = [
-        f"{label} {format_cell(request[key])}"
+        f"{label} {caller_text(request) if key == 'caller' else format_cell(request[key])}"
         for key, label in (
             ("path", ""),
             ("model", "model"),

@@ -466,16 +466,19 @@ class Inventory(ConfigModel):
         return self
 
 
-def load_inventory(path: Path, env: Mapping[str, str] | None = None) -> Inventory:
+def load_inventory(
+    path: Path, env: Mapping[str, str] | None = None, *, text: str | None = None
+) -> Inventory:
     """Read the inventory from a YAML file.
 
-    `env` holds the variables for `${VAR}` and `api_key_env`; by default the process's own.
-    Raises ConfigError with every problem of the file. Reads the disk: call it in a thread.
+    `env` holds the variables for `${VAR}` and `api_key_env`; by default the process's own. `text`:
+    what to read in place of the file's own. Raises ConfigError with every problem of the file.
+    Reads the disk: call it in a thread.
     """
     env = os.environ if env is None else env
-    if not os.path.lexists(path):
+    if text is None and not os.path.lexists(path):
         raise ConfigError([Problem(path, 0, "", "there is no such file", _NO_FILE_REMEDY)])
-    source = yaml_file.read_yaml(path, env)
+    source = yaml_file.read_yaml(path, env, text)
     if foreign := foreign_problem(source, "inventory"):
         raise ConfigError([foreign])
     problems = list(source.problems)

@@ -148,13 +148,13 @@ def _budget(value: object) -> object:
     return f"{f'{amount:.9f}'.rstrip('0').rstrip('.')}/{period}"
 
 
-_GROUP = re.compile(r"[A-Za-z0-9._-]{1,64}")
+GROUP_NAME = re.compile(r"[A-Za-z0-9._-]{1,64}")
 
 
 GroupName = Annotated[
     str,
-    matching(_GROUP, "must be 1 to 64 letters, digits, '.', '_' or '-'"),
-    Field(json_schema_extra={"pattern": f"^{_GROUP.pattern}$"}),
+    matching(GROUP_NAME, "must be 1 to 64 letters, digits, '.', '_' or '-'"),
+    Field(json_schema_extra={"pattern": f"^{GROUP_NAME.pattern}$"}),
     TypeLabel("name"),
 ]
 

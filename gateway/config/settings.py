@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import os
+import re
 from collections.abc import Collection, Iterator, Mapping
+from contextlib import suppress
+from itertools import islice
 from pathlib import Path
-from typing import Annotated, Any, ClassVar, Literal
+from typing import Annotated, Any, ClassVar, Literal, NamedTuple
 
 from pydantic import AfterValidator, BeforeValidator, ValidationInfo, field_validator
 
@@ -64,6 +67,7 @@ from gateway.config.yaml_file import (
     mapping_of,
     read_section,
     read_yaml,
+    to_plain,
     validate,
 )
 
@@ -290,7 +294,7 @@ class Settings(ConfigModel):
     batches: BatchSettings = BatchSettings()
     """Files, batches and background responses."""
     webhooks: WebhookSettings = WebhookSettings()
-    """Events of batches and responses, posted to receivers."""
+    """Events of batches, responses and quotas, posted to receivers."""
     logging: LoggingSettings = LoggingSettings()
     """What is logged."""
     telemetry: TelemetrySettings = TelemetrySettings()
@@ -352,12 +356,17 @@ _EMPTY_REMEDY = "write the settings into it; {} stands for the defaults, which n
 
 
 def load_settings(
-    path: Path | None, env: Mapping[str, str] | None = None, *, rejected: RejectedFiles = "nothing"
+    path: Path | None,
+    env: Mapping[str, str] | None = None,
+    *,
+    rejected: RejectedFiles = "nothing",
+    text: str | None = None,
 ) -> Settings:
     """Read the settings from a YAML file; without a path, every key has its default.
 
-    `env` holds the variables for `${VAR}`; by default the process's own. Raises ConfigError
-    with every problem of the file. Reads the disk: call it in a thread.
+    `env` holds the variables for `${VAR}`; by default the process's own. `text`: what to read in
+    place of the file's own. Raises ConfigError with every problem of the file. Reads the disk: call
+    it in a thread.
 
     `rejected`: files without a setting that are a problem. `blank`: one without a single word;
     `empty`: also one with comments alone, or `null`. A full disk and some editors leave such files
@@ -366,7 +375,7 @@ def load_settings(
     if path is None:
         return Settings()
     env = os.environ if env is None else env
-    source = read_yaml(path, env)
+    source = read_yaml(path, env, text)
     root = source.root
     if foreign := foreign_problem(source, "settings"):
         raise ConfigError([foreign])
@@ -481,3 +490,86 @@ def masked_settings(settings: Settings) -> dict[str, Any]:
         url = WebhookUrl.parse(target["url"])
         target["url"] = url.origin + (f"/{MASK}" if url.path != "/" or url.query else "")
     return shown
+
+
+MOST_ROWS = 5000  # values of the settings that are listed with their origins
+
+
+class SettingRow(NamedTuple):
+    """One value in force, and where it comes from."""
+
+    key: str  # such as `queue.max` or `keys[2].class`
+    value: Any  # as JSON, masked
+    origin: Literal["default", "file", "environment", "option"]
+    line: int | None  # of the file; None: it is not there
+    by: str | None  # the variables or the option that gave it
+
+
+def settings_rows(
+    settings: Settings, text: str | None, env: Mapping[str, str], overrides: Mapping[str, str]
+) -> list[SettingRow]:
+    """Every value in force with its origin, at most `MOST_ROWS`.
+
+    `text`: that of the file which is in force. `overrides`: what gave a value in place of the file,
+    by its key: a variable of `env`, else an option.
+    """
+    entries = _entries(text, env)
+    rows = []
+    for key, value in islice(_leaves(masked_settings(settings), ""), MOST_ROWS):
+        entry, by = entries.get(key) or _written_short(entries, key), overrides.get(key)
+        if by is not None:
+            rows.append(SettingRow(key, value, "environment" if by in env else "option", None, by))
+        elif entry is None:
+            rows.append(SettingRow(key, value, "default", None, None))
+        else:
+            names = ", ".join(sorted(set(_VARIABLE_MARK.findall(str(to_plain(entry.tree))))))
+            origin: Literal["file", "environment"] = "environment" if names else "file"
+            rows.append(SettingRow(key, value, origin, entry.line, names or None))
+    return rows
+
+
+_VARIABLE_MARK = re.compile("\ue000([^\ue001]*)\ue001")
+
+
+def _entries(text: str | None, env: Mapping[str, str]) -> dict[str, YamlEntry]:
+    """The places of a file's values by their keys; in place of each variable stands its name."""
+    if text is None:
+        return {}
+    names = {name: f"\ue000{name}\ue001" for name in env}
+    found: dict[str, YamlEntry] = {}
+
+    def walk(entry: YamlEntry, key: str) -> None:
+        found[key] = entry
+        match entry.tree:
+            case YamlMapping(entries=entries):
+                for name, one in entries.items():
+                    walk(one, f"{key}.{name}" if key else name)
+            case YamlList(entries=items):
+                for number, one in enumerate(items):
+                    walk(one, f"{key}[{number}]")
+
+    with suppress(ConfigError):
+        walk(read_yaml(Path(), names, text).root, "")
+    return found
+
+
+def _written_short(entries: Mapping[str, YamlEntry], key: str) -> YamlEntry | None:
+    """The entry above that is no mapping: a short form, which stands for several values."""
+    while key:
+        key = key[: max(key.rfind("."), key.rfind("["), 0)]
+        if key and (entry := entries.get(key)) is not None:
+            is_short = not isinstance(entry.tree, YamlMapping | YamlList)
+            return entry if is_short and entry.tree != YamlScalar(None) else None
+    return None
+
+
+def _leaves(value: object, key: str) -> Iterator[tuple[str, object]]:
+    """The values of a tree of JSON by their keys; a list of plain values is one."""
+    if isinstance(value, Mapping) and value:
+        for name, one in value.items():
+            yield from _leaves(one, f"{key}.{name}" if key else name)
+    elif isinstance(value, list) and any(isinstance(one, Mapping) for one in value):
+        for number, one in enumerate(value):
+            yield from _leaves(one, f"{key}[{number}]")
+    else:
+        yield key, value

@@ -246,10 +246,15 @@ EventType = Literal[
     "response.failed",
     "response.incomplete",
     "response.cancelled",
+    "quota.near",
+    "quota.spent",
 ]
 
 EVENTS: tuple[EventType, ...] = get_args(EventType)
-"""Types of events, in OpenAI's words."""
+"""Types of events: those of batches and responses in OpenAI's words."""
+
+QUOTA_EVENTS = frozenset({"quota.near", "quota.spent"})
+"""What only targets get that name it."""
 
 _SECRET_FORM = f"a secret is {SECRET_PREFIX} and 24 to 64 bytes in base64, such as "
 _SECRET_FORM += "`llama-gateway webhooks secret` prints"
@@ -304,7 +309,11 @@ class WebhookTarget(ConfigModel):
     events: Annotated[
         tuple[EventType, ...],
         BeforeValidator(as_list),
-        Field(description=f"Events that go there: {', '.join(EVENTS)}. None: all."),
+        Field(
+            description=(
+                f"Events that go there: {', '.join(EVENTS)}. None: all but those of quotas."
+            )
+        ),
         TypeLabel("list of events"),
     ] = ()
     named_only: bool = False
@@ -374,7 +383,7 @@ class WebhookTarget(ConfigModel):
 
     def wants(self, event: str) -> bool:
         """Whether events of this type go there."""
-        return not self.events or event in self.events
+        return event in self.events if self.events else event not in QUOTA_EVENTS
 
 
 def _checked(text: str, key: str) -> tuple[SecretStr, ...]:
@@ -397,7 +406,7 @@ def _is_public(host: str) -> bool:
 
 
 class WebhookSettings(ConfigModel):
-    """Webhooks: events of batches and background responses, posted to receivers."""
+    """Webhooks: events of batches, background responses and quotas, posted to receivers."""
 
     targets: Annotated[tuple[WebhookTarget, ...], TypeLabel("list")] = ()
     """Receivers, and so the only URLs that a `webhook_url` may name. Of several that cover a URL,

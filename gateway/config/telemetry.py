@@ -117,6 +117,10 @@ class TelemetrySettings(ConfigModel):
     gen_ai_metrics: bool = False
     """Requests in `/metrics` also under the names of OpenTelemetry's conventions for generative AI
     (`gen_ai_server_request_duration_seconds` and so on)."""
+    key_names: bool = True
+    """`llama_gateway_key_info` in `/metrics`: the name of each API key that sends requests beside
+    its id, of 1,000 at most, for whoever may know callers: without admin keys, or from the role
+    operator on."""
     node_metrics: bool = True
     """Serve `/metrics/nodes`: the metrics of all llama.cpp servers, each with its node's name."""
     traces: TracesSettings = TracesSettings()

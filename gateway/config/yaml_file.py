@@ -118,12 +118,13 @@ def to_plain(tree: YamlTree, longest: int | None = None) -> object:
             return {key[:longest]: to_plain(one.tree, longest) for key, one in entries.items()}
 
 
-def read_yaml(path: Path, env: Mapping[str, str]) -> YamlDocument:
+def read_yaml(path: Path, env: Mapping[str, str], text: str | None = None) -> YamlDocument:
     """Read a YAML file of one document and replace each `${VAR}` by its value in `env`.
 
-    Raises ConfigError where there is no tree: no such file, not YAML, too large, too deep.
+    `text`: what to read in place of the file's own. Raises ConfigError where there is no tree: no
+    such file, not YAML, too large, too deep.
     """
-    text = read_text(path)
+    text = read_text(path) if text is None else text
     if bad := Reader.NON_PRINTABLE.search(text):
         line = text.count("\n", 0, bad.start()) + 1
         column = bad.start() - text.rfind("\n", 0, bad.start())

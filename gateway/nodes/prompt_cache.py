@@ -259,6 +259,7 @@ LEAST_HOST_TOKENS, MOST_HOST_TOKENS = 4096.0, 1_048_576.0  # tokens between whic
 MOST_HOST_PROMPTS = 96  # prompts of one node's host memory that are modelled
 MOST_HOST_BLOCKS = 4096  # blocks of one node's host memory that are modelled
 MOST_COMPARED_PROMPTS = 32  # running requests that one prompt is compared with
+MOST_HIT_PREFIXES = 16  # prefixes of one node whose hits are counted: the last ones that had any
 
 
 class CacheLookup(NamedTuple):
@@ -293,6 +294,17 @@ class KeptPrompt(msgspec.Struct, frozen=True, array_like=True):
         """The prompt in this form."""
         blocks = held.blocks.tobytes()
         return cls(blocks, held.prompt_tokens, held.answer_tokens, held.ends_on_block)
+
+
+@dataclass(slots=True)
+class PrefixHits:
+    """What one node had cached of prompts with a common beginning, since the first such hit."""
+
+    requests: int = 0
+    prompt_tokens: float = 0.0
+    cached_tokens: float = 0.0
+    length: float = math.inf
+    """The least tokens that a hit has found: what all of them have in common."""
 
 
 @dataclass(slots=True)
@@ -431,6 +443,26 @@ class FleetPromptCache:
         answer = completion_tokens if 0 <= completion_tokens < math.inf else 0.0
         held = CachedPrompt(row, None, prompt_tokens, answer, prompt.ends_on_block, caller=caller)
         node.take_in(held, prompt.blocks)
+        if 0 <= cached_tokens <= prompt_tokens and prompt.blocks:
+            self._count_hit(node, prompt, prompt_tokens, cached_tokens)
+
+    def _count_hit(
+        self, node: NodePromptCache, prompt: PromptKey, prompt_tokens: float, cached: float
+    ) -> None:
+        first = prompt.blocks[0]
+        found = node.hits.pop(first, None)
+        if found is None:
+            if cached < LEAST_PREDICTION:
+                return
+            found = PrefixHits()
+            if len(node.hits) >= MOST_HIT_PREFIXES:
+                del node.hits[next(iter(node.hits))]
+        node.hits[first] = found  # The last used is the last one.
+        found.requests += 1
+        found.prompt_tokens += prompt_tokens
+        found.cached_tokens += cached
+        if cached >= LEAST_PREDICTION:
+            found.length = min(found.length, cached)
 
     def request_dropped(self, row: int, prompt: PromptKey, written_tokens: float = 0.0) -> None:
         """A request ended without usage, after so many tokens of its answer.
@@ -552,6 +584,8 @@ class NodePromptCache:
     the server ignores them."""
     failures: int = 0  # failed predictions in a row
     changes: int = 0  # prompts that have come or gone
+    hits: dict[int, PrefixHits] = field(default_factory=dict)
+    """By the first block of prompts, the one that was used least recently first."""
 
     def take_in(
         self, held: CachedPrompt, blocks: tuple[int, ...], *, reported: bool = True

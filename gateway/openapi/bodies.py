@@ -238,8 +238,9 @@ def fields_schema(fields: Fields, optional: Collection[str] = ()) -> JsonSchema:
     properties = {}
     for name, (kind, meaning) in fields.items():
         base = kind.removesuffix("?")
+        types = {"type": [base, "null"] if kind.endswith("?") else base}
         properties[name] = {
-            "type": [base, "null"] if kind.endswith("?") else base,
+            **({} if base == "any" else types),
             "description": _sentence(meaning),
         }
     required = [name for name in properties if name not in optional]
@@ -248,7 +249,8 @@ def fields_schema(fields: Fields, optional: Collection[str] = ()) -> JsonSchema:
 
 # Fields that described bodies may lack. It depends on a decision's kind which others it has.
 _OPTIONAL: dict[str, Collection[str]] = {
-    "ApiKey": {"key", "warnings"},
+    "ApiKey": {"key", "last_used_at", "standing", "users", "warnings"},
+    "KeyGroup": {"warnings"},
     "Decision": FIELDS["Decision"].keys() - {"kind", "at", "seconds", "summary"},
 }
 

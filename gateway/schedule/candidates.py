@@ -24,7 +24,7 @@ from gateway.lease import LeaseRequest, Tried, WantedNode
 from gateway.nodes.fleet import Fleet
 from gateway.nodes.model_index import DEDICATED_ENDPOINTS, CapableNodes, ModelIndex
 from gateway.nodes.node import Node
-from gateway.nodes.prompt_cache import CacheContents, FleetPromptCache
+from gateway.nodes.prompt_cache import CacheContents, FleetPromptCache, PrefixHits
 from gateway.nodes.router import LoadPhase
 from gateway.nodes.speed import Speed
 from gateway.schedule.core.dispatcher import Dispatcher
@@ -219,6 +219,12 @@ class FleetSync:
         """What a node is believed to cache."""
         row = self._rows.get(node)
         return CacheContents(0, 0) if row is None else self.prompt_cache.contents(row.index)
+
+    def cache_hits(self, node: Node) -> Mapping[int, PrefixHits]:
+        """What it had cached of prompts, by their first blocks."""
+        row = self._rows.get(node)
+        cache = None if row is None else self.prompt_cache.nodes.get(row.index)
+        return {} if cache is None else cache.hits
 
     def row(self, node: Node) -> NodeSlots | None:
         """A node's row; None: it has none."""

@@ -1,4 +1,4 @@
-"""Events of batches and responses, delivered to webhooks for a day, at least once.
+"""Events of batches, responses and quotas, delivered to webhooks for a day, at least once.
 
 A caller can name a URL, and so let the gateway, which stands in a network of trust, send requests.
 So only URLs at or below one of the settings' targets are taken, and only if every address of the
@@ -40,11 +40,18 @@ from typing import Any, Literal, NamedTuple
 import httpcore  # noqa: F401 - httpx would import it on the event loop: 30 ms
 import httpx
 import structlog
-from sqlalchemy import Connection, delete, func, literal_column, select, update
+from sqlalchemy import Connection, case, delete, func, literal_column, select, update
 
 from gateway import __version__
 from gateway.api.outcome import retry_after_seconds
-from gateway.config.stored import WebhookSettings, WebhookTarget, WebhookUrl, secret_bytes
+from gateway.callers.limits import UsedQuota
+from gateway.config.stored import (
+    QUOTA_EVENTS,
+    WebhookSettings,
+    WebhookTarget,
+    WebhookUrl,
+    secret_bytes,
+)
 from gateway.errors import GatewayError
 from gateway.events import EventBus, WebhookAttempted
 from gateway.store.database import insert_for
@@ -368,6 +375,7 @@ def _words(error: Exception) -> str:
 
 
 LONGEST_ERROR = 200  # characters of `last_error`
+QUOTA_KEPT_SECONDS = 31 * 86400.0  # for which deliveries of quotas stay beyond others
 
 
 class DeliveryState(StrEnum):
@@ -389,6 +397,7 @@ class WebhookEvent:
     owner: str  # the id of the key that has the object
     group_name: str | None
     created_at: float  # Unix time at which it happened
+    figures: Mapping[str, Any] = field(default_factory=dict)  # that go with the object's id
 
     def body(self) -> str:
         """What is sent, signed as it is."""
@@ -397,7 +406,7 @@ class WebhookEvent:
             "id": f"evt_{_digest(self.type, self.object_id)}",
             "type": self.type,
             "created_at": int(self.created_at),
-            "data": {"id": self.object_id},
+            "data": {"id": self.object_id, **self.figures},
         }
         return json.dumps(told, separators=(",", ":"))
 
@@ -521,8 +530,11 @@ def put_back_deliveries(
 
 def remove_ended(connection: Connection, before: float, limit: int) -> int:
     """Remove deliveries that ended before that time, so many at most; returns how many."""
+    # Those of quotas keep their quota from being told of again within its month.
+    of_quota = deliveries.c.event.in_(QUOTA_EVENTS)
+    least = case((of_quota, before - QUOTA_KEPT_SECONDS), else_=before)
     old = select(deliveries.c.id).where(
-        deliveries.c.state != DeliveryState.WAITING, deliveries.c.next_at < before
+        deliveries.c.state != DeliveryState.WAITING, deliveries.c.next_at < least
     )
     ids = list(connection.scalars(old.limit(limit)))
     connection.execute(delete(deliveries).where(deliveries.c.id.in_(ids)))
@@ -570,6 +582,15 @@ class WebhookEvents:
         """A response in the background has ended."""
         event = WebhookEvent(f"response.{end}", row.id, row.owner, row.group_name, ended_at)
         self._add(connection, event, row.webhook_url)
+
+    def quota_used(self, connection: Connection, quota: UsedQuota, name: str | None) -> None:
+        """A quota is nearly, or quite, used up; `name`: of the key, if it is a key's."""
+        one = quota.standing
+        type_ = "quota.spent" if quota.spent else "quota.near"
+        key, group = (quota.id if one.kind == kind else None for kind in ("key", "group"))
+        figures = {**one.as_json(), "key": key, "name": name, "group": group}
+        event = WebhookEvent(type_, quota.name, key or "", group, self._now(), figures)
+        self._add(connection, event, None)
 
     def _add(self, connection: Connection, event: WebhookEvent, named: str | None) -> None:
         urls = self._targets.receivers(event.owner, event.group_name, event.type, named)

@@ -46,9 +46,18 @@ _OWN_STATES = frozenset({"ejected", "degraded", "draining"})
 MOST_NAMED_REQUESTS = 16  # requests that broke off with an edge and that one line names
 
 
-def log_events(bus: EventBus, logs: Logs, draw: Callable[[], float] = random.random) -> EventLog:
-    """Log each event of `bus`. `draw`: a number from 0 to 1, for `EventLog.configure`."""
-    event_log = EventLog(logs, draw)
+def log_events(
+    bus: EventBus,
+    logs: Logs,
+    draw: Callable[[], float] = random.random,
+    *,
+    name_of: Callable[[str], str | None] = lambda _: None,
+) -> EventLog:
+    """Log each event of `bus`. `draw`: a number from 0 to 1, for `EventLog.configure`.
+
+    `name_of`: the name of the key with this id; when names change, `bus.ended` forgets its kinds.
+    """
+    event_log = EventLog(logs, draw, name_of)
     bus.ended.read_by(event_log.request)
     bus.subscribe(AttemptEnded, event_log.attempt)
     bus.subscribe(StreamResumed, event_log.resumed)
@@ -69,9 +78,12 @@ def log_events(bus: EventBus, logs: Logs, draw: Callable[[], float] = random.ran
 class EventLog:
     """Turns events into log lines."""
 
-    def __init__(self, logs: Logs, draw: Callable[[], float]) -> None:
+    def __init__(
+        self, logs: Logs, draw: Callable[[], float], name_of: Callable[[str], str | None]
+    ) -> None:
         self._logs = logs
         self._draw = draw
+        self._name_of = name_of
         self._share = 1.0
 
     def configure(self, share: float) -> None:
@@ -88,7 +100,8 @@ class EventLog:
         """
         failed = kind.status >= 500
         level = "warning" if failed else "info"
-        number, template, logs = LEVELS[level], access_line_template(kind, level), self._logs
+        number, logs, name = LEVELS[level], self._logs, self._name_of(kind.caller)
+        template = access_line_template(kind, level, name)
 
         def write(record: RequestRecord) -> None:
             share = self._share
@@ -100,7 +113,7 @@ class EventLog:
                 # The only line of every request. Built here, it costs a tenth of structlog's chain.
                 logs.writer.write(access_log_line(template, record))
             else:
-                self._write(level, "request", access_log_fields(record))
+                self._write(level, "request", access_log_fields(record, name))
 
         return write
 
@@ -260,8 +273,8 @@ class EventLog:
             structlog.get_logger().log(LEVELS[level], event, **fields)
 
 
-def access_log_fields(record: RequestRecord) -> dict[str, Any]:
-    """What a request's line on a terminal tells."""
+def access_log_fields(record: RequestRecord, caller_name: str | None = None) -> dict[str, Any]:
+    """What a request's line on a terminal tells; `caller_name`: of its key, if it has one."""
     fields: dict[str, Any] = {
         "id": escape_unprintable(record.x_request_id),
         "path": escape_unprintable(record.path),
@@ -279,6 +292,8 @@ def access_log_fields(record: RequestRecord) -> dict[str, Any]:
         "stream": record.stream,
         "caller": record.caller,
     }
+    if caller_name is not None:
+        fields["caller_name"] = escape_unprintable(caller_name)
     if record.reason is not None:
         fields["reason"] = record.reason
     if record.trace is not None:
@@ -286,10 +301,13 @@ def access_log_fields(record: RequestRecord) -> dict[str, Any]:
     return fields
 
 
-def access_line_template(kind: EndedKind, level: str) -> bytes:
-    """The line of requests of this kind as JSON, but for what differs between them."""
+def access_line_template(kind: EndedKind, level: str, caller_name: str | None = None) -> bytes:
+    """The line of requests of this kind as JSON, but for what differs between them.
+
+    `caller_name`: of the key, if they have one.
+    """
     fixed = (
-        b'"path":%b,"class":"%b","model":%b,"node":%b,"stream":%b,"caller":%b,'
+        b'"path":%b,"class":"%b","model":%b,"node":%b,"stream":%b,"caller":%b%b,'
         b'"status":%d,"attempts":%d'
     ) % (
         _quoted(kind.path),
@@ -298,6 +316,7 @@ def access_line_template(kind: EndedKind, level: str) -> bytes:
         b"null" if kind.node is None else _quoted(kind.node),
         b"true" if kind.stream else b"false",
         _quoted(kind.caller),
+        b"" if caller_name is None else b',"caller_name":' + _quoted(caller_name),
         kind.status,
         kind.attempts,
     )

@@ -199,6 +199,7 @@ HELP = {
     "folder_refusals_total": "Files for which the folder of files and results had no room.",
     "hooks_total": "Hooks that have started or stopped a standby node, or failed to.",
     "in_flight": "Requests that wait or run.",
+    "key_info": "1 for each API key that has sent requests: its id and its name.",
     "inventory_error": "1 while the inventory on disk is invalid and an older one is in force.",
     "late_leases_total": (
         "Requests that were not sent to a node, since their member did not lead any more."
@@ -231,6 +232,10 @@ HELP = {
     ),
     "prediction_ratio": (
         "Actual time of complete responses, divided by that expected at the grant of a slot."
+    ),
+    "quota_used_ratio": (
+        "Share of a limit of money or tokens for a day or month that is used, from 0.8 on; state "
+        "spent: a request was refused for it, or nothing is left."
     ),
     "queue_depth": "Requests that wait for a slot.",
     "queue_oldest_seconds": (
@@ -285,6 +290,7 @@ MOST_MODELS = 1000  # Most distinct model labels; further models are counted as 
 NODES_OF_A_STEP = 200  # Nodes whose state is read at once: about a millisecond
 # Most pairs of a caller and a reason of refusals; further ones are counted as `other`.
 MOST_REFUSED = 200
+MOST_KEYS = 1000  # Most keys whose names are told
 MOST_NODES = 10_000  # Most distinct node labels; further nodes are counted as `other`
 MOST_INSTANCES = 5000  # Most pairs of a router and a model; further ones are counted as `other`
 
@@ -454,6 +460,9 @@ class MetricsSnapshot:
     """What spill-over to GPUs may still cost in its window; None: money does not limit it."""
     in_flight: int = 0  # Requests that are queued or run
     paused_models: Sequence[str] = ()  # Public names that an operator has paused
+    name_of: Callable[[str], str | None] = lambda _: None  # The name of the key with this id
+    quotas: Mapping[tuple[str, str, str, str, str], float] = field(default_factory=dict)
+    """Shares of quotas that are nearly used up, by `of`, `id`, `limit`, `period` and `state`."""
     inventory_error: bool = False  # The inventory on disk is invalid; an older one is in force
     retry_budget: float | None = None  # Retries that the budget allows now
     certificate_days_left: Mapping[str, float] = field(default_factory=dict)
@@ -490,6 +499,7 @@ class Metrics:
         self._load_seconds = LabelledHistogram("model")
         self._limits_reached: dict[tuple[str, str], int] = {}
         self._refused: dict[tuple[str, str], int] = {}
+        self._keys: set[str] = set()  # Ids of keys that have sent requests
         self._overhead = Histogram(_OVERHEAD)
         self._response = LabelledHistogram("model", "class", "tier", "outcome")
         self._first_token = LabelledHistogram("model", "class", "tier")
@@ -550,6 +560,9 @@ class Metrics:
         counts.completion += kind.completion
         if kind.tier is not None:
             self._cost[kind.tier] = self._cost.get(kind.tier, 0.0) + kind.cost
+        # Callers without a key have an address.
+        if len(self._keys) < MOST_KEYS and ":" not in kind.caller:
+            self._keys.add(kind.caller)
         if kind.status == REFUSED_STATUS:
             key = (kind.caller, kind.reason or "unknown")
             if key not in self._refused and len(self._refused) >= MOST_REFUSED:
@@ -624,8 +637,8 @@ class Metrics:
         """The text for Prometheus, of type `CONTENT_TYPE`."""
         return b"".join(self.steps())
 
-    def steps(self) -> Iterator[bytes]:
-        """The text in pieces; other work may go on between two of them.
+    def steps(self, *, key_names: bool = True) -> Iterator[bytes]:
+        """The text in pieces, perhaps without the names of keys; other work may go on between two.
 
         The state is that of the first steps, and counts are those at the time of their piece.
         """
@@ -654,6 +667,9 @@ class Metrics:
         page.counts("model_instances", models.states, "model", "node", "state")
         page.counts("model_load_failures", models.failures, "node", "model")
         _add_state(page, snapshot)
+        if key_names:
+            named = ((key, snapshot.name_of(key)) for key in self._keys)
+            page.counts("key_info", {one: 1 for one in named if one[1] is not None}, "key", "name")
         if snapshot.ledger is not None:
             page.number("ledger_rows_waiting", snapshot.ledger.pending)
             page.number("ledger_rows_written_total", snapshot.ledger.written)
@@ -776,6 +792,7 @@ def _add_state(page: _Page, snapshot: MetricsSnapshot) -> None:
         page.number("spill_money_left", snapshot.spill_money_left)
     page.number("in_flight", snapshot.in_flight)
     page.counts("model_paused", dict.fromkeys(snapshot.paused_models, 1), "model")
+    page.counts("quota_used_ratio", snapshot.quotas, "of", "id", "limit", "period", "state")
     page.number("inventory_error", int(snapshot.inventory_error))
     if snapshot.retry_budget is not None:
         page.number("retry_budget", snapshot.retry_budget)

@@ -7,6 +7,7 @@ remedy names commands that exist; tests/watch/test_problems.py runs their `--hel
 from __future__ import annotations
 
 import enum
+import hashlib
 import shlex
 from collections import Counter, defaultdict
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
@@ -15,6 +16,8 @@ from typing import Any
 
 import structlog
 
+from gateway.callers.limits import UsedQuota
+from gateway.callers.windows import time_text
 from gateway.events import EdgeLost
 from gateway.schedule.model_placer import UnkeptWish
 from gateway.watch.metrics import ClusterSample
@@ -24,6 +27,8 @@ MOST_NAMED_NODES = 8  # most nodes that one problem names
 # Most paused models, and most models whose nodes differ, that are told one by one.
 MOST_NAMED_MODELS = 8
 MOST_NAMED_REQUESTS = 8  # most requests that one problem names
+MOST_NAMED_QUOTAS = 8  # most quotas that are told one by one
+MOST_NAMED_GROUPS = 8  # most groups that one problem names
 LEADERLESS_SECONDS = 10.0  # without a leader that are none of a mere change of the leader
 LOST_EDGE_SECONDS = 600.0  # seconds for which it is a problem that an edge has died
 FULL_QUEUE_SHARE = 0.8  # of `queue.max`: from this share on the queue is about to refuse requests
@@ -402,6 +407,7 @@ def _flooding_caller(state: FleetCondition) -> Iterator[Problem]:
         remedy.words.format(entry=remedy.entry),
         tuple(line.format(name=shlex.quote(caller)) for line in remedy.commands),
         caller=caller,
+        caller_name=state.caller_names.get(caller),
         anonymous_commands=tuple(line.format(name="NAME") for line in remedy.commands),
         anonymous_remedy=remedy.words.format(entry="its entry of keys"),
     )
@@ -443,6 +449,69 @@ def _flood_remedy(caller: str, place: int | None, *, is_limited: bool) -> _Flood
     return _FloodRemedy(
         "Give its key a limit, or revoke it.",
         (show, "llama-gateway keys set {name} --rpm 60"),
+    )
+
+
+_QUOTA_OWNERS = {
+    "key": ("A key has", "llama-gateway keys show {}"),
+    "group": ("A group has", "llama-gateway groups list"),
+    "total": ("All callers together have", "llama-gateway usage --by key --since 1d"),
+}
+
+
+def _used_quotas(state: FleetCondition) -> Iterator[Problem]:
+    for one in state.quotas[:MOST_NAMED_QUOTAS]:
+        of, limit, period, most, used, _, resets_at = one.standing
+        owner, show = _QUOTA_OWNERS[of]
+        what = f"the {'money' if limit == 'budget' else 'tokens'} of the {period}"
+        cause = f"{used:.10g} of {most:.10g} are used; the next {period} begins at "
+        cause += f"{time_text(resets_at or 0.0)}."
+        if one.spent:
+            cause += " Requests that do not fit get 429 insufficient_quota until then."
+        # Its id must not tell viewers whose it is.
+        digest = hashlib.sha256(one.name.encode()).hexdigest()[:12]
+        yield Problem(
+            f"quota:{digest}",
+            Severity.WARNING if one.spent else Severity.NOTICE,
+            f"{owner} used up {what}" if one.spent else f"{owner} used {one.share:.0%} of {what}",
+            cause,
+            f"Nothing, if that is the limit's purpose. Else raise the limit ({limit}).",
+            (show.format(shlex.quote(one.id)),),
+            caller=one.id if of == "key" else f"group {one.id}" if one.id else None,
+            caller_name=state.caller_names.get(one.id) if of == "key" else None,
+            anonymous_commands=(show.format("NAME"),),
+        )
+    more = len(state.quotas) - MOST_NAMED_QUOTAS
+    if more > 0:
+        yield Problem(
+            "quotas",
+            Severity.NOTICE,
+            f"Further limits of money or tokens are nearly used up: {more}",
+            "Of each at least 80 % of its day or month is used.",
+            "Nothing, if that is the limits' purpose. Else raise them.",
+            ("llama-gateway keys list", "llama-gateway groups list"),
+        )
+
+
+def _undefined_groups(state: FleetCondition) -> Iterator[Problem]:
+    groups = state.undefined_groups
+    if not groups:
+        return
+    names = [f"{name} ({_count(keys, 'key')})" for name, keys in groups.items()]
+    more = len(names) - MOST_NAMED_GROUPS
+    shown = ", ".join(names[:MOST_NAMED_GROUPS]) + (f" and {more} more" if more > 0 else "")
+    first = shlex.quote(next(iter(groups)))
+    yield Problem(
+        "groups_undefined",
+        Severity.WARNING,
+        f"{_count(len(groups), 'group')} of keys {'is' if len(groups) == 1 else 'are'} defined "
+        "nowhere, and so without a limit",
+        "Keys name groups that neither the settings nor the store define; the release after this "
+        "one refuses such keys.",
+        "Define each, with or without limits, or take its keys out of it.",
+        (f"llama-gateway groups set {first} --rpm 600", "llama-gateway groups list"),
+        caller=f"group {shown}",
+        anonymous_commands=("llama-gateway groups list",),
     )
 
 
@@ -560,6 +629,7 @@ def _full_storage(state: FleetCondition) -> Iterator[Problem]:
             "Let it delete files that it has read, or raise batches.bytes_per_key in the settings.",
             (CHECK, "journalctl -u llama-gateway -n 200"),
             caller=callers[0],
+            caller_name=state.caller_names.get(callers[0]),
         )
 
 
@@ -677,8 +747,9 @@ def _count(number: int, what: str) -> str:
 RULES = (
     _locked, _cluster, _fleet_out, _models_out, _failing_requests, _paused_models, _full_queue,
     _out_nodes, _failed_loads, _second_gateway, _routers_left_alone, _unkept_wishes, _slow_nodes,
-    _drifted_nodes, _flooding_caller, _spent_budget, _store_problems, _full_storage,
-    _file_errors, _failed_starts, _lost_edges, _drained_nodes, _differing_models,
+    _drifted_nodes, _flooding_caller, _spent_budget, _used_quotas, _undefined_groups,
+    _store_problems, _full_storage, _file_errors, _failed_starts, _lost_edges, _drained_nodes,
+    _differing_models,
 )  # fmt: skip
 """In the order in which problems of one severity are shown."""
 
@@ -737,15 +808,17 @@ class Problem:
     commands: tuple[str, ...] = ()  # command lines of the remedy
     nodes: tuple[str, ...] = ()  # the first of the nodes that it is about
     caller: str | None = None  # the caller that it is about; for operators only
+    caller_name: str | None = None  # the name of its key; likewise
     anonymous_commands: tuple[str, ...] | None = None
     """`commands` for those who may not know the caller; None: they do not name it."""
     anonymous_remedy: str | None = None  # likewise
 
     def as_json(self, *, may_name_callers: bool) -> dict[str, Any]:
         """As the admin API shows it."""
-        caller, remedy, commands = self.caller, self.remedy, self.commands
+        caller, name = self.caller, self.caller_name
+        remedy, commands = self.remedy, self.commands
         if not may_name_callers:
-            caller, remedy = None, self.anonymous_remedy or remedy
+            caller, name, remedy = None, None, self.anonymous_remedy or remedy
             commands = self.anonymous_commands or commands
         return {
             "id": self.id,
@@ -756,6 +829,7 @@ class Problem:
             "commands": commands,
             "nodes": self.nodes,
             "caller": caller,
+            "caller_name": name,
         }
 
 
@@ -814,6 +888,7 @@ def _tell(problem: Problem) -> None:
         "commands": "; ".join(problem.commands),
         "nodes": ", ".join(problem.nodes),
         "caller": problem.caller,
+        "caller_name": problem.caller_name,
     }
     level = log.info if problem.severity is Severity.NOTICE else log.warning
     level("problem", **{name: value for name, value in fields.items() if value})
@@ -910,6 +985,11 @@ class FleetCondition:
     traffic: TrafficCondition = TrafficCondition()
     settings_keys: Mapping[str, int] = field(default_factory=dict)
     """Of the callers named above, those whose keys are in the settings: their places in `keys`."""
+    caller_names: Mapping[str, str | None] = field(default_factory=dict)
+    """The names of their keys."""
+    quotas: Sequence[UsedQuota] = ()  # the fullest first
+    undefined_groups: Mapping[str, int] = field(default_factory=dict)
+    """How many keys are of each group that nobody has defined."""
     spill: SpillCondition | None = None
     inventory_error: str | None = None
     settings_error: str | None = None

@@ -2,10 +2,13 @@ from __future__ import annotations
 
 import asyncio
 from pathlib import Path
+from typing import Any
+
+import pytest
 
 from gateway.callers.keys import new_key
 from tests.emulator import EmulatedNode
-from tests.gateways import running_gateway
+from tests.gateways import Running, running_gateway, until
 from tests.virtual import in_virtual_time
 from tests.web.bare_gateway import bare_gateway, error_of
 
@@ -90,3 +93,106 @@ async def test_an_invalid_file_is_422_with_every_problem_and_changes_nothing(
     assert second["key"] == "nodes[1].url"
     assert [node["name"] for node in nodes] == ["node-0"]
     assert "slotz" in status["inventory_error"]
+
+
+async def versions_of(running: Running, number: int) -> list[dict[str, Any]]:
+    """The versions of the settings, once there are so many."""
+    history = running.gateway.config_files.histories["gateway"]
+    await until(lambda: len(history.versions()) >= number)
+    files = (await running.admin.get("/admin/config/history")).json()["files"]
+    found: list[dict[str, Any]] = files[0]["versions"]
+    return found
+
+
+@in_virtual_time
+async def test_each_text_in_force_is_a_version_and_can_come_back(tmp_path: Path) -> None:
+    async with running_gateway(tmp_path, [EmulatedNode()], {"queue": {"max": 1}}) as running:
+        admin = running.admin
+        await versions_of(running, 1)  # that of the start
+        await unwatched()
+        running.write_settings({"queue": {"max": "many"}})
+        assert (await admin.post("/admin/reload")).status_code == 422
+        running.write_settings({"queue": {"max": 2}})
+        assert (await admin.post("/admin/reload")).status_code == 200
+        newest, first = await versions_of(running, 2)
+        assert (newest["in_force"], newest["on_disk"]) == (True, True)
+        assert (first["in_force"], first["on_disk"]) == (False, False)
+        diff = (await admin.get("/admin/config/diff", params={"from": first["name"]})).json()
+        assert "-  max: 1" in diff["lines"]
+        assert "+  max: 2" in diff["lines"]
+        done = await admin.post("/admin/config/rollback", json={"version": first["name"]})
+        assert done.json() == {
+            "file": str(running.settings_file),
+            "version": first["name"],
+            "kept": None,
+        }
+        assert running.gateway.settings.queue.max == 2
+        assert (await admin.post("/admin/reload")).json()["settings"]["changed"] == ["queue"]
+        assert running.gateway.settings.queue.max == 1
+        [entry] = (await admin.get("/admin/audit?action=config")).json()["entries"]
+    assert (entry["action"], entry["target"]) == ("config.rollback", first["name"])
+    assert "max" not in str(entry["details"])
+
+
+@in_virtual_time
+async def test_a_rollback_that_can_not_be_says_why_and_writes_nothing(tmp_path: Path) -> None:
+    async with running_gateway(tmp_path, [EmulatedNode()], {"queue": {"max": 1}}) as running:
+        admin = running.admin
+        [first] = await versions_of(running, 1)
+        await unwatched()
+
+        async def refused(**body: str) -> tuple[int, str]:
+            response = await admin.post("/admin/config/rollback", json=body)
+            return response.status_code, error_of(response)["code"]
+
+        name = first["name"]
+        assert await refused(version="gateway-1999") == (404, "version_not_found")
+        assert await refused(version="../gateway.yaml") == (404, "version_not_found")
+        assert await refused(name=name) == (400, "invalid_request")
+        assert await refused(version=name, more="") == (400, "invalid_request")
+        text = running.settings_file.read_text()
+        running.settings_file.write_text(f"# Managed by Ansible (gateway): no\n{text}")
+        assert await refused(version=name) == (409, "file_managed")
+        # A folder stands where the file would be: nobody may replace it.
+        running.settings_file.unlink()
+        running.settings_file.mkdir()
+        (running.settings_file / "x").write_text("")
+        assert await refused(version=name) == (409, "file_not_writable")
+        version = next((tmp_path / ".gateway.yaml.history").iterdir())
+        version.write_text("queue: {max: many}\n")
+        response = await admin.post("/admin/config/rollback", json={"version": name})
+        assert response.status_code == 422
+        assert response.json()["problems"][0]["key"] == "queue.max"
+
+
+@in_virtual_time
+async def test_each_setting_says_where_it_comes_from(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("QUEUE", "77")
+    key = new_key("team")
+    settings = {
+        "queue": {"max": "${QUEUE}", "max_wait": 60},
+        "models": {"small": {"use": "emulated"}},
+        "keys": [{"id": key.id, "sha256": key.sha256, "name": "Team"}],
+    }
+    async with running_gateway(tmp_path, [EmulatedNode()], settings) as running:
+        await versions_of(running, 1)
+        response = await running.admin.get("/admin/config/origins")
+        lines = running.settings_file.read_text().splitlines()
+    rows = {row["key"]: row for row in response.json()["values"]}
+
+    def of(name: str) -> tuple[object, str, str | None, str]:
+        row = rows[name]
+        line = "" if row["line"] is None else lines[row["line"] - 1].strip()
+        return row["value"], row["origin"], row["by"], line
+
+    assert of("queue.max") == (77, "environment", "QUEUE", "max: ${QUEUE}")
+    assert of("queue.max_wait") == (60.0, "file", None, "max_wait: 60")
+    assert of("models.small.use")[1:] == ("file", None, "use: emulated")
+    assert of("keys[0].name") == ("Team", "file", None, "name: Team")
+    assert of("keys[0].class")[1] == "default"
+    assert of("retries.total" if "retries.total" in rows else "resume")[1] == "default"
+    assert of("admin.port") == (0, "option", "--admin-port", "")
+    assert key.sha256 not in response.text
+    assert response.json()["complete"]

@@ -141,16 +141,15 @@ async def test_an_operator_drains_and_resumes_a_node_by_a_click(tmp_path: Path) 
         await card.get_by_role("button", name=f"Resume {name}").click()
         await expect(card.locator(".state")).to_contain_text("ready")
         assert not running.gateway.fleet.nodes[name].draining
-        # By the keyboard alone, in the dialog.
+        # By the keyboard alone, to the node's page and back.
         await card.get_by_role("link", name=name).focus()
         await page.keyboard.press("Enter")
-        dialog = page.get_by_role("dialog")
-        await expect(dialog).to_contain_text("NUMA node 1")
-        await dialog.get_by_role("button", name="Probe").click()
+        shown = page.locator("#node")
+        await expect(shown).to_contain_text("NUMA node 1")
+        await shown.get_by_role("button", name="Probe").click()
         await expect(page.locator("#toasts")).to_contain_text(f"{name}:")
-        await page.keyboard.press("Escape")
-        await expect(dialog).to_be_hidden()
-        await expect(card.get_by_role("link", name=name)).to_be_focused()
+        await page.go_back()
+        await expect(card).to_be_visible()
 
 
 async def test_a_killed_node_is_the_first_problem_and_its_return_ends_it(tmp_path: Path) -> None:
@@ -201,24 +200,19 @@ async def test_an_operator_cancels_a_request_by_a_click(tmp_path: Path) -> None:
 
 async def test_a_request_is_explained_by_a_click_and_by_the_keyboard(tmp_path: Path) -> None:
     async with a_dashboard(tmp_path, at="requests", hosts="a", chats=6) as (_, _, page):
-        dialog = page.get_by_role("dialog")
-        running_row = page.locator("#requests tr.writing").first
+        why = page.locator("#request")
+        running_row = page.locator("#requests tr:has(.phase.writing)").first
         await running_row.get_by_role("link", name="Why request").click()
-        await expect(dialog).to_contain_text("Attempt 1")
-        await expect(dialog.get_by_role("table", name="")).to_have_count(2)
-        await expect(dialog).to_contain_text("epyc-a-numa1")
-        await expect(dialog).to_contain_text("chosen")
-        await expect(dialog).to_contain_text("runs")
-        await page.keyboard.press("Escape")
-        await expect(dialog).to_be_hidden()
-        waiting = page.locator("#requests tr.waiting").first
+        await expect(why).to_contain_text("Attempt 1")
+        await expect(why.get_by_role("table")).to_have_count(2)
+        await expect(why).to_contain_text("epyc-a-numa1")
+        await expect(why).to_contain_text("chosen")
+        await expect(why).to_contain_text("runs")
+        await page.go_back()
+        waiting = page.locator("#requests tr:has(.phase.waiting)").first
         await waiting.get_by_role("link", name="Why request").focus()
         await page.keyboard.press("Enter")
-        await expect(dialog).to_contain_text("It waits for 2 nodes")
-        await dialog.get_by_role("button", name="Ask again").click()
-        await expect(dialog).to_contain_text("It waits for 2 nodes")
-        await dialog.get_by_role("button", name="Close").click()
-        await expect(dialog).to_be_hidden()
+        await expect(why).to_contain_text("It waits for 2 nodes")
 
 
 async def test_an_explanation_that_can_not_be_had_says_so(tmp_path: Path) -> None:
@@ -230,10 +224,12 @@ async def test_an_explanation_that_can_not_be_had_says_so(tmp_path: Path) -> Non
     ):
         page = watched.page
         await page.get_by_role("link", name="Why request").first.click()
-        await expect(page.get_by_role("dialog")).to_contain_text("Attempt 1")
+        await expect(page.locator("#request")).to_contain_text("Attempt 1")
         await page.context.set_offline(offline=True)
         await page.get_by_role("button", name="Ask again").click()
         await expect(page.get_by_role("alert")).to_have_text("The gateway does not answer.")
+        # What was known last is still there.
+        await expect(page.locator("#request")).to_contain_text("Attempt 1")
 
 
 async def test_a_wrong_key_is_refused_and_the_key_is_stored_nowhere(tmp_path: Path) -> None:
@@ -288,15 +284,13 @@ async def test_hostile_words_of_nodes_and_callers_stay_text(tmp_path: Path) -> N
                 await expect(page.locator("#requests tbody tr")).to_have_count(1)
                 text = await page.locator("#page").inner_text()
                 await page.get_by_role("link", name="Why request").click()
-                why = page.get_by_role("dialog")
+                why = page.locator("#request")
                 await expect(why).to_contain_text("model <img src=x onerror=alert(1)>")
                 assert "\u202e" not in await why.inner_text()
                 assert await why.locator("img, script").count() == 0
-                await page.keyboard.press("Escape")
                 await turn_to(page, "Nodes")
                 await page.get_by_role("link", name="node-0", exact=True).click()
-                await expect(page.get_by_role("dialog")).to_contain_text("rack=<img src=x")
-                await page.keyboard.press("Escape")
+                await expect(page.locator("#node")).to_contain_text("rack=<img src=x")
                 text += await page.locator("#page").inner_text()
                 assert text.count("<img src=x onerror=alert(1)>") > 1
                 assert "\u202e" not in text
@@ -305,8 +299,8 @@ async def test_hostile_words_of_nodes_and_callers_stay_text(tmp_path: Path) -> N
                 await page.evaluate("hash => { location.hash = hash; }", f"#/{HOSTILE}")
                 await expect(page.locator("#page")).to_have_text("There is no such page.")
                 await page.evaluate("hash => { location.hash = hash; }", f"#/nodes/{HOSTILE}")
-                await expect(page.get_by_role("dialog")).to_contain_text("not in the inventory")
-                assert await page.locator("dialog img, dialog script").count() == 0
+                await expect(page.locator("#node")).to_contain_text("not in the inventory")
+                assert await page.locator("#page img, #page script").count() == 0
 
 
 @pytest.mark.parametrize("scheme", ["light", "dark"])
@@ -331,10 +325,11 @@ async def test_axe_finds_no_violation(tmp_path: Path, scheme: str) -> None:
                 await page.locator(".problem summary").first.click()
                 await page.locator(".notices > summary").click()
                 await node_card(page, "epyc-b-numa0").get_by_role("link").click()
-                await expect(dialog).to_contain_text("NUMA node 0")
+                await expect(page.locator("#node")).to_contain_text("NUMA node 0")
+                await expect(page.locator("#day .uplot")).to_have_count(3)
             elif action == "why":
                 await page.get_by_role("link", name="Why request").first.click()
-                await expect(dialog).to_contain_text("Predicted")
+                await expect(page.locator("#request")).to_contain_text("Predicted")
             elif action != "page":
                 await page.keyboard.press("Escape")
                 await expect(dialog).to_be_hidden()

@@ -37,29 +37,26 @@ async def test_each_page_has_an_address_a_title_and_the_way_back(tmp_path: Path)
         await expect(page.get_by_role("heading", level=1)).to_have_text("Playground")
 
 
-async def test_a_node_has_an_address_that_opens_it_anywhere_and_is_left_by_the_way_back(
+async def test_a_node_has_a_page_from_which_the_way_back_leads_to_where_the_reader_was(
     tmp_path: Path,
 ) -> None:
     async with a_fleet(tmp_path, hosts="a") as (running, _):
         async with opened(running) as page:
-            name, dialog = "epyc-a-numa1", page.get_by_role("dialog")
+            name, shown = "epyc-a-numa1", page.locator("#node")
             await page.locator(f'[data-node="{name}"] a').click()
             await at(page, f"nodes/{name}")
             await expect(page).to_have_title(f"{name} · Nodes · llama-gateway")
-            await expect(dialog).to_contain_text("NUMA node 1")
-            # The reader is still where she was.
-            await expect(page.locator("#charts")).to_be_attached()
+            await expect(shown).to_contain_text("NUMA node 1")
             await page.go_back()
-            await expect(dialog).to_be_hidden()
+            await expect(page.locator("#charts")).to_be_attached()
+            await expect(shown).to_have_count(0)
             await page.go_forward()
-            await expect(dialog).to_contain_text("NUMA node 1")
-            await dialog.get_by_role("button", name="Close").click()
-            await expect(dialog).to_be_hidden()
-            await expect(page).to_have_title("Overview · llama-gateway")
-        # Sent to a colleague, it opens the same, over the page of nodes.
+            await expect(shown).to_contain_text("NUMA node 1")
+        # Sent to a colleague, it opens the same.
         async with opened(running, at=f"nodes/{name}") as page:
-            await expect(page.get_by_role("dialog")).to_contain_text("NUMA node 1")
-            await page.keyboard.press("Escape")
+            await expect(page.locator("#node")).to_contain_text("NUMA node 1")
+            await expect(page.locator("#rail [aria-current=page]")).to_have_text("Nodes")
+            await page.get_by_role("link", name="All nodes").click()
             await at(page, "nodes")
             await expect(page.locator("#nodes .node")).to_have_count(2)
 
@@ -76,7 +73,8 @@ async def test_what_is_looked_for_is_in_the_address(tmp_path: Path) -> None:
             await expect(page.locator(".tiles .node")).to_have_count(2)
             await expect(page.locator("#nodes input")).to_have_value("epyc-b")
             await page.locator(".tiles .node").first.get_by_role("link").click()
-            await page.keyboard.press("Escape")
+            await expect(page.locator("#node")).to_be_visible()
+            await page.go_back()
             await at(page, address)
 
 
@@ -91,10 +89,9 @@ async def test_a_request_has_an_address_that_asks_for_the_key_first(tmp_path: Pa
                 a_browser() as browser,
                 a_page(browser, running.admin_url, at=address[2:], key=KEYS[key].text) as watched,
             ):
-                is_open = key is AdminRole.OPERATOR
-                shown = watched.page.locator("dialog[open]" if is_open else "#page")
-                await expect(shown).to_contain_text(words)
-                assert await watched.page.locator("dialog[open]").count() == is_open
+                await expect(watched.page.locator("#page")).to_contain_text(words)
+                explained = await watched.page.locator("#request").count()
+                assert explained == (key is AdminRole.OPERATOR)
 
 
 @pytest.mark.parametrize("width", [360, 1440])

@@ -79,13 +79,12 @@ async def test_the_memory_of_a_host_fills_with_models_whatever_their_names(tmp_p
             loading = picture.locator("li[data-model]").filter(has_text="r1/large")
             await expect(loading).to_contain_text(re.compile(r"loading, \d+ %, 9.0 GiB"))
             await row.get_by_role("link").click()
-            dialog = page.get_by_role("dialog")
-            await expect(dialog).to_contain_text("Memory4.0 GiB")
-            await dialog.get_by_role("button", name="Drain").click()
+            shown = page.locator("#node")
+            await expect(shown).to_contain_text("Memory4.0 GiB")
+            await shown.get_by_role("button", name="Drain").click()
             await confirm(page, HOSTILE)
-            await expect(dialog.locator(".state")).to_contain_text("draining")
+            await expect(shown.locator(".state")).to_contain_text("draining")
             assert nodes[f"r1/{HOSTILE}"].draining
-            await page.keyboard.press("Escape")
             assert await page.locator("#page img, #page script").count() == 0
             await turn_to(page, "Nodes")
             card = page.locator('[data-node="r1"]')
@@ -95,13 +94,59 @@ async def test_the_memory_of_a_host_fills_with_models_whatever_their_names(tmp_p
             await asyncio.gather(asked, return_exceptions=True)
 
 
+async def test_a_model_has_an_address_where_it_is_loaded_and_paused_and_who_used_it_is_told(
+    tmp_path: Path,
+) -> None:
+    router, plain = a_router(), EmulatedNode(model="small", answer_tokens=7)
+    settings = {**SIZES, "models": {**SIZES["models"], "helper": {"use": ["small", "large"]}}}
+    async with (
+        router,
+        plain,
+        running_gateway(tmp_path, inventory(router, plain), settings) as running,
+        opened(running, at="models") as page,
+    ):
+        await until(lambda: "r1/large" in running.gateway.fleet.nodes)
+        listed = page.locator("#names tbody tr")
+        await expect(listed.filter(has_text="helper")).to_contain_text("small, large")
+        body = {"model": "small", "messages": [{"role": "user", "content": "Hi"}]}
+        ledger = running.gateway.ledger
+        assert ledger is not None
+        assert (await running.client.post("/v1/chat/completions", json=body)).status_code == 200
+        await until(lambda: ledger.written == 1)
+        await listed.filter(has_text="small").get_by_role("link", name="small", exact=True).click()
+        await expect(page).to_have_url(re.compile("#/models/small$"))
+        model = page.locator("#model")
+        nodes = model.get_by_role("region", name="Nodes that always have it")
+        await expect(nodes.locator("tbody tr")).to_have_count(1)
+        await expect(nodes).to_contain_text("a1")
+        routers = model.get_by_role("region", name="Routers that can load it")
+        await expect(routers.locator("tbody tr")).to_contain_text("unloaded")
+        await routers.get_by_role("button", name="load small on r1").click()
+        await expect(page.locator("#toasts")).to_contain_text("load small on r1: ordered.")
+        await expect(routers.locator("tbody tr")).to_contain_text("answers its probes")
+        await expect(page.locator("#models rect.own")).to_have_count(1)
+        used = page.locator("#used tbody tr")
+        await expect(used).to_have_count(1)
+        await expect(used.locator("td").nth(4)).to_have_text("7")
+        await model.get_by_role("button", name="Pause small").click()
+        await confirm(page, "Pause small?")
+        await expect(model.locator("h2")).to_contain_text("paused")
+        refused = await running.client.post("/v1/chat/completions", json=body)
+        assert refused.json()["error"]["code"] == "model_paused"
+        await model.get_by_role("button", name="Resume small").click()
+        await expect(model.locator("h2")).to_have_text("small")
+        assert (await running.client.post("/v1/chat/completions", json=body)).status_code == 200
+        await used.get_by_role("link").click()
+        await expect(page).to_have_url(re.compile(r"#/requests\?key=anonymous.*&model=small$"))
+
+
 async def test_a_fleet_without_routers_has_no_such_picture(tmp_path: Path) -> None:
     async with (
         EmulatedNode() as node,
         running_gateway(tmp_path, [node.url]) as running,
         opened(running, at="models") as page,
     ):
-        await expect(page.locator("#page")).to_contain_text("No node loads models on demand")
+        await expect(page.locator("#names tbody tr")).to_have_count(1)
         assert await page.locator("#models").count() == 0
 
 
@@ -123,3 +168,10 @@ async def test_axe_finds_no_violation_in_the_picture_of_models(tmp_path: Path, s
         await expect(page.locator("#models rect.filled")).to_have_count(2)
         await page.evaluate(AXE)
         assert await page.evaluate(VIOLATIONS) == []
+        await page.set_viewport_size({"width": 360, "height": 800})
+        await page.locator("#names").get_by_role("link", name=HOSTILE, exact=True).click()
+        await expect(page.locator("#model")).to_contain_text("Routers that can load it")
+        await expect(page.locator("#used")).to_contain_text("Nobody.")
+        assert await page.evaluate(VIOLATIONS) == []
+        assert await page.evaluate("document.documentElement.scrollWidth") <= 360
+        assert await page.locator("#page img, #page script").count() == 0

@@ -1,4 +1,4 @@
-"""What the page tells of requests: those that wait, those that run, and a chat that has waited."""
+"""What the page tells of requests: those that wait, run and have ended, and each by itself."""
 
 from __future__ import annotations
 
@@ -8,13 +8,21 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from playwright.async_api import Locator, expect
+from playwright.async_api import Locator, Page, expect
 
 from gateway.terms import Priority
-from tests.admin.browser import PATIENCE, needs_browser
-from tests.admin.test_dashboard import a_dashboard, opened
+from tests.admin.browser import PATIENCE, a_browser, a_page, needs_browser, turn_to
+from tests.admin.test_dashboard import (
+    AXE,
+    HOSTILE,
+    VIOLATIONS,
+    a_dashboard,
+    a_fleet,
+    opened,
+    streams,
+)
 from tests.emulator import EmulatedNode
-from tests.gateways import running_gateway, until
+from tests.gateways import Running, running_gateway, until
 
 pytestmark = [pytest.mark.slow, needs_browser]
 
@@ -39,7 +47,7 @@ async def test_waiting_requests_tell_their_place_and_their_expected_start(tmp_pa
     ):
         headings = page.locator("#requests thead th")
         await expect(headings).to_have_text(HEADINGS)
-        waiting = page.locator("#requests tr.waiting")
+        waiting = page.locator("#requests tr:has(.phase.waiting)")
         # Four run, three wait: each has a place of its own, the first to start above.
         for place in (1, 2, 3):
             state = cell(waiting.nth(place - 1), "State")
@@ -53,7 +61,7 @@ async def test_waiting_requests_tell_their_place_and_their_expected_start(tmp_pa
 
 async def test_requests_that_write_tell_their_first_token_and_their_speed(tmp_path: Path) -> None:
     async with a_dashboard(tmp_path, at="requests", hosts="a", chats=1) as (running, _, page):
-        row = page.locator("#requests tr.writing").first
+        row = page.locator("#requests tr:has(.phase.writing)").first
         await expect(cell(row, "TTFT")).to_have_text(SECONDS)
         # The node writes 25 tokens a second.
         await until_between(cell(row, "Tokens/s"), 20.0, 30.0)
@@ -97,3 +105,149 @@ async def test_the_playground_tells_its_place_and_how_long_it_has_waited(tmp_pat
         waited = re.search(r"waited (\d+(?:\.\d)?) s", await way.inner_text())
         assert waited is not None
         assert float(waited[1]) >= 1.0
+
+
+async def ask(running: Running, name: str, class_: str = "normal", **body: Any) -> None:
+    """A chat with this `X-Request-ID`, and its row in the ledger."""
+    ledger = running.gateway.ledger
+    assert ledger is not None
+    written = ledger.written
+    asked = {"messages": [{"role": "user", "content": "Say something."}], "stream": True, **body}
+    headers = {"x-request-id": name, "x-priority": class_}
+    await running.client.post("/v1/chat/completions", json=asked, headers=headers)
+    await until(lambda: ledger.written > written)
+
+
+def names(page: Page) -> Locator:
+    return page.locator("#ended tbody th code")
+
+
+async def test_what_has_ended_is_listed_with_its_life_and_the_address_says_which(
+    tmp_path: Path,
+) -> None:
+    async with a_fleet(tmp_path, hosts="a", answer_tokens=20, decode_tps=40.0) as (running, nodes):
+        await ask(running, "plain")
+        await ask(running, "of-premium", "premium")
+        for node in nodes.values():
+            node.faults.next("status", 9, status=400)
+        await ask(running, "went-wrong", max_tokens=3)
+        async with opened(running, at="requests?class=premium") as page:
+            await expect(names(page)).to_have_text(["of-premium"])
+            await expect(page.get_by_label("Class")).to_have_value("premium")
+            row = page.locator("#ended tbody tr")
+            await expect(row).to_contain_text("200 ok")
+            # Twenty tokens at forty a second; the numbers are there as text, too.
+            await expect(row.locator("td").nth(3)).to_have_text(re.compile(r"^0\.\d s writing$"))
+            await expect(row.locator("line.writing")).to_have_count(1)
+            # The fields change the address, and so does a word for a common question.
+            await page.get_by_label("Class").select_option("any")
+            await expect(names(page)).to_have_text(["went-wrong", "of-premium", "plain"])
+            await page.get_by_label("Slower than").fill("0.3")
+            await page.keyboard.press("Enter")
+            await expect(page).to_have_url(re.compile(r"#/requests\?slower=0\.3$"))
+            await expect(names(page)).to_have_text(["of-premium", "plain"])
+            await page.get_by_role("link", name="Failed today").click()
+            await expect(names(page)).to_have_text(["went-wrong"])
+            await expect(page.get_by_label("Outcome")).to_have_value("failed")
+            await expect(page.locator("#ended .bad")).to_contain_text("400")
+            await page.go_back()
+            await expect(names(page)).to_have_text(["of-premium", "plain"])
+            await expect(page.get_by_label("Slower than")).to_have_value("0.3")
+
+
+async def test_a_page_of_a_hundred_leads_to_the_next_and_back(tmp_path: Path) -> None:
+    quick: dict[str, Any] = {"answer_tokens": 1, "decode_tps": 5000.0, "prefill_tps": 50_000.0}
+    async with a_fleet(tmp_path, hosts="a", **quick) as (running, _):
+        for number in range(21):
+            await asyncio.gather(*(ask(running, f"r{number}-{one}") for one in range(5)))
+        async with opened(running, at="requests?class=normal") as page:
+            await expect(names(page)).to_have_count(100)
+            first = await names(page).all_inner_texts()
+            await page.get_by_role("link", name="Next page").click()
+            await expect(names(page)).to_have_count(5)
+            assert not set(await names(page).all_inner_texts()) & set(first)
+            await expect(page.get_by_label("Class")).to_have_value("normal")
+            # What is here has nothing to do with what runs now.
+            await expect(page.locator("#requests")).to_have_count(0)
+            await expect(page.get_by_role("link", name="Next page")).to_have_count(0)
+            await page.get_by_role("link", name="First page").click()
+            await expect(names(page)).to_have_text(first)
+
+
+async def test_a_request_is_followed_to_its_end_and_told_beside_what_was_predicted(
+    tmp_path: Path,
+) -> None:
+    async with a_fleet(tmp_path, hosts="a", answer_tokens=300, decode_tps=25.0) as (running, _):
+        asked = asyncio.create_task(ask(running, "mine"))
+        await until(lambda: len(running.gateway.registry) == 1)
+        async with opened(running, at="requests/mine") as page:
+            told = page.locator("#request")
+            await expect(told.get_by_role("heading", level=2)).to_have_text("Request mine")
+            await expect(told).to_contain_text("running for")
+            # By itself.
+            await expect(told).to_contain_text("finished, 200 after")
+            await expect(told.get_by_role("button", name="Cancel")).to_have_count(0)
+            await expect(told).to_contain_text(re.compile(r"Its life: .*1\d s writing"))
+            compared = told.get_by_role("region", name="Nodes that were compared")
+            await expect(compared.locator("tbody tr")).to_have_count(2)
+            await expect(compared.locator("tbody tr").first).to_contain_text("chosen")
+            await expect(compared.locator("line.writing")).to_have_count(2)
+            course = told.get_by_role("region", name="What was predicted, and what came")
+            await expect(course.locator("tbody tr").first.locator("line.writing")).to_have_count(2)
+            await expect(course).to_contain_text(re.compile(r"Answer tokens\s*\d+\s*300"))
+            await told.get_by_role("link", name="demo").click()
+            await expect(page).to_have_url(re.compile("#/models/demo$"))
+        await asked
+
+
+async def test_a_request_that_only_the_ledger_knows_is_told_as_far_as_that_goes(
+    tmp_path: Path,
+) -> None:
+    async with a_fleet(tmp_path, hosts="a", answer_tokens=20, decode_tps=40.0) as (running, _):
+        await ask(running, "long-ago")
+        running.gateway.scheduler.decision_log.grants.clear()
+        running.gateway.live._view.history._served.clear()
+        async with opened(running, at="requests/long-ago") as page:
+            told = page.locator("#request")
+            await expect(told).to_contain_text("finished, 200")
+            await expect(told).to_contain_text("No longer known: the nodes that were compared")
+            await expect(told).to_contain_text(re.compile(r"Its life: .*0\.\d s writing"))
+            await expect(told.get_by_role("table")).to_have_count(0)
+
+
+@pytest.mark.parametrize("scheme", ["light", "dark"])
+async def test_axe_finds_no_violation_in_what_has_ended_and_a_phone_shows_it(
+    tmp_path: Path, scheme: str
+) -> None:
+    options: dict[str, Any] = {"color_scheme": scheme, "bypass_csp": True}
+    async with EmulatedNode(model=HOSTILE, decode_tps=40.0, answer_tokens=20) as node:
+        spec = {"name": "node-0", "url": node.url, "model": {HOSTILE: HOSTILE}}
+        async with (
+            running_gateway(tmp_path, [spec]) as running,
+            a_browser() as browser,
+            a_page(browser, running.admin_url, at="requests", **options) as watched,
+        ):
+            await ask(running, "w" * 120, model=HOSTILE)
+            async with streams(running, 2, model=HOSTILE):
+                page = watched.page
+                await page.set_viewport_size({"width": 360, "height": 800})
+                await page.evaluate(AXE)
+                for shown in ("#ended tbody tr", "#request table"):
+                    await expect(page.locator(shown).first).to_be_visible()
+                    assert await page.evaluate(VIOLATIONS) == [], shown
+                    for size in ("", "28px"):
+                        await page.evaluate(
+                            "size => { document.documentElement.style.fontSize = size; }", size
+                        )
+                        scroll = "document.documentElement.scrollWidth"
+                        assert await page.evaluate(scroll) <= 360, (shown, size)
+                    await page.evaluate("document.documentElement.style.fontSize = ''")
+                    assert await page.locator("#page img, #page script").count() == 0
+                    assert "\u202e" not in await page.locator("#page").inner_text()
+                    if shown.startswith("#ended"):
+                        await page.locator("#ended").get_by_role("link").first.click()
+                await turn_to(page, "Requests")
+                await page.get_by_label("Since").fill("yesterday")
+                await page.keyboard.press("Enter")
+                alert = page.get_by_role("alert")
+                await expect(alert).to_contain_text("'yesterday' is no time")

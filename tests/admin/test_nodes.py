@@ -7,8 +7,15 @@ from typing import Any
 import pytest
 import uvloop
 
-from gateway.admin.nodes import LONGEST_DRAIN_DEADLINE, DrainDeadlines
+from gateway.admin.nodes import (
+    LONGEST_DRAIN_DEADLINE,
+    MOST_COLUMNS,
+    MOST_PREFIXES,
+    DrainDeadlines,
+    heat_map,
+)
 from gateway.forward.in_flight import InFlightRegistry
+from gateway.nodes.prompt_cache import PrefixHits
 from tests.emulator import EmulatedNode
 from tests.nodes.build import a_spec, take
 from tests.virtual import in_virtual_time
@@ -246,3 +253,67 @@ async def test_a_probe_of_a_node_that_is_gone_says_why() -> None:
         result = await order(gateway, "a", "probe")
     assert (result["probe"]["answer"], result["state"]) == ("refused", "down")
     assert "no connection" in result["probe"]["detail"]
+
+
+@in_virtual_time
+async def test_a_node_has_a_day_of_its_own() -> None:
+    async with bare_gateway(EmulatedNode(slots=3)) as gateway:
+        empty = (await gateway.admin.get("/admin/nodes/a/history")).json()
+        assert (empty["node"], empty["points"]) == ("a", [])
+        unknown = await gateway.admin.get("/admin/nodes/b/history")
+    assert empty["columns"] == ["at", "busy", "slots", "prefill_tps", "decode_tps"]
+    assert error_of(unknown)["code"] == "node_not_found"
+
+
+def hits(requests: int, prompt: float, cached: float, length: float = 300.0) -> PrefixHits:
+    return PrefixHits(requests, prompt, cached, length)
+
+
+def test_the_map_of_cache_hits_has_what_saved_most_first() -> None:
+    system, talk = -5, 77
+    map_ = heat_map(
+        {
+            "a": {system: hits(9, 9000, 2700), talk: hits(2, 1000, 600, 500)},
+            "b": {system: hits(4, 4000, 1200, 280)},
+            "c": {99: hits(1, 100, 70)},
+        },
+        None,
+    )
+    assert map_["nodes"] == ["a", "b", "c"]
+    assert [row["tokens"] for row in map_["prefixes"]] == [280, 500, 300]
+    assert map_["prefixes"][0]["cells"] == [[9, 9000, 2700], [4, 4000, 1200], None]
+    assert map_["prefixes"][0]["prefix"] == "ffffff"
+    assert map_["complete"]
+
+
+def test_the_map_of_one_node_has_its_own_prefixes_and_stands_first() -> None:
+    by_node = {"a": {1: hits(9, 9000, 8000), 2: hits(1, 100, 90)}, "b": {2: hits(1, 100, 70)}}
+    map_ = heat_map(by_node, "b")
+    assert map_["nodes"] == ["b", "a"]
+    assert [row["cells"] for row in map_["prefixes"]] == [[[1, 100, 70], [1, 100, 90]]]
+    assert heat_map(by_node, "c") == {"nodes": ["c"], "prefixes": [], "complete": True}
+
+
+def test_the_map_is_bounded() -> None:
+    by_node = {
+        f"n{node}": {prefix: hits(1, 100, 70 + prefix) for prefix in range(40)}
+        for node in range(100)
+    }
+    map_ = heat_map(by_node, None)
+    assert (len(map_["nodes"]), len(map_["prefixes"])) == (MOST_COLUMNS, MOST_PREFIXES)
+    assert not map_["complete"]
+
+
+@in_virtual_time
+async def test_the_map_tells_nothing_of_prompts() -> None:
+    async with bare_gateway(EmulatedNode(slots=2, cache_ram=0), serving=True) as gateway:
+        for turn in range(3):
+            await gateway.chat("Tell me of the secret garden. " * 60 + str(turn))
+        told = await gateway.admin.get("/admin/cache")
+        assert (await gateway.admin.get("/admin/cache?node=z")).status_code == 404
+    map_ = told.json()
+    [row] = map_["prefixes"]
+    assert row["tokens"] > 100
+    assert len(row["prefix"]) == 6
+    assert sum(cell[2] for cell in row["cells"] if cell) > 100
+    assert "garden" not in told.text

@@ -62,6 +62,7 @@ from gateway.schedule.scheduler import Scheduler
 from gateway.store.schema import learnt as table
 from gateway.store.store import Store
 from gateway.watch.history import FleetHistory, Gauges
+from gateway.watch.node_history import NodeHistory
 from tests.each_case import each_case
 from tests.nodes.build import Clock, a_node
 from tests.schedule.build import a_request, a_scheduler
@@ -97,6 +98,7 @@ class Life:
         self.scheduler.fleet.refresh_state(self.node)
         self.bus = EventBus()
         self.history = FleetHistory(self.bus)
+        self.days = NodeHistory()
         self.keyed_hash = KeyedHash(key)
         sync = self.scheduler.fleet_sync
         self.saved = SavedPrompts(self.scheduler.prompt_cache, sync.row_index, lambda _: None)
@@ -104,6 +106,7 @@ class Life:
             self.scheduler.fleet,
             self.scheduler,
             self.history,
+            self.days,
             self.bus,
             self.ring,
             self.keyed_hash,
@@ -176,6 +179,8 @@ async def learnt_once(place: Path | Store, **keys: Any) -> Life:
     for _ in range(3):
         life.serve()
     life.history.close_step(time.time(), life.clock(), Gauges(0, 1, 0))
+    for ago in (900.0, 600.0, 300.0, 0.0):
+        life.days.read("a", time.time() - ago, 1, 2, life.node.speed)
     await life.memory.close(WHOLE)
     return life
 
@@ -222,6 +227,8 @@ async def test_all_that_was_learnt_is_there_after_a_restart(place: Path | Store)
     assert after.keyed_hash.key == before.keyed_hash.key
     assert after.cached == before.cached > 400
     assert after.history.points == before.history.points
+    day = after.days.as_json("a", time.time(), after.node.speed)["points"]
+    assert [row[1:3] for row in day] == [(1.0, 2.0)] * 3  # The step that ran was not over.
     assert len(after.scheduler.decision_log.grants) == 3
     assert after.scheduler.decision_log.grants[0].used == (400, 100, 60)
     # A thing that nobody has learnt anything of since is not written again.

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -14,15 +13,8 @@ from gateway.callers.ended import EndedQuery, EndedReader, RowsOfName, parse_end
 from gateway.callers.reports import InvalidQuery
 from gateway.store.store import Store
 from tests.callers.ledger_rows import DAY, NOON, a_row, add_rows
-from tests.store.stores import opened
 
 NAMES = {"k1": "web", "k2": "web", "k3": "night"}
-
-
-@pytest.fixture
-def store(store_url: str) -> Iterator[Store]:
-    with opened(store_url) as one:
-        yield one
 
 
 def fill(store: Store, rows: list[dict[str, Any]]) -> None:

@@ -16,6 +16,7 @@ import pytest
 from sqlalchemy import Connection, create_engine, insert, update
 
 from gateway.callers import reports
+from gateway.callers.keys import hash_key
 from gateway.callers.limits import LimitBook
 from gateway.callers.reports import (
     MOST_KEPT,
@@ -60,6 +61,29 @@ def read(connection: Connection, query: ReportQuery, rows_per_step: int = 3) -> 
     return reader.report()
 
 
+async def test_rows_by_key_have_the_names_of_keys_also_of_revoked_ones(tmp_path: Path) -> None:
+    async with metered_gateway(tmp_path) as running:
+        made = (await running.admin.post("/admin/keys", json={"name": "=Bob"})).json()
+        await chat(running, ALICE)
+        await chat(running, hash_key(made["key"]))
+        await recorded(running, 2)
+        await running.admin.delete("/admin/keys/=Bob")
+
+        async def names() -> dict[str, str | None]:
+            report = (await running.admin.get("/admin/usage?by=key,model")).json()
+            return {row["key"]: row["key_name"] for row in report["rows"]}
+
+        assert await names() == {"alice": "Alice", made["id"]: "=Bob"}
+        table = (await running.admin.get("/admin/usage?by=key&format=csv")).text.splitlines()
+        assert table[0].startswith("key,key_name,requests,")
+        assert {tuple(line.split(",")[:2]) for line in table[1:]} == {
+            ("alice", "Alice"), (made["id"], "'=Bob"),
+        }  # fmt: skip
+        assert (
+            "key_name" not in (await running.admin.get("/admin/usage?by=model")).json()["rows"][0]
+        )
+
+
 def asked(**parameters: str) -> ReportQuery:
     return parse_query(NOON, **parameters)
 
@@ -83,6 +107,7 @@ def test_requests_tokens_and_money_are_summed_by_key(connection: Connection) -> 
     first, second = rows_of(report)
     assert first == {
         "key": "a",
+        "key_name": None,
         "requests": 3,
         "failures": 1,
         "clients_left": 1,
@@ -399,9 +424,14 @@ def test_a_question_that_makes_no_sense_is_refused(
 
 
 async def test_a_report_is_made_beside_the_event_loop(monkeypatch: pytest.MonkeyPatch) -> None:
-    threads = []
+    threads, made = [], ReportReader.report
+
+    def report(reader: ReportReader) -> LedgerReport:
+        threads.append(threading.get_ident())
+        return made(reader)
+
     monkeypatch.setattr(ReportReader, "step", lambda *_: True)
-    monkeypatch.setattr(ReportReader, "report", lambda _: threads.append(threading.get_ident()))
+    monkeypatch.setattr(ReportReader, "report", report)
 
     class Jobs:
         async def run(self, job: Callable[[None], bool], *, write: bool) -> bool:

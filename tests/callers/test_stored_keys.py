@@ -294,7 +294,7 @@ def test_a_key_without_a_name_is_called_by_its_id() -> None:
         ({"class": "vip"}, "class"),
         ({"class": "premium", "max_class": "batch"}, "max_class"),
         ({"colour": "red"}, "colour"),
-        ({"group": "nobody"}, "the settings have no group 'nobody'"),
+        ({"group": "nobody"}, "there is no group 'nobody' (there are team"),
         ({"name": " alice"}, "white space"),
         ({"name": "a\nb"}, "printable"),
         ({"name": "x" * 300}, "name"),

@@ -101,9 +101,9 @@ def test_without_a_gateway_the_store_is_read(tmp_path: Path) -> None:
     assert told.status == 0, told.err
     assert f"sqlite:///{tmp_path / 'own.db'} (no gateway answers" in told.err
     header, row, total, *money = told.out.splitlines()
-    assert header.split()[:3] == ["KEY", "REQUESTS", "FAILED"]
-    assert row.split()[:2] == ["team-a", "3"]
-    assert total.split()[:2] == ["total", "3"]
+    assert header.split()[:4] == ["KEY", "NAME", "REQUESTS", "FAILED"]
+    assert row.split()[:3] == ["team-a", "-", "3"]
+    assert total.split()[:3] == ["total", "-", "3"]
     assert "the same requests, all on the GPU tier: 6.00" in money
     assert any("unknown (no hour of a node" in line for line in money)
 

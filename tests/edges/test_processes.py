@@ -111,6 +111,15 @@ async def test_streams_are_spread_and_recorded_and_everything_else_works(tmp_pat
         status = (await admin.get("/admin/status")).json()
         assert status["totals"]["requests"] >= 200
         assert {one["name"] for one in status["edges"]} == {"edge-1", "edge-2"}
+        rows: list[dict[str, Any]] = []
+        async with asyncio.timeout(LIMIT):
+            while len(rows) < 201:
+                rows = (await admin.get("/admin/requests/ended?limit=1000")).json()["requests"]
+        # What an edge knows of a request, and what the brain does.
+        for row in (row for row in rows if row["path"] == CHAT):
+            assert row["prefill_seconds"] + row["decode_seconds"] <= row["seconds"] + 0.1
+            assert row["ttft_seconds"] + row["wait_seconds"] > 0
+            assert row["resumptions"] == 0
         pids = [one["pid"] for one in status["edges"]]
         # A signal that reaches the whole group, as a terminal's, is the brain's business.
         for pid in pids:
@@ -259,3 +268,28 @@ async def test_settings_keys_and_certificates_reach_the_edges(tmp_path: Path) ->
             return True if {await ask("other"), await ask("other")} == {401} else None
 
         await eventually(refuse_the_old_key)
+
+
+async def test_groups_of_the_store_hold_at_every_edge(tmp_path: Path) -> None:
+    key = new_key("team")
+    settings: dict[str, Any] = {
+        **EDGES,
+        "admin": {"port": 0},
+        "keys": [{"id": key.id, "sha256": key.sha256, "group": "night"}],
+    }
+    async with EmulatedNode() as node, serving(tmp_path, node, settings=settings) as line:
+        async with http(line.admin_url) as admin:
+            await until_ready(admin)
+            limits = {"completion_tokens": 2, "models": ["other"]}
+            put = await admin.put("/admin/groups/night", json={"limits": limits})
+            assert put.status_code == 200, put.text
+
+        async def refused() -> bool | None:
+            answers = []
+            for _ in range(2):  # each connection goes to the next edge
+                async with http(line.url, headers={"authorization": f"Bearer {key.text}"}) as one:
+                    answers.append(await one.post(CHAT, json=HELLO))
+            told = {(one.status_code, one.headers.get("x-gateway-reason")) for one in answers}
+            return True if told == {(403, "model_not_allowed")} else None
+
+        await eventually(refused)

@@ -17,6 +17,7 @@ from gateway.nodes.prompt_cache import (
     DEFAULT_HOST_TOKENS,
     LEAST_HOST_TOKENS,
     MOST_COMPARED_PROMPTS,
+    MOST_HIT_PREFIXES,
     MOST_HOST_BLOCKS,
     MOST_HOST_PROMPTS,
     CachedPrompt,
@@ -551,3 +552,31 @@ def test_a_prompt_that_goes_on_after_its_last_block_does_not_end_on_a_block() ->
     assert [prompt.share_of(i) for i in range(3)] == [0, 0.6, 0.8]
     assert not prompt.ends_on_block
     assert PromptKey(chain([1, 2]), 100.0, (300, 400), 400).ends_on_block
+
+
+def test_hits_are_counted_by_the_beginning_that_prompts_share() -> None:
+    scene = Scene(rows=2, slots=4)
+    for words in ("sysab", "syscd", "sysef"):
+        scene.ran(words)
+    scene.ran("sysab", row=1)  # It has read the beginning there for the first time.
+    [hits] = scene.cache.nodes[0].hits.values()
+    # The first found nothing, and nothing is told of a prefix before its first hit.
+    assert (hits.requests, hits.prompt_tokens, hits.cached_tokens) == (2, 1000, 600)
+    assert hits.length == 300
+    assert scene.cache.nodes[1].hits == {}
+    scene.ran("sysgh", cached=0)
+    assert (hits.requests, hits.prompt_tokens, hits.cached_tokens) == (3, 1500, 600)
+    scene.cache.forget_node(0)
+    scene.cache.resize(0, 1)
+    assert scene.cache.nodes[0].hits == {}
+
+
+def test_the_prefix_without_a_hit_for_longest_makes_room() -> None:
+    scene = Scene(slots=200)
+    names = [chr(ord("a") + number) for number in range(MOST_HIT_PREFIXES + 1)]
+    for name in (*names[:-1], names[0], names[-1]):
+        scene.ran(name * 3, cached=200)
+    kept = [*scene.cache.nodes[0].hits]
+    assert len(kept) == MOST_HIT_PREFIXES
+    assert kept[-2:] == [chain(name)[0] for name in (names[0], names[-1])]
+    assert chain(names[1])[0] not in kept

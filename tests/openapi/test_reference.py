@@ -82,6 +82,8 @@ def metrics_made() -> dict[str, tuple[str, set[str]]]:
     snapshot = MetricsSnapshot(
         [node, NodeSample("r", "ready", 2, 1, left_alone=0), model],
         paused_models=["demo"],
+        name_of=lambda _: "alice",
+        quotas={("key", "k1", "budget", "month", "near"): 0.8},
         retry_budget=1.0,
         spill_money_left=1.0,
         predictions={"completion": Histogram([1.0])},

@@ -1,6 +1,9 @@
 from __future__ import annotations
 
+import json
 from typing import Any
+
+import pytest
 
 from gateway.events import (
     AttemptEnded,
@@ -12,6 +15,7 @@ from gateway.events import (
     SettingsChanged,
 )
 from gateway.terms import Priority
+from gateway.watch.logs import LogFormat
 from tests.watch.test_metrics import finished
 from tests.watch.written import Written
 
@@ -65,6 +69,23 @@ def test_requests_that_differ_in_one_thing_have_lines_that_tell_it(written: Writ
     told = {**others, "priority": "batch"}
     for name, value, line in zip(told, told.values(), written.lines()[1::2], strict=True):
         assert line["class" if name == "priority" else name] == value
+
+
+@pytest.mark.parametrize("form", ["json", "console"])
+def test_a_request_has_the_name_of_its_key_as_it_is_now(written: Written, form: LogFormat) -> None:
+    names = {"team": 'The "Team"\n\u202e'}
+    written.set_up(form=form, names=names)
+    written.bus.publish(finished())
+    names["team"] = "Renamed"
+    written.bus.ended.forget_kinds()
+    written.bus.publish(finished())
+    written.bus.publish(finished(caller="anonymous:10.0.0.1"))
+    first, second, third = written.text().splitlines()
+    assert "\u202e" not in first
+    if form == "json":
+        assert json.loads(first)["caller_name"] == 'The "Team"\\n\\u202e'
+    assert "Renamed" in second
+    assert "caller_name" not in third
 
 
 def test_a_failed_request_says_why(written: Written) -> None:

@@ -14,6 +14,7 @@ from gateway.nodes.router import UNLOAD_CAUSES
 from gateway.terms import Priority
 from gateway.watch.metrics import (
     MOST_INSTANCES,
+    MOST_KEYS,
     MOST_LABEL_SETS,
     MOST_MODELS,
     MOST_REFUSED,
@@ -66,7 +67,7 @@ class Scraped:
             for sample in family.samples
         }
 
-    def value(self, name: str, **wanted: str) -> float | None:
+    def value(self, name: str, /, **wanted: str) -> float | None:
         return self.values.get((P + name, tuple(sorted(wanted.items()))))
 
     def count(self, name: str) -> int:
@@ -268,6 +269,22 @@ def test_refusals_are_told_by_caller_within_a_bound(gateway: Gateway) -> None:
     assert page.value(refused, caller="key-0", reason="queue_full") == 2
     assert page.value(refused, caller="other", reason="queue_full") == 5
     assert page.count(refused) == MOST_REFUSED + 1
+
+
+def test_names_of_keys_are_told_beside_their_ids_within_a_bound(gateway: Gateway) -> None:
+    gateway.snapshot = MetricsSnapshot(
+        name_of=lambda key: f'Team "{key}"\n' if key.startswith("k") else None,
+        quotas={("key", "k1", "budget", "month", "near"): 0.83},
+    )
+    gateway.publish(finished(caller="anonymous:10.0.0.1"), finished(caller="unknown"))
+    for number in range(MOST_KEYS + 5):
+        gateway.publish(finished(caller=f"k{number}"))
+    page = gateway.scrape()
+    assert page.value("key_info", key="k7", name='Team "k7"\n') == 1
+    assert page.count("key_info") == MOST_KEYS - 1  # the caller that was not identified
+    assert "key_info" not in b"".join(gateway.metrics.steps(key_names=False)).decode()
+    labels = {"of": "key", "id": "k1", "limit": "budget", "period": "month", "state": "near"}
+    assert page.value("quota_used_ratio", **labels) == 0.83
 
 
 def test_events_between_the_steps_of_a_page_leave_it_readable(gateway: Gateway) -> None:

@@ -7,6 +7,7 @@ from dataclasses import replace
 import pytest
 from typer.testing import CliRunner
 
+from gateway.callers.limits import LimitStanding, UsedQuota
 from gateway.cli import app
 from gateway.events import EdgeLost
 from gateway.schedule.model_placer import UnkeptWish
@@ -14,6 +15,7 @@ from gateway.watch.metrics import ClusterSample
 from gateway.watch.problems import (
     MOST_NAMED_MODELS,
     MOST_NAMED_NODES,
+    MOST_NAMED_QUOTAS,
     MOST_NAMED_REQUESTS,
     MOST_PROBLEMS,
     FleetCondition,
@@ -52,6 +54,14 @@ def only(condition: FleetCondition) -> Problem:
 
 LEADING = ClusterSample("prod", "gw-a", "leader", 60.0, 3, "gw-a", (), (), (), 0)
 
+QUOTA = UsedQuota(
+    "team-a",
+    LimitStanding("key", "budget", "month", 20.0, 16.6, 0.0, 1_796_083_200.0),
+    spent=False,
+)
+NAMED = replace(WELL, caller_names={"team-a": "Team A"})
+OF_GROUP = LimitStanding("group", "tokens_per_day", "day", 10.0, 9.9, 0.0, 1_796_083_200.0)
+
 FAULTS = {
     "no leader": replace(WELL, cluster=replace(LEADING, role="limbo", leader="")),
     "alone": replace(WELL, cluster=replace(LEADING, role="alone", leader="")),
@@ -84,6 +94,15 @@ FAULTS = {
     "one key flooding": replace(
         WELL, queue=QueueCondition(waiting=40, top_caller="team-a", top_waiting=38, callers=2)
     ),
+    "a key's budget nearly used up": replace(WELL, quotas=[QUOTA]),
+    "a group's tokens used up": replace(
+        WELL,
+        quotas=[UsedQuota("night", OF_GROUP, spent=True)],
+    ),
+    "budget of all used up": replace(
+        WELL, quotas=[UsedQuota("", QUOTA.standing._replace(kind="total"), spent=False)]
+    ),
+    "group undefined": replace(WELL, undefined_groups={"nigth": 2}),
     "ejected": replace(WELL, nodes=[out("a-0", "ejected")], usable=3),
     "loading": replace(WELL, nodes=[out("a-0", "loading")], usable=3),
     "drained": replace(WELL, nodes=[out("a-0", "draining")]),
@@ -159,7 +178,7 @@ def test_commands_of_remedies_exist() -> None:
 
 
 def _subcommand(names: list[str]) -> list[str]:
-    return names[:2] if names[0] == "keys" else names[:1]
+    return names[:2] if names[0] in {"keys", "groups"} else names[:1]
 
 
 def test_a_failed_load_tells_the_router_s_words_and_how_to_try_again() -> None:
@@ -405,3 +424,36 @@ def test_requests_that_broke_off_with_an_edge_are_named() -> None:
     )
     alone = only(replace(WELL, lost_edges=lost[:1]))
     assert alone.cause.endswith("Nothing broke off.")
+
+
+def test_a_quota_is_told_with_its_share_and_its_owner_to_operators_alone() -> None:
+    problem = only(replace(NAMED, quotas=[QUOTA]))
+    assert problem.severity is Severity.NOTICE
+    assert problem.title == "A key has used 83% of the money of the month"
+    assert "16.6 of 20 are used; the next month begins at 2026-12-01" in problem.cause
+    shown = problem.as_json(may_name_callers=True)
+    assert (shown["caller"], shown["caller_name"]) == ("team-a", "Team A")
+    viewed = str(problem.as_json(may_name_callers=False))
+    assert "team-a" not in viewed
+    assert "Team A" not in viewed
+    spent = only(replace(WELL, quotas=[QUOTA._replace(spent=True)]))
+    assert (spent.id, spent.severity) == (problem.id, Severity.WARNING)
+    assert "429" in spent.cause
+
+
+def test_of_many_quotas_some_are_told_one_by_one() -> None:
+    many = [QUOTA._replace(id=str(number)) for number in range(MOST_NAMED_QUOTAS + 5)]
+    problems = find_problems(replace(WELL, quotas=many))
+    assert len({problem.id for problem in problems}) == MOST_NAMED_QUOTAS + 1
+    assert problems[-1].title.endswith(": 5")
+
+
+def test_groups_that_nobody_has_defined_are_one_problem() -> None:
+    groups = {f"g{number}": 1 for number in range(10)}
+    problem = only(replace(WELL, undefined_groups={"night shift": 3, **groups}))
+    assert problem.title.startswith("11 groups of keys are defined nowhere")
+    assert problem.caller is not None
+    assert problem.caller.startswith("group night shift (3 keys), g0 (1 key)")
+    assert problem.caller.endswith("and 3 more")
+    assert "llama-gateway groups set 'night shift'" in problem.commands[0]
+    assert "night" not in str(problem.as_json(may_name_callers=False))

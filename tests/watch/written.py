@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -26,12 +26,19 @@ class Written:
         self.bus = EventBus()
 
     def set_up(
-        self, level: str = "info", form: LogFormat = "auto", *, draws: Iterable[float] = ()
+        self,
+        level: str = "info",
+        form: LogFormat = "auto",
+        *,
+        draws: Iterable[float] = (),
+        names: Mapping[str, str] | None = None,
     ) -> Logs:
         self.logs = set_up_logging(
             level, form, fd=self.fd, environment={}, flush_seconds=PATIENT_SECONDS
         )
-        self.event_log = log_events(self.bus, self.logs, iter(draws).__next__)
+        self.event_log = log_events(
+            self.bus, self.logs, iter(draws).__next__, name_of=(names or {}).get
+        )
         return self.logs
 
     def text(self) -> str:

@@ -6,7 +6,7 @@ import asyncio
 import functools
 import random
 import time
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager, suppress
 from dataclasses import dataclass, field
 from typing import Any
@@ -15,16 +15,17 @@ import httpx
 from starlette.types import ASGIApp
 
 from gateway.admin.app import admin_app
-from gateway.admin.configuration import ClusterMember, ReloadResult
+from gateway.admin.configuration import ClusterMember, ConfigFiles, ReloadResult
 from gateway.admin.live import live_feed
 from gateway.admin.nodes import DrainDeadlines
 from gateway.admin.status import MetricsSource
+from gateway.callers.key_sync import KeySync
 from gateway.callers.keys import AdminKeys, KeyRing
 from gateway.callers.ledger import Ledger
-from gateway.callers.limits import LimitBook
+from gateway.callers.limits import LimitBook, UsedQuota
 from gateway.callers.meter import Meter
 from gateway.callers.reports import CallerUsage, Reporter
-from gateway.callers.stored_keys import KeySync
+from gateway.callers.standings import Standings
 from gateway.config.inventory import NodeSpec
 from gateway.config.settings import Settings
 from gateway.edges.supervisor import Edges
@@ -81,6 +82,7 @@ class BareGateway:
     version: str = "1.2.3"
     inventory_error: str | None = None
     settings_error: str | None = None
+    config_files: ConfigFiles = field(default_factory=lambda: ConfigFiles({}, {}, lambda *_: ()))
     keys_lost: str | None = None
     storage: StorageCondition = field(default_factory=StorageCondition)
     certificates: ListenerCertificates = field(default_factory=lambda: ListenerCertificates({}))
@@ -89,12 +91,18 @@ class BareGateway:
     ledger: Ledger | None = None
     cluster: ClusterMember | None = None
     edges: Edges | None = None
+    quotas: Sequence[UsedQuota] = ()
+    undefined_groups: Mapping[str, int] = field(default_factory=dict)
     ended: list[RequestRecord] = field(default_factory=list)
 
     def __post_init__(self) -> None:
         self.model_placer = ModelPlacer(
             self.fleet, self.scheduler, self.settings, self.bus, self.clock
         )
+
+    @property
+    def standings(self) -> Standings:
+        return Standings(self.key_sync, self.handler.meter.book, None)
 
     @property
     def fleet(self) -> Fleet:

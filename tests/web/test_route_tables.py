@@ -30,7 +30,11 @@ GATEWAY_VERSION = "1.2.3"
 CALLER, LIMITED = new_key("caller"), new_key("limited")
 ADMIN_KEYS = {role: new_key(f"the-{role.label}") for role in AdminRole}
 WRONG = new_key("caller").text
-QUESTIONS = {"/admin/usage": "?by=key,user", "/admin/live": "?once=1"}
+QUESTIONS = {
+    "/admin/usage": "?by=key,user",
+    "/admin/live": "?once=1",
+    "/admin/config/diff": "?from=gateway",
+}
 """A key of a known id with another secret."""
 
 
@@ -215,7 +219,8 @@ CONTRACT = {
     AdminRole.VIEWER: {
         "GET /metrics", "GET /metrics/nodes", "GET /openapi.json", "GET /admin/status",
         "GET /admin/live", "GET /admin/timeline", "GET /admin/nodes",
-        "GET /admin/nodes/{name:path}", "GET /admin/models", "GET /admin/placements",
+        "GET /admin/nodes/{name:path}", "GET /admin/nodes/{name:path}/history", "GET /admin/cache",
+        "GET /admin/models", "GET /admin/placements",
     },
     AdminRole.OPERATOR: {
         "POST /admin/nodes/{name:path}/drain", "POST /admin/nodes/{name:path}/resume",
@@ -230,9 +235,12 @@ CONTRACT = {
         "GET /admin/batches/{id}/errors",
     },
     AdminRole.ADMIN: {
-        "GET /admin/config", "GET /admin/audit", "GET /admin/keys", "POST /admin/keys",
+        "GET /admin/config", "GET /admin/config/origins", "GET /admin/config/history",
+        "GET /admin/config/diff", "POST /admin/config/rollback", "GET /admin/audit",
+        "GET /admin/keys", "POST /admin/keys",
         "POST /admin/keys/import", "GET /admin/keys/{name}", "PATCH /admin/keys/{name}",
         "DELETE /admin/keys/{name}", "POST /admin/keys/{name}/rotate",
+        "GET /admin/groups", "PUT /admin/groups/{name}", "DELETE /admin/groups/{name}",
     },
 }  # fmt: skip
 """Who may use what, as promised: written here a second time, so that no route gets a lower role by
@@ -410,6 +418,7 @@ async def test_without_admin_keys_a_loopback_listener_needs_none() -> None:
                 # A bare gateway has no store.
                 path = path.replace("unknown.js", "app.js")
                 missing = {
+                    "/admin/config/diff": 404,
                     "/admin/keys/{name}": 404,
                     "/admin/requests/{id:path}/why": 404,
                     "/admin/requests/ended": 501,

@@ -59,12 +59,12 @@ export function confirmed(question, verb) {
 }
 
 /** Ask for a change; `done` gets the answer, and says in words what came of it. */
-export async function act(button, method, path, done) {
+export async function act(button, method, path, done, body) {
   // A disabled button loses it.
   const hadFocus = document.activeElement === button;
   button.disabled = true;
   try {
-    const response = await ask(method, path);
+    const response = await ask(method, path, { body });
     toast(done(await response.json()));
   } catch (error) {
     toast(error.message, true);
@@ -101,6 +101,26 @@ export async function cancel(event, id, name) {
   if (!await confirmed(`Cancel request ${name}? Its client gets an error.`, "Cancel it")) return;
   const path = `admin/requests/${encodeURIComponent(id)}`;
   act(button, "DELETE", path, () => `Request ${name} is cancelled.`);
+}
+
+/** Take no new requests for a model, or take them again; `then` is called once that is so. */
+export async function pauseModel(event, { name, paused }, then) {
+  const button = event.currentTarget;
+  if (!paused && !await confirmed(`Pause ${name}? New requests for it get 503; those that run end by themselves.`, "Pause it")) return;
+  act(button, "POST", `admin/models/${encodeURIComponent(name)}/${paused ? "resume" : "pause"}`, () => {
+    then();
+    return paused ? `${name} takes requests again.` : `${name} takes no new requests.`;
+  });
+}
+
+/** Order a router to load or unload a model, or to keep it loaded or not: load, unload, pin or unpin. */
+export async function order(event, verb, { model, node }, then) {
+  const button = event.currentTarget;
+  if (verb === "unload" && !await confirmed(`Unload ${model} from ${node}?`, "Unload it")) return;
+  act(button, "POST", "admin/placements", () => {
+    then();
+    return `${verb} ${model} on ${node}: ordered.`;
+  }, { order: verb, model, node });
 }
 
 export async function copy(text) {

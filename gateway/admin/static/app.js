@@ -5,11 +5,13 @@ import { guard } from "./vendor/lit-html/directives/guard.js";
 import { count, plain, plural, seconds } from "./format.js";
 import * as batches from "./batches.js";
 import * as models from "./models.js";
+import * as node from "./node.js";
 import * as nodes from "./nodes.js";
 import * as overview from "./overview.js";
 import * as playground from "./playground.js";
 import * as queue from "./queue.js";
 import * as requests from "./requests.js";
+import * as settings from "./settings.js";
 import { href, leaveItem, onMove, route } from "./route.js";
 import { nodesAlone, state, takeHello, takeSnapshot, takeUpdate } from "./state.js";
 import { follow, setKey } from "./stream.js";
@@ -25,17 +27,19 @@ import { onSystemTheme } from "./theme.js";
  * she leaves it.
  * `badge()`: a number for the rail, 0 for none.
  * `dialog`, `drawItem(id)`, `openItem(id)`, `closeItem()`: things of the page have addresses of their own, which open the
- * dialog of that id over the page where the reader is. Without `dialog` the page itself gets them, as `route.id`.
+ * dialog of that id over the page where the reader is. Without `dialog` the page itself gets them, as `route.id`; or the
+ * module `item`, which is like a page.
  */
 const PAGES = {
   __proto__: null,
   overview: { title: "Overview", role: "viewer", module: overview },
-  nodes: { title: "Nodes", role: "viewer", module: nodes },
+  nodes: { title: "Nodes", role: "viewer", module: nodes, item: node },
   requests: { title: "Requests", role: "operator", module: requests },
   queue: { title: "Queue", role: "viewer", module: queue },
   batches: { title: "Batches", role: "operator", module: batches },
   models: { title: "Models", role: "viewer", module: models },
   playground: { title: "Playground", role: "operator", module: playground },
+  settings: { title: "Settings", role: "admin", module: settings },
 };
 
 const ROLES = ["viewer", "operator", "admin"];
@@ -91,7 +95,8 @@ function draw() {
   }
   pageVersion ??= state.summary.version;
   const current = PAGES[base.page];
-  const module = current !== undefined && maySee(current) ? current.module : null;
+  const owner = base.id !== "" && current?.item ? current.item : current?.module;
+  const module = current !== undefined && maySee(current) ? owner : null;
   if (entered.module !== module || entered.id !== base.id) {
     entered.module?.leave?.();
     entered = { module, id: base.id };
@@ -236,6 +241,9 @@ function tell(connection, trouble) {
     state.summary = null;
     state.requests = new Map();
     state.nodes = new Map();
+    // What the next key may see is asked for anew.
+    entered.module?.leave?.();
+    entered = { module: null, id: "" };
   }
   schedule();
 }

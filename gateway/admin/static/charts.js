@@ -21,7 +21,9 @@ const CHARTS = [
   { id: "queued", title: "Queue and slots", read: count, series: [["queued", "waiting"], ["slots_busy", "busy slots"]] },
   { id: "cached", title: "Prompt tokens from caches", read: percent, top: 1, series: [["cached_share", "cached"]] },
   { id: "gpu", isFed: () => state.summary.hybrid !== null, title: "Requests on GPU nodes", read: percent, top: 1, series: [["gpu_share", "GPU"]] },
-  { id: "money", isFed: hasPrices, title: "Money within the hour", read: money, scale: "running",
+  { id: "spent", title: "Money within the hour", isFed: () => hasPrices() && state.summary.hybrid === null, read: money,
+    scale: "running", series: [["cost", "spent"]] },
+  { id: "money", isFed: () => hasPrices() && state.summary.hybrid !== null, title: "Money within the hour", read: money, scale: "running",
     series: [["cost", "spent"], ["gpu_cost", "all on GPU"]] },
 ];
 
@@ -108,7 +110,7 @@ function make() {
       padding: [8, 4, 0, 0],
       legend: { show: false },
       cursor: { points: { size: 6 }, drag: { x: false, y: false }, sync: { key: "hour" } },
-      scales: { x: { time: true }, y: { range: (_, low, high) => [0, chart.top ?? Math.max(high || 0, chart.id === "money" ? 1e-6 : 1) * 1.1] } },
+      scales: { x: { time: true }, y: { range: (_, low, high) => [0, chart.top ?? Math.max(high || 0, chart.scale === "running" ? 1e-6 : 1) * 1.1] } },
       axes: [
         { ...axis, size: 22, space: 60, values: [[60, "{HH}:{mm}"]], incrs: [60, 120, 300, 600, 900, 1800, 3600] },
         { ...axis, size: 46, space: 26, values: (_, splits) => splits.map((value) => chart.read(value)) },

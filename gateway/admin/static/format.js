@@ -10,6 +10,11 @@ export function plain(value) {
   });
 }
 
+/** Who sent a request: the key's name and id, or what stands for a caller without a key. */
+export function callerName({ caller, caller_name: name }) {
+  return name === null || name === undefined || name === caller ? plain(caller) : `${plain(name)} (${plain(caller)})`;
+}
+
 export function count(value) {
   if (value === null || value === undefined) return "–";
   if (value < 10_000) return String(Math.round(value));
@@ -28,6 +33,13 @@ export function seconds(value) {
   if (value < 7200) return `${Math.round(value / 60)} min`;
   if (value < 172_800) return `${(value / 3600).toFixed(1)} h`;
   return `${Math.round(value / 86_400)} days`;
+}
+
+/** A time as text of RFC 3339, by the reader's clock; the day too, unless it is that of `now` (in seconds). */
+export function moment(text, now) {
+  const at = new Date(text);
+  const day = at.toDateString() === new Date(now * 1000).toDateString() ? "" : `${at.toLocaleDateString()} `;
+  return `${day}${at.toLocaleTimeString()}`;
 }
 
 export function size(bytes) {

@@ -1,12 +1,12 @@
 // The fleet as a live picture: each node with its slots as cells that fill.
 
-import { html, nothing, render } from "./vendor/lit-html/lit-html.js";
+import { html, nothing } from "./vendor/lit-html/lit-html.js";
 import { guard } from "./vendor/lit-html/directives/guard.js";
 import { repeat } from "./vendor/lit-html/directives/repeat.js";
 import { drain, probe, resume } from "./actions.js";
 import { cellsOf, OUT, sampleOf } from "./cells.js";
-import { count, money, percent, plain, plural, rate, seconds, size } from "./format.js";
-import { href, leaveItem, setQuery } from "./route.js";
+import { count, percent, plain, plural, rate } from "./format.js";
+import { href, setQuery } from "./route.js";
 import { isOperator, nodesAlone, state } from "./state.js";
 import { drawWall } from "./wall.js";
 
@@ -36,14 +36,14 @@ function printedCellsView(node) {
   return html`<span class="cells" aria-hidden="true">${sampleOf(cellsOf(node.cells), MOST_PRINTED).map(cellView)}</span>`;
 }
 
-function cellsView(node) {
+export function cellsView(node) {
   const cells = cellsOf(node.cells).map(cellView);
   const hidden = node.slots_total > 64 ? html`<span class="muted">+${node.slots_total - 64}</span>` : nothing;
   return html`<span class="cells" aria-hidden="true">${cells}${hidden}</span>`;
 }
 
 /** The slots in words, for those who do not see the cells. */
-function slotsInWords(node) {
+export function slotsInWords(node) {
   const counts = new Map();
   for (const [letter] of cellsOf(node.cells)) counts.set(letter, (counts.get(letter) ?? 0) + 1);
   const free = OUT.has(node.state) ? "out of service" : PHASES.f;
@@ -188,7 +188,7 @@ function speedView(node) {
     ? html` <span class="slow">${percent(share)} of usual</span>` : nothing}</p>`;
 }
 
-function actionsView(node) {
+export function actionsView(node) {
   const { name } = node;
   // One button for both, so that it keeps the focus.
   const [word, act] = node.draining ? ["Resume", resume] : ["Drain", drain];
@@ -269,49 +269,4 @@ function inNextRow(tiles, own) {
 /** The words of a tile as its tooltip: set when it is looked at, since a thousand change each second. */
 function showWords(event) {
   event.currentTarget.title = event.currentTarget.getAttribute("aria-label");
-}
-
-// One node, in a dialog.
-
-export const dialog = "details";
-
-export function drawItem(name) {
-  const place = document.getElementById(dialog);
-  const node = state.nodes.get(name);
-  render(node === undefined ? html`<h2 id="details-name" tabindex="-1" autofocus>${plain(name)}</h2>
-    <p>It is not in the inventory.</p><p class="actions"><button @click=${leaveItem}>Close</button></p>`
-    : detailsView(node), place.querySelector(".view"));
-}
-
-function detailsView(node) {
-  const labels = Object.entries(node.labels);
-  const facts = [
-    ["State", html`<span class="state s-${node.state}"><span class="mark" aria-hidden="true">${MARKS[node.state]}</span> ${node.state}</span>`],
-    ["Reason", node.reason ? plain(node.reason) : nothing],
-    ["Slots", html`${cellsView(node)} ${slotsInWords(node)}`],
-    ["Requests", `${count(node.in_flight)} now, ${count(node.requests)} since the start, ${count(node.failures)} failed`],
-    ["Writes", node.decode_tps === null ? "not measured yet" : `${rate(node.decode_tps)} tokens/s${of(node.decode_share)}`],
-    ["Reads", node.prefill_tps === null ? "not measured yet" : `${rate(node.prefill_tps)} tokens/s${of(node.prefill_share)}`],
-    ["Cached", `${plural(node.cached_prompts, "prompt")}, ${count(node.cached_tokens)} tokens, as the gateway believes`],
-    ["Models", node.models.length === 0 ? "unknown" : plain(node.models.join(", "))],
-    ["Context", node.context === null ? "unknown" : `${count(node.context)} tokens a slot`],
-    ["Differs", node.drift.length === 0 ? nothing : plain(node.drift.join("; "))],
-    ["Memory", node.router === undefined ? nothing : `${node.memory === null ? "size unknown" : size(node.memory)}${
-      node.pinned_by === null ? "" : `, pinned (${node.pinned_by})`}`],
-    ["Loaded", node.router !== undefined && node.state === "loading" && node.progress !== null ? percent(node.progress) : nothing],
-    ["Host", html`${plain(node.host)}${node.labels.numa === undefined ? nothing : `, NUMA node ${plain(node.labels.numa)}`}`],
-    ["Address", html`<code>${plain(node.url)}</code>`],
-    ["Tier", `${node.tier}${node.cost_per_hour ? `, ${money(node.cost_per_hour)} an hour` : ""}`],
-    ["Labels", labels.length === 0 ? nothing : plain(labels.map((pair) => pair.join("=")).join(", "))],
-    ["Build", node.build ? plain(node.build) : nothing],
-    ["Deadline", node.deadline_at === null ? nothing : `in ${seconds(Math.max(0, node.deadline_at - state.at))} what still runs is moved or ended`],
-  ];
-  return html`<h2 id="details-name" tabindex="-1" autofocus>${plain(node.name)}</h2>
-    <dl>${facts.filter(([, value]) => value !== nothing).map(([name, value]) => html`<dt>${name}</dt><dd>${value}</dd>`)}</dl>
-    <p class="actions">${isOperator() ? actionsView(node) : html`<span class="muted">Draining and probing need an operator's key.</span>`}
-      <button class="small primary" @click=${leaveItem}>Close</button></p>`;
-}
-
-function of(share) {
-  return share === null ? "" : `, ${percent(share)} of its usual`;
 }

@@ -53,7 +53,8 @@ export function view(route, redraw) {
 
 export function drawn() {
   nodes.drawn();
-  timeline.drawTimeline();
+  // In a frame of its own: together they would be one long task.
+  setTimeout(timeline.drawTimeline, 0);
   if (isMarked) drawCharts();
   else {
     isMarked = true;

@@ -3,7 +3,7 @@
 import { html, nothing } from "./vendor/lit-html/lit-html.js";
 import { repeat } from "./vendor/lit-html/directives/repeat.js";
 import { copy } from "./actions.js";
-import { plain, plural } from "./format.js";
+import { callerName, plain, plural } from "./format.js";
 import { href } from "./route.js";
 
 const MARKS = { critical: "✕", warning: "▲", notice: "●" };
@@ -75,7 +75,7 @@ function problemView(problem) {
     <summary><span class="mark" aria-hidden="true">${MARKS[problem.severity] ?? "●"}</span>
       <span class="severity">${problem.severity}</span> <b>${plain(problem.title)}</b></summary>
     <p class="cause">${plain(problem.cause)}${problem.caller
-      ? html` Its caller: <code>${plain(problem.caller)}</code>.` : nothing}</p>
+      ? html` Its caller: <code>${callerName(problem)}</code>.` : nothing}</p>
     <p class="remedy">${plain(problem.remedy)}</p>
     <p class="links">
       ${problem.nodes.map((name) => html`<a href=${href("nodes", name)}>${plain(name)}</a>`)}

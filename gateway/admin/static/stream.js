@@ -16,11 +16,12 @@ function headers(more = {}) {
   return adminKey ? { ...more, authorization: `Bearer ${adminKey}` } : more;
 }
 
-/** An answer of the admin API that is an error, in its own words. */
+/** An answer of the admin API that is an error, in its own words; `problems` of files led to it. */
 export class ApiError extends Error {
-  constructor(status, message) {
+  constructor(status, message, problems = []) {
     super(message);
     this.status = status;
+    this.problems = problems;
   }
 }
 
@@ -37,12 +38,15 @@ export async function ask(method, path, { body, form, signal } = {}) {
 
 async function errorOf(response) {
   let message = `The gateway answered with status ${response.status}.`;
+  let problems;
   try {
-    message = (await response.json()).error.message;
+    const body = await response.json();
+    message = body.error.message;
+    problems = body.problems;
   } catch {
     // It was no JSON.
   }
-  return new ApiError(response.status, message);
+  return new ApiError(response.status, message, problems);
 }
 
 /** The server-sent events of a response, as [name, data] pairs. */

@@ -156,13 +156,15 @@ function legendView(redraw) {
 /** Draw the timeline as of now. */
 export function drawTimeline() {
   const canvas = document.querySelector("#timeline canvas");
-  if (canvas === null || told === null) return;
+  if (canvas === null || told === null || state.summary === null) return;
   const wanted = `${canvas.clientWidth} ${devicePixelRatio} ${theme()}`;
   if (layout === null || layout.canvas !== canvas || layout.wanted !== wanted) layout = laidOut(canvas, wanted);
   const { context, left, right, tops, lane, bottom } = layout;
   const now = Math.max(state.at, told.at);
   const first = firstOf(now);
-  const x = (at) => left + Math.max(0, (at - first) / (now - first)) * (right - left);
+  // At whole dots: what stands between them takes a browser three times as long.
+  const across = (right - left) / (now - first);
+  const x = (at) => Math.round((left + Math.max(0, at - first) * across) * devicePixelRatio) / devicePixelRatio;
   context.clearRect(0, 0, layout.width, layout.height);
   drawFrame(first, now, x);
   const moved = new Map();
@@ -176,7 +178,7 @@ export function drawTimeline() {
       context.fillStyle = layout.stripes[number];
       if (writes > begin) context.fillRect(begin, y, Math.max(1, writes - begin), lane);
       context.fillStyle = layout.solid[number];
-      if (end > writes) context.fillRect(writes, y, Math.max(1, end - writes - 0.5), lane);
+      if (end > writes) context.fillRect(writes, y, Math.max(1, end - writes), lane);
     }
     if (span.resumes || isCut(span)) {
       const attempts = moved.get(span.request) ?? [];

@@ -1,65 +1,116 @@
-// Why a request went where it went: what was compared, chosen and predicted, and what came of it.
+// One request at its own address: why it went where it went, what was compared, chosen and predicted, and
+// what came of it. What only the ledger still has is told as far as it goes.
 
-import { html, nothing, render } from "./vendor/lit-html/lit-html.js";
-import { count, plain, plural } from "./format.js";
-import { leaveItem } from "./route.js";
+import { html, nothing } from "./vendor/lit-html/lit-html.js";
+import { cancel } from "./actions.js";
+import { count, moment, plain, plural } from "./format.js";
+import { legendView, lifeOf, stripView, wordsOf } from "./life.js";
+import { href } from "./route.js";
 import { state } from "./state.js";
 import { ApiError, ask } from "./stream.js";
+import { tableView } from "./table.js";
 
 const TERMS = ["queue", "reading", "writing", "neighbours", "doubt"];
+/** Milliseconds after which the page asks again of a request that has not ended. */
+const ASK_AGAIN = 2_000;
 
 const REASONS = {
   slower: "had room and were slower", full: "full", paused: "asked for less work", failed: "had failed it",
   excluded: "can't hold it or refused it", not_candidates: "no candidates",
 };
 
-/** Goes up with each question: an answer that comes late is not shown. */
-let asked = 0;
+let shown = null;
+let asking = new AbortController();
+let timer = 0;
 
-export const dialog = "why";
+export function enter(route, redraw) {
+  if (shown?.id !== route.id) shown = { id: route.id, requests: null, trouble: "" };
+  askFor(redraw);
+}
 
-/** Ask why, and show it; the page opens the dialog. */
-export async function openItem(id) {
-  const name = state.requests.get(id)?.request_id ?? id;
-  asked += 1;
-  const own = asked;
-  const draw = (view) => {
-    if (own === asked) render(frameView(id, name, view), document.querySelector(`#${dialog} .view`));
-  };
-  draw(html`<p class="muted" role="status">Asking…</p>`);
+export function leave() {
+  asking.abort();
+  clearTimeout(timer);
+  // The next key may not see what this one has shown.
+  if (state.summary === null) shown = null;
+}
+
+async function askFor(redraw) {
+  leave();
+  asking = new AbortController();
+  const { signal } = asking;
+  const { id } = shown;
   try {
-    const response = await ask("GET", `admin/requests/${encodeURIComponent(id)}/why`);
-    draw((await response.json()).requests.map(requestView));
+    const found = await (await ask("GET", `admin/requests/${encodeURIComponent(id)}/why`, { signal })).json();
+    if (signal.aborted) return;
+    shown = { id, requests: found.requests, trouble: "" };
   } catch (error) {
-    const words = error instanceof ApiError ? error.message : "The gateway does not answer.";
-    draw(html`<p class="error" role="alert">${plain(words)}</p>`);
+    if (signal.aborted) return;
+    shown = { ...shown, trouble: error instanceof ApiError ? error.message : "The gateway does not answer." };
   }
+  redraw();
+  if (shown.requests?.some(isOpen)) timer = setTimeout(() => askFor(redraw), ASK_AGAIN);
 }
 
-/** An answer that comes later is not shown. */
-export function closeItem() {
-  asked += 1;
+function isOpen(request) {
+  return request.state === "waiting" || request.state === "running";
 }
 
-function frameView(id, name, view) {
-  return html`<h2 id="why-name" tabindex="-1" autofocus>Why ${plain(name)}</h2>
-    <div class="why">${view}</div>
-    <p class="actions"><button class="small" @click=${() => openItem(id)}>Ask again</button>
-      <button class="small primary" @click=${leaveItem}>Close</button></p>`;
+export function view(route, redraw) {
+  const { id, requests, trouble } = shown;
+  return html`<section id="request" class="panel" tabindex="-1" aria-labelledby="request-title">
+    <div class="bar"><h2 id="request-title">Request <code>${plain(requests?.[0]?.request_id ?? id)}</code></h2>
+      <button class="small" @click=${() => askFor(redraw)}>Ask again</button></div>
+    <p class="error" role="alert">${plain(trouble)}</p>
+    ${requests === null ? html`<p class="muted" role="status">${trouble ? nothing : "Asking…"}</p>` : requests.map(requestView)}
+  </section>`;
 }
 
-function requestView(request) {
+function requestView(request, place, all) {
   const { outcome, decisions, waiting } = request;
   const end = outcome === null ? "" : `, ${outcome.status}${outcome.reason ? ` ${plain(outcome.reason)}` : ""}`;
-  const facts = [["model", request.model], ["class", request.class], ["caller", request.caller]]
-    .filter(([, value]) => value !== null).map(([word, value]) => `${word} ${plain(value)}`);
-  return html`<p><b>${plain(request.state)}${end}</b>${request.seconds === null ? nothing
+  const facts = [
+    ["id", request.id === request.request_id ? null : html`<code>${plain(request.id)}</code>`],
+    ["came", request.received_at === null ? null : moment(request.received_at, state.at)],
+    ["path", request.path === null ? null : html`<code>${plain(request.path)}</code>`],
+    ["model", linked(request.model, (name) => href("models", name))],
+    ["class", request.class],
+    ["caller", linked(request.caller, (key) => href("requests", "", { key }), request.caller_name ?? request.caller)],
+  ].filter(([, value]) => value !== null);
+  const life = request.row === null ? decisions.flatMap(partsOf) : lifeOf(request.row);
+  const attempts = decisions.filter((one) => one.kind === "granted");
+  const numbers = request.row ?? { attempts: attempts.length, resumptions: attempts.filter((one) => one.resumes).length };
+  return html`${all.length > 1 ? html`<h3>${place + 1} of ${all.length} with this X-Request-ID</h3>` : nothing}
+    <p><b>${plain(request.state)}${end}</b>${request.seconds === null ? nothing
       : ` ${outcome === null ? "for" : "after"} ${time(request.seconds)}`}
-      <span class="muted">${facts.join(", ")}</span></p>
+      ${isOpen(request) ? html`<button class="small" @click=${(event) => cancel(event, request.id, request.request_id)}
+        aria-label="Cancel request ${plain(request.request_id)}">Cancel</button>` : nothing}</p>
     <p class="summary">${plain(request.summary)}</p>
+    <p class="muted">${facts.map(([word, value], index) => html`${index ? ", " : ""}${word} ${value}`)}</p>
+    ${life.length === 0 ? nothing : html`<div class="life">${stripView(life, request.seconds ?? 0)}
+      <p>Its life: ${wordsOf(life, numbers)}</p>${legendView([...new Set(life.map(([name]) => name))])}</div>`}
+    ${request.unknown.length === 0 ? nothing : html`<p class="muted">No longer known: ${plain(request.unknown.join("; "))}.</p>`}
     ${decisions.map((one) => decisionView(one, decisions.length === 1))}
     ${waiting === null || waiting.nodes.length === 0 ? nothing : waitingView(waiting)}
-    ${request.parts.length === 0 ? nothing : html`<p>Its parts: ${plain(request.parts.join(", "))}</p>`}`;
+    ${request.parts.length === 0 ? nothing : html`<p>Its parts: ${request.parts.map((id) => html`<a
+      href=${href("requests", id)}><code>${plain(id)}</code></a> `)}</p>`}`;
+}
+
+function linked(value, address, name = value) {
+  return value === null ? null : html`<a href=${address(value)} title=${plain(value)}>${plain(name)}</a>`;
+}
+
+/** The parts of a request's life that a decision tells of, in seconds after it came. */
+function partsOf(decision) {
+  const { kind, seconds: at, waited, actual } = decision;
+  if (kind === "queued") return [["queue", at, at + waited]];
+  if (kind !== "granted") return [];
+  const end = at + actual.seconds;
+  const first = actual.ttft === null ? end : at + actual.ttft;
+  const isCut = actual.outcome !== null && actual.outcome !== "ok";
+  // An answer that came in one piece does not tell when it began.
+  const before = actual.ttft === null && actual.outcome !== null ? "unknown" : "reading";
+  return [[before, at, first], ...(end > first ? [["writing", first, end]] : []), ...(isCut ? [["break", end, end]] : [])];
 }
 
 /** One decision; one that stands alone has been told in the summary. */
@@ -69,14 +120,27 @@ function decisionView(one, alone) {
   if (one.kind !== "granted") return html`<h3>${plain(one.kind)}, ${after}</h3>${summary}`;
   const left = Object.entries(one.not_listed)
     .map(([reason, number]) => `${count(number)} ${REASONS[reason] ?? plain(reason)}`);
-  return html`<h3>Attempt ${one.attempt}, ${after}: ${plain(one.node ?? "–")}</h3>${summary}
-    ${table("Nodes that were compared",
-      ["Node", "Expected", ...TERMS.map((term) => term[0].toUpperCase() + term.slice(1)), "Cached", "Slots", "Note"],
-      one.nodes.map((node) => [node.name, time(node.expected_seconds), ...TERMS.map((term) => time(node.terms[term])),
+  const longest = Math.max(...one.nodes.map((node) => added(node.terms)));
+  return html`<h3>Attempt ${one.attempt}, ${after}: ${linked(one.node, (name) => href("nodes", name)) ?? "–"}</h3>${summary}
+    ${one.nodes.length === 0 ? nothing : html`${legendView(TERMS)}${tableView("Nodes that were compared",
+      ["Node", "What it was expected to cost", "Expected", ...TERMS.map((term) => term[0].toUpperCase() + term.slice(1)), "Cached", "Slots", "Note"],
+      one.nodes.map((node) => [node.name, stripView(stacked(node.terms), longest), time(node.expected_seconds),
+        ...TERMS.map((term) => time(node.terms[term])),
         `${count(node.cached_tokens)} of ${count(one.predicted.prompt_tokens)}`, `${node.slots_busy}/${node.slots_total}`,
-        notesOf(node)]))}
+        notesOf(node)]))}`}
     ${left.length === 0 ? nothing : html`<p class="muted">Not listed: ${left.join(", ")}.</p>`}
-    ${table("What was predicted, and what came", ["", "Predicted", "Actual"], outcomeRows(one))}`;
+    ${tableView("What was predicted, and what came", ["", "Predicted", "Actual"], outcomeRows(one))}`;
+}
+
+function added(terms) {
+  return TERMS.reduce((sum, term) => sum + Math.max(0, terms[term]), 0);
+}
+
+/** The terms one on the other; what is below 0 takes something of the others. */
+function stacked(terms) {
+  let at = 0;
+  const parts = TERMS.filter((term) => terms[term] > 0).map((term) => [term, at, at += terms[term]]);
+  return terms.doubt < 0 ? [...parts, ["less", Math.max(0, at + terms.doubt), at]] : parts;
 }
 
 function notesOf(node) {
@@ -85,7 +149,11 @@ function notesOf(node) {
 }
 
 function outcomeRows({ predicted, actual }) {
+  const longest = Math.max(predicted.seconds ?? 0, actual.seconds);
+  const course = ({ ttft, seconds, outcome }) => (seconds === null ? "–" : stripView(ttft === null
+    ? [[outcome === null ? "reading" : "unknown", 0, seconds]] : [["reading", 0, ttft], ["writing", ttft, seconds]], longest));
   return [
+    ["Course", course(predicted), course(actual)],
     ["First token", time(predicted.ttft), time(actual.ttft)],
     ["End", time(predicted.seconds), `${time(actual.seconds)}, ${actual.outcome ?? "runs"}`],
     ["Prompt tokens", count(predicted.prompt_tokens), count(actual.prompt_tokens)],
@@ -96,16 +164,9 @@ function outcomeRows({ predicted, actual }) {
 
 function waitingView(waiting) {
   return html`<h3>It waits for ${plural(waiting.nodes_alive, "node")}</h3>
-    ${table("Nodes that it waits for", ["Node", "State", "Slots", "Free in", "Cached", "Expected"],
+    ${tableView("Nodes that it waits for", ["Node", "State", "Slots", "Free in", "Cached", "Expected"],
       waiting.nodes.map((node) => [node.name, node.state, `${node.slots_busy}/${node.slots_total}`, time(node.free_in),
         count(node.cached_tokens), time(node.expected_seconds)]))}`;
-}
-
-function table(label, columns, rows) {
-  return html`<div class="scroll" tabindex="0" role="region" aria-label=${label}><table>
-    <thead><tr>${columns.map((column) => (column === "" ? html`<td></td>` : html`<th scope="col">${column}</th>`))}</tr></thead>
-    <tbody>${rows.map(([first, ...rest]) => html`<tr><th scope="row">${plain(first)}</th>${rest.map(
-      (cell) => html`<td>${plain(cell)}</td>`)}</tr>`)}</tbody></table></div>`;
 }
 
 function time(value) {

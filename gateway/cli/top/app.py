@@ -17,7 +17,7 @@ from textual.screen import ModalScreen, Screen
 from textual.widgets import DataTable, Footer, Input, Static, TabbedContent, TabPane
 
 from gateway.cli.client import AdminClient
-from gateway.cli.terminal import STATE_COLOURS, CommandFailed
+from gateway.cli.terminal import STATE_COLOURS, CommandFailed, caller_text
 from gateway.cli.top import fleet
 from gateway.cli.top.fleet import FeedFollower, FleetPicture, Line
 from gateway.cli.why import explained
@@ -315,7 +315,7 @@ class Top(App[None]):
             self._tell("choose a request first: key 3")
             return
         row = (self.picture.requests or {}).get(id_, {})
-        question = f"Cancel the request {row.get('request_id', id_)} of {row.get('caller')}?"
+        question = f"Cancel the request {row.get('request_id', id_)} of {caller_text(row)}?"
         path = f"/admin/requests/{quote(id_, safe='')}"
         self._confirm(
             question,

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 from gateway.cli.client import AdminClient, GatewayRefused
-from gateway.cli.terminal import CommandFailed, format_cell, state_in_words
+from gateway.cli.terminal import CommandFailed, caller_text, format_cell, state_in_words
 
 LIVE_PATH = "/admin/live"
 FIRST_PAUSE = 0.5  # seconds before the next try; it doubles with each that fails
@@ -236,7 +236,7 @@ def request_columns(now: float) -> tuple[Column, ...]:
         Column("TTFT", lambda row: _seconds(row.get("ttft")), _number("ttft")),
         Column("TOKENS", _text("tokens"), _number("tokens")),
         Column("TOK/S", _text("tokens_per_second"), _number("tokens_per_second")),
-        Column("CALLER", _text("caller")),
+        Column("CALLER", caller_text),
         Column("MODEL", _text("model")),
         Column("START IN", lambda row: _seconds(row.get("expected_start"))),
     )
@@ -367,8 +367,7 @@ def problem_lines(
 
 def _problem_text(problem: Row, *, commands: bool) -> str:
     title, cause, remedy = (format_cell(problem.get(key)) for key in ("title", "cause", "remedy"))
-    caller = problem.get("caller")
-    whose = f" Caller: {format_cell(caller)}." if caller else ""
+    whose = f" Caller: {caller_text(problem)}." if problem.get("caller") else ""
     text = f"{title}: {cause}{whose} Do: {remedy}"
     lines = problem.get("commands")
     if commands and isinstance(lines, list) and lines:

@@ -1,0 +1,308 @@
+"""Earlier texts of the two files: what is kept, how it is compared, and how it comes back."""
+
+from __future__ import annotations
+
+import os
+import stat
+from pathlib import Path
+
+import pytest
+
+from gateway.config import versions
+from gateway.config.versions import (
+    FileHistory,
+    FileManaged,
+    VersionError,
+    difference,
+    find_version,
+)
+from tests.each_case import each_case
+
+MORNING = 1_796_025_600.0  # 2026-11-30T08:00:00Z
+FIRST = "gateway-20261130T080000Z"
+ANSIBLE = "# Managed by Ansible (gateway): change the variables, not this file. sha256:00ff\n"
+
+
+@pytest.fixture
+def file(tmp_path: Path) -> Path:
+    path = tmp_path / "etc" / "gateway.yaml"
+    path.parent.mkdir()
+    path.write_text("queue: {max: 1}\n")
+    return path
+
+
+@pytest.fixture
+def history(file: Path, tmp_path: Path) -> FileHistory:
+    return FileHistory.of("gateway", file, [tmp_path / "state"])
+
+
+def names(history: FileHistory) -> list[str]:
+    return [one.name for one in history.versions()]
+
+
+def test_a_text_is_kept_once_until_another_one_is_in_force(history: FileHistory) -> None:
+    assert history.keep("a\n", MORNING) is not None
+    assert history.keep("a\n", MORNING + 60) is None
+    assert history.keep("b\n", MORNING + 120) is not None
+    assert history.keep("a\n", MORNING + 180) is not None
+    assert [one.read() for one in history.versions()] == ["a\n", "b\n", "a\n"]
+    assert names(history)[:2] == [FIRST, "gateway-20261130T080200Z"]
+
+
+def test_versions_are_in_the_order_in_which_they_were_kept_whatever_the_clock_says(
+    history: FileHistory,
+) -> None:
+    for text, at in (("a", MORNING), ("b", MORNING), ("c", MORNING - 3600)):
+        history.keep(text, at)
+    assert [one.read() for one in history.versions()] == ["a", "b", "c"]
+    assert len(set(names(history))) == 3
+
+
+def test_only_the_owner_can_read_versions_which_are_beside_the_file(
+    history: FileHistory, file: Path
+) -> None:
+    kept = history.keep("store: {url: postgresql://u:secret@h/d}\n", MORNING)
+    assert kept is not None
+    folder = file.parent / ".gateway.yaml.history"
+    assert kept.path.parent == folder
+    assert stat.S_IMODE(folder.stat().st_mode) == 0o700
+    assert stat.S_IMODE(kept.path.stat().st_mode) == 0o600
+
+
+def test_without_a_place_beside_the_file_versions_go_to_the_state_folder(
+    history: FileHistory, file: Path, tmp_path: Path
+) -> None:
+    # A file is where the folder would be: that keeps root out, too.
+    (file.parent / ".gateway.yaml.history").write_text("")
+    assert history.keep("a", MORNING) is not None
+    assert history.versions()[0].path.parent.parent == tmp_path / "state/history"
+    # Files of other folders have others.
+    other = FileHistory.of("gateway", tmp_path / "gateway.yaml", [tmp_path / "state"])
+    assert set(other.folders).isdisjoint(history.folders)
+    # What is beside the file later is a part of the same history, and new ones stay together.
+    (file.parent / ".gateway.yaml.history").unlink()
+    assert names(history) == [FIRST]
+    assert history.keep("b", MORNING + 1) is not None
+    assert history.versions()[1].path.parent == history.versions()[0].path.parent
+
+
+def test_the_oldest_versions_make_room(
+    history: FileHistory, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(versions, "MOST_VERSIONS", 3)
+    for number in range(5):
+        history.keep(f"n: {number}", MORNING + number)
+    assert [one.read() for one in history.versions()] == ["n: 2", "n: 3", "n: 4"]
+    monkeypatch.setattr(versions, "MOST_BYTES", 97)
+    history.keep("#" * 90, MORNING + 10)
+    assert [one.size for one in history.versions()] == [4, 90]
+    history.keep("#" * 400, MORNING + 11)
+    assert [one.size for one in history.versions()] == [400]
+
+
+def test_a_version_is_found_by_its_name_by_a_beginning_and_as_the_newest(
+    history: FileHistory, tmp_path: Path
+) -> None:
+    nodes = FileHistory.of("nodes", tmp_path / "nodes.yaml", [])
+    for text, at in (("a", MORNING), ("b", MORNING + 86_400)):
+        history.keep(text, at)
+    known = [history, nodes]
+    assert find_version(known, FIRST)[1].read() == "a"
+    assert find_version(known, "gateway-202612")[1].read() == "b"
+    assert find_version(known, "gateway") == (history, history.versions()[1])
+    with pytest.raises(VersionError, match=r"several versions begin with 'gateway-2026'.* 2 are"):
+        find_version(known, "gateway-2026")
+    with pytest.raises(VersionError, match=f"no version 'gateway-2027'.*{FIRST}"):
+        find_version(known, "gateway-2027")
+    with pytest.raises(VersionError, match=r"no version of .*nodes.yaml was kept yet"):
+        find_version(known, "nodes")
+    for name in ("", "../../etc/passwd", "gateway/../x", "keys"):
+        with pytest.raises(VersionError, match="no version's name"):
+            find_version(known, name)
+
+
+def test_files_that_are_no_versions_are_left_alone(history: FileHistory) -> None:
+    kept = history.keep("a", MORNING)
+    assert kept is not None
+    for name in ("notes.txt", "20269999T999999Z.yaml", f"{kept.path.name}.123.new"):
+        (kept.path.parent / name).write_text("x")
+    assert names(history) == [FIRST]
+
+
+# The way back.
+
+
+def test_a_text_comes_back_with_owner_and_mode_and_what_was_there_is_kept(
+    history: FileHistory, file: Path
+) -> None:
+    history.keep("queue: {max: 1}\n", MORNING)
+    file.write_text("queue: {max: edited}\n")
+    file.chmod(0o640)
+    if os.geteuid() == 0:
+        os.chown(file, 12345, 54321)
+    before = file.stat()
+    kept = history.put_back("queue: {max: 1}\n", MORNING + 60)
+    after = file.stat()
+    assert file.read_text() == "queue: {max: 1}\n"
+    assert (after.st_mode, after.st_uid, after.st_gid) == (
+        before.st_mode,
+        before.st_uid,
+        before.st_gid,
+    )
+    assert after.st_ino != before.st_ino  # Whoever reads the old one reads it to its end.
+    assert kept is not None
+    assert kept.read() == "queue: {max: edited}\n"
+    assert sorted(one.name for one in file.parent.iterdir()) == [
+        ".gateway.yaml.history",
+        "gateway.yaml",
+    ]
+
+
+def test_a_file_that_is_gone_comes_back_for_its_owner_alone(
+    history: FileHistory, file: Path
+) -> None:
+    history.keep("a: 1\n", MORNING)
+    file.unlink()
+    assert history.put_back("a: 1\n", MORNING + 1) is None
+    assert file.read_text() == "a: 1\n"
+    assert stat.S_IMODE(file.stat().st_mode) == 0o600
+
+
+def test_a_link_stays_one_and_its_target_is_replaced(tmp_path: Path) -> None:
+    target = tmp_path / "real" / "settings.yaml"
+    target.parent.mkdir()
+    target.write_text("new\n")
+    link = tmp_path / "gateway.yaml"
+    link.symlink_to(target)
+    history = FileHistory.of("gateway", link, [])
+    history.put_back("old\n", MORNING)
+    assert link.is_symlink()
+    assert target.read_text() == "old\n"
+    # Wherever the link leads later, its history goes on.
+    link.unlink()
+    link.symlink_to(tmp_path / "elsewhere")
+    assert [one.read() for one in history.versions()] == ["new\n"]
+
+
+@pytest.mark.parametrize("head", [ANSIBLE, "---\n# Ansible managed\n"])
+def test_a_file_that_ansible_writes_is_not_touched(
+    head: str, history: FileHistory, file: Path
+) -> None:
+    history.keep("a: 1\n", MORNING)
+    file.write_text(f"{head}a: 2\n")
+    with pytest.raises(FileManaged, match="Ansible"):
+        history.put_back("a: 1\n", MORNING + 60)
+    assert file.read_text() == f"{head}a: 2\n"
+    assert names(history) == [FIRST]
+    assert "Ansible" in history.describe(None)["managed"]
+
+
+def test_a_file_of_a_config_map_is_not_touched(tmp_path: Path) -> None:
+    mounted = tmp_path / "cfg"
+    (mounted / "..2026_11_30").mkdir(parents=True)
+    (mounted / "..2026_11_30" / "gateway.yaml").write_text("a: 1\n")
+    (mounted / "..data").symlink_to("..2026_11_30")
+    (mounted / "gateway.yaml").symlink_to("..data/gateway.yaml")
+    history = FileHistory.of("gateway", mounted / "gateway.yaml", [tmp_path / "state"])
+    with pytest.raises(FileManaged, match="ConfigMap"):
+        history.put_back("a: 2\n", MORNING)
+    assert (mounted / "gateway.yaml").read_text() == "a: 1\n"
+
+
+def test_people_may_write_about_ansible_in_their_file(history: FileHistory, file: Path) -> None:
+    file.write_text("queue: {max: 1}\n\n\n\n\n# once this was managed by Ansible\n")
+    assert history.managed_by() is None
+
+
+# What has changed.
+
+
+def test_a_difference_has_the_lines_around_it_as_diff_has_them() -> None:
+    before = [f"line {number}" for number in range(40)]
+    after = [*before]
+    after[20:21] = ["changed", "more"]
+    shown = difference("\n".join(before), "\n".join(after))
+    assert shown.lines == [
+        "@@ -18,7 +18,8 @@",
+        *(" line 17", " line 18", " line 19", "-line 20", "+changed", "+more"),
+        *(" line 21", " line 22", " line 23"),
+    ]
+    assert (shown.added, shown.removed, shown.cut) == (2, 1, False)
+    assert difference("same\n", "same\n").lines == []
+
+
+def test_distant_changes_are_shown_apart() -> None:
+    before = [str(number) for number in range(100)]
+    after = ["first", *before[1:50], *before[51:], "last"]
+    heads = [line for line in difference("\n".join(before), "\n".join(after)).lines if "@@" in line]
+    assert heads == ["@@ -1,4 +1,4 @@", "@@ -48,7 +48,6 @@", "@@ -98,3 +97,4 @@"]
+
+
+def test_a_difference_of_large_files_is_bounded() -> None:
+    before = "\n".join(f"a: {number % 7}" for number in range(100_000))
+    after = "\n".join(f"b: {number % 5}" for number in range(100_000))
+    shown = difference(before, after)
+    assert shown.cut
+    assert len(shown.lines) == versions.MOST_SHOWN
+    assert (shown.added, shown.removed) == (100_000, 100_000)
+    assert len(difference("", "x" * 1_000_000).lines[1]) < 3000
+
+
+HASH = "9f86d081884c7d659a2feaa0c55ad015a3bf4f1b2b0b822cd15d6c15b0f00a08"
+
+
+@each_case(
+    ("line", "secret"),
+    [
+        (f"    sha256: {HASH}", HASH),
+        (f"# the old one was {HASH}", HASH),
+        (f"keys: [{{id: a, sha256: '{HASH}', name: x}}]", HASH),
+        ("  url: postgresql://gateway:hunter2@db/gateway", "hunter2"),
+        ("  url: 'postgresql://db/g?user=u&password=hunter2'", "hunter2"),
+        ("  - url: https://hooks.example.org/services/T0/B0/abc", "T0/B0"),
+        ("start: [/bin/up, --token, s3cr3t]", "s3cr3t"),
+        ("  'Client_Secret' : quite a secret", "quite a secret"),
+        ("x: whsec_MfKQ9r8GKYqrTwjUPD8ILPZIo2LaLaSw", "MfKQ9r8G"),
+        ("# lg_web_3q2uVbnM41sKd93jfLqpeTsr4K01", "3q2uVbnM41s"),
+    ],
+)
+def test_secrets_are_masked_unless_asked_for(line: str, secret: str) -> None:
+    shown = difference("", line)
+    assert secret not in "\n".join(shown.lines)
+    assert "********" in "\n".join(shown.lines)
+    assert secret in "\n".join(difference("", line, with_secrets=True).lines)
+
+
+@each_case(
+    "line",
+    [
+        "  max_tokens: 2048",
+        "  api_key_file: /etc/llama-gateway/keys/epyc-a.key",
+        "  api_key_env: NODE_KEY_OF_EPYC_A",
+        "  model: Qwen2.5-Coder-32B-Instruct-Q4_K_M",
+        "    url: http://10.0.0.11:8080",
+    ],
+)
+def test_what_is_no_secret_is_shown(line: str) -> None:
+    assert difference("", line).lines[-1] == f"+{line}"
+
+
+def test_a_secret_that_has_changed_shows_as_two_masked_lines() -> None:
+    other = HASH[::-1]
+    lines = difference(f"sha256: {HASH}", f"sha256: {other}").lines[1:]
+    assert lines == ["-sha256: ********", "+sha256: ********"]
+
+
+def test_versions_are_described_without_their_texts(history: FileHistory, file: Path) -> None:
+    history.keep("a: 1\nb: 1\n", MORNING)
+    history.keep("a: 1\nb: 2\nc: 3\n", MORNING + 1)
+    file.write_text("a: 1\nb: 2\nc: 3\n")
+    told = history.describe("a: 1\nb: 2\nc: 3\n")
+    newest, first = told["versions"]
+    assert (newest["added"], newest["removed"]) == (2, 1)
+    assert (newest["in_force"], newest["on_disk"]) == (True, True)
+    assert (first["in_force"], first["on_disk"]) == (False, False)
+    assert newest["at"] == "2026-11-30T08:00:01Z"
+    assert told["folder"] == str(file.parent / ".gateway.yaml.history")
+    assert "b: 2" not in str(told)
+    assert history.describe(None)["versions"][0]["in_force"] is None
