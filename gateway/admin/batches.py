@@ -38,7 +38,6 @@ from gateway.web.files import FileEndpoints
 CREATE_PARAMETERS = frozenset({"key", "endpoint", "completion_window"})
 LIST_PARAMETERS = frozenset({"key", "state", "limit", "before"})
 DEFAULT_PAGE, LONGEST_PAGE = "50", 100  # batches of a page
-LONGEST_PARAMETER = 256  # characters
 
 
 class OwnedBatch(BatchObject, kw_only=True):
@@ -93,15 +92,9 @@ class BatchDesk(BatchActions):
     async def create(self, request: Request) -> Response:
         """Keep the form's file for the key that is named, and make a batch of it."""
         given = query_parameters(request, CREATE_PARAMETERS)
-        for name, text in given.items():
-            if not (0 < len(text) <= LONGEST_PARAMETER and text.isprintable()):
-                raise errors.invalid_request(
-                    f"'{name}' must have 1 to {LONGEST_PARAMETER} printable characters.", name
-                )
         named = given.get("key", ANONYMOUS_OWNER)
         request.scope[AUDIT_TARGET_KEY] = named
         batches, owner = self.access.batches(), self._caller_of(named)
-        endpoint = given.get("endpoint", ENDPOINTS[0])
         file = await self._files.receive(request, owner.id)
         if file is None:
             return Response(status_code=CLIENT_CLOSED_STATUS)  # Nobody reads it.
@@ -109,7 +102,7 @@ class BatchDesk(BatchActions):
         new = NewBatch(
             owner=owner.id,
             api=OPENAI,
-            endpoint=endpoint,
+            endpoint=given.get("endpoint", ENDPOINTS[0]),
             input_file=file.id,
             window=given.get("completion_window"),
             request_digest=request_digest(OPENAI, given),

@@ -487,7 +487,6 @@ def _follow(
 # How an expected end was reckoned, by the gateway's word for it.
 RECKONED = {
     "speed": ", at the speed of its last minutes",
-    "pace": ", as fast as lines for its model end now",
     "nodes": ", if it has all slots of its nodes from then on",
 }
 

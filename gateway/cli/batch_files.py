@@ -24,7 +24,7 @@ import tempfile
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, BinaryIO, NamedTuple, cast
+from typing import Any, BinaryIO, NamedTuple, cast
 from urllib.parse import quote
 
 from gateway.cli.client import ENDED, BatchClient, Patience
@@ -32,9 +32,6 @@ from gateway.cli.options import Form
 from gateway.cli.terminal import CommandFailed, failing_by, format_cell, print_note
 from gateway.config.errors import escape_json
 from gateway.stored.line_reader import LineChecker, LineError, LineSpec, LineSplitter, RawLine
-
-if TYPE_CHECKING:
-    from _csv import Reader
 
 # Bytes of a line here; the gateway has a limit of its own (`batches.line_bytes`).
 LONGEST_LINE = 16 << 20
@@ -276,24 +273,23 @@ def _prepare_table(
 ) -> PreparedInput:
     """Make a table (CSV with a header) into JSON lines."""
     table = Table.open(path, chosen.id_column, chosen.delimiter)
-    try:
 
-        def lines() -> Iterator[tuple[str, bytes]]:
-            columns, rows = table.read()
-            template.check(columns, f"{path}: line 1", "column")
-            for row in rows:
-                where = f"line {row.line}"
-                if row.problem:
-                    problems.add(where, row.problem)
-                    continue
-                fields = dict(zip(columns, row.cells, strict=True))
-                yield where, chosen.line(row.custom_id, template.fill(fields))
+    def lines() -> Iterator[tuple[str, bytes]]:
+        rows = table.rows()
+        columns = next(rows).cells
+        template.check(columns, f"{path}: line 1", "column")
+        for row in rows:
+            if row.problem:
+                problems.add(f"line {row.line}", row.problem)
+            else:
+                prompt = template.fill(dict(zip(columns, row.cells, strict=True)))
+                yield f"line {row.line}", chosen.line(row.custom_id, prompt)
 
+    with contextlib.ExitStack() as on_error:
+        on_error.callback(table.close)
         found = _prompts("stdin" if path == "-" else Path(path).stem, chosen, lines(), problems)
-    except BaseException:
-        table.close()
-        raise
-    found.table = table
+        found.table = table
+        on_error.pop_all()
     return found
 
 
@@ -302,7 +298,7 @@ class TableRow(NamedTuple):
 
     line: int  # of the file, where it ends
     cells: list[str]
-    custom_id: str
+    custom_id: str = ""
     problem: str = ""  # why it can't be a request; empty: it can
 
 
@@ -328,44 +324,31 @@ class Table:
         """Close its file."""
         self.text.close()
 
-    def read(self) -> tuple[list[str], Iterator[TableRow]]:
-        """Its columns, and its rows from the first on. Raises CommandFailed, also for a row."""
+    def rows(self) -> Iterator[TableRow]:
+        """Its header, then its rows from the first on. Raises CommandFailed."""
+
+        def bounded_lines() -> Iterator[str]:
+            while line := self.text.readline(LONGEST_LINE):
+                if len(line) == LONGEST_LINE and not line.endswith("\n"):
+                    raise csv.Error(f"is longer than {LONGEST_LINE:,} characters")
+                yield line
+
         self.text.seek(0)
         csv.field_size_limit(LONGEST_LINE)
-        reader = csv.reader(self._bounded_lines(), delimiter=self.delimiter, strict=True)
-        with self._failing(reader):
-            columns = self._columns(next(reader, None))
-        return columns, self._rows(reader, columns)
-
-    def _rows(self, reader: Reader, columns: list[str]) -> Iterator[TableRow]:
-        number = 0
-        with self._failing(reader):
-            for cells in filter(None, reader):
-                number += 1
-                name, line = self.id_column, reader.line_num
-                if len(cells) != len(columns):
-                    yield TableRow(
-                        line,
-                        cells,
-                        "",
-                        f"has {len(cells)} columns, and the header {len(columns)}: "
-                        "check its quotes",
-                    )
-                    continue
-                custom_id = f"row-{number}" if name is None else cells[columns.index(name)]
-                problem = "" if custom_id else f"the column '{name}' is empty"
-                yield TableRow(line, cells, custom_id, problem)
-
-    def _bounded_lines(self) -> Iterator[str]:
-        while line := self.text.readline(LONGEST_LINE):
-            if len(line) == LONGEST_LINE and not line.endswith("\n"):
-                raise csv.Error(f"is longer than {LONGEST_LINE:,} characters")
-            yield line
-
-    @contextlib.contextmanager
-    def _failing(self, reader: Reader) -> Iterator[None]:
+        reader = csv.reader(bounded_lines(), delimiter=self.delimiter, strict=True)
         try:
-            yield
+            columns = _columns(self.path, next(reader, None), self.id_column)
+            yield TableRow(reader.line_num, columns)
+            for number, cells in enumerate(filter(None, reader), 1):
+                custom_id, problem = f"row-{number}", ""
+                if len(cells) != len(columns):
+                    problem = (
+                        f"has {len(cells)} columns, and the header {len(columns)}: check its quotes"
+                    )
+                elif self.id_column is not None:
+                    custom_id = cells[columns.index(self.id_column)]
+                    problem = "" if custom_id else f"the column '{self.id_column}' is empty"
+                yield TableRow(reader.line_num, cells, custom_id, problem)
         except csv.Error as error:
             raise CommandFailed(f"{self.path}: line {reader.line_num}: {error}", status=2) from None
         except UnicodeDecodeError:
@@ -375,23 +358,20 @@ class Table:
                 status=2,
             ) from None
 
-    def _columns(self, header: list[str] | None) -> list[str]:
-        """Check the names of the columns. Raises CommandFailed."""
-        if not header:
-            raise CommandFailed(
-                f"{self.path}: is empty: its first line must name the columns", status=2
-            )
-        double = next((name for name in header if header.count(name) > 1), None)
-        if double is not None:
-            raise CommandFailed(
-                f"{self.path}: two columns are called '{format_cell(double)}'", status=2
-            )
-        if self.id_column is not None and self.id_column not in header:
-            there = ", ".join(f"'{format_cell(one)}'" for one in header)
-            raise CommandFailed(
-                f"--id-column {self.id_column}: there is no such column: there is {there}", status=2
-            )
-        return header
+
+def _columns(path: str, header: list[str] | None, id_column: str | None) -> list[str]:
+    """Check the names of the columns. Raises CommandFailed."""
+    if not header:
+        raise CommandFailed(f"{path}: is empty: its first line must name the columns", status=2)
+    double = next((name for name in header if header.count(name) > 1), None)
+    if double is not None:
+        raise CommandFailed(f"{path}: two columns are called '{format_cell(double)}'", status=2)
+    if id_column is not None and id_column not in header:
+        there = ", ".join(f"'{format_cell(one)}'" for one in header)
+        raise CommandFailed(
+            f"--id-column {id_column}: there is no such column: there is {there}", status=2
+        )
+    return header
 
 
 def _prepare_folder(
@@ -723,9 +703,10 @@ def _rows(output: BinaryIO, errors: BinaryIO, table: Table | None) -> Iterator[s
         for line in results:
             yield row(map(_safe_cell, (custom_id_of(line), text_of(line), error_of(line))))
         return
-    columns, rows = table.read()
-    yield row([*columns, *_free_names(columns, ("text", "error"))])
-    result = next(results, None)
+    rows, result = table.rows(), next(results, None)
+    columns = next(rows).cells
+    added = (f"result_{name}" if name in columns else name for name in ("text", "error"))
+    yield row([*columns, *added])
     for given in rows:
         # Its own cells are as the user has them. A row that could not be a request has no result.
         cells = [*given.cells, *[""] * len(columns)][: len(columns)]
@@ -747,14 +728,6 @@ def _line_number(line: Mapping[str, Any]) -> int:
     """The number of the input's line that this is the result of; 0: it does not tell."""
     number = str(line.get("id")).rpartition("_")[2]
     return int(number) if number.isascii() and number.isdigit() else 0
-
-
-def _free_names(taken: Sequence[str], wanted: Iterable[str]) -> Iterator[str]:
-    """These names; one that a column has already gets `result_` before it."""
-    for name in wanted:
-        while name in taken:
-            name = f"result_{name}"  # noqa: PLW2901
-        yield name
 
 
 def _safe_cell(cell: str) -> str:

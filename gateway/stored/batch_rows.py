@@ -575,10 +575,9 @@ WINDOW_SECONDS = 180.0  # seconds over which its speed is measured
 DEFAULT_COMPLETION_TOKENS = 256
 
 
-# `speed`: by the results of its own last minutes; `pace`: by how fast lines of all batches for its
-# model end, those of earlier deadlines first; `nodes`: by how fast its nodes read and write, if all
-# their slots were its own from its start on.
-Reckoning = Literal["speed", "pace", "nodes"]
+# `speed`: by the results of its own last minutes; `nodes`: by how fast its nodes read and write, if
+# all their slots were its own from its start on.
+Reckoning = Literal["speed", "nodes"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -644,17 +643,14 @@ class SpeedMeter:
 
 
 class Ahead(NamedTuple):
-    """What a batch has before it, where its own speed is not known."""
+    """What a batch has before it."""
 
     starts_at: float | None = None  # Unix time; None: unknown, or it runs
-    rows: int = 0  # lines of batches with earlier deadlines
-    rows_a_second: float | None = None  # lines that end for its model; None: unknown
     prefill_tps: float = 0.0  # prompt tokens a second of its nodes together; 0: none is up
     decode_tps: float = 0.0  # tokens a second that they write together
 
 
 NOTHING_AHEAD = Ahead()
-LEAST_ROWS_A_SECOND = 1e-4  # an end that is reckoned by a slower pace is as good as unknown
 
 
 def progress_of(
@@ -675,11 +671,19 @@ def progress_of(
             cost=batch.cost, expected_cost=batch.cost if batch.state.ended else None
         )
     tokens = _completion_tokens_left(batch, left)
-    expected_end, by = None, None
-    if batch.paused_at is None:
-        seconds, by = _seconds_left(lines, tokens, left.prompt_tokens, speed, ahead)
-        if seconds is not None:
-            expected_end = max(now, ahead.starts_at or 0.0) + seconds
+    seconds: float | None = None
+    by: Reckoning | None = None
+    if batch.paused_at is not None:
+        pass  # Nobody knows when it is resumed.
+    elif speed is not None and speed.tokens > 0 and tokens > 0:
+        seconds, by = tokens / speed.tokens, "speed"
+    elif speed is not None and speed.lines > 0:
+        seconds, by = lines / speed.lines, "speed"
+    elif ahead.prefill_tps > 0 and ahead.decode_tps > 0:
+        seconds = left.prompt_tokens / ahead.prefill_tps + tokens / ahead.decode_tps
+        by = "nodes"
+    begins = max(now, ahead.starts_at or 0.0)
+    expected_end = None if seconds is None else begins + seconds
     done = batch.prompt_tokens + batch.completion_tokens
     mean = batch.cost / done if done and batch.cost > 0 else price
     expected_cost = None
@@ -690,22 +694,6 @@ def progress_of(
         left.waiting, left.running, tokens_per_second, expected_end, batch.cost, expected_cost,
         ahead.starts_at, by,
     )  # fmt: skip
-
-
-def _seconds_left(
-    lines: int, tokens: float, prompt_tokens: int, speed: BatchSpeed | None, ahead: Ahead
-) -> tuple[float | None, Reckoning | None]:
-    """Seconds until its last line has ended, and how they are reckoned."""
-    if speed is not None and speed.tokens > 0 and tokens > 0:
-        return tokens / speed.tokens, "speed"
-    if speed is not None and speed.lines > 0:
-        return lines / speed.lines, "speed"
-    if (ahead.rows_a_second or 0.0) > LEAST_ROWS_A_SECOND:
-        assert ahead.rows_a_second is not None
-        return (ahead.rows + lines) / ahead.rows_a_second, "pace"
-    if ahead.prefill_tps > 0 and ahead.decode_tps > 0:
-        return prompt_tokens / ahead.prefill_tps + tokens / ahead.decode_tps, "nodes"
-    return None, None
 
 
 def _completion_tokens_left(batch: Batch, left: WorkLeft) -> float:

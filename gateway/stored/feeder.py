@@ -27,7 +27,6 @@ from sqlalchemy import Connection, func, or_, select
 from gateway.lease import BatchRoom, BatchRoomService
 from gateway.store.schema import batches, stored_requests
 from gateway.store.store import Store
-from gateway.stored.batch_rows import Batch
 from gateway.stored.claims import (
     IS_WAITING,
     Pick,
@@ -198,9 +197,9 @@ class Supply:
         """Batches with lines that wait for a target, as far as is known."""
         return [work for work in self._works.get(target, {}).values() if work.rows > 0]
 
-    def targets_of(self, batch: str) -> Iterable[RequestTarget | None]:
+    def targets_of(self, batch: str) -> set[RequestTarget | None]:
         """Where the lines of a batch go that wait."""
-        return self._models.get(batch, {}).values()
+        return set(self._models.get(batch, {}).values())
 
     def class_of(self, batch: str | None) -> str:
         """The label of the highest class that the lines of a batch may have."""
@@ -412,26 +411,8 @@ class Feeder(RowRuns[HeldLine]):
 
     def targets_of(self, batch: str) -> set[RequestTarget]:
         """The targets of the batch's lines, of those that may run now."""
-        held = (one.state.target for one in self._held.values() if one.row.batch == batch)
-        found = {*self.supply.targets_of(batch), *held}
-        return {one for one in found if one is not None}
-
-    def pace_of(self, target: RequestTarget, batch: Batch) -> tuple[Pace, int]:
-        """How fast rows of a target end, and how many are to end before those of this batch.
-
-        It is counted as if all were worked on in the order of their deadlines.
-        """
-        state = self._targets.get(target)
-        if state is None:
-            return Pace(self.clock), 0
-        held = state.lane.held()
-        works = {one.batch: one for one in (*state.lane.works(), *self.supply.works_of(target))}
-        before = (
-            one.rows + held.get(one.batch, 0)
-            for one in works.values()
-            if (one.deadline, one.batch) < (batch.expires_at, batch.id)
-        )
-        return state.pace, sum(before)
+        held = {one.state.target for one in self._held.values() if one.row.batch == batch}
+        return {one for one in held | self.supply.targets_of(batch) if one is not None}
 
     def seconds_paused(self, owner: str) -> float:
         """For how long the owner's rows are left alone: a limit of its key is reached."""

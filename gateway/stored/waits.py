@@ -159,12 +159,11 @@ class BatchWaits:
                 (self._begins_at(wait.reason, one) for one in targets),
                 key=lambda one: math.inf if one is None else one,
             )
-        if len(targets) > 1:  # Each model has a pace and nodes of its own.
-            return wait, Ahead(starts_at)
-        (target,) = targets
-        pace, rows = self.feeder.pace_of(target, batch)
-        nodes = self.nodes_of(target)
-        return wait, Ahead(starts_at, rows, pace.rows_a_second, nodes.prefill_tps, nodes.decode_tps)
+        # Of several models all nodes: each works on some of its lines.
+        nodes = [self.nodes_of(one) for one in targets]
+        return wait, Ahead(
+            starts_at, sum(one.prefill_tps for one in nodes), sum(one.decode_tps for one in nodes)
+        )
 
     def _standing(self, batch: Batch) -> BatchWait | None:
         """What it waits for that nobody's requests change."""

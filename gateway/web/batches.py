@@ -250,8 +250,7 @@ class BatchFigures(msgspec.Struct, kw_only=True):
     expected_by: Annotated[
         str | None,
         "how the end is reckoned: `speed` (its own results of the "
-        "last minutes), `pace` (lines that end for its model, earlier deadlines first), `nodes` "
-        "(what its nodes read and write, if it had all their slots from the start on)",
+        "last minutes), `nodes` (what its nodes read and write, if it had all their slots)",
     ]
     cost: Annotated[float, "what its results have cost"]
     expected_cost: Annotated[float | None, "what all its lines will cost; null: no price is known"]

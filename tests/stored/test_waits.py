@@ -65,12 +65,10 @@ LEFT = WorkLeft(waiting=100, running=0, prompt_tokens=10_000, max_tokens=5_000)
     ("speed", "ahead", "seconds", "by"),
     [
         # 5,000 tokens are left to write.
-        (BatchSpeed(50.0, 1.0), Ahead(rows_a_second=9.0), 100.0, "speed"),
-        # Those of 20 lines with earlier deadlines come first.
-        (None, Ahead(rows=20, rows_a_second=0.5), 240.0, "pace"),
+        (BatchSpeed(50.0, 1.0), Ahead(None, 9.0, 9.0), 100.0, "speed"),
         # 10,000 tokens are read at 1,000 a second, then 5,000 written at 50, from its start on.
         (None, Ahead(starts_at=130.0, prefill_tps=1000.0, decode_tps=50.0), 140.0, "nodes"),
-        (BatchSpeed(0.0, 0.0), Ahead(rows_a_second=0.0), None, None),
+        (BatchSpeed(0.0, 0.0), Ahead(), None, None),
     ],
 )
 def test_an_end_is_reckoned_by_what_is_known_best(
@@ -139,7 +137,7 @@ async def test_a_starved_batch_says_since_when_callers_go_first_and_when_it_star
             # Two of three chats run for 100 s: then there is a slot that nobody waits for.
             assert own["expected_start"] is not None
             assert own["expected_end"] > own["expected_start"]
-            assert own["expected_by"] in {"pace", "nodes"}
+            assert own["expected_by"] == "nodes"
             listed = await running.client.get("/v1/batches", headers=HEADERS)
             (shown, _) = listed.json()["data"]
             assert shown["llama_gateway"]["why_waiting"] == told

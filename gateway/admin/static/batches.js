@@ -17,7 +17,6 @@ const WINDOWS = ["1h", "6h", "24h", "7d"];
 const ENDPOINTS = ["/v1/chat/completions", "/v1/completions", "/v1/responses", "/v1/messages", "/v1/embeddings", "/v1/rerank"];
 const RECKONED = {
   speed: "at the speed of its last minutes",
-  pace: "as fast as lines for its model end now, earlier deadlines first",
   nodes: "if it has all slots of its nodes from then on",
 };
 const CHANGED = { pause: "No more of its lines begin.", resume: "Its lines run again.", cancel: "Its waiting lines are cancelled." };
