@@ -15,6 +15,7 @@ from starlette.requests import Request
 from starlette.responses import PlainTextResponse, Response
 from starlette.types import ASGIApp
 
+from gateway.admin.batches import BatchDesk
 from gateway.admin.configuration import ConfigEndpoints, GatewayControl
 from gateway.admin.guard import AdminGuard, identity_of, role_required
 from gateway.admin.keys import KeyEndpoints
@@ -36,8 +37,10 @@ from gateway.schedule.scheduler import Scheduler
 from gateway.watch.audit import AuditTrail
 from gateway.watch.metrics import CONTENT_TYPE, Metrics
 from gateway.web.asgi import Endpoint, HealthEndpoints, asgi_app, routes_by_path
+from gateway.web.files import FileEndpoints
 from gateway.web.handler import RequestHandler
 from gateway.web.pages import StaticPage, load_files
+from gateway.web.site import KeptForCallers, batch_access
 
 VIEWER, OPERATOR, ADMIN = AdminRole.VIEWER, AdminRole.OPERATOR, AdminRole.ADMIN
 
@@ -63,6 +66,7 @@ class AdminEndpoints:
     configuration: ConfigEndpoints
     audit: AuditEndpoints
     keys: KeyEndpoints
+    batches: BatchDesk
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,7 +78,8 @@ class AdminRoute:
     role: AdminRole | None  # the lowest role that may use it; None: no key is needed
     endpoint: Callable[[AdminEndpoints], Endpoint]
     summary: str  # for the index, one line
-    action: str | None = None  # its name in the audit log; None: it changes nothing
+    action: str | None = None
+    """Its name in the audit log; None: it changes nothing, and shows no text of callers."""
 
 
 ADMIN_ROUTES = (
@@ -128,6 +133,22 @@ ADMIN_ROUTES = (
         "what requests used and cost"),
     AdminRoute("GET", "/admin/usage/arrivals", OPERATOR, lambda e: e.usage.arrivals,
         "the requests of the busiest hour, for plans"),
+    AdminRoute("GET", "/admin/batches", OPERATOR, lambda e: e.batches.list,
+        "the batches of all keys, the newest first"),
+    AdminRoute("POST", "/admin/batches", OPERATOR, lambda e: e.batches.create,
+        "a form's file as a batch of the key that ?key= names", "batches.create"),
+    AdminRoute("GET", "/admin/batches/{id}", OPERATOR, lambda e: e.batches.show,
+        "one batch: how far it is, why it waits, its errors by kind"),
+    AdminRoute("POST", "/admin/batches/{id}/pause", OPERATOR, lambda e: e.batches.pause,
+        "begin no more of its lines for now", "batches.pause"),
+    AdminRoute("POST", "/admin/batches/{id}/resume", OPERATOR, lambda e: e.batches.resume,
+        "go on with them", "batches.resume"),
+    AdminRoute("POST", "/admin/batches/{id}/cancel", OPERATOR, lambda e: e.batches.cancel,
+        "run no more of its lines", "batches.cancel"),
+    AdminRoute("GET", "/admin/batches/{id}/results", OPERATOR, lambda e: e.batches.results,
+        "its lines with a response, which callers have written for: audited", "batches.results"),
+    AdminRoute("GET", "/admin/batches/{id}/errors", OPERATOR, lambda e: e.batches.errors,
+        "its lines with an error: audited", "batches.errors"),
     AdminRoute("GET", "/admin/config", ADMIN, lambda e: e.configuration.show,
         "the settings in force"),
     AdminRoute("GET", "/admin/config/origins", ADMIN, lambda e: e.configuration.origins,
@@ -222,6 +243,7 @@ def admin_app(
     extra_hosts: Iterable[str] = (),
     relayed: Callable[[ASGIApp], ASGIApp] | None = None,
     standing_error: Callable[[], GatewayError | None] = lambda: None,
+    kept: KeptForCallers = KeptForCallers(),  # noqa: B008 - immutable
 ) -> ASGIApp:
     """The application of an admin listener on `host`.
 
@@ -230,6 +252,7 @@ def admin_app(
     `relayed` makes of the application, behind the guard, what another gateway serves a part of.
     """
     health = HealthEndpoints(fleet, scheduler, lambda: gateway.closing, standing_error)
+    access = batch_access(handler, kept)
     name_of = gateway.key_sync.key_ring.name_of
     endpoints = AdminEndpoints(
         dashboard=DashboardPages(StaticPage(PAGE, load_files(STATIC_FOLDER)), INDEX_PAGE),
@@ -251,6 +274,7 @@ def admin_app(
         configuration=ConfigEndpoints(gateway),
         audit=AuditEndpoints(audit),
         keys=KeyEndpoints(gateway, fleet.model_index, time.time),
+        batches=BatchDesk(access, FileEndpoints(kept.files, access.callers)),
     )
     routes = routes_by_path(
         (route.method, route.path, _with_role(route, endpoints, audit)) for route in ADMIN_ROUTES

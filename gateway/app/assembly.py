@@ -238,6 +238,9 @@ class Gateway:
             registry=self.registry,
             tracing=self.tracing,
             is_sole=self.member is not None,
+            is_folder_there=lambda folder: (
+                None if self.cluster is None else self.cluster.has_folder(folder)
+            ),
         )
         self.handler = RequestHandler(
             config,
@@ -709,6 +712,7 @@ class Gateway:
             extra_hosts=admin.hosts,
             relayed=None if cluster is None else partial(cluster.relayed, kind="admin"),
             standing_error=_standing_error(cluster),
+            kept=self.background.kept_for_callers(),
         )
         protocol = protocol_class(
             _with_connections(limits, most_admin),

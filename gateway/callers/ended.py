@@ -424,7 +424,7 @@ class OwnRequests:
     a time, so that nobody waits long for one that polls.
     """
 
-    ended: EndedRequests
+    ended: EndedFinder
     now: Callable[[], float]  # Unix seconds
     _asking: set[str] = field(default_factory=set)
     """The keys of callers for whom a page is being read."""

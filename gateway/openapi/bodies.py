@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 import msgspec
 import yaml
 
+from gateway.admin.batches import OwnedBatch
 from gateway.admin.nodes import NodeObject, PlacementObject, ServedModelObject
 from gateway.admin.status import StatusObject
 from gateway.admin.timeline import TimelineObject
@@ -268,6 +269,7 @@ SCHEMAS: dict[str, JsonSchema] = {
         ),
         llama_gateway=_ref("BatchProgress"),
     ),
+    "OwnedBatch": struct_schema(OwnedBatch, llama_gateway=_ref("BatchProgress")),
     "MessageBatch": struct_schema(
         MessageBatchObject, optional=("llama_gateway",), llama_gateway=_ref("BatchProgress")
     ),

@@ -84,13 +84,8 @@ def public_app(
     """
     health = HealthEndpoints(fleet, handler.queue, lambda: handler.closing, standing_error)
 
-    callers = Callers(lambda: handler.config)
-    access = BatchAccess(
-        kept.batches,
-        callers,
-        lambda caller, user: handler.meter.book.accounts(caller, user).caller,
-        WebhookTargets(lambda: handler.config.settings.webhooks),
-    )
+    access = batch_access(handler, kept)
+    callers = access.callers
     site = Site(
         handler, fleet, created, callers, health, usage, own_requests, caller_page,
         FileEndpoints(kept.files, callers),
@@ -106,6 +101,16 @@ def public_app(
     routed = [Route(path, _ServedByProtocol()) for path in routes_of(settings)]
     suggest = partial(suggest_path, ollama=settings.ollama)
     return asgi_app([*routed, *own], handler.next_id, suggest=suggest)
+
+
+def batch_access(handler: RequestHandler, kept: KeptForCallers) -> BatchAccess:
+    """Whose batches requests are about, by the handler's settings."""
+    return BatchAccess(
+        kept.batches,
+        Callers(lambda: handler.config),
+        lambda caller, user: handler.meter.book.accounts(caller, user).caller,
+        WebhookTargets(lambda: handler.config.settings.webhooks),
+    )
 
 
 def with_cors(app: ASGIApp, spec: CorsSpec) -> ASGIApp:

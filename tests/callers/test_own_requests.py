@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from gateway.callers.ended import EndedQuery, EndedReader, EndedRequests, OwnRequests
+from gateway.callers.ended import EndedFinder, EndedQuery, EndedReader, OwnRequests
 from gateway.callers.reports import ReportInterrupted
 from gateway.errors import GatewayError
 from tests.callers.ledger_rows import NOON, a_row, add_rows
@@ -150,7 +150,7 @@ async def test_it_is_as_the_openapi_document_says(tmp_path: Path) -> None:
         assert set(found["requests"][0]) == set(own)
 
 
-class SlowEnded(EndedRequests):
+class SlowEnded(EndedFinder):
     """Reads when it is let; what it was asked is kept."""
 
     def __init__(self) -> None:

@@ -58,7 +58,7 @@ export function confirmed(question, verb) {
   });
 }
 
-/** Do what a button says, and say what came of it. */
+/** Ask for a change; `done` gets the answer, and says in words what came of it. */
 export async function act(button, method, path, done, body) {
   // A disabled button loses it.
   const hadFocus = document.activeElement === button;

@@ -3,6 +3,7 @@
 import { html, nothing, render } from "./vendor/lit-html/lit-html.js";
 import { guard } from "./vendor/lit-html/directives/guard.js";
 import { count, plain, plural, seconds } from "./format.js";
+import * as batches from "./batches.js";
 import * as keys from "./keys.js";
 import * as models from "./models.js";
 import * as node from "./node.js";
@@ -36,6 +37,7 @@ const PAGES = {
   nodes: { title: "Nodes", role: "viewer", module: nodes, item: node },
   requests: { title: "Requests", role: "operator", module: requests },
   queue: { title: "Queue", role: "viewer", module: queue },
+  batches: { title: "Batches", role: "operator", module: batches },
   models: { title: "Models", role: "viewer", module: models },
   keys: { title: "Keys and usage", role: "operator", module: keys },
   playground: { title: "Playground", role: "operator", module: playground },
