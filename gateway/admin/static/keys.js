@@ -163,9 +163,9 @@ function keysView({ query }, trouble) {
 
 function keyRow(key) {
   const fullest = [...key.standing ?? []].sort((a, b) => shareOf(b) - shareOf(a))[0];
-  return html`<tr><th scope="row" class="cut"><a href=${href("keys", key.name)}>${plain(key.name)}</a></th>
+  return html`<tr><th scope="row"><a class="cut" href=${href("keys", key.name)}>${plain(key.name)}</a></th>
     <td>${key.state}</td><td>${key.class ?? "normal"}${key.max_class === (key.class ?? "normal") ? "" : ` to ${key.max_class}`}</td>
-    <td class="cut">${key.group === null ? "–" : plain(key.group)}</td>
+    <td><span class="cut">${key.group === null ? "–" : plain(key.group)}</span></td>
     <td>${fullest === undefined ? "–" : html`<meter min="0" max="1" low="0.8" high="0.999" optimum="0" .value=${Math.min(1, shareOf(fullest))}
       aria-label="Fullest limit of ${plain(key.name)}"></meter> ${Math.round(100 * shareOf(fullest))} % of ${fullest.limit}`}</td>
     <td>${timeOf(key.last_used_at)}</td><td>${key.previous_until === null ? "–" : `until ${timeOf(key.previous_until)}`}</td></tr>`;

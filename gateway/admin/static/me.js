@@ -90,11 +90,11 @@ function requestsPanel() {
 
 function requestRow(row, withCost) {
   const id = row.client_request_id ?? row.id;
-  return html`<tr><td>${timeOf(row.ended_at)}</td><td class="cut" title=${plain(row.model)}>${plain(row.model ?? "none")}</td>
+  return html`<tr><td>${timeOf(row.ended_at)}</td><td><span class="cut" title=${plain(row.model)}>${plain(row.model ?? "none")}</span></td>
     <td>${row.status < 400 ? "done" : `${row.status} ${plain(row.outcome)}`}</td><td class="n">${seconds(row.wait_seconds)}</td>
     <td class="n">${seconds(row.ttft_seconds)}</td><td class="n">${seconds(row.seconds)}</td>
     <td class="n">${count(row.prompt_tokens)} + ${count(row.completion_tokens)}</td>
-    ${withCost ? html`<td class="n">${money(row.cost)}</td>` : nothing}<td class="cut"><code title=${plain(id)}>${plain(id)}</code></td></tr>`;
+    ${withCost ? html`<td class="n">${money(row.cost)}</td>` : nothing}<td><code class="cut" title=${plain(id)}>${plain(id)}</code></td></tr>`;
 }
 
 function connectPanel(use) {

@@ -121,7 +121,7 @@ export function sumsView(rows, heading, nameOf, label) {
     <thead><tr><th scope="col">${heading}</th><th scope="col" class="n">Requests</th><th scope="col" class="n">Failed</th>
       <th scope="col" class="n">Prompt tokens</th><th scope="col" class="n">from caches</th><th scope="col" class="n">Answer tokens</th>
       ${withCost ? html`<th scope="col" class="n">Cost</th>` : nothing}</tr></thead>
-    <tbody>${rows.slice(0, MOST_ROWS).map((row) => html`<tr><th scope="row" class="cut">${nameOf(row)}</th>
+    <tbody>${rows.slice(0, MOST_ROWS).map((row) => html`<tr><th scope="row"><span class="cut">${nameOf(row)}</span></th>
       <td class="n">${count(row.requests)}</td><td class="n">${count(row.failures)}</td><td class="n">${count(row.prompt_tokens)}</td>
       <td class="n">${count(row.cached_tokens)}</td><td class="n">${count(row.completion_tokens)}</td>
       ${withCost ? html`<td class="n">${money(row.cost)}</td>` : nothing}</tr>`)}</tbody></table></div>
