@@ -224,8 +224,8 @@ def difference(before: str, after: str, *, with_secrets: bool = False) -> dict[s
     shows as two masked lines.
     """
     old, new = before.split("\n"), after.split("\n")
-    same = len(os.path.commonprefix([old, new]))
-    same_end = len(os.path.commonprefix([old[same:][::-1], new[same:][::-1]]))
+    same = _common(old, new)
+    same_end = _common(old[same:][::-1], new[same:][::-1])
     first, end = max(0, same - CONTEXT), max(0, same_end - CONTEXT)
     old, new = old[first : len(old) - end], new[first : len(new) - end]
     groups: Iterable[list[tuple[str, int, int, int, int]]]
@@ -251,6 +251,12 @@ def difference(before: str, after: str, *, with_secrets: bool = False) -> dict[s
         "removed": signs["-"],
         "cut": len(lines) > MOST_SHOWN,
     }
+
+
+def _common(one: Sequence[str], other: Sequence[str]) -> int:
+    """How many lines both begin with."""
+    pairs = enumerate(zip(one, other, strict=False))
+    return next((number for number, (a, b) in pairs if a != b), min(len(one), len(other)))
 
 
 # What may be secret in a line, whatever its form: the file need not be valid, and secrets stand in
