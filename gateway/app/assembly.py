@@ -20,7 +20,7 @@ import structlog
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from gateway import __version__, errors
-from gateway.admin.app import admin_app
+from gateway.admin.app import admin_app, caller_page
 from gateway.admin.configuration import (
     CertificateRenewal,
     ConfigFiles,
@@ -238,6 +238,9 @@ class Gateway:
             registry=self.registry,
             tracing=self.tracing,
             is_sole=self.member is not None,
+            is_folder_there=lambda folder: (
+                None if self.cluster is None else self.cluster.has_folder(folder)
+            ),
         )
         self.handler = RequestHandler(
             config,
@@ -709,6 +712,7 @@ class Gateway:
             extra_hosts=admin.hosts,
             relayed=None if cluster is None else partial(cluster.relayed, kind="admin"),
             standing_error=_standing_error(cluster),
+            kept=self.background.kept_for_callers(),
         )
         protocol = protocol_class(
             _with_connections(limits, most_admin),
@@ -746,6 +750,8 @@ class Gateway:
             self.handler,
             self.fleet,
             usage,
+            self.metering.own_requests,
+            caller_page(),
             created=self._created,
             kept=kept,
             standing_error=_standing_error(self.cluster),

@@ -443,7 +443,7 @@ def _same_names(source: YamlDocument, root: YamlEntry) -> list[Problem]:
     return found
 
 
-# Fixed when a listener opens. A reload changes everything else.
+# Fixed when a listener opens, but for `listen.caller_page`. A reload changes everything else.
 RESTART_KEYS = (
     *("listen", "admin.host", "admin.port", "admin.tls", "admin.hosts"),
     *("limits.connections", "limits.header_bytes", "limits.header_timeout"),
@@ -458,7 +458,8 @@ def changed_restart_keys(old: Settings, new: Settings) -> tuple[str, ...]:
 
 def is_restart_key(key: str) -> bool:
     """Return whether a key, such as `listen.port`, is read only when the gateway starts."""
-    return any(key == fixed or key.startswith(f"{fixed}.") for fixed in RESTART_KEYS)
+    fixed = any(key == one or key.startswith(f"{one}.") for one in RESTART_KEYS)
+    return fixed and key != "listen.caller_page"
 
 
 def _changed(old: ConfigModel, new: ConfigModel, prefix: str = "") -> Iterator[str]:
