@@ -236,7 +236,7 @@ def admin_app(
     endpoints = AdminEndpoints(
         dashboard=DashboardPages(load_files(), INDEX_PAGE),
         live=live,
-        timeline=TimelineEndpoint(scheduler, time.time),
+        timeline=TimelineEndpoint(scheduler, time.time, name_of),
         playground=Playground(handler),
         pages=PlainPages(metrics, document),
         health=health,
