@@ -17,7 +17,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from gateway.admin.nodes import pool_json
-from gateway.callers.ended import EndedRequests, EndedRow
+from gateway.callers.ended import EndedFinder, EndedRow
 from gateway.callers.processes import LOST
 from gateway.errors import CLIENT_CLOSED_STATUS, GatewayError, truncate_echo
 from gateway.events import RequestRecord
@@ -169,7 +169,7 @@ class WhyEndpoints:
     registry: InFlightRegistry
     history: FleetHistory
     wall_clock: Callable[[], float]  # seconds since 1970
-    ended: EndedRequests | None  # None: there is no store
+    ended: EndedFinder | None  # None: there is no store
     name_of: Callable[[str], str | None]  # the name of the key with this id
 
     async def why(self, request: Request) -> Response:

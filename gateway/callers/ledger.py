@@ -19,7 +19,6 @@ import operator
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
-from types import NoneType
 from typing import Any, Final, NamedTuple, TypeVar
 
 import structlog
@@ -84,14 +83,11 @@ UNKNOWN_TIMES: Final = (None,) * (len(ROW_COLUMNS) - COLUMNS_BEFORE)
 
 _STREAM = ROW_COLUMNS.index("stream")
 # Columns that are often NULL.
-_NULLABLE: Final = tuple(
+_OFTEN_NULL: Final = tuple(
     ROW_COLUMNS.index(name)
-    for name in (
-        "group_name", "user", "gpu_cost", "wait_seconds", "ttft_seconds", "prefill_seconds",
-        "decode_seconds", "resumptions", "client_request_id",
-    )
-)  # fmt: skip
-_nullable_of = operator.itemgetter(*_NULLABLE)
+    for name in ("group_name", "user", "gpu_cost", "ttft_seconds", "client_request_id")
+)
+_GROUP, _USER, _GPU_COST, _TTFT, _CLIENTS_ID = _OFTEN_NULL
 
 _OPEN_COLUMNS: Final = (
     "id", "process", "started_at", "updated_at", "key", "group_name", "user", "model", "class",
@@ -579,7 +575,10 @@ def _insert_into_sqlite(connection: Connection, numbered: Sequence[UsageRow]) ->
     driver = sqlite_driver(connection)
     by_shape: dict[_Shape, list[UsageRow]] = {}
     for row in numbered:
-        shape = row[_STREAM], *map(type, _nullable_of(row))
+        shape: _Shape = (
+            bool(row[_STREAM]), row[_GROUP] is None, row[_USER] is None, row[_GPU_COST] is None,
+            row[_TTFT] is None, row[_CLIENTS_ID] is None,
+        )  # fmt: skip
         if shape in by_shape:
             by_shape[shape].append(row)
         else:
@@ -594,8 +593,8 @@ def _insert_into_sqlite(connection: Connection, numbered: Sequence[UsageRow]) ->
             driver.executemany(one, map(pick, of_shape[at:]))
 
 
-# Whether a row is of a stream, and the types of its columns `_NULLABLE`.
-_Shape = tuple[bool | type[Any], ...]
+# Whether a row is of a stream, and which of the columns `_OFTEN_NULL` are NULL.
+_Shape = tuple[bool, ...]
 
 
 class _SqliteInserts(NamedTuple):
@@ -609,10 +608,9 @@ class _SqliteInserts(NamedTuple):
 @functools.cache
 def _sqlite_inserts(shape: _Shape) -> _SqliteInserts:
     """The statements for rows of this shape."""
-    stream, *kinds = shape
-    literals = {_STREAM: "1" if stream else "0"}
-    types = zip(_NULLABLE, kinds, strict=True)
-    literals |= {index: "NULL" for index, kind in types if kind is NoneType}
+    stream, *absent = shape
+    literals = {_STREAM: str(int(stream))}
+    literals |= {index: "NULL" for index, none in zip(_OFTEN_NULL, absent, strict=True) if none}
     indexes = range(len(ROW_COLUMNS) + 1)
     marks = f"({', '.join(literals.get(index, '?') for index in indexes)})"
     begin, _, end = _STATEMENTS["sqlite"].insert.partition(_marks("?", len(indexes)))

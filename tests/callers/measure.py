@@ -23,7 +23,7 @@ from typing import Any, TypeVar
 import structlog
 from sqlalchemy import Connection, insert, select
 
-from gateway.callers.ended import EndedRequests, parse_ended_query
+from gateway.callers.ended import EndedFinder, parse_ended_query
 from gateway.callers.ledger import ROW_COLUMNS, insert_rows
 from gateway.callers.reports import (
     Reporter,
@@ -123,7 +123,7 @@ def copy(number: int, connection: Connection) -> None:
 
 async def find_ended(store: Store, rows: int) -> None:
     """Find pages of ended requests, and single ones."""
-    ended = EndedRequests(store, lambda _: None, lambda word: [word], time.monotonic)
+    ended = EndedFinder(store, lambda _: None, lambda word: [word], time.monotonic)
     questions: dict[str, dict[str, str]] = {
         "the latest 100": {},
         "the latest 1000": {"limit": "1000"},
