@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import asyncio
-import functools
-import hashlib
 import itertools
 import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -17,7 +15,7 @@ from starlette.requests import Request
 from starlette.responses import PlainTextResponse, Response
 from starlette.types import ASGIApp
 
-from gateway import errors
+from gateway.admin.batches import BatchDesk
 from gateway.admin.configuration import ConfigEndpoints, GatewayControl
 from gateway.admin.guard import AdminGuard, identity_of, role_required
 from gateway.admin.keys import KeyEndpoints
@@ -39,7 +37,10 @@ from gateway.schedule.scheduler import Scheduler
 from gateway.watch.audit import AuditTrail
 from gateway.watch.metrics import CONTENT_TYPE, Metrics
 from gateway.web.asgi import Endpoint, HealthEndpoints, asgi_app, routes_by_path
+from gateway.web.files import FileEndpoints
 from gateway.web.handler import RequestHandler
+from gateway.web.pages import StaticPage, load_files
+from gateway.web.site import KeptForCallers, batch_access
 
 VIEWER, OPERATOR, ADMIN = AdminRole.VIEWER, AdminRole.OPERATOR, AdminRole.ADMIN
 
@@ -65,6 +66,7 @@ class AdminEndpoints:
     configuration: ConfigEndpoints
     audit: AuditEndpoints
     keys: KeyEndpoints
+    batches: BatchDesk
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,13 +78,14 @@ class AdminRoute:
     role: AdminRole | None  # the lowest role that may use it; None: no key is needed
     endpoint: Callable[[AdminEndpoints], Endpoint]
     summary: str  # for the index, one line
-    action: str | None = None  # its name in the audit log; None: it changes nothing
+    action: str | None = None
+    """Its name in the audit log; None: it changes nothing, and shows no text of callers."""
 
 
 ADMIN_ROUTES = (
     AdminRoute("GET", "/", None, lambda e: e.dashboard.index,
         "the dashboard; without a browser: this list"),
-    AdminRoute("GET", "/dashboard/{file:path}", None, lambda e: e.dashboard.file,
+    AdminRoute("GET", "/dashboard/{file:path}", None, lambda e: e.dashboard.dashboard.file,
         "its files, without data"),
     AdminRoute("GET", "/metrics", VIEWER, lambda e: e.pages.metrics, "Prometheus"),
     AdminRoute("GET", "/metrics/nodes", VIEWER, lambda e: e.node_metrics.show,
@@ -130,6 +133,22 @@ ADMIN_ROUTES = (
         "what requests used and cost"),
     AdminRoute("GET", "/admin/usage/arrivals", OPERATOR, lambda e: e.usage.arrivals,
         "the requests of the busiest hour, for plans"),
+    AdminRoute("GET", "/admin/batches", OPERATOR, lambda e: e.batches.list,
+        "the batches of all keys, the newest first"),
+    AdminRoute("POST", "/admin/batches", OPERATOR, lambda e: e.batches.create,
+        "a form's file as a batch of the key that ?key= names", "batches.create"),
+    AdminRoute("GET", "/admin/batches/{id}", OPERATOR, lambda e: e.batches.show,
+        "one batch: how far it is, why it waits, its errors by kind"),
+    AdminRoute("POST", "/admin/batches/{id}/pause", OPERATOR, lambda e: e.batches.pause,
+        "begin no more of its lines for now", "batches.pause"),
+    AdminRoute("POST", "/admin/batches/{id}/resume", OPERATOR, lambda e: e.batches.resume,
+        "go on with them", "batches.resume"),
+    AdminRoute("POST", "/admin/batches/{id}/cancel", OPERATOR, lambda e: e.batches.cancel,
+        "run no more of its lines", "batches.cancel"),
+    AdminRoute("GET", "/admin/batches/{id}/results", OPERATOR, lambda e: e.batches.results,
+        "its lines with a response, which callers have written for: audited", "batches.results"),
+    AdminRoute("GET", "/admin/batches/{id}/errors", OPERATOR, lambda e: e.batches.errors,
+        "its lines with an error: audited", "batches.errors"),
     AdminRoute("GET", "/admin/config", ADMIN, lambda e: e.configuration.show,
         "the settings in force"),
     AdminRoute("GET", "/admin/config/origins", ADMIN, lambda e: e.configuration.origins,
@@ -224,6 +243,7 @@ def admin_app(
     extra_hosts: Iterable[str] = (),
     relayed: Callable[[ASGIApp], ASGIApp] | None = None,
     standing_error: Callable[[], GatewayError | None] = lambda: None,
+    kept: KeptForCallers = KeptForCallers(),  # noqa: B008 - immutable
 ) -> ASGIApp:
     """The application of an admin listener on `host`.
 
@@ -232,9 +252,10 @@ def admin_app(
     `relayed` makes of the application, behind the guard, what another gateway serves a part of.
     """
     health = HealthEndpoints(fleet, scheduler, lambda: gateway.closing, standing_error)
+    access = batch_access(handler, kept)
     name_of = gateway.key_sync.key_ring.name_of
     endpoints = AdminEndpoints(
-        dashboard=DashboardPages(load_files(), INDEX_PAGE),
+        dashboard=DashboardPages(StaticPage(PAGE, load_files(STATIC_FOLDER)), INDEX_PAGE),
         live=live,
         timeline=TimelineEndpoint(scheduler, time.time),
         playground=Playground(handler),
@@ -253,6 +274,7 @@ def admin_app(
         configuration=ConfigEndpoints(gateway),
         audit=AuditEndpoints(audit),
         keys=KeyEndpoints(gateway, fleet.model_index, time.time),
+        batches=BatchDesk(access, FileEndpoints(kept.files, access.callers)),
     )
     routes = routes_by_path(
         (route.method, route.path, _with_role(route, endpoints, audit)) for route in ADMIN_ROUTES
@@ -311,89 +333,35 @@ STATIC_FOLDER = Path(__file__).parent / "static"
 PAGE = "index.html"
 FILES_PATH = "/dashboard/"  # the path of the page's files
 
-# By suffix; files with another one are not served.
-CONTENT_TYPES = {
-    ".html": "text/html; charset=utf-8",
-    ".css": "text/css; charset=utf-8",
-    ".js": "text/javascript; charset=utf-8",
-    ".svg": "image/svg+xml",
-}
 
-# No inline script or style, no other origin, and no text that becomes markup but lit's own
-# templates.
-CONTENT_SECURITY_POLICY = (
-    "default-src 'none'; script-src 'self'; style-src 'self'; img-src 'self'; connect-src 'self'; "
-    "base-uri 'none'; form-action 'none'; frame-ancestors 'none'; "
-    "require-trusted-types-for 'script'; trusted-types lit-html"
+# What a caller's own page needs of these files.
+CALLER_PAGE_FILES = (
+    *("me.html", "me.js", "ask.js", "connect.js", "format.js", "usage.js", "style.css", "icon.svg"),
+    "vendor/lit-html/lit-html.js",
 )
 
-SECURITY_HEADERS = {
-    "content-security-policy": CONTENT_SECURITY_POLICY,
-    "x-content-type-options": "nosniff",
-    "x-frame-options": "DENY",
-    "referrer-policy": "no-referrer",
-    "cross-origin-opener-policy": "same-origin",
-    "cross-origin-resource-policy": "same-origin",
-    "permissions-policy": "camera=(), geolocation=(), microphone=()",
-    # A browser asks each time, so that an upgrade is seen at once.
-    "cache-control": "no-cache",
-}
 
-
-@dataclass(frozen=True, slots=True)
-class StaticFile:
-    """One file in memory."""
-
-    content: bytes
-    content_type: str
-    etag: str
-
-
-@functools.cache
-def load_files(folder: Path = STATIC_FOLDER) -> Mapping[str, StaticFile]:
-    """The files of the page by their path below `folder`, read once. Raises: OSError."""
-    found = {}
-    for path in sorted(folder.rglob("*")):
-        content_type = CONTENT_TYPES.get(path.suffix)
-        if content_type is not None and path.is_file():
-            content = path.read_bytes()
-            etag = f'"{hashlib.sha256(content).hexdigest()[:32]}"'
-            found[path.relative_to(folder).as_posix()] = StaticFile(content, content_type, etag)
-    return found
+def caller_page() -> StaticPage:
+    """The page of the public listener on which callers see their own use."""
+    files = load_files(STATIC_FOLDER)
+    return StaticPage("me.html", {name: files[name] for name in CALLER_PAGE_FILES})
 
 
 @dataclass(frozen=True, slots=True)
 class DashboardPages:
-    """The dashboard's page and its files, which hold no data and need no key.
+    """The dashboard; `index_text` is what programs get in place of the page."""
 
-    They lie in `static/` and are served as they are: there is no build step, and nothing is loaded
-    from elsewhere. `index` is what programs get in place of the page.
-    """
-
-    files: Mapping[str, StaticFile]
+    dashboard: StaticPage
     index_text: str
 
     async def index(self, request: Request) -> Response:
         """The page for a browser, else the list of paths as text."""
         if accepts_html(request.headers):
-            response = self._response(request, PAGE)
+            response = await self.dashboard.page(request)
         else:
             response = PlainTextResponse(self.index_text)
         response.headers["vary"] = "Accept"
         return response
-
-    async def file(self, request: Request) -> Response:
-        """A file of the page. Raises: GatewayError 404."""
-        return self._response(request, request.path_params["file"])
-
-    def _response(self, request: Request, name: str) -> Response:
-        file = self.files.get(name)
-        if file is None:
-            raise errors.not_found(request.scope["path"], None)
-        headers = {**SECURITY_HEADERS, "etag": file.etag}
-        if request.headers.get("if-none-match") == file.etag:
-            return Response(status_code=304, headers=headers)
-        return Response(file.content, headers={**headers, "content-type": file.content_type})
 
 
 def accepts_html(headers: Headers) -> bool:

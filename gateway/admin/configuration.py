@@ -5,10 +5,10 @@ from __future__ import annotations
 import asyncio
 import os
 import time
-from collections.abc import Awaitable, Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Protocol, TypeVar
+from typing import Any, Protocol
 
 import structlog
 from starlette.requests import Request
@@ -26,7 +26,6 @@ from gateway.config.settings import MOST_ROWS, Settings, masked_settings, settin
 from gateway.config.versions import (
     FileHistory,
     FileKind,
-    FileManaged,
     Version,
     VersionError,
     difference,
@@ -42,8 +41,6 @@ from gateway.watch.audit import AuditTrail
 from gateway.watch.metrics import ClusterSample, EdgesSample
 from gateway.watch.problems import StorageCondition
 from gateway.web.asgi import JsonResponse, large_json, read_fields
-
-T = TypeVar("T")
 
 
 @dataclass(frozen=True, slots=True)
@@ -191,9 +188,9 @@ class ConfigEndpoints:
 
     async def origins(self, _: Request) -> Response:
         """Each value in force: the default, or the line, the variable or the option it is from."""
-        gateway = self.gateway
-        files, settings = gateway.config_files, gateway.settings
-        text, history = files.in_force.get("gateway"), files.histories.get("gateway")
+        gateway, files = self.gateway, self.gateway.config_files
+        settings, text = gateway.settings, files.in_force.get("gateway")
+        history = files.histories.get("gateway")
 
         def make() -> dict[str, Any]:
             rows = settings_rows(settings, text, os.environ, files.overrides)
@@ -210,32 +207,16 @@ class ConfigEndpoints:
     async def history(self, _: Request) -> Response:
         """The versions of both files, the newest first."""
         files = self.gateway.config_files
-        in_force = dict(files.in_force)
+        told = [(one, files.in_force.get(kind, "")) for kind, one in files.histories.items()]
         return await large_json(
-            lambda: {
-                "files": [
-                    one.describe(in_force.get(kind, "")) for kind, one in files.histories.items()
-                ]
-            }
+            lambda: {"files": [one.describe(in_force) for one, in_force in told]}
         )
 
     async def diff(self, request: Request) -> Response:
-        """What has changed from one version to another one, or to the file; secrets are masked."""
-        given = request.query_params
-        history, before = await self._find(given.get("from", ""))
-        after = None
-        if name := given.get("to"):
-            other, after = await self._find(name)
-            if other is not history:
-                raise errors.invalid_request("'to' must be a version of the same file.", "to")
-
-        def make() -> dict[str, Any]:
-            text = history.on_disk() or "" if after is None else after.read()
-            shown = difference(before.read(), text)
-            names = {"from": before.name, "to": None if after is None else after.name}
-            return {"file": str(history.file), **names, **shown._asdict()}
-
-        return await _reading(large_json(make))
+        """What has changed from one version to the file; secrets are masked."""
+        history, before, text = await self._read(request.query_params.get("from", ""))
+        names = {"file": str(history.file), "from": before.name}
+        return await large_json(lambda: names | difference(text, history.on_disk() or "")._asdict())
 
     async def rollback(self, request: Request) -> Response:
         """Write an earlier text to its file, if a gateway would start with it."""
@@ -243,31 +224,35 @@ class ConfigEndpoints:
         name = fields.get("version")
         if not isinstance(name, str) or len(fields) > 1:
             raise errors.invalid_request('The body is {"version": NAME}.', "version")
-        history, version = await self._find(name)
+        history, version, text = await self._read(name)
         request.scope[AUDIT_TARGET_KEY] = version.name
-        text = await _reading(asyncio.to_thread(version.read))
+        if managed := await asyncio.to_thread(history.managed):
+            raise GatewayError(409, "file_managed", f"{history.file} was not changed: {managed}.")
         problems = await asyncio.to_thread(self.gateway.config_files.check, history.kind, text)
         if problems:
             return _invalid(str(problems[0]), problems)
-        by_hand = f"llama-gateway settings rollback {version.name}, as a user who may, can do it"
         try:
             kept = await asyncio.to_thread(history.put_back, text, time.time())
-        except FileManaged as error:
-            raise GatewayError(409, "file_managed", f"{error}.") from None
         except OSError as error:
             raise GatewayError(
                 409,
                 "file_not_writable",
-                f"{history.file} can't be written ({error.strerror or error}): {by_hand}.",
+                f"{history.file} can't be written ({error.strerror or error}): llama-gateway "
+                f"settings rollback {version.name}, as a user who may, can do it.",
             ) from None
         told = {"file": str(history.file), "version": version.name}
         return JsonResponse({**told, "kept": None if kept is None else kept.name})
 
-    async def _find(self, name: str) -> tuple[FileHistory, Version]:
-        histories = self.gateway.config_files.histories.values()
+    async def _read(self, name: str) -> tuple[FileHistory, Version, str]:
+        """A version of a file, and its text. Raises: GatewayError 404."""
+
+        def read() -> tuple[FileHistory, Version, str]:
+            found = find_version(self.gateway.config_files.histories.values(), name)
+            return (*found, found[1].read())
+
         try:
-            return await asyncio.to_thread(find_version, histories, name)
-        except VersionError as error:
+            return await asyncio.to_thread(read)
+        except (VersionError, ConfigError) as error:
             raise GatewayError(404, "version_not_found", f"{error}.") from None
 
     async def reload(self, _: Request) -> Response:
@@ -289,14 +274,6 @@ class ConfigEndpoints:
                 },
             }
         )
-
-
-async def _reading(work: Awaitable[T]) -> T:
-    """The result of work that reads versions; one may have gone since it was found."""
-    try:
-        return await work
-    except ConfigError as error:
-        raise GatewayError(404, "version_not_found", f"{error.problems[0]}.") from None
 
 
 def changed_keys(before: Settings, after: Settings) -> list[str]:

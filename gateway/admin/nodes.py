@@ -11,6 +11,7 @@ import math
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
+from itertools import islice
 from typing import Annotated, Any
 
 import msgspec
@@ -116,18 +117,17 @@ class NodeEndpoints:
         return JsonResponse(self.node_history.as_json(node.name, self.now(), node.speed))
 
     async def cache(self, request: Request) -> Response:
-        """Which prefixes of prompts nodes have found in their caches, of all nodes or of one.
+        """Which prefixes of prompts a node has found in its cache, beside other nodes.
 
         A prefix is named by a part of its keyed digest: nothing of its text can be told from it.
         """
-        name = request.query_params.get("node")
-        if name is not None and name not in self.fleet.nodes:
+        name = request.query_params.get("node", "")
+        if name not in self.fleet.nodes:
             raise node_not_found(name, self.fleet.nodes)
-        by_node: dict[str, dict[int, PrefixHits]] = {}
+        by_node: dict[str, Mapping[int, PrefixHits]] = {}
         async for node in in_steps([*self.fleet.nodes.values()]):
-            if hits := self.fleet_sync.cache_hits(node):
-                by_node[node.name] = dict(hits)
-        return JsonResponse(await asyncio.to_thread(heat_map, by_node, name))
+            by_node[node.name] = self.fleet_sync.cache_hits(node)
+        return JsonResponse(heat_map(by_node, name))
 
     async def drain(self, request: Request) -> Response:
         """Give the node no new requests. A drain without a deadline removes an earlier one."""
@@ -235,42 +235,31 @@ def pool_json(row: NodeSlots) -> dict[str, int] | None:
     return {"tokens": row.pool, "reserved": reserved, "foreign": row.pool_foreign}
 
 
-MOST_PREFIXES, MOST_COLUMNS = 24, 64  # rows and columns of the map of cache hits
+MOST_COLUMNS = 64  # nodes of the map of cache hits
 
 
-def heat_map(by_node: Mapping[str, Mapping[int, PrefixHits]], focus: str | None) -> dict[str, Any]:
-    """Prefixes by nodes, those first that saved most; with a `focus` the prefixes of this node."""
-    saved: Counter[int] = Counter()
-    lengths: dict[int, float] = {}
-    for name, hits in by_node.items():
-        for first, one in hits.items():
-            lengths[first] = min(lengths.get(first, math.inf), one.length)
-            if focus in {None, name}:
-                saved[first] += round(one.cached_tokens)
-    rows = [first for first, _ in saved.most_common(MOST_PREFIXES)]
-    by_column = {
-        name: sum(hits[first].cached_tokens for first in rows if first in hits)
-        for name, hits in by_node.items()
+def heat_map(by_node: Mapping[str, Mapping[int, PrefixHits]], name: str) -> dict[str, Any]:
+    """The prefixes of a node, the one that saved most first, by the nodes that found them."""
+    own = sorted(by_node.get(name, {}).items(), key=lambda item: -item[1].cached_tokens)
+    found = {
+        other: [hits.get(first) for first, _ in own]
+        for other, hits in by_node.items()
+        if other != name and any(first in hits for first, _ in own)
     }
-    columns = sorted(filter(by_column.get, by_column), key=lambda one: -by_column[one])
-    if focus is not None:
-        columns = [focus, *(one for one in columns if one != focus)]
-    shown = columns[:MOST_COLUMNS]
+    shown: dict[str, list[PrefixHits | None]] = {name: [hit for _, hit in own]}
+    shown.update(islice(found.items(), MOST_COLUMNS - 1))
     prefixes = [
         {
             "prefix": f"{first & (1 << 64) - 1:016x}"[:6],
-            "tokens": round(lengths[first]),
+            "tokens": round(hit.length),
             "cells": [
-                None
-                if (cell := by_node.get(name, {}).get(first)) is None
-                else [cell.requests, round(cell.prompt_tokens), round(cell.cached_tokens)]
-                for name in shown
+                cell and [cell.requests, round(cell.prompt_tokens), round(cell.cached_tokens)]
+                for cell in (column[place] for column in shown.values())
             ],
         }
-        for first in rows
+        for place, (first, hit) in enumerate(own)
     ]
-    complete = len(rows) == len(saved) and len(shown) == len(columns)
-    return {"nodes": shown, "prefixes": prefixes, "complete": complete}
+    return {"nodes": [*shown], "prefixes": prefixes, "complete": len(found) < MOST_COLUMNS}
 
 
 class NodeObject(msgspec.Struct, kw_only=True):

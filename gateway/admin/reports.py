@@ -28,7 +28,7 @@ from gateway.store.failures import StoreError
 from gateway.watch.audit import LONGEST_TEXT, AuditQuery, AuditTrail
 from gateway.web.asgi import JsonResponse, large_json, number_parameter, store_unavailable
 
-PARAMETERS = frozenset({"by", "since", "until", "limit", "format", "percentiles"})
+PARAMETERS = frozenset({"by", "since", "until", "limit", "format", "key", "percentiles"})
 ARRIVALS_PARAMETERS = frozenset({"since", "until"})
 T = TypeVar("T")
 
@@ -44,7 +44,7 @@ class UsageEndpoints:
 
     async def report(self, request: Request) -> Response:
         """A report, as JSON or CSV."""
-        given = _parameters(request, PARAMETERS)
+        given = query_parameters(request, PARAMETERS)
         form = given.pop("format", "json")
         if form not in {"json", "csv"}:
             raise errors.invalid_request("'format' must be 'json' or 'csv'.", "format")
@@ -65,13 +65,13 @@ class UsageEndpoints:
                 lambda _: msgspec.json.encode(reader.to_json()), write=False
             )
 
-        given = _parameters(request, ARRIVALS_PARAMETERS)
+        given = query_parameters(request, ARRIVALS_PARAMETERS)
         body = await self._read(given, read)
         return Response(body, media_type="application/json")
 
     async def requests(self, request: Request) -> Response:
         """Requests that have ended, the latest or the slowest first."""
-        given = _parameters(request, ended.PARAMETERS)
+        given = query_parameters(request, ended.PARAMETERS)
         with _told():
             if self.ended is None:
                 raise _no_record()
@@ -110,7 +110,8 @@ def _told() -> Iterator[None]:
         raise store_unavailable(f"The report could not be read: {error}.") from None
 
 
-def _parameters(request: Request, known: frozenset[str]) -> dict[str, str]:
+def query_parameters(request: Request, known: frozenset[str]) -> dict[str, str]:
+    """The parameters of the query, of which only these are known. Raises: GatewayError 400."""
     given = dict(request.query_params)
     if unknown := sorted(set(given) - known):
         raise errors.invalid_request(

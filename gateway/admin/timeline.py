@@ -26,7 +26,7 @@ TIMELINE_SECONDS = 600.0
 MOST_LANES = 100  # slots that are told of
 
 
-class Span(NamedTuple):
+class SlotSpan(NamedTuple):
     """An attempt on a node: it holds slots from `begin` to `end`. Times are Unix time."""
 
     request: str  # the gateway's id
@@ -84,7 +84,7 @@ class TimelineEndpoint:
             round(max(log.reaches_back_to() + shift, at - TIMELINE_SECONDS), 2),
             sum(slots.values()),
             lanes,
-            list(Span._fields),
+            list(SlotSpan._fields),
             [
                 _span(grant, node, shift, shows_caller=shows_callers)
                 for grant, node in self._attempts(earliest - shift)
@@ -123,11 +123,11 @@ def sample_of(slots: Mapping[str, int], most: int = MOST_LANES) -> dict[str, int
     return chosen
 
 
-def _span(grant: Grant, node: str, shift: float, *, shows_caller: bool) -> Span:
+def _span(grant: Grant, node: str, shift: float, *, shows_caller: bool) -> SlotSpan:
     def unix(at: float | None) -> float | None:
         return None if at is None else round(at + shift, 2)
 
-    return Span(
+    return SlotSpan(
         grant.request_id,
         grant.lease_id,
         node,

@@ -20,7 +20,7 @@ import structlog
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from gateway import __version__, errors
-from gateway.admin.app import admin_app
+from gateway.admin.app import admin_app, caller_page
 from gateway.admin.configuration import (
     CertificateRenewal,
     ConfigFiles,
@@ -238,6 +238,9 @@ class Gateway:
             registry=self.registry,
             tracing=self.tracing,
             is_sole=self.member is not None,
+            is_folder_there=lambda folder: (
+                None if self.cluster is None else self.cluster.has_folder(folder)
+            ),
         )
         self.handler = RequestHandler(
             config,
@@ -293,7 +296,6 @@ class Gateway:
             bus=self.bus,
             audit=self.audit,
             certificates=self.certificates,
-            from_systemd=self._inherited.from_systemd,
         )
         self._routes: dict[bytes, Route] = {}
         """What clients may ask of nodes; shared with the public listener's connections."""
@@ -710,6 +712,7 @@ class Gateway:
             extra_hosts=admin.hosts,
             relayed=None if cluster is None else partial(cluster.relayed, kind="admin"),
             standing_error=_standing_error(cluster),
+            kept=self.background.kept_for_callers(),
         )
         protocol = protocol_class(
             _with_connections(limits, most_admin),
@@ -747,6 +750,8 @@ class Gateway:
             self.handler,
             self.fleet,
             usage,
+            self.metering.own_requests,
+            caller_page(),
             created=self._created,
             kept=kept,
             standing_error=_standing_error(self.cluster),
@@ -887,12 +892,8 @@ class FileReloader:
         bus: EventBus,
         audit: AuditTrail,
         certificates: CertificateRenewal,
-        from_systemd: bool = False,
     ) -> None:
-        """`settings` are those in force; `apply_settings` takes the key of `admin.key_file` too.
-
-        `from_systemd`: the listeners' addresses are those of systemd's sockets.
-        """
+        """`settings` are those in force; `apply_settings` takes the key of `admin.key_file` too."""
         self.inventory_error: str | None = None
         """The problems of the inventory on disk, while an older one is in force."""
         self.settings_error: str | None = None
@@ -909,7 +910,7 @@ class FileReloader:
         self._unkept: set[FileKind] = set()  # files of which it was told that no text is kept
         self.files = ConfigFiles(
             startup.histories(options),
-            options.overrides(os.environ, from_systemd=from_systemd),
+            options.overrides(os.environ),
             partial(startup.check_text, options),
         )
 

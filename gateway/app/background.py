@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 
 from sqlalchemy import Connection
@@ -34,7 +35,8 @@ from gateway.stored.files import FileRegistry
 from gateway.stored.folder import DiskThreads, Folder, FolderFull
 from gateway.stored.response_log import ResponseLogs
 from gateway.stored.results import LineResults
-from gateway.stored.runner import RequestRunner
+from gateway.stored.runner import RequestRunner, RequestTarget
+from gateway.stored.waits import BatchWaits, ServingNodes
 from gateway.stored.webhooks import WebhookEvents, WebhookPoster, WebhookSender, WebhookTargets
 from gateway.transport.resolver import Resolver
 from gateway.watch.metrics import BatchSample
@@ -64,8 +66,12 @@ class BackgroundWork:
         registry: InFlightRegistry,
         tracing: RequestTracing,
         is_sole: bool = False,
+        is_folder_there: Callable[[str], bool | None] = lambda _: None,
     ) -> None:
-        """`is_sole`: no other process runs what waits, while this one's `loops` run."""
+        """`is_sole`: no other process runs what waits, while this one's `loops` run.
+
+        `is_folder_there`: as in `BatchWaits`.
+        """
         self._fleet = fleet
         self._stopped = False
         self._ends = asyncio.Event()
@@ -133,6 +139,7 @@ class BackgroundWork:
             price=self._token_price,
             on_end=self.webhook_events.batch_ended,
             on_rows=self.feeder.wake,
+            waits=BatchWaits(self.feeder, self._serving_nodes, time.time, is_folder_there),
         )
         self._logs = ResponseLogs(folder, self._threads, lambda: settings().limits.response_bytes)
         self.requests = BackgroundRequests(
@@ -308,3 +315,18 @@ class BackgroundWork:
             dearest_token(node.spec, node.slots_total, node.speed.decode_tps) for node in nodes
         ]
         return sum(prices) / len(prices) if any(prices) else None
+
+    def _serving_nodes(self, target: RequestTarget) -> ServingNodes:
+        """The nodes of the target's models, and what those that are up do in a second."""
+        index, labels = self._fleet.model_index, target.node_labels
+        nodes = {node for name in target.model_names for node in index.nodes_for(name, labels)}
+        up = [node for node in nodes if node.is_alive and node.slots_now]
+        return ServingNodes(
+            Counter(node.state.value for node in nodes),
+            sum(node.speed.expected_prefill_tps for node in up),
+            sum(
+                node.slots_now
+                / (node.speed.token_base + node.speed.token_step * (node.slots_now - 1))
+                for node in up
+            ),
+        )

@@ -310,6 +310,10 @@ class ClusterPart:
             return None
         return errors.no_leader()
 
+    def has_folder(self, folder: str) -> bool:
+        """Whether a member that is heard has the folder of this id."""
+        return any(one.folder == folder for one in self._membership.seen())
+
     def _state(self) -> MemberState:
         sample = self._edges.sample()
         cores = len(os.sched_getaffinity(0))

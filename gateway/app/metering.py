@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 import structlog
 
 from gateway.app.startup import Options, keys_file, state_file, store_location
-from gateway.callers.ended import EndedFinder
+from gateway.callers.ended import OWN_EXAMINED, EndedFinder, OwnRequests
 from gateway.callers.kept_rows import KeptRows
 from gateway.callers.key_sync import KeySync
 from gateway.callers.keys import AnonymousAccess, KeyRing
@@ -86,6 +86,7 @@ class Metering:
         self.ledger: Ledger | None = None
         self.reporter: Reporter | None = None
         self.ended: EndedFinder | None = None
+        self.own_requests: OwnRequests | None = None
         self.process: ProcessIdentity | None = None
         """This process in the store; None: there is no store."""
         self._limit_sync: LimitSync | None = None
@@ -125,6 +126,8 @@ class Metering:
         self.reporter = Reporter(self.store)
         ring = self.key_ring
         self.ended = EndedFinder(self.store, ring.name_of, ring.ids_of, clock)
+        of_callers = EndedFinder(self.store, ring.name_of, ring.ids_of, clock, OWN_EXAMINED)
+        self.own_requests = OwnRequests(of_callers, time.time)
 
     def configure(self, settings: Settings) -> None:
         """Put the keys, limits and retention of these settings in force."""

@@ -76,29 +76,25 @@ class Options:
             }
         )
 
-    def overrides(self, env: Mapping[str, str], *, from_systemd: bool) -> dict[str, str]:
+    def overrides(self, env: Mapping[str, str]) -> dict[str, str]:
         """What gave values in place of the file, by their keys: a variable of `env`, or an option.
 
-        `from_systemd`: the addresses are those of systemd's sockets.
+        systemd's sockets count as options.
         """
         given = {
-            "listen.host": (self.host, "LLAMA_GATEWAY_HOST", "--host"),
-            "listen.port": (self.port, "LLAMA_GATEWAY_PORT", "--port"),
-            "listen.edges": (self.edges, "", "--edges"),
-            "admin.host": (self.admin_host, "LLAMA_GATEWAY_ADMIN_HOST", "--admin-host"),
-            "admin.port": (self.admin_port, "LLAMA_GATEWAY_ADMIN_PORT", "--admin-port"),
-            "admin.key_file": (
-                self.admin_key_file, "LLAMA_GATEWAY_ADMIN_KEY_FILE", "--admin-key-file",
-            ),
-            "allow_anonymous": (self.allow_anonymous or None, "", "--allow-anonymous"),
-        }  # fmt: skip
+            "listen.host": self.host,
+            "listen.port": self.port,
+            "listen.edges": self.edges,
+            "admin.host": self.admin_host,
+            "admin.port": self.admin_port,
+            "admin.key_file": self.admin_key_file,
+            "allow_anonymous": self.allow_anonymous or None,
+        }
         found = {}
-        for key, (value, variable, option) in given.items():
-            if value is None:
-                continue
-            is_socket = from_systemd and key.endswith((".host", ".port"))
-            named = variable if env.get(variable) == str(value) else option
-            found[key] = "systemd's socket" if is_socket else named
+        for key in _given(given):
+            name = key.removeprefix("listen.").replace(".", "_")
+            variable = f"LLAMA_GATEWAY_{name.upper()}"
+            found[key] = variable if variable in env else f"--{name.replace('_', '-')}"
         return found
 
     def _sized(self, rules: Mapping[str, ModelRule]) -> Iterator[tuple[str, ModelRule]]:

@@ -14,13 +14,14 @@ import itertools
 import math
 import re
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from datetime import UTC, datetime
 from typing import Annotated, Any, Final, Literal
 
 import msgspec
 from sqlalchemy import ColumnElement, Connection, Row, Select, and_, or_, select
 
+from gateway import errors
 from gateway.callers.processes import LOST
 from gateway.callers.reports import (
     DEFAULT_SINCE,
@@ -30,7 +31,8 @@ from gateway.callers.reports import (
     parse_time,
 )
 from gateway.callers.windows import time_text
-from gateway.errors import CLIENT_CLOSED_STATUS
+from gateway.errors import CLIENT_CLOSED_STATUS, GatewayError
+from gateway.store.failures import StoreError
 from gateway.store.schema import usage
 from gateway.store.store import Store
 
@@ -66,8 +68,8 @@ PARAMETERS: Final = frozenset(
 )
 
 
-class EndedRow(msgspec.Struct, kw_only=True, rename={"class_": "class"}):
-    """A request that has ended. What is null is unknown, or there is none."""
+class OwnRow(msgspec.Struct, kw_only=True, rename={"class_": "class"}):
+    """A request that has ended, as its caller sees it. What is null is unknown, or is not."""
 
     id: Annotated[str, "inside the gateway"]
     client_request_id: Annotated[str | None, "the `X-Request-ID` that its client sent"]
@@ -76,28 +78,34 @@ class EndedRow(msgspec.Struct, kw_only=True, rename={"class_": "class"}):
     seconds: Annotated[float, "between the two"]
     wait_seconds: Annotated[float | None, "of these in the queue"]
     ttft_seconds: Annotated[float | None, "from its arrival to the first content of a stream"]
-    prefill_seconds: Annotated[float | None, "for which nodes read its prompts"]
-    decode_seconds: Annotated[float | None, "for which nodes wrote its answers"]
-    key: Annotated[str | None, "the key's id, or the address of a caller without one"]
-    key_name: Annotated[str | None, "of the key, while there is one of that id"]
-    group: Annotated[str | None, "of the key"]
     user: Annotated[str | None, "end user that a trusted caller named"]
     model: Annotated[str | None, "its public name"]
     class_: Annotated[str | None, "in force"]
-    tier: Annotated[str | None, "`cpu` or `gpu`, where it ran last"]
-    node: Annotated[str | None, "where it ran last"]
     path: Annotated[str | None, "asked for"]
     stream: Annotated[bool, "asked for"]
     prompt_tokens: Annotated[int, "of all its prompts"]
-    cached_tokens: Annotated[int, "of these from a node's cache"]
+    cached_tokens: Annotated[int | None, "of these from a node's cache; null: hidden by `cache`"]
     completion_tokens: Annotated[int, "of all its answers"]
-    slot_seconds: Annotated[float, "for which it held slots"]
     cost: Annotated[float, "in the settings' currency"]
     attempts: Annotated[int, "nodes tried"]
     resumptions: Annotated[int | None, "how often its stream went on on another node, or after it "
         "had given up its slot"]  # fmt: skip
     status: Annotated[int, "that it ended with; 499: its client left; 0: its process was killed"]
     outcome: Annotated[str | None, "`ok`, or the error's code"]
+
+
+class EndedRow(OwnRow, kw_only=True, rename={"class_": "class"}):
+    """A request that has ended, as an operator sees it."""
+
+    cached_tokens: Annotated[int, "of these from a node's cache"]
+    prefill_seconds: Annotated[float | None, "for which nodes read its prompts"]
+    decode_seconds: Annotated[float | None, "for which nodes wrote its answers"]
+    key: Annotated[str | None, "the key's id, or the address of a caller without one"]
+    key_name: Annotated[str | None, "of the key, while there is one of that id"]
+    group: Annotated[str | None, "of the key"]
+    tier: Annotated[str | None, "`cpu` or `gpu`, where it ran last"]
+    node: Annotated[str | None, "where it ran last"]
+    slot_seconds: Annotated[float, "for which it held slots"]
 
 
 # `key_name` is no column.
@@ -298,7 +306,11 @@ class EndedReader:
         return statement
 
     def page(self, name_of: NameOf) -> dict[str, Any]:
-        """The page as JSON values; `name_of`: a key by its id."""
+        """The page as operators see it, as JSON values; `name_of`: a key by its id."""
+        return self.page_of(lambda one: ended_row(one, name_of))
+
+    def page_of(self, tell: Callable[[Found], OwnRow]) -> dict[str, Any]:
+        """The page as JSON values; `tell` makes each row."""
         query, shown, following = self.query, self.found[: self.query.limit], None
         if len(self.found) > query.limit:
             last = shown[-1]
@@ -307,7 +319,7 @@ class EndedReader:
         elif not self.is_over and query.order == "latest":
             following = str(Cursor("latest", self.at))
         return {
-            "requests": [ended_row(one, name_of) for one in shown],
+            "requests": [tell(one) for one in shown],
             "next": following,
             "since": time_text(query.since if self.is_over else self.at),
             "until": time_text(query.until),
@@ -321,14 +333,26 @@ def _slowness(one: Found) -> tuple[float, str]:
 
 def ended_row(found: Found, name_of: NameOf) -> EndedRow:
     """A row as it is told; `name_of`: a key by its id."""
-    values = dict(zip(_FIELDS, found, strict=True))
+    values = _told_values(found)
     key = values["key"]
+    return EndedRow(**values, key_name=None if key is None else name_of(key))
+
+
+def own_row(found: Found, *, hides_cache: bool) -> OwnRow:
+    """A row as its caller sees it; `hides_cache`: without what tells of prompt caches."""
+    values = _told_values(found)
+    hidden = {"cached_tokens": None} if hides_cache else {}
+    return OwnRow(**{name: values[name] for name in OwnRow.__struct_fields__} | hidden)
+
+
+def _told_values(found: Found) -> dict[str, Any]:
+    values = dict(zip(_FIELDS, found, strict=True))
     for name in ("started_at", "ended_at"):
         values[name] = moment_text(values[name])
     for name in ("seconds", "wait_seconds", "ttft_seconds", "prefill_seconds", "decode_seconds"):
         if values[name] is not None:
             values[name] = round(values[name], 3)
-    return EndedRow(**values, key_name=None if key is None else name_of(key))
+    return values
 
 
 def moment_text(at: float) -> str:
@@ -364,6 +388,7 @@ class EndedFinder:
     name_of: NameOf
     ids_of: IdsOf
     clock: Callable[[], float]
+    most_examined: int = MOST_EXAMINED  # rows that are looked at for one page
     _reading: asyncio.Lock = field(default_factory=asyncio.Lock)
 
     async def read(self, query: EndedQuery) -> EndedReader:
@@ -374,7 +399,8 @@ class EndedFinder:
         except TimeoutError:
             raise ReportInterrupted("others are being read: ask again later") from None
         try:
-            reader, end = EndedReader(query), self.clock() + MOST_SECONDS
+            reader = EndedReader(query, most_examined=self.most_examined)
+            end = self.clock() + MOST_SECONDS
             while not await self.store.run(reader.step, write=False) and self.clock() < end:
                 pass
         finally:
@@ -385,3 +411,42 @@ class EndedFinder:
         """Those of this id or `X-Request-ID`, at most `MOST_NAMED`. Raises: StoreError."""
         found = await self.store.run(RowsOfName(name), write=False)
         return [ended_row(one, self.name_of) for one in found]
+
+
+OWN_EXAMINED = 50_000  # rows that are looked at for one page of a caller
+
+
+@dataclass(slots=True, eq=False)
+class OwnRequests:
+    """Finds the requests of callers for themselves.
+
+    `ended` is not that of operators, who then wait for no caller. Of a caller one page is read at
+    a time, so that nobody waits long for one that polls.
+    """
+
+    ended: EndedFinder
+    now: Callable[[], float]  # Unix seconds
+    _asking: set[str] = field(default_factory=set)
+    """The keys of callers for whom a page is being read."""
+
+    async def read(self, key: str, user: str | None, given: dict[str, str]) -> EndedReader:
+        """The reader that has read a page of this key, or of one of its end users.
+
+        `given`: `since`, `until`, `limit` and `before`. Raises: GatewayError (400, 429, 503).
+        """
+        if key in self._asking:
+            message = "A page of your requests is being read already: ask for one at a time."
+            raise GatewayError(429, "rate_limit_exceeded", message, retry_after=1.0)
+        equal = () if user is None else (("user", user),)
+        self._asking.add(key)
+        try:
+            query = parse_ended_query(self.now(), given, self.ended.ids_of)
+            return await self.ended.read(replace(query, keys=(key,), equal=equal))
+        except InvalidQuery as error:
+            message = f"'{error.parameter}': {error}."
+            raise errors.invalid_request(message, error.parameter) from None
+        except (ReportInterrupted, StoreError):
+            message = "The record of requests can't be read now."
+            raise GatewayError(503, "store_unavailable", message, retry_after=5.0) from None
+        finally:
+            self._asking.discard(key)

@@ -575,7 +575,7 @@ def _insert_into_sqlite(connection: Connection, numbered: Sequence[UsageRow]) ->
     driver = sqlite_driver(connection)
     by_shape: dict[_Shape, list[UsageRow]] = {}
     for row in numbered:
-        shape = (
+        shape: _Shape = (
             bool(row[_STREAM]), row[_GROUP] is None, row[_USER] is None, row[_GPU_COST] is None,
             row[_TTFT] is None, row[_CLIENTS_ID] is None,
         )  # fmt: skip

@@ -258,6 +258,7 @@ def parse_query(
     since: str | None = None,
     until: str | None = None,
     limit: str | None = None,
+    key: str | None = None,
     percentiles: str | None = None,
 ) -> ReportQuery:
     """The query of a command or a URL, whose parameters are texts. Raises: InvalidQuery."""
@@ -290,7 +291,7 @@ def parse_query(
     if percentiles not in {None, "true", "false"}:
         raise InvalidQuery("percentiles", "must be true or false")
     dimensions = tuple(name for name in DIMENSIONS if name in names)
-    return ReportQuery(dimensions, start, end, most, percentiles=percentiles == "true")
+    return ReportQuery(dimensions, start, end, most, key, percentiles=percentiles == "true")
 
 
 _DATE = re.compile(r"\d{4}-\d\d-\d\d")
@@ -927,14 +928,13 @@ def _unknown(reason: str) -> dict[str, Any]:
 
 
 def _figures_json(report: LedgerReport, now: float) -> dict[str, Any]:
-    today, models = Sums(), dict[str, Sums]()
+    models, days = dict[str, Sums](), dict[str, Sums]()
     for (model, day), sums in report.groups:
         models.setdefault(model, Sums()).add(sums.values())
-        if day == date_of(now):
-            today.add(sums.values())
+        days.setdefault(day, Sums()).add(sums.values())
     return {
         "as_of": time_text(now),
-        "today": {"since": date_of(now), **_sums_json(today)},
+        "today": {"since": date_of(now), **_sums_json(days.get(date_of(now), Sums()))},
         "month": {
             "since": date_of(report.query.since),
             **_sums_json(report.total),
@@ -942,6 +942,7 @@ def _figures_json(report: LedgerReport, now: float) -> dict[str, Any]:
                 {"model": model or None, **_sums_json(sums)}
                 for model, sums in sorted(models.items(), key=lambda one: -one[1].requests)
             ],
+            "days": [{"day": day, **_sums_json(sums)} for day, sums in sorted(days.items())],
         },
         "reason": None,
     }
@@ -957,7 +958,8 @@ def _without_cache(figures: dict[str, Any], hidden: bool) -> dict[str, Any]:  # 
         return figures
     hidden_figures: dict[str, Any] = {"cached_tokens": None}
     month = figures["month"] | hidden_figures
-    month["models"] = [one | hidden_figures for one in month["models"]]
+    for name in ("models", "days"):
+        month[name] = [one | hidden_figures for one in month[name]]
     return {**figures, "today": figures["today"] | hidden_figures, "month": month}
 
 

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import base64
+import contextlib
 import re
 import secrets
 import shlex
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -20,7 +21,7 @@ from gateway.cli.options import RETRY_SECONDS, CommandGroup, Form, Json, RetryFo
 from gateway.cli.terminal import CommandFailed, format_cell, print_json, print_note, print_rows
 
 if TYPE_CHECKING:
-    from gateway.cli.batch_files import Fetched, PreparedInput, Problems, ResultPlaces
+    from gateway.cli.batch_files import Fetched, PreparedInput, Problems, ResultPlaces, Table
 
 LONGEST_STEM = 100  # characters of an upload's name
 FIRST_POLL, LONGEST_POLL = 0.25, 3.0  # seconds between questions for a batch's state; they double
@@ -55,7 +56,29 @@ Format = Annotated[
     _of_results(
         "--format",
         metavar="jsonl|csv|folder",
-        help="Lines as they come, a table (custom_id, text, error), or a text file each.",
+        help="Lines as they come, a table (the input's, with text and error), or a text file each.",
+    ),
+]
+
+_of_table = partial(typer.Option, rich_help_panel="Tables")
+
+IdColumn = Annotated[
+    str | None,
+    _of_table(
+        "--id-column",
+        metavar="NAME",
+        show_default="row-1, row-2 and on",
+        help="Column with each row's custom_id.",
+    ),
+]
+
+Delimiter = Annotated[
+    str | None,
+    _of_table(
+        "--delimiter",
+        metavar="CHARACTER",
+        show_default="a comma; a tab for .tsv",
+        help="What separates columns.",
     ),
 ]
 
@@ -128,18 +151,8 @@ def submit(
     template_file: Path | None = _of_prompts(
         None, metavar="FILE", help="File that holds the template."
     ),
-    id_column: str | None = _of_prompts(
-        None,
-        metavar="NAME",
-        show_default="row-1, row-2 and on",
-        help="Column with each row's custom_id.",
-    ),
-    delimiter: str | None = _of_prompts(
-        None,
-        metavar="CHARACTER",
-        show_default="a comma; a tab for .tsv",
-        help="What separates columns.",
-    ),
+    id_column: IdColumn = None,
+    delimiter: Delimiter = None,
     model: str | None = _of_prompts(None, metavar="NAME", help="Model of each request."),
     system: str | None = _of_prompts(None, metavar="WORDS", help="System prompt."),
     max_tokens: int | None = _of_prompts(None, min=1, metavar="N", help="Longest answer."),
@@ -191,7 +204,7 @@ def submit(
         places.check()
     problems = Problems(most_shown=2**31 if check else batch_files.MOST_SHOWN)
     found = batch_files.prepare(source, chosen, problems)
-    with found.file:
+    with contextlib.closing(found):
         _tell_checked(found, problems, check=check, anyway=anyway, as_json=as_json)
         if check:
             return
@@ -202,7 +215,7 @@ def submit(
                 to_stdout = wait and str(places.output) == "-"
                 (print_note if to_stdout else print)(format_cell(batch.get("id")))
             if wait:
-                _follow(client, batch, places, retry_for, as_json=as_json)
+                _follow(client, batch, places, retry_for, found.table, as_json=as_json)
                 return
     if as_json:
         print_json(batch)
@@ -256,7 +269,7 @@ def show(
         print_json(batch)
     else:
         for name, value in details(batch):
-            print(f"{name + ':':<14}{format_cell(value)}")
+            print(f"{name + ':':<16}{format_cell(value)}")
     if wait:
         end_by(batch)
 
@@ -297,7 +310,10 @@ _add_action("resume", "Resume a paused batch.", "its lines run again")
         "llama-gateway batch fetch batch_01a2 --partial --output -",
         "what there is so far, to stdout",
     ),
-    ("llama-gateway batch fetch batch_01a2 --format csv --output done.csv", "a table"),
+    (
+        "llama-gateway batch fetch batch_01a2 --format csv --table mails.csv --output done.csv",
+        "the table it was made of, with an answer in each row",
+    ),
     ("llama-gateway batch fetch batch_01a2 --format folder --output done", "a text for each line"),
 )
 @takes(gateway=PublicFlags)
@@ -310,17 +326,33 @@ def fetch(
     ),
     format_: Format = Form.JSONL,
     force: Force = False,
+    table: Path | None = _of_results(
+        None,
+        metavar="FILE",
+        help="With --format csv: the table it was made of; its columns and order are kept.",
+    ),
+    id_column: IdColumn = None,
+    delimiter: Delimiter = None,
     gateway: PublicFlags,
     retry_for: RetryFor = RETRY_SECONDS,
     as_json: Json = False,
 ) -> None:
     """Fetch the results of a batch: its output and its errors."""
-    from gateway.cli.batch_files import fetch_results, places_for
+    from gateway.cli.batch_files import Table, fetch_results, places_for
 
     places = places_for(id_, format_, output, force=force)
     _check_stdout(places, as_json=as_json)
     places.check()
-    with gateway.connect() as client:
+    if table is None and (id_column or delimiter):
+        raise CommandFailed("--id-column, --delimiter: they are of a --table", status=2)
+    if table is not None and format_ is not Form.CSV:
+        raise CommandFailed("--table: is for --format csv", status=2)
+    with contextlib.ExitStack() as stack:
+        read = None
+        if table is not None:
+            read = Table.open(str(table), id_column, delimiter)
+            stack.callback(read.close)
+        client = stack.enter_context(gateway.connect())
         patience = Patience(retry_for)
         batch = patience.call(lambda: client.batch(id_))
         if batch.get("status") not in ENDED and not partial:
@@ -328,7 +360,7 @@ def fetch(
                 f"{id_} has not ended ({batch.get('status')}): --partial fetches what there is, "
                 f"'{_command('show', batch)} --wait' follows it"
             )
-        written = fetch_results(client, batch, places, patience)
+        written = fetch_results(client, batch, places, patience, read)
     _tell_written(batch, written, as_json=as_json)
 
 
@@ -408,14 +440,14 @@ def wait_for_end(client: BatchClient, batch: dict[str, Any], seconds: float) -> 
     """
     from gateway.cli.progress import StatusProgress
 
-    id_, interval, estimate = str(batch.get("id")), FIRST_POLL, Estimate()
+    id_, interval = str(batch.get("id")), FIRST_POLL
     with StatusProgress(id_) as display:
         patience = Patience(seconds, note=display.note)
         while True:
             now = progress_of(batch)
             display.show(
-                describe(now, estimate.end(now), time.time()),
-                f"{now.status} {now.paused}",
+                describe(now, now.expected_end, time.time()),
+                f"{now.status} {now.paused} {now.waits}",
                 now.done + now.failed,
                 now.total,
             )
@@ -431,6 +463,7 @@ def _follow(
     batch: dict[str, Any],
     places: ResultPlaces,
     retry_for: float,
+    table: Table | None,
     *,
     as_json: bool,
 ) -> None:
@@ -439,7 +472,7 @@ def _follow(
 
     batch = _waited(client, batch, retry_for)
     try:
-        written = fetch_results(client, batch, places, Patience(retry_for))
+        written = fetch_results(client, batch, places, Patience(retry_for), table)
     except CommandFailed as error:
         raise CommandFailed(
             f"{error}\nthe results are kept: '{_command('fetch', batch)}' gets them", error.status
@@ -449,6 +482,13 @@ def _follow(
 
 
 # The progress of a batch in words.
+
+
+# How an expected end was reckoned, by the gateway's word for it.
+RECKONED = {
+    "speed": ", at the speed of its last minutes",
+    "nodes": ", if it has all slots of its nodes from then on",
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -464,12 +504,16 @@ class ShownProgress:
     cost: float | None
     expected_cost: float | None
     paused: str | None  # why it is paused; None: it is not
+    waits: str | None = None  # why none of its lines runs, as a sentence; None: it does not wait
+    waits_since: float | None = None  # Unix time, as the next one
+    expected_start: float | None = None
+    expected_by: str | None = None  # how the expected end was reckoned
 
 
 def progress_of(batch: Mapping[str, Any]) -> ShownProgress:
     """Read the progress of a batch from its object."""
     counts, own = _mapping(batch.get("request_counts")), _mapping(batch.get("llama_gateway"))
-    paused = own.get("paused")
+    paused, waits = own.get("paused"), _mapping(own.get("why_waiting"))
     return ShownProgress(
         status=str(batch.get("status")),
         total=int(_number(counts.get("total")) or 0),
@@ -480,29 +524,11 @@ def progress_of(batch: Mapping[str, Any]) -> ShownProgress:
         cost=_number(own.get("cost")),
         expected_cost=_number(own.get("expected_cost")),
         paused=str(paused.get("reason") or "paused") if isinstance(paused, dict) else None,
+        waits=str(waits.get("message") or waits.get("reason")) if waits else None,
+        waits_since=_number(waits.get("since")),
+        expected_start=_number(own.get("expected_start")),
+        expected_by=None if own.get("expected_by") is None else str(own["expected_by"]),
     )
-
-
-@dataclass(slots=True)
-class Estimate:
-    """Fills in what the gateway does not tell: the expected end, from the lines done so far."""
-
-    clock: Callable[[], float] = time.time
-    _first: tuple[float, int] | None = None
-    """The time and the ended lines, when this was first asked."""
-
-    def end(self, progress: ShownProgress) -> float | None:
-        """Return the Unix time of the expected end."""
-        if progress.expected_end is not None or progress.status != "in_progress":
-            return progress.expected_end
-        now, ended = self.clock(), progress.done + progress.failed
-        if self._first is None:
-            self._first = now, ended
-            return None
-        began, before = self._first
-        if ended <= before or progress.paused is not None:
-            return None
-        return now + (progress.total - ended) * (now - began) / (ended - before)
 
 
 def describe(progress: ShownProgress, expected_end: float | None, now: float) -> str:
@@ -514,6 +540,10 @@ def describe(progress: ShownProgress, expected_end: float | None, now: float) ->
         parts.append(f"{progress.failed:,} failed")
     if progress.paused is not None:
         parts.append(f"paused ({progress.paused})" if progress.paused != "paused" else "paused")
+    elif progress.waits is not None:
+        since = progress.waits_since
+        told = "" if since is None else f" since {_time_of_day(since, now - since)}"
+        parts.append(f"waits{told} ({progress.waits.rstrip('.')})")
     if progress.status not in ENDED:
         if progress.tokens_per_second is not None:
             parts.append(f"{progress.tokens_per_second:,.0f} tokens/s")
@@ -525,8 +555,13 @@ def describe(progress: ShownProgress, expected_end: float | None, now: float) ->
 def moment(then: float, now: float) -> str:
     """Tell a time to come: its clock time, and in how long."""
     left = max(0.0, then - now)
-    form = "%H:%M:%S" if left < 3600 else "%H:%M" if left < 72_000 else "%d %b %H:%M"
-    return f"about {time.strftime(form, time.localtime(then))} (in {span(left)})"
+    return f"about {_time_of_day(then, left)} (in {span(left)})"
+
+
+def _time_of_day(then: float, away: float) -> str:
+    """Tell a time that is so many seconds away, with the date if that is needed."""
+    form = "%H:%M:%S" if away < 3600 else "%H:%M" if away < 72_000 else "%d %b %H:%M"
+    return time.strftime(form, time.localtime(then))
 
 
 def span(seconds: float) -> str:
@@ -629,7 +664,7 @@ def _reasons(batch: dict[str, Any]) -> str:
 
 def _row(batch: dict[str, Any]) -> list[tuple[str, object]]:
     """A batch in the table of `list`."""
-    progress = progress_of(batch)
+    progress, own = progress_of(batch), _mapping(batch.get("llama_gateway"))
     return [
         ("ID", batch.get("id")),
         ("STATUS", "paused" if progress.paused is not None else progress.status),
@@ -639,13 +674,15 @@ def _row(batch: dict[str, Any]) -> list[tuple[str, object]]:
         ("ENDPOINT", batch.get("endpoint")),
         ("CREATED", _clock_time(batch.get("created_at"))),
         ("DUE", _clock_time(batch.get("expires_at"))),
+        ("WAITS FOR", _mapping(own.get("why_waiting")).get("reason")),
     ]
 
 
 def details(batch: dict[str, Any]) -> list[tuple[str, object]]:
     """What `show` tells of a batch, each with its name."""
     progress, now = progress_of(batch), time.time()
-    end = Estimate().end(progress)
+    start, end = progress.expected_start, progress.expected_end
+    by = RECKONED.get(progress.expected_by or "", "")
     listed: list[tuple[str, object]] = [
         ("id", batch.get("id")),
         ("progress", describe(progress, None, now) + _reasons(batch)),
@@ -653,7 +690,10 @@ def details(batch: dict[str, Any]) -> list[tuple[str, object]]:
         ("model", batch.get("model")),
         ("created", _clock_time(batch.get("created_at"))),
         ("due", _clock_time(batch.get("expires_at"))),
-        ("expected end", None if end is None else moment(end, now)),
+        ("waits for", progress.waits),
+        ("waits since", _clock_time(progress.waits_since)),
+        ("expected start", None if start is None else moment(start, now)),
+        ("expected end", None if end is None else moment(end, now) + by),
         ("cost", _money(progress.cost)),
         ("expected cost", _money(progress.expected_cost)),
         ("input", batch.get("input_file_id")),

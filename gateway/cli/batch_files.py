@@ -13,8 +13,8 @@ from __future__ import annotations
 import contextlib
 import csv
 import hashlib
+import heapq
 import io
-import itertools
 import json
 import os
 import stat
@@ -24,7 +24,7 @@ import tempfile
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, BinaryIO, cast
+from typing import Any, BinaryIO, NamedTuple, cast
 from urllib.parse import quote
 
 from gateway.cli.client import ENDED, BatchClient, Patience
@@ -81,6 +81,13 @@ class PreparedInput:
     prompt_tokens: int = 0  # estimated
     models: set[str | None] = field(default_factory=set)
     skipped: int = 0  # files of a folder that are no texts
+    table: Table | None = None  # what it was made of
+
+    def close(self) -> None:
+        """Close its files."""
+        self.file.close()
+        if self.table is not None:
+            self.table.close()
 
 
 @dataclass(frozen=True, slots=True)
@@ -265,63 +272,100 @@ def _prepare_table(
     path: str, template: PromptTemplate, chosen: InputOptions, problems: Problems
 ) -> PreparedInput:
     """Make a table (CSV with a header) into JSON lines."""
-    delimiter = chosen.delimiter or ("\t" if Path(path).suffix.lower() == ".tsv" else ",")
-    if len(delimiter) != 1 or delimiter in '\r\n"':
-        raise CommandFailed(f"--delimiter {delimiter!r}: must be one character", status=2)
-    with io.TextIOWrapper(_open(path), "utf-8-sig", newline="") as text:
+    table = Table.open(path, chosen.id_column, chosen.delimiter)
+
+    def lines() -> Iterator[tuple[str, bytes]]:
+        rows = table.rows()
+        columns = next(rows).cells
+        template.check(columns, f"{path}: line 1", "column")
+        for row in rows:
+            if row.problem:
+                problems.add(f"line {row.line}", row.problem)
+            else:
+                prompt = template.fill(dict(zip(columns, row.cells, strict=True)))
+                yield f"line {row.line}", chosen.line(row.custom_id, prompt)
+
+    with contextlib.ExitStack() as on_error:
+        on_error.callback(table.close)
+        found = _prompts("stdin" if path == "-" else Path(path).stem, chosen, lines(), problems)
+        found.table = table
+        on_error.pop_all()
+    return found
+
+
+class TableRow(NamedTuple):
+    """A row of a table."""
+
+    line: int  # of the file, where it ends
+    cells: list[str]
+    custom_id: str = ""
+    problem: str = ""  # why it can't be a request; empty: it can
+
+
+@dataclass(frozen=True, slots=True)
+class Table:
+    """A table (CSV with a header), which may be read several times; its owner closes it."""
+
+    path: str
+    text: io.TextIOWrapper
+    id_column: str | None
+    delimiter: str
+
+    @classmethod
+    def open(cls, path: str, id_column: str | None, delimiter: str | None) -> Table:
+        """Open it; `-` is stdin. Raises CommandFailed."""
+        chosen = delimiter or ("\t" if Path(path).suffix.lower() == ".tsv" else ",")
+        if len(chosen) != 1 or chosen in '\r\n"':
+            raise CommandFailed(f"--delimiter {chosen!r}: must be one character", status=2)
+        text = io.TextIOWrapper(_open(path), "utf-8-sig", newline="")
+        return cls(path, text, id_column, chosen)
+
+    def close(self) -> None:
+        """Close its file."""
+        self.text.close()
+
+    def rows(self) -> Iterator[TableRow]:
+        """Its header, then its rows from the first on. Raises CommandFailed."""
 
         def bounded_lines() -> Iterator[str]:
-            while line := text.readline(LONGEST_LINE):
+            while line := self.text.readline(LONGEST_LINE):
                 if len(line) == LONGEST_LINE and not line.endswith("\n"):
                     raise csv.Error(f"is longer than {LONGEST_LINE:,} characters")
                 yield line
 
+        self.text.seek(0)
         csv.field_size_limit(LONGEST_LINE)
-        reader = csv.reader(bounded_lines(), delimiter=delimiter, strict=True)
-
-        def rows() -> Iterator[tuple[str, bytes]]:
-            try:
-                columns = _columns(path, next(reader, None), template, chosen.id_column)
-                number = 0
-                for row in filter(None, reader):
-                    number += 1
-                    where = f"line {reader.line_num}"
-                    if len(row) != len(columns):
-                        problems.add(
-                            where,
-                            f"has {len(row)} columns, and the header {len(columns)}: "
-                            "check its quotes",
-                        )
-                        continue
-                    fields = dict(zip(columns, row, strict=True))
-                    name = chosen.id_column
-                    custom_id = f"row-{number}" if name is None else fields[name]
-                    if not custom_id:
-                        problems.add(where, f"the column '{name}' is empty")
-                        continue
-                    yield where, chosen.line(custom_id, template.fill(fields))
-            except csv.Error as error:
-                raise CommandFailed(f"{path}: line {reader.line_num}: {error}", status=2) from None
-            except UnicodeDecodeError:
-                raise CommandFailed(
-                    f"{path}: near line {reader.line_num + 1}: is not UTF-8; "
-                    "save the table as UTF-8",
-                    status=2,
-                ) from None
-
-        return _prompts("stdin" if path == "-" else Path(path).stem, chosen, rows(), problems)
+        reader = csv.reader(bounded_lines(), delimiter=self.delimiter, strict=True)
+        try:
+            columns = _columns(self.path, next(reader, None), self.id_column)
+            yield TableRow(reader.line_num, columns)
+            for number, cells in enumerate(filter(None, reader), 1):
+                custom_id, problem = f"row-{number}", ""
+                if len(cells) != len(columns):
+                    problem = (
+                        f"has {len(cells)} columns, and the header {len(columns)}: check its quotes"
+                    )
+                elif self.id_column is not None:
+                    custom_id = cells[columns.index(self.id_column)]
+                    problem = "" if custom_id else f"the column '{self.id_column}' is empty"
+                yield TableRow(reader.line_num, cells, custom_id, problem)
+        except csv.Error as error:
+            raise CommandFailed(f"{self.path}: line {reader.line_num}: {error}", status=2) from None
+        except UnicodeDecodeError:
+            raise CommandFailed(
+                f"{self.path}: near line {reader.line_num + 1}: is not UTF-8; "
+                "save the table as UTF-8",
+                status=2,
+            ) from None
 
 
-def _columns(
-    path: str, header: list[str] | None, template: PromptTemplate, id_column: str | None
-) -> list[str]:
+def _columns(path: str, header: list[str] | None, id_column: str | None) -> list[str]:
     """Check the names of the columns. Raises CommandFailed."""
     if not header:
         raise CommandFailed(f"{path}: is empty: its first line must name the columns", status=2)
     double = next((name for name in header if header.count(name) > 1), None)
     if double is not None:
         raise CommandFailed(f"{path}: two columns are called '{format_cell(double)}'", status=2)
-    template.check(header, f"{path}: line 1", "column")
     if id_column is not None and id_column not in header:
         there = ", ".join(f"'{format_cell(one)}'" for one in header)
         raise CommandFailed(
@@ -566,9 +610,16 @@ def places_for(stem: str, format_: Form, output: Path | None, *, force: bool) ->
 
 
 def fetch_results(
-    client: BatchClient, batch: Mapping[str, Any], places: ResultPlaces, patience: Patience
+    client: BatchClient,
+    batch: Mapping[str, Any],
+    places: ResultPlaces,
+    patience: Patience,
+    table: Table | None = None,
 ) -> Fetched:
-    """Write the results that there are so far. Raises CommandFailed."""
+    """Write the results that there are so far. Raises CommandFailed.
+
+    `table`: what the batch was made of; a table of results has its columns and its order.
+    """
     with (
         _downloaded(client, batch, "output", patience) as (output, done),
         _downloaded(client, batch, "errors", patience) as (errors, failed),
@@ -592,12 +643,12 @@ def fetch_results(
                     failed,
                 )
             case Form.CSV:
-                rows = _rows(output, errors)
+                rows = _rows(output, errors, table)
                 if str(places.output) == "-":
                     sys.stdout.writelines(rows)
                 else:
-                    table = (row.encode() for row in rows)
-                    write_whole(places.output, table, force=places.force)
+                    encoded = (row.encode() for row in rows)
+                    write_whole(places.output, encoded, force=places.force)
                 return Fetched(places.output, None, done, failed)
             case Form.FOLDER:
                 written = _write_folder(output, errors, places)
@@ -632,22 +683,56 @@ def _downloaded(
         yield file, lines
 
 
-def _rows(output: BinaryIO, errors: BinaryIO) -> Iterator[str]:
-    """The results as the rows of a table."""
+def _rows(output: BinaryIO, errors: BinaryIO, table: Table | None) -> Iterator[str]:
+    """The results as the rows of a table: in the order of the input, with the columns that it had.
+
+    Raises CommandFailed, if results are not of this table.
+    """
     text = io.StringIO(newline="")
     writer = csv.writer(text, lineterminator="\n")
 
-    def row(*cells: str) -> str:
+    def row(cells: Iterable[str]) -> str:
         text.seek(0)
         text.truncate()
-        # No cell that a spreadsheet runs: models are told by anybody what to write.
-        runs = ("=", "+", "-", "@", "\t", "\r", "\n")
-        writer.writerow([f"'{cell}" if cell.startswith(runs) else cell for cell in cells])
+        writer.writerow(cells)
         return text.getvalue()
 
-    yield row("custom_id", "text", "error")
-    for line in itertools.chain(_lines(output), _lines(errors)):
-        yield row(custom_id_of(line), text_of(line), error_of(line))
+    results = heapq.merge(_lines(output), _lines(errors), key=_line_number)
+    if table is None:
+        yield row(["custom_id", "text", "error"])
+        for line in results:
+            yield row(map(_safe_cell, (custom_id_of(line), text_of(line), error_of(line))))
+        return
+    rows, result = table.rows(), next(results, None)
+    columns = next(rows).cells
+    added = (f"result_{name}" if name in columns else name for name in ("text", "error"))
+    yield row([*columns, *added])
+    for given in rows:
+        # Its own cells are as the user has them. A row that could not be a request has no result.
+        cells = [*given.cells, *[""] * len(columns)][: len(columns)]
+        if result is not None and not given.problem and custom_id_of(result) == given.custom_id:
+            yield row([*cells, _safe_cell(text_of(result)), _safe_cell(error_of(result))])
+            result = next(results, None)
+        else:
+            yield row([*cells, "", given.problem and f"was not submitted: {given.problem}"])
+    if result is not None:
+        shown = format_cell(custom_id_of(result))
+        raise CommandFailed(
+            f"{table.path}: has no row for the result '{shown}', or not in this order: is it the "
+            "table that the batch was made of, with the same --id-column?",
+            status=2,
+        )
+
+
+def _line_number(line: Mapping[str, Any]) -> int:
+    """The number of the input's line that this is the result of; 0: it does not tell."""
+    number = str(line.get("id")).rpartition("_")[2]
+    return int(number) if number.isascii() and number.isdigit() else 0
+
+
+def _safe_cell(cell: str) -> str:
+    """A cell that no spreadsheet runs: models are told by anybody what to write."""
+    return f"'{cell}" if cell.startswith(("=", "+", "-", "@", "\t", "\r", "\n")) else cell
 
 
 def _write_folder(output: BinaryIO, errors: BinaryIO, places: ResultPlaces) -> Path | None:

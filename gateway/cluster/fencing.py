@@ -1,9 +1,9 @@
 """Which requests may start on a node when leaders change, die, stop or can't be reached.
 
 The leader of an epoch grants slots to the **edges**, the processes that send requests to nodes: in
-a cluster those of one member are one edge here, by the member's name. It holds its account of them
-in a `Tenure`, each edge holds its own in a `Fence`. A node can't refuse a request that was granted
-by a former leader, so edges must:
+a cluster those of one member are one edge here, by the member's name. Its scheduler counts what it
+grants; what else may run is in its `Tenure`, and what an edge may start in a `Fence`. A node can't
+refuse a request that was granted by a former leader, so edges must:
 
 - A grant starts a request only within `GRANT_SECONDS` of the edge's asking. So what a leader has
   granted runs that long after its term, or never.
@@ -141,28 +141,18 @@ class Fence:
         if self._greets:
             self._leave(self.session + 1)
 
-    def told(
-        self,
-        epoch: int,
-        session: int,
-        number: int,
-        left: float,
-        sharers: Sharers,
-        may_be_alone: bool,  # noqa: FBT001 - the fields of a `Term`
-        *,
-        asked_at: float,
-        now: float,
-    ) -> bool:
-        """The leader of this epoch has answered what the edge sent at `asked_at` by this `Term`.
+    def told(self, epoch: int, term: Term, *, asked_at: float, now: float) -> bool:
+        """The leader of this epoch has answered what the edge sent at `asked_at` by this term.
 
         False: it is not the leader that the edge obeys.
         """
-        if not self._obeys(epoch, session):
+        if not self._obeys(epoch, term.session):
             return False
-        if number > self.seen:
-            self.seen, self.sharers = number, sharers
+        if term.number > self.seen:
+            self.seen, self.sharers = term.number, term.sharers
             self._greets = False
-            self._alone_from = now + left + SETTLE_SECONDS if may_be_alone else math.inf
+            ends_at = now + term.left
+            self._alone_from = ends_at + SETTLE_SECONDS if term.may_be_alone else math.inf
             self._alone_until = asked_at + self._alone_seconds
             self._busy.clear()
             if self._alone:
@@ -319,7 +309,6 @@ class _Node:
     # By edge and process, with which this leader has lost touch.
     lost: dict[tuple[str, str], _Rest] = field(default_factory=dict)
     early: set[tuple[str, int]] = field(default_factory=set)  # leases that are among the strangers
-    late: set[tuple[str, int]] = field(default_factory=set)  # all others
 
     def lose(self, edge: str, process: str, count: int, reads_from: float) -> None:
         """So many requests of this process may run, and it tells no more of them."""
@@ -495,9 +484,10 @@ class Tenure:
 
     def confirmed(self, session: Session, number: int, now: float) -> bool:
         """The edge was told of the term with this number. False: it has to greet first."""
-        known = self._talk(session, now)
-        if known is None:
+        self._notice(now)
+        if not self.has(session):
             return False
+        known = self._edges[session.edge]
         told = known.told.get(number)
         if told is not None:
             until, term = told
@@ -510,34 +500,16 @@ class Tenure:
                 self._adopt(known, known.hello, now)
         return True
 
-    def grant(self, session: Session, number: int, node: str, now: float) -> bool:
-        """Grant a slot to the asking with this number; False: none is free for it.
-
-        To be called only while the leader may grant (`Member.may_grant`).
-        """
-        known = self._talk(session, now)
-        if known is None or not known.present or number in known.leases:
-            return False
-        if now >= known.lent_until or self.free(node, now) < 1:
-            return False
-        known.leases[number] = node
-        self._nodes[node].late.add((session.edge, number))
-        return True
-
-    def ended(self, session: Session, number: int, now: float) -> bool:
-        """A request has ended, or its slot is given back; False: nothing was known of it."""
-        return self._talk(session, now) is not None and self.dropped(session.edge, number)
-
-    def dropped(self, edge: str, number: int) -> bool:
-        """What the edge ran under this number has ended; False: nothing was known of it."""
+    def dropped(self, edge: str, number: int) -> None:
+        """What the edge ran under this number has ended."""
         known = self._edges.get(edge)
-        if known is not None and known.hello is not None:
+        if known is None:
+            return
+        if known.hello is not None:
             known.hello.pop(number, None)
-        node = None if known is None else known.leases.pop(number, None)
-        if node is None:
-            return False
-        self._drop(edge, number, node)
-        return True
+        node = known.leases.pop(number, None)
+        if node is not None:
+            self._drop(edge, number, node)
 
     # Nodes.
 
@@ -577,16 +549,6 @@ class Tenure:
         )
         lost = sum(lost.count for lost in account.lost.values())
         return max(0, account.strangers.count - len(account.early)) + lost + kept
-
-    def free(self, node: str, now: float) -> int:
-        """Slots of the node that may be granted; below 0: more may be taken than it has."""
-        others = self.others(node, now)
-        account = self._nodes[node]
-        return account.slots - len(account.early) - len(account.late) - others
-
-    def _talk(self, session: Session, now: float) -> _Edge | None:
-        self._notice(now)
-        return self._edges[session.edge] if self.has(session) else None
 
     def _notice(self, now: float) -> None:
         """Draw the conclusions of the time that has passed."""
@@ -630,11 +592,10 @@ class Tenure:
         for number, node in leases.items():
             if node in self._nodes:
                 account = self._nodes[node]
-                is_early = now + LANDING_SECONDS <= account.strangers.reads_from
-                (account.early if is_early else account.late).add((edge, number))
+                if now + LANDING_SECONDS <= account.strangers.reads_from:
+                    account.early.add((edge, number))
 
     def _drop(self, edge: str, number: int, node: str) -> None:
         account = self._nodes.get(node)
         if account is not None:
             account.early.discard((edge, number))
-            account.late.discard((edge, number))

@@ -521,7 +521,7 @@ class Membership:
         if term is None:
             is_over = self.fence.seen > 0
         else:
-            self.fence.told(epoch, *term, asked_at=now, now=now)
+            self.fence.told(epoch, term, asked_at=now, now=now)
             is_over = not account.tenure.confirmed(session, term.number, now)
         if is_over and self.fence.greet(epoch):
             self._begin_own_session(account)
@@ -716,7 +716,7 @@ class Membership:
             case Tells():
                 now = self._clock()
                 asked_at = now - link.age
-                if fence.told(self.role.epoch, *message.term, asked_at=asked_at, now=now):
+                if fence.told(self.role.epoch, message.term, asked_at=asked_at, now=now):
                     self._told_until = now + message.term.left + SETTLE_SECONDS
                     link.tell(Confirms(fence.session, message.term.number))
 

@@ -50,7 +50,7 @@ def _edges(value: object) -> object:
 
 
 class ListenSettings(ConfigModel):
-    """The public listener. A change needs a restart."""
+    """The public listener. A change needs a restart, but for `caller_page`."""
 
     host: Host = "127.0.0.1"
     """Address to bind; `0.0.0.0` or `::` for all. Without `keys`, only a loopback address is
@@ -73,6 +73,9 @@ class ListenSettings(ConfigModel):
     only, and to nobody behind a proxy."""
     keep_alive: Seconds = 75.0
     """An idle client connection is closed after this time."""
+    caller_page: bool = False
+    """Serve `GET /me`, a page on which the holder of a key sees its own use, limits and requests,
+    and how to connect. Its files hold no data, and need no key."""
     edges: Annotated[
         Annotated[int, Field(ge=0, le=MOST_EDGES)] | Literal["auto"],
         BeforeValidator(_edges),

@@ -443,7 +443,7 @@ def _same_names(source: YamlDocument, root: YamlEntry) -> list[Problem]:
     return found
 
 
-# Fixed when a listener opens. A reload changes everything else.
+# Fixed when a listener opens, but for `listen.caller_page`. A reload changes everything else.
 RESTART_KEYS = (
     *("listen", "admin.host", "admin.port", "admin.tls", "admin.hosts"),
     *("limits.connections", "limits.header_bytes", "limits.header_timeout"),
@@ -458,7 +458,8 @@ def changed_restart_keys(old: Settings, new: Settings) -> tuple[str, ...]:
 
 def is_restart_key(key: str) -> bool:
     """Return whether a key, such as `listen.port`, is read only when the gateway starts."""
-    return any(key == fixed or key.startswith(f"{fixed}.") for fixed in RESTART_KEYS)
+    fixed = any(key == one or key.startswith(f"{one}.") for one in RESTART_KEYS)
+    return fixed and key != "listen.caller_page"
 
 
 def _changed(old: ConfigModel, new: ConfigModel, prefix: str = "") -> Iterator[str]:
@@ -493,6 +494,7 @@ def masked_settings(settings: Settings) -> dict[str, Any]:
 
 
 MOST_ROWS = 5000  # values of the settings that are listed with their origins
+_VARIABLE = re.compile("\ue000([^\ue001]*)\ue001")  # the name of a variable in place of its value
 
 
 class SettingRow(NamedTuple):
@@ -500,9 +502,8 @@ class SettingRow(NamedTuple):
 
     key: str  # such as `queue.max` or `keys[2].class`
     value: Any  # as JSON, masked
-    origin: Literal["default", "file", "environment", "option"]
     line: int | None  # of the file; None: it is not there
-    by: str | None  # the variables or the option that gave it
+    by: str | None  # the variables or the option that gave it; None with no line: the default
 
 
 def settings_rows(
@@ -511,56 +512,32 @@ def settings_rows(
     """Every value in force with its origin, at most `MOST_ROWS`.
 
     `text`: that of the file which is in force. `overrides`: what gave a value in place of the file,
-    by its key: a variable of `env`, else an option.
+    by its key.
     """
-    entries = _entries(text, env)
+    names = {name: f"\ue000{name}\ue001" for name in env}
+    entries: dict[str, YamlEntry] = {}
+    with suppress(ConfigError):
+        _find_entries(read_yaml(Path(), names, text or "").root, "", entries)
     rows = []
     for key, value in islice(_leaves(masked_settings(settings), ""), MOST_ROWS):
-        entry, by = entries.get(key) or _written_short(entries, key), overrides.get(key)
-        if by is not None:
-            rows.append(SettingRow(key, value, "environment" if by in env else "option", None, by))
-        elif entry is None:
-            rows.append(SettingRow(key, value, "default", None, None))
+        entry, by = entries.get(key), overrides.get(key)
+        if by is not None or entry is None:
+            rows.append(SettingRow(key, value, None, by))
         else:
-            names = ", ".join(sorted(set(_VARIABLE_MARK.findall(str(to_plain(entry.tree))))))
-            origin: Literal["file", "environment"] = "environment" if names else "file"
-            rows.append(SettingRow(key, value, origin, entry.line, names or None))
+            variables = sorted(set(_VARIABLE.findall(str(to_plain(entry.tree)))))
+            rows.append(SettingRow(key, value, entry.line, ", ".join(variables) or None))
     return rows
 
 
-_VARIABLE_MARK = re.compile("\ue000([^\ue001]*)\ue001")
-
-
-def _entries(text: str | None, env: Mapping[str, str]) -> dict[str, YamlEntry]:
-    """The places of a file's values by their keys; in place of each variable stands its name."""
-    if text is None:
-        return {}
-    names = {name: f"\ue000{name}\ue001" for name in env}
-    found: dict[str, YamlEntry] = {}
-
-    def walk(entry: YamlEntry, key: str) -> None:
-        found[key] = entry
-        match entry.tree:
-            case YamlMapping(entries=entries):
-                for name, one in entries.items():
-                    walk(one, f"{key}.{name}" if key else name)
-            case YamlList(entries=items):
-                for number, one in enumerate(items):
-                    walk(one, f"{key}[{number}]")
-
-    with suppress(ConfigError):
-        walk(read_yaml(Path(), names, text).root, "")
-    return found
-
-
-def _written_short(entries: Mapping[str, YamlEntry], key: str) -> YamlEntry | None:
-    """The entry above that is no mapping: a short form, which stands for several values."""
-    while key:
-        key = key[: max(key.rfind("."), key.rfind("["), 0)]
-        if key and (entry := entries.get(key)) is not None:
-            is_short = not isinstance(entry.tree, YamlMapping | YamlList)
-            return entry if is_short and entry.tree != YamlScalar(None) else None
-    return None
+def _find_entries(entry: YamlEntry, key: str, found: dict[str, YamlEntry]) -> None:
+    """Note each value of a file by its key, which aliases have several of."""
+    found[key] = entry
+    if isinstance(entry.tree, YamlMapping):
+        for name, one in entry.tree.entries.items():
+            _find_entries(one, f"{key}.{name}" if key else name, found)
+    elif isinstance(entry.tree, YamlList):
+        for number, one in enumerate(entry.tree.entries):
+            _find_entries(one, f"{key}[{number}]", found)
 
 
 def _leaves(value: object, key: str) -> Iterator[tuple[str, object]]:

@@ -15,7 +15,7 @@ import re
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from datetime import UTC, datetime
+from datetime import UTC, datetime, timedelta
 from hashlib import sha256
 from pathlib import Path
 from typing import Any, Literal, NamedTuple, Self
@@ -29,23 +29,17 @@ MOST_VERSIONS = 50  # of one file
 # Bytes of all versions of one file; the newest one is kept in any case.
 MOST_BYTES = 16 << 20
 MOST_FOUND = 1000  # files of a folder that are looked at: others may have put more there
-FOLDER_MODE, FILE_MODE = 0o700, 0o600
 # Lines between the first and the last that differ, beyond which they are not compared one by one.
 MOST_COMPARED = 4000
 MOST_SHOWN = 5000  # lines of a difference
 LONGEST_LINE = 2000  # characters of a line of a difference
 CONTEXT = 3  # lines around what differs
-_TIME = "%Y%m%dT%H%M%SZ"
-_FILE = re.compile(r"\d{8}T\d{6}Z\.yaml")
-_NAME = re.compile(r"(gateway|nodes)(-[0-9TZ]{0,16})?")
+_FILE = "%Y%m%dT%H%M%SZ.yaml"
+_ANSIBLE = re.compile(r"\A(.*\n){0,4}#.*(managed by ansible|ansible managed)", re.IGNORECASE)
 
 
 class VersionError(Exception):
-    """No version has this name, or several may be meant; the message says which there are."""
-
-
-class FileManaged(Exception):  # noqa: N818 - the file is not wrong
-    """Something else writes the file; the message says what, with the remedy."""
+    """No version has this name; the message says which there are."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,7 +47,7 @@ class Version:
     """One text that was in force."""
 
     name: str  # such as gateway-20261130T081500Z
-    at: float  # when it was taken into force, Unix time
+    at: datetime  # when it was taken into force
     path: Path
     size: int  # bytes
 
@@ -69,7 +63,7 @@ class FileHistory:
     kind: FileKind
     file: Path
     folders: tuple[Path, ...]
-    """Where versions may be: beside the file, then in the state folder."""
+    """Where versions may be: beside the file, then in state folders."""
 
     @classmethod
     def of(cls, kind: FileKind, file: Path, state_folders: Iterable[Path]) -> Self:
@@ -81,29 +75,18 @@ class FileHistory:
 
     def versions(self) -> list[Version]:
         """All versions that can be read, the oldest first."""
-        found = {}
-        for folder in reversed(self.folders):
-            with contextlib.suppress(OSError), os.scandir(folder) as entries:
-                for entry, _ in zip(entries, range(MOST_FOUND), strict=False):
-                    if _FILE.fullmatch(entry.name) and os.access(entry.path, os.R_OK):
-                        word = entry.name.removesuffix(".yaml")
-                        with contextlib.suppress(ValueError):
-                            at = datetime.strptime(word, _TIME).replace(tzinfo=UTC).timestamp()
-                            size = entry.stat().st_size
-                            found[word] = Version(f"{self.kind}-{word}", at, Path(entry), size)
-        return [found[word] for word in sorted(found)]
-
-    def closed(self) -> list[Path]:
-        """The folders that this user may not read, of those that may have versions."""
         found = []
         for folder in self.folders:
-            try:
-                os.scandir(folder).close()
-            except PermissionError:
-                found.append(folder)
-            except OSError:
-                continue
-        return found
+            with contextlib.suppress(OSError), os.scandir(folder) as entries:
+                for entry, _ in zip(entries, range(MOST_FOUND), strict=False):
+                    with contextlib.suppress(ValueError):  # Another file.
+                        at = datetime.strptime(entry.name, _FILE).replace(tzinfo=UTC)
+                        if os.access(entry.path, os.R_OK):
+                            found.append(self._version(at, Path(entry), entry.stat().st_size))
+        return sorted(found, key=lambda one: one.at)
+
+    def _version(self, at: datetime, path: Path, size: int) -> Version:
+        return Version(f"{self.kind}-{path.stem}", at, path, size)
 
     def keep(self, text: str, now: float) -> Version | None:
         """Keep this text, unless it is the newest version's; returns what was kept.
@@ -111,77 +94,53 @@ class FileHistory:
         Raises: OSError, if no folder can be written.
         """
         known = self.versions()
+        at = datetime.fromtimestamp(int(now), UTC)
         if known:
             with contextlib.suppress(ConfigError):
                 if known[-1].read() == text:
                     return None
-        folder = self._folder()
-        # By names of whole seconds they are in order, though the clock was set back.
-        at = max(int(now), int(known[-1].at) + 1) if known else int(now)
-        word = datetime.fromtimestamp(at, UTC).strftime(_TIME)
-        content, path = text.encode(), folder / f"{word}.yaml"
-        replace_file(path, content, mode=FILE_MODE)
+            # They are in order, though the clock was set back.
+            at = max(at, known[-1].at + timedelta(seconds=1))
+        folder, content = self._folder(), text.encode()
+        path = folder / at.strftime(_FILE)
+        replace_file(path, content, mode=0o600)
         if os.geteuid() == 0:  # The gateway whose folder it is must be able to read it.
-            owner = folder.stat()
-            os.chown(path, owner.st_uid, owner.st_gid)
-        kept = Version(f"{self.kind}-{word}", float(at), path, len(content))
+            os.chown(path, folder.stat().st_uid, folder.stat().st_gid)
+        kept = self._version(at, path, len(content))
         _drop_oldest([*known, kept])
         return kept
 
-    def find(self, name: str) -> Version:
-        """The version of this name, or of a beginning that no other one has.
-
-        The kind alone is the newest version. Raises: VersionError.
-        """
-        known = self.versions()
-        if not known:
-            raise VersionError(f"no version of {self.file} was kept yet")
-        found = known[-1:] if name == self.kind else [one for one in known if one.name == name]
-        found = found or [one for one in known if one.name.startswith(name)]
-        if len(found) != 1:
-            fault = "several versions begin with" if found else "there is no version"
-            last = ", ".join(one.name for one in known[:-4:-1])
-            raise VersionError(f"{fault} {name[:64]!r}; the latest of {len(known)} are {last}")
-        return found[0]
-
     def on_disk(self) -> str | None:
         """The file's text; None: there is no file, or none that is a text."""
-        try:
+        with contextlib.suppress(ConfigError):
             return read_text(self.file)
-        except ConfigError:
-            return None
-
-    def managed_by(self) -> str | None:
-        """What else writes the file, with the remedy; None: people do."""
-        head = "\n".join((self.on_disk() or "").splitlines()[:_HEADER_LINES])
-        if _ANSIBLE.search(head):
-            return (
-                "Ansible writes it, as its first lines say: change the variables of the "
-                "playbook, and run it"
-            )
-        with contextlib.suppress(OSError):
-            if "..data" in self.file.readlink().parts:
-                return "it comes from a ConfigMap of Kubernetes: change that, and apply it"
         return None
+
+    def managed(self) -> str | None:
+        """Why it is not put back, with the remedy: Ansible writes the file. None: people do."""
+        if not _ANSIBLE.match(self.on_disk() or ""):
+            return None
+        return (
+            "Ansible writes it, as its first lines say: change the variables of the playbook, and "
+            "run it"
+        )
 
     def put_back(self, text: str, now: float) -> Version | None:
         """Make this the file's text, at once and for every reader; a link stays one.
 
         Owner, mode and attributes of the file stay as they are. The text that was there is kept
-        first, and returned, if it was not in force. Raises: FileManaged, OSError.
+        first, and returned, if it was not in force. Raises: OSError.
         """
-        if managed := self.managed_by():
-            raise FileManaged(f"{self.file} was not changed: {managed}")
         before = self.on_disk()
         kept = None if before is None else self.keep(before, now)
         target = Path(os.path.realpath(self.file))
         known = self.versions()
         # Of a file that is gone, the versions know who could read it.
         like = target if target.exists() else known[-1].path if known else None
-        replace_file(target, text.encode(), mode=FILE_MODE, like=like)
+        replace_file(target, text.encode(), mode=0o600, like=like)
         return kept
 
-    def describe(self, in_force: str | None) -> dict[str, Any]:
+    def describe(self, in_force: str | None = None) -> dict[str, Any]:
         """The file and its versions, the newest first, as JSON values without any text.
 
         `in_force`: the text that a gateway has in force; None: unknown.
@@ -189,32 +148,28 @@ class FileHistory:
         on_disk, rows = self.on_disk(), list[dict[str, Any]]()
         lines, folder = Counter[str](), None
         for one in self.versions():
-            try:
-                text = one.read()
-            except ConfigError:
-                continue
-            folder = str(one.path.parent)
-            before, lines = lines, Counter(text.split("\n"))
-            rows.append(
-                {
-                    "name": one.name,
-                    "at": datetime.fromtimestamp(one.at, UTC).isoformat().replace("+00:00", "Z"),
-                    "bytes": one.size,
-                    "lines": lines.total(),
-                    "added": (lines - before).total(),
-                    "removed": (before - lines).total(),
-                    "in_force": None if in_force is None else text == in_force,
-                    "on_disk": text == on_disk,
-                }
-            )
-        rows.reverse()
+            with contextlib.suppress(ConfigError):
+                text, folder, before = one.read(), str(one.path.parent), lines
+                lines = Counter(text.split("\n"))
+                rows.append(
+                    {
+                        "name": one.name,
+                        "at": one.at.strftime("%Y-%m-%dT%H:%M:%SZ"),
+                        "bytes": one.size,
+                        "lines": lines.total(),
+                        "added": (lines - before).total(),
+                        "removed": (before - lines).total(),
+                        "in_force": None if in_force is None else text == in_force,
+                        "on_disk": text == on_disk,
+                    }
+                )
         return {
             "kind": self.kind,
             "file": str(self.file),
             "folder": folder,
-            "managed": self.managed_by(),
+            "managed": self.managed(),
             "on_disk": on_disk is not None,
-            "versions": rows,
+            "versions": rows[::-1],
         }
 
     def _folder(self) -> Path:
@@ -225,16 +180,12 @@ class FileHistory:
         for folder in self.folders:
             if os.access(folder, os.W_OK | os.X_OK):
                 return folder
-        error: OSError = FileNotFoundError(f"no folder for versions of {self.file}")
         for folder in self.folders:
-            try:
+            with contextlib.suppress(OSError):
                 folder.parent.mkdir(parents=True, exist_ok=True)
-                folder.mkdir(FOLDER_MODE)
-            except OSError as failed:
-                error = failed
-            else:
+                folder.mkdir(0o700)
                 return folder
-        raise error
+        raise PermissionError(f"{' and '.join(map(str, self.folders))} can't be made")
 
 
 def _drop_oldest(versions: Sequence[Version]) -> None:
@@ -248,18 +199,20 @@ def _drop_oldest(versions: Sequence[Version]) -> None:
         left, size = left - 1, size - one.size
 
 
-_HEADER_LINES = 5
-_ANSIBLE = re.compile(r"^\s*#.*(managed by ansible|ansible managed)", re.IGNORECASE | re.MULTILINE)
-
-
 def find_version(histories: Iterable[FileHistory], name: str) -> tuple[FileHistory, Version]:
-    """The version of this name, and the history that it is of. Raises: VersionError."""
+    """The version of this name, and its history; `gateway` or `nodes` is the newest one.
+
+    Raises: VersionError.
+    """
+    latest = []
     for history in histories:
-        if _NAME.fullmatch(name) and name.startswith(history.kind):
-            return history, history.find(name)
+        known = history.versions()
+        for one in known[-1:] if name == history.kind else known:
+            if name in {one.name, history.kind}:
+                return history, one
+        latest += [one.name for one in known[:-4:-1]]
     raise VersionError(
-        f"{name[:64]!r} is no version's name: those begin with gateway (the settings) or nodes "
-        "(the inventory), such as gateway-20261130T081500Z; gateway alone is the newest"
+        f"there is no version {name[:64]!r}; the latest are {', '.join(latest) or 'none'}"
     )
 
 
@@ -281,46 +234,39 @@ def difference(before: str, after: str, *, with_secrets: bool = False) -> TextDi
     old, new = before.split("\n"), after.split("\n")
     same = _common(old, new)
     first = max(0, same - CONTEXT)
-    same_end = _common(old[same:][::-1], new[same:][::-1])
-    end = max(0, same_end - CONTEXT)
+    end = max(0, _common(old[same:][::-1], new[same:][::-1]) - CONTEXT)
     old, new = old[first : len(old) - end], new[first : len(new) - end]
     lines: list[str] = []
-    counts: Counter[str] = Counter()
-    show = _shortened if with_secrets else _masked
+    added = removed = 0
     for group in _groups(old, new):
-        a, b = group[0][1] + first, group[0][3] + first
-        sizes = group[-1][2] - group[0][1], group[-1][4] - group[0][3]
-        lines.append(f"@@ -{a + 1},{sizes[0]} +{b + 1},{sizes[1]} @@")
+        (_, a, _, b, _), (_, _, a_end, _, b_end) = group[0], group[-1]
+        lines.append(f"@@ -{a + first + 1},{a_end - a} +{b + first + 1},{b_end - b} @@")
         for tag, a1, a2, b1, b2 in group:
             if tag == "equal":
-                lines += [f" {show(line)}" for line in old[a1:a2]]
+                lines += [f" {line}" for line in old[a1:a2]]
                 continue
-            counts["-"] += a2 - a1
-            counts["+"] += b2 - b1
-            if len(lines) <= MOST_SHOWN:
-                lines += [f"-{show(line)}" for line in old[a1 : min(a2, a1 + MOST_SHOWN)]]
-                lines += [f"+{show(line)}" for line in new[b1 : min(b2, b1 + MOST_SHOWN)]]
-    cut = len(lines) > MOST_SHOWN
-    return TextDifference(lines[:MOST_SHOWN], counts["+"], counts["-"], cut)
+            removed, added = removed + a2 - a1, added + b2 - b1
+            lines += [f"-{line}" for line in old[a1:a2]]
+            lines += [f"+{line}" for line in new[b1:b2]]
+    shown = [f"{one[:LONGEST_LINE]}…" if len(one) > LONGEST_LINE else one for one in lines]
+    shown = shown[:MOST_SHOWN]
+    if not with_secrets:
+        shown = [_masked(line) for line in shown]
+    return TextDifference(shown, added, removed, len(lines) > MOST_SHOWN)
 
 
 def _common(one: Sequence[str], other: Sequence[str]) -> int:
     """How many lines both begin with."""
-    for number, (a, b) in enumerate(zip(one, other, strict=False)):
-        if a != b:
-            return number
-    return min(len(one), len(other))
+    pairs = enumerate(zip(one, other, strict=False))
+    return next((number for number, (a, b) in pairs if a != b), min(len(one), len(other)))
 
 
 def _groups(old: list[str], new: list[str]) -> Iterator[list[tuple[str, int, int, int, int]]]:
     """The changes with the lines around them, as difflib has them."""
-    if old == new:
-        return
     if max(len(old), len(new)) > MOST_COMPARED:
         yield [("replace", 0, len(old), 0, len(new))]
-        return
-    for group in difflib.SequenceMatcher(None, old, new).get_grouped_opcodes(CONTEXT):
-        yield [*group]
+    elif old != new:
+        yield from difflib.SequenceMatcher(None, old, new).get_grouped_opcodes(CONTEXT)
 
 
 # What may be secret in a line, whatever its form: the file need not be valid, and secrets stand in
@@ -348,11 +294,6 @@ _SECRETS = (
 
 
 def _masked(line: str) -> str:
-    line = _shortened(line)
     for pattern, instead in _SECRETS:
         line = pattern.sub(instead, line)
     return line
-
-
-def _shortened(line: str) -> str:
-    return line if len(line) <= LONGEST_LINE else f"{line[:LONGEST_LINE]}…"

@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 import msgspec
 import yaml
 
+from gateway.admin.batches import OwnedBatch
 from gateway.admin.nodes import NodeObject, PlacementObject, ServedModelObject
 from gateway.admin.status import StatusObject
 from gateway.admin.timeline import TimelineObject
@@ -25,7 +26,7 @@ from gateway.admin.why import (
     ToldRefusal,
     WhyObject,
 )
-from gateway.callers.ended import EndedRow
+from gateway.callers.ended import EndedRow, OwnRow
 from gateway.config.settings import Settings
 from gateway.request.body import ParsedBody
 from gateway.watch.audit import AuditEntry
@@ -220,6 +221,7 @@ FIELDS: dict[str, Fields] = {
     "Request": described_fields(RequestObject),
     "Timeline": described_fields(TimelineObject),
     "EndedRequest": described_fields(EndedRow),
+    "OwnRequest": described_fields(OwnRow),
     "Why": described_fields(WhyObject),
     "ExplainedRequest": described_fields(ExplainedRequest),
     "Decision": described_fields(ToldQueueing, ToldRefusal, ToldGrant),
@@ -267,6 +269,7 @@ SCHEMAS: dict[str, JsonSchema] = {
         ),
         llama_gateway=_ref("BatchProgress"),
     ),
+    "OwnedBatch": struct_schema(OwnedBatch, llama_gateway=_ref("BatchProgress")),
     "MessageBatch": struct_schema(
         MessageBatchObject, optional=("llama_gateway",), llama_gateway=_ref("BatchProgress")
     ),

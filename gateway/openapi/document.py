@@ -20,7 +20,7 @@ from gateway.openapi import bodies
 from gateway.openapi.bodies import Described, JsonSchema, Parameters
 from gateway.request.routes import Route, api_of_path, pages_of, routes_of
 from gateway.watch.metrics import CONTENT_TYPE
-from gateway.web.site import SITE_ROUTES
+from gateway.web.site import site_routes_of
 
 ListenerName = Literal["public", "admin"]
 LISTENERS: tuple[ListenerName, ...] = ("public", "admin")
@@ -56,7 +56,7 @@ def operations(settings: Settings) -> Iterator[Operation]:
     """Every method of every path of both listeners."""
     for path, route in routes_of(settings).items():
         yield _routed(path, route)
-    for one in SITE_ROUTES:
+    for one in site_routes_of(settings):
         path = _shown(one.path)
         # Some have other spellings.
         spellings = (path, f"/v1{path}", path.removeprefix("/v1"))

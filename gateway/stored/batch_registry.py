@@ -19,6 +19,7 @@ import contextlib
 import hashlib
 import io
 import secrets
+from collections import OrderedDict
 from collections.abc import AsyncIterator, Callable, Coroutine, Iterable, Sequence
 from dataclasses import KW_ONLY, dataclass, field, replace
 from functools import partial
@@ -36,7 +37,15 @@ from gateway.store.failures import StoreError, StoreUnavailable
 from gateway.store.schema import stored_requests
 from gateway.store.store import Store
 from gateway.stored import batch_rows, claims, results
-from gateway.stored.batch_rows import Batch, BatchPage, BatchProgress, EndListener, SpeedMeter
+from gateway.stored.batch_rows import (
+    NOTHING_AHEAD,
+    Batch,
+    BatchPage,
+    BatchProgress,
+    EndListener,
+    ErrorKind,
+    SpeedMeter,
+)
 from gateway.stored.claims import BatchState, RequestKind, RequestState, StoredRow, UnfinishedWork
 from gateway.stored.files import (
     FILE,
@@ -71,6 +80,7 @@ from gateway.stored.line_reader import (
     check_line_count,
 )
 from gateway.stored.results import ResultReader
+from gateway.stored.waits import BatchWait, BatchWaits
 
 # Kind of the folder's files that hold the lines of a batch without an input file.
 REQUESTS = "requests"
@@ -239,6 +249,7 @@ class BatchUpkeep:
     work: UnfinishedWork
     on_rows: Callable[[], None]
     on_end: EndListener | None = None
+    waits: BatchWaits | None = None
     _: KW_ONLY
     round_seconds: float = ROUND_SECONDS
     idle_seconds: float = IDLE_SECONDS
@@ -310,6 +321,8 @@ class BatchUpkeep:
         self.speeds.look(
             (one for one in found if one.state is BatchState.IN_PROGRESS), self.clock()
         )
+        if self.waits is not None:
+            self.waits.look(found)
         known = {one.id for one in found}
         for noted in (self._retry_at, self._tries, self._trouble.errors):
             for id_ in noted.keys() - known - {""}:
@@ -715,7 +728,8 @@ ENDPOINTS = tuple(
 
 PAUSED_BY_CALLER = "paused"  # why a batch is paused whose caller wants it so
 SHOWN_ROWS = 200  # rows that are read at a time for lines that are recorded so far
-_PREFIXES = {results.ANTHROPIC: "msgbatch_"}
+MOST_COUNTED = 64  # batches whose errors are remembered by their kinds
+_PREFIXES = {api: prefix for prefix, api in batch_rows.PREFIXES.items()}
 # The mean cost of a token of this model; None: unknown.
 TokenPrice = Callable[[str | None], float | None]
 
@@ -765,9 +779,13 @@ class BatchRegistry:
         price: TokenPrice = lambda _: None,
         on_end: EndListener | None = None,
         on_rows: Callable[[], None] = lambda: None,
+        waits: BatchWaits | None = None,
         token: Callable[[int], str] = secrets.token_hex,
     ) -> None:
-        """`on_rows` is called when rows may run, or may not any more: `Feeder.wake`."""
+        """`on_rows` is called when rows may run, or may not any more: `Feeder.wake`.
+
+        `waits`: None: nothing is known of why batches wait.
+        """
         self.folder = folder
         self._store = store
         self._settings = settings
@@ -777,11 +795,14 @@ class BatchRegistry:
         self._price = price
         self._on_rows = on_rows
         self._token = token
+        self._waits = waits
+        self._errors: OrderedDict[tuple[str, int], list[ErrorKind]] = OrderedDict()
+        """What was counted last, by batch and by how many lines had ended in vain."""
         self._speeds = SpeedMeter()
         self._work = work or UnfinishedWork(store, folder, self._threads, clock)
         self.upkeep = BatchUpkeep(
             store, folder, self._threads, settings, self._speeds, now, clock, self._work,
-            on_rows, on_end,
+            on_rows, on_end, waits,
         )  # fmt: skip
 
     # For callers. All raise GatewayError 503 while the store or the folder can't be used.
@@ -902,11 +923,18 @@ class BatchRegistry:
             if batch.folder == await self._threads.opened(self.folder):
                 await self.upkeep.remove(id_, places)
 
-    async def progress(self, batch: Batch) -> BatchProgress:
-        """How far it is."""
+    async def progress(self, batch: Batch) -> tuple[BatchProgress, BatchWait | None]:
+        """How far it is, and what it waits for."""
         left = await self._ask(claims.job(claims.work_left, batch.id))
-        price = self._price(batch.model)
-        return batch_rows.progress_of(batch, left, self._speeds.speed(batch.id), price, self._now())
+        wait, ahead = None, NOTHING_AHEAD
+        if self._waits is not None:
+            wait, ahead = await self._waits.outlook(batch, left.running)
+        speed, price = self._speeds.speed(batch.id), self._price(batch.model)
+        return batch_rows.progress_of(batch, left, speed, price, self._now(), ahead), wait
+
+    async def waits_of(self, found: Sequence[Batch]) -> list[BatchWait | None]:
+        """What each of these batches waits for."""
+        return [None] * len(found) if self._waits is None else await self._waits.of(found)
 
     async def open_output(self, owner: str, id_: str, api: str, *, errors: bool = False) -> Content:
         """Its output or error lines: the final file, or what is recorded so far.
@@ -939,6 +967,36 @@ class BatchRegistry:
             raise _results_gone(id_) from None
         return Content.of_file(name, found.bytes, opened, self._threads)
 
+    # For operators. These raise GatewayError 503 too.
+
+    async def find_any(self, id_: str) -> Batch:
+        """The batch of this id, whoever owns it. Raises: GatewayError 404."""
+        found = await self._ask(claims.job(batch_rows.find_any_batch, id_))
+        return _found(found, id_, "openai")
+
+    async def page_of_all(
+        self, limit: int, owner: str | None, *, ended: bool | None, before: str | None
+    ) -> BatchPage:
+        """A page of all batches, as `list_batches`."""
+        listing = claims.job(batch_rows.list_batches, limit, owner, ended=ended, before=before)
+        return await self._ask(listing)
+
+    async def errors_of(self, batch: Batch) -> list[ErrorKind]:
+        """How its lines have failed so far, the most frequent error first."""
+        in_vain = batch.failed + batch.cancelled + batch.expired
+        known = (batch.id, in_vain)
+        if in_vain and known not in self._errors:
+            kinds: dict[str, ErrorKind] = {}
+            for after in range(0, batch.total, batch_rows.ERROR_STEP):
+                counting = claims.job(batch_rows.count_errors, batch.id, after)
+                for kind in await self._ask(counting):
+                    first = kinds.setdefault(kind.code, kind._replace(lines=0))
+                    kinds[kind.code] = first._replace(lines=first.lines + kind.lines)
+            if len(self._errors) >= MOST_COUNTED:
+                self._errors.popitem(last=False)
+            self._errors[known] = sorted(kinds.values(), key=lambda one: (-one.lines, one.code))
+        return self._errors.get(known, [])
+
     # The gateway's own work.
 
     async def run(self) -> None:
@@ -962,9 +1020,9 @@ class BatchRegistry:
             folder = await self._threads.opened(self.folder)
         if new.requests is not None:
             # So its requests are found by its id.
-            id_ = _PREFIXES.get(new.api, "batch_") + new.requests.rpartition("-")[2]
+            id_ = _PREFIXES[new.api] + new.requests.rpartition("-")[2]
         else:
-            id_ = claims.new_id(_PREFIXES.get(new.api, "batch_"), now, self._token)
+            id_ = claims.new_id(_PREFIXES[new.api], now, self._token)
         return Batch(
             id=id_,
             owner=new.owner,

@@ -12,7 +12,7 @@ from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, Final, Literal, NamedTuple
 
-from sqlalchemy import Column, ColumnElement, Connection, Row, delete, func, select, update
+from sqlalchemy import Column, ColumnElement, Connection, Row, delete, func, literal, select, update
 
 from gateway.store.database import insert_for
 from gateway.store.schema import batches, stored_requests
@@ -20,6 +20,7 @@ from gateway.stored import claims, files
 from gateway.stored.claims import BatchState, RequestState, WorkLeft
 from gateway.stored.files import Kept, StoredFile
 
+PREFIXES = {"batch_": "openai", "msgbatch_": "anthropic"}  # of ids, and the API of such batches
 INPUT_PURPOSE = "batch"  # purpose of a file that a batch may read
 _BATCH: Final = batches.c
 _ROW: Final = stored_requests.c
@@ -171,18 +172,25 @@ def find_batch(connection: Connection, owner: str, id_: str, api: str) -> Batch 
 
 def read_batches(
     connection: Connection,
-    owner: str,
+    owner: str | None,
     api: str,
     limit: int,
     after: str | None = None,
     before: str | None = None,
+    *,
+    ended: bool | None = None,
 ) -> BatchPage:
-    """A page of an owner's batches, the newest first.
+    """A page of an owner's batches, or of all owners', the newest first.
 
     `after`: older ones than that; `before`: the next newer ones than that. Batches of these ids
-    need not be there any more.
+    need not be there any more. `ended`: only those that have ended, or have not.
     """
-    asked = select(*_COLUMNS).where(_BATCH.owner == owner, _BATCH.api == api, _SHOWN)
+    asked = select(*_COLUMNS).where(_BATCH.api == api, _SHOWN)
+    if owner is not None:
+        asked = asked.where(_BATCH.owner == owner)
+    if ended is not None:
+        has_end = _BATCH.ended_at.is_not(None)
+        asked = asked.where(has_end if ended else ~has_end)
     # Ids grow with time.
     if after is not None:
         asked = asked.where(_BATCH.id < after)
@@ -192,6 +200,61 @@ def read_batches(
     found = connection.execute(asked.order_by(order).limit(limit + 1)).all()
     page = [_batch_of(row) for row in found[:limit]]
     return BatchPage(page[::-1] if before is not None else page, len(found) > limit)
+
+
+def find_any_batch(connection: Connection, id_: str) -> Batch | None:
+    """The batch of this id, whoever owns it."""
+    return _find(connection, _BATCH.id == id_, _SHOWN)
+
+
+def list_batches(
+    connection: Connection,
+    limit: int,
+    owner: str | None = None,
+    *,
+    ended: bool | None = None,
+    before: str | None = None,
+) -> BatchPage:
+    """A page of the batches of both APIs, the newest first; `owner`: None: all keys' batches.
+
+    `ended`: only those that have ended, or have not. `before`: only older ones than that.
+    """
+    found: list[Batch] = []
+    for prefix, api in PREFIXES.items():
+        # Of one API ids grow with time. Of both, what follows the prefix does.
+        after = None if before is None else prefix + age_key(before)
+        found += read_batches(connection, owner, api, limit + 1, after, ended=ended).batches
+    found.sort(key=lambda one: age_key(one.id), reverse=True)
+    return BatchPage(found[:limit], len(found) > limit)
+
+
+def age_key(id_: str) -> str:
+    """What is smaller for older batches, whatever their API."""
+    return id_.rpartition("_")[2]
+
+
+class ErrorKind(NamedTuple):
+    """Lines of a batch that have ended with one error, or without any result."""
+
+    code: str
+    lines: int
+    first_line: int  # of the input
+
+
+ERROR_STEP = 20_000  # lines that one step of counting errors looks at: some 20 ms of work
+
+
+def count_errors(connection: Connection, id_: str, after: int) -> list[ErrorKind]:
+    """The errors of the `ERROR_STEP` lines that follow line `after`."""
+    failed = [RequestState.FAILED.value, RequestState.CANCELLED.value, RequestState.EXPIRED.value]
+    code = func.coalesce(_ROW.error_code, literal("batch_") + _ROW.state)
+    counted = select(code, func.count(), func.min(_ROW.number)).where(
+        _ROW.batch == id_,
+        _ROW.number > after,
+        _ROW.number <= after + ERROR_STEP,
+        _ROW.state.in_(failed),
+    )
+    return [ErrorKind(*row) for row in connection.execute(counted.group_by(code))]
 
 
 def unfinished(connection: Connection, folder: str) -> list[Batch]:
@@ -512,6 +575,11 @@ WINDOW_SECONDS = 180.0  # seconds over which its speed is measured
 DEFAULT_COMPLETION_TOKENS = 256
 
 
+# `speed`: by the results of its own last minutes; `nodes`: by how fast its nodes read and write, if
+# all their slots were its own from its start on.
+Reckoning = Literal["speed", "nodes"]
+
+
 @dataclass(frozen=True, slots=True)
 class BatchProgress:
     """How far a batch is."""
@@ -524,6 +592,9 @@ class BatchProgress:
     cost: float = 0.0  # of its recorded results, in the settings' currency
     expected_cost: float | None = None
     """Of all its lines, also before it starts; None: no price is known."""
+    expected_start: float | None = None
+    """When a line of it is expected to run, in Unix time; None: one does, or nobody knows."""
+    expected_by: Reckoning | None = None  # how `expected_end` was reckoned; None: it is not known
 
 
 class _Sample(NamedTuple):
@@ -571,8 +642,24 @@ class SpeedMeter:
         )
 
 
+class Ahead(NamedTuple):
+    """What a batch has before it."""
+
+    starts_at: float | None = None  # Unix time; None: unknown, or it runs
+    prefill_tps: float = 0.0  # prompt tokens a second of its nodes together; 0: none is up
+    decode_tps: float = 0.0  # tokens a second that they write together
+
+
+NOTHING_AHEAD = Ahead()
+
+
 def progress_of(
-    batch: Batch, left: WorkLeft, speed: BatchSpeed | None, price: float | None, now: float
+    batch: Batch,
+    left: WorkLeft,
+    speed: BatchSpeed | None,
+    price: float | None,
+    now: float,
+    ahead: Ahead = NOTHING_AHEAD,
 ) -> BatchProgress:
     """How far the batch is.
 
@@ -584,12 +671,19 @@ def progress_of(
             cost=batch.cost, expected_cost=batch.cost if batch.state.ended else None
         )
     tokens = _completion_tokens_left(batch, left)
-    expected_end = None
-    if speed is not None and batch.paused_at is None:
-        if speed.tokens > 0 and tokens > 0:
-            expected_end = now + tokens / speed.tokens
-        elif speed.lines > 0:
-            expected_end = now + lines / speed.lines
+    seconds: float | None = None
+    by: Reckoning | None = None
+    if batch.paused_at is not None:
+        pass  # Nobody knows when it is resumed.
+    elif speed is not None and speed.tokens > 0 and tokens > 0:
+        seconds, by = tokens / speed.tokens, "speed"
+    elif speed is not None and speed.lines > 0:
+        seconds, by = lines / speed.lines, "speed"
+    elif ahead.prefill_tps > 0 and ahead.decode_tps > 0:
+        seconds = left.prompt_tokens / ahead.prefill_tps + tokens / ahead.decode_tps
+        by = "nodes"
+    begins = max(now, ahead.starts_at or 0.0)
+    expected_end = None if seconds is None else begins + seconds
     done = batch.prompt_tokens + batch.completion_tokens
     mean = batch.cost / done if done and batch.cost > 0 else price
     expected_cost = None
@@ -597,8 +691,9 @@ def progress_of(
         expected_cost = batch.cost + mean * (left.prompt_tokens + tokens)
     tokens_per_second = None if speed is None else speed.tokens
     return BatchProgress(
-        left.waiting, left.running, tokens_per_second, expected_end, batch.cost, expected_cost
-    )
+        left.waiting, left.running, tokens_per_second, expected_end, batch.cost, expected_cost,
+        ahead.starts_at, by,
+    )  # fmt: skip
 
 
 def _completion_tokens_left(batch: Batch, left: WorkLeft) -> float:

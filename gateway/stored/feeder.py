@@ -197,6 +197,10 @@ class Supply:
         """Batches with lines that wait for a target, as far as is known."""
         return [work for work in self._works.get(target, {}).values() if work.rows > 0]
 
+    def targets_of(self, batch: str) -> set[RequestTarget | None]:
+        """Where the lines of a batch go that wait."""
+        return set(self._models.get(batch, {}).values())
+
     def class_of(self, batch: str | None) -> str:
         """The label of the highest class that the lines of a batch may have."""
         return self._classes.get(batch or "", "")
@@ -366,6 +370,8 @@ class Feeder(RowRuns[HeldLine]):
         self._targets: dict[RequestTarget | None, TargetRows] = {}
         self._paused: dict[str, float] = {}
         """Owners whose limits are reached, and until when they are left alone."""
+        self.put_off: dict[str, tuple[str, float]] = {}
+        """Of batches whose lines were put off of late: why, and until when (Unix time)."""
         self._careful: dict[str, float] = {}
         """Owners whose limits were reached of late, and until when they are tried step by step."""
         self._claims = asyncio.Event()  # set when there may be something to claim or to put back
@@ -388,6 +394,33 @@ class Feeder(RowRuns[HeldLine]):
     def claimed(self) -> int:
         """Rows that are ready to be offered."""
         return sum(state.lane.ready for state in self._targets.values())
+
+    # What others ask.
+
+    def at_nodes(self) -> list[tuple[str, RequestTarget | None]]:
+        """Batch and target of each line that is at a node now."""
+        return [
+            (held.row.batch or "", held.state.target)
+            for held in self._held.values()
+            if held.has_slot and self.runner.has_begun(held.row.id)
+        ]
+
+    def held_of(self, batch: str) -> int:
+        """How many lines of the batch this process has claimed."""
+        return sum(held.row.batch == batch for held in self._held.values())
+
+    def targets_of(self, batch: str) -> set[RequestTarget]:
+        """The targets of the batch's lines, of those that may run now."""
+        held = {one.state.target for one in self._held.values() if one.row.batch == batch}
+        return {one for one in held | self.supply.targets_of(batch) if one is not None}
+
+    def seconds_paused(self, owner: str) -> float:
+        """For how long the owner's rows are left alone: a limit of its key is reached."""
+        return max(0.0, self._paused.get(owner, 0.0) - self.clock())
+
+    def keep_put_off(self, batches: Iterable[str]) -> None:
+        """Forget why lines of all other batches were put off."""
+        self.put_off = {id_: self.put_off[id_] for id_ in batches if id_ in self.put_off}
 
     def wake(self) -> None:
         """Rows have come, or were cancelled."""
@@ -659,7 +692,9 @@ class Feeder(RowRuns[HeldLine]):
             self._offer(state)  # It may have one more again.
         if outcome.failed_on_nodes and row.attempts + 1 < MOST_RUNS:
             self.counts.retried += 1
-            raise RunFailed(RETRY_SECONDS * (row.attempts + 1))
+            seconds = RETRY_SECONDS * (row.attempts + 1)
+            self.put_off[row.batch or ""] = "nodes_failed", self.now() + seconds
+            raise RunFailed(seconds)
         held.recording = True
         if not state.slots:
             # Without a node it has a result all the same: so have others, likely.
@@ -714,6 +749,7 @@ class Feeder(RowRuns[HeldLine]):
         if deferred.reason == "queue_timeout" and row.deadline is not None:
             # Its prompt is too long for the time left, it seems: that hardly changes.
             seconds = max(seconds, (row.deadline - self.now()) / 4)
+            self.put_off[row.batch or ""] = "deadline", self.now() + seconds
         self.leases.put_back([row.id], self.now() + seconds)
 
     def _keep(self, held: HeldLine, body: bytes) -> None:

@@ -49,7 +49,7 @@ class AuditEntry(msgspec.Struct, frozen=True, kw_only=True):
     role: Annotated[str | None, "of the key"]
     action: Annotated[str, "`drain`, `resume`, `probe`, `cancel`, `reload`, `settings`, "
         "`inventory`, `certificate`, `handover`, `start`, `stop`; `keys.…`, `models.…`, "
-        "`placements.…`"]  # fmt: skip
+        "`placements.…`, `batches.…`"]  # fmt: skip
     target: Annotated[str, "the node, request, key or file"]
     outcome: Annotated[str, "`done`, or the code of the error"]
     refused: Annotated[bool, "whether it was refused (4xx) and changed nothing"] = False

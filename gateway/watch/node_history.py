@@ -10,9 +10,11 @@ import math
 import struct
 from collections.abc import Iterator
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any
 
 import msgspec
+
+from gateway.nodes.speed import Speed
 
 STEP_SECONDS = 300.0
 STEPS = 288  # of a day
@@ -21,18 +23,6 @@ COLUMNS = ("at", "busy", "slots", "prefill_tps", "decode_tps")
 _POINT = struct.Struct("<4e")  # half floats: three digits, in two bytes each
 _LARGEST = 65504.0  # of a half float
 _UNKNOWN = _POINT.pack(*[math.nan] * 4)
-
-
-class MeasuredSpeed(Protocol):
-    """What was measured of a node, in tokens/s; None: nothing yet."""
-
-    @property
-    def prefill_tps(self) -> float | None:
-        """Of prompts."""
-
-    @property
-    def decode_tps(self) -> float | None:
-        """Of answers, of one request alone."""
 
 
 class KeptDay(msgspec.Struct, frozen=True):
@@ -47,33 +37,24 @@ class _Day:
     """The steps of one node, each in its place of a ring; and the sums of the one that runs."""
 
     step: int  # number of the step that runs
-    newest: int  # number of the last one that has a point
+    newest: int  # number of the last one in the ring
     ring: bytearray = field(default_factory=lambda: bytearray(_UNKNOWN * STEPS))
     readings: int = 0
     busy: int = 0
     slots: int = 0
 
-    def end_step(self, speed: MeasuredSpeed, step: int) -> None:
-        """Another step begins, of this number."""
-        if self.readings:
-            self.put(self.step, self.running(speed))
-        self.step, self.readings, self.busy, self.slots = step, 0, 0, 0
-
-    def running(self, speed: MeasuredSpeed) -> bytes:
+    def running(self, speed: Speed) -> bytes:
         """The point of the step that runs."""
-        values = (
-            *(self.busy / self.readings, self.slots / self.readings),
-            *(speed.prefill_tps, speed.decode_tps),
-        )
+        mean = self.busy / self.readings, self.slots / self.readings
+        values = (*mean, speed.prefill_tps, speed.decode_tps)
         return _POINT.pack(*(math.nan if one is None else min(one, _LARGEST) for one in values))
 
     def put(self, step: int, point: bytes) -> None:
-        """This is the point of a step, the newest one from now on."""
-        if abs(step - self.newest) >= STEPS:
+        """This is the point of a later step; what lies between is unknown."""
+        if not self.newest < step < self.newest + STEPS:  # Away for a day, or a clock set back.
             self.ring[:] = _UNKNOWN * STEPS
-        else:  # What lies between is unknown, and what was later is of a clock that was set back.
-            for number in range(min(step, self.newest) + 1, max(step, self.newest) + 1):
-                self.write(number, _UNKNOWN)
+        for number in range(max(self.newest + 1, step - STEPS), step):
+            self.write(number, _UNKNOWN)
         self.write(step, point)
         self.newest = step
 
@@ -95,22 +76,24 @@ class NodeHistory:
     def __init__(self) -> None:
         self._days: dict[str, _Day] = {}
 
-    def read(self, name: str, at: float, busy: int, slots: int, speed: MeasuredSpeed) -> None:
+    def read(self, name: str, at: float, busy: int, slots: int, speed: Speed) -> None:
         """Count the slots that a node has, and has busy, at this moment.
 
         It is called every few seconds, while the node is there: the time without is a gap.
         """
         step = int(at // STEP_SECONDS)
-        day = self._days.get(name) or self._begin(name, step)
+        day = self._day(name, step)
         if day is None:
             return
         if day.step != step:
-            day.end_step(speed, step)
+            if day.readings:
+                day.put(day.step, day.running(speed))
+            day.step, day.readings, day.busy, day.slots = step, 0, 0, 0
         day.readings += 1
         day.busy += busy
         day.slots += slots
 
-    def as_json(self, name: str, at: float, speed: MeasuredSpeed) -> dict[str, Any]:
+    def as_json(self, name: str, at: float, speed: Speed) -> dict[str, Any]:
         """What is known of a node's last day, as rows under the names of `COLUMNS`."""
         rows: list[tuple[float | None, ...]] = []
         day, now = self._days.get(name), at // STEP_SECONDS
@@ -122,43 +105,31 @@ class NodeHistory:
         return {"node": name, "step": STEP_SECONDS, "columns": COLUMNS, "points": rows}
 
     def export(self) -> Iterator[tuple[str, KeptDay]]:
-        """The days of all nodes that have any, to be kept."""
+        """The days of all nodes, to be kept."""
         for name, day in [*self._days.items()]:
-            points = b"".join(point for _, point in day.points())
-            if points != _UNKNOWN * STEPS:
-                yield name, KeptDay(day.newest, points)
+            yield name, KeptDay(day.newest, b"".join(point for _, point in day.points()))
 
     def restore(self, name: str, kept: KeptDay, at: float) -> bool:
-        """Fill in what this process has not seen of a node; False: it is too old.
-
-        Raises: ValueError.
-        """
-        if len(kept.points) != STEPS * _POINT.size:
-            raise ValueError("a day of another length")
-        now = int(at // STEP_SECONDS)
-        if not now - STEPS < kept.newest <= now:
+        """Fill in what this process has not seen of a node; False: it can't be used."""
+        day = self._day(name, int(at // STEP_SECONDS))
+        if day is None or len(kept.points) != STEPS * _POINT.size:
             return False
-        day = self._days.get(name) or self._begin(name, now)
-        if day is None:
-            return False
-        seen = {step: point for step, point in day.points() if point != _UNKNOWN}
+        known = dict(day.points())
         first = kept.newest - STEPS + 1
-        for number, (values,) in enumerate(struct.iter_unpack("8s", kept.points)):
-            if now - STEPS < (step := first + number):
-                seen.setdefault(step, values)
-        for step in sorted(seen):
-            day.put(step, seen[step])
+        for number, (point,) in enumerate(struct.iter_unpack("8s", kept.points)):
+            if known.get(first + number) == _UNKNOWN:
+                day.write(first + number, point)
         return True
 
-    def _begin(self, name: str, step: int) -> _Day | None:
-        """The empty day of a node; the one that was not there for longest makes room."""
-        if len(self._days) >= MOST_NODES:
-            gone = min(self._days, key=lambda one: self._days[one].step)
-            if self._days[gone].step >= step - 1:
-                return None
-            del self._days[gone]
-        day = self._days[name] = _Day(step, step - 1)
-        return day
+    def _day(self, name: str, step: int) -> _Day | None:
+        """The day of a node, which may be new; None: there are too many."""
+        if name not in self._days:
+            if len(self._days) >= MOST_NODES:  # Those that are gone make room.
+                kept = {name: day for name, day in self._days.items() if day.step >= step - 1}
+                self._days = kept
+            if len(self._days) < MOST_NODES:
+                self._days[name] = _Day(step, step - 1)
+        return self._days.get(name)
 
 
 def _unpacked(point: bytes) -> tuple[float | None, ...]:

@@ -24,6 +24,7 @@ from gateway.http.request_head import Callers, no_store, owner_by_head
 from gateway.stored.batch_registry import BatchRegistry, NewBatch
 from gateway.stored.batch_rows import Batch, BatchProgress
 from gateway.stored.claims import BatchState
+from gateway.stored.waits import BatchWait
 from gateway.stored.webhooks import WebhookTargets
 from gateway.terms import Caller
 from gateway.web.asgi import JsonResponse, listed, page_limit, read_fields
@@ -106,8 +107,8 @@ class BatchAccess:
             else self.webhooks.check(new.owner, new.group_name, url),
         )
 
-    async def progress(self, batch: Batch) -> BatchProgress | None:
-        """How far it is; None while the store can't tell.
+    async def progress(self, batch: Batch) -> tuple[BatchProgress | None, BatchWait | None]:
+        """How far it is, and what it waits for; None while the store can't tell.
 
         What was asked for is done: who had an error for it would ask again, for another batch.
         """
@@ -115,7 +116,7 @@ class BatchAccess:
             return await self.batches().progress(batch)
         except GatewayError as error:
             errors.drop_traceback(error)
-            return None
+            return None, None
 
     def shows_cached_tokens(self, request: Request) -> bool:
         """Whether the caller may know how much of its prompts was cached."""
@@ -149,13 +150,17 @@ class BatchActions:
         request: Request,
         act: Callable[[BatchRegistry, str, str, str], Awaitable[Batch]],
     ) -> Batch:
-        owner, batches = self.access.owner(request), self.access.batches()
-        return await act(batches, owner, self._id(request), self.api)
+        named = await self._named(request)
+        return await act(self.access.batches(), *named)
+
+    async def _named(self, request: Request) -> tuple[str, str, str]:
+        """Owner, id and API of the batch that the request is about. Raises: GatewayError."""
+        return self.access.owner(request), self._id(request), self.api
 
     async def _lines(self, request: Request, *, of_errors: bool = False) -> Response:
         """The lines of a batch: the final file, or what there is so far. Raises: GatewayError."""
-        owner, batches = self.access.owner(request), self.access.batches()
-        output = await batches.open_output(owner, self._id(request), self.api, errors=of_errors)
+        owner, id_, api = await self._named(request)
+        output = await self.access.batches().open_output(owner, id_, api, errors=of_errors)
         headers = content_headers(output.name, output.size, JSON_LINES)
         if request.method == "HEAD":
             await output.close()
@@ -203,7 +208,11 @@ class BatchEndpoints(BatchActions):
         limit = page_limit(request.query_params.get("limit") or DEFAULT_PAGE, LONGEST_PAGE)
         page = await batches.page(owner, OPENAI, limit, after=after)
         shows_cached = self.access.shows_cached_tokens(request)
-        found = [batch_object(one, None, shows_cached=shows_cached) for one in page.batches]
+        waits = await batches.waits_of(page.batches)
+        found = [
+            batch_object(one, None, wait, shows_cached=shows_cached)
+            for one, wait in zip(page.batches, waits, strict=True)
+        ]
         return JsonResponse({"object": "list", **listed(found, has_more=page.has_more)})
 
     async def output(self, request: Request) -> Response:
@@ -215,9 +224,9 @@ class BatchEndpoints(BatchActions):
         return await self._lines(request, of_errors=True)
 
     async def _shown(self, request: Request, batch: Batch) -> Response:
-        progress = await self.access.progress(batch)
+        progress, wait = await self.access.progress(batch)
         shows_cached = self.access.shows_cached_tokens(request)
-        return JsonResponse(batch_object(batch, progress, shows_cached=shows_cached))
+        return JsonResponse(batch_object(batch, progress, wait, shows_cached=shows_cached))
 
 
 UnixTime = Annotated[int | None, "Unix seconds"]
@@ -233,11 +242,24 @@ class BatchFigures(msgspec.Struct, kw_only=True):
     cancelled: Annotated[int, "lines that will never run, because it was cancelled"]
     expired: Annotated[int, "lines that will never run, because its time is over"]
     tokens_per_second: Annotated[float | None, "tokens of results, over the last minutes"]
-    expected_end: Annotated[int | None, "when it ends at this pace, in Unix seconds"]
+    expected_start: Annotated[
+        int | None,
+        "when a line of it is expected to run, in Unix seconds; null: one does, or nobody knows",
+    ]
+    expected_end: Annotated[int | None, "when it is expected to end, in Unix seconds"]
+    expected_by: Annotated[
+        str | None,
+        "how the end is reckoned: `speed` (its own results of the "
+        "last minutes), `nodes` (what its nodes read and write, if it had all their slots)",
+    ]
     cost: Annotated[float, "what its results have cost"]
     expected_cost: Annotated[float | None, "what all its lines will cost; null: no price is known"]
-    paused: Annotated[dict[str, Any] | None, "since when (`at`) and why (`reason`) it is paused; "
-        "null: it is not"]  # fmt: skip
+    paused: Annotated[
+        dict[str, Any] | None, "since when (`at`) and why (`reason`) it is paused; null: it is not"
+    ]
+    why_waiting: Annotated[dict[str, Any] | None, "why none of its lines runs (`reason`, "
+        "`message`), since when (`since`), and until when, if that is known (`until`); null: it "
+        "does not wait"]  # fmt: skip
 
 
 class RequestCounts(msgspec.Struct):
@@ -277,7 +299,11 @@ class BatchObject(msgspec.Struct, kw_only=True):
 
 
 def batch_object(
-    batch: Batch, progress: BatchProgress | None, *, shows_cached: bool = True
+    batch: Batch,
+    progress: BatchProgress | None,
+    wait: BatchWait | None = None,
+    *,
+    shows_cached: bool = True,
 ) -> BatchObject:
     """The batch as its owner is shown it; without `progress`, what only its lines tell is null."""
     state = batch.state
@@ -316,11 +342,13 @@ def batch_object(
             "total_tokens": batch.prompt_tokens + batch.completion_tokens,
         },
         metadata=batch.metadata,
-        llama_gateway=figures_of(batch, progress),
+        llama_gateway=figures_of(batch, progress, wait),
     )
 
 
-def figures_of(batch: Batch, progress: BatchProgress | None) -> BatchFigures:
+def figures_of(
+    batch: Batch, progress: BatchProgress | None, wait: BatchWait | None
+) -> BatchFigures:
     """What the gateway tells of the batch besides."""
     paused = batch.paused_at is not None and not batch.state.ended
     return BatchFigures(
@@ -329,10 +357,20 @@ def figures_of(batch: Batch, progress: BatchProgress | None) -> BatchFigures:
         cancelled=batch.cancelled,
         expired=batch.expired,
         tokens_per_second=None if progress is None else progress.tokens_per_second,
+        expected_start=None if progress is None else _second(progress.expected_start),
         expected_end=None if progress is None else _second(progress.expected_end),
+        expected_by=None if progress is None else progress.expected_by,
         cost=batch.cost if progress is None else progress.cost,
         expected_cost=None if progress is None else progress.expected_cost,
         paused={"at": _second(batch.paused_at), "reason": batch.pause_reason} if paused else None,
+        why_waiting=None
+        if wait is None
+        else {
+            "reason": wait.reason,
+            "message": wait.message,
+            "since": _second(wait.since),
+            "until": _second(wait.until),
+        },
     )
 
 

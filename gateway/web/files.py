@@ -45,7 +45,17 @@ class FileEndpoints:
     callers: Callers
 
     async def upload(self, request: Request) -> Response:
-        owner, files = self._owner(request), self._files()
+        file = await self.receive(request, self._owner(request))
+        if file is None:
+            return Response(status_code=CLIENT_CLOSED_STATUS)  # Nobody reads it.
+        return JsonResponse(file_object(file))
+
+    async def receive(self, request: Request, owner: str) -> StoredFile | None:
+        """Keep the file of the request's form for this owner; None: its client has left.
+
+        Raises: GatewayError.
+        """
+        files = self.files()
         check_plain(request)
         boundary = boundary_of(request.scope["headers"])
         settings = self.callers.config().settings
@@ -65,20 +75,19 @@ class FileEndpoints:
                 ):
                     await files.on_disk(form.feed, part)
             except ClientDisconnect:
-                return Response(status_code=CLIENT_CLOSED_STATUS)  # Nobody reads it.
+                return None
             form.end()
             if not upload.new.size:
                 raise errors.invalid_request("The file is empty.", "file")
-            file = await files.keep(
+            return await files.keep(
                 upload,
                 name=form.file_name or UNNAMED,
                 purpose=_purpose(form),
                 seconds=_expiry(form),
             )
-        return JsonResponse(file_object(file))
 
     async def list(self, request: Request) -> Response:
-        owner, files = self._owner(request), self._files()
+        owner, files = self._owner(request), self.files()
         query = request.query_params
         limit = page_limit(query.get("limit", str(LONGEST_PAGE)), LONGEST_PAGE)
         order = page_order(query.get("order", "desc"))
@@ -91,11 +100,11 @@ class FileEndpoints:
         return JsonResponse({"object": "list", **listed(found, has_more=page.has_more)})
 
     async def show(self, request: Request) -> Response:
-        owner, files = self._owner(request), self._files()
+        owner, files = self._owner(request), self.files()
         return JsonResponse(file_object(await files.find(owner, _id(request))))
 
     async def content(self, request: Request) -> Response:
-        owner, files = self._owner(request), self._files()
+        owner, files = self._owner(request), self.files()
         if request.method == "HEAD":
             file = await files.find(owner, _id(request))
             return Response(headers=content_headers(file.name, file.bytes))
@@ -103,12 +112,13 @@ class FileEndpoints:
         return ContentResponse(content, content_headers(content.name, content.size))
 
     async def delete(self, request: Request) -> Response:
-        owner, files = self._owner(request), self._files()
+        owner, files = self._owner(request), self.files()
         id_ = _id(request)
         await files.delete(owner, id_)
         return JsonResponse({"id": id_, "object": "file", "deleted": True})
 
-    def _files(self) -> FileRegistry:
+    def files(self) -> FileRegistry:
+        """The registry. Raises: GatewayError 501."""
         if self.registry is None:
             raise no_store("files")
         return self.registry

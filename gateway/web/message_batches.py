@@ -24,6 +24,7 @@ from gateway.stored.batch_rows import Batch, BatchProgress
 from gateway.stored.files import UploadCounts
 from gateway.stored.folder import FolderError
 from gateway.stored.results import ANTHROPIC
+from gateway.stored.waits import BatchWait
 from gateway.web.asgi import JsonResponse, listed, page_limit
 from gateway.web.batches import (
     BatchAccess,
@@ -95,7 +96,11 @@ class MessageBatchEndpoints(BatchActions):
             raise errors.invalid_request("Send 'after_id' or 'before_id', not both.", "before_id")
         limit = page_limit(request.query_params.get("limit") or DEFAULT_PAGE, LONGEST_PAGE)
         page = await batches.page(owner, ANTHROPIC, limit, after=after, before=before)
-        found = [message_batch_object(one, None, results_url(request, one)) for one in page.batches]
+        waits = await batches.waits_of(page.batches)
+        found = [
+            message_batch_object(one, None, results_url(request, one), wait)
+            for one, wait in zip(page.batches, waits, strict=True)
+        ]
         return JsonResponse(listed(found, has_more=page.has_more))
 
     async def results(self, request: Request) -> Response:
@@ -118,8 +123,9 @@ class MessageBatchEndpoints(BatchActions):
         return JsonResponse({"id": id_, "type": "message_batch_deleted"})
 
     async def _shown(self, request: Request, batch: Batch) -> Response:
-        progress = await self.access.progress(batch)
-        return JsonResponse(message_batch_object(batch, progress, results_url(request, batch)))
+        progress, wait = await self.access.progress(batch)
+        url = results_url(request, batch)
+        return JsonResponse(message_batch_object(batch, progress, url, wait))
 
 
 TextTime = Annotated[str, msgspec.Meta(extra_json_schema={"format": "date-time"})]
@@ -155,7 +161,7 @@ class MessageBatchObject(msgspec.Struct, kw_only=True):
 
 
 def message_batch_object(
-    batch: Batch, progress: BatchProgress | None, url: str | None
+    batch: Batch, progress: BatchProgress | None, url: str | None, wait: BatchWait | None = None
 ) -> MessageBatchObject:
     """The batch as its owner is shown it; `url` is that of its results."""
     state = batch.state
@@ -179,7 +185,7 @@ def message_batch_object(
         if batch.cancelling_at is None
         else _time_text(batch.cancelling_at),
         results_url=url,
-        llama_gateway=figures_of(batch, progress),
+        llama_gateway=figures_of(batch, progress, wait),
     )
 
 

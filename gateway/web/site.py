@@ -21,13 +21,16 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 from gateway import errors
 from gateway.api.base import ModelSummary, Page
 from gateway.callers.callers import MOST_IDENTITY_BYTES, cache_policy_of
+from gateway.callers.ended import OwnRequests, own_row
+from gateway.callers.limits import Accounts
 from gateway.callers.reports import CallerUsage
 from gateway.catalog import FleetCatalog, ServedModels, ServerFigures
 from gateway.config.keys import NodeLabels
 from gateway.config.listeners import CorsSpec
 from gateway.config.routing import CATCH_ALL
+from gateway.config.settings import Settings
 from gateway.errors import GatewayError
-from gateway.http.request_head import Callers, may_name_nodes
+from gateway.http.request_head import Callers, may_name_nodes, no_store
 from gateway.http.response_head import EXPOSED_HEADERS
 from gateway.request.preparation import ModelAliases
 from gateway.request.routes import ROUTES, pages_of, routes_of
@@ -41,6 +44,7 @@ from gateway.web.asgi import (
     HealthEndpoints,
     JsonResponse,
     asgi_app,
+    large_json,
     listed,
     read_fields,
     routes_by_path,
@@ -50,6 +54,7 @@ from gateway.web.batches import BatchAccess, BatchEndpoints
 from gateway.web.files import FileEndpoints
 from gateway.web.handler import RequestHandler
 from gateway.web.message_batches import MessageBatchEndpoints
+from gateway.web.pages import StaticPage
 
 
 class KeptForCallers(NamedTuple):
@@ -64,6 +69,8 @@ def public_app(
     handler: RequestHandler,
     fleet: FleetCatalog,
     usage: CallerUsage,
+    own_requests: OwnRequests | None,
+    caller_page: StaticPage,
     *,
     created: int,
     kept: KeptForCallers = KeptForCallers(),  # noqa: B008 - immutable
@@ -72,30 +79,38 @@ def public_app(
     """The public listener's application, for all but POSTs to routed paths.
 
     Those go from the protocol straight to `handler.serve`; their routes here only make other
-    methods 405. `created`: that of every model, in seconds since 1970. `standing_error`: as in
-    `HealthEndpoints`.
+    methods 405. `own_requests` is None where there is no store. `created`: that of every model, in
+    seconds since 1970. `standing_error`: as in `HealthEndpoints`.
     """
     health = HealthEndpoints(fleet, handler.queue, lambda: handler.closing, standing_error)
 
-    callers = Callers(lambda: handler.config)
-    access = BatchAccess(
-        kept.batches,
-        callers,
-        lambda caller, user: handler.meter.book.accounts(caller, user).caller,
-        WebhookTargets(lambda: handler.config.settings.webhooks),
-    )
+    access = batch_access(handler, kept)
+    callers = access.callers
     site = Site(
-        handler, fleet, created, callers, health, usage, FileEndpoints(kept.files, callers),
+        handler, fleet, created, callers, health, usage, own_requests, caller_page,
+        FileEndpoints(kept.files, callers),
         BatchEndpoints(access), MessageBatchEndpoints(access),
         StoredResponseEndpoints(kept.requests, callers),
         DeferredEndpoints(kept.requests, handler.queue, callers),
     )  # fmt: skip
-    own = routes_by_path((one.method, one.path, one.endpoint(site)) for one in SITE_ROUTES)
     settings = handler.config.settings
+    own = routes_by_path(
+        (one.method, one.path, one.endpoint(site)) for one in site_routes_of(settings)
+    )
     own += [Route(page.path, site.page(page), methods=[page.method]) for page in pages_of(settings)]
     routed = [Route(path, _ServedByProtocol()) for path in routes_of(settings)]
     suggest = partial(suggest_path, ollama=settings.ollama)
     return asgi_app([*routed, *own], handler.next_id, suggest=suggest)
+
+
+def batch_access(handler: RequestHandler, kept: KeptForCallers) -> BatchAccess:
+    """Whose batches requests are about, by the handler's settings."""
+    return BatchAccess(
+        kept.batches,
+        Callers(lambda: handler.config),
+        lambda caller, user: handler.meter.book.accounts(caller, user).caller,
+        WebhookTargets(lambda: handler.config.settings.webhooks),
+    )
 
 
 def with_cors(app: ASGIApp, spec: CorsSpec) -> ASGIApp:
@@ -128,6 +143,8 @@ class Site:
     callers: Callers
     health: HealthEndpoints
     caller_usage: CallerUsage
+    own_requests: OwnRequests | None
+    caller_page: StaticPage
     files: FileEndpoints
     batches: BatchEndpoints
     message_batches: MessageBatchEndpoints
@@ -173,6 +190,26 @@ class Site:
 
     async def usage(self, request: Request) -> Response:
         """The caller's own figures and limits, or those of an end user that it may name."""
+        accounts, hides_cache = self._asked_accounts(request)
+        return JsonResponse(await self.caller_usage.describe(accounts, hides_cache=hides_cache))
+
+    async def usage_requests(self, request: Request) -> Response:
+        """The requests of the caller, or of that end user, that have ended; without their text."""
+        accounts, hides_cache = self._asked_accounts(request)
+        if self.own_requests is None:
+            raise no_store("record of requests")
+        query = request.query_params
+        given = {name: query[name] for name in OWN_PARAMETERS if name in query}
+        reader = await self.own_requests.read(accounts.caller.id, accounts.user, given)
+        return await large_json(
+            lambda: {"object": "list", **reader.page_of(partial(own_row, hides_cache=hides_cache))}
+        )
+
+    def _asked_accounts(self, request: Request) -> tuple[Accounts, bool]:
+        """Whose use the request is about, and whether what tells of prompt caches is hidden.
+
+        Raises: GatewayError 400, 401, 403.
+        """
         config = self.handler.config
         caller = self.callers.identify(request)
         user = config.identity_headers.end_user(request.scope["headers"], caller)
@@ -184,8 +221,7 @@ class Site:
                 )
             user = named[:MOST_IDENTITY_BYTES] or None
         accounts = self.handler.meter.book.accounts(caller, user)
-        hides_cache = cache_policy_of(caller, config.settings).hide
-        return JsonResponse(await self.caller_usage.describe(accounts, hides_cache=hides_cache))
+        return accounts, cache_policy_of(caller, config.settings).hide
 
     def _visible_models(self, request: Request) -> VisibleModels:
         """The models that the caller may see. Raises: GatewayError (401, 403, 503)."""
@@ -232,7 +268,6 @@ class SiteRoute:
     needs_key: bool = True  # where callers need a key at all
 
 
-# The public listener's paths besides `routes_of` and `pages_of`.
 SITE_ROUTES = (
     SiteRoute("GET", "/v1/models", lambda site: site.models),
     SiteRoute("GET", "/models", lambda site: site.models),
@@ -240,6 +275,7 @@ SITE_ROUTES = (
     SiteRoute("GET", "/models/{id:path}", lambda site: site.model),
     SiteRoute("GET", "/props", lambda site: site.props),
     SiteRoute("GET", "/v1/usage", lambda site: site.usage),
+    SiteRoute("GET", "/v1/usage/requests", lambda site: site.usage_requests),
     SiteRoute("POST", "/v1/files", lambda site: site.files.upload),
     SiteRoute("GET", "/v1/files", lambda site: site.files.list),
     SiteRoute("GET", "/v1/files/{id}", lambda site: site.files.show),
@@ -273,6 +309,16 @@ SITE_ROUTES = (
     SiteRoute("GET", "/v1/health", lambda site: site.health.health, needs_key=False),
     SiteRoute("GET", "/ready", lambda site: site.health.ready, needs_key=False),
 )
+CALLER_PAGE = "/me"
+CALLER_PAGE_ROUTES = (
+    SiteRoute("GET", CALLER_PAGE, lambda site: site.caller_page.page, needs_key=False),
+    SiteRoute("GET", "/me/{file:path}", lambda site: site.caller_page.file, needs_key=False),
+)
+
+
+def site_routes_of(settings: Settings) -> tuple[SiteRoute, ...]:
+    """The routes of these settings, besides `routes_of` and `pages_of`."""
+    return SITE_ROUTES + (CALLER_PAGE_ROUTES if settings.listen.caller_page else ())
 
 
 @dataclass(frozen=True, slots=True)
@@ -307,11 +353,12 @@ def _is_anthropic(request: Request) -> bool:
     return "anthropic-version" in request.headers
 
 
+OWN_PARAMETERS = ("since", "until", "limit", "before")  # of a page of a caller's requests
 LONGEST_PATH = 1024  # most characters of a path that a suggestion considers
 
 _OWN_PATHS = (
-    *("/v1/models", "/v1/usage", "/v1/files", "/v1/batches", "/v1/messages/batches"),
-    *("/props", "/health", "/ready"),
+    *("/v1/models", "/v1/usage", "/v1/usage/requests", "/v1/files", "/v1/batches"),
+    *("/v1/messages/batches", "/props", "/health", "/ready"),
 )
 
 # With `/v1`, the longest first, so that the most specific one matches.
@@ -412,6 +459,8 @@ def suggest_path(path: str, *, ollama: bool = False) -> str:
         return f"Ollama's API is not served: the setting 'ollama' turns it on. {advice}"
     if _GEMINI_PATH.match(path) is not None:
         return f"Gemini's API is not served. {_advise('/v1/chat/completions')}"
+    if path == CALLER_PAGE:
+        return "The page for callers is off: the setting 'listen.caller_page' turns it on."
     if path in _PRIVATE_PATHS:
         return "It would tell of other people's requests; the admin listener has /metrics."
     path = _REPEATED_V1.sub("/v1", path, count=1)

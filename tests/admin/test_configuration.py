@@ -182,17 +182,17 @@ async def test_each_setting_says_where_it_comes_from(
         lines = running.settings_file.read_text().splitlines()
     rows = {row["key"]: row for row in response.json()["values"]}
 
-    def of(name: str) -> tuple[object, str, str | None, str]:
+    def of(name: str) -> tuple[object, str | None, str]:
         row = rows[name]
         line = "" if row["line"] is None else lines[row["line"] - 1].strip()
-        return row["value"], row["origin"], row["by"], line
+        return row["value"], row["by"], line
 
-    assert of("queue.max") == (77, "environment", "QUEUE", "max: ${QUEUE}")
-    assert of("queue.max_wait") == (60.0, "file", None, "max_wait: 60")
-    assert of("models.small.use")[1:] == ("file", None, "use: emulated")
-    assert of("keys[0].name") == ("Team", "file", None, "name: Team")
-    assert of("keys[0].class")[1] == "default"
-    assert of("retries.total" if "retries.total" in rows else "resume")[1] == "default"
-    assert of("admin.port") == (0, "option", "--admin-port", "")
+    assert of("queue.max") == (77, "QUEUE", "max: ${QUEUE}")
+    assert of("queue.max_wait") == (60.0, None, "max_wait: 60")
+    assert of("models.small.use")[1:] == (None, "use: emulated")
+    assert of("keys[0].name") == ("Team", None, "name: Team")
+    assert of("keys[0].class")[1:] == (None, "")
+    assert of("resume") == ("text", None, "")
+    assert of("admin.port") == (0, "--admin-port", "")
     assert key.sha256 not in response.text
     assert response.json()["complete"]

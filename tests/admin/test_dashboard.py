@@ -1,14 +1,9 @@
-"""The dashboard in a real browser, over a whole gateway with emulated nodes.
-
-`DASHBOARD_PICTURES=docs/images pytest tests/admin/test_dashboard.py -k pictures` makes the
-pictures of README and docs anew.
-"""
+"""The dashboard in a real browser, over a whole gateway with emulated nodes."""
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
-import os
 import re
 from collections.abc import AsyncIterator
 from pathlib import Path
@@ -367,41 +362,3 @@ async def test_axe_finds_no_violation_in_the_key_form_and_the_other_sizes_and_a_
         await page.get_by_role("button", name="Send").click()
         await expect(page.locator("#playground .chat")).to_contain_text("waited")
         assert await page.evaluate(VIOLATIONS) == []
-
-
-async def test_the_pictures_of_the_docs_are_made(tmp_path: Path) -> None:
-    """Where DASHBOARD_PICTURES names a folder, they are made there."""
-    folder = Path(os.environ.get("DASHBOARD_PICTURES", tmp_path))
-    options: dict[str, Any] = {
-        "slots": 4,
-        "model": "mistral-7b",
-        "prefill_tps": 150.0,
-        "decode_tps": 11.0,
-        "answer_tokens": 90,
-        "prefill_stalls": True,
-        "decode_step": 0.01,
-        "cache_ram": 60_000,
-    }
-    async with (
-        a_fleet(tmp_path, hosts="abcd", **options) as (running, nodes),
-        streams(running, 34),
-        a_browser() as browser,
-    ):
-        fleet = running.gateway.fleet.nodes.values()
-        await until(lambda: len(running.gateway.live._view.history.points) >= 8, 90.0)
-        await until(lambda: all(node.speed.decode_tps for node in fleet), 90.0)
-        await nodes["epyc-c-numa1"].kill()
-        for scheme in ("light", "dark"):
-            async with a_page(browser, running.admin_url, color_scheme=scheme) as watched:
-                page = watched.page
-                await expect(page.locator(".problem").first).to_contain_text("epyc-c-numa1 is down")
-                await expect(page.locator(".uplot")).to_have_count(6)
-                await page.set_viewport_size({"width": 1280, "height": 1000})
-                picture = await page.screenshot(path=folder / f"dashboard-{scheme}.png")
-                assert len(picture) > 20_000
-                assert watched.trouble == []
-        phone: dict[str, Any] = {"viewport": {"width": 390, "height": 844}, "color_scheme": "light"}
-        async with a_page(browser, running.admin_url, **phone) as watched:
-            await expect(watched.page.locator(".problem").first).to_be_visible()
-            width = await watched.page.evaluate("document.documentElement.scrollWidth")
-            assert width <= 390

@@ -59,6 +59,21 @@ async def test_waiting_requests_tell_their_place_and_their_expected_start(tmp_pa
         await expect(cell(waiting.first, "Tokens/s")).to_have_text(NOT_KNOWN)
 
 
+async def test_the_filters_hold_for_what_runs_too_as_far_as_it_has_them(tmp_path: Path) -> None:
+    async with a_dashboard(tmp_path, at="requests", hosts="a", chats=6) as (_, _, page):
+        rows = page.locator("#requests tbody tr")
+        await expect(rows).to_have_count(6)
+        await page.get_by_label("Class").select_option("premium")
+        await expect(rows).to_have_count(2)
+        await expect(cell(rows.first, "Class")).to_have_text("premium")
+        await page.get_by_label("Slower than").fill("3600")
+        await page.keyboard.press("Enter")
+        await expect(page.locator("#requests")).to_contain_text("None that waits or runs is like")
+        # How it ends can not be said of one that runs.
+        await page.get_by_label("Outcome").select_option("failed")
+        await expect(page.locator("#requests")).to_have_count(0)
+
+
 async def test_requests_that_write_tell_their_first_token_and_their_speed(tmp_path: Path) -> None:
     async with a_dashboard(tmp_path, at="requests", hosts="a", chats=1) as (running, _, page):
         row = page.locator("#requests tr:has(.phase.writing)").first
@@ -153,6 +168,45 @@ async def test_what_has_ended_is_listed_with_its_life_and_the_address_says_which
             await page.go_back()
             await expect(names(page)).to_have_text(["of-premium", "plain"])
             await expect(page.get_by_label("Slower than")).to_have_value("0.3")
+
+
+LIVES: list[tuple[dict[str, float], list[tuple[str, float, float]], str]] = [
+    # A row of an older version.
+    ({}, [("unknown", 0, 6)], "6.0 s not known"),
+    # A stream that was tried twice before its first token.
+    (
+        {"wait": 1, "ttft": 2.5, "prefill": 1, "decode": 3.5},
+        [("queue", 0, 1), ("other", 1, 1.5), ("reading", 1.5, 2.5), ("writing", 2.5, 6)],
+        "1.0 s waiting, 1.0 s reading, 3.5 s writing, 0.5 s between",
+    ),
+    # An answer in one piece: when it began is not known, and what its node said is.
+    (
+        {"wait": 1, "prefill": 2, "decode": 3},
+        [("queue", 0, 1), ("reading", 1, 3), ("writing", 3, 6)],
+        "1.0 s waiting, 2.0 s reading, 3.0 s writing",
+    ),
+    # It waited, and failed.
+    ({"wait": 4}, [("queue", 0, 4), ("other", 4, 6)], "4.0 s waiting, 2.0 s between"),
+    # Several prompts at one time read for longer than all of it took.
+    (
+        {"wait": 0, "ttft": 2, "prefill": 9, "decode": 20},
+        [("reading", 0, 2), ("writing", 2, 6)],
+        "2.0 s reading, 4.0 s writing",
+    ),
+]
+
+
+async def test_the_parts_of_a_life_add_up_to_it_whatever_is_known_of_them(tmp_path: Path) -> None:
+    async with a_dashboard(tmp_path, at="requests", hosts="a") as (_, _, page):
+        for known, parts, words in LIVES:
+            times = ("wait", "ttft", "prefill", "decode")
+            row = {f"{name}_seconds": known.get(name) for name in times}
+            found = await page.evaluate(
+                """row => import("/dashboard/life.js").then(({ lifeOf, wordsOf }) =>
+                [lifeOf(row), wordsOf(lifeOf(row), row)])""",
+                {**row, "seconds": 6, "attempts": 1, "resumptions": None},
+            )
+            assert found == [[list(part) for part in parts], words]
 
 
 async def test_a_page_of_a_hundred_leads_to_the_next_and_back(tmp_path: Path) -> None:

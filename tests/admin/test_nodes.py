@@ -10,7 +10,6 @@ import uvloop
 from gateway.admin.nodes import (
     LONGEST_DRAIN_DEADLINE,
     MOST_COLUMNS,
-    MOST_PREFIXES,
     DrainDeadlines,
     heat_map,
 )
@@ -269,38 +268,29 @@ def hits(requests: int, prompt: float, cached: float, length: float = 300.0) -> 
     return PrefixHits(requests, prompt, cached, length)
 
 
-def test_the_map_of_cache_hits_has_what_saved_most_first() -> None:
+def test_the_map_has_the_nodes_prefixes_and_who_else_found_them() -> None:
     system, talk = -5, 77
-    map_ = heat_map(
-        {
-            "a": {system: hits(9, 9000, 2700), talk: hits(2, 1000, 600, 500)},
-            "b": {system: hits(4, 4000, 1200, 280)},
-            "c": {99: hits(1, 100, 70)},
-        },
-        None,
-    )
-    assert map_["nodes"] == ["a", "b", "c"]
-    assert [row["tokens"] for row in map_["prefixes"]] == [280, 500, 300]
-    assert map_["prefixes"][0]["cells"] == [[9, 9000, 2700], [4, 4000, 1200], None]
-    assert map_["prefixes"][0]["prefix"] == "ffffff"
+    by_node = {
+        "a": {talk: hits(2, 1000, 600, 500), system: hits(9, 9000, 2700)},
+        "b": {system: hits(4, 4000, 1200, 280)},
+        "c": {99: hits(1, 100, 70)},
+    }
+    map_ = heat_map(by_node, "a")
+    assert map_["nodes"] == ["a", "b"]
+    first, second = map_["prefixes"]
+    assert first == {
+        "prefix": "ffffff",
+        "tokens": 300,
+        "cells": [[9, 9000, 2700], [4, 4000, 1200]],
+    }
+    assert second["cells"] == [[2, 1000, 600], None]
     assert map_["complete"]
-
-
-def test_the_map_of_one_node_has_its_own_prefixes_and_stands_first() -> None:
-    by_node = {"a": {1: hits(9, 9000, 8000), 2: hits(1, 100, 90)}, "b": {2: hits(1, 100, 70)}}
-    map_ = heat_map(by_node, "b")
-    assert map_["nodes"] == ["b", "a"]
-    assert [row["cells"] for row in map_["prefixes"]] == [[[1, 100, 70], [1, 100, 90]]]
-    assert heat_map(by_node, "c") == {"nodes": ["c"], "prefixes": [], "complete": True}
+    assert heat_map(by_node, "d") == {"nodes": ["d"], "prefixes": [], "complete": True}
 
 
 def test_the_map_is_bounded() -> None:
-    by_node = {
-        f"n{node}": {prefix: hits(1, 100, 70 + prefix) for prefix in range(40)}
-        for node in range(100)
-    }
-    map_ = heat_map(by_node, None)
-    assert (len(map_["nodes"]), len(map_["prefixes"])) == (MOST_COLUMNS, MOST_PREFIXES)
+    map_ = heat_map({f"n{node}": {7: hits(1, 100, 70)} for node in range(100)}, "n5")
+    assert (len(map_["nodes"]), map_["nodes"][0]) == (MOST_COLUMNS, "n5")
     assert not map_["complete"]
 
 
@@ -309,7 +299,7 @@ async def test_the_map_tells_nothing_of_prompts() -> None:
     async with bare_gateway(EmulatedNode(slots=2, cache_ram=0), serving=True) as gateway:
         for turn in range(3):
             await gateway.chat("Tell me of the secret garden. " * 60 + str(turn))
-        told = await gateway.admin.get("/admin/cache")
+        told = await gateway.admin.get("/admin/cache?node=a")
         assert (await gateway.admin.get("/admin/cache?node=z")).status_code == 404
     map_ = told.json()
     [row] = map_["prefixes"]

@@ -7,7 +7,13 @@ from itertools import pairwise
 
 import pytest
 
-from gateway.admin.timeline import MOST_LANES, TIMELINE_SECONDS, Span, TimelineEndpoint, sample_of
+from gateway.admin.timeline import (
+    MOST_LANES,
+    TIMELINE_SECONDS,
+    SlotSpan,
+    TimelineEndpoint,
+    sample_of,
+)
 from gateway.callers.keys import AdminRole
 from tests.admin.test_why import ask, measure, two_nodes
 from tests.emulator import EmulatedNode
@@ -19,7 +25,9 @@ UNIX = 1_700_000_000.0
 """Unix time when the virtual clock is at 0."""
 
 
-def spans(gateway: BareGateway, after: float = 0.0, *, shows_callers: bool = True) -> list[Span]:
+def spans(
+    gateway: BareGateway, after: float = 0.0, *, shows_callers: bool = True
+) -> list[SlotSpan]:
     endpoint = TimelineEndpoint(gateway.scheduler, lambda: UNIX + now())
     return endpoint.read(after, shows_callers=shows_callers).spans
 
@@ -86,7 +94,7 @@ async def test_callers_are_told_to_operators_alone() -> None:
                 "/admin/timeline", headers=bearer(ADMIN_KEYS[role].text)
             )
             assert response.status_code == 200
-            assert response.json()["columns"] == list(Span._fields)
+            assert response.json()["columns"] == list(SlotSpan._fields)
     async with bare_gateway(EmulatedNode(), serving=True) as gateway:
         await ask(gateway, "it", max_tokens=5)
         (shown,) = spans(gateway)

@@ -133,9 +133,9 @@ class BatchApi:
         output, errors = b"", b""
         counts = batch["request_counts"]
         ended = counts["completed"] + counts["failed"]
-        for data in self.files[batch["input_file_id"]][1].splitlines()[:ended]:
+        for number, data in enumerate(self.files[batch["input_file_id"]][1].splitlines()[:ended]):
             line = json.loads(data)
-            common = {"id": f"batch_req_{line['custom_id']}", "custom_id": line["custom_id"]}
+            common = {"id": f"batch_req_0_{number + 1}", "custom_id": line["custom_id"]}
             if b"FAIL" in data:
                 body = {"error": {"message": "It failed.", "code": "node_failed"}}
                 response = {"status_code": 502, "request_id": "r", "body": body}

@@ -17,7 +17,7 @@ from typing import Any
 import pytest
 import trustme
 
-from gateway.cli.batch import Estimate, describe, details, end_by, progress_of, span
+from gateway.cli.batch import describe, details, end_by, progress_of, span
 from gateway.cli.terminal import CommandFailed
 from tests.cli.batch_api import BatchApi, batch_api
 from tests.cli.running import LIMIT, run, run_on_terminal
@@ -136,9 +136,48 @@ def test_a_table_with_a_template(api: BatchApi, lines: Path) -> None:
     assert ran.status == 0, ran.err
     with Path("mails.out.csv").open(newline="") as file:
         assert list(csv.DictReader(file)) == [
-            {"custom_id": "x", "text": "re: Answer: two\nlines", "error": ""},
-            {"custom_id": "y", "text": "re: Answer: =1+1", "error": ""},
+            {"id": "x", "mail": "two\nlines", "text": "re: Answer: two\nlines", "error": ""},
+            {"id": "y", "mail": "=1+1", "text": "re: Answer: =1+1", "error": ""},
         ]
+
+
+def test_a_table_of_results_has_the_columns_and_the_order_of_the_input(
+    api: BatchApi, lines: Path
+) -> None:
+    table = "text,n\nhello,3\nFAIL,1\nbroken\n-x,2\n"
+    Path("in.csv").write_text(table)
+    submit = ("batch", "submit", "in.csv", "--url", api.url, "--template", "{text}", "--anyway")
+    ran = run(*submit, "--wait", "--format", "csv")
+    assert ran.status == 1, "a line failed"
+    expected = [
+        ["text", "n", "result_text", "error"],
+        ["hello", "3", "re: hello", ""],
+        ["FAIL", "1", "", "node_failed: It failed."],
+        ["broken", "", "", "was not submitted: has 1 columns, and the header 2: check its quotes"],
+        # What the user has written stays; what the model has written runs nowhere.
+        ["-x", "2", "re: -x", ""],
+    ]
+    with Path("in.out.csv").open(newline="") as file:
+        assert list(csv.reader(file)) == expected
+
+    fetch = ("batch", "fetch", "batch_0", "--url", api.url, "--format", "csv", "--output", "-")
+    again = run(*fetch, "--table", "in.csv")
+    assert again.status == 0, again.err
+    assert list(csv.reader(again.out.splitlines())) == expected
+    Path("other.csv").write_text("text,n\nhello,3\n")
+    wrong = run(*fetch, "--table", "other.csv")
+    assert (wrong.status, "has no row for the result 'row-2'" in wrong.err) == (2, True)
+    assert run(*fetch, "--id-column", "n").status == 2
+    assert run(*fetch[:-4], "--table", "in.csv").status == 2
+
+
+def test_a_table_of_stdin_keeps_its_columns(api: BatchApi, lines: Path) -> None:
+    ran = run(
+        "batch", "submit", "-", "--input", "csv", "--template", "{a}", "--url", api.url,
+        "--wait", "--format", "csv", "--output", "-", stdin="a\none\ntwo\n",
+    )  # fmt: skip
+    assert ran.status == 0, ran.err
+    assert ran.out == "a,text,error\none,re: one,\ntwo,re: two,\n"
 
 
 def test_a_folder_of_texts(api: BatchApi, lines: Path) -> None:
@@ -231,15 +270,36 @@ def test_list_and_show(api: BatchApi, lines: Path) -> None:
     run("batch", "submit", "lines.jsonl", "--url", api.url, "--metadata", "a=b")
     listed = run("batch", "list", "--url", api.url)
     assert listed.out.splitlines()[0].split() == [
-        "ID", "STATUS", "LINES", "DONE", "FAILED", "ENDPOINT", "CREATED", "DUE",
+        "ID", "STATUS", "LINES", "DONE", "FAILED", "ENDPOINT", "CREATED", "DUE", "WAITS", "FOR",
     ]  # fmt: skip
     assert "batch_0" in listed.out
     as_json = run("batch", "list", "--url", api.url, "--json")
     assert json.loads(as_json.out)["batches"][0]["id"] == "batch_0"
     shown = run("batch", "show", "batch_0", "--url", api.url).out
-    assert "metadata:     a=b" in shown
-    assert "cost:         0.25" in shown
+    assert "metadata:       a=b" in shown
+    assert "cost:           0.25" in shown
     assert json.loads(run("batch", "show", "batch_0", "--url", api.url, "--json").out)
+
+
+def test_a_starved_batch_tells_why_and_when(api: BatchApi, lines: Path) -> None:
+    run("batch", "submit", "lines.jsonl", "--url", api.url)
+    batch, now = api.batches["batch_0"], time.time()
+    api.lines_per_look = 0
+    message = "Callers' requests go first: they have the slots, or wait for them."
+    why = {"reason": "callers_first", "message": message, "since": now - 600, "until": None}
+    batch["llama_gateway"] |= {
+        "why_waiting": why, "expected_start": now + 300, "expected_end": now + 3000,
+        "expected_by": "nodes",
+    }  # fmt: skip
+    shown = run("batch", "show", "batch_0", "--url", api.url).out
+    assert "waits since" in shown
+    assert f"waits for:      {message}" in shown
+    assert "expected start: about" in shown
+    assert "if it has all slots of its nodes from then on" in shown
+    assert "callers_first" in run("batch", "list", "--url", api.url).out
+    told = describe(progress_of(batch), None, now)
+    assert told.startswith("in progress, 0 of 5 done, waits since ")
+    assert "(Callers' requests go first: they have the slots, or wait for them)" in told
 
 
 def test_pause_resume_and_cancel(api: BatchApi, lines: Path) -> None:
@@ -370,14 +430,6 @@ def test_progress_in_one_line() -> None:
 
 def test_of_another_gateway_only_what_its_api_tells_is_shown() -> None:
     assert describe(progress_of({"status": "validating"}), None, 0.0) == "validating"
-
-
-def test_an_end_that_the_gateway_does_not_tell_is_estimated_from_the_lines_done() -> None:
-    clock = iter([100.0, 110.0]).__next__
-    estimate = Estimate(clock)
-    assert estimate.end(progress_of(batch(100))) is None
-    assert estimate.end(progress_of(batch(200))) == 110.0 + 80.0
-    assert estimate.end(progress_of(batch(200, expected_end=500))) == 500.0
 
 
 @pytest.mark.parametrize(

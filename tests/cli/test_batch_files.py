@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 from collections.abc import Iterator
@@ -37,7 +38,8 @@ from gateway.cli.terminal import CommandFailed
 
 
 def read(found: PreparedInput) -> list[dict[str, Any]]:
-    with found.file as file:
+    with contextlib.closing(found):
+        file = found.file
         file.seek(0)
         return [json.loads(line) for line in file]
 
@@ -111,7 +113,7 @@ def test_the_endpoint_of_lines_is_that_of_the_first(tmp_path: Path) -> None:
     file.write_text("no json\n" + json.dumps(one))
     problems = Problems(20)
     found = prepare(str(file), InputOptions(), problems)
-    found.file.close()
+    found.close()
     assert (found.endpoint, found.lines, problems.count) == ("/v1/embeddings", 1, 1)
     assert (found.size, found.stem) == (file.stat().st_size, "in")
 
@@ -209,7 +211,7 @@ def test_a_strict_folder_has_a_problem_for_each_that_is_no_text(tmp_path: Path) 
     (tmp_path / "below").mkdir()
     problems = Problems(20)
     found = made(tmp_path, "{text}", problems, strict=True)
-    found.file.close()
+    found.close()
     assert (found.lines, found.skipped, problems.count) == (1, 0, 1)
 
 
@@ -247,7 +249,8 @@ def test_a_template_of_a_file_and_columns_with_tabs(tmp_path: Path) -> None:
     (tmp_path / "template").write_text("<{a}>")
     (tmp_path / "in.tsv").write_text("a\tb\n1,2\t3\n")
     chosen = InputOptions(template_file=tmp_path / "template")
-    with prepare(str(tmp_path / "in.tsv"), chosen, Problems(20)).file as file:
+    with contextlib.closing(prepare(str(tmp_path / "in.tsv"), chosen, Problems(20))) as found:
+        file = found.file
         file.seek(0)
         assert b"<1,2>" in file.read()
 

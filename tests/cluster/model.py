@@ -22,6 +22,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from tests.cluster.rules import Rules
+from tests.cluster.scheduling import free, grant
 
 TERM = 2.0
 ALONE = 5.0
@@ -563,15 +564,15 @@ class Script:
             self.send(link, link.down, ("greet",))
             return
         if kind == "ended":
-            tenure.ended(link.session, rest[0], clock)
+            tenure.dropped(link.session.edge, rest[0])
         elif kind == "ask":
             for node in self.in_turn([*brain.slots]):
                 if not brain.member.may_grant(clock):
                     break
-                if tenure.grant(link.session, rest[0], node, clock):
+                if grant(tenure, link.session, rest[0], node, clock):
                     self.tell_story(f"{brain.name} grants {link.edge.name} {rest[0]} on {node}")
-                    grant = ("grant", tenure.epoch, link.session.number, rest[0], node)
-                    self.send(link, link.down, grant)
+                    told = ("grant", tenure.epoch, link.session.number, rest[0], node)
+                    self.send(link, link.down, told)
                     break
         elif brain.member.leads(clock):
             self.tell(link)
@@ -587,7 +588,7 @@ class Script:
             return
         if message[0] == "term":
             _, epoch, term, asked_at = message
-            if fence.told(epoch, *term, asked_at=asked_at, now=clock):
+            if fence.told(epoch, term, asked_at=asked_at, now=clock):
                 self.obeyed(fence, epoch)
             return
         _, epoch, session, number, node = message
@@ -827,7 +828,7 @@ class Script:
             for brain in self.brains:
                 clock = self.clock(brain)
                 if brain.member.may_grant(clock) and all(
-                    brain.tenure.free(node, clock) == slots for node, slots in self.slots.items()
+                    free(brain.tenure, node, clock) == slots for node, slots in self.slots.items()
                 ):
                     return
         raise Broken("not all slots come free")

@@ -103,7 +103,7 @@ FENCING = (
         _FENCE,
         "lose(edge, process, 1, now + SETTLE_SECONDS)",
         "lose(edge, process, 1, now)",
-        found_by=2716,
+        found_by=3445,
     ),
     Mutant(
         "what comes too late is not given back",
@@ -138,7 +138,7 @@ FENCING = (
         _FENCE,
         "asked_at = self._asked.pop(number, -math.inf)",
         "asked_at = self._asked.get(number, -math.inf)",
-        found_by=65,
+        found_by=116,
     ),
     Mutant(
         "a grant that came twice gives a running request's slot back",
@@ -152,7 +152,7 @@ FENCING = (
         _FENCE,
         "_Node(count, _Rest(count, now + SETTLE_SECONDS))",
         "_Node(count, _Rest(0, now + SETTLE_SECONDS))",
-        found_by=170,
+        found_by=590,
     ),
     Mutant(
         "a hello accounts for nothing",
@@ -181,30 +181,30 @@ ALONE = (
     Mutant(
         "alone at the end of the term",
         _FENCE,
-        "now + left + SETTLE_SECONDS if",
-        "now + left if",
-        found_by=117,
+        "ends_at + SETTLE_SECONDS if",
+        "ends_at if",
+        found_by=574,
     ),
     Mutant(
         "alone without reading the node",
         _FENCE,
         "busy, slots = self._busy.get(node), self._slots_of",
         "busy, slots = self._busy.get(node, frozenset()), self._slots_of",
-        found_by=48,
+        found_by=121,
     ),
     Mutant(
         "a reading from before it was alone counts",
         _FENCE,
         "if asked_at >= max(self._alone_from, self._reads_from):",
         "if asked_at >= self._alone_from - 3:",
-        found_by=48,
+        found_by=845,
     ),
     Mutant(
         "alone with all slots",
         _FENCE,
         "share = self.sharers.share(slots, node, self.edge)",
         "share = slots",
-        found_by=8,
+        found_by=17,
     ),
     Mutant(
         "what still runs does not count against the share",
@@ -219,10 +219,10 @@ ALONE = (
         _FENCE,
         "self._alone_seconds = alone_seconds * _CLOCKS_DIFFER",
         "self._alone_seconds = alone_seconds / 2",
-        found_by=3630,
+        found_by=4320,
     ),
     Mutant(
-        "shares are rounded up", _FENCE, "each + (edge in first)", "each + (rest > 0)", found_by=8
+        "shares are rounded up", _FENCE, "each + (edge in first)", "each + (rest > 0)", found_by=20
     ),
 )
 
@@ -237,7 +237,7 @@ LISTS = (
     Mutant(
         "an edge goes alone that may not",
         _FENCE,
-        "SETTLE_SECONDS if may_be_alone else math.inf",
+        "SETTLE_SECONDS if term.may_be_alone else math.inf",
         "SETTLE_SECONDS",
         found_by=2070,
     ),

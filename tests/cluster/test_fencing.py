@@ -14,6 +14,7 @@ from gateway.cluster.fencing import (
     Tenure,
     shares,
 )
+from tests.cluster.scheduling import free, grant
 
 EDGES = ("a", "b")
 BOTH = Sharers(1, EDGES)
@@ -51,14 +52,14 @@ class Cluster:
         told = self.tenure.tell(edge, now, now + TERM)
         assert told is not None
         fence = self.fences[edge]
-        assert fence.told(self.tenure.epoch, *told, asked_at=now, now=now)
+        assert fence.told(self.tenure.epoch, told, asked_at=now, now=now)
         assert self.tenure.confirmed(self.session(edge), fence.seen, now)
 
     def start(self, edge: str, now: float) -> int | None:
         """Ask for a slot and start on it; None: the leader has none."""
         fence = self.fences[edge]
         number = fence.ask(now)
-        if not self.tenure.grant(self.session(edge), number, "n", now):
+        if not grant(self.tenure, self.session(edge), number, "n", now):
             return None
         assert fence.granted(self.tenure.epoch, fence.session, number, "n") == "start"
         assert fence.start(number, now)
@@ -76,7 +77,7 @@ class Cluster:
 
     def end(self, edge: str, number: int, now: float) -> None:
         assert self.fences[edge].ended(number)
-        assert self.tenure.ended(self.session(edge), number, now)
+        self.tenure.dropped(edge, number)
 
 
 def settled(slots: int = 4) -> Cluster:
@@ -126,7 +127,7 @@ def test_a_grant_starts_a_request_within_a_second_of_the_asking_as_it_is_written
     cluster = settled()
     fence = cluster.fences["a"]
     number = fence.ask(102.0)
-    assert cluster.tenure.grant(cluster.session("a"), number, "n", 102.0)
+    assert grant(cluster.tenure, cluster.session("a"), number, "n", 102.0)
     assert fence.granted(1, fence.session, number, "n") == "start"
     assert fence.start(number, 102.0 + seconds) is starts
     assert (number in fence.leases) is starts
@@ -148,8 +149,8 @@ def test_a_grant_that_comes_twice_starts_once_and_is_not_given_back() -> None:
     assert number is not None
     assert fence.granted(1, fence.session, number, "n") == "ignore"
     assert not fence.start(number, 102.0)
-    assert not cluster.tenure.grant(cluster.session("a"), number, "n", 102.0)
-    assert cluster.tenure.free("n", 102.0) == 3
+    assert not grant(cluster.tenure, cluster.session("a"), number, "n", 102.0)
+    assert free(cluster.tenure, "n", 102.0) == 3
 
 
 def test_a_lease_ends_once() -> None:
@@ -158,8 +159,8 @@ def test_a_lease_ends_once() -> None:
     assert number is not None
     cluster.end("a", number, 102.1)
     assert not cluster.fences["a"].ended(number)
-    assert not cluster.tenure.ended(cluster.session("a"), number, 102.1)
-    assert cluster.tenure.free("n", 102.1) == 4
+    cluster.tenure.dropped("a", number)
+    assert free(cluster.tenure, "n", 102.1) == 4
 
 
 def test_an_edge_greets_no_leader_of_a_lower_epoch_than_it_has_ever_seen() -> None:
@@ -176,14 +177,14 @@ def test_a_new_leader_counts_all_slots_as_taken_until_it_has_read_them_a_second_
     cluster = Cluster(won_at=100.0)
     cluster.greet("a", 100.1)
     cluster.greet("b", 100.1)
-    assert cluster.tenure.free("n", 101.0) == 0
+    assert free(cluster.tenure, "n", 101.0) == 0
     cluster.tenure.read("n", IDLE, 100.0 + SETTLE_SECONDS - 0.01)
-    assert cluster.tenure.free("n", 101.5) == 0
+    assert free(cluster.tenure, "n", 101.5) == 0
     cluster.tenure.read("n", busy(7), 100.0 + SETTLE_SECONDS)
-    assert cluster.tenure.free("n", 101.5) == 3
+    assert free(cluster.tenure, "n", 101.5) == 3
     # Another task on that slot is one of its own.
     cluster.tenure.read("n", busy(8), 101.6)
-    assert cluster.tenure.free("n", 101.7) == 4
+    assert free(cluster.tenure, "n", 101.7) == 4
 
 
 def test_requests_that_hellos_tell_of_are_counted_once() -> None:
@@ -192,16 +193,16 @@ def test_requests_that_hellos_tell_of_are_counted_once() -> None:
     cluster.greet("a", 100.1)
     cluster.greet("b", 100.1)
     cluster.tenure.read("n", busy(1, 2, 3), 101.3)
-    assert cluster.tenure.free("n", 101.3) == 1
+    assert free(cluster.tenure, "n", 101.3) == 1
     assert cluster.tenure.is_unread("n")
     cluster.tenure.read("n", busy(1, 2), 101.4)
-    assert cluster.tenure.free("n", 101.4) == 2
+    assert free(cluster.tenure, "n", 101.4) == 2
     assert not cluster.tenure.is_unread("n")
     # Nobody else has an idle node asked.
-    assert cluster.tenure.ended(cluster.session("a"), 1, 101.5)
+    cluster.tenure.dropped("a", 1)
     assert cluster.tenure.is_unread("n")
     cluster.tenure.read("n", busy(2), 101.6)
-    assert cluster.tenure.free("n", 101.6) == 3
+    assert free(cluster.tenure, "n", 101.6) == 3
     assert not cluster.tenure.is_unread("n")
 
 
@@ -212,7 +213,7 @@ def test_a_request_that_a_node_may_not_show_yet_is_counted_beside_those_that_it_
     cluster.fences["a"].leases[1] = "n"
     cluster.greet("a", 100.0 + SETTLE_SECONDS - LANDING_SECONDS / 2)
     cluster.tenure.read("n", busy(7), 100.0 + SETTLE_SECONDS)
-    assert cluster.tenure.free("n", 101.3) == 2
+    assert free(cluster.tenure, "n", 101.3) == 2
 
 
 def test_a_hello_counts_when_the_edge_has_confirmed_a_term() -> None:
@@ -224,8 +225,8 @@ def test_a_hello_counts_when_the_edge_has_confirmed_a_term() -> None:
     session = cluster.session("a")
     cluster.tenure.hello(session, {}, 101.6)
     assert cluster.tenure.tell("a", 101.6, 103.6) is not None
-    assert not cluster.tenure.grant(session, 1, "n", 101.6)
-    assert cluster.tenure.free("n", 101.6) < 3, "its share stays its own"
+    assert not grant(cluster.tenure, session, 1, "n", 101.6)
+    assert free(cluster.tenure, "n", 101.6) < 3, "its share stays its own"
 
 
 # Alone.
@@ -302,12 +303,12 @@ def test_an_edge_is_alone_for_a_limited_time_and_its_leader_waits_longer() -> No
     now = 102.0
     while now < 102.0 + 1.01 * ALONE:
         cluster.tell("b", now)
-        assert cluster.tenure.free("n", now) == (4 if now < 102.0 + TERM else 2)
+        assert free(cluster.tenure, "n", now) == (4 if now < 102.0 + TERM else 2)
         now += 1.0
     cluster.tell("b", now)
-    assert cluster.tenure.free("n", now) == 2, "until a reading shows that it runs nothing"
+    assert free(cluster.tenure, "n", now) == 2, "until a reading shows that it runs nothing"
     cluster.tenure.read("n", IDLE, now + LANDING_SECONDS)
-    assert cluster.tenure.free("n", now + LANDING_SECONDS) == 4
+    assert free(cluster.tenure, "n", now + LANDING_SECONDS) == 4
 
 
 def test_a_leader_lends_a_share_only_until_the_term_that_its_edge_has_confirmed() -> None:
@@ -315,41 +316,41 @@ def test_a_leader_lends_a_share_only_until_the_term_that_its_edge_has_confirmed(
     cluster.tell("b", 103.0)
     told = cluster.tenure.tell("a", 103.0, 105.0)
     assert told is not None, "which it does not confirm"
-    assert cluster.tenure.free("n", 103.9) == 4
-    assert cluster.tenure.free("n", 104.0) == 2
+    assert free(cluster.tenure, "n", 103.9) == 4
+    assert free(cluster.tenure, "n", 104.0) == 2
 
 
 def test_what_an_edge_ran_counts_after_it_was_lost_until_the_node_is_seen_without_it() -> None:
     cluster = settled(4)
     cluster.start("a", 102.0)
     cluster.tell("b", 103.9)
-    assert cluster.tenure.free("n", 104.0) == 4 - 2 - 1
+    assert free(cluster.tenure, "n", 104.0) == 4 - 2 - 1
     cluster.tenure.read("n", IDLE, 104.0 + SETTLE_SECONDS - 0.01)
-    assert cluster.tenure.free("n", 105.3) == 4 - 2 - 1
+    assert free(cluster.tenure, "n", 105.3) == 4 - 2 - 1
     cluster.tenure.read("n", IDLE, 104.0 + SETTLE_SECONDS)
-    assert cluster.tenure.free("n", 105.3) == 4 - 2
+    assert free(cluster.tenure, "n", 105.3) == 4 - 2
     # When it greets, what it tells is all.
     cluster.greet("a", 105.5)
     cluster.tell("b", 105.5)
-    assert cluster.tenure.free("n", 105.5) == 3
+    assert free(cluster.tenure, "n", 105.5) == 3
 
 
 def test_a_new_process_of_an_edge_does_not_hide_what_its_predecessor_may_run() -> None:
     cluster = settled(4)
     cluster.start("a", 102.0)
     cluster.restart("a", 102.5)
-    assert cluster.tenure.free("n", 102.5) == 3
+    assert free(cluster.tenure, "n", 102.5) == 3
     cluster.tenure.read("n", IDLE, 102.5 + SETTLE_SECONDS)
-    assert cluster.tenure.free("n", 103.8) == 4
+    assert free(cluster.tenure, "n", 103.8) == 4
 
 
 def test_what_ran_alone_is_counted_when_its_process_dies() -> None:
     cluster = settled(4)
     cluster.tell("b", 103.9)
     cluster.restart("a", 105.5)
-    assert cluster.tenure.free("n", 105.5) == 2, "its share, until the node is seen without it"
+    assert free(cluster.tenure, "n", 105.5) == 2, "its share, until the node is seen without it"
     cluster.tenure.read("n", IDLE, 105.5 + LANDING_SECONDS)
-    assert cluster.tenure.free("n", 105.8) == 4
+    assert free(cluster.tenure, "n", 105.8) == 4
 
 
 # Which edges share.
@@ -443,11 +444,11 @@ def test_the_share_of_an_edge_that_operators_remove_is_free_once_the_node_is_rea
     cluster = settled(4)
     cluster.tell("a", 103.9)
     cluster.tenure.removed(["b"], 104.0)
-    assert cluster.tenure.free("n", 104.0) == 2, "it may have started requests until now"
+    assert free(cluster.tenure, "n", 104.0) == 2, "it may have started requests until now"
     cluster.tenure.read("n", busy(1), 104.0 + LANDING_SECONDS)
-    assert cluster.tenure.free("n", 104.5) == 3
+    assert free(cluster.tenure, "n", 104.5) == 3
     cluster.tenure.read("n", IDLE, 105.0)
-    assert cluster.tenure.free("n", 105.0) == 4
+    assert free(cluster.tenure, "n", 105.0) == 4
     assert cluster.tenure.next_list(["a"], 105.0) is not None
 
 
@@ -457,7 +458,7 @@ def test_an_edge_that_follows_can_not_be_removed() -> None:
     cluster.tell("b", 102.9)
     cluster.tenure.removed(["b"], 103.0)
     cluster.tell("a", 104.0)
-    assert cluster.tenure.free("n", 105.5) == 2, "its share is its own when it is silent"
+    assert free(cluster.tenure, "n", 105.5) == 2, "its share is its own when it is silent"
 
 
 def test_lists_of_a_later_leader_are_later_whatever_was_stored() -> None:
@@ -473,13 +474,13 @@ def test_lists_of_a_later_leader_are_later_whatever_was_stored() -> None:
 def test_a_new_node_counts_as_taken_until_it_was_read() -> None:
     cluster = settled(4)
     cluster.tenure.set_nodes({"n": 4, "m": 2}, 103.0)
-    assert cluster.tenure.free("m", 103.0) == 0
+    assert free(cluster.tenure, "m", 103.0) == 0
     cluster.tenure.read("m", IDLE, 103.0 + SETTLE_SECONDS - 0.01)
     assert cluster.tenure.is_unread("m")
     cluster.tell("a", 103.5)
     cluster.tell("b", 103.5)
     cluster.tenure.read("m", busy(1), 103.0 + SETTLE_SECONDS)
-    assert cluster.tenure.free("m", 104.5) == 1
+    assert free(cluster.tenure, "m", 104.5) == 1
 
 
 def test_slots_that_a_node_comes_to_have_before_it_is_read_count_as_taken() -> None:
@@ -487,16 +488,16 @@ def test_slots_that_a_node_comes_to_have_before_it_is_read_count_as_taken() -> N
     cluster.greet("a", 100.1)
     cluster.greet("b", 100.1)
     cluster.tenure.set_nodes({"n": 4}, 100.5)
-    assert cluster.tenure.free("n", 100.5) == 0
+    assert free(cluster.tenure, "n", 100.5) == 0
 
 
 def test_slots_that_a_node_has_more_or_fewer_are_free_or_gone() -> None:
     cluster = settled(4)
     cluster.start("a", 102.1)
     cluster.tenure.set_nodes({"n": 6}, 102.2)
-    assert cluster.tenure.free("n", 102.2) == 5
+    assert free(cluster.tenure, "n", 102.2) == 5
     cluster.tenure.set_nodes({"n": 1}, 102.3)
-    assert cluster.tenure.free("n", 102.3) == 0
+    assert free(cluster.tenure, "n", 102.3) == 0
 
 
 def test_what_runs_on_a_node_that_comes_again_is_not_forgotten() -> None:
@@ -508,7 +509,7 @@ def test_what_runs_on_a_node_that_comes_again_is_not_forgotten() -> None:
     cluster.tell("a", 103.5)
     cluster.tell("b", 103.5)
     cluster.tenure.read("n", busy(1), 103.6)
-    assert cluster.tenure.free("n", 103.6) == 3
+    assert cluster.tenure.others("n", 103.6) == 1
     cluster.end("a", number, 103.7)
     cluster.tenure.read("n", IDLE, 103.8)
-    assert cluster.tenure.free("n", 103.8) == 4
+    assert free(cluster.tenure, "n", 103.8) == 4

@@ -202,12 +202,12 @@ async def test_the_share_of_a_member_that_is_removed_is_free_at_once(authority: 
         await cluster.end(lost)
         await asyncio.sleep(60)
         tenure.read("x", frozenset(), account.clock())
-        assert tenure.free("x", account.clock()) == 2, "it may be alone"
+        assert tenure.others("x", account.clock()) == 2, "it may be alone"
         await cluster.database.run(lambda one: remove(one, CLUSTER, lost.name))
         await cluster.until(lambda: tenure.lists[-1].names == (cluster.leader().name,), 10)
         await asyncio.sleep(1)
         tenure.read("x", frozenset(), account.clock())
-        assert tenure.free("x", account.clock()) == 4
+        assert tenure.others("x", account.clock()) == 0
         # It registers again when it starts, and follows.
         cluster.join(lost.name, "its next process")
         await cluster.settled(10)
@@ -246,7 +246,7 @@ async def test_a_member_that_ends_in_good_order_leaves_its_share(authority: Auth
         await cluster.until(lambda: old.role.kind == "follower", 1)
         await asyncio.sleep(SETTLE_SECONDS)
         account.tenure.read("x", frozenset(), account.clock())
-        await cluster.until(lambda: account.tenure.free("x", account.clock()) == 4, 1)
+        await cluster.until(lambda: account.tenure.others("x", account.clock()) == 0, 1)
         assert set(new.seen()) == {"a", "b"}, "its edges may still be linked"
         await cluster.end(old)
         await cluster.until(lambda: set(new.seen()) == {new.name}, 5)

@@ -11,7 +11,6 @@ import pytest
 from gateway.config import versions
 from gateway.config.versions import (
     FileHistory,
-    FileManaged,
     VersionError,
     difference,
     find_version,
@@ -100,7 +99,7 @@ def test_the_oldest_versions_make_room(
     assert [one.size for one in history.versions()] == [400]
 
 
-def test_a_version_is_found_by_its_name_by_a_beginning_and_as_the_newest(
+def test_a_version_is_found_by_its_name_and_as_the_newest(
     history: FileHistory, tmp_path: Path
 ) -> None:
     nodes = FileHistory.of("nodes", tmp_path / "nodes.yaml", [])
@@ -108,16 +107,11 @@ def test_a_version_is_found_by_its_name_by_a_beginning_and_as_the_newest(
         history.keep(text, at)
     known = [history, nodes]
     assert find_version(known, FIRST)[1].read() == "a"
-    assert find_version(known, "gateway-202612")[1].read() == "b"
     assert find_version(known, "gateway") == (history, history.versions()[1])
-    with pytest.raises(VersionError, match=r"several versions begin with 'gateway-2026'.* 2 are"):
-        find_version(known, "gateway-2026")
-    with pytest.raises(VersionError, match=f"no version 'gateway-2027'.*{FIRST}"):
-        find_version(known, "gateway-2027")
-    with pytest.raises(VersionError, match=r"no version of .*nodes.yaml was kept yet"):
-        find_version(known, "nodes")
-    for name in ("", "../../etc/passwd", "gateway/../x", "keys"):
-        with pytest.raises(VersionError, match="no version's name"):
+    for name in ("", "gateway-2026", "nodes", "../../etc/passwd", "gateway/../x", "x" * 10_000):
+        with pytest.raises(
+            VersionError, match=rf"the latest are gateway-20261201T080000Z, {FIRST}"
+        ):
             find_version(known, name)
 
 
@@ -185,33 +179,15 @@ def test_a_link_stays_one_and_its_target_is_replaced(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("head", [ANSIBLE, "---\n# Ansible managed\n"])
-def test_a_file_that_ansible_writes_is_not_touched(
-    head: str, history: FileHistory, file: Path
-) -> None:
+def test_a_file_that_ansible_writes_says_so(head: str, history: FileHistory, file: Path) -> None:
     history.keep("a: 1\n", MORNING)
     file.write_text(f"{head}a: 2\n")
-    with pytest.raises(FileManaged, match="Ansible"):
-        history.put_back("a: 1\n", MORNING + 60)
-    assert file.read_text() == f"{head}a: 2\n"
-    assert names(history) == [FIRST]
-    assert "Ansible" in history.describe(None)["managed"]
-
-
-def test_a_file_of_a_config_map_is_not_touched(tmp_path: Path) -> None:
-    mounted = tmp_path / "cfg"
-    (mounted / "..2026_11_30").mkdir(parents=True)
-    (mounted / "..2026_11_30" / "gateway.yaml").write_text("a: 1\n")
-    (mounted / "..data").symlink_to("..2026_11_30")
-    (mounted / "gateway.yaml").symlink_to("..data/gateway.yaml")
-    history = FileHistory.of("gateway", mounted / "gateway.yaml", [tmp_path / "state"])
-    with pytest.raises(FileManaged, match="ConfigMap"):
-        history.put_back("a: 2\n", MORNING)
-    assert (mounted / "gateway.yaml").read_text() == "a: 1\n"
+    assert "Ansible writes it" in history.describe()["managed"]
 
 
 def test_people_may_write_about_ansible_in_their_file(history: FileHistory, file: Path) -> None:
     file.write_text("queue: {max: 1}\n\n\n\n\n# once this was managed by Ansible\n")
-    assert history.managed_by() is None
+    assert history.managed() is None
 
 
 # What has changed.
@@ -305,4 +281,4 @@ def test_versions_are_described_without_their_texts(history: FileHistory, file: 
     assert newest["at"] == "2026-11-30T08:00:01Z"
     assert told["folder"] == str(file.parent / ".gateway.yaml.history")
     assert "b: 2" not in str(told)
-    assert history.describe(None)["versions"][0]["in_force"] is None
+    assert history.describe()["versions"][0]["in_force"] is None

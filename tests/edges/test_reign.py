@@ -15,7 +15,7 @@ import pytest
 
 from gateway.app.edge import request_handler
 from gateway.callers.keys import hash_key
-from gateway.cluster.fencing import SETTLE_SECONDS, Fence, Session, Sharers, Tenure
+from gateway.cluster.fencing import SETTLE_SECONDS, Fence, Session, Sharers, Tenure, Term
 from gateway.edges.brain import GRACE_SECONDS, Brain
 from gateway.edges.edge import EdgeServices
 from gateway.edges.reign import Reign
@@ -102,7 +102,7 @@ class Cluster:
             if reign.tenure.has(session):
                 term = reign.tenure.tell("m", now(), now() + TERM)
                 assert term is not None
-                assert self.fence.told(reign.epoch, *term, asked_at=now(), now=now())
+                assert self.fence.told(reign.epoch, term, asked_at=now(), now=now())
                 assert reign.tenure.confirmed(session, self.fence.seen, now())
             await asyncio.sleep(0.25)
 
@@ -374,7 +374,8 @@ async def test_a_brain_that_is_alone_grants_the_share_of_its_member(tmp_path: Pa
         cluster.fence.sharers = Sharers(2, ("m", "n"))
         fence = Fence("m", lambda _: 4)
         assert fence.greet(9)
-        assert fence.told(9, 1, 1, TERM, Sharers(1, ("m", "n")), True, asked_at=now(), now=now())
+        term = Term(1, 1, TERM, Sharers(1, ("m", "n")), may_be_alone=True)
+        assert fence.told(9, term, asked_at=now(), now=now())
         await cluster.depose(first)
         reign = Reign("m", 9, fence, lambda: fence.is_alone(now()), now, now())
         second.brain.begin(reign)

@@ -211,7 +211,7 @@ class Script:
             if reign.tenure.has(session) and self.rng.random() < 0.8:
                 term = reign.tenure.tell(member, now(), now() + TERM)
                 assert term is not None
-                fence.told(reign.epoch, *term, asked_at=now(), now=now())
+                fence.told(reign.epoch, term, asked_at=now(), now=now())
             reign.tenure.confirmed(session, fence.seen, now())
             await asyncio.sleep(0.3)
 

@@ -48,7 +48,9 @@ def renewed(page: str) -> str:
 
 def tables() -> dict[str, str]:
     """Every table by its name."""
-    every = list(operations(Settings(ollama=True)))
+    every = list(
+        operations(Settings.model_validate({"ollama": True, "listen": {"caller_page": True}}))
+    )
     public = [one for one in every if one.listener == "public"]
     admin = [one for one in every if one.listener == "admin"]
     written: set[type[ConfigModel]] = set()

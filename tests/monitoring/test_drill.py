@@ -183,7 +183,8 @@ class Drill:
         next(row for fault, row in self.rows if fault == sign.fault)["gone"] = took
 
     async def _on_page(self, sign: Sign) -> bool:
-        texts = await self.page.page.locator(".problem").all_inner_texts()
+        # A problem is a line: cause and remedy are what it unfolds.
+        texts = await self.page.page.locator(".problem").all_text_contents()
         return any(_has(sign, text) for text in texts)
 
     async def _in_top(self, sign: Sign) -> bool:
@@ -211,7 +212,7 @@ class Drill:
         return {one["name"]: one["requests"] for one in nodes}
 
     async def _what_shows(self) -> str:
-        texts = await self.page.page.locator(".problem").all_inner_texts()
+        texts = await self.page.page.locator(".problem").all_text_contents()
         alerts = [one["labels"] for one in await self.prometheus.alerts()]
         return (
             f"the page: {texts}, the log: {self.gateway.logged('problem')}, alerts: {alerts}, "

@@ -21,7 +21,7 @@ from gateway.stored.batch_rows import Batch, BatchProgress
 from gateway.stored.claims import BatchState
 from gateway.web.batches import batch_object
 from gateway.web.message_batches import message_batch_object
-from gateway.web.site import SITE_ROUTES
+from gateway.web.site import site_routes_of
 from tests.emulator import EmulatedNode
 from tests.gateways import running_gateway
 from tests.nodes.build import a_spec
@@ -29,7 +29,7 @@ from tests.virtual import in_virtual_time
 from tests.web.bare_gateway import bare_gateway, error_of
 
 ROOT = Path(__file__).resolve().parents[2]
-WHOLE = Settings(ollama=True)
+WHOLE = Settings.model_validate({"ollama": True, "listen": {"caller_page": True}})
 METHODS = {"get", "post", "put", "patch", "delete"}
 
 
@@ -56,7 +56,7 @@ def test_the_document_is_valid(listener: ListenerName | None) -> None:
 def test_it_has_every_path_of_both_listeners_and_no_other() -> None:
     public = {("POST", path) for path in routes_of(WHOLE)}
     public |= {(page.method, page.path) for page in pages_of(WHOLE)}
-    public |= {(route.method, route.path.replace(":path}", "}")) for route in SITE_ROUTES}
+    public |= {(route.method, route.path.replace(":path}", "}")) for route in site_routes_of(WHOLE)}
     admin = {(route.method, route.path.replace(":path}", "}")) for route in ADMIN_ROUTES}
     for listener, wanted in (("public", public), ("admin", admin), (None, public | admin)):
         found = [(method, path) for method, path, _ in operations(document(listener))]  # type: ignore[arg-type]
@@ -64,8 +64,8 @@ def test_it_has_every_path_of_both_listeners_and_no_other() -> None:
         assert set(found) == wanted
 
 
-def test_paths_of_ollama_are_there_only_if_they_are_served() -> None:
-    assert "/api/chat" not in document("public", Settings())["paths"]
+def test_paths_that_settings_turn_on_are_there_only_if_they_are_served() -> None:
+    assert not {"/api/chat", "/me", "/me/{file}"} & set(document("public", Settings())["paths"])
 
 
 def test_every_reference_leads_somewhere() -> None:

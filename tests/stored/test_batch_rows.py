@@ -138,6 +138,40 @@ def test_lists_are_read_page_by_page_though_batches_vanish(store: Store) -> None
     assert page(before=ids[4]) == ([7, 6], False)
 
 
+def test_the_batches_of_all_keys_and_apis_are_read_page_by_page(store: Store) -> None:
+    message = a_batch(3, api="anthropic", owner="bob")
+    message = replace(message, id=f"msg{message.id}")
+    batches = [a_batch(1), a_batch(2, owner="bob"), message, a_batch(4)]
+    for batch in batches:
+        store.run_now(job(add_batch, batch, 9, 1 << 40))
+    store.run_now(lambda c: batch_rows.fail_batch(c, batches[1].id, [], NOW))
+
+    def page(limit: int = 2, **values: Any) -> tuple[list[int], bool]:
+        found = store.run_now(job(batch_rows.list_batches, limit, **values))
+        return [[one.id for one in batches].index(one.id) + 1 for one in found.batches], found[1]
+
+    assert page() == ([4, 3], True)
+    assert page(before=message.id) == ([2, 1], False)
+    assert page(owner="bob") == ([3, 2], False)
+    assert page(ended=True) == ([2], False)
+    assert page(9, ended=False) == ([4, 3, 1], False)
+
+
+def test_errors_are_counted_by_their_kind(store: Store) -> None:
+    batch = a_batch()
+    broken: dict[str, Any] = {"state": RequestState.FAILED, "error_code": "invalid_json"}
+    begin(store, batch, [a_line(1), a_line(2, **broken), a_line(3), a_line(4), a_line(5, **broken)])
+    end_lines(store, claim(store, limit=1))
+    end_lines(store, claim(store, limit=1), state=RequestState.FAILED, error_code="node_failed")
+    cancel(store)
+    found = store.run_now(job(batch_rows.count_errors, batch.id, 0))
+    assert sorted(found) == [
+        ("batch_cancelled", 1, 4), ("invalid_json", 2, 2), ("node_failed", 1, 3)
+    ]  # fmt: skip
+    found = store.run_now(job(batch_rows.count_errors, batch.id, 4))
+    assert found == [("invalid_json", 1, 5)]
+
+
 # From the beginning to the end.
 
 

@@ -14,7 +14,7 @@ from typing import Any
 import httpx
 from starlette.types import ASGIApp
 
-from gateway.admin.app import admin_app
+from gateway.admin.app import admin_app, caller_page
 from gateway.admin.configuration import ClusterMember, ConfigFiles, ReloadResult
 from gateway.admin.live import live_feed
 from gateway.admin.nodes import DrainDeadlines
@@ -175,7 +175,7 @@ async def bare_gateway(
         )
         drain_deadlines = DrainDeadlines(registry)
         usage = CallerUsage(handler.meter.book, reporter, time.time, clock)
-        site = public_app(handler, running.fleet, usage, created=0)
+        site = public_app(handler, running.fleet, usage, None, caller_page(), created=0)
         gateway = BareGateway(
             settings=chosen,
             running=running,

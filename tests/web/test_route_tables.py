@@ -15,7 +15,7 @@ from gateway.admin.app import ADMIN_ROUTES, INDEX_PAGE
 from gateway.callers.keys import AdminRole, new_key
 from gateway.config.settings import Settings
 from gateway.request.routes import pages_of, routes_of
-from gateway.web.site import SITE_ROUTES
+from gateway.web.site import CALLER_PAGE, site_routes_of
 from tests.emulator import EmulatedNode
 from tests.gateways import running_gateway, until
 from tests.nodes.build import a_spec
@@ -34,6 +34,7 @@ QUESTIONS = {
     "/admin/usage": "?by=key,user",
     "/admin/live": "?once=1",
     "/admin/config/diff": "?from=gateway",
+    "/admin/cache": "?node=node-0",
 }
 """A key of a known id with another secret."""
 
@@ -44,6 +45,7 @@ async def gateway_with_keys(**more: Any) -> AsyncIterator[tuple[BareGateway, tup
     async with EmulatedNode(slots=3, model=MODEL, build="b7777") as node:
         settings = {
             "ollama": True,
+            "listen": {"caller_page": True},
             "keys": [
                 {"id": "caller", "sha256": CALLER.sha256, "name": "holder-nobody-knows"},
                 {"id": "limited", "sha256": LIMITED.sha256, "models": [OTHER_MODEL]},
@@ -111,7 +113,7 @@ def public_paths(gateway: BareGateway) -> Mapping[str, set[str]]:
     paths: dict[str, set[str]] = {path: {"POST"} for path in routes_of(settings)}
     for page in pages_of(settings):
         paths.setdefault(page.path, set()).add(page.method)
-    for route in SITE_ROUTES:
+    for route in site_routes_of(settings):
         head = {"HEAD"} if route.method == "GET" else set()
         paths.setdefault(route.path, set()).update({route.method, *head})
     return paths
@@ -123,6 +125,8 @@ KEYLESS_PUBLIC = {
     "/ready": {"status": "ready"},
 }
 """What the contract lets everybody read, word for word."""
+CALLER_PAGE_PATHS = {CALLER_PAGE, "/me/{file:path}"}
+"""What the settings may let everybody read besides: a page without data."""
 
 
 @pytest.mark.parametrize(
@@ -132,12 +136,13 @@ KEYLESS_PUBLIC = {
 async def test_the_public_listener_without_a_key(key: str | None) -> None:
     async with gateway_with_keys() as (gateway, secrets):
         served = public_paths(gateway)
-        needing = {route.path for route in SITE_ROUTES if route.needs_key}
+        needing = {route.path for route in site_routes_of(gateway.settings) if route.needs_key}
         needing |= {page.path for page in pages_of(gateway.settings) if page.needs_models}
         assert served.keys() - needing - routes_of(gateway.settings).keys() == {
             *KEYLESS_PUBLIC,
             "/",
             "/api/version",
+            *CALLER_PAGE_PATHS,
         }
         for path, methods in served.items():
             for method in METHODS:
@@ -145,8 +150,16 @@ async def test_the_public_listener_without_a_key(key: str | None) -> None:
                 response = await gateway.public.request(
                     method, filled(path).replace(MODEL, "x"), headers=bearer(key), json={}
                 )
+                if path == CALLER_PAGE and method in {"GET", "HEAD"}:
+                    # The same bytes for everybody: test_caller_page.py.
+                    assert response.status_code == 200, why
+                    assert [word for word in secrets if word in response.text] == [], why
+                    continue
                 assert_tells_nothing(response, secrets, why)
-                if path in KEYLESS_PUBLIC and method == "GET":
+                if path in CALLER_PAGE_PATHS and method in {"GET", "HEAD"}:
+                    # There is no file of this name.
+                    assert response.status_code == 404, why
+                elif path in KEYLESS_PUBLIC and method == "GET":
                     assert response.json() == KEYLESS_PUBLIC[path], why
                 elif path in {"/", "/api/version"} and method in {"GET", "HEAD"}:
                     # What Ollama answers: no word of this gateway.
@@ -229,6 +242,10 @@ CONTRACT = {
         "POST /admin/models/{name:path}/pause", "POST /admin/models/{name:path}/resume",
         "GET /admin/usage", "GET /admin/usage/arrivals", "POST /admin/chat", "POST /admin/reload",
         "POST /admin/placements", "GET /admin/requests/ended",
+        "GET /admin/batches", "POST /admin/batches", "GET /admin/batches/{id}",
+        "POST /admin/batches/{id}/pause", "POST /admin/batches/{id}/resume",
+        "POST /admin/batches/{id}/cancel", "GET /admin/batches/{id}/results",
+        "GET /admin/batches/{id}/errors",
     },
     AdminRole.ADMIN: {
         "GET /admin/config", "GET /admin/config/origins", "GET /admin/config/history",
@@ -253,18 +270,25 @@ def test_each_path_needs_the_role_that_is_promised() -> None:
     assert len({(one.method, one.path) for one in ADMIN_ROUTES}) == len(ADMIN_ROUTES)
 
 
+CALLERS_TEXT = {"/admin/batches/{id}/results", "/admin/batches/{id}/errors"}
+"""What shows the text of callers, which is audited as changes are."""
+
+
 def test_what_changes_something_needs_an_operator_and_is_audited() -> None:
     for route in ADMIN_ROUTES:
         why = f"{route.method} {route.path}"
-        changes = route.method not in {"GET", "HEAD", "OPTIONS"}
+        changes = route.method not in {"GET", "HEAD", "OPTIONS"} or route.path in CALLERS_TEXT
         assert changes == (route.action is not None), why
         assert not changes or (route.role or AdminRole.VIEWER) >= AdminRole.OPERATOR, why
 
 
 def test_each_path_of_the_public_listener_that_needs_no_key_is_promised() -> None:
-    open_paths = {route.path for route in SITE_ROUTES if not route.needs_key}
-    assert open_paths == set(KEYLESS_PUBLIC)
-    settings = Settings.model_validate({"ollama": True})
+    def open_paths(settings: Settings) -> set[str]:
+        return {route.path for route in site_routes_of(settings) if not route.needs_key}
+
+    assert open_paths(Settings()) == set(KEYLESS_PUBLIC)
+    settings = Settings.model_validate({"ollama": True, "listen": {"caller_page": True}})
+    assert open_paths(settings) == {*KEYLESS_PUBLIC, *CALLER_PAGE_PATHS}
     pages = {f"{one.method} {one.path}" for one in pages_of(settings) if not one.needs_models}
     assert pages == {"GET /", "GET /api/version"}
 
@@ -334,6 +358,12 @@ async def test_what_a_role_reads_names_nobody_that_it_may_not_know(tmp_path: Pat
             headers=bearer(CALLER.text) | {"x-user-id": "user-nobody-knows"},
         )
         assert chat.status_code == 200
+        batch = await client.post(
+            "/admin/batches?key=caller",
+            data={"purpose": "batch"},
+            files={"file": ("in.jsonl", b'{"custom_id": "words-nobody-knows"}')},
+            headers=as_admin,
+        )
         ledger = running.gateway.ledger
         assert ledger is not None
         await until(lambda: ledger.written >= 1)
@@ -343,9 +373,12 @@ async def test_what_a_role_reads_names_nobody_that_it_may_not_know(tmp_path: Pat
             for route in ADMIN_ROUTES:
                 if route.method != "GET" or (route.role or AdminRole.VIEWER) > role:
                     continue
+                if route.path in CALLERS_TEXT:
+                    continue
                 path = route.path.replace("/nodes/{name:path}", "/nodes/node-0")
                 path = path.replace("{name}", "stored-nobody-knows")
                 path = path.replace("{id:path}", chat.headers["x-request-id"])
+                path = path.replace("{id}", batch.json()["id"])
                 path = path.replace("{file:path}", "app.js")
                 question = QUESTIONS.get(path, "")
                 response = await client.get(path + question, headers=bearer(key.text))
@@ -402,11 +435,14 @@ async def test_without_admin_keys_a_loopback_listener_needs_none() -> None:
                 path = path.replace("unknown.js", "app.js")
                 missing = {
                     "/admin/config/diff": 404,
+                    "/admin/cache": 404,
                     "/admin/keys/{name}": 404,
                     "/admin/requests/{id:path}/why": 404,
                     "/admin/requests/ended": 501,
                     "/admin/usage": 501,
                     "/admin/usage/arrivals": 501,
                 }
+                if route.path.startswith("/admin/batches"):
+                    missing[route.path] = 501
                 wanted = missing.get(route.path, 200)
                 assert (await gateway.admin.get(path)).status_code == wanted, route.path

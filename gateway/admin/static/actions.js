@@ -58,7 +58,8 @@ export function confirmed(question, verb) {
   });
 }
 
-async function act(button, method, path, done, body) {
+/** Ask for a change; `done` gets the answer, and says in words what came of it. */
+export async function act(button, method, path, done, body) {
   // A disabled button loses it.
   const hadFocus = document.activeElement === button;
   button.disabled = true;

@@ -3,6 +3,8 @@
 import { html, nothing, render } from "./vendor/lit-html/lit-html.js";
 import { guard } from "./vendor/lit-html/directives/guard.js";
 import { count, plain, plural, seconds } from "./format.js";
+import * as batches from "./batches.js";
+import * as keys from "./keys.js";
 import * as models from "./models.js";
 import * as node from "./node.js";
 import * as nodes from "./nodes.js";
@@ -35,7 +37,9 @@ const PAGES = {
   nodes: { title: "Nodes", role: "viewer", module: nodes, item: node },
   requests: { title: "Requests", role: "operator", module: requests },
   queue: { title: "Queue", role: "viewer", module: queue },
+  batches: { title: "Batches", role: "operator", module: batches },
   models: { title: "Models", role: "viewer", module: models },
+  keys: { title: "Keys and usage", role: "operator", module: keys },
   playground: { title: "Playground", role: "operator", module: playground },
   settings: { title: "Settings", role: "admin", module: settings },
 };

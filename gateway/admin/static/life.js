@@ -8,7 +8,7 @@ const WIDTH = 1000;
 const LEAST = 3;
 /** Seconds, and share of the whole, from which on a part is worth a word. */
 const [LEAST_WORTH, LEAST_SHARE] = [0.05, 0.01];
-const WORDS = { queue: "waiting", other: "between", unknown: "not known", break: "an attempt ends", less: "less than 0" };
+const WORDS = { queue: "waiting", other: "between", unknown: "not known", break: "an attempt ends" };
 
 /** Parts as a strip that is `whole` seconds long; each is [name, from, to], a break from = to. Words tell the same. */
 export function stripView(parts, whole) {
@@ -25,9 +25,9 @@ function lineView(name, from, to) {
     : svg`<line class=${name} x1=${from} x2=${to} y1="7" y2="7"></line>`;
 }
 
-export function legendView(names) {
+export function legendView(names, words = WORDS) {
   return html`<p class="legend muted" aria-hidden="true">${names.map((name) => html`<span><svg class="strip"
-    viewBox="0 0 20 14">${name === "break" ? lineView(name, 10) : lineView(name, 0, 20)}</svg> ${WORDS[name] ?? name}</span>`)}</p>`;
+    viewBox="0 0 20 14">${name === "break" ? lineView(name, 10) : lineView(name, 0, 20)}</svg> ${words[name] ?? name}</span>`)}</p>`;
 }
 
 /** The parts in words: how long each kind takes. */

@@ -60,7 +60,11 @@ async function askFor(route, redraw) {
   }
   if (signal.aborted) return;
   redraw();
-  timer = setTimeout(() => askFor(route, redraw), ASK_AGAIN);
+  const again = () => {
+    if (document.hidden) timer = setTimeout(again, ASK_AGAIN);
+    else askFor(route, redraw);
+  };
+  timer = setTimeout(again, ASK_AGAIN);
 }
 
 export function depends(route) {

@@ -75,7 +75,7 @@ function problemView(problem) {
     <summary><span class="mark" aria-hidden="true">${MARKS[problem.severity] ?? "●"}</span>
       <span class="severity">${problem.severity}</span> <b>${plain(problem.title)}</b></summary>
     <p class="cause">${plain(problem.cause)}${problem.caller
-      ? html` Its caller: <code>${callerName(problem)}</code>.` : nothing}</p>
+      ? html` Its caller: <a href=${href("requests", "", { key: problem.caller })}><code>${callerName(problem)}</code></a>.` : nothing}</p>
     <p class="remedy">${plain(problem.remedy)}</p>
     <p class="links">
       ${problem.nodes.map((name) => html`<a href=${href("nodes", name)}>${plain(name)}</a>`)}

@@ -26,6 +26,7 @@ const FILTERS = {
   __proto__: null,
   key: ["Caller", { placeholder: "key" }],
   group: ["Group", {}],
+  user: ["End user", {}],
   model: ["Model", { list: "filter-models" }],
   node: ["Node", { list: "filter-nodes" }],
   class: ["Class", { options: [["", "any"], "urgent", "premium", "normal", "batch"] }],
@@ -214,10 +215,11 @@ async function look(route, redraw) {
   timer = setTimeout(() => lookAgain(route, redraw), pause);
 }
 
-/** What the reader points at stays where it is. */
+/** What the reader points at stays where it is, and nobody looks at a hidden page. */
 function lookAgain(route, redraw) {
-  if (document.querySelector("#ended table:is(:hover, :focus-within)") === null) look(route, redraw);
-  else timer = setTimeout(() => lookAgain(route, redraw), LOOK_AGAIN);
+  if (document.hidden || document.querySelector("#ended table:is(:hover, :focus-within)") !== null) {
+    timer = setTimeout(() => lookAgain(route, redraw), LOOK_AGAIN);
+  } else look(route, redraw);
 }
 
 function endedView(route, redraw) {

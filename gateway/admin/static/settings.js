@@ -171,7 +171,7 @@ function valuesView(origins, query, redraw) {
   const [words, set] = [query.get("find") ?? "", query.get("set") === "1"];
   const ask_ = (name, value) => { setQuery(name, value); redraw(); };
   const wanted = words.trim().toLowerCase();
-  const found = origins.values.filter((one) => (!set || one.origin !== "default") && (!wanted || one.key.toLowerCase().includes(wanted)));
+  const found = origins.values.filter((one) => (!set || one.line !== null || one.by !== null) && (!wanted || one.key.toLowerCase().includes(wanted)));
   return html`<section id="values" class="panel" aria-labelledby="values-title">
     <div class="bar"><h2 id="values-title">In force <small>secrets masked</small></h2>
       <label class="filter"><span class="unseen">Find settings</span><input type="search" placeholder="queue, keys[0], tls"
@@ -188,9 +188,8 @@ function valuesView(origins, query, redraw) {
   </section>`;
 }
 
-function originOf({ origin, line, by }, file) {
-  const place = line === null ? "" : html`<code>${plain((file ?? "").split("/").at(-1))}:${line}</code>`;
-  if (origin === "default") return html`<span class="muted">default</span>`;
-  if (origin === "file") return place;
-  return html`${origin === "environment" && line !== null ? html`${place}, ` : nothing}<code>${plain(by)}</code>`;
+function originOf({ line, by }, file) {
+  if (line === null && by === null) return html`<span class="muted">default</span>`;
+  const place = line === null ? nothing : html`<code>${plain((file ?? "").split("/").at(-1))}:${line}</code>`;
+  return html`${place}${line !== null && by !== null ? ", " : nothing}${by === null ? nothing : html`<code>${plain(by)}</code>`}`;
 }

@@ -1,51 +1,12 @@
-// The data stream and the admin API. The key is kept in this module's memory alone.
+// The data stream of the admin API.
+
+import { ApiError, ask, hasKey } from "./ask.js";
+
+export { ApiError, ask, fetchJson, setKey } from "./ask.js";
 
 const SILENCE_SECONDS = 20;
 const MOST_PAUSE_SECONDS = 15;
 const MOST_EVENT_CHARACTERS = 64 * 1024 * 1024;
-
-let adminKey = "";
-
-export function setKey(key) {
-  // As the bytes of UTF-8: a header takes no other characters, and the page would look cut off.
-  const bytes = new TextEncoder().encode(key.trim());
-  adminKey = Array.from(bytes, (byte) => String.fromCharCode(byte)).join("").replaceAll("\0", "");
-}
-
-function headers(more = {}) {
-  return adminKey ? { ...more, authorization: `Bearer ${adminKey}` } : more;
-}
-
-/** An answer of the admin API that is an error, in its own words; `problems` of files led to it. */
-export class ApiError extends Error {
-  constructor(status, message, problems = []) {
-    super(message);
-    this.status = status;
-    this.problems = problems;
-  }
-}
-
-export async function ask(method, path, { body, signal } = {}) {
-  const options = { method, signal, cache: "no-store", credentials: "omit" };
-  options.headers = headers(body === undefined ? {} : { "content-type": "application/json" });
-  if (body !== undefined) options.body = JSON.stringify(body);
-  const response = await fetch(path, options);
-  if (!response.ok) throw await errorOf(response);
-  return response;
-}
-
-async function errorOf(response) {
-  let message = `The gateway answered with status ${response.status}.`;
-  let problems;
-  try {
-    const body = await response.json();
-    message = body.error.message;
-    problems = body.problems;
-  } catch {
-    // It was no JSON.
-  }
-  return new ApiError(response.status, message, problems);
-}
 
 /** The server-sent events of a response, as [name, data] pairs. */
 export async function* eventsOf(response, onPart = () => {}) {
@@ -105,7 +66,7 @@ export async function follow(take, tell, waitForKey) {
       pause = 0.2;
     } catch (error) {
       if (error instanceof ApiError && error.status === 401) {
-        tell("key", adminKey ? "This key is not valid." : "");
+        tell("key", hasKey() ? "This key is not valid." : "");
         await waitForKey();
         pause = 0;
       } else {

@@ -122,7 +122,8 @@ function decisionView(one, alone) {
     .map(([reason, number]) => `${count(number)} ${REASONS[reason] ?? plain(reason)}`);
   const longest = Math.max(...one.nodes.map((node) => added(node.terms)));
   return html`<h3>Attempt ${one.attempt}, ${after}: ${linked(one.node, (name) => href("nodes", name)) ?? "–"}</h3>${summary}
-    ${one.nodes.length === 0 ? nothing : html`${legendView(TERMS)}${tableView("Nodes that were compared",
+    ${one.nodes.length === 0 ? nothing : html`${legendView([...TERMS, ...(one.nodes.some((node) => node.terms.doubt < 0) ? ["less"] : [])],
+      { less: "doubt below 0" })}${tableView("Nodes that were compared",
       ["Node", "What it was expected to cost", "Expected", ...TERMS.map((term) => term[0].toUpperCase() + term.slice(1)), "Cached", "Slots", "Note"],
       one.nodes.map((node) => [node.name, stripView(stacked(node.terms), longest), time(node.expected_seconds),
         ...TERMS.map((term) => time(node.terms[term])),

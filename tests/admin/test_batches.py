@@ -1,0 +1,187 @@
+"""`/admin/batches`: the batches of all keys, in an operator's hands."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+
+from gateway.callers.keys import AdminRole, new_key
+from tests.emulator import EmulatedNode
+from tests.gateways import Running, running_gateway
+from tests.polling import eventually
+from tests.web.two_keys import ALICE, BOB, client, gateway, kept, reason, two_callers
+
+pytestmark = pytest.mark.usefixtures("hurried")
+
+CHAT = "/v1/chat/completions"
+
+
+def jsonl(*ids: str, **body: Any) -> bytes:
+    asked = {"messages": [{"role": "user", "content": "Hello"}], "max_tokens": 5, **body}
+    lines = ({"custom_id": id_, "method": "POST", "url": CHAT, "body": asked} for id_ in ids)
+    return b"".join(json.dumps(line).encode() + b"\n" for line in lines)
+
+
+async def upload(running: Running, content: bytes, **query: str) -> httpx.Response:
+    return await running.admin.post(
+        "/admin/batches",
+        params=query,
+        data={"purpose": "batch"},
+        files={"file": ("in.jsonl", content)},
+    )
+
+
+async def shown(running: Running, id_: str, *statuses: str) -> dict[str, Any]:
+    """The batch, once it has one of these statuses."""
+
+    async def look() -> dict[str, Any] | None:
+        found: dict[str, Any] = (await running.admin.get(f"/admin/batches/{id_}")).json()
+        return found if found["status"] in statuses else None
+
+    return await eventually(look)
+
+
+async def audited(running: Running) -> list[tuple[str, str, str]]:
+    entries = (await running.admin.get("/admin/audit?action=batches")).json()["entries"]
+    return [(one["action"], one["target"], one["outcome"]) for one in entries][::-1]
+
+
+async def test_an_upload_is_the_batch_of_the_key_that_is_named(tmp_path: Path) -> None:
+    async with two_callers(tmp_path) as (running, alice, bob):
+        made = await upload(running, jsonl("a", "b"), key="alice", completion_window="2h")
+        assert made.status_code == 200, made.text
+        batch = made.json()
+        assert (batch["key"], batch["api"], batch["errors_by_kind"]) == (ALICE.id, "openai", [])
+        assert batch["completion_window"] == "2h"
+        begun = await shown(running, batch["id"], "in_progress")
+        assert begun["request_counts"]["total"] == 2
+        # It is hers as if she had made it, her file too, and nobody else's.
+        assert (await alice.batches.retrieve(batch["id"])).input_file_id == begun["input_file_id"]
+        assert [one.id async for one in alice.files.list()] == [begun["input_file_id"]]
+        assert not [one async for one in bob.batches.list()]
+        assert await audited(running) == [
+            ("batches.create", f"{batch['id']} for alice", "done"),
+        ]
+
+
+async def test_an_upload_that_is_no_batch_leaves_nothing(tmp_path: Path) -> None:
+    async with gateway(tmp_path, batches={"batches_per_key": 1}) as running:
+        unknown = await upload(running, jsonl("a"), key="carol")
+        assert reason(unknown) == (404, "key_not_found")
+        unnamed = await upload(running, jsonl("a"))
+        assert reason(unnamed) == (404, "key_not_found")
+        assert reason(await upload(running, jsonl("a"), key="alice", colour="red"))[0] == 400
+        wrong = await upload(running, jsonl("a"), key="alice", completion_window="soon")
+        assert reason(wrong) == (400, "invalid_value")
+        assert kept(tmp_path) == []
+        assert (await upload(running, jsonl("a"), key="alice")).status_code == 200
+        full = await upload(running, jsonl("a"), key="alice")
+        assert reason(full) == (429, "too_many_batches")
+        assert len(kept(tmp_path)) == 1
+        assert (await upload(running, jsonl("a"), key="bob")).status_code == 200
+
+
+async def test_without_keys_an_upload_is_that_of_this_machine(tmp_path: Path) -> None:
+    async with running_gateway(tmp_path, [EmulatedNode()]) as running:
+        made = await upload(running, jsonl("a"))
+        batch = await shown(running, made.json()["id"], "completed")
+        assert (batch["key"], batch["key_name"]) == ("anonymous:local", None)
+
+
+async def test_batches_of_all_keys_and_apis_are_listed_the_newest_first(tmp_path: Path) -> None:
+    async with two_callers(tmp_path) as (running, _, _):
+        owners = ("alice", "bob", "alice")
+        ids = [(await upload(running, jsonl("a"), key=name)).json()["id"] for name in owners]
+        params = {"max_tokens": 5, "messages": [{"role": "user", "content": "Hello"}], "model": "m"}
+        answer = await running.client.post(
+            "/v1/messages/batches",
+            json={"requests": [{"custom_id": "a", "params": params}]},
+            headers={"x-api-key": BOB.text},
+        )
+        ids.append(answer.json()["id"])
+        await running.admin.post(f"/admin/batches/{ids[0]}/cancel")
+        await shown(running, ids[0], "cancelled")
+
+        async def listed(**query: Any) -> tuple[list[str], str | None]:
+            found = (await running.admin.get("/admin/batches", params=query)).json()
+            return [one["id"] for one in found["batches"]], found["next"]
+
+        assert await listed() == (ids[::-1], None)
+        newest, next_ = await listed(limit=3)
+        assert (newest, next_) == (ids[:0:-1], ids[1])
+        assert await listed(limit=3, before=ids[1]) == ([ids[0]], None)
+        assert await listed(key="bob") == ([ids[3], ids[1]], None)
+        assert await listed(key=ALICE.id, state="unfinished") == ([ids[2]], None)
+        assert await listed(state="ended") == ([ids[0]], None)
+        assert await listed(key="nobody") == ([], None)
+        for query in ("state=some", "limit=101", "before=a%20b", "colour=red"):
+            answer = await running.admin.get(f"/admin/batches?{query}")
+            assert reason(answer)[0] == 400, query
+
+
+async def test_a_batch_is_paused_resumed_and_cancelled(tmp_path: Path) -> None:
+    async with gateway(tmp_path) as running, client(running) as alice:
+        id_ = (await upload(running, jsonl("a", "b"), key="alice")).json()["id"]
+        await shown(running, id_, "in_progress")
+
+        async def act(action: str) -> httpx.Response:
+            return await running.admin.post(f"/admin/batches/{id_}/{action}")
+
+        paused = (await act("pause")).json()["llama_gateway"]
+        assert paused["why_waiting"]["reason"] == paused["paused"]["reason"] == "paused"
+        assert (await act("resume")).json()["llama_gateway"]["paused"] is None
+        assert (await act("cancel")).status_code == 200
+        found = await shown(running, id_, "cancelled")
+        assert found["errors_by_kind"] == [
+            {"code": "batch_cancelled", "lines": 2, "first_line": 1},
+        ]
+        assert (await alice.batches.retrieve(id_)).status == "cancelled"
+        assert reason(await act("pause")) == (409, "batch_ended")
+        unknown = await running.admin.post("/admin/batches/batch_none/cancel")
+        assert reason(unknown) == (404, "batch_not_found")
+        assert [(action, outcome) for action, _, outcome in await audited(running)] == [
+            ("batches.create", "done"), ("batches.pause", "done"), ("batches.resume", "done"),
+            ("batches.cancel", "done"), ("batches.pause", "batch_ended"),
+            ("batches.cancel", "batch_not_found"),
+        ]  # fmt: skip
+
+
+async def test_results_and_errors_are_read_and_that_is_audited(tmp_path: Path) -> None:
+    async with running_gateway(tmp_path, [EmulatedNode()]) as running:
+        content = jsonl("good") + b"no json\n" + jsonl("good") + jsonl("other", model="unknown")
+        id_ = (await upload(running, content)).json()["id"]
+        found = await shown(running, id_, "completed")
+        kinds = {one["code"]: (one["lines"], one["first_line"]) for one in found["errors_by_kind"]}
+        assert sum(number for number, _ in kinds.values()) == 3
+        assert kinds["model_not_found"] == (1, 4)
+        results = await running.admin.get(f"/admin/batches/{id_}/results")
+        assert results.headers["content-disposition"].startswith("attachment")
+        assert [json.loads(one)["custom_id"] for one in results.text.splitlines()] == ["good"]
+        failed = await running.admin.get(f"/admin/batches/{id_}/errors")
+        assert len(failed.text.splitlines()) == 3
+        assert (await audited(running))[1:] == [
+            ("batches.results", id_, "done"), ("batches.errors", id_, "done"),
+        ]  # fmt: skip
+
+
+async def test_viewers_may_not_see_batches(tmp_path: Path) -> None:
+    viewer = new_key("v")
+    keys = [{"id": "v", "sha256": viewer.sha256, "role": AdminRole.VIEWER.label}]
+    async with gateway(tmp_path, admin={"keys": keys}) as running:
+        running.admin.headers["authorization"] = f"Bearer {viewer.text}"
+        for method, path in (("GET", ""), ("POST", ""), ("GET", "/b"), ("GET", "/b/results")):
+            answer = await running.admin.request(method, f"/admin/batches{path}")
+            assert reason(answer) == (403, "role_required")
+
+
+async def test_without_a_store_there_are_no_batches(tmp_path: Path) -> None:
+    async with gateway(tmp_path, store={"url": "off"}) as running:
+        for answer in (
+            await running.admin.get("/admin/batches"),
+            await upload(running, jsonl("a"), key="alice"),
+        ):
+            assert reason(answer) == (501, "not_supported")

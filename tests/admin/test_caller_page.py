@@ -1,0 +1,207 @@
+"""A caller's own page in a real browser: what it shows, to whom, and what it keeps to itself."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import re
+import tomllib
+from collections.abc import AsyncIterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from playwright.async_api import Page, expect
+
+from gateway.callers.keys import new_key
+from tests.admin.browser import PATIENCE, WatchedPage, a_browser, needs_browser
+from tests.admin.test_dashboard import AXE, HOSTILE, VIOLATIONS
+from tests.emulator import EmulatedNode
+from tests.gateways import Running, running_gateway, until
+
+pytestmark = [pytest.mark.slow, needs_browser]
+
+ALICE, OTHER = new_key("alice"), new_key("other")
+HOSTILE_NAME = HOSTILE.replace("\u202e", "").replace("\u0007", "")
+LIMITS = {"rpm": 100, "tokens_per_day": 2000, "budget": "5/month"}
+SETTINGS: dict[str, Any] = {
+    "listen": {"caller_page": True},
+    "keys": [
+        {"id": "alice", "sha256": ALICE.sha256, "name": HOSTILE_NAME,
+         "group": "team", "limits": LIMITS},
+        {"id": "other", "sha256": OTHER.sha256},
+    ],
+    "groups": {"team": {"limits": {"concurrency": 4}}},
+}  # fmt: skip
+GUIDE = (Path(__file__).parents[2] / "docs/clients.md").read_text()
+
+
+@contextlib.asynccontextmanager
+async def a_gateway(folder: Path, model: str = "mistral-7b") -> AsyncIterator[Running]:
+    """A gateway over a node with a price, of which Alice has had three chats and somebody one."""
+    async with EmulatedNode(model=model, answer_tokens=8) as node:
+        spec = {"name": "node-0", "url": node.url, "cost_per_hour": 3.0}
+        async with running_gateway(folder, [spec], SETTINGS) as running:
+            for number, key in enumerate((ALICE, ALICE, ALICE, OTHER)):
+                body = {
+                    "max_tokens": 8,
+                    "messages": [{"role": "user", "content": "words-nobody-knows"}],
+                }
+                headers = {"authorization": f"Bearer {key.text}", "x-request-id": f"mine-{number}"}
+                chat = await running.client.post("/v1/chat/completions", json=body, headers=headers)
+                assert chat.status_code == 200, chat.text
+            ledger = running.gateway.ledger
+            assert ledger is not None
+            await until(lambda: ledger.written >= 4)
+            yield running
+
+
+@contextlib.asynccontextmanager
+async def own_page(running: Running, key: str | None, **context: Any) -> AsyncIterator[WatchedPage]:
+    """The page, opened with this key; nothing of it may go wrong."""
+    async with a_browser() as browser:
+        context = {
+            "viewport": {"width": 1280, "height": 900},
+            "reduced_motion": "reduce",
+            **context,
+        }
+        opened = await browser.new_context(**context)
+        page = await opened.new_page()
+        page.set_default_timeout(PATIENCE)
+        watched = WatchedPage(page, running.url)
+        page.on("pageerror", lambda error: watched.trouble.append(f"failed: {error}"))
+        page.on("console", watched.heard)
+        await opened.route("**/*", watched.guard)
+        await page.goto(f"{running.url}/me")
+        if key is not None:
+            await open_with(page, key)
+        yield watched
+        assert watched.trouble == []
+        await opened.close()
+
+
+async def open_with(page: Page, key: str) -> None:
+    await page.get_by_label("API key").fill(key)
+    await page.get_by_role("button", name="Open").click()
+
+
+async def test_a_caller_sees_its_use_its_limits_and_its_requests(tmp_path: Path) -> None:
+    async with a_gateway(tmp_path) as running, own_page(running, ALICE.text) as watched:
+        page = watched.page
+        await expect(page.locator("#requests tbody tr")).to_have_count(3)
+        await expect(page.locator("#use")).to_contain_text("3 requests")
+        await expect(page.locator("#use")).to_contain_text("cost")
+        await expect(page.locator("#use svg.columns")).to_have_count(2)
+        await expect(page.locator("#use tbody")).to_contain_text("mistral-7b")
+        limits = page.locator("#limits")
+        await expect(limits).to_contain_text("3 of 100 used, 97 left")
+        await expect(limits.get_by_role("meter")).to_have_count(4)
+        # Where it ran and what was asked is told to nobody, and no request of another.
+        text = await page.content()
+        assert not [word for word in ("node-0", "words-nobody-knows", "mine-3") if word in text]
+        # The key is in no address and in no store, and goes with the page.
+        assert ALICE.text not in text + page.url
+        stored = "[localStorage.length, sessionStorage.length, document.cookie]"
+        assert await page.evaluate(stored) == [0, 0, ""]
+        assert await page.context.cookies() == []
+        await page.get_by_role("button", name="Forget the key").click()
+        await expect(page.get_by_label("API key")).to_be_focused()
+        assert "mine-1" not in await page.content()
+
+
+async def test_a_wrong_key_is_refused_and_a_revoked_one_shows_nothing_more(tmp_path: Path) -> None:
+    async with a_gateway(tmp_path) as running, own_page(running, "lg_alice_wrong") as watched:
+        page = watched.page
+        await expect(page.get_by_role("alert")).to_have_text("This key is not valid.")
+        await open_with(page, OTHER.text)
+        await expect(page.locator("#requests tbody tr")).to_have_count(1)
+        keys = [key for key in SETTINGS["keys"] if key["id"] != "other"]
+        running.write_settings(SETTINGS | {"keys": keys})
+        await until(lambda: len(running.gateway.settings.keys) == 1)
+        await page.get_by_role("button", name="Refresh").click()
+        await expect(page.get_by_role("alert")).to_have_text("This key is not valid.")
+        assert "mine-3" not in await page.content()
+        await open_with(page, ALICE.text)
+        await expect(page.locator("#requests tbody tr")).to_have_count(3)
+
+
+async def test_settings_of_clients_have_the_key_only_where_that_is_wished(tmp_path: Path) -> None:
+    async with a_gateway(tmp_path) as running, own_page(running, ALICE.text) as watched:
+        page = watched.page
+        connect = page.locator("#connect")
+        await expect(connect).to_contain_text(f"{running.url}/v1")
+        snippet = connect.locator("pre")
+        await expect(snippet).to_contain_text("Authorization: Bearer KEY")
+        await expect(snippet).to_contain_text('"model":"mistral-7b"')
+        await connect.get_by_label("with my key").check()
+        await expect(snippet).to_contain_text(ALICE.text)
+        await connect.get_by_label("Client").select_option("Claude Code")
+        await expect(snippet).to_contain_text(f"ANTHROPIC_BASE_URL={running.url} ")
+        await page.context.grant_permissions(["clipboard-read", "clipboard-write"])
+        await connect.get_by_role("button", name="Copy").click()
+        await expect(page.get_by_role("status").first).to_have_text("Copied.")
+        copied = await page.evaluate("navigator.clipboard.readText()")
+        assert copied == await snippet.inner_text()
+
+
+async def test_settings_of_clients_are_those_of_the_guide(tmp_path: Path) -> None:
+    async with a_gateway(tmp_path) as running, own_page(running, ALICE.text) as watched:
+        await expect(watched.page.locator("#connect pre")).to_be_visible()
+        found = await snippets(watched.page, "http://HOST:PORT", "KEY", "NAME")
+        quoted = await snippets(watched.page, "http://h", "k$(id)", "a'b$(id)")
+    blocks = dict(re.findall(r"```(toml|json|yaml)\n(.*?)```", agents(), re.DOTALL))
+    assert tomllib.loads(found["Codex"]) == tomllib.loads(blocks["toml"])
+    assert json.loads(found["opencode"]) == json.loads(blocks["json"])
+    assert yaml.safe_load(found["Continue"]) == yaml.safe_load(blocks["yaml"])
+    assert [f"$ {line}" for line in found["Claude Code"].splitlines()] == re.findall(
+        r"```console\n(.*?)```", agents(), re.DOTALL
+    )[0].splitlines()
+    for name in ("qwen-code", "cline", "aider"):
+        row = next(line for line in agents().splitlines() if line.startswith(f"| {name}"))
+        told = re.findall(r"`([^`]+)`", row.split("|")[2])
+        assert told, name
+        assert [words for words in told if words not in found[name]] == [], name
+    # Nothing of a name or a key is run by a shell.
+    assert "'Authorization: Bearer k$(id)'" in quoted["curl"]
+    assert "'a'\\''b$(id)'" in quoted["Claude Code"]
+
+
+async def snippets(page: Page, *words: str) -> dict[str, str]:
+    """What the page's module makes of an address, a key and a model, by client."""
+    module = "import(new URL('me/connect.js', location.href))"
+    made = await page.evaluate(f"(words) => {module}.then((m) => m.snippetsOf(...words))", words)
+    return {name: text for name, _, text in made}
+
+
+def agents() -> str:
+    """What the guide says of coding agents."""
+    return GUIDE[GUIDE.index("## Coding agents") : GUIDE.index("### Evaluations")]
+
+
+@pytest.mark.parametrize("scheme", ["light", "dark"])
+async def test_axe_finds_no_violation_and_hostile_names_stay_text_on_a_phone(
+    tmp_path: Path, scheme: str
+) -> None:
+    phone: dict[str, Any] = {
+        "viewport": {"width": 360, "height": 740}, "color_scheme": scheme, "bypass_csp": True,
+    }  # fmt: skip
+    async with (
+        a_gateway(tmp_path, model=HOSTILE) as running,
+        own_page(running, None, **phone) as watched,
+    ):
+        page = watched.page
+        await expect(page.get_by_label("API key")).to_be_visible()
+        await page.evaluate(AXE)
+        assert await page.evaluate(VIOLATIONS) == []
+        await open_with(page, ALICE.text)
+        await expect(page.locator("#requests tbody tr")).to_have_count(3)
+        assert await page.evaluate(VIOLATIONS) == []
+        text = await page.locator("body").inner_text()
+        assert "<img src=x onerror=alert(1)>" in text
+        assert "\u202e" not in text
+        assert await page.locator("body img, #page script").count() == 0
+        width = "document.documentElement.scrollWidth"
+        assert await page.evaluate(width) <= 360
+        await page.evaluate("document.documentElement.style.fontSize = '28px'")
+        assert await page.evaluate(width) <= 360

@@ -1,0 +1,243 @@
+"""Keys and usage on the dashboard, in a real browser: a key's life, groups, limits and reports."""
+
+from __future__ import annotations
+
+import contextlib
+import re
+from collections.abc import AsyncIterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from playwright.async_api import Page, expect
+
+from gateway.callers.keys import AdminRole, hash_key, new_key
+from tests.admin.browser import a_browser, a_page, needs_browser
+from tests.admin.test_dashboard import ADMIN, AXE, HOSTILE, KEYS, VIOLATIONS
+from tests.emulator import EmulatedNode
+from tests.gateways import Running, running_gateway, until
+
+pytestmark = [pytest.mark.slow, needs_browser]
+
+OWNER = new_key("owner")
+HOSTILE_NAME = HOSTILE.replace("\u202e", "").replace("\u0007", "")
+SETTINGS: dict[str, Any] = {
+    "admin": ADMIN,
+    "keys": [
+        {"id": "owner", "sha256": OWNER.sha256, "name": "Owner", "group": "team",
+         "limits": {"rpm": 10}},
+    ],
+    "groups": {"team": {"limits": {"budget": "5/month"}}},
+}  # fmt: skip
+
+
+@contextlib.asynccontextmanager
+async def a_gateway(folder: Path, chats: int = 0, **node: Any) -> AsyncIterator[Running]:
+    """A gateway over a node with a price; the owner has had so many chats."""
+    async with EmulatedNode(answer_tokens=8, **node) as one:
+        spec = {"name": "node-0", "url": one.url, "cost_per_hour": 3.0}
+        async with running_gateway(folder, [spec], SETTINGS) as running:
+            for _ in range(chats):
+                assert await status_with(running, OWNER.text) == 200
+            ledger = running.gateway.ledger
+            assert ledger is not None
+            await until(lambda: ledger.written >= chats)
+            yield running
+
+
+@contextlib.asynccontextmanager
+async def keys_page(
+    running: Running, role: AdminRole = AdminRole.ADMIN, at: str = "keys", **context: Any
+) -> AsyncIterator[Page]:
+    async with (
+        a_browser() as browser,
+        a_page(browser, running.admin_url, key=KEYS[role].text, at=at, **context) as watched,
+    ):
+        yield watched.page
+        # The browser, too, tells of a form that was refused.
+        assert [one for one in watched.trouble if "status of 400" not in one] == []
+
+
+async def status_with(running: Running, key: str) -> int:
+    body = {"messages": [{"role": "user", "content": "Hello"}]}
+    headers = {"authorization": f"Bearer {key}"}
+    sent = await running.client.post("/v1/chat/completions", json=body, headers=headers)
+    return sent.status_code
+
+
+async def secret_of(page: Page) -> str:
+    key = await page.locator(".secret code").inner_text()
+    await page.get_by_role("button", name="I have it").click()
+    await expect(page.locator(".secret")).to_have_count(0)
+    return key
+
+
+async def test_a_key_is_made_limited_rotated_and_revoked(tmp_path: Path) -> None:
+    async with a_gateway(tmp_path) as running, keys_page(running) as page:
+        await expect(page.locator("#keys tbody tr")).to_have_count(1)
+        await page.get_by_role("button", name="Make a key").click()
+        form = page.get_by_role("form", name="A new key")
+        await expect(form.get_by_label("Name", exact=True)).to_be_focused()
+        await form.get_by_label("Name", exact=True).fill("alice")
+        await form.get_by_label("Requests a minute").fill("20")
+        await page.keyboard.press("Enter")
+        made = await secret_of(page)
+        assert await status_with(running, made) == 200
+        await page.get_by_role("link", name="alice").click()
+        await expect(page).to_have_url(re.compile(r"#/keys/alice$"))
+        own = page.locator("#key")
+        await expect(own).to_contain_text("1 of 20 used, 19 left")
+        # The secret is nowhere any more.
+        assert hash_key(made).id in await page.content()
+        assert made not in await page.content()
+
+        await own.get_by_role("button", name="Change").click()
+        form = page.get_by_role("form", name="Change alice")
+        await expect(form.get_by_label("Requests a minute")).to_have_value("20")
+        await form.get_by_label("Requests a minute").fill("30")
+        await form.get_by_label("Money").fill("2/day")
+        await form.get_by_label("Highest class").select_option("premium")
+        await form.get_by_role("button", name="Change it").click()
+        await expect(own).to_contain_text("of 30 used")
+        await expect(own).to_contain_text("at most premium")
+        await expect(own.get_by_role("meter", name="Money a day")).to_be_visible()
+
+        await own.get_by_role("button", name="Rotate").click()
+        await page.get_by_role("button", name="Rotate it").click()
+        fresh = await secret_of(page)
+        await expect(own).to_contain_text("Old secret")
+        assert (await status_with(running, made), await status_with(running, fresh)) == (200, 200)
+
+        await own.get_by_role("button", name="Revoke").click()
+        await page.get_by_role("button", name="Leave it").click()
+        await expect(own.get_by_role("button", name="Revoke")).to_be_focused()
+        assert await status_with(running, fresh) == 200
+        await own.get_by_role("button", name="Revoke").click()
+        await page.get_by_role("button", name="Revoke it").click()
+        await expect(own.get_by_role("heading", name="alice")).to_contain_text("revoked")
+        await expect(own.get_by_role("button", name="Revoke")).to_have_count(0)
+        assert await status_with(running, fresh) == 401
+
+
+async def test_a_secret_is_gone_with_its_page_and_a_refusal_keeps_the_form(tmp_path: Path) -> None:
+    async with a_gateway(tmp_path) as running, keys_page(running) as page:
+        await page.get_by_role("button", name="Make a key").click()
+        form = page.get_by_role("form", name="A new key")
+        await form.get_by_label("Name", exact=True).fill("Owner")
+        await form.get_by_role("button", name="Make it").click()
+        await expect(page.locator("#toasts")).to_contain_text("called 'Owner' already")
+        await form.get_by_label("Name", exact=True).fill("bob")
+        await form.get_by_role("button", name="Make it").click()
+        key = await page.locator(".secret code").inner_text()
+        assert await status_with(running, key) == 200
+        await page.locator("#rail").get_by_role("link", name="Overview").click()
+        await page.go_back()
+        await expect(page.get_by_role("link", name="bob")).to_be_visible()
+        assert key not in await page.content()
+        # A key of the settings is changed there.
+        await page.get_by_role("link", name="Owner").click()
+        await expect(page.locator("#key")).to_contain_text("It stands in the settings")
+        await expect(page.get_by_role("button", name="Revoke")).to_have_count(0)
+
+
+async def test_a_group_gets_a_budget_and_shows_what_is_left_of_it(tmp_path: Path) -> None:
+    async with a_gateway(tmp_path, chats=2) as running, keys_page(running) as page:
+        team = page.locator("#groups .group").filter(has_text="team")
+        await expect(team).to_contain_text("1 key, of the settings")
+        await expect(team.get_by_role("meter", name="Money a month")).to_be_visible()
+        await expect(team.get_by_role("button")).to_have_count(0)
+        await page.get_by_role("button", name="Make a group").click()
+        form = page.get_by_role("form", name="A new group")
+        await form.get_by_label("Name", exact=True).fill("lab")
+        await form.get_by_label("Money").fill("20/month")
+        await form.get_by_role("button", name="Make it").click()
+        lab = page.locator("#groups .group").filter(has_text="lab")
+        await expect(lab).to_contain_text("0.0 of 20.00 used, 20.00 left")
+        await lab.get_by_role("button", name="Limits").click()
+        await page.get_by_label("Tokens a day").fill("1000")
+        await page.get_by_role("button", name="Set them").click()
+        await expect(lab.get_by_role("meter")).to_have_count(2)
+        await lab.get_by_role("button", name="Remove").click()
+        await page.get_by_role("button", name="Remove it").click()
+        await expect(lab).to_have_count(0)
+
+
+async def test_usage_is_shown_by_what_is_asked_and_as_csv(tmp_path: Path) -> None:
+    async with a_gateway(tmp_path, chats=3) as running, keys_page(running) as page:
+        usage = page.locator("#usage")
+        await expect(usage.locator("tbody tr")).to_have_count(1)
+        await expect(usage.locator("tbody")).to_contain_text("Owner")
+        await expect(usage.locator("svg.columns")).to_have_count(2)
+        await usage.get_by_role("combobox", name="By").select_option("group")
+        await expect(usage.locator("tbody")).to_contain_text("team")
+        await expect(page).to_have_url(re.compile(r"by=group"))
+        await usage.get_by_role("combobox", name="Time").select_option("7d")
+        await expect(usage.locator("tbody")).to_contain_text("team")
+        async with page.expect_download() as download:
+            await usage.get_by_role("button", name="Download CSV").click()
+        file = await (await download.value).path()
+        assert file.read_text().startswith("group,requests")
+        assert file.read_text().splitlines()[1].startswith("team,3,")
+        # Of one key alone, by its own address.
+        await page.goto(f"{running.admin_url}/#/keys/Owner?period=0d")
+        await page.reload()
+        await page.get_by_label("Admin key").fill(KEYS[AdminRole.ADMIN].text)
+        await page.get_by_role("button", name="Open").click()
+        await expect(page.locator("#usage")).to_contain_text("3 requests")
+        await expect(page.locator("#key")).to_contain_text("3 of 10 used")
+
+
+async def test_an_operator_sees_usage_and_no_keys_and_a_viewer_neither(tmp_path: Path) -> None:
+    async with a_gateway(tmp_path, chats=1) as running:
+        async with keys_page(running, AdminRole.OPERATOR) as page:
+            await expect(page.locator("#usage tbody tr")).to_have_count(1)
+            await expect(page.locator("#page")).to_contain_text("need the key of an admin")
+            await expect(page.get_by_role("button", name="Make a key")).to_have_count(0)
+        async with keys_page(running, AdminRole.VIEWER) as page:
+            await expect(page.locator("#page")).to_contain_text("needs the key of an operator")
+
+
+@pytest.mark.parametrize("scheme", ["light", "dark"])
+async def test_axe_finds_no_violation_and_hostile_names_stay_text_on_a_phone(
+    tmp_path: Path, scheme: str
+) -> None:
+    phone: dict[str, Any] = {
+        "viewport": {"width": 360, "height": 740}, "color_scheme": scheme, "bypass_csp": True,
+    }  # fmt: skip
+    async with a_gateway(tmp_path, chats=1, model=HOSTILE) as running:
+        headers = {"authorization": f"Bearer {KEYS[AdminRole.ADMIN].text}"}
+        group = "g" * 60
+        limits = {"limits": {"rpm": 7, "budget": "3/day"}}
+        put = await running.admin.put(f"/admin/groups/{group}", json=limits, headers=headers)
+        assert put.status_code == 200, put.text
+        entry = {"name": HOSTILE_NAME, "group": group, "limits": {"rpm": 1}, "models": [HOSTILE]}
+        made = await running.admin.post("/admin/keys", json=entry, headers=headers)
+        assert made.status_code == 200, made.text
+        assert await status_with(running, made.json()["key"]) in {200, 400, 403}
+        async with keys_page(running, **phone) as page:
+            await expect(page.locator("#keys tbody tr")).to_have_count(2)
+            await expect(page.locator("#usage tbody tr").first).to_be_visible()
+            await page.evaluate(AXE)
+            await page.get_by_role("button", name="Make a key").click()
+            await unharmed(page)
+            await page.get_by_role("button", name="Cancel").click()
+            await page.get_by_role("link", name="<img src=x").first.click()
+            own = page.locator("#key")
+            for form in ("Change", "Rotate"):
+                await own.get_by_role("button", name=form, exact=True).click()
+                await expect(page.locator("form.sheet")).to_be_visible()
+                await unharmed(page)
+            await own.get_by_role("button", name="Revoke", exact=True).click()
+            await expect(page.get_by_role("dialog")).to_contain_text("for good?")
+            await unharmed(page)
+
+
+async def unharmed(page: Page) -> None:
+    assert await page.evaluate(VIOLATIONS) == []
+    assert "\u202e" not in await page.locator("body").inner_text()
+    assert await page.locator("#page img, #page script").count() == 0
+    width = "document.documentElement.scrollWidth"
+    assert await page.evaluate(width) <= 360
+    await page.evaluate("document.documentElement.style.fontSize = '28px'")
+    assert await page.evaluate(width) <= 360
+    await page.evaluate("document.documentElement.style.fontSize = ''")
