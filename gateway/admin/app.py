@@ -257,7 +257,7 @@ def admin_app(
     endpoints = AdminEndpoints(
         dashboard=DashboardPages(StaticPage(PAGE, load_files(STATIC_FOLDER)), INDEX_PAGE),
         live=live,
-        timeline=TimelineEndpoint(scheduler, time.time),
+        timeline=TimelineEndpoint(scheduler, time.time, name_of),
         playground=Playground(handler),
         pages=PlainPages(metrics, document),
         health=health,

@@ -34,6 +34,7 @@ class SlotSpan(NamedTuple):
     node: str
     slots: int
     caller: str | None
+    caller_name: str | None  # the key's name
     model: str
     begin: float
     writes: float | None  # when the first content came; None: it reads the prompt, or only read it
@@ -52,8 +53,8 @@ class TimelineObject(msgspec.Struct):
     nodes: Annotated[dict[str, int], "slots by the name of each node that is told of, in the "
         "inventory's order; 100 slots at most, those of a sample of the nodes"]  # fmt: skip
     columns: Annotated[list[str], "names of a span's values: `request` (its id), `lease`, `node`, "
-        "`slots` that it holds, `caller` (null for viewers), `model`, `begin`, `writes` (when its "
-        "first content came, or null), `end` (or null), `outcome` of the attempt, `resumes` "
+        "`slots` that it holds, `caller` and `caller_name` (null for viewers), `model`, `begin`, "
+        "`writes` (when its first content came, or null), `end` (or null), `outcome`, `resumes` "
         "(whether it goes on with a response that another node began)"]  # fmt: skip
     spans: Annotated[list[Any], "attempts that run, and those that have ended in the last ten "
         "minutes, or after `after`"]  # fmt: skip
@@ -65,6 +66,7 @@ class TimelineEndpoint:
 
     scheduler: Scheduler
     now: Callable[[], float]
+    name_of: Callable[[str], str | None]  # the name of the key with this id
 
     async def show(self, request: Request) -> Response:
         """Attempts that run and that have ended lately; callers are named for operators alone."""
@@ -86,7 +88,7 @@ class TimelineEndpoint:
             lanes,
             list(SlotSpan._fields),
             [
-                _span(grant, node, shift, shows_caller=shows_callers)
+                self._span(grant, node, shift, shows_caller=shows_callers)
                 for grant, node in self._attempts(earliest - shift)
                 if node is not None and node in lanes and grant.slots
             ],
@@ -100,6 +102,25 @@ class TimelineEndpoint:
         for grant in self.scheduler.decision_log.grants:
             if grant.ended_at is not None and grant.ended_at > earliest:
                 yield grant, grant.ran_on
+
+    def _span(self, grant: Grant, node: str, shift: float, *, shows_caller: bool) -> SlotSpan:
+        def unix(at: float | None) -> float | None:
+            return None if at is None else round(at + shift, 2)
+
+        return SlotSpan(
+            grant.request_id,
+            grant.lease_id,
+            node,
+            grant.slots,
+            grant.caller if shows_caller else None,
+            self.name_of(grant.caller) if shows_caller else None,
+            grant.model,
+            round(grant.at + shift, 2),
+            unix(grant.first_content_at),
+            unix(grant.ended_at),
+            grant.outcome,
+            grant.resumes,
+        )
 
 
 def _with_slots(nodes: Iterable[Node]) -> Iterator[Node]:
@@ -121,22 +142,3 @@ def sample_of(slots: Mapping[str, int], most: int = MOST_LANES) -> dict[str, int
             chosen[name] = min(number, left)
             left -= chosen[name]
     return chosen
-
-
-def _span(grant: Grant, node: str, shift: float, *, shows_caller: bool) -> SlotSpan:
-    def unix(at: float | None) -> float | None:
-        return None if at is None else round(at + shift, 2)
-
-    return SlotSpan(
-        grant.request_id,
-        grant.lease_id,
-        node,
-        grant.slots,
-        grant.caller if shows_caller else None,
-        grant.model,
-        round(grant.at + shift, 2),
-        unix(grant.first_content_at),
-        unix(grant.ended_at),
-        grant.outcome,
-        grant.resumes,
-    )

@@ -69,7 +69,6 @@ async def test_a_revoked_key_is_asked_for_anew_and_the_page_is_whole_with_anothe
         await expect(page.locator(".tiles .node")).to_have_count(2)
         await expect(page.locator("#nodes input")).to_have_value("epyc-a")
         await expect(page.locator("#nodes select")).to_have_value("tiles")
-        await page.keyboard.press("Escape")
         await turn_to(page, "Overview")
         await expect(page.locator(".uplot")).to_have_count(6)
 

@@ -28,7 +28,8 @@ UNIX = 1_700_000_000.0
 def spans(
     gateway: BareGateway, after: float = 0.0, *, shows_callers: bool = True
 ) -> list[SlotSpan]:
-    endpoint = TimelineEndpoint(gateway.scheduler, lambda: UNIX + now())
+    name_of = gateway.key_sync.key_ring.name_of
+    endpoint = TimelineEndpoint(gateway.scheduler, lambda: UNIX + now(), name_of)
     return endpoint.read(after, shows_callers=shows_callers).spans
 
 

@@ -34,14 +34,7 @@ function draw() {
       <span aria-hidden="true">${one.isError ? "✕" : "✓"}</span> ${plain(one.text)}
     </p>`,
   );
-  const place = document.getElementById("toasts");
-  // What lies behind an open dialog is dimmed, and no screen reader tells of it.
-  const home = document.querySelector("dialog[open]:not(#confirm)") ?? document.body;
-  if (place.parentElement !== home) {
-    home.append(place);
-    home.addEventListener("close", draw, { once: true });
-  }
-  render(list, place);
+  render(list, document.getElementById("toasts"));
 }
 
 /** Ask before something is done that others feel: whether the answer is yes. `verb` is the word on the button. */

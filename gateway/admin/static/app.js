@@ -13,7 +13,7 @@ import * as playground from "./playground.js";
 import * as queue from "./queue.js";
 import * as requests from "./requests.js";
 import * as settings from "./settings.js";
-import { href, leaveItem, onMove, route } from "./route.js";
+import { href, onMove, route } from "./route.js";
 import { nodesAlone, state, takeHello, takeSnapshot, takeUpdate } from "./state.js";
 import { follow, setKey } from "./stream.js";
 import { onSystemTheme } from "./theme.js";
@@ -27,9 +27,8 @@ import { onSystemTheme } from "./theme.js";
  * `enter(route, redraw)` and `leave()`: called when the reader comes to the page, or to another of its things, and when
  * she leaves it.
  * `badge()`: a number for the rail, 0 for none.
- * `dialog`, `drawItem(id)`, `openItem(id)`, `closeItem()`: things of the page have addresses of their own, which open the
- * dialog of that id over the page where the reader is. Without `dialog` the page itself gets them, as `route.id`; or the
- * module `item`, which is like a page.
+ * A thing of the page has an address of its own, which the page gets as `route.id`; or the module `item`, which is like a
+ * page.
  */
 const PAGES = {
   __proto__: null,
@@ -58,11 +57,8 @@ let wantsFocus = false;
 let pageVersion = null;
 /** Whether the page's own first words have made room. */
 let cleared = false;
-/** Where the reader is, below an open dialog too; null until the first page is drawn. */
-let base = null;
-/** The module and the thing that were entered; the route of the dialog that is open. */
+/** The module and the thing that were entered. */
 let entered = { module: null, id: "" };
-let opened = null;
 
 function redraw() {
   state.versions.page += 1;
@@ -73,8 +69,6 @@ function maySee(page) {
   return ROLES.indexOf(state.role) >= ROLES.indexOf(page.role);
 }
 
-const ofDialog = ({ page, id }) => id !== "" && PAGES[page]?.module.dialog !== undefined && maySee(PAGES[page]);
-
 function schedule() {
   if (pending) return;
   pending = true;
@@ -82,10 +76,9 @@ function schedule() {
 }
 
 function draw() {
-  if (state.summary !== null) takePlace();
-  else render(nothing, rail);
   render(headerView(), document.getElementById("top"));
   if (state.connection === "key") {
+    render(nothing, rail);
     show(keyView());
     if (wantsFocus) document.getElementById("admin-key").focus();
     wantsFocus = false;
@@ -96,67 +89,35 @@ function draw() {
     return;
   }
   pageVersion ??= state.summary.version;
-  const current = PAGES[base.page];
-  const owner = base.id !== "" && current?.item ? current.item : current?.module;
+  const current = PAGES[route.page];
+  const owner = route.id !== "" && current?.item ? current.item : current?.module;
   const module = current !== undefined && maySee(current) ? owner : null;
-  if (entered.module !== module || entered.id !== base.id) {
+  if (entered.module !== module || entered.id !== route.id) {
     entered.module?.leave?.();
-    entered = { module, id: base.id };
-    module?.enter?.(base, redraw);
+    entered = { module, id: route.id };
+    module?.enter?.(route, redraw);
   }
+  document.title = [plain(route.id), titleOf(current), "llama-gateway"].filter((name) => name !== "").join(" · ");
   render(railView(), rail);
   show(html`${state.connection === "lost" ? lostView() : nothing}
     ${current === undefined ? html`<p class="panel">There is no such page.</p>`
-    : module !== null ? pageView(base, module)
+    : module !== null ? pageView(module)
     : html`<p class="panel">${current.title} needs the key of an ${current.role}; this one is a ${state.role}'s.</p>`}`);
-  module?.drawn?.(base);
-  drawDialog();
+  module?.drawn?.(route);
 }
 
-function takePlace() {
-  const { page, id } = route;
-  if (!ofDialog(route)) base = route;
-  else base ??= { page, id: "", query: new URLSearchParams() };
-  const names = [plain(id), PAGES[page]?.title ?? "No such page", "llama-gateway"];
-  document.title = names.filter((name) => name !== "").join(" · ");
-}
+const titleOf = (page) => page?.title ?? "No such page";
 
-function pageView(at, module) {
-  const view = () => module.view(at, redraw);
-  return module.depends === undefined ? html`${view()}` : guard([module, ...module.depends(at)], view);
-}
-
-/** Open, draw or close the dialog of the address. */
-function drawDialog() {
-  const wanted = ofDialog(route) ? route : null;
-  const module = wanted && PAGES[wanted.page].module;
-  if (wanted?.page !== opened?.page || wanted?.id !== opened?.id) {
-    closeDialogs();
-    opened = wanted;
-    module?.openItem?.(wanted.id);
-    module?.drawItem?.(wanted.id);
-    if (module) document.getElementById(module.dialog).showModal();
-  } else if (module) module.drawItem?.(wanted.id);
-}
-
-function closeDialogs() {
-  if (opened !== null) PAGES[opened.page].module.closeItem?.();
-  opened = null;
-  for (const dialog of document.querySelectorAll("dialog[open]")) dialog.close();
-}
-
-for (const dialog of document.querySelectorAll("dialog")) {
-  // The Escape key closes it. By the time of the event the next one may be open.
-  dialog.addEventListener("close", () => {
-    if (opened !== null && !dialog.open && PAGES[opened.page].module.dialog === dialog.id) leaveItem();
-  });
+function pageView(module) {
+  const view = () => module.view(route, redraw);
+  return module.depends === undefined ? html`${view()}` : guard([module, ...module.depends(route)], view);
 }
 
 function railView() {
   return html`<p class="brand" aria-hidden="true">llama-gateway</p>
     <ul>${Object.entries(PAGES).filter(([, page]) => maySee(page)).map(([name, page]) => {
       const number = page.module.badge?.() ?? 0;
-      return html`<li><a href=${href(name)} aria-current=${name === base.page ? "page" : nothing}>${page.title}${
+      return html`<li><a href=${href(name)} aria-current=${name === route.page ? "page" : nothing}>${page.title}${
         number === 0 ? nothing : html` <b>${count(number)}</b>`}</a></li>`;
     })}</ul>`;
 }
@@ -190,7 +151,7 @@ const CONNECTIONS = { live: ["●", "live"], connecting: ["◔", "connecting"], 
 function headerView() {
   const [mark, word] = CONNECTIONS[state.connection];
   const { summary } = state;
-  return html`<h1>${summary === null ? "llama-gateway" : PAGES[base.page]?.title ?? "No such page"}</h1>
+  return html`<h1>${summary === null ? "llama-gateway" : titleOf(PAGES[route.page])}</h1>
     <p class="headline">${headline()}</p>
     <p class="about">${summary === null ? nothing : html`<span class="muted">${plain(summary.version)}, up ${
       seconds(Math.max(0, state.at - summary.started_at))}</span>`}
@@ -238,7 +199,7 @@ function tell(connection, trouble) {
   state.connection = connection;
   state.trouble = trouble;
   if (connection === "key") {
-    closeDialogs();
+    document.getElementById("confirm").close();
     wantsFocus = true;
     state.summary = null;
     state.requests = new Map();
@@ -274,8 +235,9 @@ document.querySelector(".skip").addEventListener("click", (event) => {
 });
 
 onMove((isNew) => {
+  document.getElementById("confirm").close();
   draw();
-  if (opened !== null || !isNew) return;
+  if (!isNew) return;
   scrollTo(0, 0);
   main.focus({ preventScroll: true });
 });

@@ -2,13 +2,11 @@
 // things, and what the page has been told to show.
 
 const LONGEST = 2048;
+/** The state of an entry of the browser's history on which the reader has been. */
+const SEEN = { seen: true };
 
 /** The route of the address: `page`, `id` ("" for the page itself) and `query`. */
 export let route = parse(location.hash);
-/** How many entries of the browser's history this page has made before the present one. */
-let place = history.state?.place ?? 0;
-let last = place;
-let moved = () => {};
 
 export function parse(hash) {
   const [path, words = ""] = hash.slice(0, LONGEST).split(/\?(.*)/s);
@@ -42,32 +40,19 @@ export function setQuery(name, value) {
   else query.set(name, value);
   route = { ...route, query };
   try {
-    history.replaceState({ place }, "", href(route.page, route.id, query));
+    history.replaceState(SEEN, "", href(route.page, route.id, query));
   } catch {
     // A browser that bounds how often an address may change; the page shows what was asked for all the same.
   }
 }
 
-/** Leave the one thing that is shown, for where the reader came from. */
-export function leaveItem() {
-  if (place > 0) {
-    history.back();
-    return;
-  }
-  history.replaceState({ place }, "", href(route.page));
-  route = parse(location.hash);
-  moved(false);
-}
-
 /** Call this with each new address, and whether a link led there, not the way back. */
-export function onMove(call) {
-  moved = call;
+export function onMove(moved) {
   addEventListener("hashchange", () => {
     const isNew = history.state === null;
-    if (isNew) history.replaceState({ place: last + 1 }, "");
-    place = last = history.state.place;
+    history.replaceState(SEEN, "");
     route = parse(location.hash);
     moved(isNew);
   });
-  if (history.state === null) history.replaceState({ place }, "");
+  history.replaceState(SEEN, "");
 }

@@ -2,7 +2,7 @@
 // prompt is striped, one that writes is solid, in the colour of the caller; who waits is drawn below.
 
 import { html, nothing, render } from "./vendor/lit-html/lit-html.js";
-import { count, plain, seconds } from "./format.js";
+import { callerName, count, plain, seconds } from "./format.js";
 import { go, href } from "./route.js";
 import { isOperator, state } from "./state.js";
 import { ask } from "./stream.js";
@@ -29,8 +29,9 @@ let spans = new Map();
 let told = null;
 /** By node: who has each lane, and since when its lanes are drawn. */
 let lanes = new Map();
-/** By caller: her colour's number. */
-let colours = new Map();
+/** By caller: her colour's number; and her name. */
+const colours = new Map();
+let names = new Map();
 /** The caller whose spans alone are in colour; null: all. */
 let chosen = null;
 let stopped = null;
@@ -112,7 +113,9 @@ function place() {
 /** Colours are given once, the busiest callers first. */
 function paint() {
   const busy = new Map();
+  names = new Map();
   for (const span of spans.values()) {
+    names.set(span.caller, callerName(span));
     if (span.caller !== null) busy.set(span.caller, (busy.get(span.caller) ?? 0) + (span.end ?? told.at) - span.begin);
   }
   for (const caller of colours.keys()) if (!busy.has(caller)) colours.delete(caller);
@@ -147,7 +150,7 @@ function legendView(redraw) {
     <span class="muted"><i class="sample resumed"></i> goes on elsewhere</span>
     ${callers.map(([caller, number]) => html`<button class="chip caller" aria-pressed=${chosen === caller}
       @click=${() => { chosen = chosen === caller ? null : caller; redraw(); }}><i class="k${number}"
-      aria-hidden="true"></i>${plain(caller)}</button>`)}
+      aria-hidden="true"></i>${names.get(caller)}</button>`)}
     ${hasOthers ? html`<span class="caller"><i class="k${COLOURS}" aria-hidden="true"></i>${OTHERS}</span>` : nothing}</p>`;
 }
 
@@ -369,7 +372,7 @@ function wordsOf(span) {
   const end = span.end ?? told.at;
   const reading = (span.writes ?? end) - span.begin;
   const ends = span.end === null ? "runs" : isCut(span) ? `cut short: ${plain(span.outcome)}` : plain(span.outcome);
-  return [plain(span.caller ?? "a request"), plain(span.model), plain(span.node), `read ${seconds(reading)}`,
+  return [span.caller === null ? "a request" : callerName(span), plain(span.model), plain(span.node), `read ${seconds(reading)}`,
     span.writes === null ? "" : `wrote ${seconds(end - span.writes)}`, span.resumes ? "went on from another node" : "", ends]
     .filter((words) => words !== "").join(" · ");
 }
