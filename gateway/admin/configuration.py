@@ -216,7 +216,7 @@ class ConfigEndpoints:
         """What has changed from one version to the file; secrets are masked."""
         history, before, text = await self._read(request.query_params.get("from", ""))
         names = {"file": str(history.file), "from": before.name}
-        return await large_json(lambda: names | difference(text, history.on_disk() or "")._asdict())
+        return await large_json(lambda: names | difference(text, history.on_disk() or ""))
 
     async def rollback(self, request: Request) -> Response:
         """Write an earlier text to its file, if a gateway would start with it."""

@@ -907,7 +907,6 @@ class FileReloader:
         self._certificates = certificates
         self._reloading = asyncio.Lock()
         self._inventory: Inventory | None = None
-        self._unkept: set[FileKind] = set()  # files of which it was told that no text is kept
         self.files = ConfigFiles(
             startup.histories(options),
             options.overrides(os.environ),
@@ -981,12 +980,8 @@ class FileReloader:
         self.files.in_force[kind] = text
         try:
             await asyncio.to_thread(history.keep, text, time.time())
-            self._unkept.discard(kind)
         except OSError as error:
-            if kind not in self._unkept:
-                self._unkept.add(kind)
-                why = f"{error.filename}: {error.strerror}" if error.filename else str(error)
-                log.warning("no history of a file", file=str(history.file), why=why)
+            log.warning("no history of a file", file=str(history.file), why=str(error))
 
     async def _reload_quietly(self, actor: str, *, inventory: bool, settings: bool) -> None:
         async with self._reloading:

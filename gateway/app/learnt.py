@@ -57,7 +57,7 @@ from gateway.store.schema import learnt as table
 from gateway.store.store import Store
 from gateway.system import read_state, set_aside, write_state
 from gateway.watch.history import FleetHistory, HistoryPoint
-from gateway.watch.node_history import KeptDay, NodeHistory
+from gateway.watch.node_history import NodeHistory
 
 # Seconds in which evidence comes to count half. A server of one model and build on one machine
 # seldom changes its speed, but after a week the first requests should show it anew.
@@ -81,7 +81,7 @@ SHORT_LIVED = ("prompts", "saved", "charts", "node_days", "decisions")
 SHORT_LIFE = 2 * 86400.0
 LARGEST_ROW = 64 << 10  # bytes of a value; larger ones are not kept
 # Bytes of the file, and of what is read from the store: more than all sections' together.
-LARGEST_FILE = 40 << 20
+LARGEST_FILE = 44 << 20
 FILE_VERSION = 1  # version of the file's format; a file of another version is set aside
 # Seconds after the end of an attempt in which its tokens become known, if ever.
 SETTLE_SECONDS = 60.0
@@ -999,13 +999,10 @@ class Charts(Section):
 
 
 class NodeDays(Section):
-    """A day of busy slots and speed of each node: a row by its name, of 3 KiB.
+    """A day of busy slots and speed of each node: a row by its name, of 8 KiB."""
 
-    They all change every five minutes, and so are written four times an hour, and at the end.
-    """
-
-    name, most_rows, most_bytes = "node_days", 10_000, 4 << 20
-    pause = 900.0
+    name, most_rows, most_bytes = "node_days", 10_000, 8 << 20
+    pause = 900.0  # They all change every five minutes.
 
     def __init__(self, history: NodeHistory, now: Callable[[], float] = time.time) -> None:
         self._history = history
@@ -1013,12 +1010,11 @@ class NodeDays(Section):
 
     def changes(self) -> Iterator[Change]:
         """The days of all nodes."""
-        for name, day in self._history.export():
-            yield name, None, day
+        yield from ((name, None, day) for name, day in self._history.export())
 
     def restore(self, row: Row, age: float) -> bool:
         """Fill in what was not seen here."""
-        day = msgspec.json.decode(row.value, type=KeptDay)
+        day = msgspec.json.decode(row.value, type=bytes)
         return self._history.restore(row.key, day, self._now())
 
 

@@ -594,7 +594,7 @@ def _insert_into_sqlite(connection: Connection, numbered: Sequence[UsageRow]) ->
 
 
 # Whether a row is of a stream, and which of the columns `_OFTEN_NULL` are NULL.
-_Shape = tuple[bool, ...]
+_Shape = tuple[bool, bool, bool, bool, bool, bool]
 
 
 class _SqliteInserts(NamedTuple):

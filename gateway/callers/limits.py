@@ -796,6 +796,14 @@ class LimitBook:
 
     def used_quotas(self, account: Account, least: float) -> Iterator[UsedQuota]:
         """The limits of a day or month of which at least this share is used."""
+        calendar = self._calendar
+        calendar.look_up(self._wall_clock())
+        tokens = account.tokens_by_day.get(calendar.day, 0)
+        if (
+            tokens < least * account.tokens_per_day
+            and account.cost_used(calendar) < least * account.most_cost
+        ):
+            return  # So it is of nearly all, of which there may be a hundred thousand.
         for one in self.standings_of([account]):
             if one.limit in _QUOTAS and one.used >= least * one.most:
                 refuses = account.refused.get(one.limit, 0.0) > self._wall_clock()

@@ -103,6 +103,8 @@ def diff(
     Lines with a minus were there before, lines with a plus are there since. Secrets are masked: a
     key's hash that has changed shows as two masked lines.
     """
+    from gateway.config.versions import difference
+
     known = _histories(_options(nodes, config))
     if version is None:
         pairs = [(one, one.versions()[-1]) for one in known if one.versions()]
@@ -111,7 +113,8 @@ def diff(
     told = []
     for of, before in pairs:
         names = {"file": str(of.file), "from": before.name}
-        told.append(names | _difference(before.read(), of.on_disk() or "", secrets=secrets))
+        texts = before.read(), of.on_disk() or ""
+        told.append(names | difference(*texts, with_secrets=secrets))
     if as_json:
         print_json({"files": told})
         return
@@ -139,6 +142,7 @@ def rollback(
     variables. A running gateway reads the file by itself within seconds.
     """
     from gateway.app.startup import check_text
+    from gateway.config.versions import difference
 
     given = process.startup(nodes)
     found, wanted = _find(_histories(given), version)
@@ -146,7 +150,7 @@ def rollback(
     if problems := check_text(given, found.kind, text):
         print_config_error(ConfigError(problems))
         raise CommandFailed(f"{found.file} was not changed: {wanted.name} can't be in force", 2)
-    told = _difference(found.on_disk() or "", text, secrets=False)
+    told = difference(found.on_disk() or "", text)
     if not as_json:
         _print_difference(str(found.file), wanted.name, told)
     if managed := found.managed():
@@ -195,12 +199,6 @@ def _find(known: list[FileHistory], name: str) -> tuple[FileHistory, Version]:
 
     with failing_by(VersionError, status=2):
         return find_version(known, name)
-
-
-def _difference(before: str, after: str, *, secrets: bool) -> dict[str, Any]:
-    from gateway.config.versions import difference
-
-    return difference(before, after, with_secrets=secrets)._asdict()
 
 
 def _print_difference(before: str, after: str, told: dict[str, Any]) -> None:

@@ -13,12 +13,12 @@ import difflib
 import os
 import re
 from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime, timedelta
 from hashlib import sha256
 from pathlib import Path
-from typing import Any, Literal, NamedTuple, Self
+from typing import Any, Literal, Self
 
 from gateway.config.errors import ConfigError
 from gateway.config.yaml_file import read_text
@@ -216,57 +216,47 @@ def find_version(histories: Iterable[FileHistory], name: str) -> tuple[FileHisto
     )
 
 
-class TextDifference(NamedTuple):
-    """What one text has and another has not."""
-
-    lines: list[str]
-    """As `diff -u` has them: `@@ … @@`, then lines that begin with a space, `-` or `+`."""
-    added: int
-    removed: int
-    cut: bool  # whether there are more lines
-
-
-def difference(before: str, after: str, *, with_secrets: bool = False) -> TextDifference:
+def difference(before: str, after: str, *, with_secrets: bool = False) -> dict[str, Any]:
     """The lines that differ, in order. What may be secret is masked, unless `with_secrets`.
 
-    Lines are compared before they are masked: a secret that has changed shows as two masked lines.
+    `lines` are as `diff -u` has them, of at most so many (`cut`: there are more); `added` and
+    `removed` count them all. Lines are compared before they are masked: a secret that has changed
+    shows as two masked lines.
     """
     old, new = before.split("\n"), after.split("\n")
     same = _common(old, new)
-    first = max(0, same - CONTEXT)
-    end = max(0, _common(old[same:][::-1], new[same:][::-1]) - CONTEXT)
+    same_end = _common(old[same:][::-1], new[same:][::-1])
+    first, end = max(0, same - CONTEXT), max(0, same_end - CONTEXT)
     old, new = old[first : len(old) - end], new[first : len(new) - end]
+    groups: Iterable[list[tuple[str, int, int, int, int]]]
+    groups = difflib.SequenceMatcher(None, old, new).get_grouped_opcodes(CONTEXT)
+    if max(len(old), len(new)) > MOST_COMPARED:
+        groups = [[("replace", 0, len(old), 0, len(new))]]
     lines: list[str] = []
-    added = removed = 0
-    for group in _groups(old, new):
+    for group in groups:
         (_, a, _, b, _), (_, _, a_end, _, b_end) = group[0], group[-1]
         lines.append(f"@@ -{a + first + 1},{a_end - a} +{b + first + 1},{b_end - b} @@")
         for tag, a1, a2, b1, b2 in group:
             if tag == "equal":
                 lines += [f" {line}" for line in old[a1:a2]]
-                continue
-            removed, added = removed + a2 - a1, added + b2 - b1
-            lines += [f"-{line}" for line in old[a1:a2]]
-            lines += [f"+{line}" for line in new[b1:b2]]
-    shown = [f"{one[:LONGEST_LINE]}…" if len(one) > LONGEST_LINE else one for one in lines]
+            else:
+                lines += [f"-{line}" for line in old[a1:a2]]
+                lines += [f"+{line}" for line in new[b1:b2]]
+    signs = Counter(line[0] for line in lines)
+    shown = [one if len(one) < LONGEST_LINE else f"{one[:LONGEST_LINE]}…" for one in lines]
     shown = shown[:MOST_SHOWN]
-    if not with_secrets:
-        shown = [_masked(line) for line in shown]
-    return TextDifference(shown, added, removed, len(lines) > MOST_SHOWN)
+    return {
+        "lines": shown if with_secrets else [_masked(line) for line in shown],
+        "added": signs["+"],
+        "removed": signs["-"],
+        "cut": len(lines) > MOST_SHOWN,
+    }
 
 
 def _common(one: Sequence[str], other: Sequence[str]) -> int:
     """How many lines both begin with."""
     pairs = enumerate(zip(one, other, strict=False))
     return next((number for number, (a, b) in pairs if a != b), min(len(one), len(other)))
-
-
-def _groups(old: list[str], new: list[str]) -> Iterator[list[tuple[str, int, int, int, int]]]:
-    """The changes with the lines around them, as difflib has them."""
-    if max(len(old), len(new)) > MOST_COMPARED:
-        yield [("replace", 0, len(old), 0, len(new))]
-    elif old != new:
-        yield from difflib.SequenceMatcher(None, old, new).get_grouped_opcodes(CONTEXT)
 
 
 # What may be secret in a line, whatever its form: the file need not be valid, and secrets stand in

@@ -444,25 +444,7 @@ class FleetPromptCache:
         held = CachedPrompt(row, None, prompt_tokens, answer, prompt.ends_on_block, caller=caller)
         node.take_in(held, prompt.blocks)
         if 0 <= cached_tokens <= prompt_tokens and prompt.blocks:
-            self._count_hit(node, prompt, prompt_tokens, cached_tokens)
-
-    def _count_hit(
-        self, node: NodePromptCache, prompt: PromptKey, prompt_tokens: float, cached: float
-    ) -> None:
-        first = prompt.blocks[0]
-        found = node.hits.pop(first, None)
-        if found is None:
-            if cached < LEAST_PREDICTION:
-                return
-            found = PrefixHits()
-            if len(node.hits) >= MOST_HIT_PREFIXES:
-                del node.hits[next(iter(node.hits))]
-        node.hits[first] = found  # The last used is the last one.
-        found.requests += 1
-        found.prompt_tokens += prompt_tokens
-        found.cached_tokens += cached
-        if cached >= LEAST_PREDICTION:
-            found.length = min(found.length, cached)
+            node.count_hit(prompt.blocks[0], prompt_tokens, cached_tokens)
 
     def request_dropped(self, row: int, prompt: PromptKey, written_tokens: float = 0.0) -> None:
         """A request ended without usage, after so many tokens of its answer.
@@ -714,6 +696,20 @@ class NodePromptCache:
             if self.failures >= MOST_FAILED_PREDICTIONS:
                 self.clear()
                 self.failures = 0
+
+    def count_hit(self, first: int, prompt_tokens: float, cached: float) -> None:
+        """A prompt that begins with this block found so much in the cache, or nothing."""
+        is_hit = cached >= LEAST_PREDICTION
+        found = self.hits.pop(first, None) or (PrefixHits() if is_hit else None)
+        if found is None:
+            return
+        self.hits[first] = found  # The last used is the last one.
+        if len(self.hits) > MOST_HIT_PREFIXES:
+            del self.hits[next(iter(self.hits))]
+        found.requests += 1
+        found.prompt_tokens += prompt_tokens
+        found.cached_tokens += cached
+        found.length = min(found.length, cached) if is_hit else found.length
 
     def copy_idle_to_host(self) -> None:
         """Work begins: llama.cpp copies the prompts of idle slots to host memory."""

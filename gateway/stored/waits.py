@@ -8,7 +8,6 @@ was before its start it can't tell.
 from __future__ import annotations
 
 import asyncio
-import math
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
@@ -37,7 +36,7 @@ MESSAGES = {
     "storage_full": "The gateway's folder or disk is full: the operator makes room.",
     "storage_unavailable": "The gateway's folder can't be used now: its log says why.",
     "restored": "The store came out of a backup while it was unfinished: resume it.",
-    "folder_elsewhere": "Its files are in the folder of another gateway, which alone runs it.",
+    "folder_elsewhere": "Its files are in the folder of a member that does not lead the cluster.",
     "folder_gone": "Its files are in a folder that no member of the cluster has now.",
     "key_limit": "Its key has reached one of its limits.",
     "deadline": "Nodes can't read what is left of it before its deadline.",
@@ -152,13 +151,11 @@ class BatchWaits:
         if running <= self.feeder.held_of(batch.id):
             (wait,) = await self.of([batch])
         starts_at, targets = None if wait is None else wait.until, self._targets_of(batch)
-        if batch.state.ended or not targets:
+        if batch.state.ended or self._is_elsewhere(batch):
             return wait, Ahead(starts_at)
         if wait is not None and starts_at is None:
-            starts_at = min(
-                (self._begins_at(wait.reason, one) for one in targets),
-                key=lambda one: math.inf if one is None else one,
-            )
+            begins = (self._begins_at(wait.reason, one) for one in targets)
+            starts_at = min((one for one in begins if one is not None), default=None)
         # Of several models all nodes: each works on some of its lines.
         nodes = [self.nodes_of(one) for one in targets]
         return wait, Ahead(
@@ -169,15 +166,19 @@ class BatchWaits:
         """What it waits for that nobody's requests change."""
         if batch.state not in {BatchState.VALIDATING, BatchState.IN_PROGRESS}:
             return None
-        own = self.feeder.leases.folder.id
-        if own is not None and batch.folder != own:
-            is_gone = self.is_folder_there(batch.folder) is False
-            return BatchWait("folder_gone" if is_gone else "folder_elsewhere", None)
+        if self._is_elsewhere(batch):
+            # Without a cluster its own gateway alone knows whether it waits.
+            is_there = self.is_folder_there(batch.folder)
+            word = "folder_elsewhere" if is_there else "folder_gone"
+            return None if is_there is None else BatchWait(word, None)
         if batch.paused_at is not None:
             return BatchWait(batch.pause_reason or "paused", batch.paused_at)
         if batch.state is BatchState.VALIDATING:
             return BatchWait("validating", batch.created_at)
         return None
+
+    def _is_elsewhere(self, batch: Batch) -> bool:
+        return batch.folder != (self.feeder.leases.folder.id or batch.folder)
 
     def _put_off(self, batch: Batch, since: float | None) -> BatchWait | None:
         """What its lines wait for that may not run before a certain time."""
@@ -189,7 +190,7 @@ class BatchWaits:
         return None
 
     def _targets_of(self, batch: Batch) -> set[RequestTarget]:
-        """What may serve its lines; nothing: they will fail, or have several models."""
+        """What may serve its lines; nothing: they will fail."""
         if found := self.feeder.targets_of(batch.id):
             return found
         target = self.feeder.runner.target_of(batch.owner, batch.endpoint, batch.model)

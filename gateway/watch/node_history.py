@@ -1,18 +1,16 @@
 """A day of each node, for its page: busy slots and speed, in steps of five minutes.
 
-A node takes 2.3 KiB, whether little or much happens: a thousand nodes some 2.6 MB. Steps are
+A node takes 5.6 KiB once it has been at work for a day: a thousand nodes some 6 MB. Steps are
 numbered by the time of day, so that those of an earlier process have their places too.
 """
 
 from __future__ import annotations
 
 import math
-import struct
+from array import array
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any
-
-import msgspec
 
 from gateway.nodes.speed import Speed
 
@@ -20,54 +18,34 @@ STEP_SECONDS = 300.0
 STEPS = 288  # of a day
 MOST_NODES = 10_000  # nodes that are followed, models of routers included
 COLUMNS = ("at", "busy", "slots", "prefill_tps", "decode_tps")
-_POINT = struct.Struct("<4e")  # half floats: three digits, in two bytes each
-_LARGEST = 65504.0  # of a half float
-_UNKNOWN = _POINT.pack(*[math.nan] * 4)
-
-
-class KeptDay(msgspec.Struct, frozen=True):
-    """The day of one node as it outlives the process."""
-
-    newest: int  # number of its last step
-    points: bytes  # of `STEPS` steps, the oldest first
+_WIDTH = len(COLUMNS)
 
 
 @dataclass(slots=True)
 class _Day:
-    """The steps of one node, each in its place of a ring; and the sums of the one that runs."""
+    """The steps of one node that have ended, and the sums of the one that runs."""
 
     step: int  # number of the step that runs
-    newest: int  # number of the last one in the ring
-    ring: bytearray = field(default_factory=lambda: bytearray(_UNKNOWN * STEPS))
+    points: array[float] = field(default_factory=lambda: array("f"))
+    """Of each step its number, and the values of `COLUMNS`; NaN: unknown."""
     readings: int = 0
     busy: int = 0
     slots: int = 0
 
-    def running(self, speed: Speed) -> bytes:
-        """The point of the step that runs."""
+    def running(self, speed: Speed) -> tuple[float, ...]:
+        """The values of the step that runs."""
+        tps = (speed.prefill_tps, speed.decode_tps)
         mean = self.busy / self.readings, self.slots / self.readings
-        values = (*mean, speed.prefill_tps, speed.decode_tps)
-        return _POINT.pack(*(math.nan if one is None else min(one, _LARGEST) for one in values))
+        return (*mean, *(math.nan if one is None else one for one in tps))
 
-    def put(self, step: int, point: bytes) -> None:
-        """This is the point of a later step; what lies between is unknown."""
-        if not self.newest < step < self.newest + STEPS:  # Away for a day, or a clock set back.
-            self.ring[:] = _UNKNOWN * STEPS
-        for number in range(max(self.newest + 1, step - STEPS), step):
-            self.write(number, _UNKNOWN)
-        self.write(step, point)
-        self.newest = step
-
-    def write(self, step: int, point: bytes) -> None:
-        """Replace the point of a step of this day."""
-        at = step % STEPS * _POINT.size
-        self.ring[at : at + _POINT.size] = point
-
-    def points(self) -> Iterator[tuple[int, bytes]]:
-        """The steps with their points, the oldest first."""
-        for step in range(self.newest - STEPS + 1, self.newest + 1):
-            at = step % STEPS * _POINT.size
-            yield step, bytes(self.ring[at : at + _POINT.size])
+    def begin(self, step: int, speed: Speed) -> None:
+        """The step that runs is over, and this one begins."""
+        if self.readings:
+            while self.points and self.points[-_WIDTH] >= self.step:  # The clock was set back.
+                del self.points[-_WIDTH:]
+            self.points.extend((self.step, *self.running(speed)))
+            del self.points[: -STEPS * _WIDTH]
+        self.step, self.readings, self.busy, self.slots = step, 0, 0, 0
 
 
 class NodeHistory:
@@ -86,9 +64,7 @@ class NodeHistory:
         if day is None:
             return
         if day.step != step:
-            if day.readings:
-                day.put(day.step, day.running(speed))
-            day.step, day.readings, day.busy, day.slots = step, 0, 0, 0
+            day.begin(step, speed)
         day.readings += 1
         day.busy += busy
         day.slots += slots
@@ -97,28 +73,29 @@ class NodeHistory:
         """What is known of a node's last day, as rows under the names of `COLUMNS`."""
         rows: list[tuple[float | None, ...]] = []
         day, now = self._days.get(name), at // STEP_SECONDS
-        for step, point in () if day is None else day.points():
-            if point != _UNKNOWN and now - STEPS <= step <= now:
-                rows.append(((step + 1) * STEP_SECONDS, *_unpacked(point)))
-        if day is not None and day.readings:
-            rows.append((round(at, 1), *_unpacked(day.running(speed))))
+        if day is not None:
+            for place in range(0, len(day.points), _WIDTH):
+                step, *values = day.points[place : place + _WIDTH]
+                if now - STEPS <= step <= now:
+                    rows.append(((step + 1) * STEP_SECONDS, *map(_rounded, values)))
+            if day.readings:
+                rows.append((round(at, 1), *map(_rounded, day.running(speed))))
         return {"node": name, "step": STEP_SECONDS, "columns": COLUMNS, "points": rows}
 
-    def export(self) -> Iterator[tuple[str, KeptDay]]:
+    def export(self) -> Iterator[tuple[str, bytes]]:
         """The days of all nodes, to be kept."""
         for name, day in [*self._days.items()]:
-            yield name, KeptDay(day.newest, b"".join(point for _, point in day.points()))
+            yield name, day.points.tobytes()
 
-    def restore(self, name: str, kept: KeptDay, at: float) -> bool:
-        """Fill in what this process has not seen of a node; False: it can't be used."""
+    def restore(self, name: str, kept: bytes, at: float) -> bool:
+        """Put a day of an earlier process before what was seen here; False: it can't be used."""
         day = self._day(name, int(at // STEP_SECONDS))
-        if day is None or len(kept.points) != STEPS * _POINT.size:
+        if day is None or len(kept) % (4 * _WIDTH):
             return False
-        known = dict(day.points())
-        first = kept.newest - STEPS + 1
-        for number, (point,) in enumerate(struct.iter_unpack("8s", kept.points)):
-            if known.get(first + number) == _UNKNOWN:
-                day.write(first + number, point)
+        points, first = array("f", kept[: 4 * _WIDTH * STEPS]), (*day.points, math.inf)[0]
+        while points and not points[-_WIDTH] < first:
+            del points[-_WIDTH:]
+        day.points = (points + day.points)[-STEPS * _WIDTH :]
         return True
 
     def _day(self, name: str, step: int) -> _Day | None:
@@ -128,9 +105,9 @@ class NodeHistory:
                 kept = {name: day for name, day in self._days.items() if day.step >= step - 1}
                 self._days = kept
             if len(self._days) < MOST_NODES:
-                self._days[name] = _Day(step, step - 1)
+                self._days[name] = _Day(step)
         return self._days.get(name)
 
 
-def _unpacked(point: bytes) -> tuple[float | None, ...]:
-    return tuple(None if math.isnan(one) else round(one, 2) for one in _POINT.unpack(point))
+def _rounded(value: float) -> float | None:
+    return None if math.isnan(value) else round(value, 2)

@@ -191,3 +191,22 @@ async def test_a_gateway_without_a_store_shows_groups_and_keeps_none(tmp_path: P
         assert error(await admin.put("/admin/groups/b", json={}))[:2] == (501, "not_supported")
         (key,) = (await admin.get("/admin/keys")).json()["keys"]
         assert (key["standing"], key["last_used_at"]) == ([], None)
+
+
+async def test_a_start_and_a_reload_warn_of_groups_that_nobody_has_defined(tmp_path: Path) -> None:
+    own = {"id": OWN.id, "sha256": OWN.sha256, "name": "owner", "group": "nigth"}
+
+    def lines(event: str) -> int:
+        return (tmp_path / "gateway.log").read_text().count(f'"event":"{event}"')
+
+    async with gateway(tmp_path, keys=[own]) as (running, admin):
+        await until(lambda: lines("group") == 1)
+        running.write_settings({"keys": [own], "queue": {"max": 99}})
+        await running.gateway.reload()
+        await until(lambda: lines("group") == 2)
+        await admin.put("/admin/groups/nigth", json={})
+        before = lines("settings changed")
+        running.write_settings({"keys": [own], "queue": {"max": 98}})
+        await running.gateway.reload()
+        await until(lambda: lines("settings changed") > before)
+        assert lines("group") == 2

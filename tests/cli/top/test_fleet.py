@@ -22,6 +22,7 @@ from gateway.cli.top.fleet import (
     request_lines,
     slots_drawn,
 )
+from gateway.cli.why import explained
 from tests.cli.local_server import serving
 
 
@@ -216,11 +217,30 @@ def test_a_speed_far_below_the_nodes_own_past_says_so() -> None:
 def test_what_nodes_and_clients_name_themselves_stays_text() -> None:
     evil = "\x1b[31m[bold]x\n\x07"
     nodes = [{"name": evil, "state": evil, "reason": evil}]
-    requests = [{"id": "r", "request_id": evil, "caller": evil}]
+    requests = [{"id": "r", "request_id": evil, "caller": evil, "caller_name": f"{evil}!"}]
     shown = picture(nodes=nodes, requests=requests)
     cells = [cell for line in node_lines(shown) + request_lines(shown) for cell in line.cells]
     assert all(cell.isprintable() for cell in cells)
     assert any("[bold]x" in cell for cell in cells)
+
+
+EXPLAINED = {"request_id": "r", "state": "finished", "summary": "It ran.", "seconds": 1.0}
+
+
+def test_a_request_has_its_keys_name_before_its_id() -> None:
+    requests = [
+        {"id": "a", "received_at": 1.0, "caller": "k1", "caller_name": "Alice"},
+        {"id": "b", "received_at": 2.0, "caller": "k2", "caller_name": "k2"},
+        {"id": "c", "received_at": 3.0, "caller": "anonymous:::1", "caller_name": None},
+    ]
+    lines = request_lines(picture(requests=requests))
+    assert [line.cells[8] for line in lines] == ["Alice (k1)", "k2", "anonymous:::1"]
+    (facts,) = [
+        line
+        for line in explained({"requests": [{**EXPLAINED, **requests[0]}]})
+        if "caller" in str(line)
+    ]
+    assert "caller Alice (k1)" in str(facts)
 
 
 def test_requests_are_the_oldest_first_with_their_age() -> None:
@@ -283,6 +303,8 @@ def test_a_problem_names_its_caller_and_where_there_is_room_its_commands() -> No
     }  # fmt: skip
     shown = picture(problems=[problem])
     assert problem_lines(shown, 1) == [("warning", "t: c. Caller: team-a. Do: r.")]
+    named = picture(problems=[{**problem, "caller_name": "Team A"}])
+    assert problem_lines(named, 1) == [("warning", "t: c. Caller: Team A (team-a). Do: r.")]
     ((_, text),) = problem_lines(shown, 1, commands=True)
     assert text.startswith("t: c. Caller: team-a. Do: r. Run: llama-gateway keys show team-a; df")
     assert text.isprintable()
