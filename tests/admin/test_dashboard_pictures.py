@@ -8,6 +8,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import io
+import json
 import os
 import random
 from collections.abc import AsyncIterator
@@ -28,6 +29,7 @@ pytestmark = [pytest.mark.slow, needs_browser]
 
 FOLDER = os.environ.get("DASHBOARD_PICTURES")
 SECONDS = 100.0 if FOLDER else 1.0  # that the fleet works before the first picture
+SHOWN = ("nodes", "requests", "batches", "keys", "settings")  # besides the overview
 COLOURS = 96  # of a picture: more take more bytes than they show
 SIZE = {"width": 1280, "height": 880}
 CALLERS = {name: new_key(name) for name in ("chat", "search", "agents", "reports", "nightly")}
@@ -86,6 +88,37 @@ async def traffic(running: Running, each: int) -> AsyncIterator[None]:
         await asyncio.gather(*tasks, return_exceptions=True)
 
 
+async def hand_in(running: Running, lines: int) -> None:
+    """Have the gateway do a batch of so many chats beside the rest."""
+    headers = {"authorization": f"Bearer {CALLERS['nightly'].text}"}
+    chats = [
+        {
+            "custom_id": f"line-{number}",
+            "method": "POST",
+            "url": "/v1/chat/completions",
+            "body": {
+                "model": "mistral-7b",
+                "messages": [{"role": "user", "content": f"Sum up report {number}."}],
+                "max_tokens": 40,
+            },
+        }
+        for number in range(lines)
+    ]
+    content = "\n".join(json.dumps(chat) for chat in chats).encode()
+    async with httpx.AsyncClient(
+        base_url=running.url, headers=headers, trust_env=False, verify=NO_TLS
+    ) as one:
+        files = {"file": ("reports.jsonl", content)}
+        sent = await one.post("/v1/files", data={"purpose": "batch"}, files=files)
+        body = {
+            "input_file_id": sent.json()["id"],
+            "endpoint": "/v1/chat/completions",
+            "completion_window": "24h",
+        }
+        made = await one.post("/v1/batches", json=body)
+        assert made.status_code == 200, made.text
+
+
 async def picture(page: Page, folder: Path, name: str) -> None:
     """Keep a picture of what is shown, in few bytes."""
     shot = Image.open(io.BytesIO(await page.screenshot()))
@@ -105,6 +138,7 @@ async def test_the_pictures_of_the_docs_are_made(tmp_path: Path) -> None:
         fleet = running.gateway.fleet.nodes.values()
         history = running.gateway.live.history
         await until(lambda: all(node.speed.decode_tps for node in fleet), 120.0)
+        await hand_in(running, 400)
         await until(lambda: len(history.points) * history.step_seconds >= SECONDS / 2, 200.0)
         await nodes["epyc-c-numa1"].kill()
         await until(lambda: len(history.points) * history.step_seconds >= SECONDS, 200.0)
@@ -125,13 +159,13 @@ async def test_the_pictures_of_the_docs_are_made(tmp_path: Path) -> None:
 
 
 async def each_page(page: Page, folder: Path) -> None:
-    """Keep a picture of every other page of the rail."""
+    """Keep a picture of each other page that the docs show."""
     links = page.locator("#rail a")
     for link in await links.all():
         address = await link.get_attribute("href")
         assert address is not None
         name = address.removeprefix("#/")
-        if name != "overview":
+        if name in SHOWN:
             await link.click()
             await page.wait_for_timeout(3000)  # until the page has what it asks for
             await picture(page, folder, name)
