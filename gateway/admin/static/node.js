@@ -43,6 +43,7 @@ export function leave() {
 }
 
 async function fetchAll(into, redraw) {
+  if (!state.nodes.has(into.name)) return;
   const name = encodeURIComponent(into.name);
   try {
     const [day, cache] = await Promise.all([`admin/nodes/${name}/history`, `admin/cache?node=${name}`]
