@@ -96,6 +96,14 @@ def test_a_group_has_its_slow_tests_and_all_of_its_own_files(run: pytest.Pyteste
     assert len(outcome(run, "--group", "equipment", "tests")) == 7
 
 
+def test_processes_of_xdist_run_what_was_asked_for(run: pytest.Pytester) -> None:
+    plugins = ("-p", "tests.ci.tiers", "-p", "no:asyncio", "--import-mode=importlib")
+    ran = run.runpytest_inprocess(*plugins, "-n", "1", "tests/stored/test_kills.py")
+    ran.assert_outcomes(passed=9)
+    ran = run.runpytest_inprocess(*plugins, "-n", "1")
+    ran.assert_outcomes(passed=6)
+
+
 def test_a_slow_test_that_no_group_has_fails(pytester: pytest.Pytester) -> None:
     pytester.makefile(".ini", pytest=INI)
     pytester.makepyfile(**{"tests/test_alone": FILE})

@@ -9,6 +9,7 @@ from __future__ import annotations
 import os
 from collections.abc import Generator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -86,14 +87,16 @@ def _marks(item: pytest.Item) -> set[str]:
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--group", help="run only the tests of this group of tests/ci/groups.toml")
-    # Set here, and carried to the processes of pytest-xdist.
     parser.addoption("--everything", action="store_true", help="run the tests of all groups, too")
 
 
 def pytest_configure(config: pytest.Config) -> None:
     group: str | None = config.getoption("--group")
     has_paths = config.args_source is pytest.Config.ArgsSource.ARGS
-    if group is None and has_paths and not hasattr(config, "workerinput"):
+    workerinput: dict[str, bool] | None = getattr(config, "workerinput", None)
+    if workerinput is not None:
+        config.option.everything = workerinput["everything"]
+    elif group is None and has_paths:
         config.option.everything = True
     if config.option.everything:
         return
@@ -101,6 +104,12 @@ def pytest_configure(config: pytest.Config) -> None:
     if group is not None and group not in table.groups:
         raise pytest.UsageError(f"--group {group}: there is none; {', '.join(table.groups)}")
     config.pluginmanager.register(_Selection(table, group))
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_configure_node(node: Any) -> None:
+    """Tell a process of pytest-xdist which tests were asked for."""
+    node.workerinput["everything"] = node.config.option.everything
 
 
 @pytest.hookimpl(wrapper=True)
