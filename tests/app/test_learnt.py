@@ -669,8 +669,9 @@ def test_a_grant_is_kept_with_all_that_its_node_was_compared_with(file: Path) ->
     compared = Comparison(a_row("a"), (a_row("b"),), own, 100.0, NodeCounts(3, 5, 9), True)
     deferral, tried = Deferral("a", 4.0, 11.0, 12.0, 13.0), Tried(failed_nodes=frozenset("x"))
     grant = Grant(
-        *("r", 1000.0, 999.0, 14, "m", "gpu", 2, 50.0, 60.0, 1.5, 2.5, compared, deferral, tried),
-        *(True, 8, "cpu_wait", {"full": 2}, 1001.0, 1002.0, "ok", 200, (40, 30, 20), True),
+        *("r", 1000.0, 999.0, 14, "m", "gpu", "c", None, 2, 50.0, 60.0, 1.5, 2.5, compared),
+        *(deferral, tried, True, 8, "cpu_wait", {"full": 2}, 1001.0, 1002.0, "ok", 200),
+        *((40, 30, 20), True),
     )
     life.scheduler.decision_log.restore([grant])
     section, later = Decisions(life.scheduler.decision_log), Life(file)
