@@ -163,12 +163,12 @@ async def test_hosts_of_the_settings_are_allowed_and_others_are_not() -> None:
 
 @in_virtual_time
 async def test_the_index_lists_exactly_the_served_paths() -> None:
-    paths = re.findall(r"^(GET|POST|PATCH|DELETE) +(\S+)", INDEX_PAGE, re.MULTILINE)
+    paths = re.findall(r"^(GET|POST|PUT|PATCH|DELETE) +(\S+)", INDEX_PAGE, re.MULTILINE)
     async with bare_gateway(a_spec("a", DEAD)) as gateway:
         assert (await gateway.admin.get("/")).text == INDEX_PAGE
         for method, path in paths:
             asked = path.replace("{name}", "a").replace("{id}", "unknown")
-            wrong = await gateway.admin.request("PUT", asked)
+            wrong = await gateway.admin.request("PROPFIND", asked)
             assert wrong.status_code == 405, asked
             assert method in wrong.headers["allow"]
     assert len(paths) == len(ADMIN_ROUTES)

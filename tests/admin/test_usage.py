@@ -48,7 +48,7 @@ async def test_operators_see_what_every_key_used_and_cost(tmp_path: Path) -> Non
         table = await admin.get("/admin/usage?by=key&format=csv")
         assert table.headers["content-type"].startswith("text/csv")
         lines = table.text.splitlines()
-        assert lines[0].startswith("key,requests,failures,clients_left,prompt_tokens,")
+        assert lines[0].startswith("key,key_name,requests,failures,clients_left,")
         assert {line.split(",")[0] for line in lines[1:]} == {"alice", "vip", "chat"}
 
 
