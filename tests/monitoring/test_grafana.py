@@ -89,6 +89,11 @@ def test_provisioning_names_the_folder_to_which_the_playbooks_copy_the_dashboard
     assert path in tasks.read_text()
 
 
+def needs_cluster(query: str) -> bool:
+    """Whether a gateway without a cluster has no such metric."""
+    return "llama_gateway_cluster_" in query or "llama_gateway_late_leases" in query
+
+
 @pytest.mark.slow
 @needs_prometheus
 async def test_every_query_runs_against_a_real_prometheus(tmp_path: Path) -> None:
@@ -125,5 +130,6 @@ async def test_every_query_runs_against_a_real_prometheus(tmp_path: Path) -> Non
         await eventually(all_recorded)
         answers = await asyncio.gather(*(prometheus.query(query) for query in queries()))
         empty = [query for query, found in zip(queries(), answers, strict=True) if not found]
+        empty = [query for query in empty if not needs_cluster(query)]
         assert empty == [dashboard()["annotations"]["list"][0]["expr"]], "nothing fires"
         assert await prometheus.query("llama_gateway_node_metrics_up") == []
