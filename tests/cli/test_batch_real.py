@@ -69,7 +69,7 @@ async def test_a_table_is_answered_and_errors_end_with_status_1(tmp_path: Path) 
         )  # fmt: skip
         assert ran.status == 0, ran.err
         with (tmp_path / "mails.out.csv").open(newline="") as file:
-            rows = {row["custom_id"]: row["text"] for row in csv.DictReader(file)}
+            rows = {row["id"]: row["text"] for row in csv.DictReader(file)}
         assert rows.keys() == {"a", "b"}
         assert all(rows.values())
         shown = json.loads((await batch(gateway.url, "show", ran.out.strip(), "--json")).out)
