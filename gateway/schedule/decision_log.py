@@ -178,11 +178,12 @@ class DecisionLog:
         lease_id: int,
         model: str,
         tier: str,
+        node: str | None = None,
     ) -> Grant:
-        """A placement has become a lease."""
+        """A placement has become a lease; `node`: where it runs, if nodes were not compared."""
         grant = Grant(
             placement.id, placement.placed_at, placement.received_at, lease_id, model, tier,
-            request.caller.id,
+            request.caller.id, node,
         )  # fmt: skip
         grant.expect(placement)
         resumes, times_yielded = request.wanted.resume_key is not None, request.caller.times_yielded

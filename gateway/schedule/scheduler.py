@@ -434,11 +434,10 @@ class Scheduler:
         state.start(placement, row, now)
         placement.placed_earlier(now - age)
         granted = self.decision_log.granted(
-            placement, request, NOTHING_TRIED, lease_id, model, node.info.tier
+            placement, request, NOTHING_TRIED, lease_id, model, node.info.tier, node.name
         )
         lease = LeaseRecord(node, stream, request, placement, state, granted)
         lease.note_adopted()
-        granted.node = node.name
         lease.expect(reading.grace / PREFILL_GRACE_FACTOR, None)
         node.occupancy.take_over(slots, now)
         node.take(lease, now)
