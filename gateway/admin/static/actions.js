@@ -1,8 +1,8 @@
 // What an operator does by a click, and what came of it.
 
 import { html, render } from "./vendor/lit-html/lit-html.js";
+import { ask } from "./ask.js";
 import { plain } from "./format.js";
-import { ask } from "./stream.js";
 
 const SHOWN_SECONDS = 8;
 const MOST_TOASTS = 4;

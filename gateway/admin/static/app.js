@@ -2,6 +2,7 @@
 
 import { html, nothing, render } from "./vendor/lit-html/lit-html.js";
 import { guard } from "./vendor/lit-html/directives/guard.js";
+import { setKey } from "./ask.js";
 import { count, plain, plural, seconds } from "./format.js";
 import * as batches from "./batches.js";
 import * as keys from "./keys.js";
@@ -15,7 +16,7 @@ import * as requests from "./requests.js";
 import * as settings from "./settings.js";
 import { href, onMove, route } from "./route.js";
 import { nodesAlone, state, takeHello, takeSnapshot, takeUpdate } from "./state.js";
-import { follow, setKey } from "./stream.js";
+import { follow } from "./stream.js";
 import { onSystemTheme } from "./theme.js";
 
 /**

@@ -3,10 +3,10 @@
 import { html, nothing, svg } from "./vendor/lit-html/lit-html.js";
 import { repeat } from "./vendor/lit-html/directives/repeat.js";
 import { act, confirmed, toast } from "./actions.js";
+import { ask, fetchJson } from "./ask.js";
 import { count, money, plain, plural, rate, seconds } from "./format.js";
 import { go, href, setQuery } from "./route.js";
 import { state } from "./state.js";
-import { ask } from "./stream.js";
 
 const POLL_SECONDS = 3;
 const PAGE = 50;
@@ -60,7 +60,7 @@ async function poll(path, redraw) {
   question = path;
   const isList = path.startsWith(LIST);
   try {
-    const answer = await (await ask("GET", path)).json();
+    const answer = await fetchJson(path);
     if (path !== question) return;
     if (isList) list = answer;
     else batch = answer;
@@ -93,7 +93,7 @@ function pathOf(id, action = "") {
 /** Only admins may list keys; others type the name. */
 async function askKeys(redraw) {
   try {
-    keys = (await (await ask("GET", "admin/keys")).json()).keys.map((key) => key.name ?? key.id);
+    keys = (await fetchJson("admin/keys")).keys.map((key) => key.name ?? key.id);
     redraw();
   } catch {
     // The field takes any name.

@@ -3,11 +3,11 @@
 import { html, nothing, svg } from "./vendor/lit-html/lit-html.js";
 import { repeat } from "./vendor/lit-html/directives/repeat.js";
 import { order, pauseModel } from "./actions.js";
+import { ApiError, fetchJson } from "./ask.js";
 import { count, moment, money, percent, plain, plural, rate, seconds, size } from "./format.js";
 import { MARKS } from "./nodes.js";
 import { href } from "./route.js";
 import { isOperator, state } from "./state.js";
-import { ApiError, ask } from "./stream.js";
 import { tableView } from "./table.js";
 
 /** Hosts, and models of each, that are drawn; the others are counted. */
@@ -44,7 +44,7 @@ async function askFor(route, redraw) {
   leave();
   asking = new AbortController();
   const { signal } = asking;
-  const get = async (path) => (await ask("GET", path, { signal })).json();
+  const get = (path) => fetchJson(path, { signal });
   try {
     const [{ models }, { placements }] = await Promise.all([get("admin/models"), get("admin/placements")]);
     known = { ...known, models, placements, trouble: "" };

@@ -2,11 +2,11 @@
 
 import { html, nothing } from "./vendor/lit-html/lit-html.js";
 import { guard } from "./vendor/lit-html/directives/guard.js";
+import { fetchJson } from "./ask.js";
 import { count, money, percent, plain, plural, rate, seconds, size } from "./format.js";
 import { actionsView, cellsView, MARKS, slotsInWords } from "./nodes.js";
 import { href } from "./route.js";
 import { isOperator, state } from "./state.js";
-import { ask } from "./stream.js";
 import { colour, theme } from "./theme.js";
 
 const ASK_SECONDS = 60;
@@ -47,7 +47,7 @@ async function fetchAll(into, redraw) {
   const name = encodeURIComponent(into.name);
   try {
     const [day, cache] = await Promise.all([`admin/nodes/${name}/history`, `admin/cache?node=${name}`]
-      .map(async (path) => (await ask("GET", path)).json()));
+      .map((path) => fetchJson(path)));
     Object.assign(into, { day, cache, trouble: "" });
   } catch (error) {
     into.trouble = error.message;

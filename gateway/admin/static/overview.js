@@ -2,13 +2,13 @@
 
 import { html, nothing, svg } from "./vendor/lit-html/lit-html.js";
 import { guard } from "./vendor/lit-html/directives/guard.js";
+import { fetchJson } from "./ask.js";
 import { chartsView, column, drawCharts, hasPrices } from "./charts.js";
 import { count, money, percent, rate, seconds } from "./format.js";
 import { membersView } from "./members.js";
 import * as nodes from "./nodes.js";
 import { problemsView } from "./problems.js";
 import { isOperator, state } from "./state.js";
-import { ask } from "./stream.js";
 import * as timeline from "./timeline.js";
 
 const ASKED_SECONDS = 60;
@@ -25,7 +25,7 @@ export function enter(route, redraw) {
   const askForMoney = async () => {
     if (!isOperator() || !hasPrices() || document.hidden) return;
     try {
-      spentToday = (await (await ask("GET", "admin/usage?by=tier&since=0d")).json()).total.cost;
+      spentToday = (await fetchJson("admin/usage?by=tier&since=0d")).total.cost;
     } catch {
       spentToday = null;
     }

@@ -2,8 +2,9 @@
 
 import { html, nothing } from "./vendor/lit-html/lit-html.js";
 import { repeat } from "./vendor/lit-html/directives/repeat.js";
+import { ask } from "./ask.js";
 import { count, money, percent, plain, rate, seconds } from "./format.js";
-import { ask, eventsOf } from "./stream.js";
+import { eventsOf } from "./stream.js";
 import { state } from "./state.js";
 
 const MOST_TURNS = 40;

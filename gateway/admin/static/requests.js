@@ -4,11 +4,11 @@
 import { html, nothing } from "./vendor/lit-html/lit-html.js";
 import { guard } from "./vendor/lit-html/directives/guard.js";
 import { cancel } from "./actions.js";
+import { ApiError, fetchJson } from "./ask.js";
 import { count, money, moment, plain, plural, rate, seconds } from "./format.js";
 import { legendView, lifeOf, stripView, wordsOf } from "./life.js";
 import { go, href } from "./route.js";
 import { state } from "./state.js";
-import { ApiError, ask } from "./stream.js";
 import { tableView } from "./table.js";
 import * as why from "./why.js";
 
@@ -202,7 +202,7 @@ async function look(route, redraw) {
   }
   const { words } = ended;
   try {
-    const found = await (await ask("GET", `admin/requests/ended?${query}`, { signal })).json();
+    const found = await fetchJson(`admin/requests/ended?${query}`, { signal });
     if (signal.aborted) return;
     ended = { words, rows: found.requests, next: found.next, readSince: found.complete ? null : found.since, trouble: "" };
   } catch (error) {

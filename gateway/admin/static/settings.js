@@ -2,10 +2,10 @@
 
 import { html, nothing } from "./vendor/lit-html/lit-html.js";
 import { confirmed, toast } from "./actions.js";
+import { ask, fetchJson } from "./ask.js";
 import { count, plain, plural, size } from "./format.js";
 import { href, setQuery } from "./route.js";
 import { state } from "./state.js";
-import { ask } from "./stream.js";
 
 const MOST_LISTED = 400;
 const FILES = { gateway: "Settings", nodes: "Inventory" };
@@ -30,15 +30,11 @@ export function leave() {
   reloaded = null;
 }
 
-async function json(path) {
-  return (await ask("GET", path)).json();
-}
-
 async function load(version, redraw) {
   const into = known;
   try {
-    const [origins, history, compared] = await Promise.all([json("admin/config/origins"), json("admin/config/history"),
-      version === "" ? null : json(`admin/config/diff?from=${encodeURIComponent(version)}`)]);
+    const [origins, history, compared] = await Promise.all([fetchJson("admin/config/origins"), fetchJson("admin/config/history"),
+      version === "" ? null : fetchJson(`admin/config/diff?from=${encodeURIComponent(version)}`)]);
     Object.assign(into, { origins, files: history.files, compared, trouble: "" });
   } catch (error) {
     into.trouble = error.message;

@@ -2,8 +2,6 @@
 
 import { ApiError, ask, hasKey } from "./ask.js";
 
-export { ApiError, ask, fetchJson, setKey } from "./ask.js";
-
 const SILENCE_SECONDS = 20;
 const MOST_PAUSE_SECONDS = 15;
 const MOST_EVENT_CHARACTERS = 64 * 1024 * 1024;

@@ -2,10 +2,10 @@
 // prompt is striped, one that writes is solid, in the colour of the caller; who waits is drawn below.
 
 import { html, nothing, render } from "./vendor/lit-html/lit-html.js";
+import { ask } from "./ask.js";
 import { callerName, count, plain, seconds } from "./format.js";
 import { go, href } from "./route.js";
 import { isOperator, state } from "./state.js";
-import { ask } from "./stream.js";
 import { colour, theme } from "./theme.js";
 
 const SPAN_SECONDS = 600;

@@ -3,11 +3,11 @@
 
 import { html, nothing } from "./vendor/lit-html/lit-html.js";
 import { cancel } from "./actions.js";
+import { ApiError, fetchJson } from "./ask.js";
 import { count, moment, plain, plural } from "./format.js";
 import { legendView, lifeOf, stripView, wordsOf } from "./life.js";
 import { href } from "./route.js";
 import { state } from "./state.js";
-import { ApiError, ask } from "./stream.js";
 import { tableView } from "./table.js";
 
 const TERMS = ["queue", "reading", "writing", "neighbours", "doubt"];
@@ -41,7 +41,7 @@ async function askFor(redraw) {
   const { signal } = asking;
   const { id } = shown;
   try {
-    const found = await (await ask("GET", `admin/requests/${encodeURIComponent(id)}/why`, { signal })).json();
+    const found = await fetchJson(`admin/requests/${encodeURIComponent(id)}/why`, { signal });
     if (signal.aborted) return;
     shown = { id, requests: found.requests, trouble: "" };
   } catch (error) {
