@@ -61,6 +61,8 @@ class Reign:
             node.occupancy.forget_others()
         if isinstance(self.rules, Fence):
             self.rules.go_alone(self.clock())
+        else:
+            fleet.take_over()
         fleet.read_slots_for(SlotsReader(self.clock, self._read))
         self._watching = asyncio.create_task(self._watch(), name="fence the nodes")
 
@@ -75,6 +77,7 @@ class Reign:
             self._watching.cancel()
             await asyncio.wait([self._watching])
         self._fleet.read_slots_for(None)
+        self._fleet.hand_over()
         async for node in self._in_turns(self._fleet):
             self._fence(node, 0)
 
