@@ -13,7 +13,6 @@ from gateway.api import resuming, sse, tokens
 from gateway.api.base import (
     INPUT_TOKENS,
     Answer,
-    AnyObject,
     Api,
     Assembly,
     AssemblyError,
@@ -26,17 +25,19 @@ from gateway.api.base import (
     edit_body,
     read_events,
 )
-from gateway.api.chat import as_response_format
+from gateway.api.chat import as_chat, as_response_format
 from gateway.api.json_values import (
     ITEMS_DECODER,
     JSON_ERRORS,
     MOST_PARSED_BYTES,
     SHORT_BODY_BYTES,
+    AnyObject,
     CutBody,
     FieldPieces,
     InvalidJson,
     JsonObject,
     PartCounter,
+    as_raw,
     cut_long_strings,
     parse_json,
     parse_object,
@@ -514,24 +515,14 @@ class StopReasonRepair(ResponseRewriter):
 
 def messages_as_chat(body: JsonObject) -> JsonObject | None:
     """Messages as a chat; None: they hold more than text and reasoning."""
-    if body.get("tools"):
-        return None
-    messages: list[object] = []
     system = body.get("system")
-    if system:
-        messages.append({"role": "system", "content": system})
-    messages += body.get("messages") or ()
-    chat = []
-    for message in messages:
-        converted = _chat_message(message) if isinstance(message, dict) else None
-        if converted is None:
-            return None
-        chat.append(converted)
-    kwargs = body.get("chat_template_kwargs")
-    return {"messages": chat} | ({"chat_template_kwargs": kwargs} if kwargs else {})
+    begin = [{"role": "system", "content": system}] if system else []
+    return as_chat(body, [*map(_chat_message, [*begin, *(body.get("messages") or ())])])
 
 
-def _chat_message(message: JsonObject) -> JsonObject | None:
+def _chat_message(message: object) -> JsonObject | None:
+    if not isinstance(message, dict):
+        return None
     role, content = message.get("role"), message.get("content")
     if isinstance(content, str):
         return {"role": role, "content": content}
@@ -678,7 +669,7 @@ def _chat_messages(message: Any, texts: CutBody) -> list[Any]:
                 parts += _image_parts(block)
             case "tool_use":
                 # As a text in a text, its long strings have other escapes.
-                arguments = msgspec.Raw(msgspec.json.encode(block.get("input") or {}))
+                arguments = as_raw(block.get("input") or {})
                 text = texts.restored(arguments, "messages").decode()
                 arguments_size += len(text)
                 if arguments_size > MOST_PARSED_BYTES:

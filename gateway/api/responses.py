@@ -14,7 +14,6 @@ import msgspec
 from gateway.api import resuming, sse
 from gateway.api.base import (
     INPUT_TOKENS,
-    AnyObject,
     Api,
     Assembly,
     AssemblyError,
@@ -28,10 +27,11 @@ from gateway.api.base import (
     openai_error,
     read_events,
 )
-from gateway.api.chat import as_response_format
+from gateway.api.chat import as_chat, as_response_format
 from gateway.api.json_values import (
     ITEMS_DECODER,
     JSON_ERRORS,
+    AnyObject,
     InvalidJson,
     JsonObject,
     parse_json,
@@ -718,27 +718,22 @@ _TEXT_PARTS = {"user": "input_text", "system": "input_text", "developer": "input
 
 def response_as_chat(body: JsonObject) -> JsonObject | None:
     """The input as a chat, as llama.cpp writes it; None: it holds more than text."""
-    if body.get("tools"):
-        return None
-    messages: list[JsonObject] = []
+    messages: list[JsonObject | None] = []
     if isinstance(instructions := body.get("instructions"), str):
         messages.append({"role": "system", "content": instructions})
     given = body.get("input")
     if isinstance(given, str):
         messages.append({"role": "user", "content": given})
-    elif not isinstance(given, list):
-        return None
+    elif isinstance(given, list):
+        messages += map(_chat_message, given)
     else:
-        for item in given:
-            message = _chat_message(item) if isinstance(item, dict) else None
-            if message is None:
-                return None
-            messages.append(message)
-    kwargs = body.get("chat_template_kwargs")
-    return {"messages": messages} | ({"chat_template_kwargs": kwargs} if kwargs else {})
+        return None
+    return as_chat(body, messages)
 
 
-def _chat_message(item: JsonObject) -> JsonObject | None:
+def _chat_message(item: object) -> JsonObject | None:
+    if not isinstance(item, dict):
+        return None
     role, content = item.get("role"), item.get("content")
     wanted = _TEXT_PARTS.get(str(role))
     if item.get("type", "message") != "message" or wanted is None:

@@ -3,7 +3,7 @@
     frame    whole events, as bytes                                `sse.EventFramer`
     filter   without what only the gateway has asked for           `EventFilter`s
     check    up to the stream's end, without the node's errors     `EventPipeline._checked`
-    rewrite  a resumed stream goes on as its first part began      `api.resuming.StreamRewriter`
+    rewrite  a resumed stream goes on as its first part began      `api.resuming.EventRewriter`
     record   for another node to go on with it                     `transcript.TranscriptRecorder`
     write    to the client, whose API may rewrite the events       `client_response`, `web/`
 

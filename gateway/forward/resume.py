@@ -29,7 +29,6 @@ from gateway.api.outcome import (
 from gateway.api.resuming import (
     EventRewriter,
     ReasoningEndMark,
-    StreamRewriter,
     is_number,
     remaining_tokens,
     wants_usage,
@@ -124,6 +123,16 @@ class ResumeInput:
             raise NotResumable("the node's template refuses a begun message")
         return rewriter
 
+    async def splice(self, post: PostToNode, prompt: str, sent: Transcript) -> SplicePoint:
+        """The splice point in what was sent behind this prompt. Raises: UpstreamError."""
+        return await find_splice_point(
+            post,
+            prompt,
+            sent,
+            greedy=self.step_back and is_greedy(self.body),
+            has_stop_words=bool(self.body.get("stop") or self.body.get("stop_sequences")),
+        )
+
     def check_prompt(self, tokens: int) -> None:
         """Check that the prompt is as long as the first node read it. Raises: NotResumable."""
         reported = self.route.api.reported_prompt_tokens(self.transcript)
@@ -158,13 +167,7 @@ async def plan_resume(post: PostToNode, resume: ResumeInput) -> ResumePlan:
         if resume.as_completion:
             raise NotResumable("the node's template refuses a begun message")
         return await _from_text_alone(post, resume)
-    splice_point = await find_splice_point(
-        post,
-        prompt,
-        transcript,
-        greedy=resume.step_back and is_greedy(body),
-        has_stop_words=has_stop_words(body),
-    )
+    splice_point = await resume.splice(post, prompt, transcript)
     left = remaining_tokens(body, splice_point.prefix_tokens)
     if (ended := resume.ended(splice_point, left)) is not None:
         return ended
@@ -246,13 +249,7 @@ async def _from_reasoning(post: PostToNode, resume: ResumeInput) -> ResumePlan:
             # Some of the pieces are several tokens.
             tokens = len(await tokenize_pieces(post, fixed + transcript.text)) - fixed_tokens
         running = Transcript(content_pieces=transcript.content_pieces, token_count=tokens)
-    splice_point = await find_splice_point(
-        post,
-        fixed,
-        running,
-        greedy=resume.step_back and is_greedy(body),
-        has_stop_words=has_stop_words(body),
-    )
+    splice_point = await resume.splice(post, fixed, running)
     written = fixed + splice_point.prefix
     between = fixed_tokens - prompt_tokens
     splice_point = dataclasses.replace(
@@ -316,11 +313,6 @@ def is_greedy(body: JsonObject) -> bool:
     """Whether the most likely token is always taken, so that a prompt always gives one text."""
     temperature, top_k = body.get("temperature"), body.get("top_k")
     return (is_number(temperature) and not temperature > 0) or (is_number(top_k) and top_k == 1)
-
-
-def has_stop_words(body: JsonObject) -> bool:
-    """Whether the response ends at certain words."""
-    return bool(body.get("stop") or body.get("stop_sequences"))
 
 
 # How a template writes reasoning.
@@ -655,15 +647,15 @@ class Resumer:
                 elif isinstance(failure, PoolFull):
                     self._tried = self._tried.overflowed_on(node)
                     return FailedStream(pool_full=True)
-                elif isinstance(failure, ModelNotLoaded) and self._may_be_loaded(failure):
-                    self._unloaded += 1
+                elif (
+                    isinstance(failure, ModelNotLoaded)
+                    and not failure.is_gone
+                    and self._unloaded < MOST_UNLOADED
+                ):
+                    self._unloaded += 1  # Wait until it is loaded, on this node or another.
                 else:
                     self._exclude(node)
                     return FailedStream(reached_node=not isinstance(failure, _NOT_REACHED))
-
-    def _may_be_loaded(self, failure: ModelNotLoaded) -> bool:
-        """Whether to wait until the model is loaded, on this node or another."""
-        return not failure.is_gone and self._unloaded < MOST_UNLOADED
 
     async def _lease(self, *, yielded: bool) -> GrantedLease:
         """A lease on a node that may resume the stream. Raises: GatewayError."""
@@ -831,14 +823,14 @@ class Resumer:
             raise ResumeRefused(400 if refused else attempt.status)
         if not attempt.is_sse:
             raise NodeReportedError("The node did not stream its answer")
-        rewriter = StreamRewriter(resume_plan.rewriter)
-        first_bytes = rewriter.rewrite(attempt.content)
-        while not resume_plan.rewriter.caught_up:
+        rewriter = resume_plan.rewriter
+        first_bytes = rewriter.rewrite_events(attempt.content)
+        while not rewriter.caught_up:
             chunk = await attempt.read()
             if not chunk:
                 raise OverlapMismatch
-            first_bytes += rewriter.rewrite(chunk)
-        events.continue_stream(rewriter.rewrite, self._recorder.add)
+            first_bytes += rewriter.rewrite_events(chunk)
+        events.continue_stream(rewriter.rewrite_events, self._recorder.add)
         return Resumed(first_bytes, attempt)
 
 

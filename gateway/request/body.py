@@ -13,6 +13,7 @@ import asyncio
 import re
 from collections.abc import Callable, Generator, Iterable, Mapping
 from dataclasses import dataclass, field
+from operator import attrgetter
 from typing import Annotated, Any, NamedTuple, TypeVar
 
 import msgspec
@@ -148,46 +149,31 @@ def misspelt_model_error() -> errors.GatewayError:
     )
 
 
+# Compared as one tuple: field by field costs twice as much.
+_limited_options = attrgetter(
+    *("tools", "grammar", "json_schema", "response_format", "text", "output_config"),
+    *("output_format", "stop", "stop_sequences", "logit_bias", "samplers"),
+    *("dry_sequence_breakers", "response_fields", "grammar_triggers"),
+)
+_edited_options = attrgetter(
+    *("priority", "n_probs", "top_logprobs", "logprobs", "id_slot", "lora", "response_fields"),
+    *("repeat_last_n", "dry_penalty_last_n"),
+)
+_NO_LIMITED_OPTIONS, _NO_EDITED_OPTIONS = (
+    get(ParsedBody()) for get in (_limited_options, _edited_options)
+)
+
+
 def has_limited_options(parsed: ParsedBody) -> bool:
     """Whether any field is set that `request_limits` checks."""
-    # Compared as one tuple: field by field costs twice as much.
-    return (
-        parsed.tools,
-        parsed.grammar,
-        parsed.json_schema,
-        parsed.response_format,
-        parsed.text,
-        parsed.output_config,
-        parsed.output_format,
-        parsed.stop,
-        parsed.stop_sequences,
-        parsed.logit_bias,
-        parsed.samplers,
-        parsed.dry_sequence_breakers,
-        parsed.response_fields,
-        parsed.grammar_triggers,
-    ) != _NO_LIMITED_OPTIONS
-
-
-_NO_LIMITED_OPTIONS = (MISSING,) * 14
+    return _limited_options(parsed) != _NO_LIMITED_OPTIONS
 
 
 def has_edited_options(parsed: ParsedBody) -> bool:
     """Whether any field is set for which `edits.required_edit` may remove or lower something."""
-    return (
-        parsed.priority,
-        parsed.n_probs,
-        parsed.top_logprobs,
-        parsed.logprobs,
-        parsed.id_slot,
-        parsed.lora,
-        parsed.response_fields,
-        parsed.repeat_last_n,
-        parsed.dry_penalty_last_n,
-    ) != _NO_EDITED_OPTIONS
+    return _edited_options(parsed) != _NO_EDITED_OPTIONS
 
 
-_NO_EDITED_OPTIONS = (None, None, None, MISSING, MISSING, MISSING, MISSING, None, None)
 TOKEN_IDS_START = re.compile(rb"\s*\[\s*\d")
 SHORTEST_IMAGE = 256  # Bytes; a shorter prompt holds no image
 
@@ -258,20 +244,25 @@ def nesting_depth(body: bytes, limit: int) -> int:
     if text.find(b"\\") >= 0:
         text = text.replace(b"\\\\", b"").replace(b'\\"', b"")
     # Every other part between quotes is outside of strings.
-    brackets = b"".join(text.split(b'"')[::2]).translate(_TO_SQUARE, _NO_BRACKETS)
-    depth, too_deep = 0, b"[" * (limit + 1)
-    while brackets and depth <= limit:
-        if brackets.find(too_deep) >= 0:
+    brackets = b"".join(text.split(b'"')[::2]).translate(_TO_PARENTHESES, _NO_BRACKETS)
+    return depth_of_parentheses(brackets, limit)
+
+
+def depth_of_parentheses(parentheses: bytes, limit: int) -> int:
+    """How deeply they nest, up to `limit` + 1."""
+    depth, too_deep = 0, b"(" * (limit + 1)
+    while parentheses and depth <= limit:
+        if parentheses.find(too_deep) >= 0:
             return limit + 1
-        outer = brackets.replace(b"[]", b"")  # removes the innermost pairs
-        if len(outer) == len(brackets):
-            return depth + outer.count(b"[")  # some are never closed
-        brackets = outer
+        outer = parentheses.replace(b"()", b"")  # removes the innermost pairs
+        if len(outer) == len(parentheses):
+            return depth + outer.count(b"(")  # some are never closed
+        parentheses = outer
         depth += 1
     return depth
 
 
-_TO_SQUARE = bytes.maketrans(b"{}", b"[]")
+_TO_PARENTHESES = bytes.maketrans(b"{}[]", b"()()")
 _NO_BRACKETS = bytes(set(range(256)) - set(b"[]{}"))
 T = TypeVar("T")
 # Bytes from which a body is large. A smaller one of any shape takes some milliseconds.

@@ -13,6 +13,7 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Callable, Iterator, Mapping
+from operator import attrgetter
 from typing import Any
 
 import msgspec
@@ -20,7 +21,7 @@ import msgspec
 from gateway import errors
 from gateway.api.json_values import ITEMS_DECODER, JSON_ERRORS, TEXT_DECODER, VALUE_DECODER
 from gateway.config.listeners import LimitSettings
-from gateway.request.body import MISSING, ParsedBody, nesting_depth
+from gateway.request.body import MISSING, ParsedBody, depth_of_parentheses, nesting_depth
 
 # `text` holds a schema only as an object: as a string it is the input of an embeddings server.
 _SCHEMA_FIELDS = ("json_schema", "response_format", "text", "output_config", "output_format")
@@ -43,16 +44,10 @@ def check_supported(parsed: ParsedBody, refused: Mapping[str, str]) -> None:
 
 def has_grammar(parsed: ParsedBody) -> bool:
     """Whether the body has a grammar, or a field that may hold a schema."""
-    return not (
-        parsed.tools
-        is parsed.grammar
-        is parsed.json_schema
-        is parsed.response_format
-        is parsed.text
-        is parsed.output_config
-        is parsed.output_format
-        is MISSING
-    )
+    return any(raw is not MISSING for raw in _grammars(parsed))
+
+
+_grammars = attrgetter("tools", "grammar", *_SCHEMA_FIELDS)
 
 
 def check_grammars(parsed: ParsedBody, body_depth: int, limits: LimitSettings) -> None:
@@ -207,16 +202,7 @@ def parenthesis_depth(grammar: bytes, limit: int) -> int:
     if grammar.count(b"(") <= limit:
         return 0
     parentheses = _UNGROUPED.sub(b"", grammar).translate(None, _NO_PARENTHESES)
-    depth, too_deep = 0, b"(" * (limit + 1)
-    while parentheses and depth <= limit:
-        if too_deep in parentheses:
-            return limit + 1
-        outer = parentheses.replace(b"()", b"")  # removes the innermost pairs
-        if len(outer) == len(parentheses):
-            return depth + outer.count(b"(")  # some are never closed
-        parentheses = outer
-        depth += 1
-    return depth
+    return depth_of_parentheses(parentheses, limit)
 
 
 def _decode_items(raw: msgspec.Raw) -> list[msgspec.Raw]:

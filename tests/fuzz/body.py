@@ -9,12 +9,13 @@ from __future__ import annotations
 
 import json
 import re
+from dataclasses import replace
 from typing import Any
 
 import msgspec
 
 from gateway.api.json_values import run_at_once
-from gateway.api.ollama import OllamaChatApi, OllamaEmbedApi, OllamaGenerateApi
+from gateway.api.ollama import OLLAMA_CHAT, OLLAMA_EMBED, OLLAMA_GENERATE
 from gateway.config.listeners import LimitSettings
 from gateway.config.routing import ModelRule
 from gateway.errors import GatewayError
@@ -52,10 +53,9 @@ _RULES = {
     ),
 }
 
-_OLLAMA = (
-    OllamaChatApi(clock=lambda: 1.0, wall_clock=lambda: 1e9),
-    OllamaGenerateApi(clock=lambda: 1.0, wall_clock=lambda: 1e9),
-    OllamaEmbedApi(clock=lambda: 1.0, wall_clock=lambda: 1e9),
+_OLLAMA = tuple(
+    replace(api, clock=lambda: 1.0, wall_clock=lambda: 1e9)
+    for api in (OLLAMA_CHAT, OLLAMA_GENERATE, OLLAMA_EMBED)
 )
 
 _EDITED = frozenset({
