@@ -18,8 +18,8 @@ from __future__ import annotations
 import asyncio
 import io
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
-from typing import Generic, NamedTuple, TypeVar
+from dataclasses import dataclass
+from typing import NamedTuple
 
 import msgspec
 
@@ -67,8 +67,6 @@ from gateway.transport.errors import (
     UpstreamTimeout,
 )
 from gateway.transport.pool import ConnectionPool
-
-T = TypeVar("T")
 
 
 class InFlightRequest(msgspec.Struct, eq=False):
@@ -287,11 +285,6 @@ class Attempt:
     def client_lagging(self) -> bool:
         """Whether received bytes are still unread, since the client lags."""
         return self._connection is not None and self._connection.has_unread
-
-    @property
-    def unread_bytes(self) -> int:
-        """Bytes that have come from the node and wait for the client."""
-        return 0 if self._connection is None else self._connection.unread_bytes
 
     @property
     def last_content_at(self) -> float | None:
@@ -754,27 +747,6 @@ class InFlightRegistry:
         for one in cancelled:
             one.cancel(error)
         return len(cancelled)
-
-
-@dataclass(slots=True)
-class SupersedingMap(Generic[T]):
-    """The newest item of each session, while it is queued or runs."""
-
-    _newest: dict[str, T] = field(default_factory=dict)
-
-    def __len__(self) -> int:
-        return len(self._newest)
-
-    def replace(self, session: str, item: T) -> T | None:
-        """Make `item` the newest; returns the one that it replaces, if any."""
-        earlier = self._newest.get(session)
-        self._newest[session] = item
-        return earlier
-
-    def discard(self, session: str, item: T) -> None:
-        """Remove `item` unless it has been replaced."""
-        if self._newest.get(session) is item:
-            del self._newest[session]
 
 
 # Estimated tokens of a prompt from which on the gateway asks for its progress without being asked,

@@ -66,6 +66,8 @@ class MultiPromptForwarder:
     Owns their tasks: call `close` when the response has a body stream.
     """
 
+    is_sse = True
+
     def __init__(
         self,
         in_flight: InFlightRequest,
@@ -129,11 +131,6 @@ class MultiPromptForwarder:
             raise
 
     # The body stream.
-
-    @property
-    def is_sse(self) -> bool:
-        """Whether it is a stream of events."""
-        return True
 
     @property
     def failure(self) -> UpstreamError | None:

@@ -287,11 +287,6 @@ class NodeConnection(TurnBoundProtocol):
         return b"".join(parts)
 
     @property
-    def unread_bytes(self) -> int:
-        """Bytes of the body that have come and `read` has not returned yet."""
-        return self._pending
-
-    @property
     def has_unread(self) -> bool:
         """Whether body bytes have come that `read` has not returned yet."""
         return bool(self._parts)

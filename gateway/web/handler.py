@@ -38,7 +38,6 @@ from gateway.forward.in_flight import (
     InFlightRegistry,
     InFlightRequest,
     PrefillProgress,
-    SupersedingMap,
 )
 from gateway.http.body_memory import (
     PARSE_WORKING_BYTES,
@@ -97,7 +96,7 @@ class RequestHandler:
     closing: bool = False  # the gateway is shutting down; `/ready` says so
     rejecting: bool = False  # new requests are refused
     body_memory: BodyMemory = field(default_factory=BodyMemory)
-    latest_edits: SupersedingMap[InFlightRequest] = field(default_factory=SupersedingMap)
+    latest_edits: dict[str, InFlightRequest] = field(default_factory=dict)
     """Completions that editors wait for; a newer one of the same session ends the older."""
     storing: TakesStorable | None = None  # takes what is to be kept or made later
     tracing: RequestTracing | None = None
@@ -390,7 +389,8 @@ class _HandledRequest:
 
     def _supersede(self, session: str, in_flight: InFlightRequest) -> None:
         """End the session's earlier request, whose response nobody reads any more."""
-        earlier = self._handler.latest_edits.replace(session, in_flight)
+        latest = self._handler.latest_edits
+        earlier, latest[session] = latest.get(session), in_flight
         if earlier is not None:
             error = errors.superseded()
             if not self._handler.queue.refuse(earlier.request.id, error):
@@ -519,8 +519,9 @@ class _HandledRequest:
                 self.response.body_stream.close()
             if self._in_flight is not None:
                 handler.registry.remove(self._in_flight)
-                if self._edit_session is not None:
-                    handler.latest_edits.discard(self._edit_session, self._in_flight)
+                session, latest = self._edit_session, handler.latest_edits
+                if session is not None and latest.get(session) is self._in_flight:
+                    del latest[session]
         finally:
             # Whatever fails: else its slot of the limits would be lost.
             if not self._passed_on:
