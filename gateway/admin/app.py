@@ -255,17 +255,17 @@ def admin_app(
         health=health,
         status=StatusEndpoints(gateway, metrics, health),
         nodes=NodeEndpoints(
-            fleet, scheduler.fleet_sync, drain_deadlines, live.node_history, time.time
+            fleet, scheduler.fleet_sync, drain_deadlines, live.view.node_history, time.time
         ),
         node_metrics=NodeMetricsEndpoint(fleet, lambda: gateway.settings, gateway.clock),
         models=ModelEndpoints(gateway),
         placements=PlacementEndpoints(gateway, time.time),
         requests=RequestEndpoints(gateway.registry, scheduler, name_of),
-        why=WhyEndpoints(scheduler, gateway.registry, live.history, time.time, ended, name_of),
+        why=WhyEndpoints(scheduler, gateway.registry, live.view.history, time.time, ended, name_of),
         usage=UsageEndpoints(reporter, ended, time.time, name_of),
         configuration=ConfigEndpoints(gateway),
         audit=AuditEndpoints(gateway.audit),
-        keys=KeyEndpoints(gateway, fleet.model_index, time.time),
+        keys=KeyEndpoints(gateway, time.time),
         batches=BatchDesk(access, FileEndpoints(kept.files, access.callers)),
     )
     routes = routes_by_path(

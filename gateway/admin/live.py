@@ -25,7 +25,7 @@ from starlette.types import Receive, Scope, Send
 from gateway import errors
 from gateway.admin.configuration import GatewayControl
 from gateway.admin.guard import identity_of, is_still_admitted
-from gateway.admin.nodes import DrainDeadlines, hosts_json
+from gateway.admin.nodes import DrainDeadlines, hosts_json, node_figures
 from gateway.admin.status import (
     cluster_json,
     days_until,
@@ -92,10 +92,10 @@ class LiveView:
 
     gateway: GatewayControl
     health: HealthEndpoints
-    history: FleetHistory
+    history: FleetHistory  # the last hour in numbers
     drain_deadlines: DrainDeadlines
     wall_clock: Callable[[], float] = time.time
-    node_history: NodeHistory = field(default_factory=NodeHistory)
+    node_history: NodeHistory = field(default_factory=NodeHistory)  # the last day of each
 
     async def read(self, *, with_requests: bool) -> LiveState:
         """Everything, with the requests in flight if somebody may see them."""
@@ -141,28 +141,14 @@ class LiveView:
     # Nodes.
 
     def _node_row(self, node: Node) -> Row:
-        spec, properties, now = node.spec, node.properties, node.clock()
+        now, slow = node.clock(), node.degradation
+        models = node.properties.names if node.spec.models is None else node.spec.models
         cached = self.gateway.scheduler.fleet_sync.cache_contents(node)
         left = self.drain_deadlines.seconds_left(node.name)
-        slow = node.degradation
         return {
-            "name": spec.name,
-            "url": spec.url,
-            "kind": spec.kind,
-            "tier": spec.tier,
-            "host": spec.host,
-            "labels": dict(spec.labels),
-            "models": list(properties.names if spec.models is None else spec.models),
-            "context": node.context,
-            "build": properties.build,
-            "drift": list(node.drift),
-            "cost_per_hour": spec.cost_per_hour,
-            "slots_total": node.slots_now,
-            "state": node.state.value,
-            "reason": node.reason,
-            "draining": node.draining,
+            **node_figures(node),
+            "models": list(models),
             "cells": slot_cells(node, now),
-            "slots_busy": node.slots_busy,
             "in_flight": node.in_flight,
             "prefill_tps": _tps(node.speed.prefill_tps),
             "decode_tps": _tps(node.speed.decode_tps),
@@ -170,8 +156,6 @@ class LiveView:
             "decode_share": round(slow.decode.current_share, 2) if slow.decode.shares else None,
             "cached_prompts": cached.prompts,
             "cached_tokens": cached.tokens,
-            "requests": node.requests,
-            "failures": node.failures,
             "deadline_at": None if left is None else round(self.wall_clock() + left),
         } | self._load_columns(node)
 
@@ -526,7 +510,7 @@ class LiveFeed:
         update_seconds: float = UPDATE_SECONDS,
         look_seconds: float = LOOK_SECONDS,
     ) -> None:
-        self._view = view
+        self.view = view
         self._problem_log = ProblemLog(time.monotonic)
         self._update_seconds, self._look_seconds = update_seconds, look_seconds
         self._stall_seconds = STALL_SECONDS
@@ -537,19 +521,9 @@ class LiveFeed:
         self._published = asyncio.Event()  # set, and replaced, with each frame
         self._closed = False
 
-    @property
-    def history(self) -> FleetHistory:
-        """The last hour in numbers."""
-        return self._view.history
-
-    @property
-    def node_history(self) -> NodeHistory:
-        """The last day of each node."""
-        return self._view.node_history
-
     async def run(self) -> None:
         """Close steps of the history, publish frames, and tell of problems; never ends."""
-        history, clock = self._view.history, time.monotonic
+        history, clock = self.view.history, time.monotonic
         next_step = clock() + history.step_seconds
         try:
             while True:
@@ -558,15 +532,15 @@ class LiveFeed:
                 point = None
                 if clock() >= next_step:
                     next_step = max(next_step + history.step_seconds, clock())
-                    gauges = await self._view.gauges()
-                    point = history.close_step(self._view.wall_clock(), clock(), gauges)
+                    gauges = await self.view.gauges()
+                    point = history.close_step(self.view.wall_clock(), clock(), gauges)
                 if self.watchers:
                     problems = await self._publish(point)
                 else:
                     self._frame = None
-                    problems = await self._view.read_problems()
+                    problems = await self.view.read_problems()
                 # Until each node was asked once, all of them look as if they were out.
-                if self._view.gateway.fleet.first_probes_done.is_set():
+                if self.view.gateway.fleet.first_probes_done.is_set():
                     self._problem_log.take(problems)
         finally:
             self._closed = True
@@ -582,9 +556,9 @@ class LiveFeed:
         self._wanted.clear()
 
     async def _publish(self, point: HistoryPoint | None) -> list[Problem]:
-        state = await self._view.read(with_requests=self._operators > 0)
+        state = await self.view.read(with_requests=self._operators > 0)
         before = None if self._frame is None else self._frame.state
-        self._frame = await Frame.between(before, state, point, self._view.history.as_json)
+        self._frame = await Frame.between(before, state, point, self.view.history.as_json)
         published, self._published = self._published, asyncio.Event()
         published.set()
         return state.problems

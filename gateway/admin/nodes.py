@@ -45,6 +45,7 @@ from gateway.web.asgi import (
 )
 
 LONGEST_DRAIN_DEADLINE = 7 * 24 * 3600.0  # seconds
+Json = dict[str, Any]
 log = structlog.get_logger()
 
 
@@ -179,40 +180,24 @@ class NodeEndpoints:
         models = properties.names if spec.models is None else spec.models
         open_until = circuit.open_until
         return NodeObject(
-            name=spec.name,
-            url=spec.url,
-            kind=spec.kind,
-            tier=spec.tier,
-            host=spec.host,
-            labels=dict(spec.labels),
+            **node_figures(node),
             enabled=spec.enabled,
             standby=spec.standby,
             elastic=_elastic(node, now) if spec.autoscaled else None,
             router=None if node.router is None else node.router.name,
             progress=None if node.load is None else node.load.progress,
-            draining=node.draining,
-            state=node.state.value,
-            reason=node.reason,
-            slots_total=node.slots_now,
-            slots_busy=node.slots_busy,
             leased=node.leased,
             foreign=node.foreign,
             in_flight=node.in_flight + sum(one.in_flight for one in node.instances.values()),
             pool=pools[0] if pools else None,
             models=[] if node.is_router else list(models),
-            context=node.context,
             prefill_tps=_rounded(node.speed.prefill_tps),
             decode_tps=_rounded(node.speed.decode_tps),
             batch_cost=None
             if node.speed.decode_tps is None
             else _rounded(node.speed.token_step / node.speed.token_base),
             calibration=_calibration(node, now),
-            requests=node.requests,
-            failures=node.failures,
-            cost_per_hour=spec.cost_per_hour,
             cost_per_million_tokens=None if cost is None else cost.model_dump(),
-            build=properties.build,
-            drift=list(node.drift),
             endpoints=None if spec.endpoints is None else sorted(spec.endpoints),
             endpoints_refused=sorted(properties.all_refused),
             purpose=properties.purpose,
@@ -223,6 +208,30 @@ class NodeEndpoints:
             },
             deadline_in=None if left is None else round(left, 1),
         )
+
+
+def node_figures(node: Node) -> Json:
+    """What both the list of nodes and the live view tell of a node."""
+    spec = node.spec
+    return {
+        "name": spec.name,
+        "url": spec.url,
+        "kind": spec.kind,
+        "tier": spec.tier,
+        "host": spec.host,
+        "labels": dict(spec.labels),
+        "context": node.context,
+        "build": node.properties.build,
+        "drift": list(node.drift),
+        "cost_per_hour": spec.cost_per_hour,
+        "slots_total": node.slots_now,
+        "slots_busy": node.slots_busy,
+        "state": node.state.value,
+        "reason": node.reason,
+        "draining": node.draining,
+        "requests": node.requests,
+        "failures": node.failures,
+    }
 
 
 def pool_json(row: NodeSlots) -> dict[str, int] | None:
@@ -368,7 +377,6 @@ def node_drained(name: str) -> GatewayError:
     )
 
 
-Json = dict[str, Any]
 MOST_PAUSED = 1000  # models that may be paused at the same time; each is a series of the metrics
 
 
@@ -455,7 +463,7 @@ class _ModelsView:
 
     def __init__(self, gateway: GatewayControl) -> None:
         self._index, models = gateway.fleet.model_index, gateway.settings.models
-        self._aliases = ModelAliases(models)
+        self._aliases = ModelAliases(models, self._index)
         self._waiting = Counter(one.request.wanted.model for one in gateway.scheduler.waiters)
         self._differences = gateway.fleet.differences()
         aliases = (name for name in models if name != CATCH_ALL)
@@ -467,7 +475,7 @@ class _ModelsView:
     def object(self, name: str) -> ServedModelObject:
         """The model of this name."""
         paused = self._index.paused
-        targets = [one.name for one in self._aliases.resolve(name, self._index)]
+        targets = [one.name for one in self._aliases.resolve(name)]
         nodes = list(dict.fromkeys(node for one in targets for node in self._index.nodes_for(one)))
         return ServedModelObject(
             name=name,

@@ -242,14 +242,13 @@ class Gateway:
             config,
             forwarder=self.forwarder,
             queue=self.scheduler,
-            catalog=self.fleet.model_index,
             registry=self.registry,
             bus=self.bus,
             clock=self.clock,
             time_slicer=self.proxy_context.time_slicer,
             meter=self.metering.meter,
             progress_seconds=timings.progress,
-            storing=self.background.storing(self.fleet.model_index, self.scheduler),
+            storing=self.background.storing(self.scheduler),
             tracing=self.tracing,
         )
         snapshot = MetricsSource(
@@ -267,8 +266,8 @@ class Gateway:
         self.learnt = LearntMemory.of_gateway(
             self.fleet,
             self.scheduler,
-            self.live.history,
-            self.live.node_history,
+            self.live.view.history,
+            self.live.view.node_history,
             self.bus,
             self.key_ring,
             self._keyed_hash,
@@ -726,7 +725,11 @@ class Gateway:
             limits = startup.share_memory(settings.limits, self._edge_count)
             settings = settings.model_copy(update={"limits": limits})
         return HandlerConfig.of(
-            settings, loopback=self._loopback, keyed_hash=self._keyed_hash, key_ring=self.key_ring
+            settings,
+            loopback=self._loopback,
+            keyed_hash=self._keyed_hash,
+            key_ring=self.key_ring,
+            catalog=self.fleet.model_index,
         )
 
     # Reload.

@@ -110,6 +110,7 @@ def handler_config(services: EdgeServices, settings: Settings) -> HandlerConfig:
         loopback=services.loopback,
         keyed_hash=services.keyed_hash,
         key_ring=services.key_ring,
+        catalog=services.catalog,
     )
 
 
@@ -122,7 +123,6 @@ def request_handler(
         handler_config(services, settings),
         forwarder=Forwarder(context),
         queue=services.scheduler,
-        catalog=services.catalog,
         registry=services.registry,
         bus=services.bus,
         clock=context.clock,

@@ -14,7 +14,6 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Generator, Mapping
 from dataclasses import dataclass, replace
-from typing import Protocol
 
 import msgspec
 
@@ -46,52 +45,40 @@ JSON_HEADER_LINE = b"content-type: application/json; charset=utf-8\r\n"
 SSE_HEADER_LINE = b"content-type: text/event-stream\r\n"
 
 
-class BodyStream(Protocol):
-    """The rest of a response behind its first bytes; `stream.ResponseStream` is the model."""
+class BodyStream:
+    """The rest of a stream behind its first bytes; this one has no rest."""
+
+    __slots__ = ()
 
     @property
     def is_sse(self) -> bool:
         """Whether the response is a stream of events."""
+        return True
 
     @property
     def failure(self) -> UpstreamError | None:
-        """Why no more comes from its node, if it was failed."""
+        """Why no more comes from its node, if it was failed: nobody waits for the client then."""
+        return None
 
     @property
     def is_open(self) -> bool:
         """Whether a heartbeat may precede the next bytes."""
+        return False
 
     @property
     def last_content_at(self) -> float:
         """When content last came; monotonic."""
+        return 0.0
 
     def notify_failure(self, callback: Callable[[], None]) -> None:
         """Call `callback` on failure: the reader may wait for something else."""
 
     async def next_chunk(self, write: WriteToClient | None = None) -> bytes | None:
-        """The next bytes. Raises: UpstreamError."""
-
-    def close(self) -> None:
-        """The client has received everything, or has left."""
-
-
-class EndedStream:
-    """The rest of a stream of which nothing is left to come."""
-
-    is_sse = True
-    failure: UpstreamError | None = None
-    is_open = False
-    last_content_at = 0.0
-
-    def notify_failure(self, callback: Callable[[], None]) -> None:
-        """It never fails."""
-
-    async def next_chunk(self, write: WriteToClient | None = None) -> bytes | None:
-        """Nothing."""
+        """The next bytes; empty: there are no more. Raises: UpstreamError."""
         return b""
 
     def close(self) -> None:
-        """Nothing is left to be closed."""
+        """The client has received everything, or has left."""
 
 
 @dataclass(slots=True)

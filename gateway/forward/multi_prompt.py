@@ -60,13 +60,11 @@ class SubRequest(InFlightRequest, eq=False, kw_only=True):
         super().begin_attempt(attempt)
 
 
-class MultiPromptForwarder:
+class MultiPromptForwarder(BodyStream):
     """Forwards the prompts of one request, and is the body stream of their one response.
 
     Owns their tasks: call `close` when the response has a body stream.
     """
-
-    is_sse = True
 
     def __init__(
         self,
@@ -97,7 +95,7 @@ class MultiPromptForwarder:
         self._body_streams: dict[str, BodyStream] = {}
         self._header_lines = b""
         self._closed = False
-        self.last_content_at = 0.0  # When a chunk last came; monotonic seconds
+        self._last_content_at = 0.0
         self._on_fail: Callable[[], None] | None = None
         in_flight.begin_sub_requests(self._sub_requests, self._fail)
 
@@ -146,7 +144,12 @@ class MultiPromptForwarder:
         """Whether more events will come."""
         return not self._closed
 
-    async def next_chunk(self, _: WriteToClient | None = None) -> bytes | None:
+    @property
+    def last_content_at(self) -> float:
+        """When a chunk last came; monotonic."""
+        return self._last_content_at
+
+    async def next_chunk(self, write: WriteToClient | None = None) -> bytes | None:
         """The next events, empty at the end; a failure ends them with the API's error event."""
         if self._closed:
             return b""
@@ -185,7 +188,7 @@ class MultiPromptForwarder:
         chunk = await self._chunks.get()
         if self._error is not None:
             raise self._error
-        self.last_content_at = self._clock()
+        self._last_content_at = self._clock()
         return chunk
 
     # The sub-requests.

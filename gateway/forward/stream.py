@@ -9,6 +9,7 @@ from gateway.api.base import Api
 from gateway.api.outcome import RequestCancelled, RequestYielded, is_resumable, to_gateway_error
 from gateway.api.transcript import OverlapMismatch, TranscriptRecorder
 from gateway.errors import GatewayError, drop_traceback
+from gateway.forward.client_response import BodyStream
 from gateway.forward.context import ForwardContext
 from gateway.forward.event_pipeline import WriteToClient
 from gateway.forward.in_flight import Attempt
@@ -17,7 +18,7 @@ from gateway.lease import NOTHING_TRIED, Tried
 from gateway.transport.errors import PoolFull, UpstreamError
 
 
-class ResponseStream:
+class ResponseStream(BodyStream):
     """The rest of an attempt's response. `close` must be called, whether it was read or not.
 
     A stream is resumed on another node if its own fails.

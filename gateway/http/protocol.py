@@ -55,7 +55,7 @@ from gateway.http.exchange import (
     HttpExchange,
     Serve,
 )
-from gateway.http.response_head import encode_rejection
+from gateway.http.response_head import encode_headers, rejection
 from gateway.request.routes import ROUTES, Route
 from gateway.terms import Headers
 from gateway.transport.connection import KnownHead, TurnBoundProtocol, TurnLimit
@@ -758,9 +758,9 @@ class BoundedProtocol(TurnBoundProtocol):
             cycle.disconnected = True
             _tell(cycle)
         route = self.routes.get(self.url)
-        header_lines, body = encode_rejection(error, route.api if route is not None else RELAYED)
-        head = STATUS_LINES[error.status] + header_lines + b"connection: close\r\n\r\n"
-        self.transport.write(head + body)
+        headers, body = rejection(error, route.api if route is not None else RELAYED)
+        lines = encode_headers([*headers, (b"connection", b"close")])
+        self.transport.write(STATUS_LINES[error.status] + lines + b"\r\n" + body)
         self._linger()
 
     def _linger(self) -> None:

@@ -30,6 +30,7 @@ from gateway.callers.callers import (
 )
 from gateway.callers.keys import KeyRing
 from gateway.callers.limits import Accounts, LimitBook
+from gateway.catalog import ServedModels
 from gateway.config.listeners import CorsSpec
 from gateway.config.settings import Settings
 from gateway.errors import GatewayError
@@ -61,10 +62,12 @@ class HandlerConfig:
         loopback: bool,
         keyed_hash: KeyedHash,
         key_ring: KeyRing,
+        catalog: ServedModels,
     ) -> HandlerConfig:
         """The configuration for these settings and a listener that is `loopback` or not.
 
         `keyed_hash` identifies prompts. `key_ring` has been configured with these settings.
+        `catalog`: what nodes serve.
         """
         identity = settings.identity
         return cls(
@@ -73,7 +76,7 @@ class HandlerConfig:
             identity_headers=IdentityHeaders.of(identity.user_headers, identity.session_headers),
             rules=RequestRules(
                 settings.limits,
-                ModelAliases(settings.models),
+                ModelAliases(settings.models, catalog),
                 settings.default_model,
                 VolatileLines(settings.prompts.volatile, settings.prompts.strip),
                 keyed_hash,
@@ -81,6 +84,32 @@ class HandlerConfig:
             loopback=loopback,
             origin_policy=OriginPolicy.of(settings, loopback=loopback),
         )
+
+    def identify(
+        self, headers: Headers, peer_address: str | None, *, local: bool | None = None
+    ) -> Caller:
+        """Who sends a request with this head; `local`: whether it is. Raises: GatewayError 401."""
+        return identify_caller(
+            headers,
+            peer_address,
+            self.key_ring,
+            allow_anonymous=self.settings.allow_anonymous,
+            loopback_listener=self.loopback,
+            trusted_proxies=self.settings.listen.trusted_proxies,
+            local=local,
+        )
+
+    def is_local(self, headers: Headers) -> bool:
+        """Whether the request with this head is trusted as one of this machine."""
+        proxies = self.settings.listen.trusted_proxies
+        return is_local(headers, loopback_listener=self.loopback, trusted_proxies=proxies)
+
+    def may_name_nodes(self, headers: Headers, *, local: bool | None = None) -> bool:
+        """Whether the response may name nodes: by the settings, else to local callers."""
+        expose = self.settings.listen.expose_node
+        if expose is not None:
+            return expose
+        return self.is_local(headers) if local is None else local
 
 
 @dataclass(slots=True, kw_only=True)
@@ -152,27 +181,12 @@ def x_request_id_of(headers: Headers) -> str | None:
 
 
 def parse_context(
-    headers: Headers,
-    peer_address: str | None,
-    settings: Settings,
-    key_ring: KeyRing,
-    identity_headers: IdentityHeaders,
-    limit_book: LimitBook,
-    *,
-    loopback: bool,
+    headers: Headers, peer_address: str | None, config: HandlerConfig, limit_book: LimitBook
 ) -> RequestContext:
     """The context that these headers describe. Raises: GatewayError 400, 401, 415, 503."""
-    listen = settings.listen
-    local = is_local(headers, loopback_listener=loopback, trusted_proxies=listen.trusted_proxies)
-    caller = identify_caller(
-        headers,
-        peer_address,
-        key_ring,
-        allow_anonymous=settings.allow_anonymous,
-        loopback_listener=loopback,
-        trusted_proxies=listen.trusted_proxies,
-        local=local,
-    )
+    settings, identity_headers = config.settings, config.identity_headers
+    local = config.is_local(headers)
+    caller = config.identify(headers, peer_address, local=local)
     wants_progress = counts_no_comments = False
     for name, value in headers:
         if name == b"content-encoding" and value.strip().lower() not in _PLAIN_ENCODINGS:
@@ -210,7 +224,7 @@ def parse_context(
             effective_priority(None, None, None, caller) if header_priority is None else None
         ),
         wants_progress=wants_progress,
-        may_name_nodes=local if listen.expose_node is None else listen.expose_node,
+        may_name_nodes=config.may_name_nodes(headers, local=local),
         counts_no_comments=counts_no_comments,
         prefers_async=prefers_async(headers),
     )
@@ -228,15 +242,6 @@ def class_of(parsed: ParsedBody, caller: Caller, header: str | None = None) -> P
         service_tier if isinstance(service_tier, str) else None,
         caller,
     )
-
-
-def may_name_nodes(headers: Headers, settings: Settings, *, loopback: bool) -> bool:
-    """Whether the response to this head may name nodes: by the settings, else to local callers."""
-    listen = settings.listen
-    if listen.expose_node is not None:
-        return listen.expose_node
-    proxies = listen.trusted_proxies
-    return is_local(headers, loopback_listener=loopback, trusted_proxies=proxies)
 
 
 _PLAIN_ENCODINGS = frozenset({b"", b"identity"})
@@ -312,11 +317,7 @@ def owner_by_head(headers: Headers, caller: Caller, config: HandlerConfig, what:
     """
     if not caller.anonymous:
         return caller.id
-    if is_local(
-        headers,
-        loopback_listener=config.loopback,
-        trusted_proxies=config.settings.listen.trusted_proxies,
-    ):
+    if config.is_local(headers):
         return ANONYMOUS_OWNER
     raise GatewayError(
         401,
@@ -336,14 +337,7 @@ class Callers:
     def identify(self, request: HttpRequest) -> Caller:
         """The request's caller. Raises: GatewayError 401, 403."""
         config, headers = self.config(), request.scope["headers"]
-        caller = identify_caller(
-            headers,
-            request.client.host if request.client else None,
-            config.key_ring,
-            allow_anonymous=config.settings.allow_anonymous,
-            loopback_listener=config.loopback,
-            trusted_proxies=config.settings.listen.trusted_proxies,
-        )
+        caller = config.identify(headers, request.client.host if request.client else None)
         if config.origin_policy is not None and caller.anonymous:
             server = request.scope.get("server")
             changes = request.method not in {"GET", "HEAD"}

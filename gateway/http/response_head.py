@@ -154,9 +154,11 @@ def error_headers(error: GatewayError) -> Headers:
     return headers
 
 
-def encode_rejection(error: GatewayError, api: Api) -> tuple[bytes, bytes]:
-    """Header lines and body of the response to what never became a request."""
-    request_id = f"req_{secrets.token_hex(8)}"
+def rejection(
+    error: GatewayError, api: Api, request_id: str | None = None
+) -> tuple[Headers, bytes]:
+    """Headers and body of the response to what never became a request."""
+    request_id = request_id or f"req_{secrets.token_hex(8)}"
     body = api.error_body(error, request_id)
     headers = [
         *error_headers(error),
@@ -165,7 +167,7 @@ def encode_rejection(error: GatewayError, api: Api) -> tuple[bytes, bytes]:
     ]
     if api.sends_request_id:
         headers.append((b"request-id", request_id.encode()))
-    return encode_headers(headers), body
+    return headers, body
 
 
 def progress_comment(

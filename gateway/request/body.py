@@ -106,10 +106,11 @@ def parse_body(body: bytes) -> ParsedBody:
         parsed = _PARSED_BODY.decode(body)
         # Usually "model" occurs once, and only an escape could hide another spelling of it: of one
         # of its letters, or of their neighbours.
-        if body.lower().count(b'"model"') != (parsed.model is not None) or (
+        may_hide = body.lower().count(b'"model"') != (parsed.model is not None) or (
             body.find(b"\\") >= 0 and (body.find(b"\\u004") >= 0 or body.find(b"\\u006") >= 0)
-        ):
-            _check_field_names(body)
+        )
+        if may_hide and any(map(is_misspelt_model, FIELDS_DECODER.decode(body))):
+            raise misspelt_model_error()
         return parsed
     except msgspec.ValidationError as error:
         text = str(error)
@@ -126,11 +127,6 @@ def parse_body(body: bytes) -> ParsedBody:
         # The depth that raises this differs between Pythons. All of them read more than
         # `limits.json_depth`, so `prepare` gives the same answer for what they can read.
         raise errors.invalid_request("The body is nested too deeply.") from None
-
-
-def _check_field_names(body: bytes) -> None:
-    if any(map(is_misspelt_model, FIELDS_DECODER.decode(body))):
-        raise misspelt_model_error()
 
 
 def is_misspelt_model(name: str) -> bool:

@@ -18,7 +18,7 @@ from gateway.api.json_values import run_at_once
 from gateway.callers.callers import client_address
 from gateway.callers.limits import Reservation
 from gateway.callers.meter import Meter
-from gateway.catalog import RequestQueue, ServedModels
+from gateway.catalog import RequestQueue
 from gateway.errors import CLIENT_CLOSED_STATUS, ClientClosed, GatewayError
 from gateway.events import EventBus, RequestRecord
 from gateway.forward.client_response import (
@@ -86,7 +86,6 @@ class RequestHandler:
     config: HandlerConfig
     forwarder: Forwarder
     queue: RequestQueue
-    catalog: ServedModels
     registry: InFlightRegistry
     bus: EventBus
     clock: Callable[[], float]
@@ -266,13 +265,7 @@ class _HandledRequest:
         context = exchange.context_cache.get(exchange.headers, config)
         if context is None:
             context = parse_context(
-                exchange.headers,
-                exchange.peer_address,
-                config.settings,
-                config.key_ring,
-                config.identity_headers,
-                self._handler.meter.book,
-                loopback=config.loopback,
+                exchange.headers, exchange.peer_address, config, self._handler.meter.book
             )
             if config.origin_policy is not None and context.caller.anonymous:
                 config.origin_policy.check(exchange.headers, exchange.local_address, is_post=True)
@@ -288,13 +281,8 @@ class _HandledRequest:
         handler, route, rules = self._handler, self.route, self.config.rules
         if route.path not in routes_of(self.config.settings):
             raise errors.not_found(route.path, None)  # It was, when the connection began.
-        index, memory = handler.catalog, handler.body_memory
-        api = route.api
-        work = api.translate(
-            body,
-            lambda name: rules.model_aliases.knows(name, index),
-            prompt_cache=context.cache.prompt_cache,
-        )
+        aliases, memory, api = rules.model_aliases, handler.body_memory, route.api
+        work = api.translate(body, aliases.knows, prompt_cache=context.cache.prompt_cache)
         # The new body may have ten times the bytes, which must count.
         if len(body) >= SMALL_BODY_BYTES or is_slow_to_parse(body):
             await ensure_task()
@@ -314,6 +302,7 @@ class _HandledRequest:
             return translation.body
         request = self._read(context, translation.body)
         wanted, labels = request.lease_request.wanted, context.cache.node_labels
+        index = aliases.catalog
         if not any(index.serves(name, labels) for name in wanted.model_names):
             raise index.not_found_error(wanted.model, labels, wanted.model_names)
         self.exchange.respond(200, JSON_HEADER_LINE + self.header_lines(), translation.reply)
@@ -336,7 +325,6 @@ class _HandledRequest:
                 self._incoming(context, body),
                 self.record,
                 rules,
-                handler.catalog,
                 context.class_of,
                 handler.time_slicer,
             )
@@ -355,8 +343,7 @@ class _HandledRequest:
     def _read(self, context: RequestContext, body: bytes) -> Request:
         """The request that the body describes. Raises: GatewayError."""
         incoming, rules = self._incoming(context, body), self.config.rules
-        catalog = self._handler.catalog
-        request = read_request(incoming, self.record, rules, catalog, context.class_of)
+        request = read_request(incoming, self.record, rules, context.class_of)
         if request.is_infill:
             self._note_editor(request)
         return request

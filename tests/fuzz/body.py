@@ -110,9 +110,9 @@ class Preparer:
     """Prepares requests by one set of rules."""
 
     def __init__(self) -> None:
-        self._rules = RequestRules(LIMITS, ModelAliases(_RULES), "demo")
-        self._catalog = ModelIndex()
-        self._catalog.set_nodes([a_node(model=["demo"])])
+        catalog = ModelIndex()
+        catalog.set_nodes([a_node(model=["demo"])])
+        self._rules = RequestRules(LIMITS, ModelAliases(_RULES, catalog), "demo")
 
     def small(self, body: bytes, route: Route) -> Request | GatewayError:
         try:
@@ -121,7 +121,6 @@ class Preparer:
                 parse_body(body),
                 Priority.NORMAL,
                 self._rules,
-                self._catalog,
             )
         except GatewayError as error:
             return error
@@ -134,7 +133,6 @@ class Preparer:
                 large.parse(),
                 Priority.NORMAL,
                 self._rules,
-                self._catalog,
             )
         except GatewayError as error:
             return error

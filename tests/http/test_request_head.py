@@ -25,6 +25,7 @@ from gateway.http.request_head import (
 )
 from gateway.http.response_head import EXPOSED_HEADERS
 from gateway.lease import KeyedHash
+from gateway.nodes.model_index import ModelIndex
 from gateway.terms import Caller, Priority
 from gateway.transport.errors import ConnectTimedOut
 from tests.emulator import EmulatedNode
@@ -75,7 +76,11 @@ def owner_of(
     *headers: tuple[bytes, bytes], caller: Caller, loopback: bool, what: str = "Files"
 ) -> str:
     config = HandlerConfig.of(
-        Settings(), loopback=loopback, keyed_hash=KeyedHash(b"0" * 16), key_ring=KeyRing()
+        Settings(),
+        loopback=loopback,
+        keyed_hash=KeyedHash(b"0" * 16),
+        key_ring=KeyRing(),
+        catalog=ModelIndex(),
     )
     return owner_by_head(list(headers), caller, config, what)
 

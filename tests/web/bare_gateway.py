@@ -158,10 +158,15 @@ async def bare_gateway(
         key_sync = KeySync(None, key_ring, None)
         key_sync.configure(chosen.keys, allow_anonymous=chosen.allow_anonymous)
         handler = RequestHandler(
-            HandlerConfig.of(chosen, loopback=loopback, keyed_hash=KeyedHash(), key_ring=key_ring),
+            HandlerConfig.of(
+                chosen,
+                loopback=loopback,
+                keyed_hash=KeyedHash(),
+                key_ring=key_ring,
+                catalog=running.fleet.model_index,
+            ),
             forwarder=forwarder,
             queue=scheduler,
-            catalog=running.fleet.model_index,
             registry=registry,
             bus=bus,
             clock=clock,
