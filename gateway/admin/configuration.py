@@ -300,11 +300,6 @@ class CertificateRenewal:
         ]
         return "; ".join(errors) or None
 
-    @property
-    def expiry(self) -> Mapping[str, float]:
-        """When the certificate of each listener with TLS expires, in seconds since 1970."""
-        return self.listeners.expiry
-
     async def watch(self) -> None:
         """Put files in force when they change; never ends."""
         files = changed_files(lambda: self.listeners.files | self._fleet.tls_files())

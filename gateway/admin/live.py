@@ -26,13 +26,7 @@ from gateway import errors
 from gateway.admin.configuration import GatewayControl
 from gateway.admin.guard import identity_of, is_still_admitted
 from gateway.admin.nodes import DrainDeadlines, hosts_json, node_figures
-from gateway.admin.status import (
-    cluster_json,
-    days_until,
-    edges_json,
-    ledger_json,
-    store_json,
-)
+from gateway.admin.status import days_left, ledger_json, store_json, whole_figures
 from gateway.callers.keys import AdminIdentity, AdminRole
 from gateway.errors import GatewayError
 from gateway.forward.in_flight import InFlightRequest
@@ -40,7 +34,6 @@ from gateway.nodes.fleet import Fleet
 from gateway.nodes.node import LeasePhase, Node, NodeState
 from gateway.nodes.prices import GpuCosts
 from gateway.nodes.router import LoadPhase
-from gateway.terms import Priority
 from gateway.watch.history import COLUMNS, FleetHistory, Gauges, HistoryPoint
 from gateway.watch.node_history import NodeHistory
 from gateway.watch.problems import (
@@ -239,25 +232,16 @@ class LiveView:
         return None if caller is None else ring.name_of(caller)
 
     def _summary(self, counts: _FleetCounts) -> dict[str, Any]:
-        gateway, scheduler = self.gateway, self.gateway.scheduler
-        depths, error = scheduler.depths(), self.health.readiness_error()
-        has_gpu = scheduler.fleet_sync.has_gpu_tier
+        gateway = self.gateway
         return {
-            "version": gateway.version,
+            **whole_figures(gateway, self.health),
             "started_at": round(self.wall_clock() - gateway.clock() + gateway.started_at),
-            "ready": error is None,
-            "reason": None if error is None else error.code,
-            "in_flight": len(self.gateway.registry),
-            "queue": {priority.label: depths[priority] for priority in Priority},
             "queue_max": gateway.settings.queue.max,
             "states": dict(counts.states),
             "slots_total": counts.slots_total,
             "slots_busy": counts.slots_busy,
             "models": sorted(counts.models)[:MOST_MODELS],
-            "hybrid": scheduler.tier_policy.view(gateway.clock()) if has_gpu else None,
             "hosts": hosts_json(gateway.model_placer),
-            "edges": edges_json(gateway.edges),
-            "cluster": cluster_json(gateway.cluster),
         }
 
     def _condition(self, counts: _FleetCounts, queue: QueueCondition) -> FleetCondition:
@@ -307,9 +291,7 @@ class LiveView:
             settings_error=gateway.config_files.settings_error,
             keys_lost=gateway.key_sync.key_ring.lost,
             certificate_error=gateway.certificates.error,
-            certificates={
-                key: days_until(expires) for key, expires in gateway.certificates.expiry.items()
-            },
+            certificates=days_left(gateway),
             store=store_json(gateway.store),
             ledger=ledger_json(gateway.ledger),
             audit_lost=gateway.audit.lost,

@@ -122,7 +122,7 @@ class NodeEndpoints:
         """
         name = request.query_params.get("node", "")
         if name not in self.fleet.nodes:
-            raise node_not_found(name, self.fleet.nodes)
+            raise not_found("node", name, self.fleet.nodes)
         by_node: dict[str, Mapping[int, PrefixHits]] = {}
         async for node in in_steps([*self.fleet.nodes.values()]):
             by_node[node.name] = self.fleet_sync.cache_hits(node)
@@ -169,7 +169,7 @@ class NodeEndpoints:
         if node is None and name.endswith(("/drain", "/resume", "/probe")):
             raise errors.method_not_allowed(request.method, "POST")
         if node is None:
-            raise node_not_found(name, self.fleet.nodes)
+            raise not_found("node", name, self.fleet.nodes)
         return node
 
     def _object(self, node: Node) -> NodeObject:
@@ -346,12 +346,11 @@ def _elastic(node: Node, now: float) -> dict[str, Any]:
     }
 
 
-def node_not_found(name: str, known: dict[str, Node]) -> GatewayError:
-    """404, with similar names."""
-    hint = suggestion(name, known, "GET /admin/nodes lists them.")
-    return GatewayError(
-        404, "node_not_found", f"There is no node '{truncate_echo(name)}'. {hint}", param="name"
-    )
+def not_found(kind: str, name: str, known: Mapping[str, object]) -> GatewayError:
+    """404 for a node or model, with similar names."""
+    hint = suggestion(name, known, f"GET /admin/{kind}s lists them.")
+    message = f"There is no {kind} '{truncate_echo(name)}'. {hint}"
+    return GatewayError(404, f"{kind}_not_found", message, param="name")
 
 
 def _rounded(value: float | None) -> float | None:
@@ -422,13 +421,7 @@ class ModelEndpoints:
         known = self._view().names
         if name in known:
             return name
-        hint = suggestion(name, known, "GET /admin/models lists them.")
-        raise GatewayError(
-            404,
-            "model_not_found",
-            f"There is no model '{truncate_echo(name)}'. {hint}",
-            param="name",
-        )
+        raise not_found("model", name, known)
 
     def _refuse_waiting(self) -> int:
         """Refuse those that wait for a paused model and have not been at a node; how many."""
@@ -549,7 +542,7 @@ class PlacementEndpoints:
         """A router's model, by its own or a public name. Raises: GatewayError (400, 404)."""
         router = self.gateway.fleet.nodes.get(name)
         if router is None:
-            raise node_not_found(name, self.gateway.fleet.nodes)
+            raise not_found("node", name, self.gateway.fleet.nodes)
         if not router.is_router:
             raise errors.invalid_request(
                 f"The node '{name}' is no router: its models are always loaded. A server of "

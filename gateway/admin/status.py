@@ -52,28 +52,21 @@ class StatusEndpoints:
 
     async def status(self, _: Request) -> Response:
         """The gateway on one page."""
-        gateway, scheduler, fleet = self.gateway, self.gateway.scheduler, self.gateway.fleet
+        gateway, fleet = self.gateway, self.gateway.fleet
         files, keys = gateway.config_files, gateway.key_sync
         states, slots, busy = Counter[str](), 0, 0
         async for node in in_steps([*fleet.nodes.values()]):
             states[node.state.value] += node.router is None
             slots += node.slots_now
             busy += node.slots_busy
-        has_gpu = scheduler.fleet_sync.has_gpu_tier
-        depths, error = scheduler.depths(), self.health.readiness_error()
         uptime = gateway.clock() - gateway.started_at
         started = datetime.now(UTC) - timedelta(seconds=uptime)
         return JsonResponse(
             StatusObject(
-                version=gateway.version,
+                **whole_figures(gateway, self.health),
                 started_at=time_text(started.timestamp()),
                 uptime=round(uptime, 3),
-                ready=error is None,
-                reason=None if error is None else error.code,
-                in_flight=len(gateway.registry),
-                queue={priority.label: depths[priority] for priority in Priority},
                 waiting=self._waiting(),
-                hybrid=scheduler.tier_policy.view(gateway.clock()) if has_gpu else None,
                 totals=totals_json(self.metrics),
                 nodes=dict(+states),
                 slots_total=slots,
@@ -90,13 +83,11 @@ class StatusEndpoints:
                         "expires_at": time_text(expires),
                         "days_left": round(days_until(expires), 2),
                     }
-                    for key, expires in gateway.certificates.expiry.items()
+                    for key, expires in gateway.certificates.listeners.expiry.items()
                 },
                 store=store_json(gateway.store),
                 audit_lost=gateway.audit.lost,
                 ledger=ledger_json(gateway.ledger),
-                edges=edges_json(gateway.edges),
-                cluster=cluster_json(gateway.cluster),
             )
         )
 
@@ -167,9 +158,31 @@ class StatusObject(msgspec.Struct, kw_only=True):
         "know the keys as they are now; it is tried again, at least once a minute"]  # fmt: skip
 
 
+def whole_figures(gateway: GatewayControl, health: HealthEndpoints) -> dict[str, Any]:
+    """What both the status and the live view tell of the whole gateway."""
+    scheduler, error = gateway.scheduler, health.readiness_error()
+    depths, has_gpu = scheduler.depths(), scheduler.fleet_sync.has_gpu_tier
+    return {
+        "version": gateway.version,
+        "ready": error is None,
+        "reason": None if error is None else error.code,
+        "in_flight": len(gateway.registry),
+        "queue": {priority.label: depths[priority] for priority in Priority},
+        "hybrid": scheduler.tier_policy.view(gateway.clock()) if has_gpu else None,
+        "edges": edges_json(gateway.edges),
+        "cluster": cluster_json(gateway.cluster),
+    }
+
+
 def days_until(seconds: float) -> float:
     """Days until this time, in seconds since 1970; negative if it has passed."""
     return (seconds - datetime.now(UTC).timestamp()) / 86400
+
+
+def days_left(gateway: GatewayControl) -> dict[str, float]:
+    """Days until the certificate of each listener with TLS expires."""
+    expiry = gateway.certificates.listeners.expiry
+    return {key: days_until(expires) for key, expires in expiry.items()}
 
 
 def store_json(store: Store | None) -> dict[str, Any]:
@@ -336,9 +349,7 @@ class MetricsSource:
             quotas={quota_labels(one): round(one.share, 4) for one in gateway.quotas},
             inventory_error=gateway.config_files.inventory_error is not None,
             retry_budget=self.retries_left(),
-            certificate_days_left={
-                key: days_until(expires) for key, expires in gateway.certificates.expiry.items()
-            },
+            certificate_days_left=days_left(gateway),
             store=None if store is None else StoreSample(up=store.up, waiting=store.waiting),
             ledger=None
             if ledger is None

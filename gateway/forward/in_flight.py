@@ -18,7 +18,7 @@ from __future__ import annotations
 import asyncio
 import io
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import NamedTuple
 
 import msgspec
@@ -195,64 +195,52 @@ MOST_ERROR_BODY_BYTES = 256 * 1024  # Bytes of an error's body that are read
 JSON_HEADERS: Headers = [(b"content-type", b"application/json")]
 
 
+@dataclass(slots=True, eq=False, repr=False)
 class Attempt:
     """One lease of a request in flight: made with it, then opened. `close` ends it, once.
 
     `AttemptEnds` does that, and reports how it ended.
     """
 
-    __slots__ = (
-        "_closed", "_connection", "_held", "_leases", "_may_send", "_on_fail",
-        "_reported_content_at", "_sent", "_settings", "_timeout_monitor", "_timeouts", "_whole_at",
-        "_write_to_client", "api", "clock", "content", "events", "failure", "headers", "in_flight",
-        "is_sse", "lease", "node_done", "pool", "sent_at", "splice_point", "started_at", "status",
-    )  # fmt: skip
+    in_flight: InFlightRequest
+    lease: GrantedLease
+    _settings: Settings
+    _leases: LeaseService
+    _timeout_monitor: TimeoutMonitor
+    clock: Callable[[], float]
+    pool: ConnectionPool = field(init=False)  # The connections to the node
+    api: Api = field(init=False)  # The API of the path that was requested; set by `open`
+    _timeouts: AttemptTimeouts | None = None
+    _connection: NodeConnection | None = None
+    failure: UpstreamError | None = None
+    """Why the attempt was failed from outside; may be set before there is a connection."""
+    _on_fail: Callable[[], None] | None = None
+    splice_point: SplicePoint | None = None
+    """Where this attempt resumes the stream of an earlier one."""
+    events: EventPipeline | None = None
+    """What the events of a stream pass through; None: the response is no stream."""
+    _held: bytes | None = None  # What `read` returns next; empty: the client lags
+    _write_to_client: WriteToClient | None = None
+    _closed: bool = False
+    node_done: bool = False  # Once it is closed: whether the node has nothing left to do for it
+    _sent: bool = False
+    _may_send: bool = False  # Whether its lease still holds, or the node has had the request
+    started_at: float = 0.0
+    sent_at: float = 0.0  # When the request was first sent; 0 before
+    status: int = 0
+    headers: Headers = field(default_factory=list)
+    is_sse: bool = False  # Whether the response is a stream of events
+    _whole_at: float | None = None  # When bytes of a plain response last came
+    _reported_content_at: float | None = None
+    """The time of the content of which the scheduler was told last."""
+    content: bytes = b""
+    """What had come when `open` returned: the first events, or a whole plain response."""
 
-    def __init__(
-        self,
-        in_flight: InFlightRequest,
-        lease: GrantedLease,
-        settings: Settings,
-        leases: LeaseService,
-        timeout_monitor: TimeoutMonitor,
-        clock: Callable[[], float],
-    ) -> None:
-        self.in_flight = in_flight
-        self.lease = lease
-        pool = lease.node.connections
+    def __post_init__(self) -> None:
+        pool = self.lease.node.connections
         assert isinstance(pool, ConnectionPool)
-        self.pool = pool  # The connections to the node
-        self._leases = leases
-        self._settings = settings
-        self._timeout_monitor = timeout_monitor
-        self.clock = clock
-        self._timeouts: AttemptTimeouts | None = None
-        self._connection: NodeConnection | None = None
-        self.failure: UpstreamError | None = None
-        """Why the attempt was failed from outside; may be set before there is a connection."""
-        self._on_fail: Callable[[], None] | None = None
-        self.api: Api  # The API of the path that was requested; set by `open`
-        self.splice_point: SplicePoint | None = None
-        """Where this attempt resumes the stream of an earlier one."""
-        self.events: EventPipeline | None = None
-        """What the events of a stream pass through; None: the response is no stream."""
-        self._held: bytes | None = None  # What `read` returns next; empty: the client lags
-        self._write_to_client: WriteToClient | None = None
-        self._closed = False
-        self.node_done = False  # Once it is closed: whether the node has nothing left to do for it
-        self._sent = False
-        self._may_send = False  # Whether its lease still holds, or the node has had the request
-        self.started_at = clock()
-        self.sent_at = 0.0  # When the request was first sent; 0 before
-        self.status = 0
-        self.headers: Headers = []
-        self.is_sse = False  # Whether the response is a stream of events
-        self._whole_at: float | None = None  # When bytes of a plain response last came
-        self._reported_content_at: float | None = None
-        """The time of the content of which the scheduler was told last."""
-        self.content = b""
-        """What had come when `open` returned: the first events, or a whole plain response."""
-        in_flight.begin_attempt(self)
+        self.pool, self.started_at = pool, self.clock()
+        self.in_flight.begin_attempt(self)
 
     @property
     def request(self) -> Request:
@@ -776,28 +764,23 @@ class PrefillStatus(NamedTuple):
     """Tokens that were read or cached, and all tokens; None: the percentage is an estimate."""
 
 
+@dataclass(slots=True, eq=False)
 class PrefillProgress:
     """The prefill of one request, on one node after the other."""
 
-    __slots__ = (
-        "_batch", "_cached", "_client_asked", "_clock", "_first", "_hidden", "_keep_next", "_last",
-        "_lease", "_started_at",
-    )  # fmt: skip
-
-    def __init__(self, *, hidden: bool = False) -> None:
-        """`hidden`: the client may not know how much of its prompt was cached; the ledger does."""
-        self._hidden = hidden
-        self._lease: GrantedLease | None = None  # That of the attempt; None: there was none yet
-        self._clock: Callable[[], float] | None = None  # The attempt's
-        self._started_at = 0.0  # When it began
-        self._first: _Report | None = None
-        self._last: _Report | None = None
-        """What this attempt's node said first, and last; None: nothing."""
-        self._batch = 0  # Tokens between its last two reports; 0: there were none
-        self._cached = 0  # Tokens that the node had cached
-        self._client_asked = False  # Whether the client itself asks for progress events
-        self._keep_next = False
-        """Whether the next progress event stands for an event that the client must get."""
+    hidden: bool = False
+    """The client may not know how much of its prompt was cached; the ledger does."""
+    _lease: GrantedLease | None = None  # That of the attempt; None: there was none yet
+    _clock: Callable[[], float] | None = None  # The attempt's
+    _started_at: float = 0.0  # When it began
+    _first: _Report | None = None
+    _last: _Report | None = None
+    """What this attempt's node said first, and last; None: nothing."""
+    _batch: int = 0  # Tokens between its last two reports; 0: there were none
+    _cached: int = 0  # Tokens that the node had cached
+    _client_asked: bool = False  # Whether the client itself asks for progress events
+    _keep_next: bool = False
+    """Whether the next progress event stands for an event that the client must get."""
 
     def begin_attempt(
         self, attempt: Attempt, api: Api, body: Body
@@ -892,7 +875,7 @@ class PrefillProgress:
 
     def status(self, attempt: Attempt, now: float) -> PrefillStatus | None:
         """How far the prompt is read; None: unknown, hidden, or no prompt is being read."""
-        if self._hidden or self._lease is not attempt.lease or not attempt.is_reading:
+        if self.hidden or self._lease is not attempt.lease or not attempt.is_reading:
             return None
         if self._last is not None:
             _, done, total = self._last

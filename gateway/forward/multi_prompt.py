@@ -74,9 +74,7 @@ class MultiPromptForwarder(BodyStream):
     ) -> None:
         self._in_flight = in_flight
         self._forward = forward
-        self._bus = context.bus
-        self._clock = context.clock
-        self._time_slicer = context.time_slicer
+        self._context = context
         self._max_bytes = context.settings.limits.response_bytes
         """Bytes that a plain response may have."""
         assert in_flight.request.prompt_list is not None
@@ -108,7 +106,8 @@ class MultiPromptForwarder(BodyStream):
             self._start_task(self._start_sub_requests)
             if in_flight.request.stream:
                 first = await self._next_events()
-                in_flight.record.first_content_sent(self._clock() - in_flight.request.received_at)
+                age = self._context.clock() - in_flight.request.received_at
+                in_flight.record.first_content_sent(age)
                 return ClientResponse(200, self._header_lines, first, self)
             while (chunk := await self._next_chunk()) is not None:
                 self._merger.add(*chunk)
@@ -188,7 +187,7 @@ class MultiPromptForwarder(BodyStream):
         chunk = await self._chunks.get()
         if self._error is not None:
             raise self._error
-        self._last_content_at = self._clock()
+        self._last_content_at = self._context.clock()
         return chunk
 
     # The sub-requests.
@@ -197,7 +196,7 @@ class MultiPromptForwarder(BodyStream):
         """Start each sub-request when the one before it has its slots."""
         parent = self._in_flight.record
         for index in range(len(self._prompts.prompts)):
-            request = await self._prompts.sub_request(index, self._time_slicer)
+            request = await self._prompts.sub_request(index, self._context.time_slicer)
             if index:
                 caller = replace(request.lease_request.caller, admitted=True)
                 lease_request = replace(request.lease_request, caller=caller)
@@ -300,7 +299,7 @@ class MultiPromptForwarder(BodyStream):
         if body_stream is not None:
             body_stream.close()
         if self._sub_requests.pop(sub_request.request.id, None) is not None:
-            self._bus.defer(self._in_flight.record.sub_request_ended, sub_request.record)
+            self._context.bus.defer(self._in_flight.record.sub_request_ended, sub_request.record)
 
     def _fail(self, error: Exception) -> None:
         """End all sub-requests; the reader gets this error next."""

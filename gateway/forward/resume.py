@@ -11,7 +11,7 @@ import dataclasses
 import hashlib
 import re
 from collections.abc import Awaitable, Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import NamedTuple
 
 import msgspec
@@ -50,6 +50,7 @@ from gateway.forward.in_flight import Attempt, InFlightRequest
 from gateway.lease import NOTHING_TRIED, Fault, GrantedLease, LeaseRequest, Tried
 from gateway.request.body import FULL_PARSE_BYTES, Body, bytes_to_parse
 from gateway.request.edits import NO_PROMPT_CACHE
+from gateway.request.preparation import Request
 from gateway.request.routes import NATIVE_ROUTE, ROUTES, Route
 from gateway.transport.connection import LoopTimeout
 from gateway.transport.eager_task import ensure_task
@@ -420,6 +421,7 @@ def node_kind(resume_key: tuple[object, ...]) -> str:
     return hashlib.sha256(repr(resume_key).encode()).hexdigest()[:16]
 
 
+@dataclass(slots=True, eq=False, repr=False)
 class Resumer:
     """Resumes the stream of one request from the transcript of what was sent.
 
@@ -428,40 +430,28 @@ class Resumer:
     streams that were cut because the slots of a node had no room left have a bound of their own.
     """
 
-    __slots__ = (
-        "_context", "_in_flight", "_lease_request", "_met_other_kind", "_model", "_node_kind",
-        "_planned", "_recorder", "_request", "_resume_key", "_retries", "_source",
-        "_times_yielded", "_tried", "_unloaded",
-    )  # fmt: skip
+    _context: ForwardContext
+    _in_flight: InFlightRequest
+    _recorder: TranscriptRecorder
+    _first_run: FirstRun
+    _tried: Tried = NOTHING_TRIED
+    """Nodes that failed this stream, or are of another kind; of what was tried before it began
+    only what that shows of the request's size counts."""
+    _request: Request = field(init=False)
+    _lease_request: LeaseRequest = field(init=False)  # asked of the scheduler for the continuation
+    _source: ResumeInput = field(init=False)  # what is resumed now, and how
+    _met_other_kind: bool = False
+    """Whether a node was of another kind than the one of another process."""
+    _retries: Retries | None = None
+    """Grants the resumptions after the first one; None: none was attempted."""
+    _planned: tuple[str, ResumeInput, ResumePlan] | None = None
+    """How a node is to continue it, whose lease became too old meanwhile."""
+    _times_yielded: int = 0  # how often it has given up its slot to another request
+    _unloaded: int = 0  # how often a node that was to resume it had not loaded the model
 
-    def __init__(
-        self,
-        context: ForwardContext,
-        in_flight: InFlightRequest,
-        recorder: TranscriptRecorder,
-        first_run: FirstRun,
-        tried: Tried = NOTHING_TRIED,
-    ) -> None:
-        """`tried`: before the stream began; only what that shows of the request's size counts."""
-        self._context = context
-        self._in_flight = in_flight
-        self._recorder = recorder
-        self._model = first_run.model
-        self._request = in_flight.request
-        self._resume_key = first_run.resume_key  # None: only the next is known
-        self._node_kind = first_run.node_kind
-        self._met_other_kind = False
-        """Whether a node was of another kind than the one of another process."""
-        self._tried = Tried(min_context=tried.min_context, pool_overflows=tried.pool_overflows)
-        """Nodes that failed this stream, or are of another kind."""
-        self._lease_request: LeaseRequest  # what is asked of the scheduler for the continuation
-        self._retries: Retries | None = None
-        """Grants the resumptions after the first one; None: none was attempted."""
-        self._source: ResumeInput  # what is resumed now, and how
-        self._planned: tuple[str, ResumeInput, ResumePlan] | None = None
-        """How a node is to continue it, whose lease became too old meanwhile."""
-        self._times_yielded = 0  # how often it has given up its slot to another request
-        self._unloaded = 0  # how often a node that was to resume it had not loaded the model
+    def __post_init__(self) -> None:
+        before, self._request = self._tried, self._in_flight.request
+        self._tried = Tried(min_context=before.min_context, pool_overflows=before.pool_overflows)
 
     @property
     def pool_overflows(self) -> int:
@@ -583,7 +573,7 @@ class Resumer:
     def _resume_input(self) -> ResumeInput:
         """The request and what was sent of its response. Raises: NotResumable."""
         transcript, route = self._recorder.transcript(), ROUTES[self._request.path]
-        original: Body = self._request.bodies[self._model]
+        original: Body = self._request.bodies[self._first_run.model]
         body = parse_object(bytes_to_parse(original))
         if not self._request.stream:
             body |= route.api.streaming_fields or {}
@@ -630,7 +620,7 @@ class Resumer:
                 # Once more, from exactly the text that was sent.
                 self._source = dataclasses.replace(self._source, step_back=False)
             except OtherKindOfNode:
-                self._met_other_kind = self._resume_key is None
+                self._met_other_kind = self._first_run.resume_key is None
                 self._exclude(node)
             except LeaseTooOld as failure:
                 drop_traceback(failure)
@@ -710,10 +700,10 @@ class Resumer:
             ),
             replace(
                 request.wanted,
-                model_names=(self._model,),
+                model_names=(self._first_run.model,),
                 llama_cpp_only=True,
                 stream=True,
-                resume_key=self._resume_key,
+                resume_key=self._first_run.resume_key,
             ),
             replace(
                 size,
@@ -789,10 +779,10 @@ class Resumer:
         """
         props = await queries.get("/props")
         resume_key = self._context.leases.resume_key_of(props)
-        if self._resume_key is None:
-            if self._node_kind not in {None, node_kind(resume_key)}:
+        if self._first_run.resume_key is None:
+            if self._first_run.node_kind not in {None, node_kind(resume_key)}:
                 raise OtherKindOfNode
-        elif resume_key != self._resume_key:
+        elif resume_key != self._first_run.resume_key:
             raise OtherKindOfNode
 
     async def _open(self, attempt: Attempt, resume_plan: ResumePlan) -> Resumed:

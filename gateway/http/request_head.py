@@ -13,7 +13,7 @@ import math
 import re
 import socket
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Self
 
 from starlette.requests import Request as HttpRequest
@@ -136,17 +136,15 @@ class RequestContext(Sender):
         return class_of(parsed, self.caller, self.priority_header)
 
 
+@dataclass(slots=True, eq=False, repr=False)
 class ContextCache:
     """The last head of a connection: most clients send the same one again and again."""
 
-    __slots__ = ("_config", "_context", "_headers", "_keys_version", "_x_request_id")
-
-    def __init__(self) -> None:
-        self._headers: Headers = []
-        self._config: HandlerConfig | None = None  # the configuration by which the head was parsed
-        self._keys_version = -1  # the version of the key ring by which its caller was found
-        self._context: RequestContext | None = None
-        self._x_request_id: str | None = None
+    _headers: Headers = field(default_factory=list)
+    _config: HandlerConfig | None = None  # the configuration by which the head was parsed
+    _keys_version: int = -1  # the version of the key ring by which its caller was found
+    _context: RequestContext | None = None
+    _x_request_id: str | None = None
 
     def get(self, headers: Headers, config: HandlerConfig) -> RequestContext | None:
         """The context of an equal head, if it was parsed by the same configuration and keys."""
@@ -255,11 +253,8 @@ def _request_timeout(headers: Headers) -> float | None:
     """`X-Request-Timeout` in seconds."""
     for name, value in headers:
         if name == b"x-request-timeout":
-            try:
-                seconds = float(value)
-            except ValueError:
-                seconds = math.nan
-            if not (math.isfinite(seconds) and seconds > 0):
+            seconds = _positive(value)
+            if seconds is None:
                 raise errors.invalid_request(
                     "'X-Request-Timeout' must be a positive number of seconds.",
                     "X-Request-Timeout",
@@ -274,16 +269,17 @@ _SDK_TIMEOUTS = frozenset({b"x-stainless-read-timeout", b"x-stainless-timeout"})
 
 def _sdk_timeout(headers: Headers) -> float | None:
     """The shortest timeout that an official client sends; invalid values are ignored."""
-    shortest: float | None = None
-    for name, value in headers:
-        if name in _SDK_TIMEOUTS:
-            try:
-                seconds = float(value)
-            except ValueError:
-                continue
-            if math.isfinite(seconds) and seconds > 0:
-                shortest = seconds if shortest is None else min(shortest, seconds)
-    return shortest
+    found = [_positive(value) for name, value in headers if name in _SDK_TIMEOUTS]
+    return min((seconds for seconds in found if seconds is not None), default=None)
+
+
+def _positive(value: bytes) -> float | None:
+    """A positive number; None: it is none."""
+    try:
+        number = float(value)
+    except ValueError:
+        return None
+    return number if math.isfinite(number) and number > 0 else None
 
 
 LONGEST_PREFER = 1024  # bytes of one field that are read; a longer one says nothing

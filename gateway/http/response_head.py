@@ -89,35 +89,23 @@ def rate_limit_lines(
 
     `anthropic`: in Anthropic's too.
     """
-    lines = ""
-    if requests is not None:
-        lines = (
-            f"x-ratelimit-limit-requests: {requests.limit}\r\n"
-            f"x-ratelimit-remaining-requests: {requests.remaining}\r\n"
-            f"x-ratelimit-reset-requests: {_duration(math.ceil(requests.reset))}\r\n"
-        )
-    if tokens is not None:
+    lines = anthropic_lines = ""
+    for kind, found in (("requests", requests), ("tokens", tokens)):
+        if found is None:
+            continue
         lines += (
-            f"x-ratelimit-limit-tokens: {tokens.limit}\r\n"
-            f"x-ratelimit-remaining-tokens: {tokens.remaining}\r\n"
-            f"x-ratelimit-reset-tokens: {_duration(math.ceil(tokens.reset))}\r\n"
+            f"x-ratelimit-limit-{kind}: {found.limit}\r\n"
+            f"x-ratelimit-remaining-{kind}: {found.remaining}\r\n"
+            f"x-ratelimit-reset-{kind}: {_duration(math.ceil(found.reset))}\r\n"
         )
-    if anthropic:
-        lines += _anthropic_rate_limit(requests, "requests") + _anthropic_rate_limit(
-            tokens, "tokens"
-        )
-    return lines.encode()
-
-
-def _anthropic_rate_limit(found: RateLimit | None, kind: str) -> str:
-    if found is None:
-        return ""
-    resets_at = time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime(found.resets_at))
-    name = f"anthropic-ratelimit-{kind}"
-    return (
-        f"{name}-limit: {found.limit}\r\n{name}-remaining: {found.remaining}\r\n"
-        f"{name}-reset: {resets_at}\r\n"
-    )
+        if anthropic:
+            name = f"anthropic-ratelimit-{kind}"
+            resets_at = time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime(found.resets_at))
+            anthropic_lines += (
+                f"{name}-limit: {found.limit}\r\n{name}-remaining: {found.remaining}\r\n"
+                f"{name}-reset: {resets_at}\r\n"
+            )
+    return (lines + anthropic_lines).encode()
 
 
 @lru_cache(maxsize=256)

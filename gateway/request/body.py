@@ -315,26 +315,16 @@ def read_large_body(body: bytes, limits: LimitSettings) -> Generator[None, None,
     return LargeBody(body, outline, values, MediaCost(base64_bytes, tokens, min_tokens))
 
 
+@dataclass(slots=True, eq=False, repr=False)
 class LargeBody:
     """A large body, and the edits made to it."""
 
-    __slots__ = ("_body", "_edited", "_media", "_small_fields", "_values", "outline")
-
-    def __init__(
-        self,
-        body: bytes,
-        outline: JsonOutline,
-        values: dict[str, FieldBytes],
-        media: MediaCost,
-        *,
-        edited: bool = False,
-    ) -> None:
-        self._body = body
-        self.outline = outline
-        self._values = values  # By field; of repeated fields the last
-        self._media = media
-        self._edited = edited
-        self._small_fields: bytes | None = None
+    _body: bytes
+    outline: JsonOutline
+    _values: dict[str, FieldBytes]  # By field; of repeated fields the last
+    _media: MediaCost
+    _edited: bool = False
+    _small_fields: bytes | None = None
 
     def __len__(self) -> int:
         return sum(map(len, self.pieces())) if self._edited else len(self._body)
@@ -403,7 +393,7 @@ class LargeBody:
     def with_fields(self, fields: Mapping[str, msgspec.Raw]) -> LargeBody:
         """This body with `fields` in place of its own."""
         values: dict[str, FieldBytes] = {name: memoryview(raw) for name, raw in fields.items()}
-        return LargeBody(self._body, self.outline, values, self._media, edited=True)
+        return LargeBody(self._body, self.outline, values, self._media, _edited=True)
 
     def _field(self, name: str) -> BodyField | None:
         """The outline of a field that no edit has replaced; of repeated fields the last."""
