@@ -724,7 +724,7 @@ class Gateway:
         if self._edge_count:
             limits = startup.share_memory(settings.limits, self._edge_count)
             settings = settings.model_copy(update={"limits": limits})
-        return HandlerConfig.of(
+        return HandlerConfig(
             settings,
             loopback=self._loopback,
             keyed_hash=self._keyed_hash,

@@ -105,7 +105,7 @@ def share_limits(limits: LimitSettings, edges: int, open_files: int) -> LimitSet
 
 def handler_config(services: EdgeServices, settings: Settings) -> HandlerConfig:
     """What an edge's handler needs of the settings in force there."""
-    return HandlerConfig.of(
+    return HandlerConfig(
         settings,
         loopback=services.loopback,
         keyed_hash=services.keyed_hash,

@@ -79,7 +79,6 @@ class MultiPromptForwarder(BodyStream):
         """Bytes that a plain response may have."""
         assert in_flight.request.prompt_list is not None
         self._prompts: PromptList = in_flight.request.prompt_list
-        self._unanswered = len(self._prompts.prompts)
         self._api = ROUTES[in_flight.request.path].api
         assert self._api.merger is not None
         self._merger = self._api.merger(
@@ -88,7 +87,7 @@ class MultiPromptForwarder(BodyStream):
         self._chunks: asyncio.Queue[tuple[int, bytes] | None] = asyncio.Queue(MOST_BUFFERED_CHUNKS)
         """Chunks with their prompt's index; None: the end, or a failure."""
         self._error: Exception | None = None
-        self._tasks: set[asyncio.Task[None]] = set()
+        self._task: asyncio.Task[None] | None = None  # runs the sub-requests
         self._sub_requests: dict[str, InFlightRequest] = {}
         self._body_streams: dict[str, BodyStream] = {}
         self._header_lines = b""
@@ -103,7 +102,7 @@ class MultiPromptForwarder(BodyStream):
         try:
             if in_flight.cancel_error is not None:
                 raise in_flight.cancel_error  # noqa: TRY301
-            self._start_task(self._start_sub_requests)
+            self._task = asyncio.create_task(self._run_all())
             if in_flight.request.stream:
                 first = await self._next_events()
                 age = self._context.clock() - in_flight.request.received_at
@@ -171,8 +170,8 @@ class MultiPromptForwarder(BodyStream):
         if self._error is not None:
             errors.drop_traceback(self._error)
         # Each sub-request ends with its task, when its attempt has been accounted for.
-        for task in self._tasks:
-            task.cancel()
+        if self._task is not None:
+            self._task.cancel()
 
     async def _next_events(self) -> bytes:
         """The next events of the merged stream; at last, its end."""
@@ -192,7 +191,16 @@ class MultiPromptForwarder(BodyStream):
 
     # The sub-requests.
 
-    async def _start_sub_requests(self) -> None:
+    async def _run_all(self) -> None:
+        """Run the sub-requests, and put the end behind their chunks; the first error ends all."""
+        try:
+            async with asyncio.TaskGroup() as group:
+                await self._start_sub_requests(group)
+            await self._chunks.put(None)
+        except ExceptionGroup as errors_of_tasks:
+            self._fail(errors_of_tasks.exceptions[0])
+
+    async def _start_sub_requests(self, group: asyncio.TaskGroup) -> None:
         """Start each sub-request when the one before it has its slots."""
         parent = self._in_flight.record
         for index in range(len(self._prompts.prompts)):
@@ -213,27 +221,10 @@ class MultiPromptForwarder(BodyStream):
             sub_request = SubRequest(request, record)
             self._sub_requests[request.id] = sub_request
             parent.sub_request_began()
-            self._start_task(
-                partial(self._run_sub_request, index, sub_request), partial(self._end, sub_request)
-            )
+            task = group.create_task(self._run_sub_request(index, sub_request))
+            # Also if it is cancelled before it begins.
+            task.add_done_callback(partial(self._end, sub_request))
             await sub_request.dequeued.wait()
-
-    def _start_task(
-        self, work: Callable[[], Awaitable[None]], on_end: Callable[[], None] | None = None
-    ) -> None:
-        """`on_end` is called when the task has ended, even if it was cancelled before it began."""
-
-        async def guarded() -> None:
-            try:
-                await work()
-            except Exception as error:  # noqa: BLE001 - the reader raises it
-                self._fail(error)
-
-        task = asyncio.create_task(guarded())
-        self._tasks.add(task)
-        task.add_done_callback(self._tasks.discard)
-        if on_end is not None:
-            task.add_done_callback(lambda _: on_end())
 
     async def _run_sub_request(self, index: int, sub_request: SubRequest) -> None:
         """Forward one prompt, and queue its response's chunks."""
@@ -254,9 +245,6 @@ class MultiPromptForwarder(BodyStream):
         finally:
             sub_request.dequeued.set()
             self._end(sub_request)
-        self._unanswered -= 1
-        if not self._unanswered:
-            await self._chunks.put(None)
 
     async def _queue_plain(
         self, index: int, sub_request: SubRequest, response: ClientResponse
@@ -293,7 +281,7 @@ class MultiPromptForwarder(BodyStream):
     def _too_long(self) -> GatewayError:
         return errors.node_failed(f"The answer is too long ({self._max_bytes} bytes).")
 
-    def _end(self, sub_request: InFlightRequest) -> None:
+    def _end(self, sub_request: InFlightRequest, _: object = None) -> None:
         """End a sub-request, and count it into the request once its usage is known."""
         body_stream = self._body_streams.pop(sub_request.request.id, None)
         if body_stream is not None:
@@ -306,10 +294,8 @@ class MultiPromptForwarder(BodyStream):
         if self._error is not None or self._closed:
             return
         self._error = error
-        current = asyncio.current_task()
-        for task in self._tasks:
-            if task is not current:
-                task.cancel()
+        if self._task is not None and self._task is not asyncio.current_task():
+            self._task.cancel()
         while not self._chunks.empty():
             self._chunks.get_nowait()
         self._chunks.put_nowait(None)

@@ -21,7 +21,6 @@ from __future__ import annotations
 
 import asyncio
 import enum
-import ipaddress
 from collections import Counter, deque
 from collections.abc import Callable, Iterable, Sequence
 from itertools import islice
@@ -32,7 +31,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from uvicorn.protocols.http.flow_control import FlowControl
 
 from gateway import errors
-from gateway.callers.callers import IPNetwork, client_address, client_network
+from gateway.callers.callers import IPNetwork, client_address, client_network, parse_address
 from gateway.callers.fair_share import RESERVE_DIVISOR, FairShare, soft_limit
 from gateway.errors import GatewayError
 from gateway.http.exchange import HttpExchange, Serve
@@ -105,15 +104,8 @@ class ConnectionLimiter:
 
     def is_trusted_proxy(self, address: str | None) -> bool:
         """Whether a peer of this address may name the address that it forwards."""
-        if not self._proxies or address is None:
-            return False
-        try:
-            peer = ipaddress.ip_address(address)
-        except ValueError:
-            return False
-        if isinstance(peer, ipaddress.IPv6Address):
-            peer = peer.ipv4_mapped or peer
-        return any(peer in network for network in self._proxies)
+        peer = parse_address(address) if self._proxies and address is not None else None
+        return peer is not None and any(peer in network for network in self._proxies)
 
     def admit(self, connection: EvictableConnection, address: str | None) -> ConnectionAdmission:
         """Admit a connection of this peer if there is room, or evicting others makes room."""

@@ -8,12 +8,11 @@ pages may read (`site.with_cors`).
 
 from __future__ import annotations
 
-import ipaddress
 import math
 import re
 import socket
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass, field
+from dataclasses import InitVar, dataclass, field
 from typing import Self
 
 from starlette.requests import Request as HttpRequest
@@ -26,6 +25,7 @@ from gateway.callers.callers import (
     identify_caller,
     is_local,
     is_loopback,
+    parse_address,
     priority_header,
 )
 from gateway.callers.keys import KeyRing
@@ -43,47 +43,30 @@ from gateway.request.prompt_key import VolatileLines
 from gateway.terms import Caller, Headers, Priority
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True, eq=False)
 class HandlerConfig:
     """What one version of the settings means for the handler."""
 
     settings: Settings
-    key_ring: KeyRing  # the keys in force; one object for the life of the process
-    identity_headers: IdentityHeaders
-    rules: RequestRules
     loopback: bool  # whether only this machine can reach the listener
-    origin_policy: OriginPolicy | None  # restricts callers without a key
+    keyed_hash: InitVar[KeyedHash]  # identifies prompts
+    key_ring: KeyRing  # the keys in force; one object for the life of the process
+    catalog: InitVar[ServedModels]  # what nodes serve
+    identity_headers: IdentityHeaders = field(init=False)
+    rules: RequestRules = field(init=False)
+    origin_policy: OriginPolicy | None = field(init=False)  # restricts callers without a key
 
-    @classmethod
-    def of(
-        cls,
-        settings: Settings,
-        *,
-        loopback: bool,
-        keyed_hash: KeyedHash,
-        key_ring: KeyRing,
-        catalog: ServedModels,
-    ) -> HandlerConfig:
-        """The configuration for these settings and a listener that is `loopback` or not.
-
-        `keyed_hash` identifies prompts. `key_ring` has been configured with these settings.
-        `catalog`: what nodes serve.
-        """
-        identity = settings.identity
-        return cls(
-            settings=settings,
-            key_ring=key_ring,
-            identity_headers=IdentityHeaders.of(identity.user_headers, identity.session_headers),
-            rules=RequestRules(
-                settings.limits,
-                ModelAliases(settings.models, catalog),
-                settings.default_model,
-                VolatileLines(settings.prompts.volatile, settings.prompts.strip),
-                keyed_hash,
-            ),
-            loopback=loopback,
-            origin_policy=OriginPolicy.of(settings, loopback=loopback),
+    def __post_init__(self, keyed_hash: KeyedHash, catalog: ServedModels) -> None:
+        settings, identity = self.settings, self.settings.identity
+        self.identity_headers = IdentityHeaders.of(identity.user_headers, identity.session_headers)
+        self.rules = RequestRules(
+            settings.limits,
+            ModelAliases(settings.models, catalog),
+            settings.default_model,
+            VolatileLines(settings.prompts.volatile, settings.prompts.strip),
+            keyed_hash,
         )
+        self.origin_policy = OriginPolicy.of(settings, loopback=self.loopback)
 
     def identify(
         self, headers: Headers, peer_address: str | None, *, local: bool | None = None
@@ -414,12 +397,12 @@ class AllowedHosts:
         authority = _AUTHORITY.fullmatch(host)
         if authority is None:
             return False
-        name = _normalized(authority[1])
+        name, own = _normalized(authority[1]), parse_address(str(local_address))
         return (
             is_loopback(name)
             or name.endswith(".localhost")
             or name in self._names
-            or name == _normalized_address(local_address)
+            or (own is not None and name == str(own))
         )
 
 
@@ -487,16 +470,4 @@ def _header(headers: Headers, wanted: bytes) -> str | None:
 def _normalized(name: str) -> str:
     """A host in one form: addresses as Python writes them, names in lower case."""
     name = name.strip("[]").lower().removesuffix(".")
-    try:
-        address = ipaddress.ip_address(name)
-    except ValueError:
-        return name
-    mapped = address.ipv4_mapped if isinstance(address, ipaddress.IPv6Address) else None
-    return str(mapped or address)
-
-
-def _normalized_address(text: object) -> str | None:
-    try:
-        return _normalized(str(ipaddress.ip_address(str(text))))
-    except ValueError:
-        return None
+    return str(parse_address(name) or name)

@@ -84,7 +84,7 @@ class Listener:
         key_ring = KeyRing()
         key_ring.configure(self.settings.keys, allow_anonymous=self.settings.allow_anonymous)
         self.limit_book = LimitBook(self.settings)
-        self.config = HandlerConfig.of(
+        self.config = HandlerConfig(
             self.settings,
             loopback=loopback,
             keyed_hash=KeyedHash(),

@@ -75,7 +75,7 @@ NOBODY = Caller("anonymous:127.0.0.1", "anonymous", Priority.URGENT, anonymous=T
 def owner_of(
     *headers: tuple[bytes, bytes], caller: Caller, loopback: bool, what: str = "Files"
 ) -> str:
-    config = HandlerConfig.of(
+    config = HandlerConfig(
         Settings(),
         loopback=loopback,
         keyed_hash=KeyedHash(b"0" * 16),

@@ -158,7 +158,7 @@ async def bare_gateway(
         key_sync = KeySync(None, key_ring, None)
         key_sync.configure(chosen.keys, allow_anonymous=chosen.allow_anonymous)
         handler = RequestHandler(
-            HandlerConfig.of(
+            HandlerConfig(
                 chosen,
                 loopback=loopback,
                 keyed_hash=KeyedHash(),
