@@ -211,8 +211,8 @@ def translate_embed(body: bytes, is_model: IsModel, field_name: str) -> Translat
     try:
         has_text = bool(_TEXTS.decode(given)) if _is_given(given) else False
     except JSON_ERRORS:
-        message = f"'{field_name}' must be a string or a list of strings."
-        raise errors.invalid_request(message, field_name) from None
+        problem = "must be a string or a list of strings."
+        raise errors.invalid_field(field_name, problem) from None
     load = None
     if not has_text:
         load, fields["input"] = "load", b'""'
@@ -305,8 +305,7 @@ def _options(raw: msgspec.Raw, texts: CutBody) -> JsonObject:
     if not _is_given(raw):
         return {}
     if len(raw) > MOST_OPTIONS_BYTES:
-        message = f"'options' has more than {MOST_OPTIONS_BYTES} bytes."
-        raise errors.invalid_request(message, "options")
+        raise errors.invalid_field("options", f"has more than {MOST_OPTIONS_BYTES} bytes.")
     options: JsonObject = texts.decode_part(_OPTIONS, raw, "options")
     return options
 
@@ -359,8 +358,7 @@ def _format_fields(raw: msgspec.Raw, path: str) -> FieldPieces:
     elif text[:1] == b"{":
         schema = raw
     else:
-        message = "'format' must be \"json\" or an object, a JSON schema."
-        raise errors.invalid_request(message, "format")
+        raise errors.invalid_field("format", 'must be "json" or an object, a JSON schema.')
     if path != CHAT_PATH:
         return {"json_schema": schema}
     if text[:1] == b'"':
@@ -380,8 +378,7 @@ def _thinking(think: object) -> JsonObject | None:
         return {"enable_thinking": think}
     if isinstance(think, str) and think in _EFFORTS:
         return {"enable_thinking": True, "reasoning_effort": _EFFORTS[think]}
-    message = '\'think\' must be true, false, "low", "medium", "high" or "max".'
-    raise errors.invalid_request(message, "think")
+    raise errors.invalid_field("think", 'must be true, false, "low", "medium", "high" or "max".')
 
 
 # Messages.
@@ -473,8 +470,7 @@ def _content(
         # Some encoders escape slashes.
         start = texts.beginning(image).replace(rb"\/", b"/").rstrip(b"\\")
         if not _BASE64_START.fullmatch(start):
-            field_name = f"{name}[{number}]"
-            raise errors.invalid_request(f"'{field_name}' must be base64.", field_name)
+            raise errors.invalid_field(f"{name}[{number}]", "must be base64.")
         kind = _IMAGE_TYPES.get(start[1:5], b"jpeg")
         pieces += [
             b'{"type":"image_url","image_url":{"url":"data:image/%b;base64,' % kind,

@@ -238,10 +238,8 @@ def _request_timeout(headers: Headers) -> float | None:
         if name == b"x-request-timeout":
             seconds = _positive(value)
             if seconds is None:
-                raise errors.invalid_request(
-                    "'X-Request-Timeout' must be a positive number of seconds.",
-                    "X-Request-Timeout",
-                )
+                problem = "must be a positive number of seconds."
+                raise errors.invalid_field("X-Request-Timeout", problem)
             return seconds
     return None
 

@@ -370,9 +370,7 @@ class LargeBody:
         large = {name: value for name, value in known.items() if len(value) > PARSED_FIELD_BYTES}
         for name in large:
             if name in _SHORT_FIELDS and name != "model":
-                raise errors.invalid_request(
-                    f"'{name}' is longer than {PARSED_FIELD_BYTES} bytes.", name
-                )
+                raise errors.invalid_field(name, f"is longer than {PARSED_FIELD_BYTES} bytes.")
         parsed = parse_body(
             _join_fields((name, known[name]) for name in known if name not in large)
         )

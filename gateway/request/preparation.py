@@ -299,16 +299,12 @@ def parse_prompt_list(
     if count < 2:
         return None
     if count > limits.prompts:
-        raise errors.invalid_request(
-            f"'prompt' holds {count} prompts, the most is {limits.prompts}.", "prompt"
-        )
+        problem = f"holds {count} prompts, the most is {limits.prompts}."
+        raise errors.invalid_field("prompt", problem)
     size = memoryview(raw).nbytes
     if size > MOST_PROMPTS_BYTES:
-        raise errors.invalid_request(
-            f"'prompt' holds {size} bytes in {count} prompts, the most is {MOST_PROMPTS_BYTES}. "
-            "Send fewer at a time.",
-            "prompt",
-        )
+        problem = f"holds {size} bytes in {count} prompts, the most is {MOST_PROMPTS_BYTES}."
+        raise errors.invalid_field("prompt", f"{problem} Send fewer at a time.")
     other_bytes = len(body) - size
     if other_bytes * count > MOST_REPEATED_BYTES:
         raise errors.invalid_request(
@@ -687,7 +683,7 @@ def _completion_count(parsed: ParsedBody, limit: int) -> int:
     for name in ("n", "n_cmpl", "best_of"):
         count = edits.clamped_int(getattr(parsed, name)) or 1
         if count > limit:
-            raise errors.invalid_request(f"'{name}' is {count}, the most is {limit}.", name)
+            raise errors.invalid_field(name, f"is {count}, the most is {limit}.")
         most = max(most, count)
     return most
 

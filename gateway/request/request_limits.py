@@ -39,7 +39,7 @@ def check_supported(parsed: ParsedBody, refused: Mapping[str, str]) -> None:
     """Check that the body has none of these fields, each with why. Raises: GatewayError 400."""
     for name, why in refused.items():
         if bytes(memoryview(getattr(parsed, name))[:4]) not in {b"", b"null", b'""'}:
-            raise errors.invalid_request(f"'{name}' is not supported: {why}", name)
+            raise errors.invalid_field(name, f"is not supported: {why}")
 
 
 def has_grammar(parsed: ParsedBody) -> bool:
@@ -57,9 +57,8 @@ def check_grammars(parsed: ParsedBody, body_depth: int, limits: LimitSettings) -
     """
     most = limits.grammar_bytes
     if len(parsed.tools) > limits.tools_bytes:
-        raise errors.invalid_request(
-            f"'tools' has more than {limits.tools_bytes} bytes ('limits.tools_bytes').", "tools"
-        )
+        problem = f"has more than {limits.tools_bytes} bytes ('limits.tools_bytes')."
+        raise errors.invalid_field("tools", problem)
     if len(parsed.tools) > most and any(len(tool) > most for tool in _decode_items(parsed.tools)):
         raise _too_large("tools", most)
     for name in ("grammar", *_SCHEMA_FIELDS):
@@ -94,12 +93,12 @@ PROPERTIES_PER_OPTIONAL = 16
 def _check_row(name: str, count: int, limits: LimitSettings) -> None:
     most = limits.grammar_optionals
     if count > most:
-        raise errors.invalid_request(
-            f"'{name}' holds a grammar or pattern with {count} or more optional items in a row "
+        raise errors.invalid_field(
+            name,
+            f"holds a grammar or pattern with {count} or more optional items in a row "
             "('?', '*', '{m,n}', repeats multiplied), which would stop a node for seconds at each "
             f"token; the most is {most} ('limits.grammar_optionals'). Put something that must be "
             "there between them, or ask the operator to raise the limit.",
-            name,
         )
 
 
@@ -124,10 +123,10 @@ def _check_optional_properties(parsed: ParsedBody, limits: LimitSettings) -> Non
         if sum(bytes(part).count(b":") ** 3 for part in parts) <= most**3:
             continue
         if sum(map(_conversion_cost, parts)) > most**3:
-            raise errors.invalid_request(
-                f"'{name}' holds a schema whose objects have more than {most} properties that "
-                f"may be left out, of several objects the cubes added up ('limits.{setting}').",
+            raise errors.invalid_field(
                 name,
+                f"holds a schema whose objects have more than {most} properties that may be left "
+                f"out, of several objects the cubes added up ('limits.{setting}').",
             )
 
 
@@ -147,10 +146,8 @@ def _check_patterns(name: str, schema: bytes, limits: LimitSettings) -> None:
             continue
         left -= len(pattern)
         if left < 0:
-            raise errors.invalid_request(
-                f"'{name}' holds patterns of more than {MOST_PATTERN_BYTES} bytes. Shorten them.",
-                name,
-            )
+            problem = f"holds patterns of more than {MOST_PATTERN_BYTES} bytes. Shorten them."
+            raise errors.invalid_field(name, problem)
         _check_row(name, longest_row_of_pattern(pattern, limits.grammar_optionals), limits)
 
 
@@ -220,18 +217,13 @@ def _decode_text(raw: bytes | msgspec.Raw) -> str:
 
 
 def _too_large(name: str, most: int) -> errors.GatewayError:
-    message = (
-        f"'{name}' holds a grammar or schema of more than {most} bytes ('limits.grammar_bytes')."
-    )
-    return errors.invalid_request(message, name)
+    problem = f"holds a grammar or schema of more than {most} bytes ('limits.grammar_bytes')."
+    return errors.invalid_field(name, problem)
 
 
 def _too_deep(name: str, most: int) -> errors.GatewayError:
-    message = (
-        f"'{name}' holds a grammar or schema nested deeper than {most} levels "
-        "('limits.grammar_depth')."
-    )
-    return errors.invalid_request(message, name)
+    problem = f"holds a grammar or schema nested deeper than {most} levels"
+    return errors.invalid_field(name, f"{problem} ('limits.grammar_depth').")
 
 
 # Bytes of one event that a byte of the request's body may become: a `logit_bias` for each character
@@ -253,27 +245,23 @@ def check_sampling(parsed: ParsedBody, limits: LimitSettings) -> None:
     ):
         most = getattr(limits, setting)
         if len(getattr(parsed, name)) > most:
-            raise errors.invalid_request(
-                f"'{name}' has more than {most} bytes. Shorten it, or ask the operator to raise "
-                f"'limits.{setting}'.",
+            raise errors.invalid_field(
                 name,
+                f"has more than {most} bytes. Shorten it, or ask the operator to raise "
+                f"'limits.{setting}'.",
             )
     for name in ("samplers", "dry_sequence_breakers"):
         if len(getattr(parsed, name)) > MOST_OPTION_BYTES:
-            raise errors.invalid_request(
-                f"'{name}' has more than {MOST_OPTION_BYTES} bytes. Shorten it.", name
-            )
+            problem = f"has more than {MOST_OPTION_BYTES} bytes. Shorten it."
+            raise errors.invalid_field(name, problem)
     samplers = VALUE_DECODER.decode(parsed.samplers) if parsed.samplers else ""
     if isinstance(samplers, str | list) and len(samplers) > MOST_SAMPLERS:
-        raise errors.invalid_request(
-            f"'samplers' names more than {MOST_SAMPLERS} samplers. Name each once.", "samplers"
-        )
+        problem = f"names more than {MOST_SAMPLERS} samplers. Name each once."
+        raise errors.invalid_field("samplers", problem)
     if bytes(parsed.grammar_triggers) not in _NO_TRIGGERS:
         # Type 2 is a pattern for C++'s std::regex: `((.*)*)*b` stops all slots for ever.
-        raise errors.invalid_request(
-            "'grammar_triggers' is set by the server itself; a request can't set it.",
-            "grammar_triggers",
-        )
+        problem = "is set by the server itself; a request can't set it."
+        raise errors.invalid_field("grammar_triggers", problem)
 
 
 _NO_TRIGGERS = (b"", b"null", b"[]")
@@ -291,7 +279,7 @@ def logprobs_count(raw: msgspec.Raw) -> int | float | None:
     except JSON_ERRORS:
         value = ""
     if isinstance(value, str):
-        raise errors.invalid_request("'logprobs' must be a number, or true or false.", "logprobs")
+        raise errors.invalid_field("logprobs", "must be a number, or true or false.")
     return None if isinstance(value, bool) else value
 
 
