@@ -83,7 +83,6 @@ class GatewayControl(Protocol):
     """The running gateway, as the admin listener asks and orders it."""
 
     version: str
-    clock: Callable[[], float]  # monotonic seconds
     started_at: float  # by `clock`
     settings: Settings  # those in force
     certificates: CertificateRenewal
@@ -99,6 +98,9 @@ class GatewayControl(Protocol):
     store: Store | None  # None: the settings have switched it off
     ledger: Ledger | None  # None: there is no store
     edges: Edges | None  # None: this process relays all by itself
+
+    def clock(self) -> float:
+        """Monotonic seconds."""
 
     @property
     def config_files(self) -> ConfigFiles:

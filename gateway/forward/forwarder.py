@@ -114,7 +114,7 @@ class Forwarder:
         if attempt is None:
             return ClientResponse(200, b"", resumed.first_bytes)
         api = ROUTES[request.path].api
-        stream = ResponseStream(attempt, api, context, recorder, resumer=resumer)
+        stream = ResponseStream(attempt, api, context, recorder, NOTHING_TRIED, resumer)
         lines, node = attempt.header_lines, attempt.lease.node
         return ClientResponse(attempt.status, lines, resumed.first_bytes, stream, node)
 

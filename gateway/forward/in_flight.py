@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import asyncio
 import io
+import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import NamedTuple
@@ -983,14 +984,12 @@ class TimeoutMonitor:
                 attempt.report_progress()
             if now < due_at:
                 continue
-            timeouts, sent_at = attempt.timeouts, attempt.sent_at
-            failure = passed_timeout(timeouts, sent_at, attempt.last_content_at, now)
-            if failure is None:
-                until = earliest_timeout(timeouts, sent_at, attempt.last_content_at, now)
-                self._attempts[attempt] = until
-            elif not self._is_excused(attempt, failure, now):
+            due = passed_timeout(attempt.timeouts, attempt.sent_at, attempt.last_content_at, now)
+            if not isinstance(due, UpstreamTimeout):
+                self._attempts[attempt] = due
+            elif not self._is_excused(attempt, due, now):
                 self._attempts.pop(attempt, None)
-                attempt.fail(failure)
+                attempt.fail(due)
 
     def _is_excused(self, attempt: Attempt, failure: UpstreamTimeout, now: float) -> bool:
         """Whether the silence is not the node's fault: another prefill, or the client lags."""
@@ -1018,29 +1017,22 @@ def total_timeout() -> UpstreamTimeout:
 
 def passed_timeout(
     timeouts: AttemptTimeouts, sent_at: float, last_content_at: float | None, now: float
-) -> UpstreamTimeout | None:
-    """The timeout that has passed for a request sent at `sent_at`, if any has."""
+) -> UpstreamTimeout | float:
+    """The timeout that has passed for a request sent at `sent_at`.
+
+    Else until when none can pass, whatever the node sends from `now` on.
+    """
     if now >= timeouts.deadline:
         return total_timeout()
     if last_content_at is not None:
-        if now < max(sent_at, last_content_at) + timeouts.silence:
-            return None
-        return UpstreamTimeout("silence", f"The node was silent for {timeouts.silence:.0f} s")
-    if timeouts.first_byte is None or now < sent_at + timeouts.first_byte:
-        return None
-    return UpstreamTimeout("first_byte", f"Nothing came for {timeouts.first_byte:.0f} s")
-
-
-def earliest_timeout(
-    timeouts: AttemptTimeouts, sent_at: float, last_content_at: float | None, now: float
-) -> float:
-    """No timeout passes before this moment, whatever the node sends from `now` on."""
-    if last_content_at is not None:
-        return min(timeouts.deadline, max(sent_at, last_content_at) + timeouts.silence)
-    earliest = min(timeouts.deadline, now + timeouts.silence)
-    if timeouts.first_byte is None:
-        return earliest
-    return min(earliest, sent_at + timeouts.first_byte)
+        due = max(sent_at, last_content_at) + timeouts.silence
+        if now >= due:
+            return UpstreamTimeout("silence", f"The node was silent for {timeouts.silence:.0f} s")
+        return min(timeouts.deadline, due)
+    due = math.inf if timeouts.first_byte is None else sent_at + timeouts.first_byte
+    if now >= due:
+        return UpstreamTimeout("first_byte", f"Nothing came for {timeouts.first_byte:.0f} s")
+    return min(timeouts.deadline, due, now + timeouts.silence)
 
 
 def timeouts_for(

@@ -777,7 +777,7 @@ class Resumer:
 
         Raises: OtherKindOfNode, UpstreamError.
         """
-        props = await queries.get("/props")
+        props = await queries.query(b"GET", "/props")
         resume_key = self._context.leases.resume_key_of(props)
         if self._first_run.resume_key is None:
             if self._first_run.node_kind not in {None, node_kind(resume_key)}:
@@ -832,41 +832,33 @@ MOST_QUERY_RESPONSE_BYTES = 64 * 1024 * 1024
 _JSON_HEADER_LINE = b"content-type: application/json\r\n"
 
 
+@dataclass(frozen=True, slots=True)
 class NodeQueries:
     """Queries to one node. Its `post` is a `splice.PostToNode`."""
 
-    def __init__(self, lease: GrantedLease, pool: ConnectionPool, connect_timeout: float) -> None:
-        self._node, self._model = lease.node, lease.served_name
-        self._pool = pool
-        self._connect_timeout = connect_timeout
-        self._timeout = QUERY_TIMEOUT + lease.reading.wake
+    _lease: GrantedLease
+    _pool: ConnectionPool
+    _connect_timeout: float
 
     async def post(self, path: str, value: JsonObject) -> JsonObject:
         """Post JSON, get JSON. Raises: UpstreamError."""
-        if self._node.query:
-            value = value | {"model": self._model}
-        return await self._query(b"POST", path, msgspec.json.encode(value))
+        if self._lease.node.query:
+            value = value | {"model": self._lease.served_name}
+        return await self.query(b"POST", path, msgspec.json.encode(value))
 
-    async def get(self, path: str) -> JsonObject:
+    async def query(self, method: bytes, path: str, body: bytes = b"") -> JsonObject:
         """Get JSON. Raises: UpstreamError."""
-        return await self._query(b"GET", path, b"")
-
-    async def _query(self, method: bytes, path: str, body: bytes) -> JsonObject:
-        target = self._node.target(path, "" if body else self._model)
+        node, limit = self._lease.node, QUERY_TIMEOUT + self._lease.reading.wake
+        target = node.target(path, "" if body else self._lease.served_name)
         head = self._pool.address.request_head(method, target, _JSON_HEADER_LINE, len(body))
+        asked = self._pool.response(head, body, connect_timeout=self._connect_timeout)
         try:
-            async with (
-                LoopTimeout(self._timeout),
-                self._pool.response(
-                    head, body, connect_timeout=self._connect_timeout
-                ) as connection,
-            ):
+            async with LoopTimeout(limit), asked as connection:
                 answer = await connection.read_all(MOST_QUERY_RESPONSE_BYTES)
         except TimeoutError:
-            raise UpstreamTimeout(
-                "first_byte", f"{path} was not answered for {self._timeout:.0f} s"
-            ) from None
-        if self._node.query and (failure := router_failure(connection.status, answer)) is not None:
+            message = f"{path} was not answered for {limit:.0f} s"
+            raise UpstreamTimeout("first_byte", message) from None
+        if node.query and (failure := router_failure(connection.status, answer)) is not None:
             raise failure
         if connection.status in DECLINED or connection.status == 429:
             raise ResumeRefused(connection.status)
