@@ -120,6 +120,11 @@ def invalid_request(message: str, param: str | None = None) -> GatewayError:
     return GatewayError(400, "invalid_request", message, param=param)
 
 
+def invalid_field(name: str, problem: str) -> GatewayError:
+    """400 for a field; `problem` goes on behind its name."""
+    return invalid_request(f"'{name}' {problem}", name)
+
+
 def nested_too_deeply(limit: int) -> GatewayError:
     """400: `limit` is in levels."""
     return invalid_request(f"The body is nested deeper than {limit} levels ('limits.json_depth').")

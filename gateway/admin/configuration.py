@@ -31,16 +31,20 @@ from gateway.config.versions import (
     difference,
     find_version,
 )
+from gateway.edges.supervisor import Edges
 from gateway.errors import GatewayError
-from gateway.events import EdgeLost, InventoryChanged, SettingsChanged
+from gateway.events import EventBus, InventoryChanged, SettingsChanged
+from gateway.forward.in_flight import InFlightRegistry
 from gateway.http.certificates import ListenerCertificates, ServerCertificate, changed_files
 from gateway.nodes.fleet import Fleet
 from gateway.schedule.model_placer import ModelPlacer
+from gateway.schedule.scheduler import Scheduler
 from gateway.store.store import Store
 from gateway.watch.audit import AuditTrail
-from gateway.watch.metrics import ClusterSample, EdgesSample
+from gateway.watch.metrics import ClusterSample
 from gateway.watch.problems import StorageCondition
 from gateway.web.asgi import JsonResponse, large_json, read_fields
+from gateway.web.handler import RequestHandler
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,7 +55,7 @@ class ReloadResult:
     settings: SettingsChanged
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass
 class ConfigFiles:
     """Both files of a gateway, and what it has in force of them."""
 
@@ -62,16 +66,10 @@ class ConfigFiles:
     """What would keep the gateway from starting with this text. It waits for the disk."""
     in_force: dict[FileKind, str] = field(default_factory=dict)
     """The texts; a file that was never read has none."""
-
-
-class EdgeProcesses(Protocol):
-    """The processes that relay for the gateway."""
-
-    def sample(self) -> EdgesSample:
-        """What is known of them now."""
-
-    def lost(self, seconds: float) -> list[EdgeLost]:
-        """Those that have died in so many last seconds, the latest last."""
+    inventory_error: str | None = None
+    """The problems of the inventory on disk, while an older one is in force."""
+    settings_error: str | None = None
+    """The problems of the settings on disk, while older ones are in force."""
 
 
 class ClusterMember(Protocol):
@@ -82,55 +80,31 @@ class ClusterMember(Protocol):
 
 
 class GatewayControl(Protocol):
-    """The running gateway."""
+    """The running gateway, as the admin listener asks and orders it."""
 
-    @property
-    def settings(self) -> Settings:
-        """The settings in force."""
+    version: str
+    started_at: float  # by `clock`
+    settings: Settings  # those in force
+    certificates: CertificateRenewal
+    fleet: Fleet
+    scheduler: Scheduler
+    registry: InFlightRegistry
+    handler: RequestHandler  # of the public listener
+    bus: EventBus
+    audit: AuditTrail
+    model_placer: ModelPlacer  # has routers load and unload models
+    key_sync: KeySync  # keeps the API keys in force equal to those of settings and store
+    standings: Standings  # how far limits are used
+    store: Store | None  # None: the settings have switched it off
+    ledger: Ledger | None  # None: there is no store
+    edges: Edges | None  # None: this process relays all by itself
 
-    @property
-    def clock(self) -> Callable[[], float]:
+    def clock(self) -> float:
         """Monotonic seconds."""
-
-    @property
-    def started_at(self) -> float:
-        """When the gateway started, by `clock`."""
-
-    @property
-    def version(self) -> str:
-        """The gateway's version."""
-
-    @property
-    def inventory_error(self) -> str | None:
-        """The problems of the inventory on disk, while an older one is in force."""
 
     @property
     def config_files(self) -> ConfigFiles:
         """The two files, and their earlier texts."""
-
-    @property
-    def store(self) -> Store | None:
-        """The store; None: the settings have switched it off."""
-
-    @property
-    def ledger(self) -> Ledger | None:
-        """The ledger of requests; None: there is no store."""
-
-    @property
-    def settings_error(self) -> str | None:
-        """The problems of the settings on disk, while older ones are in force."""
-
-    @property
-    def certificates(self) -> CertificateRenewal | ListenerCertificates:
-        """The certificates of the listeners."""
-
-    @property
-    def model_placer(self) -> ModelPlacer:
-        """Has routers load and unload models."""
-
-    @property
-    def edges(self) -> EdgeProcesses | None:
-        """The processes that relay for this one; None: it does all by itself."""
 
     @property
     def cluster(self) -> ClusterMember | None:
@@ -141,28 +115,12 @@ class GatewayControl(Protocol):
         """The quotas that are nearly, or quite, used up."""
 
     @property
-    def standings(self) -> Standings:
-        """How far limits are used."""
-
-    @property
     def undefined_groups(self) -> Mapping[str, int]:
         """How many keys are of each group that nobody has defined."""
 
     @property
     def storage(self) -> StorageCondition:
         """Whether files and results of callers can be kept."""
-
-    @property
-    def key_sync(self) -> KeySync:
-        """Keeps the API keys in force equal to those of settings and store."""
-
-    @property
-    def keys_lost(self) -> str | None:
-        """Why the public listener refuses every request; None: it does not."""
-
-    @property
-    def closing(self) -> bool:
-        """Whether the gateway is shutting down."""
 
     async def reload(self) -> ReloadResult:
         """Reload the inventory and the settings.
@@ -198,8 +156,8 @@ class ConfigEndpoints:
                 "file": None if history is None else str(history.file),
                 "values": [row._asdict() for row in rows],
                 "complete": len(rows) < MOST_ROWS,
-                "settings_error": gateway.settings_error,
-                "inventory_error": gateway.inventory_error,
+                "settings_error": files.settings_error,
+                "inventory_error": files.inventory_error,
             }
 
         return await large_json(make)
@@ -343,11 +301,6 @@ class CertificateRenewal:
             if name in self._fleet.nodes
         ]
         return "; ".join(errors) or None
-
-    @property
-    def expiry(self) -> Mapping[str, float]:
-        """When the certificate of each listener with TLS expires, in seconds since 1970."""
-        return self.listeners.expiry
 
     async def watch(self) -> None:
         """Put files in force when they change; never ends."""

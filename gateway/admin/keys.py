@@ -44,7 +44,6 @@ class KeyEndpoints:
     """The endpoints of API keys and their groups."""
 
     gateway: GatewayControl
-    catalog: ServedModels
     now: Callable[[], float]  # Unix seconds
 
     async def list(self, request: Request) -> Response:
@@ -129,10 +128,11 @@ class KeyEndpoints:
 
         Raises: KeysRefused, if nobody serves them and every node has said what it serves.
         """
-        aliases, catalog = ModelAliases(self.gateway.settings.models), self.catalog
+        catalog = self.gateway.fleet.model_index
+        aliases = ModelAliases(self.gateway.settings.models, catalog)
         problems, warnings = [], dict[str, None]()
         for index, key, name in _named_models(specs):
-            if aliases.has_catch_all or aliases.knows(name, catalog):
+            if aliases.has_catch_all or aliases.knows(name):
                 continue
             if name == CATCH_ALL:
                 message, remedy = "the settings have no catch-all", 'they need models: {"*"'

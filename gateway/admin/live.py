@@ -25,25 +25,15 @@ from starlette.types import Receive, Scope, Send
 from gateway import errors
 from gateway.admin.configuration import GatewayControl
 from gateway.admin.guard import identity_of, is_still_admitted
-from gateway.admin.nodes import DrainDeadlines, hosts_json
-from gateway.admin.status import (
-    cluster_json,
-    days_until,
-    edges_json,
-    ledger_json,
-    store_json,
-)
+from gateway.admin.nodes import DrainDeadlines, hosts_json, node_figures
+from gateway.admin.status import days_left, ledger_json, store_json, whole_figures
 from gateway.callers.keys import AdminIdentity, AdminRole
 from gateway.errors import GatewayError
-from gateway.events import EventBus
-from gateway.forward.in_flight import InFlightRegistry, InFlightRequest
+from gateway.forward.in_flight import InFlightRequest
 from gateway.nodes.fleet import Fleet
 from gateway.nodes.node import LeasePhase, Node, NodeState
 from gateway.nodes.prices import GpuCosts
 from gateway.nodes.router import LoadPhase
-from gateway.schedule.scheduler import Scheduler
-from gateway.terms import Priority
-from gateway.watch.audit import AuditTrail
 from gateway.watch.history import COLUMNS, FleetHistory, Gauges, HistoryPoint
 from gateway.watch.node_history import NodeHistory
 from gateway.watch.problems import (
@@ -93,23 +83,19 @@ class LiveState(NamedTuple):
 class LiveView:
     """Reads the live view."""
 
-    fleet: Fleet
-    scheduler: Scheduler
-    registry: InFlightRegistry
     gateway: GatewayControl
     health: HealthEndpoints
-    history: FleetHistory
-    audit: AuditTrail
+    history: FleetHistory  # the last hour in numbers
     drain_deadlines: DrainDeadlines
     wall_clock: Callable[[], float] = time.time
-    node_history: NodeHistory = field(default_factory=NodeHistory)
+    node_history: NodeHistory = field(default_factory=NodeHistory)  # the last day of each
 
     async def read(self, *, with_requests: bool) -> LiveState:
         """Everything, with the requests in flight if somebody may see them."""
-        counts = _FleetCounts(self.fleet)
+        counts = _FleetCounts(self.gateway.fleet)
         nodes: dict[str, Row] = {}
-        async for node in in_steps(list(self.fleet.nodes.values())):
-            if self.fleet.nodes.get(node.name) is node:
+        async for node in in_steps(list(self.gateway.fleet.nodes.values())):
+            if self.gateway.fleet.nodes.get(node.name) is node:
                 if node.load is None or node.state is not NodeState.UNLOADED or node.load.failures:
                     nodes[node.name] = self._node_row(node)
                 counts.add(node)
@@ -127,49 +113,35 @@ class LiveView:
 
     async def read_problems(self) -> list[Problem]:
         """The problems alone."""
-        counts = _FleetCounts(self.fleet)
-        async for node in in_steps(list(self.fleet.nodes.values())):
+        counts = _FleetCounts(self.gateway.fleet)
+        async for node in in_steps(list(self.gateway.fleet.nodes.values())):
             counts.add(node)
         return find_problems(self._condition(counts, self._read_queue()[1]))
 
     async def gauges(self) -> Gauges:
         """What a step of the history needs of the present; each node's day is told of it, too."""
         tokens = 0
-        async for in_flight in in_steps(self.registry.top_level()):
+        async for in_flight in in_steps(self.gateway.registry.top_level()):
             tokens += in_flight.tokens_so_far()[1]
         busy, at = 0, self.wall_clock()
-        async for node in in_steps(list(self.fleet.nodes.values())):
+        async for node in in_steps(list(self.gateway.fleet.nodes.values())):
             taken = node.slots_busy
             busy += taken
             if not node.is_router and node.state.value in USABLE_STATES:
                 self.node_history.read(node.name, at, taken, node.slots_now, node.speed)
-        return Gauges(sum(self.scheduler.depths().values()), busy, tokens)
+        return Gauges(sum(self.gateway.scheduler.depths().values()), busy, tokens)
 
     # Nodes.
 
     def _node_row(self, node: Node) -> Row:
-        spec, properties, now = node.spec, node.properties, node.clock()
-        cached = self.scheduler.fleet_sync.cache_contents(node)
+        now, slow = node.clock(), node.degradation
+        models = node.properties.names if node.spec.models is None else node.spec.models
+        cached = self.gateway.scheduler.fleet_sync.cache_contents(node)
         left = self.drain_deadlines.seconds_left(node.name)
-        slow = node.degradation
         return {
-            "name": spec.name,
-            "url": spec.url,
-            "kind": spec.kind,
-            "tier": spec.tier,
-            "host": spec.host,
-            "labels": dict(spec.labels),
-            "models": list(properties.names if spec.models is None else spec.models),
-            "context": node.context,
-            "build": properties.build,
-            "drift": list(node.drift),
-            "cost_per_hour": spec.cost_per_hour,
-            "slots_total": node.slots_now,
-            "state": node.state.value,
-            "reason": node.reason,
-            "draining": node.draining,
+            **node_figures(node),
+            "models": list(models),
             "cells": slot_cells(node, now),
-            "slots_busy": node.slots_busy,
             "in_flight": node.in_flight,
             "prefill_tps": _tps(node.speed.prefill_tps),
             "decode_tps": _tps(node.speed.decode_tps),
@@ -177,8 +149,6 @@ class LiveView:
             "decode_share": round(slow.decode.current_share, 2) if slow.decode.shares else None,
             "cached_prompts": cached.prompts,
             "cached_tokens": cached.tokens,
-            "requests": node.requests,
-            "failures": node.failures,
             "deadline_at": None if left is None else round(self.wall_clock() + left),
         } | self._load_columns(node)
 
@@ -212,7 +182,7 @@ class LiveView:
 
     def _read_queue(self) -> tuple[list[Waiting], QueueCondition]:
         """Waiting requests, and what problems need to know of them."""
-        scheduler, settings = self.scheduler, self.gateway.settings
+        scheduler, settings = self.gateway.scheduler, self.gateway.settings
         now = scheduler.clock()
         rows: list[Waiting] = []
         callers: Counter[str] = Counter()
@@ -241,9 +211,9 @@ class LiveView:
         """The first to start of those that wait, and the oldest of those that run."""
         places = {row[0]: (position, row[4]) for position, row in enumerate(waiting, 1)}
         rows: dict[str, Row] = {}
-        now, wall = self.scheduler.clock(), self.wall_clock()
-        left, expected = MOST_REQUESTS, self.scheduler.demand_model.expected_prompt_tokens
-        async for in_flight in in_steps(list(self.registry)):
+        now, wall = self.gateway.scheduler.clock(), self.wall_clock()
+        left, expected = MOST_REQUESTS, self.gateway.scheduler.demand_model.expected_prompt_tokens
+        async for in_flight in in_steps(list(self.gateway.registry)):
             id_ = in_flight.request.id
             if id_ in places or in_flight.attempt is not None or in_flight.sub_requests is not None:
                 estimate = expected(in_flight.request.lease_request)
@@ -262,25 +232,16 @@ class LiveView:
         return None if caller is None else ring.name_of(caller)
 
     def _summary(self, counts: _FleetCounts) -> dict[str, Any]:
-        gateway, scheduler = self.gateway, self.scheduler
-        depths, error = scheduler.depths(), self.health.readiness_error()
-        has_gpu = scheduler.fleet_sync.has_gpu_tier
+        gateway = self.gateway
         return {
-            "version": gateway.version,
+            **whole_figures(gateway, self.health),
             "started_at": round(self.wall_clock() - gateway.clock() + gateway.started_at),
-            "ready": error is None,
-            "reason": None if error is None else error.code,
-            "in_flight": len(self.registry),
-            "queue": {priority.label: depths[priority] for priority in Priority},
             "queue_max": gateway.settings.queue.max,
             "states": dict(counts.states),
             "slots_total": counts.slots_total,
             "slots_busy": counts.slots_busy,
             "models": sorted(counts.models)[:MOST_MODELS],
-            "hybrid": scheduler.tier_policy.view(gateway.clock()) if has_gpu else None,
             "hosts": hosts_json(gateway.model_placer),
-            "edges": edges_json(gateway.edges),
-            "cluster": cluster_json(gateway.cluster),
         }
 
     def _condition(self, counts: _FleetCounts, queue: QueueCondition) -> FleetCondition:
@@ -298,8 +259,8 @@ class LiveView:
             used_by_others=counts.used_by_others,
             models={name: ModelNodes(*both) for name, both in counts.models.items()},
             unkept=[*gateway.model_placer.unkept_wishes()],
-            paused_models=self.fleet.model_index.paused_by_name,
-            differing_models=self.fleet.differences_in_words,
+            paused_models=self.gateway.fleet.model_index.paused_by_name,
+            differing_models=self.gateway.fleet.differences_in_words,
             queue=queue,
             traffic=TrafficCondition(
                 recent.requests,
@@ -326,24 +287,22 @@ class LiveView:
             quotas=gateway.quotas,
             undefined_groups=gateway.undefined_groups,
             spill=self._spill(),
-            inventory_error=gateway.inventory_error,
-            settings_error=gateway.settings_error,
-            keys_lost=gateway.keys_lost,
+            inventory_error=gateway.config_files.inventory_error,
+            settings_error=gateway.config_files.settings_error,
+            keys_lost=gateway.key_sync.key_ring.lost,
             certificate_error=gateway.certificates.error,
-            certificates={
-                key: days_until(expires) for key, expires in gateway.certificates.expiry.items()
-            },
+            certificates=days_left(gateway),
             store=store_json(gateway.store),
             ledger=ledger_json(gateway.ledger),
-            audit_lost=self.audit.lost,
+            audit_lost=gateway.audit.lost,
             storage=gateway.storage,
             lost_edges=[] if edges is None else edges.lost(LOST_EDGE_SECONDS),
             cluster=None if gateway.cluster is None else gateway.cluster.sample(),
         )
 
     def _spill(self) -> SpillCondition | None:
-        spill = self.scheduler.tier_policy.view(self.gateway.clock())["spill"]
-        if not isinstance(spill, dict) or not self.scheduler.fleet_sync.has_gpu_tier:
+        spill = self.gateway.scheduler.tier_policy.view(self.gateway.clock())["spill"]
+        if not isinstance(spill, dict) or not self.gateway.scheduler.fleet_sync.has_gpu_tier:
             return None
         return SpillCondition(spill["paid"], spill["reserved"], spill["money"], spill["window"])
 
@@ -533,7 +492,7 @@ class LiveFeed:
         update_seconds: float = UPDATE_SECONDS,
         look_seconds: float = LOOK_SECONDS,
     ) -> None:
-        self._view = view
+        self.view = view
         self._problem_log = ProblemLog(time.monotonic)
         self._update_seconds, self._look_seconds = update_seconds, look_seconds
         self._stall_seconds = STALL_SECONDS
@@ -544,19 +503,9 @@ class LiveFeed:
         self._published = asyncio.Event()  # set, and replaced, with each frame
         self._closed = False
 
-    @property
-    def history(self) -> FleetHistory:
-        """The last hour in numbers."""
-        return self._view.history
-
-    @property
-    def node_history(self) -> NodeHistory:
-        """The last day of each node."""
-        return self._view.node_history
-
     async def run(self) -> None:
         """Close steps of the history, publish frames, and tell of problems; never ends."""
-        history, clock = self._view.history, time.monotonic
+        history, clock = self.view.history, time.monotonic
         next_step = clock() + history.step_seconds
         try:
             while True:
@@ -565,15 +514,15 @@ class LiveFeed:
                 point = None
                 if clock() >= next_step:
                     next_step = max(next_step + history.step_seconds, clock())
-                    gauges = await self._view.gauges()
-                    point = history.close_step(self._view.wall_clock(), clock(), gauges)
+                    gauges = await self.view.gauges()
+                    point = history.close_step(self.view.wall_clock(), clock(), gauges)
                 if self.watchers:
                     problems = await self._publish(point)
                 else:
                     self._frame = None
-                    problems = await self._view.read_problems()
+                    problems = await self.view.read_problems()
                 # Until each node was asked once, all of them look as if they were out.
-                if self._view.fleet.first_probes_done.is_set():
+                if self.view.gateway.fleet.first_probes_done.is_set():
                     self._problem_log.take(problems)
         finally:
             self._closed = True
@@ -589,9 +538,9 @@ class LiveFeed:
         self._wanted.clear()
 
     async def _publish(self, point: HistoryPoint | None) -> list[Problem]:
-        state = await self._view.read(with_requests=self._operators > 0)
+        state = await self.view.read(with_requests=self._operators > 0)
         before = None if self._frame is None else self._frame.state
-        self._frame = await Frame.between(before, state, point, self._view.history.as_json)
+        self._frame = await Frame.between(before, state, point, self.view.history.as_json)
         published, self._published = self._published, asyncio.Event()
         published.set()
         return state.problems
@@ -666,21 +615,12 @@ class LiveFeed:
         return frame
 
 
-def live_feed(
-    gateway: GatewayControl,
-    fleet: Fleet,
-    scheduler: Scheduler,
-    registry: InFlightRegistry,
-    bus: EventBus,
-    audit: AuditTrail,
-    drain_deadlines: DrainDeadlines,
-) -> LiveFeed:
+def live_feed(gateway: GatewayControl, drain_deadlines: DrainDeadlines) -> LiveFeed:
     """The feed of a gateway, with a history of its own."""
-    history = FleetHistory(bus, GpuCosts(fleet, gateway.clock).of, clock=gateway.clock)
-    health = HealthEndpoints(fleet, scheduler, lambda: gateway.closing)
-    return LiveFeed(
-        LiveView(fleet, scheduler, registry, gateway, health, history, audit, drain_deadlines)
-    )
+    fleet, clock = gateway.fleet, gateway.clock
+    history = FleetHistory(gateway.bus, GpuCosts(fleet, clock).of, clock=clock)
+    health = HealthEndpoints(fleet, gateway.scheduler, lambda: gateway.handler.closing)
+    return LiveFeed(LiveView(gateway, health, history, drain_deadlines))
 
 
 class Frame:

@@ -24,7 +24,6 @@ from gateway.admin.configuration import GatewayControl
 from gateway.admin.reports import AUDIT_ACTION_KEY, AUDIT_TARGET_KEY
 from gateway.callers.windows import time_text
 from gateway.config.routing import CATCH_ALL
-from gateway.config.settings import Settings
 from gateway.errors import GatewayError, suggestion, truncate_echo
 from gateway.forward.in_flight import InFlightRegistry, InFlightRequest
 from gateway.nodes.fleet import Fleet
@@ -36,7 +35,6 @@ from gateway.schedule.admission import Waiter
 from gateway.schedule.candidates import FleetSync
 from gateway.schedule.core.requests import NodeSlots
 from gateway.schedule.model_placer import PINNED_BY, ModelPlacer, model_key, order_refused
-from gateway.schedule.scheduler import Scheduler
 from gateway.watch.node_history import NodeHistory
 from gateway.web.asgi import (
     JsonResponse,
@@ -47,6 +45,7 @@ from gateway.web.asgi import (
 )
 
 LONGEST_DRAIN_DEADLINE = 7 * 24 * 3600.0  # seconds
+Json = dict[str, Any]
 log = structlog.get_logger()
 
 
@@ -123,7 +122,7 @@ class NodeEndpoints:
         """
         name = request.query_params.get("node", "")
         if name not in self.fleet.nodes:
-            raise node_not_found(name, self.fleet.nodes)
+            raise not_found("node", name, self.fleet.nodes)
         by_node: dict[str, Mapping[int, PrefixHits]] = {}
         async for node in in_steps([*self.fleet.nodes.values()]):
             by_node[node.name] = self.fleet_sync.cache_hits(node)
@@ -170,7 +169,7 @@ class NodeEndpoints:
         if node is None and name.endswith(("/drain", "/resume", "/probe")):
             raise errors.method_not_allowed(request.method, "POST")
         if node is None:
-            raise node_not_found(name, self.fleet.nodes)
+            raise not_found("node", name, self.fleet.nodes)
         return node
 
     def _object(self, node: Node) -> NodeObject:
@@ -181,40 +180,24 @@ class NodeEndpoints:
         models = properties.names if spec.models is None else spec.models
         open_until = circuit.open_until
         return NodeObject(
-            name=spec.name,
-            url=spec.url,
-            kind=spec.kind,
-            tier=spec.tier,
-            host=spec.host,
-            labels=dict(spec.labels),
+            **node_figures(node),
             enabled=spec.enabled,
             standby=spec.standby,
             elastic=_elastic(node, now) if spec.autoscaled else None,
             router=None if node.router is None else node.router.name,
             progress=None if node.load is None else node.load.progress,
-            draining=node.draining,
-            state=node.state.value,
-            reason=node.reason,
-            slots_total=node.slots_now,
-            slots_busy=node.slots_busy,
             leased=node.leased,
             foreign=node.foreign,
             in_flight=node.in_flight + sum(one.in_flight for one in node.instances.values()),
             pool=pools[0] if pools else None,
             models=[] if node.is_router else list(models),
-            context=node.context,
             prefill_tps=_rounded(node.speed.prefill_tps),
             decode_tps=_rounded(node.speed.decode_tps),
             batch_cost=None
             if node.speed.decode_tps is None
             else _rounded(node.speed.token_step / node.speed.token_base),
             calibration=_calibration(node, now),
-            requests=node.requests,
-            failures=node.failures,
-            cost_per_hour=spec.cost_per_hour,
             cost_per_million_tokens=None if cost is None else cost.model_dump(),
-            build=properties.build,
-            drift=list(node.drift),
             endpoints=None if spec.endpoints is None else sorted(spec.endpoints),
             endpoints_refused=sorted(properties.all_refused),
             purpose=properties.purpose,
@@ -225,6 +208,30 @@ class NodeEndpoints:
             },
             deadline_in=None if left is None else round(left, 1),
         )
+
+
+def node_figures(node: Node) -> Json:
+    """What both the list of nodes and the live view tell of a node."""
+    spec = node.spec
+    return {
+        "name": spec.name,
+        "url": spec.url,
+        "kind": spec.kind,
+        "tier": spec.tier,
+        "host": spec.host,
+        "labels": dict(spec.labels),
+        "context": node.context,
+        "build": node.properties.build,
+        "drift": list(node.drift),
+        "cost_per_hour": spec.cost_per_hour,
+        "slots_total": node.slots_now,
+        "slots_busy": node.slots_busy,
+        "state": node.state.value,
+        "reason": node.reason,
+        "draining": node.draining,
+        "requests": node.requests,
+        "failures": node.failures,
+    }
 
 
 def pool_json(row: NodeSlots) -> dict[str, int] | None:
@@ -339,12 +346,11 @@ def _elastic(node: Node, now: float) -> dict[str, Any]:
     }
 
 
-def node_not_found(name: str, known: dict[str, Node]) -> GatewayError:
-    """404, with similar names."""
-    hint = suggestion(name, known, "GET /admin/nodes lists them.")
-    return GatewayError(
-        404, "node_not_found", f"There is no node '{truncate_echo(name)}'. {hint}", param="name"
-    )
+def not_found(kind: str, name: str, known: Mapping[str, object]) -> GatewayError:
+    """404 for a node or model, with similar names."""
+    hint = suggestion(name, known, f"GET /admin/{kind}s lists them.")
+    message = f"There is no {kind} '{truncate_echo(name)}'. {hint}"
+    return GatewayError(404, f"{kind}_not_found", message, param="name")
 
 
 def _rounded(value: float | None) -> float | None:
@@ -370,7 +376,6 @@ def node_drained(name: str) -> GatewayError:
     )
 
 
-Json = dict[str, Any]
 MOST_PAUSED = 1000  # models that may be paused at the same time; each is a series of the metrics
 
 
@@ -378,8 +383,6 @@ MOST_PAUSED = 1000  # models that may be paused at the same time; each is a seri
 class ModelEndpoints:
     """The endpoints of models."""
 
-    fleet: Fleet
-    scheduler: Scheduler
     gateway: GatewayControl
 
     async def list(self, _: Request) -> Response:
@@ -390,48 +393,42 @@ class ModelEndpoints:
     async def pause(self, request: Request) -> Response:
         """Take no new requests for this name. What runs ends by itself, what waits is refused."""
         name = self._find(request)
-        if name not in self.fleet.model_index.paused_by_name:
-            if len(self.fleet.model_index.paused_by_name) >= MOST_PAUSED:
+        if name not in self.gateway.fleet.model_index.paused_by_name:
+            if len(self.gateway.fleet.model_index.paused_by_name) >= MOST_PAUSED:
                 raise errors.invalid_request(
                     f"{MOST_PAUSED} models are paused already: resume one first.", "name"
                 )
-            self.fleet.pause_model(name)
+            self.gateway.fleet.pause_model(name)
             refused = self._refuse_waiting()
-            await self.fleet.save_orders()
+            await self.gateway.fleet.save_orders()
             log.warning("model paused", model=name, refused=refused)
         return JsonResponse(self._view().object(name))
 
     async def resume(self, request: Request) -> Response:
         """End a pause."""
         name = self._find(request)
-        if name in self.fleet.model_index.paused_by_name:
-            self.fleet.resume_model(name)
-            await self.fleet.save_orders()
+        if name in self.gateway.fleet.model_index.paused_by_name:
+            self.gateway.fleet.resume_model(name)
+            await self.gateway.fleet.save_orders()
             log.info("model resumed", model=name)
         return JsonResponse(self._view().object(name))
 
     def _view(self) -> _ModelsView:
-        return _ModelsView(self.fleet, self.scheduler, self.gateway.settings)
+        return _ModelsView(self.gateway)
 
     def _find(self, request: Request) -> str:
         name: str = request.path_params["name"]
         known = self._view().names
         if name in known:
             return name
-        hint = suggestion(name, known, "GET /admin/models lists them.")
-        raise GatewayError(
-            404,
-            "model_not_found",
-            f"There is no model '{truncate_echo(name)}'. {hint}",
-            param="name",
-        )
+        raise not_found("model", name, known)
 
     def _refuse_waiting(self) -> int:
         """Refuse those that wait for a paused model and have not been at a node; how many."""
-        paused = self.fleet.model_index.paused
-        waiting = [one for one in self.scheduler.waiters if _is_paused(one, paused)]
+        scheduler, paused = self.gateway.scheduler, self.gateway.fleet.model_index.paused
+        waiting = [one for one in scheduler.waiters if _is_paused(one, paused)]
         return sum(
-            self.scheduler.shed(one.request.id, errors.model_paused(one.request.wanted.model))
+            scheduler.shed(one.request.id, errors.model_paused(one.request.wanted.model))
             for one in waiting
         )
 
@@ -457,12 +454,12 @@ class ServedModelObject(msgspec.Struct, kw_only=True):
 class _ModelsView:
     """The models as they are now."""
 
-    def __init__(self, fleet: Fleet, scheduler: Scheduler, settings: Settings) -> None:
-        self._index = fleet.model_index
-        self._aliases = ModelAliases(settings.models)
-        self._waiting = Counter(one.request.wanted.model for one in scheduler.waiters)
-        self._differences = fleet.differences()
-        aliases = (name for name in settings.models if name != CATCH_ALL)
+    def __init__(self, gateway: GatewayControl) -> None:
+        self._index, models = gateway.fleet.model_index, gateway.settings.models
+        self._aliases = ModelAliases(models, self._index)
+        self._waiting = Counter(one.request.wanted.model for one in gateway.scheduler.waiters)
+        self._differences = gateway.fleet.differences()
+        aliases = (name for name in models if name != CATCH_ALL)
         self.names = dict.fromkeys(
             (*self._index.model_names(), *aliases, *sorted(self._index.paused))
         )
@@ -471,7 +468,7 @@ class _ModelsView:
     def object(self, name: str) -> ServedModelObject:
         """The model of this name."""
         paused = self._index.paused
-        targets = [one.name for one in self._aliases.resolve(name, self._index)]
+        targets = [one.name for one in self._aliases.resolve(name)]
         nodes = list(dict.fromkeys(node for one in targets for node in self._index.nodes_for(one)))
         return ServedModelObject(
             name=name,
@@ -509,13 +506,12 @@ ORDERS = ("load", "unload", "pin", "unpin")
 class PlacementEndpoints:
     """The endpoints of models on demand."""
 
-    fleet: Fleet
     gateway: GatewayControl
     wall_clock: Callable[[], float]  # seconds since 1970
 
     async def list(self, _: Request) -> Response:
         """Every model of every router, and the memory of their hosts."""
-        models = [node for node in self.fleet.nodes.values() if node.load is not None]
+        models = [node for node in self.gateway.fleet.nodes.values() if node.load is not None]
         hosts = hosts_json(self.gateway.model_placer)
         return await json_of_rows("placements", models, self._object, {"hosts": hosts})
 
@@ -537,16 +533,16 @@ class PlacementEndpoints:
         elif pinner is not None and pinner != "operator":
             raise order_refused(f"It is pinned {PINNED_BY[pinner]}: take it out there.")
         if order in {"pin", "unpin"}:
-            self.fleet.pin_model(node, pinned=order == "pin")
-            await self.fleet.save_orders()
+            self.gateway.fleet.pin_model(node, pinned=order == "pin")
+            await self.gateway.fleet.save_orders()
         log.info("model ordered", node=name, model=node.spec.instance, order=order)
         return JsonResponse(self._object(node))
 
     def _find(self, name: str, model: str) -> Node:
         """A router's model, by its own or a public name. Raises: GatewayError (400, 404)."""
-        router = self.fleet.nodes.get(name)
+        router = self.gateway.fleet.nodes.get(name)
         if router is None:
-            raise node_not_found(name, self.fleet.nodes)
+            raise not_found("node", name, self.gateway.fleet.nodes)
         if not router.is_router:
             raise errors.invalid_request(
                 f"The node '{name}' is no router: its models are always loaded. A server of "

@@ -103,7 +103,6 @@ class _Chat:
                 IncomingRequest(self._id, self._id, ROUTES[PATH], body, sender, self._received_at),
                 record,
                 config.rules,
-                handler.catalog,
                 lambda parsed: class_of(parsed, caller),
                 handler.time_slicer,
             )

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from datetime import UTC, datetime, timedelta
 from typing import Annotated, Any, Protocol
@@ -13,20 +13,18 @@ import msgspec
 from starlette.requests import Request
 from starlette.responses import Response
 
-from gateway.admin.configuration import ClusterMember, EdgeProcesses, GatewayControl
+from gateway.admin.configuration import ClusterMember, GatewayControl
 from gateway.admin.nodes import differences_json
 from gateway.callers.ledger import Ledger
 from gateway.callers.limits import UsedQuota
 from gateway.callers.windows import time_text
+from gateway.edges.supervisor import Edges
 from gateway.errors import CLIENT_CLOSED_STATUS
-from gateway.forward.in_flight import InFlightRegistry
 from gateway.nodes.fleet import Fleet
 from gateway.nodes.node import Node
 from gateway.schedule.decision_log import RATIO_BOUNDS
-from gateway.schedule.scheduler import Scheduler
 from gateway.store.store import Store
 from gateway.terms import Priority
-from gateway.watch.audit import AuditTrail
 from gateway.watch.metrics import (
     BatchSample,
     EdgeSample,
@@ -48,65 +46,54 @@ MOST_LISTED_WAITING = 100  # most queued requests that are listed; `queue` count
 class StatusEndpoints:
     """The endpoint of the gateway's status."""
 
-    fleet: Fleet
-    scheduler: Scheduler
-    registry: InFlightRegistry
     gateway: GatewayControl
     metrics: Metrics
     health: HealthEndpoints
-    audit: AuditTrail
 
     async def status(self, _: Request) -> Response:
         """The gateway on one page."""
-        gateway, scheduler = self.gateway, self.scheduler
+        gateway, fleet = self.gateway, self.gateway.fleet
+        files, keys = gateway.config_files, gateway.key_sync
         states, slots, busy = Counter[str](), 0, 0
-        async for node in in_steps([*self.fleet.nodes.values()]):
+        async for node in in_steps([*fleet.nodes.values()]):
             states[node.state.value] += node.router is None
             slots += node.slots_now
             busy += node.slots_busy
-        has_gpu = scheduler.fleet_sync.has_gpu_tier
-        depths, error = scheduler.depths(), self.health.readiness_error()
         uptime = gateway.clock() - gateway.started_at
         started = datetime.now(UTC) - timedelta(seconds=uptime)
         return JsonResponse(
             StatusObject(
-                version=gateway.version,
+                **whole_figures(gateway, self.health),
                 started_at=time_text(started.timestamp()),
                 uptime=round(uptime, 3),
-                ready=error is None,
-                reason=None if error is None else error.code,
-                in_flight=len(self.registry),
-                queue={priority.label: depths[priority] for priority in Priority},
                 waiting=self._waiting(),
-                hybrid=scheduler.tier_policy.view(gateway.clock()) if has_gpu else None,
                 totals=totals_json(self.metrics),
                 nodes=dict(+states),
                 slots_total=slots,
                 slots_busy=busy,
-                models_paused=sorted(self.fleet.model_index.paused_by_name),
-                model_differences=differences_json(self.fleet.differences()),
-                inventory_error=gateway.inventory_error,
-                settings_error=gateway.settings_error,
-                keys_lost=gateway.keys_lost,
-                keys_unsaved=gateway.key_sync.unsaved,
+                models_paused=sorted(fleet.model_index.paused_by_name),
+                model_differences=differences_json(fleet.differences()),
+                inventory_error=files.inventory_error,
+                settings_error=files.settings_error,
+                keys_lost=keys.key_ring.lost,
+                keys_unsaved=keys.unsaved,
                 certificate_error=gateway.certificates.error,
                 certificates={
                     key: {
                         "expires_at": time_text(expires),
                         "days_left": round(days_until(expires), 2),
                     }
-                    for key, expires in gateway.certificates.expiry.items()
+                    for key, expires in gateway.certificates.listeners.expiry.items()
                 },
                 store=store_json(gateway.store),
-                audit_lost=self.audit.lost,
+                audit_lost=gateway.audit.lost,
                 ledger=ledger_json(gateway.ledger),
-                edges=edges_json(gateway.edges),
-                cluster=cluster_json(gateway.cluster),
             )
         )
 
     def _waiting(self) -> list[dict[str, Any]]:
-        now = self.scheduler.clock()
+        scheduler = self.gateway.scheduler
+        now = scheduler.clock()
         return [
             {
                 "position": position,
@@ -116,7 +103,7 @@ class StatusEndpoints:
                 "expected_start": round(wait, 3) if math.isfinite(wait) else None,
             }
             for position, (waiter, wait) in enumerate(
-                self.scheduler.predicted_waits(MOST_LISTED_WAITING), 1
+                scheduler.predicted_waits(MOST_LISTED_WAITING), 1
             )
         ]
 
@@ -171,9 +158,31 @@ class StatusObject(msgspec.Struct, kw_only=True):
         "know the keys as they are now; it is tried again, at least once a minute"]  # fmt: skip
 
 
+def whole_figures(gateway: GatewayControl, health: HealthEndpoints) -> dict[str, Any]:
+    """What both the status and the live view tell of the whole gateway."""
+    scheduler, error = gateway.scheduler, health.readiness_error()
+    depths, has_gpu = scheduler.depths(), scheduler.fleet_sync.has_gpu_tier
+    return {
+        "version": gateway.version,
+        "ready": error is None,
+        "reason": None if error is None else error.code,
+        "in_flight": len(gateway.registry),
+        "queue": {priority.label: depths[priority] for priority in Priority},
+        "hybrid": scheduler.tier_policy.view(gateway.clock()) if has_gpu else None,
+        "edges": edges_json(gateway.edges),
+        "cluster": cluster_json(gateway.cluster),
+    }
+
+
 def days_until(seconds: float) -> float:
     """Days until this time, in seconds since 1970; negative if it has passed."""
     return (seconds - datetime.now(UTC).timestamp()) / 86400
+
+
+def days_left(gateway: GatewayControl) -> dict[str, float]:
+    """Days until the certificate of each listener with TLS expires."""
+    expiry = gateway.certificates.listeners.expiry
+    return {key: days_until(expires) for key, expires in expiry.items()}
 
 
 def store_json(store: Store | None) -> dict[str, Any]:
@@ -194,7 +203,7 @@ def ledger_json(ledger: Ledger | None) -> dict[str, Any] | None:
     }
 
 
-def edges_json(edges: EdgeProcesses | None) -> list[dict[str, Any]] | None:
+def edges_json(edges: Edges | None) -> list[dict[str, Any]] | None:
     """The processes that relay; None: there are none."""
     return None if edges is None else [edge_json(one) for one in edges.sample().running]
 
@@ -302,29 +311,19 @@ class BackgroundSource(Protocol):
 class MetricsSource:
     """Reads the state of the gateway for `Metrics`, at each scrape."""
 
-    fleet: Fleet
-    scheduler: Scheduler
-    registry: InFlightRegistry
-    inventory_error: Callable[[], str | None]
+    gateway: GatewayControl
     retries_left: Callable[[], int]
-    certificate_expiry: Callable[[], Mapping[str, float]] = dict
-    """When the certificate of each listener with TLS expires, in seconds since 1970."""
-    store: Store | None = None
-    ledger: Ledger | None = None
     background: BackgroundSource | None = None
     tracing: RequestTracing | None = None
-    edges: Callable[[], EdgeProcesses | None] = lambda: None
-    cluster: Callable[[], ClusterMember | None] = lambda: None
     name_of: Callable[[str], str | None] = lambda _: None
     """The name of the key with this id, if metrics are to have it."""
-    quotas: Callable[[], Sequence[UsedQuota]] = tuple
 
     def __call__(self) -> MetricsSnapshot:
         """The state now."""
-        background, accuracy = self.background, self.scheduler.accuracy
-        ledger, traces = self.ledger, None
-        store = None if self.store is None else self.store.status()
-        edges, cluster = self.edges(), self.cluster()
+        gateway, background, traces = self.gateway, self.background, None
+        fleet, scheduler, ledger = gateway.fleet, gateway.scheduler, gateway.ledger
+        accuracy, edges, cluster = scheduler.accuracy, gateway.edges, gateway.cluster
+        store = None if gateway.store is None else gateway.store.status()
         if self.tracing is not None and self.tracing.active:
             counts = self.tracing.counts
             dropped = {"queue_full": counts.not_queued, "not_taken": counts.not_sent}
@@ -339,20 +338,18 @@ class MetricsSource:
             },
             cached_expected=accuracy.cached_expected,
             cached_found=accuracy.cached_found,
-            nodes=(_node_sample(node, self.fleet) for node in list(self.fleet.nodes.values())),
-            queue=self.scheduler.depths(),
-            oldest=self.scheduler.waiters.longest_waits(self.scheduler.clock()),
-            queue_places=self.scheduler.settings.queue.max,
-            spill_money_left=self.scheduler.tier_policy.money_left(self.scheduler.clock()),
-            in_flight=len(self.registry),
-            paused_models=sorted(self.fleet.model_index.paused_by_name),
+            nodes=(_node_sample(node, fleet) for node in list(fleet.nodes.values())),
+            queue=scheduler.depths(),
+            oldest=scheduler.waiters.longest_waits(scheduler.clock()),
+            queue_places=scheduler.settings.queue.max,
+            spill_money_left=scheduler.tier_policy.money_left(scheduler.clock()),
+            in_flight=len(gateway.registry),
+            paused_models=sorted(fleet.model_index.paused_by_name),
             name_of=self.name_of,
-            quotas={quota_labels(one): round(one.share, 4) for one in self.quotas()},
-            inventory_error=self.inventory_error() is not None,
+            quotas={quota_labels(one): round(one.share, 4) for one in gateway.quotas},
+            inventory_error=gateway.config_files.inventory_error is not None,
             retry_budget=self.retries_left(),
-            certificate_days_left={
-                key: days_until(expires) for key, expires in self.certificate_expiry().items()
-            },
+            certificate_days_left=days_left(gateway),
             store=None if store is None else StoreSample(up=store.up, waiting=store.waiting),
             ledger=None
             if ledger is None

@@ -7,7 +7,7 @@ Of a fleet with more than `MOST_LANES` slots it tells a sample of the nodes.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Annotated, Any, NamedTuple
 
@@ -17,7 +17,6 @@ from starlette.responses import Response
 
 from gateway.admin.guard import identity_of
 from gateway.callers.keys import AdminRole
-from gateway.nodes.node import Node
 from gateway.schedule.decision_log import Grant
 from gateway.schedule.scheduler import Scheduler
 from gateway.web.asgi import JsonResponse, number_parameter
@@ -79,7 +78,12 @@ class TimelineEndpoint:
         scheduler, at = self.scheduler, self.now()
         log, shift = scheduler.decision_log, at - scheduler.clock()
         earliest = max(after, at - TIMELINE_SECONDS)
-        slots = {node.name: node.slots_now for node in _with_slots(scheduler.fleet.nodes.values())}
+        # A router's slots are those of its models.
+        slots = {
+            node.name: node.slots_now
+            for node in scheduler.fleet.nodes.values()
+            if not node.is_router and node.slots_now
+        }
         lanes = sample_of(slots)
         return TimelineObject(
             round(at, 2),
@@ -121,11 +125,6 @@ class TimelineEndpoint:
             grant.outcome,
             grant.resumes,
         )
-
-
-def _with_slots(nodes: Iterable[Node]) -> Iterator[Node]:
-    """Nodes that have slots of their own: a router's are those of its models."""
-    return (node for node in nodes if not node.is_router and node.slots_now)
 
 
 def sample_of(slots: Mapping[str, int], most: int = MOST_LANES) -> dict[str, int]:

@@ -22,12 +22,13 @@ from gateway.api.json_values import (
     JSON_ERRORS,
     InvalidJson,
     JsonObject,
+    T,
     parse_json,
     parse_object,
 )
 from gateway.api.outcome import error_message
 from gateway.api.resuming import EventRewriter, ReasoningEndMark
-from gateway.api.tokens import read_usage
+from gateway.api.tokens import BOUND_NAMES, read_usage
 from gateway.api.transcript import SplicePoint, Transcript, TranscriptReader
 from gateway.config.settings import Settings
 from gateway.errors import GatewayError
@@ -96,14 +97,12 @@ class ResponseMerger(ABC):
 
 def read_fields(data: bytes | msgspec.Raw) -> RawFields:
     """The fields of a JSON object. Raises: InvalidResponse."""
-    fields: RawFields = _decode(FIELDS_DECODER, data)
-    return fields
+    return _decode(FIELDS_DECODER, data)
 
 
 def read_items(data: bytes | msgspec.Raw) -> list[RawFields]:
     """The JSON objects of a list. Raises: InvalidResponse."""
-    items: list[RawFields] = _decode(_ITEMS, data)
-    return items
+    return _decode(_ITEMS, data)
 
 
 def inner_items(data: bytes | msgspec.Raw) -> bytes:
@@ -116,7 +115,7 @@ def inner_items(data: bytes | msgspec.Raw) -> bytes:
     return listed[1:-1].strip()
 
 
-def _decode(decoder: msgspec.json.Decoder[Any], data: bytes | msgspec.Raw) -> Any:
+def _decode(decoder: msgspec.json.Decoder[T], data: bytes | msgspec.Raw) -> T:
     try:
         return decoder.decode(data)
     except JSON_ERRORS:
@@ -131,10 +130,6 @@ _JSON_EDGES = (b"{}", b"[]")
 _KEEPALIVE = b'event: keepalive\ndata: {"type":"keepalive","sequence_number":%d}\n\n'
 _EVENT_NUMBER = re.compile(rb'("sequence_number": ?)(\d{1,15})')
 _NO_ERROR = sse.ordinary_events(after_brace=rb'(?!"error":)')
-
-
-class AnyObject(msgspec.Struct):
-    """Any JSON object."""
 
 
 class Answer(msgspec.Struct, kw_only=True):
@@ -607,7 +602,10 @@ class Api:
             # Text that ends in white space must reach the template as it is.
             begun = [{"role": "assistant", "content": prefix}] if prefix else []
             continued = body | {"messages": [*body["messages"], *begun]}
-        return resuming.with_remaining_tokens(continued, max_tokens)
+        if max_tokens is None:
+            return continued
+        bounds = [name for name in BOUND_NAMES if body.get(name) is not None]
+        return continued | dict.fromkeys(bounds, max_tokens)
 
     def reported_prompt_tokens(self, transcript: Transcript) -> int | None:
         """The prompt's tokens as the transcript reports them; None: it does not."""

@@ -12,7 +12,6 @@ import msgspec
 
 from gateway.api.base import (
     Answer,
-    AnyObject,
     Api,
     Assembly,
     AssemblyError,
@@ -23,7 +22,7 @@ from gateway.api.base import (
     read_fields,
     read_items,
 )
-from gateway.api.json_values import JSON_ERRORS, JsonObject, parse_json
+from gateway.api.json_values import JSON_ERRORS, AnyObject, JsonObject, parse_json
 from gateway.api.resuming import (
     EventRewriter,
     NativeEventRewriter,
@@ -159,7 +158,9 @@ class ChoicesApi(Api):
         raise NotImplementedError
 
 
-class _Logprobs(msgspec.Struct):
+class Logprobs(msgspec.Struct):
+    """The probabilities of a choice's tokens."""
+
     content: msgspec.Raw = msgspec.Raw(b"null")
 
 
@@ -177,7 +178,7 @@ class ChunkChoice(msgspec.Struct):
     finish_reason: Any = None
     delta: _Delta | None = None
     text: Any = None
-    logprobs: _Logprobs | None = None
+    logprobs: Logprobs | None = None
 
 
 _CHOICES = msgspec.json.Decoder(list[ChunkChoice] | None)
@@ -529,6 +530,14 @@ def _whole_calls(parts: list[JsonObject]) -> list[JsonObject]:
     for index, (names, arguments) in functions.items():
         calls[index]["function"] = {"name": "".join(names), "arguments": "".join(arguments)}
     return [calls[index] for index in sorted(calls)]
+
+
+def as_chat(body: JsonObject, messages: list[JsonObject | None]) -> JsonObject | None:
+    """A chat of these messages of another API's body; None: some hold more than text."""
+    if body.get("tools") or None in messages:
+        return None
+    kwargs = body.get("chat_template_kwargs")
+    return {"messages": messages} | ({"chat_template_kwargs": kwargs} if kwargs else {})
 
 
 def as_response_format(bound: object, fields: Mapping[str, msgspec.Raw]) -> JsonObject | None:

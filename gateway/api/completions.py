@@ -24,7 +24,7 @@ from gateway.api.chat import (
     read_chunk,
     take_logprobs,
 )
-from gateway.api.json_values import InvalidJson, JsonObject, parse_object
+from gateway.api.json_values import InvalidJson, JsonObject, as_raw, parse_object
 from gateway.api.resuming import wants_usage
 from gateway.api.transcript import Transcript
 
@@ -72,7 +72,7 @@ class CompletionsMerger(ResponseMerger):
     def merged_response(self) -> bytes:
         fields = dict(self._shared)
         if self._usage:
-            fields["usage"] = msgspec.Raw(msgspec.json.encode(self._usage))
+            fields["usage"] = as_raw(self._usage)
         start = msgspec.json.encode(fields)[:-1] + (b"," if fields else b"")
         return b"".join([start, b'"choices":', *self._all_items(), b"}"])
 
@@ -84,7 +84,7 @@ class CompletionsMerger(ResponseMerger):
         fields = self._identity() | {
             "object": msgspec.Raw(b'"text_completion"'),
             "choices": msgspec.Raw(b"[]"),
-            "usage": msgspec.Raw(msgspec.json.encode(self._usage)),
+            "usage": as_raw(self._usage),
         }
         return b"data: " + msgspec.json.encode(fields) + b"\n\n" + end
 
@@ -107,7 +107,7 @@ class CompletionsMerger(ResponseMerger):
             return b""
         self._shared = self._shared or fields
         fields |= self._identity()
-        fields["choices"] = msgspec.Raw(msgspec.json.encode(self._renumber(index, choices)))
+        fields["choices"] = as_raw(self._renumber(index, choices))
         return b"data: " + msgspec.json.encode(fields) + b"\n\n"
 
     def _add_usage(self, fields: RawFields) -> None:

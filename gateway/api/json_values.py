@@ -27,6 +27,10 @@ TEXT_DECODER = msgspec.json.Decoder(str)
 JSON_ERRORS = (msgspec.DecodeError, UnicodeDecodeError, RecursionError)
 
 
+class AnyObject(msgspec.Struct):
+    """Any JSON object; no field is decoded."""
+
+
 class InvalidJson(Exception):  # noqa: N818 - the name says it
     """These bytes are not JSON of the expected type."""
 
@@ -53,6 +57,11 @@ def check_object(data: bytes) -> None:
         FIELDS_DECODER.decode(data)
     except JSON_ERRORS:
         raise InvalidJson from None
+
+
+def as_raw(value: object) -> msgspec.Raw:
+    """The value as JSON, to stand among others that are not decoded."""
+    return msgspec.Raw(msgspec.json.encode(value))
 
 
 # Large bodies: their long strings are cut out before they are parsed, and put back at the end.

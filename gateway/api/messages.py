@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Generator, Mapping
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, ClassVar, Literal
 
@@ -13,7 +14,6 @@ from gateway.api import resuming, sse, tokens
 from gateway.api.base import (
     INPUT_TOKENS,
     Answer,
-    AnyObject,
     Api,
     Assembly,
     AssemblyError,
@@ -26,17 +26,19 @@ from gateway.api.base import (
     edit_body,
     read_events,
 )
-from gateway.api.chat import as_response_format
+from gateway.api.chat import as_chat, as_response_format
 from gateway.api.json_values import (
     ITEMS_DECODER,
     JSON_ERRORS,
     MOST_PARSED_BYTES,
     SHORT_BODY_BYTES,
+    AnyObject,
     CutBody,
     FieldPieces,
     InvalidJson,
     JsonObject,
     PartCounter,
+    as_raw,
     cut_long_strings,
     parse_json,
     parse_object,
@@ -422,8 +424,8 @@ _DELTA_FIELDS = {
 def _block_events(index: int, block: JsonObject) -> bytes:
     """The events of one block of a message, in one piece."""
     begin, deltas = dict(block), []
-    for kind, (name, field) in _DELTA_FIELDS.items():
-        if name == field and begin.get(name):
+    for kind, (name, own_name) in _DELTA_FIELDS.items():
+        if name == own_name and begin.get(name):
             deltas.append({"type": kind, name: begin[name]})
             begin[name] = ""
     if block.get("type") == "tool_use":
@@ -468,6 +470,7 @@ def _stop_sequences(bodies: Bodies) -> frozenset[str]:
     )
 
 
+@dataclass(slots=True, eq=False)
 class StopReasonRepair(ResponseRewriter):
     """Says that a stop sequence ended a message: llama.cpp b11549 calls that the end of the turn.
 
@@ -475,17 +478,12 @@ class StopReasonRepair(ResponseRewriter):
     client's.
     """
 
-    __slots__ = ("_stop_sequences",)
-
-    _MARK = b'"stop_sequence":"'
-    """Bytes in an event or body that names a stop sequence, and in no text."""
-
-    def __init__(self, stop_sequences: Callable[[], frozenset[str]]) -> None:
-        self._stop_sequences = stop_sequences
+    stop_sequences: Callable[[], frozenset[str]]
 
     def rewrite_events(self, events: bytes) -> bytes:
         """The same events, of which the one with the stop reason is repaired."""
-        return sse.edit_matching(events, self._MARK, self._rewrite_event)
+        # Bytes in an event or body that names a stop sequence, and in no text.
+        return sse.edit_matching(events, b'"stop_sequence":"', self._rewrite_event)
 
     def rewrite_body(self, content: bytes) -> bytes:
         """The same plain response with its true stop reason."""
@@ -506,7 +504,7 @@ class StopReasonRepair(ResponseRewriter):
         sequence = end.get("stop_sequence")
         if not isinstance(sequence, str):
             return end
-        if sequence not in self._stop_sequences():
+        if sequence not in self.stop_sequences():
             return end | {"stop_sequence": None}
         reason = end.get("stop_reason")
         return end | {"stop_reason": "stop_sequence" if reason == "end_turn" else reason}
@@ -514,24 +512,14 @@ class StopReasonRepair(ResponseRewriter):
 
 def messages_as_chat(body: JsonObject) -> JsonObject | None:
     """Messages as a chat; None: they hold more than text and reasoning."""
-    if body.get("tools"):
-        return None
-    messages: list[object] = []
     system = body.get("system")
-    if system:
-        messages.append({"role": "system", "content": system})
-    messages += body.get("messages") or ()
-    chat = []
-    for message in messages:
-        converted = _chat_message(message) if isinstance(message, dict) else None
-        if converted is None:
-            return None
-        chat.append(converted)
-    kwargs = body.get("chat_template_kwargs")
-    return {"messages": chat} | ({"chat_template_kwargs": kwargs} if kwargs else {})
+    begin = [{"role": "system", "content": system}] if system else []
+    return as_chat(body, [*map(_chat_message, [*begin, *(body.get("messages") or ())])])
 
 
-def _chat_message(message: JsonObject) -> JsonObject | None:
+def _chat_message(message: object) -> JsonObject | None:
+    if not isinstance(message, dict):
+        return None
     role, content = message.get("role"), message.get("content")
     if isinstance(content, str):
         return {"role": role, "content": content}
@@ -678,7 +666,7 @@ def _chat_messages(message: Any, texts: CutBody) -> list[Any]:
                 parts += _image_parts(block)
             case "tool_use":
                 # As a text in a text, its long strings have other escapes.
-                arguments = msgspec.Raw(msgspec.json.encode(block.get("input") or {}))
+                arguments = as_raw(block.get("input") or {})
                 text = texts.restored(arguments, "messages").decode()
                 arguments_size += len(text)
                 if arguments_size > MOST_PARSED_BYTES:
@@ -744,16 +732,14 @@ _TYPES_OF_CODES = {
 }
 
 
+@dataclass(slots=True, eq=False)
 class ChatToMessage(ResponseRewriter):
     """Makes a message of a chat's response. It keeps numbers and ids, and none of the text."""
 
-    __slots__ = ("_block", "_index", "_stop_reason", "_usage")
-
-    def __init__(self) -> None:
-        self._block = ""  # the type of the open block; empty: none is open
-        self._index = -1  # the number of the newest block; -1: the message has not begun
-        self._stop_reason = "end_turn"
-        self._usage: JsonObject = {"output_tokens": 0}
+    _block: str = ""  # the type of the open block; empty: none is open
+    _index: int = -1  # the number of the newest block; -1: the message has not begun
+    _stop_reason: str = "end_turn"
+    _usage: JsonObject = field(default_factory=lambda: {"output_tokens": 0})
 
     def rewrite_events(self, events: bytes) -> bytes:
         """The message's events for these of the chat. Raises: InvalidResponse."""

@@ -34,6 +34,7 @@ from gateway.api.base import (
     Translation,
     VisibleCatalog,
 )
+from gateway.api.chat import Logprobs
 from gateway.api.json_values import (
     JSON_ERRORS,
     STEP_BYTES,
@@ -41,6 +42,7 @@ from gateway.api.json_values import (
     FieldPieces,
     JsonObject,
     PartCounter,
+    as_raw,
     cut_long_strings,
     raw_head,
     run_at_once,
@@ -209,8 +211,8 @@ def translate_embed(body: bytes, is_model: IsModel, field_name: str) -> Translat
     try:
         has_text = bool(_TEXTS.decode(given)) if _is_given(given) else False
     except JSON_ERRORS:
-        message = f"'{field_name}' must be a string or a list of strings."
-        raise errors.invalid_request(message, field_name) from None
+        problem = "must be a string or a list of strings."
+        raise errors.invalid_field(field_name, problem) from None
     load = None
     if not has_text:
         load, fields["input"] = "load", b'""'
@@ -303,8 +305,7 @@ def _options(raw: msgspec.Raw, texts: CutBody) -> JsonObject:
     if not _is_given(raw):
         return {}
     if len(raw) > MOST_OPTIONS_BYTES:
-        message = f"'options' has more than {MOST_OPTIONS_BYTES} bytes."
-        raise errors.invalid_request(message, "options")
+        raise errors.invalid_field("options", f"has more than {MOST_OPTIONS_BYTES} bytes.")
     options: JsonObject = texts.decode_part(_OPTIONS, raw, "options")
     return options
 
@@ -357,8 +358,7 @@ def _format_fields(raw: msgspec.Raw, path: str) -> FieldPieces:
     elif text[:1] == b"{":
         schema = raw
     else:
-        message = "'format' must be \"json\" or an object, a JSON schema."
-        raise errors.invalid_request(message, "format")
+        raise errors.invalid_field("format", 'must be "json" or an object, a JSON schema.')
     if path != CHAT_PATH:
         return {"json_schema": schema}
     if text[:1] == b'"':
@@ -378,8 +378,7 @@ def _thinking(think: object) -> JsonObject | None:
         return {"enable_thinking": think}
     if isinstance(think, str) and think in _EFFORTS:
         return {"enable_thinking": True, "reasoning_effort": _EFFORTS[think]}
-    message = '\'think\' must be true, false, "low", "medium", "high" or "max".'
-    raise errors.invalid_request(message, "think")
+    raise errors.invalid_field("think", 'must be true, false, "low", "medium", "high" or "max".')
 
 
 # Messages.
@@ -471,8 +470,7 @@ def _content(
         # Some encoders escape slashes.
         start = texts.beginning(image).replace(rb"\/", b"/").rstrip(b"\\")
         if not _BASE64_START.fullmatch(start):
-            field_name = f"{name}[{number}]"
-            raise errors.invalid_request(f"'{field_name}' must be base64.", field_name)
+            raise errors.invalid_field(f"{name}[{number}]", "must be base64.")
         kind = _IMAGE_TYPES.get(start[1:5], b"jpeg")
         pieces += [
             b'{"type":"image_url","image_url":{"url":"data:image/%b;base64,' % kind,
@@ -516,6 +514,17 @@ def _loop_time() -> float:
     return asyncio.get_running_loop().time()
 
 
+_FIELD_NAMES = {
+    "response_format": "format",
+    "json_schema": "format",
+    "max_tokens": "options.num_predict",
+    "n_predict": "options.num_predict",
+    "stop": "options.stop",
+    "input_prefix": "prompt",
+    "input_suffix": "suffix",
+}
+
+
 class OllamaApi(Api):
     """`/api/...`: the errors of all its paths."""
 
@@ -523,15 +532,7 @@ class OllamaApi(Api):
     heartbeat_is_event = True
     has_comments = False
     stream_content_type = b"application/x-ndjson"
-    field_names: ClassVar[Mapping[str, str]] = {
-        "response_format": "format",
-        "json_schema": "format",
-        "max_tokens": "options.num_predict",
-        "n_predict": "options.num_predict",
-        "stop": "options.stop",
-        "input_prefix": "prompt",
-        "input_suffix": "suffix",
-    }
+    field_names: Mapping[str, str] = _FIELD_NAMES
     """Ollama's names of the fields that errors of translated requests name."""
 
     def owns_path(self, path: str) -> bool:
@@ -555,27 +556,23 @@ class OllamaApi(Api):
         return b" "
 
 
-class _TranslatedApi(OllamaApi):
+@dataclass(eq=False)
+class TranslatedApi(OllamaApi):
     """A path whose requests reach nodes. The clocks are for durations and for dates."""
 
-    translates = True
     asked: Callable[[bytes, IsModel], Translating]  # makes the request to nodes of the body
-    rewriter: ClassVar[type[_Rewriter]]
-
-    def __init__(
-        self,
-        clock: Callable[[], float] = _loop_time,
-        wall_clock: Callable[[], float] = time.time,
-    ) -> None:
-        self._clock = clock
-        self._wall_clock = wall_clock
+    rewriter: type[_Rewriter]
+    field_names: Mapping[str, str] = field(default_factory=lambda: _FIELD_NAMES)
+    clock: Callable[[], float] = _loop_time
+    wall_clock: Callable[[], float] = time.time
+    translates: ClassVar[bool] = True
 
     def translate(
         self, body: bytes, is_model: IsModel, *, prompt_cache: bool = True
     ) -> Generator[None, None, Translation]:
-        started_at = self._clock()
+        started_at = self.clock()
         request = yield from self.asked(body, is_model)
-        rewriter = self.rewriter(request, started_at, self._clock, self._wall_clock)
+        rewriter = self.rewriter(request, started_at, self.clock, self.wall_clock)
         reply = None if request.load is None else rewriter.loaded(request.load)
         return Translation(request.path, request.body, rewriter, reply)
 
@@ -600,10 +597,6 @@ class _Delta(msgspec.Struct):
     tool_calls: list[_CallPart] | None = None
 
 
-class _Logprobs(msgspec.Struct):
-    content: msgspec.Raw = msgspec.Raw(b"null")
-
-
 class _Alternative(msgspec.Struct):
     token: msgspec.Raw | msgspec.UnsetType = msgspec.UNSET
     logprob: msgspec.Raw | msgspec.UnsetType = msgspec.UNSET
@@ -621,7 +614,7 @@ class _Choice(msgspec.Struct):
     message: _Delta | None = None
     text: str | None = None
     finish_reason: str | None = None
-    logprobs: _Logprobs | None = None
+    logprobs: Logprobs | None = None
 
 
 class _Usage(msgspec.Struct):
@@ -663,25 +656,14 @@ def _decode(data: bytes) -> _Output:
         raise InvalidResponse("The node's answer is not what was expected") from None
 
 
+@dataclass(eq=False)
 class _Rewriter(ResponseRewriter):
-    """Rewrites the response to a request, which was begun at `started_at`."""
+    """Rewrites the response to a request, which was begun at `_started_at`."""
 
-    def __init__(
-        self,
-        request: TranslatedRequest,
-        started_at: float,
-        clock: Callable[[], float],
-        wall_clock: Callable[[], float],
-    ) -> None:
-        self._request = request
-        self._model = request.model
-        self._started_at = started_at
-        self._clock = clock
-        self._wall_clock = wall_clock
-        self._begin()
-
-    def _begin(self) -> None:
-        """Set up what only this kind of response needs."""
+    _request: TranslatedRequest
+    _started_at: float
+    _clock: Callable[[], float]
+    _wall_clock: Callable[[], float]
 
     def loaded(self, reason: str) -> bytes:
         """The response to a request without a prompt, which only loads or unloads the model."""
@@ -691,16 +673,17 @@ class _Rewriter(ResponseRewriter):
         return run_at_once(self.rewrite_in_steps(content))
 
 
+@dataclass(eq=False)
 class _TextRewriter(_Rewriter):
     """Rewrites a response that generates text. A stream's last line has what the others lack."""
 
-    def _begin(self) -> None:
-        self._first_text_at: float | None = None
-        self._reason: str | None = None
-        self._usage = _Usage()
-        self._timings: _Timings | None = None
-        self._calls: list[JsonObject] = []  # tool calls of which more may come
-        self._call_count = 0
+    _model: str | None = None  # as the node names it
+    _first_text_at: float | None = None
+    _reason: str | None = None
+    _usage: _Usage = field(default_factory=_Usage)
+    _timings: _Timings | None = None
+    _calls: list[JsonObject] = field(default_factory=list)  # those of which more may come
+    _call_count: int = 0
 
     def loaded(self, reason: str) -> bytes:
         return msgspec.json.encode(
@@ -724,7 +707,7 @@ class _TextRewriter(_Rewriter):
         for number, token in enumerate(logprobs):
             if number % STEP_TOKENS == 0:
                 yield
-            tokens.append(msgspec.Raw(msgspec.json.encode(token)))
+            tokens.append(as_raw(token))
         answer = self._answer(text, thinking, self._take_calls())
         found = {"logprobs": tokens} if tokens else {}
         return msgspec.json.encode({**self._head(), **answer, **self._end(), **found})
@@ -804,7 +787,8 @@ class _TextRewriter(_Rewriter):
         return {**({"id": call["id"]} if call["id"] else {}), "function": function}
 
     def _head(self) -> JsonObject:
-        return {"model": self._model or "", "created_at": _date(self._wall_clock())}
+        model = self._request.model or self._model or ""
+        return {"model": model, "created_at": _date(self._wall_clock())}
 
     def _last_line(self) -> bytes:
         return _line({**self._head(), **self._answer("", "", []), **self._end()})
@@ -853,7 +837,7 @@ class _GenerateRewriter(_TextRewriter):
         return {"response": text, "thinking": thinking} if thinking else {"response": text}
 
 
-def _ollama_logprobs(logprobs: _Logprobs | None, most: int) -> Iterator[_Token]:
+def _ollama_logprobs(logprobs: Logprobs | None, most: int) -> Iterator[_Token]:
     """The chosen tokens, each with its `most` likeliest alternatives."""
     try:
         for one in () if logprobs is None else _RAW_ITEMS.decode(logprobs.content) or ():
@@ -888,7 +872,7 @@ class _EmbedRewriter(_Rewriter):
     """Rewrites embeddings."""
 
     def loaded(self, reason: str) -> bytes:
-        return run_at_once(self._encode(_Embeddings([], self._model), []))
+        return run_at_once(self._encode(_Embeddings([]), []))
 
     def rewrite_in_steps(self, content: bytes) -> Generator[None, None, bytes]:
         vectors: list[tuple[int, msgspec.Raw]] = []
@@ -914,7 +898,7 @@ class _EmbedRewriter(_Rewriter):
             return vector
         values = _VECTOR.decode(vector)[:most]
         length = math.sqrt(sum(value * value for value in values)) or 1.0
-        return msgspec.Raw(msgspec.json.encode([value / length for value in values]))
+        return as_raw([value / length for value in values])
 
     def _encode(
         self, found: _Embeddings, vectors: list[msgspec.Raw]
@@ -928,9 +912,8 @@ class _EmbedRewriter(_Rewriter):
             "prompt_eval_count": usage.prompt_tokens,
         }
         whole = io.BytesIO()  # It grows in place and returns its bytes without a copy.
-        whole.write(
-            b'{"model":%b,"embeddings":[' % msgspec.json.encode(self._model or found.model or "")
-        )
+        model = msgspec.json.encode(self._request.model or found.model or "")
+        whole.write(b'{"model":%b,"embeddings":[' % model)
         work = 0
         for number, vector in enumerate(vectors):
             work += whole.write(b"," if number else b"") + whole.write(memoryview(vector))
@@ -1045,38 +1028,13 @@ PAGES = (
 )
 
 
-class OllamaChatApi(_TranslatedApi):
-    """`/api/chat`."""
-
-    asked = staticmethod(translate_chat)
-    rewriter = _ChatRewriter
-
-
-class OllamaGenerateApi(_TranslatedApi):
-    """`/api/generate`."""
-
-    asked = staticmethod(translate_generate)
-    rewriter = _GenerateRewriter
-    field_names: ClassVar[Mapping[str, str]] = {**OllamaApi.field_names, "messages": "prompt"}
-
-
-class OllamaEmbedApi(_TranslatedApi):
-    """`/api/embed`."""
-
-    asked = staticmethod(partial(translate_embed, field_name="input"))
-    rewriter = _EmbedRewriter
-    field_names: ClassVar[Mapping[str, str]] = {}
-
-
-class OllamaEmbeddingsApi(OllamaEmbedApi):
-    """The older `/api/embeddings`, with the field `prompt`."""
-
-    asked = staticmethod(partial(translate_embed, field_name="prompt"))
-    field_names: ClassVar[Mapping[str, str]] = {"input": "prompt"}
-
-
 OLLAMA = OllamaApi()
-OLLAMA_CHAT = OllamaChatApi()
-OLLAMA_GENERATE = OllamaGenerateApi()
-OLLAMA_EMBED = OllamaEmbedApi()
-OLLAMA_EMBEDDINGS = OllamaEmbeddingsApi()
+OLLAMA_CHAT = TranslatedApi(translate_chat, _ChatRewriter)
+OLLAMA_GENERATE = TranslatedApi(
+    translate_generate, _GenerateRewriter, {**_FIELD_NAMES, "messages": "prompt"}
+)
+OLLAMA_EMBED = TranslatedApi(partial(translate_embed, field_name="input"), _EmbedRewriter, {})
+# The older `/api/embeddings`, with the field `prompt`.
+OLLAMA_EMBEDDINGS = TranslatedApi(
+    partial(translate_embed, field_name="prompt"), _EmbedRewriter, {"input": "prompt"}
+)

@@ -10,7 +10,7 @@ from typing import NamedTuple
 import msgspec
 
 from gateway import errors
-from gateway.api.json_values import JSON_ERRORS
+from gateway.api.json_values import JSON_ERRORS, InvalidJson, parse_json
 from gateway.errors import GatewayError
 from gateway.lease import Fault
 from gateway.terms import Endpoint, Headers
@@ -118,7 +118,6 @@ class _ErrorBody(msgspec.Struct):
     code: object = None
 
 
-_ANY = msgspec.json.Decoder()
 _BODY = msgspec.json.Decoder(_ErrorBody)
 
 
@@ -264,8 +263,8 @@ def _number(pattern: re.Pattern[str], message: str) -> int | None:
 def error_event_to_body(content: bytes) -> bytes:
     """The data of an error event as an error's body; unchanged if it is one already."""
     try:
-        value = _ANY.decode(content)
-    except JSON_ERRORS:
+        value = parse_json(content)
+    except InvalidJson:
         value = {"message": "The node failed.", "type": "server_error", "code": 500}
     if isinstance(value, dict) and value.get("error"):
         return content
@@ -322,24 +321,24 @@ def _error(content: bytes) -> _Error | None:
 # Failures without a response.
 
 
-class RequestCancelled(UpstreamError):  # noqa: N818 - no error of the node's
-    """The gateway ends the request; its client gets `error`."""
+class RequestRemoved(UpstreamError):  # noqa: N818 - no error of the node's
+    """The gateway takes the request from its node; `error` is for its client."""
+
+    def __init__(self, error: GatewayError) -> None:
+        super().__init__(error.message)
+        self.error = error
+
+
+class RequestCancelled(RequestRemoved):
+    """The gateway ends the request."""
 
     outcome = "cancelled"
 
-    def __init__(self, error: GatewayError) -> None:
-        super().__init__(error.message)
-        self.error = error
 
-
-class RequestEvicted(UpstreamError):  # noqa: N818 - no error of the node's
-    """The request must leave its node; its client gets `error` if no other node takes it."""
+class RequestEvicted(RequestRemoved):
+    """The request must leave its node; it ends if no other one takes it."""
 
     outcome = "moved"
-
-    def __init__(self, error: GatewayError) -> None:
-        super().__init__(error.message)
-        self.error = error
 
 
 class RequestYielded(UpstreamError):  # noqa: N818 - no error of the node's
@@ -380,7 +379,7 @@ def to_gateway_error(failure: UpstreamError | None) -> GatewayError:
     """The error for the client; None: the stream ended early."""
     if failure is None:
         return errors.node_failed("The node's stream ended too early.")
-    if isinstance(failure, RequestCancelled | RequestEvicted):
+    if isinstance(failure, RequestRemoved):
         return failure.error
     if isinstance(failure, RequestYielded):
         return errors.cut_for_others()

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, ClassVar
 
@@ -14,7 +14,6 @@ import msgspec
 from gateway.api import resuming, sse
 from gateway.api.base import (
     INPUT_TOKENS,
-    AnyObject,
     Api,
     Assembly,
     AssemblyError,
@@ -28,10 +27,11 @@ from gateway.api.base import (
     openai_error,
     read_events,
 )
-from gateway.api.chat import as_response_format
+from gateway.api.chat import as_chat, as_response_format
 from gateway.api.json_values import (
     ITEMS_DECODER,
     JSON_ERRORS,
+    AnyObject,
     InvalidJson,
     JsonObject,
     parse_json,
@@ -501,6 +501,7 @@ class ResponseLimits:
         )
 
 
+@dataclass(slots=True, eq=False)
 class ResponsesRepair(ResponseRewriter):
     """Completes one response of llama.cpp's.
 
@@ -509,30 +510,16 @@ class ResponsesRepair(ResponseRewriter):
     1970) are what a stream begins with, though llama.cpp tells them at its end.
     """
 
-    __slots__ = (
-        "_added", "_created_at", "_indices", "_item_mark", "_limits", "_mark", "_model",
-        "_next_number", "_numbered_mark", "_numbers_events",
-    )  # fmt: skip
-
-    def __init__(
-        self,
-        *,
-        numbers_events: bool,
-        limits: Callable[[], ResponseLimits] | None,
-        model: str,
-        created_at: int,
-    ) -> None:
-        self._numbers_events = numbers_events
-        self._limits = limits
-        self._model = model
-        self._created_at = created_at
-        self._next_number = 0
-        self._indices: dict[str, int] = {}  # places in the output by the items' ids
-        self._mark = self._item_mark = b""
-        """What the newest item's deltas begin with, and the bytes that name the item in each;
-        empty: there is no item yet."""
-        self._numbered_mark = self._added = b""
-        """What takes the place of `_mark`, before and behind the event's number."""
+    numbers_events: bool
+    limits: Callable[[], ResponseLimits] | None
+    model: str
+    created_at: int
+    _next_number: int = 0
+    _indices: dict[str, int] = field(default_factory=dict)  # places in the output by items' ids
+    _mark: bytes = b""  # what the newest item's deltas begin with; empty: there is no item yet
+    _item_mark: bytes = b""  # the bytes that name the item in each
+    _numbered_mark: bytes = b""  # what takes the place of `_mark`, before the event's number
+    _added: bytes = b""  # and behind it
 
     def rewrite_events(self, events: bytes) -> bytes:
         """The same events, complete. The newest item's deltas, nearly all, are not parsed."""
@@ -542,7 +529,7 @@ class ResponsesRepair(ResponseRewriter):
             count = len(parts) - 1
             if count and count == events.count(b"\n\n") == events.count(self._item_mark):
                 return self._number_deltas(parts)
-        elif not self._numbers_events and (self._limits is None or _COMPLETED not in events):
+        elif not self.numbers_events and (self.limits is None or _COMPLETED not in events):
             return events
         return b"".join(map(self._rewrite_event, sse.split(events)))
 
@@ -570,7 +557,7 @@ class ResponsesRepair(ResponseRewriter):
         if not isinstance(kind, str) or not kind.startswith("response."):
             return event
         if kind == "response.created" and "sequence_number" in value:
-            self._numbers_events = False  # this server numbers its events itself
+            self.numbers_events = False  # this server numbers its events itself
         repaired = value
         if isinstance(item := value.get("item"), dict):
             repaired = value | {"item": self._with_true_status(item)}
@@ -579,7 +566,7 @@ class ResponsesRepair(ResponseRewriter):
             cut_off = whole.get("status") == "incomplete"
             kind = "response.incomplete" if cut_off else kind
             repaired = value | {"type": kind, "response": whole}
-        if not self._numbers_events:
+        if not self.numbers_events:
             return event if repaired == value else _reencoded(event, [repaired])
         try:
             return _reencoded(event, map(self._numbered, self._with_missing_events(repaired)))
@@ -588,7 +575,7 @@ class ResponsesRepair(ResponseRewriter):
 
     def _with_true_status(self, value: JsonObject) -> JsonObject:
         """The response or item with its true status; itself if that is the one it has."""
-        if self._limits is None or value.get("status") != "completed":
+        if self.limits is None or value.get("status") != "completed":
             return value
         if value.get("type") == "function_call":
             # The one kind of item that shows for itself whether it is whole.
@@ -597,7 +584,7 @@ class ResponsesRepair(ResponseRewriter):
         if not isinstance(items, list) or not all(isinstance(item, dict) for item in items):
             return value
         output = [self._with_true_status(item) for item in items]
-        if not self._limits().are_reached(value.get("usage")):
+        if not self.limits().are_reached(value.get("usage")):
             return value if output == items else value | {"output": output}
         if output:
             output[-1] = output[-1] | {"status": "incomplete"}
@@ -645,11 +632,11 @@ class ResponsesRepair(ResponseRewriter):
     def _whole_response(self, kind: str, response: JsonObject) -> JsonObject:
         """The response in a lifecycle event, with the fields that it lacks."""
         if kind in _LIFECYCLE_TYPES:
-            fields = {"created_at": self._created_at, "model": self._model, "output": []}
+            fields = {"created_at": self.created_at, "model": self.model, "output": []}
             return fields | {"error": None, "incomplete_details": None, "usage": None} | response
         # The server tells the time of the end as that of the beginning.
-        times = {"created_at": self._created_at, "completed_at": response.get("created_at")}
-        fields = {"error": None, "incomplete_details": None, "model": self._model}
+        times = {"created_at": self.created_at, "completed_at": response.get("created_at")}
+        fields = {"error": None, "incomplete_details": None, "model": self.model}
         return fields | response | times
 
     def _begin_item(self, item: JsonObject) -> None:
@@ -718,27 +705,22 @@ _TEXT_PARTS = {"user": "input_text", "system": "input_text", "developer": "input
 
 def response_as_chat(body: JsonObject) -> JsonObject | None:
     """The input as a chat, as llama.cpp writes it; None: it holds more than text."""
-    if body.get("tools"):
-        return None
-    messages: list[JsonObject] = []
+    messages: list[JsonObject | None] = []
     if isinstance(instructions := body.get("instructions"), str):
         messages.append({"role": "system", "content": instructions})
     given = body.get("input")
     if isinstance(given, str):
         messages.append({"role": "user", "content": given})
-    elif not isinstance(given, list):
-        return None
+    elif isinstance(given, list):
+        messages += map(_chat_message, given)
     else:
-        for item in given:
-            message = _chat_message(item) if isinstance(item, dict) else None
-            if message is None:
-                return None
-            messages.append(message)
-    kwargs = body.get("chat_template_kwargs")
-    return {"messages": messages} | ({"chat_template_kwargs": kwargs} if kwargs else {})
+        return None
+    return as_chat(body, messages)
 
 
-def _chat_message(item: JsonObject) -> JsonObject | None:
+def _chat_message(item: object) -> JsonObject | None:
+    if not isinstance(item, dict):
+        return None
     role, content = item.get("role"), item.get("content")
     wanted = _TEXT_PARTS.get(str(role))
     if item.get("type", "message") != "message" or wanted is None:

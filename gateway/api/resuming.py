@@ -45,6 +45,26 @@ class EventRewriter:
         """Whether the whole overlap has been repeated."""
         return self._overlap.done
 
+    def rewrite_events(self, events: bytes) -> bytes:
+        """What the client gets of whole events.
+
+        Raises: OverlapMismatch, InvalidResponse, NodeReportedError.
+        """
+        out = []
+        for event in sse.split(events):
+            data = sse.payload(event)
+            if not data or data == b"[DONE]":
+                continue
+            try:
+                value = parse_object(data)
+                if value.get("error") or sse.event_name(event) == b"error":
+                    message = error_message(data) or "The node failed in the middle of it"
+                    raise NodeReportedError(message, error_status(data))
+                out.append(self.rewrite(value))
+            except (InvalidJson, TypeError, AttributeError):
+                raise InvalidResponse("An event of the node's stream can't be read") from None
+        return b"".join(out)
+
     def rewrite(self, value: JsonObject) -> bytes:
         """An event's part that the client gets, possibly empty. Raises: OverlapMismatch."""
         raise NotImplementedError
@@ -90,35 +110,6 @@ class NativeEventRewriter(EventRewriter):
     def _written_tokens(self, value: JsonObject) -> int:
         """Tokens of the whole response, as the last event of `/completion` counts its own."""
         return self._splice_point.prefix_tokens + as_count(value.get("tokens_predicted"))
-
-
-class StreamRewriter:
-    """Applies an event rewriter to a stream's chunks of whole events."""
-
-    __slots__ = ("rewriter",)
-
-    def __init__(self, rewriter: EventRewriter) -> None:
-        self.rewriter = rewriter
-
-    def rewrite(self, events: bytes) -> bytes:
-        """The events for the client.
-
-        Raises: OverlapMismatch, InvalidResponse, NodeReportedError.
-        """
-        out = []
-        for event in sse.split(events):
-            data = sse.payload(event)
-            if not data or data == b"[DONE]":
-                continue
-            try:
-                value = parse_object(data)
-                if value.get("error") or sse.event_name(event) == b"error":
-                    message = error_message(data) or "The node failed in the middle of it"
-                    raise NodeReportedError(message, error_status(data))
-                out.append(self.rewriter.rewrite(value))
-            except (InvalidJson, TypeError, AttributeError):
-                raise InvalidResponse("An event of the node's stream can't be read") from None
-        return b"".join(out)
 
 
 def data_event(value: JsonObject) -> bytes:
@@ -257,10 +248,3 @@ def remaining_tokens(body: JsonObject, written: int) -> int | None:
     """Tokens that may still be written; None: the body sets no limit."""
     bound = largest_bound(value for name in BOUND_NAMES if is_number(value := body.get(name)))
     return None if bound is None else max(0, bound - written)
-
-
-def with_remaining_tokens(body: JsonObject, tokens: int | None) -> JsonObject:
-    """The body with its limits at so many tokens; None: it has none."""
-    if tokens is None:
-        return body
-    return body | {name: tokens for name in BOUND_NAMES if body.get(name) is not None}

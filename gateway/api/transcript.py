@@ -188,6 +188,7 @@ MOST_TEMPLATE_BYTES, MOST_TEMPLATE_STRINGS = 4096, 32
 MOST_TEMPLATES = 8
 
 
+@dataclass(slots=True, eq=False, repr=False)
 class CompressedText:
     """Older text, compressed to between a third and a half: needed only if the node fails.
 
@@ -195,12 +196,9 @@ class CompressedText:
     memory in gaps between them.
     """
 
-    __slots__ = ("_blocks", "_tail", "size")
-
-    def __init__(self) -> None:
-        self._blocks: list[bytes] = []
-        self._tail = b""  # the newest bytes, too few for a block
-        self.size = 0  # bytes of the whole text
+    _blocks: list[bytes] = field(default_factory=list)
+    _tail: bytes = b""  # the newest bytes, too few for a block
+    size: int = 0  # bytes of the whole text
 
     def pack(self, pieces: list[str]) -> None:
         """Move these pieces, the text's next ones, out of their list."""
@@ -220,28 +218,23 @@ class CompressedText:
             self._blocks, self._tail, self.size = [], b"", 0
 
 
+@dataclass(slots=True, eq=False, repr=False)
 class TranscriptRecorder:
     """Records the events that one stream sends.
 
-    `max_bytes`: bytes of text; a longer response can't be resumed.
+    Most streams end without more than their raw chunks.
     """
 
-    __slots__ = (
-        "_content", "_made", "_max_bytes", "_raw_chunks", "_read", "_reasoning", "_template",
-        "_templates_left", "raw_bytes",
-    )  # fmt: skip
-
-    def __init__(self, read: TranscriptReader, max_bytes: int) -> None:
-        # Most streams end without more than this.
-        self._read = read
-        self._max_bytes = max_bytes
-        self._made: Transcript | None = None
-        self._raw_chunks: list[bytes] = []
-        self.raw_bytes = 0  # bytes of the events that are kept unparsed
-        self._reasoning: CompressedText
-        self._content: CompressedText  # the text before that in the transcript; made with it
-        self._template: EventTemplate | None = None
-        self._templates_left = MOST_TEMPLATES
+    _read: TranscriptReader
+    _max_bytes: int  # of text; a longer response can't be resumed
+    _made: Transcript | None = None
+    _raw_chunks: list[bytes] = field(default_factory=list)
+    raw_bytes: int = 0  # bytes of the events that are kept unparsed
+    _reasoning: CompressedText = field(init=False)
+    _content: CompressedText = field(init=False)
+    """The text before that in the transcript; made with it."""
+    _template: EventTemplate | None = None
+    _templates_left: int = MOST_TEMPLATES
 
     def add(self, events: bytes) -> None:
         """Record whole events that are being sent."""
@@ -452,13 +445,11 @@ class OverlapMismatch(Exception):  # noqa: N818 - not an error: another way is t
     outcome = "mismatch"
 
 
+@dataclass(slots=True, eq=False, repr=False)
 class OverlapFilter:
     """Drops the overlap from the text of the replacement node while both agree."""
 
-    __slots__ = ("_expected",)
-
-    def __init__(self, overlap: str) -> None:
-        self._expected = overlap
+    _expected: str
 
     @property
     def done(self) -> bool:

@@ -50,11 +50,8 @@ from gateway.app.learnt import LearntMemory
 from gateway.app.metering import Metering
 from gateway.app.startup import Options, StartError, check_extras, reread_admin_key
 from gateway.callers.callers import is_loopback
-from gateway.callers.key_sync import KeySync
-from gateway.callers.keys import AdminKeys, KeyRing
-from gateway.callers.ledger import Ledger
+from gateway.callers.keys import AdminKeys
 from gateway.callers.limits import UsedQuota
-from gateway.callers.standings import Standings
 from gateway.callers.stored_keys import group_warnings
 from gateway.config.errors import ConfigError, Problem
 from gateway.config.inventory import Inventory, load_inventory
@@ -85,7 +82,6 @@ from gateway.schedule.lease_service import LocalLeaseService
 from gateway.schedule.model_placer import ModelPlacer
 from gateway.schedule.scheduler import Scheduler
 from gateway.store.failures import StoreError
-from gateway.store.store import Store
 from gateway.system import SystemdNotifier, connection_limits, raise_open_file_limit
 from gateway.transport.connection import TurnLimit
 from gateway.transport.pool import open_node_pool
@@ -156,12 +152,9 @@ class Gateway:
         timings: Timings = DEFAULT_TIMINGS,
         resolver: Resolver | None = None,
     ) -> None:
-        self.options = options
-        self.timings = timings
+        self.options, self.settings, self.timings = options, settings, timings
         self._inherited = inherited or InheritedState()
-        self.settings = settings
-        self.clock = clock
-        self.started_at = self.clock()
+        self.clock, self.started_at = clock, clock()
         self.stopping, self._stop_requested = asyncio.Event(), asyncio.Event()
         self._stop_at_once = asyncio.Event()
         self._successor: subprocess.Popen[bytes] | None = None
@@ -213,7 +206,7 @@ class Gateway:
         self.forwarder = Forwarder(self.proxy_context)
         self._loopback = is_loopback(settings.listen.host)
         self._edge_count = startup.count_edges(settings)
-        self.metering = Metering(
+        metering = self.metering = Metering(
             options,
             settings,
             access=self._inherited.anonymous_access,
@@ -224,6 +217,9 @@ class Gateway:
             clock=self.clock,
             on_groups=self._put_groups_in_force,
         )
+        self.store, self.ledger = metering.store, metering.ledger
+        self.key_ring, self.key_sync = metering.key_ring, metering.key_sync
+        self.standings = metering.standings
         self.bus.subscribe(InventoryChanged, lambda _: self._warn_of_empty_pools())
         config = self._handler_config(settings)
         self.background = BackgroundWork(
@@ -246,22 +242,18 @@ class Gateway:
             config,
             forwarder=self.forwarder,
             queue=self.scheduler,
-            catalog=self.fleet.model_index,
             registry=self.registry,
             bus=self.bus,
             clock=self.clock,
             time_slicer=self.proxy_context.time_slicer,
             meter=self.metering.meter,
             progress_seconds=timings.progress,
-            storing=self.background.storing(self.fleet.model_index, self.scheduler),
+            storing=self.background.storing(self.scheduler),
             tracing=self.tracing,
         )
         snapshot = MetricsSource(
-            self.fleet, self.scheduler, self.registry, lambda: self.inventory_error,
-            self.proxy_context.retries_left, lambda: self.certificates.expiry,
-            self.store, self.ledger, self.background, self.tracing, lambda: self.edges,
-            lambda: self.cluster, self._told_name, lambda: self.quotas,
-        )  # fmt: skip
+            self, self.proxy_context.retries_left, self.background, self.tracing, self._told_name
+        )
         self.telemetry = Telemetry(
             settings, self.bus, logs, snapshot, self.tracing, self.key_ring.name_of
         )
@@ -270,15 +262,12 @@ class Gateway:
         self.audit = AuditTrail(time.time, self.store, member=self.member or "")
         self.admin_keys = AdminKeys(had_keys=self._inherited.had_admin_keys)
         self.certificates = load_certificates(settings, self.fleet, self.audit)
-        self.live = live_feed(
-            self, self.fleet, self.scheduler, self.registry, self.bus, self.audit,
-            self.drain_deadlines,
-        )  # fmt: skip
+        self.live = live_feed(self, self.drain_deadlines)
         self.learnt = LearntMemory.of_gateway(
             self.fleet,
             self.scheduler,
-            self.live.history,
-            self.live.node_history,
+            self.live.view.history,
+            self.live.view.node_history,
             self.bus,
             self.key_ring,
             self._keyed_hash,
@@ -288,7 +277,7 @@ class Gateway:
             saved_prompts=self.model_placer.saved_prompts,
             has_hash_key=self._inherited.hash_key is not None,
         )
-        self._files = FileReloader(
+        self.config_files = FileReloader(
             options,
             settings=lambda: self.settings,
             apply_settings=self._apply_settings,
@@ -310,44 +299,9 @@ class Gateway:
         return None if self.settings.cluster is None else self.settings.cluster.member_name
 
     @property
-    def closing(self) -> bool:
-        """Whether the gateway is shutting down."""
-        return self.handler.closing
-
-    @property
-    def store(self) -> Store | None:
-        """The store; None: the settings have switched it off."""
-        return self.metering.store
-
-    @property
-    def ledger(self) -> Ledger | None:
-        """The ledger of requests; None: there is no store."""
-        return self.metering.ledger
-
-    @property
-    def key_ring(self) -> KeyRing:
-        """The API keys in force."""
-        return self.metering.key_ring
-
-    @property
-    def key_sync(self) -> KeySync:
-        """Keeps the API keys in force equal to those of settings and store."""
-        return self.metering.key_sync
-
-    @property
-    def keys_lost(self) -> str | None:
-        """Why every request is refused, with the remedy; None: they are not."""
-        return self.key_ring.lost
-
-    @property
     def quotas(self) -> Sequence[UsedQuota]:
         """The quotas that are nearly, or quite, used up."""
         return self.background.quotas.used
-
-    @property
-    def standings(self) -> Standings:
-        """How far limits are used."""
-        return self.metering.standings
 
     @property
     def undefined_groups(self) -> Mapping[str, int]:
@@ -362,21 +316,6 @@ class Gateway:
     def storage(self) -> StorageCondition:
         """Whether files and results of callers can be kept."""
         return self.background.storage()
-
-    @property
-    def inventory_error(self) -> str | None:
-        """The problems of the inventory on disk, while an older one is in force."""
-        return self._files.inventory_error
-
-    @property
-    def settings_error(self) -> str | None:
-        """The problems of the settings on disk, while older ones are in force."""
-        return self._files.settings_error
-
-    @property
-    def config_files(self) -> ConfigFiles:
-        """The two files, and their earlier texts."""
-        return self._files.files
 
     # Start, shutdown and handover.
 
@@ -393,7 +332,7 @@ class Gateway:
             await self.fleet.start(inventory)
             if self.member is None:
                 self._duties.start(self.autoscaler.run(), "start and stop standby nodes")
-            self._tasks.start(self._files.watch(inventory), "watch the files")
+            self._tasks.start(self.config_files.watch(inventory), "watch the files")
             self._tasks.start(self.certificates.watch(), "watch the certificates")
             self._tasks.start(self.audit.run(), "write the audit log")
             self._tasks.start(self.live.run(), "read the live view")
@@ -540,7 +479,7 @@ class Gateway:
                     extra_environment=successor_environment(
                         self.key_ring.access,
                         self.options.settings_file,
-                        customised=not self._files.has_defaults,
+                        customised=not self.config_files.has_defaults,
                         had_admin_keys=self.admin_keys.needed,
                     ),
                     timeout=self.timings.successor_ready,
@@ -695,18 +634,13 @@ class Gateway:
         )
         cluster = self.cluster
         app = admin_app(
-            fleet=self.fleet,
-            scheduler=self.scheduler,
-            registry=self.registry,
+            self,
             metrics=self.metrics,
             drain_deadlines=self.drain_deadlines,
-            gateway=self,
-            audit=self.audit,
             reporter=self.metering.reporter,
             ended=self.metering.ended,
             document=self._openapi_document,
             live=self.live,
-            handler=self.handler,
             host=admin.host,
             keys=self.admin_keys,
             extra_hosts=admin.hosts,
@@ -790,19 +724,23 @@ class Gateway:
         if self._edge_count:
             limits = startup.share_memory(settings.limits, self._edge_count)
             settings = settings.model_copy(update={"limits": limits})
-        return HandlerConfig.of(
-            settings, loopback=self._loopback, keyed_hash=self._keyed_hash, key_ring=self.key_ring
+        return HandlerConfig(
+            settings,
+            loopback=self._loopback,
+            keyed_hash=self._keyed_hash,
+            key_ring=self.key_ring,
+            catalog=self.fleet.model_index,
         )
 
     # Reload.
 
     def schedule_reload(self) -> None:
         """Reload both files, and read the certificates again (SIGHUP)."""
-        self._tasks.start(self._files.reload_on_signal(), "reload")
+        self._tasks.start(self.config_files.reload_on_signal(), "reload")
 
     async def reload(self) -> ReloadResult:
         """Reload both files, and read the certificates again. Raises: ConfigError."""
-        return await self._files.reload()
+        return await self.config_files.reload()
 
     def _apply_settings(self, settings: Settings, admin_key: str | None) -> SettingsChanged:
         """Put these settings in force, and the key of `admin.key_file`."""
@@ -879,7 +817,7 @@ class Telemetry:
         self._event_log.configure(logging.access_share if logging.access else 0.0)
 
 
-class FileReloader:
+class FileReloader(ConfigFiles):
     """Both files. An invalid one changes nothing, and does not keep the other from being read."""
 
     def __init__(
@@ -894,10 +832,11 @@ class FileReloader:
         certificates: CertificateRenewal,
     ) -> None:
         """`settings` are those in force; `apply_settings` takes the key of `admin.key_file` too."""
-        self.inventory_error: str | None = None
-        """The problems of the inventory on disk, while an older one is in force."""
-        self.settings_error: str | None = None
-        """The problems of the settings on disk, while older ones are in force."""
+        super().__init__(
+            startup.histories(options),
+            options.overrides(os.environ),
+            partial(startup.check_text, options),
+        )
         self._options = options
         self._settings = settings
         self._apply_settings = apply_settings
@@ -907,11 +846,6 @@ class FileReloader:
         self._certificates = certificates
         self._reloading = asyncio.Lock()
         self._inventory: Inventory | None = None
-        self.files = ConfigFiles(
-            startup.histories(options),
-            options.overrides(os.environ),
-            partial(startup.check_text, options),
-        )
 
     @property
     def has_defaults(self) -> bool:
@@ -974,10 +908,10 @@ class FileReloader:
 
     async def _keep(self, kind: FileKind, text: str | None) -> None:
         """Keep a text that is in force from now on."""
-        history = self.files.histories.get(kind)
+        history = self.histories.get(kind)
         if text is None or history is None:
             return
-        self.files.in_force[kind] = text
+        self.in_force[kind] = text
         try:
             await asyncio.to_thread(history.keep, text, time.time())
         except OSError as error:

@@ -13,7 +13,7 @@ from gateway.app.metering import Metering, NamedLoop
 from gateway.app.startup import Options, batches_folder
 from gateway.callers.limits import UsedQuota
 from gateway.callers.standings import QuotaWatch
-from gateway.catalog import RequestQueue, ServedModels
+from gateway.catalog import RequestQueue
 from gateway.config.settings import Settings
 from gateway.forward.context import ForwardContext
 from gateway.forward.forwarder import Forwarder
@@ -82,7 +82,6 @@ class BackgroundWork:
             metering.key_ring,
             metering.meter,
             forwarder,
-            fleet.model_index,
             registry,
             bus,
             context.time_slicer,
@@ -178,9 +177,9 @@ class BackgroundWork:
         """Run what is begun from now on by these; the rest reads its settings each time."""
         self.runner.configure(settings, rules)
 
-    def storing(self, catalog: ServedModels, queue: RequestQueue) -> Storing:
+    def storing(self, queue: RequestQueue) -> Storing:
         """What the handler gives the requests to that are kept or made later."""
-        return Storing(self.requests, self.webhook_targets, catalog, queue)
+        return Storing(self.requests, self.webhook_targets, queue)
 
     def writers(self) -> Iterator[NamedLoop]:
         """What must run while the gateway serves, and end after `loops`."""

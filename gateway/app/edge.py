@@ -105,11 +105,12 @@ def share_limits(limits: LimitSettings, edges: int, open_files: int) -> LimitSet
 
 def handler_config(services: EdgeServices, settings: Settings) -> HandlerConfig:
     """What an edge's handler needs of the settings in force there."""
-    return HandlerConfig.of(
+    return HandlerConfig(
         settings,
         loopback=services.loopback,
         keyed_hash=services.keyed_hash,
         key_ring=services.key_ring,
+        catalog=services.catalog,
     )
 
 
@@ -122,7 +123,6 @@ def request_handler(
         handler_config(services, settings),
         forwarder=Forwarder(context),
         queue=services.scheduler,
-        catalog=services.catalog,
         registry=services.registry,
         bus=services.bus,
         clock=context.clock,

@@ -200,7 +200,7 @@ def client_address(
     if not trusted_proxies:
         # By far the usual case; the event loop normalises addresses already.
         return peer_address.removeprefix("::ffff:")
-    address = _parse_address(peer_address)
+    address = parse_address(peer_address)
     if address is None or not _is_trusted(address, trusted_proxies):
         return str(address or peer_address)
     values = [value for name, value in headers if name == b"x-forwarded-for"]
@@ -208,7 +208,7 @@ def client_address(
         b",".join(values).decode("latin-1").rsplit(",", MOST_FORWARDED_HOPS)[-MOST_FORWARDED_HOPS:]
     )
     for hop in reversed(hops):
-        forwarded = _parse_address(_without_port(hop.strip()))
+        forwarded = parse_address(_without_port(hop.strip()))
         if forwarded is None:
             break
         address = forwarded
@@ -263,7 +263,8 @@ def _is_trusted(address: IPAddress, proxies: Sequence[IPNetwork]) -> bool:
     return any(address in network for network in proxies)
 
 
-def _parse_address(text: str) -> IPAddress | None:
+def parse_address(text: str) -> IPAddress | None:
+    """An IP address, an IPv4 one in its own form; None: it is none."""
     try:
         address = ipaddress.ip_address(text)
     except ValueError:

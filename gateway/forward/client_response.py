@@ -14,7 +14,6 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Generator, Mapping
 from dataclasses import dataclass, replace
-from typing import Protocol
 
 import msgspec
 
@@ -27,8 +26,10 @@ from gateway.api.json_values import (
     JSON_ERRORS,
     InvalidJson,
     JsonObject,
+    as_raw,
     parse_json,
     parse_object,
+    run_at_once,
 )
 from gateway.config.settings import Settings
 from gateway.errors import GatewayError
@@ -44,52 +45,40 @@ JSON_HEADER_LINE = b"content-type: application/json; charset=utf-8\r\n"
 SSE_HEADER_LINE = b"content-type: text/event-stream\r\n"
 
 
-class BodyStream(Protocol):
-    """The rest of a response behind its first bytes; `stream.ResponseStream` is the model."""
+class BodyStream:
+    """The rest of a stream behind its first bytes; this one has no rest."""
+
+    __slots__ = ()
 
     @property
     def is_sse(self) -> bool:
         """Whether the response is a stream of events."""
+        return True
 
     @property
     def failure(self) -> UpstreamError | None:
-        """Why no more comes from its node, if it was failed."""
+        """Why no more comes from its node, if it was failed: nobody waits for the client then."""
+        return None
 
     @property
     def is_open(self) -> bool:
         """Whether a heartbeat may precede the next bytes."""
+        return False
 
     @property
     def last_content_at(self) -> float:
         """When content last came; monotonic."""
+        return 0.0
 
     def notify_failure(self, callback: Callable[[], None]) -> None:
         """Call `callback` on failure: the reader may wait for something else."""
 
     async def next_chunk(self, write: WriteToClient | None = None) -> bytes | None:
-        """The next bytes. Raises: UpstreamError."""
-
-    def close(self) -> None:
-        """The client has received everything, or has left."""
-
-
-class EndedStream:
-    """The rest of a stream of which nothing is left to come."""
-
-    is_sse = True
-    failure: UpstreamError | None = None
-    is_open = False
-    last_content_at = 0.0
-
-    def notify_failure(self, callback: Callable[[], None]) -> None:
-        """It never fails."""
-
-    async def next_chunk(self, write: WriteToClient | None = None) -> bytes | None:
-        """Nothing."""
+        """The next bytes; empty: there are no more. Raises: UpstreamError."""
         return b""
 
     def close(self) -> None:
-        """Nothing is left to be closed."""
+        """The client has received everything, or has left."""
 
 
 @dataclass(slots=True)
@@ -129,10 +118,7 @@ def for_client(
 
 def rewrite_body(rewriter: ResponseRewriter, content: bytes) -> bytes:
     """A plain response as the client gets it. Raises: GatewayError 502."""
-    try:
-        return rewriter.rewrite_body(content)
-    except InvalidResponse as failure:
-        raise errors.node_failed(f"{failure}.") from None
+    return run_at_once(rewrite_in_steps(rewriter, content))
 
 
 def is_slow_to_rewrite(response: ClientResponse) -> bool:
@@ -255,9 +241,7 @@ class CacheFigureHider(ResponseRewriter):
 
     def rewrite_body(self, content: bytes) -> bytes:
         """A plain response without the figures. Raises: InvalidResponse."""
-        if self._translator is not None:
-            content = self._translator.rewrite_body(content)
-        return self._without_figures(content)
+        return run_at_once(self.rewrite_in_steps(content))
 
     def rewrite_in_steps(self, content: bytes) -> Generator[None, None, bytes]:
         """As `rewrite_body`, for a large body, in short steps."""
@@ -331,7 +315,7 @@ def _edited_fields(fields: Mapping[str, msgspec.Raw]) -> Fields | None:
             edited = _edited_timings(raw)
         elif name in _NESTING and bytes(memoryview(raw)[:1]) == b"{":
             inner = _edited_fields(FIELDS_DECODER.decode(raw))
-            edited = raw if inner is None else _encoded(inner)
+            edited = raw if inner is None else as_raw(inner)
         changed = changed or edited is not raw
         kept[name] = edited
     return kept if changed else None
@@ -341,7 +325,7 @@ def _edited_timings(raw: msgspec.Raw) -> msgspec.Raw:
     timings = _object(raw)
     if timings is None:
         return raw
-    return _encoded({name: timings[name] for name in timings if name in _TOLD_OF_TIMINGS})
+    return as_raw({name: timings[name] for name in timings if name in _TOLD_OF_TIMINGS})
 
 
 def _edited_usage(raw: msgspec.Raw) -> msgspec.Raw:
@@ -353,7 +337,7 @@ def _edited_usage(raw: msgspec.Raw) -> msgspec.Raw:
     if isinstance(fresh, int):
         cached = [usage.get(name) for name in _CACHED_INPUT]
         usage["input_tokens"] = fresh + sum(count for count in cached if isinstance(count, int))
-    return _encoded(_without_cached(usage))
+    return as_raw(_without_cached(usage))
 
 
 def _without_cached(usage: JsonObject) -> JsonObject:
@@ -375,7 +359,3 @@ def _object(raw: msgspec.Raw) -> JsonObject | None:
         return parse_object(bytes(raw))
     except InvalidJson:
         return None
-
-
-def _encoded(value: object) -> msgspec.Raw:
-    return msgspec.Raw(msgspec.json.encode(value))

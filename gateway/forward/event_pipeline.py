@@ -3,7 +3,7 @@
     frame    whole events, as bytes                                `sse.EventFramer`
     filter   without what only the gateway has asked for           `EventFilter`s
     check    up to the stream's end, without the node's errors     `EventPipeline._checked`
-    rewrite  a resumed stream goes on as its first part began      `api.resuming.StreamRewriter`
+    rewrite  a resumed stream goes on as its first part began      `api.resuming.EventRewriter`
     record   for another node to go on with it                     `transcript.TranscriptRecorder`
     write    to the client, whose API may rewrite the events       `client_response`, `web/`
 
@@ -15,6 +15,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Iterable
 from contextlib import suppress
+from dataclasses import InitVar, dataclass, field
 from typing import Protocol
 
 import msgspec
@@ -47,33 +48,45 @@ MOST_PASSED = 32  # events that pass before all stages know of them
 STREAM_TAIL_BYTES = 4 * 1024
 
 
+@dataclass(slots=True, eq=False, repr=False)
 class EventPipeline:
     """The stages between one node's bytes and the client. It fails by what the events say."""
 
-    __slots__ = (
-        "_api", "_begin", "_clock", "_dropped_events", "_ends_once", "_filters", "_most_bytes",
-        "_opening_bytes", "_opening_events", "_passed", "_progress_filter",
-        "_recent_chunks", "_record", "_rewrite", "_write", "ended", "error_data", "failure",
-        "framer", "is_over", "last_content_at", "opening", "usage_filter",
-    )  # fmt: skip
+    _api: Api  # that of the path
+    request: InitVar[Request]
+    body_bytes: InitVar[int]  # of the request as this node gets it
+    settings: InitVar[Settings]
+    _clock: Callable[[], float]
+    _record: Callable[[bytes], None] | None = None  # takes all events that pass
+    framer: EventFramer = field(init=False)
+    _ends_once: bool = field(init=False)
+    _most_bytes: int = field(init=False)
+    _write: WriteToClient = field(init=False)  # set by `passing_to`
+    _filters: list[EventFilter] = field(default_factory=list)
+    _progress_filter: EventFilter | None = None
+    """The one of `_filters` that has nothing to do behind the first content."""
+    usage_filter: UsageFilter | None = None
+    """The one of `_filters` that knows the usage, if only the gateway has asked for it."""
+    _rewrite: Callable[[bytes], bytes] | None = None
+    _begin: bytes = NO_EVENT  # how an event begins that `pass_chunk` may pass
+    _passed: list[bytes] = field(default_factory=list)
+    """Events that `pass_chunk` has passed, of which the other stages have yet to know."""
+    _dropped_events: int = 0  # whole events that the filters took out
+    _opening_events: int = 0  # events before the first one with content
+    opening: bytes = b""  # the events up to the chunk with the first content
+    _opening_bytes: int = 0  # their bytes before they were checked
+    _recent_chunks: tuple[bytes, bytes, bytes] = (b"", b"", b"")
+    """The last three chunks, before they were rewritten."""
+    last_content_at: float | None = None  # when content last came; None: none has
+    is_over: bool = False  # whether nothing more is to be read: it has ended, or failed
+    ended: bool = False  # whether the terminal event has passed
+    failure: InvalidResponse | None = None  # a broken event has ended the stream
+    error_data: bytes | None = None
+    """The data of the node's error event, which has ended the stream."""
 
-    def __init__(
-        self,
-        api: Api,
-        request: Request,
-        body_bytes: int,
-        settings: Settings,
-        clock: Callable[[], float],
-        record: Callable[[bytes], None] | None = None,
-    ) -> None:
-        """`api`: that of the path. `body_bytes`: of the request as this node gets it.
-
-        `record`: takes all events that pass.
-        """
-        limits = settings.limits
-        self._api = api
+    def __post_init__(self, request: Request, body_bytes: int, settings: Settings) -> None:
+        api, limits = self._api, settings.limits
         self._ends_once = api.single_terminal_event or request.lease_request.size.slots < 2
-        self._clock = clock
         self._most_bytes = max_event_bytes(body_bytes, limits, logprobs=request.logprobs)
         self.framer = EventFramer(
             self._most_bytes,
@@ -81,29 +94,6 @@ class EventPipeline:
             keep_comments=settings.heartbeat > 0,
             ceiling=limits.response_bytes,
         )
-        self._filters: list[EventFilter] = []
-        self._progress_filter: EventFilter | None = None
-        """The one of `_filters` that has nothing to do behind the first content."""
-        self.usage_filter: UsageFilter | None = None
-        """The one of `_filters` that knows the usage, if only the gateway has asked for it."""
-        self._rewrite: Callable[[bytes], bytes] | None = None
-        self._record = record
-        self._write: WriteToClient  # set by `passing_to`
-        self._begin = NO_EVENT  # how an event begins that `pass_chunk` may pass
-        self._passed: list[bytes] = []
-        """Events that `pass_chunk` has passed, of which the other stages have yet to know."""
-        self._dropped_events = 0  # whole events that the filters took out
-        self._opening_events = 0  # events before the first one with content
-        self.opening = b""  # the events up to the chunk with the first content
-        self._opening_bytes = 0  # their bytes before they were checked
-        self._recent_chunks: tuple[bytes, bytes, bytes] = (b"", b"", b"")
-        """The last three chunks, before they were rewritten."""
-        self.last_content_at: float | None = None  # when content last came; None: none has
-        self.is_over = False  # whether nothing more is to be read: it has ended, or failed
-        self.ended = False  # whether the terminal event has passed
-        self.failure: InvalidResponse | None = None  # a broken event has ended the stream
-        self.error_data: bytes | None = None
-        """The data of the node's error event, which has ended the stream."""
 
     def filter_by(
         self,
@@ -317,18 +307,16 @@ _USAGE_KEY = b'"usage"'
 _NULL_USAGE = re.compile(rb', *"usage" *: *null(?= *[,}])|"usage" *: *null *,')
 
 
+@dataclass(slots=True, eq=False)
 class UsageFilter:
     """Takes out of a stream what reports usage, since only the gateway asked; an `EventFilter`.
 
-    `on_timings` is called if `timings` come with it: llama.cpp's server would have sent them
+    `_on_timings` is called if `timings` come with it: llama.cpp's server would have sent them
     unasked, in a chunk that the client gets.
     """
 
-    __slots__ = ("_on_timings", "event")
-
-    def __init__(self, on_timings: Callable[[], None] = lambda: None) -> None:
-        self._on_timings = on_timings
-        self.event = b""  # the chunk with usage that no choice followed; empty: none has come
+    _on_timings: Callable[[], None] = lambda: None
+    event: bytes = b""  # the chunk with usage that no choice followed; empty: none has come
 
     def __call__(self, events: bytes) -> bytes:
         """These whole events as they would be if nobody had asked."""
@@ -357,6 +345,7 @@ class UsageFilter:
 _LOGPROBS = b'"logprobs"'
 
 
+@dataclass(slots=True, eq=False)
 class TokenIdExtractor:
     """Removes logprobs from events and reports the token ids in them, for `resume: exact`.
 
@@ -364,16 +353,8 @@ class TokenIdExtractor:
     stream as if nobody had asked for them, at the price of parsing and encoding each event.
     """
 
-    __slots__ = ("_on_token_ids", "_take_token_ids")
-
-    def __init__(
-        self,
-        take_token_ids: Callable[[JsonObject], list[int]],
-        on_token_ids: Callable[[Iterable[int]], None],
-    ) -> None:
-        """`take_token_ids`: the API's."""
-        self._take_token_ids = take_token_ids
-        self._on_token_ids = on_token_ids
+    _take_token_ids: Callable[[JsonObject], list[int]]  # the API's
+    _on_token_ids: Callable[[Iterable[int]], None]
 
     def __call__(self, events: bytes) -> bytes:
         """The events without logprobs. Raises: InvalidResponse."""

@@ -29,8 +29,8 @@ from gateway.errors import GatewayError, drop_traceback
 from gateway.forward.client_response import (
     JSON_HEADER_LINE,
     SSE_HEADER_LINE,
+    BodyStream,
     ClientResponse,
-    EndedStream,
 )
 from gateway.forward.context import MOST_POOL_OVERFLOWS, MOST_UNLOADED, ForwardContext
 from gateway.forward.event_pipeline import EventPipeline, TokenIdExtractor, UsageFilter
@@ -114,7 +114,7 @@ class Forwarder:
         if attempt is None:
             return ClientResponse(200, b"", resumed.first_bytes)
         api = ROUTES[request.path].api
-        stream = ResponseStream(attempt, api, context, recorder, resumer=resumer)
+        stream = ResponseStream(attempt, api, context, recorder, NOTHING_TRIED, resumer)
         lines, node = attempt.header_lines, attempt.lease.node
         return ClientResponse(attempt.status, lines, resumed.first_bytes, stream, node)
 
@@ -218,7 +218,7 @@ class Forwarder:
             age = self.context.clock() - attempt.request.received_at
             attempt.in_flight.record.first_content_sent(age)
             lines = SSE_HEADER_LINE + _TYPE_LINE.sub(b"", lines)
-            return ClientResponse(200, lines, events, EndedStream(), node)
+            return ClientResponse(200, lines, events, BodyStream(), node)
         if api.answers_json and JSON_TYPE not in lines:
             lines = JSON_HEADER_LINE + _TYPE_LINE.sub(b"", lines)
         return ClientResponse(attempt.status, lines, content, None, node)

@@ -17,9 +17,10 @@ from __future__ import annotations
 
 import asyncio
 import io
+import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
-from typing import Generic, NamedTuple, TypeVar
+from typing import NamedTuple
 
 import msgspec
 
@@ -67,8 +68,6 @@ from gateway.transport.errors import (
     UpstreamTimeout,
 )
 from gateway.transport.pool import ConnectionPool
-
-T = TypeVar("T")
 
 
 class InFlightRequest(msgspec.Struct, eq=False):
@@ -197,64 +196,52 @@ MOST_ERROR_BODY_BYTES = 256 * 1024  # Bytes of an error's body that are read
 JSON_HEADERS: Headers = [(b"content-type", b"application/json")]
 
 
+@dataclass(slots=True, eq=False, repr=False)
 class Attempt:
     """One lease of a request in flight: made with it, then opened. `close` ends it, once.
 
     `AttemptEnds` does that, and reports how it ended.
     """
 
-    __slots__ = (
-        "_closed", "_connection", "_held", "_leases", "_may_send", "_on_fail",
-        "_reported_content_at", "_sent", "_settings", "_timeout_monitor", "_timeouts", "_whole_at",
-        "_write_to_client", "api", "clock", "content", "events", "failure", "headers", "in_flight",
-        "is_sse", "lease", "node_done", "pool", "sent_at", "splice_point", "started_at", "status",
-    )  # fmt: skip
+    in_flight: InFlightRequest
+    lease: GrantedLease
+    _settings: Settings
+    _leases: LeaseService
+    _timeout_monitor: TimeoutMonitor
+    clock: Callable[[], float]
+    pool: ConnectionPool = field(init=False)  # The connections to the node
+    api: Api = field(init=False)  # The API of the path that was requested; set by `open`
+    _timeouts: AttemptTimeouts | None = None
+    _connection: NodeConnection | None = None
+    failure: UpstreamError | None = None
+    """Why the attempt was failed from outside; may be set before there is a connection."""
+    _on_fail: Callable[[], None] | None = None
+    splice_point: SplicePoint | None = None
+    """Where this attempt resumes the stream of an earlier one."""
+    events: EventPipeline | None = None
+    """What the events of a stream pass through; None: the response is no stream."""
+    _held: bytes | None = None  # What `read` returns next; empty: the client lags
+    _write_to_client: WriteToClient | None = None
+    _closed: bool = False
+    node_done: bool = False  # Once it is closed: whether the node has nothing left to do for it
+    _sent: bool = False
+    _may_send: bool = False  # Whether its lease still holds, or the node has had the request
+    started_at: float = 0.0
+    sent_at: float = 0.0  # When the request was first sent; 0 before
+    status: int = 0
+    headers: Headers = field(default_factory=list)
+    is_sse: bool = False  # Whether the response is a stream of events
+    _whole_at: float | None = None  # When bytes of a plain response last came
+    _reported_content_at: float | None = None
+    """The time of the content of which the scheduler was told last."""
+    content: bytes = b""
+    """What had come when `open` returned: the first events, or a whole plain response."""
 
-    def __init__(
-        self,
-        in_flight: InFlightRequest,
-        lease: GrantedLease,
-        settings: Settings,
-        leases: LeaseService,
-        timeout_monitor: TimeoutMonitor,
-        clock: Callable[[], float],
-    ) -> None:
-        self.in_flight = in_flight
-        self.lease = lease
-        pool = lease.node.connections
+    def __post_init__(self) -> None:
+        pool = self.lease.node.connections
         assert isinstance(pool, ConnectionPool)
-        self.pool = pool  # The connections to the node
-        self._leases = leases
-        self._settings = settings
-        self._timeout_monitor = timeout_monitor
-        self.clock = clock
-        self._timeouts: AttemptTimeouts | None = None
-        self._connection: NodeConnection | None = None
-        self.failure: UpstreamError | None = None
-        """Why the attempt was failed from outside; may be set before there is a connection."""
-        self._on_fail: Callable[[], None] | None = None
-        self.api: Api  # The API of the path that was requested; set by `open`
-        self.splice_point: SplicePoint | None = None
-        """Where this attempt resumes the stream of an earlier one."""
-        self.events: EventPipeline | None = None
-        """What the events of a stream pass through; None: the response is no stream."""
-        self._held: bytes | None = None  # What `read` returns next; empty: the client lags
-        self._write_to_client: WriteToClient | None = None
-        self._closed = False
-        self.node_done = False  # Once it is closed: whether the node has nothing left to do for it
-        self._sent = False
-        self._may_send = False  # Whether its lease still holds, or the node has had the request
-        self.started_at = clock()
-        self.sent_at = 0.0  # When the request was first sent; 0 before
-        self.status = 0
-        self.headers: Headers = []
-        self.is_sse = False  # Whether the response is a stream of events
-        self._whole_at: float | None = None  # When bytes of a plain response last came
-        self._reported_content_at: float | None = None
-        """The time of the content of which the scheduler was told last."""
-        self.content = b""
-        """What had come when `open` returned: the first events, or a whole plain response."""
-        in_flight.begin_attempt(self)
+        self.pool, self.started_at = pool, self.clock()
+        self.in_flight.begin_attempt(self)
 
     @property
     def request(self) -> Request:
@@ -287,11 +274,6 @@ class Attempt:
     def client_lagging(self) -> bool:
         """Whether received bytes are still unread, since the client lags."""
         return self._connection is not None and self._connection.has_unread
-
-    @property
-    def unread_bytes(self) -> int:
-        """Bytes that have come from the node and wait for the client."""
-        return 0 if self._connection is None else self._connection.unread_bytes
 
     @property
     def last_content_at(self) -> float | None:
@@ -756,27 +738,6 @@ class InFlightRegistry:
         return len(cancelled)
 
 
-@dataclass(slots=True)
-class SupersedingMap(Generic[T]):
-    """The newest item of each session, while it is queued or runs."""
-
-    _newest: dict[str, T] = field(default_factory=dict)
-
-    def __len__(self) -> int:
-        return len(self._newest)
-
-    def replace(self, session: str, item: T) -> T | None:
-        """Make `item` the newest; returns the one that it replaces, if any."""
-        earlier = self._newest.get(session)
-        self._newest[session] = item
-        return earlier
-
-    def discard(self, session: str, item: T) -> None:
-        """Remove `item` unless it has been replaced."""
-        if self._newest.get(session) is item:
-            del self._newest[session]
-
-
 # Estimated tokens of a prompt from which on the gateway asks for its progress without being asked,
 # to know what was read when a client leaves. The server reports it once a batch, of 2048 tokens by
 # default; what was read of shorter prompts is estimated by the time.
@@ -804,28 +765,23 @@ class PrefillStatus(NamedTuple):
     """Tokens that were read or cached, and all tokens; None: the percentage is an estimate."""
 
 
+@dataclass(slots=True, eq=False)
 class PrefillProgress:
     """The prefill of one request, on one node after the other."""
 
-    __slots__ = (
-        "_batch", "_cached", "_client_asked", "_clock", "_first", "_hidden", "_keep_next", "_last",
-        "_lease", "_started_at",
-    )  # fmt: skip
-
-    def __init__(self, *, hidden: bool = False) -> None:
-        """`hidden`: the client may not know how much of its prompt was cached; the ledger does."""
-        self._hidden = hidden
-        self._lease: GrantedLease | None = None  # That of the attempt; None: there was none yet
-        self._clock: Callable[[], float] | None = None  # The attempt's
-        self._started_at = 0.0  # When it began
-        self._first: _Report | None = None
-        self._last: _Report | None = None
-        """What this attempt's node said first, and last; None: nothing."""
-        self._batch = 0  # Tokens between its last two reports; 0: there were none
-        self._cached = 0  # Tokens that the node had cached
-        self._client_asked = False  # Whether the client itself asks for progress events
-        self._keep_next = False
-        """Whether the next progress event stands for an event that the client must get."""
+    hidden: bool = False
+    """The client may not know how much of its prompt was cached; the ledger does."""
+    _lease: GrantedLease | None = None  # That of the attempt; None: there was none yet
+    _clock: Callable[[], float] | None = None  # The attempt's
+    _started_at: float = 0.0  # When it began
+    _first: _Report | None = None
+    _last: _Report | None = None
+    """What this attempt's node said first, and last; None: nothing."""
+    _batch: int = 0  # Tokens between its last two reports; 0: there were none
+    _cached: int = 0  # Tokens that the node had cached
+    _client_asked: bool = False  # Whether the client itself asks for progress events
+    _keep_next: bool = False
+    """Whether the next progress event stands for an event that the client must get."""
 
     def begin_attempt(
         self, attempt: Attempt, api: Api, body: Body
@@ -920,7 +876,7 @@ class PrefillProgress:
 
     def status(self, attempt: Attempt, now: float) -> PrefillStatus | None:
         """How far the prompt is read; None: unknown, hidden, or no prompt is being read."""
-        if self._hidden or self._lease is not attempt.lease or not attempt.is_reading:
+        if self.hidden or self._lease is not attempt.lease or not attempt.is_reading:
             return None
         if self._last is not None:
             _, done, total = self._last
@@ -1028,14 +984,12 @@ class TimeoutMonitor:
                 attempt.report_progress()
             if now < due_at:
                 continue
-            timeouts, sent_at = attempt.timeouts, attempt.sent_at
-            failure = passed_timeout(timeouts, sent_at, attempt.last_content_at, now)
-            if failure is None:
-                until = earliest_timeout(timeouts, sent_at, attempt.last_content_at, now)
-                self._attempts[attempt] = until
-            elif not self._is_excused(attempt, failure, now):
+            due = passed_timeout(attempt.timeouts, attempt.sent_at, attempt.last_content_at, now)
+            if not isinstance(due, UpstreamTimeout):
+                self._attempts[attempt] = due
+            elif not self._is_excused(attempt, due, now):
                 self._attempts.pop(attempt, None)
-                attempt.fail(failure)
+                attempt.fail(due)
 
     def _is_excused(self, attempt: Attempt, failure: UpstreamTimeout, now: float) -> bool:
         """Whether the silence is not the node's fault: another prefill, or the client lags."""
@@ -1063,29 +1017,22 @@ def total_timeout() -> UpstreamTimeout:
 
 def passed_timeout(
     timeouts: AttemptTimeouts, sent_at: float, last_content_at: float | None, now: float
-) -> UpstreamTimeout | None:
-    """The timeout that has passed for a request sent at `sent_at`, if any has."""
+) -> UpstreamTimeout | float:
+    """The timeout that has passed for a request sent at `sent_at`.
+
+    Else until when none can pass, whatever the node sends from `now` on.
+    """
     if now >= timeouts.deadline:
         return total_timeout()
     if last_content_at is not None:
-        if now < max(sent_at, last_content_at) + timeouts.silence:
-            return None
-        return UpstreamTimeout("silence", f"The node was silent for {timeouts.silence:.0f} s")
-    if timeouts.first_byte is None or now < sent_at + timeouts.first_byte:
-        return None
-    return UpstreamTimeout("first_byte", f"Nothing came for {timeouts.first_byte:.0f} s")
-
-
-def earliest_timeout(
-    timeouts: AttemptTimeouts, sent_at: float, last_content_at: float | None, now: float
-) -> float:
-    """No timeout passes before this moment, whatever the node sends from `now` on."""
-    if last_content_at is not None:
-        return min(timeouts.deadline, max(sent_at, last_content_at) + timeouts.silence)
-    earliest = min(timeouts.deadline, now + timeouts.silence)
-    if timeouts.first_byte is None:
-        return earliest
-    return min(earliest, sent_at + timeouts.first_byte)
+        due = max(sent_at, last_content_at) + timeouts.silence
+        if now >= due:
+            return UpstreamTimeout("silence", f"The node was silent for {timeouts.silence:.0f} s")
+        return min(timeouts.deadline, due)
+    due = math.inf if timeouts.first_byte is None else sent_at + timeouts.first_byte
+    if now >= due:
+        return UpstreamTimeout("first_byte", f"Nothing came for {timeouts.first_byte:.0f} s")
+    return min(timeouts.deadline, due, now + timeouts.silence)
 
 
 def timeouts_for(

@@ -60,7 +60,7 @@ class SubRequest(InFlightRequest, eq=False, kw_only=True):
         super().begin_attempt(attempt)
 
 
-class MultiPromptForwarder:
+class MultiPromptForwarder(BodyStream):
     """Forwards the prompts of one request, and is the body stream of their one response.
 
     Owns their tasks: call `close` when the response has a body stream.
@@ -74,14 +74,11 @@ class MultiPromptForwarder:
     ) -> None:
         self._in_flight = in_flight
         self._forward = forward
-        self._bus = context.bus
-        self._clock = context.clock
-        self._time_slicer = context.time_slicer
+        self._context = context
         self._max_bytes = context.settings.limits.response_bytes
         """Bytes that a plain response may have."""
         assert in_flight.request.prompt_list is not None
         self._prompts: PromptList = in_flight.request.prompt_list
-        self._unanswered = len(self._prompts.prompts)
         self._api = ROUTES[in_flight.request.path].api
         assert self._api.merger is not None
         self._merger = self._api.merger(
@@ -90,12 +87,12 @@ class MultiPromptForwarder:
         self._chunks: asyncio.Queue[tuple[int, bytes] | None] = asyncio.Queue(MOST_BUFFERED_CHUNKS)
         """Chunks with their prompt's index; None: the end, or a failure."""
         self._error: Exception | None = None
-        self._tasks: set[asyncio.Task[None]] = set()
+        self._task: asyncio.Task[None] | None = None  # runs the sub-requests
         self._sub_requests: dict[str, InFlightRequest] = {}
         self._body_streams: dict[str, BodyStream] = {}
         self._header_lines = b""
         self._closed = False
-        self.last_content_at = 0.0  # When a chunk last came; monotonic seconds
+        self._last_content_at = 0.0
         self._on_fail: Callable[[], None] | None = None
         in_flight.begin_sub_requests(self._sub_requests, self._fail)
 
@@ -105,10 +102,11 @@ class MultiPromptForwarder:
         try:
             if in_flight.cancel_error is not None:
                 raise in_flight.cancel_error  # noqa: TRY301
-            self._start_task(self._start_sub_requests)
+            self._task = asyncio.create_task(self._run_all())
             if in_flight.request.stream:
                 first = await self._next_events()
-                in_flight.record.first_content_sent(self._clock() - in_flight.request.received_at)
+                age = self._context.clock() - in_flight.request.received_at
+                in_flight.record.first_content_sent(age)
                 return ClientResponse(200, self._header_lines, first, self)
             while (chunk := await self._next_chunk()) is not None:
                 self._merger.add(*chunk)
@@ -131,11 +129,6 @@ class MultiPromptForwarder:
     # The body stream.
 
     @property
-    def is_sse(self) -> bool:
-        """Whether it is a stream of events."""
-        return True
-
-    @property
     def failure(self) -> UpstreamError | None:
         """The failure that ended it, so that nobody waits for the client to take more."""
         return None if self._error is None else UpstreamError(str(self._error))
@@ -149,7 +142,12 @@ class MultiPromptForwarder:
         """Whether more events will come."""
         return not self._closed
 
-    async def next_chunk(self, _: WriteToClient | None = None) -> bytes | None:
+    @property
+    def last_content_at(self) -> float:
+        """When a chunk last came; monotonic."""
+        return self._last_content_at
+
+    async def next_chunk(self, write: WriteToClient | None = None) -> bytes | None:
         """The next events, empty at the end; a failure ends them with the API's error event."""
         if self._closed:
             return b""
@@ -172,8 +170,8 @@ class MultiPromptForwarder:
         if self._error is not None:
             errors.drop_traceback(self._error)
         # Each sub-request ends with its task, when its attempt has been accounted for.
-        for task in self._tasks:
-            task.cancel()
+        if self._task is not None:
+            self._task.cancel()
 
     async def _next_events(self) -> bytes:
         """The next events of the merged stream; at last, its end."""
@@ -188,16 +186,25 @@ class MultiPromptForwarder:
         chunk = await self._chunks.get()
         if self._error is not None:
             raise self._error
-        self.last_content_at = self._clock()
+        self._last_content_at = self._context.clock()
         return chunk
 
     # The sub-requests.
 
-    async def _start_sub_requests(self) -> None:
+    async def _run_all(self) -> None:
+        """Run the sub-requests, and put the end behind their chunks; the first error ends all."""
+        try:
+            async with asyncio.TaskGroup() as group:
+                await self._start_sub_requests(group)
+            await self._chunks.put(None)
+        except ExceptionGroup as errors_of_tasks:
+            self._fail(errors_of_tasks.exceptions[0])
+
+    async def _start_sub_requests(self, group: asyncio.TaskGroup) -> None:
         """Start each sub-request when the one before it has its slots."""
         parent = self._in_flight.record
         for index in range(len(self._prompts.prompts)):
-            request = await self._prompts.sub_request(index, self._time_slicer)
+            request = await self._prompts.sub_request(index, self._context.time_slicer)
             if index:
                 caller = replace(request.lease_request.caller, admitted=True)
                 lease_request = replace(request.lease_request, caller=caller)
@@ -214,27 +221,10 @@ class MultiPromptForwarder:
             sub_request = SubRequest(request, record)
             self._sub_requests[request.id] = sub_request
             parent.sub_request_began()
-            self._start_task(
-                partial(self._run_sub_request, index, sub_request), partial(self._end, sub_request)
-            )
+            task = group.create_task(self._run_sub_request(index, sub_request))
+            # Also if it is cancelled before it begins.
+            task.add_done_callback(partial(self._end, sub_request))
             await sub_request.dequeued.wait()
-
-    def _start_task(
-        self, work: Callable[[], Awaitable[None]], on_end: Callable[[], None] | None = None
-    ) -> None:
-        """`on_end` is called when the task has ended, even if it was cancelled before it began."""
-
-        async def guarded() -> None:
-            try:
-                await work()
-            except Exception as error:  # noqa: BLE001 - the reader raises it
-                self._fail(error)
-
-        task = asyncio.create_task(guarded())
-        self._tasks.add(task)
-        task.add_done_callback(self._tasks.discard)
-        if on_end is not None:
-            task.add_done_callback(lambda _: on_end())
 
     async def _run_sub_request(self, index: int, sub_request: SubRequest) -> None:
         """Forward one prompt, and queue its response's chunks."""
@@ -255,9 +245,6 @@ class MultiPromptForwarder:
         finally:
             sub_request.dequeued.set()
             self._end(sub_request)
-        self._unanswered -= 1
-        if not self._unanswered:
-            await self._chunks.put(None)
 
     async def _queue_plain(
         self, index: int, sub_request: SubRequest, response: ClientResponse
@@ -294,23 +281,21 @@ class MultiPromptForwarder:
     def _too_long(self) -> GatewayError:
         return errors.node_failed(f"The answer is too long ({self._max_bytes} bytes).")
 
-    def _end(self, sub_request: InFlightRequest) -> None:
+    def _end(self, sub_request: InFlightRequest, _: object = None) -> None:
         """End a sub-request, and count it into the request once its usage is known."""
         body_stream = self._body_streams.pop(sub_request.request.id, None)
         if body_stream is not None:
             body_stream.close()
         if self._sub_requests.pop(sub_request.request.id, None) is not None:
-            self._bus.defer(self._in_flight.record.sub_request_ended, sub_request.record)
+            self._context.bus.defer(self._in_flight.record.sub_request_ended, sub_request.record)
 
     def _fail(self, error: Exception) -> None:
         """End all sub-requests; the reader gets this error next."""
         if self._error is not None or self._closed:
             return
         self._error = error
-        current = asyncio.current_task()
-        for task in self._tasks:
-            if task is not current:
-                task.cancel()
+        if self._task is not None and self._task is not asyncio.current_task():
+            self._task.cancel()
         while not self._chunks.empty():
             self._chunks.get_nowait()
         self._chunks.put_nowait(None)

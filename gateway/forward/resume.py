@@ -11,7 +11,7 @@ import dataclasses
 import hashlib
 import re
 from collections.abc import Awaitable, Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import NamedTuple
 
 import msgspec
@@ -29,7 +29,6 @@ from gateway.api.outcome import (
 from gateway.api.resuming import (
     EventRewriter,
     ReasoningEndMark,
-    StreamRewriter,
     is_number,
     remaining_tokens,
     wants_usage,
@@ -51,6 +50,7 @@ from gateway.forward.in_flight import Attempt, InFlightRequest
 from gateway.lease import NOTHING_TRIED, Fault, GrantedLease, LeaseRequest, Tried
 from gateway.request.body import FULL_PARSE_BYTES, Body, bytes_to_parse
 from gateway.request.edits import NO_PROMPT_CACHE
+from gateway.request.preparation import Request
 from gateway.request.routes import NATIVE_ROUTE, ROUTES, Route
 from gateway.transport.connection import LoopTimeout
 from gateway.transport.eager_task import ensure_task
@@ -124,6 +124,16 @@ class ResumeInput:
             raise NotResumable("the node's template refuses a begun message")
         return rewriter
 
+    async def splice(self, post: PostToNode, prompt: str, sent: Transcript) -> SplicePoint:
+        """The splice point in what was sent behind this prompt. Raises: UpstreamError."""
+        return await find_splice_point(
+            post,
+            prompt,
+            sent,
+            greedy=self.step_back and is_greedy(self.body),
+            has_stop_words=bool(self.body.get("stop") or self.body.get("stop_sequences")),
+        )
+
     def check_prompt(self, tokens: int) -> None:
         """Check that the prompt is as long as the first node read it. Raises: NotResumable."""
         reported = self.route.api.reported_prompt_tokens(self.transcript)
@@ -158,13 +168,7 @@ async def plan_resume(post: PostToNode, resume: ResumeInput) -> ResumePlan:
         if resume.as_completion:
             raise NotResumable("the node's template refuses a begun message")
         return await _from_text_alone(post, resume)
-    splice_point = await find_splice_point(
-        post,
-        prompt,
-        transcript,
-        greedy=resume.step_back and is_greedy(body),
-        has_stop_words=has_stop_words(body),
-    )
+    splice_point = await resume.splice(post, prompt, transcript)
     left = remaining_tokens(body, splice_point.prefix_tokens)
     if (ended := resume.ended(splice_point, left)) is not None:
         return ended
@@ -246,13 +250,7 @@ async def _from_reasoning(post: PostToNode, resume: ResumeInput) -> ResumePlan:
             # Some of the pieces are several tokens.
             tokens = len(await tokenize_pieces(post, fixed + transcript.text)) - fixed_tokens
         running = Transcript(content_pieces=transcript.content_pieces, token_count=tokens)
-    splice_point = await find_splice_point(
-        post,
-        fixed,
-        running,
-        greedy=resume.step_back and is_greedy(body),
-        has_stop_words=has_stop_words(body),
-    )
+    splice_point = await resume.splice(post, fixed, running)
     written = fixed + splice_point.prefix
     between = fixed_tokens - prompt_tokens
     splice_point = dataclasses.replace(
@@ -316,11 +314,6 @@ def is_greedy(body: JsonObject) -> bool:
     """Whether the most likely token is always taken, so that a prompt always gives one text."""
     temperature, top_k = body.get("temperature"), body.get("top_k")
     return (is_number(temperature) and not temperature > 0) or (is_number(top_k) and top_k == 1)
-
-
-def has_stop_words(body: JsonObject) -> bool:
-    """Whether the response ends at certain words."""
-    return bool(body.get("stop") or body.get("stop_sequences"))
 
 
 # How a template writes reasoning.
@@ -428,6 +421,7 @@ def node_kind(resume_key: tuple[object, ...]) -> str:
     return hashlib.sha256(repr(resume_key).encode()).hexdigest()[:16]
 
 
+@dataclass(slots=True, eq=False, repr=False)
 class Resumer:
     """Resumes the stream of one request from the transcript of what was sent.
 
@@ -436,40 +430,28 @@ class Resumer:
     streams that were cut because the slots of a node had no room left have a bound of their own.
     """
 
-    __slots__ = (
-        "_context", "_in_flight", "_lease_request", "_met_other_kind", "_model", "_node_kind",
-        "_planned", "_recorder", "_request", "_resume_key", "_retries", "_source",
-        "_times_yielded", "_tried", "_unloaded",
-    )  # fmt: skip
+    _context: ForwardContext
+    _in_flight: InFlightRequest
+    _recorder: TranscriptRecorder
+    _first_run: FirstRun
+    _tried: Tried = NOTHING_TRIED
+    """Nodes that failed this stream, or are of another kind; of what was tried before it began
+    only what that shows of the request's size counts."""
+    _request: Request = field(init=False)
+    _lease_request: LeaseRequest = field(init=False)  # asked of the scheduler for the continuation
+    _source: ResumeInput = field(init=False)  # what is resumed now, and how
+    _met_other_kind: bool = False
+    """Whether a node was of another kind than the one of another process."""
+    _retries: Retries | None = None
+    """Grants the resumptions after the first one; None: none was attempted."""
+    _planned: tuple[str, ResumeInput, ResumePlan] | None = None
+    """How a node is to continue it, whose lease became too old meanwhile."""
+    _times_yielded: int = 0  # how often it has given up its slot to another request
+    _unloaded: int = 0  # how often a node that was to resume it had not loaded the model
 
-    def __init__(
-        self,
-        context: ForwardContext,
-        in_flight: InFlightRequest,
-        recorder: TranscriptRecorder,
-        first_run: FirstRun,
-        tried: Tried = NOTHING_TRIED,
-    ) -> None:
-        """`tried`: before the stream began; only what that shows of the request's size counts."""
-        self._context = context
-        self._in_flight = in_flight
-        self._recorder = recorder
-        self._model = first_run.model
-        self._request = in_flight.request
-        self._resume_key = first_run.resume_key  # None: only the next is known
-        self._node_kind = first_run.node_kind
-        self._met_other_kind = False
-        """Whether a node was of another kind than the one of another process."""
-        self._tried = Tried(min_context=tried.min_context, pool_overflows=tried.pool_overflows)
-        """Nodes that failed this stream, or are of another kind."""
-        self._lease_request: LeaseRequest  # what is asked of the scheduler for the continuation
-        self._retries: Retries | None = None
-        """Grants the resumptions after the first one; None: none was attempted."""
-        self._source: ResumeInput  # what is resumed now, and how
-        self._planned: tuple[str, ResumeInput, ResumePlan] | None = None
-        """How a node is to continue it, whose lease became too old meanwhile."""
-        self._times_yielded = 0  # how often it has given up its slot to another request
-        self._unloaded = 0  # how often a node that was to resume it had not loaded the model
+    def __post_init__(self) -> None:
+        before, self._request = self._tried, self._in_flight.request
+        self._tried = Tried(min_context=before.min_context, pool_overflows=before.pool_overflows)
 
     @property
     def pool_overflows(self) -> int:
@@ -591,7 +573,7 @@ class Resumer:
     def _resume_input(self) -> ResumeInput:
         """The request and what was sent of its response. Raises: NotResumable."""
         transcript, route = self._recorder.transcript(), ROUTES[self._request.path]
-        original: Body = self._request.bodies[self._model]
+        original: Body = self._request.bodies[self._first_run.model]
         body = parse_object(bytes_to_parse(original))
         if not self._request.stream:
             body |= route.api.streaming_fields or {}
@@ -638,7 +620,7 @@ class Resumer:
                 # Once more, from exactly the text that was sent.
                 self._source = dataclasses.replace(self._source, step_back=False)
             except OtherKindOfNode:
-                self._met_other_kind = self._resume_key is None
+                self._met_other_kind = self._first_run.resume_key is None
                 self._exclude(node)
             except LeaseTooOld as failure:
                 drop_traceback(failure)
@@ -655,15 +637,15 @@ class Resumer:
                 elif isinstance(failure, PoolFull):
                     self._tried = self._tried.overflowed_on(node)
                     return FailedStream(pool_full=True)
-                elif isinstance(failure, ModelNotLoaded) and self._may_be_loaded(failure):
-                    self._unloaded += 1
+                elif (
+                    isinstance(failure, ModelNotLoaded)
+                    and not failure.is_gone
+                    and self._unloaded < MOST_UNLOADED
+                ):
+                    self._unloaded += 1  # Wait until it is loaded, on this node or another.
                 else:
                     self._exclude(node)
                     return FailedStream(reached_node=not isinstance(failure, _NOT_REACHED))
-
-    def _may_be_loaded(self, failure: ModelNotLoaded) -> bool:
-        """Whether to wait until the model is loaded, on this node or another."""
-        return not failure.is_gone and self._unloaded < MOST_UNLOADED
 
     async def _lease(self, *, yielded: bool) -> GrantedLease:
         """A lease on a node that may resume the stream. Raises: GatewayError."""
@@ -718,10 +700,10 @@ class Resumer:
             ),
             replace(
                 request.wanted,
-                model_names=(self._model,),
+                model_names=(self._first_run.model,),
                 llama_cpp_only=True,
                 stream=True,
-                resume_key=self._resume_key,
+                resume_key=self._first_run.resume_key,
             ),
             replace(
                 size,
@@ -795,12 +777,12 @@ class Resumer:
 
         Raises: OtherKindOfNode, UpstreamError.
         """
-        props = await queries.get("/props")
+        props = await queries.query(b"GET", "/props")
         resume_key = self._context.leases.resume_key_of(props)
-        if self._resume_key is None:
-            if self._node_kind not in {None, node_kind(resume_key)}:
+        if self._first_run.resume_key is None:
+            if self._first_run.node_kind not in {None, node_kind(resume_key)}:
                 raise OtherKindOfNode
-        elif resume_key != self._resume_key:
+        elif resume_key != self._first_run.resume_key:
             raise OtherKindOfNode
 
     async def _open(self, attempt: Attempt, resume_plan: ResumePlan) -> Resumed:
@@ -831,14 +813,14 @@ class Resumer:
             raise ResumeRefused(400 if refused else attempt.status)
         if not attempt.is_sse:
             raise NodeReportedError("The node did not stream its answer")
-        rewriter = StreamRewriter(resume_plan.rewriter)
-        first_bytes = rewriter.rewrite(attempt.content)
-        while not resume_plan.rewriter.caught_up:
+        rewriter = resume_plan.rewriter
+        first_bytes = rewriter.rewrite_events(attempt.content)
+        while not rewriter.caught_up:
             chunk = await attempt.read()
             if not chunk:
                 raise OverlapMismatch
-            first_bytes += rewriter.rewrite(chunk)
-        events.continue_stream(rewriter.rewrite, self._recorder.add)
+            first_bytes += rewriter.rewrite_events(chunk)
+        events.continue_stream(rewriter.rewrite_events, self._recorder.add)
         return Resumed(first_bytes, attempt)
 
 
@@ -850,41 +832,33 @@ MOST_QUERY_RESPONSE_BYTES = 64 * 1024 * 1024
 _JSON_HEADER_LINE = b"content-type: application/json\r\n"
 
 
+@dataclass(frozen=True, slots=True)
 class NodeQueries:
     """Queries to one node. Its `post` is a `splice.PostToNode`."""
 
-    def __init__(self, lease: GrantedLease, pool: ConnectionPool, connect_timeout: float) -> None:
-        self._node, self._model = lease.node, lease.served_name
-        self._pool = pool
-        self._connect_timeout = connect_timeout
-        self._timeout = QUERY_TIMEOUT + lease.reading.wake
+    _lease: GrantedLease
+    _pool: ConnectionPool
+    _connect_timeout: float
 
     async def post(self, path: str, value: JsonObject) -> JsonObject:
         """Post JSON, get JSON. Raises: UpstreamError."""
-        if self._node.query:
-            value = value | {"model": self._model}
-        return await self._query(b"POST", path, msgspec.json.encode(value))
+        if self._lease.node.query:
+            value = value | {"model": self._lease.served_name}
+        return await self.query(b"POST", path, msgspec.json.encode(value))
 
-    async def get(self, path: str) -> JsonObject:
+    async def query(self, method: bytes, path: str, body: bytes = b"") -> JsonObject:
         """Get JSON. Raises: UpstreamError."""
-        return await self._query(b"GET", path, b"")
-
-    async def _query(self, method: bytes, path: str, body: bytes) -> JsonObject:
-        target = self._node.target(path, "" if body else self._model)
+        node, limit = self._lease.node, QUERY_TIMEOUT + self._lease.reading.wake
+        target = node.target(path, "" if body else self._lease.served_name)
         head = self._pool.address.request_head(method, target, _JSON_HEADER_LINE, len(body))
+        asked = self._pool.response(head, body, connect_timeout=self._connect_timeout)
         try:
-            async with (
-                LoopTimeout(self._timeout),
-                self._pool.response(
-                    head, body, connect_timeout=self._connect_timeout
-                ) as connection,
-            ):
+            async with LoopTimeout(limit), asked as connection:
                 answer = await connection.read_all(MOST_QUERY_RESPONSE_BYTES)
         except TimeoutError:
-            raise UpstreamTimeout(
-                "first_byte", f"{path} was not answered for {self._timeout:.0f} s"
-            ) from None
-        if self._node.query and (failure := router_failure(connection.status, answer)) is not None:
+            message = f"{path} was not answered for {limit:.0f} s"
+            raise UpstreamTimeout("first_byte", message) from None
+        if node.query and (failure := router_failure(connection.status, answer)) is not None:
             raise failure
         if connection.status in DECLINED or connection.status == 429:
             raise ResumeRefused(connection.status)

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import suppress
+from dataclasses import dataclass, field
 
 from gateway.api.base import Api
 from gateway.api.outcome import RequestCancelled, RequestYielded, is_resumable, to_gateway_error
 from gateway.api.transcript import OverlapMismatch, TranscriptRecorder
 from gateway.errors import GatewayError, drop_traceback
+from gateway.forward.client_response import BodyStream
 from gateway.forward.context import ForwardContext
 from gateway.forward.event_pipeline import WriteToClient
 from gateway.forward.in_flight import Attempt
@@ -17,38 +19,27 @@ from gateway.lease import NOTHING_TRIED, Tried
 from gateway.transport.errors import PoolFull, UpstreamError
 
 
-class ResponseStream:
+@dataclass(slots=True, eq=False, repr=False)
+class ResponseStream(BodyStream):
     """The rest of an attempt's response. `close` must be called, whether it was read or not.
 
     A stream is resumed on another node if its own fails.
     """
 
-    __slots__ = (
-        "_attempt", "_closed", "_context", "_recorder", "_resumed", "_resumer", "_resuming",
-        "_tried", "api",
-    )  # fmt: skip
+    _attempt: Attempt
+    api: Api  # The API that the client uses
+    _context: ForwardContext
+    _recorder: TranscriptRecorder | None  # Of a stream that may be resumed
+    _tried: Tried = NOTHING_TRIED
+    _resumer: Resumer | None = None  # Has begun to resume it
+    _resumed: bool = field(init=False)  # Whether the events continue an earlier stream's
+    _resuming: bool = False
+    _closed: bool = False
 
-    def __init__(
-        self,
-        attempt: Attempt,
-        api: Api,
-        context: ForwardContext,
-        recorder: TranscriptRecorder | None,
-        tried: Tried = NOTHING_TRIED,
-        resumer: Resumer | None = None,
-    ) -> None:
-        """`recorder`: of a stream that may be resumed. `resumer`: has begun to do so."""
-        self._attempt = attempt
-        self.api = api  # The API that the client uses
-        self._context = context
-        self._recorder = recorder
-        self._tried = tried
-        self._resumer = resumer
-        self._resumed = resumer is not None  # Whether the events continue an earlier stream's
-        self._resuming = False
-        self._closed = False
-        if recorder is not None:
-            self._allow_yield(attempt)
+    def __post_init__(self) -> None:
+        self._resumed = self._resumer is not None
+        if self._recorder is not None:
+            self._allow_yield(self._attempt)
 
     @property
     def is_sse(self) -> bool:

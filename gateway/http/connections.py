@@ -21,8 +21,6 @@ from __future__ import annotations
 
 import asyncio
 import enum
-import ipaddress
-import secrets
 from collections import Counter, deque
 from collections.abc import Callable, Iterable, Sequence
 from itertools import islice
@@ -33,14 +31,13 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from uvicorn.protocols.http.flow_control import FlowControl
 
 from gateway import errors
-from gateway.callers.callers import IPNetwork, client_address, client_network
+from gateway.callers.callers import IPNetwork, client_address, client_network, parse_address
 from gateway.callers.fair_share import RESERVE_DIVISOR, FairShare, soft_limit
 from gateway.errors import GatewayError
 from gateway.http.exchange import HttpExchange, Serve
 from gateway.http.request_head import x_request_id_of
-from gateway.http.response_head import encode_headers, error_headers
+from gateway.http.response_head import encode_headers, rejection
 from gateway.request.routes import Route, api_of_path
-from gateway.terms import Headers
 
 MOST_HEALTH_ONLY = 64  # connections beyond the limit that may ask for `HEALTH_PATHS`
 HEALTH_ONLY_SECONDS = 1.0  # seconds that such a connection may last
@@ -107,15 +104,8 @@ class ConnectionLimiter:
 
     def is_trusted_proxy(self, address: str | None) -> bool:
         """Whether a peer of this address may name the address that it forwards."""
-        if not self._proxies or address is None:
-            return False
-        try:
-            peer = ipaddress.ip_address(address)
-        except ValueError:
-            return False
-        if isinstance(peer, ipaddress.IPv6Address):
-            peer = peer.ipv4_mapped or peer
-        return any(peer in network for network in self._proxies)
+        peer = parse_address(address) if self._proxies and address is not None else None
+        return peer is not None and any(peer in network for network in self._proxies)
 
     def admit(self, connection: EvictableConnection, address: str | None) -> ConnectionAdmission:
         """Admit a connection of this peer if there is room, or evicting others makes room."""
@@ -260,13 +250,8 @@ def health_only_app(app: ASGIApp) -> ASGIApp:
         if scope["path"] in HEALTH_PATHS:
             await app(scope, receive, send_last)
         else:
-            error, request_id = too_many_connections(), _request_id(scope["headers"])
-            body = api_of_path(scope["path"]).error_body(error, request_id)
-            headers = [
-                *error_headers(error),
-                (b"content-length", b"%d" % len(body)),
-                (b"x-request-id", request_id.encode()),
-            ]
+            error, own_id = too_many_connections(), x_request_id_of(scope["headers"])
+            headers, body = rejection(error, api_of_path(scope["path"]), own_id)
             start = {"type": "http.response.start", "status": error.status, "headers": headers}
             await send_last(start)
             await send_last({"type": "http.response.body", "body": body})
@@ -275,17 +260,13 @@ def health_only_app(app: ASGIApp) -> ASGIApp:
 
 
 def _refuse(route: Route, exchange: HttpExchange) -> None:
-    error, request_id = too_many_connections(), _request_id(exchange.headers)
+    error = too_many_connections()
     if exchange.more_body:
         # The rest of the body must not be taken for the next request.
         exchange.close_after_response()
-    headers = [*error_headers(error), (b"x-request-id", request_id.encode())]
-    body = route.api.error_body(error, request_id)
-    exchange.respond(error.status, encode_headers(headers), body)
-
-
-def _request_id(headers: Headers) -> str:
-    return x_request_id_of(headers) or f"req_{secrets.token_hex(8)}"
+    headers, body = rejection(error, route.api, x_request_id_of(exchange.headers))
+    lines = encode_headers([field for field in headers if field[0] != b"content-length"])
+    exchange.respond(error.status, lines, body)
 
 
 class PipelineQueue:

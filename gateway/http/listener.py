@@ -57,9 +57,6 @@ class Acceptor:
         self._stop()
         self._sock.close()
 
-    async def wait_closed(self) -> None:
-        """Return at once: `close` leaves nothing to wait for."""
-
     def go_on(self) -> None:
         """Accept connections while there are some and `may_accept` allows it."""
         if not self._reads and not self._closed and self._may_accept():

@@ -23,6 +23,7 @@ import logging
 import re
 import socket
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any, cast
 from urllib.parse import unquote, unquote_to_bytes
 
@@ -55,7 +56,7 @@ from gateway.http.exchange import (
     HttpExchange,
     Serve,
 )
-from gateway.http.response_head import encode_rejection
+from gateway.http.response_head import encode_headers, rejection
 from gateway.request.routes import ROUTES, Route
 from gateway.terms import Headers
 from gateway.transport.connection import KnownHead, TurnBoundProtocol, TurnLimit
@@ -758,9 +759,9 @@ class BoundedProtocol(TurnBoundProtocol):
             cycle.disconnected = True
             _tell(cycle)
         route = self.routes.get(self.url)
-        header_lines, body = encode_rejection(error, route.api if route is not None else RELAYED)
-        head = STATUS_LINES[error.status] + header_lines + b"connection: close\r\n\r\n"
-        self.transport.write(head + body)
+        headers, body = rejection(error, route.api if route is not None else RELAYED)
+        lines = encode_headers([*headers, (b"connection", b"close")])
+        self.transport.write(STATUS_LINES[error.status] + lines + b"\r\n" + body)
         self._linger()
 
     def _linger(self) -> None:
@@ -834,21 +835,17 @@ _TRAILERS = re.compile(rb"(?:[!#$%%&'*+.^_`|~0-9A-Za-z-]+:%b*\r\n)*\r\n" % _TEXT
 _END = b"\r\n\r\n"
 
 
+@dataclass(slots=True, eq=False, repr=False)
 class ChunkedDecoder:
-    """Decodes one body. Its extensions and trailers may have `limit` bytes in all."""
+    """Decodes one body. Its extensions and trailers may have `_limit` bytes in all."""
 
-    __slots__ = (
-        "_chunk_left", "_extra_bytes", "_in_trailers", "_limit", "_partial", "_started", "done",
-    )  # fmt: skip
-
-    def __init__(self, limit: int) -> None:
-        self._limit = limit
-        self._extra_bytes = 0  # bytes of extensions so far
-        self._started = False
-        self._chunk_left = 0  # bytes of the current chunk that are still to come
-        self._in_trailers = False
-        self._partial = b""  # the received part of a size line, or of the trailers
-        self.done = False
+    _limit: int
+    _extra_bytes: int = 0  # bytes of extensions so far
+    _started: bool = False
+    _chunk_left: int = 0  # bytes of the current chunk that are still to come
+    _in_trailers: bool = False
+    _partial: bytes = b""  # the received part of a size line, or of the trailers
+    done: bool = False
 
     def feed(self, data: bytes, offset: int = 0) -> tuple[int, bytes]:
         """Decode `data` from `offset`; returns the next offset and the decoded bytes.

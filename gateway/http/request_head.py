@@ -8,12 +8,11 @@ pages may read (`site.with_cors`).
 
 from __future__ import annotations
 
-import ipaddress
 import math
 import re
 import socket
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from dataclasses import InitVar, dataclass, field
 from typing import Self
 
 from starlette.requests import Request as HttpRequest
@@ -26,10 +25,12 @@ from gateway.callers.callers import (
     identify_caller,
     is_local,
     is_loopback,
+    parse_address,
     priority_header,
 )
 from gateway.callers.keys import KeyRing
 from gateway.callers.limits import Accounts, LimitBook
+from gateway.catalog import ServedModels
 from gateway.config.listeners import CorsSpec
 from gateway.config.settings import Settings
 from gateway.errors import GatewayError
@@ -42,45 +43,56 @@ from gateway.request.prompt_key import VolatileLines
 from gateway.terms import Caller, Headers, Priority
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True, eq=False)
 class HandlerConfig:
     """What one version of the settings means for the handler."""
 
     settings: Settings
-    key_ring: KeyRing  # the keys in force; one object for the life of the process
-    identity_headers: IdentityHeaders
-    rules: RequestRules
     loopback: bool  # whether only this machine can reach the listener
-    origin_policy: OriginPolicy | None  # restricts callers without a key
+    keyed_hash: InitVar[KeyedHash]  # identifies prompts
+    key_ring: KeyRing  # the keys in force; one object for the life of the process
+    catalog: InitVar[ServedModels]  # what nodes serve
+    identity_headers: IdentityHeaders = field(init=False)
+    rules: RequestRules = field(init=False)
+    origin_policy: OriginPolicy | None = field(init=False)  # restricts callers without a key
 
-    @classmethod
-    def of(
-        cls,
-        settings: Settings,
-        *,
-        loopback: bool,
-        keyed_hash: KeyedHash,
-        key_ring: KeyRing,
-    ) -> HandlerConfig:
-        """The configuration for these settings and a listener that is `loopback` or not.
-
-        `keyed_hash` identifies prompts. `key_ring` has been configured with these settings.
-        """
-        identity = settings.identity
-        return cls(
-            settings=settings,
-            key_ring=key_ring,
-            identity_headers=IdentityHeaders.of(identity.user_headers, identity.session_headers),
-            rules=RequestRules(
-                settings.limits,
-                ModelAliases(settings.models),
-                settings.default_model,
-                VolatileLines(settings.prompts.volatile, settings.prompts.strip),
-                keyed_hash,
-            ),
-            loopback=loopback,
-            origin_policy=OriginPolicy.of(settings, loopback=loopback),
+    def __post_init__(self, keyed_hash: KeyedHash, catalog: ServedModels) -> None:
+        settings, identity = self.settings, self.settings.identity
+        self.identity_headers = IdentityHeaders.of(identity.user_headers, identity.session_headers)
+        self.rules = RequestRules(
+            settings.limits,
+            ModelAliases(settings.models, catalog),
+            settings.default_model,
+            VolatileLines(settings.prompts.volatile, settings.prompts.strip),
+            keyed_hash,
         )
+        self.origin_policy = OriginPolicy.of(settings, loopback=self.loopback)
+
+    def identify(
+        self, headers: Headers, peer_address: str | None, *, local: bool | None = None
+    ) -> Caller:
+        """Who sends a request with this head; `local`: whether it is. Raises: GatewayError 401."""
+        return identify_caller(
+            headers,
+            peer_address,
+            self.key_ring,
+            allow_anonymous=self.settings.allow_anonymous,
+            loopback_listener=self.loopback,
+            trusted_proxies=self.settings.listen.trusted_proxies,
+            local=local,
+        )
+
+    def is_local(self, headers: Headers) -> bool:
+        """Whether the request with this head is trusted as one of this machine."""
+        proxies = self.settings.listen.trusted_proxies
+        return is_local(headers, loopback_listener=self.loopback, trusted_proxies=proxies)
+
+    def may_name_nodes(self, headers: Headers, *, local: bool | None = None) -> bool:
+        """Whether the response may name nodes: by the settings, else to local callers."""
+        expose = self.settings.listen.expose_node
+        if expose is not None:
+            return expose
+        return self.is_local(headers) if local is None else local
 
 
 @dataclass(slots=True, kw_only=True)
@@ -107,17 +119,15 @@ class RequestContext(Sender):
         return class_of(parsed, self.caller, self.priority_header)
 
 
+@dataclass(slots=True, eq=False, repr=False)
 class ContextCache:
     """The last head of a connection: most clients send the same one again and again."""
 
-    __slots__ = ("_config", "_context", "_headers", "_keys_version", "_x_request_id")
-
-    def __init__(self) -> None:
-        self._headers: Headers = []
-        self._config: HandlerConfig | None = None  # the configuration by which the head was parsed
-        self._keys_version = -1  # the version of the key ring by which its caller was found
-        self._context: RequestContext | None = None
-        self._x_request_id: str | None = None
+    _headers: Headers = field(default_factory=list)
+    _config: HandlerConfig | None = None  # the configuration by which the head was parsed
+    _keys_version: int = -1  # the version of the key ring by which its caller was found
+    _context: RequestContext | None = None
+    _x_request_id: str | None = None
 
     def get(self, headers: Headers, config: HandlerConfig) -> RequestContext | None:
         """The context of an equal head, if it was parsed by the same configuration and keys."""
@@ -152,27 +162,12 @@ def x_request_id_of(headers: Headers) -> str | None:
 
 
 def parse_context(
-    headers: Headers,
-    peer_address: str | None,
-    settings: Settings,
-    key_ring: KeyRing,
-    identity_headers: IdentityHeaders,
-    limit_book: LimitBook,
-    *,
-    loopback: bool,
+    headers: Headers, peer_address: str | None, config: HandlerConfig, limit_book: LimitBook
 ) -> RequestContext:
     """The context that these headers describe. Raises: GatewayError 400, 401, 415, 503."""
-    listen = settings.listen
-    local = is_local(headers, loopback_listener=loopback, trusted_proxies=listen.trusted_proxies)
-    caller = identify_caller(
-        headers,
-        peer_address,
-        key_ring,
-        allow_anonymous=settings.allow_anonymous,
-        loopback_listener=loopback,
-        trusted_proxies=listen.trusted_proxies,
-        local=local,
-    )
+    settings, identity_headers = config.settings, config.identity_headers
+    local = config.is_local(headers)
+    caller = config.identify(headers, peer_address, local=local)
     wants_progress = counts_no_comments = False
     for name, value in headers:
         if name == b"content-encoding" and value.strip().lower() not in _PLAIN_ENCODINGS:
@@ -210,7 +205,7 @@ def parse_context(
             effective_priority(None, None, None, caller) if header_priority is None else None
         ),
         wants_progress=wants_progress,
-        may_name_nodes=local if listen.expose_node is None else listen.expose_node,
+        may_name_nodes=config.may_name_nodes(headers, local=local),
         counts_no_comments=counts_no_comments,
         prefers_async=prefers_async(headers),
     )
@@ -230,15 +225,6 @@ def class_of(parsed: ParsedBody, caller: Caller, header: str | None = None) -> P
     )
 
 
-def may_name_nodes(headers: Headers, settings: Settings, *, loopback: bool) -> bool:
-    """Whether the response to this head may name nodes: by the settings, else to local callers."""
-    listen = settings.listen
-    if listen.expose_node is not None:
-        return listen.expose_node
-    proxies = listen.trusted_proxies
-    return is_local(headers, loopback_listener=loopback, trusted_proxies=proxies)
-
-
 _PLAIN_ENCODINGS = frozenset({b"", b"identity"})
 _CLIENT_NAMES = frozenset({b"originator", b"user-agent"})
 # How Codex's command, its desktop program, its extension and its SDK begin their names.
@@ -250,15 +236,10 @@ def _request_timeout(headers: Headers) -> float | None:
     """`X-Request-Timeout` in seconds."""
     for name, value in headers:
         if name == b"x-request-timeout":
-            try:
-                seconds = float(value)
-            except ValueError:
-                seconds = math.nan
-            if not (math.isfinite(seconds) and seconds > 0):
-                raise errors.invalid_request(
-                    "'X-Request-Timeout' must be a positive number of seconds.",
-                    "X-Request-Timeout",
-                )
+            seconds = _positive(value)
+            if seconds is None:
+                problem = "must be a positive number of seconds."
+                raise errors.invalid_field("X-Request-Timeout", problem)
             return seconds
     return None
 
@@ -269,16 +250,17 @@ _SDK_TIMEOUTS = frozenset({b"x-stainless-read-timeout", b"x-stainless-timeout"})
 
 def _sdk_timeout(headers: Headers) -> float | None:
     """The shortest timeout that an official client sends; invalid values are ignored."""
-    shortest: float | None = None
-    for name, value in headers:
-        if name in _SDK_TIMEOUTS:
-            try:
-                seconds = float(value)
-            except ValueError:
-                continue
-            if math.isfinite(seconds) and seconds > 0:
-                shortest = seconds if shortest is None else min(shortest, seconds)
-    return shortest
+    found = [_positive(value) for name, value in headers if name in _SDK_TIMEOUTS]
+    return min((seconds for seconds in found if seconds is not None), default=None)
+
+
+def _positive(value: bytes) -> float | None:
+    """A positive number; None: it is none."""
+    try:
+        number = float(value)
+    except ValueError:
+        return None
+    return number if math.isfinite(number) and number > 0 else None
 
 
 LONGEST_PREFER = 1024  # bytes of one field that are read; a longer one says nothing
@@ -312,11 +294,7 @@ def owner_by_head(headers: Headers, caller: Caller, config: HandlerConfig, what:
     """
     if not caller.anonymous:
         return caller.id
-    if is_local(
-        headers,
-        loopback_listener=config.loopback,
-        trusted_proxies=config.settings.listen.trusted_proxies,
-    ):
+    if config.is_local(headers):
         return ANONYMOUS_OWNER
     raise GatewayError(
         401,
@@ -336,14 +314,7 @@ class Callers:
     def identify(self, request: HttpRequest) -> Caller:
         """The request's caller. Raises: GatewayError 401, 403."""
         config, headers = self.config(), request.scope["headers"]
-        caller = identify_caller(
-            headers,
-            request.client.host if request.client else None,
-            config.key_ring,
-            allow_anonymous=config.settings.allow_anonymous,
-            loopback_listener=config.loopback,
-            trusted_proxies=config.settings.listen.trusted_proxies,
-        )
+        caller = config.identify(headers, request.client.host if request.client else None)
         if config.origin_policy is not None and caller.anonymous:
             server = request.scope.get("server")
             changes = request.method not in {"GET", "HEAD"}
@@ -424,12 +395,12 @@ class AllowedHosts:
         authority = _AUTHORITY.fullmatch(host)
         if authority is None:
             return False
-        name = _normalized(authority[1])
+        name, own = _normalized(authority[1]), parse_address(str(local_address))
         return (
             is_loopback(name)
             or name.endswith(".localhost")
             or name in self._names
-            or name == _normalized_address(local_address)
+            or (own is not None and name == str(own))
         )
 
 
@@ -497,16 +468,4 @@ def _header(headers: Headers, wanted: bytes) -> str | None:
 def _normalized(name: str) -> str:
     """A host in one form: addresses as Python writes them, names in lower case."""
     name = name.strip("[]").lower().removesuffix(".")
-    try:
-        address = ipaddress.ip_address(name)
-    except ValueError:
-        return name
-    mapped = address.ipv4_mapped if isinstance(address, ipaddress.IPv6Address) else None
-    return str(mapped or address)
-
-
-def _normalized_address(text: object) -> str | None:
-    try:
-        return _normalized(str(ipaddress.ip_address(str(text))))
-    except ValueError:
-        return None
+    return str(parse_address(name) or name)

@@ -89,35 +89,23 @@ def rate_limit_lines(
 
     `anthropic`: in Anthropic's too.
     """
-    lines = ""
-    if requests is not None:
-        lines = (
-            f"x-ratelimit-limit-requests: {requests.limit}\r\n"
-            f"x-ratelimit-remaining-requests: {requests.remaining}\r\n"
-            f"x-ratelimit-reset-requests: {_duration(math.ceil(requests.reset))}\r\n"
-        )
-    if tokens is not None:
+    lines = anthropic_lines = ""
+    for kind, found in (("requests", requests), ("tokens", tokens)):
+        if found is None:
+            continue
         lines += (
-            f"x-ratelimit-limit-tokens: {tokens.limit}\r\n"
-            f"x-ratelimit-remaining-tokens: {tokens.remaining}\r\n"
-            f"x-ratelimit-reset-tokens: {_duration(math.ceil(tokens.reset))}\r\n"
+            f"x-ratelimit-limit-{kind}: {found.limit}\r\n"
+            f"x-ratelimit-remaining-{kind}: {found.remaining}\r\n"
+            f"x-ratelimit-reset-{kind}: {_duration(math.ceil(found.reset))}\r\n"
         )
-    if anthropic:
-        lines += _anthropic_rate_limit(requests, "requests") + _anthropic_rate_limit(
-            tokens, "tokens"
-        )
-    return lines.encode()
-
-
-def _anthropic_rate_limit(found: RateLimit | None, kind: str) -> str:
-    if found is None:
-        return ""
-    resets_at = time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime(found.resets_at))
-    name = f"anthropic-ratelimit-{kind}"
-    return (
-        f"{name}-limit: {found.limit}\r\n{name}-remaining: {found.remaining}\r\n"
-        f"{name}-reset: {resets_at}\r\n"
-    )
+        if anthropic:
+            name = f"anthropic-ratelimit-{kind}"
+            resets_at = time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime(found.resets_at))
+            anthropic_lines += (
+                f"{name}-limit: {found.limit}\r\n{name}-remaining: {found.remaining}\r\n"
+                f"{name}-reset: {resets_at}\r\n"
+            )
+    return (lines + anthropic_lines).encode()
 
 
 @lru_cache(maxsize=256)
@@ -154,9 +142,11 @@ def error_headers(error: GatewayError) -> Headers:
     return headers
 
 
-def encode_rejection(error: GatewayError, api: Api) -> tuple[bytes, bytes]:
-    """Header lines and body of the response to what never became a request."""
-    request_id = f"req_{secrets.token_hex(8)}"
+def rejection(
+    error: GatewayError, api: Api, request_id: str | None = None
+) -> tuple[Headers, bytes]:
+    """Headers and body of the response to what never became a request."""
+    request_id = request_id or f"req_{secrets.token_hex(8)}"
     body = api.error_body(error, request_id)
     headers = [
         *error_headers(error),
@@ -165,7 +155,7 @@ def encode_rejection(error: GatewayError, api: Api) -> tuple[bytes, bytes]:
     ]
     if api.sends_request_id:
         headers.append((b"request-id", request_id.encode()))
-    return encode_headers(headers), body
+    return headers, body
 
 
 def progress_comment(

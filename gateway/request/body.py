@@ -13,6 +13,7 @@ import asyncio
 import re
 from collections.abc import Callable, Generator, Iterable, Mapping
 from dataclasses import dataclass, field
+from operator import attrgetter
 from typing import Annotated, Any, NamedTuple, TypeVar
 
 import msgspec
@@ -105,10 +106,11 @@ def parse_body(body: bytes) -> ParsedBody:
         parsed = _PARSED_BODY.decode(body)
         # Usually "model" occurs once, and only an escape could hide another spelling of it: of one
         # of its letters, or of their neighbours.
-        if body.lower().count(b'"model"') != (parsed.model is not None) or (
+        may_hide = body.lower().count(b'"model"') != (parsed.model is not None) or (
             body.find(b"\\") >= 0 and (body.find(b"\\u004") >= 0 or body.find(b"\\u006") >= 0)
-        ):
-            _check_field_names(body)
+        )
+        if may_hide and any(map(is_misspelt_model, FIELDS_DECODER.decode(body))):
+            raise misspelt_model_error()
         return parsed
     except msgspec.ValidationError as error:
         text = str(error)
@@ -127,11 +129,6 @@ def parse_body(body: bytes) -> ParsedBody:
         raise errors.invalid_request("The body is nested too deeply.") from None
 
 
-def _check_field_names(body: bytes) -> None:
-    if any(map(is_misspelt_model, FIELDS_DECODER.decode(body))):
-        raise misspelt_model_error()
-
-
 def is_misspelt_model(name: str) -> bool:
     """Whether a field's name differs from `model` only in case.
 
@@ -148,46 +145,31 @@ def misspelt_model_error() -> errors.GatewayError:
     )
 
 
+# Compared as one tuple: field by field costs twice as much.
+_limited_options = attrgetter(
+    *("tools", "grammar", "json_schema", "response_format", "text", "output_config"),
+    *("output_format", "stop", "stop_sequences", "logit_bias", "samplers"),
+    *("dry_sequence_breakers", "response_fields", "grammar_triggers"),
+)
+_edited_options = attrgetter(
+    *("priority", "n_probs", "top_logprobs", "logprobs", "id_slot", "lora", "response_fields"),
+    *("repeat_last_n", "dry_penalty_last_n"),
+)
+_NO_LIMITED_OPTIONS, _NO_EDITED_OPTIONS = (
+    get(ParsedBody()) for get in (_limited_options, _edited_options)
+)
+
+
 def has_limited_options(parsed: ParsedBody) -> bool:
     """Whether any field is set that `request_limits` checks."""
-    # Compared as one tuple: field by field costs twice as much.
-    return (
-        parsed.tools,
-        parsed.grammar,
-        parsed.json_schema,
-        parsed.response_format,
-        parsed.text,
-        parsed.output_config,
-        parsed.output_format,
-        parsed.stop,
-        parsed.stop_sequences,
-        parsed.logit_bias,
-        parsed.samplers,
-        parsed.dry_sequence_breakers,
-        parsed.response_fields,
-        parsed.grammar_triggers,
-    ) != _NO_LIMITED_OPTIONS
-
-
-_NO_LIMITED_OPTIONS = (MISSING,) * 14
+    return _limited_options(parsed) != _NO_LIMITED_OPTIONS
 
 
 def has_edited_options(parsed: ParsedBody) -> bool:
     """Whether any field is set for which `edits.required_edit` may remove or lower something."""
-    return (
-        parsed.priority,
-        parsed.n_probs,
-        parsed.top_logprobs,
-        parsed.logprobs,
-        parsed.id_slot,
-        parsed.lora,
-        parsed.response_fields,
-        parsed.repeat_last_n,
-        parsed.dry_penalty_last_n,
-    ) != _NO_EDITED_OPTIONS
+    return _edited_options(parsed) != _NO_EDITED_OPTIONS
 
 
-_NO_EDITED_OPTIONS = (None, None, None, MISSING, MISSING, MISSING, MISSING, None, None)
 TOKEN_IDS_START = re.compile(rb"\s*\[\s*\d")
 SHORTEST_IMAGE = 256  # Bytes; a shorter prompt holds no image
 
@@ -258,20 +240,25 @@ def nesting_depth(body: bytes, limit: int) -> int:
     if text.find(b"\\") >= 0:
         text = text.replace(b"\\\\", b"").replace(b'\\"', b"")
     # Every other part between quotes is outside of strings.
-    brackets = b"".join(text.split(b'"')[::2]).translate(_TO_SQUARE, _NO_BRACKETS)
-    depth, too_deep = 0, b"[" * (limit + 1)
-    while brackets and depth <= limit:
-        if brackets.find(too_deep) >= 0:
+    brackets = b"".join(text.split(b'"')[::2]).translate(_TO_PARENTHESES, _NO_BRACKETS)
+    return depth_of_parentheses(brackets, limit)
+
+
+def depth_of_parentheses(parentheses: bytes, limit: int) -> int:
+    """How deeply they nest, up to `limit` + 1."""
+    depth, too_deep = 0, b"(" * (limit + 1)
+    while parentheses and depth <= limit:
+        if parentheses.find(too_deep) >= 0:
             return limit + 1
-        outer = brackets.replace(b"[]", b"")  # removes the innermost pairs
-        if len(outer) == len(brackets):
-            return depth + outer.count(b"[")  # some are never closed
-        brackets = outer
+        outer = parentheses.replace(b"()", b"")  # removes the innermost pairs
+        if len(outer) == len(parentheses):
+            return depth + outer.count(b"(")  # some are never closed
+        parentheses = outer
         depth += 1
     return depth
 
 
-_TO_SQUARE = bytes.maketrans(b"{}", b"[]")
+_TO_PARENTHESES = bytes.maketrans(b"{}[]", b"()()")
 _NO_BRACKETS = bytes(set(range(256)) - set(b"[]{}"))
 T = TypeVar("T")
 # Bytes from which a body is large. A smaller one of any shape takes some milliseconds.
@@ -328,26 +315,16 @@ def read_large_body(body: bytes, limits: LimitSettings) -> Generator[None, None,
     return LargeBody(body, outline, values, MediaCost(base64_bytes, tokens, min_tokens))
 
 
+@dataclass(slots=True, eq=False, repr=False)
 class LargeBody:
     """A large body, and the edits made to it."""
 
-    __slots__ = ("_body", "_edited", "_media", "_small_fields", "_values", "outline")
-
-    def __init__(
-        self,
-        body: bytes,
-        outline: JsonOutline,
-        values: dict[str, FieldBytes],
-        media: MediaCost,
-        *,
-        edited: bool = False,
-    ) -> None:
-        self._body = body
-        self.outline = outline
-        self._values = values  # By field; of repeated fields the last
-        self._media = media
-        self._edited = edited
-        self._small_fields: bytes | None = None
+    _body: bytes
+    outline: JsonOutline
+    _values: dict[str, FieldBytes]  # By field; of repeated fields the last
+    _media: MediaCost
+    _edited: bool = False
+    _small_fields: bytes | None = None
 
     def __len__(self) -> int:
         return sum(map(len, self.pieces())) if self._edited else len(self._body)
@@ -393,9 +370,7 @@ class LargeBody:
         large = {name: value for name, value in known.items() if len(value) > PARSED_FIELD_BYTES}
         for name in large:
             if name in _SHORT_FIELDS and name != "model":
-                raise errors.invalid_request(
-                    f"'{name}' is longer than {PARSED_FIELD_BYTES} bytes.", name
-                )
+                raise errors.invalid_field(name, f"is longer than {PARSED_FIELD_BYTES} bytes.")
         parsed = parse_body(
             _join_fields((name, known[name]) for name in known if name not in large)
         )
@@ -416,7 +391,7 @@ class LargeBody:
     def with_fields(self, fields: Mapping[str, msgspec.Raw]) -> LargeBody:
         """This body with `fields` in place of its own."""
         values: dict[str, FieldBytes] = {name: memoryview(raw) for name, raw in fields.items()}
-        return LargeBody(self._body, self.outline, values, self._media, edited=True)
+        return LargeBody(self._body, self.outline, values, self._media, _edited=True)
 
     def _field(self, name: str) -> BodyField | None:
         """The outline of a field that no edit has replaced; of repeated fields the last."""

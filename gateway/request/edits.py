@@ -7,12 +7,12 @@ body is not even copied.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import Any, TypeVar
 
 import msgspec
 
-from gateway.api.json_values import FIELDS_DECODER
+from gateway.api.json_values import FIELDS_DECODER, as_raw
 from gateway.api.tokens import BOUND_NAMES, Number
 from gateway.config.routing import ModelRule
 from gateway.request import multipart, request_limits
@@ -96,11 +96,11 @@ def apply_rules(body: B, rules: tuple[ModelRule, ...]) -> B:
         for name, value in rule.default.items():
             # The limit of tokens has several names: whichever the client used counts.
             if all(_is_null(fields.get(other)) for other in _names_of(name)):
-                fields[name] = _encode(value)
+                fields[name] = as_raw(value)
         for name, value in rule.set.items():
             for other in _names_of(name):
                 fields.pop(other, None)
-            fields[name] = _encode(value)
+            fields[name] = as_raw(value)
     return _with_fields(body, fields)
 
 
@@ -116,7 +116,7 @@ def apply_edit(body: B, edit: Edit) -> B:
         if value is msgspec.UNSET:
             fields.pop(name, None)
         else:
-            fields[name] = _encode(value)
+            fields[name] = as_raw(value)
     return _with_fields(body, fields)
 
 
@@ -125,7 +125,7 @@ def with_model(body: B, model: str) -> B:
     if isinstance(body, bytes) and body.startswith(b"--"):
         return multipart.with_model(body, model)  # type: ignore[return-value]
     fields = raw_fields(body)
-    fields["model"] = _encode(model)
+    fields["model"] = as_raw(model)
     return _with_fields(body, fields)
 
 
@@ -168,8 +168,3 @@ def clamped_int(value: Number) -> int | None:
 
 def _is_null(raw: msgspec.Raw | None) -> bool:
     return raw is None or (len(raw) == len(_NULL) and bytes(raw) == _NULL)
-
-
-def _encode(value: object) -> msgspec.Raw:
-    plain = dict(value) if isinstance(value, Mapping) else value
-    return msgspec.Raw(msgspec.json.encode(plain))

@@ -20,7 +20,7 @@ from typing import NamedTuple
 import msgspec
 
 from gateway import errors
-from gateway.api.json_values import TEXT_DECODER
+from gateway.api.json_values import TEXT_DECODER, AnyObject
 from gateway.config.listeners import LimitSettings
 from gateway.request.media import (
     IMAGE_TYPES,
@@ -87,11 +87,7 @@ _SUFFIXES = {
 _STATE_AFTER = {44: _AFTER_COMMA, 58: _AFTER_COLON, 91: _AFTER_OPENING, 123: _AFTER_OPENING}
 
 
-class _AnyObject(msgspec.Struct):
-    """Any object; no field is decoded."""
-
-
-_VALIDATOR = msgspec.json.Decoder(_AnyObject)
+_VALIDATOR = msgspec.json.Decoder(AnyObject)
 Span = tuple[int, int]  # Where a string begins and ends, without its quotes
 # The same, its kind (`url`, `data`, or `server`, which is a URL whatever it contains), and the name
 # of its place, as in `media.Link`.

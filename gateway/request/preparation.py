@@ -119,6 +119,7 @@ class ModelAliases:
     """The `models` of one version of the settings; replaced at each reload."""
 
     rules: Mapping[str, ModelRule]
+    catalog: ServedModels  # what nodes serve
     _resolved: dict[str, tuple[ResolvedModel, ...]] = field(default_factory=dict)
     _choices: dict[tuple[object, ...], ModelChoice] = field(default_factory=dict)
     """What was chosen, by the name asked for and the permissions."""
@@ -129,20 +130,20 @@ class ModelAliases:
     def __post_init__(self) -> None:
         self.has_catch_all = CATCH_ALL in self.rules
 
-    def is_catch_all(self, name: str, catalog: ServedModels) -> bool:
+    def is_catch_all(self, name: str) -> bool:
         """Whether the catch-all applies: no rule has this name, and no node may serve it.
 
         A node whose models are not known yet may serve any.
         """
         return self.has_catch_all and (
-            name == CATCH_ALL or not (name in self.rules or catalog.may_serve(name))
+            name == CATCH_ALL or not (name in self.rules or self.catalog.may_serve(name))
         )
 
-    def knows(self, name: str, catalog: ServedModels) -> bool:
+    def knows(self, name: str) -> bool:
         """Whether a rule has this name, or some node serves it."""
-        return name in self.rules or catalog.serves(name)
+        return name in self.rules or self.catalog.serves(name)
 
-    def resolve(self, name: str, catalog: ServedModels) -> tuple[ResolvedModel, ...]:
+    def resolve(self, name: str) -> tuple[ResolvedModel, ...]:
         """The models that `name` stands for, in order of preference; itself without a rule.
 
         For a further name that servers give to a model, the model's rule holds, unless the name
@@ -150,7 +151,7 @@ class ModelAliases:
         """
         if not self.rules:
             return (ResolvedModel(name),)
-        aliases = self._current(catalog)
+        aliases = self._current()
         if name not in self.rules and aliases.get(name) not in self.rules:
             return (ResolvedModel(name),)
         found = self._resolved.get(name)
@@ -159,10 +160,10 @@ class ModelAliases:
             found = self._resolved[name] = tuple(every)[:MOST_TARGETS]
         return found
 
-    def choice(self, key: tuple[object, ...], catalog: ServedModels) -> ModelChoice | None:
+    def choice(self, key: tuple[object, ...]) -> ModelChoice | None:
         """What was kept under this key, while nodes serve the same models."""
-        if catalog.aliases is not self._of:
-            self._current(catalog)
+        if self.catalog.aliases is not self._of:
+            self._current()
         return self._choices.get(key)
 
     def keep_choice(self, key: tuple[object, ...], choice: ModelChoice) -> None:
@@ -172,9 +173,9 @@ class ModelAliases:
                 self._choices.clear()
             self._choices[key] = choice
 
-    def _current(self, catalog: ServedModels) -> Mapping[str, str]:
+    def _current(self) -> Mapping[str, str]:
         """The servers' aliases; forget what was resolved by others."""
-        aliases = catalog.aliases
+        aliases = self.catalog.aliases
         if aliases is not self._of:
             self._of, self._resolved, self._choices = aliases, {}, {}
         return aliases
@@ -298,16 +299,12 @@ def parse_prompt_list(
     if count < 2:
         return None
     if count > limits.prompts:
-        raise errors.invalid_request(
-            f"'prompt' holds {count} prompts, the most is {limits.prompts}.", "prompt"
-        )
+        problem = f"holds {count} prompts, the most is {limits.prompts}."
+        raise errors.invalid_field("prompt", problem)
     size = memoryview(raw).nbytes
     if size > MOST_PROMPTS_BYTES:
-        raise errors.invalid_request(
-            f"'prompt' holds {size} bytes in {count} prompts, the most is {MOST_PROMPTS_BYTES}. "
-            "Send fewer at a time.",
-            "prompt",
-        )
+        problem = f"holds {size} bytes in {count} prompts, the most is {MOST_PROMPTS_BYTES}."
+        raise errors.invalid_field("prompt", f"{problem} Send fewer at a time.")
     other_bytes = len(body) - size
     if other_bytes * count > MOST_REPEATED_BYTES:
         raise errors.invalid_request(
@@ -401,11 +398,7 @@ ClassOf = Callable[[ParsedBody], Priority]
 
 
 def read_request(
-    incoming: IncomingRequest,
-    record: RequestRecord,
-    rules: RequestRules,
-    catalog: ServedModels,
-    class_of: ClassOf,
+    incoming: IncomingRequest, record: RequestRecord, rules: RequestRules, class_of: ClassOf
 ) -> Request:
     """The request of a body, noted in its record: class, stream, and the model if it is served.
 
@@ -428,7 +421,7 @@ def read_request(
     if priority is not record.priority:
         record.classify(priority)
     make = prepare_multipart if form else prepare
-    request = make(incoming, parsed, priority, rules, catalog)
+    request = make(incoming, parsed, priority, rules)
     record.describe(stream=request.stream, model=request.served_model)
     return request
 
@@ -437,7 +430,6 @@ async def read_in_turn(
     incoming: IncomingRequest,
     record: RequestRecord,
     rules: RequestRules,
-    catalog: ServedModels,
     class_of: ClassOf,
     slicer: TimeSlicer,
 ) -> Request:
@@ -448,9 +440,9 @@ async def read_in_turn(
     body = incoming.body
     assert isinstance(body, bytes)
     if len(body) < SMALL_BODY_BYTES or not is_slow_to_parse(body):
-        return read_request(incoming, record, rules, catalog, class_of)
+        return read_request(incoming, record, rules, class_of)
     incoming.body = body.removeprefix(BYTE_ORDER_MARK)
-    read = partial(read_request, incoming, record, rules, catalog, class_of)
+    read = partial(read_request, incoming, record, rules, class_of)
     if len(incoming.body) < LARGE_BODY_BYTES:
         return await slicer.run_once(read)
     return await slicer.run(read_large(incoming, incoming.body, rules, read))
@@ -479,11 +471,7 @@ def read_large(
 
 
 def prepare(  # noqa: PLR0912 - each call costs
-    incoming: IncomingRequest,
-    parsed: ParsedBody,
-    priority: Priority,
-    rules: RequestRules,
-    catalog: ServedModels,
+    incoming: IncomingRequest, parsed: ParsedBody, priority: Priority, rules: RequestRules
 ) -> Request:
     """The request of a JSON body, ready to be sent to nodes. Raises: GatewayError.
 
@@ -514,8 +502,8 @@ def prepare(  # noqa: PLR0912 - each call costs
             request_limits.check_grammars(parsed, depth, limits)
         if route.generates:
             request_limits.check_sampling(parsed, limits)
-    choice = choose_model(parsed.model, incoming.sender, rules, catalog)
-    bodies, slots, max_tokens = _edit_bodies(incoming, parsed, choice, rules, tokens, catalog)
+    choice = choose_model(parsed.model, incoming.sender, rules)
+    bodies, slots, max_tokens = _edit_bodies(incoming, parsed, choice, rules, tokens)
     body_bytes = max(map(len, bodies.values()))
     if not route.generates:
         text_bytes = tokens * BYTES_PER_TOKEN
@@ -525,7 +513,7 @@ def prepare(  # noqa: PLR0912 - each call costs
         )
     prompt_list = key = None
     if route.api.merger is not None:
-        prompt_list = _parse_prompt_list(incoming, parsed.prompt, priority, rules, catalog)
+        prompt_list = _parse_prompt_list(incoming, parsed.prompt, priority, rules)
     if isinstance(body, bytes):
         measured = measure_prompt(raw, parsed.tools, parsed.system, parsed.instructions)
         if len(body) >= SHORTEST_BODY:
@@ -562,34 +550,27 @@ def prepare(  # noqa: PLR0912 - each call costs
 
 
 def prepare_multipart(
-    incoming: IncomingRequest,
-    parsed: ParsedBody,
-    priority: Priority,
-    rules: RequestRules,
-    catalog: ServedModels,
+    incoming: IncomingRequest, parsed: ParsedBody, priority: Priority, rules: RequestRules
 ) -> Request:
     """The request of a multipart form; rules of `models` do not edit forms.
 
     Raises: GatewayError.
     """
-    choice = choose_model(parsed.model, incoming.sender, rules, catalog)
+    choice = choose_model(parsed.model, incoming.sender, rules)
     bodies = dict.fromkeys(choice.names, incoming.body)
     size = RequestSize(generates=False, body_bytes=len(incoming.body))
     return _new_request(incoming, parsed, priority, choice, bodies, size)
 
 
 def resolve_model(
-    requested: str | None,
-    rules: RequestRules,
-    caller: Caller,
-    labels: NodeLabels,
-    catalog: ServedModels,
+    requested: str | None, rules: RequestRules, caller: Caller, labels: NodeLabels
 ) -> tuple[str, tuple[ResolvedModel, ...]]:
     """The public model name of a request, and the models it stands for. Raises: GatewayError.
 
     `labels`: those of the nodes that may serve it.
     """
     model, aliases = requested or rules.default_model, rules.model_aliases
+    catalog = aliases.catalog
     if model is None:
         known = catalog.model_names(labels)
         if caller.models is not None:
@@ -604,31 +585,29 @@ def resolve_model(
             raise errors.model_missing(known)
         else:
             raise catalog.not_found_error(None, labels)
-    if aliases.has_catch_all and aliases.is_catch_all(model, catalog):
+    if aliases.has_catch_all and aliases.is_catch_all(model):
         if not (caller.may_use(model) or caller.may_use(CATCH_ALL)):
             raise errors.model_not_allowed(model)
-        targets = aliases.resolve(CATCH_ALL, catalog)
+        targets = aliases.resolve(CATCH_ALL)
         # The target's name from here on: the client's may be any text.
         return targets[0].name, targets
     if caller.models is not None and not caller.may_use(model):
         raise errors.model_not_allowed(model)
-    return model, aliases.resolve(model, catalog)
+    return model, aliases.resolve(model)
 
 
-def choose_model(
-    requested: str | None, sender: Sender, rules: RequestRules, catalog: ServedModels
-) -> ModelChoice:
+def choose_model(requested: str | None, sender: Sender, rules: RequestRules) -> ModelChoice:
     """As `resolve_model`, without the models that are paused. Raises: GatewayError."""
     aliases, caller, labels = rules.model_aliases, sender.caller, sender.cache.node_labels
     key = requested or rules.default_model, caller.models, labels
-    choice = aliases.choice(key, catalog)
+    choice = aliases.choice(key)
     if choice is None:
-        model, targets = resolve_model(requested, rules, caller, labels, catalog)
-        if paused := catalog.paused:
+        model, targets = resolve_model(requested, rules, caller, labels)
+        if paused := aliases.catalog.paused:
             targets = tuple(target for target in targets if target.name not in paused)
             if model in paused or not targets:
                 raise errors.model_paused(model)
-        choice = ModelChoice(model, targets, labels, catalog)
+        choice = ModelChoice(model, targets, labels, aliases.catalog)
         aliases.keep_choice(key, choice)
     return choice
 
@@ -639,7 +618,6 @@ def _edit_bodies(
     choice: ModelChoice,
     rules: RequestRules,
     prompt_tokens: int,
-    catalog: ServedModels,
 ) -> tuple[dict[str, Body], int, int | None]:
     """The body for each target model, the slots that it takes, and the most tokens of one answer.
 
@@ -667,6 +645,7 @@ def _edit_bodies(
             ruled_parsed = parse_body(ruled) if isinstance(ruled, bytes) else ruled.parse()
         edit = None
         if has_edited_options(ruled_parsed):
+            catalog = rules.model_aliases.catalog
             context = partial(_largest_context, catalog, target.name, cache.node_labels)
             edit = edits.required_edit(ruled_parsed, limits.n_probs, context)
         if route.generates:
@@ -704,7 +683,7 @@ def _completion_count(parsed: ParsedBody, limit: int) -> int:
     for name in ("n", "n_cmpl", "best_of"):
         count = edits.clamped_int(getattr(parsed, name)) or 1
         if count > limit:
-            raise errors.invalid_request(f"'{name}' is {count}, the most is {limit}.", name)
+            raise errors.invalid_field(name, f"is {count}, the most is {limit}.")
         most = max(most, count)
     return most
 
@@ -762,18 +741,14 @@ def _new_request(
 
 
 def _parse_prompt_list(
-    incoming: IncomingRequest,
-    raw_prompt: msgspec.Raw,
-    priority: Priority,
-    rules: RequestRules,
-    catalog: ServedModels,
+    incoming: IncomingRequest, raw_prompt: msgspec.Raw, priority: Priority, rules: RequestRules
 ) -> PromptList | None:
     """The prompts, if the body holds several, which are served as requests of their own."""
 
     def sub_request(index: int, body: bytes) -> Generator[None, None, Request]:
         def read() -> Request:
             parsed = parse_body(one.body) if isinstance(one.body, bytes) else one.body.parse()
-            return prepare(one, parsed, priority, rules, catalog)
+            return prepare(one, parsed, priority, rules)
 
         one = IncomingRequest(
             f"{incoming.id}.{index}",

@@ -16,7 +16,7 @@ from collections.abc import Generator, Sequence
 
 import msgspec
 
-from gateway.api.json_values import FIELDS_DECODER, ITEMS_DECODER, TEXT_DECODER
+from gateway.api.json_values import FIELDS_DECODER, ITEMS_DECODER, TEXT_DECODER, as_raw
 from gateway.config.prompts import LONGEST_LINE, literal_prefix, pattern_problem
 from gateway.lease import KeyedHash, PromptKey, block_numbers
 from gateway.request.body import BYTES_PER_TOKEN, MISSING, Body, LargeBody
@@ -459,7 +459,7 @@ def _strip_text(raw: msgspec.Raw, lines: LinePatterns) -> msgspec.Raw | None:
         return None
     text = msgspec.json.decode(raw)
     stripped = lines.remove_from(text)
-    return None if stripped is text else _encode(stripped)
+    return None if stripped is text else as_raw(stripped)
 
 
 def _strip_content(raw: msgspec.Raw, lines: LinePatterns) -> msgspec.Raw | None:
@@ -474,10 +474,10 @@ def _strip_content(raw: msgspec.Raw, lines: LinePatterns) -> msgspec.Raw | None:
         if text is None:
             kept.append(part)
         elif bytes(text) != b'""':
-            kept.append(_encode(fields | {"text": text}))
+            kept.append(as_raw(fields | {"text": text}))
     if len(kept) == len(parts) and all(a is b for a, b in zip(kept, parts, strict=True)):
         return None
-    return _encode(kept)
+    return as_raw(kept)
 
 
 def _strip_messages(raw: msgspec.Raw, lines: LinePatterns) -> msgspec.Raw | None:
@@ -492,13 +492,9 @@ def _strip_messages(raw: msgspec.Raw, lines: LinePatterns) -> msgspec.Raw | None
             break
         content = _strip_content(fields["content"], lines) if "content" in fields else None
         if content is not None:
-            messages[i] = _encode(fields | {"content": content})
+            messages[i] = as_raw(fields | {"content": content})
             changed = True
-    return _encode(messages) if changed else None
-
-
-def _encode(value: object) -> msgspec.Raw:
-    return msgspec.Raw(msgspec.json.encode(value))
+    return as_raw(messages) if changed else None
 
 
 _STRIPPERS = {

@@ -13,6 +13,7 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Callable, Iterator, Mapping
+from operator import attrgetter
 from typing import Any
 
 import msgspec
@@ -20,7 +21,7 @@ import msgspec
 from gateway import errors
 from gateway.api.json_values import ITEMS_DECODER, JSON_ERRORS, TEXT_DECODER, VALUE_DECODER
 from gateway.config.listeners import LimitSettings
-from gateway.request.body import MISSING, ParsedBody, nesting_depth
+from gateway.request.body import MISSING, ParsedBody, depth_of_parentheses, nesting_depth
 
 # `text` holds a schema only as an object: as a string it is the input of an embeddings server.
 _SCHEMA_FIELDS = ("json_schema", "response_format", "text", "output_config", "output_format")
@@ -38,21 +39,15 @@ def check_supported(parsed: ParsedBody, refused: Mapping[str, str]) -> None:
     """Check that the body has none of these fields, each with why. Raises: GatewayError 400."""
     for name, why in refused.items():
         if bytes(memoryview(getattr(parsed, name))[:4]) not in {b"", b"null", b'""'}:
-            raise errors.invalid_request(f"'{name}' is not supported: {why}", name)
+            raise errors.invalid_field(name, f"is not supported: {why}")
 
 
 def has_grammar(parsed: ParsedBody) -> bool:
     """Whether the body has a grammar, or a field that may hold a schema."""
-    return not (
-        parsed.tools
-        is parsed.grammar
-        is parsed.json_schema
-        is parsed.response_format
-        is parsed.text
-        is parsed.output_config
-        is parsed.output_format
-        is MISSING
-    )
+    return any(raw is not MISSING for raw in _grammars(parsed))
+
+
+_grammars = attrgetter("tools", "grammar", *_SCHEMA_FIELDS)
 
 
 def check_grammars(parsed: ParsedBody, body_depth: int, limits: LimitSettings) -> None:
@@ -62,9 +57,8 @@ def check_grammars(parsed: ParsedBody, body_depth: int, limits: LimitSettings) -
     """
     most = limits.grammar_bytes
     if len(parsed.tools) > limits.tools_bytes:
-        raise errors.invalid_request(
-            f"'tools' has more than {limits.tools_bytes} bytes ('limits.tools_bytes').", "tools"
-        )
+        problem = f"has more than {limits.tools_bytes} bytes ('limits.tools_bytes')."
+        raise errors.invalid_field("tools", problem)
     if len(parsed.tools) > most and any(len(tool) > most for tool in _decode_items(parsed.tools)):
         raise _too_large("tools", most)
     for name in ("grammar", *_SCHEMA_FIELDS):
@@ -99,12 +93,12 @@ PROPERTIES_PER_OPTIONAL = 16
 def _check_row(name: str, count: int, limits: LimitSettings) -> None:
     most = limits.grammar_optionals
     if count > most:
-        raise errors.invalid_request(
-            f"'{name}' holds a grammar or pattern with {count} or more optional items in a row "
+        raise errors.invalid_field(
+            name,
+            f"holds a grammar or pattern with {count} or more optional items in a row "
             "('?', '*', '{m,n}', repeats multiplied), which would stop a node for seconds at each "
             f"token; the most is {most} ('limits.grammar_optionals'). Put something that must be "
             "there between them, or ask the operator to raise the limit.",
-            name,
         )
 
 
@@ -129,10 +123,10 @@ def _check_optional_properties(parsed: ParsedBody, limits: LimitSettings) -> Non
         if sum(bytes(part).count(b":") ** 3 for part in parts) <= most**3:
             continue
         if sum(map(_conversion_cost, parts)) > most**3:
-            raise errors.invalid_request(
-                f"'{name}' holds a schema whose objects have more than {most} properties that "
-                f"may be left out, of several objects the cubes added up ('limits.{setting}').",
+            raise errors.invalid_field(
                 name,
+                f"holds a schema whose objects have more than {most} properties that may be left "
+                f"out, of several objects the cubes added up ('limits.{setting}').",
             )
 
 
@@ -152,10 +146,8 @@ def _check_patterns(name: str, schema: bytes, limits: LimitSettings) -> None:
             continue
         left -= len(pattern)
         if left < 0:
-            raise errors.invalid_request(
-                f"'{name}' holds patterns of more than {MOST_PATTERN_BYTES} bytes. Shorten them.",
-                name,
-            )
+            problem = f"holds patterns of more than {MOST_PATTERN_BYTES} bytes. Shorten them."
+            raise errors.invalid_field(name, problem)
         _check_row(name, longest_row_of_pattern(pattern, limits.grammar_optionals), limits)
 
 
@@ -207,16 +199,7 @@ def parenthesis_depth(grammar: bytes, limit: int) -> int:
     if grammar.count(b"(") <= limit:
         return 0
     parentheses = _UNGROUPED.sub(b"", grammar).translate(None, _NO_PARENTHESES)
-    depth, too_deep = 0, b"(" * (limit + 1)
-    while parentheses and depth <= limit:
-        if too_deep in parentheses:
-            return limit + 1
-        outer = parentheses.replace(b"()", b"")  # removes the innermost pairs
-        if len(outer) == len(parentheses):
-            return depth + outer.count(b"(")  # some are never closed
-        parentheses = outer
-        depth += 1
-    return depth
+    return depth_of_parentheses(parentheses, limit)
 
 
 def _decode_items(raw: msgspec.Raw) -> list[msgspec.Raw]:
@@ -234,18 +217,13 @@ def _decode_text(raw: bytes | msgspec.Raw) -> str:
 
 
 def _too_large(name: str, most: int) -> errors.GatewayError:
-    message = (
-        f"'{name}' holds a grammar or schema of more than {most} bytes ('limits.grammar_bytes')."
-    )
-    return errors.invalid_request(message, name)
+    problem = f"holds a grammar or schema of more than {most} bytes ('limits.grammar_bytes')."
+    return errors.invalid_field(name, problem)
 
 
 def _too_deep(name: str, most: int) -> errors.GatewayError:
-    message = (
-        f"'{name}' holds a grammar or schema nested deeper than {most} levels "
-        "('limits.grammar_depth')."
-    )
-    return errors.invalid_request(message, name)
+    problem = f"holds a grammar or schema nested deeper than {most} levels"
+    return errors.invalid_field(name, f"{problem} ('limits.grammar_depth').")
 
 
 # Bytes of one event that a byte of the request's body may become: a `logit_bias` for each character
@@ -267,27 +245,23 @@ def check_sampling(parsed: ParsedBody, limits: LimitSettings) -> None:
     ):
         most = getattr(limits, setting)
         if len(getattr(parsed, name)) > most:
-            raise errors.invalid_request(
-                f"'{name}' has more than {most} bytes. Shorten it, or ask the operator to raise "
-                f"'limits.{setting}'.",
+            raise errors.invalid_field(
                 name,
+                f"has more than {most} bytes. Shorten it, or ask the operator to raise "
+                f"'limits.{setting}'.",
             )
     for name in ("samplers", "dry_sequence_breakers"):
         if len(getattr(parsed, name)) > MOST_OPTION_BYTES:
-            raise errors.invalid_request(
-                f"'{name}' has more than {MOST_OPTION_BYTES} bytes. Shorten it.", name
-            )
+            problem = f"has more than {MOST_OPTION_BYTES} bytes. Shorten it."
+            raise errors.invalid_field(name, problem)
     samplers = VALUE_DECODER.decode(parsed.samplers) if parsed.samplers else ""
     if isinstance(samplers, str | list) and len(samplers) > MOST_SAMPLERS:
-        raise errors.invalid_request(
-            f"'samplers' names more than {MOST_SAMPLERS} samplers. Name each once.", "samplers"
-        )
+        problem = f"names more than {MOST_SAMPLERS} samplers. Name each once."
+        raise errors.invalid_field("samplers", problem)
     if bytes(parsed.grammar_triggers) not in _NO_TRIGGERS:
         # Type 2 is a pattern for C++'s std::regex: `((.*)*)*b` stops all slots for ever.
-        raise errors.invalid_request(
-            "'grammar_triggers' is set by the server itself; a request can't set it.",
-            "grammar_triggers",
-        )
+        problem = "is set by the server itself; a request can't set it."
+        raise errors.invalid_field("grammar_triggers", problem)
 
 
 _NO_TRIGGERS = (b"", b"null", b"[]")
@@ -305,7 +279,7 @@ def logprobs_count(raw: msgspec.Raw) -> int | float | None:
     except JSON_ERRORS:
         value = ""
     if isinstance(value, str):
-        raise errors.invalid_request("'logprobs' must be a number, or true or false.", "logprobs")
+        raise errors.invalid_field("logprobs", "must be a number, or true or false.")
     return None if isinstance(value, bool) else value
 
 

@@ -26,7 +26,6 @@ from gateway.callers.keys import KeyRing
 from gateway.callers.ledger import UsageRow
 from gateway.callers.limits import Accounts, Reservation
 from gateway.callers.meter import Meter, TokensSoFar, UsedBefore
-from gateway.catalog import ServedModels
 from gateway.config.keys import SHARED_CACHE, NodeLabels
 from gateway.config.settings import Settings
 from gateway.errors import CLIENT_CLOSED_STATUS, LIMIT_CODES, GatewayError
@@ -147,7 +146,6 @@ class RequestRunner:
     key_ring: KeyRing
     meter: Meter
     forwarder: Forwarder
-    catalog: ServedModels
     registry: InFlightRegistry
     bus: EventBus
     time_slicer: TimeSlicer
@@ -172,11 +170,11 @@ class RequestRunner:
         try:
             caller = self.caller_of(owner)
             labels = cache_policy_of(caller, settings).node_labels
-            name, models = resolve_model(model, self.rules, caller, labels, self.catalog)
+            name, models = resolve_model(model, self.rules, caller, labels)
         except GatewayError as error:
             errors.drop_traceback(error)
             return None
-        paused = self.catalog.paused
+        paused = self.rules.model_aliases.catalog.paused
         names = tuple(one.name for one in models if one.name not in paused)
         if name in paused:
             names = ()  # Without a node for now: its rows wait apart from those of others.
@@ -456,7 +454,7 @@ class _Run:
         )
         priority = max(self._priority, caller.max_priority)
         return await read_in_turn(
-            incoming, record, runner.rules, runner.catalog, lambda _: priority, runner.time_slicer
+            incoming, record, runner.rules, lambda _: priority, runner.time_slicer
         )
 
     # The response.

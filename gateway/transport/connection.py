@@ -287,11 +287,6 @@ class NodeConnection(TurnBoundProtocol):
         return b"".join(parts)
 
     @property
-    def unread_bytes(self) -> int:
-        """Bytes of the body that have come and `read` has not returned yet."""
-        return self._pending
-
-    @property
     def has_unread(self) -> bool:
         """Whether body bytes have come that `read` has not returned yet."""
         return bool(self._parts)
@@ -525,7 +520,7 @@ def _head_size(headers: Headers) -> int:
 
 
 class LoopTimeout:
-    """`asyncio.timeout` that counts only time in which the event loop ran; None: no limit.
+    """`asyncio.timeout` that counts only time in which the event loop ran.
 
     A gateway that was held up itself blames no node for it. Like `asyncio.timeout` it cancels the
     task in it, and raises TimeoutError on the way out.
@@ -533,17 +528,16 @@ class LoopTimeout:
 
     __slots__ = ("_loop", "_step_seconds", "_steps_left", "_timeout", "_timer")
 
-    def __init__(self, seconds: float | None) -> None:
+    def __init__(self, seconds: float) -> None:
         self._loop = asyncio.get_running_loop()
         self._timeout = asyncio.timeout(None)
-        self._step_seconds = None if seconds is None else seconds / TIMEOUT_STEPS
+        self._step_seconds = seconds / TIMEOUT_STEPS
         self._steps_left = TIMEOUT_STEPS
         self._timer: asyncio.TimerHandle | None = None
 
     async def __aenter__(self) -> None:
         await self._timeout.__aenter__()
-        if self._step_seconds is not None:
-            self._timer = self._loop.call_later(self._step_seconds, self._step)
+        self._timer = self._loop.call_later(self._step_seconds, self._step)
 
     async def __aexit__(
         self,
@@ -556,7 +550,6 @@ class LoopTimeout:
         await self._timeout.__aexit__(kind, error, trace)
 
     def _step(self) -> None:
-        assert self._step_seconds is not None
         self._steps_left -= 1
         if self._steps_left:
             self._timer = self._loop.call_later(self._step_seconds, self._step)

@@ -130,7 +130,6 @@ class EdgeLink(asyncio.Protocol):
     # The transport's callbacks.
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        """The socket is ready."""
         # A transport that is closed in this call, or by a write that fails, is not the socket's
         # owner for uvloop yet: that closes the descriptor once more, when it is another's.
         if self.lost:
@@ -140,7 +139,6 @@ class EdgeLink(asyncio.Protocol):
         self._beat_handle = asyncio.get_running_loop().call_soon(self._beat)
 
     def data_received(self, data: bytes) -> None:
-        """Bytes have come."""
         if self.lost:
             return
         self._heard_at = self._clock()
@@ -166,7 +164,6 @@ class EdgeLink(asyncio.Protocol):
             self._work()
 
     def eof_received(self) -> bool:
-        """The other side has ended."""
         return False
 
     def connection_lost(self, error: Exception | None) -> None:

@@ -104,32 +104,24 @@ class ConnectionPool:
         *,
         dial: Callable[[], Awaitable[NodeConnection]],
         on_connected: Callable[[NodeConnection], None] | None = None,
-        head_timeout: float | None = None,
-        bodyless: bool = False,
     ) -> NodeConnection:
         """Send a request and wait for the response's head; returns the connection to read from.
 
         An idle connection is used if there is one, else `dial` opens one (`connect` in most
         cases). If an idle one proves to be stale, the request is sent again. `on_connected` is
-        called before each sending; an exception in it ends the exchange. `bodyless`: a HEAD
-        request, whose response has no body.
+        called before each sending; an exception in it ends the exchange.
 
-        Raises: UpstreamError; TimeoutError when `head_timeout` seconds after sending there is no
-        head; what `dial` and `on_connected` raise. The connection is closed then, unless it may
-        serve another exchange.
+        Raises: UpstreamError; what `dial` and `on_connected` raise. The connection is closed then,
+        unless it may serve another exchange.
         """
         while True:
             connection = self.take_idle() or await dial()
             try:
                 if on_connected is not None:
                     on_connected(connection)
-                connection.send(head, body, bodyless=bodyless)
-                if head_timeout is None:
-                    while not connection.status:
-                        await connection.wait_for_data()
-                else:
-                    async with LoopTimeout(head_timeout):
-                        await connection.read_status()
+                connection.send(head, body)
+                while not connection.status:
+                    await connection.wait_for_data()
             except StaleConnection as error:
                 drop_traceback(error)
                 connection.close()

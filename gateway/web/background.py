@@ -24,7 +24,7 @@ from starlette.types import Receive, Scope, Send
 from gateway import errors
 from gateway.api import json_values
 from gateway.api.json_values import JsonObject
-from gateway.catalog import RequestQueue, ServedModels
+from gateway.catalog import RequestQueue
 from gateway.errors import GatewayError
 from gateway.events import RequestRecord
 from gateway.forward.client_response import JSON_HEADER_LINE
@@ -357,7 +357,6 @@ class Storing:
 
     requests: BackgroundRequests | None
     webhooks: WebhookTargets
-    catalog: ServedModels
     queue: RequestQueue
     step_seconds: Callable[[], float] = field(default=lambda: WAIT_SECONDS)
 
@@ -576,7 +575,7 @@ class _StoringRequest:
         """The request, which nodes might serve now or later. Raises: GatewayError."""
         request = await self._served.check(self._context, body)
         wanted, labels = request.lease_request.wanted, self._context.cache.node_labels
-        catalog = self._storing.catalog
+        catalog = self._served.config.rules.model_aliases.catalog
         if not any(catalog.serves(name, labels) for name in wanted.model_names):
             error = catalog.not_found_error(wanted.model, labels, wanted.model_names)
             if error.status == 404:

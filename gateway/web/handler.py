@@ -18,7 +18,7 @@ from gateway.api.json_values import run_at_once
 from gateway.callers.callers import client_address
 from gateway.callers.limits import Reservation
 from gateway.callers.meter import Meter
-from gateway.catalog import RequestQueue, ServedModels
+from gateway.catalog import RequestQueue
 from gateway.errors import CLIENT_CLOSED_STATUS, ClientClosed, GatewayError
 from gateway.events import EventBus, RequestRecord
 from gateway.forward.client_response import (
@@ -38,7 +38,6 @@ from gateway.forward.in_flight import (
     InFlightRegistry,
     InFlightRequest,
     PrefillProgress,
-    SupersedingMap,
 )
 from gateway.http.body_memory import (
     PARSE_WORKING_BYTES,
@@ -87,7 +86,6 @@ class RequestHandler:
     config: HandlerConfig
     forwarder: Forwarder
     queue: RequestQueue
-    catalog: ServedModels
     registry: InFlightRegistry
     bus: EventBus
     clock: Callable[[], float]
@@ -97,7 +95,7 @@ class RequestHandler:
     closing: bool = False  # the gateway is shutting down; `/ready` says so
     rejecting: bool = False  # new requests are refused
     body_memory: BodyMemory = field(default_factory=BodyMemory)
-    latest_edits: SupersedingMap[InFlightRequest] = field(default_factory=SupersedingMap)
+    latest_edits: dict[str, InFlightRequest] = field(default_factory=dict)
     """Completions that editors wait for; a newer one of the same session ends the older."""
     storing: TakesStorable | None = None  # takes what is to be kept or made later
     tracing: RequestTracing | None = None
@@ -267,13 +265,7 @@ class _HandledRequest:
         context = exchange.context_cache.get(exchange.headers, config)
         if context is None:
             context = parse_context(
-                exchange.headers,
-                exchange.peer_address,
-                config.settings,
-                config.key_ring,
-                config.identity_headers,
-                self._handler.meter.book,
-                loopback=config.loopback,
+                exchange.headers, exchange.peer_address, config, self._handler.meter.book
             )
             if config.origin_policy is not None and context.caller.anonymous:
                 config.origin_policy.check(exchange.headers, exchange.local_address, is_post=True)
@@ -289,13 +281,8 @@ class _HandledRequest:
         handler, route, rules = self._handler, self.route, self.config.rules
         if route.path not in routes_of(self.config.settings):
             raise errors.not_found(route.path, None)  # It was, when the connection began.
-        index, memory = handler.catalog, handler.body_memory
-        api = route.api
-        work = api.translate(
-            body,
-            lambda name: rules.model_aliases.knows(name, index),
-            prompt_cache=context.cache.prompt_cache,
-        )
+        aliases, memory, api = rules.model_aliases, handler.body_memory, route.api
+        work = api.translate(body, aliases.knows, prompt_cache=context.cache.prompt_cache)
         # The new body may have ten times the bytes, which must count.
         if len(body) >= SMALL_BODY_BYTES or is_slow_to_parse(body):
             await ensure_task()
@@ -315,6 +302,7 @@ class _HandledRequest:
             return translation.body
         request = self._read(context, translation.body)
         wanted, labels = request.lease_request.wanted, context.cache.node_labels
+        index = aliases.catalog
         if not any(index.serves(name, labels) for name in wanted.model_names):
             raise index.not_found_error(wanted.model, labels, wanted.model_names)
         self.exchange.respond(200, JSON_HEADER_LINE + self.header_lines(), translation.reply)
@@ -337,7 +325,6 @@ class _HandledRequest:
                 self._incoming(context, body),
                 self.record,
                 rules,
-                handler.catalog,
                 context.class_of,
                 handler.time_slicer,
             )
@@ -356,8 +343,7 @@ class _HandledRequest:
     def _read(self, context: RequestContext, body: bytes) -> Request:
         """The request that the body describes. Raises: GatewayError."""
         incoming, rules = self._incoming(context, body), self.config.rules
-        catalog = self._handler.catalog
-        request = read_request(incoming, self.record, rules, catalog, context.class_of)
+        request = read_request(incoming, self.record, rules, context.class_of)
         if request.is_infill:
             self._note_editor(request)
         return request
@@ -390,7 +376,8 @@ class _HandledRequest:
 
     def _supersede(self, session: str, in_flight: InFlightRequest) -> None:
         """End the session's earlier request, whose response nobody reads any more."""
-        earlier = self._handler.latest_edits.replace(session, in_flight)
+        latest = self._handler.latest_edits
+        earlier, latest[session] = latest.get(session), in_flight
         if earlier is not None:
             error = errors.superseded()
             if not self._handler.queue.refuse(earlier.request.id, error):
@@ -519,8 +506,9 @@ class _HandledRequest:
                 self.response.body_stream.close()
             if self._in_flight is not None:
                 handler.registry.remove(self._in_flight)
-                if self._edit_session is not None:
-                    handler.latest_edits.discard(self._edit_session, self._in_flight)
+                session, latest = self._edit_session, handler.latest_edits
+                if session is not None and latest.get(session) is self._in_flight:
+                    del latest[session]
         finally:
             # Whatever fails: else its slot of the limits would be lost.
             if not self._passed_on:

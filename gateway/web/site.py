@@ -24,13 +24,13 @@ from gateway.callers.callers import MOST_IDENTITY_BYTES, cache_policy_of
 from gateway.callers.ended import OwnRequests, own_row
 from gateway.callers.limits import Accounts
 from gateway.callers.reports import CallerUsage
-from gateway.catalog import FleetCatalog, ServedModels, ServerFigures
+from gateway.catalog import FleetCatalog, ServerFigures
 from gateway.config.keys import NodeLabels
 from gateway.config.listeners import CorsSpec
 from gateway.config.routing import CATCH_ALL
 from gateway.config.settings import Settings
 from gateway.errors import GatewayError
-from gateway.http.request_head import Callers, may_name_nodes, no_store
+from gateway.http.request_head import Callers, no_store
 from gateway.http.response_head import EXPOSED_HEADERS
 from gateway.request.preparation import ModelAliases
 from gateway.request.routes import ROUTES, pages_of, routes_of
@@ -232,7 +232,7 @@ class Site:
         labels = cache_policy_of(caller, config.settings).node_labels
         user = config.identity_headers.end_user(request.scope["headers"], caller)
         caller = self.handler.meter.book.accounts(caller, user).caller
-        return VisibleModels(self.fleet.model_index, config.rules.model_aliases, caller, labels)
+        return VisibleModels(config.rules.model_aliases, caller, labels)
 
     def check_name(self, request: Request, models: VisibleModels, name: str) -> str:
         """The name, if `models` has it. Raises: GatewayError (404, 503)."""
@@ -241,13 +241,10 @@ class Site:
         targets: list[str] = []
         if models.caller.may_use(name):
             index = self.fleet.model_index
-            targets = [one.name for one in models.model_names.resolve(name, index)]
+            targets = [one.name for one in models.model_names.resolve(name)]
             error = index.not_found_error(name, models.labels, targets)
             if error.code == "no_node":
-                config = self.handler.config
-                if may_name_nodes(
-                    request.scope["headers"], config.settings, loopback=config.loopback
-                ):
+                if self.handler.config.may_name_nodes(request.scope["headers"]):
                     error.reveal_nodes()
                 raise error
         raise errors.model_not_found(name, models.visible_names(), targets=targets)
@@ -505,7 +502,6 @@ class VisibleModels:
     stands for such a model. A request for any other name is 404.
     """
 
-    catalog: ServedModels
     model_names: ModelAliases
     caller: Caller
     labels: NodeLabels = ()  # labels of the nodes that the caller may use; empty: all nodes
@@ -515,10 +511,10 @@ class VisibleModels:
 
         With a catch-all, then the names of the caller's key.
         """
-        key_names = sorted(self.caller.models or ()) if self.model_names.has_catch_all else ()
-        names = dict.fromkeys(
-            (*self.catalog.model_names(self.labels), *self.model_names.rules, *key_names)
-        )
+        aliases = self.model_names
+        key_names = sorted(self.caller.models or ()) if aliases.has_catch_all else ()
+        served = aliases.catalog.model_names(self.labels)
+        names = dict.fromkeys((*served, *aliases.rules, *key_names))
         return [name for name in names if name != CATCH_ALL and name in self]
 
     def __contains__(self, name: str) -> bool:
@@ -526,22 +522,22 @@ class VisibleModels:
         rule = self._rule_name(name)
         allowed = self.caller.may_use(name) or (rule != name and self.caller.may_use(rule))
         return allowed and any(
-            self.catalog.serves(target.name, self.labels)
-            for target in self.model_names.resolve(rule, self.catalog)
+            self.model_names.catalog.serves(target.name, self.labels)
+            for target in self.model_names.resolve(rule)
         )
 
     def _rule_name(self, name: str) -> str:
         """The name itself, or the catch-all if neither the settings nor the nodes know it."""
-        return CATCH_ALL if self.model_names.is_catch_all(name, self.catalog) else name
+        return CATCH_ALL if self.model_names.is_catch_all(name) else name
 
     def servers_of(self, names: Iterable[str]) -> list[ServerFigures]:
         """The servers of any of these names, down or not, each once."""
         targets = (
             target.name
             for name in names
-            for target in self.model_names.resolve(self._rule_name(name), self.catalog)
+            for target in self.model_names.resolve(self._rule_name(name))
         )
-        return self.catalog.servers_of(targets, self.labels)
+        return self.model_names.catalog.servers_of(targets, self.labels)
 
     def model_object(self, name: str, created: int) -> ModelObject:
         """A model in OpenAI's form. `created` is in seconds since 1970."""

@@ -136,7 +136,7 @@ async def test_the_pictures_of_the_docs_are_made(tmp_path: Path) -> None:
         a_browser() as browser,
     ):
         fleet = running.gateway.fleet.nodes.values()
-        history = running.gateway.live.history
+        history = running.gateway.live.view.history
         await until(lambda: all(node.speed.decode_tps for node in fleet), 120.0)
         await hand_in(running, 400)
         await until(lambda: len(history.points) * history.step_seconds >= SECONDS / 2, 200.0)

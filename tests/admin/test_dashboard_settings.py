@@ -110,7 +110,7 @@ async def test_the_errors_of_a_reload_are_listed_one_by_one(tmp_path: Path) -> N
 
 def a_day(running: Running, name: str) -> None:
     """Let the gateway have seen a node at work for a day, but for an hour."""
-    history, node = running.gateway.live.node_history, running.gateway.fleet.nodes[name]
+    history, node = running.gateway.live.view.node_history, running.gateway.fleet.nodes[name]
     now = time.time()
     for minutes in (*range(24 * 60, 180, -5), *range(120, 0, -5)):
         history.read(name, now - 60 * minutes, minutes // 5 % 3, 2, node.speed)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import base64
 import json
+from dataclasses import replace
 from itertools import count
 from typing import Any
 
@@ -28,10 +29,7 @@ from gateway.api.ollama import (
     OLLAMA_EMBEDDINGS,
     OLLAMA_GENERATE,
     PAGES,
-    OllamaChatApi,
-    OllamaEmbedApi,
-    OllamaEmbeddingsApi,
-    OllamaGenerateApi,
+    TranslatedApi,
     TranslatedRequest,
     translate_chat,
     translate_embed,
@@ -46,9 +44,9 @@ TIMINGS = {"prompt_ms": 250.0, "predicted_ms": 500.5, "predicted_n": 2, "cache_n
 USAGE = {"prompt_tokens": 5, "completion_tokens": 2, "total_tokens": 7}
 
 
-def translation(kind: Any = OllamaChatApi, **body: Any) -> Translation:
+def translation(kind: TranslatedApi = OLLAMA_CHAT, **body: Any) -> Translation:
     ticks = count()
-    api = kind(clock=lambda: float(next(ticks)), wall_clock=lambda: 1e9)
+    api = replace(kind, clock=lambda: float(next(ticks)), wall_clock=lambda: 1e9)
     asked = {"model": "m", "messages": [{"role": "user", "content": "?"}], "prompt": "?", **body}
     found: Translation = run_at_once(api.translate(json.dumps(asked).encode(), lambda _: True))
     return found
@@ -114,16 +112,16 @@ def test_a_chats_plain_response() -> None:
 
 
 def test_a_prompts_stream_by_each_of_the_apis_that_serve_it() -> None:
-    raw = translation(OllamaGenerateApi, raw=True)
+    raw = translation(OLLAMA_GENERATE, raw=True)
     assert raw.path == "/v1/completions"
     completion = event({"choices": [{"text": "a", "finish_reason": None}]})
     last = event({"choices": [{"text": "", "finish_reason": "length"}]})
-    infill = translation(OllamaGenerateApi, suffix="x")
+    infill = translation(OLLAMA_GENERATE, suffix="x")
     assert infill.path == "/infill"
     native = event({"content": "a", "stop": False})
     stop = {"content": "", "stop": True, "stop_type": "limit", "timings": TIMINGS}
     tokens = {"tokens_evaluated": 5, "tokens_predicted": 2}
-    chat = translation(OllamaGenerateApi)
+    chat = translation(OLLAMA_GENERATE)
     for rewriter, events in (
         (raw.rewriter, completion + last + end()),
         (infill.rewriter, native + event(stop | tokens)),
@@ -139,7 +137,7 @@ def test_a_prompts_stream_by_each_of_the_apis_that_serve_it() -> None:
 def test_thinking_has_a_field_of_its_own() -> None:
     [line] = lines(chatting().rewrite_events(chunk(reasoning_content="Hm.")))
     assert line["message"] == {"role": "assistant", "content": "", "thinking": "Hm."}
-    rewriter = translation(OllamaGenerateApi).rewriter
+    rewriter = translation(OLLAMA_GENERATE).rewriter
     [line] = lines(rewriter.rewrite_events(chunk(reasoning_content="Hm.")))
     assert (line["response"], line["thinking"]) == ("", "Hm.")
 
@@ -231,13 +229,13 @@ def test_an_event_that_is_none_is_refused(data: bytes) -> None:
     with pytest.raises(InvalidResponse):
         chatting().rewrite_body(data[6:])
     with pytest.raises(InvalidResponse):
-        translation(OllamaEmbedApi, input="a").rewriter.rewrite_body(data[6:])
+        translation(OLLAMA_EMBED, input="a").rewriter.rewrite_body(data[6:])
 
 
 def test_embeddings_come_in_the_order_of_their_texts() -> None:
     data = [{"index": 1, "embedding": [3.0, 4.0, 9.0]}, {"index": 0, "embedding": [1.0, 0.0, 0.0]}]
     content = json.dumps({"data": data, "usage": {"prompt_tokens": 5}}).encode()
-    found = json.loads(translation(OllamaEmbedApi, input=["a", "b"]).rewriter.rewrite_body(content))
+    found = json.loads(translation(OLLAMA_EMBED, input=["a", "b"]).rewriter.rewrite_body(content))
     assert found == {
         "model": "m",
         "embeddings": [[1.0, 0.0, 0.0], [3.0, 4.0, 9.0]],
@@ -245,9 +243,9 @@ def test_embeddings_come_in_the_order_of_their_texts() -> None:
         "load_duration": 0,
         "prompt_eval_count": 5,
     }
-    rewriter = translation(OllamaEmbedApi, input=["a", "b"], dimensions=2).rewriter
+    rewriter = translation(OLLAMA_EMBED, input=["a", "b"], dimensions=2).rewriter
     assert json.loads(rewriter.rewrite_body(content))["embeddings"] == [[1.0, 0.0], [0.6, 0.8]]
-    rewriter = translation(OllamaEmbeddingsApi).rewriter
+    rewriter = translation(OLLAMA_EMBEDDINGS).rewriter
     assert json.loads(rewriter.rewrite_body(content)) == {"embedding": [1.0, 0.0, 0.0]}
 
 
@@ -255,9 +253,9 @@ def test_large_responses_are_rewritten_in_steps_as_small_ones_are_at_once() -> N
     vectors = [[float(at), 0.5] * 500 for at in range(300)]
     data = [{"index": 299 - at, "embedding": one} for at, one in enumerate(vectors)]
     content = json.dumps({"data": data}, separators=(",", ":")).encode()
-    steps = translation(OllamaEmbedApi, input=["a"]).rewriter.rewrite_in_steps(content)
+    steps = translation(OLLAMA_EMBED, input=["a"]).rewriter.rewrite_in_steps(content)
     assert len(list(steps)) > 5
-    rewriter = translation(OllamaEmbedApi, input=["a"]).rewriter
+    rewriter = translation(OLLAMA_EMBED, input=["a"]).rewriter
     assert json.loads(rewriter.rewrite_body(content))["embeddings"] == vectors[::-1]
     likely = [{"id": 1, "token": "t", "logprob": -0.5, "top_logprobs": [{"token": "t"}]}] * 2000
     choice = {"message": {"content": "t"}, "logprobs": {"content": likely}, "finish_reason": "stop"}

@@ -11,7 +11,7 @@ from gateway.api.chat import CHAT, ChatRewriter
 from gateway.api.completions import COMPLETIONS
 from gateway.api.messages import MESSAGES
 from gateway.api.native import INFILL, NATIVE, native_body
-from gateway.api.resuming import EventRewriter, StreamRewriter, remaining_tokens
+from gateway.api.resuming import EventRewriter, remaining_tokens
 from gateway.api.transcript import Transcript
 from gateway.forward.resume import is_greedy
 from gateway.transport.errors import InvalidResponse, NodeReportedError
@@ -219,6 +219,6 @@ def test_a_response_of_complete_text_is_ended(
 def test_a_continuation_that_can_not_be_read_is_sent_to_nobody(
     data: bytes, error: type[Exception]
 ) -> None:
-    rewriter = StreamRewriter(ChatRewriter(Transcript(first_event=IDENTITY), SPLICE_POINT))
+    rewriter = ChatRewriter(Transcript(first_event=IDENTITY), SPLICE_POINT)
     with pytest.raises(error):
-        rewriter.rewrite(data)
+        rewriter.rewrite_events(data)

@@ -9,12 +9,13 @@ from __future__ import annotations
 
 import json
 import re
+from dataclasses import replace
 from typing import Any
 
 import msgspec
 
 from gateway.api.json_values import run_at_once
-from gateway.api.ollama import OllamaChatApi, OllamaEmbedApi, OllamaGenerateApi
+from gateway.api.ollama import OLLAMA_CHAT, OLLAMA_EMBED, OLLAMA_GENERATE
 from gateway.config.listeners import LimitSettings
 from gateway.config.routing import ModelRule
 from gateway.errors import GatewayError
@@ -52,10 +53,9 @@ _RULES = {
     ),
 }
 
-_OLLAMA = (
-    OllamaChatApi(clock=lambda: 1.0, wall_clock=lambda: 1e9),
-    OllamaGenerateApi(clock=lambda: 1.0, wall_clock=lambda: 1e9),
-    OllamaEmbedApi(clock=lambda: 1.0, wall_clock=lambda: 1e9),
+_OLLAMA = tuple(
+    replace(api, clock=lambda: 1.0, wall_clock=lambda: 1e9)
+    for api in (OLLAMA_CHAT, OLLAMA_GENERATE, OLLAMA_EMBED)
 )
 
 _EDITED = frozenset({
@@ -110,9 +110,9 @@ class Preparer:
     """Prepares requests by one set of rules."""
 
     def __init__(self) -> None:
-        self._rules = RequestRules(LIMITS, ModelAliases(_RULES), "demo")
-        self._catalog = ModelIndex()
-        self._catalog.set_nodes([a_node(model=["demo"])])
+        catalog = ModelIndex()
+        catalog.set_nodes([a_node(model=["demo"])])
+        self._rules = RequestRules(LIMITS, ModelAliases(_RULES, catalog), "demo")
 
     def small(self, body: bytes, route: Route) -> Request | GatewayError:
         try:
@@ -121,7 +121,6 @@ class Preparer:
                 parse_body(body),
                 Priority.NORMAL,
                 self._rules,
-                self._catalog,
             )
         except GatewayError as error:
             return error
@@ -134,7 +133,6 @@ class Preparer:
                 large.parse(),
                 Priority.NORMAL,
                 self._rules,
-                self._catalog,
             )
         except GatewayError as error:
             return error

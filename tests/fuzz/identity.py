@@ -26,6 +26,7 @@ from gateway.errors import GatewayError
 from gateway.forward.header_fields import headers_for_client, headers_for_node
 from gateway.http.request_head import HandlerConfig, parse_context, x_request_id_of
 from gateway.lease import KeyedHash
+from gateway.nodes.model_index import ModelIndex
 from gateway.terms import Headers, Priority
 from tests.fuzz.inputs import Check, Target, divide, seed
 
@@ -83,8 +84,12 @@ class Listener:
         key_ring = KeyRing()
         key_ring.configure(self.settings.keys, allow_anonymous=self.settings.allow_anonymous)
         self.limit_book = LimitBook(self.settings)
-        self.config = HandlerConfig.of(
-            self.settings, loopback=loopback, keyed_hash=KeyedHash(), key_ring=key_ring
+        self.config = HandlerConfig(
+            self.settings,
+            loopback=loopback,
+            keyed_hash=KeyedHash(),
+            key_ring=key_ring,
+            catalog=ModelIndex(),
         )
 
     def check(self, headers: Headers, peer: str | None) -> None:
@@ -92,15 +97,7 @@ class Listener:
         presented = _presented(headers)
         owners = {name for name, key in KEYS.items() if key.encode() in presented}
         try:
-            context = parse_context(
-                headers,
-                peer,
-                self.settings,
-                self.config.key_ring,
-                self.config.identity_headers,
-                self.limit_book,
-                loopback=self.loopback,
-            )
+            context = parse_context(headers, peer, self.config, self.limit_book)
         except GatewayError as error:
             assert error.status in {400, 401, 415}
             if self.settings.keys and not owners:

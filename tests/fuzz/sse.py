@@ -20,7 +20,7 @@ from gateway.api.completions import COMPLETIONS
 from gateway.api.json_values import run_at_once
 from gateway.api.messages import MESSAGES, ChatToMessage, StopReasonRepair
 from gateway.api.native import NATIVE
-from gateway.api.ollama import OllamaChatApi, OllamaGenerateApi
+from gateway.api.ollama import OLLAMA_CHAT, OLLAMA_GENERATE, TranslatedApi
 from gateway.api.responses import RESPONSES, ResponseLimits, ResponsesRepair
 from gateway.api.transcript import TranscriptRecorder
 from gateway.forward.event_pipeline import TokenIdExtractor
@@ -37,9 +37,9 @@ APIS: tuple[Api, ...] = (CHAT, COMPLETIONS, MESSAGES, RESPONSES, NATIVE)
 REWRITERS: dict[Api, tuple[Callable[[], ResponseRewriter], ...]] = {
     CHAT: (
         ChatToMessage,
-        lambda: _ollama(OllamaChatApi, b'{"model":"m","messages":[]}'),
+        lambda: _ollama(OLLAMA_CHAT, b'{"model":"m","messages":[]}'),
     ),
-    COMPLETIONS: (lambda: _ollama(OllamaGenerateApi, b'{"model":"m","prompt":"a"}'),),
+    COMPLETIONS: (lambda: _ollama(OLLAMA_GENERATE, b'{"model":"m","prompt":"a"}'),),
     MESSAGES: (lambda: StopReasonRepair(lambda: frozenset({"x"})),),
     RESPONSES: (
         lambda: ResponsesRepair(
@@ -55,8 +55,8 @@ _LONE_CR = re.compile(rb"\r(?!\n)")
 _WHOLE = re.compile(rb"\A(?:|.*\n\r?\n|(?:.*\n\r?\n)?(?::\n)+)\Z", re.DOTALL)
 
 
-def _ollama(kind: type[OllamaChatApi | OllamaGenerateApi], body: bytes) -> ResponseRewriter:
-    api = kind(clock=lambda: 1.0, wall_clock=lambda: 1e9)
+def _ollama(kind: TranslatedApi, body: bytes) -> ResponseRewriter:
+    api = replace(kind, clock=lambda: 1.0, wall_clock=lambda: 1e9)
     return run_at_once(api.translate(body, lambda _: True)).rewriter
 
 

@@ -25,6 +25,7 @@ from gateway.http.request_head import (
 )
 from gateway.http.response_head import EXPOSED_HEADERS
 from gateway.lease import KeyedHash
+from gateway.nodes.model_index import ModelIndex
 from gateway.terms import Caller, Priority
 from gateway.transport.errors import ConnectTimedOut
 from tests.emulator import EmulatedNode
@@ -74,8 +75,12 @@ NOBODY = Caller("anonymous:127.0.0.1", "anonymous", Priority.URGENT, anonymous=T
 def owner_of(
     *headers: tuple[bytes, bytes], caller: Caller, loopback: bool, what: str = "Files"
 ) -> str:
-    config = HandlerConfig.of(
-        Settings(), loopback=loopback, keyed_hash=KeyedHash(b"0" * 16), key_ring=KeyRing()
+    config = HandlerConfig(
+        Settings(),
+        loopback=loopback,
+        keyed_hash=KeyedHash(b"0" * 16),
+        key_ring=KeyRing(),
+        catalog=ModelIndex(),
     )
     return owner_by_head(list(headers), caller, config, what)
 

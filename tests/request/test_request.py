@@ -80,11 +80,11 @@ def prepared(
         ),
         received_at=100.0,
     )
-    rules = RequestRules(LimitSettings(**limits), ModelAliases(models or {}), default)
     model_index = ModelIndex()
     model_index.set_nodes([a_node(model=list(known))] if known else [])
     model_index.set_paused(paused)
-    return prepare(incoming, parse_body(data), Priority.NORMAL, rules, model_index)
+    rules = RequestRules(LimitSettings(**limits), ModelAliases(models or {}, model_index), default)
+    return prepare(incoming, parse_body(data), Priority.NORMAL, rules)
 
 
 def refused(body: Any, *args: Any, **keys: Any) -> tuple[int, str, str | None]:
@@ -379,8 +379,8 @@ async def test_a_node_never_gets_a_remote_image(tmp_path: Path) -> None:
 SERVED = ModelIndex()
 
 
-def aliases(**rules: ModelRule) -> ModelAliases:
-    return ModelAliases({name.replace("_", "-"): rule for name, rule in rules.items()})
+def aliases(catalog: ModelIndex = SERVED, /, **rules: ModelRule) -> ModelAliases:
+    return ModelAliases({name.replace("_", "-"): rule for name, rule in rules.items()}, catalog)
 
 
 def a_sender(models: frozenset[str] | None = None) -> Sender:
@@ -390,49 +390,51 @@ def a_sender(models: frozenset[str] | None = None) -> Sender:
 def test_a_chosen_model_is_kept_until_nodes_serve_other_models() -> None:
     index = ModelIndex()
     index.set_nodes([a_node(model=["a", "b"])])
-    rules = RequestRules(LimitSettings(), ModelAliases({"m": ModelRule(use=("a", "b"))}), None)
-    chosen = choose_model("m", a_sender(), rules, index)
+    rules = RequestRules(
+        LimitSettings(), ModelAliases({"m": ModelRule(use=("a", "b"))}, index), None
+    )
+    chosen = choose_model("m", a_sender(), rules)
     assert (chosen.model, chosen.names, chosen.is_served) == ("m", ("a", "b"), True)
-    assert choose_model("m", a_sender(), rules, index) is chosen
+    assert choose_model("m", a_sender(), rules) is chosen
     index.set_paused(frozenset({"a"}))
-    assert choose_model("m", a_sender(), rules, index).names == ("b",)
+    assert choose_model("m", a_sender(), rules).names == ("b",)
     index.set_paused(frozenset({"m"}))
     with pytest.raises(GatewayError, match="paused"):
-        choose_model("m", a_sender(), rules, index)
+        choose_model("m", a_sender(), rules)
     index.set_paused(frozenset())
-    assert choose_model("m", a_sender(), rules, index).names == ("a", "b")
+    assert choose_model("m", a_sender(), rules).names == ("a", "b")
     index.set_nodes([a_node(model=["c"])])
-    assert not choose_model("m", a_sender(), rules, index).is_served
+    assert not choose_model("m", a_sender(), rules).is_served
 
 
 def test_a_chosen_model_is_kept_for_equal_permissions_only() -> None:
     index = ModelIndex()
     index.set_nodes([a_node(model=["a"])])
-    rules = RequestRules(LimitSettings(), ModelAliases({}), "a")
-    chosen = choose_model(None, a_sender(frozenset({"a"})), rules, index)
-    assert choose_model("a", a_sender(frozenset({"a"})), rules, index) is chosen
+    rules = RequestRules(LimitSettings(), ModelAliases({}, index), "a")
+    chosen = choose_model(None, a_sender(frozenset({"a"})), rules)
+    assert choose_model("a", a_sender(frozenset({"a"})), rules) is chosen
     with pytest.raises(GatewayError) as raised:
-        choose_model("a", a_sender(frozenset({"b"})), rules, index)
+        choose_model("a", a_sender(frozenset({"b"})), rules)
     assert raised.value.code == "model_not_allowed"
 
 
 def test_names_that_no_node_serves_are_not_kept() -> None:
     index = ModelIndex()
     index.set_nodes([a_node(model=["a"])])
-    aliases = ModelAliases({})
+    aliases = ModelAliases({}, index)
     rules = RequestRules(LimitSettings(), aliases, None)
     for number in range(100):
-        assert not choose_model(f"x{number}", a_sender(), rules, index).is_served
+        assert not choose_model(f"x{number}", a_sender(), rules).is_served
     assert not aliases._choices
 
 
 def test_no_more_than_some_choices_are_kept() -> None:
     index = ModelIndex()
     index.set_nodes([a_node(model=[f"m{number}" for number in range(MOST_CHOICES + 1)])])
-    aliases = ModelAliases({})
+    aliases = ModelAliases({}, index)
     rules = RequestRules(LimitSettings(), aliases, None)
     for number in range(MOST_CHOICES + 1):
-        choose_model(f"m{number}", a_sender(), rules, index)
+        choose_model(f"m{number}", a_sender(), rules)
         assert 0 < len(aliases._choices) <= MOST_CHOICES
 
 
@@ -454,18 +456,18 @@ X, SELF, VIA = ModelRule(set={"x": 2}), ModelRule(use=("a", "b")), ModelRule(use
 def test_a_name_resolves_to_the_models_it_uses_with_the_rules_on_the_way(
     rules: dict[str, ModelRule], models: list[tuple[str, tuple[ModelRule, ...]]]
 ) -> None:
-    found = aliases(**rules).resolve("a", SERVED)
+    found = aliases(**rules).resolve("a")
     assert found == tuple(ResolvedModel(name, applied) for name, applied in models)
 
 
 def test_the_models_of_an_alias_are_bounded() -> None:
     wide = ModelRule(use=tuple(f"m{i}" for i in range(100)))
-    assert len(aliases(wide=wide).resolve("wide", SERVED)) == MOST_TARGETS
+    assert len(aliases(wide=wide).resolve("wide")) == MOST_TARGETS
 
 
 def test_an_alias_is_resolved_once() -> None:
     some = aliases(gpt=ModelRule(use=("mistral",)))
-    assert some.resolve("gpt", SERVED) is some.resolve("gpt", SERVED)
+    assert some.resolve("gpt") is some.resolve("gpt")
 
 
 def test_the_rules_of_a_model_hold_for_the_further_names_that_its_servers_give_it() -> None:
@@ -473,17 +475,17 @@ def test_the_rules_of_a_model_hold_for_the_further_names_that_its_servers_give_i
     node.properties.models, node.properties.aliases = ("m",), {"nick": "m", "free": "m"}
     served.set_nodes([node])
     capped, own = ModelRule(max_tokens=4), ModelRule(set={"x": 1})
-    some = aliases(m=capped, free=own, gpt=ModelRule(use=("nick",)))
-    assert some.resolve("nick", served) == (ResolvedModel("nick", (capped,)),)
-    assert some.resolve("free", served) == (ResolvedModel("free", (own,)),)
-    assert some.resolve("gpt", served)[0].rules[1:] == (capped,)
-    assert aliases(m=ModelRule(use=("other",))).resolve("nick", served)[0].name == "other"
+    some = aliases(served, m=capped, free=own, gpt=ModelRule(use=("nick",)))
+    assert some.resolve("nick") == (ResolvedModel("nick", (capped,)),)
+    assert some.resolve("free") == (ResolvedModel("free", (own,)),)
+    assert some.resolve("gpt")[0].rules[1:] == (capped,)
+    assert aliases(served, m=ModelRule(use=("other",))).resolve("nick")[0].name == "other"
     back = ModelRule(use=("nick",))
-    assert aliases(m=back).resolve("nick", served) == (ResolvedModel("nick", (back,)),)
-    assert aliases(m=back).resolve("m", served) == (ResolvedModel("nick", (back,)),)
+    assert aliases(served, m=back).resolve("nick") == (ResolvedModel("nick", (back,)),)
+    assert aliases(served, m=back).resolve("m") == (ResolvedModel("nick", (back,)),)
     node.properties.aliases = {}
     served.models_changed()
-    assert some.resolve("nick", served) == (ResolvedModel("nick"),)
+    assert some.resolve("nick") == (ResolvedModel("nick"),)
 
 
 def raw(value: Any, **layout: Any) -> msgspec.Raw:
@@ -559,9 +561,9 @@ def read(path: str, body: bytes, *, patient: bool = False) -> Request:
     incoming = IncomingRequest("a", "b", ROUTES[path], body, sender, 0.0)
     index = ModelIndex()
     index.set_nodes([a_node(model=["demo"])])
-    rules = RequestRules(LimitSettings(), ModelAliases({}), None)
+    rules = RequestRules(LimitSettings(), ModelAliases({}, index), None)
     record = RequestRecord("b", path)
-    return read_request(incoming, record, rules, index, lambda _: Priority.BATCH)
+    return read_request(incoming, record, rules, lambda _: Priority.BATCH)
 
 
 def test_nodes_get_no_byte_order_mark() -> None:

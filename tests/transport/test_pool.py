@@ -38,7 +38,6 @@ from tests.transport.raw import (
     RawServer,
     always,
     nobody_listens,
-    once,
     raw_server,
 )
 
@@ -308,15 +307,9 @@ async def test_a_head_that_does_not_come_in_time_closes_the_connection() -> None
 
     async with raw_server(script) as server:
         with pytest.raises(TimeoutError):
-            await exchanged(pool_of(server), head_timeout=0.05)
+            async with asyncio.timeout(0.05):
+                await exchanged(pool_of(server))
         await server.until(lambda: server.open == 0)
-
-
-async def test_the_head_of_a_response_without_a_body_ends_the_exchange() -> None:
-    async with raw_server(once(OK[:-2])) as server:
-        connection = await exchanged(pool_of(server), bodyless=True)
-        assert (connection.status, connection.complete) == (200, True)
-        connection.close()
 
 
 # Connecting.

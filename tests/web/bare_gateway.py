@@ -15,7 +15,12 @@ import httpx
 from starlette.types import ASGIApp
 
 from gateway.admin.app import admin_app, caller_page
-from gateway.admin.configuration import ClusterMember, ConfigFiles, ReloadResult
+from gateway.admin.configuration import (
+    CertificateRenewal,
+    ClusterMember,
+    ConfigFiles,
+    ReloadResult,
+)
 from gateway.admin.live import live_feed
 from gateway.admin.nodes import DrainDeadlines
 from gateway.admin.status import MetricsSource
@@ -33,7 +38,6 @@ from gateway.events import EventBus, RequestRecord
 from gateway.forward.context import ForwardContext
 from gateway.forward.forwarder import Forwarder
 from gateway.forward.in_flight import InFlightRegistry, TimeoutMonitor
-from gateway.http.certificates import ListenerCertificates
 from gateway.http.listener import Listener, bind_socket
 from gateway.http.protocol import protocol_class
 from gateway.http.request_head import HandlerConfig
@@ -80,12 +84,12 @@ class BareGateway:
     clock: Callable[[], float] = now
     started_at: float = field(default_factory=now)
     version: str = "1.2.3"
-    inventory_error: str | None = None
-    settings_error: str | None = None
     config_files: ConfigFiles = field(default_factory=lambda: ConfigFiles({}, {}, lambda *_: ()))
-    keys_lost: str | None = None
     storage: StorageCondition = field(default_factory=StorageCondition)
-    certificates: ListenerCertificates = field(default_factory=lambda: ListenerCertificates({}))
+    fleet: Fleet = field(init=False)
+    audit: AuditTrail = field(default_factory=lambda: AuditTrail(now))
+    certificates: CertificateRenewal = field(init=False)
+    standings: Standings = field(init=False)
     model_placer: ModelPlacer = field(init=False)
     store: Store | None = None
     ledger: Ledger | None = None
@@ -96,21 +100,12 @@ class BareGateway:
     ended: list[RequestRecord] = field(default_factory=list)
 
     def __post_init__(self) -> None:
+        self.fleet = self.running.fleet
+        self.certificates = CertificateRenewal(self.settings, self.fleet, self.audit)
+        self.standings = Standings(self.key_sync, self.handler.meter.book, None)
         self.model_placer = ModelPlacer(
             self.fleet, self.scheduler, self.settings, self.bus, self.clock
         )
-
-    @property
-    def standings(self) -> Standings:
-        return Standings(self.key_sync, self.handler.meter.book, None)
-
-    @property
-    def fleet(self) -> Fleet:
-        return self.running.fleet
-
-    @property
-    def closing(self) -> bool:
-        return self.handler.closing
 
     def __getitem__(self, name: str) -> Node:
         return self.fleet.nodes[name]
@@ -163,10 +158,15 @@ async def bare_gateway(
         key_sync = KeySync(None, key_ring, None)
         key_sync.configure(chosen.keys, allow_anonymous=chosen.allow_anonymous)
         handler = RequestHandler(
-            HandlerConfig.of(chosen, loopback=loopback, keyed_hash=KeyedHash(), key_ring=key_ring),
+            HandlerConfig(
+                chosen,
+                loopback=loopback,
+                keyed_hash=KeyedHash(),
+                key_ring=key_ring,
+                catalog=running.fleet.model_index,
+            ),
             forwarder=forwarder,
             queue=scheduler,
-            catalog=running.fleet.model_index,
             registry=registry,
             bus=bus,
             clock=clock,
@@ -190,29 +190,14 @@ async def bare_gateway(
             admin=client(None, ADMIN),  # The admin application needs this object.
         )
         bus.subscribe(RequestRecord, gateway.ended.append)
-        metrics = Metrics(
-            bus,
-            MetricsSource(
-                running.fleet,
-                scheduler,
-                registry,
-                lambda: gateway.inventory_error,
-                context.retries_left,
-            ),
-        )
-        audit = AuditTrail(now)
-        live = live_feed(gateway, running.fleet, scheduler, registry, bus, audit, drain_deadlines)
+        metrics = Metrics(bus, MetricsSource(gateway, context.retries_left))
+        live = live_feed(gateway, drain_deadlines)
         app = admin_app(
-            fleet=running.fleet,
-            scheduler=scheduler,
-            registry=registry,
+            gateway,
             metrics=metrics,
             drain_deadlines=drain_deadlines,
-            gateway=gateway,
             host=admin_host,
-            audit=audit,
             live=live,
-            handler=handler,
             reporter=reporter,
             ended=None,
             document=functools.partial(openapi_json, chosen),

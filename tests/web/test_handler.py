@@ -13,7 +13,6 @@ import httpx
 import pytest
 
 from gateway.callers.keys import ApiKey, new_key
-from gateway.forward.in_flight import SupersedingMap
 from gateway.nodes.node import NodeState
 from tests.emulator import EmulatedNode
 from tests.emulator.raw_connection import RawConnection, raw_connection
@@ -295,24 +294,6 @@ async def test_a_finished_request_is_not_superseded(tmp_path: Path) -> None:
             async with raw_connection(gate.url) as wire:
                 await wire.send(asks("/infill", {**INFILL, "n_predict": 1}, "editor", stream=False))
                 assert (await answer(wire)).status == 200
-
-
-# The map of the newest requests.
-
-
-def test_the_newest_item_of_a_session_is_known_until_it_is_discarded() -> None:
-    latest = SupersedingMap[object]()
-    first, second, third, other = object(), object(), object(), object()
-    assert latest.replace("a", first) is None
-    assert latest.replace("b", other) is None
-    assert latest.replace("a", second) is first
-    latest.discard("a", first)
-    assert latest.replace("a", third) is second, "a replaced item is discarded alone"
-    latest.discard("a", third)
-    assert latest.replace("a", first) is None
-    latest.discard("a", first)
-    latest.discard("b", other)
-    assert len(latest) == 0
 
 
 DEAD = "http://127.0.0.1:9"
