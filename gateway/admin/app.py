@@ -31,9 +31,6 @@ from gateway.callers.ended import EndedFinder
 from gateway.callers.keys import AdminKeys, AdminRole, without_secret
 from gateway.callers.reports import Reporter
 from gateway.errors import GatewayError
-from gateway.forward.in_flight import InFlightRegistry
-from gateway.nodes.fleet import Fleet
-from gateway.schedule.scheduler import Scheduler
 from gateway.watch.audit import AuditTrail
 from gateway.watch.metrics import CONTENT_TYPE, Metrics
 from gateway.web.asgi import Endpoint, HealthEndpoints, asgi_app, routes_by_path
@@ -225,14 +222,10 @@ class PlainPages:
 
 
 def admin_app(
+    gateway: GatewayControl,
     *,
-    fleet: Fleet,
-    scheduler: Scheduler,
-    registry: InFlightRegistry,
     metrics: Metrics,
     drain_deadlines: DrainDeadlines,
-    gateway: GatewayControl,
-    audit: AuditTrail,
     reporter: Reporter | None,
     ended: EndedFinder | None,
     document: Callable[[str | None], bytes],
@@ -251,9 +244,10 @@ def admin_app(
     is safe, `gateway.callers.callers.admin_listener_problem` decides before the listener opens.
     `relayed` makes of the application, behind the guard, what another gateway serves a part of.
     """
+    fleet, scheduler, audit = gateway.fleet, gateway.scheduler, gateway.audit
+    registry, name_of = gateway.registry, gateway.key_sync.key_ring.name_of
     health = HealthEndpoints(fleet, scheduler, lambda: gateway.closing, standing_error)
     access = batch_access(handler, kept)
-    name_of = gateway.key_sync.key_ring.name_of
     endpoints = AdminEndpoints(
         dashboard=DashboardPages(StaticPage(PAGE, load_files(STATIC_FOLDER)), INDEX_PAGE),
         live=live,

@@ -31,14 +31,17 @@ from gateway.config.versions import (
     difference,
     find_version,
 )
+from gateway.edges.supervisor import Edges
 from gateway.errors import GatewayError
-from gateway.events import EdgeLost, InventoryChanged, SettingsChanged
+from gateway.events import EventBus, InventoryChanged, SettingsChanged
+from gateway.forward.in_flight import InFlightRegistry
 from gateway.http.certificates import ListenerCertificates, ServerCertificate, changed_files
 from gateway.nodes.fleet import Fleet
 from gateway.schedule.model_placer import ModelPlacer
+from gateway.schedule.scheduler import Scheduler
 from gateway.store.store import Store
 from gateway.watch.audit import AuditTrail
-from gateway.watch.metrics import ClusterSample, EdgesSample
+from gateway.watch.metrics import ClusterSample
 from gateway.watch.problems import StorageCondition
 from gateway.web.asgi import JsonResponse, large_json, read_fields
 
@@ -62,16 +65,8 @@ class ConfigFiles:
     """What would keep the gateway from starting with this text. It waits for the disk."""
     in_force: dict[FileKind, str] = field(default_factory=dict)
     """The texts; a file that was never read has none."""
-
-
-class EdgeProcesses(Protocol):
-    """The processes that relay for the gateway."""
-
-    def sample(self) -> EdgesSample:
-        """What is known of them now."""
-
-    def lost(self, seconds: float) -> list[EdgeLost]:
-        """Those that have died in so many last seconds, the latest last."""
+    errors: dict[FileKind, str] = field(default_factory=dict)
+    """The problems of a file on disk, while an older text is in force."""
 
 
 class ClusterMember(Protocol):
@@ -84,53 +79,30 @@ class ClusterMember(Protocol):
 class GatewayControl(Protocol):
     """The running gateway."""
 
-    @property
-    def settings(self) -> Settings:
-        """The settings in force."""
+    version: str
+    settings: Settings  # those in force
+    config_files: ConfigFiles
+    clock: Callable[[], float]  # monotonic seconds
+    started_at: float  # by `clock`
+    bus: EventBus
+    fleet: Fleet
+    scheduler: Scheduler
+    registry: InFlightRegistry
+    model_placer: ModelPlacer
+    edges: Edges | None  # None: this process serves all clients itself
+    store: Store | None  # None: the settings have switched it off
+    ledger: Ledger | None  # None: there is no store
+    key_sync: KeySync
+    standings: Standings
+    audit: AuditTrail
 
     @property
-    def clock(self) -> Callable[[], float]:
-        """Monotonic seconds."""
-
-    @property
-    def started_at(self) -> float:
-        """When the gateway started, by `clock`."""
-
-    @property
-    def version(self) -> str:
-        """The gateway's version."""
-
-    @property
-    def inventory_error(self) -> str | None:
-        """The problems of the inventory on disk, while an older one is in force."""
-
-    @property
-    def config_files(self) -> ConfigFiles:
-        """The two files, and their earlier texts."""
-
-    @property
-    def store(self) -> Store | None:
-        """The store; None: the settings have switched it off."""
-
-    @property
-    def ledger(self) -> Ledger | None:
-        """The ledger of requests; None: there is no store."""
-
-    @property
-    def settings_error(self) -> str | None:
-        """The problems of the settings on disk, while older ones are in force."""
+    def closing(self) -> bool:
+        """Whether the gateway is shutting down."""
 
     @property
     def certificates(self) -> CertificateRenewal | ListenerCertificates:
         """The certificates of the listeners."""
-
-    @property
-    def model_placer(self) -> ModelPlacer:
-        """Has routers load and unload models."""
-
-    @property
-    def edges(self) -> EdgeProcesses | None:
-        """The processes that relay for this one; None: it does all by itself."""
 
     @property
     def cluster(self) -> ClusterMember | None:
@@ -141,28 +113,12 @@ class GatewayControl(Protocol):
         """The quotas that are nearly, or quite, used up."""
 
     @property
-    def standings(self) -> Standings:
-        """How far limits are used."""
-
-    @property
     def undefined_groups(self) -> Mapping[str, int]:
         """How many keys are of each group that nobody has defined."""
 
     @property
     def storage(self) -> StorageCondition:
         """Whether files and results of callers can be kept."""
-
-    @property
-    def key_sync(self) -> KeySync:
-        """Keeps the API keys in force equal to those of settings and store."""
-
-    @property
-    def keys_lost(self) -> str | None:
-        """Why the public listener refuses every request; None: it does not."""
-
-    @property
-    def closing(self) -> bool:
-        """Whether the gateway is shutting down."""
 
     async def reload(self) -> ReloadResult:
         """Reload the inventory and the settings.
@@ -188,8 +144,8 @@ class ConfigEndpoints:
 
     async def origins(self, _: Request) -> Response:
         """Each value in force: the default, or the line, the variable or the option it is from."""
-        gateway, files = self.gateway, self.gateway.config_files
-        settings, text = gateway.settings, files.in_force.get("gateway")
+        settings, files = self.gateway.settings, self.gateway.config_files
+        text = files.in_force.get("gateway")
         history = files.histories.get("gateway")
 
         def make() -> dict[str, Any]:
@@ -198,8 +154,8 @@ class ConfigEndpoints:
                 "file": None if history is None else str(history.file),
                 "values": [row._asdict() for row in rows],
                 "complete": len(rows) < MOST_ROWS,
-                "settings_error": gateway.settings_error,
-                "inventory_error": gateway.inventory_error,
+                "settings_error": files.errors.get("gateway"),
+                "inventory_error": files.errors.get("nodes"),
             }
 
         return await large_json(make)

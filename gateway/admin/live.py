@@ -35,7 +35,6 @@ from gateway.admin.status import (
 )
 from gateway.callers.keys import AdminIdentity, AdminRole
 from gateway.errors import GatewayError
-from gateway.events import EventBus
 from gateway.forward.in_flight import InFlightRegistry, InFlightRequest
 from gateway.nodes.fleet import Fleet
 from gateway.nodes.node import LeasePhase, Node, NodeState
@@ -326,9 +325,9 @@ class LiveView:
             quotas=gateway.quotas,
             undefined_groups=gateway.undefined_groups,
             spill=self._spill(),
-            inventory_error=gateway.inventory_error,
-            settings_error=gateway.settings_error,
-            keys_lost=gateway.keys_lost,
+            inventory_error=gateway.config_files.errors.get("nodes"),
+            settings_error=gateway.config_files.errors.get("gateway"),
+            keys_lost=gateway.key_sync.key_ring.lost,
             certificate_error=gateway.certificates.error,
             certificates={
                 key: days_until(expires) for key, expires in gateway.certificates.expiry.items()
@@ -337,7 +336,7 @@ class LiveView:
             ledger=ledger_json(gateway.ledger),
             audit_lost=self.audit.lost,
             storage=gateway.storage,
-            lost_edges=[] if edges is None else edges.lost(LOST_EDGE_SECONDS),
+            lost_edges=[] if edges is None else edges.brain.lost_edges(LOST_EDGE_SECONDS),
             cluster=None if gateway.cluster is None else gateway.cluster.sample(),
         )
 
@@ -666,21 +665,17 @@ class LiveFeed:
         return frame
 
 
-def live_feed(
-    gateway: GatewayControl,
-    fleet: Fleet,
-    scheduler: Scheduler,
-    registry: InFlightRegistry,
-    bus: EventBus,
-    audit: AuditTrail,
-    drain_deadlines: DrainDeadlines,
-) -> LiveFeed:
+def live_feed(gateway: GatewayControl, drain_deadlines: DrainDeadlines) -> LiveFeed:
     """The feed of a gateway, with a history of its own."""
-    history = FleetHistory(bus, GpuCosts(fleet, gateway.clock).of, clock=gateway.clock)
+    fleet, scheduler, clock = gateway.fleet, gateway.scheduler, gateway.clock
+    history = FleetHistory(gateway.bus, GpuCosts(fleet, clock).of, clock=clock)
     health = HealthEndpoints(fleet, scheduler, lambda: gateway.closing)
     return LiveFeed(
-        LiveView(fleet, scheduler, registry, gateway, health, history, audit, drain_deadlines)
-    )
+        LiveView(
+            fleet, scheduler, gateway.registry, gateway, health, history, gateway.audit,
+            drain_deadlines,
+        )
+    )  # fmt: skip
 
 
 class Frame:

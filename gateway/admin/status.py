@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from datetime import UTC, datetime, timedelta
 from typing import Annotated, Any, Protocol
@@ -13,11 +13,12 @@ import msgspec
 from starlette.requests import Request
 from starlette.responses import Response
 
-from gateway.admin.configuration import ClusterMember, EdgeProcesses, GatewayControl
+from gateway.admin.configuration import ClusterMember, GatewayControl
 from gateway.admin.nodes import differences_json
 from gateway.callers.ledger import Ledger
 from gateway.callers.limits import UsedQuota
 from gateway.callers.windows import time_text
+from gateway.edges.supervisor import Edges
 from gateway.errors import CLIENT_CLOSED_STATUS
 from gateway.forward.in_flight import InFlightRegistry
 from gateway.nodes.fleet import Fleet
@@ -85,9 +86,9 @@ class StatusEndpoints:
                 slots_busy=busy,
                 models_paused=sorted(self.fleet.model_index.paused_by_name),
                 model_differences=differences_json(self.fleet.differences()),
-                inventory_error=gateway.inventory_error,
-                settings_error=gateway.settings_error,
-                keys_lost=gateway.keys_lost,
+                inventory_error=gateway.config_files.errors.get("nodes"),
+                settings_error=gateway.config_files.errors.get("gateway"),
+                keys_lost=gateway.key_sync.key_ring.lost,
                 keys_unsaved=gateway.key_sync.unsaved,
                 certificate_error=gateway.certificates.error,
                 certificates={
@@ -194,7 +195,7 @@ def ledger_json(ledger: Ledger | None) -> dict[str, Any] | None:
     }
 
 
-def edges_json(edges: EdgeProcesses | None) -> list[dict[str, Any]] | None:
+def edges_json(edges: Edges | None) -> list[dict[str, Any]] | None:
     """The processes that relay; None: there are none."""
     return None if edges is None else [edge_json(one) for one in edges.sample().running]
 
@@ -302,29 +303,17 @@ class BackgroundSource(Protocol):
 class MetricsSource:
     """Reads the state of the gateway for `Metrics`, at each scrape."""
 
-    fleet: Fleet
-    scheduler: Scheduler
-    registry: InFlightRegistry
-    inventory_error: Callable[[], str | None]
+    gateway: GatewayControl
     retries_left: Callable[[], int]
-    certificate_expiry: Callable[[], Mapping[str, float]] = dict
-    """When the certificate of each listener with TLS expires, in seconds since 1970."""
-    store: Store | None = None
-    ledger: Ledger | None = None
     background: BackgroundSource | None = None
     tracing: RequestTracing | None = None
-    edges: Callable[[], EdgeProcesses | None] = lambda: None
-    cluster: Callable[[], ClusterMember | None] = lambda: None
-    name_of: Callable[[str], str | None] = lambda _: None
-    """The name of the key with this id, if metrics are to have it."""
-    quotas: Callable[[], Sequence[UsedQuota]] = tuple
 
     def __call__(self) -> MetricsSnapshot:
         """The state now."""
-        background, accuracy = self.background, self.scheduler.accuracy
-        ledger, traces = self.ledger, None
-        store = None if self.store is None else self.store.status()
-        edges, cluster = self.edges(), self.cluster()
+        gateway, background = self.gateway, self.background
+        fleet, scheduler, accuracy = gateway.fleet, gateway.scheduler, gateway.scheduler.accuracy
+        ledger, traces, edges, cluster = gateway.ledger, None, gateway.edges, gateway.cluster
+        store = None if gateway.store is None else gateway.store.status()
         if self.tracing is not None and self.tracing.active:
             counts = self.tracing.counts
             dropped = {"queue_full": counts.not_queued, "not_taken": counts.not_sent}
@@ -339,19 +328,19 @@ class MetricsSource:
             },
             cached_expected=accuracy.cached_expected,
             cached_found=accuracy.cached_found,
-            nodes=(_node_sample(node, self.fleet) for node in list(self.fleet.nodes.values())),
-            queue=self.scheduler.depths(),
-            oldest=self.scheduler.waiters.longest_waits(self.scheduler.clock()),
-            queue_places=self.scheduler.settings.queue.max,
-            spill_money_left=self.scheduler.tier_policy.money_left(self.scheduler.clock()),
-            in_flight=len(self.registry),
-            paused_models=sorted(self.fleet.model_index.paused_by_name),
-            name_of=self.name_of,
-            quotas={quota_labels(one): round(one.share, 4) for one in self.quotas()},
-            inventory_error=self.inventory_error() is not None,
+            nodes=(_node_sample(node, fleet) for node in list(fleet.nodes.values())),
+            queue=scheduler.depths(),
+            oldest=scheduler.waiters.longest_waits(scheduler.clock()),
+            queue_places=scheduler.settings.queue.max,
+            spill_money_left=scheduler.tier_policy.money_left(scheduler.clock()),
+            in_flight=len(gateway.registry),
+            paused_models=sorted(fleet.model_index.paused_by_name),
+            name_of=self._name_of,
+            quotas={quota_labels(one): round(one.share, 4) for one in gateway.quotas},
+            inventory_error="nodes" in gateway.config_files.errors,
             retry_budget=self.retries_left(),
             certificate_days_left={
-                key: days_until(expires) for key, expires in self.certificate_expiry().items()
+                key: days_until(expires) for key, expires in gateway.certificates.expiry.items()
             },
             store=None if store is None else StoreSample(up=store.up, waiting=store.waiting),
             ledger=None
@@ -363,3 +352,8 @@ class MetricsSource:
             edges=None if edges is None else edges.sample(),
             cluster=None if cluster is None else cluster.sample(),
         )
+
+    def _name_of(self, key_id: str) -> str | None:
+        """The name of a key, if metrics are to have it."""
+        has_names = self.gateway.settings.telemetry.key_names
+        return self.gateway.key_sync.key_ring.name_of(key_id) if has_names else None

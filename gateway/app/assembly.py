@@ -10,7 +10,7 @@ import socket
 import subprocess
 import time
 from asyncio.subprocess import Process
-from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -50,11 +50,8 @@ from gateway.app.learnt import LearntMemory
 from gateway.app.metering import Metering
 from gateway.app.startup import Options, StartError, check_extras, reread_admin_key
 from gateway.callers.callers import is_loopback
-from gateway.callers.key_sync import KeySync
-from gateway.callers.keys import AdminKeys, KeyRing
-from gateway.callers.ledger import Ledger
+from gateway.callers.keys import AdminKeys
 from gateway.callers.limits import UsedQuota
-from gateway.callers.standings import Standings
 from gateway.callers.stored_keys import group_warnings
 from gateway.config.errors import ConfigError, Problem
 from gateway.config.inventory import Inventory, load_inventory
@@ -85,7 +82,6 @@ from gateway.schedule.lease_service import LocalLeaseService
 from gateway.schedule.model_placer import ModelPlacer
 from gateway.schedule.scheduler import Scheduler
 from gateway.store.failures import StoreError
-from gateway.store.store import Store
 from gateway.system import SystemdNotifier, connection_limits, raise_open_file_limit
 from gateway.transport.connection import TurnLimit
 from gateway.transport.pool import open_node_pool
@@ -93,20 +89,12 @@ from gateway.transport.resolver import Resolver
 from gateway.watch.audit import AuditTrail
 from gateway.watch.event_log import log_events
 from gateway.watch.logs import Logs
-from gateway.watch.metrics import Metrics, MetricsSnapshot
+from gateway.watch.metrics import Metrics
 from gateway.watch.problems import StorageCondition
 from gateway.watch.request_tracing import RequestTracing
 from gateway.web.handler import PROGRESS_SECONDS, RequestHandler
 from gateway.web.site import public_app, with_cors
 
-# Most seconds to wait for the first probes before the gateway reports that it is ready.
-FIRST_PROBES_SECONDS = 10.0
-# Most seconds to wait for the store before the gateway serves without it, or ends.
-STORE_SECONDS = 5.0
-# Most seconds for what is read from the store before this process takes over from another one.
-TAKEOVER_SECONDS = 1.0
-# Seconds for clients to read the error of their request, once the grace is over.
-FINAL_RESPONSE_SECONDS = 5.0
 NO_EDGE = (
     "no edge has begun to serve: their own errors say why; without `listen.edges` (--edges) this "
     "process serves by itself"
@@ -116,16 +104,16 @@ log = structlog.get_logger()
 
 @dataclass(frozen=True, slots=True)
 class Timings:
-    """Durations that are no settings, in seconds; each constant says what it is."""
+    """Durations that are no settings, in seconds; most of each, unless it says otherwise."""
 
-    first_probes: float = FIRST_PROBES_SECONDS
-    final_response: float = FINAL_RESPONSE_SECONDS
+    first_probes: float = 10.0  # until the gateway reports that it is ready, probed or not
+    store: float = 5.0  # to wait for the store before the gateway serves without it, or ends
+    takeover: float = 1.0  # for what is read before this process takes over from another one
+    final_response: float = 5.0  # for clients to read their error, once the grace is over
     successor_ready: float = READY_TIMEOUT
     linger: float = LINGER_SECONDS
-    progress: float = PROGRESS_SECONDS
-    store: float = STORE_SECONDS
+    progress: float = PROGRESS_SECONDS  # between two reports
     edges: float = MOST_START_SECONDS
-    takeover: float = TAKEOVER_SECONDS
 
 
 DEFAULT_TIMINGS = Timings()
@@ -156,19 +144,15 @@ class Gateway:
         timings: Timings = DEFAULT_TIMINGS,
         resolver: Resolver | None = None,
     ) -> None:
-        self.options = options
-        self.timings = timings
+        self.options, self.settings, self.timings = options, settings, timings
         self._inherited = inherited or InheritedState()
-        self.settings = settings
-        self.clock = clock
-        self.started_at = self.clock()
+        self.clock, self.started_at = clock, clock()
         self.stopping, self._stop_requested = asyncio.Event(), asyncio.Event()
         self._stop_at_once = asyncio.Event()
         self._successor: subprocess.Popen[bytes] | None = None
         """The process that has taken over the sockets."""
         self._tasks, self._duties = OwnTasks(), OwnTasks()
-        self._handing_over = asyncio.Lock()
-        self._notifier = SystemdNotifier()
+        self._handing_over, self._notifier = asyncio.Lock(), SystemdNotifier()
         rng = rng or random.Random()
         self._keyed_hash = KeyedHash(self._inherited.hash_key)
         self.bus = EventBus(call_later)
@@ -211,8 +195,9 @@ class Gateway:
             keyed_hash=self._keyed_hash,
         )
         self.forwarder = Forwarder(self.proxy_context)
-        self._loopback = is_loopback(settings.listen.host)
-        self._edge_count = startup.count_edges(settings)
+        self._loopback, self._edge_count = (
+            is_loopback(settings.listen.host), startup.count_edges(settings)
+        )  # fmt: skip
         self.metering = Metering(
             options,
             settings,
@@ -224,6 +209,9 @@ class Gateway:
             clock=self.clock,
             on_groups=self._put_groups_in_force,
         )
+        self.store, self.ledger = self.metering.store, self.metering.ledger
+        self.key_sync, self.key_ring = self.metering.key_sync, self.metering.key_ring
+        self.standings = self.metering.standings
         self.bus.subscribe(InventoryChanged, lambda _: self._warn_of_empty_pools())
         config = self._handler_config(settings)
         self.background = BackgroundWork(
@@ -256,24 +244,18 @@ class Gateway:
             storing=self.background.storing(self.fleet.model_index, self.scheduler),
             tracing=self.tracing,
         )
-        snapshot = MetricsSource(
-            self.fleet, self.scheduler, self.registry, lambda: self.inventory_error,
-            self.proxy_context.retries_left, lambda: self.certificates.expiry,
-            self.store, self.ledger, self.background, self.tracing, lambda: self.edges,
-            lambda: self.cluster, self._told_name, lambda: self.quotas,
-        )  # fmt: skip
-        self.telemetry = Telemetry(
-            settings, self.bus, logs, snapshot, self.tracing, self.key_ring.name_of
+        self.metrics = Metrics(
+            self.bus,
+            MetricsSource(self, self.proxy_context.retries_left, self.background, self.tracing),
         )
-        self.metrics = self.telemetry.metrics
+        event_log = log_events(self.bus, logs, name_of=self.key_ring.name_of)
+        self._logs, self._event_log = logs, event_log
+        self._configure_events()
         self.drain_deadlines = DrainDeadlines(self.registry)
         self.audit = AuditTrail(time.time, self.store, member=self.member or "")
         self.admin_keys = AdminKeys(had_keys=self._inherited.had_admin_keys)
         self.certificates = load_certificates(settings, self.fleet, self.audit)
-        self.live = live_feed(
-            self, self.fleet, self.scheduler, self.registry, self.bus, self.audit,
-            self.drain_deadlines,
-        )  # fmt: skip
+        self.live = live_feed(self, self.drain_deadlines)
         self.learnt = LearntMemory.of_gateway(
             self.fleet,
             self.scheduler,
@@ -297,6 +279,7 @@ class Gateway:
             audit=self.audit,
             certificates=self.certificates,
         )
+        self.config_files = self._files.files
         self._routes: dict[bytes, Route] = {}
         """What clients may ask of nodes; shared with the public listener's connections."""
         self._created = int(time.time())  # the `created` of every model, which no reload changes
@@ -315,68 +298,19 @@ class Gateway:
         return self.handler.closing
 
     @property
-    def store(self) -> Store | None:
-        """The store; None: the settings have switched it off."""
-        return self.metering.store
-
-    @property
-    def ledger(self) -> Ledger | None:
-        """The ledger of requests; None: there is no store."""
-        return self.metering.ledger
-
-    @property
-    def key_ring(self) -> KeyRing:
-        """The API keys in force."""
-        return self.metering.key_ring
-
-    @property
-    def key_sync(self) -> KeySync:
-        """Keeps the API keys in force equal to those of settings and store."""
-        return self.metering.key_sync
-
-    @property
-    def keys_lost(self) -> str | None:
-        """Why every request is refused, with the remedy; None: they are not."""
-        return self.key_ring.lost
-
-    @property
     def quotas(self) -> Sequence[UsedQuota]:
         """The quotas that are nearly, or quite, used up."""
         return self.background.quotas.used
-
-    @property
-    def standings(self) -> Standings:
-        """How far limits are used."""
-        return self.metering.standings
 
     @property
     def undefined_groups(self) -> Mapping[str, int]:
         """How many keys are of each group that nobody has defined."""
         return self.metering.undefined_groups()
 
-    def _told_name(self, key_id: str) -> str | None:
-        """The name of a key, if metrics are to have it."""
-        return self.key_ring.name_of(key_id) if self.settings.telemetry.key_names else None
-
     @property
     def storage(self) -> StorageCondition:
         """Whether files and results of callers can be kept."""
         return self.background.storage()
-
-    @property
-    def inventory_error(self) -> str | None:
-        """The problems of the inventory on disk, while an older one is in force."""
-        return self._files.inventory_error
-
-    @property
-    def settings_error(self) -> str | None:
-        """The problems of the settings on disk, while older ones are in force."""
-        return self._files.settings_error
-
-    @property
-    def config_files(self) -> ConfigFiles:
-        """The two files, and their earlier texts."""
-        return self._files.files
 
     # Start, shutdown and handover.
 
@@ -391,8 +325,6 @@ class Gateway:
             self.public_listener, self.admin_listener = self._make_listeners(open_files)
             self._cluster_sock = bind_cluster(self.settings, self._inherited)
             await self.fleet.start(inventory)
-            if self.member is None:
-                self._duties.start(self.autoscaler.run(), "start and stop standby nodes")
             self._tasks.start(self._files.watch(inventory), "watch the files")
             self._tasks.start(self.certificates.watch(), "watch the certificates")
             self._tasks.start(self.audit.run(), "write the audit log")
@@ -406,11 +338,8 @@ class Gateway:
                     )
             await self.metering.load(self.timings.store)
             await self.learnt.load(self.timings.store)
-            for loop in (*self.metering.loops(), *self.background.writers()):
-                self._tasks.start(loop.work, loop.name)
-            if self.member is None:
-                for loop in self.background.loops():
-                    self._duties.start(loop.work, loop.name)
+            self.metering.begin(self._tasks)
+            self.background.begin_writing(self._tasks)
             seconds = self.timings.edges if self.cluster is None else 0.0
             if self.edges is not None and not await self.edges.start(seconds) and seconds:
                 raise StartError(NO_EDGE)
@@ -433,7 +362,7 @@ class Gateway:
             self._tasks.start(self.fleet.properties_store.save_loop(), "save what nodes said")
             if self.member is None:
                 waits = self._inherited.wait_for_learnt
-                self._place_and_learn(None if self._inherited.learnt_fd is None else waits)
+                self.begin_duties(None if self._inherited.learnt_fd is None else waits)
             if self.cluster is not None and self._cluster_sock is not None:
                 for warning in startup.cluster_warnings(self.settings):
                     log.warning("cluster", warning=warning)
@@ -442,11 +371,6 @@ class Gateway:
             yield
         finally:
             await self._close()
-
-    def _place_and_learn(self, predecessor: Callable[[], Awaitable[None]] | None = None) -> None:
-        self._duties.start(self.model_placer.run(), "load and unload models")
-        self._duties.start(self.calibrator.run(), "calibrate idle nodes")
-        self._duties.start(self.learnt.run(predecessor), "keep what was learnt")
 
     # The duties that only one process has of those that share nodes and store.
 
@@ -457,12 +381,16 @@ class Gateway:
             self.metering.bring_up_to_date(seconds), self.learnt.load(seconds, anew=True)
         )
 
-    def begin_duties(self) -> None:
-        """Take them over; it can be done again when `end_duties` has ended."""
+    def begin_duties(self, predecessor: Callable[[], Awaitable[None]] | None = None) -> None:
+        """Take them over; it can be done again when `end_duties` has ended.
+
+        `predecessor` waits until a process that this one succeeds has written what it has learnt.
+        """
         self._duties.start(self.autoscaler.run(), "start and stop standby nodes")
-        for loop in self.background.loops():
-            self._duties.start(loop.work, loop.name)
-        self._place_and_learn()
+        self.background.begin(self._duties)
+        self._duties.start(self.model_placer.run(), "load and unload models")
+        self._duties.start(self.calibrator.run(), "calibrate idle nodes")
+        self._duties.start(self.learnt.run(predecessor), "keep what was learnt")
 
     async def end_duties(self) -> None:
         """Leave them to another process, which runs again what of callers' work was running here.
@@ -695,13 +623,9 @@ class Gateway:
         )
         cluster = self.cluster
         app = admin_app(
-            fleet=self.fleet,
-            scheduler=self.scheduler,
-            registry=self.registry,
+            self,
             metrics=self.metrics,
             drain_deadlines=self.drain_deadlines,
-            gateway=self,
-            audit=self.audit,
             reporter=self.metering.reporter,
             ended=self.metering.ended,
             document=self._openapi_document,
@@ -820,12 +744,20 @@ class Gateway:
         self._put_groups_in_force()
         if self.edges is not None:
             self.edges.brain.configure()
-        self.telemetry.configure(settings)
+        self._configure_events()
+        self._logs.configure(settings.logging.level)
+        self.tracing.configure(settings.telemetry.traces)
         self._public_app = self._make_public_app()
         self.bus.publish(change)
         self._warn_of_empty_pools()
         self._warn_of_undefined_groups()
         return change
+
+    def _configure_events(self) -> None:
+        """Have events counted and logged as the settings say."""
+        logging = self.settings.logging
+        self.metrics.configure(gen_ai=self.settings.telemetry.gen_ai_metrics)
+        self._event_log.configure(logging.access_share if logging.access else 0.0)
 
     def _put_groups_in_force(self) -> None:
         """Serve new requests by the settings, and by the store's groups beside theirs."""
@@ -848,37 +780,6 @@ def _with_connections(limits: LimitSettings, connections: int) -> LimitSettings:
     return limits.model_copy(update={"connections": connections})
 
 
-class Telemetry:
-    """What one gateway tells its operators; `snapshot` is called at each scrape."""
-
-    def __init__(
-        self,
-        settings: Settings,
-        bus: EventBus,
-        logs: Logs,
-        snapshot: Callable[[], MetricsSnapshot],
-        tracing: RequestTracing,
-        name_of: Callable[[str], str | None],
-    ) -> None:
-        """`name_of`: the name of the key with this id."""
-        self.metrics = Metrics(bus, snapshot)
-        self._event_log = log_events(bus, logs, name_of=name_of)
-        self._logs = logs
-        self._tracing = tracing
-        self._configure_events(settings)
-
-    def configure(self, settings: Settings) -> None:
-        """Put these settings in force."""
-        self._configure_events(settings)
-        self._logs.configure(settings.logging.level)
-        self._tracing.configure(settings.telemetry.traces)
-
-    def _configure_events(self, settings: Settings) -> None:
-        self.metrics.configure(gen_ai=settings.telemetry.gen_ai_metrics)
-        logging = settings.logging
-        self._event_log.configure(logging.access_share if logging.access else 0.0)
-
-
 class FileReloader:
     """Both files. An invalid one changes nothing, and does not keep the other from being read."""
 
@@ -894,17 +795,9 @@ class FileReloader:
         certificates: CertificateRenewal,
     ) -> None:
         """`settings` are those in force; `apply_settings` takes the key of `admin.key_file` too."""
-        self.inventory_error: str | None = None
-        """The problems of the inventory on disk, while an older one is in force."""
-        self.settings_error: str | None = None
-        """The problems of the settings on disk, while older ones are in force."""
-        self._options = options
-        self._settings = settings
-        self._apply_settings = apply_settings
-        self._fleet = fleet
-        self._bus = bus
-        self._audit = audit
-        self._certificates = certificates
+        self._options, self._settings, self._apply_settings = options, settings, apply_settings
+        self._fleet, self._bus = fleet, bus
+        self._audit, self._certificates = audit, certificates
         self._reloading = asyncio.Lock()
         self._inventory: Inventory | None = None
         self.files = ConfigFiles(
@@ -957,8 +850,8 @@ class FileReloader:
             # One that was refused may fit the other by now.
             await self._reload_quietly(
                 "file",
-                inventory=options.inventory_file in changed or self.inventory_error is not None,
-                settings=options.settings_file in changed or self.settings_error is not None,
+                inventory=options.inventory_file in changed or "nodes" in self.files.errors,
+                settings=options.settings_file in changed or "gateway" in self.files.errors,
             )
 
     async def _differs_from(self, inventory: Inventory) -> bool:
@@ -991,7 +884,7 @@ class FileReloader:
                 with contextlib.suppress(ConfigError, OSError):
                     await self._reload_settings()
                 changed = changed_keys(before, self._settings())
-                invalid = self.settings_error is not None
+                invalid = "gateway" in self.files.errors
                 self._audit.record_settings(actor, changed, invalid=invalid)
             if inventory:
                 change = None
@@ -999,23 +892,31 @@ class FileReloader:
                     change = await self._reload_inventory()
                 self._audit.record_inventory(actor, change)
 
-    async def _reload_inventory(self) -> InventoryChanged:
+    @contextlib.contextmanager
+    def _noting_problems(
+        self, kind: FileKind, event: type[InventoryChanged | SettingsChanged]
+    ) -> Iterator[None]:
+        """Tell of the problems that a file has on the disk, or forget those that it had."""
         try:
+            yield
+        except (ConfigError, OSError) as error:
+            self.files.errors[kind] = str(error)
+            self._bus.publish(event(error=str(error)))
+            raise
+        self.files.errors.pop(kind, None)
+
+    async def _reload_inventory(self) -> InventoryChanged:
+        with self._noting_problems("nodes", InventoryChanged):
             text, inventory = await asyncio.to_thread(_read_inventory, self._options.inventory_file)
             await self._check_fit(self._settings(), inventory)
             change = self._fleet.apply(inventory)
             self._inventory = inventory
-        except (ConfigError, OSError) as error:
-            self.inventory_error = str(error)
-            self._bus.publish(InventoryChanged(error=self.inventory_error))
-            raise
-        self.inventory_error = None
         self._bus.publish(change)
         await self._keep("nodes", text)
         return change
 
     async def _reload_settings(self) -> SettingsChanged:
-        try:
+        with self._noting_problems("gateway", SettingsChanged):
             # An empty file changes nothing: it may come of an unfinished edit or a full disk.
             rejected: RejectedFiles = "nothing" if self.has_defaults else "empty"
             path = self._options.settings_file
@@ -1024,11 +925,6 @@ class FileReloader:
             admin_key = await asyncio.to_thread(reread_admin_key, settings.admin.key_file)
             check_extras(settings, path)
             await self._check_fit(settings, self._inventory)
-        except (ConfigError, OSError) as error:
-            self.settings_error = str(error)
-            self._bus.publish(SettingsChanged(error=self.settings_error))
-            raise
-        self.settings_error = None
         change = self._apply_settings(settings, admin_key)
         await self._keep("gateway", text)
         return change

@@ -5,11 +5,11 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import time
-from collections.abc import Callable, Coroutine, Iterator, Mapping
-from typing import Any, NamedTuple
+from collections.abc import Callable, Mapping
 
 import structlog
 
+from gateway.app.event_loop import OwnTasks
 from gateway.app.startup import Options, keys_file, state_file, store_location
 from gateway.callers.ended import OWN_EXAMINED, EndedFinder, OwnRequests
 from gateway.callers.kept_rows import KeptRows
@@ -38,13 +38,6 @@ from gateway.store.store import Store, log_store_change
 log = structlog.get_logger()
 # For each step of a start, when a store that does not answer has used up the time.
 LEAST_SECONDS = 0.1
-
-
-class NamedLoop(NamedTuple):
-    """Work that goes on until the gateway ends; its owner cancels it."""
-
-    work: Coroutine[Any, Any, None]
-    name: str
 
 
 class Metering:
@@ -90,6 +83,7 @@ class Metering:
         self.process: ProcessIdentity | None = None
         """This process in the store; None: there is no store."""
         self._limit_sync: LimitSync | None = None
+        self.standings = Standings(self.key_sync, self.limit_book, None)
         if self.store is None:
             self.meter = Meter(self.limit_book, bus)
             return
@@ -123,6 +117,7 @@ class Metering:
             clock=clock,
             recovered=lambda: ledger.recovered,
         )
+        self.standings = Standings(self.key_sync, self.limit_book, self._limit_sync)
         self.reporter = Reporter(self.store)
         ring = self.key_ring
         self.ended = EndedFinder(self.store, ring.name_of, ring.ids_of, clock)
@@ -141,11 +136,6 @@ class Metering:
     def in_force(self) -> Settings:
         """The settings with the store's groups beside their own."""
         return with_groups(self._settings, self.key_sync.groups)
-
-    @property
-    def standings(self) -> Standings:
-        """How far limits are used."""
-        return Standings(self.key_sync, self.limit_book, self._limit_sync)
 
     def undefined_groups(self) -> Mapping[str, int]:
         """How many keys are of each group that neither settings nor store define."""
@@ -222,20 +212,20 @@ class Metering:
             reads.append(self._limit_sync.start(seconds))
         await asyncio.gather(*reads)
 
-    def loops(self) -> Iterator[NamedLoop]:
-        """What must run from `load` on."""
-        yield NamedLoop(self.key_sync.run(), "follow the API keys")
+    def begin(self, tasks: OwnTasks) -> None:
+        """Run what must run from `load` on."""
+        tasks.start(self.key_sync.run(), "follow the API keys")
         if self.ledger is not None:
-            yield NamedLoop(self.ledger.worker.run(), "write the ledger")
+            tasks.start(self.ledger.worker.run(), "write the ledger")
             if self.ledger.kept is not None:
-                yield NamedLoop(self.ledger.keep_rows(), "keep rows of the ledger on the disk")
+                tasks.start(self.ledger.keep_rows(), "keep rows of the ledger on the disk")
         if self._limit_sync is not None:
-            yield NamedLoop(self._limit_sync.worker.run(), "follow the use of other processes")
+            tasks.start(self._limit_sync.worker.run(), "follow the use of other processes")
         if self.store is not None and self.reporter is not None:
             hours = NodeHoursRecorder(self.store, lambda: alive_nodes(self._fleet), time.time)
-            yield NamedLoop(hours.run(), "record the hours of nodes")
+            tasks.start(hours.run(), "record the hours of nodes")
             kept = Retention(self.reporter, lambda: self._settings.store.retention, time.time)
-            yield NamedLoop(kept.worker.run(), "sum up old usage")
+            tasks.start(kept.worker.run(), "sum up old usage")
 
     async def write_pending(self, seconds: float) -> None:
         """Write what the ledger has not written, within so many seconds."""

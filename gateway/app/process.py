@@ -37,7 +37,7 @@ async def serve(
 ) -> int:
     """Serve until a signal ends the process; returns its exit status. Raises: StartError.
 
-    `on_ready` is called once every node has been probed, or after `FIRST_PROBES_SECONDS`.
+    `on_ready` is called once every node has been probed, or after `Timings.first_probes`.
     """
     for problem in inventory.warnings:
         structlog.get_logger().warning("inventory", warning=str(problem))

@@ -39,7 +39,6 @@ from gateway.edges.sockets import (
     ToBrain,
     channel_pair,
 )
-from gateway.events import EdgeLost
 from gateway.http.exchange import ConnectionOrigin
 from gateway.watch.metrics import EdgeSample, EdgesSample
 
@@ -170,10 +169,6 @@ class Edges:
             for one in self._running.values()
         ]  # fmt: skip
         return EdgesSample(running, self.brain.edges, self.died, self.brain.late_leases)
-
-    def lost(self, seconds: float) -> list[EdgeLost]:
-        """Those that have died in so many last seconds, the latest last."""
-        return self.brain.lost_edges(seconds)
 
     # Clients.
 

@@ -210,7 +210,7 @@ async def test_the_first_stored_key_ends_anonymous_access_and_the_last_locks(
             await store.run(lambda c: revoke_key(c, "alice", time.time()))
             await becomes(connection, ALICE, 401)
         assert await connection.status(None) == 401
-        assert running.gateway.keys_lost is not None
+        assert running.gateway.key_ring.lost is not None
         assert running.gateway.key_ring.access.had_keys  # what a successor is told
 
 

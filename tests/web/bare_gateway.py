@@ -80,13 +80,13 @@ class BareGateway:
     clock: Callable[[], float] = now
     started_at: float = field(default_factory=now)
     version: str = "1.2.3"
-    inventory_error: str | None = None
-    settings_error: str | None = None
     config_files: ConfigFiles = field(default_factory=lambda: ConfigFiles({}, {}, lambda *_: ()))
-    keys_lost: str | None = None
     storage: StorageCondition = field(default_factory=StorageCondition)
     certificates: ListenerCertificates = field(default_factory=lambda: ListenerCertificates({}))
     model_placer: ModelPlacer = field(init=False)
+    fleet: Fleet = field(init=False)
+    standings: Standings = field(init=False)
+    audit: AuditTrail = field(default_factory=lambda: AuditTrail(now))
     store: Store | None = None
     ledger: Ledger | None = None
     cluster: ClusterMember | None = None
@@ -96,17 +96,11 @@ class BareGateway:
     ended: list[RequestRecord] = field(default_factory=list)
 
     def __post_init__(self) -> None:
+        self.fleet = self.running.fleet
+        self.standings = Standings(self.key_sync, self.handler.meter.book, None)
         self.model_placer = ModelPlacer(
             self.fleet, self.scheduler, self.settings, self.bus, self.clock
         )
-
-    @property
-    def standings(self) -> Standings:
-        return Standings(self.key_sync, self.handler.meter.book, None)
-
-    @property
-    def fleet(self) -> Fleet:
-        return self.running.fleet
 
     @property
     def closing(self) -> bool:
@@ -192,25 +186,14 @@ async def bare_gateway(
         bus.subscribe(RequestRecord, gateway.ended.append)
         metrics = Metrics(
             bus,
-            MetricsSource(
-                running.fleet,
-                scheduler,
-                registry,
-                lambda: gateway.inventory_error,
-                context.retries_left,
-            ),
+            MetricsSource(gateway, context.retries_left),
         )
-        audit = AuditTrail(now)
-        live = live_feed(gateway, running.fleet, scheduler, registry, bus, audit, drain_deadlines)
+        live = live_feed(gateway, drain_deadlines)
         app = admin_app(
-            fleet=running.fleet,
-            scheduler=scheduler,
-            registry=registry,
+            gateway,
             metrics=metrics,
             drain_deadlines=drain_deadlines,
-            gateway=gateway,
             host=admin_host,
-            audit=audit,
             live=live,
             handler=handler,
             reporter=reporter,
