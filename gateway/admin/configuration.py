@@ -82,7 +82,6 @@ class GatewayControl(Protocol):
     version: str
     settings: Settings  # those in force
     config_files: ConfigFiles
-    clock: Callable[[], float]  # monotonic seconds
     started_at: float  # by `clock`
     bus: EventBus
     fleet: Fleet
@@ -95,6 +94,9 @@ class GatewayControl(Protocol):
     key_sync: KeySync
     standings: Standings
     audit: AuditTrail
+
+    def clock(self) -> float:
+        """Monotonic seconds."""
 
     @property
     def closing(self) -> bool:

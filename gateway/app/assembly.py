@@ -414,7 +414,7 @@ class Gateway:
 
         duties = Duties(
             self.catch_up, self.begin_duties, self.end_duties, self._replaced, folder_id,
-            lambda: self._route(served=True), lambda: self._route(served=False),
+            lambda served: self._route(served=served),
         )  # fmt: skip
         return ClusterPart(
             settings, process.id, certificate, store, self.fleet, edges, self.registry,

@@ -74,10 +74,8 @@ class Duties:
     """Another process has registered as this member."""
     folder: Callable[[], str]
     """The id of the folder of callers' files; empty: unknown."""
-    route: Callable[[], None]
-    """Serve the requests to nodes that come to this process."""
-    unroute: Callable[[], None]
-    """Let them be passed on like all others."""
+    route: Callable[[bool], None]
+    """Serve the requests to nodes that come to this process; False: pass them on as all others."""
 
 
 class ClusterPart:
@@ -191,7 +189,7 @@ class ClusterPart:
             if self._ending is None or self._ending.done():
                 self._ending = asyncio.create_task(self._duties.end())
         self._registry.cancel_where(lambda _: True, errors.no_leader())
-        self._duties.unroute()
+        self._duties.route(False)
         self._book.divide(None)
         for listener in self._listeners or ():
             listener.abort_busy()
@@ -223,7 +221,7 @@ class ClusterPart:
 
     def _serve(self) -> None:
         """This gateway is the brain of edges."""
-        self._duties.route()
+        self._duties.route(True)
         self._edges.relink(lambda name, sock: self._brain.connect(sock, name))
 
     def _reign(self, role: Role, rules: Tenure | Fence, begun_at: float) -> Reign:

@@ -58,6 +58,7 @@ from gateway.store.store import Store
 from gateway.system import read_state, set_aside, write_state
 from gateway.watch.history import FleetHistory, HistoryPoint
 from gateway.watch.node_history import NodeHistory
+from gateway.web.asgi import in_steps
 
 # Seconds in which evidence comes to count half. A server of one model and build on one machine
 # seldom changes its speed, but after a week the first requests should show it anew.
@@ -68,8 +69,6 @@ OLDEST_PROMPT = 6 * 3600.0
 WRITE_SECONDS = 3.0  # seconds between two looks for changed rows
 # Bytes a second at which the file is written at most: it is replaced as a whole.
 FILE_PACE = 2 << 20
-# Seconds after which the event loop has its turn while rows are gathered or restored.
-TURN_SECONDS = 0.005
 PREDECESSOR_SECONDS = 10.0  # most seconds to wait for a predecessor's last rows, and for one write
 UPKEEP_SECONDS = 3600.0  # seconds between two looks for old rows in the store
 ROWS_PER_JOB = 500  # rows that one job of the store writes: some 10 ms of work
@@ -350,11 +349,9 @@ class LearntMemory:
 
     async def _gather_section(self, section: Section, *, as_read: bool = False) -> None:
         """Find what has changed in a section; `as_read`: the rows that are kept are still true."""
-        turn = _Turn()
-        for change in section.changes():
+        async for change in in_steps(section.changes()):
             if change is not None:
                 self._take(section, *change, as_read=as_read)
-            await turn.give()
         if not section.is_kept():
             for key in [*self._kept[section.name]]:
                 self._drop(section, key)
@@ -424,22 +421,21 @@ class LearntMemory:
 
     async def _restore(self, rows: Sequence[Row], end: float) -> None:
         self._forget_callers()
-        turn, by_section = _Turn(), dict[str, list[Row]]()
+        by_section = dict[str, list[Row]]()
         for row in rows:
             by_section.setdefault(row.section, []).append(row)
         unreadable = late = 0
         for section in self._sections:
-            for row in by_section.pop(section.name, ()):
+            async for row in in_steps(by_section.pop(section.name, ())):
                 if time.monotonic() > end:
                     late += 1
                 else:
                     unreadable += not self._restore_row(section, row)
-                    await turn.give()
             try:
                 section.restored()
             except Exception as error:  # noqa: BLE001 - another program wrote the rows
                 self._failed(error)
-            await turn.give(at_once=True)
+            await asyncio.sleep(0)
             # What counts less by now is not another row: it keeps its age.
             await self._gather_section(section, as_read=True)
         unreadable += sum(map(len, by_section.values()))
@@ -472,19 +468,6 @@ class LearntMemory:
         """Whether a row's caller has no key any more; those with a colon never had one."""
         known = self._callers
         return not (known is None or caller in known or ":" in caller)
-
-
-class _Turn:
-    """Gives other work its turn of the event loop."""
-
-    def __init__(self) -> None:
-        self._began = time.perf_counter()
-
-    async def give(self, *, at_once: bool = False) -> None:
-        """Let others run if this work has taken its time, or in any case."""
-        if at_once or time.perf_counter() - self._began > TURN_SECONDS:
-            await asyncio.sleep(0)
-            self._began = time.perf_counter()
 
 
 # Where rows are kept.

@@ -13,9 +13,9 @@ import contextlib
 import functools
 import math
 import socket
-from collections.abc import Awaitable, Callable, Collection, Coroutine, Iterator, Sequence
+from collections.abc import Callable, Collection, Coroutine, Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Literal, NamedTuple, Protocol
+from typing import Any, Literal, NamedTuple, Protocol, TypeVar
 
 import msgspec
 import structlog
@@ -43,6 +43,7 @@ from gateway.config.cluster import ClusterSettings, parse_address
 from gateway.http.certificates import ServerCertificate
 from gateway.http.exchange import ConnectionOrigin
 from gateway.store.failures import StoreError
+from gateway.store.store import Store
 from gateway.transport.link import EdgeLink
 from gateway.watch.metrics import EdgeSample, MemberSample
 
@@ -55,6 +56,7 @@ RETRY_SECONDS, LEAST_LIST_SECONDS = 0.25, 0.5
 GREET_SECONDS = 10.0  # for a session to begin: until its edges are linked to the leader
 LEAD_SECONDS = 10.0  # for who has won to lead: until its gateway is ready to
 LEAVE_SECONDS = 2.0  # for the store to take down that this member has ended
+T = TypeVar("T")
 DRAINING = "draining"  # the name in the greeting of a process that is to end
 log = structlog.get_logger()
 
@@ -105,13 +107,6 @@ class LeaderAccount(Protocol):
 
     def left(self, session: Session) -> None:
         """The control link of this session is lost: it can confirm nothing more."""
-
-
-class Jobs(Protocol):
-    """Runs jobs of the store."""
-
-    def run(self, job: Callable[..., Any], *, write: bool = True) -> Awaitable[Any]:
-        """Do the job in a transaction; its result. Raises: StoreError."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -189,7 +184,7 @@ class Membership:
         process: str,
         certificate: ServerCertificate,
         leadership: Leadership,
-        store: Jobs,
+        store: Store,
         fence: Fence,
         owner: Owner,
         *,
@@ -297,11 +292,9 @@ class Membership:
         await self.tunnels.aclose()
         if self._drains:
             # So that nobody keeps a share of the slots for it, unless a successor is this member.
-            job = functools.partial(
-                remove, cluster=self._cluster, name=self._name, process=self._process
-            )
+            leaving = self._in_store(remove, name=self._name, process=self._process)
             with contextlib.suppress(StoreError, TimeoutError):
-                await asyncio.wait_for(self._store.run(job), LEAVE_SECONDS)
+                await asyncio.wait_for(leaving, LEAVE_SECONDS)
 
     def _seen(self, row: MemberRow) -> MemberSample:
         role, state, silent = "unknown", None, None
@@ -318,6 +311,12 @@ class Membership:
         told = MemberState() if state is None else state
         return MemberSample(
             row.name, role, row.address, row.version, silent, told.cores, told.folder, told.edges
+        )
+
+    async def _in_store(self, job: Callable[..., T], *, write: bool = True, **given: Any) -> T:
+        """What a job of `members.py` returns of this cluster. Raises: StoreError."""
+        return await self._store.run(
+            functools.partial(job, cluster=self._cluster, **given), write=write
         )
 
     def _spawn(self, work: Coroutine[Any, Any, None]) -> None:
@@ -385,11 +384,9 @@ class Membership:
             self._list_wanted.clear()
             try:
                 if registered or self._drains or self._replaced:
-                    job = functools.partial(read_members, cluster=self._cluster)
-                    rows = await self._store.run(job, write=False)
+                    rows = await self._in_store(read_members, write=False)
                 else:
-                    job = functools.partial(register, cluster=self._cluster, own=self._own)
-                    rows = await self._store.run(job)
+                    rows = await self._in_store(register, own=self._own)
                 registered = self._take_list(rows)
                 await self._update_shares()
             except StoreError as error:
@@ -434,14 +431,11 @@ class Membership:
         new = tenure.next_list(tuple(self._rows), now)
         wanted = [*tenure.lists, *([] if new is None else [new])]
         if wanted != self._stored:
-            job = functools.partial(
-                write_sharers,
-                cluster=self._cluster,
-                holder=self._member.name,
-                epoch=epoch,
-                sharers=msgspec.json.encode(wanted).decode(),
+            in_json = msgspec.json.encode(wanted).decode()
+            writing = self._in_store(
+                write_sharers, holder=self._member.name, epoch=epoch, sharers=in_json
             )
-            if not await self._store.run(job) or self._account is not account:
+            if not await writing or self._account is not account:
                 return
             self._stored = wanted
             if new is not None:
@@ -454,8 +448,7 @@ class Membership:
         stored = None
         while stored is None and self._has_won(epoch):
             try:
-                job = functools.partial(read_sharers, cluster=self._cluster)
-                stored = await self._store.run(job, write=False)
+                stored = await self._in_store(read_sharers, write=False)
             except StoreError:
                 await asyncio.sleep(RETRY_SECONDS)
         self._winning = None

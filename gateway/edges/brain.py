@@ -38,7 +38,7 @@ from gateway.edges.reign import Reign
 from gateway.edges.snapshots import KeySnapshots, ModelSnapshots
 from gateway.errors import GatewayError, drop_traceback
 from gateway.events import AttemptEnded, EdgeLost, EventBus, RequestRecord, StreamResumed
-from gateway.forward.attempt_ends import CALLERS_OUTCOMES, Losses
+from gateway.forward.attempt_ends import CALLERS_OUTCOMES
 from gateway.forward.context import ForwardContext
 from gateway.forward.in_flight import Attempt, InFlightRegistry, InFlightRequest
 from gateway.lease import (
@@ -58,6 +58,7 @@ from gateway.schedule.scheduler import LeaseRecord, Scheduler
 from gateway.terms import Caller, Priority, RequestTrace
 from gateway.transport.link import EdgeLink
 from gateway.watch.request_tracing import RequestTracing
+from gateway.web.asgi import in_steps
 
 log = structlog.get_logger()
 # Settings that edges have no use for; keys are told apart from the others.
@@ -172,7 +173,9 @@ class Brain:
     def __post_init__(self) -> None:
         index, context = self.scheduler.fleet.model_index, self.context
         self.models = ModelSnapshots(index, context.leases.most_slots_of_a_host, context.clock)
-        self.context.quarantine.on_change = self._own_quarantine_changed
+        self.context.quarantine.on_change = lambda digest, losses: self.quarantined(
+            messages.Quarantined.of(digest, losses)
+        )
         if self.clustered:
             self.scheduler.grant_while(lambda: False)
 
@@ -274,9 +277,6 @@ class Brain:
         for session in self.sessions.values():
             if session is not but:
                 session.link.tell(told)
-
-    def _own_quarantine_changed(self, digest: bytes, losses: Losses | None) -> None:
-        self.quarantined(messages.Quarantined.of(digest, losses))
 
     def edge_lost(self, loss: EdgeLost) -> None:
         """An edge has ended though it was not told to, or with requests under way."""
@@ -956,25 +956,16 @@ class EdgeSession:
         self._answer_later(asked.ask, self._answer(asked))
 
     async def _answer(self, asked: messages.AskNodes) -> None:
-        leases, found = self._brain.context.leases, False
-        error: GatewayError | None = None
+        ask = getattr(self._brain.context.leases, asked.what)
+        more = {"but_paused": asked.but_paused} if asked.what == "has_other_node" else {}
+        found: bool | GatewayError | None
         try:
-            match asked.what:
-                case "has_other_node":
-                    found = await leases.has_other_node(
-                        asked.request, asked.tried, but_paused=asked.but_paused
-                    )
-                case "has_larger_context":
-                    found = await leases.has_larger_context(asked.request, asked.tried)
-                case "has_cpu_node":
-                    found = await leases.has_cpu_node(asked.request, asked.tried)
-                case "unsupported_error":
-                    error = await leases.unsupported_error(asked.request, asked.tried)
+            found = await ask(asked.request, asked.tried, **more)
         except GatewayError as raised:
             drop_traceback(raised)
-            error = raised
-        wire = None if error is None else messages.WireError.of(error)
-        self.link.tell(messages.NodeAnswer(asked.ask, found, wire))
+            found = raised
+        error = messages.WireError.of(found) if isinstance(found, GatewayError) else None
+        self.link.tell(messages.NodeAnswer(asked.ask, found is True, error))
 
     def _ask_excused(self, asked: messages.AskExcused) -> None:
         held = self._leases.get(asked.lease_id)
@@ -1032,13 +1023,11 @@ class EdgeSession:
         await self._cancel_asks()
         ends = [partial(self._break_off, *one) for one in self._leases.items()]
         ends += [partial(self._end_request, one) for one in self.requests.values()]
-        for number, end in enumerate(ends, 1):
+        async for end in in_steps(ends):
             try:
                 end()
             except Exception:
                 log.exception("what ran at an edge can't be ended", edge=self.name)
-            if number % ENDED_AT_ONCE == 0:
-                await asyncio.sleep(0)
         self._leases.clear()
         self.requests.clear()
 

@@ -9,7 +9,7 @@ granted counts there by its leases; the account knows only those that were grant
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Callable, Collection
+from collections.abc import Callable, Collection
 from dataclasses import dataclass, field
 
 import structlog
@@ -18,9 +18,9 @@ from gateway.cluster.fencing import Fence, Session, Tenure
 from gateway.nodes.fleet import Fleet
 from gateway.nodes.node import Node, SlotsReader
 from gateway.nodes.server_properties import SlotTask
+from gateway.web.asgi import in_steps
 
 LOOK_SECONDS = 0.25  # between two looks at what time alone changes
-LOOKED_AT_ONCE = 200  # nodes that are looked at in one turn of the event loop
 log = structlog.get_logger()
 
 
@@ -75,7 +75,7 @@ class Reign:
             self._watching.cancel()
             await asyncio.wait([self._watching])
         self._fleet.read_slots_for(None)
-        async for node in self._in_turns(self._fleet):
+        async for node in in_steps([*self._fleet.nodes.values()]):
             self._fence(node, 0)
 
     async def _watch(self) -> None:
@@ -99,7 +99,7 @@ class Reign:
         """
         before, self._shared_by = self._shared_by, self.rules.shared_by(self.clock())
         found: dict[str, tuple[Node, int]] = {}
-        async for node in self._in_turns(fleet):
+        async for node in in_steps([*fleet.nodes.values()]):
             if node.is_router:
                 continue
             found[node.name] = node, node.slots_total
@@ -125,13 +125,6 @@ class Reign:
             self.rules.set_nodes(slots, self.clock())
         self._known, self._shared_by = found, None
         return False
-
-    @staticmethod
-    async def _in_turns(fleet: Fleet) -> AsyncIterator[Node]:
-        for number, node in enumerate(list(fleet.nodes.values()), 1):
-            yield node
-            if number % LOOKED_AT_ONCE == 0:
-                await asyncio.sleep(0)
 
     def _have_read(self, node: Node, now: float) -> None:
         """Have a node asked for its slots that was not read yet."""
