@@ -91,12 +91,12 @@ ACCIDENTS = {
 
 
 async def by_watching(running: Running) -> None:
-    await until(lambda: "gateway" in running.gateway.config_files.errors)
+    await until(lambda: running.gateway.config_files.settings_error is not None)
 
 
 async def by_signal(running: Running) -> None:
     running.gateway.schedule_reload()
-    await until(lambda: "gateway" in running.gateway.config_files.errors)
+    await until(lambda: running.gateway.config_files.settings_error is not None)
 
 
 async def by_request(running: Running) -> None:
@@ -191,4 +191,4 @@ async def test_a_file_of_comments_is_no_error_if_nothing_was_set(tmp_path: Path)
         await gateway.reload()
         running.settings_file.write_text("# queue:\n")
         await gateway.reload()
-        assert "gateway" not in gateway.config_files.errors
+        assert gateway.config_files.settings_error is None

@@ -75,7 +75,7 @@ async def test_edited_settings_are_reloaded(given: Options) -> None:
 
 async def test_an_invalid_edit_is_reported_and_changes_nothing(given: Options) -> None:
     async with started(given, lambda: write_nodes(given, "first", "first")) as gateway:
-        await until(lambda: "nodes" in gateway.config_files.errors)
+        await until(lambda: gateway.config_files.inventory_error is not None)
         assert set(gateway.fleet.nodes) == {"first"}
 
 
@@ -157,5 +157,4 @@ async def test_a_requested_reload_takes_both_files_that_fit_each_other(given: Op
 
 
 def told(gateway: Gateway) -> tuple[str, str]:
-    errors = gateway.config_files.errors
-    return errors.get("gateway", ""), errors.get("nodes", "")
+    return gateway.config_files.settings_error or "", gateway.config_files.inventory_error or ""

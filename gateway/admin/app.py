@@ -35,7 +35,6 @@ from gateway.watch.audit import AuditTrail
 from gateway.watch.metrics import CONTENT_TYPE, Metrics
 from gateway.web.asgi import Endpoint, HealthEndpoints, asgi_app, routes_by_path
 from gateway.web.files import FileEndpoints
-from gateway.web.handler import RequestHandler
 from gateway.web.pages import StaticPage, load_files
 from gateway.web.site import KeptForCallers, batch_access
 
@@ -230,7 +229,6 @@ def admin_app(
     ended: EndedFinder | None,
     document: Callable[[str | None], bytes],
     live: LiveFeed,
-    handler: RequestHandler,
     host: str,
     keys: AdminKeys,
     extra_hosts: Iterable[str] = (),
@@ -244,10 +242,10 @@ def admin_app(
     is safe, `gateway.callers.callers.admin_listener_problem` decides before the listener opens.
     `relayed` makes of the application, behind the guard, what another gateway serves a part of.
     """
-    fleet, scheduler, audit = gateway.fleet, gateway.scheduler, gateway.audit
-    registry, name_of = gateway.registry, gateway.key_sync.key_ring.name_of
-    health = HealthEndpoints(fleet, scheduler, lambda: gateway.closing, standing_error)
+    fleet, scheduler, handler = gateway.fleet, gateway.scheduler, gateway.handler
+    health = HealthEndpoints(fleet, scheduler, lambda: handler.closing, standing_error)
     access = batch_access(handler, kept)
+    name_of = gateway.key_sync.key_ring.name_of
     endpoints = AdminEndpoints(
         dashboard=DashboardPages(StaticPage(PAGE, load_files(STATIC_FOLDER)), INDEX_PAGE),
         live=live,
@@ -255,23 +253,24 @@ def admin_app(
         playground=Playground(handler),
         pages=PlainPages(metrics, document),
         health=health,
-        status=StatusEndpoints(fleet, scheduler, registry, gateway, metrics, health, audit),
+        status=StatusEndpoints(gateway, metrics, health),
         nodes=NodeEndpoints(
             fleet, scheduler.fleet_sync, drain_deadlines, live.node_history, time.time
         ),
         node_metrics=NodeMetricsEndpoint(fleet, lambda: gateway.settings, gateway.clock),
-        models=ModelEndpoints(fleet, scheduler, gateway),
-        placements=PlacementEndpoints(fleet, gateway, time.time),
-        requests=RequestEndpoints(registry, scheduler, name_of),
-        why=WhyEndpoints(scheduler, registry, live.history, time.time, ended, name_of),
+        models=ModelEndpoints(gateway),
+        placements=PlacementEndpoints(gateway, time.time),
+        requests=RequestEndpoints(gateway.registry, scheduler, name_of),
+        why=WhyEndpoints(scheduler, gateway.registry, live.history, time.time, ended, name_of),
         usage=UsageEndpoints(reporter, ended, time.time, name_of),
         configuration=ConfigEndpoints(gateway),
-        audit=AuditEndpoints(audit),
+        audit=AuditEndpoints(gateway.audit),
         keys=KeyEndpoints(gateway, fleet.model_index, time.time),
         batches=BatchDesk(access, FileEndpoints(kept.files, access.callers)),
     )
     routes = routes_by_path(
-        (route.method, route.path, _with_role(route, endpoints, audit)) for route in ADMIN_ROUTES
+        (route.method, route.path, _with_role(route, endpoints, gateway.audit))
+        for route in ADMIN_ROUTES
     )
     numbers = itertools.count()
     names = (host, *extra_hosts)

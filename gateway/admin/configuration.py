@@ -44,6 +44,7 @@ from gateway.watch.audit import AuditTrail
 from gateway.watch.metrics import ClusterSample
 from gateway.watch.problems import StorageCondition
 from gateway.web.asgi import JsonResponse, large_json, read_fields
+from gateway.web.handler import RequestHandler
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,7 +55,7 @@ class ReloadResult:
     settings: SettingsChanged
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass
 class ConfigFiles:
     """Both files of a gateway, and what it has in force of them."""
 
@@ -65,8 +66,10 @@ class ConfigFiles:
     """What would keep the gateway from starting with this text. It waits for the disk."""
     in_force: dict[FileKind, str] = field(default_factory=dict)
     """The texts; a file that was never read has none."""
-    errors: dict[FileKind, str] = field(default_factory=dict)
-    """The problems of a file on disk, while an older text is in force."""
+    inventory_error: str | None = None
+    """The problems of the inventory on disk, while an older one is in force."""
+    settings_error: str | None = None
+    """The problems of the settings on disk, while older ones are in force."""
 
 
 class ClusterMember(Protocol):
@@ -77,34 +80,31 @@ class ClusterMember(Protocol):
 
 
 class GatewayControl(Protocol):
-    """The running gateway."""
+    """The running gateway, as the admin listener asks and orders it."""
 
     version: str
-    settings: Settings  # those in force
-    config_files: ConfigFiles
     started_at: float  # by `clock`
-    bus: EventBus
+    settings: Settings  # those in force
+    certificates: CertificateRenewal
     fleet: Fleet
     scheduler: Scheduler
     registry: InFlightRegistry
-    model_placer: ModelPlacer
-    edges: Edges | None  # None: this process serves all clients itself
+    handler: RequestHandler  # of the public listener
+    bus: EventBus
+    audit: AuditTrail
+    model_placer: ModelPlacer  # has routers load and unload models
+    key_sync: KeySync  # keeps the API keys in force equal to those of settings and store
+    standings: Standings  # how far limits are used
     store: Store | None  # None: the settings have switched it off
     ledger: Ledger | None  # None: there is no store
-    key_sync: KeySync
-    standings: Standings
-    audit: AuditTrail
+    edges: Edges | None  # None: this process relays all by itself
 
     def clock(self) -> float:
         """Monotonic seconds."""
 
     @property
-    def closing(self) -> bool:
-        """Whether the gateway is shutting down."""
-
-    @property
-    def certificates(self) -> CertificateRenewal | ListenerCertificates:
-        """The certificates of the listeners."""
+    def config_files(self) -> ConfigFiles:
+        """The two files, and their earlier texts."""
 
     @property
     def cluster(self) -> ClusterMember | None:
@@ -146,8 +146,8 @@ class ConfigEndpoints:
 
     async def origins(self, _: Request) -> Response:
         """Each value in force: the default, or the line, the variable or the option it is from."""
-        settings, files = self.gateway.settings, self.gateway.config_files
-        text = files.in_force.get("gateway")
+        gateway, files = self.gateway, self.gateway.config_files
+        settings, text = gateway.settings, files.in_force.get("gateway")
         history = files.histories.get("gateway")
 
         def make() -> dict[str, Any]:
@@ -156,8 +156,8 @@ class ConfigEndpoints:
                 "file": None if history is None else str(history.file),
                 "values": [row._asdict() for row in rows],
                 "complete": len(rows) < MOST_ROWS,
-                "settings_error": files.errors.get("gateway"),
-                "inventory_error": files.errors.get("nodes"),
+                "settings_error": files.settings_error,
+                "inventory_error": files.inventory_error,
             }
 
         return await large_json(make)

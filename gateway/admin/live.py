@@ -35,14 +35,12 @@ from gateway.admin.status import (
 )
 from gateway.callers.keys import AdminIdentity, AdminRole
 from gateway.errors import GatewayError
-from gateway.forward.in_flight import InFlightRegistry, InFlightRequest
+from gateway.forward.in_flight import InFlightRequest
 from gateway.nodes.fleet import Fleet
 from gateway.nodes.node import LeasePhase, Node, NodeState
 from gateway.nodes.prices import GpuCosts
 from gateway.nodes.router import LoadPhase
-from gateway.schedule.scheduler import Scheduler
 from gateway.terms import Priority
-from gateway.watch.audit import AuditTrail
 from gateway.watch.history import COLUMNS, FleetHistory, Gauges, HistoryPoint
 from gateway.watch.node_history import NodeHistory
 from gateway.watch.problems import (
@@ -92,23 +90,19 @@ class LiveState(NamedTuple):
 class LiveView:
     """Reads the live view."""
 
-    fleet: Fleet
-    scheduler: Scheduler
-    registry: InFlightRegistry
     gateway: GatewayControl
     health: HealthEndpoints
     history: FleetHistory
-    audit: AuditTrail
     drain_deadlines: DrainDeadlines
     wall_clock: Callable[[], float] = time.time
     node_history: NodeHistory = field(default_factory=NodeHistory)
 
     async def read(self, *, with_requests: bool) -> LiveState:
         """Everything, with the requests in flight if somebody may see them."""
-        counts = _FleetCounts(self.fleet)
+        counts = _FleetCounts(self.gateway.fleet)
         nodes: dict[str, Row] = {}
-        async for node in in_steps(list(self.fleet.nodes.values())):
-            if self.fleet.nodes.get(node.name) is node:
+        async for node in in_steps(list(self.gateway.fleet.nodes.values())):
+            if self.gateway.fleet.nodes.get(node.name) is node:
                 if node.load is None or node.state is not NodeState.UNLOADED or node.load.failures:
                     nodes[node.name] = self._node_row(node)
                 counts.add(node)
@@ -126,29 +120,29 @@ class LiveView:
 
     async def read_problems(self) -> list[Problem]:
         """The problems alone."""
-        counts = _FleetCounts(self.fleet)
-        async for node in in_steps(list(self.fleet.nodes.values())):
+        counts = _FleetCounts(self.gateway.fleet)
+        async for node in in_steps(list(self.gateway.fleet.nodes.values())):
             counts.add(node)
         return find_problems(self._condition(counts, self._read_queue()[1]))
 
     async def gauges(self) -> Gauges:
         """What a step of the history needs of the present; each node's day is told of it, too."""
         tokens = 0
-        async for in_flight in in_steps(self.registry.top_level()):
+        async for in_flight in in_steps(self.gateway.registry.top_level()):
             tokens += in_flight.tokens_so_far()[1]
         busy, at = 0, self.wall_clock()
-        async for node in in_steps(list(self.fleet.nodes.values())):
+        async for node in in_steps(list(self.gateway.fleet.nodes.values())):
             taken = node.slots_busy
             busy += taken
             if not node.is_router and node.state.value in USABLE_STATES:
                 self.node_history.read(node.name, at, taken, node.slots_now, node.speed)
-        return Gauges(sum(self.scheduler.depths().values()), busy, tokens)
+        return Gauges(sum(self.gateway.scheduler.depths().values()), busy, tokens)
 
     # Nodes.
 
     def _node_row(self, node: Node) -> Row:
         spec, properties, now = node.spec, node.properties, node.clock()
-        cached = self.scheduler.fleet_sync.cache_contents(node)
+        cached = self.gateway.scheduler.fleet_sync.cache_contents(node)
         left = self.drain_deadlines.seconds_left(node.name)
         slow = node.degradation
         return {
@@ -211,7 +205,7 @@ class LiveView:
 
     def _read_queue(self) -> tuple[list[Waiting], QueueCondition]:
         """Waiting requests, and what problems need to know of them."""
-        scheduler, settings = self.scheduler, self.gateway.settings
+        scheduler, settings = self.gateway.scheduler, self.gateway.settings
         now = scheduler.clock()
         rows: list[Waiting] = []
         callers: Counter[str] = Counter()
@@ -240,9 +234,9 @@ class LiveView:
         """The first to start of those that wait, and the oldest of those that run."""
         places = {row[0]: (position, row[4]) for position, row in enumerate(waiting, 1)}
         rows: dict[str, Row] = {}
-        now, wall = self.scheduler.clock(), self.wall_clock()
-        left, expected = MOST_REQUESTS, self.scheduler.demand_model.expected_prompt_tokens
-        async for in_flight in in_steps(list(self.registry)):
+        now, wall = self.gateway.scheduler.clock(), self.wall_clock()
+        left, expected = MOST_REQUESTS, self.gateway.scheduler.demand_model.expected_prompt_tokens
+        async for in_flight in in_steps(list(self.gateway.registry)):
             id_ = in_flight.request.id
             if id_ in places or in_flight.attempt is not None or in_flight.sub_requests is not None:
                 estimate = expected(in_flight.request.lease_request)
@@ -261,7 +255,7 @@ class LiveView:
         return None if caller is None else ring.name_of(caller)
 
     def _summary(self, counts: _FleetCounts) -> dict[str, Any]:
-        gateway, scheduler = self.gateway, self.scheduler
+        gateway, scheduler = self.gateway, self.gateway.scheduler
         depths, error = scheduler.depths(), self.health.readiness_error()
         has_gpu = scheduler.fleet_sync.has_gpu_tier
         return {
@@ -269,7 +263,7 @@ class LiveView:
             "started_at": round(self.wall_clock() - gateway.clock() + gateway.started_at),
             "ready": error is None,
             "reason": None if error is None else error.code,
-            "in_flight": len(self.registry),
+            "in_flight": len(self.gateway.registry),
             "queue": {priority.label: depths[priority] for priority in Priority},
             "queue_max": gateway.settings.queue.max,
             "states": dict(counts.states),
@@ -297,8 +291,8 @@ class LiveView:
             used_by_others=counts.used_by_others,
             models={name: ModelNodes(*both) for name, both in counts.models.items()},
             unkept=[*gateway.model_placer.unkept_wishes()],
-            paused_models=self.fleet.model_index.paused_by_name,
-            differing_models=self.fleet.differences_in_words,
+            paused_models=self.gateway.fleet.model_index.paused_by_name,
+            differing_models=self.gateway.fleet.differences_in_words,
             queue=queue,
             traffic=TrafficCondition(
                 recent.requests,
@@ -325,8 +319,8 @@ class LiveView:
             quotas=gateway.quotas,
             undefined_groups=gateway.undefined_groups,
             spill=self._spill(),
-            inventory_error=gateway.config_files.errors.get("nodes"),
-            settings_error=gateway.config_files.errors.get("gateway"),
+            inventory_error=gateway.config_files.inventory_error,
+            settings_error=gateway.config_files.settings_error,
             keys_lost=gateway.key_sync.key_ring.lost,
             certificate_error=gateway.certificates.error,
             certificates={
@@ -334,15 +328,15 @@ class LiveView:
             },
             store=store_json(gateway.store),
             ledger=ledger_json(gateway.ledger),
-            audit_lost=self.audit.lost,
+            audit_lost=gateway.audit.lost,
             storage=gateway.storage,
             lost_edges=[] if edges is None else edges.brain.lost_edges(LOST_EDGE_SECONDS),
             cluster=None if gateway.cluster is None else gateway.cluster.sample(),
         )
 
     def _spill(self) -> SpillCondition | None:
-        spill = self.scheduler.tier_policy.view(self.gateway.clock())["spill"]
-        if not isinstance(spill, dict) or not self.scheduler.fleet_sync.has_gpu_tier:
+        spill = self.gateway.scheduler.tier_policy.view(self.gateway.clock())["spill"]
+        if not isinstance(spill, dict) or not self.gateway.scheduler.fleet_sync.has_gpu_tier:
             return None
         return SpillCondition(spill["paid"], spill["reserved"], spill["money"], spill["window"])
 
@@ -572,7 +566,7 @@ class LiveFeed:
                     self._frame = None
                     problems = await self._view.read_problems()
                 # Until each node was asked once, all of them look as if they were out.
-                if self._view.fleet.first_probes_done.is_set():
+                if self._view.gateway.fleet.first_probes_done.is_set():
                     self._problem_log.take(problems)
         finally:
             self._closed = True
@@ -667,15 +661,10 @@ class LiveFeed:
 
 def live_feed(gateway: GatewayControl, drain_deadlines: DrainDeadlines) -> LiveFeed:
     """The feed of a gateway, with a history of its own."""
-    fleet, scheduler, clock = gateway.fleet, gateway.scheduler, gateway.clock
+    fleet, clock = gateway.fleet, gateway.clock
     history = FleetHistory(gateway.bus, GpuCosts(fleet, clock).of, clock=clock)
-    health = HealthEndpoints(fleet, scheduler, lambda: gateway.closing)
-    return LiveFeed(
-        LiveView(
-            fleet, scheduler, gateway.registry, gateway, health, history, gateway.audit,
-            drain_deadlines,
-        )
-    )  # fmt: skip
+    health = HealthEndpoints(fleet, gateway.scheduler, lambda: gateway.handler.closing)
+    return LiveFeed(LiveView(gateway, health, history, drain_deadlines))
 
 
 class Frame:

@@ -24,7 +24,6 @@ from gateway.admin.configuration import GatewayControl
 from gateway.admin.reports import AUDIT_ACTION_KEY, AUDIT_TARGET_KEY
 from gateway.callers.windows import time_text
 from gateway.config.routing import CATCH_ALL
-from gateway.config.settings import Settings
 from gateway.errors import GatewayError, suggestion, truncate_echo
 from gateway.forward.in_flight import InFlightRegistry, InFlightRequest
 from gateway.nodes.fleet import Fleet
@@ -36,7 +35,6 @@ from gateway.schedule.admission import Waiter
 from gateway.schedule.candidates import FleetSync
 from gateway.schedule.core.requests import NodeSlots
 from gateway.schedule.model_placer import PINNED_BY, ModelPlacer, model_key, order_refused
-from gateway.schedule.scheduler import Scheduler
 from gateway.watch.node_history import NodeHistory
 from gateway.web.asgi import (
     JsonResponse,
@@ -378,8 +376,6 @@ MOST_PAUSED = 1000  # models that may be paused at the same time; each is a seri
 class ModelEndpoints:
     """The endpoints of models."""
 
-    fleet: Fleet
-    scheduler: Scheduler
     gateway: GatewayControl
 
     async def list(self, _: Request) -> Response:
@@ -390,28 +386,28 @@ class ModelEndpoints:
     async def pause(self, request: Request) -> Response:
         """Take no new requests for this name. What runs ends by itself, what waits is refused."""
         name = self._find(request)
-        if name not in self.fleet.model_index.paused_by_name:
-            if len(self.fleet.model_index.paused_by_name) >= MOST_PAUSED:
+        if name not in self.gateway.fleet.model_index.paused_by_name:
+            if len(self.gateway.fleet.model_index.paused_by_name) >= MOST_PAUSED:
                 raise errors.invalid_request(
                     f"{MOST_PAUSED} models are paused already: resume one first.", "name"
                 )
-            self.fleet.pause_model(name)
+            self.gateway.fleet.pause_model(name)
             refused = self._refuse_waiting()
-            await self.fleet.save_orders()
+            await self.gateway.fleet.save_orders()
             log.warning("model paused", model=name, refused=refused)
         return JsonResponse(self._view().object(name))
 
     async def resume(self, request: Request) -> Response:
         """End a pause."""
         name = self._find(request)
-        if name in self.fleet.model_index.paused_by_name:
-            self.fleet.resume_model(name)
-            await self.fleet.save_orders()
+        if name in self.gateway.fleet.model_index.paused_by_name:
+            self.gateway.fleet.resume_model(name)
+            await self.gateway.fleet.save_orders()
             log.info("model resumed", model=name)
         return JsonResponse(self._view().object(name))
 
     def _view(self) -> _ModelsView:
-        return _ModelsView(self.fleet, self.scheduler, self.gateway.settings)
+        return _ModelsView(self.gateway)
 
     def _find(self, request: Request) -> str:
         name: str = request.path_params["name"]
@@ -428,10 +424,10 @@ class ModelEndpoints:
 
     def _refuse_waiting(self) -> int:
         """Refuse those that wait for a paused model and have not been at a node; how many."""
-        paused = self.fleet.model_index.paused
-        waiting = [one for one in self.scheduler.waiters if _is_paused(one, paused)]
+        scheduler, paused = self.gateway.scheduler, self.gateway.fleet.model_index.paused
+        waiting = [one for one in scheduler.waiters if _is_paused(one, paused)]
         return sum(
-            self.scheduler.shed(one.request.id, errors.model_paused(one.request.wanted.model))
+            scheduler.shed(one.request.id, errors.model_paused(one.request.wanted.model))
             for one in waiting
         )
 
@@ -457,12 +453,12 @@ class ServedModelObject(msgspec.Struct, kw_only=True):
 class _ModelsView:
     """The models as they are now."""
 
-    def __init__(self, fleet: Fleet, scheduler: Scheduler, settings: Settings) -> None:
-        self._index = fleet.model_index
-        self._aliases = ModelAliases(settings.models)
-        self._waiting = Counter(one.request.wanted.model for one in scheduler.waiters)
-        self._differences = fleet.differences()
-        aliases = (name for name in settings.models if name != CATCH_ALL)
+    def __init__(self, gateway: GatewayControl) -> None:
+        self._index, models = gateway.fleet.model_index, gateway.settings.models
+        self._aliases = ModelAliases(models)
+        self._waiting = Counter(one.request.wanted.model for one in gateway.scheduler.waiters)
+        self._differences = gateway.fleet.differences()
+        aliases = (name for name in models if name != CATCH_ALL)
         self.names = dict.fromkeys(
             (*self._index.model_names(), *aliases, *sorted(self._index.paused))
         )
@@ -509,13 +505,12 @@ ORDERS = ("load", "unload", "pin", "unpin")
 class PlacementEndpoints:
     """The endpoints of models on demand."""
 
-    fleet: Fleet
     gateway: GatewayControl
     wall_clock: Callable[[], float]  # seconds since 1970
 
     async def list(self, _: Request) -> Response:
         """Every model of every router, and the memory of their hosts."""
-        models = [node for node in self.fleet.nodes.values() if node.load is not None]
+        models = [node for node in self.gateway.fleet.nodes.values() if node.load is not None]
         hosts = hosts_json(self.gateway.model_placer)
         return await json_of_rows("placements", models, self._object, {"hosts": hosts})
 
@@ -537,16 +532,16 @@ class PlacementEndpoints:
         elif pinner is not None and pinner != "operator":
             raise order_refused(f"It is pinned {PINNED_BY[pinner]}: take it out there.")
         if order in {"pin", "unpin"}:
-            self.fleet.pin_model(node, pinned=order == "pin")
-            await self.fleet.save_orders()
+            self.gateway.fleet.pin_model(node, pinned=order == "pin")
+            await self.gateway.fleet.save_orders()
         log.info("model ordered", node=name, model=node.spec.instance, order=order)
         return JsonResponse(self._object(node))
 
     def _find(self, name: str, model: str) -> Node:
         """A router's model, by its own or a public name. Raises: GatewayError (400, 404)."""
-        router = self.fleet.nodes.get(name)
+        router = self.gateway.fleet.nodes.get(name)
         if router is None:
-            raise node_not_found(name, self.fleet.nodes)
+            raise node_not_found(name, self.gateway.fleet.nodes)
         if not router.is_router:
             raise errors.invalid_request(
                 f"The node '{name}' is no router: its models are always loaded. A server of "

@@ -20,14 +20,11 @@ from gateway.callers.limits import UsedQuota
 from gateway.callers.windows import time_text
 from gateway.edges.supervisor import Edges
 from gateway.errors import CLIENT_CLOSED_STATUS
-from gateway.forward.in_flight import InFlightRegistry
 from gateway.nodes.fleet import Fleet
 from gateway.nodes.node import Node
 from gateway.schedule.decision_log import RATIO_BOUNDS
-from gateway.schedule.scheduler import Scheduler
 from gateway.store.store import Store
 from gateway.terms import Priority
-from gateway.watch.audit import AuditTrail
 from gateway.watch.metrics import (
     BatchSample,
     EdgeSample,
@@ -49,19 +46,16 @@ MOST_LISTED_WAITING = 100  # most queued requests that are listed; `queue` count
 class StatusEndpoints:
     """The endpoint of the gateway's status."""
 
-    fleet: Fleet
-    scheduler: Scheduler
-    registry: InFlightRegistry
     gateway: GatewayControl
     metrics: Metrics
     health: HealthEndpoints
-    audit: AuditTrail
 
     async def status(self, _: Request) -> Response:
         """The gateway on one page."""
-        gateway, scheduler = self.gateway, self.scheduler
+        gateway, scheduler, fleet = self.gateway, self.gateway.scheduler, self.gateway.fleet
+        files, keys = gateway.config_files, gateway.key_sync
         states, slots, busy = Counter[str](), 0, 0
-        async for node in in_steps([*self.fleet.nodes.values()]):
+        async for node in in_steps([*fleet.nodes.values()]):
             states[node.state.value] += node.router is None
             slots += node.slots_now
             busy += node.slots_busy
@@ -76,7 +70,7 @@ class StatusEndpoints:
                 uptime=round(uptime, 3),
                 ready=error is None,
                 reason=None if error is None else error.code,
-                in_flight=len(self.registry),
+                in_flight=len(gateway.registry),
                 queue={priority.label: depths[priority] for priority in Priority},
                 waiting=self._waiting(),
                 hybrid=scheduler.tier_policy.view(gateway.clock()) if has_gpu else None,
@@ -84,12 +78,12 @@ class StatusEndpoints:
                 nodes=dict(+states),
                 slots_total=slots,
                 slots_busy=busy,
-                models_paused=sorted(self.fleet.model_index.paused_by_name),
-                model_differences=differences_json(self.fleet.differences()),
-                inventory_error=gateway.config_files.errors.get("nodes"),
-                settings_error=gateway.config_files.errors.get("gateway"),
-                keys_lost=gateway.key_sync.key_ring.lost,
-                keys_unsaved=gateway.key_sync.unsaved,
+                models_paused=sorted(fleet.model_index.paused_by_name),
+                model_differences=differences_json(fleet.differences()),
+                inventory_error=files.inventory_error,
+                settings_error=files.settings_error,
+                keys_lost=keys.key_ring.lost,
+                keys_unsaved=keys.unsaved,
                 certificate_error=gateway.certificates.error,
                 certificates={
                     key: {
@@ -99,7 +93,7 @@ class StatusEndpoints:
                     for key, expires in gateway.certificates.expiry.items()
                 },
                 store=store_json(gateway.store),
-                audit_lost=self.audit.lost,
+                audit_lost=gateway.audit.lost,
                 ledger=ledger_json(gateway.ledger),
                 edges=edges_json(gateway.edges),
                 cluster=cluster_json(gateway.cluster),
@@ -107,7 +101,8 @@ class StatusEndpoints:
         )
 
     def _waiting(self) -> list[dict[str, Any]]:
-        now = self.scheduler.clock()
+        scheduler = self.gateway.scheduler
+        now = scheduler.clock()
         return [
             {
                 "position": position,
@@ -117,7 +112,7 @@ class StatusEndpoints:
                 "expected_start": round(wait, 3) if math.isfinite(wait) else None,
             }
             for position, (waiter, wait) in enumerate(
-                self.scheduler.predicted_waits(MOST_LISTED_WAITING), 1
+                scheduler.predicted_waits(MOST_LISTED_WAITING), 1
             )
         ]
 
@@ -307,12 +302,14 @@ class MetricsSource:
     retries_left: Callable[[], int]
     background: BackgroundSource | None = None
     tracing: RequestTracing | None = None
+    name_of: Callable[[str], str | None] = lambda _: None
+    """The name of the key with this id, if metrics are to have it."""
 
     def __call__(self) -> MetricsSnapshot:
         """The state now."""
-        gateway, background = self.gateway, self.background
-        fleet, scheduler, accuracy = gateway.fleet, gateway.scheduler, gateway.scheduler.accuracy
-        ledger, traces, edges, cluster = gateway.ledger, None, gateway.edges, gateway.cluster
+        gateway, background, traces = self.gateway, self.background, None
+        fleet, scheduler, ledger = gateway.fleet, gateway.scheduler, gateway.ledger
+        accuracy, edges, cluster = scheduler.accuracy, gateway.edges, gateway.cluster
         store = None if gateway.store is None else gateway.store.status()
         if self.tracing is not None and self.tracing.active:
             counts = self.tracing.counts
@@ -335,9 +332,9 @@ class MetricsSource:
             spill_money_left=scheduler.tier_policy.money_left(scheduler.clock()),
             in_flight=len(gateway.registry),
             paused_models=sorted(fleet.model_index.paused_by_name),
-            name_of=self._name_of,
+            name_of=self.name_of,
             quotas={quota_labels(one): round(one.share, 4) for one in gateway.quotas},
-            inventory_error="nodes" in gateway.config_files.errors,
+            inventory_error=gateway.config_files.inventory_error is not None,
             retry_budget=self.retries_left(),
             certificate_days_left={
                 key: days_until(expires) for key, expires in gateway.certificates.expiry.items()
@@ -352,8 +349,3 @@ class MetricsSource:
             edges=None if edges is None else edges.sample(),
             cluster=None if cluster is None else cluster.sample(),
         )
-
-    def _name_of(self, key_id: str) -> str | None:
-        """The name of a key, if metrics are to have it."""
-        has_names = self.gateway.settings.telemetry.key_names
-        return self.gateway.key_sync.key_ring.name_of(key_id) if has_names else None

@@ -10,7 +10,7 @@ import socket
 import subprocess
 import time
 from asyncio.subprocess import Process
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -198,7 +198,7 @@ class Gateway:
         self._loopback, self._edge_count = (
             is_loopback(settings.listen.host), startup.count_edges(settings)
         )  # fmt: skip
-        self.metering = Metering(
+        metering = self.metering = Metering(
             options,
             settings,
             access=self._inherited.anonymous_access,
@@ -209,9 +209,9 @@ class Gateway:
             clock=self.clock,
             on_groups=self._put_groups_in_force,
         )
-        self.store, self.ledger = self.metering.store, self.metering.ledger
-        self.key_sync, self.key_ring = self.metering.key_sync, self.metering.key_ring
-        self.standings = self.metering.standings
+        self.store, self.ledger = metering.store, metering.ledger
+        self.key_ring, self.key_sync = metering.key_ring, metering.key_sync
+        self.standings = metering.standings
         self.bus.subscribe(InventoryChanged, lambda _: self._warn_of_empty_pools())
         config = self._handler_config(settings)
         self.background = BackgroundWork(
@@ -244,10 +244,10 @@ class Gateway:
             storing=self.background.storing(self.fleet.model_index, self.scheduler),
             tracing=self.tracing,
         )
-        self.metrics = Metrics(
-            self.bus,
-            MetricsSource(self, self.proxy_context.retries_left, self.background, self.tracing),
+        snapshot = MetricsSource(
+            self, self.proxy_context.retries_left, self.background, self.tracing, self._told_name
         )
+        self.metrics = Metrics(self.bus, snapshot)
         event_log = log_events(self.bus, logs, name_of=self.key_ring.name_of)
         self._logs, self._event_log = logs, event_log
         self._configure_events()
@@ -270,7 +270,7 @@ class Gateway:
             saved_prompts=self.model_placer.saved_prompts,
             has_hash_key=self._inherited.hash_key is not None,
         )
-        self._files = FileReloader(
+        self.config_files = FileReloader(
             options,
             settings=lambda: self.settings,
             apply_settings=self._apply_settings,
@@ -279,7 +279,6 @@ class Gateway:
             audit=self.audit,
             certificates=self.certificates,
         )
-        self.config_files = self._files.files
         self._routes: dict[bytes, Route] = {}
         """What clients may ask of nodes; shared with the public listener's connections."""
         self._created = int(time.time())  # the `created` of every model, which no reload changes
@@ -293,11 +292,6 @@ class Gateway:
         return None if self.settings.cluster is None else self.settings.cluster.member_name
 
     @property
-    def closing(self) -> bool:
-        """Whether the gateway is shutting down."""
-        return self.handler.closing
-
-    @property
     def quotas(self) -> Sequence[UsedQuota]:
         """The quotas that are nearly, or quite, used up."""
         return self.background.quotas.used
@@ -306,6 +300,10 @@ class Gateway:
     def undefined_groups(self) -> Mapping[str, int]:
         """How many keys are of each group that nobody has defined."""
         return self.metering.undefined_groups()
+
+    def _told_name(self, key_id: str) -> str | None:
+        """The name of a key, if metrics are to have it."""
+        return self.key_ring.name_of(key_id) if self.settings.telemetry.key_names else None
 
     @property
     def storage(self) -> StorageCondition:
@@ -325,7 +323,7 @@ class Gateway:
             self.public_listener, self.admin_listener = self._make_listeners(open_files)
             self._cluster_sock = bind_cluster(self.settings, self._inherited)
             await self.fleet.start(inventory)
-            self._tasks.start(self._files.watch(inventory), "watch the files")
+            self._tasks.start(self.config_files.watch(inventory), "watch the files")
             self._tasks.start(self.certificates.watch(), "watch the certificates")
             self._tasks.start(self.audit.run(), "write the audit log")
             self._tasks.start(self.live.run(), "read the live view")
@@ -468,7 +466,7 @@ class Gateway:
                     extra_environment=successor_environment(
                         self.key_ring.access,
                         self.options.settings_file,
-                        customised=not self._files.has_defaults,
+                        customised=not self.config_files.has_defaults,
                         had_admin_keys=self.admin_keys.needed,
                     ),
                     timeout=self.timings.successor_ready,
@@ -630,7 +628,6 @@ class Gateway:
             ended=self.metering.ended,
             document=self._openapi_document,
             live=self.live,
-            handler=self.handler,
             host=admin.host,
             keys=self.admin_keys,
             extra_hosts=admin.hosts,
@@ -722,11 +719,11 @@ class Gateway:
 
     def schedule_reload(self) -> None:
         """Reload both files, and read the certificates again (SIGHUP)."""
-        self._tasks.start(self._files.reload_on_signal(), "reload")
+        self._tasks.start(self.config_files.reload_on_signal(), "reload")
 
     async def reload(self) -> ReloadResult:
         """Reload both files, and read the certificates again. Raises: ConfigError."""
-        return await self._files.reload()
+        return await self.config_files.reload()
 
     def _apply_settings(self, settings: Settings, admin_key: str | None) -> SettingsChanged:
         """Put these settings in force, and the key of `admin.key_file`."""
@@ -780,7 +777,7 @@ def _with_connections(limits: LimitSettings, connections: int) -> LimitSettings:
     return limits.model_copy(update={"connections": connections})
 
 
-class FileReloader:
+class FileReloader(ConfigFiles):
     """Both files. An invalid one changes nothing, and does not keep the other from being read."""
 
     def __init__(
@@ -795,16 +792,16 @@ class FileReloader:
         certificates: CertificateRenewal,
     ) -> None:
         """`settings` are those in force; `apply_settings` takes the key of `admin.key_file` too."""
+        super().__init__(
+            startup.histories(options),
+            options.overrides(os.environ),
+            partial(startup.check_text, options),
+        )
         self._options, self._settings, self._apply_settings = options, settings, apply_settings
         self._fleet, self._bus = fleet, bus
         self._audit, self._certificates = audit, certificates
         self._reloading = asyncio.Lock()
         self._inventory: Inventory | None = None
-        self.files = ConfigFiles(
-            startup.histories(options),
-            options.overrides(os.environ),
-            partial(startup.check_text, options),
-        )
 
     @property
     def has_defaults(self) -> bool:
@@ -850,8 +847,8 @@ class FileReloader:
             # One that was refused may fit the other by now.
             await self._reload_quietly(
                 "file",
-                inventory=options.inventory_file in changed or "nodes" in self.files.errors,
-                settings=options.settings_file in changed or "gateway" in self.files.errors,
+                inventory=options.inventory_file in changed or self.inventory_error is not None,
+                settings=options.settings_file in changed or self.settings_error is not None,
             )
 
     async def _differs_from(self, inventory: Inventory) -> bool:
@@ -867,10 +864,10 @@ class FileReloader:
 
     async def _keep(self, kind: FileKind, text: str | None) -> None:
         """Keep a text that is in force from now on."""
-        history = self.files.histories.get(kind)
+        history = self.histories.get(kind)
         if text is None or history is None:
             return
-        self.files.in_force[kind] = text
+        self.in_force[kind] = text
         try:
             await asyncio.to_thread(history.keep, text, time.time())
         except OSError as error:
@@ -884,7 +881,7 @@ class FileReloader:
                 with contextlib.suppress(ConfigError, OSError):
                     await self._reload_settings()
                 changed = changed_keys(before, self._settings())
-                invalid = "gateway" in self.files.errors
+                invalid = self.settings_error is not None
                 self._audit.record_settings(actor, changed, invalid=invalid)
             if inventory:
                 change = None
@@ -892,31 +889,23 @@ class FileReloader:
                     change = await self._reload_inventory()
                 self._audit.record_inventory(actor, change)
 
-    @contextlib.contextmanager
-    def _noting_problems(
-        self, kind: FileKind, event: type[InventoryChanged | SettingsChanged]
-    ) -> Iterator[None]:
-        """Tell of the problems that a file has on the disk, or forget those that it had."""
-        try:
-            yield
-        except (ConfigError, OSError) as error:
-            self.files.errors[kind] = str(error)
-            self._bus.publish(event(error=str(error)))
-            raise
-        self.files.errors.pop(kind, None)
-
     async def _reload_inventory(self) -> InventoryChanged:
-        with self._noting_problems("nodes", InventoryChanged):
+        try:
             text, inventory = await asyncio.to_thread(_read_inventory, self._options.inventory_file)
             await self._check_fit(self._settings(), inventory)
             change = self._fleet.apply(inventory)
             self._inventory = inventory
+        except (ConfigError, OSError) as error:
+            self.inventory_error = str(error)
+            self._bus.publish(InventoryChanged(error=self.inventory_error))
+            raise
+        self.inventory_error = None
         self._bus.publish(change)
         await self._keep("nodes", text)
         return change
 
     async def _reload_settings(self) -> SettingsChanged:
-        with self._noting_problems("gateway", SettingsChanged):
+        try:
             # An empty file changes nothing: it may come of an unfinished edit or a full disk.
             rejected: RejectedFiles = "nothing" if self.has_defaults else "empty"
             path = self._options.settings_file
@@ -925,6 +914,11 @@ class FileReloader:
             admin_key = await asyncio.to_thread(reread_admin_key, settings.admin.key_file)
             check_extras(settings, path)
             await self._check_fit(settings, self._inventory)
+        except (ConfigError, OSError) as error:
+            self.settings_error = str(error)
+            self._bus.publish(SettingsChanged(error=self.settings_error))
+            raise
+        self.settings_error = None
         change = self._apply_settings(settings, admin_key)
         await self._keep("gateway", text)
         return change

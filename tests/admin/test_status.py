@@ -34,8 +34,8 @@ async def test_status_shows_the_gateway_on_one_page() -> None:
         assert (await gateway.chat(model="nobody-has-it")).status_code == 404
         await asyncio.sleep(3.0)
         status = (await gateway.admin.get("/admin/status")).json()
-        gateway.config_files.errors["nodes"] = "nodes.yaml:3: nodes[0].slots: must be a number"
-        gateway.config_files.errors["gateway"] = "gateway.yaml:1: models: must be a mapping"
+        gateway.config_files.inventory_error = "nodes.yaml:3: nodes[0].slots: must be a number"
+        gateway.config_files.settings_error = "gateway.yaml:1: models: must be a mapping"
         gateway.handler.begin_shutdown()
         later = (await gateway.admin.get("/admin/status")).json()
     assert status["version"] == "1.2.3"
@@ -108,7 +108,7 @@ async def test_status_lists_queued_requests_in_order_up_to_a_limit() -> None:
 async def test_metrics_are_served_as_prometheus_text() -> None:
     async with bare_gateway(EmulatedNode(slots=2), a_spec("b", DEAD), serving=True) as gateway:
         assert (await gateway.chat()).status_code == 200
-        gateway.config_files.errors["nodes"] = "something"
+        gateway.config_files.inventory_error = "something"
         response = await gateway.admin.get("/metrics")
     assert response.headers["content-type"] == "text/plain; version=0.0.4; charset=utf-8"
     values = {

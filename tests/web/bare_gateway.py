@@ -15,7 +15,12 @@ import httpx
 from starlette.types import ASGIApp
 
 from gateway.admin.app import admin_app, caller_page
-from gateway.admin.configuration import ClusterMember, ConfigFiles, ReloadResult
+from gateway.admin.configuration import (
+    CertificateRenewal,
+    ClusterMember,
+    ConfigFiles,
+    ReloadResult,
+)
 from gateway.admin.live import live_feed
 from gateway.admin.nodes import DrainDeadlines
 from gateway.admin.status import MetricsSource
@@ -33,7 +38,6 @@ from gateway.events import EventBus, RequestRecord
 from gateway.forward.context import ForwardContext
 from gateway.forward.forwarder import Forwarder
 from gateway.forward.in_flight import InFlightRegistry, TimeoutMonitor
-from gateway.http.certificates import ListenerCertificates
 from gateway.http.listener import Listener, bind_socket
 from gateway.http.protocol import protocol_class
 from gateway.http.request_head import HandlerConfig
@@ -82,11 +86,11 @@ class BareGateway:
     version: str = "1.2.3"
     config_files: ConfigFiles = field(default_factory=lambda: ConfigFiles({}, {}, lambda *_: ()))
     storage: StorageCondition = field(default_factory=StorageCondition)
-    certificates: ListenerCertificates = field(default_factory=lambda: ListenerCertificates({}))
-    model_placer: ModelPlacer = field(init=False)
     fleet: Fleet = field(init=False)
-    standings: Standings = field(init=False)
     audit: AuditTrail = field(default_factory=lambda: AuditTrail(now))
+    certificates: CertificateRenewal = field(init=False)
+    standings: Standings = field(init=False)
+    model_placer: ModelPlacer = field(init=False)
     store: Store | None = None
     ledger: Ledger | None = None
     cluster: ClusterMember | None = None
@@ -97,14 +101,11 @@ class BareGateway:
 
     def __post_init__(self) -> None:
         self.fleet = self.running.fleet
+        self.certificates = CertificateRenewal(self.settings, self.fleet, self.audit)
         self.standings = Standings(self.key_sync, self.handler.meter.book, None)
         self.model_placer = ModelPlacer(
             self.fleet, self.scheduler, self.settings, self.bus, self.clock
         )
-
-    @property
-    def closing(self) -> bool:
-        return self.handler.closing
 
     def __getitem__(self, name: str) -> Node:
         return self.fleet.nodes[name]
@@ -184,10 +185,7 @@ async def bare_gateway(
             admin=client(None, ADMIN),  # The admin application needs this object.
         )
         bus.subscribe(RequestRecord, gateway.ended.append)
-        metrics = Metrics(
-            bus,
-            MetricsSource(gateway, context.retries_left),
-        )
+        metrics = Metrics(bus, MetricsSource(gateway, context.retries_left))
         live = live_feed(gateway, drain_deadlines)
         app = admin_app(
             gateway,
@@ -195,7 +193,6 @@ async def bare_gateway(
             drain_deadlines=drain_deadlines,
             host=admin_host,
             live=live,
-            handler=handler,
             reporter=reporter,
             ended=None,
             document=functools.partial(openapi_json, chosen),

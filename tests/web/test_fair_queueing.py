@@ -325,8 +325,8 @@ async def test_a_reload_applies_to_queued_requests_too(tmp_path: Path) -> None:
         full = await site.ask(1, x_priority="batch")
         assert (full.status_code, full.headers["x-gateway-reason"]) == (429, "queue_full")
         site.running.write_settings({**CALM, "policy": "nothing"})
-        await until(lambda: "gateway" in site.running.gateway.config_files.errors)
-        assert "least_finish" in site.running.gateway.config_files.errors["gateway"]
+        await until(lambda: site.running.gateway.config_files.settings_error is not None)
+        assert "least_finish" in str(site.running.gateway.config_files.settings_error)
         assert scheduler.dispatcher.rules.overdue_after[Priority.BATCH] == 7.0
         # Without the reserve the queued requests run.
         site.running.write_settings(CALM)
