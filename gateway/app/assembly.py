@@ -30,22 +30,11 @@ from gateway.admin.configuration import (
 from gateway.admin.live import live_feed
 from gateway.admin.nodes import DrainDeadlines
 from gateway.admin.status import MetricsSource
-from gateway.app import startup
+from gateway.app import handover, startup
 from gateway.app.background import BackgroundWork
 from gateway.app.cluster import ClusterPart, Duties
-from gateway.app.event_loop import OwnTasks
+from gateway.app.event_loop import OwnTasks, wait_for_first
 from gateway.app.fitting import check_fit
-from gateway.app.handover import (
-    READY_TIMEOUT,
-    HandoverFailed,
-    InheritedState,
-    bind_cluster,
-    bind_listeners,
-    close_listeners,
-    open_listeners,
-    start_successor,
-    successor_environment,
-)
 from gateway.app.learnt import LearntMemory
 from gateway.app.metering import Metering
 from gateway.app.startup import Options, StartError, check_extras, reread_admin_key
@@ -110,7 +99,7 @@ class Timings:
     store: float = 5.0  # to wait for the store before the gateway serves without it, or ends
     takeover: float = 1.0  # for what is read before this process takes over from another one
     final_response: float = 5.0  # for clients to read their error, once the grace is over
-    successor_ready: float = READY_TIMEOUT
+    successor_ready: float = handover.READY_TIMEOUT
     linger: float = LINGER_SECONDS
     progress: float = PROGRESS_SECONDS  # between two reports
     edges: float = MOST_START_SECONDS
@@ -138,14 +127,14 @@ class Gateway:
         options: Options,
         settings: Settings,
         logs: Logs,
-        inherited: InheritedState | None = None,
+        inherited: handover.InheritedState | None = None,
         clock: Callable[[], float] = time.monotonic,
         rng: random.Random | None = None,
         timings: Timings = DEFAULT_TIMINGS,
         resolver: Resolver | None = None,
     ) -> None:
         self.options, self.settings, self.timings = options, settings, timings
-        self._inherited = inherited or InheritedState()
+        self._inherited = inherited or handover.InheritedState()
         self.clock, self.started_at = clock, clock()
         self.stopping, self._stop_requested = asyncio.Event(), asyncio.Event()
         self._stop_at_once = asyncio.Event()
@@ -319,9 +308,10 @@ class Gateway:
         """Serve while inside this context. Raises: StartError."""
         open_files = raise_open_file_limit()
         try:
-            self.metering.open_store()
+            if self.store is not None:
+                self.store.start()
             self.public_listener, self.admin_listener = self._make_listeners(open_files)
-            self._cluster_sock = bind_cluster(self.settings, self._inherited)
+            self._cluster_sock = handover.bind_cluster(self.settings, self._inherited)
             await self.fleet.start(inventory)
             self._tasks.start(self.config_files.watch(inventory), "watch the files")
             self._tasks.start(self.certificates.watch(), "watch the certificates")
@@ -342,7 +332,7 @@ class Gateway:
             if self.edges is not None and not await self.edges.start(seconds) and seconds:
                 raise StartError(NO_EDGE)
             before_clients()
-            open_listeners(self.public_listener, self.admin_listener)
+            handover.open_listeners(self.public_listener, self.admin_listener)
             log.info(
                 "listening",
                 version=__version__,
@@ -457,13 +447,13 @@ class Gateway:
             log.info("starting a successor", command=command[0])
             learnt_pipe = self.learnt.open_pipe()
             try:
-                self._successor = await start_successor(
+                self._successor = await handover.start_successor(
                     command,
                     sockets,
                     from_systemd=self._inherited.from_systemd,
                     hash_key=self._keyed_hash.key,
                     learnt_pipe=learnt_pipe,
-                    extra_environment=successor_environment(
+                    extra_environment=handover.successor_environment(
                         self.key_ring.access,
                         self.options.settings_file,
                         customised=not self.config_files.has_defaults,
@@ -471,7 +461,7 @@ class Gateway:
                     ),
                     timeout=self.timings.successor_ready,
                 )
-            except HandoverFailed as error:
+            except handover.HandoverFailed as error:
                 log.error("no successor", why=str(error))  # noqa: TRY400 - no traceback needed
                 self.audit.record("signal", None, "handover", "", "failed")
                 self.learnt.close_pipe()
@@ -500,12 +490,10 @@ class Gateway:
         assert self.public_listener is not None
         if self._successor is not None:
             log.info("succeeded", pid=self._successor.pid, in_flight=len(self.registry))
-            closing = asyncio.create_task(self._drain(self.public_listener, self.edges))
+            closing = asyncio.create_task(self._end_clients(self.public_listener, drain=True))
             await self.learnt.close(self.timings.store)
             # Nobody waits for this process to end, so requests keep their usual time limits.
-            stopped = asyncio.create_task(self._stop_requested.wait())
-            await asyncio.wait([closing, stopped], return_when=asyncio.FIRST_COMPLETED)
-            stopped.cancel()
+            await wait_for_first(asyncio.wait([closing]), self._stop_requested.wait())
             self.background.end()
         else:
             self._notifier.notify("STOPPING=1")
@@ -521,7 +509,7 @@ class Gateway:
             if self.edges is not None:
                 self.edges.reject()
             self.background.end()
-            closing = asyncio.create_task(self._finish(self.public_listener, self.edges))
+            closing = asyncio.create_task(self._end_clients(self.public_listener, drain=False))
         try:
             if not await self._unless_stopped(asyncio.wait([closing], timeout=shutdown.grace)):
                 return 1
@@ -538,29 +526,21 @@ class Gateway:
             await asyncio.gather(closing, return_exceptions=True)
         return 1 if self._stop_at_once.is_set() or self._was_replaced else 0
 
-    async def _drain(self, listener: Listener, edges: Edges | None) -> None:
-        if edges is not None:
-            listener.stop_accepting()
-            await edges.drain()
-        await listener.drain()
-        await self.background.drain()
+    async def _end_clients(self, listener: Listener, *, drain: bool) -> None:
+        """Accept no more connections, and wait until those that there are, or their requests, end.
 
-    @staticmethod
-    async def _finish(listener: Listener, edges: Edges | None) -> None:
-        """Accept no more connections, and wait for the requests that run."""
-        if edges is not None:
+        `drain`: until all connections have, and what waits has ended that runs here.
+        """
+        if self.edges is not None:
             listener.stop_accepting()
-            await edges.finish()
-        await listener.close()
+            await (self.edges.drain() if drain else self.edges.finish())
+        await (listener.drain() if drain else listener.close())
+        if drain:
+            await self.background.drain()
 
     async def _unless_stopped(self, awaitable: Awaitable[Any]) -> bool:
         """Wait for it; returns False as soon as a second signal comes."""
-        work = asyncio.ensure_future(awaitable)
-        stopped = asyncio.create_task(self._stop_at_once.wait())
-        await asyncio.wait([work, stopped], return_when=asyncio.FIRST_COMPLETED)
-        for task in (work, stopped):
-            task.cancel()
-        await asyncio.gather(work, stopped, return_exceptions=True)
+        await wait_for_first(awaitable, self._stop_at_once.wait())
         return not self._stop_at_once.is_set()
 
     async def _close(self) -> None:
@@ -572,7 +552,7 @@ class Gateway:
             self._cluster_sock.close()
         await self._duties.end()
         await self._tasks.end()
-        await close_listeners(self.public_listener, self.admin_listener)
+        await handover.close_listeners(self.public_listener, self.admin_listener)
         await self.learnt.close(self.timings.store)
         await self.background.aclose(self.timings.store)
         self.drain_deadlines.close()
@@ -583,10 +563,12 @@ class Gateway:
         self.fleet.properties_store.save()
         self.bus.flush()
         await self.tracing.aclose()
-        await self.metering.write_pending(self.timings.store)
+        if self.ledger is not None:
+            await self.ledger.close(self.timings.store)
         with contextlib.suppress(StoreError, TimeoutError):
             await asyncio.wait_for(self.audit.flush(), self.timings.store)
-        await self.metering.close_store(self.timings.store)
+        if self.store is not None and not await self.store.aclose(self.timings.store):
+            log.warning("the store does not answer and was left as it is")
         log.info("ended")
 
     # Listeners.
@@ -603,7 +585,7 @@ class Gateway:
             )
         file_key = None if admin.key_file is None else startup.read_admin_key(admin.key_file)
         self.admin_keys.configure(admin.keys, file_key)
-        public_sock, admin_sock = bind_listeners(self.settings, self._inherited)
+        public_sock, admin_sock = handover.bind_listeners(self.settings, self._inherited)
         public = Listener(
             self._serve_public,
             public_sock,
@@ -854,8 +836,8 @@ class FileReloader(ConfigFiles):
     async def _differs_from(self, inventory: Inventory) -> bool:
         path = self._options.inventory_file
         try:
-            text, found = await asyncio.to_thread(_read_inventory, path)
-            if found != inventory:
+            text = await asyncio.to_thread(_text_of, path)
+            if await asyncio.to_thread(load_inventory, path, text=text) != inventory:
                 return True
         except (ConfigError, OSError):
             return True
@@ -891,7 +873,9 @@ class FileReloader(ConfigFiles):
 
     async def _reload_inventory(self) -> InventoryChanged:
         try:
-            text, inventory = await asyncio.to_thread(_read_inventory, self._options.inventory_file)
+            path = self._options.inventory_file
+            text = await asyncio.to_thread(_text_of, path)
+            inventory = await asyncio.to_thread(load_inventory, path, text=text)
             await self._check_fit(self._settings(), inventory)
             change = self._fleet.apply(inventory)
             self._inventory = inventory
@@ -909,7 +893,8 @@ class FileReloader(ConfigFiles):
             # An empty file changes nothing: it may come of an unfinished edit or a full disk.
             rejected: RejectedFiles = "nothing" if self.has_defaults else "empty"
             path = self._options.settings_file
-            text, loaded = await asyncio.to_thread(_read_settings, path, rejected)
+            text = await asyncio.to_thread(_text_of, path)
+            loaded = await asyncio.to_thread(load_settings, path, rejected=rejected, text=text)
             settings = self._options.apply_to(loaded)
             admin_key = await asyncio.to_thread(reread_admin_key, settings.admin.key_file)
             check_extras(settings, path)
@@ -947,16 +932,6 @@ class FileReloader(ConfigFiles):
 def _text_of(path: Path | None) -> str | None:
     """The file's text; None: there is no file. Raises: ConfigError."""
     return None if path is None or not os.path.lexists(path) else read_text(path)
-
-
-def _read_inventory(path: Path) -> tuple[str | None, Inventory]:
-    text = _text_of(path)
-    return text, load_inventory(path, text=text)
-
-
-def _read_settings(path: Path | None, rejected: RejectedFiles) -> tuple[str | None, Settings]:
-    text = _text_of(path)
-    return text, load_settings(path, rejected=rejected, text=text)
 
 
 def _standing_error(cluster: ClusterPart | None) -> Callable[[], GatewayError | None]:

@@ -10,7 +10,7 @@ from typing import Any
 
 from sqlalchemy import Connection
 
-from gateway.app.event_loop import OwnTasks
+from gateway.app.event_loop import OwnTasks, wait_for_first
 from gateway.app.metering import Metering
 from gateway.app.startup import Options, batches_folder
 from gateway.callers.limits import UsedQuota
@@ -232,13 +232,7 @@ class BackgroundWork:
 
     async def drain(self) -> None:
         """After `stop`: wait until what runs has ended, or until `end`."""
-        waits = [asyncio.create_task(one) for one in (self._idle(), self._ends.wait())]
-        try:
-            await asyncio.wait(waits, return_when=asyncio.FIRST_COMPLETED)
-        finally:
-            for wait in waits:
-                wait.cancel()
-            await asyncio.gather(*waits, return_exceptions=True)
+        await wait_for_first(self._idle(), self._ends.wait())
 
     async def _idle(self) -> None:
         if self.feeder is not None:

@@ -197,7 +197,8 @@ class ClusterPart:
     async def _take(self, role: Role) -> None:
         match role.kind:
             case "follower":
-                self._edges.relink(self._link_to_leader)
+                open_tunnel = self._membership.open
+                self._edges.relink(lambda name, sock: open_tunnel("link", name, sock=sock))
             case "leader":
                 if self._ending is not None:
                     await asyncio.gather(self._ending, return_exceptions=True)
@@ -228,11 +229,8 @@ class ClusterPart:
         membership = self._membership
         return Reign(
             self.member, role.epoch, rules, membership.may_grant, self._clock, begun_at,
-            membership.heard,
+            self._fleet, membership.heard,
         )  # fmt: skip
-
-    async def _link_to_leader(self, name: str, sock: socket.socket) -> None:
-        await self._membership.open("link", name, sock=sock)
 
     def _may_start(self, _: int) -> bool:
         reign = self._brain.reign

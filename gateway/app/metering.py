@@ -175,16 +175,11 @@ class Metering:
 
     # Start and end.
 
-    def open_store(self) -> None:
-        """Begin to open the store; `load` waits for it."""
-        if self.store is not None:
-            self.store.start()
-
     async def load(self, seconds: float) -> None:
         """Read keys and counters, before the first request, within about so many seconds in all.
 
         A predecessor may have used up what is left of a limit. What the store can't tell in time
-        is read later.
+        is read later. The store must have been started.
         """
         end = self._clock() + seconds
 
@@ -226,13 +221,3 @@ class Metering:
             tasks.start(hours.run(), "record the hours of nodes")
             kept = Retention(self.reporter, lambda: self._settings.store.retention, time.time)
             tasks.start(kept.worker.run(), "sum up old usage")
-
-    async def write_pending(self, seconds: float) -> None:
-        """Write what the ledger has not written, within so many seconds."""
-        if self.ledger is not None:
-            await self.ledger.close(seconds)
-
-    async def close_store(self, seconds: float) -> None:
-        """Close the store within so many seconds, or leave it as it is."""
-        if self.store is not None and not await self.store.aclose(seconds):
-            log.warning("the store does not answer and was left as it is")

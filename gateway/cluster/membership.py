@@ -21,6 +21,7 @@ import msgspec
 import structlog
 
 from gateway import __version__
+from gateway.cluster import members
 from gateway.cluster.fencing import SETTLE_SECONDS, Fence, Session, Sharers, Tenure, Term
 from gateway.cluster.leadership import (
     Leadership,
@@ -29,14 +30,6 @@ from gateway.cluster.leadership import (
     contend,
     holder_name,
     parse_holder,
-)
-from gateway.cluster.members import (
-    MemberRow,
-    read_members,
-    read_sharers,
-    register,
-    remove,
-    write_sharers,
 )
 from gateway.cluster.tunnel import Greeting, Kind, Refusal, TunnelError, Tunnels, Welcome
 from gateway.config.cluster import ClusterSettings, parse_address
@@ -199,7 +192,7 @@ class Membership:
         self._name, self._process = settings.member_name, process
         self._leadership, self._store, self._owner = leadership, store, owner
         self._clock = clock
-        self._own = MemberRow(self._name, process, 0, str(settings.advertised), __version__)
+        self._own = members.MemberRow(self._name, process, 0, str(settings.advertised), __version__)
         self._member = Member(holder_name(self._own.contender, settings.term), settings.term)
         self._member.stands = False  # until it is registered
         self._tasks: set[asyncio.Task[None]] = set()
@@ -207,7 +200,7 @@ class Membership:
         self._may_be_alone_since = 0.0  # in limbo
         self._untaken_since = 0.0  # since when it has won, and does not lead
         # The list of members.
-        self._rows: dict[str, MemberRow] = {}
+        self._rows: dict[str, members.MemberRow] = {}
         self._removed: list[str] = []  # members that operators have removed
         self._list_wanted = asyncio.Event()
         # As a leader.
@@ -292,11 +285,11 @@ class Membership:
         await self.tunnels.aclose()
         if self._drains:
             # So that nobody keeps a share of the slots for it, unless a successor is this member.
-            leaving = self._in_store(remove, name=self._name, process=self._process)
+            leaving = self._in_store(members.remove, name=self._name, process=self._process)
             with contextlib.suppress(StoreError, TimeoutError):
                 await asyncio.wait_for(leaving, LEAVE_SECONDS)
 
-    def _seen(self, row: MemberRow) -> MemberSample:
+    def _seen(self, row: members.MemberRow) -> MemberSample:
         role, state, silent = "unknown", None, None
         if row.process == self._process:
             role, state, silent = self.role.kind, self._owner.state(), 0.0
@@ -384,9 +377,9 @@ class Membership:
             self._list_wanted.clear()
             try:
                 if registered or self._drains or self._replaced:
-                    rows = await self._in_store(read_members, write=False)
+                    rows = await self._in_store(members.read_members, write=False)
                 else:
-                    rows = await self._in_store(register, own=self._own)
+                    rows = await self._in_store(members.register, own=self._own)
                 registered = self._take_list(rows)
                 await self._update_shares()
             except StoreError as error:
@@ -407,7 +400,7 @@ class Membership:
             finally:
                 timer.cancel()
 
-    def _take_list(self, rows: Sequence[MemberRow]) -> bool:
+    def _take_list(self, rows: Sequence[members.MemberRow]) -> bool:
         """Note all members; returns whether this process is its member's, as far as that says."""
         self._rows = {row.name: row for row in rows if row.process}
         self._removed = [row.name for row in rows if not row.process]
@@ -433,7 +426,7 @@ class Membership:
         if wanted != self._stored:
             in_json = msgspec.json.encode(wanted).decode()
             writing = self._in_store(
-                write_sharers, holder=self._member.name, epoch=epoch, sharers=in_json
+                members.write_sharers, holder=self._member.name, epoch=epoch, sharers=in_json
             )
             if not await writing or self._account is not account:
                 return
@@ -448,7 +441,7 @@ class Membership:
         stored = None
         while stored is None and self._has_won(epoch):
             try:
-                stored = await self._in_store(read_sharers, write=False)
+                stored = await self._in_store(members.read_sharers, write=False)
             except StoreError:
                 await asyncio.sleep(RETRY_SECONDS)
         self._winning = None

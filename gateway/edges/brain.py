@@ -14,7 +14,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import socket
-from collections import OrderedDict, deque
+from collections import deque
 from collections.abc import Callable, Coroutine, Iterable
 from dataclasses import dataclass, field
 from functools import partial
@@ -186,7 +186,7 @@ class Brain:
         assert self.clustered
         assert self.reign is None
         self.reign = reign
-        reign.begin(self.scheduler.fleet)
+        reign.begin()
         # No other reign has leases of these numbers.
         first = (self.scheduler.rng.getrandbits(30) << 33) + 1
         self.scheduler.grant_while(reign.grants, first)
@@ -319,7 +319,7 @@ class EdgeSession:
         self._leases: dict[int, EdgeLease] = {}
         self._asks: dict[int, asyncio.Task[None]] = {}
         """Those that wait for a lease, by the number under which it was asked for."""
-        self._accounts: OrderedDict[tuple[object, ...], Accounts] = OrderedDict()
+        self._accounts: dict[tuple[object, ...], Accounts] = {}
         self._accounts_version = -1
         # In a cluster.
         self._reign = brain.reign
@@ -359,7 +359,7 @@ class EdgeSession:
             messages.Quarantined: self._quarantined,
             AttemptEnded: brain.bus.tell,
             StreamResumed: brain.bus.publish,
-            messages.AskNodes: self._ask_nodes,
+            messages.AskNodes: lambda asked: self._answer_later(asked.ask, self._answer(asked)),
             messages.AskExcused: self._ask_excused,
             messages.AskPosition: self._ask_position,
         }
@@ -805,13 +805,12 @@ class EdgeSession:
         Raises: GatewayError 401.
         """
         ring, known = self._brain.key_ring, self._accounts
-        if ring.version != self._accounts_version:
+        if ring.version != self._accounts_version or len(known) >= MOST_ACCOUNTS:
             known.clear()
             self._accounts_version = ring.version
         key = opening.caller, opening.user, opening.anonymous, opening.trusted
         found = known.get(key)
         if found is not None:
-            known.move_to_end(key)
             return found
         caller = ring.caller(opening.caller)
         if opening.anonymous is not None:
@@ -827,8 +826,6 @@ class EdgeSession:
         if caller is None:
             caller = Caller(opening.caller, opening.caller, Priority.NORMAL)
         found = known[key] = self._brain.meter.book.accounts(caller, opening.user)
-        if len(known) > MOST_ACCOUNTS:
-            known.popitem(last=False)
         return found
 
     def _part(self, request: LeaseRequest) -> EdgePart:
@@ -951,9 +948,6 @@ class EdgeSession:
         self._brain.quarantined(told, but=self)
 
     # Questions.
-
-    def _ask_nodes(self, asked: messages.AskNodes) -> None:
-        self._answer_later(asked.ask, self._answer(asked))
 
     async def _answer(self, asked: messages.AskNodes) -> None:
         ask = getattr(self._brain.context.leases, asked.what)

@@ -518,8 +518,7 @@ class RemoteScheduler:
 
     def refuse(self, request_id: str, error: GatewayError) -> bool:
         """End the wait of a request with this error; returns whether it was waiting."""
-        ask = self._asked_by.get(request_id)
-        waiting = None if ask is None else self._waiting.get(ask)
+        waiting = self._waiting.get(self._asked_by.get(request_id, 0))
         if waiting is None or waiting.granted.done():
             return False
         waiting.granted.set_exception(error)
@@ -527,14 +526,12 @@ class RemoteScheduler:
 
     def shed(self, request_id: str, error: GatewayError) -> bool:
         """The same, to free its memory: not once it has been at a node."""
-        ask = self._asked_by.get(request_id)
-        waiting = None if ask is None else self._waiting.get(ask)
+        waiting = self._waiting.get(self._asked_by.get(request_id, 0))
         if waiting is None:
             return False
         asked = waiting.asked
-        if asked.tried.was_sent or asked.request.caller.admitted:
-            return False
-        return self.refuse(request_id, error)
+        is_kept = asked.tried.was_sent or asked.request.caller.admitted
+        return not is_kept and self.refuse(request_id, error)
 
     def keep_in_queue(self, request_id: str) -> None:
         """The request's client has the head of a response: it is displaced last."""

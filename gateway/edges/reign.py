@@ -29,7 +29,8 @@ class Reign:
     """One reign, which `begin` starts and `end` ends. It ends for good.
 
     `may_grant`: whether this member leads, or is alone, at this moment of the boot `clock`.
-    `heard`: an edge knows a later leader, of this epoch. `begun_at`: by the boot clock.
+    `fleet`: its nodes are fenced. `heard`: an edge knows a later leader, of this epoch. `begun_at`:
+    by the boot clock.
     """
 
     member: str
@@ -38,8 +39,8 @@ class Reign:
     may_grant: Callable[[], bool]
     clock: Callable[[], float]
     begun_at: float
+    fleet: Fleet
     heard: Callable[[int], None] = lambda _: None
-    _fleet: Fleet | None = None
     _adopted: dict[int, tuple[str, str]] = field(default_factory=dict)
     """Of the leases that were granted before: their edges and nodes."""
     _carried: set[str] = field(default_factory=set)
@@ -54,14 +55,13 @@ class Reign:
 
     # Its time.
 
-    def begin(self, fleet: Fleet) -> None:
-        """Fence the nodes of this fleet from now on."""
-        self._fleet = fleet
-        for node in fleet.nodes.values():
+    def begin(self) -> None:
+        """Fence the nodes from now on."""
+        for node in self.fleet.nodes.values():
             node.occupancy.forget_others()
         if isinstance(self.rules, Fence):
             self.rules.go_alone(self.clock())
-        fleet.read_slots_for(SlotsReader(self.clock, self._read))
+        self.fleet.read_slots_for(SlotsReader(self.clock, self._read))
         self._watching = asyncio.create_task(self._watch(), name="fence the nodes")
 
     def grants(self) -> bool:
@@ -70,21 +70,18 @@ class Reign:
 
     async def end(self) -> None:
         """Fence no more: nothing is granted."""
-        assert self._fleet is not None
         if self._watching is not None:
             self._watching.cancel()
             await asyncio.wait([self._watching])
-        self._fleet.read_slots_for(None)
-        async for node in in_steps([*self._fleet.nodes.values()]):
+        self.fleet.read_slots_for(None)
+        async for node in in_steps([*self.fleet.nodes.values()]):
             self._fence(node, 0)
 
     async def _watch(self) -> None:
         """Bring all nodes up to date now and then, until cancelled."""
-        fleet = self._fleet
-        assert fleet is not None
         while True:
             try:
-                if not await self._look(fleet):
+                if not await self._look():
                     continue
                 self._is_fenced = True
             except Exception:
@@ -92,14 +89,14 @@ class Reign:
                 log.exception("cluster: nodes can't be brought up to date")
             await asyncio.sleep(LOOK_SECONDS)
 
-    async def _look(self, fleet: Fleet) -> bool:
+    async def _look(self) -> bool:
         """Bring all nodes up to date, and have those asked that were not read yet.
 
         False: the rules have not known all of them until now.
         """
         before, self._shared_by = self._shared_by, self.rules.shared_by(self.clock())
         found: dict[str, tuple[Node, int]] = {}
-        async for node in in_steps([*fleet.nodes.values()]):
+        async for node in in_steps([*self.fleet.nodes.values()]):
             if node.is_router:
                 continue
             found[node.name] = node, node.slots_total
@@ -131,8 +128,7 @@ class Reign:
         if self._is_idle_unasked(node, now):
             self.rules.read(node.name, frozenset(), now)
         elif not node.probe_history.down:
-            assert self._fleet is not None
-            self._fleet.read_load(node)
+            self.fleet.read_load(node)
 
     def _is_idle_unasked(self, node: Node, now: float) -> bool:
         """Whether the node runs nothing of a former leader's, or cares for its limits itself."""
@@ -160,10 +156,8 @@ class Reign:
             self._fence(node, max(0, min(slots, self.rules.others(node.name, now))))
 
     def _fence(self, node: Node, slots: int) -> None:
-        fleet = self._fleet
-        assert fleet is not None
         if node.occupancy.fence(slots, node.clock()):
-            fleet.capacity_changed(node)
+            self.fleet.capacity_changed(node)
 
     # Edges and what they carry.
 
@@ -177,13 +171,13 @@ class Reign:
     def ended(self, lease_id: int) -> None:
         """A lease has ended, or its slot is the reclaimer's. Only of adopted ones it is news."""
         adopted = self._adopted.pop(lease_id, None)
-        if adopted is None or self._fleet is None:
+        if adopted is None:
             return
         if isinstance(self.rules, Fence):
             self.rules.ended(lease_id)
         else:
             self.rules.dropped(member_of(adopted[0]), lease_id)
-        node = self._fleet.nodes.get(adopted[1])
+        node = self.fleet.nodes.get(adopted[1])
         if node is not None:
             self._refresh(node, self.clock())
 

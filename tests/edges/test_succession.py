@@ -166,7 +166,8 @@ class Script:
         self.worlds.append(world)
         world.lead_until = now() + 1e9
         tenure = Tenure(self.epoch, now(), [Sharers(1, MEMBERS)], SLOTS)
-        reign = Reign("m", self.epoch, tenure, world.may_grant, now, now())
+        fleet = world.brain.scheduler.fleet
+        reign = Reign("m", self.epoch, tenure, world.may_grant, now, now(), fleet)
         world.brain.begin(reign)
         world.tasks = [asyncio.create_task(self._talk(world, reign, name)) for name in MEMBERS]
         world.tasks += [asyncio.create_task(world.read())]
