@@ -191,11 +191,9 @@ class Gateway:
             options,
             settings,
             access=self._inherited.anonymous_access,
-            fleet=self.fleet,
             scheduler=self.scheduler,
             registry=self.registry,
             bus=self.bus,
-            clock=self.clock,
             on_groups=self._put_groups_in_force,
         )
         self.store, self.ledger = metering.store, metering.ledger
@@ -208,7 +206,6 @@ class Gateway:
             lambda: self.settings,
             config.rules,
             metering=self.metering,
-            fleet=self.fleet,
             scheduler=self.scheduler,
             context=self.proxy_context,
             forwarder=self.forwarder,
@@ -246,7 +243,6 @@ class Gateway:
         self.certificates = load_certificates(settings, self.fleet, self.audit)
         self.live = live_feed(self, self.drain_deadlines)
         self.learnt = LearntMemory.of_gateway(
-            self.fleet,
             self.scheduler,
             self.live.history,
             self.live.node_history,
@@ -404,10 +400,7 @@ class Gateway:
             self.catch_up, self.begin_duties, self.end_duties, self._replaced, folder_id,
             lambda served: self._route(served=served),
         )  # fmt: skip
-        return ClusterPart(
-            settings, process.id, certificate, store, self.fleet, edges, self.registry,
-            self.metering.limit_book, duties,
-        )  # fmt: skip
+        return ClusterPart(settings, process.id, certificate, store, edges, duties)
 
     def _replaced(self, process: str) -> None:
         """Another process has registered as this member: a successor, unless it comes unasked."""

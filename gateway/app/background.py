@@ -20,7 +20,6 @@ from gateway.config.settings import Settings
 from gateway.forward.context import ForwardContext
 from gateway.forward.forwarder import Forwarder
 from gateway.forward.in_flight import InFlightRegistry
-from gateway.nodes.fleet import Fleet
 from gateway.request.preparation import RequestRules
 from gateway.schedule.core.tiers import dearest_token
 from gateway.schedule.scheduler import Scheduler
@@ -63,7 +62,6 @@ class BackgroundWork:
         rules: RequestRules,
         *,
         metering: Metering,
-        fleet: Fleet,
         scheduler: Scheduler,
         context: ForwardContext,
         forwarder: Forwarder,
@@ -76,7 +74,7 @@ class BackgroundWork:
 
         `is_folder_there`: as in `BatchWaits`.
         """
-        self._fleet = fleet
+        fleet = self._fleet = scheduler.fleet
         self._stopped = False
         self._ends = asyncio.Event()
         bus, clock = context.bus, context.clock

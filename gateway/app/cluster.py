@@ -22,7 +22,7 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 
 from gateway import errors
 from gateway.app.event_loop import OwnTasks
-from gateway.callers.limits import LimitBook, Part
+from gateway.callers.limits import Part
 from gateway.cluster.fencing import Fence, Tenure, shares
 from gateway.cluster.leader_row import StoredLeadership
 from gateway.cluster.leadership import boot_clock
@@ -33,11 +33,9 @@ from gateway.edges.passing import OpenConnection, Passing
 from gateway.edges.reign import Reign
 from gateway.edges.supervisor import Edges
 from gateway.errors import GatewayError
-from gateway.forward.in_flight import InFlightRegistry
 from gateway.http.certificates import ServerCertificate
 from gateway.http.exchange import ConnectionOrigin
 from gateway.http.listener import Listener
-from gateway.nodes.fleet import Fleet
 from gateway.schedule.lease_service import LocalLeaseService
 from gateway.store.store import Store
 from gateway.watch.metrics import ClusterSample
@@ -87,18 +85,15 @@ class ClusterPart:
         process: str,
         certificate: ServerCertificate,
         store: Store,
-        fleet: Fleet,
         edges: Edges,
-        registry: InFlightRegistry,
-        book: LimitBook,
         duties: Duties,
         *,
         clock: Callable[[], float] = boot_clock,
     ) -> None:
         self.member = settings.member_name
         self._settings = settings
-        self._fleet, self._edges, self._brain = fleet, edges, edges.brain
-        self._registry, self._book, self._duties = registry, book, duties
+        self._edges, self._brain, self._duties = edges, edges.brain, duties
+        self._fleet, self._book = edges.brain.scheduler.fleet, edges.brain.meter.book
         self._clock = clock
         self._leadership = StoredLeadership(
             store.location, settings.name, seconds=settings.term / 4
@@ -188,7 +183,7 @@ class ClusterPart:
             await brain.end()
             if self._ending is None or self._ending.done():
                 self._ending = asyncio.create_task(self._duties.end())
-        self._registry.cancel_where(lambda _: True, errors.no_leader())
+        brain.registry.cancel_where(lambda _: True, errors.no_leader())
         self._duties.route(False)
         self._book.divide(None)
         for listener in self._listeners or ():
@@ -209,7 +204,7 @@ class ClusterPart:
                 tenure = Tenure(role.epoch, role.won_at, role.lists, slots)
                 reign = self._reign(role, tenure, role.won_at)
                 self._brain.begin(reign)
-                self._membership.lead(role.epoch, reign)
+                self._membership.lead(role.epoch, tenure)
                 self._serve()
                 self._duties.begin()
             case "alone":

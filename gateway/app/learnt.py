@@ -197,7 +197,6 @@ class LearntMemory:
     @classmethod
     def of_gateway(
         cls,
-        fleet: Fleet,
         scheduler: Scheduler,
         history: FleetHistory,
         node_history: NodeHistory,
@@ -217,7 +216,7 @@ class LearntMemory:
         """
         keys = PromptKeys(keyed_hash, remember_prompts, is_fixed=has_hash_key)
         sections = (
-            Servers(fleet),
+            Servers(scheduler.fleet),
             Demand(scheduler.demand_model.token_estimates),
             keys,
             Prompts(scheduler, keys),

@@ -28,7 +28,6 @@ from gateway.config.keys import GroupSpec
 from gateway.config.settings import Settings
 from gateway.events import EventBus, LimitReached
 from gateway.forward.in_flight import InFlightRegistry
-from gateway.nodes.fleet import Fleet
 from gateway.nodes.prices import GpuCosts, alive_nodes
 from gateway.schedule.core.tiers import cost_of
 from gateway.schedule.scheduler import Scheduler
@@ -49,19 +48,16 @@ class Metering:
         settings: Settings,
         *,
         access: AnonymousAccess,
-        fleet: Fleet,
         scheduler: Scheduler,
         registry: InFlightRegistry,
         bus: EventBus,
-        clock: Callable[[], float],
         on_groups: Callable[[], None],
     ) -> None:
         """`on_groups` is called when the store's groups have changed."""
         self._settings = settings
         self._bus, self._on_groups = bus, on_groups
         self._groups: Mapping[str, GroupSpec] = {}  # those of the store that are in force
-        self._fleet = fleet
-        self._clock = clock
+        fleet, clock = self._fleet, self._clock = scheduler.fleet, scheduler.clock
         location = store_location(options, settings)
         self.store = None if location is None else Store(location, on_change=log_store_change)
         self.key_ring = KeyRing(access=access, is_complete=self.store is None)

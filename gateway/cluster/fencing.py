@@ -173,25 +173,25 @@ class Fence:
     def go_alone(self, now: float) -> None:
         """Begin to start requests alone, once nodes have been read anew.
 
-        What runs is told anew (`carried`): of what has ended meanwhile it may not have heard.
+        What runs is told anew (`adopted`): of what has ended meanwhile it may not have heard.
         """
         self.leave()
         self._reads_from = now + LANDING_SECONDS
         for known in (self._busy, self._leases, self._before):
             known.clear()
 
-    def carried(self, leases: Mapping[int, str]) -> None:
-        """These requests run already, from before it is alone."""
-        for number in leases:
-            self.ended(number)
-        self._leases.update(leases)
-        self._before.update(leases.values())
+    def adopted(self, _: str, number: int, node: str) -> None:
+        """This request runs already, from before it is alone."""
+        self.ended(number)
+        self._leases[number] = node
+        self._before[node] += 1
 
-    def ended(self, number: int) -> None:
-        """A request that was carried has ended."""
+    def ended(self, number: int) -> str | None:
+        """A request that was adopted has ended: its node; None: it was not adopted."""
         node = self._leases.pop(number, None)
         if node is not None:
             self._before[node] -= 1
+        return node
 
     def read(self, node: str, busy: frozenset[object], asked_at: float) -> None:
         """The node was asked at that time, and is busy with these (slot and task)."""
@@ -211,7 +211,7 @@ class Fence:
         """Slots of the node that it may not use, or that others use, while it is alone.
 
         What ran at the end of the last term may be anybody's, or that of a process that has died.
-        So each edge counts all of it as its own until it has ended: those that were `carried` are
+        So each edge counts all of it as its own until it has ended: those that were `adopted` are
         among them.
         """
         busy, slots = self._busy.get(node), self.slots_of(node)
@@ -223,6 +223,11 @@ class Fence:
 
 
 # The leader's side.
+
+
+def member_of(process: str) -> str:
+    """The member that a process sends requests for, by its name: MEMBER/NAME."""
+    return process.partition("/")[0]
 
 
 class Session(NamedTuple):
@@ -320,6 +325,11 @@ class Tenure:
         """Edges that may not go alone yet, and the version of the first list that has them."""
         for older, newer in itertools.pairwise(self.lists):
             self._joined.update((name, newer.version) for name in set(newer.names) - {*older.names})
+        self._adopted: dict[int, tuple[str, str]] = {}
+        """Of the requests that processes carry from before: who runs them, and their nodes."""
+        self._carried: set[str] = set()  # processes that have told all that they carry
+        self._greeting: dict[str, tuple[Session, frozenset[str]]] = {}
+        """Edges whose processes have not all done so, and which those are."""
         self._nodes: dict[str, _Node] = {}
         self.set_nodes(slots, won_at)
 
@@ -393,6 +403,49 @@ class Tenure:
         ):
             del self._joined[edge]
         return edge not in self._joined
+
+    # What processes carry from before, until their edge's session begins.
+
+    def begins(self, session: Session, processes: Collection[str], now: float) -> None:
+        """An edge greets, and has these processes; called again if it has others now.
+
+        Its session begins, and it is told of terms, once all of them have told what they carry.
+        """
+        self._greeting[session.edge] = session, frozenset(processes)
+        self._greet(session.edge, now)
+
+    def left(self, session: Session) -> None:
+        """The edge confirms nothing more in this session."""
+        if self._greeting.get(session.edge, (None,))[0] == session:
+            del self._greeting[session.edge]
+
+    def adopted(self, process: str, number: int, node: str) -> None:
+        """A process runs a request that a leader before has granted."""
+        self._adopted[number] = process, node
+
+    def ended(self, number: int) -> str | None:
+        """A request that was adopted has ended: its node; None: it was not adopted."""
+        process, node = self._adopted.pop(number, ("", None))
+        if node is not None:
+            self.dropped(member_of(process), number)
+        return node
+
+    def carried(self, process: str, now: float) -> None:
+        """A process has told all that it carries."""
+        self._carried.add(process)
+        self._greet(member_of(process), now)
+
+    def lost(self, process: str) -> None:
+        """A process can't be heard any more."""
+        self._carried.discard(process)
+
+    def _greet(self, edge: str, now: float) -> None:
+        session, processes = self._greeting.get(edge, (None, frozenset[str]()))
+        if session is not None and processes <= self._carried:
+            del self._greeting[edge]
+            adopted = self._adopted.items()
+            leases = {id_: node for id_, (process, node) in adopted if member_of(process) == edge}
+            self.hello(session, leases, now)
 
     # Edges.
 

@@ -2,7 +2,7 @@
 
 A member that does not lead has a control link to the leader, over a tunnel: it says which edges it
 has, is told of each term, and confirms it. The leader tells by its account of all members' requests
-(`LeaderAccount`). What a member may start without a leader is its `Fence`'s to say. All waits are
+(`Tenure`). What a member may start without a leader is its `Fence`'s to say. All waits are
 durations by the clock since the machine was booted.
 """
 
@@ -13,9 +13,9 @@ import contextlib
 import functools
 import math
 import socket
-from collections.abc import Callable, Collection, Coroutine, Iterator, Sequence
+from collections.abc import Callable, Coroutine, Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Literal, NamedTuple, Protocol, TypeVar
+from typing import Any, Literal, NamedTuple, TypeVar
 
 import msgspec
 import structlog
@@ -83,23 +83,6 @@ class MemberState(msgspec.Struct, frozen=True, array_like=True, tag=True):
     def names(self) -> tuple[str, ...]:
         """The names of its edges."""
         return tuple(sorted(one.name for one in self.edges))
-
-
-class LeaderAccount(Protocol):
-    """What the leader knows of the requests of all members, of which its own is one."""
-
-    @property
-    def tenure(self) -> Tenure:
-        """The account of slots. By it members are told of the term."""
-
-    def begins(self, session: Session, edges: Collection[str]) -> None:
-        """A member begins a session: these of its edges are to be heard first.
-
-        Called again with the same session if it has other edges now.
-        """
-
-    def left(self, session: Session) -> None:
-        """The control link of this session is lost: it can confirm nothing more."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -206,7 +189,7 @@ class Membership:
         # As a leader.
         self._winning: int | None = None  # the epoch whose lists are being read
         self._led_until = 0.0  # when its last time as a leader ended
-        self._account: LeaderAccount | None = None
+        self._tenure: Tenure | None = None
         self._stored: list[Sharers] = []
         self._followers: dict[str, _Follower] = {}  # by process
         self._heard: dict[str, tuple[float, MemberState | None]] = {}
@@ -229,14 +212,14 @@ class Membership:
         for work in (self._keep_list, lead, self._follow, self._watch):
             self._spawn(self._keep_up(work))
 
-    def lead(self, epoch: int, account: LeaderAccount) -> None:
-        """In the role of the leader of this epoch: others may follow, and are told by `account`.
+    def lead(self, epoch: int, tenure: Tenure) -> None:
+        """In the role of the leader of this epoch: others may follow, and are told by `tenure`.
 
         Nothing happens if that role is over.
         """
         if (self.role.kind, self.role.epoch) == ("leader", epoch):
-            self._account = account
-            self._begin_own_session(account)
+            self._tenure = tenure
+            self._begin_own_session(tenure)
             self._list_wanted.set()
 
     def may_grant(self) -> bool:
@@ -345,7 +328,7 @@ class Membership:
         # Who has the row will be a leader in a moment, unless it can't be reached.
         elif not member.knows_leader(now) or now - self._may_be_alone_since > self._term:
             self._become(Role("alone", self.fence.epoch))
-        if self._account is not None or not member.may_grant(now):
+        if self._tenure is not None or not member.may_grant(now):
             self._untaken_since = now
         elif now - self._untaken_since > LEAD_SECONDS:
             log.error("cluster: this member could not begin to lead: it resigns")
@@ -357,9 +340,9 @@ class Membership:
             elif epoch != self._winning:
                 self._winning = epoch
                 self._spawn(self._win(epoch))
-        if self._account is not None:
+        if self._tenure is not None:
             with self._or_resign():
-                self._tell_self(self._account, now)
+                self._tell_self(self._tenure, now)
 
     def _become(self, role: Role) -> None:
         if role != self.role and not self._closed:
@@ -416,10 +399,10 @@ class Membership:
 
     async def _update_shares(self) -> None:
         """Let those who are members share the slots when they are alone; raises: StoreError."""
-        account, epoch = self._account, self.role.epoch
-        if account is None:
+        tenure, epoch = self._tenure, self.role.epoch
+        if tenure is None:
             return
-        tenure, now = account.tenure, self._clock()
+        now = self._clock()
         tenure.removed(self._removed, now)
         new = tenure.next_list(tuple(self._rows), now)
         wanted = [*tenure.lists, *([] if new is None else [new])]
@@ -428,7 +411,7 @@ class Membership:
             writing = self._in_store(
                 members.write_sharers, holder=self._member.name, epoch=epoch, sharers=in_json
             )
-            if not await writing or self._account is not account:
+            if not await writing or self._tenure is not tenure:
                 return
             self._stored = wanted
             if new is not None:
@@ -462,7 +445,7 @@ class Membership:
     def _end_leading(self) -> None:
         """Its term is over, or its epoch is another one."""
         self._led_until = self._clock()
-        self._account = None
+        self._tenure = None
         followers, self._followers = self._followers, {}
         for follower in followers.values():
             follower.link.close()
@@ -483,34 +466,33 @@ class Membership:
             log.exception("cluster: this leader failed: it resigns")
             self._resign()
 
-    def _begin_own_session(self, account: LeaderAccount) -> None:
+    def _begin_own_session(self, tenure: Tenure) -> None:
         self._stated = self._clock(), self._owner.state()
-        account.begins(self._own_session, self._stated[1].names)
+        tenure.begins(self._own_session, self._stated[1].names, self._stated[0])
 
     @property
     def _own_session(self) -> Session:
         return Session(self._name, self._process, self.fence.session)
 
-    def _term_of(self, account: LeaderAccount, session: Session, now: float) -> Term | None:
+    def _term_of(self, tenure: Tenure, session: Session, now: float) -> Term | None:
         """What a member is told of the term; None: this is not its session, or not yet."""
-        tenure = account.tenure
         if not tenure.has(session):
             return None
         return tenure.tell(session.edge, now, self._member.lead_until)
 
-    def _tell_self(self, account: LeaderAccount, now: float) -> None:
+    def _tell_self(self, tenure: Tenure, now: float) -> None:
         """The leader's own member is told of the term as all others are."""
         if self._owner.state().names != self._stated[1].names:
-            self._begin_own_session(account)
+            self._begin_own_session(tenure)
         session, epoch = self._own_session, self.role.epoch
-        term = self._term_of(account, session, now)
+        term = self._term_of(tenure, session, now)
         if term is None:
             is_over = self.fence.seen > 0
         else:
             self.fence.told(epoch, term, asked_at=now, now=now)
-            is_over = not account.tenure.confirmed(session, term.number, now)
+            is_over = not tenure.confirmed(session, term.number, now)
         if is_over and self.fence.greet(epoch):
-            self._begin_own_session(account)
+            self._begin_own_session(tenure)
 
     def _admit(self, greeting: Greeting) -> Welcome:
         """Whether this process takes a tunnel."""
@@ -527,13 +509,13 @@ class Membership:
             refused = "edge"
         if refused in {"unknown", "replaced"}:
             self._list_wanted.set()  # It may have registered just now.
-        elif self._account is None:
+        elif self._tenure is None:
             refused = "not_leader"
         return Welcome(self._process, refused, self.role.leader)
 
     def _take(self, greeting: Greeting, sock: socket.socket) -> None:
         """A tunnel that was admitted."""
-        if self._account is None:
+        if self._tenure is None:
             sock.close()
         elif greeting.kind != "control":
             self._owner.on_tunnel(greeting, sock)
@@ -563,11 +545,11 @@ class Membership:
 
     def _tell(self, follower: _Follower) -> None:
         """Tell a follower of the term, with each sign of life."""
-        account, session, now = self._account, follower.session, self._clock()
-        if account is None or session is None:
+        tenure, session, now = self._tenure, follower.session, self._clock()
+        if tenure is None or session is None:
             return
         with self._or_resign():
-            term = self._term_of(account, session, now)
+            term = self._term_of(tenure, session, now)
             if term is not None:
                 follower.is_told = True
                 follower.link.tell(Tells(term))
@@ -575,8 +557,8 @@ class Membership:
                 follower.link.fail("its session is over")
 
     def _receive_of(self, follower: _Follower, message: FromMember) -> None:
-        account, now = self._account, self._clock()
-        if account is None:
+        tenure, now = self._tenure, self._clock()
+        if tenure is None:
             return
         session = follower.session
         match message:
@@ -585,19 +567,19 @@ class Membership:
                 if message.session is not None:
                     session = Session(follower.member, follower.process, message.session)
                     follower.session, follower.is_told = session, False
-                    account.begins(session, message.edges)
+                    tenure.begins(session, message.edges, now)
                 elif follower.drains and self._is_current(follower):
                     # It is never alone again, and no other process is this member.
-                    account.tenure.removed([follower.member], now)
+                    tenure.removed([follower.member], now)
             case Confirms():
                 if session is None or message.session != session.number:
                     return
-                if not account.tenure.confirmed(session, message.number, now):
+                if not tenure.confirmed(session, message.number, now):
                     follower.link.fail("its session is over")
             case MemberState():
                 before, follower.state = follower.state, message
                 if session is not None and before is not None and before.names != message.names:
-                    account.begins(session, message.names)
+                    tenure.begins(session, message.names, now)
         if not follower.drains:
             self._heard[follower.member] = now, follower.state
 
@@ -609,8 +591,8 @@ class Membership:
         if self._followers.get(follower.process) is follower:
             del self._followers[follower.process]
             log.warning("cluster: a member is lost", member=follower.member, why=reason)
-            if self._account is not None and follower.session is not None:
-                self._account.left(follower.session)
+            if self._tenure is not None and follower.session is not None:
+                self._tenure.left(follower.session)
 
     # Following.
 

@@ -9,12 +9,12 @@ granted counts there by its leases; the account knows only those that were grant
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Collection
+from collections.abc import Callable
 from dataclasses import dataclass, field
 
 import structlog
 
-from gateway.cluster.fencing import Fence, Session, Tenure
+from gateway.cluster.fencing import Fence, Tenure
 from gateway.nodes.fleet import Fleet
 from gateway.nodes.node import Node, SlotsReader
 from gateway.nodes.server_properties import SlotTask
@@ -41,12 +41,6 @@ class Reign:
     begun_at: float
     fleet: Fleet
     heard: Callable[[int], None] = lambda _: None
-    _adopted: dict[int, tuple[str, str]] = field(default_factory=dict)
-    """Of the leases that were granted before: their edges and nodes."""
-    _carried: set[str] = field(default_factory=set)
-    """Edges that have told all that they carry."""
-    _greeting: dict[str, tuple[Session, frozenset[str]]] = field(default_factory=dict)
-    """Members whose edges have not all done so, and which those are."""
     _known: dict[str, tuple[Node, int]] = field(default_factory=dict)
     """The nodes that the rules know by these names, and their slots."""
     _shared_by: object = None
@@ -163,64 +157,22 @@ class Reign:
 
     def adopted(self, edge: str, lease_id: int, node: Node) -> None:
         """This edge holds a lease that was granted before."""
-        self._adopted[lease_id] = edge, node.name
-        if isinstance(self.rules, Fence):
-            self.rules.carried({lease_id: node.name})
+        self.rules.adopted(edge, lease_id, node.name)
         self._refresh(node, self.clock())
 
     def ended(self, lease_id: int) -> None:
         """A lease has ended, or its slot is the reclaimer's. Only of adopted ones it is news."""
-        adopted = self._adopted.pop(lease_id, None)
-        if adopted is None:
-            return
-        if isinstance(self.rules, Fence):
-            self.rules.ended(lease_id)
-        else:
-            self.rules.dropped(member_of(adopted[0]), lease_id)
-        node = self.fleet.nodes.get(adopted[1])
+        name = self.rules.ended(lease_id)
+        node = None if name is None else self.fleet.nodes.get(name)
         if node is not None:
             self._refresh(node, self.clock())
 
     def carried(self, edge: str) -> None:
         """The edge has told all that it carries."""
-        self._carried.add(edge)
-        self._hello(member_of(edge))
+        if isinstance(self.rules, Tenure):
+            self.rules.carried(edge, self.clock())
 
     def lost(self, edge: str) -> None:
         """The edge's link is lost."""
-        self._carried.discard(edge)
-
-    # Members, as a leader's `Tenure` knows them.
-
-    @property
-    def tenure(self) -> Tenure:
-        """The rules of a leader."""
-        assert isinstance(self.rules, Tenure)
-        return self.rules
-
-    def begins(self, session: Session, edges: Collection[str]) -> None:
-        """A member begins a session, and has these edges; called again if it has others now.
-
-        It is told of terms once all of them have told what they carry.
-        """
-        self._greeting[session.edge] = session, frozenset(edges)
-        self._hello(session.edge)
-
-    def left(self, session: Session) -> None:
-        """The member's session is over: it can confirm nothing more."""
-        if self._greeting.get(session.edge, (None,))[0] == session:
-            del self._greeting[session.edge]
-
-    def _hello(self, member: str) -> None:
-        session, edges = self._greeting.get(member, (None, frozenset[str]()))
-        if session is None or not edges <= self._carried:
-            return
-        del self._greeting[member]
-        adopted = self._adopted.items()
-        leases = {id_: node for id_, (edge, node) in adopted if member_of(edge) == member}
-        self.tenure.hello(session, leases, self.clock())
-
-
-def member_of(edge: str) -> str:
-    """The member that an edge belongs to, by its name."""
-    return edge.partition("/")[0]
+        if isinstance(self.rules, Tenure):
+            self.rules.lost(edge)

@@ -103,7 +103,6 @@ class Life:
         sync = self.scheduler.fleet_sync
         self.saved = SavedPrompts(self.scheduler.prompt_cache, sync.row_index, lambda _: None)
         self.memory = LearntMemory.of_gateway(
-            self.scheduler.fleet,
             self.scheduler,
             self.history,
             self.days,

@@ -73,21 +73,21 @@ class Row:
         return found
 
 
-class Account:
+class Account(Tenure):
     """A leader's account of members whose edges tell at once that they carry nothing."""
 
     def __init__(self, role: Role, clock: Callable[[], float]) -> None:
-        self.tenure = Tenure(role.epoch, role.won_at, role.lists, {"x": 4})
+        super().__init__(role.epoch, role.won_at, role.lists, {"x": 4})
         self.clock = clock
         self.begun: list[tuple[Session, tuple[str, ...]]] = []
-        self.ended: list[Session] = []
+        self.sessions_left: list[Session] = []
 
-    def begins(self, session: Session, edges: Collection[str]) -> None:
-        self.begun.append((session, tuple(edges)))
-        self.tenure.hello(session, {}, self.clock())
+    def begins(self, session: Session, processes: Collection[str], now: float) -> None:
+        self.begun.append((session, tuple(processes)))
+        self.hello(session, {}, now)
 
     def left(self, session: Session) -> None:
-        self.ended.append(session)
+        self.sessions_left.append(session)
 
 
 class One:

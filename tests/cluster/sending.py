@@ -30,7 +30,8 @@ class Sender:
         """As `Fence.told`."""
         obeys = self.fence.told(epoch, term, asked_at=asked_at, now=now)
         if obeys:
-            self.fence.carried({number: self.leases[number] for number in self._alone})
+            for number in self._alone:
+                self.fence.adopted(self.fence.edge, number, self.leases[number])
             self._alone.clear()
         return obeys
 
@@ -61,7 +62,7 @@ class Sender:
         if not self.fence.obeys(epoch, session) or now - asked_at > GRANT_SECONDS:
             return False
         self.leases[number] = node
-        self.fence.carried({number: node})
+        self.fence.adopted(self.fence.edge, number, node)
         return True
 
     def start_alone(self, node: str, now: float) -> int | None:

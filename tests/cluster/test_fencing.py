@@ -215,11 +215,11 @@ def test_an_edge_alone_starts_nothing_before_it_has_read_the_node() -> None:
 def test_an_edge_that_goes_alone_again_reads_anew_what_runs_there_and_is_told_of_its_own() -> None:
     cluster = settled(4)
     fence = cluster.fences["a"]
-    fence.carried({6: "n"})
+    fence.adopted("a/1", 6, "n")
     fence.read("n", IDLE, 106.0)
     assert fence.others("n", 106.0) == 2
     fence.go_alone(106.0)
-    fence.carried({7: "n"})
+    fence.adopted("a/1", 7, "n")
     assert fence.is_alone(106.0)
     fence.read("n", IDLE, 106.0 + LANDING_SECONDS / 2)
     assert fence.others("n", 106.2) == 4

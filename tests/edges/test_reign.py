@@ -95,15 +95,17 @@ class Cluster:
 
     async def _talk(self, reign: Reign) -> None:
         """The control link between the edge's member and the leader."""
+        tenure = reign.rules
+        assert isinstance(tenure, Tenure)
         assert self.fence.greet(reign.epoch)
         session = Session("m", "p1", self.fence.session)
-        reign.begins(session, [EDGE])
+        tenure.begins(session, [EDGE], now())
         while True:
-            if reign.tenure.has(session):
-                term = reign.tenure.tell("m", now(), now() + TERM)
+            if tenure.has(session):
+                term = tenure.tell("m", now(), now() + TERM)
                 assert term is not None
                 assert self.fence.told(reign.epoch, term, asked_at=now(), now=now())
-                assert reign.tenure.confirmed(session, self.fence.seen, now())
+                assert tenure.confirmed(session, self.fence.seen, now())
             await asyncio.sleep(0.25)
 
     def ask(self, **body: Any) -> asyncio.Task[httpx.Response]:
@@ -398,7 +400,7 @@ async def test_another_node_of_the_same_name_counts_as_taken_until_it_is_read() 
     tenure, session = Tenure(1, now(), [Sharers(1, ("m",))], {"x": 2}), Session("m", "p", 1)
     reign = Reign("m", 1, tenure, lambda: True, now, now(), fleet)
     reign.begin()
-    reign.begins(session, [])
+    tenure.begins(session, [], now())
     term = tenure.tell(session.edge, now(), now() + 1000.0)
     assert term is not None
     assert tenure.confirmed(session, term.number, now())
