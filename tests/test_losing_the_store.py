@@ -11,7 +11,7 @@ from typing import Any
 import httpx
 import pytest
 
-from gateway.app.assembly import STORE_SECONDS
+from gateway.app.assembly import DEFAULT_TIMINGS
 from gateway.callers.keys import new_key
 from tests.callers.outages import Outcome, file_away, file_locked, server_halted, server_killed
 from tests.emulator import EmulatedNode
@@ -93,7 +93,7 @@ async def test_a_gateway_starts_and_ends_though_its_store_is_halted(tmp_path: Pa
                 running_gateway(tmp_path, [node.url], keyed(url)) as running,
             ):
                 # The limit is for all steps of the start together, of which there are five.
-                assert time.monotonic() - began < 4 * STORE_SECONDS
+                assert time.monotonic() - began < 4 * DEFAULT_TIMINGS.store
                 assert await asked(running, KEY.text) == 200
                 assert not running.gateway.store.status().up  # type: ignore[union-attr]
                 began = time.monotonic()

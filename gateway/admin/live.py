@@ -296,7 +296,7 @@ class LiveView:
             ledger=ledger_json(gateway.ledger),
             audit_lost=gateway.audit.lost,
             storage=gateway.storage,
-            lost_edges=[] if edges is None else edges.lost(LOST_EDGE_SECONDS),
+            lost_edges=[] if edges is None else edges.brain.lost_edges(LOST_EDGE_SECONDS),
             cluster=None if gateway.cluster is None else gateway.cluster.sample(),
         )
 

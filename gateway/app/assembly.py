@@ -30,22 +30,11 @@ from gateway.admin.configuration import (
 from gateway.admin.live import live_feed
 from gateway.admin.nodes import DrainDeadlines
 from gateway.admin.status import MetricsSource
-from gateway.app import startup
+from gateway.app import handover, startup
 from gateway.app.background import BackgroundWork
 from gateway.app.cluster import ClusterPart, Duties
-from gateway.app.event_loop import OwnTasks
+from gateway.app.event_loop import OwnTasks, wait_for_first
 from gateway.app.fitting import check_fit
-from gateway.app.handover import (
-    READY_TIMEOUT,
-    HandoverFailed,
-    InheritedState,
-    bind_cluster,
-    bind_listeners,
-    close_listeners,
-    open_listeners,
-    start_successor,
-    successor_environment,
-)
 from gateway.app.learnt import LearntMemory
 from gateway.app.metering import Metering
 from gateway.app.startup import Options, StartError, check_extras, reread_admin_key
@@ -89,20 +78,12 @@ from gateway.transport.resolver import Resolver
 from gateway.watch.audit import AuditTrail
 from gateway.watch.event_log import log_events
 from gateway.watch.logs import Logs
-from gateway.watch.metrics import Metrics, MetricsSnapshot
+from gateway.watch.metrics import Metrics
 from gateway.watch.problems import StorageCondition
 from gateway.watch.request_tracing import RequestTracing
 from gateway.web.handler import PROGRESS_SECONDS, RequestHandler
 from gateway.web.site import public_app, with_cors
 
-# Most seconds to wait for the first probes before the gateway reports that it is ready.
-FIRST_PROBES_SECONDS = 10.0
-# Most seconds to wait for the store before the gateway serves without it, or ends.
-STORE_SECONDS = 5.0
-# Most seconds for what is read from the store before this process takes over from another one.
-TAKEOVER_SECONDS = 1.0
-# Seconds for clients to read the error of their request, once the grace is over.
-FINAL_RESPONSE_SECONDS = 5.0
 NO_EDGE = (
     "no edge has begun to serve: their own errors say why; without `listen.edges` (--edges) this "
     "process serves by itself"
@@ -112,16 +93,16 @@ log = structlog.get_logger()
 
 @dataclass(frozen=True, slots=True)
 class Timings:
-    """Durations that are no settings, in seconds; each constant says what it is."""
+    """Durations that are no settings, in seconds; most of each, unless it says otherwise."""
 
-    first_probes: float = FIRST_PROBES_SECONDS
-    final_response: float = FINAL_RESPONSE_SECONDS
-    successor_ready: float = READY_TIMEOUT
+    first_probes: float = 10.0  # until the gateway reports that it is ready, probed or not
+    store: float = 5.0  # to wait for the store before the gateway serves without it, or ends
+    takeover: float = 1.0  # for what is read before this process takes over from another one
+    final_response: float = 5.0  # for clients to read their error, once the grace is over
+    successor_ready: float = handover.READY_TIMEOUT
     linger: float = LINGER_SECONDS
-    progress: float = PROGRESS_SECONDS
-    store: float = STORE_SECONDS
+    progress: float = PROGRESS_SECONDS  # between two reports
     edges: float = MOST_START_SECONDS
-    takeover: float = TAKEOVER_SECONDS
 
 
 DEFAULT_TIMINGS = Timings()
@@ -146,22 +127,21 @@ class Gateway:
         options: Options,
         settings: Settings,
         logs: Logs,
-        inherited: InheritedState | None = None,
+        inherited: handover.InheritedState | None = None,
         clock: Callable[[], float] = time.monotonic,
         rng: random.Random | None = None,
         timings: Timings = DEFAULT_TIMINGS,
         resolver: Resolver | None = None,
     ) -> None:
         self.options, self.settings, self.timings = options, settings, timings
-        self._inherited = inherited or InheritedState()
+        self._inherited = inherited or handover.InheritedState()
         self.clock, self.started_at = clock, clock()
         self.stopping, self._stop_requested = asyncio.Event(), asyncio.Event()
         self._stop_at_once = asyncio.Event()
         self._successor: subprocess.Popen[bytes] | None = None
         """The process that has taken over the sockets."""
         self._tasks, self._duties = OwnTasks(), OwnTasks()
-        self._handing_over = asyncio.Lock()
-        self._notifier = SystemdNotifier()
+        self._handing_over, self._notifier = asyncio.Lock(), SystemdNotifier()
         rng = rng or random.Random()
         self._keyed_hash = KeyedHash(self._inherited.hash_key)
         self.bus = EventBus(call_later)
@@ -204,17 +184,16 @@ class Gateway:
             keyed_hash=self._keyed_hash,
         )
         self.forwarder = Forwarder(self.proxy_context)
-        self._loopback = is_loopback(settings.listen.host)
-        self._edge_count = startup.count_edges(settings)
+        self._loopback, self._edge_count = (
+            is_loopback(settings.listen.host), startup.count_edges(settings)
+        )  # fmt: skip
         metering = self.metering = Metering(
             options,
             settings,
             access=self._inherited.anonymous_access,
-            fleet=self.fleet,
             scheduler=self.scheduler,
             registry=self.registry,
             bus=self.bus,
-            clock=self.clock,
             on_groups=self._put_groups_in_force,
         )
         self.store, self.ledger = metering.store, metering.ledger
@@ -227,7 +206,6 @@ class Gateway:
             lambda: self.settings,
             config.rules,
             metering=self.metering,
-            fleet=self.fleet,
             scheduler=self.scheduler,
             context=self.proxy_context,
             forwarder=self.forwarder,
@@ -254,17 +232,16 @@ class Gateway:
         snapshot = MetricsSource(
             self, self.proxy_context.retries_left, self.background, self.tracing, self._told_name
         )
-        self.telemetry = Telemetry(
-            settings, self.bus, logs, snapshot, self.tracing, self.key_ring.name_of
-        )
-        self.metrics = self.telemetry.metrics
+        self.metrics = Metrics(self.bus, snapshot)
+        event_log = log_events(self.bus, logs, name_of=self.key_ring.name_of)
+        self._logs, self._event_log = logs, event_log
+        self._configure_events()
         self.drain_deadlines = DrainDeadlines(self.registry)
         self.audit = AuditTrail(time.time, self.store, member=self.member or "")
         self.admin_keys = AdminKeys(had_keys=self._inherited.had_admin_keys)
         self.certificates = load_certificates(settings, self.fleet, self.audit)
         self.live = live_feed(self, self.drain_deadlines)
         self.learnt = LearntMemory.of_gateway(
-            self.fleet,
             self.scheduler,
             self.live.view.history,
             self.live.view.node_history,
@@ -326,12 +303,11 @@ class Gateway:
         """Serve while inside this context. Raises: StartError."""
         open_files = raise_open_file_limit()
         try:
-            self.metering.open_store()
+            if self.store is not None:
+                self.store.start()
             self.public_listener, self.admin_listener = self._make_listeners(open_files)
-            self._cluster_sock = bind_cluster(self.settings, self._inherited)
+            self._cluster_sock = handover.bind_cluster(self.settings, self._inherited)
             await self.fleet.start(inventory)
-            if self.member is None:
-                self._duties.start(self.autoscaler.run(), "start and stop standby nodes")
             self._tasks.start(self.config_files.watch(inventory), "watch the files")
             self._tasks.start(self.certificates.watch(), "watch the certificates")
             self._tasks.start(self.audit.run(), "write the audit log")
@@ -345,16 +321,13 @@ class Gateway:
                     )
             await self.metering.load(self.timings.store)
             await self.learnt.load(self.timings.store)
-            for loop in (*self.metering.loops(), *self.background.writers()):
-                self._tasks.start(loop.work, loop.name)
-            if self.member is None:
-                for loop in self.background.loops():
-                    self._duties.start(loop.work, loop.name)
+            self.metering.begin(self._tasks)
+            self.background.begin_writing(self._tasks)
             seconds = self.timings.edges if self.cluster is None else 0.0
             if self.edges is not None and not await self.edges.start(seconds) and seconds:
                 raise StartError(NO_EDGE)
             before_clients()
-            open_listeners(self.public_listener, self.admin_listener)
+            handover.open_listeners(self.public_listener, self.admin_listener)
             log.info(
                 "listening",
                 version=__version__,
@@ -372,7 +345,7 @@ class Gateway:
             self._tasks.start(self.fleet.properties_store.save_loop(), "save what nodes said")
             if self.member is None:
                 waits = self._inherited.wait_for_learnt
-                self._place_and_learn(None if self._inherited.learnt_fd is None else waits)
+                self.begin_duties(None if self._inherited.learnt_fd is None else waits)
             if self.cluster is not None and self._cluster_sock is not None:
                 for warning in startup.cluster_warnings(self.settings):
                     log.warning("cluster", warning=warning)
@@ -381,11 +354,6 @@ class Gateway:
             yield
         finally:
             await self._close()
-
-    def _place_and_learn(self, predecessor: Callable[[], Awaitable[None]] | None = None) -> None:
-        self._duties.start(self.model_placer.run(), "load and unload models")
-        self._duties.start(self.calibrator.run(), "calibrate idle nodes")
-        self._duties.start(self.learnt.run(predecessor), "keep what was learnt")
 
     # The duties that only one process has of those that share nodes and store.
 
@@ -396,12 +364,16 @@ class Gateway:
             self.metering.bring_up_to_date(seconds), self.learnt.load(seconds, anew=True)
         )
 
-    def begin_duties(self) -> None:
-        """Take them over; it can be done again when `end_duties` has ended."""
+    def begin_duties(self, predecessor: Callable[[], Awaitable[None]] | None = None) -> None:
+        """Take them over; it can be done again when `end_duties` has ended.
+
+        `predecessor` waits until a process that this one succeeds has written what it has learnt.
+        """
         self._duties.start(self.autoscaler.run(), "start and stop standby nodes")
-        for loop in self.background.loops():
-            self._duties.start(loop.work, loop.name)
-        self._place_and_learn()
+        self.background.begin(self._duties)
+        self._duties.start(self.model_placer.run(), "load and unload models")
+        self._duties.start(self.calibrator.run(), "calibrate idle nodes")
+        self._duties.start(self.learnt.run(predecessor), "keep what was learnt")
 
     async def end_duties(self) -> None:
         """Leave them to another process, which runs again what of callers' work was running here.
@@ -425,12 +397,9 @@ class Gateway:
 
         duties = Duties(
             self.catch_up, self.begin_duties, self.end_duties, self._replaced, folder_id,
-            lambda: self._route(served=True), lambda: self._route(served=False),
+            lambda served: self._route(served=served),
         )  # fmt: skip
-        return ClusterPart(
-            settings, process.id, certificate, store, self.fleet, edges, self.registry,
-            self.metering.limit_book, duties,
-        )  # fmt: skip
+        return ClusterPart(settings, process.id, certificate, store, edges, duties)
 
     def _replaced(self, process: str) -> None:
         """Another process has registered as this member: a successor, unless it comes unasked."""
@@ -470,13 +439,13 @@ class Gateway:
             log.info("starting a successor", command=command[0])
             learnt_pipe = self.learnt.open_pipe()
             try:
-                self._successor = await start_successor(
+                self._successor = await handover.start_successor(
                     command,
                     sockets,
                     from_systemd=self._inherited.from_systemd,
                     hash_key=self._keyed_hash.key,
                     learnt_pipe=learnt_pipe,
-                    extra_environment=successor_environment(
+                    extra_environment=handover.successor_environment(
                         self.key_ring.access,
                         self.options.settings_file,
                         customised=not self.config_files.has_defaults,
@@ -484,7 +453,7 @@ class Gateway:
                     ),
                     timeout=self.timings.successor_ready,
                 )
-            except HandoverFailed as error:
+            except handover.HandoverFailed as error:
                 log.error("no successor", why=str(error))  # noqa: TRY400 - no traceback needed
                 self.audit.record("signal", None, "handover", "", "failed")
                 self.learnt.close_pipe()
@@ -513,12 +482,10 @@ class Gateway:
         assert self.public_listener is not None
         if self._successor is not None:
             log.info("succeeded", pid=self._successor.pid, in_flight=len(self.registry))
-            closing = asyncio.create_task(self._drain(self.public_listener, self.edges))
+            closing = asyncio.create_task(self._end_clients(self.public_listener, drain=True))
             await self.learnt.close(self.timings.store)
             # Nobody waits for this process to end, so requests keep their usual time limits.
-            stopped = asyncio.create_task(self._stop_requested.wait())
-            await asyncio.wait([closing, stopped], return_when=asyncio.FIRST_COMPLETED)
-            stopped.cancel()
+            await wait_for_first(asyncio.wait([closing]), self._stop_requested.wait())
             self.background.end()
         else:
             self._notifier.notify("STOPPING=1")
@@ -534,7 +501,7 @@ class Gateway:
             if self.edges is not None:
                 self.edges.reject()
             self.background.end()
-            closing = asyncio.create_task(self._finish(self.public_listener, self.edges))
+            closing = asyncio.create_task(self._end_clients(self.public_listener, drain=False))
         try:
             if not await self._unless_stopped(asyncio.wait([closing], timeout=shutdown.grace)):
                 return 1
@@ -551,29 +518,21 @@ class Gateway:
             await asyncio.gather(closing, return_exceptions=True)
         return 1 if self._stop_at_once.is_set() or self._was_replaced else 0
 
-    async def _drain(self, listener: Listener, edges: Edges | None) -> None:
-        if edges is not None:
-            listener.stop_accepting()
-            await edges.drain()
-        await listener.drain()
-        await self.background.drain()
+    async def _end_clients(self, listener: Listener, *, drain: bool) -> None:
+        """Accept no more connections, and wait until those that there are, or their requests, end.
 
-    @staticmethod
-    async def _finish(listener: Listener, edges: Edges | None) -> None:
-        """Accept no more connections, and wait for the requests that run."""
-        if edges is not None:
+        `drain`: until all connections have, and what waits has ended that runs here.
+        """
+        if self.edges is not None:
             listener.stop_accepting()
-            await edges.finish()
-        await listener.close()
+            await (self.edges.drain() if drain else self.edges.finish())
+        await (listener.drain() if drain else listener.close())
+        if drain:
+            await self.background.drain()
 
     async def _unless_stopped(self, awaitable: Awaitable[Any]) -> bool:
         """Wait for it; returns False as soon as a second signal comes."""
-        work = asyncio.ensure_future(awaitable)
-        stopped = asyncio.create_task(self._stop_at_once.wait())
-        await asyncio.wait([work, stopped], return_when=asyncio.FIRST_COMPLETED)
-        for task in (work, stopped):
-            task.cancel()
-        await asyncio.gather(work, stopped, return_exceptions=True)
+        await wait_for_first(awaitable, self._stop_at_once.wait())
         return not self._stop_at_once.is_set()
 
     async def _close(self) -> None:
@@ -585,7 +544,7 @@ class Gateway:
             self._cluster_sock.close()
         await self._duties.end()
         await self._tasks.end()
-        await close_listeners(self.public_listener, self.admin_listener)
+        await handover.close_listeners(self.public_listener, self.admin_listener)
         await self.learnt.close(self.timings.store)
         await self.background.aclose(self.timings.store)
         self.drain_deadlines.close()
@@ -596,10 +555,12 @@ class Gateway:
         self.fleet.properties_store.save()
         self.bus.flush()
         await self.tracing.aclose()
-        await self.metering.write_pending(self.timings.store)
+        if self.ledger is not None:
+            await self.ledger.close(self.timings.store)
         with contextlib.suppress(StoreError, TimeoutError):
             await asyncio.wait_for(self.audit.flush(), self.timings.store)
-        await self.metering.close_store(self.timings.store)
+        if self.store is not None and not await self.store.aclose(self.timings.store):
+            log.warning("the store does not answer and was left as it is")
         log.info("ended")
 
     # Listeners.
@@ -616,7 +577,7 @@ class Gateway:
             )
         file_key = None if admin.key_file is None else startup.read_admin_key(admin.key_file)
         self.admin_keys.configure(admin.keys, file_key)
-        public_sock, admin_sock = bind_listeners(self.settings, self._inherited)
+        public_sock, admin_sock = handover.bind_listeners(self.settings, self._inherited)
         public = Listener(
             self._serve_public,
             public_sock,
@@ -758,12 +719,20 @@ class Gateway:
         self._put_groups_in_force()
         if self.edges is not None:
             self.edges.brain.configure()
-        self.telemetry.configure(settings)
+        self._configure_events()
+        self._logs.configure(settings.logging.level)
+        self.tracing.configure(settings.telemetry.traces)
         self._public_app = self._make_public_app()
         self.bus.publish(change)
         self._warn_of_empty_pools()
         self._warn_of_undefined_groups()
         return change
+
+    def _configure_events(self) -> None:
+        """Have events counted and logged as the settings say."""
+        logging = self.settings.logging
+        self.metrics.configure(gen_ai=self.settings.telemetry.gen_ai_metrics)
+        self._event_log.configure(logging.access_share if logging.access else 0.0)
 
     def _put_groups_in_force(self) -> None:
         """Serve new requests by the settings, and by the store's groups beside theirs."""
@@ -786,37 +755,6 @@ def _with_connections(limits: LimitSettings, connections: int) -> LimitSettings:
     return limits.model_copy(update={"connections": connections})
 
 
-class Telemetry:
-    """What one gateway tells its operators; `snapshot` is called at each scrape."""
-
-    def __init__(
-        self,
-        settings: Settings,
-        bus: EventBus,
-        logs: Logs,
-        snapshot: Callable[[], MetricsSnapshot],
-        tracing: RequestTracing,
-        name_of: Callable[[str], str | None],
-    ) -> None:
-        """`name_of`: the name of the key with this id."""
-        self.metrics = Metrics(bus, snapshot)
-        self._event_log = log_events(bus, logs, name_of=name_of)
-        self._logs = logs
-        self._tracing = tracing
-        self._configure_events(settings)
-
-    def configure(self, settings: Settings) -> None:
-        """Put these settings in force."""
-        self._configure_events(settings)
-        self._logs.configure(settings.logging.level)
-        self._tracing.configure(settings.telemetry.traces)
-
-    def _configure_events(self, settings: Settings) -> None:
-        self.metrics.configure(gen_ai=settings.telemetry.gen_ai_metrics)
-        logging = settings.logging
-        self._event_log.configure(logging.access_share if logging.access else 0.0)
-
-
 class FileReloader(ConfigFiles):
     """Both files. An invalid one changes nothing, and does not keep the other from being read."""
 
@@ -837,13 +775,9 @@ class FileReloader(ConfigFiles):
             options.overrides(os.environ),
             partial(startup.check_text, options),
         )
-        self._options = options
-        self._settings = settings
-        self._apply_settings = apply_settings
-        self._fleet = fleet
-        self._bus = bus
-        self._audit = audit
-        self._certificates = certificates
+        self._options, self._settings, self._apply_settings = options, settings, apply_settings
+        self._fleet, self._bus = fleet, bus
+        self._audit, self._certificates = audit, certificates
         self._reloading = asyncio.Lock()
         self._inventory: Inventory | None = None
 
@@ -898,8 +832,8 @@ class FileReloader(ConfigFiles):
     async def _differs_from(self, inventory: Inventory) -> bool:
         path = self._options.inventory_file
         try:
-            text, found = await asyncio.to_thread(_read_inventory, path)
-            if found != inventory:
+            text = await asyncio.to_thread(_text_of, path)
+            if await asyncio.to_thread(load_inventory, path, text=text) != inventory:
                 return True
         except (ConfigError, OSError):
             return True
@@ -935,7 +869,9 @@ class FileReloader(ConfigFiles):
 
     async def _reload_inventory(self) -> InventoryChanged:
         try:
-            text, inventory = await asyncio.to_thread(_read_inventory, self._options.inventory_file)
+            path = self._options.inventory_file
+            text = await asyncio.to_thread(_text_of, path)
+            inventory = await asyncio.to_thread(load_inventory, path, text=text)
             await self._check_fit(self._settings(), inventory)
             change = self._fleet.apply(inventory)
             self._inventory = inventory
@@ -953,7 +889,8 @@ class FileReloader(ConfigFiles):
             # An empty file changes nothing: it may come of an unfinished edit or a full disk.
             rejected: RejectedFiles = "nothing" if self.has_defaults else "empty"
             path = self._options.settings_file
-            text, loaded = await asyncio.to_thread(_read_settings, path, rejected)
+            text = await asyncio.to_thread(_text_of, path)
+            loaded = await asyncio.to_thread(load_settings, path, rejected=rejected, text=text)
             settings = self._options.apply_to(loaded)
             admin_key = await asyncio.to_thread(reread_admin_key, settings.admin.key_file)
             check_extras(settings, path)
@@ -991,16 +928,6 @@ class FileReloader(ConfigFiles):
 def _text_of(path: Path | None) -> str | None:
     """The file's text; None: there is no file. Raises: ConfigError."""
     return None if path is None or not os.path.lexists(path) else read_text(path)
-
-
-def _read_inventory(path: Path) -> tuple[str | None, Inventory]:
-    text = _text_of(path)
-    return text, load_inventory(path, text=text)
-
-
-def _read_settings(path: Path | None, rejected: RejectedFiles) -> tuple[str | None, Settings]:
-    text = _text_of(path)
-    return text, load_settings(path, rejected=rejected, text=text)
 
 
 def _standing_error(cluster: ClusterPart | None) -> Callable[[], GatewayError | None]:

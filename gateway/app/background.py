@@ -5,11 +5,13 @@ from __future__ import annotations
 import asyncio
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Coroutine, Sequence
+from typing import Any
 
 from sqlalchemy import Connection
 
-from gateway.app.metering import Metering, NamedLoop
+from gateway.app.event_loop import OwnTasks, wait_for_first
+from gateway.app.metering import Metering
 from gateway.app.startup import Options, batches_folder
 from gateway.callers.limits import UsedQuota
 from gateway.callers.standings import QuotaWatch
@@ -18,7 +20,6 @@ from gateway.config.settings import Settings
 from gateway.forward.context import ForwardContext
 from gateway.forward.forwarder import Forwarder
 from gateway.forward.in_flight import InFlightRegistry
-from gateway.nodes.fleet import Fleet
 from gateway.request.preparation import RequestRules
 from gateway.schedule.core.tiers import dearest_token
 from gateway.schedule.scheduler import Scheduler
@@ -45,6 +46,8 @@ from gateway.watch.request_tracing import RequestTracing
 from gateway.web.background import Storing
 from gateway.web.site import KeptForCallers
 
+_Loop = tuple[Callable[[], Coroutine[Any, Any, None]], str]  # work without an end, and its name
+
 
 class BackgroundWork:
     """What one gateway keeps and does for callers that need not wait; without a store, nothing.
@@ -59,7 +62,6 @@ class BackgroundWork:
         rules: RequestRules,
         *,
         metering: Metering,
-        fleet: Fleet,
         scheduler: Scheduler,
         context: ForwardContext,
         forwarder: Forwarder,
@@ -68,11 +70,11 @@ class BackgroundWork:
         is_sole: bool = False,
         is_folder_there: Callable[[str], bool | None] = lambda _: None,
     ) -> None:
-        """`is_sole`: no other process runs what waits, while this one's `loops` run.
+        """`is_sole`: no other process runs what waits while this one does.
 
         `is_folder_there`: as in `BatchWaits`.
         """
-        self._fleet = fleet
+        fleet = self._fleet = scheduler.fleet
         self._stopped = False
         self._ends = asyncio.Event()
         bus, clock = context.bus, context.clock
@@ -101,6 +103,8 @@ class BackgroundWork:
         self.requests: BackgroundRequests | None = None  # stored responses and deferred requests
         self._logs: ResponseLogs | None = None
         self._request_runner: BackgroundRunner | None = None
+        self._writers: list[_Loop] = [(self.quotas.run, "watch quotas")]
+        self._loops: list[_Loop] = []
         # Not that of the nodes, which has names of theirs alone.
         self._resolver = Resolver()
         self._threads = DiskThreads()  # for batches and background requests; files have their own
@@ -172,6 +176,18 @@ class BackgroundWork:
             lambda: self._stopped,
             lambda: ((node.name, node.spec.tier) for node in fleet.nodes.values()),
         )
+        self._writers += [
+            (self._results.run, "record results"),
+            (self._logs.run, "write the logs of responses"),
+        ]
+        self._loops += [
+            (self.files.run, "remove expired files"),
+            (self.batches.run, "begin and end batches"),
+            (self.feeder.run, "feed batches"),
+            (self.requests.run, "remove expired background requests"),
+            (self._request_runner.run, "run background requests"),
+            (self.webhook_sender.run, "deliver events to webhooks"),
+        ]
 
     def configure(self, settings: Settings, rules: RequestRules) -> None:
         """Run what is begun from now on by these; the rest reads its settings each time."""
@@ -181,28 +197,15 @@ class BackgroundWork:
         """What the handler gives the requests to that are kept or made later."""
         return Storing(self.requests, self.webhook_targets, queue)
 
-    def writers(self) -> Iterator[NamedLoop]:
-        """What must run while the gateway serves, and end after `loops`."""
-        yield NamedLoop(self.quotas.run(), "watch quotas")
-        if self._results is not None:
-            yield NamedLoop(self._results.run(), "record results")
-        if self._logs is not None:
-            yield NamedLoop(self._logs.run(), "write the logs of responses")
+    def begin_writing(self, tasks: OwnTasks) -> None:
+        """Run what must run while the gateway serves, and end after what `begin` runs."""
+        for work, name in self._writers:
+            tasks.start(work(), name)
 
-    def loops(self) -> Iterator[NamedLoop]:
-        """What runs all that waits, and removes what is old."""
-        if self.files is not None:
-            yield NamedLoop(self.files.run(), "remove expired files")
-        if self.batches is not None:
-            yield NamedLoop(self.batches.run(), "begin and end batches")
-        if self.feeder is not None:
-            yield NamedLoop(self.feeder.run(), "feed batches")
-        if self.requests is not None:
-            yield NamedLoop(self.requests.run(), "remove expired background requests")
-        if self._request_runner is not None:
-            yield NamedLoop(self._request_runner.run(), "run background requests")
-        if self.webhook_sender is not None:
-            yield NamedLoop(self.webhook_sender.run(), "deliver events to webhooks")
+    def begin(self, tasks: OwnTasks) -> None:
+        """Run all that waits, and remove what is old."""
+        for work, name in self._loops:
+            tasks.start(work(), name)
 
     # The end.
 
@@ -226,13 +229,7 @@ class BackgroundWork:
 
     async def drain(self) -> None:
         """After `stop`: wait until what runs has ended, or until `end`."""
-        waits = [asyncio.create_task(one) for one in (self._idle(), self._ends.wait())]
-        try:
-            await asyncio.wait(waits, return_when=asyncio.FIRST_COMPLETED)
-        finally:
-            for wait in waits:
-                wait.cancel()
-            await asyncio.gather(*waits, return_exceptions=True)
+        await wait_for_first(self._idle(), self._ends.wait())
 
     async def _idle(self) -> None:
         if self.feeder is not None:

@@ -22,7 +22,7 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 
 from gateway import errors
 from gateway.app.event_loop import OwnTasks
-from gateway.callers.limits import LimitBook, Part
+from gateway.callers.limits import Part
 from gateway.cluster.fencing import Fence, Tenure, shares
 from gateway.cluster.leader_row import StoredLeadership
 from gateway.cluster.leadership import boot_clock
@@ -33,11 +33,9 @@ from gateway.edges.passing import OpenConnection, Passing
 from gateway.edges.reign import Reign
 from gateway.edges.supervisor import Edges
 from gateway.errors import GatewayError
-from gateway.forward.in_flight import InFlightRegistry
 from gateway.http.certificates import ServerCertificate
 from gateway.http.exchange import ConnectionOrigin
 from gateway.http.listener import Listener
-from gateway.nodes.fleet import Fleet
 from gateway.schedule.lease_service import LocalLeaseService
 from gateway.store.store import Store
 from gateway.watch.metrics import ClusterSample
@@ -74,10 +72,8 @@ class Duties:
     """Another process has registered as this member."""
     folder: Callable[[], str]
     """The id of the folder of callers' files; empty: unknown."""
-    route: Callable[[], None]
-    """Serve the requests to nodes that come to this process."""
-    unroute: Callable[[], None]
-    """Let them be passed on like all others."""
+    route: Callable[[bool], None]
+    """Serve the requests to nodes that come to this process; False: pass them on as all others."""
 
 
 class ClusterPart:
@@ -89,18 +85,15 @@ class ClusterPart:
         process: str,
         certificate: ServerCertificate,
         store: Store,
-        fleet: Fleet,
         edges: Edges,
-        registry: InFlightRegistry,
-        book: LimitBook,
         duties: Duties,
         *,
         clock: Callable[[], float] = boot_clock,
     ) -> None:
         self.member = settings.member_name
         self._settings = settings
-        self._fleet, self._edges, self._brain = fleet, edges, edges.brain
-        self._registry, self._book, self._duties = registry, book, duties
+        self._edges, self._brain, self._duties = edges, edges.brain, duties
+        self._fleet, self._book = edges.brain.scheduler.fleet, edges.brain.meter.book
         self._clock = clock
         self._leadership = StoredLeadership(
             store.location, settings.name, seconds=settings.term / 4
@@ -191,8 +184,8 @@ class ClusterPart:
             await brain.end()
             if self._ending is None or self._ending.done():
                 self._ending = asyncio.create_task(self._duties.end())
-        self._registry.cancel_where(lambda _: True, errors.no_leader())
-        self._duties.unroute()
+        brain.registry.cancel_where(lambda _: True, errors.no_leader())
+        self._duties.route(False)
         self._book.divide(None)
         for listener in self._listeners or ():
             listener.abort_busy()
@@ -200,7 +193,8 @@ class ClusterPart:
     async def _take(self, role: Role) -> None:
         match role.kind:
             case "follower":
-                self._edges.relink(self._link_to_leader)
+                open_tunnel = self._membership.open
+                self._edges.relink(lambda name, sock: open_tunnel("link", name, sock=sock))
             case "leader":
                 if self._ending is not None:
                     await asyncio.gather(self._ending, return_exceptions=True)
@@ -211,7 +205,7 @@ class ClusterPart:
                 tenure = Tenure(role.epoch, role.won_at, role.lists, slots)
                 reign = self._reign(role, tenure, role.won_at)
                 self._brain.begin(reign)
-                self._membership.lead(role.epoch, reign)
+                self._membership.lead(role.epoch, tenure)
                 self._serve()
                 self._duties.begin()
             case "alone":
@@ -224,18 +218,15 @@ class ClusterPart:
 
     def _serve(self) -> None:
         """This gateway is the brain of edges."""
-        self._duties.route()
+        self._duties.route(True)
         self._edges.relink(lambda name, sock: self._brain.connect(sock, name))
 
     def _reign(self, role: Role, rules: Tenure | Fence, begun_at: float) -> Reign:
         membership = self._membership
         return Reign(
             self.member, role.epoch, rules, membership.may_grant, self._clock, begun_at,
-            membership.heard,
+            self._fleet, membership.heard,
         )  # fmt: skip
-
-    async def _link_to_leader(self, name: str, sock: socket.socket) -> None:
-        await self._membership.open("link", name, sock=sock)
 
     def _may_start(self, _: int) -> bool:
         reign = self._brain.reign

@@ -25,24 +25,10 @@ import structlog
 from gateway.app.event_loop import collect_garbage, freeze_objects, run_event_loop
 from gateway.app.startup import share_memory
 from gateway.cluster.leadership import boot_clock
-from gateway.config.listeners import LimitSettings
 from gateway.config.settings import Settings
+from gateway.edges import sockets
 from gateway.edges.edge import EdgeServices, NotReady
 from gateway.edges.passing import Passing, over_channel
-from gateway.edges.sockets import (
-    CLUSTERED,
-    Drain,
-    EdgeLoad,
-    End,
-    LinkEnded,
-    NewClient,
-    NewLink,
-    Ready,
-    Reject,
-    SocketChannel,
-    Taken,
-    ToEdge,
-)
 from gateway.forward.forwarder import Forwarder
 from gateway.http.certificates import CertificateError, ListenerCertificates, changed_files
 from gateway.http.listener import ClientServer
@@ -67,22 +53,22 @@ def main(arguments: Sequence[str]) -> None:
     """Serve until the brain ends it; exits with the process's status."""
     if len(arguments) != 5:
         sys.exit("a gateway starts its edges itself: llama-gateway serve --edges N")
-    name, link, sockets, level, log_format = arguments
+    name, link, channel, level, log_format = arguments
     for number in SIGNALS:
         signal.signal(number, signal.SIG_IGN)
-    first_link = None if link == CLUSTERED else socket.socket(fileno=int(link))
-    channel = socket.socket(fileno=int(sockets))
+    first_link = None if link == sockets.CLUSTERED else socket.socket(fileno=int(link))
+    channel_end = socket.socket(fileno=int(channel))
     with set_up_logging(level, cast("LogFormat", log_format)) as logs:
-        status = run_event_loop(serve(name, first_link, channel, logs))
+        status = run_event_loop(serve(name, first_link, channel_end, logs))
     sys.exit(status)
 
 
-async def serve(name: str, link: socket.socket | None, sockets: socket.socket, logs: Logs) -> int:
+async def serve(name: str, link: socket.socket | None, channel: socket.socket, logs: Logs) -> int:
     """Serve as this edge until the brain ends it; returns the exit status.
 
     `link` None: it belongs to a member of a cluster, who gives it links.
     """
-    edge = Edge(name, sockets, logs, clustered=link is None)
+    edge = Edge(name, channel, logs, clustered=link is None)
     try:
         if link is not None:
             await edge.services.start(link, KNOWN_SECONDS)
@@ -95,12 +81,6 @@ async def serve(name: str, link: socket.socket | None, sockets: socket.socket, l
         return 1
     finally:
         await edge.aclose()
-
-
-def share_limits(limits: LimitSettings, edges: int, open_files: int) -> LimitSettings:
-    """The limits of one edge, of those of the whole gateway."""
-    connections, _ = connection_limits(open_files, -(-limits.connections // edges), 0)
-    return share_memory(limits.model_copy(update={"connections": connections}), edges)
 
 
 def handler_config(services: EdgeServices, settings: Settings) -> HandlerConfig:
@@ -137,7 +117,7 @@ class Edge:
     """One edge; `services` are to be started before `open`."""
 
     def __init__(
-        self, name: str, sockets: socket.socket, logs: Logs, *, clustered: bool = False
+        self, name: str, channel: socket.socket, logs: Logs, *, clustered: bool = False
     ) -> None:
         self.services = EdgeServices(
             name,
@@ -148,10 +128,10 @@ class Edge:
         )
         self._links = 0  # the number of the last link
         self._logs = logs
-        self._orders: asyncio.Queue[Drain | End | None] = asyncio.Queue()
+        self._orders: asyncio.Queue[sockets.Drain | sockets.End | None] = asyncio.Queue()
         """What the brain wants; None: it has ended."""
-        self._channel: SocketChannel[ToEdge] = SocketChannel(
-            sockets, ToEdge, self._receive, self._channel_lost
+        self._channel: sockets.SocketChannel[sockets.ToEdge] = sockets.SocketChannel(
+            channel, sockets.ToEdge, self._receive, self._channel_lost
         )
         self._open_files = raise_open_file_limit()
         self._passing = Passing(over_channel(self._channel))
@@ -187,7 +167,7 @@ class Edge:
             asyncio.create_task(collect_garbage(lambda: not registry), name="collect garbage"),
         ]
         freeze_objects()
-        self._channel.send(Ready())
+        self._channel.send(sockets.Ready())
 
     async def run(self) -> int:
         """Serve until the brain ends this edge; returns the exit status."""
@@ -205,9 +185,9 @@ class Edge:
                 case None:
                     # The brain has ended: what runs here can't be accounted for.
                     return 1
-                case Drain():
+                case sockets.Drain():
                     work = asyncio.create_task(self._server.drain())
-                case End():
+                case sockets.End():
                     work = asyncio.create_task(self._server.close())
 
     async def aclose(self) -> None:
@@ -217,32 +197,32 @@ class Edge:
         await self.services.aclose()
         self._channel.close()
 
-    def _receive(self, message: ToEdge, sock: socket.socket | None) -> None:
+    def _receive(self, message: sockets.ToEdge, sock: socket.socket | None) -> None:
         match message:
-            case NewClient():
+            case sockets.NewClient():
                 # First: the brain gives it to another edge if this one ends before.
-                self._channel.send(Taken())
+                self._channel.send(sockets.Taken())
                 if sock is None:
                     log.error("a connection was lost, as there is no descriptor left")
                 elif self._server is not None:
                     sock.setblocking(False)
                     self._server.adopt(sock)
-            case Reject():
+            case sockets.Reject():
                 if self._handler is not None:
                     self._handler.reject_requests()
-            case Drain() | End():
+            case sockets.Drain() | sockets.End():
                 self._orders.put_nowait(message)
-            case NewLink():
+            case sockets.NewLink():
                 self._links = message.number
                 if sock is not None:
                     loopback, edges = message.loopback, message.edges
                     self.services.relink(sock, loopback=loopback, edges=edges)
                 else:
-                    self._channel.send(LinkEnded(message.number))
+                    self._channel.send(sockets.LinkEnded(message.number))
 
     def _link_lost(self) -> None:
         if self.services.clustered:
-            self._channel.send(LinkEnded(self._links))
+            self._channel.send(sockets.LinkEnded(self._links))
         else:
             self._orders.put_nowait(None)
 
@@ -252,7 +232,7 @@ class Edge:
 
     async def _tell_load(self, server: ClientServer) -> None:
         """Tell the brain how busy this edge is, until cancelled."""
-        told, steady = EdgeLoad(0, 0, 0, 0.0, 0), STEADY_LOOKS
+        told, steady = sockets.EdgeLoad(0, 0, 0, 0.0, 0), STEADY_LOOKS
         while True:
             fresh = sum(one.cycle is None for one in server.connections)
             streams, connections = len(self.services.registry), len(server.connections)
@@ -261,7 +241,7 @@ class Edge:
                 told.streams, told.fresh, told.connections
             ):  # fmt: skip
                 memory = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
-                told = EdgeLoad(streams, fresh, connections, time.process_time(), memory)
+                told = sockets.EdgeLoad(streams, fresh, connections, time.process_time(), memory)
                 self._channel.send(told)
                 steady = 0
             await asyncio.sleep(LOAD_SECONDS)
@@ -270,9 +250,11 @@ class Edge:
 
     def _settings(self) -> Settings:
         """The settings in force, with this edge's share of the limits."""
-        settings = self.services.settings
-        limits = share_limits(settings.limits, self.services.edges, self._open_files)
-        return settings.model_copy(update={"limits": limits})
+        settings, edges = self.services.settings, self.services.edges
+        wanted = -(-settings.limits.connections // edges)
+        connections, _ = connection_limits(self._open_files, wanted, 0)
+        limits = settings.limits.model_copy(update={"connections": connections})
+        return settings.model_copy(update={"limits": share_memory(limits, edges)})
 
     def _configure(self) -> None:
         """Put the settings in force that the brain has told."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import gc
-from collections.abc import Callable, Coroutine
+from collections.abc import Awaitable, Callable, Coroutine
 from typing import Any
 
 import structlog
@@ -46,6 +46,17 @@ async def collect_garbage(is_idle: Callable[[], bool]) -> None:
         await asyncio.sleep(GARBAGE_SECONDS)
         if is_idle() and gc.get_count()[2] >= DUE_AFTER:
             gc.collect()
+
+
+async def wait_for_first(*works: Awaitable[Any], timeout: float | None = None) -> None:
+    """Wait until one of these has ended, at most so many seconds; the others are cancelled."""
+    waits = [asyncio.ensure_future(work) for work in works]
+    try:
+        await asyncio.wait(waits, timeout=timeout, return_when=asyncio.FIRST_COMPLETED)
+    finally:
+        for wait in waits:
+            wait.cancel()
+        await asyncio.gather(*waits, return_exceptions=True)
 
 
 class OwnTasks:

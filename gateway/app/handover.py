@@ -12,10 +12,9 @@ import asyncio
 import contextlib
 import os
 import socket
-import stat
 import subprocess
 import sys
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import BinaryIO
@@ -30,11 +29,11 @@ from gateway.lease import HASH_KEY_BYTES
 # Set for a successor: `name=descriptor` for each socket, `ready=descriptor` for the pipe, and
 # `fixed=1` if systemd owns the sockets.
 SOCKETS_VARIABLE = "LLAMA_GATEWAY_SOCKETS"
-# Set for a successor: the descriptor of a pipe that holds the key of `KeyedHash`. By a variable of
-# its own, so that an older version can succeed, too; and by a pipe, which nobody else can read.
+# Set for a successor: the descriptor of a pipe that holds the key of `KeyedHash`, which nobody else
+# can read.
 HASH_KEY_VARIABLE = "LLAMA_GATEWAY_HASH_KEY_PIPE"
 # Set for a successor: the descriptor of a pipe that ends when the old process has written the last
-# of what it has learnt, or is dead. By a variable of its own, as the key.
+# of what it has learnt, or is dead.
 LEARNT_VARIABLE = "LLAMA_GATEWAY_LEARNT_PIPE"
 # Set for a successor, which must not admit callers that the old process refuses. Words: `keyed`:
 # there have been API keys; `anonymous`: callers without one are admitted nevertheless;
@@ -60,9 +59,9 @@ class InheritedState:
     ready_fd: int | None = None  # the pipe to the predecessor
     anonymous_access: AnonymousAccess = INITIAL_ACCESS  # the predecessor's
     hash_key: bytes | None = field(default=None, repr=False)
-    """The predecessor's key for digests of prompts; None: it has passed none."""
+    """The predecessor's key for digests of prompts; None: there is no predecessor."""
     learnt_fd: int | None = None
-    """The pipe that ends when the predecessor has written what it has learnt; None: it has none."""
+    """The pipe that ends when the predecessor has written what it has learnt."""
     customised: bool = False
     """The predecessor's settings were not the defaults, so an empty file must be a mistake."""
     had_admin_keys: bool = False  # the predecessor has had admin keys
@@ -118,21 +117,21 @@ def inherit_from_environment(
     if passed := environment.get(SOCKETS_VARIABLE):
         numbers = dict(part.split("=", 1) for part in passed.split())
         ready, from_systemd = numbers.pop("ready"), numbers.pop("fixed", "")
-        others, key_number = {ready, *numbers.values()}, environment.get(HASH_KEY_VARIABLE, "")
-        key_pipe = _inherited_pipe(key_number, others)
-        learnt_pipe = _inherited_pipe(environment.get(LEARNT_VARIABLE), {*others, key_number})
         sockets = {name: _adopt_socket(int(number)) for name, number in numbers.items()}
-        os.set_inheritable(int(ready), False)
-        words = environment.get(PREDECESSOR_VARIABLE, "").split()
+        words, hash_key = environment.get(PREDECESSOR_VARIABLE, "").split(), None
+        key_pipe = _inherited_pipe(environment.get(HASH_KEY_VARIABLE))
+        if key_pipe is not None:
+            with os.fdopen(key_pipe, "rb", buffering=0) as pipe:
+                hash_key = pipe.read(HASH_KEY_BYTES)
         return InheritedState(
             sockets,
             from_systemd=bool(from_systemd),
-            ready_fd=int(ready),
+            ready_fd=_inherited_pipe(ready),
             anonymous_access=AnonymousAccess(
                 had_keys="keyed" in words, allowed="anonymous" in words
             ),
-            hash_key=_read_hash_key(key_pipe),
-            learnt_fd=learnt_pipe,
+            hash_key=hash_key,
+            learnt_fd=_inherited_pipe(environment.get(LEARNT_VARIABLE)),
             customised="customised" in words,
             had_admin_keys="admin-keyed" in words,
         )
@@ -173,28 +172,12 @@ def _adopt_socket(number: int) -> socket.socket:
     return sock
 
 
-def _inherited_pipe(number: str | None, others: Collection[str]) -> int | None:
-    """The pipe of this number; None: the predecessor has passed none.
-
-    A predecessor of a version without that pipe passes on the variable that it was given itself:
-    its number is that of no descriptor then, or of one of the `others`.
-    """
-    if not number or number in others:
-        return None
-    with contextlib.suppress(OSError):
-        if stat.S_ISFIFO(os.fstat(int(number)).st_mode):
-            os.set_inheritable(int(number), False)
-            return int(number)
-    return None
-
-
-def _read_hash_key(number: int | None) -> bytes | None:
-    """The key in this pipe, which is closed."""
+def _inherited_pipe(number: str | None) -> int | None:
+    """The pipe of this number; None: there is none."""
     if number is None:
         return None
-    with contextlib.suppress(OSError), os.fdopen(number, "rb", buffering=0) as pipe:
-        return pipe.read(HASH_KEY_BYTES)
-    return None
+    os.set_inheritable(int(number), False)
+    return int(number)
 
 
 def restart_command() -> tuple[str, ...]:

@@ -22,6 +22,7 @@ import traceback
 from collections import OrderedDict
 from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
+from dataclasses import dataclass, field
 from functools import partial
 from hashlib import blake2b
 from itertools import islice, takewhile
@@ -58,6 +59,7 @@ from gateway.store.store import Store
 from gateway.system import read_state, set_aside, write_state
 from gateway.watch.history import FleetHistory, HistoryPoint
 from gateway.watch.node_history import NodeHistory
+from gateway.web.asgi import in_steps
 
 # Seconds in which evidence comes to count half. A server of one model and build on one machine
 # seldom changes its speed, but after a week the first requests should show it anew.
@@ -68,8 +70,6 @@ OLDEST_PROMPT = 6 * 3600.0
 WRITE_SECONDS = 3.0  # seconds between two looks for changed rows
 # Bytes a second at which the file is written at most: it is replaced as a whole.
 FILE_PACE = 2 << 20
-# Seconds after which the event loop has its turn while rows are gathered or restored.
-TURN_SECONDS = 0.005
 PREDECESSOR_SECONDS = 10.0  # most seconds to wait for a predecessor's last rows, and for one write
 UPKEEP_SECONDS = 3600.0  # seconds between two looks for old rows in the store
 ROWS_PER_JOB = 500  # rows that one job of the store writes: some 10 ms of work
@@ -134,10 +134,11 @@ class Section:
     most_rows: int
     most_bytes: int
     pause: float = 0.0  # least seconds between two looks for changes, but at the end
+    _keys: PromptKeys | None = None  # of the digests in its rows; None: there are none
 
     def is_kept(self) -> bool:
         """Whether the settings allow that its rows are kept."""
-        return True
+        return self._keys is None or self._keys.is_kept()
 
     def changes(self) -> Iterator[Change | None]:
         """What may have changed since the last call; None: nothing yet. It may be paused at any."""
@@ -196,7 +197,6 @@ class LearntMemory:
     @classmethod
     def of_gateway(
         cls,
-        fleet: Fleet,
         scheduler: Scheduler,
         history: FleetHistory,
         node_history: NodeHistory,
@@ -216,7 +216,7 @@ class LearntMemory:
         """
         keys = PromptKeys(keyed_hash, remember_prompts, is_fixed=has_hash_key)
         sections = (
-            Servers(fleet),
+            Servers(scheduler.fleet),
             Demand(scheduler.demand_model.token_estimates),
             keys,
             Prompts(scheduler, keys),
@@ -350,11 +350,9 @@ class LearntMemory:
 
     async def _gather_section(self, section: Section, *, as_read: bool = False) -> None:
         """Find what has changed in a section; `as_read`: the rows that are kept are still true."""
-        turn = _Turn()
-        for change in section.changes():
+        async for change in in_steps(section.changes()):
             if change is not None:
                 self._take(section, *change, as_read=as_read)
-            await turn.give()
         if not section.is_kept():
             for key in [*self._kept[section.name]]:
                 self._drop(section, key)
@@ -424,22 +422,21 @@ class LearntMemory:
 
     async def _restore(self, rows: Sequence[Row], end: float) -> None:
         self._forget_callers()
-        turn, by_section = _Turn(), dict[str, list[Row]]()
+        by_section = dict[str, list[Row]]()
         for row in rows:
             by_section.setdefault(row.section, []).append(row)
         unreadable = late = 0
         for section in self._sections:
-            for row in by_section.pop(section.name, ()):
+            async for row in in_steps(by_section.pop(section.name, ())):
                 if time.monotonic() > end:
                     late += 1
                 else:
                     unreadable += not self._restore_row(section, row)
-                    await turn.give()
             try:
                 section.restored()
             except Exception as error:  # noqa: BLE001 - another program wrote the rows
                 self._failed(error)
-            await turn.give(at_once=True)
+            await asyncio.sleep(0)
             # What counts less by now is not another row: it keeps its age.
             await self._gather_section(section, as_read=True)
         unreadable += sum(map(len, by_section.values()))
@@ -472,19 +469,6 @@ class LearntMemory:
         """Whether a row's caller has no key any more; those with a colon never had one."""
         known = self._callers
         return not (known is None or caller in known or ":" in caller)
-
-
-class _Turn:
-    """Gives other work its turn of the event loop."""
-
-    def __init__(self) -> None:
-        self._began = time.perf_counter()
-
-    async def give(self, *, at_once: bool = False) -> None:
-        """Let others run if this work has taken its time, or in any case."""
-        if at_once or time.perf_counter() - self._began > TURN_SECONDS:
-            await asyncio.sleep(0)
-            self._began = time.perf_counter()
 
 
 # Where rows are kept.
@@ -711,16 +695,15 @@ def _digest(value: object) -> str:
     return blake2b(msgspec.json.encode(value), digest_size=16).hexdigest()
 
 
+@dataclass(eq=False)
 class Servers(Section):
     """The speed, and the usual speed, of each server: a row by its address."""
 
     name, most_rows, most_bytes = "servers", 10_000, 8 << 20
-
-    def __init__(self, fleet: Fleet) -> None:
-        self._fleet = fleet
-        self._seen: dict[str, tuple[Node, int, bool]] = {}
-        """For each name: the node, the version of its speed, and whether that is known."""
-        self._found: dict[str, tuple[LearntOfServer, float]] = {}
+    _fleet: Fleet
+    _seen: dict[str, tuple[Node, int, bool]] = field(default_factory=dict)
+    """For each name: the node, the version of its speed, and whether that is known."""
+    _found: dict[str, tuple[LearntOfServer, float]] = field(default_factory=dict)
 
     def changes(self) -> Iterator[Change | None]:
         """The servers whose speed may have changed, or was forgotten."""
@@ -755,14 +738,13 @@ class _Demand(msgspec.Struct, frozen=True):
     stats: TokenStats
 
 
+@dataclass(eq=False)
 class Demand(Section):
     """How long prompts and answers of each model, and of each caller, are."""
 
     name, most_rows, most_bytes = "demand", 17_408, 6 << 20
-
-    def __init__(self, estimates: TokenEstimates) -> None:
-        self._estimates = estimates
-        self._seen = 0
+    _estimates: TokenEstimates
+    _seen: int = 0  # lessons
 
     def changes(self) -> Iterator[Change]:
         """What the lessons since the last call have changed."""
@@ -839,6 +821,7 @@ class Prompts(Section):
     """The prompts that each node caches, as digests: a row for each."""
 
     name, most_rows, most_bytes = "prompts", 10_000, 8 << 20
+    _keys: PromptKeys
 
     def __init__(self, scheduler: Scheduler, keys: PromptKeys) -> None:
         self._cache = scheduler.prompt_cache
@@ -848,10 +831,6 @@ class Prompts(Section):
         """For each row of the fleet: its node, the number of changes, and the prompts' keys."""
         self._indexes: dict[str, list[int]] | None = None
         """While rows are read: the rows of the fleet by `server_key`."""
-
-    def is_kept(self) -> bool:
-        """As the settings say."""
-        return self._keys.is_kept()
 
     def changes(self) -> Iterator[Change | None]:
         """What has come to the nodes' caches, and what has gone."""
@@ -909,19 +888,14 @@ class Prompts(Section):
         self._cache.forget(is_gone)
 
 
+@dataclass(eq=False)
 class SavedSlots(Section):
     """What is in the files of saved prompts, as digests: a row for each file."""
 
     name, most_rows, most_bytes = "saved", MOST_KEPT, 4 << 20
-
-    def __init__(self, saved_prompts: SavedPrompts, keys: PromptKeys) -> None:
-        self._saved_prompts = saved_prompts
-        self._keys = keys
-        self._seen: dict[str, SavedPrompt] = {}
-
-    def is_kept(self) -> bool:
-        """As the settings say."""
-        return self._keys.is_kept()
+    _saved_prompts: SavedPrompts
+    _keys: PromptKeys
+    _seen: dict[str, SavedPrompt] = field(default_factory=dict)
 
     def changes(self) -> Iterator[Change]:
         """What was saved, and what is forgotten."""
@@ -946,13 +920,12 @@ class SavedSlots(Section):
         self._saved_prompts.forget(is_gone)
 
 
+@dataclass(eq=False)
 class Predictions(Section):
     """How well predictions came true: counts, from which metrics go on, and so they do not age."""
 
     name, most_rows, most_bytes = "predictions", 1, 16 << 10
-
-    def __init__(self, accuracy: PredictionAccuracy) -> None:
-        self._accuracy = accuracy
+    _accuracy: PredictionAccuracy
 
     def changes(self) -> Iterator[Change]:
         """The counts."""
@@ -965,18 +938,17 @@ class Predictions(Section):
         return True
 
 
+@dataclass(eq=False)
 class Charts(Section):
     """The points of the dashboard's charts, for an hour."""
 
     name, most_rows, most_bytes = "charts", 720, 1 << 20
     pause = 60.0  # They change all the time, whether anything else does or not.
-
-    def __init__(self, history: FleetHistory, now: Callable[[], float] = time.time) -> None:
-        self._history = history
-        self._now = now
-        self._newest: HistoryPoint | None = None
-        """At the last call; not by its time, which a clock that is set back repeats."""
-        self._found: list[HistoryPoint] = []
+    _history: FleetHistory
+    _now: Callable[[], float] = time.time
+    _newest: HistoryPoint | None = None
+    """At the last call; not by its time, which a clock that is set back repeats."""
+    _found: list[HistoryPoint] = field(default_factory=list)
 
     def changes(self) -> Iterator[Change]:
         """The points since the last call."""
@@ -998,15 +970,14 @@ class Charts(Section):
         self._found = []
 
 
+@dataclass(eq=False)
 class NodeDays(Section):
     """A day of busy slots and speed of each node: a row by its name, of 8 KiB."""
 
     name, most_rows, most_bytes = "node_days", 10_000, 8 << 20
     pause = 900.0  # They all change every five minutes.
-
-    def __init__(self, history: NodeHistory, now: Callable[[], float] = time.time) -> None:
-        self._history = history
-        self._now = now
+    _history: NodeHistory
+    _now: Callable[[], float] = time.time
 
     def changes(self) -> Iterator[Change]:
         """The days of all nodes."""
@@ -1018,19 +989,19 @@ class NodeDays(Section):
         return self._history.restore(row.key, day, self._now())
 
 
+@dataclass(eq=False)
 class Decisions(Section):
     """The decisions about requests that `why` explains: numbers and names of nodes, no text."""
 
     name, version, most_rows, most_bytes = "decisions", 2, 7_168, 8 << 20
-
-    def __init__(self, decisions: DecisionLog, now: Callable[[], float] = time.time) -> None:
-        self._log = decisions
-        self._now = now
-        self._newest: dict[type[Decision], Decision] = {}
-        """The newest of each kind at the last call."""
-        self._running: list[Grant] = []  # grants that had not come to their end at the last call
-        self._shift = 0.0
-        self._found: list[Decision] = []
+    _log: DecisionLog
+    _now: Callable[[], float] = time.time
+    _newest: dict[type[Decision], Decision] = field(default_factory=dict)
+    """The newest of each kind at the last call."""
+    _running: list[Grant] = field(default_factory=list)
+    """Grants that had not come to their end at the last call."""
+    _shift: float = 0.0
+    _found: list[Decision] = field(default_factory=list)
 
     def _to_unix(self) -> float:
         """Seconds from the log's clock to Unix time: the same, unless one of them was set.

@@ -5,11 +5,11 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import time
-from collections.abc import Callable, Coroutine, Iterator, Mapping
-from typing import Any, NamedTuple
+from collections.abc import Callable, Mapping
 
 import structlog
 
+from gateway.app.event_loop import OwnTasks
 from gateway.app.startup import Options, keys_file, state_file, store_location
 from gateway.callers.ended import OWN_EXAMINED, EndedFinder, OwnRequests
 from gateway.callers.kept_rows import KeptRows
@@ -28,7 +28,6 @@ from gateway.config.keys import GroupSpec
 from gateway.config.settings import Settings
 from gateway.events import EventBus, LimitReached
 from gateway.forward.in_flight import InFlightRegistry
-from gateway.nodes.fleet import Fleet
 from gateway.nodes.prices import GpuCosts, alive_nodes
 from gateway.schedule.core.tiers import cost_of
 from gateway.schedule.scheduler import Scheduler
@@ -40,13 +39,6 @@ log = structlog.get_logger()
 LEAST_SECONDS = 0.1
 
 
-class NamedLoop(NamedTuple):
-    """Work that goes on until the gateway ends; its owner cancels it."""
-
-    work: Coroutine[Any, Any, None]
-    name: str
-
-
 class Metering:
     """What counts the use of one gateway; without a store it counts in memory alone."""
 
@@ -56,19 +48,16 @@ class Metering:
         settings: Settings,
         *,
         access: AnonymousAccess,
-        fleet: Fleet,
         scheduler: Scheduler,
         registry: InFlightRegistry,
         bus: EventBus,
-        clock: Callable[[], float],
         on_groups: Callable[[], None],
     ) -> None:
         """`on_groups` is called when the store's groups have changed."""
         self._settings = settings
         self._bus, self._on_groups = bus, on_groups
         self._groups: Mapping[str, GroupSpec] = {}  # those of the store that are in force
-        self._fleet = fleet
-        self._clock = clock
+        fleet, clock = self._fleet, self._clock = scheduler.fleet, scheduler.clock
         location = store_location(options, settings)
         self.store = None if location is None else Store(location, on_change=log_store_change)
         self.key_ring = KeyRing(access=access, is_complete=self.store is None)
@@ -90,6 +79,7 @@ class Metering:
         self.process: ProcessIdentity | None = None
         """This process in the store; None: there is no store."""
         self._limit_sync: LimitSync | None = None
+        self.standings = Standings(self.key_sync, self.limit_book, None)
         if self.store is None:
             self.meter = Meter(self.limit_book, bus)
             return
@@ -123,6 +113,7 @@ class Metering:
             clock=clock,
             recovered=lambda: ledger.recovered,
         )
+        self.standings = Standings(self.key_sync, self.limit_book, self._limit_sync)
         self.reporter = Reporter(self.store)
         ring = self.key_ring
         self.ended = EndedFinder(self.store, ring.name_of, ring.ids_of, clock)
@@ -141,11 +132,6 @@ class Metering:
     def in_force(self) -> Settings:
         """The settings with the store's groups beside their own."""
         return with_groups(self._settings, self.key_sync.groups)
-
-    @property
-    def standings(self) -> Standings:
-        """How far limits are used."""
-        return Standings(self.key_sync, self.limit_book, self._limit_sync)
 
     def undefined_groups(self) -> Mapping[str, int]:
         """How many keys are of each group that neither settings nor store define."""
@@ -185,16 +171,11 @@ class Metering:
 
     # Start and end.
 
-    def open_store(self) -> None:
-        """Begin to open the store; `load` waits for it."""
-        if self.store is not None:
-            self.store.start()
-
     async def load(self, seconds: float) -> None:
         """Read keys and counters, before the first request, within about so many seconds in all.
 
         A predecessor may have used up what is left of a limit. What the store can't tell in time
-        is read later.
+        is read later. The store must have been started.
         """
         end = self._clock() + seconds
 
@@ -222,27 +203,17 @@ class Metering:
             reads.append(self._limit_sync.start(seconds))
         await asyncio.gather(*reads)
 
-    def loops(self) -> Iterator[NamedLoop]:
-        """What must run from `load` on."""
-        yield NamedLoop(self.key_sync.run(), "follow the API keys")
+    def begin(self, tasks: OwnTasks) -> None:
+        """Run what must run from `load` on."""
+        tasks.start(self.key_sync.run(), "follow the API keys")
         if self.ledger is not None:
-            yield NamedLoop(self.ledger.worker.run(), "write the ledger")
+            tasks.start(self.ledger.worker.run(), "write the ledger")
             if self.ledger.kept is not None:
-                yield NamedLoop(self.ledger.keep_rows(), "keep rows of the ledger on the disk")
+                tasks.start(self.ledger.keep_rows(), "keep rows of the ledger on the disk")
         if self._limit_sync is not None:
-            yield NamedLoop(self._limit_sync.worker.run(), "follow the use of other processes")
+            tasks.start(self._limit_sync.worker.run(), "follow the use of other processes")
         if self.store is not None and self.reporter is not None:
             hours = NodeHoursRecorder(self.store, lambda: alive_nodes(self._fleet), time.time)
-            yield NamedLoop(hours.run(), "record the hours of nodes")
+            tasks.start(hours.run(), "record the hours of nodes")
             kept = Retention(self.reporter, lambda: self._settings.store.retention, time.time)
-            yield NamedLoop(kept.worker.run(), "sum up old usage")
-
-    async def write_pending(self, seconds: float) -> None:
-        """Write what the ledger has not written, within so many seconds."""
-        if self.ledger is not None:
-            await self.ledger.close(seconds)
-
-    async def close_store(self, seconds: float) -> None:
-        """Close the store within so many seconds, or leave it as it is."""
-        if self.store is not None and not await self.store.aclose(seconds):
-            log.warning("the store does not answer and was left as it is")
+            tasks.start(kept.worker.run(), "sum up old usage")

@@ -9,7 +9,12 @@ from collections.abc import Callable
 import structlog
 
 from gateway.app.assembly import Gateway
-from gateway.app.event_loop import collect_garbage, freeze_objects, run_event_loop
+from gateway.app.event_loop import (
+    collect_garbage,
+    freeze_objects,
+    run_event_loop,
+    wait_for_first,
+)
 from gateway.app.handover import InheritedState, inherit_from_environment
 from gateway.app.startup import Options, load_checked
 from gateway.config.inventory import Inventory
@@ -37,7 +42,7 @@ async def serve(
 ) -> int:
     """Serve until a signal ends the process; returns its exit status. Raises: StartError.
 
-    `on_ready` is called once every node has been probed, or after `FIRST_PROBES_SECONDS`.
+    `on_ready` is called once every node has been probed, or after `Timings.first_probes`.
     """
     for problem in inventory.warnings:
         structlog.get_logger().warning("inventory", warning=str(problem))
@@ -55,8 +60,11 @@ async def serve(
     try:
         async with gateway.running(inventory, freeze_objects):
             collector = asyncio.create_task(collect_garbage(lambda: not gateway.registry))
-            if on_ready is not None and await _wait_for_probes(gateway):
-                on_ready(gateway)
+            if on_ready is not None:
+                probed, limit = gateway.fleet.first_probes_done, gateway.timings.first_probes
+                await wait_for_first(probed.wait(), gateway.stopping.wait(), timeout=limit)
+                if not gateway.stopping.is_set():
+                    on_ready(gateway)
             await gateway.stopping.wait()
             return await gateway.shut_down()
     finally:
@@ -64,16 +72,3 @@ async def serve(
             collector.cancel()
         for number in signals:
             loop.remove_signal_handler(number)
-
-
-async def _wait_for_probes(gateway: Gateway) -> bool:
-    """Wait for the first probes, with a limit; False: the gateway was stopped meanwhile."""
-    events = (gateway.fleet.first_probes_done, gateway.stopping)
-    waits = [asyncio.ensure_future(event.wait()) for event in events]
-    try:
-        limit = gateway.timings.first_probes
-        await asyncio.wait(waits, timeout=limit, return_when=asyncio.FIRST_COMPLETED)
-    finally:
-        for wait in waits:
-            wait.cancel()
-    return not gateway.stopping.is_set()

@@ -38,6 +38,13 @@ if TYPE_CHECKING:
     from gateway.store.database import StoreLocation
 
 
+# Keys of the settings that options override.
+_OVERRIDDEN = (
+    *("listen.host", "listen.port", "listen.edges"),
+    *("admin.host", "admin.port", "admin.key_file", "allow_anonymous"),
+)
+
+
 @dataclass(frozen=True, slots=True)
 class Options:
     """Options of the command line; None: the settings file decides."""
@@ -81,20 +88,13 @@ class Options:
 
         systemd's sockets count as options.
         """
-        given = {
-            "listen.host": self.host,
-            "listen.port": self.port,
-            "listen.edges": self.edges,
-            "admin.host": self.admin_host,
-            "admin.port": self.admin_port,
-            "admin.key_file": self.admin_key_file,
-            "allow_anonymous": self.allow_anonymous or None,
-        }
         found = {}
-        for key in _given(given):
+        for key in _OVERRIDDEN:
             name = key.removeprefix("listen.").replace(".", "_")
-            variable = f"LLAMA_GATEWAY_{name.upper()}"
-            found[key] = variable if variable in env else f"--{name.replace('_', '-')}"
+            given = getattr(self, name)
+            if given is not None and given is not False:
+                variable = f"LLAMA_GATEWAY_{name.upper()}"
+                found[key] = variable if variable in env else f"--{name.replace('_', '-')}"
         return found
 
     def _sized(self, rules: Mapping[str, ModelRule]) -> Iterator[tuple[str, ModelRule]]:

@@ -37,7 +37,7 @@ import math
 from collections import Counter
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Literal, NamedTuple
+from typing import NamedTuple
 
 GRANT_SECONDS = 1.0  # from an edge's asking until the request must have been written to the node
 # Seconds until a node's `/slots` shows a request that was written to it, and by which the clocks of
@@ -91,10 +91,10 @@ class Term(NamedTuple):
 
 
 class Fence:
-    """What one process of an edge may start, and what it has started.
+    """Whether a member's edge may start requests without a leader, and how many on each node.
 
-    Each asking for a slot has a number, which is the name of the lease that it may become. Who
-    waits longer than `GRANT_SECONDS` asks again. What a leader says names its epoch and session.
+    What a leader says names its epoch and session. Whether a grant still starts a request is for
+    those to say who send it (`edges.edge`).
     """
 
     def __init__(
@@ -105,48 +105,55 @@ class Fence:
         self.epoch = 0  # the highest that it has seen
         self.session = 0  # counted in each epoch
         self.seen = 0  # the number of the last term that it was told in this session
-        self.leases: dict[int, str] = {}  # requests that have been started, and their nodes
         self.sharers = Sharers(0, ())  # as it was told last
-        self._slots_of = slots_of
+        self.slots_of = slots_of
         self._alone_seconds = alone_seconds
         # A process that was never told of a term can't know whether its share is lent.
         self._alone_from = math.inf
         self._reads_from = -math.inf  # nodes count as read that were asked from then on
         self._alone_until = -math.inf
         self._greets = False
-        self._number = 0
-        self._asked: dict[int, float] = {}
-        self._granted: dict[int, str] = {}
-        # By node, what has been running since it went alone; and what it has started since.
+        self._leases: dict[int, str] = {}  # requests of the time before it is alone, their nodes
+        self._before: Counter[str] = Counter()  # how many of them each node has
         self._busy: dict[str, frozenset[object]] = {}
-        self._alone: set[int] = set()
-        self._before: Counter[str] = Counter()  # by node, the `leases` that are none of these
+        """By node, what has been running since it went alone."""
 
     # With a leader.
 
     def greet(self, epoch: int) -> bool:
-        """Begin a session with the leader of this epoch, which is then told the `leases`.
+        """Begin a session with the leader of this epoch, which is then told what runs.
 
         The edge is not alone while it waits for the answer. False: it knows a later epoch.
         """
         if epoch < self.epoch:
             return False
-        self._leave(self.session + 1 if epoch == self.epoch else 1)
-        self.epoch = epoch
+        if epoch > self.epoch:
+            self.epoch, self.session = epoch, 0
+        self.leave()
         self._greets = True
         return True
 
     def give_up(self) -> None:
         """The leader has not answered."""
         if self._greets:
-            self._leave(self.session + 1)
+            self.leave()
+
+    def leave(self) -> None:
+        """Go on with another session: what was granted in the last one is void."""
+        self.session += 1
+        self.seen = 0
+        self._greets = False
+
+    def obeys(self, epoch: int, session: int) -> bool:
+        """Whether what names these is of the leader that the edge obeys."""
+        return (epoch, session) == (self.epoch, self.session)
 
     def told(self, epoch: int, term: Term, *, asked_at: float, now: float) -> bool:
         """The leader of this epoch has answered what the edge sent at `asked_at` by this term.
 
         False: it is not the leader that the edge obeys.
         """
-        if not self._obeys(epoch, term.session):
+        if not self.obeys(epoch, term.session):
             return False
         if term.number > self.seen:
             self.seen, self.sharers = term.number, term.sharers
@@ -155,50 +162,6 @@ class Fence:
             self._alone_from = ends_at + SETTLE_SECONDS if term.may_be_alone else math.inf
             self._alone_until = asked_at + self._alone_seconds
             self._busy.clear()
-            if self._alone:
-                self._before.update(self.leases[one] for one in self._alone)
-                self._alone.clear()
-        return True
-
-    def ask(self, now: float) -> int:
-        """Ask for a slot; the number of this asking."""
-        while self._asked and now - next(iter(self._asked.values())) > GRANT_SECONDS:
-            del self._asked[next(iter(self._asked))]
-        self._number += 1
-        self._asked[self._number] = now
-        return self._number
-
-    def granted(
-        self, epoch: int, session: int, number: int, node: str
-    ) -> Literal["start", "give back", "ignore"]:
-        """The leader grants a slot of this node: what to do."""
-        if self._obeys(epoch, session):
-            if number in self._asked:
-                self._granted[number] = node
-                return "start"
-            if number in self.leases:
-                return "ignore"  # it has come twice
-        return "give back"
-
-    def start(self, number: int, now: float) -> bool:
-        """Start the request, which is written right after this. False: give the slot back."""
-        node = self._granted.pop(number, None)
-        asked_at = self._asked.pop(number, -math.inf)
-        if node is None or now - asked_at > GRANT_SECONDS:
-            return False
-        self.leases[number] = node
-        self._before[node] += 1
-        return True
-
-    def ended(self, number: int) -> bool:
-        """The request has ended; False: it had before."""
-        node = self.leases.pop(number, None)
-        if node is None:
-            return False
-        if number in self._alone:
-            self._alone.remove(number)
-        else:
-            self._before[node] -= 1
         return True
 
     # Alone.
@@ -207,41 +170,33 @@ class Fence:
         """Whether it may start requests without a leader."""
         return not self._greets and self._alone_from <= now < self._alone_until
 
+    def go_alone(self, now: float) -> None:
+        """Begin to start requests alone, once nodes have been read anew.
+
+        What runs is told anew (`adopted`): of what has ended meanwhile it may not have heard.
+        """
+        self.leave()
+        self._reads_from = now + LANDING_SECONDS
+        for known in (self._busy, self._leases, self._before):
+            known.clear()
+
+    def adopted(self, _: str, number: int, node: str) -> None:
+        """This request runs already, from before it is alone."""
+        self.ended(number)
+        self._leases[number] = node
+        self._before[node] += 1
+
+    def ended(self, number: int) -> str | None:
+        """A request that was adopted has ended: its node; None: it was not adopted."""
+        node = self._leases.pop(number, None)
+        if node is not None:
+            self._before[node] -= 1
+        return node
+
     def read(self, node: str, busy: frozenset[object], asked_at: float) -> None:
         """The node was asked at that time, and is busy with these (slot and task)."""
         if asked_at >= max(self._alone_from, self._reads_from):
             self._busy[node] = self._busy.get(node, busy) & busy
-
-    def others(self, node: str, now: float) -> int:
-        """Slots of the node that it may not use, or that others use, while it is alone.
-
-        What ran at the end of the last term may be anybody's, or that of a process that has died.
-        So each edge counts all of it as its own until it has ended: those of its `leases` that it
-        has not started alone are among them.
-        """
-        busy, slots = self._busy.get(node), self._slots_of(node)
-        if busy is None or not self.is_alone(now):
-            return slots
-        before = self._before[node]
-        share = self.sharers.share(slots, node, self.edge)
-        return slots - share + max(0, len(busy) - before)
-
-    def go_alone(self, now: float) -> None:
-        """Begin to start requests alone, once nodes have been read anew.
-
-        What runs is told anew (`carried`): of what has ended meanwhile it may not have heard.
-        """
-        self._leave(self.session + 1)
-        self._reads_from = now + LANDING_SECONDS
-        for known in (self._busy, self.leases, self._alone, self._before):
-            known.clear()
-
-    def carried(self, leases: Mapping[int, str]) -> None:
-        """These requests run already, from before it was alone."""
-        for number in leases:
-            self.ended(number)
-        self.leases.update(leases)
-        self._before.update(leases.values())
 
     def is_unread(self, node: str) -> bool:
         """Whether a reading of the node may free slots, so that it has to be asked."""
@@ -252,29 +207,27 @@ class Fence:
         """Equal as long as time alone changes nothing of `others`."""
         return self.is_alone(now), self.sharers
 
-    def start_alone(self, node: str, now: float) -> int | None:
-        """Start a request, which is written right after this; its number, or None: it may not."""
-        here = sum(other == node for other in self.leases.values())
-        if here + self.others(node, now) >= self._slots_of(node):
-            return None
-        self._leave(self.session + 1)
-        self._number += 1
-        self.leases[self._number] = node
-        self._alone.add(self._number)
-        return self._number
+    def others(self, node: str, now: float) -> int:
+        """Slots of the node that it may not use, or that others use, while it is alone.
 
-    def _obeys(self, epoch: int, session: int) -> bool:
-        return (epoch, session) == (self.epoch, self.session)
-
-    def _leave(self, session: int) -> None:
-        """Go on with another session: what was granted in the last one is void."""
-        self.session = session
-        self.seen = 0
-        self._greets = False
-        self._granted.clear()
+        What ran at the end of the last term may be anybody's, or that of a process that has died.
+        So each edge counts all of it as its own until it has ended: those that were `adopted` are
+        among them.
+        """
+        busy, slots = self._busy.get(node), self.slots_of(node)
+        if busy is None or not self.is_alone(now):
+            return slots
+        before = self._before[node]
+        share = self.sharers.share(slots, node, self.edge)
+        return slots - share + max(0, len(busy) - before)
 
 
 # The leader's side.
+
+
+def member_of(process: str) -> str:
+    """The member that a process sends requests for, by its name: MEMBER/NAME."""
+    return process.partition("/")[0]
 
 
 class Session(NamedTuple):
@@ -372,6 +325,11 @@ class Tenure:
         """Edges that may not go alone yet, and the version of the first list that has them."""
         for older, newer in itertools.pairwise(self.lists):
             self._joined.update((name, newer.version) for name in set(newer.names) - {*older.names})
+        self._adopted: dict[int, tuple[str, str]] = {}
+        """Of the requests that processes carry from before: who runs them, and their nodes."""
+        self._carried: set[str] = set()  # processes that have told all that they carry
+        self._greeting: dict[str, tuple[Session, frozenset[str]]] = {}
+        """Edges whose processes have not all done so, and which those are."""
         self._nodes: dict[str, _Node] = {}
         self.set_nodes(slots, won_at)
 
@@ -445,6 +403,49 @@ class Tenure:
         ):
             del self._joined[edge]
         return edge not in self._joined
+
+    # What processes carry from before, until their edge's session begins.
+
+    def begins(self, session: Session, processes: Collection[str], now: float) -> None:
+        """An edge greets, and has these processes; called again if it has others now.
+
+        Its session begins, and it is told of terms, once all of them have told what they carry.
+        """
+        self._greeting[session.edge] = session, frozenset(processes)
+        self._greet(session.edge, now)
+
+    def left(self, session: Session) -> None:
+        """The edge confirms nothing more in this session."""
+        if self._greeting.get(session.edge, (None,))[0] == session:
+            del self._greeting[session.edge]
+
+    def adopted(self, process: str, number: int, node: str) -> None:
+        """A process runs a request that a leader before has granted."""
+        self._adopted[number] = process, node
+
+    def ended(self, number: int) -> str | None:
+        """A request that was adopted has ended: its node; None: it was not adopted."""
+        process, node = self._adopted.pop(number, ("", None))
+        if node is not None:
+            self.dropped(member_of(process), number)
+        return node
+
+    def carried(self, process: str, now: float) -> None:
+        """A process has told all that it carries."""
+        self._carried.add(process)
+        self._greet(member_of(process), now)
+
+    def lost(self, process: str) -> None:
+        """A process can't be heard any more."""
+        self._carried.discard(process)
+
+    def _greet(self, edge: str, now: float) -> None:
+        session, processes = self._greeting.get(edge, (None, frozenset[str]()))
+        if session is not None and processes <= self._carried:
+            del self._greeting[edge]
+            adopted = self._adopted.items()
+            leases = {id_: node for id_, (process, node) in adopted if member_of(process) == edge}
+            self.hello(session, leases, now)
 
     # Edges.
 

@@ -2,7 +2,7 @@
 
 A member that does not lead has a control link to the leader, over a tunnel: it says which edges it
 has, is told of each term, and confirms it. The leader tells by its account of all members' requests
-(`LeaderAccount`). What a member may start without a leader is its `Fence`'s to say. All waits are
+(`Tenure`). What a member may start without a leader is its `Fence`'s to say. All waits are
 durations by the clock since the machine was booted.
 """
 
@@ -13,14 +13,15 @@ import contextlib
 import functools
 import math
 import socket
-from collections.abc import Awaitable, Callable, Collection, Coroutine, Iterator, Sequence
+from collections.abc import Callable, Coroutine, Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Literal, NamedTuple, Protocol
+from typing import Any, Literal, NamedTuple, TypeVar
 
 import msgspec
 import structlog
 
 from gateway import __version__
+from gateway.cluster import members
 from gateway.cluster.fencing import SETTLE_SECONDS, Fence, Session, Sharers, Tenure, Term
 from gateway.cluster.leadership import (
     Leadership,
@@ -30,19 +31,12 @@ from gateway.cluster.leadership import (
     holder_name,
     parse_holder,
 )
-from gateway.cluster.members import (
-    MemberRow,
-    read_members,
-    read_sharers,
-    register,
-    remove,
-    write_sharers,
-)
 from gateway.cluster.tunnel import Greeting, Kind, Refusal, TunnelError, Tunnels, Welcome
 from gateway.config.cluster import ClusterSettings, parse_address
 from gateway.http.certificates import ServerCertificate
 from gateway.http.exchange import ConnectionOrigin
 from gateway.store.failures import StoreError
+from gateway.store.store import Store
 from gateway.transport.link import EdgeLink
 from gateway.watch.metrics import EdgeSample, MemberSample
 
@@ -55,6 +49,7 @@ RETRY_SECONDS, LEAST_LIST_SECONDS = 0.25, 0.5
 GREET_SECONDS = 10.0  # for a session to begin: until its edges are linked to the leader
 LEAD_SECONDS = 10.0  # for who has won to lead: until its gateway is ready to
 LEAVE_SECONDS = 2.0  # for the store to take down that this member has ended
+T = TypeVar("T")
 DRAINING = "draining"  # the name in the greeting of a process that is to end
 log = structlog.get_logger()
 
@@ -88,30 +83,6 @@ class MemberState(msgspec.Struct, frozen=True, array_like=True, tag=True):
     def names(self) -> tuple[str, ...]:
         """The names of its edges."""
         return tuple(sorted(one.name for one in self.edges))
-
-
-class LeaderAccount(Protocol):
-    """What the leader knows of the requests of all members, of which its own is one."""
-
-    @property
-    def tenure(self) -> Tenure:
-        """The account of slots. By it members are told of the term."""
-
-    def begins(self, session: Session, edges: Collection[str]) -> None:
-        """A member begins a session: these of its edges are to be heard first.
-
-        Called again with the same session if it has other edges now.
-        """
-
-    def left(self, session: Session) -> None:
-        """The control link of this session is lost: it can confirm nothing more."""
-
-
-class Jobs(Protocol):
-    """Runs jobs of the store."""
-
-    def run(self, job: Callable[..., Any], *, write: bool = True) -> Awaitable[Any]:
-        """Do the job in a transaction; its result. Raises: StoreError."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -189,7 +160,7 @@ class Membership:
         process: str,
         certificate: ServerCertificate,
         leadership: Leadership,
-        store: Jobs,
+        store: Store,
         fence: Fence,
         owner: Owner,
         *,
@@ -204,7 +175,7 @@ class Membership:
         self._name, self._process = settings.member_name, process
         self._leadership, self._store, self._owner = leadership, store, owner
         self._clock = clock
-        self._own = MemberRow(self._name, process, 0, str(settings.advertised), __version__)
+        self._own = members.MemberRow(self._name, process, 0, str(settings.advertised), __version__)
         self._member = Member(holder_name(self._own.contender, settings.term), settings.term)
         self._member.stands = False  # until it is registered
         self._tasks: set[asyncio.Task[None]] = set()
@@ -212,13 +183,13 @@ class Membership:
         self._may_be_alone_since = 0.0  # in limbo
         self._untaken_since = 0.0  # since when it has won, and does not lead
         # The list of members.
-        self._rows: dict[str, MemberRow] = {}
+        self._rows: dict[str, members.MemberRow] = {}
         self._removed: list[str] = []  # members that operators have removed
         self._list_wanted = asyncio.Event()
         # As a leader.
         self._winning: int | None = None  # the epoch whose lists are being read
         self._led_until = 0.0  # when its last time as a leader ended
-        self._account: LeaderAccount | None = None
+        self._tenure: Tenure | None = None
         self._stored: list[Sharers] = []
         self._followers: dict[str, _Follower] = {}  # by process
         self._heard: dict[str, tuple[float, MemberState | None]] = {}
@@ -241,14 +212,14 @@ class Membership:
         for work in (self._keep_list, lead, self._follow, self._watch):
             self._spawn(self._keep_up(work))
 
-    def lead(self, epoch: int, account: LeaderAccount) -> None:
-        """In the role of the leader of this epoch: others may follow, and are told by `account`.
+    def lead(self, epoch: int, tenure: Tenure) -> None:
+        """In the role of the leader of this epoch: others may follow, and are told by `tenure`.
 
         Nothing happens if that role is over.
         """
         if (self.role.kind, self.role.epoch) == ("leader", epoch):
-            self._account = account
-            self._begin_own_session(account)
+            self._tenure = tenure
+            self._begin_own_session(tenure)
             self._list_wanted.set()
 
     def may_grant(self) -> bool:
@@ -297,13 +268,11 @@ class Membership:
         await self.tunnels.aclose()
         if self._drains:
             # So that nobody keeps a share of the slots for it, unless a successor is this member.
-            job = functools.partial(
-                remove, cluster=self._cluster, name=self._name, process=self._process
-            )
+            leaving = self._in_store(members.remove, name=self._name, process=self._process)
             with contextlib.suppress(StoreError, TimeoutError):
-                await asyncio.wait_for(self._store.run(job), LEAVE_SECONDS)
+                await asyncio.wait_for(leaving, LEAVE_SECONDS)
 
-    def _seen(self, row: MemberRow) -> MemberSample:
+    def _seen(self, row: members.MemberRow) -> MemberSample:
         role, state, silent = "unknown", None, None
         if row.process == self._process:
             role, state, silent = self.role.kind, self._owner.state(), 0.0
@@ -318,6 +287,12 @@ class Membership:
         told = MemberState() if state is None else state
         return MemberSample(
             row.name, role, row.address, row.version, silent, told.cores, told.folder, told.edges
+        )
+
+    async def _in_store(self, job: Callable[..., T], *, write: bool = True, **given: Any) -> T:
+        """What a job of `members.py` returns of this cluster. Raises: StoreError."""
+        return await self._store.run(
+            functools.partial(job, cluster=self._cluster, **given), write=write
         )
 
     def _spawn(self, work: Coroutine[Any, Any, None]) -> None:
@@ -353,7 +328,7 @@ class Membership:
         # Who has the row will be a leader in a moment, unless it can't be reached.
         elif not member.knows_leader(now) or now - self._may_be_alone_since > self._term:
             self._become(Role("alone", self.fence.epoch))
-        if self._account is not None or not member.may_grant(now):
+        if self._tenure is not None or not member.may_grant(now):
             self._untaken_since = now
         elif now - self._untaken_since > LEAD_SECONDS:
             log.error("cluster: this member could not begin to lead: it resigns")
@@ -365,9 +340,9 @@ class Membership:
             elif epoch != self._winning:
                 self._winning = epoch
                 self._spawn(self._win(epoch))
-        if self._account is not None:
+        if self._tenure is not None:
             with self._or_resign():
-                self._tell_self(self._account, now)
+                self._tell_self(self._tenure, now)
 
     def _become(self, role: Role) -> None:
         if role != self.role and not self._closed:
@@ -385,11 +360,9 @@ class Membership:
             self._list_wanted.clear()
             try:
                 if registered or self._drains or self._replaced:
-                    job = functools.partial(read_members, cluster=self._cluster)
-                    rows = await self._store.run(job, write=False)
+                    rows = await self._in_store(members.read_members, write=False)
                 else:
-                    job = functools.partial(register, cluster=self._cluster, own=self._own)
-                    rows = await self._store.run(job)
+                    rows = await self._in_store(members.register, own=self._own)
                 registered = self._take_list(rows)
                 await self._update_shares()
             except StoreError as error:
@@ -410,7 +383,7 @@ class Membership:
             finally:
                 timer.cancel()
 
-    def _take_list(self, rows: Sequence[MemberRow]) -> bool:
+    def _take_list(self, rows: Sequence[members.MemberRow]) -> bool:
         """Note all members; returns whether this process is its member's, as far as that says."""
         self._rows = {row.name: row for row in rows if row.process}
         self._removed = [row.name for row in rows if not row.process]
@@ -426,22 +399,19 @@ class Membership:
 
     async def _update_shares(self) -> None:
         """Let those who are members share the slots when they are alone; raises: StoreError."""
-        account, epoch = self._account, self.role.epoch
-        if account is None:
+        tenure, epoch = self._tenure, self.role.epoch
+        if tenure is None:
             return
-        tenure, now = account.tenure, self._clock()
+        now = self._clock()
         tenure.removed(self._removed, now)
         new = tenure.next_list(tuple(self._rows), now)
         wanted = [*tenure.lists, *([] if new is None else [new])]
         if wanted != self._stored:
-            job = functools.partial(
-                write_sharers,
-                cluster=self._cluster,
-                holder=self._member.name,
-                epoch=epoch,
-                sharers=msgspec.json.encode(wanted).decode(),
+            in_json = msgspec.json.encode(wanted).decode()
+            writing = self._in_store(
+                members.write_sharers, holder=self._member.name, epoch=epoch, sharers=in_json
             )
-            if not await self._store.run(job) or self._account is not account:
+            if not await writing or self._tenure is not tenure:
                 return
             self._stored = wanted
             if new is not None:
@@ -454,8 +424,7 @@ class Membership:
         stored = None
         while stored is None and self._has_won(epoch):
             try:
-                job = functools.partial(read_sharers, cluster=self._cluster)
-                stored = await self._store.run(job, write=False)
+                stored = await self._in_store(members.read_sharers, write=False)
             except StoreError:
                 await asyncio.sleep(RETRY_SECONDS)
         self._winning = None
@@ -476,7 +445,7 @@ class Membership:
     def _end_leading(self) -> None:
         """Its term is over, or its epoch is another one."""
         self._led_until = self._clock()
-        self._account = None
+        self._tenure = None
         followers, self._followers = self._followers, {}
         for follower in followers.values():
             follower.link.close()
@@ -497,34 +466,33 @@ class Membership:
             log.exception("cluster: this leader failed: it resigns")
             self._resign()
 
-    def _begin_own_session(self, account: LeaderAccount) -> None:
+    def _begin_own_session(self, tenure: Tenure) -> None:
         self._stated = self._clock(), self._owner.state()
-        account.begins(self._own_session, self._stated[1].names)
+        tenure.begins(self._own_session, self._stated[1].names, self._stated[0])
 
     @property
     def _own_session(self) -> Session:
         return Session(self._name, self._process, self.fence.session)
 
-    def _term_of(self, account: LeaderAccount, session: Session, now: float) -> Term | None:
+    def _term_of(self, tenure: Tenure, session: Session, now: float) -> Term | None:
         """What a member is told of the term; None: this is not its session, or not yet."""
-        tenure = account.tenure
         if not tenure.has(session):
             return None
         return tenure.tell(session.edge, now, self._member.lead_until)
 
-    def _tell_self(self, account: LeaderAccount, now: float) -> None:
+    def _tell_self(self, tenure: Tenure, now: float) -> None:
         """The leader's own member is told of the term as all others are."""
         if self._owner.state().names != self._stated[1].names:
-            self._begin_own_session(account)
+            self._begin_own_session(tenure)
         session, epoch = self._own_session, self.role.epoch
-        term = self._term_of(account, session, now)
+        term = self._term_of(tenure, session, now)
         if term is None:
             is_over = self.fence.seen > 0
         else:
             self.fence.told(epoch, term, asked_at=now, now=now)
-            is_over = not account.tenure.confirmed(session, term.number, now)
+            is_over = not tenure.confirmed(session, term.number, now)
         if is_over and self.fence.greet(epoch):
-            self._begin_own_session(account)
+            self._begin_own_session(tenure)
 
     def _admit(self, greeting: Greeting) -> Welcome:
         """Whether this process takes a tunnel."""
@@ -541,13 +509,13 @@ class Membership:
             refused = "edge"
         if refused in {"unknown", "replaced"}:
             self._list_wanted.set()  # It may have registered just now.
-        elif self._account is None:
+        elif self._tenure is None:
             refused = "not_leader"
         return Welcome(self._process, refused, self.role.leader)
 
     def _take(self, greeting: Greeting, sock: socket.socket) -> None:
         """A tunnel that was admitted."""
-        if self._account is None:
+        if self._tenure is None:
             sock.close()
         elif greeting.kind != "control":
             self._owner.on_tunnel(greeting, sock)
@@ -577,11 +545,11 @@ class Membership:
 
     def _tell(self, follower: _Follower) -> None:
         """Tell a follower of the term, with each sign of life."""
-        account, session, now = self._account, follower.session, self._clock()
-        if account is None or session is None:
+        tenure, session, now = self._tenure, follower.session, self._clock()
+        if tenure is None or session is None:
             return
         with self._or_resign():
-            term = self._term_of(account, session, now)
+            term = self._term_of(tenure, session, now)
             if term is not None:
                 follower.is_told = True
                 follower.link.tell(Tells(term))
@@ -589,8 +557,8 @@ class Membership:
                 follower.link.fail("its session is over")
 
     def _receive_of(self, follower: _Follower, message: FromMember) -> None:
-        account, now = self._account, self._clock()
-        if account is None:
+        tenure, now = self._tenure, self._clock()
+        if tenure is None:
             return
         session = follower.session
         match message:
@@ -599,19 +567,19 @@ class Membership:
                 if message.session is not None:
                     session = Session(follower.member, follower.process, message.session)
                     follower.session, follower.is_told = session, False
-                    account.begins(session, message.edges)
+                    tenure.begins(session, message.edges, now)
                 elif follower.drains and self._is_current(follower):
                     # It is never alone again, and no other process is this member.
-                    account.tenure.removed([follower.member], now)
+                    tenure.removed([follower.member], now)
             case Confirms():
                 if session is None or message.session != session.number:
                     return
-                if not account.tenure.confirmed(session, message.number, now):
+                if not tenure.confirmed(session, message.number, now):
                     follower.link.fail("its session is over")
             case MemberState():
                 before, follower.state = follower.state, message
                 if session is not None and before is not None and before.names != message.names:
-                    account.begins(session, message.names)
+                    tenure.begins(session, message.names, now)
         if not follower.drains:
             self._heard[follower.member] = now, follower.state
 
@@ -623,8 +591,8 @@ class Membership:
         if self._followers.get(follower.process) is follower:
             del self._followers[follower.process]
             log.warning("cluster: a member is lost", member=follower.member, why=reason)
-            if self._account is not None and follower.session is not None:
-                self._account.left(follower.session)
+            if self._tenure is not None and follower.session is not None:
+                self._tenure.left(follower.session)
 
     # Following.
 

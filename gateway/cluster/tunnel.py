@@ -209,12 +209,13 @@ class _Side(asyncio.Protocol):
         """Tell this side that nothing more comes."""
         self.write(_END)
 
-    def ended(self) -> None:
+    def ended(self, other: _Side) -> None:
         """Nothing more comes from this side. When both directions have ended, so has the tunnel."""
+        other.write_end()
         self._ended = True
-        if self.other is not None and self.other._ended:  # noqa: SLF001 - of its own kind
+        if other._ended:
             self.close()
-            self.other.close()
+            other.close()
 
     def close(self) -> None:
         """Close it when all is sent."""
@@ -285,7 +286,7 @@ class _Far(_Side):
                     self.abort()
                     return
                 if not self._left:
-                    self._pass_end()
+                    self.ended(self.other)
 
     def connection_lost(self, error: Exception | None) -> None:
         """The connection is lost."""
@@ -308,11 +309,6 @@ class _Far(_Side):
             self.first.set_result(bytes(self._head[_LENGTH.size : end]))
             del self._head[:end]
 
-    def _pass_end(self) -> None:
-        if self.other is not None:
-            self.other.write_end()
-        self.ended()
-
 
 class _Near(_Side):
     """The side that is here: one end of a socket pair, whose other end is its owner's."""
@@ -325,8 +321,7 @@ class _Near(_Side):
     def eof_received(self) -> bool:
         """Its owner writes no more, but may go on reading."""
         if self.other is not None:
-            self.other.write_end()
-        self.ended()
+            self.ended(self.other)
         return True
 
     def write_end(self) -> None:

@@ -14,7 +14,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import socket
-from collections import OrderedDict, deque
+from collections import deque
 from collections.abc import Callable, Coroutine, Iterable
 from dataclasses import dataclass, field
 from functools import partial
@@ -38,7 +38,7 @@ from gateway.edges.reign import Reign
 from gateway.edges.snapshots import KeySnapshots, ModelSnapshots
 from gateway.errors import GatewayError, drop_traceback
 from gateway.events import AttemptEnded, EdgeLost, EventBus, RequestRecord, StreamResumed
-from gateway.forward.attempt_ends import CALLERS_OUTCOMES, Losses
+from gateway.forward.attempt_ends import CALLERS_OUTCOMES
 from gateway.forward.context import ForwardContext
 from gateway.forward.in_flight import Attempt, InFlightRegistry, InFlightRequest
 from gateway.lease import (
@@ -58,6 +58,7 @@ from gateway.schedule.scheduler import LeaseRecord, Scheduler
 from gateway.terms import Caller, Priority, RequestTrace
 from gateway.transport.link import EdgeLink
 from gateway.watch.request_tracing import RequestTracing
+from gateway.web.asgi import in_steps
 
 log = structlog.get_logger()
 # Settings that edges have no use for; keys are told apart from the others.
@@ -172,7 +173,9 @@ class Brain:
     def __post_init__(self) -> None:
         index, context = self.scheduler.fleet.model_index, self.context
         self.models = ModelSnapshots(index, context.leases.most_slots_of_a_host, context.clock)
-        self.context.quarantine.on_change = self._own_quarantine_changed
+        self.context.quarantine.on_change = lambda digest, losses: self.quarantined(
+            messages.Quarantined.of(digest, losses)
+        )
         if self.clustered:
             self.scheduler.grant_while(lambda: False)
 
@@ -183,7 +186,7 @@ class Brain:
         assert self.clustered
         assert self.reign is None
         self.reign = reign
-        reign.begin(self.scheduler.fleet)
+        reign.begin()
         # No other reign has leases of these numbers.
         first = (self.scheduler.rng.getrandbits(30) << 33) + 1
         self.scheduler.grant_while(reign.grants, first)
@@ -275,9 +278,6 @@ class Brain:
             if session is not but:
                 session.link.tell(told)
 
-    def _own_quarantine_changed(self, digest: bytes, losses: Losses | None) -> None:
-        self.quarantined(messages.Quarantined.of(digest, losses))
-
     def edge_lost(self, loss: EdgeLost) -> None:
         """An edge has ended though it was not told to, or with requests under way."""
         self._losses.append((self.context.clock(), loss))
@@ -319,7 +319,7 @@ class EdgeSession:
         self._leases: dict[int, EdgeLease] = {}
         self._asks: dict[int, asyncio.Task[None]] = {}
         """Those that wait for a lease, by the number under which it was asked for."""
-        self._accounts: OrderedDict[tuple[object, ...], Accounts] = OrderedDict()
+        self._accounts: dict[tuple[object, ...], Accounts] = {}
         self._accounts_version = -1
         # In a cluster.
         self._reign = brain.reign
@@ -359,7 +359,7 @@ class EdgeSession:
             messages.Quarantined: self._quarantined,
             AttemptEnded: brain.bus.tell,
             StreamResumed: brain.bus.publish,
-            messages.AskNodes: self._ask_nodes,
+            messages.AskNodes: lambda asked: self._answer_later(asked.ask, self._answer(asked)),
             messages.AskExcused: self._ask_excused,
             messages.AskPosition: self._ask_position,
         }
@@ -805,13 +805,12 @@ class EdgeSession:
         Raises: GatewayError 401.
         """
         ring, known = self._brain.key_ring, self._accounts
-        if ring.version != self._accounts_version:
+        if ring.version != self._accounts_version or len(known) >= MOST_ACCOUNTS:
             known.clear()
             self._accounts_version = ring.version
         key = opening.caller, opening.user, opening.anonymous, opening.trusted
         found = known.get(key)
         if found is not None:
-            known.move_to_end(key)
             return found
         caller = ring.caller(opening.caller)
         if opening.anonymous is not None:
@@ -827,8 +826,6 @@ class EdgeSession:
         if caller is None:
             caller = Caller(opening.caller, opening.caller, Priority.NORMAL)
         found = known[key] = self._brain.meter.book.accounts(caller, opening.user)
-        if len(known) > MOST_ACCOUNTS:
-            known.popitem(last=False)
         return found
 
     def _part(self, request: LeaseRequest) -> EdgePart:
@@ -952,29 +949,17 @@ class EdgeSession:
 
     # Questions.
 
-    def _ask_nodes(self, asked: messages.AskNodes) -> None:
-        self._answer_later(asked.ask, self._answer(asked))
-
     async def _answer(self, asked: messages.AskNodes) -> None:
-        leases, found = self._brain.context.leases, False
-        error: GatewayError | None = None
+        ask = getattr(self._brain.context.leases, asked.what)
+        more = {"but_paused": asked.but_paused} if asked.what == "has_other_node" else {}
+        found: bool | GatewayError | None
         try:
-            match asked.what:
-                case "has_other_node":
-                    found = await leases.has_other_node(
-                        asked.request, asked.tried, but_paused=asked.but_paused
-                    )
-                case "has_larger_context":
-                    found = await leases.has_larger_context(asked.request, asked.tried)
-                case "has_cpu_node":
-                    found = await leases.has_cpu_node(asked.request, asked.tried)
-                case "unsupported_error":
-                    error = await leases.unsupported_error(asked.request, asked.tried)
+            found = await ask(asked.request, asked.tried, **more)
         except GatewayError as raised:
             drop_traceback(raised)
-            error = raised
-        wire = None if error is None else messages.WireError.of(error)
-        self.link.tell(messages.NodeAnswer(asked.ask, found, wire))
+            found = raised
+        error = messages.WireError.of(found) if isinstance(found, GatewayError) else None
+        self.link.tell(messages.NodeAnswer(asked.ask, found is True, error))
 
     def _ask_excused(self, asked: messages.AskExcused) -> None:
         held = self._leases.get(asked.lease_id)
@@ -1032,13 +1017,11 @@ class EdgeSession:
         await self._cancel_asks()
         ends = [partial(self._break_off, *one) for one in self._leases.items()]
         ends += [partial(self._end_request, one) for one in self.requests.values()]
-        for number, end in enumerate(ends, 1):
+        async for end in in_steps(ends):
             try:
                 end()
             except Exception:
                 log.exception("what ran at an edge can't be ended", edge=self.name)
-            if number % ENDED_AT_ONCE == 0:
-                await asyncio.sleep(0)
         self._leases.clear()
         self.requests.clear()
 

@@ -120,8 +120,12 @@ class AdmittedRequest:
     leases: dict[int, HeldLease] = field(default_factory=dict)
     """Those under which it was sent; in a cluster only."""
 
-    def opening_with(self, request: LeaseRequest, age: float, now: float) -> messages.Opening:
+    def opening_with(
+        self, request: LeaseRequest, age: float, now: float
+    ) -> messages.Opening | None:
         """What is told of it with the first lease that it, or a prompt of it, asks for."""
+        if self.admission != "due":
+            return None
         self.admission, self.received_at = "told", now - age
         opening, is_whole = self.opening, request.id == self.opening.id
         return replace(opening, age=age, request=None if is_whole else opening.request)

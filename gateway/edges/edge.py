@@ -56,7 +56,7 @@ from gateway.nodes.server_properties import ServerProperties
 from gateway.schedule.admission import class_limits
 from gateway.schedule.core.demand_model import has_long_prompt
 from gateway.schedule.decision_log import DecisionLog
-from gateway.terms import Caller, Headers, parse_traceparent
+from gateway.terms import Caller, Headers, Priority
 from gateway.transport.connection import TurnLimit
 from gateway.transport.link import SILENCE_SECONDS, EdgeLink
 from gateway.transport.pool import ConnectionPool, NodeAddress, tls_context
@@ -79,49 +79,28 @@ class Nodes:
 
     def __init__(self, resolver: Resolver, turn: TurnLimit) -> None:
         self._resolver, self._turn = resolver, turn
-        self._routes: dict[str, messages.NodeRoute] = {}
-        self._retired: list[ConnectionPool] = []
-        """Pools that have been replaced, as long as a lease may use them."""
+        self._pools: dict[str, tuple[messages.NodeRoute, ConnectionPool]] = {}
         self.by_name: dict[str, NodeInfo] = {}
 
     def meet(self, met: messages.NodeMet) -> None:
         """A node is new, or has changed."""
-        name, known = met.info.name, self.by_name.get(met.info.name)
-        if known is not None and self._routes[name] == met.route:
-            pool = known.connections
-        else:
+        name, known = met.info.name, self._pools.get(met.info.name)
+        if known is None or known[0] != met.route:
             self.forget(name)
-            pool = self._open(name, met.route)
-        self._routes[name] = met.route
-        self.by_name[name] = replace(met.info, connections=pool)
+            known = self._pools[name] = met.route, self._open(name, met.route)
+        self.by_name[name] = replace(met.info, connections=known[1])
 
     def forget(self, name: str) -> None:
-        """A node has left."""
-        known = self.by_name.pop(name, None)
-        if known is not None and isinstance(known.connections, ConnectionPool):
-            self._retired.append(known.connections)
-
-    def close_retired(self, held: Iterable[GrantedLease]) -> None:
-        """Close the pools of nodes that have left or changed and that no lease uses any more."""
-        if not self._retired:
-            return
-        in_use = {id(lease.node.connections) for lease in held}
-        retired, self._retired = self._retired, []
-        for pool in retired:
-            if id(pool) in in_use:
-                self._retired.append(pool)
-            else:
-                pool.close()
+        """A node has left, or its route changed. Leases that name it may still use its pool."""
+        known = self._pools.pop(name, None)
+        if known is not None:
+            del self.by_name[name]
+            known[1].close()
 
     def forget_all(self) -> None:
-        """Another brain tells of nodes from now on."""
+        """Another brain tells of nodes from now on, or none."""
         for name in list(self.by_name):
             self.forget(name)
-
-    def close(self) -> None:
-        """Close all connections that are idle."""
-        self.forget_all()
-        self.close_retired(())
 
     def _open(self, name: str, route: messages.NodeRoute) -> ConnectionPool:
         try:
@@ -190,7 +169,7 @@ class RemoteScheduler:
         if self.closing:
             raise errors.shutting_down()
         whole = self._requests.whole(request.id)
-        opening = self._opening_of(whole, request, age)
+        opening = None if whole is None else whole.opening_with(request, age, self._clock())
         if self._unsettled and (
             has_long_prompt(request)
             or (whole is not None and opening is not None and whole.accounts.tracked)
@@ -212,14 +191,6 @@ class RemoteScheduler:
             raise
         finally:
             self._withdraw(request.id)
-
-    def _opening_of(
-        self, whole: AdmittedRequest | None, request: LeaseRequest, age: float
-    ) -> messages.Opening | None:
-        """What is told of a request that is not admitted yet, with that of its first prompt."""
-        if whole is None or whole.admission != "due":
-            return None
-        return whole.opening_with(request, age, self._clock())
 
     def _withdraw(self, request_id: str) -> None:
         """Nobody waits any more for the lease that this request has asked for."""
@@ -260,9 +231,9 @@ class RemoteScheduler:
 
     def _asks_again(self, waiting: WaitingAsk) -> messages.AskLease:
         """Have it wait under another number; returns what it asks."""
-        asked, now = waiting.asked, self._clock()
+        asked, whole, now = waiting.asked, waiting.whole, self._clock()
         age = asked.age + now - waiting.asked_at
-        opening = self._opening_of(waiting.whole, asked.request, age)
+        opening = None if whole is None else whole.opening_with(asked.request, age, now)
         asked = replace(asked, ask=next(self._asks), age=age, opening=opening)
         waiting.asked, waiting.asked_at = asked, now
         self._asked_by[asked.request.id] = asked.ask
@@ -506,11 +477,12 @@ class RemoteScheduler:
     def refuse_overdue(self, settings: Settings) -> None:
         """End the wait of requests that wait for longer than they may, as there is no brain."""
         now = self._clock()
+        most_of = {priority: class_limits(settings, priority).max_wait for priority in Priority}
         for waiting in list(self._waiting.values()):
             caller = waiting.asked.request.caller
             most = math.inf if caller.time_limit is None else caller.time_limit
             if most == math.inf or not caller.patient:
-                most = min(most, class_limits(settings, caller.priority).max_wait)
+                most = min(most, most_of[caller.priority])
             waited = waiting.asked.age + now - waiting.asked_at
             if waited >= most and not waiting.granted.done():
                 waiting.granted.set_exception(
@@ -518,10 +490,6 @@ class RemoteScheduler:
                         f"No slot came free in {waited:.0f} s.", errors.UNREPORTED_RETRY_AFTER
                     )
                 )
-
-    def sweep(self) -> None:
-        """Close connections that no lease can use any more; a few times a second."""
-        self._nodes.close_retired(held.lease for held in self._held.values())
 
     # The queue.
 
@@ -550,8 +518,7 @@ class RemoteScheduler:
 
     def refuse(self, request_id: str, error: GatewayError) -> bool:
         """End the wait of a request with this error; returns whether it was waiting."""
-        ask = self._asked_by.get(request_id)
-        waiting = None if ask is None else self._waiting.get(ask)
+        waiting = self._waiting.get(self._asked_by.get(request_id, 0))
         if waiting is None or waiting.granted.done():
             return False
         waiting.granted.set_exception(error)
@@ -559,14 +526,12 @@ class RemoteScheduler:
 
     def shed(self, request_id: str, error: GatewayError) -> bool:
         """The same, to free its memory: not once it has been at a node."""
-        ask = self._asked_by.get(request_id)
-        waiting = None if ask is None else self._waiting.get(ask)
+        waiting = self._waiting.get(self._asked_by.get(request_id, 0))
         if waiting is None:
             return False
         asked = waiting.asked
-        if asked.tried.was_sent or asked.request.caller.admitted:
-            return False
-        return self.refuse(request_id, error)
+        is_kept = asked.tried.was_sent or asked.request.caller.admitted
+        return not is_kept and self.refuse(request_id, error)
 
     def keep_in_queue(self, request_id: str) -> None:
         """The request's client has the head of a response: it is displaced last."""
@@ -706,14 +671,6 @@ class EdgeTracing(RequestTracing):
         self._parents: dict[str, bytes] = {}
         """What clients said of their traces whose requests failed: the brain may trace those."""
         RequestTracing.__init__(self, settings, DecisionLog(clock), clock=clock, rng=rng)
-
-    def begin(
-        self, request_id: str, record: RequestRecord, headers: Headers, received_at: float
-    ) -> None:
-        """A request has come with these headers: trace it, or not."""
-        parent = parse_traceparent(headers)
-        if self._sampler.takes(parent):
-            record.traced(self._new_trace(request_id, parent, received_at))
 
     def finished(self, request_id: str, record: RequestRecord, headers: Headers, _: float) -> None:
         """A request has ended; its record is sent soon."""
@@ -897,7 +854,7 @@ class EdgeServices:
         self.link.close()
         await self.link.wait_closed()
         self.timeout_monitor.close()
-        self._nodes.close()
+        self._nodes.forget_all()
         self._resolver.close()
 
     def _tell(self, message: object) -> None:
@@ -928,7 +885,6 @@ class EdgeServices:
 
     def _on_beat(self) -> None:
         self.key_ring.expire()
-        self.scheduler.sweep()
         if self.clustered and not (self._told_carried or self.link.lost):
             waited = self._clock() - self._linked_at
             if waited > GREETED_SECONDS:

@@ -9,18 +9,18 @@ granted counts there by its leases; the account knows only those that were grant
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Callable, Collection
+from collections.abc import Callable
 from dataclasses import dataclass, field
 
 import structlog
 
-from gateway.cluster.fencing import Fence, Session, Tenure
+from gateway.cluster.fencing import Fence, Tenure
 from gateway.nodes.fleet import Fleet
 from gateway.nodes.node import Node, SlotsReader
 from gateway.nodes.server_properties import SlotTask
+from gateway.web.asgi import in_steps
 
 LOOK_SECONDS = 0.25  # between two looks at what time alone changes
-LOOKED_AT_ONCE = 200  # nodes that are looked at in one turn of the event loop
 log = structlog.get_logger()
 
 
@@ -29,7 +29,8 @@ class Reign:
     """One reign, which `begin` starts and `end` ends. It ends for good.
 
     `may_grant`: whether this member leads, or is alone, at this moment of the boot `clock`.
-    `heard`: an edge knows a later leader, of this epoch. `begun_at`: by the boot clock.
+    `fleet`: its nodes are fenced. `heard`: an edge knows a later leader, of this epoch. `begun_at`:
+    by the boot clock.
     """
 
     member: str
@@ -38,14 +39,8 @@ class Reign:
     may_grant: Callable[[], bool]
     clock: Callable[[], float]
     begun_at: float
+    fleet: Fleet
     heard: Callable[[int], None] = lambda _: None
-    _fleet: Fleet | None = None
-    _adopted: dict[int, tuple[str, str]] = field(default_factory=dict)
-    """Of the leases that were granted before: their edges and nodes."""
-    _carried: set[str] = field(default_factory=set)
-    """Edges that have told all that they carry."""
-    _greeting: dict[str, tuple[Session, frozenset[str]]] = field(default_factory=dict)
-    """Members whose edges have not all done so, and which those are."""
     _known: dict[str, tuple[Node, int]] = field(default_factory=dict)
     """The nodes that the rules know by these names, and their slots."""
     _shared_by: object = None
@@ -54,16 +49,15 @@ class Reign:
 
     # Its time.
 
-    def begin(self, fleet: Fleet) -> None:
-        """Fence the nodes of this fleet from now on."""
-        self._fleet = fleet
-        for node in fleet.nodes.values():
+    def begin(self) -> None:
+        """Fence the nodes from now on."""
+        for node in self.fleet.nodes.values():
             node.occupancy.forget_others()
         if isinstance(self.rules, Fence):
             self.rules.go_alone(self.clock())
         else:
-            fleet.take_over()
-        fleet.read_slots_for(SlotsReader(self.clock, self._read))
+            self.fleet.take_over()
+        self.fleet.read_slots_for(SlotsReader(self.clock, self._read))
         self._watching = asyncio.create_task(self._watch(), name="fence the nodes")
 
     def grants(self) -> bool:
@@ -72,22 +66,19 @@ class Reign:
 
     async def end(self) -> None:
         """Fence no more: nothing is granted."""
-        assert self._fleet is not None
         if self._watching is not None:
             self._watching.cancel()
             await asyncio.wait([self._watching])
-        self._fleet.read_slots_for(None)
-        self._fleet.hand_over()
-        async for node in self._in_turns(self._fleet):
+        self.fleet.read_slots_for(None)
+        self.fleet.hand_over()
+        async for node in in_steps([*self.fleet.nodes.values()]):
             self._fence(node, 0)
 
     async def _watch(self) -> None:
         """Bring all nodes up to date now and then, until cancelled."""
-        fleet = self._fleet
-        assert fleet is not None
         while True:
             try:
-                if not await self._look(fleet):
+                if not await self._look():
                     continue
                 self._is_fenced = True
             except Exception:
@@ -95,14 +86,14 @@ class Reign:
                 log.exception("cluster: nodes can't be brought up to date")
             await asyncio.sleep(LOOK_SECONDS)
 
-    async def _look(self, fleet: Fleet) -> bool:
+    async def _look(self) -> bool:
         """Bring all nodes up to date, and have those asked that were not read yet.
 
         False: the rules have not known all of them until now.
         """
         before, self._shared_by = self._shared_by, self.rules.shared_by(self.clock())
         found: dict[str, tuple[Node, int]] = {}
-        async for node in self._in_turns(fleet):
+        async for node in in_steps([*self.fleet.nodes.values()]):
             if node.is_router:
                 continue
             found[node.name] = node, node.slots_total
@@ -129,20 +120,12 @@ class Reign:
         self._known, self._shared_by = found, None
         return False
 
-    @staticmethod
-    async def _in_turns(fleet: Fleet) -> AsyncIterator[Node]:
-        for number, node in enumerate(list(fleet.nodes.values()), 1):
-            yield node
-            if number % LOOKED_AT_ONCE == 0:
-                await asyncio.sleep(0)
-
     def _have_read(self, node: Node, now: float) -> None:
         """Have a node asked for its slots that was not read yet."""
         if self._is_idle_unasked(node, now):
             self.rules.read(node.name, frozenset(), now)
         elif not node.probe_history.down:
-            assert self._fleet is not None
-            self._fleet.read_load(node)
+            self.fleet.read_load(node)
 
     def _is_idle_unasked(self, node: Node, now: float) -> bool:
         """Whether the node runs nothing of a former leader's, or cares for its limits itself."""
@@ -170,73 +153,29 @@ class Reign:
             self._fence(node, max(0, min(slots, self.rules.others(node.name, now))))
 
     def _fence(self, node: Node, slots: int) -> None:
-        fleet = self._fleet
-        assert fleet is not None
         if node.occupancy.fence(slots, node.clock()):
-            fleet.capacity_changed(node)
+            self.fleet.capacity_changed(node)
 
     # Edges and what they carry.
 
     def adopted(self, edge: str, lease_id: int, node: Node) -> None:
         """This edge holds a lease that was granted before."""
-        self._adopted[lease_id] = edge, node.name
-        if isinstance(self.rules, Fence):
-            self.rules.carried({lease_id: node.name})
+        self.rules.adopted(edge, lease_id, node.name)
         self._refresh(node, self.clock())
 
     def ended(self, lease_id: int) -> None:
         """A lease has ended, or its slot is the reclaimer's. Only of adopted ones it is news."""
-        adopted = self._adopted.pop(lease_id, None)
-        if adopted is None or self._fleet is None:
-            return
-        if isinstance(self.rules, Fence):
-            self.rules.ended(lease_id)
-        else:
-            self.rules.dropped(member_of(adopted[0]), lease_id)
-        node = self._fleet.nodes.get(adopted[1])
+        name = self.rules.ended(lease_id)
+        node = None if name is None else self.fleet.nodes.get(name)
         if node is not None:
             self._refresh(node, self.clock())
 
     def carried(self, edge: str) -> None:
         """The edge has told all that it carries."""
-        self._carried.add(edge)
-        self._hello(member_of(edge))
+        if isinstance(self.rules, Tenure):
+            self.rules.carried(edge, self.clock())
 
     def lost(self, edge: str) -> None:
         """The edge's link is lost."""
-        self._carried.discard(edge)
-
-    # Members, as a leader's `Tenure` knows them.
-
-    @property
-    def tenure(self) -> Tenure:
-        """The rules of a leader."""
-        assert isinstance(self.rules, Tenure)
-        return self.rules
-
-    def begins(self, session: Session, edges: Collection[str]) -> None:
-        """A member begins a session, and has these edges; called again if it has others now.
-
-        It is told of terms once all of them have told what they carry.
-        """
-        self._greeting[session.edge] = session, frozenset(edges)
-        self._hello(session.edge)
-
-    def left(self, session: Session) -> None:
-        """The member's session is over: it can confirm nothing more."""
-        if self._greeting.get(session.edge, (None,))[0] == session:
-            del self._greeting[session.edge]
-
-    def _hello(self, member: str) -> None:
-        session, edges = self._greeting.get(member, (None, frozenset[str]()))
-        if session is None or not edges <= self._carried:
-            return
-        del self._greeting[member]
-        adopted = self._adopted.items()
-        leases = {id_: node for id_, (edge, node) in adopted if member_of(edge) == member}
-        self.tenure.hello(session, leases, self.clock())
-
-
-def member_of(edge: str) -> str:
-    """The member that an edge belongs to, by its name."""
-    return edge.partition("/")[0]
+        if isinstance(self.rules, Tenure):
+            self.rules.lost(edge)

@@ -22,24 +22,8 @@ from pathlib import Path
 import structlog
 
 import gateway
+from gateway.edges import sockets
 from gateway.edges.brain import Brain, EdgeSession
-from gateway.edges.sockets import (
-    CLUSTERED,
-    Drain,
-    EdgeLoad,
-    End,
-    LinkEnded,
-    NewClient,
-    NewLink,
-    PassedOn,
-    Ready,
-    Reject,
-    SocketChannel,
-    Taken,
-    ToBrain,
-    channel_pair,
-)
-from gateway.events import EdgeLost
 from gateway.http.exchange import ConnectionOrigin
 from gateway.watch.metrics import EdgeSample, EdgesSample
 
@@ -73,8 +57,8 @@ class EdgeProcess:
     name: str
     process: Process
     started_at: float
-    channel: SocketChannel[ToBrain] = field(init=False)
-    load: EdgeLoad = field(default_factory=lambda: EdgeLoad(0, 0, 0, 0.0, 0))
+    channel: sockets.SocketChannel[sockets.ToBrain] = field(init=False)
+    load: sockets.EdgeLoad = field(default_factory=lambda: sockets.EdgeLoad(0, 0, 0, 0.0, 0))
     session: EdgeSession | None = None  # None: it has not begun
     started: bool = False  # whether it has been ready
     ready: bool = False  # whether it gets connections
@@ -112,7 +96,7 @@ class EdgeProcess:
             if waits is not None:
                 waits.cancel()
 
-    def take_load(self, load: EdgeLoad, now: float) -> None:
+    def take_load(self, load: sockets.EdgeLoad, now: float) -> None:
         """Note how busy it is."""
         self.load, self.taken = load, 0
         before, used = self._measured
@@ -171,10 +155,6 @@ class Edges:
         ]  # fmt: skip
         return EdgesSample(running, self.brain.edges, self.died, self.brain.late_leases)
 
-    def lost(self, seconds: float) -> list[EdgeLost]:
-        """Those that have died in so many last seconds, the latest last."""
-        return self.brain.lost_edges(seconds)
-
     # Clients.
 
     def call_with_room(self, go_on: Callable[[], None]) -> None:
@@ -192,7 +172,7 @@ class Edges:
             if not edge.untaken:
                 edge.untaken_since = self._clock()
             edge.untaken.append(sock)
-            edge.channel.send(NewClient(), sock)
+            edge.channel.send(sockets.NewClient(), sock)
         elif self._ending.is_set():
             self._adopt(sock, None)
         else:
@@ -249,7 +229,7 @@ class Edges:
     async def _link(self, edge: EdgeProcess, connect: Connect | None) -> None:
         """Give an edge a link. If that fails, the edge sees it as lost, and says so."""
         ours, its_end = socket.socketpair()
-        new = NewLink(edge.links, self.brain.loopback, self.brain.edges)
+        new = sockets.NewLink(edge.links, self.brain.loopback, self.brain.edges)
         edge.channel.send(new, its_end, then_close=True)
         if connect is None:
             ours.close()
@@ -273,15 +253,15 @@ class Edges:
 
     def reject(self) -> None:
         """Have new requests refused: the gateway shuts down."""
-        self._tell(Reject())
+        self._tell(sockets.Reject())
 
     async def drain(self) -> None:
         """Give the edges no more clients, and wait until those that they have are gone."""
-        await self._end(Drain())
+        await self._end(sockets.Drain())
 
     async def finish(self) -> None:
         """Give the edges no more clients, and wait until what they serve has ended."""
-        await self._end(End())
+        await self._end(sockets.End())
 
     async def aclose(self) -> None:
         """End all edges that still run, at once."""
@@ -298,7 +278,7 @@ class Edges:
             sock.close()
         await self.brain.aclose()
 
-    async def _end(self, message: Drain | End) -> None:
+    async def _end(self, message: sockets.Drain | sockets.End) -> None:
         self._ending.set()
         for edge in self._running.values():
             if not edge.started:
@@ -312,7 +292,7 @@ class Edges:
         while self._keepers:
             await asyncio.wait(self._keepers)
 
-    def _tell(self, message: Drain | End | Reject) -> None:
+    def _tell(self, message: sockets.Drain | sockets.End | sockets.Reject) -> None:
         for edge in self._running.values():
             edge.channel.send(message)
 
@@ -338,7 +318,7 @@ class Edges:
     async def _run(self, name: str) -> None:
         """Run one process of an edge until it ends. Raises: OSError."""
         link, its_link = (None, None) if self._member is not None else socket.socketpair()
-        ours, its_end = channel_pair()
+        ours, its_end = sockets.channel_pair()
         with its_link or contextlib.nullcontext(), its_end:
             try:
                 process = await self._start_process(name, its_link, its_end)
@@ -353,8 +333,8 @@ class Edges:
             edge.ended.set()
             self._give_up(edge)
 
-        edge.channel = SocketChannel(
-            ours, ToBrain, lambda message, sock: self._receive(edge, message, sock), lost
+        edge.channel = sockets.SocketChannel(
+            ours, sockets.ToBrain, lambda message, sock: self._receive(edge, message, sock), lost
         )
         self._running[name] = edge
         try:
@@ -404,24 +384,26 @@ class Edges:
             log.error("an edge does not begin to serve and is ended", edge=edge.name)
             _kill(edge.process)
 
-    def _receive(self, edge: EdgeProcess, message: ToBrain, sock: socket.socket | None) -> None:
+    def _receive(
+        self, edge: EdgeProcess, message: sockets.ToBrain, sock: socket.socket | None
+    ) -> None:
         match message:
-            case Taken():
+            case sockets.Taken():
                 if edge.untaken:
                     edge.untaken.popleft().close()
                     edge.taken += 1
                     edge.untaken_since = self._clock()
-            case EdgeLoad():
+            case sockets.EdgeLoad():
                 edge.take_load(message, self._clock())
-            case Ready():
+            case sockets.Ready():
                 edge.started, edge.ready = True, not self._ending.is_set()
                 self._tried(edge.name)
                 log.info("an edge serves", edge=edge.name, pid=edge.process.pid)
-            case PassedOn():
+            case sockets.PassedOn():
                 if sock is not None:
                     sock.setblocking(False)
                     self._adopt(sock, message.origin())
-            case LinkEnded():
+            case sockets.LinkEnded():
                 if self._clock() - edge.linked_at > HELD_SECONDS:
                     edge.link_pause = LINK_PAUSE
                 loop = asyncio.get_running_loop()
@@ -431,7 +413,7 @@ class Edges:
 
 
 async def start_edge_process(
-    name: str, link: socket.socket | None, sockets: socket.socket, *log_words: str
+    name: str, link: socket.socket | None, channel: socket.socket, *log_words: str
 ) -> Process:
     """Start the process of an edge with these ends of its link and its channel. Raises: OSError.
 
@@ -440,8 +422,8 @@ async def start_edge_process(
     """
     root = str(Path(gateway.__file__).parent.parent)
     paths = filter(None, [root, os.environ.get("PYTHONPATH")])
-    numbers = [one.fileno() for one in (link, sockets) if one is not None]
-    words = [*([CLUSTERED] if link is None else []), *map(str, numbers), *log_words]
+    numbers = [one.fileno() for one in (link, channel) if one is not None]
+    words = [*([sockets.CLUSTERED] if link is None else []), *map(str, numbers), *log_words]
     return await asyncio.create_subprocess_exec(
         *(sys.executable, "-P", "-m", "gateway", "edge", name, *words),
         pass_fds=numbers,

@@ -54,7 +54,7 @@ STEP_SECONDS = 0.002  # seconds after which a step lets other work run
 PIECE_BYTES = 1 << 20  # of a response of many rows, sent at once
 
 
-async def in_steps(items: Sequence[T]) -> AsyncIterator[T]:
+async def in_steps(items: Iterable[T]) -> AsyncIterator[T]:
     """These items; other work runs after each `STEP_SECONDS`."""
     until = time.perf_counter() + STEP_SECONDS
     for item in items:

@@ -10,7 +10,6 @@ from pathlib import Path
 import pytest
 
 from gateway.app.handover import (
-    HASH_KEY_VARIABLE,
     LEARNT_VARIABLE,
     SOCKETS_VARIABLE,
     HandoverFailed,
@@ -249,36 +248,6 @@ async def test_a_successor_gets_the_hash_key_where_nobody_else_can_read_it(
     assert key == KEY
     assert not any(KEY in data or KEY.hex().encode() in data for data in readable)
     assert open_descriptors() == before, "no descriptor is left open"
-
-
-def test_a_predecessor_of_a_version_without_a_hash_key_passes_none(
-    listening: socket.socket,
-) -> None:
-    reader, writer = os.pipe()
-    numbers = f"public={passed(listening)} ready={writer}"
-    inherited = inherit_from_environment({SOCKETS_VARIABLE: numbers})
-    assert inherited.hash_key is None
-    inherited.notify_ready()
-    os.close(reader)
-
-
-def test_the_number_of_an_earlier_hash_key_is_ignored(listening: socket.socket) -> None:
-    """A version without a hash key passes its predecessor's variable on, which names no pipe."""
-    reader, writer = os.pipe()
-    unrelated = passed(listening)
-    for name in ("closed", "unrelated", "public", "ready"):
-        public = passed(listening)
-        stale = {"closed": 999_999, "unrelated": unrelated, "public": public, "ready": writer}[name]
-        numbers = f"public={public} ready={writer}"
-        inherited = inherit_from_environment(
-            {SOCKETS_VARIABLE: numbers, HASH_KEY_VARIABLE: str(stale)}
-        )
-        assert inherited.hash_key is None
-        assert inherited.sockets["public"].getsockname() == listening.getsockname()
-        inherited.sockets["public"].close()
-        os.fstat(writer)
-    for number in (unrelated, reader, writer):
-        os.close(number)
 
 
 async def test_a_successor_knows_when_its_predecessor_has_written_or_is_dead(

@@ -20,7 +20,6 @@ from structlog.testing import capture_logs
 from gateway.app.learnt import (
     HALF_LIFE,
     OLDEST,
-    TURN_SECONDS,
     Decisions,
     Demand,
     LearntFile,
@@ -63,6 +62,7 @@ from gateway.store.schema import learnt as table
 from gateway.store.store import Store
 from gateway.watch.history import FleetHistory, Gauges
 from gateway.watch.node_history import NodeHistory
+from gateway.web.asgi import STEP_SECONDS
 from tests.each_case import each_case
 from tests.nodes.build import Clock, a_node
 from tests.schedule.build import a_request, a_scheduler
@@ -103,7 +103,6 @@ class Life:
         sync = self.scheduler.fleet_sync
         self.saved = SavedPrompts(self.scheduler.prompt_cache, sync.row_index, lambda _: None)
         self.memory = LearntMemory.of_gateway(
-            self.scheduler.fleet,
             self.scheduler,
             self.history,
             self.days,
@@ -723,7 +722,7 @@ async def test_other_work_has_its_turns_while_a_section_looks_for_changes_and_fi
         def changes(self) -> Iterator[Any]:
             for _ in range(20):
                 began = time.perf_counter()
-                while time.perf_counter() - began < TURN_SECONDS:
+                while time.perf_counter() - began < STEP_SECONDS:
                     pass
                 yield None
 

@@ -8,14 +8,6 @@ from gateway.app.metering import Metering
 from tests.callers.metered_gateway import ALICE, chat, metered_gateway, recorded
 
 
-def loop_names(metering: Metering) -> list[str]:
-    names = []
-    for loop in metering.loops():
-        names.append(loop.name)
-        loop.work.close()
-    return names
-
-
 def tokens_today(metering: Metering) -> float:
     """Of Alice, as her limit counts them."""
     caller = metering.key_ring.find(ALICE.text)
@@ -40,7 +32,6 @@ async def test_without_a_store_only_limits_and_keys_are_kept(tmp_path: Path) -> 
         metering = running.gateway.metering
         await chat(running, ALICE)
         assert (metering.store, metering.ledger, metering.reporter) == (None, None, None)
-        assert loop_names(metering) == ["follow the API keys"]
         assert not (tmp_path / "state" / "gateway.db").exists()
 
 

@@ -6,7 +6,7 @@ import asyncio
 import contextlib
 import socket
 from collections.abc import AsyncIterator, Callable, Collection
-from typing import Any
+from typing import Any, cast
 
 from sqlalchemy import create_engine, text
 from sqlalchemy.pool import StaticPool
@@ -14,11 +14,12 @@ from sqlalchemy.pool import StaticPool
 from gateway.cluster.fencing import Fence, Session, Tenure
 from gateway.cluster.leader_row import FIRST, LOOK, update_of
 from gateway.cluster.leadership import FIRST_ROW, Change, LeaderRow, Leadership
-from gateway.cluster.membership import Jobs, Membership, MemberState, Owner, Role
+from gateway.cluster.membership import Membership, MemberState, Owner, Role
 from gateway.cluster.tunnel import Greeting, member_certificate
 from gateway.config.cluster import ClusterSettings
 from gateway.store.failures import StoreUnavailable
 from gateway.store.schema import metadata
+from gateway.store.store import Store
 from gateway.watch.metrics import EdgeSample, MemberSample
 from tests.cluster.certificates import CLUSTER, Authority
 from tests.virtual import now
@@ -72,28 +73,28 @@ class Row:
         return found
 
 
-class Account:
+class Account(Tenure):
     """A leader's account of members whose edges tell at once that they carry nothing."""
 
     def __init__(self, role: Role, clock: Callable[[], float]) -> None:
-        self.tenure = Tenure(role.epoch, role.won_at, role.lists, {"x": 4})
+        super().__init__(role.epoch, role.won_at, role.lists, {"x": 4})
         self.clock = clock
         self.begun: list[tuple[Session, tuple[str, ...]]] = []
-        self.ended: list[Session] = []
+        self.sessions_left: list[Session] = []
 
-    def begins(self, session: Session, edges: Collection[str]) -> None:
-        self.begun.append((session, tuple(edges)))
-        self.tenure.hello(session, {}, self.clock())
+    def begins(self, session: Session, processes: Collection[str], now: float) -> None:
+        self.begun.append((session, tuple(processes)))
+        self.hello(session, {}, now)
 
     def left(self, session: Session) -> None:
-        self.ended.append(session)
+        self.sessions_left.append(session)
 
 
 class One:
     """A process of a member."""
 
     def __init__(
-        self, settings: ClusterSettings, process: str, store: Jobs, row: Leadership
+        self, settings: ClusterSettings, process: str, store: Store, row: Leadership
     ) -> None:
         self.name = settings.member_name
         self.process = process
@@ -176,9 +177,9 @@ class Cluster:
         made.start()
         return made
 
-    def connections(self) -> tuple[Jobs, Leadership]:
+    def connections(self) -> tuple[Store, Leadership]:
         """Return what a process has of the database: the store, and the leadership's row."""
-        return self.database, Row(self.database)
+        return cast("Store", self.database), Row(self.database)
 
     async def end(self, one: One) -> None:
         self.all.remove(one)

@@ -120,6 +120,7 @@ class Edge:
     machine: Machine
     process: str
     fence: Any
+    sender: Any
     slots: dict[str, int]
     """Of the nodes, as it knows them."""
     link: Link | None = None
@@ -215,7 +216,7 @@ class Script:
     def new_edge(self, name: str, machine: Machine) -> Edge:
         slots = dict(self.slots)
         fence = self.rules.fencing.Fence(name, lambda node: slots.get(node, 0), alone_seconds=ALONE)
-        return Edge(name, machine, self.new_name(), fence, slots)
+        return Edge(name, machine, self.new_name(), fence, self.rules.sending.Sender(fence), slots)
 
     def processes_here(self) -> list[Brain | Edge]:
         return [*self.brains, *self.edges]
@@ -458,7 +459,7 @@ class Script:
         if edge.ended and chance() < 0.7:
             number = edge.ended.pop(0)
             self.tell_story(f"{edge.name} notices the end of {number}")
-            if not edge.fence.ended(number):
+            if not edge.sender.ended(number):
                 raise Broken("a lease has ended twice")
             self.give_back(edge, number)
 
@@ -474,7 +475,7 @@ class Script:
         if self.asks and chance() < 0.05:
             self.greet(edge)
         elif self.asks and chance() < 0.6:
-            self.send(link, link.up, ("ask", fence.seen, clock, fence.ask(clock)))
+            self.send(link, link.up, ("ask", fence.seen, clock, edge.sender.ask(clock)))
         self.deliver(link)
 
     def greet(self, edge: Edge) -> None:
@@ -496,24 +497,24 @@ class Script:
         )
         edge.greeted_at = self.clock(edge)
         self.links.append(link)
-        self.tell_story(f"{edge.name} greets {brain.name} with {dict(fence.leases)}")
-        self.send(link, link.up, ("hello", 0, edge.greeted_at, dict(fence.leases)))
+        self.tell_story(f"{edge.name} greets {brain.name} with {dict(edge.sender.leases)}")
+        self.send(link, link.up, ("hello", 0, edge.greeted_at, dict(edge.sender.leases)))
 
     def start(self, edge: Edge, number: int) -> None:
-        if edge.fence.start(number, self.clock(edge)):
+        if edge.sender.start(number, self.clock(edge)):
             self.write_soon(edge, number)
-        elif number not in edge.fence.leases:
+        elif number not in edge.sender.leases:
             self.give_back(edge, number)
 
     def start_alone(self, edge: Edge, node: str) -> None:
-        number = edge.fence.start_alone(node, self.clock(edge))
+        number = edge.sender.start_alone(node, self.clock(edge))
         if number is not None:
             self.alone_starts += 1
             self.tell_story(f"{edge.name} alone: {number}")
             self.write_soon(edge, number)
 
     def write_soon(self, edge: Edge, number: int) -> None:
-        node = edge.fence.leases[number]
+        node = edge.sender.leases[number]
         if self.rng.random() < 0.01:
             self.stops += 1
             self.tell_story(f"{edge.name} stops before it writes {number} to {node}")
@@ -588,11 +589,11 @@ class Script:
             return
         if message[0] == "term":
             _, epoch, term, asked_at = message
-            if fence.told(epoch, term, asked_at=asked_at, now=clock):
+            if edge.sender.told(epoch, term, asked_at=asked_at, now=clock):
                 self.obeyed(fence, epoch)
             return
         _, epoch, session, number, node = message
-        answer = fence.granted(epoch, session, number, node)
+        answer = edge.sender.granted(epoch, session, number, node)
         if answer == "start":
             self.obeyed(fence, epoch)
             edge.ready.append(number)

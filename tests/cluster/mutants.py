@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from tests.cluster.rules import Mutant
 
-_ROW, _LEADER, _FENCE = "leader_row", "leadership", "fencing"
+_ROW, _LEADER, _FENCE, _SENDER = "leader_row", "leadership", "fencing", "sending"
 
 LEADERSHIP = (
     Mutant(
@@ -107,16 +107,16 @@ FENCING = (
     ),
     Mutant(
         "what comes too late is not given back",
-        _FENCE,
+        _SENDER,
         'return "give back"\n',
         'return "ignore"\n',
         found_by=34150,
     ),
     Mutant(
         "a grant of any age starts",
-        _FENCE,
-        "if node is None or now - asked_at > GRANT_SECONDS:",
-        "if node is None:",
+        _SENDER,
+        "if not self.fence.obeys(epoch, session) or now - asked_at > GRANT_SECONDS:",
+        "if not self.fence.obeys(epoch, session):",
         found_by=852,
     ),
     Mutant(
@@ -128,21 +128,21 @@ FENCING = (
     ),
     Mutant(
         "what was granted before a hello starts after it",
-        _FENCE,
-        "        self._greets = False\n        self._granted.clear()\n",
-        "        self._greets = False\n",
+        _SENDER,
+        "if not self.fence.obeys(epoch, session) or now",
+        "if epoch < 0 or now",
         found_by=9,
     ),
     Mutant(
         "a grant that came twice starts twice",
-        _FENCE,
+        _SENDER,
         "asked_at = self._asked.pop(number, -math.inf)",
         "asked_at = self._asked.get(number, -math.inf)",
         found_by=116,
     ),
     Mutant(
         "a grant that came twice gives a running request's slot back",
-        _FENCE,
+        _SENDER,
         "if number in self.leases:\n                return",
         "if False:\n                return",
         found_by=116,
@@ -188,8 +188,8 @@ ALONE = (
     Mutant(
         "alone without reading the node",
         _FENCE,
-        "busy, slots = self._busy.get(node), self._slots_of",
-        "busy, slots = self._busy.get(node, frozenset()), self._slots_of",
+        "busy, slots = self._busy.get(node), self.slots_of",
+        "busy, slots = self._busy.get(node, frozenset()), self.slots_of",
         found_by=121,
     ),
     Mutant(

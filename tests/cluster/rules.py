@@ -1,4 +1,4 @@
-"""The modules of `gateway.cluster`, as they are or with one rule broken: a mutant."""
+"""The modules of `gateway.cluster` and a sender, as they are or with one rule broken: a mutant."""
 
 from __future__ import annotations
 
@@ -10,7 +10,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from types import ModuleType
 
-NAMES = ("leadership", "leader_row", "fencing")
+MODULES = {
+    "leadership": "gateway.cluster.leadership",
+    "leader_row": "gateway.cluster.leader_row",
+    "fencing": "gateway.cluster.fencing",
+    "sending": "tests.cluster.sending",
+}
 """In the order of their imports."""
 
 
@@ -36,13 +41,13 @@ class Rules:
     leadership: ModuleType
     leader_row: ModuleType
     fencing: ModuleType
+    sending: ModuleType
     clock: str = "boot"
 
 
 @contextmanager
 def _modules_put_back() -> Iterator[None]:
-    names = [f"gateway.cluster.{name}" for name in NAMES]
-    kept = {name: importlib.import_module(name) for name in names}
+    kept = {name: importlib.import_module(name) for name in MODULES.values()}
     try:
         yield
     finally:
@@ -53,8 +58,7 @@ def load(mutant: Mutant | None = None) -> Rules:
     """Run the modules' sources anew, with the mutant's change. Raises: ValueError."""
     made = {}
     with _modules_put_back():
-        for name in NAMES:
-            full = f"gateway.cluster.{name}"
+        for name, full in MODULES.items():
             path = Path(str(sys.modules[full].__file__))
             text = path.read_text()
             if mutant is not None and mutant.module == name:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import pytest
 
 from gateway.cluster.fencing import (
-    GRANT_SECONDS,
     LANDING_SECONDS,
     SETTLE_SECONDS,
     Fence,
@@ -15,6 +14,7 @@ from gateway.cluster.fencing import (
     shares,
 )
 from tests.cluster.scheduling import free, grant
+from tests.cluster.sending import Sender
 
 EDGES = ("a", "b")
 BOTH = Sharers(1, EDGES)
@@ -33,10 +33,15 @@ class Cluster:
     def __init__(self, slots: int = 4, epoch: int = 1, won_at: float = 100.0) -> None:
         self.slots = {"n": slots}
         self.tenure = Tenure(epoch, won_at, [BOTH], self.slots, alone_seconds=ALONE)
-        self.fences = {edge: self.new_fence(edge) for edge in EDGES}
+        self.fences: dict[str, Fence] = {}
+        self.senders: dict[str, Sender] = {}
+        for edge in EDGES:
+            self.begin_process(edge)
 
-    def new_fence(self, edge: str) -> Fence:
-        return Fence(edge, lambda node: self.slots.get(node, 0), alone_seconds=ALONE)
+    def begin_process(self, edge: str) -> Fence:
+        fence = Fence(edge, lambda node: self.slots.get(node, 0), alone_seconds=ALONE)
+        self.fences[edge], self.senders[edge] = fence, Sender(fence)
+        return fence
 
     def session(self, edge: str) -> Session:
         return Session(edge, f"process of {edge}", self.fences[edge].session)
@@ -44,30 +49,32 @@ class Cluster:
     def greet(self, edge: str, now: float) -> None:
         fence = self.fences[edge]
         assert fence.greet(self.tenure.epoch)
-        self.tenure.hello(self.session(edge), fence.leases, now)
+        self.tenure.hello(self.session(edge), self.senders[edge].leases, now)
         self.tell(edge, now)
 
     def tell(self, edge: str, now: float) -> None:
         """Tell the edge of a term from now on, and let it confirm."""
         told = self.tenure.tell(edge, now, now + TERM)
         assert told is not None
-        fence = self.fences[edge]
-        assert fence.told(self.tenure.epoch, told, asked_at=now, now=now)
-        assert self.tenure.confirmed(self.session(edge), fence.seen, now)
+        assert self.senders[edge].told(self.tenure.epoch, told, asked_at=now, now=now)
+        assert self.tenure.confirmed(self.session(edge), self.fences[edge].seen, now)
 
     def start(self, edge: str, now: float) -> int | None:
         """Ask for a slot and start on it; None: the leader has none."""
-        fence = self.fences[edge]
-        number = fence.ask(now)
+        fence, sender = self.fences[edge], self.senders[edge]
+        number = sender.ask(now)
         if not grant(self.tenure, self.session(edge), number, "n", now):
             return None
-        assert fence.granted(self.tenure.epoch, fence.session, number, "n") == "start"
-        assert fence.start(number, now)
+        assert sender.granted(self.tenure.epoch, fence.session, number, "n") == "start"
+        assert sender.start(number, now)
         return number
+
+    def start_alone(self, edge: str, now: float) -> int | None:
+        return self.senders[edge].start_alone("n", now)
 
     def restart(self, edge: str, now: float) -> None:
         """Let another process of the edge greet, be told of a term, and confirm it."""
-        fence = self.fences[edge] = self.new_fence(edge)
+        fence = self.begin_process(edge)
         assert fence.greet(self.tenure.epoch)
         session = Session(edge, "another process", fence.session)
         self.tenure.hello(session, {}, now)
@@ -76,7 +83,7 @@ class Cluster:
         assert self.tenure.confirmed(session, told.number, now)
 
     def end(self, edge: str, number: int, now: float) -> None:
-        assert self.fences[edge].ended(number)
+        assert self.senders[edge].ended(number)
         self.tenure.dropped(edge, number)
 
 
@@ -117,54 +124,8 @@ def test_when_an_edge_is_gone_only_its_slots_get_other_owners() -> None:
             assert before[edge] <= after[edge]
 
 
-# A grant.
-
-
-@pytest.mark.parametrize(("seconds", "starts"), [(GRANT_SECONDS, True), (1.01, False)])
-def test_a_grant_starts_a_request_within_a_second_of_the_asking_as_it_is_written(
-    seconds: float, starts: bool
-) -> None:
-    cluster = settled()
-    fence = cluster.fences["a"]
-    number = fence.ask(102.0)
-    assert grant(cluster.tenure, cluster.session("a"), number, "n", 102.0)
-    assert fence.granted(1, fence.session, number, "n") == "start"
-    assert fence.start(number, 102.0 + seconds) is starts
-    assert (number in fence.leases) is starts
-
-
-def test_a_grant_of_a_lower_epoch_or_another_session_is_given_back() -> None:
-    cluster = settled()
-    fence = cluster.fences["a"]
-    number = fence.ask(102.0)
-    assert fence.granted(0, fence.session, number, "n") == "give back"
-    assert fence.granted(1, fence.session - 1, number, "n") == "give back"
-    assert fence.granted(1, fence.session, number + 1, "n") == "give back"
-
-
-def test_a_grant_that_comes_twice_starts_once_and_is_not_given_back() -> None:
-    cluster = settled()
-    fence = cluster.fences["a"]
-    number = cluster.start("a", 102.0)
-    assert number is not None
-    assert fence.granted(1, fence.session, number, "n") == "ignore"
-    assert not fence.start(number, 102.0)
-    assert not grant(cluster.tenure, cluster.session("a"), number, "n", 102.0)
-    assert free(cluster.tenure, "n", 102.0) == 3
-
-
-def test_a_lease_ends_once() -> None:
-    cluster = settled()
-    number = cluster.start("a", 102.0)
-    assert number is not None
-    cluster.end("a", number, 102.1)
-    assert not cluster.fences["a"].ended(number)
-    cluster.tenure.dropped("a", number)
-    assert free(cluster.tenure, "n", 102.1) == 4
-
-
 def test_an_edge_greets_no_leader_of_a_lower_epoch_than_it_has_ever_seen() -> None:
-    fence = Cluster().new_fence("a")
+    fence = Cluster().fences["a"]
     assert fence.greet(7)
     assert not fence.greet(6)
     assert fence.greet(8)
@@ -189,7 +150,7 @@ def test_a_new_leader_counts_all_slots_as_taken_until_it_has_read_them_a_second_
 
 def test_requests_that_hellos_tell_of_are_counted_once() -> None:
     cluster = Cluster(won_at=100.0)
-    cluster.fences["a"].leases.update({1: "n", 2: "n"})
+    cluster.senders["a"].leases.update({1: "n", 2: "n"})
     cluster.greet("a", 100.1)
     cluster.greet("b", 100.1)
     cluster.tenure.read("n", busy(1, 2, 3), 101.3)
@@ -210,7 +171,7 @@ def test_a_request_that_a_node_may_not_show_yet_is_counted_beside_those_that_it_
     cluster = Cluster(won_at=100.0)
     cluster.greet("a", 100.1)
     cluster.greet("b", 100.1)
-    cluster.fences["a"].leases[1] = "n"
+    cluster.senders["a"].leases[1] = "n"
     cluster.greet("a", 100.0 + SETTLE_SECONDS - LANDING_SECONDS / 2)
     cluster.tenure.read("n", busy(7), 100.0 + SETTLE_SECONDS)
     assert free(cluster.tenure, "n", 101.3) == 2
@@ -238,26 +199,27 @@ def test_an_edge_is_alone_a_second_after_the_term_that_it_was_told_with_its_shar
     began = 102.0 + TERM + SETTLE_SECONDS
     assert not fence.is_alone(began - 0.01)
     fence.read("n", IDLE, began)
-    assert [fence.start_alone("n", began) is not None for _ in range(3)] == [True, True, False]
+    started = [cluster.start_alone("a", began) is not None for _ in range(3)]
+    assert started == [True, True, False]
 
 
 def test_an_edge_alone_starts_nothing_before_it_has_read_the_node() -> None:
     cluster = settled(4)
     fence = cluster.fences["a"]
     fence.read("n", IDLE, 104.0)
-    assert fence.start_alone("n", 106.0) is None
+    assert cluster.start_alone("a", 106.0) is None
     fence.read("n", IDLE, 106.0)
-    assert fence.start_alone("n", 106.0) is not None
+    assert cluster.start_alone("a", 106.0) is not None
 
 
 def test_an_edge_that_goes_alone_again_reads_anew_what_runs_there_and_is_told_of_its_own() -> None:
     cluster = settled(4)
     fence = cluster.fences["a"]
-    fence.carried({6: "n"})
+    fence.adopted("a/1", 6, "n")
     fence.read("n", IDLE, 106.0)
     assert fence.others("n", 106.0) == 2
     fence.go_alone(106.0)
-    fence.carried({7: "n"})
+    fence.adopted("a/1", 7, "n")
     assert fence.is_alone(106.0)
     fence.read("n", IDLE, 106.0 + LANDING_SECONDS / 2)
     assert fence.others("n", 106.2) == 4
@@ -273,10 +235,10 @@ def test_what_runs_from_the_time_before_counts_against_the_share_of_each() -> No
     cluster = settled(4)
     fence = cluster.fences["a"]
     fence.read("n", busy(1, 2), 106.0)
-    assert fence.start_alone("n", 106.0) is None
+    assert cluster.start_alone("a", 106.0) is None
     fence.read("n", busy(2, 3), 106.1)
-    assert fence.start_alone("n", 106.1) is not None
-    assert fence.start_alone("n", 106.1) is None
+    assert cluster.start_alone("a", 106.1) is not None
+    assert cluster.start_alone("a", 106.1) is None
 
 
 def test_an_edge_that_greets_is_not_alone_and_again_if_nobody_answers() -> None:
@@ -284,15 +246,15 @@ def test_an_edge_that_greets_is_not_alone_and_again_if_nobody_answers() -> None:
     fence = cluster.fences["a"]
     fence.read("n", IDLE, 106.0)
     fence.greet(2)
-    assert fence.start_alone("n", 106.0) is None
+    assert cluster.start_alone("a", 106.0) is None
     fence.give_up()
-    assert fence.start_alone("n", 106.0) is not None
+    assert cluster.start_alone("a", 106.0) is not None
 
 
 def test_a_process_that_no_leader_has_answered_is_never_alone() -> None:
-    fence = Cluster().new_fence("a")
-    fence.read("n", IDLE, 1e9)
-    assert fence.start_alone("n", 1e9) is None
+    cluster = Cluster()
+    cluster.fences["a"].read("n", IDLE, 1e9)
+    assert cluster.start_alone("a", 1e9) is None
 
 
 def test_an_edge_is_alone_for_a_limited_time_and_its_leader_waits_longer() -> None:
@@ -363,8 +325,8 @@ class Members(Cluster):
         new = self.tenure.next_list(names, now)
         assert new is not None
         self.tenure.share_by(new)
-        for name in names:
-            self.fences.setdefault(name, self.new_fence(name))
+        for name in set(names) - set(self.fences):
+            self.begin_process(name)
 
 
 def joined() -> Members:

@@ -132,7 +132,7 @@ async def test_a_member_that_does_not_reach_the_leader_is_alone_until_it_does(
             assert seen.role == "unknown"
             assert seen.heard_seconds is not None
             assert leader.account is not None
-            assert [one.edge for one in leader.account.ended] == [cut_off.name]
+            assert [one.edge for one in leader.account.sessions_left] == [cut_off.name]
         assert cut_off.membership.tunnels.open == open_
         await cluster.settled(5)
         assert cut_off.role.kind == "follower"
@@ -194,20 +194,19 @@ async def test_a_leader_that_is_replaced_makes_room_for_its_members_newer_proces
 async def test_the_share_of_a_member_that_is_removed_is_free_at_once(authority: Authority) -> None:
     async with cluster_of(authority, "a", "b") as cluster:
         await cluster.settled(10)
-        account, (lost,) = cluster.leader().account, cluster.others()
-        assert account is not None
-        tenure = account.tenure
+        tenure, (lost,) = cluster.leader().account, cluster.others()
+        assert tenure is not None
         await cluster.until(lambda: len(tenure.lists[-1].names) == 2, 10)
         await asyncio.sleep(5)  # It is told that it may be alone.
         await cluster.end(lost)
         await asyncio.sleep(60)
-        tenure.read("x", frozenset(), account.clock())
-        assert tenure.others("x", account.clock()) == 2, "it may be alone"
+        tenure.read("x", frozenset(), tenure.clock())
+        assert tenure.others("x", tenure.clock()) == 2, "it may be alone"
         await cluster.database.run(lambda one: remove(one, CLUSTER, lost.name))
         await cluster.until(lambda: tenure.lists[-1].names == (cluster.leader().name,), 10)
         await asyncio.sleep(1)
-        tenure.read("x", frozenset(), account.clock())
-        assert tenure.others("x", account.clock()) == 0
+        tenure.read("x", frozenset(), tenure.clock())
+        assert tenure.others("x", tenure.clock()) == 0
         # It registers again when it starts, and follows.
         cluster.join(lost.name, "its next process")
         await cluster.settled(10)
@@ -245,8 +244,8 @@ async def test_a_member_that_ends_in_good_order_leaves_its_share(authority: Auth
         assert account is not None
         await cluster.until(lambda: old.role.kind == "follower", 1)
         await asyncio.sleep(SETTLE_SECONDS)
-        account.tenure.read("x", frozenset(), account.clock())
-        await cluster.until(lambda: account.tenure.others("x", account.clock()) == 0, 1)
+        account.read("x", frozenset(), account.clock())
+        await cluster.until(lambda: account.others("x", account.clock()) == 0, 1)
         assert set(new.seen()) == {"a", "b"}, "its edges may still be linked"
         await cluster.end(old)
         await cluster.until(lambda: set(new.seen()) == {new.name}, 5)
@@ -311,7 +310,7 @@ async def test_a_session_that_the_account_has_closed_begins_anew(authority: Auth
         assert account is not None
         before = len(account.begun)
         # As after a time in which the leader was held up.
-        for known in account.tenure._edges.values():
+        for known in account._edges.values():
             known.present = False
         await cluster.until(lambda: len(account.begun) == before + 2, 2)
         await cluster.settled(2)
@@ -371,7 +370,7 @@ async def test_a_leader_whose_account_fails_makes_room_for_another(authority: Au
         await cluster.settled(10)
         old = cluster.leader()
         assert old.account is not None
-        old.account.tenure.tell = None  # type: ignore[method-assign,assignment]
+        old.account.tell = None  # type: ignore[method-assign,assignment]
         await cluster.until(lambda: old.role.kind != "leader", 1)
         assert await cluster.settled(10) < TERM + 2
         assert cluster.leader() is not old

@@ -12,7 +12,6 @@ import pytest
 
 from gateway.cluster.leader_row import StoredLeadership
 from gateway.cluster.leadership import Leadership
-from gateway.cluster.membership import Jobs
 from gateway.store.database import locate_store
 from gateway.store.store import Store
 from tests.cluster.certificates import CLUSTER, Authority
@@ -35,7 +34,7 @@ class RealCluster(Cluster):
         self.stores: list[Store] = []
         self.rows: list[StoredLeadership] = []
 
-    def connections(self) -> tuple[Jobs, Leadership]:
+    def connections(self) -> tuple[Store, Leadership]:
         store = Store(locate_store(self.url, Path("unused")))
         store.start()
         row = StoredLeadership(

@@ -74,10 +74,10 @@ class Cluster:
     async def lead(self, member: Member) -> Reign:
         """Let this member lead, and have the edge linked to it."""
         self.epoch += 1
-        nodes = member.running.gateway.fleet.nodes
-        slots = {node.name: node.slots_total for node in nodes.values()}
+        fleet = member.running.gateway.fleet
+        slots = {node.name: node.slots_total for node in fleet.nodes.values()}
         tenure = Tenure(self.epoch, now(), [Sharers(1, ("m",))], slots)
-        reign = Reign("m", self.epoch, tenure, lambda: True, now, now())
+        reign = Reign("m", self.epoch, tenure, lambda: True, now, now(), fleet)
         member.brain.begin(reign)
         member.control = asyncio.create_task(self._talk(reign))
         await self.relink(member)
@@ -95,15 +95,17 @@ class Cluster:
 
     async def _talk(self, reign: Reign) -> None:
         """The control link between the edge's member and the leader."""
+        tenure = reign.rules
+        assert isinstance(tenure, Tenure)
         assert self.fence.greet(reign.epoch)
         session = Session("m", "p1", self.fence.session)
-        reign.begins(session, [EDGE])
+        tenure.begins(session, [EDGE], now())
         while True:
-            if reign.tenure.has(session):
-                term = reign.tenure.tell("m", now(), now() + TERM)
+            if tenure.has(session):
+                term = tenure.tell("m", now(), now() + TERM)
                 assert term is not None
                 assert self.fence.told(reign.epoch, term, asked_at=now(), now=now())
-                assert reign.tenure.confirmed(session, self.fence.seen, now())
+                assert tenure.confirmed(session, self.fence.seen, now())
             await asyncio.sleep(0.25)
 
     def ask(self, **body: Any) -> asyncio.Task[httpx.Response]:
@@ -398,7 +400,8 @@ async def test_a_brain_that_is_alone_grants_the_share_of_its_member(tmp_path: Pa
         term = Term(1, 1, TERM, Sharers(1, ("m", "n")), may_be_alone=True)
         assert fence.told(9, term, asked_at=now(), now=now())
         await cluster.depose(first)
-        reign = Reign("m", 9, fence, lambda: fence.is_alone(now()), now, now())
+        fleet = second.running.gateway.fleet
+        reign = Reign("m", 9, fence, lambda: fence.is_alone(now()), now, now(), fleet)
         second.brain.begin(reign)
         await cluster.relink(second)
         asked = [cluster.ask() for _ in range(4)]
@@ -416,9 +419,9 @@ async def test_another_node_of_the_same_name_counts_as_taken_until_it_is_read() 
     first, other = node("x", slots=2), node("x", slots=2)
     fleet = a_scheduler(first, clock=now).fleet
     tenure, session = Tenure(1, now(), [Sharers(1, ("m",))], {"x": 2}), Session("m", "p", 1)
-    reign = Reign("m", 1, tenure, lambda: True, now, now())
-    reign.begin(fleet)
-    reign.begins(session, [])
+    reign = Reign("m", 1, tenure, lambda: True, now, now(), fleet)
+    reign.begin()
+    tenure.begins(session, [], now())
     term = tenure.tell(session.edge, now(), now() + 1000.0)
     assert term is not None
     assert tenure.confirmed(session, term.number, now())

@@ -19,12 +19,12 @@ from gateway.callers.ledger import ROW_COLUMNS, UsageRow
 from gateway.callers.limits import LimitBook
 from gateway.callers.meter import Meter
 from gateway.callers.processes import EDGE_DIED
-from gateway.cluster.fencing import LANDING_SECONDS, Fence, Session, Sharers, Tenure
+from gateway.cluster.fencing import LANDING_SECONDS, Fence, Session, Sharers, Tenure, member_of
 from gateway.config.settings import Settings
 from gateway.edges import messages
 from gateway.edges.brain import ENDED_AT_ONCE, Brain
 from gateway.edges.edge import EdgeServices
-from gateway.edges.reign import Reign, member_of
+from gateway.edges.reign import Reign
 from gateway.errors import GatewayError
 from gateway.events import EventBus, RequestRecord, call_later
 from gateway.forward.context import ForwardContext
@@ -166,7 +166,8 @@ class Script:
         self.worlds.append(world)
         world.lead_until = now() + 1e9
         tenure = Tenure(self.epoch, now(), [Sharers(1, MEMBERS)], SLOTS)
-        reign = Reign("m", self.epoch, tenure, world.may_grant, now, now())
+        fleet = world.brain.scheduler.fleet
+        reign = Reign("m", self.epoch, tenure, world.may_grant, now, now(), fleet)
         world.brain.begin(reign)
         world.tasks = [asyncio.create_task(self._talk(world, reign, name)) for name in MEMBERS]
         world.tasks += [asyncio.create_task(world.read())]
@@ -203,16 +204,18 @@ class Script:
     async def _talk(self, world: World, reign: Reign, member: str) -> None:
         """The control link of a member."""
         await asyncio.sleep(self.rng.random() * 0.3)
-        fence = self.fences[member]
+        fence, tenure = self.fences[member], reign.rules
+        assert isinstance(tenure, Tenure)
         assert fence.greet(reign.epoch)
         session = Session(member, "p", fence.session)
-        reign.begins(session, [name for name in self.edges if member_of(name) == member])
+        edges = [name for name in self.edges if member_of(name) == member]
+        tenure.begins(session, edges, now())
         while True:
-            if reign.tenure.has(session) and self.rng.random() < 0.8:
-                term = reign.tenure.tell(member, now(), now() + TERM)
+            if tenure.has(session) and self.rng.random() < 0.8:
+                term = tenure.tell(member, now(), now() + TERM)
                 assert term is not None
                 fence.told(reign.epoch, term, asked_at=now(), now=now())
-            reign.tenure.confirmed(session, fence.seen, now())
+            tenure.confirmed(session, fence.seen, now())
             await asyncio.sleep(0.3)
 
     # What clients do.
