@@ -166,7 +166,7 @@ class Gateway:
             learn_pending=self.bus.flush,
             yield_slot=self.registry.yield_slot,
         )
-        self.autoscaler = Autoscaler(self.fleet, self.scheduler, settings, self.bus, self.clock)
+        self.autoscaler = Autoscaler(self.fleet, self.scheduler, self.bus, self.clock)
         self.model_placer = ModelPlacer(
             self.fleet, self.scheduler, settings, self.bus, self.clock, options.read_memory
         )
@@ -712,7 +712,6 @@ class Gateway:
         if settings == old:
             return change
         self.scheduler.configure(settings)
-        self.autoscaler.configure(settings)
         self.model_placer.configure(settings)
         self.fleet.configure(settings.health, settings.timeouts)
         self.metering.configure(settings)

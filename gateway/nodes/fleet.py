@@ -982,13 +982,11 @@ class Fleet:
         for node in self.nodes.values():
             self._notify_change(node)
 
-    def learn_timings(
-        self, node: Node, timings: Mapping[str, object], lease: Lease | None = None
-    ) -> None:
-        """Learn from llama.cpp's `timings` of a whole answer; with a lease, from our clock too."""
-        if lease is None or lease.slots:
-            seen = None if lease is None else lease.observed_timing()
-            self._compare_speed(node, node.speed.learn_timings(timings, seen))
+    def learn_speed(self, node: Node, sample: SpeedSample) -> None:
+        """Learn from what a whole answer has shown."""
+        node.speed.learn(sample)
+        if node.degradation.learn(sample, self._clock()):
+            self.refresh_state(node)
 
     def stream_went_on(self, lease: Lease, tokens: int, context_tokens: float) -> None:
         """So many events of a stream have come by now; 0: unknown, or others' fault.
@@ -998,23 +996,6 @@ class Fleet:
         now, node = self._clock(), lease.node
         span = lease.next_span(tokens, now)
         if span is not None and node.degradation.watch(*span, context_tokens + tokens, now):
-            self.refresh_state(node)
-
-    def learn_clocked(
-        self, lease: Lease, prompt_tokens: float, cached_tokens: float, completion_tokens: float
-    ) -> None:
-        """Learn from a whole answer without timings, by its tokens and our clock."""
-        seen, node = lease.observed_timing(), lease.node
-        if seen is not None:
-            self._compare_speed(
-                node,
-                node.speed.learn_clocked(
-                    prompt_tokens, cached_tokens, completion_tokens / lease.slots, seen
-                ),
-            )
-
-    def _compare_speed(self, node: Node, sample: SpeedSample) -> None:
-        if node.degradation.learn(sample, self._clock()):
             self.refresh_state(node)
 
     def _record_probe(self, node: Node, answer: ProbeAnswer, detail: str) -> None:

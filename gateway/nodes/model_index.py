@@ -1,7 +1,5 @@
 """Which nodes serve a model, and where they differ.
 
-Every request looks its model up, so the answer is cached until a node changes.
-
 **Differences.** Compared is what llama.cpp servers report: quantisation, build, context and chat
 template. A stream is resumed only on a node with the same file, quantisation, template and build,
 so a difference also says which nodes can't take over from each other.
@@ -9,10 +7,10 @@ so a difference also says which nodes can't take over from each other.
 
 from __future__ import annotations
 
-import math
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from gateway import errors
 from gateway.catalog import ServerFigures
@@ -21,20 +19,19 @@ from gateway.nodes.node import Node, NodeState
 from gateway.nodes.server_properties import ServerProperties
 from gateway.terms import Endpoint
 
-MOST_CACHED_LOOKUPS = 10_000
 # Endpoints that servers are started for, and which those of another purpose refuse.
 DEDICATED_ENDPOINTS: frozenset[Endpoint] = frozenset({"embeddings", "rerank"})
 
 
-@dataclass(frozen=True, slots=True)
-class CapableNodes:
-    """Nodes that can serve a kind of request, and the least slots and context among them."""
+class _Names(NamedTuple):
+    """The public names of models, and who serves them."""
 
-    nodes: tuple[Node, ...]
-    least_slots: int
-    least_context: float  # tokens of one slot; infinity: no node has reported it
-    by_model: tuple[tuple[str, tuple[Node, ...]], ...]
-    """The nodes with the model's public name, as the scheduler wants them."""
+    serving: dict[str, tuple[Node, ...]]
+    names: tuple[str, ...]  # the keys of `serving`
+    nameless: list[Node]  # nodes of which no model is known
+    aliases: dict[str, str]
+    links: dict[str, str]
+    paused: frozenset[str]
 
 
 class ModelIndex:
@@ -43,15 +40,7 @@ class ModelIndex:
     def __init__(self) -> None:
         self.version = 0  # goes up whenever the result of a lookup may have changed
         self._nodes: tuple[Node, ...] = ()
-        self._serving: dict[str, tuple[Node, ...]] | None = None
-        self._names: tuple[str, ...] = ()  # the keys of `_serving`; as old as it is
-        self._nameless: tuple[Node, ...] = ()
-        """Nodes of which no model is known; as old as `_serving`."""
-        self._linked: dict[str, str] = {}
-        """For names of models that have several, one of them; as old as `_serving`."""
-        self.cached_lookups: dict[tuple[str, str, bool, bool, NodeLabels], CapableNodes] = {}
-        self._aliases: dict[str, str] = {}
-        self._paused: frozenset[str] = frozenset()  # as old as `_serving`, both
+        self._known: _Names | None = None  # None: to be found anew
         self.paused_by_name: frozenset[str] = frozenset()
         """Public model names that an operator has paused."""
 
@@ -63,22 +52,17 @@ class ModelIndex:
     @property
     def paused(self) -> frozenset[str]:
         """`paused_by_name`, and all names of the same models at every node that serves them."""
-        if not self.paused_by_name:
-            return self.paused_by_name
-        self._index()
-        return self._paused
+        return self._index().paused if self.paused_by_name else self.paused_by_name
 
     @property
     def aliases(self) -> Mapping[str, str]:
         """For names that all nodes which serve them give to one model: its own name."""
-        self._index()
-        return self._aliases
+        return self._index().aliases
 
     @property
     def links(self) -> Mapping[str, str]:
         """For names of models that have several, one of them."""
-        self._index()
-        return self._linked
+        return self._index().links
 
     @property
     def silent(self) -> list[Node]:
@@ -97,49 +81,38 @@ class ModelIndex:
 
     def models_changed(self) -> None:
         """A node serves other models than before."""
-        self._serving = None
+        self._known = None
         self.node_changed()
 
     def node_changed(self) -> None:
         """A node may be able to do more or less than before."""
         self.version += 1
-        self.cached_lookups.clear()
 
     def capable_nodes(
         self, model: str, endpoint: Endpoint, *, vision: bool, native: bool, labels: NodeLabels = ()
-    ) -> CapableNodes:
+    ) -> tuple[Node, ...]:
         """The nodes, down or not, that serve this public model name and this endpoint.
 
         `native`: a llama.cpp path of its own, which other servers do not have. `labels`: those of
         the pool; empty: all nodes. So it is everywhere here.
         """
-        key = (model, endpoint, vision, native, labels)
-        found = self.cached_lookups.get(key)
-        if found is None:
-            dedicated_too = endpoint in DEDICATED_ENDPOINTS or not (
-                self._has_chat_node(model) or self.may_grow()
-            )
-            nodes = self.nodes_for(model, labels)
-            # Its work is learnt when it wakes: not by a chat, while another node takes chats.
-            leaves_sleepers = endpoint not in DEDICATED_ENDPOINTS and any(
-                node.is_for_chat and node.is_alive and not _may_be_for_other_work(node)
-                for node in nodes
-            )
-            able = tuple(
-                node
-                for node in nodes
-                if node.supports(endpoint, vision=vision)
-                and (dedicated_too or node.is_for_chat)
-                and not (leaves_sleepers and _may_be_for_other_work(node))
-                and not (native and node.spec.kind == "openai")
-            )
-            least_slots = min((node.slots_total for node in able), default=0)
-            least_context = min((node.context or math.inf for node in able), default=math.inf)
-            found = CapableNodes(able, least_slots, least_context, ((model, able),))
-            # A name that no node serves is the client's invention, of any length: not cached.
-            if self.serves(model) and len(self.cached_lookups) < MOST_CACHED_LOOKUPS:
-                self.cached_lookups[key] = found
-        return found
+        dedicated_too = endpoint in DEDICATED_ENDPOINTS or not (
+            self._has_chat_node(model) or self.may_grow()
+        )
+        nodes = self.nodes_for(model, labels)
+        # Its work is learnt when it wakes: not by a chat, while another node takes chats.
+        leaves_sleepers = endpoint not in DEDICATED_ENDPOINTS and any(
+            node.is_for_chat and node.is_alive and not _may_be_for_other_work(node)
+            for node in nodes
+        )
+        return tuple(
+            node
+            for node in nodes
+            if node.supports(endpoint, vision=vision)
+            and (dedicated_too or node.is_for_chat)
+            and not (leaves_sleepers and _may_be_for_other_work(node))
+            and not (native and node.spec.kind == "openai")
+        )
 
     def awaits_chat_node(self, models: Iterable[str]) -> bool:
         """Whether none of the models' nodes is for chats, but one may yet turn up."""
@@ -151,35 +124,30 @@ class ModelIndex:
 
     def may_grow(self) -> bool:
         """Whether a node may yet report any model; one that is down or drained does not count."""
-        self._index()
         return any(
             node.models_unknown and not node.probe_history.down and not node.draining
-            for node in self._nameless
+            for node in self._index().nameless
         )
 
     def model_names(self, labels: NodeLabels = ()) -> tuple[str, ...]:
         """The public model names that nodes serve, declared or reported, down or not."""
-        if self._serving is None:
-            self._index()
-        if labels:
-            return tuple(name for name in self._names if self.serves(name, labels))
-        return self._names
+        names = (self._known or self._index()).names
+        return tuple(name for name in names if self.serves(name, labels)) if labels else names
 
     def one_name_each(self, names: Sequence[str]) -> tuple[str, ...]:
         """Of the names that servers give to one model: the one that most nodes serve."""
-        serving = self._index()
-        found: dict[str, str] = {}
+        known, found = self._index(), dict[str, str]()
         for name in names:
-            first = found.setdefault(self._linked.get(name, name), name)
-            if len(serving.get(name, ())) > len(serving.get(first, ())):
-                found[self._linked[name]] = name
+            first = found.setdefault(known.links.get(name, name), name)
+            if len(known.serving.get(name, ())) > len(known.serving.get(first, ())):
+                found[known.links[name]] = name
         return tuple(found.values())
 
     def serves(self, model: str, labels: NodeLabels = ()) -> bool:
         """Whether some node serves this public model name, down or not."""
         if labels:
             return bool(self.nodes_for(model, labels))
-        return model in (self._serving or self._index())
+        return model in (self._known or self._index()).serving
 
     def may_serve(self, model: str) -> bool:
         """Whether some node serves this public model name, or may yet report that it does.
@@ -190,7 +158,7 @@ class ModelIndex:
 
     def nodes_for(self, model: str, labels: NodeLabels = ()) -> tuple[Node, ...]:
         """The nodes that serve this public model name, down or not."""
-        nodes = self._index().get(model, ())
+        nodes = self._index().serving.get(model, ())
         return _with_labels(nodes, labels) if labels else nodes
 
     def servers_of(self, models: Iterable[str], labels: NodeLabels = ()) -> list[ServerFigures]:
@@ -215,38 +183,43 @@ class ModelIndex:
         known = list(self.model_names(labels))
         return errors.model_not_found(model, known, labels, len(nodes), targets)
 
-    def _index(self) -> dict[str, tuple[Node, ...]]:
-        if self._serving is None:
-            serving = defaultdict[str, list[Node]](list)
-            own_names = defaultdict[str, set[str]](set)
-            paused, open_names = self.paused_by_name, set[str]()
-            nameless: list[Node] = []
-            for node in self._nodes:
-                # In the node's own order, so that lists of models are stable.
-                declared, properties = node.spec.models, node.properties
-                models = properties.names if declared is None else declared
-                if not (models and node.spec.enabled) or node.is_router:
-                    if not node.instances:
-                        nameless.append(node)
-                    continue
-                aliases = properties.aliases if declared is None else {}
-                for model in models:
-                    serving[model].append(node)
-                    own_names[model].add(aliases.get(model, model))
-                if paused:
-                    closed = {aliases.get(model, model) for model in paused.intersection(models)}
-                    open_names.update(one for one in models if aliases.get(one, one) not in closed)
-            self._serving = {model: tuple(nodes) for model, nodes in serving.items()}
-            self._names = tuple(serving)
-            self._aliases = {
-                name: next(iter(owns))
-                for name, owns in own_names.items()
-                if len(owns) == 1 and name not in owns
-            }
-            self._paused = paused | (serving.keys() - open_names)
-            self._linked = _link_names(own_names)
-            self._nameless = tuple(nameless)
-        return self._serving
+    def _index(self) -> _Names:
+        if self._known is None:
+            self._known = _find_names(self._nodes, self.paused_by_name)
+        return self._known
+
+
+def _find_names(nodes: Iterable[Node], paused: frozenset[str]) -> _Names:
+    serving = defaultdict[str, list[Node]](list)
+    own_names = defaultdict[str, set[str]](set)
+    open_names, nameless = set[str](), list[Node]()
+    for node in nodes:
+        # In the node's own order, so that lists of models are stable.
+        declared, properties = node.spec.models, node.properties
+        models = properties.names if declared is None else declared
+        if not (models and node.spec.enabled) or node.is_router:
+            if not node.instances:
+                nameless.append(node)
+            continue
+        aliases = properties.aliases if declared is None else {}
+        for model in models:
+            serving[model].append(node)
+            own_names[model].add(aliases.get(model, model))
+        if paused:
+            closed = {aliases.get(model, model) for model in paused.intersection(models)}
+            open_names.update(one for one in models if aliases.get(one, one) not in closed)
+    return _Names(
+        {model: tuple(nodes) for model, nodes in serving.items()},
+        tuple(serving),
+        nameless,
+        {
+            name: next(iter(owns))
+            for name, owns in own_names.items()
+            if len(owns) == 1 and name not in owns
+        },
+        _link_names(own_names),
+        paused | (serving.keys() - open_names),
+    )
 
 
 def server_figures(node: Node, *, is_up: bool | None = None) -> ServerFigures:

@@ -103,21 +103,16 @@ class Speed:
         default_factory=lambda: LinearTrend(DECODE_HALF_LIFE, STEP_PRIOR, STEP_STRENGTH, MOST_STEP)
     )
 
-    def learn_timings(
-        self, timings: Mapping[str, object], seen: ObservedTiming | None = None
-    ) -> SpeedSample:
-        """Learn from llama.cpp's `timings` and from what the gateway saw; returns the sample."""
-        return self._learn(sample_from_timings(timings, seen))
-
-    def learn_clocked(
-        self,
-        prompt_tokens: float,
-        cached_tokens: float,
-        completion_tokens: float,
-        seen: ObservedTiming,
-    ) -> SpeedSample:
-        """Learn from what the gateway saw of an endpoint without timings; returns the sample."""
-        return self._learn(sample_from_clock(prompt_tokens, cached_tokens, completion_tokens, seen))
+    def learn(self, sample: SpeedSample) -> None:
+        """Learn from what one answer has shown."""
+        rate = sample.prefill
+        if rate is not None:
+            self._prefill.learn(1 / rate.tokens, rate.low, rate.high, rate.tokens)
+        rate = sample.decode
+        if rate is not None:
+            self._decode.learn((sample.busy_slots or 1.0) - 1, rate.low, rate.high, rate.tokens)
+        self._update()
+        self.samples += 1
 
     def calibrate(self, timings: Mapping[str, object]) -> SpeedSample | None:
         """Assume what one tiny request's `timings` show, and of the rest what is assumed now.
@@ -181,17 +176,6 @@ class Speed:
         else:
             self.decode_tps = None
             self.token_base, self.token_step = prior.token_base, prior.token_step
-
-    def _learn(self, sample: SpeedSample) -> SpeedSample:
-        rate = sample.prefill
-        if rate is not None:
-            self._prefill.learn(1 / rate.tokens, rate.low, rate.high, rate.tokens)
-        rate = sample.decode
-        if rate is not None:
-            self._decode.learn((sample.busy_slots or 1.0) - 1, rate.low, rate.high, rate.tokens)
-        self._update()
-        self.samples += 1
-        return sample
 
 
 class SpeedState(msgspec.Struct, frozen=True):

@@ -1,4 +1,4 @@
-"""Which requests may wait, and those that do: by caller, for shedding, and by when each falls due.
+"""Which requests may wait, and those that do: by caller, and for shedding.
 
 The queue is bounded by count and by the predicted wait. A class is admitted while the queue is
 filled less than its share, so that lower classes are refused first. A class that was refused for
@@ -9,7 +9,6 @@ that comes free would admit one request and refuse the next.
 from __future__ import annotations
 
 import asyncio
-import heapq
 import itertools
 import math
 from bisect import bisect_left, insort
@@ -30,9 +29,6 @@ from gateway.schedule.candidates import NodeCandidates, NodesByModel
 from gateway.schedule.core.requests import QueuedRequest
 from gateway.terms import Priority
 
-# Due times of requests that have left, beside two for each that waits, before they are dropped.
-MOST_STALE_TIMERS = 64
-
 
 @dataclass(slots=True, eq=False)
 class Waiter:
@@ -50,7 +46,7 @@ class Waiter:
     """Whether its client has the head of a response, with a heartbeat."""
     shed_key: tuple[int, float, int] = (0, 0.0, 0)
     """Sorts its user's requests by class, then by age."""
-    timer_id: int = -1  # its entry among the due times of `Waiters`
+    timer: asyncio.TimerHandle | None = None  # of its check at `due_at`
     yield_asked_at: float = -math.inf  # when running requests were last asked to yield to it
 
     @property
@@ -94,9 +90,11 @@ class Waiter:
         """Its client has the head of a response."""
         self.response_started = True
 
-    def set_timer(self, timer_id: int) -> None:
-        """Its due time has this entry."""
-        self.timer_id = timer_id
+    def set_timer(self, timer: asyncio.TimerHandle | None) -> None:
+        """It is checked by this timer and no other."""
+        if self.timer is not None:
+            self.timer.cancel()
+        self.timer = timer
 
     def expiry_error(
         self, settings: Settings, retry_after: float, now: float
@@ -157,10 +155,6 @@ class Waiters:
     _patient: dict[str, dict[Waiter, None]] = field(default_factory=dict)
     """Those that are patient, by caller, in the order in which they came."""
     _serials: Iterator[int] = field(default_factory=lambda: itertools.count(1))
-    _by_timer: dict[int, Waiter] = field(default_factory=dict)  # those that have not fallen due
-    timers: list[tuple[float, int]] = field(default_factory=list)
-    """A heap of due times; some belong to requests that have left."""
-    _timer_ids: Iterator[int] = field(default_factory=itertools.count)
 
     def __len__(self) -> int:
         return len(self._by_queued)
@@ -183,7 +177,6 @@ class Waiters:
         """It waits from now on."""
         self._by_queued[waiter.queued] = waiter
         self._by_request_id[waiter.request.id] = waiter
-        self._add_timer(waiter)
         waiter.set_shed_key(next(self._serials))
         user = caller_and_user(waiter.request)
         self.fair_share.add(user[0], 1, user[1])
@@ -196,7 +189,7 @@ class Waiters:
         waiter = self._by_queued.pop(queued, None)
         if waiter is not None:
             self._by_request_id.pop(waiter.request.id, None)
-            self._remove_timer(waiter)
+            waiter.set_timer(None)
             user = caller_and_user(waiter.request)
             self.fair_share.remove(user[0], 1, user[1])
             waiting = self._by_user[user]
@@ -236,39 +229,6 @@ class Waiters:
         """A caller's newest patient request that can be shed."""
         patient = reversed(self._patient.get(caller, {}))
         return next((waiter for waiter in patient if waiter.can_shed), None)
-
-    def set_candidates(self, waiter: Waiter, candidates: NodeCandidates) -> None:
-        """Replace the candidates of one that waits."""
-        moved = candidates.fallback_at != waiter.candidates.fallback_at
-        waiter.set_candidates(candidates)
-        if moved:
-            self._remove_timer(waiter)
-            self._add_timer(waiter)
-
-    def next_due(self) -> float:
-        """When the next one falls due; infinity: none will."""
-        timers = self.timers
-        while timers and timers[0][1] not in self._by_timer:
-            heapq.heappop(timers)
-        return timers[0][0] if timers else math.inf
-
-    def pop_due(self, now: float) -> list[Waiter]:
-        """Those that have fallen due since the last call. They wait until they are taken out."""
-        due = []
-        while self.next_due() <= now:
-            due.append(self._by_timer.pop(heapq.heappop(self.timers)[1]))
-        return due
-
-    def _add_timer(self, waiter: Waiter) -> None:
-        waiter.set_timer(next(self._timer_ids))
-        self._by_timer[waiter.timer_id] = waiter
-        heapq.heappush(self.timers, (waiter.due_at, waiter.timer_id))
-
-    def _remove_timer(self, waiter: Waiter) -> None:
-        self._by_timer.pop(waiter.timer_id, None)
-        if len(self.timers) > MOST_STALE_TIMERS + 2 * len(self._by_timer):
-            self.timers = [one for one in self.timers if one[1] in self._by_timer]
-            heapq.heapify(self.timers)
 
 
 def caller_and_user(request: LeaseRequest) -> tuple[str, str]:

@@ -21,18 +21,16 @@ import httpx
 
 from gateway import errors
 from gateway.config.inventory import NodeSpec
-from gateway.config.scheduling import ElasticSettings, Hook
-from gateway.config.settings import Settings
+from gateway.config.scheduling import Hook
 from gateway.events import EventBus, HookEnded
 from gateway.lease import LeaseRequest, Tried
 from gateway.nodes.fleet import Fleet
 from gateway.nodes.health import probe_slots
 from gateway.nodes.lifecycle import LifecyclePhase
 from gateway.nodes.node import Node
-from gateway.schedule.candidates import CandidateFinder, NodesByModel, is_alive
+from gateway.schedule.candidates import NodesByModel, is_alive
 from gateway.schedule.core.autoscaling_policy import (
     AutoscalingPolicy,
-    AutoscalingRules,
     ScalingAction,
     StandbyNode,
     WaitingDemand,
@@ -208,39 +206,18 @@ TICK = 0.5  # seconds between two looks at the load
 OFF_REASON = "standby: it does not run"
 
 
-def autoscaling_rules(settings: ElasticSettings) -> AutoscalingRules:
-    """The policy's part of the settings `elastic`."""
-    return AutoscalingRules(
-        settings.start_above,
-        settings.start_after,
-        settings.stop_after,
-        settings.min,
-        settings.max,
-        settings.cooldown,
-    )
-
-
 @dataclass(slots=True, eq=False)
 class Autoscaler:
     """Starts and stops the standby nodes of a fleet by their hooks. `run` owns every task."""
 
     fleet: Fleet
     scheduler: Scheduler
-    settings: Settings
     bus: EventBus
     clock: Callable[[], float]
     policy: AutoscalingPolicy = field(default_factory=AutoscalingPolicy)
     _tasks: dict[Node, asyncio.Task[None]] = field(default_factory=dict)
     """By node: the task of its hook, with the probe before it."""
-    _candidate_finder: CandidateFinder = field(init=False)
     _handed_over: bool = False
-
-    def __post_init__(self) -> None:
-        self._candidate_finder = CandidateFinder(self.fleet.model_index, self.scheduler.fleet_sync)
-
-    def configure(self, settings: Settings) -> None:
-        """Go by these settings from now on."""
-        self.settings = settings
 
     async def run(self) -> None:
         """Run until cancelled. Then hooks that run are cancelled; the nodes stay as they are."""
@@ -265,7 +242,7 @@ class Autoscaler:
         now = self.clock()
         for node in standby:
             self._follow_probes(node, now)
-        rules = autoscaling_rules(self.settings.elastic)
+        rules = self.scheduler.settings.elastic
         for action in self.policy.decide(
             self._standby_nodes(nodes, standby), self._demands(), rules, now
         ):
@@ -303,7 +280,7 @@ class Autoscaler:
 
     def _check_timeout(self, node: Node, since: float, reason: str, now: float) -> None:
         """Stop a node that has not worked since `since` for longer than `elastic.ready_timeout`."""
-        settings = self.settings.elastic
+        settings = self.scheduler.settings.elastic
         if now - since >= settings.ready_timeout and not node.draining:
             node.lifecycle.record_failure(now, settings.backoff, settings.backoff_max)
             self._start_task(node, self._stop(node, f"{reason} for {settings.ready_timeout:g} s"))
@@ -387,7 +364,7 @@ class Autoscaler:
             alive = sum(
                 node.slots_total for _, nodes in by_model for node in nodes if is_alive(node)
             )
-            counts = request.caller.priority.label in self.settings.elastic.classes
+            counts = request.caller.priority.label in self.scheduler.settings.elastic.classes
             wait = 0.0
             if counts:
                 waited = now - waiter.queued_at
@@ -402,11 +379,11 @@ class Autoscaler:
     ) -> tuple[NodesByModel, frozenset[str]]:
         """The nodes that could serve it, and the names of the standby nodes that it may use."""
         try:
-            by_model = self._candidate_finder.nodes_by_model(request, tried)
+            by_model = self.scheduler.candidate_finder.nodes_by_model(request, tried)
         except errors.GatewayError:
             return (), frozenset()
         nodes = [node for _, found in by_model for node in found]
-        hybrid, label = self.settings.hybrid, request.caller.priority.label
+        hybrid, label = self.scheduler.settings.hybrid, request.caller.priority.label
         gpu = label in hybrid.gpu_first or (
             hybrid.spill is not None and label in hybrid.spill.classes
         )
@@ -435,7 +412,7 @@ class Autoscaler:
             node.lifecycle.explain("started")
             self.fleet.lifecycle_changed(node)
             return
-        settings = self.settings.elastic
+        settings = self.scheduler.settings.elastic
         node.lifecycle.record_failure(self.clock(), settings.backoff, settings.backoff_max)
         # The node may run all the same, and cost money.
         await self._stop(node, f"its start hook failed: {why}")
@@ -454,7 +431,7 @@ class Autoscaler:
     async def _stop(self, node: Node, why: str) -> None:
         """Run the stop hook; after a failure again and again, and the node counts as running."""
         assert node.spec.stop is not None
-        lifecycle, settings = node.lifecycle, self.settings.elastic
+        lifecycle, settings = node.lifecycle, self.scheduler.settings.elastic
         if lifecycle.phase is not LifecyclePhase.STOPPING:
             lifecycle.enter(LifecyclePhase.STOPPING, f"{why}: being stopped", self.clock())
             self.fleet.lifecycle_changed(node)
@@ -478,7 +455,7 @@ class Autoscaler:
 
     async def _run(self, node: Node, name: str, hook: Hook) -> str | None:
         """Run a hook and publish its result; why it failed, or None."""
-        limit = self.settings.elastic.hook_timeout
+        limit = self.scheduler.settings.elastic.hook_timeout
         result = await run_hook(hook, node.spec, limit, self.clock)
         self.bus.publish(
             HookEnded(node.name, name, result.outcome, result.seconds, result.detail, result.output)

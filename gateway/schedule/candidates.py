@@ -22,7 +22,7 @@ from gateway.config.keys import NodeLabels, has_labels
 from gateway.config.settings import Settings
 from gateway.lease import LeaseRequest, Tried, WantedNode
 from gateway.nodes.fleet import Fleet
-from gateway.nodes.model_index import DEDICATED_ENDPOINTS, CapableNodes, ModelIndex
+from gateway.nodes.model_index import DEDICATED_ENDPOINTS, ModelIndex
 from gateway.nodes.node import Node
 from gateway.nodes.prompt_cache import CacheContents, FleetPromptCache, PrefixHits
 from gateway.nodes.router import LoadPhase
@@ -140,31 +140,25 @@ class Service:
 
     cpu: CandidateSet
     gpu: CandidateSet
-    capable_nodes: CapableNodes | None = None
-    """The model index's nodes, when the candidate sets were filled; None: fill them anew."""
+    nodes: tuple[Node, ...] = ()
+    least_slots: int = 0  # of one of them
+    least_context: float = math.inf  # tokens of one slot; infinity: none has reported it
     groups: ModelGroups = ()  # where a request for it may go while no rule says otherwise
-    candidates: NodeCandidates | None = None
+    candidates: NodeCandidates = field(default_factory=lambda: NodeCandidates((), ()))
     """The candidates of a request that every node of the service can take."""
-    version: int = -1  # the model index's version when they were last checked
+    version: int = -1  # the model index's version when all this was found; -1: find it anew
 
     def invalidate(self) -> None:
         """The rows are others now."""
-        self.capable_nodes, self.version = None, -1
+        self.version = -1
 
     def update(
-        self,
-        capable_nodes: CapableNodes,
-        rows_of: Callable[[Iterable[Node]], tuple[NodeSlots, ...]],
-        version: int,
+        self, model: str, nodes: tuple[Node, ...], rows: tuple[NodeSlots, ...], version: int
     ) -> None:
-        """These are its nodes, as of that version of the model index."""
-        if self.capable_nodes is not capable_nodes:
-            self.capable_nodes = capable_nodes
-            self._fill(rows_of(capable_nodes.nodes))
-            self.candidates = NodeCandidates(capable_nodes.by_model, self.groups)
-        self.version = version
-
-    def _fill(self, rows: tuple[NodeSlots, ...]) -> None:
+        """These are its nodes, with their rows, as of that version of the model index."""
+        self.nodes, self.version = nodes, version
+        self.least_slots = min((node.slots_total for node in nodes), default=0)
+        self.least_context = min((node.context or math.inf for node in nodes), default=math.inf)
         gpu = tuple(row for row in rows if row.gpu)
         cpu = tuple(row for row in rows if not row.gpu) if gpu else rows
         for candidates, members in ((self.gpu, gpu), (self.cpu, cpu)):
@@ -173,6 +167,7 @@ class Service:
         tiers = tuple(candidates for candidates in (self.gpu, self.cpu) if candidates.rows)
         if not self.groups or self.groups[0] != tiers:
             self.groups = (tiers,)
+        self.candidates = NodeCandidates(((model, nodes),), self.groups)
 
 
 class _OutOfService(NamedTuple):
@@ -406,14 +401,11 @@ class FleetSync:
 
     def service(self, key: ServiceKey) -> Service:
         """The candidate sets of the nodes that serve this, up to date."""
-        model_index = self.fleet.model_index
-        service = self.services.get(key)
-        if service is not None and service.version == model_index.version:
+        index, service = self.fleet.model_index, self.services.get(key)
+        if service is not None and service.version == index.version:
             return service
         model, endpoint, vision, native, labels = key
-        capable = model_index.capable_nodes(
-            model, endpoint, vision=vision, native=native, labels=labels
-        )
+        nodes = index.capable_nodes(model, endpoint, vision=vision, native=native, labels=labels)
         if service is None:
             if len(self.services) >= MOST_SERVICES:
                 self.services.clear()
@@ -425,7 +417,7 @@ class FleetSync:
                         self._refresh_reserve_group(node, row)
             state = self.placement_state
             service = self.services[key] = Service(state.candidate_set(), state.candidate_set())
-        service.update(capable, self.rows, model_index.version)
+        service.update(model, nodes, self.rows(nodes), index.version)
         return service
 
     def is_measured(self, queued: QueuedRequest) -> bool:
@@ -512,15 +504,12 @@ class CandidateFinder:
             service = self.fleet_sync.services.get(key)
             if service is None or service.version != self.model_index.version:
                 service = self.fleet_sync.service(key)
-            capable, candidates = service.capable_nodes, service.candidates
-            assert capable is not None
-            assert candidates is not None
             if (
-                capable.nodes
-                and request.size.slots <= capable.least_slots
-                and request.size.prompt_tokens <= capable.least_context >= tried.min_context
+                service.nodes
+                and request.size.slots <= service.least_slots
+                and request.size.prompt_tokens <= service.least_context >= tried.min_context
             ):
-                return candidates
+                return service.candidates
         by_model = self.nodes_by_model(request, tried)
         groups = tuple(
             tiers
@@ -535,19 +524,11 @@ class CandidateFinder:
         wanted, is_served = request.wanted, False
         by_model: list[tuple[str, Sequence[Node]]] = []
         most_slots = 0
-        resume_key, context = (
-            wanted.resume_key,
-            max(request.size.prompt_tokens, tried.min_context),
-        )
+        resume_key = wanted.resume_key
+        context = max(request.size.prompt_tokens, tried.min_context)
         for name in wanted.model_names:
-            capable = self.model_index.capable_nodes(
-                name,
-                wanted.endpoint,
-                vision=wanted.needs_vision,
-                native=wanted.llama_cpp_only,
-                labels=wanted.node_labels,
-            )
-            nodes: Sequence[Node] = capable.nodes
+            service = self.fleet_sync.service(_key(name, wanted))
+            nodes: Sequence[Node] = service.nodes
             is_served = (
                 is_served or bool(nodes) or self.model_index.serves(name, wanted.node_labels)
             )
@@ -557,10 +538,10 @@ class CandidateFinder:
                 nodes = [node for node in nodes if node.may_resume(resume_key)]
             if not nodes:
                 continue
-            if capable.least_slots < request.size.slots:
+            if service.least_slots < request.size.slots:
                 most_slots = max(most_slots, *(node.most_slots for node in nodes))
                 nodes = [node for node in nodes if node.most_slots >= request.size.slots]
-            if nodes and capable.least_context < context:
+            if nodes and service.least_context < context:
                 nodes = with_context(nodes, context)
             if nodes:
                 by_model.append((name, nodes))

@@ -29,6 +29,7 @@ from gateway.nodes.fleet import Fleet
 from gateway.nodes.health import another_prefills
 from gateway.nodes.node import Lease, Node
 from gateway.nodes.server_properties import ServerProperties
+from gateway.nodes.speed import sample_from_clock, sample_from_timings
 from gateway.schedule.core.tiers import cost_of
 from gateway.schedule.scheduler import LeaseRecord, Scheduler
 
@@ -66,10 +67,11 @@ class LocalLeaseService:
         default_factory=OrderedDict
     )
     """By request id."""
+    lease_now: Callable[[LeaseRequest, Tried, float], GrantedLease | None] = field(init=False)
     _records: dict[int, LeaseRecord] = field(init=False)  # the scheduler's, by lease id
 
     def __post_init__(self) -> None:
-        self._records = self.scheduler.records
+        self.lease_now, self._records = self.scheduler.lease_now, self.scheduler.records
 
     def start_while(self, may_start: Callable[[int], bool]) -> None:
         """Have requests written only while this says so of their leases."""
@@ -77,20 +79,10 @@ class LocalLeaseService:
 
     # Asked for a lease.
 
-    def lease_now(self, request: LeaseRequest, tried: Tried, age: float) -> GrantedLease | None:
-        """A lease for a request that was received `age` seconds ago; None: it must wait.
-
-        Raises: GatewayError, if no node can serve it, or not in time.
-        """
-        return self.scheduler.lease_now(request, tried, age)
-
     async def wait_for_lease(
         self, request: LeaseRequest, tried: Tried, age: float, *, response_started: bool = False
     ) -> GrantedLease:
-        """Queue until a slot is granted; call after `lease_now` returned None.
-
-        `response_started`: the client has the head of a response. Raises: GatewayError.
-        """
+        """As `LeaseService.wait_for_lease`. Raises: GatewayError."""
         scheduler = self.scheduler
         received_at = scheduler.clock() - age
         try:
@@ -106,10 +98,7 @@ class LocalLeaseService:
     async def has_other_node(
         self, request: LeaseRequest, tried: Tried, *, but_paused: bool = False
     ) -> bool:
-        """Whether a node is alive that could take it and has not failed it.
-
-        `but_paused`: nodes that want no request at this time don't count. Raises: GatewayError.
-        """
+        """As `LeaseService.has_other_node`. Raises: GatewayError."""
         now = self.scheduler.clock()
         return any(
             node.name not in tried.failed_nodes
@@ -120,7 +109,7 @@ class LocalLeaseService:
         )
 
     async def has_larger_context(self, request: LeaseRequest, tried: Tried) -> bool:
-        """Whether a node has the context that it is known to need. Raises: GatewayError."""
+        """As `LeaseService.has_larger_context`. Raises: GatewayError."""
         return any(
             node.context is not None and node.context >= tried.min_context
             for _, nodes in self.scheduler.candidate_finder.nodes_by_model(request, tried)
@@ -170,11 +159,7 @@ class LocalLeaseService:
             self._woke(lease, now)
 
     def content_went_on(self, lease_id: int, tokens: int) -> None:
-        """More content has come since the last report, a second ago or so: the node is alive.
-
-        `tokens`: how many have come of the stream, as counted by events; 0: it is not known how
-        fast the node writes them, for example since the client lags.
-        """
+        """As `LeaseService.content_went_on`."""
         lease = self._records[lease_id]
         context = 0.0 if lease.placement is None else lease.placement.prompt_tokens
         self.fleet.stream_went_on(lease, tokens, context)
@@ -201,10 +186,7 @@ class LocalLeaseService:
     # Told how it ended.
 
     def ended(self, report: AttemptReport) -> AttemptCharge:
-        """The attempt is over. Each lease ends exactly once.
-
-        Returns what it took if no response began; else `settle` does.
-        """
+        """As `LeaseService.ended`."""
         lease, scheduler, charge = self._records[report.lease_id], self.scheduler, NOTHING_CHARGED
         request = lease.request
         if request.caller.yields:
@@ -237,10 +219,7 @@ class LocalLeaseService:
         return charge
 
     def settle(self, report: UsageReport, request: LeaseRequest) -> AttemptCharge:
-        """Count what an ended response took.
-
-        `request`: the client's own, of which the attempt may be a resumption.
-        """
+        """As `LeaseService.settle`."""
         scheduler, lease = self.scheduler, self._records.pop(report.lease_id)
         node, complete, usage, reported = (
             lease.node, report.complete, report.attempt, report.reported,
@@ -351,12 +330,13 @@ class LocalLeaseService:
         node = lease.node
         if lease.wake or (node.sleep.seen and _woke_unnoticed(lease, usage)):
             return  # Its time, and the first use of freshly loaded weights, say nothing.
-        if usage.timings is not None:
-            self.fleet.learn_timings(node, usage.timings, lease)
-        elif lease.slots:
-            self.fleet.learn_clocked(
-                lease, usage.prompt_tokens, usage.cached_tokens, usage.completion_tokens
-            )
+        seen = lease.observed_timing()
+        if lease.slots and usage.timings is not None:
+            self.fleet.learn_speed(node, sample_from_timings(usage.timings, seen))
+        elif seen is not None:
+            each = usage.completion_tokens / lease.slots
+            sample = sample_from_clock(usage.prompt_tokens, usage.cached_tokens, each, seen)
+            self.fleet.learn_speed(node, sample)
         self.scheduler.fleet_sync.speed_learnt(node)
 
     # Who is to blame.

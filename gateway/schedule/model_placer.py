@@ -182,8 +182,8 @@ class ModelPlacer:
             if (router := self._routers.get(one.node)) and one.model in router.models
         }
         for node in found ^ self._without_room:
-            assert node.load is not None
-            node.load.tell_room(self._no_room(node) if node in found else "")
+            _, load = node.routed
+            load.tell_room(self._no_room(node) if node in found else "")
             self.fleet.load_changed(node)
         self._without_room = found
 
@@ -258,8 +258,8 @@ class ModelPlacer:
             if known.models.pop(model, None) is not None:
                 self.policy.fleet.remove(router.name, model)
             return
-        assert node.load is not None
-        before, own = known.models.get(model), (node.load.memory, node.sleep.measured)
+        _, load = node.routed
+        before, own = known.models.get(model), (load.memory, node.sleep.measured)
         if before is None or before.own != own:
             # Other nodes that have not loaded it are taken to be like this one.
             memory, seconds = self._learnt.get(model, _UNKNOWN)
@@ -301,8 +301,7 @@ class ModelPlacer:
         return router.takes_commands and self.settings.model_placement.commands
 
     def _instance(self, router: Node, node: Node) -> Instance:
-        load, model = node.load, model_key(node)
-        assert load is not None
+        (_, load), model = node.routed, model_key(node)
         load.prompts_saved(self.saved_prompts.count(node))
         phase, since = load.phase, load.since
         waking_since = node.sleep.waking_since if node.spec.kind == "openai" else None
@@ -333,8 +332,7 @@ class ModelPlacer:
 
     def pinner(self, node: Node) -> Pinner | None:
         """Who has pinned a router's model there; None: nobody has."""
-        router = node.router
-        assert router is not None
+        router, _ = node.routed
         if any(router.name in rule.pin for rule in self.rules_of(node)):
             return "settings"
         if not node.public_models.isdisjoint(router.spec.preload):
@@ -343,10 +341,10 @@ class ModelPlacer:
 
     def memory_of(self, node: Node) -> int | None:
         """Bytes: as the settings say, its file, or a load has shown on this node or on another."""
-        assert node.load is not None
+        _, load = node.routed
         written = next((rule.memory for rule in self.rules_of(node) if rule.memory), None)
         # Its file says it exactly, where what a load shows is a bound.
-        known = written or self._by_file(node, node.load.file) or node.load.memory
+        known = written or self._by_file(node, load.file) or load.memory
         return known or self._learnt.get(model_key(node), _UNKNOWN)[0]
 
     def _by_file(self, node: Node, file: str | None) -> int | None:
@@ -463,9 +461,7 @@ class ModelPlacer:
 
     def order(self, node: Node, verb: Literal["load", "unload"]) -> None:
         """Load or unload a router's model now, as an operator wants it. Raises: GatewayError."""
-        now, router, load = self.clock(), node.router, node.load
-        assert router is not None
-        assert load is not None
+        (router, load), now = node.routed, self.clock()
         self._check_commanded(router)
         key, pinner = (router.name, model_key(node)), self.pinner(node)
         actions: list[LoadAction] | None = []
@@ -507,8 +503,7 @@ class ModelPlacer:
 
     def _no_room(self, node: Node) -> str:
         """Why a model can't be loaded, with the figures."""
-        router = node.router
-        assert router is not None
+        router, _ = node.routed
         most = router.most_loaded
         # A router that has just been recognised may not be among the fleet's.
         use = self.host_use(router.host).get(router.host, HostUse(None, 0, 0))
@@ -555,9 +550,7 @@ class ModelPlacer:
 
     def _carry_out(self, action: LoadAction, now: float) -> None:
         node = self._routers[action.node].models[action.model].node
-        router, load = node.router, node.load
-        assert router is not None
-        assert load is not None
+        router, load = node.routed
         if node in self._tasks or node.removed:
             return
         if action.verb == "keep":
@@ -572,11 +565,11 @@ class ModelPlacer:
             return
         elif action.verb == "load":
             self.fleet.load_ordered(node, "load", action.reason)
-            self._start_task(node, self._load(router, node))
+            self._start_task(node, self._load(node))
             return
         else:
             load.retire(action.reason, action.cause, now)
-            self._start_task(node, self._unload(router, node))
+            self._start_task(node, self._unload(node))
         self.fleet.load_changed(node)
 
     def _start_task(self, node: Node, command: Coroutine[None, None, None]) -> None:
@@ -591,20 +584,18 @@ class ModelPlacer:
             log.error("A model could not be loaded or unloaded", exc_info=error)
         self._wake.set()
 
-    async def _load(self, router: Node, node: Node) -> None:
-        load = node.load
-        assert load is not None
-        why, of_model = await self._command(router, node, "load") or ("", False)
+    async def _load(self, node: Node) -> None:
+        _, load = node.routed
+        why, of_model = await self._command(node, "load") or ("", False)
         if of_model:
             self.fleet.load_refused(node, why)
         elif why:
             load.load_refused(why, self.clock())
         self.fleet.load_changed(node)
 
-    async def _unload(self, router: Node, node: Node) -> None:
+    async def _unload(self, node: Node) -> None:
         """Unload it, unless it has work: ours, or that of others."""
-        load = node.load
-        assert load is not None
+        _, load = node.routed
         if node.spec.slot_save and not node.leases:
             await self.saved_prompts.save(node)
         # A router cuts what runs.
@@ -616,7 +607,7 @@ class ModelPlacer:
             self.fleet.load_changed(node)
             return
         self.fleet.load_ordered(node, "unload", load.reason)
-        if refused := await self._command(router, node, "unload"):
+        if refused := await self._command(node, "unload"):
             load.enter(LoadPhase.READY, refused[0], self.clock())
         self.fleet.load_changed(node)
 
@@ -634,24 +625,24 @@ class ModelPlacer:
         try:
             if before is not None:
                 await asyncio.wait([before])
-            if not await self.saved_prompts.restore(node) and node.router is not None:
+            if not await self.saved_prompts.restore(node):
                 self.fleet.load_ordered(node, "unload", "a slot of it could not be emptied")
-                await self._command(node.router, node, "unload")
+                await self._command(node, "unload")
         finally:
             if before is not None:
                 before.cancel()
             load.restores(restoring=False)
             self.fleet.load_changed(node)
 
-    async def _command(self, router: Node, node: Node, command: str) -> tuple[str, bool] | None:
+    async def _command(self, node: Node, command: str) -> tuple[str, bool] | None:
         """Send a command; None, or why the router did not take it, and if the model is to blame."""
+        router, load = node.routed
         body = msgspec.json.encode({"model": node.spec.instance})
         reply = await fetch(router, f"/models/{command}", body=body, largest=LARGEST_REFUSAL)
         self.fleet.read_models(node)
         if not isinstance(reply, ProbeResponse) and reply.answer is not ProbeAnswer.TIMED_OUT:
             return reply.detail, False
-        assert node.load is not None
-        node.load.command_taken(self.clock())
+        load.command_taken(self.clock())
         if not isinstance(reply, ProbeResponse) or reply.status == HTTPStatus.OK:
             return None  # One without an answer may carry it out: the list will show it.
         if b"already running" in reply.body or b"not running" in reply.body:

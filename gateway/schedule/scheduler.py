@@ -230,7 +230,7 @@ class Scheduler:
     """Those of them that run and may be asked to yield, the oldest first."""
     _lease_ids: Iterator[int] = field(default_factory=lambda: itertools.count(1))
     _check_all_at: float = 0.0
-    """When every waiting request is checked; until then only those that fall due."""
+    """When every waiting request is checked; until then each that falls due."""
     _positions: dict[str, QueuePosition] | None = None
     """Queue positions by request id, if somebody has asked for one since that check."""
     _rows_version: int = 0
@@ -681,6 +681,7 @@ class Scheduler:
                 if not self.waiters:
                     self._check_all_at = now + TICK
                 self.waiters.add(waiter)
+                self._set_due(waiter, now)
                 if self.fleet.routers:
                     self._on_model_asked_for(waiter.request.wanted.model_names[0], waits=True)
                 return
@@ -794,7 +795,7 @@ class Scheduler:
             self.yielding[lease_id] = lease
         if lease.wakes:
             # As if the prompt took longer to read: later requests wait for that too.
-            self.dispatcher.prefill_done(placement, placement.prefill_ends + wake)
+            state.prefill_done(placement, placement.prefill_ends + wake)
         if lease.trial or lease.wakes:
             self.fleet_sync.node_changed(node)
             self.fleet_sync.fleet.wake_began(node)
@@ -868,13 +869,11 @@ class Scheduler:
     # Checking what waits.
 
     def _set_timer(self) -> None:
-        """Check waiting requests within a tick, or sooner if something falls due."""
+        """Look again within a tick, or sooner if a deferral ends."""
         if not self.waiters:
             return
-        now = self.clock()
-        wake = self.dispatcher.wake_at() or math.inf
-        due = min(self._check_all_at, self.waiters.next_due(), wake)
-        loop = asyncio.get_running_loop()
+        now, loop = self.clock(), asyncio.get_running_loop()
+        due = min(self._check_all_at, self.dispatcher.wake_at)
         when = loop.time() + max(LEAST_TIMER_SECONDS, due - now)
         if self._timer is not None:
             if self._timer.when() <= when:
@@ -883,16 +882,14 @@ class Scheduler:
         self._timer = loop.call_at(when, self.check_due)
 
     def check_due(self) -> None:
-        """Check those whose time has come, or all when `TICK` has passed; then match."""
+        """Check every waiting request if `TICK` has passed; then match."""
         if self._timer is not None:
             self._timer.cancel()
             self._timer = None
-        now = self.clock()
-        due = self.waiters.pop_due(now)
-        if now >= self._check_all_at:
+        if self.clock() >= self._check_all_at:
             self.check_all()
         else:
-            self._check_each(due, now)
+            self.match()
 
     def check_all(self) -> None:
         """Look at the whole fleet, check every waiting request, then match."""
@@ -900,9 +897,28 @@ class Scheduler:
         self._check_all_at = now + TICK
         self._positions = None
         self.fleet_sync.refresh()
-        self._check_each(list(self.waiters), now)
+        for waiter in list(self.waiters):
+            self._check(waiter, now)
+        self.match()
         if self.yielding:
             self._ask_all_to_yield(now)
+
+    def _set_due(self, waiter: Waiter, now: float) -> None:
+        """Check a waiting request when its time has come, too."""
+        timer, loop = None, asyncio.get_running_loop()
+        if waiter.due_at < math.inf:
+            when = loop.time() + max(LEAST_TIMER_SECONDS, waiter.due_at - now)
+            timer = loop.call_at(when, self._check_one, waiter)
+        waiter.set_timer(timer)
+
+    def _check_one(self, waiter: Waiter) -> None:
+        """Its time has come."""
+        now = self.clock()
+        if now < waiter.due_at:
+            self._set_due(waiter, now)  # Not by the scheduler's own clock.
+        else:
+            self._check(waiter, now)
+            self._match_soon()
 
     def _ask_all_to_yield(self, now: float) -> None:
         """For waiting requests to which none could yield before, or did in vain."""
@@ -920,15 +936,10 @@ class Scheduler:
         if self.yield_requests.make_room(waiter.queued, now):
             waiter.note_yield_asked(now)
 
-    def _check_each(self, waiters: list[Waiter], now: float) -> None:
-        for waiter in waiters:
-            if not waiter.granted.done():
-                self._check(waiter, now)
-        self.match()
-
     def _check(self, waiter: Waiter, now: float) -> None:
         """Update its candidates, and end a wait that is too long or has become hopeless."""
-        self._update_candidates(waiter, now)
+        if not waiter.granted.done():
+            self._update_candidates(waiter, now)
         if waiter.granted.done():
             return
         if self.dispatcher.placement_state.pools:
@@ -959,7 +970,10 @@ class Scheduler:
             return
         if candidates.same_targets(waiter.candidates) and not requeue:
             self.tier_router.cancel_reservation(waiter.candidates)
-            self.waiters.set_candidates(waiter, candidates)
+            due_at = waiter.due_at
+            waiter.set_candidates(candidates)
+            if waiter.due_at != due_at:
+                self._set_due(waiter, now)
         else:
             self._remove(waiter)
             self._rebuild(waiter, candidates)

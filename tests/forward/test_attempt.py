@@ -52,7 +52,7 @@ from tests.forward.proxy_over_nodes import (
     two_nodes,
 )
 from tests.gateways import until
-from tests.nodes.build import Clock, a_node, take
+from tests.nodes.build import Clock, a_node, learn_timings, take
 from tests.virtual import in_virtual_time, now
 
 LIMITS = AttemptTimeouts(first_byte=60.0, silence=20.0, deadline=1000.0)
@@ -228,7 +228,7 @@ async def test_comments_do_not_prevent_the_silence_timeout(tmp_path: Path) -> No
     async with proxy_over(
         tmp_path, one, timeouts={"first_byte": 0.4}, retries={"attempts": 1}
     ) as proxy:
-        proxy.node("a").speed.learn_timings({"prompt_n": 10_000, "prompt_ms": 1000})
+        learn_timings(proxy.node("a").speed, {"prompt_n": 10_000, "prompt_ms": 1000})
         reply = await proxy.stream()
         assert (reply.status, reply.headers["x-gateway-reason"]) == (504, "node_timeout")
         assert reply.headers["x-should-retry"] == "false"

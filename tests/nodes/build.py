@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import random
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Mapping
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -17,7 +17,7 @@ from gateway.nodes.circuit import Circuit
 from gateway.nodes.fleet import Fleet
 from gateway.nodes.lifecycle import ProbeAnswer, ProbeResult
 from gateway.nodes.node import Lease, Node, NodeSettings, NodeState
-from gateway.nodes.speed import Speed
+from gateway.nodes.speed import ObservedTiming, Speed, sample_from_timings
 from gateway.nodes.state_files import OperatorOrders, PropertiesStore
 from gateway.transport.pool import ConnectionPool, open_node_pool
 from tests.virtual import now
@@ -42,6 +42,13 @@ class Clock:
     def passes(self, seconds: float) -> float:
         self.now += seconds
         return self.now
+
+
+def learn_timings(
+    speed: Speed, timings: Mapping[str, object], seen: ObservedTiming | None = None
+) -> None:
+    """Learn from llama.cpp's `timings`, and from what the gateway saw."""
+    speed.learn(sample_from_timings(timings, seen))
 
 
 class NoUpstream:

@@ -20,7 +20,7 @@ from gateway.nodes.node import MOST_CALIBRATIONS, Node, NodeState
 from tests.each_case import each_case
 from tests.emulator import EmulatedNode
 from tests.gateways import running_gateway
-from tests.nodes.build import Clock, Running, a_fleet, a_node, a_spec, take
+from tests.nodes.build import Clock, Running, a_fleet, a_node, a_spec, learn_timings, take
 from tests.virtual import in_virtual_time, now
 
 HALF: dict[str, Any] = {"prefill_tps": 200.0, "decode_tps": 20.0, "prefill_stalls": True}
@@ -159,7 +159,7 @@ async def test_a_measured_node_is_only_warmed_up_after_its_server_has_loaded() -
         calibrated(a_spec(url=server.url)) as (running, ended),
     ):
         await running.until(lambda: bool(ended))
-        running["a"].speed.learn_timings({"predicted_n": 100, "predicted_ms": 5000.0})
+        learn_timings(running["a"].speed, {"predicted_n": 100, "predicted_ms": 5000.0})
         await server.kill()
         await running.until_state("a", NodeState.DOWN)
         server.faults.next("status", status=500)
@@ -207,7 +207,7 @@ def test_only_idle_llama_cpp_nodes_of_unknown_speed_are_due() -> None:
         assert is_due(node) is (state in {NodeState.READY, NodeState.DEGRADED}), state
     busy, measured, blind = fresh(), fresh(), fresh()
     take(busy)
-    measured.speed.learn_timings({"prompt_n": 100, "prompt_ms": 100.0})
+    learn_timings(measured.speed, {"prompt_n": 100, "prompt_ms": 100.0})
     blind.properties.slots_refused()
     assert not any(map(is_due, (busy, measured, blind)))
 

@@ -10,7 +10,7 @@ import pytest
 
 from gateway.nodes import calibration
 from tests.each_case import each_case
-from tests.nodes.build import a_spec, take
+from tests.nodes.build import a_spec, learn_timings, take
 from tests.nodes.test_calibration import calibrated
 from tests.servers import spawn_demo_server, stop_demo_server, wait_for_demo_server
 
@@ -50,7 +50,7 @@ def test_a_cold_server_of_each_kind_shows_its_speed(options: dict[str, Any]) -> 
             guess = speed.expected_prefill_tps, 1 / speed.token_base
             async with direct(url) as client:
                 shown = await chat(client, " ".join(WORDS * 10), max_tokens=64)
-            speed.learn_timings(shown)
+            learn_timings(speed, shown)
             assert speed.prefill_tps is not None
             assert 0.2 < guess[0] / speed.prefill_tps < 5
             if not options:

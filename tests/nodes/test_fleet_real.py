@@ -14,7 +14,16 @@ import httpx
 import pytest
 
 from gateway.nodes.node import LeasePhase, Node, NodeState
-from tests.nodes.build import Running, a_fleet, a_spec, is_held, seconds_per_token, take
+from gateway.nodes.speed import sample_from_timings
+from tests.nodes.build import (
+    Running,
+    a_fleet,
+    a_spec,
+    is_held,
+    learn_timings,
+    seconds_per_token,
+    take,
+)
 from tests.servers import running_demo_servers
 from tests.transport.pool_client import pool_client
 
@@ -75,7 +84,7 @@ async def test_the_timings_of_a_real_server_are_learnt() -> None:
             answer = await pool_client(node.upstream).post(
                 "/v1/chat/completions", json=body, timeout=LIMIT
             )
-            node.speed.learn_timings(answer.json()["timings"])
+            learn_timings(node.speed, answer.json()["timings"])
             assert node.speed.prefill_tps
             assert node.speed.decode_tps
             assert 0 < node.speed.decode_tps < math.inf
@@ -137,5 +146,5 @@ async def _decode(fleet: Running, node: Node) -> float:
                 last = line.removeprefix("data: ").encode()
     lease.release()
     timings = json.loads(last)["timings"]
-    fleet.fleet.learn_timings(node, timings, lease)
+    fleet.fleet.learn_speed(node, sample_from_timings(timings, lease.observed_timing()))
     return float(timings["predicted_ms"]) / 1000 / int(timings["predicted_n"])

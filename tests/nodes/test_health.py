@@ -28,6 +28,7 @@ from gateway.nodes.health import (
 )
 from gateway.nodes.lifecycle import ProbeAnswer
 from gateway.nodes.node import Node, NodeSettings, NodeState
+from gateway.nodes.speed import sample_from_timings
 from gateway.transport.errors import ConnectFailed, LocalResourcesExhausted
 from gateway.transport.pool import open_node_pool
 from tests.each_case import each_case
@@ -319,7 +320,9 @@ async def test_the_findings_of_a_request_change_the_state_at_once() -> None:
         await fleet.until_state("a", NodeState.READY)
         fleet.fleet.endpoint_refused(fleet["a"], "rerank")
         assert not fleet["a"].supports("rerank")
-        fleet.fleet.learn_timings(fleet["a"], {"predicted_n": 10, "predicted_ms": 1000})
+        fleet.fleet.learn_speed(
+            fleet["a"], sample_from_timings({"predicted_n": 10, "predicted_ms": 1000})
+        )
         assert fleet["a"].speed.decode_tps == 10
 
 

@@ -1,4 +1,4 @@
-"""Which nodes serve a model, how long a lookup holds, and where nodes differ."""
+"""Which nodes serve a model, and where nodes differ."""
 
 from __future__ import annotations
 
@@ -7,8 +7,6 @@ from typing import Any
 from gateway.events import ModelsDiffer
 from gateway.nodes.lifecycle import ProbeAnswer, ProbeResult
 from gateway.nodes.model_index import (
-    MOST_CACHED_LOOKUPS,
-    CapableNodes,
     ComparedServer,
     ModelIndex,
     model_differences,
@@ -25,11 +23,11 @@ def an_index(*nodes: Node) -> ModelIndex:
     return index
 
 
-def names(found: CapableNodes) -> list[str]:
-    return [node.name for node in found.nodes]
+def names(nodes: tuple[Node, ...]) -> list[str]:
+    return [node.name for node in nodes]
 
 
-def chat(index: ModelIndex, model: str, **more: Any) -> CapableNodes:
+def chat(index: ModelIndex, model: str, **more: Any) -> tuple[Node, ...]:
     return index.capable_nodes(model, "chat", **{"vision": False, "native": False, **more})
 
 
@@ -44,8 +42,7 @@ def test_a_model_has_the_nodes_that_declare_or_report_it() -> None:
     assert index.nodes_for("m") == (declares, reports)
     assert index.model_names() == ("m", "n")
     assert (index.serves("m"), index.serves("own")) == (True, False)
-    found = chat(index, "m")
-    assert (names(found), found.least_slots, found.least_context) == (["a", "b"], 2, 4096)
+    assert names(chat(index, "m")) == ["a", "b"]
 
 
 def test_nodes_that_cannot_do_what_is_wanted_are_left_out() -> None:
@@ -154,27 +151,6 @@ def test_a_pause_and_an_id_hold_for_the_names_that_all_servers_give_to_a_model()
     one.models_changed()
     one.properties.models, one.properties.aliases = ("nick",), {"secret": "nick", "both": "nick"}
     assert one.models_changed()
-
-
-def test_a_lookup_holds_until_a_node_changes() -> None:
-    node = a_node(models={"m": "m"})
-    index = an_index(node)
-    before, version = chat(index, "m"), index.version
-    node.endpoint_refused("chat", None, 0.0)
-    assert chat(index, "m") is before
-    index.node_changed()
-    assert names(chat(index, "m")) == []
-    assert index.version > version
-
-
-def test_names_that_no_node_serves_are_not_cached_and_others_only_up_to_a_limit() -> None:
-    many = {f"m{number}": "m" for number in range(MOST_CACHED_LOOKUPS + 1)}
-    index = an_index(a_node(models=many))
-    chat(index, "made-up")
-    assert index.cached_lookups == {}
-    for model in many:
-        assert names(chat(index, model)) == ["a"]
-    assert len(index.cached_lookups) == MOST_CACHED_LOOKUPS
 
 
 def test_a_model_may_be_served_by_a_node_that_has_not_reported_any_and_is_not_down() -> None:

@@ -33,7 +33,16 @@ from gateway.nodes.speed import (
 from gateway.workshop.plan.catalogue import packaged_catalogue
 from tests.each_case import each_case
 from tests.emulator import EmulatedNode
-from tests.nodes.build import Clock, Running, a_fleet, a_node, a_spec, seconds_per_token, take
+from tests.nodes.build import (
+    Clock,
+    Running,
+    a_fleet,
+    a_node,
+    a_spec,
+    learn_timings,
+    seconds_per_token,
+    take,
+)
 from tests.transport.pool_client import pool_client
 from tests.virtual import in_virtual_time, now
 
@@ -61,7 +70,7 @@ def test_a_calibration_is_assumed_until_an_answer_shows_the_speed() -> None:
     assert not speed.calibrate({"prompt_n": math.nan, "predicted_n": 1, "predicted_ms": 5})
     assert (speed.expected_prefill_tps, speed.token_base) == pytest.approx((200, 0.05))
     assert speed.version == version + 1  # The prior's own.
-    speed.learn_timings(timings(prompt=50, tps=5))
+    learn_timings(speed, timings(prompt=50, tps=5))
     assert (speed.prefill_tps, speed.decode_tps) == pytest.approx((50, 5))
     assert (speed.expected_prefill_tps, speed.token_base) == pytest.approx((50, 0.2))
     speed.forget()
@@ -77,17 +86,17 @@ def test_a_calibration_is_assumed_until_an_answer_shows_the_speed() -> None:
 def test_nonsense_is_ignored(bad: Any) -> None:
     for key in ("prompt_n", "prompt_ms", "predicted_n", "predicted_ms"):
         speed = Speed()
-        speed.learn_timings(timings(tps=50))
+        learn_timings(speed, timings(tps=50))
         before = (speed.prefill_tps, speed.decode_tps)
-        speed.learn_timings(timings(tps=50) | {key: bad})
+        learn_timings(speed, timings(tps=50) | {key: bad})
         assert (speed.prefill_tps, speed.decode_tps) == pytest.approx(before), key
 
 
 def test_an_unmeasured_node_is_assumed_to_be_as_fast_as_the_best_of_its_like() -> None:
     slow, fast, calibrated, unknown = a_node(), a_node(), a_node(), a_node()
     others = [a_node(tier="gpu"), a_node(kind="openai"), a_node(model="another")]
-    slow.speed.learn_timings(timings(tps=5) | {"prompt_ms": 100.0})
-    fast.speed.learn_timings(timings(tps=60))
+    learn_timings(slow.speed, timings(tps=5) | {"prompt_ms": 100.0})
+    learn_timings(fast.speed, timings(tps=60))
     compare_speeds([slow, fast, calibrated, unknown, *others])
     assert unknown.speed.expected_prefill_tps == pytest.approx(1000)
     assert unknown.speed.token_base == pytest.approx(1 / 60)
@@ -117,21 +126,21 @@ def test_a_hint_that_is_written_beats_what_others_show() -> None:
         a_node(speed_hint=1),
         a_node(),
     )
-    measured.speed.learn_timings(timings(tps=20))
+    learn_timings(measured.speed, timings(tps=20))
     compare_speeds([measured, hinted, written, silent])
     # The measured one is twice as fast as a usual one, as its own hint says.
     assert hinted.speed.token_base == pytest.approx(1 / 5)
     assert written.speed.expected_prefill_tps == pytest.approx(100)
     assert silent.speed.expected_prefill_tps == pytest.approx(200)
     assert [node.speed.hinted for node in (hinted, written, silent)] == [True, True, False]
-    hinted.speed.learn_timings(timings(tps=50))
+    learn_timings(hinted.speed, timings(tps=50))
     assert hinted.speed.expected_prefill_tps == pytest.approx(500)
 
 
 def learn_at(speed: Speed, busy: int, per_token: float, times: int = 30) -> None:
     told = {"predicted_n": 40, "predicted_ms": 40_000 * per_token}
     for _ in range(times):
-        speed.learn_timings(told, ObservedTiming(40 * per_token + 1, 1, busy_slots=busy))
+        learn_timings(speed, told, ObservedTiming(40 * per_token + 1, 1, busy_slots=busy))
 
 
 def test_decode_is_learnt_by_busy_slots() -> None:
@@ -164,16 +173,17 @@ def test_short_prefills_do_not_make_a_node_look_slow_for_long_ones() -> None:
     speed = Speed()
     for _ in range(40):
         for tokens in (20, 1500):
-            speed.learn_timings({"prompt_n": tokens, "prompt_ms": 100 + tokens / 0.6})
+            learn_timings(speed, {"prompt_n": tokens, "prompt_ms": 100 + tokens / 0.6})
     assert speed.prefill_tps == pytest.approx(600, rel=0.05)
 
 
 def test_concurrent_prefills_count_at_their_best() -> None:
     speed = Speed()
     for _ in range(5):
-        speed.learn_timings({"prompt_n": 600, "prompt_ms": 1000}, ObservedTiming(2, 1))
+        learn_timings(speed, {"prompt_n": 600, "prompt_ms": 1000}, ObservedTiming(2, 1))
     for _ in range(50):
-        speed.learn_timings(
+        learn_timings(
+            speed,
             {"prompt_n": 600, "prompt_ms": 2000},
             ObservedTiming(3, 2, busy_slots=2, mean_prefills=2),
         )
@@ -184,7 +194,7 @@ def test_a_decode_stalled_by_other_prefills_does_not_make_a_node_slow() -> None:
     speed = Speed()
     for _ in range(50):
         told = {"predicted_n": 40, "predicted_ms": 6000}
-        speed.learn_timings(told, ObservedTiming(7, 1, busy_slots=2, stalled_seconds=4))
+        learn_timings(speed, told, ObservedTiming(7, 1, busy_slots=2, stalled_seconds=4))
     assert seconds_per_token(speed, 2) == pytest.approx(0.05, rel=0.1)
 
 
@@ -192,11 +202,12 @@ def test_a_node_with_false_timings_gets_no_more_than_its_hint() -> None:
     """Its timings are a thousand times too short; our clock shows 10 s for a hundred tokens."""
     liar, honest = a_node(), a_node()
     for _ in range(20):
-        liar.speed.learn_timings(
+        learn_timings(
+            liar.speed,
             {"prompt_n": 500, "prompt_ms": 1, "predicted_n": 100, "predicted_ms": 10},
             ObservedTiming(15, 5),
         )
-        honest.speed.learn_timings(timings(tps=10), ObservedTiming(4.3, 1))
+        learn_timings(honest.speed, timings(tps=10), ObservedTiming(4.3, 1))
     compare_speeds([liar, honest])
     assert liar.speed.token_base == pytest.approx(honest.speed.token_base)
     assert liar.speed.expected_prefill_tps == pytest.approx(honest.speed.expected_prefill_tps)
@@ -206,7 +217,7 @@ def test_a_node_whose_timings_become_false_keeps_its_true_speed() -> None:
     speed = Speed()
     learn_at(speed, 1, 0.1)
     for _ in range(50):
-        speed.learn_timings({"predicted_n": 100, "predicted_ms": 10}, ObservedTiming(11, 1))
+        learn_timings(speed, {"predicted_n": 100, "predicted_ms": 10}, ObservedTiming(11, 1))
     assert speed.decode_tps == pytest.approx(10, rel=0.1)
 
 
@@ -216,7 +227,7 @@ def test_a_change_of_the_assumed_speed_changes_the_version() -> None:
     before = node.speed.version
     compare_speeds([node, other])
     assert node.speed.version == before
-    other.speed.learn_timings(timings())
+    learn_timings(other.speed, timings())
     compare_speeds([node, other])
     assert node.speed.version > before
 
@@ -227,7 +238,7 @@ def test_a_server_with_another_model_is_measured_from_scratch() -> None:
     node.forget_replaced_model()
     node.properties.n_params = 1_000_000
     node.forget_replaced_model()
-    node.speed.learn_timings(timings())
+    learn_timings(node.speed, timings())
     node.forget_replaced_model()
     assert node.speed.decode_tps is not None
     node.properties.n_params = 7_000_000
@@ -258,7 +269,7 @@ def test_the_expected_speed_stays_finite_and_positive(
 ) -> None:
     speed = Speed()
     for one, seen in told:
-        speed.learn_timings(one, seen)
+        learn_timings(speed, one, seen)
         assert 0 < speed.expected_prefill_tps < math.inf
         assert 0 < speed.token_base < math.inf
         assert 0 <= speed.token_step < math.inf
@@ -293,7 +304,9 @@ async def test_the_true_speed_is_learnt_though_prefills_stall_the_decodes() -> N
                 if '"timings"' in line:
                     told = line.removeprefix("data: ")
         lease.release()
-        fleet.fleet.learn_timings(node, json.loads(told)["timings"], lease)
+        fleet.fleet.learn_speed(
+            node, sample_from_timings(json.loads(told)["timings"], lease.observed_timing())
+        )
 
     async def client(fleet: Running, requests: int) -> None:
         for _ in range(requests):
@@ -666,9 +679,11 @@ def works(
         lease.release()
         if timed:
             timings = {"predicted_n": 40, "predicted_ms": 40_000 * per_token}
-            fleet.fleet.learn_timings(node, timings, lease)
+            fleet.fleet.learn_speed(node, sample_from_timings(timings, lease.observed_timing()))
         else:
-            fleet.fleet.learn_clocked(lease, 300, 100, 41)
+            seen = lease.observed_timing()
+            assert seen is not None
+            fleet.fleet.learn_speed(node, sample_from_clock(300, 100, 41, seen))
     return fleet.state("a")
 
 

@@ -107,8 +107,8 @@ class QueueSimulation:
                 heapq.heappush(ends, (now + (one.ends - now) * lengths, id(one), one))
 
         for _ in range(1_000_000):
-            wake = self.dispatcher.wake_at()
-            times = [later[-1][0] if later else 1e9, ends[0][0] if ends else 1e9, wake or 1e9]
+            wake = min(self.dispatcher.wake_at, 1e9)
+            times = [later[-1][0] if later else 1e9, ends[0][0] if ends else 1e9, wake]
             now = min(times)
             if now >= until:
                 break

@@ -1,10 +1,8 @@
-"""Which requests may wait, who is shed for another, and when each falls due."""
+"""Which requests may wait, and who is shed for another."""
 
 from __future__ import annotations
 
 import asyncio
-import math
-import random
 from collections import Counter
 from typing import Any, Self
 
@@ -19,17 +17,12 @@ from gateway.nodes.node import Node
 from gateway.schedule.admission import (
     DEFAULT_RETRY_AFTER,
     LONGEST_RETRY_AFTER,
-    MOST_STALE_TIMERS,
     RATE_WINDOW,
     Admission,
     CompletionRate,
-    Waiter,
-    Waiters,
     class_limits,
     combine_waits,
 )
-from gateway.schedule.candidates import NodeCandidates
-from gateway.schedule.core.requests import QueuedRequest
 from gateway.schedule.scheduler import Scheduler
 from gateway.terms import Priority
 from tests.calls import count_calls
@@ -406,56 +399,7 @@ def test_retry_after_is_whole_seconds_within_bounds(
     assert 1 <= advice <= LONGEST_RETRY_AFTER
 
 
-# Waiting requests fall due in time, and many of them cost no more, each, than few.
-
-
-def a_waiter(until: float, open_at: float = math.inf) -> Waiter:
-    request = a_request()
-    candidates = NodeCandidates((), ((),), fallback_at=open_at)
-    ask = QueuedRequest(
-        request.id, candidates.groups, request.caller.priority, "caller", 0.0, 1, 9.0, 9.0, {}, {}
-    )
-    return Waiter(request, NOTHING_TRIED, candidates, ask, 0.0, until, asyncio.Future())
-
-
-async def test_each_waiter_falls_due_once_at_the_sooner_of_its_limits() -> None:
-    rng, waiters = random.Random(1), Waiters()
-    staying = []
-    for number in range(500):
-        waiter = a_waiter(rng.uniform(0, 100), rng.choice([math.inf, rng.uniform(0, 100)]))
-        waiters.add(waiter)
-        if number % 3:
-            staying.append(waiter)
-        else:
-            assert waiters.pop(waiter.queued) is waiter
-            assert waiters.pop(waiter.queued) is None
-    for waiter in staying[::5]:
-        waiters.set_candidates(waiter, NodeCandidates((), ((),), fallback_at=rng.uniform(0, 100)))
-    for until in range(0, 101, 5):
-        expected = {
-            one
-            for one in staying
-            if until - 5 < min(one.expires_at, one.candidates.fallback_at) <= until
-        }
-        found = waiters.pop_due(until)
-        assert set(found) == expected
-        assert len(found) == len(expected)
-        assert all(waiter.queued in waiters for waiter in found)
-    assert waiters.next_due() == math.inf
-    assert list(waiters) == staying
-
-
-async def test_the_timers_of_waiters_that_have_left_are_dropped() -> None:
-    waiters = Waiters()
-    here = a_waiter(1e9)
-    waiters.add(here)
-    for _ in range(1000):
-        waiter = a_waiter(1e9)
-        waiters.add(waiter)
-        waiters.pop(waiter.queued)
-    assert list(waiters) == [here]
-    assert len(waiters.timers) <= MOST_STALE_TIMERS + 3
-    assert waiters.pop_due(1e9) == [here]
+# Many waiting requests cost no more, each, than few.
 
 
 def long_prompt_request(number: int, time_limit: float | None = None) -> LeaseRequest:
@@ -495,7 +439,13 @@ async def costs(waiting: int) -> dict[str, int]:
     found = {"comes": count_calls(arrives), "goes": count_calls(leaves)}
     assert scheduler.dispatcher.waiting == waiting
     clock.passes(0.2)
-    found["is over"] = count_calls(scheduler.check_due)
+    hurried = next(one for one in scheduler.waiters if one.due_at < clock())
+
+    def is_over() -> None:
+        scheduler._check_one(hurried)
+        scheduler.match()
+
+    found["is over"] = count_calls(is_over)
     assert scheduler.dispatcher.waiting == waiting - 1
     arrival.close()
     for number, task in enumerate(tasks):

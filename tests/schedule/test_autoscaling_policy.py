@@ -9,17 +9,17 @@ from typing import Any
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from gateway.config.scheduling import ElasticSettings
 from gateway.nodes.lifecycle import LifecyclePhase
 from gateway.schedule.core.autoscaling_policy import (
     AutoscalingPolicy,
-    AutoscalingRules,
     ScalingAction,
     StandbyNode,
     WaitingDemand,
 )
 from tests.each_case import each_case
 
-RULES = AutoscalingRules(start_above=10, start_after=5, stop_after=60, cooldown=30)
+RULES = ElasticSettings(start_above=10, start_after=5, stop_after=60, cooldown=30)
 ALL = frozenset({"a", "b"})
 
 
@@ -116,7 +116,7 @@ def test_what_is_decided_as_load_and_nodes_change(story: str) -> None:
 
 
 def test_the_minimum_runs_whatever_the_load_is_and_a_lower_maximum_retires_the_surplus() -> None:
-    least, most = replace(RULES, min=1), replace(RULES, max=1)
+    least, most = (RULES.model_copy(update={name: 1}) for name in ("min", "max"))
     policy = AutoscalingPolicy()
     assert verbs(policy.decide([off(), off("b")], [], least, 0)) == [("start", "a")]
     for now in (0, 100):
@@ -130,7 +130,7 @@ class World:
     """Nodes that carry out each action, under a random load."""
 
     rng: random.Random
-    rules: AutoscalingRules
+    rules: ElasticSettings
     nodes: dict[str, StandbyNode]
     policy: AutoscalingPolicy = field(default_factory=AutoscalingPolicy)
     now: float = 0.0
@@ -217,10 +217,10 @@ class World:
 def test_any_load_keeps_the_bounds_and_the_cooldown_and_stops_no_busy_node(
     seed: int, count: int, least: int, more: int | None, cooldown: float, stop_after: float
 ) -> None:
-    rules = AutoscalingRules(
-        10,
-        5,
-        stop_after,
+    rules = ElasticSettings(
+        start_above=10,
+        start_after=5,
+        stop_after=stop_after,
         min=least,
         max=None if more is None else max(1, least + more),
         cooldown=cooldown,

@@ -468,7 +468,7 @@ async def test_patient_work_waits_whatever_is_predicted_until_its_time_limit() -
     await settle()
     assert not patient.done()
     world.clock.passes(10.1)
-    world.scheduler.check_due()
+    world.scheduler.check_all()
     await settle()
     assert patient.done()
     await world.end(patient)

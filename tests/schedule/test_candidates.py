@@ -10,6 +10,7 @@ import pytest
 from gateway.errors import GatewayError
 from gateway.lease import NOTHING_TRIED, LeaseRequest, PromptKey, Tried
 from gateway.nodes.node import ALIVE_STATES, Node, NodeState
+from gateway.nodes.speed import sample_from_timings
 from gateway.schedule.candidates import CandidateFinder, NodeCandidates, with_context
 from gateway.schedule.core.requests import NodeSlots
 from gateway.schedule.scheduler import Scheduler
@@ -211,7 +212,7 @@ async def test_a_request_is_no_trial_where_it_would_end_much_later() -> None:
     for one, ms in ((slow, 1000.0), (fast, 10.0)):
         timings = {"prompt_n": 100, "prompt_ms": 100, "predicted_n": 100, "predicted_ms": 100 * ms}
         for _ in range(20):
-            scheduler.fleet.learn_timings(one, timings)
+            scheduler.fleet.learn_speed(one, sample_from_timings(timings))
         scheduler.fleet_sync.node_changed(one)
     lease, _ = await take_lease(scheduler, a_request(max_tokens=20))
     assert lease.node is fast
@@ -225,7 +226,7 @@ def test_measured_speeds_reach_the_row() -> None:
     before = row_of(scheduler).prefill_tps
     timings = {"prompt_n": 1000, "prompt_ms": 2000, "predicted_n": 100, "predicted_ms": 10_000}
     for _ in range(3):
-        scheduler.fleet.learn_timings(one, timings)
+        scheduler.fleet.learn_speed(one, sample_from_timings(timings))
     scheduler.fleet_sync.node_changed(one)
     assert row_of(scheduler).prefill_tps == pytest.approx(500.0, rel=0.2) != before
     assert row_of(scheduler).token_base == pytest.approx(0.1, rel=0.2)

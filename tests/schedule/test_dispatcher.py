@@ -24,7 +24,7 @@ def test_a_slot_freed_while_nobody_waited_delays_no_arrival() -> None:
     other = ((sim.state.candidate_set([sim.state.add("other", total=1)]),),)
     sim.arrive(groups=other)
     for placement in sim.fill():
-        sim.dispatcher.released(placement, 1.0)
+        sim.state.end(placement, 1.0)
     sim.arrive(1.0, groups=other)
     assert sim.arrive(1.0)[1] is not None
 
@@ -165,8 +165,7 @@ def test_a_deferral_ends_in_time() -> None:
     sim = QueueSimulation((1, 1))
     sim.arrive(excluded={1}, prompt_tokens=100.0, completion_tokens=10.0)
     warm, _ = sim.arrive(prompt_tokens=5000.0, cached={0: 4900.0})
-    wake = sim.dispatcher.wake_at()
-    assert wake is not None
+    wake = sim.dispatcher.wake_at
     assert sim.match(wake - 0.01) == []
     (placement,) = sim.match(wake)
     assert (placement, placement.row) == (warm, sim.rows[1])
@@ -209,7 +208,7 @@ def test_a_cancelled_placement_costs_its_caller_nothing() -> None:
         sim.dispatcher.cancelled(placement, 1.0)
     assert account.counter == 0
     assert (sim.rows[0].ours, account.running) == (0, 0)
-    sim.dispatcher.prefill_done(placement, 2.0)
+    sim.state.prefill_done(placement, 2.0)
     assert (sim.rows[0].ends_sum, sim.rows[0].prefill_until) == (0.0, 0.0)
 
 
@@ -218,7 +217,7 @@ def test_the_first_token_moves_the_expected_end() -> None:
     _, placement = sim.arrive(prompt_tokens=100.0, completion_tokens=10.0)
     assert placement is not None
     assert placement.ends == pytest.approx(2.0)
-    sim.dispatcher.prefill_done(placement, 3.0)
+    sim.state.prefill_done(placement, 3.0)
     assert placement.ends == pytest.approx(4.0)
 
 
@@ -518,9 +517,7 @@ def check(sim: QueueSimulation, now: float) -> None:
                 assert barred or row.free <= spare, "a slot idles"
         if queued.deferred_to is not None:
             assert queued in queued.deferred_to.deferred
-            wake = dispatcher.wake_at()
-            assert wake is not None
-            assert wake <= queued.deferred_until
+            assert dispatcher.wake_at <= queued.deferred_until
 
 
 @settings(max_examples=300, deadline=None)

@@ -69,7 +69,7 @@ def test_a_burst_on_a_crowded_row_moves_the_ends_of_all_only_now_and_then(
         running = sim.fill(prompt_tokens=10.0, completion_tokens=2000.0)
         last, moved = running[-1], 0
         for one in running:
-            sim.dispatcher.prefill_done(one, 10.0)
+            sim.state.prefill_done(one, 10.0)
         for one in running[:900]:
             before = last.ends
             sim.finish(one, 12.0)
@@ -112,7 +112,7 @@ def figures_of(row: NodeSlots) -> list[object]:
         lambda sim, row, _: sim.state.set_pool(row, 9000, 0),
         lambda sim, row, _: sim.state.set_pool(row, 8000, 70),
         lambda sim, row, _: sim.arrive(),
-        lambda sim, row, one: sim.dispatcher.prefill_done(one, 0.5),
+        lambda sim, row, one: sim.state.prefill_done(one, 0.5),
         lambda sim, row, one: sim.finish(one, 0.5),
     ],
 )

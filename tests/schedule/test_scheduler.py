@@ -18,11 +18,12 @@ from gateway.errors import GatewayError
 from gateway.lease import LeaseRequest
 from gateway.nodes.node import Lease, Node, NodeState
 from gateway.nodes.server_properties import ServerProperties
+from gateway.nodes.speed import sample_from_timings
 from gateway.schedule.scheduler import MOST_PLACED_BY_TOKENS, Scheduler
 from gateway.terms import Priority
 from tests.calls import count_calls
 from tests.each_case import each_case
-from tests.nodes.build import Clock, take
+from tests.nodes.build import Clock, learn_timings, take
 from tests.schedule.build import (
     CALLER,
     a_request,
@@ -291,7 +292,7 @@ async def test_a_time_limit_counts_from_the_receipt_by_whatever_clock() -> None:
     waiters = [waiter for waiter, _ in scheduler.predicted_waits()]
     assert [waiter.queued.received_at for waiter in waiters] == [clock() - 4.0, clock() - 1.0]
     clock.passes(1.5)
-    scheduler.check_due()
+    scheduler.check_all()
     await settle()
     assert refusal(old).code == "queue_timeout"
     assert not young.done()
@@ -676,8 +677,8 @@ async def test_a_prompt_that_cannot_be_read_in_time_is_refused_though_a_slot_is_
     unmeasured = scheduler.lease_now(late)
     assert unmeasured is not None
     scheduler.release_unused(unmeasured.id)
-    only.speed.learn_timings(
-        {"prompt_n": 3000, "prompt_ms": 30_000.0, "predicted_n": 9, "predicted_ms": 9}
+    learn_timings(
+        only.speed, {"prompt_n": 3000, "prompt_ms": 30_000.0, "predicted_n": 9, "predicted_ms": 9}
     )
     scheduler.fleet.refresh_state(only)
     scheduler.capacity_changed()
@@ -693,8 +694,9 @@ async def test_a_prompt_that_is_refused_for_its_deadline_reserves_nothing() -> N
     cpu, gpu = node("a", slots=1), node("b", slots=1, tier="gpu")
     scheduler = a_scheduler(cpu, gpu, hybrid={"spill": {"share": 1, "after": 0}})
     for one in (cpu, gpu):
-        one.speed.learn_timings(
-            {"prompt_n": 3000, "prompt_ms": 30_000.0, "predicted_n": 9, "predicted_ms": 9}
+        learn_timings(
+            one.speed,
+            {"prompt_n": 3000, "prompt_ms": 30_000.0, "predicted_n": 9, "predicted_ms": 9},
         )
     scheduler.capacity_changed()
     await take_lease(scheduler, a_request())
@@ -744,7 +746,7 @@ async def test_a_burst_is_refused_by_prediction_only_with_measured_speeds(
     one = node(slots=2)
     scheduler = a_scheduler(one, clock=clock, queue={"max": 50, "max_wait": 120})
     for timings in answers:
-        scheduler.fleet.learn_timings(one, timings)
+        scheduler.fleet.learn_speed(one, sample_from_timings(timings))
     scheduler.capacity_changed()
     tasks = await start_burst(scheduler, 40)
     assert any(task.done() and task.exception() is not None for task in tasks) is refuses
@@ -778,9 +780,9 @@ async def test_another_server_is_measured_anew() -> None:
     one = node(slots=2)
     scheduler = a_scheduler(one, queue={"max": 50, "max_wait": 120})
     for _ in range(2):
-        scheduler.fleet.learn_timings(one, READ | WROTE)
+        scheduler.fleet.learn_speed(one, sample_from_timings(READ | WROTE))
     one.speed.forget()
-    scheduler.fleet.learn_timings(one, READ | WROTE)
+    scheduler.fleet.learn_speed(one, sample_from_timings(READ | WROTE))
     scheduler.capacity_changed()
     tasks = await start_burst(scheduler, 40)
     assert not any(task.done() and task.exception() is not None for task in tasks)
@@ -858,8 +860,8 @@ def test_the_expected_prefill_is_that_of_a_node_whose_speed_is_known() -> None:
     assert first is not None
     assert first.reading.seconds is None
     assert first.reading.grace == 4 * 500 / 25.0
-    only.speed.learn_timings(
-        {"prompt_n": 3000, "prompt_ms": 30_000.0, "predicted_n": 9, "predicted_ms": 9}
+    learn_timings(
+        only.speed, {"prompt_n": 3000, "prompt_ms": 30_000.0, "predicted_n": 9, "predicted_ms": 9}
     )
     scheduler.release_unused(first.id)
     scheduler.fleet.refresh_state(only)

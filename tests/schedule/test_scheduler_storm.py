@@ -17,7 +17,7 @@ from gateway.nodes.node import Node, NodeState
 from gateway.schedule.admission import Waiter
 from gateway.schedule.scheduler import LeaseRecord, Scheduler
 from gateway.terms import Priority
-from tests.nodes.build import Clock
+from tests.nodes.build import Clock, learn_timings
 from tests.schedule.build import a_request, a_scheduler, node, settle, take_record
 from tests.virtual import VirtualLoop
 
@@ -327,8 +327,9 @@ async def spill_at_random(rng: random.Random) -> tuple[int, set[str]]:
         for name, tier in (("a", "cpu"), ("b", "gpu"), ("c", "gpu"))
     }
     for one in nodes.values():
-        one.speed.learn_timings(
-            {"prompt_n": 900, "prompt_ms": 9000.0, "predicted_n": 90, "predicted_ms": 9000.0}
+        learn_timings(
+            one.speed,
+            {"prompt_n": 900, "prompt_ms": 9000.0, "predicted_n": 90, "predicted_ms": 9000.0},
         )
     scheduler = a_scheduler(
         *nodes.values(),

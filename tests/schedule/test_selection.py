@@ -87,10 +87,7 @@ def test_prefix_hash_spreads_different_prefixes() -> None:
 
 
 @each_case("nodes", [1, 3, 8, 9, 40, 64, 300])
-@each_case("policy", sorted(POLICIES))
-def test_a_comparison_has_the_chosen_row_and_a_bounded_number_of_the_best(
-    policy: str, nodes: int
-) -> None:
+def test_a_comparison_has_the_chosen_row_and_a_bounded_number_of_the_best(nodes: int) -> None:
     rng = random.Random(nodes)
     sim = QueueSimulation((2,) * nodes)
     for row in sim.rows:
@@ -98,27 +95,26 @@ def test_a_comparison_has_the_chosen_row_and_a_bounded_number_of_the_best(
     for _ in range(nodes // 2):
         sim.dispatcher.place(sim.request(prompt_tokens=rng.uniform(1, 900)), 0.0)
     queued = sim.request(prompt_tokens=400, completion_tokens=80)
-    made = POLICIES[policy](sim.state)
+    policy = LeastFinish(sim.state)
     available = available_rows(sim.state, queued)
     assert available is not None
-    row = made.choose(available, queued, 1.0, rng)
-    found = compare(available, queued, row, made, 1.0, nodes)
+    row = policy.choose(available, queued, 1.0, rng)
+    found = compare(available, queued, row, policy, 1.0, nodes)
     names = [found.chosen.name, *(one.name for one in found.others)]
     assert names[0] == row.name
     assert len(set(names)) == len(names) == min(len(available.rows), MOST_COMPARED_ROWS)
     assert found.nodes.with_room == len(available.rows)
     assert (found.nodes.candidates, found.nodes.fleet) == (nodes, nodes)
-    assert found.by_cost is made.by_cost
-    if found.by_cost:
-        costs = sorted(row_cost(one, queued, 1.0) for one in available.rows)
-        kept = [cost_of_figures(found, one, 400, 80) for one in (found.chosen, *found.others)]
-        assert kept[0] == pytest.approx(costs[0])
-        assert sorted(kept) == pytest.approx(costs[: len(kept)])
+    assert found.by_cost
+    costs = sorted(row_cost(one, queued, 1.0) for one in available.rows)
+    kept = [cost_of_figures(found, one, 400, 80) for one in (found.chosen, *found.others)]
+    assert kept[0] == pytest.approx(costs[0])
+    assert sorted(kept) == pytest.approx(costs[: len(kept)])
 
 
 def test_a_comparison_after_another_request_was_compared_is_not_mixed_up_with_it() -> None:
     sim = QueueSimulation((1,) * 20)
-    policy = POLICIES["least_finish"](sim.state)
+    policy = LeastFinish(sim.state)
     rng = random.Random(1)
     first = sim.request(cached=dict.fromkeys(range(10), 90.0))
     second = sim.request(cached=dict.fromkeys(range(10, 20), 90.0))
@@ -276,14 +272,14 @@ def test_prefill_only_requests_wait_for_each_other_and_slow_no_decoding() -> Non
     assert first.ends == pytest.approx(1.1)
     assert row.ends_sum == pytest.approx(first.ends + second.ends)
     assert row.decode_slowdown == 0.0
-    sim.dispatcher.released(second, 0.5)
+    sim.state.end(second, 0.5)
     assert row.prefill_until == pytest.approx(1.0)
     assert row.ends_sum == pytest.approx(first.ends)
     _, writer = sim.arrive(prompt_tokens=100, completion_tokens=40)
     assert writer is not None
     assert row.decode_slowdown > 0.0
-    sim.dispatcher.released(writer, 0.5)
-    sim.dispatcher.released(first, 1.0)
+    sim.state.end(writer, 0.5)
+    sim.state.end(first, 1.0)
     assert (row.decode_slowdown, row.decoding, row.ends_sum, row.prefill_until) == (
         0.0,
         0,

@@ -183,11 +183,13 @@ def test_an_output_token_costs_what_the_fleet_measures_within_bounds(
 
 def test_what_some_node_has_cached_is_no_work() -> None:
     sim = QueueSimulation()
-    forecast = WaitForecast(sim.state, WaitQueue())
-    assert forecast.work_tokens(sim.request()) == (100.0, 10.0)
-    assert forecast.work_tokens(sim.request(cached={0: 30.0, 1: 60.0})) == (40.0, 10.0)
-    cached = forecast.work_tokens(sim.request(cached={0: 100.0}))
-    assert cached == (LEAST_UNCACHED_TOKENS, 10.0)
+    sim.fill()
+    left: dict[float, dict[int, float]] = {
+        100.0: {}, 40.0: {0: 30.0, 1: 60.0}, LEAST_UNCACHED_TOKENS: {0: 100.0}
+    }  # fmt: skip
+    for uncached, cached in left.items():
+        queued, _ = sim.arrive(cached=cached)
+        assert queued.work_tokens == (uncached, 10.0)
 
 
 def test_nobody_waits_while_nothing_runs() -> None:

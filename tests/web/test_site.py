@@ -639,16 +639,15 @@ async def test_names_invented_by_clients_do_not_become_labels(tmp_path: Path) ->
         text = (await running.admin.get("/metrics")).text
         assert "made-up" not in text
         assert 'model="demo"' in text
-        assert not any(
-            "made-up" in str(key) for key in running.gateway.fleet.model_index.cached_lookups
-        )
+        services = running.gateway.scheduler.fleet_sync.services
+        assert not any("made-up" in str(key) for key in services)
 
 
 async def test_without_a_catch_all_an_unknown_name_is_404(tmp_path: Path) -> None:
     async with running_gateway(tmp_path, [EmulatedNode()], {}) as running:
         for name in ("gpt-4o", "*"):
             assert outcome(await asked(running, name)) == (404, "model_not_found")
-        assert running.gateway.fleet.model_index.cached_lookups == {}
+        assert running.gateway.scheduler.fleet_sync.services == {}
         assert "gpt-4o" not in (await running.admin.get("/metrics")).text
 
 

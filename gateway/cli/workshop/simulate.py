@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import fields
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -17,7 +16,7 @@ from gateway.cli.options import examples_epilog
 from gateway.cli.terminal import CommandFailed, failing_by, print_json, print_note, print_rows
 
 if TYPE_CHECKING:
-    from gateway.schedule.core.autoscaling_policy import AutoscalingRules
+    from gateway.config.scheduling import ElasticSettings
     from gateway.workshop.simulate.comparison import ModelPlacementResult, StandbyResult
     from gateway.workshop.simulate.fleets import ServerSetup, SimulatedModel
     from gateway.workshop.simulate.report import PolicyReport
@@ -447,23 +446,25 @@ def _simulate_elastic(
         print_rows((_elastic_row(one, cost) for one in found), state_column=0)
 
 
-def _parse_elastic(text: str) -> tuple[AutoscalingRules, float, float]:
+def _parse_elastic(text: str) -> tuple[ElasticSettings, float, float]:
     """Parse `--elastic`: the policy's rules, the start-up time and the cost of an hour."""
-    from gateway.schedule.core.autoscaling_policy import AutoscalingRules
+    from gateway.config.scheduling import ElasticSettings
     from gateway.workshop.simulate.simulation import parse_figures
 
-    names = [*(one.name for one in fields(AutoscalingRules)), "startup", "cost"]
+    rules = ("start_above", "start_after", "stop_after", "min", "max", "cooldown")
     values = {"startup": 60.0, "cost": 0.0}
     with failing_by(ValueError, before="--elastic: ", status=2):
         values |= parse_figures(
-            text, {name: int if name in {"min", "max"} else float for name in names}
+            text,
+            dict.fromkeys((*rules, "startup", "cost"), float) | {"min": int, "max": int},
         )
     if not all(0 <= value < math.inf for value in values.values()):
         raise CommandFailed("--elastic: write numbers of 0 or more", status=2)
     startup, cost = values.pop("startup"), values.pop("cost")
     if values.get("max", math.inf) < max(1, values.get("min", 0)):
         raise CommandFailed("--elastic: max must be at least 1, and not below min", status=2)
-    return AutoscalingRules(**values), startup, cost  # type: ignore[arg-type]
+    # Not validated: here a time may be 0.
+    return ElasticSettings.model_construct(None, **values), startup, cost  # type: ignore[arg-type]
 
 
 def _elastic_row(one: StandbyResult, cost: float) -> list[tuple[str, object]]:

@@ -14,24 +14,13 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Literal, NamedTuple
 
+from gateway.config.scheduling import ElasticSettings
 from gateway.nodes.lifecycle import LifecyclePhase
 
 # Share of the other nodes' slots that all work may fill for a node to count as not needed.
 MOST_UTILISATION = 0.75
 SERVING_PHASES = frozenset({LifecyclePhase.UNKNOWN, LifecyclePhase.STARTING, LifecyclePhase.ON})
 ScalingVerb = Literal["start", "retire", "keep", "stop"]
-
-
-@dataclass(frozen=True, slots=True)
-class AutoscalingRules:
-    """The policy's part of the settings `elastic`. Seconds, nodes."""
-
-    start_above: float = 10.0
-    start_after: float = 5.0
-    stop_after: float = 600.0
-    min: int = 0
-    max: int | None = None
-    cooldown: float = 60.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,7 +71,7 @@ class AutoscalingPolicy:
         self,
         nodes: Sequence[StandbyNode],
         demands: Iterable[WaitingDemand],
-        rules: AutoscalingRules,
+        rules: ElasticSettings,
         now: float,
     ) -> list[ScalingAction]:
         """What to do now. A node with work is never stopped."""
@@ -166,7 +155,7 @@ class AutoscalingPolicy:
 class _Look:
     """One look at the nodes, and what has been decided in it so far."""
 
-    def __init__(self, nodes: Sequence[StandbyNode], rules: AutoscalingRules, now: float) -> None:
+    def __init__(self, nodes: Sequence[StandbyNode], rules: ElasticSettings, now: float) -> None:
         self.nodes = nodes
         self.rules = rules
         self.now = now

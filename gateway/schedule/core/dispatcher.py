@@ -34,6 +34,7 @@ from gateway.config.scheduling import DEFAULT_PATIENCE, DEFAULT_SLOTLESS
 from gateway.config.settings import Settings
 from gateway.schedule.core.placement_state import PlacementState
 from gateway.schedule.core.requests import (
+    LEAST_UNCACHED_TOKENS,
     MOST_TOKENS_PER_REQUEST,
     AvailableRows,
     CandidateSet,
@@ -46,6 +47,7 @@ from gateway.schedule.core.requests import (
 from gateway.schedule.core.selection import (
     POLICIES,
     AvailabilityCache,
+    LeastFinish,
     SelectionPolicy,
     available_rows,
     compare,
@@ -484,13 +486,15 @@ class Dispatcher:
         self.placement_state = placement_state
         self._rng = rng
         self._keeps_comparisons = keeps_comparisons
+        self._compared_by: LeastFinish | None = None
         self._wait_queue, self._slotless_queue = WaitQueue(), WaitQueue()
         self._holds = SlotHolds(placement_state)
         self._matcher = Matcher(placement_state, self._wait_queue, self._holds, rng)
         self._slotless_matcher = Matcher(placement_state, self._slotless_queue, self._holds, rng)
         self._forecast = WaitForecast(placement_state, self._wait_queue)
         self._slotless_forecast = WaitForecast(placement_state, self._slotless_queue)
-        self._wake_at = math.inf
+        self.wake_at = math.inf
+        """When `match` is to be called though nothing has changed; infinity: no need to."""
         self.waiting = 0
         self.may_place: Callable[[], bool] | None = None
         """Asked before anything is placed; while it says no, all wait. None: always."""
@@ -500,6 +504,8 @@ class Dispatcher:
         """Go by these from now on. Raises KeyError for a policy that does not exist."""
         self._policy = POLICIES[rules.policy](self.placement_state)
         self._choose = self._policy.choose
+        if self._keeps_comparisons and isinstance(self._policy, LeastFinish):
+            self._compared_by = self._policy
         self.rules = rules
         self._matcher.set_rules(rules, self._policy)
         self._slotless_matcher.set_rules(rules, self._policy)
@@ -580,12 +586,8 @@ class Dispatcher:
                 self.placement_state.note_slots_freed()
                 break
         deferred = self._holds.deferred
-        self._wake_at = min([queued.deferred_until for queued in deferred], default=math.inf)
+        self.wake_at = min([queued.deferred_until for queued in deferred], default=math.inf)
         return placements
-
-    def wake_at(self) -> float | None:
-        """When `match` is to be called though nothing has changed; None: no need to."""
-        return self._wake_at if self._wake_at < math.inf else None
 
     def withdraw(self, queued: QueuedRequest) -> bool:
         """Take a request out of the queue; whether it was in it. Then call `match`."""
@@ -601,10 +603,6 @@ class Dispatcher:
         if queued.slots:
             self._wait_queue.set_fills_pool(queued, fills=self._fills_pool(queued))
 
-    def prefill_done(self, placement: QueuedRequest, now: float) -> None:
-        """The first token came: the prompt has been read. Sharpens the predictions."""
-        self.placement_state.prefill_done(placement, now)
-
     def finished(
         self,
         placement: QueuedRequest,
@@ -613,13 +611,9 @@ class Dispatcher:
         cached_tokens: float,
         completion_tokens: float,
     ) -> None:
-        """The placement has ended: free its slots, and charge its caller."""
-        self.released(placement, now)
-        self.settled(placement, prompt_tokens, cached_tokens, completion_tokens)
-
-    def released(self, placement: QueuedRequest, now: float) -> None:
-        """The slots of `placement` are free again. Then call `match`."""
+        """The placement has ended: free its slots, and charge its caller. Then call `match`."""
         self.placement_state.end(placement, now)
+        self.settled(placement, prompt_tokens, cached_tokens, completion_tokens)
 
     def settled(
         self,
@@ -648,8 +642,7 @@ class Dispatcher:
 
     def cancelled(self, placement: QueuedRequest, now: float) -> None:
         """The placement was never used: it costs its caller nothing."""
-        self.released(placement, now)
-        self.settled(placement, 0.0, 0.0, 0.0)
+        self.finished(placement, now, 0.0, 0.0, 0.0)
 
     # Predictions and counts.
 
@@ -691,14 +684,16 @@ class Dispatcher:
             self.placement_state.clear_slots_freed()  # `place` has just looked at every free slot.
         queued.looked_up(now)
         if queued.slots:
-            queued.expect_work(*self._forecast.work_tokens(queued))
+            cached = max(queued.cached.values(), default=0.0)
+            uncached = max(LEAST_UNCACHED_TOKENS, queued.prompt_tokens - cached)
+            queued.expect_work(uncached, queued.completion_tokens)
             if self.placement_state.pools:
                 queued.set_fills_pool(fills=self._fills_pool(queued))
         self.waiting += 1
         queue = self._queue_of(queued)
         queue.add(queued, queue.levels[queued.priority].counters.account(queued.fairness_key))
         if queued.deferred_to is not None:
-            self._wake_at = min(self._wake_at, queued.deferred_until)
+            self.wake_at = min(self.wake_at, queued.deferred_until)
 
     def _start_match(self, match: Match, now: float) -> QueuedRequest:
         """Place a request that waits."""
@@ -724,10 +719,9 @@ class Dispatcher:
         number = state.placement_count + 1
         if number >= forecast.refresh_at or state.speed_changes:
             forecast.refresh_if_due(number)
-        comparison = None
-        if self._keeps_comparisons:
-            fleet_size = len(state.by_name)
-            comparison = compare(available, queued, row, self._policy, now, fleet_size)
+        comparison, policy = None, self._compared_by
+        if policy is not None:
+            comparison = compare(available, queued, row, policy, now, len(state.by_name))
         state.start(queued, row, now)
         charge = queued.placed(available.group, comparison, account, forecast.token_weight)
         counters.started(account, charge)

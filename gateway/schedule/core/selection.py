@@ -30,12 +30,11 @@ load: Srivatsa et al., "Preble: Efficient Distributed Prompt Scheduling for LLM 
 
 from __future__ import annotations
 
-import heapq
 import math
 import random
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Final, Protocol, TypeVar
+from typing import TYPE_CHECKING, ClassVar, Final, TypeVar
 from weakref import WeakKeyDictionary
 
 from gateway.schedule.core.placement_state import PlacementState
@@ -319,32 +318,12 @@ class CostColumns:
         return table[:, : len(rows)]
 
 
-class SelectionPolicy(Protocol):
-    """Chooses one of the rows that have room for a request."""
-
-    @property
-    def by_cost(self) -> bool:
-        """Whether it goes by the expected cost.
-
-        Then waiting requests are compared with each other for a free slot, and one that arrives
-        may be deferred to a busy node that has its prompt cached.
-        """
-
-    def choose(
-        self, available: AvailableRows, queued: QueuedRequest, now: float, rng: random.Random
-    ) -> NodeSlots:
-        """One of the rows."""
-
-    def best_rows(
-        self, available: AvailableRows, queued: QueuedRequest, now: float, most: int
-    ) -> Sequence[NodeSlots]:
-        """Up to `most` of the rows, the best by what the policy compares, in no order."""
-
-
 class LeastFinish:
     """Where the request and the requests that it holds up end first; ties at random."""
 
-    by_cost = True
+    by_cost: Final = True
+    """Waiting requests are compared with each other for a free slot, and one that arrives may be
+    deferred to a busy node that has its prompt cached."""
 
     def __init__(self, placement_state: PlacementState) -> None:
         self._columns = CostColumns(placement_state)
@@ -384,82 +363,33 @@ class LeastFinish:
         return [rows[index] for index in best[:most]]
 
 
-class LeastLoaded:
-    """The least share of slots in use, the new request's included; ties at random."""
+@dataclass(frozen=True, slots=True)
+class LeastKey:
+    """The row of the least key; ties at random. For the simulator, which compares policies."""
 
-    by_cost = False
+    key: Callable[[NodeSlots, QueuedRequest], tuple[float, ...]]
+    by_cost: ClassVar[bool] = False
 
     def choose(
         self, available: AvailableRows, queued: QueuedRequest, _now: float, rng: random.Random
     ) -> NodeSlots:
-        """The row that is least loaded."""
-        best = available.rows[0]
-        least = _load(best, queued)
-        ties = 1
-        for row in available.rows[1:]:
-            load = _load(row, queued)
-            if load < least:
-                best, least, ties = row, load, 1
-            elif load == least:
-                ties += 1
-                if rng.random() * ties < 1.0:
-                    best = row
-        return best
-
-    def best_rows(
-        self, available: AvailableRows, queued: QueuedRequest, _now: float, most: int
-    ) -> Sequence[NodeSlots]:
-        """Those that are least loaded."""
-        return heapq.nsmallest(most, available.rows, lambda row: _load(row, queued))
+        """The row of the least key."""
+        return min(available.rows, key=lambda row: (*self.key(row, queued), rng.random()))
 
 
-def _load(row: NodeSlots, queued: QueuedRequest) -> float:
-    return (row.busy + queued.slots) / max(1, row.total)
+def _load(row: NodeSlots, queued: QueuedRequest) -> tuple[float, ...]:
+    """The share of slots in use, the new request's included."""
+    return ((row.busy + queued.slots) / max(1, row.total),)
 
 
-class RoundRobin:
-    """The row that was used the longest ago."""
-
-    by_cost = False
-
-    def choose(
-        self, available: AvailableRows, _queued: QueuedRequest, _now: float, _rng: random.Random
-    ) -> NodeSlots:
-        """The next row in turn."""
-        return min(available.rows, key=lambda row: (row.last_placement, row.index))
-
-    def best_rows(
-        self, available: AvailableRows, _queued: QueuedRequest, _now: float, most: int
-    ) -> Sequence[NodeSlots]:
-        """The next rows in turn."""
-        rows = available.rows
-        return heapq.nsmallest(most, rows, lambda row: (row.last_placement, row.index))
-
-
-class PrefixHash:
-    """The highest row by rendezvous hashing of the prompt's shared beginning.
+def _rendezvous(row: NodeSlots, queued: QueuedRequest) -> tuple[float, ...]:
+    """Rendezvous hashing of the prompt's shared beginning.
 
     A full node leaves the request to the next in the same order, as consistent hashing with
     bounded loads does (Mirrokni et al. 2018).
     """
-
-    by_cost = False
-
-    def choose(
-        self, available: AvailableRows, queued: QueuedRequest, _now: float, _rng: random.Random
-    ) -> NodeSlots:
-        """The row that the prompt's beginning belongs to, of those with room."""
-        return max(available.rows, key=lambda row: _rendezvous(row, queued))
-
-    def best_rows(
-        self, available: AvailableRows, queued: QueuedRequest, _now: float, most: int
-    ) -> Sequence[NodeSlots]:
-        """The first rows in the order of the prompt's beginning."""
-        return heapq.nlargest(most, available.rows, lambda row: _rendezvous(row, queued))
-
-
-def _rendezvous(row: NodeSlots, queued: QueuedRequest) -> int:
-    return _mix64(queued.affinity_hash ^ row.name_hash * 0x9E3779B97F4A7C15 & 0xFFFFFFFFFFFFFFFF)
+    name = row.name_hash * 0x9E3779B97F4A7C15 & 0xFFFFFFFFFFFFFFFF
+    return (-_mix64(queued.affinity_hash ^ name),)
 
 
 def _mix64(value: int) -> int:
@@ -469,11 +399,12 @@ def _mix64(value: int) -> int:
     return value ^ (value >> 31)
 
 
+SelectionPolicy = LeastFinish | LeastKey
 POLICIES: Final[dict[str, Callable[[PlacementState], SelectionPolicy]]] = {
     "least_finish": LeastFinish,
-    "least_loaded": lambda _: LeastLoaded(),
-    "round_robin": lambda _: RoundRobin(),
-    "prefix_hash": lambda _: PrefixHash(),
+    "least_loaded": lambda _: LeastKey(_load),
+    "round_robin": lambda _: LeastKey(lambda row, _: (row.last_placement, row.index)),
+    "prefix_hash": lambda _: LeastKey(_rendezvous),
 }
 
 
@@ -481,7 +412,7 @@ def compare(
     available: AvailableRows,
     queued: QueuedRequest,
     chosen: NodeSlots,
-    policy: SelectionPolicy,
+    policy: LeastFinish,
     now: float,
     fleet_size: int,
 ) -> Comparison:

@@ -28,7 +28,6 @@ from typing import NamedTuple
 
 from gateway.schedule.core.placement_state import PlacementState
 from gateway.schedule.core.requests import (
-    LEAST_UNCACHED_TOKENS,
     CandidateSet,
     FairnessAccount,
     NodeSlots,
@@ -304,11 +303,6 @@ class WaitForecast:
                 waiting = sum(map(len, account.fifos.values()))
                 others += min(waiting, older + ((counter, serial) < position))
         return ahead + others * len(order) // len(sample)
-
-    def work_tokens(self, queued: QueuedRequest) -> tuple[float, float]:
-        """Prompt tokens to be read and output tokens to be decoded for a request, as expected."""
-        cached = max(queued.cached.values(), default=0.0)
-        return max(LEAST_UNCACHED_TOKENS, queued.prompt_tokens - cached), queued.completion_tokens
 
     def _candidates(self, queued: QueuedRequest) -> CandidateSet:
         """Where it will probably go: the first candidate set with a node that is worth a wait."""

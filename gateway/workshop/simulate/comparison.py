@@ -9,7 +9,7 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 
-from gateway.schedule.core.autoscaling_policy import AutoscalingRules
+from gateway.config.scheduling import ElasticSettings
 from gateway.schedule.core.dispatcher import DispatchRules
 from gateway.schedule.core.selection import POLICIES
 from gateway.workshop.simulate.fleets import (
@@ -137,7 +137,7 @@ def compare_elastic(
     trace: Trace,
     base: Sequence[SimulatedMachine],
     standby: Sequence[SimulatedMachine],
-    rules: AutoscalingRules,
+    rules: ElasticSettings,
     startup: float,
     *,
     warm: bool = False,

@@ -16,6 +16,7 @@ from dataclasses import dataclass, field
 from heapq import heappop, heappush
 from typing import cast
 
+from gateway.config.scheduling import ElasticSettings
 from gateway.lease import PromptKey
 from gateway.nodes.calibration import (
     LOOK_SECONDS,
@@ -30,11 +31,10 @@ from gateway.nodes.lifecycle import LifecyclePhase
 from gateway.nodes.node import MOST_CALIBRATIONS, CalibrationRecord, Node, SlotOccupancy
 from gateway.nodes.prompt_cache import FleetPromptCache
 from gateway.nodes.router import LoadPhase
-from gateway.nodes.speed import ObservedTiming, Speed
+from gateway.nodes.speed import ObservedTiming, Speed, sample_from_timings
 from gateway.schedule.candidates import show_speed
 from gateway.schedule.core.autoscaling_policy import (
     AutoscalingPolicy,
-    AutoscalingRules,
     StandbyNode,
     WaitingDemand,
 )
@@ -227,10 +227,9 @@ class _NodeStub:
         for _ in range(WARM_ANSWERS):
             for busy in {1, machine.slots}:
                 wrote = WARM_TOKENS * (machine.token_base + machine.token_step * (busy - 1))
-                self.speed.learn_timings(
-                    _timings(WARM_TOKENS, read, WARM_TOKENS, wrote),
-                    ObservedTiming(read + wrote, read, busy),
-                )
+                shown = _timings(WARM_TOKENS, read, WARM_TOKENS, wrote)
+                seen = ObservedTiming(read + wrote, read, busy)
+                self.speed.learn(sample_from_timings(shown, seen))
 
 
 # Answers for each number of busy slots that a gateway which starts warm has learnt from, and the
@@ -362,7 +361,7 @@ class LearntKnowledge(Knowledge):
         seen = ObservedTiming(
             now - job.sent, job.first - job.sent, busy, stalled, measured.mean_prefills
         )
-        self._stubs[node].speed.learn_timings(timings, seen)
+        self._stubs[node].speed.learn(sample_from_timings(timings, seen))
         if self._state.exploring and now >= self._compared_at + COMPARE_SPEEDS_EVERY:
             self._set_all_speeds(now)
         else:
@@ -524,7 +523,7 @@ class GatewayFront(Front):
         """The prompt has been read."""
         expected = self._expected[job.id]
         assert expected.placement is not None
-        self.dispatcher.prefill_done(expected.placement, fleet.now)
+        self.state.prefill_done(expected.placement, fleet.now)
         self.knowledge.prefill_done(job, fleet.now)
 
     def ended(self, job: Job, fleet: SimulatedFleet) -> None:
@@ -561,8 +560,7 @@ class GatewayFront(Front):
         self.knowledge.placed(job, expected, fleet.now)
 
     def _set_alarm(self, now: float) -> None:
-        wake = self.dispatcher.wake_at()
-        self.alarm = math.inf if wake is None else max(wake, now + LEAST_ALARM_DELAY)
+        self.alarm = max(self.dispatcher.wake_at, now + LEAST_ALARM_DELAY)
 
 
 AUTOSCALER_TICK = 1.0  # seconds between two looks at the load
@@ -609,7 +607,7 @@ class AutoscalingFront(GatewayFront):
         self,
         machines: Sequence[SimulatedMachine],
         base: int,
-        rules: AutoscalingRules,
+        rules: ElasticSettings,
         startup: float,
         seed: int,
         knowledge: Knowledge,

@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import pytest
 
-from gateway.schedule.core.autoscaling_policy import AutoscalingRules
+from gateway.config.scheduling import ElasticSettings
 from gateway.schedule.core.selection import POLICIES
 from gateway.workshop.simulate.comparison import (
     OTHER_PROXIES,
@@ -142,7 +142,7 @@ def test_a_request_costs_little_more_among_ten_times_the_nodes() -> None:
     assert work(1000) < 1.5 * work(100)
 
 
-RULES = AutoscalingRules(start_above=2, start_after=1, stop_after=60, cooldown=10)
+RULES = ElasticSettings(start_above=2, start_after=1, stop_after=60, cooldown=10)
 
 
 def bursts() -> Trace:
