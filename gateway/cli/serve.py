@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 import typer
 
 from gateway.cli import options, terminal
-from gateway.cli.options import examples_epilog
+from gateway.cli.options import examples_epilog, flag
 from gateway.cli.terminal import CommandFailed
 from gateway.config.errors import ConfigError, Problem
 
@@ -41,12 +41,11 @@ CHECK_EXAMPLES = examples_epilog(
 )
 
 
-@options.takes(process=options.ProcessFlags)
 def serve(
     *,
-    nodes: options.NodesFile = options.DEFAULT_NODES,
+    nodes: Path = options.NODES,
     process: options.ProcessFlags,
-    edges: options.Edges = None,
+    edges: str | None = options.EDGES,
 ) -> None:
     """Run the gateway over the nodes of the inventory, in the foreground.
 
@@ -70,14 +69,13 @@ def serve(
     raise typer.Exit(status)
 
 
-@options.takes(process=options.ProcessFlags)
 def check(
     *,
-    nodes: options.NodesFile = options.DEFAULT_NODES,
+    nodes: Path = options.NODES,
     process: options.ProcessFlags,
-    edges: options.Edges = None,
-    probe: bool = typer.Option(False, "--probe", help="Ask every node for its properties as well."),
-    as_json: options.Json = False,
+    edges: str | None = options.EDGES,
+    probe: bool = flag.switch("--probe", "Ask every node for its properties as well."),
+    as_json: bool = options.JSON,
 ) -> None:
     """Check whether serve would start with these files and flags, and list the problems if not.
 
