@@ -9,7 +9,7 @@ import secrets
 import shlex
 import time
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -315,12 +315,33 @@ def upload_name(found: PreparedInput) -> str:
 
 
 def _waited(client: BatchClient, batch: dict[str, Any], retry_for: float) -> dict[str, Any]:
-    """Return the batch when it has ended. Ctrl-C leaves it running and ends the command."""
+    """Return the batch when it has ended, and show it meanwhile. Raises CommandFailed.
+
+    A gateway that is away for less than `retry_for` seconds is waited for. Ctrl-C leaves the batch
+    running and ends the command.
+    """
+    from gateway.cli.progress import StatusProgress
+
+    id_, interval = str(batch.get("id")), FIRST_POLL
     try:
-        return wait_for_end(client, batch, retry_for)
+        with StatusProgress(id_) as display:
+            patience = Patience(retry_for, note=display.note)
+            while True:
+                now = progress_of(batch)
+                display.show(
+                    describe(now, now.expected_end, time.time()),
+                    f"{now.status} {now.paused} {now.waits}",
+                    now.done + now.failed,
+                    now.total,
+                )
+                if batch.get("status") in ENDED:
+                    return batch
+                time.sleep(interval)
+                interval = min(1.5 * interval, LONGEST_POLL)
+                batch = patience.call(lambda: client.batch(id_))
     except KeyboardInterrupt:
         print_note(
-            f"{batch.get('id')} goes on without this command: "
+            f"{id_} goes on without this command: "
             f"'{_command('show', batch)} --wait' follows it again, "
             f"'{_command('fetch', batch)}' gets its results, "
             f"'{_command('cancel', batch)}' ends it"
@@ -328,35 +349,10 @@ def _waited(client: BatchClient, batch: dict[str, Any], retry_for: float) -> dic
         raise typer.Exit(130) from None
     except CommandFailed as error:
         raise CommandFailed(
-            f"{error}\n{batch.get('id')} may go on without this command: "
+            f"{error}\n{id_} may go on without this command: "
             f"'{_command('show', batch)} --wait' follows it again",
             error.status,
         ) from None
-
-
-def wait_for_end(client: BatchClient, batch: dict[str, Any], seconds: float) -> dict[str, Any]:
-    """Return the batch when it has ended, and show it meanwhile. Raises CommandFailed.
-
-    A gateway that is away for less than `seconds` is waited for.
-    """
-    from gateway.cli.progress import StatusProgress
-
-    id_, interval = str(batch.get("id")), FIRST_POLL
-    with StatusProgress(id_) as display:
-        patience = Patience(seconds, note=display.note)
-        while True:
-            now = progress_of(batch)
-            display.show(
-                describe(now, now.expected_end, time.time()),
-                f"{now.status} {now.paused} {now.waits}",
-                now.done + now.failed,
-                now.total,
-            )
-            if batch.get("status") in ENDED:
-                return batch
-            time.sleep(interval)
-            interval = min(1.5 * interval, LONGEST_POLL)
-            batch = patience.call(lambda: client.batch(id_))
 
 
 def _follow(
@@ -506,20 +502,17 @@ def _tell_checked(
         f"{found.lines:,} lines for {found.endpoint} ({', '.join(models) or 'no model'}), about "
         f"{found.prompt_tokens:,} prompt tokens, {found.size:,} bytes"
     )
-    if check and as_json:
-        print_json(
-            {
-                "lines": found.lines,
-                "problems": problems.count,
-                "skipped": found.skipped,
-                "endpoint": found.endpoint,
-                "models": sorted(name for name in found.models if name is not None),
-                "prompt_tokens": found.prompt_tokens,
-                "bytes": found.size,
-            }
-        )
-    elif check:
-        print(summary)
+    if check:
+        told = {
+            "lines": found.lines,
+            "problems": problems.count,
+            "skipped": found.skipped,
+            "endpoint": found.endpoint,
+            "models": sorted(name for name in found.models if name is not None),
+            "prompt_tokens": found.prompt_tokens,
+            "bytes": found.size,
+        }
+        print_answer(told, summary, as_json=as_json)
     else:
         print_note(summary)
     if problems.count and not (anyway and found.lines and not check):
@@ -530,17 +523,8 @@ def _tell_checked(
 
 
 def _tell_written(batch: dict[str, Any], written: Fetched, *, as_json: bool) -> None:
-    """Tell where the results are."""
     if as_json:
-        print_json(
-            {
-                "batch": batch,
-                "output": None if written.output is None else str(written.output),
-                "errors": None if written.errors is None else str(written.errors),
-                "done": written.done,
-                "failed": written.failed,
-            }
-        )
+        print_json({"batch": batch, **asdict(written)})
     elif written.output is not None and str(written.output) != "-":
         print_note(f"{written.done:,} results: {written.output}")
     if not as_json and written.failed and written.errors is not None:
@@ -564,7 +548,6 @@ def _reasons(batch: dict[str, Any]) -> str:
 
 
 def _row(batch: dict[str, Any]) -> list[tuple[str, object]]:
-    """A batch in the table of `list`."""
     progress, own = progress_of(batch), _mapping(batch.get("llama_gateway"))
     return [
         ("ID", batch.get("id")),

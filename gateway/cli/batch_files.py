@@ -136,7 +136,6 @@ def request_body(chosen: InputFlags, prompt: str) -> dict[str, Any]:
 
 
 def _line(chosen: InputFlags, custom_id: str, prompt: str) -> bytes:
-    """The line of input for this prompt."""
     line = {"custom_id": custom_id, "method": "POST", "url": chosen.endpoint or CHAT}
     return json.dumps({**line, "body": request_body(chosen, prompt)}, ensure_ascii=False).encode()
 
@@ -272,11 +271,9 @@ def _prepare_table(
                 prompt = template.fill(dict(zip(columns, row.cells, strict=True)))
                 yield f"line {row.line}", _line(chosen, row.custom_id, prompt)
 
-    with contextlib.ExitStack() as on_error:
-        on_error.callback(table.close)
+    with _closed_on_error(table):
         found = _prompts("stdin" if path == "-" else Path(path).stem, chosen, lines(), problems)
         found.table = table
-        on_error.pop_all()
     return found
 
 
@@ -456,7 +453,7 @@ def _temporary_file() -> BinaryIO:
 
 
 @contextlib.contextmanager
-def _closed_on_error(file: BinaryIO) -> Iterator[None]:
+def _closed_on_error(file: BinaryIO | Table) -> Iterator[None]:
     try:
         yield
     except BaseException:

@@ -377,7 +377,6 @@ def _path(id_: str) -> str:
 
 
 def _remedy(code: int, error_code: object, path: str) -> str | None:
-    """Say what the command's user can do."""
     if code == 401:
         return f"name a file that holds an API key with --key-file, or set {KEY_VARIABLE}"
     if code == 404 and path.startswith("/v1/batches/"):

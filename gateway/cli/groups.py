@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from typing import Any
+from urllib.parse import quote
 
 from gateway.cli import options
 from gateway.cli.client import NoStore
@@ -74,7 +75,7 @@ class LimitFlags(FlagGroup):
 def list_(*, as_json: bool = options.JSON, stored: KeyFlags) -> None:
     """Show all groups of the settings and the store, those too that nobody has defined."""
     with stored.open() as access:
-        found = access.groups()
+        found = access.request("GET", "/admin/groups")
     tell_warnings(found.get("warnings", ()))
     nothing = "there are no groups; 'llama-gateway groups set NAME' makes one"
     print_listing(found, map(_row, found["groups"]), nothing, as_json=as_json)
@@ -114,7 +115,8 @@ def set_(
     removed = unset_fields(unset or (), wanted, _GROUP_FIELDS)
     try:
         with stored.open() as access:
-            defined = {one["name"]: one for one in access.groups()["groups"]}
+            found = access.request("GET", "/admin/groups")["groups"]
+            defined = {one["name"]: one for one in found}
             before = defined.get(name, {})
             fields = {
                 place: {**(before.get(place) or {}), **wanted.get(place, {})}
@@ -124,7 +126,8 @@ def set_(
                 fields[place] = {
                     one: value for one, value in fields[place].items() if field and one not in field
                 }
-            group = access.put_group(name, {place: one for place, one in fields.items() if one})
+            given_fields = {place: one for place, one in fields.items() if one}
+            group = access.keep("PUT", _path(name), given_fields)
     except NoStore:
         raise WrongUsage(
             "there is no store (store.url: off): write the group into the settings"
@@ -137,6 +140,10 @@ def set_(
 def remove(*, name: str = GROUP_NAME, as_json: bool = options.JSON, stored: KeyFlags) -> None:
     """Remove a group of the store. Keys that are of it share no limit then."""
     with stored.open() as access:
-        group = access.remove_group(name)
+        group = access.request("DELETE", _path(name))
     tell_warnings(group["warnings"])
     print_answer(group, f"{name}: removed", as_json=as_json)
+
+
+def _path(name: str) -> str:
+    return f"/admin/groups/{quote(name, safe='')}"

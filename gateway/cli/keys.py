@@ -537,7 +537,7 @@ def create(
         return
     try:
         with stored.open() as keys:
-            made = keys.create(entry)
+            made = keys.keep("POST", "/admin/keys", entry)
     except NoStore:
         print_note("there is no store (store.url: off): put the lines into the settings")
         _show_lines(key, entry, as_json=as_json)
@@ -555,7 +555,7 @@ def list_(
 ) -> None:
     """Show all keys of the settings and the store, without their secrets, which nobody has."""
     with stored.open() as keys:
-        found = keys.list(revoked=revoked)
+        found = keys.request("GET", "/admin/keys", {"revoked": "1"} if revoked else None)
     tell_warnings(found.get("warnings", ()))
     if found.get("problem"):
         print_note(f"warning: the store does not answer: {found['problem']}")
@@ -568,7 +568,7 @@ def list_(
 def show(*, name: str = KEY_NAME, as_json: bool = options.JSON, stored: KeyFlags) -> None:
     """Show one key: its rights, its limits, and when it was made and ends."""
     with stored.open() as keys:
-        key = keys.show(name)
+        key = keys.key(name)
     if as_json:
         print_json(key)
         return
@@ -617,11 +617,12 @@ def set_(
     if not wanted and not removed:
         raise typer.BadParameter("say what to change, such as --rpm 60 or --unset rpm")
     with stored.open() as keys:
-        before = keys.show(name)
+        before = keys.key(name)
         trusted = wanted.get("trust_user_headers", before.get("trust_user_headers"))
         if "user_limits" in wanted and not trusted:
             raise typer.BadParameter("needs --trust-user-headers", param_hint="--user-…")
-        changed = keys.change(str(before["id"]), patch_of(before, wanted, removed))
+        path = f"/admin/keys/{quote(str(before['id']), safe='')}"
+        changed = keys.request("PATCH", path, body=patch_of(before, wanted, removed))
     tell_warnings(changed.pop("warnings", ()))
     print_answer(changed, rights_text(changed), as_json=as_json)
 
@@ -633,7 +634,7 @@ def revoke(*, name: str = KEY_NAME, as_json: bool = options.JSON, stored: KeyFla
     Requests that run already are served to their end. Its name is free again, its id is not.
     """
     with stored.open() as keys:
-        key = keys.revoke(name)
+        key = keys.request("DELETE", keys.path(name))
     print_answer(key, f"{called(key)}: revoked", as_json=as_json)
 
 
@@ -659,8 +660,9 @@ def rotate(
     except GatewayError as error:
         raise typer.BadParameter(error.message, param_hint="--grace") from None
     with stored.open() as keys:
-        key = new_key(str(keys.show(name)["id"]))
-        rotated = keys.rotate(name, key.sha256, seconds)
+        key = new_key(str(keys.key(name)["id"]))
+        fields = {"sha256": key.sha256, "grace": seconds}
+        rotated = keys.request("POST", f"{keys.path(name)}/rotate", body=fields)
     tell_warnings(rotated.pop("warnings", ()))
     show_new(key, rotated, as_json=as_json)
 
@@ -684,7 +686,8 @@ def import_(
     listed = read_key_file(file)
     with stored.open() as keys:
         try:
-            warnings = keys.import_keys([entry.fields for entry in listed])
+            entries = [entry.fields for entry in listed]
+            found = keys.request("POST", "/admin/keys/import", body={"keys": entries})
         except GatewayRefused as error:
             problems = objects(error.body, "problems")
             if not problems:
@@ -693,9 +696,10 @@ def import_(
                 Problem(file, listed[one["index"]].line, one["key"], one["message"], one["remedy"])
                 for one in problems
             ) from None
+    warnings = list(found.get("warnings", ()))
     tell_warnings(warnings)
     text = f"{len(listed)} {'key' if len(listed) == 1 else 'keys'} imported"
-    done = {"imported": len(listed), "warnings": list(warnings)}
+    done = {"imported": len(listed), "warnings": warnings}
     print_answer(done, text, as_json=as_json)
 
 
@@ -855,15 +859,12 @@ class KeyAccess:
     """
 
     def __init__(self, source: AdminClient | StoreAlone) -> None:
-        self._source = source
+        self.source = source
+        self.request = source.request
 
-    def list(self, *, revoked: bool) -> dict[str, Any]:
-        """Return all `keys`, without secrets, and `warnings`."""
-        return self._source.request("GET", "/admin/keys", {"revoked": "1"} if revoked else None)
-
-    def show(self, name: str) -> dict[str, Any]:
+    def key(self, name: str) -> dict[str, Any]:
         """Return one key; its name may hold anything, which a path can't."""
-        found = self._source.request("GET", "/admin/keys", {"name": name, "revoked": "1"})
+        found = self.request("GET", "/admin/keys", {"name": name, "revoked": "1"})
         keys = objects(found, "keys")
         if not keys:
             raise CommandFailed(
@@ -871,52 +872,20 @@ class KeyAccess:
             )
         return min(keys, key=lambda key: key.get("state") == "revoked")
 
-    def create(self, entry: Mapping[str, Any]) -> dict[str, Any]:
-        """Store a key, which has an id and a hash, and return it. Raises NoStore, too."""
-        return self._kept("POST", "/admin/keys", entry)
+    def path(self, name: str) -> str:
+        """Return the path of a key."""
+        # Of a store alone no path is parsed: it takes the name, and tells of it in errors.
+        id_ = name if isinstance(self.source, StoreAlone) else str(self.key(name)["id"])
+        return f"/admin/keys/{quote(id_, safe='')}"
 
-    def import_keys(self, entries: Sequence[object]) -> Sequence[str]:
-        """Store all of these or none; returns warnings. Raises GatewayRefused with `problems`."""
-        done = self._source.request("POST", "/admin/keys/import", body={"keys": entries})
-        return [*done.get("warnings", ())]
-
-    def change(self, name: str, patch: Mapping[str, Any]) -> dict[str, Any]:
-        """Change a key by a JSON merge patch (RFC 7396), and return it, with `warnings`."""
-        return self._source.request("PATCH", self._path(name), body=patch)
-
-    def rotate(self, name: str, sha256: str, grace: float) -> dict[str, Any]:
-        """Give a key another secret, and return it."""
-        fields = {"sha256": sha256, "grace": grace}
-        return self._source.request("POST", f"{self._path(name)}/rotate", body=fields)
-
-    def revoke(self, name: str) -> dict[str, Any]:
-        """Revoke a key, and return it."""
-        return self._source.request("DELETE", self._path(name))
-
-    def groups(self) -> dict[str, Any]:
-        """Return all `groups` of keys, and `warnings`."""
-        return self._source.request("GET", "/admin/groups")
-
-    def put_group(self, name: str, fields: Mapping[str, Any]) -> dict[str, Any]:
-        """Define a group, and return it. Raises NoStore, too."""
-        return self._kept("PUT", f"/admin/groups/{quote(name, safe='')}", fields)
-
-    def remove_group(self, name: str) -> dict[str, Any]:
-        """Remove a group of the store, and return it, with `warnings`."""
-        return self._source.request("DELETE", f"/admin/groups/{quote(name, safe='')}")
-
-    def _kept(self, method: str, path: str, fields: Mapping[str, Any]) -> dict[str, Any]:
+    def keep(self, method: str, path: str, fields: Mapping[str, Any]) -> dict[str, Any]:
+        """Store a key or a group, and return it. Raises NoStore, too."""
         try:
-            return self._source.request(method, path, body=fields)
+            return self.request(method, path, body=fields)
         except GatewayRefused as error:
             if error.code == 501:
                 raise NoStore from None
             raise
-
-    def _path(self, name: str) -> str:
-        # Of a store alone no path is parsed: it takes the name, and tells of it in errors.
-        id_ = name if isinstance(self._source, StoreAlone) else str(self.show(name)["id"])
-        return f"/admin/keys/{quote(id_, safe='')}"
 
 
 class StoreAlone:

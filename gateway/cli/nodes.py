@@ -5,7 +5,7 @@ from __future__ import annotations
 import enum
 import sys
 import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from contextlib import suppress
 from typing import Any
 from urllib.parse import quote
@@ -35,6 +35,7 @@ NODES_EXAMPLES = examples_epilog(
 FIRST_POLL_INTERVAL = 0.02  # seconds; it doubles with each poll of a drain
 LONGEST_POLL_INTERVAL = 0.5
 MOST_FAILED_POLLS = 5  # polls in a row that may fail before the command gives up
+MOST_NAMED = 8  # models of a warning
 _which = Panel("Which nodes")
 # States of nodes that serve their models, or will in a moment.
 SERVING_STATES = frozenset(
@@ -192,7 +193,10 @@ def _confirm(models: list[str]) -> None:
     """Ask before models are left without a node. Raises: CommandFailed."""
     if not models:
         return
-    problem = f"no other node serves {in_words(models)}: requests would wait, and then fail"
+    shown = ", ".join(map(format_cell, models[:MOST_NAMED]))
+    if (more := len(models) - MOST_NAMED) > 0:
+        shown += f" and {more} more"
+    problem = f"no other node serves {shown}: requests would wait, and then fail"
     if not sys.stdin.isatty():
         raise CommandFailed(f"{problem}; --yes drains them all the same")
     terminal.print_note(f"warning: {problem}")
@@ -385,13 +389,6 @@ def models_left_without(
             served = by_chosen if is_taken else by_others
             served.update(map(str, node.get("models") or ()))
     return sorted(by_chosen - by_others)
-
-
-def in_words(models: Sequence[str], most: int = 8) -> str:
-    """Some names of models, for a sentence."""
-    shown = ", ".join(format_cell(name) for name in models[:most])
-    more = len(models) - most
-    return f"{shown} and {more} more" if more > 0 else shown
 
 
 # `llama-gateway models`.

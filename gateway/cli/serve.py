@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterable
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from http import HTTPStatus
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -125,12 +125,9 @@ def check(
 
 def _as_dict(problem: Problem | StartProblem) -> dict[str, object]:
     """Return a problem for scripts: of a file, or what else keeps a gateway from starting."""
-    place: dict[str, object] = {"file": None, "line": 0}
-    remedy: dict[str, object] = {"remedy": "", "lines": []}
     if isinstance(problem, Problem):
-        place = {"file": str(problem.file), "line": problem.line}
-        remedy = {"remedy": problem.remedy, "lines": list(problem.lines)}
-    return {**place, "key": problem.key, "message": problem.message, **remedy}
+        return {name: value for name, value in asdict(problem).items() if name != "column"}
+    return {"file": None, "line": 0, **problem._asdict(), "remedy": "", "lines": []}
 
 
 def _report(

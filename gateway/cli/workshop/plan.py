@@ -511,7 +511,6 @@ def _time_limit(seconds: float) -> Iterator[TimeLimit]:
 def _show(
     found: PlanAnswer, rows: Sequence[Deployment], crossing: BreakEven | None, currency: str
 ) -> None:
-    """Print the answer."""
     from gateway.workshop.plan.answer import crossing_lines, explain, headline
 
     best = found.best
