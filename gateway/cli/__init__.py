@@ -16,13 +16,13 @@ from gateway.cli import (
     machine,
     nodes,
     reports,
-    requests,
     serve,
     settings,
     store,
     up,
     why,
 )
+from gateway.cli.options import with_flags
 from gateway.cli.terminal import (
     CommandFailed,
     HelpCommand,
@@ -57,7 +57,7 @@ for command, examples in (
     (nodes.models, nodes.MODELS_EXAMPLES),
     (why.why, why.EXAMPLES),
     (top.top, top.EXAMPLES),
-    (requests.requests, requests.EXAMPLES),
+    (reports.requests, reports.REQUESTS_EXAMPLES),
     (reports.usage, reports.USAGE_EXAMPLES),
     (reports.audit, reports.AUDIT_EXAMPLES),
     (simulate.simulate, simulate.EXAMPLES),
@@ -67,7 +67,7 @@ for command, examples in (
     (tune.tune, tune.EXAMPLES),
     (bench.bench, bench.EXAMPLES),
 ):
-    app.command(cls=HelpCommand, epilog=examples)(command)
+    app.command(cls=HelpCommand, epilog=examples)(with_flags(command))
 
 app.add_typer(keys.app, name="keys")
 app.add_typer(groups.app, name="groups")

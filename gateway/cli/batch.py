@@ -9,24 +9,31 @@ import secrets
 import shlex
 import time
 from collections.abc import Mapping
-from dataclasses import dataclass
-from functools import partial
+from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Any
 
 import typer
 
+from gateway.cli import options
 from gateway.cli.client import ENDED, BatchClient, GatewayAway, Patience, PublicFlags
-from gateway.cli.options import RETRY_SECONDS, CommandGroup, Form, Json, RetryFor, takes
-from gateway.cli.terminal import CommandFailed, format_cell, print_json, print_note, print_rows
+from gateway.cli.options import CommandGroup, Form, InputFlags, Panel, argument, flag
+from gateway.cli.terminal import (
+    CommandFailed,
+    WrongUsage,
+    format_cell,
+    print_answer,
+    print_json,
+    print_listing,
+    print_note,
+)
 
 if TYPE_CHECKING:
     from gateway.cli.batch_files import Fetched, PreparedInput, Problems, ResultPlaces, Table
 
 LONGEST_STEM = 100  # characters of an upload's name
 FIRST_POLL, LONGEST_POLL = 0.25, 3.0  # seconds between questions for a batch's state; they double
-_of_prompts = partial(typer.Option, rich_help_panel="Prompts from a table or a folder")
-_of_results = partial(typer.Option, rich_help_panel="Results")
+_of_results = Panel("Results")
 
 app = CommandGroup(
     "Batches of requests that need not be answered at once.\n\n"
@@ -49,40 +56,15 @@ def _checked_id(value: str) -> str:
     return value
 
 
-BatchId = Annotated[str, typer.Argument(metavar="ID", callback=_checked_id, help="The batch's id.")]
+BATCH_ID = argument("ID", "The batch's id.", callback=_checked_id)
 
-Format = Annotated[
-    Form,
-    _of_results(
-        "--format",
-        metavar="jsonl|csv|folder",
-        help="Lines as they come, a table (the input's, with text and error), or a text file each.",
-    ),
-]
-
-_of_table = partial(typer.Option, rich_help_panel="Tables")
-
-IdColumn = Annotated[
-    str | None,
-    _of_table(
-        "--id-column",
-        metavar="NAME",
-        show_default="row-1, row-2 and on",
-        help="Column with each row's custom_id.",
-    ),
-]
-
-Delimiter = Annotated[
-    str | None,
-    _of_table(
-        "--delimiter",
-        metavar="CHARACTER",
-        show_default="a comma; a tab for .tsv",
-        help="What separates columns.",
-    ),
-]
-
-Force = Annotated[bool, _of_results("--force", help="Overwrite what is there.")]
+FORMAT = _of_results(
+    "jsonl|csv|folder",
+    "Lines as they come, a table (the input's, with text and error), or a text file each.",
+    Form.JSONL,
+    name="--format",
+)
+FORCE = _of_results.switch("--force", "Overwrite what is there.")
 
 
 @app.add(
@@ -102,79 +84,23 @@ Force = Annotated[bool, _of_results("--force", help="Overwrite what is there.")]
     ),
     ("llama-gateway batch submit - --window 1h < lines.jsonl", "from stdin, to be done in an hour"),
 )
-@takes(gateway=PublicFlags)
 def submit(
     *,
-    source: Annotated[
-        str,
-        typer.Argument(metavar="FILE", help="JSON lines, a .csv, a folder of texts; '-' is stdin."),
-    ],
-    wait: bool = typer.Option(False, "--wait", help="Follow it to its end, and write the results."),
-    check: bool = typer.Option(
-        False, "--check", help="Only check the input; every problem is shown."
+    source: str = argument("FILE", "JSON lines, a .csv, a folder of texts; '-' is stdin."),
+    wait: bool = flag.switch("--wait", "Follow it to its end, and write the results."),
+    check: bool = flag.switch("--check", "Only check the input; every problem is shown."),
+    anyway: bool = flag.switch(
+        "--anyway", "Submit although lines are broken: each gets an error line; rows are left out."
     ),
-    anyway: bool = typer.Option(
-        False,
-        "--anyway",
-        help="Submit although lines are broken: each gets an error line; rows are left out.",
-    ),
-    endpoint: str | None = typer.Option(
-        None,
-        metavar="PATH",
-        show_default="the lines' own url, /v1/chat/completions for prompts",
-        help="Endpoint of all requests.",
-    ),
-    window: str = typer.Option(
-        "24h", metavar="TIME", help="Time within which it must be done: 2h, 7d."
-    ),
-    metadata: list[str] | None = typer.Option(
-        None, metavar="NAME=VALUE", help="Kept with the batch; repeatable."
-    ),
-    idempotency_key: str | None = typer.Option(
-        None,
-        metavar="KEY",
-        show_default="a random one",
-        help="The same key and input again is the same batch, and no second one.",
-    ),
-    input_kind: Form | None = typer.Option(
-        None,
-        "--input",
-        metavar="jsonl|csv|folder",
-        show_default="by the name",
-        help="Form of the input.",
-    ),
-    template: str | None = _of_prompts(
-        None,
-        metavar="WORDS",
-        help="The prompt; {name} is a column, or a file's {text} and {name}; {{ is a brace.",
-    ),
-    template_file: Path | None = _of_prompts(
-        None, metavar="FILE", help="File that holds the template."
-    ),
-    id_column: IdColumn = None,
-    delimiter: Delimiter = None,
-    model: str | None = _of_prompts(None, metavar="NAME", help="Model of each request."),
-    system: str | None = _of_prompts(None, metavar="WORDS", help="System prompt."),
-    max_tokens: int | None = _of_prompts(None, min=1, metavar="N", help="Longest answer."),
-    largest_text: int = _of_prompts(
-        512 << 10, min=1, metavar="BYTES", help="Larger files of a folder are skipped."
-    ),
-    strict: bool = _of_prompts(
-        False,
-        "--strict",
-        help="A file of the folder that is no text is a problem, and not skipped.",
-    ),
+    chosen: InputFlags,
     output: Path | None = _of_results(
-        None,
-        metavar="PATH",
-        show_default="FILE.out.jsonl",
-        help="With --wait: where results go; '-' is stdout.",
+        "PATH", "With --wait: where results go; '-' is stdout.", show_default="FILE.out.jsonl"
     ),
-    format_: Format = Form.JSONL,
-    force: Force = False,
+    format_: Form = FORMAT,
+    force: bool = FORCE,
     gateway: PublicFlags,
-    retry_for: RetryFor = RETRY_SECONDS,
-    as_json: Json = False,
+    retry_for: float = options.RETRY_FOR,
+    as_json: bool = options.JSON,
 ) -> None:
     """Submit a batch: JSON lines as OpenAI's Batch API has them, or prompts from a template.
 
@@ -182,22 +108,9 @@ def submit(
     line failed; Ctrl-C leaves the batch running.
     """
     from gateway.cli import batch_files
-    from gateway.cli.batch_files import InputOptions, Problems
+    from gateway.cli.batch_files import Problems
 
-    fields = batch_files.create_fields(window, metadata or [])
-    chosen = InputOptions(
-        endpoint=endpoint,
-        kind=input_kind,
-        template=template,
-        template_file=template_file,
-        id_column=id_column,
-        delimiter=delimiter,
-        model=model,
-        system=system,
-        max_tokens=max_tokens,
-        largest_text=largest_text,
-        strict=strict,
-    )
+    fields = batch_files.create_fields(chosen.window, chosen.metadata or [])
     places = batch_files.places_for(batch_files.stem_of(source), format_, output, force=force)
     _check_stdout(places, as_json=as_json)
     if wait and not check:
@@ -209,7 +122,7 @@ def submit(
         if check:
             return
         with gateway.connect() as client:
-            key = idempotency_key or f"cli-{secrets.token_hex(16)}"
+            key = chosen.idempotency_key or f"cli-{secrets.token_hex(16)}"
             batch = submit_input(client, found, fields, key, Patience(retry_for))
             if not as_json:
                 to_stdout = wait and str(places.output) == "-"
@@ -228,22 +141,17 @@ def submit(
     ("llama-gateway batch list", "the newest 20"),
     ("llama-gateway batch list --json | jq -r '.batches[].id'", "for scripts"),
 )
-@takes(gateway=PublicFlags)
 def list_(
     *,
-    limit: int = typer.Option(20, min=1, max=10_000, metavar="N", help="Most batches."),
+    limit: int = flag("N", "Most batches.", 20, min=1, max=10_000),
     gateway: PublicFlags,
-    as_json: Json = False,
+    as_json: bool = options.JSON,
 ) -> None:
     """List the key's batches, the newest first."""
     with gateway.connect() as client:
         found = client.batches(limit)
-    if as_json:
-        print_json({"batches": found})
-    elif found:
-        print_rows(map(_row, found), state_column=1)
-    else:
-        print_note("this key has no batches")
+    nothing = "this key has no batches"
+    print_listing({"batches": found}, map(_row, found), nothing, as_json=as_json, state_column=1)
 
 
 @app.add(
@@ -251,14 +159,13 @@ def list_(
     ("llama-gateway batch show batch_01a2", "its state, progress, expected end and cost"),
     ("llama-gateway batch show batch_01a2 --wait", "follow it to its end"),
 )
-@takes(gateway=PublicFlags)
 def show(
     *,
-    id_: BatchId,
-    wait: bool = typer.Option(False, "--wait", help="Follow it to its end."),
+    id_: str = BATCH_ID,
+    wait: bool = flag.switch("--wait", "Follow it to its end."),
     gateway: PublicFlags,
-    retry_for: RetryFor = RETRY_SECONDS,
-    as_json: Json = False,
+    retry_for: float = options.RETRY_FOR,
+    as_json: bool = options.JSON,
 ) -> None:
     """Show one batch; or follow it, with status 1 unless it completes without a failed line."""
     with gateway.connect() as client:
@@ -277,14 +184,11 @@ def show(
 def _add_action(name: str, meaning: str, effect: str) -> None:
     """Add a command that changes a batch and shows it."""
 
-    @takes(gateway=PublicFlags)
-    def act(*, id_: BatchId, gateway: PublicFlags, as_json: Json = False) -> None:
+    def act(*, id_: str = BATCH_ID, gateway: PublicFlags, as_json: bool = options.JSON) -> None:
         with gateway.connect() as client:
             batch = client.act(id_, name)
-        if as_json:
-            print_json(batch)
-        else:
-            print(f"{id_}: {format_cell(describe(progress_of(batch), None, time.time()))}")
+        told = format_cell(describe(progress_of(batch), None, time.time()))
+        print_answer(batch, f"{id_}: {told}", as_json=as_json)
 
     example = (f"llama-gateway batch {name} batch_01a2", effect)
     app.add(name, example, meaning=meaning)(act)
@@ -316,26 +220,23 @@ _add_action("resume", "Resume a paused batch.", "its lines run again")
     ),
     ("llama-gateway batch fetch batch_01a2 --format folder --output done", "a text for each line"),
 )
-@takes(gateway=PublicFlags)
 def fetch(
     *,
-    id_: BatchId,
-    partial: bool = typer.Option(False, "--partial", help="What there is so far, before the end."),
+    id_: str = BATCH_ID,
+    partial: bool = flag.switch("--partial", "What there is so far, before the end."),
     output: Path | None = _of_results(
-        None, metavar="PATH", show_default="ID.out.jsonl", help="Where results go; '-' is stdout."
+        "PATH", "Where results go; '-' is stdout.", show_default="ID.out.jsonl"
     ),
-    format_: Format = Form.JSONL,
-    force: Force = False,
+    format_: Form = FORMAT,
+    force: bool = FORCE,
     table: Path | None = _of_results(
-        None,
-        metavar="FILE",
-        help="With --format csv: the table it was made of; its columns and order are kept.",
+        "FILE", "With --format csv: the table it was made of; its columns and order are kept."
     ),
-    id_column: IdColumn = None,
-    delimiter: Delimiter = None,
+    id_column: str | None = options.ID_COLUMN,
+    delimiter: str | None = options.DELIMITER,
     gateway: PublicFlags,
-    retry_for: RetryFor = RETRY_SECONDS,
-    as_json: Json = False,
+    retry_for: float = options.RETRY_FOR,
+    as_json: bool = options.JSON,
 ) -> None:
     """Fetch the results of a batch: its output and its errors."""
     from gateway.cli.batch_files import Table, fetch_results, places_for
@@ -344,9 +245,9 @@ def fetch(
     _check_stdout(places, as_json=as_json)
     places.check()
     if table is None and (id_column or delimiter):
-        raise CommandFailed("--id-column, --delimiter: they are of a --table", status=2)
+        raise WrongUsage("--id-column, --delimiter: they are of a --table")
     if table is not None and format_ is not Form.CSV:
-        raise CommandFailed("--table: is for --format csv", status=2)
+        raise WrongUsage("--table: is for --format csv")
     with contextlib.ExitStack() as stack:
         read = None
         if table is not None:
@@ -414,12 +315,33 @@ def upload_name(found: PreparedInput) -> str:
 
 
 def _waited(client: BatchClient, batch: dict[str, Any], retry_for: float) -> dict[str, Any]:
-    """Return the batch when it has ended. Ctrl-C leaves it running and ends the command."""
+    """Return the batch when it has ended, and show it meanwhile. Raises CommandFailed.
+
+    A gateway that is away for less than `retry_for` seconds is waited for. Ctrl-C leaves the batch
+    running and ends the command.
+    """
+    from gateway.cli.progress import StatusProgress
+
+    id_, interval = str(batch.get("id")), FIRST_POLL
     try:
-        return wait_for_end(client, batch, retry_for)
+        with StatusProgress(id_) as display:
+            patience = Patience(retry_for, note=display.note)
+            while True:
+                now = progress_of(batch)
+                display.show(
+                    describe(now, now.expected_end, time.time()),
+                    f"{now.status} {now.paused} {now.waits}",
+                    now.done + now.failed,
+                    now.total,
+                )
+                if batch.get("status") in ENDED:
+                    return batch
+                time.sleep(interval)
+                interval = min(1.5 * interval, LONGEST_POLL)
+                batch = patience.call(lambda: client.batch(id_))
     except KeyboardInterrupt:
         print_note(
-            f"{batch.get('id')} goes on without this command: "
+            f"{id_} goes on without this command: "
             f"'{_command('show', batch)} --wait' follows it again, "
             f"'{_command('fetch', batch)}' gets its results, "
             f"'{_command('cancel', batch)}' ends it"
@@ -427,35 +349,10 @@ def _waited(client: BatchClient, batch: dict[str, Any], retry_for: float) -> dic
         raise typer.Exit(130) from None
     except CommandFailed as error:
         raise CommandFailed(
-            f"{error}\n{batch.get('id')} may go on without this command: "
+            f"{error}\n{id_} may go on without this command: "
             f"'{_command('show', batch)} --wait' follows it again",
             error.status,
         ) from None
-
-
-def wait_for_end(client: BatchClient, batch: dict[str, Any], seconds: float) -> dict[str, Any]:
-    """Return the batch when it has ended, and show it meanwhile. Raises CommandFailed.
-
-    A gateway that is away for less than `seconds` is waited for.
-    """
-    from gateway.cli.progress import StatusProgress
-
-    id_, interval = str(batch.get("id")), FIRST_POLL
-    with StatusProgress(id_) as display:
-        patience = Patience(seconds, note=display.note)
-        while True:
-            now = progress_of(batch)
-            display.show(
-                describe(now, now.expected_end, time.time()),
-                f"{now.status} {now.paused} {now.waits}",
-                now.done + now.failed,
-                now.total,
-            )
-            if batch.get("status") in ENDED:
-                return batch
-            time.sleep(interval)
-            interval = min(1.5 * interval, LONGEST_POLL)
-            batch = patience.call(lambda: client.batch(id_))
 
 
 def _follow(
@@ -593,7 +490,7 @@ def _command(name: str, batch: dict[str, Any]) -> str:
 def _check_stdout(places: ResultPlaces, *, as_json: bool) -> None:
     """Raises CommandFailed, where results and JSON would both go to stdout."""
     if as_json and str(places.output) == "-":
-        raise CommandFailed("--output - and --json: only one of them can go to stdout", status=2)
+        raise WrongUsage("--output - and --json: only one of them can go to stdout")
 
 
 def _tell_checked(
@@ -605,41 +502,29 @@ def _tell_checked(
         f"{found.lines:,} lines for {found.endpoint} ({', '.join(models) or 'no model'}), about "
         f"{found.prompt_tokens:,} prompt tokens, {found.size:,} bytes"
     )
-    if check and as_json:
-        print_json(
-            {
-                "lines": found.lines,
-                "problems": problems.count,
-                "skipped": found.skipped,
-                "endpoint": found.endpoint,
-                "models": sorted(name for name in found.models if name is not None),
-                "prompt_tokens": found.prompt_tokens,
-                "bytes": found.size,
-            }
-        )
-    elif check:
-        print(summary)
+    if check:
+        told = {
+            "lines": found.lines,
+            "problems": problems.count,
+            "skipped": found.skipped,
+            "endpoint": found.endpoint,
+            "models": sorted(name for name in found.models if name is not None),
+            "prompt_tokens": found.prompt_tokens,
+            "bytes": found.size,
+        }
+        print_answer(told, summary, as_json=as_json)
     else:
         print_note(summary)
     if problems.count and not (anyway and found.lines and not check):
         hint = "" if check else ": mend them, or --anyway submits the rest"
-        raise CommandFailed(f"{problems.count:,} problems{hint}", status=2)
+        raise WrongUsage(f"{problems.count:,} problems{hint}")
     if not found.lines:
-        raise CommandFailed("the input has no line that can be run", status=2)
+        raise WrongUsage("the input has no line that can be run")
 
 
 def _tell_written(batch: dict[str, Any], written: Fetched, *, as_json: bool) -> None:
-    """Tell where the results are."""
     if as_json:
-        print_json(
-            {
-                "batch": batch,
-                "output": None if written.output is None else str(written.output),
-                "errors": None if written.errors is None else str(written.errors),
-                "done": written.done,
-                "failed": written.failed,
-            }
-        )
+        print_json({"batch": batch, **asdict(written)})
     elif written.output is not None and str(written.output) != "-":
         print_note(f"{written.done:,} results: {written.output}")
     if not as_json and written.failed and written.errors is not None:
@@ -663,7 +548,6 @@ def _reasons(batch: dict[str, Any]) -> str:
 
 
 def _row(batch: dict[str, Any]) -> list[tuple[str, object]]:
-    """A batch in the table of `list`."""
     progress, own = progress_of(batch), _mapping(batch.get("llama_gateway"))
     return [
         ("ID", batch.get("id")),

@@ -27,9 +27,9 @@ from pathlib import Path
 from typing import Any, BinaryIO, NamedTuple, cast
 from urllib.parse import quote
 
-from gateway.cli.client import ENDED, BatchClient, Patience
-from gateway.cli.options import Form
-from gateway.cli.terminal import CommandFailed, failing_by, format_cell, print_note
+from gateway.cli.client import ENDED, BatchClient, Patience, json_object
+from gateway.cli.options import Form, InputFlags
+from gateway.cli.terminal import CommandFailed, WrongUsage, failing_by, format_cell, print_note
 from gateway.config.errors import escape_json
 from gateway.stored.line_reader import LineChecker, LineError, LineSpec, LineSplitter, RawLine
 
@@ -90,86 +90,72 @@ class PreparedInput:
             self.table.close()
 
 
-@dataclass(frozen=True, slots=True)
-class InputOptions:
-    """What the command's user says of the input, and of the requests that prompts become."""
-
-    endpoint: str | None = None
-    kind: Form | None = None
-    template: str | None = None
-    template_file: Path | None = None
-    id_column: str | None = None
-    delimiter: str | None = None
-    model: str | None = None
-    system: str | None = None
-    max_tokens: int | None = None
-    largest_text: int = 512 << 10  # bytes
-    strict: bool = False  # a file of a folder that is no text is a problem, and not skipped
-
-    def refuse(self, names: Sequence[str], why: str) -> None:
-        """Raises CommandFailed, if one of these is given."""
-        for name in names:
-            if getattr(self, name) is not None:
-                raise CommandFailed(f"--{name.replace('_', '-')}: {why}", status=2)
-
-    def check_request(self) -> None:
-        """Raises CommandFailed, where the endpoint can't have what is asked for."""
-        endpoint = self.endpoint or CHAT
-        if endpoint not in SHAPES:
-            raise CommandFailed(
-                f"--endpoint {endpoint}: prompts can be made for {', '.join(SHAPES)}; "
-                "for others write JSON lines",
-                status=2,
-            )
-        if endpoint in {"/v1/completions", "/v1/embeddings"}:
-            self.refuse(["system"], f"{endpoint} has no system prompt")
-        if endpoint == "/v1/embeddings":
-            self.refuse(["max_tokens"], "embeddings have no answer to limit")
-        if endpoint == "/v1/messages" and self.max_tokens is None:
-            raise CommandFailed("/v1/messages needs --max-tokens", status=2)
-
-    def body(self, prompt: str) -> dict[str, Any]:
-        """The body of the request for this prompt."""
-        endpoint, system = self.endpoint or CHAT, self.system
-        body: dict[str, Any] = {} if self.model is None else {"model": self.model}
-        message = {"role": "user", "content": prompt}
-        match endpoint:
-            case "/v1/completions":
-                body["prompt"] = prompt
-            case "/v1/embeddings":
-                body["input"] = prompt
-            case "/v1/responses":
-                body |= {"input": prompt} | ({} if system is None else {"instructions": system})
-            case "/v1/messages":
-                body |= {"messages": [message]} | ({} if system is None else {"system": system})
-            case _:
-                first = [] if system is None else [{"role": "system", "content": system}]
-                body["messages"] = [*first, message]
-        if self.max_tokens is not None:
-            body[SHAPES[endpoint]] = self.max_tokens
-        return body
-
-    def line(self, custom_id: str, prompt: str) -> bytes:
-        """The line of input for this prompt."""
-        line = {"custom_id": custom_id, "method": "POST", "url": self.endpoint or CHAT}
-        return json.dumps({**line, "body": self.body(prompt)}, ensure_ascii=False).encode()
+def _refuse(chosen: InputFlags, names: Sequence[str], why: str) -> None:
+    """Raises CommandFailed, if one of these is given."""
+    for name in names:
+        if getattr(chosen, name) is not None:
+            raise WrongUsage(f"--{name.replace('_', '-')}: {why}")
 
 
-def prepare(source: str, chosen: InputOptions, problems: Problems) -> PreparedInput:
+def check_request(chosen: InputFlags) -> None:
+    """Raises CommandFailed, where the endpoint can't have what is asked for."""
+    endpoint = chosen.endpoint or CHAT
+    if endpoint not in SHAPES:
+        raise WrongUsage(
+            f"--endpoint {endpoint}: prompts can be made for {', '.join(SHAPES)}; "
+            "for others write JSON lines"
+        )
+    if endpoint in {"/v1/completions", "/v1/embeddings"}:
+        _refuse(chosen, ["system"], f"{endpoint} has no system prompt")
+    if endpoint == "/v1/embeddings":
+        _refuse(chosen, ["max_tokens"], "embeddings have no answer to limit")
+    if endpoint == "/v1/messages" and chosen.max_tokens is None:
+        raise WrongUsage("/v1/messages needs --max-tokens")
+
+
+def request_body(chosen: InputFlags, prompt: str) -> dict[str, Any]:
+    """The body of the request for this prompt."""
+    endpoint, system = chosen.endpoint or CHAT, chosen.system
+    body: dict[str, Any] = {} if chosen.model is None else {"model": chosen.model}
+    message = {"role": "user", "content": prompt}
+    match endpoint:
+        case "/v1/completions":
+            body["prompt"] = prompt
+        case "/v1/embeddings":
+            body["input"] = prompt
+        case "/v1/responses":
+            body |= {"input": prompt} | ({} if system is None else {"instructions": system})
+        case "/v1/messages":
+            body |= {"messages": [message]} | ({} if system is None else {"system": system})
+        case _:
+            first = [] if system is None else [{"role": "system", "content": system}]
+            body["messages"] = [*first, message]
+    if chosen.max_tokens is not None:
+        body[SHAPES[endpoint]] = chosen.max_tokens
+    return body
+
+
+def _line(chosen: InputFlags, custom_id: str, prompt: str) -> bytes:
+    line = {"custom_id": custom_id, "method": "POST", "url": chosen.endpoint or CHAT}
+    return json.dumps({**line, "body": request_body(chosen, prompt)}, ensure_ascii=False).encode()
+
+
+def prepare(source: str, chosen: InputFlags, problems: Problems) -> PreparedInput:
     """The input as JSON lines, checked; `-` is stdin. Raises CommandFailed."""
     kind, columns = kind_of(source, chosen.kind), ("id_column", "delimiter")
     if kind is Form.JSONL:
-        chosen.refuse(
+        _refuse(
+            chosen,
             ("template", "template_file", *columns, "model", "system", "max_tokens"),
             "JSON lines have their own bodies; it is for tables and folders "
             "(--input csv or folder)",
         )
         return _prepare_lines(source, chosen.endpoint, problems)
     template = _template(chosen)
-    chosen.check_request()
+    check_request(chosen)
     if kind is Form.CSV:
         return _prepare_table(source, template, chosen, problems)
-    chosen.refuse(columns, "a folder has no columns")
+    _refuse(chosen, columns, "a folder has no columns")
     return _prepare_folder(source, template, chosen, problems)
 
 
@@ -188,9 +174,9 @@ def create_fields(window: str, metadata: Sequence[str]) -> dict[str, Any]:
     for pair in metadata:
         name, equals, text = pair.partition("=")
         if not equals or not name:
-            raise CommandFailed(f"--metadata {pair}: must be NAME=VALUE", status=2)
+            raise WrongUsage(f"--metadata {pair}: must be NAME=VALUE")
         if name in pairs:
-            raise CommandFailed(f"--metadata {name}: is given twice", status=2)
+            raise WrongUsage(f"--metadata {name}: is given twice")
         pairs[name] = text
     return {"completion_window": window} | ({"metadata": pairs} if pairs else {})
 
@@ -230,7 +216,7 @@ def _endpoint_of(file: BinaryIO) -> str:
 
 
 def _prompts(
-    stem: str, chosen: InputOptions, lines: Iterator[tuple[str, bytes]], problems: Problems
+    stem: str, chosen: InputFlags, lines: Iterator[tuple[str, bytes]], problems: Problems
 ) -> PreparedInput:
     """Write the lines that can be run into a temporary file; each comes with where it is from."""
     file = _temporary_file()
@@ -269,7 +255,7 @@ def _note_line(
 
 
 def _prepare_table(
-    path: str, template: PromptTemplate, chosen: InputOptions, problems: Problems
+    path: str, template: PromptTemplate, chosen: InputFlags, problems: Problems
 ) -> PreparedInput:
     """Make a table (CSV with a header) into JSON lines."""
     table = Table.open(path, chosen.id_column, chosen.delimiter)
@@ -283,13 +269,11 @@ def _prepare_table(
                 problems.add(f"line {row.line}", row.problem)
             else:
                 prompt = template.fill(dict(zip(columns, row.cells, strict=True)))
-                yield f"line {row.line}", chosen.line(row.custom_id, prompt)
+                yield f"line {row.line}", _line(chosen, row.custom_id, prompt)
 
-    with contextlib.ExitStack() as on_error:
-        on_error.callback(table.close)
+    with _closed_on_error(table):
         found = _prompts("stdin" if path == "-" else Path(path).stem, chosen, lines(), problems)
         found.table = table
-        on_error.pop_all()
     return found
 
 
@@ -316,7 +300,7 @@ class Table:
         """Open it; `-` is stdin. Raises CommandFailed."""
         chosen = delimiter or ("\t" if Path(path).suffix.lower() == ".tsv" else ",")
         if len(chosen) != 1 or chosen in '\r\n"':
-            raise CommandFailed(f"--delimiter {chosen!r}: must be one character", status=2)
+            raise WrongUsage(f"--delimiter {chosen!r}: must be one character")
         text = io.TextIOWrapper(_open(path), "utf-8-sig", newline="")
         return cls(path, text, id_column, chosen)
 
@@ -350,32 +334,29 @@ class Table:
                     problem = "" if custom_id else f"the column '{self.id_column}' is empty"
                 yield TableRow(reader.line_num, cells, custom_id, problem)
         except csv.Error as error:
-            raise CommandFailed(f"{self.path}: line {reader.line_num}: {error}", status=2) from None
+            raise WrongUsage(f"{self.path}: line {reader.line_num}: {error}") from None
         except UnicodeDecodeError:
-            raise CommandFailed(
+            raise WrongUsage(
                 f"{self.path}: near line {reader.line_num + 1}: is not UTF-8; "
-                "save the table as UTF-8",
-                status=2,
+                "save the table as UTF-8"
             ) from None
 
 
 def _columns(path: str, header: list[str] | None, id_column: str | None) -> list[str]:
     """Check the names of the columns. Raises CommandFailed."""
     if not header:
-        raise CommandFailed(f"{path}: is empty: its first line must name the columns", status=2)
+        raise WrongUsage(f"{path}: is empty: its first line must name the columns")
     double = next((name for name in header if header.count(name) > 1), None)
     if double is not None:
-        raise CommandFailed(f"{path}: two columns are called '{format_cell(double)}'", status=2)
+        raise WrongUsage(f"{path}: two columns are called '{format_cell(double)}'")
     if id_column is not None and id_column not in header:
         there = ", ".join(f"'{format_cell(one)}'" for one in header)
-        raise CommandFailed(
-            f"--id-column {id_column}: there is no such column: there is {there}", status=2
-        )
+        raise WrongUsage(f"--id-column {id_column}: there is no such column: there is {there}")
     return header
 
 
 def _prepare_folder(
-    path: str, template: PromptTemplate, chosen: InputOptions, problems: Problems
+    path: str, template: PromptTemplate, chosen: InputFlags, problems: Problems
 ) -> PreparedInput:
     """Make each text of a folder a JSON line; its name is the `custom_id`."""
     template.check(("text", "name"), "--template", "field of a text")
@@ -385,7 +366,7 @@ def _prepare_folder(
         try:
             names = sorted(one.name for one in Path(path).iterdir())
         except OSError as error:
-            raise CommandFailed(f"{path}: can't be read: {error.strerror}", status=2) from None
+            raise WrongUsage(f"{path}: can't be read: {error.strerror}") from None
         for name in names:
             try:
                 text = _text_of(Path(path, name), chosen.largest_text)
@@ -395,7 +376,7 @@ def _prepare_folder(
                 else:
                     skipped.add(name, f"skipped: {why}")
                 continue
-            yield name, chosen.line(name, template.fill({"text": text, "name": name}))
+            yield name, _line(chosen, name, template.fill({"text": text, "name": name}))
 
     found = _prompts(Path(path).resolve().name or "texts", chosen, texts(), problems)
     found.skipped = skipped.count
@@ -444,12 +425,11 @@ def _open(path: str) -> BinaryIO:
             # No waiting for a named pipe's writer here either.
             handle = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
         except OSError as error:
-            raise CommandFailed(f"{path}: can't be read: {error.strerror}", status=2) from None
+            raise WrongUsage(f"{path}: can't be read: {error.strerror}") from None
         if not stat.S_ISREG(os.fstat(handle).st_mode):
             os.close(handle)
-            raise CommandFailed(
-                f"{path}: is no regular file; '-' reads stdin, and a folder is named by its path",
-                status=2,
+            raise WrongUsage(
+                f"{path}: is no regular file; '-' reads stdin, and a folder is named by its path"
             )
         return os.fdopen(handle, "rb")
     source = getattr(sys.stdin, "buffer", None)
@@ -461,7 +441,7 @@ def _open(path: str) -> BinaryIO:
         while piece := source.read(PIECE_BYTES):
             left -= len(piece)
             if left < 0:
-                raise CommandFailed(f"stdin: more than {LARGEST_STDIN:,} bytes", status=2)
+                raise WrongUsage(f"stdin: more than {LARGEST_STDIN:,} bytes")
             file.write(piece)
     file.seek(0)
     return file
@@ -473,7 +453,7 @@ def _temporary_file() -> BinaryIO:
 
 
 @contextlib.contextmanager
-def _closed_on_error(file: BinaryIO) -> Iterator[None]:
+def _closed_on_error(file: BinaryIO | Table) -> Iterator[None]:
     try:
         yield
     except BaseException:
@@ -497,10 +477,9 @@ class PromptTemplate:
         for _, name in self.pieces:
             if name is not None and name not in known:
                 there = ", ".join(f"'{one}'" for one in known) or "none"
-                raise CommandFailed(
+                raise WrongUsage(
                     f"{where}: the template names '{{{name}}}', but there is no such {what}: "
-                    f"there is {there}",
-                    status=2,
+                    f"there is {there}"
                 )
 
     def fill(self, fields: Mapping[str, str]) -> str:
@@ -508,12 +487,12 @@ class PromptTemplate:
         return "".join(text if name is None else text + fields[name] for text, name in self.pieces)
 
 
-def _template(chosen: InputOptions) -> PromptTemplate:
+def _template(chosen: InputFlags) -> PromptTemplate:
     """Read the template that the user names. Raises CommandFailed."""
     text, option = chosen.template, "--template"
     if (text is None) == (chosen.template_file is None):
-        raise CommandFailed(
-            "a table or a folder needs --template 'Summarise: {text}', or --template-file", status=2
+        raise WrongUsage(
+            "a table or a folder needs --template 'Summarise: {text}', or --template-file"
         )
     if chosen.template_file is not None:
         option = f"--template-file {chosen.template_file}"
@@ -522,7 +501,7 @@ def _template(chosen: InputOptions) -> PromptTemplate:
                 text = file.read(LONGEST_TEMPLATE + 1)
         except (OSError, UnicodeDecodeError) as error:
             why = getattr(error, "strerror", None) or "is not UTF-8"
-            raise CommandFailed(f"{option}: can't be read: {why}", status=2) from None
+            raise WrongUsage(f"{option}: can't be read: {why}") from None
     assert text is not None
     with failing_by(ValueError, before=f"{option}: ", status=2):
         return parse_template(text)
@@ -571,7 +550,7 @@ class ResultPlaces:
             if path is None or str(path) == "-":
                 continue
             if not path.parent.is_dir():
-                raise CommandFailed(f"{path}: there is no folder {path.parent}", status=2)
+                raise WrongUsage(f"{path}: there is no folder {path.parent}")
             if not self.force and (path.exists() or path.is_symlink()):
                 raise _exists(path)
 
@@ -598,7 +577,7 @@ def places_for(stem: str, format_: Form, output: Path | None, *, force: bool) ->
     """The places for results of what is called `stem`; `output` as the user names it."""
     if format_ is Form.FOLDER:
         if str(output) == "-":
-            raise CommandFailed("--output -: a folder can't go to stdout", status=2)
+            raise WrongUsage("--output -: a folder can't go to stdout")
         return ResultPlaces(format_, output or Path(f"{stem}.out"), None, force)
     if format_ is Form.CSV:
         return ResultPlaces(format_, output or Path(f"{stem}.out.csv"), None, force)
@@ -717,10 +696,9 @@ def _rows(output: BinaryIO, errors: BinaryIO, table: Table | None) -> Iterator[s
             yield row([*cells, "", given.problem and f"was not submitted: {given.problem}"])
     if result is not None:
         shown = format_cell(custom_id_of(result))
-        raise CommandFailed(
+        raise WrongUsage(
             f"{table.path}: has no row for the result '{shown}', or not in this order: is it the "
-            "table that the batch was made of, with the same --id-column?",
-            status=2,
+            "table that the batch was made of, with the same --id-column?"
         )
 
 
@@ -776,11 +754,7 @@ def _lines(file: BinaryIO) -> Iterator[dict[str, Any]]:
     for number, data in enumerate(file, 1):
         if not data.strip():
             continue
-        try:
-            line = json.loads(data)
-        except (ValueError, RecursionError):
-            line = None
-        if not isinstance(line, dict):
+        if (line := json_object(data)) is None:
             raise CommandFailed(f"line {number} of the results is no JSON object")
         yield line
 
@@ -871,6 +845,4 @@ def write_whole(path: Path, pieces: Iterable[bytes], *, force: bool) -> None:
 
 
 def _exists(path: Path) -> CommandFailed:
-    return CommandFailed(
-        f"{path} is there already: name another place with --output, or use --force", status=2
-    )
+    return WrongUsage(f"{path} is there already: name another place with --output, or use --force")

@@ -15,12 +15,10 @@ from typing import TYPE_CHECKING, Any, BinaryIO, ClassVar, Self, TypeVar
 from urllib.parse import quote, urlsplit
 
 from gateway.cli import options
-from gateway.cli.terminal import CommandFailed, failing_by, print_note
+from gateway.cli.terminal import CommandFailed, WrongUsage, failing_by, print_note
 from gateway.config.errors import ConfigError
 
 if TYPE_CHECKING:
-    from types import TracebackType
-
     import httpx
 
     from gateway.config.listeners import AdminSettings
@@ -33,6 +31,7 @@ KEY_VARIABLE = "LLAMA_GATEWAY_KEY"
 LONGEST_KEY = 4096  # bytes of a key file that are read
 LARGEST_ANSWER = 256 << 20  # bytes; a stream of events may be longer
 LONGEST_LINE = 64 << 20  # bytes of an event; that of 10,000 nodes has some 8 million
+LARGEST_PAGE = 1000  # objects of one answer of the admin API
 # Seconds without a byte of the admin API; longer than a probe of a node that hangs.
 ADMIN_SECONDS = 30.0
 SCHEME_SECONDS = 2.0  # seconds for a look whether a server speaks the other scheme
@@ -96,7 +95,7 @@ class GatewayClient:
             remedy = (
                 f"an IPv6 address needs brackets: {scheme}://{bracketed}" if bracketed else error
             )
-            raise CommandFailed(f"the address is no valid URL: {remedy}", status=2) from None
+            raise WrongUsage(f"the address is no valid URL: {remedy}") from None
 
     def request(
         self,
@@ -109,7 +108,7 @@ class GatewayClient:
     ) -> dict[str, Any]:
         """Return the JSON object that the gateway answers; `more` is for httpx."""
         with self._answered(method, path, params=parameters, json=body, **more) as response:
-            value = _json_object(_read(response))
+            value = json_object(_read(response))
         if value is None:
             stranger = self.STRANGER.format(url=self.url, path=path)
             raise CommandFailed(f"the server at {stranger}: {self.URL_FLAG} names its address")
@@ -123,7 +122,7 @@ class GatewayClient:
         try:
             with self._client.stream(method, path, **asked) as response:
                 if not response.is_success:
-                    raise self._refused(response, _json_object(_read(response)) or {})
+                    raise self._refused(response, json_object(_read(response)) or {})
                 yield response
         except httpx.DecodingError:
             raise CommandFailed(f"the answer of {self.url}{path} can't be read") from None
@@ -163,12 +162,7 @@ class GatewayClient:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        tb: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *exception: object) -> None:
         self._client.close()
 
 
@@ -361,16 +355,16 @@ class BatchClient(GatewayClient):
 class PublicFlags(options.FlagGroup):
     """The flags that name the gateway's public listener, and the key for it."""
 
-    url: options.Url = None
-    key_file: options.KeyFile = None
-    ca: options.Ca = None
+    url: str | None = options.URL
+    key_file: Path | None = options.KEY_FILE
+    ca: Path | None = options.CA
 
     def connect(self) -> BatchClient:
         """Connect by flags and environment. Raises CommandFailed."""
         url = (self.url or DEFAULT_URL).rstrip("/").removesuffix("/v1")
         parts = urlsplit(url)
         if parts.scheme not in {"http", "https"} or not parts.netloc or "@" in parts.netloc:
-            raise CommandFailed(f"--url {url}: must be like {DEFAULT_URL}", status=2)
+            raise WrongUsage(f"--url {url}: must be like {DEFAULT_URL}")
         import httpx
 
         timeout = httpx.Timeout(ANSWER_SECONDS, connect=CONNECT_SECONDS)
@@ -383,7 +377,6 @@ def _path(id_: str) -> str:
 
 
 def _remedy(code: int, error_code: object, path: str) -> str | None:
-    """Say what the command's user can do."""
     if code == 401:
         return f"name a file that holds an API key with --key-file, or set {KEY_VARIABLE}"
     if code == 404 and path.startswith("/v1/batches/"):
@@ -424,7 +417,8 @@ def _read(response: httpx.Response) -> bytes:
     return bytes(content)
 
 
-def _json_object(content: bytes) -> dict[str, Any] | None:
+def json_object(content: bytes | str) -> dict[str, Any] | None:
+    """Return the JSON object in a text; None: it holds none."""
     try:
         value = json.loads(content)
     except (ValueError, RecursionError):
@@ -461,6 +455,20 @@ def _scheme_hint(url: str) -> str:
     return f": it speaks {other}: write {other}{url[len(parts.scheme) :]}"
 
 
+def read_pages(
+    ask: Callable[[dict[str, str]], dict[str, Any]], given: Mapping[str, str], name: str, most: int
+) -> tuple[list[dict[str, Any]], dict[str, Any]]:
+    """Ask page by page for up to so many objects of the list `name`; and return the last page."""
+    parameters, found = dict(given), list[dict[str, Any]]()
+    while True:
+        parameters["limit"] = str(min(LARGEST_PAGE, most - len(found)))
+        page = ask(parameters)
+        found += page[name]
+        if len(found) >= most or page["next"] is None:
+            return found, page
+        parameters["before"] = str(page["next"])
+
+
 # Keys and certificates.
 
 
@@ -470,7 +478,7 @@ def find_key(key_file: Path | None) -> str | None:
         return _read_key(key_file, "key file")
     key = os.environ.get(KEY_VARIABLE, "").strip()
     if not (key.isascii() and key.isprintable()):
-        raise CommandFailed(f"{KEY_VARIABLE} holds no key", status=2)
+        raise WrongUsage(f"{KEY_VARIABLE} holds no key")
     return key or None
 
 
@@ -481,9 +489,9 @@ def _read_key(path: Path, what: str) -> str:
             key = file.read(LONGEST_KEY).decode().strip()
     except (OSError, UnicodeDecodeError) as error:
         why = error.strerror if isinstance(error, OSError) else "not a text"
-        raise CommandFailed(f"the {what} {path} can't be read: {why}", status=2) from None
+        raise WrongUsage(f"the {what} {path} can't be read: {why}") from None
     if not key or not key.isascii() or not key.isprintable():
-        raise CommandFailed(f"the {what} {path} holds no key", status=2)
+        raise WrongUsage(f"the {what} {path} holds no key")
     return key
 
 
@@ -527,10 +535,10 @@ def _trust(ca: Path | None, own: Path | None = None) -> ssl.SSLContext:
 class AdminFlags(options.FlagGroup):
     """The flags that name the admin API of the running gateway."""
 
-    admin_url: options.AdminUrl = None
-    admin_key_file: options.AdminKeyFile = None
-    admin_ca: options.AdminCa = None
-    config: options.ConfigFile = None
+    admin_url: str | None = options.ADMIN_URL
+    admin_key_file: Path | None = options.ADMIN_KEY_FILE
+    admin_ca: Path | None = options.ADMIN_CA
+    config: Path | None = options.CONFIG
 
     def connect(self) -> AdminClient:
         """Open the admin API by flag, environment and settings, in this order.
@@ -539,7 +547,7 @@ class AdminFlags(options.FlagGroup):
         """
         url, key_file, ca = self.admin_url, self.admin_key_file, self.admin_ca
         if url is not None and urlsplit(url).scheme not in {"http", "https"}:
-            raise CommandFailed(f"--admin-url {url}: must be like http://127.0.0.1:8001", status=2)
+            raise WrongUsage(f"--admin-url {url}: must be like http://127.0.0.1:8001")
         needed = {}
         if url is None:
             address = "--admin-url names the admin listener's address"
@@ -567,10 +575,9 @@ class AdminFlags(options.FlagGroup):
         try:
             tls = _trust(ca, own) if urlsplit(url).scheme == "https" else None
         except ValueError as why:
-            raise CommandFailed(
+            raise WrongUsage(
                 f"{ca or own}: the admin listener's certificate can't be read: {why}; name it, or "
-                "the authority behind it, with --admin-ca",
-                status=2,
+                "the authority behind it, with --admin-ca"
             ) from None
         admin_key = _read_key(key_file, "admin key file") if key_file else None
         return AdminClient(url.rstrip("/"), admin_key, tls)
@@ -604,8 +611,8 @@ def _settings(config: Path | None, needed: Mapping[str, str]) -> AdminSettings |
             if any(f"{one.key}.".startswith(f"admin.{key}.") for one in error.problems)
         }
         instead = " and ".join(sorted(missing or set(needed.values())))
-        raise CommandFailed(
-            f"{error}\nthis is needed to find the gateway: correct it, or {instead}", status=2
+        raise WrongUsage(
+            f"{error}\nthis is needed to find the gateway: correct it, or {instead}"
         ) from None
     print_note(
         f"warning: {problem}{others}; a gateway that runs keeps the settings that it has: going on "
@@ -621,6 +628,18 @@ UNIT_STATE_FOLDER = Path("/var/lib/llama-gateway")
 OPEN_SECONDS = 10.0  # seconds to wait for the store
 
 
+@contextlib.contextmanager
+def checked_query() -> Iterator[None]:
+    """Tell what is wrong with a question to the store, by the flag that says it."""
+    from gateway.callers.reports import InvalidQuery
+
+    try:
+        yield
+    except InvalidQuery as error:
+        flag = error.parameter.replace("_", "-")
+        raise WrongUsage(f"--{flag}: {error}") from None
+
+
 class NoStore(CommandFailed):
     """The settings, or the gateway that runs, have no store."""
 
@@ -633,38 +652,43 @@ class NoStore(CommandFailed):
 
 
 class StoreFlags(options.FlagGroup):
-    """The flags that name the gateway, or the store that is read where none runs."""
+    """The flags that name the gateway, or the store that is opened where none runs."""
 
-    config: options.ConfigFile = None
-    admin_url: options.AdminUrl = None
-    admin_key_file: options.AdminKeyFile = None
+    config: Path | None = options.CONFIG
+    admin_url: str | None = options.ADMIN_URL
+    admin_key_file: Path | None = options.ADMIN_KEY_FILE
 
     @contextlib.contextmanager
-    def open(self) -> Iterator[AdminClient | Store]:
+    def open(self, *, make: bool = False) -> Iterator[AdminClient | Store]:
         """The admin API of the gateway that runs, else the open store; says on stderr which store.
 
-        A store that does not exist is not made. Raises CommandFailed: the gateway uses another
-        store than the settings name, or there is none.
+        A store that does not exist is not made, unless `make`. Raises CommandFailed: the gateway
+        uses another store than the settings name, there is none, or it fails; and if no gateway
+        answers at an `admin_url` of the user's.
         """
         from gateway.config.stored import STORE_OFF
-        from gateway.store.failures import StoreError
 
         with AdminFlags(**vars(self)).connect() as admin:
-            if is_gateway_running(admin, self.admin_url, self.config):
+            try:
+                status = admin.status()
+            except NoGateway:
+                if self.admin_url is not None:
+                    raise
+            else:
+                check_same_store(admin, status, self.config)
                 yield admin
                 return
         settings = read_settings(self.config)
-        if settings.store.url == STORE_OFF:
-            raise CommandFailed("the settings have no store (store.url: off)", status=2)
+        if settings.store.url == STORE_OFF and not make:
+            raise WrongUsage("the settings have no store (store.url: off)")
         location = named_store(settings)
         print_note(f"store: {location.shown} (no gateway answers at {admin.url})")
-        if location.path is not None and not location.path.is_file():
+        if not make and location.path is not None and not location.path.is_file():
             raise CommandFailed(
                 f"there is no {location.path}: no gateway has used it yet; --config names the "
                 "settings"
             )
-        unusable = f"the store {location.shown} can't be used: "
-        with open_alone(location) as store, failing_by(StoreError, before=unusable):
+        with open_alone(location) as store:
             yield store
 
     def key_names(self, store: Store) -> dict[str, str]:
@@ -684,21 +708,6 @@ def read_settings(config: Path | None) -> Settings:
     from gateway.config.settings import load_settings
 
     return load_settings(options.settings_file(config))
-
-
-def is_gateway_running(admin: AdminClient, admin_url: str | None, config: Path | None) -> bool:
-    """Whether a gateway answers; then tell its store.
-
-    Raises CommandFailed as `check_same_store`, and if none answers at an `admin_url` of the user's.
-    """
-    try:
-        status = admin.status()
-    except NoGateway:
-        if admin_url is not None:
-            raise
-        return False
-    check_same_store(admin, status, config)
-    return True
 
 
 def check_same_store(admin: AdminClient, status: dict[str, Any], config: Path | None) -> None:
@@ -722,11 +731,10 @@ def check_same_store(admin: AdminClient, status: dict[str, Any], config: Path | 
     location = None if settings.store.url == STORE_OFF else named_store(settings)
     named = None if location is None else location.shown
     if _real(named) != _real(own):
-        raise CommandFailed(
+        raise WrongUsage(
             f"the gateway at {admin.url} has the store {own or STORE_OFF}, but "
             f"{options.settings_file(config)} names {named or STORE_OFF}: name that gateway's "
-            "settings with --config, or another gateway with --admin-url",
-            status=2,
+            "settings with --config, or another gateway with --admin-url"
         )
 
 
@@ -770,12 +778,14 @@ def named_store(settings: Settings, unit_folder: Path = UNIT_STATE_FOLDER) -> St
 
 @contextlib.contextmanager
 def open_alone(location: StoreLocation) -> Iterator[Store]:
-    """Open the store while no gateway runs, and log nothing but errors."""
+    """Open the store while no gateway runs, and log nothing but errors. Raises CommandFailed."""
+    from gateway.store.failures import StoreError
     from gateway.store.store import Store
     from gateway.watch.logs import set_up_logging
 
+    unusable = f"the store {location.shown} can't be used: "
     # What fails is in the command's own error.
-    with set_up_logging("error", "console"):
+    with set_up_logging("error", "console"), failing_by(StoreError, before=unusable):
         store = Store(location)
         store.start()
         try:

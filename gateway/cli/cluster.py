@@ -6,21 +6,12 @@ import contextlib
 import time
 from collections.abc import Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
-
-import typer
+from typing import TYPE_CHECKING
 
 from gateway.cli import options
 from gateway.cli.client import named_store, open_alone, read_settings
-from gateway.cli.options import Json, examples_epilog
-from gateway.cli.terminal import (
-    CommandFailed,
-    HelpCommand,
-    HelpGroup,
-    print_json,
-    print_note,
-    print_rows,
-)
+from gateway.cli.options import CommandGroup, argument, flag
+from gateway.cli.terminal import CommandFailed, WrongUsage, print_listing, print_note
 
 if TYPE_CHECKING:
     from gateway.cluster.members import StoredMember
@@ -29,20 +20,15 @@ if TYPE_CHECKING:
 # Seconds since its last sign of life within which a member is taken to be at work.
 LIVING_SECONDS = 60.0
 
-app = typer.Typer(
-    cls=HelpGroup,
-    rich_markup_mode=None,
-    no_args_is_help=True,
-    help="The members of a cluster (`cluster` in the settings), from the store that they share.",
-    epilog=examples_epilog(
-        ("llama-gateway cluster members", "who belongs to it, who leads, who was last seen when"),
-        ("llama-gateway cluster remove gw-c", "after that machine is gone for good"),
-    ),
+app = CommandGroup(
+    "The members of a cluster (`cluster` in the settings), from the store that they share.",
+    ("llama-gateway cluster members", "who belongs to it, who leads, who was last seen when"),
+    ("llama-gateway cluster remove gw-c", "after that machine is gone for good"),
 )
 
 
-@app.command("members", cls=HelpCommand)
-def members(*, config: options.ConfigFile = None, as_json: Json = False) -> None:
+@app.add("members")
+def members(*, config: Path | None = options.CONFIG, as_json: bool = options.JSON) -> None:
     """List the members, and who of them leads.
 
     What each of them does now is told by the leader: 'llama-gateway top', GET /admin/status.
@@ -61,22 +47,17 @@ def members(*, config: options.ConfigFile = None, as_json: Json = False) -> None
         }
         for one in found
     ]
-    if as_json:
-        print_json({"cluster": cluster, "members": told})
-    elif told:
-        print_rows([[(key.upper(), value) for key, value in one.items()] for one in told])
-    else:
-        print_note(f"the cluster {cluster} has no member yet")
+    rows = ([(key.upper(), value) for key, value in one.items()] for one in told)
+    nothing = f"the cluster {cluster} has no member yet"
+    print_listing({"cluster": cluster, "members": told}, rows, nothing, as_json=as_json)
 
 
-@app.command("remove", cls=HelpCommand)
+@app.add("remove")
 def remove(
     *,
-    name: Annotated[str, typer.Argument(metavar="NAME", help="The member's name.")],
-    config: options.ConfigFile = None,
-    force: Annotated[
-        bool, typer.Option("--force", help="Although its process may be running.")
-    ] = False,
+    name: str = argument("NAME", "The member's name."),
+    config: Path | None = options.CONFIG,
+    force: bool = flag.switch("--force", "Although its process may be running."),
 ) -> None:
     """Remove a member that is gone for good: the others share the nodes without it.
 
@@ -113,14 +94,8 @@ def _opened(config: Path | None) -> Iterator[tuple[Store, str]]:
 
     Raises CommandFailed.
     """
-    from gateway.store.failures import StoreError
-
     settings = read_settings(config)
     if settings.cluster is None:
-        raise CommandFailed("the settings have no section `cluster`: name others with --config", 2)
-    location = named_store(settings)
-    with open_alone(location) as store:
-        try:
-            yield store, settings.cluster.name
-        except StoreError as error:
-            raise CommandFailed(f"the store {location.shown} can't be used: {error}") from None
+        raise WrongUsage("the settings have no section `cluster`: name others with --config")
+    with open_alone(named_store(settings)) as store:
+        yield store, settings.cluster.name

@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Annotated, Any
-
-import typer
+from typing import Any
+from urllib.parse import quote
 
 from gateway.cli import options
 from gateway.cli.client import NoStore
@@ -21,8 +20,8 @@ from gateway.cli.keys import (
     unset_fields,
     used_text,
 )
-from gateway.cli.options import CommandGroup, FlagGroup, Json
-from gateway.cli.terminal import CommandFailed, print_json, print_note, print_rows
+from gateway.cli.options import CommandGroup, FlagGroup, argument, flag
+from gateway.cli.terminal import WrongUsage, print_answer, print_listing
 
 app = CommandGroup(
     "Groups of API keys: limits that the keys of a group share.\n\n"
@@ -34,7 +33,7 @@ app = CommandGroup(
     ("llama-gateway groups remove research", "its keys then share no limit"),
 )
 
-GroupName = Annotated[str, typer.Argument(metavar="NAME", help="The group's name.")]
+GROUP_NAME = argument("NAME", "The group's name.")
 
 _GROUP_FIELDS = {
     **{name: path for name, path in FIELDS.items() if path[0] in {"limits", "user_limits"}},
@@ -45,12 +44,10 @@ _GROUP_FIELDS = {
 class LimitFlags(FlagGroup):
     """The limits of a group; those that are not given stay as they are."""
 
-    max_class: PriorityChoice | None = typer.Option(
-        None, metavar="|".join(PriorityChoice), help="The highest class of its keys' requests."
+    max_class: PriorityChoice | None = flag(
+        "|".join(PriorityChoice), "The highest class of its keys' requests."
     )
-    models: str | None = typer.Option(
-        None, metavar="A,B", help="Models that its keys may use, of those that each may use."
-    )
+    models: str | None = flag("A,B", "Models that its keys may use, of those that each may use.")
     rpm: int | None = RightFlags.rpm
     tpm: int | None = RightFlags.tpm
     tokens_per_day: int | None = RightFlags.tokens_per_day
@@ -75,18 +72,13 @@ class LimitFlags(FlagGroup):
 
 
 @app.add("list")
-@options.takes(stored=KeyFlags)
-def list_(*, as_json: Json = False, stored: KeyFlags) -> None:
+def list_(*, as_json: bool = options.JSON, stored: KeyFlags) -> None:
     """Show all groups of the settings and the store, those too that nobody has defined."""
     with stored.open() as access:
-        found = access.groups()
+        found = access.request("GET", "/admin/groups")
     tell_warnings(found.get("warnings", ()))
-    if as_json:
-        print_json(found)
-    elif found["groups"]:
-        print_rows(map(_row, found["groups"]))
-    else:
-        print_note("there are no groups; 'llama-gateway groups set NAME' makes one")
+    nothing = "there are no groups; 'llama-gateway groups set NAME' makes one"
+    print_listing(found, map(_row, found["groups"]), nothing, as_json=as_json)
 
 
 def _row(group: Mapping[str, Any]) -> list[tuple[str, object]]:
@@ -106,18 +98,16 @@ def _row(group: Mapping[str, Any]) -> list[tuple[str, object]]:
     ("llama-gateway groups set research --unset rpm", "no limit of requests"),
     ("llama-gateway groups set staff", "a group without a limit"),
 )
-@options.takes(limits=LimitFlags, stored=KeyFlags)
 def set_(
     *,
-    name: GroupName,
-    unset: list[str] | None = typer.Option(
-        None,
-        metavar="FLAG,...",
-        help="Take these away: names of the flags below, such as rpm,budget; or limits, "
+    name: str = GROUP_NAME,
+    unset: list[str] | None = flag(
+        "FLAG,...",
+        "Take these away: names of the flags below, such as rpm,budget; or limits, "
         "user-limits for all of them.",
     ),
     limits: LimitFlags,
-    as_json: Json = False,
+    as_json: bool = options.JSON,
     stored: KeyFlags,
 ) -> None:
     """Make a group in the store, or change its limits: what no flag names stays as it is."""
@@ -125,7 +115,9 @@ def set_(
     removed = unset_fields(unset or (), wanted, _GROUP_FIELDS)
     try:
         with stored.open() as access:
-            before = _found(access.groups(), name) or {}
+            found = access.request("GET", "/admin/groups")["groups"]
+            defined = {one["name"]: one for one in found}
+            before = defined.get(name, {})
             fields = {
                 place: {**(before.get(place) or {}), **wanted.get(place, {})}
                 for place in ("limits", "user_limits", "cache")
@@ -134,30 +126,24 @@ def set_(
                 fields[place] = {
                     one: value for one, value in fields[place].items() if field and one not in field
                 }
-            group = access.put_group(name, {place: one for place, one in fields.items() if one})
+            given_fields = {place: one for place, one in fields.items() if one}
+            group = access.keep("PUT", _path(name), given_fields)
     except NoStore:
-        raise CommandFailed(
-            "there is no store (store.url: off): write the group into the settings", status=2
+        raise WrongUsage(
+            "there is no store (store.url: off): write the group into the settings"
         ) from None
-    if as_json:
-        print_json(group)
-    else:
-        users = limits_text(group["user_limits"])
-        print(f"{name}: {limits_text(group['limits'])}; each end user {users}")
+    own, users = limits_text(group["limits"]), limits_text(group["user_limits"])
+    print_answer(group, f"{name}: {own}; each end user {users}", as_json=as_json)
 
 
 @app.add("remove")
-@options.takes(stored=KeyFlags)
-def remove(*, name: GroupName, as_json: Json = False, stored: KeyFlags) -> None:
+def remove(*, name: str = GROUP_NAME, as_json: bool = options.JSON, stored: KeyFlags) -> None:
     """Remove a group of the store. Keys that are of it share no limit then."""
     with stored.open() as access:
-        group = access.remove_group(name)
+        group = access.request("DELETE", _path(name))
     tell_warnings(group["warnings"])
-    if as_json:
-        print_json(group)
-    else:
-        print(f"{name}: removed")
+    print_answer(group, f"{name}: removed", as_json=as_json)
 
 
-def _found(found: Mapping[str, Any], name: str) -> dict[str, Any] | None:
-    return next((one for one in found["groups"] if one["name"] == name), None)
+def _path(name: str) -> str:
+    return f"/admin/groups/{quote(name, safe='')}"

@@ -9,37 +9,41 @@ import os
 import re
 import sys
 import time
-from collections.abc import Coroutine, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import asdict
+from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, NamedTuple, TypeAlias
-from urllib.parse import quote
+from typing import TYPE_CHECKING, Any, NamedTuple
+from urllib.parse import quote, unquote
 
 import typer
 
 from gateway.cli import client, options
-from gateway.cli.client import AdminClient, AdminFlags, GatewayRefused, NoStore
-from gateway.cli.options import CommandGroup, FlagGroup, Json
+from gateway.cli.client import AdminClient, GatewayRefused, NoStore, StoreFlags, objects
+from gateway.cli.options import CommandGroup, FlagGroup, Panel, argument, flag
 from gateway.cli.terminal import (
     CommandFailed,
+    WrongUsage,
     failing_by,
     format_cell,
+    print_answer,
     print_json,
+    print_listing,
     print_note,
-    print_rows,
 )
 from gateway.config.errors import ConfigError, Problem, escape_json
 
 if TYPE_CHECKING:
     from gateway.callers.keys import ApiKey
     from gateway.callers.stored_groups import GroupDesk
-    from gateway.callers.stored_keys import KeyDesk, KeyProblem
+    from gateway.callers.stored_keys import KeyDesk
     from gateway.config.keys import KeySpec
     from gateway.config.settings import Settings
 
 
-LIMITS_PANEL = "Limits"
-USERS_PANEL = "End users that it names (with --trust-user-headers)"
-CACHE_PANEL = "Prompt caches and privacy (unset: as its group)"
+_limits = Panel("Limits")
+_users = Panel("End users that it names (with --trust-user-headers)")
+_caches = Panel("Prompt caches and privacy (unset: as its group)")
 TRUST_HELP = "Its holder may name its end users by header (see identity.user_headers)."
 ALL_NODES = "all"  # of `--cache-nodes`: the key is kept to no pool, whatever its group says
 
@@ -97,111 +101,63 @@ def _checked_expiry(value: str | None) -> str | None:
     return iso_time(at)
 
 
-def _limit(flag: str, text: str, panel: str = LIMITS_PANEL) -> Any:
-    return typer.Option(None, flag, min=1, metavar="N", help=text, rich_help_panel=panel)
-
-
-def _budget(flag: str, text: str, panel: str = LIMITS_PANEL) -> Any:
-    return typer.Option(
-        None,
-        flag,
-        metavar="AMOUNT/month|day",
-        callback=_checked_budget,
-        help=text,
-        rich_help_panel=panel,
-    )
-
-
-NewName = Annotated[
-    str | None,
-    typer.Option(
-        "--name",
-        metavar="NAME",
-        callback=checked_name,
-        show_default="its id",
-        help="Who uses it; unique. Logs, metrics and the ledger show it.",
-    ),
-]
+def _budget(panel: Panel, meaning: str) -> Any:
+    return panel("AMOUNT/month|day", meaning, callback=_checked_budget)
 
 
 class RightFlags(FlagGroup):
     """The flags that say what a key may do; those that are not given leave it as it is."""
 
-    default_class: PriorityChoice | None = typer.Option(
-        None,
-        "--class",
-        metavar=_CLASSES,
-        help="The class of its requests that name none; unset: normal.",
+    default_class: PriorityChoice | None = flag(
+        _CLASSES, "The class of its requests that name none; unset: normal.", name="--class"
     )
-    max_class: PriorityChoice | None = typer.Option(
-        None, metavar=_CLASSES, help="The highest class it gets; unset: its --class."
+    max_class: PriorityChoice | None = flag(
+        _CLASSES, "The highest class it gets; unset: its --class."
     )
-    model: list[str] | None = typer.Option(
-        None, metavar="NAME", help="A model that it may use; repeat it for more. Unset: all."
+    model: list[str] | None = flag(
+        "NAME", "A model that it may use; repeat it for more. Unset: all."
     )
-    models: str | None = typer.Option(
-        None, metavar="A,B", help="Models that it may use, in one list."
-    )
-    group: str | None = typer.Option(
-        None, metavar="GROUP", help="The group whose limits it shares."
-    )
-    expires: str | None = typer.Option(
-        None,
-        metavar="TIME",
+    models: str | None = flag("A,B", "Models that it may use, in one list.")
+    group: str | None = flag("GROUP", "The group whose limits it shares.")
+    expires: str | None = flag(
+        "TIME",
+        "When it ends: in 90d or 12h, or on 2027-01-31. Unset: never.",
         callback=_checked_expiry,
-        help="When it ends: in 90d or 12h, or on 2027-01-31. Unset: never.",
     )
-    rpm: int | None = _limit("--rpm", "Requests within any 60 seconds.")
-    tpm: int | None = _limit("--tpm", "Tokens within any 60 seconds.")
-    tokens_per_day: int | None = _limit("--tokens-per-day", "Tokens in a day (UTC).")
+    rpm: int | None = _limits("N", "Requests within any 60 seconds.", min=1)
+    tpm: int | None = _limits("N", "Tokens within any 60 seconds.", min=1)
+    tokens_per_day: int | None = _limits("N", "Tokens in a day (UTC).", min=1)
     budget: str | None = _budget(
-        "--budget", "Money a month or day, in the currency of the nodes' costs."
+        _limits, "Money a month or day, in the currency of the nodes' costs."
     )
-    concurrency: int | None = _limit("--concurrency", "Requests at one time.")
-    prompt_tokens: int | None = _limit("--prompt-tokens", "Largest prompt, in tokens.")
-    completion_tokens: int | None = _limit("--completion-tokens", "Most tokens of one answer.")
-    trust_user_headers: bool | None = typer.Option(
-        None,
-        "--trust-user-headers/--no-trust-user-headers",
-        help=TRUST_HELP,
-        rich_help_panel=USERS_PANEL,
+    concurrency: int | None = _limits("N", "Requests at one time.", min=1)
+    prompt_tokens: int | None = _limits("N", "Largest prompt, in tokens.", min=1)
+    completion_tokens: int | None = _limits("N", "Most tokens of one answer.", min=1)
+    trust_user_headers: bool | None = _users.switch(
+        "--trust-user-headers/--no-trust-user-headers", TRUST_HELP, None
     )
-    user_rpm: int | None = _limit(
-        "--user-rpm", "Requests of each within any 60 seconds.", USERS_PANEL
-    )
-    user_tpm: int | None = _limit(
-        "--user-tpm", "Tokens of each within any 60 seconds.", USERS_PANEL
-    )
-    user_tokens_per_day: int | None = _limit(
-        "--user-tokens-per-day", "Tokens of each in a day.", USERS_PANEL
-    )
-    user_budget: str | None = _budget("--user-budget", "Money of each a month or day.", USERS_PANEL)
-    user_concurrency: int | None = _limit(
-        "--user-concurrency", "Requests of each at one time.", USERS_PANEL
-    )
-    cache_hide: bool | None = typer.Option(
-        None,
+    user_rpm: int | None = _users("N", "Requests of each within any 60 seconds.", min=1)
+    user_tpm: int | None = _users("N", "Tokens of each within any 60 seconds.", min=1)
+    user_tokens_per_day: int | None = _users("N", "Tokens of each in a day.", min=1)
+    user_budget: str | None = _budget(_users, "Money of each a month or day.")
+    user_concurrency: int | None = _users("N", "Requests of each at one time.", min=1)
+    cache_hide: bool | None = _caches.switch(
         "--cache-hide/--no-cache-hide",
-        help="Take the figures that tell what was cached out of its responses.",
-        rich_help_panel=CACHE_PANEL,
-    )
-    cache_isolate: IsolateChoice | None = typer.Option(
+        "Take the figures that tell what was cached out of its responses.",
         None,
-        metavar="|".join(IsolateChoice),
-        help="Whose prompts may draw its requests to the node that has them cached.",
-        rich_help_panel=CACHE_PANEL,
     )
-    cache_nodes: str | None = typer.Option(
-        None,
-        metavar="LABEL=VALUE,...",
-        help=f"Labels of the nodes that it may use, and no other; {ALL_NODES}: every node.",
-        rich_help_panel=CACHE_PANEL,
+    cache_isolate: IsolateChoice | None = _caches(
+        "|".join(IsolateChoice),
+        "Whose prompts may draw its requests to the node that has them cached.",
     )
-    prompt_cache: bool | None = typer.Option(
-        None,
+    cache_nodes: str | None = _caches(
+        "LABEL=VALUE,...",
+        f"Labels of the nodes that it may use, and no other; {ALL_NODES}: every node.",
+    )
+    prompt_cache: bool | None = _caches.switch(
         "--prompt-cache/--no-prompt-cache",
-        help="Whether nodes may serve its prompts from their caches; without, each is read anew.",
-        rich_help_panel=CACHE_PANEL,
+        "Whether nodes may serve its prompts from their caches; without, each is read anew.",
+        None,
     )
 
     def fields(self) -> dict[str, Any]:
@@ -223,9 +179,7 @@ class RightFlags(FlagGroup):
 class NewRightFlags(RightFlags):
     """Those of a new key, whose holder names nobody unless a flag says so."""
 
-    trust_user_headers: bool | None = typer.Option(
-        None, "--trust-user-headers", help=TRUST_HELP, rich_help_panel=USERS_PANEL
-    )
+    trust_user_headers: bool | None = _users.switch("--trust-user-headers", TRUST_HELP, None)
 
 
 def listed_models(repeated: list[str] | None, listed: str | None) -> list[str] | None:
@@ -364,15 +318,6 @@ def read_key_file(file: Path) -> list[ListedKey]:
     return listed
 
 
-def listed_problems(
-    file: Path, listed: Sequence[ListedKey], problems: Sequence[KeyProblem]
-) -> ConfigError:
-    """Return the problems with the lines of the file."""
-    return ConfigError(
-        Problem(file, listed[one.index].line, one.key, one.message, one.remedy) for one in problems
-    )
-
-
 def _list(file: Path) -> list[ListedKey]:
     """Read the keys of a YAML or JSON file: a list, or a mapping with `keys`."""
     from gateway.config.yaml_file import YamlList, YamlMapping, read_yaml, to_plain
@@ -466,53 +411,48 @@ def _checked_id(value: str | None) -> str | None:
     return value
 
 
-KeyId = Annotated[
-    str | None,
-    typer.Option(
-        "--id",
-        metavar="ID",
-        callback=_checked_id,
-        show_default="random",
-        help="The key's public part, which logs show.",
-    ),
-]
-
-
-KeyName = Annotated[str, typer.Argument(metavar="NAME", help="The key's name or id.")]
+KEY_ID = flag(
+    "ID",
+    "The key's public part, which logs show.",
+    name="--id",
+    callback=_checked_id,
+    show_default="random",
+)
+KEY_NAME = argument("NAME", "The key's name or id.")
 
 
 class KeyFlags(options.FlagGroup):
     """The flags that name the keys: those of the gateway that runs, else of the store itself."""
 
-    admin_url: options.AdminUrl = None
-    admin_key_file: options.AdminKeyFile = None
-    config: options.ConfigFile = None
-    nodes: options.NodesFile = options.DEFAULT_NODES
+    admin_url: str | None = options.ADMIN_URL
+    admin_key_file: Path | None = options.ADMIN_KEY_FILE
+    config: Path | None = options.CONFIG
+    nodes: Path = options.NODES
 
     @contextlib.contextmanager
     def open(self) -> Iterator[KeyAccess]:
         """Open the keys. Tells on stderr which store it is. Raises CommandFailed."""
-        flags = AdminFlags(
+        flags = StoreFlags(
             admin_url=self.admin_url, admin_key_file=self.admin_key_file, config=self.config
         )
-        with flags.connect() as admin:
-            if client.is_gateway_running(admin, self.admin_url, self.config):
-                yield RunningGateway(admin)
+        with flags.open(make=True) as source:
+            if isinstance(source, AdminClient):
+                yield KeyAccess(source)
                 return
-        settings = client.read_settings(self.config)
-        location = client.named_store(settings)
-        print_note(f"store: {location.shown} (no gateway answers at {admin.url})")
-        from gateway.callers.standings import Standings
-        from gateway.callers.stored_groups import GroupDesk
-        from gateway.callers.stored_keys import KeyDesk
+            from gateway.callers.standings import Standings
+            from gateway.callers.stored_groups import GroupDesk
+            from gateway.callers.stored_keys import KeyDesk
 
-        def unknown(specs: Sequence[KeySpec]) -> Sequence[str]:
-            return unknown_models(settings, self.nodes, specs)
-
-        with client.open_alone(location) as store:
-            seconds, used = client.OPEN_SECONDS, Standings.alone(settings, store)
-            desk = KeyDesk(settings, store, unknown, seconds=seconds, use_of=used.of_keys)
-            yield StoreAlone(desk, GroupDesk(desk, used.of_groups), location.shown)
+            settings = client.read_settings(self.config)
+            used = Standings.alone(settings, source)
+            desk = KeyDesk(
+                settings,
+                source,
+                partial(unknown_models, settings, self.nodes),
+                seconds=client.OPEN_SECONDS,
+                use_of=used.of_keys,
+            )
+            yield KeyAccess(StoreAlone(desk, GroupDesk(desk, used.of_groups)))
 
 
 @app.add(
@@ -521,11 +461,11 @@ class KeyFlags(options.FlagGroup):
     ("llama-gateway keys hash --read < key.txt", "the lines for an existing key"),
 )
 def hash_(
-    key_id: KeyId = None,
-    read: bool = typer.Option(
-        False, "--read", help="Read a key from the prompt or from stdin instead of making one."
+    key_id: str | None = KEY_ID,
+    read: bool = flag.switch(
+        "--read", "Read a key from the prompt or from stdin instead of making one."
     ),
-    as_json: Json = False,
+    as_json: bool = options.JSON,
 ) -> None:
     """Make a key, or read one, and show its SHA-256 for the settings.
 
@@ -533,7 +473,9 @@ def hash_(
     """
     if read and key_id is not None:
         raise typer.BadParameter("a key that is read has an id already", param_hint="--id")
-    key = _read_key() if read else _new_key(key_id)
+    from gateway.callers.keys import new_key
+
+    key = _read_key() if read else new_key(key_id)
     entry = {"id": key.id, "sha256": key.sha256}
     show_entry(key, entry, shown=not read, as_json=as_json)
 
@@ -554,14 +496,18 @@ def hash_(
         "a chat's web interface: fair between its users, each with a limit",
     ),
 )
-@options.takes(rights=NewRightFlags, stored=KeyFlags)
 def create(
     *,
-    key_id: KeyId = None,
-    name: NewName = None,
+    key_id: str | None = KEY_ID,
+    name: str | None = flag(
+        "NAME",
+        "Who uses it; unique. Logs, metrics and the ledger show it.",
+        callback=checked_name,
+        show_default="its id",
+    ),
     rights: NewRightFlags,
     print_only: bool = typer.Option(False, "--print", hidden=True),
-    as_json: Json = False,
+    as_json: bool = options.JSON,
     stored: KeyFlags,
 ) -> None:
     """Make a key with its name, rights and limits, and store its SHA-256.
@@ -569,6 +515,8 @@ def create(
     The key is shown only now, and kept nowhere. It works from the next request on. Where there is
     no store, the lines for the settings are shown.
     """
+    from gateway.callers.keys import new_key
+
     fields = rights.fields()
     default_class, max_class = fields.get("class"), fields.get("max_class")
     highest = max_class or default_class or PriorityChoice.NORMAL.value
@@ -578,7 +526,7 @@ def create(
     if "user_limits" in fields and not fields.get("trust_user_headers"):
         raise typer.BadParameter("needs --trust-user-headers", param_hint="--user-…")
     first = {"name": name, "class": default_class, "max_class": highest}
-    key = _new_key(key_id)
+    key = new_key(key_id)
     entry = {"id": key.id, "sha256": key.sha256, **given({**first, **fields})}
     if print_only:
         print_note(
@@ -589,7 +537,7 @@ def create(
         return
     try:
         with stored.open() as keys:
-            made = keys.create(entry)
+            made = keys.keep("POST", "/admin/keys", entry)
     except NoStore:
         print_note("there is no store (store.url: off): put the lines into the settings")
         _show_lines(key, entry, as_json=as_json)
@@ -599,33 +547,28 @@ def create(
 
 
 @app.add("list")
-@options.takes(stored=KeyFlags)
 def list_(
     *,
-    revoked: bool = typer.Option(False, "--revoked", help="Show revoked keys as well."),
-    as_json: Json = False,
+    revoked: bool = flag.switch("--revoked", "Show revoked keys as well."),
+    as_json: bool = options.JSON,
     stored: KeyFlags,
 ) -> None:
     """Show all keys of the settings and the store, without their secrets, which nobody has."""
     with stored.open() as keys:
-        found = keys.list(revoked=revoked)
+        found = keys.request("GET", "/admin/keys", {"revoked": "1"} if revoked else None)
     tell_warnings(found.get("warnings", ()))
     if found.get("problem"):
         print_note(f"warning: the store does not answer: {found['problem']}")
-    if as_json:
-        print_json(found)
-    elif found["keys"]:
-        print_rows(map(key_row, found["keys"]), state_column=3)
-    else:
-        print_note("there are no keys; 'llama-gateway keys create --name NAME' makes one")
+    nothing = "there are no keys; 'llama-gateway keys create --name NAME' makes one"
+    rows = map(key_row, found["keys"])
+    print_listing(found, rows, nothing, as_json=as_json, state_column=3)
 
 
 @app.add("show")
-@options.takes(stored=KeyFlags)
-def show(*, name: KeyName, as_json: Json = False, stored: KeyFlags) -> None:
+def show(*, name: str = KEY_NAME, as_json: bool = options.JSON, stored: KeyFlags) -> None:
     """Show one key: its rights, its limits, and when it was made and ends."""
     with stored.open() as keys:
-        key = keys.show(name)
+        key = keys.key(name)
     if as_json:
         print_json(key)
         return
@@ -650,27 +593,19 @@ def show(*, name: KeyName, as_json: Json = False, stored: KeyFlags) -> None:
     ("llama-gateway keys set bob --class premium --max-class premium", "another class"),
     ("llama-gateway keys set bob --cache-hide --cache-isolate key", "kept apart from others"),
 )
-@options.takes(rights=RightFlags, stored=KeyFlags)
 def set_(
     *,
-    name: KeyName,
-    new_name: str | None = typer.Option(
-        None,
-        "--name",
-        metavar="NAME",
-        callback=checked_name,
-        help="Another name; its usage stays under its id.",
+    name: str = KEY_NAME,
+    new_name: str | None = flag(
+        "NAME", "Another name; its usage stays under its id.", name="--name", callback=checked_name
     ),
-    unset: list[str] | None = typer.Option(
-        None,
-        metavar="FLAG,...",
-        help=(
-            "Take these away: names of the flags below, such as rpm,budget; or limits, "
-            "user-limits, cache for all of them."
-        ),
+    unset: list[str] | None = flag(
+        "FLAG,...",
+        "Take these away: names of the flags below, such as rpm,budget; or limits, "
+        "user-limits, cache for all of them.",
     ),
     rights: RightFlags,
-    as_json: Json = False,
+    as_json: bool = options.JSON,
     stored: KeyFlags,
 ) -> None:
     """Change a stored key's name, rights or limits; its id and its secret stay.
@@ -682,31 +617,25 @@ def set_(
     if not wanted and not removed:
         raise typer.BadParameter("say what to change, such as --rpm 60 or --unset rpm")
     with stored.open() as keys:
-        before = keys.show(name)
+        before = keys.key(name)
         trusted = wanted.get("trust_user_headers", before.get("trust_user_headers"))
         if "user_limits" in wanted and not trusted:
             raise typer.BadParameter("needs --trust-user-headers", param_hint="--user-…")
-        changed = keys.change(str(before["id"]), patch_of(before, wanted, removed))
+        path = f"/admin/keys/{quote(str(before['id']), safe='')}"
+        changed = keys.request("PATCH", path, body=patch_of(before, wanted, removed))
     tell_warnings(changed.pop("warnings", ()))
-    if as_json:
-        print_json(changed)
-    else:
-        print(rights_text(changed))
+    print_answer(changed, rights_text(changed), as_json=as_json)
 
 
 @app.add("revoke")
-@options.takes(stored=KeyFlags)
-def revoke(*, name: KeyName, as_json: Json = False, stored: KeyFlags) -> None:
+def revoke(*, name: str = KEY_NAME, as_json: bool = options.JSON, stored: KeyFlags) -> None:
     """End a key for good: within a second its requests get 401, on open connections too.
 
     Requests that run already are served to their end. Its name is free again, its id is not.
     """
     with stored.open() as keys:
-        key = keys.revoke(name)
-    if as_json:
-        print_json(key)
-    else:
-        print(f"{called(key)}: revoked")
+        key = keys.request("DELETE", keys.path(name))
+    print_answer(key, f"{called(key)}: revoked", as_json=as_json)
 
 
 @app.add(
@@ -714,17 +643,15 @@ def revoke(*, name: KeyName, as_json: Json = False, stored: KeyFlags) -> None:
     ("llama-gateway keys rotate alice", "the old secret works for a day"),
     ("llama-gateway keys rotate alice --grace 0", "the old secret ends now: it has leaked"),
 )
-@options.takes(stored=KeyFlags)
 def rotate(
     *,
-    name: KeyName,
-    grace: str = typer.Option(
-        "24h", metavar="TIME", help="How long the old secret works; 0: it ends."
-    ),
-    as_json: Json = False,
+    name: str = KEY_NAME,
+    grace: str = flag("TIME", "How long the old secret works; 0: it ends.", "24h"),
+    as_json: bool = options.JSON,
     stored: KeyFlags,
 ) -> None:
     """Give a key another secret, which is shown only now; its id, rights and limits stay."""
+    from gateway.callers.keys import new_key
     from gateway.callers.stored_keys import checked_grace
     from gateway.errors import GatewayError
 
@@ -733,8 +660,9 @@ def rotate(
     except GatewayError as error:
         raise typer.BadParameter(error.message, param_hint="--grace") from None
     with stored.open() as keys:
-        key = _new_key(str(keys.show(name)["id"]))
-        rotated = keys.rotate(name, key.sha256, seconds)
+        key = new_key(str(keys.key(name)["id"]))
+        fields = {"sha256": key.sha256, "grace": seconds}
+        rotated = keys.request("POST", f"{keys.path(name)}/rotate", body=fields)
     tell_warnings(rotated.pop("warnings", ()))
     show_new(key, rotated, as_json=as_json)
 
@@ -744,13 +672,10 @@ def rotate(
     ("llama-gateway keys import keys.yaml", "a list of keys as in the settings, or under keys:"),
     ("llama-gateway keys import keys.csv", "a table: id,sha256,name,models,rpm,budget,…"),
 )
-@options.takes(stored=KeyFlags)
 def import_(
     *,
-    file: Annotated[
-        Path, typer.Argument(metavar="FILE", help="YAML, JSON or CSV; - reads YAML from stdin.")
-    ],
-    as_json: Json = False,
+    file: Path = argument("FILE", "YAML, JSON or CSV; - reads YAML from stdin."),
+    as_json: bool = options.JSON,
     stored: KeyFlags,
 ) -> None:
     """Store keys by their hashes, all or none; every bad line is named.
@@ -761,31 +686,30 @@ def import_(
     listed = read_key_file(file)
     with stored.open() as keys:
         try:
-            warnings = keys.import_keys([entry.fields for entry in listed])
-        except KeysNotStored as error:
-            raise listed_problems(file, listed, error.problems) from None
+            entries = [entry.fields for entry in listed]
+            found = keys.request("POST", "/admin/keys/import", body={"keys": entries})
+        except GatewayRefused as error:
+            problems = objects(error.body, "problems")
+            if not problems:
+                raise
+            raise ConfigError(
+                Problem(file, listed[one["index"]].line, one["key"], one["message"], one["remedy"])
+                for one in problems
+            ) from None
+    warnings = list(found.get("warnings", ()))
     tell_warnings(warnings)
-    if as_json:
-        print_json({"imported": len(listed), "warnings": list(warnings)})
-    else:
-        print(f"{len(listed)} {'key' if len(listed) == 1 else 'keys'} imported")
+    text = f"{len(listed)} {'key' if len(listed) == 1 else 'keys'} imported"
+    done = {"imported": len(listed), "warnings": warnings}
+    print_answer(done, text, as_json=as_json)
 
 
 def _show_lines(key: ApiKey, entry: Mapping[str, Any], *, as_json: bool) -> None:
     """Show a new key, and its entry for the settings. Raises CommandFailed."""
     from gateway.callers.stored_keys import KeysRefused, checked_specs
 
-    try:
+    with failing_by(KeysRefused, status=2):
         checked_specs([entry], (), (), time.time())
-    except KeysRefused as error:
-        raise CommandFailed(error.message, status=2) from None
     show_entry(key, entry, shown=True, as_json=as_json)
-
-
-def _new_key(key_id: str | None) -> ApiKey:
-    from gateway.callers.keys import new_key
-
-    return new_key(key_id)
 
 
 def _read_key() -> ApiKey:
@@ -798,7 +722,7 @@ def _read_key() -> ApiKey:
     with failing_by(ValueError, before="this is no key of the gateway: ", status=2):
         key = hash_key(text.strip())
     if not _ID.fullmatch(key.id):
-        raise CommandFailed("the key's id may hold letters, digits and '-' only", status=2)
+        raise WrongUsage("the key's id may hold letters, digits and '-' only")
     return key
 
 
@@ -862,11 +786,11 @@ def called(key: Mapping[str, Any]) -> str:
 
 def show_new(key: ApiKey, shown: Mapping[str, Any], *, as_json: bool) -> None:
     """Show a new secret, this once."""
-    if as_json:
-        print_json({"key": key.text, **shown})
-        return
-    print(f"The key, shown only now:\n\n  {key.text}\n")
-    print(rights_text(shown))
+    text = _SHOWN_ONCE.format(key.text) + rights_text(shown)
+    print_answer({"key": key.text, **shown}, text, as_json=as_json)
+
+
+_SHOWN_ONCE = "The key, shown only now:\n\n  {}\n\n"
 
 
 def rights_text(shown: Mapping[str, Any]) -> str:
@@ -914,180 +838,115 @@ def tell_warnings(warnings: Iterable[str]) -> None:
 
 def show_entry(key: ApiKey, entry: Mapping[str, Any], *, shown: bool, as_json: bool) -> None:
     """Show the entry of a key for the settings; `shown`: and the key itself, this once."""
-    if as_json:
-        print_json({"key": key.text, **entry} if shown else entry)
-        return
-    if shown:
-        print(f"The key, shown only now:\n\n  {key.text}\n")
-    print("For config/gateway.yaml:\n\nkeys:")
     # Any JSON string is a YAML string.
-    lines = [
+    lines = "\n    ".join(
         f"{name}: {escape_json(json.dumps(value, ensure_ascii=False))}"
         for name, value in entry.items()
-    ]
-    print("  - " + "\n    ".join(lines))
+    )
+    secret, told = (_SHOWN_ONCE.format(key.text), {"key": key.text}) if shown else ("", {})
+    text = f"{secret}For config/gateway.yaml:\n\nkeys:\n  - {lines}"
+    print_answer({**told, **entry}, text, as_json=as_json)
 
 
 # Where keys are. While a gateway runs, its admin API makes every change, so that one program knows
 # the models, the settings in force and the audit log. If none answers, the command opens the store.
 
 
-class KeysNotStored(Exception):  # noqa: N818 - says what happened to the keys
-    """None of several keys was stored; `problems` says what is wrong with which."""
+class KeyAccess:
+    """The keys and groups of a running gateway, or of a store alone, by the admin API's requests.
 
-    def __init__(self, problems: Sequence[KeyProblem]) -> None:
-        super().__init__()
-        self.problems = problems
+    The methods raise CommandFailed.
+    """
 
+    def __init__(self, source: AdminClient | StoreAlone) -> None:
+        self.source = source
+        self.request = source.request
 
-class RunningGateway:
-    """The keys of a running gateway, by its admin API. The methods raise CommandFailed."""
-
-    def __init__(self, admin: AdminClient) -> None:
-        self._admin = admin
-
-    def list(self, *, revoked: bool) -> dict[str, Any]:
-        """Return all `keys`, without secrets, and `warnings`."""
-        return self._admin.request("GET", "/admin/keys", {"revoked": "1"} if revoked else None)
-
-    def show(self, name: str) -> dict[str, Any]:
+    def key(self, name: str) -> dict[str, Any]:
         """Return one key; its name may hold anything, which a path can't."""
-        found = self._admin.request("GET", "/admin/keys", {"name": name, "revoked": "1"})
-        keys = [key for key in found.get("keys", ()) if isinstance(key, dict)]
+        found = self.request("GET", "/admin/keys", {"name": name, "revoked": "1"})
+        keys = objects(found, "keys")
         if not keys:
             raise CommandFailed(
                 f"there is no key of the name or id '{name}'; 'llama-gateway keys list' shows all"
             )
         return min(keys, key=lambda key: key.get("state") == "revoked")
 
-    def create(self, entry: Mapping[str, Any]) -> dict[str, Any]:
-        """Store a key, which has an id and a hash, and return it. Raises NoStore, too."""
+    def path(self, name: str) -> str:
+        """Return the path of a key."""
+        # Of a store alone no path is parsed: it takes the name, and tells of it in errors.
+        id_ = name if isinstance(self.source, StoreAlone) else str(self.key(name)["id"])
+        return f"/admin/keys/{quote(id_, safe='')}"
+
+    def keep(self, method: str, path: str, fields: Mapping[str, Any]) -> dict[str, Any]:
+        """Store a key or a group, and return it. Raises NoStore, too."""
         try:
-            return self._admin.request("POST", "/admin/keys", body=entry)
+            return self.request(method, path, body=fields)
         except GatewayRefused as error:
             if error.code == 501:
                 raise NoStore from None
             raise
-
-    def import_keys(self, entries: Sequence[object]) -> Sequence[str]:
-        """Store all of these or none; returns warnings. Raises KeysNotStored, too."""
-        from gateway.callers.stored_keys import KeyProblem
-
-        try:
-            done = self._admin.request("POST", "/admin/keys/import", body={"keys": entries})
-        except GatewayRefused as error:
-            problems = error.body.get("problems")
-            if not isinstance(problems, list) or not problems:
-                raise
-            raise KeysNotStored([KeyProblem(**problem) for problem in problems]) from None
-        return list(done.get("warnings", ()))
-
-    def change(self, name: str, patch: Mapping[str, Any]) -> dict[str, Any]:
-        """Change a key by a JSON merge patch (RFC 7396), and return it, with `warnings`."""
-        return self._admin.request("PATCH", self._path(name), body=patch)
-
-    def rotate(self, name: str, sha256: str, grace: float) -> dict[str, Any]:
-        """Give a key another secret, and return it."""
-        path = f"{self._path(name)}/rotate"
-        return self._admin.request("POST", path, body={"sha256": sha256, "grace": grace})
-
-    def revoke(self, name: str) -> dict[str, Any]:
-        """Revoke a key, and return it."""
-        return self._admin.request("DELETE", self._path(name))
-
-    def groups(self) -> dict[str, Any]:
-        """Return all `groups` of keys, and `warnings`."""
-        return self._admin.request("GET", "/admin/groups")
-
-    def put_group(self, name: str, fields: Mapping[str, Any]) -> dict[str, Any]:
-        """Define a group, and return it. Raises NoStore, too."""
-        try:
-            return self._admin.request("PUT", f"/admin/groups/{quote(name, safe='')}", body=fields)
-        except GatewayRefused as error:
-            if error.code == 501:
-                raise NoStore from None
-            raise
-
-    def remove_group(self, name: str) -> dict[str, Any]:
-        """Remove a group of the store, and return it, with `warnings`."""
-        return self._admin.request("DELETE", f"/admin/groups/{quote(name, safe='')}")
-
-    def _path(self, name: str) -> str:
-        return f"/admin/keys/{quote(str(self.show(name)['id']), safe='')}"
 
 
 class StoreAlone:
-    """The keys of a store that this command has open, and of the settings: as `RunningGateway`."""
+    """Answers as the admin API does, of the keys and groups of a store that this command has open.
 
-    def __init__(self, desk: KeyDesk, groups: GroupDesk, store: str) -> None:
-        self._desk = desk
+    And of the settings. It raises StoreError, too.
+    """
+
+    def __init__(self, keys: KeyDesk, groups: GroupDesk) -> None:
+        self._keys = keys
         self._groups = groups
-        self._store = store
 
-    def list(self, *, revoked: bool) -> dict[str, Any]:
-        """Return all keys."""
-        return self._do(self._desk.list(revoked=revoked))
-
-    def show(self, name: str) -> dict[str, Any]:
-        """Return one key."""
-        return self._do(self._desk.show(name))
-
-    def create(self, entry: Mapping[str, Any]) -> dict[str, Any]:
-        """Store a key."""
-        return self._do(self._desk.create(entry))
-
-    def import_keys(self, entries: Sequence[object]) -> Sequence[str]:
-        """Store keys."""
-        return list(self._do(self._desk.import_keys(entries), of_many=True)["warnings"])
-
-    def change(self, name: str, patch: Mapping[str, Any]) -> dict[str, Any]:
-        """Change a key."""
-        changed = self._do(self._desk.change(name, patch))
-        # Only of what this change names: of others were warned before.
-        return changed if {"models", "group"} & patch.keys() else {**changed, "warnings": ()}
-
-    def rotate(self, name: str, sha256: str, grace: float) -> dict[str, Any]:
-        """Give a key another secret."""
-        return self._do(self._desk.rotate(name, {"sha256": sha256, "grace": grace}))
-
-    def revoke(self, name: str) -> dict[str, Any]:
-        """Revoke a key."""
-        return self._do(self._desk.revoke(name))
-
-    def groups(self) -> dict[str, Any]:
-        """Return all groups."""
-        return self._do(self._groups.list())
-
-    def put_group(self, name: str, fields: Mapping[str, Any]) -> dict[str, Any]:
-        """Define a group."""
-        return self._do(self._groups.put(name, fields))
-
-    def remove_group(self, name: str) -> dict[str, Any]:
-        """Remove a group."""
-        return self._do(self._groups.remove(name))
-
-    def _do(
-        self, work: Coroutine[Any, Any, dict[str, Any]], *, of_many: bool = False
+    def request(
+        self,
+        method: str,
+        path: str,
+        parameters: Mapping[str, str] | None = None,
+        *,
+        body: Mapping[str, Any] | None = None,
     ) -> dict[str, Any]:
+        """As `AdminClient.request`, with the words of the desk itself in errors."""
         import asyncio  # heavy for `--help`
 
         from gateway.callers.stored_keys import KeysRefused
         from gateway.errors import GatewayError
-        from gateway.store.failures import StoreError
 
         try:
-            return asyncio.run(work)
-        except KeysRefused as error:
-            if of_many:
-                raise KeysNotStored(error.problems) from None
-            raise CommandFailed(error.message, 2 if error.status == 400 else 1) from None
-        except StoreError as error:
-            raise CommandFailed(f"the store {self._store} can't be used: {error}") from None
+            return asyncio.run(self._answer(method, path, parameters or {}, body or {}))
         except GatewayError as error:
-            raise CommandFailed(error.message) from None
+            found = error.problems if isinstance(error, KeysRefused) else ()
+            problems = {"problems": [asdict(one) for one in found]}
+            raise GatewayRefused(error.message, error.status, problems) from None
 
-
-KeyAccess: TypeAlias = RunningGateway | StoreAlone
+    async def _answer(
+        self, method: str, path: str, parameters: Mapping[str, str], body: Mapping[str, Any]
+    ) -> dict[str, Any]:
+        keys, groups = self._keys, self._groups
+        match method, *map(unquote, path.removeprefix("/admin/").split("/")):
+            case "GET", "keys" if "name" in parameters:
+                return {"keys": [await keys.show(parameters["name"])]}
+            case "GET", "keys":
+                return await keys.list(revoked="revoked" in parameters)
+            case "POST", "keys":
+                return await keys.create(body)
+            case "POST", "keys", "import":
+                return await keys.import_keys(body["keys"])
+            case "POST", "keys", name, "rotate":
+                return await keys.rotate(name, body)
+            case "PATCH", "keys", name:
+                changed = await keys.change(name, body)
+                # Only of what this change names: of others were warned before.
+                return changed if {"models", "group"} & body.keys() else {**changed, "warnings": ()}
+            case "DELETE", "keys", name:
+                return await keys.revoke(name)
+            case "GET", "groups":
+                return await groups.list()
+            case "PUT", "groups", name:
+                return await groups.put(name, body)
+            case "DELETE", "groups", name:
+                return await groups.remove(name)
+        raise AssertionError(method, path)
 
 
 def unknown_models(settings: Settings, nodes: Path, specs: Sequence[KeySpec]) -> Sequence[str]:

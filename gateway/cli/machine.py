@@ -5,15 +5,14 @@ from __future__ import annotations
 import re
 import time
 from datetime import datetime
-from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING
 
 import typer
 
 from gateway.cli import options, terminal
-from gateway.cli.options import CommandGroup, examples_epilog
-from gateway.cli.terminal import CommandFailed, failing_by
+from gateway.cli.options import CommandGroup, Panel, argument, examples_epilog, flag
+from gateway.cli.terminal import CommandFailed, WrongUsage, failing_by
 
 if TYPE_CHECKING:
     from gateway.local.cache_contents import CacheEntry
@@ -28,10 +27,8 @@ TOPOLOGY_EXAMPLES = examples_epilog(
 
 
 def topology(
-    root: Path = typer.Option(
-        Path("/"), metavar="FOLDER", help="Folder that holds the machine's `sys` and `proc`."
-    ),
-    as_json: options.Json = False,
+    root: Path = flag("FOLDER", "Folder that holds the machine's `sys` and `proc`.", Path("/")),
+    as_json: bool = options.JSON,
 ) -> None:
     """Show what this machine has for llama.cpp: sockets, NUMA nodes, cores, caches, memory.
 
@@ -41,10 +38,9 @@ def topology(
     from gateway.local.topology import read_topology, topology_as_dict
 
     if not (root / "proc").is_dir() or not (root / "sys").is_dir():
-        raise CommandFailed(
+        raise WrongUsage(
             f"{root}: holds no folders `proc` and `sys`. Remedy: name the folder that holds copies "
-            "of them with --root; without it this machine is shown",
-            2,
+            "of them with --root; without it this machine is shown"
         )
     found = read_topology(root)
     if as_json:
@@ -124,84 +120,127 @@ FIT_EXAMPLES = examples_epilog(
     ("llama-gateway fit m.gguf --json", "as JSON; `.fits` is the answer in a word"),
 )
 
-_servers = partial(typer.Option, rich_help_panel="Servers")
-_machine = partial(typer.Option, rich_help_panel="Machine")
+_servers = Panel("Servers")
+_machine = Panel("Machine")
 _SIZE = re.compile(r"(\d+(?:\.\d+)?)\s*([KMGT]i?B?|B)?", re.IGNORECASE)
 
 
-def fit(
-    model: Annotated[
-        Path, typer.Argument(metavar="FILE.gguf", help="The model; of a split one, any part.")
-    ],
-    slots: int = _servers(2, min=1, max=256, metavar="N", help="Requests at once."),
-    context: int = _servers(
-        4096, min=1, max=1 << 22, metavar="TOKENS", help="Context of one slot."
-    ),
-    kv_type: str = _servers(
-        "f16",
-        metavar="TYPE[,TYPE]",
-        help=(
-            "Type of the KV cache, or of keys and of values: f32, f16, bf16, q8_0, q5_1, "
-            "q5_0, q4_1, q4_0, iq4_nl."
-        ),
-    ),
-    cache_ram: str = _servers(
-        "0",
-        metavar="SIZE",
-        help="Memory for prompts that no slot holds any more; `up` gives what stays free.",
-    ),
-    micro_batch: int = _servers(
-        256, "--ubatch", min=1, max=1 << 16, metavar="TOKENS", help="Tokens of one computation."
-    ),
+class MachineFlags(options.FlagGroup):
+    """A machine that a model is fitted to: this one, but for what they say."""
+
     memory: str | None = _machine(
-        None,
-        metavar="SIZE",
+        "SIZE",
+        "Memory of the machine, such as 32GiB.",
         show_default="what this machine has available",
-        help="Memory of the machine, such as 32GiB.",
-    ),
+    )
     cores: int | None = _machine(
-        None,
-        min=1,
-        max=1 << 14,
-        metavar="N",
-        show_default="this machine's",
-        help="Physical cores of the machine.",
-    ),
+        "N", "Physical cores of the machine.", min=1, max=1 << 14, show_default="this machine's"
+    )
     numa_nodes: int | None = _machine(
-        None,
+        "N",
+        "NUMA nodes of the machine: each has a server, and an equal share of all.",
         min=1,
         max=256,
-        metavar="N",
         show_default="this machine's",
-        help="NUMA nodes of the machine: each has a server, and an equal share of all.",
-    ),
+    )
     instructions: str | None = _machine(
-        None,
-        metavar="SET",
+        "SET",
+        "Best instruction set: avx2, avx-512, avx-512-vnni, amx, dot-product, i8mm.",
         show_default="this machine's",
-        help="Best instruction set: avx2, avx-512, avx-512-vnni, amx, dot-product, i8mm.",
-    ),
+    )
     channels: int | None = _machine(
-        None,
-        min=1,
-        max=1024,
-        metavar="N",
-        help="Memory channels in use, of all sockets; with --mt-per-s.",
-    ),
+        "N", "Memory channels in use, of all sockets; with --mt-per-s.", min=1, max=1024
+    )
     transfers: float | None = _machine(
-        None,
-        "--mt-per-s",
+        "N",
+        "Speed of the memory modules, such as 4800; with --channels.",
+        name="--mt-per-s",
         min=100,
         max=100_000,
-        metavar="N",
-        help="Speed of the memory modules, such as 4800; with --channels.",
+    )
+    measure: bool = _machine.switch(
+        "--measure", "Measure this machine's memory bandwidth, for about a second on all cores."
+    )
+
+    def machine(self, topology: Topology) -> Machine:
+        """Return this machine, with what the options say otherwise. Raises CommandFailed."""
+        from gateway.local.memory import memory_places
+        from gateway.workshop.fit import Machine, Place, instruction_set
+
+        bandwidth, source = self._bandwidth(topology)
+        memory, cores, numa_nodes = self.memory, self.cores, self.numa_nodes
+        nodes = numa_nodes or (1 if memory or cores else len(topology.nodes))
+        if memory or numa_nodes:
+            available = _bytes_of("--memory", memory) if memory else topology.memory_available
+            places = [Place("the machine" if memory else "this machine", nodes, available)]
+            if nodes > 1:
+                places += [Place(f"NUMA node {n}", 1, available // nodes) for n in range(nodes)]
+        else:
+            bound = [node.number for node in topology.nodes] if nodes > 1 else [None]
+            places = [Place(*place) for place in memory_places(topology, bound)]
+        if cores or numa_nodes:
+            each = max(1, (cores or topology.core_count) // nodes)
+        else:
+            each = min(topology.threads_per_server(node) for node in topology.nodes)
+        return Machine(
+            tuple(places),
+            each,
+            self._instructions() or instruction_set(topology.processor.flags),
+            bandwidth,
+            source,
+        )
+
+    def _bandwidth(self, topology: Topology) -> tuple[float | None, str]:
+        from gateway.workshop.fit import StreamError, bandwidth_of_modules, measure_bandwidth
+
+        channels, transfers = self.channels, self.transfers
+        if (channels is None) != (transfers is None):
+            raise WrongUsage("--channels and --mt-per-s: only both of them tell a bandwidth")
+        if self.measure and channels is not None:
+            raise WrongUsage("--measure and --channels: only one of them")
+        if self.measure:
+            with failing_by(StreamError):
+                return measure_bandwidth(topology), "measured on this machine"
+        if channels is None or transfers is None:
+            return None, "not known"
+        return (
+            bandwidth_of_modules(channels, transfers),
+            f"three quarters of the peak of {channels} channels at {transfers:g} MT/s",
+        )
+
+    def _instructions(self) -> str | None:
+        from gateway.workshop.fit import INSTRUCTION_SETS
+
+        name = self.instructions
+        if name is None:
+            return None
+        known = {one.lower().replace(" ", "-"): one for one in INSTRUCTION_SETS}
+        if name.lower() not in known:
+            raise WrongUsage(
+                f"--instructions {name}: there is no such set; known: {', '.join(known)}"
+            )
+        return known[name.lower()]
+
+
+def fit(
+    *,
+    model: Path = argument("FILE.gguf", "The model; of a split one, any part."),
+    slots: int = _servers("N", "Requests at once.", 2, min=1, max=256),
+    context: int = _servers("TOKENS", "Context of one slot.", 4096, min=1, max=1 << 22),
+    kv_type: str = _servers(
+        "TYPE[,TYPE]",
+        "Type of the KV cache, or of keys and of values: f32, f16, bf16, q8_0, q5_1, "
+        "q5_0, q4_1, q4_0, iq4_nl.",
+        "f16",
     ),
-    measure: bool = _machine(
-        False,
-        "--measure",
-        help="Measure this machine's memory bandwidth, for about a second on all cores.",
+    cache_ram: str = _servers(
+        "SIZE", "Memory for prompts that no slot holds any more; `up` gives what stays free.", "0"
     ),
-    as_json: options.Json = False,
+    micro_batch: int = _servers(
+        "TOKENS", "Tokens of one computation.", 256, name="--ubatch", min=1, max=1 << 16
+    ),
+    described: MachineFlags,
+    as_json: bool = options.JSON,
 ) -> None:
     """Tell whether a model fits a machine, and how fast it will be there.
 
@@ -229,9 +268,7 @@ def fit(
 
     key_type, value_type = _kv_types(kv_type)
     topology = read_topology()
-    machine = _read_machine(
-        topology, memory, cores, numa_nodes, instructions, (channels, transfers), measure=measure
-    )
+    machine = described.machine(topology)
     with failing_by(LocalFleetError):
         file = gguf.read_model(model)
     settings = ServerSettings(
@@ -279,11 +316,11 @@ def _kv_types(text: str) -> tuple[str, str]:
     names = [name.strip().lower() for name in text.split(",")]
     for name in names:
         if name not in KV_TYPES:
-            raise CommandFailed(
-                f"--kv-type {text}: there is no such type; known: {', '.join(KV_TYPES)}", 2
+            raise WrongUsage(
+                f"--kv-type {text}: there is no such type; known: {', '.join(KV_TYPES)}"
             )
     if len(names) > 2:
-        raise CommandFailed(f"--kv-type {text}: one type, or two: of keys and of values", 2)
+        raise WrongUsage(f"--kv-type {text}: one type, or two: of keys and of values")
     return names[0], names[-1]
 
 
@@ -295,79 +332,8 @@ def _bytes_of(option: str, text: str) -> int:
         unit = (found[2] or "").upper().removesuffix("B").removesuffix("I")
         size = float(found[1]) * 1024 ** ("KMGT".find(unit) + 1 if unit else 0)
     if not found or size > 1 << 50:
-        raise CommandFailed(f"{option} {text}: no size. Remedy: such as 32GiB or 512MiB", 2)
+        raise WrongUsage(f"{option} {text}: no size. Remedy: such as 32GiB or 512MiB")
     return int(size)
-
-
-def _read_machine(
-    topology: Topology,
-    memory: str | None,
-    cores: int | None,
-    numa_nodes: int | None,
-    instructions: str | None,
-    modules: tuple[int | None, float | None],
-    *,
-    measure: bool,
-) -> Machine:
-    """Return this machine, with what the options say otherwise. Raises CommandFailed."""
-    from gateway.local.memory import memory_places
-    from gateway.workshop.fit import Machine, Place, instruction_set
-
-    bandwidth, source = _bandwidth(topology, modules, measure=measure)
-    nodes = numa_nodes or (1 if memory or cores else len(topology.nodes))
-    if memory or numa_nodes:
-        available = _bytes_of("--memory", memory) if memory else topology.memory_available
-        places = [Place("the machine" if memory else "this machine", nodes, available)]
-        if nodes > 1:
-            places += [Place(f"NUMA node {n}", 1, available // nodes) for n in range(nodes)]
-    else:
-        bound = [node.number for node in topology.nodes] if nodes > 1 else [None]
-        places = [Place(*place) for place in memory_places(topology, bound)]
-    if cores or numa_nodes:
-        each = max(1, (cores or topology.core_count) // nodes)
-    else:
-        each = min(topology.threads_per_server(node) for node in topology.nodes)
-    return Machine(
-        tuple(places),
-        each,
-        _instructions(instructions) or instruction_set(topology.processor.flags),
-        bandwidth,
-        source,
-    )
-
-
-def _bandwidth(
-    topology: Topology, modules: tuple[int | None, float | None], *, measure: bool
-) -> tuple[float | None, str]:
-    from gateway.workshop.fit import StreamError, bandwidth_of_modules, measure_bandwidth
-
-    channels, transfers = modules
-    if (channels is None) != (transfers is None):
-        raise CommandFailed("--channels and --mt-per-s: only both of them tell a bandwidth", 2)
-    if measure and channels is not None:
-        raise CommandFailed("--measure and --channels: only one of them", 2)
-    if measure:
-        with failing_by(StreamError):
-            return measure_bandwidth(topology), "measured on this machine"
-    if channels is None or transfers is None:
-        return None, "not known"
-    return (
-        bandwidth_of_modules(channels, transfers),
-        f"three quarters of the peak of {channels} channels at {transfers:g} MT/s",
-    )
-
-
-def _instructions(name: str | None) -> str | None:
-    from gateway.workshop.fit import INSTRUCTION_SETS
-
-    if name is None:
-        return None
-    known = {one.lower().replace(" ", "-"): one for one in INSTRUCTION_SETS}
-    if name.lower() not in known:
-        raise CommandFailed(
-            f"--instructions {name}: there is no such set; known: {', '.join(known)}", 2
-        )
-    return known[name.lower()]
 
 
 # `llama-gateway cache`.
@@ -387,7 +353,7 @@ cache = CommandGroup(
     ("llama-gateway cache list", "the largest first"),
     ("llama-gateway cache list --json", "for scripts: bytes, Unix times, PIDs, digests"),
 )
-def list_cache(as_json: options.Json = False) -> None:
+def list_cache(as_json: bool = options.JSON) -> None:
     """List what the cache holds: sizes, last use, and the processes that use it now."""
     from gateway.local.cache import cache_folder
     from gateway.local.cache_contents import cache_contents
@@ -414,20 +380,15 @@ def list_cache(as_json: options.Json = False) -> None:
     ("llama-gateway cache remove --all", "all but what is in use"),
 )
 def remove_cache(
-    names: list[str] | None = typer.Argument(
-        None, metavar="[NAME]...", help="Names of cache list.", show_default=False
+    names: list[str] | None = argument(
+        "[NAME]...", "Names of cache list.", None, show_default=False
     ),
-    everything: bool = typer.Option(False, "--all", help="Remove all that is not in use."),
-    older_than: str | None = typer.Option(
-        None,
-        metavar="TIME",
-        show_default=False,
-        help="Remove what was not used for so long, such as 30d or 12h.",
+    everything: bool = flag.switch("--all", "Remove all that is not in use."),
+    older_than: str | None = flag(
+        "TIME", "Remove what was not used for so long, such as 30d or 12h.", show_default=False
     ),
-    dry_run: bool = typer.Option(
-        False, "--dry-run", help="Say what would be removed, and remove nothing."
-    ),
-    as_json: options.Json = False,
+    dry_run: bool = flag.switch("--dry-run", "Say what would be removed, and remove nothing."),
+    as_json: bool = options.JSON,
 ) -> None:
     """Remove models, partial downloads, logs or measurements.
 
@@ -438,7 +399,7 @@ def remove_cache(
     from gateway.local.cache_contents import CacheEntry, cache_contents
 
     if sum((bool(names), everything, older_than is not None)) != 1:
-        raise CommandFailed("give one of: names, --all, --older-than TIME", 2)
+        raise WrongUsage("give one of: names, --all, --older-than TIME")
     entries = cache_contents(cache_folder())
     chosen = _chosen(entries, names or [], older_than)
     removed, refused = list[CacheEntry](), list[CacheEntry]()
@@ -491,11 +452,10 @@ def _chosen(
         for name in names:
             if name not in by_name:
                 alike = [known for known in by_name if known.startswith(f"{name}@")]
-                raise CommandFailed(
+                raise WrongUsage(
                     f"{name}: the cache holds nothing of that name"
                     + (f"; there are {', '.join(alike)}" if alike else "")
-                    + ". Remedy: a name of llama-gateway cache list",
-                    2,
+                    + ". Remedy: a name of llama-gateway cache list"
                 )
         return [by_name[name] for name in dict.fromkeys(names)]
     if older_than is None:
@@ -503,9 +463,9 @@ def _chosen(
     try:
         seconds = parse_duration(older_than)
     except ValueError:
-        raise CommandFailed(f"--older-than {older_than}: not a time, such as 30d", 2) from None
+        raise WrongUsage(f"--older-than {older_than}: not a time, such as 30d") from None
     if seconds < 0:
-        raise CommandFailed(f"--older-than {older_than}: must not be negative", 2)
+        raise WrongUsage(f"--older-than {older_than}: must not be negative")
     return [entry for entry in entries if time.time() - entry.last_used >= seconds]
 
 

@@ -5,19 +5,17 @@ from __future__ import annotations
 import enum
 import sys
 import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from contextlib import suppress
-from dataclasses import dataclass
-from functools import partial
 from typing import Any
 from urllib.parse import quote
 
 import typer
 
 from gateway.cli import options, terminal
-from gateway.cli.client import AdminClient, AdminFlags, GatewayRefused, NoGateway, objects
-from gateway.cli.options import examples_epilog
-from gateway.cli.terminal import CommandFailed, format_cell
+from gateway.cli.client import AdminClient, AdminFlags, NoGateway, objects
+from gateway.cli.options import Panel, argument, examples_epilog, flag
+from gateway.cli.terminal import CommandFailed, WrongUsage, format_cell
 
 NODES_EXAMPLES = examples_epilog(
     ("llama-gateway nodes", "every node, its state and the reason"),
@@ -37,7 +35,8 @@ NODES_EXAMPLES = examples_epilog(
 FIRST_POLL_INTERVAL = 0.02  # seconds; it doubles with each poll of a drain
 LONGEST_POLL_INTERVAL = 0.5
 MOST_FAILED_POLLS = 5  # polls in a row that may fail before the command gives up
-_which = partial(typer.Option, rich_help_panel="Which nodes")
+MOST_NAMED = 8  # models of a warning
+_which = Panel("Which nodes")
 # States of nodes that serve their models, or will in a moment.
 SERVING_STATES = frozenset(
     {*("ready", "degraded", "mute", "sleeping", "loading", "starting"), "unloaded", "unloading"}
@@ -54,63 +53,96 @@ class NodeAction(enum.StrEnum):
     PROBE = "probe"
 
 
-@options.takes(gateway=AdminFlags)
+class NodeSelection(options.FlagGroup):
+    """What a command line says of nodes. Raises: CommandFailed, for a label that is none."""
+
+    names: list[str] = argument("NAME", "The nodes; or choose them by the options below.", None)
+    hosts: list[str] = _which(
+        "HOST", "Nodes of this host, as the inventory says; repeat it for several.", name="--host"
+    )
+    labels: list[str] = _which(
+        "KEY=VALUE", "Nodes with this label; of several they must have all.", name="--label"
+    )
+    all_but: list[str] = _which("NAME", "All nodes but this one; repeat it for several.")
+
+    def __init__(self, **values: Any) -> None:
+        super().__init__(**{name: value or [] for name, value in values.items()})
+        self._labels = _read_labels(self.labels)
+
+    @property
+    def is_filter(self) -> bool:
+        """Whether nodes are chosen by what they have."""
+        return bool(self.hosts or self.labels or self.all_but)
+
+    def choose(self, nodes: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:
+        """Those of the nodes that are meant. Raises: CommandFailed, if a name or all fit none."""
+        known = {str(node.get("name")): node for node in nodes}
+        unknown = [name for name in (*self.names, *self.all_but) if name not in known]
+        if unknown:
+            raise CommandFailed(
+                f"there is no node {', '.join(map(repr, unknown))}: llama-gateway nodes lists them"
+            )
+        found = [node for name, node in known.items() if self._means(name, node)]
+        if not found:
+            raise CommandFailed("no node fits: llama-gateway nodes --json shows hosts and labels")
+        return found
+
+    def _means(self, name: str, node: dict[str, Any]) -> bool:
+        labels = node.get("labels")
+        own = labels if isinstance(labels, Mapping) else {}
+        return (
+            (name in self.names if self.names else not node.get("router"))
+            and (not self.hosts or node.get("host") in self.hosts)
+            and all(own.get(key) == value for key, value in self._labels)
+            and name not in self.all_but
+        )
+
+
+def _read_labels(texts: Iterable[str]) -> list[tuple[str, str]]:
+    """Labels as the command line has them, `key=value`. Raises: CommandFailed."""
+    found = []
+    for text in texts:
+        key, equals, value = text.partition("=")
+        if not key or not equals:
+            raise WrongUsage(f"--label {text}: must be like rack=b")
+        found.append((key, value))
+    return found
+
+
 def nodes(
     *,
-    action: NodeAction = typer.Argument(
-        NodeAction.LIST, metavar="|".join(NodeAction), help="What to do."
-    ),
-    names: list[str] | None = typer.Argument(
-        None, metavar="NAME", help="The nodes; or choose them by the options below."
-    ),
-    hosts: list[str] | None = _which(
-        None,
-        "--host",
-        metavar="HOST",
-        help="Nodes of this host, as the inventory says; repeat it for several.",
-    ),
-    labels: list[str] | None = _which(
-        None,
-        "--label",
-        metavar="KEY=VALUE",
-        help="Nodes with this label; of several they must have all.",
-    ),
-    all_but: list[str] | None = _which(
-        None, metavar="NAME", help="All nodes but this one; repeat it for several."
-    ),
-    dry_run: bool = typer.Option(
-        False, "--dry-run", help="Only show the nodes that it would touch."
-    ),
-    yes: bool = typer.Option(
-        False, "--yes", help="Drain a group though nobody else serves a model of it; do not ask."
+    action: NodeAction = argument("|".join(NodeAction), "What to do.", NodeAction.LIST),
+    selection: NodeSelection,
+    dry_run: bool = flag.switch("--dry-run", "Only show the nodes that it would touch."),
+    yes: bool = flag.switch(
+        "--yes", "Drain a group though nobody else serves a model of it; do not ask."
     ),
     gateway: AdminFlags,
-    wait: bool = typer.Option(False, "--wait", help="Drain: end only when the nodes are idle."),
-    timeout: float = typer.Option(3600.0, min=0.0, metavar="SECONDS", help="Longest --wait."),
-    deadline: float | None = typer.Option(
-        None,
+    wait: bool = flag.switch("--wait", "Drain: end only when the nodes are idle."),
+    timeout: float = flag("SECONDS", "Longest --wait.", 3600.0, min=0.0),
+    deadline: float | None = flag(
+        "SECONDS",
+        "Drain: requests that still run after this time are moved to another node or ended.",
         min=0.0,
-        metavar="SECONDS",
         show_default="none",
-        help="Drain: requests that still run after this time are moved to another node or ended.",
     ),
-    as_json: options.Json = False,
+    as_json: bool = options.JSON,
 ) -> None:
     """Show the nodes of the running gateway; drain, resume or probe some.
 
     A drained node gets no new requests and finishes those that it has; it stays drained, over
     restarts of the gateway too, until it is resumed.
     """
-    selection = NodeSelection(names or (), hosts or (), read_labels(labels or ()), all_but or ())
     listing = action is NodeAction.LIST
-    if listing and selection.names:
+    names, is_empty = selection.names, not (selection.names or selection.is_filter)
+    if listing and names:
         raise typer.BadParameter("list takes no node's name", param_hint="NAME")
-    if not listing and selection.is_empty:
+    if not listing and is_empty:
         raise typer.BadParameter(
             f"{action.value} needs the name of a node, --host, --label or --all-but",
             param_hint="NAME",
         )
-    if selection.names and (selection.hosts or selection.labels or selection.all_but):
+    if names and selection.is_filter:
         raise typer.BadParameter(
             "name the nodes, or choose them by --host, --label and --all-but", param_hint="NAME"
         )
@@ -121,10 +153,10 @@ def nodes(
     with gateway.connect() as admin:
         if listing:
             found = admin.nodes()
-            _list(found if selection.is_empty else selection.choose(found), as_json=as_json)
-            if selection.is_empty and not as_json:
+            _list(found if is_empty else selection.choose(found), as_json=as_json)
+            if is_empty and not as_json:
                 _list_members(admin)
-        elif selection.is_group or dry_run:
+        elif len(names) != 1 or dry_run:
             everything = admin.nodes()
             chosen = selection.choose(everything)
             if not as_json or dry_run:
@@ -135,7 +167,7 @@ def nodes(
                 _confirm(models_left_without(chosen, everything))
             _act_on_all(admin, chosen, action, parameters, longest, as_json=as_json)
         else:
-            _act(admin, selection.names[0], action, parameters, longest, as_json=as_json)
+            _act(admin, names[0], action, parameters, longest, as_json=as_json)
 
 
 def _act(
@@ -152,10 +184,7 @@ def _act(
     node = admin.node(name)
     if wait is not None:
         node = _wait(admin, node, wait)
-    if as_json:
-        terminal.print_json(node)
-    else:
-        print(f"{format_cell(name)}: {_summary(node)}")
+    terminal.print_answer(node, f"{format_cell(name)}: {_summary(node)}", as_json=as_json)
     if action is NodeAction.PROBE and node.get("state") in _NOT_ANSWERING:
         raise typer.Exit(1)
 
@@ -164,7 +193,10 @@ def _confirm(models: list[str]) -> None:
     """Ask before models are left without a node. Raises: CommandFailed."""
     if not models:
         return
-    problem = f"no other node serves {in_words(models)}: requests would wait, and then fail"
+    shown = ", ".join(map(format_cell, models[:MOST_NAMED]))
+    if (more := len(models) - MOST_NAMED) > 0:
+        shown += f" and {more} more"
+    problem = f"no other node serves {shown}: requests would wait, and then fail"
     if not sys.stdin.isatty():
         raise CommandFailed(f"{problem}; --yes drains them all the same")
     terminal.print_note(f"warning: {problem}")
@@ -345,63 +377,6 @@ def _wait(admin: AdminClient, node: dict[str, Any], timeout: float) -> dict[str,
     return node
 
 
-# The nodes that a command means.
-
-
-@dataclass(frozen=True, slots=True)
-class NodeSelection:
-    """What a command line says of nodes."""
-
-    names: Sequence[str] = ()
-    hosts: Sequence[str] = ()  # any of them
-    labels: Sequence[tuple[str, str]] = ()  # all of them
-    all_but: Sequence[str] = ()
-
-    @property
-    def is_group(self) -> bool:
-        """Whether it may mean several nodes."""
-        return len(self.names) > 1 or bool(self.hosts or self.labels or self.all_but)
-
-    @property
-    def is_empty(self) -> bool:
-        """Whether nothing was said."""
-        return not (self.names or self.hosts or self.labels or self.all_but)
-
-    def choose(self, nodes: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:
-        """Those of the nodes that are meant. Raises: CommandFailed, if a name or all fit none."""
-        known = {str(node.get("name")): node for node in nodes}
-        unknown = [name for name in (*self.names, *self.all_but) if name not in known]
-        if unknown:
-            raise CommandFailed(
-                f"there is no node {', '.join(map(repr, unknown))}: llama-gateway nodes lists them"
-            )
-        found = [node for name, node in known.items() if self._means(name, node)]
-        if not found:
-            raise CommandFailed("no node fits: llama-gateway nodes --json shows hosts and labels")
-        return found
-
-    def _means(self, name: str, node: dict[str, Any]) -> bool:
-        labels = node.get("labels")
-        own = labels if isinstance(labels, Mapping) else {}
-        return (
-            (name in self.names if self.names else not node.get("router"))
-            and (not self.hosts or node.get("host") in self.hosts)
-            and all(own.get(key) == value for key, value in self.labels)
-            and name not in self.all_but
-        )
-
-
-def read_labels(texts: Sequence[str]) -> list[tuple[str, str]]:
-    """Labels as the command line has them, `key=value`. Raises: CommandFailed."""
-    found = []
-    for text in texts:
-        key, equals, value = text.partition("=")
-        if not key or not equals:
-            raise CommandFailed(f"--label {text}: must be like rack=b", status=2)
-        found.append((key, value))
-    return found
-
-
 def models_left_without(
     chosen: Iterable[dict[str, Any]], nodes: Iterable[dict[str, Any]]
 ) -> list[str]:
@@ -414,13 +389,6 @@ def models_left_without(
             served = by_chosen if is_taken else by_others
             served.update(map(str, node.get("models") or ()))
     return sorted(by_chosen - by_others)
-
-
-def in_words(models: Sequence[str], most: int = 8) -> str:
-    """Some names of models, for a sentence."""
-    shown = ", ".join(format_cell(name) for name in models[:most])
-    more = len(models) - most
-    return f"{shown} and {more} more" if more > 0 else shown
 
 
 # `llama-gateway models`.
@@ -452,20 +420,15 @@ class ModelAction(enum.StrEnum):
 _ORDERS = frozenset({ModelAction.LOAD, ModelAction.UNLOAD, ModelAction.PIN, ModelAction.UNPIN})
 
 
-@options.takes(gateway=AdminFlags)
 def models(
     *,
-    action: ModelAction = typer.Argument(
-        ModelAction.LIST, metavar="|".join(ModelAction), help="What to do."
-    ),
-    name: str | None = typer.Argument(
-        None, metavar="NAME", help="The public name; needed for all but list."
-    ),
-    node: str | None = typer.Argument(
-        None, metavar="NODE", help="The router; needed for load, unload, pin and unpin."
+    action: ModelAction = argument("|".join(ModelAction), "What to do.", ModelAction.LIST),
+    name: str | None = argument("NAME", "The public name; needed for all but list.", None),
+    node: str | None = argument(
+        "NODE", "The router; needed for load, unload, pin and unpin.", None
     ),
     gateway: AdminFlags,
-    as_json: options.Json = False,
+    as_json: bool = options.JSON,
 ) -> None:
     """Show the models of the running gateway; pause, resume, load, unload or pin one.
 
@@ -487,8 +450,7 @@ def models(
     with gateway.connect() as admin:
         if name is None:
             found = admin.request("GET", "/admin/models")
-            with suppress(GatewayRefused):  # by a gateway of an older version
-                found |= admin.request("GET", "/admin/placements")
+            found |= admin.request("GET", "/admin/placements")
             _list_models(found, as_json=as_json)
             return
         if action in _ORDERS:

@@ -1,22 +1,30 @@
-"""`llama-gateway usage` and `audit`: what the store tells, by the running gateway or alone."""
+"""`llama-gateway usage`, `audit` and `requests`: what the store tells, by the gateway or alone."""
 
 from __future__ import annotations
 
 import time
 from collections.abc import Iterable
+from dataclasses import asdict
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import typer
 
 from gateway.cli import options
-from gateway.cli.client import AdminClient, StoreFlags
-from gateway.cli.options import examples_epilog
-from gateway.cli.terminal import CommandFailed, failing_by, print_json, print_note, print_table
+from gateway.cli.client import AdminClient, StoreFlags, checked_query, read_pages
+from gateway.cli.options import examples_epilog, flag
+from gateway.cli.terminal import (
+    WrongUsage,
+    failing_by,
+    print_json,
+    print_listing,
+    print_note,
+    print_table,
+)
 
 if TYPE_CHECKING:
     from gateway.callers.reports import LedgerReport
     from gateway.store.store import Store
-    from gateway.watch.audit import AuditQuery
 
 REPORT_TIMEOUT = 90.0  # seconds; longer than a gateway takes for a report at most
 
@@ -30,34 +38,30 @@ USAGE_EXAMPLES = examples_epilog(
 )
 
 
-@options.takes(stored=StoreFlags)
 def usage(
     *,
-    by: str = typer.Option(
+    by: str = flag(
+        "key|group|user|model|class|day|tier",
+        "What to sum up by; two of them with a comma: key,day.",
         "model",
-        metavar="key|group|user|model|class|day|tier",
-        help="What to sum up by; two of them with a comma: key,day.",
     ),
-    since: str | None = options.since(None, "30d"),
-    until: options.Until = None,
-    limit: int | None = typer.Option(
-        None, metavar="N", show_default="10000", help="Most rows; the total has all."
-    ),
-    percentiles: bool = typer.Option(
-        False,
+    since: str | None = options.since("30d"),
+    until: str | None = options.UNTIL,
+    limit: int | None = flag("N", "Most rows; the total has all.", show_default="10000"),
+    percentiles: bool = flag.switch(
         "--percentiles",
-        help="Add how long half of the requests, and 95 of 100, took at most: to the first token, "
+        "Add how long half of the requests, and 95 of 100, took at most: to the first token, "
         "in all, and in the queue.",
     ),
-    as_json: options.Json = False,
-    as_csv: bool = typer.Option(False, "--csv", help="Write CSV, for spreadsheets."),
+    as_json: bool = options.JSON,
+    as_csv: bool = flag.switch("--csv", "Write CSV, for spreadsheets."),
     stored: StoreFlags,
 ) -> None:
     """Show what requests used and cost, and what the machines cost.
 
     Asks the running gateway, else reads the store that the settings name.
     """
-    from gateway.callers.reports import InvalidQuery, parse_query
+    from gateway.callers.reports import parse_query
     from gateway.callers.windows import time_text
 
     if as_json and as_csv:
@@ -65,10 +69,8 @@ def usage(
     asked = {"by": by, "since": since, "until": until}
     asked["limit"] = None if limit is None else str(limit)
     asked["percentiles"] = "true" if percentiles else None
-    try:
+    with checked_query():
         query = parse_query(time.time(), **asked)
-    except InvalidQuery as error:
-        raise CommandFailed(f"--{error.parameter}: {error}", status=2) from None
     given = {name: value for name, value in asked.items() if value is not None}
     report, table = dict[str, Any](), ""
     with stored.open() as source:
@@ -94,18 +96,13 @@ def usage(
 
 
 def _read(store: Store, asked: dict[str, str | None], stored: StoreFlags) -> LedgerReport:
-    from gateway.callers.reports import InvalidQuery, ReportInterrupted, ReportReader, parse_query
+    from gateway.callers.reports import ReportInterrupted, ReportReader, parse_query
 
     reader = ReportReader(parse_query(time.time(), **asked))
-    try:
+    with checked_query(), failing_by(ReportInterrupted):
         while not store.run_now(reader.step, write=False):
             pass
-    except InvalidQuery as error:
-        raise CommandFailed(f"--{error.parameter}: {error}", status=2) from None
-    except ReportInterrupted as error:
-        raise CommandFailed(str(error)) from None
-    report = reader.report()
-    return report.named(stored.key_names(store).get)
+    return reader.report().named(stored.key_names(store).get)
 
 
 _USAGE_COLUMNS = (
@@ -188,8 +185,6 @@ def _money_lines(money: dict[str, Any]) -> list[str]:
 
 
 MOST_SHOWN = 100_000
-PAGE = 1000  # entries of one response of the admin API
-AUDIT_COLUMNS = ("TIME", "ACTOR", "ROLE", "ACTION", "TARGET", "OUTCOME", "DETAILS")
 
 AUDIT_EXAMPLES = examples_epilog(
     ("llama-gateway audit", "the last 100 changes, the latest first"),
@@ -199,21 +194,16 @@ AUDIT_EXAMPLES = examples_epilog(
 )
 
 
-@options.takes(stored=StoreFlags)
 def audit(
     *,
-    since: str | None = options.since(None, "the beginning"),
-    until: options.Until = None,
-    action: str | None = typer.Option(
-        None,
-        metavar="ACTION",
-        help="Only this action, such as drain or keys.revoke; keys: all that begin so.",
+    since: str | None = options.since("the beginning"),
+    until: str | None = options.UNTIL,
+    action: str | None = flag(
+        "ACTION", "Only this action, such as drain or keys.revoke; keys: all that begin so."
     ),
-    target: str | None = typer.Option(
-        None, metavar="NAME", help="Only what was done to this node, key or request."
-    ),
-    limit: int = typer.Option(100, min=1, max=MOST_SHOWN, metavar="N", help="Most entries."),
-    as_json: options.Json = False,
+    target: str | None = flag("NAME", "Only what was done to this node, key or request."),
+    limit: int = flag("N", "Most entries.", 100, min=1, max=MOST_SHOWN),
+    as_json: bool = options.JSON,
     stored: StoreFlags,
 ) -> None:
     """Show who has changed what, and what was refused, the latest first.
@@ -231,58 +221,162 @@ def audit(
     )
     with stored.open() as source:
         if isinstance(source, AdminClient):
-            found = _asked(source, query)
+            ask = partial(source.request, "GET", "/admin/audit")
+            given = {name: str(one) for name, one in asdict(query).items() if one is not None}
+            found, _ = read_pages(ask, given, "entries", query.limit)
         else:
             read = source.run_now(lambda connection: read_audit(connection, query), write=False)
             found = [entry.as_json() for entry in read]
     shown = found[:limit]
-    if as_json:
-        print_json({"entries": shown})
-    elif shown:
-        print_table(AUDIT_COLUMNS, map(_cells, shown))
-    else:
-        print_note("the audit log has no such entry")
+    nothing = "the audit log has no such entry"
+    print_listing({"entries": shown}, map(_entry_row, shown), nothing, as_json=as_json)
     if len(found) > limit:
         print_note(f"there are more than {limit}: --limit, or --until {shown[-1]['at']}")
 
 
 def _moment(parameter: str, text: str | None, *, end: bool = False) -> float | None:
-    from gateway.callers.reports import InvalidQuery, parse_time
+    from gateway.callers.reports import parse_time
     from gateway.callers.windows import time_text
 
     if text is None:
         return None
     now = time.time()
-    with failing_by(InvalidQuery, before=f"--{parameter}: ", status=2):
+    with checked_query():
         moment = parse_time(parameter, text, now, end=end)
     if parameter == "since" and moment > now:
-        raise CommandFailed(
-            f"--since: {time_text(moment)} is in the future: it is {time_text(now)} now", status=2
+        raise WrongUsage(
+            f"--since: {time_text(moment)} is in the future: it is {time_text(now)} now"
         )
     return moment
 
 
-def _asked(admin: AdminClient, query: AuditQuery) -> list[dict[str, Any]]:
-    """Ask the running gateway, page by page."""
-    given = {
-        "since": query.since,
-        "until": query.until,
-        "action": query.action,
-        "target": query.target,
-    }
-    parameters = {name: str(value) for name, value in given.items() if value is not None}
-    found: list[dict[str, Any]] = []
-    while len(found) < query.limit:
-        parameters["limit"] = str(min(PAGE, query.limit - len(found)))
-        page = admin.request("GET", "/admin/audit", parameters)
-        found += page["entries"]
-        if page["next"] is None:
-            break
-        parameters["before"] = str(page["next"])
-    return found
-
-
-def _cells(entry: dict[str, Any]) -> list[object]:
+def _entry_row(entry: dict[str, Any]) -> list[tuple[str, object]]:
     details = ", ".join(f"{name} {value}" for name, value in entry["details"].items())
-    texts = [entry[name] for name in ("at", "actor", "role", "action", "target", "outcome")]
-    return [text or None for text in (*texts, details)]
+    return [
+        ("TIME", entry["at"]),
+        *((name.upper(), entry[name]) for name in ("actor", "role", "action", "target", "outcome")),
+        ("DETAILS", details),
+    ]
+
+
+PAGE_TIMEOUT = 60.0  # seconds; longer than a gateway takes for a page at most
+
+REQUESTS_EXAMPLES = examples_epilog(
+    ("llama-gateway requests", "the last 100 that ended, the latest first"),
+    ("llama-gateway requests --slow --since 1d", "the slowest since midnight yesterday"),
+    ("llama-gateway requests --failed --key web", "what failed of one key"),
+    ("llama-gateway requests --node epyc-a --slower-than 30", "what took long on one node"),
+    ("llama-gateway requests --since 7d --limit 10000 --json > week.json", "for scripts"),
+    ("llama-gateway why req_6f0c3a7d12c4b1e95", "then: why one of them took so long"),
+)
+
+
+def requests(
+    *,
+    slow: bool = flag.switch("--slow", "The slowest first, not the latest."),
+    slower_than: float | None = flag(
+        "SECONDS", "Only what took longer, the queue included.", min=0.0
+    ),
+    failed: bool = flag.switch(
+        "--failed", "Only what ended with an error; a client that left is none."
+    ),
+    outcome: str | None = flag(
+        "ok|failed|left|CODE", "Only what ended so; CODE is an error's, such as queue_timeout."
+    ),
+    key: str | None = flag("KEY", "Only of this key: its name or id."),
+    group: str | None = flag("GROUP", "Only of this group's keys."),
+    user: str | None = flag("USER", "Only of this end user that a trusted key named."),
+    model: str | None = flag("MODEL", "Only for this model, by its public name."),
+    node: str | None = flag("NODE", "Only what ran on this node, or ran there last."),
+    since: str | None = options.since("30d"),
+    until: str | None = options.UNTIL,
+    limit: int = flag("N", "Most requests.", 100, min=1, max=MOST_SHOWN),
+    as_json: bool = options.JSON,
+    stored: StoreFlags,
+) -> None:
+    """Show requests that have ended: when, whose, where, how long they took, and their end.
+
+    WAIT is the time in the queue, TTFT that from arrival to the first token; SECONDS is all of it.
+    What is unknown is shown as -: rows of an older version have no WAIT and TTFT, and an answer in
+    one piece has no first token. What the retention of the store has summed up is not here: see
+    llama-gateway usage. Texts of prompts and answers are nowhere.
+
+    Asks the running gateway, else reads the store that the settings name.
+    """
+    from gateway.callers.ended import parse_ended_query
+
+    if failed and outcome is not None:
+        raise typer.BadParameter("one of the two", param_hint="--failed, --outcome")
+    asked = {
+        "order": "slowest" if slow else None,
+        "slower_than": None if slower_than is None else f"{slower_than:g}",
+        "outcome": "failed" if failed else outcome,
+        "key": key,
+        "group": group,
+        "user": user,
+        "model": model,
+        "node": node,
+        "since": since,
+        "until": until,
+    }
+    given = {name: value for name, value in asked.items() if value is not None}
+    with checked_query():
+        parse_ended_query(time.time(), given, lambda word: [word])
+    with stored.open() as source:
+        names = {} if isinstance(source, AdminClient) else stored.key_names(source)
+
+        def ask(parameters: dict[str, str]) -> dict[str, Any]:
+            if not isinstance(source, AdminClient):
+                return _read_page(source, parameters, names)
+            return source.request("GET", "/admin/requests/ended", parameters, timeout=PAGE_TIMEOUT)
+
+        found, page = read_pages(ask, given, "requests", limit)
+    nothing = f"no such request ended since {page['since']} (until {until or 'now'})"
+    print_listing({**page, "requests": found}, map(_request_row, found), nothing, as_json=as_json)
+    if page["next"] is not None:
+        print_note(f"there are more than {limit}: --limit, or filters")
+    if not page["complete"]:
+        print_note(f"requests that ended before {page['since']} were not looked at: --until")
+
+
+def _read_page(store: Store, parameters: dict[str, str], names: dict[str, str]) -> dict[str, Any]:
+    import msgspec
+
+    from gateway.callers.ended import EndedReader, parse_ended_query
+
+    def ids_of(word: str) -> list[str]:
+        if word in names:
+            return [word]
+        return [id_ for id_, name in names.items() if name == word] or [word]
+
+    reader = EndedReader(parse_ended_query(time.time(), parameters, ids_of))
+    while not store.run_now(reader.step, write=False):
+        pass
+    page: dict[str, Any] = msgspec.to_builtins(reader.page(names.get))
+    return page
+
+
+def _request_row(row: dict[str, Any]) -> list[tuple[str, object]]:
+    outcome = row["outcome"]
+    if row["status"] >= 400 or outcome != "ok":
+        outcome = f"{row['status']} {outcome}"
+    return [
+        ("ENDED", row["ended_at"]),
+        ("SECONDS", _seconds(row["seconds"])),
+        ("WAIT", _seconds(row["wait_seconds"])),
+        ("TTFT", _seconds(row["ttft_seconds"])),
+        ("OUTCOME", outcome),
+        ("KEY", row["key_name"] or row["key"]),
+        ("MODEL", row["model"]),
+        ("NODE", row["node"]),
+        ("PROMPT", row["prompt_tokens"]),
+        ("CACHED", row["cached_tokens"]),
+        ("ANSWER", row["completion_tokens"]),
+        ("ID", row["id"]),
+    ]
+
+
+def _seconds(value: float | None) -> str | None:
+    if value is None:
+        return None
+    return f"{value:.1f}" if value >= 0.1 or not value else f"{value:.3f}"

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterable
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from http import HTTPStatus
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 import typer
 
 from gateway.cli import options, terminal
-from gateway.cli.options import examples_epilog
+from gateway.cli.options import examples_epilog, flag
 from gateway.cli.terminal import CommandFailed
 from gateway.config.errors import ConfigError, Problem
 
@@ -41,12 +41,11 @@ CHECK_EXAMPLES = examples_epilog(
 )
 
 
-@options.takes(process=options.ProcessFlags)
 def serve(
     *,
-    nodes: options.NodesFile = options.DEFAULT_NODES,
+    nodes: Path = options.NODES,
     process: options.ProcessFlags,
-    edges: options.Edges = None,
+    edges: str | None = options.EDGES,
 ) -> None:
     """Run the gateway over the nodes of the inventory, in the foreground.
 
@@ -70,14 +69,13 @@ def serve(
     raise typer.Exit(status)
 
 
-@options.takes(process=options.ProcessFlags)
 def check(
     *,
-    nodes: options.NodesFile = options.DEFAULT_NODES,
+    nodes: Path = options.NODES,
     process: options.ProcessFlags,
-    edges: options.Edges = None,
-    probe: bool = typer.Option(False, "--probe", help="Ask every node for its properties as well."),
-    as_json: options.Json = False,
+    edges: str | None = options.EDGES,
+    probe: bool = flag.switch("--probe", "Ask every node for its properties as well."),
+    as_json: bool = options.JSON,
 ) -> None:
     """Check whether serve would start with these files and flags, and list the problems if not.
 
@@ -127,12 +125,9 @@ def check(
 
 def _as_dict(problem: Problem | StartProblem) -> dict[str, object]:
     """Return a problem for scripts: of a file, or what else keeps a gateway from starting."""
-    place: dict[str, object] = {"file": None, "line": 0}
-    remedy: dict[str, object] = {"remedy": "", "lines": []}
     if isinstance(problem, Problem):
-        place = {"file": str(problem.file), "line": problem.line}
-        remedy = {"remedy": problem.remedy, "lines": list(problem.lines)}
-    return {**place, "key": problem.key, "message": problem.message, **remedy}
+        return {name: value for name, value in asdict(problem).items() if name != "column"}
+    return {"file": None, "line": 0, **problem._asdict(), "remedy": "", "lines": []}
 
 
 def _report(

@@ -6,15 +6,14 @@ import os
 import time
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
-
-import typer
+from typing import TYPE_CHECKING, Any
 
 from gateway.cli import options
 from gateway.cli.client import UNIT_STATE_FOLDER
-from gateway.cli.options import CommandGroup, Json
+from gateway.cli.options import CommandGroup, argument, flag
 from gateway.cli.terminal import (
     CommandFailed,
+    WrongUsage,
     failing_by,
     print_config_error,
     print_json,
@@ -43,19 +42,15 @@ app = CommandGroup(
     ("llama-gateway settings rollback nodes", "undo edits that are not in force"),
 )
 
-Secrets = Annotated[
-    bool,
-    typer.Option("--secrets", help="Show keys' hashes, passwords and the like, and mask nothing."),
-]
 COLUMNS = ("VERSION", "IN FORCE SINCE (UTC)", "LINES", "ADDED", "REMOVED", "")
 
 
 @app.add("history")
 def history(
     *,
-    nodes: options.NodesFile = options.DEFAULT_NODES,
-    config: options.ConfigFile = None,
-    as_json: Json = False,
+    nodes: Path = options.NODES,
+    config: Path | None = options.CONFIG,
+    as_json: bool = options.JSON,
 ) -> None:
     """List the versions of both files, the newest first.
 
@@ -87,16 +82,15 @@ def _cells(version: dict[str, Any]) -> list[object]:
 @app.add("diff")
 def diff(
     *,
-    version: Annotated[
-        str | None,
-        typer.Argument(
-            metavar="VERSION", show_default="the newest one of each file", help="As history has it."
-        ),
-    ] = None,
-    nodes: options.NodesFile = options.DEFAULT_NODES,
-    config: options.ConfigFile = None,
-    secrets: Secrets = False,
-    as_json: Json = False,
+    version: str | None = argument(
+        "VERSION", "As history has it.", None, show_default="the newest one of each file"
+    ),
+    nodes: Path = options.NODES,
+    config: Path | None = options.CONFIG,
+    secrets: bool = flag.switch(
+        "--secrets", "Show keys' hashes, passwords and the like, and mask nothing."
+    ),
+    as_json: bool = options.JSON,
 ) -> None:
     """Show what has changed from a version to the file on the disk.
 
@@ -125,13 +119,12 @@ def diff(
 
 
 @app.add("rollback")
-@options.takes(process=options.ProcessFlags)
 def rollback(
     *,
-    version: Annotated[str, typer.Argument(metavar="VERSION", help="As history has it.")],
-    nodes: options.NodesFile = options.DEFAULT_NODES,
+    version: str = argument("VERSION", "As history has it."),
+    nodes: Path = options.NODES,
     process: options.ProcessFlags,
-    as_json: Json = False,
+    as_json: bool = options.JSON,
 ) -> None:
     """Write an earlier version to its file, if serve would start with it.
 
@@ -149,7 +142,7 @@ def rollback(
     text = wanted.read()
     if problems := check_text(given, found.kind, text):
         print_config_error(ConfigError(problems))
-        raise CommandFailed(f"{found.file} was not changed: {wanted.name} can't be in force", 2)
+        raise WrongUsage(f"{found.file} was not changed: {wanted.name} can't be in force")
     told = difference(found.on_disk() or "", text)
     if not as_json:
         _print_difference(str(found.file), wanted.name, told)

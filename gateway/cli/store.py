@@ -6,53 +6,43 @@ import os
 import signal
 from dataclasses import asdict
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
-
-import typer
+from typing import TYPE_CHECKING
 
 from gateway.cli import options
 from gateway.cli.client import named_store, read_settings
-from gateway.cli.options import Json, examples_epilog
-from gateway.cli.terminal import CommandFailed, HelpCommand, HelpGroup, print_json, print_note
+from gateway.cli.options import CommandGroup, argument, flag
+from gateway.cli.terminal import CommandFailed, WrongUsage, print_answer, print_note
 
 if TYPE_CHECKING:
     from gateway.store.database import StoreLocation
 
-app = typer.Typer(
-    cls=HelpGroup,
-    rich_markup_mode=None,
-    no_args_is_help=True,
-    help=(
-        "Copies of the store: keys, ledger, audit log, batches, and what was learnt.\n\n"
-        "A copy is of one moment, also while a gateway runs. It is checked row by row, and appears "
-        "when it is whole. Where it goes there must be no store yet. A place is a file of SQLite, "
-        "or a URL; in quotes, ${NAME} in a URL is a variable, so that no password is in the list "
-        "of processes."
-    ),
-    epilog=examples_epilog(
-        ("llama-gateway store backup /backup/gateway.db", "the store that the settings name"),
-        ("llama-gateway store restore /backup/gateway.db", "back to where the settings say"),
-        (
-            "llama-gateway store copy gateway.db 'postgresql://gateway:${PASSWORD}@db/gateway'",
-            "from SQLite to PostgreSQL; the other way round likewise",
-        ),
+app = CommandGroup(
+    "Copies of the store: keys, ledger, audit log, batches, and what was learnt.\n\n"
+    "A copy is of one moment, also while a gateway runs. It is checked row by row, and appears "
+    "when it is whole. Where it goes there must be no store yet. A place is a file of SQLite, "
+    "or a URL; in quotes, ${NAME} in a URL is a variable, so that no password is in the list "
+    "of processes.",
+    ("llama-gateway store backup /backup/gateway.db", "the store that the settings name"),
+    ("llama-gateway store restore /backup/gateway.db", "back to where the settings say"),
+    (
+        "llama-gateway store copy gateway.db 'postgresql://gateway:${PASSWORD}@db/gateway'",
+        "from SQLite to PostgreSQL; the other way round likewise",
     ),
 )
 
 _PLACE = "A file of SQLite, sqlite:///FILE or postgresql://…"
-From = Annotated[str, typer.Argument(metavar="FROM", help=_PLACE)]
-To = Annotated[str, typer.Argument(metavar="TO", help=_PLACE)]
-RunBatches = Annotated[
-    bool,
-    typer.Option(
-        "--run-batches",
-        help="Let unfinished batches run at once. Only if nobody runs those of the source.",
-    ),
-]
+FROM = argument("FROM", _PLACE)
+TO = argument("TO", _PLACE)
+RUN_BATCHES = flag.switch(
+    "--run-batches",
+    "Let unfinished batches run at once. Only if nobody runs those of the source.",
+)
 
 
-@app.command("backup", cls=HelpCommand)
-def backup(*, to: To, config: options.ConfigFile = None, as_json: Json = False) -> None:
+@app.add("backup")
+def backup(
+    *, to: str = TO, config: Path | None = options.CONFIG, as_json: bool = options.JSON
+) -> None:
     """Copy the store that the settings name to a new file, or to an empty database.
 
     Callers' files are not in it: copy their folder afterwards.
@@ -60,13 +50,13 @@ def backup(*, to: To, config: options.ConfigFile = None, as_json: Json = False) 
     _copy(named_store(read_settings(config)), _place(to), pause_batches=False, as_json=as_json)
 
 
-@app.command("restore", cls=HelpCommand)
+@app.add("restore")
 def restore(
     *,
-    from_: From,
-    config: options.ConfigFile = None,
-    run_batches: RunBatches = False,
-    as_json: Json = False,
+    from_: str = FROM,
+    config: Path | None = options.CONFIG,
+    run_batches: bool = RUN_BATCHES,
+    as_json: bool = options.JSON,
 ) -> None:
     """Copy a backup to where the settings have the store; no gateway runs there.
 
@@ -76,8 +66,14 @@ def restore(
     _copy(_place(from_), target, pause_batches=not run_batches, as_json=as_json)
 
 
-@app.command("copy", cls=HelpCommand)
-def copy(*, from_: From, to: To, run_batches: RunBatches = False, as_json: Json = False) -> None:
+@app.add("copy")
+def copy(
+    *,
+    from_: str = FROM,
+    to: str = TO,
+    run_batches: bool = RUN_BATCHES,
+    as_json: bool = options.JSON,
+) -> None:
     """Copy a store to another place, such as from SQLite to PostgreSQL.
 
     To move a gateway, stop it, copy its store, and name the new place in its settings (store.url).
@@ -95,10 +91,9 @@ def _place(text: str) -> StoreLocation:
         url = interpolate(text, os.environ) if "://" in text else f"sqlite:///{Path(text)}"
         return locate_store(url, Path())
     except (InterpolationError, ValueError) as error:
-        raise CommandFailed(
+        raise WrongUsage(
             f"this is no place of a store: {error}: name a file, sqlite:///FILE, or "
-            "postgresql://USER@HOST/DATABASE",
-            status=2,
+            "postgresql://USER@HOST/DATABASE"
         ) from None
 
 
@@ -127,12 +122,10 @@ def _copy(
         raise CommandFailed(f"{error}. Nothing was copied") from None
     finally:
         signal.signal(signal.SIGTERM, before)
-    rows = sum(copied.tables.values())
-    if as_json:
-        places = {"from": source.shown, "to": target.shown}
-        print_json({**places, "rows": rows, **asdict(copied)})
-    else:
-        print(f"{rows:,} rows of {len(copied.tables)} tables, digest {copied.digest[:16]}, checked")
+    rows, tables = sum(copied.tables.values()), len(copied.tables)
+    told = {"from": source.shown, "to": target.shown, "rows": rows, **asdict(copied)}
+    text = f"{rows:,} rows of {tables} tables, digest {copied.digest[:16]}, checked"
+    print_answer(told, text, as_json=as_json)
     if copied.used_by is not None:
         print_note(f"{copied.used_by} uses the source: what it writes from now on is not copied")
     if copied.paused_batches:

@@ -7,7 +7,7 @@ import re
 import shutil
 import sys
 import textwrap
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Coroutine, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from inspect import cleandoc
 from typing import TYPE_CHECKING, Any, TextIO
@@ -18,6 +18,8 @@ from typer.core import TyperCommand, TyperGroup
 from gateway.config.errors import ConfigError, escape_json, single_line
 
 if TYPE_CHECKING:
+    from asyncio import AbstractEventLoop
+
     from rich.console import Console
     from rich.table import Table
 
@@ -41,6 +43,13 @@ class CommandFailed(Exception):  # noqa: N818 - no error of the program
         self.status = status
 
 
+class WrongUsage(CommandFailed):
+    """Ends the command with status 2: what its user has written is wrong."""
+
+    def __init__(self, message: str) -> None:
+        super().__init__(message, 2)
+
+
 @contextmanager
 def failing_by(*kinds: type[Exception], before: str = "", status: int = 1) -> Iterator[None]:
     """Report errors of these kinds as failures of the command, in their own words."""
@@ -48,6 +57,29 @@ def failing_by(*kinds: type[Exception], before: str = "", status: int = 1) -> It
         yield
     except kinds as error:
         raise CommandFailed(f"{before}{error}", status) from None
+
+
+def run_interruptibly(
+    work: Coroutine[Any, Any, None], loop_factory: Callable[[], AbstractEventLoop] | None = None
+) -> int:
+    """Run it; 0, or the exit status of a command that Ctrl-C (130) or SIGTERM (143) ends."""
+    import asyncio
+    import signal
+
+    async def run() -> None:
+        task = asyncio.current_task()
+        assert task is not None
+        asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, task.cancel)
+        await work
+
+    try:
+        with asyncio.Runner(loop_factory=loop_factory) as runner:
+            runner.run(run())
+    except KeyboardInterrupt:
+        return 130
+    except asyncio.CancelledError:
+        return 143
+    return 0
 
 
 def console(stream: TextIO | None = None) -> Console:
@@ -86,6 +118,31 @@ def print_note(message: str) -> None:
 def print_json(value: Any) -> None:
     """Print a value as JSON, without a character that a terminal would obey."""
     print(escape_json(json.dumps(value, indent=2, ensure_ascii=False, default=str)))
+
+
+def print_answer(value: Any, text: str, *, as_json: bool) -> None:
+    """Print what a command has done: this text, or the value as JSON."""
+    if as_json:
+        print_json(value)
+    else:
+        print(text)
+
+
+def print_listing(
+    value: Any,
+    rows: Iterable[Sequence[tuple[str, object]]],
+    nothing: str,
+    *,
+    as_json: bool,
+    state_column: int | None = None,
+) -> None:
+    """Print a table, or a note if it has no row; or the value as JSON."""
+    if as_json:
+        print_json(value)
+    elif listed := list(rows):
+        print_rows(listed, state_column=state_column)
+    else:
+        print_note(nothing)
 
 
 def print_table(

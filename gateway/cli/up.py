@@ -11,15 +11,14 @@ import tempfile
 from collections.abc import Callable
 from contextlib import AsyncExitStack
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import typer
 
 from gateway.cli import options
-from gateway.cli.options import examples_epilog
-from gateway.cli.terminal import CommandFailed, failing_by, print_note
+from gateway.cli.options import Panel, examples_epilog
+from gateway.cli.terminal import CommandFailed, WrongUsage, failing_by, print_note
 
 if TYPE_CHECKING:
     from gateway.app.assembly import Gateway
@@ -54,117 +53,140 @@ EXAMPLES = examples_epilog(
     ("llama-gateway up --server-port 9081", "its servers on ports 9081, 9082, ..."),
 )
 
-_of_servers = partial(typer.Option, rich_help_panel="Servers")
-_of_download = partial(typer.Option, rich_help_panel="Download")
+_of_servers = Panel("Servers")
+_of_download = Panel("Download")
 _DIGEST = re.compile(r"[0-9a-f]{64}")
 LONGEST_TOKEN = 4096  # characters of a token for a download
 FOLDER_SECONDS = 5.0  # between two looks at --models-dir
 MOST_LINES = 60  # of models and of files that are none
 
 
-@options.takes(process=options.ProcessFlags)
+class DownloadFlags(options.FlagGroup):
+    """How models behind URLs are downloaded."""
+
+    sha256: list[str] | None = _of_download(
+        "DIGEST",
+        "SHA-256 of the model behind a URL; once for each file of a split one.",
+        show_default="not checked",
+    )
+    token_env: str | None = _of_download(
+        "NAME",
+        "Variable of the environment, such as HF_TOKEN, whose token is sent to the URL's "
+        "host (and to no other one).",
+        show_default="no token is sent",
+    )
+    max_bytes: str | None = _of_download(
+        "SIZE",
+        "Refuse a larger download, such as 8GiB.",
+        show_default="what disk and memory have room for",
+    )
+
+    def check_unused(self) -> None:
+        """Raises CommandFailed, if one of them is given."""
+        for name, value in vars(self).items():
+            if value:
+                flag = f"--{name.replace('_', '-')}"
+                raise WrongUsage(f"{flag} is for a download: --model names no URL")
+
+    def wish(self, model: str) -> ModelWish:
+        """What is downloaded from a URL. Raises CommandFailed, whose text holds no secret."""
+        from gateway.config.fields import parse_size
+        from gateway.local.download import ModelUrlError, ModelWish, parse_model_url, part_urls
+
+        with failing_by(ModelUrlError, status=2):
+            url = parse_model_url(model)
+            files = len(part_urls(url))
+        digests = tuple(digest.strip().lower() for digest in self.sha256 or ())
+        if not all(_DIGEST.fullmatch(digest) for digest in digests):
+            raise WrongUsage("--sha256: not 64 hexadecimal digits")
+        if digests and len(digests) != files:
+            raise WrongUsage(
+                f"--sha256: given {len(digests)} times, but the model has {files} "
+                f"{'file' if files == 1 else 'files'}; give it once for each, in order"
+            )
+        token, token_env = None, self.token_env
+        if token_env is not None:
+            token = os.environ.get(token_env, "").strip()
+            if not token:
+                raise WrongUsage(f"--token-env: the variable {token_env} is empty or not set")
+            if not (token.isascii() and token.isprintable()) or len(token) > LONGEST_TOKEN:
+                raise WrongUsage(f"--token-env: the variable {token_env} holds no token")
+            if url.userinfo:
+                raise WrongUsage("--token-env: the URL holds a password already; give one only")
+        most, max_bytes = None, self.max_bytes
+        if max_bytes is not None:
+            try:
+                most = parse_size(max_bytes)
+            except ValueError:
+                most = 0
+            if most <= 0:
+                raise WrongUsage(f"--max-bytes {max_bytes}: not a size, such as 8GiB")
+        return ModelWish(url, digests, token, most)
+
+
 def up(
     *,
     model: list[str] | None = _of_servers(
-        None,
-        metavar="FILE.gguf|URL",
+        "FILE.gguf|URL",
+        "The model to serve: a file, or an https address that it is downloaded from once. "
+        "Given several times: one server for each.",
         show_default="a small demo model of random weights",
-        help=(
-            "The model to serve: a file, or an https address that it is downloaded from once. "
-            "Given several times: one server for each."
-        ),
     ),
     models_dir: Path | None = _of_servers(
-        None,
-        metavar="DIR",
+        "DIR",
+        "Serve all models of this folder and of the folders in it: each is loaded when it is "
+        "asked for, and unloaded when others need its memory. Needs a llama-server program. "
+        "New files appear by themselves.",
         show_default="none",
-        help=(
-            "Serve all models of this folder and of the folders in it: each is loaded when it is "
-            "asked for, and unloaded when others need its memory. Needs a llama-server program. "
-            "New files appear by themselves."
-        ),
     ),
     servers: int | None = _of_servers(
-        None,
+        "N",
+        "How many llama.cpp servers to start for one model, or for --models-dir.",
         min=1,
         max=256,
-        metavar="N",
         show_default="one per NUMA node",
-        help="How many llama.cpp servers to start for one model, or for --models-dir.",
     ),
     slots: int = _of_servers(
+        "N",
+        "Requests that one model takes at once on a server; of several models each gets fewer "
+        "where memory is short.",
         2,
         min=1,
         max=256,
-        metavar="N",
-        help=(
-            "Requests that one model takes at once on a server; of several models each gets fewer "
-            "where memory is short."
-        ),
     ),
     context: int | None = _of_servers(
-        None,
+        "N",
+        "Tokens of prompt and answer that one request may have. Coding agents begin with "
+        "thousands. Memory grows with slots times context.",
         min=1,
         max=1 << 24,
-        metavar="N",
         show_default="4096, or the model's if that is less",
-        help=(
-            "Tokens of prompt and answer that one request may have. Coding agents begin with "
-            "thousands. Memory grows with slots times context."
-        ),
     ),
-    embedding: bool = _of_servers(
-        False,
+    embedding: bool = _of_servers.switch(
         "--embedding",
-        help=(
-            "Serve /v1/embeddings too, beside chats. A text may have --context tokens, and "
-            "takes them at once: that costs memory."
-        ),
+        "Serve /v1/embeddings too, beside chats. A text may have --context tokens, and "
+        "takes them at once: that costs memory.",
     ),
     server_port: int | None = _of_servers(
-        None,
+        "PORT",
+        "Port of the first server; the others get the next ones. Ports in use are skipped. "
+        "0 takes free ones.",
         min=0,
         max=65535,
-        metavar="PORT",
         show_default="8081",
-        help=(
-            "Port of the first server; the others get the next ones. Ports in use are skipped. "
-            "0 takes free ones."
-        ),
     ),
     server_bin: Path | None = _of_servers(
-        None,
-        metavar="FILE",
+        "FILE",
+        "The llama-server program to use.",
         show_default="llama-server on PATH, else the embedded one",
-        help="The llama-server program to use.",
     ),
-    force_memory: bool = _of_servers(
-        False, "--force-memory", help="Start even if too little memory would stay free."
+    force_memory: bool = _of_servers.switch(
+        "--force-memory", "Start even if too little memory would stay free."
     ),
-    mlock: bool = _of_servers(
-        False, "--mlock", help="Lock the model in memory, so that it is never swapped out."
+    mlock: bool = _of_servers.switch(
+        "--mlock", "Lock the model in memory, so that it is never swapped out."
     ),
-    sha256: list[str] | None = _of_download(
-        None,
-        metavar="DIGEST",
-        show_default="not checked",
-        help="SHA-256 of the model behind a URL; once for each file of a split one.",
-    ),
-    token_env: str | None = _of_download(
-        None,
-        metavar="NAME",
-        show_default="no token is sent",
-        help=(
-            "Variable of the environment, such as HF_TOKEN, whose token is sent to the URL's "
-            "host (and to no other one)."
-        ),
-    ),
-    max_bytes: str | None = _of_download(
-        None,
-        metavar="SIZE",
-        show_default="what disk and memory have room for",
-        help="Refuse a larger download, such as 8GiB.",
-    ),
+    download: DownloadFlags,
     process: options.ProcessFlags,
 ) -> None:
     """Start llama.cpp servers on this machine, wait until they are ready, and serve.
@@ -185,11 +207,9 @@ def up(
 
     sources = model or []
     if models_dir is not None and sources:
-        raise CommandFailed(
-            "--models-dir and --model exclude each other: put it into the folder", 2
-        )
+        raise WrongUsage("--models-dir and --model exclude each other: put it into the folder")
     if len(sources) > 1 and servers is not None:
-        raise CommandFailed("--servers is for one model: of several, each has one server", 2)
+        raise WrongUsage("--servers is for one model: of several, each has one server")
     common: dict[str, Any] = {
         "slots": slots,
         "context": context,
@@ -202,10 +222,10 @@ def up(
             folder = Path(name)
             if models_dir is None:
                 find_server(server_bin)  # a missing program is told before a download
-                models = _models(sources, sha256, token_env, max_bytes, servers=servers, **common)
+                models = _models(sources, download, servers=servers, **common)
                 plan = plan_local_fleet(models, **more, **common)
             else:
-                _check_no_download(sha256, token_env, max_bytes)
+                download.check_unused()
                 plan = plan_folder_fleet(models_dir, folder / "models.ini", **more, **common)
             with models_in_use([part for one in plan.models for part in model_parts(one.path)]):
                 inventory_file = folder / "nodes.yaml"
@@ -230,22 +250,7 @@ def up(
     raise typer.Exit(status)
 
 
-def _check_no_download(
-    sha256: list[str] | None, token_env: str | None, max_bytes: str | None
-) -> None:
-    given = {"--sha256": sha256, "--token-env": token_env, "--max-bytes": max_bytes}
-    for name, value in given.items():
-        if value:
-            raise CommandFailed(f"{name} is for a download: --model names no URL", 2)
-
-
-def _models(
-    sources: list[str],
-    sha256: list[str] | None,
-    token_env: str | None,
-    max_bytes: str | None,
-    **common: Any,
-) -> list[ModelFile]:
+def _models(sources: list[str], download: DownloadFlags, **common: Any) -> list[ModelFile]:
     """Return the models of all `--model`, downloaded where they are URLs. Raises LocalFleetError.
 
     Files are read first, so that nothing is downloaded where one of them can't be used.
@@ -256,15 +261,14 @@ def _models(
 
     urls = [source for source in sources if is_url(source)]
     if not urls:
-        _check_no_download(sha256, token_env, max_bytes)
-    if len(urls) > 1 and (sha256 or token_env):
-        name = "--sha256" if sha256 else "--token-env"
-        raise CommandFailed(
+        download.check_unused()
+    if len(urls) > 1 and (download.sha256 or download.token_env):
+        name = "--sha256" if download.sha256 else "--token-env"
+        raise WrongUsage(
             f"{name} is for one URL: download the models one by one; then this command without it "
-            "finds them in the cache",
-            2,
+            "finds them in the cache"
         )
-    wishes = {url: _wish(url, sha256 or [], token_env, max_bytes) for url in urls}
+    wishes = {url: download.wish(url) for url in urls}
     read = {source: read_model(Path(source)) for source in sources if source not in wishes}
     for url, wish in wishes.items():
 
@@ -289,43 +293,6 @@ def _downloaded(wish: ModelWish, check_fits: Callable[[ModelFile], None]) -> Pat
                 "Interrupted: what has arrived is kept; the same command goes on from there"
             )
             raise
-
-
-def _wish(model: str, sha256: list[str], token_env: str | None, max_bytes: str | None) -> ModelWish:
-    """Read the options of a download. Raises CommandFailed, whose text holds no secret."""
-    from gateway.config.fields import parse_size
-    from gateway.local.download import ModelUrlError, ModelWish, parse_model_url, part_urls
-
-    with failing_by(ModelUrlError, status=2):
-        url = parse_model_url(model)
-        files = len(part_urls(url))
-    digests = tuple(digest.strip().lower() for digest in sha256)
-    if not all(_DIGEST.fullmatch(digest) for digest in digests):
-        raise CommandFailed("--sha256: not 64 hexadecimal digits", 2)
-    if digests and len(digests) != files:
-        raise CommandFailed(
-            f"--sha256: given {len(digests)} times, but the model has {files} "
-            f"{'file' if files == 1 else 'files'}; give it once for each, in order",
-            2,
-        )
-    token = None
-    if token_env is not None:
-        token = os.environ.get(token_env, "").strip()
-        if not token:
-            raise CommandFailed(f"--token-env: the variable {token_env} is empty or not set", 2)
-        if not (token.isascii() and token.isprintable()) or len(token) > LONGEST_TOKEN:
-            raise CommandFailed(f"--token-env: the variable {token_env} holds no token", 2)
-        if url.userinfo:
-            raise CommandFailed("--token-env: the URL holds a password already; give one only", 2)
-    most = None
-    if max_bytes is not None:
-        try:
-            most = parse_size(max_bytes)
-        except ValueError:
-            most = 0
-        if most <= 0:
-            raise CommandFailed(f"--max-bytes {max_bytes}: not a size, such as 8GiB", 2)
-    return ModelWish(url, digests, token, most)
 
 
 async def _serve(plan: LocalFleetPlan, given: Options, server_port: int | None) -> int:

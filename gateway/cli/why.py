@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import TYPE_CHECKING, Annotated, Any
-
-import typer
+from typing import TYPE_CHECKING, Any
 
 from gateway.cli import options
 from gateway.cli.client import AdminFlags
-from gateway.cli.options import examples_epilog
+from gateway.cli.options import argument, examples_epilog
 from gateway.cli.terminal import caller_text, console, format_cell, make_table, print_json
 
 if TYPE_CHECKING:
@@ -22,18 +20,13 @@ EXAMPLES = examples_epilog(
 )
 
 
-@options.takes(gateway=AdminFlags)
 def why(
     *,
-    request_id: Annotated[
-        str,
-        typer.Argument(
-            metavar="REQUEST_ID",
-            help="The gateway's id of the request, or the X-Request-ID of its response.",
-        ),
-    ],
+    request_id: str = argument(
+        "REQUEST_ID", "The gateway's id of the request, or the X-Request-ID of its response."
+    ),
     gateway: AdminFlags,
-    as_json: options.Json = False,
+    as_json: bool = options.JSON,
 ) -> None:
     """Explain a request: the nodes that were considered, and what each was expected to take.
 

@@ -12,10 +12,9 @@ from pydantic import BeforeValidator, Field
 from gateway.config.fields import (
     ConfigModel,
     ExistingFile,
-    Network,
+    Networks,
     Seconds,
     TypeLabel,
-    as_list,
     is_host,
     matching,
     validation_error,
@@ -98,9 +97,7 @@ class ClusterSettings(ConfigModel):
     advertise: Annotated[str, BeforeValidator(_reached), TypeLabel("HOST:PORT")] | None = None
     """Address by which the others reach this member. Unset: `listen`, with the host's name in place
     of `0.0.0.0` or `::`."""
-    allow: Annotated[
-        tuple[Network, ...], BeforeValidator(as_list), TypeLabel("list of networks")
-    ] = ()
+    allow: Networks = ()
     """Addresses or networks of the other members; connections from elsewhere are closed. Empty: any
     address, as long as it shows a certificate."""
     tls: ClusterTls

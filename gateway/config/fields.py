@@ -14,7 +14,7 @@ from datetime import UTC, datetime
 from functools import cache
 from itertools import pairwise
 from pathlib import Path
-from typing import Annotated, Any, ClassVar, Literal
+from typing import Annotated, Any, ClassVar, Literal, TypeVar
 from urllib.parse import urlsplit
 
 from pydantic import (
@@ -29,6 +29,7 @@ from pydantic import (
 )
 from pydantic_core import PydanticCustomError
 
+T = TypeVar("T")
 # No wait is meant to be longer than a week; a larger figure is a slip of units.
 LONGEST_DURATION = 7 * 86400.0
 
@@ -399,6 +400,9 @@ _SIZE_SCHEMA = {
     ]
 }
 
+Listed = Annotated[tuple[T, ...], BeforeValidator(as_list)]
+"""A list; a single text stands for a list of one."""
+
 PriorityName = Literal["urgent", "premium", "normal", "batch"]
 
 NonEmptyText = Annotated[str, Field(min_length=1, max_length=1024), TypeLabel("text")]
@@ -475,6 +479,8 @@ Network = Annotated[
     WithJsonSchema({"type": "string"}),
     TypeLabel("network"),
 ]
+
+Networks = Annotated[Listed[Network], TypeLabel("list of networks")]
 
 EnvVarName = Annotated[
     str,

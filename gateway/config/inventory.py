@@ -19,7 +19,6 @@ from pydantic import (
     ValidationInfo,
     WithJsonSchema,
     field_validator,
-    model_validator,
 )
 
 from gateway.config import fields, yaml_file
@@ -445,25 +444,10 @@ class Inventory(ConfigModel):
 
     _warnings: tuple[Problem, ...] = PrivateAttr(())
 
-    def model_post_init(self, context: Any) -> None:
-        """Take the warnings about the file that the nodes were read from."""
-        self._warnings = (context or {}).get("warnings", ())
-
     @property
     def warnings(self) -> tuple[Problem, ...]:
         """Entries that are valid but look like a slip."""
         return self._warnings
-
-    @model_validator(mode="after")
-    def _names_are_unique(self) -> Inventory:
-        seen: set[str] = set()
-        for node in self.nodes:
-            if node.name in seen:
-                raise fields.validation_error(
-                    f"two nodes are named {node.name}", "a node's name must be unique"
-                )
-            seen.add(node.name)
-        return self
 
 
 def load_inventory(
@@ -506,8 +490,9 @@ def load_inventory(
     problems += yaml_file.find_duplicates(source, entries, "name", "the node")
     if problems:
         raise ConfigError(yaml_file.first_of_each_place(problems))
-    warnings = tuple(_shared_addresses(path, entries, nodes))
-    return Inventory.model_validate({"nodes": tuple(nodes)}, context={"warnings": warnings})
+    inventory = Inventory(nodes=tuple(nodes))
+    inventory._warnings = tuple(_shared_addresses(path, entries, nodes))  # noqa: SLF001 - its own
+    return inventory
 
 
 def _shared_addresses(

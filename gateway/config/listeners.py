@@ -14,13 +14,13 @@ from gateway.config.fields import (
     CountOrZero,
     ExistingFile,
     Host,
+    Listed,
     Lowercased,
-    Network,
+    Networks,
     Port,
     Seconds,
     SecondsOrZero,
     TypeLabel,
-    as_list,
     matching,
     validation_error,
 )
@@ -28,7 +28,7 @@ from gateway.config.keys import KEY_ID, KeyHash, LimitSpec, check_key_id, check_
 
 MIB = 1 << 20
 
-HostNames = Annotated[tuple[Host, ...], BeforeValidator(as_list), TypeLabel("list of host names")]
+HostNames = Annotated[Listed[Host], TypeLabel("list of host names")]
 
 
 class TlsFiles(ConfigModel):
@@ -59,9 +59,7 @@ class ListenSettings(ConfigModel):
     """Port to bind; 0 takes a free one."""
     tls: TlsFiles | None = None
     """Serve https with this certificate."""
-    trusted_proxies: Annotated[
-        tuple[Network, ...], BeforeValidator(as_list), TypeLabel("list of networks")
-    ] = ()
+    trusted_proxies: Networks = ()
     """Proxies in front of the gateway, as addresses or networks. `X-Forwarded-For` is trusted from
     them only. With proxies no caller is local, so `keys` are needed, or `allow_anonymous`."""
     hosts: HostNames = ()
@@ -104,17 +102,10 @@ class CorsSpec(ConfigModel):
     """Which web pages may call the public listener from a browser."""
 
     origins: Annotated[
-        tuple[Annotated[str, _ORIGIN], ...],
-        BeforeValidator(as_list),
-        Field(min_length=1),
-        TypeLabel("list of origins"),
+        Listed[Annotated[str, _ORIGIN]], Field(min_length=1), TypeLabel("list of origins")
     ]
     """Origins of the pages, or `"*"` for all."""
-    headers: Annotated[
-        tuple[Annotated[str, _HEADER], ...],
-        BeforeValidator(as_list),
-        TypeLabel("list of header names"),
-    ] = ("*",)
+    headers: Annotated[Listed[Annotated[str, _HEADER]], TypeLabel("list of header names")] = ("*",)
     """Request headers that pages may send."""
     max_age: SecondsOrZero = 600.0
     """Time for which a browser may cache the permission."""

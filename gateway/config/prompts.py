@@ -13,7 +13,7 @@ from typing import Annotated, Any
 
 from pydantic import BeforeValidator
 
-from gateway.config.fields import ConfigModel, TypeLabel, as_list, validation_error
+from gateway.config.fields import ConfigModel, Listed, TypeLabel, validation_error
 
 # The parser of `re` has no public name; tests hold it to each Python.
 _parser, ops = vars(re)["_parser"], vars(re)["_constants"]
@@ -28,9 +28,7 @@ def _pattern(value: object) -> object:
 
 
 LinePattern = Annotated[str, BeforeValidator(_pattern), TypeLabel("regular expression")]
-LinePatterns = Annotated[
-    tuple[LinePattern, ...], BeforeValidator(as_list), TypeLabel("list of patterns")
-]
+LinePatterns = Annotated[Listed[LinePattern], TypeLabel("list of patterns")]
 
 
 class PromptSettings(ConfigModel):

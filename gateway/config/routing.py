@@ -13,6 +13,7 @@ from gateway.config.fields import (
     CountOrZero,
     Fraction,
     JsonMap,
+    Listed,
     MemorySize,
     NonEmptyText,
     Seconds,
@@ -46,7 +47,7 @@ class ReplicaSettings(ConfigModel):
     """Most nodes that hold it. Unset: as many as its queue is worth."""
 
 
-NameList = Annotated[tuple[NonEmptyText, ...], BeforeValidator(as_list), TypeLabel("list of names")]
+NameList = Annotated[Listed[NonEmptyText], TypeLabel("list of names")]
 
 
 class ModelRule(ConfigModel):
@@ -63,9 +64,7 @@ class ModelRule(ConfigModel):
         "preload": "it is a key of nodes in the inventory; here it is pin: [names of nodes]",
     }
 
-    use: Annotated[
-        tuple[NonEmptyText, ...], BeforeValidator(as_list), TypeLabel("name or list")
-    ] = ()
+    use: Annotated[Listed[NonEmptyText], TypeLabel("name or list")] = ()
     """A model, or a list of which the first that can serve is taken. Unset: the name itself."""
     set: Annotated[JsonMap, BeforeValidator(_parameters), TypeLabel("mapping")] = Field(
         default_factory=dict

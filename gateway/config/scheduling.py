@@ -16,13 +16,13 @@ from gateway.config.fields import (
     EnvVarName,
     ExistingFile,
     Fraction,
+    Listed,
     Money,
     NonEmptyText,
     PriorityName,
     Seconds,
     SecondsOrZero,
     TypeLabel,
-    as_list,
     at_least,
     is_host,
     secret_from_file,
@@ -41,7 +41,7 @@ DEFAULT_SLOTLESS = 4
 than slots, and each such request keeps one busy."""
 
 
-PriorityNames = Annotated[tuple[PriorityName, ...], BeforeValidator(as_list), TypeLabel("list")]
+PriorityNames = Annotated[Listed[PriorityName], TypeLabel("list")]
 
 
 class ClassRule(ConfigModel):
@@ -182,10 +182,7 @@ class Hook(ConfigModel):
     """Starts or stops a node: a command that exits with 0, or an HTTP call that gets a 2xx."""
 
     command: Annotated[
-        tuple[CommandArgument, ...],
-        BeforeValidator(as_list),
-        Field(max_length=256),
-        TypeLabel("list of texts"),
+        Listed[CommandArgument], Field(max_length=256), TypeLabel("list of texts")
     ] = ()
     """Program and arguments, run without a shell. `LLAMA_GATEWAY_NODE` and `LLAMA_GATEWAY_NODE_URL`
     are in its environment."""

@@ -12,11 +12,13 @@ from typing import Annotated, Any, ClassVar, Literal, NamedTuple
 
 from pydantic import AfterValidator, BeforeValidator, ValidationInfo, field_validator
 
+from gateway.config import yaml_file
 from gateway.config.cluster import ClusterSettings
 from gateway.config.errors import ConfigError, Problem
 from gateway.config.fields import (
     ConfigModel,
     Fraction,
+    Listed,
     Lowercased,
     LowercasedOrOff,
     NonEmptyText,
@@ -24,7 +26,6 @@ from gateway.config.fields import (
     SecondsOrOff,
     SecondsOrZero,
     TypeLabel,
-    as_list,
     validation_error,
 )
 from gateway.config.foreign import foreign_problem
@@ -56,20 +57,7 @@ from gateway.config.stored import (
     masked_store_url,
 )
 from gateway.config.telemetry import TelemetrySettings
-from gateway.config.yaml_file import (
-    YamlDocument,
-    YamlEntry,
-    YamlList,
-    YamlMapping,
-    YamlScalar,
-    find_duplicates,
-    first_of_each_place,
-    mapping_of,
-    read_section,
-    read_yaml,
-    to_plain,
-    validate,
-)
+from gateway.config.yaml_file import YamlDocument, YamlEntry, YamlList, YamlMapping, YamlScalar
 
 _HOP = frozenset(
     {
@@ -126,14 +114,10 @@ def _header(value: object) -> object:
 
 HeaderName = Annotated[str, BeforeValidator(_header), TypeLabel("header name")]
 
-HeaderNames = Annotated[
-    tuple[HeaderName, ...], BeforeValidator(as_list), TypeLabel("list of header names")
-]
+HeaderNames = Annotated[Listed[HeaderName], TypeLabel("list of header names")]
 
 _Names = Annotated[
-    tuple[Annotated[HeaderName, AfterValidator(_may_pass)], ...],
-    BeforeValidator(as_list),
-    TypeLabel("list of header names"),
+    Listed[Annotated[HeaderName, AfterValidator(_may_pass)]], TypeLabel("list of header names")
 ]
 
 
@@ -375,22 +359,22 @@ def load_settings(
     if path is None:
         return Settings()
     env = os.environ if env is None else env
-    source = read_yaml(path, env, text)
+    source = yaml_file.read_yaml(path, env, text)
     root = source.root
     if foreign := foreign_problem(source, "settings"):
         raise ConfigError([foreign])
     if root.tree == YamlScalar(None):
         if rejected == "empty" or (rejected == "blank" and source.blank and path.is_file()):
             raise ConfigError([Problem(path, 0, "", "the file is empty", _EMPTY_REMEDY)])
-        root = YamlEntry(mapping_of({}), root.line, root.key)
+        root = YamlEntry(yaml_file.mapping_of({}), root.line, root.key)
     problems = list(source.problems)
     if not isinstance(root.tree, YamlMapping):
         remedy = "write keys with values, such as queue: {max: 100}"
         problems.append(Problem(path, root.line, "", "must be a mapping", remedy))
-    settings, wrongs = validate(Settings, source, root, env)
+    settings, wrongs = yaml_file.validate(Settings, source, root, env)
     problems += [*wrongs, *_same_names(source, root)]
     if problems or settings is None:
-        raise ConfigError(first_of_each_place(problems))
+        raise ConfigError(yaml_file.first_of_each_place(problems))
     return settings
 
 
@@ -404,9 +388,9 @@ def load_admin(
     """
     env = os.environ if env is None else env
     try:
-        source = read_yaml(path, env)
+        source = yaml_file.read_yaml(path, env)
     except ConfigError:
-        source = read_section(path, env, "admin")
+        source = yaml_file.read_section(path, env, "admin")
     root = source.root.tree
     entry = root.entries.get("admin") if isinstance(root, YamlMapping) else None
     if entry is None or entry.tree == YamlScalar(None):
@@ -422,11 +406,13 @@ def load_admin(
         if tls is not None and isinstance(tls.tree, YamlMapping) and "cert" in tls.tree.entries:
             # A client has no use for the certificate's key, which it may not be able to read.
             cert = tls.tree.entries["cert"]
-            kept["tls"] = YamlEntry(mapping_of({"cert": cert, "key": cert}), tls.line, tls.key)
-        entry = YamlEntry(mapping_of(kept), entry.line, entry.key)
-    admin, wrongs = validate(AdminSettings, source, entry, env)
+            kept["tls"] = YamlEntry(
+                yaml_file.mapping_of({"cert": cert, "key": cert}), tls.line, tls.key
+            )
+        entry = YamlEntry(yaml_file.mapping_of(kept), entry.line, entry.key)
+    admin, wrongs = yaml_file.validate(AdminSettings, source, entry, env)
     if problems or wrongs or admin is None:
-        raise ConfigError(first_of_each_place([*problems, *wrongs]))
+        raise ConfigError(yaml_file.first_of_each_place([*problems, *wrongs]))
     return admin
 
 
@@ -439,7 +425,7 @@ def _same_names(source: YamlDocument, root: YamlEntry) -> list[Problem]:
         tree = None if entry is None else entry.tree
         keys = tree.entries.get("keys") if isinstance(tree, YamlMapping) else None
         if keys is not None and isinstance(keys.tree, YamlList):
-            found += find_duplicates(source, keys.tree.entries, "id", "the key")
+            found += yaml_file.find_duplicates(source, keys.tree.entries, "id", "the key")
     return found
 
 
@@ -517,14 +503,14 @@ def settings_rows(
     names = {name: f"\ue000{name}\ue001" for name in env}
     entries: dict[str, YamlEntry] = {}
     with suppress(ConfigError):
-        _find_entries(read_yaml(Path(), names, text or "").root, "", entries)
+        _find_entries(yaml_file.read_yaml(Path(), names, text or "").root, "", entries)
     rows = []
     for key, value in islice(_leaves(masked_settings(settings), ""), MOST_ROWS):
         entry, by = entries.get(key), overrides.get(key)
         if by is not None or entry is None:
             rows.append(SettingRow(key, value, None, by))
         else:
-            variables = sorted(set(_VARIABLE.findall(str(to_plain(entry.tree)))))
+            variables = sorted(set(_VARIABLE.findall(str(yaml_file.to_plain(entry.tree)))))
             rows.append(SettingRow(key, value, entry.line, ", ".join(variables) or None))
     return rows
 

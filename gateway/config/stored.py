@@ -24,10 +24,10 @@ from gateway.config.fields import (
     ExistingFile,
     FolderPath,
     KeptSeconds,
+    Listed,
     NonEmptyText,
     Seconds,
     TypeLabel,
-    as_list,
     format_duration,
     format_size,
     instead_of,
@@ -298,17 +298,12 @@ class WebhookTarget(ConfigModel):
     space between them while a secret is being replaced: each signs."""
     secret_file: Annotated[ExistingFile | None, instead_of("secret_env")] = None
     """File that holds the secrets, instead of `secret_env`; read at reloads."""
-    keys: Annotated[
-        tuple[NonEmptyText, ...], BeforeValidator(as_list), TypeLabel("list of ids")
-    ] = ()
+    keys: Annotated[Listed[NonEmptyText], TypeLabel("list of ids")] = ()
     """Ids of keys whose events go there. Neither `keys` nor `groups`: all."""
-    groups: Annotated[
-        tuple[GroupName, ...], BeforeValidator(as_list), TypeLabel("list of names")
-    ] = ()
+    groups: Annotated[Listed[GroupName], TypeLabel("list of names")] = ()
     """Groups of keys whose events go there."""
     events: Annotated[
-        tuple[EventType, ...],
-        BeforeValidator(as_list),
+        Listed[EventType],
         Field(
             description=(
                 f"Events that go there: {', '.join(EVENTS)}. None: all but those of quotas."

@@ -724,17 +724,6 @@ def nested_model(annotation: Any) -> type[ConfigModel] | None:
     return None
 
 
-def models_below(model: type[ConfigModel]) -> list[type[ConfigModel]]:
-    """List a model and all models below it, each once, in the order of the keys."""
-    found = [model]
-    for one in found:
-        for field in keys_of(one).values():
-            inner = nested_model(field.annotation)
-            if inner is not None and inner not in found:
-                found.append(inner)
-    return found
-
-
 def model_at_path(model: type[ConfigModel], path: Sequence[str | int]) -> type[ConfigModel] | None:
     """Find the model of the mapping at a place below another model."""
     current: type[ConfigModel] | None = model

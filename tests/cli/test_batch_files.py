@@ -18,9 +18,9 @@ from gateway.cli.batch_files import (
     CHAT,
     LONGEST_FILE_NAME,
     LONGEST_TEMPLATE,
-    InputOptions,
     PreparedInput,
     Problems,
+    check_request,
     create_fields,
     custom_id_of,
     error_of,
@@ -29,11 +29,12 @@ from gateway.cli.batch_files import (
     parse_template,
     places_for,
     prepare,
+    request_body,
     stem_of,
     text_of,
     write_whole,
 )
-from gateway.cli.options import Form
+from gateway.cli.options import Form, InputFlags
 from gateway.cli.terminal import CommandFailed
 
 
@@ -45,7 +46,7 @@ def read(found: PreparedInput) -> list[dict[str, Any]]:
 
 
 def made(path: Path, template: str, problems: Problems | None = None, **options: Any) -> Any:
-    return prepare(str(path), InputOptions(template=template, **options), problems or Problems(20))
+    return prepare(str(path), InputFlags(template=template, **options), problems or Problems(20))
 
 
 def test_the_form_is_told_by_the_name(tmp_path: Path) -> None:
@@ -59,7 +60,7 @@ def test_the_form_is_told_by_the_name(tmp_path: Path) -> None:
     ("shape", "body"),
     [
         (
-            InputOptions(CHAT, model="m", system="be brief", max_tokens=5),
+            InputFlags(endpoint=CHAT, model="m", system="be brief", max_tokens=5),
             {
                 "model": "m",
                 "messages": [
@@ -69,13 +70,13 @@ def test_the_form_is_told_by_the_name(tmp_path: Path) -> None:
                 "max_tokens": 5,
             },
         ),
-        (InputOptions("/v1/completions", max_tokens=5), {"prompt": "hi", "max_tokens": 5}),
+        (InputFlags(endpoint="/v1/completions", max_tokens=5), {"prompt": "hi", "max_tokens": 5}),
         (
-            InputOptions("/v1/responses", model="m", system="be brief", max_tokens=5),
+            InputFlags(endpoint="/v1/responses", model="m", system="be brief", max_tokens=5),
             {"model": "m", "input": "hi", "instructions": "be brief", "max_output_tokens": 5},
         ),
         (
-            InputOptions("/v1/messages", model="m", system="be brief", max_tokens=5),
+            InputFlags(endpoint="/v1/messages", model="m", system="be brief", max_tokens=5),
             {
                 "model": "m",
                 "messages": [{"role": "user", "content": "hi"}],
@@ -83,27 +84,27 @@ def test_the_form_is_told_by_the_name(tmp_path: Path) -> None:
                 "max_tokens": 5,
             },
         ),
-        (InputOptions("/v1/embeddings", model="m"), {"model": "m", "input": "hi"}),
+        (InputFlags(endpoint="/v1/embeddings", model="m"), {"model": "m", "input": "hi"}),
     ],
-    ids=lambda value: value.endpoint if isinstance(value, InputOptions) else "",
+    ids=lambda value: value.endpoint if isinstance(value, InputFlags) else "",
 )
-def test_each_endpoint_has_its_own_body(shape: InputOptions, body: dict[str, Any]) -> None:
-    shape.check_request()
-    assert shape.body("hi") == body
+def test_each_endpoint_has_its_own_body(shape: InputFlags, body: dict[str, Any]) -> None:
+    check_request(shape)
+    assert request_body(shape, "hi") == body
 
 
 @pytest.mark.parametrize(
     "shape",
     [
-        InputOptions("/v1/moderations"),
-        InputOptions("/v1/messages"),
-        InputOptions("/v1/embeddings", max_tokens=5),
-        InputOptions("/v1/completions", system="be brief"),
+        InputFlags(endpoint="/v1/moderations"),
+        InputFlags(endpoint="/v1/messages"),
+        InputFlags(endpoint="/v1/embeddings", max_tokens=5),
+        InputFlags(endpoint="/v1/completions", system="be brief"),
     ],
 )
-def test_what_an_endpoint_cannot_have_is_refused(shape: InputOptions) -> None:
+def test_what_an_endpoint_cannot_have_is_refused(shape: InputFlags) -> None:
     with pytest.raises(CommandFailed) as error:
-        shape.check_request()
+        check_request(shape)
     assert error.value.status == 2
 
 
@@ -112,7 +113,7 @@ def test_the_endpoint_of_lines_is_that_of_the_first(tmp_path: Path) -> None:
     one = {"custom_id": "a", "method": "POST", "url": "/v1/embeddings", "body": {"input": "x"}}
     file.write_text("no json\n" + json.dumps(one))
     problems = Problems(20)
-    found = prepare(str(file), InputOptions(), problems)
+    found = prepare(str(file), InputFlags(), problems)
     found.close()
     assert (found.endpoint, found.lines, problems.count) == ("/v1/embeddings", 1, 1)
     assert (found.size, found.stem) == (file.stat().st_size, "in")
@@ -219,7 +220,7 @@ def test_a_pipe_or_a_missing_file_is_refused_at_once(tmp_path: Path) -> None:
     os.mkfifo(tmp_path / "pipe")
     for name, told in (("pipe", "is no regular file"), ("missing", "can't be read")):
         with pytest.raises(CommandFailed, match=told):
-            prepare(str(tmp_path / name), InputOptions(), Problems(20))
+            prepare(str(tmp_path / name), InputFlags(), Problems(20))
 
 
 @pytest.mark.parametrize(
@@ -241,14 +242,14 @@ def test_options_that_do_not_fit_are_wrong_usage(
     source: str, options: dict[str, Any], told: str
 ) -> None:
     with pytest.raises(CommandFailed) as error:
-        prepare(source, InputOptions(**options), Problems(20))
+        prepare(source, InputFlags(**options), Problems(20))
     assert (error.value.status, told in str(error.value)) == (2, True), str(error.value)
 
 
 def test_a_template_of_a_file_and_columns_with_tabs(tmp_path: Path) -> None:
     (tmp_path / "template").write_text("<{a}>")
     (tmp_path / "in.tsv").write_text("a\tb\n1,2\t3\n")
-    chosen = InputOptions(template_file=tmp_path / "template")
+    chosen = InputFlags(template_file=tmp_path / "template")
     with contextlib.closing(prepare(str(tmp_path / "in.tsv"), chosen, Problems(20))) as found:
         file = found.file
         file.seek(0)

@@ -8,7 +8,6 @@ from typing import Any
 import httpx
 import pytest
 
-from tests.cli.admin_api import admin_api
 from tests.cli.running import run_process
 from tests.emulator import EmulatedNode
 from tests.gateway_processes import serving
@@ -52,13 +51,6 @@ async def test_the_queue_is_printed_too(tmp_path: Path) -> None:
             task.cancel()
     assert [(one["class"], one["model"]) for one in value["waiting"]] == [("normal", "demo")]
     assert text.out.split("PLACE")[1].split("\n")[1].split()[:2] == ["1", "normal"]
-
-
-def test_a_gateway_without_a_live_view_is_told_with_a_remedy() -> None:
-    with admin_api() as api:
-        ran = run_process(["top", "--once", "--admin-url", api.url])
-    assert ran.status == 1
-    assert "older version" in ran.err
 
 
 def test_no_gateway_is_told_with_a_remedy() -> None:

@@ -14,7 +14,8 @@ from hypothesis import strategies as st
 from gateway.config.errors import ConfigError, Problem
 from gateway.config.inventory import Inventory, NodeSpec, load_inventory
 from gateway.config.settings import Settings, load_settings, masked_settings
-from gateway.config.yaml_file import keys_of, models_below
+from gateway.config.yaml_file import keys_of
+from tests.config.models import models_below
 
 ENV = {"N": "42", "T": "text", "B": "true", "E": "", "J": "{a: [1"}
 

@@ -6,7 +6,8 @@ from pathlib import Path
 from gateway.config.fields import ConfigModel
 from gateway.config.inventory import NodeSpec
 from gateway.config.settings import Settings
-from gateway.config.yaml_file import keys_of, models_below
+from gateway.config.yaml_file import keys_of
+from tests.config.models import models_below
 
 PAGE = (Path(__file__).parents[2] / "docs" / "reference" / "configuration.md").read_text()
 

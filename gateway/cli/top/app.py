@@ -175,7 +175,6 @@ class Top(App[None]):
         return self._tables.query_one(TabbedContent).active
 
     def _show(self) -> None:
-        """Draw what is known."""
         self._show_note()
         self._tables.query_one("#headline", Static).update(Text(fleet.headline(self.picture)))
         self._show_above()
@@ -330,11 +329,10 @@ class Top(App[None]):
         if id_ is None:
             self._tell("choose a request first: key 3")
             return
-        path = f"/admin/requests/{quote(id_, safe='')}/why"
 
         def work() -> None:
             try:
-                found = self._admin.request("GET", path)
+                found = self._admin.explanation(id_)
             except CommandFailed as error:
                 self._call(self._tell, str(error))
             else:

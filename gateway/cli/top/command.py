@@ -7,11 +7,9 @@ import sys
 import time
 from typing import TYPE_CHECKING
 
-import typer
-
 from gateway.cli import options
-from gateway.cli.client import AdminFlags, GatewayRefused
-from gateway.cli.options import examples_epilog
+from gateway.cli.client import AdminFlags
+from gateway.cli.options import examples_epilog, flag
 from gateway.cli.terminal import CommandFailed, print_json, print_note, print_table
 
 if TYPE_CHECKING:
@@ -26,12 +24,11 @@ EXAMPLES = examples_epilog(
 )
 
 
-@options.takes(gateway=AdminFlags)
 def top(
     *,
     gateway: AdminFlags,
-    once: bool = typer.Option(False, "--once", help="Print the state once; the default in a pipe."),
-    as_json: options.Json = False,
+    once: bool = flag.switch("--once", "Print the state once; the default in a pipe."),
+    as_json: bool = options.JSON,
 ) -> None:
     """Show the running gateway: problems first, nodes, queue and requests, once a second.
 
@@ -47,31 +44,24 @@ def top(
     used by another client of the server, and a dot is free. A percentage behind a speed compares it
     with the node's own past.
     """
-    from gateway.cli.top.fleet import refusal
-
     with gateway.connect() as admin:
-        try:
-            if once or as_json or not sys.stdout.isatty():
-                _print(_read_once(admin), as_json=as_json)
-                return
-            if importlib.util.find_spec("textual") is None:
-                from gateway.system import install_command
+        if once or as_json or not sys.stdout.isatty():
+            _print(_read_once(admin), as_json=as_json)
+            return
+        if importlib.util.find_spec("textual") is None:
+            from gateway.system import install_command
 
-                raise CommandFailed(
-                    f"the live screen needs Textual: {install_command('tui')}; "
-                    "--once works without it"
-                )
-            # A key that is refused is told here, and not on a screen.
-            _read_once(admin)
-        except GatewayRefused as error:
-            raise CommandFailed(refusal(error)) from None
+            raise CommandFailed(
+                f"the live screen needs Textual: {install_command('tui')}; --once works without it"
+            )
+        # A key that is refused is told here, and not on a screen.
+        _read_once(admin)
         from gateway.cli.top.app import Top
 
         Top(admin, time.monotonic).run()
 
 
 def _read_once(admin: AdminClient) -> FleetPicture:
-    """The state now."""
     from gateway.cli.top.fleet import LIVE_PATH, FleetPicture
 
     picture = FleetPicture()

@@ -8,11 +8,11 @@ from __future__ import annotations
 
 import math
 import threading
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
-from gateway.cli.client import AdminClient, GatewayRefused
+from gateway.cli.client import AdminClient, objects
 from gateway.cli.terminal import CommandFailed, caller_text, format_cell, state_in_words
 
 LIVE_PATH = "/admin/live"
@@ -50,33 +50,24 @@ class FleetPicture:
 
     def _take(self, data: Mapping[str, Any]) -> None:
         self.at = float(data.get("at") or self.at)
-        self.summary = _mapping(data.get("summary")) or self.summary
-        if isinstance(problems := data.get("problems"), list):
-            self.problems = list(_rows(problems))
+        self.summary = data.get("summary") or self.summary
+        if "problems" in data:
+            self.problems = objects(data, "problems")
         if isinstance(waiting := data.get("waiting"), list):
             self.waiting = [row for row in waiting if isinstance(row, list) and len(row) >= 4]
-        _merge(self.nodes, "name", data.get("nodes"), data.get("gone_nodes"))
+        _merge(self.nodes, "name", objects(data, "nodes"), data.get("gone_nodes"))
         if isinstance(data.get("requests"), list):
             self.requests = {} if self.requests is None else self.requests
         if self.requests is not None:
-            _merge(self.requests, "id", data.get("requests"), data.get("ended_requests"))
+            _merge(self.requests, "id", objects(data, "requests"), data.get("ended_requests"))
 
 
-def _merge(rows: dict[str, Row], key: str, changed: object, gone: object) -> None:
-    for row in _rows(changed):
+def _merge(rows: dict[str, Row], key: str, changed: Iterable[Row], gone: object) -> None:
+    for row in changed:
         name = str(row.get(key))
         rows[name] = {**rows.get(name, {}), **row}
     for name in gone if isinstance(gone, list) else ():
         rows.pop(str(name), None)
-
-
-def _rows(value: object) -> Iterator[Row]:
-    if isinstance(value, list):
-        yield from (row for row in value if isinstance(row, dict))
-
-
-def _mapping(value: object) -> Mapping[str, Any] | None:
-    return value if isinstance(value, dict) else None
 
 
 @dataclass(slots=True)
@@ -99,8 +90,6 @@ class FeedFollower:
                     pause = FIRST_PAUSE
                     self.report(None)
                     self.publish(event, data)
-            except GatewayRefused as error:
-                self.report(refusal(error))
             except CommandFailed as error:
                 self.report(str(error))
             self._stopped.wait(pause)
@@ -109,13 +98,6 @@ class FeedFollower:
     def stop(self) -> None:
         """End soon: with the next event, or the pause."""
         self._stopped.set()
-
-
-def refusal(error: GatewayRefused) -> str:
-    """Why the gateway shows nothing, with a remedy."""
-    if error.code == 404:
-        return f"{error}: it is of an older version, which has no live view. Remedy: upgrade it"
-    return str(error)
 
 
 # Tables: their columns, their order, and what a filter leaves.

@@ -3,21 +3,22 @@
 from __future__ import annotations
 
 import enum
-from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import typer
 
 from gateway.cli import options
-from gateway.cli.options import examples_epilog
+from gateway.cli.options import Panel, argument, examples_epilog
 from gateway.cli.terminal import (
     CommandFailed,
+    WrongUsage,
     failing_by,
     print_json,
     print_note,
     print_rows,
     print_table,
+    run_interruptibly,
 )
 
 if TYPE_CHECKING:
@@ -51,11 +52,11 @@ EXAMPLES = examples_epilog(
 )
 
 DEFAULT_LEVELS = "1,4,8"
-_load = partial(typer.Option, rich_help_panel="Load")
-_request = partial(typer.Option, rich_help_panel="Requests")
-_server = partial(typer.Option, rich_help_panel="Server")
-_goal = partial(typer.Option, rich_help_panel="Goal")
-_output = partial(typer.Option, rich_help_panel="Output")
+_load = Panel("Load")
+_request = Panel("Requests")
+_server = Panel("Server")
+_goal = Panel("Goal")
+_output = Panel("Output")
 
 
 class EndpointName(enum.StrEnum):
@@ -66,140 +67,144 @@ class EndpointName(enum.StrEnum):
     EMBEDDINGS = "embeddings"
 
 
-def bench(
-    url: str | None = typer.Argument(
-        None,
-        metavar="URL",
-        show_default=False,
-        help="Address of the server or gateway, with or without /v1.",
-    ),
+class LoadFlags(options.FlagGroup):
+    """The load of a benchmark."""
+
     concurrency: str | None = _load(
-        None,
-        metavar="N,...",
+        "N,...",
+        "Closed loop: so many requests at a time, one load after the other.",
         show_default=DEFAULT_LEVELS,
-        help="Closed loop: so many requests at a time, one load after the other.",
-    ),
+    )
     rate: str | None = _load(
-        None,
-        metavar="R,...",
-        help=(
-            "Open loop: so many requests a second at random times (Poisson), whether the "
-            "server keeps up or not."
-        ),
-    ),
+        "R,...",
+        "Open loop: so many requests a second at random times (Poisson), whether the "
+        "server keeps up or not.",
+    )
     trace: Path | None = _load(
-        None,
-        metavar="FILE",
-        help=(
-            "Open loop: the requests of a trace at its times (JSON lines, or .csv in the "
-            "layout of the Azure LLM traces). A later turn of a conversation waits for "
-            "the one before."
-        ),
-    ),
-    speed_up: float = _load(
-        1.0, min=0.001, max=1e6, metavar="X", help="Play the trace X times as fast."
-    ),
+        "FILE",
+        "Open loop: the requests of a trace at its times (JSON lines, or .csv in the "
+        "layout of the Azure LLM traces). A later turn of a conversation waits for "
+        "the one before.",
+    )
+    speed_up: float = _load("X", "Play the trace X times as fast.", 1.0, min=0.001, max=1e6)
     requests: int | None = _load(
-        None,
+        "N",
+        "Requests of each load.",
         min=1,
         max=200_000,
-        metavar="N",
         show_default="closed loop: 4 for each at a time, at least 10",
-        help="Requests of each load.",
-    ),
+    )
     duration: float | None = _load(
-        None,
+        "SECONDS",
+        "No request of a load starts later. Those under way are awaited.",
         min=0.1,
         max=7 * 86_400,
-        metavar="SECONDS",
         show_default="--rate: 60",
-        help="No request of a load starts later. Those under way are awaited.",
-    ),
+    )
     warm_up: int = _load(
+        "N",
+        "Requests before the first load, one after the other. They show what a request "
+        "takes alone, and are not counted.",
         2,
         min=0,
         max=1000,
-        metavar="N",
-        help=(
-            "Requests before the first load, one after the other. They show what a request "
-            "takes alone, and are not counted."
-        ),
-    ),
+    )
     in_flight: int = _load(
+        "N",
+        "Open loop: most requests under way; others start late, which is told.",
         512,
         min=1,
         max=20_000,
-        metavar="N",
-        help="Open loop: most requests under way; others start late, which is told.",
+    )
+
+    def loads(self, played: Trace | None) -> list[Load]:
+        """Return the loads, of which `played` is the trace. Raises CommandFailed."""
+        from gateway.workshop.bench.load import Load, LoadError, Loop, closed_loads, poisson_loads
+
+        names = ("concurrency", "rate", "trace")
+        given = [f"--{name}" for name in names if getattr(self, name) is not None]
+        if len(given) > 1:
+            raise WrongUsage(f"{' and '.join(given)}: choose one of them")
+        if played is None and self.speed_up != 1.0:
+            raise WrongUsage("--speed-up is for --trace")
+        with failing_by(LoadError, before=f"{given[0] if given else '--concurrency'} ", status=2):
+            if played is not None:
+                return [Load(Loop.TRACE, self.speed_up, len(played.jobs), self.duration)]
+            if self.rate is not None:
+                return poisson_loads(self.rate, self.requests, self.duration)
+            return closed_loads(self.concurrency or DEFAULT_LEVELS, self.requests, self.duration)
+
+    def played_trace(self) -> Trace | None:
+        """Read the trace, if one is named. Raises CommandFailed."""
+        from gateway.cli.workshop.simulate import read_trace_file
+        from gateway.workshop.bench.exchange import MOST_PROMPT_TOKENS
+        from gateway.workshop.bench.load import MOST_REQUESTS
+
+        if self.trace is None:
+            return None
+        trace = read_trace_file(self.trace, limit=self.requests or MOST_REQUESTS)
+        longest = max(max(job.prompt.tokens, job.output) for job in trace.jobs)
+        if longest > MOST_PROMPT_TOKENS:
+            raise WrongUsage(
+                f"--trace {self.trace}: a request has {longest:,} tokens, bench sends at most "
+                f"{MOST_PROMPT_TOKENS:,}"
+            )
+        return trace
+
+
+def bench(
+    *,
+    url: str | None = argument(
+        "URL", "Address of the server or gateway, with or without /v1.", None, show_default=False
     ),
+    load: LoadFlags,
     endpoint: EndpointName = _request(
-        EndpointName.CHAT, metavar="NAME", help="chat, completions (both streamed) or embeddings."
+        "NAME", "chat, completions (both streamed) or embeddings.", EndpointName.CHAT
     ),
     prompt: int = _request(
-        256,
-        min=1,
-        max=200_000,
-        metavar="TOKENS",
-        help="Length of a prompt, in the server's tokens.",
+        "TOKENS", "Length of a prompt, in the server's tokens.", 256, min=1, max=200_000
     ),
-    max_tokens: int = _request(
-        64, min=1, max=100_000, metavar="TOKENS", help="Length of an answer, at most."
-    ),
+    max_tokens: int = _request("TOKENS", "Length of an answer, at most.", 64, min=1, max=100_000),
     prefix_share: float = _request(
+        "SHARE",
+        "Share of a prompt that is the same in all, such as a system prompt.",
         0.0,
         min=0.0,
         max=1.0,
-        metavar="SHARE",
-        help="Share of a prompt that is the same in all, such as a system prompt.",
     ),
-    prefixes: int = _request(
-        1, min=1, max=10_000, metavar="N", help="Different beginnings, taken in turn."
-    ),
-    ignore_eos: bool | None = _request(
-        None,
+    prefixes: int = _request("N", "Different beginnings, taken in turn.", 1, min=1, max=10_000),
+    ignore_eos: bool | None = _request.switch(
         "--ignore-eos/--no-ignore-eos",
+        "Ask for answers that go on to --max-tokens.",
+        None,
         show_default="where the server is known to understand it",
-        help="Ask for answers that go on to --max-tokens.",
     ),
     body: str = _request(
-        "{}",
-        metavar="JSON",
-        help='Fields of every body, such as {"top_k": 1}; null leaves one of ours out.',
+        "JSON", 'Fields of every body, such as {"top_k": 1}; null leaves one of ours out.', "{}"
     ),
-    seed: int = _request(1, metavar="N", help="Same seed, same requests."),
+    seed: int = _request("N", "Same seed, same requests.", 1),
     model: str | None = _server(
-        None, metavar="NAME", show_default="the server's first one", help="The model to ask for."
+        "NAME", "The model to ask for.", show_default="the server's first one"
     ),
-    key_file: options.KeyFile = None,
-    ca: options.Ca = None,
+    key_file: Path | None = options.KEY_FILE,
+    ca: Path | None = options.CA,
     timeout: float = _server(
-        600.0,
-        min=0.1,
-        max=86_400,
-        metavar="SECONDS",
-        help="For a request; a longer one has failed.",
+        "SECONDS", "For a request; a longer one has failed.", 600.0, min=0.1, max=86_400
     ),
-    goal_ttft: float | None = _goal(
-        None, min=0.0, metavar="SECONDS", help="Longest time to the first token."
-    ),
-    goal_inter_token: float | None = _goal(
-        None, min=0.0, metavar="SECONDS", help="Longest mean time between tokens."
-    ),
+    goal_ttft: float | None = _goal("SECONDS", "Longest time to the first token.", min=0.0),
+    goal_inter_token: float | None = _goal("SECONDS", "Longest mean time between tokens.", min=0.0),
     goal_completion: float | None = _goal(
-        None, min=0.0, metavar="SECONDS", help="Longest time to the end of the answer."
+        "SECONDS", "Longest time to the end of the answer.", min=0.0
     ),
     compare: tuple[Path, Path] | None = _output(
-        None,
-        metavar="BEFORE.json AFTER.json",
+        "BEFORE.json AFTER.json",
+        "Measure nothing: compare two reports that --json wrote.",
         show_default=False,
-        help="Measure nothing: compare two reports that --json wrote.",
     ),
-    csv: Path | None = _output(None, metavar="FILE", help="Write a line for each request."),
-    plot: Path | None = _output(None, metavar="FILE", help="Plot the results: .png, .svg or .pdf."),
-    html: Path | None = _output(
-        None, metavar="FILE", help="Write the report as one page that needs nothing else."
-    ),
-    as_json: options.Json = False,
+    csv: Path | None = _output("FILE", "Write a line for each request."),
+    plot: Path | None = _output("FILE", "Plot the results: .png, .svg or .pdf."),
+    html: Path | None = _output("FILE", "Write the report as one page that needs nothing else."),
+    as_json: bool = options.JSON,
 ) -> None:
     """Put load on an OpenAI-compatible server, and measure what its clients get.
 
@@ -213,11 +218,12 @@ def bench(
     measured.
     """
     if compare is not None:
-        if any(one is not None for one in (url, concurrency, rate, trace, csv, plot, html)):
-            raise CommandFailed("--compare measures nothing: leave URL and load out", status=2)
+        unfit = (url, load.concurrency, load.rate, load.trace, csv, plot, html)
+        if any(one is not None for one in unfit):
+            raise WrongUsage("--compare measures nothing: leave URL and load out")
         _compare(compare, as_json=as_json)
         return
-    from gateway.cli.client import find_key, tls_context
+    from gateway.cli.client import find_key, json_object, tls_context
     from gateway.config.errors import single_line
     from gateway.workshop.bench.exchange import ENDPOINTS
     from gateway.workshop.bench.load import RequestPattern
@@ -232,27 +238,28 @@ def bench(
     )
 
     address = _checked_url(url)
-    for flag, path in (("--csv", csv), ("--html", html)):
-        if path is not None and not path.parent.is_dir():
-            raise CommandFailed(f"{flag} {path}: there is no folder {path.parent}", status=2)
+    options.check_folder("--csv", csv)
+    options.check_folder("--html", html)
     options.check_plot_file(plot)
-    played = None if trace is None else _played_trace(trace, requests)
+    played = load.played_trace()
+    if (extra := json_object(body)) is None:
+        raise WrongUsage(f"--body {body[:60]}: must be a JSON object")
     plan = BenchPlan(
         url=address,
         endpoint=ENDPOINTS[endpoint.value],
-        loads=_loads(concurrency, rate, played, speed_up, requests, duration),
+        loads=load.loads(played),
         pattern=RequestPattern(prompt, max_tokens, round(prompt * prefix_share), prefixes),
         key=find_key(key_file),
         tls=tls_context(ca) if address.startswith("https:") else None,
         model=model,
-        extra=_extra_fields(body),
+        extra=extra,
         ignore_eos=ignore_eos,
         trace=played,
         goal=RequestGoal(goal_ttft, goal_inter_token, goal_completion),
         seed=seed,
-        warm_up=warm_up,
+        warm_up=load.warm_up,
         timeout=timeout,
-        most_in_flight=in_flight,
+        most_in_flight=load.in_flight,
         meter=_meter(address),
     )
     report, runs, status = _measure(plan)
@@ -278,9 +285,6 @@ def bench(
 
 def _measure(plan: BenchPlan) -> tuple[BenchReport, list[LoadRun], int]:
     """Run, and return the report, also of an interrupted run, and the exit status."""
-    import asyncio
-    import signal
-
     import uvloop
 
     from gateway.cli.progress import BenchProgress
@@ -288,13 +292,6 @@ def _measure(plan: BenchPlan) -> tuple[BenchReport, list[LoadRun], int]:
     from gateway.workshop.bench.exchange import TargetError
     from gateway.workshop.bench.report import BenchSession, FitError
 
-    async def measure(session: BenchSession) -> None:
-        task = asyncio.current_task()
-        assert task is not None
-        asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, task.cancel)
-        await session.run()
-
-    status = 0
     raise_open_file_limit()
     with BenchProgress() as progress:
         session = BenchSession(
@@ -305,18 +302,10 @@ def _measure(plan: BenchPlan) -> tuple[BenchReport, list[LoadRun], int]:
             on_load_end=progress.load_done,
         )
         try:
-            with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
-                runner.run(measure(session))
-        except TargetError as error:
-            raise CommandFailed(f"{plan.url}: {error}") from None
+            with failing_by(TargetError, before=f"{plan.url}: "):
+                status = run_interruptibly(session.run(), uvloop.new_event_loop)
         except FitError as error:
-            raise CommandFailed(
-                f"{error}. Remedy: a shorter --prompt or --max-tokens", status=2
-            ) from None
-        except KeyboardInterrupt:
-            status = 130
-        except asyncio.CancelledError:
-            status = 143
+            raise WrongUsage(f"{error}. Remedy: a shorter --prompt or --max-tokens") from None
     if status and not session.runs:
         raise CommandFailed("interrupted before the first load began", status)
     return session.report(), session.runs, status
@@ -326,7 +315,7 @@ def _checked_url(url: str | None) -> str:
     from urllib.parse import urlsplit
 
     if url is None:
-        raise CommandFailed("name the server's URL, such as http://127.0.0.1:8000", status=2)
+        raise WrongUsage("name the server's URL, such as http://127.0.0.1:8000")
     address = url.rstrip("/").removesuffix("/v1")
     try:
         parts = urlsplit(address)
@@ -344,63 +333,8 @@ def _checked_url(url: str | None) -> str:
     except ValueError:
         sound = False
     if not sound:
-        raise CommandFailed(f"{url}: must be like http://127.0.0.1:8000", status=2)
+        raise WrongUsage(f"{url}: must be like http://127.0.0.1:8000")
     return address
-
-
-def _loads(
-    concurrency: str | None,
-    rate: str | None,
-    trace: Trace | None,
-    speed_up: float,
-    requests: int | None,
-    duration: float | None,
-) -> list[Load]:
-    from gateway.workshop.bench.load import Load, LoadError, Loop, closed_loads, poisson_loads
-
-    given = [
-        flag
-        for flag, value in (("--concurrency", concurrency), ("--rate", rate), ("--trace", trace))
-        if value is not None
-    ]
-    if len(given) > 1:
-        raise CommandFailed(f"{' and '.join(given)}: choose one of them", status=2)
-    if trace is None and speed_up != 1.0:
-        raise CommandFailed("--speed-up is for --trace", status=2)
-    with failing_by(LoadError, before=f"{given[0] if given else '--concurrency'} ", status=2):
-        if trace is not None:
-            return [Load(Loop.TRACE, speed_up, len(trace.jobs), duration)]
-        if rate is not None:
-            return poisson_loads(rate, requests, duration)
-        return closed_loads(concurrency or DEFAULT_LEVELS, requests, duration)
-
-
-def _played_trace(path: Path, requests: int | None) -> Trace:
-    from gateway.cli.workshop.simulate import read_trace_file
-    from gateway.workshop.bench.exchange import MOST_PROMPT_TOKENS
-    from gateway.workshop.bench.load import MOST_REQUESTS
-
-    trace = read_trace_file(path, limit=requests or MOST_REQUESTS)
-    longest = max(max(job.prompt.tokens, job.output) for job in trace.jobs)
-    if longest > MOST_PROMPT_TOKENS:
-        raise CommandFailed(
-            f"--trace {path}: a request has {longest:,} tokens, bench sends at most "
-            f"{MOST_PROMPT_TOKENS:,}",
-            status=2,
-        )
-    return trace
-
-
-def _extra_fields(text: str) -> dict[str, Any]:
-    import json
-
-    try:
-        value = json.loads(text)
-    except (ValueError, RecursionError):
-        value = None
-    if not isinstance(value, dict):
-        raise CommandFailed(f"--body {text[:60]}: must be a JSON object", status=2)
-    return value
 
 
 def _meter(url: str) -> EnergyMeter | None:
@@ -424,14 +358,11 @@ def _compare(paths: tuple[Path, Path], *, as_json: bool) -> None:
     from gateway.workshop.bench.report import CONFIDENCE, ComparisonError, compare, read_report
 
     try:
-        before, after = (read_report(path) for path in paths)
-        differences, notes = compare(before, after)
-    except ComparisonError as error:
-        raise CommandFailed(f"--compare: {error}", status=2) from None
+        with failing_by(ComparisonError, before="--compare: ", status=2):
+            before, after = (read_report(path) for path in paths)
+            differences, notes = compare(before, after)
     except OSError as error:
-        raise CommandFailed(
-            f"--compare {error.filename}: can't be read: {error.strerror}", status=2
-        ) from None
+        raise WrongUsage(f"--compare {error.filename}: can't be read: {error.strerror}") from None
     if as_json:
         rows = [asdict(one) | {"verdict": one.verdict} for one in differences]
         print_json({"confidence": CONFIDENCE, "differences": rows, "notes": notes})

@@ -6,16 +6,20 @@ import math
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-import typer
-
 from gateway.cli import options
 from gateway.cli.client import AdminClient, AdminFlags, GatewayRefused
-from gateway.cli.options import examples_epilog
-from gateway.cli.terminal import CommandFailed, failing_by, print_json, print_note, print_rows
+from gateway.cli.options import Panel, examples_epilog
+from gateway.cli.terminal import (
+    CommandFailed,
+    WrongUsage,
+    failing_by,
+    print_json,
+    print_note,
+    print_rows,
+)
 
 if TYPE_CHECKING:
     from gateway.workshop.plan.answer import BreakEven, Deployment, PlanAnswer
@@ -75,146 +79,192 @@ EXAMPLES = examples_epilog(
     ),
 )
 
-_traffic = partial(typer.Option, rich_help_panel="Traffic")
-_goal = partial(typer.Option, rich_help_panel="Goal")
-_nodes = partial(typer.Option, rich_help_panel="Nodes")
-_fleet = partial(typer.Option, rich_help_panel="Running fleet")
-_simulation = partial(typer.Option, rich_help_panel="Simulation and output")
+_traffic = Panel("Traffic")
+_goal = Panel("Goal")
+_nodes = Panel("Nodes")
+_fleet = Panel("Running fleet")
+_simulation = Panel("Simulation and output")
 
 
-@options.takes(gateway=AdminFlags)
+class TrafficFlags(options.FlagGroup):
+    """What is to be done: figures, or a trace."""
+
+    requests_per_hour: float | None = _traffic("N", "Requests of a mean hour.")
+    prompt: float | None = _traffic("TOKENS", "Mean prompt.")
+    completion: float | None = _traffic("TOKENS", "Mean completion.")
+    repeat: float = _traffic(
+        "SHARE", "Share of the prompt that all have in common, 0 to 1: a node reads it once.", 0.0
+    )
+    peak: float = _traffic(
+        "FACTOR",
+        "Requests of the busiest hour, as a multiple of the mean hour: latency is that of "
+        "the busiest hour, prices are those of the mean. With --fleet: how many times as "
+        "many as in the ledger's.",
+        1.0,
+    )
+    backlog: float | None = _traffic(
+        "N", "In place of --requests-per-hour: requests that all wait from the start."
+    )
+    within: float = _traffic("HOURS", "Hours that a backlog may take.", 8.0)
+    trace: Path | None = _traffic(
+        "FILE", "Recorded requests, as `llama-gateway simulate --trace` reads them."
+    )
+    limit: int = _traffic("N", "First requests of the trace.", 200_000, min=2)
+    models: str | None = _traffic(
+        "COUNTxSMALLEST:LARGEST",
+        "Models that the nodes load on demand, as `simulate --models` takes them. Your node's "
+        "speeds are then those of a model of 8 GiB.",
+    )
+
+    @property
+    def has_figures(self) -> bool:
+        """Whether one of the figures is given that make traffic up."""
+        figures = (self.requests_per_hour, self.backlog, self.prompt, self.completion)
+        return any(one is not None for one in figures)
+
+    def workload(self) -> Workload:
+        """Return the traffic of the figures on the command line. Raises CommandFailed."""
+        from gateway.workshop.plan.search import Workload
+
+        if (self.requests_per_hour is None) == (self.backlog is None):
+            raise WrongUsage(
+                "how much is there to do? One of --requests-per-hour N, --backlog N, --trace FILE "
+                "or --fleet"
+            )
+        for name, value in (("--prompt", self.prompt), ("--completion", self.completion)):
+            if value is None:
+                raise WrongUsage(f"{name} TOKENS is missing: how long are they?")
+        with failing_by(ValueError, status=2):
+            return Workload(
+                self.requests_per_hour or self.backlog or 0.0,
+                self.prompt or 0.0,
+                self.completion or 0.0,
+                repeat=self.repeat,
+                peak=1.0 if self.backlog is not None else self.peak,
+                backlog_hours=self.within if self.backlog is not None else None,
+            )
+
+
+class OwnNodeFlags(options.FlagGroup):
+    """A node of the user's own, as measured or offered."""
+
+    tokens_per_second: float | None = _nodes(
+        "R", "Your node: tokens/s of one request alone.", show_default="nodes by the catalogue"
+    )
+    prefill_tokens_per_second: float | None = _nodes(
+        "R", "Your node: prompt tokens/s.", show_default="10 times --tokens-per-second"
+    )
+    slots: int = _nodes("N", "Your node: requests at a time.", 1, min=1, max=256)
+    batch_cost: float = _nodes(
+        "SHARE", "Your node: by how much one more busy slot prolongs a step.", 0.15
+    )
+    memory: str | None = _nodes(
+        "SIZE", "Your node, with --models: what it has for them, such as 64GiB."
+    )
+    price_per_hour: float | None = _nodes("PRICE", "Your node.")
+    price_per_month: float | None = _nodes("PRICE", "Likewise, of 730 hours.")
+    watts: float = _nodes("W", "Your node, while it works.", 0.0)
+    idle_watts: float = _nodes("W", "Your node, idle.", 0.0)
+
+    def node(self, decode: float, models: Sequence[SimulatedModel]) -> NodeType:
+        """Return the node, which must have memory for each of the models. Raises CommandFailed."""
+        from pydantic import ValidationError
+
+        from gateway.config.fields import parse_size
+        from gateway.config.yaml_file import error_words
+        from gateway.workshop.plan.catalogue import NodeType
+        from gateway.workshop.simulate.fleets import GIB, FleetError, check_fit
+
+        prefill, memory = self.prefill_tokens_per_second, self.memory
+        if prefill is None:
+            prefill = min(1e7, PREFILL_FACTOR * decode)
+            print_note(
+                f"assumed that a node reads {prefill:g} prompt tokens/s, {PREFILL_FACTOR:g} times "
+                "what it writes: --prefill-tokens-per-second tells more"
+            )
+        try:
+            node = NodeType(
+                name="node",
+                slots=self.slots,
+                decode_tps=decode,
+                prefill_tps=prefill,
+                batch_cost=self.batch_cost,
+                memory_gib=None if memory is None else parse_size(memory) / GIB,
+                price_per_hour=self.price_per_hour,
+                price_per_month=self.price_per_month,
+                watts=self.watts,
+                idle_watts=self.idle_watts,
+            )
+        except ValidationError as error:
+            wrong = error.errors()[0]
+            key = str(wrong["loc"][0])
+            option = _OPTIONS.get(key, "--" + key.replace("_", "-"))
+            words = filter(None, error_words(wrong, NodeType, wrong["loc"]))
+            raise WrongUsage(f"{option}: {'; '.join(words)}") from None
+        except ValueError as error:
+            raise WrongUsage(f"--memory {memory}: {error}") from None
+        if models:
+            with failing_by(FleetError, before="--models: ", status=2):
+                check_fit(node.machines(1), models)
+        return node
+
+
 def plan(
     *,
-    requests_per_hour: float | None = _traffic(None, metavar="N", help="Requests of a mean hour."),
-    prompt: float | None = _traffic(None, metavar="TOKENS", help="Mean prompt."),
-    completion: float | None = _traffic(None, metavar="TOKENS", help="Mean completion."),
-    repeat: float = _traffic(
-        0.0,
-        metavar="SHARE",
-        help="Share of the prompt that all have in common, 0 to 1: a node reads it once.",
-    ),
-    peak: float = _traffic(
-        1.0,
-        metavar="FACTOR",
-        help=(
-            "Requests of the busiest hour, as a multiple of the mean hour: latency is that of "
-            "the busiest hour, prices are those of the mean. With --fleet: how many times as "
-            "many as in the ledger's."
-        ),
-    ),
-    backlog: float | None = _traffic(
-        None,
-        metavar="N",
-        help="In place of --requests-per-hour: requests that all wait from the start.",
-    ),
-    within: float = _traffic(8.0, metavar="HOURS", help="Hours that a backlog may take."),
-    trace: Path | None = _traffic(
-        None,
-        metavar="FILE",
-        help="Recorded requests, as `llama-gateway simulate --trace` reads them.",
-    ),
-    limit: int = _traffic(200_000, min=2, metavar="N", help="First requests of the trace."),
-    models: str | None = _traffic(
-        None,
-        metavar="COUNTxSMALLEST:LARGEST",
-        help=(
-            "Models that the nodes load on demand, as `simulate --models` takes them. Your node's "
-            "speeds are then those of a model of 8 GiB."
-        ),
-    ),
+    load: TrafficFlags,
     ttft_p95: float | None = _goal(
-        None, metavar="SECONDS", help="95 % of the requests have their first token by then."
+        "SECONDS", "95 % of the requests have their first token by then."
     ),
-    completion_p95: float | None = _goal(
-        None, metavar="SECONDS", help="95 % of the requests have ended by then."
-    ),
+    completion_p95: float | None = _goal("SECONDS", "95 % of the requests have ended by then."),
     most_use: float = _goal(
-        0.8,
-        metavar="SHARE",
-        help="Without a goal: share of the capacity that the busiest hour may use.",
+        "SHARE", "Without a goal: share of the capacity that the busiest hour may use.", 0.8
     ),
-    tokens_per_second: float | None = _nodes(
-        None,
-        metavar="R",
-        show_default="nodes by the catalogue",
-        help="Your node: tokens/s of one request alone.",
-    ),
-    prefill_tokens_per_second: float | None = _nodes(
-        None,
-        metavar="R",
-        show_default="10 times --tokens-per-second",
-        help="Your node: prompt tokens/s.",
-    ),
-    slots: int = _nodes(1, min=1, max=256, metavar="N", help="Your node: requests at a time."),
-    batch_cost: float = _nodes(
-        0.15, metavar="SHARE", help="Your node: by how much one more busy slot prolongs a step."
-    ),
-    memory: str | None = _nodes(
-        None, metavar="SIZE", help="Your node, with --models: what it has for them, such as 64GiB."
-    ),
-    price_per_hour: float | None = _nodes(None, metavar="PRICE", help="Your node."),
-    price_per_month: float | None = _nodes(None, metavar="PRICE", help="Likewise, of 730 hours."),
-    watts: float = _nodes(0.0, metavar="W", help="Your node, while it works."),
-    idle_watts: float = _nodes(0.0, metavar="W", help="Your node, idle."),
+    own: OwnNodeFlags,
     catalogue: Path | None = _nodes(
-        None,
-        metavar="FILE",
+        "FILE",
+        "Node types with their speeds and prices.",
         show_default="the package's, of examples",
-        help="Node types with their speeds and prices.",
     ),
     types: list[str] | None = _nodes(
-        None,
-        "--type",
-        metavar="NAME",
+        "NAME",
+        "A type of the catalogue, also beside your node. Repeat it.",
+        name="--type",
         show_default="all",
-        help="A type of the catalogue, also beside your node. Repeat it.",
     ),
     model_gib: float | None = _nodes(
-        None,
-        metavar="GIB",
+        "GIB",
+        "Size of the model's file: scales the catalogue's speeds, checks its memory.",
         show_default="the catalogue's model",
-        help="Size of the model's file: scales the catalogue's speeds, checks its memory.",
     ),
-    price_per_kwh: float = _nodes(
-        0.0, metavar="PRICE", help="Electricity of the types that have `watts`."
-    ),
+    price_per_kwh: float = _nodes("PRICE", "Electricity of the types that have `watts`.", 0.0),
     claimed_per_million: float | None = _nodes(
-        None,
-        metavar="PRICE",
-        help="A price of a million tokens that somebody claims of your node: is it possible?",
+        "PRICE", "A price of a million tokens that somebody claims of your node: is it possible?"
     ),
-    fleet: bool = _fleet(
-        False,
+    fleet: bool = _fleet.switch(
         "--fleet",
-        help=(
-            "Nodes of the gateway that runs, and the busiest hour of its ledger: what if one "
-            "more, one less?"
-        ),
+        "Nodes of the gateway that runs, and the busiest hour of its ledger: what if one "
+        "more, one less?",
     ),
     since: str = _fleet(
-        "7d",
-        metavar="TIME",
-        help="The busiest hour of the ledger from then on: a date, or how long ago.",
+        "TIME", "The busiest hour of the ledger from then on: a date, or how long ago.", "7d"
     ),
     gateway: AdminFlags,
     requests: int = _simulation(
+        "N",
+        "Made-up requests of a simulation: more make its figures surer.",
         3000,
         min=100,
         max=1_000_000,
-        metavar="N",
-        help="Made-up requests of a simulation: more make its figures surer.",
     ),
-    seed: int = _simulation(1, metavar="N", help="Same seed, same plan."),
-    start: options.Start = options.StartKind.COLD,
+    seed: int = _simulation("N", "Same seed, same plan.", 1),
+    start: options.StartKind = options.START,
     time_limit: float = _simulation(
-        180.0,
-        metavar="SECONDS",
-        help="Longest time for all simulations; what is missing then is estimated.",
+        "SECONDS", "Longest time for all simulations; what is missing then is estimated.", 180.0
     ),
     plot: Path | None = _simulation(
-        None, metavar="FILE", help="Draw the break-even of CPU, GPU and hybrid: .png, .svg or .pdf."
+        "FILE", "Draw the break-even of CPU, GPU and hybrid: .png, .svg or .pdf."
     ),
-    as_json: options.Json = False,
+    as_json: bool = options.JSON,
 ) -> None:
     """Say how many of which nodes a traffic takes, at what wait and price.
 
@@ -226,7 +276,7 @@ def plan(
     _check_numbers(
         {
             # Of traffic in figures `Workload` checks it.
-            "--peak": (peak if fleet else None, 1.0, 1000.0),
+            "--peak": (load.peak if fleet else None, 1.0, 1000.0),
             "--price-per-kwh": (price_per_kwh, 0.0, 1e6),
             "--claimed-per-million": (claimed_per_million, 0.0, 1e9),
             "--time-limit": (time_limit, 1e-6, 86_400.0),
@@ -239,18 +289,16 @@ def plan(
 
     with failing_by(ValueError, FleetError, status=2):
         goal = Goal(ttft_p95, completion_p95, most_use)
+        models = load.models
         on_demand = with_shares(models_from_text(models), seed) if models is not None else []
-    recorded = (
-        None
-        if trace is None
-        else read_trace_file(trace, [one.name for one in on_demand], limit=limit)
-    )
-    given = (requests_per_hour, backlog, prompt, completion)
+    recorded = None
+    if load.trace is not None:
+        names = [one.name for one in on_demand]
+        recorded = read_trace_file(load.trace, names, limit=load.limit)
 
     def workload() -> Workload:
         if recorded is None:
-            made = _build_workload(*given, repeat, peak, within)
-            return replace(made, models=tuple(on_demand))
+            return replace(load.workload(), models=tuple(on_demand))
         with failing_by(ValueError, before="--trace: ", status=2):
             return from_trace(recorded, on_demand)
 
@@ -262,41 +310,34 @@ def plan(
         )
 
     if fleet:
-        for name, unfit in (("--backlog", backlog), ("--plot", plot), ("--models", models)):
+        for name, unfit in (("--backlog", load.backlog), ("--plot", plot), ("--models", models)):
             if unfit is not None:
-                raise CommandFailed(f"{name} has no meaning with --fleet: leave it out", status=2)
+                raise WrongUsage(f"{name} has no meaning with --fleet: leave it out")
         from gateway.workshop.plan.running_fleet import UnmeasuredFleetError, traffic_of
 
         with gateway.connect() as admin:
             measured = _running_fleet(admin)
-            if recorded is None and all(value is None for value in given):
-                traffic = _ledger_traffic(admin, since, measured, peak)
+            if recorded is None and not load.has_figures:
+                traffic = _ledger_traffic(admin, since, measured, load.peak)
             else:
                 with failing_by(UnmeasuredFleetError, before="--fleet: "):
                     traffic = traffic_of(workload(), measured, recorded, seed)
-        asked = question(traffic.workload, traffic.recorded)
-        _plan_fleet(asked, measured, traffic, time_limit, as_json)
+        _plan_fleet(
+            question(traffic.workload, traffic.recorded), measured, traffic, time_limit, as_json
+        )
         return
-    load = workload()
+    asked = workload()
     listed = packaged_catalogue() if catalogue is None else read_catalogue(catalogue)
     nodes: list[NodeType] = []
-    if tokens_per_second is not None:
-        figures = (tokens_per_second, prefill_tokens_per_second, slots, batch_cost, memory)
-        prices = (price_per_hour, price_per_month)
-        nodes.append(_own_node(figures, prices, (watts, idle_watts), on_demand))
+    if own.tokens_per_second is not None:
+        nodes.append(own.node(own.tokens_per_second, on_demand))
     else:
-        for option, value in (
-            ("--prefill-tokens-per-second", prefill_tokens_per_second),
-            ("--price-per-hour", price_per_hour),
-            ("--price-per-month", price_per_month),
-            ("--memory", memory),
-            ("--claimed-per-million", claimed_per_million),
-        ):
-            if value is not None:
-                raise CommandFailed(
-                    f"{option} is of your node: give --tokens-per-second, too; prices of types are "
-                    "in the catalogue (--catalogue FILE)",
-                    status=2,
+        told = {**vars(own), "claimed_per_million": claimed_per_million}
+        for name in _OF_OWN_NODE:
+            if told[name] is not None:
+                raise WrongUsage(
+                    f"--{name.replace('_', '-')} is of your node: give --tokens-per-second, too; "
+                    "prices of types are in the catalogue (--catalogue FILE)"
                 )
     currency = ""
     if not nodes or types:
@@ -304,7 +345,7 @@ def plan(
         currency = listed.currency
     if claimed_per_million is not None:
         _check_claim(nodes[0], claimed_per_million)
-    _plan_new(question(load, recorded, *nodes), currency, time_limit, plot, as_json)
+    _plan_new(question(asked, recorded, *nodes), currency, time_limit, plot, as_json)
 
 
 def _running_fleet(admin: AdminClient) -> MeasuredFleet:
@@ -325,41 +366,7 @@ def _check_numbers(given: dict[str, tuple[float | None, float, float]]) -> None:
     """Check the bounds of options that nothing else checks: value, least, most."""
     for name, (value, least, most) in given.items():
         if value is not None and not least <= value <= most:
-            raise CommandFailed(
-                f"{name} {value:g}: must be a number from {least:g} to {most:,.0f}", status=2
-            )
-
-
-def _build_workload(
-    requests_per_hour: float | None,
-    backlog: float | None,
-    prompt: float | None,
-    completion: float | None,
-    repeat: float,
-    peak: float,
-    within: float,
-) -> Workload:
-    """Return the traffic of the figures on the command line. Raises CommandFailed."""
-    from gateway.workshop.plan.search import Workload
-
-    if (requests_per_hour is None) == (backlog is None):
-        raise CommandFailed(
-            "how much is there to do? One of --requests-per-hour N, --backlog N, --trace FILE or "
-            "--fleet",
-            status=2,
-        )
-    for name, value in (("--prompt", prompt), ("--completion", completion)):
-        if value is None:
-            raise CommandFailed(f"{name} TOKENS is missing: how long are they?", status=2)
-    with failing_by(ValueError, status=2):
-        return Workload(
-            requests_per_hour or backlog or 0.0,
-            prompt or 0.0,
-            completion or 0.0,
-            repeat=repeat,
-            peak=1.0 if backlog is not None else peak,
-            backlog_hours=within if backlog is not None else None,
-        )
+            raise WrongUsage(f"{name} {value:g}: must be a number from {least:g} to {most:,.0f}")
 
 
 def _ledger_traffic(
@@ -375,11 +382,6 @@ def _ledger_traffic(
     try:
         told = admin.request("GET", "/admin/usage/arrivals", {"since": since}, timeout=90.0)
     except GatewayRefused as error:
-        if error.code == 404:
-            raise CommandFailed(
-                f"the gateway at {admin.url} is older than this command and does not tell its "
-                f"busiest hour: upgrade it; or {instead}"
-            ) from None
         raise CommandFailed(f"{error}; instead of its ledger, {instead}") from None
     with failing_by(UnmeasuredFleetError, ValueError, before="--fleet: "):
         traffic = busiest_hour(told, fleet, peak)
@@ -388,57 +390,10 @@ def _ledger_traffic(
     return traffic
 
 
-def _own_node(
-    figures: tuple[float, float | None, int, float, str | None],
-    prices: tuple[float | None, float | None],
-    power: tuple[float, float],
-    models: Sequence[SimulatedModel],
-) -> NodeType:
-    """Return the node that the command line describes: speeds, slots and memory, prices, watts.
-
-    It must have memory for each of the `models`. Raises CommandFailed.
-    """
-    from pydantic import ValidationError
-
-    from gateway.config.fields import parse_size
-    from gateway.config.yaml_file import error_words
-    from gateway.workshop.plan.catalogue import NodeType
-    from gateway.workshop.simulate.fleets import GIB, FleetError, check_fit
-
-    decode, prefill, slots, batch_cost, memory = figures
-    if prefill is None:
-        prefill = min(1e7, PREFILL_FACTOR * decode)
-        print_note(
-            f"assumed that a node reads {prefill:g} prompt tokens/s, {PREFILL_FACTOR:g} times what "
-            "it writes: --prefill-tokens-per-second tells more"
-        )
-    try:
-        node = NodeType(
-            name="node",
-            slots=slots,
-            decode_tps=decode,
-            prefill_tps=prefill,
-            batch_cost=batch_cost,
-            memory_gib=None if memory is None else parse_size(memory) / GIB,
-            price_per_hour=prices[0],
-            price_per_month=prices[1],
-            watts=power[0],
-            idle_watts=power[1],
-        )
-    except ValidationError as error:
-        wrong = error.errors()[0]
-        key = str(wrong["loc"][0])
-        option = _OPTIONS.get(key, "--" + key.replace("_", "-"))
-        words = filter(None, error_words(wrong, NodeType, wrong["loc"]))
-        raise CommandFailed(f"{option}: {'; '.join(words)}", status=2) from None
-    except ValueError as error:
-        raise CommandFailed(f"--memory {memory}: {error}", status=2) from None
-    if models:
-        with failing_by(FleetError, before="--models: ", status=2):
-            check_fit(node.machines(1), models)
-    return node
-
-
+_OF_OWN_NODE = (
+    *("prefill_tokens_per_second", "price_per_hour", "price_per_month"),
+    *("memory", "claimed_per_million"),
+)
 _OPTIONS = {
     "decode_tps": "--tokens-per-second",
     "prefill_tps": "--prefill-tokens-per-second",
@@ -468,7 +423,7 @@ def _check_claim(node: NodeType, claimed: float) -> None:
 
     hour = node.price.per_hour
     if hour is None:
-        raise CommandFailed("--claimed-per-million needs --price-per-hour or -month", status=2)
+        raise WrongUsage("--claimed-per-million needs --price-per-hour or -month")
     wrong = contradiction(hour, node.decode_tps, claimed)
     print_note(wrong or f"{claimed:g} a million tokens is what its speed and price make")
 
@@ -556,7 +511,6 @@ def _time_limit(seconds: float) -> Iterator[TimeLimit]:
 def _show(
     found: PlanAnswer, rows: Sequence[Deployment], crossing: BreakEven | None, currency: str
 ) -> None:
-    """Print the answer."""
     from gateway.workshop.plan.answer import crossing_lines, explain, headline
 
     best = found.best

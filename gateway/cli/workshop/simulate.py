@@ -5,15 +5,18 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
-from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-import typer
-
 from gateway.cli import options
-from gateway.cli.options import examples_epilog
-from gateway.cli.terminal import CommandFailed, failing_by, print_json, print_note, print_rows
+from gateway.cli.options import Panel, examples_epilog, flag
+from gateway.cli.terminal import (
+    WrongUsage,
+    failing_by,
+    print_json,
+    print_note,
+    print_rows,
+)
 
 if TYPE_CHECKING:
     from gateway.config.scheduling import ElasticSettings
@@ -55,109 +58,110 @@ EXAMPLES = examples_epilog(
     ),
 )
 
-_fleet = partial(typer.Option, rich_help_panel="Fleet")
-_traffic = partial(typer.Option, rich_help_panel="Traffic")
+_fleet = Panel("Fleet")
+_traffic = Panel("Traffic")
+
+
+class TrafficFlags(options.FlagGroup):
+    """The requests that are played."""
+
+    trace: Path | None = _traffic(
+        "FILE",
+        "Requests: JSON lines, or .csv in the layout of the public Azure LLM traces.",
+        show_default="generated traffic",
+    )
+    skip_broken: bool = _traffic.switch(
+        "--skip-broken", "Skip broken lines of the trace, and print their number."
+    )
+    limit: int | None = _traffic("N", "Only the first N requests of the trace.", min=1)
+    generate: str = _traffic(
+        "NAME=VALUE,...",
+        "Traffic without a trace: rate (requests/s), requests, turns, tenants, system, "
+        "question, answer, limit (tokens), pause (s), callers, urgent, premium, batch "
+        "(shares); burst (times as many), every, lasting (s); of several models: zipf, and "
+        "moves (s until others are popular).",
+        "rate=1,requests=5000",
+    )
+    seed: int = _traffic("N", "Same seed, same traffic.", 1)
+
+    def requests(
+        self, models: Sequence[SimulatedModel] = (), others: Collection[str] = ()
+    ) -> Trace:
+        """Return the requests: for these models, if any are given. Raises CommandFailed."""
+        if self.trace is None:
+            from gateway.workshop.simulate.simulation import Traffic
+            from gateway.workshop.simulate.simulation import generate as generate_traffic
+
+            names = [model.name for model in models]
+            shares = [model.share for model in models if model.share is not None]
+            with failing_by(ValueError, before="--generate: ", status=2):
+                return generate_traffic(Traffic.from_text(self.generate), self.seed, names, shares)
+        known = {*others, *(model.name for model in models)}
+        requests = read_trace_file(
+            self.trace, known, skip_broken=self.skip_broken, limit=self.limit
+        )
+        if requests.skipped:
+            print_note(f"{self.trace}: skipped {requests.skipped} broken lines")
+        return requests
 
 
 def simulate(
-    nodes: options.NodesFile = options.DEFAULT_NODES,
+    *,
+    nodes: Path = options.NODES,
     fleet: str | None = _fleet(
-        None,
-        metavar="COUNTxSLOTS@DECODE:PREFILL",
+        "COUNTxSLOTS@DECODE:PREFILL",
+        "A made-up fleet: nodes, slots each, tokens/s of decode for one request, tokens/s "
+        "of prefill. Several kinds with commas; +0.3 behind one: the share that another "
+        "busy slot adds to a step (default 0.15); /64GiB: routers with so much memory.",
         show_default="the inventory",
-        help=(
-            "A made-up fleet: nodes, slots each, tokens/s of decode for one request, tokens/s "
-            "of prefill. Several kinds with commas; +0.3 behind one: the share that another "
-            "busy slot adds to a step (default 0.15); /64GiB: routers with so much memory."
-        ),
     ),
     models: str | None = _fleet(
-        None,
-        metavar="COUNTxSMALLEST:LARGEST",
-        help=(
-            "Models that routers load on demand, such as 12x2GiB:30GiB; or a file: a list of name, "
-            "memory and, if known, load_seconds and share, or the output of `llama-gateway models "
-            "--json`. Compares model placements; speeds are those of a model of 8 GiB, but those "
-            "that --speeds has of a model."
-        ),
+        "COUNTxSMALLEST:LARGEST",
+        "Models that routers load on demand, such as 12x2GiB:30GiB; or a file: a list of name, "
+        "memory and, if known, load_seconds and share, or the output of `llama-gateway models "
+        "--json`. Compares model placements; speeds are those of a model of 8 GiB, but those "
+        "that --speeds has of a model.",
     ),
     placements: int = _fleet(
-        30, min=0, max=100_000, metavar="N", help="Random placements by hand that are tried."
+        "N", "Random placements by hand that are tried.", 30, min=0, max=100_000
     ),
     standby: str | None = _fleet(
-        None,
-        metavar="COUNTxSLOTS@DECODE:PREFILL",
-        help=(
-            "Standby machines beside --fleet. Compares all always on, autoscaled, and without them."
-        ),
+        "COUNTxSLOTS@DECODE:PREFILL",
+        "Standby machines beside --fleet. Compares all always on, autoscaled, and without them.",
     ),
     elastic: str = _fleet(
+        "NAME=VALUE,...",
+        "Their rules, as `elastic` in the settings: start_above, start_after, stop_after, "
+        "cooldown (s), min, max; startup: seconds from a start to work; cost of an hour.",
         "startup=60",
-        metavar="NAME=VALUE,...",
-        help=(
-            "Their rules, as `elastic` in the settings: start_above, start_after, stop_after, "
-            "cooldown (s), min, max; startup: seconds from a start to work; cost of an hour."
-        ),
     ),
     speeds: Path | None = _fleet(
-        None,
-        metavar="FILE",
-        help="Speeds of the inventory's nodes: the output of `llama-gateway nodes --json`.",
+        "FILE", "Speeds of the inventory's nodes: the output of `llama-gateway nodes --json`."
     ),
     speed: str = _fleet(
+        "DECODE:PREFILL",
+        "Tokens/s of a node that is not in --speeds, times its `speed_hint`.",
         "10:100",
-        metavar="DECODE:PREFILL",
-        help="Tokens/s of a node that is not in --speeds, times its `speed_hint`.",
     ),
-    batch: int = _fleet(512, min=32, max=65536, metavar="TOKENS", help="Tokens of a step."),
+    batch: int = _fleet("TOKENS", "Tokens of a step.", 512, min=32, max=65536),
     cache_ram: int = _fleet(
-        8192, min=0, metavar="MiB", help="Host memory of each node for prompts; 0 for none."
+        "MiB", "Host memory of each node for prompts; 0 for none.", 8192, min=0
     ),
-    trace: Path | None = _traffic(
-        None,
-        metavar="FILE",
-        show_default="generated traffic",
-        help="Requests: JSON lines, or .csv in the layout of the public Azure LLM traces.",
-    ),
-    skip_broken: bool = _traffic(
-        False, "--skip-broken", help="Skip broken lines of the trace, and print their number."
-    ),
-    limit: int | None = _traffic(
-        None, min=1, metavar="N", help="Only the first N requests of the trace."
-    ),
-    generate: str = _traffic(
-        "rate=1,requests=5000",
-        metavar="NAME=VALUE,...",
-        help=(
-            "Traffic without a trace: rate (requests/s), requests, turns, tenants, system, "
-            "question, answer, limit (tokens), pause (s), callers, urgent, premium, batch "
-            "(shares); burst (times as many), every, lasting (s); of several models: zipf, and "
-            "moves (s until others are popular)."
-        ),
-    ),
-    seed: int = _traffic(1, metavar="N", help="Same seed, same traffic."),
-    policy: list[str] | None = typer.Option(
-        None,
-        metavar="NAME",
+    traffic: TrafficFlags,
+    policy: list[str] | None = flag(
+        "NAME",
+        "Repeat it to compare: least_finish, least_loaded, round_robin, prefix_hash; "
+        "nginx (least_conn), haproxy (leastconn, maxconn = slots).",
         show_default="all",
-        help=(
-            "Repeat it to compare: least_finish, least_loaded, round_robin, prefix_hash; "
-            "nginx (least_conn), haproxy (leastconn, maxconn = slots)."
-        ),
     ),
-    exact: bool = typer.Option(
-        False,
+    exact: bool = flag.switch(
         "--exact",
-        help=(
-            "The gateway knows speeds, lengths and caches instead of learning them. For "
-            "fleets of some dozens of nodes."
-        ),
+        "The gateway knows speeds, lengths and caches instead of learning them. For "
+        "fleets of some dozens of nodes.",
     ),
-    start: options.Start = options.StartKind.COLD,
-    plot: Path | None = typer.Option(
-        None, metavar="FILE", help="Plot the results: .png, .svg or .pdf."
-    ),
-    as_json: options.Json = False,
+    start: options.StartKind = options.START,
+    plot: Path | None = flag("FILE", "Plot the results: .png, .svg or .pdf."),
+    as_json: bool = options.JSON,
 ) -> None:
     """Play traffic on a model of the fleet, under one policy after the other.
 
@@ -172,34 +176,36 @@ def simulate(
 
     warm = start is options.StartKind.WARM
     if exact and warm:
-        raise CommandFailed("--exact knows all speeds: leave --start out", status=2)
+        raise WrongUsage("--exact knows all speeds: leave --start out")
     names = list(dict.fromkeys(policy or known_policies()))
     setup = ServerSetup(batch, cache_ram)
-    read = partial(_requests, trace, generate, seed, limit, skip_broken=skip_broken)
     with failing_by(FleetError, status=2):
         machines = _machines(nodes, fleet, speeds, speed, setup, on_demand=models is not None)
     unfit = {"--policy": policy not in (None, ["least_finish"]), "--plot": plot, "--exact": exact}
     if models is not None:
         _check_alone("--models", {**unfit, "--standby": standby})
-        _simulate_models(machines, models, read, placements, seed=seed, warm=warm, as_json=as_json)
+        _simulate_models(machines, models, traffic, placements, warm=warm, as_json=as_json)
         return
     if standby is not None:
         _check_alone("--standby", {**unfit, "an inventory": fleet is None})
-        _simulate_elastic(
-            machines, standby, elastic, setup, read(), seed=seed, warm=warm, as_json=as_json
-        )
+        _simulate_elastic(machines, standby, elastic, setup, traffic, warm=warm, as_json=as_json)
         return
     options.check_plot_file(plot)
-    requests = read()
-    try:
-        with _progress(len(names) * len(requests.jobs)) as progress:
-            reports = compare(
-                requests, machines, names, exact=exact, warm=warm, seed=seed, progress=progress
-            )
-    except UnknownPolicyError as error:
-        raise CommandFailed(f"--policy: {error}", status=2) from None
-    except StuckError as error:
-        raise CommandFailed(str(error)) from None
+    requests = traffic.requests()
+    with (
+        failing_by(UnknownPolicyError, before="--policy: ", status=2),
+        failing_by(StuckError),
+        _progress(len(names) * len(requests.jobs)) as progress,
+    ):
+        reports = compare(
+            requests,
+            machines,
+            names,
+            exact=exact,
+            warm=warm,
+            seed=traffic.seed,
+            progress=progress,
+        )
     slots = sum(machine.slots for machine in machines)
     if as_json:
         print_json(
@@ -225,8 +231,8 @@ def simulate(
 def _check_alone(option: str, unfit: dict[str, object]) -> None:
     """Refuse what has no meaning beside an option. Raises CommandFailed."""
     if given := [name for name, value in unfit.items() if value]:
-        raise CommandFailed(
-            f"{option} compares under least_finish alone: leave {', '.join(given)} out", status=2
+        raise WrongUsage(
+            f"{option} compares under least_finish alone: leave {', '.join(given)} out"
         )
 
 
@@ -263,31 +269,6 @@ def _machines(
     return machines
 
 
-def _requests(
-    trace: Path | None,
-    generate: str,
-    seed: int,
-    limit: int | None,
-    models: Sequence[SimulatedModel] = (),
-    others: Collection[str] = (),
-    *,
-    skip_broken: bool,
-) -> Trace:
-    if trace is None:
-        from gateway.workshop.simulate.simulation import Traffic
-        from gateway.workshop.simulate.simulation import generate as generate_traffic
-
-        names = [model.name for model in models]
-        shares = [model.share for model in models if model.share is not None]
-        with failing_by(ValueError, before="--generate: ", status=2):
-            return generate_traffic(Traffic.from_text(generate), seed, names, shares)
-    known = {*others, *(model.name for model in models)}
-    requests = read_trace_file(trace, known, skip_broken=skip_broken, limit=limit)
-    if requests.skipped:
-        print_note(f"{trace}: skipped {requests.skipped} broken lines")
-    return requests
-
-
 def read_trace_file(
     path: Path,
     models: Collection[str] = (),
@@ -304,14 +285,13 @@ def read_trace_file(
     try:
         requests = read_trace(path, skip_broken=skip_broken, limit=limit)
     except OSError as error:
-        raise CommandFailed(
-            f"--trace {path}: can't be read: {error.strerror} (check the path and its rights)",
-            status=2,
+        raise WrongUsage(
+            f"--trace {path}: can't be read: {error.strerror} (check the path and its rights)"
         ) from None
     unknown = {job.model for job in requests.jobs}.difference(models)
     if models and unknown:
         shown = ", ".join(sorted(name or "none" for name in unknown)[:3])
-        raise CommandFailed(f"--trace {path}: not in --models: {shown}", status=2)
+        raise WrongUsage(f"--trace {path}: not in --models: {shown}")
     return requests
 
 
@@ -354,10 +334,9 @@ def _row(report: PolicyReport) -> list[tuple[str, object]]:
 def _simulate_models(
     nodes: Sequence[SimulatedMachine],
     text: str,
-    read: Callable[[Sequence[SimulatedModel], Collection[str]], Trace],
+    traffic: TrafficFlags,
     placements: int,
     *,
-    seed: int,
     warm: bool,
     as_json: bool,
 ) -> None:
@@ -365,18 +344,15 @@ def _simulate_models(
     from gateway.workshop.simulate.fleets import FleetError, check_fit, models_from_text
     from gateway.workshop.simulate.simulation import StuckError
 
-    try:
+    with failing_by(FleetError, status=2), failing_by(StuckError):
         models = models_from_text(text)
         check_fit(nodes, models)
-        trace = read(models, {name for node in nodes if not node.memory for name in node.models})
+        others = {name for node in nodes if not node.memory for name in node.models}
+        trace = traffic.requests(models, others)
         with _progress(placements + HAND_TRIED + 3) as progress:
             found = compare_model_placements(
-                trace, nodes, models, placements, warm=warm, seed=seed, progress=progress
+                trace, nodes, models, placements, warm=warm, seed=traffic.seed, progress=progress
             )
-    except FleetError as error:
-        raise CommandFailed(str(error), status=2) from None
-    except StuckError as error:
-        raise CommandFailed(str(error)) from None
     if as_json:
         start = options.StartKind.WARM if warm else options.StartKind.COLD
         print_json(
@@ -424,9 +400,8 @@ def _simulate_elastic(
     standby: str,
     rules_text: str,
     setup: ServerSetup,
-    trace: Trace,
+    traffic: TrafficFlags,
     *,
-    seed: int,
     warm: bool,
     as_json: bool,
 ) -> None:
@@ -434,6 +409,7 @@ def _simulate_elastic(
     from gateway.workshop.simulate.fleets import FleetError, from_text
     from gateway.workshop.simulate.simulation import StuckError
 
+    trace, seed = traffic.requests(), traffic.seed
     rules, startup, cost = _parse_elastic(rules_text)
     with failing_by(FleetError, before="--standby: ", status=2):
         spares = from_text(standby, setup)
@@ -459,10 +435,10 @@ def _parse_elastic(text: str) -> tuple[ElasticSettings, float, float]:
             dict.fromkeys((*rules, "startup", "cost"), float) | {"min": int, "max": int},
         )
     if not all(0 <= value < math.inf for value in values.values()):
-        raise CommandFailed("--elastic: write numbers of 0 or more", status=2)
+        raise WrongUsage("--elastic: write numbers of 0 or more")
     startup, cost = values.pop("startup"), values.pop("cost")
     if values.get("max", math.inf) < max(1, values.get("min", 0)):
-        raise CommandFailed("--elastic: max must be at least 1, and not below min", status=2)
+        raise WrongUsage("--elastic: max must be at least 1, and not below min")
     # Not validated: here a time may be 0.
     return ElasticSettings.model_construct(None, **values), startup, cost  # type: ignore[arg-type]
 

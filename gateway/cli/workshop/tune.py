@@ -2,15 +2,22 @@
 
 from __future__ import annotations
 
-from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import typer
 
 from gateway.cli import options
-from gateway.cli.options import examples_epilog
-from gateway.cli.terminal import CommandFailed, failing_by, print_json, print_note, print_rows
+from gateway.cli.options import Panel, examples_epilog, flag
+from gateway.cli.terminal import (
+    CommandFailed,
+    WrongUsage,
+    failing_by,
+    print_json,
+    print_note,
+    print_rows,
+    run_interruptibly,
+)
 from gateway.config.errors import single_line
 
 if TYPE_CHECKING:
@@ -42,64 +49,52 @@ EXAMPLES = examples_epilog(
 )
 
 SLOT_HEADROOM = 64  # tokens of a slot that stay free beside prompt and answer
-_judged = partial(typer.Option, rich_help_panel="What is judged")
-_servers = partial(typer.Option, rich_help_panel="Servers")
-_output = partial(typer.Option, rich_help_panel="Output")
+_judged = Panel("What is judged")
+_servers = Panel("Servers")
+_output = Panel("Output")
 
 
 def tune(
     model: Path | None = _servers(
-        None,
-        metavar="FILE.gguf",
+        "FILE.gguf",
+        "The model to measure with.",
         show_default="a small demo model; its results mean little",
-        help="The model to measure with.",
     ),
     goal: str = _judged(
+        "GOAL",
+        "latency: a request alone, and the stalls by other prompts. throughput: requests "
+        "an hour with all slots busy. balanced: both.",
         "balanced",
-        metavar="GOAL",
-        help=(
-            "latency: a request alone, and the stalls by other prompts. throughput: requests "
-            "an hour with all slots busy. balanced: both."
-        ),
     ),
     prompt: int = _judged(
-        1024, min=64, metavar="TOKENS", help="Prompt of the request that settings are judged by."
+        "TOKENS", "Prompt of the request that settings are judged by.", 1024, min=64
     ),
-    answer: int = _judged(128, min=16, metavar="TOKENS", help="Its answer."),
-    minutes: float = typer.Option(30.0, min=0.1, metavar="M", help="Longest duration."),
-    context: int = _servers(4096, min=256, metavar="TOKENS", help="Context of one slot."),
-    max_slots: int = _servers(8, min=1, max=32, metavar="N", help="Most slots to try."),
+    answer: int = _judged("TOKENS", "Its answer.", 128, min=16),
+    minutes: float = flag("M", "Longest duration.", 30.0, min=0.1),
+    context: int = _servers("TOKENS", "Context of one slot.", 4096, min=256),
+    max_slots: int = _servers("N", "Most slots to try.", 8, min=1, max=32),
     server_bin: Path | None = _servers(
-        None,
-        metavar="FILE",
+        "FILE",
+        "The llama-server program to measure.",
         show_default="llama-server on PATH, else the embedded one",
-        help="The llama-server program to measure.",
     ),
     write: Path | None = _output(
-        None,
-        metavar="FILE",
-        help=(
-            "Write the best setting: .yml as variables of the Ansible role llama_node (a file "
-            "of its own, such as host_vars/HOST/tuned.yml), .json with all figures."
-        ),
+        "FILE",
+        "Write the best setting: .yml as variables of the Ansible role llama_node (a file "
+        "of its own, such as host_vars/HOST/tuned.yml), .json with all figures.",
     ),
-    plot: Path | None = _output(
-        None, metavar="FILE", help="Plot the measurements: .png, .svg or .pdf."
-    ),
+    plot: Path | None = _output("FILE", "Plot the measurements: .png, .svg or .pdf."),
     measurements: Path | None = _output(
-        None,
-        metavar="FILE.jsonl",
+        "FILE.jsonl",
+        "File of the measurements; those of an earlier run are used again.",
         show_default="tuning.jsonl in the cache folder",
-        help="File of the measurements; those of an earlier run are used again.",
     ),
-    remeasure: bool = _output(False, "--again", help="Measure everything again."),
-    force: bool = typer.Option(
-        False, "--force", help="Measure even if other work loads the machine."
+    remeasure: bool = _output.switch("--again", "Measure everything again."),
+    force: bool = flag.switch("--force", "Measure even if other work loads the machine."),
+    force_memory: bool = _servers.switch(
+        "--force-memory", "Start servers even if too little memory would stay free."
     ),
-    force_memory: bool = _servers(
-        False, "--force-memory", help="Start servers even if too little memory would stay free."
-    ),
-    as_json: options.Json = False,
+    as_json: bool = options.JSON,
 ) -> None:
     """Measure real llama.cpp servers on this machine, and find the best settings for a model.
 
@@ -118,7 +113,7 @@ def tune(
     from gateway.local.plan import plan_local_fleet
     from gateway.local.topology import read_topology
     from gateway.workshop.tune.benchmark import MachineBenchmark, measurement_subject
-    from gateway.workshop.tune.report import build_report
+    from gateway.workshop.tune.report import WriteError, build_report, check_target
     from gateway.workshop.tune.search import (
         GOALS,
         BenchmarkRequest,
@@ -131,8 +126,10 @@ def tune(
 
     chosen_goal = next((one for one in GOALS if one == goal), None)
     if chosen_goal is None:
-        raise CommandFailed(f"--goal {goal}: there is no such goal; known: {', '.join(GOALS)}", 2)
-    _check_target(write)
+        raise WrongUsage(f"--goal {goal}: there is no such goal; known: {', '.join(GOALS)}")
+    if write is not None:
+        with failing_by(WriteError, before="--write ", status=2):
+            check_target(write)
     options.check_plot_file(plot)
     request = BenchmarkRequest(prompt, answer)
     with failing_by(LocalFleetError):
@@ -197,12 +194,11 @@ def _slot_tokens(plan: LocalFleetPlan, context: int, request: BenchmarkRequest) 
     """Return the tokens of a slot: `context`, but at most the model's trained context."""
     slot = min(context, plan.model.trained_context or context)
     if request.prompt + request.answer + SLOT_HEADROOM > slot:
-        raise CommandFailed(
+        raise WrongUsage(
             f"--prompt {request.prompt} and --answer {request.answer} do not fit into a slot of "
             f"{slot} tokens ({SLOT_HEADROOM} must stay free). Remedy: a larger --context"
             + ("" if slot == context else " does not help, the model was trained on no more")
-            + ", or shorter ones",
-            2,
+            + ", or shorter ones"
         )
     return slot
 
@@ -259,15 +255,9 @@ def _run(
     session: TuningSession, machine: MachineBenchmark, records: MeasurementLog, minutes: float
 ) -> int:
     """Run the search; return the exit status."""
-    import asyncio
-    import signal
-
     from gateway.cli.progress import TuningProgress
 
     async def search() -> None:
-        task = asyncio.current_task()
-        assert task is not None
-        asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, task.cancel)
         with TuningProgress(session, minutes) as progress:
             await session.run(
                 machine.measure,
@@ -282,13 +272,7 @@ def _run(
         f"{session.search.space.size} settings), at most {minutes:g} minutes. They are stored in "
         f"{records.path}."
     )
-    try:
-        asyncio.run(search())
-    except KeyboardInterrupt:
-        return 130
-    except asyncio.CancelledError:
-        return 143
-    return 0
+    return run_interruptibly(search())
 
 
 def _no_measurement(session: TuningSession, minutes: float, status: int) -> CommandFailed:
@@ -300,15 +284,6 @@ def _no_measurement(session: TuningSession, minutes: float, status: int) -> Comm
         f"no measurement was done in {minutes:g} minutes. Remedy: a larger --minutes, or a "
         "shorter --prompt and --answer"
     )
-
-
-def _check_target(path: Path | None) -> None:
-    """Check before the work that `--write` can be written. Raises CommandFailed."""
-    from gateway.workshop.tune.report import WriteError, check_target
-
-    if path is not None:
-        with failing_by(WriteError, before="--write ", status=2):
-            check_target(path)
 
 
 def _write_files(
