@@ -6,6 +6,7 @@ import asyncio
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 
 from sqlalchemy import Connection
 
@@ -28,11 +29,11 @@ from gateway.stored.background_requests import (
     BackgroundRequests,
     BackgroundRunner,
 )
-from gateway.stored.batch_registry import BatchRegistry
+from gateway.stored.batch_registry import BatchRegistry, BatchUpkeep
 from gateway.stored.claims import RowLeases, UnfinishedWork
 from gateway.stored.feeder import Feeder, Supply
 from gateway.stored.files import FileRegistry
-from gateway.stored.folder import DiskThreads, Folder, FolderFull
+from gateway.stored.folder import DiskThreads, Folder, FolderFull, Storage
 from gateway.stored.response_log import ResponseLogs
 from gateway.stored.results import LineResults
 from gateway.stored.runner import RequestRunner, RequestTarget
@@ -112,7 +113,10 @@ class BackgroundWork:
             batches_folder(options, settings()),
             most_bytes=lambda: settings().batches.folder_bytes,
         )
-        self.files = FileRegistry(store, folder, lambda: settings().batches, time.time)
+        storage = Storage(
+            store, folder, self._threads, lambda: settings().batches, time.time, clock
+        )
+        self.files = FileRegistry(replace(storage, threads=DiskThreads()))
         self.webhook_sender = WebhookSender(
             store,
             self.webhook_targets,
@@ -121,55 +125,24 @@ class BackgroundWork:
             bus,
             recorded=lambda: self.webhook_events.recorded,
         )
-        self._results = LineResults(store, ledger, folder, self._threads, process, time.time, clock)
-        work = UnfinishedWork(store, folder, self._threads, clock)
-        leases = RowLeases(store, folder, self._threads, process, time.time, is_sole=is_sole)
-        supply = Supply(store, self.runner.target_of, clock, time.time)
-        self.feeder = Feeder(
-            supply, leases, self.runner, self._results, scheduler, work, clock, time.time
+        self._results = LineResults(storage, ledger, process)
+        work = UnfinishedWork(storage)
+        leases = RowLeases(storage, process, is_sole=is_sole)
+        supply = Supply(storage, self.runner.target_of)
+        self.feeder = Feeder(supply, leases, self.runner, self._results, scheduler, work)
+        waits = BatchWaits(self.feeder, self._serving_nodes, time.time, is_folder_there)
+        upkeep = BatchUpkeep(
+            storage, work, self.feeder.wake, self.webhook_events.batch_ended, waits
         )
-        self.batches = BatchRegistry(
-            store,
-            folder,
-            lambda: settings().batches,
-            time.time,
-            clock,
-            self._threads,
-            work,
-            price=self._token_price,
-            on_end=self.webhook_events.batch_ended,
-            on_rows=self.feeder.wake,
-            waits=BatchWaits(self.feeder, self._serving_nodes, time.time, is_folder_there),
-        )
+        self.batches = BatchRegistry(storage, upkeep, self._token_price)
         self._logs = ResponseLogs(folder, self._threads, lambda: settings().limits.response_bytes)
-        self.requests = BackgroundRequests(
-            store,
-            folder,
-            self._threads,
-            self._logs,
-            self.webhook_events,
-            lambda: settings().batches,
-            time.time,
-            work,
-        )
+        self.requests = BackgroundRequests(storage, self._logs, self.webhook_events, work)
         self._request_runner = BackgroundRunner(
             self.requests,
-            RowLeases(
-                store,
-                folder,
-                self._threads,
-                process,
-                time.time,
-                LEASE_SECONDS,
-                BACKGROUND_KINDS,
-                is_sole,
-            ),
-            work,
+            RowLeases(storage, process, LEASE_SECONDS, BACKGROUND_KINDS, is_sole),
             self.runner,
             scheduler,
             ledger,
-            lambda: settings().batches,
-            time.time,
             lambda: self._stopped,
             lambda: ((node.name, node.spec.tier) for node in fleet.nodes.values()),
         )
@@ -195,7 +168,7 @@ class BackgroundWork:
         if self.files is not None:
             yield NamedLoop(self.files.run(), "remove expired files")
         if self.batches is not None:
-            yield NamedLoop(self.batches.run(), "begin and end batches")
+            yield NamedLoop(self.batches.upkeep.run(), "begin and end batches")
         if self.feeder is not None:
             yield NamedLoop(self.feeder.run(), "feed batches")
         if self.requests is not None:
@@ -287,8 +260,8 @@ class BackgroundWork:
             retried=counts.retried,
             oldest_seconds=0.0 if counts.oldest is None else max(0.0, time.time() - counts.oldest),
             results_blocked=self._results is not None and self._results.problem is not None,
-            folder_refusals=0 if self.files is None else self.files.folder.refusals,
-            folder_full=self.files is not None and self.files.folder.full is not None,
+            folder_refusals=0 if self.files is None else self.files.storage.folder.refusals,
+            folder_full=self.files is not None and self.files.storage.folder.full is not None,
         )
 
     def storage(self) -> StorageCondition:
@@ -296,7 +269,7 @@ class BackgroundWork:
         if self.files is None or self.batches is None or self._results is None:
             return StorageCondition()
         upkeep, blocked = self.batches.upkeep, self._results.disk_error
-        error = blocked or self.files.folder.full or upkeep.folder_error
+        error = blocked or self.files.storage.folder.full or upkeep.folder_error
         return StorageCondition(
             error=None if error is None else str(error),
             is_full=isinstance(error, FolderFull),

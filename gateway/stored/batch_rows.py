@@ -12,9 +12,9 @@ from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, Final, Literal, NamedTuple
 
-from sqlalchemy import Column, ColumnElement, Connection, Row, delete, func, literal, select, update
+from sqlalchemy import ColumnElement, Connection, delete, func, literal, select, update
 
-from gateway.store.database import insert_for
+from gateway.store.database import Rows, insert_for
 from gateway.store.schema import batches, stored_requests
 from gateway.stored import claims, files
 from gateway.stored.claims import BatchState, RequestState, WorkLeft
@@ -27,22 +27,37 @@ _ROW: Final = stored_requests.c
 
 
 @dataclass(frozen=True, slots=True)
-class Batch:
-    """A batch of a caller. Times are Unix seconds."""
+class AskedBatch:
+    """What a caller asks for."""
 
-    id: str  # `batch_...` or `msgbatch_...`; ids grow with time
     owner: str  # the id of a key
     api: str  # `openai` or `anthropic`
     endpoint: str  # the path of all its lines
-    input_file: str | None
+    input_file: str | None = None
+    class_: str = "batch"  # the highest class that its lines may be raised to
+    group_name: str | None = None
+    user: str | None = None  # the end user whom its caller has named
+    output_seconds: float | None = None
+    """For how long its output files are kept (`output_expires_after`)."""
+    webhook_url: str | None = None
+    metadata: dict[str, str] | None = None
+    idempotency_key: str | None = None
+    request_digest: str | None = None
+    """Of the request that created it: the same idempotency key with another request is refused."""
+    requests_bytes: int = 0
+    """Of the file with its lines, where there is no input file; 0 once that is removed."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Batch(AskedBatch):
+    """A batch of a caller. Times are Unix seconds."""
+
+    id: str  # `batch_...` or `msgbatch_...`; ids grow with time
     created_at: float
     expires_at: float  # its deadline
     keep_until: float  # when it and its results are removed
     folder: str  # the id of the folder that holds its files
-    class_: str = "batch"  # the highest class that its lines may be raised to
     state: BatchState = BatchState.VALIDATING
-    group_name: str | None = None
-    user: str | None = None  # the end user whom its caller has named
     output_file: str | None = None
     error_file: str | None = None
     in_progress_at: float | None = None
@@ -61,17 +76,8 @@ class Batch:
     cached_tokens: int = 0
     completion_tokens: int = 0
     cost: float = 0.0
-    output_seconds: float | None = None
-    """For how long its output files are kept (`output_expires_after`)."""
-    webhook_url: str | None = None
-    metadata: dict[str, str] | None = None
-    idempotency_key: str | None = None
-    request_digest: str | None = None
-    """Of the request that created it: the same idempotency key with another request is refused."""
     errors: list[dict[str, Any]] | None = None
     """Why it failed as a whole: objects with code, message, param and line."""
-    requests_bytes: int = 0
-    """Of the file with its lines, where there is no input file; 0 once that is removed."""
     result_bytes: int = 0  # of all recorded results, errors of broken lines included
 
     @property
@@ -114,9 +120,7 @@ class DueBatch(NamedTuple):
     """The folder's files that are to be deleted first: bodies and results of its lines."""
 
 
-_FIELDS: Final = tuple(Batch.__dataclass_fields__)
-_COLUMNS: Final[tuple[Column[Any], ...]] = tuple(_BATCH[name] for name in _FIELDS)
-_JSON: Final = ("metadata", "errors")
+_BATCHES: Final = Rows(Batch, batches, {"state": BatchState}, "metadata", "errors")
 _SHOWN: Final = _BATCH.deleted_at.is_(None)
 
 
@@ -158,16 +162,18 @@ def add_batch(
     # Its results need room too.
     if kept.bytes + max(1, batch.requests_bytes) > most_bytes:
         return BatchAdded("full", None, kept)
-    connection.execute(insert_for(connection)(batches).values(**_values_of(batch)))
+    connection.execute(insert_for(connection)(batches).values(**_BATCHES.values(batch)))
     return BatchAdded("added", batch)
 
 
 # Read.
 
 
-def find_batch(connection: Connection, owner: str, id_: str, api: str) -> Batch | None:
-    """The owner's batch of this API."""
-    return _find(connection, _BATCH.id == id_, _BATCH.owner == owner, _BATCH.api == api, _SHOWN)
+def find_batch(
+    connection: Connection, owner: str | None, id_: str, api: str | None = None
+) -> Batch | None:
+    """The owner's batch of this API, or of both; `owner`: None: whoever owns it."""
+    return _find(connection, *_of_owner(owner, id_, api))
 
 
 def read_batches(
@@ -185,7 +191,7 @@ def read_batches(
     `after`: older ones than that; `before`: the next newer ones than that. Batches of these ids
     need not be there any more. `ended`: only those that have ended, or have not.
     """
-    asked = select(*_COLUMNS).where(_BATCH.api == api, _SHOWN)
+    asked = _BATCHES.where(_BATCH.api == api, _SHOWN)
     if owner is not None:
         asked = asked.where(_BATCH.owner == owner)
     if ended is not None:
@@ -197,14 +203,9 @@ def read_batches(
     if before is not None:
         asked = asked.where(_BATCH.id > before)
     order = _BATCH.id.asc() if before is not None else _BATCH.id.desc()
-    found = connection.execute(asked.order_by(order).limit(limit + 1)).all()
-    page = [_batch_of(row) for row in found[:limit]]
+    found = _BATCHES.all(connection, asked.order_by(order).limit(limit + 1))
+    page = found[:limit]
     return BatchPage(page[::-1] if before is not None else page, len(found) > limit)
-
-
-def find_any_batch(connection: Connection, id_: str) -> Batch | None:
-    """The batch of this id, whoever owns it."""
-    return _find(connection, _BATCH.id == id_, _SHOWN)
 
 
 def list_batches(
@@ -259,8 +260,8 @@ def count_errors(connection: Connection, id_: str, after: int) -> list[ErrorKind
 
 def unfinished(connection: Connection, folder: str) -> list[Batch]:
     """All unfinished batches of the folder, the oldest first."""
-    asked = select(*_COLUMNS).where(_BATCH.folder == folder, _BATCH.ended_at.is_(None))
-    return [_batch_of(row) for row in connection.execute(asked.order_by(_BATCH.id))]
+    asked = _BATCHES.where(_BATCH.folder == folder, _BATCH.ended_at.is_(None))
+    return _BATCHES.all(connection, asked.order_by(_BATCH.id))
 
 
 # From the beginning to the end. Each job returns the batch as it is then; None: it is gone.
@@ -290,7 +291,7 @@ def fail_batch(
 ) -> Batch | None:
     """Its input can't be used at all. Nothing, if it isn't `validating` any more."""
     state = claims.lock_batch(connection, id_)
-    changes = {"errors": _json(list(errors)), "ended_at": now}
+    changes = {"errors": json.dumps(errors, ensure_ascii=False), "ended_at": now}
     failed = _move(connection, id_, BatchState.FAILED, changes)
     if failed is not None and state is BatchState.VALIDATING and also is not None:
         also(connection, failed)
@@ -360,8 +361,10 @@ def resume_batch(
     return _find(connection, *conditions)
 
 
-def _of_owner(owner: str, id_: str, api: str | None) -> list[ColumnElement[bool]]:
-    conditions = [_BATCH.id == id_, _BATCH.owner == owner, _SHOWN]
+def _of_owner(owner: str | None, id_: str, api: str | None) -> list[ColumnElement[bool]]:
+    conditions = [_BATCH.id == id_, _SHOWN]
+    if owner is not None:
+        conditions.append(_BATCH.owner == owner)
     return conditions if api is None else [*conditions, _BATCH.api == api]
 
 
@@ -427,7 +430,7 @@ def end_batch(
 def expire_lines(
     connection: Connection, folder: str, now: float, limit: int = claims.STEP_ROWS
 ) -> int:
-    """End waiting requests of the folder whose deadline has passed; how many, at most `limit`."""
+    """End waiting lines of the folder whose deadline has passed; how many, at most `limit`."""
     late = select(_BATCH.id).where(
         _BATCH.folder == folder,
         _BATCH.ended_at.is_(None),
@@ -440,15 +443,6 @@ def expire_lines(
             number += claims.end_waiting_lines(
                 connection, id_, RequestState.EXPIRED, now, limit - number
             )
-    if number < limit:
-        alone = select(_ROW.id).where(
-            _ROW.folder == folder, _ROW.batch.is_(None), claims.IS_WAITING, _ROW.deadline <= now
-        )
-        expired = update(stored_requests).where(
-            _ROW.id.in_(alone.limit(limit - number)), claims.IS_WAITING
-        )
-        expired = expired.values(state=RequestState.EXPIRED.value, ended_at=now)
-        number += connection.execute(expired).rowcount
     return number
 
 
@@ -512,10 +506,10 @@ def _places(connection: Connection, id_: str, input_file: str | None) -> list[st
 
 def with_requests(connection: Connection, folder: str, limit: int) -> list[Batch]:
     """Ended batches of the folder whose requests, which nobody reads any more, are still there."""
-    asked = select(*_COLUMNS).where(
+    asked = _BATCHES.where(
         files.HAS_REQUESTS, _BATCH.folder == folder, _BATCH.ended_at.is_not(None)
     )
-    return [_batch_of(row) for row in connection.execute(asked.limit(limit))]
+    return _BATCHES.all(connection, asked.limit(limit))
 
 
 def requests_removed(connection: Connection, ids: Iterable[str]) -> None:
@@ -543,30 +537,8 @@ def _move(
     return _find(connection, _BATCH.id == id_)
 
 
-def _find(connection: Connection, *conditions: Any) -> Batch | None:
-    row = connection.execute(select(*_COLUMNS).where(*conditions)).one_or_none()
-    return None if row is None else _batch_of(row)
-
-
-def _batch_of(row: Row[Any]) -> Batch:
-    values: dict[str, Any] = dict(zip(_FIELDS, row, strict=True))
-    values["state"] = BatchState(values["state"])
-    for name in _JSON:
-        if values[name] is not None:
-            values[name] = json.loads(values[name])
-    return Batch(**values)
-
-
-def _values_of(batch: Batch) -> dict[str, Any]:
-    values = {name: getattr(batch, name) for name in _FIELDS}
-    values["state"] = batch.state.value
-    for name in _JSON:
-        values[name] = _json(values[name])
-    return values
-
-
-def _json(value: Any) -> str | None:
-    return None if value is None else json.dumps(value, ensure_ascii=False)
+def _find(connection: Connection, *conditions: ColumnElement[bool]) -> Batch | None:
+    return _BATCHES.one(connection, *conditions)
 
 
 SAMPLE_SECONDS = 5.0  # seconds between two looks at what a batch has done

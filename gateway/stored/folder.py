@@ -6,7 +6,8 @@ another process can tell what a crash has left over from what is still being wri
 hand-over for example.
 
 `Folder` blocks, so the event loop calls it by `DiskThreads`. `folder_errors_told` turns its errors
-into responses.
+into responses. `Storage` is the folder and the store together: the rows of the store tell what the
+files are.
 """
 
 from __future__ import annotations
@@ -21,15 +22,17 @@ import secrets
 import stat
 import threading
 import time
-from collections.abc import Awaitable, Callable, Iterator
+from collections.abc import Awaitable, Callable, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any, BinaryIO, NamedTuple, TypeVar
+from typing import Any, BinaryIO, Concatenate, NamedTuple, ParamSpec, TypeVar
 
 import structlog
 from sqlalchemy import Connection
 
+from gateway.config.stored import BatchSettings
 from gateway.errors import GatewayError
 from gateway.store.failures import Remedied, StoreError, StoreUnavailable
 from gateway.store.store import Store
@@ -548,6 +551,7 @@ def _told(location: Path) -> Iterator[None]:
 
 THREADS = 4  # threads: more would not make a disk faster
 DISK_SECONDS = 120.0  # seconds that a caller waits for one piece of work
+P = ParamSpec("P")
 T = TypeVar("T")
 
 
@@ -564,11 +568,6 @@ class DiskThreads:
         A caller that is cancelled leaves the work to its end.
         """
         return await self._result(self._pool.submit(work, *arguments))
-
-    async def on_disk(self, work: Callable[..., T], *arguments: Any) -> T:
-        """As `run`, for a caller's request. Raises: GatewayError 503, 507; the work's own error."""
-        with folder_errors_told():
-            return await self.run(work, *arguments)
 
     async def open(
         self, work: Callable[..., T], *arguments: Any, close: Callable[[T], object]
@@ -597,11 +596,6 @@ class DiskThreads:
                 "see whether it is overloaded, or its server is gone",
             ) from None
 
-    async def opened(self, folder: Folder) -> str:
-        """The id of the folder, which is opened if it was not yet. Raises: FolderError."""
-        known = folder.id
-        return known if known is not None else await self.run(folder.open)
-
     def close(self) -> None:
         """Take no more work; what runs ends by itself."""
         self._pool.shutdown(wait=False, cancel_futures=True)
@@ -612,6 +606,7 @@ def _close_opened(close: Callable[[T], object], job: Future[T]) -> None:
         close(job.result())
 
 
+STEP_FILES = 500  # files that one job of the store looks at
 ADD_PAUSES = (0.2, 0.5, 1.0)  # seconds before a row is added to a silent store once more
 RETRY_AFTER = 5.0  # `Retry-After` in seconds while the store or the folder can't be used
 log = structlog.get_logger()
@@ -653,44 +648,142 @@ class StorageTrouble:
             self._resumed()
 
 
-async def ask_store(store: Store, job: Callable[[Connection], T], *, write: bool = True) -> T:
-    """Do a job of the store for a caller. Raises: GatewayError 503."""
-    try:
-        return await store.run(job, write=write)
-    except StoreError as error:
-        raise store_unavailable(error) from None
+Job = Callable[Concatenate[Connection, P], T]  # what the store does, with its arguments
 
 
-async def add_surely(
-    store: Store, job: Callable[[Connection], T], undo: Callable[[], Awaitable[None]]
-) -> T:
-    """Add a row, again while the store does not answer; `undo` removes its files if it was refused.
+def job(do: Job[P, T], *args: P.args, **kwargs: P.kwargs) -> Callable[[Connection], T]:
+    """A job of the store: `store.run(job(find_batch, owner, id_, api))`."""
+    return lambda connection: do(connection, *args, **kwargs)
 
-    Raises: GatewayError 503.
+
+@dataclass(slots=True, eq=False)
+class Storage:
+    """The store and the folder of what callers keep and what waits.
+
+    `settings` gives those in force, `now` Unix time, `clock` monotonic seconds.
     """
-    for pause in (*ADD_PAUSES, None):
-        try:
-            return await store.run(job)
-        except StoreUnavailable as error:
-            # It may have its row, and a client that is told otherwise would send it again. Files
-            # without a row are removed later.
-            if pause is None:
-                raise store_unavailable(error) from None
-            await asyncio.sleep(pause)
-        except StoreError as error:
-            await undo()
-            raise store_unavailable(error) from None
-    raise AssertionError
+
+    store: Store
+    folder: Folder
+    threads: DiskThreads
+    settings: Callable[[], BatchSettings]
+    now: Callable[[], float] = time.time
+    clock: Callable[[], float] = time.monotonic
+
+    # The store.
+
+    async def write(self, do: Job[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
+        """Do a job. Raises: StoreError."""
+        return await self.store.run(job(do, *args, **kwargs))
+
+    async def read(self, do: Job[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
+        """Do a job that only reads. Raises: StoreError."""
+        return await self.store.run(job(do, *args, **kwargs), write=False)
+
+    async def write_for_caller(self, do: Job[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
+        """Do a job for a caller. Raises: GatewayError 503."""
+        with store_errors_told():
+            return await self.write(do, *args, **kwargs)
+
+    async def read_for_caller(self, do: Job[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
+        """Do a job that only reads, for a caller. Raises: GatewayError 503."""
+        with store_errors_told():
+            return await self.read(do, *args, **kwargs)
+
+    async def add_surely(
+        self,
+        undo: Callable[[], Awaitable[None]],
+        add: Job[P, T],
+        *args: P.args,
+        **kwargs: P.kwargs,
+    ) -> T:
+        """Add a row, again while the store does not answer; `undo` removes its files if it refuses.
+
+        Raises: GatewayError 503.
+        """
+        with store_errors_told():
+            for pause in (*ADD_PAUSES, None):
+                try:
+                    return await self.write(add, *args, **kwargs)
+                except StoreUnavailable:
+                    # It may have its row, and a client that is told otherwise would send it again.
+                    # Files without a row are removed later.
+                    if pause is None:
+                        raise
+                    await asyncio.sleep(pause)
+                except StoreError:
+                    await undo()
+                    raise
+        raise AssertionError
+
+    # The folder.
+
+    async def opened(self) -> str:
+        """The id of the folder, which is opened if it was not yet. Raises: FolderError."""
+        known = self.folder.id
+        return known if known is not None else await self.threads.run(self.folder.open)
+
+    async def on_disk(self, work: Callable[..., T], *arguments: Any) -> T:
+        """Do work on a thread for a caller. Raises: GatewayError 503, 507; the work's own error."""
+        with folder_errors_told():
+            return await self.threads.run(work, *arguments)
+
+    async def open_new(self, kind: str, size: int | None) -> NewFile:
+        """Begin a file for a caller; `size`: its bytes, as far as known. Raises: GatewayError."""
+        with folder_errors_told():
+            await self.opened()
+            return await self.threads.open(
+                self.folder.open_new, kind, size or 0, close=NewFile.discard
+            )
+
+    async def open_to_read(self, name: str) -> BinaryIO:
+        """As `Folder.open_to_read`. Raises: FileNotFoundError, FolderError."""
+        return await self.threads.open(
+            self.folder.open_to_read, name, close=lambda file: file.close()
+        )
+
+    async def delete(self, name: str) -> bool:
+        """Remove a file; returns whether there was one. Raises: FolderError."""
+        return await self.threads.run(self.folder.delete, name)
+
+    async def remove_left_over(
+        self, kind: str, seconds: float, needed: Job[[Mapping[str, int]], set[str]]
+    ) -> int:
+        """Remove complete files of this kind that are so old and not needed; returns how many.
+
+        `needed`: those that rows name, of some files with their sizes. Raises: FolderError,
+        StoreError; what is done by then stays done.
+        """
+        old, gone = await self.threads.run(self._old_files, kind, self.now() - seconds), 0
+        for start in range(0, len(old), STEP_FILES):
+            # The rows after the files: who writes one closes it when its rows are in the store.
+            some = dict(old[start : start + STEP_FILES])
+            for name in some.keys() - await self.write(needed, some):
+                gone += await self.delete(name)
+        return gone
+
+    def _old_files(self, kind: str, before: float) -> list[tuple[str, int]]:
+        """Names and sizes of such files, which nobody writes any more. Raises: FolderError."""
+        found = []
+        for one in self.folder.files(kind):
+            with contextlib.suppress(FileNotFoundError):
+                if one.changed_at < before and not self.folder.is_written(one.name):
+                    found.append((one.name, one.size))
+        return found
 
 
-def store_unavailable(error: StoreError) -> GatewayError:
-    """503: the store can't be used now."""
-    return GatewayError(
-        503,
-        "store_unavailable",
-        f"The gateway's store can't be used now ({error.state}).",
-        retry_after=RETRY_AFTER,
-    )
+@contextlib.contextmanager
+def store_errors_told() -> Iterator[None]:
+    """Turn the store's errors into responses."""
+    try:
+        yield
+    except StoreError as error:
+        raise GatewayError(
+            503,
+            "store_unavailable",
+            f"The gateway's store can't be used now ({error.state}).",
+            retry_after=RETRY_AFTER,
+        ) from None
 
 
 @contextlib.contextmanager

@@ -561,7 +561,6 @@ class RowRuns(Generic[H]):
         leases: RowLeases,
         runner: RequestRunner,
         rooms: BatchRoomService,
-        now: Callable[[], float],
         retry_seconds: float,
         failed_event: str,
     ) -> None:
@@ -572,7 +571,7 @@ class RowRuns(Generic[H]):
         self.leases = leases
         self.runner = runner
         self.rooms = rooms
-        self.now = now
+        self.now = leases.storage.now
         self._retry_seconds, self._failed_event = retry_seconds, failed_event
         self._held: dict[str, H] = {}
         self._none_held = asyncio.Event()

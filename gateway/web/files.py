@@ -73,7 +73,7 @@ class FileEndpoints:
                 async for part in body_parts(
                     request, settings.limits, largest + FORM_BYTES, lambda: file_too_large(largest)
                 ):
-                    await files.on_disk(form.feed, part)
+                    await files.storage.on_disk(form.feed, part)
             except ClientDisconnect:
                 return None
             form.end()

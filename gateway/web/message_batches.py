@@ -70,7 +70,7 @@ class MessageBatchEndpoints(BatchActions):
                 parts = body_parts(request, settings.limits, largest, lambda: _too_large(largest))
                 try:
                     async for part in parts:
-                        await batches.on_disk(body.feed, part)
+                        await batches.storage.on_disk(body.feed, part)
                 except ClientDisconnect:
                     return Response(status_code=CLIENT_CLOSED_STATUS)  # Nobody reads it.
                 body.end()
@@ -78,10 +78,10 @@ class MessageBatchEndpoints(BatchActions):
                     self.access.checked(new, body.fields),
                     request_digest=request_digest(ANTHROPIC, body.digest()),
                 )
-                name = await batches.on_disk(lines.finish)
+                name = await batches.storage.on_disk(lines.finish)
             finally:
                 with contextlib.suppress(FolderError, GatewayError):
-                    await batches.on_disk(lines.discard)
+                    await batches.storage.on_disk(lines.discard)
             asked = replace(asked, requests=name, requests_bytes=lines.size)
             batch = await batches.create(asked)
         if not batch.total:

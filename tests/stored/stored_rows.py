@@ -6,7 +6,7 @@ import contextlib
 from collections.abc import Callable
 from typing import Any, Concatenate, ParamSpec, TypeVar
 
-from sqlalchemy import Connection, select
+from sqlalchemy import Connection
 
 from gateway.callers.ledger import ROW_COLUMNS
 from gateway.store.failures import StoreLocked
@@ -15,18 +15,17 @@ from gateway.store.store import Store
 from gateway.stored import claims
 from gateway.stored.batch_rows import Batch, add_batch, begin_batch
 from gateway.stored.claims import (
-    COLUMNS,
+    ROWS,
     Pick,
     RecordedResult,
     RequestKind,
     RequestState,
     StoredRow,
     add_rows,
-    job,
     line_id,
     new_id,
-    row_of,
 )
+from gateway.stored.folder import job
 
 NOW = 1_800_000_000.0
 DAY = 86_400.0
@@ -64,7 +63,7 @@ def a_batch(number: int = 1, **values: Any) -> Batch:
         "owner": "alice", "api": "openai", "endpoint": PATH, "input_file": None,
         "created_at": NOW, "expires_at": NOW + DAY, "keep_until": NOW + 30 * DAY, "folder": FOLDER,
     }  # fmt: skip
-    return Batch(batch_id(number), **{**given, **values})
+    return Batch(id=batch_id(number), **{**given, **values})
 
 
 def a_line(number: int, batch: Batch | None = None, **values: Any) -> StoredRow:
@@ -100,9 +99,7 @@ def to_run(id_: str, owner: str, path: str, **values: Any) -> StoredRow:
 def find_row(connection: Connection, owner: str, id_: str, kind: RequestKind) -> StoredRow | None:
     """The owner's stored request."""
     row = stored_requests.c
-    asked = select(*COLUMNS).where(row.id == id_, row.owner == owner, row.kind == kind.value)
-    found = connection.execute(asked).one_or_none()
-    return None if found is None else row_of(found)
+    return ROWS.one(connection, row.id == id_, row.owner == owner, row.kind == kind.value)
 
 
 def begin(store: Store, batch: Batch, lines: list[StoredRow], model: str | None = "demo") -> None:

@@ -11,10 +11,11 @@ from functools import partial
 from pathlib import Path
 
 import pytest
-from sqlalchemy import Connection
+from sqlalchemy import Connection, update
 
 from gateway.http.request_head import ANONYMOUS_OWNER
 from gateway.store.database import locate_store
+from gateway.store.schema import stored_requests
 from gateway.store.store import Store
 from gateway.stored import background_requests
 from gateway.stored.background_requests import (
@@ -28,12 +29,11 @@ from gateway.stored.background_requests import (
     delete_background,
     end_background,
     find_background,
-    keep_background,
     waiting_owners,
 )
-from gateway.stored.claims import RequestKind, RequestState, StoredRow, job, put_back
+from gateway.stored.claims import RequestKind, RequestState, StoredRow, put_back
 from gateway.stored.files import kept_by
-from gateway.stored.folder import ID_FILE, FolderError
+from gateway.stored.folder import ID_FILE, FolderError, job
 from tests.emulator import EmulatedNode
 from tests.gateways import Running, running_gateway, until
 from tests.polling import eventually
@@ -118,9 +118,9 @@ async def test_late_requests_end_and_old_ones_are_removed_with_their_files(tmp_p
         events = b"".join([piece async for piece in requests.follow(found)])
         assert events.count(b"event: response.failed\n") == 1
         for row in (late, old):
-            await requests.store.run(
-                partial(keep_background, ids=[row.id], keep_until=time.time() - 1)
-            )
+            over = update(stored_requests).where(stored_requests.c.id == row.id)
+            over = over.values(keep_until=time.time() - 1)
+            await requests.storage.write(Connection.execute, over)
         folder = tmp_path / "state/batches"
         left_over = folder / f"request-{'0' * 32}"
         left_over.write_bytes(b"text")
@@ -166,7 +166,7 @@ async def test_a_response_that_its_process_has_lost_and_claims_anew_has_one_run_
         assert ledger is not None
         # As another process does when the lease is over; its renewal may come in between.
         while node.requests < 2:
-            await requests.store.run(job(put_back, ledger.own.id, [id_], 0.0))
+            await requests.storage.write(put_back, ledger.own.id, [id_], 0.0)
             with suppress(AssertionError):
                 await until(lambda: node.requests == 2, 5.0)
             assert node.busy, "the first run must not end before"
@@ -199,7 +199,7 @@ async def test_requests_of_a_key_that_keeps_as_much_as_it_may_wait_until_there_i
 
         async def keeps(size: int) -> bool | None:
             job = partial(kept_by, owner=ANONYMOUS_OWNER, now=time.time())
-            return (await requests.store.run(job, write=False)).bytes == size or None
+            return (await requests.storage.read(job)).bytes == size or None
 
         upload = {"file": ("x", b"x" * 50_000)}
         sent = await api.post("/v1/files", data={"purpose": "user_data"}, files=upload)
@@ -209,7 +209,7 @@ async def test_requests_of_a_key_that_keeps_as_much_as_it_may_wait_until_there_i
         owner = ANONYMOUS_OWNER
         row = await requests.find(owner, first, RequestKind.RESPONSE)
         assert (await requests.wait_ended(row, 20)).state is RequestState.DONE
-        folder = requests.folder.location
+        folder = requests.storage.folder.location
         logs = sum(path.stat().st_size for path in folder.glob("*-*") if path.name != "folder-id")
         assert logs > 60_000
         await eventually(lambda: keeps(logs))

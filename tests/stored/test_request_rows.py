@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 from sqlalchemy import Connection, update
 
+from gateway.config.stored import BatchSettings
 from gateway.store.schema import batches, stored_requests
 from gateway.store.store import Store
 from gateway.stored.background_requests import add_background
@@ -27,7 +28,6 @@ from gateway.stored.claims import (
     WaitingLines,
     WorkLeft,
     add_rows,
-    job,
     line_id,
     new_id,
     put_back,
@@ -37,7 +37,7 @@ from gateway.stored.claims import (
     waiting_lines,
     work_left,
 )
-from gateway.stored.folder import ID_FILE, DiskThreads, Folder
+from gateway.stored.folder import ID_FILE, DiskThreads, Folder, Storage, job
 from tests.polling import eventually
 from tests.store.stores import opened, wait_until
 from tests.stored.stored_rows import (
@@ -203,7 +203,10 @@ class Place:
     seconds: list[float] = field(default_factory=lambda: [time.monotonic()])
 
     def work(self) -> UnfinishedWork:
-        return UnfinishedWork(self.store, self.folder, DiskThreads(), lambda: self.seconds[0])
+        storage = Storage(
+            self.store, self.folder, DiskThreads(), BatchSettings, clock=lambda: self.seconds[0]
+        )
+        return UnfinishedWork(storage)
 
 
 def a_folder(path: Path, id_: str) -> Folder:

@@ -7,7 +7,7 @@ import json
 import time
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any, cast
+from typing import Any
 
 import pytest
 from structlog.testing import capture_logs
@@ -330,9 +330,12 @@ class Runs(RowRuns[HeldRow]):
     def __init__(self) -> None:
         self.put_back: list[str] = []
         self.fails = False  # whether the end of a cancelled run does
-        leases = SimpleNamespace(put_back=lambda ids, _, **__: self.put_back.extend(ids))
+        leases: Any = SimpleNamespace(
+            put_back=lambda ids, _, **__: self.put_back.extend(ids),
+            storage=SimpleNamespace(now=lambda: 0.0),
+        )
         anything: Any = None
-        super().__init__(cast("Any", leases), anything, anything, lambda: 0.0, 1.0, "failed")
+        super().__init__(leases, anything, anything, 1.0, "failed")
 
     def begin(self) -> asyncio.Task[None]:
         held = self._held["row_1"] = HeldRow(a_row())
