@@ -129,7 +129,7 @@ class BackgroundWork:
         work = UnfinishedWork(storage)
         leases = RowLeases(storage, process, is_sole=is_sole)
         supply = Supply(storage, self.runner.target_of)
-        self.feeder = Feeder(supply, leases, self.runner, self._results, scheduler, work)
+        self.feeder = Feeder(leases, self.runner, scheduler, supply, self._results, work)
         waits = BatchWaits(self.feeder, self._serving_nodes, time.time, is_folder_there)
         upkeep = BatchUpkeep(
             storage, work, self.feeder.wake, self.webhook_events.batch_ended, waits
@@ -138,10 +138,10 @@ class BackgroundWork:
         self._logs = ResponseLogs(folder, self._threads, lambda: settings().limits.response_bytes)
         self.requests = BackgroundRequests(storage, self._logs, self.webhook_events, work)
         self._request_runner = BackgroundRunner(
-            self.requests,
             RowLeases(storage, process, LEASE_SECONDS, BACKGROUND_KINDS, is_sole),
             self.runner,
             scheduler,
+            self.requests,
             ledger,
             lambda: self._stopped,
             lambda: ((node.name, node.spec.tier) for node in fleet.nodes.values()),

@@ -26,7 +26,6 @@ from sqlalchemy import Connection, delete, func, select, update
 from gateway.api.json_values import JsonObject
 from gateway.callers.ledger import Ledger, UsageRow
 from gateway.errors import GatewayError, truncate_echo
-from gateway.lease import BatchRoomService
 from gateway.store.failures import StoreError
 from gateway.store.schema import stored_requests
 from gateway.stored import claims, files
@@ -35,7 +34,6 @@ from gateway.stored.claims import (
     RecordedResult,
     RequestKind,
     RequestState,
-    RowLeases,
     StoredRow,
     UnfinishedWork,
 )
@@ -54,7 +52,6 @@ from gateway.stored.runner import (
     MOST_RUNS,
     HeldRow,
     Outcome,
-    RequestRunner,
     RowDeferred,
     RowExpired,
     RowRuns,
@@ -73,26 +70,18 @@ class DeferredHead(msgspec.Struct, frozen=True):
     header_lines: str
     x_request_id: str
 
-
-@dataclass(frozen=True, slots=True)
-class DeferredResult:
-    """A response that was made for later."""
-
-    head: DeferredHead
-    content: bytes
-
-    def encode(self) -> bytes:
-        """The bytes of its file."""
-        return msgspec.json.encode(self.head) + b"\n" + self.content
+    def before(self, content: bytes) -> bytes:
+        """The bytes of a result's file."""
+        return msgspec.json.encode(self) + b"\n" + content
 
 
-def decode_result(data: bytes) -> DeferredResult:
-    """The result that a file holds. Raises: FolderError."""
+def decode_result(data: bytes) -> tuple[DeferredHead, bytes]:
+    """Head and content of the result that a file holds. Raises: FolderError."""
     line, found, content = data.partition(b"\n")
     with contextlib.suppress(msgspec.MsgspecError):
         head = msgspec.json.decode(line, type=DeferredHead)
         if found:
-            return DeferredResult(head, content)
+            return head, content
     raise FolderError("the result of a request is damaged", "put back a copy of the folder")
 
 
@@ -306,7 +295,7 @@ class BackgroundRequests:
         settings, created_at = storage.settings(), storage.now()
         with folder_errors_told("request"):
             folder = await storage.opened()
-            name = await storage.threads.run(self._write, REQUEST, new.body)
+            name = await storage.threads.run(storage.folder.write_new, REQUEST, new.body)
         id_ = f"{_PREFIXES[new.kind]}{name.rpartition('-')[2]}"
         log_name, log_bytes = None, 0
         if new.kind is RequestKind.RESPONSE:
@@ -356,18 +345,6 @@ class BackgroundRequests:
             )
         self.wakes.set()
         return row
-
-    def _write(self, kind: str, data: bytes) -> str:
-        new = self.storage.folder.open_new(kind, len(data))
-        try:
-            new.write(data)
-            return new.finish()
-        finally:
-            new.discard()
-
-    async def write_answer(self, data: bytes) -> str:
-        """Keep the result of a deferred request; its file's name. Raises: FolderError."""
-        return await self.storage.threads.run(self._write, ANSWER, data)
 
     # Find.
 
@@ -710,6 +687,7 @@ class _Result:
     file: str | None = None  # the file of a deferred result, which goes if it is not recorded
 
 
+@dataclass(eq=False)
 class BackgroundRunner(RowRuns[HeldRequest]):
     """Runs what `requests` has.
 
@@ -718,29 +696,26 @@ class BackgroundRunner(RowRuns[HeldRequest]):
     requests have, so that others of that class do not keep them waiting.
     """
 
-    def __init__(
-        self,
-        requests: BackgroundRequests,
-        leases: RowLeases,
-        runner: RequestRunner,
-        rooms: BatchRoomService,
-        ledger: Ledger,
-        is_closing: Callable[[], bool] = lambda: False,
-        nodes: Callable[[], Iterable[tuple[str, str]]] = tuple,
-    ) -> None:
-        super().__init__(leases, runner, rooms, LEASE_SECONDS, "a background request failed")
-        self._requests = requests
-        self._storage = requests.storage
-        self._ledger = ledger
-        self._is_closing = is_closing
-        self._nodes = nodes
-        self._renew_at = 0.0
-        self._full: set[str] = set()  # owners that keep as much as they may: their requests wait
-        self._looked_at: set[str] = set()
-        """The owners of which that is known, until `_look_again_at`."""
-        self._look_again_at = 0.0
-        self._trouble = StorageTrouble(lambda why: log.warning("background requests wait", why=why))
-        requests.unwanted.append(self._end_run)
+    retry_seconds = LEASE_SECONDS
+    failed_event = "a background request failed"
+    requests: BackgroundRequests
+    ledger: Ledger
+    is_closing: Callable[[], bool] = lambda: False
+    nodes: Callable[[], Iterable[tuple[str, str]]] = tuple
+    _renew_at: float = 0.0
+    _full: set[str] = field(default_factory=set)
+    """Owners that keep as much as they may: their requests wait."""
+    _looked_at: set[str] = field(default_factory=set)
+    """The owners of which that is known, until `_look_again_at`."""
+    _look_again_at: float = 0.0
+    _trouble: StorageTrouble = field(
+        default_factory=lambda: StorageTrouble(
+            lambda why: log.warning("background requests wait", why=why)
+        )
+    )
+
+    def __post_init__(self) -> None:
+        self.requests.unwanted.append(self._end_run)
 
     def __len__(self) -> int:
         """How many run."""
@@ -748,7 +723,7 @@ class BackgroundRunner(RowRuns[HeldRequest]):
 
     async def run(self) -> None:
         """Run requests until cancelled; what runs then waits again."""
-        wakes = self._requests.wakes
+        wakes = self.requests.wakes
         try:
             while True:
                 with self._trouble.told():
@@ -767,9 +742,9 @@ class BackgroundRunner(RowRuns[HeldRequest]):
         """Put back what must be, renew leases and claim. Raises: StoreError, FolderError."""
         await self.leases.write()
         self._raise_class()
-        if self._is_closing():
+        if self.is_closing():
             self._give_back_waiting()
-        if self._held or await self._requests.work.exists():
+        if self._held or await self.requests.work.exists():
             now = asyncio.get_running_loop().time()
             if now >= self._renew_at:
                 self._renew_at = now + RENEW_SECONDS
@@ -779,17 +754,19 @@ class BackgroundRunner(RowRuns[HeldRequest]):
 
     async def _claim(self) -> None:
         """Claim what there is room for; all owners get equal shares."""
-        room = self._storage.settings().background_at_once - len(self._held)
+        room = self.leases.storage.settings().background_at_once - len(self._held)
         if room <= 0:
             return
-        requests, now = self._requests, self.now()
-        if self._is_closing():
+        requests, now = self.requests, self.now()
+        if self.is_closing():
             # Their clients wait here, as those of other requests do.
             if not requests.waited_for.keys() <= self._held.keys():
                 waited_for = Pick(room, RequestKind.RESPONSE, ids=list(requests.waited_for))
                 await self._begin_all([waited_for])
             return
-        owners = await self._storage.read(waiting_owners, await self._storage.opened(), now)
+        owners = await self.leases.storage.read(
+            waiting_owners, await self.leases.storage.opened(), now
+        )
         full = await self._full_owners({owner for owner, _ in owners})
         owners = [one for one in owners if one[0] not in full]
         if not owners:
@@ -813,8 +790,8 @@ class BackgroundRunner(RowRuns[HeldRequest]):
         """Those that keep as much as they may; what others add is seen a second later at most."""
         loop = asyncio.get_running_loop()
         if loop.time() >= self._look_again_at or not owners <= self._looked_at:
-            most = self._storage.settings().bytes_per_key
-            self._full = await self._storage.read(files.full_owners, owners, most, self.now())
+            most = self.leases.storage.settings().bytes_per_key
+            self._full = await self.leases.storage.read(files.full_owners, owners, most, self.now())
             self._looked_at = owners
             self._look_again_at = loop.time() + LOOK_SECONDS
         return self._full
@@ -838,7 +815,7 @@ class BackgroundRunner(RowRuns[HeldRequest]):
         }
         if grown:
             sizes = {held.row.id: size for held, size in grown.items()}
-            await self._storage.write(files.note_log_sizes, sizes, running=True)
+            await self.leases.storage.write(files.note_log_sizes, sizes, running=True)
         for held, size in grown.items():
             held.known_size = size
 
@@ -846,7 +823,7 @@ class BackgroundRunner(RowRuns[HeldRequest]):
         """End runs of requests that were cancelled, deleted, or taken by another process."""
         if not ids:
             return
-        taken = await self._storage.read(claims.still_unfinished, ids)
+        taken = await self.leases.storage.read(claims.still_unfinished, ids)
         for id_ in ids:
             held = self._held.get(id_)
             if id_ not in taken:
@@ -868,7 +845,7 @@ class BackgroundRunner(RowRuns[HeldRequest]):
         """
         for id_, held in self._held.items():
             can_wait = id_ in self.runner.registry and not self.runner.has_begun(id_)
-            kept = held.is_unwanted or held.is_given_back or id_ in self._requests.waited_for
+            kept = held.is_unwanted or held.is_given_back or id_ in self.requests.waited_for
             if can_wait and not kept and held.task is not None:
                 held.is_given_back = True
                 held.task.cancel()
@@ -879,7 +856,7 @@ class BackgroundRunner(RowRuns[HeldRequest]):
         """Run a request and record its result, or let it wait again. Raises: RunFailed."""
         row = held.row
         try:
-            body = await self._requests.body(row)
+            body = await self.requests.body(row)
             if row.kind is RequestKind.RESPONSE:
                 result = await self._respond(held, body)
             else:
@@ -906,15 +883,15 @@ class BackgroundRunner(RowRuns[HeldRequest]):
         """The run was cancelled: the request has ended, or another run follows."""
         if held.is_unwanted:
             # Wherever its run was: nobody else writes its end.
-            await self._requests.settle_unwanted(held.row)
+            await self.requests.settle_unwanted(held.row)
         else:
             self.leases.put_back([held.row.id], 0.0)
 
     def _let_go(self, held: HeldRequest) -> None:
         super()._let_go(held)
         self._look_again_at = 0.0  # Its result takes room.
-        self._requests.has_ended(held.row.id)
-        self._requests.wakes.set()
+        self.requests.has_ended(held.row.id)
+        self.requests.wakes.set()
 
     async def _respond(self, held: HeldRequest, body: bytes) -> _Result:
         """Run a response; its events go to its log. Raises: RowDeferred, RunFailed."""
@@ -922,7 +899,7 @@ class BackgroundRunner(RowRuns[HeldRequest]):
         assert row.result_place is not None
         try:
             events = await ResponseEvents.reopen(
-                self._requests.logs, row.result_place, self.now,
+                self.requests.logs, row.result_place, self.now,
                 self.runner.settings.limits.resume_bytes,
             )  # fmt: skip
         except FileNotFoundError:
@@ -967,7 +944,7 @@ class BackgroundRunner(RowRuns[HeldRequest]):
         usage = None if outcome is None else outcome.usage
         if outcome is None and state is RequestState.DONE and events.run_end is not None:
             tokens = events.usage(response)
-            usage = self.runner.recovered_usage(row, events.run_end, tokens, self._nodes())
+            usage = self.runner.recovered_usage(row, events.run_end, tokens, self.nodes())
         recorded = RecordedResult(row.id, state, status, code, events.name, 0, events.size, usage)
         return _Result(recorded, end)
 
@@ -979,9 +956,10 @@ class BackgroundRunner(RowRuns[HeldRequest]):
             return _Result(RecordedResult(row.id, RequestState.EXPIRED, 504, "queue_timeout"))
         _check_failed(row, outcome)
         head = DeferredHead(outcome.status, outcome.header_lines.decode("latin-1"), row.id)
-        data = DeferredResult(head, outcome.content).encode()
+        data = head.before(outcome.content)
         try:
-            name = await self._requests.write_answer(data)
+            folder = self.leases.storage.folder
+            name = await self.leases.storage.threads.run(folder.write_new, ANSWER, data)
         except FolderError as error:
             raise RowDeferred(str(error), LEASE_SECONDS) from None
         state = RequestState.DONE if outcome.status < 400 else RequestState.FAILED
@@ -1001,14 +979,14 @@ class BackgroundRunner(RowRuns[HeldRequest]):
             kept_longer = kept_longer.values(keep_until=now + keep_seconds(row))
             for kept in claims.ROWS.changed(connection, kept_longer):
                 if result.end is not None:
-                    self._requests.webhooks.response_ended(connection, kept, result.end, now)
+                    self.requests.webhooks.response_ended(connection, kept, result.end, now)
             usage = result.recorded.usage
             return [usage] if counts and usage is not None else []
 
-        await self._ledger.write_with(recording)
+        await self.ledger.write_with(recording)
         if not counts and result.file is not None:
             with contextlib.suppress(FolderError):
-                await self._storage.delete(result.file)
+                await self.leases.storage.delete(result.file)
 
 
 def is_near(row: StoredRow, now: float) -> bool:

@@ -30,7 +30,6 @@ from gateway.stored.claims import (
     IS_WAITING,
     Pick,
     RequestKind,
-    RowLeases,
     StoredRow,
     UnfinishedWork,
     WaitingLines,
@@ -344,41 +343,41 @@ class FeederCounts:
     """When the oldest batch with waiting lines was created; None: nothing waits."""
 
 
+@dataclass(eq=False)
 class Feeder(RowRuns[HeldLine]):
     """Feeds the lines of batches to the scheduler."""
 
-    def __init__(
-        self,
-        supply: Supply,
-        leases: RowLeases,
-        runner: RequestRunner,
-        results: LineResults,
-        rooms: BatchRoomService,
-        work: UnfinishedWork,
-    ) -> None:
-        super().__init__(leases, runner, rooms, RETRY_SECONDS, "a stored request can't be run")
-        self.supply = supply
-        self.results = results
-        self.work = work
-        self.clock = leases.storage.clock
-        self.counts = FeederCounts()
-        self._targets: dict[RequestTarget | None, TargetRows] = {}
-        self._paused: dict[str, float] = {}
-        """Owners whose limits are reached, and until when they are left alone."""
-        self.put_off: dict[str, tuple[str, float]] = {}
-        """Of batches whose lines were put off of late: why, and until when (Unix time)."""
-        self._careful: dict[str, float] = {}
-        """Owners whose limits were reached of late, and until when they are tried step by step."""
-        self._claims = asyncio.Event()  # set when there may be something to claim or to put back
-        self._looks = asyncio.Event()  # set when there is something to offer
-        self._renewals = asyncio.Event()
-        self._stopped = False
-        self._is_work = True  # whether anything was unfinished when it was last asked
-        self._count_at = 0.0  # when what is in the store is counted, though nothing is unfinished
-        self._trouble = StorageTrouble(
+    retry_seconds = RETRY_SECONDS
+    failed_event = "a stored request can't be run"
+    supply: Supply
+    results: LineResults
+    work: UnfinishedWork
+    counts: FeederCounts = field(default_factory=FeederCounts)
+    put_off: dict[str, tuple[str, float]] = field(default_factory=dict)
+    """Of batches whose lines were put off of late: why, and until when (Unix time)."""
+    _targets: dict[RequestTarget | None, TargetRows] = field(default_factory=dict)
+    _paused: dict[str, float] = field(default_factory=dict)
+    """Owners whose limits are reached, and until when they are left alone."""
+    _careful: dict[str, float] = field(default_factory=dict)
+    """Owners whose limits were reached of late, and until when they are tried step by step."""
+    _claims: asyncio.Event = field(default_factory=asyncio.Event)
+    """Set when there may be something to claim or to put back."""
+    _looks: asyncio.Event = field(default_factory=asyncio.Event)
+    """Set when there is something to offer."""
+    _renewals: asyncio.Event = field(default_factory=asyncio.Event)
+    _stopped: bool = False
+    _is_work: bool = True  # whether anything was unfinished when it was last asked
+    _count_at: float = 0.0  # when what is in the store is counted, though nothing is unfinished
+    _trouble: StorageTrouble = field(
+        default_factory=lambda: StorageTrouble(
             lambda why: log.warning("lines of batches wait", why=why),
             lambda: log.info("lines of batches go on"),
         )
+    )
+
+    def clock(self) -> float:
+        """Monotonic seconds."""
+        return self.leases.storage.clock()
 
     @property
     def running(self) -> int:

@@ -24,7 +24,7 @@ import threading
 import time
 from collections.abc import Awaitable, Callable, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import KW_ONLY, dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import Any, BinaryIO, Concatenate, NamedTuple, ParamSpec, TypeVar
@@ -81,36 +81,30 @@ def is_file_name(text: str) -> bool:
     return _NAME.fullmatch(text) is not None
 
 
+@dataclass(eq=False)
 class Folder:
-    """The folder at `path`, after `open`.
+    """The folder at `location`, after `open`.
 
     `most_bytes` gives the limit on all files together; `now` gives Unix time, `token` random hex
     digits for so many bytes.
     """
 
-    def __init__(
-        self,
-        path: Path,
-        *,
-        most_bytes: Callable[[], int],
-        now: Callable[[], float] = time.time,
-        token: Callable[[int], str] = secrets.token_hex,
-        spare_bytes: int = SPARE_BYTES,
-    ) -> None:
-        self.location = path
-        self._most_bytes = most_bytes
-        self._now = now
-        self._token = token
-        self._spare_bytes = spare_bytes
-        self.id: str | None = None  # the folder's own id; None: it was not opened
-        self._inode: tuple[int, int] | None = None
-        """Of the opened folder: its file system may be taken away later."""
-        self._lock = threading.Lock()  # held while `_open_files` is read or changed
-        self._open_files: set[NewFile] = set()
-        self.refusals = 0  # how often there was no room, since the start
-        self._refused: _Refused | None = None
-        self._beginning = threading.Lock()
-        """Held from the check of the room for a new file until the file counts."""
+    location: Path
+    _: KW_ONLY
+    most_bytes: Callable[[], int]
+    now: Callable[[], float] = time.time
+    token: Callable[[int], str] = secrets.token_hex
+    spare_bytes: int = SPARE_BYTES
+    id: str | None = None  # the folder's own id; None: it was not opened
+    refusals: int = 0  # how often there was no room, since the start
+    _inode: tuple[int, int] | None = None
+    """Of the opened folder: its file system may be taken away later."""
+    _lock: threading.Lock = field(default_factory=threading.Lock)
+    """Held while `_open_files` is read or changed."""
+    _open_files: set[NewFile] = field(default_factory=set)
+    _refused: _Refused | None = None
+    _beginning: threading.Lock = field(default_factory=threading.Lock)
+    """Held from the check of the room for a new file until the file counts."""
 
     @property
     def full(self) -> FolderFull | None:
@@ -146,7 +140,8 @@ class Folder:
         with self._beginning, _told(self.location):
             self.check_in_place()
             self.check_room(size)
-            for name in self.new_names(kind):
+            for _ in range(_TRIES):
+                name = self._new_name(kind)
                 path = self.location / f"{_TEMPORARY}{name}"
                 descriptor = os.open(path, _CREATE, 0o600)
                 if _lock(descriptor) and os.fstat(descriptor).st_nlink:
@@ -155,16 +150,6 @@ class Folder:
                         self._open_files.add(new)
                     return new
                 os.close(descriptor)
-        raise AssertionError("unreachable")
-
-    def new_names(self, kind: str) -> Iterator[str]:
-        """Some names for a new file, which grow with time; one of them will be free.
-
-        Raises: FolderError, when all have been tried.
-        """
-        for _ in range(_TRIES):
-            name = self._new_name(kind)
-            yield name
         raise FolderError(f"{self.location}: new files vanish", "let nothing else remove its files")
 
     def translated_errors(self) -> contextlib.AbstractContextManager[None]:
@@ -176,6 +161,15 @@ class Folder:
         """A file's descriptor, closed at the end. Raises: FileNotFoundError, FolderError."""
         with _told(self.location), opened(self.path(name), flags | os.O_NOFOLLOW) as descriptor:
             yield descriptor
+
+    def write_new(self, kind: str, data: bytes) -> str:
+        """Write a file of this kind, and return its name. Raises: FolderError."""
+        new = self.open_new(kind, len(data))
+        try:
+            new.write(data)
+            return new.finish()
+        finally:
+            new.discard()
 
     def open_appended(self, kind: str) -> AppendedFile:
         """Begin a file that is complete at any time, and grows. Raises: FolderError."""
@@ -269,7 +263,7 @@ class Folder:
         if error is not None:
             with self._lock:
                 self.refusals += 1
-                self._refused = _Refused(error, size, self._now())
+                self._refused = _Refused(error, size, self.now())
             raise error
 
     def look_for_room(self) -> None:
@@ -280,7 +274,7 @@ class Folder:
         refused = self._refused
         if refused is None:
             return
-        if self._now() - refused.at < FULL_SECONDS and self._lack_of_room(refused.size):
+        if self.now() - refused.at < FULL_SECONDS and self._lack_of_room(refused.size):
             return
         with self._lock:
             if self._refused is refused:
@@ -291,13 +285,13 @@ class Folder:
         with self._lock:
             # Bytes that are expected for sure, and that the disk does not show yet.
             size += sum(new.missing_bytes for new in self._open_files)
-        most = self._most_bytes()
+        most = self.most_bytes()
         if self.used_bytes() + size > most:
             return FolderFull(
                 f"the files of this gateway may take {most} bytes together",
                 "delete files, or raise batches.folder_bytes",
             )
-        if self.free_bytes() < size + self._spare_bytes:
+        if self.free_bytes() < size + self.spare_bytes:
             return FolderFull("the disk of the files is full", "free space on it, or delete files")
         return None
 
@@ -307,7 +301,7 @@ class Folder:
             self._open_files.discard(new)
 
     def _new_name(self, kind: str) -> str:
-        name = f"{kind}-{int(self._now() * 1000):012x}{self._token(10)}"
+        name = f"{kind}-{int(self.now() * 1000):012x}{self.token(10)}"
         assert is_file_name(name), name
         return name
 
@@ -345,7 +339,7 @@ class Folder:
         return found
 
     def _make_id(self) -> str:
-        made = self._token(16)
+        made = self.token(16)
         fresh = self.location / f"{_TEMPORARY}{ID_FILE}"
         fresh.unlink(missing_ok=True)
         with opened(fresh, _CREATE) as descriptor:
@@ -361,28 +355,26 @@ class Folder:
             os.fsync(descriptor)
 
 
+@dataclass(eq=False)
 class NewFile:
     """A file that is being written, under a temporary name; `finish` or `discard` ends it.
 
     Its methods may be called on any thread: they wait for each other.
     """
 
-    def __init__(
-        self, folder: Folder, name: str, temporary: Path, descriptor: int, expected: int
-    ) -> None:
-        self.name = name  # the name that it gets
-        self.size = 0  # bytes that were written
-        self._folder = folder
-        self._temporary = temporary
-        self._descriptor: int | None = descriptor
-        self._expected = expected
-        self._next_step = STEP_BYTES
-        self._lock = threading.Lock()
+    folder: Folder
+    name: str  # the name that it gets
+    temporary: Path
+    _descriptor: int | None
+    expected: int  # bytes
+    size: int = 0  # bytes that were written
+    _next_step: int = STEP_BYTES
+    _lock: threading.Lock = field(default_factory=threading.Lock)
 
     @property
     def missing_bytes(self) -> int:
         """Bytes that are still expected."""
-        return max(0, self._expected - self.size)
+        return max(0, self.expected - self.size)
 
     def write(self, data: bytes | memoryview) -> None:
         """Add bytes. Raises: FolderError; ValueError, if the file has ended."""
@@ -391,7 +383,7 @@ class NewFile:
             if descriptor is None:
                 raise ValueError("the file has ended")
             rest = memoryview(data)
-            with _told(self._folder.location):
+            with _told(self.folder.location):
                 while rest:
                     written = os.write(descriptor, rest)
                     self.size += written
@@ -401,7 +393,7 @@ class NewFile:
                 # Else the last fsync would take long, and all of it would wait in memory.
                 os.fdatasync(descriptor)
             self._next_step = self.size + STEP_BYTES
-            self._folder.check_room(0 if self.missing_bytes else STEP_BYTES)
+            self.folder.check_room(0 if self.missing_bytes else STEP_BYTES)
 
     def finish(self) -> str:
         """Bring it to the disk under its name, which is returned. Raises: FolderError."""
@@ -409,10 +401,10 @@ class NewFile:
             descriptor = self._descriptor
             if descriptor is None:
                 raise ValueError("the file has ended")
-            with _told(self._folder.location):
+            with _told(self.folder.location):
                 os.fsync(descriptor)
-                self._temporary.replace(self._folder.path(self.name))
-                self._folder.sync()
+                self.temporary.replace(self.folder.path(self.name))
+                self.folder.sync()
             self._close()
             return self.name
 
@@ -422,8 +414,8 @@ class NewFile:
             if self._descriptor is None:
                 return
             try:
-                with _told(self._folder.location):
-                    self._temporary.unlink(missing_ok=True)
+                with _told(self.folder.location):
+                    self.temporary.unlink(missing_ok=True)
             finally:
                 self._close()
 
@@ -431,9 +423,10 @@ class NewFile:
         descriptor, self._descriptor = self._descriptor, None
         if descriptor is not None:
             os.close(descriptor)
-        self._folder.closed(self)
+        self.folder.closed(self)
 
 
+@dataclass(eq=False)
 class AppendedFile:
     """A file that has its name from the start, and grows by whole pieces.
 
@@ -441,13 +434,12 @@ class AppendedFile:
     may be called on any thread: they wait for each other.
     """
 
-    def __init__(self, folder: Folder, name: str, descriptor: int) -> None:
-        self.name = name
-        self.size = 0  # bytes that are on the disk for sure
-        self._folder = folder
-        self._descriptor: int | None = descriptor
-        self._next_check = STEP_BYTES
-        self._lock = threading.Lock()
+    folder: Folder
+    name: str
+    _descriptor: int | None
+    size: int = 0  # bytes that are on the disk for sure
+    _next_check: int = STEP_BYTES
+    _lock: threading.Lock = field(default_factory=threading.Lock)
 
     def append(self, data: bytes) -> int:
         """Add bytes, bring them to the disk, and return their offset; all of them or none.
@@ -458,11 +450,11 @@ class AppendedFile:
             descriptor, offset = self._descriptor, self.size
             if descriptor is None:
                 raise ValueError("the file is closed")
-            self._folder.check_in_place()
+            self.folder.check_in_place()
             if offset + len(data) >= self._next_check:
-                self._folder.check_room(len(data))
+                self.folder.check_room(len(data))
                 self._next_check = offset + len(data) + STEP_BYTES
-            with _told(self._folder.location):
+            with _told(self.folder.location):
                 write_whole(descriptor, data, offset, sync=True)
             self.size = offset + len(data)
             return offset

@@ -34,7 +34,6 @@ from gateway.stored.folder import (
     DiskThreads,
     Folder,
     FolderError,
-    opened,
     write_whole,
 )
 
@@ -111,14 +110,9 @@ class Extent:
 
 def create_log(folder: Folder) -> str:
     """Make an empty file, and return its name. Raises: FolderError."""
-    folder.check_room(0)
-    new = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW
-    with folder.translated_errors():
-        for name in folder.new_names(LOG_KIND):
-            with contextlib.suppress(FileExistsError), opened(folder.path(name), new):
-                folder.sync()
-                return name
-    raise AssertionError("unreachable")
+    file = folder.open_appended(LOG_KIND)
+    file.close()
+    return file.name
 
 
 def scan_log(folder: Folder, name: str) -> Extent:
@@ -562,37 +556,32 @@ class ResponseLog:
                 waiter.set_result(None)
 
 
+@dataclass(slots=True, eq=False)
 class ResponseLogs:
     """All logs of one folder that are open in this process.
 
     `most_bytes` gives the largest size of a log. `run` must run while logs are written or followed.
     """
 
-    def __init__(
-        self,
-        folder: Folder,
-        threads: DiskThreads,
-        most_bytes: Callable[[], int],
-        clock: Callable[[], float] = time.monotonic,
-    ) -> None:
-        self.folder = folder
-        self.threads = threads
-        self.most_bytes = most_bytes
-        self.clock = clock
-        self._open: dict[str, ResponseLog] = {}
-        self._opening: dict[str, asyncio.Lock] = {}
-        self._dirty: dict[ResponseLog, None] = {}
-        self._wakes = asyncio.Event()
-        self.waited_for = asyncio.Event()  # set while somebody waits for more of a log
-        self._unsynced: set[str] = set()
-        """Logs that were written since they were last brought to the disk."""
-        self._written = asyncio.Event()
-        self.followers = 0  # those that follow a log now
-        self._is_cut = False
-        self._rounds: set[asyncio.Task[None]] = set()
-        """Rounds of writing under way: one of logs that end, one of others."""
-        self._ends = False  # whether a round of logs that end is under way
-        self._closed = False
+    folder: Folder
+    threads: DiskThreads
+    most_bytes: Callable[[], int]
+    clock: Callable[[], float] = time.monotonic
+    _open: dict[str, ResponseLog] = field(default_factory=dict)
+    _opening: dict[str, asyncio.Lock] = field(default_factory=dict)
+    _dirty: dict[ResponseLog, None] = field(default_factory=dict)
+    _wakes: asyncio.Event = field(default_factory=asyncio.Event)
+    waited_for: asyncio.Event = field(default_factory=asyncio.Event)
+    """Set while somebody waits for more of a log."""
+    _unsynced: set[str] = field(default_factory=set)
+    """Logs that were written since they were last brought to the disk."""
+    _written: asyncio.Event = field(default_factory=asyncio.Event)
+    followers: int = 0  # those that follow a log now
+    _is_cut: bool = False
+    _rounds: set[asyncio.Task[None]] = field(default_factory=set)
+    """Rounds of writing under way: one of logs that end, one of others."""
+    _ends: bool = False  # whether a round of logs that end is under way
+    _closed: bool = False
 
     def __len__(self) -> int:
         return len(self._open)

@@ -13,7 +13,7 @@ import hashlib
 from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Generic, NamedTuple, Protocol, TypeVar
+from typing import ClassVar, Generic, NamedTuple, Protocol, TypeVar
 
 import structlog
 
@@ -548,6 +548,7 @@ class RunFailed(Exception):  # noqa: N818 - it is tried again
         self.seconds = seconds  # after which it is run again
 
 
+@dataclass(eq=False)
 class RowRuns(Generic[H]):
     """Runs claimed rows, each until its result is recorded or it waits again.
 
@@ -556,25 +557,17 @@ class RowRuns(Generic[H]):
     renewed; a process that dies gives it up, and another one runs the row.
     """
 
-    def __init__(
-        self,
-        leases: RowLeases,
-        runner: RequestRunner,
-        rooms: BatchRoomService,
-        retry_seconds: float,
-        failed_event: str,
-    ) -> None:
-        """`retry_seconds`: until a run is repeated that failed for a reason of our own.
+    retry_seconds: ClassVar[float]  # until a run is repeated that failed for a reason of our own
+    failed_event: ClassVar[str]  # what the log tells of it
+    leases: RowLeases
+    runner: RequestRunner
+    rooms: BatchRoomService
+    _held: dict[str, H] = field(init=False, default_factory=dict)
+    _none_held: asyncio.Event = field(init=False, default_factory=asyncio.Event)
 
-        `failed_event`: what the log tells of it.
-        """
-        self.leases = leases
-        self.runner = runner
-        self.rooms = rooms
-        self.now = leases.storage.now
-        self._retry_seconds, self._failed_event = retry_seconds, failed_event
-        self._held: dict[str, H] = {}
-        self._none_held = asyncio.Event()
+    def now(self) -> float:
+        """Unix time."""
+        return self.leases.storage.now()
 
     async def ended(self) -> None:
         """Wait until no row is held any more; none must be claimed."""
@@ -604,8 +597,8 @@ class RowRuns(Generic[H]):
         except RunFailed as failed:
             self.leases.put_back([id_], self.now() + failed.seconds, failed=True)
         except Exception:
-            log.exception(self._failed_event, request=id_)
-            self.leases.put_back([id_], self.now() + self._retry_seconds, failed=True)
+            log.exception(self.failed_event, request=id_)
+            self.leases.put_back([id_], self.now() + self.retry_seconds, failed=True)
         finally:
             self._let_go(held)
 

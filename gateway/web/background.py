@@ -708,14 +708,14 @@ class DeferredEndpoints:
             response = error_response(error, {**request.scope, "path": row.path})
         else:
             with folder_errors_told("request"):
-                result = background_requests.decode_result(await requests.answer(row))
-            response = Response(result.content, result.head.status)
-            lines = result.head.header_lines.split("\r\n")
+                head, content = background_requests.decode_result(await requests.answer(row))
+            response = Response(content, head.status)
+            lines = head.header_lines.split("\r\n")
             fields = [line.partition(":")[::2] for line in lines if line]
             kept = {name.lower(): value.strip() for name, value in fields}
             for name in kept.keys() - _OF_CONNECTION:
                 response.headers[name] = kept[name]
-            response.headers["x-request-id"] = result.head.x_request_id
+            response.headers["x-request-id"] = head.x_request_id
         response.headers[REPLAY] = "true"
         # Clients would repeat the question, and have the same answer.
         response.headers["x-should-retry"] = "false"

@@ -327,6 +327,8 @@ async def test_a_large_body_is_run(tmp_path: Path) -> None:
 class Runs(RowRuns[HeldRow]):
     """One that holds a row whose run never ends by itself."""
 
+    retry_seconds, failed_event = 1.0, "failed"
+
     def __init__(self) -> None:
         self.put_back: list[str] = []
         self.fails = False  # whether the end of a cancelled run does
@@ -335,7 +337,7 @@ class Runs(RowRuns[HeldRow]):
             storage=SimpleNamespace(now=lambda: 0.0),
         )
         anything: Any = None
-        super().__init__(leases, anything, anything, 1.0, "failed")
+        super().__init__(leases, anything, anything)
 
     def begin(self) -> asyncio.Task[None]:
         held = self._held["row_1"] = HeldRow(a_row())
