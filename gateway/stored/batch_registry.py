@@ -53,6 +53,7 @@ from gateway.stored.files import (
     Content,
     StoredFile,
     delete_file,
+    file_elsewhere,
     find_file,
     full_owners,
     kept_by,
@@ -827,7 +828,7 @@ class BatchRegistry:
         batch, storage = await self.find(owner, id_, api), self.storage
         with folder_errors_told():
             if batch.folder != await storage.opened():
-                raise _elsewhere("This batch")
+                raise file_elsewhere("This batch")
         kind = "results" if api == results.ANTHROPIC else "error" if errors else "output"
         name = f"{id_}_{kind}.jsonl"
         if not batch.state.ended:
@@ -973,7 +974,7 @@ def _refusal(outcome: str, new: NewBatch, settings: BatchSettings) -> GatewayErr
             param="input_file_id",
         )
     if outcome == "elsewhere":
-        return _elsewhere("The input file")
+        return file_elsewhere("The input file")
     if outcome == "conflict":
         return GatewayError(
             422,
@@ -1019,13 +1020,4 @@ def _results_gone(id_: str) -> GatewayError:
     shown = errors.truncate_echo(id_)
     return GatewayError(
         404, "results_gone", f"The results of '{shown}' were deleted, or have expired."
-    )
-
-
-def _elsewhere(what: str) -> GatewayError:
-    return GatewayError(
-        503,
-        "file_elsewhere",
-        f"{what} is in the folder of another gateway of the same store: ask there.",
-        retryable=False,
     )

@@ -482,12 +482,7 @@ class FileRegistry:
         found, storage = await self.find(owner, id_), self.storage
         with folder_errors_told():
             if found.folder != await storage.opened():
-                raise GatewayError(
-                    503,
-                    "file_elsewhere",
-                    "This file is in the folder of another gateway of the same store: ask there.",
-                    retryable=False,
-                )
+                raise file_elsewhere("This file")
             try:
                 opened = await storage.open_to_read(id_)
             except FileNotFoundError:
@@ -554,6 +549,16 @@ class FileRegistry:
     def close(self) -> None:
         """Begin no more work."""
         self.storage.threads.close()
+
+
+def file_elsewhere(what: str) -> GatewayError:
+    """503: another gateway of the store has it."""
+    return GatewayError(
+        503,
+        "file_elsewhere",
+        f"{what} is in the folder of another gateway of the same store: ask there.",
+        retryable=False,
+    )
 
 
 def file_not_found(id_: str) -> GatewayError:

@@ -166,14 +166,6 @@ async def current_response(log: ResponseLog) -> JsonObject:
     return found
 
 
-@dataclass(slots=True)
-class OutputItem:
-    """An item of the response's output."""
-
-    id: str
-    type: str
-
-
 @dataclass(frozen=True, slots=True)
 class BegunResponse:
     """A response that an earlier run has begun, as far as it was kept."""
@@ -207,7 +199,7 @@ class ResponseEvents:
         self._response = response
         self._suffix = str(response.get("id") or "").rpartition("_")[2]
         self._now = now
-        self._items: list[OutputItem] = []
+        self._items: list[str] = []  # their ids
         self._places: dict[str, int] = {}
         """Places in the output by ids: ours, and those of the node that runs it now."""
         self.begun: BegunResponse | None = None  # what earlier runs have given of its output
@@ -276,9 +268,9 @@ class ResponseEvents:
         self._model = first_run.model
         transcript = await self._threads.run(recorder.transcript)
         self._tokens = transcript.token_count
-        for id_, kind in transcript.item_types.items():
+        for id_ in transcript.item_types:
             self._places[id_] = len(self._items)
-            self._items.append(OutputItem(id_, kind))
+            self._items.append(id_)
         if self._items and not self.ended:
             self.begun = BegunResponse(recorder, first_run)
 
@@ -477,7 +469,7 @@ class ResponseEvents:
         fields: JsonObject = {
             "type": kind,
             "sequence_number": 0,
-            "item_id": self._items[index].id,
+            "item_id": self._items[index],
             "output_index": index,
         }
         if kind.startswith(_CONTENT_EVENTS):
@@ -492,12 +484,12 @@ class ResponseEvents:
             raise InvalidResponse(f"The node's response has more than {MOST_ITEMS} items")
         prefix = _ITEM_PREFIXES.get(kind, "item_")
         own_id = f"{prefix}{self._suffix}{index:04x}"
-        self._items.append(OutputItem(own_id, kind))
+        self._items.append(own_id)
         self._places[node_id] = self._places[own_id] = index
 
     def _own_item(self, item: JsonObject, index: int) -> JsonObject:
         """The item under our ids."""
-        fields: JsonObject = {"id": self._items[index].id}
+        fields: JsonObject = {"id": self._items[index]}
         if "call_id" in item:
             fields["call_id"] = f"call_{self._suffix}{index:04x}"
         return item | fields

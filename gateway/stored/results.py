@@ -24,6 +24,7 @@ import structlog
 from sqlalchemy import Connection
 
 from gateway.api.json_values import JSON_ERRORS, VALUE_DECODER, JsonObject
+from gateway.api.messages import error_type
 from gateway.callers.ledger import Ledger, UsageRow
 from gateway.callers.processes import ProcessIdentity
 from gateway.store.failures import StoreError
@@ -42,18 +43,6 @@ LOST_MESSAGE = "The result of this request can't be read any more."
 # What else `str.splitlines` takes for the end of a line and JSON allows, within strings alone.
 _LINE_ENDS = tuple((one.encode(), f"\\u{ord(one):04x}".encode()) for one in "\x85\u2028\u2029")
 _ANY_JSON = msgspec.json.Decoder(msgspec.Raw)
-
-_ANTHROPIC_ERRORS = {
-    400: "invalid_request_error",
-    401: "authentication_error",
-    402: "billing_error",
-    403: "permission_error",
-    404: "not_found_error",
-    413: "request_too_large",
-    429: "rate_limit_error",
-    504: "timeout_error",
-    529: "overloaded_error",
-}
 
 
 def is_output(api: str, status: int | None) -> bool:
@@ -80,18 +69,13 @@ def response_line(
 
 def broken_line(id_: str, api: str, error: LineError) -> bytes:
     """The line of a line of the input that can't be run."""
-    if api == ANTHROPIC:
-        inner = {"type": "invalid_request_error", "message": error.message}
-        outer = {"type": "error", "error": inner, "request_id": None}
-        result = {"type": "errored", "error": outer}
-        return _line({"custom_id": error.custom_id, "result": result})
     told = {
         "code": error.code,
         "message": error.message,
         "param": error.param,
         "line": error.number,
     }
-    return _line({"id": id_, "custom_id": error.custom_id, "response": None, "error": told})
+    return _error_line(id_, error.custom_id, api, told, "errored", "invalid_request_error")
 
 
 def unanswered_line(
@@ -104,15 +88,21 @@ def unanswered_line(
         code, message, type_ = CANCELLED_CODE, CANCELLED_MESSAGE, "canceled"
     else:
         code, message, type_ = LOST_CODE, LOST_MESSAGE, "errored"
+    told: JsonObject = {"code": code, "message": message}
+    if custom_id is None:
+        told["line"] = number
+    return _error_line(id_, custom_id, api, told, type_, "api_error")
+
+
+def _error_line(
+    id_: str, custom_id: str | None, api: str, told: JsonObject, kind: str, type_: str
+) -> bytes:
+    """A line without a response; `kind` of result and `type_` of error are Anthropic's."""
     if api != ANTHROPIC:
-        told: JsonObject = {"code": code, "message": message}
-        if custom_id is None:
-            told["line"] = number
         return _line({"id": id_, "custom_id": custom_id, "response": None, "error": told})
-    result: JsonObject = {"type": type_}
-    if type_ == "errored":
-        inner = {"type": "api_error", "message": message}
-        result["error"] = {"type": "error", "error": inner, "request_id": None}
+    result: JsonObject = {"type": kind}
+    if kind == "errored":
+        result["error"] = _anthropic_object(type_, told["message"])
     return _line({"custom_id": custom_id, "result": result})
 
 
@@ -130,9 +120,13 @@ def _anthropic_error(status: int, request_id: str, content: bytes) -> JsonObject
             return {"request_id": request_id, **found}
     elif isinstance(inner, str):
         message = inner
-    type_ = _ANTHROPIC_ERRORS.get(status, "invalid_request_error" if status < 500 else "api_error")
-    told = {"type": type_, "message": message or f"The request failed with status {status}."}
-    return {"type": "error", "error": told, "request_id": request_id}
+    message = message or f"The request failed with status {status}."
+    return _anthropic_object(error_type(status), message, request_id)
+
+
+def _anthropic_object(type_: str, message: str, request_id: str | None = None) -> JsonObject:
+    error = {"type": type_, "message": message}
+    return {"type": "error", "error": error, "request_id": request_id}
 
 
 def _as_json(content: bytes) -> msgspec.Raw:
