@@ -17,7 +17,7 @@ import contextlib
 from collections.abc import AsyncGenerator, Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import Any, Final, NamedTuple, TypeVar
+from typing import Any, Final, TypeVar
 
 import msgspec
 import structlog
@@ -25,6 +25,7 @@ from sqlalchemy import Connection, delete, func, select, update
 
 from gateway.api.json_values import JsonObject
 from gateway.callers.ledger import Ledger, UsageRow
+from gateway.config.stored import BatchSettings
 from gateway.errors import GatewayError, truncate_echo
 from gateway.store.failures import StoreError
 from gateway.store.schema import stored_requests
@@ -37,7 +38,6 @@ from gateway.stored.claims import (
     StoredRow,
     UnfinishedWork,
 )
-from gateway.stored.files import Kept
 from gateway.stored.folder import (
     RETRY_AFTER,
     FolderError,
@@ -92,35 +92,28 @@ _IS_BACKGROUND = _ROW.kind.in_([kind.value for kind in BACKGROUND_KINDS])
 EndListener = Callable[[Connection, StoredRow], None]
 
 
-class WaitingUse(NamedTuple):
-    """What one owner has that waits or runs."""
-
-    number: int
-    bytes: int
-
-
-def add_background(
-    connection: Connection, row: StoredRow, most: int, most_bytes: int, most_kept: int
-) -> WaitingUse | Kept | None:
-    """Add a request, unless its owner would have more than it may.
-
-    `most` requests of `most_bytes` may wait or run, and `most_kept` bytes be kept. Returns None if
-    it is added, else what the owner has.
-    """
+def add_background(connection: Connection, row: StoredRow, settings: BatchSettings) -> None:
+    """Add a request. Raises: GatewayError 429, if its owner would have more than it may."""
     files.raise_revision(connection)
     if connection.scalar(select(_ROW.id).where(_ROW.id == row.id)) is not None:
-        return None  # Done again.
+        return  # Done again.
     sums = select(func.count(), func.coalesce(func.sum(_ROW.length), 0)).where(
         *claims.alone_in(row.folder), _ROW.owner == row.owner, claims.IS_WAITING | claims.IS_RUNNING
     )
     number, size = connection.execute(sums).one()
+    most, most_bytes = settings.waiting_per_key, settings.waiting_bytes_per_key
     if number + 1 > most or int(size) + row.length > most_bytes:
-        return WaitingUse(number, int(size))
+        raise GatewayError(
+            429,
+            "rate_limit_exceeded",
+            f"This key has {number} requests of {int(size)} bytes in the background and may have "
+            f"{most} of {most_bytes} bytes.",
+            retry_after=RETRY_AFTER,
+        )
     kept = files.kept_by(connection, row.owner, row.created_at)
-    if kept.bytes + row.length + (row.result_length or 0) > most_kept:
-        return kept
+    if kept.bytes + row.length + (row.result_length or 0) > settings.bytes_per_key:
+        raise files.kept_too_much(kept, settings)
     claims.add_rows(connection, [row])
-    return None
 
 
 def find_background(
@@ -292,7 +285,7 @@ class BackgroundRequests:
     async def add(self, new: NewRequest) -> StoredRow:
         """Take a request. Raises: GatewayError 429, 503, 507."""
         storage = self.storage
-        settings, created_at = storage.settings(), storage.now()
+        created_at = storage.now()
         with folder_errors_told("request"):
             folder = await storage.opened()
             name = await storage.threads.run(storage.folder.write_new, REQUEST, new.body)
@@ -322,27 +315,10 @@ class BackgroundRequests:
         if log_name is not None:
             row = replace(row, result_offset=0, result_length=log_bytes)
         try:
-            used = await storage.add_surely(
-                partial(self._remove_files, row),
-                add_background,
-                row,
-                settings.waiting_per_key,
-                settings.waiting_bytes_per_key,
-                settings.bytes_per_key,
-            )
+            remove = partial(self._remove_files, row)
+            await storage.add_surely(remove, add_background, row, storage.settings())
         finally:
             self.work.added()  # It may have its row, though the store has not said so.
-        if used is not None:
-            await self._remove_files(row)
-            if isinstance(used, Kept):
-                raise files.kept_too_much(used, settings)
-            raise GatewayError(
-                429,
-                "rate_limit_exceeded",
-                f"This key has {used.number} requests of {used.bytes} bytes in the background and "
-                f"may have {settings.waiting_per_key} of {settings.waiting_bytes_per_key} bytes.",
-                retry_after=RETRY_AFTER,
-            )
         self.wakes.set()
         return row
 

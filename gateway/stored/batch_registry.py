@@ -688,33 +688,23 @@ class BatchRegistry:
 
         Raises: GatewayError 400, 422 (that key with another request), 429.
         """
+        undo = partial(self._discard, new)
         try:
             batch = await self._new(new)
         except GatewayError:
-            await self._discard(new)
+            await undo()
             raise
-        settings = self.storage.settings()
         try:
-            done = await self.storage.add_surely(
-                partial(self._discard, new),
-                batch_rows.add_batch,
-                batch,
-                settings.batches_per_key,
-                settings.bytes_per_key,
+            added = await self.storage.add_surely(
+                undo, batch_rows.add_batch, batch, self.storage.settings()
             )
         finally:
             self.upkeep.work.added()  # It may be there, though the store has not said so.
-        if done.outcome == "added":
-            assert done.batch is not None
+        if added.id == batch.id:
             self.upkeep.wake()
-            return done.batch
-        await self._discard(new)
-        if done.outcome == "again":
-            assert done.batch is not None
-            return done.batch
-        if done.kept is not None:
-            raise kept_too_much(done.kept, settings)
-        raise _refusal(done.outcome, new, settings)
+        else:
+            await undo()
+        return added
 
     async def check_room(self, owner: str, size: int) -> None:
         """Refuse requests that there is no room for. Raises: GatewayError 429, 503."""
@@ -958,38 +948,6 @@ def _seconds_of(window: str | None, settings: BatchSettings) -> float:
             param="completion_window",
         )
     return seconds
-
-
-def _refusal(outcome: str, new: NewBatch, settings: BatchSettings) -> GatewayError:
-    shown = errors.truncate_echo(new.input_file or "")
-    if outcome == "no_file":
-        return GatewayError(
-            400, "file_not_found", f"No such File object: {shown}", param="input_file_id"
-        )
-    if outcome == "wrong_purpose":
-        return GatewayError(
-            400,
-            "invalid_value",
-            f"The file '{shown}' was not uploaded for a batch: upload it with the purpose 'batch'.",
-            param="input_file_id",
-        )
-    if outcome == "elsewhere":
-        return file_elsewhere("The input file")
-    if outcome == "conflict":
-        return GatewayError(
-            422,
-            "idempotency_key_reused",
-            "This Idempotency-Key was sent before with another request: send a new key with a new "
-            "request.",
-            retryable=False,
-        )
-    return GatewayError(
-        429,
-        "too_many_batches",
-        f"This key has {settings.batches_per_key} batches that have not ended, and may have no "
-        "more: wait for the end of one, or cancel it.",
-        retryable=False,
-    )
 
 
 def _found(batch: Batch | None, id_: str, api: str) -> Batch:

@@ -14,11 +14,13 @@ from typing import Any, Final, Literal, NamedTuple
 
 from sqlalchemy import ColumnElement, Connection, delete, func, literal, select, update
 
+from gateway.config.stored import BatchSettings
+from gateway.errors import GatewayError, truncate_echo
 from gateway.store.database import Rows, insert_for
 from gateway.store.schema import batches, stored_requests
 from gateway.stored import claims, files
 from gateway.stored.claims import BatchState, RequestState, WorkLeft
-from gateway.stored.files import Kept, StoredFile
+from gateway.stored.files import StoredFile
 
 PREFIXES = {"batch_": "openai", "msgbatch_": "anthropic"}  # of ids, and the API of such batches
 INPUT_PURPOSE = "batch"  # purpose of a file that a batch may read
@@ -89,21 +91,6 @@ class Batch(AskedBatch):
 # Is told of a batch that ends, in the transaction in which it does.
 EndListener = Callable[[Connection, Batch], None]
 
-# `again`: the same idempotency key with the same request; `conflict`: with another one;
-# `elsewhere`: the input file is in the folder of another gateway; `full`: its owner keeps as much
-# as it may.
-AddOutcome = Literal[
-    "added", "again", "conflict", "no_file", "wrong_purpose", "elsewhere", "too_many", "full"
-]
-
-
-class BatchAdded(NamedTuple):
-    """What became of a new batch."""
-
-    outcome: AddOutcome
-    batch: Batch | None  # the new one, or the earlier one with the same idempotency key
-    kept: Kept | None = None  # what the owner keeps, if it is `full`
-
 
 class BatchPage(NamedTuple):
     """Some batches, the newest first."""
@@ -127,43 +114,67 @@ _SHOWN: Final = _BATCH.deleted_at.is_(None)
 # Add.
 
 
-def add_batch(
-    connection: Connection, batch: Batch, most_unfinished: int, most_bytes: int
-) -> BatchAdded:
-    """Add a batch, unless its owner has too many unfinished ones, or no room.
+def add_batch(connection: Connection, batch: Batch, settings: BatchSettings) -> Batch:
+    """Add a batch; returns it, or the earlier one with the same idempotency key.
 
-    `most_bytes`: of all that the owner keeps.
+    Raises: GatewayError 400, 422 (that key with another request), 429, 503.
     """
     # Until the end of the transaction the input file can't be deleted.
     files.raise_revision(connection)
     earlier = _find(connection, _BATCH.id == batch.id)
     if earlier is not None:
-        return BatchAdded("added", earlier)  # Done again.
+        return earlier  # Done again.
     if batch.idempotency_key is not None:
         key = _BATCH.idempotency_key == batch.idempotency_key
         earlier = _find(connection, _BATCH.owner == batch.owner, key)
-        if earlier is not None:
-            is_same = earlier.request_digest == batch.request_digest
-            return BatchAdded("again" if is_same else "conflict", earlier)
+    if earlier is not None:
+        if earlier.request_digest == batch.request_digest:
+            return earlier
+        raise GatewayError(
+            422,
+            "idempotency_key_reused",
+            "This Idempotency-Key was sent before with another request: send a new key with a new "
+            "request.",
+            retryable=False,
+        )
     if batch.input_file is not None:
-        file = files.find_file(connection, batch.owner, batch.input_file, batch.created_at)
-        if file is None:
-            return BatchAdded("no_file", None)
-        if file.purpose != INPUT_PURPOSE:
-            return BatchAdded("wrong_purpose", None)
-        if file.folder != batch.folder:
-            return BatchAdded("elsewhere", None)
+        _check_input(connection, batch, batch.input_file)
     unfinished_ones = select(func.count()).where(
         _BATCH.owner == batch.owner, _BATCH.ended_at.is_(None)
     )
-    if (connection.scalar(unfinished_ones) or 0) >= most_unfinished:
-        return BatchAdded("too_many", None)
+    if (connection.scalar(unfinished_ones) or 0) >= settings.batches_per_key:
+        raise GatewayError(
+            429,
+            "too_many_batches",
+            f"This key has {settings.batches_per_key} batches that have not ended, and may have no "
+            "more: wait for the end of one, or cancel it.",
+            retryable=False,
+        )
     kept = files.kept_by(connection, batch.owner, batch.created_at)
     # Its results need room too.
-    if kept.bytes + max(1, batch.requests_bytes) > most_bytes:
-        return BatchAdded("full", None, kept)
+    if kept.bytes + max(1, batch.requests_bytes) > settings.bytes_per_key:
+        raise files.kept_too_much(kept, settings)
     connection.execute(insert_for(connection)(batches).values(**_BATCHES.values(batch)))
-    return BatchAdded("added", batch)
+    return batch
+
+
+def _check_input(connection: Connection, batch: Batch, id_: str) -> None:
+    """Raises: GatewayError 400, 503, if the batch can't read this file."""
+    file = files.find_file(connection, batch.owner, id_, batch.created_at)
+    shown = truncate_echo(id_)
+    if file is None:
+        raise GatewayError(
+            400, "file_not_found", f"No such File object: {shown}", param="input_file_id"
+        )
+    if file.purpose != INPUT_PURPOSE:
+        raise GatewayError(
+            400,
+            "invalid_value",
+            f"The file '{shown}' was not uploaded for a batch: upload it with the purpose 'batch'.",
+            param="input_file_id",
+        )
+    if file.folder != batch.folder:
+        raise files.file_elsewhere("The input file")
 
 
 # Read.

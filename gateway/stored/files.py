@@ -232,20 +232,19 @@ def read_files(
     return FilePage(found[:limit], len(found) > limit)
 
 
-def add_upload(
-    connection: Connection, file: StoredFile, most_files: int, most_bytes: int
-) -> Kept | None:
-    """Add a file, unless its owner would have more than it may; `most_bytes`: of all that it keeps.
-
-    Returns None if it is added, else what the owner has.
-    """
+def add_upload(connection: Connection, file: StoredFile, settings: BatchSettings) -> None:
+    """Add a file. Raises: GatewayError 429, if its owner would have more than it may."""
     raise_revision(connection)
-    kept = kept_by(connection, file.owner, file.created_at)
-    if kept.files + 1 > most_files or kept.bytes + file.bytes > most_bytes:
-        known = connection.scalar(select(files.c.id).where(files.c.id == file.id))
-        return None if known is not None else kept
+    if connection.scalar(select(files.c.id).where(files.c.id == file.id)) is not None:
+        return  # Done again.
+    check_upload(kept_by(connection, file.owner, file.created_at), file.bytes, settings)
     add_file(connection, file)
-    return None
+
+
+def check_upload(kept: Kept, size: int, settings: BatchSettings) -> None:
+    """Raises: GatewayError 429, if who keeps that may not have one file of this size more."""
+    if kept.files + 1 > settings.files_per_key or kept.bytes + size > settings.bytes_per_key:
+        raise kept_too_much(kept, settings, for_file=True)
 
 
 def add_file(connection: Connection, file: StoredFile) -> None:
@@ -415,11 +414,7 @@ class FileRegistry:
         with self._uploads.one_more(owner):
             # What could not be kept is refused before it is sent.
             kept = await storage.read_for_caller(kept_by, owner, storage.now())
-            if (
-                kept.files + 1 > settings.files_per_key
-                or kept.bytes + (size or 0) > settings.bytes_per_key
-            ):
-                raise kept_too_much(kept, settings, for_file=True)
+            check_upload(kept, size or 0, settings)
             new = await storage.open_new(FILE, size)
             try:
                 yield Upload(owner, new, kept, settings)
@@ -447,12 +442,7 @@ class FileRegistry:
         async def remove() -> None:
             await storage.on_disk(storage.folder.delete, id_)
 
-        kept_before = await storage.add_surely(
-            remove, add_upload, file, settings.files_per_key, settings.bytes_per_key
-        )
-        if kept_before is not None:
-            await remove()
-            raise kept_too_much(kept_before, settings, for_file=True)
+        await storage.add_surely(remove, add_upload, file, settings)
         return file
 
     async def find(self, owner: str, id_: str) -> StoredFile:

@@ -691,7 +691,7 @@ class Storage:
     ) -> T:
         """Add a row, again while the store does not answer; `undo` removes its files if it refuses.
 
-        Raises: GatewayError 503.
+        Raises: GatewayError 503; the job's own error.
         """
         with store_errors_told():
             for pause in (*ADD_PAUSES, None):
@@ -703,7 +703,7 @@ class Storage:
                     if pause is None:
                         raise
                     await asyncio.sleep(pause)
-                except StoreError:
+                except Exception:
                     await undo()
                     raise
         raise AssertionError

@@ -9,6 +9,7 @@ from typing import Any, Concatenate, ParamSpec, TypeVar
 from sqlalchemy import Connection
 
 from gateway.callers.ledger import ROW_COLUMNS
+from gateway.config.stored import BatchSettings
 from gateway.store.failures import StoreLocked
 from gateway.store.schema import stored_requests
 from gateway.store.store import Store
@@ -50,6 +51,11 @@ def once_unlocked(job: Callable[[], T]) -> T:
     while True:
         with contextlib.suppress(StoreLocked):
             return job()
+
+
+def limits(**values: Any) -> BatchSettings:
+    """Settings with these limits, which need not go together, and with wide others."""
+    return BatchSettings().model_copy(update={"bytes_per_key": 1 << 40, **values})
 
 
 def batch_id(number: int = 1) -> str:
@@ -104,7 +110,7 @@ def find_row(connection: Connection, owner: str, id_: str, kind: RequestKind) ->
 
 def begin(store: Store, batch: Batch, lines: list[StoredRow], model: str | None = "demo") -> None:
     """Add a batch with its lines, and let them run."""
-    assert store.run_now(job(add_batch, batch, 1000, 1 << 40)).outcome == "added"
+    store.run_now(job(add_batch, batch, limits(batches_per_key=1000)))
     for at in range(0, len(lines), 500):
         some = lines[at : at + 500]
         assert do(store, add_rows, some)

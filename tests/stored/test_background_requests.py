@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 from sqlalchemy import Connection, update
 
+from gateway.errors import GatewayError
 from gateway.http.request_head import ANONYMOUS_OWNER
 from gateway.store.database import locate_store
 from gateway.store.schema import stored_requests
@@ -22,7 +23,6 @@ from gateway.stored.background_requests import (
     ORPHAN_SECONDS,
     DeferredHead,
     NewRequest,
-    WaitingUse,
     add_background,
     decode_result,
     delete_background,
@@ -36,6 +36,7 @@ from gateway.stored.folder import ID_FILE, FolderError, job
 from tests.emulator import EmulatedNode
 from tests.gateways import Running, running_gateway, until
 from tests.polling import eventually
+from tests.stored.stored_rows import limits
 
 KIND = RequestKind.DEFERRED
 
@@ -58,12 +59,15 @@ def test_requests_are_bounded_cancelled_once_and_deleted(tmp_path: Path) -> None
         ended.append(found.id)
 
     try:
-        assert store.run_now(job(add_background, row(1), 2, 100, 1 << 40)) is None
-        assert store.run_now(job(add_background, row(1), 2, 100, 1 << 40)) is None
-        assert store.run_now(job(add_background, row(2), 2, 15, 1 << 40)) == WaitingUse(1, 10)
-        assert store.run_now(job(add_background, row(2), 2, 100, 1 << 40)) is None
-        assert store.run_now(job(add_background, row(3), 2, 100, 1 << 40)) == WaitingUse(2, 20)
-        assert store.run_now(job(add_background, row(3, "k2"), 2, 100, 1 << 40)) is None
+        most = limits(waiting_per_key=2, waiting_bytes_per_key=100)
+        for _ in range(2):
+            store.run_now(job(add_background, row(1), most))
+        with pytest.raises(GatewayError, match="1 requests of 10 bytes"):
+            store.run_now(job(add_background, row(2), limits(waiting_bytes_per_key=15)))
+        store.run_now(job(add_background, row(2), most))
+        with pytest.raises(GatewayError, match="2 requests of 20 bytes"):
+            store.run_now(job(add_background, row(3), most))
+        store.run_now(job(add_background, row(3, "k2"), most))
         owners = store.run_now(lambda c: waiting_owners(c, "folder", 5.0))
         assert sorted(owners) == [("k1", KIND), ("k2", KIND)]
         for _ in range(2):

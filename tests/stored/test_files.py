@@ -26,7 +26,6 @@ from gateway.stored.claims import BatchState, RequestKind, StoredRow
 from gateway.stored.files import (
     ORPHAN_SECONDS,
     FileRegistry,
-    Kept,
     correct_log_sizes,
     full_owners,
     kept_by,
@@ -35,6 +34,7 @@ from gateway.stored.files import (
 from gateway.stored.folder import ID_FILE, DiskThreads, Folder, Storage, job
 from tests.store.stores import LIMIT, opened
 from tests.stored.batch_place import HOUR, BatchPlace, answer, batch_place, count, jsonl, line
+from tests.stored.stored_rows import limits
 
 DAY = 86400.0
 
@@ -501,10 +501,12 @@ def test_requests_in_the_background_count_with_their_logs(store_url: str) -> Non
         def bytes_of(owner: str = "alice") -> int:
             return store.run_now(partial(kept_by, owner=owner, now=1.0)).bytes
 
+        most = limits(bytes_per_key=200)
         for _ in range(2):  # Done again it counts once.
-            assert store.run_now(job(add_background, a_request(1), 9, 1 << 30, 200)) is None
-        assert store.run_now(job(add_background, a_request(2, 11), 9, 1 << 30, 200)) == Kept(0, 100)
-        assert store.run_now(job(add_background, a_request(2), 9, 1 << 30, 200)) is None
+            store.run_now(job(add_background, a_request(1), most))
+        with pytest.raises(GatewayError, match="keeps 100 bytes"):
+            store.run_now(job(add_background, a_request(2, 11), most))
+        store.run_now(job(add_background, a_request(2), most))
         assert (bytes_of(), bytes_of("bob")) == (200, 0)
         sizes = {a_request(1).id: 500, "resp_unknown": 9}
         store.run_now(partial(note_log_sizes, sizes=sizes, running=True))
@@ -534,7 +536,7 @@ async def test_two_processes_together_keep_no_more_than_one_may(
         places = (one, two)
         uploads = [here.upload(b"x" * 100) for _ in range(8) for here in places]
         requests = [
-            places[n % 2].store.run(job(add_background, a_request(n), 99, 1 << 30, KB))
+            places[n % 2].store.run(job(add_background, a_request(n), limits(bytes_per_key=KB)))
             for n in range(8)
         ]  # fmt: skip
         ended = await asyncio.gather(*uploads, *requests, return_exceptions=True)

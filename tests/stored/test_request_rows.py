@@ -53,6 +53,7 @@ from tests.stored.stored_rows import (
     claim,
     do,
     find_row,
+    limits,
     numbers,
 )
 
@@ -231,7 +232,7 @@ def place(store_url: str, tmp_path: Path) -> Iterator[Place]:
 
 
 def add_request(store: Store, number: int = 1) -> None:
-    assert store.run_now(job(add_background, alone(number), 100, 1 << 20, 1 << 30)) is None
+    store.run_now(job(add_background, alone(number), limits()))
 
 
 async def test_the_store_is_not_asked_again_until_this_process_has_added_something(
@@ -286,7 +287,7 @@ async def test_what_waits_runs_or_has_not_ended_is_work(place: Place) -> None:
         work.added()
         return await work.exists()
 
-    assert store.run_now(job(add_batch, a_batch(), 10, 1 << 30)).outcome == "added"
+    store.run_now(job(add_batch, a_batch(), limits()))
     assert await exists()
     do(store, end_batches)
     assert not await exists()
