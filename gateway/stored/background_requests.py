@@ -15,7 +15,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 from collections.abc import AsyncGenerator, Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field, fields, replace
 from functools import partial
 from typing import Any, Final, TypeVar
 
@@ -31,6 +31,7 @@ from gateway.store.failures import StoreError
 from gateway.store.schema import stored_requests
 from gateway.stored import claims, files
 from gateway.stored.claims import (
+    AskedRow,
     Pick,
     RecordedResult,
     RequestKind,
@@ -239,24 +240,13 @@ log = structlog.get_logger()
 T = TypeVar("T")
 
 
-@dataclass(frozen=True, slots=True)
-class NewRequest:
+@dataclass(frozen=True, slots=True, kw_only=True)
+class NewRequest(AskedRow):
     """What is to be run later. `owner` is the id of a key."""
 
-    kind: RequestKind
-    owner: str
-    path: str
     body: bytes
-    class_: str
     seconds: float  # within which it must have ended
     keep_seconds: float  # for how long its result is kept
-    group_name: str | None = None
-    user: str | None = None
-    model: str | None = None
-    stream: bool = False
-    webhook_url: str | None = None
-    prompt_tokens: int = 0
-    max_tokens: int = 0
     echoed: JsonObject | None = None  # the fields that a response repeats
 
 
@@ -306,14 +296,12 @@ class BackgroundRequests:
                 raise
         deadline = created_at + new.seconds
         row = StoredRow(
-            id_, new.kind, new.owner, new.path, name, 0, len(new.body), created_at,
-            deadline + new.keep_seconds, folder, new.class_,
-            group_name=new.group_name, user=new.user, model=new.model, stream=new.stream,
-            webhook_url=new.webhook_url, prompt_tokens=new.prompt_tokens,
-            max_tokens=new.max_tokens, deadline=deadline, result_place=log_name,
+            **{one.name: getattr(new, one.name) for one in fields(AskedRow)},
+            id=id_, place=name, offset=0, length=len(new.body), created_at=created_at,
+            keep_until=deadline + new.keep_seconds, folder=folder, deadline=deadline,
+            result_place=log_name, result_offset=None if log_name is None else 0,
+            result_length=None if log_name is None else log_bytes,
         )  # fmt: skip
-        if log_name is not None:
-            row = replace(row, result_offset=0, result_length=log_bytes)
         try:
             remove = partial(self._remove_files, row)
             await storage.add_surely(remove, add_background, row, storage.settings())

@@ -21,7 +21,7 @@ import io
 import secrets
 from collections import OrderedDict
 from collections.abc import AsyncIterator, Callable, Coroutine, Iterable, Sequence
-from dataclasses import KW_ONLY, dataclass, field, fields, replace
+from dataclasses import KW_ONLY, dataclass, field, fields
 from functools import partial
 from typing import Any, TypeVar
 
@@ -190,6 +190,7 @@ STEP_BATCHES = 100  # batches that are removed in one step
 # Seconds between two rounds of removing files that no batch needs any more, and the age from which
 # on they are: somebody may read the results of a batch that has just ended.
 CLEAN_SECONDS = 600.0
+_OF_LINES = tuple(one.name for one in fields(LineSpec))
 _ENDING = frozenset({BatchState.FINALIZING, BatchState.CANCELLING})
 _STORAGE = frozenset({results.STORAGE_FULL, results.STORAGE_UNAVAILABLE})
 
@@ -476,47 +477,27 @@ class BatchUpkeep:
             errors.append(self.storage.folder.open_appended(results.RESULTS))
         offset = errors[0].append(b"".join(broken)) if broken else 0
         lengths, rows = map(len, broken), list[StoredRow]()
+        of_batch: dict[str, Any] = {
+            "kind": RequestKind.LINE, "owner": batch.owner, "path": batch.endpoint,
+            "place": input_place(batch), "created_at": batch.created_at,
+            "keep_until": batch.keep_until, "folder": batch.folder, "class_": batch.class_,
+            "batch": batch.id, "group_name": batch.group_name, "user": batch.user,
+            "deadline": batch.expires_at,
+        }  # fmt: skip
         for line in lines:
-            row = StoredRow(
-                id=claims.line_id(batch.id, line.number),
-                kind=RequestKind.LINE,
-                owner=batch.owner,
-                path=batch.endpoint,
-                place=input_place(batch),
-                offset=line.offset,
-                length=line.length,
-                created_at=batch.created_at,
-                keep_until=batch.keep_until,
-                folder=batch.folder,
-                class_=batch.class_,
-                batch=batch.id,
-                number=line.number,
-                group_name=batch.group_name,
-                user=batch.user,
-                deadline=batch.expires_at,
-            )
+            told: dict[str, Any]
             if isinstance(line, LineSpec):
-                row = replace(
-                    row,
-                    custom_id=line.custom_id,
-                    model=line.model,
-                    prompt_tokens=line.prompt_tokens,
-                    max_tokens=line.max_tokens,
-                    prefix=line.prefix,
-                )
+                told = {name: getattr(line, name) for name in _OF_LINES}
             else:
-                row = replace(
-                    row,
-                    custom_id=line.custom_id if line.is_first else None,
-                    state=RequestState.FAILED,
-                    ended_at=self.storage.now(),
-                    error_code=line.code,
-                    result_place=errors[0].name,
-                    result_offset=offset,
-                    result_length=next(lengths),
-                )
-                offset += row.result_length or 0
-            rows.append(row)
+                told = {
+                    "number": line.number, "offset": line.offset, "length": line.length,
+                    "custom_id": line.custom_id if line.is_first else None,
+                    "state": RequestState.FAILED, "ended_at": self.storage.now(),
+                    "error_code": line.code, "result_place": errors[0].name,
+                    "result_offset": offset, "result_length": next(lengths),
+                }  # fmt: skip
+                offset += told["result_length"]
+            rows.append(StoredRow(id=claims.line_id(batch.id, line.number), **of_batch, **told))
         return rows
 
     async def _fail(

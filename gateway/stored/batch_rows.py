@@ -121,12 +121,12 @@ def add_batch(connection: Connection, batch: Batch, settings: BatchSettings) -> 
     """
     # Until the end of the transaction the input file can't be deleted.
     files.raise_revision(connection)
-    earlier = _find(connection, _BATCH.id == batch.id)
+    earlier = _BATCHES.one(connection, _BATCH.id == batch.id)
     if earlier is not None:
         return earlier  # Done again.
     if batch.idempotency_key is not None:
         key = _BATCH.idempotency_key == batch.idempotency_key
-        earlier = _find(connection, _BATCH.owner == batch.owner, key)
+        earlier = _BATCHES.one(connection, _BATCH.owner == batch.owner, key)
     if earlier is not None:
         if earlier.request_digest == batch.request_digest:
             return earlier
@@ -184,7 +184,7 @@ def find_batch(
     connection: Connection, owner: str | None, id_: str, api: str | None = None
 ) -> Batch | None:
     """The owner's batch of this API, or of both; `owner`: None: whoever owns it."""
-    return _find(connection, *_of_owner(owner, id_, api))
+    return _BATCHES.one(connection, *_of_owner(owner, id_, api))
 
 
 def read_batches(
@@ -287,7 +287,7 @@ def begin_batch(
         "result_bytes": _result_bytes(connection, id_) if failed else 0,
     }  # fmt: skip
     if claims.lock_batch(connection, id_) is not BatchState.VALIDATING:
-        return _find(connection, _BATCH.id == id_)
+        return _BATCHES.one(connection, _BATCH.id == id_)
     if failed == total:
         return _move(connection, id_, BatchState.FINALIZING, {**changes, "finalizing_at": now})
     return _move(connection, id_, BatchState.IN_PROGRESS, changes)
@@ -338,7 +338,7 @@ def cancel_batch(
     cancelled = _move(connection, id_, BatchState.CANCELLING, changes)
     if cancelled is not None and cancelled.state is BatchState.CANCELLING:
         claims.end_waiting_lines(connection, id_, RequestState.CANCELLED, now, limit)
-    return _find(connection, _BATCH.id == id_)
+    return _BATCHES.one(connection, _BATCH.id == id_)
 
 
 def pause_batch(
@@ -353,7 +353,7 @@ def pause_batch(
         *conditions, _BATCH.ended_at.is_(None), _BATCH.paused_at.is_(None)
     )
     connection.execute(changed.values(paused_at=now, pause_reason=reason))
-    return _find(connection, *conditions)
+    return _BATCHES.one(connection, *conditions)
 
 
 def resume_batch(
@@ -369,7 +369,7 @@ def resume_batch(
     if reasons is not None:
         changed = changed.where(_BATCH.pause_reason.in_(reasons))
     connection.execute(changed.values(paused_at=None, pause_reason=None))
-    return _find(connection, *conditions)
+    return _BATCHES.one(connection, *conditions)
 
 
 def _of_owner(owner: str | None, id_: str, api: str | None) -> list[ColumnElement[bool]]:
@@ -399,7 +399,7 @@ def begin_finalizing(
     if state is BatchState.CANCELLING:
         first = update(batches).where(_BATCH.id == id_, _BATCH.finalizing_at.is_(None))
         connection.execute(first.values(finalizing_at=now))
-        return _find(connection, _BATCH.id == id_)
+        return _BATCHES.one(connection, _BATCH.id == id_)
     return _move(connection, id_, BatchState.FINALIZING, {"finalizing_at": now})
 
 
@@ -416,7 +416,7 @@ def end_batch(
     None: it is not `finalizing`, or has ended with other files, so that these can be discarded.
     """
     claims.lock_batch(connection, id_)
-    batch = _find(connection, _BATCH.id == id_)
+    batch = _BATCHES.one(connection, _BATCH.id == id_)
     if batch is None or batch.finalizing_at is None:
         return None
     names = tuple(None if file is None else file.id for file in (output, error_file))
@@ -545,11 +545,7 @@ def _move(
     before = [one.value for one in claims.BEFORE[state]]
     moved = update(batches).where(_BATCH.id == id_, _BATCH.state.in_(before))
     connection.execute(moved.values(state=state.value, **changes))
-    return _find(connection, _BATCH.id == id_)
-
-
-def _find(connection: Connection, *conditions: ColumnElement[bool]) -> Batch | None:
-    return _BATCHES.one(connection, *conditions)
+    return _BATCHES.one(connection, _BATCH.id == id_)
 
 
 SAMPLE_SECONDS = 5.0  # seconds between two looks at what a batch has done

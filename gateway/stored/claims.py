@@ -123,23 +123,13 @@ _ROW: Final = stored_requests.c
 
 
 @dataclass(frozen=True, slots=True)
-class StoredRow:
-    """A stored request. Its body is `length` bytes of the folder's file `place`."""
+class AskedRow:
+    """What is asked of a stored request."""
 
-    id: str  # also that of the ledger's row
     kind: RequestKind
     owner: str
     path: str  # A path of `ROUTES`
-    place: str
-    offset: int
-    length: int
-    created_at: float  # Unix time, as all times here
-    keep_until: float
-    folder: str
     class_: str = "batch"  # the label of its class
-    batch: str | None = None
-    number: int | None = None  # of its line in the input, from 1
-    custom_id: str | None = None  # None: the line has none, or an earlier line has the same
     group_name: str | None = None
     user: str | None = None
     model: str | None = None  # as its body names it
@@ -147,6 +137,22 @@ class StoredRow:
     webhook_url: str | None = None
     prompt_tokens: int = 0  # estimated
     max_tokens: int = 0  # 0: its body names none
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StoredRow(AskedRow):
+    """A stored request. Its body is `length` bytes of the folder's file `place`."""
+
+    id: str  # also that of the ledger's row
+    place: str
+    offset: int
+    length: int
+    created_at: float  # Unix time, as all times here
+    keep_until: float
+    folder: str
+    batch: str | None = None
+    number: int | None = None  # of its line in the input, from 1
+    custom_id: str | None = None  # None: the line has none, or an earlier line has the same
     prefix: int = 0  # equal for prompts that begin alike; 0: too short to matter
     state: RequestState = RequestState.WAITING
     attempts: int = 0  # runs that nodes have failed

@@ -324,15 +324,15 @@ PIECE_BYTES = 256 << 10  # bytes that are read from the disk, and sent, at a tim
 log = structlog.get_logger()
 
 
+@dataclass(slots=True, eq=False)
 class Upload:
     """A file that a caller is sending. Blocks: call it on a thread."""
 
-    def __init__(self, owner: str, new: NewFile, kept: Kept, settings: BatchSettings) -> None:
-        self.owner = owner
-        self.new = new
-        self._kept = kept  # what the owner had at the beginning
-        self._settings = settings
-        self._digest = hashlib.sha256()
+    owner: str
+    new: NewFile
+    kept: Kept  # what the owner had at the beginning
+    settings: BatchSettings
+    _digest: hashlib._Hash = field(default_factory=hashlib.sha256)
 
     @property
     def sha256(self) -> str:
@@ -341,11 +341,11 @@ class Upload:
 
     def write(self, data: bytes) -> None:
         """Add bytes. Raises: GatewayError 413, 429, FolderError."""
-        size, settings = self.new.size + len(data), self._settings
+        size, settings = self.new.size + len(data), self.settings
         if size > settings.file_bytes:
             raise file_too_large(settings.file_bytes)
-        if self._kept.bytes + size > settings.bytes_per_key:
-            raise kept_too_much(self._kept, settings)
+        if self.kept.bytes + size > settings.bytes_per_key:
+            raise kept_too_much(self.kept, settings)
         self.new.write(data)
         self._digest.update(data)
 

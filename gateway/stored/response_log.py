@@ -154,32 +154,15 @@ def grow_logs(folder: Folder, extents: Mapping[str, Extent]) -> set[str]:
     return lost
 
 
-def find_event(folder: Folder, name: str, extent_offset: int, skipped: int) -> int:
-    """Where the event begins that comes `skipped` events behind the one at `extent_offset`.
+def find_event(folder: Folder, name: str, offset: int, end: int, skipped: int) -> int:
+    """Where the event begins that comes `skipped` events behind the one at `offset`.
 
-    Raises: FileNotFoundError, FolderError.
+    `end`: of the events among which it is. Raises: FileNotFoundError, FolderError.
     """
-    offset, tail = extent_offset, b""
-    with folder.open_to_read(name) as file, folder.translated_errors():
-        while skipped:
-            piece = os.pread(file.fileno(), PIECE_BYTES, offset + len(tail))
-            if not piece:
-                raise FolderError(f"{folder.path(name)} is too short", "put back a copy of it")
-            data = tail + piece
-            count = data.count(b"\n\n")
-            if count < skipped:
-                end = data.rfind(b"\n\n") + 2
-                if end < 2:
-                    # One event larger than a piece: its end may be cut in two.
-                    offset, tail = offset + len(data) - 1, data[-1:]
-                else:
-                    offset, tail, skipped = offset + end, data[end:], skipped - count
-                continue
-            at = 0
-            for _ in range(skipped):
-                at = data.index(b"\n\n", at) + 2
-            return offset + at
-    return offset
+    data, at = folder.read(name, offset, end - offset), 0
+    for _ in range(skipped):
+        at = data.index(b"\n\n", at) + 2
+    return offset + at
 
 
 @dataclass(frozen=True, slots=True)
@@ -417,7 +400,10 @@ class ResponseLog:
         known, offset = extent.index[at]
         if known == number:
             return offset
-        return await logs.threads.run(find_event, logs.folder, self.name, offset, number - known)
+        end = extent.index[at + 1][1] if at + 1 < len(extent.index) else extent.size
+        return await logs.threads.run(
+            find_event, logs.folder, self.name, offset, end, number - known
+        )
 
     async def wait(self, offset: int) -> bool:
         """Wait for bytes behind `offset`; False: there was silence for `SILENCE_SECONDS`.

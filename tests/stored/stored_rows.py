@@ -81,7 +81,7 @@ def a_line(number: int, batch: Batch | None = None, **values: Any) -> StoredRow:
         "folder": batch.folder, "batch": batch.id, "number": number, "custom_id": f"c{number}",
         "model": "demo", "prompt_tokens": 10, "max_tokens": 20, "deadline": batch.expires_at,
     }  # fmt: skip
-    return StoredRow(line_id(batch.id, number), **{**given, **values})
+    return StoredRow(id=line_id(batch.id, number), **{**given, **values})
 
 
 def alone(number: int, **values: Any) -> StoredRow:
@@ -92,13 +92,23 @@ def alone(number: int, **values: Any) -> StoredRow:
         "keep_until": NOW + DAY, "folder": FOLDER, "class_": "normal", "model": "demo",
     }  # fmt: skip
     id_ = new_id("resp_", NOW + number, lambda count: "cd" * count)
-    return StoredRow(id_, **{**given, **values})
+    return StoredRow(id=id_, **{**given, **values})
 
 
 def to_run(id_: str, owner: str, path: str, **values: Any) -> StoredRow:
     """A request that is run without a store."""
     return StoredRow(
-        id_, RequestKind.DEFERRED, owner, path, "requests-1", 0, 0, NOW, NOW + DAY, FOLDER, **values
+        RequestKind.DEFERRED,
+        owner,
+        path,
+        id=id_,
+        place="requests-1",
+        offset=0,
+        length=0,
+        created_at=NOW,
+        keep_until=NOW + DAY,
+        folder=FOLDER,
+        **values,
     )
 
 

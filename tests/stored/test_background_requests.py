@@ -43,8 +43,9 @@ KIND = RequestKind.DEFERRED
 
 def row(number: int, owner: str = "k1") -> StoredRow:
     return StoredRow(
-        f"bg_{number:032x}", KIND, owner, "/v1/completions", f"request-{number:032x}", 0, 10,
-        float(number), 100.0, "folder", "normal", deadline=50.0,
+        KIND, owner, "/v1/completions", "normal", id=f"bg_{number:032x}", offset=0, length=10,
+        place=f"request-{number:032x}", created_at=float(number), keep_until=100.0,
+        folder="folder", deadline=50.0,
     )  # fmt: skip
 
 
@@ -107,8 +108,9 @@ async def test_late_requests_end_and_old_ones_are_removed_with_their_files(tmp_p
         requests = running.gateway.background.requests
         assert requests is not None
         new = NewRequest(
-            RequestKind.RESPONSE, "k1", "/v1/responses", b'{"input": "x", "stream": true}',
-            "normal", 0.0, 60.0, echoed={"model": "m"},
+            RequestKind.RESPONSE, "k1", "/v1/responses", "normal",
+            body=b'{"input": "x", "stream": true}', seconds=0.0, keep_seconds=60.0,
+            echoed={"model": "m"},
         )  # fmt: skip
         late = await requests.add(new)
         old = await requests.add(replace(new, seconds=3600.0))

@@ -489,9 +489,10 @@ async def test_a_pause_by_the_caller_outlives_one_for_want_of_room(
 
 def a_request(number: int, length: int = 10) -> StoredRow:
     return StoredRow(
-        f"resp_{number:032x}", RequestKind.RESPONSE, "alice", "/v1/responses",
-        f"request-{number:032x}", 0, length, float(number), 10**10, "folder", "normal",
-        deadline=10**9, result_place=f"events-{number:032x}", result_offset=0, result_length=90,
+        RequestKind.RESPONSE, "alice", "/v1/responses", "normal", id=f"resp_{number:032x}",
+        place=f"request-{number:032x}", offset=0, length=length, created_at=float(number),
+        keep_until=10**10, folder="folder", deadline=10**9,
+        result_place=f"events-{number:032x}", result_offset=0, result_length=90,
     )  # fmt: skip
 
 

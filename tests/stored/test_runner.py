@@ -169,7 +169,7 @@ async def test_a_row_waits_while_a_limit_of_its_caller_is_reached(tmp_path: Path
             await run(proxy)
         assert deferred.value.reason == "rate_limit_exceeded"
         assert deferred.value.concerns_owner
-        assert not deferred.value.is_out_of_quota
+        assert deferred.value.reason == "rate_limit_exceeded"
         assert 0 < deferred.value.seconds <= 60
         await asyncio.sleep(deferred.value.seconds + 1)
         assert (await run(proxy)).status == 200
@@ -185,7 +185,7 @@ async def test_a_row_of_a_caller_out_of_quota_waits_for_the_next_day(tmp_path: P
         proxy.app.bus.flush()
         with pytest.raises(RowDeferred) as deferred:
             await run(proxy)
-        assert deferred.value.is_out_of_quota
+        assert deferred.value.reason == "insufficient_quota"
 
 
 @in_virtual_time
