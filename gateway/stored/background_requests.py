@@ -969,7 +969,5 @@ def _check_failed(row: StoredRow, outcome: Outcome) -> None:
 
 def _failed(row: StoredRow, code: str) -> _Result:
     end: ResponseEnd | None = "failed" if row.kind is RequestKind.RESPONSE else None
-    place = None if end is None else row.result_place
-    length = row.result_length or 0
-    recorded = RecordedResult(row.id, RequestState.FAILED, 500, code, place, length=length)
-    return _Result(recorded, end)
+    result = (None, None, None) if end is None else (row.result_place, 0, row.result_length or 0)
+    return _Result(RecordedResult(row.id, RequestState.FAILED, 500, code, *result), end)

@@ -620,8 +620,6 @@ def _needed(connection: Connection, folder: str) -> set[str]:
     return names - {None}
 
 
-__all__ = ["ENDPOINTS", "BatchProgress", "BatchRegistry", "NewBatch"]
-
 # The paths of which a batch can be.
 ENDPOINTS = tuple(
     path
@@ -770,7 +768,8 @@ class BatchRegistry:
             is_here = batch.folder == await storage.opened()
             for file in (batch.output_file, batch.error_file):
                 if file is not None:
-                    await storage.write(delete_file, owner, file, storage.now())
+                    with contextlib.suppress(GatewayError):  # It is deleted already.
+                        await storage.write(delete_file, owner, file, storage.now())
                     if is_here:
                         await storage.delete(file)
             if is_here:

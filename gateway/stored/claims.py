@@ -675,15 +675,15 @@ _COUNTED: Final = tuple(
 
 @dataclass(frozen=True, slots=True)
 class RecordedResult:
-    """The result of one stored request: `length` bytes of the folder's file `place`."""
+    """The result of one stored request: bytes of a file of the folder, if it can be read."""
 
     id: str  # of the stored request
     state: RequestState
     status: int | None = None  # the HTTP status; None: it was not answered
     error_code: str | None = None
-    place: str | None = None  # None: there is no result to be read
-    offset: int = 0
-    length: int = 0
+    result_place: str | None = None
+    result_offset: int | None = None
+    result_length: int | None = None
     usage: UsageRow | None = None  # the row for the ledger; None: it was not admitted
 
 
@@ -712,13 +712,14 @@ def record(
         for row in connection.execute(locked):
             result = wanted[row.id]
             if row.state == RequestState.RUNNING.value:
-                new.append(_recorded_values(result, now))
+                told = {name: getattr(result, name) for name in _RESULT}
+                told |= {"of_id": row.id, "state": result.state.value, "ended_at": now}
+                new.append(told)
                 if row.batch is not None:
                     _add(sums[row.batch], result)
             else:
-                offset = None if result.place is None else result.offset
                 found = row.state, row.result_place, row.result_offset
-                if found != (result.state.value, result.place, offset):
+                if found != (result.state.value, result.result_place, result.result_offset):
                     continue  # It has ended with another one.
             recorded.append(row.id)
     if new:
@@ -729,39 +730,20 @@ def record(
     return recorded
 
 
+_RESULT: Final = (
+    "state", "status", "error_code", "result_place", "result_offset", "result_length",
+)  # fmt: skip
 _RECORDED: Final = (
     update(stored_requests)
     .where(_ROW.id == bindparam("of_id"))
-    .values(
-        {
-            name: bindparam(name)
-            for name in (
-                "state", "ended_at", "status", "error_code",
-                "result_place", "result_offset", "result_length",
-            )
-        }
-        | {"claimed_until": None}
-    )
-)  # fmt: skip
+    .values({name: bindparam(name) for name in (*_RESULT, "ended_at")} | {"claimed_until": None})
+)
 """`claimed_by` stays: it tells who has recorded the result."""
-
-
-def _recorded_values(result: RecordedResult, now: float) -> dict[str, Any]:
-    return {
-        "of_id": result.id,
-        "state": result.state.value,
-        "ended_at": now,
-        "status": result.status,
-        "error_code": result.error_code,
-        "result_place": result.place,
-        "result_offset": None if result.place is None else result.offset,
-        "result_length": None if result.place is None else result.length,
-    }
 
 
 def _add(sums: Counter[Any], result: RecordedResult) -> None:
     sums[COUNTED_AS[result.state]] += 1
-    sums[batches.c.result_bytes] += result.length
+    sums[batches.c.result_bytes] += result.result_length or 0
     if result.usage is not None:
         for index, column in _COUNTED:
             sums[column] += result.usage[index]

@@ -253,25 +253,26 @@ def add_file(connection: Connection, file: StoredFile) -> None:
     connection.execute(added.on_conflict_do_nothing(index_elements=[files.c.id]))
 
 
-class Deleted(NamedTuple):
-    """What became of a deletion."""
+def delete_file(connection: Connection, owner: str, id_: str, now: float) -> StoredFile:
+    """Take a file from its owner; its bytes are removed afterwards.
 
-    file: StoredFile | None  # None: the owner has no such file
-    used_by_batch: str | None = None  # the unfinished batch that still reads it, so that it stays
-
-
-def delete_file(connection: Connection, owner: str, id_: str, now: float) -> Deleted:
-    """Take a file from its owner; its bytes are removed afterwards."""
+    Raises: GatewayError 404; 409, if a batch still reads it.
+    """
     raise_revision(connection)
     found = find_file(connection, owner, id_, now)
     if found is None:
-        return Deleted(None)
+        raise file_not_found(id_)
     asked = select(batches.c.id).where(batches.c.input_file == id_, batches.c.ended_at.is_(None))
     batch = connection.scalar(asked.limit(1))
     if batch is not None:
-        return Deleted(found, batch)
+        raise GatewayError(
+            409,
+            "file_in_use",
+            f"The batch '{batch}' still reads this file: cancel it first, or wait for its end.",
+            retryable=False,
+        )
     connection.execute(update(files).where(files.c.id == id_).values(deleted_at=now))
-    return Deleted(found)
+    return found
 
 
 def take_due_files(connection: Connection, folder: str, now: float, limit: int) -> list[str]:
@@ -483,20 +484,10 @@ class FileRegistry:
     async def delete(self, owner: str, id_: str) -> None:
         """Delete the owner's file. Raises: GatewayError 404, 409, 503."""
         storage = self.storage
-        done = await storage.write_for_caller(delete_file, owner, id_, storage.now())
-        if done.file is None:
-            raise file_not_found(id_)
-        if done.used_by_batch is not None:
-            raise GatewayError(
-                409,
-                "file_in_use",
-                f"The batch '{done.used_by_batch}' still reads this file: cancel it first, or "
-                "wait for its end.",
-                retryable=False,
-            )
+        found = await storage.write_for_caller(delete_file, owner, id_, storage.now())
         # The owner has lost it; whatever fails now, `run` does again.
         with contextlib.suppress(FolderError, StoreError):
-            if done.file.folder == await storage.opened():
+            if found.folder == await storage.opened():
                 await storage.delete(id_)
                 await storage.write(remove_files, [id_])
 

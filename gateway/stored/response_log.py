@@ -48,12 +48,6 @@ _HEAD = re.compile(
     rb'(?::[^\n]*\n)*event: ([a-z_.]+)\ndata: \{"type":"[a-z_.]+","sequence_number":(\d+)[,}]'
 )
 
-# The numbers of all events that begin as they should.
-_NUMBERS = re.compile(
-    rb"(?:\A|(?<=\n\n))(?::[^\n]*\n)*event: [a-z_.]+\n"
-    rb'data: \{"type":"[a-z_.]+","sequence_number":(\d+)[,}]'
-)
-
 
 class LogFull(Exception):  # noqa: N818 - said of the log
     """The log may not hold so much."""
@@ -235,10 +229,6 @@ def event_data(event: bytes) -> JsonObject:
 
 def _valid_bytes(data: bytes, first_number: int) -> int:
     """Bytes of these whole events up to the first that has not the next number."""
-    count = data.count(b"\n\n")
-    numbers = [int(number) for number in _NUMBERS.findall(data)]
-    if numbers == list(range(first_number, first_number + count)):
-        return len(data)
     end = 0
     for number, event in enumerate(split_events(data), first_number):
         head = _HEAD.match(event)

@@ -153,8 +153,8 @@ def a_result(row: StoredRow, **values: Any) -> RecordedResult:
         "attempts": 1, "status": 200, "outcome": "ok",
     } | dict.fromkeys(ROW_COLUMNS[-6:])  # fmt: skip
     given: dict[str, Any] = {
-        "state": RequestState.DONE, "status": 200, "place": "results-1",
-        "offset": 100 * (row.number or 0), "length": 100,
+        "state": RequestState.DONE, "status": 200, "result_place": "results-1",
+        "result_offset": 100 * (row.number or 0), "result_length": 100,
         "usage": tuple(usage[name] for name in ROW_COLUMNS),
     }  # fmt: skip
     return RecordedResult(row.id, **{**given, **values})

@@ -383,9 +383,9 @@ def test_the_result_of_a_row_that_another_has_taken_does_not_count(store: Store)
     store.run_now(lambda c: put_back(c, "p1", [rows[0].id], NOW))
     assert recorded(store, [a_result(row) for row in rows]) == [rows[1].id]
     (again,) = claim(store, "p2")
-    assert recorded(store, [a_result(rows[0], place="results-9")], "p1") == []
+    assert recorded(store, [a_result(rows[0], result_place="results-9")], "p1") == []
     assert recorded(store, [a_result(again)], "p2") == [again.id]
-    assert recorded(store, [a_result(again, place="results-9")], "p1") == []
+    assert recorded(store, [a_result(again, result_place="results-9")], "p1") == []
     assert counts(store) == {"total": 2, "completed": 2}
 
 
@@ -393,7 +393,7 @@ def test_another_result_of_the_same_process_is_not_taken_for_the_first_one(store
     begin(store, a_batch(), [a_line(1)])
     (row,) = claim(store)
     assert recorded(store, [a_result(row)]) == [row.id]
-    assert recorded(store, [a_result(row, offset=7)]) == []
+    assert recorded(store, [a_result(row, result_offset=7)]) == []
     assert recorded(store, [a_result(row, state=RequestState.FAILED)]) == []
 
 
@@ -689,7 +689,7 @@ class Trouble:
         do_unlocked(store, put_back, own.id, back, NOW, failed=rng.random() < 0.5)
         states = [RequestState.DONE, RequestState.DONE, RequestState.FAILED]
         results = [
-            a_result(row, state=rng.choice(states), place=f"results-{own.id}")
+            a_result(row, state=rng.choice(states), result_place=f"results-{own.id}")
             for row in rows
             if row.id not in forgotten
         ]
