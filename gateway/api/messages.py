@@ -60,6 +60,7 @@ from gateway.transport.errors import InvalidResponse
 _ERROR_TYPES = {
     400: "invalid_request_error",
     401: "authentication_error",
+    402: "billing_error",
     403: "permission_error",
     404: "not_found_error",
     408: "timeout_error",
@@ -69,6 +70,12 @@ _ERROR_TYPES = {
     504: "timeout_error",
     529: "overloaded_error",
 }
+
+
+def error_type(status: int) -> str:
+    """The type of an error that this status stands for."""
+    return _ERROR_TYPES.get(status, "invalid_request_error" if status < 500 else "api_error")
+
 
 _NO_CONTENT_TYPES = frozenset({None, "message_start", "content_block_start", "ping"})
 
@@ -295,10 +302,7 @@ class MessagesApi(Api):
         return "/v1/messages" in path or path == "/messages"
 
     def error_body(self, error: GatewayError, x_request_id: str) -> bytes:
-        kind = _ERROR_TYPES.get(error.status)
-        if kind is None:
-            kind = "invalid_request_error" if error.status < 500 else "api_error"
-        message = error.message
+        kind, message = error_type(error.status), error.message
         if error.param == "response_format":
             # It was checked as what `translate` made of it.
             asked = "'output_config.format' (as 'response_format')"

@@ -393,7 +393,7 @@ class Gateway:
 
         def folder_id() -> str:
             files = self.background.files
-            return "" if files is None else files.folder.id or ""
+            return "" if files is None else files.storage.folder.id or ""
 
         duties = Duties(
             self.catch_up, self.begin_duties, self.end_duties, self._replaced, folder_id,

@@ -6,6 +6,7 @@ import asyncio
 import time
 from collections import Counter
 from collections.abc import Callable, Coroutine, Sequence
+from dataclasses import replace
 from typing import Any
 
 from sqlalchemy import Connection
@@ -29,11 +30,11 @@ from gateway.stored.background_requests import (
     BackgroundRequests,
     BackgroundRunner,
 )
-from gateway.stored.batch_registry import BatchRegistry
+from gateway.stored.batch_registry import BatchRegistry, BatchUpkeep
 from gateway.stored.claims import RowLeases, UnfinishedWork
 from gateway.stored.feeder import Feeder, Supply
 from gateway.stored.files import FileRegistry
-from gateway.stored.folder import DiskThreads, Folder, FolderFull
+from gateway.stored.folder import DiskThreads, Folder, FolderFull, Storage
 from gateway.stored.response_log import ResponseLogs
 from gateway.stored.results import LineResults
 from gateway.stored.runner import RequestRunner, RequestTarget
@@ -115,7 +116,10 @@ class BackgroundWork:
             batches_folder(options, settings()),
             most_bytes=lambda: settings().batches.folder_bytes,
         )
-        self.files = FileRegistry(store, folder, lambda: settings().batches, time.time)
+        storage = Storage(
+            store, folder, self._threads, lambda: settings().batches, time.time, clock
+        )
+        self.files = FileRegistry(replace(storage, threads=DiskThreads()))
         self.webhook_sender = WebhookSender(
             store,
             self.webhook_targets,
@@ -124,55 +128,24 @@ class BackgroundWork:
             bus,
             recorded=lambda: self.webhook_events.recorded,
         )
-        self._results = LineResults(store, ledger, folder, self._threads, process, time.time, clock)
-        work = UnfinishedWork(store, folder, self._threads, clock)
-        leases = RowLeases(store, folder, self._threads, process, time.time, is_sole=is_sole)
-        supply = Supply(store, self.runner.target_of, clock, time.time)
-        self.feeder = Feeder(
-            supply, leases, self.runner, self._results, scheduler, work, clock, time.time
+        self._results = LineResults(storage, ledger, process)
+        work = UnfinishedWork(storage)
+        leases = RowLeases(storage, process, is_sole=is_sole)
+        supply = Supply(storage, self.runner.target_of)
+        self.feeder = Feeder(leases, self.runner, scheduler, supply, self._results, work)
+        waits = BatchWaits(self.feeder, self._serving_nodes, time.time, is_folder_there)
+        upkeep = BatchUpkeep(
+            storage, work, self.feeder.wake, self.webhook_events.batch_ended, waits
         )
-        self.batches = BatchRegistry(
-            store,
-            folder,
-            lambda: settings().batches,
-            time.time,
-            clock,
-            self._threads,
-            work,
-            price=self._token_price,
-            on_end=self.webhook_events.batch_ended,
-            on_rows=self.feeder.wake,
-            waits=BatchWaits(self.feeder, self._serving_nodes, time.time, is_folder_there),
-        )
+        self.batches = BatchRegistry(storage, upkeep, self._token_price)
         self._logs = ResponseLogs(folder, self._threads, lambda: settings().limits.response_bytes)
-        self.requests = BackgroundRequests(
-            store,
-            folder,
-            self._threads,
-            self._logs,
-            self.webhook_events,
-            lambda: settings().batches,
-            time.time,
-            work,
-        )
+        self.requests = BackgroundRequests(storage, self._logs, self.webhook_events, work)
         self._request_runner = BackgroundRunner(
-            self.requests,
-            RowLeases(
-                store,
-                folder,
-                self._threads,
-                process,
-                time.time,
-                LEASE_SECONDS,
-                BACKGROUND_KINDS,
-                is_sole,
-            ),
-            work,
+            RowLeases(storage, process, LEASE_SECONDS, BACKGROUND_KINDS, is_sole),
             self.runner,
             scheduler,
+            self.requests,
             ledger,
-            lambda: settings().batches,
-            time.time,
             lambda: self._stopped,
             lambda: ((node.name, node.spec.tier) for node in fleet.nodes.values()),
         )
@@ -182,7 +155,7 @@ class BackgroundWork:
         ]
         self._loops += [
             (self.files.run, "remove expired files"),
-            (self.batches.run, "begin and end batches"),
+            (self.batches.upkeep.run, "begin and end batches"),
             (self.feeder.run, "feed batches"),
             (self.requests.run, "remove expired background requests"),
             (self._request_runner.run, "run background requests"),
@@ -283,8 +256,8 @@ class BackgroundWork:
             retried=counts.retried,
             oldest_seconds=0.0 if counts.oldest is None else max(0.0, time.time() - counts.oldest),
             results_blocked=self._results is not None and self._results.problem is not None,
-            folder_refusals=0 if self.files is None else self.files.folder.refusals,
-            folder_full=self.files is not None and self.files.folder.full is not None,
+            folder_refusals=0 if self.files is None else self.files.storage.folder.refusals,
+            folder_full=self.files is not None and self.files.storage.folder.full is not None,
         )
 
     def storage(self) -> StorageCondition:
@@ -292,7 +265,7 @@ class BackgroundWork:
         if self.files is None or self.batches is None or self._results is None:
             return StorageCondition()
         upkeep, blocked = self.batches.upkeep, self._results.disk_error
-        error = blocked or self.files.folder.full or upkeep.folder_error
+        error = blocked or self.files.storage.folder.full or upkeep.folder_error
         return StorageCondition(
             error=None if error is None else str(error),
             is_full=isinstance(error, FolderFull),

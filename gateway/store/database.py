@@ -10,17 +10,25 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import json
 import os
 import sqlite3
 import stat
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
+from enum import Enum
 from pathlib import Path
-from typing import Any
+from typing import Any, Generic, TypeVar, cast
 
 from sqlalchemy import (
     URL,
+    Column,
+    ColumnElement,
     Connection,
+    Row,
+    Select,
+    Table,
+    Update,
     create_engine,
     delete,
     event,
@@ -47,6 +55,7 @@ STATEMENT_SECONDS = 10
 _MIGRATION_LOCK = 0x6C67_7374_6F72  # number of PostgreSQL's advisory lock for migrations: `lgstor`
 # Bytes to which SQLite cuts its WAL file once all of it is in the database.
 _LARGEST_IDLE_WAL = 64 << 20
+R = TypeVar("R")
 
 
 @dataclass(frozen=True, slots=True)
@@ -344,6 +353,55 @@ def transaction(
 def insert_for(connection: Connection) -> Any:
     """`insert` with `on_conflict_…`, which both databases have alike."""
     return postgresql.insert if connection.dialect.name == "postgresql" else sqlite.insert
+
+
+class Rows(Generic[R]):
+    """The rows of a table as objects of a dataclass, whose fields are named as columns are.
+
+    `enums`: fields that are members of one; `texts`: fields that the table has as JSON.
+    """
+
+    def __init__(
+        self, kind: type[R], table: Table, enums: Mapping[str, type[Enum]], *texts: str
+    ) -> None:
+        self._kind, self._enums, self._texts = kind, enums, texts
+        self._names = tuple(one.name for one in fields(cast("Any", kind)))
+        self.columns: tuple[Column[Any], ...] = tuple(table.c[name] for name in self._names)
+
+    def where(self, *conditions: ColumnElement[bool]) -> Select[Any]:
+        """Asks for the rows of these conditions."""
+        return select(*self.columns).where(*conditions)
+
+    def all(self, connection: Connection, asked: Select[Any]) -> list[R]:
+        """The rows that were asked for."""
+        return [self._made(row) for row in connection.execute(asked)]
+
+    def one(self, connection: Connection, *conditions: ColumnElement[bool]) -> R | None:
+        """The only row of these conditions."""
+        return next(iter(self.all(connection, self.where(*conditions))), None)
+
+    def changed(self, connection: Connection, changing: Update) -> list[R]:
+        """Change rows, and return them."""
+        return [self._made(row) for row in connection.execute(changing.returning(*self.columns))]
+
+    def values(self, one: R) -> dict[str, Any]:
+        """What the table gets."""
+        values = {name: getattr(one, name) for name in self._names}
+        for name in self._enums:
+            values[name] = values[name].value
+        for name in self._texts:
+            if values[name] is not None:
+                values[name] = json.dumps(values[name], ensure_ascii=False)
+        return values
+
+    def _made(self, row: Row[Any]) -> R:
+        values: dict[str, Any] = dict(zip(self._names, row, strict=True))
+        for name, enum in self._enums.items():
+            values[name] = enum(values[name])
+        for name in self._texts:
+            if values[name] is not None:
+                values[name] = json.loads(values[name])
+        return self._kind(**values)
 
 
 def sqlite_driver(connection: Connection) -> sqlite3.Connection:

@@ -14,10 +14,10 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import AsyncGenerator, Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import AsyncGenerator, Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, fields, replace
 from functools import partial
-from typing import Any, Final, NamedTuple, TypeVar
+from typing import Any, Final, TypeVar
 
 import msgspec
 import structlog
@@ -27,31 +27,25 @@ from gateway.api.json_values import JsonObject
 from gateway.callers.ledger import Ledger, UsageRow
 from gateway.config.stored import BatchSettings
 from gateway.errors import GatewayError, truncate_echo
-from gateway.lease import BatchRoomService
 from gateway.store.failures import StoreError
 from gateway.store.schema import stored_requests
-from gateway.store.store import Store
 from gateway.stored import claims, files
 from gateway.stored.claims import (
+    AskedRow,
     Pick,
     RecordedResult,
     RequestKind,
     RequestState,
-    RowLeases,
     StoredRow,
     UnfinishedWork,
 )
-from gateway.stored.files import Kept
 from gateway.stored.folder import (
     RETRY_AFTER,
-    DiskThreads,
-    Folder,
     FolderError,
-    FoundFile,
+    Storage,
     StorageTrouble,
-    add_surely,
-    ask_store,
     folder_errors_told,
+    job,
 )
 from gateway.stored.response_events import ResponseEvents, current_response, queued_response
 from gateway.stored.response_log import LOG_KIND, LogBroken, ResponseLogs
@@ -59,7 +53,6 @@ from gateway.stored.runner import (
     MOST_RUNS,
     HeldRow,
     Outcome,
-    RequestRunner,
     RowDeferred,
     RowExpired,
     RowRuns,
@@ -78,26 +71,18 @@ class DeferredHead(msgspec.Struct, frozen=True):
     header_lines: str
     x_request_id: str
 
-
-@dataclass(frozen=True, slots=True)
-class DeferredResult:
-    """A response that was made for later."""
-
-    head: DeferredHead
-    content: bytes
-
-    def encode(self) -> bytes:
-        """The bytes of its file."""
-        return msgspec.json.encode(self.head) + b"\n" + self.content
+    def before(self, content: bytes) -> bytes:
+        """The bytes of a result's file."""
+        return msgspec.json.encode(self) + b"\n" + content
 
 
-def decode_result(data: bytes) -> DeferredResult:
-    """The result that a file holds. Raises: FolderError."""
+def decode_result(data: bytes) -> tuple[DeferredHead, bytes]:
+    """Head and content of the result that a file holds. Raises: FolderError."""
     line, found, content = data.partition(b"\n")
     with contextlib.suppress(msgspec.MsgspecError):
         head = msgspec.json.decode(line, type=DeferredHead)
         if found:
-            return DeferredResult(head, content)
+            return head, content
     raise FolderError("the result of a request is damaged", "put back a copy of the folder")
 
 
@@ -108,49 +93,36 @@ _IS_BACKGROUND = _ROW.kind.in_([kind.value for kind in BACKGROUND_KINDS])
 EndListener = Callable[[Connection, StoredRow], None]
 
 
-class WaitingUse(NamedTuple):
-    """What one owner has that waits or runs."""
-
-    number: int
-    bytes: int
-
-
-def add_background(
-    connection: Connection, row: StoredRow, most: int, most_bytes: int, most_kept: int
-) -> WaitingUse | Kept | None:
-    """Add a request, unless its owner would have more than it may.
-
-    `most` requests of `most_bytes` may wait or run, and `most_kept` bytes be kept. Returns None if
-    it is added, else what the owner has.
-    """
+def add_background(connection: Connection, row: StoredRow, settings: BatchSettings) -> None:
+    """Add a request. Raises: GatewayError 429, if its owner would have more than it may."""
     files.raise_revision(connection)
     if connection.scalar(select(_ROW.id).where(_ROW.id == row.id)) is not None:
-        return None  # Done again.
+        return  # Done again.
     sums = select(func.count(), func.coalesce(func.sum(_ROW.length), 0)).where(
-        _ROW.owner == row.owner,
-        _ROW.folder == row.folder,
-        _ROW.batch.is_(None),
-        claims.IS_WAITING | claims.IS_RUNNING,
+        *claims.alone_in(row.folder), _ROW.owner == row.owner, claims.IS_WAITING | claims.IS_RUNNING
     )
     number, size = connection.execute(sums).one()
+    most, most_bytes = settings.waiting_per_key, settings.waiting_bytes_per_key
     if number + 1 > most or int(size) + row.length > most_bytes:
-        return WaitingUse(number, int(size))
+        raise GatewayError(
+            429,
+            "rate_limit_exceeded",
+            f"This key has {number} requests of {int(size)} bytes in the background and may have "
+            f"{most} of {most_bytes} bytes.",
+            retry_after=RETRY_AFTER,
+        )
     kept = files.kept_by(connection, row.owner, row.created_at)
-    if kept.bytes + row.length + (row.result_length or 0) > most_kept:
-        return kept
+    if kept.bytes + row.length + (row.result_length or 0) > settings.bytes_per_key:
+        raise files.kept_too_much(kept, settings)
     claims.add_rows(connection, [row])
-    return None
 
 
 def find_background(
     connection: Connection, owner: str, id_: str, kind: RequestKind, now: float
 ) -> StoredRow | None:
     """The owner's request, unless its time is over."""
-    asked = select(*claims.COLUMNS).where(
-        _ROW.id == id_, _ROW.owner == owner, _ROW.kind == kind.value, _ROW.keep_until > now
-    )
-    row = connection.execute(asked).one_or_none()
-    return None if row is None else claims.row_of(row)
+    conditions = _ROW.id == id_, _ROW.owner == owner, _ROW.kind == kind.value
+    return claims.ROWS.one(connection, *conditions, _ROW.keep_until > now)
 
 
 def end_background(
@@ -180,12 +152,11 @@ def end_background(
         "claimed_until": None,
         "keep_until": now + keep_seconds(row),
     }
-    changed = connection.execute(ended.values(values).returning(*claims.COLUMNS)).one_or_none()
-    if changed is None:
+    found = claims.ROWS.changed(connection, ended.values(values))
+    if not found:
         return find_background(connection, row.owner, row.id, row.kind, now)
-    found = claims.row_of(changed)
-    also(connection, found)
-    return found
+    also(connection, found[0])
+    return found[0]
 
 
 def delete_background(
@@ -200,10 +171,8 @@ def delete_background(
 
 def due_background(connection: Connection, folder: str, now: float, limit: int) -> list[StoredRow]:
     """Requests of the folder that nobody may read any more, though their files are still there."""
-    asked = select(*claims.COLUMNS).where(
-        _ROW.folder == folder, _ROW.keep_until <= now, _ROW.batch.is_(None), _IS_BACKGROUND
-    )
-    return [claims.row_of(row) for row in connection.execute(asked.limit(limit))]
+    asked = claims.ROWS.where(*claims.alone_in(folder), _ROW.keep_until <= now, _IS_BACKGROUND)
+    return claims.ROWS.all(connection, asked.limit(limit))
 
 
 def remove_background(connection: Connection, ids: Sequence[str]) -> None:
@@ -212,55 +181,33 @@ def remove_background(connection: Connection, ids: Sequence[str]) -> None:
         connection.execute(delete(stored_requests).where(_ROW.id.in_(some), _IS_BACKGROUND))
 
 
-def known_places(connection: Connection, folder: str, places: Sequence[str]) -> set[str]:
-    """Those of the folder's files that a request needs."""
-    alone = _ROW.folder == folder, _ROW.batch.is_(None)
-    return claims.those_with(connection, _ROW.place, places, *alone) | claims.those_with(
-        connection, _ROW.result_place, places, *alone
-    )
-
-
-def keep_background(
-    connection: Connection, ids: Sequence[str], keep_until: float
-) -> list[StoredRow]:
-    """Keep requests that have ended until then; returns them."""
-    found: list[StoredRow] = []
-    for some in claims.chunks(ids):
-        kept = update(stored_requests).where(_ROW.id.in_(some), _IS_BACKGROUND)
-        changed = kept.values(keep_until=keep_until).returning(*claims.COLUMNS)
-        found += [claims.row_of(row) for row in connection.execute(changed)]
-    return found
+def known_places(connection: Connection, sizes: Mapping[str, int], folder: str) -> set[str]:
+    """Those of the folder's files that a request needs; logs are noted to be as large as here."""
+    alone = claims.alone_in(folder)
+    known = claims.those_with(connection, _ROW.place, sizes, *alone)
+    known |= claims.those_with(connection, _ROW.result_place, sizes, *alone)
+    files.correct_log_sizes(connection, folder, {name: sizes[name] for name in known})
+    return known
 
 
 def expire_background(
     connection: Connection, folder: str, now: float, also: EndListener, limit: int = 200
 ) -> list[StoredRow]:
     """End requests that wait and whose deadline is over; returns them."""
-    late = select(_ROW.id).where(
-        _ROW.folder == folder,
-        _ROW.batch.is_(None),
-        _ROW.deadline <= now,
-        claims.IS_WAITING,
-        _IS_BACKGROUND,
+    late = claims.ROWS.where(
+        *claims.alone_in(folder), _ROW.deadline <= now, claims.IS_WAITING, _IS_BACKGROUND
     )
-    ids = list(connection.scalars(late.limit(limit)))
-    found: list[StoredRow] = []
-    for some in claims.chunks(ids):
-        ended = update(stored_requests).where(_ROW.id.in_(some), claims.IS_WAITING)
-        values = {"state": RequestState.EXPIRED.value, "ended_at": now}
-        found += map(
-            claims.row_of, connection.execute(ended.values(values).returning(*claims.COLUMNS))
-        )
-    for row in found:
-        keep_background(connection, [row.id], now + keep_seconds(row))
-        also(connection, row)
-    return found
+    ended = (
+        end_background(connection, row, now, also, RequestState.EXPIRED)
+        for row in claims.ROWS.all(connection, late.limit(limit))
+    )
+    return [row for row in ended if row is not None]
 
 
 def waiting_before(connection: Connection, folder: str, created_at: float) -> int:
     """How many requests of the folder wait that came before."""
     asked = select(func.count()).where(
-        _ROW.folder == folder, _ROW.batch.is_(None), claims.IS_WAITING, _ROW.created_at < created_at
+        *claims.alone_in(folder), claims.IS_WAITING, _ROW.created_at < created_at
     )
     return connection.scalar(asked) or 0
 
@@ -270,11 +217,7 @@ def waiting_owners(
 ) -> list[tuple[str, RequestKind]]:
     """Whose requests may run now, and of which kind."""
     asked = select(_ROW.owner, _ROW.kind).where(
-        _ROW.folder == folder,
-        _ROW.batch.is_(None),
-        claims.IS_WAITING,
-        _ROW.not_before <= now,
-        _IS_BACKGROUND,
+        *claims.alone_in(folder), claims.IS_WAITING, _ROW.not_before <= now, _IS_BACKGROUND
     )
     return [(owner, RequestKind(kind)) for owner, kind in connection.execute(asked.distinct())]
 
@@ -297,41 +240,26 @@ log = structlog.get_logger()
 T = TypeVar("T")
 
 
-@dataclass(frozen=True, slots=True)
-class NewRequest:
+@dataclass(frozen=True, slots=True, kw_only=True)
+class NewRequest(AskedRow):
     """What is to be run later. `owner` is the id of a key."""
 
-    kind: RequestKind
-    owner: str
-    path: str
     body: bytes
-    class_: str
     seconds: float  # within which it must have ended
     keep_seconds: float  # for how long its result is kept
-    group_name: str | None = None
-    user: str | None = None
-    model: str | None = None
-    stream: bool = False
-    webhook_url: str | None = None
-    prompt_tokens: int = 0
-    max_tokens: int = 0
     echoed: JsonObject | None = None  # the fields that a response repeats
 
 
 @dataclass(slots=True, eq=False)
 class BackgroundRequests:
-    """The requests of all callers, in one folder and one store. `now` gives Unix time.
+    """The requests of all callers, in one folder and one store.
 
     `wakes` tells whoever runs them that there is a new one, `unwanted` that one is not wanted.
     """
 
-    store: Store
-    folder: Folder
-    threads: DiskThreads
+    storage: Storage
     logs: ResponseLogs
     webhooks: WebhookEvents
-    settings: Callable[[], BatchSettings]
-    now: Callable[[], float]
     work: UnfinishedWork
     # Set when there is something new to run.
     wakes: asyncio.Event = field(default_factory=asyncio.Event)
@@ -346,78 +274,48 @@ class BackgroundRequests:
 
     async def add(self, new: NewRequest) -> StoredRow:
         """Take a request. Raises: GatewayError 429, 503, 507."""
-        settings, created_at = self.settings(), self.now()
+        storage = self.storage
+        created_at = storage.now()
         with folder_errors_told("request"):
-            folder = await self.threads.opened(self.folder)
-            name = await self.threads.run(self._write, REQUEST, new.body)
+            folder = await storage.opened()
+            name = await storage.threads.run(storage.folder.write_new, REQUEST, new.body)
         id_ = f"{_PREFIXES[new.kind]}{name.rpartition('-')[2]}"
         log_name, log_bytes = None, 0
         if new.kind is RequestKind.RESPONSE:
             response = queued_response(id_, created_at, new.echoed or {})
             try:
                 with folder_errors_told("request"):
-                    events = await ResponseEvents.create(self.logs, response, self.now)
+                    events = await ResponseEvents.create(self.logs, response, storage.now)
                     log_name, log_bytes = events.name, events.size
                     await events.close()
             except GatewayError:
                 with contextlib.suppress(FolderError):
-                    await self.threads.run(self.folder.delete, name)
+                    await storage.delete(name)
                     if log_name is not None:
                         await self.logs.delete(log_name)
                 raise
         deadline = created_at + new.seconds
         row = StoredRow(
-            id_, new.kind, new.owner, new.path, name, 0, len(new.body), created_at,
-            deadline + new.keep_seconds, folder, new.class_,
-            group_name=new.group_name, user=new.user, model=new.model, stream=new.stream,
-            webhook_url=new.webhook_url, prompt_tokens=new.prompt_tokens,
-            max_tokens=new.max_tokens, deadline=deadline, result_place=log_name,
+            **{one.name: getattr(new, one.name) for one in fields(AskedRow)},
+            id=id_, place=name, offset=0, length=len(new.body), created_at=created_at,
+            keep_until=deadline + new.keep_seconds, folder=folder, deadline=deadline,
+            result_place=log_name, result_offset=None if log_name is None else 0,
+            result_length=None if log_name is None else log_bytes,
         )  # fmt: skip
-        if log_name is not None:
-            row = replace(row, result_offset=0, result_length=log_bytes)
         try:
-            adding = claims.job(
-                add_background,
-                row,
-                settings.waiting_per_key,
-                settings.waiting_bytes_per_key,
-                settings.bytes_per_key,
-            )
-            used = await add_surely(self.store, adding, partial(self._remove_files, row))
+            remove = partial(self._remove_files, row)
+            await storage.add_surely(remove, add_background, row, storage.settings())
         finally:
             self.work.added()  # It may have its row, though the store has not said so.
-        if used is not None:
-            await self._remove_files(row)
-            if isinstance(used, Kept):
-                raise files.kept_too_much(used, settings)
-            raise GatewayError(
-                429,
-                "rate_limit_exceeded",
-                f"This key has {used.number} requests of {used.bytes} bytes in the background and "
-                f"may have {settings.waiting_per_key} of {settings.waiting_bytes_per_key} bytes.",
-                retry_after=RETRY_AFTER,
-            )
         self.wakes.set()
         return row
-
-    def _write(self, kind: str, data: bytes) -> str:
-        new = self.folder.open_new(kind, len(data))
-        try:
-            new.write(data)
-            return new.finish()
-        finally:
-            new.discard()
-
-    async def write_answer(self, data: bytes) -> str:
-        """Keep the result of a deferred request; its file's name. Raises: FolderError."""
-        return await self.threads.run(self._write, ANSWER, data)
 
     # Find.
 
     async def find(self, owner: str, id_: str, kind: RequestKind) -> StoredRow:
         """The owner's request. Raises: GatewayError 404, 503."""
-        finding = claims.job(find_background, owner, id_, kind, self.now())
-        found = await ask_store(self.store, finding, write=False)
+        storage = self.storage
+        found = await storage.read_for_caller(find_background, owner, id_, kind, storage.now())
         if found is None:
             raise not_found(id_, kind)
         return found
@@ -435,7 +333,8 @@ class BackgroundRequests:
     async def _read(self, row: StoredRow, place: str, offset: int, length: int) -> bytes:
         with folder_errors_told("request"):
             try:
-                return await self.threads.run(self.folder.read, place, offset, length)
+                storage = self.storage
+                return await storage.threads.run(storage.folder.read, place, offset, length)
             except FileNotFoundError:
                 raise not_found(row.id, row.kind) from None
 
@@ -474,8 +373,7 @@ class BackgroundRequests:
 
     async def ahead_of(self, row: StoredRow) -> int:
         """How many requests in the background wait that came before. Raises: GatewayError 503."""
-        before = claims.job(waiting_before, row.folder, row.created_at)
-        return await ask_store(self.store, before, write=False)
+        return await self.storage.read_for_caller(waiting_before, row.folder, row.created_at)
 
     async def wait_ended(self, row: StoredRow, seconds: float) -> StoredRow:
         """The request once it has ended; as it is after so many seconds if it has not by then.
@@ -520,8 +418,8 @@ class BackgroundRequests:
         found = await self.find(owner, id_, kind)
         if found.state.ended:
             return found
-        ending = claims.job(end_background, found, self.now(), self.ended)
-        row = await ask_store(self.store, ending)
+        storage = self.storage
+        row = await storage.write_for_caller(end_background, found, storage.now(), self.ended)
         if row is None:
             raise not_found(id_, kind)
         self._end_run(id_)
@@ -534,13 +432,15 @@ class BackgroundRequests:
         with contextlib.suppress(StoreError, TimeoutError):
             async with asyncio.timeout(GIVE_UP_SECONDS):
                 ends = [
-                    claims.job(
-                        end_background, row, self.now(), self.ended, RequestState.FAILED, 503,
-                        SHUTTING_DOWN,
+                    job(
+                        end_background, row, self.storage.now(), self.ended, RequestState.FAILED,
+                        503, SHUTTING_DOWN,
                     )
                     for row in self.waited_for.values()
                 ]  # fmt: skip
-                rows = await self.store.run(lambda connection: [end(connection) for end in ends])
+                rows = await self.storage.write(
+                    lambda connection: [end(connection) for end in ends]
+                )
                 ended = [row for row in rows if row is not None and row.state.ended]
                 for row in ended:
                     self._end_run(row.id)  # Whoever runs it writes its end.
@@ -572,8 +472,8 @@ class BackgroundRequests:
 
         If it waits or runs, it ends.
         """
-        deleting = claims.job(delete_background, owner, id_, kind, self.now())
-        row = await ask_store(self.store, deleting)
+        storage = self.storage
+        row = await storage.write_for_caller(delete_background, owner, id_, kind, storage.now())
         if row is None:
             raise not_found(id_, kind)
         self._end_run(id_)
@@ -589,12 +489,12 @@ class BackgroundRequests:
         """Within the transaction in which a row ends without a result: tell webhooks."""
         if row.kind is RequestKind.RESPONSE:
             end: ResponseEnd = "cancelled" if row.state is RequestState.CANCELLED else "failed"
-            self.webhooks.response_ended(connection, row, end, self.now())
+            self.webhooks.response_ended(connection, row, end, self.storage.now())
 
     async def _settle_if_left(self, row: StoredRow) -> None:
         """Write the end of a response that nobody else will write."""
         own_turn = row.claimed_by is None or (
-            row.ended_at is not None and self.now() >= row.ended_at + UNWRITTEN_SECONDS
+            row.ended_at is not None and self.storage.now() >= row.ended_at + UNWRITTEN_SECONDS
         )
         if own_turn:
             await self.settle(row)
@@ -604,7 +504,7 @@ class BackgroundRequests:
         if row.kind is not RequestKind.RESPONSE or row.result_place is None:
             return
         with contextlib.suppress(FileNotFoundError, FolderError, LogBroken):
-            events = await ResponseEvents.reopen(self.logs, row.result_place, self.now)
+            events = await ResponseEvents.reopen(self.logs, row.result_place, self.storage.now)
             try:
                 if (end := _end_without_run(row)) is not None:
                     error = end.get("error")
@@ -614,23 +514,24 @@ class BackgroundRequests:
                     await events.close()
             # If that fails, `clean` does it later.
             with contextlib.suppress(StoreError):
-                await self.store.run(claims.job(files.note_log_sizes, {row.id: events.size}))
+                await self.storage.write(files.note_log_sizes, {row.id: events.size})
 
     # The gateway's own work.
 
     async def run(self) -> None:
         """End what is late, and remove what is due or left over, until cancelled."""
-        orphans_at, clean_at = self.now(), 0.0
+        now = self.storage.now
+        orphans_at, clean_at = now(), 0.0
         trouble = StorageTrouble(lambda why: log.warning("old background requests stay", why=why))
         try:
             while True:
                 with trouble.told():
-                    orphans = self.now() >= orphans_at
-                    if orphans or self.now() >= clean_at or await self.work.exists():
+                    orphans = now() >= orphans_at
+                    if orphans or now() >= clean_at or await self.work.exists():
                         await self.clean(orphans=orphans)
-                        clean_at = self.now() + IDLE_CLEAN_SECONDS
+                        clean_at = now() + IDLE_CLEAN_SECONDS
                     if orphans:
-                        orphans_at = self.now() + ORPHAN_SECONDS
+                        orphans_at = now() + ORPHAN_SECONDS
                 await asyncio.sleep(CLEAN_SECONDS)
         finally:
             for task in self._ending:
@@ -639,51 +540,35 @@ class BackgroundRequests:
 
     async def clean(self, *, orphans: bool = False) -> None:
         """One round of `run`. Raises: FolderError, StoreError."""
-        folder = await self.threads.opened(self.folder)
-        expiring = claims.job(expire_background, folder, self.now(), self.ended, STEP_ROWS)
-        for row in await self.store.run(expiring):
+        storage, folder = self.storage, await self.storage.opened()
+        late = await storage.write(expire_background, folder, storage.now(), self.ended, STEP_ROWS)
+        for row in late:
             self.has_ended(row.id)
             await self.settle(row)
         for _ in range(MOST_STEPS):
-            looking = claims.job(due_background, folder, self.now(), STEP_ROWS)
-            due = await self.store.run(looking, write=False)
+            due = await storage.read(due_background, folder, storage.now(), STEP_ROWS)
             for row in due:
                 self._end_run(row.id)
                 await self._remove_files(row)
             if due:
-                ids = [row.id for row in due]
-                await self.store.run(claims.job(remove_background, ids))
-                log.info("background requests removed", requests=len(ids))
+                await storage.write(remove_background, [row.id for row in due])
+                log.info("background requests removed", requests=len(due))
             if len(due) < STEP_ROWS:
                 break
-        if orphans:
-            await self._remove_orphans(folder)
-
-    async def _remove_orphans(self, folder: str) -> None:
-        before = self.now() - ORPHAN_SECONDS
-        for kind in (REQUEST, ANSWER, LOG_KIND):
-            found: list[FoundFile] = await self.threads.run(list, self.folder.files(kind))
-            old = [one for one in found if one.changed_at < before]
-            for start in range(0, len(old), STEP_ROWS):
-                sizes = {one.name: one.size for one in old[start : start + STEP_ROWS]}
-                known = await self.store.run(
-                    claims.job(known_places, folder, list(sizes)), write=False
-                )
-                for name in sizes.keys() - known:
-                    await self.threads.run(self.folder.delete, name)
-                if kind == LOG_KIND:
-                    right = {name: size for name, size in sizes.items() if name in known}
-                    await self.store.run(claims.job(files.correct_log_sizes, folder, right))
+        for kind in (REQUEST, ANSWER, LOG_KIND) if orphans else ():
+            await storage.remove_left_over(
+                kind, ORPHAN_SECONDS, lambda connection, old: known_places(connection, old, folder)
+            )
 
     async def _remove_files(self, row: StoredRow) -> None:
         """Remove what is kept of a request; what stays is left over, and removed later."""
         with contextlib.suppress(FolderError):
-            await self.threads.run(self.folder.delete, row.place)
+            await self.storage.delete(row.place)
             if row.result_place is not None:
                 if row.kind is RequestKind.RESPONSE:
                     await self.logs.delete(row.result_place)
                 else:
-                    await self.threads.run(self.folder.delete, row.result_place)
+                    await self.storage.delete(row.result_place)
 
 
 EXPIRED_MESSAGE = "The time was over before there was a response."
@@ -766,6 +651,7 @@ class _Result:
     file: str | None = None  # the file of a deferred result, which goes if it is not recorded
 
 
+@dataclass(eq=False)
 class BackgroundRunner(RowRuns[HeldRequest]):
     """Runs what `requests` has.
 
@@ -774,33 +660,26 @@ class BackgroundRunner(RowRuns[HeldRequest]):
     requests have, so that others of that class do not keep them waiting.
     """
 
-    def __init__(
-        self,
-        requests: BackgroundRequests,
-        leases: RowLeases,
-        work: UnfinishedWork,
-        runner: RequestRunner,
-        rooms: BatchRoomService,
-        ledger: Ledger,
-        settings: Callable[[], BatchSettings],
-        now: Callable[[], float],
-        is_closing: Callable[[], bool] = lambda: False,
-        nodes: Callable[[], Iterable[tuple[str, str]]] = tuple,
-    ) -> None:
-        super().__init__(leases, runner, rooms, now, LEASE_SECONDS, "a background request failed")
-        self._requests = requests
-        self._work = work
-        self._ledger = ledger
-        self._settings = settings
-        self._is_closing = is_closing
-        self._nodes = nodes
-        self._renew_at = 0.0
-        self._full: set[str] = set()  # owners that keep as much as they may: their requests wait
-        self._looked_at: set[str] = set()
-        """The owners of which that is known, until `_look_again_at`."""
-        self._look_again_at = 0.0
-        self._trouble = StorageTrouble(lambda why: log.warning("background requests wait", why=why))
-        requests.unwanted.append(self._end_run)
+    retry_seconds = LEASE_SECONDS
+    failed_event = "a background request failed"
+    requests: BackgroundRequests
+    ledger: Ledger
+    is_closing: Callable[[], bool] = lambda: False
+    nodes: Callable[[], Iterable[tuple[str, str]]] = tuple
+    _renew_at: float = 0.0
+    _full: set[str] = field(default_factory=set)
+    """Owners that keep as much as they may: their requests wait."""
+    _looked_at: set[str] = field(default_factory=set)
+    """The owners of which that is known, until `_look_again_at`."""
+    _look_again_at: float = 0.0
+    _trouble: StorageTrouble = field(
+        default_factory=lambda: StorageTrouble(
+            lambda why: log.warning("background requests wait", why=why)
+        )
+    )
+
+    def __post_init__(self) -> None:
+        self.requests.unwanted.append(self._end_run)
 
     def __len__(self) -> int:
         """How many run."""
@@ -808,7 +687,7 @@ class BackgroundRunner(RowRuns[HeldRequest]):
 
     async def run(self) -> None:
         """Run requests until cancelled; what runs then waits again."""
-        wakes = self._requests.wakes
+        wakes = self.requests.wakes
         try:
             while True:
                 with self._trouble.told():
@@ -827,9 +706,9 @@ class BackgroundRunner(RowRuns[HeldRequest]):
         """Put back what must be, renew leases and claim. Raises: StoreError, FolderError."""
         await self.leases.write()
         self._raise_class()
-        if self._is_closing():
+        if self.is_closing():
             self._give_back_waiting()
-        if self._held or await self._work.exists():
+        if self._held or await self.requests.work.exists():
             now = asyncio.get_running_loop().time()
             if now >= self._renew_at:
                 self._renew_at = now + RENEW_SECONDS
@@ -839,18 +718,19 @@ class BackgroundRunner(RowRuns[HeldRequest]):
 
     async def _claim(self) -> None:
         """Claim what there is room for; all owners get equal shares."""
-        room = self._settings().background_at_once - len(self._held)
+        room = self.leases.storage.settings().background_at_once - len(self._held)
         if room <= 0:
             return
-        requests, now = self._requests, self.now()
-        if self._is_closing():
+        requests, now = self.requests, self.now()
+        if self.is_closing():
             # Their clients wait here, as those of other requests do.
             if not requests.waited_for.keys() <= self._held.keys():
                 waited_for = Pick(room, RequestKind.RESPONSE, ids=list(requests.waited_for))
                 await self._begin_all([waited_for])
             return
-        folder = await requests.threads.opened(requests.folder)
-        owners = await requests.store.run(claims.job(waiting_owners, folder, now), write=False)
+        owners = await self.leases.storage.read(
+            waiting_owners, await self.leases.storage.opened(), now
+        )
         full = await self._full_owners({owner for owner, _ in owners})
         owners = [one for one in owners if one[0] not in full]
         if not owners:
@@ -874,8 +754,8 @@ class BackgroundRunner(RowRuns[HeldRequest]):
         """Those that keep as much as they may; what others add is seen a second later at most."""
         loop = asyncio.get_running_loop()
         if loop.time() >= self._look_again_at or not owners <= self._looked_at:
-            full = claims.job(files.full_owners, owners, self._settings().bytes_per_key, self.now())
-            self._full = await self._requests.store.run(full, write=False)
+            most = self.leases.storage.settings().bytes_per_key
+            self._full = await self.leases.storage.read(files.full_owners, owners, most, self.now())
             self._looked_at = owners
             self._look_again_at = loop.time() + LOOK_SECONDS
         return self._full
@@ -899,7 +779,7 @@ class BackgroundRunner(RowRuns[HeldRequest]):
         }
         if grown:
             sizes = {held.row.id: size for held, size in grown.items()}
-            await self._requests.store.run(claims.job(files.note_log_sizes, sizes, running=True))
+            await self.leases.storage.write(files.note_log_sizes, sizes, running=True)
         for held, size in grown.items():
             held.known_size = size
 
@@ -907,9 +787,7 @@ class BackgroundRunner(RowRuns[HeldRequest]):
         """End runs of requests that were cancelled, deleted, or taken by another process."""
         if not ids:
             return
-        taken = await self._requests.store.run(
-            claims.job(claims.still_unfinished, ids), write=False
-        )
+        taken = await self.leases.storage.read(claims.still_unfinished, ids)
         for id_ in ids:
             held = self._held.get(id_)
             if id_ not in taken:
@@ -931,7 +809,7 @@ class BackgroundRunner(RowRuns[HeldRequest]):
         """
         for id_, held in self._held.items():
             can_wait = id_ in self.runner.registry and not self.runner.has_begun(id_)
-            kept = held.is_unwanted or held.is_given_back or id_ in self._requests.waited_for
+            kept = held.is_unwanted or held.is_given_back or id_ in self.requests.waited_for
             if can_wait and not kept and held.task is not None:
                 held.is_given_back = True
                 held.task.cancel()
@@ -942,7 +820,7 @@ class BackgroundRunner(RowRuns[HeldRequest]):
         """Run a request and record its result, or let it wait again. Raises: RunFailed."""
         row = held.row
         try:
-            body = await self._requests.body(row)
+            body = await self.requests.body(row)
             if row.kind is RequestKind.RESPONSE:
                 result = await self._respond(held, body)
             else:
@@ -969,15 +847,15 @@ class BackgroundRunner(RowRuns[HeldRequest]):
         """The run was cancelled: the request has ended, or another run follows."""
         if held.is_unwanted:
             # Wherever its run was: nobody else writes its end.
-            await self._requests.settle_unwanted(held.row)
+            await self.requests.settle_unwanted(held.row)
         else:
             self.leases.put_back([held.row.id], 0.0)
 
     def _let_go(self, held: HeldRequest) -> None:
         super()._let_go(held)
         self._look_again_at = 0.0  # Its result takes room.
-        self._requests.has_ended(held.row.id)
-        self._requests.wakes.set()
+        self.requests.has_ended(held.row.id)
+        self.requests.wakes.set()
 
     async def _respond(self, held: HeldRequest, body: bytes) -> _Result:
         """Run a response; its events go to its log. Raises: RowDeferred, RunFailed."""
@@ -985,7 +863,7 @@ class BackgroundRunner(RowRuns[HeldRequest]):
         assert row.result_place is not None
         try:
             events = await ResponseEvents.reopen(
-                self._requests.logs, row.result_place, self.now,
+                self.requests.logs, row.result_place, self.now,
                 self.runner.settings.limits.resume_bytes,
             )  # fmt: skip
         except FileNotFoundError:
@@ -1030,7 +908,7 @@ class BackgroundRunner(RowRuns[HeldRequest]):
         usage = None if outcome is None else outcome.usage
         if outcome is None and state is RequestState.DONE and events.run_end is not None:
             tokens = events.usage(response)
-            usage = self.runner.recovered_usage(row, events.run_end, tokens, self._nodes())
+            usage = self.runner.recovered_usage(row, events.run_end, tokens, self.nodes())
         recorded = RecordedResult(row.id, state, status, code, events.name, 0, events.size, usage)
         return _Result(recorded, end)
 
@@ -1042,9 +920,10 @@ class BackgroundRunner(RowRuns[HeldRequest]):
             return _Result(RecordedResult(row.id, RequestState.EXPIRED, 504, "queue_timeout"))
         _check_failed(row, outcome)
         head = DeferredHead(outcome.status, outcome.header_lines.decode("latin-1"), row.id)
-        data = DeferredResult(head, outcome.content).encode()
+        data = head.before(outcome.content)
         try:
-            name = await self._requests.write_answer(data)
+            folder = self.leases.storage.folder
+            name = await self.leases.storage.threads.run(folder.write_new, ANSWER, data)
         except FolderError as error:
             raise RowDeferred(str(error), LEASE_SECONDS) from None
         state = RequestState.DONE if outcome.status < 400 else RequestState.FAILED
@@ -1060,16 +939,18 @@ class BackgroundRunner(RowRuns[HeldRequest]):
         def recording(connection: Connection) -> Sequence[UsageRow]:
             now = self.now()
             counts[:] = claims.record(connection, self.leases.process.id, [result.recorded], now)
-            for kept in keep_background(connection, counts, now + keep_seconds(row)):
+            kept_longer = update(stored_requests).where(_ROW.id.in_(counts))
+            kept_longer = kept_longer.values(keep_until=now + keep_seconds(row))
+            for kept in claims.ROWS.changed(connection, kept_longer):
                 if result.end is not None:
-                    self._requests.webhooks.response_ended(connection, kept, result.end, now)
+                    self.requests.webhooks.response_ended(connection, kept, result.end, now)
             usage = result.recorded.usage
             return [usage] if counts and usage is not None else []
 
-        await self._ledger.write_with(recording)
+        await self.ledger.write_with(recording)
         if not counts and result.file is not None:
             with contextlib.suppress(FolderError):
-                await self._requests.threads.run(self._requests.folder.delete, result.file)
+                await self.leases.storage.delete(result.file)
 
 
 def is_near(row: StoredRow, now: float) -> bool:
@@ -1088,7 +969,5 @@ def _check_failed(row: StoredRow, outcome: Outcome) -> None:
 
 def _failed(row: StoredRow, code: str) -> _Result:
     end: ResponseEnd | None = "failed" if row.kind is RequestKind.RESPONSE else None
-    place = None if end is None else row.result_place
-    length = row.result_length or 0
-    recorded = RecordedResult(row.id, RequestState.FAILED, 500, code, place, length=length)
-    return _Result(recorded, end)
+    result = (None, None, None) if end is None else (row.result_place, 0, row.result_length or 0)
+    return _Result(RecordedResult(row.id, RequestState.FAILED, 500, code, *result), end)

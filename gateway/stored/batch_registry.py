@@ -21,7 +21,7 @@ import io
 import secrets
 from collections import OrderedDict
 from collections.abc import AsyncIterator, Callable, Coroutine, Iterable, Sequence
-from dataclasses import KW_ONLY, dataclass, field, replace
+from dataclasses import KW_ONLY, dataclass, field, fields
 from functools import partial
 from typing import Any, TypeVar
 
@@ -35,10 +35,10 @@ from gateway.errors import GatewayError
 from gateway.request.routes import ROUTES
 from gateway.store.failures import StoreError, StoreUnavailable
 from gateway.store.schema import stored_requests
-from gateway.store.store import Store
 from gateway.stored import batch_rows, claims, results
 from gateway.stored.batch_rows import (
     NOTHING_AHEAD,
+    AskedBatch,
     Batch,
     BatchPage,
     BatchProgress,
@@ -53,6 +53,7 @@ from gateway.stored.files import (
     Content,
     StoredFile,
     delete_file,
+    file_elsewhere,
     find_file,
     full_owners,
     kept_by,
@@ -61,14 +62,12 @@ from gateway.stored.files import (
 from gateway.stored.folder import (
     STEP_BYTES,
     AppendedFile,
-    DiskThreads,
     Folder,
     FolderError,
     FolderFull,
     NewFile,
+    Storage,
     StorageTrouble,
-    add_surely,
-    ask_store,
     folder_errors_told,
 )
 from gateway.stored.line_reader import (
@@ -120,83 +119,47 @@ PAGE_ROWS = 500  # rows that are read from the store at a time
 PIECE_BYTES = 256 << 10  # bytes of lines that are written or sent at a time, if no line is longer
 
 
-@dataclass(slots=True)
-class _FinalFile:
-    """A file of lines, which begins with the first one. Blocks."""
-
-    folder: Folder
-    name: str  # as its owner is shown it
-    new: NewFile | None = None
-    digest: hashlib._Hash = field(default_factory=hashlib.sha256)
-    lines: list[bytes] = field(default_factory=list)  # that are not written yet
-    size: int = 0  # of these
-
-    def add(self, line: bytes) -> None:
-        """Add a line, which `write` brings to the disk. Raises: FolderError."""
-        self.lines.append(line)
-        self.size += len(line)
-        if self.size >= PIECE_BYTES:
-            self.write()
-
-    def write(self) -> None:
-        """Write the lines that are not written yet. Raises: FolderError."""
-        if not self.lines:
-            return
-        if self.new is None:
-            self.new = self.folder.open_new(FILE)
-        piece = b"".join(self.lines)
-        self.lines.clear()
-        self.size = 0
-        self.new.write(piece)
-        self.digest.update(piece)
-
-    def finish(self, batch: Batch, now: float, kept: float) -> StoredFile | None:
-        """Complete it; None: it has no line. Raises: FolderError."""
-        if self.new is None:
-            return None
-        id_ = self.new.finish()
-        return StoredFile(
-            id_, batch.owner, self.name, OUTPUT_PURPOSE, self.new.size, self.digest.hexdigest(),
-            now, now + kept, batch.folder,
-        )  # fmt: skip
-
-
 class _FinalFiles:
-    """The output and the error file of a batch. Blocks: call it on a thread."""
+    """The output and the error file of a batch, which begin with their first line. Blocks."""
 
     def __init__(self, folder: Folder, batch: Batch) -> None:
         self._folder = folder
         self._batch = batch
         self._reader = ResultReader(folder, batch.api)
-        word = "results" if batch.api == "anthropic" else "output"
-        self._output = _FinalFile(folder, f"{batch.id}_{word}.jsonl")
-        self._errors = _FinalFile(folder, f"{batch.id}_error.jsonl")
+        self._new: dict[bool, tuple[NewFile, hashlib._Hash]] = {}
+        """With what was written, by whether it is the output."""
 
     def add(self, rows: Sequence[StoredRow]) -> None:
         """Write the lines of these rows. Raises: FolderError."""
-        for row in rows:
-            line, is_output = self._reader.line(row)
-            (self._output if is_output else self._errors).add(line)
-        self._output.write()
-        self._errors.write()
+        for piece, is_output in self._reader.pieces(rows):
+            if is_output not in self._new:
+                self._new[is_output] = self._folder.open_new(FILE), hashlib.sha256()
+            new, digest = self._new[is_output]
+            new.write(piece)
+            digest.update(piece)
 
     def finish(self, now: float, kept: float) -> tuple[StoredFile | None, StoredFile | None]:
         """Complete the files, to be kept for so many seconds. Raises: FolderError."""
-        output = self._output.finish(self._batch, now, kept)
-        return output, self._errors.finish(self._batch, now, kept)
+        batch, word = self._batch, "results" if self._batch.api == "anthropic" else "output"
+        files: list[StoredFile | None] = [None, None]
+        for is_output, (new, digest) in self._new.items():
+            name = f"{batch.id}_{word if is_output else 'error'}.jsonl"
+            files[not is_output] = StoredFile(
+                new.finish(), batch.owner, name, OUTPUT_PURPOSE, new.size, digest.hexdigest(),
+                now, now + kept, batch.folder,
+            )  # fmt: skip
+        return files[0], files[1]
 
     def close(self) -> None:
         """Remove what is not finished, and close the rest. Raises: FolderError."""
         self._reader.close()
-        for one in (self._output, self._errors):
-            if one.new is not None:
-                one.new.discard()
+        for new, _ in self._new.values():
+            new.discard()
 
     def remove(self) -> None:
         """Remove the finished files: others have ended the batch. Raises: FolderError."""
-        for one in (self._output, self._errors):
-            if one.new is not None:
-                self._folder.delete(one.new.name)
+        for new, _ in self._new.values():
+            self._folder.delete(new.name)
 
 
 def _end(
@@ -215,7 +178,6 @@ def _end(
 ROUND_SECONDS = 1.0  # seconds between two looks at the unfinished batches
 # The same while there are none: another process of the folder may have added one.
 IDLE_SECONDS = 5.0
-EXPIRE_SECONDS = 10.0  # seconds between two looks for requests without a batch that are late
 # Seconds after which it is tried again to read the input of a batch, or to end it.
 RETRY_SECONDS = 5.0
 # Seconds after which a batch goes on that was paused since the folder failed for another reason
@@ -228,28 +190,24 @@ STEP_BATCHES = 100  # batches that are removed in one step
 # Seconds between two rounds of removing files that no batch needs any more, and the age from which
 # on they are: somebody may read the results of a batch that has just ended.
 CLEAN_SECONDS = 600.0
+_OF_LINES = tuple(one.name for one in fields(LineSpec))
 _ENDING = frozenset({BatchState.FINALIZING, BatchState.CANCELLING})
 _STORAGE = frozenset({results.STORAGE_FULL, results.STORAGE_UNAVAILABLE})
 
 
 @dataclass(eq=False)
 class BatchUpkeep:
-    """The work on all batches of one folder. `now` gives Unix time, `clock` monotonic seconds.
+    """The work on all batches of one folder.
 
     `on_rows`: rows may run; `on_end` is told of batches that end.
     """
 
-    store: Store
-    folder: Folder
-    threads: DiskThreads
-    settings: Callable[[], BatchSettings]
-    speeds: SpeedMeter
-    now: Callable[[], float]
-    clock: Callable[[], float]
+    storage: Storage
     work: UnfinishedWork
     on_rows: Callable[[], None]
     on_end: EndListener | None = None
     waits: BatchWaits | None = None
+    speeds: SpeedMeter = field(default_factory=SpeedMeter)
     _: KW_ONLY
     round_seconds: float = ROUND_SECONDS
     idle_seconds: float = IDLE_SECONDS
@@ -266,7 +224,6 @@ class BatchUpkeep:
     """Whose batches wait, since they keep as much as they may."""
     _remove_at: float = 0.0
     _clean_at: float = 0.0
-    _expire_at: float = 0.0
     _is_idle: bool = False
 
     @property
@@ -284,8 +241,8 @@ class BatchUpkeep:
         try:
             while True:
                 with self._trouble.told():
-                    if self.folder.full is not None:
-                        await self.threads.run(self.folder.look_for_room)
+                    if self.storage.folder.full is not None:
+                        await self.storage.threads.run(self.storage.folder.look_for_room)
                     if await self._is_due():
                         await self.round()
                 pause = self.idle_seconds if self._is_idle else self.round_seconds
@@ -304,23 +261,18 @@ class BatchUpkeep:
         if await self.work.exists() or self._tasks:
             return True
         was_idle, self._is_idle = self._is_idle, True
-        return not was_idle or self.clock() >= min(self._remove_at, self._clean_at)
+        return not was_idle or self.storage.clock() >= min(self._remove_at, self._clean_at)
 
     async def round(self) -> None:
         """Begin what is due. Raises: FolderError, StoreError."""
-        folder, now = await self.threads.opened(self.folder), self.now()
-        found = await self.store.run(claims.job(batch_rows.unfinished, folder), write=False)
+        storage, clock = self.storage, self.storage.clock
+        folder, now = await storage.opened(), storage.now()
+        found = await storage.read(batch_rows.unfinished, folder)
         self._is_idle = not found
-        if self.clock() >= self._expire_at or any(_is_late(one, now) for one in found):
-            self._expire_at = self.clock() + EXPIRE_SECONDS
-            late = await self.store.run(claims.job(batch_rows.expire_lines, folder, now))
-            if late:
-                found = await self.store.run(claims.job(batch_rows.unfinished, folder), write=False)
-            if late == claims.STEP_ROWS:
-                self._expire_at = 0.0  # There are more of them.
-        self.speeds.look(
-            (one for one in found if one.state is BatchState.IN_PROGRESS), self.clock()
-        )
+        if any(_is_late(one, now) for one in found):
+            await storage.write(batch_rows.expire_lines, folder, now)
+            found = await storage.read(batch_rows.unfinished, folder)
+        self.speeds.look((one for one in found if one.state is BatchState.IN_PROGRESS), clock())
         if self.waits is not None:
             self.waits.look(found)
         known = {one.id for one in found}
@@ -332,12 +284,12 @@ class BatchUpkeep:
         for batch in found:
             self._begin(batch)
         await self._remove_requests(folder)
-        if self.clock() >= self._remove_at:
+        if clock() >= self._remove_at:
             await self.remove_due()
-            self._remove_at = self.clock() + REMOVE_SECONDS
-        if self.clock() >= self._clean_at:
+            self._remove_at = clock() + REMOVE_SECONDS
+        if clock() >= self._clean_at:
             await self.clean()
-            self._clean_at = self.clock() + CLEAN_SECONDS
+            self._clean_at = clock() + CLEAN_SECONDS
 
     # Batches.
 
@@ -346,7 +298,7 @@ class BatchUpkeep:
         work: Coroutine[Any, Any, None]
         if len(self._tasks) >= MOST_AT_ONCE or batch.id in self._tasks:
             return
-        if self.clock() < self._retry_at.get(batch.id, 0.0):
+        if self.storage.clock() < self._retry_at.get(batch.id, 0.0):
             return
         if batch.state is BatchState.VALIDATING:
             work = self.take_in(batch)
@@ -365,11 +317,10 @@ class BatchUpkeep:
     async def _finish(self, batch: Batch) -> None:
         while await self.end(batch.id) is None:
             ended_lines = batch.ended_lines
-            looking = claims.job(batch_rows.find_batch, batch.owner, batch.id, batch.api)
-            found = await self.store.run(looking, write=False)
+            found = await self.storage.read(batch_rows.find_batch, batch.owner, batch.id)
             if found is None or found.ended_lines == ended_lines:
                 # Others of its lines run yet, or another process ends it.
-                self._retry_at[batch.id] = self.clock() + self.round_seconds
+                self._try_again(batch, self.round_seconds)
                 break
             batch = found  # Of very many lines that are cancelled some are left.
 
@@ -378,21 +329,14 @@ class BatchUpkeep:
         try:
             await work
             self._trouble.over(batch.id)
-        except FolderError as error:
-            self._retry_at[batch.id] = self.clock() + RETRY_SECONDS
+        except (FolderError, StoreError) as error:
+            self._try_again(batch, RETRY_SECONDS)
             self._trouble.tell(error, batch.id)
-            reason = (
-                results.STORAGE_FULL
-                if isinstance(error, FolderFull)
-                else results.STORAGE_UNAVAILABLE
-            )
-            with contextlib.suppress(StoreError):
-                await self.store.run(
-                    claims.job(batch_rows.pause_batch, batch.owner, batch.id, self.now(), reason)
-                )
-        except StoreError as error:
-            self._retry_at[batch.id] = self.clock() + RETRY_SECONDS
-            self._trouble.tell(error, batch.id)
+            if isinstance(error, FolderError):
+                is_full = isinstance(error, FolderFull)
+                reason = results.STORAGE_FULL if is_full else results.STORAGE_UNAVAILABLE
+                with contextlib.suppress(StoreError):
+                    await self._pause(batch, reason)
         except Exception:
             log.exception("work on a batch has failed", batch=batch.id, state=batch.state.value)
             await self._give_up(batch)
@@ -400,15 +344,25 @@ class BatchUpkeep:
     async def _give_up(self, batch: Batch) -> None:
         """Fail a batch whose input can't be read, after some tries."""
         tries = self._tries[batch.id] = self._tries.get(batch.id, 0) + 1
-        self._retry_at[batch.id] = self.clock() + RETRY_SECONDS * 2.0**tries
+        self._try_again(batch, RETRY_SECONDS * 2.0**tries)
         if tries >= MOST_TRIES and batch.state is BatchState.VALIDATING:
             message = "The gateway could not read the input; its log tells why."
             with contextlib.suppress(StoreError):
                 await self._fail(batch, "internal_error", message, None)
 
+    def _try_again(self, batch: Batch, seconds: float) -> None:
+        """Leave the batch alone for so long."""
+        self._retry_at[batch.id] = self.storage.clock() + seconds
+
+    async def _pause(self, batch: Batch, reason: str) -> None:
+        """Let its lines wait. Raises: StoreError."""
+        now = self.storage.now()
+        await self.storage.write(batch_rows.pause_batch, batch.owner, batch.id, now, reason)
+
     async def _resume(self, found: Iterable[Batch]) -> None:
         """Let batches go on that were paused for want of room. Raises: StoreError."""
-        broken = self.now() - UNAVAILABLE_SECONDS
+        storage = self.storage
+        broken = storage.now() - UNAVAILABLE_SECONDS
         waiting = [
             one
             for one in found
@@ -420,13 +374,11 @@ class BatchUpkeep:
         if not waiting:
             return
         try:
-            await self.threads.run(self.folder.check_room, STEP_BYTES)
+            await storage.threads.run(storage.folder.check_room, STEP_BYTES)
         except FolderError:
             return
         for batch in waiting:
-            await self.store.run(
-                claims.job(batch_rows.resume_batch, batch.owner, batch.id, reasons=_STORAGE)
-            )
+            await storage.write(batch_rows.resume_batch, batch.owner, batch.id, reasons=_STORAGE)
             self._retry_at.pop(batch.id, None)
         log.info("batches go on: there is room again", batches=len(waiting))
         self.on_rows()
@@ -445,22 +397,17 @@ class BatchUpkeep:
         if not running:
             self.full_owners = frozenset()
             return
-        owners, most = {one.owner for one in running}, self.settings().bytes_per_key
-        full = await self.store.run(claims.job(full_owners, owners, most, self.now()), write=False)
+        storage, owners = self.storage, {one.owner for one in running}
+        most = storage.settings().bytes_per_key
+        full = await storage.read(full_owners, owners, most, storage.now())
         self.full_owners = frozenset(full)
         for batch in running:
             if batch.owner in full and batch.paused_at is None:
-                await self.store.run(
-                    claims.job(
-                        batch_rows.pause_batch, batch.owner, batch.id, self.now(), KEY_STORAGE_FULL
-                    )
-                )
+                await self._pause(batch, KEY_STORAGE_FULL)
                 log.info("a batch waits: its key keeps as much as it may", batch=batch.id)
             elif batch.owner not in full and batch.paused_at is not None:
                 reasons = {KEY_STORAGE_FULL}
-                await self.store.run(
-                    claims.job(batch_rows.resume_batch, batch.owner, batch.id, reasons=reasons)
-                )
+                await storage.write(batch_rows.resume_batch, batch.owner, batch.id, reasons=reasons)
                 log.info("a batch goes on: its key has room again", batch=batch.id)
                 self.on_rows()
 
@@ -471,19 +418,15 @@ class BatchUpkeep:
 
         Raises: FolderError, StoreError; then it is to be done again.
         """
-        settings = self.settings()
+        threads, settings = self.storage.threads, self.storage.settings()
         try:
-            file = await self.threads.open(
-                self.folder.open_to_read, input_place(batch), close=lambda file: file.close()
-            )
+            file = await self.storage.open_to_read(input_place(batch))
         except FileNotFoundError:
             log.warning("the input of a batch is missing", batch=batch.id)
             await self._fail(batch, "file_not_found", "The input file is gone.")
             return
         try:
-            await self.threads.run(
-                _on_disk, check_line_count, file, settings.lines, settings.line_bytes
-            )
+            await threads.run(_on_disk, check_line_count, file, settings.lines, settings.line_bytes)
             reader = LineReader(
                 file, batch.endpoint, most_lines=settings.lines, line_bytes=settings.line_bytes
             )
@@ -493,7 +436,7 @@ class BatchUpkeep:
             await self._fail(batch, "too_many_lines", message)
             return
         finally:
-            await self.threads.run(file.close)
+            await threads.run(file.close)
         if not taken:
             return  # It is cancelled.
         if not reader.total:
@@ -503,21 +446,22 @@ class BatchUpkeep:
             )
             await self._fail(batch, "empty_file", message)
             return
-        await self.store.run(claims.job(_begin, batch.id, reader.total, reader.model, self.now()))
+        await self.storage.write(_begin, batch.id, reader.total, reader.model, self.storage.now())
         log.info("batch begun", batch=batch.id, lines=reader.total, broken=reader.failed)
         self.on_rows()
 
     async def _take_lines(self, batch: Batch, reader: LineReader) -> bool:
         """Add the rows of all lines; returns False if the batch takes none any more."""
         errors: list[AppendedFile] = []  # the file of the error lines, once there is one
+        threads = self.storage.threads
         try:
-            while lines := await self.threads.run(_on_disk, reader.read_some):
-                rows = await self.threads.run(self._rows_of, batch, lines, errors)
-                if not await self.store.run(claims.job(claims.add_rows, rows)):
+            while lines := await threads.run(_on_disk, reader.read_some):
+                rows = await threads.run(self._rows_of, batch, lines, errors)
+                if not await self.storage.write(claims.add_rows, rows):
                     return False
         finally:
             for file in errors:
-                await self.threads.run(file.close)
+                await threads.run(file.close)
         return True
 
     def _rows_of(
@@ -530,58 +474,38 @@ class BatchUpkeep:
             if isinstance(one, LineError)
         ]
         if broken and not errors:
-            errors.append(self.folder.open_appended(results.RESULTS))
+            errors.append(self.storage.folder.open_appended(results.RESULTS))
         offset = errors[0].append(b"".join(broken)) if broken else 0
         lengths, rows = map(len, broken), list[StoredRow]()
+        of_batch: dict[str, Any] = {
+            "kind": RequestKind.LINE, "owner": batch.owner, "path": batch.endpoint,
+            "place": input_place(batch), "created_at": batch.created_at,
+            "keep_until": batch.keep_until, "folder": batch.folder, "class_": batch.class_,
+            "batch": batch.id, "group_name": batch.group_name, "user": batch.user,
+            "deadline": batch.expires_at,
+        }  # fmt: skip
         for line in lines:
-            row = StoredRow(
-                id=claims.line_id(batch.id, line.number),
-                kind=RequestKind.LINE,
-                owner=batch.owner,
-                path=batch.endpoint,
-                place=input_place(batch),
-                offset=line.offset,
-                length=line.length,
-                created_at=batch.created_at,
-                keep_until=batch.keep_until,
-                folder=batch.folder,
-                class_=batch.class_,
-                batch=batch.id,
-                number=line.number,
-                group_name=batch.group_name,
-                user=batch.user,
-                deadline=batch.expires_at,
-            )
+            told: dict[str, Any]
             if isinstance(line, LineSpec):
-                row = replace(
-                    row,
-                    custom_id=line.custom_id,
-                    model=line.model,
-                    prompt_tokens=line.prompt_tokens,
-                    max_tokens=line.max_tokens,
-                    prefix=line.prefix,
-                )
+                told = {name: getattr(line, name) for name in _OF_LINES}
             else:
-                row = replace(
-                    row,
-                    custom_id=line.custom_id if line.is_first else None,
-                    state=RequestState.FAILED,
-                    ended_at=self.now(),
-                    error_code=line.code,
-                    result_place=errors[0].name,
-                    result_offset=offset,
-                    result_length=next(lengths),
-                )
-                offset += row.result_length or 0
-            rows.append(row)
+                told = {
+                    "number": line.number, "offset": line.offset, "length": line.length,
+                    "custom_id": line.custom_id if line.is_first else None,
+                    "state": RequestState.FAILED, "ended_at": self.storage.now(),
+                    "error_code": line.code, "result_place": errors[0].name,
+                    "result_offset": offset, "result_length": next(lengths),
+                }  # fmt: skip
+                offset += told["result_length"]
+            rows.append(StoredRow(id=claims.line_id(batch.id, line.number), **of_batch, **told))
         return rows
 
     async def _fail(
         self, batch: Batch, code: str, message: str, param: str | None = "input_file_id"
     ) -> None:
         errors = [{"code": code, "message": message, "param": param, "line": None}]
-        await self.store.run(
-            claims.job(batch_rows.fail_batch, batch.id, errors, self.now(), self.on_end)
+        await self.storage.write(
+            batch_rows.fail_batch, batch.id, errors, self.storage.now(), self.on_end
         )
         log.info("batch failed", batch=batch.id, why=code)
 
@@ -592,33 +516,32 @@ class BatchUpkeep:
 
         Raises: FolderError, StoreError; then it is to be done again.
         """
-        batch = await self.store.run(claims.job(batch_rows.begin_finalizing, id_, self.now()))
+        storage, threads = self.storage, self.storage.threads
+        batch = await storage.write(batch_rows.begin_finalizing, id_, storage.now())
         if batch is None:
             return None
-        files = _FinalFiles(self.folder, batch)
+        files = _FinalFiles(storage.folder, batch)
         try:
             after = 0
-            while rows := await self.store.run(
-                claims.job(claims.result_rows, id_, after, PAGE_ROWS), write=False
-            ):
-                await self.threads.run(files.add, rows)
+            while rows := await storage.read(claims.result_rows, id_, after, PAGE_ROWS):
+                await threads.run(files.add, rows)
                 after = rows[-1].number or 0
-            now, keep = self.now(), self.settings().keep
+            now, keep = storage.now(), storage.settings().keep
             kept = keep if batch.output_seconds is None else min(keep, batch.output_seconds)
-            output, errors = await self.threads.run(files.finish, now, kept)
+            output, errors = await threads.run(files.finish, now, kept)
         finally:
             with contextlib.suppress(FolderError):
-                await self.threads.run(files.close)
+                await threads.run(files.close)
         try:
-            ended = await self.store.run(claims.job(_end, batch, output, errors, now, self.on_end))
+            ended = await storage.write(_end, batch, output, errors, now, self.on_end)
         except StoreUnavailable:
             # It may have ended; files without a row are removed later (`FileRegistry`).
             raise
         except StoreError:
-            await self.threads.run(files.remove)
+            await threads.run(files.remove)
             raise
         if ended is None:
-            await self.threads.run(files.remove)
+            await threads.run(files.remove)
             return None
         log.info(
             "batch ended", batch=id_, state=ended.state.value, lines=ended.total,
@@ -631,11 +554,11 @@ class BatchUpkeep:
 
     async def remove_due(self) -> int:
         """Remove batches whose time is over; returns how many. Raises: FolderError, StoreError."""
-        folder, gone = self.folder.id, 0
-        assert folder is not None
+        storage, gone = self.storage, 0
+        folder = await storage.opened()
         while True:
-            due = await self.store.run(
-                claims.job(batch_rows.take_due_batches, folder, self.now(), STEP_BATCHES)
+            due = await storage.write(
+                batch_rows.take_due_batches, folder, storage.now(), STEP_BATCHES
             )
             for one in due:
                 await self.remove(one.id, one.places)
@@ -648,21 +571,18 @@ class BatchUpkeep:
 
     async def _remove_requests(self, folder: str) -> None:
         """Remove the requests of batches that have ended. Raises: FolderError, StoreError."""
-        ended = await self.store.run(
-            claims.job(batch_rows.with_requests, folder, STEP_BATCHES), write=False
-        )
-        if not ended:
-            return
+        ended = await self.storage.read(batch_rows.with_requests, folder, STEP_BATCHES)
         for batch in ended:
             if batch.input_file is None:
-                await self.threads.run(self.folder.delete, input_place(batch))
-        await self.store.run(claims.job(batch_rows.requests_removed, [one.id for one in ended]))
+                await self.storage.delete(input_place(batch))
+        if ended:
+            await self.storage.write(batch_rows.requests_removed, [one.id for one in ended])
 
     async def remove(self, id_: str, places: Iterable[str]) -> None:
         """Remove a batch that is nobody's any more. Raises: FolderError, StoreError."""
         for name in places:
-            await self.threads.run(self.folder.delete, name)
-        while not await self.store.run(claims.job(batch_rows.remove_batches, [id_])):
+            await self.storage.delete(name)
+        while not await self.storage.write(batch_rows.remove_batches, [id_]):
             pass
 
     async def clean(self) -> int:
@@ -670,20 +590,11 @@ class BatchUpkeep:
 
         Raises: FolderError, StoreError.
         """
-        before, gone = self.now() - CLEAN_SECONDS, 0
-        listed = await self.threads.run(
-            lambda: [*self.folder.files(results.RESULTS), *self.folder.files(REQUESTS)]
-        )
-        old = [one.name for one in listed if one.changed_at < before]
-        # The rows after the files: who writes one closes it when its rows are in the store.
-        complete = [one for one in old if await self.threads.run(_is_complete, self.folder, one)]
-        if not complete:
-            return 0
-        assert self.folder.id is not None
-        needed = await self.store.run(claims.job(_needed, self.folder.id), write=False)
-        for name in complete:
-            if name not in needed:
-                gone += await self.threads.run(self.folder.delete, name)
+        folder, gone = await self.storage.opened(), 0
+        for kind in (results.RESULTS, REQUESTS):
+            gone += await self.storage.remove_left_over(
+                kind, CLEAN_SECONDS, lambda connection, _: _needed(connection, folder)
+            )
         if gone:
             log.info("files of ended batches removed", files=gone)
         return gone
@@ -697,14 +608,6 @@ def _is_late(batch: Batch, now: float) -> bool:
     )
 
 
-def _is_complete(folder: Folder, name: str) -> bool:
-    """Whether the file is there and no process writes it any more."""
-    try:
-        return not folder.is_written(name)
-    except FileNotFoundError:
-        return False
-
-
 def _needed(connection: Connection, folder: str) -> set[str]:
     """The files of the folder that hold requests or results of unfinished batches, or of none."""
     rows = stored_requests.c
@@ -716,8 +619,6 @@ def _needed(connection: Connection, folder: str) -> set[str]:
         names.add(input_place(batch))
     return names - {None}
 
-
-__all__ = ["ENDPOINTS", "BatchProgress", "BatchRegistry", "NewBatch"]
 
 # The paths of which a batch can be.
 ENDPOINTS = tuple(
@@ -735,75 +636,29 @@ TokenPrice = Callable[[str | None], float | None]
 
 
 @dataclass(frozen=True, slots=True)
-class NewBatch:
-    """What a caller asks for. `owner` is the id of a key."""
+class NewBatch(AskedBatch):
+    """A batch that is to be made."""
 
-    owner: str
-    api: str  # `openai` or `anthropic`
-    endpoint: str  # the path of all its lines: one of `ENDPOINTS`
-    input_file: str | None = None
-    """Id of a file with the purpose `batch`; None: `requests` has the lines."""
     requests: str | None = None
     """Name of a complete file of the folder, of `BatchRegistry.new_requests`, in the form of an
-    input file. It belongs to the batch from now on; if `create` raises, it is removed."""
-    requests_bytes: int = 0  # of that file
+    input file, if there is no input file. It belongs to the batch from now on; if `create` raises,
+    it is removed."""
     window: str | None = None  # its `completion_window`, such as `24h`; None: the settings' default
-    metadata: dict[str, str] | None = None
-    output_seconds: float | None = None
-    """For how long its output files are kept (`output_expires_after`)."""
-    idempotency_key: str | None = None
-    request_digest: str | None = None
-    webhook_url: str | None = None
-    group_name: str | None = None
-    user: str | None = None
-    class_: str = "batch"  # label of the highest class that its lines may be raised to
 
 
+@dataclass(slots=True, eq=False)
 class BatchRegistry:
     """The batches of all callers, in one folder and one store.
 
-    `settings` gives those in force, `now` Unix time, `clock` monotonic seconds, `price` the mean
-    cost of a token. `owner` is always the id of a key.
+    `price` gives the mean cost of a token; `owner` is always the id of a key.
     """
 
-    def __init__(
-        self,
-        store: Store,
-        folder: Folder,
-        settings: Callable[[], BatchSettings],
-        now: Callable[[], float],
-        clock: Callable[[], float],
-        threads: DiskThreads | None = None,
-        work: UnfinishedWork | None = None,
-        *,
-        price: TokenPrice = lambda _: None,
-        on_end: EndListener | None = None,
-        on_rows: Callable[[], None] = lambda: None,
-        waits: BatchWaits | None = None,
-        token: Callable[[int], str] = secrets.token_hex,
-    ) -> None:
-        """`on_rows` is called when rows may run, or may not any more: `Feeder.wake`.
-
-        `waits`: None: nothing is known of why batches wait.
-        """
-        self.folder = folder
-        self._store = store
-        self._settings = settings
-        self._now = now
-        self._threads = threads or DiskThreads()
-        self.on_disk = self._threads.on_disk
-        self._price = price
-        self._on_rows = on_rows
-        self._token = token
-        self._waits = waits
-        self._errors: OrderedDict[tuple[str, int], list[ErrorKind]] = OrderedDict()
-        """What was counted last, by batch and by how many lines had ended in vain."""
-        self._speeds = SpeedMeter()
-        self._work = work or UnfinishedWork(store, folder, self._threads, clock)
-        self.upkeep = BatchUpkeep(
-            store, folder, self._threads, settings, self._speeds, now, clock, self._work,
-            on_rows, on_end, waits,
-        )  # fmt: skip
+    storage: Storage
+    upkeep: BatchUpkeep
+    price: TokenPrice = lambda _: None
+    token: Callable[[int], str] = secrets.token_hex
+    _errors: OrderedDict[tuple[str, int], list[ErrorKind]] = field(default_factory=OrderedDict)
+    """What was counted last, by batch and by how many lines had ended in vain."""
 
     # For callers. All raise GatewayError 503 while the store or the folder can't be used.
 
@@ -812,52 +667,42 @@ class BatchRegistry:
 
         Raises: GatewayError 400, 422 (that key with another request), 429.
         """
+        undo = partial(self._discard, new)
         try:
             batch = await self._new(new)
         except GatewayError:
-            await self._discard(new)
+            await undo()
             raise
         try:
-            settings = self._settings()
-            adding = claims.job(
-                batch_rows.add_batch, batch, settings.batches_per_key, settings.bytes_per_key
+            added = await self.storage.add_surely(
+                undo, batch_rows.add_batch, batch, self.storage.settings()
             )
-            done = await add_surely(self._store, adding, partial(self._discard, new))
         finally:
-            self._work.added()  # It may be there, though the store has not said so.
-        if done.outcome == "added":
-            assert done.batch is not None
+            self.upkeep.work.added()  # It may be there, though the store has not said so.
+        if added.id == batch.id:
             self.upkeep.wake()
-            return done.batch
-        await self._discard(new)
-        if done.outcome == "again":
-            assert done.batch is not None
-            return done.batch
-        if done.kept is not None:
-            raise kept_too_much(done.kept, self._settings())
-        raise _refusal(done.outcome, new, self._settings())
+        else:
+            await undo()
+        return added
 
     async def check_room(self, owner: str, size: int) -> None:
         """Refuse requests that there is no room for. Raises: GatewayError 429, 503."""
-        settings = self._settings()
-        kept = await self._ask(claims.job(kept_by, owner, self._now()))
+        settings = self.storage.settings()
+        kept = await self.storage.read_for_caller(kept_by, owner, self.storage.now())
         if kept.bytes + max(1, size) > settings.bytes_per_key:
             raise kept_too_much(kept, settings)
 
     async def new_requests(self, size: int | None = None) -> NewFile:
         """A file of the folder for the lines of a batch without an input file.
 
-        The caller ends it by `on_disk(new.finish)` or `new.discard`. Raises: GatewayError 507.
+        The caller ends it by `finish` or `discard`, on a thread. Raises: GatewayError 507.
         """
-        with folder_errors_told():
-            await self._threads.opened(self.folder)
-            return await self._threads.open(
-                self.folder.open_new, REQUESTS, size or 0, close=NewFile.discard
-            )
+        return await self.storage.open_new(REQUESTS, size)
 
     async def find(self, owner: str, id_: str, api: str) -> Batch:
         """The owner's batch. Raises: GatewayError 404."""
-        return _found(await self._ask(claims.job(batch_rows.find_batch, owner, id_, api)), id_, api)
+        found = await self.storage.read_for_caller(batch_rows.find_batch, owner, id_, api)
+        return _found(found, id_, api)
 
     async def page(
         self,
@@ -869,15 +714,17 @@ class BatchRegistry:
         before: str | None = None,
     ) -> BatchPage:
         """Some of the owner's batches, newest first."""
-        return await self._ask(
-            claims.job(batch_rows.read_batches, owner, api, limit, after, before)
+        return await self.storage.read_for_caller(
+            batch_rows.read_batches, owner, api, limit, after, before
         )
 
     async def cancel(self, owner: str, id_: str, api: str) -> Batch:
         """Cancel it; again, nothing. Raises: GatewayError 404, 409 (OpenAI's, if it has ended)."""
-        before = await self.find(owner, id_, api)
-        cancelling = claims.job(batch_rows.cancel_batch, owner, id_, api, self._now())
-        batch = _found(await ask_store(self._store, cancelling), id_, api)
+        before, storage = await self.find(owner, id_, api), self.storage
+        found = await storage.write_for_caller(
+            batch_rows.cancel_batch, owner, id_, api, storage.now()
+        )
+        batch = _found(found, id_, api)
         self.upkeep.wake()
         if api != results.ANTHROPIC and batch.cancelling_at is None and before.state.ended:
             raise _has_ended("cancel", batch)
@@ -885,20 +732,22 @@ class BatchRegistry:
 
     async def pause(self, owner: str, id_: str, api: str) -> Batch:
         """Start no more of its lines. Raises: GatewayError 404, 409 if it has ended."""
-        pausing = claims.job(batch_rows.pause_batch, owner, id_, self._now(), PAUSED_BY_CALLER, api)
-        batch = _found(await ask_store(self._store, pausing), id_, api)
-        if batch.state.ended:
-            raise _has_ended("pause", batch)
-        self._on_rows()  # Those that were claimed are put back.
-        return batch
+        storage = self.storage
+        found = await storage.write_for_caller(
+            batch_rows.pause_batch, owner, id_, storage.now(), PAUSED_BY_CALLER, api
+        )
+        return self._unended("pause", _found(found, id_, api))
 
     async def resume(self, owner: str, id_: str, api: str) -> Batch:
         """Go on with it. Raises: GatewayError 404, 409 if it has ended."""
-        resuming = claims.job(batch_rows.resume_batch, owner, id_, api)
-        batch = _found(await ask_store(self._store, resuming), id_, api)
+        found = await self.storage.write_for_caller(batch_rows.resume_batch, owner, id_, api)
+        return self._unended("resume", _found(found, id_, api))
+
+    def _unended(self, verb: str, batch: Batch) -> Batch:
+        """The batch, to which that was done. Raises: GatewayError 409, if it had ended."""
         if batch.state.ended:
-            raise _has_ended("resume", batch)
-        self._on_rows()
+            raise _has_ended(verb, batch)
+        self.upkeep.on_rows()  # They may run, or those that were claimed are put back.
         return batch
 
     async def delete(self, owner: str, id_: str, api: str) -> None:
@@ -910,76 +759,80 @@ class BatchRegistry:
                 "batch_in_progress",
                 "In progress batches cannot be deleted. Consider canceling the batch instead.",
             )
-        places = await ask_store(self._store, claims.job(batch_rows.delete_batch, owner, id_, api))
+        storage = self.storage
+        places = await storage.write_for_caller(batch_rows.delete_batch, owner, id_, api)
         if places is None:
             raise _not_found(id_, api)
         # The owner has lost it; whatever fails now, `BatchUpkeep` and `FileRegistry` do again.
         with contextlib.suppress(FolderError, StoreError):
+            is_here = batch.folder == await storage.opened()
             for file in (batch.output_file, batch.error_file):
                 if file is not None:
-                    await self._store.run(claims.job(delete_file, owner, file, self._now()))
-                    if batch.folder == self.folder.id:
-                        await self._threads.run(self.folder.delete, file)
-            if batch.folder == await self._threads.opened(self.folder):
+                    with contextlib.suppress(GatewayError):  # It is deleted already.
+                        await storage.write(delete_file, owner, file, storage.now())
+                    if is_here:
+                        await storage.delete(file)
+            if is_here:
                 await self.upkeep.remove(id_, places)
 
     async def progress(self, batch: Batch) -> tuple[BatchProgress, BatchWait | None]:
         """How far it is, and what it waits for."""
-        left = await self._ask(claims.job(claims.work_left, batch.id))
+        left = await self.storage.read_for_caller(claims.work_left, batch.id)
         wait, ahead = None, NOTHING_AHEAD
-        if self._waits is not None:
-            wait, ahead = await self._waits.outlook(batch, left.running)
-        speed, price = self._speeds.speed(batch.id), self._price(batch.model)
-        return batch_rows.progress_of(batch, left, speed, price, self._now(), ahead), wait
+        if self.upkeep.waits is not None:
+            wait, ahead = await self.upkeep.waits.outlook(batch, left.running)
+        speed, price = self.upkeep.speeds.speed(batch.id), self.price(batch.model)
+        now = self.storage.now()
+        return batch_rows.progress_of(batch, left, speed, price, now, ahead), wait
 
     async def waits_of(self, found: Sequence[Batch]) -> list[BatchWait | None]:
         """What each of these batches waits for."""
-        return [None] * len(found) if self._waits is None else await self._waits.of(found)
+        waits = self.upkeep.waits
+        return [None] * len(found) if waits is None else await waits.of(found)
 
     async def open_output(self, owner: str, id_: str, api: str, *, errors: bool = False) -> Content:
         """Its output or error lines: the final file, or what is recorded so far.
 
         Those of `anthropic` are all output. Raises: GatewayError 404.
         """
-        batch = await self.find(owner, id_, api)
+        batch, storage = await self.find(owner, id_, api), self.storage
         with folder_errors_told():
-            if batch.folder != await self._threads.opened(self.folder):
-                raise _elsewhere("This batch")
+            if batch.folder != await storage.opened():
+                raise file_elsewhere("This batch")
         kind = "results" if api == results.ANTHROPIC else "error" if errors else "output"
         name = f"{id_}_{kind}.jsonl"
         if not batch.state.ended:
-            reader = ResultReader(self.folder, api, keeps_all=True)
+            reader = ResultReader(storage.folder, api, keeps_all=True)
             pieces = self._recorded_pieces(batch, reader, output=not errors)
-            return Content(name, None, pieces, partial(self._threads.run, reader.close))
+            return Content(name, None, pieces, partial(storage.threads.run, reader.close))
         file = batch.error_file if errors else batch.output_file
         if file is None:
-            return Content.of_file(name, 0, io.BytesIO(), self._threads)
-        found = await self._ask(claims.job(find_file, owner, file, self._now()))
+            return Content.of_file(name, 0, io.BytesIO(), storage.threads)
+        found = await storage.read_for_caller(find_file, owner, file, storage.now())
         if found is None:
             raise _results_gone(id_)
         try:
             with folder_errors_told():
-                opened = await self._threads.open(
-                    self.folder.open_to_read, file, close=lambda file: file.close()
-                )
+                opened = await storage.open_to_read(file)
         except FileNotFoundError:
             log.warning("the results of a batch are missing in the folder", batch=id_, file=file)
             raise _results_gone(id_) from None
-        return Content.of_file(name, found.bytes, opened, self._threads)
+        return Content.of_file(name, found.bytes, opened, storage.threads)
 
     # For operators. These raise GatewayError 503 too.
 
     async def find_any(self, id_: str) -> Batch:
         """The batch of this id, whoever owns it. Raises: GatewayError 404."""
-        found = await self._ask(claims.job(batch_rows.find_any_batch, id_))
+        found = await self.storage.read_for_caller(batch_rows.find_batch, None, id_)
         return _found(found, id_, "openai")
 
     async def page_of_all(
         self, limit: int, owner: str | None, *, ended: bool | None, before: str | None
     ) -> BatchPage:
         """A page of all batches, as `list_batches`."""
-        listing = claims.job(batch_rows.list_batches, limit, owner, ended=ended, before=before)
-        return await self._ask(listing)
+        return await self.storage.read_for_caller(
+            batch_rows.list_batches, limit, owner, ended=ended, before=before
+        )
 
     async def errors_of(self, batch: Batch) -> list[ErrorKind]:
         """How its lines have failed so far, the most frequent error first."""
@@ -988,8 +841,10 @@ class BatchRegistry:
         if in_vain and known not in self._errors:
             kinds: dict[str, ErrorKind] = {}
             for after in range(0, batch.total, batch_rows.ERROR_STEP):
-                counting = claims.job(batch_rows.count_errors, batch.id, after)
-                for kind in await self._ask(counting):
+                counted = await self.storage.read_for_caller(
+                    batch_rows.count_errors, batch.id, after
+                )
+                for kind in counted:
                     first = kinds.setdefault(kind.code, kind._replace(lines=0))
                     kinds[kind.code] = first._replace(lines=first.lines + kind.lines)
             if len(self._errors) >= MOST_COUNTED:
@@ -997,15 +852,9 @@ class BatchRegistry:
             self._errors[known] = sorted(kinds.values(), key=lambda one: (-one.lines, one.code))
         return self._errors.get(known, [])
 
-    # The gateway's own work.
-
-    async def run(self) -> None:
-        """Read the input of new batches, end those whose lines have ended, until cancelled."""
-        await self.upkeep.run()
-
     async def _new(self, new: NewBatch) -> Batch:
         """The row of a new batch. Raises: GatewayError 400, 503."""
-        settings, now = self._settings(), self._now()
+        settings, now = self.storage.settings(), self.storage.now()
         if new.endpoint not in ENDPOINTS:
             known = ", ".join(f"'{path}'" for path in ENDPOINTS[:-1])
             shown = errors.truncate_echo(new.endpoint)
@@ -1017,55 +866,42 @@ class BatchRegistry:
             )
         window = _seconds_of(new.window, settings)
         with folder_errors_told():
-            folder = await self._threads.opened(self.folder)
+            folder = await self.storage.opened()
         if new.requests is not None:
             # So its requests are found by its id.
             id_ = _PREFIXES[new.api] + new.requests.rpartition("-")[2]
         else:
-            id_ = claims.new_id(_PREFIXES[new.api], now, self._token)
+            id_ = claims.new_id(_PREFIXES[new.api], now, self.token)
         return Batch(
+            **{one.name: getattr(new, one.name) for one in fields(AskedBatch)},
             id=id_,
-            owner=new.owner,
-            api=new.api,
-            endpoint=new.endpoint,
-            input_file=new.input_file,
             created_at=now,
             expires_at=now + window,
             keep_until=now + window + settings.keep,
             folder=folder,
-            class_=new.class_,
-            group_name=new.group_name,
-            user=new.user,
-            output_seconds=new.output_seconds,
-            webhook_url=new.webhook_url,
-            metadata=new.metadata,
-            idempotency_key=new.idempotency_key,
-            request_digest=new.request_digest,
-            requests_bytes=new.requests_bytes,
         )
 
     async def _discard(self, new: NewBatch) -> None:
         """Remove the requests of a batch that was not added."""
         if new.requests is not None:
             with contextlib.suppress(FolderError):
-                await self._threads.run(self.folder.delete, new.requests)
-
-    async def _ask(self, reading: Callable[[Connection], T]) -> T:
-        """Do a job that only reads. Raises: GatewayError 503."""
-        return await ask_store(self._store, reading, write=False)
+                await self.storage.delete(new.requests)
 
     async def _recorded_pieces(
         self, batch: Batch, reader: ResultReader, *, output: bool
     ) -> AsyncIterator[bytes]:
         after = 0
         while True:
-            rows = await self._ask(claims.job(claims.result_rows, batch.id, after, SHOWN_ROWS))
+            rows = await self.storage.read_for_caller(
+                claims.result_rows, batch.id, after, SHOWN_ROWS
+            )
             if not rows:
                 return
-            pieces = reader.pieces(rows, output=output)
+            pieces = reader.pieces(rows)
             with folder_errors_told():
-                while piece := await self._threads.run(next, pieces, b""):
-                    yield piece
+                while found := await self.storage.threads.run(next, pieces, None):
+                    if found[1] is output:
+                        yield found[0]
             after = rows[-1].number or 0
 
 
@@ -1092,38 +928,6 @@ def _seconds_of(window: str | None, settings: BatchSettings) -> float:
             param="completion_window",
         )
     return seconds
-
-
-def _refusal(outcome: str, new: NewBatch, settings: BatchSettings) -> GatewayError:
-    shown = errors.truncate_echo(new.input_file or "")
-    if outcome == "no_file":
-        return GatewayError(
-            400, "file_not_found", f"No such File object: {shown}", param="input_file_id"
-        )
-    if outcome == "wrong_purpose":
-        return GatewayError(
-            400,
-            "invalid_value",
-            f"The file '{shown}' was not uploaded for a batch: upload it with the purpose 'batch'.",
-            param="input_file_id",
-        )
-    if outcome == "elsewhere":
-        return _elsewhere("The input file")
-    if outcome == "conflict":
-        return GatewayError(
-            422,
-            "idempotency_key_reused",
-            "This Idempotency-Key was sent before with another request: send a new key with a new "
-            "request.",
-            retryable=False,
-        )
-    return GatewayError(
-        429,
-        "too_many_batches",
-        f"This key has {settings.batches_per_key} batches that have not ended, and may have no "
-        "more: wait for the end of one, or cancel it.",
-        retryable=False,
-    )
 
 
 def _found(batch: Batch | None, id_: str, api: str) -> Batch:
@@ -1154,13 +958,4 @@ def _results_gone(id_: str) -> GatewayError:
     shown = errors.truncate_echo(id_)
     return GatewayError(
         404, "results_gone", f"The results of '{shown}' were deleted, or have expired."
-    )
-
-
-def _elsewhere(what: str) -> GatewayError:
-    return GatewayError(
-        503,
-        "file_elsewhere",
-        f"{what} is in the folder of another gateway of the same store: ask there.",
-        retryable=False,
     )

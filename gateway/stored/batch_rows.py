@@ -12,13 +12,15 @@ from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, Final, Literal, NamedTuple
 
-from sqlalchemy import Column, ColumnElement, Connection, Row, delete, func, literal, select, update
+from sqlalchemy import ColumnElement, Connection, delete, func, literal, select, update
 
-from gateway.store.database import insert_for
+from gateway.config.stored import BatchSettings
+from gateway.errors import GatewayError, truncate_echo
+from gateway.store.database import Rows, insert_for
 from gateway.store.schema import batches, stored_requests
 from gateway.stored import claims, files
 from gateway.stored.claims import BatchState, RequestState, WorkLeft
-from gateway.stored.files import Kept, StoredFile
+from gateway.stored.files import StoredFile
 
 PREFIXES = {"batch_": "openai", "msgbatch_": "anthropic"}  # of ids, and the API of such batches
 INPUT_PURPOSE = "batch"  # purpose of a file that a batch may read
@@ -27,22 +29,37 @@ _ROW: Final = stored_requests.c
 
 
 @dataclass(frozen=True, slots=True)
-class Batch:
-    """A batch of a caller. Times are Unix seconds."""
+class AskedBatch:
+    """What a caller asks for."""
 
-    id: str  # `batch_...` or `msgbatch_...`; ids grow with time
     owner: str  # the id of a key
     api: str  # `openai` or `anthropic`
     endpoint: str  # the path of all its lines
-    input_file: str | None
+    input_file: str | None = None
+    class_: str = "batch"  # the highest class that its lines may be raised to
+    group_name: str | None = None
+    user: str | None = None  # the end user whom its caller has named
+    output_seconds: float | None = None
+    """For how long its output files are kept (`output_expires_after`)."""
+    webhook_url: str | None = None
+    metadata: dict[str, str] | None = None
+    idempotency_key: str | None = None
+    request_digest: str | None = None
+    """Of the request that created it: the same idempotency key with another request is refused."""
+    requests_bytes: int = 0
+    """Of the file with its lines, where there is no input file; 0 once that is removed."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Batch(AskedBatch):
+    """A batch of a caller. Times are Unix seconds."""
+
+    id: str  # `batch_...` or `msgbatch_...`; ids grow with time
     created_at: float
     expires_at: float  # its deadline
     keep_until: float  # when it and its results are removed
     folder: str  # the id of the folder that holds its files
-    class_: str = "batch"  # the highest class that its lines may be raised to
     state: BatchState = BatchState.VALIDATING
-    group_name: str | None = None
-    user: str | None = None  # the end user whom its caller has named
     output_file: str | None = None
     error_file: str | None = None
     in_progress_at: float | None = None
@@ -61,17 +78,8 @@ class Batch:
     cached_tokens: int = 0
     completion_tokens: int = 0
     cost: float = 0.0
-    output_seconds: float | None = None
-    """For how long its output files are kept (`output_expires_after`)."""
-    webhook_url: str | None = None
-    metadata: dict[str, str] | None = None
-    idempotency_key: str | None = None
-    request_digest: str | None = None
-    """Of the request that created it: the same idempotency key with another request is refused."""
     errors: list[dict[str, Any]] | None = None
     """Why it failed as a whole: objects with code, message, param and line."""
-    requests_bytes: int = 0
-    """Of the file with its lines, where there is no input file; 0 once that is removed."""
     result_bytes: int = 0  # of all recorded results, errors of broken lines included
 
     @property
@@ -82,21 +90,6 @@ class Batch:
 
 # Is told of a batch that ends, in the transaction in which it does.
 EndListener = Callable[[Connection, Batch], None]
-
-# `again`: the same idempotency key with the same request; `conflict`: with another one;
-# `elsewhere`: the input file is in the folder of another gateway; `full`: its owner keeps as much
-# as it may.
-AddOutcome = Literal[
-    "added", "again", "conflict", "no_file", "wrong_purpose", "elsewhere", "too_many", "full"
-]
-
-
-class BatchAdded(NamedTuple):
-    """What became of a new batch."""
-
-    outcome: AddOutcome
-    batch: Batch | None  # the new one, or the earlier one with the same idempotency key
-    kept: Kept | None = None  # what the owner keeps, if it is `full`
 
 
 class BatchPage(NamedTuple):
@@ -114,60 +107,84 @@ class DueBatch(NamedTuple):
     """The folder's files that are to be deleted first: bodies and results of its lines."""
 
 
-_FIELDS: Final = tuple(Batch.__dataclass_fields__)
-_COLUMNS: Final[tuple[Column[Any], ...]] = tuple(_BATCH[name] for name in _FIELDS)
-_JSON: Final = ("metadata", "errors")
+_BATCHES: Final = Rows(Batch, batches, {"state": BatchState}, "metadata", "errors")
 _SHOWN: Final = _BATCH.deleted_at.is_(None)
 
 
 # Add.
 
 
-def add_batch(
-    connection: Connection, batch: Batch, most_unfinished: int, most_bytes: int
-) -> BatchAdded:
-    """Add a batch, unless its owner has too many unfinished ones, or no room.
+def add_batch(connection: Connection, batch: Batch, settings: BatchSettings) -> Batch:
+    """Add a batch; returns it, or the earlier one with the same idempotency key.
 
-    `most_bytes`: of all that the owner keeps.
+    Raises: GatewayError 400, 422 (that key with another request), 429, 503.
     """
     # Until the end of the transaction the input file can't be deleted.
     files.raise_revision(connection)
-    earlier = _find(connection, _BATCH.id == batch.id)
+    earlier = _BATCHES.one(connection, _BATCH.id == batch.id)
     if earlier is not None:
-        return BatchAdded("added", earlier)  # Done again.
+        return earlier  # Done again.
     if batch.idempotency_key is not None:
         key = _BATCH.idempotency_key == batch.idempotency_key
-        earlier = _find(connection, _BATCH.owner == batch.owner, key)
-        if earlier is not None:
-            is_same = earlier.request_digest == batch.request_digest
-            return BatchAdded("again" if is_same else "conflict", earlier)
+        earlier = _BATCHES.one(connection, _BATCH.owner == batch.owner, key)
+    if earlier is not None:
+        if earlier.request_digest == batch.request_digest:
+            return earlier
+        raise GatewayError(
+            422,
+            "idempotency_key_reused",
+            "This Idempotency-Key was sent before with another request: send a new key with a new "
+            "request.",
+            retryable=False,
+        )
     if batch.input_file is not None:
-        file = files.find_file(connection, batch.owner, batch.input_file, batch.created_at)
-        if file is None:
-            return BatchAdded("no_file", None)
-        if file.purpose != INPUT_PURPOSE:
-            return BatchAdded("wrong_purpose", None)
-        if file.folder != batch.folder:
-            return BatchAdded("elsewhere", None)
+        _check_input(connection, batch, batch.input_file)
     unfinished_ones = select(func.count()).where(
         _BATCH.owner == batch.owner, _BATCH.ended_at.is_(None)
     )
-    if (connection.scalar(unfinished_ones) or 0) >= most_unfinished:
-        return BatchAdded("too_many", None)
+    if (connection.scalar(unfinished_ones) or 0) >= settings.batches_per_key:
+        raise GatewayError(
+            429,
+            "too_many_batches",
+            f"This key has {settings.batches_per_key} batches that have not ended, and may have no "
+            "more: wait for the end of one, or cancel it.",
+            retryable=False,
+        )
     kept = files.kept_by(connection, batch.owner, batch.created_at)
     # Its results need room too.
-    if kept.bytes + max(1, batch.requests_bytes) > most_bytes:
-        return BatchAdded("full", None, kept)
-    connection.execute(insert_for(connection)(batches).values(**_values_of(batch)))
-    return BatchAdded("added", batch)
+    if kept.bytes + max(1, batch.requests_bytes) > settings.bytes_per_key:
+        raise files.kept_too_much(kept, settings)
+    connection.execute(insert_for(connection)(batches).values(**_BATCHES.values(batch)))
+    return batch
+
+
+def _check_input(connection: Connection, batch: Batch, id_: str) -> None:
+    """Raises: GatewayError 400, 503, if the batch can't read this file."""
+    file = files.find_file(connection, batch.owner, id_, batch.created_at)
+    shown = truncate_echo(id_)
+    if file is None:
+        raise GatewayError(
+            400, "file_not_found", f"No such File object: {shown}", param="input_file_id"
+        )
+    if file.purpose != INPUT_PURPOSE:
+        raise GatewayError(
+            400,
+            "invalid_value",
+            f"The file '{shown}' was not uploaded for a batch: upload it with the purpose 'batch'.",
+            param="input_file_id",
+        )
+    if file.folder != batch.folder:
+        raise files.file_elsewhere("The input file")
 
 
 # Read.
 
 
-def find_batch(connection: Connection, owner: str, id_: str, api: str) -> Batch | None:
-    """The owner's batch of this API."""
-    return _find(connection, _BATCH.id == id_, _BATCH.owner == owner, _BATCH.api == api, _SHOWN)
+def find_batch(
+    connection: Connection, owner: str | None, id_: str, api: str | None = None
+) -> Batch | None:
+    """The owner's batch of this API, or of both; `owner`: None: whoever owns it."""
+    return _BATCHES.one(connection, *_of_owner(owner, id_, api))
 
 
 def read_batches(
@@ -185,7 +202,7 @@ def read_batches(
     `after`: older ones than that; `before`: the next newer ones than that. Batches of these ids
     need not be there any more. `ended`: only those that have ended, or have not.
     """
-    asked = select(*_COLUMNS).where(_BATCH.api == api, _SHOWN)
+    asked = _BATCHES.where(_BATCH.api == api, _SHOWN)
     if owner is not None:
         asked = asked.where(_BATCH.owner == owner)
     if ended is not None:
@@ -197,14 +214,9 @@ def read_batches(
     if before is not None:
         asked = asked.where(_BATCH.id > before)
     order = _BATCH.id.asc() if before is not None else _BATCH.id.desc()
-    found = connection.execute(asked.order_by(order).limit(limit + 1)).all()
-    page = [_batch_of(row) for row in found[:limit]]
+    found = _BATCHES.all(connection, asked.order_by(order).limit(limit + 1))
+    page = found[:limit]
     return BatchPage(page[::-1] if before is not None else page, len(found) > limit)
-
-
-def find_any_batch(connection: Connection, id_: str) -> Batch | None:
-    """The batch of this id, whoever owns it."""
-    return _find(connection, _BATCH.id == id_, _SHOWN)
 
 
 def list_batches(
@@ -259,8 +271,8 @@ def count_errors(connection: Connection, id_: str, after: int) -> list[ErrorKind
 
 def unfinished(connection: Connection, folder: str) -> list[Batch]:
     """All unfinished batches of the folder, the oldest first."""
-    asked = select(*_COLUMNS).where(_BATCH.folder == folder, _BATCH.ended_at.is_(None))
-    return [_batch_of(row) for row in connection.execute(asked.order_by(_BATCH.id))]
+    asked = _BATCHES.where(_BATCH.folder == folder, _BATCH.ended_at.is_(None))
+    return _BATCHES.all(connection, asked.order_by(_BATCH.id))
 
 
 # From the beginning to the end. Each job returns the batch as it is then; None: it is gone.
@@ -275,7 +287,7 @@ def begin_batch(
         "result_bytes": _result_bytes(connection, id_) if failed else 0,
     }  # fmt: skip
     if claims.lock_batch(connection, id_) is not BatchState.VALIDATING:
-        return _find(connection, _BATCH.id == id_)
+        return _BATCHES.one(connection, _BATCH.id == id_)
     if failed == total:
         return _move(connection, id_, BatchState.FINALIZING, {**changes, "finalizing_at": now})
     return _move(connection, id_, BatchState.IN_PROGRESS, changes)
@@ -290,7 +302,7 @@ def fail_batch(
 ) -> Batch | None:
     """Its input can't be used at all. Nothing, if it isn't `validating` any more."""
     state = claims.lock_batch(connection, id_)
-    changes = {"errors": _json(list(errors)), "ended_at": now}
+    changes = {"errors": json.dumps(errors, ensure_ascii=False), "ended_at": now}
     failed = _move(connection, id_, BatchState.FAILED, changes)
     if failed is not None and state is BatchState.VALIDATING and also is not None:
         also(connection, failed)
@@ -326,7 +338,7 @@ def cancel_batch(
     cancelled = _move(connection, id_, BatchState.CANCELLING, changes)
     if cancelled is not None and cancelled.state is BatchState.CANCELLING:
         claims.end_waiting_lines(connection, id_, RequestState.CANCELLED, now, limit)
-    return _find(connection, _BATCH.id == id_)
+    return _BATCHES.one(connection, _BATCH.id == id_)
 
 
 def pause_batch(
@@ -341,7 +353,7 @@ def pause_batch(
         *conditions, _BATCH.ended_at.is_(None), _BATCH.paused_at.is_(None)
     )
     connection.execute(changed.values(paused_at=now, pause_reason=reason))
-    return _find(connection, *conditions)
+    return _BATCHES.one(connection, *conditions)
 
 
 def resume_batch(
@@ -357,11 +369,13 @@ def resume_batch(
     if reasons is not None:
         changed = changed.where(_BATCH.pause_reason.in_(reasons))
     connection.execute(changed.values(paused_at=None, pause_reason=None))
-    return _find(connection, *conditions)
+    return _BATCHES.one(connection, *conditions)
 
 
-def _of_owner(owner: str, id_: str, api: str | None) -> list[ColumnElement[bool]]:
-    conditions = [_BATCH.id == id_, _BATCH.owner == owner, _SHOWN]
+def _of_owner(owner: str | None, id_: str, api: str | None) -> list[ColumnElement[bool]]:
+    conditions = [_BATCH.id == id_, _SHOWN]
+    if owner is not None:
+        conditions.append(_BATCH.owner == owner)
     return conditions if api is None else [*conditions, _BATCH.api == api]
 
 
@@ -385,7 +399,7 @@ def begin_finalizing(
     if state is BatchState.CANCELLING:
         first = update(batches).where(_BATCH.id == id_, _BATCH.finalizing_at.is_(None))
         connection.execute(first.values(finalizing_at=now))
-        return _find(connection, _BATCH.id == id_)
+        return _BATCHES.one(connection, _BATCH.id == id_)
     return _move(connection, id_, BatchState.FINALIZING, {"finalizing_at": now})
 
 
@@ -402,7 +416,7 @@ def end_batch(
     None: it is not `finalizing`, or has ended with other files, so that these can be discarded.
     """
     claims.lock_batch(connection, id_)
-    batch = _find(connection, _BATCH.id == id_)
+    batch = _BATCHES.one(connection, _BATCH.id == id_)
     if batch is None or batch.finalizing_at is None:
         return None
     names = tuple(None if file is None else file.id for file in (output, error_file))
@@ -427,7 +441,7 @@ def end_batch(
 def expire_lines(
     connection: Connection, folder: str, now: float, limit: int = claims.STEP_ROWS
 ) -> int:
-    """End waiting requests of the folder whose deadline has passed; how many, at most `limit`."""
+    """End waiting lines of the folder whose deadline has passed; how many, at most `limit`."""
     late = select(_BATCH.id).where(
         _BATCH.folder == folder,
         _BATCH.ended_at.is_(None),
@@ -440,15 +454,6 @@ def expire_lines(
             number += claims.end_waiting_lines(
                 connection, id_, RequestState.EXPIRED, now, limit - number
             )
-    if number < limit:
-        alone = select(_ROW.id).where(
-            _ROW.folder == folder, _ROW.batch.is_(None), claims.IS_WAITING, _ROW.deadline <= now
-        )
-        expired = update(stored_requests).where(
-            _ROW.id.in_(alone.limit(limit - number)), claims.IS_WAITING
-        )
-        expired = expired.values(state=RequestState.EXPIRED.value, ended_at=now)
-        number += connection.execute(expired).rowcount
     return number
 
 
@@ -512,10 +517,10 @@ def _places(connection: Connection, id_: str, input_file: str | None) -> list[st
 
 def with_requests(connection: Connection, folder: str, limit: int) -> list[Batch]:
     """Ended batches of the folder whose requests, which nobody reads any more, are still there."""
-    asked = select(*_COLUMNS).where(
+    asked = _BATCHES.where(
         files.HAS_REQUESTS, _BATCH.folder == folder, _BATCH.ended_at.is_not(None)
     )
-    return [_batch_of(row) for row in connection.execute(asked.limit(limit))]
+    return _BATCHES.all(connection, asked.limit(limit))
 
 
 def requests_removed(connection: Connection, ids: Iterable[str]) -> None:
@@ -540,33 +545,7 @@ def _move(
     before = [one.value for one in claims.BEFORE[state]]
     moved = update(batches).where(_BATCH.id == id_, _BATCH.state.in_(before))
     connection.execute(moved.values(state=state.value, **changes))
-    return _find(connection, _BATCH.id == id_)
-
-
-def _find(connection: Connection, *conditions: Any) -> Batch | None:
-    row = connection.execute(select(*_COLUMNS).where(*conditions)).one_or_none()
-    return None if row is None else _batch_of(row)
-
-
-def _batch_of(row: Row[Any]) -> Batch:
-    values: dict[str, Any] = dict(zip(_FIELDS, row, strict=True))
-    values["state"] = BatchState(values["state"])
-    for name in _JSON:
-        if values[name] is not None:
-            values[name] = json.loads(values[name])
-    return Batch(**values)
-
-
-def _values_of(batch: Batch) -> dict[str, Any]:
-    values = {name: getattr(batch, name) for name in _FIELDS}
-    values["state"] = batch.state.value
-    for name in _JSON:
-        values[name] = _json(values[name])
-    return values
-
-
-def _json(value: Any) -> str | None:
-    return None if value is None else json.dumps(value, ensure_ascii=False)
+    return _BATCHES.one(connection, _BATCH.id == id_)
 
 
 SAMPLE_SECONDS = 5.0  # seconds between two looks at what a batch has done

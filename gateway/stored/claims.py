@@ -19,13 +19,12 @@ from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
 from itertools import islice
-from typing import Any, Concatenate, Final, NamedTuple, ParamSpec, TypeVar
+from typing import Any, Final, NamedTuple
 
 from sqlalchemy import (
     Column,
     ColumnElement,
     Connection,
-    Row,
     Select,
     bindparam,
     func,
@@ -37,14 +36,10 @@ from sqlalchemy import (
 
 from gateway.callers.ledger import ROW_COLUMNS, UsageRow
 from gateway.callers.processes import ProcessIdentity, SeenProcess, is_gone
-from gateway.store.database import insert_for
+from gateway.store.database import Rows, insert_for
 from gateway.store.failures import StoreError
 from gateway.store.schema import batches, processes, stored_requests
-from gateway.store.store import Store
-from gateway.stored.folder import DiskThreads, Folder, FolderError
-
-P = ParamSpec("P")
-T = TypeVar("T")
+from gateway.stored.folder import Folder, FolderError, Storage
 
 
 class BatchState(StrEnum):
@@ -128,23 +123,13 @@ _ROW: Final = stored_requests.c
 
 
 @dataclass(frozen=True, slots=True)
-class StoredRow:
-    """A stored request. Its body is `length` bytes of the folder's file `place`."""
+class AskedRow:
+    """What is asked of a stored request."""
 
-    id: str  # also that of the ledger's row
     kind: RequestKind
     owner: str
     path: str  # A path of `ROUTES`
-    place: str
-    offset: int
-    length: int
-    created_at: float  # Unix time, as all times here
-    keep_until: float
-    folder: str
     class_: str = "batch"  # the label of its class
-    batch: str | None = None
-    number: int | None = None  # of its line in the input, from 1
-    custom_id: str | None = None  # None: the line has none, or an earlier line has the same
     group_name: str | None = None
     user: str | None = None
     model: str | None = None  # as its body names it
@@ -152,6 +137,22 @@ class StoredRow:
     webhook_url: str | None = None
     prompt_tokens: int = 0  # estimated
     max_tokens: int = 0  # 0: its body names none
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StoredRow(AskedRow):
+    """A stored request. Its body is `length` bytes of the folder's file `place`."""
+
+    id: str  # also that of the ledger's row
+    place: str
+    offset: int
+    length: int
+    created_at: float  # Unix time, as all times here
+    keep_until: float
+    folder: str
+    batch: str | None = None
+    number: int | None = None  # of its line in the input, from 1
+    custom_id: str | None = None  # None: the line has none, or an earlier line has the same
     prefix: int = 0  # equal for prompts that begin alike; 0: too short to matter
     state: RequestState = RequestState.WAITING
     attempts: int = 0  # runs that nodes have failed
@@ -189,8 +190,7 @@ class WorkLeft(NamedTuple):
     max_tokens: int
 
 
-_FIELDS: Final = tuple(StoredRow.__dataclass_fields__)
-COLUMNS: Final[tuple[Column[Any], ...]] = tuple(_ROW[name] for name in _FIELDS)  # for `row_of`
+ROWS: Final = Rows(StoredRow, stored_requests, {"kind": RequestKind, "state": RequestState})
 
 
 def in_state(state: RequestState) -> ColumnElement[bool]:
@@ -200,20 +200,6 @@ def in_state(state: RequestState) -> ColumnElement[bool]:
 
 IS_WAITING: Final = in_state(RequestState.WAITING)
 IS_RUNNING: Final = in_state(RequestState.RUNNING)
-
-
-def row_of(row: Row[Any]) -> StoredRow:
-    """The dataclass of a row of `COLUMNS`."""
-    values: dict[str, Any] = dict(zip(_FIELDS, row, strict=True))
-    values["kind"], values["state"] = RequestKind(values["kind"]), RequestState(values["state"])
-    return StoredRow(**values)
-
-
-def job(
-    function: Callable[Concatenate[Connection, P], T], *args: P.args, **kwargs: P.kwargs
-) -> Callable[[Connection], T]:
-    """A job of the store: `store.run(job(find_batch, owner, id_, api))`."""
-    return lambda connection: function(connection, *args, **kwargs)
 
 
 def chunks(ids: Iterable[str]) -> Iterable[list[str]]:
@@ -249,6 +235,11 @@ def lock_batches(connection: Connection, ids: Iterable[str | None]) -> None:
         connection.execute(asked.with_for_update()).all()
 
 
+def alone_in(folder: str) -> tuple[ColumnElement[bool], ColumnElement[bool]]:
+    """The conditions of requests of a folder that are no lines of batches."""
+    return _ROW.folder == folder, _ROW.batch.is_(None)
+
+
 # Add and find.
 
 
@@ -262,7 +253,7 @@ def add_rows(connection: Connection, rows: Sequence[StoredRow]) -> bool:
             return False
     added = insert_for(connection)(stored_requests).on_conflict_do_nothing(index_elements=["id"])
     if rows:
-        connection.execute(added, [_values_of(row) for row in rows])
+        connection.execute(added, list(map(ROWS.values, rows)))
     return True
 
 
@@ -271,10 +262,10 @@ def result_rows(
 ) -> list[StoredRow]:
     """Lines of a batch that have ended, behind line `after_number`, by their numbers."""
     unfinished = [RequestState.WAITING.value, RequestState.RUNNING.value]
-    asked = select(*COLUMNS).where(
+    asked = ROWS.where(
         _ROW.batch == batch, _ROW.number > after_number, _ROW.state.not_in(unfinished)
     )
-    return [row_of(row) for row in connection.execute(asked.order_by(_ROW.number).limit(limit))]
+    return ROWS.all(connection, asked.order_by(_ROW.number).limit(limit))
 
 
 # What waits.
@@ -283,7 +274,7 @@ def result_rows(
 def waiting_by_kind(connection: Connection, folder: str, now: float) -> Counter[str]:
     """How many requests without a batch may run now in the folder, by their kind."""
     asked = select(_ROW.kind, func.count()).where(
-        _ROW.folder == folder, _ROW.batch.is_(None), IS_WAITING, _ROW.not_before <= now
+        *alone_in(folder), IS_WAITING, _ROW.not_before <= now
     )
     found = Counter[str]()
     for kind, rows in connection.execute(asked.group_by(_ROW.kind)):
@@ -384,12 +375,6 @@ def end_waiting_lines(
     return number
 
 
-def _values_of(row: StoredRow) -> dict[str, Any]:
-    values = {name: getattr(row, name) for name in _FIELDS}
-    values["kind"], values["state"] = row.kind.value, row.state.value
-    return values
-
-
 # Seconds after which the store is read, though nothing tells that there is anything new.
 LONGEST_UNREAD = 30.0
 UNTOLD_SECONDS = 5.0  # the same on PostgreSQL, which does not tell what other processes commit
@@ -398,12 +383,9 @@ BUSY_SECONDS = 5.0  # seconds for which work that was found counts as still ther
 
 @dataclass(slots=True, eq=False)
 class UnfinishedWork:
-    """What is unfinished in a folder, as this process knows it. `clock` is monotonic."""
+    """What is unfinished in a folder, as this process knows it."""
 
-    store: Store
-    folder: Folder
-    threads: DiskThreads
-    clock: Callable[[], float]
+    storage: Storage
     _found: bool | None = None  # what the last look found; None: there was none
     _read_at: float = 0.0
     _seen: tuple[int, int] = -1, -1
@@ -423,24 +405,24 @@ class UnfinishedWork:
             if (known := self._known()) is not None:  # Somebody else has looked meanwhile.
                 return known
             # Before the look: what comes after it is new.
-            seen = self._additions, self.store.changes
-            folder = await self.threads.opened(self.folder)
-            found = await self.store.run(job(has_unfinished, folder), write=False)
-            self._found, self._read_at, self._seen = found, self.clock(), seen
+            storage = self.storage
+            seen = self._additions, storage.store.changes
+            found = await storage.read(has_unfinished, await storage.opened())
+            self._found, self._read_at, self._seen = found, storage.clock(), seen
             return found
 
     def _known(self) -> bool | None:
         """What is known without a look; None: it must be looked."""
         additions, changes = self._seen
-        age = self.clock() - self._read_at
+        store, age = self.storage.store, self.storage.clock() - self._read_at
         if self._found is None or additions != self._additions:
             return None
         if self._found:
             return True if age < BUSY_SECONDS else None
         if age >= LONGEST_UNREAD:
             return None
-        tells = self.store.location.path is not None
-        quiet = changes == self.store.changes or (not tells and age < UNTOLD_SECONDS)
+        tells = store.location.path is not None
+        quiet = changes == store.changes or (not tells and age < UNTOLD_SECONDS)
         return False if quiet else None
 
 
@@ -451,7 +433,7 @@ def has_unfinished(connection: Connection, folder: str) -> bool:
     )
     running = select(_ROW.id).where(_ROW.folder == folder, IS_RUNNING)
     # Lines wait only while their batch has not ended.
-    waiting = select(_ROW.id).where(_ROW.folder == folder, _ROW.batch.is_(None), IS_WAITING)
+    waiting = select(_ROW.id).where(*alone_in(folder), IS_WAITING)
     asked = select(or_(unfinished.exists(), running.exists(), waiting.exists()))
     return bool(connection.scalar(asked))
 
@@ -492,21 +474,16 @@ def claim(
     for pick in picks:
         picked = _picked_lines if pick.kind is RequestKind.LINE else _picked_alone
         ids = picked(connection, folder, pick, now)
-        taken = {
-            row.id: row_of(row)
-            for some in chunks(ids)
-            for row in connection.execute(
-                update(stored_requests)
-                .where(_ROW.id.in_(some), IS_WAITING)
-                .values(
-                    state=RequestState.RUNNING.value,
-                    claimed_by=process,
-                    claimed_until=now + lease_seconds,
-                    started_at=now,
-                )
-                .returning(*COLUMNS)
+        taken: dict[str, StoredRow] = {}
+        for some in chunks(ids):
+            begun = update(stored_requests).where(_ROW.id.in_(some), IS_WAITING)
+            begun = begun.values(
+                state=RequestState.RUNNING.value,
+                claimed_by=process,
+                claimed_until=now + lease_seconds,
+                started_at=now,
             )
-        }
+            taken |= {row.id: row for row in ROWS.changed(connection, begun)}
         claimed += [taken[id_] for id_ in ids if id_ in taken]
     return claimed
 
@@ -543,11 +520,7 @@ def _picked_lines(connection: Connection, folder: str, pick: Pick, now: float) -
 def _picked_alone(connection: Connection, folder: str, pick: Pick, now: float) -> list[str]:
     """The requests without a batch of one pick; on PostgreSQL they are locked."""
     asked = select(_ROW.id).where(
-        _ROW.folder == folder,
-        _ROW.kind == pick.kind.value,
-        _ROW.batch.is_(None),
-        IS_WAITING,
-        _ROW.not_before <= now,
+        *alone_in(folder), _ROW.kind == pick.kind.value, IS_WAITING, _ROW.not_before <= now
     )
     if pick.owner is not None:
         asked = asked.where(_ROW.owner == pick.owner)
@@ -702,15 +675,15 @@ _COUNTED: Final = tuple(
 
 @dataclass(frozen=True, slots=True)
 class RecordedResult:
-    """The result of one stored request: `length` bytes of the folder's file `place`."""
+    """The result of one stored request: bytes of a file of the folder, if it can be read."""
 
     id: str  # of the stored request
     state: RequestState
     status: int | None = None  # the HTTP status; None: it was not answered
     error_code: str | None = None
-    place: str | None = None  # None: there is no result to be read
-    offset: int = 0
-    length: int = 0
+    result_place: str | None = None
+    result_offset: int | None = None
+    result_length: int | None = None
     usage: UsageRow | None = None  # the row for the ledger; None: it was not admitted
 
 
@@ -739,13 +712,14 @@ def record(
         for row in connection.execute(locked):
             result = wanted[row.id]
             if row.state == RequestState.RUNNING.value:
-                new.append(_recorded_values(result, now))
+                told = {name: getattr(result, name) for name in _RESULT}
+                told |= {"of_id": row.id, "state": result.state.value, "ended_at": now}
+                new.append(told)
                 if row.batch is not None:
                     _add(sums[row.batch], result)
             else:
-                offset = None if result.place is None else result.offset
                 found = row.state, row.result_place, row.result_offset
-                if found != (result.state.value, result.place, offset):
+                if found != (result.state.value, result.result_place, result.result_offset):
                     continue  # It has ended with another one.
             recorded.append(row.id)
     if new:
@@ -756,39 +730,20 @@ def record(
     return recorded
 
 
+_RESULT: Final = (
+    "state", "status", "error_code", "result_place", "result_offset", "result_length",
+)  # fmt: skip
 _RECORDED: Final = (
     update(stored_requests)
     .where(_ROW.id == bindparam("of_id"))
-    .values(
-        {
-            name: bindparam(name)
-            for name in (
-                "state", "ended_at", "status", "error_code",
-                "result_place", "result_offset", "result_length",
-            )
-        }
-        | {"claimed_until": None}
-    )
-)  # fmt: skip
+    .values({name: bindparam(name) for name in (*_RESULT, "ended_at")} | {"claimed_until": None})
+)
 """`claimed_by` stays: it tells who has recorded the result."""
-
-
-def _recorded_values(result: RecordedResult, now: float) -> dict[str, Any]:
-    return {
-        "of_id": result.id,
-        "state": result.state.value,
-        "ended_at": now,
-        "status": result.status,
-        "error_code": result.error_code,
-        "result_place": result.place,
-        "result_offset": None if result.place is None else result.offset,
-        "result_length": None if result.place is None else result.length,
-    }
 
 
 def _add(sums: Counter[Any], result: RecordedResult) -> None:
     sums[COUNTED_AS[result.state]] += 1
-    sums[batches.c.result_bytes] += result.length
+    sums[batches.c.result_bytes] += result.result_length or 0
     if result.usage is not None:
         for index, column in _COUNTED:
             sums[column] += result.usage[index]
@@ -825,13 +780,10 @@ class ClockJumps:
 
 @dataclass(slots=True, eq=False)
 class RowLeases:
-    """Claims rows of a folder for one process, all of these kinds. `now` gives Unix time."""
+    """Claims rows of a folder for one process, all of these kinds."""
 
-    store: Store
-    folder: Folder
-    threads: DiskThreads
+    storage: Storage
     process: ProcessIdentity
-    now: Callable[[], float]
     lease_seconds: float = LEASE_SECONDS
     kinds: Sequence[RequestKind] = (RequestKind.LINE,)
     is_sole: bool = False  # whether no other process runs rows while this one claims any
@@ -845,10 +797,11 @@ class RowLeases:
 
     async def claim_rows(self, picks: Sequence[Pick]) -> list[StoredRow]:
         """Claim rows; their bodies are for others to read. Raises: StoreError, FolderError."""
-        folder, now = await self.threads.opened(self.folder), self.now()
+        storage = self.storage
+        folder, now = await storage.opened(), storage.now()
         try:
-            rows = await self.store.run(
-                job(claim, folder, self.process.id, picks, now, self.lease_seconds)
+            rows = await storage.write(
+                claim, folder, self.process.id, picks, now, self.lease_seconds
             )
         except (StoreError, asyncio.CancelledError):
             self._unknown.append(now)
@@ -866,17 +819,17 @@ class RowLeases:
 
         Raises: StoreError, FolderError.
         """
-        rows, size = await self.claim_rows(picks), 0
+        storage, rows, size = self.storage, await self.claim_rows(picks), 0
         for number, row in enumerate(rows):
             size += row.length
             if size > most_bytes and number:
-                self.put_back((one.id for one in rows[number:]), self.now())
+                self.put_back((one.id for one in rows[number:]), storage.now())
                 del rows[number:]
                 break
         try:
-            bodies = await self.threads.run(_read_bodies, self.folder, rows)
+            bodies = await storage.threads.run(_read_bodies, storage.folder, rows)
         except (FolderError, asyncio.CancelledError):
-            self.put_back((row.id for row in rows), self.now() + AWAY_SECONDS)
+            self.put_back((row.id for row in rows), storage.now() + AWAY_SECONDS)
             raise
         return list(zip(rows, bodies, strict=True))
 
@@ -887,25 +840,26 @@ class RowLeases:
         waiting = given_back.intersection(ids)
         if not asked:
             return waiting
-        return waiting | await self.store.run(
-            job(renew, self.process.id, asked, self.now(), self.lease_seconds)
+        return waiting | await self.storage.write(
+            renew, self.process.id, asked, self.storage.now(), self.lease_seconds
         )
 
     async def paused(self, batches: Iterable[str]) -> set[str]:
         """Those of the batches that are paused. Raises: StoreError."""
         ids = frozenset(batches)
-        return await self.store.run(job(paused, ids), write=False) if ids else set()
+        return await self.storage.read(paused, ids) if ids else set()
 
     async def release_lost(self) -> int:
         """Let rows of processes that are gone wait again; how many. Raises: StoreError.
 
         To be called after `renew`.
         """
-        folder, now, is_sole = await self.threads.opened(self.folder), self.now(), self.is_sole
-        if self._jumps.jumped(now) and not is_sole:
+        folder, now = await self.storage.opened(), self.storage.now()
+        if self._jumps.jumped(now) and not self.is_sole:
             return 0
-        lost = job(release_lost, folder, self.process, now, self.kinds, is_sole=is_sole)
-        return await self.store.run(lost)
+        return await self.storage.write(
+            release_lost, folder, self.process, now, self.kinds, is_sole=self.is_sole
+        )
 
     @property
     def has_put_back(self) -> bool:
@@ -922,16 +876,14 @@ class RowLeases:
 
         Returns whether there was something. Raises: StoreError.
         """
-        taken = 0
+        storage, process, taken = self.storage, self.process.id, 0
         if self._unknown:
-            folder = await self.threads.opened(self.folder)
-            taken = await self.store.run(
-                job(take_back, folder, self.process.id, list(self._unknown))
-            )
+            folder = await storage.opened()
+            taken = await storage.write(take_back, folder, process, list(self._unknown))
             self._unknown.clear()
         for (not_before, failed), ids in (found := list(self._put_back.items())):
             chosen = frozenset(ids)
-            await self.store.run(job(put_back, self.process.id, chosen, not_before, failed=failed))
+            await storage.write(put_back, process, chosen, not_before, failed=failed)
             self._put_back[not_before, failed] -= chosen
             if not self._put_back[not_before, failed]:
                 del self._put_back[not_before, failed]

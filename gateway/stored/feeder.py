@@ -26,16 +26,13 @@ from sqlalchemy import Connection, func, or_, select
 
 from gateway.lease import BatchRoom, BatchRoomService
 from gateway.store.schema import batches, stored_requests
-from gateway.store.store import Store
 from gateway.stored.claims import (
     IS_WAITING,
     Pick,
     RequestKind,
-    RowLeases,
     StoredRow,
     UnfinishedWork,
     WaitingLines,
-    job,
     waiting_by_kind,
     waiting_lines,
 )
@@ -51,7 +48,7 @@ from gateway.stored.feeding import (
     ready_wanted,
     rows_to_offer,
 )
-from gateway.stored.folder import StorageTrouble
+from gateway.stored.folder import Storage, StorageTrouble
 from gateway.stored.results import ANTHROPIC, LineResults
 from gateway.stored.runner import (
     MOST_RUNS,
@@ -148,12 +145,10 @@ def read_prefixes(
 
 @dataclass(slots=True, eq=False)
 class Supply:
-    """Lines that wait, by target. `clock` is monotonic, `now` gives Unix time."""
+    """Lines that wait, by target."""
 
-    store: Store
+    storage: Storage
     target_of: Callable[[str, str, str | None], RequestTarget | None]  # that of a runner
-    clock: Callable[[], float]
-    now: Callable[[], float]
     read_at: float = 0.0  # when it is to be read again
     _works: dict[RequestTarget | None, dict[str, BatchWork]] = field(default_factory=dict)
     _classes: dict[str, str] = field(default_factory=dict)
@@ -165,11 +160,12 @@ class Supply:
 
     async def read(self, folder: str, kept: Iterable[str | None]) -> Waiting:
         """Read what waits; of the batches `kept` the rest is remembered. Raises: StoreError."""
-        began = self.clock()
-        waiting = await self.store.run(job(read_waiting, folder, self.now()), write=False)
-        took = self.clock() - began
+        storage, clock = self.storage, self.storage.clock
+        began = clock()
+        waiting = await storage.read(read_waiting, folder, storage.now())
+        took = clock() - began
         pause = READ_SECONDS if waiting.kinds else IDLE_SECONDS
-        self.read_at = self.clock() + max(pause, took * READ_SHARE)
+        self.read_at = clock() + max(pause, took * READ_SHARE)
         works = defaultdict[RequestTarget | None, dict[str, BatchWork]](dict)
         self._models.clear()
         for some in waiting.lines:
@@ -187,7 +183,7 @@ class Supply:
 
     def read_soon(self, seconds: float = 0.0) -> None:
         """Read again within so many seconds: something has changed."""
-        self.read_at = min(self.read_at, self.clock() + seconds)
+        self.read_at = min(self.read_at, self.storage.clock() + seconds)
 
     def known_targets(self) -> list[RequestTarget | None]:
         """Where something waits for."""
@@ -210,13 +206,13 @@ class Supply:
 
         `held`: batches that have claimed rows already.
         """
+        storage = self.storage
         works = sorted(works, key=lambda one: (one.batch not in held, one.deadline, one.batch))
         for work in works[:MOST_GROUPED]:
             known = self._prefixes.get(work.batch)
-            if known is None or self.clock() - known[0] > PREFIX_SECONDS:
-                read = job(read_prefixes, work.batch, self.now())
-                groups = await self.store.run(read, write=False)
-                self._prefixes[work.batch] = self.clock(), groups
+            if known is None or storage.clock() - known[0] > PREFIX_SECONDS:
+                groups = await storage.read(read_prefixes, work.batch, storage.now())
+                self._prefixes[work.batch] = storage.clock(), groups
         return [
             replace(work, groups=self._prefixes.get(work.batch, (0.0, ()))[1]) for work in works
         ]
@@ -347,43 +343,41 @@ class FeederCounts:
     """When the oldest batch with waiting lines was created; None: nothing waits."""
 
 
+@dataclass(eq=False)
 class Feeder(RowRuns[HeldLine]):
-    """Feeds the lines of batches to the scheduler. `clock` is monotonic, `now` gives Unix time."""
+    """Feeds the lines of batches to the scheduler."""
 
-    def __init__(
-        self,
-        supply: Supply,
-        leases: RowLeases,
-        runner: RequestRunner,
-        results: LineResults,
-        rooms: BatchRoomService,
-        work: UnfinishedWork,
-        clock: Callable[[], float],
-        now: Callable[[], float],
-    ) -> None:
-        super().__init__(leases, runner, rooms, now, RETRY_SECONDS, "a stored request can't be run")
-        self.supply = supply
-        self.results = results
-        self.work = work
-        self.clock = clock
-        self.counts = FeederCounts()
-        self._targets: dict[RequestTarget | None, TargetRows] = {}
-        self._paused: dict[str, float] = {}
-        """Owners whose limits are reached, and until when they are left alone."""
-        self.put_off: dict[str, tuple[str, float]] = {}
-        """Of batches whose lines were put off of late: why, and until when (Unix time)."""
-        self._careful: dict[str, float] = {}
-        """Owners whose limits were reached of late, and until when they are tried step by step."""
-        self._claims = asyncio.Event()  # set when there may be something to claim or to put back
-        self._looks = asyncio.Event()  # set when there is something to offer
-        self._renewals = asyncio.Event()
-        self._stopped = False
-        self._is_work = True  # whether anything was unfinished when it was last asked
-        self._count_at = 0.0  # when what is in the store is counted, though nothing is unfinished
-        self._trouble = StorageTrouble(
+    retry_seconds = RETRY_SECONDS
+    failed_event = "a stored request can't be run"
+    supply: Supply
+    results: LineResults
+    work: UnfinishedWork
+    counts: FeederCounts = field(default_factory=FeederCounts)
+    put_off: dict[str, tuple[str, float]] = field(default_factory=dict)
+    """Of batches whose lines were put off of late: why, and until when (Unix time)."""
+    _targets: dict[RequestTarget | None, TargetRows] = field(default_factory=dict)
+    _paused: dict[str, float] = field(default_factory=dict)
+    """Owners whose limits are reached, and until when they are left alone."""
+    _careful: dict[str, float] = field(default_factory=dict)
+    """Owners whose limits were reached of late, and until when they are tried step by step."""
+    _claims: asyncio.Event = field(default_factory=asyncio.Event)
+    """Set when there may be something to claim or to put back."""
+    _looks: asyncio.Event = field(default_factory=asyncio.Event)
+    """Set when there is something to offer."""
+    _renewals: asyncio.Event = field(default_factory=asyncio.Event)
+    _stopped: bool = False
+    _is_work: bool = True  # whether anything was unfinished when it was last asked
+    _count_at: float = 0.0  # when what is in the store is counted, though nothing is unfinished
+    _trouble: StorageTrouble = field(
+        default_factory=lambda: StorageTrouble(
             lambda why: log.warning("lines of batches wait", why=why),
             lambda: log.info("lines of batches go on"),
         )
+    )
+
+    def clock(self) -> float:
+        """Monotonic seconds."""
+        return self.leases.storage.clock()
 
     @property
     def running(self) -> int:
@@ -497,7 +491,7 @@ class Feeder(RowRuns[HeldLine]):
                 del self._targets[target]
 
     async def _read_waiting(self) -> None:
-        folder = await self.leases.threads.opened(self.leases.folder)
+        folder = await self.leases.storage.opened()
         waiting = await self.supply.read(folder, {held.row.batch for held in self._held.values()})
         counts = self.counts
         counts.waiting, counts.batches, counts.oldest = waiting[1:]

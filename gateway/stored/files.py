@@ -27,10 +27,9 @@ from collections.abc import (
     Mapping,
     Sequence,
 )
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass, field
 from functools import partial
-from itertools import islice
-from typing import Any, BinaryIO, Final, Literal, NamedTuple, TypeVar
+from typing import Any, BinaryIO, Final, Literal, NamedTuple
 
 import structlog
 from sqlalchemy import (
@@ -49,20 +48,18 @@ from sqlalchemy import (
 from gateway import errors
 from gateway.config.stored import BatchSettings
 from gateway.errors import GatewayError
-from gateway.store.database import insert_for
-from gateway.store.failures import StoreError, StoreUnavailable
+from gateway.store.database import Rows, insert_for
+from gateway.store.failures import StoreError
 from gateway.store.schema import batches, files, revisions, stored_requests
-from gateway.store.store import Store
-from gateway.stored.claims import IS_RUNNING, RequestKind, chunks, job, those_with
+from gateway.stored.claims import IS_RUNNING, RequestKind, alone_in, chunks, those_with
 from gateway.stored.folder import (
+    STEP_FILES,
     DiskThreads,
-    Folder,
     FolderError,
     NewFile,
+    Storage,
     StorageTrouble,
-    ask_store,
     folder_errors_told,
-    store_unavailable,
 )
 
 KEY_STORAGE_FULL = "key_storage_full"  # why batches are paused whose key keeps as much as it may
@@ -127,8 +124,7 @@ def correct_log_sizes(connection: Connection, folder: str, sizes: Mapping[str, i
     wrong: dict[str, int] = {}
     for some in chunks(sizes):
         asked = select(_ROW.id, _ROW.result_place, _ROW.result_length).where(
-            _ROW.folder == folder,
-            _ROW.batch.is_(None),
+            *alone_in(folder),
             _ROW.kind == RequestKind.RESPONSE.value,
             _ROW.result_place.in_(some),
         )
@@ -200,7 +196,7 @@ class FilePage(NamedTuple):
     has_more: bool
 
 
-_COLUMNS = tuple(files.c[name] for name in StoredFile.__dataclass_fields__)
+_FILES: Final = Rows(StoredFile, files, {})
 
 
 def visible(now: float) -> ColumnElement[bool]:
@@ -212,9 +208,7 @@ def visible(now: float) -> ColumnElement[bool]:
 
 def find_file(connection: Connection, owner: str, id_: str, now: float) -> StoredFile | None:
     """The owner's file."""
-    asked = select(*_COLUMNS).where(files.c.id == id_, files.c.owner == owner, visible(now))
-    row = connection.execute(asked).one_or_none()
-    return None if row is None else StoredFile(*row)
+    return _FILES.one(connection, files.c.id == id_, files.c.owner == owner, visible(now))
 
 
 def read_files(
@@ -227,58 +221,58 @@ def read_files(
     purpose: str | None = None,
 ) -> FilePage:
     """A page of an owner's files, behind the file of the id `after`."""
-    asked = select(*_COLUMNS).where(files.c.owner == owner, visible(now))
+    asked = _FILES.where(files.c.owner == owner, visible(now))
     if purpose is not None:
         asked = asked.where(files.c.purpose == purpose)
     # Ids grow with time.
     if after is not None:
         asked = asked.where(files.c.id > after if order == "asc" else files.c.id < after)
     by = files.c.id.asc() if order == "asc" else files.c.id.desc()
-    found = connection.execute(asked.order_by(by).limit(limit + 1)).all()
-    return FilePage([StoredFile(*row) for row in found[:limit]], len(found) > limit)
+    found = _FILES.all(connection, asked.order_by(by).limit(limit + 1))
+    return FilePage(found[:limit], len(found) > limit)
 
 
-def add_upload(
-    connection: Connection, file: StoredFile, most_files: int, most_bytes: int
-) -> Kept | None:
-    """Add a file, unless its owner would have more than it may; `most_bytes`: of all that it keeps.
-
-    Returns None if it is added, else what the owner has.
-    """
+def add_upload(connection: Connection, file: StoredFile, settings: BatchSettings) -> None:
+    """Add a file. Raises: GatewayError 429, if its owner would have more than it may."""
     raise_revision(connection)
-    kept = kept_by(connection, file.owner, file.created_at)
-    if kept.files + 1 > most_files or kept.bytes + file.bytes > most_bytes:
-        known = connection.scalar(select(files.c.id).where(files.c.id == file.id))
-        return None if known is not None else kept
+    if connection.scalar(select(files.c.id).where(files.c.id == file.id)) is not None:
+        return  # Done again.
+    check_upload(kept_by(connection, file.owner, file.created_at), file.bytes, settings)
     add_file(connection, file)
-    return None
+
+
+def check_upload(kept: Kept, size: int, settings: BatchSettings) -> None:
+    """Raises: GatewayError 429, if who keeps that may not have one file of this size more."""
+    if kept.files + 1 > settings.files_per_key or kept.bytes + size > settings.bytes_per_key:
+        raise kept_too_much(kept, settings, for_file=True)
 
 
 def add_file(connection: Connection, file: StoredFile) -> None:
     """Add a file whatever its owner has, such as the result of a batch; done again, nothing."""
-    added = insert_for(connection)(files).values(**asdict(file))
+    added = insert_for(connection)(files).values(**_FILES.values(file))
     connection.execute(added.on_conflict_do_nothing(index_elements=[files.c.id]))
 
 
-class Deleted(NamedTuple):
-    """What became of a deletion."""
+def delete_file(connection: Connection, owner: str, id_: str, now: float) -> StoredFile:
+    """Take a file from its owner; its bytes are removed afterwards.
 
-    file: StoredFile | None  # None: the owner has no such file
-    used_by_batch: str | None = None  # the unfinished batch that still reads it, so that it stays
-
-
-def delete_file(connection: Connection, owner: str, id_: str, now: float) -> Deleted:
-    """Take a file from its owner; its bytes are removed afterwards."""
+    Raises: GatewayError 404; 409, if a batch still reads it.
+    """
     raise_revision(connection)
     found = find_file(connection, owner, id_, now)
     if found is None:
-        return Deleted(None)
+        raise file_not_found(id_)
     asked = select(batches.c.id).where(batches.c.input_file == id_, batches.c.ended_at.is_(None))
     batch = connection.scalar(asked.limit(1))
     if batch is not None:
-        return Deleted(found, batch)
+        raise GatewayError(
+            409,
+            "file_in_use",
+            f"The batch '{batch}' still reads this file: cancel it first, or wait for its end.",
+            retryable=False,
+        )
     connection.execute(update(files).where(files.c.id == id_).values(deleted_at=now))
-    return Deleted(found)
+    return found
 
 
 def take_due_files(connection: Connection, folder: str, now: float, limit: int) -> list[str]:
@@ -298,6 +292,11 @@ def take_due_files(connection: Connection, folder: str, now: float, limit: int) 
     taken = update(files).where(files.c.id.in_(ids), files.c.deleted_at.is_(None))
     connection.execute(taken.values(deleted_at=now))
     return ids
+
+
+def known_files(connection: Connection, ids: Iterable[str]) -> set[str]:
+    """Those of the files that have a row."""
+    return those_with(connection, files.c.id, ids)
 
 
 def remove_files(connection: Connection, ids: Sequence[str]) -> None:
@@ -322,21 +321,19 @@ UPLOAD_RETRY_AFTER = 2.0  # `Retry-After` in seconds when there are too many upl
 CLEAN_SECONDS = 60.0  # seconds between two rounds of removing what has expired
 # Age of a complete file without a row from which on it counts as left over from a crash.
 ORPHAN_SECONDS = 3600.0
-STEP_FILES = 500  # files that one job of the store takes
 PIECE_BYTES = 256 << 10  # bytes that are read from the disk, and sent, at a time
 log = structlog.get_logger()
-T = TypeVar("T")
 
 
+@dataclass(slots=True, eq=False)
 class Upload:
     """A file that a caller is sending. Blocks: call it on a thread."""
 
-    def __init__(self, owner: str, new: NewFile, kept: Kept, settings: BatchSettings) -> None:
-        self.owner = owner
-        self.new = new
-        self._kept = kept  # what the owner had at the beginning
-        self._settings = settings
-        self._digest = hashlib.sha256()
+    owner: str
+    new: NewFile
+    kept: Kept  # what the owner had at the beginning
+    settings: BatchSettings
+    _digest: hashlib._Hash = field(default_factory=hashlib.sha256)
 
     @property
     def sha256(self) -> str:
@@ -345,11 +342,11 @@ class Upload:
 
     def write(self, data: bytes) -> None:
         """Add bytes. Raises: GatewayError 413, 429, FolderError."""
-        size, settings = self.new.size + len(data), self._settings
+        size, settings = self.new.size + len(data), self.settings
         if size > settings.file_bytes:
             raise file_too_large(settings.file_bytes)
-        if self._kept.bytes + size > settings.bytes_per_key:
-            raise kept_too_much(self._kept, settings)
+        if self.kept.bytes + size > settings.bytes_per_key:
+            raise kept_too_much(self.kept, settings)
         self.new.write(data)
         self._digest.update(data)
 
@@ -397,27 +394,12 @@ class UploadCounts:
                 del counts[owner]
 
 
+@dataclass(slots=True, eq=False)
 class FileRegistry:
-    """The files of all callers, in one folder and one store.
+    """The files of all callers, in one folder and one store. `owner` is always the id of a key."""
 
-    `settings` gives those in force, `now` Unix time. `owner` is always the id of a key.
-    """
-
-    def __init__(
-        self,
-        store: Store,
-        folder: Folder,
-        settings: Callable[[], BatchSettings],
-        now: Callable[[], float],
-        threads: DiskThreads | None = None,
-    ) -> None:
-        self.folder = folder
-        self._store = store
-        self._settings = settings
-        self._now = now
-        self._threads = threads or DiskThreads()
-        self.on_disk = self._threads.on_disk
-        self._uploads = UploadCounts()
+    storage: Storage
+    _uploads: UploadCounts = field(default_factory=UploadCounts)
 
     # For callers.
 
@@ -427,27 +409,19 @@ class FileRegistry:
 
         `size`: its bytes, as far as known. Raises: GatewayError 413, 429, 503, 507.
         """
-        settings = self._settings()
+        storage, settings = self.storage, self.storage.settings()
         if size is not None and size > settings.file_bytes:
             raise file_too_large(settings.file_bytes)
         with self._uploads.one_more(owner):
             # What could not be kept is refused before it is sent.
-            kept = await ask_store(self._store, job(kept_by, owner, self._now()), write=False)
-            if (
-                kept.files + 1 > settings.files_per_key
-                or kept.bytes + (size or 0) > settings.bytes_per_key
-            ):
-                raise kept_too_much(kept, settings, for_file=True)
-            with folder_errors_told():
-                await self._threads.opened(self.folder)
-                new = await self._threads.open(
-                    self.folder.open_new, FILE, size or 0, close=NewFile.discard
-                )
+            kept = await storage.read_for_caller(kept_by, owner, storage.now())
+            check_upload(kept, size or 0, settings)
+            new = await storage.open_new(FILE, size)
             try:
                 yield Upload(owner, new, kept, settings)
             finally:
                 with contextlib.suppress(FolderError):
-                    await self._threads.run(new.discard)
+                    await storage.threads.run(new.discard)
 
     async def keep(
         self, upload: Upload, *, name: str, purpose: str, seconds: float | None
@@ -456,33 +430,26 @@ class FileRegistry:
 
         `seconds`: for how long, at most `batches.keep`, which is also meant by None.
         """
-        settings, created_at = self._settings(), self._now()
+        storage, created_at = self.storage, self.storage.now()
+        settings, folder = storage.settings(), storage.folder.id
         kept = settings.keep if seconds is None else min(seconds, settings.keep)
-        folder = self.folder.id
         assert folder is not None
-        id_ = await self.on_disk(upload.new.finish)
+        id_ = await storage.on_disk(upload.new.finish)
         file = StoredFile(
             id_, upload.owner, name, purpose, upload.new.size, upload.sha256,
             created_at, created_at + kept, folder,
         )  # fmt: skip
-        try:
-            kept_before = await self._store.run(
-                job(add_upload, file, settings.files_per_key, settings.bytes_per_key)
-            )
-        except StoreUnavailable as error:
-            # It may have its row; if it has none, `run` removes it.
-            raise store_unavailable(error) from None
-        except StoreError as error:
-            await self.on_disk(self.folder.delete, id_)
-            raise store_unavailable(error) from None
-        if kept_before is not None:
-            await self.on_disk(self.folder.delete, id_)
-            raise kept_too_much(kept_before, settings, for_file=True)
+
+        async def remove() -> None:
+            await storage.on_disk(storage.folder.delete, id_)
+
+        await storage.add_surely(remove, add_upload, file, settings)
         return file
 
     async def find(self, owner: str, id_: str) -> StoredFile:
         """The owner's file. Raises: GatewayError 404, 503."""
-        found = await ask_store(self._store, job(find_file, owner, id_, self._now()), write=False)
+        storage = self.storage
+        found = await storage.read_for_caller(find_file, owner, id_, storage.now())
         if found is None:
             raise file_not_found(id_)
         return found
@@ -497,62 +464,45 @@ class FileRegistry:
         purpose: str | None = None,
     ) -> FilePage:
         """Some of the owner's files, by age. Raises: GatewayError 503."""
-        reading = job(read_files, owner, self._now(), limit, after, order, purpose)
-        return await ask_store(self._store, reading, write=False)
+        return await self.storage.read_for_caller(
+            read_files, owner, self.storage.now(), limit, after, order, purpose
+        )
 
     async def open_content(self, owner: str, id_: str) -> Content:
         """The owner's file, to be read. Raises: GatewayError 404, 503."""
-        found = await self.find(owner, id_)
+        found, storage = await self.find(owner, id_), self.storage
         with folder_errors_told():
-            await self._threads.opened(self.folder)
-            if found.folder != self.folder.id:
-                raise GatewayError(
-                    503,
-                    "file_elsewhere",
-                    "This file is in the folder of another gateway of the same store: ask there.",
-                    retryable=False,
-                )
+            if found.folder != await storage.opened():
+                raise file_elsewhere("This file")
             try:
-                opened = await self._threads.open(
-                    self.folder.open_to_read, id_, close=lambda file: file.close()
-                )
+                opened = await storage.open_to_read(id_)
             except FileNotFoundError:
                 log.warning("a file is missing in the folder", file=id_)
                 raise file_not_found(id_) from None
-        return Content.of_file(found.name, found.bytes, opened, self._threads)
+        return Content.of_file(found.name, found.bytes, opened, storage.threads)
 
     async def delete(self, owner: str, id_: str) -> None:
         """Delete the owner's file. Raises: GatewayError 404, 409, 503."""
-        done = await ask_store(self._store, job(delete_file, owner, id_, self._now()))
-        if done.file is None:
-            raise file_not_found(id_)
-        if done.used_by_batch is not None:
-            raise GatewayError(
-                409,
-                "file_in_use",
-                f"The batch '{done.used_by_batch}' still reads this file: cancel it first, or "
-                "wait for its end.",
-                retryable=False,
-            )
+        storage = self.storage
+        found = await storage.write_for_caller(delete_file, owner, id_, storage.now())
         # The owner has lost it; whatever fails now, `run` does again.
         with contextlib.suppress(FolderError, StoreError):
-            await self._threads.opened(self.folder)
-            if done.file.folder == self.folder.id:
-                await self._threads.run(self.folder.delete, id_)
-                await self._store.run(job(remove_files, [id_]))
+            if found.folder == await storage.opened():
+                await storage.delete(id_)
+                await storage.write(remove_files, [id_])
 
     # The gateway's own work.
 
     async def run(self) -> None:
         """Remove what has expired, was deleted or is left over, until cancelled."""
-        look_for_orphans_at = 0.0
+        look_for_orphans_at, now = 0.0, self.storage.now
         trouble = StorageTrouble(lambda why: log.warning("old files stay", why=why))
         while True:
-            orphans = self._now() >= look_for_orphans_at
+            orphans = now() >= look_for_orphans_at
             with trouble.told():
                 await self.clean(orphans=orphans)
                 if orphans:
-                    look_for_orphans_at = self._now() + ORPHAN_SECONDS
+                    look_for_orphans_at = now() + ORPHAN_SECONDS
             await asyncio.sleep(CLEAN_SECONDS)
 
     async def clean(self, *, orphans: bool = True) -> int:
@@ -560,37 +510,36 @@ class FileRegistry:
 
         Raises: FolderError, StoreError; what is done by then stays done.
         """
-        folder = await self._threads.opened(self.folder)
-        gone = 0
+        storage, gone = self.storage, 0
+        folder = await storage.opened()
         while True:
-            ids = await self._store.run(job(take_due_files, folder, self._now(), STEP_FILES))
+            ids = await storage.write(take_due_files, folder, storage.now(), STEP_FILES)
             for id_ in ids:
-                await self._threads.run(self.folder.delete, id_)
+                await storage.delete(id_)
             if ids:
-                await self._store.run(job(remove_files, ids))
+                await storage.write(remove_files, ids)
             gone += len(ids)
             if len(ids) < STEP_FILES:
                 break
         if orphans:
-            gone += await self._remove_orphans()
+            gone += await storage.remove_left_over(FILE, ORPHAN_SECONDS, known_files)
         if gone:
             log.info("files removed", files=gone)
         return gone
 
     def close(self) -> None:
         """Begin no more work."""
-        self._threads.close()
+        self.storage.threads.close()
 
-    async def _remove_orphans(self) -> int:
-        before = self._now() - ORPHAN_SECONDS
-        listed = await self._threads.run(lambda: list(self.folder.files(FILE)))
-        old = iter([found.name for found in listed if found.changed_at < before])
-        gone = 0
-        while names := list(islice(old, STEP_FILES)):
-            known = await self._store.run(job(those_with, files.c.id, names), write=False)
-            for name in set(names) - known:
-                gone += await self._threads.run(self.folder.delete, name)
-        return gone
+
+def file_elsewhere(what: str) -> GatewayError:
+    """503: another gateway of the store has it."""
+    return GatewayError(
+        503,
+        "file_elsewhere",
+        f"{what} is in the folder of another gateway of the same store: ask there.",
+        retryable=False,
+    )
 
 
 def file_not_found(id_: str) -> GatewayError:

@@ -6,7 +6,8 @@ another process can tell what a crash has left over from what is still being wri
 hand-over for example.
 
 `Folder` blocks, so the event loop calls it by `DiskThreads`. `folder_errors_told` turns its errors
-into responses.
+into responses. `Storage` is the folder and the store together: the rows of the store tell what the
+files are.
 """
 
 from __future__ import annotations
@@ -21,15 +22,17 @@ import secrets
 import stat
 import threading
 import time
-from collections.abc import Awaitable, Callable, Iterator
+from collections.abc import Awaitable, Callable, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import KW_ONLY, dataclass, field
 from functools import partial
 from pathlib import Path
-from typing import Any, BinaryIO, NamedTuple, TypeVar
+from typing import Any, BinaryIO, Concatenate, NamedTuple, ParamSpec, TypeVar
 
 import structlog
 from sqlalchemy import Connection
 
+from gateway.config.stored import BatchSettings
 from gateway.errors import GatewayError
 from gateway.store.failures import Remedied, StoreError, StoreUnavailable
 from gateway.store.store import Store
@@ -78,36 +81,30 @@ def is_file_name(text: str) -> bool:
     return _NAME.fullmatch(text) is not None
 
 
+@dataclass(eq=False)
 class Folder:
-    """The folder at `path`, after `open`.
+    """The folder at `location`, after `open`.
 
     `most_bytes` gives the limit on all files together; `now` gives Unix time, `token` random hex
     digits for so many bytes.
     """
 
-    def __init__(
-        self,
-        path: Path,
-        *,
-        most_bytes: Callable[[], int],
-        now: Callable[[], float] = time.time,
-        token: Callable[[int], str] = secrets.token_hex,
-        spare_bytes: int = SPARE_BYTES,
-    ) -> None:
-        self.location = path
-        self._most_bytes = most_bytes
-        self._now = now
-        self._token = token
-        self._spare_bytes = spare_bytes
-        self.id: str | None = None  # the folder's own id; None: it was not opened
-        self._inode: tuple[int, int] | None = None
-        """Of the opened folder: its file system may be taken away later."""
-        self._lock = threading.Lock()  # held while `_open_files` is read or changed
-        self._open_files: set[NewFile] = set()
-        self.refusals = 0  # how often there was no room, since the start
-        self._refused: _Refused | None = None
-        self._beginning = threading.Lock()
-        """Held from the check of the room for a new file until the file counts."""
+    location: Path
+    _: KW_ONLY
+    most_bytes: Callable[[], int]
+    now: Callable[[], float] = time.time
+    token: Callable[[int], str] = secrets.token_hex
+    spare_bytes: int = SPARE_BYTES
+    id: str | None = None  # the folder's own id; None: it was not opened
+    refusals: int = 0  # how often there was no room, since the start
+    _inode: tuple[int, int] | None = None
+    """Of the opened folder: its file system may be taken away later."""
+    _lock: threading.Lock = field(default_factory=threading.Lock)
+    """Held while `_open_files` is read or changed."""
+    _open_files: set[NewFile] = field(default_factory=set)
+    _refused: _Refused | None = None
+    _beginning: threading.Lock = field(default_factory=threading.Lock)
+    """Held from the check of the room for a new file until the file counts."""
 
     @property
     def full(self) -> FolderFull | None:
@@ -143,7 +140,8 @@ class Folder:
         with self._beginning, _told(self.location):
             self.check_in_place()
             self.check_room(size)
-            for name in self.new_names(kind):
+            for _ in range(_TRIES):
+                name = self._new_name(kind)
                 path = self.location / f"{_TEMPORARY}{name}"
                 descriptor = os.open(path, _CREATE, 0o600)
                 if _lock(descriptor) and os.fstat(descriptor).st_nlink:
@@ -152,16 +150,6 @@ class Folder:
                         self._open_files.add(new)
                     return new
                 os.close(descriptor)
-        raise AssertionError("unreachable")
-
-    def new_names(self, kind: str) -> Iterator[str]:
-        """Some names for a new file, which grow with time; one of them will be free.
-
-        Raises: FolderError, when all have been tried.
-        """
-        for _ in range(_TRIES):
-            name = self._new_name(kind)
-            yield name
         raise FolderError(f"{self.location}: new files vanish", "let nothing else remove its files")
 
     def translated_errors(self) -> contextlib.AbstractContextManager[None]:
@@ -173,6 +161,15 @@ class Folder:
         """A file's descriptor, closed at the end. Raises: FileNotFoundError, FolderError."""
         with _told(self.location), opened(self.path(name), flags | os.O_NOFOLLOW) as descriptor:
             yield descriptor
+
+    def write_new(self, kind: str, data: bytes) -> str:
+        """Write a file of this kind, and return its name. Raises: FolderError."""
+        new = self.open_new(kind, len(data))
+        try:
+            new.write(data)
+            return new.finish()
+        finally:
+            new.discard()
 
     def open_appended(self, kind: str) -> AppendedFile:
         """Begin a file that is complete at any time, and grows. Raises: FolderError."""
@@ -266,7 +263,7 @@ class Folder:
         if error is not None:
             with self._lock:
                 self.refusals += 1
-                self._refused = _Refused(error, size, self._now())
+                self._refused = _Refused(error, size, self.now())
             raise error
 
     def look_for_room(self) -> None:
@@ -277,7 +274,7 @@ class Folder:
         refused = self._refused
         if refused is None:
             return
-        if self._now() - refused.at < FULL_SECONDS and self._lack_of_room(refused.size):
+        if self.now() - refused.at < FULL_SECONDS and self._lack_of_room(refused.size):
             return
         with self._lock:
             if self._refused is refused:
@@ -288,13 +285,13 @@ class Folder:
         with self._lock:
             # Bytes that are expected for sure, and that the disk does not show yet.
             size += sum(new.missing_bytes for new in self._open_files)
-        most = self._most_bytes()
+        most = self.most_bytes()
         if self.used_bytes() + size > most:
             return FolderFull(
                 f"the files of this gateway may take {most} bytes together",
                 "delete files, or raise batches.folder_bytes",
             )
-        if self.free_bytes() < size + self._spare_bytes:
+        if self.free_bytes() < size + self.spare_bytes:
             return FolderFull("the disk of the files is full", "free space on it, or delete files")
         return None
 
@@ -304,7 +301,7 @@ class Folder:
             self._open_files.discard(new)
 
     def _new_name(self, kind: str) -> str:
-        name = f"{kind}-{int(self._now() * 1000):012x}{self._token(10)}"
+        name = f"{kind}-{int(self.now() * 1000):012x}{self.token(10)}"
         assert is_file_name(name), name
         return name
 
@@ -342,7 +339,7 @@ class Folder:
         return found
 
     def _make_id(self) -> str:
-        made = self._token(16)
+        made = self.token(16)
         fresh = self.location / f"{_TEMPORARY}{ID_FILE}"
         fresh.unlink(missing_ok=True)
         with opened(fresh, _CREATE) as descriptor:
@@ -358,28 +355,26 @@ class Folder:
             os.fsync(descriptor)
 
 
+@dataclass(eq=False)
 class NewFile:
     """A file that is being written, under a temporary name; `finish` or `discard` ends it.
 
     Its methods may be called on any thread: they wait for each other.
     """
 
-    def __init__(
-        self, folder: Folder, name: str, temporary: Path, descriptor: int, expected: int
-    ) -> None:
-        self.name = name  # the name that it gets
-        self.size = 0  # bytes that were written
-        self._folder = folder
-        self._temporary = temporary
-        self._descriptor: int | None = descriptor
-        self._expected = expected
-        self._next_step = STEP_BYTES
-        self._lock = threading.Lock()
+    folder: Folder
+    name: str  # the name that it gets
+    temporary: Path
+    _descriptor: int | None
+    expected: int  # bytes
+    size: int = 0  # bytes that were written
+    _next_step: int = STEP_BYTES
+    _lock: threading.Lock = field(default_factory=threading.Lock)
 
     @property
     def missing_bytes(self) -> int:
         """Bytes that are still expected."""
-        return max(0, self._expected - self.size)
+        return max(0, self.expected - self.size)
 
     def write(self, data: bytes | memoryview) -> None:
         """Add bytes. Raises: FolderError; ValueError, if the file has ended."""
@@ -388,7 +383,7 @@ class NewFile:
             if descriptor is None:
                 raise ValueError("the file has ended")
             rest = memoryview(data)
-            with _told(self._folder.location):
+            with _told(self.folder.location):
                 while rest:
                     written = os.write(descriptor, rest)
                     self.size += written
@@ -398,7 +393,7 @@ class NewFile:
                 # Else the last fsync would take long, and all of it would wait in memory.
                 os.fdatasync(descriptor)
             self._next_step = self.size + STEP_BYTES
-            self._folder.check_room(0 if self.missing_bytes else STEP_BYTES)
+            self.folder.check_room(0 if self.missing_bytes else STEP_BYTES)
 
     def finish(self) -> str:
         """Bring it to the disk under its name, which is returned. Raises: FolderError."""
@@ -406,10 +401,10 @@ class NewFile:
             descriptor = self._descriptor
             if descriptor is None:
                 raise ValueError("the file has ended")
-            with _told(self._folder.location):
+            with _told(self.folder.location):
                 os.fsync(descriptor)
-                self._temporary.replace(self._folder.path(self.name))
-                self._folder.sync()
+                self.temporary.replace(self.folder.path(self.name))
+                self.folder.sync()
             self._close()
             return self.name
 
@@ -419,8 +414,8 @@ class NewFile:
             if self._descriptor is None:
                 return
             try:
-                with _told(self._folder.location):
-                    self._temporary.unlink(missing_ok=True)
+                with _told(self.folder.location):
+                    self.temporary.unlink(missing_ok=True)
             finally:
                 self._close()
 
@@ -428,9 +423,10 @@ class NewFile:
         descriptor, self._descriptor = self._descriptor, None
         if descriptor is not None:
             os.close(descriptor)
-        self._folder.closed(self)
+        self.folder.closed(self)
 
 
+@dataclass(eq=False)
 class AppendedFile:
     """A file that has its name from the start, and grows by whole pieces.
 
@@ -438,13 +434,12 @@ class AppendedFile:
     may be called on any thread: they wait for each other.
     """
 
-    def __init__(self, folder: Folder, name: str, descriptor: int) -> None:
-        self.name = name
-        self.size = 0  # bytes that are on the disk for sure
-        self._folder = folder
-        self._descriptor: int | None = descriptor
-        self._next_check = STEP_BYTES
-        self._lock = threading.Lock()
+    folder: Folder
+    name: str
+    _descriptor: int | None
+    size: int = 0  # bytes that are on the disk for sure
+    _next_check: int = STEP_BYTES
+    _lock: threading.Lock = field(default_factory=threading.Lock)
 
     def append(self, data: bytes) -> int:
         """Add bytes, bring them to the disk, and return their offset; all of them or none.
@@ -455,11 +450,11 @@ class AppendedFile:
             descriptor, offset = self._descriptor, self.size
             if descriptor is None:
                 raise ValueError("the file is closed")
-            self._folder.check_in_place()
+            self.folder.check_in_place()
             if offset + len(data) >= self._next_check:
-                self._folder.check_room(len(data))
+                self.folder.check_room(len(data))
                 self._next_check = offset + len(data) + STEP_BYTES
-            with _told(self._folder.location):
+            with _told(self.folder.location):
                 write_whole(descriptor, data, offset, sync=True)
             self.size = offset + len(data)
             return offset
@@ -548,6 +543,7 @@ def _told(location: Path) -> Iterator[None]:
 
 THREADS = 4  # threads: more would not make a disk faster
 DISK_SECONDS = 120.0  # seconds that a caller waits for one piece of work
+P = ParamSpec("P")
 T = TypeVar("T")
 
 
@@ -564,11 +560,6 @@ class DiskThreads:
         A caller that is cancelled leaves the work to its end.
         """
         return await self._result(self._pool.submit(work, *arguments))
-
-    async def on_disk(self, work: Callable[..., T], *arguments: Any) -> T:
-        """As `run`, for a caller's request. Raises: GatewayError 503, 507; the work's own error."""
-        with folder_errors_told():
-            return await self.run(work, *arguments)
 
     async def open(
         self, work: Callable[..., T], *arguments: Any, close: Callable[[T], object]
@@ -597,11 +588,6 @@ class DiskThreads:
                 "see whether it is overloaded, or its server is gone",
             ) from None
 
-    async def opened(self, folder: Folder) -> str:
-        """The id of the folder, which is opened if it was not yet. Raises: FolderError."""
-        known = folder.id
-        return known if known is not None else await self.run(folder.open)
-
     def close(self) -> None:
         """Take no more work; what runs ends by itself."""
         self._pool.shutdown(wait=False, cancel_futures=True)
@@ -612,6 +598,7 @@ def _close_opened(close: Callable[[T], object], job: Future[T]) -> None:
         close(job.result())
 
 
+STEP_FILES = 500  # files that one job of the store looks at
 ADD_PAUSES = (0.2, 0.5, 1.0)  # seconds before a row is added to a silent store once more
 RETRY_AFTER = 5.0  # `Retry-After` in seconds while the store or the folder can't be used
 log = structlog.get_logger()
@@ -653,44 +640,142 @@ class StorageTrouble:
             self._resumed()
 
 
-async def ask_store(store: Store, job: Callable[[Connection], T], *, write: bool = True) -> T:
-    """Do a job of the store for a caller. Raises: GatewayError 503."""
-    try:
-        return await store.run(job, write=write)
-    except StoreError as error:
-        raise store_unavailable(error) from None
+Job = Callable[Concatenate[Connection, P], T]  # what the store does, with its arguments
 
 
-async def add_surely(
-    store: Store, job: Callable[[Connection], T], undo: Callable[[], Awaitable[None]]
-) -> T:
-    """Add a row, again while the store does not answer; `undo` removes its files if it was refused.
+def job(do: Job[P, T], *args: P.args, **kwargs: P.kwargs) -> Callable[[Connection], T]:
+    """A job of the store: `store.run(job(find_batch, owner, id_, api))`."""
+    return lambda connection: do(connection, *args, **kwargs)
 
-    Raises: GatewayError 503.
+
+@dataclass(slots=True, eq=False)
+class Storage:
+    """The store and the folder of what callers keep and what waits.
+
+    `settings` gives those in force, `now` Unix time, `clock` monotonic seconds.
     """
-    for pause in (*ADD_PAUSES, None):
-        try:
-            return await store.run(job)
-        except StoreUnavailable as error:
-            # It may have its row, and a client that is told otherwise would send it again. Files
-            # without a row are removed later.
-            if pause is None:
-                raise store_unavailable(error) from None
-            await asyncio.sleep(pause)
-        except StoreError as error:
-            await undo()
-            raise store_unavailable(error) from None
-    raise AssertionError
+
+    store: Store
+    folder: Folder
+    threads: DiskThreads
+    settings: Callable[[], BatchSettings]
+    now: Callable[[], float] = time.time
+    clock: Callable[[], float] = time.monotonic
+
+    # The store.
+
+    async def write(self, do: Job[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
+        """Do a job. Raises: StoreError."""
+        return await self.store.run(job(do, *args, **kwargs))
+
+    async def read(self, do: Job[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
+        """Do a job that only reads. Raises: StoreError."""
+        return await self.store.run(job(do, *args, **kwargs), write=False)
+
+    async def write_for_caller(self, do: Job[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
+        """Do a job for a caller. Raises: GatewayError 503."""
+        with store_errors_told():
+            return await self.write(do, *args, **kwargs)
+
+    async def read_for_caller(self, do: Job[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
+        """Do a job that only reads, for a caller. Raises: GatewayError 503."""
+        with store_errors_told():
+            return await self.read(do, *args, **kwargs)
+
+    async def add_surely(
+        self,
+        undo: Callable[[], Awaitable[None]],
+        add: Job[P, T],
+        *args: P.args,
+        **kwargs: P.kwargs,
+    ) -> T:
+        """Add a row, again while the store does not answer; `undo` removes its files if it refuses.
+
+        Raises: GatewayError 503; the job's own error.
+        """
+        with store_errors_told():
+            for pause in (*ADD_PAUSES, None):
+                try:
+                    return await self.write(add, *args, **kwargs)
+                except StoreUnavailable:
+                    # It may have its row, and a client that is told otherwise would send it again.
+                    # Files without a row are removed later.
+                    if pause is None:
+                        raise
+                    await asyncio.sleep(pause)
+                except Exception:
+                    await undo()
+                    raise
+        raise AssertionError
+
+    # The folder.
+
+    async def opened(self) -> str:
+        """The id of the folder, which is opened if it was not yet. Raises: FolderError."""
+        known = self.folder.id
+        return known if known is not None else await self.threads.run(self.folder.open)
+
+    async def on_disk(self, work: Callable[..., T], *arguments: Any) -> T:
+        """Do work on a thread for a caller. Raises: GatewayError 503, 507; the work's own error."""
+        with folder_errors_told():
+            return await self.threads.run(work, *arguments)
+
+    async def open_new(self, kind: str, size: int | None) -> NewFile:
+        """Begin a file for a caller; `size`: its bytes, as far as known. Raises: GatewayError."""
+        with folder_errors_told():
+            await self.opened()
+            return await self.threads.open(
+                self.folder.open_new, kind, size or 0, close=NewFile.discard
+            )
+
+    async def open_to_read(self, name: str) -> BinaryIO:
+        """As `Folder.open_to_read`. Raises: FileNotFoundError, FolderError."""
+        return await self.threads.open(
+            self.folder.open_to_read, name, close=lambda file: file.close()
+        )
+
+    async def delete(self, name: str) -> bool:
+        """Remove a file; returns whether there was one. Raises: FolderError."""
+        return await self.threads.run(self.folder.delete, name)
+
+    async def remove_left_over(
+        self, kind: str, seconds: float, needed: Job[[Mapping[str, int]], set[str]]
+    ) -> int:
+        """Remove complete files of this kind that are so old and not needed; returns how many.
+
+        `needed`: those that rows name, of some files with their sizes. Raises: FolderError,
+        StoreError; what is done by then stays done.
+        """
+        old, gone = await self.threads.run(self._old_files, kind, self.now() - seconds), 0
+        for start in range(0, len(old), STEP_FILES):
+            # The rows after the files: who writes one closes it when its rows are in the store.
+            some = dict(old[start : start + STEP_FILES])
+            for name in some.keys() - await self.write(needed, some):
+                gone += await self.delete(name)
+        return gone
+
+    def _old_files(self, kind: str, before: float) -> list[tuple[str, int]]:
+        """Names and sizes of such files, which nobody writes any more. Raises: FolderError."""
+        found = []
+        for one in self.folder.files(kind):
+            with contextlib.suppress(FileNotFoundError):
+                if one.changed_at < before and not self.folder.is_written(one.name):
+                    found.append((one.name, one.size))
+        return found
 
 
-def store_unavailable(error: StoreError) -> GatewayError:
-    """503: the store can't be used now."""
-    return GatewayError(
-        503,
-        "store_unavailable",
-        f"The gateway's store can't be used now ({error.state}).",
-        retry_after=RETRY_AFTER,
-    )
+@contextlib.contextmanager
+def store_errors_told() -> Iterator[None]:
+    """Turn the store's errors into responses."""
+    try:
+        yield
+    except StoreError as error:
+        raise GatewayError(
+            503,
+            "store_unavailable",
+            f"The gateway's store can't be used now ({error.state}).",
+            retry_after=RETRY_AFTER,
+        ) from None
 
 
 @contextlib.contextmanager

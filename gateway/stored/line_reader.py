@@ -15,7 +15,7 @@ import secrets
 import time
 from collections.abc import Callable, Iterator
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import KW_ONLY, dataclass, field
 from functools import partial
 from typing import BinaryIO, NamedTuple
 
@@ -275,33 +275,27 @@ class LineChecker:
         return body
 
 
+@dataclass(eq=False)
 class LineReader:
     """Reads a batch's input, some lines a call.
 
     `rest` is called after each few lines, so that other threads may run.
     """
 
-    def __init__(
-        self,
-        file: BinaryIO,
-        endpoint: str,
-        *,
-        most_lines: int,
-        line_bytes: int,
-        piece_bytes: int = PIECE_BYTES,
-        rest: Callable[[], None] = lambda: time.sleep(TURN_SECONDS),
-    ) -> None:
-        self._file = file
-        self._most_lines = most_lines
-        self._piece_bytes = piece_bytes
-        self._rest = rest
-        self._splitter = LineSplitter(line_bytes)
-        self._checker = LineChecker(endpoint, line_bytes)
+    file: BinaryIO
+    endpoint: str
+    _: KW_ONLY
+    most_lines: int
+    line_bytes: int
+    piece_bytes: int = PIECE_BYTES
+    rest: Callable[[], None] = lambda: time.sleep(TURN_SECONDS)
+    total: int = 0  # lines so far, without empty ones
+    failed: int = 0  # of these, errors
+    _bytes: int = 0  # that were read
+    _models: set[str | None] = field(default_factory=set)
+
+    def __post_init__(self) -> None:
         self._lines = self._read()
-        self._bytes = 0  # that were read
-        self._models: set[str | None] = set()
-        self.total = 0  # lines so far, without empty ones
-        self.failed = 0  # of these, errors
 
     @property
     def model(self) -> str | None:
@@ -319,25 +313,28 @@ class LineReader:
         return found
 
     def _read(self) -> Iterator[Line]:
+        splitter = LineSplitter(self.line_bytes)
+        checker = LineChecker(self.endpoint, self.line_bytes)
+
         def raw_lines() -> Iterator[RawLine]:
-            while piece := self._file.read(self._piece_bytes):
-                yield from self._splitter.feed(piece)
-            if (last := self._splitter.end()) is not None:
+            while piece := self.file.read(self.piece_bytes):
+                yield from splitter.feed(piece)
+            if (last := splitter.end()) is not None:
                 yield last
 
         lines = size = 0
         for raw in raw_lines():
-            line = self._checker.check(raw)
+            line = checker.check(raw)
             lines += 1
             size += raw.length
             self._bytes += raw.length
             if lines >= TURN_LINES or size >= TURN_BYTES:
                 lines = size = 0
-                self._rest()
+                self.rest()
             if line is None:
                 continue
-            if self.total >= self._most_lines:
-                raise TooManyLines(self._most_lines)
+            if self.total >= self.most_lines:
+                raise TooManyLines(self.most_lines)
             self.total += 1
             if isinstance(line, LineError):
                 self.failed += 1

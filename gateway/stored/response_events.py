@@ -13,8 +13,8 @@ from __future__ import annotations
 import contextlib
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass
-from typing import NamedTuple
+from dataclasses import dataclass, field
+from typing import NamedTuple, TypeVar
 
 import msgspec
 
@@ -39,6 +39,8 @@ from gateway.stored.response_log import (
     split_events,
 )
 from gateway.transport.errors import InvalidResponse
+
+T = TypeVar("T")
 
 
 class NotRepeated(Exception):  # noqa: N818 - said of the run
@@ -166,14 +168,6 @@ async def current_response(log: ResponseLog) -> JsonObject:
     return found
 
 
-@dataclass(slots=True)
-class OutputItem:
-    """An item of the response's output."""
-
-    id: str
-    type: str
-
-
 @dataclass(frozen=True, slots=True)
 class BegunResponse:
     """A response that an earlier run has begun, as far as it was kept."""
@@ -193,34 +187,42 @@ class RunEnd(NamedTuple):
     cost: float
 
 
+class _RunMark(msgspec.Struct):
+    """Where a response has begun."""
+
+    model: str
+    kind: str | None = None
+
+
+@dataclass(slots=True, eq=False)
 class ResponseEvents:
     """The sink of a response's runs (`RequestRunner.run`): puts their events into its log.
 
-    `response`: as in its first event. `now`: gives Unix time.
+    `_response`: as in its first event. `_now`: gives Unix time.
     """
 
-    def __init__(
-        self, log: ResponseLog, response: JsonObject, now: Callable[[], float], threads: DiskThreads
-    ) -> None:
-        self._log = log
-        self._threads = threads
-        self._response = response
-        self._suffix = str(response.get("id") or "").rpartition("_")[2]
-        self._now = now
-        self._items: list[OutputItem] = []
-        self._places: dict[str, int] = {}
-        """Places in the output by ids: ours, and those of the node that runs it now."""
-        self.begun: BegunResponse | None = None  # what earlier runs have given of its output
-        self._mark = b""  # goes before the next event with content
-        self._model = ""  # the model that answers, as far as the nodes have not told
-        self._in_progress = False
-        self._measure: Callable[[TokensSoFar], RunEnd] | None = None
-        self.run_end: RunEnd | None = None
-        """What the run has used that has ended the response; None: the log does not tell."""
-        self._tokens = 0  # tokens of the output that the log had when it was opened
-        self._repetition: Repetition | None = None
-        self._error: tuple[str, str] | None = None
-        """Code and message of the error with which the run has ended."""
+    _log: ResponseLog
+    _response: JsonObject
+    _now: Callable[[], float]
+    _threads: DiskThreads
+    begun: BegunResponse | None = None  # what earlier runs have given of its output
+    run_end: RunEnd | None = None
+    """What the run has used that has ended the response; None: the log does not tell."""
+    _items: list[str] = field(default_factory=list)  # their ids
+    _places: dict[str, int] = field(default_factory=dict)
+    """Places in the output by ids: ours, and those of the node that runs it now."""
+    _mark: bytes = b""  # goes before the next event with content
+    _model: str = ""  # the model that answers, as far as the nodes have not told
+    _in_progress: bool = False
+    _measure: Callable[[TokensSoFar], RunEnd] | None = None
+    _tokens: int = 0  # tokens of the output that the log had when it was opened
+    _repetition: Repetition | None = None
+    _error: tuple[str, str] | None = None
+    """Code and message of the error with which the run has ended."""
+
+    @property
+    def _suffix(self) -> str:
+        return str(self._response.get("id") or "").rpartition("_")[2]
 
     # Its beginning.
 
@@ -266,19 +268,18 @@ class ResponseEvents:
             if first:
                 head = event_data(next(split_events(events)))
                 self._response, first = head.get("response") or {}, False
-                self._suffix = str(self._response.get("id") or "").rpartition("_")[2]
                 self._in_progress = b"\nevent: response.in_progress\n" in events
-            if _RUN_MARK in events:
-                first_run = _read_mark(events) or first_run
+            if _RUN_MARK in events and (begun := _told(events, _RUN_MARK, _RunMark)) is not None:
+                first_run = FirstRun(begun.model, begun.kind)
             if _END_MARK in events:
-                self.run_end = _read_end(events)
+                self.run_end = _told(events, _END_MARK, RunEnd)
             await self._threads.run(recorder.add, events)
         self._model = first_run.model
         transcript = await self._threads.run(recorder.transcript)
         self._tokens = transcript.token_count
-        for id_, kind in transcript.item_types.items():
+        for id_ in transcript.item_types:
             self._places[id_] = len(self._items)
-            self._items.append(OutputItem(id_, kind))
+            self._items.append(id_)
         if self._items and not self.ended:
             self.begun = BegunResponse(recorder, first_run)
 
@@ -303,7 +304,7 @@ class ResponseEvents:
         """The events to come are from such a node, and the first of the response."""
         self._model = first_run.model
         if self._repetition is None:
-            mark = {"model": first_run.model, "kind": first_run.node_kind}
+            mark = _RunMark(first_run.model, first_run.node_kind)
             self._mark = _RUN_MARK + msgspec.json.encode(mark) + b"\n"
 
     def measured_by(self, measure: Callable[[TokensSoFar], RunEnd]) -> None:
@@ -477,7 +478,7 @@ class ResponseEvents:
         fields: JsonObject = {
             "type": kind,
             "sequence_number": 0,
-            "item_id": self._items[index].id,
+            "item_id": self._items[index],
             "output_index": index,
         }
         if kind.startswith(_CONTENT_EVENTS):
@@ -492,12 +493,12 @@ class ResponseEvents:
             raise InvalidResponse(f"The node's response has more than {MOST_ITEMS} items")
         prefix = _ITEM_PREFIXES.get(kind, "item_")
         own_id = f"{prefix}{self._suffix}{index:04x}"
-        self._items.append(OutputItem(own_id, kind))
+        self._items.append(own_id)
         self._places[node_id] = self._places[own_id] = index
 
     def _own_item(self, item: JsonObject, index: int) -> JsonObject:
         """The item under our ids."""
-        fields: JsonObject = {"id": self._items[index].id}
+        fields: JsonObject = {"id": self._items[index]}
         if "call_id" in item:
             fields["call_id"] = f"call_{self._suffix}{index:04x}"
         return item | fields
@@ -577,21 +578,10 @@ def _error_of(code: str | None, content: bytes) -> tuple[str, str]:
         return code, message
 
 
-def _read_end(events: bytes) -> RunEnd | None:
-    """What a run has used, as the last comment says."""
-    start = events.rfind(_END_MARK) + len(_END_MARK)
+def _told(events: bytes, mark: bytes, kind: type[T]) -> T | None:
+    """What the last comment with this mark says; None: there is none, or it can't be read."""
+    start = events.rfind(mark) + len(mark)
     try:
-        return msgspec.json.decode(events[start : events.index(b"\n", start)], type=RunEnd)
+        return msgspec.json.decode(events[start : events.index(b"\n", start)], type=kind)
     except (msgspec.MsgspecError, ValueError):
         return None
-
-
-def _read_mark(events: bytes) -> FirstRun | None:
-    """Where the response has begun, as the last comment says."""
-    start = events.rfind(_RUN_MARK) + len(_RUN_MARK)
-    try:
-        mark = parse_object(events[start : events.index(b"\n", start)])
-    except (InvalidJson, ValueError):
-        return None
-    kind = mark.get("kind")
-    return FirstRun(str(mark.get("model")), kind if isinstance(kind, str) else None)

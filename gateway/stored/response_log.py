@@ -34,7 +34,6 @@ from gateway.stored.folder import (
     DiskThreads,
     Folder,
     FolderError,
-    opened,
     write_whole,
 )
 
@@ -47,12 +46,6 @@ TERMINAL_TYPES = frozenset({"response.completed", "response.incomplete", "respon
 # The beginning of each event.
 _HEAD = re.compile(
     rb'(?::[^\n]*\n)*event: ([a-z_.]+)\ndata: \{"type":"[a-z_.]+","sequence_number":(\d+)[,}]'
-)
-
-# The numbers of all events that begin as they should.
-_NUMBERS = re.compile(
-    rb"(?:\A|(?<=\n\n))(?::[^\n]*\n)*event: [a-z_.]+\n"
-    rb'data: \{"type":"[a-z_.]+","sequence_number":(\d+)[,}]'
 )
 
 
@@ -111,14 +104,9 @@ class Extent:
 
 def create_log(folder: Folder) -> str:
     """Make an empty file, and return its name. Raises: FolderError."""
-    folder.check_room(0)
-    new = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW
-    with folder.translated_errors():
-        for name in folder.new_names(LOG_KIND):
-            with contextlib.suppress(FileExistsError), opened(folder.path(name), new):
-                folder.sync()
-                return name
-    raise AssertionError("unreachable")
+    file = folder.open_appended(LOG_KIND)
+    file.close()
+    return file.name
 
 
 def scan_log(folder: Folder, name: str) -> Extent:
@@ -160,32 +148,15 @@ def grow_logs(folder: Folder, extents: Mapping[str, Extent]) -> set[str]:
     return lost
 
 
-def find_event(folder: Folder, name: str, extent_offset: int, skipped: int) -> int:
-    """Where the event begins that comes `skipped` events behind the one at `extent_offset`.
+def find_event(folder: Folder, name: str, offset: int, end: int, skipped: int) -> int:
+    """Where the event begins that comes `skipped` events behind the one at `offset`.
 
-    Raises: FileNotFoundError, FolderError.
+    `end`: of the events among which it is. Raises: FileNotFoundError, FolderError.
     """
-    offset, tail = extent_offset, b""
-    with folder.open_to_read(name) as file, folder.translated_errors():
-        while skipped:
-            piece = os.pread(file.fileno(), PIECE_BYTES, offset + len(tail))
-            if not piece:
-                raise FolderError(f"{folder.path(name)} is too short", "put back a copy of it")
-            data = tail + piece
-            count = data.count(b"\n\n")
-            if count < skipped:
-                end = data.rfind(b"\n\n") + 2
-                if end < 2:
-                    # One event larger than a piece: its end may be cut in two.
-                    offset, tail = offset + len(data) - 1, data[-1:]
-                else:
-                    offset, tail, skipped = offset + end, data[end:], skipped - count
-                continue
-            at = 0
-            for _ in range(skipped):
-                at = data.index(b"\n\n", at) + 2
-            return offset + at
-    return offset
+    data, at = folder.read(name, offset, end - offset), 0
+    for _ in range(skipped):
+        at = data.index(b"\n\n", at) + 2
+    return offset + at
 
 
 @dataclass(frozen=True, slots=True)
@@ -258,10 +229,6 @@ def event_data(event: bytes) -> JsonObject:
 
 def _valid_bytes(data: bytes, first_number: int) -> int:
     """Bytes of these whole events up to the first that has not the next number."""
-    count = data.count(b"\n\n")
-    numbers = [int(number) for number in _NUMBERS.findall(data)]
-    if numbers == list(range(first_number, first_number + count)):
-        return len(data)
     end = 0
     for number, event in enumerate(split_events(data), first_number):
         head = _HEAD.match(event)
@@ -423,7 +390,10 @@ class ResponseLog:
         known, offset = extent.index[at]
         if known == number:
             return offset
-        return await logs.threads.run(find_event, logs.folder, self.name, offset, number - known)
+        end = extent.index[at + 1][1] if at + 1 < len(extent.index) else extent.size
+        return await logs.threads.run(
+            find_event, logs.folder, self.name, offset, end, number - known
+        )
 
     async def wait(self, offset: int) -> bool:
         """Wait for bytes behind `offset`; False: there was silence for `SILENCE_SECONDS`.
@@ -562,37 +532,32 @@ class ResponseLog:
                 waiter.set_result(None)
 
 
+@dataclass(slots=True, eq=False)
 class ResponseLogs:
     """All logs of one folder that are open in this process.
 
     `most_bytes` gives the largest size of a log. `run` must run while logs are written or followed.
     """
 
-    def __init__(
-        self,
-        folder: Folder,
-        threads: DiskThreads,
-        most_bytes: Callable[[], int],
-        clock: Callable[[], float] = time.monotonic,
-    ) -> None:
-        self.folder = folder
-        self.threads = threads
-        self.most_bytes = most_bytes
-        self.clock = clock
-        self._open: dict[str, ResponseLog] = {}
-        self._opening: dict[str, asyncio.Lock] = {}
-        self._dirty: dict[ResponseLog, None] = {}
-        self._wakes = asyncio.Event()
-        self.waited_for = asyncio.Event()  # set while somebody waits for more of a log
-        self._unsynced: set[str] = set()
-        """Logs that were written since they were last brought to the disk."""
-        self._written = asyncio.Event()
-        self.followers = 0  # those that follow a log now
-        self._is_cut = False
-        self._rounds: set[asyncio.Task[None]] = set()
-        """Rounds of writing under way: one of logs that end, one of others."""
-        self._ends = False  # whether a round of logs that end is under way
-        self._closed = False
+    folder: Folder
+    threads: DiskThreads
+    most_bytes: Callable[[], int]
+    clock: Callable[[], float] = time.monotonic
+    _open: dict[str, ResponseLog] = field(default_factory=dict)
+    _opening: dict[str, asyncio.Lock] = field(default_factory=dict)
+    _dirty: dict[ResponseLog, None] = field(default_factory=dict)
+    _wakes: asyncio.Event = field(default_factory=asyncio.Event)
+    waited_for: asyncio.Event = field(default_factory=asyncio.Event)
+    """Set while somebody waits for more of a log."""
+    _unsynced: set[str] = field(default_factory=set)
+    """Logs that were written since they were last brought to the disk."""
+    _written: asyncio.Event = field(default_factory=asyncio.Event)
+    followers: int = 0  # those that follow a log now
+    _is_cut: bool = False
+    _rounds: set[asyncio.Task[None]] = field(default_factory=set)
+    """Rounds of writing under way: one of logs that end, one of others."""
+    _ends: bool = False  # whether a round of logs that end is under way
+    _closed: bool = False
 
     def __len__(self) -> int:
         return len(self._open)

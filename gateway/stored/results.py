@@ -14,8 +14,8 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import os
-from collections import OrderedDict, deque
-from collections.abc import Callable, Iterator, Sequence
+from collections import Counter, OrderedDict, deque
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import BinaryIO
 
@@ -24,13 +24,13 @@ import structlog
 from sqlalchemy import Connection
 
 from gateway.api.json_values import JSON_ERRORS, VALUE_DECODER, JsonObject
+from gateway.api.messages import error_type
 from gateway.callers.ledger import Ledger, UsageRow
 from gateway.callers.processes import ProcessIdentity
 from gateway.store.failures import StoreError
-from gateway.store.store import Store
 from gateway.stored.batch_rows import pause_batch
-from gateway.stored.claims import RecordedResult, RequestState, StoredRow, job, record
-from gateway.stored.folder import AppendedFile, DiskThreads, Folder, FolderError, FolderFull
+from gateway.stored.claims import RecordedResult, RequestState, StoredRow, record
+from gateway.stored.folder import AppendedFile, Folder, FolderError, FolderFull, Storage
 from gateway.stored.line_reader import LineError
 from gateway.stored.runner import Outcome
 
@@ -43,18 +43,6 @@ LOST_MESSAGE = "The result of this request can't be read any more."
 # What else `str.splitlines` takes for the end of a line and JSON allows, within strings alone.
 _LINE_ENDS = tuple((one.encode(), f"\\u{ord(one):04x}".encode()) for one in "\x85\u2028\u2029")
 _ANY_JSON = msgspec.json.Decoder(msgspec.Raw)
-
-_ANTHROPIC_ERRORS = {
-    400: "invalid_request_error",
-    401: "authentication_error",
-    402: "billing_error",
-    403: "permission_error",
-    404: "not_found_error",
-    413: "request_too_large",
-    429: "rate_limit_error",
-    504: "timeout_error",
-    529: "overloaded_error",
-}
 
 
 def is_output(api: str, status: int | None) -> bool:
@@ -81,18 +69,13 @@ def response_line(
 
 def broken_line(id_: str, api: str, error: LineError) -> bytes:
     """The line of a line of the input that can't be run."""
-    if api == ANTHROPIC:
-        inner = {"type": "invalid_request_error", "message": error.message}
-        outer = {"type": "error", "error": inner, "request_id": None}
-        result = {"type": "errored", "error": outer}
-        return _line({"custom_id": error.custom_id, "result": result})
     told = {
         "code": error.code,
         "message": error.message,
         "param": error.param,
         "line": error.number,
     }
-    return _line({"id": id_, "custom_id": error.custom_id, "response": None, "error": told})
+    return _error_line(id_, error.custom_id, api, told, "errored", "invalid_request_error")
 
 
 def unanswered_line(
@@ -105,15 +88,21 @@ def unanswered_line(
         code, message, type_ = CANCELLED_CODE, CANCELLED_MESSAGE, "canceled"
     else:
         code, message, type_ = LOST_CODE, LOST_MESSAGE, "errored"
+    told: JsonObject = {"code": code, "message": message}
+    if custom_id is None:
+        told["line"] = number
+    return _error_line(id_, custom_id, api, told, type_, "api_error")
+
+
+def _error_line(
+    id_: str, custom_id: str | None, api: str, told: JsonObject, kind: str, type_: str
+) -> bytes:
+    """A line without a response; `kind` of result and `type_` of error are Anthropic's."""
     if api != ANTHROPIC:
-        told: JsonObject = {"code": code, "message": message}
-        if custom_id is None:
-            told["line"] = number
         return _line({"id": id_, "custom_id": custom_id, "response": None, "error": told})
-    result: JsonObject = {"type": type_}
-    if type_ == "errored":
-        inner = {"type": "api_error", "message": message}
-        result["error"] = {"type": "error", "error": inner, "request_id": None}
+    result: JsonObject = {"type": kind}
+    if kind == "errored":
+        result["error"] = _anthropic_object(type_, told["message"])
     return _line({"custom_id": custom_id, "result": result})
 
 
@@ -131,9 +120,13 @@ def _anthropic_error(status: int, request_id: str, content: bytes) -> JsonObject
             return {"request_id": request_id, **found}
     elif isinstance(inner, str):
         message = inner
-    type_ = _ANTHROPIC_ERRORS.get(status, "invalid_request_error" if status < 500 else "api_error")
-    told = {"type": type_, "message": message or f"The request failed with status {status}."}
-    return {"type": "error", "error": told, "request_id": request_id}
+    message = message or f"The request failed with status {status}."
+    return _anthropic_object(error_type(status), message, request_id)
+
+
+def _anthropic_object(type_: str, message: str, request_id: str | None = None) -> JsonObject:
+    error = {"type": type_, "message": message}
+    return {"type": "error", "error": error, "request_id": request_id}
 
 
 def _as_json(content: bytes) -> msgspec.Raw:
@@ -209,18 +202,11 @@ class _OpenFile:
 
 @dataclass(slots=True, eq=False)
 class LineResults:
-    """Keeps the results of batches' lines. `run` must run in a task while there are any.
+    """Keeps the results of batches' lines. `run` must run in a task while there are any."""
 
-    `now` gives Unix time, `clock` monotonic seconds.
-    """
-
-    store: Store
+    storage: Storage
     ledger: Ledger
-    folder: Folder
-    threads: DiskThreads
     process: ProcessIdentity
-    now: Callable[[], float]
-    clock: Callable[[], float]
     most_bytes: int = MOST_BYTES
     problem: str | None = None  # why results are not written or recorded now
     disk_error: FolderError | None = None
@@ -325,14 +311,14 @@ class LineResults:
 
     async def _write(self) -> None:
         """Bring the group to the disk, as far as that is possible."""
-        by_batch: dict[str, list[_Result]] = {}
+        storage, by_batch = self.storage, dict[str, list[_Result]]()
         for result in self._group:
             if result.place is None:
                 by_batch.setdefault(result.row.batch or "", []).append(result)
         for batch, results in by_batch.items():
             try:
                 file = await self._file(batch)
-                lengths, offset = await self.threads.run(_append, file, results)
+                lengths, offset = await storage.threads.run(_append, file, results)
             except FolderError as error:
                 full = isinstance(error, FolderFull)
                 if not full and (broken := self._files.pop(batch, None)) is not None:
@@ -342,9 +328,8 @@ class LineResults:
                 if batch:  # Its other lines wait; `BatchUpkeep` resumes it when there is room.
                     reason = STORAGE_FULL if full else STORAGE_UNAVAILABLE
                     owner, api = results[0].row.owner, results[0].api
-                    pausing = job(pause_batch, owner, batch, self.now(), reason, api)
                     with contextlib.suppress(StoreError):
-                        await self.store.run(pausing)
+                        await storage.write(pause_batch, owner, batch, storage.now(), reason, api)
                 continue
             self.disk_error = None
             for result, length in zip(results, lengths, strict=True):
@@ -358,15 +343,16 @@ class LineResults:
             self._close_files()
             if len(self._files) >= MOST_FILES:
                 self._files.popitem(last=False)[1].file.close()
-            file = await self.threads.run(self.folder.open_appended, RESULTS)
+            storage = self.storage
+            file = await storage.threads.run(storage.folder.open_appended, RESULTS)
             found = self._files[batch] = _OpenFile(file, 0.0)
-        found.used_at = self.clock()
+        found.used_at = self.storage.clock()
         self._files.move_to_end(batch)
         return found.file
 
     def _close_files(self) -> None:
         """Close the files that were not written of late."""
-        before = self.clock() - IDLE_SECONDS
+        before = self.storage.clock() - IDLE_SECONDS
         while self._files:
             batch, first = next(iter(self._files.items()))
             if first.used_at > before:
@@ -381,7 +367,7 @@ class LineResults:
 
         def recording(connection: Connection) -> list[UsageRow]:
             ids.clear()
-            ids.update(record(connection, self.process.id, recorded, self.now()))
+            ids.update(record(connection, self.process.id, recorded, self.storage.now()))
             return [one.usage for one in recorded if one.id in ids and one.usage is not None]
 
         try:
@@ -445,22 +431,22 @@ class ResultReader:
         line = unanswered_line(row.id, row.custom_id, self._api, row.number, row.state)
         return line, is_output(self._api, None)
 
-    def pieces(self, rows: Sequence[StoredRow], *, output: bool) -> Iterator[bytes]:
-        """The lines of these rows that belong into that file, in pieces. Raises: FolderError."""
-        lines: list[bytes] = []
-        size = 0
+    def pieces(self, rows: Sequence[StoredRow]) -> Iterator[tuple[bytes, bool]]:
+        """Lines of these rows in pieces, each with whether it belongs into the output file.
+
+        Raises: FolderError.
+        """
+        lines: dict[bool, list[bytes]] = {True: [], False: []}
+        sizes = Counter[bool]()
         for row in rows:
-            line, is_of_output = self.line(row)
-            if is_of_output != output:
-                continue
-            lines.append(line)
-            size += len(line)
-            if size >= READ_BYTES:
-                yield b"".join(lines)
-                lines.clear()
-                size = 0
-        if lines:
-            yield b"".join(lines)
+            line, is_output = self.line(row)
+            lines[is_output].append(line)
+            sizes[is_output] += len(line)
+            if sizes[is_output] >= READ_BYTES:
+                yield b"".join(lines[is_output]), is_output
+                lines[is_output].clear()
+                sizes[is_output] = 0
+        yield from ((b"".join(some), is_output) for is_output, some in lines.items() if some)
 
     def close(self) -> None:
         """Close the files; called again, nothing."""

@@ -13,7 +13,7 @@ import hashlib
 from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Generic, NamedTuple, Protocol, TypeVar
+from typing import ClassVar, Generic, NamedTuple, Protocol, TypeVar
 
 import structlog
 
@@ -26,7 +26,7 @@ from gateway.callers.keys import KeyRing
 from gateway.callers.ledger import UsageRow
 from gateway.callers.limits import Accounts, Reservation
 from gateway.callers.meter import Meter, TokensSoFar, UsedBefore
-from gateway.config.keys import SHARED_CACHE, NodeLabels
+from gateway.config.keys import SHARED_CACHE, CachePolicy, NodeLabels
 from gateway.config.settings import Settings
 from gateway.errors import CLIENT_CLOSED_STATUS, LIMIT_CODES, GatewayError
 from gateway.events import EventBus, RequestRecord
@@ -125,12 +125,7 @@ class RowDeferred(Exception):  # noqa: N818 - not an error: it is run again
     @property
     def concerns_owner(self) -> bool:
         """Whether a limit of its caller is reached: its other requests are refused as well."""
-        return self.reason == "rate_limit_exceeded" or self.is_out_of_quota
-
-    @property
-    def is_out_of_quota(self) -> bool:
-        """Whether its caller has used up what it may use in a day or month."""
-        return self.reason == "insufficient_quota"
+        return self.reason in {"rate_limit_exceeded", "insufficient_quota"}
 
 
 class RowExpired(Exception):  # noqa: N818 - the end of its time
@@ -253,48 +248,41 @@ class RequestRunner:
         return await _Run(self, row, priority, sink, on_slot_free).run(body)
 
 
+@dataclass(slots=True, eq=False)
 class _Run:
     """One run of one stored request."""
 
-    __slots__ = (
-        "_api", "_cache", "_deadline", "_in_flight", "_on_slot_free", "_priority", "_received_at",
-        "_record", "_reservation", "_response", "_resumed", "_runner", "_sink", "_sink_has_events",
-        "_stored",
-    )  # fmt: skip
+    runner: RequestRunner
+    stored: StoredRow
+    priority: Priority
+    sink: EventSink | None
+    on_slot_free: Callable[[], None]
+    _sink_has_events: bool = False
+    _resumed: bool = False  # whether it goes on with the response of an earlier run
+    _cache: CachePolicy = SHARED_CACHE
+    _deadline: float | None = None  # by the monotonic clock
+    _reservation: Reservation | None = None  # None: it was not admitted
+    _in_flight: InFlightRequest | None = None
+    _response: ClientResponse | None = None
+    _api: Api = field(init=False)
+    """The API of the one who reads the result."""
+    _received_at: float = field(init=False)
+    _record: RequestRecord = field(init=False)
 
-    def __init__(
-        self,
-        runner: RequestRunner,
-        stored: StoredRow,
-        priority: Priority,
-        sink: EventSink | None,
-        on_slot_free: Callable[[], None],
-    ) -> None:
-        self._runner = runner
-        self._on_slot_free = on_slot_free
-        self._stored = stored
-        self._priority = priority
-        self._sink = sink
-        self._sink_has_events = False
-        self._resumed = False  # whether it goes on with the response of an earlier run
+    def __post_init__(self) -> None:
+        runner, stored = self.runner, self.stored
         route = ROUTES.get(stored.path)
-        self._api: Api = RELAYED if route is None else route.api
-        """The API of the one who reads the result."""
-        self._cache = SHARED_CACHE
+        self._api = RELAYED if route is None else route.api
         self._received_at = runner.clock()
-        self._deadline: float | None = None  # by the monotonic clock
         if stored.deadline is not None:
             self._deadline = self._received_at + stored.deadline - runner.wall_clock()
         self._record = RequestRecord(stored.id, stored.path, request_id=stored.id)
         if runner.tracing.active:
             runner.tracing.begin(stored.id, self._record, [], self._received_at)
-        self._reservation: Reservation | None = None  # None: it was not admitted
-        self._in_flight: InFlightRequest | None = None
-        self._response: ClientResponse | None = None
 
     async def run(self, body: bytes) -> Outcome:
         """Raises: RowDeferred, RowExpired."""
-        runner, record, has_result = self._runner, self._record, False
+        runner, record, has_result = self.runner, self._record, False
         try:
             try:
                 status, header_lines, content = await self._result(body)
@@ -315,10 +303,10 @@ class _Run:
                 runner.meter.dropped(self._reservation)
             if has_result or record.attempts:
                 if runner.tracing.active:
-                    runner.tracing.finished(self._stored.id, record, [], self._received_at)
+                    runner.tracing.finished(self.stored.id, record, [], self._received_at)
                 runner.bus.publish_deferred(record.finish(self._received_at, runner.clock()))
             elif runner.tracing.active:
-                runner.tracing.forget(self._stored.id)
+                runner.tracing.forget(self.stored.id)
         return Outcome(status, header_lines, content, usage, record, record.reason)
 
     async def _result(self, body: bytes) -> tuple[int, bytes, bytes]:
@@ -332,10 +320,10 @@ class _Run:
             errors.drop_traceback(error)
             record.fail(error.status, error.code)
             self._check_waits(error.code, error.retry_after)
-            if self._sink is None or not self._sink_has_events:
+            if self.sink is None or not self._sink_has_events:
                 content = api.error_body(error, record.x_request_id)
                 return error.status, client_response.JSON_HEADER_LINE, content
-            await self._sink.write(api.error_event(error, record.x_request_id))
+            await self.sink.write(api.error_event(error, record.x_request_id))
             return error.status, b"", b""
 
     def _check_waits(self, code: str, retry_after: float | None) -> None:
@@ -348,13 +336,13 @@ class _Run:
 
     def _is_late(self) -> bool:
         deadline = self._deadline
-        return deadline is not None and self._runner.clock() >= deadline - TIMER_TOLERANCE
+        return deadline is not None and self.runner.clock() >= deadline - TIMER_TOLERANCE
 
     # The request.
 
     async def _respond(self, body: bytes) -> tuple[int, bytes, bytes]:
         """The response of a node. Raises: GatewayError, RowDeferred."""
-        runner, stored, record = self._runner, self._stored, self._record
+        runner, stored, record = self.runner, self.stored, self._record
         route, settings = ROUTES.get(stored.path), runner.settings
         if route is None or route.multipart or not route.takes_slot:
             raise errors.not_found(stored.path)
@@ -364,7 +352,7 @@ class _Run:
         self._cache = cache_policy_of(accounts.caller, settings)
         record.identify(caller.id)
         request = await self._read(route, accounts, body)
-        if request.stream and self._sink is None:
+        if request.stream and self.sink is None:
             raise errors.invalid_request(
                 "'stream' is not possible here: the response is kept whole.", "stream"
             )
@@ -380,8 +368,8 @@ class _Run:
             )
         self._response = response
         stream = response.body_stream
-        if self._sink is not None and (self._resumed if stream is None else stream.is_sse):
-            await self._pass_events(response.content, stream, rewriter, self._sink)
+        if self.sink is not None and (self._resumed if stream is None else stream.is_sse):
+            await self._pass_events(response.content, stream, rewriter, self.sink)
             return record.status, response.header_lines, b""
         content, header_lines = response.content, response.header_lines
         if stream is not None:
@@ -403,7 +391,7 @@ class _Run:
 
         Raises: GatewayError.
         """
-        forwarder, sink = self._runner.forwarder, self._sink
+        forwarder, sink = self.runner.forwarder, self.sink
         if not isinstance(sink, ResponseEvents):
             return await forwarder.forward(in_flight)
         sink.measured_by(self._measure)
@@ -425,7 +413,7 @@ class _Run:
         return response
 
     def _measure(self, tokens: TokensSoFar) -> RunEnd:
-        runner, record, id_ = self._runner, self._record, self._stored.id
+        runner, record, id_ = self.runner, self._record, self.stored.id
         reservation = self._reservation
         assert reservation is not None
         cost = runner.meter.cost_so_far(id_, record.node, tokens)
@@ -434,7 +422,7 @@ class _Run:
 
     async def _read(self, route: Route, accounts: Accounts, body: bytes) -> Request:
         """The request that the body describes. Raises: GatewayError."""
-        runner, stored, record, caller = self._runner, self._stored, self._record, accounts.caller
+        runner, stored, record, caller = self.runner, self.stored, self._record, accounts.caller
         if len(body) > runner.rules.limits.body_bytes:
             raise errors.body_too_large(runner.rules.limits.body_bytes)
         seconds = None if self._deadline is None else self._deadline - self._received_at
@@ -452,7 +440,7 @@ class _Run:
         incoming = IncomingRequest(
             stored.id, record.x_request_id, route, body, sender, self._received_at
         )
-        priority = max(self._priority, caller.max_priority)
+        priority = max(self.priority, caller.max_priority)
         return await read_in_turn(
             incoming, record, runner.rules, lambda _: priority, runner.time_slicer
         )
@@ -482,7 +470,7 @@ class _Run:
 
     async def _read_whole(self, first: bytes, stream: BodyStream) -> bytes:
         """A plain response that was not buffered. Raises: GatewayError 502, 504."""
-        parts, size, most = [first], len(first), self._runner.settings.limits.response_bytes
+        parts, size, most = [first], len(first), self.runner.settings.limits.response_bytes
         try:
             while chunk := await stream.next_chunk():
                 parts.append(chunk)
@@ -501,8 +489,8 @@ class _Run:
         if self._response is not None and self._response.body_stream is not None:
             self._response.body_stream.close()
         if self._in_flight is not None:
-            self._runner.registry.remove(self._in_flight)
-        self._on_slot_free()
+            self.runner.registry.remove(self._in_flight)
+        self.on_slot_free()
 
     async def _usage(self, reservation: Reservation) -> UsageRow:
         """What the request has used, once that is known. Raises: RowDeferred."""
@@ -512,7 +500,7 @@ class _Run:
             if not known.done():
                 known.set_result(row)
 
-        self._runner.meter.ended_stored(reservation, self._record, deliver)
+        self.runner.meter.ended_stored(reservation, self._record, deliver)
         try:
             async with asyncio.timeout(SETTLE_SECONDS):
                 return await known
@@ -546,6 +534,7 @@ class RunFailed(Exception):  # noqa: N818 - it is tried again
         self.seconds = seconds  # after which it is run again
 
 
+@dataclass(eq=False)
 class RowRuns(Generic[H]):
     """Runs claimed rows, each until its result is recorded or it waits again.
 
@@ -554,26 +543,17 @@ class RowRuns(Generic[H]):
     renewed; a process that dies gives it up, and another one runs the row.
     """
 
-    def __init__(
-        self,
-        leases: RowLeases,
-        runner: RequestRunner,
-        rooms: BatchRoomService,
-        now: Callable[[], float],
-        retry_seconds: float,
-        failed_event: str,
-    ) -> None:
-        """`retry_seconds`: until a run is repeated that failed for a reason of our own.
+    retry_seconds: ClassVar[float]  # until a run is repeated that failed for a reason of our own
+    failed_event: ClassVar[str]  # what the log tells of it
+    leases: RowLeases
+    runner: RequestRunner
+    rooms: BatchRoomService
+    _held: dict[str, H] = field(init=False, default_factory=dict)
+    _none_held: asyncio.Event = field(init=False, default_factory=asyncio.Event)
 
-        `failed_event`: what the log tells of it.
-        """
-        self.leases = leases
-        self.runner = runner
-        self.rooms = rooms
-        self.now = now
-        self._retry_seconds, self._failed_event = retry_seconds, failed_event
-        self._held: dict[str, H] = {}
-        self._none_held = asyncio.Event()
+    def now(self) -> float:
+        """Unix time."""
+        return self.leases.storage.now()
 
     async def ended(self) -> None:
         """Wait until no row is held any more; none must be claimed."""
@@ -603,8 +583,8 @@ class RowRuns(Generic[H]):
         except RunFailed as failed:
             self.leases.put_back([id_], self.now() + failed.seconds, failed=True)
         except Exception:
-            log.exception(self._failed_event, request=id_)
-            self.leases.put_back([id_], self.now() + self._retry_seconds, failed=True)
+            log.exception(self.failed_event, request=id_)
+            self.leases.put_back([id_], self.now() + self.retry_seconds, failed=True)
         finally:
             self._let_go(held)
 

@@ -178,7 +178,7 @@ class BatchWaits:
         return None
 
     def _is_elsewhere(self, batch: Batch) -> bool:
-        return batch.folder != (self.feeder.leases.folder.id or batch.folder)
+        return batch.folder != (self.feeder.leases.storage.folder.id or batch.folder)
 
     def _put_off(self, batch: Batch, since: float | None) -> BatchWait | None:
         """What its lines wait for that may not run before a certain time."""

@@ -54,12 +54,13 @@ from gateway.config.stored import (
 )
 from gateway.errors import GatewayError
 from gateway.events import EventBus, WebhookAttempted
-from gateway.store.database import insert_for
+from gateway.store.database import Rows, insert_for
 from gateway.store.failures import StoreError
 from gateway.store.schema import webhook_deliveries as deliveries
 from gateway.store.store import Store
 from gateway.stored.batch_rows import Batch
-from gateway.stored.claims import BatchState, StoredRow, job, unlocked
+from gateway.stored.claims import BatchState, StoredRow, unlocked
+from gateway.stored.folder import job
 from gateway.transport.errors import ConnectFailed
 from gateway.transport.resolver import Resolver
 
@@ -429,7 +430,7 @@ class Delivery:
 
 # A literal, as in the index: SQLite does not use it for a bound value.
 _WAITS = deliveries.c.state == literal_column("'waiting'")
-_COLUMNS = tuple(deliveries.c[name] for name in Delivery.__dataclass_fields__)
+_DELIVERIES = Rows(Delivery, deliveries, {})
 
 
 def _digest(*parts: str) -> str:
@@ -490,11 +491,9 @@ def claim_deliveries(
     """
     claimed: list[Delivery] = []
     for origin, number in places.items():
-        due = select(*_COLUMNS).where(
-            _WAITS, deliveries.c.origin == origin, deliveries.c.next_at <= now
-        )
-        found = connection.execute(unlocked(due.order_by(deliveries.c.next_at), number))
-        claimed += [Delivery(*row) for row in found]
+        due = _DELIVERIES.where(_WAITS, deliveries.c.origin == origin, deliveries.c.next_at <= now)
+        due = due.order_by(deliveries.c.next_at)
+        claimed += _DELIVERIES.all(connection, unlocked(due, number))
     taken = update(deliveries).where(deliveries.c.id.in_([one.id for one in claimed]))
     connection.execute(taken.values(next_at=until, attempts=deliveries.c.attempts + 1))
     return [replace(one, attempts=one.attempts + 1) for one in claimed]

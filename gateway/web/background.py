@@ -384,15 +384,13 @@ class Storing:
         return None
 
 
+@dataclass(frozen=True, slots=True)
 class _StoringRequest:
     """A request whose response may be kept or made later."""
 
-    __slots__ = ("_context", "_served", "_storing")
-
-    def __init__(self, storing: Storing, served: StorableRequest, context: RequestContext) -> None:
-        self._storing = storing
-        self._served = served
-        self._context = context
+    storing: Storing
+    served: StorableRequest
+    context: RequestContext
 
     # Responses.
 
@@ -401,13 +399,13 @@ class _StoringRequest:
 
         Returns the body to go on with if nothing is stored. Raises: GatewayError.
         """
-        settings, context = self._served.config.settings, self._context
+        settings, context = self.served.config.settings, self.context
         fields = read_fields(body)
         options = read_options(fields)
         stored = options.background or (
             options.store is True
             and settings.batches.store_responses
-            and self._storing.requests is not None
+            and self.storing.requests is not None
         )
         most_bytes = settings.limits.body_bytes
         if not stored and options.previous is None:
@@ -423,9 +421,7 @@ class _StoringRequest:
         webhook_url = None
         if options.webhook_url is not None:
             group = context.caller.group
-            webhook_url = self._storing.webhooks.check(
-                context.caller.id, group, options.webhook_url
-            )
+            webhook_url = self.storing.webhooks.check(context.caller.id, group, options.webhook_url)
         batches = settings.batches
         keep = batches.background_keep if options.store is False else batches.keep
         seconds = options.seconds or batches.windows.default
@@ -441,7 +437,7 @@ class _StoringRequest:
 
     async def _conversation(self, previous: str) -> list[object]:
         """What was said up to the end of a response of the caller's. Raises: GatewayError."""
-        requests = self._storing.requests
+        requests = self.storing.requests
         if requests is None:
             raise previous_not_found(previous)
         try:
@@ -478,15 +474,15 @@ class _StoringRequest:
                         response = queued_response(row.id, row.created_at, echoed)
                     self._send_json(200, response)
         except asyncio.CancelledError:
-            if not options.background and self._served.exchange.disconnected:
+            if not options.background and self.served.exchange.disconnected:
                 requests.cancel_soon(row)
             raise
 
     async def _stream(
         self, requests: BackgroundRequests, row: StoredRow, *, can_return: bool
     ) -> None:
-        served, exchange = self._served, self._served.exchange
-        counts_none = self._context.counts_no_comments
+        served, exchange = self.served, self.served.exchange
+        counts_none = self.context.counts_no_comments
         numbered = served.route.api.numbered_heartbeats() if counts_none else None
         exchange.start_response(200, STREAM_HEADER_LINES + served.header_lines(early=True))
         try:
@@ -503,10 +499,10 @@ class _StoringRequest:
 
     async def _wait(self, requests: BackgroundRequests, row: StoredRow) -> None:
         """Send the whole response once it has ended, and white space before."""
-        settings, exchange = self._served.config.settings, self._served.exchange
+        settings, exchange = self.served.config.settings, self.served.exchange
         pads, failures = settings.heartbeat > 0 and settings.heartbeat_plain, 0
         while True:
-            step = settings.heartbeat if pads else self._storing.step_seconds()
+            step = settings.heartbeat if pads else self.storing.step_seconds()
             try:
                 found = await requests.wait_ended(row, step)
             except GatewayError as error:
@@ -538,7 +534,7 @@ class _StoringRequest:
 
     async def defer(self, body: bytes) -> None:
         """Take a request with `Prefer: respond-async`, and answer where its response will be."""
-        context = self._context
+        context = self.context
         requests = self._kept("requests for later")
         owner = self._owner()
         request = await self._checked(body)
@@ -547,35 +543,35 @@ class _StoringRequest:
                 "With 'Prefer: respond-async' the response is fetched whole: leave out 'stream'.",
                 "stream",
             )
-        batches = self._served.config.settings.batches
+        batches = self.served.config.settings.batches
         seconds, keep = batches.windows.default, batches.background_keep
         if context.client_timeout is not None:
             seconds = min(seconds, context.client_timeout)
         row = await requests.add(
             self._new_request(request, RequestKind.DEFERRED, owner, body, seconds, keep)
         )
-        described = await background_object(row, requests, self._storing.queue)
+        described = await background_object(row, requests, self.storing.queue)
         headers = [*accepted(row, described), (b"preference-applied", b"respond-async")]
         self._send_json(202, described, encode_headers(headers))
 
     # Both.
 
     def _kept(self, what: str) -> BackgroundRequests:
-        if self._storing.requests is None:
+        if self.storing.requests is None:
             raise no_store(what)
-        return self._storing.requests
+        return self.storing.requests
 
     def _owner(self) -> str:
-        served = self._served
+        served = self.served
         return owner_by_head(
-            served.exchange.headers, self._context.caller, served.config, "Stored responses"
+            served.exchange.headers, self.context.caller, served.config, "Stored responses"
         )
 
     async def _checked(self, body: bytes) -> Request:
         """The request, which nodes might serve now or later. Raises: GatewayError."""
-        request = await self._served.check(self._context, body)
-        wanted, labels = request.lease_request.wanted, self._context.cache.node_labels
-        catalog = self._served.config.rules.model_aliases.catalog
+        request = await self.served.check(self.context, body)
+        wanted, labels = request.lease_request.wanted, self.context.cache.node_labels
+        catalog = self.served.config.rules.model_aliases.catalog
         if not any(catalog.serves(name, labels) for name in wanted.model_names):
             error = catalog.not_found_error(wanted.model, labels, wanted.model_names)
             if error.status == 404:
@@ -590,24 +586,24 @@ class _StoringRequest:
         return NewRequest(
             kind=kind,
             owner=owner,
-            path=self._served.route.path,
+            path=self.served.route.path,
             body=body,
             class_=asked.caller.priority.label,
             seconds=seconds,
             keep_seconds=keep,
-            group_name=self._context.caller.group,
-            user=self._context.accounts.user,
+            group_name=self.context.caller.group,
+            user=self.context.accounts.user,
             model=request.model_in_body or asked.wanted.model,
             prompt_tokens=asked.size.prompt_tokens,
             max_tokens=asked.size.max_tokens or 0,
         )
 
     def _json_head(self, more: bytes = b"") -> bytes:
-        return JSON_HEADER_LINE + more + self._served.header_lines(early=True)
+        return JSON_HEADER_LINE + more + self.served.header_lines(early=True)
 
     def _send_json(self, status: int, value: JsonObject, more: bytes = b"") -> None:
         head, body = self._json_head(more), msgspec.json.encode(value)
-        self._served.exchange.respond(status, head, body)
+        self.served.exchange.respond(status, head, body)
 
 
 def _error_of(row: StoredRow, response: JsonObject) -> GatewayError:
@@ -707,14 +703,14 @@ class DeferredEndpoints:
             response = error_response(error, {**request.scope, "path": row.path})
         else:
             with folder_errors_told("request"):
-                result = background_requests.decode_result(await requests.answer(row))
-            response = Response(result.content, result.head.status)
-            lines = result.head.header_lines.split("\r\n")
+                head, content = background_requests.decode_result(await requests.answer(row))
+            response = Response(content, head.status)
+            lines = head.header_lines.split("\r\n")
             fields = [line.partition(":")[::2] for line in lines if line]
             kept = {name.lower(): value.strip() for name, value in fields}
             for name in kept.keys() - _OF_CONNECTION:
                 response.headers[name] = kept[name]
-            response.headers["x-request-id"] = result.head.x_request_id
+            response.headers["x-request-id"] = head.x_request_id
         response.headers[REPLAY] = "true"
         # Clients would repeat the question, and have the same answer.
         response.headers["x-should-retry"] = "false"

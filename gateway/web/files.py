@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Generator
 from dataclasses import dataclass
 from typing import Literal
 from urllib.parse import quote
@@ -73,7 +73,7 @@ class FileEndpoints:
                 async for part in body_parts(
                     request, settings.limits, largest + FORM_BYTES, lambda: file_too_large(largest)
                 ):
-                    await files.on_disk(form.feed, part)
+                    await files.storage.on_disk(form.feed, part)
             except ClientDisconnect:
                 return None
             form.end()
@@ -240,77 +240,78 @@ class UploadForm:
         self._mark = b"\r\n--" + boundary
         self._pending = bytearray(b"\r\n")
         """What has come and was not understood yet; a boundary begins with the line end before."""
-        self._step: Callable[[], bool] = self._skip_preamble
-        """Reads on; returns False if it needs more bytes."""
+        self._reading = self._read()  # goes on with each `feed`
+        self._is_complete = False
 
     def feed(self, data: bytes) -> None:
         """Parse the next bytes. Raises: GatewayError 400, and what the callables raise."""
         self._pending += data
-        while self._step():
-            pass
+        next(self._reading)
 
     def end(self) -> None:
         """The body is complete. Raises: GatewayError 400, if the form is not."""
-        if self._step != self._skip_epilogue:
+        if not self._is_complete:
             raise form_error("its last boundary is missing")
         if self.file_name is None:
             raise errors.invalid_request("The form has no field 'file'.", "file")
+
+    def _read(self) -> Generator[None, None, None]:
+        """Read the whole form; yields where it needs more bytes."""
+        yield from self._read_content(lambda _: None)
+        while (yield from self._has_field()):
+            self._begin_field((yield from self._read_head()))
+            yield from self._read_content(self._add)
+            if self._name is not None:
+                self.values[self._name] = self._value.decode("utf-8", "replace")
+        self._is_complete = True
+        while True:
+            self._pending.clear()
+            yield
+
+    def _read_content(self, add: Callable[[bytes], None]) -> Generator[None, None, None]:
+        """Take all up to the next boundary, and the boundary."""
+        while (at := self._pending.find(self._mark)) < 0:
+            add(self._take(max(0, len(self._pending) - len(self._mark) + 1)))
+            yield
+        add(self._take(at))
+        self._take(len(self._mark))
+
+    def _has_field(self) -> Generator[None, None, bool]:
+        """Read the rest of a boundary's line, but for its end; False: it was the last one."""
+        while True:
+            line, found, _ = self._pending.partition(b"\r\n")
+            if line.startswith(b"--"):
+                return False
+            # A hyphen may become two, and a carriage return a line's end.
+            if line.rstrip(b"\r").strip(b" \t-") or len(line) > LONGEST_PADDING:
+                raise form_error("a boundary's line does not end with it")
+            if found:
+                break
+            yield
+        if line.strip(b" \t"):
+            raise form_error("a boundary's line does not end with it")
+        self._take(len(line))
+        return True
+
+    def _read_head(self) -> Generator[None, None, bytes]:
+        while True:
+            end = self._pending.find(b"\r\n\r\n", 0, LONGEST_FIELD_HEADERS)
+            if end < 0 and len(self._pending) >= LONGEST_FIELD_HEADERS:
+                raise form_error("a field has no headers, or too many")
+            value = end + len(b"\r\n")
+            if end >= 0 and len(self._pending) >= value + len(self._mark):
+                break
+            yield
+        # The empty line's end is the boundary's where there is no value.
+        has_value = not self._pending.startswith(self._mark, value)
+        head = self._take(end)[2:]
+        self._take(4 if has_value else 2)
+        return head
 
     def _take(self, size: int) -> bytes:
         taken = bytes(self._pending[:size])
         del self._pending[:size]
         return taken
-
-    def _take_content(self) -> tuple[bytes, bool]:
-        """What certainly precedes the next boundary; whether that follows, which is taken too."""
-        at = self._pending.find(self._mark)
-        if at < 0:
-            return self._take(max(0, len(self._pending) - len(self._mark) + 1)), False
-        content = self._take(at)
-        self._take(len(self._mark))
-        self._step = self._read_delimiter_end
-        return content, True
-
-    def _skip_preamble(self) -> bool:
-        return self._take_content()[1]
-
-    def _skip_epilogue(self) -> bool:
-        self._pending.clear()
-        return False
-
-    def _read_delimiter_end(self) -> bool:
-        """Read the rest of a boundary's line, but for its end."""
-        line, found, _ = self._pending.partition(b"\r\n")
-        if line.startswith(b"--"):
-            self._step = self._skip_epilogue
-            return True
-        # A hyphen may become two, and a carriage return a line's end.
-        if line.rstrip(b"\r").strip(b" \t-") or len(line) > LONGEST_PADDING:
-            raise form_error("a boundary's line does not end with it")
-        if not found:
-            return False
-        if line.strip(b" \t"):
-            raise form_error("a boundary's line does not end with it")
-        self._take(len(line))
-        self._step = self._read_head
-        return True
-
-    def _read_head(self) -> bool:
-        end = self._pending.find(b"\r\n\r\n", 0, LONGEST_FIELD_HEADERS)
-        if end < 0:
-            if len(self._pending) >= LONGEST_FIELD_HEADERS:
-                raise form_error("a field has no headers, or too many")
-            return False
-        value = end + len(b"\r\n")
-        if len(self._pending) < value + len(self._mark):
-            return False
-        # The empty line's end is the boundary's where there is no value.
-        has_value = not self._pending.startswith(self._mark, value)
-        head = self._take(end)[2:]
-        self._take(4 if has_value else 2)
-        self._begin_field(head)
-        self._step = self._read_value
-        return True
 
     def _begin_field(self, raw_head: bytes) -> None:
         self._count += 1
@@ -333,19 +334,16 @@ class UploadForm:
         self.file_name = _clean_name(head.parameters.get(b"filename", b""))
         self._begin_file()
 
-    def _read_value(self) -> bool:
-        content, ended = self._take_content()
+    def _add(self, content: bytes) -> None:
+        """Take some of the field's value."""
         if self._name is None:
             if content:
                 self._write_file(content)
-            return ended
+            return
         self._value += content
         if len(self._value) > LONGEST_VALUE:
             shown = errors.truncate_echo(self._name)
             raise form_error(f"the field '{shown}' is longer than {LONGEST_VALUE} bytes")
-        if ended:
-            self.values[self._name] = self._value.decode("utf-8", "replace")
-        return ended
 
 
 _PLAIN = frozenset({b"", b"7bit", b"8bit", b"binary"})

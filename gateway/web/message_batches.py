@@ -5,10 +5,9 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Generator
 from dataclasses import replace
 from datetime import UTC, datetime
-from enum import Enum, auto
 from typing import Annotated, Any, Literal
 
 import msgspec
@@ -70,7 +69,7 @@ class MessageBatchEndpoints(BatchActions):
                 parts = body_parts(request, settings.limits, largest, lambda: _too_large(largest))
                 try:
                     async for part in parts:
-                        await batches.on_disk(body.feed, part)
+                        await batches.storage.on_disk(body.feed, part)
                 except ClientDisconnect:
                     return Response(status_code=CLIENT_CLOSED_STATUS)  # Nobody reads it.
                 body.end()
@@ -78,10 +77,10 @@ class MessageBatchEndpoints(BatchActions):
                     self.access.checked(new, body.fields),
                     request_digest=request_digest(ANTHROPIC, body.digest()),
                 )
-                name = await batches.on_disk(lines.finish)
+                name = await batches.storage.on_disk(lines.finish)
             finally:
                 with contextlib.suppress(FolderError, GatewayError):
-                    await batches.on_disk(lines.discard)
+                    await batches.storage.on_disk(lines.discard)
             asked = replace(asked, requests=name, requests_bytes=lines.size)
             batch = await batches.create(asked)
         if not batch.total:
@@ -229,43 +228,7 @@ _STRING_REST = re.compile(rb'[^"\\]*+(?:\\.[^"\\]*+)*+', re.DOTALL)
 _SCALAR_END = re.compile(rb"[,\]} \t\n\r]")
 
 
-class _At(Enum):
-    """What comes next, spaces aside."""
-
-    START = auto()
-    FIRST_KEY = auto()  # a key, or the end of the object
-    KEY = auto()
-    COLON = auto()
-    VALUE = auto()
-    AFTER_VALUE = auto()
-    FIRST_REQUEST = auto()  # a request, or the end of the list
-    REQUEST = auto()
-    AFTER_REQUEST = auto()
-    END = auto()
-
-
-_LIST, _QUOTE = b'["'
-_BEFORE_KEYS = frozenset({_At.FIRST_KEY, _At.KEY})
-_BEFORE_REQUESTS = frozenset({_At.FIRST_REQUEST, _At.REQUEST})
-_BEFORE_VALUES = _BEFORE_KEYS | _BEFORE_REQUESTS | {_At.VALUE}
-
-# What follows a byte that is no part of a value.
-_PUNCTUATION: dict[_At, dict[int, _At]] = {
-    _At.START: {ord("{"): _At.FIRST_KEY},
-    _At.FIRST_KEY: {ord("}"): _At.END},
-    _At.COLON: {ord(":"): _At.VALUE},
-    _At.AFTER_VALUE: {ord(","): _At.KEY, ord("}"): _At.END},
-    _At.FIRST_REQUEST: {ord("]"): _At.AFTER_VALUE},
-    _At.AFTER_REQUEST: {ord(","): _At.REQUEST, ord("]"): _At.AFTER_VALUE},
-}
-
-_EXPECTED = {
-    _At.START: "it must be an object",
-    _At.COLON: "':' is expected",
-    _At.AFTER_VALUE: "',' or '}' is expected",
-    _At.AFTER_REQUEST: "',' or ']' is expected",
-    _At.END: "something follows its end",
-}
+_LIST, _LIST_END, _OBJECT_END, _QUOTE = b'[]}"'
 
 
 class _ValueEnd:
@@ -325,11 +288,13 @@ class MessageBatchBody:
         self._write = write
         self._most_lines = most_lines
         self._line_bytes = line_bytes
-        self._at = _At.START
         self._key = ""
         self._keys: set[str] = set()
-        self._value = bytearray()  # what has come of a value that has not ended
-        self._end: _ValueEnd | None = None  # of that value; None: no value has begun
+        self._data, self._at = b"", 0
+        """The bytes that have come last, and the place up to which they are read."""
+        self._lines: list[bytes] = []  # that were read of them
+        self._reading = self._read()  # goes on with each `feed`
+        self._is_complete = False
         self._digest = hashlib.sha256()
         self._ids: set[bytes] = set()  # digests of the ids: much smaller than the ids may be
 
@@ -340,23 +305,15 @@ class MessageBatchBody:
     def feed(self, data: bytes) -> None:
         """Take the next bytes. Raises: GatewayError 400, and what `write` raises."""
         self._digest.update(data)
-        at, size = 0, len(data)
-        lines: list[bytes] = []
-        while at < size:
-            if self._end is not None:
-                at = self._go_on(data, at, lines)
-                continue
-            space = _SKIP.match(data, at)
-            assert space is not None
-            at = space.end()
-            if at < size:
-                at = self._step(data, at)
-        if lines:
-            self._write(b"".join(lines))
+        self._data, self._at = data, 0
+        next(self._reading)
+        if self._lines:
+            self._write(b"".join(self._lines))
+            self._lines.clear()
 
     def end(self) -> None:
         """The body is complete. Raises: GatewayError 400, if it is not, or lacks requests."""
-        if self._at is not _At.END:
+        if not self._is_complete:
             raise _invalid_json("it ends too early")
         if "requests" not in self._keys:
             raise errors.invalid_request("requests: Field required", "requests")
@@ -365,56 +322,86 @@ class MessageBatchBody:
                 "requests: List should have at least 1 item after validation, not 0", "requests"
             )
 
-    def _step(self, data: bytes, at: int) -> int:
-        """Take one byte that is no space, or begin a value with it; returns where it goes on."""
-        after = _PUNCTUATION.get(self._at, {}).get(data[at])
-        if after is not None:
-            self._at = after
-            return at + 1
-        if self._at is _At.VALUE and self._key == "requests":
-            if data[at] != _LIST:
-                raise errors.invalid_request("requests: Input should be a valid list", "requests")
-            self._at = _At.FIRST_REQUEST
-            return at + 1
-        if self._at not in _BEFORE_VALUES:
-            raise _invalid_json(_EXPECTED[self._at])
-        if self._at in _BEFORE_KEYS and data[at] != _QUOTE:
-            raise _invalid_json("a key is expected")
-        if self._at in _BEFORE_REQUESTS and self.count == self._most_lines:
-            raise errors.invalid_request(
-                f"requests: List should have at most {self._most_lines} items ('batches.lines')",
-                "requests",
-            )
-        self._end = _ValueEnd(data[at])
-        return at
+    def _read(self) -> Generator[None, None, None]:
+        """Read the whole body; yields where it needs more bytes."""
+        yield from self._take(b"{", "it must be an object")
+        is_last = (yield from self._next()) == _OBJECT_END
+        if is_last:
+            self._at += 1
+        while not is_last:
+            if (yield from self._next()) != _QUOTE:
+                raise _invalid_json("a key is expected")
+            self._take_key((yield from self._value()))
+            yield from self._take(b":", "':' is expected")
+            if self._key == "requests":
+                yield from self._read_requests()
+            else:
+                self.fields[self._key] = self._parsed((yield from self._value()))
+            byte = yield from self._take(b",}", "',' or '}' is expected")
+            is_last = byte == _OBJECT_END
+        self._is_complete = True
+        yield from self._next()
+        raise _invalid_json("something follows its end")
 
-    def _go_on(self, data: bytes, at: int, lines: list[bytes]) -> int:
-        """Take a value, or what has come of it; returns where it goes on."""
-        assert self._end is not None
-        end = self._end.find(data, at)
-        self._value += data[at : len(data) if end is None else end]
-        in_request = self._at in _BEFORE_REQUESTS
-        most = self._line_bytes if in_request else LONGEST_FIELD
-        if len(self._value) > most:
-            name = f"requests.{self.count}" if in_request else self._shown_key()
-            why = " ('batches.line_bytes')" if in_request else ""
-            raise errors.invalid_request(f"{name}: It is longer than {most} bytes{why}", "requests")
-        if end is None:
-            return len(data)
-        value = bytes(self._value)
-        self._value.clear()
-        self._end = None
-        if in_request:
-            lines.append(self._line_of(value))
+    def _read_requests(self) -> Generator[None, None, None]:
+        if (yield from self._next()) != _LIST:
+            raise errors.invalid_request("requests: Input should be a valid list", "requests")
+        self._at += 1
+        is_last = (yield from self._next()) == _LIST_END
+        if is_last:
+            self._at += 1
+        while not is_last:
+            yield from self._next()
+            if self.count == self._most_lines:
+                raise errors.invalid_request(
+                    f"requests: List should have at most {self._most_lines} items "
+                    "('batches.lines')",
+                    "requests",
+                )
+            value = yield from self._value(f"requests.{self.count}")
+            self._lines.append(self._line_of(value))
             self.count += 1
-            self._at = _At.AFTER_REQUEST
-        elif self._at is _At.VALUE:
-            self.fields[self._key] = self._parsed(value)
-            self._at = _At.AFTER_VALUE
-        else:
-            self._take_key(value)
-            self._at = _At.COLON
-        return end
+            byte = yield from self._take(b",]", "',' or ']' is expected")
+            is_last = byte == _LIST_END
+
+    def _next(self) -> Generator[None, None, int]:
+        """The next byte that is no space; it is not taken."""
+        while True:
+            space = _SKIP.match(self._data, self._at)
+            assert space is not None
+            self._at = space.end()
+            if self._at < len(self._data):
+                return self._data[self._at]
+            yield
+
+    def _take(self, allowed: bytes, problem: str) -> Generator[None, None, int]:
+        """Take the next byte, which must be one of these. Raises: GatewayError 400."""
+        byte = yield from self._next()
+        if byte not in allowed:
+            raise _invalid_json(problem)
+        self._at += 1
+        return byte
+
+    def _value(self, request: str | None = None) -> Generator[None, None, bytes]:
+        """Take the next value; `request`: what it is called if it is one.
+
+        Raises: GatewayError 400.
+        """
+        ends, value = _ValueEnd((yield from self._next())), bytearray()
+        most = LONGEST_FIELD if request is None else self._line_bytes
+        while True:
+            end = ends.find(self._data, self._at)
+            value += self._data[self._at : end]
+            if len(value) > most:
+                why = "" if request is None else " ('batches.line_bytes')"
+                raise errors.invalid_request(
+                    f"{request or self._shown_key()}: It is longer than {most} bytes{why}",
+                    "requests",
+                )
+            if end is not None:
+                self._at = end
+                return bytes(value)
+            yield
 
     def _take_key(self, value: bytes) -> None:
         key = self._parsed(value)

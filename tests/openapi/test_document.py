@@ -143,7 +143,8 @@ async def test_responses_are_as_the_document_says() -> None:
 
 
 BATCH = Batch(
-    "batch_1", "key", "openai", "/v1/embeddings", "file-1", 10.0, 86410.0, 9e9, "folder",
+    id="batch_1", owner="key", api="openai", endpoint="/v1/embeddings", input_file="file-1",
+    created_at=10.0, expires_at=86410.0, keep_until=9e9, folder="folder",
     total=3, completed=1, failed=1, metadata={"a": "b"},
 )  # fmt: skip
 

@@ -10,7 +10,7 @@ import sys
 import time
 from collections.abc import AsyncIterator, Callable, Iterable
 from contextlib import asynccontextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -25,11 +25,11 @@ from gateway.events import RequestRecord
 from gateway.forward.client_response import JSON_HEADER_LINE
 from gateway.store.database import locate_store
 from gateway.store.store import Store
-from gateway.stored.batch_registry import BatchRegistry, NewBatch
+from gateway.stored.batch_registry import BatchRegistry, BatchUpkeep, NewBatch
 from gateway.stored.batch_rows import Batch, EndListener
-from gateway.stored.claims import Pick, RequestKind, StoredRow, claim, job
+from gateway.stored.claims import Pick, RequestKind, StoredRow, UnfinishedWork, claim
 from gateway.stored.files import FileRegistry
-from gateway.stored.folder import ID_FILE, DiskThreads, Folder
+from gateway.stored.folder import ID_FILE, DiskThreads, Folder, Storage
 from gateway.stored.results import LineResults
 from gateway.stored.runner import Outcome
 from tests.store.stores import LIMIT
@@ -90,7 +90,7 @@ class BatchPlace:
     async def upload(self, content: bytes, *, owner: str = "alice", purpose: str = "batch") -> str:
         async with self.files.uploading(owner, None) as upload:
             for start in range(0, len(content), 1 << 20):
-                await self.files.on_disk(upload.write, content[start : start + (1 << 20)])
+                await self.files.storage.on_disk(upload.write, content[start : start + (1 << 20)])
             file = await self.files.keep(upload, name="in.jsonl", purpose=purpose, seconds=None)
         return file.id
 
@@ -123,8 +123,8 @@ class BatchPlace:
     async def claim(self, limit: int = 1000) -> list[StoredRow]:
         assert self.folder.id is not None
         picks = (Pick(limit, RequestKind.LINE),)
-        return await self.store.run(
-            job(claim, self.folder.id, self.process.id, picks, self.time[0], 60.0)
+        return await self.batches.storage.write(
+            claim, self.folder.id, self.process.id, picks, self.time[0], 60.0
         )
 
     async def output(self, batch: Batch, *, errors: bool = False) -> list[Any]:
@@ -163,24 +163,15 @@ async def batch_place(
         assert await store.wait_opened(LIMIT)
         options: dict[str, Any] = {"most_bytes": lambda: chosen.folder_bytes}
         folder = Folder(path, now=lambda: now[0], **{**options, **(folder_options or {})})
-        files = FileRegistry(store, folder, lambda: chosen, lambda: now[0])
-        batches = BatchRegistry(
-            store,
-            folder,
-            lambda: chosen,
-            lambda: now[0],
-            time.monotonic,
-            threads,
-            on_end=on_end,
-            on_rows=on_rows,
-        )
+        storage = Storage(store, folder, threads, lambda: chosen, lambda: now[0])
+        files = FileRegistry(replace(storage, threads=DiskThreads()))
+        upkeep = BatchUpkeep(storage, UnfinishedWork(storage), on_rows, on_end)
+        batches = BatchRegistry(storage, upkeep)
         process = ProcessIdentity.of_this_process(now[0])
         ledger = Ledger(store, process, lambda: now[0], time.monotonic, lambda _: ())
         await ledger.start(LIMIT)
-        await files.on_disk(folder.open)
-        results = LineResults(
-            store, ledger, folder, threads, process, lambda: now[0], time.monotonic
-        )
+        await files.storage.on_disk(folder.open)
+        results = LineResults(storage, ledger, process)
         yield BatchPlace(store, folder, chosen, files, batches, ledger, results, process, now)
         files.close()
     finally:

@@ -6,27 +6,27 @@ import contextlib
 from collections.abc import Callable
 from typing import Any, Concatenate, ParamSpec, TypeVar
 
-from sqlalchemy import Connection, select
+from sqlalchemy import Connection
 
 from gateway.callers.ledger import ROW_COLUMNS
+from gateway.config.stored import BatchSettings
 from gateway.store.failures import StoreLocked
 from gateway.store.schema import stored_requests
 from gateway.store.store import Store
 from gateway.stored import claims
 from gateway.stored.batch_rows import Batch, add_batch, begin_batch
 from gateway.stored.claims import (
-    COLUMNS,
+    ROWS,
     Pick,
     RecordedResult,
     RequestKind,
     RequestState,
     StoredRow,
     add_rows,
-    job,
     line_id,
     new_id,
-    row_of,
 )
+from gateway.stored.folder import job
 
 NOW = 1_800_000_000.0
 DAY = 86_400.0
@@ -53,6 +53,11 @@ def once_unlocked(job: Callable[[], T]) -> T:
             return job()
 
 
+def limits(**values: Any) -> BatchSettings:
+    """Settings with these limits, which need not go together, and with wide others."""
+    return BatchSettings().model_copy(update={"bytes_per_key": 1 << 40, **values})
+
+
 def batch_id(number: int = 1) -> str:
     """The id of the batch that was created `number` seconds after `NOW`."""
     return new_id("batch_", NOW + number, lambda count: "ab" * count)
@@ -64,7 +69,7 @@ def a_batch(number: int = 1, **values: Any) -> Batch:
         "owner": "alice", "api": "openai", "endpoint": PATH, "input_file": None,
         "created_at": NOW, "expires_at": NOW + DAY, "keep_until": NOW + 30 * DAY, "folder": FOLDER,
     }  # fmt: skip
-    return Batch(batch_id(number), **{**given, **values})
+    return Batch(id=batch_id(number), **{**given, **values})
 
 
 def a_line(number: int, batch: Batch | None = None, **values: Any) -> StoredRow:
@@ -76,7 +81,7 @@ def a_line(number: int, batch: Batch | None = None, **values: Any) -> StoredRow:
         "folder": batch.folder, "batch": batch.id, "number": number, "custom_id": f"c{number}",
         "model": "demo", "prompt_tokens": 10, "max_tokens": 20, "deadline": batch.expires_at,
     }  # fmt: skip
-    return StoredRow(line_id(batch.id, number), **{**given, **values})
+    return StoredRow(id=line_id(batch.id, number), **{**given, **values})
 
 
 def alone(number: int, **values: Any) -> StoredRow:
@@ -87,27 +92,35 @@ def alone(number: int, **values: Any) -> StoredRow:
         "keep_until": NOW + DAY, "folder": FOLDER, "class_": "normal", "model": "demo",
     }  # fmt: skip
     id_ = new_id("resp_", NOW + number, lambda count: "cd" * count)
-    return StoredRow(id_, **{**given, **values})
+    return StoredRow(id=id_, **{**given, **values})
 
 
 def to_run(id_: str, owner: str, path: str, **values: Any) -> StoredRow:
     """A request that is run without a store."""
     return StoredRow(
-        id_, RequestKind.DEFERRED, owner, path, "requests-1", 0, 0, NOW, NOW + DAY, FOLDER, **values
+        RequestKind.DEFERRED,
+        owner,
+        path,
+        id=id_,
+        place="requests-1",
+        offset=0,
+        length=0,
+        created_at=NOW,
+        keep_until=NOW + DAY,
+        folder=FOLDER,
+        **values,
     )
 
 
 def find_row(connection: Connection, owner: str, id_: str, kind: RequestKind) -> StoredRow | None:
     """The owner's stored request."""
     row = stored_requests.c
-    asked = select(*COLUMNS).where(row.id == id_, row.owner == owner, row.kind == kind.value)
-    found = connection.execute(asked).one_or_none()
-    return None if found is None else row_of(found)
+    return ROWS.one(connection, row.id == id_, row.owner == owner, row.kind == kind.value)
 
 
 def begin(store: Store, batch: Batch, lines: list[StoredRow], model: str | None = "demo") -> None:
     """Add a batch with its lines, and let them run."""
-    assert store.run_now(job(add_batch, batch, 1000, 1 << 40)).outcome == "added"
+    store.run_now(job(add_batch, batch, limits(batches_per_key=1000)))
     for at in range(0, len(lines), 500):
         some = lines[at : at + 500]
         assert do(store, add_rows, some)
@@ -140,8 +153,8 @@ def a_result(row: StoredRow, **values: Any) -> RecordedResult:
         "attempts": 1, "status": 200, "outcome": "ok",
     } | dict.fromkeys(ROW_COLUMNS[-6:])  # fmt: skip
     given: dict[str, Any] = {
-        "state": RequestState.DONE, "status": 200, "place": "results-1",
-        "offset": 100 * (row.number or 0), "length": 100,
+        "state": RequestState.DONE, "status": 200, "result_place": "results-1",
+        "result_offset": 100 * (row.number or 0), "result_length": 100,
         "usage": tuple(usage[name] for name in ROW_COLUMNS),
     }  # fmt: skip
     return RecordedResult(row.id, **{**given, **values})

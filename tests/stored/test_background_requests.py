@@ -11,40 +11,41 @@ from functools import partial
 from pathlib import Path
 
 import pytest
-from sqlalchemy import Connection
+from sqlalchemy import Connection, update
 
+from gateway.errors import GatewayError
 from gateway.http.request_head import ANONYMOUS_OWNER
 from gateway.store.database import locate_store
+from gateway.store.schema import stored_requests
 from gateway.store.store import Store
 from gateway.stored import background_requests
 from gateway.stored.background_requests import (
     ORPHAN_SECONDS,
     DeferredHead,
-    DeferredResult,
     NewRequest,
-    WaitingUse,
     add_background,
     decode_result,
     delete_background,
     end_background,
     find_background,
-    keep_background,
     waiting_owners,
 )
-from gateway.stored.claims import RequestKind, RequestState, StoredRow, job, put_back
+from gateway.stored.claims import RequestKind, RequestState, StoredRow, put_back
 from gateway.stored.files import kept_by
-from gateway.stored.folder import ID_FILE, FolderError
+from gateway.stored.folder import ID_FILE, FolderError, job
 from tests.emulator import EmulatedNode
 from tests.gateways import Running, running_gateway, until
 from tests.polling import eventually
+from tests.stored.stored_rows import limits
 
 KIND = RequestKind.DEFERRED
 
 
 def row(number: int, owner: str = "k1") -> StoredRow:
     return StoredRow(
-        f"bg_{number:032x}", KIND, owner, "/v1/completions", f"request-{number:032x}", 0, 10,
-        float(number), 100.0, "folder", "normal", deadline=50.0,
+        KIND, owner, "/v1/completions", "normal", id=f"bg_{number:032x}", offset=0, length=10,
+        place=f"request-{number:032x}", created_at=float(number), keep_until=100.0,
+        folder="folder", deadline=50.0,
     )  # fmt: skip
 
 
@@ -59,12 +60,15 @@ def test_requests_are_bounded_cancelled_once_and_deleted(tmp_path: Path) -> None
         ended.append(found.id)
 
     try:
-        assert store.run_now(job(add_background, row(1), 2, 100, 1 << 40)) is None
-        assert store.run_now(job(add_background, row(1), 2, 100, 1 << 40)) is None
-        assert store.run_now(job(add_background, row(2), 2, 15, 1 << 40)) == WaitingUse(1, 10)
-        assert store.run_now(job(add_background, row(2), 2, 100, 1 << 40)) is None
-        assert store.run_now(job(add_background, row(3), 2, 100, 1 << 40)) == WaitingUse(2, 20)
-        assert store.run_now(job(add_background, row(3, "k2"), 2, 100, 1 << 40)) is None
+        most = limits(waiting_per_key=2, waiting_bytes_per_key=100)
+        for _ in range(2):
+            store.run_now(job(add_background, row(1), most))
+        with pytest.raises(GatewayError, match="1 requests of 10 bytes"):
+            store.run_now(job(add_background, row(2), limits(waiting_bytes_per_key=15)))
+        store.run_now(job(add_background, row(2), most))
+        with pytest.raises(GatewayError, match="2 requests of 20 bytes"):
+            store.run_now(job(add_background, row(3), most))
+        store.run_now(job(add_background, row(3, "k2"), most))
         owners = store.run_now(lambda c: waiting_owners(c, "folder", 5.0))
         assert sorted(owners) == [("k1", KIND), ("k2", KIND)]
         for _ in range(2):
@@ -87,8 +91,7 @@ def test_requests_are_bounded_cancelled_once_and_deleted(tmp_path: Path) -> None
 def test_a_result_is_read_as_it_was_written() -> None:
     head = DeferredHead(200, "content-type: application/json\r\n", "req_1")
     for content in (b"", b'{"a": 1}\n\n', b"\n"):
-        result = DeferredResult(head, content)
-        assert decode_result(result.encode()) == result
+        assert decode_result(head.before(content)) == (head, content)
 
 
 @pytest.mark.parametrize("data", [b"", b"{}\n", b"no json\nx", b'{"status": 200}'])
@@ -105,8 +108,9 @@ async def test_late_requests_end_and_old_ones_are_removed_with_their_files(tmp_p
         requests = running.gateway.background.requests
         assert requests is not None
         new = NewRequest(
-            RequestKind.RESPONSE, "k1", "/v1/responses", b'{"input": "x", "stream": true}',
-            "normal", 0.0, 60.0, echoed={"model": "m"},
+            RequestKind.RESPONSE, "k1", "/v1/responses", "normal",
+            body=b'{"input": "x", "stream": true}', seconds=0.0, keep_seconds=60.0,
+            echoed={"model": "m"},
         )  # fmt: skip
         late = await requests.add(new)
         old = await requests.add(replace(new, seconds=3600.0))
@@ -118,9 +122,9 @@ async def test_late_requests_end_and_old_ones_are_removed_with_their_files(tmp_p
         events = b"".join([piece async for piece in requests.follow(found)])
         assert events.count(b"event: response.failed\n") == 1
         for row in (late, old):
-            await requests.store.run(
-                partial(keep_background, ids=[row.id], keep_until=time.time() - 1)
-            )
+            over = update(stored_requests).where(stored_requests.c.id == row.id)
+            over = over.values(keep_until=time.time() - 1)
+            await requests.storage.write(Connection.execute, over)
         folder = tmp_path / "state/batches"
         left_over = folder / f"request-{'0' * 32}"
         left_over.write_bytes(b"text")
@@ -166,7 +170,7 @@ async def test_a_response_that_its_process_has_lost_and_claims_anew_has_one_run_
         assert ledger is not None
         # As another process does when the lease is over; its renewal may come in between.
         while node.requests < 2:
-            await requests.store.run(job(put_back, ledger.own.id, [id_], 0.0))
+            await requests.storage.write(put_back, ledger.own.id, [id_], 0.0)
             with suppress(AssertionError):
                 await until(lambda: node.requests == 2, 5.0)
             assert node.busy, "the first run must not end before"
@@ -199,7 +203,7 @@ async def test_requests_of_a_key_that_keeps_as_much_as_it_may_wait_until_there_i
 
         async def keeps(size: int) -> bool | None:
             job = partial(kept_by, owner=ANONYMOUS_OWNER, now=time.time())
-            return (await requests.store.run(job, write=False)).bytes == size or None
+            return (await requests.storage.read(job)).bytes == size or None
 
         upload = {"file": ("x", b"x" * 50_000)}
         sent = await api.post("/v1/files", data={"purpose": "user_data"}, files=upload)
@@ -209,7 +213,7 @@ async def test_requests_of_a_key_that_keeps_as_much_as_it_may_wait_until_there_i
         owner = ANONYMOUS_OWNER
         row = await requests.find(owner, first, RequestKind.RESPONSE)
         assert (await requests.wait_ended(row, 20)).state is RequestState.DONE
-        folder = requests.folder.location
+        folder = requests.storage.folder.location
         logs = sum(path.stat().st_size for path in folder.glob("*-*") if path.name != "folder-id")
         assert logs > 60_000
         await eventually(lambda: keeps(logs))

@@ -272,8 +272,8 @@ async def test_requests_that_came_without_a_file_are_the_batch_s_own(
 
         async def requests() -> str:
             new = await here.batches.new_requests()
-            await here.batches.on_disk(new.write, jsonl([line("a", url="/v1/messages")]))
-            return await here.batches.on_disk(new.finish)
+            await here.batches.storage.on_disk(new.write, jsonl([line("a", url="/v1/messages")]))
+            return await here.batches.storage.on_disk(new.finish)
 
         batch = await here.batches.create(NewBatch(**given, requests=await requests()))
         assert batch.id.startswith("msgbatch_")
@@ -283,7 +283,9 @@ async def test_requests_that_came_without_a_file_are_the_batch_s_own(
         await here.settle()
         task = asyncio.create_task(here.results.run())
         (row,) = await here.claim()
-        content = await here.files.on_disk(here.folder.read, row.place, row.offset, row.length)
+        content = await here.files.storage.on_disk(
+            here.folder.read, row.place, row.offset, row.length
+        )
         assert content == jsonl([line("a")["body"]]).strip()
         await here.results.add(row, "anthropic", answer(row, here.process.id))
         task.cancel()

@@ -3,6 +3,9 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
+import pytest
+
+from gateway.errors import GatewayError
 from gateway.store.store import Store
 from gateway.stored import batch_rows, files
 from gateway.stored.batch_rows import Batch, DueBatch, add_batch, read_batches
@@ -12,11 +15,11 @@ from gateway.stored.claims import (
     RequestState,
     StoredRow,
     add_rows,
-    job,
     record,
     work_left,
 )
 from gateway.stored.files import StoredFile
+from gateway.stored.folder import job
 from tests.stored.stored_rows import (
     DAY,
     FOLDER,
@@ -30,6 +33,7 @@ from tests.stored.stored_rows import (
     claim,
     do,
     find_row,
+    limits,
 )
 
 
@@ -60,15 +64,15 @@ def test_a_batch_comes_back_as_it_was_added(store: Store) -> None:
         metadata={"team": "ü"}, errors=[{"code": "x", "line": None}], idempotency_key="k",
         request_digest="d", webhook_url="https://example.org/", output_seconds=3600.0, user="ann",
     )  # fmt: skip
-    assert store.run_now(job(add_batch, batch, 1, 1 << 40))[:2] == ("added", batch)
+    assert store.run_now(job(add_batch, batch, limits(batches_per_key=1))) == batch
     assert find(store) == batch
-    assert store.run_now(job(add_batch, batch, 1, 1 << 40))[:2] == ("added", batch)
+    assert store.run_now(job(add_batch, batch, limits(batches_per_key=1))) == batch
     assert store.run_now(lambda c: batch_rows.unfinished(c, FOLDER)) == [batch]
     assert store.run_now(lambda c: batch_rows.unfinished(c, "other")) == []
 
 
 def test_another_key_or_api_has_no_such_batch(store: Store) -> None:
-    store.run_now(job(add_batch, a_batch(), 1, 1 << 40))
+    store.run_now(job(add_batch, a_batch(), limits(batches_per_key=1)))
     for owner, api in (("bob", "openai"), ("alice", "anthropic")):
         assert do(store, batch_rows.find_batch, owner, batch_id(), api) is None
         page = store.run_now(job(read_batches, owner, api, 9))
@@ -81,22 +85,24 @@ def test_another_key_or_api_has_no_such_batch(store: Store) -> None:
 
 def test_the_same_idempotency_key_gives_the_earlier_batch_or_a_conflict(store: Store) -> None:
     first = a_batch(1, idempotency_key="k", request_digest="d1")
-    assert store.run_now(job(add_batch, first, 1, 1 << 40)).outcome == "added"
+    store.run_now(job(add_batch, first, limits(batches_per_key=1)))
     again = a_batch(2, idempotency_key="k", request_digest="d1")
-    assert store.run_now(job(add_batch, again, 1, 1 << 40))[:2] == ("again", first)
+    assert store.run_now(job(add_batch, again, limits(batches_per_key=1))) == first
     other = a_batch(3, idempotency_key="k", request_digest="d2")
-    assert store.run_now(job(add_batch, other, 1, 1 << 40))[:2] == ("conflict", first)
+    with pytest.raises(GatewayError, match="sent before with another request"):
+        store.run_now(job(add_batch, other, limits(batches_per_key=1)))
     of_bob = a_batch(4, idempotency_key="k", request_digest="d2", owner="bob")
-    assert store.run_now(job(add_batch, of_bob, 1, 1 << 40)).outcome == "added"
+    store.run_now(job(add_batch, of_bob, limits(batches_per_key=1)))
 
 
 def test_an_owner_has_at_most_so_many_unfinished_batches(store: Store) -> None:
-    assert store.run_now(job(add_batch, a_batch(1), 2, 1 << 40)).outcome == "added"
-    assert store.run_now(job(add_batch, a_batch(2), 2, 1 << 40)).outcome == "added"
-    assert store.run_now(job(add_batch, a_batch(3), 2, 1 << 40))[:2] == ("too_many", None)
-    assert store.run_now(job(add_batch, a_batch(4, owner="bob"), 2, 1 << 40)).outcome == "added"
+    store.run_now(job(add_batch, a_batch(1), limits(batches_per_key=2)))
+    store.run_now(job(add_batch, a_batch(2), limits(batches_per_key=2)))
+    with pytest.raises(GatewayError, match="2 batches that have not ended"):
+        store.run_now(job(add_batch, a_batch(3), limits(batches_per_key=2)))
+    store.run_now(job(add_batch, a_batch(4, owner="bob"), limits(batches_per_key=2)))
     store.run_now(lambda c: batch_rows.fail_batch(c, batch_id(1), [], NOW))
-    assert store.run_now(job(add_batch, a_batch(3), 2, 1 << 40)).outcome == "added"
+    store.run_now(job(add_batch, a_batch(3), limits(batches_per_key=2)))
 
 
 def test_the_input_file_must_be_the_owners_of_the_right_purpose_and_here(store: Store) -> None:
@@ -111,19 +117,24 @@ def test_the_input_file_must_be_the_owners_of_the_right_purpose_and_here(store: 
 
     def outcome(number: int) -> str:
         batch = a_batch(number, input_file=f"file-{number}")
-        return store.run_now(job(add_batch, batch, 9, 1 << 40)).outcome
+        try:
+            store.run_now(job(add_batch, batch, limits(batches_per_key=9)))
+        except GatewayError as error:
+            return error.code
+        return "added"
 
     assert [outcome(number) for number in range(1, 7)] == [
-        "added", "wrong_purpose", "no_file", "elsewhere", "no_file", "no_file",
+        "added", "invalid_value", "file_not_found", "file_elsewhere", "file_not_found",
+        "file_not_found",
     ]  # fmt: skip
-    deleted = store.run_now(job(files.delete_file, "alice", "file-1", NOW))
-    assert deleted.used_by_batch == batch_id(1)
+    with pytest.raises(GatewayError, match=f"The batch '{batch_id(1)}' still reads this file"):
+        store.run_now(job(files.delete_file, "alice", "file-1", NOW))
 
 
 def test_lists_are_read_page_by_page_though_batches_vanish(store: Store) -> None:
     ids = [batch_id(number) for number in range(1, 8)]
     for number in range(1, 8):
-        store.run_now(job(add_batch, a_batch(number), 9, 1 << 40))
+        store.run_now(job(add_batch, a_batch(number), limits(batches_per_key=9)))
 
     def page(**values: Any) -> tuple[list[int], bool]:
         found = store.run_now(job(read_batches, "alice", "openai", 3, **values))
@@ -143,7 +154,7 @@ def test_the_batches_of_all_keys_and_apis_are_read_page_by_page(store: Store) ->
     message = replace(message, id=f"msg{message.id}")
     batches = [a_batch(1), a_batch(2, owner="bob"), message, a_batch(4)]
     for batch in batches:
-        store.run_now(job(add_batch, batch, 9, 1 << 40))
+        store.run_now(job(add_batch, batch, limits(batches_per_key=9)))
     store.run_now(lambda c: batch_rows.fail_batch(c, batches[1].id, [], NOW))
 
     def page(limit: int = 2, **values: Any) -> tuple[list[int], bool]:
@@ -194,7 +205,7 @@ def test_a_batch_of_broken_lines_goes_straight_on_to_its_end(store: Store) -> No
 
 
 def test_a_batch_that_fails_as_a_whole_tells_its_listener_once(store: Store) -> None:
-    store.run_now(job(add_batch, a_batch(), 1, 1 << 40))
+    store.run_now(job(add_batch, a_batch(), limits(batches_per_key=1)))
     errors = [{"code": "empty_file", "message": "…", "param": None, "line": None}]
     told: list[Batch] = []
 
@@ -260,12 +271,12 @@ def test_late_lines_expire_and_so_does_their_batch(store: Store) -> None:
     batch = a_batch(expires_at=NOW + 60)
     begin(store, batch, [a_line(number, batch) for number in range(1, 5)])
     rows = claim(store, limit=1)
-    store.run_now(lambda c: add_rows(c, [alone(1, deadline=NOW + 60), alone(2)]))
+    store.run_now(lambda c: add_rows(c, [alone(1, deadline=NOW + 60)]))
     expire = lambda c: batch_rows.expire_lines(c, FOLDER, NOW + 60, limit=3)  # noqa: E731
     assert store.run_now(lambda c: batch_rows.expire_lines(c, FOLDER, NOW + 59)) == 0
-    assert [store.run_now(expire) for _ in range(3)] == [3, 1, 0]
+    assert [store.run_now(expire) for _ in range(3)] == [3, 0, 0]
     assert find(store).expired == 3
-    kept = store.run_now(lambda c: find_row(c, "alice", alone(2).id, RequestKind.RESPONSE))
+    kept = store.run_now(lambda c: find_row(c, "alice", alone(1).id, RequestKind.RESPONSE))
     assert kept is not None
     assert kept.state is RequestState.WAITING
     end_lines(store, rows)
@@ -285,7 +296,7 @@ def cancel(store: Store, now: float = NOW) -> Batch:
 
 
 def test_a_batch_that_is_read_can_be_cancelled_and_ends_so(store: Store) -> None:
-    store.run_now(job(add_batch, a_batch(), 1, 1 << 40))
+    store.run_now(job(add_batch, a_batch(), limits(batches_per_key=1)))
     store.run_now(lambda c: add_rows(c, [a_line(1), a_line(2, state=RequestState.FAILED)]))
     batch = cancel(store)
     assert (batch.state, batch.total, batch.cancelled, batch.failed) == (
@@ -314,7 +325,7 @@ def test_a_batch_that_is_being_finalized_can_be_cancelled(store: Store) -> None:
 
 
 def test_a_batch_that_has_ended_is_not_cancelled(store: Store) -> None:
-    store.run_now(job(add_batch, a_batch(), 1, 1 << 40))
+    store.run_now(job(add_batch, a_batch(), limits(batches_per_key=1)))
     failed = store.run_now(lambda c: batch_rows.fail_batch(c, batch_id(), [], NOW))
     assert cancel(store) == failed
 
@@ -361,10 +372,8 @@ def test_a_deleted_batch_is_gone_at_once_and_removed_with_its_lines(store: Store
     assert store.run_now(delete) == ["file-1", "results-1"]
     assert store.run_now(delete) is None
     assert store.run_now(job(read_batches, "alice", "openai", 9)).batches == []
-    assert (
-        store.run_now(job(add_batch, a_batch(2, idempotency_key="k"), 9, 1 << 40)).outcome
-        == "added"
-    )
+    again = a_batch(2, idempotency_key="k")
+    assert store.run_now(job(add_batch, again, limits(batches_per_key=9))) == again
     remove = lambda c: batch_rows.remove_batches(c, [batch.id], limit=3)  # noqa: E731
     assert [store.run_now(remove) for _ in range(3)] == [False, True, True]
     assert store.run_now(lambda c: find_row(c, "alice", a_line(1).id, RequestKind.LINE)) is None

@@ -416,7 +416,7 @@ async def test_files_that_no_unfinished_batch_needs_are_removed(
         assert (await here.find(ended)).state is BatchState.COMPLETED
         orphan = await asyncio.to_thread(here.folder.open_appended, "results")
         requests = await here.batches.new_requests()
-        await here.batches.on_disk(requests.finish)
+        await here.batches.storage.on_disk(requests.finish)
         for name in here.kept("results") + here.kept("requests"):
             make_old(here, name)
         # Nobody writes it any more but this one, and those of `LineResults`.
@@ -548,7 +548,7 @@ async def test_a_store_that_is_away_ends_no_loop(
         monkeypatch.setattr(here.store, "run", away)
         with pytest.raises(StoreError):
             await here.batches.upkeep.round()
-        running = asyncio.create_task(here.batches.run())
+        running = asyncio.create_task(here.batches.upkeep.run())
         await until(lambda: asked >= 2)
         here.batches.upkeep.wake()
         await until(lambda: asked > 3)

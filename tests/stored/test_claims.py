@@ -20,6 +20,7 @@ from sqlalchemy import Connection, func, select
 
 from gateway.callers.ledger import Ledger, UsageRow
 from gateway.callers.processes import ProcessIdentity, register
+from gateway.config.stored import BatchSettings
 from gateway.store.failures import StoreError, StoreUnavailable
 from gateway.store.schema import stored_requests, usage
 from gateway.store.store import Store
@@ -52,7 +53,7 @@ from gateway.stored.claims import (
     work_left,
 )
 from gateway.stored.claims import claim as claim_picks
-from gateway.stored.folder import DiskThreads, Folder, FolderError
+from gateway.stored.folder import DiskThreads, Folder, FolderError, Storage
 from tests.processes import gone
 from tests.store.stores import opened
 from tests.stored.stored_rows import (
@@ -382,9 +383,9 @@ def test_the_result_of_a_row_that_another_has_taken_does_not_count(store: Store)
     store.run_now(lambda c: put_back(c, "p1", [rows[0].id], NOW))
     assert recorded(store, [a_result(row) for row in rows]) == [rows[1].id]
     (again,) = claim(store, "p2")
-    assert recorded(store, [a_result(rows[0], place="results-9")], "p1") == []
+    assert recorded(store, [a_result(rows[0], result_place="results-9")], "p1") == []
     assert recorded(store, [a_result(again)], "p2") == [again.id]
-    assert recorded(store, [a_result(again, place="results-9")], "p1") == []
+    assert recorded(store, [a_result(again, result_place="results-9")], "p1") == []
     assert counts(store) == {"total": 2, "completed": 2}
 
 
@@ -392,7 +393,7 @@ def test_another_result_of_the_same_process_is_not_taken_for_the_first_one(store
     begin(store, a_batch(), [a_line(1)])
     (row,) = claim(store)
     assert recorded(store, [a_result(row)]) == [row.id]
-    assert recorded(store, [a_result(row, offset=7)]) == []
+    assert recorded(store, [a_result(row, result_offset=7)]) == []
     assert recorded(store, [a_result(row, state=RequestState.FAILED)]) == []
 
 
@@ -491,7 +492,8 @@ def leases_of(store: Store, path: Path) -> RowLeases:
     begin(store, batch, lines)
     own = ProcessIdentity.of_this_process(time.time())
     do(store, register, own, NOW)
-    return RowLeases(store, folder, DiskThreads(), own, lambda: NOW)
+    storage = Storage(store, folder, DiskThreads(), BatchSettings, lambda: NOW)
+    return RowLeases(storage, own)
 
 
 def states(store: Store) -> list[RequestState]:
@@ -520,8 +522,8 @@ async def test_no_more_bodies_are_read_than_there_is_room_for(store: Store, tmp_
 
 async def test_a_row_whose_file_is_gone_has_no_body(store: Store, tmp_path: Path) -> None:
     leases = leases_of(store, tmp_path)
-    for file in leases.folder.files("file"):
-        leases.folder.delete(file.name)
+    for file in leases.storage.folder.files("file"):
+        leases.storage.folder.delete(file.name)
     assert [body for _, body in await leases.claim(ANY, 1000)] == [None] * 3
 
 
@@ -532,11 +534,11 @@ async def test_rows_are_put_back_when_the_store_takes_them_again(
     ids = [row.id for row, _ in await leases.claim(ANY, 1000)]
     leases.put_back(ids[:1], NOW + 5, failed=True)
     leases.put_back(ids[1:], NOW)
-    leases.store = Store(store.location)
-    assert leases.store.close(1.0)
+    leases.storage.store = Store(store.location)
+    assert leases.storage.store.close(1.0)
     with pytest.raises(StoreError):
         await leases.write()
-    leases.store = store
+    leases.storage.store = store
     assert await leases.renew(ids) == set(ids)
     assert await leases.write()
     assert not await leases.write()
@@ -549,7 +551,7 @@ async def test_rows_are_put_back_when_the_store_takes_them_again(
 async def test_rows_of_lost_processes_wait_again(store: Store, tmp_path: Path) -> None:
     leases = leases_of(store, tmp_path)
     other = replace(leases.process, id="gone.1")
-    lost = RowLeases(store, leases.folder, leases.threads, other, lambda: NOW)
+    lost = RowLeases(leases.storage, other)
     assert len(await lost.claim(ANY, 1000)) == 3
     assert await leases.release_lost() == 3
     assert len(await leases.claim(ANY, 1000)) == 3
@@ -580,11 +582,11 @@ async def test_rows_of_a_claim_that_nobody_was_told_of_wait_again_at_once(
             await store.run(job, **options)
             raise StoreUnavailable("the store does not answer", "wait")
 
-    leases.store = Deaf(store.location)
+    leases.storage.store = Deaf(store.location)
     with pytest.raises(StoreError):
         await leases.claim(ANY, 1000)
     assert states(store) == [RequestState.RUNNING] * 3
-    leases.store = store
+    leases.storage.store = store
     assert await leases.write()
     assert states(store) == [RequestState.WAITING] * 3
     assert not await leases.write()
@@ -595,10 +597,10 @@ async def test_a_clock_that_is_set_forward_ends_no_lease(store: Store, tmp_path:
     leases = leases_of(store, tmp_path)
     other = replace(leases.process, id="other.1", host="elsewhere")
     do(store, register, other, NOW)
-    neighbour = RowLeases(store, leases.folder, leases.threads, other, lambda: NOW)
+    neighbour = RowLeases(leases.storage, other)
     assert len(await neighbour.claim(ANY, 1000)) == 3
     assert await leases.release_lost() == 0
-    leases.now = lambda: NOW + 3600
+    leases.storage.now = lambda: NOW + 3600
     assert await leases.release_lost() == 0
     assert states(store) == [RequestState.RUNNING] * 3
 
@@ -621,7 +623,7 @@ async def test_lines_whose_folder_is_not_mounted_are_not_missing(
     store: Store, tmp_path: Path
 ) -> None:
     leases = leases_of(store, tmp_path)
-    location = leases.folder.location
+    location = leases.storage.folder.location
     location.rename(tmp_path / "elsewhere")
     location.mkdir(mode=0o700)
     with pytest.raises(FolderError):
@@ -687,7 +689,7 @@ class Trouble:
         do_unlocked(store, put_back, own.id, back, NOW, failed=rng.random() < 0.5)
         states = [RequestState.DONE, RequestState.DONE, RequestState.FAILED]
         results = [
-            a_result(row, state=rng.choice(states), place=f"results-{own.id}")
+            a_result(row, state=rng.choice(states), result_place=f"results-{own.id}")
             for row in rows
             if row.id not in forgotten
         ]

@@ -16,13 +16,15 @@ from unittest.mock import patch
 import pytest
 
 from gateway.callers.keys import hash_key
+from gateway.config.stored import BatchSettings
 from gateway.events import RequestRecord
 from gateway.store.failures import StoreUnavailable
 from gateway.store.store import Store
 from gateway.stored.batch_rows import pause_batch
-from gateway.stored.claims import Pick, RequestKind, job
+from gateway.stored.claims import Pick, RequestKind
 from gateway.stored.feeder import IDLE_SECONDS, READ_SECONDS, Supply, read_prefixes, read_waiting
 from gateway.stored.feeding import PrefixGroup, Want
+from gateway.stored.folder import DiskThreads, Folder, Storage, job
 from gateway.stored.runner import RequestTarget
 from gateway.terms import Priority
 from tests.callers.kills import rows_of
@@ -86,7 +88,9 @@ def target(name: str) -> RequestTarget:
 
 
 def supply_of(store: Store) -> Supply:
-    return Supply(store, by_model, lambda: 0.0, lambda: NOW)
+    folder = Folder(Path("nowhere"), most_bytes=lambda: 0)
+    storage = Storage(store, folder, DiskThreads(), BatchSettings, lambda: NOW, lambda: 0.0)
+    return Supply(storage, by_model)
 
 
 async def test_lines_are_divided_by_target(store: Store) -> None:

@@ -30,8 +30,9 @@ IDS = count()
 
 def a_row(batch: str = "b1", prefix: int = 0, tokens: int = 100, owner: str = "k1") -> StoredRow:
     return StoredRow(
-        f"row_{next(IDS):06}", RequestKind.LINE, owner, "/v1/chat/completions", "file-1", 0, 10,
-        created_at=0.0, keep_until=1e9, folder="f", batch=batch, prefix=prefix, max_tokens=tokens,
+        RequestKind.LINE, owner, "/v1/chat/completions", id=f"row_{next(IDS):06}", place="file-1",
+        offset=0, length=10, created_at=0.0, keep_until=1e9, folder="f", batch=batch,
+        prefix=prefix, max_tokens=tokens,
     )  # fmt: skip
 
 

@@ -22,19 +22,19 @@ from gateway.store.store import Store
 from gateway.stored.background_requests import add_background, delete_background
 from gateway.stored.batch_registry import NewBatch
 from gateway.stored.batch_rows import Batch
-from gateway.stored.claims import BatchState, RequestKind, StoredRow, job
+from gateway.stored.claims import BatchState, RequestKind, StoredRow
 from gateway.stored.files import (
     ORPHAN_SECONDS,
     FileRegistry,
-    Kept,
     correct_log_sizes,
     full_owners,
     kept_by,
     note_log_sizes,
 )
-from gateway.stored.folder import ID_FILE, Folder
+from gateway.stored.folder import ID_FILE, DiskThreads, Folder, Storage, job
 from tests.store.stores import LIMIT, opened
 from tests.stored.batch_place import HOUR, BatchPlace, answer, batch_place, count, jsonl, line
+from tests.stored.stored_rows import limits
 
 DAY = 86400.0
 
@@ -54,7 +54,7 @@ class Place:
 
     async def add(self, owner: str = "alice", content: bytes = b"x", **more: Any) -> str:
         async with self.registry.uploading(owner, None) as upload:
-            await self.registry.on_disk(upload.write, content)
+            await self.registry.storage.on_disk(upload.write, content)
             given = {"name": "a", "purpose": "batch", "seconds": None, **more}
             return (await self.registry.keep(upload, **given)).id
 
@@ -78,7 +78,8 @@ async def place(url: str, path: Path, **settings: Any) -> AsyncIterator[Place]:
     try:
         assert await store.wait_opened(LIMIT)
         folder = Folder(path, most_bytes=lambda: chosen.folder_bytes, now=lambda: time[0])
-        registry = FileRegistry(store, folder, lambda: chosen, lambda: time[0])
+        storage = Storage(store, folder, DiskThreads(), lambda: chosen, lambda: time[0])
+        registry = FileRegistry(storage)
         yield Place(registry, folder, store, chosen, time)
         registry.close()
     finally:
@@ -217,7 +218,7 @@ async def test_an_upload_that_fails_leaves_nothing(store_url: str, tmp_path: Pat
 
         async def fail() -> None:
             async with here.registry.uploading("alice", 5) as upload:
-                await here.registry.on_disk(upload.write, b"12345")
+                await here.registry.storage.on_disk(upload.write, b"12345")
                 raise RuntimeError
 
         with pytest.raises(RuntimeError):
@@ -234,7 +235,7 @@ async def test_an_upload_that_is_cancelled_leaves_nothing(store_url: str, tmp_pa
             async with here.registry.uploading("alice", None) as upload:
                 begun.set()
                 while True:
-                    await here.registry.on_disk(upload.write, bytes(1 << 16))
+                    await here.registry.storage.on_disk(upload.write, bytes(1 << 16))
 
         sending = asyncio.create_task(send())
         await begun.wait()
@@ -251,7 +252,7 @@ async def test_a_store_that_is_away_is_told_and_nothing_is_lost(
     async with place(store_url, tmp_path / "kept") as here:
         id_ = await here.add()
         async with here.registry.uploading("alice", None) as upload:
-            await here.registry.on_disk(upload.write, b"text")
+            await here.registry.storage.on_disk(upload.write, b"text")
             await here.store.aclose(LIMIT)
             keeping = here.registry.keep(upload, name="a", purpose="batch", seconds=None)
             assert await refused(keeping) == (503, "store_unavailable")
@@ -323,11 +324,11 @@ async def refusal_of(asked: Any) -> GatewayError:
 async def messages(here: BatchPlace, lines: int, *, owner: str = "alice", **more: Any) -> Batch:
     """A message batch with a body of its own."""
     new = await here.batches.new_requests()
-    await here.batches.on_disk(
+    await here.batches.storage.on_disk(
         new.write, jsonl([line(f"c{n}", url="/v1/messages") for n in range(lines)])
     )
     size = new.size
-    name = await here.batches.on_disk(new.finish)
+    name = await here.batches.storage.on_disk(new.finish)
     given = {"owner": owner, "api": "anthropic", "endpoint": "/v1/messages", **more}
     return await here.batches.create(NewBatch(**given, requests=name, requests_bytes=size))
 
@@ -428,8 +429,8 @@ async def test_an_upload_of_unknown_size_is_stopped_at_the_key_s_bound(
     async with batch_place(store_url, tmp_path / "kept", **bounds) as here:
         await here.upload(b"x" * 8 * KB)
         async with here.files.uploading("alice", None) as upload:
-            await here.files.on_disk(upload.write, b"x" * 2 * KB)
-            error = await refusal_of(here.files.on_disk(upload.write, b"x"))
+            await here.files.storage.on_disk(upload.write, b"x" * 2 * KB)
+            error = await refusal_of(here.files.storage.on_disk(upload.write, b"x"))
         assert (error.status, error.code) == (429, "insufficient_quota")
         assert on_disk(here) == 8 * KB
 
@@ -488,9 +489,10 @@ async def test_a_pause_by_the_caller_outlives_one_for_want_of_room(
 
 def a_request(number: int, length: int = 10) -> StoredRow:
     return StoredRow(
-        f"resp_{number:032x}", RequestKind.RESPONSE, "alice", "/v1/responses",
-        f"request-{number:032x}", 0, length, float(number), 10**10, "folder", "normal",
-        deadline=10**9, result_place=f"events-{number:032x}", result_offset=0, result_length=90,
+        RequestKind.RESPONSE, "alice", "/v1/responses", "normal", id=f"resp_{number:032x}",
+        place=f"request-{number:032x}", offset=0, length=length, created_at=float(number),
+        keep_until=10**10, folder="folder", deadline=10**9,
+        result_place=f"events-{number:032x}", result_offset=0, result_length=90,
     )  # fmt: skip
 
 
@@ -500,10 +502,12 @@ def test_requests_in_the_background_count_with_their_logs(store_url: str) -> Non
         def bytes_of(owner: str = "alice") -> int:
             return store.run_now(partial(kept_by, owner=owner, now=1.0)).bytes
 
+        most = limits(bytes_per_key=200)
         for _ in range(2):  # Done again it counts once.
-            assert store.run_now(job(add_background, a_request(1), 9, 1 << 30, 200)) is None
-        assert store.run_now(job(add_background, a_request(2, 11), 9, 1 << 30, 200)) == Kept(0, 100)
-        assert store.run_now(job(add_background, a_request(2), 9, 1 << 30, 200)) is None
+            store.run_now(job(add_background, a_request(1), most))
+        with pytest.raises(GatewayError, match="keeps 100 bytes"):
+            store.run_now(job(add_background, a_request(2, 11), most))
+        store.run_now(job(add_background, a_request(2), most))
         assert (bytes_of(), bytes_of("bob")) == (200, 0)
         sizes = {a_request(1).id: 500, "resp_unknown": 9}
         store.run_now(partial(note_log_sizes, sizes=sizes, running=True))
@@ -533,7 +537,7 @@ async def test_two_processes_together_keep_no_more_than_one_may(
         places = (one, two)
         uploads = [here.upload(b"x" * 100) for _ in range(8) for here in places]
         requests = [
-            places[n % 2].store.run(job(add_background, a_request(n), 99, 1 << 30, KB))
+            places[n % 2].store.run(job(add_background, a_request(n), limits(bytes_per_key=KB)))
             for n in range(8)
         ]  # fmt: skip
         ended = await asyncio.gather(*uploads, *requests, return_exceptions=True)

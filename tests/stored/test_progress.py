@@ -10,7 +10,8 @@ from gateway.stored.batch_rows import WINDOW_SECONDS, Batch, BatchSpeed, SpeedMe
 from gateway.stored.claims import BatchState, WorkLeft
 
 BATCH = Batch(
-    "batch_1", "alice", "openai", "/v1/embeddings", "file-1", 0.0, 9.0, 99.0, "f",
+    id="batch_1", owner="alice", api="openai", endpoint="/v1/embeddings", input_file="file-1",
+    created_at=0.0, expires_at=9.0, keep_until=99.0, folder="f",
     state=BatchState.IN_PROGRESS, in_progress_at=1.0, total=10,
 )  # fmt: skip
 

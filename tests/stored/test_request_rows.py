@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 from sqlalchemy import Connection, update
 
+from gateway.config.stored import BatchSettings
 from gateway.store.schema import batches, stored_requests
 from gateway.store.store import Store
 from gateway.stored.background_requests import add_background
@@ -27,7 +28,6 @@ from gateway.stored.claims import (
     WaitingLines,
     WorkLeft,
     add_rows,
-    job,
     line_id,
     new_id,
     put_back,
@@ -37,7 +37,7 @@ from gateway.stored.claims import (
     waiting_lines,
     work_left,
 )
-from gateway.stored.folder import ID_FILE, DiskThreads, Folder
+from gateway.stored.folder import ID_FILE, DiskThreads, Folder, Storage, job
 from tests.polling import eventually
 from tests.store.stores import opened, wait_until
 from tests.stored.stored_rows import (
@@ -53,6 +53,7 @@ from tests.stored.stored_rows import (
     claim,
     do,
     find_row,
+    limits,
     numbers,
 )
 
@@ -203,7 +204,10 @@ class Place:
     seconds: list[float] = field(default_factory=lambda: [time.monotonic()])
 
     def work(self) -> UnfinishedWork:
-        return UnfinishedWork(self.store, self.folder, DiskThreads(), lambda: self.seconds[0])
+        storage = Storage(
+            self.store, self.folder, DiskThreads(), BatchSettings, clock=lambda: self.seconds[0]
+        )
+        return UnfinishedWork(storage)
 
 
 def a_folder(path: Path, id_: str) -> Folder:
@@ -228,7 +232,7 @@ def place(store_url: str, tmp_path: Path) -> Iterator[Place]:
 
 
 def add_request(store: Store, number: int = 1) -> None:
-    assert store.run_now(job(add_background, alone(number), 100, 1 << 20, 1 << 30)) is None
+    store.run_now(job(add_background, alone(number), limits()))
 
 
 async def test_the_store_is_not_asked_again_until_this_process_has_added_something(
@@ -283,7 +287,7 @@ async def test_what_waits_runs_or_has_not_ended_is_work(place: Place) -> None:
         work.added()
         return await work.exists()
 
-    assert store.run_now(job(add_batch, a_batch(), 10, 1 << 30)).outcome == "added"
+    store.run_now(job(add_batch, a_batch(), limits()))
     assert await exists()
     do(store, end_batches)
     assert not await exists()

@@ -84,7 +84,7 @@ def test_each_event_is_found_from_each_entry_of_the_index(tmp_path: Path) -> Non
     )
     data = folder.path(name).read_bytes()
     for number in (0, 1, 39, 40, 41, 42, 50):
-        offset = response_log.find_event(folder, name, 0, number)
+        offset = response_log.find_event(folder, name, 0, len(data), number)
         assert data[offset:].split(b"\n")[1].find(b'"sequence_number":%d,' % number) > 0
 
 

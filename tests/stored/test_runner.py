@@ -7,7 +7,7 @@ import json
 import time
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any, cast
+from typing import Any
 
 import pytest
 from structlog.testing import capture_logs
@@ -169,7 +169,7 @@ async def test_a_row_waits_while_a_limit_of_its_caller_is_reached(tmp_path: Path
             await run(proxy)
         assert deferred.value.reason == "rate_limit_exceeded"
         assert deferred.value.concerns_owner
-        assert not deferred.value.is_out_of_quota
+        assert deferred.value.reason == "rate_limit_exceeded"
         assert 0 < deferred.value.seconds <= 60
         await asyncio.sleep(deferred.value.seconds + 1)
         assert (await run(proxy)).status == 200
@@ -185,7 +185,7 @@ async def test_a_row_of_a_caller_out_of_quota_waits_for_the_next_day(tmp_path: P
         proxy.app.bus.flush()
         with pytest.raises(RowDeferred) as deferred:
             await run(proxy)
-        assert deferred.value.is_out_of_quota
+        assert deferred.value.reason == "insufficient_quota"
 
 
 @in_virtual_time
@@ -327,12 +327,17 @@ async def test_a_large_body_is_run(tmp_path: Path) -> None:
 class Runs(RowRuns[HeldRow]):
     """One that holds a row whose run never ends by itself."""
 
+    retry_seconds, failed_event = 1.0, "failed"
+
     def __init__(self) -> None:
         self.put_back: list[str] = []
         self.fails = False  # whether the end of a cancelled run does
-        leases = SimpleNamespace(put_back=lambda ids, _, **__: self.put_back.extend(ids))
+        leases: Any = SimpleNamespace(
+            put_back=lambda ids, _, **__: self.put_back.extend(ids),
+            storage=SimpleNamespace(now=lambda: 0.0),
+        )
         anything: Any = None
-        super().__init__(cast("Any", leases), anything, anything, lambda: 0.0, 1.0, "failed")
+        super().__init__(leases, anything, anything)
 
     def begin(self) -> asyncio.Task[None]:
         held = self._held["row_1"] = HeldRow(a_row())

@@ -55,7 +55,8 @@ def test_lines_wait_for_what_holds_them_up_first(
 
 
 BATCH = Batch(
-    "batch_1", "k1", "openai", "/v1/embeddings", None, 0.0, 86400.0, 9e9, "folder",
+    id="batch_1", owner="k1", api="openai", endpoint="/v1/embeddings", created_at=0.0,
+    expires_at=86400.0, keep_until=9e9, folder="folder",
     state=BatchState.IN_PROGRESS, in_progress_at=0.0, total=100,
 )  # fmt: skip
 LEFT = WorkLeft(waiting=100, running=0, prompt_tokens=10_000, max_tokens=5_000)

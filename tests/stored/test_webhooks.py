@@ -27,7 +27,8 @@ from gateway.store.schema import webhook_deliveries
 from gateway.store.schema import webhook_deliveries as rows
 from gateway.store.store import Store
 from gateway.stored.batch_rows import Batch
-from gateway.stored.claims import BatchState, RequestKind, StoredRow, job
+from gateway.stored.claims import BatchState, RequestKind, StoredRow
+from gateway.stored.folder import job
 from gateway.stored.webhooks import (
     JITTER,
     KEPT_SECONDS,

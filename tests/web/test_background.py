@@ -271,9 +271,11 @@ async def test_what_was_taken_is_told_though_the_store_has_gone(tmp_path: Path) 
         gateway = running.gateway
         requests = gateway.background.requests
         assert requests is not None
-        row = await requests.add(
-            NewRequest(RequestKind.DEFERRED, "k", "/v1/completions", b"{}", "normal", 60.0, 60.0)
-        )
+        new = NewRequest(
+            RequestKind.DEFERRED, "k", "/v1/completions", "normal", body=b"{}", seconds=60.0,
+            keep_seconds=60.0,
+        )  # fmt: skip
+        row = await requests.add(new)
     with pytest.raises(GatewayError):
         await requests.ahead_of(row)
     described = await background_object(row, requests, gateway.scheduler)

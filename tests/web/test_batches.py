@@ -454,7 +454,10 @@ async def test_batches_outlive_the_gateway(tmp_path: Path) -> None:
 
 
 def test_what_was_cached_is_hidden_from_those_who_may_not_know() -> None:
-    row = Row("batch_1", "k", "openai", CHAT, "f", 0, 60, 90, "f", cached_tokens=7, prompt_tokens=9)
+    row = Row(
+        "k", "openai", CHAT, "f", id="batch_1", created_at=0, expires_at=60, keep_until=90,
+        folder="f", cached_tokens=7, prompt_tokens=9,
+    )  # fmt: skip
     for shown, wanted in ((True, 7), (False, 0)):
         usage = batch_object(row, None, shows_cached=shown).usage
         assert usage["input_tokens_details"]["cached_tokens"] == wanted

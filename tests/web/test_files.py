@@ -335,7 +335,7 @@ async def test_a_fast_sender_is_held_back_and_not_kept_in_memory(tmp_path: Path)
         await wire.send(head(f"Content-Length: {len(body)}"))
         await wire.send(body[: 1 << 20])
         await until(lambda: kept(tmp_path) != [])
-        blocked = [asyncio.create_task(files.on_disk(busy)) for _ in range(8)]
+        blocked = [asyncio.create_task(files.storage.on_disk(busy)) for _ in range(8)]
         wire.writer.write(body[1 << 20 :])
         transport = wire.writer.transport
         # What the kernel and the gateway do not take stays with the sender.
@@ -413,7 +413,7 @@ from tests.web.raw_client import answer
 async def main(place):
     folder = place / "state/batches"
     async with gateway(place) as running, client(running) as alice:
-        await until(lambda: running.gateway.background.files.folder.id is not None)
+        await until(lambda: running.gateway.background.files.storage.folder.id is not None)
         # Larger than what the disk has: refused by its length.
         body = form(bytes(40 << 20))
         async with raw_connection(running.url) as wire:

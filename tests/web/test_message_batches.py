@@ -330,7 +330,8 @@ async def test_a_compressed_body_is_415(tmp_path: Path) -> None:
 @pytest.mark.parametrize("cancelling", [None, 5.25])
 def test_states_have_anthropics_words(state: BatchState, cancelling: float | None) -> None:
     row = Batch(
-        "msgbatch_1", "k", "anthropic", "/v1/messages", None, 1.5, 61.5, 99.0, "f",
+        id="msgbatch_1", owner="k", api="anthropic", endpoint="/v1/messages", created_at=1.5,
+        expires_at=61.5, keep_until=99.0, folder="f",
         state=state, cancelling_at=cancelling, total=5, completed=2, failed=1, expired=1,
         ended_at=9.0 if state.ended else None,
     )  # fmt: skip
