@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from gateway.local.server import ServerEvent
     from gateway.workshop.bench.exchange import RequestResult
     from gateway.workshop.bench.load import Load
-    from gateway.workshop.bench.report import LoadResult
+    from gateway.workshop.bench.report import LoadFigures
     from gateway.workshop.tune.search import Measurement, PlannedMeasurement, TuningSession
 
 # Seconds between two lines; on a terminal between two changes of a download's bar.
@@ -249,11 +249,10 @@ class BenchProgress(Progress):
         elif self.due(LOAD_LINE_SECONDS):
             self.note(f"{self._line(self._load)}: {self._done} done")
 
-    def load_done(self, result: LoadResult) -> None:
+    def load_done(self, found: LoadFigures) -> None:
         """A load has ended."""
         from gateway.workshop.bench.report import milliseconds
 
-        found = result.figures
         ttft = "-" if found.ttft is None else milliseconds(found.ttft.p50)
         self.note(
             f"{found.load.label}: {found.requests} requests in {found.seconds:.1f} s, "

@@ -14,11 +14,11 @@ import json
 import sys
 from collections import Counter
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import astuple, dataclass, field
 from pathlib import Path
 from types import MappingProxyType
 
-from gateway.local import LocalFleetError, MemoryLockError, MemoryShortError
+from gateway.local import LocalFleetError, MemoryShortError
 from gateway.local.gguf import (
     TENSOR_BLOCKS,
     Layer,
@@ -96,16 +96,8 @@ class ServerMemory:
     @property
     def needed(self) -> int:
         """Memory without which the server would be slow, or killed."""
-        return (
-            self.weights
-            + self.kv_cache
-            + self.states
-            + self.compute
-            + self.checkpoints
-            + self.prompt_cache
-            + self.vocabulary
-            + self.process
-        )
+        parts: tuple[int, ...] = astuple(self)
+        return sum(parts) - self.mapped_twice
 
     @property
     def resident(self) -> int:
@@ -328,9 +320,9 @@ def memlock_limit(sysroot: Path = ROOT) -> int | None:
 
 
 def check_memlock(model: ModelFile, limit: int | None) -> None:
-    """Raise MemoryLockError when a server may not lock the whole model."""
+    """Raise LocalFleetError when a server may not lock the whole model."""
     if limit is not None and limit < model.size:
-        raise MemoryLockError(
+        raise LocalFleetError(
             f"{model.path}: --mlock: a server may lock {format_gib(limit)} of memory here, and "
             f"the model is {format_gib(model.size)}. Remedy: `sudo prlimit --pid $$ "
             "--memlock=unlimited` in this shell; in a systemd unit LimitMEMLOCK=infinity and "

@@ -9,14 +9,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TypedDict, Unpack
 
-from gateway.local import (
-    ContextError,
-    MemoryShortError,
-    MissingExtraError,
-    ModelFileError,
-    ServerBinaryError,
-    memory,
-)
+from gateway.local import LocalFleetError, MemoryShortError, ModelFileError, memory
 from gateway.local.cache import cache_folder, logs_folder
 from gateway.local.demo_model import DEMO_MODEL_NAME, ensure_demo_model
 from gateway.local.embedded import batch_sizes, packaged_openmp, system_has_openmp
@@ -158,12 +151,12 @@ def find_router(server_bin: Path | None) -> ServerBinary:
         "for each"
     )
     if binary is None:
-        raise ServerBinaryError(
+        raise LocalFleetError(
             "--models-dir needs llama.cpp's llama-server, since the embedded server has no router "
             f"mode, which loads models on demand: {remedy}"
         )
     if missing := {"--models-preset", "--models-max"} - binary.flags:
-        raise ServerBinaryError(
+        raise LocalFleetError(
             f"{binary.path} (version {binary.version or 'unknown'}) has no {min(missing)}, which "
             f"--models-dir needs: {remedy}"
         )
@@ -176,12 +169,12 @@ def find_server(server_bin: Path | None) -> ServerBinary | None:
         return binary
     remedy = f"{install_command('local')}, or name a llama-server with --server-bin FILE"
     if importlib.util.find_spec("xllamacpp") is None:
-        raise MissingExtraError(
+        raise LocalFleetError(
             "the embedded llama.cpp server needs the package 'xllamacpp', which is not installed: "
             + remedy
         )
     if not system_has_openmp() and packaged_openmp() is None:
-        raise MissingExtraError(
+        raise LocalFleetError(
             "the embedded llama.cpp server needs the OpenMP runtime, which neither this system nor "
             f"an installed package has: {remedy}, or apt-get install libgomp1"
         )
@@ -233,8 +226,8 @@ def plan_servers(
     model into memory of its own, because a shared page cache lies on one node only. The servers
     of one node share its physical cores. Without `context`, tokens of one slot, it is the usual one
     or the model's trained one, the smaller. On a machine that mixes performance and efficiency
-    cores, a server keeps to the performance cores. Raises ContextError, where the model was trained
-    for less.
+    cores, a server keeps to the performance cores. Raises LocalFleetError, where the model was
+    trained for less.
     """
     count = servers if servers is not None else len(topology.nodes)
     placed = [(topology.nodes[index % len(topology.nodes)], model) for index in range(count)]
@@ -259,7 +252,7 @@ def _servers(
     for index, (node, model) in enumerate(placed):
         trained = model.trained_context
         if context and trained and context > trained:
-            raise ContextError(
+            raise LocalFleetError(
                 f"{model.path}: --context {context}: the model was trained for {trained} tokens; "
                 f"take --context {trained} at most, or another model"
             )

@@ -17,6 +17,7 @@ import math
 import re
 import threading
 import time
+from bisect import bisect_left
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
@@ -285,12 +286,13 @@ def quantizations(shape: ModelShape) -> list[Quantized]:
 
 def _quantized(shape: ModelShape, name: str) -> Iterator[Tensor]:
     tied = not any(tensor.name == "output.weight" for tensor in shape.tensors)
-    depth = _Depth(shape)
+    values = sorted({n for t in shape.tensors if (n := _layer(t)) >= 0 and _is_value(t)})
+    layers = max((_layer(tensor) for tensor in shape.tensors), default=0) + 1
     for tensor in shape.tensors:
         if len(tensor.shape) < 2 or NEVER_QUANTIZED.search(tensor.name):
             yield tensor
             continue
-        kind = _type(tensor, name, shape, depth, tied=tied)
+        kind = _type(tensor, name, shape, values, layers, tied=tied)
         row = tensor.shape[0]
         if row % TENSOR_BLOCKS[NUMBERS[kind]][0]:
             kind = FALLBACKS.get(kind, "f16")
@@ -299,64 +301,44 @@ def _quantized(shape: ModelShape, name: str) -> Iterator[Tensor]:
         yield replace(tensor, kind=NUMBERS[kind])
 
 
-class _Depth:
-    """Where a tensor stands among those of its kind."""
-
-    def __init__(self, shape: ModelShape) -> None:
-        layers = [int(found[1]) for t in shape.tensors if (found := LAYER.match(t.name))]
-        self.layers = max(layers, default=0) + 1
-        self.values = sorted({n for t in shape.tensors if (n := _layer(t)) >= 0 and _is_value(t)})
-
-    def has_more_bits(self, number: int, count: int) -> bool:
-        """An eighth of the layers at either end, and every third between (`use_more_bits`)."""
-        eighth = count // 8
-        return number < eighth or number >= 7 * count // 8 or (number - eighth) % 3 == 2
+def _has_more_bits(number: int, count: int) -> bool:
+    """An eighth of the layers at either end, and every third between (`use_more_bits`)."""
+    eighth = count // 8
+    return number < eighth or number >= 7 * count // 8 or (number - eighth) % 3 == 2
 
 
-def _type(tensor: Tensor, name: str, shape: ModelShape, depth: _Depth, *, tied: bool) -> str:
-    usual = QUANTIZATIONS[name]
+def _type(
+    tensor: Tensor, name: str, shape: ModelShape, values: list[int], layers: int, *, tied: bool
+) -> str:
+    """`values`: the numbers of the layers that have values, of `layers` in all."""
+    usual, layer = QUANTIZATIONS[name], _layer(tensor)
     if usual in {"f16", "q8_0"}:
         return usual
     if tensor.name == "output.weight" or (tied and tensor.name == "token_embd.weight"):
         return "q8_0" if tensor.shape[0] % 256 else "q6_k"
     spread = shape.experts == SPREAD_EXPERTS
-    if _is_value(tensor):
-        return "q8_0" if spread else _value_type(tensor, name, shape, depth)
-    if ".attn_k.weight" in tensor.name and spread:
+    if (_is_value(tensor) or ".attn_k.weight" in tensor.name) and spread:
         return "q8_0"
-    if ".ffn_down" in tensor.name:
-        return _down_type(tensor, name, depth)
     if ".attn_output.weight" in tensor.name:
         if spread:
             return "q5_k" if name in {"Q2_K", "Q3_K_M", "Q4_K_M"} else usual
         return {"Q2_K": "q3_k", "Q3_K_M": "q4_k"}.get(name, usual)
     if ".attn_qkv.weight" in tensor.name:
         return {"Q3_K_M": "q4_k", "Q4_K_M": "q5_k", "Q5_K_M": "q6_k"}.get(name, usual)
-    return usual
-
-
-def _value_type(tensor: Tensor, name: str, shape: ModelShape, depth: _Depth) -> str:
-    usual = QUANTIZATIONS[name]
-    number, count = depth.values.index(_layer(tensor)), len(depth.values)
+    if _is_value(tensor):
+        place, count, few = values.index(layer), len(values), 2
+        width = max((one.value_width for one in shape.layers), default=0)
+        least = "q4_k" if width and shape.width // width >= GROUPED else "q3_k"
+    elif ".ffn_down" in tensor.name:
+        place, count, least = layer, layers, "q3_k"
+        few = count // 16
+    else:
+        return usual
     if name == "Q2_K":
-        values = max((layer.value_width for layer in shape.layers), default=0)
-        return "q4_k" if values and shape.width // values >= GROUPED else "q3_k"
+        return least
     if name == "Q3_K_M":
-        return "q5_k" if number < 2 else "q4_k"
-    if name in {"Q4_K_M", "Q5_K_M"} and depth.has_more_bits(number, count):
-        return "q6_k"
-    return usual
-
-
-def _down_type(tensor: Tensor, name: str, depth: _Depth) -> str:
-    number = _layer(tensor)
-    if name == "Q2_K":
-        return "q3_k"
-    if name == "Q3_K_M":
-        return "q5_k" if number < depth.layers // 16 else "q4_k"
-    if name in {"Q4_K_M", "Q5_K_M"} and depth.has_more_bits(number, depth.layers):
-        return "q6_k"
-    return QUANTIZATIONS[name]
+        return "q5_k" if place < few else "q4_k"
+    return "q6_k" if name in {"Q4_K_M", "Q5_K_M"} and _has_more_bits(place, count) else usual
 
 
 def _is_value(tensor: Tensor) -> bool:
@@ -488,11 +470,7 @@ def _without_weights(shape: ModelShape, room: int) -> tuple[ModelShape, int]:
 
 def _largest(most: int, fits: Callable[[int], bool]) -> int:
     """Return the largest number up to `most` that fits, given that all smaller ones do; 0: none."""
-    low, high = 0, most
-    while low < high:
-        middle = (low + high + 1) // 2
-        low, high = (middle, high) if fits(middle) else (low, middle - 1)
-    return low
+    return bisect_left(range(1, most + 1), True, key=lambda number: not fits(number))
 
 
 def _speed(shape: ModelShape, settings: ServerSettings, machine: Machine) -> ExpectedSpeed | None:
@@ -655,8 +633,7 @@ def fit_as_dict(found: Fit) -> dict[str, Any]:
         "speed": None
         if speed is None
         else {
-            "decode": round(speed.decode, 2),
-            "prefill": round(speed.prefill, 1),
+            **_rounded(speed),
             "weight_bytes_per_token": speed.weight_bytes,
             "kv_bytes_per_token": speed.kv_bytes,
             "decode_waits_for": speed.limit,
@@ -672,9 +649,14 @@ def fit_as_dict(found: Fit) -> dict[str, Any]:
                 "needed": one.needed,
                 "fits": one.fits,
                 "largest_context": one.largest_context,
-                "decode": None if one.speed is None else round(one.speed.decode, 2),
-                "prefill": None if one.speed is None else round(one.speed.prefill, 1),
+                **_rounded(one.speed),
             }
             for one in found.choices
         ],
     }
+
+
+def _rounded(speed: ExpectedSpeed | None) -> dict[str, float | None]:
+    if speed is None:
+        return {"decode": None, "prefill": None}
+    return {"decode": round(speed.decode, 2), "prefill": round(speed.prefill, 1)}

@@ -84,14 +84,14 @@ async def test_servers_answer_are_described_as_nodes_and_end_with_the_fleet(tmp_
             }
             for name, url in zip(("local-0", "local-1"), fleet.urls, strict=True)
         ]
-        pids = fleet.pids
+        pids, logs = fleet.pids, [server.log for server in fleet.servers]
         assert not any(gone(pid) for pid in pids)
         # They log from threads of their own.
-        await until(lambda: all(log.stat().st_size > 0 for log in fleet.logs))
+        await until(lambda: all(log.stat().st_size > 0 for log in logs))
     assert all(gone(pid) for pid in pids)
     assert {type(event) for event in events} >= {ServerStarted, ServerReady}
     assert sum(isinstance(event, ServerReady) for event in events) == 2
-    assert all(log.parent == tmp_path for log in fleet.logs)
+    assert all(log.parent == tmp_path for log in logs)
 
 
 @pytest.mark.real
@@ -138,7 +138,7 @@ async def test_a_server_that_cannot_start_is_reported_with_its_log_and_ends_the_
         await fleet.__aenter__()
     message = str(caught.value)
     assert message.startswith("local-1: the llama.cpp server ended (exit status 1)")
-    assert str(fleet.logs[1]) in message
+    assert str(fleet.servers[1].log) in message
     assert str(bad) in message.partition("the end of its log")[2]
     assert fleet.pids == (None, None)
 

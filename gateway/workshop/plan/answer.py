@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Literal
 
@@ -266,7 +266,7 @@ def _hybrid(found: PlanAnswer, limit: TimeLimit) -> Deployment:
     if option.rejected:
         return replace(row, verdict="no", reason=option.rejected)
     reason = f"{option.trial.shares[-1].requests:.0%} of the requests on the GPU"
-    hours = [part.node_type.price.per_hour for part in option.parts]
+    hours = [part.node_type.per_hour for part in option.parts]
     if all(hours):
         prices = [hour or 0.0 for hour in hours]
         shares = [share.requests for share in option.trial.shares]
@@ -298,12 +298,13 @@ class PriceCurve:
 
 @dataclass(frozen=True, slots=True)
 class Crossing:
-    """Where one kind of fleet becomes cheaper than another. Requests an hour; None: nowhere."""
+    """Where one kind of fleet becomes cheaper than another; None: nowhere."""
 
     cheaper: str
     than: str
-    first: float | None  # the least rate at which it is
-    stays: float | None  # the rate from which on it always is, as far as the curves go
+    first_requests_per_hour: float | None  # the least rate at which it is
+    stays_from_requests_per_hour: float | None
+    """The rate from which on it always is, as far as the curves go."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -316,18 +317,7 @@ class BreakEven:
 
     def as_dict(self) -> dict[str, object]:
         """For scripts: without the curves' points."""
-        return {
-            "source": "estimate",
-            "crossings": [
-                {
-                    "cheaper": one.cheaper,
-                    "than": one.than,
-                    "first_requests_per_hour": one.first,
-                    "stays_from_requests_per_hour": one.stays,
-                }
-                for one in self.crossings
-            ],
-        }
+        return {"source": "estimate", "crossings": [asdict(one) for one in self.crossings]}
 
 
 def break_even(found: PlanAnswer) -> BreakEven | None:
@@ -415,11 +405,11 @@ def plot_break_even(path: Path, found: BreakEven, currency: str) -> None:
     axes.axvline(found.asked, color="black", linestyle=":", linewidth=1)
     axes.annotate("asked", (found.asked, 0.02), xycoords=("data", "axes fraction"), fontsize=8)
     for one in found.crossings:
-        if one.stays is not None and one.stays > found.curves[0].rates[0]:
-            axes.axvline(one.stays, color="grey", linestyle="--", linewidth=0.8)
+        if (stays := one.stays_from_requests_per_hour) and stays > found.curves[0].rates[0]:
+            axes.axvline(stays, color="grey", linestyle="--", linewidth=0.8)
             axes.annotate(
-                f"{one.cheaper} cheaper from {one.stays:,.0f}",
-                (one.stays, 0.97),
+                f"{one.cheaper} cheaper from {stays:,.0f}",
+                (stays, 0.97),
                 xycoords=("data", "axes fraction"),
                 rotation=90,
                 va="top",
@@ -548,7 +538,7 @@ def _price_lines(question: PlanQuestion, option: FleetOption) -> dict[str, str]:
     price, workload = option.price, question.workload
     if price.per_hour is None:
         return {"price": "unknown: the node has no price (--price-per-hour)"}
-    hourly = [(part.count, part.node_type.price.per_hour or 0.0) for part in option.parts]
+    hourly = [(part.count, part.node_type.per_hour or 0.0) for part in option.parts]
     hours = " + ".join(f"{count} x {hour:.4g}" for count, hour in hourly)
     extra = ""
     tokens = price.per_hour - price.electricity_per_hour
@@ -562,14 +552,14 @@ def _price_lines(question: PlanQuestion, option: FleetOption) -> dict[str, str]:
         "price": f"{hours}{extra} = {price.per_hour:.4g} an hour x {HOURS_PER_MONTH:g} = "
         f"{price.month or 0.0:,.2f} a month; all machines run, used or not"
     }
-    if price.per_million is None:
+    if price.per_million_tokens is None:
         return lines
-    lines["per token"] = f"{price.per_million:.4g} a million tokens, prompts included" + (
+    lines["per token"] = f"{price.per_million_tokens:.4g} a million tokens, prompts included" + (
         "" if workload.peak == 1 else ", of the mean hour"
     )
     node_type = option.parts[0].node_type
-    if node_type.price.per_hour:
-        hour = node_type.price.per_hour / node_type.servers
+    if node_type.per_hour:
+        hour = node_type.per_hour / node_type.servers
         lines["per token"] += (
             f"; one slot that always writes {node_type.decode_tps:g} tokens/s at {hour:.4g} an "
             f"hour makes {_per_million_tokens(hour, node_type.decode_tps):.3g} a million written"
@@ -589,16 +579,17 @@ def crossing_lines(found: BreakEven) -> list[str]:
     least, most = found.curves[0].rates[0], found.curves[0].rates[-1]
     lines = []
     for one in found.crossings:
-        if one.first is None:
+        first, stays = one.first_requests_per_hour, one.stays_from_requests_per_hour
+        if first is None:
             where = f"at no rate from {least:,.4g} to {most:,.10g} requests an hour"
-        elif one.stays is None:
-            where = f"at some rates from {one.first:,.0f} requests an hour on"
-        elif one.stays <= least:
+        elif stays is None:
+            where = f"at some rates from {first:,.0f} requests an hour on"
+        elif stays <= least:
             where = f"at every rate from {least:,.4g} requests an hour on"
         else:
-            where = f"from {one.stays:,.0f} requests an hour on"
-            if one.first < one.stays:
-                where += f", and at some rates from {one.first:,.0f} on"
+            where = f"from {stays:,.0f} requests an hour on"
+            if first < stays:
+                where += f", and at some rates from {first:,.0f} on"
         lines.append(f"{one.cheaper} are cheaper than {one.than} {where} (by the estimate)")
     return lines
 

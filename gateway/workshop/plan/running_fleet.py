@@ -15,10 +15,17 @@ from datetime import datetime
 from statistics import fmean
 from typing import Any
 
+import msgspec
 from pydantic import Field
 
 from gateway.workshop.plan import search
-from gateway.workshop.plan.catalogue import MOST_SLOTS_OF_A_SERVER, FleetPrice, NodeType, TokenPrice
+from gateway.workshop.plan.catalogue import (
+    MOST_SLOTS_OF_A_SERVER,
+    PRICES,
+    FleetPrice,
+    NodeType,
+    TokenPrice,
+)
 from gateway.workshop.plan.search import (
     FleetPart,
     FleetTrial,
@@ -255,7 +262,7 @@ def _kind(node: Mapping[str, Any], measured: Mapping[str, Any]) -> MeasuredType:
 def _is_alike(one: MeasuredType, other: MeasuredType) -> bool:
     same = all(
         getattr(one, name) == getattr(other, name)
-        for name in ("tier", "slots", "price", "models", "memory_gib")
+        for name in ("tier", "slots", *PRICES, "models", "memory_gib")
     )
     return same and all(
         abs(mine - theirs) <= SAME_SPEED * max(mine, theirs)
@@ -276,8 +283,16 @@ def _merged(known: MeasuredType, other: MeasuredType, count: int) -> MeasuredTyp
     return known.model_copy(update={"hosts": known.hosts + other.hosts, **means})
 
 
-@dataclass(frozen=True, slots=True)
-class BusiestHour:
+_SHOWN_AS = {
+    "start": "from",
+    "end": "to",
+    "unserved": "found_no_slot",
+    "added": "nodes_added_since",
+    "removed": "nodes_removed_since",
+}
+
+
+class BusiestHour(msgspec.Struct, frozen=True, rename=_SHOWN_AS):
     """What the ledger shows of the hour that asked most of the fleet."""
 
     start: str
@@ -291,7 +306,6 @@ class BusiestHour:
     """Nodes of today that did not serve then: its waits are not those of this fleet."""
     removed: tuple[str, ...] = ()
     """Nodes that served then and are no more: its slots are not those of this fleet."""
-
     on_demand: bool = False  # routers' slots are those of the models that they had loaded then
 
     @property
@@ -308,17 +322,9 @@ class BusiestHour:
 
     def as_dict(self) -> dict[str, object]:
         """For scripts."""
-        return {
-            "from": self.start,
-            "to": self.end,
-            "requests": self.requests,
-            "found_no_slot": self.unserved,
-            "slots_busy": self.slots_busy,
-            "wait_p95": self.wait_p95,
-            "service": self.service,
-            "nodes_added_since": list(self.added),
-            "nodes_removed_since": list(self.removed),
-        }
+        found: dict[str, object] = msgspec.to_builtins(self)
+        del found["on_demand"]
+        return found
 
 
 @dataclass(frozen=True, slots=True)
@@ -363,16 +369,31 @@ def traffic_of(
 _Tokens = tuple[float, float, float]  # of a prompt, of them cached, and of a completion
 
 
-@dataclass(frozen=True, slots=True)
-class _Arrival:
+class _Arrival(msgspec.Struct, rename={"at": "seconds", "label": "class"}):
+    """A request of that hour."""
+
     at: float
-    model: str  # empty: all nodes serve it, as far as is known
-    priority_label: str
-    node: str
-    tokens: _Tokens | None  # None: it has not been served
+    model: str | None
+    label: str | None
+    node: str | None  # of a router's model: `router/model`
     slot_seconds: float
     lasted: float | None
     unserved: bool
+    prompt_tokens: float | None
+    cached_tokens: float | None
+    completion_tokens: float | None  # None: it has not been served
+
+    @property
+    def known_label(self) -> str:
+        """Its class, if there still is one of that name."""
+        return self.label if self.label and self.label in PRIORITY_BY_LABEL else "normal"
+
+    @property
+    def tokens(self) -> _Tokens | None:
+        """None: it has not been served."""
+        if self.completion_tokens is None:
+            return None
+        return self.prompt_tokens or 0.0, self.cached_tokens or 0.0, self.completion_tokens
 
 
 def busiest_hour(told: Mapping[str, Any], fleet: MeasuredFleet, peak: float) -> FleetTraffic:
@@ -383,16 +404,22 @@ def busiest_hour(told: Mapping[str, Any], fleet: MeasuredFleet, peak: float) -> 
     models = fleet.known_models
     try:
         columns = told["columns"]
-        told_all = [_read(dict(zip(columns, row, strict=True)), models) for row in told["arrivals"]]
+        told_all = [
+            msgspec.convert(dict(zip(columns, row, strict=True)), _Arrival)
+            for row in told["arrivals"]
+        ]
         start, end, requests = told["hour"]["from"], told["hour"]["to"], float(told["requests"])
         until = datetime.fromisoformat(told["until"])
         since_first = (
             until - datetime.fromisoformat(told["first"] or told["until"])
         ).total_seconds()
-    except (KeyError, TypeError, ValueError):
+    except (KeyError, TypeError, ValueError):  # and msgspec.ValidationError
         raise UnmeasuredFleetError("the gateway's answer is of another version") from None
-    others = sum(not one.model for one in told_all) if models else 0
-    arrivals = [one for one in told_all if one.model or not fleet.models]
+    # By the model's name; an empty one: all nodes serve it, as far as is known.
+    named = [(models.get(one.model or "", ""), one) for one in told_all]
+    others = sum(not model for model, _ in named) if models else 0
+    named = [(model, one) for model, one in named if model or not fleet.models]
+    arrivals = [one for _, one in named]
     known = [one for one in arrivals if one.tokens is not None]
     if not known:
         raise UnmeasuredFleetError(
@@ -404,18 +431,18 @@ def busiest_hour(told: Mapping[str, Any], fleet: MeasuredFleet, peak: float) -> 
     # One request keeps its slot busy all of its own time: that is no use of a fleet.
     span = max(LEAST_SPAN, 2 * service, last - first)
     tokens: defaultdict[str, list[_Tokens]] = defaultdict(list)
-    for one in known:
-        tokens[one.model].append(one.tokens or (0.0, 0.0, 0.0))
+    for model, one in named:
+        if one.tokens is not None:
+            tokens[model].append(one.tokens)
     overall = _mean([one for found in tokens.values() for one in found])
     means = {model: _mean(found) for model, found in tokens.items()}
-    jobs, counts = [], Counter(one.model for one in arrivals)
-    for number, one in enumerate(arrivals):
-        prompt, cached, completion = one.tokens or means.get(one.model, overall)
+    jobs, counts = [], Counter(model for model, _ in named)
+    for number, (model, one) in enumerate(named):
+        prompt, cached, completion = one.tokens or means.get(model, overall)
         read = min(MOST_TOKENS, max(1, round(prompt - cached)))
         written = min(MOST_TOKENS, max(1, round(completion)))
-        at = (one.at - first) / peak
-        text = TracePrompt(-1 - number, read)
-        jobs.append(Job(0, at, text, written, None, one.priority_label, model=one.model))
+        at, text = (one.at - first) / peak, TracePrompt(-1 - number, read)
+        jobs.append(Job(0, at, text, written, priority_label=one.known_label, model=model))
     hourly = peak * search.SECONDS_PER_HOUR / span
     by_model = {
         model: _workload(count * hourly, means.get(model, overall))
@@ -428,7 +455,7 @@ def busiest_hour(told: Mapping[str, Any], fleet: MeasuredFleet, peak: float) -> 
     asked = search.asked_models(jobs, fleet.models)
     workload = replace(_workload(min(mean, rate), overall), peak=factor, models=asked)
     slots = sum(part.servers * part.node_type.slots for part in fleet.parts)
-    nodes = {one.node for one in known}
+    nodes = {(one.node or "").partition("/")[0] for one in known}
 
     def serves(models: frozenset[str]) -> bool:
         return not models or not models.isdisjoint(counts)
@@ -466,22 +493,6 @@ def _some(names: Iterable[str]) -> tuple[str, ...]:
 
 def _models(part: FleetPart) -> frozenset[str]:
     return part.node_type.models if isinstance(part.node_type, MeasuredType) else frozenset()
-
-
-def _read(row: Mapping[str, Any], models: Mapping[str, str]) -> _Arrival:
-    prompt, completion = row["prompt_tokens"], row["completion_tokens"]
-    served = completion is not None
-    tokens = (float(prompt), float(row["cached_tokens"]), float(completion)) if served else None
-    return _Arrival(
-        at=float(row["seconds"]),
-        model=models.get(row["model"], ""),
-        priority_label=row["class"] if row["class"] in PRIORITY_BY_LABEL else "normal",
-        node=str(row["node"] or "").partition("/")[0],  # a router's model is one of its node
-        tokens=tokens,
-        slot_seconds=float(row["slot_seconds"]),
-        lasted=None if row["lasted"] is None else float(row["lasted"]),
-        unserved=bool(row["unserved"]),
-    )
 
 
 def _mean(tokens: Sequence[_Tokens]) -> _Tokens:
@@ -768,7 +779,7 @@ def _least_addition(
             return fleet_use(_changed(fleet, place, count), asked.traffic.by_model) <= goal.use
 
         if count := search.least_that(fits, 1, MOST_ADDED):
-            hour = part.node_type.price.per_hour
+            hour = part.node_type.per_hour
             choices.append((math.inf if hour is None else hour * count, count, place))
     if not choices:
         return None

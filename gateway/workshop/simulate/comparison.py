@@ -12,6 +12,7 @@ from functools import partial
 from gateway.schedule.core.autoscaling_policy import AutoscalingRules
 from gateway.schedule.core.dispatcher import DispatchRules
 from gateway.schedule.core.selection import POLICIES
+from gateway.workshop.simulate.bound import lower_bound
 from gateway.workshop.simulate.fleets import (
     RouterFleet,
     SimulatedModel,
@@ -30,7 +31,7 @@ from gateway.workshop.simulate.fronts import (
     LeastRecentlyUsed,
     ModelPlacingFront,
 )
-from gateway.workshop.simulate.report import PolicyReport, lower_bound, summarise
+from gateway.workshop.simulate.report import PolicyReport, summarise
 from gateway.workshop.simulate.simulation import (
     Front,
     SimulatedMachine,

@@ -475,6 +475,7 @@ class RouterFleet(SimulatedFleet):
         "_clocks",
         "_clocks_set",
         "_free",
+        "_load_ends",
         "held",
         "hosts",
         "instances",
@@ -500,6 +501,7 @@ class RouterFleet(SimulatedFleet):
         self.held: set[int] = set()  # those that take memory
         self.loaded = {index for index, one in enumerate(self.instances) if one.model is None}
         self._free = self.host_memory
+        self._load_ends: list[tuple[float, int, bool]] = []  # when, which, whether it is a load
         # A router's own clock runs slower the more of its instances compute.
         self._clocks = [0.0] * len(nodes)
         self._clocks_set = [0.0] * len(nodes)
@@ -539,30 +541,39 @@ class RouterFleet(SimulatedFleet):
         """Bytes of a host that are free."""
         return self._free[host]
 
-    def begin_load(self, index: int) -> float:
-        """Load an instance; returns when to call `end_load`."""
+    def load(self, index: int) -> None:
+        """Load an instance, which takes jobs once `end_loads` has told that it has ended."""
         self._hold(index)
         seconds = self.model_of(index).load_seconds
         self.loads += 1
         self.load_seconds += seconds
-        return self.now + seconds
+        heappush(self._load_ends, (self.now + seconds, index, True))
 
-    def end_load(self, index: int) -> None:
-        """It takes jobs from now on."""
-        self.loaded.add(index)
-
-    def begin_unload(self, index: int) -> float:
-        """Unload an idle instance; returns when to call `end_unload`."""
+    def unload(self, index: int) -> None:
+        """Unload an idle instance, whose memory is free once `end_loads` has told it."""
         if self.servers[index].next_end >= 0 or index not in self.loaded:
             raise ValueError(f"{self.servers[index].machine.name} works or is not loaded")
         self.loaded.discard(index)
         self.servers[index].restart()
-        return self.now + UNLOAD_SECONDS
+        heappush(self._load_ends, (self.now + UNLOAD_SECONDS, index, False))
 
-    def end_unload(self, index: int) -> None:
-        """Its memory is free from now on."""
-        self.held.discard(index)
-        self._free[self.host_of(index)] += self.model_of(index).memory
+    @property
+    def next_load_end(self) -> float:
+        """When the next load or unload ends; infinity: none is under way."""
+        return self._load_ends[0][0] if self._load_ends else math.inf
+
+    def end_loads(self) -> list[tuple[int, bool]]:
+        """End the loads and unloads that are due: which, and whether it was a load."""
+        ended = []
+        while self.next_load_end <= self.now:
+            _, index, is_load = heappop(self._load_ends)
+            if is_load:
+                self.loaded.add(index)
+            else:
+                self.held.discard(index)
+                self._free[self.host_of(index)] += self.model_of(index).memory
+            ended.append((index, is_load))
+        return ended
 
     def _hold(self, index: int) -> None:
         host, memory = self.host_of(index), self.model_of(index).memory

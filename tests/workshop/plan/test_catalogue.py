@@ -8,7 +8,6 @@ import pytest
 from gateway.config.errors import ConfigError
 from gateway.workshop.plan.catalogue import (
     NodeCatalogue,
-    NodePrice,
     NoTypeFitsError,
     PricedPart,
     ReferenceModel,
@@ -92,7 +91,7 @@ def test_idle_takes_no_more_than_busy(tmp_path: Path) -> None:
 
 def test_a_month_has_730_hours() -> None:
     one = a_type(price_per_hour=None, price_per_month=73.0)
-    assert one.price.per_hour == pytest.approx(0.1)
+    assert one.per_hour == pytest.approx(0.1)
 
 
 def test_a_model_of_twice_the_size_is_half_as_fast() -> None:
@@ -141,23 +140,24 @@ def test_a_machine_of_two_sockets_is_two_nodes() -> None:
 
 
 def test_the_price_of_a_fleet_is_paid_whether_it_works_or_not() -> None:
-    idle = fleet_price([PricedPart(NodePrice(0.2), 2, 0.0)], 0.0)
-    busy = fleet_price([PricedPart(NodePrice(0.2), 2, 1.0, 9e5, 1e5)], 0.0)
+    idle = fleet_price([PricedPart(a_type(price_per_hour=0.2), 2, 0.0)], 0.0)
+    busy = fleet_price([PricedPart(a_type(price_per_hour=0.2), 2, 1.0, 9e5, 1e5)], 0.0)
     assert idle.per_hour == busy.per_hour == pytest.approx(0.4)
     assert idle.month == pytest.approx(0.4 * 730)
-    assert idle.per_million is None
-    assert busy.per_million == pytest.approx(0.4)
+    assert idle.per_million_tokens is None
+    assert busy.per_million_tokens == pytest.approx(0.4)
 
 
 def test_tokens_are_paid_where_they_are_served() -> None:
-    price = NodePrice(0.0, per_million_prompt=0.1, per_million_completion=0.4)
+    tokens = {"prompt": 0.1, "completion": 0.4}
+    price = a_type(price_per_hour=None, price_per_million_tokens=tokens)
     found = fleet_price([PricedPart(price, 1, 0.1, 2e6, 1e6)], 0.0)
     assert found.per_hour == pytest.approx(0.6)
-    assert found.per_million == pytest.approx(0.2)
+    assert found.per_million_tokens == pytest.approx(0.2)
 
 
 def test_electricity_lies_between_idle_and_busy() -> None:
-    price = NodePrice(0.1, watts=300, idle_watts=100)
+    price = a_type(price_per_hour=0.1, watts=300, idle_watts=100)
     assert price.electricity(0.0, 0.30) == pytest.approx(0.03)
     assert price.electricity(0.5, 0.30) == pytest.approx(0.06)
     assert price.electricity(7.0, 0.30) == pytest.approx(0.09)
@@ -167,7 +167,7 @@ def test_electricity_lies_between_idle_and_busy() -> None:
 
 
 def test_one_unknown_price_makes_that_of_the_fleet_unknown() -> None:
-    parts = [PricedPart(NodePrice(0.1), 1, 0.5), PricedPart(NodePrice(None), 1, 0.5)]
+    parts = [PricedPart(a_type(price_per_hour=hour), 1, 0.5) for hour in (0.1, None)]
     found = fleet_price(parts, 0.0)
-    assert (found.per_hour, found.month, found.per_million) == (None, None, None)
+    assert (found.per_hour, found.month, found.per_million_tokens) == (None, None, None)
     assert not math.isnan(found.electricity_per_hour)
