@@ -21,6 +21,7 @@ from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, dataclass, field, replace
 from http import HTTPStatus
+from ipaddress import ip_address
 from pathlib import Path, PurePosixPath
 from typing import BinaryIO
 from urllib.parse import unquote
@@ -29,7 +30,6 @@ import httpx
 import msgspec
 
 from gateway import __version__
-from gateway.callers.callers import is_loopback
 from gateway.config.errors import single_line
 from gateway.local import LocalFleetError, ModelFileError
 from gateway.local.cache import downloads_folder, file_lock
@@ -68,7 +68,7 @@ def redirect_target(current: httpx.URL, location: str) -> httpx.URL:
         raise ModelUrlError(
             f"{printable(current)}: redirects to something that is no URL"
         ) from None
-    if target.scheme != "https" and not (is_loopback(current.host) and is_loopback(target.host)):
+    if target.scheme != "https" and not (is_loopback(current) and is_loopback(target)):
         raise ModelUrlError(
             f"{printable(current)}: redirects to {printable(target)}, which is not https"
         )
@@ -87,7 +87,7 @@ def _address(text: str, base: httpx.URL | None = None) -> httpx.URL:
 
 
 def _check_scheme(url: httpx.URL) -> None:
-    if url.scheme != "https" and not (url.scheme == "http" and is_loopback(url.host)):
+    if url.scheme != "https" and not (url.scheme == "http" and is_loopback(url)):
         raise ModelUrlError(
             f"--model: {printable(url)}: only https is supported (http on this machine's own "
             "addresses only): a model could be replaced on its way. Remedy: https://, or download "
@@ -105,6 +105,16 @@ def printable(url: httpx.URL) -> str:
     """Return the address without password and query, for people and files."""
     shown = f"{url.scheme}://{url.netloc.decode(errors='replace')}{url.path}"
     return f"{shown}?..." if url.query else shown
+
+
+def is_loopback(url: httpx.URL) -> bool:
+    """Whether the address is of this machine, so that nobody can listen in."""
+    if url.host == "localhost":
+        return True
+    try:
+        return ip_address(url.host).is_loopback
+    except ValueError:
+        return False
 
 
 def file_name(url: httpx.URL) -> str:

@@ -14,7 +14,7 @@ from gateway.local.cache import cache_folder, logs_folder
 from gateway.local.demo_model import DEMO_MODEL_NAME, ensure_demo_model
 from gateway.local.embedded import batch_sizes, packaged_openmp, system_has_openmp
 from gateway.local.gguf import ModelFile, read_model
-from gateway.local.memory import MEMORY_RESERVE, ServerSettings, format_gib
+from gateway.local.memory import MEMORY_RESERVE, ServerSettings
 from gateway.local.model_folder import ModelFolder
 from gateway.local.server import ServerBinary, ServerSpec, find_binary
 from gateway.local.topology import NumaNode, Topology, read_topology
@@ -194,16 +194,19 @@ def plan_specs(
     if len(models) > 1:
         return plan_models(topology, models, force_memory=force_memory, **wanted)
     specs = plan_servers(topology, models[0], servers=servers, **wanted)
-    check_specs(topology, models[0], specs, force=force_memory)
+    if not force_memory:
+        memory.check_memory(topology, placed_servers([*models] * len(specs), specs))
     return specs
 
 
-def check_specs(
-    topology: Topology, model: ModelFile, specs: tuple[ServerSpec, ...], *, force: bool = False
-) -> None:
-    """Raise MemoryShortError where the servers, their prompt caches left out, do not fit."""
-    bound_to = [spec.memory_node for spec in specs]
-    memory.check_memory(topology, model, bound_to, server_settings(specs[0]), force=force)
+def placed_servers(
+    models: Sequence[ModelFile], specs: Sequence[ServerSpec]
+) -> list[memory.PlacedServer]:
+    """Return what `check_memory` is to know of servers, each with its model."""
+    return [
+        (model, server_settings(spec), spec.memory_node)
+        for model, spec in zip(models, specs, strict=True)
+    ]
 
 
 def server_settings(spec: ServerSpec) -> ServerSettings:
@@ -310,34 +313,10 @@ def plan_models(
         specs = _servers(topology, placed, **wanted)
         try:
             if not force_memory:
-                _check_room(topology, models, specs)
+                memory.check_memory(topology, placed_servers(models, specs))
         except MemoryShortError:
             if specs[0].slots == 1:
                 raise
             wanted["slots"] = specs[0].slots - 1
         else:
             return specs
-
-
-def _check_room(
-    topology: Topology, models: Sequence[ModelFile], specs: Sequence[ServerSpec]
-) -> None:
-    needs = [
-        memory.server_needs(*both) for both in zip(models, map(server_settings, specs), strict=True)
-    ]
-    for place, _, free in memory.memory_places(topology, [spec.memory_node for spec in specs]):
-        inside = [
-            (model.name, *need)
-            for model, spec, need in zip(models, specs, needs, strict=True)
-            if place in {"this machine", f"NUMA node {spec.memory_node}"}
-        ]
-        needed = sum(size for _, size, _ in inside)
-        if free - needed < MEMORY_RESERVE:
-            each = "; ".join(f"{name} {format_gib(size)} ({why})" for name, size, why in inside)
-            raise MemoryShortError(
-                f"not enough memory for these models at once: {each}. Together they need "
-                f"{format_gib(needed)}, and {format_gib(MEMORY_RESERVE)} must stay free, but "
-                f"{place} has {format_gib(free)} available. Leave a model out, take smaller ones "
-                "or less --context, put them into one folder and let them be loaded on demand "
-                "(--models-dir), or start anyway with --force-memory"
-            )

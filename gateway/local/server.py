@@ -23,7 +23,7 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import KW_ONLY, dataclass, field
 from pathlib import Path
-from typing import Any, BinaryIO, Self
+from typing import Any, BinaryIO, Literal, NamedTuple, Self
 
 import httpx
 
@@ -414,39 +414,13 @@ LONGEST_BACKOFF = 30.0
 BACKOFF_RESET_AFTER = 60.0  # seconds of uptime after which the backoff begins anew
 
 
-@dataclass(frozen=True, slots=True)
-class ServerStarted:
-    """A server's process was started."""
+class ServerEvent(NamedTuple):
+    """What happened to a server. One that exited will be restarted."""
 
     name: str
-    url: str
-
-
-@dataclass(frozen=True, slots=True)
-class ServerLoading:
-    """A server responds, but is still loading its model."""
-
-    name: str
-
-
-@dataclass(frozen=True, slots=True)
-class ServerReady:
-    """A server takes requests, `seconds` after its process was started."""
-
-    name: str
-    seconds: float
-
-
-@dataclass(frozen=True, slots=True)
-class ServerExited:
-    """A server exited and will be restarted."""
-
-    name: str
-    exit_description: str  # such as `killed by SIGKILL`
-    restart_in: float  # seconds
-
-
-ServerEvent = ServerStarted | ServerLoading | ServerReady | ServerExited
+    kind: Literal["started", "loading", "ready", "exited"]
+    detail: str = ""  # started: its address; exited: how, such as `killed by SIGKILL`
+    seconds: float = 0.0  # ready: since its process was started; exited: until its restart
 
 
 def inventory_entry(spec: ServerSpec, url: str) -> dict[str, Any]:
@@ -543,18 +517,20 @@ class LocalFleet:
     async def _start(self, server: ServerProcess) -> None:
         name = server.spec.name
         await server.start()
-        self.on_event(ServerStarted(name, server.url))
+        self.on_event(ServerEvent(name, "started", server.url))
         await server.wait_until_ready(
-            self._client, self.start_timeout, lambda: self.on_event(ServerLoading(name))
+            self._client, self.start_timeout, lambda: self.on_event(ServerEvent(name, "loading"))
         )
-        self.on_event(ServerReady(name, self.clock() - server.started_at))
+        seconds = self.clock() - server.started_at
+        self.on_event(ServerEvent(name, "ready", seconds=seconds))
 
     async def _supervise(self, server: ServerProcess) -> None:
         backoff: float | None = None
         while True:
             await server.wait()
             backoff = restart_backoff(backoff, self.clock() - server.started_at)
-            self.on_event(ServerExited(server.spec.name, server.exit_description(), backoff))
+            how = server.exit_description()
+            self.on_event(ServerEvent(server.spec.name, "exited", how, backoff))
             await asyncio.sleep(backoff)
             try:
                 await self._start(server)

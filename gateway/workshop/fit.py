@@ -265,23 +265,9 @@ SPREAD_EXPERTS = 8  # a model of so many has Q8_0 for keys and values in every l
 GROUPED = 4  # heads that share a key head, from which on values are few and get more bits
 
 
-@dataclass(frozen=True, slots=True)
-class Quantized:
-    """A model as one of the family's files would be."""
-
-    name: str
-    shape: ModelShape
-    size: int  # bytes of all tensors
-
-
-def quantizations(shape: ModelShape) -> list[Quantized]:
-    """Return the family's usual quantisations, the smallest first."""
-    found = []
-    for name in QUANTIZATIONS:
-        tensors = tuple(_quantized(shape, name))
-        size = sum(tensor.size for tensor in tensors)
-        found.append(Quantized(name, replace(shape, tensors=tensors), size))
-    return found
+def quantizations(shape: ModelShape) -> dict[str, ModelShape]:
+    """Return the model as each of the family's usual files would be, the smallest first."""
+    return {name: replace(shape, tensors=tuple(_quantized(shape, name))) for name in QUANTIZATIONS}
 
 
 def _quantized(shape: ModelShape, name: str) -> Iterator[Tensor]:
@@ -429,14 +415,14 @@ def fit(model: ModelFile, shape: ModelShape, settings: ServerSettings, machine: 
         speed=_speed(shape, settings, machine),
         choices=tuple(
             Choice(
-                name=one.name,
+                name=name,
                 size=one.size,
-                needed=(needed := server_memory(one.shape, settings).needed),
+                needed=(needed := server_memory(one, settings).needed),
                 fits=needed <= machine.room,
-                largest_context=largest_context(one.shape, settings, machine.room),
-                speed=_speed(one.shape, settings, machine),
+                largest_context=largest_context(one, settings, machine.room),
+                speed=_speed(one, settings, machine),
             )
-            for one in quantizations(shape)
+            for name, one in quantizations(shape).items()
         ),
     )
 
@@ -464,8 +450,7 @@ def largest_slots(shape: ModelShape, settings: ServerSettings, room: int) -> int
 
 def _without_weights(shape: ModelShape, room: int) -> tuple[ModelShape, int]:
     """Return the shape without its tensors, which may be many, and the room beside them."""
-    weights = sum(tensor.size for tensor in shape.tensors)
-    return replace(shape, tensors=()), room - weights
+    return replace(shape, tensors=()), room - shape.size
 
 
 def _largest(most: int, fits: Callable[[int], bool]) -> int:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Literal
@@ -288,15 +288,6 @@ LEAST_USE = 0.3
 
 
 @dataclass(frozen=True, slots=True)
-class PriceCurve:
-    """The price of a month by requests an hour, of fleets of one kind."""
-
-    label: str
-    rates: tuple[float, ...]
-    prices: tuple[float, ...]
-
-
-@dataclass(frozen=True, slots=True)
 class Crossing:
     """Where one kind of fleet becomes cheaper than another; None: nowhere."""
 
@@ -309,9 +300,10 @@ class Crossing:
 
 @dataclass(frozen=True, slots=True)
 class BreakEven:
-    """Curves of the cheapest fleets of each tier and of the hybrid, and their crossings."""
+    """Prices of the cheapest fleets of each tier and of the hybrid, and their crossings."""
 
-    curves: tuple[PriceCurve, ...]
+    rates: tuple[float, ...]  # requests an hour
+    prices: Mapping[str, tuple[float, ...]]  # of a month at these rates, by the kind of fleet
     crossings: tuple[Crossing, ...]
     asked: float
 
@@ -357,15 +349,18 @@ def break_even(found: PlanAnswer) -> BreakEven | None:
             count = search.count_for(cpu, workload.with_requests(left), cpu_use)
         return _month(question, [FleetPart(gpu, 1), FleetPart(cpu, count)], rate)
 
-    cpu = PriceCurve("CPU nodes", rates, tuple(cheapest(cpus, rate) for rate in rates))
-    others = [PriceCurve("GPU nodes", rates, tuple(cheapest(gpus, rate) for rate in rates))]
+    prices = {
+        "CPU nodes": tuple(cheapest(cpus, rate) for rate in rates),
+        "GPU nodes": tuple(cheapest(gpus, rate) for rate in rates),
+    }
     hybrid = next((one for one in priced if len(one.parts) > 1), None)
     if hybrid is not None:
         slow, fast = (part.node_type for part in hybrid.parts)
-        prices = tuple(with_gpu(slow, fast, rate) for rate in rates)
-        others.append(PriceCurve("hybrids", rates, prices))
-    crossings = tuple(_crossing(other, cpu) for other in others)
-    return BreakEven((cpu, *others), crossings, asked)
+        prices["hybrids"] = tuple(with_gpu(slow, fast, rate) for rate in rates)
+    crossings = tuple(
+        _crossing(rates, prices, other, "CPU nodes") for other in prices if other != "CPU nodes"
+    )
+    return BreakEven(rates, prices, crossings, asked)
 
 
 def _planned_use(question: PlanQuestion, option: FleetOption) -> float:
@@ -380,15 +375,17 @@ def _month(question: PlanQuestion, parts: Sequence[FleetPart], rate: float) -> f
     return search.option_price(asked, parts, None).month or 0.0
 
 
-def _crossing(cheaper: PriceCurve, than: PriceCurve) -> Crossing:
-    below = [one < other for one, other in zip(cheaper.prices, than.prices, strict=True)]
-    first = next((rate for rate, is_below in zip(than.rates, below, strict=True) if is_below), None)
+def _crossing(
+    rates: Sequence[float], prices: Mapping[str, Sequence[float]], cheaper: str, than: str
+) -> Crossing:
+    below = [one < other for one, other in zip(prices[cheaper], prices[than], strict=True)]
+    first = next((rate for rate, is_below in zip(rates, below, strict=True) if is_below), None)
     stays = None
-    for rate, is_below in zip(reversed(than.rates), reversed(below), strict=True):
+    for rate, is_below in zip(reversed(rates), reversed(below), strict=True):
         if not is_below:
             break
         stays = rate
-    return Crossing(cheaper.label, than.label, first, stays)
+    return Crossing(cheaper, than, first, stays)
 
 
 def plot_break_even(path: Path, found: BreakEven, currency: str) -> None:
@@ -400,12 +397,12 @@ def plot_break_even(path: Path, found: BreakEven, currency: str) -> None:
 
     figure = Figure(figsize=(7, 4), dpi=90, layout="constrained")
     axes = figure.subplots()
-    for curve in found.curves:
-        axes.plot(curve.rates, curve.prices, label=curve.label, drawstyle="steps-mid")
+    for label, prices in found.prices.items():
+        axes.plot(found.rates, prices, label=label, drawstyle="steps-mid")
     axes.axvline(found.asked, color="black", linestyle=":", linewidth=1)
     axes.annotate("asked", (found.asked, 0.02), xycoords=("data", "axes fraction"), fontsize=8)
     for one in found.crossings:
-        if (stays := one.stays_from_requests_per_hour) and stays > found.curves[0].rates[0]:
+        if (stays := one.stays_from_requests_per_hour) and stays > found.rates[0]:
             axes.axvline(stays, color="grey", linestyle="--", linewidth=0.8)
             axes.annotate(
                 f"{one.cheaper} cheaper from {stays:,.0f}",
@@ -576,7 +573,7 @@ def headline(option: FleetOption) -> str:
 
 def crossing_lines(found: BreakEven) -> list[str]:
     """Say where another kind of fleet is cheaper."""
-    least, most = found.curves[0].rates[0], found.curves[0].rates[-1]
+    least, most = found.rates[0], found.rates[-1]
     lines = []
     for one in found.crossings:
         first, stays = one.first_requests_per_hour, one.stays_from_requests_per_hour

@@ -27,7 +27,6 @@ from gateway.workshop.simulate.simulation import (
 )
 
 HOURS_PER_MONTH = 730.0  # 365 days of 24 hours, by 12
-MILLION = 1_000_000
 
 
 FASTEST_TPS = 1e7
@@ -158,7 +157,7 @@ class FleetPrice:
 
     per_hour: float | None  # all together, in a mean hour
     electricity_per_hour: float  # part of it
-    per_million_tokens: float | None  # of the prompt and completion tokens that are served
+    per_million_tokens: float | None = None  # of the prompt and completion tokens that are served
 
     @property
     def month(self) -> float | None:
@@ -168,34 +167,6 @@ class FleetPrice:
     def as_dict(self) -> dict[str, float | None]:
         """For scripts."""
         return asdict(self) | {"per_month": self.month}
-
-
-@dataclass(frozen=True, slots=True)
-class PricedPart:
-    """Equal nodes of a fleet, and what they serve in a mean hour."""
-
-    node_type: NodeType
-    nodes: int
-    use: float  # share of their capacity
-    prompt_tokens: float = 0.0
-    completion_tokens: float = 0.0
-
-
-def fleet_price(parts: Sequence[PricedPart], per_kwh: float) -> FleetPrice:
-    """What a fleet costs. The hours of a node are paid whether it works or not."""
-    tokens = sum(part.prompt_tokens + part.completion_tokens for part in parts)
-    electricity = math.fsum(
-        part.nodes * part.node_type.electricity(part.use, per_kwh) for part in parts
-    )
-    if any(part.node_type.per_hour is None for part in parts):
-        return FleetPrice(None, electricity, None)
-    hour = electricity
-    for part in parts:
-        price = part.node_type.price_per_million_tokens or TokenPrice()
-        hour += part.nodes * (part.node_type.per_hour or 0.0)
-        hour += part.prompt_tokens * price.prompt / MILLION
-        hour += part.completion_tokens * price.completion / MILLION
-    return FleetPrice(hour, electricity, hour / tokens * MILLION if tokens > 0 else None)
 
 
 class ReferenceModel(ConfigModel):

@@ -15,7 +15,6 @@ from datetime import datetime
 from statistics import fmean
 from typing import Any
 
-import msgspec
 from pydantic import Field
 
 from gateway.workshop.plan import search
@@ -283,16 +282,8 @@ def _merged(known: MeasuredType, other: MeasuredType, count: int) -> MeasuredTyp
     return known.model_copy(update={"hosts": known.hosts + other.hosts, **means})
 
 
-_SHOWN_AS = {
-    "start": "from",
-    "end": "to",
-    "unserved": "found_no_slot",
-    "added": "nodes_added_since",
-    "removed": "nodes_removed_since",
-}
-
-
-class BusiestHour(msgspec.Struct, frozen=True, rename=_SHOWN_AS):
+@dataclass(frozen=True, slots=True)
+class BusiestHour:
     """What the ledger shows of the hour that asked most of the fleet."""
 
     start: str
@@ -306,6 +297,7 @@ class BusiestHour(msgspec.Struct, frozen=True, rename=_SHOWN_AS):
     """Nodes of today that did not serve then: its waits are not those of this fleet."""
     removed: tuple[str, ...] = ()
     """Nodes that served then and are no more: its slots are not those of this fleet."""
+
     on_demand: bool = False  # routers' slots are those of the models that they had loaded then
 
     @property
@@ -322,9 +314,17 @@ class BusiestHour(msgspec.Struct, frozen=True, rename=_SHOWN_AS):
 
     def as_dict(self) -> dict[str, object]:
         """For scripts."""
-        found: dict[str, object] = msgspec.to_builtins(self)
-        del found["on_demand"]
-        return found
+        return {
+            "from": self.start,
+            "to": self.end,
+            "requests": self.requests,
+            "found_no_slot": self.unserved,
+            "slots_busy": self.slots_busy,
+            "wait_p95": self.wait_p95,
+            "service": self.service,
+            "nodes_added_since": list(self.added),
+            "nodes_removed_since": list(self.removed),
+        }
 
 
 @dataclass(frozen=True, slots=True)
@@ -369,31 +369,16 @@ def traffic_of(
 _Tokens = tuple[float, float, float]  # of a prompt, of them cached, and of a completion
 
 
-class _Arrival(msgspec.Struct, rename={"at": "seconds", "label": "class"}):
-    """A request of that hour."""
-
+@dataclass(frozen=True, slots=True)
+class _Arrival:
     at: float
-    model: str | None
-    label: str | None
-    node: str | None  # of a router's model: `router/model`
+    model: str  # empty: all nodes serve it, as far as is known
+    priority_label: str
+    node: str
+    tokens: _Tokens | None  # None: it has not been served
     slot_seconds: float
     lasted: float | None
     unserved: bool
-    prompt_tokens: float | None
-    cached_tokens: float | None
-    completion_tokens: float | None  # None: it has not been served
-
-    @property
-    def known_label(self) -> str:
-        """Its class, if there still is one of that name."""
-        return self.label if self.label and self.label in PRIORITY_BY_LABEL else "normal"
-
-    @property
-    def tokens(self) -> _Tokens | None:
-        """None: it has not been served."""
-        if self.completion_tokens is None:
-            return None
-        return self.prompt_tokens or 0.0, self.cached_tokens or 0.0, self.completion_tokens
 
 
 def busiest_hour(told: Mapping[str, Any], fleet: MeasuredFleet, peak: float) -> FleetTraffic:
@@ -404,22 +389,16 @@ def busiest_hour(told: Mapping[str, Any], fleet: MeasuredFleet, peak: float) -> 
     models = fleet.known_models
     try:
         columns = told["columns"]
-        told_all = [
-            msgspec.convert(dict(zip(columns, row, strict=True)), _Arrival)
-            for row in told["arrivals"]
-        ]
+        told_all = [_read(dict(zip(columns, row, strict=True)), models) for row in told["arrivals"]]
         start, end, requests = told["hour"]["from"], told["hour"]["to"], float(told["requests"])
         until = datetime.fromisoformat(told["until"])
         since_first = (
             until - datetime.fromisoformat(told["first"] or told["until"])
         ).total_seconds()
-    except (KeyError, TypeError, ValueError):  # and msgspec.ValidationError
+    except (KeyError, TypeError, ValueError):
         raise UnmeasuredFleetError("the gateway's answer is of another version") from None
-    # By the model's name; an empty one: all nodes serve it, as far as is known.
-    named = [(models.get(one.model or "", ""), one) for one in told_all]
-    others = sum(not model for model, _ in named) if models else 0
-    named = [(model, one) for model, one in named if model or not fleet.models]
-    arrivals = [one for _, one in named]
+    others = sum(not one.model for one in told_all) if models else 0
+    arrivals = [one for one in told_all if one.model or not fleet.models]
     known = [one for one in arrivals if one.tokens is not None]
     if not known:
         raise UnmeasuredFleetError(
@@ -431,18 +410,18 @@ def busiest_hour(told: Mapping[str, Any], fleet: MeasuredFleet, peak: float) -> 
     # One request keeps its slot busy all of its own time: that is no use of a fleet.
     span = max(LEAST_SPAN, 2 * service, last - first)
     tokens: defaultdict[str, list[_Tokens]] = defaultdict(list)
-    for model, one in named:
-        if one.tokens is not None:
-            tokens[model].append(one.tokens)
+    for one in known:
+        tokens[one.model].append(one.tokens or (0.0, 0.0, 0.0))
     overall = _mean([one for found in tokens.values() for one in found])
     means = {model: _mean(found) for model, found in tokens.items()}
-    jobs, counts = [], Counter(model for model, _ in named)
-    for number, (model, one) in enumerate(named):
-        prompt, cached, completion = one.tokens or means.get(model, overall)
+    jobs, counts = [], Counter(one.model for one in arrivals)
+    for number, one in enumerate(arrivals):
+        prompt, cached, completion = one.tokens or means.get(one.model, overall)
         read = min(MOST_TOKENS, max(1, round(prompt - cached)))
         written = min(MOST_TOKENS, max(1, round(completion)))
-        at, text = (one.at - first) / peak, TracePrompt(-1 - number, read)
-        jobs.append(Job(0, at, text, written, priority_label=one.known_label, model=model))
+        at = (one.at - first) / peak
+        text = TracePrompt(-1 - number, read)
+        jobs.append(Job(0, at, text, written, None, one.priority_label, model=one.model))
     hourly = peak * search.SECONDS_PER_HOUR / span
     by_model = {
         model: _workload(count * hourly, means.get(model, overall))
@@ -455,7 +434,7 @@ def busiest_hour(told: Mapping[str, Any], fleet: MeasuredFleet, peak: float) -> 
     asked = search.asked_models(jobs, fleet.models)
     workload = replace(_workload(min(mean, rate), overall), peak=factor, models=asked)
     slots = sum(part.servers * part.node_type.slots for part in fleet.parts)
-    nodes = {(one.node or "").partition("/")[0] for one in known}
+    nodes = {one.node for one in known}
 
     def serves(models: frozenset[str]) -> bool:
         return not models or not models.isdisjoint(counts)
@@ -493,6 +472,22 @@ def _some(names: Iterable[str]) -> tuple[str, ...]:
 
 def _models(part: FleetPart) -> frozenset[str]:
     return part.node_type.models if isinstance(part.node_type, MeasuredType) else frozenset()
+
+
+def _read(row: Mapping[str, Any], models: Mapping[str, str]) -> _Arrival:
+    prompt, completion = row["prompt_tokens"], row["completion_tokens"]
+    served = completion is not None
+    tokens = (float(prompt), float(row["cached_tokens"]), float(completion)) if served else None
+    return _Arrival(
+        at=float(row["seconds"]),
+        model=models.get(row["model"], ""),
+        priority_label=row["class"] if row["class"] in PRIORITY_BY_LABEL else "normal",
+        node=str(row["node"] or "").partition("/")[0],  # a router's model is one of its node
+        tokens=tokens,
+        slot_seconds=float(row["slot_seconds"]),
+        lasted=None if row["lasted"] is None else float(row["lasted"]),
+        unserved=bool(row["unserved"]),
+    )
 
 
 def _mean(tokens: Sequence[_Tokens]) -> _Tokens:

@@ -28,7 +28,7 @@ from dataclasses import asdict, astuple, dataclass, field, replace
 from itertools import compress, pairwise
 from statistics import fmean, pvariance, stdev
 
-from gateway.workshop.plan.catalogue import FleetPrice, NodeType, PricedPart, fleet_price
+from gateway.workshop.plan.catalogue import FleetPrice, NodeType
 from gateway.workshop.simulate.comparison import build_front
 from gateway.workshop.simulate.fleets import SPEED_MEMORY, RouterFleet, SimulatedModel
 from gateway.workshop.simulate.fronts import LearntKnowledge, LeastRecentlyUsed, ModelPlacingFront
@@ -45,6 +45,7 @@ from gateway.workshop.simulate.simulation import (
 )
 
 SECONDS_PER_HOUR = 3600.0
+MILLION = 1_000_000
 MOST_REQUESTS_PER_HOUR = 1e9
 MOST_PEAK = 1000.0
 MOST_TOKENS_OF_A_REQUEST = 1_000_000  # of a mean prompt or completion; more is a mistake
@@ -766,23 +767,26 @@ def option_price(
         hours = workload.backlog_hours if trial is None else trial.seconds / SECONDS_PER_HOUR
         served /= hours
     capacities = [part.capacity(workload) for part in parts]
-    priced = []
+    electricity, hour = [], 0.0
     for place, part in enumerate(parts):
         prompt_share = completion_share = capacities[place] / sum(capacities)
         if trial is not None:
             prompt_share = trial.shares[place].prompt_tokens
             completion_share = trial.shares[place].completion_tokens
         busy = use * (prompt_share + completion_share) / 2 * sum(capacities) / capacities[place]
-        priced.append(
-            PricedPart(
-                part.node_type,
-                part.count,
-                busy,
-                served * workload.prompt * prompt_share,
-                served * workload.completion * completion_share,
-            )
-        )
-    return fleet_price(priced, question.price_per_kwh)
+        node_type, per_token = part.node_type, part.node_type.price_per_million_tokens
+        electricity.append(part.count * node_type.electricity(busy, question.price_per_kwh))
+        # The hours of a node are paid whether it works or not.
+        hour += part.count * (node_type.per_hour or 0.0)
+        if per_token is not None:
+            tokens = workload.prompt * prompt_share * per_token.prompt
+            tokens += workload.completion * completion_share * per_token.completion
+            hour += served * tokens / MILLION
+    if any(part.node_type.per_hour is None for part in parts):
+        return FleetPrice(None, math.fsum(electricity))
+    hour += math.fsum(electricity)
+    each = hour / (served * (workload.prompt + workload.completion))
+    return FleetPrice(hour, math.fsum(electricity), each * MILLION)
 
 
 def count_for(node_type: NodeType, workload: Workload, use: float) -> int:

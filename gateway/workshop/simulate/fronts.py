@@ -11,6 +11,7 @@ import math
 import random
 from collections import OrderedDict, deque
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from typing import NamedTuple, cast
 
 from gateway.lease import PromptKey
@@ -819,8 +820,7 @@ class ModelPlacingFront(GatewayFront):
         super().__init__(machines, seed=seed, knowledge=knowledge)
         self.policy = policy or ModelPlacementPolicy()
         self._router_fleet = fleet
-        self._phases = [LoadPhase.UNLOADED] * len(machines)
-        self._since = [-math.inf] * len(machines)
+        self._shown: dict[int, Instance] = {}  # as the policy knows them
         self._last_used = [-math.inf] * len(machines)
         self._waiting: dict[str, dict[int, Job]] = {model.name: {} for model in fleet.models}
         self._seconds: dict[str, float] = {}  # by model: a usual request's
@@ -832,8 +832,16 @@ class ModelPlacingFront(GatewayFront):
             if node.memory:
                 self.policy.fleet.put_node(RouterNode(node.name, host, memory[host]))
         for index, one in enumerate(fleet.instances):
-            if one.model is not None:
-                self._instances[fleet.nodes[one.router].name, one.model.name] = index
+            if (model := one.model) is not None:
+                name, slots = fleet.nodes[one.router].name, one.machine.slots
+                self._instances[name, model.name] = index
+                self._shown[index] = Instance(
+                    name,
+                    model.name,
+                    memory=model.memory,
+                    load_seconds=model.load_seconds,
+                    slots=slots,
+                )
                 self._enter(index, LoadPhase.UNLOADED, -math.inf)
 
     def arrive(self, job: Job, fleet: SimulatedFleet) -> None:
@@ -883,9 +891,9 @@ class ModelPlacingFront(GatewayFront):
         now = fleet.now
         if now - self._refreshed_at >= REFRESH_SECONDS:
             self._refreshed_at = now
-            for index, phase in enumerate(self._phases):
-                if phase is not LoadPhase.UNLOADED:
-                    self._tell(index)
+            for index, one in self._shown.items():
+                if one.phase is not LoadPhase.UNLOADED:
+                    self._show(index, one)
         for action in self.policy.decide(self._demands(now), self._usage_at(now), now):
             index = self._instances[action.node, action.model]
             if action.verb == "load":
@@ -930,29 +938,16 @@ class ModelPlacingFront(GatewayFront):
         return usage
 
     def _enter(self, index: int, phase: LoadPhase, now: float) -> None:
-        self._phases[index] = phase
-        self._since[index] = now
         row = self.state.rows[index]
         capacity = row.total if phase is LoadPhase.READY else 0
         self.state.set_slots(row, row.total, capacity, 0, alive=True)
-        self._tell(index)
+        self._show(index, replace(self._shown[index], phase=phase, since=now))
 
-    def _tell(self, index: int) -> None:
-        """Tell the policy of an instance."""
-        fleet, row = self._router_fleet, self.state.rows[index]
-        model = fleet.model_of(index)
-        self.policy.fleet.put(
-            Instance(
-                fleet.nodes[fleet.router_of(index)].name,
-                model.name,
-                self._phases[index],
-                model.memory,
-                model.load_seconds,
-                row.total,
-                self._seconds.get(model.name, USUAL_SECONDS),
-                self._since[index],
-            )
-        )
+    def _show(self, index: int, one: Instance) -> None:
+        """Show the policy an instance, with what was learnt of its model's requests."""
+        seconds = self._seconds.get(one.model, USUAL_SECONDS)
+        self._shown[index] = shown = replace(one, request_seconds=seconds)
+        self.policy.fleet.put(shown)
 
     def _set_alarm(self, now: float) -> None:
         super()._set_alarm(now)

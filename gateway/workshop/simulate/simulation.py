@@ -530,18 +530,20 @@ def generate(
     return build_trace(jobs[: traffic.requests])
 
 
+@dataclass(slots=True)
 class _Popularity:
     """Which model a conversation asks for: Zipf, bursts of one of them, ranks that change."""
 
-    def __init__(
-        self, traffic: Traffic, seed: int, models: Sequence[str], shares: Sequence[float]
-    ) -> None:
-        self._traffic = traffic
-        self._seed = seed
-        self._models = models
-        self._rng = random.Random(f"models of {seed}")
-        self._shares = shares
-        self._weights = [rank**-traffic.zipf for rank in range(1, len(models) + 1)]
+    _traffic: Traffic
+    _seed: int
+    _models: Sequence[str]
+    _shares: Sequence[float]
+    _rng: random.Random = field(init=False)
+    _weights: list[float] = field(init=False)
+
+    def __post_init__(self) -> None:
+        self._rng = random.Random(f"models of {self._seed}")
+        self._weights = [rank**-self._traffic.zipf for rank in range(1, len(self._models) + 1)]
 
     def draw(self, now: float) -> str:
         """The model of a conversation that begins now."""
@@ -582,6 +584,7 @@ def random_length(rng: random.Random, mean: float) -> int:
     return max(1, round(min(drawn, MOST_LENGTH_FACTOR * mean)))
 
 
+@dataclass(slots=True, eq=False)
 class SimulatedServer:
     """One simulated node. Times are seconds of the simulation.
 
@@ -589,45 +592,30 @@ class SimulatedServer:
     and reads `next_end` after each.
     """
 
-    __slots__ = (
-        "_batch_tokens",
-        "_decoding",
-        "_per_prompt_token",
-        "_prefilling",
-        "_prompt_tokens",
-        "_step_seconds",
-        "_steps",
-        "_steps_began",
-        "_token_base",
-        "_token_step",
-        "busy_seconds",
-        "cache",
-        "machine",
-        "next_end",
-        "queue",
-        "slots",
-    )
+    machine: SimulatedMachine
+    queue: deque[Job] = field(default_factory=deque)
+    """Jobs that arrived while every slot was busy: first in, first out."""
+    next_end: float = -1.0  # when the current steps end; -1: it is idle
+    busy_seconds: float = 0.0  # seconds in which it computed
+    # The current steps: when they began, seconds of each, how many equal ones.
+    _steps_began: float = 0.0
+    _step_seconds: float = 0.0
+    _steps: int = 0
+    _decoding: list[Job] = field(default_factory=list)
+    _prefilling: list[Job] = field(default_factory=list)  # in the order of their slots
+    _prompt_tokens: list[int] = field(default_factory=list)
+    """Prompt tokens that one step reads of each of the first of them."""
+    cache: SimulatedPromptCache = field(init=False)
+    slots: list[Job | None] = field(init=False)
+    _token_base: float = field(init=False)
+    _token_step: float = field(init=False)
+    _per_prompt_token: float = field(init=False)
 
-    def __init__(self, machine: SimulatedMachine) -> None:
-        self.machine = machine
-        self.cache = SimulatedPromptCache(machine.slots, machine.cache_tokens)
-        self.slots: list[Job | None] = [None] * machine.slots
-        self.queue: deque[Job] = deque()
-        """Jobs that arrived while every slot was busy: first in, first out."""
-        self.next_end = -1.0  # when the current steps end; -1: it is idle
-        self.busy_seconds = 0.0  # seconds in which it computed
-        self._token_base = machine.token_base
-        self._token_step = machine.token_step
-        self._per_prompt_token = 1.0 / machine.prefill_tps
-        self._batch_tokens = machine.batch_tokens
-        # The current steps: when they began, seconds of each, how many equal ones.
-        self._steps_began = 0.0
-        self._step_seconds = 0.0
-        self._steps = 0
-        self._decoding: list[Job] = []
-        self._prefilling: list[Job] = []  # jobs that prefill, in the order of their slots
-        self._prompt_tokens: list[int] = []
-        """Prompt tokens that one step reads of each of the first of them."""
+    def __post_init__(self) -> None:
+        self.restart()
+        self.slots = [None] * self.machine.slots
+        self._token_base, self._token_step = self.machine.token_base, self.machine.token_step
+        self._per_prompt_token = 1.0 / self.machine.prefill_tps
 
     def restart(self) -> None:
         """Its process is another now: the caches are empty."""
@@ -718,7 +706,7 @@ class SimulatedServer:
         prefilling = self._prefilling
         count = len(decoding)
         if prefilling:
-            room = self._batch_tokens - count
+            room = self.machine.batch_tokens - count
             left = prefilling[0].to_read
             if left >= room:
                 steps = left // room
@@ -918,47 +906,76 @@ PROGRESS_EVERY = 2000  # ended requests between two calls of `progress`
 
 
 class SimulatedFleet:
-    """The simulated nodes, to which a front sends jobs."""
+    """The simulated nodes, to which a front sends jobs.
 
-    __slots__ = ("_ends", "_versions", "jobs", "now", "servers")
+    `routers`: by server, the number of its router. Those of one router that compute at the same
+    time share its speed in equal parts. None: each server has a machine of its own.
+    """
 
-    def __init__(self, machines: Sequence[SimulatedMachine], jobs: Sequence[Job]) -> None:
+    def __init__(
+        self,
+        machines: Sequence[SimulatedMachine],
+        jobs: Sequence[Job],
+        routers: Sequence[int] | None = None,
+    ) -> None:
         self.jobs = jobs
         self.servers = [SimulatedServer(machine) for machine in machines]
         self.now = 0.0
-        # Ends of steps: time, node, version; void if the node has another version by now.
+        self._routers = range(len(machines)) if routers is None else routers
+        count = max(self._routers, default=-1) + 1
+        self._active: list[set[int]] = [set() for _ in range(count)]  # the servers that compute
+        # A router's own clock runs slower the more of its servers compute: by how much it is late,
+        # and at which time that was.
+        self._lags = [0.0] * count
+        self._lags_of = [0.0] * count
+        # Ends of steps: time, router, version; void if the router has another version by now.
         self._ends: list[tuple[float, int, int]] = []
-        self._versions = [0] * len(machines)
+        self._versions = [0] * count
 
     def send(self, job: Job, node: int) -> None:
         """Send a job to a node, now. A node without a free slot queues it."""
-        now = self.now
+        now, router = self.now, self._routers[node]
         job.send_to(node, now)
-        if self.servers[node].take(job, now, now):
-            self._note_end(node)
+        active = self._active[router]
+        if len(active) > 1:
+            self._lags[router] += (now - self._lags_of[router]) * (1.0 - 1.0 / len(active))
+        self._lags_of[router] = now
+        if self.servers[node].take(job, now - self._lags[router], now):
+            active.add(node)
+            self._note_end(router)
 
     def next_step_end(self) -> float:
         """When the next steps end; infinity while every node is idle."""
         ends, versions = self._ends, self._versions
         while ends:
-            time, node, version = ends[0]
-            if version == versions[node]:
+            time, router, version = ends[0]
+            if version == versions[router]:
                 return time
             heappop(ends)
         return math.inf
 
     def end_steps(self) -> tuple[list[Job], list[Job]]:
         """End those steps, now: the jobs that have their first token, and those that have ended."""
-        _, node, _ = heappop(self._ends)
-        ended = self.servers[node].end_steps(self.now, self.now)
-        self._note_end(node)
+        _, router, _ = heappop(self._ends)
+        active = self._active[router]
+        node = min(active, key=lambda index: (self.servers[index].next_end, index))
+        server = self.servers[node]
+        # Without the error of its floats.
+        self._lags[router], self._lags_of[router] = self.now - server.next_end, self.now
+        ended = server.end_steps(server.next_end, self.now)
+        if server.next_end < 0:
+            active.discard(node)
+        self._note_end(router)
         return ended
 
-    def _note_end(self, node: int) -> None:
-        """The steps of a node end at another time than before."""
-        self._versions[node] += 1
-        if (end := self.servers[node].next_end) >= 0:
-            heappush(self._ends, (end, node, self._versions[node]))
+    def _note_end(self, router: int) -> None:
+        """The steps of a router end at another time than before."""
+        self._versions[router] += 1
+        if active := self._active[router]:
+            end = min([self.servers[index].next_end for index in active]) + self._lags[router]
+            if len(active) > 1:
+                end = self.now + max(0.0, end - self.now) * len(active)
+            heappush(self._ends, (end, router, self._versions[router]))
 
 
 class Front(ABC):

@@ -17,7 +17,7 @@ from collections import defaultdict, deque
 from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, fields, replace
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import msgspec
 
@@ -458,8 +458,7 @@ class SettingFailedError(Exception):
     """Servers with this setting can't be started or measured. The text says why."""
 
 
-@dataclass(frozen=True, slots=True)
-class BenchmarkResult:
+class BenchmarkResult(NamedTuple):
     """The result of one measurement."""
 
     figures: Figures
@@ -525,8 +524,7 @@ class TuningSession:
             begun = clock()
             figures, error, others = None, None, None
             try:
-                measured = await measure(setting, left)
-                figures, others = measured.figures, measured.other_work
+                figures, others = await measure(setting, left)
             except SettingFailedError as failure:
                 error = str(failure)
             except TimeoutError:

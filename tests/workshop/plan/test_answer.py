@@ -90,15 +90,13 @@ def test_gpus_become_cheaper_where_they_are_used() -> None:
     assert (gpu.cheaper, gpu.than) == ("GPU nodes", "CPU nodes")
     assert gpu.first_requests_per_hour is not None
     assert gpu.stays_from_requests_per_hour is not None
-    cpu_curve, gpu_curve = found.curves[:2]
-    for rate, cpu_price, gpu_price in zip(
-        cpu_curve.rates, cpu_curve.prices, gpu_curve.prices, strict=True
-    ):
+    cpu, prices = found.prices["CPU nodes"], found.prices["GPU nodes"]
+    for rate, cpu_price, gpu_price in zip(found.rates, cpu, prices, strict=True):
         if rate < gpu.first_requests_per_hour:
             assert cpu_price <= gpu_price
         if rate >= gpu.stays_from_requests_per_hour:
             assert gpu_price < cpu_price
-    assert cpu_curve.prices[0] == pytest.approx(0.2 * 730)
+    assert cpu[0] == pytest.approx(0.2 * 730)
 
 
 def test_there_is_no_break_even_of_one_tier_or_without_prices() -> None:
