@@ -169,7 +169,7 @@ def simulate(
     code. Nothing is sent anywhere. Times are seconds; BOUND x is the mean completion over a bound
     that no schedule could beat.
     """
-    from gateway.workshop.simulate.comparison import UnknownPolicyError, compare, known_policies
+    from gateway.workshop.simulate.comparison import compare, known_policies
     from gateway.workshop.simulate.fleets import FleetError, ServerSetup
     from gateway.workshop.simulate.report import overload_warning, plot_reports
     from gateway.workshop.simulate.simulation import StuckError
@@ -191,20 +191,13 @@ def simulate(
         _simulate_elastic(machines, standby, elastic, setup, traffic, warm=warm, as_json=as_json)
         return
     options.check_plot_file(plot)
+    if unknown := [name for name in names if name not in known_policies()]:
+        known = ", ".join(known_policies())
+        raise WrongUsage(f"--policy: there is no policy {unknown[0]!r}; known: {known}")
     requests = traffic.requests()
-    with (
-        failing_by(UnknownPolicyError, before="--policy: ", status=2),
-        failing_by(StuckError),
-        _progress(len(names) * len(requests.jobs)) as progress,
-    ):
+    with failing_by(StuckError), _progress(len(names) * len(requests.jobs)) as progress:
         reports = compare(
-            requests,
-            machines,
-            names,
-            exact=exact,
-            warm=warm,
-            seed=traffic.seed,
-            progress=progress,
+            requests, machines, names, exact=exact, warm=warm, seed=traffic.seed, progress=progress
         )
     slots = sum(machine.slots for machine in machines)
     if as_json:
