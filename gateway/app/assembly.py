@@ -50,12 +50,12 @@ from gateway.app.learnt import LearntMemory
 from gateway.app.metering import Metering
 from gateway.app.startup import Options, StartError, check_extras, reread_admin_key
 from gateway.callers.callers import is_loopback
+from gateway.callers.key_desk import group_warnings
 from gateway.callers.key_sync import KeySync
 from gateway.callers.keys import AdminKeys, KeyRing
 from gateway.callers.ledger import Ledger
 from gateway.callers.limits import UsedQuota
 from gateway.callers.standings import Standings
-from gateway.callers.stored_keys import group_warnings
 from gateway.config.errors import ConfigError, Problem
 from gateway.config.inventory import Inventory, load_inventory
 from gateway.config.listeners import LimitSettings
@@ -91,7 +91,7 @@ from gateway.transport.connection import TurnLimit
 from gateway.transport.pool import open_node_pool
 from gateway.transport.resolver import Resolver
 from gateway.watch.audit import AuditTrail
-from gateway.watch.event_log import log_events
+from gateway.watch.event_log import EventLog
 from gateway.watch.logs import Logs
 from gateway.watch.metrics import Metrics, MetricsSnapshot
 from gateway.watch.problems import StorageCondition
@@ -862,7 +862,7 @@ class Telemetry:
     ) -> None:
         """`name_of`: the name of the key with this id."""
         self.metrics = Metrics(bus, snapshot)
-        self._event_log = log_events(bus, logs, name_of=name_of)
+        self._event_log = EventLog(bus, logs, name_of=name_of)
         self._logs = logs
         self._tracing = tracing
         self._configure_events(settings)

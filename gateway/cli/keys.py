@@ -30,9 +30,9 @@ from gateway.cli.terminal import (
 from gateway.config.errors import ConfigError, Problem, escape_json
 
 if TYPE_CHECKING:
+    from gateway.callers.key_desk import KeyDesk
     from gateway.callers.keys import ApiKey
-    from gateway.callers.stored_groups import GroupDesk
-    from gateway.callers.stored_keys import KeyDesk, KeyProblem
+    from gateway.callers.stored_keys import KeyProblem
     from gateway.config.keys import KeySpec
     from gateway.config.settings import Settings
 
@@ -86,7 +86,7 @@ def _checked_expiry(value: str | None) -> str | None:
     """Return the time in the form of the settings."""
     if value is None:
         return None
-    from gateway.callers.stored_keys import expiry, iso_time
+    from gateway.callers.key_desk import expiry, iso_time
 
     try:
         at = expiry(value, time.time()).timestamp()
@@ -502,17 +502,16 @@ class KeyFlags(options.FlagGroup):
         settings = client.read_settings(self.config)
         location = client.named_store(settings)
         print_note(f"store: {location.shown} (no gateway answers at {admin.url})")
+        from gateway.callers.key_desk import KeyDesk
         from gateway.callers.standings import Standings
-        from gateway.callers.stored_groups import GroupDesk
-        from gateway.callers.stored_keys import KeyDesk
 
         def unknown(specs: Sequence[KeySpec]) -> Sequence[str]:
             return unknown_models(settings, self.nodes, specs)
 
         with client.open_alone(location) as store:
-            seconds, used = client.OPEN_SECONDS, Standings.alone(settings, store)
-            desk = KeyDesk(settings, store, unknown, seconds=seconds, use_of=used.of_keys)
-            yield StoreAlone(desk, GroupDesk(desk, used.of_groups), location.shown)
+            standings = Standings.alone(settings, store)
+            desk = KeyDesk(settings, standings, unknown, seconds=client.OPEN_SECONDS)
+            yield StoreAlone(desk, location.shown)
 
 
 @app.add(
@@ -725,7 +724,7 @@ def rotate(
     stored: KeyFlags,
 ) -> None:
     """Give a key another secret, which is shown only now; its id, rights and limits stay."""
-    from gateway.callers.stored_keys import checked_grace
+    from gateway.callers.key_desk import checked_grace
     from gateway.errors import GatewayError
 
     try:
@@ -773,7 +772,8 @@ def import_(
 
 def _show_lines(key: ApiKey, entry: Mapping[str, Any], *, as_json: bool) -> None:
     """Show a new key, and its entry for the settings. Raises CommandFailed."""
-    from gateway.callers.stored_keys import KeysRefused, checked_specs
+    from gateway.callers.key_desk import checked_specs
+    from gateway.callers.stored_keys import KeysRefused
 
     try:
         checked_specs([entry], (), (), time.time())
@@ -1019,9 +1019,8 @@ class RunningGateway:
 class StoreAlone:
     """The keys of a store that this command has open, and of the settings: as `RunningGateway`."""
 
-    def __init__(self, desk: KeyDesk, groups: GroupDesk, store: str) -> None:
+    def __init__(self, desk: KeyDesk, store: str) -> None:
         self._desk = desk
-        self._groups = groups
         self._store = store
 
     def list(self, *, revoked: bool) -> dict[str, Any]:
@@ -1056,15 +1055,15 @@ class StoreAlone:
 
     def groups(self) -> dict[str, Any]:
         """Return all groups."""
-        return self._do(self._groups.list())
+        return self._do(self._desk.list_groups())
 
     def put_group(self, name: str, fields: Mapping[str, Any]) -> dict[str, Any]:
         """Define a group."""
-        return self._do(self._groups.put(name, fields))
+        return self._do(self._desk.put_group(name, fields))
 
     def remove_group(self, name: str) -> dict[str, Any]:
         """Remove a group."""
-        return self._do(self._groups.remove(name))
+        return self._do(self._desk.remove_group(name))
 
     def _do(
         self, work: Coroutine[Any, Any, dict[str, Any]], *, of_many: bool = False
