@@ -31,11 +31,9 @@ from gateway.watch.metrics import (
     BatchSample,
     EdgeSample,
     Histogram,
-    LedgerSample,
     Metrics,
     MetricsSnapshot,
     NodeSample,
-    StoreSample,
     TraceSample,
 )
 from gateway.watch.request_tracing import RequestTracing
@@ -178,7 +176,10 @@ def days_until(seconds: float) -> float:
 
 def store_json(store: Store | None) -> dict[str, Any]:
     """The state of the store, the reason and the remedy; without a store its state is `off`."""
-    return {"state": "off"} if store is None else store.status().as_json()
+    if store is None:
+        return {"state": "off"}
+    status = store.status()
+    return asdict(status) | {"since": time_text(status.since)}
 
 
 def ledger_json(ledger: Ledger | None) -> dict[str, Any] | None:
@@ -190,7 +191,7 @@ def ledger_json(ledger: Ledger | None) -> dict[str, Any] | None:
         "written": ledger.written,
         "recovered": ledger.recovered,
         "dropped": ledger.dropped,
-        "error": ledger.problem,
+        "error": ledger.worker.problem,
     }
 
 
@@ -322,9 +323,7 @@ class MetricsSource:
     def __call__(self) -> MetricsSnapshot:
         """The state now."""
         background, accuracy = self.background, self.scheduler.accuracy
-        ledger, traces = self.ledger, None
-        store = None if self.store is None else self.store.status()
-        edges, cluster = self.edges(), self.cluster()
+        edges, cluster, traces = self.edges(), self.cluster(), None
         if self.tracing is not None and self.tracing.active:
             counts = self.tracing.counts
             dropped = {"queue_full": counts.not_queued, "not_taken": counts.not_sent}
@@ -353,10 +352,8 @@ class MetricsSource:
             certificate_days_left={
                 key: days_until(expires) for key, expires in self.certificate_expiry().items()
             },
-            store=None if store is None else StoreSample(up=store.up, waiting=store.waiting),
-            ledger=None
-            if ledger is None
-            else LedgerSample(ledger.pending, ledger.written, ledger.recovered, ledger.dropped),
+            store=None if self.store is None else self.store.status(),
+            ledger=ledger_json(self.ledger),
             webhooks_waiting=0 if background is None else background.webhooks_waiting(),
             batches=None if background is None else background.batch_sample(),
             traces=traces,
