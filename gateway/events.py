@@ -11,6 +11,7 @@ from typing import Any, TypeVar
 
 import msgspec
 
+from gateway.lease import AttemptCharge
 from gateway.terms import Priority, RequestTrace
 
 
@@ -129,18 +130,18 @@ class RequestRecord:
 
     def charge(
         self,
-        cost: float,
-        slot_seconds: float,
-        prefill_seconds: float | None = None,
-        decode_seconds: float | None = None,
+        took: AttemptCharge | RequestRecord,
+        tokens: bool = False,  # noqa: FBT001, FBT002 - a callback
     ) -> None:
-        """Add what an attempt has cost, for how long it held its slots, read and wrote."""
-        self.cost += cost
-        self.slot_seconds += slot_seconds
-        if prefill_seconds is not None:
-            self.prefill_seconds = prefill_seconds + (self.prefill_seconds or 0.0)
-        if decode_seconds is not None:
-            self.decode_seconds = decode_seconds + (self.decode_seconds or 0.0)
+        """Add what an attempt or a sub-request took: money, time, and its `tokens` if asked."""
+        if tokens:
+            self.count_tokens(took.prompt_tokens, took.cached_tokens, took.completion_tokens)
+        self.cost += took.cost
+        self.slot_seconds += took.slot_seconds
+        if took.prefill_seconds is not None:
+            self.prefill_seconds = took.prefill_seconds + (self.prefill_seconds or 0.0)
+        if took.decode_seconds is not None:
+            self.decode_seconds = took.decode_seconds + (self.decode_seconds or 0.0)
 
     def resumed(self) -> None:
         """Its stream goes on on another node, or after it had yielded its slot."""
@@ -158,8 +159,7 @@ class RequestRecord:
 
     def sub_request_ended(self, part: RequestRecord) -> None:
         """Add what a sub-request took."""
-        self.count_tokens(part.prompt_tokens, part.cached_tokens, part.completion_tokens)
-        self.charge(part.cost, part.slot_seconds, part.prefill_seconds, part.decode_seconds)
+        self.charge(part, tokens=True)
         self.resumptions += part.resumptions
         self._open_parts -= 1
         if not self._open_parts and self._on_complete is not None:

@@ -16,14 +16,8 @@ from starlette.responses import Response
 from gateway import errors
 from gateway.admin.configuration import GatewayControl, problems_response
 from gateway.admin.reports import AUDIT_TARGET_KEY
-from gateway.callers.stored_groups import GroupDesk
-from gateway.callers.stored_keys import (
-    MOST_PROBLEMS,
-    KeyDesk,
-    KeyProblem,
-    KeysRefused,
-    key_not_found,
-)
+from gateway.callers.key_desk import KeyDesk
+from gateway.callers.stored_keys import MOST_PROBLEMS, KeyProblem, KeysRefused, key_not_found
 from gateway.catalog import ServedModels
 from gateway.config.errors import single_line
 from gateway.config.keys import KeySpec
@@ -96,26 +90,20 @@ class KeyEndpoints:
 
     def _desk(self) -> KeyDesk:
         gateway = self.gateway
-        return KeyDesk(
-            gateway.settings, gateway.store, self._check_models, gateway.key_sync.refresh, self.now,
-            use_of=gateway.standings.of_keys,
-        )  # fmt: skip
+        return KeyDesk(gateway.settings, gateway.standings, self._check_models, self.now)
 
     async def list_groups(self, _: Request) -> Response:
         """All groups, by name, with what is used of their limits."""
-        return JsonResponse(await _done(self._group_desk().list()))
+        return JsonResponse(await _done(self._desk().list_groups()))
 
     async def put_group(self, request: Request) -> Response:
         """Define a group, by its limits and those of its end users."""
         fields = await self._fields(request, may_be_empty=True)
-        return JsonResponse(await _done(self._group_desk().put(_name(request), fields)))
+        return JsonResponse(await _done(self._desk().put_group(_name(request), fields)))
 
     async def remove_group(self, request: Request) -> Response:
         """Remove a group of the store."""
-        return JsonResponse(await _done(self._group_desk().remove(_name(request))))
-
-    def _group_desk(self) -> GroupDesk:
-        return GroupDesk(self._desk(), self.gateway.standings.of_groups)
+        return JsonResponse(await _done(self._desk().remove_group(_name(request))))
 
     async def _fields(
         self, request: Request, most_bytes: int = LARGEST_KEY_BODY, *, may_be_empty: bool = False

@@ -38,7 +38,7 @@ from gateway.watch.history import COLUMNS, FleetHistory, Gauges, HistoryPoint
 from gateway.watch.node_history import NodeHistory
 from gateway.watch.problems import (
     LOST_EDGE_SECONDS,
-    MOST_NAMED_QUOTAS,
+    MOST_NAMED,
     USABLE_STATES,
     FleetCondition,
     ModelNodes,
@@ -46,8 +46,6 @@ from gateway.watch.problems import (
     Problem,
     ProblemLog,
     QueueCondition,
-    SpillCondition,
-    TrafficCondition,
     find_problems,
 )
 from gateway.web.asgi import HealthEndpoints, in_steps
@@ -246,10 +244,7 @@ class LiveView:
 
     def _condition(self, counts: _FleetCounts, queue: QueueCondition) -> FleetCondition:
         gateway, recent = self.gateway, self.history.recent()
-        limited_caller, limited = max(
-            recent.limited.items(), key=lambda item: item[1], default=(None, 0)
-        )
-        edges = gateway.edges
+        limited_caller, edges = recent.most_limited[0], gateway.edges
         return FleetCondition(
             nodes=counts.conditions,
             hosts=counts.hosts,
@@ -262,15 +257,7 @@ class LiveView:
             paused_models=self.gateway.fleet.model_index.paused_by_name,
             differing_models=self.gateway.fleet.differences_in_words,
             queue=queue,
-            traffic=TrafficCondition(
-                recent.requests,
-                recent.failed,
-                recent.refused,
-                limited_caller,
-                limited,
-                len(recent.callers),
-                recent.failures,
-            ),
+            traffic=recent,
             settings_keys={
                 key.id: place
                 for place, key in enumerate(gateway.settings.keys)
@@ -280,7 +267,7 @@ class LiveView:
                 caller: self._name_of(caller)
                 for caller in (
                     *(queue.top_caller, limited_caller, *gateway.storage.full_callers[:1]),
-                    *(one.id for one in gateway.quotas[:MOST_NAMED_QUOTAS]),
+                    *(one.id for one in gateway.quotas[:MOST_NAMED]),
                 )
                 if caller
             },
@@ -300,11 +287,11 @@ class LiveView:
             cluster=None if gateway.cluster is None else gateway.cluster.sample(),
         )
 
-    def _spill(self) -> SpillCondition | None:
-        spill = self.gateway.scheduler.tier_policy.view(self.gateway.clock())["spill"]
-        if not isinstance(spill, dict) or not self.gateway.scheduler.fleet_sync.has_gpu_tier:
-            return None
-        return SpillCondition(spill["paid"], spill["reserved"], spill["money"], spill["window"])
+    def _spill(self) -> dict[str, Any] | None:
+        scheduler = self.gateway.scheduler
+        spill = scheduler.tier_policy.view(self.gateway.clock())["spill"]
+        has_gpu = scheduler.fleet_sync.has_gpu_tier
+        return spill if isinstance(spill, dict) and has_gpu else None
 
 
 class _FleetCounts:

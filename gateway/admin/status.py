@@ -29,11 +29,9 @@ from gateway.watch.metrics import (
     BatchSample,
     EdgeSample,
     Histogram,
-    LedgerSample,
     Metrics,
     MetricsSnapshot,
     NodeSample,
-    StoreSample,
     TraceSample,
 )
 from gateway.watch.request_tracing import RequestTracing
@@ -187,7 +185,10 @@ def days_left(gateway: GatewayControl) -> dict[str, float]:
 
 def store_json(store: Store | None) -> dict[str, Any]:
     """The state of the store, the reason and the remedy; without a store its state is `off`."""
-    return {"state": "off"} if store is None else store.status().as_json()
+    if store is None:
+        return {"state": "off"}
+    status = store.status()
+    return asdict(status) | {"since": time_text(status.since)}
 
 
 def ledger_json(ledger: Ledger | None) -> dict[str, Any] | None:
@@ -199,7 +200,7 @@ def ledger_json(ledger: Ledger | None) -> dict[str, Any] | None:
         "written": ledger.written,
         "recovered": ledger.recovered,
         "dropped": ledger.dropped,
-        "error": ledger.problem,
+        "error": ledger.worker.problem,
     }
 
 
@@ -350,10 +351,8 @@ class MetricsSource:
             inventory_error=gateway.config_files.inventory_error is not None,
             retry_budget=self.retries_left(),
             certificate_days_left=days_left(gateway),
-            store=None if store is None else StoreSample(up=store.up, waiting=store.waiting),
-            ledger=None
-            if ledger is None
-            else LedgerSample(ledger.pending, ledger.written, ledger.recovered, ledger.dropped),
+            store=store,
+            ledger=ledger_json(ledger),
             webhooks_waiting=0 if background is None else background.webhooks_waiting(),
             batches=None if background is None else background.batch_sample(),
             traces=traces,

@@ -39,9 +39,9 @@ from gateway.app.learnt import LearntMemory
 from gateway.app.metering import Metering
 from gateway.app.startup import Options, StartError, check_extras, reread_admin_key
 from gateway.callers.callers import is_loopback
+from gateway.callers.key_desk import group_warnings
 from gateway.callers.keys import AdminKeys
 from gateway.callers.limits import UsedQuota
-from gateway.callers.stored_keys import group_warnings
 from gateway.config.errors import ConfigError, Problem
 from gateway.config.inventory import Inventory, load_inventory
 from gateway.config.listeners import LimitSettings
@@ -76,7 +76,7 @@ from gateway.transport.connection import TurnLimit
 from gateway.transport.pool import open_node_pool
 from gateway.transport.resolver import Resolver
 from gateway.watch.audit import AuditTrail
-from gateway.watch.event_log import log_events
+from gateway.watch.event_log import EventLog
 from gateway.watch.logs import Logs
 from gateway.watch.metrics import Metrics
 from gateway.watch.problems import StorageCondition
@@ -233,7 +233,7 @@ class Gateway:
             self, self.proxy_context.retries_left, self.background, self.tracing, self._told_name
         )
         self.metrics = Metrics(self.bus, snapshot)
-        event_log = log_events(self.bus, logs, name_of=self.key_ring.name_of)
+        event_log = EventLog(self.bus, logs, name_of=self.key_ring.name_of)
         self._logs, self._event_log = logs, event_log
         self._configure_events()
         self.drain_deadlines = DrainDeadlines(self.registry)

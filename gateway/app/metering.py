@@ -23,7 +23,7 @@ from gateway.callers.money import NodeHoursRecorder
 from gateway.callers.processes import ProcessIdentity
 from gateway.callers.reports import CallerUsage, Reporter, Retention
 from gateway.callers.standings import Standings
-from gateway.callers.stored_groups import members_of, with_groups
+from gateway.callers.stored_keys import members_of, with_groups
 from gateway.config.keys import GroupSpec
 from gateway.config.settings import Settings
 from gateway.events import EventBus, LimitReached

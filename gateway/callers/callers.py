@@ -38,8 +38,7 @@ def public_listener_problem(host: str, *, keys: int, allow_anonymous: bool) -> s
         return None
     return (
         f"the public listener would listen on {host} without any API key, open to everybody who "
-        "can reach it: add a key ('llama-gateway keys create' makes one), or say that this is "
-        "intended with --allow-anonymous (allow_anonymous: true)"
+        f"can reach it: {_KEY_OR_ANONYMOUS}"
     )
 
 
@@ -49,9 +48,14 @@ def proxied_listener_problem(*, proxies: int, keys: int, allow_anonymous: bool) 
         return None
     return (
         "the gateway would serve behind a proxy (listen.trusted_proxies) without any API key, open "
-        "to everybody who can reach that: add a key ('llama-gateway keys create' makes one), or "
-        "say that this is intended with --allow-anonymous (allow_anonymous: true)"
+        f"to everybody who can reach that: {_KEY_OR_ANONYMOUS}"
     )
+
+
+_KEY_OR_ANONYMOUS = (
+    "add a key ('llama-gateway keys create' makes one), or say that this is intended with "
+    "--allow-anonymous (allow_anonymous: true)"
+)
 
 
 def admin_listener_problem(host: str, *, has_key: bool) -> str | None:
@@ -301,7 +305,7 @@ class IdentityHeaders:
     @classmethod
     def of(cls, users: Sequence[str], sessions: Sequence[str]) -> Self:
         """From the names as the settings write them."""
-        return cls(_lower(users), _lower(sessions))
+        return cls(*(tuple(name.lower().encode() for name in names) for names in (users, sessions)))
 
     def fairness_key(self, headers: Headers, caller: Caller) -> str:
         """Who shares fairly: the caller, or the end user that it names if it may."""
@@ -331,10 +335,6 @@ def client_network(address: str) -> str:
     if parsed.ipv4_mapped is not None:
         return str(parsed.ipv4_mapped)
     return str(ipaddress.IPv6Network((parsed, IPV6_PREFIX_BITS), strict=False))
-
-
-def _lower(names: Sequence[str]) -> tuple[bytes, ...]:
-    return tuple(name.lower().encode() for name in names)
 
 
 def _first(headers: Headers, names: tuple[bytes, ...]) -> str | None:

@@ -15,7 +15,6 @@ import math
 import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
-from datetime import UTC, datetime
 from typing import Annotated, Any, Final, Literal
 
 import msgspec
@@ -24,11 +23,11 @@ from sqlalchemy import ColumnElement, Connection, Row, Select, and_, or_, select
 from gateway import errors
 from gateway.callers.processes import LOST
 from gateway.callers.reports import (
-    DEFAULT_SINCE,
     ROWS_PER_STEP,
     InvalidQuery,
     ReportInterrupted,
-    parse_time,
+    parse_limit,
+    parse_span,
 )
 from gateway.callers.windows import time_text
 from gateway.errors import CLIENT_CLOSED_STATUS, GatewayError
@@ -177,19 +176,10 @@ def parse_ended_query(now: float, given: dict[str, str], ids_of: IdsOf) -> Ended
     for name, word in given.items():
         if not word.isprintable() or not 0 < len(word) <= LONGEST_TEXT:
             raise InvalidQuery(name, f"must be 1 to {LONGEST_TEXT} printable characters")
-    since = parse_time("since", given.get("since", DEFAULT_SINCE), now)
-    until = parse_time("until", given["until"], now, end=True) if "until" in given else now + 1
-    if until <= since:
-        raise InvalidQuery(
-            "until" if "until" in given else "since",
-            f"{time_text(until)} is not after the beginning, {time_text(since)}",
-        )
+    since, until = parse_span(given.get("since"), given.get("until"), now, now + 1)
     order = given.get("order", "latest")
     if order not in {"latest", "slowest"}:
         raise InvalidQuery("order", "must be latest or slowest")
-    limit = given.get("limit", str(DEFAULT_LISTED))
-    if not (limit.isascii() and limit.isdigit() and 1 <= int(limit[:9]) <= MOST_LISTED):
-        raise InvalidQuery("limit", f"must be a number from 1 to {MOST_LISTED}")
     return EndedQuery(
         since,
         until,
@@ -198,7 +188,7 @@ def parse_ended_query(now: float, given: dict[str, str], ids_of: IdsOf) -> Ended
         given.get("outcome"),
         _parse_seconds(given.get("slower_than")),
         "latest" if order == "latest" else "slowest",
-        int(limit),
+        parse_limit(given.get("limit"), DEFAULT_LISTED, MOST_LISTED),
         _parse_cursor(given.get("before"), order),
     )
 
@@ -348,33 +338,21 @@ def own_row(found: Found, *, hides_cache: bool) -> OwnRow:
 def _told_values(found: Found) -> dict[str, Any]:
     values = dict(zip(_FIELDS, found, strict=True))
     for name in ("started_at", "ended_at"):
-        values[name] = moment_text(values[name])
+        values[name] = time_text(values[name], "milliseconds")
     for name in ("seconds", "wait_seconds", "ttft_seconds", "prefill_seconds", "decode_seconds"):
         if values[name] is not None:
             values[name] = round(values[name], 3)
     return values
 
 
-def moment_text(at: float) -> str:
-    """A Unix time to the millisecond, in the form of RFC 3339, UTC."""
-    text = datetime.fromtimestamp(at, UTC).isoformat(timespec="milliseconds")
-    return text.replace("+00:00", "Z")
-
-
-@dataclass(frozen=True, slots=True)
-class RowsOfName:
+def rows_of_name(connection: Connection, name: str) -> list[Found]:
     """A job of the store: the request with this id, and the latest with this `X-Request-ID`."""
-
-    name: str
-
-    def __call__(self, connection: Connection) -> list[Found]:
-        """Run within the transaction of `connection`."""
-        if not self.name.isprintable() or len(self.name) > LONGEST_TEXT:
-            return []
-        own, clients = usage.c.id == self.name, usage.c.client_request_id == self.name
-        latest = select(*_COLUMNS).where(clients, ~own).order_by(usage.c.ended_at.desc())
-        found = [*connection.execute(select(*_COLUMNS).where(own))]
-        return [*found, *connection.execute(latest.limit(MOST_NAMED))][:MOST_NAMED]
+    if not name.isprintable() or len(name) > LONGEST_TEXT:
+        return []
+    own, clients = usage.c.id == name, usage.c.client_request_id == name
+    latest = select(*_COLUMNS).where(clients, ~own).order_by(usage.c.ended_at.desc())
+    found = [*connection.execute(select(*_COLUMNS).where(own))]
+    return [*found, *connection.execute(latest.limit(MOST_NAMED))][:MOST_NAMED]
 
 
 @dataclass(slots=True, eq=False)
@@ -409,7 +387,7 @@ class EndedFinder:
 
     async def named(self, name: str) -> list[EndedRow]:
         """Those of this id or `X-Request-ID`, at most `MOST_NAMED`. Raises: StoreError."""
-        found = await self.store.run(RowsOfName(name), write=False)
+        found = await self.store.run(lambda c: rows_of_name(c, name), write=False)
         return [ended_row(one, self.name_of) for one in found]
 
 

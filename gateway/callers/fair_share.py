@@ -84,24 +84,22 @@ class FairShare:
         self, caller: str, size: int, user: str | None = None
     ) -> tuple[str, str] | None:
         """The caller and its largest user, if that one holds more than `user` would."""
-        users = self.by_user.get(caller)
-        if not users:
+        held = self._held_by_users(caller)
+        if not held:
             return None
-        unnamed = self.by_caller[caller] - sum(users.values())
-        own = unnamed if user is None or user == caller else users.get(user, 0)
-        largest = max(users, key=users.__getitem__)
-        if unnamed > users[largest]:
-            largest = caller
-        return (caller, largest) if max(unnamed, users.get(largest, 0)) > own + size else None
+        largest = max(held, key=held.__getitem__)
+        own = held.get(caller if user is None else user, 0)
+        return (caller, largest) if held[largest] > own + size else None
 
     def users_by_size(self, caller: str) -> list[str]:
         """The users of a caller, the largest first; the caller itself stands for unnamed ones."""
-        users = self.by_user.get(caller)
-        if not users:
-            return [caller]
-        unnamed = self.by_caller[caller] - sum(users.values())
-        held = {**users, caller: unnamed} if unnamed else users
-        return sorted(held, key=lambda user: -held[user])
+        held = self._held_by_users(caller)
+        return sorted(held, key=lambda user: -held[user]) or [caller]
+
+    def _held_by_users(self, caller: str) -> dict[str, int]:
+        users = self.by_user.get(caller, {})
+        unnamed = self.by_caller[caller] - sum(users.values()) if users else 0
+        return {**users, caller: unnamed} if unnamed else users
 
 
 def _take(counts: dict[str, int], name: str, size: int) -> None:

@@ -14,6 +14,7 @@ import hashlib
 import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import InitVar, dataclass, field
 from datetime import datetime
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -23,12 +24,12 @@ import structlog
 from sqlalchemy import Connection, Row
 
 from gateway.callers.keys import HeldKey, KeyRing, held_key
-from gateway.callers.stored_groups import read_groups
 from gateway.callers.stored_keys import (
     StoredKey,
     group_members,
     key_rows,
     keys_revision,
+    read_groups,
     read_keys,
     revoked_names,
     stored_key,
@@ -69,9 +70,10 @@ class KnownKeys(NamedTuple):
 
     keys: list[HeldKey]
     at: float | None  # when they were saved, in Unix seconds; None: there never were any
-    groups: Mapping[str, GroupSpec] = {}
+    groups: Mapping[str, GroupSpec]
 
 
+@dataclass(eq=False)
 class LastKnownKeys:
     """The keys and groups of the store at `location`, in the file `path`; None: nowhere.
 
@@ -82,44 +84,32 @@ class LastKnownKeys:
     The methods block: not for event loops. `now` gives Unix seconds, `clock` is monotonic.
     """
 
-    def __init__(
-        self,
-        location: StoreLocation,
-        path: Path | None,
-        *,
-        now: Callable[[], float] = time.time,
-        clock: Callable[[], float] = time.monotonic,
-        first_pause: float = FIRST_PAUSE,
-    ) -> None:
-        self.error: str | None = None  # why the file does not have the last keys; None: it has
-        self._location = location
-        self._path = path
-        self._now = now
-        self._clock = clock
-        self._first_pause = self._pause = first_pause
-        self._unsaved: tuple[Sequence[StoredKey], Mapping[str, GroupSpec]] | None = None
-        self._retry_at = 0.0
-        self._is_set_aside = False
+    location: StoreLocation
+    path: Path | None
+    now: Callable[[], float] = time.time
+    clock: Callable[[], float] = time.monotonic
+    error: str | None = None  # why the file does not have the last keys; None: it has
+    _pause: float = FIRST_PAUSE
+    _unsaved: tuple[Sequence[StoredKey], Mapping[str, GroupSpec]] | None = None
+    _retry_at: float = 0.0
+    _is_set_aside: bool = False
 
     def load(self) -> KnownKeys | None:
         """The keys that the store had when it was read last; None: nobody knows."""
-        if self._path is not None:
+        if self.path is not None:
             consequence = "stored keys stay unknown until the store answers"
-            found = read_state(self._path, _KeysFile, LARGEST_FILE, consequence)
+            found = read_state(self.path, _KeysFile, LARGEST_FILE, consequence)
             if found is not None and self._is_ours(found):
                 groups = dict(_known_groups(found.groups))
                 return KnownKeys(list(_held_keys(found.keys)), found.saved_at, groups)
-            if found is None and _was_there(self._path):
+            if found is None and _was_there(self.path):
                 return None
         # A person without keys is served from a read-only folder and from a full disk, too.
-        return KnownKeys([], None) if never_had_keys(self._location) else None
+        return KnownKeys([], None, {}) if never_had_keys(self.location) else None
 
-    def save(
-        self, keys: Sequence[StoredKey], groups: Mapping[str, GroupSpec] | None = None
-    ) -> None:
+    def save(self, keys: Sequence[StoredKey], groups: Mapping[str, GroupSpec]) -> None:
         """Write what the store has. If that fails, `is_due` says when to `save_again`."""
-        groups = groups or {}
-        path = self._path
+        path = self.path
         if path is None:
             return
         current = [
@@ -133,7 +123,7 @@ class LastKnownKeys:
         in_json = {
             name: spec.model_dump(mode="json", exclude_none=True) for name, spec in groups.items()
         }
-        whole = _KeysFile(FILE_VERSION, _store_id(self._location), self._now(), current, in_json)
+        whole = _KeysFile(FILE_VERSION, _store_id(self.location), self.now(), current, in_json)
         try:
             write_state(path, whole, mode=_PRIVATE)
         except OSError as error:
@@ -146,11 +136,11 @@ class LastKnownKeys:
         if self.error is not None:
             log.info("stored keys are saved again for a start without the store")
         self.error = self._unsaved = None
-        self._pause, self._is_set_aside = self._first_pause, False
+        self._pause, self._is_set_aside = FIRST_PAUSE, False
 
     def is_due(self) -> bool:
         """Whether a write that failed is to be tried again now."""
-        return self._unsaved is not None and self._clock() >= self._retry_at
+        return self._unsaved is not None and self.clock() >= self._retry_at
 
     def save_again(self) -> None:
         """Try again to write what could not be written."""
@@ -158,7 +148,7 @@ class LastKnownKeys:
             self.save(*self._unsaved)
 
     def _failed(self, path: Path, current: Sequence[_FileKey], why: str) -> None:
-        self._retry_at = self._clock() + self._pause
+        self._retry_at = self.clock() + self._pause
         self._pause = min(LONGEST_PAUSE, 2 * self._pause)
         error = f"the keys could not be saved for a start without the store: {why}"
         if self._is_outdated(path, current):
@@ -189,7 +179,7 @@ class LastKnownKeys:
         return any(known.get(key.spec.get("id")) != key for key in found.keys)
 
     def _is_ours(self, found: _KeysFile) -> bool:
-        return (found.version, found.store) == (FILE_VERSION, _store_id(self._location))
+        return (found.version, found.store) == (FILE_VERSION, _store_id(self.location))
 
 
 def _held_keys(saved: Iterable[_FileKey]) -> Iterator[HeldKey]:
@@ -243,6 +233,7 @@ class _Read(NamedTuple):
     members: dict[str, int]
 
 
+@dataclass(eq=False)
 class KeySync:
     """Keeps the stored keys of `key_ring` equal to those of `store`; None: there is no store.
 
@@ -250,37 +241,33 @@ class KeySync:
     keys or groups of the store have changed, and the ring has the keys.
     """
 
-    def __init__(
-        self,
-        store: Store | None,
-        key_ring: KeyRing,
-        path: Path | None,
-        *,
-        now: Callable[[], float] = time.time,
-        poll_seconds: float = POLL_SECONDS,
-        on_change: Callable[[], None] = lambda: None,
-    ) -> None:
-        self._store = store
-        self.key_ring = key_ring
-        self.groups: Mapping[str, GroupSpec] = {}  # those of the store, by their names
-        self.members: Mapping[str, int] = {}
-        """How many keys of the store are of each group that some are of."""
-        self._on_change = on_change
+    store: Store | None
+    key_ring: KeyRing
+    path: InitVar[Path | None]
+    now: InitVar[Callable[[], float]] = time.time
+    poll_seconds: float = POLL_SECONDS
+    on_change: Callable[[], None] = lambda: None
+    groups: Mapping[str, GroupSpec] = field(default_factory=dict, init=False)
+    """Those of the store, by their names."""
+    members: Mapping[str, int] = field(default_factory=dict, init=False)
+    """How many keys of the store are of each group that some are of."""
+    problem: str | None = None
+    """Why the ring may have other keys than the store; None: it has the same."""
+    _revision: int | None = None
+    """The revision of the keys in the ring; None: they are not the store's, or there are none."""
+    _known: dict[tuple[Any, ...], tuple[StoredKey, HeldKey] | None] = field(default_factory=dict)
+    """What was made of the last rows: most of them are the same at the next change."""
+    _unchanged: int = 0
+    _seen_changes: int = -1  # the store's number of changes before the keys were read last
+    _told_lost: bool = False
+
+    def __post_init__(self, path: Path | None, now: Callable[[], float]) -> None:
+        store = self.store
         self._last_known = None if store is None else LastKnownKeys(store.location, path, now=now)
-        self._poll_seconds = poll_seconds
-        self._revision: int | None = None
-        """The revision of the keys in the ring; None: they are not the store's, or there are none.
-        """
         # No longer pauses while the store is away: a key may be revoked meanwhile.
-        self._worker = StoreWorker(self._look, poll_seconds, longest_pause=poll_seconds)
-        self._unchanged = 0
+        period = self.poll_seconds
+        self._worker = StoreWorker(self._look, period, longest_pause=period)
         self._refreshing = asyncio.Lock()
-        self._seen_changes = -1  # the store's number of changes before the keys were read last
-        self._told_lost = False
-        self._known: dict[tuple[Any, ...], tuple[StoredKey, HeldKey] | None] = {}
-        """What was made of the last rows: most of them are the same at the next change."""
-        self.problem: str | None = None
-        """Why the ring may have other keys than the store; None: it has the same."""
 
     def configure(self, specs: Iterable[KeySpec], *, allow_anonymous: bool) -> None:
         """Take the keys of these settings."""
@@ -289,7 +276,7 @@ class KeySync:
 
     async def start(self, seconds: float = START_SECONDS) -> None:
         """Read the store's keys; those of the file, if the store does not open in `seconds`."""
-        store, last_known = self._store, self._last_known
+        store, last_known = self.store, self._last_known
         if store is None or last_known is None:
             return
         await store.wait_opened(seconds)
@@ -323,7 +310,7 @@ class KeySync:
         if self._last_known is not None and self._last_known.is_due():
             async with self._refreshing:
                 await asyncio.to_thread(self._last_known.save_again)
-        changed = self._store is not None and self._store.changes != self._seen_changes
+        changed = self.store is not None and self.store.changes != self._seen_changes
         if not changed and self.problem is None and self._unchanged < MOST_UNCHANGED:
             self._unchanged += 1
             return
@@ -338,7 +325,7 @@ class KeySync:
     async def _expire(self) -> None:
         """Keys end whatever the store does."""
         while True:
-            await asyncio.sleep(self._poll_seconds)
+            await asyncio.sleep(self.poll_seconds)
             self.key_ring.expire()
 
     async def refresh(self, seconds: float | None = None) -> None:
@@ -346,7 +333,7 @@ class KeySync:
 
         Call it after a change by this process: its callers should not wait for the next poll.
         """
-        store, last_known = self._store, self._last_known
+        store, last_known = self.store, self._last_known
         if store is None or last_known is None:
             return
         async with self._refreshing:
@@ -374,7 +361,7 @@ class KeySync:
 
     def _changed(self) -> None:
         self._tell()
-        self._on_change()
+        self.on_change()
 
     def _tell(self) -> None:
         """Log it once that the last key is lost."""

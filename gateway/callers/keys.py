@@ -449,7 +449,7 @@ class AdminKeys:
         """`had_keys`: a predecessor of this process had some."""
         self._by_id: dict[str, tuple[bytes, AdminIdentity]] = {}
         self._file_digest: bytes | None = None
-        self._needed = had_keys
+        self.needed = had_keys  # whether callers need a key
         # Compared where there is no such key, so that this takes the same time.
         self._unknown = secrets.token_bytes(32)
         self.configure(specs, file_key)
@@ -464,19 +464,14 @@ class AdminKeys:
             for spec in specs
         }
         self._file_digest = None if file_key is None else _text_digest(file_key)
-        self._needed = self._needed or bool(self._by_id) or file_key is not None
+        self.needed = self.needed or bool(self._by_id) or file_key is not None
         if self.lost:
             log.warning("locked", why=ADMIN_KEYS_LOST)
 
     @property
-    def needed(self) -> bool:
-        """Whether callers need a key."""
-        return self._needed
-
-    @property
     def lost(self) -> bool:
         """Whether there were keys and there are none, so that nobody is admitted."""
-        return self._needed and not self._by_id and self._file_digest is None
+        return self.needed and not self._by_id and self._file_digest is None
 
     def find(self, presented: str) -> AdminIdentity | None:
         """The holder of the presented key, or None; takes the same time in any case."""

@@ -69,14 +69,8 @@ WARNING_SECONDS = 60.0  # seconds between two warnings that rows are dropped
 # The values of `ROW_COLUMNS`. Rows are plain tuples: there is one for each request.
 UsageRow = tuple[Any, ...]
 
-ROW_COLUMNS: Final = (
-    "id", "process", "started_at", "ended_at", "key", "group_name", "user", "model", "class",
-    "tier", "node", "path", "stream", "prompt_tokens", "cached_tokens", "completion_tokens",
-    "slot_seconds",
-    "cost", "gpu_cost", "attempts", "status", "outcome",
-    "wait_seconds", "ttft_seconds", "prefill_seconds", "decode_seconds", "resumptions",
-    "client_request_id",
-)  # fmt: skip
+# In the table's order, which rows on the disk have as well (`kept_rows.py`).
+ROW_COLUMNS: Final = tuple(one.name for one in usage.columns if one.name != "sequence")
 
 # The last columns of a row of which only tokens and cost are known.
 UNKNOWN_TIMES: Final = (None,) * (len(ROW_COLUMNS) - COLUMNS_BEFORE)
@@ -88,12 +82,6 @@ _OFTEN_NULL: Final = tuple(
     for name in ("group_name", "user", "gpu_cost", "ttft_seconds", "client_request_id")
 )
 _GROUP, _USER, _GPU_COST, _TTFT, _CLIENTS_ID = _OFTEN_NULL
-
-_OPEN_COLUMNS: Final = (
-    "id", "process", "started_at", "updated_at", "key", "group_name", "user", "model", "class",
-    "tier", "node", "path", "stream", "reserved_tokens", "reserved_cost", "prompt_tokens",
-    "completion_tokens", "slot_seconds", "cost",
-)  # fmt: skip
 
 _OPEN_UPDATES: Final = (
     "process", "updated_at", "model", "tier", "node", "prompt_tokens", "completion_tokens",
@@ -190,11 +178,6 @@ class Ledger:
         )
 
     @property
-    def problem(self) -> str | None:
-        """Why the last transaction failed; None: it did not."""
-        return self.worker.problem
-
-    @property
     def pending(self) -> int:
         """Rows that wait to be written."""
         return len(self._waiting) + len(self._batch)
@@ -266,7 +249,7 @@ class Ledger:
             log.error(
                 "usage is lost",
                 dropped=self.dropped,
-                why=f"{self.most_pending} rows wait for a store that fails: {self.problem}",
+                why=f"{self.most_pending} rows wait for a store that fails: {self.worker.problem}",
             )
 
     # The loop.
@@ -296,7 +279,7 @@ class Ledger:
         if self.kept is not None:
             self.kept.close()
         if self.pending > self._on_disk:
-            log.error("usage is lost", rows=self.pending - self._on_disk, why=self.problem)
+            log.error("usage is lost", rows=self.pending - self._on_disk, why=self.worker.problem)
 
     async def _timed_step(self) -> None:
         """Do a step, and learn how far the journal is behind."""
@@ -473,7 +456,7 @@ class Ledger:
         while True:
             await asyncio.sleep(KEEP_SECONDS)
             is_away = self.clock() - self._flushing_since > KEEP_SECONDS
-            if is_away or self.problem is not None:
+            if is_away or self.worker.problem is not None:
                 while self.pending > self._on_disk and await self._keep():
                     pass
 
@@ -607,7 +590,6 @@ class _SqliteInserts(NamedTuple):
 
 @functools.cache
 def _sqlite_inserts(shape: _Shape) -> _SqliteInserts:
-    """The statements for rows of this shape."""
     stream, *absent = shape
     literals = {_STREAM: str(int(stream))}
     literals |= {index: "NULL" for index, none in zip(_OFTEN_NULL, absent, strict=True) if none}
@@ -621,7 +603,6 @@ def _sqlite_inserts(shape: _Shape) -> _SqliteInserts:
 
 
 def _execute_many(connection: Connection, statement: str, rows: Sequence[tuple[Any, ...]]) -> None:
-    """Execute a statement for each row, if there are any."""
     if not rows:
         return
     if connection.dialect.name == "sqlite":
@@ -649,12 +630,9 @@ def _not_less(one: OpenRequest, known: OpenRequest) -> OpenRequest:
 
 def _lost_row(one: dict[str, Any], process: str) -> UsageRow:
     """The row of a request whose process was killed: what it had used when last heard of."""
-    return (
-        one["id"], process, one["started_at"], one["updated_at"], one["key"], one["group_name"],
-        one["user"], one["model"], one["class"], one["tier"], one["node"], one["path"],
-        one["stream"], one["prompt_tokens"], 0, one["completion_tokens"], one["slot_seconds"],
-        one["cost"], None, 1, 0, LOST, *UNKNOWN_TIMES,
-    )  # fmt: skip
+    ended = {"process": process, "ended_at": one["updated_at"], "outcome": LOST}
+    row = {**one, **ended, "cached_tokens": 0, "attempts": 1, "status": 0}
+    return tuple(row.get(name) for name in ROW_COLUMNS)
 
 
 class _Statements(NamedTuple):
@@ -680,7 +658,8 @@ def _written_for(mark: str) -> _Statements:
         f"{_insert(usage, columns, mark)} ON CONFLICT (id) DO UPDATE SET {replaced} WHERE "
         f"\"usage\".outcome IN ('{LOST}', '{EDGE_DIED}') "
         f"AND excluded.outcome NOT IN ('{LOST}', '{EDGE_DIED}')",
-        _insert(open_requests, _OPEN_COLUMNS, mark) + f" ON CONFLICT (id) DO UPDATE SET {updates}",
+        _insert(open_requests, [one.name for one in open_requests.columns], mark)
+        + f" ON CONFLICT (id) DO UPDATE SET {updates}",
         f"DELETE FROM open_requests WHERE id = {mark}",  # noqa: S608 - names are the tables' own
     )
 

@@ -11,16 +11,16 @@ from __future__ import annotations
 import asyncio
 import math
 import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import Any
 
 import structlog
-from sqlalchemy import Connection, Select, and_, case, func, not_, or_, select, true
+from sqlalchemy import Connection, Row, Select, and_, case, func, not_, or_, select, true
 
 from gateway.callers.limits import MINUTE, NO_OTHERS, Account, LedgerSums, LimitBook, OtherUse
 from gateway.callers.processes import LOST
-from gateway.callers.windows import DAY, Calendar, month_start
+from gateway.callers.windows import DAY, Calendar, date_of, month_start
 from gateway.store.schema import open_requests, processes, usage, usage_days
 from gateway.store.store import Store
 from gateway.store.worker import StoreWorker
@@ -37,34 +37,8 @@ FORGET_SECONDS = 60.0
 log = structlog.get_logger()
 
 
-class UsedRow(NamedTuple):
-    """What a row of the ledger counts."""
-
-    id: str
-    process: str
-    sequence: int
-    started_at: float
-    ended_at: float
-    key: str | None
-    group: str | None
-    user: str | None
-    tokens: int
-    cost: float
-    lost: bool  # whether this row was written for a process that was killed
-
-
-class OpenRow(NamedTuple):
-    """A request that another process runs."""
-
-    id: str
-    started_at: float
-    key: str | None
-    group: str | None
-    user: str | None
-    tokens: int
-    cost: float
-
-
+UsedRow = Row[Any]  # of the ledger, with the columns `_ROW`
+OpenRow = Row[Any]  # of a request that another process runs, with the columns `_OPEN`
 Who = tuple[str | None, str | None, str | None]  # key, group and end user
 
 
@@ -76,10 +50,10 @@ class LedgerRead:
     cursors: dict[str, int] = field(default_factory=dict)
     """The last sequence number of each process."""
     new_rows: list[UsedRow] = field(default_factory=list)  # rows of others since the look before
-    open: list[OpenRow] = field(default_factory=list)
+    open: Sequence[OpenRow] = ()
     sums: list[tuple[Who, LedgerSums]] = field(default_factory=list)
     """Of the month, but for the last minute, for the scopes to be loaded."""
-    recent: list[UsedRow] = field(default_factory=list)  # rows of the last minute for these scopes
+    recent: Sequence[UsedRow] = ()  # rows of the last minute for these scopes
     all_sums: list[tuple[Who, LedgerSums]] = field(default_factory=list)
     """Of the whole month, for all."""
 
@@ -180,7 +154,7 @@ class LimitSync:
         loading = {one: since for one, since in wanted.items() if current.get(one) == since}
         for row in found.new_rows:
             is_new = self._seen_open.pop(row.id, None) is None
-            for scope, account in self._existing(row.key, row.group, row.user):
+            for scope, account in self._existing(row.key, row.group_name, row.user):
                 if scope not in current:
                     self._count_row(account, row, request=is_new)
         for row in found.recent:
@@ -199,13 +173,13 @@ class LimitSync:
     def _load_recent(self, row: UsedRow, loading: Mapping[str, float]) -> None:
         """Count a row of the last minute for the scopes that are being loaded."""
         others = row.process != self.own or row.lost
-        for scope, account in self._existing(row.key, row.group, row.user):
+        for scope, account in self._existing(row.key, row.group_name, row.user):
             if (since := loading.get(scope)) is None:
                 continue
             if others or row.ended_at < since:
                 self._count_row(account, row, request=False)
             if others or row.started_at < since:
-                account.count_request(self.book.monotonic(row.started_at))
+                account.requests.add_late(self.book.monotonic(row.started_at), 1)
 
     def _existing(
         self, key: str | None, group: str | None, user: str | None
@@ -216,7 +190,7 @@ class LimitSync:
         self._calendar.look_up(row.ended_at)
         account.count(row.tokens, row.cost, self.book.monotonic(row.ended_at), self._calendar)
         if request:
-            account.count_request(self.book.monotonic(row.started_at))
+            account.requests.add_late(self.book.monotonic(row.started_at), 1)
 
     def _count_open(
         self, rows: Iterable[OpenRow], loading: Mapping[str, float], current: Mapping[str, float]
@@ -227,11 +201,11 @@ class LimitSync:
         for row in rows:
             is_new = row.id not in self._seen_open
             self._seen_open[row.id] = now
-            for scope, account in self._existing(row.key, row.group, row.user):
+            for scope, account in self._existing(row.key, row.group_name, row.user):
                 _, use = held.get(account.subject, (account, NO_OTHERS))
-                held[account.subject] = account, use.plus(row.tokens, row.cost)
+                held[account.subject] = account, use.plus(row.reserved_tokens, row.reserved_cost)
                 if scope in loading or (is_new and scope not in current):
-                    account.count_request(self.book.monotonic(row.started_at))
+                    account.requests.add_late(self.book.monotonic(row.started_at), 1)
         for account in self._held:
             if account.subject not in held:
                 account.set_others(NO_OTHERS)
@@ -247,9 +221,13 @@ class LimitSync:
 _TOKENS = usage.c.prompt_tokens + usage.c.completion_tokens
 _WHO = (usage.c.key, usage.c.group_name, usage.c.user)
 
-_ROW = (
+_ROW: tuple[Any, ...] = (
     usage.c.id, usage.c.process, usage.c.sequence, usage.c.started_at, usage.c.ended_at, *_WHO,
-    _TOKENS, usage.c.cost, usage.c.outcome == LOST,
+    _TOKENS.label("tokens"), usage.c.cost, (usage.c.outcome == LOST).label("lost"),
+)  # fmt: skip
+_OPEN: tuple[Any, ...] = (
+    *(open_requests.c[name] for name in ("id", "started_at", "key", "group_name", "user")),
+    open_requests.c.reserved_tokens, open_requests.c.reserved_cost,
 )  # fmt: skip
 
 
@@ -272,16 +250,8 @@ def read_ledger(
     found = LedgerRead(now)
     for process in sorted(known):
         _read_new_rows(connection, process, own, cursors, found)
-    columns = open_requests.c
-    found.open = [
-        OpenRow(*row)
-        for row in connection.execute(
-            select(
-                columns.id, columns.started_at, columns.key, columns.group_name, columns.user,
-                columns.reserved_tokens, columns.reserved_cost,
-            ).where(columns.process != own)
-        )
-    ]  # fmt: skip
+    of_others = select(*_OPEN).where(open_requests.c.process != own)
+    found.open = connection.execute(of_others).all()
     calendar = Calendar()
     calendar.look_up(now)
     if wanted:
@@ -293,7 +263,7 @@ def read_ledger(
         rows = select(*_ROW).where(recent).order_by(usage.c.ended_at)
         if keys is not None:
             rows = rows.where(usage.c.key.in_(keys))
-        found.recent = [UsedRow(*row) for row in connection.execute(rows)]
+        found.recent = connection.execute(rows).all()
     if all_sums:
         found.all_sums = _sums(connection, calendar, None, true())
     return found
@@ -316,7 +286,7 @@ def _read_new_rows(
             newer = newer.where(usage.c.outcome == LOST)
         last = newest
         for row in connection.execute(newer.order_by(usage.c.sequence)):
-            found.new_rows.append(UsedRow(*row))
+            found.new_rows.append(row)
             # PostgreSQL shows rows that were committed since `newest` was read.
             last = max(last, row.sequence)
     found.cursors[process] = last
@@ -353,12 +323,10 @@ def _sums(
         ),
         _grouped(
             (days.key, days.group_name, days.user),
-            days.day == _day_text(day_begins),
+            days.day == date_of(day_begins),
             rolled_tokens,
             days.cost,
-        ).where(
-            days.day >= _day_text(month_begins), days.day <= _day_text(calendar.month_ends - 1)
-        ),
+        ).where(days.day >= date_of(month_begins), days.day <= date_of(calendar.month_ends - 1)),
     )
     found = []
     for key, query in zip((rows.key, days.key), queries, strict=True):
@@ -377,7 +345,3 @@ def _grouped(who: tuple[Any, ...], today: Any, tokens: Any, cost: Any) -> Select
         func.sum(case((today, cost), else_=0.0)),
         func.sum(cost),
     ).group_by(*who)
-
-
-def _day_text(when: float) -> str:
-    return time.strftime("%Y-%m-%d", time.gmtime(when))

@@ -16,7 +16,7 @@ import math
 import time
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import InitVar, dataclass, replace
 from itertools import islice
 from typing import Any, Literal, NamedTuple
 
@@ -198,10 +198,6 @@ class Account:
 
     # Count.
 
-    def count_request(self, when: float) -> None:
-        """Count a request of another process, which was admitted at this monotonic time."""
-        self.requests.add_late(when, 1)
-
     def add_sums(self, sums: LedgerSums, calendar: Calendar) -> None:
         """Add sums of the ledger, of the day and month that `calendar` shows."""
         self.tokens_by_day.add(calendar.day, sums.day_tokens)
@@ -353,16 +349,9 @@ class LimitStanding(NamedTuple):
 
     def as_json(self) -> dict[str, Any]:
         """As callers and operators are told of it."""
-        return {
-            "of": self.kind,
-            "limit": self.limit,
-            "period": self.period,
-            "most": self.most,
-            "used": self.used,
-            "reserved": self.reserved,
-            "remaining": max(0, self.most - self.used - self.reserved),
-            "resets_at": None if self.resets_at is None else time_text(self.resets_at),
-        }
+        shown, left = self._asdict(), max(0, self.most - self.used - self.reserved)
+        resets_at = None if self.resets_at is None else time_text(self.resets_at)
+        return {"of": shown.pop("kind"), **shown, "remaining": left, "resets_at": resets_at}
 
 
 class UsedQuota(NamedTuple):
@@ -436,28 +425,22 @@ class Reservation:
             self._book.settled(self, tokens, cost, ended_at)
 
 
+@dataclass(eq=False)
 class LimitBook:
     """All accounts of one gateway. It outlives reloads: `configure` changes limits alone."""
 
-    def __init__(
-        self,
-        settings: Settings,
-        *,
-        clock: Callable[[], float] = time.monotonic,
-        wall_clock: Callable[[], float] = time.time,
-        learn_pending: Callable[[], None] = lambda: None,
-        dearest_token: Callable[[LeaseRequest], float] = lambda _: 0.0,
-        on_refusal: Callable[[LimitName, Kind], None] = lambda _, __: None,
-    ) -> None:
-        self._clock = clock
-        self._wall_clock = wall_clock
-        self._learn_pending = learn_pending  # settles what has ended but is not settled yet
-        self._dearest_token = dearest_token
-        """The most that a token of a request can cost, of a model whose mean is unknown."""
-        self._on_refusal = on_refusal
+    settings: InitVar[Settings]
+    clock: Callable[[], float] = time.monotonic
+    wall_clock: Callable[[], float] = time.time
+    learn_pending: Callable[[], None] = lambda: None  # settles what has ended and is not settled
+    dearest_token: Callable[[LeaseRequest], float] = lambda _: 0.0
+    """The most that a token of a request can cost, of a model whose mean is unknown."""
+    on_refusal: Callable[[LimitName, Kind], None] = lambda _, __: None
+
+    def __post_init__(self, settings: Settings) -> None:
         self._calendar = Calendar()
         self._groups: Mapping[str, GroupSpec] = {}
-        self._total: LimitSpec | None = None
+
         self._accounts: dict[str, Account] = {}  # by subject; without those of end users
         self._users: dict[str, OrderedDict[str, Account]] = {}
         """By the id of their key, then by their names, those to be evicted first in front."""
@@ -473,11 +456,11 @@ class LimitBook:
 
     def configure(self, settings: Settings) -> None:
         """Put the limits of these settings in force; what is counted stays counted."""
-        self._total, self._groups = settings.limits.total, settings.groups
-        if self._total is None:
+        self._groups = settings.groups
+        if settings.limits.total is None:
             self._forget("total")
         else:
-            self._account("total", "total", "all callers together", self._total)
+            self._account("total", "total", "all callers together", settings.limits.total)
         for subject in [one for one in self._accounts if one.startswith("group:")]:
             group = self._groups.get(subject.removeprefix("group:"))
             if group is None or group.limits is None:
@@ -514,31 +497,30 @@ class LimitBook:
         return Accounts(caller, user, self._look_up(caller, user), self._version)
 
     def _look_up(self, caller: Caller, user: str | None) -> tuple[Account, ...]:
-        tracked: list[Account] = []
-        if self._total is not None:
-            tracked.append(self._account("total", "total", "all callers together", self._total))
-        group = None if caller.group is None else self._groups.get(caller.group)
-        if group is not None and group.limits is not None:
-            name = caller.group
-            tracked.append(self._account("group", f"group:{name}", f"group '{name}'", group.limits))
+        tracked = [account for _, account in self._shared(caller.group)]
         if caller.limits is not None:
             who = f"key '{caller.name}'"
             tracked.append(self._account("key", f"key:{caller.id}", who, caller.limits))
         else:
             self._forget(f"key:{caller.id}")
         limits = caller.user_limits
-        if limits is None and group is not None:
+        if limits is None and (group := self._groups.get(caller.group or "")) is not None:
             limits = group.user_limits
         self._limit_users(caller.id, limits)
         if user is not None and limits is not None:
             tracked.append(self._user_account(caller.id, user))
         return tuple(tracked)
 
+    def _shared(self, group: str | None) -> list[tuple[str, Account]]:
+        """The accounts of all callers and of this group, as far as they have limits."""
+        subjects = ("total",) if group is None else ("total", f"group:{group}")
+        return [(one, self._accounts[one]) for one in subjects if one in self._accounts]
+
     def _account(self, kind: Kind, subject: str, who: str, spec: LimitSpec) -> Account:
         account = self._accounts.get(subject)
         if account is None:
             account = self._accounts[subject] = Account(kind, subject, who, spec, self._part)
-            self._unloaded[subject] = self._wall_clock()
+            self._unloaded[subject] = self.wall_clock()
             self._version += 1
         elif account.spec != spec:
             account.configure(spec)
@@ -555,7 +537,7 @@ class LimitBook:
             self._version += 1
             return
         if key not in self._user_limits:
-            self._unloaded[f"users:{key}"] = self._wall_clock()
+            self._unloaded[f"users:{key}"] = self.wall_clock()
             self._version += 1
         self._user_limits[key] = limits
         for account in self._users.setdefault(key, OrderedDict()).values():
@@ -585,7 +567,7 @@ class LimitBook:
         One that counts something is kept, since its user must not escape its limits. It moves to
         the end, so that the next call looks at others.
         """
-        now, wall = self._clock(), self._wall_clock()
+        now, wall = self.clock(), self.wall_clock()
         self._calendar.look_up(wall)
         for user, account in list(islice(users.items(), EVICTION_TRIES)):
             if account.is_idle(now, self._calendar):
@@ -597,11 +579,9 @@ class LimitBook:
 
     def existing(self, key: str, group: str | None, user: str | None) -> list[tuple[str, Account]]:
         """The accounts on which a request of the ledger counts, each with its scope."""
-        found = [
-            (subject, account)
-            for subject in ("total", f"group:{group}", f"key:{key}")
-            if (account := self._accounts.get(subject)) is not None
-        ]
+        found = self._shared(group)
+        if (account := self._accounts.get(f"key:{key}")) is not None:
+            found.append((f"key:{key}", account))
         if user is not None and key in self._user_limits:
             found.append((f"users:{key}", self._user_account(key, user)))
         return found
@@ -630,12 +610,12 @@ class LimitBook:
             return Reservation(self, accounts, request, now, 0, 0.0)
         tokens = _estimate(accounts, request, prompts) if request.size.slots else 0
         cost = self._expected_cost(accounts, request, tokens)
-        clock, calendar = self._clock(), self._calendar
+        clock, calendar = self.clock(), self._calendar
         calendar.look_up(now)
         for account in tracked:
             if account.refuses(tokens, cost, clock, calendar) is not None:
                 # It may have ended already, and used less than it had reserved.
-                self._learn_pending()
+                self.learn_pending()
                 self._check(tracked, tokens, cost, clock, now)
                 break
         for account in tracked:
@@ -651,7 +631,7 @@ class LimitBook:
             tokens = _estimate(accounts, request, prompts) if request.size.slots else 0
         except GatewayError:  # The limit has changed.
             tokens = int(min(request.size.prompt_tokens, accounts.most_tokens))
-        cost, clock = self._expected_cost(accounts, request, tokens), self._clock()
+        cost, clock = self._expected_cost(accounts, request, tokens), self.clock()
         for account in accounts.tracked:
             account.admit(tokens, cost, clock, requests=0)
         return Reservation(self, accounts, request, admitted_at, tokens, cost)
@@ -662,7 +642,7 @@ class LimitBook:
             return 0.0
         rate = self._rates.get(request.wanted.model)
         if rate is None:
-            rate = self._dearest_token(request)
+            rate = self.dearest_token(request)
         return min(tokens * rate, accounts.most_cost)
 
     def bring_up_to_date(self, accounts: Accounts) -> None:
@@ -685,7 +665,7 @@ class LimitBook:
             # The wait must be long enough for all of them.
             error, limit, account = max(found, key=lambda one: one[0].retry_after or 0.0)
             account.refused[limit] = now + (error.retry_after or 0.0)
-            self._on_refusal(limit, account.kind)
+            self.on_refusal(limit, account.kind)
             raise error
 
     def settled(self, reservation: Reservation, tokens: int, cost: float, ended_at: float) -> None:
@@ -732,20 +712,20 @@ class LimitBook:
 
     def monotonic(self, when: float) -> float:
         """The monotonic time of a Unix time within the last minute; others count as its ends."""
-        age = self._wall_clock() - when
+        age = self.wall_clock() - when
         # Comparisons: `min` and `max` cost twice as much.
         if age < 0.0:
             age = 0.0
         elif age > MINUTE:
             age = MINUTE
-        return self._clock() - age
+        return self.clock() - age
 
     # Tell callers.
 
     def rate_limits(self, accounts: Accounts) -> tuple[RateLimit | None, RateLimit | None]:
         """The tightest limit of requests, and that of tokens; None: there is none."""
-        now, calendar = self._clock(), self._calendar
-        wall = self._wall_clock()
+        now, calendar = self.clock(), self._calendar
+        wall = self.wall_clock()
         calendar.look_up(wall)
         least_requests = least_tokens = math.inf
         of_requests: Account | None = None
@@ -775,10 +755,6 @@ class LimitBook:
             tokens = _rate_limit(of_tokens.tpm, least_tokens, reset, wall)
         return requests, tokens
 
-    def standings(self, accounts: Accounts) -> Iterator[LimitStanding]:
-        """Each limit of these accounts, with what is used of it now."""
-        return self.standings_of(accounts.tracked)
-
     def group_accounts(self) -> Iterator[tuple[str, Account]]:
         """The accounts of groups that have limits, by the groups' names."""
         for name in self._groups:
@@ -797,22 +773,22 @@ class LimitBook:
     def used_quotas(self, account: Account, least: float) -> Iterator[UsedQuota]:
         """The limits of a day or month of which at least this share is used."""
         calendar = self._calendar
-        calendar.look_up(self._wall_clock())
+        calendar.look_up(self.wall_clock())
         tokens = account.tokens_by_day.get(calendar.day, 0)
         if (
             tokens < least * account.tokens_per_day
             and account.cost_used(calendar) < least * account.most_cost
         ):
             return  # So it is of nearly all, of which there may be a hundred thousand.
-        for one in self.standings_of([account]):
+        for one in self.standings([account]):
             if one.limit in _QUOTAS and one.used >= least * one.most:
-                refuses = account.refused.get(one.limit, 0.0) > self._wall_clock()
+                refuses = account.refused.get(one.limit, 0.0) > self.wall_clock()
                 id_ = account.subject.partition(":")[2]
                 yield UsedQuota(id_, one, refuses or one.used >= one.most)
 
-    def standings_of(self, accounts: Iterable[Account]) -> Iterator[LimitStanding]:
+    def standings(self, accounts: Iterable[Account]) -> Iterator[LimitStanding]:
         """Each limit of these accounts, with what is used of it now."""
-        now, wall, calendar = self._clock(), self._wall_clock(), self._calendar
+        now, wall, calendar = self.clock(), self.wall_clock(), self._calendar
         calendar.look_up(wall)
         for one in accounts:
             kind, spec, reserved = one.kind, one.spec, one.open_tokens()
@@ -873,7 +849,7 @@ def refusal(
     account: Account, limit: LimitName, tokens: int, now: float, wall: float, calendar: Calendar
 ) -> GatewayError:
     """The error of a request that would exceed this limit of the account."""
-    who, spec = account.who, account.spec
+    who = account.who
     if account.part is not None:
         return errors.rate_limit_exceeded(
             f"{who}: its part of what is allowed ({limit}), since this one of "
@@ -881,35 +857,32 @@ def refusal(
             min(MINUTE, account.mean_seconds),
         )
     if limit == "rpm":
-        assert spec.rpm is not None
-        over = account.requests.value(now) + 1 - spec.rpm
+        over = account.requests.value(now) + 1 - account.rpm
         wait = account.requests.seconds_until_left(now, over)
-        return errors.rate_limit_exceeded(f"{who}: {spec.rpm} requests a minute (rpm)", wait)
+        return errors.rate_limit_exceeded(f"{who}: {account.rpm} requests a minute (rpm)", wait)
     if limit == "concurrency":
-        assert spec.concurrency is not None
         running = account.running + account.others.running
         wait = min(MINUTE, account.mean_seconds / max(1, running))
         return errors.rate_limit_exceeded(
-            f"{who}: {spec.concurrency} requests at one time (concurrency)", wait
+            f"{who}: {account.concurrency} requests at one time (concurrency)", wait
         )
-    reserved = account.reserved_tokens + account.others.tokens
+    reserved = account.open_tokens()
     if limit == "tpm":
-        assert spec.tpm is not None
         used = account.tokens.value(now)
-        over = used + reserved + tokens - spec.tpm
+        over = used + reserved + tokens - account.tpm
         wait = account.tokens.seconds_until_left(now, over)
         if wait == math.inf:
             # Running requests must end; what they have not used comes free then.
             wait = min(MINUTE, account.mean_seconds)
         return errors.rate_limit_exceeded(
-            f"{who}: {spec.tpm} tokens a minute (tpm), of which {int(used)} are used, "
+            f"{who}: {account.tpm} tokens a minute (tpm), of which {int(used)} are used, "
             f"{reserved} reserved by running requests and {tokens} needed",
             wait,
         )
     if limit == "tokens_per_day":
         used = account.tokens_by_day.get(calendar.day, 0)
         return errors.insufficient_quota(
-            f"{who}: {spec.tokens_per_day} tokens a day (tokens_per_day), of which {int(used)} "
+            f"{who}: {account.tokens_per_day} tokens a day (tokens_per_day), of which {int(used)} "
             f"are used, {reserved} reserved by running requests and {tokens} needed",
             calendar.day_ends - wall,
         )

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 from gateway.callers.ledger import UNKNOWN_TIMES, OpenRequest, UsageRow
@@ -43,6 +44,7 @@ class UsedBefore(NamedTuple):
     ended_at: float
 
 
+@dataclass(eq=False)
 class Meter:
     """What the handler calls when a request is admitted, and when it has ended.
 
@@ -53,30 +55,17 @@ class Meter:
     time.
     """
 
-    def __init__(
-        self,
-        book: LimitBook,
-        bus: EventBus,
-        *,
-        process: str = "",
-        add_row: Callable[[UsageRow], None] | None = None,
-        tokens_so_far: Callable[[str], TokensSoFar | tuple[int, int]] = lambda _: NO_TOKENS,
-        gpu_cost: Callable[[str, int, int, int], float | None] = lambda *_: None,
-        slot_seconds_so_far: Callable[[str], float] = lambda _: 0.0,
-        cost_of_use: Callable[[str | None, int, int, float], float] = lambda *_: 0.0,
-        wall_clock: Callable[[], float] = time.time,
-    ) -> None:
-        self.book = book
-        self._bus = bus
-        self._process = process
-        self._add_row = add_row
-        self._tokens_so_far = tokens_so_far
-        self._gpu_cost = gpu_cost
-        self._slot_seconds_so_far = slot_seconds_so_far
-        self._cost_of_use = cost_of_use
-        self._wall_clock = wall_clock
-        self._open: dict[str, tuple[Reservation, RequestRecord]] = {}
-        """The requests that run, by their ids, the oldest first."""
+    book: LimitBook
+    bus: EventBus
+    process: str = ""
+    add_row: Callable[[UsageRow], None] | None = None
+    tokens_so_far: Callable[[str], TokensSoFar | tuple[int, int]] = lambda _: NO_TOKENS
+    gpu_cost: Callable[[str, int, int, int], float | None] = lambda *_: None
+    slot_seconds_so_far: Callable[[str], float] = lambda _: 0.0
+    cost_of_use: Callable[[str | None, int, int, float], float] = lambda *_: 0.0
+    wall_clock: Callable[[], float] = time.time
+    _open: dict[str, tuple[Reservation, RequestRecord]] = field(default_factory=dict, init=False)
+    """The requests that run, by their ids, the oldest first."""
 
     def admit(
         self, accounts: Accounts, request: LeaseRequest, record: RequestRecord, prompts: int = 1
@@ -85,7 +74,7 @@ class Meter:
 
         Each admitted request must be reported to `ended`.
         """
-        reservation = self.book.reserve(accounts, request, self._wall_clock(), prompts)
+        reservation = self.book.reserve(accounts, request, self.wall_clock(), prompts)
         self._open[request.id] = reservation, record
         return reservation
 
@@ -98,7 +87,7 @@ class Meter:
         age: float,
     ) -> Reservation:
         """Take over a request that another process admitted `age` seconds ago."""
-        admitted_at = self._wall_clock() - age
+        admitted_at = self.wall_clock() - age
         reservation = self.book.adopt(accounts, request, admitted_at, prompts)
         self._open[request.id] = reservation, record
         return reservation
@@ -110,12 +99,12 @@ class Meter:
 
     def released(self, reservation: Reservation) -> None:
         """The response has ended, and another request may run; `ended` follows."""
-        reservation.release(self._wall_clock())
+        reservation.release(self.wall_clock())
 
     def ended(self, reservation: Reservation, record: RequestRecord) -> None:
         """The response has ended. Its record is published when what it used is known, soon."""
-        reservation.release(self._wall_clock())
-        self._bus.defer(self._publish, reservation, record)
+        reservation.release(self.wall_clock())
+        self.bus.defer(self._publish, reservation, record)
 
     # Stored requests: their usage is recorded with their result, by those who run them.
 
@@ -127,23 +116,23 @@ class Meter:
         It must be reported to `ended_stored` or `dropped`. No journal has it while it runs: if the
         process dies it is run again, under the same id, and what it took costs its caller nothing.
         """
-        return self.book.reserve(accounts, request, self._wall_clock(), prompts)
+        return self.book.reserve(accounts, request, self.wall_clock(), prompts)
 
     def ended_stored(
         self, reservation: Reservation, record: RequestRecord, deliver: Callable[[UsageRow], None]
     ) -> None:
         """The response has ended; `deliver` gets its row in place of the ledger, a little later."""
-        reservation.release(self._wall_clock())
-        self._bus.defer(record.when_complete, self._settle, reservation, record, deliver)
+        reservation.release(self.wall_clock())
+        self.bus.defer(record.when_complete, self._settle, reservation, record, deliver)
 
     def dropped(self, reservation: Reservation) -> None:
         """A stored request has no result and is run again: it costs its caller nothing."""
-        reservation.settle(0, 0.0, self._wall_clock())
+        reservation.settle(0, 0.0, self.wall_clock())
 
     def cost_so_far(self, request_id: str, node: str | None, tokens: TokensSoFar) -> CostSoFar:
         """What the request with this id, which runs on this node, has cost with these tokens."""
-        seconds = self._slot_seconds_so_far(request_id)
-        cost = self._cost_of_use(node, tokens.prompt, tokens.completion, seconds)
+        seconds = self.slot_seconds_so_far(request_id)
+        cost = self.cost_of_use(node, tokens.prompt, tokens.completion, seconds)
         return CostSoFar(seconds, cost)
 
     def recovered_row(
@@ -154,7 +143,7 @@ class Meter:
         if accounts is not None:
             self.book.count_recovered(accounts, prompt + completion, record.cost, used.ended_at)
         return (
-            used.id, self._process, used.started_at, used.ended_at, used.key, used.group, used.user,
+            used.id, self.process, used.started_at, used.ended_at, used.key, used.group, used.user,
             *self._rest_of_row(record, record.model, prompt, completion),
             *UNKNOWN_TIMES,
         )  # fmt: skip
@@ -171,8 +160,8 @@ class Meter:
                 # Those behind it are younger still.
                 break
             accounts = reservation.accounts
-            prompt, completion = self._tokens_so_far(id_)
-            slot_seconds = self._slot_seconds_so_far(id_)
+            prompt, completion = self.tokens_so_far(id_)
+            slot_seconds = self.slot_seconds_so_far(id_)
             yield OpenRequest(
                 id=id_,
                 started_at=reservation.admitted_at,
@@ -190,14 +179,14 @@ class Meter:
                 prompt_tokens=prompt,
                 completion_tokens=completion,
                 slot_seconds=slot_seconds,
-                cost=self._cost_of_use(record.node, prompt, completion, slot_seconds),
+                cost=self.cost_of_use(record.node, prompt, completion, slot_seconds),
             )
 
     def _publish(self, reservation: Reservation, record: RequestRecord) -> None:
         try:
             record.when_complete(self._settle, reservation, record, None)
         finally:
-            self._bus.tell(record)
+            self.bus.tell(record)
 
     def _settle(
         self,
@@ -211,7 +200,7 @@ class Meter:
         if deliver is None:
             # Not there: it was taken for lost and came again, and that has ended before.
             self._open.pop(request.id, None)
-            deliver = self._add_row
+            deliver = self.add_row
         if request.size.slots:
             prompt, completion = record.prompt_tokens, record.completion_tokens
         else:
@@ -223,7 +212,7 @@ class Meter:
             caller = accounts.caller
             deliver(
                 (
-                    request.id, self._process, reservation.admitted_at, ended_at, caller.id,
+                    request.id, self.process, reservation.admitted_at, ended_at, caller.id,
                     caller.group, accounts.user,
                     *self._rest_of_row(record, request.wanted.model, prompt, completion),
                     record.queue_seconds, record.ttft, record.prefill_seconds,
@@ -248,7 +237,7 @@ class Meter:
             completion,
             record.slot_seconds,
             record.cost,
-            self._gpu_cost(model, prompt, record.cached_tokens, completion)
+            self.gpu_cost(model, prompt, record.cached_tokens, completion)
             if prompt or completion
             else 0.0,
             record.attempts,

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 import structlog
@@ -64,11 +64,6 @@ class NodeHours:
     seconds: float
     cost: float  # the sum of `cost_per_hour * seconds / 3600`, at the price of each time
 
-    @property
-    def price(self) -> float | None:
-        """Its mean `cost_per_hour`; None: it was never alive."""
-        return self.cost / self.seconds * 3600 if self.seconds > 0 else None
-
 
 def idle_cost(hours: Iterable[NodeHours], charged: float) -> Amount:
     """`cost of the nodes' hours - charged`: what was paid for time in which no request ran.
@@ -88,8 +83,8 @@ def idle_cost(hours: Iterable[NodeHours], charged: float) -> Amount:
     return Amount(max(0.0, paid - charged))
 
 
-def price_of_tier(hours: Iterable[NodeHours]) -> float | None:
-    """What an hour of one machine of a tier costs: the mean over the hours of its nodes."""
+def mean_price(hours: Iterable[NodeHours]) -> float | None:
+    """What an hour of one machine costs: the mean over these hours; None: there are none."""
     listed = list(hours)
     seconds = math.fsum(one.seconds for one in listed)
     return math.fsum(one.cost for one in listed) / seconds * 3600 if seconds > 0 else None
@@ -111,7 +106,7 @@ def effective_hourly_cost(
     for tier, count in sorted(requests.items()):
         if count <= 0:
             continue
-        price = price_of_tier(hours.get(tier, ()))
+        price = mean_price(hours.get(tier, ()))
         if price is None:
             return Amount(None, f"no hour of a node of the tier {tier} was recorded")
         if price <= 0:
@@ -125,7 +120,7 @@ def running_hourly_cost(hours: Iterable[NodeHours]) -> Amount:
 
     One machine at 0.20 and one at 2.00: 2.20, however the requests are shared between them.
     """
-    prices = [price for one in hours if (price := one.price) is not None]
+    prices = [price for one in hours if (price := mean_price([one])) is not None]
     if not prices or not any(prices):
         return Amount(None, "no hour of a node with cost_per_hour was recorded")
     return Amount(math.fsum(prices))
@@ -214,6 +209,7 @@ class NodeUptime(NamedTuple):
     end: float
 
 
+@dataclass(eq=False)
 class NodeHoursRecorder:
     """Records how long the nodes that `alive` returns were in the fleet and alive.
 
@@ -222,56 +218,47 @@ class NodeHoursRecorder:
     two processes that look at the same nodes, as in a hand-over, count each minute once.
     """
 
-    def __init__(
-        self, store: Store, alive: Callable[[], Iterable[AliveNode]], now: Callable[[], float]
-    ) -> None:
-        self._store = store
-        self._alive = alive
-        self._now = now
-        self.worker = StoreWorker(
-            self._look_and_write,
-            INTERVAL,
-            on_away=lambda why: log.warning("hours of nodes wait", why=why, claims=self.waiting),
-        )
-        self._looked_at: float | None = None
-        self._claims: list[NodeUptime] = []
-
-    @property
-    def waiting(self) -> int:
-        """Claims that are not written yet."""
-        return len(self._claims)
+    store: Store
+    alive: Callable[[], Iterable[AliveNode]]
+    now: Callable[[], float]
+    claims: list[NodeUptime] = field(default_factory=list, init=False)  # that are not written yet
+    _looked_at: float | None = None
 
     async def run(self) -> None:
         """Look once a minute, until cancelled."""
-        self.look()
-        await self.worker.run()
 
-    async def _look_and_write(self) -> None:
+        async def look_and_write() -> None:
+            self.look()
+            await self.write()
+
+        def away(why: str) -> None:
+            log.warning("hours of nodes wait", why=why, claims=len(self.claims))
+
         self.look()
-        await self.write()
+        await StoreWorker(look_and_write, INTERVAL, on_away=away).run()
 
     def look(self) -> None:
         """Claim the time since the last look for all nodes that are alive."""
-        now, before = self._now(), self._looked_at
+        now, before = self.now(), self._looked_at
         self._looked_at = now
         if before is None or not 0 < now - before <= LONGEST_GAP:
             return
-        ended = {(one.node, one.end): place for place, one in enumerate(self._claims)}
-        for node in self._alive():
+        ended = {(one.node, one.end): place for place, one in enumerate(self.claims)}
+        for node in self.alive():
             if (place := ended.get((node, before))) is None:
-                self._claims.append(NodeUptime(node, before, now))
+                self.claims.append(NodeUptime(node, before, now))
             else:
-                self._claims[place] = self._claims[place]._replace(end=now)
-        if (surplus := len(self._claims) - MOST_CLAIMS) > 0:
-            del self._claims[:surplus]
+                self.claims[place] = self.claims[place]._replace(end=now)
+        if (surplus := len(self.claims) - MOST_CLAIMS) > 0:
+            del self.claims[:surplus]
             log.warning("hours of nodes are lost", claims=surplus)
 
     async def write(self) -> None:
         """Write the claims. Raises: StoreError; they wait then, and count once all the same."""
-        claims = tuple(self._claims)
+        claims = tuple(self.claims)
         if claims:
-            await self._store.run(lambda connection: count_claims(connection, claims))
-            del self._claims[: len(claims)]
+            await self.store.run(lambda connection: count_claims(connection, claims))
+            del self.claims[: len(claims)]
 
 
 def count_claims(connection: Connection, claims: Iterable[NodeUptime]) -> None:

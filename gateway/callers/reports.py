@@ -23,6 +23,7 @@ from collections import OrderedDict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from datetime import UTC, datetime, timedelta
+from functools import partial
 from typing import Any, Literal
 
 import structlog
@@ -32,6 +33,7 @@ from sqlalchemy import (
     FromClause,
     RowMapping,
     Select,
+    Table,
     and_,
     case,
     delete,
@@ -45,7 +47,7 @@ from gateway.callers import money
 from gateway.callers.limits import Accounts, LimitBook
 from gateway.callers.processes import LOST
 from gateway.callers.stored_keys import key_names
-from gateway.callers.windows import DAY, date_of, time_text
+from gateway.callers.windows import DAY, date_of, percentile, time_class, time_text
 from gateway.config.fields import parse_duration
 from gateway.config.stored import RetentionSettings
 from gateway.errors import CLIENT_CLOSED_STATUS
@@ -143,9 +145,6 @@ PERCENTILES: dict[str, tuple[int, float]] = {
     "wait_p95": (2, 0.95),
 }
 """Of each group: which of its `Latencies.counts`, and the share of requests that took no longer."""
-SHORTEST = 0.001  # seconds; what took less is told as 0
-# Of the bounds of two classes of times. The middle of a class is no more than 5 % from its bounds.
-CLASS_RATIO = 1.1
 TIME_CLASSES = 192  # the last one begins at 22 hours
 # Groups whose percentiles are told: of each, 3 * 192 counts of 4 bytes, some 30 MB in all.
 MOST_TIMED_GROUPS = 10_000
@@ -164,33 +163,15 @@ class Latencies:
         """Add the times of a request; None: it has none, or it is unknown."""
         for counts, seconds in zip(self.counts, times, strict=True):
             if seconds is not None:
-                counts[_time_class(seconds)] += 1
+                counts[min(TIME_CLASSES - 1, time_class(seconds))] += 1
 
     def to_json(self) -> dict[str, float | None]:
         """The percentiles; None: no request has such a time."""
-        return {
-            name: _percentile(self.counts[which], share)
+        found = {
+            name: percentile(enumerate(self.counts[which]), share)
             for name, (which, share) in PERCENTILES.items()
         }
-
-
-def _time_class(seconds: float) -> int:
-    if seconds < SHORTEST:
-        return 0
-    return min(TIME_CLASSES - 1, 1 + int(math.log(seconds / SHORTEST) / _LOG_RATIO))
-
-
-_LOG_RATIO = math.log(CLASS_RATIO)
-
-
-def _percentile(counts: Sequence[int], share: float) -> float | None:
-    left = share * sum(counts)
-    for number, count in enumerate(counts):
-        left -= count
-        if count and left <= 0:
-            middle = SHORTEST * CLASS_RATIO ** (number - 0.5)
-            return float(f"{middle:.3g}") if number else 0.0
-    return None
+        return {name: None if one is None else float(f"{one:.3g}") for name, one in found.items()}
 
 
 _LEFT = usage.c.status == CLIENT_CLOSED_STATUS
@@ -246,11 +227,6 @@ class ReportQuery:
     user: str | None = None
     percentiles: bool = False  # whether it tells the percentiles of times
 
-    @property
-    def whole_days(self) -> bool:
-        """Whether it begins and ends with a day: what is recorded by day belongs to it in full."""
-        return self.since % DAY == 0 and (self.until % DAY == 0)
-
 
 def parse_query(
     now: float,
@@ -270,9 +246,18 @@ def parse_query(
             )
     if len(set(names)) < len(names) or len(names) > MOST_DIMENSIONS:
         raise InvalidQuery("by", f"at most {MOST_DIMENSIONS} different ones, such as key,model")
+    # By default to the end of this day: nothing can have ended later, and days are counted in full.
+    start, end = parse_span(since, until, now, (math.floor(now / DAY) + 1) * DAY)
+    most = parse_limit(limit, MOST_ROWS, MOST_ROWS)
+    if percentiles not in {None, "true", "false"}:
+        raise InvalidQuery("percentiles", "must be true or false")
+    dimensions = tuple(name for name in DIMENSIONS if name in names)
+    return ReportQuery(dimensions, start, end, most, key, percentiles=percentiles == "true")
+
+
+def parse_span(since: str | None, until: str | None, now: float, end: float) -> tuple[float, float]:
+    """From when until when is asked, in Unix time; `end`: where it is not said. Raises as below."""
     start = parse_time("since", since or DEFAULT_SINCE, now)
-    # By default the end of this day: nothing can have ended later, and days are counted in full.
-    end = (math.floor(now / DAY) + 1) * DAY
     if until:
         end = parse_time("until", until, now, end=True)
     if start > now:
@@ -283,15 +268,16 @@ def parse_query(
         raise InvalidQuery(
             "until", f"{time_text(end)} is not after the beginning, {time_text(start)}"
         )
-    most = MOST_ROWS
-    if limit is not None:
-        if not (limit.isascii() and limit.isdigit() and 1 <= int(limit[:9]) <= MOST_ROWS):
-            raise InvalidQuery("limit", f"must be a number from 1 to {MOST_ROWS}")
-        most = int(limit)
-    if percentiles not in {None, "true", "false"}:
-        raise InvalidQuery("percentiles", "must be true or false")
-    dimensions = tuple(name for name in DIMENSIONS if name in names)
-    return ReportQuery(dimensions, start, end, most, key, percentiles=percentiles == "true")
+    return start, end
+
+
+def parse_limit(text: str | None, usual: int, most: int) -> int:
+    """How many rows are asked for. Raises: InvalidQuery."""
+    if text is None:
+        return usual
+    if not (text.isascii() and text.isdigit() and 1 <= int(text[:9]) <= most):
+        raise InvalidQuery("limit", f"must be a number from 1 to {most}")
+    return int(text)
 
 
 _DATE = re.compile(r"\d{4}-\d\d-\d\d")
@@ -358,7 +344,7 @@ class ReportReader:
             self._revision = _revision(connection)
         ended = usage.c.ended_at
         later = self._of_caller(select(ended).where(ended < self.query.until), usage)
-        end = end_of_step(connection, later.order_by(ended), self._at, self.rows_per_step)
+        end = end_of_step(connection, later, self._at, self.rows_per_step)
         places, until = self._places(usage), self.query.until if end is None else end
         rows = select(*places, *ROW_SUMS).where(ended >= self._at, ended < until).group_by(*places)
         self._add(connection, self._of_caller(rows, usage))
@@ -483,9 +469,10 @@ class ReportReader:
 def end_of_step(connection: Connection, ends: Select[Any], start: float, rows: int) -> float | None:
     """When the first request ended that is too many for a step of `rows`; None: none is.
 
-    `ends`: when requests ended, in order.
+    `ends`: when requests ended.
     """
     ended = usage.c.ended_at
+    ends = ends.order_by(ended)
     end = connection.scalar(ends.where(ended >= start).offset(rows).limit(1))
     if end == start:
         # More requests than a step takes ended at the same time.
@@ -498,13 +485,13 @@ def _revision(connection: Connection) -> int:
     return connection.scalar(statement) or 0
 
 
+@dataclass(eq=False)
 class Reporter:
     """Reads reports from the store beside the event loop, one at a time."""
 
-    def __init__(self, store: Store) -> None:
-        self.store = store
-        self.reading = asyncio.Lock()
-        """Held while a report is read; retention moves no rows meanwhile."""
+    store: Store
+    reading: asyncio.Lock = field(default_factory=asyncio.Lock)
+    """Held while a report is read; retention moves no rows meanwhile."""
 
     async def read(self, query: ReportQuery) -> LedgerReport:
         """The report. Raises: InvalidQuery, ReportInterrupted, StoreError."""
@@ -623,36 +610,33 @@ def money_json(report: LedgerReport) -> dict[str, Any]:
             charged[tier] = charged.get(tier, 0.0) + sums.cost
     total = report.total
     requests = {tier: sums.requests for tier, sums in tiers.items() if tier}
+    has_whole_days = not (report.query.since % DAY or report.query.until % DAY)
+
+    def costs(sums: Sums, hours: list[money.NodeHours], charged: float) -> dict[str, Any]:
+        why = "the hours of nodes are recorded by day: ask for whole days, such as since=7d"
+        idle = money.idle_cost(hours, charged) if has_whole_days else money.Amount(None, why)
+        return {
+            "cost": sums.cost,
+            "per_request": money.per_request(sums.cost, sums.requests).to_json(),
+            "per_million_tokens": money.per_million_tokens(sums.cost, sums.tokens).to_json(),
+            "node_hours_cost": math.fsum(one.cost for one in hours),
+            "idle": idle.to_json(),
+        }
+
     return {
-        "cost": total.cost,
-        "per_request": money.per_request(total.cost, total.requests).to_json(),
-        "per_million_tokens": money.per_million_tokens(total.cost, total.tokens).to_json(),
-        "node_hours_cost": math.fsum(one.cost for one in report.hours),
-        "idle": _idle(report, report.hours, sum(charged.values())).to_json(),
+        **costs(total, report.hours, sum(charged.values())),
         "all_gpu": money.all_gpu_cost(total.gpu_cost, total.gpu_priced, total.requests).to_json(),
         "effective_per_hour": money.effective_hourly_cost(requests, hours).to_json(),
         "running_per_hour": money.running_hourly_cost(report.hours).to_json(),
         "tiers": {
             tier: {
-                "requests": tiers.get(tier, Sums()).requests,
-                "cost": (sums := tiers.get(tier, Sums())).cost,
-                "per_request": money.per_request(sums.cost, sums.requests).to_json(),
-                "per_million_tokens": money.per_million_tokens(sums.cost, sums.tokens).to_json(),
+                "requests": requests.get(tier, 0),
+                **costs(tiers.get(tier, Sums()), hours.get(tier, []), charged.get(tier, 0.0)),
                 "node_hours": math.fsum(one.seconds for one in hours.get(tier, [])) / 3600,
-                "node_hours_cost": math.fsum(one.cost for one in hours.get(tier, [])),
-                "idle": _idle(report, hours.get(tier, []), charged.get(tier, 0.0)).to_json(),
             }
             for tier in sorted({*requests, *hours})
         },
     }
-
-
-def _idle(report: LedgerReport, hours: list[money.NodeHours], charged: float) -> money.Amount:
-    if not report.query.whole_days:
-        return money.Amount(
-            None, "the hours of nodes are recorded by day: ask for whole days, such as since=7d"
-        )
-    return money.idle_cost(hours, charged)
 
 
 # The busiest hour.
@@ -667,6 +651,7 @@ MOST_MINUTES = 150_000
 BATCH = "batch"  # the class of requests that nobody waits for
 UNSERVED = ("queue_full", "queue_timeout")  # outcomes of requests that the gateway had no slot for
 
+_IS_AWAITED = open_requests.c.class_.is_distinct_from(BATCH)
 COLUMNS = (
     "seconds", "model", "class", "node", "prompt_tokens", "cached_tokens", "completion_tokens",
     "slot_seconds", "lasted", "unserved",
@@ -680,6 +665,11 @@ class _Minute:
     requests: int = 0
     served: int = 0
     slot_seconds: float = 0.0
+
+    def add(self, requests: int, served: int, slot_seconds: float) -> None:
+        self.requests += int(requests)
+        self.served += int(served)
+        self.slot_seconds += float(slot_seconds)
 
     def asked(self, each: float) -> float:
         """Slot seconds, with `each` of a request that had no slot."""
@@ -717,7 +707,7 @@ class ArrivalsReader:
         """Read some more; whether all is read. Raises: InvalidQuery, for too long a time."""
         if self._at is not None:
             ended = usage.c.ended_at
-            later = select(ended).where(ended < self.query.until).order_by(ended)
+            later = select(ended).where(ended < self.query.until)
             end = end_of_step(connection, later, self._at, self.rows_per_step)
             until = self.query.until if end is None else end
             read = self._count if self._hour is None else self._read
@@ -725,44 +715,34 @@ class ArrivalsReader:
             self._at = end
             return False
         if self._hour is None:
-            self._count_open(connection)
+            self._add_minutes(connection, open_requests, literal(0), literal(0.0), _IS_AWAITED)
             if not self._minutes:
                 return True
             self._hour = self._busiest()
             self._at = self._hour[0]
             return False
-        waits_not = select(open_requests).where(open_requests.c.class_.is_distinct_from(BATCH))
-        self._add(connection, waits_not, open_requests.c.started_at)
+        self._add(connection, open_requests, _IS_AWAITED)
         self._arrivals.sort(key=lambda one: one[0])
         return True
 
     def _count(self, connection: Connection, start: float, end: float) -> None:
-        minute = func.floor(usage.c.started_at / MINUTE)
         served = func.sum(case((usage.c.slot_seconds > 0, 1), else_=0))
-        counted = (
-            select(minute, func.count(), served, func.sum(usage.c.slot_seconds))
-            .where(usage.c.ended_at >= start, usage.c.ended_at < end, _wanted_slots())
-            .group_by(minute)
-        )
-        self._add_minutes(connection, counted)
+        ended = and_(usage.c.ended_at >= start, usage.c.ended_at < end, _wanted_slots())
+        self._add_minutes(connection, usage, served, func.sum(usage.c.slot_seconds), ended)
 
-    def _count_open(self, connection: Connection) -> None:
-        minute = func.floor(open_requests.c.started_at / MINUTE)
-        counted = (
-            select(minute, func.count(), literal(0), literal(0.0))
-            .where(open_requests.c.class_.is_distinct_from(BATCH))
-            .group_by(minute)
-        )
-        self._add_minutes(connection, counted)
-
-    def _add_minutes(self, connection: Connection, counted: Select[Any]) -> None:
-        for number, requests, served, slot_seconds in connection.execute(counted):
-            if not self.query.since - MINUTE < number * MINUTE < self._until:
-                continue
-            minute = self._minutes.setdefault(int(number), _Minute())
-            minute.requests += int(requests)
-            minute.served += int(served)
-            minute.slot_seconds += float(slot_seconds)
+    def _add_minutes(
+        self,
+        connection: Connection,
+        table: Table,
+        served: ColumnElement[int],
+        slot_seconds: ColumnElement[float],
+        wanted: ColumnElement[bool],
+    ) -> None:
+        minute = func.floor(table.c.started_at / MINUTE)
+        counted = select(minute, func.count(), served, slot_seconds).where(wanted).group_by(minute)
+        for number, *counts in connection.execute(counted):
+            if self.query.since - MINUTE < number * MINUTE < self._until:
+                self._minutes.setdefault(int(number), _Minute()).add(*counts)
         if len(self._minutes) > self.most_minutes:
             raise InvalidQuery("since", "so long a time can't be compared: take a later one")
 
@@ -791,14 +771,12 @@ class ArrivalsReader:
         return start, min(self._until, float((found[0] + minutes) * MINUTE))
 
     def _read(self, connection: Connection, start: float, end: float) -> None:
-        ended = select(usage).where(usage.c.ended_at >= start, usage.c.ended_at < end)
-        self._add(connection, ended.where(_wanted_slots()), usage.c.started_at)
+        ended = and_(usage.c.ended_at >= start, usage.c.ended_at < end, _wanted_slots())
+        self._add(connection, usage, ended)
 
-    def _add(
-        self, connection: Connection, found: Select[Any], started: ColumnElement[float]
-    ) -> None:
-        start, end = self._hour or (0.0, 0.0)
-        within = found.where(started >= start, started <= end)
+    def _add(self, connection: Connection, table: Table, wanted: ColumnElement[bool]) -> None:
+        (start, end), started = self._hour or (0.0, 0.0), table.c.started_at
+        within = select(table).where(wanted, started >= start, started <= end)
         rows = connection.execute(within.limit(self.most_arrivals - len(self._arrivals)))
         self._arrivals += (_arrival(row, start) for row in rows.mappings())
 
@@ -887,7 +865,7 @@ class CallerUsage:
             "group": caller.group,
             "user": accounts.user,
             **_without_cache(await self._figures(caller.id, accounts.user), hides_cache),
-            "limits": [one.as_json() for one in self.book.standings(accounts)],
+            "limits": [one.as_json() for one in self.book.standings(accounts.tracked)],
             "max_class": caller.max_priority.label,
             "models_allowed": None if caller.models is None else sorted(caller.models),
             "largest_prompt_tokens": accounts.prompt_tokens,
@@ -981,39 +959,31 @@ _PLACE = (dimension(usage, "day"), *(usage.c[name] for name in _DIMENSIONS))
 log = structlog.get_logger()
 
 
-@dataclass(frozen=True, slots=True)
-class RollUp:
-    """A job of the store: turns the oldest rows into sums; returns how many."""
-
-    before: float  # only rows of requests that ended before it
-    rows: int = BATCH_ROWS
-
-    def __call__(self, connection: Connection) -> int:
-        """Run within the transaction of `connection`."""
-        old = select(usage.c.id).where(usage.c.ended_at < self.before).limit(1)
-        if self.rows <= 0 or connection.scalar(old) is None:
-            return 0
-        # Before the rows are read, so that of two processes one waits for the other.
-        raised = insert_for(connection)(revisions).values(name=ROLLED_UP, number=1)
-        connection.execute(
-            raised.on_conflict_do_update(
-                index_elements=[revisions.c.name], set_={"number": revisions.c.number + 1}
-            )
+def roll_up(connection: Connection, before: float, rows: int = BATCH_ROWS) -> int:
+    """A job of the store: turn the oldest rows, which ended before then, into sums; how many."""
+    oldest = select(usage.c.id).where(usage.c.ended_at < before)
+    if rows <= 0 or connection.scalar(oldest.limit(1)) is None:
+        return 0
+    # Before the rows are read, so that of two processes one waits for the other.
+    raised = insert_for(connection)(revisions).values(name=ROLLED_UP, number=1)
+    connection.execute(
+        raised.on_conflict_do_update(
+            index_elements=[revisions.c.name], set_={"number": revisions.c.number + 1}
         )
-        oldest = select(usage.c.id).where(usage.c.ended_at < self.before)
-        ids = list(connection.scalars(oldest.order_by(usage.c.ended_at).limit(self.rows)))
-        if not ids:
-            return 0
-        sums: dict[tuple[str, ...], Sums] = {}
-        summed = select(*_PLACE, *ROW_SUMS).where(usage.c.id.in_(ids)).group_by(*_PLACE)
-        for day, *values in connection.execute(summed):
-            place, numbers = values[: len(_DIMENSIONS)], values[len(_DIMENSIONS) :]
-            whose = (label_of("day", day), *(value or "" for value in place))
-            sums.setdefault(whose, Sums()).add(numbers)
-        _add_to_days(connection, sums)
-        gone = connection.execute(delete(usage).where(usage.c.id.in_(ids))).rowcount
-        assert gone == len(ids), "rows were deleted by somebody else"
-        return gone
+    )
+    ids = list(connection.scalars(oldest.order_by(usage.c.ended_at).limit(rows)))
+    if not ids:
+        return 0
+    sums: dict[tuple[str, ...], Sums] = {}
+    summed = select(*_PLACE, *ROW_SUMS).where(usage.c.id.in_(ids)).group_by(*_PLACE)
+    for day, *values in connection.execute(summed):
+        place, numbers = values[: len(_DIMENSIONS)], values[len(_DIMENSIONS) :]
+        whose = (label_of("day", day), *(value or "" for value in place))
+        sums.setdefault(whose, Sums()).add(numbers)
+    _add_to_days(connection, sums)
+    gone = connection.execute(delete(usage).where(usage.c.id.in_(ids))).rowcount
+    assert gone == len(ids), "rows were deleted by somebody else"
+    return gone
 
 
 def _add_to_days(connection: Connection, sums: dict[tuple[str, ...], Sums]) -> None:
@@ -1028,6 +998,7 @@ def _add_to_days(connection: Connection, sums: dict[tuple[str, ...], Sums]) -> N
     )
 
 
+@dataclass(eq=False)
 class Retention:
     """Keeps the ledger within its limits, a batch at a time.
 
@@ -1035,16 +1006,11 @@ class Retention:
     twice or not at all.
     """
 
-    def __init__(
-        self,
-        reporter: Reporter,
-        settings: Callable[[], RetentionSettings],
-        now: Callable[[], float],
-    ) -> None:
-        self._store = reporter.store
-        self._settings = settings
-        self._reading = reporter.reading
-        self._now = now
+    reporter: Reporter
+    settings: Callable[[], RetentionSettings]
+    now: Callable[[], float]
+
+    def __post_init__(self) -> None:
         self.worker = StoreWorker(
             self._one_pass,
             PASS_INTERVAL,
@@ -1061,34 +1027,33 @@ class Retention:
 
         Raises: StoreError; what is done by then stays done.
         """
-        gone = 0
-        settings, now = self._settings(), self._now()
+        gone, run = 0, self.reporter.store.run
+        settings, now = self.settings(), self.now()
         youngest = now - YOUNGEST
         if settings.days:
             before = (now // DAY - settings.days) * DAY
             gone += await self._roll_up(min(before, youngest), None)
         if settings.rows:
-            gone += await self._roll_up(youngest, await self._count_rows() - settings.rows)
+            start: float | None = 0.0
+            rows = 0
+            while start is not None:
+                some, start = await run(partial(count_some, start=start), write=False)
+                rows += some
+                await asyncio.sleep(BATCH_PAUSE)
+            gone += await self._roll_up(youngest, rows - settings.rows)
         if gone:
             for _ in range(MOST_VACUUMS):
-                if not await self._store.run(give_back_pages):
+                if not await run(give_back_pages):
                     break
                 await asyncio.sleep(BATCH_PAUSE)
         return gone
-
-    async def _count_rows(self) -> int:
-        counter = RowCounter()
-        while True:
-            if await self._store.run(counter, write=False):
-                return counter.counted
-            await asyncio.sleep(BATCH_PAUSE)
 
     async def _roll_up(self, before: float, most: int | None) -> int:
         gone = 0
         while most is None or gone < most:
             rows = BATCH_ROWS if most is None else min(BATCH_ROWS, most - gone)
-            async with self._reading:
-                done = await self._store.run(RollUp(before, rows))
+            async with self.reporter.reading:
+                done = await self.reporter.store.run(partial(roll_up, before=before, rows=rows))
             gone += done
             if done < rows:
                 break
@@ -1096,28 +1061,17 @@ class Retention:
         return gone
 
 
-class RowCounter:
-    """A job of the store, run until it returns True: counts the ledger's rows, some each time."""
+def count_some(
+    connection: Connection, start: float, rows: int = COUNTED_ROWS
+) -> tuple[int, float | None]:
+    """A job of the store: how many of the next rows there are, which ended from `start` on.
 
-    def __init__(self, rows_per_step: int = COUNTED_ROWS) -> None:
-        self.counted = 0  # rows so far. Those that come meanwhile may be among them.
-        self._rows_per_step = rows_per_step
-        self._from = 0.0  # `ended_at` of the next row
-
-    def __call__(self, connection: Connection) -> bool:
-        """Run within the transaction of `connection`."""
-        ended = usage.c.ended_at
-        left = ended >= self._from
-        later = select(ended).order_by(ended)
-        end = end_of_step(connection, later, self._from, self._rows_per_step)
-        counting = select(func.count()).select_from(usage).where(left)
-        if end is not None:
-            counting = counting.where(ended < end)
-        self.counted += connection.scalar(counting) or 0
-        if end is None:
-            return True
-        self._from = end
-        return False
+    Returns when the row ended from which to go on, too; None: all are counted.
+    """
+    ended = usage.c.ended_at
+    end = end_of_step(connection, select(ended), start, rows)
+    some = ended >= start if end is None else and_(ended >= start, ended < end)
+    return connection.scalar(select(func.count()).select_from(usage).where(some)) or 0, end
 
 
 def give_back_pages(connection: Connection) -> bool:

@@ -17,7 +17,7 @@ from gateway.callers.key_sync import KeySync
 from gateway.callers.keys import KeyRing
 from gateway.callers.limit_sync import LimitSync
 from gateway.callers.limits import LimitBook, UsedQuota
-from gateway.callers.stored_groups import with_groups
+from gateway.callers.stored_keys import with_groups
 from gateway.config.settings import Settings
 from gateway.store.failures import StoreError
 from gateway.store.store import Store
@@ -73,7 +73,7 @@ class Standings:
         await self._load()
         found: dict[str, dict[str, Any]] = {}
         async for caller in _in_turns(callers):
-            limits = book.standings(book.accounts(caller))
+            limits = book.standings(book.accounts(caller).tracked)
             own = [one.as_json() for one in limits if one.kind != "total"]
             found[caller.id] = {"standing": own}
             if with_users:
@@ -85,14 +85,14 @@ class Standings:
         await self.key_sync.refresh()
         await self._load()
         return {
-            name: [one.as_json() for one in self.book.standings_of([account])]
+            name: [one.as_json() for one in self.book.standings([account])]
             for name, account in self.book.group_accounts()
         }
 
     async def _of_users(self, key: str) -> list[dict[str, Any]]:
         used = []
         async for user, account in _in_turns(self.book.user_accounts(key)):
-            limits = list(self.book.standings_of([account]))
+            limits = list(self.book.standings([account]))
             share = max((one.used / one.most for one in limits), default=0.0)
             if share > 0:
                 used.append((share, user, limits))

@@ -1,52 +1,45 @@
-"""Keys in the store: made, changed, rotated and revoked, each in one transaction of the store.
+"""Keys and their groups in the store: made, changed, rotated and revoked.
 
 The functions that take a connection are jobs of the store's thread, or parts of such jobs. They can
-be done twice: who does not know whether a change was made asks for it again. Each of them raises
-the revision of the keys, so that every gateway of the store sees the change at its next poll.
-
-`KeyDesk` is what the admin API, and a command on a store alone, do with them. Each operation checks
-what is asked for, does it in one transaction of the store, and returns what its asker is shown:
-JSON values without the hash. A new secret is in one answer and nowhere else.
+be done twice: who does not know whether a change was made asks for it again. Each change raises the
+revision of the keys, so that every gateway of the store sees it at its next poll. A group of the
+settings comes before one of the store that has its name.
 """
 
 from __future__ import annotations
 
-import asyncio
 import json
-import time
-from collections.abc import Awaitable, Callable, Collection, Iterable, Mapping, Sequence
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from datetime import UTC, datetime
-from typing import Any, Protocol, TypeVar
+from typing import Any, TypeVar
 
 import structlog
-from pydantic import ValidationError
 from sqlalchemy import Connection, Row, case, delete, func, insert, or_, select, update
 from sqlalchemy.exc import IntegrityError
 
-from gateway import errors
-from gateway.callers.keys import ApiKey, HeldKey, held_key, new_key, without_secret
-from gateway.config.fields import ConfigModel, parse_duration, parse_timestamp
-from gateway.config.keys import KeySpec
+from gateway.callers.keys import HeldKey, held_key, without_secret
+from gateway.config.keys import GroupSpec, KeySpec
 from gateway.config.settings import Settings
-from gateway.config.yaml_file import error_words, model_at_path
 from gateway.errors import GatewayError, truncate_echo
 from gateway.store.database import insert_for
 from gateway.store.schema import groups as groups_table
 from gateway.store.schema import keys as keys_table
 from gateway.store.schema import learnt, revisions, usage
-from gateway.store.store import JOB_SECONDS, Store
 
 # Keys that a store may hold, revoked ones included: a gateway has all of them in memory.
 MOST_STORED_KEYS = 100_000
+MOST_STORED_GROUPS = 1000
 MOST_PROBLEMS = 50  # problems of an import that are told; it counts the others
 MOST_REVOKED_NAMES = 10_000  # revoked keys whose names a gateway remembers, the latest
 KEYS_REVISION = "keys"  # the name under which the store counts changes of keys and groups
 
-# The column of each field that is stored as JSON: of keys and groups, and of keys alone.
-SPEC_COLUMNS = {"limits": "limits", "user_limits": "user_limits", "cache": "privacy"}
-_JSON_COLUMNS = {"models": "models", **SPEC_COLUMNS}
-
+# The columns of fields of keys and groups that have other names, and the fields kept as JSON.
+_COLUMNS = {"group": "group_name", "cache": "privacy", "expires": "expires_at"}
+_AS_JSON = frozenset({"models", "limits", "user_limits", "cache"})
+_OF_KEY = ("created_at", "revoked_at", "previous_sha256", "previous_until")
+S = TypeVar("S", KeySpec, GroupSpec)
 log = structlog.get_logger()
 
 
@@ -72,7 +65,7 @@ class KeyProblem:
     index: int  # its place in the list, from 0
     key: str  # the field to blame
     message: str
-    remedy: str
+    remedy: str = ""
 
     def __str__(self) -> str:
         name = f"{self.key}: " if self.key else ""
@@ -90,6 +83,11 @@ class KeysRefused(GatewayError):  # noqa: N818 - says what happened to the keys
         self.problems = tuple(problems)
 
 
+def is_over(spec: KeySpec, now: float) -> bool:
+    """Whether the key has expired."""
+    return spec.expires is not None and spec.expires.timestamp() <= now
+
+
 def key_not_found(name: str) -> GatewayError:
     """404: no key has this name or id."""
     return GatewayError(
@@ -98,6 +96,12 @@ def key_not_found(name: str) -> GatewayError:
         f"There is no key of the name or id '{truncate_echo(without_secret(name))}'; "
         "'llama-gateway keys list' shows all.",
     )
+
+
+def group_not_found(name: str) -> GatewayError:
+    """404: no group of the store has this name."""
+    message = f"There is no group '{truncate_echo(name)}'; 'llama-gateway groups list' shows all."
+    return GatewayError(404, "group_not_found", message)
 
 
 # Jobs of the store's thread.
@@ -131,13 +135,9 @@ def revoked_names(connection: Connection) -> dict[str, str]:
 
 
 def key_names(connection: Connection, ids: Iterable[str]) -> dict[str, str]:
-    """The names of these stored keys by their ids; revoked keys keep theirs."""
-    listed, found = list(ids), dict[str, str]()
-    for start in range(0, len(listed), _MOST_PARAMETERS):
-        some = keys_table.c.id.in_(listed[start : start + _MOST_PARAMETERS])
-        rows = connection.execute(select(keys_table.c.id, keys_table.c.name).where(some))
-        found |= {row[0]: row[1] for row in rows}
-    return found
+    """The names of some thousand stored keys by their ids; revoked keys keep theirs."""
+    wanted = select(keys_table.c.id, keys_table.c.name).where(keys_table.c.id.in_(list(ids)))
+    return {row[0]: row[1] for row in connection.execute(wanted)}
 
 
 def last_uses(connection: Connection, ids: Sequence[str]) -> dict[str, float]:
@@ -160,29 +160,30 @@ def group_members(connection: Connection) -> dict[str, int]:
 
 def stored_key(row: Row[Any]) -> StoredKey | None:
     """The key of a row; None if a later version has written what this one can't read."""
+    spec = _spec_of(row, KeySpec, "key", row.id)
+    return None if spec is None else StoredKey(spec, *(getattr(row, name) for name in _OF_KEY))
+
+
+def _spec_of(row: Row[Any], model: type[S], what: str, name: str) -> S | None:
     values = row._mapping  # noqa: SLF001 - SQLAlchemy's public name for it
-    fields: dict[str, Any] = {
-        "id": values["id"],
-        "sha256": values["sha256"],
-        "name": values["name"],
-        "class": values["class_"],
-        "max_class": values["max_class"],
-        "group": values["group_name"],
-        "trust_user_headers": bool(values["trust_user_headers"]),
-    }
+    fields = {one: values[_COLUMNS.get(one, one)] for one in model.model_fields}
     try:
-        for name, column in _JSON_COLUMNS.items():
-            fields[name] = None if values[column] is None else json.loads(values[column])
-        if values["expires_at"] is not None:
-            fields["expires"] = datetime.fromtimestamp(values["expires_at"], UTC)
-        spec = KeySpec.model_validate(fields, by_alias=True, by_name=False)
+        for one in _AS_JSON & fields.keys():
+            fields[one] = None if fields[one] is None else json.loads(fields[one])
+        if fields.get("expires") is not None:
+            fields["expires"] = datetime.fromtimestamp(fields["expires"], UTC)
+        return model.model_validate(fields)
     except (ValueError, OverflowError, OSError) as error:
         # Its rights are unknown, so it has none.
-        why = str(error).splitlines()[0]
-        log.warning("a stored key can't be used", key=values["id"], why=why)
+        event, why = f"a stored {what} can't be used", str(error).splitlines()[0]
+        log.warning(event, **{what: name, "why": why})
         return None
-    names = ("created_at", "revoked_at", "previous_sha256", "previous_until")
-    return StoredKey(spec, *(values[name] for name in names))
+
+
+def _columns_of(spec: KeySpec | GroupSpec) -> dict[str, Any]:
+    fields = spec.model_dump(mode="json", exclude_none=True)
+    fields |= {name: json.dumps(fields[name]) for name in _AS_JSON & fields.keys()}
+    return {_COLUMNS.get(name, name): fields.get(name) for name in type(spec).model_fields}
 
 
 def find_key(connection: Connection, name: str) -> StoredKey:
@@ -212,7 +213,7 @@ def add_keys(connection: Connection, specs: Sequence[KeySpec], now: float) -> li
     count = connection.scalar(select(func.count()).select_from(keys_table)) or 0
     if len(specs) > MOST_STORED_KEYS - count:
         message = f"a store holds at most {MOST_STORED_KEYS} keys, revoked ones included"
-        problems.append(KeyProblem(0, "", message, ""))
+        problems.append(KeyProblem(0, "", message))
     fresh = []
     for index, spec in enumerate(specs):
         problem, is_there = _taken(index, spec, present, called)
@@ -227,7 +228,7 @@ def add_keys(connection: Connection, specs: Sequence[KeySpec], now: float) -> li
             connection.execute(insert(keys_table), [_row(key) for key in fresh])
         except IntegrityError:
             # Another process has stored it since the look.
-            problem = KeyProblem(0, "name", "another key of this name or id is being stored", "")
+            problem = KeyProblem(0, "name", "another key of this name or id is being stored")
             raise KeysRefused([problem], 409) from None
         raise_revision(connection, now)
     return [present.get(spec.id) or StoredKey(spec, now) for spec in specs]
@@ -261,7 +262,7 @@ def rotate_key(
     key = _usable(connection, name)
     if key.spec.sha256 == sha256:
         return key  # It was done before.
-    if key.spec.expires is not None and key.spec.expires.timestamp() <= now:
+    if is_over(key.spec, now):
         raise GatewayError(
             409, "key_expired", f"The key '{key.spec.name}' has expired: make a new one."
         )
@@ -363,477 +364,53 @@ def _write(connection: Connection, key: StoredKey, now: float) -> None:
 
 
 def _row(key: StoredKey) -> dict[str, Any]:
-    """The values of a key's row."""
-    spec = key.spec
-    fields = spec.model_dump(mode="json", exclude_none=True)
-    return {
-        "id": spec.id,
-        "name": spec.name,
-        "sha256": spec.sha256,
-        "previous_sha256": key.previous_sha256,
-        "previous_until": key.previous_until,
-        "created_at": key.created_at,
-        "expires_at": None if spec.expires is None else spec.expires.timestamp(),
-        "revoked_at": key.revoked_at,
-        "class_": spec.class_,
-        "max_class": spec.max_class,
-        "group_name": spec.group,
-        "trust_user_headers": spec.trust_user_headers,
-        **{
-            column: json.dumps(fields[name]) if name in fields else None
-            for name, column in _JSON_COLUMNS.items()
-        },
-    }
-
-
-T = TypeVar("T")
-DEFAULT_GRACE = 24 * 3600.0  # seconds for which the old secret works after a rotation
-LONGEST_GRACE = 366 * 86400.0
-
-
-USES_OF_A_STEP = 500  # keys whose last uses one job of the store reads
-
-
-async def _nothing() -> None:
-    """Nobody but the store needs to know of a change."""
-
-
-async def _unknown(ids: Sequence[str], *, with_users: bool) -> Mapping[str, dict[str, Any]]:  # noqa: ARG001
-    """Nobody counts what keys use."""
-    return {}
-
-
-class ReadUse(Protocol):
-    """Tells what keys have used of their limits."""
-
-    async def __call__(
-        self, ids: Sequence[str], *, with_users: bool
-    ) -> Mapping[str, dict[str, Any]]:
-        """What to show of each key, by its id. Raises: StoreError."""
-
-
-@dataclass(frozen=True, slots=True)
-class KeyDesk:
-    """The keys of `settings` and `store`. Every method raises GatewayError and StoreError.
-
-    A change may have been made although StoreError was raised: ask again.
-    """
-
-    settings: Settings
-    store: Store | None
-    check_models: Callable[[Sequence[KeySpec]], Sequence[str]]
-    """Returns warnings of models that keys name and nobody serves. Raises: KeysRefused."""
-    on_change: Callable[[], Awaitable[None]] = _nothing
-    """Puts a change in force in this process. Raises: StoreError."""
-    now: Callable[[], float] = time.time  # Unix seconds
-    seconds: float = JOB_SECONDS  # how long the store may take
-    use_of: ReadUse = _unknown
-
-    async def list(self, *, revoked: bool, name: str | None = None) -> dict[str, Any]:
-        """All keys, by name; with `revoked`, those as well.
-
-        `name`: keys of this name or id alone, with what their end users have used.
-        """
-        now, own, stored = self.now(), self.settings.keys, list[StoredKey]()
-        if self.store is not None:
-            stored = await self.run(lambda connection: read_keys(connection, revoked=revoked))
-
-        def listing() -> dict[str, Any]:
-            ids = {spec.id for spec in own}
-            keys = [shown_settings_key(spec, now) for spec in own]
-            keys += [shown_key(key, now, is_hidden=key.spec.id in ids) for key in stored]
-            if name is not None:
-                keys = [key for key in keys if name in {key["id"], key["name"]}]
-            return {
-                "keys": sorted(keys, key=lambda key: (key["name"], key["id"])),
-                "warnings": key_warnings(own, stored),
-            }
-
-        # A hundred thousand of them take a second.
-        found = await asyncio.to_thread(listing)
-        await self._add_use(found["keys"], with_users=name is not None)
-        return found
-
-    async def show(self, name: str) -> dict[str, Any]:
-        """The key of this name or id."""
-        spec = self._settings_key(name)
-        if spec is not None:
-            shown = shown_settings_key(spec, self.now())
-        elif self.store is None:
-            raise key_not_found(name)
-        else:
-            shown = shown_key(await self.run(lambda c: find_key(c, name)), self.now())
-        await self._add_use([shown], with_users=True)
-        return shown
-
-    async def _add_use(self, shown: Sequence[dict[str, Any]], *, with_users: bool) -> None:
-        """Add what keys have used of their limits, and when last."""
-        active = [key["id"] for key in shown if key["state"] == "active"]
-        use_of = await self.use_of(active, with_users=with_users)
-        for start in range(0, len(shown), USES_OF_A_STEP):
-            some = shown[start : start + USES_OF_A_STEP]
-            ids, used = [key["id"] for key in some], dict[str, float]()
-            if self.store is not None:
-                used = await self.run(lambda c, ids=ids: last_uses(c, ids))  # type: ignore[misc]
-            for key in some:
-                last = iso_time(used.get(key["id"]))
-                own = use_of.get(key["id"], {}) if key["state"] == "active" else {}
-                key.update({"last_used_at": last, "standing": None, **own})
-
-    async def create(self, entry: Mapping[str, Any]) -> dict[str, Any]:
-        """Store a key. One without `sha256` is made here, and is in the answer as `key`."""
-        entry, made = _with_secret(entry)
-        [spec], warnings = await self._checked([entry])
-        now = self.now()
-        [stored] = await self.store_change(lambda connection: add_keys(connection, [spec], now))
-        return _answer(stored, now, made, warnings)
-
-    async def import_keys(self, entries: Sequence[object]) -> dict[str, Any]:
-        """Store keys by their hashes: all of them or none. Raises KeysRefused, too."""
-        now = self.now()
-        specs, warnings = await self._checked(entries)
-        stored = await self.store_change(lambda connection: add_keys(connection, specs, now))
-        keys = await asyncio.to_thread(lambda: [shown_key(key, now) for key in stored])
-        return {"imported": len(keys), "keys": keys, "warnings": warnings}
-
-    async def change(self, name: str, patch: Mapping[str, Any]) -> dict[str, Any]:
-        """Change a key's name or rights by a JSON merge patch (RFC 7396); its secret stays."""
-        self._refuse_settings_key(name)
-        settings, now = self.settings, self.now()
-        key = await self.run(lambda connection: find_key(connection, name))
-        defined = await self._defined_groups()
-        spec = checked_change(key, patch, settings.keys, self._allowed(defined), now)
-        warnings = group_warnings([spec.group], defined) if "group" in patch else []
-        if "models" in patch or "limits" in patch:
-            warnings += self.check_models([spec])
-
-        def change(connection: Connection) -> StoredKey:
-            # Anew: somebody else may have changed it meanwhile.
-            latest = find_key(connection, key.spec.id)
-            wanted = checked_change(latest, patch, settings.keys, self._allowed(defined), now)
-            return change_key(connection, key.spec.id, wanted, now)
-
-        return _answer(await self.store_change(change), now, None, warnings)
-
-    async def rotate(self, name: str, fields: Mapping[str, Any]) -> dict[str, Any]:
-        """Give a key a new secret: of the `sha256` in the fields, or made here.
-
-        The old one works for `grace` more (24 h if unset).
-        """
-        self._refuse_settings_key(name)
-        grace = checked_grace(fields.get("grace", DEFAULT_GRACE))
-        if unknown := fields.keys() - {"sha256", "grace"}:
-            raise errors.invalid_request(f"There is no '{truncate_echo(min(unknown))}' here.")
-        key = await self.run(lambda connection: find_key(connection, name))
-        entry, made = _with_secret({"id": key.spec.id, "sha256": fields.get("sha256")})
-        now = self.now()
-        [spec] = checked_specs([entry], (), (), now)
-        rotated = await self.store_change(
-            lambda connection: rotate_key(connection, key.spec.id, spec.sha256, grace, now)
-        )
-        return _answer(rotated, now, made, ())
-
-    async def revoke(self, name: str) -> dict[str, Any]:
-        """End a key for good."""
-        self._refuse_settings_key(name)
-        now = self.now()
-        return shown_key(await self.store_change(lambda c: revoke_key(c, name, now)), now)
-
-    def _refuse_settings_key(self, name: str) -> None:
-        if self._settings_key(name) is not None:
-            raise GatewayError(
-                409,
-                "key_of_settings",
-                f"'{truncate_echo(name)}' is a key of the settings: change or remove it there.",
-            )
-
-    def _settings_key(self, name: str) -> KeySpec | None:
-        return next((one for one in self.settings.keys if name in {one.id, one.name}), None)
-
-    async def _checked(self, entries: Sequence[object]) -> tuple[Sequence[KeySpec], Sequence[str]]:
-        """The keys that these entries describe, and warnings. Raises KeysRefused, too."""
-        defined = await self._defined_groups()
-        # Thousands of them take a second.
-        specs = await asyncio.to_thread(
-            checked_specs, entries, self.settings.keys, self._allowed(defined), self.now()
-        )
-        return specs, [
-            *self.check_models(specs),
-            *group_warnings((one.group for one in specs), defined),
-        ]
-
-    async def _defined_groups(self) -> set[str]:
-        """The groups that settings or store define."""
-        stored = await self.run(lambda c: c.scalars(select(groups_table.c.name)).all())
-        return {*self.settings.groups, *stored}
-
-    def _allowed(self, defined: set[str]) -> Collection[str]:
-        """The groups that keys may name; none: any, since the settings declare none."""
-        return defined if self.settings.groups else ()
-
-    async def run(self, job: Callable[[Connection], T], *, write: bool = False) -> T:
-        """Do a job of the store."""
-        if self.store is None:
-            raise GatewayError(
-                501,
-                "not_supported",
-                "The gateway has no store (store.url: off), so it can't keep keys or groups: write "
-                "them into the settings ('llama-gateway keys create' shows the lines of a key).",
-            )
-        return await self.store.run(job, write=write, seconds=self.seconds)
-
-    async def store_change(self, job: Callable[[Connection], T]) -> T:
-        """Change the store, and put the change in force."""
-        result = await self.run(job, write=True)
-        await self.on_change()
-        return result
-
-
-def _with_secret(fields: Mapping[str, Any]) -> tuple[Mapping[str, Any], ApiKey | None]:
-    """The fields with a SHA-256, and the new key if they had none."""
-    if fields.get("sha256") is not None:
-        return fields, None
-    given = fields.get("id")
-    # An id that can't be one is refused later, with its reason.
-    made = new_key(given if isinstance(given, str) and given and "_" not in given else None)
-    return {"id": made.id, **fields, "sha256": made.sha256}, made
-
-
-def _answer(
-    stored: StoredKey, now: float, made: ApiKey | None, warnings: Sequence[str]
-) -> dict[str, Any]:
-    secret = {} if made is None else {"key": made.text}
-    return {**secret, **shown_key(stored, now), "warnings": warnings}
-
-
-# What somebody wants, checked before the store is asked.
-
-
-def checked_specs(
-    entries: Sequence[object], settings_keys: Iterable[KeySpec], groups: Iterable[str], now: float
-) -> list[KeySpec]:
-    """The keys that these mappings describe, in the form of the settings' `keys`.
-
-    `expires` may be a duration from `now` on (Unix seconds), such as `90d`. `settings_keys` are
-    those of the settings: names and ids of keys are unique over both. `groups`: those that a key
-    may name; none: any.
-
-    Raises: KeysRefused, with every problem.
-    """
-    problems: list[KeyProblem] = []
-    specs: list[KeySpec] = []
-    taken = {one for spec in settings_keys for one in (spec.id, spec.name) if one}
-    known_groups, seen = set(groups), dict[str, int]()
-    for index, entry in enumerate(entries):
-        try:
-            spec = _spec(entry, now)
-        except ValidationError as error:
-            problems += invalid_fields(index, error)
-            continue
-        except ValueError as error:
-            problems.append(KeyProblem(index, "expires", str(error), ""))
-            continue
-        specs.append(spec)
-        problems += _conflicts(index, spec, taken, known_groups, seen)
-        seen |= {spec.id: index, spec.name: index}
-        if len(problems) > MOST_PROBLEMS:
-            break
-    if problems:
-        raise KeysRefused(problems[:MOST_PROBLEMS])
-    return specs
-
-
-def checked_change(
-    key: StoredKey,
-    patch: Mapping[str, Any],
-    settings_keys: Iterable[KeySpec],
-    groups: Iterable[str],
-    now: float,
-) -> KeySpec:
-    """The key's rights after a JSON merge patch (RFC 7396). Raises: KeysRefused."""
-    for fixed in ("id", "sha256"):
-        if fixed in patch:
-            raise KeysRefused([KeyProblem(0, fixed, "can't be changed", "rotate it, or make one")])
-    fields = key.spec.model_dump(mode="json", by_alias=True, exclude_none=True)
-    if "expires" not in patch:
-        # It may be over: that is no fault of this change.
-        fields.pop("expires", None)
-    [changed] = checked_specs([_merged(fields, patch)], settings_keys, groups, now)
-    if "expires" not in patch:
-        changed = changed.model_copy(update={"expires": key.spec.expires})
-    return changed
-
-
-def _merged(fields: Mapping[str, Any], patch: Mapping[str, Any]) -> dict[str, Any]:
-    merged = dict(fields)
-    for name, value in patch.items():
-        if isinstance(value, Mapping):
-            before = merged.get(name)
-            merged[name] = _merged(before if isinstance(before, Mapping) else {}, value)
-        elif value is None and name in merged:
-            del merged[name]
-        else:
-            merged[name] = value  # A null of an unknown name stays, and is refused.
-    return merged
-
-
-def checked_grace(value: object) -> float:
-    """The seconds that `24h`, or a number, means. Raises: GatewayError (400)."""
-    try:
-        seconds = parse_duration(value)
-    except ValueError:
-        seconds = -1.0
-    if not 0 <= seconds <= LONGEST_GRACE:
-        days = LONGEST_GRACE / 86400
-        raise GatewayError(
-            400,
-            "invalid_request",
-            f"The grace must be a duration of at most {days:.0f} days, such as 24h, or 0.",
-            param="grace",
-        )
-    return seconds
-
-
-def _spec(entry: object, now: float) -> KeySpec:
-    """The key of this mapping. Raises: ValidationError, ValueError."""
-    if not isinstance(entry, Mapping):
-        return KeySpec.model_validate(entry, by_alias=True, by_name=False)
-    fields = dict(entry)
-    if isinstance(fields.get("expires"), str):
-        fields["expires"] = expiry(fields["expires"], now)
-    spec = KeySpec.model_validate(fields, by_alias=True, by_name=False)
-    if spec.expires is not None and spec.expires.timestamp() <= now:
-        raise ValueError(f"{spec.expires:%Y-%m-%d %H:%M} is over; give a later time")
-    # A key without a name is called by its id.
-    return spec if spec.name else spec.model_copy(update={"name": spec.id})
-
-
-def expiry(text: str, now: float) -> datetime:
-    """The time that `90d`, or `2027-01-31`, means. Raises: ValueError."""
-    with_unit = any(char.isalpha() for char in text) and "T" not in text
-    try:
-        if not with_unit:
-            return parse_timestamp(text)
-        return datetime.fromtimestamp(now + parse_duration(text), UTC)
-    except (ValueError, OverflowError, OSError):
-        raise ValueError(
-            "must be a duration such as 90d or 12h, or a time such as 2027-01-31"
-        ) from None
-
-
-def _conflicts(
-    index: int, spec: KeySpec, taken: set[str], groups: set[str], seen: Mapping[str, int]
-) -> list[KeyProblem]:
-    found = []
-    if spec.name != spec.name.strip() or not spec.name.isprintable():
-        found.append(
-            KeyProblem(index, "name", "must be printable, without white space around it", "")
-        )
-    for name, value in (("id", spec.id), ("name", spec.name)):
-        if value in taken:
-            remedy = "choose another, or remove that key from the settings first"
-            message = f"a key of the settings is called '{value}' already"
-            found.append(KeyProblem(index, name, message, remedy))
-            break
-        if value in seen:
-            message = f"key {seen[value] + 1} of the list is called '{value}' already"
-            found.append(KeyProblem(index, name, message, "names and ids must be unique"))
-            break
-    # The settings take any group while they declare none.
-    if groups and spec.group is not None and spec.group not in groups:
-        known = ", ".join(sorted(groups))
-        message = f"there is no group '{spec.group}'"
-        remedy = f"there are {known}; 'llama-gateway groups set' makes one"
-        found.append(KeyProblem(index, "group", message, remedy))
-    return found
-
-
-def group_warnings(groups: Iterable[str | None], defined: Collection[str] = ()) -> list[str]:
-    """Warnings of those of these groups, of keys, that nobody has defined: they have no limit."""
-    named = {name for name in groups if name is not None} - {*defined}
-    return [
-        f"neither settings nor store define the group '{name}', so its keys have no limit "
-        "together; the release after this one refuses such keys: 'llama-gateway groups set "
-        f"{name}' defines it"
-        for name in sorted(named)[:MOST_PROBLEMS]
-    ]
-
-
-def invalid_fields(
-    index: int, error: ValidationError, model: type[ConfigModel] = KeySpec
-) -> list[KeyProblem]:
-    """What is wrong with the fields of one of several keys, or of what `model` describes."""
-    problems = []
-    for one in error.errors(include_url=False):
-        loc = one["loc"]
-        message, remedy = error_words(one, model_at_path(model, loc[:-1]) or model, loc)
-        problems.append(KeyProblem(index, ".".join(map(str, loc)), message, remedy))
-    return problems
-
-
-# How keys are shown.
-
-
-def shown_key(key: StoredKey, now: float, *, is_hidden: bool = False) -> dict[str, Any]:
-    """A stored key as JSON values, without its hash; `is_hidden`: one of the settings counts."""
-    state = _state(key.spec, now)
-    if key.revoked_at is not None:
-        state = "revoked"
-    elif is_hidden:
-        state = "hidden"
-    in_grace = key.previous_until is not None and key.previous_until > now
-    return {
-        **_shown(key.spec, "store", state),
-        "created_at": iso_time(key.created_at),
-        "revoked_at": iso_time(key.revoked_at),
-        "previous_until": iso_time(key.previous_until) if in_grace else None,
-    }
-
-
-def shown_settings_key(spec: KeySpec, now: float) -> dict[str, Any]:
-    """A key of the settings as JSON values, without its hash."""
-    unknown = {"created_at": None, "revoked_at": None, "previous_until": None}
-    return {**_shown(spec, "settings", _state(spec, now)), **unknown}
-
-
-def key_warnings(settings_keys: Iterable[KeySpec], stored: Iterable[StoredKey]) -> list[str]:
-    """Keys of settings and store that have an id or a name in common."""
-    own = {word: spec for spec in settings_keys for word in (spec.id, spec.name) if word}
-    warnings = []
-    for key in stored:
-        if key.revoked_at is not None:
-            continue
-        for word in (key.spec.id, key.spec.name):
-            if (other := own.get(word)) is None:
-                continue
-            if other.id == key.spec.id:
-                effect = "that of the settings counts; remove one of them"
-            else:
-                effect = f"they are {other.id} and {key.spec.id}; rename one of them"
-            warnings.append(f"settings and store both have a key '{word}': {effect}")
-            break
-    return warnings
-
-
-def iso_time(at: float | None) -> str | None:
-    """Unix seconds as people and programs read them."""
-    if at is None:
-        return None
-    return datetime.fromtimestamp(at, UTC).isoformat(timespec="seconds").replace("+00:00", "Z")
-
-
-def _state(spec: KeySpec, now: float) -> str:
-    over = spec.expires is not None and spec.expires.timestamp() <= now
-    return "expired" if over else "active"
-
-
-def _shown(spec: KeySpec, source: str, state: str) -> dict[str, Any]:
-    fields = spec.model_dump(mode="json", by_alias=True, exclude={"sha256", "expires"})
-    return {
-        **fields,
-        "name": spec.name or spec.id,
-        "max_class": spec.max_class or spec.class_ or "normal",
-        "expires": iso_time(None if spec.expires is None else spec.expires.timestamp()),
-        "source": source,
-        "state": state,
-    }
+    values = _columns_of(key.spec) | {name: getattr(key, name) for name in _OF_KEY}
+    if key.spec.expires is not None:
+        values["expires_at"] = key.spec.expires.timestamp()
+    return values
+
+
+# Groups.
+
+
+def read_groups(connection: Connection) -> dict[str, GroupSpec]:
+    """The stored groups by their names."""
+    rows = connection.execute(
+        select(groups_table).order_by(groups_table.c.name).limit(MOST_STORED_GROUPS)
+    )
+    found = ((row.name, _spec_of(row, GroupSpec, "group", row.name)) for row in rows)
+    return {name: spec for name, spec in found if spec is not None}
+
+
+def put_group(connection: Connection, name: str, spec: GroupSpec, now: float) -> None:
+    """Store a group in place of the one of its name. Raises: GatewayError (409)."""
+    count = connection.scalar(select(func.count()).where(groups_table.c.name != name)) or 0
+    if count >= MOST_STORED_GROUPS:
+        message = f"A store holds at most {MOST_STORED_GROUPS} groups."
+        raise GatewayError(409, "too_many_groups", message)
+    values = _columns_of(spec) | {"changed_at": now}
+    made = insert_for(connection)(groups_table).values(name=name, created_at=now, **values)
+    connection.execute(
+        made.on_conflict_do_update(index_elements=[groups_table.c.name], set_=values)
+    )
+    raise_revision(connection, now)
+
+
+def remove_group(connection: Connection, name: str, now: float) -> None:
+    """Remove a stored group. Raises: GatewayError (404)."""
+    if not connection.execute(delete(groups_table).where(groups_table.c.name == name)).rowcount:
+        raise group_not_found(name)
+    raise_revision(connection, now)
+
+
+def with_groups(settings: Settings, stored: Mapping[str, GroupSpec]) -> Settings:
+    """The settings with the store's groups beside their own, which come before those."""
+    if not stored:
+        return settings
+    return settings.model_copy(update={"groups": {**stored, **settings.groups}})
+
+
+def members_of(settings_keys: Iterable[KeySpec], stored: Mapping[str, int]) -> dict[str, int]:
+    """How many keys of settings and store are of each group that some are of."""
+    counts = Counter(key.group for key in settings_keys if key.group is not None)
+    return counts + Counter(stored)

@@ -1,4 +1,7 @@
-"""Windows of time over which use is summed: sliding ones, and the days and months of UTC."""
+"""Windows of time over which use is summed: sliding ones, and the days and months of UTC.
+
+And classes of times, in which it is counted how long requests took.
+"""
 
 from __future__ import annotations
 
@@ -6,6 +9,7 @@ import math
 import time
 from calendar import timegm
 from collections import deque
+from collections.abc import Iterable
 from datetime import UTC, datetime
 
 WINDOW_PARTS = 512  # parts of a window: additions that fall into one part leave the window together
@@ -104,6 +108,31 @@ class SlidingSum:
         self._part_span = span / WINDOW_PARTS
 
 
+SHORTEST = 0.001  # seconds; what took less is told as 0
+# Of the bounds of two classes of times. The middle of a class is no more than 5 % from its bounds.
+CLASS_RATIO = 1.1
+_LOG_RATIO = math.log(CLASS_RATIO)
+
+
+def time_class(seconds: float) -> int:
+    """The number of the class in which such a time is counted."""
+    return 0 if seconds < SHORTEST else 1 + int(math.log(seconds / SHORTEST) / _LOG_RATIO)
+
+
+def percentile(counts: Iterable[tuple[int, int]], share: float) -> float | None:
+    """The time in seconds that this share of the counted ones does not exceed; None: there is none.
+
+    `counts`: classes, in order, and how many times are of each.
+    """
+    counted = [one for one in counts if one[1]]
+    left = share * sum(count for _, count in counted)
+    for number, count in counted:
+        left -= count
+        if left <= 1e-9:
+            return SHORTEST * CLASS_RATIO ** (number - 0.5) if number else 0.0
+    return None
+
+
 DAY = 86400.0
 
 
@@ -113,27 +142,22 @@ class Calendar:
     Remembers the day of the last question, since nearly all questions are about today.
     """
 
-    __slots__ = ("_day_ends", "_day_starts", "day", "month", "month_ends")
+    __slots__ = ("_day_starts", "day", "day_ends", "month", "month_ends")
 
     def __init__(self) -> None:
         self.day = self.month = 0  # of the last question
-        self._day_starts = self._day_ends = self.month_ends = 0.0
+        self._day_starts = self.day_ends = self.month_ends = 0.0
 
     def look_up(self, when: float) -> None:
         """Set `day`, `month` and their ends to those of `when`."""
-        if self._day_starts <= when < self._day_ends:
+        if self._day_starts <= when < self.day_ends:
             return
         self.day = int(when // DAY)
         self._day_starts = self.day * DAY
-        self._day_ends = self._day_starts + DAY
+        self.day_ends = self._day_starts + DAY
         date = time.gmtime(self._day_starts)
         self.month = date.tm_year * 12 + date.tm_mon - 1
         self.month_ends = month_start(self.month + 1)
-
-    @property
-    def day_ends(self) -> float:
-        """Unix time at which the day of the last question ends."""
-        return self._day_ends
 
 
 def month_start(month: int) -> float:
@@ -166,10 +190,10 @@ class PeriodSums(dict[int, float]):
             self.add(period, least - self.get(period, 0.0))
 
 
-def time_text(moment: float) -> str:
-    """A time in the form of RFC 3339, in UTC."""
+def time_text(moment: float, timespec: str = "seconds") -> str:
+    """A time in the form of RFC 3339, in UTC, to the second or as `isoformat` takes it."""
     try:
-        text = datetime.fromtimestamp(moment, UTC).isoformat(timespec="seconds")
+        text = datetime.fromtimestamp(moment, UTC).isoformat(timespec=timespec)
     except (ValueError, OverflowError, OSError):
         return str(moment)
     return text.replace("+00:00", "Z")

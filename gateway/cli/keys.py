@@ -34,9 +34,8 @@ from gateway.cli.terminal import (
 from gateway.config.errors import ConfigError, Problem, escape_json
 
 if TYPE_CHECKING:
+    from gateway.callers.key_desk import KeyDesk
     from gateway.callers.keys import ApiKey
-    from gateway.callers.stored_groups import GroupDesk
-    from gateway.callers.stored_keys import KeyDesk
     from gateway.config.keys import KeySpec
     from gateway.config.settings import Settings
 
@@ -90,7 +89,7 @@ def _checked_expiry(value: str | None) -> str | None:
     """Return the time in the form of the settings."""
     if value is None:
         return None
-    from gateway.callers.stored_keys import expiry, iso_time
+    from gateway.callers.key_desk import expiry, iso_time
 
     try:
         at = expiry(value, time.time()).timestamp()
@@ -439,20 +438,14 @@ class KeyFlags(options.FlagGroup):
             if isinstance(source, AdminClient):
                 yield KeyAccess(source)
                 return
+            from gateway.callers.key_desk import KeyDesk
             from gateway.callers.standings import Standings
-            from gateway.callers.stored_groups import GroupDesk
-            from gateway.callers.stored_keys import KeyDesk
 
             settings = client.read_settings(self.config)
-            used = Standings.alone(settings, source)
-            desk = KeyDesk(
-                settings,
-                source,
-                partial(unknown_models, settings, self.nodes),
-                seconds=client.OPEN_SECONDS,
-                use_of=used.of_keys,
-            )
-            yield KeyAccess(StoreAlone(desk, GroupDesk(desk, used.of_groups)))
+            standings = Standings.alone(settings, source)
+            unknown = partial(unknown_models, settings, self.nodes)
+            desk = KeyDesk(settings, standings, unknown, seconds=client.OPEN_SECONDS)
+            yield KeyAccess(StoreAlone(desk))
 
 
 @app.add(
@@ -651,8 +644,8 @@ def rotate(
     stored: KeyFlags,
 ) -> None:
     """Give a key another secret, which is shown only now; its id, rights and limits stay."""
+    from gateway.callers.key_desk import checked_grace
     from gateway.callers.keys import new_key
-    from gateway.callers.stored_keys import checked_grace
     from gateway.errors import GatewayError
 
     try:
@@ -705,7 +698,8 @@ def import_(
 
 def _show_lines(key: ApiKey, entry: Mapping[str, Any], *, as_json: bool) -> None:
     """Show a new key, and its entry for the settings. Raises CommandFailed."""
-    from gateway.callers.stored_keys import KeysRefused, checked_specs
+    from gateway.callers.key_desk import checked_specs
+    from gateway.callers.stored_keys import KeysRefused
 
     with failing_by(KeysRefused, status=2):
         checked_specs([entry], (), (), time.time())
@@ -894,9 +888,8 @@ class StoreAlone:
     And of the settings. It raises StoreError, too.
     """
 
-    def __init__(self, keys: KeyDesk, groups: GroupDesk) -> None:
-        self._keys = keys
-        self._groups = groups
+    def __init__(self, desk: KeyDesk) -> None:
+        self._desk = desk
 
     def request(
         self,
@@ -922,30 +915,30 @@ class StoreAlone:
     async def _answer(
         self, method: str, path: str, parameters: Mapping[str, str], body: Mapping[str, Any]
     ) -> dict[str, Any]:
-        keys, groups = self._keys, self._groups
+        desk = self._desk
         match method, *map(unquote, path.removeprefix("/admin/").split("/")):
             case "GET", "keys" if "name" in parameters:
-                return {"keys": [await keys.show(parameters["name"])]}
+                return {"keys": [await desk.show(parameters["name"])]}
             case "GET", "keys":
-                return await keys.list(revoked="revoked" in parameters)
+                return await desk.list(revoked="revoked" in parameters)
             case "POST", "keys":
-                return await keys.create(body)
+                return await desk.create(body)
             case "POST", "keys", "import":
-                return await keys.import_keys(body["keys"])
+                return await desk.import_keys(body["keys"])
             case "POST", "keys", name, "rotate":
-                return await keys.rotate(name, body)
+                return await desk.rotate(name, body)
             case "PATCH", "keys", name:
-                changed = await keys.change(name, body)
+                changed = await desk.change(name, body)
                 # Only of what this change names: of others were warned before.
                 return changed if {"models", "group"} & body.keys() else {**changed, "warnings": ()}
             case "DELETE", "keys", name:
-                return await keys.revoke(name)
+                return await desk.revoke(name)
             case "GET", "groups":
-                return await groups.list()
+                return await desk.list_groups()
             case "PUT", "groups", name:
-                return await groups.put(name, body)
+                return await desk.put_group(name, body)
             case "DELETE", "groups", name:
-                return await groups.remove(name)
+                return await desk.remove_group(name)
         raise AssertionError(method, path)
 
 

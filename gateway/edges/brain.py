@@ -916,13 +916,8 @@ class EdgeSession:
         assert whole.ended_at is not None
         for charges in whole.charges.values():
             for charge, counts_tokens in charges:
-                if counts_tokens:
-                    record.count_tokens(
-                        charge.prompt_tokens, charge.cached_tokens, charge.completion_tokens
-                    )
-                record.charge(
-                    charge.cost, charge.slot_seconds, charge.prefill_seconds, charge.decode_seconds
-                )
+                record.charge(charge, counts_tokens)
+
         record.finish(whole.ended_at - record.duration_seconds, whole.ended_at)
         self._brain.meter.ended(whole.reservation, record)
 

@@ -16,11 +16,10 @@ from msgspec.structs import replace
 from gateway import errors
 from gateway.api.outcome import LeaseTooOld, fault_of
 from gateway.api.transcript import SplicePoint
-from gateway.events import AttemptEnded, EventBus, RequestRecord
+from gateway.events import AttemptEnded, EventBus
 from gateway.forward.in_flight import Attempt
 from gateway.lease import (
     NOTHING_CHARGED,
-    AttemptCharge,
     AttemptReport,
     Fault,
     KeyedHash,
@@ -187,7 +186,8 @@ class AttemptEnds:
             )
         )
         if outcome in CALLERS_OUTCOMES and charge is not NOTHING_CHARGED:
-            self.bus.defer(_charge_unanswered, attempt.in_flight.record, charge, resumes)
+            # The caller pays for an attempt that brought no response.
+            self.bus.defer(attempt.in_flight.record.charge, charge, not resumes)
         self.bus.defer(self._publish, attempt, outcome, self.clock())
 
     def not_started(self, attempt: Attempt) -> None:
@@ -262,9 +262,7 @@ class AttemptEnds:
             whole.completion_tokens,
             replace=splice_point is not None,
         )
-        record.charge(
-            charge.cost, charge.slot_seconds, charge.prefill_seconds, charge.decode_seconds
-        )
+        record.charge(charge)
         self._publish(attempt, outcome, now)
 
     def _discard(self, attempt: Attempt) -> None:
@@ -281,17 +279,6 @@ class AttemptEnds:
                 attempt.status or None,
             )
         )
-
-
-def _charge_unanswered(
-    record: RequestRecord,
-    charge: AttemptCharge,
-    resumes: bool,  # noqa: FBT001 - a callback
-) -> None:
-    """The caller pays for an attempt that brought no response."""
-    if not resumes:
-        record.count_tokens(charge.prompt_tokens, charge.cached_tokens, charge.completion_tokens)
-    record.charge(charge.cost, charge.slot_seconds, charge.prefill_seconds, charge.decode_seconds)
 
 
 def _tokens_of_bytes(size: int, request: RequestSize) -> int:

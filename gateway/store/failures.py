@@ -109,10 +109,7 @@ _SQLITE: dict[int, tuple[type[StoreError], str]] = {
     sqlite3.SQLITE_INTERRUPT: (StoreUnavailable, _WAITS),
     sqlite3.SQLITE_PROTOCOL: (StoreLocked, "end the program that holds it locked (fuser shows it)"),
     sqlite3.SQLITE_NOMEM: (StoreUnavailable, "give the gateway more memory"),
-}
-
-# Extended result codes of SQLite, which come before those of the first byte.
-_SQLITE_EXTENDED: dict[int, tuple[type[StoreError], str]] = {
+    # Extended result codes, which come before those of the first byte.
     sqlite3.SQLITE_READONLY_DBMOVED: (StoreGone, "put it back"),
     # A quota or a limit on the size of files; ENOSPC has a code of its own.
     sqlite3.SQLITE_IOERR_WRITE: (StoreFull, _NO_ROOM),
@@ -130,7 +127,6 @@ _POSTGRES: tuple[tuple[str, type[StoreError], str], ...] = (
     ("28", StoreUnavailable, "correct the role and the password in store.url"),
     ("3D", StoreUnavailable, "create the database, or correct its name in store.url"),
     ("3F", StoreUnavailable, "create the schema, or correct the role's search_path"),
-    ("57014", StoreUnavailable, _WAITS),
     ("57", StoreUnavailable, _WAITS),
     ("58", StoreUnavailable, "look into the log of the PostgreSQL server"),
     ("XX001", StoreCorrupt, "look into the log of the PostgreSQL server"),
@@ -158,7 +154,7 @@ def _sqlite_error(error: sqlite3.Error) -> StoreError | None:
     code = getattr(error, "sqlite_errorcode", None)
     if code is None:
         return None
-    found = _SQLITE_EXTENDED.get(code) or _SQLITE.get(code & 0xFF)
+    found = _SQLITE.get(code) or _SQLITE.get(code & 0xFF)
     if found is None:
         return None
     kind, remedy = found

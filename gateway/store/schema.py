@@ -53,6 +53,15 @@ def _columns(
     return [Column(name, kind, nullable=not never_null, server_default=initial) for name in names]
 
 
+def _key_columns(*names: str, default: str | None = None) -> list[Column[Any]]:
+    """Texts that are parts of the primary key."""
+    initial = None if default is None else text(default)
+    return [
+        Column(name.rstrip("_"), Text, key=name, primary_key=True, server_default=initial)
+        for name in names
+    ]
+
+
 def _partial_index(
     name: str, where: str, table: Table, *columns: str, unique: bool = False
 ) -> None:
@@ -132,8 +141,7 @@ usage = Table(
     *_columns(Text, "tier", "node", "path"),
     Column("stream", Boolean, nullable=False, server_default=false()),
     *_columns(BigInteger, "prompt_tokens", "cached_tokens", "completion_tokens", default="0"),
-    Column("slot_seconds", Float, nullable=False, server_default=text("0")),
-    Column("cost", Float, nullable=False, server_default=text("0")),
+    *_columns(Float, "slot_seconds", "cost", default="0"),
     Column("gpu_cost", Float),
     *_columns(Integer, "attempts", "status", default="0"),
     Column("outcome", Text),
@@ -166,8 +174,7 @@ open_requests = Table(
     Column("reserved_tokens", BigInteger, nullable=False, server_default=text("0")),
     Column("reserved_cost", Float, nullable=False, server_default=text("0")),
     *_columns(BigInteger, "prompt_tokens", "completion_tokens", default="0"),
-    Column("slot_seconds", Float, nullable=False, server_default=text("0")),
-    Column("cost", Float, nullable=False, server_default=text("0")),
+    *_columns(Float, "slot_seconds", "cost", default="0"),
 )
 
 # The gateways that use the store, and when each was last seen alive.
@@ -180,22 +187,14 @@ processes = Table(
     Column("pid", Integer, nullable=False),
 )
 
-_UNKNOWN = text("''")
-
-# Sums of usage rows that retention has deleted, by day (UTC, `2026-11-23`) and every dimension.
+# Sums of usage rows that retention has deleted, by day (UTC, `2026-11-23`) and every dimension. A
+# part of a primary key can't be NULL: an unknown value is ''.
 usage_days = Table(
     "usage_days",
     metadata,
-    Column("day", Text, primary_key=True),
-    # A part of a primary key can't be NULL: an unknown value is ''.
-    Column("key", Text, primary_key=True, server_default=_UNKNOWN),
-    Column("group_name", Text, primary_key=True, server_default=_UNKNOWN),
-    Column("user", Text, primary_key=True, server_default=_UNKNOWN),
-    Column("model", Text, primary_key=True, server_default=_UNKNOWN),
-    Column("class", Text, key="class_", primary_key=True, server_default=_UNKNOWN),
-    Column("tier", Text, primary_key=True, server_default=_UNKNOWN),
-    Column("node", Text, primary_key=True, server_default=_UNKNOWN),
-    Column("outcome", Text, primary_key=True, server_default=_UNKNOWN),
+    *_key_columns("day"),
+    *_key_columns("key", "group_name", "user", "model", "class_", default="''"),
+    *_key_columns("tier", "node", "outcome", default="''"),
     *_columns(BigInteger, "requests", "failures", "clients_left", needed=True),
     *_columns(BigInteger, "prompt_tokens", "cached_tokens", "completion_tokens", needed=True),
     *_columns(Float, "slot_seconds", "cost", "gpu_cost", needed=True),
@@ -207,9 +206,7 @@ usage_days = Table(
 node_hours = Table(
     "node_hours",
     metadata,
-    Column("node", Text, primary_key=True),
-    Column("tier", Text, primary_key=True),
-    Column("day", Text, primary_key=True),
+    *_key_columns("node", "tier", "day"),
     *_columns(Float, "seconds", "cost", "counted_until", needed=True),
 )
 
@@ -315,8 +312,7 @@ stored_requests = Table(
     *_columns(Float, "started_at", "ended_at"),
     Column("status", Integer),
     Column("result_place", Text),
-    Column("result_offset", BigInteger),
-    Column("result_length", BigInteger),
+    *_columns(BigInteger, "result_offset", "result_length"),
     Column("error_code", Text),
     Column("keep_until", Float, nullable=False),
     Column("folder", Text, nullable=False),
@@ -389,10 +385,9 @@ _partial_index(
 learnt = Table(
     "learnt",
     metadata,
-    Column("gateway", Text, primary_key=True),
-    Column("section", Text, primary_key=True),
+    *_key_columns("gateway", "section"),
     Column("version", Integer, primary_key=True, autoincrement=False),
-    Column("key", Text, primary_key=True),
+    *_key_columns("key"),
     Column("caller", Text, index=True),
     Column("changed_at", Float, nullable=False, index=True),
     Column("value", Text, nullable=False),
@@ -414,7 +409,7 @@ leadership = Table(
 members = Table(
     "members",
     metadata,
-    *(Column(name, Text, primary_key=True) for name in ("cluster", "member")),
+    *_key_columns("cluster", "member"),
     Column("process", Text, nullable=False),
     Column("generation", BigInteger, nullable=False),
     *_columns(Text, "address", "version", needed=True),

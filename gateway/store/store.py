@@ -20,7 +20,6 @@ import threading
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from datetime import UTC, datetime
 from typing import Any, Generic, TypeVar
 
 import structlog
@@ -65,19 +64,6 @@ class StoreStatus:
         """Whether it can be read and written."""
         return self.state == "up"
 
-    def as_json(self) -> dict[str, Any]:
-        """The status as JSON values."""
-        since = datetime.fromtimestamp(self.since, UTC).isoformat(timespec="seconds")
-        return {
-            "url": self.url,
-            "state": self.state,
-            "since": since.replace("+00:00", "Z"),
-            "error": self.error,
-            "remedy": self.remedy,
-            "level": self.level,
-            "waiting": self.waiting,
-        }
-
 
 @dataclass(slots=True, eq=False)
 class _Job(Generic[T]):
@@ -87,6 +73,7 @@ class _Job(Generic[T]):
     done: concurrent.futures.Future[T] = field(default_factory=concurrent.futures.Future)
 
 
+@dataclass(eq=False)
 class Store:
     """A store, opened by its own thread after `start`.
 
@@ -94,26 +81,17 @@ class Store:
     store fails, or is open again.
     """
 
-    def __init__(
-        self,
-        location: StoreLocation,
-        *,
-        program: Program = database.THIS_PROGRAM,
-        clock: Callable[[], float] = time.monotonic,
-        now: Callable[[], float] = time.time,
-        most_jobs: int = MOST_JOBS,
-        check_seconds: float = CHECK_SECONDS,
-        look_seconds: float = LOOK_SECONDS,
-        on_change: Callable[[StoreStatus], None] | None = None,
-    ) -> None:
-        self.location = location
-        self._program = program
-        self._clock = clock
-        self._now = now
-        self._check_seconds = check_seconds
-        self._look_seconds = look_seconds
-        self._on_change = on_change
-        self._jobs: queue.Queue[_Job[Any] | None] = queue.Queue(most_jobs)
+    location: StoreLocation
+    program: Program = database.THIS_PROGRAM
+    clock: Callable[[], float] = time.monotonic
+    now: Callable[[], float] = time.time
+    most_jobs: int = MOST_JOBS
+    check_seconds: float = CHECK_SECONDS
+    look_seconds: float = LOOK_SECONDS
+    on_change: Callable[[StoreStatus], None] | None = None
+
+    def __post_init__(self) -> None:
+        self._jobs: queue.Queue[_Job[Any] | None] = queue.Queue(self.most_jobs)
         self._thread = threading.Thread(target=self._work, name="store", daemon=True)
         # A thread that hangs in the driver must not keep the process alive, hence `daemon`.
         self._tried: concurrent.futures.Future[None] = concurrent.futures.Future()
@@ -134,8 +112,8 @@ class Store:
         """
         self._closing = False
         self._state = "opening"
-        self._since = now()
-        self._link = DatabaseLink(clock)
+        self._since = self.now()
+        self._link = DatabaseLink(self.clock)
 
     # For callers, on any thread.
 
@@ -196,7 +174,7 @@ class Store:
         problem = self._problem
         state, since = self._state, self._since
         if silent := self._link.overdue():
-            problem, state, since = self._silence(silent), "unavailable", self._now() - silent
+            problem, state, since = self._silence(silent), "unavailable", self.now() - silent
         return StoreStatus(
             url=self.location.shown,
             state=state,
@@ -273,12 +251,12 @@ class Store:
         while not (self._closing and self._jobs.empty()):
             with contextlib.suppress(queue.Empty):
                 next_at = min(self._check_at, self._look_at)
-                job = self._jobs.get(timeout=max(0.001, next_at - self._clock()))
+                job = self._jobs.get(timeout=max(0.001, next_at - self.clock()))
                 if job is not None and job.done.set_running_or_notify_cancel():
                     self._do(job)
-            now = self._clock()
+            now = self.clock()
             if now >= self._look_at:
-                self._look_at = now + self._look_seconds
+                self._look_at = now + self.look_seconds
                 self._look()
             if now >= self._check_at and not self._closing:
                 self._check()
@@ -293,7 +271,7 @@ class Store:
         if connection is None:
             return
         if self._files is not None and not self._files.are_in_place():
-            self._check_at = self._clock()
+            self._check_at = self.clock()
             return
         self._link.begin(JOB_SECONDS)
         try:
@@ -312,7 +290,7 @@ class Store:
             self._open()
             return
         # Whether it can be written again is tried, even if nobody has anything to write.
-        self._check_at = self._clock() + self._check_seconds
+        self._check_at = self.clock() + self.check_seconds
         if self._problem is None:
             self._attempt(lambda _: None, write=False)  # the level is read for every job
         else:
@@ -345,7 +323,7 @@ class Store:
         try:
             self._check_file()
             with database.transaction(connection, write=write, seconds=seconds):
-                self._level = database.check_level(connection, self._program)
+                self._level = database.check_level(connection, self.program)
                 result = work(connection)
         except Exception as error:
             problem = store_error(error)
@@ -360,7 +338,7 @@ class Store:
         finally:
             self._link.end()
         if write or self._problem is None:
-            self._check_at = self._clock() + self._check_seconds
+            self._check_at = self.clock() + self.check_seconds
             self._set_state("up", None)
         return result
 
@@ -385,7 +363,7 @@ class Store:
             return
         self._seen = True
         self._pause = FIRST_PAUSE
-        self._check_at = self._clock() + self._check_seconds
+        self._check_at = self.clock() + self.check_seconds
         self._attempt(database.try_write, write=True)
 
     def _opened(self) -> Connection:
@@ -406,11 +384,11 @@ class Store:
             # A store that was in use and has lost its tables is refused below.
             if level is None and not self._seen:
                 level = 0
-            if level is not None and level < self._program.level:
+            if level is not None and level < self.program.level:
                 self._link.end()
-                database.migrate(connection, self._program, self._now())
+                database.migrate(connection, self.program, self.now())
             with database.transaction(connection, write=False):
-                self._level = database.check_level(connection, self._program)
+                self._level = database.check_level(connection, self.program)
             if path is not None:
                 self._files = SqliteFiles(path)
         except BaseException:
@@ -430,7 +408,7 @@ class Store:
                 database.disconnect(self._connection)
                 self._connection = None
                 self._link.release()
-            self._check_at = self._clock() + self._pause
+            self._check_at = self.clock() + self._pause
             self._pause = min(LONGEST_PAUSE, 2 * self._pause)
         self._set_state(problem.state, problem)
 
@@ -440,9 +418,9 @@ class Store:
         if not changed:
             return
         self.changes += 1
-        self._state, self._since = state, self._now()
-        if self._on_change is not None:
-            self._on_change(self.status())
+        self._state, self._since = state, self.now()
+        if self.on_change is not None:
+            self.on_change(self.status())
 
 
 def log_store_change(status: StoreStatus) -> None:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Awaitable, Callable
+from dataclasses import dataclass, field
 
 from gateway.store.failures import StoreError
 
@@ -16,6 +17,7 @@ from gateway.store.failures import StoreError
 LONGEST_PAUSE = 5.0
 
 
+@dataclass(eq=False)
 class StoreWorker:
     """Does one pass after the other. Its owner runs `run` in a task, and cancels and awaits it.
 
@@ -26,42 +28,33 @@ class StoreWorker:
     event loop's.
     """
 
-    def __init__(
-        self,
-        one_pass: Callable[[], Awaitable[object]],
-        period: float,
-        *,
-        first: float | None = None,
-        longest_pause: float = LONGEST_PAUSE,
-        on_away: Callable[[str], None] = lambda _: None,
-        clock: Callable[[], float] = lambda: asyncio.get_running_loop().time(),
-    ) -> None:
-        self.problem: str | None = None  # why the last pass failed; None: it did not
-        self.failures = 0  # passes that failed
-        self.due: float | None = None
-        """When the pass that is under way, or else the next, was to begin, by `clock`; None: `run`
-        has not begun."""
-        self._one_pass = one_pass
-        self._period = self._pause = period
-        self._longest_pause = max(longest_pause, period)
-        self._first = period if first is None else first
-        self._on_away = on_away
-        self._clock = clock
-        self._woken = asyncio.Event()
+    one_pass: Callable[[], Awaitable[object]]
+    period: float
+    first: float | None = None
+    longest_pause: float = LONGEST_PAUSE
+    on_away: Callable[[str], None] = lambda _: None
+    clock: Callable[[], float] = lambda: asyncio.get_running_loop().time()
+    problem: str | None = None  # why the last pass failed; None: it did not
+    failures: int = 0  # passes that failed
+    due: float | None = None
+    """When the pass that is under way, or else the next, was to begin, by `clock`; None: `run` has
+    not begun."""
+    _pause: float = 0.0
+    _woken: asyncio.Event = field(default_factory=asyncio.Event)
 
     async def run(self) -> None:
         """Work until cancelled."""
-        self.due = due = self._clock() + self._first
+        self.due = due = self.clock() + (self.period if self.first is None else self.first)
         while True:
-            await self._rest(due - self._clock())
-            began = self._clock()
-            due = began + self._period if await self.attempt() else self._clock() + self._pause
+            await self._rest(due - self.clock())
+            began = self.clock()
+            due = began + self.period if await self.attempt() else self.clock() + self._pause
             self.due = due
 
     async def attempt(self) -> bool:
         """Do one pass now; returns whether the store took it."""
         try:
-            await self._one_pass()
+            await self.one_pass()
         except StoreError as error:
             self.failed(str(error))
             return False
@@ -86,10 +79,10 @@ class StoreWorker:
     def failed(self, why: str) -> None:
         """The store is away."""
         if self.problem is None:
-            self._pause = self._period
-            self._on_away(why)
+            self._pause = self.period
+            self.on_away(why)
         else:
-            self._pause = min(2 * self._pause, self._longest_pause)
+            self._pause = min(2 * self._pause, max(self.longest_pause, self.period))
         self.problem = why
         self.failures += 1
 

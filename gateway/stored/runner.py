@@ -36,7 +36,7 @@ from gateway.forward.forwarder import Forwarder
 from gateway.forward.header_fields import headers_for_node
 from gateway.forward.in_flight import InFlightRegistry, InFlightRequest
 from gateway.forward.resume import FirstRun, NotResumable, is_greedy, node_kind
-from gateway.lease import BatchRoomService, Usage
+from gateway.lease import AttemptCharge, BatchRoomService, Usage
 from gateway.request.body import TimeSlicer, bytes_to_parse
 from gateway.request.preparation import (
     IncomingRequest,
@@ -216,7 +216,7 @@ class RequestRunner:
                 record.node, record.tier = name, tier
         record.stream, record.attempts = True, end.attempts
         record.count_tokens(tokens.prompt_tokens, tokens.cached_tokens, tokens.completion_tokens)
-        record.charge(end.cost, end.slot_seconds)
+        record.charge(AttemptCharge(end.cost, end.slot_seconds))
         accounts = None
         try:
             caller = self.caller_of(row.owner)

@@ -14,7 +14,6 @@ import json
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from datetime import UTC, datetime
 from functools import partial
 from typing import Annotated, Any
 
@@ -22,6 +21,7 @@ import msgspec
 import structlog
 from sqlalchemy import ColumnElement, Connection, delete, func, insert, not_, or_, select
 
+from gateway.callers.windows import time_text
 from gateway.events import InventoryChanged
 from gateway.store.failures import StoreError
 from gateway.store.schema import audit as audit_table
@@ -37,6 +37,7 @@ MOST_ROWS = 100_000  # changes that the store keeps; a hundredth more until old 
 MOST_REFUSED_PENDING = 100
 MOST_REFUSED_ROWS = 10_000  # refused attempts that the store keeps
 RETRY_SECONDS = 5.0  # seconds until a store that failed is tried again
+_LOGGED = ("actor", "role", "action", "target", "outcome")
 
 
 class AuditEntry(msgspec.Struct, frozen=True, kw_only=True):
@@ -58,8 +59,7 @@ class AuditEntry(msgspec.Struct, frozen=True, kw_only=True):
 
     def as_json(self) -> dict[str, Any]:
         """The entry as JSON values."""
-        at = datetime.fromtimestamp(self.at, UTC).isoformat(timespec="milliseconds")
-        return {**msgspec.structs.asdict(self), "at": at.replace("+00:00", "Z")}
+        return {**msgspec.structs.asdict(self), "at": time_text(self.at, "milliseconds")}
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,29 +75,22 @@ class AuditQuery:
     limit: int = 100
 
 
+@dataclass(eq=False)
 class AuditTrail:
     """Logs changes and keeps them; `record` never waits.
 
     Without `store` the last ones are kept in memory.
     """
 
-    def __init__(
-        self,
-        wall_clock: Callable[[], float],
-        store: Store | None = None,
-        *,
-        member: str = "",
-        retry_seconds: float = RETRY_SECONDS,
-        most_rows: int = MOST_ROWS,
-        most_refused_rows: int = MOST_REFUSED_ROWS,
-    ) -> None:
-        self.lost = 0  # changes that were logged but could not be kept
-        self._wall_clock = wall_clock
-        self._store = store
-        self._member = member  # of a cluster; empty: there is none
-        self._retry_seconds = retry_seconds
-        self._most_rows = most_rows
-        self._most_refused_rows = most_refused_rows
+    wall_clock: Callable[[], float]
+    store: Store | None = None
+    member: str = ""  # of a cluster; empty: there is none
+    retry_seconds: float = RETRY_SECONDS
+    most_rows: int = MOST_ROWS
+    most_refused_rows: int = MOST_REFUSED_ROWS
+    lost: int = 0  # changes that were logged but could not be kept
+
+    def __post_init__(self) -> None:
         self._pending: deque[AuditEntry] = deque()
         self._refused: deque[AuditEntry] = deque(maxlen=MOST_REFUSED_PENDING)
         self._recorded = asyncio.Event()
@@ -122,13 +115,13 @@ class AuditTrail:
         Texts are shortened; nothing secret may be in them. `member`: of a cluster, which was asked
         for it, if not this one.
         """
-        if member or self._member:
-            details = {**(details or {}), "member": member or self._member}
+        if member or self.member:
+            details = {**(details or {}), "member": member or self.member}
         # No two entries have the same time, by which a repeated write is recognised.
-        self._last_at = max(self._wall_clock(), self._last_at + 1e-6)
+        self._last_at = max(self.wall_clock(), self._last_at + 1e-6)
         self._last_id += 1
         entry = AuditEntry(
-            id=self._last_id if self._store is None else 0,
+            id=self._last_id if self.store is None else 0,
             at=self._last_at,
             actor=_shortened(actor),
             role=role,
@@ -138,45 +131,38 @@ class AuditTrail:
             refused=refused,
             details={_shortened(key): _shortened(value) for key, value in (details or {}).items()},
         )
-        log.info(
-            "audit",
-            actor=entry.actor,
-            role=entry.role,
-            action=entry.action,
-            target=entry.target,
-            outcome=entry.outcome,
-            **({"details": dict(entry.details)} if entry.details else {}),
-        )
+        told = {name: getattr(entry, name) for name in _LOGGED}
+        log.info("audit", **told, **({"details": dict(entry.details)} if entry.details else {}))
         kept = self._refused if refused else self._pending
         kept.append(entry)
         if len(self._pending) > MOST_PENDING:
             self._pending.popleft()
-            if self._store is not None:
+            if self.store is not None:
                 self.lost += 1
                 log.warning("audit entries lost", lost=self.lost, why="the store can't be written")
         self._recorded.set()
 
     async def run(self) -> None:
         """Write what is recorded to the store; never ends."""
-        while self._store is not None:
+        while self.store is not None:
             await self._recorded.wait()
             try:
                 await self.flush()
             except StoreError:  # the store itself tells of its state
-                await asyncio.sleep(self._retry_seconds)
+                await asyncio.sleep(self.retry_seconds)
 
     async def flush(self) -> None:
         """Write what is recorded to the store now. Raises: StoreError; then it is kept."""
-        if self._store is None:
+        if self.store is None:
             return
         async with self._writing:
             self._recorded.clear()
             entries = list(self._kept())
             if not entries:
                 return
-            bounds = {False: self._most_rows, True: self._most_refused_rows}
+            bounds = {False: self.most_rows, True: self.most_refused_rows}
             try:
-                await self._store.run(partial(_write, entries=entries, bounds=bounds))
+                await self.store.run(partial(_write, entries=entries, bounds=bounds))
             except StoreError:
                 self._recorded.set()
                 raise
@@ -187,10 +173,10 @@ class AuditTrail:
 
     async def entries(self, query: AuditQuery) -> list[AuditEntry]:
         """The changes, the latest first. Raises: StoreError."""
-        if self._store is not None:
+        if self.store is not None:
             with contextlib.suppress(StoreError):
                 await self.flush()
-            return await self._store.run(
+            return await self.store.run(
                 lambda connection: read_audit(connection, query), write=False
             )
         found = [entry for entry in self._kept() if _is_wanted(entry, query)]
@@ -261,17 +247,11 @@ def _write(
             select(columns.at, columns.actor, columns.action).where(columns.at >= first)
         )
     }
+    new = [entry for entry in entries if (entry.at, entry.actor, entry.action) not in known]
     rows = [
-        {
-            "at": entry.at,
-            "actor": entry.actor,
-            "role": entry.role or "",
-            "action": entry.action,
-            "target": entry.target,
-            "details": _details(entry),
-        }
-        for entry in entries
-        if (entry.at, entry.actor, entry.action) not in known
+        {name: getattr(entry, name) for name in ("at", "actor", "action", "target")}
+        | {"role": entry.role or "", "details": _details(entry)}
+        for entry in new
     ]
     if not rows:
         return
@@ -313,14 +293,6 @@ def read_audit(connection: Connection, query: AuditQuery) -> list[AuditEntry]:
 
 def _entry(row: Mapping[str, Any]) -> AuditEntry:
     details = json.loads(row["details"] or "{}")
-    return AuditEntry(
-        at=row["at"],
-        actor=row["actor"],
-        role=row["role"] or None,
-        action=row["action"],
-        target=row["target"] or "",
-        outcome=details.pop("outcome", "done"),
-        refused=details.pop("refused", False),
-        details=details,
-        id=row["id"],
-    )
+    known = {"role": row["role"] or None, "target": row["target"] or "", "details": details}
+    outcome, refused = details.pop("outcome", "done"), details.pop("refused", False)
+    return AuditEntry(**{**row, **known}, outcome=outcome, refused=refused)

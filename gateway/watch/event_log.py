@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable
+from dataclasses import InitVar, dataclass
 from typing import Any
 
 import msgspec
@@ -46,45 +47,34 @@ _OWN_STATES = frozenset({"ejected", "degraded", "draining"})
 MOST_NAMED_REQUESTS = 16  # requests that broke off with an edge and that one line names
 
 
-def log_events(
-    bus: EventBus,
-    logs: Logs,
-    draw: Callable[[], float] = random.random,
-    *,
-    name_of: Callable[[str], str | None] = lambda _: None,
-) -> EventLog:
-    """Log each event of `bus`. `draw`: a number from 0 to 1, for `EventLog.configure`.
+@dataclass(eq=False)
+class EventLog:
+    """Logs each event of `bus`. `draw`: a number from 0 to 1, for `configure`.
 
     `name_of`: the name of the key with this id; when names change, `bus.ended` forgets its kinds.
     """
-    event_log = EventLog(logs, draw, name_of)
-    bus.ended.read_by(event_log.request)
-    bus.subscribe(AttemptEnded, event_log.attempt)
-    bus.subscribe(StreamResumed, event_log.resumed)
-    bus.subscribe(SlotYielded, event_log.yielded)
-    bus.subscribe(NodeChanged, event_log.node)
-    bus.subscribe(NodeCalibrated, event_log.calibrated)
-    bus.subscribe(PromptsKept, event_log.prompts_kept)
-    bus.subscribe(NodeDrift, event_log.drift)
-    bus.subscribe(ModelsDiffer, event_log.models_differ)
-    bus.subscribe(ModelLoadChanged, event_log.model_load)
-    bus.subscribe(HookEnded, event_log.hook)
-    bus.subscribe(EdgeLost, event_log.edge_lost)
-    bus.subscribe(InventoryChanged, event_log.inventory)
-    bus.subscribe(SettingsChanged, event_log.settings)
-    return event_log
 
+    bus: InitVar[EventBus]
+    logs: Logs
+    draw: Callable[[], float] = random.random
+    name_of: Callable[[str], str | None] = lambda _: None
+    _share: float = 1.0
 
-class EventLog:
-    """Turns events into log lines."""
-
-    def __init__(
-        self, logs: Logs, draw: Callable[[], float], name_of: Callable[[str], str | None]
-    ) -> None:
-        self._logs = logs
-        self._draw = draw
-        self._name_of = name_of
-        self._share = 1.0
+    def __post_init__(self, bus: EventBus) -> None:
+        bus.ended.read_by(self.request)
+        bus.subscribe(AttemptEnded, self.attempt)
+        bus.subscribe(StreamResumed, self.resumed)
+        bus.subscribe(SlotYielded, self.yielded)
+        bus.subscribe(NodeChanged, self.node)
+        bus.subscribe(NodeCalibrated, self.calibrated)
+        bus.subscribe(PromptsKept, self.prompts_kept)
+        bus.subscribe(NodeDrift, self.drift)
+        bus.subscribe(ModelsDiffer, self.models_differ)
+        bus.subscribe(ModelLoadChanged, self.model_load)
+        bus.subscribe(HookEnded, self.hook)
+        bus.subscribe(EdgeLost, self.edge_lost)
+        bus.subscribe(InventoryChanged, self.inventory)
+        bus.subscribe(SettingsChanged, self.settings)
 
     def configure(self, share: float) -> None:
         """Write the access log's line of so many requests, by chance; 0: of none.
@@ -100,33 +90,31 @@ class EventLog:
         """
         failed = kind.status >= 500
         level = "warning" if failed else "info"
-        number, logs, name = LEVELS[level], self._logs, self._name_of(kind.caller)
+        number, logs, name = LEVELS[level], self.logs, self.name_of(kind.caller)
         template = access_line_template(kind, level, name)
 
         def write(record: RequestRecord) -> None:
             share = self._share
-            if share < 1 and (not share or (not failed and self._draw() >= share)):
+            if share < 1 and (not share or (not failed and self.draw() >= share)):
                 return
             if number < logs.level:
                 return
+            # The only line of every request. Built here, it costs a tenth of structlog's chain.
+            line = access_log_line(template, record)
             if logs.json:
-                # The only line of every request. Built here, it costs a tenth of structlog's chain.
-                logs.writer.write(access_log_line(template, record))
+                logs.writer.write(line)
             else:
-                self._write(level, "request", access_log_fields(record, name))
+                told = msgspec.json.decode(line)
+                fields = {word: told[word] for word in _ON_TERMINAL if word in told}
+                self._write(level, "request", fields)
 
         return write
 
     def attempt(self, event: AttemptEnded) -> None:
         """An attempt that failed; the request may still succeed on another node."""
-        if event.outcome == "ok" and self._logs.level > _DEBUG:
+        if event.outcome == "ok" and self.logs.level > _DEBUG:
             return
-        fields: dict[str, Any] = {
-            "id": event.x_request_id,
-            "node": event.node,
-            "outcome": event.outcome,
-            "seconds": round(event.seconds, 4),
-        }
+        fields = {"id": event.x_request_id} | _values(event, "node", "outcome", "seconds")
         if event.status is not None:
             fields["status"] = event.status
         self._log("debug" if event.outcome in BLAMELESS_OUTCOMES else "warning", "attempt", fields)
@@ -177,20 +165,14 @@ class EventLog:
     def calibrated(self, event: NodeCalibrated) -> None:
         """A calibration has ended: of interest if it should have shown something."""
         level = "info" if event.outcome in {"failed", "timed_out"} else "debug"
-        fields = {
-            "node": event.node,
-            "outcome": event.outcome,
-            "seconds": round(event.seconds, 3),
-            "prefill_tps": event.prefill_tps,
-            "decode_tps": event.decode_tps,
-        }
+        fields = _values(event, "node", "outcome", "seconds", "prefill_tps", "decode_tps")
         if event.detail:
             fields["detail"] = event.detail
         self._log(level, "calibration", fields)
 
     def prompts_kept(self, event: PromptsKept) -> None:
         """A model's prompts were saved or restored, or could not be."""
-        fields = {"node": event.node, "action": event.action, "prompts": event.prompts}
+        fields = _values(event, "node", "action", "prompts")
         fields |= {"detail": event.detail} if event.detail else {"tokens": event.tokens}
         self._log("warning" if event.detail else "info", "saved prompts", fields)
 
@@ -231,13 +213,7 @@ class EventLog:
 
     def hook(self, event: HookEnded) -> None:
         """A standby node was started or stopped, or that failed."""
-        fields = {
-            "node": event.node,
-            "hook": event.hook,
-            "outcome": event.outcome,
-            "seconds": round(event.seconds, 3),
-            "detail": event.detail,
-        }
+        fields = _values(event, "node", "hook", "outcome", "seconds", "detail")
         if event.output:
             fields["output"] = escape_unprintable(event.output)
         self._log("info" if event.outcome == "ok" else "warning", "hook", fields)
@@ -247,8 +223,7 @@ class EventLog:
         if event.error is not None:
             self._log("error", "inventory is invalid, nothing changed", _problems(event.error))
             return
-        fields = {"added": event.added, "changed": event.changed, "removed": event.removed}
-        self._log("info", "inventory", fields)
+        self._log("info", "inventory", _values(event, "added", "changed", "removed"))
         for warning in event.warnings:
             self._log("warning", "inventory", {"warning": warning})
 
@@ -263,42 +238,22 @@ class EventLog:
             self._log("info", "settings changed", {})
 
     def _log(self, level: str, event: str, fields: dict[str, Any]) -> None:
-        if LEVELS[level] >= self._logs.level:
+        if LEVELS[level] >= self.logs.level:
             self._write(level, event, fields)
 
     def _write(self, level: str, event: str, fields: dict[str, Any]) -> None:
-        if self._logs.json:
-            self._logs.write_json(level, event, fields)
+        if self.logs.json:
+            self.logs.write_json(level, event, fields)
         else:
             structlog.get_logger().log(LEVELS[level], event, **fields)
 
 
-def access_log_fields(record: RequestRecord, caller_name: str | None = None) -> dict[str, Any]:
-    """What a request's line on a terminal tells; `caller_name`: of its key, if it has one."""
-    fields: dict[str, Any] = {
-        "id": escape_unprintable(record.x_request_id),
-        "path": escape_unprintable(record.path),
-        "status": record.status,
-        "class": record.priority.label,
-        "model": record.model,
-        "node": record.node,
-        "attempts": record.attempts,
-        "queue": round(record.queue_seconds, 4),
-        "ttft": None if record.ttft is None else round(record.ttft, 4),
-        "duration": round(record.duration_seconds, 4),
-        "prompt_tokens": record.prompt_tokens,
-        "cached_tokens": record.cached_tokens,
-        "completion_tokens": record.completion_tokens,
-        "stream": record.stream,
-        "caller": record.caller,
-    }
-    if caller_name is not None:
-        fields["caller_name"] = escape_unprintable(caller_name)
-    if record.reason is not None:
-        fields["reason"] = record.reason
-    if record.trace is not None:
-        fields["trace_id"] = record.trace.trace_id
-    return fields
+# The fields of a request's line in the order in which people read them.
+_ON_TERMINAL = (
+    *("id", "path", "status", "class", "model", "node", "attempts", "queue", "ttft", "duration"),
+    *("prompt_tokens", "cached_tokens", "completion_tokens", "stream", "caller", "caller_name"),
+    *("reason", "trace_id"),
+)
 
 
 def access_line_template(kind: EndedKind, level: str, caller_name: str | None = None) -> bytes:
@@ -349,8 +304,13 @@ _encode_text = msgspec.json.Encoder().encode
 
 
 def _quoted(text: str) -> bytes:
-    """A text as a JSON string."""
     return _encode_text(escape_unprintable(text))
+
+
+def _values(event: object, *names: str) -> dict[str, Any]:
+    """Attributes of an event, as lines have them."""
+    values = ((name, getattr(event, name)) for name in names)
+    return {name: round(one, 4) if isinstance(one, float) else one for name, one in values}
 
 
 def _problems(error: str) -> dict[str, Any]:

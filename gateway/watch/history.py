@@ -7,13 +7,13 @@ model, caller and kind of failure up to a bound, and times are kept as counts in
 
 from __future__ import annotations
 
-import math
 import time
 from collections import Counter, deque
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
+from gateway.callers.windows import percentile, time_class
 from gateway.errors import CLIENT_CLOSED_STATUS, LIMIT_CODES
 from gateway.events import EndedKind, EventBus, ModelLoadChanged, RequestRecord
 
@@ -29,9 +29,7 @@ MOST_SERVED = 4096  # Ended requests that are kept which have been at a node
 MOST_LOADS = 1000  # Loads and unloads of routers' models that are kept
 MOST_UNSERVED = 1024  # Those that have not: a flood of refusals pushes no other out
 OTHER_CALLER = ""  # Stands for all further callers of a step
-# Each class of times is so many times as wide as the one before: a percentile is 5 % off.
-CLASS_RATIO = 1.1
-LEAST_TIME = 0.001  # Seconds; shorter times are in the first class
+
 # What a model's prompt, cached and completion tokens cost on the GPU tier; None: unknown.
 GpuCost = Callable[[str, int, int, int], float | None]
 
@@ -70,14 +68,19 @@ COLUMNS = HistoryPoint._fields  # The names of a point's values
 class RecentTraffic(NamedTuple):
     """What ended within the last minute."""
 
-    requests: int
-    failed: int
-    refused: Mapping[str, int]  # Requests that the gateway refused, by the error's code
-    callers: Mapping[str, int]
+    requests: int = 0
+    failed: int = 0
+    refused: Mapping[str, int] = {}  # Requests that the gateway refused, by the error's code
+    callers: Mapping[str, int] = {}
     """Requests by caller, refused ones included; the busiest callers of each step."""
-    limited: Mapping[str, int]  # Those of them that limits refused, likewise
-    failures: Mapping[tuple[str, str], int]
+    limited: Mapping[str, int] = {}  # Those of them that limits refused, likewise
+    failures: Mapping[tuple[str, str], int] = {}
     """Of `failed`, by the error's code and the last node ("": none); up to a bound."""
+
+    @property
+    def most_limited(self) -> tuple[str | None, int]:
+        """The caller of whom limits refused most requests, and how many."""
+        return max(self.limited.items(), key=lambda one: one[1], default=(None, 0))
 
 
 @dataclass(slots=True)
@@ -147,7 +150,7 @@ class FleetHistory:
         def read(record: RequestRecord) -> None:
             keep(record)
             if record.ttft is not None:
-                self._step.times[_class_of(record.ttft)] += 1
+                self._step.times[time_class(record.ttft)] += 1
 
         return read
 
@@ -214,13 +217,14 @@ class FleetHistory:
         times: Counter[int] = Counter()
         for one in self._recent:
             times.update(one.times)
+        halves, most = (percentile(sorted(times.items()), share) for share in (0.5, 0.95))
         point = HistoryPoint(
             at=round(at, 1),
             requests=step.requests,
             failed=step.failed,
             refused=sum(step.refused.values()),
-            ttft_p50=_percentile(times, 0.5),
-            ttft_p95=_percentile(times, 0.95),
+            ttft_p50=None if halves is None else round(halves, 4),
+            ttft_p95=None if most is None else round(most, 4),
             tokens_per_second=round(grown / max(elapsed, 0.001), 1),
             queued=gauges.queued,
             slots_busy=gauges.slots_busy,
@@ -268,23 +272,6 @@ class FleetHistory:
                 return None
             total += cost
         return total
-
-
-def _class_of(seconds: float) -> int:
-    return max(0, math.ceil(math.log(max(seconds, LEAST_TIME) / LEAST_TIME, CLASS_RATIO)))
-
-
-def _percentile(times: Counter[int], share: float) -> float | None:
-    """The time in seconds that this share of the counted times does not exceed."""
-    left = share * sum(times.values())
-    if not left:
-        return None
-    for number in sorted(times):
-        left -= times[number]
-        if left <= 1e-9:
-            # The middle of the class, on a log scale.
-            return round(LEAST_TIME * math.exp(math.log(CLASS_RATIO) * (number - 0.5)), 4)
-    return None
 
 
 def _share(part: float, whole: float) -> float | None:

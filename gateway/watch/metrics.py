@@ -43,6 +43,7 @@ from gateway.events import (
     StreamResumed,
     WebhookAttempted,
 )
+from gateway.store.store import StoreStatus
 from gateway.terms import Priority
 
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
@@ -117,10 +118,6 @@ class MetricsPage:
                 step.clear()
                 length = 0
         yield "".join(step)
-
-    def render(self) -> str:
-        """The whole text."""
-        return "".join(self.steps())
 
 
 class Histogram:
@@ -311,7 +308,7 @@ class RequestCounts:
     cached: int = 0
     completion: int = 0
 
-    def add(self, other: RequestCounts) -> None:
+    def add(self, other: RequestCounts | EndedKind) -> None:
         """Add the counts of `other`."""
         self.requests += other.requests
         self.prompt += other.prompt
@@ -336,24 +333,6 @@ class NodeSample:
     left_alone: int | None = None
     """Of a router: 1 if it gets no commands, since others command it too."""
     used_by_others: bool = False  # Whether others take slots of it again and again
-
-
-@dataclass(slots=True)
-class StoreSample:
-    """The store at the time of a scrape."""
-
-    up: bool  # Whether it can be read and written
-    waiting: int  # Jobs that wait for it
-
-
-@dataclass(slots=True)
-class LedgerSample:
-    """The ledger of requests at the time of a scrape; counts are of this process."""
-
-    pending: int  # Rows that wait to be written
-    written: int
-    recovered: int  # Of them, rows of requests whose process was killed
-    dropped: int  # Rows that were lost, since too many waited or none could store them
 
 
 @dataclass(slots=True)
@@ -467,8 +446,9 @@ class MetricsSnapshot:
     retry_budget: float | None = None  # Retries that the budget allows now
     certificate_days_left: Mapping[str, float] = field(default_factory=dict)
     """Days until the certificate of each listener with TLS expires."""
-    store: StoreSample | None = None  # None: there is no store
-    ledger: LedgerSample | None = None
+    store: StoreStatus | None = None  # None: there is no store
+    ledger: Mapping[str, Any] | None = None
+    """Rows of the ledger that are `pending`, and were `written`, `recovered` and `dropped`."""
     batches: BatchSample | None = None
     traces: TraceSample | None = None  # None: no requests are traced
     edges: EdgesSample | None = None  # None: the process does all by itself
@@ -485,20 +465,20 @@ class Metrics:
         self._ended = bus.ended
         self._requests: dict[tuple[Priority, str, int], RequestCounts] = {}
         self._models: set[str] = set()
-        self._attempts: dict[str, dict[str, int]] = {}
-        self._hooks: dict[tuple[str, str, str], int] = {}
+        self._attempts: dict[str, Counter[str]] = {}
+        self._hooks: Counter[tuple[str, str, str]] = Counter()
         self._cost: dict[str, float] = {}
         self._resumed = 0
         self._yielded = 0
         # From 0: Prometheus sees no increase in a series that begins with its first event.
-        self._webhooks: dict[str, int] = dict.fromkeys(WEBHOOK_OUTCOMES, 0)
-        self._calibrations: dict[str, int] = dict.fromkeys(CALIBRATION_OUTCOMES, 0)
-        self._prompts_kept: dict[str, int] = dict.fromkeys(PROMPT_ACTIONS, 0)
-        self._loads: dict[tuple[str, str, str], int] = {}
-        self._unloads: dict[tuple[str, str, str], int] = {}
+        self._webhooks = Counter(dict.fromkeys(WEBHOOK_OUTCOMES, 0))
+        self._calibrations = Counter(dict.fromkeys(CALIBRATION_OUTCOMES, 0))
+        self._prompts_kept = Counter(dict.fromkeys(PROMPT_ACTIONS, 0))
+        self._loads: Counter[tuple[str, str, str]] = Counter()
+        self._unloads: Counter[tuple[str, str, str]] = Counter()
         self._load_seconds = LabelledHistogram("model")
-        self._limits_reached: dict[tuple[str, str], int] = {}
-        self._refused: dict[tuple[str, str], int] = {}
+        self._limits_reached: Counter[tuple[str, str]] = Counter()
+        self._refused: Counter[tuple[str, str]] = Counter()
         self._keys: set[str] = set()  # Ids of keys that have sent requests
         self._overhead = Histogram(_OVERHEAD)
         self._response = LabelledHistogram("model", "class", "tier", "outcome")
@@ -553,11 +533,7 @@ class Metrics:
                 self._models.add(model)
             else:
                 model = OTHER_LABEL
-        counts = self._requests.setdefault((kind.priority, model, kind.status), RequestCounts())
-        counts.requests += kind.requests
-        counts.prompt += kind.prompt
-        counts.cached += kind.cached
-        counts.completion += kind.completion
+        self._requests.setdefault((kind.priority, model, kind.status), RequestCounts()).add(kind)
         if kind.tier is not None:
             self._cost[kind.tier] = self._cost.get(kind.tier, 0.0) + kind.cost
         # Callers without a key have an address.
@@ -567,7 +543,7 @@ class Metrics:
             key = (kind.caller, kind.reason or "unknown")
             if key not in self._refused and len(self._refused) >= MOST_REFUSED:
                 key = (OTHER_LABEL, key[1])
-            self._refused[key] = self._refused.get(key, 0) + kind.requests
+            self._refused[key] += kind.requests
 
     def counts_by_status(self) -> Iterator[tuple[int, RequestCounts]]:
         """Counts of requests that have ended, by status; a status may come several times."""
@@ -580,13 +556,12 @@ class Metrics:
         outcomes = self._attempts.get(event.node)
         if outcomes is None:
             node = event.node if len(self._attempts) < MOST_NODES else OTHER_LABEL
-            outcomes = self._attempts.setdefault(node, {})
-        outcomes[event.outcome] = outcomes.get(event.outcome, 0) + 1
+            outcomes = self._attempts.setdefault(node, Counter())
+        outcomes[event.outcome] += 1
 
     def hook_ended(self, event: HookEnded) -> None:
         """Count a hook of a standby node."""
-        key = (event.node, event.hook, event.outcome)
-        self._hooks[key] = self._hooks.get(key, 0) + 1
+        self._hooks[event.node, event.hook, event.outcome] += 1
 
     def resumed(self, event: StreamResumed) -> None:
         """Count a stream that was resumed on another node."""
@@ -598,12 +573,11 @@ class Metrics:
 
     def limit_reached(self, event: LimitReached) -> None:
         """Count a request that a limit refused."""
-        key = (event.limit, event.scope)
-        self._limits_reached[key] = self._limits_reached.get(key, 0) + 1
+        self._limits_reached[event.limit, event.scope] += 1
 
     def webhook_attempted(self, event: WebhookAttempted) -> None:
         """Count an attempt to deliver an event."""
-        self._webhooks[event.outcome] = self._webhooks.get(event.outcome, 0) + 1
+        self._webhooks[event.outcome] += 1
 
     def calibrated(self, event: NodeCalibrated) -> None:
         """Count a calibration."""
@@ -624,7 +598,7 @@ class Metrics:
         key = event.node, event.model, word
         if key not in counts and len(counts) >= MOST_INSTANCES:
             key = OTHER_LABEL, OTHER_LABEL, word
-        counts[key] = counts.get(key, 0) + 1
+        counts[key] += 1
         if event.seconds is not None:
             self._load_seconds.of(event.model).observe(event.seconds)
 
@@ -633,14 +607,11 @@ class Metrics:
         if event.new_state is None:
             self._attempts.pop(event.node, None)
 
-    def render(self) -> bytes:
-        """The text for Prometheus, of type `CONTENT_TYPE`."""
-        return b"".join(self.steps())
-
     def steps(self, *, key_names: bool = True) -> Iterator[bytes]:
-        """The text in pieces, perhaps without the names of keys; other work may go on between two.
+        """The text for Prometheus, of type `CONTENT_TYPE`; other work may go on between two pieces.
 
         The state is that of the first steps, and counts are those at the time of their piece.
+        `key_names`: with those of keys.
         """
         self._catch_up()
         snapshot = self._snapshot()
@@ -670,11 +641,6 @@ class Metrics:
         if key_names:
             named = ((key, snapshot.name_of(key)) for key in self._keys)
             page.counts("key_info", {one: 1 for one in named if one[1] is not None}, "key", "name")
-        if snapshot.ledger is not None:
-            page.number("ledger_rows_waiting", snapshot.ledger.pending)
-            page.number("ledger_rows_written_total", snapshot.ledger.written)
-            page.number("ledger_rows_recovered_total", snapshot.ledger.recovered)
-            page.number("ledger_rows_dropped_total", snapshot.ledger.dropped)
         if snapshot.batches is not None:
             _add_batches(page, snapshot.batches)
         page.counts("webhook_attempts_total", self._webhooks, "outcome")
@@ -788,20 +754,22 @@ def _add_state(page: _Page, snapshot: MetricsSnapshot) -> None:
     page.counts("queue_depth", depth, "class")
     page.counts("queue_oldest_seconds", oldest, "class")
     page.number("queue_places", snapshot.queue_places)
-    if snapshot.spill_money_left is not None:
-        page.number("spill_money_left", snapshot.spill_money_left)
+    page.number("spill_money_left", snapshot.spill_money_left)
     page.number("in_flight", snapshot.in_flight)
     page.counts("model_paused", dict.fromkeys(snapshot.paused_models, 1), "model")
     page.counts("quota_used_ratio", snapshot.quotas, "of", "id", "limit", "period", "state")
     page.number("inventory_error", int(snapshot.inventory_error))
-    if snapshot.retry_budget is not None:
-        page.number("retry_budget", snapshot.retry_budget)
+    page.number("retry_budget", snapshot.retry_budget)
     if snapshot.certificate_days_left:
         days_left = {key: round(days, 3) for key, days in snapshot.certificate_days_left.items()}
         page.counts("certificate_days_left", days_left, "certificate")
     if snapshot.store is not None:
         page.number("store_up", int(snapshot.store.up))
         page.number("store_jobs_waiting", snapshot.store.waiting)
+    if snapshot.ledger is not None:
+        page.number("ledger_rows_waiting", snapshot.ledger["pending"])
+        for name in ("written", "recovered", "dropped"):
+            page.number(f"ledger_rows_{name}_total", snapshot.ledger[name])
 
 
 def _add_edges(page: _Page, edges: EdgesSample) -> None:
@@ -850,9 +818,10 @@ class _Page(MetricsPage):
         kind = "counter" if name.endswith("_total") else "gauge"
         self.add_family(name, kind, HELP[name], samples)
 
-    def number(self, name: str, value: float) -> None:
-        """Add a family of one sample without labels."""
-        self.family(name, [("", value)])
+    def number(self, name: str, value: float | None) -> None:
+        """Add a family of one sample without labels, if the value is known."""
+        if value is not None:
+            self.family(name, [("", value)])
 
     def samples(
         self, name: str, samples: Iterable[tuple[tuple[str, ...], float]], *names: str

@@ -20,15 +20,13 @@ from gateway.callers.limits import UsedQuota
 from gateway.callers.windows import time_text
 from gateway.events import EdgeLost
 from gateway.schedule.model_placer import UnkeptWish
+from gateway.watch.history import RecentTraffic
 from gateway.watch.metrics import ClusterSample
 
 MOST_PROBLEMS = 50  # most problems that are told
-MOST_NAMED_NODES = 8  # most nodes that one problem names
-# Most paused models, and most models whose nodes differ, that are told one by one.
-MOST_NAMED_MODELS = 8
-MOST_NAMED_REQUESTS = 8  # most requests that one problem names
-MOST_NAMED_QUOTAS = 8  # most quotas that are told one by one
-MOST_NAMED_GROUPS = 8  # most groups that one problem names
+# Most nodes, requests or groups that one problem names, and most models or quotas that are told one
+# by one.
+MOST_NAMED = 8
 LEADERLESS_SECONDS = 10.0  # without a leader that are none of a mere change of the leader
 LOST_EDGE_SECONDS = 600.0  # seconds for which it is a problem that an edge has died
 FULL_QUEUE_SHARE = 0.8  # of `queue.max`: from this share on the queue is about to refuse requests
@@ -58,8 +56,7 @@ CLUSTER = "llama-gateway cluster members"
 def find_problems(condition: FleetCondition) -> list[Problem]:
     """The problems of this state, the most severe first; at most `MOST_PROBLEMS`."""
     found = [problem for rule in RULES for problem in rule(condition)]
-    order = list(Severity)
-    found.sort(key=lambda problem: order.index(problem.severity))
+    found.sort(key=lambda problem: _RANKS[problem.severity])
     return found[:MOST_PROBLEMS]
 
 
@@ -67,11 +64,11 @@ def _locked(state: FleetCondition) -> Iterator[Problem]:
     if state.keys_lost is not None:
         yield Problem(
             "keys_lost",
-            Severity.CRITICAL,
             "Every request is refused: there is no API key left",
             _sentence(state.keys_lost),
             "Put a key into the settings, or restart to serve without any.",
             ("llama-gateway keys hash", CHECK),
+            severity=Severity.CRITICAL,
         )
 
 
@@ -81,11 +78,11 @@ def _fleet_out(state: FleetCondition) -> Iterator[Problem]:
         counts = ", ".join(f"{count} {word}" for word, count in sorted(states.items()))
         yield Problem(
             "fleet_out",
-            Severity.CRITICAL,
             "No node can take work",
             f"Of {state.in_service} nodes none is ready: {counts}.",
             "If all are down it is the network or the machines: ask every node from this machine.",
             (PROBE_ALL, NODES),
+            severity=Severity.CRITICAL,
         )
 
 
@@ -96,22 +93,21 @@ def _models_out(state: FleetCondition) -> Iterator[Problem]:
         if nodes.total and not nodes.usable:
             yield Problem(
                 f"model_out:{model}",
-                Severity.CRITICAL,
                 f"No node serves {model}",
                 f"All {nodes.total} of its nodes are out, so its requests wait, then get 503."
                 if nodes.total > 1
                 else "Its only node is out, so its requests wait, then get 503.",
                 "Bring one of its nodes back, or let an alias lead to another model.",
                 (NODES, PROBE_ALL),
+                severity=Severity.CRITICAL,
             )
 
 
 def _paused_models(state: FleetCondition) -> Iterator[Problem]:
     paused = sorted(state.paused_models)
-    for name in paused[:MOST_NAMED_MODELS]:
+    for name in paused[:MOST_NAMED]:
         yield Problem(
             f"model_paused:{name}",
-            Severity.WARNING,
             f"The model {name} is paused",
             "An operator paused it: each of its requests gets 503 model_paused, also after a "
             "restart.",
@@ -121,11 +117,10 @@ def _paused_models(state: FleetCondition) -> Iterator[Problem]:
                 f"llama-gateway audit --action models.pause --target {shlex.quote(name)}",
             ),
         )
-    more = len(paused) - MOST_NAMED_MODELS
+    more = len(paused) - MOST_NAMED
     if more > 0:
         yield Problem(
             "model_paused",
-            Severity.WARNING,
             f"Further models are paused: {more}",
             "An operator paused them: each request gets 503 model_paused, also after a restart.",
             "List the models, and resume each when you are done.",
@@ -135,24 +130,24 @@ def _paused_models(state: FleetCondition) -> Iterator[Problem]:
 
 def _differing_models(state: FleetCondition) -> Iterator[Problem]:
     models = list(state.differing_models.items())
-    for name, differences in models[:MOST_NAMED_MODELS]:
+    for name, differences in models[:MOST_NAMED]:
         yield Problem(
             f"model_differs:{name}",
-            Severity.NOTICE,
             f"The nodes of {name} differ",
             f"{'. '.join(differences)}.",
             _DIFFERS_REMEDY,
             (MODELS, CHECK),
+            severity=Severity.NOTICE,
         )
-    more = len(models) - MOST_NAMED_MODELS
+    more = len(models) - MOST_NAMED
     if more > 0:
         yield Problem(
             "model_differs",
-            Severity.NOTICE,
             f"The nodes of further models differ: {more}",
             "They differ in quantisation, build, context or chat template.",
             _DIFFERS_REMEDY,
             (MODELS, CHECK),
+            severity=Severity.NOTICE,
         )
 
 
@@ -185,12 +180,12 @@ def _out_nodes(state: FleetCondition) -> Iterator[Problem]:
         remedy, commands = _OUT_REMEDIES[word]
         yield Problem(
             f"{word}:{host}:{names[0]}",
-            severity,
             title,
             _reasons(nodes),
             remedy,
             tuple(command.format(nodes=_selection(nodes)) for command in commands),
-            names[:MOST_NAMED_NODES],
+            names[:MOST_NAMED],
+            severity=severity,
         )
 
 
@@ -221,7 +216,6 @@ def _slow_nodes(state: FleetCondition) -> Iterator[Problem]:
         if node.state == "degraded":
             yield Problem(
                 f"degraded:{node.name}",
-                Severity.WARNING,
                 f"{node.name} is far slower than it was",
                 _sentence(node.reason),
                 "Look on its host for swapping, another process, a low CPU frequency or heat. It "
@@ -232,12 +226,11 @@ def _slow_nodes(state: FleetCondition) -> Iterator[Problem]:
 
 
 def _failed_loads(state: FleetCondition) -> Iterator[Problem]:
-    for node in [node for node in state.nodes if node.load_failures][:MOST_NAMED_MODELS]:
+    for node in [node for node in state.nodes if node.load_failures][:MOST_NAMED]:
         router = node.name.partition("/")[0]
         times = f" {node.load_failures} times in a row" if node.load_failures > 1 else ""
         yield Problem(
             f"load_failed:{node.name}",
-            Severity.WARNING,
             f"{router} could not load {node.model}{times}",
             f"{_sentence(node.reason)} Its requests go to other nodes that have it, or wait.",
             "Read the router's log: a file that is cut short, too little memory and an "
@@ -254,7 +247,6 @@ def _second_gateway(state: FleetCondition) -> Iterator[Problem]:
     if number >= LEAST_OF_OTHERS and number >= OTHERS_SHARE * state.tell_slots:
         yield Problem(
             "second_gateway",
-            Severity.WARNING,
             "A second gateway seems to use the nodes",
             f"On {_part(number, state.tell_slots)} nodes slots were busy in half of the last "
             "minutes that this gateway had not given out.",
@@ -262,7 +254,7 @@ def _second_gateway(state: FleetCondition) -> Iterator[Problem]:
             "write other nodes into its nodes.yaml: two that do not know of each other send "
             "requests to slots that are taken. The same holds for clients that use nodes directly.",
             (NODES,),
-            tuple(state.used_by_others[:MOST_NAMED_NODES]),
+            tuple(state.used_by_others[:MOST_NAMED]),
         )
 
 
@@ -271,7 +263,6 @@ def _routers_left_alone(state: FleetCondition) -> Iterator[Problem]:
         if node.left_alone:
             yield Problem(
                 f"left_alone:{node.name}",
-                Severity.WARNING,
                 f"{node.name} gets no commands: others load and unload its models too",
                 "Again and again it has loaded and unloaded models that this gateway had not "
                 "ordered. Requests go to what it has loaded, and nothing is loaded for them there.",
@@ -284,11 +275,10 @@ def _routers_left_alone(state: FleetCondition) -> Iterator[Problem]:
 
 
 def _unkept_wishes(state: FleetCondition) -> Iterator[Problem]:
-    for wish in state.unkept[:MOST_NAMED_MODELS]:
+    for wish in state.unkept[:MOST_NAMED]:
         model, where = shlex.quote(wish.model), shlex.quote(wish.node)
         yield Problem(
             f"not_kept:{wish.model}:{wish.node}",
-            Severity.WARNING,
             f"{wish.model} is pinned to {wish.node}, which has not loaded it"
             if wish.node
             else f"Too few copies of {wish.model} are loaded",
@@ -306,7 +296,6 @@ def _drifted_nodes(state: FleetCondition) -> Iterator[Problem]:
             swapped = any(line.startswith("model:") for line in node.drift)
             yield Problem(
                 f"drift:{node.name}",
-                Severity.WARNING,
                 f"{node.name} serves another model than the inventory says"
                 if swapped
                 else f"{node.name} differs from the inventory",
@@ -323,7 +312,6 @@ def _failed_starts(state: FleetCondition) -> Iterator[Problem]:
         if node.start_failures:
             yield Problem(
                 f"start:{node.name}",
-                Severity.WARNING,
                 f"{node.name} could not be started",
                 _sentence(node.reason),
                 "Run its start hook by hand and read what it prints; the gateway tries it again.",
@@ -342,17 +330,17 @@ def _drained_nodes(state: FleetCondition) -> Iterator[Problem]:
     if len(names) > 1:
         title, cause = f"{len(names)} nodes are drained", "Operators took them out; they get"
         remedy = "Resume them when you are done"
-    if len({node.host for node in drained}) > MOST_NAMED_NODES < len(names):
-        remedy += f": the command takes the first {MOST_NAMED_NODES} hosts"
+    if len({node.host for node in drained}) > MOST_NAMED < len(names):
+        remedy += f": the command takes the first {MOST_NAMED} hosts"
         commands.append("nodes")
     yield Problem(
         "draining",
-        Severity.NOTICE,
         title,
         f"{cause} no new requests, also after a restart.",
         f"{remedy}.",
         tuple(f"llama-gateway {command}" for command in commands),
-        names[:MOST_NAMED_NODES],
+        names[:MOST_NAMED],
+        severity=Severity.NOTICE,
     )
 
 
@@ -369,7 +357,6 @@ def _full_queue(state: FleetCondition) -> Iterator[Problem]:
         cause += f"; {turned_away} were refused within a minute (429 or 503)"
     yield Problem(
         "queue",
-        Severity.CRITICAL if is_full or turned_away else Severity.WARNING,
         "More work than slots: requests wait long"
         if not turned_away
         else "More work than slots: requests are refused",
@@ -378,78 +365,68 @@ def _full_queue(state: FleetCondition) -> Iterator[Problem]:
         "queue.max_wait so that clients learn early. The dashboard and llama-gateway top can "
         "cancel what waits.",
         (NODES, "llama-gateway usage --by key --since 1h"),
+        severity=Severity.CRITICAL if is_full or turned_away else Severity.WARNING,
     )
 
 
 def _flooding_caller(state: FleetCondition) -> Iterator[Problem]:
     queue, traffic = state.queue, state.traffic
     caller, title, cause, is_limited = None, "", "", False
-    if max(queue.callers, traffic.callers) < 2:
+    limited_caller, limited = traffic.most_limited
+    if max(queue.callers, len(traffic.callers)) < 2:
         return  # A caller alone takes nothing from others.
     if queue.top_waiting >= LEAST_FLOOD and queue.top_waiting >= FLOOD_SHARE * queue.waiting:
         caller, title = queue.top_caller, "One caller floods the queue"
         cause = f"{_part(queue.top_waiting, queue.waiting)} waiting requests are its own"
-    elif traffic.limited >= LEAST_FLOOD:
-        caller, title = traffic.limited_caller, "One caller sends more than its limits allow"
+    elif limited >= LEAST_FLOOD:
+        caller, title = limited_caller, "One caller sends more than its limits allow"
         is_limited = True
         cause = (
-            f"Of the {traffic.requests} requests of the last minute its limits refused "
-            f"{traffic.limited}"
+            f"Of the {traffic.requests} requests of the last minute its limits refused {limited}"
         )
     if caller is None:
         return
-    remedy = _flood_remedy(caller, state.settings_keys.get(caller), is_limited=is_limited)
+    place = state.settings_keys.get(caller)
+    remedy, commands = _flood_remedy(caller, place, is_limited=is_limited)
     yield Problem(
         "flood",
-        Severity.WARNING,
         title,
         f"{_sentence(cause)} Others still get their turn: callers share the queue fairly.",
-        remedy.words.format(entry=remedy.entry),
-        tuple(line.format(name=shlex.quote(caller)) for line in remedy.commands),
+        remedy.format(entry=f"keys[{place}] (id: {caller})"),
+        tuple(line.format(name=shlex.quote(caller)) for line in commands),
         caller=caller,
         caller_name=state.caller_names.get(caller),
-        anonymous_commands=tuple(line.format(name="NAME") for line in remedy.commands),
-        anonymous_remedy=remedy.words.format(entry="its entry of keys"),
+        anonymous_commands=tuple(line.format(name="NAME") for line in commands),
+        anonymous_remedy=remedy.format(entry="its entry of keys"),
     )
 
 
-@dataclass(frozen=True, slots=True)
-class _FloodRemedy:
-    """What to do about a caller."""
+def _flood_remedy(
+    caller: str, place: int | None, *, is_limited: bool
+) -> tuple[str, tuple[str, ...]]:
+    """What to do, with `{entry}` where the settings have its key, and commands with its `{name}`.
 
-    words: str  # with `{entry}`, where the settings have its key
-    commands: tuple[str, ...]  # with `{name}`
-    entry: str = ""
-
-
-def _flood_remedy(caller: str, place: int | None, *, is_limited: bool) -> _FloodRemedy:
-    """`place`: of its key in the settings; None: the store has it. `is_limited`: limits refuse."""
+    `place`: of its key in the settings; None: the store has it. `is_limited`: limits refuse.
+    """
     if caller.startswith(("anonymous:", "playground:")):
-        return _FloodRemedy(
-            "Give callers keys, so that each has a limit.",
-            ("llama-gateway keys create --name NAME --rpm 60",),
-        )
-    entry = f"keys[{place}] (id: {caller})"
+        keys = "llama-gateway keys create --name NAME --rpm 60"
+        return "Give callers keys, so that each has a limit.", (keys,)
     show = "llama-gateway keys show {name}"
     if is_limited:
         raised = "in gateway.yaml, at {entry}" if place is not None else "by keys set"
-        return _FloodRemedy(
+        words = (
             "It has reached a limit of its key or group, which holds: tell its user to send less, "
-            f"or to wait as Retry-After says. If it should have more, raise the limit {raised}.",
-            (show,),
-            entry,
+            f"or to wait as Retry-After says. If it should have more, raise the limit {raised}."
         )
+        return words, (show,)
     if place is not None:
-        return _FloodRemedy(
+        words = (
             "Give its key a limit (limits.rpm), or remove the key, in gateway.yaml, at {entry}; "
-            "the file is read again when it changes.",
-            (show, CHECK),
-            entry,
+            "the file is read again when it changes."
         )
-    return _FloodRemedy(
-        "Give its key a limit, or revoke it.",
-        (show, "llama-gateway keys set {name} --rpm 60"),
-    )
+        return words, (show, CHECK)
+    commands = (show, "llama-gateway keys set {name} --rpm 60")
+    return "Give its key a limit, or revoke it.", commands
 
 
 _QUOTA_OWNERS = {
@@ -460,7 +437,7 @@ _QUOTA_OWNERS = {
 
 
 def _used_quotas(state: FleetCondition) -> Iterator[Problem]:
-    for one in state.quotas[:MOST_NAMED_QUOTAS]:
+    for one in state.quotas[:MOST_NAMED]:
         of, limit, period, most, used, _, resets_at = one.standing
         owner, show = _QUOTA_OWNERS[of]
         what = f"the {'money' if limit == 'budget' else 'tokens'} of the {period}"
@@ -472,7 +449,6 @@ def _used_quotas(state: FleetCondition) -> Iterator[Problem]:
         digest = hashlib.sha256(one.name.encode()).hexdigest()[:12]
         yield Problem(
             f"quota:{digest}",
-            Severity.WARNING if one.spent else Severity.NOTICE,
             f"{owner} used up {what}" if one.spent else f"{owner} used {one.share:.0%} of {what}",
             cause,
             f"Nothing, if that is the limit's purpose. Else raise the limit ({limit}).",
@@ -480,16 +456,17 @@ def _used_quotas(state: FleetCondition) -> Iterator[Problem]:
             caller=one.id if of == "key" else f"group {one.id}" if one.id else None,
             caller_name=state.caller_names.get(one.id) if of == "key" else None,
             anonymous_commands=(show.format("NAME"),),
+            severity=Severity.WARNING if one.spent else Severity.NOTICE,
         )
-    more = len(state.quotas) - MOST_NAMED_QUOTAS
+    more = len(state.quotas) - MOST_NAMED
     if more > 0:
         yield Problem(
             "quotas",
-            Severity.NOTICE,
             f"Further limits of money or tokens are nearly used up: {more}",
             "Of each at least 80 % of its day or month is used.",
             "Nothing, if that is the limits' purpose. Else raise them.",
             ("llama-gateway keys list", "llama-gateway groups list"),
+            severity=Severity.NOTICE,
         )
 
 
@@ -498,12 +475,11 @@ def _undefined_groups(state: FleetCondition) -> Iterator[Problem]:
     if not groups:
         return
     names = [f"{name} ({_count(keys, 'key')})" for name, keys in groups.items()]
-    more = len(names) - MOST_NAMED_GROUPS
-    shown = ", ".join(names[:MOST_NAMED_GROUPS]) + (f" and {more} more" if more > 0 else "")
+    more = len(names) - MOST_NAMED
+    shown = ", ".join(names[:MOST_NAMED]) + (f" and {more} more" if more > 0 else "")
     first = shlex.quote(next(iter(groups)))
     yield Problem(
         "groups_undefined",
-        Severity.WARNING,
         f"{_count(len(groups), 'group')} of keys {'is' if len(groups) == 1 else 'are'} defined "
         "nowhere, and so without a limit",
         "Keys name groups that neither the settings nor the store define; the release after this "
@@ -516,18 +492,17 @@ def _undefined_groups(state: FleetCondition) -> Iterator[Problem]:
 
 
 def _spent_budget(state: FleetCondition) -> Iterator[Problem]:
-    spill = state.spill
-    if spill is None or spill.money is None:
+    if state.spill is None or state.spill["money"] is None:
         return
-    reserved = spill.money if spill.reserved is None else spill.reserved
-    if spill.paid + reserved < spill.money:
+    paid, money, window = (state.spill[name] for name in ("paid", "money", "window"))
+    reserved = money if state.spill["reserved"] is None else state.spill["reserved"]
+    if paid + reserved < money:
         return
     yield Problem(
         "gpu_budget",
-        Severity.WARNING,
         "The GPU budget is spent",
-        f"{spill.paid:.2f} paid and {reserved:.2f} reserved of {spill.money:.2f} within "
-        f"{_duration(spill.window)}: requests that would spill over wait for CPU nodes.",
+        f"{paid:.2f} paid and {reserved:.2f} reserved of {money:.2f} within "
+        f"{_duration(window)}: requests that would spill over wait for CPU nodes.",
         "Nothing, if that is the budget's purpose: it frees itself as the window moves on. Else "
         "raise hybrid.spill.money_per_hour in the settings.",
         ("llama-gateway usage --by tier --since 1d", CHECK),
@@ -554,7 +529,6 @@ def _failing_requests(state: FleetCondition) -> Iterator[Problem]:
         cause += f"; {node} was the last node of {count}"
     yield Problem(
         "failing",
-        Severity.CRITICAL,
         "Requests fail",
         f"{cause}.",
         "The log names each attempt of a failed request, its node and the reason.",
@@ -564,6 +538,7 @@ def _failing_requests(state: FleetCondition) -> Iterator[Problem]:
             NODES,
         ),
         tuple(node for node, _ in worst),
+        severity=Severity.CRITICAL,
     )
 
 
@@ -572,7 +547,6 @@ def _store_problems(state: FleetCondition) -> Iterator[Problem]:
     if store.get("state") not in {None, "off", "up", "opening", "closed"}:
         yield Problem(
             "store",
-            Severity.WARNING,
             "The store can't be used",
             _sentence(str(store.get("error") or store.get("state")))
             + " Requests go on; what they use is recorded later, as far as memory reaches.",
@@ -582,7 +556,6 @@ def _store_problems(state: FleetCondition) -> Iterator[Problem]:
     if ledger is not None and ledger.get("dropped"):
         yield Problem(
             "ledger",
-            Severity.WARNING,
             "The ledger has lost rows",
             f"{ledger['dropped']} requests since the start are in no report."
             + (f" {_sentence(str(ledger['error']))}" if ledger.get("error") else ""),
@@ -592,7 +565,6 @@ def _store_problems(state: FleetCondition) -> Iterator[Problem]:
     if state.audit_lost:
         yield Problem(
             "audit",
-            Severity.WARNING,
             "The audit log has gaps",
             f"{state.audit_lost} changes could not be written to the store.",
             "Mend the store; the process's log has every change as well.",
@@ -606,7 +578,6 @@ def _full_storage(state: FleetCondition) -> Iterator[Problem]:
         waiting = f" {storage.results} results wait to be written." if storage.results else ""
         yield Problem(
             "storage",
-            Severity.WARNING,
             "There is no room for files and results: batches wait, uploads are refused"
             if storage.is_full
             else "The folder of files and results can't be used: batches wait, uploads are refused",
@@ -621,7 +592,6 @@ def _full_storage(state: FleetCondition) -> Iterator[Problem]:
     if callers:
         yield Problem(
             "key_storage",
-            Severity.NOTICE,
             "Batches of one caller wait: it keeps as much as it may"
             if len(callers) == 1
             else f"Batches of {len(callers)} callers wait: they keep as much as each may",
@@ -630,6 +600,7 @@ def _full_storage(state: FleetCondition) -> Iterator[Problem]:
             (CHECK, "journalctl -u llama-gateway -n 200"),
             caller=callers[0],
             caller_name=state.caller_names.get(callers[0]),
+            severity=Severity.NOTICE,
         )
 
 
@@ -641,7 +612,6 @@ def _file_errors(state: FleetCondition) -> Iterator[Problem]:
         if error is not None:
             yield Problem(
                 id_,
-                Severity.WARNING,
                 f"{name} has an error: the gateway runs as before the edit",
                 _sentence(error),
                 "Correct the file; it is read again when it changes.",
@@ -650,7 +620,6 @@ def _file_errors(state: FleetCondition) -> Iterator[Problem]:
     if state.certificate_error is not None:
         yield Problem(
             "certificate_error",
-            Severity.WARNING,
             "A renewed certificate can't be used; the old one is still served",
             _sentence(state.certificate_error),
             "Put the right pair of certificate and key in place; both are read again.",
@@ -662,11 +631,11 @@ def _file_errors(state: FleetCondition) -> Iterator[Problem]:
             when = f"expires in {days:.1f} days" if days > 0 else "has expired"
             yield Problem(
                 f"certificate:{key}",
-                Severity.CRITICAL if hurry else Severity.WARNING,
                 f"The certificate of {key} {when}",
                 "Nobody has renewed its files.",
                 "Renew the files that this setting names; no restart is needed.",
                 ("openssl x509 -noout -enddate -in FILE",),
+                severity=Severity.CRITICAL if hurry else Severity.WARNING,
             )
 
 
@@ -675,12 +644,11 @@ def _lost_edges(state: FleetCondition) -> Iterator[Problem]:
     if not lost:
         return
     broken = [request for edge in lost for request in edge.requests]
-    named = ", ".join(broken[:MOST_NAMED_REQUESTS])
-    more = len(broken) - MOST_NAMED_REQUESTS
+    named = ", ".join(broken[:MOST_NAMED])
+    more = len(broken) - MOST_NAMED
     told = f"{_count(len(broken), 'request')} broke off: {named}" if broken else "Nothing broke off"
     yield Problem(
         "edge_died",
-        Severity.WARNING,
         f"{_count(len(lost), 'edge')} died in the last {_duration(LOST_EDGE_SECONDS)}",
         f"The last one was '{lost[-1].edge}' ({lost[-1].reason}). "
         + told
@@ -698,29 +666,28 @@ def _cluster(state: FleetCondition) -> Iterator[Problem]:
     if cluster.role == "limbo" and cluster.role_seconds >= LEADERLESS_SECONDS:
         yield Problem(
             "no_leader",
-            Severity.CRITICAL,
             f"No member of the cluster {cluster.name} leads, as far as {cluster.member} knows",
             f"For {_duration(cluster.role_seconds)} new requests here have waited, then got 503.",
             "See that this machine reaches the store and the other members, and that one of them "
             "runs: whoever has the store leads within seconds.",
             (CLUSTER, "journalctl -u llama-gateway -n 50"),
+            severity=Severity.CRITICAL,
         )
     if cluster.role == "alone":
         yield Problem(
             "alone",
-            Severity.CRITICAL,
             f"{cluster.member} is alone: it reaches neither a leader nor the store",
             "It serves its own clients within its share of each node's slots and of each limit, "
             "for an hour at most. Batches, and loads of models, wait.",
             "Bring the store back, or the network to it. The cluster is whole again within "
             "seconds, without a restart.",
             (CLUSTER, "journalctl -u llama-gateway -n 50"),
+            severity=Severity.CRITICAL,
         )
     if cluster.lost:
         yield Problem(
             "member_lost",
-            Severity.WARNING,
-            f"The leader does not hear of {', '.join(cluster.lost[:MOST_NAMED_NODES])}",
+            f"The leader does not hear of {', '.join(cluster.lost[:MOST_NAMED])}",
             "It has died, or the network between them is cut. Its share of the slots stays its "
             "own for an hour, in case that it is alone.",
             "Start it again. If its process has surely ended and can't be started now, remove it: "
@@ -730,9 +697,8 @@ def _cluster(state: FleetCondition) -> Iterator[Problem]:
     if cluster.apart:
         yield Problem(
             "files_apart",
-            Severity.WARNING,
             "Members of the cluster keep callers' files in different folders: "
-            + ", ".join(cluster.apart[:MOST_NAMED_NODES]),
+            + ", ".join(cluster.apart[:MOST_NAMED]),
             "What was uploaded while one member led, its batches and stored responses wait while "
             "another one leads that has not that folder.",
             "Give all members one shared folder (batches.folder), such as one of NFS.",
@@ -757,8 +723,8 @@ RULES = (
 def _selection(nodes: Sequence[NodeCondition]) -> str:
     """These nodes as `llama-gateway nodes` takes them: by name, or if they are many, by host."""
     words = [node.name for node in nodes]
-    if len(nodes) > MOST_NAMED_NODES:
-        hosts = list(dict.fromkeys(node.host for node in nodes))[:MOST_NAMED_NODES]
+    if len(nodes) > MOST_NAMED:
+        hosts = list(dict.fromkeys(node.host for node in nodes))[:MOST_NAMED]
         words = [word for host in hosts for word in ("--host", host)]
     return shlex.join(words)
 
@@ -801,7 +767,6 @@ class Problem:
     """Something that an operator should know, and what to do about it."""
 
     id: str  # the same for as long as it lasts
-    severity: Severity
     title: str
     cause: str
     remedy: str
@@ -812,25 +777,29 @@ class Problem:
     anonymous_commands: tuple[str, ...] | None = None
     """`commands` for those who may not know the caller; None: they do not name it."""
     anonymous_remedy: str | None = None  # likewise
+    severity: Severity = Severity.WARNING
 
     def as_json(self, *, may_name_callers: bool) -> dict[str, Any]:
         """As the admin API shows it."""
-        caller, name = self.caller, self.caller_name
-        remedy, commands = self.remedy, self.commands
+        shown = {name: getattr(self, name) for name in _SHOWN} | {"severity": self.severity.value}
         if not may_name_callers:
-            caller, name, remedy = None, None, self.anonymous_remedy or remedy
-            commands = self.anonymous_commands or commands
-        return {
-            "id": self.id,
-            "severity": self.severity.value,
-            "title": self.title,
-            "cause": self.cause,
-            "remedy": remedy,
-            "commands": commands,
-            "nodes": self.nodes,
-            "caller": caller,
-            "caller_name": name,
-        }
+            shown |= {"caller": None, "caller_name": None}
+            shown["remedy"] = self.anonymous_remedy or self.remedy
+            shown["commands"] = self.anonymous_commands or self.commands
+        return shown
+
+
+_SHOWN = (
+    "id",
+    "severity",
+    "title",
+    "cause",
+    "remedy",
+    "commands",
+    "nodes",
+    "caller",
+    "caller_name",
+)
 
 
 # Seconds for which a problem must be away to be over: some come and go around a limit.
@@ -878,20 +847,11 @@ class ProblemLog:
 
 
 def _tell(problem: Problem) -> None:
+    told = problem.as_json(may_name_callers=True)
     # As texts, whose control characters the log escapes: nodes and callers name themselves.
-    fields = {
-        "id": problem.id,
-        "severity": problem.severity.value,
-        "title": problem.title,
-        "cause": problem.cause,
-        "remedy": problem.remedy,
-        "commands": "; ".join(problem.commands),
-        "nodes": ", ".join(problem.nodes),
-        "caller": problem.caller,
-        "caller_name": problem.caller_name,
-    }
+    told |= {"commands": "; ".join(problem.commands), "nodes": ", ".join(problem.nodes)}
     level = log.info if problem.severity is Severity.NOTICE else log.warning
-    level("problem", **{name: value for name, value in fields.items() if value})
+    level("problem", **{name: value for name, value in told.items() if value})
 
 
 @dataclass(frozen=True, slots=True)
@@ -932,30 +892,6 @@ class QueueCondition:
 
 
 @dataclass(frozen=True, slots=True)
-class TrafficCondition:
-    """The requests that ended within the last minute."""
-
-    requests: int = 0
-    failed: int = 0
-    refused: Mapping[str, int] = field(default_factory=dict)  # by the error's code
-    limited_caller: str | None = None  # whose requests limits refused most
-    limited: int = 0  # how many of its requests they refused
-    callers: int = 0  # how many callers sent some, as far as was counted
-    failures: Mapping[tuple[str, str], int] = field(default_factory=dict)
-    """Of `failed`, by the error's code and the last node that was tried ("": none)."""
-
-
-@dataclass(frozen=True, slots=True)
-class SpillCondition:
-    """The budget of spill-over to the GPU tier."""
-
-    paid: float = 0.0
-    reserved: float | None = 0.0  # None: the requests that run have no bound
-    money: float | None = None  # what may be paid within the window; None: no limit
-    window: float = 3600.0
-
-
-@dataclass(frozen=True, slots=True)
 class StorageCondition:
     """The folder of files and results, while it can't take what callers and batches have for it."""
 
@@ -982,7 +918,7 @@ class FleetCondition:
     differing_models: Mapping[str, Sequence[str]] = field(default_factory=dict)
     """By public name: how the nodes that serve it differ, in words."""
     queue: QueueCondition = QueueCondition()
-    traffic: TrafficCondition = TrafficCondition()
+    traffic: RecentTraffic = field(default_factory=RecentTraffic)
     settings_keys: Mapping[str, int] = field(default_factory=dict)
     """Of the callers named above, those whose keys are in the settings: their places in `keys`."""
     caller_names: Mapping[str, str | None] = field(default_factory=dict)
@@ -990,7 +926,8 @@ class FleetCondition:
     quotas: Sequence[UsedQuota] = ()  # the fullest first
     undefined_groups: Mapping[str, int] = field(default_factory=dict)
     """How many keys are of each group that nobody has defined."""
-    spill: SpillCondition | None = None
+    spill: Mapping[str, Any] | None = None
+    """`paid`, `reserved`, `money` and `window` of spill-over to the GPU tier, if there is one."""
     inventory_error: str | None = None
     settings_error: str | None = None
     keys_lost: str | None = None

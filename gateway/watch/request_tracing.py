@@ -14,7 +14,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import InitVar, dataclass, field
 from typing import Protocol
 
 import structlog
@@ -63,21 +63,16 @@ class TraceCounts:
             self.not_sent += not_sent
 
 
+@dataclass(eq=False)
 class TraceExporter:
     """Owns the thread that sends traces. `open_sender` is called there, as it may import much."""
 
-    def __init__(
-        self,
-        open_sender: Callable[[], Sender],
-        counts: TraceCounts,
-        *,
-        batch_seconds: float = BATCH_SECONDS,
-        batch_traces: int = BATCH_TRACES,
-    ) -> None:
-        self._open_sender = open_sender
-        self._counts = counts
-        self._batch_seconds = batch_seconds
-        self._batch_traces = batch_traces
+    open_sender: Callable[[], Sender]
+    counts: TraceCounts
+    batch_seconds: float = BATCH_SECONDS
+    batch_traces: int = BATCH_TRACES
+
+    def __post_init__(self) -> None:
         self._waiting: deque[EndedRequest] = deque()
         self._sender: Sender | None = None
         self._work = threading.Event()
@@ -90,12 +85,12 @@ class TraceExporter:
     def export(self, request: EndedRequest) -> None:
         """Send this trace soon, or drop it where too many wait. Never waits and never raises."""
         if self._closing.is_set() or len(self._waiting) >= MOST_WAITING:
-            self._counts.count(not_queued=1)
+            self.counts.count(not_queued=1)
             return
         self._waiting.append(request)
         if not self._work.is_set():
             self._work.set()
-        if len(self._waiting) == self._batch_traces:
+        if len(self._waiting) == self.batch_traces:
             self._due.set()
 
     def stop(self) -> None:
@@ -120,13 +115,13 @@ class TraceExporter:
 
     def _run(self) -> None:
         try:
-            sender = self._sender = self._open_sender()
+            sender = self._sender = self.open_sender()
         except Exception as error:  # noqa: BLE001 - whatever it is, requests must be served
             log.error("traces can't be exported", why=type(error).__name__)  # noqa: TRY400
             sender = None
         while True:
             self._work.wait()
-            self._due.wait(self._batch_seconds)
+            self._due.wait(self.batch_seconds)
             if not self._closing.is_set():
                 self._due.clear()
             self._work.clear()
@@ -145,12 +140,12 @@ class TraceExporter:
             except Exception as error:  # noqa: BLE001 - one message must not end the thread
                 log.error("traces are lost", why=type(error).__name__)  # noqa: TRY400
         exported = len(batch) if sent else 0
-        self._counts.count(exported=exported, not_sent=len(batch) - exported)
+        self.counts.count(exported=exported, not_sent=len(batch) - exported)
 
     def _take(self) -> list[EndedRequest]:
         batch: list[EndedRequest] = []
         with contextlib.suppress(IndexError):
-            while len(batch) < self._batch_traces:
+            while len(batch) < self.batch_traces:
                 batch.append(self._waiting.popleft())
         return batch
 
@@ -190,6 +185,7 @@ class Allowance:
         return True
 
 
+@dataclass
 class Sampler:
     """Decides by its own draws: no client can have more traced than the allowance.
 
@@ -198,27 +194,20 @@ class Sampler:
     believed: the gateway's part alone would tell nobody anything.
     """
 
-    __slots__ = ("_clients", "_draw", "_failures", "_share")
+    share: float
+    beyond_share: float  # a second, of each kind
+    draw: Callable[[], float]  # a number from 0 up to 1, below it
+    clock: Callable[[], float]
 
-    def __init__(
-        self,
-        share: float,
-        beyond_share: float,
-        *,
-        draw: Callable[[], float],
-        clock: Callable[[], float],
-    ) -> None:
-        """`draw`: a number from 0 up to 1, below it. `beyond_share`: a second, of each kind."""
-        self._share = share
-        self._draw = draw
-        self._clients = Allowance(beyond_share, clock)
-        self._failures = Allowance(beyond_share, clock)
+    def __post_init__(self) -> None:
+        self._clients = Allowance(self.beyond_share, self.clock)
+        self._failures = Allowance(self.beyond_share, self.clock)
 
     def takes(self, parent: Traceparent | None) -> bool:
         """Whether a request that has come is traced."""
         if parent is None:
-            return self._draw() < self._share
-        return parent.sampled and (self._draw() < self._share or self._clients.take())
+            return self.draw() < self.share
+        return parent.sampled and (self.draw() < self.share or self._clients.take())
 
     def takes_failed(self) -> bool:
         """Whether a request is traced that was not meant to be, and has failed."""
@@ -246,26 +235,19 @@ class _Settling:
     followed: bool  # whether its decisions were collected while it ran
 
 
+@dataclass(eq=False)
 class RequestTracing:
     """The traces of one gateway. Call `begin` and `finished` only while it is `active`."""
 
-    def __init__(
-        self,
-        settings: TracesSettings,
-        decision_log: DecisionLog,
-        *,
-        clock: Callable[[], float],
-        wall_clock_ns: Callable[[], int] = time.time_ns,
-        rng: random.Random,
-        open_sender: Callable[[TracesSettings], Sender] = open_otlp_sender,
-        settle_seconds: float = SETTLE_SECONDS,
-    ) -> None:
-        self._decision_log = decision_log
-        self._clock = clock
-        self._wall_clock_ns = wall_clock_ns
-        self._rng = rng
-        self._open_sender = open_sender
-        self._settle_seconds = settle_seconds
+    settings: InitVar[TracesSettings]
+    decision_log: DecisionLog
+    clock: Callable[[], float]
+    rng: random.Random
+    wall_clock_ns: Callable[[], int] = time.time_ns
+    open_sender: Callable[[TracesSettings], Sender] = open_otlp_sender
+    settle_seconds: float = SETTLE_SECONDS
+
+    def __post_init__(self, settings: TracesSettings) -> None:
         self._settling: list[_Settling] = []
         self._exporter: TraceExporter | None = None
         self._stopped: list[TraceExporter] = []  # earlier ones, which may still send what waited
@@ -281,7 +263,7 @@ class RequestTracing:
             return
         self._settings = settings
         self._sampler = Sampler(
-            settings.share, settings.beyond_share, draw=self._rng.random, clock=self._clock
+            settings.share, settings.beyond_share, draw=self.rng.random, clock=self.clock
         )
         self.active = settings.endpoint is not None
         self._export(settings)
@@ -293,7 +275,7 @@ class RequestTracing:
         parent = parse_traceparent(headers)
         if self._sampler.takes(parent):
             record.traced(self._new_trace(request_id, parent, received_at))
-            self._decision_log.follow(request_id)
+            self.decision_log.follow(request_id)
 
     def finished(
         self, request_id: str, record: RequestRecord, headers: Headers, received_at: float
@@ -307,16 +289,16 @@ class RequestTracing:
             trace = self._new_trace(request_id, parse_traceparent(headers), received_at)
             record.traced(trace)
         if len(self._settling) >= MOST_SETTLING:
-            self._decision_log.take(request_id)
+            self.decision_log.take(request_id)
             self.counts.count(not_queued=1)
             return
-        self._settling.append(_Settling(trace, record, self._clock(), followed))
+        self._settling.append(_Settling(trace, record, self.clock(), followed))
         if len(self._settling) == 1:
-            asyncio.get_running_loop().call_later(self._settle_seconds, self._hand_over)
+            asyncio.get_running_loop().call_later(self.settle_seconds, self._hand_over)
 
     def forget(self, request_id: str) -> None:
         """A request has ended of which nothing is told."""
-        self._decision_log.take(request_id)
+        self.decision_log.take(request_id)
 
     async def aclose(self, seconds: float = FLUSH_SECONDS) -> None:
         """Send what there is, for at most so many seconds."""
@@ -336,17 +318,17 @@ class RequestTracing:
         if parent is not None:
             return RequestTrace(parent.trace_id, parent.span_id, request_id, received_at)
         # Never zero, which would not be valid.
-        number = self._rng.getrandbits(128) or 1
+        number = self.rng.getrandbits(128) or 1
         return RequestTrace(f"{number:032x}", None, request_id, received_at)
 
     def _export(self, settings: TracesSettings) -> None:
         """Send traces by these settings from now on, or none."""
         self._stop_exporter()
         if self.active:
-            self._exporter = TraceExporter(lambda: self._open_sender(settings), self.counts)
+            self._exporter = TraceExporter(lambda: self.open_sender(settings), self.counts)
         else:
             self._settling.clear()
-            self._decision_log.follow_none()
+            self.decision_log.follow_none()
 
     def _stop_exporter(self) -> None:
         self._stopped = [exporter for exporter in self._stopped if exporter.running]
@@ -362,17 +344,17 @@ class RequestTracing:
             return
         missing = [one.trace.request_id for one in settling if not one.followed]
         found = self._find(missing) if missing else {}
-        offset = self._wall_clock_ns() - round(self._clock() * 1e9)
+        offset = self.wall_clock_ns() - round(self.clock() * 1e9)
         for one in settling:
             request_id = one.trace.request_id
-            decisions = self._decision_log.take(request_id) if one.followed else None
+            decisions = self.decision_log.take(request_id) if one.followed else None
             if decisions is None:
                 decisions = found.get(request_id, [])
             exporter.export(EndedRequest(one.trace, one.record, one.ended_at, decisions, offset))
 
     def _find(self, request_ids: list[str]) -> dict[str, list[Decision]]:
         """What the log still has of these requests, by one look at it, or two for their parts."""
-        log = self._decision_log
+        log = self.decision_log
         remembered = log.find(request_ids)
         parts = log.find(part for one in remembered.values() for part in one.parts)
         found = {}

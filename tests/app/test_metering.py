@@ -13,7 +13,7 @@ def tokens_today(metering: Metering) -> float:
     caller = metering.key_ring.find(ALICE.text)
     assert caller is not None
     book = metering.limit_book
-    standings = book.standings(book.accounts(caller))
+    standings = book.standings(book.accounts(caller).tracked)
     return next(one.used for one in standings if one.limit == "tokens_per_day")
 
 

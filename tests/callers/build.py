@@ -17,7 +17,7 @@ from gateway.callers.processes import ProcessIdentity
 from gateway.config.keys import LimitSpec
 from gateway.config.settings import Settings
 from gateway.events import EventBus, RequestRecord
-from gateway.lease import LeaseRequest
+from gateway.lease import AttemptCharge, LeaseRequest
 from gateway.store.schema import usage
 from gateway.store.store import Store
 from gateway.terms import Caller, Priority
@@ -123,7 +123,7 @@ class LimitedProcess:
         """The request at this place has used so much."""
         reservation, record = self.open.pop(index)
         record.count_tokens(tokens, 0, 0)
-        record.charge(cost, 0.0)
+        record.charge(AttemptCharge(cost))
         self.meter.ended(reservation, record)
 
     def account(self, subject: str) -> Account:

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import random
+from functools import partial
 from typing import Any
 
 import pytest
 from sqlalchemy import Connection
 
 from gateway.callers import ended
-from gateway.callers.ended import EndedQuery, EndedReader, RowsOfName, parse_ended_query
+from gateway.callers.ended import EndedQuery, EndedReader, parse_ended_query, rows_of_name
 from gateway.callers.reports import InvalidQuery
 from gateway.store.store import Store
 from tests.callers.ledger_rows import DAY, NOON, a_row, add_rows
@@ -156,12 +157,12 @@ def test_requests_are_found_by_their_own_id_before_the_clients_and_the_newest_fi
 ) -> None:
     rows = [a_row(n, ended_at=NOON - n, client_request_id="r7") for n in range(1, 30)]
     fill(store, rows)
-    find = RowsOfName("r7")
+    find = partial(rows_of_name, name="r7")
     found = [ended.ended_row(row, NAMES.get).id for row in store.run_now(find, write=False)]
     others = [f"r{n}" for n in range(1, 30) if n != 7]
     assert found == ["r7", *others][: ended.MOST_NAMED]
     for name in ("nobody", "a\0b", "x" * 10_000, "\udcff"):
-        assert store.run_now(RowsOfName(name), write=False) == []
+        assert store.run_now(partial(rows_of_name, name=name), write=False) == []
 
 
 def test_a_page_reads_no_more_rows_than_it_needs_of_one_key(store: Store) -> None:

@@ -586,11 +586,11 @@ def test_a_write_that_fails_is_repeated_with_growing_pauses(
 ) -> None:
     clock, path = Clock(), tmp_path / "keys.json"
     saved = LastKnownKeys(location, path, clock=clock)
-    saved.save([key(ALICE)])
+    saved.save([key(ALICE)], {})
     assert (saved.error, saved.is_due()) == (None, False)
     pauses = []
     with unwritable(path), structlog.testing.capture_logs() as logs:
-        saved.save([key(ALICE), key(BOB)])
+        saved.save([key(ALICE), key(BOB)], {})
         for _ in range(10):
             before = clock.now
             assert not saved.is_due()
@@ -618,14 +618,14 @@ def test_a_start_without_the_store_lets_no_key_in_that_is_known_to_have_changed(
 ) -> None:
     path = tmp_path / "keys.json"
     saved = LastKnownKeys(location, path)
-    saved.save([key(ALICE), key(BOB)])
+    saved.save([key(ALICE), key(BOB)], {})
     now = {
         "revoked": [key(ALICE)],
         "rotated": [key(ALICE), key(ApiKey("", BOB.id, ALICE.sha256))],
         "limited": [key(ALICE), key(BOB, models=["small"])],
     }[change]
     with unwritable(path):
-        saved.save(now)
+        saved.save(now, {})
         assert saved.error is not None
         assert "refuses all stored keys" in saved.error
         assert known(location, path) is None
@@ -639,10 +639,10 @@ def test_a_file_that_can_not_be_set_aside_is_told_by_its_name(
 ) -> None:
     path = tmp_path / "keys.json"
     saved = LastKnownKeys(location, path)
-    saved.save([key(ALICE)])
+    saved.save([key(ALICE)], {})
     (tmp_path / "keys.json.bad" / "full").mkdir(parents=True)
     with unwritable(path):
-        saved.save([])
+        saved.save([], {})
     assert saved.error is not None
     assert f"{path} still has keys that were revoked or changed: remove it" in saved.error
 

@@ -192,7 +192,7 @@ async def test_a_batch_is_written_once_though_nobody_knows_whether_it_was(url: s
                 failures = ledger.worker.failures
                 await until(lambda before=failures: ledger.worker.failures > before)
                 assert ledger.pending >= 3
-                assert ledger.problem == "gone; wait"
+                assert ledger.worker.problem == "gone; wait"
                 ledger.add(a_row(f"later{ledger.worker.failures}"))
                 world.clock.passes(60.0)
             await until(lambda: ledger.pending == 0, LIMIT)
@@ -205,7 +205,7 @@ async def test_a_batch_is_written_once_though_nobody_knows_whether_it_was(url: s
         assert in_order == ["r0", "r1", "r2", "later1", "later2", "later3"]
         assert len({row["sequence"] for row in rows}) == 6
         assert [row["id"] for row in await world.all(open_requests)] == ["o1"]
-        assert (ledger.problem, ledger.written) == (None, 6)
+        assert (ledger.worker.problem, ledger.written) == (None, 6)
 
 
 @in_virtual_time
@@ -263,7 +263,7 @@ async def test_a_store_that_is_away_is_told_of_once_though_there_is_nothing_to_w
         for _ in range(600):
             await asyncio.sleep(0.1)
             if store.is_away:
-                problems.append(ledger.problem)
+                problems.append(ledger.worker.problem)
     task.cancel()
     assert len(problems) > 100
     assert set(problems) == {"gone; wait"}
@@ -303,7 +303,7 @@ async def test_a_store_that_never_answers_delays_the_end_for_a_bounded_time() ->
     await ledger.start(0.01)
     await ledger.close(0.01)
     assert ledger.pending == 1
-    assert ledger.problem == "the store does not answer"
+    assert ledger.worker.problem == "the store does not answer"
 
 
 async def test_a_long_request_is_in_the_journal_until_its_row_is_written(url: str) -> None:

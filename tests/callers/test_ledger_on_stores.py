@@ -6,6 +6,7 @@ import asyncio
 import itertools
 import random
 from collections.abc import AsyncIterator
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -21,10 +22,10 @@ from gateway.callers.reports import (
     Reporter,
     ReportQuery,
     Retention,
-    RollUp,
-    RowCounter,
+    count_some,
     give_back_pages,
     parse_query,
+    roll_up,
 )
 from gateway.config.stored import RetentionSettings
 from gateway.store.database import locate_store
@@ -95,7 +96,7 @@ async def test_rows_that_two_processes_sum_up_at_once_count_once(store: Store) -
 
     async def sum_up(one: Store) -> int:
         gone = 0
-        while done := await one.run(RollUp(NOON + 1, 50)):
+        while done := await one.run(partial(roll_up, before=NOON + 1, rows=50)):
             gone += done
         return gone
 
@@ -271,7 +272,7 @@ def test_no_report_changes_when_rows_become_sums(
         before = reports(connection, by)
         for days, most in moves:
             kept = count_rows(connection)
-            gone = RollUp(MIDNIGHT + days * DAY, most)(connection)
+            gone = roll_up(connection, MIDNIGHT + days * DAY, most)
             assert gone <= most
             assert count_rows(connection) == kept - gone
             assert reports(connection, by) == before
@@ -280,16 +281,16 @@ def test_no_report_changes_when_rows_become_sums(
 
 def test_the_oldest_rows_go_first_and_young_ones_stay(connection: Connection) -> None:
     add_rows(connection, [a_row(n, ended_at=NOON - n * DAY) for n in range(4)])
-    assert RollUp(NOON - DAY / 2, 2)(connection) == 2
+    assert roll_up(connection, NOON - DAY / 2, 2) == 2
     assert list(connection.scalars(select(usage.c.id).order_by(usage.c.id))) == ["r0", "r1"]
-    assert RollUp(NOON - DAY / 2, 2)(connection) == 1
-    assert RollUp(NOON - DAY / 2, 2)(connection) == 0
+    assert roll_up(connection, NOON - DAY / 2, 2) == 1
+    assert roll_up(connection, NOON - DAY / 2, 2) == 0
 
 
 def test_requests_alike_make_one_sum(connection: Connection) -> None:
     add_rows(connection, [a_row(n, ended_at=NOON - n) for n in range(50)])
     for _ in range(5):
-        RollUp(NOON + 1, 10)(connection)
+        roll_up(connection, NOON + 1, 10)
     day = connection.execute(select(usage_days)).mappings().one()
     assert (day["requests"], day["prompt_tokens"], day["day"]) == (50, 5000, "2027-01-15")
     assert count_rows(connection) == 0
@@ -298,10 +299,10 @@ def test_requests_alike_make_one_sum(connection: Connection) -> None:
 def test_the_number_rises_only_when_rows_move(connection: Connection) -> None:
     number = select(func.max(revisions.c.number))
     add_rows(connection, [a_row(1)])
-    RollUp(NOON)(connection)
+    roll_up(connection, NOON)
     assert connection.scalar(number) is None
-    RollUp(NOON + 1)(connection)
-    RollUp(NOON + 1)(connection)
+    roll_up(connection, NOON + 1)
+    roll_up(connection, NOON + 1)
     assert connection.scalar(number) == 1
 
 
@@ -312,10 +313,12 @@ def test_rows_are_counted_in_steps(seconds: list[int], rows_per_step: int) -> No
     with engine.connect() as connection:
         metadata.create_all(connection)
         add_rows(connection, [a_row(n, ended_at=NOON + at) for n, at in enumerate(seconds)])
-        counter, steps = RowCounter(rows_per_step), 1
-        while not counter(connection):
-            steps += 1
-        assert counter.counted == len(seconds)
+        start: float | None = 0.0
+        counted = steps = 0
+        while start is not None:
+            some, start = count_some(connection, start, rows_per_step)
+            counted, steps = counted + some, steps + 1
+        assert counted == len(seconds)
         assert steps <= 1 + len(seconds)
     engine.dispose()
 

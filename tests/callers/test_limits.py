@@ -571,7 +571,7 @@ def holding(account: Account, how: str) -> Callable[[], None]:
         account.set_others(OtherUse(running=1))
         return lambda: setattr(account, "others", NO_OTHERS)
     if how == "sent a request":
-        account.count_request(AT - 30.0)
+        account.requests.add_late(AT - 30.0, 1)
     else:
         account.count(5, 0.25, AT - 30.0, the_calendar())
     return lambda: None

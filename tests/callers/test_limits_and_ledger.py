@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import tempfile
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +13,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from gateway.callers.limits import Account
-from gateway.callers.reports import RollUp
+from gateway.callers.reports import roll_up
 from gateway.config.settings import Settings
 from gateway.errors import GatewayError
 from gateway.http.response_head import rate_limit_lines
@@ -77,7 +78,9 @@ async def test_a_restart_counts_what_retention_has_summed_up(tmp_path: Path) -> 
                 [(sum(one.cost_by_month.values()), sum(one.cost_by_day.values()),
                   sum(one.tokens_by_day.values())) for one in (key, team)]
             ]  # fmt: skip
-            assert await store.run(RollUp(NOW - DAY / 20)) == (8 if name == "before" else 0)
+            assert await store.run(partial(roll_up, before=NOW - DAY / 20)) == (
+                8 if name == "before" else 0
+            )
         before, after = found
         assert before == [(2.0, 1.0, 440), (1.0, 0.5, 220)]
         assert after == before

@@ -16,6 +16,7 @@ from gateway.config.keys import LimitSpec
 from gateway.config.settings import Settings
 from gateway.errors import GatewayError
 from gateway.events import EventBus, RequestRecord
+from gateway.lease import AttemptCharge
 from gateway.terms import Caller, Priority
 from tests.emulator import EmulatedNode
 from tests.gateways import running_gateway, until
@@ -76,8 +77,8 @@ def test_a_request_that_ends_is_a_row() -> None:
     world.meter.ended(metered, record)
     # What it used is known a little later, here that of two attempts.
     record.count_tokens(100, 40, 20)
-    record.charge(0.25, 1.0, 0.25, 0.5)
-    record.charge(0.5, 1.4, 0.25, 1.0)
+    record.charge(AttemptCharge(0.25, 1.0, prefill_seconds=0.25, decode_seconds=0.5))
+    record.charge(AttemptCharge(0.5, 1.4, prefill_seconds=0.25, decode_seconds=1.0))
     assert world.row() == {
         "id": "req_7", "process": "p1", "started_at": NOW, "ended_at": NOW + 2.5, "key": "k1",
         "group_name": "team", "user": "bob", "model": "demo", "class": "premium", "tier": "gpu",
@@ -94,7 +95,7 @@ def test_what_is_not_known_of_a_request_stays_open_in_its_row() -> None:
     accounts, record = world.book.accounts(ALICE), a_record()
     metered = world.meter.admit(accounts, a_lease_request("x"), record)
     world.meter.ended(metered, record)
-    record.charge(0.5, 2.0)
+    record.charge(AttemptCharge(0.5, 2.0))
     row = world.row()
     assert [row[name] for name in ("ttft_seconds", "prefill_seconds", "decode_seconds")] == (
         [None] * 3

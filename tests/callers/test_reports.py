@@ -32,10 +32,10 @@ from gateway.callers.reports import (
     ReportInterrupted,
     ReportQuery,
     ReportReader,
-    RollUp,
     Sums,
     parse_query,
     parse_time,
+    roll_up,
 )
 from gateway.callers.windows import time_text
 from gateway.config.settings import Settings
@@ -176,7 +176,7 @@ def test_a_report_begins_anew_when_rows_became_sums_meanwhile(connection: Connec
     add_rows(connection, [a_row(n, ended_at=NOON - n * DAY) for n in range(5)])
     reader = ReportReader(asked(by="day"), 1)
     assert not reader.step(connection)
-    RollUp(NOON - DAY, 10)(connection)
+    roll_up(connection, NOON - DAY, 10)
     while not reader.step(connection):
         pass
     assert reader.report().total.requests == 5
@@ -195,7 +195,7 @@ def test_a_report_that_is_disturbed_again_and_again_gives_up(connection: Connect
 
 def test_a_cut_day_that_is_kept_as_a_sum_counts_in_full_and_is_told(connection: Connection) -> None:
     add_rows(connection, [a_row(1, ended_at=MIDNIGHT + 60)])
-    RollUp(NOON)(connection)
+    roll_up(connection, NOON)
     report = read(connection, ReportQuery(("key",), MIDNIGHT + 3600, NOON + DAY / 2))
     assert report.total.requests == 1
     assert report.notes == (
@@ -263,7 +263,7 @@ def test_percentiles_of_too_many_groups_are_refused_and_sums_of_days_have_none(
     with pytest.raises(InvalidQuery) as caught:
         read(connection, asked(by="user", percentiles="true"))
     assert caught.value.parameter == "percentiles"
-    assert RollUp(NOON - 2 * DAY)(connection) == 4
+    assert roll_up(connection, NOON - 2 * DAY) == 4
     report = read(connection, asked(by="user", percentiles="true"))
     assert [row["seconds_p50"] for row in rows_of(report)] == [None] * 4
     assert any("percentiles leave out" in note for note in report.notes)
@@ -279,7 +279,7 @@ def test_a_caller_is_shown_its_own_rows_alone(connection: Connection) -> None:
     report = read(connection, query)
     assert report.total.requests == 1
     assert report.hours == []
-    RollUp(NOON + 1)(connection)
+    roll_up(connection, NOON + 1)
     assert read(connection, query).total.requests == 1
 
 
@@ -394,7 +394,7 @@ def test_a_date_as_the_end_includes_the_day() -> None:
         "2027-01-13T00:00:00Z",
         "2027-01-15T00:00:00Z",
     )
-    assert query.whole_days
+    assert query.since % DAY == query.until % DAY == 0
 
 
 @each_case(
@@ -718,7 +718,7 @@ async def test_figures_are_read_from_the_first_of_the_month_and_kept_for_seconds
     assert (await caller_asked(about, "b"))["today"]["requests"] == 3
     query = reporter.asked[0]
     assert query.until - query.since == 15 * 86400
-    assert query.whole_days
+    assert query.since % DAY == query.until % DAY == 0
 
 
 async def test_figures_that_take_long_to_read_are_kept_for_longer() -> None:

@@ -14,14 +14,13 @@ import pytest
 from sqlalchemy import Connection, update
 
 from gateway.callers import stored_keys
+from gateway.callers.key_desk import checked_specs, expiry
 from gateway.callers.keys import KeyRing, new_key
 from gateway.callers.stored_keys import (
     KeysRefused,
     StoredKey,
     add_keys,
     change_key,
-    checked_specs,
-    expiry,
     find_key,
     keys_revision,
     read_keys,

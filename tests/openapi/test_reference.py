@@ -16,17 +16,16 @@ from gateway.events import (
     WebhookAttempted,
 )
 from gateway.openapi.bodies import ERROR_HEADERS, ERRORS, REQUEST_HEADERS, RESPONSE_HEADERS
+from gateway.store.store import StoreStatus
 from gateway.watch.metrics import (
     BatchSample,
     ClusterSample,
     EdgeSample,
     EdgesSample,
     Histogram,
-    LedgerSample,
     Metrics,
     MetricsSnapshot,
     NodeSample,
-    StoreSample,
 )
 from tests.house.reference import PAGES, renewed, tables
 
@@ -88,8 +87,8 @@ def metrics_made() -> dict[str, tuple[str, set[str]]]:
         spill_money_left=1.0,
         predictions={"completion": Histogram([1.0])},
         certificate_days_left={"listen.tls": 9.0},
-        store=StoreSample(up=True, waiting=0),
-        ledger=LedgerSample(0, 0, 0, 0),
+        store=StoreStatus("", "up", 0.0, None, None, 6, 0),
+        ledger=dict.fromkeys(("pending", "written", "recovered", "dropped"), 0),
         batches=BatchSample(
             {"completed": 1},
             {"done": 1},
@@ -112,7 +111,7 @@ def metrics_made() -> dict[str, tuple[str, set[str]]]:
     bus.publish(WebhookAttempted("delivered"))
     bus.publish(ModelLoadChanged("r", "m", "loaded", 1.0, "", by_others=False))
     bus.publish(ModelLoadChanged("r", "m", "unloaded", None, "", by_others=False, cause="idle"))
-    page = metrics.render().decode()
+    page = b"".join(metrics.steps()).decode()
     kinds = dict(re.findall(rf"^# TYPE {PREFIX}(\w+) (\w+)$", page, re.MULTILINE))
     made = {}
     for name, kind in kinds.items():
@@ -134,7 +133,7 @@ def test_the_names_of_opentelemetry_are_documented_with_their_labels() -> None:
     bus.publish(done)
     made: dict[str, set[str]] = {}
     for name, labels in re.findall(
-        r"^(gen_ai_\w+)_count\{(.*)\} ", metrics.render().decode(), re.MULTILINE
+        r"^(gen_ai_\w+)_count\{(.*)\} ", b"".join(metrics.steps()).decode(), re.MULTILINE
     ):
         made[name] = set(re.findall(r'(\w+)="', labels))
     shared = {"gen_ai_request_model", "gen_ai_operation_name", "gen_ai_provider_name"}

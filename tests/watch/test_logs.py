@@ -12,7 +12,7 @@ import pytest
 import structlog
 
 from gateway.events import EventBus
-from gateway.watch.event_log import log_events
+from gateway.watch.event_log import EventLog
 from gateway.watch.logs import MOST_VALUE_CHARACTERS, LogFormat, set_up_logging
 from tests.watch.test_metrics import finished
 from tests.watch.written import Written
@@ -149,7 +149,7 @@ def test_a_terminal_gets_coloured_text_and_a_file_gets_json(tmp_path: Path) -> N
         try:
             logs = set_up_logging(fd=terminal, environment=environment)
             bus = EventBus()
-            log_events(bus, logs)
+            EventLog(bus, logs)
             bus.publish(finished(x_request_id="req-1"))
             logs.close()
             return os.read(main, 10_000).decode()

@@ -90,7 +90,7 @@ class Gateway:
         self.snapshot.nodes = [NodeSample(name, "ready", 2, 0) for name in names]
 
     def scrape(self) -> Scraped:
-        return Scraped(self.metrics.render())
+        return Scraped(b"".join(self.metrics.steps()))
 
 
 @pytest.fixture
@@ -416,7 +416,7 @@ def test_a_histograms_buckets_hold_values_up_to_their_bound(values: list[float])
         histogram.observe(value)
     page = MetricsPage("")
     page.add_histogram("h", "meaning", [({}, histogram)])
-    (family,) = text_string_to_metric_families(page.render())
+    (family,) = text_string_to_metric_families("".join(page.steps()))
     read = {sample.labels.get("le", sample.name): sample.value for sample in family.samples}
     for bound in (0.1, 1.0, 10.0, math.inf):
         name = "+Inf" if bound == math.inf else repr(bound)
@@ -429,7 +429,7 @@ def test_values_that_are_not_finite_are_written_as_prometheus_reads_them() -> No
     def written(values: Iterable[float]) -> list[float]:
         page = MetricsPage("")
         page.add_family("g", "gauge", "m", [(labels(n=str(n)), v) for n, v in enumerate(values)])
-        (family,) = text_string_to_metric_families(page.render())
+        (family,) = text_string_to_metric_families("".join(page.steps()))
         return [sample.value for sample in family.samples]
 
     assert written([math.inf, -math.inf, 1e-7, 3]) == [math.inf, -math.inf, 1e-7, 3]

@@ -23,7 +23,7 @@ def shown(**pages: bytes) -> list[tuple[str, dict[str, str], float]]:
     add_node_metrics(page, read)
     return [
         (sample.name, sample.labels, sample.value)
-        for family in text_string_to_metric_families(page.render())
+        for family in text_string_to_metric_families("".join(page.steps()))
         for sample in family.samples
     ]
 

@@ -12,7 +12,6 @@ from gateway.watch.problems import OVER_SECONDS, Problem, ProblemLog, Severity
 
 DOWN = Problem(
     "down:a",
-    Severity.WARNING,
     "a is down",
     "Connection refused.",
     "Look at the machine.",

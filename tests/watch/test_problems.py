@@ -3,6 +3,7 @@ from __future__ import annotations
 import re
 import shlex
 from dataclasses import replace
+from typing import Any
 
 import pytest
 from typer.testing import CliRunner
@@ -11,12 +12,10 @@ from gateway.callers.limits import LimitStanding, UsedQuota
 from gateway.cli import app
 from gateway.events import EdgeLost
 from gateway.schedule.model_placer import UnkeptWish
+from gateway.watch.history import RecentTraffic
 from gateway.watch.metrics import ClusterSample
 from gateway.watch.problems import (
-    MOST_NAMED_MODELS,
-    MOST_NAMED_NODES,
-    MOST_NAMED_QUOTAS,
-    MOST_NAMED_REQUESTS,
+    MOST_NAMED,
     MOST_PROBLEMS,
     FleetCondition,
     ModelNodes,
@@ -24,9 +23,7 @@ from gateway.watch.problems import (
     Problem,
     QueueCondition,
     Severity,
-    SpillCondition,
     StorageCondition,
-    TrafficCondition,
     find_problems,
 )
 from tests.each_case import each_case
@@ -62,6 +59,15 @@ QUOTA = UsedQuota(
 NAMED = replace(WELL, caller_names={"team-a": "Team A"})
 OF_GROUP = LimitStanding("group", "tokens_per_day", "day", 10.0, 9.9, 0.0, 1_796_083_200.0)
 
+LIMITED = RecentTraffic(
+    50, 0, {"rate_limit_exceeded": 30}, {"team-a": 40, "team-b": 10}, {"team-a": 30}
+)
+
+
+def a_spill(paid: float, reserved: float, money: float | None) -> dict[str, Any]:
+    return {"paid": paid, "reserved": reserved, "money": money, "window": 3600.0}
+
+
 FAULTS = {
     "no leader": replace(WELL, cluster=replace(LEADING, role="limbo", leader="")),
     "alone": replace(WELL, cluster=replace(LEADING, role="alone", leader="")),
@@ -79,7 +85,7 @@ FAULTS = {
         ],
     ),
     "queue flood": replace(WELL, queue=QueueCondition(waiting=240, oldest_seconds=60.0)),
-    "GPU budget spent": replace(WELL, spill=SpillCondition(paid=0.9, reserved=0.2, money=1.0)),
+    "GPU budget spent": replace(WELL, spill=a_spill(0.9, 0.2, 1.0)),
     "disk full": replace(
         WELL, store={"state": "full", "error": "the disk is full", "remedy": "free some space"}
     ),
@@ -134,7 +140,7 @@ FAULTS = {
     "models differ": replace(
         WELL, differing_models={"m": ("m: build of llama.cpp: 1 on a; 2 on b",)}
     ),
-    "requests fail": replace(WELL, traffic=TrafficCondition(requests=20, failed=5)),
+    "requests fail": replace(WELL, traffic=RecentTraffic(requests=20, failed=5)),
     "keys lost": replace(WELL, keys_lost="a reload took the last key away"),
     "inventory": replace(WELL, inventory_error="nodes.yaml:3: no such key 'slotz'"),
     "settings": replace(WELL, settings_error="gateway.yaml:3: no such key"),
@@ -142,9 +148,7 @@ FAULTS = {
     "certificate expires": replace(WELL, certificates={"listen.tls": 2.0}),
     "ledger": replace(WELL, ledger={"dropped": 3, "error": None}),
     "audit": replace(WELL, audit_lost=2),
-    "limits": replace(
-        WELL, traffic=TrafficCondition(50, 0, {"rate_limit_exceeded": 30}, "team-a", 30, 2)
-    ),
+    "limits": replace(WELL, traffic=LIMITED),
 }
 
 
@@ -197,9 +201,9 @@ def test_a_load_that_takes_far_too_long_is_told_with_its_seconds() -> None:
 def test_not_all_of_many_failed_loads_are_told() -> None:
     failed = [
         NodeCondition(f"r1/{number}", "r", "", "", model=str(number), load_failures=1)
-        for number in range(MOST_NAMED_MODELS + 3)
+        for number in range(MOST_NAMED + 3)
     ]
-    assert len(find_problems(replace(WELL, nodes=failed))) == MOST_NAMED_MODELS
+    assert len(find_problems(replace(WELL, nodes=failed))) == MOST_NAMED
 
 
 def test_an_ejected_model_of_a_router_is_no_lost_node() -> None:
@@ -246,7 +250,7 @@ def test_the_most_severe_come_first_and_a_thousand_dead_hosts_are_bounded() -> N
     order = [list(Severity).index(problem.severity) for problem in found]
     assert order == sorted(order)
     assert found[0].id == "keys_lost"
-    assert max(len(problem.nodes) for problem in found) <= MOST_NAMED_NODES
+    assert max(len(problem.nodes) for problem in found) <= MOST_NAMED
 
 
 def test_a_paused_model_is_a_warning_with_the_command_that_resumes_it() -> None:
@@ -270,7 +274,7 @@ def test_hundreds_of_paused_and_differing_models_leave_room_for_other_problems()
             differing_models={name: (f"{name}: context of a slot: 1; 2",) for name in names},
         )
     )
-    assert len(found) == 2 * (MOST_NAMED_MODELS + 1)
+    assert len(found) == 2 * (MOST_NAMED + 1)
     titles = [problem.title for problem in found]
     assert "Further models are paused: 292" in titles
     assert "The nodes of further models differ: 292" in titles
@@ -289,15 +293,15 @@ def test_many_nodes_are_chosen_by_their_hosts() -> None:
     assert problem.commands == ("llama-gateway nodes resume --host epyc-0 --host epyc-1",)
     everywhere = [out(f"a-{number}", "draining", f"epyc-{number}") for number in range(1000)]
     problem = only(replace(WELL, nodes=everywhere))
-    assert problem.commands[0].count("--host") == MOST_NAMED_NODES
-    assert f"the first {MOST_NAMED_NODES} hosts" in problem.remedy
+    assert problem.commands[0].count("--host") == MOST_NAMED
+    assert f"the first {MOST_NAMED} hosts" in problem.remedy
     assert problem.commands[1] == "llama-gateway nodes"
 
 
 def test_failed_requests_name_the_most_frequent_reason_and_node() -> None:
     failures = {("node_failed", "a-0"): 3, ("node_timeout", "a-1"): 1, ("internal_error", ""): 4}
     failures[("node_failed", "a-1")] = 2
-    problem = only(replace(WELL, traffic=TrafficCondition(20, 10, failures=failures)))
+    problem = only(replace(WELL, traffic=RecentTraffic(20, 10, failures=failures)))
     assert "the most frequent reason is node_failed (5 times)" in problem.cause
     assert "a-0 was the last node of 3" in problem.cause
     assert problem.nodes == ("a-0",)
@@ -308,7 +312,7 @@ def test_a_full_queue_is_critical_and_a_long_wait_is_a_warning() -> None:
     assert only(FAULTS["queue flood"]).severity is Severity.CRITICAL
     waits = replace(WELL, queue=QueueCondition(waiting=3, oldest_seconds=200.0))
     assert only(waits).severity is Severity.WARNING
-    refused = replace(WELL, traffic=TrafficCondition(9, 0, {"queue_full": 4}))
+    refused = replace(WELL, traffic=RecentTraffic(9, 0, {"queue_full": 4}))
     assert "4 were refused" in only(refused).cause
 
 
@@ -351,7 +355,7 @@ def test_a_caller_that_waits_much_is_not_said_to_flood_the_queue_when_its_limits
     None
 ):
     queue = QueueCondition(waiting=100, top_caller="desk", top_waiting=20, callers=9)
-    traffic = TrafficCondition(50, 0, {"rate_limit_exceeded": 30}, "team-a", 30, 2)
+    traffic = LIMITED
     problem = only(replace(WELL, queue=queue, traffic=traffic))
     assert (problem.caller, problem.title) == (
         "team-a",
@@ -366,8 +370,8 @@ def test_a_caller_alone_floods_nobody() -> None:
 
 def test_a_budget_with_something_left_is_no_problem() -> None:
     for spill in (
-        SpillCondition(paid=0.5, reserved=0.2, money=1.0),
-        SpillCondition(paid=5.0, reserved=0.0, money=None),
+        a_spill(0.5, 0.2, 1.0),
+        a_spill(5.0, 0.0, None),
     ):
         assert find_problems(replace(WELL, spill=spill)) == []
 
@@ -405,7 +409,7 @@ def test_a_second_gateway_is_told_with_the_nodes_that_it_uses() -> None:
     names = [f"a-{number}" for number in range(20)]
     problem = only(replace(WELL, tell_slots=30, used_by_others=names))
     assert "20 of the 30 nodes" in problem.cause
-    assert problem.nodes == tuple(names[:MOST_NAMED_NODES])
+    assert problem.nodes == tuple(names[:MOST_NAMED])
 
 
 def test_a_change_of_the_leader_is_no_problem() -> None:
@@ -414,7 +418,7 @@ def test_a_change_of_the_leader_is_no_problem() -> None:
 
 
 def test_requests_that_broke_off_with_an_edge_are_named() -> None:
-    names = tuple(f"r{number}" for number in range(MOST_NAMED_REQUESTS + 2))
+    names = tuple(f"r{number}" for number in range(MOST_NAMED + 2))
     lost = [EdgeLost("edge-1", "it has ended", ()), EdgeLost("edge-2", "silence", names)]
     problem = only(replace(WELL, lost_edges=lost))
     assert problem.title == "2 edges died in the last 10 min"
@@ -442,9 +446,9 @@ def test_a_quota_is_told_with_its_share_and_its_owner_to_operators_alone() -> No
 
 
 def test_of_many_quotas_some_are_told_one_by_one() -> None:
-    many = [QUOTA._replace(id=str(number)) for number in range(MOST_NAMED_QUOTAS + 5)]
+    many = [QUOTA._replace(id=str(number)) for number in range(MOST_NAMED + 5)]
     problems = find_problems(replace(WELL, quotas=many))
-    assert len({problem.id for problem in problems}) == MOST_NAMED_QUOTAS + 1
+    assert len({problem.id for problem in problems}) == MOST_NAMED + 1
     assert problems[-1].title.endswith(": 5")
 
 

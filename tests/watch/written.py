@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from gateway.events import EventBus
-from gateway.watch.event_log import log_events
+from gateway.watch.event_log import EventLog
 from gateway.watch.logs import LogFormat, Logs, set_up_logging
 
 PATIENT_SECONDS = 30.0
@@ -36,7 +36,7 @@ class Written:
         self.logs = set_up_logging(
             level, form, fd=self.fd, environment={}, flush_seconds=PATIENT_SECONDS
         )
-        self.event_log = log_events(
+        self.event_log = EventLog(
             self.bus, self.logs, iter(draws).__next__, name_of=(names or {}).get
         )
         return self.logs
