@@ -169,7 +169,7 @@ async def test_the_playground_streams_a_chat_and_tells_how_it_came_about(tmp_pat
         await expect(answer.locator(".way")).to_contain_text("prompt tokens cached")
         await expect(answer.locator(".way")).to_contain_text("epyc-")
         await expect(answer.locator(".text")).not_to_be_empty()
-        ended = running.gateway.live._view.history.recent()
+        ended = running.gateway.live.view.history.recent()
         assert ended.callers == {"playground:local": 1}
         ledger = running.gateway.ledger
         assert ledger is not None

@@ -260,7 +260,7 @@ async def test_a_request_that_only_the_ledger_knows_is_told_as_far_as_that_goes(
     async with a_fleet(tmp_path, hosts="a", answer_tokens=20, decode_tps=40.0) as (running, _):
         await ask(running, "long-ago")
         running.gateway.scheduler.decision_log.grants.clear()
-        running.gateway.live._view.history._served.clear()
+        running.gateway.live.view.history._served.clear()
         async with opened(running, at="requests/long-ago") as page:
             told = page.locator("#request")
             await expect(told).to_contain_text("finished, 200")

@@ -134,7 +134,7 @@ async def test_five_questions_are_answered_within_three_clicks_from_the_overview
             await move_back(running, DAY)
             # Yesterday is more than memory keeps.
             running.gateway.scheduler.decision_log.grants.clear()
-            running.gateway.live._view.history._served.clear()
+            running.gateway.live.view.history._served.clear()
             async with opened(running) as page:
                 reader = Reader(page)
                 async with a_flood(running, 20), reader.asks("Who floods?"):

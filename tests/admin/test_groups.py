@@ -123,7 +123,7 @@ async def test_a_group_that_nobody_has_defined_is_a_problem_until_it_is(tmp_path
         assert "define the group 'nigth'" in key["warnings"][0]
 
         async def problems() -> set[str]:
-            found = await running.gateway.live._view.read_problems()
+            found = await running.gateway.live.view.read_problems()
             return {one.id for one in found}
 
         assert "groups_undefined" in await problems()
@@ -160,7 +160,7 @@ async def test_a_quota_that_runs_out_is_a_problem_a_metric_and_one_webhook_over_
             page = (await admin.get("/metrics")).text
             assert f'llama_gateway_quota_used_ratio{{of="key",id="{key["id"]}"' in page
             assert f'llama_gateway_key_info{{key="{key["id"]}",name="alice"}} 1' in page
-            found = await running.gateway.live._view.read_problems()
+            found = await running.gateway.live.view.read_problems()
             (problem,) = [one for one in found if one.id.startswith("quota:")]
             assert (problem.caller, problem.caller_name) == (key["id"], "alice")
         async with gateway(tmp_path, **chosen, telemetry={"key_names": False}) as (running, admin):

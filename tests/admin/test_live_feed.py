@@ -307,7 +307,7 @@ async def test_a_thousand_nodes_are_read_and_encoded_in_short_steps(tmp_path: Pa
         for i in range(1000)
     ]
     async with running_gateway(tmp_path, nodes, wait_ready=False) as running:
-        view = running.gateway.live._view
+        view = running.gateway.live.view
         steps, longest = [], []
         before, update, snapshot = None, b"", b""
         for number in range(9):

@@ -211,7 +211,7 @@ async def test_a_failed_load_is_tried_at_once_by_order(tmp_path: Path) -> None:
             await done(running, "load", "cut")
             await state_is(running, "r1/cut", "failed")
         failed = (await placements(running))["r1/cut"]
-        problems = await running.gateway.live._view.read_problems()
+        problems = await running.gateway.live.view.read_problems()
     assert failed["load_failures"] == 2
     assert "could not load it" in failed["reason"]
     assert [one.id for one in problems] == ["model_out:cut", "load_failed:r1/cut"]
@@ -230,7 +230,7 @@ async def test_an_instance_is_a_node_by_its_own_name_and_a_router_counts_once(
         drained = (await running.admin.post("/admin/nodes/r1/org/b/drain")).json()
         nodes = (await running.admin.get("/admin/nodes")).json()["nodes"]
         status = (await running.admin.get("/admin/status")).json()
-        problems = await running.gateway.live._view.read_problems()
+        problems = await running.gateway.live.view.read_problems()
     assert [(one["name"], one["router"], one["slots_total"]) for one in shown] == [
         ("r1/org/b", "r1", 2)
     ] * 2
@@ -263,7 +263,7 @@ async def test_why_tells_of_the_load_that_a_request_waited_for(tmp_path: Path) -
         waiting = (await running.admin.get("/admin/requests/second/why")).json()["requests"][0]
         answer = await asked
         told = (await running.admin.get("/admin/requests/second/why")).json()["requests"][0]
-        live = await running.gateway.live._view.read(with_requests=False)
+        live = await running.gateway.live.view.read(with_requests=False)
     assert (first.status_code, answer.status_code) == (200, 200)
     assert waiting["summary"].startswith("It waits for the load of r1/org/b, which goes on for 1")
     load = next(one for one in told["decisions"] if one["kind"] == "queued")["load"]
@@ -300,9 +300,9 @@ async def test_a_pin_that_can_t_be_kept_is_a_problem_after_a_minute(tmp_path: Pa
     wishes["ghost"] = {"memory": "1GiB", "pin": ["r1"]}
     async with one_router(tmp_path, {"models": wishes}, memory="20GiB") as (running, router):
         await until(lambda: all(one.state == "loaded" for one in router.models.values()), 60)
-        early = await running.gateway.live._view.read_problems()
+        early = await running.gateway.live.view.read_problems()
         await asyncio.sleep(70)
-        late = await running.gateway.live._view.read_problems()
+        late = await running.gateway.live.view.read_problems()
     assert early == []
     assert [one.id for one in late] == ["not_kept:a:", "not_kept:ghost:r1"]
     assert "1 are loaded, and replicas.min is 2" in late[0].cause
@@ -321,7 +321,7 @@ async def test_what_is_to_be_preloaded_and_does_not_fit_is_a_problem_with_the_fi
         running.write_nodes([node])
         assert (await running.admin.post("/admin/reload")).status_code == 200
         await asyncio.sleep(130)
-        (problem,) = await running.gateway.live._view.read_problems()
+        (problem,) = await running.gateway.live.view.read_problems()
     assert problem.id == "not_kept:c:r1"
     assert "127.0.0.1 has 9 GiB for models, 8 GiB of them taken" in problem.cause
 
@@ -336,7 +336,7 @@ async def test_a_load_that_takes_far_too_long_is_a_problem(tmp_path: Path) -> No
         router.models["a"].load_seconds = 500.0
         await done(running, "load", "a")
         await asyncio.sleep(70)
-        problems = await running.gateway.live._view.read_problems()
+        problems = await running.gateway.live.view.read_problems()
         node = running.gateway.fleet.nodes["r1/a"]
         assert node.load is not None
         phase = node.load.phase
@@ -351,11 +351,11 @@ async def test_a_router_that_others_command_too_is_told_until_it_is_probed(tmp_p
         router = running.gateway.fleet.nodes["r1"]
         for _ in range(6):
             router.router_record.changed_by_others(running.gateway.clock())
-        problems = await running.gateway.live._view.read_problems()
+        problems = await running.gateway.live.view.read_problems()
         problem = await refused(running, "load", "a")
         metrics = (await running.admin.get("/metrics")).text
         await running.admin.post("/admin/nodes/r1/probe")
-        after = await running.gateway.live._view.read_problems()
+        after = await running.gateway.live.view.read_problems()
         await done(running, "load", "a")
     assert [one.id for one in problems] == ["left_alone:r1"]
     assert "llama-gateway nodes probe r1" in problem["message"]
@@ -381,7 +381,7 @@ async def test_orders_on_a_real_router(tmp_path: Path) -> None:
             await done(running, "pin", "a")
             await state_is(running, "r1/a", "ready")
             found = await placements(running)
-            problems = await running.gateway.live._view.read_problems()
+            problems = await running.gateway.live.view.read_problems()
             await done(running, "unpin", "a")
             await done(running, "unload", "a")
             await state_is(running, "r1/a", "unloaded")

@@ -54,7 +54,7 @@ async def ask_now_and_then(*urls: str) -> None:
 
 
 async def told(running: Running) -> list[str]:
-    return [problem.id for problem in await running.gateway.live._view.read_problems()]
+    return [problem.id for problem in await running.gateway.live.view.read_problems()]
 
 
 @in_virtual_time

@@ -30,7 +30,7 @@ def elsewhere(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
 
 
 async def problems(gateway: Running) -> dict[str, Problem]:
-    return {one.id: one for one in await gateway.gateway.live._view.read_problems()}
+    return {one.id: one for one in await gateway.gateway.live.view.read_problems()}
 
 
 async def follow(gateway: Running, command: str) -> Ran:
