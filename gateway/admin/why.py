@@ -9,7 +9,6 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from datetime import UTC, datetime
 from typing import Annotated, Any
 
 import msgspec
@@ -17,7 +16,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from gateway.admin.nodes import pool_json
-from gateway.callers.ended import EndedFinder, EndedRow
+from gateway.callers.ended import EndedFinder, EndedRow, moment_text
 from gateway.callers.processes import LOST
 from gateway.errors import CLIENT_CLOSED_STATUS, GatewayError, truncate_echo
 from gateway.events import RequestRecord
@@ -347,9 +346,7 @@ class WhyEndpoints:
 
     def _time(self, at: float) -> str:
         """A monotonic time as people and programs read it."""
-        seconds = self.wall_clock() - (self.scheduler.clock() - at)
-        text = datetime.fromtimestamp(seconds, UTC).isoformat(timespec="milliseconds")
-        return text.replace("+00:00", "Z")
+        return moment_text(self.wall_clock() - (self.scheduler.clock() - at))
 
 
 class WhyObject(msgspec.Struct, kw_only=True):
