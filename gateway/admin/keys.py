@@ -65,9 +65,7 @@ class KeyEndpoints:
         fields = await self._fields(request, LARGEST_IMPORT)
         entries = fields.get("keys")
         if not isinstance(entries, list) or not 0 < len(entries) <= MOST_IMPORTED:
-            raise errors.invalid_request(
-                f"'keys' must be a list of 1 to {MOST_IMPORTED} keys.", "keys"
-            )
+            raise errors.invalid_field("keys", f"must be a list of 1 to {MOST_IMPORTED} keys.")
         _set_target(request, f"{len(entries)} keys")
         try:
             return JsonResponse(await _done(self._desk().import_keys(entries)))

@@ -168,9 +168,8 @@ def _seconds(request: Request, name: str) -> float | None:
 def _text(request: Request, name: str) -> str | None:
     word = request.query_params.get(name)
     if word is not None and not (word.isprintable() and len(word) <= LONGEST_TEXT + 1):
-        raise errors.invalid_request(
-            f"'{name}' must be printable, and of at most {LONGEST_TEXT} characters.", name
-        )
+        problem = f"must be printable, and of at most {LONGEST_TEXT} characters."
+        raise errors.invalid_field(name, problem)
     return word
 
 

@@ -18,7 +18,6 @@ from gateway.admin.nodes import differences_json
 from gateway.callers.ledger import Ledger
 from gateway.callers.limits import UsedQuota
 from gateway.callers.windows import time_text
-from gateway.edges.supervisor import Edges
 from gateway.errors import CLIENT_CLOSED_STATUS
 from gateway.nodes.fleet import Fleet
 from gateway.nodes.node import Node
@@ -158,7 +157,7 @@ class StatusObject(msgspec.Struct, kw_only=True):
 
 def whole_figures(gateway: GatewayControl, health: HealthEndpoints) -> dict[str, Any]:
     """What both the status and the live view tell of the whole gateway."""
-    scheduler, error = gateway.scheduler, health.readiness_error()
+    scheduler, edges, error = gateway.scheduler, gateway.edges, health.readiness_error()
     depths, has_gpu = scheduler.depths(), scheduler.fleet_sync.has_gpu_tier
     return {
         "version": gateway.version,
@@ -167,7 +166,7 @@ def whole_figures(gateway: GatewayControl, health: HealthEndpoints) -> dict[str,
         "in_flight": len(gateway.registry),
         "queue": {priority.label: depths[priority] for priority in Priority},
         "hybrid": scheduler.tier_policy.view(gateway.clock()) if has_gpu else None,
-        "edges": edges_json(gateway.edges),
+        "edges": None if edges is None else [edge_json(one) for one in edges.sample().running],
         "cluster": cluster_json(gateway.cluster),
     }
 
@@ -204,19 +203,10 @@ def ledger_json(ledger: Ledger | None) -> dict[str, Any] | None:
     }
 
 
-def edges_json(edges: Edges | None) -> list[dict[str, Any]] | None:
-    """The processes that relay; None: there are none."""
-    return None if edges is None else [edge_json(one) for one in edges.sample().running]
-
-
 def edge_json(edge: EdgeSample) -> dict[str, Any]:
     """A process that relays."""
-    rounded = {
-        "cpu_share": round(edge.cpu_share, 3),
-        "cpu_seconds": round(edge.cpu_seconds, 3),
-        "uptime_seconds": round(edge.uptime_seconds, 3),
-    }
-    return asdict(edge) | rounded
+    fields = asdict(edge).items()
+    return {name: round(of, 3) if isinstance(of, float) else of for name, of in fields}
 
 
 def cluster_json(member: ClusterMember | None) -> dict[str, Any] | None:

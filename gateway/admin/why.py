@@ -7,7 +7,7 @@ waits, from the queue as it is now. The sentences are made of these figures.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Annotated, Any
 
@@ -246,8 +246,12 @@ class WhyEndpoints:
             caller=None if record is None else record.caller,
             caller_name=None if record is None else self.name_of(record.caller),
             received_at=None if received_at is None else self._time(received_at),
-            seconds=None if received_at is None else _rounded(ended_at - received_at),
-            outcome=None if record is None or found.ended_at is None else _outcome(record),
+            seconds=None if received_at is None else round(ended_at - received_at, 3),
+            outcome=None
+            if record is None or found.ended_at is None
+            else _outcome(
+                record, record.reason, (record.queue_seconds, record.ttft, record.duration_seconds)
+            ),
             waiting=None if waiter is None else self._waiting(waiter, now),
             decisions=[*self._decisions(decisions, now)],
             parts=sorted(remembered.parts)[:MOST_PARTS],
@@ -261,7 +265,7 @@ class WhyEndpoints:
             attempt += isinstance(one, Grant)
             if index < len(decisions) - MOST_DECISIONS:
                 continue
-            at, seconds = self._time(one.at), _rounded(one.at - one.received_at)
+            at, seconds = self._time(one.at), round(one.at - one.received_at, 3)
             after = decisions[index + 1] if index + 1 < len(decisions) else None
             if isinstance(one, Grant):
                 yield _told_grant(one, at, seconds, attempt, now)
@@ -305,8 +309,8 @@ class WhyEndpoints:
         waited = at - max(queued_at, at - took)
         return {
             "node": name,
-            "seconds": _rounded(took),
-            "waited": _rounded(waited),
+            "seconds": round(took, 3),
+            "waited": round(waited, 3),
             "unloaded": unloaded,
         }
 
@@ -320,8 +324,8 @@ class WhyEndpoints:
         return {
             "position": None if place is None else place.position,
             "expected_start": None if place is None else _if_known(place.expected_seconds),
-            "waited": _rounded(now - waiter.queued_at),
-            "expires_in": _rounded(max(0.0, waiter.expires_at - now)),
+            "waited": round(now - waiter.queued_at, 3),
+            "expires_in": round(max(0.0, waiter.expires_at - now), 3),
             "deferred_to": None if deferred_to is None else deferred_to.name,
             "tokens_needed": None if math.isinf(needed) else round(needed),
             "nodes_alive": len(found),
@@ -509,20 +513,11 @@ def _explained_row(row: EndedRow) -> ExplainedRequest:
         caller_name=row.key_name,
         received_at=row.started_at,
         seconds=row.seconds,
-        outcome={
-            "status": row.status,
-            "reason": None if row.outcome == "ok" else row.outcome,
-            "node": row.node,
-            "tier": row.tier,
-            "attempts": row.attempts,
-            "queue_seconds": row.wait_seconds,
-            "ttft": row.ttft_seconds,
-            "seconds": row.seconds,
-            "prompt_tokens": row.prompt_tokens,
-            "cached_tokens": row.cached_tokens,
-            "completion_tokens": row.completion_tokens,
-            "cost": round(row.cost, 6),
-        },
+        outcome=_outcome(
+            row,
+            None if row.outcome == "ok" else row.outcome,
+            (row.wait_seconds, row.ttft_seconds, row.seconds),
+        ),
         waiting=None,
         decisions=[],
         parts=[],
@@ -550,20 +545,24 @@ def _state_of(status: int, attempts: int) -> str:
     return "finished"
 
 
-def _outcome(record: RequestRecord) -> Json:
+def _outcome(
+    ended: RequestRecord | EndedRow, reason: str | None, seconds: Sequence[float | None]
+) -> Json:
+    """What came of a request; `seconds` in the queue, to the first token, and to its end."""
+    queued, ttft, lasted = map(_if_known, seconds)
     return {
-        "status": record.status,
-        "reason": record.reason,
-        "node": record.node,
-        "tier": record.tier,
-        "attempts": record.attempts,
-        "queue_seconds": _rounded(record.queue_seconds),
-        "ttft": _if_known(record.ttft),
-        "seconds": _rounded(record.duration_seconds),
-        "prompt_tokens": record.prompt_tokens,
-        "cached_tokens": record.cached_tokens,
-        "completion_tokens": record.completion_tokens,
-        "cost": round(record.cost, 6),
+        "status": ended.status,
+        "reason": reason,
+        "node": ended.node,
+        "tier": ended.tier,
+        "attempts": ended.attempts,
+        "queue_seconds": queued,
+        "ttft": ttft,
+        "seconds": lasted,
+        "prompt_tokens": ended.prompt_tokens,
+        "cached_tokens": ended.cached_tokens,
+        "completion_tokens": ended.completion_tokens,
+        "cost": round(ended.cost, 6),
     }
 
 
@@ -579,8 +578,8 @@ def _told_queueing(
         ahead=queueing.ahead,
         waiting=queueing.waiting,
         predicted_wait=_if_known(queueing.predicted_wait),
-        may_wait=_rounded(queueing.expires_at - queueing.at),
-        waited=_rounded(later - queueing.at),
+        may_wait=round(queueing.expires_at - queueing.at, 3),
+        waited=round(later - queueing.at, 3),
         load=load,
     )
     told.summary = _of_queueing(told)
@@ -633,8 +632,8 @@ def _actual(grant: Grant, now: float) -> Json:
     return {
         "outcome": grant.outcome,
         "status": grant.status or None,
-        "ttft": None if first is None else _rounded(first - grant.at),
-        "seconds": _rounded((now if ended is None else ended) - grant.at),
+        "ttft": None if first is None else round(first - grant.at, 3),
+        "seconds": round((now if ended is None else ended) - grant.at, 3),
         "prompt_tokens": prompt,
         "cached_tokens": cached,
         "completion_tokens": completion,
@@ -649,7 +648,7 @@ def _load_json(node: Node | None, now: float) -> Json | None:
     load = node.load
     return {
         "seconds": _if_known(now - load.since),
-        "expected": _rounded(node.sleep.wake_seconds(node.properties.size)),
+        "expected": round(node.sleep.wake_seconds(node.properties.size), 3),
         "progress": load.progress,
         "reason": load.reason or node.reason,
     }
@@ -658,9 +657,9 @@ def _load_json(node: Node | None, now: float) -> Json | None:
 def _deferral_json(deferral: Deferral) -> Json:
     return {
         "node": deferral.node,
-        "wait": _rounded(deferral.wait_seconds),
-        "expected_seconds": _rounded(deferral.cost_there),
-        "expected_seconds_at_once": _rounded(deferral.cost_at_once),
+        "wait": round(deferral.wait_seconds, 3),
+        "expected_seconds": round(deferral.cost_there, 3),
+        "expected_seconds_at_once": round(deferral.cost_at_once, 3),
         "cached_tokens": round(deferral.cached),
     }
 
@@ -691,30 +690,26 @@ def _compare(
         name=row.name,
         chosen=row is comparison.chosen,
         measured=speed.measured,
-        expected_seconds=_rounded(cost_of_figures(comparison, row, prompt, completion)),
+        expected_seconds=round(cost_of_figures(comparison, row, prompt, completion), 3),
         terms={
-            "queue": _rounded(comparison.prefill_wait(row)),
-            "reading": _rounded(reading),
-            "writing": _rounded(completion * speed.token_base),
-            "neighbours": _rounded(slowed + held_up),
-            "doubt": _rounded(speed.penalty + own.penalty),
+            "queue": round(comparison.prefill_wait(row), 3),
+            "reading": round(reading, 3),
+            "writing": round(completion * speed.token_base, 3),
+            "neighbours": round(slowed + held_up, 3),
+            "doubt": round(speed.penalty + own.penalty, 3),
         },
-        slowed_by_neighbours=_rounded(slowed),
-        holds_up_neighbours=_rounded(held_up),
+        slowed_by_neighbours=round(slowed, 3),
+        holds_up_neighbours=round(held_up, 3),
         doubts=_of_doubts(speed.penalty - speed.wake, own.penalty, speed.wake),
         cached_tokens=round(min(own.cached, prompt)),
-        cached_saves=_rounded((prompt - uncached) / speed.prefill_tps),
-        prefill_tps=_rounded(speed.prefill_tps),
-        decode_tps=_rounded(1 / speed.token_base),
+        cached_saves=round((prompt - uncached) / speed.prefill_tps, 3),
+        prefill_tps=round(speed.prefill_tps, 3),
+        decode_tps=round(1 / speed.token_base, 3),
         slots_busy=busy,
         slots_total=row.total,
         pool_tokens=row.pool,
         pool_used=work.pool_used,
     )
-
-
-def _rounded(value: float) -> float:
-    return round(value, 3)
 
 
 def _if_known(value: float | None) -> float | None:

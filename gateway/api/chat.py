@@ -101,7 +101,7 @@ class ChoicesApi(Api):
         try:
             return len(
                 {
-                    as_index(choice.index)
+                    as_count(choice.index)
                     for fields in read_events(tail)
                     for choice in read_choices(fields)
                     if choice.finish_reason
@@ -137,7 +137,7 @@ class ChoicesApi(Api):
             while at < len(pieces):
                 for fields in read_events(pieces[at] + b"\n\n"):
                     for choice in read_choices(fields):
-                        answers[as_index(choice.index)].add(choice)
+                        answers[as_count(choice.index)].add(choice)
                     last |= fields
                 at += 1
                 if tries and len(pieces) - at >= LEAST_RUN:
@@ -285,11 +285,6 @@ def read_run(pieces: list[bytes], at: int, answers: Mapping[int, AnswerParts]) -
         return at
     answers[0].add_texts(texts, are_reasoning=choices == _REASONING)
     return end
-
-
-def as_index(value: object) -> int:
-    """An index; 0: it is none."""
-    return value if isinstance(value, int) else 0
 
 
 def _usage_from_timings(timings: object) -> JsonObject | None:
@@ -519,7 +514,7 @@ def _whole_calls(parts: list[JsonObject]) -> list[JsonObject]:
     calls: dict[int, JsonObject] = {}
     functions: dict[int, tuple[list[str], list[str]]] = {}
     for part in parts:
-        index = as_index(part.get("index"))
+        index = as_count(part.get("index"))
         call = calls.setdefault(index, {"type": "function", "function": {}, "id": ""})
         for field in ("type", "id"):
             call[field] = part.get(field) or call[field]

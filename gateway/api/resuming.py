@@ -123,8 +123,8 @@ def named_event(value: JsonObject) -> bytes:
 
 
 def as_count(value: object) -> int:
-    """A count; 0: it is none."""
-    return value if isinstance(value, int) and not isinstance(value, bool) else 0
+    """A count or an index; 0: it is none."""
+    return value if type(value) is int else 0
 
 
 @dataclass(frozen=True, slots=True)

@@ -180,7 +180,9 @@ def parse_context(
     accounts = limit_book.accounts(caller, identity_headers.end_user(headers, caller))
     caller = accounts.caller
     timeout = _request_timeout(headers)
-    sdk_timeout = _sdk_timeout(headers)
+    # The shortest that an official client sends; invalid values are ignored.
+    timers = [_positive(value) for name, value in headers if name in _SDK_TIMEOUTS]
+    sdk_timeout = min((seconds for seconds in timers if seconds is not None), default=None)
     # White space keeps an official client's timer from running out.
     has_timer = (
         not settings.heartbeat_plain
@@ -246,12 +248,6 @@ def _request_timeout(headers: Headers) -> float | None:
 
 # Headers in which the official clients of OpenAI and Anthropic send their timeouts, in seconds.
 _SDK_TIMEOUTS = frozenset({b"x-stainless-read-timeout", b"x-stainless-timeout"})
-
-
-def _sdk_timeout(headers: Headers) -> float | None:
-    """The shortest timeout that an official client sends; invalid values are ignored."""
-    found = [_positive(value) for name, value in headers if name in _SDK_TIMEOUTS]
-    return min((seconds for seconds in found if seconds is not None), default=None)
 
 
 def _positive(value: bytes) -> float | None:
