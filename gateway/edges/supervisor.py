@@ -343,7 +343,7 @@ class Edges:
                     self._link_anew(edge)
             else:
                 self._expect_ready(edge)
-                edge.session = await self.brain.connect(link, name, lambda *_: self._give_up(edge))
+                edge.session = await self.brain.connect(link, name, lambda: self._give_up(edge))
             if self._ending.is_set():
                 _kill(process)
             status = await process.wait()
