@@ -126,6 +126,7 @@ class ClusterPart:
         leases = self._brain.context.leases
         assert isinstance(leases, LocalLeaseService)
         leases.start_while(self._may_start)
+        self._fleet.hand_over()
         self._edges.relink(None)
         self._tasks.start(self._take_roles(), "take the member's role")
         self._membership.tunnels.serve(sock)

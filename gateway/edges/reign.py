@@ -55,6 +55,8 @@ class Reign:
             node.occupancy.forget_others()
         if isinstance(self.rules, Fence):
             self.rules.go_alone(self.clock())
+        else:
+            self.fleet.take_over()
         self.fleet.read_slots_for(SlotsReader(self.clock, self._read))
         self._watching = asyncio.create_task(self._watch(), name="fence the nodes")
 
@@ -68,6 +70,7 @@ class Reign:
             self._watching.cancel()
             await asyncio.wait([self._watching])
         self.fleet.read_slots_for(None)
+        self.fleet.hand_over()
         async for node in in_steps([*self.fleet.nodes.values()]):
             self._fence(node, 0)
 

@@ -531,11 +531,16 @@ class Fleet:
             self._on_models(router)
 
     def hand_over(self) -> None:
-        """From now on a successor takes slots."""
-        self._alone_from = math.inf
+        """From now on a successor, or another member, takes slots and commands routers."""
+        self._alone_from = self._shared_until = math.inf
+
+    def take_over(self) -> None:
+        """From now on this gateway does, after another member."""
+        self._alone_from = self._clock()
+        self._shared_until = self._alone_from + PREDECESSOR_SECONDS
 
     def others_take_slots(self, node: Node) -> bool:
-        """As the node's own, but for what may be a predecessor's or is a successor's."""
+        """As the node's own, but for what may be a predecessor's, a successor's or a member's."""
         now = self._clock()
         return now >= self._alone_from and node.others_take_slots(now)
 

@@ -85,7 +85,7 @@ async def test_after_a_hand_over_the_other_process_is_no_second_gateway(tmp_path
         fleet._alone_from = first.gateway.clock() + first.gateway.settings.timeouts.total
         await ask_now_and_then(second.url, second.url)
         assert await told(first) == []
-        fleet._alone_from = 0.0
+        fleet.take_over()
         assert await told(first) == ["second_gateway"]
         fleet.hand_over()
         assert await told(first) == []

@@ -345,6 +345,27 @@ async def test_nothing_is_granted_and_no_edge_taken_outside_a_reign(tmp_path: Pa
 
 
 @in_virtual_time
+async def test_the_leaders_requests_are_no_second_gateways_to_one_that_led_before(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("gateway.nodes.node.LEAST_MINUTES", 1)
+    async with a_cluster(tmp_path, a_node(answer_tokens=600)) as cluster:
+        first, second = cluster.members
+        fleet, [seen] = first.running.gateway.fleet, nodes_of(first)
+        await cluster.depose(first)
+        await cluster.lead(second)
+        asked = cluster.ask()
+        await until(lambda: seen.foreign == 1)
+        assert seen.others_take_slots(now())
+        assert not fleet.others_take_slots(seen)
+        assert (await asked).status_code == 200
+        await cluster.depose(second)
+        await cluster.lead(first)
+        assert not seen.others_take_slots(now())
+        assert fleet._alone_from <= now()
+
+
+@in_virtual_time
 async def test_each_prompt_and_each_attempt_is_carried(tmp_path: Path) -> None:
     node = a_node(slots=3)
     async with a_cluster(tmp_path, node) as cluster:
