@@ -525,7 +525,7 @@ class Gateway:
         """
         if self.edges is not None:
             listener.stop_accepting()
-            await (self.edges.drain() if drain else self.edges.finish())
+            await self.edges.end(drain=drain)
         await (listener.drain() if drain else listener.close())
         if drain:
             await self.background.drain()

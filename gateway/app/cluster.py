@@ -15,6 +15,7 @@ import socket
 from collections.abc import Awaitable, Callable, Coroutine
 from contextlib import suppress
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any, Literal
 
 import structlog
@@ -23,13 +24,13 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 from gateway import errors
 from gateway.app.event_loop import OwnTasks
 from gateway.callers.limits import Part
-from gateway.cluster.fencing import Fence, Tenure, shares
+from gateway.cluster.fencing import Fence, Tenure
 from gateway.cluster.leader_row import StoredLeadership
 from gateway.cluster.leadership import boot_clock
 from gateway.cluster.membership import Membership, MemberState, Owner, Role
 from gateway.cluster.tunnel import Greeting, TunnelError
 from gateway.config.cluster import ClusterSettings
-from gateway.edges.passing import OpenConnection, Passing
+from gateway.edges.passing import Passing
 from gateway.edges.reign import Reign
 from gateway.edges.supervisor import Edges
 from gateway.errors import GatewayError
@@ -203,15 +204,15 @@ class ClusterPart:
                     return
                 slots = {name: self._slots_of(name) for name in self._fleet.nodes}
                 tenure = Tenure(role.epoch, role.won_at, role.lists, slots)
-                reign = self._reign(role, tenure, role.won_at)
-                self._brain.begin(reign)
+                self._brain.begin(self._reign(role, tenure, role.won_at))
                 self._membership.lead(role.epoch, tenure)
                 self._serve()
                 self._duties.begin()
             case "alone":
-                members = self._membership.fence.sharers.names
-                self._book.divide(Part(len(members), self._share))
-                self._brain.begin(self._reign(role, self._membership.fence, self._clock()))
+                fence = self._membership.fence
+                part = partial(fence.sharers.share, edge=self.member)
+                self._book.divide(Part(len(fence.sharers.names), part))
+                self._brain.begin(self._reign(role, fence, self._clock()))
                 self._serve()
         if self._role is role:
             self._taken = role
@@ -238,9 +239,6 @@ class ClusterPart:
         node = self._fleet.nodes.get(name)
         return 0 if node is None else node.slots_total
 
-    def _share(self, total: int, subject: str) -> int:
-        return shares(total, subject, self._membership.fence.sharers.names)[self.member]
-
     # What others pass on, and what is passed on to the leader.
 
     def _on_tunnel(self, greeting: Greeting, sock: socket.socket) -> None:
@@ -261,7 +259,7 @@ class ClusterPart:
 
         Without a leader a member shows operators what it knows itself.
         """
-        passing = Passing(self._opener(kind))
+        passing = Passing(partial(self._open, kind))
 
         async def serve(scope: Scope, receive: Receive, send: Send) -> None:
             if scope["type"] != "http" or self._serves(scope, is_admin=kind == "admin"):
@@ -279,17 +277,14 @@ class ClusterPart:
             return scope["method"] in {"GET", "HEAD"}
         return self._taken.kind in {"leader", "alone"}
 
-    def _opener(self, kind: PassedKind) -> OpenConnection:
-        async def open_connection(origin: ConnectionOrigin) -> socket.socket:
-            if self._taken.kind != "follower":
-                raise errors.no_leader()
-            try:
-                return await self._membership.open(kind, origin=origin)
-            except TunnelError as error:
-                log.info("a request can't be passed on to the leader", why=str(error))
-                raise errors.no_leader() from None
-
-        return open_connection
+    async def _open(self, kind: PassedKind, origin: ConnectionOrigin) -> socket.socket:
+        if self._taken.kind != "follower":
+            raise errors.no_leader()
+        try:
+            return await self._membership.open(kind, origin=origin)
+        except TunnelError as error:
+            log.info("a request can't be passed on to the leader", why=str(error))
+            raise errors.no_leader() from None
 
     # What operators see.
 

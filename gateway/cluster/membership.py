@@ -560,7 +560,7 @@ class Membership:
         tenure, now = self._tenure, self._clock()
         if tenure is None:
             return
-        session = follower.session
+        session, row = follower.session, self._rows.get(follower.member)
         match message:
             case Greets():
                 self._member.heard(message.highest, now)
@@ -568,7 +568,7 @@ class Membership:
                     session = Session(follower.member, follower.process, message.session)
                     follower.session, follower.is_told = session, False
                     tenure.begins(session, message.edges, now)
-                elif follower.drains and self._is_current(follower):
+                elif follower.drains and row is not None and row.process == follower.process:
                     # It is never alone again, and no other process is this member.
                     tenure.removed([follower.member], now)
             case Confirms():
@@ -582,10 +582,6 @@ class Membership:
                     tenure.begins(session, message.names, now)
         if not follower.drains:
             self._heard[follower.member] = now, follower.state
-
-    def _is_current(self, follower: _Follower) -> bool:
-        row = self._rows.get(follower.member)
-        return row is not None and row.process == follower.process
 
     def _lost(self, follower: _Follower, reason: str) -> None:
         if self._followers.get(follower.process) is follower:

@@ -242,13 +242,13 @@ class Brain:
         self,
         sock: socket.socket,
         name: str,
-        on_lost: Callable[[str, tuple[str, ...]], None] = lambda *_: None,
+        on_lost: Callable[[], None] = lambda: None,
     ) -> EdgeSession:
         """Serve the edge at the other end of this Unix socket, under a name of its own.
 
-        `on_lost` is called when its link is lost, with the reason and the requests that broke off;
-        by then it is out of `sessions`, and what it held is being reclaimed. In a cluster an edge
-        has one link, its last, and none outside a reign. Raises: ConnectionRefusedError.
+        `on_lost` is called when its link is lost; by then it is out of `sessions`, and what it held
+        is being reclaimed. In a cluster an edge has one link, its last, and none outside a reign.
+        Raises: ConnectionRefusedError.
         """
         if self.clustered:
             if (earlier := self.sessions.get(name)) is not None:
@@ -306,9 +306,7 @@ class Brain:
 class EdgeSession:
     """One edge, from its start to the end of its link."""
 
-    def __init__(
-        self, brain: Brain, name: str, on_lost: Callable[[str, tuple[str, ...]], None]
-    ) -> None:
+    def __init__(self, brain: Brain, name: str, on_lost: Callable[[], None]) -> None:
         self.name, self._brain, self._on_lost = name, brain, on_lost
         self.link = EdgeLink(
             messages.ToBrain, self._receive, self._lost, brain.context.clock, on_beat=self.tell_news
@@ -971,33 +969,30 @@ class EdgeSession:
 
     def _lost(self, reason: str) -> None:
         brain = self._brain
-        if self._reign is not None and self._reign is brain.reign and not self.is_to_end:
-            if brain.sessions.get(self.name) is self:
-                del brain.sessions[self.name]
-                self._reign.lost(self.name)
-                if self._earlier is not None:
-                    self._take_all(self._earlier)
-                brain.start_ending(self._cancel_asks())
-                self._lost_for = reason
-                brain.wait_for_edge(self)
-            self._on_lost(reason, ())
-            return
-        broken = self._reclaim(reason)
-        self._on_lost(reason, broken)
+        if self._reign is None or self._reign is not brain.reign or self.is_to_end:
+            self._reclaim(reason)
+        elif brain.sessions.get(self.name) is self:
+            del brain.sessions[self.name]
+            self._reign.lost(self.name)
+            if self._earlier is not None:
+                self._take_all(self._earlier)
+            brain.start_ending(self._cancel_asks())
+            self._lost_for = reason
+            brain.wait_for_edge(self)
+        self._on_lost()
 
     def give_up(self) -> None:
         """The edge does not come again over another link."""
         self._end_with(self._lost_for)
 
-    def _reclaim(self, reason: str) -> tuple[str, ...]:
-        """End all that runs at the edge; returns the `X-Request-ID` of what broke off."""
-        if self._brain.sessions.pop(self.name, None) is None:
-            return ()
-        if self._reign is not None:
-            self._reign.lost(self.name)
-        return self._end_with(reason)
+    def _reclaim(self, reason: str) -> None:
+        """End all that runs at the edge."""
+        if self._brain.sessions.pop(self.name, None) is not None:
+            if self._reign is not None:
+                self._reign.lost(self.name)
+            self._end_with(reason)
 
-    def _end_with(self, reason: str) -> tuple[str, ...]:
+    def _end_with(self, reason: str) -> None:
         brain = self._brain
         broken = tuple(
             [one.request.x_request_id for one in self.requests.values() if one.ended_at is None]
@@ -1005,7 +1000,6 @@ class EdgeSession:
         if broken or not self.is_to_end:
             brain.edge_lost(EdgeLost(self.name, reason, broken))
         brain.start_ending(self._end_all())
-        return broken
 
     async def _end_all(self) -> None:
         """End all that ran at the edge, in short steps: there may be thousands."""

@@ -47,7 +47,7 @@ class Uplink:
     def shut(self) -> None:
         """The link is lost, or another one is coming."""
         self._backlog: deque[Any] = deque()
-        self.tell, self.is_open = _tell_nobody, False
+        self.tell, self.is_open = lambda _: None, False
 
     def open(self, first: Iterator[Any]) -> None:
         """Tell these first and then all that is told from now on, in short steps."""
@@ -72,10 +72,6 @@ class Uplink:
             asyncio.get_running_loop().call_soon(self._go_on, first, backlog)
         else:
             self.tell = self.link.tell
-
-
-def _tell_nobody(_: Any) -> None:
-    """There is no brain."""
 
 
 @dataclass(slots=True, eq=False)

@@ -688,13 +688,6 @@ class EdgeTracing(RequestTracing):
         """Send nothing."""
 
 
-def with_shared_retries(settings: Settings, edges: int) -> Settings:
-    """The settings by which one of so many edges retries: its share of the least number."""
-    least = math.ceil(settings.retries.budget_min / max(1, edges))
-    retries = settings.retries.model_copy(update={"budget_min": least})
-    return settings.model_copy(update={"retries": retries})
-
-
 class NotReady(Exception):  # noqa: N818 - the edge ends then
     """The brain has not told in time what an edge must know."""
 
@@ -926,7 +919,10 @@ class EdgeServices:
         if told.hash_key != self.keyed_hash.key:
             self.keyed_hash.set_key(told.hash_key)
         self.scheduler.edges = told.edges
-        self.context.configure(with_shared_retries(settings, told.edges))
+        # Each edge has its share of the least number of retries.
+        least = math.ceil(settings.retries.budget_min / max(1, told.edges))
+        retries = settings.retries.model_copy(update={"budget_min": least})
+        self.context.configure(settings.model_copy(update={"retries": retries}))
         self.context.usage_options.forget()
         self.meter.book.configure(settings)
         self.tracing.configure(settings.telemetry.traces)

@@ -99,7 +99,10 @@ class Reign:
             found[node.name] = node, node.slots_total
             now = self.clock()
             if self._knows(node) and self.rules.is_unread(node.name):
-                self._have_read(node, now)
+                if self._is_idle_unasked(node, now):
+                    self.rules.read(node.name, frozenset(), now)
+                elif not node.probe_history.down:
+                    self.fleet.read_load(node)
             elif before == self._shared_by:
                 continue  # What else changes it is noticed at once.
             self._refresh(node, now)
@@ -119,13 +122,6 @@ class Reign:
             self.rules.set_nodes(slots, self.clock())
         self._known, self._shared_by = found, None
         return False
-
-    def _have_read(self, node: Node, now: float) -> None:
-        """Have a node asked for its slots that was not read yet."""
-        if self._is_idle_unasked(node, now):
-            self.rules.read(node.name, frozenset(), now)
-        elif not node.probe_history.down:
-            self.fleet.read_load(node)
 
     def _is_idle_unasked(self, node: Node, now: float) -> bool:
         """Whether the node runs nothing of a former leader's, or cares for its limits itself."""

@@ -60,16 +60,13 @@ class KeyCopies:
         self.ring = KeyRing(is_complete=False, clock=wall_clock)
         self._wall_clock = wall_clock
         self._keys: dict[str, HeldKey] = {}
-        self._begins = False  # whether the next message is the first of a brain
 
     def begin_anew(self) -> None:
-        """Another brain tells of all keys from now on."""
-        self._begins = True
+        """Another brain tells of all keys from now on. Until then the ring stays as it is."""
+        self._keys = {}
 
     def take(self, message: Keys) -> None:
         """Take in a message; the ring follows with the last of several."""
-        if self._begins:
-            self._keys, self._begins = {}, False
         for id_ in message.gone:
             self._keys.pop(id_, None)
         now = self._wall_clock()

@@ -253,15 +253,25 @@ class Edges:
 
     def reject(self) -> None:
         """Have new requests refused: the gateway shuts down."""
-        self._tell(sockets.Reject())
+        for edge in self._running.values():
+            edge.channel.send(sockets.Reject())
 
-    async def drain(self) -> None:
-        """Give the edges no more clients, and wait until those that they have are gone."""
-        await self._end(sockets.Drain())
+    async def end(self, *, drain: bool) -> None:
+        """Give the edges no more clients, and wait until what they serve has ended.
 
-    async def finish(self) -> None:
-        """Give the edges no more clients, and wait until what they serve has ended."""
-        await self._end(sockets.End())
+        `drain`: until the clients that they have are gone.
+        """
+        self._ending.set()
+        for edge in self._running.values():
+            if not edge.started:
+                _kill(edge.process)
+            if edge.session is not None:
+                edge.session.expect_end()
+            edge.channel.send(sockets.Drain() if drain else sockets.End())
+            edge.ready = False
+        self._go_on()
+        while self._keepers:
+            await asyncio.wait(self._keepers)
 
     async def aclose(self) -> None:
         """End all edges that still run, at once."""
@@ -277,24 +287,6 @@ class Edges:
         for sock in self._homeless:
             sock.close()
         await self.brain.aclose()
-
-    async def _end(self, message: sockets.Drain | sockets.End) -> None:
-        self._ending.set()
-        for edge in self._running.values():
-            if not edge.started:
-                _kill(edge.process)
-            if edge.session is not None:
-                edge.session.expect_end()
-        self._tell(message)
-        for edge in self._running.values():
-            edge.ready = False
-        self._go_on()
-        while self._keepers:
-            await asyncio.wait(self._keepers)
-
-    def _tell(self, message: sockets.Drain | sockets.End | sockets.Reject) -> None:
-        for edge in self._running.values():
-            edge.channel.send(message)
 
     async def _keep(self, name: str) -> None:
         """Run the edge of this name until all are to end; start it again whenever it ends."""
@@ -343,7 +335,7 @@ class Edges:
                     self._link_anew(edge)
             else:
                 self._expect_ready(edge)
-                edge.session = await self.brain.connect(link, name, lambda *_: self._give_up(edge))
+                edge.session = await self.brain.connect(link, name, lambda: self._give_up(edge))
             if self._ending.is_set():
                 _kill(process)
             status = await process.wait()

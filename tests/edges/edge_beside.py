@@ -14,6 +14,7 @@ from gateway.app.assembly import Gateway
 from gateway.app.edge import request_handler
 from gateway.edges.brain import Brain, EdgeSession
 from gateway.edges.edge import EdgeServices
+from gateway.events import EdgeLost
 from gateway.http.listener import Listener
 from gateway.http.protocol import protocol_class
 from gateway.web.handler import RequestHandler
@@ -45,7 +46,7 @@ class Edge:
     lost: list[str] = field(default_factory=list)
     """Why its link was lost, as it was told."""
     broken: list[tuple[str, ...]] = field(default_factory=list)
-    """What broke off then, as the brain was told."""
+    """What broke off then, as the brain has told."""
 
 
 async def _nothing_else(_: Scope, __: Receive, send: Send) -> None:
@@ -63,7 +64,8 @@ async def an_edge(
     lost: list[str] = []
     broken: list[tuple[str, ...]] = []
     ours, theirs = socket.socketpair()
-    session = await brain.connect(ours, name, lambda _, requests: broken.append(requests))
+    brain.bus.subscribe(EdgeLost, lambda loss: broken.append(loss.requests))
+    session = await brain.connect(ours, name)
     services = EdgeServices(name, clock=gateway.clock, on_lost=lost.append)
     await services.start(theirs, 10.0)
     handler = request_handler(services, services.settings)

@@ -23,7 +23,7 @@ from gateway.edges.brain import Brain, EdgeSession
 from gateway.edges.edge import EdgeServices
 from gateway.edges.messages import VERSION, Hello
 from gateway.errors import GatewayError
-from gateway.events import EventBus, RequestRecord, call_later
+from gateway.events import EdgeLost, EventBus, RequestRecord, call_later
 from gateway.forward.context import ForwardContext
 from gateway.forward.in_flight import InFlightRegistry, TimeoutMonitor
 from gateway.lease import NOTHING_TRIED, AttemptReport, GrantedLease, Usage, UsageReport
@@ -156,6 +156,7 @@ class Simulation:
         """Of each id the scheduler's own lease, which must be the only one of that id."""
         self.begun: dict[str, SimulatedEdge] = {}
         self.broken: list[str] = []
+        self.bus.subscribe(EdgeLost, lambda loss: self.broken.extend(loss.requests))
         self.most: Counter[str] = Counter()
         self._numbers = iter(range(10**9))
         self._names = iter(range(10**9))
@@ -167,7 +168,7 @@ class Simulation:
     async def start_edge(self) -> SimulatedEdge:
         name = f"edge-{next(self._names)}"
         services = EdgeServices(name, clock=now, rng=random.Random(self.rng.random()))
-        session = EdgeSession(self.brain, name, lambda _, broken: self.broken.extend(broken))
+        session = EdgeSession(self.brain, name, lambda: None)
         self.brain.sessions[name] = session
         to_brain, to_edge = Wire(self.rng, self.latency), Wire(self.rng, self.latency)
         to_brain.join(to_edge, services.link)

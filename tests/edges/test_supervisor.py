@@ -341,13 +341,11 @@ async def test_an_edge_of_a_member_has_as_long_to_serve_as_there_is_no_brain() -
         assert edge.late is not None
 
 
-@pytest.mark.parametrize("end", [Edges.drain, Edges.finish])
-async def test_all_edges_end_together_and_none_is_started_again(
-    end: Callable[[Edges], object],
-) -> None:
+@pytest.mark.parametrize("drain", [True, False])
+async def test_all_edges_end_together_and_none_is_started_again(drain: bool) -> None:
     async with brain(2) as site:
         await all_ready(site.edges)
-        work = asyncio.ensure_future(end(site.edges))  # type: ignore[call-overload]
+        work = asyncio.ensure_future(site.edges.end(drain=drain))
         await asyncio.sleep(0)
         assert not site.edges.has_room()
         await asyncio.wait_for(work, LIMIT)
