@@ -17,7 +17,7 @@ from heapq import heappop, heappush
 from typing import cast
 
 from gateway.config.scheduling import ElasticSettings
-from gateway.lease import PromptKey
+from gateway.lease import PromptKey, RequestSize
 from gateway.nodes.calibration import (
     LOOK_SECONDS,
     READ_WORDS,
@@ -175,6 +175,11 @@ SIMULATED_MODEL = "model"
 _Numbers = tuple[int, ...]
 
 
+def _size(job: Job) -> RequestSize:
+    """As much of a request's size as its tokens are estimated by."""
+    return RequestSize(text_bytes=job.prompt.tokens * BYTES_PER_TOKEN, max_tokens=job.max_tokens)
+
+
 class _NodeStub:
     """As much of a node as `compare_speeds` and the choice of those to calibrate read."""
 
@@ -312,9 +317,8 @@ class LearntKnowledge(Knowledge):
         """What to expect of it, by what was learnt so far."""
         if self._unknown:
             self._calibrate(fleet.now)
-        text = job.prompt.tokens * BYTES_PER_TOKEN
         tokens, completion = self.token_estimates.expected_tokens(
-            job.model or SIMULATED_MODEL, job.caller, text, job.max_tokens
+            job.model or SIMULATED_MODEL, job.caller, _size(job)
         )
         prompt_key = self._prompt_key(job, tokens)
         affinity = prompt_key.blocks[0]
@@ -367,9 +371,8 @@ class LearntKnowledge(Knowledge):
         else:
             show_speed(self._state, self._state.rows[node], self._stubs[node].speed)
         prompt = job.prompt.tokens
-        text = prompt * BYTES_PER_TOKEN
         model = job.model or SIMULATED_MODEL
-        self.token_estimates.learn(model, job.caller, text, prompt, job.output, job.max_tokens)
+        self.token_estimates.learn(model, job.caller, _size(job), prompt, job.output)
         self.prompt_cache.request_finished(
             node, measured.prompt_key, prompt, job.cached, job.output
         )
@@ -389,7 +392,8 @@ class LearntKnowledge(Knowledge):
         running = [stub for stub in self._unknown if stub.calibrated_at < math.inf]
         ended = False
         while True:
-            for stub in due(self._unknown, running, at):
+            unknown, others = cast("list[Node]", self._unknown), cast("list[Node]", running)
+            for stub in cast("list[_NodeStub]", due(unknown, others, at)):
                 stub.begin_calibration(at)
                 running.append(stub)
             if not running:
