@@ -149,7 +149,8 @@ class LiveView:
 
     def _node_row(self, node: Node) -> Row:
         spec, properties, now = node.spec, node.properties, node.clock()
-        cached = self.scheduler.fleet_sync.cache_contents(node)
+        cache = self.scheduler.fleet_sync.cache_of(node)
+        cached_prompts, cached_tokens = (0, 0) if cache is None else cache.contents()
         left = self.drain_deadlines.seconds_left(node.name)
         slow = node.degradation
         return {
@@ -170,13 +171,13 @@ class LiveView:
             "draining": node.draining,
             "cells": slot_cells(node, now),
             "slots_busy": node.slots_busy,
-            "in_flight": node.in_flight,
+            "in_flight": len(node.leases),
             "prefill_tps": _tps(node.speed.prefill_tps),
             "decode_tps": _tps(node.speed.decode_tps),
             "prefill_share": round(slow.prefill.current_share, 2) if slow.prefill.shares else None,
             "decode_share": round(slow.decode.current_share, 2) if slow.decode.shares else None,
-            "cached_prompts": cached.prompts,
-            "cached_tokens": cached.tokens,
+            "cached_prompts": cached_prompts,
+            "cached_tokens": cached_tokens,
             "requests": node.requests,
             "failures": node.failures,
             "deadline_at": None if left is None else round(self.wall_clock() + left),
@@ -204,7 +205,7 @@ class LiveView:
             "cells": "".join(cells[:MOST_CELLS]),
             "slots_total": sum(node.slots_now for node in models),
             "slots_busy": sum(node.slots_busy for node in models),
-            "in_flight": sum(node.in_flight for node in models),
+            "in_flight": sum(len(node.leases) for node in models),
             "requests": sum(node.requests for node in models),
         }
 
