@@ -134,19 +134,20 @@ class LiveView:
     def _node_row(self, node: Node) -> Row:
         now, slow = node.clock(), node.degradation
         models = node.properties.names if node.spec.models is None else node.spec.models
-        cached = self.gateway.scheduler.fleet_sync.cache_contents(node)
+        cache = self.gateway.scheduler.fleet_sync.cache_of(node)
+        cached_prompts, cached_tokens = (0, 0) if cache is None else cache.contents()
         left = self.drain_deadlines.seconds_left(node.name)
         return {
             **node_figures(node),
             "models": list(models),
             "cells": slot_cells(node, now),
-            "in_flight": node.in_flight,
+            "in_flight": len(node.leases),
             "prefill_tps": _tps(node.speed.prefill_tps),
             "decode_tps": _tps(node.speed.decode_tps),
             "prefill_share": round(slow.prefill.current_share, 2) if slow.prefill.shares else None,
             "decode_share": round(slow.decode.current_share, 2) if slow.decode.shares else None,
-            "cached_prompts": cached.prompts,
-            "cached_tokens": cached.tokens,
+            "cached_prompts": cached_prompts,
+            "cached_tokens": cached_tokens,
             "deadline_at": None if left is None else round(self.wall_clock() + left),
         } | self._load_columns(node)
 
@@ -172,7 +173,7 @@ class LiveView:
             "cells": "".join(cells[:MOST_CELLS]),
             "slots_total": sum(node.slots_now for node in models),
             "slots_busy": sum(node.slots_busy for node in models),
-            "in_flight": sum(node.in_flight for node in models),
+            "in_flight": sum(len(node.leases) for node in models),
             "requests": sum(node.requests for node in models),
         }
 

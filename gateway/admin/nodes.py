@@ -125,7 +125,8 @@ class NodeEndpoints:
             raise not_found("node", name, self.fleet.nodes)
         by_node: dict[str, Mapping[int, PrefixHits]] = {}
         async for node in in_steps([*self.fleet.nodes.values()]):
-            by_node[node.name] = self.fleet_sync.cache_hits(node)
+            cache = self.fleet_sync.cache_of(node)
+            by_node[node.name] = {} if cache is None else cache.hits
         return JsonResponse(heat_map(by_node, name))
 
     async def drain(self, request: Request) -> Response:
@@ -188,7 +189,7 @@ class NodeEndpoints:
             progress=None if node.load is None else node.load.progress,
             leased=node.leased,
             foreign=node.foreign,
-            in_flight=node.in_flight + sum(one.in_flight for one in node.instances.values()),
+            in_flight=sum(len(one.leases) for one in (node, *node.instances.values())),
             pool=pools[0] if pools else None,
             models=[] if node.is_router else list(models),
             prefill_tps=_rounded(node.speed.prefill_tps),
@@ -398,7 +399,7 @@ class ModelEndpoints:
                 raise errors.invalid_request(
                     f"{MOST_PAUSED} models are paused already: resume one first.", "name"
                 )
-            self.gateway.fleet.pause_model(name)
+            self.gateway.fleet.pause_model(name, paused=True)
             refused = self._refuse_waiting()
             await self.gateway.fleet.save_orders()
             log.warning("model paused", model=name, refused=refused)
@@ -408,7 +409,7 @@ class ModelEndpoints:
         """End a pause."""
         name = self._find(request)
         if name in self.gateway.fleet.model_index.paused_by_name:
-            self.gateway.fleet.resume_model(name)
+            self.gateway.fleet.pause_model(name, paused=False)
             await self.gateway.fleet.save_orders()
             log.info("model resumed", model=name)
         return JsonResponse(self._view().object(name))

@@ -148,8 +148,7 @@ class Gateway:
         self._resolver, self._turn_limit = resolver or Resolver(), TurnLimit()
         self.fleet = Fleet(
             connect=partial(open_node_pool, resolver=self._resolver, turn=self._turn_limit),
-            health=settings.health,
-            timeouts=settings.timeouts,
+            settings=settings,
             bus=self.bus,
             clock=self.clock,
             rng=rng,
@@ -713,7 +712,7 @@ class Gateway:
             return change
         self.scheduler.configure(settings)
         self.model_placer.configure(settings)
-        self.fleet.configure(settings.health, settings.timeouts)
+        self.fleet.configure(settings)
         self.metering.configure(settings)
         self._put_groups_in_force()
         if self.edges is not None:

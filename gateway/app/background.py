@@ -21,8 +21,8 @@ from gateway.config.settings import Settings
 from gateway.forward.context import ForwardContext
 from gateway.forward.forwarder import Forwarder
 from gateway.forward.in_flight import InFlightRegistry
+from gateway.nodes.prices import dearest_token
 from gateway.request.preparation import RequestRules
-from gateway.schedule.core.tiers import dearest_token
 from gateway.schedule.scheduler import Scheduler
 from gateway.stored.background_requests import (
     BACKGROUND_KINDS,
@@ -280,9 +280,7 @@ class BackgroundWork:
             names = index.one_name_each(index.model_names())
             model = names[0] if len(names) == 1 else None
         nodes = index.nodes_for(model) if model is not None else ()
-        prices = [
-            dearest_token(node.spec, node.slots_total, node.speed.decode_tps) for node in nodes
-        ]
+        prices = [dearest_token(node) for node in nodes]
         return sum(prices) / len(prices) if any(prices) else None
 
     def _serving_nodes(self, target: RequestTarget) -> ServingNodes:

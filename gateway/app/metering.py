@@ -28,8 +28,7 @@ from gateway.config.keys import GroupSpec
 from gateway.config.settings import Settings
 from gateway.events import EventBus, LimitReached
 from gateway.forward.in_flight import InFlightRegistry
-from gateway.nodes.prices import GpuCosts, alive_nodes
-from gateway.schedule.core.tiers import cost_of
+from gateway.nodes.prices import GpuCosts, alive_nodes, cost_of
 from gateway.schedule.scheduler import Scheduler
 from gateway.store.failures import StoreError
 from gateway.store.store import Store, log_store_change

@@ -126,51 +126,8 @@ def running_hourly_cost(hours: Iterable[NodeHours]) -> Amount:
     return Amount(math.fsum(prices))
 
 
-@dataclass(frozen=True, slots=True)
-class GpuPrice:
-    """What work costs on one GPU node: by its tokens, else by its slots' time."""
-
-    per_prompt_token: float = 0.0
-    per_completion_token: float = 0.0
-    per_slot_second: float = 0.0
-    """`cost_per_hour / 3600 / slots`: a request pays its slots' share of the machine's time."""
-    prefill_tps: float | None = None
-    """Tokens per second that the node was measured to read, in one slot; None: not measured."""
-    decode_tps: float | None = None
-
-    def of(self, prompt: int, cached: int, completion: int) -> float | None:
-        """What these tokens would have cost there; None: its speed is not known yet.
-
-        Paid by tokens: all of the prompt, since endpoints bill what a cache of theirs has, unlike a
-        node of ours, in full. Paid by the hour: `(prompt - cached) / prefill_tps + completion /
-        decode_tps` seconds of a slot. That assumes that its prompt cache would have had the same
-        tokens, and that no request would have waited.
-        """
-        cost = prompt * self.per_prompt_token + completion * self.per_completion_token
-        if self.per_slot_second <= 0:
-            return cost
-        read, seconds = max(0, prompt - cached), 0.0
-        for tokens, speed in ((read, self.prefill_tps), (completion, self.decode_tps)):
-            if tokens > 0:
-                if speed is None or speed <= 0:
-                    return None
-                seconds += tokens / speed
-        return cost + seconds * self.per_slot_second
-
-
-def gpu_cost(prices: Iterable[GpuPrice], prompt: int, cached: int, completion: int) -> float | None:
-    """What a request's tokens would have cost on the cheapest of these GPU nodes.
-
-    `prices`: of the GPU nodes that serve its model and have a price. None: there is none, or no
-    speed is known. 1,000 prompt and 500 completion tokens at 0.10 and 0.40 a million: 0.0003; at
-    2.00 an hour on 4 slots that read 2,000 and write 50 tokens a second: 10.5 s, 0.00146.
-    """
-    costs = (price.of(prompt, cached, completion) for price in prices)
-    return min((cost for cost in costs if cost is not None), default=None)
-
-
 def all_gpu_cost(cost: float, known: int, requests: int) -> Amount:
-    """The sum of `gpu_cost` over all requests; None unless each of the `requests` has one."""
+    """The sum over all requests; None unless each of the `requests` has such a cost."""
     if requests <= 0:
         return Amount(None, "there was no request")
     if known < requests:

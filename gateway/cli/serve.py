@@ -278,7 +278,7 @@ async def _check_node(spec: NodeSpec, settings: Settings) -> NodeCheck:
 
     from gateway.nodes.circuit import Circuit
     from gateway.nodes.health import check_alive, discover
-    from gateway.nodes.node import Node, NodeSettings
+    from gateway.nodes.node import Node
     from gateway.nodes.server_properties import ServerProperties, inventory_drift
     from gateway.transport.pool import open_node_pool
 
@@ -291,9 +291,8 @@ async def _check_node(spec: NodeSpec, settings: Settings) -> NodeCheck:
     except OSError as error:
         return NodeCheck(spec, "failed", f"its TLS files can't be used ({error})", 0.0, unknown)
     try:
-        node_settings = NodeSettings(settings.health, settings.timeouts)
         circuit = Circuit(settings.health, random.Random())
-        node = Node(spec, pool, node_settings, time.monotonic, circuit)
+        node = Node(spec, pool, settings, time.monotonic, circuit)
         outcome = await check_alive(node)
         seconds = outcome.seconds
         if outcome.up and spec.kind == "llama.cpp":

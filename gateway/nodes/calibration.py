@@ -20,14 +20,13 @@ import random
 from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass, field
 from http import HTTPStatus
-from typing import Protocol, TypeVar
 
 import msgspec
 
 from gateway.events import EventBus, NodeCalibrated
 from gateway.nodes.fleet import Fleet
 from gateway.nodes.health import probe_slots
-from gateway.nodes.node import SLOT_LINGER, CalibrationRecord, Lease, Node
+from gateway.nodes.node import SLOT_LINGER, Lease, Node
 from gateway.terms import Endpoint
 from gateway.transport.errors import InvalidResponse, UpstreamError
 
@@ -64,31 +63,13 @@ _PATHS: tuple[tuple[Endpoint, str], ...] = (
 )
 
 
-class Calibratable(Protocol):
-    """A node, as far as the choice of those to calibrate depends on it."""
-
-    @property
-    def host(self) -> str:
-        """Nodes of the same host are calibrated one at a time."""
-
-    @property
-    def calibration(self) -> CalibrationRecord:
-        """Its calibrations so far."""
-
-    def calibration_due(self, now: float) -> bool:
-        """Whether one may begin, as far as the node alone is concerned."""
-
-
-N = TypeVar("N", bound=Calibratable)
-
-
-def due(nodes: Iterable[N], running: Collection[N], now: float) -> list[N]:
+def due(nodes: Iterable[Node], running: Collection[Node], now: float) -> list[Node]:
     """The nodes to calibrate from now on, beside those that run: the least tried first."""
     room = MOST_AT_ONCE - len(running)
     if room <= 0:
         return []
     hosts = {node.host for node in running}
-    chosen: list[N] = []
+    chosen: list[Node] = []
     waiting = [node for node in nodes if node.calibration_due(now)]
     for node in sorted(waiting, key=lambda one: one.calibration.tries):
         if node.host not in hosts:
@@ -166,8 +147,6 @@ def shown_timings(reply: bytes, seconds: float) -> dict[str, object] | None:
 
 
 class _RefusedError(UpstreamError):
-    """The node refused the request."""
-
     def __init__(self, path: str, status: int) -> None:
         super().__init__(f"{path} answers {status}")
         self.status = status
@@ -254,14 +233,12 @@ class Calibrator:
         self._clock = clock
         self._rng = rng
         self._running: dict[Node, asyncio.Task[None]] = {}
-        self._look = asyncio.Event()
         self._stopped = False
 
     async def run(self) -> None:
         """Run until cancelled; it may run again."""
         try:
             while not self._stopped:
-                self._look.clear()
                 now = self._clock()
                 for node, task in self._running.items():
                     if not node.capacity(now):
@@ -270,11 +247,10 @@ class Calibrator:
                     task = asyncio.create_task(self._calibrate(node), name=f"calibrate {node.name}")
                     self._running[node] = task
                     task.add_done_callback(functools.partial(self._ended, node))
-                timer = asyncio.get_running_loop().call_later(LOOK_SECONDS, self._look.set)
-                try:
-                    await self._look.wait()
-                finally:
-                    timer.cancel()
+                if running := [*self._running.values()]:
+                    await asyncio.wait(running, timeout=LOOK_SECONDS, return_when="FIRST_COMPLETED")
+                else:
+                    await asyncio.sleep(LOOK_SECONDS)
         finally:
             self._end_all()
             await asyncio.gather(*self._running.values(), return_exceptions=True)
@@ -290,7 +266,6 @@ class Calibrator:
 
     def _ended(self, node: Node, task: asyncio.Task[None]) -> None:
         del self._running[node]
-        self._look.set()
         if not task.cancelled() and (error := task.exception()) is not None:
             log.error("Calibrating %s failed", node.name, exc_info=error)
 
@@ -300,7 +275,7 @@ class Calibrator:
         with node.occupancy.slots_query(clock()) as query:
             busy = await probe_slots(node)
         if busy is not None:
-            node.occupancy.record_busy(len(busy), query, clock())
+            node.occupancy.record_busy(busy, query, clock())
         if busy != () or not paths or not node.calibration_due(clock()):
             self._fleet.refresh_state(node)
             pause = BLIND_PAUSE if busy is None else BUSY_PAUSE
@@ -321,21 +296,16 @@ class Calibrator:
                     outcome = "given_up" if run.needed else "timed_out"
                 except UpstreamError as error:
                     outcome, detail = "failed", str(error)
-                shown = measure and run.warm and outcome != "failed" and _learn(run, outcome)
+                shown = None
+                if measure and run.warm and outcome != "failed":
+                    shown = _learn(run, outcome)
                 if measure and not shown and outcome == "done":
                     outcome, detail = "failed", "its reply shows no speed"
-                record.end(
-                    outcome, clock(), warm=run.warm, again=not (shown if measure else run.warm)
-                )
+                again = shown is None if measure else not run.warm
+                record.end(outcome, clock(), warm=run.warm, again=again, shown=shown)
+                read, wrote = shown or (None, None)
                 self._bus.publish(
-                    NodeCalibrated(
-                        node.name,
-                        outcome,
-                        clock() - began,
-                        record.prefill_tps if shown else None,
-                        record.decode_tps if shown else None,
-                        detail,
-                    )
+                    NodeCalibrated(node.name, outcome, clock() - began, read, wrote, detail)
                 )
                 self._fleet.refresh_state(node)
                 await _settle(node)
@@ -345,8 +315,8 @@ class Calibrator:
             self._fleet.refresh_state(node)
 
 
-def _learn(run: _Run, outcome: str) -> bool:
-    """Whether the measured request has shown the node's speed.
+def _learn(run: _Run, outcome: str) -> tuple[float | None, float | None] | None:
+    """The speeds of reading and writing that the measured request has shown; None: neither.
 
     One that was given up shows all of it, or nothing: its beginning says little. One that took
     too long shows that the node is slow, even if it is not known how slow.
@@ -355,16 +325,14 @@ def _learn(run: _Run, outcome: str) -> bool:
     if timings is None and outcome == "timed_out":
         timings = {"prompt_n": READ_WORDS, "prompt_ms": run.seconds * 1000}
     if timings is None or speed.samples or (outcome == "given_up" and "predicted_n" not in timings):
-        return False
+        return None
     shown = speed.calibrate(timings)
-    if shown is None:
-        return False
-    assert speed.calibrated is not None
-    run.node.calibration.showed(
+    if shown is None or speed.calibrated is None:
+        return None
+    return (
         speed.calibrated.prefill_tps if shown.prefill else None,
         1 / speed.calibrated.token_base if shown.decode else None,
     )
-    return True
 
 
 async def _settle(node: Node) -> None:

@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Literal
 
 from gateway.config.inventory import Inventory, NodeSpec
-from gateway.config.routing import HealthSettings, TimeoutSettings
+from gateway.config.settings import Settings
 from gateway.events import (
     EventBus,
     InventoryChanged,
@@ -30,6 +30,7 @@ from gateway.events import (
 from gateway.nodes.circuit import Circuit
 from gateway.nodes.health import (
     HealthMonitor,
+    count_result,
     judge_state,
     key_rejected_reason,
     prefill_grace,
@@ -43,7 +44,6 @@ from gateway.nodes.node import (
     Lease,
     LeasePhase,
     Node,
-    NodeSettings,
     NodeState,
     SlotsReader,
 )
@@ -215,8 +215,7 @@ class Fleet:
         self,
         *,
         connect: OpenNodePool,
-        health: HealthSettings,
-        timeouts: TimeoutSettings,
+        settings: Settings,
         bus: EventBus,
         clock: Callable[[], float],
         rng: random.Random,
@@ -230,12 +229,12 @@ class Fleet:
         """Set when every node of the first inventory has been probed once."""
         self.properties_store = properties_store or PropertiesStore()
         self._connect = connect
-        self._settings = NodeSettings(health, timeouts)
+        self._settings = settings
         self._bus = bus
         self._clock = clock
         self._shared_until = clock() + PREDECESSOR_SECONDS if has_predecessor else -math.inf
         # By then a predecessor has ended the last of its requests.
-        self._alone_from = clock() + timeouts.total if has_predecessor else -math.inf
+        self._alone_from = clock() + settings.timeouts.total if has_predecessor else -math.inf
         self._rng = rng
         self._orders = orders
         self.model_index.set_paused(self._orders.paused.names)
@@ -357,9 +356,9 @@ class Fleet:
         self._notify_capacity()
         return change
 
-    def configure(self, health: HealthSettings, timeouts: TimeoutSettings) -> None:
+    def configure(self, settings: Settings) -> None:
         """Put changed settings in force."""
-        self._settings = NodeSettings(health, timeouts)
+        self._settings = settings
         for node in (*self.nodes.values(), *self._closing.nodes):
             node.configure(self._settings)
         for monitor in set(self._monitors.values()):
@@ -486,7 +485,6 @@ class Fleet:
             self._models_of_routers_changed()
 
     def _follow_model(self, instance: Node, model: RoutedModel, asked_at: float) -> None:
-        """Take in what a router lists of one model."""
         (router, load), now = instance.routed, self._clock()
         followed = router.router_record.followed(load.listed_at)
         if is_news := load.is_news(model, asked_at):
@@ -558,6 +556,7 @@ class Fleet:
         _, load = node.routed
         load.failed(why, self._clock())
         self._tell_load(node, LoadChange("failed"))
+        self.load_changed(node)
 
     def _add_known_models(self, router: Node) -> None:
         """Its models are known from before, until its list is read again."""
@@ -574,11 +573,8 @@ class Fleet:
         if not properties.models:
             properties.read_routed({"id": name}, None, None)
         node = self._make(spec, self._connect(spec), properties, router)
-        node.enter(draining=node.name in self._orders.drained)
-        node.set_state(*judge_state(node, self._clock()))
         router.set_instances({**router.instances, name: node})
-        self._monitors[node] = self._monitors[router]
-        self._bus.publish(NodeChanged(node.name, None, node.state.value, node.reason))
+        self._enter(node, None)
         return node
 
     def _models_of_routers_changed(self) -> None:
@@ -608,7 +604,6 @@ class Fleet:
         self._index_again_at = now + INDEXING_PAUSE * (now - began)
 
     def _index_nodes(self) -> None:
-        """There are other nodes than before."""
         self.routers = [node for node in self.nodes.values() if node.is_router]
         self.model_index.set_nodes(self.nodes.values())
         self._notify_change(None)
@@ -690,10 +685,14 @@ class Fleet:
         """Begin to watch; `published`: the last state that was published for this name."""
         node.enter(draining=node.name in self._orders.drained)
         node.set_state(*judge_state(node, self._clock()))
-        self._unprobed.add(node)
-        self._monitors[node] = HealthMonitor(
-            node, self.refresh_state, self._probe_gate, self._rng, self.has_work, self.models_listed
-        )
+        if node.router is not None:
+            self._monitors[node] = self._monitors[node.router]
+        else:
+            self._unprobed.add(node)
+            self._monitors[node] = HealthMonitor(
+                node, self.refresh_state, self._probe_gate, self._rng, self.has_work,
+                self.models_listed,
+            )  # fmt: skip
         if node.state is not published:
             old = None if published is None else published.value
             self._bus.publish(NodeChanged(node.name, old, node.state.value, node.reason))
@@ -744,14 +743,14 @@ class Fleet:
         """No new work for this node until `resume`. Raises KeyError."""
         node = self.nodes[name]
         self._orders.drained.add(name)
-        node.drain()
+        node.drain(draining=True)
         self._refresh_with_models(node)
 
     def resume(self, name: str) -> None:
         """End a drain. Raises KeyError."""
         node = self.nodes[name]
         self._orders.drained.remove(name)
-        node.resume()
+        node.drain(draining=False)
         self._refresh_with_models(node)
 
     def _refresh_with_models(self, node: Node) -> None:
@@ -759,15 +758,11 @@ class Fleet:
         for one in (node, *node.instances.values()):
             self.refresh_state(one)
 
-    def pause_model(self, name: str) -> None:
-        """No new requests for this public model name until `resume_model`."""
-        self._orders.paused.add(name)
-        self.model_index.set_paused(self._orders.paused.names)
-
-    def resume_model(self, name: str) -> None:
-        """End a pause."""
-        self._orders.paused.remove(name)
-        self.model_index.set_paused(self._orders.paused.names)
+    def pause_model(self, name: str, *, paused: bool) -> None:
+        """No new requests for this public model name, or new ones again."""
+        names = self._orders.paused
+        (names.add if paused else names.remove)(name)
+        self.model_index.set_paused(names.names)
 
     def pin_model(self, node: Node, *, pinned: bool) -> None:
         """A router's model is to be always loaded, or no longer by an operator's order."""
@@ -910,17 +905,11 @@ class Fleet:
         self._probe_soon(node)
         return bool(node.pool or node.properties.shared_pool)
 
-    def connection_reset(self, node: Node) -> None:
-        """A connection of a request broke: the server's process may have ended."""
-        node.properties.process_ended()
-
-    def connect_failed(self, node: Node, detail: str) -> None:
-        """A request could not connect: count it as a probe that was refused."""
-        self._record_probe(node, ProbeAnswer.CONNECTION_REFUSED, detail)
-
-    def model_loading(self, node: Node) -> None:
-        """A request was refused because the model is still being loaded (503)."""
-        self._record_probe(node, ProbeAnswer.LOADING, "the server is loading its model")
+    def request_answered(self, node: Node, answer: ProbeAnswer, detail: str) -> None:
+        """What a request has shown counts as the answer to a probe."""
+        count_result(node, ProbeResult(answer, detail))
+        self._probe_soon(node)
+        self.refresh_state(node)
 
     def key_rejected(self, node: Node, path: str, status: int) -> None:
         """A request was refused because the gateway's key is wrong (401)."""
@@ -998,14 +987,6 @@ class Fleet:
         if span is not None and node.degradation.watch(*span, context_tokens + tokens, now):
             self.refresh_state(node)
 
-    def _record_probe(self, node: Node, answer: ProbeAnswer, detail: str) -> None:
-        health = self._settings.health
-        node.probe_history.record(
-            ProbeResult(answer, detail), rise=health.rise, fall=health.fall, sign_of_life=None
-        )
-        self._probe_soon(node)
-        self.refresh_state(node)
-
     def capacity_changed(self, node: Node) -> None:
         """Its free slots may be others than before."""
         self._notify_change(node)
@@ -1015,7 +996,7 @@ class Fleet:
     def read_load(self, node: Node) -> None:
         """The node gets work though its load was left unread: ask for it now."""
         if (monitor := self._monitors.get(node)) is not None:
-            monitor.read_load()
+            monitor.probe_by(self._clock())
 
     def _probe_soon(self, node: Node) -> None:
         if (monitor := self._monitors.get(node)) is not None:
@@ -1040,7 +1021,13 @@ class Fleet:
             self._reclaimer.release_all(node)
         if node.probe_history.down or node.probe_history.loading:
             node.properties.process_ended()
-        self._compare_properties(node)
+        node.forget_replaced_model()
+        node.update_info()
+        if node.models_changed():
+            self.model_index.models_changed()
+        self.properties_store.record(node.spec, node.properties)
+        if node.drift_changed():
+            self._bus.publish(NodeDrift(node.name, node.drift))
         if node.probe_history.probed and node in self._unprobed:
             self._unprobed.discard(node)
             if not self._unprobed:
@@ -1054,16 +1041,6 @@ class Fleet:
         self.refresh_state(node)
         if (monitor := self._monitors.get(node)) is not None:
             monitor.wake()
-
-    def _compare_properties(self, node: Node) -> None:
-        """Act on changes in the server's properties."""
-        node.forget_replaced_model()
-        node.update_info()
-        if node.models_changed():
-            self.model_index.models_changed()
-        self.properties_store.record(node.spec, node.properties)
-        if node.drift_changed():
-            self._bus.publish(NodeDrift(node.name, node.drift))
 
     async def _compare_speeds_forever(self) -> None:
         while True:

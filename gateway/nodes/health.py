@@ -130,17 +130,17 @@ async def fetch(
         hint = "" if pool.address.tls is None else await _scheme_hint(node, detail)
         return ended(ProbeAnswer.TIMED_OUT, detail + hint)
     except LocalResourcesExhausted as error:
-        return ended(ProbeAnswer.TIMED_OUT, f"{path} could not be requested ({_why(error)})")
+        return ended(ProbeAnswer.TIMED_OUT, f"{path} could not be requested ({error_line(error)})")
     except ConnectFailed as error:
         return ended(
             ProbeAnswer.CONNECTION_REFUSED,
             f"no connection to {node.spec.url} ({_why_not(node, error)})",
         )
     except UpstreamError as error:
-        detail = f"{path} broke off ({_why(error)})"
+        detail = f"{path} broke off ({error_line(error)})"
         return ended(ProbeAnswer.FAILED, detail + await _scheme_hint(node, detail))
     except Exception as error:  # noqa: BLE001 - no error of one node may stop the watch of others
-        return ended(ProbeAnswer.FAILED, f"{path} could not be requested ({_why(error)})")
+        return ended(ProbeAnswer.FAILED, f"{path} could not be requested ({error_line(error)})")
 
 
 async def check_alive(node: Node) -> ProbeResult:
@@ -280,12 +280,12 @@ def read_busy(
     if path == "/metrics":
         busy = count_processing(reply.body) if reply.status == HTTPStatus.OK else None
         if refused or (busy is None and reply.status == HTTPStatus.OK):
-            node.properties.metrics_refused()
+            node.properties.path_refused(path)
         if busy == 0:
             node.slots_told(frozenset(), asked_at)
         return None if busy is None else (0,) * busy
     if refused:
-        node.properties.slots_refused()
+        node.properties.path_refused(path)
     counts = count_slots(reply.body) if reply.status == HTTPStatus.OK else None
     if counts is None:
         return None
@@ -359,7 +359,7 @@ async def _scheme_hint(node: Node, detail: str) -> str:
 
 def _why_not(node: Node, error: Exception) -> str:
     """Why there is no connection; of TLS, with the key of the inventory that mends it."""
-    kind, words = tls_failure(_why(error))
+    kind, words = tls_failure(error_line(error))
     spec = node.spec.tls
     ca = None if spec is None else spec.ca
     remedy = {
@@ -377,7 +377,8 @@ def _why_not(node: Node, error: Exception) -> str:
     return f"{subject}{words}: {remedy}"
 
 
-def _why(error: Exception) -> str:
+def error_line(error: Exception) -> str:
+    """What went wrong, on one line."""
     return str(error).strip()[:200] or type(error).__name__
 
 
@@ -433,12 +434,11 @@ class HealthMonitor:
         """
         history = self.node.probe_history
         history.rediscover()
-        if history.probe_by((history.last_probe_at or 0.0) + QUICK_PROBE_DELAY):
-            self._wake.set()
+        self.probe_by((history.last_probe_at or 0.0) + QUICK_PROBE_DELAY)
 
-    def read_load(self) -> None:
-        """It gets work, and its load was left unread: probe now."""
-        if self.node.probe_history.probe_by(self.node.clock()):
+    def probe_by(self, at: float) -> None:
+        """The next probe is due then at the latest."""
+        if self.node.probe_history.probe_by(at):
             self._wake.set()
 
     def read_models(self) -> None:
@@ -535,7 +535,7 @@ class HealthMonitor:
         if result.up and comes_up:
             # Before it gets work, the load that other clients put on it must be known.
             await self._read_slots(node, comes_up=True)
-        if _count_result(node, result) and not first:
+        if count_result(node, result) and not first:
             node.calibration.server_started(node.requests)
         if not history.up:
             node.sleep.restarted()
@@ -587,19 +587,15 @@ class HealthMonitor:
         node = self.node
         asked_at = node.clock()
         reply = await fetch(node, path)
-        if not isinstance(reply, ProbeResult):
-            listed = None
-            if reply.status == HTTPStatus.OK and len(reply.body) > LARGE_LIST:
-                listed = await asyncio.to_thread(parse_models, reply.body)
-            elif reply.status == HTTPStatus.OK:
-                listed = parse_models(reply.body)
+        if isinstance(reply, ProbeResponse):
+            body = reply.body if reply.status == HTTPStatus.OK else b""
             if node.spec.kind == "openai":
-                await self._endpoint_listed(listed, reply.status, asked_at)
-            elif listed is not None and len(reply.body) > LARGE_LIST:
-                models = await asyncio.to_thread(read_list, listed)
-                self.models_listed(node, models, asked_at)
-            elif listed is not None:
-                self.models_listed(node, read_list(listed), asked_at)
+                await self._endpoint_listed(parse_models(body), reply.status, asked_at)
+            elif body:
+                is_large = len(body) > LARGE_LIST
+                models = await asyncio.to_thread(_read, body) if is_large else _read(body)
+                if models is not None:
+                    self.models_listed(node, models, asked_at)
         instances = node.instances.values()
         running = [one for one in instances if one.load is not None and one.load.loaded]
         self._record([one for one in instances if one not in running], result)
@@ -658,9 +654,8 @@ class HealthMonitor:
                 self.refresh_state(model)
 
     def _record(self, models: Iterable[Node], result: ProbeResult) -> None:
-        """Count the result of a router's probe for its models."""
         for model in models:
-            if _count_result(model, result) or not result.up:
+            if count_result(model, result) or not result.up:
                 self.refresh_state(model)
 
     async def _follow(self) -> None:
@@ -709,10 +704,10 @@ class HealthMonitor:
             node.occupancy.clear_foreign()
             if node.sleep.asleep:
                 node.slots_told(frozenset(), told_at)
-            history.slots_read()
-            if node.reports_slots and not node.sleep.asleep:
+            rests = node.reports_slots and not node.sleep.asleep
+            history.slots_read(left_alone=rests)
+            if rests:
                 node.sleep.woke()
-                history.leave_load_unread()
             return
         with node.occupancy.slots_query(asked_at) as query:
             reply = await fetch(node, path)
@@ -728,11 +723,15 @@ class HealthMonitor:
         elif reply.answer is ProbeAnswer.TIMED_OUT and not is_excused(node, asked_at, now):
             history.slots_unread(asked_at, node.settings.health.fall)
         if busy is not None:
-            node.occupancy.record_busy(len(busy), query, now)
-            node.occupancy.record_tokens(busy)
+            node.occupancy.record_busy(busy, query, now)
 
 
-def _count_result(node: Node, result: ProbeResult) -> bool:
+def _read(body: bytes) -> list[RoutedModel] | None:
+    listed = parse_models(body)
+    return None if listed is None else read_list(listed)
+
+
+def count_result(node: Node, result: ProbeResult) -> bool:
     """Count the result of a probe; whether the node has come up by it."""
     history, health, now = node.probe_history, node.settings.health, node.clock()
     was_up = history.up
@@ -774,7 +773,7 @@ def sign_of_life(node: Node, now: float) -> str | None:
     for lease in node.leases:
         if lease.last_content_at is not None and now - lease.last_content_at < silence:
             return "one of its streams moves"
-        if _is_prefilling(lease) and now - lease.prefill_began_at < prefill_grace(lease):
+        if _is_prefilling(lease, now):
             return "it reads a prompt"
     return None
 
@@ -789,9 +788,8 @@ def is_excused(node: Node, asked_at: float, now: float) -> bool:
     return any(
         (lease.last_content_at is not None and lease.last_content_at >= asked_at)
         or (
-            _is_prefilling(lease)
-            and not (lease.stream and lease.phase is LeasePhase.WAITING_HEAD)
-            and now - lease.prefill_began_at < prefill_grace(lease)
+            not (lease.stream and lease.phase is LeasePhase.WAITING_HEAD)
+            and _is_prefilling(lease, now)
         )
         for lease in node.leases
     )
@@ -799,18 +797,14 @@ def is_excused(node: Node, asked_at: float, now: float) -> bool:
 
 def another_prefills(lease: Lease, now: float) -> bool:
     """Whether the node reads another request's prompt, which delays this one."""
-    return any(
-        other is not lease
-        and _is_prefilling(other)
-        and now - other.prefill_began_at < prefill_grace(other)
-        for other in lease.node.leases
-    )
+    return any(other is not lease and _is_prefilling(other, now) for other in lease.node.leases)
 
 
-def _is_prefilling(lease: Lease) -> bool:
+def _is_prefilling(lease: Lease, now: float) -> bool:
     # A prefill goes on to its end even after the client has left.
     phase = lease.abandoned_phase if lease.phase is LeasePhase.RECLAIM else lease.phase
-    return phase is LeasePhase.WAITING_HEAD or phase is LeasePhase.PREFILL
+    reads = phase is LeasePhase.WAITING_HEAD or phase is LeasePhase.PREFILL
+    return reads and now - lease.prefill_began_at < prefill_grace(lease)
 
 
 def judge_state(node: Node, now: float) -> tuple[NodeState, str]:
@@ -884,7 +878,6 @@ def _not_loaded(node: Node, now: float) -> tuple[NodeState, str] | None:
 
 
 def _load_state(node: Node, load: ModelLoad, now: float) -> tuple[NodeState, str]:
-    """The state of a router's model that is not ready."""
     expected, reason = node.sleep.wake_seconds(node.properties.size), load.reason
     words = reason
     if load.phase is LoadPhase.UNLOADED:

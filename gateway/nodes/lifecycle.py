@@ -51,6 +51,8 @@ class Lifecycle:
 
     def enter(self, phase: LifecyclePhase, reason: str, now: float) -> None:
         """Begin another phase."""
+        if phase is LifecyclePhase.OFF and self.phase is LifecyclePhase.STOPPING:
+            self.stopped_at = now
         self.phase, self.reason, self.since = phase, reason, now
         self.down_since = None
 
@@ -82,10 +84,6 @@ class Lifecycle:
             self.down_since = None
         elif self.down_since is None:
             self.down_since = now
-
-    def stop(self, now: float) -> None:
-        """Its stop hook has ended well."""
-        self.stopped_at = now
 
     def explain(self, reason: str) -> None:
         """Give another reason for the same phase."""
@@ -355,13 +353,9 @@ class ProbeHistory:
         self.unread += 1
         self.frozen = self.unread >= fall
 
-    def slots_read(self) -> None:
-        """Its slots were read, or can't be asked for."""
-        self.unread, self.frozen, self.load_unread = 0, False, False
-
-    def leave_load_unread(self) -> None:
-        """Its slots were not asked for, so that it may fall asleep."""
-        self.load_unread = True
+    def slots_read(self, *, left_alone: bool = False) -> None:
+        """Its slots were read, or can't be asked for; or were not, so that it may fall asleep."""
+        self.unread, self.frozen, self.load_unread = 0, False, left_alone
 
     def _not_up(self, *, loading: bool, detail: str) -> None:
         self.up = self.mute = False

@@ -259,7 +259,6 @@ def _link_names(own_names: Mapping[str, Iterable[str]]) -> dict[str, str]:
 
 
 def _with_labels(nodes: Iterable[Node], labels: NodeLabels) -> tuple[Node, ...]:
-    """Those of the nodes that have all of these labels."""
     return tuple(node for node in nodes if has_labels(node.spec.labels, labels))
 
 

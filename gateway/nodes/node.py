@@ -20,7 +20,7 @@ from dataclasses import dataclass, field
 import msgspec
 
 from gateway.config.inventory import STARTED_BY, UP, NodeSpec
-from gateway.config.routing import HealthSettings, TimeoutSettings
+from gateway.config.settings import Settings
 from gateway.lease import NodeInfo
 from gateway.nodes.circuit import MOST_LIMIT, Circuit, ConcurrencyLimit, KeyRejection
 from gateway.nodes.lifecycle import (
@@ -163,11 +163,14 @@ class SlotOccupancy:
             self._loans_over += 1
             self._watchers.remove(leases_grew)
 
-    def record_busy(self, busy: int, query: SlotsQuery, now: float) -> None:
-        """The node reported busy slots: those that our leases can't account for are others'."""
+    def record_busy(self, busy: tuple[int, ...], query: SlotsQuery, now: float) -> None:
+        """The node reported the tokens of its busy slots.
+
+        Those of them that our leases can't account for are others'.
+        """
         self.integrate(now)
-        is_one_lent = self._loans > query.loans_over
-        self._seen = max(0, busy - query.peak_leased - is_one_lent)
+        is_one_lent, self.tokens_reading = self._loans > query.loans_over, busy
+        self._seen = max(0, len(busy) - query.peak_leased - is_one_lent)
         self.foreign = max(self._seen, self._fenced)
         if self._seen:
             self._minutes = self._minutes_before(now) | 1
@@ -195,10 +198,6 @@ class SlotOccupancy:
     def minutes_of_others(self, now: float) -> int:
         """In how many of the last `RECENT_MINUTES` others kept slots busy, as far as was seen."""
         return self._minutes_before(now).bit_count()
-
-    def record_tokens(self, reading: tuple[int, ...]) -> None:
-        """The node reported the tokens of its busy slots."""
-        self.tokens_reading = reading
 
     def take_tokens_reading(self) -> tuple[int, ...] | None:
         """The last reading of the busy slots' tokens, the first time; then None."""
@@ -268,14 +267,6 @@ ALIVE_STATES = frozenset(
 )
 
 
-@dataclass(frozen=True, slots=True)
-class NodeSettings:
-    """The settings in force that nodes read; replaced as a whole."""
-
-    health: HealthSettings
-    timeouts: TimeoutSettings
-
-
 class LearntOfServer(msgspec.Struct, frozen=True):
     """What was learnt of a server, as it outlives the process."""
 
@@ -313,13 +304,21 @@ class CalibrationRecord:
         """One begins, which delays requests so; 0: its slot is free."""
         self.penalty = penalty
 
-    def showed(self, prefill_tps: float | None, decode_tps: float | None) -> None:
-        """It showed these speeds."""
-        self.prefill_tps, self.decode_tps = prefill_tps, decode_tps
+    def end(
+        self,
+        outcome: str,
+        now: float,
+        *,
+        warm: bool,
+        again: bool,
+        shown: tuple[float | None, float | None] | None = None,
+    ) -> None:
+        """It has ended. `warm`: the model has worked; `again`: another one is needed.
 
-    def end(self, outcome: str, now: float, *, warm: bool, again: bool) -> None:
-        """It has ended. `warm`: the model has worked; `again`: another one is needed."""
+        `shown`: the speeds of reading and writing that it has shown.
+        """
         self.outcome, self.ended_at = outcome, now
+        self.prefill_tps, self.decode_tps = shown or (self.prefill_tps, self.decode_tps)
         self.tries = self.tries + 1 if again else 0
         self.due_at = now + CALIBRATION_PAUSE * 4.0 ** (self.tries - 1)
         if warm:
@@ -348,7 +347,7 @@ class Node:
 
     spec: NodeSpec
     upstream: ConnectionPool
-    settings: NodeSettings
+    settings: Settings
     clock: Callable[[], float]
     circuit: Circuit
     properties: ServerProperties = field(default_factory=ServerProperties)
@@ -385,6 +384,7 @@ class Node:
     indexed_aliases: dict[str, str] = field(default_factory=dict)
     """Which of them are further names of others, likewise."""
     leases: set[Lease] = field(default_factory=set)
+    """Of our requests on it, abandoned ones whose slot it still uses included."""
     occupancy: SlotOccupancy = field(default_factory=SlotOccupancy)
     released_at: float = -math.inf  # when the last lease ended
     requests: int = 0  # leases taken since the start
@@ -428,14 +428,6 @@ class Node:
     def takes_commands(self) -> bool:
         """Whether it is a router that may be told to load and unload its models."""
         return self.properties.is_router and self.spec.models_on_demand is not False
-
-    @property
-    def stays_unloaded(self) -> bool:
-        """Whether it is unloaded on a router that gets no commands, by its entry or for a while."""
-        router, load = self.router, self.load
-        if router is None or load is None or load.loaded or not router.properties.is_router:
-            return False
-        return not router.takes_commands or router.router_record.stopped(self.clock())
 
     @property
     def routed(self) -> tuple[Node, ModelLoad]:
@@ -641,11 +633,6 @@ class Node:
         return max(self.leased, min(self.slots_total, self.leased + self.foreign))
 
     @property
-    def in_flight(self) -> int:
-        """Our requests on the node, abandoned ones whose slot it still uses included."""
-        return len(self.leases)
-
-    @property
     def live_leases(self) -> list[Lease]:
         """Those whose requests were not abandoned."""
         return [lease for lease in self.leases if lease.abandoned_phase is None]
@@ -750,23 +737,19 @@ class Node:
         """Count the slots of a lease as used. The caller has checked `free_slots`.
 
         The lease's `expected_prefill` and `expected_total` hold `wake`, the seconds in which its
-        server wakes up. Raises ValueError for a negative number of slots; a request that needs no
-        slot takes 0.
+        server wakes up. A request that needs no slot takes 0.
         """
         slots = lease.slots
-        if slots < 0:
-            raise ValueError(f"{slots} slots")
-        if wake:
-            lease.wakes_server(wake, self.sleep.begin_wake(now))
         circuit, occupancy = self.circuit, self.occupancy
-        if circuit.open_until is not None and circuit.wants_trial(now):
-            lease.begin_trial()
+        wakes = wake > 0.0 and self.sleep.begin_wake(now)
+        trial = circuit.open_until is not None and circuit.wants_trial(now)
+        if trial:
             circuit.begin_trial(lease)
         self.leases.add(lease)
         if self.concurrency_limit is not None:
             self.concurrency_limit.record_in_flight(occupancy.leased + slots)
         occupancy.take(slots, now, lease.prefilling)
-        lease.counted(occupancy.slot_seconds, occupancy.prefill_seconds)
+        lease.counted(occupancy, wake, wakes, trial)
         self.requests += 1
         self.announced_free = self.announced_free - slots if self.announced_free > slots else 0
 
@@ -802,7 +785,7 @@ class Node:
 
     # What the inventory, the settings and the operator decide.
 
-    def configure(self, settings: NodeSettings) -> None:
+    def configure(self, settings: Settings) -> None:
         """Put changed settings in force."""
         self.settings = settings
         self.circuit.configure(settings.health)
@@ -831,13 +814,9 @@ class Node:
         """It is out of the inventory."""
         self.removed = True
 
-    def drain(self) -> None:
-        """No new work until `resume`."""
-        self.draining = True
-
-    def resume(self) -> None:
-        """End a drain."""
-        self.draining = False
+    def drain(self, *, draining: bool) -> None:
+        """No new work, or new work again."""
+        self.draining = draining
 
     def set_instances(self, instances: dict[str, Node]) -> None:
         """It lists these models."""
@@ -1000,17 +979,16 @@ class Lease:
         """Set `expected_prefill` and `expected_total`."""
         self.expected_prefill, self.expected_total = prefill, total
 
-    def counted(self, slot_seconds: float, prefill_seconds: float) -> None:
-        """Its node counts it from now on; these are the node's sums."""
-        self.slot_seconds, self.prefill_seconds = slot_seconds, prefill_seconds
-
-    def wakes_server(self, seconds: float, first: bool) -> None:  # noqa: FBT001 - read by `take`
-        """Its server sleeps, and takes so long to wake up; `first`: it is the first to wake it."""
-        self.wake, self.wakes = seconds, first
-
-    def begin_trial(self) -> None:
-        """Its outcome closes or reopens the node's circuit."""
-        self.trial = True
+    def counted(
+        self,
+        occupancy: SlotOccupancy,
+        wake: float,
+        wakes: bool,  # noqa: FBT001 - each call costs
+        trial: bool,  # noqa: FBT001 - as above
+    ) -> None:
+        """Its node counts it from now on."""
+        self.slot_seconds, self.prefill_seconds = occupancy.slot_seconds, occupancy.prefill_seconds
+        self.wake, self.wakes, self.trial = wake, wakes, trial
 
     def prefill_ended(self, now: float) -> None:
         """The first content came: the prompt has been read."""

@@ -16,7 +16,7 @@ from __future__ import annotations
 import math
 from array import array
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import islice
 from typing import Annotated, NamedTuple
 
@@ -30,10 +30,6 @@ class PromptTree:
 
     def __init__(self) -> None:
         self._edges: dict[int, PrefixEdge] = {}
-
-    def __len__(self) -> int:
-        """The number of edges."""
-        return len(self._edges)
 
     def path(self, blocks: tuple[int, ...]) -> Iterator[tuple[PrefixEdge, int, bool]]:
         """The edges on the path of a prompt, from its beginning.
@@ -137,18 +133,8 @@ class CachedPrompt:
         """The prompt of a slot is in host memory as well; returns the copy there."""
         assert self.leaf is not None
         self.leaf.count(self.row, in_slot=False)
-        copied = CachedPrompt(
-            self.row,
-            self.leaf,
-            self.prompt_tokens,
-            self.answer_tokens,
-            self.ends_on_block,
-            in_slot=False,
-            other_copy=self,
-            caller=self.caller,
-        )
-        self.other_copy = copied
-        return copied
+        self.other_copy = replace(self, in_slot=False, other_copy=self)
+        return self.other_copy
 
     def move_to_host(self) -> None:
         """The prompt of a slot moves to host memory."""
@@ -179,24 +165,20 @@ class PrefixEdge:
 
     def count(self, row: int, *, in_slot: bool) -> None:
         """One more prompt, of a slot or of host memory, contains it and its ancestors."""
-        edge: PrefixEdge | None = self
-        while edge is not None:
+        for edge in self.path_to_root():
             rows = edge.slot_counts if in_slot else edge.host_counts
             rows[row] = rows.get(row, 0) + 1
-            edge = edge.parent
 
     def uncount(self, row: int, *, in_slot: bool) -> list[PrefixEdge]:
         """One such prompt less; returns the edges that no other of the row contains."""
         left: list[PrefixEdge] = []
-        edge: PrefixEdge | None = self
-        while edge is not None:
+        for edge in self.path_to_root():
             rows = edge.slot_counts if in_slot else edge.host_counts
             if rows[row] > 1:
                 rows[row] -= 1
             else:
                 del rows[row]
                 left.append(edge)
-            edge = edge.parent
         return left
 
     def add_end(self, held: CachedPrompt, *, reported: bool) -> None:
@@ -274,13 +256,6 @@ class CacheLookup(NamedTuple):
     """For each row that reads some of it now: tokens that it will cache when it has done so."""
 
 
-class CacheContents(NamedTuple):
-    """What one node is believed to cache, as prompts and tokens."""
-
-    prompts: int
-    tokens: int
-
-
 class KeptPrompt(msgspec.Struct, frozen=True, array_like=True):
     """A cached prompt as it outlives the process."""
 
@@ -354,28 +329,15 @@ class FleetPromptCache:
         self._latest: PromptMatch | None = None
         """Of the last lookup, unless something has changed since: its request is placed next."""
 
-    def resize(self, row: int, slots: int, host_tokens: float | None = None) -> None:
-        """A node has so many slots, and host memory for so many tokens of prompts.
-
-        `host_tokens` None: unknown, to be learnt; 0: it has no host memory.
-        """
+    def resize(self, row: int, slots: int) -> None:
+        """A node has so many slots."""
         node = self.nodes.get(row)
         if node is None:
-            capacity = DEFAULT_HOST_TOKENS if host_tokens is None else host_tokens
-            self.nodes[row] = NodePromptCache(self.tree, row, max(1, slots), capacity)
+            self.nodes[row] = NodePromptCache(self.tree, row, max(1, slots))
             return
         self._latest = None
-        node.resize(max(1, slots), host_tokens)
+        node.resize(max(1, slots))
         self._forget_excess(row, node)
-
-    def contents(self, row: int) -> CacheContents:
-        """What a node caches in idle slots and in host memory."""
-        node = self.nodes.get(row)
-        if node is None:
-            return CacheContents(0, 0)
-        tokens = sum(held.tokens for held in node.slot_prompts) + node.host_used
-        prompts = len(node.slot_prompts) + len(node.host_prompts)
-        return CacheContents(prompts, int(tokens))
 
     def forget_node(self, row: int) -> None:
         """The node has another server, or is gone: it caches nothing."""
@@ -518,7 +480,6 @@ class FleetPromptCache:
         return running
 
     def _forget_excess(self, row: int, node: NodePromptCache) -> None:
-        """Forget what a node can't hold."""
         while len(node.running) > 2 * node.slots + EXTRA_RUNNING_PROMPTS:
             self._stop(row, node, next(iter(node.running)))
         node.evict_excess()
@@ -548,7 +509,7 @@ class NodePromptCache:
     tree: PromptTree
     row: int
     slots: int
-    host_capacity: float  # tokens that host memory is believed to keep
+    host_capacity: float = DEFAULT_HOST_TOKENS  # tokens that host memory is believed to keep
     slot_prompts: dict[CachedPrompt, None] = field(default_factory=dict)
     """Prompts of idle slots, the least recently used first."""
     uncopied: dict[CachedPrompt, None] = field(default_factory=dict)
@@ -569,6 +530,11 @@ class NodePromptCache:
     hits: dict[int, PrefixHits] = field(default_factory=dict)
     """By the first block of prompts, the one that was used least recently first."""
 
+    def contents(self) -> tuple[int, int]:
+        """Prompts in idle slots and in host memory, and their tokens."""
+        tokens = sum(held.tokens for held in self.slot_prompts) + self.host_used
+        return len(self.slot_prompts) + len(self.host_prompts), int(tokens)
+
     def take_in(
         self, held: CachedPrompt, blocks: tuple[int, ...], *, reported: bool = True
     ) -> None:
@@ -578,11 +544,9 @@ class NodePromptCache:
         self.changes += 1
         self.evict_excess()
 
-    def resize(self, slots: int, host_tokens: float | None) -> None:
-        """The node has so many slots; `host_tokens`: its host memory, if known."""
+    def resize(self, slots: int) -> None:
+        """The node has so many slots."""
         self.slots = slots
-        if host_tokens is not None:
-            self.host_capacity = host_tokens
 
     def reusable_tokens(self, held: CachedPrompt) -> float:
         """Tokens of this prompt and its answer that the next turn finds."""

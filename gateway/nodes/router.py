@@ -246,10 +246,6 @@ class ModelLoad:
         if self.phase is not LoadPhase.RETIRING:
             self.enter(LoadPhase.RETIRING, reason, now, cause)
 
-    def unload_wanted(self, now: float) -> None:
-        """An operator wants it unloaded: it is not loaded again at once."""
-        self.by_others_at = now
-
     def keep(self, reason: str, now: float) -> None:
         """It is not unloaded after all."""
         if self.phase is LoadPhase.RETIRING:
@@ -286,9 +282,10 @@ class ModelLoad:
         """Its saved prompts are restored from now on, or no more."""
         self.restoring = restoring
 
-    def forget_waits(self) -> None:
-        """An operator wants it loaded now, whatever came of loads before."""
-        self.retry_at = self.by_others_at = -math.inf
+    def wanted(self, command: Literal["load", "unload"], now: float) -> None:
+        """An operator orders it: a load whatever came before, or an unload that lasts a while."""
+        self.by_others_at = now if command == "unload" else -math.inf
+        self.retry_at = -math.inf if command == "load" else self.retry_at
 
     def load_ended(self, seconds: float | None) -> None:
         """It is loaded; None: its begin was not seen."""

@@ -287,8 +287,6 @@ class _Wrong(Exception):  # noqa: N818 - it ends a step, and is no error of ours
 
 
 class _Moved(msgspec.Struct):
-    """The answer to a save or a restore."""
-
     n_saved: _Count = 0
     n_written: _Count = 0
     n_restored: _Count = 0
@@ -354,7 +352,6 @@ class _Calls:
         return reply.body
 
     async def slots(self) -> list[_Slot]:
-        """Its slots."""
         return _read(await self.send("/slots"), list[_Slot])
 
     async def act(self, action: str, slot: int | None, **body: str) -> bytes:

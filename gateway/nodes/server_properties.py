@@ -206,13 +206,12 @@ class ServerProperties:
         if self.process is None:
             self.shared_pool, self.purpose_asked = None, False
 
-    def slots_refused(self) -> None:
-        """It has no `/slots`, or does not allow it."""
-        self.slots_endpoint = False
-
-    def metrics_refused(self) -> None:
-        """It has no `/metrics`, or does not allow it."""
-        self.metrics_endpoint = False
+    def path_refused(self, path: str) -> None:
+        """It has no `/slots`, or no `/metrics`, or does not allow it."""
+        if path == "/slots":
+            self.slots_endpoint = False
+        else:
+            self.metrics_endpoint = False
 
 
 def server_identity(spec: NodeSpec) -> tuple[object, ...]:

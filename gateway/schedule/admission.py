@@ -25,7 +25,7 @@ from gateway.config.scheduling import DEFAULT_QUEUE_SHARE
 from gateway.config.settings import Settings
 from gateway.lease import GrantedLease, LeaseRequest, Tried
 from gateway.nodes.router import ModelLoad
-from gateway.schedule.candidates import NodeCandidates, NodesByModel
+from gateway.schedule.candidates import NodeCandidates, NodesByModel, nodes_of
 from gateway.schedule.core.requests import QueuedRequest
 from gateway.terms import Priority
 
@@ -63,13 +63,11 @@ class Waiter:
         """When it is to be checked: its wait expires, or another tier opens for it."""
         return min(self.expires_at, self.candidates.fallback_at)
 
-    def set_candidates(self, candidates: NodeCandidates) -> None:
-        """Replace its candidates; it keeps its place in the queue."""
-        self.candidates = candidates
-
-    def requeue_as(self, candidates: NodeCandidates, queued: QueuedRequest) -> None:
-        """Replace its candidates and its entry in the queue, which it has left."""
-        self.candidates, self.queued = candidates, queued
+    def set_candidates(
+        self, candidates: NodeCandidates, queued: QueuedRequest | None = None
+    ) -> None:
+        """Replace its candidates; and its entry in the queue, if it has left that."""
+        self.candidates, self.queued = candidates, queued or self.queued
 
     def set_shed_key(self, serial: int) -> None:
         """Set `shed_key`, the first time that it waits."""
@@ -238,7 +236,7 @@ def caller_and_user(request: LeaseRequest) -> tuple[str, str]:
 
 def hindered_loads(nodes_by_model: NodesByModel) -> list[tuple[str, ModelLoad]]:
     """The loads that have failed or can't have room, by node, if no other node may serve."""
-    nodes = [node for _, nodes in nodes_by_model for node in nodes]
+    nodes = [*nodes_of(nodes_by_model)]
     failed = [(node.name, node.load) for node in nodes if node.load and node.load.hindrance]
     return failed if len(failed) == len(nodes) else []
 
@@ -248,8 +246,7 @@ def standby_ready_in(nodes_by_model: NodesByModel, cooldown: float, now: float) 
     return min(
         (
             node.lifecycle.ready_in(now, cooldown)
-            for _, nodes in nodes_by_model
-            for node in nodes
+            for node in nodes_of(nodes_by_model)
             if node.spec.standby and node.startable
         ),
         default=None,
@@ -287,21 +284,17 @@ class Admission:
     """Decides by the settings in force; remembers which classes are refused for the wait."""
 
     settings: Settings
-    _limits: dict[Priority, ClassLimits] = field(default_factory=dict)
+    limits: dict[Priority, ClassLimits] = field(init=False)  # what each class may take
     _refused: set[tuple[Priority, str]] = field(default_factory=set)
     """By class and caller: a caller with few waiting requests waits less than one with many."""
+
+    def __post_init__(self) -> None:
+        self.configure(self.settings)
 
     def configure(self, settings: Settings) -> None:
         """Put changed settings in force."""
         self.settings = settings
-        self._limits.clear()
-
-    def limits(self, priority: Priority) -> ClassLimits:
-        """What one class may take of the queue."""
-        limits = self._limits.get(priority)
-        if limits is None:
-            limits = self._limits[priority] = class_limits(self.settings, priority)
-        return limits
+        self.limits = {priority: class_limits(settings, priority) for priority in Priority}
 
     def admit(
         self,
@@ -318,7 +311,7 @@ class Admission:
 
         Raises: GatewayError, as `refusal`, or when its client will have stopped waiting before.
         """
-        until = now + self.limits(request.caller.priority).max_wait
+        until = now + self.limits[request.caller.priority].max_wait
         if request.caller.yields or request.caller.patient:
             # Work that can wait, as long as its deadline allows.
             until, predicted = math.inf, None
@@ -351,7 +344,7 @@ class Admission:
         `predicted` is its expected wait, None where that is unknown; `retry_after` the time until
         one fewer waits. Both in seconds.
         """
-        limits, key = self.limits(priority), (priority, caller)
+        limits, key = self.limits[priority], (priority, caller)
         if waiting >= limits.most_waiting:
             return errors.queue_full(
                 f"{waiting} requests wait already. Try again later.", retry_after
@@ -384,35 +377,32 @@ class Admission:
         self._refused.add(key)
 
 
-@dataclass(frozen=True, slots=True)
-class QueueRoom:
-    """Whether one more request may wait."""
+def queue_room(
+    request: LeaseRequest, waiters: Waiters, admission: Admission
+) -> tuple[int, Waiter | None]:
+    """Waiting requests, as far as they count for this one, and the one that is shed for it.
 
-    counted_waiting: int  # waiting requests, as far as they count for this one
-    displaced: Waiter | None = None  # the one that is shed for it
-
-
-def queue_room(request: LeaseRequest, waiters: Waiters, admission: Admission) -> QueueRoom:
-    """The room for `request`, within its caller's fair share of the queue."""
+    It waits within its caller's fair share of the queue.
+    """
     caller, user = caller_and_user(request)
     waiting, most = len(waiters), admission.settings.queue.max
-    count = admission.limits(request.caller.priority).most_waiting
+    count = admission.limits[request.caller.priority].most_waiting
     fair_share = waiters.fair_share
     if fair_share.held_by(caller) >= soft_limit(most) or not fair_share.fits(caller, 1, count):
         # Its caller has its share; within that, another of the caller's users may have more.
         displaced = _newest(waiters, fair_share.larger_user(caller, 1, user))
         if displaced is None and not request.caller.patient:
             displaced = waiters.newest_patient(caller)
-        return QueueRoom(max(waiting, count) if displaced is None else count - 1, displaced)
+        return max(waiting, count) if displaced is None else count - 1, displaced
     if waiting < count:
-        return QueueRoom(waiting)
+        return waiting, None
     for other in fair_share.victims(caller, 1, count):
         displaced = _newest(waiters, *((other, name) for name in fair_share.users_by_size(other)))
         if displaced is not None:
             # A lower class is not shed while its own share of the queue leaves room.
-            needed = waiting >= admission.limits(displaced.request.caller.priority).most_waiting
-            return QueueRoom(count - 1, displaced if needed else None)
-    return QueueRoom(count - 1 if waiting < most else waiting)
+            needed = waiting >= admission.limits[displaced.request.caller.priority].most_waiting
+            return count - 1, displaced if needed else None
+    return count - 1 if waiting < most else waiting, None
 
 
 def _newest(waiters: Waiters, *users: tuple[str, str] | None) -> Waiter | None:

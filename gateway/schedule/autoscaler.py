@@ -11,7 +11,7 @@ import logging
 import math
 import os
 import signal
-from collections.abc import Callable, Coroutine, Iterable
+from collections.abc import Callable, Coroutine, Iterable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from urllib.parse import urlsplit
@@ -19,16 +19,14 @@ from urllib.parse import urlsplit
 import httpcore  # noqa: F401 - httpx would import it on the event loop: 30 ms
 import httpx
 
-from gateway import errors
 from gateway.config.inventory import NodeSpec
 from gateway.config.scheduling import Hook
 from gateway.events import EventBus, HookEnded
-from gateway.lease import LeaseRequest, Tried
 from gateway.nodes.fleet import Fleet
-from gateway.nodes.health import probe_slots
+from gateway.nodes.health import error_line, probe_slots
 from gateway.nodes.lifecycle import LifecyclePhase
 from gateway.nodes.node import Node
-from gateway.schedule.candidates import NodesByModel, is_alive
+from gateway.schedule.candidates import is_alive, nodes_of
 from gateway.schedule.core.autoscaling_policy import (
     AutoscalingPolicy,
     ScalingAction,
@@ -36,6 +34,7 @@ from gateway.schedule.core.autoscaling_policy import (
     WaitingDemand,
 )
 from gateway.schedule.scheduler import Scheduler
+from gateway.terms import Priority
 
 # Bytes that are kept of a command's output (the last ones) or of an HTTP answer (the first).
 MOST_OUTPUT = 4096
@@ -43,32 +42,19 @@ KILL_AFTER = 2.0  # seconds between SIGTERM and SIGKILL
 MASK = "****"
 
 
-@dataclass(frozen=True, slots=True)
-class HookResult:
-    """How a hook ended; `detail` is for an operator."""
-
-    outcome: str  # `ok`, `failed`, `timeout` or `error`
-    detail: str
-    seconds: float
-    output: str = ""
-
-    @property
-    def ok(self) -> bool:
-        """Whether it succeeded."""
-        return self.outcome == "ok"
-
-
 async def run_hook(
     hook: Hook,
+    name: str,
     spec: NodeSpec,
     timeout: float,
     clock: Callable[[], float],
     *,
     kill_after: float = KILL_AFTER,
-) -> HookResult:
+) -> HookEnded:
     """Run it to its end, or for `timeout` seconds. Cancelled, it leaves no process behind.
 
-    A command that does not end gets SIGTERM, and SIGKILL `kill_after` seconds later.
+    `name`: `start` or `stop`. A command that does not end gets SIGTERM, and SIGKILL `kill_after`
+    seconds later.
     """
     began = clock()
     output = bytearray()
@@ -81,11 +67,12 @@ async def run_hook(
     except TimeoutError:
         outcome, detail = "timeout", f"it had not ended after {timeout:g} s and was stopped"
     except (OSError, ValueError) as error:
-        outcome, detail = "error", f"it can't be run: {_why(error)}"
+        outcome, detail = "error", f"it can't be run: {error_line(error)}"
     secrets = [secret.get_secret_value() for secret in hook.secrets.values()]
     if spec.api_key is not None:
         secrets.append(spec.api_key.get_secret_value())
-    return HookResult(outcome, _shown(detail, secrets), clock() - began, _shown(output, secrets))
+    detail, told = _shown(detail, secrets), _shown(output, secrets)
+    return HookEnded(spec.name, name, outcome, clock() - began, detail, told)
 
 
 async def _run(
@@ -179,7 +166,7 @@ async def _call(hook: Hook, output: bytearray) -> tuple[str, str]:
                     break
             status = response.status_code
     except httpx.HTTPError as error:
-        return "error", f"{call}: {_why(error)}"
+        return "error", f"{call}: {error_line(error)}"
     if response.is_success:
         return "ok", f"{call} answered {status}"
     return "failed", f"{call} answered {status}"
@@ -195,10 +182,6 @@ def _shown(text: str | bytearray, secrets: Iterable[str]) -> str:
     return " ".join(
         "".join(character if character.isprintable() else " " for character in text).split()
     )
-
-
-def _why(error: Exception) -> str:
-    return str(error).strip()[:200] or type(error).__name__
 
 
 log = logging.getLogger(__name__)
@@ -340,33 +323,20 @@ class Autoscaler:
 
     def _demands(self) -> list[WaitingDemand]:
         """Waiting requests, by the standby nodes that could serve them."""
-        found: dict[object, tuple[NodesByModel, frozenset[str]]] = {}
+        found: dict[tuple[int, Priority], tuple[frozenset[str], int]] = {}
         demands: dict[frozenset[str], WaitingDemand] = {}
         now = self.scheduler.clock()
         for waiter, expected in self.scheduler.predicted_waits():
-            request, tried = waiter.request, waiter.tried
-            key = (
-                *request.wanted.model_names,
-                request.wanted.endpoint,
-                request.wanted.needs_vision,
-                request.wanted.llama_cpp_only,
-                request.wanted.node_labels,
-                request.size.slots,
-                request.caller.priority,
-                request.wanted.resume_key,
-                *(tried.failed_nodes or tried.excluded_nodes),
-            )
+            by_model, priority = waiter.candidates.by_model, waiter.request.caller.priority
+            key = id(by_model), priority
             if key not in found:
-                found[key] = self._nodes_for(request, tried)
-            by_model, names = found[key]
+                alive = sum(node.slots_total for node in nodes_of(by_model) if is_alive(node))
+                found[key] = self._may_start([*nodes_of(by_model)], priority.label), alive
+            names, alive = found[key]
             if not names:
                 continue
-            alive = sum(
-                node.slots_total for _, nodes in by_model for node in nodes if is_alive(node)
-            )
-            counts = request.caller.priority.label in self.scheduler.settings.elastic.classes
             wait = 0.0
-            if counts:
+            if priority.label in self.scheduler.settings.elastic.classes:
                 waited = now - waiter.queued_at
                 wait = max(waited, expected) if math.isfinite(expected) else waited
             known = demands.get(names)
@@ -374,21 +344,14 @@ class Autoscaler:
                 demands[names] = WaitingDemand(names, wait, alive)
         return list(demands.values())
 
-    def _nodes_for(
-        self, request: LeaseRequest, tried: Tried
-    ) -> tuple[NodesByModel, frozenset[str]]:
-        """The nodes that could serve it, and the names of the standby nodes that it may use."""
-        try:
-            by_model = self.scheduler.candidate_finder.nodes_by_model(request, tried)
-        except errors.GatewayError:
-            return (), frozenset()
-        nodes = [node for _, found in by_model for node in found]
-        hybrid, label = self.scheduler.settings.hybrid, request.caller.priority.label
+    def _may_start(self, nodes: Sequence[Node], label: str) -> frozenset[str]:
+        """The names of the standby nodes among these that requests of a class may use."""
+        hybrid = self.scheduler.settings.hybrid
         gpu = label in hybrid.gpu_first or (
             hybrid.spill is not None and label in hybrid.spill.classes
         )
         gpu = gpu or all(node.spec.tier == "gpu" for node in nodes)
-        return by_model, frozenset(
+        return frozenset(
             node.name for node in nodes if node.spec.autoscaled and (gpu or node.spec.tier != "gpu")
         )
 
@@ -438,7 +401,6 @@ class Autoscaler:
         failed = await self._run(node, "stop", node.spec.stop)
         now = self.clock()
         if failed is None:
-            lifecycle.stop(now)
             reason = f"{OFF_REASON}: {why.removesuffix(': being stopped')}"
             if lifecycle.retry_at > now:
                 reason += f"; not started again for {lifecycle.retry_at - now:.0f} s"
@@ -456,8 +418,6 @@ class Autoscaler:
     async def _run(self, node: Node, name: str, hook: Hook) -> str | None:
         """Run a hook and publish its result; why it failed, or None."""
         limit = self.scheduler.settings.elastic.hook_timeout
-        result = await run_hook(hook, node.spec, limit, self.clock)
-        self.bus.publish(
-            HookEnded(node.name, name, result.outcome, result.seconds, result.detail, result.output)
-        )
-        return None if result.ok else result.detail
+        ended = await run_hook(hook, name, node.spec, limit, self.clock)
+        self.bus.publish(ended)
+        return None if ended.outcome == "ok" else ended.detail

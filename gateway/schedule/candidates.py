@@ -1,8 +1,8 @@
 """Where a request may go: the fleet as rows, and the candidates of each request among them.
 
-`FleetSync` keeps a row for each node, and candidate sets for what nodes serve. `CandidateFinder`
-finds the nodes that could serve a request, however busy they are, or the error that says why none
-can. `TierRouter` narrows candidates to the tiers that are open, where a fleet has GPU nodes.
+`FleetSync` keeps a row for each node, and candidate sets for what nodes serve. It finds the nodes
+that could serve a request, however busy they are, or the error that says why none can. `TierRouter`
+narrows candidates to the tiers that are open, where a fleet has GPU nodes.
 """
 
 from __future__ import annotations
@@ -10,8 +10,9 @@ from __future__ import annotations
 import heapq
 import math
 from collections import Counter
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from itertools import chain
 from typing import NamedTuple
 from weakref import WeakKeyDictionary
 
@@ -22,9 +23,10 @@ from gateway.config.keys import NodeLabels, has_labels
 from gateway.config.settings import Settings
 from gateway.lease import LeaseRequest, Tried, WantedNode
 from gateway.nodes.fleet import Fleet
-from gateway.nodes.model_index import DEDICATED_ENDPOINTS, ModelIndex
+from gateway.nodes.model_index import DEDICATED_ENDPOINTS
 from gateway.nodes.node import Node
-from gateway.nodes.prompt_cache import CacheContents, FleetPromptCache, PrefixHits
+from gateway.nodes.prices import most_cost
+from gateway.nodes.prompt_cache import FleetPromptCache, NodePromptCache
 from gateway.nodes.router import LoadPhase
 from gateway.nodes.speed import Speed
 from gateway.schedule.core.dispatcher import Dispatcher
@@ -39,14 +41,7 @@ from gateway.schedule.core.requests import (
     TierSets,
 )
 from gateway.schedule.core.selection import available_rows
-from gateway.schedule.core.tiers import (
-    SpillReservation,
-    Tier,
-    TierPolicy,
-    TierRoute,
-    TierStatus,
-    most_cost,
-)
+from gateway.schedule.core.tiers import SpillReservation, Tier, TierPolicy, TierRoute, TierStatus
 from gateway.terms import Endpoint
 
 # Seconds by which a node looks slower for each failure in a row: one that fails fast is always
@@ -56,6 +51,10 @@ FAILURE_PENALTY = 5.0
 # trial: else it would get none while others are idle, and be missing when they are not. A request
 # that would end there later by more than this goes elsewhere.
 TRIAL_BONUS = 5.0
+# Seconds by which the other nodes of a host look slower to a request that failed on one: so many
+# that it goes to another host that has room, however slow. So does a node that needs a request on
+# trial: this request has been tried enough.
+SAME_HOST_PENALTY = 1e5
 MOST_SERVICES = 10_000
 # Rows whose states are counted whenever any has changed; of more, only so often.
 MOST_COUNTED_AT_ONCE, RECOUNT_SECONDS = 64, 0.5
@@ -94,10 +93,19 @@ def show_speed(
         state.set_learnt(row, samples, hope, measured=measured)
 
 
+def nodes_of(by_model: NodesByModel) -> Iterator[Node]:
+    """All these nodes."""
+    return chain.from_iterable(nodes for _, nodes in by_model)
+
+
 def is_alive(node: Node) -> bool:
     """Whether it is worth the ordinary wait; one on trial is, since its ejection may end so."""
-    if node.stays_unloaded:
-        return False
+    router, load = node.router, node.load
+    if router is not None and load is not None and router.properties.is_router:
+        # One that is unloaded stays so if its router gets no commands, by its entry or for a while.
+        commanded = router.takes_commands and not router.router_record.stopped(node.clock())
+        if not (load.loaded or commanded):
+            return False
     return node.is_alive or node.circuit.trial is not None
 
 
@@ -180,7 +188,7 @@ class _OutOfService(NamedTuple):
 
 @dataclass(slots=True, eq=False)
 class FleetSync:
-    """Keeps a placement state in step with a fleet, which calls `node_changed`.
+    """Keeps a placement state in step with a fleet, which calls `node_changed`; finds candidates.
 
     Leases without a placement count as others' work (`foreign`).
     """
@@ -210,16 +218,10 @@ class FleetSync:
     """The slots, the models (None: not probed yet) and the server for which a row's prompt cache is
     indexed."""
 
-    def cache_contents(self, node: Node) -> CacheContents:
-        """What a node is believed to cache."""
+    def cache_of(self, node: Node) -> NodePromptCache | None:
+        """What a node is believed to cache; None: nothing, as it was not probed yet, say."""
         row = self._rows.get(node)
-        return CacheContents(0, 0) if row is None else self.prompt_cache.contents(row.index)
-
-    def cache_hits(self, node: Node) -> Mapping[int, PrefixHits]:
-        """What it had cached of prompts, by their first blocks."""
-        row = self._rows.get(node)
-        cache = None if row is None else self.prompt_cache.nodes.get(row.index)
-        return {} if cache is None else cache.hits
+        return None if row is None else self.prompt_cache.nodes.get(row.index)
 
     def row(self, node: Node) -> NodeSlots | None:
         """A node's row; None: it has none."""
@@ -302,7 +304,6 @@ class FleetSync:
             service.invalidate()
 
     def _refresh(self, node: Node, row: NodeSlots, now: float) -> None:
-        """Bring one row up to date."""
         if node.load is not None:
             if node.load.phase is LoadPhase.UNLOADED:
                 self._loaded.pop(node, None)
@@ -465,19 +466,7 @@ class FleetSync:
         version = self.placement_state.slots_version
         return sum(candidates.slots(version) for candidates in queued.groups[0])
 
-
-# Seconds by which the other nodes of a host look slower to a request that failed on one: so many
-# that it goes to another host that has room, however slow. So does a node that needs a request on
-# trial: this request has been tried enough.
-SAME_HOST_PENALTY = 1e5
-
-
-@dataclass(slots=True, eq=False)
-class CandidateFinder:
-    """Finds a request's candidates in the model index."""
-
-    model_index: ModelIndex
-    fleet_sync: FleetSync
+    # Where a request may go.
 
     def find(self, request: LeaseRequest, tried: Tried) -> NodeCandidates:
         """Where the request may go.
@@ -493,17 +482,10 @@ class CandidateFinder:
             and wanted.resume_key is None
         ):
             # Nearly always: one name, and every node that serves it can take the request.
-            # As `_key`, without a call.
-            key = (
-                names[0],
-                wanted.endpoint,
-                wanted.needs_vision,
-                wanted.llama_cpp_only,
-                wanted.node_labels,
-            )
-            service = self.fleet_sync.services.get(key)
-            if service is None or service.version != self.model_index.version:
-                service = self.fleet_sync.service(key)
+            key = _key(names[0], wanted)
+            service = self.services.get(key)
+            if service is None or service.version != self.fleet.model_index.version:
+                service = self.service(key)
             if (
                 service.nodes
                 and request.size.slots <= service.least_slots
@@ -514,9 +496,11 @@ class CandidateFinder:
         groups = tuple(
             tiers
             for name, _ in by_model
-            for tiers in self.fleet_sync.service(_key(name, request.wanted)).groups
+            for tiers in self.service(_key(name, request.wanted)).groups
         )
-        excluded = self._excluded(by_model, groups)
+        able = {row.index for row in self.rows(nodes_of(by_model))}
+        every = {row.index for tiers in groups for candidates in tiers for row in candidates.rows}
+        excluded = frozenset(every - able)
         return NodeCandidates(by_model, groups, excluded, *self._failed(by_model, tried))
 
     def nodes_by_model(self, request: LeaseRequest, tried: Tried) -> NodesByModel:
@@ -527,10 +511,10 @@ class CandidateFinder:
         resume_key = wanted.resume_key
         context = max(request.size.prompt_tokens, tried.min_context)
         for name in wanted.model_names:
-            service = self.fleet_sync.service(_key(name, wanted))
+            service = self.service(_key(name, wanted))
             nodes: Sequence[Node] = service.nodes
             is_served = (
-                is_served or bool(nodes) or self.model_index.serves(name, wanted.node_labels)
+                is_served or bool(nodes) or self.fleet.model_index.serves(name, wanted.node_labels)
             )
             if tried.excluded_nodes:
                 nodes = [node for node in nodes if node.name not in tried.excluded_nodes]
@@ -553,7 +537,7 @@ class CandidateFinder:
         """The 501 of a request whose endpoint no node of its models supports; else None."""
         wanted = request.wanted
         names, labels = wanted.model_names, wanted.node_labels
-        nodes = [node for name in names for node in self.model_index.nodes_for(name, labels)]
+        nodes = [node for name in names for node in self.fleet.model_index.nodes_for(name, labels)]
         hints = [tried.unsupported_hint]
         for node in nodes:
             if node.name not in tried.unsupported_nodes and (
@@ -567,12 +551,6 @@ class CandidateFinder:
         hint = next((hint for hint in hints if hint is not None), None)
         return errors.not_supported(wanted.endpoint, wanted.feature, wanted.model, hint)
 
-    def _excluded(self, by_model: NodesByModel, groups: ModelGroups) -> Collection[int]:
-        """Rows of the candidate sets whose nodes can't hold this request."""
-        able = {row.index for _, nodes in by_model for row in self.fleet_sync.rows(nodes)}
-        every = {row.index for tiers in groups for candidates in tiers for row in candidates.rows}
-        return frozenset(every - able)
-
     def _failed(
         self, by_model: NodesByModel, tried: Tried
     ) -> tuple[Collection[int], Mapping[int, float]]:
@@ -580,11 +558,11 @@ class CandidateFinder:
         failed = tried.failed_nodes
         if not failed:
             return (), NO_ROWS
-        nodes = {node for _, nodes in by_model for node in nodes}
+        nodes = set(nodes_of(by_model))
         hosts = {node.spec.host for node in nodes if node.name in failed}
         rows, penalties = set(), {}
         for node in nodes:
-            for row in self.fleet_sync.rows((node,)):
+            for row in self.rows((node,)):
                 if node.name in failed:
                     rows.add(row.index)
                 elif node.spec.host in hosts or row.penalty < row.wake:
@@ -605,8 +583,9 @@ class CandidateFinder:
         if is_served:
             if (unsupported := self.unsupported_error(request, tried)) is not None:
                 return unsupported
-            if wanted.endpoint not in DEDICATED_ENDPOINTS and self.model_index.awaits_chat_node(
-                wanted.model_names
+            if (
+                wanted.endpoint not in DEDICATED_ENDPOINTS
+                and self.fleet.model_index.awaits_chat_node(wanted.model_names)
             ):
                 return self._not_found(request)
             if wanted.needs_vision and not tried.excluded_nodes:
@@ -623,19 +602,13 @@ class CandidateFinder:
 
     def _not_found(self, request: LeaseRequest) -> errors.GatewayError:
         wanted = request.wanted
-        return self.model_index.not_found_error(
+        return self.fleet.model_index.not_found_error(
             wanted.model, wanted.node_labels, wanted.model_names
         )
 
 
 def _key(name: str, wanted: WantedNode) -> ServiceKey:
-    return (
-        name,
-        wanted.endpoint,
-        wanted.needs_vision,
-        wanted.llama_cpp_only,
-        wanted.node_labels,
-    )
+    return (name, wanted.endpoint, wanted.needs_vision, wanted.llama_cpp_only, wanted.node_labels)
 
 
 def with_context(nodes: Sequence[Node], tokens: int) -> Sequence[Node]:
@@ -744,11 +717,7 @@ class TierRouter:
         return found
 
     def _status(
-        self,
-        tier: CandidateSet,
-        queued: QueuedRequest,
-        now: float,
-        waiting: QueuedRequest | None,
+        self, tier: CandidateSet, queued: QueuedRequest, now: float, waiting: QueuedRequest | None
     ) -> TierStatus | None:
         """One tier as this request sees it; None: no node of it could ever serve the request."""
         rows = [row for row in tier.rows if row.index not in queued.excluded]

@@ -16,8 +16,9 @@ from __future__ import annotations
 import math
 from bisect import bisect_left
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import chain
 from typing import Any
 
 import msgspec
@@ -109,18 +110,16 @@ class Grant(msgspec.Struct, eq=False, gc=False):
         """The node; None: an earlier version has not kept it."""
         return self.node if self.comparison is None else self.comparison.chosen.name
 
-    def expect(self, placement: QueuedRequest) -> None:
+    def expect(self, placement: QueuedRequest, request: LeaseRequest, tried: Tried) -> None:
         """Take in what is expected of the placement now; the row moves its ends later."""
         at = self.at
         self.slots, self.prompt_tokens = placement.slots, placement.prompt_tokens
         self.completion_tokens = placement.completion_tokens
         self.expected_ttft, self.expected_seconds = placement.prefill_ends - at, placement.ends - at
         self.comparison, self.deferral = placement.comparison, placement.deferral
-
-    def follows(self, tried: Tried, *, resumes: bool, times_yielded: int) -> None:
-        """Earlier attempts of the request came before it."""
         self.tried = None if tried is NOTHING_TRIED else tried
-        self.resumes, self.times_yielded = resumes, times_yielded
+        self.resumes = request.wanted.resume_key is not None
+        self.times_yielded = request.caller.times_yielded
 
     def chosen_among(self, fallback: str | None, out: Mapping[str, int] | None) -> None:
         """Set `fallback` and `out`: others could not be chosen."""
@@ -185,10 +184,7 @@ class DecisionLog:
             placement.id, placement.placed_at, placement.received_at, lease_id, model, tier,
             request.caller.id, node,
         )  # fmt: skip
-        grant.expect(placement)
-        resumes, times_yielded = request.wanted.resume_key is not None, request.caller.times_yielded
-        if tried is not NOTHING_TRIED or resumes or times_yielded:
-            grant.follows(tried, resumes=resumes, times_yielded=times_yielded)
+        grant.expect(placement, request, tried)
         self.grants.append(grant)
         if self.followed:
             self._collect(grant)
@@ -269,7 +265,7 @@ class DecisionLog:
     def find(self, request_ids: Iterable[str]) -> dict[str, RememberedRequest]:
         """What is remembered about each of these requests. One look at the whole log."""
         found = {request_id: RememberedRequest() for request_id in request_ids}
-        for one in self._all():
+        for one in chain[Decision](self.queueings, self.refusals, self.grants):
             known = found.get(one.request_id)
             if known is not None:
                 known.decisions.append(one)
@@ -285,11 +281,6 @@ class DecisionLog:
         """Since when every grant is remembered."""
         grants = self.grants
         return grants[0].at if len(grants) == grants.maxlen else self.started_at
-
-    def _all(self) -> Iterator[Decision]:
-        yield from self.queueings
-        yield from self.refusals
-        yield from self.grants
 
 
 def _identity(one: Decision) -> object:

@@ -20,17 +20,18 @@ from gateway.lease import (
     Fault,
     GrantedLease,
     LeaseRequest,
-    NodeError,
     Tried,
     Usage,
     UsageReport,
 )
 from gateway.nodes.fleet import Fleet
 from gateway.nodes.health import another_prefills
+from gateway.nodes.lifecycle import ProbeAnswer
 from gateway.nodes.node import Lease, Node
+from gateway.nodes.prices import cost_of
 from gateway.nodes.server_properties import ServerProperties
 from gateway.nodes.speed import sample_from_clock, sample_from_timings
-from gateway.schedule.core.tiers import cost_of
+from gateway.schedule.candidates import nodes_of
 from gateway.schedule.scheduler import LeaseRecord, Scheduler
 
 # Outcomes that tell nothing about the node: the client left, or the gateway ended the request.
@@ -104,16 +105,14 @@ class LocalLeaseService:
             node.name not in tried.failed_nodes
             and node.is_alive
             and not (but_paused and node.paused(now))
-            for _, nodes in self.scheduler.candidate_finder.nodes_by_model(request, tried)
-            for node in nodes
+            for node in nodes_of(self.scheduler.fleet_sync.nodes_by_model(request, tried))
         )
 
     async def has_larger_context(self, request: LeaseRequest, tried: Tried) -> bool:
         """As `LeaseService.has_larger_context`. Raises: GatewayError."""
         return any(
             node.context is not None and node.context >= tried.min_context
-            for _, nodes in self.scheduler.candidate_finder.nodes_by_model(request, tried)
-            for node in nodes
+            for node in nodes_of(self.scheduler.fleet_sync.nodes_by_model(request, tried))
         )
 
     async def has_cpu_node(self, request: LeaseRequest, tried: Tried) -> bool:
@@ -128,7 +127,7 @@ class LocalLeaseService:
 
     async def unsupported_error(self, request: LeaseRequest, tried: Tried) -> GatewayError | None:
         """The error of a request that no node supports (501); None: some node may."""
-        return self.scheduler.candidate_finder.unsupported_error(request, tried)
+        return self.scheduler.fleet_sync.unsupported_error(request, tried)
 
     def resume_key_of(self, props: object) -> tuple[object, ...]:
         """The `resume_key` of a server that answers `/props` like this."""
@@ -215,7 +214,9 @@ class LocalLeaseService:
         if report.fault is not Fault.NOBODY:
             self._blame(lease, report, now)
         if report.unreachable is not None:
-            self.fleet.connect_failed(lease.node, report.unreachable)
+            self.fleet.request_answered(
+                lease.node, ProbeAnswer.CONNECTION_REFUSED, report.unreachable
+            )
         return charge
 
     def settle(self, report: UsageReport, request: LeaseRequest) -> AttemptCharge:
@@ -284,15 +285,21 @@ class LocalLeaseService:
             self.fleet.model_not_loaded(lease.node)
         elif outcome == "server_error":
             self._remember_failure(lease, response_began=False, counted=False)
-        elif report.error is not None:
-            self._node_refused(lease, report.status, report.error)
+        elif (error := report.error) is not None:
+            # The node can never serve the request, and perhaps none like it.
+            if error.lacks_endpoint:
+                endpoint = lease.request.wanted.endpoint
+                self.fleet.endpoint_refused(lease.node, endpoint, error.hint)
+            elif error.key_rejected_at is not None:
+                self.fleet.key_rejected(lease.node, error.key_rejected_at, report.status)
         return charge
 
     def _node_busy(self, lease: LeaseRecord, report: AttemptReport, now: float) -> None:
         """The node could not serve the request at this time."""
         status, error = report.status, report.error
         if error is not None and error.is_loading:
-            self.fleet.model_loading(lease.node)
+            words = "the server is loading its model"
+            self.fleet.request_answered(lease.node, ProbeAnswer.LOADING, words)
         elif status in {402, 429} or (status == 503 and lease.node.concurrency_limit is not None):
             # No failure: the endpoint shows its limit like this.
             wait = None if error is None else error.retry_after
@@ -300,20 +307,11 @@ class LocalLeaseService:
         elif status in {502, 503, 504}:
             self._count_unattributed(lease, now, response_began=False)
 
-    def _node_refused(self, lease: LeaseRecord, status: int, error: NodeError) -> None:
-        """The node can never serve the request, and perhaps none like it."""
-        node = lease.node
-        if error.lacks_endpoint:
-            self.fleet.endpoint_refused(node, lease.request.wanted.endpoint, error.hint)
-        elif error.key_rejected_at is not None:
-            self.fleet.key_rejected(node, error.key_rejected_at, status)
-
     def _load_failed(self, node: Node, status: int) -> None:
         """An endpoint could not load a model, which all requests are told that wait for it."""
         if node.load is not None and node.load.loaded and node.sleep.sleeping:
             why = f"its server answered {status} instead of loading it: its log says why"
             self.fleet.load_refused(node, why)
-            self.fleet.load_changed(node)
             self.fleet.read_models(node)
 
     def _woke(self, lease: LeaseRecord, now: float, written: int = 0) -> None:
@@ -344,7 +342,7 @@ class LocalLeaseService:
     def _blame(self, lease: LeaseRecord, report: AttemptReport, now: float) -> None:
         """The node, or the node or the request, is to blame for the attempt's end."""
         if report.outcome == "reset":
-            self.fleet.connection_reset(lease.node)
+            lease.node.properties.process_ended()
         if report.fault is Fault.NODE:
             self.fleet.request_failed(lease.node, now, lease.taken_at)
         else:

@@ -36,6 +36,7 @@ from gateway.nodes.router import LoadPhase, ModelLoad
 from gateway.nodes.saved_prompts import SavedPrompts
 from gateway.nodes.speed import Speed
 from gateway.schedule.admission import Waiter
+from gateway.schedule.candidates import nodes_of
 from gateway.schedule.core.model_placement import (
     HELD_PHASES,
     ORDERED,
@@ -221,7 +222,6 @@ class ModelPlacer:
                 until = time.perf_counter() + STEP_SECONDS
 
     def _show_router(self, router: Node) -> None:
-        """Tell the policy of a router and its models."""
         known, index = self._routers.get(router.name), self.policy.fleet
         is_there = self.fleet.nodes.get(router.name) is router and router.is_router
         is_placed = is_there and self._is_placed(router)
@@ -250,7 +250,6 @@ class ModelPlacer:
             self._show_model(node, router)
 
     def _show_model(self, node: Node, router: Node) -> None:
-        """Tell the policy of one model of a router."""
         known, model = self._routers.get(router.name), model_key(node)
         if known is None or known.node is not router:
             return
@@ -400,7 +399,6 @@ class ModelPlacer:
         return node.sleep.wake_seconds(node.properties.size)
 
     def _demands(self, now: float) -> list[ModelDemand]:
-        """What waits, by model."""
         found: dict[str, list[tuple[Waiter, Node]]] = {}
         routers: dict[str, set[str]] = {}
         # Nearly all that wait for one model have the same candidates.
@@ -468,7 +466,7 @@ class ModelPlacer:
         if load.phase is LoadPhase.UNLOADING:
             raise order_refused(f"{node.name} is being unloaded. Repeat the order in a moment.")
         if verb == "load":
-            load.forget_waits()
+            load.wanted("load", now)
             self._show_router(router)
             actions = self.policy.order_load(*key, self._usage, now)
         elif pinner is not None:
@@ -477,7 +475,7 @@ class ModelPlacer:
             raise order_refused(f"{node.name} is being loaded. Unload it when it is ready.")
         elif load.phase is LoadPhase.READY:
             self._show_router(router)
-            load.unload_wanted(now)
+            load.wanted("unload", now)
             actions = [LoadAction("retire" if node.leases else "unload", *key, ORDERED, "operator")]
         if actions is None:
             raise order_refused(self._no_room(node))
@@ -486,7 +484,6 @@ class ModelPlacer:
         self._wake.set()
 
     def _check_commanded(self, router: Node) -> None:
-        """Raises: GatewayError."""
         name, why = router.name, ""
         if router.draining:
             why = f"is drained. llama-gateway nodes resume {name} ends that."
@@ -589,7 +586,8 @@ class ModelPlacer:
         why, of_model = await self._command(node, "load") or ("", False)
         if of_model:
             self.fleet.load_refused(node, why)
-        elif why:
+            return
+        if why:
             load.load_refused(why, self.clock())
         self.fleet.load_changed(node)
 
@@ -715,7 +713,7 @@ def _service_seconds(queued: QueuedRequest, speed: Speed) -> float:
 def _may_load(waiter: Waiter) -> list[Node]:
     """The models of routers that may serve a request: one model on several nodes."""
     failed = waiter.tried.failed_nodes
-    nodes = [node for _, nodes in waiter.candidates.by_model for node in nodes if node.load]
+    nodes = [node for node in nodes_of(waiter.candidates.by_model) if node.load]
     # Another node is better, and if there is none, the same one.
     nodes = [node for node in nodes if node.name not in failed] or nodes
     return [one for one in nodes if model_key(one) == model_key(nodes[0])]

@@ -13,7 +13,6 @@ import math
 import random
 from collections import Counter
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
 from itertools import islice
 
 import structlog
@@ -33,6 +32,7 @@ from gateway.lease import (
 from gateway.nodes.fleet import Fleet
 from gateway.nodes.health import PREFILL_GRACE_FACTOR
 from gateway.nodes.node import Lease, LeasePhase, Node
+from gateway.nodes.prices import dearest_token
 from gateway.nodes.prompt_cache import FleetPromptCache
 from gateway.schedule.admission import (
     Admission,
@@ -42,25 +42,18 @@ from gateway.schedule.admission import (
     combine_waits,
     queue_room,
 )
-from gateway.schedule.candidates import CandidateFinder, FleetSync, NodeCandidates, TierRouter
-from gateway.schedule.core.batch_slots import (
-    ASK_AGAIN_SECONDS,
-    IN_VAIN_SECONDS,
-    MOST_CHOICES,
-    MOST_COMPARED,
-    MOST_KINDS,
-    YieldCandidate,
-    choose_yields,
-    missing_slots,
-    room_for_batch,
-    rows_for_batch,
-    slots_waited_for,
+from gateway.schedule.candidates import (
+    FleetSync,
+    NodeCandidates,
+    TierRouter,
+    nodes_of,
 )
+from gateway.schedule.core import batch_slots
 from gateway.schedule.core.demand_model import DemandModel, has_long_prompt
 from gateway.schedule.core.dispatcher import Dispatcher, dispatch_rules
 from gateway.schedule.core.placement_state import PlacementState
 from gateway.schedule.core.requests import QueuedRequest, TierSets
-from gateway.schedule.core.tiers import SpillReservation, TierPolicy, dearest_token
+from gateway.schedule.core.tiers import SpillReservation, TierPolicy
 from gateway.schedule.decision_log import DecisionLog, Grant, PredictionAccuracy
 from gateway.terms import Endpoint, Priority
 
@@ -93,6 +86,8 @@ class LeaseRecord(Lease):
         placement: QueuedRequest,
         placement_state: PlacementState,
         grant: Grant,
+        reservation: SpillReservation | None = None,
+        adopted: bool = False,  # noqa: FBT001, FBT002 - as above
     ) -> None:
         """`grant`: what is kept of the lease to explain it."""
         Lease.__init__(self, node, placement.slots, placement.placed_at, stream)
@@ -101,17 +96,10 @@ class LeaseRecord(Lease):
         """None: its row is no longer its node's, which counts the slots by itself."""
         self.placement_state = placement_state
         self.grant = grant
-        self.reservation: SpillReservation | None = None
-        """The share of the budget for the GPU tier that it holds."""
-        self.adopted = False  # whether another scheduler has granted it
-
-    def note_adopted(self) -> None:
-        """Another scheduler has granted it: its beginning was not seen here."""
-        self.adopted = True
-
-    def reserve(self, reservation: SpillReservation) -> None:
-        """It holds this share of the budget."""
         self.reservation = reservation
+        """The share of the budget for the GPU tier that it holds."""
+        self.adopted = adopted
+        """Whether another scheduler has granted it, so that its beginning was not seen here."""
 
     def prefill_ended(self, now: float) -> None:
         """Replace the predicted prefill by the real one."""
@@ -131,54 +119,7 @@ class LeaseRecord(Lease):
         return False
 
 
-@dataclass(slots=True, eq=False)
-class YieldRequests:
-    """Asks running requests to yield, each lease at most once."""
-
-    records: dict[int, LeaseRecord]
-    yield_slot: Callable[[str], bool]
-    """Asks the request with this id to give up its slot and wait again; whether it does."""
-    _in_vain: dict[tuple[tuple[TierSets, ...], Priority, int], float] = field(default_factory=dict)
-    """When nobody was found for a request of such candidates, class and slots."""
-
-    def make_room(self, queued: QueuedRequest, now: float) -> bool:
-        """Have running requests yield to one that waits; whether it is to get its slots so.
-
-        For requests of one kind it is tried in vain once in `IN_VAIN_SECONDS`, however many wait.
-        """
-        kind = queued.groups, queued.priority, queued.slots
-        if not self.records or now - self._in_vain.get(kind, -math.inf) < IN_VAIN_SECONDS:
-            return False
-        if queued.slots and self._make_room(queued, now):
-            return True
-        if len(self._in_vain) >= MOST_KINDS:
-            self._in_vain.clear()
-        self._in_vain[kind] = now
-        return False
-
-    def _make_room(self, queued: QueuedRequest, now: float) -> bool:
-        for missing in missing_slots(queued):
-            for _ in range(MOST_CHOICES):
-                running = [
-                    yield_candidate(lease_id, record, now)
-                    for lease_id, record in islice(self.records.items(), MOST_COMPARED)
-                    if record.placement is not None
-                ]
-                chosen = choose_yields(queued.priority, missing, running)
-                if not chosen:
-                    break
-                for lease_id in chosen:
-                    record = self.records.pop(lease_id)
-                    assert record.placement is not None
-                    # Those that can't be resumed refuse; then others are chosen.
-                    if self.yield_slot(record.request.id):
-                        missing[record.placement.row.index] -= record.slots
-                if min(missing.values()) <= 0:
-                    return True
-        return False
-
-
-def yield_candidate(lease_id: int, record: LeaseRecord, now: float) -> YieldCandidate:
+def yield_candidate(lease_id: int, record: LeaseRecord, now: float) -> batch_slots.YieldCandidate:
     """A running request in numbers; its record has a placement."""
     placement, request, decode_began = record.placement, record.request, None
     assert placement is not None
@@ -186,7 +127,7 @@ def yield_candidate(lease_id: int, record: LeaseRecord, now: float) -> YieldCand
     if record.phase is LeasePhase.DECODE:
         decode_began = placement.prefill_ends
         decoded = (now - decode_began) / row.per_output_token if row.per_output_token else 0.0
-    return YieldCandidate(
+    return batch_slots.YieldCandidate(
         lease_id,
         row.index,
         record.slots,
@@ -198,67 +139,58 @@ def yield_candidate(lease_id: int, record: LeaseRecord, now: float) -> YieldCand
     )
 
 
-@dataclass(slots=True, eq=False)
 class Scheduler:
     """Gives out leases on the slots of a fleet."""
 
-    fleet: Fleet
-    settings: Settings
-    clock: Callable[[], float]
-    rng: random.Random
-    completion_rate: CompletionRate = field(default_factory=CompletionRate)
-    prompt_cache: FleetPromptCache = field(default_factory=FleetPromptCache)
-    waiters: Waiters = field(default_factory=Waiters)
-    closing: bool = False
-    learn_pending: Callable[[], None] = field(default=lambda: None)
-    """Learns at once from all answers that have ended."""
-    yield_slot: Callable[[str], bool] = field(default=lambda _: False)
-    """Asks the request with this id to give up its slot and wait again; whether it does."""
-    dispatcher: Dispatcher = field(init=False)
-    fleet_sync: FleetSync = field(init=False)
-    admission: Admission = field(init=False)
-    demand_model: DemandModel = field(init=False)
-    tier_policy: TierPolicy = field(init=False)
-    tier_router: TierRouter = field(init=False)
-    candidate_finder: CandidateFinder = field(init=False)
-    yield_requests: YieldRequests = field(init=False)
-    decision_log: DecisionLog = field(init=False)
-    accuracy: PredictionAccuracy = field(default_factory=PredictionAccuracy)
-    records: dict[int, LeaseRecord] = field(default_factory=dict)
-    """Leases whose attempts have not been accounted for, by lease id."""
-    yielding: dict[int, LeaseRecord] = field(default_factory=dict)
-    """Those of them that run and may be asked to yield, the oldest first."""
-    _lease_ids: Iterator[int] = field(default_factory=lambda: itertools.count(1))
-    _check_all_at: float = 0.0
-    """When every waiting request is checked; until then each that falls due."""
-    _positions: dict[str, QueuePosition] | None = None
-    """Queue positions by request id, if somebody has asked for one since that check."""
-    _rows_version: int = 0
-    """That of `fleet_sync` for which the waiting requests' candidates were found."""
-    _unplaced: tuple[LeaseRequest, Tried, NodeCandidates, QueuedRequest, int] | None = None
-    """What `lease_now` found for the last request that must wait, and that `rows_version`."""
-    _on_model_asked_for: Callable[..., None] = field(default=lambda _, **__: None)
-    _match_handle: asyncio.Handle | None = None
-    _timer: asyncio.TimerHandle | None = None
+    def __init__(
+        self,
+        fleet: Fleet,
+        settings: Settings,
+        clock: Callable[[], float],
+        rng: random.Random,
+        *,
+        learn_pending: Callable[[], None] = lambda: None,
+        yield_slot: Callable[[str], bool] = lambda _: False,
+    ) -> None:
+        """`learn_pending`: learns at once from all answers that have ended.
 
-    def __post_init__(self) -> None:
-        _warn_of_policy(self.settings)
+        `yield_slot` asks the request with this id to give up its slot and wait again; whether it
+        does.
+        """
+        _warn_of_policy(settings)
+        self.fleet, self.settings, self.clock, self.rng = fleet, settings, clock, rng
+        self.learn_pending, self.yield_slot = learn_pending, yield_slot
         state = PlacementState()
-        self.dispatcher = Dispatcher(
-            state, dispatch_rules(self.settings), self.rng, keeps_comparisons=True
-        )
-        self.decision_log = DecisionLog(self.clock)
-        self.fleet_sync = FleetSync(self.fleet, state, self.prompt_cache, self.clock)
-        self.admission = Admission(self.settings)
+        self.dispatcher = Dispatcher(state, dispatch_rules(settings), rng, keeps_comparisons=True)
+        self.prompt_cache = FleetPromptCache()
         self.demand_model = DemandModel(self.dispatcher, self.prompt_cache)
-        self.tier_policy = TierPolicy(self.settings.hybrid)
-        self.tier_router = TierRouter(
-            self.tier_policy, self.fleet_sync, self.dispatcher, self.settings
-        )
-        self.candidate_finder = CandidateFinder(self.fleet.model_index, self.fleet_sync)
-        self.yield_requests = YieldRequests(self.yielding, self.yield_slot)
+        self.fleet_sync = FleetSync(fleet, state, self.prompt_cache, clock)
+        self.tier_policy = TierPolicy(settings.hybrid)
+        self.tier_router = TierRouter(self.tier_policy, self.fleet_sync, self.dispatcher, settings)
+        self.admission, self.waiters = Admission(settings), Waiters()
+        self.completion_rate = CompletionRate()
+        self.decision_log, self.accuracy = DecisionLog(clock), PredictionAccuracy()
+        self.closing = False
+        self.records: dict[int, LeaseRecord] = {}
+        """Leases whose attempts have not been accounted for, by lease id."""
+        self.yielding: dict[int, LeaseRecord] = {}
+        """Those of them that run and may be asked to yield, the oldest first; each at most once."""
+        self._yields_in_vain: dict[tuple[tuple[TierSets, ...], Priority, int], float] = {}
+        """When none was found for a request of such candidates, class and slots."""
+        self._lease_ids: Iterator[int] = itertools.count(1)
+        self._check_all_at = 0.0
+        """When every waiting request is checked; until then each that falls due."""
+        self._positions: dict[str, QueuePosition] | None = None
+        """Queue positions by request id, if somebody has asked for one since that check."""
+        self._rows_version = 0
+        """That of `fleet_sync` for which the waiting requests' candidates were found."""
+        self._unplaced: tuple[LeaseRequest, Tried, NodeCandidates, QueuedRequest, int] | None = None
+        """What `lease_now` found for the last request that must wait, and that `rows_version`."""
+        self._on_model_asked_for: Callable[..., None] = lambda _, **__: None
+        self._match_handle: asyncio.Handle | None = None
+        self._timer: asyncio.TimerHandle | None = None
         self.fleet_sync.sync()
-        self.fleet.subscribe(on_capacity=self._match_soon, on_change=self.fleet_sync.node_changed)
+        fleet.subscribe(on_capacity=self._match_soon, on_change=self.fleet_sync.node_changed)
 
     def watch_models(self, asked_for: Callable[..., None]) -> None:
         """Call this with the public model of each request, and with that of each that `waits`."""
@@ -278,10 +210,7 @@ class Scheduler:
     def lease_now(
         self, request: LeaseRequest, tried: Tried = NOTHING_TRIED, age: float = 0.0
     ) -> GrantedLease | None:
-        """A lease for a request that was received `age` seconds ago; None: it must wait.
-
-        Raises: GatewayError, if no node can serve it, or not in time.
-        """
+        """As `LeaseService.lease_now`. Raises: GatewayError."""
         if self.closing:
             raise errors.shutting_down()
         if self.demand_model.learning_pending and has_long_prompt(request):
@@ -322,13 +251,10 @@ class Scheduler:
         *,
         response_started: bool = False,
     ) -> GrantedLease:
-        """Queue until a slot is granted; call after `lease_now` returned None.
+        """As `LeaseService.wait_for_lease`: while all nodes that could serve it are busy or down.
 
-        Waits while all nodes that could serve it are busy or down. `response_started`: whether its
-        client has the head of a response, so that no other request should displace it in the queue.
-
-        Raises: GatewayError, when it can't be served, the queue has no room, or it has waited too
-        long.
+        `response_started`: no other request should displace it in the queue. Raises: GatewayError,
+        when it can't be served, the queue has no room, or it has waited too long.
         """
         if self.closing:
             raise errors.shutting_down()
@@ -336,21 +262,18 @@ class Scheduler:
         candidates, queued = self._take_unplaced(request, tried) or self.find_and_estimate(
             request, tried, now - age, now
         )
-        room = queue_room(request, self.waiters, self.admission)
+        waiting, displaced = queue_room(request, self.waiters, self.admission)
         try:
             expires_at = self._admit(
-                request,
-                queued,
-                candidates,
-                room.counted_waiting,
-                now,
-                retried=tried.was_sent,
+                request, queued, candidates, waiting, now, retried=tried.was_sent
             )
         except errors.GatewayError:
             self.tier_router.cancel_reservation(candidates)
             raise
-        if room.displaced is not None and not tried.was_sent:
-            self._refuse(room.displaced, self._displaced_error(now))
+        if displaced is not None and not tried.was_sent:
+            why = "Others need a place in the queue, and this client has most of them. "
+            wait = self.completion_rate.retry_after(len(self.waiters), now)
+            self._refuse(displaced, errors.queue_full(f"{why}Try again later.", wait))
         granted: asyncio.Future[GrantedLease] = asyncio.get_running_loop().create_future()
         down_since = None if candidates.any_alive() else now
         waiter = Waiter(
@@ -384,7 +307,7 @@ class Scheduler:
         index = self.fleet.model_index
         return max(
             (
-                dearest_token(node.spec, node.slots_total, node.speed.decode_tps)
+                dearest_token(node)
                 for name in request.wanted.model_names
                 for node in index.nodes_for(name)
             ),
@@ -436,8 +359,7 @@ class Scheduler:
         granted = self.decision_log.granted(
             placement, request, NOTHING_TRIED, lease_id, model, node.info.tier, node.name
         )
-        lease = LeaseRecord(node, stream, request, placement, state, granted)
-        lease.note_adopted()
+        lease = LeaseRecord(node, stream, request, placement, state, granted, None, True)
         lease.expect(reading.grace / PREFILL_GRACE_FACTOR, None)
         node.occupancy.take_over(slots, now)
         node.take(lease, now)
@@ -494,9 +416,9 @@ class Scheduler:
     ) -> BatchRoom:
         """The room for class `batch`, as in `BatchRoomService`."""
         self.dispatcher.placement_state.spread_batch_reserve()
-        rows = rows_for_batch(self.fleet_sync, model_names, endpoint, node_labels)
-        waiting, ahead = slots_waited_for(self.waiters, model_names, node_labels)
-        return room_for_batch(rows, seconds, self.clock(), waiting=waiting, ahead=ahead)
+        rows = batch_slots.rows_for_batch(self.fleet_sync, model_names, endpoint, node_labels)
+        waiting, ahead = batch_slots.slots_waited_for(self.waiters, model_names, node_labels)
+        return batch_slots.room_for_batch(rows, seconds, self.clock(), waiting=waiting, ahead=ahead)
 
     def raise_class(self, request_ids: Collection[str], priority: Priority) -> set[str]:
         """Let requests wait in a higher class, as in `BatchRoomService`."""
@@ -570,7 +492,7 @@ class Scheduler:
 
         Candidates that are not used must be given to `TierRouter.cancel_reservation`.
         """
-        candidates = self.candidate_finder.find(request, tried)
+        candidates = self.fleet_sync.find(request, tried)
         queued = self.demand_model.build(
             request, candidates, received_at, overflows=tried.pool_overflows
         )
@@ -652,13 +574,6 @@ class Scheduler:
         self.decision_log.queued(queued, now, ahead, predicted, len(self.waiters), expires_at)
         return expires_at
 
-    def _displaced_error(self, now: float) -> errors.GatewayError:
-        """For a request that makes room for another's: its caller has most places."""
-        return errors.queue_full(
-            "Others need a place in the queue, and this client has most of them. Try again later.",
-            self.completion_rate.retry_after(len(self.waiters), now),
-        )
-
     def _refuse(self, waiter: Waiter, error: errors.GatewayError) -> None:
         self._remove(waiter)
         if not waiter.granted.done():
@@ -699,7 +614,7 @@ class Scheduler:
         queued = self.demand_model.build(
             waiter.request, candidates, earlier.received_at, earlier, waiter.tried.pool_overflows
         )
-        waiter.requeue_as(candidates, queued)
+        waiter.set_candidates(candidates, queued)
 
     def _match_soon(self) -> None:
         """Called for each slot that comes free."""
@@ -785,10 +700,8 @@ class Scheduler:
         if out or fallback is not None:
             grant.chosen_among(fallback, out)
         state = self.dispatcher.placement_state
-        lease = LeaseRecord(node, stream, request, placement, state, grant)
+        lease = LeaseRecord(node, stream, request, placement, state, grant, reservation)
         lease.expect(prefill, total)
-        if reservation is not None:
-            lease.reserve(reservation)
         node.take(lease, now, wake)
         self.records[lease_id] = lease
         if request.caller.yields:
@@ -863,7 +776,7 @@ class Scheduler:
         self.yielding.pop(lease_id, None)
         self.demand_model.abandoned(record.placement, refund=True)
         if record.reservation is not None:
-            record.reservation.settle(0.0, happened=False, now=self.clock())
+            record.reservation.cancel()
         record.release()
 
     # Checking what waits.
@@ -923,7 +836,7 @@ class Scheduler:
     def _ask_all_to_yield(self, now: float) -> None:
         """For waiting requests to which none could yield before, or did in vain."""
         for waiter in list(self.waiters):
-            due = now - waiter.yield_asked_at >= ASK_AGAIN_SECONDS
+            due = now - waiter.yield_asked_at >= batch_slots.ASK_AGAIN_SECONDS
             if (
                 due
                 and not waiter.granted.done()
@@ -932,9 +845,42 @@ class Scheduler:
                 self._ask_to_yield(waiter, now)
 
     def _ask_to_yield(self, waiter: Waiter, now: float) -> None:
-        """Have running requests of a lower class yield to this one."""
-        if self.yield_requests.make_room(waiter.queued, now):
+        """Have running requests of a lower class yield to this one.
+
+        For requests of one kind it is tried in vain once in `IN_VAIN_SECONDS`, however many wait.
+        """
+        queued, in_vain = waiter.queued, self._yields_in_vain
+        kind = queued.groups, queued.priority, queued.slots
+        if not self.yielding or now - in_vain.get(kind, -math.inf) < batch_slots.IN_VAIN_SECONDS:
+            return
+        if queued.slots and self._make_room(queued, now):
             waiter.note_yield_asked(now)
+            return
+        if len(in_vain) >= batch_slots.MOST_KINDS:
+            in_vain.clear()
+        in_vain[kind] = now
+
+    def _make_room(self, queued: QueuedRequest, now: float) -> bool:
+        """Have running requests yield to one that waits; whether it is to get its slots so."""
+        for missing in batch_slots.missing_slots(queued):
+            for _ in range(batch_slots.MOST_CHOICES):
+                running = [
+                    yield_candidate(lease_id, record, now)
+                    for lease_id, record in islice(self.yielding.items(), batch_slots.MOST_COMPARED)
+                    if record.placement is not None
+                ]
+                chosen = batch_slots.choose_yields(queued.priority, missing, running)
+                if not chosen:
+                    break
+                for lease_id in chosen:
+                    record = self.yielding.pop(lease_id)
+                    assert record.placement is not None
+                    # Those that can't be resumed refuse; then others are chosen.
+                    if self.yield_slot(record.request.id):
+                        missing[record.placement.row.index] -= record.slots
+                if min(missing.values()) <= 0:
+                    return True
+        return False
 
     def _check(self, waiter: Waiter, now: float) -> None:
         """Update its candidates, and end a wait that is too long or has become hopeless."""
@@ -955,7 +901,7 @@ class Scheduler:
     def _update_candidates(self, waiter: Waiter, now: float, *, requeue: bool = False) -> None:
         """Find its candidates anew; `requeue`: in any case, since row indexes have changed."""
         try:
-            candidates = self.candidate_finder.find(waiter.request, waiter.tried)
+            candidates = self.fleet_sync.find(waiter.request, waiter.tried)
             if self.fleet_sync.has_gpu_tier:
                 candidates = self.tier_router.narrow(
                     waiter.request,
@@ -985,8 +931,7 @@ def load_wait(candidates: NodeCandidates, now: float) -> float:
     return min(
         (
             node.load_price(now)
-            for _, nodes in candidates.by_model
-            for node in nodes
+            for node in nodes_of(candidates.by_model)
             if node.load is not None and node.is_alive
         ),
         default=math.inf,

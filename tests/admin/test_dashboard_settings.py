@@ -137,7 +137,8 @@ async def test_a_node_shows_its_day_and_what_its_cache_has_saved(tmp_path: Path)
         a_day(running, name)
         await asked(running, 6)
         nodes = running.gateway.fleet.nodes
-        hits = [running.gateway.scheduler.fleet_sync.cache_hits(nodes[name])]
+        cache = running.gateway.scheduler.fleet_sync.cache_of(nodes[name])
+        assert cache is not None
         await node_card(page, name).get_by_role("link").click()
         await expect(page.locator("#node")).to_contain_text("NUMA node 0")
         await expect(page).to_have_title(f"{name} · Nodes · llama-gateway")
@@ -146,7 +147,7 @@ async def test_a_node_shows_its_day_and_what_its_cache_has_saved(tmp_path: Path)
             "aria-label", "Busy slots in the last 24 hours: from 0.0 to 2.0, now 1.0"
         )
         rows = await page.locator("table.heat tbody tr").count()
-        assert rows == len(hits[0])
+        assert rows == len(cache.hits)
         await page.get_by_role("link", name="All nodes").click()
         await expect(page.locator("#nodes .node")).to_have_count(2)
         await page.go_back()

@@ -115,7 +115,7 @@ async def test_a_page_that_leaves_frees_the_slot(tmp_path: Path) -> None:
             await anext(parts)
             assert len(run.gateway.registry) == 1
         await until(lambda: len(run.gateway.registry) == 0)
-        await until(lambda: run.gateway.fleet.nodes["node-0"].in_flight == 0)
+        await until(lambda: not run.gateway.fleet.nodes["node-0"].leases)
         recent = run.gateway.live.view.history.recent()
         assert recent.failed == 0
 

@@ -9,13 +9,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from gateway.api.base import AssemblyError, ResponseAssembler
+from gateway.api.base import AssemblyError, ResponseAssembler, as_count
 from gateway.api.chat import (
     CHAT,
     ChatRewriter,
     ChoicesApi,
     NativeToChatRewriter,
-    as_index,
     read_chat,
     read_chunk,
     take_logprobs,
@@ -41,7 +40,7 @@ from tests.each_case import each_case
 
 @each_case(("value", "index"), [(0, 0), (3, 3), (None, 0), ("1", 0), (1.5, 0)])
 def test_what_is_no_index_counts_as_the_first(value: object, index: int) -> None:
-    assert as_index(value) == index
+    assert as_count(value) == index
 
 
 def test_the_last_finish_reason_counts() -> None:

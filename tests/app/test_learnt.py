@@ -64,6 +64,7 @@ from gateway.watch.history import FleetHistory, Gauges
 from gateway.watch.node_history import NodeHistory
 from gateway.web.asgi import STEP_SECONDS
 from tests.each_case import each_case
+from tests.lease_requests import expected, learn
 from tests.nodes.build import Clock, a_node
 from tests.schedule.build import a_request, a_scheduler
 from tests.store.stores import opened
@@ -143,9 +144,7 @@ class Life:
 
     def expected(self, caller: str = ANYBODY) -> tuple[float, float]:
         """Tokens of a prompt and its answer."""
-        return self.scheduler.demand_model.token_estimates.expected_tokens(
-            "demo", caller, 1000.0, None
-        )
+        return expected(self.scheduler.demand_model.token_estimates, "demo", caller, 1000.0, None)
 
 
 @pytest.fixture(params=["file", "sqlite", "postgresql"])
@@ -296,7 +295,7 @@ async def test_older_evidence_counts_less_and_old_rows_are_dropped(file: Path) -
     memory = estimates_of(first)
     memory.begin_writing()
     for _ in range(50):
-        first.learn("demo", ANYBODY, 1000, 500, 1000, None)
+        learn(first, "demo", ANYBODY, 1000, 500, 1000, None)
     await memory.close(WHOLE)
     means = []
     for age in (0.0, HALF_LIFE, 4 * HALF_LIFE, OLDEST):
@@ -304,14 +303,14 @@ async def test_older_evidence_counts_less_and_old_rows_are_dropped(file: Path) -
         later = TokenEstimates()
         await estimates_of(later).load(WHOLE)
         for _ in range(2):
-            later.learn("demo", ANYBODY, 1000, 500, 10, None)
-        means.append(later.expected_tokens("demo", ANYBODY, 1000, None)[1])
+            learn(later, "demo", ANYBODY, 1000, 500, 10, None)
+        means.append(expected(later, "demo", ANYBODY, 1000, None)[1])
     assert means == sorted(means, reverse=True)
     assert means[0] > 800
     fresh = TokenEstimates()
     for _ in range(2):
-        fresh.learn("demo", ANYBODY, 1000, 500, 10, None)
-    assert means[-1] == fresh.expected_tokens("demo", ANYBODY, 1000, None)[1]
+        learn(fresh, "demo", ANYBODY, 1000, 500, 10, None)
+    assert means[-1] == expected(fresh, "demo", ANYBODY, 1000, None)[1]
 
 
 @each_case(
@@ -535,7 +534,7 @@ async def test_a_full_section_drops_what_changed_least_recently(file: Path) -> N
     memory.begin_writing()
     with capture_logs() as logs:
         for number in range(30):
-            estimates.learn("demo", f"anonymous:{number}", 1000, 500, 100, None)
+            learn(estimates, "demo", f"anonymous:{number}", 1000, 500, 100, None)
             await memory.save(WHOLE)
     assert [line["event"] for line in logs] == ["learnt: the oldest rows are dropped from now on"]
     callers = {caller for _, caller in kept(file)}

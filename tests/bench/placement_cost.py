@@ -42,16 +42,9 @@ class LoadedFleet:
     def __post_init__(self) -> None:
         self._rng = random.Random(self.seed)
         state = PlacementState()
-        rows = [
-            state.add(
-                f"node-{i}",
-                total=2,
-                prefill_tps=600 if i % 3 else 250,
-                token_base=1 / 40 if i % 3 else 1 / 16,
-                token_step=0.1 / 40,
-            )
-            for i in range(self.nodes)
-        ]
+        rows = [state.add(f"node-{i}", total=2) for i in range(self.nodes)]
+        for i, row in enumerate(rows):
+            state.set_speed(row, 600 if i % 3 else 250, 1 / 40 if i % 3 else 1 / 16, 0.1 / 40)
         self._groups = ((state.candidate_set(rows),),)
         self.dispatcher = Dispatcher(state, DispatchRules(), random.Random(self.seed))
         for _ in range(2 * self.nodes if self.waiting else 0):

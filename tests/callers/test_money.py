@@ -18,7 +18,6 @@ from gateway.callers.money import (
     MOST_CLAIMS,
     AliveNode,
     Amount,
-    GpuPrice,
     NodeHours,
     NodeHoursRecorder,
     NodeUptime,
@@ -26,7 +25,6 @@ from gateway.callers.money import (
     by_day,
     count_claims,
     effective_hourly_cost,
-    gpu_cost,
     idle_cost,
     per_million_tokens,
     per_request,
@@ -104,25 +102,6 @@ def test_what_is_unknown_has_a_reason_and_no_figure(told: Amount, reason: str) -
     assert told.value is None
     assert reason in str(told.reason)
     assert told.to_json() == {"value": None, "reason": told.reason}
-
-
-def test_work_on_the_gpu_tier_costs_its_tokens() -> None:
-    hosted = GpuPrice(per_prompt_token=0.1e-6, per_completion_token=0.4e-6)
-    assert gpu_cost([hosted], 1000, 900, 500) == pytest.approx(0.0003)
-
-
-def test_work_on_the_gpu_tier_costs_the_time_that_its_speeds_make() -> None:
-    own = GpuPrice(per_slot_second=2.0 / 3600 / 4, prefill_tps=2000.0, decode_tps=50.0)
-    assert gpu_cost([own], 1000, 0, 500) == pytest.approx(10.5 * 2.0 / 3600 / 4)
-    assert gpu_cost([own], 1000, 1000, 0) == 0.0
-
-
-def test_the_cheapest_gpu_node_counts_and_one_of_unknown_speed_does_not() -> None:
-    unmeasured = GpuPrice(per_slot_second=1e-9)
-    hosted = GpuPrice(per_prompt_token=1e-6)
-    assert gpu_cost([unmeasured], 10, 0, 0) is None
-    assert gpu_cost([unmeasured, hosted], 10, 0, 0) == pytest.approx(1e-5)
-    assert gpu_cost([], 10, 0, 0) is None
 
 
 amounts = st.floats(0, 1e9)

@@ -102,7 +102,7 @@ class World:
                 asked_at = one.slots_asked()
                 with one.occupancy.slots_query(now()) as query:
                     busy = self.script.busy(one.name)
-                one.occupancy.record_busy(len(busy), query, now())
+                one.occupancy.record_busy(tuple(busy), query, now())
                 one.slots_told(frozenset((number, b"") for number in busy), asked_at)
                 self.scheduler.fleet.capacity_changed(one)
                 for lease in list(one.leases):

@@ -11,12 +11,12 @@ from pathlib import Path
 from typing import Any, cast
 
 from gateway.config.inventory import Inventory, NodeSpec
-from gateway.config.routing import HealthSettings, TimeoutSettings
+from gateway.config.settings import Settings
 from gateway.events import EventBus, ModelsDiffer, NodeChanged, NodeDrift
 from gateway.nodes.circuit import Circuit
 from gateway.nodes.fleet import Fleet
 from gateway.nodes.lifecycle import ProbeAnswer, ProbeResult
-from gateway.nodes.node import Lease, Node, NodeSettings, NodeState
+from gateway.nodes.node import Lease, Node, NodeState
 from gateway.nodes.speed import ObservedTiming, Speed, sample_from_timings
 from gateway.nodes.state_files import OperatorOrders, PropertiesStore
 from gateway.transport.pool import ConnectionPool, open_node_pool
@@ -78,13 +78,13 @@ def a_node(
 ) -> Node:
     """A node that is up, without a fleet."""
     clock = clock or Clock()
-    node_settings = NodeSettings(HealthSettings(**health or {}), TimeoutSettings())
+    settings = Settings.model_validate({"health": health or {}})
     node = Node(
         spec=a_spec(**keys),
         upstream=no_upstream(),
-        settings=node_settings,
+        settings=settings,
         clock=clock,
-        circuit=Circuit(node_settings.health, random.Random(7)),
+        circuit=Circuit(settings.health, random.Random(7)),
     )
     up = ProbeResult(ProbeAnswer.UP, "")
     node.probe_history.record(up, rise=1, fall=1, sign_of_life=None)
@@ -166,8 +166,7 @@ async def a_fleet(
     bus = EventBus()
     fleet = Fleet(
         connect=connect,
-        health=HealthSettings(**(QUICK | health)),
-        timeouts=TimeoutSettings(**timeouts or {}),
+        settings=Settings.model_validate({"health": QUICK | health, "timeouts": timeouts or {}}),
         bus=bus,
         clock=clock,
         rng=random.Random(7),

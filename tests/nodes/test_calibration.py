@@ -64,7 +64,7 @@ async def test_a_cold_node_shows_its_speed_before_anyone_asks() -> None:
         assert (node.speed.prefill_tps, node.state) == (None, NodeState.READY)
         await asyncio.sleep(60)
         assert len(ended) == 1
-        assert (node.in_flight, node.foreign, node.calibration.penalty) == (0, 0, 0)
+        assert (len(node.leases), node.foreign, node.calibration.penalty) == (0, 0, 0)
         # Another model has another speed.
         server.engine.model = "other"
         node.properties.n_params = 10**9
@@ -187,7 +187,7 @@ async def test_a_drain_and_the_end_of_the_gateway_end_a_calibration() -> None:
                     await running.until(lambda: server.slots.busy == 0, limit=2)
                     running.fleet.resume("a")
         # The calibrator has been cancelled.
-        assert (node.in_flight, node.calibration.penalty, ended) == (0, 0.0, [])
+        assert (len(node.leases), node.calibration.penalty, ended) == (0, 0.0, [])
 
 
 def test_only_idle_llama_cpp_nodes_of_unknown_speed_are_due() -> None:
@@ -208,7 +208,7 @@ def test_only_idle_llama_cpp_nodes_of_unknown_speed_are_due() -> None:
     busy, measured, blind = fresh(), fresh(), fresh()
     take(busy)
     learn_timings(measured.speed, {"prompt_n": 100, "prompt_ms": 100.0})
-    blind.properties.slots_refused()
+    blind.properties.path_refused("/slots")
     assert not any(map(is_due, (busy, measured, blind)))
 
 

@@ -17,6 +17,7 @@ from hypothesis import strategies as st
 
 from gateway.config.inventory import NodeSpec
 from gateway.config.routing import HealthSettings, TimeoutSettings
+from gateway.config.settings import Settings
 from gateway.events import EventBus, NodeChanged
 from gateway.nodes.fleet import (
     BLIND_HOLD,
@@ -310,7 +311,7 @@ async def test_changed_settings_are_in_force_at_once() -> None:
     async with EmulatedNode() as server, a_fleet(a_spec(url=server.url), interval=3600) as fleet:
         await server.kill()
         health = HealthSettings(interval=0.05, timeout=0.2, fall=1, failures=1)
-        fleet.fleet.configure(health, TimeoutSettings(silence=7))
+        fleet.fleet.configure(Settings(health=health, timeouts=TimeoutSettings(silence=7)))
         await fleet.until_state("a", NodeState.DOWN)
         assert fleet["a"].silence_timeout == 7
         assert fleet["a"].circuit.settings is health
@@ -378,8 +379,7 @@ class Play:
         bus.subscribe(NodeChanged, self.record)
         self.fleet = Fleet(
             connect=self.connect,
-            health=HealthSettings(failures=2),
-            timeouts=TimeoutSettings(),
+            settings=Settings(health=HealthSettings(failures=2)),
             bus=bus,
             clock=time.monotonic,
             rng=random.Random(7),

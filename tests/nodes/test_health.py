@@ -16,7 +16,8 @@ from unittest.mock import AsyncMock
 import httpx
 import pytest
 
-from gateway.config.routing import HealthSettings, TimeoutSettings
+from gateway.config.routing import HealthSettings
+from gateway.config.settings import Settings
 from gateway.nodes.circuit import Circuit
 from gateway.nodes.health import (
     LARGEST_RESPONSE,
@@ -27,7 +28,7 @@ from gateway.nodes.health import (
     sign_of_life,
 )
 from gateway.nodes.lifecycle import ProbeAnswer
-from gateway.nodes.node import Node, NodeSettings, NodeState
+from gateway.nodes.node import Node, NodeState
 from gateway.nodes.speed import sample_from_timings
 from gateway.transport.errors import ConnectFailed, LocalResourcesExhausted
 from gateway.transport.pool import open_node_pool
@@ -42,6 +43,8 @@ from tests.virtual import in_virtual_time, now
 from tests.web.bare_gateway import CHAT as CHAT_PATH
 
 CHAT = {"messages": [{"role": "user", "content": "hi"}], "stream": True, "max_tokens": 500}
+
+REFUSED = ProbeAnswer.CONNECTION_REFUSED
 
 
 @in_virtual_time
@@ -308,14 +311,16 @@ async def test_a_node_drained_in_its_slow_start_causes_no_wake_ups_after_it() ->
 async def test_the_findings_of_a_request_change_the_state_at_once() -> None:
     async with EmulatedNode() as server, a_fleet(a_spec(url=server.url), interval=60) as fleet:
         await server.kill()
-        fleet.fleet.connect_failed(fleet["a"], "connection refused")
+        fleet.fleet.request_answered(
+            fleet["a"], ProbeAnswer.CONNECTION_REFUSED, "connection refused"
+        )
         assert fleet.state("a") is NodeState.DOWN
         assert fleet["a"].reason == "connection refused"
         await server.revive(loading=True)
         await fleet.until_state("a", NodeState.LOADING)
         server.loading = False
         await fleet.until_state("a", NodeState.READY)
-        fleet.fleet.model_loading(fleet["a"])
+        fleet.fleet.request_answered(fleet["a"], ProbeAnswer.LOADING, "it loads its model")
         assert fleet.state("a") is NodeState.LOADING
         await fleet.until_state("a", NodeState.READY)
         fleet.fleet.endpoint_refused(fleet["a"], "rerank")
@@ -335,7 +340,7 @@ async def test_events_of_a_removed_node_do_no_harm() -> None:
         said = list(fleet.changes)
         for _ in range(9):
             fleet.fleet.request_failed(node, now())
-        fleet.fleet.connect_failed(node, "connection refused")
+        fleet.fleet.request_answered(node, REFUSED, "connection refused")
         fleet.fleet.request_succeeded(node, now())
         lease.release()
         assert fleet.changes == said
@@ -576,7 +581,7 @@ def test_a_neighbour_is_delayed_while_another_prompt_is_read() -> None:
 @asynccontextmanager
 async def node_at(url: str, *, timeout: float = 5.0, **keys: Any) -> AsyncIterator[Node]:
     spec = a_spec(url=url, **keys)
-    rules = NodeSettings(HealthSettings(timeout=timeout), TimeoutSettings())
+    rules = Settings(health=HealthSettings(timeout=timeout))
     upstream = open_node_pool(spec)
     try:
         yield Node(spec, upstream, rules, now, Circuit(rules.health, random.Random(7)))

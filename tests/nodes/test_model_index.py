@@ -110,10 +110,10 @@ def test_a_server_for_other_work_gets_chats_where_no_other_node_could_be_for_the
     index = an_index(embedder, silent)
     assert names(chat(index, "m")) == []
     assert index.awaits_chat_node(["m"])
-    silent.drain()
+    silent.drain(draining=True)
     index.node_changed()
     assert names(chat(index, "m")) == ["e"]
-    silent.resume()
+    silent.drain(draining=False)
     refused = ProbeResult(ProbeAnswer.CONNECTION_REFUSED, "")
     silent.probe_history.record(refused, rise=1, fall=1, sign_of_life=None)
     index.node_changed()

@@ -12,7 +12,7 @@ MINUTE = 60.0
 def reads(occupancy: SlotOccupancy, busy: int, now: float) -> None:
     with occupancy.slots_query(now) as query:
         pass
-    occupancy.record_busy(busy, query, now)
+    occupancy.record_busy((0,) * busy, query, now)
 
 
 def test_minutes_in_which_others_kept_slots_busy_are_counted_once_each() -> None:

@@ -3,7 +3,7 @@ from __future__ import annotations
 import pytest
 
 from gateway.nodes.node import NodeState
-from gateway.nodes.prices import PRICES_AGE, GpuCosts, alive_nodes
+from gateway.nodes.prices import GpuCosts, alive_nodes
 from tests.nodes.build import a_fleet, a_spec
 from tests.virtual import now
 
@@ -39,16 +39,13 @@ async def test_tokens_cost_what_the_cheapest_gpu_node_of_their_model_takes() -> 
         a_spec("own", DEAD, model=["m", "n"], tier="gpu", cost_per_hour=3.6, slots=2),
     ]
     async with a_fleet(*specs) as running:
-        times = [now()]
-        costs = GpuCosts(running.fleet, lambda: times[0])
+        costs = GpuCosts(running.fleet, now)
         assert costs.of("m", 1000, 0, 500) == pytest.approx(0.003)
         # Its speed has not been measured.
         assert costs.of("n", 1000, 0, 500) is None
         assert costs.of("unknown", 1000, 0, 500) is None
         speed = running.fleet.nodes["own"].speed
         speed.prefill_tps, speed.decode_tps = 1000.0, 100.0
-        assert costs.of("n", 1000, 0, 500) is None
-        times[0] += PRICES_AGE
         # 6 s of one of two slots, at 3.6 an hour.
         assert costs.of("n", 1000, 0, 500) == pytest.approx(6 * 0.0005)
         assert costs.of("n", 1000, 1000, 0) == 0.0

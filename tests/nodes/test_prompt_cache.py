@@ -57,7 +57,9 @@ class Scene:
     def __init__(self, rows: int = 1, slots: int = 1, host: float | None = None) -> None:
         self.cache = FleetPromptCache()
         for row in range(rows):
-            self.cache.resize(row, slots, host)
+            self.cache.resize(row, slots)
+            if host is not None:
+                self.cache.nodes[row].host_capacity = host
 
     def cached(self, words: str, row: int = 0) -> float:
         return self.cache.lookup(a_prompt(words)).cached.get(row, 0.0)
@@ -129,7 +131,7 @@ def test_a_running_request_is_no_cache_for_another() -> None:
     [
         (lambda cache, _: cache.request_placed(0, a_prompt("abcdx")), 0, 0),
         (lambda cache, running: cache.request_finished(1, running, 600, 0, 0), 1, 500),
-        (lambda cache, _: cache.resize(0, 1, 0.0), 0, 0),
+        (lambda cache, _: cache.resize(0, 1), 0, 400),
         (lambda cache, _: cache.restore(0, KEPT, ""), 0, 500),
         (lambda cache, _: cache.forget(lambda caller: caller == "alice"), 0, 0),
         (lambda cache, _: (cache.forget_node(0), cache.resize(0, 1)), 0, 0),
@@ -286,7 +288,7 @@ def test_a_forgotten_row_may_be_used_again() -> None:
     scene.cache.request_finished(0, running, 400, 0, 0)
     assert scene.cache.lookup(a_prompt("wxyza")).cached == {}, "it ran on the node before"
     scene.cache.forget_node(1)
-    assert len(scene.cache.tree) == 0
+    assert len(scene.cache.tree._edges) == 0
 
 
 def test_a_row_that_was_never_sized_caches_nothing() -> None:
@@ -369,7 +371,7 @@ def test_any_events_leave_the_sums_consistent(
     assert all(0 < tokens < max(found.tokens, 1.1) for tokens in found.cached.values())
     for row in range(ROWS):
         cache.forget_node(row)
-    assert len(cache.tree) == 0
+    assert len(cache.tree._edges) == 0
 
 
 def a_full_fleet(
@@ -380,7 +382,8 @@ def a_full_fleet(
     systems = [chain(f"{i} system") for i in range(200)]
     prompt = a_prompt("")
     for row in range(rows):
-        cache.resize(row, 2, 1e9)
+        cache.resize(row, 2)
+        cache.nodes[row].host_capacity = 1e9
         for i in range(conversations):
             blocks = list(rng.choice(systems))
             for turn in range(rng.choice((1, 3, 5))):
@@ -529,16 +532,16 @@ def test_the_tree_finds_how_far_each_row_agrees(
             assert agreed(tree, asked, row, idle=idle) == best
     for held, _ in kept:
         tree.remove(held)
-    assert len(tree) == 0
+    assert len(tree._edges) == 0
 
 
 def test_a_long_prompt_is_one_edge() -> None:
     tree = PromptTree()
     tree.add(CachedPrompt(0, None, 1.0, 0.0, ends_on_block=True), chain(range(500)))
     tree.add(CachedPrompt(1, None, 1.0, 0.0, ends_on_block=True), chain(range(500)))
-    assert len(tree) == 1
+    assert len(tree._edges) == 1
     tree.add(CachedPrompt(1, None, 1.0, 0.0, ends_on_block=True), chain([*range(300), 7]))
-    assert len(tree) == 3
+    assert len(tree._edges) == 3
 
 
 def test_a_prompt_without_ends_has_blocks_of_one_size() -> None:

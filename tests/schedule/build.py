@@ -8,7 +8,6 @@ import random
 from collections.abc import Callable
 from typing import Any
 
-from gateway.config.routing import HealthSettings, TimeoutSettings
 from gateway.config.settings import Settings
 from gateway.events import EventBus
 from gateway.lease import NOTHING_TRIED, LeaseRequest, Tried
@@ -59,8 +58,7 @@ def a_scheduler(
     chosen = clock or (nodes[0].clock if nodes else lambda: 0.0)
     fleet = Fleet(
         connect=lambda _: no_upstream(),
-        health=HealthSettings(),
-        timeouts=TimeoutSettings(),
+        settings=Settings(),
         bus=EventBus(),
         clock=chosen,
         rng=random.Random(seed),

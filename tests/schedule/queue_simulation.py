@@ -30,10 +30,10 @@ class QueueSimulation:
 
     def __post_init__(self) -> None:
         speeds = self.speeds or (100.0,) * len(self.slots)
-        self.rows: list[NodeSlots] = [
-            self.state.add(f"node-{i}", total=slots, prefill_tps=speed, token_base=10.0 / speed)
-            for i, (slots, speed) in enumerate(zip(self.slots, speeds, strict=True))
-        ]
+        self.rows: list[NodeSlots] = []
+        for i, (slots, speed) in enumerate(zip(self.slots, speeds, strict=True)):
+            self.rows.append(self.state.add(f"node-{i}", total=slots))
+            self.state.set_speed(self.rows[i], speed, 10.0 / speed, 0.0)
         self.candidates = self.state.candidate_set(self.rows)
         self.groups: tuple[TierSets, ...] = ((self.candidates,),)
         self.dispatcher = Dispatcher(self.state, self.rules, random.Random(self.seed))

@@ -52,7 +52,7 @@ def code(found: GatewayError | None) -> str | None:
 
 def test_lower_classes_are_refused_first_as_the_queue_fills() -> None:
     admission = an_admission(queue={"max": 100})
-    last = {priority: admission.limits(priority).most_waiting for priority in Priority}
+    last = {priority: admission.limits[priority].most_waiting for priority in Priority}
     assert list(last.values()) == [100, 100, 90, 50]
 
 
@@ -100,9 +100,9 @@ def test_an_unknown_wait_does_not_count() -> None:
 
 def test_a_reload_changes_the_limits() -> None:
     admission = an_admission(queue={"max": 3})
-    assert admission.limits(URGENT).most_waiting <= 3
+    assert admission.limits[URGENT].most_waiting <= 3
     admission.configure(Settings.model_validate({"queue": {"max": 4}}))
-    assert admission.limits(URGENT).most_waiting > 3
+    assert admission.limits[URGENT].most_waiting > 3
 
 
 def test_a_deadline_bounds_the_wait_and_is_refused_at_once_if_it_cannot_be_met() -> None:

@@ -20,10 +20,11 @@ from pydantic import SecretStr
 from gateway.callers.keys import new_key
 from gateway.config.inventory import NodeSpec
 from gateway.config.scheduling import Hook
+from gateway.events import HookEnded
 from gateway.local.server import claim_port, claimed_port
 from gateway.nodes.lifecycle import LifecyclePhase
 from gateway.nodes.node import NodeState
-from gateway.schedule.autoscaler import MOST_OUTPUT, HookResult, run_hook
+from gateway.schedule.autoscaler import MOST_OUTPUT, run_hook
 from tests.each_case import each_case
 from tests.emulator import EmulatedNode
 from tests.gateways import NO_TLS, Running, running_gateway, until
@@ -246,8 +247,8 @@ def python(code: str, *arguments: str) -> Hook:
     return Hook(command=(sys.executable, "-c", code, *arguments))
 
 
-async def ran(hook: Hook, timeout: float = 120.0, **options: Any) -> HookResult:
-    return await run_hook(hook, SPEC, timeout, time.monotonic, **options)
+async def ran(hook: Hook, timeout: float = 120.0, **options: Any) -> HookEnded:
+    return await run_hook(hook, "start", SPEC, timeout, time.monotonic, **options)
 
 
 def alive(pid: int) -> bool:
@@ -319,7 +320,7 @@ async def test_what_a_hook_did_is_told_with_its_last_output(
 
 async def test_output_is_bounded_and_its_end_is_kept() -> None:
     result = await ran(python("print('x' * 1000000, 'end')"))
-    assert result.ok
+    assert result.outcome == "ok"
     assert len(result.output) <= MOST_OUTPUT
     assert result.output.endswith("end")
 
@@ -357,7 +358,7 @@ async def test_a_server_that_a_command_leaves_behind_is_not_waited_for(tmp_path:
         " start_new_session=True)\n"
         f"pathlib.Path({str(pid_file)!r}).write_text(str(child.pid))\n"
     )
-    assert (await ran(python(code))).ok
+    assert (await ran(python(code))).outcome == "ok"
     pid = pid_in(pid_file)
     try:
         assert alive(pid)
@@ -386,7 +387,7 @@ async def test_a_call_has_method_headers_secrets_and_body() -> None:
     async with answering(204) as (url, asked):
         hook = secret_hook(url, method="PUT", headers={"X-Zone": "b"}, body='{"on": true}')
         result = await ran(hook)
-    assert result.ok
+    assert result.outcome == "ok"
     head = asked[0].lower()
     assert head.startswith(b"put /start?token=abc http/1.1")
     assert b"x-zone: b" in head

@@ -11,7 +11,7 @@ from gateway.errors import GatewayError
 from gateway.lease import NOTHING_TRIED, LeaseRequest, PromptKey, Tried
 from gateway.nodes.node import ALIVE_STATES, Node, NodeState
 from gateway.nodes.speed import sample_from_timings
-from gateway.schedule.candidates import CandidateFinder, NodeCandidates, with_context
+from gateway.schedule.candidates import NodeCandidates, with_context
 from gateway.schedule.core.requests import NodeSlots
 from gateway.schedule.scheduler import Scheduler
 from tests.each_case import each_case
@@ -31,7 +31,7 @@ def find_candidates(
     request: LeaseRequest, *nodes: Node, tried: Tried = NOTHING_TRIED
 ) -> NodeCandidates:
     scheduler = a_scheduler(*nodes)
-    return CandidateFinder(scheduler.fleet.model_index, scheduler.fleet_sync).find(request, tried)
+    return scheduler.fleet_sync.find(request, tried)
 
 
 def test_a_node_with_too_small_a_context_is_excluded_while_another_fits() -> None:
@@ -73,7 +73,7 @@ def test_only_a_node_of_the_same_kind_resumes_a_stream() -> None:
 def test_a_pool_has_candidate_sets_of_its_own() -> None:
     one, two = node("a", labels={"side": "left"}), node("b", labels={"side": "right"})
     scheduler = a_scheduler(one, two)
-    finder = CandidateFinder(scheduler.fleet.model_index, scheduler.fleet_sync)
+    finder = scheduler.fleet_sync
     for labels, rows in (
         ((("side", "left"),), ["a"]),
         ((("side", "right"),), ["b"]),
@@ -325,11 +325,7 @@ def test_a_changed_tier_moves_the_node(three: tuple[Scheduler, list[Node]]) -> N
     scheduler.capacity_changed()
     assert (before, scheduler.fleet_sync.has_gpu_tier) == (False, True)
     assert [row.name for row in scheduler.dispatcher.placement_state.rows if row.gpu] == ["b"]
-    (pools,) = (
-        CandidateFinder(scheduler.fleet.model_index, scheduler.fleet_sync)
-        .find(a_request(), NOTHING_TRIED)
-        .groups
-    )
+    (pools,) = scheduler.fleet_sync.find(a_request(), NOTHING_TRIED).groups
     assert [[row.name for row in pool.rows] for pool in pools] == [["b"], ["a", "c"]]
 
 

@@ -126,7 +126,7 @@ def test_each_circumstance_of_a_grant_is_remembered_alone(found: dict[str, Any])
     grant = DecisionLog(Clock()).granted(placement, request, tried, 1, "demo", "cpu")
     grant.chosen_among(found.get("fallback"), found.get("out"))
     expected = Grant(request.id, 0.0, 0.0, 1, "demo", "cpu", "c")
-    expected.expect(placement)
+    expected.expect(placement, a_request(), NOTHING_TRIED)
     assert msgspec.structs.asdict(grant) == msgspec.structs.asdict(expected) | found
 
 

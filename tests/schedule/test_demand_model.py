@@ -24,6 +24,7 @@ from gateway.schedule.core.demand_model import (
 from gateway.schedule.core.requests import QueuedRequest
 from gateway.schedule.scheduler import LeaseRecord, Scheduler
 from tests.each_case import each_case
+from tests.lease_requests import expected, learn
 from tests.schedule.build import a_request, a_scheduler, lease_at_once, node, settle, start_lease
 from tests.schedule.queue_simulation import QueueSimulation
 
@@ -137,9 +138,8 @@ async def test_a_waiting_request_keeps_its_estimate_when_the_inventory_changes()
     before = waiter.queued
     estimate = before.prompt_tokens, before.completion_tokens
     for _ in range(30):
-        scheduler.demand_model.token_estimates.learn(
-            request.wanted.model, request.caller.fairness_key, 4000.0, 4000.0, 5.0, None
-        )
+        estimates, caller = scheduler.demand_model.token_estimates, request.caller.fairness_key
+        learn(estimates, request.wanted.model, caller, 4000.0, 4000.0, 5.0, None)
     scheduler.fleet.nodes["b"] = node("b", slots=1, state=NodeState.DOWN)
     scheduler.fleet.model_index.set_nodes(scheduler.fleet.nodes.values())
     scheduler.capacity_changed()
@@ -188,13 +188,13 @@ HUGE = 32_768
 
 
 def prompt_of(estimates: TokenEstimates, text: float, model: str = "m", caller: str = "a") -> float:
-    return estimates.expected_tokens(model, caller, text, 0)[0]
+    return expected(estimates, model, caller, text, 0)[0]
 
 
 def answer_of(
     estimates: TokenEstimates, max_tokens: float | None = HUGE, model: str = "m", caller: str = "a"
 ) -> float:
-    return estimates.expected_tokens(model, caller, 100, max_tokens)[1]
+    return expected(estimates, model, caller, 100, max_tokens)[1]
 
 
 def learn_answers(
@@ -205,14 +205,14 @@ def learn_answers(
     complete: bool = True,
 ) -> None:
     for length in lengths:
-        estimates.learn("m", caller, 400, 100, length, max_tokens, complete=complete)
+        learn(estimates, "m", caller, 400, 100, length, max_tokens, complete=complete)
 
 
 def test_the_bytes_of_a_models_tokens_are_learnt_from_four_at_first() -> None:
     estimates = TokenEstimates()
     assert prompt_of(estimates, 4000) == pytest.approx(1000)
     for size in (3000, 300, 30_000, 900):
-        estimates.learn("m", "a", size, size / 3, 50, None)
+        learn(estimates, "m", "a", size, size / 3, 50, None)
     assert prompt_of(estimates, 6000) == pytest.approx(2000, rel=0.05)
     assert prompt_of(estimates, 6000, caller="b") == pytest.approx(2000, rel=0.05)
     assert prompt_of(estimates, 6000, model="n") == pytest.approx(1500)
@@ -222,9 +222,9 @@ def test_a_callers_own_ratio_replaces_the_models() -> None:
     """One caller writes Chinese (two bytes a token), ten others English."""
     estimates = TokenEstimates()
     for turn in range(200):
-        estimates.learn("m", f"english {turn % 10}", 2000, 500, 50, None)
+        learn(estimates, "m", f"english {turn % 10}", 2000, 500, 50, None)
         if turn % 10 == 0:
-            estimates.learn("m", "chinese", 2000, 1000, 50, None)
+            learn(estimates, "m", "chinese", 2000, 1000, 50, None)
     assert prompt_of(estimates, 3000, caller="chinese") == pytest.approx(1500, rel=0.06)
     assert prompt_of(estimates, 3000, caller="english 3") == pytest.approx(750, rel=0.06)
     assert prompt_of(estimates, 3000, caller="new") == pytest.approx(800, rel=0.1)
@@ -233,24 +233,24 @@ def test_a_callers_own_ratio_replaces_the_models() -> None:
 def test_long_prompts_teach_more_than_short_ones() -> None:
     estimates = TokenEstimates()
     for _ in range(20):
-        estimates.learn("m", "a", 40, 20, 50, None)
-        estimates.learn("m", "a", 20_000, 5000, 50, None)
+        learn(estimates, "m", "a", 40, 20, 50, None)
+        learn(estimates, "m", "a", 20_000, 5000, 50, None)
     assert prompt_of(estimates, 20_000) == pytest.approx(5000, rel=0.03)
 
 
 def test_one_wrong_usage_moves_the_ratio_little() -> None:
     estimates = TokenEstimates()
     for _ in range(30):
-        estimates.learn("m", "a", 4000, 1000, 50, None)
-    estimates.learn("m", "a", 4000, 10**9, 50, None)
+        learn(estimates, "m", "a", 4000, 1000, 50, None)
+    learn(estimates, "m", "a", 4000, 10**9, 50, None)
     assert prompt_of(estimates, 4000) == pytest.approx(1000, rel=0.1)
 
 
 def test_token_ids_count_exactly() -> None:
     estimates = TokenEstimates()
     for _ in range(20):
-        estimates.learn("m", "a", 0, 777, 50, None, exact_tokens=777)
-    assert estimates.expected_tokens("m", "a", 0, 10, exact_tokens=777)[0] == 777
+        learn(estimates, "m", "a", 0, 777, 50, None, ids=777)
+    assert expected(estimates, "m", "a", 0, 10, 777)[0] == 777
     assert prompt_of(estimates, 4000) == pytest.approx(1000)
 
 
@@ -258,10 +258,8 @@ def test_the_tokens_of_images_are_learnt_apart_from_text() -> None:
     """A model that makes 256 tokens of any image, each guessed as 1,000."""
     estimates = TokenEstimates()
     for count in (1, 2, 3, 1, 2, 3, 1, 2, 3, 1, 2, 3):
-        estimates.learn("m", "a", 2000, 500 + 256 * count, 50, None, media_tokens=1000 * count)
-    assert estimates.expected_tokens("m", "b", 400, 0, media_tokens=2000)[0] == pytest.approx(
-        612, rel=0.15
-    )
+        learn(estimates, "m", "a", 2000, 500 + 256 * count, 50, None, media=1000 * count)
+    assert expected(estimates, "m", "b", 400, 0, 0, 2000)[0] == pytest.approx(612, rel=0.15)
     assert prompt_of(estimates, 4000) == pytest.approx(1000)
 
 
@@ -324,11 +322,11 @@ def test_memory_is_bounded_and_active_callers_stay() -> None:
     estimates = TokenEstimates(most_models=10, most_callers=100)
     for number in range(1000):
         learn_answers(estimates, 50)
-        estimates.learn(f"m{number}", f"c{number}", 1000, 500, 9, None)
+        learn(estimates, f"m{number}", f"c{number}", 1000, 500, 9, None)
 
     def known(model: str, caller: str) -> bool:
-        expected = estimates.expected_tokens(model, caller, 1000, None)
-        return expected != estimates.expected_tokens("never seen", "never seen", 1000, None)
+        found = expected(estimates, model, caller, 1000, None)
+        return found != expected(estimates, "never seen", "never seen", 1000, None)
 
     # "m" is the tenth model, and its caller one of the hundred.
     assert [number for number in range(1000) if known(f"m{number}", "")] == [*range(991, 1000)]
@@ -344,9 +342,9 @@ numbers: Any = st.floats() | st.integers(-(10**30), 10**30)
 def test_estimates_are_sane_whatever_is_reported(told: list[tuple[Any, ...]]) -> None:
     estimates = TokenEstimates()
     for text, prompt, completion, limit, ids, media in told:
-        estimates.learn("m", "a", text, prompt, completion, limit, ids, media)
+        learn(estimates, "m", "a", text, prompt, completion, limit, ids, media)
         for size in (
-            *estimates.expected_tokens("m", "a", text, limit, ids, media),
+            *expected(estimates, "m", "a", text, limit, ids, media),
             answer_of(estimates),
         ):
             assert 0 <= size <= MOST_TOKENS

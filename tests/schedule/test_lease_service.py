@@ -27,6 +27,7 @@ from gateway.nodes.router import ModelLoad
 from gateway.schedule.lease_service import LocalLeaseService
 from gateway.schedule.scheduler import LeaseRecord
 from tests.each_case import each_case
+from tests.lease_requests import expected
 from tests.nodes.build import Clock
 from tests.schedule.build import a_request, a_scheduler, failed_on, node, settle
 
@@ -452,7 +453,7 @@ def test_a_resumed_response_teaches_by_the_clients_own_request() -> None:
         world.clock.passes(1.0)
         world.leases.settle(UsageReport(lease.id, USAGE, Usage(500, 0, 20), 5), own)
     estimates = world.scheduler.demand_model.token_estimates
-    prompt, _ = estimates.expected_tokens("demo", own.caller.fairness_key, 1000, 4000, 0, 0)
+    prompt, _ = expected(estimates, "demo", own.caller.fairness_key, 1000, 4000, 0, 0)
     assert prompt == pytest.approx(500.0, rel=0.1)
 
 

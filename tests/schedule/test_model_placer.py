@@ -11,6 +11,7 @@ from typing import Any
 import httpx
 import pytest
 
+from gateway.nodes.lifecycle import ProbeAnswer
 from gateway.nodes.node import NodeState
 from gateway.nodes.router import LoadPhase
 from tests.emulator.recorded_router import RecordedRouter
@@ -211,7 +212,8 @@ async def test_a_model_whose_server_hangs_since_an_outage_of_its_router_is_ended
         fleet = running.gateway.fleet
         one.models["a"].node.faults.set("hang", path="*")
         for name in ("r1", "r1/a"):
-            fleet.connect_failed(fleet.nodes[name], "nothing listened for a moment")
+            refused = ProbeAnswer.CONNECTION_REFUSED
+            fleet.request_answered(fleet.nodes[name], refused, "nothing listened for a moment")
             assert fleet.nodes[name].state is NodeState.DOWN
         await until(lambda: fleet.nodes["r1/a"].state is NodeState.UNLOADED, 60.0)
         assert fleet.nodes["r1"].state is NodeState.READY

@@ -26,13 +26,6 @@ from tests.schedule.build import a_request, a_scheduler, lease_at_once, node
 from tests.schedule.queue_simulation import QueueSimulation
 
 
-def test_a_name_that_is_added_again_keeps_its_row() -> None:
-    state = PlacementState()
-    row = state.add("a", total=2)
-    assert state.add("a", total=3) is row
-    assert row.total == row.free == 3
-
-
 def test_a_removed_row_leaves_its_candidate_sets_and_its_index_is_reused() -> None:
     sim = QueueSimulation((1, 1))
     first, second = sim.rows

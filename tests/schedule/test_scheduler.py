@@ -23,6 +23,7 @@ from gateway.schedule.scheduler import MOST_PLACED_BY_TOKENS, Scheduler
 from gateway.terms import Priority
 from tests.calls import count_calls
 from tests.each_case import each_case
+from tests.lease_requests import learn
 from tests.nodes.build import Clock, learn_timings, take
 from tests.schedule.build import (
     CALLER,
@@ -799,7 +800,7 @@ async def test_a_request_that_has_come_to_need_most_of_a_pool_is_not_passed_over
 
     def learn_answers(tokens: int) -> None:
         for _ in range(40):
-            scheduler.demand_model.token_estimates.learn("demo", CALLER, 0, 150, tokens, None, 150)
+            learn(scheduler.demand_model.token_estimates, "demo", CALLER, 0, 150, tokens, None, 150)
 
     def small() -> LeaseRequest:
         return a_request(exact_tokens=200, max_tokens=40)

@@ -20,16 +20,14 @@ from hypothesis import strategies as st
 
 from gateway.config.inventory import NodeSpec, TokenCost
 from gateway.config.scheduling import HybridSettings, SpillSettings
+from gateway.nodes.prices import TEMPLATE_TOKENS, cost_of, most_cost
 from gateway.schedule.core.tiers import (
-    TEMPLATE_TOKENS,
     SpillBudget,
     SpillReservation,
     Tier,
     TierPolicy,
     TierRoute,
     TierStatus,
-    cost_of,
-    most_cost,
 )
 from gateway.terms import Priority
 from tests.each_case import each_case

@@ -175,7 +175,7 @@ def test_an_output_token_costs_what_the_fleet_measures_within_bounds(
     token_seconds: float, weight: float
 ) -> None:
     state = PlacementState()
-    state.add("a", total=1, prefill_tps=100.0, token_base=token_seconds)
+    state.set_speed(state.add("a", total=1), 100.0, token_seconds, 0.0)
     forecast = WaitForecast(state, WaitQueue())
     forecast.refresh_if_due(0)
     assert forecast.token_weight == pytest.approx(weight)

@@ -275,7 +275,7 @@ async def test_lines_of_a_paused_model_wait_and_go_on(tmp_path: Path) -> None:
     ]
     async with gateway_over(tmp_path, *nodes) as running:
         fleet = running.gateway.fleet
-        fleet.pause_model("demo")
+        fleet.pause_model("demo", paused=True)
         with patch("gateway.errors.PAUSED_RETRY_SECONDS", 0.05):
             paused = await submit(running, lines(20, model="demo"))
             others = await submit(running, lines(20, model="other"))
@@ -283,7 +283,7 @@ async def test_lines_of_a_paused_model_wait_and_go_on(tmp_path: Path) -> None:
             found = await show(running, paused)
             assert found["status"] == "in_progress"
             assert found["request_counts"] == {"total": 20, "completed": 0, "failed": 0}
-            fleet.resume_model("demo")
+            fleet.pause_model("demo", paused=False)
             assert (await ended(running, paused))["request_counts"]["completed"] == 20
 
 

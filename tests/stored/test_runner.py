@@ -216,12 +216,12 @@ async def test_a_row_waits_while_its_node_is_down_and_costs_nothing(tmp_path: Pa
 @in_virtual_time
 async def test_a_row_of_a_paused_model_waits_and_costs_nothing(tmp_path: Path) -> None:
     async with proxy_over(tmp_path, EmulatedNode(), keys=[key()]) as proxy:
-        proxy.app.fleet.pause_model("demo")
+        proxy.app.fleet.pause_model("demo", paused=True)
         with pytest.raises(RowDeferred) as deferred:
             await run(proxy)
         assert (deferred.value.reason, deferred.value.concerns_owner) == ("model_paused", False)
         assert deferred.value.seconds == 30
-        proxy.app.fleet.resume_model("demo")
+        proxy.app.fleet.pause_model("demo", paused=False)
         assert (await run(proxy)).status == 200
 
 

@@ -163,7 +163,7 @@ async def test_a_batch_that_runs_does_not_wait(tmp_path: Path) -> None:
 async def test_a_paused_batch_and_one_of_a_paused_model_say_so(tmp_path: Path) -> None:
     node = EmulatedNode(slots=1, decode_tps=10)
     async with virtual_gateway_over(tmp_path, node) as running:
-        running.gateway.fleet.pause_model(node.model)
+        running.gateway.fleet.pause_model(node.model, paused=True)
         batch = await submit(running, lines(4))
         assert (await why(running, batch))["why_waiting"]["reason"] == "model_paused"
         answer = await running.client.post(f"/v1/batches/{batch}/pause", headers=HEADERS)

@@ -7,7 +7,7 @@ Running requests yield to one that would have to wait. Only requests that say so
 (`LeaseCaller.yields`), and only in decode: what they have written so far is kept, and they go on
 later, on any node. What a yield costs is that their prompt and that text are read once more.
 
-`choose_yields` is the policy, on plain numbers. `YieldRequests` asks those that it has chosen.
+`choose_yields` is the policy, on plain numbers. The scheduler asks those that it has chosen.
 """
 
 from __future__ import annotations

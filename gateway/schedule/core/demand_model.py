@@ -25,9 +25,9 @@ from dataclasses import dataclass, field
 from itertools import islice
 from typing import Final, TypeVar
 
-from gateway.lease import LeaseRequest, PromptKey, UsageReport
+from gateway.lease import LeaseRequest, PromptKey, RequestSize, UsageReport
 from gateway.nodes.prompt_cache import FleetPromptCache
-from gateway.schedule.candidates import NodeCandidates
+from gateway.schedule.candidates import NodeCandidates, nodes_of
 from gateway.schedule.core.dispatcher import Dispatcher
 from gateway.schedule.core.placement_state import PlacementState
 from gateway.schedule.core.requests import NEGLIGIBLE_COMPLETION, NodeSlots, QueuedRequest
@@ -162,27 +162,19 @@ class TokenEstimates:
     _models: OrderedDict[str, TokenStats] = field(default_factory=OrderedDict)
     _callers: OrderedDict[tuple[str, str], TokenStats] = field(default_factory=OrderedDict)
 
-    def expected_tokens(
-        self,
-        model: str,
-        caller: str,
-        text_bytes: float,
-        max_tokens: float | None,
-        exact_tokens: float = 0,
-        media_tokens: float = 0,
-    ) -> tuple[float, float]:
+    def expected_tokens(self, model: str, caller: str, size: RequestSize) -> tuple[float, float]:
         """Expected tokens of the prompt, and of each answer.
 
-        `exact_tokens`: known ones, given as ids; `media_tokens`: guessed of images and audio.
         Absurd figures are clamped; a `max_tokens` of NaN counts as none.
         """
+        max_tokens = size.max_tokens if size.generates else 0
         common = self._models.get(model, _NO_STATS)
         own = self._callers.get((caller, model), _NO_STATS)
-        prompt = text_bytes * _tokens_per_byte(common, own) + exact_tokens
-        if media_tokens:
-            prompt += media_tokens * common.media_factor
+        prompt = size.text_bytes * _tokens_per_byte(common, own) + size.exact_tokens
+        if size.media_tokens:
+            prompt += size.media_tokens * common.media_factor
         if not 0.0 <= prompt <= MOST_TOKENS:
-            prompt = _clamp_tokens(prompt)
+            prompt = min(prompt, MOST_TOKENS) if prompt > 0 else 0.0
         if max_tokens is not None and max_tokens <= 0:
             return prompt, 0.0
         mean = own.mean_answer(common.mean_answer(DEFAULT_ANSWER_TOKENS))
@@ -202,12 +194,9 @@ class TokenEstimates:
         self,
         model: str,
         caller: str,
-        text_bytes: float,
+        size: RequestSize,
         prompt_tokens: float,
         completion_tokens: float,
-        max_tokens: float | None,
-        exact_tokens: float = 0,
-        media_tokens: float = 0,
         *,
         complete: bool = True,
     ) -> None:
@@ -219,15 +208,13 @@ class TokenEstimates:
         self.lessons += 1
         common = _most_recent(self._models, model, self.most_models)
         own = _most_recent(self._callers, (caller, model), self.most_callers)
-        if (
-            0 < prompt_tokens < math.inf
-            and 0 <= text_bytes + exact_tokens + media_tokens < math.inf
-        ):
-            text_bytes = min(text_bytes, MOST_TEXT_BYTES)
-            left = min(prompt_tokens, MOST_TOKENS) - exact_tokens
+        known, media = size.text_bytes + size.exact_tokens + size.media_tokens, size.media_tokens
+        if 0 < prompt_tokens < math.inf and 0 <= known < math.inf:
+            text_bytes = min(size.text_bytes, MOST_TEXT_BYTES)
+            left = min(prompt_tokens, MOST_TOKENS) - size.exact_tokens
             expected = text_bytes * _tokens_per_byte(common, own)
-            if media_tokens > 0:
-                common.correct_media(left - expected, media_tokens)
+            if media > 0:
+                common.correct_media(left - expected, media)
             elif text_bytes > 0 and left > 0:
                 tokens = min(max(left, expected / OUTLIER_RATIO), expected * OUTLIER_RATIO)
                 tokens = min(
@@ -238,7 +225,8 @@ class TokenEstimates:
                 own.add_prompt(text_bytes, tokens, decayed)
                 common.add_prompt(text_bytes, tokens, decayed)
         if 0 < completion_tokens < math.inf:
-            limited = max_tokens is not None and completion_tokens >= max_tokens - 1
+            most = size.max_tokens
+            limited = most is not None and completion_tokens >= most - 1
             ended = complete and not limited
             mean = common.mean_answer(DEFAULT_ANSWER_TOKENS)
             own.add_answer(completion_tokens, ended, own.mean_answer(mean))
@@ -277,10 +265,6 @@ def _tokens_per_byte(common: TokenStats, own: TokenStats) -> float:
         common.prompt_bytes + PRIOR_BYTES
     )
     return (own.prompt_tokens + PRIOR_BYTES * ratio) / (own.prompt_bytes + PRIOR_BYTES)
-
-
-def _clamp_tokens(value: float) -> float:
-    return min(value, MOST_TOKENS) if value > 0 else 0.0
 
 
 def _most_recent(entries: OrderedDict[Key, TokenStats], key: Key, most: int) -> TokenStats:
@@ -347,7 +331,8 @@ class DemandModel:
             completion_tokens=completion_tokens,
         )
         if candidates.excluded or candidates.failed or candidates.penalties:
-            queued.exclude(candidates.excluded, candidates.failed, candidates.penalties)
+            queued.excluded, queued.failed = candidates.excluded, candidates.failed
+            queued.penalties = candidates.penalties
         if caller.time_limit is not None:
             queued.deadline = received_at + caller.time_limit
         if self.dispatcher.placement_state.pools:
@@ -356,10 +341,7 @@ class DemandModel:
             queued.slotless_caller = caller.id
         if caller.session is not None and size.generates:
             queued.penalties = self.session_affinity.penalties(
-                caller.session,
-                request.wanted.model,
-                queued,
-                self.dispatcher.placement_state,
+                caller.session, request.wanted.model, queued, self.dispatcher.placement_state
             )
         if key is not None:
             queued.prompt_key = key
@@ -390,15 +372,8 @@ class DemandModel:
         return round(max(request.size.prompt_tokens, self._expected_tokens(request)[0]))
 
     def _expected_tokens(self, request: LeaseRequest) -> tuple[float, float]:
-        """Tokens of its prompt and of its answer."""
-        size = request.size
         return self.token_estimates.expected_tokens(
-            request.wanted.model,
-            request.caller.fairness_key,
-            size.text_bytes,
-            size.max_tokens if size.generates else 0,
-            size.exact_tokens,
-            size.media_tokens,
+            request.wanted.model, request.caller.fairness_key, request.size
         )
 
     def estimate_pool(self, queued: QueuedRequest, request: LeaseRequest, overflows: int) -> None:
@@ -484,12 +459,9 @@ class DemandModel:
             self.token_estimates.learn(
                 request.wanted.model,
                 request.caller.fairness_key,
-                size.text_bytes,
+                size,
                 0.0 if reported is None else reported.prompt_tokens,
                 completion / (placement.slots or 1),
-                size.max_tokens,
-                exact_tokens=size.exact_tokens,
-                media_tokens=size.media_tokens,
                 complete=report.complete,
             )
         prompt_key = placement.prompt_key
@@ -518,7 +490,7 @@ def _slots(request: LeaseRequest, candidates: NodeCandidates) -> int:
 
     A node that has to learn its endpoint's limit may have fewer just now than the request asks for.
     """
-    most = max(node.slots_total for _, nodes in candidates.by_model for node in nodes)
+    most = max(node.slots_total for node in nodes_of(candidates.by_model))
     return min(request.size.slots, most)
 
 

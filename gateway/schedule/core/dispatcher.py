@@ -84,16 +84,14 @@ MOST_DECLINES = 8
 MOST_CACHE_REFRESHES = 4
 
 
-def _default_patience() -> Mapping[Priority, float]:
-    return {priority: DEFAULT_PATIENCE[priority.label] for priority in Priority}
-
-
 @dataclass(frozen=True, slots=True)
 class DispatchRules:
     """The settings that the dispatcher goes by."""
 
     policy: str = "least_finish"  # a name in `selection.POLICIES`
-    overdue_after: Mapping[Priority, float] = field(default_factory=_default_patience)
+    overdue_after: Mapping[Priority, float] = field(
+        default_factory=lambda: {one: DEFAULT_PATIENCE[one.label] for one in Priority}
+    )
     """Seconds after which a waiting request of a class is overdue."""
     overdue_share: float = 0.1
     """Share of the placements that overdue requests get while there are any."""
@@ -191,7 +189,6 @@ class Matcher:
     def _next_of_level(
         self, level: PriorityLevel, now: float, available: AvailabilityCache
     ) -> Match | None:
-        """The request of one class that goes next."""
         counters = level.counters
         by_cost = self._policy.by_cost
         limit = None
@@ -518,7 +515,7 @@ class Dispatcher:
     def place_while(self, may_place: Callable[[], bool]) -> None:
         """Place requests only while this says so."""
         self.may_place = may_place
-        self.placement_state.note_slots_freed()
+        self.placement_state.set_slots_freed(freed=True)
 
     # Placing.
 
@@ -570,7 +567,7 @@ class Dispatcher:
         placements: list[QueuedRequest] = []
         if self.may_place is not None and not self.may_place():
             return placements
-        self.placement_state.clear_slots_freed()
+        self.placement_state.set_slots_freed(freed=False)
         self._holds.clear()
         while (
             self._slotless_queue.count
@@ -583,7 +580,7 @@ class Dispatcher:
                 break
             placements.append(self._start_match(match, now))
             if (most := most - 1) <= 0:
-                self.placement_state.note_slots_freed()
+                self.placement_state.set_slots_freed(freed=True)
                 break
         deferred = self._holds.deferred
         self.wake_at = min([queued.deferred_until for queued in deferred], default=math.inf)
@@ -672,16 +669,12 @@ class Dispatcher:
         for queued in self._slotless_forecast.likely_order():
             yield queued, math.inf
 
-    @property
-    def evaluations(self) -> int:
-        """Waiting requests that were compared so far: a bounded number for each placement."""
-        return self._matcher.evaluations + self._slotless_matcher.evaluations
-
     # Inside.
 
     def _enqueue(self, queued: QueuedRequest, now: float) -> None:
         if not self.waiting:
-            self.placement_state.clear_slots_freed()  # `place` has just looked at every free slot.
+            # `place` has just looked at every free slot.
+            self.placement_state.set_slots_freed(freed=False)
         queued.looked_up(now)
         if queued.slots:
             cached = max(queued.cached.values(), default=0.0)
@@ -696,7 +689,6 @@ class Dispatcher:
             self.wake_at = min(self.wake_at, queued.deferred_until)
 
     def _start_match(self, match: Match, now: float) -> QueuedRequest:
-        """Place a request that waits."""
         queued, account = match.queued, match.queued.account
         assert account is not None
         queue = self._queue_of(queued)

@@ -305,7 +305,6 @@ class ModelPlacementPolicy:
         self.without_room[model] = [] if any(map(self._fits, found, always)) else found
 
     def _is_worth(self, look: _Look, demand: ModelDemand, queue: _Queue, option: _Option) -> bool:
-        """Whether a load there is worth what it costs others."""
         loss, load_seconds = option.loss, option.instance.load_seconds
         reloads = sum(one.load_seconds for one in option.victims)
         if demand.batch and loss > UNUSED_SHARE * reloads:
@@ -523,21 +522,16 @@ class ModelHost:
     held: dict[_Key, Instance] = field(default_factory=dict)
 
     @property
-    def used(self) -> int:
-        """Bytes that are taken by those whose memory is known."""
-        return sum([one.memory or 0 for one in self.held.values()])
-
-    @property
-    def unknown(self) -> int:
-        """Models that are loaded and whose memory is not known."""
-        return sum([one.memory is None for one in self.held.values()])
-
-    @property
     def free(self) -> float:
         """Bytes that are free; none beside an instance of unknown memory."""
         if self.memory is None:
             return math.inf
-        return 0.0 if self.unknown else self.memory - self.used
+        used = 0
+        for one in self.held.values():
+            if one.memory is None:
+                return 0.0
+            used += one.memory
+        return self.memory - used
 
     def set_memory(self, memory: int | None) -> None:
         """It has so much for models."""
@@ -669,8 +663,6 @@ def _keep(found: dict[_Key, Instance], one: Instance, sign: int) -> None:
 
 
 class _Plan(NamedTuple):
-    """A load that waits for room."""
-
     victims: tuple[_Key, ...]
     reason: str
     cost: float
@@ -679,8 +671,6 @@ class _Plan(NamedTuple):
 
 
 class _Option(NamedTuple):
-    """A load that could be begun."""
-
     instance: Instance
     victims: Sequence[Instance]  # that have to go
     loss: float  # what that costs
@@ -772,7 +762,6 @@ class _Look:
     def act(
         self, verb: LoadVerb, instance: Instance, reason: str, cause: UnloadCause = "memory"
     ) -> None:
-        """Decide on an action."""
         self.actions.append(LoadAction(verb, instance.node, instance.model, reason, cause))
         self.acted[instance.key] = verb
         if verb == "load":
@@ -791,7 +780,6 @@ class _Look:
         return running + sum(one.node in host.nodes for one in self.loads)
 
     def is_leaving(self, instance: Instance) -> bool:
-        """Whether it is about to be unloaded."""
         verb = self.acted.get(instance.key) if self.acted else None
         return verb in {"retire", "unload"} or (verb is None and instance.phase in LEAVING_PHASES)
 

@@ -12,14 +12,7 @@ from dataclasses import dataclass, field
 from weakref import WeakSet
 
 from gateway.config.scheduling import DEFAULT_SLOTLESS
-from gateway.schedule.core.requests import (
-    UNMEASURED_PREFILL_TPS,
-    UNMEASURED_TOKEN_SECONDS,
-    CandidateSet,
-    NodeSlots,
-    QueuedRequest,
-    clamp,
-)
+from gateway.schedule.core.requests import CandidateSet, NodeSlots, QueuedRequest, clamp
 
 ROUNDING = 1e-9  # by so much a product may fall short of a whole number, as 0.29 of 100 does
 
@@ -80,24 +73,12 @@ class PlacementState:
 
     # Rows and candidate sets.
 
-    def add(
-        self,
-        name: str,
-        *,
-        total: float = 1,
-        prefill_tps: float = UNMEASURED_PREFILL_TPS,
-        token_base: float = UNMEASURED_TOKEN_SECONDS,
-        token_step: float = 0.0,
-        gpu: bool = False,
-    ) -> NodeSlots:
-        """A row for a node that takes work on all its slots; the row of that name if it exists."""
-        row = self.by_name.get(name)
-        if row is None:
-            index = self._unused.pop() if self._unused else len(self.rows)
-            row = self.by_name[name] = NodeSlots(index, name, zlib.crc32(name.encode()))
-            self.rows[index : index + 1] = [row]
+    def add(self, name: str, *, total: float = 1, gpu: bool = False) -> NodeSlots:
+        """A row for a new node, which takes work on all its slots."""
+        index = self._unused.pop() if self._unused else len(self.rows)
+        row = self.by_name[name] = NodeSlots(index, name, zlib.crc32(name.encode()))
+        self.rows[index : index + 1] = [row]
         self.set_tier(row, gpu=gpu)
-        self.set_speed(row, prefill_tps, token_base, token_step)
         self.set_slots(row, total, total, 0)
         return row
 
@@ -160,12 +141,13 @@ class PlacementState:
         `alive`: worth waiting for, though it may take nothing now; None: if it takes work.
         `paused`: it wants nothing for a while.
         """
-        old_total, was_alive = row.total, row.alive
+        old_total, was_alive, before = row.total, row.alive, row.free
         row.set_slots(total, capacity, foreign, alive=alive, paused=paused)
         self.slots_version += 1
         if row.total != old_total or row.alive is not was_alive:
             self._reserve_is_stale = True
-        self._recompute(row)
+        row.recompute()
+        self._note_free(row, before)
 
     def set_pool(self, row: NodeSlots, tokens: int, foreign: int) -> None:
         """The slots of `row` share so many tokens, of which others use `foreign`; 0: none."""
@@ -239,16 +221,11 @@ class PlacementState:
     def start(self, queued: QueuedRequest, row: NodeSlots, now: float) -> None:
         """Start a request on this row."""
         self.placement_count = number = self.placement_count + 1
-        before = row.free
+        before, exploring = row.free, row.exploring
         row.start(queued, now, number)
-        if before and not row.free:
-            self.free_rows_version += 1
-            self.free_rows.pop(row.index, None)
-        if row.exploring and queued.slots:
-            row.explored()
-            if not row.exploring:
-                self.exploring.discard(row.index)
-        self._changed.add(row.index)
+        if exploring and not row.exploring:
+            self.exploring.discard(row.index)
+        self._note_free(row, before)
 
     def prefill_done(self, placement: QueuedRequest, now: float) -> None:
         """The prompt of `placement` has been read; after its end that is no news."""
@@ -265,21 +242,14 @@ class PlacementState:
         row = placement.row
         before = row.free
         row.end(placement, now)
-        if not placement.slots or row.free > before:
+        if not placement.slots:
             self.slots_freed = True
-        if row.free and not before:
-            self.free_rows[row.index] = row
-            self.free_rows_version += 1
         self.last_release = now
-        self._changed.add(row.index)
+        self._note_free(row, before)
 
-    def note_slots_freed(self) -> None:
-        """Free slots are left that the waiting requests have not been offered."""
-        self.slots_freed = True
-
-    def clear_slots_freed(self) -> None:
-        """The waiting requests have been offered every free slot."""
-        self.slots_freed = False
+    def set_slots_freed(self, *, freed: bool) -> None:
+        """Whether free slots are left that the waiting requests have not been offered."""
+        self.slots_freed = freed
 
     def has_slotless_room(self, row: NodeSlots, caller: str) -> bool:
         """Whether `row` may run one more of this caller's requests without a slot.
@@ -301,9 +271,8 @@ class PlacementState:
         row.reserve(None)
         self.reserved_rows.remove(row)
 
-    def _recompute(self, row: NodeSlots) -> None:
-        before = row.free
-        row.recompute()
+    def _note_free(self, row: NodeSlots, before: int) -> None:
+        """The row has changed, and had so many free slots before."""
         free = row.free
         if free > before:
             self.slots_freed = True

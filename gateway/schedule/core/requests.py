@@ -268,12 +268,6 @@ class QueuedRequest(msgspec.Struct, eq=False):
         """Set `fills_pool`; before it waits."""
         self.fills_pool = fills
 
-    def exclude(
-        self, excluded: Collection[int], failed: Collection[int], penalties: Mapping[int, float]
-    ) -> None:
-        """Set `excluded`, `failed` and `penalties`; before it is placed or waits."""
-        self.excluded, self.failed, self.penalties = excluded, failed, penalties
-
     def note_reserved_for(self) -> None:
         """A node's room is reserved for it."""
         self.was_reserved_for = True
@@ -341,11 +335,7 @@ class QueuedRequest(msgspec.Struct, eq=False):
         self.placed_at = at
 
     def placed(
-        self,
-        group: int,
-        comparison: Comparison | None,
-        payer: FairnessAccount,
-        token_weight: float,
+        self, group: int, comparison: Comparison | None, payer: FairnessAccount, token_weight: float
     ) -> float:
         """It is served under the model name of this group; returns what `payer` pays for it.
 
@@ -496,13 +486,7 @@ class NodeSlots:
         self.gpu = gpu
 
     def set_slots(
-        self,
-        total: float,
-        capacity: float,
-        foreign: float,
-        *,
-        alive: bool | None,
-        paused: bool,
+        self, total: float, capacity: float, foreign: float, *, alive: bool | None, paused: bool
     ) -> None:
         """As `PlacementState.set_slots`."""
         self.total = int(clamp(total, 0, MOST_SLOTS, 0))
@@ -533,10 +517,6 @@ class NodeSlots:
         self.exploring = min(left, EXPLORING_REQUESTS - samples)
         self.samples, self.hope, self.measured = samples, hope, measured
         self.figures = self._speed_figures = None
-
-    def explored(self) -> None:
-        """One more request has started from which its speed may be learnt."""
-        self.exploring -= 1
 
     def set_penalty(self, seconds: float, wake: float = 0.0) -> None:
         """As `PlacementState.set_penalty`."""
@@ -617,6 +597,8 @@ class NodeSlots:
         self.last_placement = number
         if queued.slots:
             self.ours += queued.slots
+            if self.exploring:
+                self.exploring -= 1
             if self.pool:
                 self.pool_reserved += self._pool_share(queued)
         else:
@@ -653,7 +635,11 @@ class NodeSlots:
                 left = self.pool_reserved - self._pool_share(placement)
                 self.pool_reserved = left if self.ours else 0.0
         else:
-            self._slotless_ended(placement.slotless_caller)
+            caller = placement.slotless_caller
+            self.slotless_running -= 1
+            self.slotless_by_caller[caller] -= 1
+            if not self.slotless_by_caller[caller]:
+                del self.slotless_by_caller[caller]
         decodes = placement.completion_tokens > NEGLIGIBLE_COMPLETION
         self.decoding -= decodes
         if not running:
@@ -715,12 +701,6 @@ class NodeSlots:
             if one.prefill_ends > latest:  # noqa: PLR1730 - a call costs four times as much
                 latest = one.prefill_ends
         self.ends_sum, self.prefill_until = total, latest
-
-    def _slotless_ended(self, caller: str) -> None:
-        self.slotless_running -= 1
-        self.slotless_by_caller[caller] -= 1
-        if not self.slotless_by_caller[caller]:
-            del self.slotless_by_caller[caller]
 
     def _pool_share(self, queued: QueuedRequest) -> float:
         if not queued.slots:
@@ -801,13 +781,20 @@ class CandidateSet:
     def __post_init__(self) -> None:
         self.replace_rows(self.rows)
 
-    def slots(self, version: int) -> int:
-        """Slots of its rows that are alive, as of that `PlacementState.slots_version`."""
-        return self._count_slots(version)[1]
+    def slots(self, version: int, *, for_batch: bool = False) -> int:
+        """Slots of its rows that are alive, as of that `PlacementState.slots_version`.
 
-    def unreserved_slots(self, version: int) -> int:
-        """Those of them that `batch` may use."""
-        return self._count_slots(version)[2]
+        `for_batch`: those of them that `batch` may use.
+        """
+        if self._slots[0] != version:
+            alive = [row for row in self.rows if row.alive]
+            self._slots = (
+                version,
+                sum([row.total for row in alive]),
+                # Where all rows are kept from it, it may use idle ones.
+                sum([row.total - row.batch_reserve for row in alive]) or len(alive),
+            )
+        return self._slots[2 if for_batch else 1]
 
     def pools(self, version: int) -> tuple[float, float]:
         """Tokens of its smallest and largest shared pool, as of that `pools_version`.
@@ -821,17 +808,6 @@ class CandidateSet:
                 version,
             )
         return self._pools
-
-    def _count_slots(self, version: int) -> tuple[int, int, int]:
-        if self._slots[0] != version:
-            alive = [row for row in self.rows if row.alive]
-            self._slots = (
-                version,
-                sum([row.total for row in alive]),
-                # Where all rows are kept from it, it may use idle ones.
-                sum([row.total - row.batch_reserve for row in alive]) or len(alive),
-            )
-        return self._slots
 
     def set_available(self, rows: list[NodeSlots], version: int) -> None:
         """Remember its rows with room for one slot, as of that `free_rows_version`."""

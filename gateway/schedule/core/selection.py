@@ -32,7 +32,7 @@ from __future__ import annotations
 
 import math
 import random
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, ClassVar, Final, TypeVar
 from weakref import WeakKeyDictionary
@@ -425,9 +425,13 @@ def compare(
         if count > MOST_COMPARED_ROWS:
             best = policy.best_rows(available, queued, now, MOST_COMPARED_ROWS)
         others = [row for row in best if row is not chosen][: MOST_COMPARED_ROWS - 1]
-    own = NO_OWN_FIGURES
-    if queued.cached or queued.penalties:
-        own = _own_figures(queued, [chosen, *others])
+    own, cached, penalties = NO_OWN_FIGURES, queued.cached, queued.penalties
+    if cached or penalties:
+        own = {
+            row.name: OwnFigures(cached.get(row.index, 0.0), penalties.get(row.index, 0.0))
+            for row in (chosen, *others)
+            if row.index in cached or row.index in penalties
+        }
     return Comparison(
         chosen.figures or chosen.take_figures(),
         tuple([row.figures or row.take_figures() for row in others]),
@@ -436,16 +440,6 @@ def compare(
         NodeCounts(count, len(available.candidate_set.rows), fleet_size),
         policy.by_cost,
     )
-
-
-def _own_figures(queued: QueuedRequest, rows: Sequence[NodeSlots]) -> Mapping[str, OwnFigures]:
-    """What holds on these rows for the request alone."""
-    cached, penalties = queued.cached, queued.penalties
-    return {
-        row.name: OwnFigures(cached.get(row.index, 0.0), penalties.get(row.index, 0.0))
-        for row in rows
-        if row.index in cached or row.index in penalties
-    }
 
 
 # Rows whose speed is known up to which each request may explore another; of more rows, one in so
@@ -515,10 +509,7 @@ def _seconds_alone(row: NodeSlots, queued: QueuedRequest, cached: float) -> floa
 
 
 def available_rows(
-    placement_state: PlacementState,
-    queued: QueuedRequest,
-    *,
-    any_pool: bool = False,
+    placement_state: PlacementState, queued: QueuedRequest, *, any_pool: bool = False
 ) -> AvailableRows | None:
     """The rows that have room for a request now; None: no row has.
 
@@ -580,7 +571,17 @@ def _idle_kept_rows(queued: QueuedRequest, avoided: Collection[int]) -> Availabl
     For example a prompt for which only their context is long enough: it must not wait for ever.
     """
     for group, tiers in enumerate(queued.groups):
-        by_tier = [[row for row in one.rows if _may_take(row, queued, avoided)] for one in tiers]
+        by_tier = [
+            [
+                row
+                for row in one.rows
+                if row.alive
+                and row.total >= queued.slots
+                and row.index not in queued.excluded
+                and row.index not in avoided
+            ]
+            for one in tiers
+        ]
         for candidates, rows in zip(tiers, by_tier, strict=True):
             if any(not row.kept_from_batch for row in rows):
                 return None
@@ -594,16 +595,6 @@ def _idle_kept_rows(queued: QueuedRequest, avoided: Collection[int]) -> Availabl
         if any(by_tier):
             break
     return None
-
-
-def _may_take(row: NodeSlots, queued: QueuedRequest, avoided: Collection[int]) -> bool:
-    """Whether a row could take the request at some time."""
-    return (
-        row.alive
-        and row.total >= queued.slots
-        and row.index not in queued.excluded
-        and row.index not in avoided
-    )
 
 
 def _rows_with_room(

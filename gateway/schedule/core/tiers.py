@@ -21,14 +21,8 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 from gateway.callers.windows import SlidingSum
-from gateway.config.inventory import NodeSpec
 from gateway.config.scheduling import HybridSettings, SpillSettings
 from gateway.terms import Priority
-
-# Tokens that a chat template may add to a prompt by itself. A prompt has no more tokens than bytes
-# (byte-level vocabularies), and the JSON around each message has more bytes than its role has
-# tokens.
-TEMPLATE_TOKENS = 512
 
 
 class SpillReservation:
@@ -51,9 +45,7 @@ class SpillReservation:
 
     def cancel(self) -> None:
         """The request was never sent."""
-        if self._budget is not None:
-            budget, self._budget = self._budget, None
-            budget.settled(self.most_cost, 0.0, happened=False, now=-math.inf)
+        self.settle(0.0, happened=False, now=-math.inf)
 
 
 @dataclass(slots=True)
@@ -138,67 +130,6 @@ class SpillBudget:
             self.spilled.add(now, 1.0)
         if cost > 0:
             self.paid.add(now, cost)
-
-
-def cost_of(
-    spec: NodeSpec,
-    total: int,
-    *,
-    prompt: float,
-    completion: float,
-    slots: int,
-    seconds: float,
-) -> float:
-    """The price of tokens, or of a share of the node's time, in the settings' currency.
-
-    `slots` of the node's `total` were held for `seconds`.
-    """
-    rate = spec.cost_per_million_tokens
-    if rate is not None:
-        return (prompt * rate.prompt + completion * rate.completion) / 1_000_000
-    return spec.cost_per_hour * min(1.0, slots / max(1, total)) * max(0.0, seconds) / 3600
-
-
-def most_cost(
-    spec: NodeSpec,
-    total: int,
-    *,
-    prompt_bytes: int,
-    max_tokens: int | None,
-    context: int | None,
-    slots: int,
-    seconds: float,
-) -> float:
-    """The most that a request can cost on a node; infinity where nothing bounds it.
-
-    `max_tokens` and `context` are of one slot; `seconds` is the longest that it may run.
-    """
-    if spec.cost_per_million_tokens is None:
-        return cost_of(spec, total, prompt=0, completion=0, slots=slots, seconds=seconds)
-    answers = max(1, slots)
-    most_context = math.inf if context is None else float(context)
-    completion = min(math.inf if max_tokens is None else float(max_tokens), most_context)
-    prompt = min(float(prompt_bytes + TEMPLATE_TOKENS), most_context * answers)
-    rate = spec.cost_per_million_tokens
-    # 0 times infinity is 0 here: an answer that costs nothing may be of any length.
-    completion_cost = completion * answers * rate.completion if rate.completion else 0.0
-    prompt_cost = prompt * rate.prompt if rate.prompt else 0.0
-    return (prompt_cost + completion_cost) / 1_000_000
-
-
-SLOW_TOKENS_PER_SECOND = 5.0  # of one slot of a node whose speed is not measured yet
-
-
-def dearest_token(spec: NodeSpec, total: int, tokens_per_second: float | None) -> float:
-    """The most that one token is likely to cost on a node of `total` slots.
-
-    `tokens_per_second`: of one slot, as measured.
-    """
-    rate = spec.cost_per_million_tokens
-    if rate is not None:
-        return max(rate.prompt, rate.completion) / 1_000_000
-    seconds = 1 / (tokens_per_second or SLOW_TOKENS_PER_SECOND)
-    return cost_of(spec, total, prompt=0, completion=0, slots=1, seconds=seconds)
 
 
 Tier = Literal["gpu", "cpu"]

@@ -202,11 +202,6 @@ class WaitQueue:
         """Requests that have the row of that index among their warmest, in the order of arrival."""
         return self._warm.get(index, {})
 
-    def __iter__(self) -> Iterator[QueuedRequest]:
-        """All of them, by class and age."""
-        for level in self.levels:
-            yield from heapq.merge(*level.fifos.values(), key=by_age)
-
 
 def _insert(fifos: Fifos, queued: QueuedRequest) -> None:
     fifo = fifos.get(queued.requirements)
@@ -339,8 +334,8 @@ class WaitForecast:
 
         `first`: seconds until the next slot comes free. Infinity: no node is alive.
         """
-        count = candidates.unreserved_slots if queued.keeps_batch_reserve else candidates.slots
-        slots = count(self.placement_state.slots_version)
+        version = self.placement_state.slots_version
+        slots = candidates.slots(version, for_batch=queued.keeps_batch_reserve)
         if not slots:
             return math.inf
         self.refresh_if_due(self.placement_state.placement_count)

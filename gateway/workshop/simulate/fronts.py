@@ -15,7 +15,7 @@ from dataclasses import replace
 from typing import NamedTuple, cast
 
 from gateway.config.scheduling import ElasticSettings
-from gateway.lease import PromptKey
+from gateway.lease import PromptKey, RequestSize
 from gateway.nodes.calibration import (
     LOOK_SECONDS,
     READ_WORDS,
@@ -142,6 +142,11 @@ SIMULATED_MODEL = "model"
 _Numbers = tuple[int, ...]
 
 
+def _size(job: Job) -> RequestSize:
+    """As much of a request's size as its tokens are estimated by."""
+    return RequestSize(text_bytes=job.prompt.tokens * BYTES_PER_TOKEN, max_tokens=job.max_tokens)
+
+
 class _NodeStub:
     """As much of a node as leases, `compare_speeds` and the choice of those to calibrate need."""
 
@@ -171,7 +176,7 @@ class _NodeStub:
         """Count a request that it gets, and measure it."""
         lease = Lease(cast("Node", self), 1, now, stream=True)
         self.occupancy.take(1, now, prefilling=True)
-        lease.counted(self.occupancy.slot_seconds, self.occupancy.prefill_seconds)
+        lease.counted(self.occupancy, 0.0, wakes=False, trial=False)
         return lease
 
     def lease_released(self, lease: Lease, counted: bool) -> None:  # noqa: FBT001 - a node's
@@ -271,9 +276,8 @@ class LearntKnowledge:
         """What to expect of it, by what was learnt so far."""
         if self._unknown:
             self._calibrate(fleet.now)
-        text = job.prompt.tokens * BYTES_PER_TOKEN
         tokens, completion = self.token_estimates.expected_tokens(
-            job.model or SIMULATED_MODEL, job.caller, text, job.max_tokens
+            job.model or SIMULATED_MODEL, job.caller, _size(job)
         )
         key = self._prompt_keys[job.id] = self._prompt_key(job, tokens)
         found = self.prompt_cache.lookup(key)
@@ -311,9 +315,8 @@ class LearntKnowledge:
         else:
             show_speed(self._state, self._state.rows[node], self._stubs[node].speed)
         prompt = job.prompt.tokens
-        text = prompt * BYTES_PER_TOKEN
         model = job.model or SIMULATED_MODEL
-        self.token_estimates.learn(model, job.caller, text, prompt, job.output, job.max_tokens)
+        self.token_estimates.learn(model, job.caller, _size(job), prompt, job.output)
         self.prompt_cache.request_finished(node, prompt_key, prompt, job.cached, job.output)
 
     def restarted(self, node: int) -> None:
@@ -331,7 +334,8 @@ class LearntKnowledge:
         running = [stub for stub in self._unknown if stub.calibrated_at < math.inf]
         ended = False
         while True:
-            for stub in due(self._unknown, running, at):
+            unknown, others = cast("list[Node]", self._unknown), cast("list[Node]", running)
+            for stub in cast("list[_NodeStub]", due(unknown, others, at)):
                 stub.begin_calibration(at)
                 running.append(stub)
             if not running:
@@ -558,7 +562,7 @@ class AutoscalingFront(GatewayFront):
             elif action.verb == "keep":
                 self._enter(index, LifecyclePhase.ON, now)
             else:
-                one.stop(now)
+                one.enter(LifecyclePhase.STOPPING, action.reason, now)
                 one.enter(LifecyclePhase.OFF, action.reason, now)
                 self._seconds[index] += now - one.started_at
                 fleet.servers[index].restart()

@@ -15,6 +15,7 @@ from gateway.workshop.simulate.fronts import (
     LeastConn,
 )
 from gateway.workshop.simulate.simulation import Job, SimulatedFleet, SimulatedMachine, simulate
+from tests.lease_requests import expected
 from tests.workshop.simulate.build import job, machine, trace
 
 
@@ -100,7 +101,7 @@ def test_learnt_lengths_are_those_of_each_caller() -> None:
     ]
     simulate(trace(jobs), machines, GatewayFront(machines, knowledge=learnt))
     for caller, output in (("long", 150), ("short", 15)):
-        _, completion = learnt.token_estimates.expected_tokens("model", caller, 400, None)
+        _, completion = expected(learnt.token_estimates, "model", caller, 400, None)
         assert completion == pytest.approx(output, rel=0.35)
 
 
