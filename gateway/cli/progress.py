@@ -164,10 +164,17 @@ class StartupProgress(Progress):
 
     def show(self, event: ServerEvent) -> None:
         """Show what happened to a server, or log it after the start."""
-        from gateway.local.server import ServerLoading, ServerReady, ServerStarted
+        import structlog
+
+        from gateway.local.server import ServerExited, ServerLoading, ServerReady, ServerStarted
 
         if self.ended:
-            _log(event)
+            log = structlog.get_logger()
+            if isinstance(event, ServerExited):
+                how, restart_in = event.exit_description, event.restart_in
+                log.warning("server exited", server=event.name, how=how, restart_in=restart_in)
+            elif isinstance(event, ServerReady):
+                log.info("server ready", server=event.name, seconds=round(event.seconds, 1))
             return
         match event:
             case ServerStarted():
@@ -184,23 +191,6 @@ class StartupProgress(Progress):
             self.update(row, description=f"{event.name}: {told}", completed=done)
         else:
             self.note(f"  {event.name}: {told}")
-
-
-def _log(event: ServerEvent) -> None:
-    import structlog
-
-    from gateway.local.server import ServerExited, ServerReady
-
-    log = structlog.get_logger()
-    if isinstance(event, ServerExited):
-        log.warning(
-            "server exited",
-            server=event.name,
-            how=event.exit_description,
-            restart_in=event.restart_in,
-        )
-    elif isinstance(event, ServerReady):
-        log.info("server ready", server=event.name, seconds=round(event.seconds, 1))
 
 
 class BenchProgress(Progress):
