@@ -86,7 +86,7 @@ _fleet = Panel("Running fleet")
 _simulation = Panel("Simulation and output")
 
 
-class TrafficFlags(options.FlagGroup):
+class WorkloadFlags(options.FlagGroup):
     """What is to be done: figures, or a trace."""
 
     requests_per_hour: float | None = _traffic("N", "Requests of a mean hour.")
@@ -211,7 +211,7 @@ class OwnNodeFlags(options.FlagGroup):
 
 def plan(
     *,
-    load: TrafficFlags,
+    load: WorkloadFlags,
     ttft_p95: float | None = _goal(
         "SECONDS", "95 % of the requests have their first token by then."
     ),
