@@ -11,7 +11,6 @@ from gateway import __version__
 from gateway.cli import (
     batch,
     cluster,
-    groups,
     keys,
     machine,
     nodes,
@@ -70,7 +69,7 @@ for command, examples in (
     app.command(cls=HelpCommand, epilog=examples)(with_flags(command))
 
 app.add_typer(keys.app, name="keys")
-app.add_typer(groups.app, name="groups")
+app.add_typer(keys.groups, name="groups")
 app.add_typer(batch.webhooks, name="webhooks")
 app.add_typer(batch.app, name="batch")
 app.add_typer(settings.app, name="settings")

@@ -548,26 +548,24 @@ class AdminFlags(options.FlagGroup):
         url, key_file, ca = self.admin_url, self.admin_key_file, self.admin_ca
         if url is not None and urlsplit(url).scheme not in {"http", "https"}:
             raise WrongUsage(f"--admin-url {url}: must be like http://127.0.0.1:8001")
+        env = os.environ.get
+        host, port = env("LLAMA_GATEWAY_ADMIN_HOST"), env("LLAMA_GATEWAY_ADMIN_PORT")
         needed = {}
         if url is None:
+            asked = (("host", host), ("port", port), ("tls", None))
             address = "--admin-url names the admin listener's address"
-            needed = {"host": address, "port": address, "tls": address}
+            needed = {key: address for key, known in asked if not known}
         if key_file is None:
             needed["key_file"] = "--admin-key-file names the file of its key"
-        for name, key in (("HOST", "host"), ("PORT", "port")):
-            if os.environ.get(f"LLAMA_GATEWAY_ADMIN_{name}"):
-                needed.pop(key, None)
         admin = _settings(self.config, needed) if needed else None
         own = None
         if url is None:
             own = admin.tls.cert if admin is not None and admin.tls is not None else None
-            host = os.environ.get("LLAMA_GATEWAY_ADMIN_HOST") or (
-                admin.host if admin else "127.0.0.1"
-            )
-            port = os.environ.get("LLAMA_GATEWAY_ADMIN_PORT") or (admin.port if admin else 8001)
+            host = host or (admin.host if admin else "127.0.0.1")
             host = _EVERY_ADDRESS.get(host, host)
+            place = f"[{host}]" if ":" in host else host
             scheme = "http" if own is None else "https"
-            url = f"{scheme}://[{host}]:{port}" if ":" in host else f"{scheme}://{host}:{port}"
+            url = f"{scheme}://{place}:{port or (admin.port if admin else 8001)}"
         if key_file is None and admin is not None:
             key_file = admin.key_file
         if ca is None and (named := os.environ.get("LLAMA_GATEWAY_ADMIN_CA")):

@@ -1,4 +1,4 @@
-"""`llama-gateway keys`: makes, lists, rotates and revokes API keys; only hashes are kept."""
+"""`llama-gateway keys` and `groups`: API keys, of which only hashes are kept, and their groups."""
 
 from __future__ import annotations
 
@@ -67,8 +67,7 @@ class IsolateChoice(enum.StrEnum):
 _CLASSES = "|".join(PriorityChoice)
 
 
-def checked_name(value: str | None) -> str | None:
-    """Return the name. Raises BadParameter."""
+def _checked_name(value: str | None) -> str | None:
     if value is not None and (not value.strip() or value != value.strip() or len(value) > 256):
         raise typer.BadParameter("1 to 256 characters, without white space around them")
     return value
@@ -164,15 +163,11 @@ class RightFlags(FlagGroup):
         flags = {
             **vars(self),
             "class": self.default_class,
-            "models": listed_models(self.model, self.models),
-            "cache_nodes": node_labels(self.cache_nodes),
+            "models": _listed_models(self.model, self.models),
+            "cache_nodes": _node_labels(self.cache_nodes),
         }
-        own = ("class", "max_class", "models", "trust_user_headers", "group", "expires")
-        fields = {name: flags[name] for name in own}
-        for group in ("limits", "user_limits", "cache"):
-            paths = {name: path for name, path in FIELDS.items() if path[0] == group and path[1:]}
-            fields[group] = {path[1]: flags[name] for name, path in paths.items()}
-        return given(fields)
+        own = ("class", "max_class", "models", "trust_user_headers")
+        return _placed(flags, {**{name: (name,) for name in own}, **FIELDS})
 
 
 class NewRightFlags(RightFlags):
@@ -181,7 +176,7 @@ class NewRightFlags(RightFlags):
     trust_user_headers: bool | None = _users.switch("--trust-user-headers", TRUST_HELP, None)
 
 
-def listed_models(repeated: list[str] | None, listed: str | None) -> list[str] | None:
+def _listed_models(repeated: list[str] | None, listed: str | None) -> list[str] | None:
     """Return the models of both flags. Raises BadParameter."""
     names = [*(repeated or ()), *(listed.split(",") if listed is not None else ())]
     found = list(dict.fromkeys(name.strip() for name in names))
@@ -190,7 +185,7 @@ def listed_models(repeated: list[str] | None, listed: str | None) -> list[str] |
     return found or None
 
 
-def node_labels(text: str | None) -> dict[str, str] | None:
+def _node_labels(text: str | None) -> dict[str, str] | None:
     """Return the labels of `--cache-nodes`; empty: every node. Raises BadParameter."""
     if text is None:
         return None
@@ -208,15 +203,14 @@ def node_labels(text: str | None) -> dict[str, str] | None:
     return labels
 
 
-def given(fields: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the fields that flags have set, with plain values; a group of none is left out."""
+def _placed(flags: Mapping[str, Any], paths: Mapping[str, tuple[str, ...]]) -> dict[str, Any]:
+    """Return the fields of a key, or of a group, that flags have set, each where `paths` says."""
     found: dict[str, Any] = {}
-    for name, value in fields.items():
-        if name in _GROUPS:
-            if inner := given(value):
-                found[name] = inner
-        elif value is not None:
-            found[name] = value.value if isinstance(value, enum.Enum) else value
+    for name, (place, *inner) in paths.items():
+        value = flags.get(name)
+        if value is not None:
+            fields = found.setdefault(place, {}) if inner else found
+            fields[inner[0] if inner else place] = getattr(value, "value", value)
     return found
 
 
@@ -235,7 +229,7 @@ FIELDS: Mapping[str, tuple[str, ...]] = {
 }
 
 
-def unset_fields(
+def _unset_fields(
     words: Iterable[str],
     wanted: Mapping[str, Any],
     fields: Mapping[str, tuple[str, ...]] = FIELDS,
@@ -258,7 +252,7 @@ def unset_fields(
     return found
 
 
-def patch_of(
+def _patch_of(
     before: Mapping[str, Any], wanted: Mapping[str, Any], removed: Iterable[tuple[str, ...]]
 ) -> dict[str, Any]:
     """Return the JSON merge patch that makes these changes to the key `before`."""
@@ -306,8 +300,7 @@ class ListedKey(NamedTuple):
     line: int
 
 
-def read_key_file(file: Path) -> list[ListedKey]:
-    """Read the keys of a file. Raises ConfigError."""
+def _read_key_file(file: Path) -> list[ListedKey]:
     listed = _table(file) if file.suffix.lower() == ".csv" else _list(file)
     if not 0 < len(listed) <= MOST_KEYS:
         problem = "holds no key" if not listed else f"holds {len(listed)} keys"
@@ -443,7 +436,7 @@ class KeyFlags(options.FlagGroup):
 
             settings = client.read_settings(self.config)
             standings = Standings.alone(settings, source)
-            unknown = partial(unknown_models, settings, self.nodes)
+            unknown = partial(_unknown_models, settings, self.nodes)
             desk = KeyDesk(settings, standings, unknown, seconds=client.OPEN_SECONDS)
             yield KeyAccess(StoreAlone(desk))
 
@@ -470,7 +463,7 @@ def hash_(
 
     key = _read_key() if read else new_key(key_id)
     entry = {"id": key.id, "sha256": key.sha256}
-    show_entry(key, entry, shown=not read, as_json=as_json)
+    _show_entry(key, entry, shown=not read, as_json=as_json)
 
 
 @app.add(
@@ -495,7 +488,7 @@ def create(
     name: str | None = flag(
         "NAME",
         "Who uses it; unique. Logs, metrics and the ledger show it.",
-        callback=checked_name,
+        callback=_checked_name,
         show_default="its id",
     ),
     rights: NewRightFlags,
@@ -518,9 +511,10 @@ def create(
         raise typer.BadParameter(f"is below --class {default_class}", param_hint="--max-class")
     if "user_limits" in fields and not fields.get("trust_user_headers"):
         raise typer.BadParameter("needs --trust-user-headers", param_hint="--user-…")
-    first = {"name": name, "class": default_class, "max_class": highest}
     key = new_key(key_id)
-    entry = {"id": key.id, "sha256": key.sha256, **given({**first, **fields})}
+    first = {"name": name, "class": default_class, "max_class": highest, **fields}
+    said = {field: value for field, value in first.items() if value is not None}
+    entry = {"id": key.id, "sha256": key.sha256, **said}
     if print_only:
         print_note(
             "warning: --print goes with the next release: where the settings have no store "
@@ -535,8 +529,8 @@ def create(
         print_note("there is no store (store.url: off): put the lines into the settings")
         _show_lines(key, entry, as_json=as_json)
         return
-    tell_warnings(made.pop("warnings", ()))
-    show_new(key, made, as_json=as_json)
+    _tell_warnings(made.pop("warnings", ()))
+    _show_new(key, made, as_json=as_json)
 
 
 @app.add("list")
@@ -549,11 +543,11 @@ def list_(
     """Show all keys of the settings and the store, without their secrets, which nobody has."""
     with stored.open() as keys:
         found = keys.request("GET", "/admin/keys", {"revoked": "1"} if revoked else None)
-    tell_warnings(found.get("warnings", ()))
+    _tell_warnings(found.get("warnings", ()))
     if found.get("problem"):
         print_note(f"warning: the store does not answer: {found['problem']}")
     nothing = "there are no keys; 'llama-gateway keys create --name NAME' makes one"
-    rows = map(key_row, found["keys"])
+    rows = map(_key_row, found["keys"])
     print_listing(found, rows, nothing, as_json=as_json, state_column=3)
 
 
@@ -570,13 +564,13 @@ def show(*, name: str = KEY_NAME, as_json: bool = options.JSON, stored: KeyFlags
             continue
         text = format_cell(value)
         if isinstance(value, dict):
-            text = cache_text(value) if field == "cache" else limits_text(value)
+            text = _cache_text(value) if field == "cache" else _limits_text(value)
         print(f"{field:20} {text}")
     whose = [(f"{one['of']}'s", [one]) for one in key.get("standing") or ()]
     whose += [(f"user {one['user']}", one["standing"]) for one in key.get("users") or ()]
     for owner, standing in whose:
         for one in standing:
-            print(f"{'used':20} {format_cell(owner)} {standing_text(one)}")
+            print(f"{'used':20} {format_cell(owner)} {_standing_text(one)}")
 
 
 @app.add(
@@ -590,7 +584,7 @@ def set_(
     *,
     name: str = KEY_NAME,
     new_name: str | None = flag(
-        "NAME", "Another name; its usage stays under its id.", name="--name", callback=checked_name
+        "NAME", "Another name; its usage stays under its id.", name="--name", callback=_checked_name
     ),
     unset: list[str] | None = flag(
         "FLAG,...",
@@ -605,8 +599,8 @@ def set_(
 
     What no flag names stays as it is. A change holds for the next request.
     """
-    wanted = given({"name": new_name, **rights.fields()})
-    removed = unset_fields(unset or (), wanted)
+    wanted = ({} if new_name is None else {"name": new_name}) | rights.fields()
+    removed = _unset_fields(unset or (), wanted)
     if not wanted and not removed:
         raise typer.BadParameter("say what to change, such as --rpm 60 or --unset rpm")
     with stored.open() as keys:
@@ -615,9 +609,9 @@ def set_(
         if "user_limits" in wanted and not trusted:
             raise typer.BadParameter("needs --trust-user-headers", param_hint="--user-…")
         path = f"/admin/keys/{quote(str(before['id']), safe='')}"
-        changed = keys.request("PATCH", path, body=patch_of(before, wanted, removed))
-    tell_warnings(changed.pop("warnings", ()))
-    print_answer(changed, rights_text(changed), as_json=as_json)
+        changed = keys.request("PATCH", path, body=_patch_of(before, wanted, removed))
+    _tell_warnings(changed.pop("warnings", ()))
+    print_answer(changed, _rights_text(changed), as_json=as_json)
 
 
 @app.add("revoke")
@@ -628,7 +622,7 @@ def revoke(*, name: str = KEY_NAME, as_json: bool = options.JSON, stored: KeyFla
     """
     with stored.open() as keys:
         key = keys.request("DELETE", keys.path(name))
-    print_answer(key, f"{called(key)}: revoked", as_json=as_json)
+    print_answer(key, f"{_called(key)}: revoked", as_json=as_json)
 
 
 @app.add(
@@ -656,8 +650,8 @@ def rotate(
         key = new_key(str(keys.key(name)["id"]))
         fields = {"sha256": key.sha256, "grace": seconds}
         rotated = keys.request("POST", f"{keys.path(name)}/rotate", body=fields)
-    tell_warnings(rotated.pop("warnings", ()))
-    show_new(key, rotated, as_json=as_json)
+    _tell_warnings(rotated.pop("warnings", ()))
+    _show_new(key, rotated, as_json=as_json)
 
 
 @app.add(
@@ -676,7 +670,7 @@ def import_(
     The keys' holders keep the secrets that they have: lg_ID_SECRET, of whose SECRET the file has
     the SHA-256.
     """
-    listed = read_key_file(file)
+    listed = _read_key_file(file)
     with stored.open() as keys:
         try:
             entries = [entry.fields for entry in listed]
@@ -690,7 +684,7 @@ def import_(
                 for one in problems
             ) from None
     warnings = list(found.get("warnings", ()))
-    tell_warnings(warnings)
+    _tell_warnings(warnings)
     text = f"{len(listed)} {'key' if len(listed) == 1 else 'keys'} imported"
     done = {"imported": len(listed), "warnings": warnings}
     print_answer(done, text, as_json=as_json)
@@ -703,7 +697,7 @@ def _show_lines(key: ApiKey, entry: Mapping[str, Any], *, as_json: bool) -> None
 
     with failing_by(KeysRefused, status=2):
         checked_specs([entry], (), (), time.time())
-    show_entry(key, entry, shown=True, as_json=as_json)
+    _show_entry(key, entry, shown=True, as_json=as_json)
 
 
 def _read_key() -> ApiKey:
@@ -720,11 +714,135 @@ def _read_key() -> ApiKey:
     return key
 
 
-# How keys are shown.
+# `llama-gateway groups`: what the keys of each may use together.
 
 
-def key_row(key: Mapping[str, Any]) -> list[tuple[str, object]]:
-    """Return a key's row of the table."""
+groups = CommandGroup(
+    "Groups of API keys: limits that the keys of a group share.\n\n"
+    "Groups of the settings come before those of the store. While the gateway runs, they are "
+    "changed through its admin API, and a change holds for the next request; else in the store.",
+    ("llama-gateway groups set research --budget 200/month --tpm 100000", "make it, or change it"),
+    ("llama-gateway keys create --name alice --group research", "a key of it"),
+    ("llama-gateway groups list", "what each may use, and has used"),
+    ("llama-gateway groups remove research", "its keys then share no limit"),
+)
+
+GROUP_NAME = argument("NAME", "The group's name.")
+
+_GROUP_FIELDS = {
+    **{name: path for name, path in FIELDS.items() if path[0] in {"limits", "user_limits"}},
+    **{name: ("limits", name) for name in ("max_class", "models")},
+}
+
+
+class LimitFlags(FlagGroup):
+    """The limits of a group; those that are not given stay as they are."""
+
+    max_class: PriorityChoice | None = flag(
+        "|".join(PriorityChoice), "The highest class of its keys' requests."
+    )
+    models: str | None = flag("A,B", "Models that its keys may use, of those that each may use.")
+    rpm: int | None = RightFlags.rpm
+    tpm: int | None = RightFlags.tpm
+    tokens_per_day: int | None = RightFlags.tokens_per_day
+    budget: str | None = RightFlags.budget
+    concurrency: int | None = RightFlags.concurrency
+    prompt_tokens: int | None = RightFlags.prompt_tokens
+    completion_tokens: int | None = RightFlags.completion_tokens
+    user_rpm: int | None = RightFlags.user_rpm
+    user_tpm: int | None = RightFlags.user_tpm
+    user_tokens_per_day: int | None = RightFlags.user_tokens_per_day
+    user_budget: str | None = RightFlags.user_budget
+    user_concurrency: int | None = RightFlags.user_concurrency
+
+    def fields(self) -> dict[str, Any]:
+        """Return the fields of a group that these flags set. Raises BadParameter."""
+        flags = {**vars(self), "models": _listed_models(None, self.models)}
+        return _placed(flags, _GROUP_FIELDS)
+
+
+@groups.add("list")
+def list_groups(*, as_json: bool = options.JSON, stored: KeyFlags) -> None:
+    """Show all groups of the settings and the store, those too that nobody has defined."""
+    with stored.open() as access:
+        found = access.request("GET", "/admin/groups")
+    _tell_warnings(found.get("warnings", ()))
+    nothing = "there are no groups; 'llama-gateway groups set NAME' makes one"
+    print_listing(found, map(_group_row, found["groups"]), nothing, as_json=as_json)
+
+
+def _group_row(group: Mapping[str, Any]) -> list[tuple[str, object]]:
+    return [
+        ("NAME", group["name"]),
+        ("ORIGIN", group["origin"]),
+        ("KEYS", group["keys"]),
+        ("LIMITS", _limits_text(group["limits"])),
+        ("USED", _used_text(group["standing"], "group")),
+        ("EACH END USER", _limits_text(group["user_limits"])),
+    ]
+
+
+@groups.add(
+    "set",
+    ("llama-gateway groups set research --rpm 600 --budget 200/month", "what its keys may use"),
+    ("llama-gateway groups set research --unset rpm", "no limit of requests"),
+    ("llama-gateway groups set staff", "a group without a limit"),
+)
+def set_group(
+    *,
+    name: str = GROUP_NAME,
+    unset: list[str] | None = flag(
+        "FLAG,...",
+        "Take these away: names of the flags below, such as rpm,budget; or limits, "
+        "user-limits for all of them.",
+    ),
+    limits: LimitFlags,
+    as_json: bool = options.JSON,
+    stored: KeyFlags,
+) -> None:
+    """Make a group in the store, or change its limits: what no flag names stays as it is."""
+    wanted = limits.fields()
+    removed = _unset_fields(unset or (), wanted, _GROUP_FIELDS)
+    try:
+        with stored.open() as access:
+            found = access.request("GET", "/admin/groups")["groups"]
+            defined = {one["name"]: one for one in found}
+            before = defined.get(name, {})
+            fields = {
+                place: {**(before.get(place) or {}), **wanted.get(place, {})}
+                for place in ("limits", "user_limits", "cache")
+            }
+            for place, *field in removed:
+                fields[place] = {
+                    one: value for one, value in fields[place].items() if field and one not in field
+                }
+            given = {place: one for place, one in fields.items() if one}
+            group = access.keep("PUT", _group_path(name), given)
+    except NoStore:
+        raise WrongUsage(
+            "there is no store (store.url: off): write the group into the settings"
+        ) from None
+    own, users = _limits_text(group["limits"]), _limits_text(group["user_limits"])
+    print_answer(group, f"{name}: {own}; each end user {users}", as_json=as_json)
+
+
+@groups.add("remove")
+def remove_group(*, name: str = GROUP_NAME, as_json: bool = options.JSON, stored: KeyFlags) -> None:
+    """Remove a group of the store. Keys that are of it share no limit then."""
+    with stored.open() as access:
+        group = access.request("DELETE", _group_path(name))
+    _tell_warnings(group["warnings"])
+    print_answer(group, f"{name}: removed", as_json=as_json)
+
+
+def _group_path(name: str) -> str:
+    return f"/admin/groups/{quote(name, safe='')}"
+
+
+# How keys and groups are shown.
+
+
+def _key_row(key: Mapping[str, Any]) -> list[tuple[str, object]]:
     get = key.get
     classes = [word for word in (get("class"), get("max_class")) if word]
     return [
@@ -735,15 +853,15 @@ def key_row(key: Mapping[str, Any]) -> list[tuple[str, object]]:
         ("CLASS", " to ".join(dict.fromkeys(classes))),
         ("GROUP", get("group")),
         ("MODELS", get("models")),
-        ("LIMITS", limits_text(get("limits"))),
-        ("USED", used_text(get("standing"), "key")),
+        ("LIMITS", _limits_text(get("limits"))),
+        ("USED", _used_text(get("standing"), "key")),
         ("LAST USED", get("last_used_at")),
         ("EXPIRES", get("expires")),
         ("OLD SECRET UNTIL", get("previous_until")),
     ]
 
 
-def used_text(standing: object, of: str) -> str:
+def _used_text(standing: object, of: str) -> str:
     """Write what is used of the limits of a key, or of a group, in one line; `-` for nothing."""
     told = [one for one in standing if one["of"] == of and one["used"]] if standing else []  # type: ignore[attr-defined]
     return (
@@ -751,7 +869,7 @@ def used_text(standing: object, of: str) -> str:
     )
 
 
-def standing_text(one: Mapping[str, Any]) -> str:
+def _standing_text(one: Mapping[str, Any]) -> str:
     """Write how much of a limit is used and left."""
     text = f"{one['limit']}: {one['used']:.10g} of {one['most']:.10g}"
     if one["reserved"]:
@@ -760,7 +878,7 @@ def standing_text(one: Mapping[str, Any]) -> str:
     return text if one["resets_at"] is None else f"{text}, until {one['resets_at']}"
 
 
-def limits_text(limits: object) -> str:
+def _limits_text(limits: object) -> str:
     """Write limits in one line; `-` for none."""
     if not isinstance(limits, Mapping):
         return "-"
@@ -772,41 +890,40 @@ def limits_text(limits: object) -> str:
     return ", ".join(given) or "-"
 
 
-def called(key: Mapping[str, Any]) -> str:
-    """Name a key for people."""
+def _called(key: Mapping[str, Any]) -> str:
     name, key_id = format_cell(key.get("name")), format_cell(key.get("id"))
     return name if name == key_id else f"{name} (id {key_id})"
 
 
-def show_new(key: ApiKey, shown: Mapping[str, Any], *, as_json: bool) -> None:
+def _show_new(key: ApiKey, shown: Mapping[str, Any], *, as_json: bool) -> None:
     """Show a new secret, this once."""
-    text = _SHOWN_ONCE.format(key.text) + rights_text(shown)
+    text = _SHOWN_ONCE.format(key.text) + _rights_text(shown)
     print_answer({"key": key.text, **shown}, text, as_json=as_json)
 
 
 _SHOWN_ONCE = "The key, shown only now:\n\n  {}\n\n"
 
 
-def rights_text(shown: Mapping[str, Any]) -> str:
+def _rights_text(shown: Mapping[str, Any]) -> str:
     """Write a key's rights and limits in one line."""
     parts = [f"at most class {format_cell(shown.get('max_class'))}"]
     parts += [
         f"{field} {format_cell(shown[field])}" for field in ("models", "group") if shown.get(field)
     ]
-    if (limits := limits_text(shown.get("limits"))) != "-":
+    if (limits := _limits_text(shown.get("limits"))) != "-":
         parts.append(limits)
-    if (of_users := limits_text(shown.get("user_limits"))) != "-":
+    if (of_users := _limits_text(shown.get("user_limits"))) != "-":
         parts.append(f"each end user {of_users}")
-    if (cache := cache_text(shown.get("cache"))) != "-":
+    if (cache := _cache_text(shown.get("cache"))) != "-":
         parts.append(f"cache: {cache}")
     if shown.get("expires"):
         parts.append(f"until {format_cell(shown['expires'])}")
     if shown.get("previous_until"):
         parts.append(f"the old secret works until {format_cell(shown['previous_until'])}")
-    return f"{called(shown)}: {'; '.join(parts)}"
+    return f"{_called(shown)}: {'; '.join(parts)}"
 
 
-def cache_text(cache: object) -> str:
+def _cache_text(cache: object) -> str:
     """Write what a key says of prompt caches in one line; `-` for nothing."""
     if not isinstance(cache, Mapping):
         return "-"
@@ -821,16 +938,14 @@ def cache_text(cache: object) -> str:
             f"{format_cell(name)}={format_cell(value)}" for name, value in nodes.items()
         )
         words["nodes"] = pool or "all"
-    return limits_text(words)
+    return _limits_text(words)
 
 
-def tell_warnings(warnings: Iterable[str]) -> None:
-    """Print warnings to stderr."""
-    for warning in warnings:
-        print_note(f"warning: {warning}")
+def _tell_warnings(warnings: Iterable[str]) -> None:
+    print_note(*(f"warning: {one}" for one in warnings))
 
 
-def show_entry(key: ApiKey, entry: Mapping[str, Any], *, shown: bool, as_json: bool) -> None:
+def _show_entry(key: ApiKey, entry: Mapping[str, Any], *, shown: bool, as_json: bool) -> None:
     """Show the entry of a key for the settings; `shown`: and the key itself, this once."""
     # Any JSON string is a YAML string.
     lines = "\n    ".join(
@@ -942,7 +1057,7 @@ class StoreAlone:
         raise AssertionError(method, path)
 
 
-def unknown_models(settings: Settings, nodes: Path, specs: Sequence[KeySpec]) -> Sequence[str]:
+def _unknown_models(settings: Settings, nodes: Path, specs: Sequence[KeySpec]) -> Sequence[str]:
     """Return a warning for each model that no node of the inventory declares."""
     from gateway.config.inventory import load_inventory
     from gateway.config.routing import CATCH_ALL

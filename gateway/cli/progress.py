@@ -164,8 +164,15 @@ class StartupProgress(Progress):
 
     def show(self, event: ServerEvent) -> None:
         """Show what happened to a server, or log it after the start."""
+        import structlog
+
         if self.ended:
-            _log(event)
+            log = structlog.get_logger()
+            if event.kind == "exited":
+                how, restart_in = event.detail, event.seconds
+                log.warning("server exited", server=event.name, how=how, restart_in=restart_in)
+            elif event.kind == "ready":
+                log.info("server ready", server=event.name, seconds=round(event.seconds, 1))
             return
         match event.kind:
             case "started":
@@ -182,16 +189,6 @@ class StartupProgress(Progress):
             self.update(row, description=f"{event.name}: {told}", completed=done)
         else:
             self.note(f"  {event.name}: {told}")
-
-
-def _log(event: ServerEvent) -> None:
-    import structlog
-
-    log = structlog.get_logger()
-    if event.kind == "exited":
-        log.warning("server exited", server=event.name, how=event.detail, restart_in=event.seconds)
-    elif event.kind == "ready":
-        log.info("server ready", server=event.name, seconds=round(event.seconds, 1))
 
 
 class BenchProgress(Progress):

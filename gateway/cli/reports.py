@@ -140,8 +140,7 @@ def _show(report: dict[str, Any]) -> None:
         print_table([*titles, *(title for title, _ in columns)], cells)
     if report["rows_found"] > len(rows):
         print_note(f"{report['rows_found'] - len(rows)} more rows: --limit")
-    for note in report["notes"]:
-        print_note(note)
+    print_note(*report["notes"])
     money = report["money"]
     if money["node_hours_cost"] or total["cost"]:
         print()

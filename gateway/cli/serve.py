@@ -143,8 +143,7 @@ def _report(
         print(f"{options.DEFAULT_CONFIG}: not there, every setting has its default")
     else:
         print(f"{settings}: valid")
-    for warning in warnings:
-        terminal.print_note(f"warning: {warning}")
+    terminal.print_note(*(f"warning: {one}" for one in warnings))
     if checks:
         print()
         terminal.print_rows((one.table_row() for one in checks), state_column=1)

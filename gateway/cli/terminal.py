@@ -109,10 +109,11 @@ def print_config_error(error: ConfigError) -> None:
             print(line, file=sys.stderr)
 
 
-def print_note(message: str) -> None:
-    """Print a note to stderr, so that stdout holds the results alone."""
-    # Not folded, so that a command in it can be copied.
-    console(sys.stderr).print(single_line(message), soft_wrap=True)
+def print_note(*messages: str) -> None:
+    """Print notes to stderr, so that stdout holds the results alone."""
+    for message in messages:
+        # Not folded, so that a command in it can be copied.
+        console(sys.stderr).print(single_line(message), soft_wrap=True)
 
 
 def print_json(value: Any) -> None:

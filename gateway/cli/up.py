@@ -380,8 +380,7 @@ def _print_folder(folder: ModelFolder) -> None:
         needed = format_gib(one.memory - prompts)
         lines.append(f"  {name}: {needed} with {slots}, {format_gib(prompts)} for prompts")
     lines += [f"  not served: {name}: {why}" for name, why in folder.passed_over.items()]
-    for line in lines[:MOST_LINES]:
-        print_note(line)
+    print_note(*lines[:MOST_LINES])
     if len(lines) > MOST_LINES:
         print_note(f"  and {len(lines) - MOST_LINES} more")
 

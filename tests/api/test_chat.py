@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from gateway.api.base import AssemblyError, ResponseAssembler, as_count
+from gateway.api.base import AssemblyError, ResponseAssembler
 from gateway.api.chat import (
     CHAT,
     ChatRewriter,
@@ -20,7 +20,7 @@ from gateway.api.chat import (
     take_logprobs,
 )
 from gateway.api.completions import COMPLETIONS
-from gateway.api.resuming import ReasoningEndMark, wants_usage
+from gateway.api.resuming import ReasoningEndMark, as_count, wants_usage
 from gateway.api.transcript import OverlapMismatch, Transcript, TranscriptRecorder
 from gateway.forward.event_pipeline import TokenIdExtractor
 from gateway.transport.errors import InvalidResponse

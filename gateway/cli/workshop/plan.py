@@ -86,7 +86,7 @@ _fleet = Panel("Running fleet")
 _simulation = Panel("Simulation and output")
 
 
-class TrafficFlags(options.FlagGroup):
+class WorkloadFlags(options.FlagGroup):
     """What is to be done: figures, or a trace."""
 
     requests_per_hour: float | None = _traffic("N", "Requests of a mean hour.")
@@ -211,7 +211,7 @@ class OwnNodeFlags(options.FlagGroup):
 
 def plan(
     *,
-    load: TrafficFlags,
+    load: WorkloadFlags,
     ttft_p95: float | None = _goal(
         "SECONDS", "95 % of the requests have their first token by then."
     ),
@@ -357,8 +357,7 @@ def _running_fleet(admin: AdminClient) -> MeasuredFleet:
     placed = admin.request("GET", "/admin/placements") if has_routers else {}
     with failing_by(UnmeasuredFleetError, ValueError, before="--fleet: "):
         measured = measured_fleet(nodes, placed)
-    for note in measured.notes:
-        print_note(note)
+    print_note(*measured.notes)
     return measured
 
 
@@ -385,8 +384,7 @@ def _ledger_traffic(
         raise CommandFailed(f"{error}; instead of its ledger, {instead}") from None
     with failing_by(UnmeasuredFleetError, ValueError, before="--fleet: "):
         traffic = busiest_hour(told, fleet, peak)
-    for note in traffic.notes:
-        print_note(note)
+    print_note(*traffic.notes)
     return traffic
 
 
@@ -412,8 +410,7 @@ def _choose_types(
 
     with failing_by(NoTypeFitsError, status=2):
         found, notes = fitting_types(listed, model_gib, names, models)
-    for note in notes:
-        print_note(note)
+    print_note(*notes)
     return found
 
 
@@ -451,8 +448,7 @@ def _plan_new(
         print_json(as_dict(found, rows, crossing, currency))
     else:
         _show(found, rows, crossing, currency)
-    for note in found.notes:
-        print_note(note)
+    print_note(*found.notes)
     if plot is not None:
         if crossing is None:
             raise CommandFailed(
@@ -478,8 +474,7 @@ def _plan_fleet(
         _time_limit(time_limit) as limit,
     ):
         found = what_if(question, measured, traffic, limit)
-    for note in found.notes:
-        print_note(note)
+    print_note(*found.notes)
     if as_json:
         print_json(found.as_dict(question))
     else:

@@ -257,8 +257,7 @@ def _machines(
         setup,
         on_demand=on_demand,
     )
-    for line in notes:
-        print_note(line)
+    print_note(*notes)
     return machines
 
 
