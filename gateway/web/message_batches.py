@@ -316,11 +316,9 @@ class MessageBatchBody:
         if not self._is_complete:
             raise _invalid_json("it ends too early")
         if "requests" not in self._keys:
-            raise errors.invalid_request("requests: Field required", "requests")
+            raise _refused("requests: Field required")
         if not self.count:
-            raise errors.invalid_request(
-                "requests: List should have at least 1 item after validation, not 0", "requests"
-            )
+            raise _refused("requests: List should have at least 1 item after validation, not 0")
 
     def _read(self) -> Generator[None, None, None]:
         """Read the whole body; yields where it needs more bytes."""
@@ -345,7 +343,7 @@ class MessageBatchBody:
 
     def _read_requests(self) -> Generator[None, None, None]:
         if (yield from self._next()) != _LIST:
-            raise errors.invalid_request("requests: Input should be a valid list", "requests")
+            raise _refused("requests: Input should be a valid list")
         self._at += 1
         is_last = (yield from self._next()) == _LIST_END
         if is_last:
@@ -353,10 +351,8 @@ class MessageBatchBody:
         while not is_last:
             yield from self._next()
             if self.count == self._most_lines:
-                raise errors.invalid_request(
-                    f"requests: List should have at most {self._most_lines} items "
-                    "('batches.lines')",
-                    "requests",
+                raise _refused(
+                    f"requests: List should have at most {self._most_lines} items ('batches.lines')"
                 )
             value = yield from self._value(f"requests.{self.count}")
             self._lines.append(self._line_of(value))
@@ -394,9 +390,8 @@ class MessageBatchBody:
             value += self._data[self._at : end]
             if len(value) > most:
                 why = "" if request is None else " ('batches.line_bytes')"
-                raise errors.invalid_request(
-                    f"{request or self._shown_key()}: It is longer than {most} bytes{why}",
-                    "requests",
+                raise _refused(
+                    f"{request or self._shown_key()}: It is longer than {most} bytes{why}"
                 )
             if end is not None:
                 self._at = end
@@ -427,7 +422,7 @@ class MessageBatchBody:
         """The line of a request. Raises: GatewayError 400."""
         where = f"requests.{self.count}"
         if not value.startswith(b"{"):
-            raise errors.invalid_request(f"{where}: Input should be a valid dictionary", "requests")
+            raise _refused(f"{where}: Input should be a valid dictionary")
         try:
             value.decode()
             fields = FIELDS_DECODER.decode(value)
@@ -438,16 +433,12 @@ class MessageBatchBody:
         for name in fields:
             if name not in {"custom_id", "params"}:
                 shown = errors.truncate_echo(name)
-                raise errors.invalid_request(
-                    f"{where}.{shown}: Extra inputs are not permitted", "requests"
-                )
+                raise _refused(f"{where}.{shown}: Extra inputs are not permitted")
         custom_id = self._custom_id(where, fields.get("custom_id"))
         if body is None:
-            raise errors.invalid_request(f"{where}.params: Field required", "requests")
+            raise _refused(f"{where}.params: Field required")
         if not body.startswith(b"{"):
-            raise errors.invalid_request(
-                f"{where}.params: Input should be a valid dictionary", "requests"
-            )
+            raise _refused(f"{where}.params: Input should be a valid dictionary")
         # In the form of OpenAI's lines, so that there is one reader of lines.
         return b'{"custom_id":"%b","method":"POST","url":"/v1/messages","body":%b}\n' % (
             custom_id,
@@ -456,32 +447,30 @@ class MessageBatchBody:
 
     def _custom_id(self, where: str, raw: msgspec.Raw | None) -> bytes:
         if raw is None:
-            raise errors.invalid_request(f"{where}.custom_id: Field required", "requests")
+            raise _refused(f"{where}.custom_id: Field required")
         try:
             custom_id = parse_json(bytes(raw))
         except InvalidJson:
             raise _invalid_json(f"{where} can't be read") from None
         if not isinstance(custom_id, str):
-            raise errors.invalid_request(
-                f"{where}.custom_id: Input should be a valid string", "requests"
-            )
+            raise _refused(f"{where}.custom_id: Input should be a valid string")
         if len(custom_id) > 64:
-            raise errors.invalid_request(
-                f"{where}.custom_id: String should have at most 64 characters", "requests"
-            )
+            raise _refused(f"{where}.custom_id: String should have at most 64 characters")
         if _CUSTOM_ID.fullmatch(custom_id) is None:
-            raise errors.invalid_request(
-                f"{where}.custom_id: String should match pattern '{_PATTERN}'", "requests"
-            )
+            raise _refused(f"{where}.custom_id: String should match pattern '{_PATTERN}'")
         digest = hashlib.blake2b(custom_id.encode(), digest_size=16).digest()
         if digest in self._ids:
-            raise errors.invalid_request(
+            raise _refused(
                 "requests: custom_id's must be unique within a batch. Duplicate custom_id found: "
-                f"{custom_id}",
-                "requests",
+                f"{custom_id}"
             )
         self._ids.add(digest)
         return custom_id.encode()
+
+
+def _refused(problem: str) -> GatewayError:
+    """400: the requests are not as Anthropic's API has them, in its words."""
+    return errors.invalid_request(problem, "requests")
 
 
 def _invalid_json(problem: str) -> GatewayError:
