@@ -166,7 +166,7 @@ def simulate(
     code. Nothing is sent anywhere. Times are seconds; BOUND x is the mean completion over a bound
     that no schedule could beat.
     """
-    from gateway.workshop.simulate.comparison import UnknownPolicyError, compare, known_policies
+    from gateway.workshop.simulate.comparison import compare, known_policies
     from gateway.workshop.simulate.fleets import FleetError, ServerSetup
     from gateway.workshop.simulate.report import overload_warning, plot_reports
     from gateway.workshop.simulate.simulation import StuckError
@@ -191,16 +191,15 @@ def simulate(
         )
         return
     options.check_plot_file(plot)
+    if unknown := [name for name in names if name not in known_policies()]:
+        known = ", ".join(known_policies())
+        message = f"--policy: there is no policy {unknown[0]!r}; known: {known}"
+        raise CommandFailed(message, status=2)
     requests = read()
-    try:
-        with _progress(len(names) * len(requests.jobs)) as progress:
-            reports = compare(
-                requests, machines, names, exact=exact, warm=warm, seed=seed, progress=progress
-            )
-    except UnknownPolicyError as error:
-        raise CommandFailed(f"--policy: {error}", status=2) from None
-    except StuckError as error:
-        raise CommandFailed(str(error)) from None
+    with failing_by(StuckError), _progress(len(names) * len(requests.jobs)) as progress:
+        reports = compare(
+            requests, machines, names, exact=exact, warm=warm, seed=seed, progress=progress
+        )
     slots = sum(machine.slots for machine in machines)
     if as_json:
         print_json(

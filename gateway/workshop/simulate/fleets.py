@@ -470,21 +470,6 @@ class RouterFleet(SimulatedFleet):
     only while it has none, and all of a host fit into its memory.
     """
 
-    __slots__ = (
-        "_active",
-        "_clocks",
-        "_clocks_set",
-        "_free",
-        "held",
-        "hosts",
-        "instances",
-        "load_seconds",
-        "loaded",
-        "loads",
-        "models",
-        "nodes",
-    )
-
     def __init__(
         self,
         nodes: Sequence[SimulatedMachine],
@@ -494,17 +479,14 @@ class RouterFleet(SimulatedFleet):
     ) -> None:
         """`loaded`: the instances of routers that are loaded from the start."""
         self.nodes, self.models, self.instances = nodes, models, instances_of(nodes, models)
-        super().__init__([one.machine for one in self.instances], jobs)
+        routers = [one.router for one in self.instances]
+        super().__init__([one.machine for one in self.instances], jobs, routers)
         self.hosts = [node.host or node.name for node in nodes]
         self.loads, self.load_seconds = 0, 0.0
         self.held: set[int] = set()  # those that take memory
         self.loaded = {index for index, one in enumerate(self.instances) if one.model is None}
         self._free = self.host_memory
-        # A router's own clock runs slower the more of its instances compute.
-        self._clocks = [0.0] * len(nodes)
-        self._clocks_set = [0.0] * len(nodes)
-        self._active: list[set[int]] = [set() for _ in nodes]
-        self._versions = [0] * len(nodes)
+        self._load_ends: list[tuple[float, int, bool]] = []  # when, which, whether it is a load
         for index in loaded:
             self._hold(index)
             self.loaded.add(index)
@@ -539,30 +521,39 @@ class RouterFleet(SimulatedFleet):
         """Bytes of a host that are free."""
         return self._free[host]
 
-    def begin_load(self, index: int) -> float:
-        """Load an instance; returns when to call `end_load`."""
+    def load(self, index: int) -> None:
+        """Load an instance, which takes jobs once `end_loads` has told that it has ended."""
         self._hold(index)
         seconds = self.model_of(index).load_seconds
         self.loads += 1
         self.load_seconds += seconds
-        return self.now + seconds
+        heappush(self._load_ends, (self.now + seconds, index, True))
 
-    def end_load(self, index: int) -> None:
-        """It takes jobs from now on."""
-        self.loaded.add(index)
-
-    def begin_unload(self, index: int) -> float:
-        """Unload an idle instance; returns when to call `end_unload`."""
+    def unload(self, index: int) -> None:
+        """Unload an idle instance, whose memory is free once `end_loads` has told it."""
         if self.servers[index].next_end >= 0 or index not in self.loaded:
             raise ValueError(f"{self.servers[index].machine.name} works or is not loaded")
         self.loaded.discard(index)
         self.servers[index].restart()
-        return self.now + UNLOAD_SECONDS
+        heappush(self._load_ends, (self.now + UNLOAD_SECONDS, index, False))
 
-    def end_unload(self, index: int) -> None:
-        """Its memory is free from now on."""
-        self.held.discard(index)
-        self._free[self.host_of(index)] += self.model_of(index).memory
+    @property
+    def next_load_end(self) -> float:
+        """When the next load or unload ends; infinity: none is under way."""
+        return self._load_ends[0][0] if self._load_ends else math.inf
+
+    def end_loads(self) -> list[tuple[int, bool]]:
+        """End the loads and unloads that are due: which, and whether it was a load."""
+        ended = []
+        while self.next_load_end <= self.now:
+            _, index, is_load = heappop(self._load_ends)
+            if is_load:
+                self.loaded.add(index)
+            else:
+                self.held.discard(index)
+                self._free[self.host_of(index)] += self.model_of(index).memory
+            ended.append((index, is_load))
+        return ended
 
     def _hold(self, index: int) -> None:
         host, memory = self.host_of(index), self.model_of(index).memory
@@ -571,45 +562,11 @@ class RouterFleet(SimulatedFleet):
         self.held.add(index)
         self._free[host] -= memory
 
-    # Time.
-
     def send(self, job: Job, node: int) -> None:
         """Send a job to a loaded instance, now."""
         if node not in self.loaded:
             raise ValueError(f"{self.servers[node].machine.name} is not loaded")
-        job.send_to(node, self.now)
-        router = self.router_of(node)
-        self.servers[node].take(job, self._clock(router), self.now)
-        self._active[router].add(node)
-        self._schedule(router)
-
-    def end_steps(self) -> tuple[list[Job], list[Job]]:
-        """End those steps, now: the jobs that have their first token, and those that have ended."""
-        _, router, _ = heappop(self._ends)
-        active = self._active[router]
-        node = min(active, key=lambda index: (self.servers[index].next_end, index))
-        server = self.servers[node]
-        self._clock(router)
-        self._clocks[router] = server.next_end  # Without the error of its floats.
-        ended = server.end_steps(server.next_end, self.now)
-        if server.next_end < 0:
-            active.discard(node)
-        self._schedule(router)
-        return ended
-
-    def _clock(self, router: int) -> float:
-        passed = self.now - self._clocks_set[router]
-        self._clocks_set[router] = self.now
-        self._clocks[router] += passed / max(1, len(self._active[router]))
-        return self._clocks[router]
-
-    def _schedule(self, router: int) -> None:
-        self._versions[router] += 1
-        active = self._active[router]
-        if active:
-            left = min(self.servers[index].next_end for index in active) - self._clocks[router]
-            end = self.now + max(0.0, left) * len(active)
-            heappush(self._ends, (end, router, self._versions[router]))
+        super().send(job, node)
 
 
 # Placements by hand: sets of instances that stay.

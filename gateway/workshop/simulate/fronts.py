@@ -9,12 +9,10 @@ from __future__ import annotations
 
 import math
 import random
-from abc import ABC, abstractmethod
 from collections import OrderedDict, deque
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
-from heapq import heappop, heappush
-from typing import cast
+from dataclasses import replace
+from typing import NamedTuple, cast
 
 from gateway.lease import PromptKey
 from gateway.nodes.calibration import (
@@ -26,8 +24,8 @@ from gateway.nodes.calibration import (
     due,
 )
 from gateway.nodes.fleet import COMPARE_SPEEDS_EVERY, compare_speeds
-from gateway.nodes.lifecycle import LifecyclePhase
-from gateway.nodes.node import MOST_CALIBRATIONS, CalibrationRecord, Node, SlotOccupancy
+from gateway.nodes.lifecycle import Lifecycle, LifecyclePhase
+from gateway.nodes.node import MOST_CALIBRATIONS, CalibrationRecord, Lease, Node, SlotOccupancy
 from gateway.nodes.prompt_cache import FleetPromptCache
 from gateway.nodes.router import LoadPhase
 from gateway.nodes.speed import ObservedTiming, Speed
@@ -60,59 +58,21 @@ from gateway.workshop.simulate.simulation import (
 )
 
 
-@dataclass(slots=True)
-class ExpectedRequest:
-    """What is known of one request, and its placement."""
+class ExpectedRequest(NamedTuple):
+    """What is known of one request that arrives."""
 
-    prompt_tokens: float  # expected prompt tokens
-    completion_tokens: float  # expected tokens of the answer
+    prompt_tokens: float
+    completion_tokens: float
+    affinity_hash: int  # hash of the prompt's shared beginning
     cached: Mapping[int, float]  # prompt tokens believed cached, by row index
-    pending: Mapping[int, float] = field(default_factory=dict)
+    pending: Mapping[int, float]
     """Prompt tokens believed to be cached once what runs there has ended, by row index."""
-    affinity_hash: int = 0  # hash of the prompt's shared beginning
-    placement: QueuedRequest | None = None
-
-    def place(self, placement: QueuedRequest) -> None:
-        """It has this placement."""
-        self.placement = placement
-
-    def set_cached(
-        self, prompt_tokens: float, cached: Mapping[int, float], pending: Mapping[int, float]
-    ) -> None:
-        """Replace what is believed of its prompt."""
-        self.prompt_tokens, self.cached, self.pending = prompt_tokens, cached, pending
 
 
-class Knowledge(ABC):
-    """Where the figures of requests and of rows come from."""
-
-    @abstractmethod
-    def start(self, machines: Sequence[SimulatedMachine], placement_state: PlacementState) -> None:
-        """Set the speeds of the rows; each machine has the row of its index."""
-
-    @abstractmethod
-    def expect(self, job: Job, fleet: SimulatedFleet) -> ExpectedRequest:
-        """What to expect of a request that has arrived."""
-
-    @abstractmethod
-    def refresh_cached(self, job: Job, expected: ExpectedRequest, fleet: SimulatedFleet) -> None:
-        """Look up anew what is cached of a request that has waited."""
-
-    @abstractmethod
-    def placed(self, job: Job, expected: ExpectedRequest, now: float) -> None:
-        """Take note that it goes to the node of `expected.placement`."""
-
-    def prefill_done(self, job: Job, now: float) -> None:  # noqa: B027 - the truth learns nothing
-        """Learn from its first token's time."""
-
-    def ended(self, job: Job, expected: ExpectedRequest, now: float) -> None:  # noqa: B027
-        """Learn from its end; the job has the figures that llama.cpp reports."""
-
-    def restarted(self, node: int) -> None:  # noqa: B027 - the truth looks into the caches
-        """Forget the caches of a node that was stopped."""
+CachedTokens = tuple[Mapping[int, float], Mapping[int, float]]  # `cached` and `pending` of it
 
 
-class ExactKnowledge(Knowledge):
+class ExactKnowledge:
     """Knows the truth: speeds, lengths, and what every node has cached.
 
     The difference of results to `LearntKnowledge` is the cost of learning. It looks into every node
@@ -124,21 +84,19 @@ class ExactKnowledge(Knowledge):
         self._nodes_by_text: dict[int, set[int]] = {}
 
     def start(self, machines: Sequence[SimulatedMachine], placement_state: PlacementState) -> None:
-        """Set the real speeds."""
+        """Set the real speeds; each machine has the row of its index."""
         for machine, row in zip(machines, placement_state.rows, strict=True):
             placement_state.set_speed(
                 row, machine.prefill_tps, machine.token_base, machine.token_step
             )
 
     def expect(self, job: Job, fleet: SimulatedFleet) -> ExpectedRequest:
-        """The truth."""
+        """What to expect of a request that has arrived: the truth."""
         prompt = job.prompt
         affinity = prompt.prefix or prompt.stream
-        expected = ExpectedRequest(prompt.tokens, job.output, {}, affinity_hash=affinity)
-        self.refresh_cached(job, expected, fleet)
-        return expected
+        return ExpectedRequest(prompt.tokens, job.output, affinity, *self.cached(job, fleet))
 
-    def refresh_cached(self, job: Job, expected: ExpectedRequest, fleet: SimulatedFleet) -> None:
+    def cached(self, job: Job, fleet: SimulatedFleet) -> CachedTokens:
         """What is cached now."""
         prompt = job.prompt
         cached: dict[int, float] = {}
@@ -158,13 +116,22 @@ class ExactKnowledge(Knowledge):
             running = [one.final_prompt for one in server.slots if one is not None]
             if tokens := max((common_tokens(one, prompt) for one in running), default=0):
                 pending[node] = tokens
-        expected.set_cached(expected.prompt_tokens, cached, pending)
+        return cached, pending
 
-    def placed(self, job: Job, expected: ExpectedRequest, now: float) -> None:
-        """Remember where to look."""
+    def placed(self, job: Job, now: float) -> None:
+        """It goes to the node `job.node`: remember where to look."""
         self._nodes_by_text.setdefault(job.prompt.stream, set()).add(job.node)
         if job.prompt.prefix:
             self._nodes_by_text.setdefault(-job.prompt.prefix, set()).add(job.node)
+
+    def prefill_done(self, job: Job, now: float) -> None:
+        """Its first token has come: nothing new."""
+
+    def ended(self, job: Job, now: float) -> None:
+        """It has ended: nothing new."""
+
+    def restarted(self, node: int) -> None:
+        """A node was stopped: its caches show that."""
 
 
 BYTES_PER_TOKEN = 4
@@ -176,15 +143,21 @@ _Numbers = tuple[int, ...]
 
 
 class _NodeStub:
-    """As much of a node as `compare_speeds` and the choice of those to calibrate read."""
+    """As much of a node as leases, `compare_speeds` and the choice of those to calibrate need."""
 
     class _Spec:
         tier = "cpu"
         kind = "llama.cpp"
         written_hint = None
 
-    def __init__(self, machine: SimulatedMachine, row: NodeSlots) -> None:
+    upstream = None
+
+    def __init__(
+        self, machine: SimulatedMachine, row: NodeSlots, clock: Callable[[], float]
+    ) -> None:
         self.spec = self._Spec()
+        self.clock = clock
+        self.occupancy = SlotOccupancy()
         self.speed = Speed()
         self.public_models = machine.models or frozenset({SIMULATED_MODEL})
         self.machine = machine
@@ -193,6 +166,16 @@ class _NodeStub:
         self.calibration = CalibrationRecord()
         self.calibrated_at = math.inf
         """When the calibration that runs has shown the speed; infinity: none runs."""
+
+    def take_lease(self, now: float) -> Lease:
+        """Count a request that it gets, and measure it."""
+        lease = Lease(cast("Node", self), 1, now, stream=True)
+        self.occupancy.take(1, now, prefilling=True)
+        lease.counted(self.occupancy.slot_seconds, self.occupancy.prefill_seconds)
+        return lease
+
+    def lease_released(self, lease: Lease, counted: bool) -> None:  # noqa: FBT001 - a node's
+        """The dispatcher has heard of it."""
 
     def calibration_due(self, now: float) -> bool:
         """Whether it is idle and its speed unknown."""
@@ -248,28 +231,7 @@ def _timings(read: int, read_s: float, wrote: int, wrote_s: float) -> dict[str, 
     }
 
 
-@dataclass(slots=True)
-class _Measured:
-    """A running request: its prompt key, and its node's occupancy since the last event."""
-
-    prompt_key: PromptKey
-    slot_seconds: float = 0.0
-    prefill_seconds: float = 0.0
-    mean_prefills: float = 1.0
-
-    def note(self, occupancy: SlotOccupancy) -> None:
-        """Measure from now on."""
-        self.slot_seconds = occupancy.slot_seconds
-        self.prefill_seconds = occupancy.prefill_seconds
-
-    def prefill_done(self, occupancy: SlotOccupancy, seconds: float) -> None:
-        """Its prompt was read in `seconds`; measure its decoding from now on."""
-        prefills = occupancy.prefill_seconds - self.prefill_seconds
-        self.mean_prefills = prefills / seconds if seconds else 1.0
-        self.note(occupancy)
-
-
-class LearntKnowledge(Knowledge):
+class LearntKnowledge:
     """Learns as the gateway does: of speeds from nothing (`warm`: it knows them), else too.
 
     Idle nodes are calibrated. Their slots are free meanwhile, and a request ends it.
@@ -281,13 +243,13 @@ class LearntKnowledge(Knowledge):
         self.token_estimates = TokenEstimates()
         self._state = PlacementState()
         self._stubs: list[_NodeStub] = []
-        self._occupancies: list[SlotOccupancy] = []
-        self._slots: list[int] = []
+        self._now = 0.0
         self._compared_at = 0.0
         self._looked_at: float | None = None  # when calibrations were last begun
         self._unknown: list[_NodeStub] = []  # those that may have to be calibrated
-        self._measured: dict[int, _Measured] = {}
-        """By the id of each job that has arrived and not ended."""
+        # By the id of each job that has arrived and not ended.
+        self._prompt_keys: dict[int, PromptKey] = {}
+        self._leases: dict[int, Lease] = {}
         # By conversation: its blocks, and where each of them ends.
         self._blocks_by_stream: OrderedDict[int, tuple[_Numbers, _Numbers]] = OrderedDict()
 
@@ -295,18 +257,15 @@ class LearntKnowledge(Knowledge):
         """Every node has the default speed, or its own."""
         self._state = placement_state
         self._stubs = [
-            _NodeStub(machine, row)
+            _NodeStub(machine, row, lambda: self._now)
             for machine, row in zip(machines, placement_state.rows, strict=True)
         ]
-        self._occupancies = [SlotOccupancy() for _ in machines]
-        self._slots = [machine.slots for machine in machines]
-        if self._warm:
-            for stub in self._stubs:
-                stub.know_speed()
-        else:
+        if not self._warm:
             self._unknown = list(self._stubs)
-        for machine, row in zip(machines, placement_state.rows, strict=True):
-            self.prompt_cache.resize(row.index, machine.slots)
+        for stub in self._stubs:
+            if self._warm:
+                stub.know_speed()
+            self.prompt_cache.resize(stub.row.index, stub.machine.slots)
         self._set_all_speeds(0.0)
 
     def expect(self, job: Job, fleet: SimulatedFleet) -> ExpectedRequest:
@@ -317,52 +276,36 @@ class LearntKnowledge(Knowledge):
         tokens, completion = self.token_estimates.expected_tokens(
             job.model or SIMULATED_MODEL, job.caller, text, job.max_tokens
         )
-        prompt_key = self._prompt_key(job, tokens)
-        affinity = prompt_key.blocks[0]
-        expected = ExpectedRequest(tokens, completion, {}, affinity_hash=affinity)
-        self._measured[job.id] = _Measured(prompt_key)
-        self.refresh_cached(job, expected, fleet)
-        return expected
+        key = self._prompt_keys[job.id] = self._prompt_key(job, tokens)
+        found = self.prompt_cache.lookup(key)
+        return ExpectedRequest(found.tokens, completion, key.blocks[0], found.cached, found.pending)
 
-    def refresh_cached(self, job: Job, expected: ExpectedRequest, fleet: SimulatedFleet) -> None:
+    def cached(self, job: Job, fleet: SimulatedFleet) -> CachedTokens:
         """What is believed to be cached now."""
-        measured = self._measured[job.id]
-        found = self.prompt_cache.lookup(measured.prompt_key)
-        expected.set_cached(found.tokens, found.cached, found.pending)
+        found = self.prompt_cache.lookup(self._prompt_keys[job.id])
+        return found.cached, found.pending
 
-    def placed(self, job: Job, expected: ExpectedRequest, now: float) -> None:
+    def placed(self, job: Job, now: float) -> None:
         """Count it on its node, and expect its prompt to be cached there."""
-        measured = self._measured[job.id]
-        self.prompt_cache.request_placed(job.node, measured.prompt_key)
-        occupancy = self._occupancies[job.node]
-        occupancy.take(1, now, prefilling=True)
-        measured.note(occupancy)
+        self.prompt_cache.request_placed(job.node, self._prompt_keys[job.id])
         stub = self._stubs[job.node]
+        self._leases[job.id] = stub.take_lease(now)
         if stub.calibrated_at < math.inf:
             stub.end_calibration(now, given_up=True)
 
     def prefill_done(self, job: Job, now: float) -> None:
         """Measure its decoding from now on."""
-        occupancy = self._occupancies[job.node]
-        occupancy.prefill_done(now)
-        self._measured[job.id].prefill_done(occupancy, now - job.sent)
+        self._leases[job.id].content_received(now)
 
-    def ended(self, job: Job, expected: ExpectedRequest, now: float) -> None:
+    def ended(self, job: Job, now: float) -> None:
         """Learn from its figures."""
-        measured = self._measured.pop(job.id)
-        node = job.node
-        occupancy = self._occupancies[node]
-        occupancy.release(1, now)
-        wrote = now - job.first
-        busy = (occupancy.slot_seconds - measured.slot_seconds) / wrote if wrote else 1.0
-        stalled = min(wrote, occupancy.prefill_seconds - measured.prefill_seconds)
+        prompt_key, lease = self._prompt_keys.pop(job.id), self._leases.pop(job.id)
+        node, self._now = job.node, now
+        lease.release()
         unread = job.prompt.tokens - job.cached
-        timings = _timings(unread, job.first - job.began, job.output, wrote)
+        timings = _timings(unread, job.first - job.began, job.output, now - job.first)
         timings["cache_n"] = job.cached
-        seen = ObservedTiming(
-            now - job.sent, job.first - job.sent, busy, stalled, measured.mean_prefills
-        )
-        self._stubs[node].speed.learn_timings(timings, seen)
+        self._stubs[node].speed.learn_timings(timings, lease.observed_timing())
         if self._state.exploring and now >= self._compared_at + COMPARE_SPEEDS_EVERY:
             self._set_all_speeds(now)
         else:
@@ -371,14 +314,12 @@ class LearntKnowledge(Knowledge):
         text = prompt * BYTES_PER_TOKEN
         model = job.model or SIMULATED_MODEL
         self.token_estimates.learn(model, job.caller, text, prompt, job.output, job.max_tokens)
-        self.prompt_cache.request_finished(
-            node, measured.prompt_key, prompt, job.cached, job.output
-        )
+        self.prompt_cache.request_finished(node, prompt_key, prompt, job.cached, job.output)
 
     def restarted(self, node: int) -> None:
         """Forget what it had cached, but not its speed."""
         self.prompt_cache.forget_node(node)
-        self.prompt_cache.resize(node, self._slots[node])
+        self.prompt_cache.resize(node, self._stubs[node].machine.slots)
 
     def _calibrate(self, now: float) -> None:
         """Take in the calibrations that have ended by now, in their order, and begin others."""
@@ -455,6 +396,7 @@ def _extend(blocks: list[int], ends: list[int], text: int, tokens: int) -> None:
         ends.append(at)
 
 
+Knowledge = ExactKnowledge | LearntKnowledge  # where the figures of requests and of rows come from
 # Least seconds to an alarm: at a clock that stands still it would go off for ever.
 LEAST_ALARM_DELAY = 1e-3
 PRIORITY_BY_LABEL = {priority.label: priority for priority in Priority}
@@ -482,7 +424,7 @@ class GatewayFront(Front):
             self.state.add(machine.name, total=machine.slots)
         self.knowledge.start(machines, self.state)
         self._fleet: SimulatedFleet | None = None
-        self._expected: dict[int, ExpectedRequest] = {}
+        self._queued: dict[int, QueuedRequest] = {}
         """By the id of each job that has arrived and not ended."""
         self.dispatcher.set_cache_refresh(self._refresh_cached)
         self._machines = machines
@@ -493,18 +435,13 @@ class GatewayFront(Front):
         now = fleet.now
         self._fleet = fleet
         expected = self.knowledge.expect(job, fleet)
-        self._expected[job.id] = expected
-        queued = QueuedRequest(
+        queued = self._queued[job.id] = QueuedRequest(
             str(job.id),
             self._groups.get(job.model) or self._add_groups(job.model),
             PRIORITY_BY_LABEL[job.priority_label],
             job.caller,
             now,
-            prompt_tokens=expected.prompt_tokens,
-            completion_tokens=expected.completion_tokens,
-            cached=expected.cached,
-            pending=expected.pending,
-            affinity_hash=expected.affinity_hash,
+            **expected._asdict(),
         )
         placement = self.dispatcher.place_or_queue(queued, now)
         if placement is not None:
@@ -522,18 +459,14 @@ class GatewayFront(Front):
 
     def started(self, job: Job, fleet: SimulatedFleet) -> None:
         """The prompt has been read."""
-        expected = self._expected[job.id]
-        assert expected.placement is not None
-        self.dispatcher.prefill_done(expected.placement, fleet.now)
+        self.dispatcher.prefill_done(self._queued[job.id], fleet.now)
         self.knowledge.prefill_done(job, fleet.now)
 
     def ended(self, job: Job, fleet: SimulatedFleet) -> None:
         """Settle it, learn from it, and give its slot to the next."""
-        expected = self._expected.pop(job.id)
-        assert expected.placement is not None
-        now = fleet.now
-        self.dispatcher.finished(expected.placement, now, job.prompt.tokens, job.cached, job.output)
-        self.knowledge.ended(job, expected, now)
+        placement, now = self._queued.pop(job.id), fleet.now
+        self.dispatcher.finished(placement, now, job.prompt.tokens, job.cached, job.output)
+        self.knowledge.ended(job, now)
         self._match(fleet)
 
     def wake(self, fleet: SimulatedFleet) -> None:
@@ -544,9 +477,7 @@ class GatewayFront(Front):
         """Look up anew what is cached of a request that has waited."""
         assert self._fleet is not None
         job = self._fleet.jobs[int(queued.id)]
-        expected = self._expected[job.id]
-        self.knowledge.refresh_cached(job, expected, self._fleet)
-        queued.set_cached(queued.prompt_tokens, expected.cached, expected.pending)
+        queued.set_cached(queued.prompt_tokens, *self.knowledge.cached(job, self._fleet))
 
     def _match(self, fleet: SimulatedFleet) -> None:
         for placement in self.dispatcher.match(fleet.now):
@@ -555,10 +486,8 @@ class GatewayFront(Front):
 
     def _send(self, placement: QueuedRequest, fleet: SimulatedFleet) -> None:
         job = fleet.jobs[int(placement.id)]
-        expected = self._expected[job.id]
-        expected.place(placement)
         fleet.send(job, placement.row.index)
-        self.knowledge.placed(job, expected, fleet.now)
+        self.knowledge.placed(job, fleet.now)
 
     def _set_alarm(self, now: float) -> None:
         wake = self.dispatcher.wake_at()
@@ -566,37 +495,6 @@ class GatewayFront(Front):
 
 
 AUTOSCALER_TICK = 1.0  # seconds between two looks at the load
-
-
-@dataclass(slots=True)
-class _StandbyMachine:
-    """One standby machine. Times are seconds of the simulation."""
-
-    index: int
-    slots: int
-    phase: LifecyclePhase = LifecyclePhase.OFF
-    started: float = -math.inf
-    stopped: float = -math.inf
-    ready_at: float = math.inf
-    seconds: float = 0.0  # seconds that it ran, up to its last stop
-
-    @property
-    def name(self) -> str:
-        """For the autoscaling policy."""
-        return str(self.index)
-
-    def enter(self, phase: LifecyclePhase) -> None:
-        """Begin another phase."""
-        self.phase = phase
-
-    def start(self, now: float, ready_at: float) -> None:
-        """Start it; it works from `ready_at` on."""
-        self.phase, self.started, self.ready_at = LifecyclePhase.STARTING, now, ready_at
-
-    def stop(self, now: float) -> None:
-        """Stop it."""
-        self.phase, self.stopped = LifecyclePhase.OFF, now
-        self.seconds += now - self.started
 
 
 class AutoscalingFront(GatewayFront):
@@ -620,22 +518,19 @@ class AutoscalingFront(GatewayFront):
         self._startup = startup
         self._policy = AutoscalingPolicy()
         self._tick = 0.0
-        self._standby = [
-            _StandbyMachine(index, machine.slots)
-            for index, machine in enumerate(machines)
-            if index >= base
-        ]
-        self._by_name = {one.name: one for one in self._standby}
-        self._names = frozenset(self._by_name)
-        for one in self._standby:
-            self._set_working(one, works=False)
+        self._standby = {
+            index: Lifecycle(LifecyclePhase.OFF) for index in range(base, len(machines))
+        }
+        self._seconds = dict.fromkeys(self._standby, 0.0)  # that each ran, up to its last stop
+        for index in self._standby:
+            self._set_working(index, works=False)
 
     def standby_seconds(self, until: float) -> float:
         """Seconds that standby machines ran, in all."""
         return sum(
-            one.seconds
-            + (0.0 if one.phase is LifecyclePhase.OFF else max(0.0, until - one.started))
-            for one in self._standby
+            self._seconds[index]
+            + (0.0 if one.phase is LifecyclePhase.OFF else max(0.0, until - one.started_at))
+            for index, one in self._standby.items()
         )
 
     def wake(self, fleet: SimulatedFleet) -> None:
@@ -647,45 +542,50 @@ class AutoscalingFront(GatewayFront):
 
     def _scale(self, fleet: SimulatedFleet) -> None:
         now = fleet.now
-        for one in self._standby:
-            if one.phase is LifecyclePhase.STARTING and now >= one.ready_at:
-                one.enter(LifecyclePhase.ON)
-                self._set_working(one, works=True)
+        for index, one in self._standby.items():
+            starting = one.phase is LifecyclePhase.STARTING
+            if starting and now >= one.started_at + self._startup:
+                self._enter(index, LifecyclePhase.ON, now)
         for action in self._policy.decide(
             self._standby_nodes(), self._demands(now), self._rules, now
         ):
-            one = self._by_name[action.name]
+            index = int(action.name)
+            one = self._standby[index]
             if action.verb == "start":
-                one.start(now, now + self._startup)
+                one.start(action.reason, now)
                 self.starts += 1
             elif action.verb == "retire":
-                one.enter(LifecyclePhase.RETIRING)
-                self._set_working(one, works=False)
+                self._enter(index, LifecyclePhase.RETIRING, now)
             elif action.verb == "keep":
-                one.enter(LifecyclePhase.ON)
-                self._set_working(one, works=True)
+                self._enter(index, LifecyclePhase.ON, now)
             else:
                 one.stop(now)
-                fleet.servers[one.index].restart()
-                self.knowledge.restarted(one.index)
+                one.enter(LifecyclePhase.OFF, action.reason, now)
+                self._seconds[index] += now - one.started_at
+                fleet.servers[index].restart()
+                self.knowledge.restarted(index)
+
+    def _enter(self, index: int, phase: LifecyclePhase, now: float) -> None:
+        self._standby[index].enter(phase, "", now)
+        self._set_working(index, works=phase is LifecyclePhase.ON)
 
     def _standby_nodes(self) -> list[StandbyNode]:
         rows = self.state.rows
         slots = sum(row.capacity for row in rows)
         busy = sum(row.ours for row in rows if row.capacity)
         nodes = []
-        for one in self._standby:
-            row = rows[one.index]
+        for index, one in self._standby.items():
+            row = rows[index]
             others = (slots - row.capacity, busy - (row.ours if row.capacity else 0))
             nodes.append(
                 StandbyNode(
-                    one.name,
+                    str(index),
                     one.phase,
-                    one.slots,
+                    row.total,
                     row.ours,
                     others,
-                    started_at=one.started,
-                    stopped_at=one.stopped,
+                    started_at=one.started_at,
+                    stopped_at=one.stopped_at,
                 )
             )
         return nodes
@@ -698,15 +598,15 @@ class AutoscalingFront(GatewayFront):
             max(wait, now - queued.received_at) for queued, wait in dispatcher.predicted_waits(now)
         )
         slots = sum(row.total for row in self.state.rows if row.alive)
-        return [WaitingDemand(self._names, wait, slots)]
+        return [WaitingDemand(frozenset(map(str, self._standby)), wait, slots)]
 
-    def _set_working(self, one: _StandbyMachine, *, works: bool) -> None:
-        state = self.state
-        state.set_slots(state.rows[one.index], one.slots, one.slots if works else 0, 0, alive=works)
+    def _set_working(self, index: int, *, works: bool) -> None:
+        row = self.state.rows[index]
+        self.state.set_slots(row, row.total, row.total if works else 0, 0, alive=works)
 
     def _set_alarm(self, now: float) -> None:
         super()._set_alarm(now)
-        phases = [one.phase for one in self._standby]
+        phases = [one.phase for one in self._standby.values()]
         serving = sum(one in {LifecyclePhase.STARTING, LifecyclePhase.ON} for one in phases)
         changing = LifecyclePhase.STARTING in phases or LifecyclePhase.RETIRING in phases
         if changing or serving != self._rules.min or self.dispatcher.waiting:
@@ -760,35 +660,6 @@ class LeastConn(Front):
         fleet.send(job, node)
 
 
-class LoadEvents:
-    """The loads and unloads that are under way."""
-
-    def __init__(self) -> None:
-        self._ends: list[tuple[float, int, bool]] = []  # when, which, whether it is a load
-
-    @property
-    def next_end(self) -> float:
-        """When the next one ends; infinity: there is none."""
-        return self._ends[0][0] if self._ends else math.inf
-
-    def load(self, index: int, fleet: RouterFleet) -> None:
-        """Begin to load an instance."""
-        heappush(self._ends, (fleet.begin_load(index), index, True))
-
-    def unload(self, index: int, fleet: RouterFleet) -> None:
-        """Begin to unload an instance."""
-        heappush(self._ends, (fleet.begin_unload(index), index, False))
-
-    def end_due(self, fleet: RouterFleet) -> list[tuple[int, bool]]:
-        """End those that are due: which, and whether it was loaded."""
-        ended = []
-        while self.next_end <= fleet.now:
-            _, index, loaded = heappop(self._ends)
-            (fleet.end_load if loaded else fleet.end_unload)(index)
-            ended.append((index, loaded))
-        return ended
-
-
 class FewestConnections(Front):
     """A proxy that knows which nodes have which models, and takes the one with fewest requests."""
 
@@ -830,7 +701,6 @@ class LeastRecentlyUsed(Front):
         """Of each node, with the instance that each job is for."""
         self._last_used: dict[int, float] = {}  # by instance: of those loaded, or being loaded
         self._jobs: dict[int, int] = {}  # by instance: its jobs
-        self._events = LoadEvents()
         self._retiring: set[int] = set()
         self._loading: set[int] = set()
         self._memory = fleet.host_memory
@@ -861,7 +731,7 @@ class LeastRecentlyUsed(Front):
 
     def wake(self, fleet: SimulatedFleet) -> None:
         """Loads and unloads have ended."""
-        for index, loaded in self._events.end_due(self._fleet):
+        for index, loaded in self._fleet.end_loads():
             (self._loading if loaded else self._retiring).discard(index)
             own, host = self._fleet.router_of(index), self._fleet.host_of(index)
             # First what waits for it, else a neighbour would have it unloaded before its first use.
@@ -869,7 +739,7 @@ class LeastRecentlyUsed(Front):
             for node, other in enumerate(self._fleet.hosts):
                 if other == host and node != own:
                     self._serve(node)
-        self.alarm = self._events.next_end
+        self.alarm = self._fleet.next_load_end
 
     def _serve(self, node: int) -> None:
         """Send what can be sent, and make room for the rest in the order of their arrival."""
@@ -889,12 +759,12 @@ class LeastRecentlyUsed(Front):
             if index not in fleet.held and fleet.model_of(index).memory <= fleet.free(host):
                 self._last_used[index] = fleet.now
                 self._loading.add(index)
-                self._events.load(index, fleet)
+                fleet.load(index)
         self._make_room(host, [one for one in needed if one not in fleet.held])
         for index in sorted(self._retiring):
             if not self._jobs.get(index) and index in fleet.loaded:
-                self._events.unload(index, fleet)
-        self.alarm = self._events.next_end
+                fleet.unload(index)
+        self.alarm = fleet.next_load_end
 
     def _make_room(self, host: str, needed: list[int]) -> None:
         """Retire those used least recently until the first of the needed models will fit."""
@@ -950,12 +820,10 @@ class ModelPlacingFront(GatewayFront):
         super().__init__(machines, seed=seed, knowledge=knowledge)
         self.policy = policy or ModelPlacementPolicy()
         self._router_fleet = fleet
-        self._phases = [LoadPhase.UNLOADED] * len(machines)
-        self._since = [-math.inf] * len(machines)
+        self._shown: dict[int, Instance] = {}  # as the policy knows them
         self._last_used = [-math.inf] * len(machines)
         self._waiting: dict[str, dict[int, Job]] = {model.name: {} for model in fleet.models}
         self._seconds: dict[str, float] = {}  # by model: a usual request's
-        self._events = LoadEvents()
         self._look_at = math.inf
         self._refreshed_at = -math.inf
         self._instances: dict[tuple[str, str], int] = {}
@@ -964,8 +832,16 @@ class ModelPlacingFront(GatewayFront):
             if node.memory:
                 self.policy.fleet.put_node(RouterNode(node.name, host, memory[host]))
         for index, one in enumerate(fleet.instances):
-            if one.model is not None:
-                self._instances[fleet.nodes[one.router].name, one.model.name] = index
+            if (model := one.model) is not None:
+                name, slots = fleet.nodes[one.router].name, one.machine.slots
+                self._instances[name, model.name] = index
+                self._shown[index] = Instance(
+                    name,
+                    model.name,
+                    memory=model.memory,
+                    load_seconds=model.load_seconds,
+                    slots=slots,
+                )
                 self._enter(index, LoadPhase.UNLOADED, -math.inf)
 
     def arrive(self, job: Job, fleet: SimulatedFleet) -> None:
@@ -977,9 +853,9 @@ class ModelPlacingFront(GatewayFront):
             return  # Plain servers alone have it.
         if job.model not in self._seconds:
             able = self._router_fleet.able(job.model)
-            expected, row = self._expected[job.id], self.state.rows[able[0]]
-            seconds = expected.prompt_tokens / row.prefill_tps
-            self._seconds[job.model] = seconds + expected.completion_tokens * row.token_base
+            queued, row = self._queued[job.id], self.state.rows[able[0]]
+            seconds = queued.prompt_tokens / row.prefill_tps
+            self._seconds[job.model] = seconds + queued.completion_tokens * row.token_base
         if job.sent < 0:
             self._waiting[job.model][job.id] = job
             self._look(fleet)
@@ -997,7 +873,7 @@ class ModelPlacingFront(GatewayFront):
 
     def wake(self, fleet: SimulatedFleet) -> None:
         """Loads and unloads have ended, or it is time for a look."""
-        for index, loaded in self._events.end_due(self._router_fleet):
+        for index, loaded in self._router_fleet.end_loads():
             self._enter(index, LoadPhase.READY if loaded else LoadPhase.UNLOADED, fleet.now)
             self._look_at = fleet.now
         super().wake(fleet)
@@ -1015,14 +891,14 @@ class ModelPlacingFront(GatewayFront):
         now = fleet.now
         if now - self._refreshed_at >= REFRESH_SECONDS:
             self._refreshed_at = now
-            for index, phase in enumerate(self._phases):
-                if phase is not LoadPhase.UNLOADED:
-                    self._tell(index)
+            for index, one in self._shown.items():
+                if one.phase is not LoadPhase.UNLOADED:
+                    self._show(index, one)
         for action in self.policy.decide(self._demands(now), self._usage_at(now), now):
             index = self._instances[action.node, action.model]
             if action.verb == "load":
                 self._enter(index, LoadPhase.LOADING, now)
-                self._events.load(index, self._router_fleet)
+                self._router_fleet.load(index)
             elif action.verb == "retire":
                 self._enter(index, LoadPhase.RETIRING, now)
             elif action.verb == "keep":
@@ -1030,7 +906,7 @@ class ModelPlacingFront(GatewayFront):
                 self._match(fleet)
             else:
                 self._enter(index, LoadPhase.UNLOADING, now)
-                self._events.unload(index, self._router_fleet)
+                self._router_fleet.unload(index)
                 self.knowledge.restarted(index)
         waits = any(self._waiting.values()) or self.policy.plans
         pause = LEAST_PAUSE if self.policy.left else PLACE_SECONDS
@@ -1062,30 +938,17 @@ class ModelPlacingFront(GatewayFront):
         return usage
 
     def _enter(self, index: int, phase: LoadPhase, now: float) -> None:
-        self._phases[index] = phase
-        self._since[index] = now
         row = self.state.rows[index]
         capacity = row.total if phase is LoadPhase.READY else 0
         self.state.set_slots(row, row.total, capacity, 0, alive=True)
-        self._tell(index)
+        self._show(index, replace(self._shown[index], phase=phase, since=now))
 
-    def _tell(self, index: int) -> None:
-        """Tell the policy of an instance."""
-        fleet, row = self._router_fleet, self.state.rows[index]
-        model = fleet.model_of(index)
-        self.policy.fleet.put(
-            Instance(
-                fleet.nodes[fleet.router_of(index)].name,
-                model.name,
-                self._phases[index],
-                model.memory,
-                model.load_seconds,
-                row.total,
-                self._seconds.get(model.name, USUAL_SECONDS),
-                self._since[index],
-            )
-        )
+    def _show(self, index: int, one: Instance) -> None:
+        """Show the policy an instance, with what was learnt of its model's requests."""
+        seconds = self._seconds.get(one.model, USUAL_SECONDS)
+        self._shown[index] = shown = replace(one, request_seconds=seconds)
+        self.policy.fleet.put(shown)
 
     def _set_alarm(self, now: float) -> None:
         super()._set_alarm(now)
-        self.alarm = min(self.alarm, self._events.next_end, self._look_at)
+        self.alarm = min(self.alarm, self._router_fleet.next_load_end, self._look_at)

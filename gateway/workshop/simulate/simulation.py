@@ -38,7 +38,10 @@ from dataclasses import dataclass, field, fields
 from datetime import UTC, datetime
 from heapq import heappop, heappush
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Annotated, Any, NamedTuple
+
+import msgspec
+from msgspec import UNSET, UnsetType
 
 from gateway.config.errors import ConfigError, Problem
 from gateway.terms import Priority
@@ -160,28 +163,12 @@ MOST_SECONDS = 1e9
 MOST_PROBLEMS = 20
 LONGEST_TRACE_LINE = 1_000_000
 
-TRACE_KEYS = {
-    "time",
-    "prompt_tokens",
-    "output_tokens",
-    "max_tokens",
-    "model",
-    "class",
-    "caller",
-    "session",
-    "pause",
-    "prefix",
-    "prefix_tokens",
-}
-
 _AZURE = ("TIMESTAMP", "ContextTokens", "GeneratedTokens")
 _CLASSES = [priority.label for priority in Priority]
 
 
-class _Broken(Exception):  # noqa: N818 - a line's own mistake, caught by the reader
-    def __init__(self, key: str, message: str, remedy: str, column: int = 0) -> None:
-        super().__init__(message)
-        self.key, self.message, self.remedy, self.column = key, message, remedy, column
+class _Broken(Exception):  # noqa: N818 - caught by the reader
+    """A line's mistake: key, message, remedy, and column if it is known."""
 
 
 def read_trace(path: Path, *, skip_broken: bool = False, limit: int | None = None) -> Trace:
@@ -202,13 +189,11 @@ def read_trace(path: Path, *, skip_broken: bool = False, limit: int | None = Non
                 job = read(line)
             except _Broken as wrong:
                 # Without its head line a CSV file has no columns.
-                hopeless = isinstance(read, _Csv) and not read.has_head
+                hopeless = isinstance(read, _Csv) and not read.places
                 if skip_broken and not hopeless:
                     skipped += 1
                     continue
-                problems.append(
-                    Problem(path, number, wrong.key, wrong.message, wrong.remedy, wrong.column)
-                )
+                problems.append(Problem(path, number, *wrong.args))
                 if hopeless or len(problems) >= MOST_PROBLEMS:
                     break
                 continue
@@ -230,6 +215,28 @@ def _bounded(file: io.TextIOBase) -> Iterator[str]:
         yield line
 
 
+_Tokens = Annotated[int, msgspec.Meta(ge=1, le=MOST_TOKENS)]
+
+
+class TraceLine(msgspec.Struct, forbid_unknown_fields=True, rename={"klass": "class"}):
+    """What a line says of its request."""
+
+    prompt_tokens: _Tokens
+    output_tokens: _Tokens
+    time: Annotated[float, msgspec.Meta(ge=-MOST_SECONDS, le=MOST_SECONDS * 10)] | UnsetType = UNSET
+    max_tokens: _Tokens | UnsetType = UNSET
+    model: str = ""
+    klass: str = ""
+    caller: str = ""
+    session: str = ""
+    pause: Annotated[float, msgspec.Meta(ge=0, le=MOST_SECONDS * 10)] = 0.0
+    prefix: str = ""
+    prefix_tokens: Annotated[int, msgspec.Meta(ge=0, le=MOST_TOKENS)] = 0
+
+
+TRACE_KEYS = frozenset(TraceLine.__struct_encode_fields__)
+
+
 @dataclass(slots=True)
 class _Lines:
     """JSON lines, whose sessions and prefixes are numbered."""
@@ -242,122 +249,102 @@ class _Lines:
     def __call__(self, text: str) -> Job | None:
         if not text.strip():
             return None
-        line = _JsonLine(text)
-        prompt = line.whole("prompt_tokens", 1, None)
-        output = line.whole("output_tokens", 1, None)
-        shared = line.whole("prefix_tokens", 0, 0)
-        if shared > prompt:
-            raise line.broken("prefix_tokens", "more than prompt_tokens", "it is a part of it")
-        prefix, session = line.text("prefix"), line.text("session")
-        klass = line.text("class") or "normal"
-        if klass not in _CLASSES:
-            raise line.broken("class", f"{klass!r} is no class", ", ".join(_CLASSES))
-        time = line.seconds("time", self._time, -MOST_SECONDS)
-        pause = line.seconds("pause", 0.0, 0.0)
-        limit = line.whole("max_tokens", 1, MOST_TOKENS) if "max_tokens" in line.value else None
-        self._time = time
-        if session:
-            stream = self._streams.setdefault(session, len(self._streams) + 1)
+        line = _read_line(text)
+        if line.time is not UNSET:
+            self._time = line.time
+        limit = None if line.max_tokens is UNSET else line.max_tokens
+        if line.session:
+            stream = self._streams.setdefault(line.session, len(self._streams) + 1)
         else:
             self._single += 1
             stream = -1 - self._single
-        head = self._heads.setdefault(prefix, len(self._heads) + 1) if prefix and shared else 0
+        shared = line.prefix_tokens if line.prefix else 0
+        head = self._heads.setdefault(line.prefix, len(self._heads) + 1) if shared else 0
         return Job(
             0,
-            time,
-            TracePrompt(stream, prompt, head, shared if head else 0),
-            output if limit is None else min(output, limit),
+            self._time,
+            TracePrompt(stream, line.prompt_tokens, head, shared),
+            line.output_tokens if limit is None else min(line.output_tokens, limit),
             max_tokens=limit,
-            priority_label=klass,
-            caller=line.text("caller"),
-            pause=pause,
-            model=line.text("model"),
+            priority_label=line.klass or "normal",
+            caller=line.caller,
+            pause=line.pause,
+            model=line.model,
         )
 
 
-class _JsonLine:
-    """The JSON object of a line, whose values are checked as they are asked for."""
+def _read_line(text: str) -> TraceLine:
+    remedy = "write one JSON object a line"
+    try:
+        value = json.loads(text.rstrip())
+    except json.JSONDecodeError as error:
+        raise _Broken("", error.msg, remedy, error.colno) from None
+    except (ValueError, RecursionError):
+        raise _Broken("", "can't be read", remedy) from None
+    if not isinstance(value, dict):
+        raise _Broken("", "is no JSON object", 'write {"prompt_tokens": ...} on each line')
+    try:
+        line = msgspec.convert(value, TraceLine)
+    except msgspec.ValidationError as error:
+        # It ends with the key in backticks.
+        raise _wrong(text, value, str(error).rpartition(" `")[2][:-1].removeprefix("$.")) from None
+    for key in ("time", "pause"):
+        if math.isnan(value.get(key, 0.0)):
+            raise _wrong(text, value, key)
+    if line.prefix_tokens > line.prompt_tokens:
+        raise _wrong(text, value, "prefix_tokens", "more than prompt_tokens", "it is a part of it")
+    if line.klass and line.klass not in _CLASSES:
+        raise _wrong(text, value, "class", f"{line.klass!r} is no class", ", ".join(_CLASSES))
+    return line
 
-    def __init__(self, line: str) -> None:
-        self.line = line
-        try:
-            self.value: dict[str, Any] = json.loads(line.rstrip())
-        except json.JSONDecodeError as error:
-            raise _Broken("", f"{error.msg}", "write one JSON object a line", error.colno) from None
-        except (ValueError, RecursionError):
-            raise _Broken("", "can't be read", "write one JSON object a line") from None
-        if not isinstance(self.value, dict):
-            raise _Broken("", "is no JSON object", 'write {"prompt_tokens": ...} on each line')
-        unknown = next((key for key in self.value if key not in TRACE_KEYS), None)
-        if unknown is not None:
-            column = line.find(json.dumps(unknown)) + 1
-            raise _Broken(unknown, "unknown key", f"known: {', '.join(sorted(TRACE_KEYS))}", column)
 
-    def broken(self, key: str, message: str, remedy: str) -> _Broken:
-        """The mistake of a key's value."""
-        return _Broken(key, message, remedy, self.line.find(f'"{key}"') + 1)
-
-    def _invalid(self, key: str, remedy: str) -> _Broken:
-        text = json.dumps(self.value[key])
-        shown = text if len(text) <= 40 else text[:40] + "..."
-        return self.broken(key, f"{shown} is not valid", remedy)
-
-    def whole(self, key: str, least: int, otherwise: int | None) -> int:
-        """A whole number, at most MOST_TOKENS."""
-        found = self.value.get(key, otherwise)
-        if found is None:
-            raise _Broken(key, "is missing", f"write a whole number, {least} or more")
-        is_whole = isinstance(found, int) and not isinstance(found, bool)
-        if not is_whole or not least <= found <= MOST_TOKENS:
-            raise self._invalid(key, f"write a whole number from {least} to {MOST_TOKENS}")
-        return int(found)
-
-    def seconds(self, key: str, otherwise: float, least: float) -> float:
-        """A number of seconds."""
-        found = self.value.get(key, otherwise)
-        sound = isinstance(found, int | float) and not isinstance(found, bool)
-        if not sound or not math.isfinite(found) or not least <= found <= MOST_SECONDS * 10:
-            raise self._invalid(key, "write seconds, such as 12.5")
-        return float(found)
-
-    def text(self, key: str) -> str:
-        """A text; empty: not given."""
-        found = self.value.get(key, "")
-        if not isinstance(found, str):
-            raise self._invalid(key, "write a text in quotes")
-        return found
+def _wrong(
+    text: str, value: Mapping[str, Any], key: str, message: str = "", remedy: str = ""
+) -> _Broken:
+    """The mistake of a key; without `message`: its value is none that it may have."""
+    column = text.find(json.dumps(key)) + 1
+    if key not in TRACE_KEYS:
+        known = f"known: {', '.join(sorted(TRACE_KEYS))}"
+        return _Broken(key, "unknown key", known, column)
+    if key not in value:
+        return _Broken(key, "is missing", "write a whole number, 1 or more")
+    if not message:
+        shown = json.dumps(value[key])
+        message = f"{shown if len(shown) <= 40 else shown[:40] + '...'} is not valid"
+        least = 0 if key == "prefix_tokens" else 1
+        remedy = "write a text in quotes"
+        if key.endswith("_tokens"):
+            remedy = f"write a whole number from {least} to {MOST_TOKENS}"
+        elif key in {"time", "pause"}:
+            remedy = "write seconds, such as 12.5"
+    return _Broken(key, message, remedy, column)
 
 
 class _Csv:
     """The Azure layout: a few columns, no value with a line end in it."""
 
     def __init__(self) -> None:
-        self._places: list[int] | None = None
+        self.places: list[int] = []  # of the columns; empty: the head line has not been read
         self._count = 0
-
-    @property
-    def has_head(self) -> bool:
-        """Whether the head line has been read."""
-        return self._places is not None
 
     def __call__(self, line: str) -> Job | None:
         if not line.strip():
             return None
         cells = next(csv.reader([line.strip("\r\n\ufeff")]), [])
-        if self._places is None:
+        if not self.places:
             names = [cell.strip() for cell in cells]
             missing = [name for name in _AZURE if name not in names]
             if missing:
                 remedy = f"begin the file with {','.join(_AZURE)}, or name it .jsonl"
                 raise _Broken("", f"the head line has no {', '.join(missing)}", remedy, 1)
-            self._places = [names.index(name) for name in _AZURE]
+            self.places = [names.index(name) for name in _AZURE]
             return None
-        if len(cells) <= max(self._places):
+        if len(cells) <= max(self.places):
             raise _Broken("", f"has {len(cells)} cells", "one for each column of the head line")
         self._count += 1
         time, prompt, output = (
             self._cell(cells, place, kind)
-            for place, kind in zip(self._places, (_stamp, _count, _count), strict=True)
+            for place, kind in zip(self.places, (_stamp, _count, _count), strict=True)
         )
         # A few requests of the public traces have no output; their prompt is read all the same.
         written = max(1, int(output))
@@ -367,20 +354,14 @@ class _Csv:
         try:
             return kind(cells[place].strip())
         except ValueError as error:
-            name = _AZURE[(self._places or []).index(place)]
+            name = _AZURE[self.places.index(place)]
             column = sum(len(cell) + 1 for cell in cells[:place]) + 1
             raise _Broken(name, f"{cells[place]!r} is not valid", str(error), column) from None
 
 
 def _stamp(text: str) -> float:
     try:
-        # Seven digits of a second, which not every Python's fromisoformat accepts.
-        head, _, fraction = text.partition(".")
-        digits = ""
-        while fraction[:1].isdigit():
-            digits, fraction = digits + fraction[0], fraction[1:]
-        stamp = datetime.fromisoformat(head + fraction)
-        return stamp.replace(tzinfo=UTC).timestamp() + float(f"0.{digits or 0}")
+        return datetime.fromisoformat(text).replace(tzinfo=UTC).timestamp()
     except (ValueError, OverflowError, OSError):
         raise ValueError("write it as 2023-11-16 18:15:46.6805900") from None
 
@@ -549,18 +530,20 @@ def generate(
     return build_trace(jobs[: traffic.requests])
 
 
+@dataclass(slots=True)
 class _Popularity:
     """Which model a conversation asks for: Zipf, bursts of one of them, ranks that change."""
 
-    def __init__(
-        self, traffic: Traffic, seed: int, models: Sequence[str], shares: Sequence[float]
-    ) -> None:
-        self._traffic = traffic
-        self._seed = seed
-        self._models = models
-        self._rng = random.Random(f"models of {seed}")
-        self._shares = shares
-        self._weights = [rank**-traffic.zipf for rank in range(1, len(models) + 1)]
+    _traffic: Traffic
+    _seed: int
+    _models: Sequence[str]
+    _shares: Sequence[float]
+    _rng: random.Random = field(init=False)
+    _weights: list[float] = field(init=False)
+
+    def __post_init__(self) -> None:
+        self._rng = random.Random(f"models of {self._seed}")
+        self._weights = [rank**-self._traffic.zipf for rank in range(1, len(self._models) + 1)]
 
     def draw(self, now: float) -> str:
         """The model of a conversation that begins now."""
@@ -601,6 +584,7 @@ def random_length(rng: random.Random, mean: float) -> int:
     return max(1, round(min(drawn, MOST_LENGTH_FACTOR * mean)))
 
 
+@dataclass(slots=True, eq=False)
 class SimulatedServer:
     """One simulated node. Times are seconds of the simulation.
 
@@ -608,60 +592,45 @@ class SimulatedServer:
     and reads `next_end` after each.
     """
 
-    __slots__ = (
-        "_batch_tokens",
-        "_decoding",
-        "_per_prompt_token",
-        "_prefilling",
-        "_prompt_tokens",
-        "_step_seconds",
-        "_steps",
-        "_steps_began",
-        "_token_base",
-        "_token_step",
-        "busy_seconds",
-        "cache",
-        "machine",
-        "next_end",
-        "queue",
-        "slots",
-    )
+    machine: SimulatedMachine
+    queue: deque[Job] = field(default_factory=deque)
+    """Jobs that arrived while every slot was busy: first in, first out."""
+    next_end: float = -1.0  # when the current steps end; -1: it is idle
+    busy_seconds: float = 0.0  # seconds in which it computed
+    # The current steps: when they began, seconds of each, how many equal ones.
+    _steps_began: float = 0.0
+    _step_seconds: float = 0.0
+    _steps: int = 0
+    _decoding: list[Job] = field(default_factory=list)
+    _prefilling: list[Job] = field(default_factory=list)  # in the order of their slots
+    _prompt_tokens: list[int] = field(default_factory=list)
+    """Prompt tokens that one step reads of each of the first of them."""
+    cache: SimulatedPromptCache = field(init=False)
+    slots: list[Job | None] = field(init=False)
+    _token_base: float = field(init=False)
+    _token_step: float = field(init=False)
+    _per_prompt_token: float = field(init=False)
 
-    def __init__(self, machine: SimulatedMachine) -> None:
-        self.machine = machine
-        self.cache = SimulatedPromptCache(machine.slots, machine.cache_tokens)
-        self.slots: list[Job | None] = [None] * machine.slots
-        self.queue: deque[Job] = deque()
-        """Jobs that arrived while every slot was busy: first in, first out."""
-        self.next_end = -1.0  # when the current steps end; -1: it is idle
-        self.busy_seconds = 0.0  # seconds in which it computed
-        self._token_base = machine.token_base
-        self._token_step = machine.token_step
-        self._per_prompt_token = 1.0 / machine.prefill_tps
-        self._batch_tokens = machine.batch_tokens
-        # The current steps: when they began, seconds of each, how many equal ones.
-        self._steps_began = 0.0
-        self._step_seconds = 0.0
-        self._steps = 0
-        self._decoding: list[Job] = []
-        self._prefilling: list[Job] = []  # jobs that prefill, in the order of their slots
-        self._prompt_tokens: list[int] = []
-        """Prompt tokens that one step reads of each of the first of them."""
+    def __post_init__(self) -> None:
+        self.restart()
+        self.slots = [None] * self.machine.slots
+        self._token_base, self._token_step = self.machine.token_base, self.machine.token_step
+        self._per_prompt_token = 1.0 / self.machine.prefill_tps
 
     def restart(self) -> None:
         """Its process is another now: the caches are empty."""
         self.cache = SimulatedPromptCache(self.machine.slots, self.machine.cache_tokens)
 
-    def take(self, job: Job, now: float, wall: float | None = None) -> bool:
+    def take(self, job: Job, now: float, wall: float) -> bool:
         """Take a job; whether `next_end` has changed.
 
-        `wall`: the time that the job notes, where this server's own runs slower.
+        `wall`: the time that the job notes, as this server's own may run slower.
         """
         free = [number for number, held in enumerate(self.slots) if held is None]
         if not free:
             self.queue.append(job)
             return False
-        self._start_job(job, free, now if wall is None else wall)
+        self._start_job(job, free, wall)
         if self.next_end < 0:
             self._begin_steps(now)
             return True
@@ -674,13 +643,12 @@ class SimulatedServer:
                 return True
         return False
 
-    def end_steps(self, now: float, wall: float | None = None) -> tuple[list[Job], list[Job]]:
+    def end_steps(self, now: float, wall: float) -> tuple[list[Job], list[Job]]:
         """End the current steps: the jobs that have their first token, and those that have ended.
 
         Slots that are free again take jobs from the queue, and the next steps begin. `wall` is as
         for `take`.
         """
-        noted = now if wall is None else wall
         steps = self._steps
         decoding = self._decoding
         self.busy_seconds += now - self._steps_began
@@ -695,7 +663,7 @@ class SimulatedServer:
                 job.to_read -= read * steps
                 if not job.to_read:
                     # The step that reads the end of the prompt gives the first token.
-                    job.first = noted
+                    job.first = wall
                     job.to_write -= 1
                     first.append(job)
                     if not job.to_write:
@@ -706,10 +674,10 @@ class SimulatedServer:
         if done:
             self._decoding = [job for job in decoding if job.to_write]
             for job in done:
-                self._release(job, noted)
+                self._release(job, wall)
             while self.queue and None in self.slots:
                 free = [number for number, held in enumerate(self.slots) if held is None]
-                self._start_job(self.queue.popleft(), free, noted)
+                self._start_job(self.queue.popleft(), free, wall)
         self._begin_steps(now)
         return first, done
 
@@ -738,7 +706,7 @@ class SimulatedServer:
         prefilling = self._prefilling
         count = len(decoding)
         if prefilling:
-            room = self._batch_tokens - count
+            room = self.machine.batch_tokens - count
             left = prefilling[0].to_read
             if left >= room:
                 steps = left // room
@@ -938,82 +906,76 @@ PROGRESS_EVERY = 2000  # ended requests between two calls of `progress`
 
 
 class SimulatedFleet:
-    """The simulated nodes, to which a front sends jobs."""
+    """The simulated nodes, to which a front sends jobs.
 
-    __slots__ = ("_ends", "_versions", "jobs", "now", "servers")
+    `routers`: by server, the number of its router. Those of one router that compute at the same
+    time share its speed in equal parts. None: each server has a machine of its own.
+    """
 
-    def __init__(self, machines: Sequence[SimulatedMachine], jobs: Sequence[Job]) -> None:
+    def __init__(
+        self,
+        machines: Sequence[SimulatedMachine],
+        jobs: Sequence[Job],
+        routers: Sequence[int] | None = None,
+    ) -> None:
         self.jobs = jobs
         self.servers = [SimulatedServer(machine) for machine in machines]
         self.now = 0.0
-        # Ends of steps: time, node, version; void if the node has another version by now.
+        self._routers = range(len(machines)) if routers is None else routers
+        count = max(self._routers, default=-1) + 1
+        self._active: list[set[int]] = [set() for _ in range(count)]  # the servers that compute
+        # A router's own clock runs slower the more of its servers compute: by how much it is late,
+        # and at which time that was.
+        self._lags = [0.0] * count
+        self._lags_of = [0.0] * count
+        # Ends of steps: time, router, version; void if the router has another version by now.
         self._ends: list[tuple[float, int, int]] = []
-        self._versions = [0] * len(machines)
+        self._versions = [0] * count
 
     def send(self, job: Job, node: int) -> None:
         """Send a job to a node, now. A node without a free slot queues it."""
-        now = self.now
+        now, router = self.now, self._routers[node]
         job.send_to(node, now)
-        if self.servers[node].take(job, now):
-            self._note_end(node)
+        active = self._active[router]
+        if len(active) > 1:
+            self._lags[router] += (now - self._lags_of[router]) * (1.0 - 1.0 / len(active))
+        self._lags_of[router] = now
+        if self.servers[node].take(job, now - self._lags[router], now):
+            active.add(node)
+            self._note_end(router)
 
     def next_step_end(self) -> float:
         """When the next steps end; infinity while every node is idle."""
         ends, versions = self._ends, self._versions
         while ends:
-            time, node, version = ends[0]
-            if version == versions[node]:
+            time, router, version = ends[0]
+            if version == versions[router]:
                 return time
             heappop(ends)
         return math.inf
 
     def end_steps(self) -> tuple[list[Job], list[Job]]:
         """End those steps, now: the jobs that have their first token, and those that have ended."""
-        _, node, _ = heappop(self._ends)
-        ended = self.servers[node].end_steps(self.now)
-        self._note_end(node)
+        _, router, _ = heappop(self._ends)
+        active = self._active[router]
+        node = min(active, key=lambda index: (self.servers[index].next_end, index))
+        server = self.servers[node]
+        # Without the error of its floats.
+        self._lags[router], self._lags_of[router] = self.now - server.next_end, self.now
+        ended = server.end_steps(server.next_end, self.now)
+        if server.next_end < 0:
+            active.discard(node)
+        self._note_end(router)
         return ended
 
-    def _note_end(self, node: int) -> None:
-        """The steps of a node end at another time than before."""
-        self._versions[node] += 1
-        if (end := self.servers[node].next_end) >= 0:
-            heappush(self._ends, (end, node, self._versions[node]))
-
-
-class Arrivals:
-    """Arrivals: first turns at their times, later turns once the turn before has ended."""
-
-    __slots__ = ("_first_turns", "_jobs", "_later", "_next_turns", "next_time")
-
-    def __init__(self, trace: Trace) -> None:
-        self._jobs = trace.jobs
-        self._next_turns = trace.next_turns
-        self._first_turns = [job for job in reversed(trace.jobs) if not job.is_later_turn]
-        self._later: list[tuple[float, int]] = []
-        self.next_time = self._first_turns[-1].time if self._first_turns else math.inf
-
-    def pop(self) -> Job:
-        """The job that arrives at `next_time`."""
-        if self._later and self._later[0][0] <= self.next_time:
-            job = self._jobs[heappop(self._later)[1]]
-        else:
-            job = self._first_turns.pop()
-        self._set_next_time()
-        return job
-
-    def schedule_next_turn(self, job: Job) -> None:
-        """A job has ended: schedule the next turn of its conversation."""
-        place = self._next_turns.get(job.id)
-        if place is not None:
-            turn = self._jobs[place]
-            heappush(self._later, (max(turn.time, job.ended + turn.pause), place))
-            self._set_next_time()
-
-    def _set_next_time(self) -> None:
-        first = self._first_turns[-1].time if self._first_turns else math.inf
-        later = self._later[0][0] if self._later else math.inf
-        self.next_time = min(first, later)
+    def _note_end(self, router: int) -> None:
+        """The steps of a router end at another time than before."""
+        self._versions[router] += 1
+        if active := self._active[router]:
+            end = min([self.servers[index].next_end for index in active]) + self._lags[router]
+            if len(active) > 1:
+                end = self.now + max(0.0, end - self.now) * len(active)
+            heappush(self._ends, (end, router, self._versions[router]))
 
 
 class Front(ABC):
@@ -1068,11 +1030,13 @@ def simulate(
     for job in jobs:
         job.reset()
     fleet = fleet or SimulatedFleet(machines, jobs)
-    arrivals = Arrivals(trace)
+    # First turns at their times; later ones once the turn before has ended, and before others.
+    arrivals = [(job.time, True, job.id) for job in jobs if not job.is_later_turn]
     ended = 0
     while True:
         step = fleet.next_step_end()
-        now = min(step, arrivals.next_time, front.alarm)
+        next_arrival = arrivals[0][0] if arrivals else math.inf
+        now = min(step, next_arrival, front.alarm)
         if now == math.inf:
             break
         fleet.now = now
@@ -1081,13 +1045,15 @@ def simulate(
             for job in first:
                 front.started(job, fleet)
             for job in done:
-                arrivals.schedule_next_turn(job)
+                if (place := trace.next_turns.get(job.id)) is not None:
+                    turn = jobs[place]
+                    heappush(arrivals, (max(turn.time, job.ended + turn.pause), False, place))
                 front.ended(job, fleet)
                 ended += 1
                 if progress is not None and not ended % PROGRESS_EVERY:
                     progress(ended)
-        elif arrivals.next_time <= now:
-            job = arrivals.pop()
+        elif next_arrival <= now:
+            job = jobs[heappop(arrivals)[2]]
             job.arrive(now)
             front.arrive(job, fleet)
         else:

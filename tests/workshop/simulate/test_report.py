@@ -7,12 +7,12 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from gateway.workshop.simulate.bound import lower_bound
 from gateway.workshop.simulate.comparison import build_front, compare, known_policies
 from gateway.workshop.simulate.fronts import LeastConn
 from gateway.workshop.simulate.report import (
     Percentiles,
     PolicyReport,
-    lower_bound,
     plot_reports,
     summarise,
 )

@@ -82,17 +82,19 @@ def test_a_larger_model_is_slower_in_proportion() -> None:
 def test_a_fleet_refuses_what_no_router_can_do() -> None:
     fleet = RouterFleet(ROUTER, [*PAIR, SimulatedModel("c", GIB, 1.0)], [job()], loaded={0, 1})
     with pytest.raises(ValueError, match="node-1/c does not fit"):
-        fleet.begin_load(2)
+        fleet.load(2)
     with pytest.raises(ValueError, match="node-1/c is not loaded"):
         fleet.send(fleet.jobs[0], 2)
     fleet.send(fleet.jobs[0], 0)
     with pytest.raises(ValueError, match="node-1/a works"):
-        fleet.begin_unload(0)
-    fleet.begin_unload(1)
+        fleet.unload(0)
+    fleet.unload(1)
     with pytest.raises(ValueError, match="does not fit"):
-        fleet.begin_load(2)
-    fleet.end_unload(1)
-    assert fleet.begin_load(2) == 1.0
+        fleet.load(2)
+    fleet.now = fleet.next_load_end
+    assert fleet.end_loads() == [(1, False)]
+    fleet.load(2)
+    assert fleet.next_load_end == fleet.now + 1.0
 
 
 def test_routers_of_one_host_share_its_memory() -> None:
@@ -102,13 +104,13 @@ def test_routers_of_one_host_share_its_memory() -> None:
         *("numa0/a", "numa0/b"),
         *("numa1/a", "numa1/b"),
     ]
-    fleet.begin_load(0)
-    fleet.begin_load(3)
+    fleet.load(0)
+    fleet.load(3)
     with pytest.raises(ValueError, match="numa1/a does not fit"):
-        fleet.begin_load(2)
+        fleet.load(2)
     apart = RouterFleet([replace(one, host="") for one in halves], PAIR, ())
     for index in range(4):
-        apart.begin_load(index)
+        apart.load(index)
 
 
 @pytest.mark.parametrize("build", [LeastRecentlyUsed, ModelPlacingFront])
