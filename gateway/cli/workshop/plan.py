@@ -466,7 +466,7 @@ def _check_claim(node: NodeType, claimed: float) -> None:
     """Say whether a claimed price of a million tokens can be. Raises CommandFailed."""
     from gateway.workshop.plan.answer import contradiction
 
-    hour = node.price.per_hour
+    hour = node.per_hour
     if hour is None:
         raise CommandFailed("--claimed-per-million needs --price-per-hour or -month", status=2)
     wrong = contradiction(hour, node.decode_tps, claimed)
@@ -591,7 +591,7 @@ def _row(option: FleetOption) -> list[tuple[str, object]]:
         *times,
         ("HOUR", _money(option.price.per_hour, 4)),
         ("MONTH", _money(option.price.month)),
-        ("PER 1M", _money(option.price.per_million)),
+        ("PER 1M", _money(option.price.per_million_tokens)),
         ("FIGURES BY", "estimate" if trial is None else "simulator"),
     ]
 

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Literal
 
@@ -266,7 +266,7 @@ def _hybrid(found: PlanAnswer, limit: TimeLimit) -> Deployment:
     if option.rejected:
         return replace(row, verdict="no", reason=option.rejected)
     reason = f"{option.trial.shares[-1].requests:.0%} of the requests on the GPU"
-    hours = [part.node_type.price.per_hour for part in option.parts]
+    hours = [part.node_type.per_hour for part in option.parts]
     if all(hours):
         prices = [hour or 0.0 for hour in hours]
         shares = [share.requests for share in option.trial.shares]
@@ -288,46 +288,28 @@ LEAST_USE = 0.3
 
 
 @dataclass(frozen=True, slots=True)
-class PriceCurve:
-    """The price of a month by requests an hour, of fleets of one kind."""
-
-    label: str
-    rates: tuple[float, ...]
-    prices: tuple[float, ...]
-
-
-@dataclass(frozen=True, slots=True)
 class Crossing:
-    """Where one kind of fleet becomes cheaper than another. Requests an hour; None: nowhere."""
+    """Where one kind of fleet becomes cheaper than another; None: nowhere."""
 
     cheaper: str
     than: str
-    first: float | None  # the least rate at which it is
-    stays: float | None  # the rate from which on it always is, as far as the curves go
+    first_requests_per_hour: float | None  # the least rate at which it is
+    stays_from_requests_per_hour: float | None
+    """The rate from which on it always is, as far as the curves go."""
 
 
 @dataclass(frozen=True, slots=True)
 class BreakEven:
-    """Curves of the cheapest fleets of each tier and of the hybrid, and their crossings."""
+    """Prices of the cheapest fleets of each tier and of the hybrid, and their crossings."""
 
-    curves: tuple[PriceCurve, ...]
+    rates: tuple[float, ...]  # requests an hour
+    prices: Mapping[str, tuple[float, ...]]  # of a month at these rates, by the kind of fleet
     crossings: tuple[Crossing, ...]
     asked: float
 
     def as_dict(self) -> dict[str, object]:
         """For scripts: without the curves' points."""
-        return {
-            "source": "estimate",
-            "crossings": [
-                {
-                    "cheaper": one.cheaper,
-                    "than": one.than,
-                    "first_requests_per_hour": one.first,
-                    "stays_from_requests_per_hour": one.stays,
-                }
-                for one in self.crossings
-            ],
-        }
+        return {"source": "estimate", "crossings": [asdict(one) for one in self.crossings]}
 
 
 def break_even(found: PlanAnswer) -> BreakEven | None:
@@ -367,15 +349,18 @@ def break_even(found: PlanAnswer) -> BreakEven | None:
             count = search.count_for(cpu, workload.with_requests(left), cpu_use)
         return _month(question, [FleetPart(gpu, 1), FleetPart(cpu, count)], rate)
 
-    cpu = PriceCurve("CPU nodes", rates, tuple(cheapest(cpus, rate) for rate in rates))
-    others = [PriceCurve("GPU nodes", rates, tuple(cheapest(gpus, rate) for rate in rates))]
+    prices = {
+        "CPU nodes": tuple(cheapest(cpus, rate) for rate in rates),
+        "GPU nodes": tuple(cheapest(gpus, rate) for rate in rates),
+    }
     hybrid = next((one for one in priced if len(one.parts) > 1), None)
     if hybrid is not None:
         slow, fast = (part.node_type for part in hybrid.parts)
-        prices = tuple(with_gpu(slow, fast, rate) for rate in rates)
-        others.append(PriceCurve("hybrids", rates, prices))
-    crossings = tuple(_crossing(other, cpu) for other in others)
-    return BreakEven((cpu, *others), crossings, asked)
+        prices["hybrids"] = tuple(with_gpu(slow, fast, rate) for rate in rates)
+    crossings = tuple(
+        _crossing(rates, prices, other, "CPU nodes") for other in prices if other != "CPU nodes"
+    )
+    return BreakEven(rates, prices, crossings, asked)
 
 
 def _planned_use(question: PlanQuestion, option: FleetOption) -> float:
@@ -390,15 +375,17 @@ def _month(question: PlanQuestion, parts: Sequence[FleetPart], rate: float) -> f
     return search.option_price(asked, parts, None).month or 0.0
 
 
-def _crossing(cheaper: PriceCurve, than: PriceCurve) -> Crossing:
-    below = [one < other for one, other in zip(cheaper.prices, than.prices, strict=True)]
-    first = next((rate for rate, is_below in zip(than.rates, below, strict=True) if is_below), None)
+def _crossing(
+    rates: Sequence[float], prices: Mapping[str, Sequence[float]], cheaper: str, than: str
+) -> Crossing:
+    below = [one < other for one, other in zip(prices[cheaper], prices[than], strict=True)]
+    first = next((rate for rate, is_below in zip(rates, below, strict=True) if is_below), None)
     stays = None
-    for rate, is_below in zip(reversed(than.rates), reversed(below), strict=True):
+    for rate, is_below in zip(reversed(rates), reversed(below), strict=True):
         if not is_below:
             break
         stays = rate
-    return Crossing(cheaper.label, than.label, first, stays)
+    return Crossing(cheaper, than, first, stays)
 
 
 def plot_break_even(path: Path, found: BreakEven, currency: str) -> None:
@@ -410,16 +397,16 @@ def plot_break_even(path: Path, found: BreakEven, currency: str) -> None:
 
     figure = Figure(figsize=(7, 4), dpi=90, layout="constrained")
     axes = figure.subplots()
-    for curve in found.curves:
-        axes.plot(curve.rates, curve.prices, label=curve.label, drawstyle="steps-mid")
+    for label, prices in found.prices.items():
+        axes.plot(found.rates, prices, label=label, drawstyle="steps-mid")
     axes.axvline(found.asked, color="black", linestyle=":", linewidth=1)
     axes.annotate("asked", (found.asked, 0.02), xycoords=("data", "axes fraction"), fontsize=8)
     for one in found.crossings:
-        if one.stays is not None and one.stays > found.curves[0].rates[0]:
-            axes.axvline(one.stays, color="grey", linestyle="--", linewidth=0.8)
+        if (stays := one.stays_from_requests_per_hour) and stays > found.rates[0]:
+            axes.axvline(stays, color="grey", linestyle="--", linewidth=0.8)
             axes.annotate(
-                f"{one.cheaper} cheaper from {one.stays:,.0f}",
-                (one.stays, 0.97),
+                f"{one.cheaper} cheaper from {stays:,.0f}",
+                (stays, 0.97),
                 xycoords=("data", "axes fraction"),
                 rotation=90,
                 va="top",
@@ -548,7 +535,7 @@ def _price_lines(question: PlanQuestion, option: FleetOption) -> dict[str, str]:
     price, workload = option.price, question.workload
     if price.per_hour is None:
         return {"price": "unknown: the node has no price (--price-per-hour)"}
-    hourly = [(part.count, part.node_type.price.per_hour or 0.0) for part in option.parts]
+    hourly = [(part.count, part.node_type.per_hour or 0.0) for part in option.parts]
     hours = " + ".join(f"{count} x {hour:.4g}" for count, hour in hourly)
     extra = ""
     tokens = price.per_hour - price.electricity_per_hour
@@ -562,14 +549,14 @@ def _price_lines(question: PlanQuestion, option: FleetOption) -> dict[str, str]:
         "price": f"{hours}{extra} = {price.per_hour:.4g} an hour x {HOURS_PER_MONTH:g} = "
         f"{price.month or 0.0:,.2f} a month; all machines run, used or not"
     }
-    if price.per_million is None:
+    if price.per_million_tokens is None:
         return lines
-    lines["per token"] = f"{price.per_million:.4g} a million tokens, prompts included" + (
+    lines["per token"] = f"{price.per_million_tokens:.4g} a million tokens, prompts included" + (
         "" if workload.peak == 1 else ", of the mean hour"
     )
     node_type = option.parts[0].node_type
-    if node_type.price.per_hour:
-        hour = node_type.price.per_hour / node_type.servers
+    if node_type.per_hour:
+        hour = node_type.per_hour / node_type.servers
         lines["per token"] += (
             f"; one slot that always writes {node_type.decode_tps:g} tokens/s at {hour:.4g} an "
             f"hour makes {_per_million_tokens(hour, node_type.decode_tps):.3g} a million written"
@@ -586,19 +573,20 @@ def headline(option: FleetOption) -> str:
 
 def crossing_lines(found: BreakEven) -> list[str]:
     """Say where another kind of fleet is cheaper."""
-    least, most = found.curves[0].rates[0], found.curves[0].rates[-1]
+    least, most = found.rates[0], found.rates[-1]
     lines = []
     for one in found.crossings:
-        if one.first is None:
+        first, stays = one.first_requests_per_hour, one.stays_from_requests_per_hour
+        if first is None:
             where = f"at no rate from {least:,.4g} to {most:,.10g} requests an hour"
-        elif one.stays is None:
-            where = f"at some rates from {one.first:,.0f} requests an hour on"
-        elif one.stays <= least:
+        elif stays is None:
+            where = f"at some rates from {first:,.0f} requests an hour on"
+        elif stays <= least:
             where = f"at every rate from {least:,.4g} requests an hour on"
         else:
-            where = f"from {one.stays:,.0f} requests an hour on"
-            if one.first < one.stays:
-                where += f", and at some rates from {one.first:,.0f} on"
+            where = f"from {stays:,.0f} requests an hour on"
+            if first < stays:
+                where += f", and at some rates from {first:,.0f} on"
         lines.append(f"{one.cheaper} are cheaper than {one.than} {where} (by the estimate)")
     return lines
 

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from importlib.resources import as_file, files
 from pathlib import Path
 from typing import Annotated, Literal
@@ -27,73 +27,6 @@ from gateway.workshop.simulate.simulation import (
 )
 
 HOURS_PER_MONTH = 730.0  # 365 days of 24 hours, by 12
-MILLION = 1_000_000
-
-
-@dataclass(frozen=True, slots=True)
-class NodePrice:
-    """What one node costs, in the catalogue's currency; None: not known."""
-
-    per_hour: float | None = None
-    per_million_prompt: float = 0.0  # of an endpoint that is paid by tokens
-    per_million_completion: float = 0.0
-    watts: float = 0.0  # while all its slots are busy
-    idle_watts: float = 0.0
-
-    def electricity(self, use: float, per_kwh: float) -> float:
-        """Price of an hour's electricity, when so large a share of its capacity is used."""
-        watts = self.idle_watts + (self.watts - self.idle_watts) * min(max(use, 0.0), 1.0)
-        return watts / 1000.0 * per_kwh
-
-
-@dataclass(frozen=True, slots=True)
-class FleetPrice:
-    """What a fleet costs. None: the price of a node is not known."""
-
-    per_hour: float | None  # all together, in a mean hour
-    electricity_per_hour: float  # part of it
-    per_million: float | None  # of the prompt and completion tokens that are served
-
-    @property
-    def month(self) -> float | None:
-        """Of a month in which it runs all the time."""
-        return None if self.per_hour is None else self.per_hour * HOURS_PER_MONTH
-
-    def as_dict(self) -> dict[str, float | None]:
-        """For scripts."""
-        return {
-            "per_hour": self.per_hour,
-            "per_month": self.month,
-            "per_million_tokens": self.per_million,
-            "electricity_per_hour": self.electricity_per_hour,
-        }
-
-
-@dataclass(frozen=True, slots=True)
-class PricedPart:
-    """Equal nodes of a fleet, and what they serve in a mean hour."""
-
-    price: NodePrice
-    nodes: int
-    use: float  # share of their capacity
-    prompt_tokens: float = 0.0
-    completion_tokens: float = 0.0
-
-
-def fleet_price(parts: Sequence[PricedPart], per_kwh: float) -> FleetPrice:
-    """What a fleet costs. The hours of a node are paid whether it works or not."""
-    tokens = sum(part.prompt_tokens + part.completion_tokens for part in parts)
-    electricity = math.fsum(
-        part.nodes * part.price.electricity(part.use, per_kwh) for part in parts
-    )
-    if any(part.price.per_hour is None for part in parts):
-        return FleetPrice(None, electricity, None)
-    hour = electricity
-    for part in parts:
-        hour += part.nodes * (part.price.per_hour or 0.0)
-        hour += part.prompt_tokens * part.price.per_million_prompt / MILLION
-        hour += part.completion_tokens * part.price.per_million_completion / MILLION
-    return FleetPrice(hour, electricity, hour / tokens * MILLION if tokens > 0 else None)
 
 
 FASTEST_TPS = 1e7
@@ -107,7 +40,7 @@ _Speed = Annotated[float, Field(ge=SLOWEST_TPS, le=FASTEST_TPS, allow_inf_nan=Fa
 _Price = Annotated[float, Field(ge=0, le=1e9, allow_inf_nan=False)]
 _Watts = Annotated[float, Field(ge=0, le=1e6, allow_inf_nan=False)]
 _Gib = Annotated[float, Field(gt=0, le=1e6, allow_inf_nan=False)]
-_PRICES = ("price_per_hour", "price_per_month", "price_per_million_tokens")
+PRICES = ("price_per_hour", "price_per_month", "price_per_million_tokens")
 
 
 class TokenPrice(ConfigModel):
@@ -151,7 +84,7 @@ class NodeType(ConfigModel):
     @field_validator("price_per_month", "price_per_million_tokens")
     @classmethod
     def _one_price(cls, value: object, info: ValidationInfo) -> object:
-        for other in _PRICES:
+        for other in PRICES:
             if value is not None and info.data.get(other) is not None:
                 raise validation_error(f"can't stand beside {other}", "keep one price")
         return value
@@ -167,15 +100,18 @@ class NodeType(ConfigModel):
         return idle
 
     @property
-    def price(self) -> NodePrice:
-        """What one costs."""
-        hour = self.price_per_hour
+    def per_hour(self) -> float | None:
+        """The price of an hour, without that of tokens; None: not known."""
+        if self.price_per_million_tokens is not None:
+            return 0.0
         if self.price_per_month is not None:
-            hour = self.price_per_month / HOURS_PER_MONTH
-        tokens = self.price_per_million_tokens
-        if tokens is None:
-            return NodePrice(hour, watts=self.watts, idle_watts=self.idle_watts)
-        return NodePrice(0.0, tokens.prompt, tokens.completion, self.watts, self.idle_watts)
+            return self.price_per_month / HOURS_PER_MONTH
+        return self.price_per_hour
+
+    def electricity(self, use: float, per_kwh: float) -> float:
+        """Price of an hour's electricity, when so large a share of its capacity is used."""
+        watts = self.idle_watts + (self.watts - self.idle_watts) * min(max(use, 0.0), 1.0)
+        return watts / 1000.0 * per_kwh
 
     def machines(self, count: int) -> list[SimulatedMachine]:
         """The servers of so many of it, to be simulated."""
@@ -213,6 +149,24 @@ class NodeType(ConfigModel):
         """GiB that a server takes: weights, and keys and values of every slot, with headroom."""
         cells = self.slots * CONTEXT_TOKENS * KV_BYTES_PER_TOKEN / MIB_PER_GIB**3
         return (model_gib + cells) * MEMORY_HEADROOM
+
+
+@dataclass(frozen=True, slots=True)
+class FleetPrice:
+    """What a fleet costs. None: the price of a node is not known."""
+
+    per_hour: float | None  # all together, in a mean hour
+    electricity_per_hour: float  # part of it
+    per_million_tokens: float | None = None  # of the prompt and completion tokens that are served
+
+    @property
+    def month(self) -> float | None:
+        """Of a month in which it runs all the time."""
+        return None if self.per_hour is None else self.per_hour * HOURS_PER_MONTH
+
+    def as_dict(self) -> dict[str, float | None]:
+        """For scripts."""
+        return asdict(self) | {"per_month": self.month}
 
 
 class ReferenceModel(ConfigModel):
@@ -253,8 +207,8 @@ def read_catalogue(path: Path, env: Mapping[str, str] | None = None) -> NodeCata
         problems += yaml_file.find_duplicates(source, entries, "name", "the type")
         for entry in entries:
             keys = entry.tree.entries if isinstance(entry.tree, YamlMapping) else {}
-            if keys and not any(key in keys for key in _PRICES):
-                remedy = f"write {', '.join(_PRICES[:2])} or {_PRICES[2]}; 0 if it costs nothing"
+            if keys and not any(key in keys for key in PRICES):
+                remedy = f"write {', '.join(PRICES[:2])} or {PRICES[2]}; 0 if it costs nothing"
                 problems.append(Problem(path, entry.line, entry.key, "has no price", remedy))
     if problems or found is None:
         raise ConfigError(yaml_file.first_of_each_place(problems))

@@ -18,7 +18,13 @@ from typing import Any
 from pydantic import Field
 
 from gateway.workshop.plan import search
-from gateway.workshop.plan.catalogue import MOST_SLOTS_OF_A_SERVER, FleetPrice, NodeType, TokenPrice
+from gateway.workshop.plan.catalogue import (
+    MOST_SLOTS_OF_A_SERVER,
+    PRICES,
+    FleetPrice,
+    NodeType,
+    TokenPrice,
+)
 from gateway.workshop.plan.search import (
     FleetPart,
     FleetTrial,
@@ -255,7 +261,7 @@ def _kind(node: Mapping[str, Any], measured: Mapping[str, Any]) -> MeasuredType:
 def _is_alike(one: MeasuredType, other: MeasuredType) -> bool:
     same = all(
         getattr(one, name) == getattr(other, name)
-        for name in ("tier", "slots", "price", "models", "memory_gib")
+        for name in ("tier", "slots", *PRICES, "models", "memory_gib")
     )
     return same and all(
         abs(mine - theirs) <= SAME_SPEED * max(mine, theirs)
@@ -768,7 +774,7 @@ def _least_addition(
             return fleet_use(_changed(fleet, place, count), asked.traffic.by_model) <= goal.use
 
         if count := search.least_that(fits, 1, MOST_ADDED):
-            hour = part.node_type.price.per_hour
+            hour = part.node_type.per_hour
             choices.append((math.inf if hour is None else hour * count, count, place))
     if not choices:
         return None

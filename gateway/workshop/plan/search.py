@@ -28,7 +28,7 @@ from dataclasses import asdict, astuple, dataclass, field, replace
 from itertools import compress, pairwise
 from statistics import fmean, pvariance, stdev
 
-from gateway.workshop.plan.catalogue import FleetPrice, NodeType, PricedPart, fleet_price
+from gateway.workshop.plan.catalogue import FleetPrice, NodeType
 from gateway.workshop.simulate.comparison import build_front
 from gateway.workshop.simulate.fleets import SPEED_MEMORY, RouterFleet, SimulatedModel
 from gateway.workshop.simulate.fronts import LearntKnowledge, LeastRecentlyUsed, ModelPlacingFront
@@ -45,6 +45,7 @@ from gateway.workshop.simulate.simulation import (
 )
 
 SECONDS_PER_HOUR = 3600.0
+MILLION = 1_000_000
 MOST_REQUESTS_PER_HOUR = 1e9
 MOST_PEAK = 1000.0
 MOST_TOKENS_OF_A_REQUEST = 1_000_000  # of a mean prompt or completion; more is a mistake
@@ -470,70 +471,6 @@ class FleetTrial:
         return found
 
 
-def try_fleet(
-    parts: Sequence[FleetPart],
-    trace: Trace,
-    limit: TimeLimit,
-    *,
-    backlog: float | None = None,
-    policy: str = GATEWAY,
-    seed: int = 1,
-    warm: bool = False,
-    models: Sequence[SimulatedModel] = (),
-) -> FleetTrial:
-    """Play a trace on a fleet.
-
-    `backlog`: the requests there really are, of which the trace is a sample that waits from the
-    start; times grow in proportion. `warm`: the nodes' speeds are known. `models`: those that
-    nodes with memory load on demand, at first none. Raises OutOfTimeError.
-    """
-    name = fleet_name(parts)
-    limit.begin(name)
-    machines = [one for part in parts for one in part.node_type.machines(part.count)]
-    routers = RouterFleet(machines, models, trace.jobs) if models else None
-    if routers is None:
-        front = build_front(policy, machines, warm=warm, seed=seed)
-    elif policy == DIRECT:
-        front = LeastRecentlyUsed(routers)
-    else:
-        knowledge = LearntKnowledge(warm=warm)
-        front = ModelPlacingFront(routers, seed=seed, knowledge=knowledge)
-    result = simulate(trace, machines, front, lambda _: limit.check(name), routers)
-    jobs = list(result.jobs)
-    bounds = [0]
-    for part in parts:
-        bounds.append(bounds[-1] + part.servers)
-    if backlog is None:
-        counted = jobs[int(len(jobs) * WARM_UP_SHARE) :]
-        growth = 1.0
-    else:
-        counted, growth = jobs, max(1.0, backlog / len(jobs))
-    waits = [(job.began - job.arrived) * growth for job in counted]
-    first = [wait + job.first - job.began for wait, job in zip(waits, counted, strict=True)]
-    completions = [wait + job.ended - job.began for wait, job in zip(waits, counted, strict=True)]
-    began = max(job.began for job in jobs)
-    nodes = [job.node if routers is None else routers.router_of(job.node) for job in counted]
-    return FleetTrial(
-        requests=len(counted),
-        wait=Percentiles.of(waits),
-        ttft=Percentiles.of(first),
-        completion=Percentiles.of(completions),
-        service=fmean(job.ended - job.began for job in counted),
-        waiting_share=sum(wait > 0 for wait in waits) / len(waits),
-        wait_error=error_of_mean(waits),
-        completion_error=error_of_mean(completions),
-        slots_busy=utilisation(result, sum(machine.slots for machine in machines)),
-        too_late=sum(wait > LONGEST_WAIT for wait in waits),
-        seconds=began * growth + (result.ended - began),
-        shares=tuple(
-            _share(counted, [low <= node < high for node in nodes])
-            for low, high in pairwise(bounds)
-        ),
-        loads=0 if routers is None else routers.loads,
-        load_seconds=0.0 if routers is None else routers.load_seconds,
-    )
-
-
 def _share(jobs: Sequence[Job], served: Sequence[bool]) -> PartShare:
     own = [*compress(jobs, served)]
     return PartShare(
@@ -672,16 +609,56 @@ class PlanQuestion:
     def play(
         self, parts: Sequence[FleetPart], trace: Trace, limit: TimeLimit, policy: str = GATEWAY
     ) -> FleetTrial:
-        """Play its requests on a fleet. Raises OutOfTimeError."""
-        return try_fleet(
-            parts,
-            trace,
-            limit,
-            backlog=self.workload.backlog,
-            policy=policy,
-            seed=self.seed,
-            warm=self.warm,
-            models=self.workload.models,
+        """Play a trace on a fleet. Raises OutOfTimeError.
+
+        Of a backlog it is a sample that waits from the start; times grow in proportion.
+        """
+        name, models, backlog = fleet_name(parts), self.workload.models, self.workload.backlog
+        limit.begin(name)
+        machines = [one for part in parts for one in part.node_type.machines(part.count)]
+        routers = RouterFleet(machines, models, trace.jobs) if models else None
+        if routers is None:
+            front = build_front(policy, machines, warm=self.warm, seed=self.seed)
+        elif policy == DIRECT:
+            front = LeastRecentlyUsed(routers)
+        else:
+            knowledge = LearntKnowledge(warm=self.warm)
+            front = ModelPlacingFront(routers, seed=self.seed, knowledge=knowledge)
+        result = simulate(trace, machines, front, lambda _: limit.check(name), routers)
+        jobs = list(result.jobs)
+        bounds = [0]
+        for part in parts:
+            bounds.append(bounds[-1] + part.servers)
+        if backlog is None:
+            counted = jobs[int(len(jobs) * WARM_UP_SHARE) :]
+            growth = 1.0
+        else:
+            counted, growth = jobs, max(1.0, backlog / len(jobs))
+        waits = [(job.began - job.arrived) * growth for job in counted]
+        first = [wait + job.first - job.began for wait, job in zip(waits, counted, strict=True)]
+        completions = [
+            wait + job.ended - job.began for wait, job in zip(waits, counted, strict=True)
+        ]
+        began = max(job.began for job in jobs)
+        nodes = [job.node if routers is None else routers.router_of(job.node) for job in counted]
+        return FleetTrial(
+            requests=len(counted),
+            wait=Percentiles.of(waits),
+            ttft=Percentiles.of(first),
+            completion=Percentiles.of(completions),
+            service=fmean(job.ended - job.began for job in counted),
+            waiting_share=sum(wait > 0 for wait in waits) / len(waits),
+            wait_error=error_of_mean(waits),
+            completion_error=error_of_mean(completions),
+            slots_busy=utilisation(result, sum(machine.slots for machine in machines)),
+            too_late=sum(wait > LONGEST_WAIT for wait in waits),
+            seconds=began * growth + (result.ended - began),
+            shares=tuple(
+                _share(counted, [low <= node < high for node in nodes])
+                for low, high in pairwise(bounds)
+            ),
+            loads=0 if routers is None else routers.loads,
+            load_seconds=0.0 if routers is None else routers.load_seconds,
         )
 
     def is_met_by(self, trial: FleetTrial) -> bool:
@@ -790,23 +767,26 @@ def option_price(
         hours = workload.backlog_hours if trial is None else trial.seconds / SECONDS_PER_HOUR
         served /= hours
     capacities = [part.capacity(workload) for part in parts]
-    priced = []
+    electricity, hour = [], 0.0
     for place, part in enumerate(parts):
         prompt_share = completion_share = capacities[place] / sum(capacities)
         if trial is not None:
             prompt_share = trial.shares[place].prompt_tokens
             completion_share = trial.shares[place].completion_tokens
         busy = use * (prompt_share + completion_share) / 2 * sum(capacities) / capacities[place]
-        priced.append(
-            PricedPart(
-                part.node_type.price,
-                part.count,
-                busy,
-                served * workload.prompt * prompt_share,
-                served * workload.completion * completion_share,
-            )
-        )
-    return fleet_price(priced, question.price_per_kwh)
+        node_type, per_token = part.node_type, part.node_type.price_per_million_tokens
+        electricity.append(part.count * node_type.electricity(busy, question.price_per_kwh))
+        # The hours of a node are paid whether it works or not.
+        hour += part.count * (node_type.per_hour or 0.0)
+        if per_token is not None:
+            tokens = workload.prompt * prompt_share * per_token.prompt
+            tokens += workload.completion * completion_share * per_token.completion
+            hour += served * tokens / MILLION
+    if any(part.node_type.per_hour is None for part in parts):
+        return FleetPrice(None, math.fsum(electricity))
+    hour += math.fsum(electricity)
+    each = hour / (served * (workload.prompt + workload.completion))
+    return FleetPrice(hour, math.fsum(electricity), each * MILLION)
 
 
 def count_for(node_type: NodeType, workload: Workload, use: float) -> int:

@@ -14,9 +14,8 @@ from gateway.workshop.plan.search import (
     estimate,
     make_trace,
     node_times,
-    try_fleet,
 )
-from tests.workshop.plan.build import a_type
+from tests.workshop.plan.build import a_type, try_fleet
 
 USES = (0.3, 0.6, 0.8)
 

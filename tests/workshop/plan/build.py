@@ -6,7 +6,16 @@ from typing import Any
 
 from gateway.workshop.plan.answer import PlanAnswer, answer
 from gateway.workshop.plan.catalogue import NodeType
-from gateway.workshop.plan.search import Goal, PlanQuestion, TimeLimit, Workload
+from gateway.workshop.plan.search import (
+    GATEWAY,
+    FleetPart,
+    FleetTrial,
+    Goal,
+    PlanQuestion,
+    TimeLimit,
+    Workload,
+)
+from gateway.workshop.simulate.simulation import Trace
 
 
 def a_type(name: str = "node", **fields: Any) -> NodeType:
@@ -23,3 +32,18 @@ GPU = a_type(
 def planned(workload: Workload, *types: NodeType, goal: Goal | None = None) -> PlanAnswer:
     question = PlanQuestion(workload, goal or Goal(), types, requests=800)
     return answer(question, TimeLimit(120.0))
+
+
+def try_fleet(
+    parts: tuple[FleetPart, ...],
+    trace: Trace,
+    limit: TimeLimit,
+    *,
+    backlog: float | None = None,
+    policy: str = GATEWAY,
+    warm: bool = False,
+) -> FleetTrial:
+    """Play a trace on a fleet; a `backlog` is done in some hours."""
+    hours = None if backlog is None else 8.0
+    workload = Workload(backlog or 1.0, 100, 100, backlog_hours=hours)
+    return PlanQuestion(workload, Goal(), (), warm=warm).play(parts, trace, limit, policy)

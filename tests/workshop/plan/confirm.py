@@ -15,9 +15,10 @@ from pathlib import Path
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 
-from gateway.workshop.plan.search import FleetOption, TimeLimit, try_fleet
+from gateway.workshop.plan.search import FleetOption, TimeLimit
 from gateway.workshop.simulate.report import Percentiles
 from tests.virtual import in_virtual_time
+from tests.workshop.plan.build import try_fleet
 from tests.workshop.plan.emulated import Measured, play, play_batch
 from tests.workshop.plan.teams import Team, teams
 

@@ -37,10 +37,10 @@ def test_the_peak_sizes_the_fleet_and_the_mean_prices_its_tokens() -> None:
     assert flat is not None
     assert peaky is not None
     assert peaky.machines > flat.machines
-    assert peaky.price.per_million is not None
-    assert flat.price.per_million is not None
-    assert peaky.price.per_million / peaky.machines == pytest.approx(
-        flat.price.per_million / flat.machines
+    assert peaky.price.per_million_tokens is not None
+    assert flat.price.per_million_tokens is not None
+    assert peaky.price.per_million_tokens / peaky.machines == pytest.approx(
+        flat.price.per_million_tokens / flat.machines
     )
 
 
@@ -88,17 +88,15 @@ def test_gpus_become_cheaper_where_they_are_used() -> None:
     assert found is not None
     gpu = found.crossings[0]
     assert (gpu.cheaper, gpu.than) == ("GPU nodes", "CPU nodes")
-    assert gpu.first is not None
-    assert gpu.stays is not None
-    cpu_curve, gpu_curve = found.curves[:2]
-    for rate, cpu_price, gpu_price in zip(
-        cpu_curve.rates, cpu_curve.prices, gpu_curve.prices, strict=True
-    ):
-        if rate < gpu.first:
+    assert gpu.first_requests_per_hour is not None
+    assert gpu.stays_from_requests_per_hour is not None
+    cpu, prices = found.prices["CPU nodes"], found.prices["GPU nodes"]
+    for rate, cpu_price, gpu_price in zip(found.rates, cpu, prices, strict=True):
+        if rate < gpu.first_requests_per_hour:
             assert cpu_price <= gpu_price
-        if rate >= gpu.stays:
+        if rate >= gpu.stays_from_requests_per_hour:
             assert gpu_price < cpu_price
-    assert cpu_curve.prices[0] == pytest.approx(0.2 * 730)
+    assert cpu[0] == pytest.approx(0.2 * 730)
 
 
 def test_there_is_no_break_even_of_one_tier_or_without_prices() -> None:

@@ -7,16 +7,16 @@ import pytest
 
 from gateway.config.errors import ConfigError
 from gateway.workshop.plan.catalogue import (
+    FleetPrice,
     NodeCatalogue,
-    NodePrice,
+    NodeType,
     NoTypeFitsError,
-    PricedPart,
     ReferenceModel,
     fitting_types,
-    fleet_price,
     packaged_catalogue,
     read_catalogue,
 )
+from gateway.workshop.plan.search import FleetPart, Goal, PlanQuestion, Workload, option_price
 from gateway.workshop.simulate.fleets import models_from_text
 from tests.each_case import each_case
 from tests.workshop.plan.build import a_type
@@ -92,7 +92,7 @@ def test_idle_takes_no_more_than_busy(tmp_path: Path) -> None:
 
 def test_a_month_has_730_hours() -> None:
     one = a_type(price_per_hour=None, price_per_month=73.0)
-    assert one.price.per_hour == pytest.approx(0.1)
+    assert one.per_hour == pytest.approx(0.1)
 
 
 def test_a_model_of_twice_the_size_is_half_as_fast() -> None:
@@ -140,34 +140,42 @@ def test_a_machine_of_two_sockets_is_two_nodes() -> None:
     ]
 
 
+def price_of(
+    *types: NodeType, count: int, requests: float = 1000.0, kwh: float = 0.0
+) -> FleetPrice:
+    """Of so many of each type, which end these requests of 900 and 100 tokens in an hour."""
+    workload = Workload(requests, 900, 100, backlog_hours=1.0)
+    question = PlanQuestion(workload, Goal(), (), price_per_kwh=kwh)
+    return option_price(question, [FleetPart(one, count) for one in types], None)
+
+
 def test_the_price_of_a_fleet_is_paid_whether_it_works_or_not() -> None:
-    idle = fleet_price([PricedPart(NodePrice(0.2), 2, 0.0)], 0.0)
-    busy = fleet_price([PricedPart(NodePrice(0.2), 2, 1.0, 9e5, 1e5)], 0.0)
+    one = a_type(price_per_hour=0.2)
+    idle, busy = price_of(one, count=2, requests=1.0), price_of(one, count=2)
     assert idle.per_hour == busy.per_hour == pytest.approx(0.4)
     assert idle.month == pytest.approx(0.4 * 730)
-    assert idle.per_million is None
-    assert busy.per_million == pytest.approx(0.4)
+    assert idle.per_million_tokens == pytest.approx(400)
+    assert busy.per_million_tokens == pytest.approx(0.4)
 
 
 def test_tokens_are_paid_where_they_are_served() -> None:
-    price = NodePrice(0.0, per_million_prompt=0.1, per_million_completion=0.4)
-    found = fleet_price([PricedPart(price, 1, 0.1, 2e6, 1e6)], 0.0)
-    assert found.per_hour == pytest.approx(0.6)
-    assert found.per_million == pytest.approx(0.2)
+    tokens = {"prompt": 0.1, "completion": 0.4}
+    found = price_of(a_type(price_per_hour=None, price_per_million_tokens=tokens), count=1)
+    assert found.per_hour == pytest.approx(0.9 * 0.1 + 0.1 * 0.4)
+    assert found.per_million_tokens == pytest.approx(0.13)
 
 
 def test_electricity_lies_between_idle_and_busy() -> None:
-    price = NodePrice(0.1, watts=300, idle_watts=100)
-    assert price.electricity(0.0, 0.30) == pytest.approx(0.03)
-    assert price.electricity(0.5, 0.30) == pytest.approx(0.06)
-    assert price.electricity(7.0, 0.30) == pytest.approx(0.09)
-    found = fleet_price([PricedPart(price, 2, 0.5)], 0.30)
-    assert found.electricity_per_hour == pytest.approx(0.12)
-    assert found.per_hour == pytest.approx(0.32)
+    one = a_type(price_per_hour=0.1, watts=300, idle_watts=100)
+    assert one.electricity(0.0, 0.30) == pytest.approx(0.03)
+    assert one.electricity(0.5, 0.30) == pytest.approx(0.06)
+    assert one.electricity(7.0, 0.30) == pytest.approx(0.09)
+    found = price_of(one, count=2, kwh=0.30)
+    assert found.electricity_per_hour == pytest.approx(0.18)
+    assert found.per_hour == pytest.approx(0.38)
 
 
 def test_one_unknown_price_makes_that_of_the_fleet_unknown() -> None:
-    parts = [PricedPart(NodePrice(0.1), 1, 0.5), PricedPart(NodePrice(None), 1, 0.5)]
-    found = fleet_price(parts, 0.0)
-    assert (found.per_hour, found.month, found.per_million) == (None, None, None)
+    found = price_of(*(a_type(price_per_hour=hour) for hour in (0.1, None)), count=1)
+    assert (found.per_hour, found.month, found.per_million_tokens) == (None, None, None)
     assert not math.isnan(found.electricity_per_hour)

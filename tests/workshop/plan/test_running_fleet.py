@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 
+from gateway.workshop.plan.catalogue import TokenPrice
 from gateway.workshop.plan.running_fleet import (
     FleetAnswer,
     MeasuredFleet,
@@ -51,7 +52,7 @@ def test_slots_tiers_and_prices_tell_kinds_apart() -> None:
     ]
     parts = measured_fleet(nodes).parts
     assert len(parts) == 5
-    assert parts[4].node_type.price.per_million_completion == 0.4
+    assert parts[4].node_type.price_per_million_tokens == TokenPrice(prompt=0.1, completion=0.4)
 
 
 def test_nodes_that_get_no_work_are_left_out() -> None:
@@ -74,7 +75,7 @@ def test_an_unmeasured_node_is_taken_to_be_like_the_others(speed: object) -> Non
 
 
 def test_a_node_without_a_price_makes_the_price_unknown() -> None:
-    assert measured_fleet([node("a", cost_per_hour=0)]).parts[0].node_type.price.per_hour is None
+    assert measured_fleet([node("a", cost_per_hour=0)]).parts[0].node_type.per_hour is None
 
 
 def told(*rows: tuple[float, dict[str, Any]], requests: int | None = None) -> dict[str, Any]:

@@ -32,7 +32,6 @@ from gateway.workshop.plan.search import (
     least_that,
     make_trace,
     node_times,
-    try_fleet,
     why_impossible,
 )
 from gateway.workshop.simulate.fleets import SimulatedModel, models_from_text, with_shares
@@ -46,7 +45,7 @@ from gateway.workshop.simulate.simulation import (
 )
 from tests.each_case import each_case
 from tests.workshop.plan.accuracy import SHAPES, Shape, both
-from tests.workshop.plan.build import a_type
+from tests.workshop.plan.build import a_type, try_fleet
 
 WORKLOAD = Workload(600, 100, 100)
 
@@ -129,10 +128,10 @@ def test_times_are_those_of_the_simulated_server() -> None:
     for number in range(400):
         # Lengths differ, or all would read and write in step.
         tokens, written = rng.randrange(600, 801), rng.randrange(60, 141)
-        server.take(Job(number, 0.0, TracePrompt(-1 - number, tokens), written), 0.0)
+        server.take(Job(number, 0.0, TracePrompt(-1 - number, tokens), written), 0.0, 0.0)
     while server.next_end >= 0:
         now = server.next_end
-        ended += len(server.end_steps(now)[1])
+        ended += len(server.end_steps(now, now)[1])
     assert ended == 400
     assert ended / now == pytest.approx(times.capacity, rel=0.05)
 
