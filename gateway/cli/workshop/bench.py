@@ -22,8 +22,8 @@ from gateway.cli.terminal import (
 
 if TYPE_CHECKING:
     from gateway.local.energy import EnergyMeter
-    from gateway.workshop.bench.load import Load, LoadRun
-    from gateway.workshop.bench.report import BenchPlan, BenchReport, Difference
+    from gateway.workshop.bench.load import BenchPlan, Load, LoadRun
+    from gateway.workshop.bench.report import BenchReport, Difference
     from gateway.workshop.simulate.simulation import Trace
 
 EXAMPLES = examples_epilog(
@@ -220,10 +220,8 @@ def bench(
     from gateway.cli.client import find_key, tls_context
     from gateway.config.errors import single_line
     from gateway.workshop.bench.exchange import ENDPOINTS
-    from gateway.workshop.bench.load import RequestPattern
+    from gateway.workshop.bench.load import BenchPlan, RequestGoal, RequestPattern
     from gateway.workshop.bench.report import (
-        BenchPlan,
-        RequestGoal,
         draw_report,
         remarks,
         render_page,

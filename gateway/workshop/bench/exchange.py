@@ -28,9 +28,16 @@ from urllib.parse import urlsplit
 
 import msgspec
 
+from gateway.api import sse
 from gateway.config.errors import single_line
 from gateway.transport.connection import NodeConnection
-from gateway.transport.errors import ConnectFailed, ConnectTimedOut, StaleConnection, UpstreamError
+from gateway.transport.errors import (
+    ConnectFailed,
+    ConnectTimedOut,
+    InvalidResponse,
+    StaleConnection,
+    UpstreamError,
+)
 from gateway.transport.pool import ConnectionPool, NodeAddress
 from gateway.workshop.simulate.simulation import TracePrompt
 
@@ -216,9 +223,7 @@ class StreamReader:
         self._endpoint = endpoint
         self._result = result
         self._most_events = most_events
-        self._rest = bytearray()
-        self._data: list[bytes] = []
-        self._event_bytes = 0
+        self._framer = sse.EventFramer(MOST_EVENT_BYTES, keep_comments=False)
         self._received = 0
         self.is_finished = False  # whether an event has said why the answer ended
         self.is_done = False  # whether `[DONE]` has come
@@ -228,30 +233,13 @@ class StreamReader:
         self._received += len(data)
         if self._received > MOST_RESPONSE_BYTES:
             raise ExchangeError("too_large", f"more than {MOST_RESPONSE_BYTES} bytes")
-        if b"\n" not in data:
-            self._rest += data
-        else:
-            *lines, rest = (bytes(self._rest) + data).split(b"\n")
-            self._rest = bytearray(rest)
-            for line in lines:
-                self._line(line.removesuffix(b"\r"), now)
-        if self._event_bytes + len(self._rest) > MOST_EVENT_BYTES:
-            raise ExchangeError("too_large", f"an event of more than {MOST_EVENT_BYTES} bytes")
-
-    def _line(self, line: bytes, now: float) -> None:
-        if line:
-            if line.startswith(b"data:"):
-                self._data.append(line[5:].strip())
-                self._event_bytes += len(line)
-                if self._event_bytes > MOST_EVENT_BYTES:
-                    raise ExchangeError(
-                        "too_large", f"an event of more than {MOST_EVENT_BYTES} bytes"
-                    )
-            return
-        if self._data:
-            event = b"\n".join(self._data)
-            self._data, self._event_bytes = [], 0
-            self._event(event, now)
+        try:
+            events = self._framer.feed(data)
+        except InvalidResponse as error:
+            raise ExchangeError("too_large", str(error)) from None
+        for event in sse.split(events):
+            if content := sse.payload(event):
+                self._event(content, now)
 
     def _event(self, data: bytes, now: float) -> None:
         if data == b"[DONE]":
@@ -350,14 +338,11 @@ class RequestSender:
         connection.send(head, body)
         while True:
             await connection.wait_for_data(take)
-            if failure:
-                raise failure[0]
-            if not connection.status:
-                continue
-            if not is_stream(connection, self.endpoint):
-                await self._plain(connection, result)
-                return
-            take()
+            if not failure and connection.status:
+                if not is_stream(connection, self.endpoint):
+                    await self._plain(connection, result)
+                    return
+                take()
             if failure:
                 raise failure[0]
             if connection.complete:

@@ -13,6 +13,7 @@ import gc
 import json
 import math
 import random
+import ssl
 import time
 from collections.abc import AsyncGenerator, Callable, Iterable, Iterator
 from contextlib import AsyncExitStack, asynccontextmanager
@@ -20,7 +21,7 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import TYPE_CHECKING, Any
 
-from gateway.workshop.bench.exchange import PromptWriter, RequestResult, RequestSender
+from gateway.workshop.bench.exchange import Endpoint, PromptWriter, RequestResult, RequestSender
 from gateway.workshop.simulate.report import Percentiles
 from gateway.workshop.simulate.simulation import Job, TracePrompt
 
@@ -215,6 +216,54 @@ class RequestPattern:
         return TracePrompt(number, self.prompt_tokens, prefix, self.prefix_tokens)
 
 
+@dataclass(frozen=True, slots=True)
+class RequestGoal:
+    """What a request must keep; seconds. None: does not matter."""
+
+    ttft: float | None = None
+    inter_token: float | None = None
+    completion: float | None = None
+
+    def __bool__(self) -> bool:
+        return any(one is not None for one in (self.ttft, self.inter_token, self.completion))
+
+    def is_met(self, result: RequestResult) -> bool:
+        """Whether a request succeeded and kept all of it. A figure that it lacks is kept."""
+        pairs = (
+            (self.ttft, result.ttft),
+            (self.inter_token, result.inter_token),
+            (self.completion, result.completion),
+        )
+        return result.error is None and all(
+            wanted is None or found is None or found <= wanted for wanted, found in pairs
+        )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BenchPlan:
+    """What to measure, and how."""
+
+    url: str  # without `/v1`
+    endpoint: Endpoint
+    loads: list[Load]
+    pattern: RequestPattern
+    key: str | None = None
+    tls: ssl.SSLContext | None = None
+    model: str | None = None  # None: the server's first one
+    extra: dict[str, Any] = field(default_factory=dict)
+    """Fields that every body gets; None leaves one out."""
+    ignore_eos: bool | None = None
+    """Whether answers go on to their last token; None: where the server is known to do so."""
+    trace: Trace | None = None
+    goal: RequestGoal = field(default_factory=RequestGoal)
+    seed: int = 1
+    warm_up: int = 2  # requests sent one after the other before the first load
+    timeout: float = 600.0  # seconds for a request
+    connect_timeout: float = 10.0
+    most_in_flight: int = 512  # requests of an open loop that are under way at a time
+    meter: EnergyMeter | None = None
+
+
 @dataclass(slots=True)
 class LoadRun:
     """A load that was put on the server, and what came of it."""
@@ -228,17 +277,13 @@ class LoadRun:
 
 @dataclass(slots=True)
 class LoadRunner:
-    """Puts loads on one server."""
+    """Puts the loads of a plan on one server."""
 
+    plan: BenchPlan
     sender: RequestSender
     writer: PromptWriter
     model: str | None
-    extra: dict[str, Any]
-    pattern: RequestPattern
-    seed: int
-    trace: Trace | None = None
-    most_in_flight: int = 512  # requests of an open loop that are under way at a time
-    meter: EnergyMeter | None = None
+    extra: dict[str, Any]  # fields that every body gets
     clock: Callable[[], float] = time.monotonic
     on_end: Callable[[RequestResult], None] = lambda _: None
     _number: int = 0  # requests planned so far: each has a text of its own
@@ -251,22 +296,22 @@ class LoadRunner:
 
     async def run(self, run: LoadRun) -> None:
         """Put the load on the server, and fill in what comes of it, however it ends."""
-        monitor = LagMonitor(self.clock)
-        self._room, self._held_back = asyncio.Semaphore(self.most_in_flight), 0
+        monitor, meter = LagMonitor(self.clock), self.plan.meter
+        self._room, self._held_back = asyncio.Semaphore(self.plan.most_in_flight), 0
         # A collection of the objects that are there already would only stall the event loop.
         gc.collect()
         gc.freeze()
-        joules = None if self.meter is None else self.meter.joules()
+        joules = None if meter is None else meter.joules()
         try:
             async with AsyncExitStack() as stack:
-                if self.meter is not None:
-                    await stack.enter_async_context(self.meter.sampling())
+                if meter is not None:
+                    await stack.enter_async_context(meter.sampling())
                 await stack.enter_async_context(monitor.watching())
                 match run.load.loop:
                     case Loop.CLOSED:
                         await self._closed(run)
                     case Loop.POISSON:
-                        rng = random.Random(f"{self.seed} arrivals {run.load.level}")
+                        rng = random.Random(f"{self.plan.seed} arrivals {run.load.level}")
                         await self._open(run, poisson_times(run.load, rng))
                     case Loop.TRACE:
                         await self._play(run)
@@ -276,14 +321,14 @@ class LoadRunner:
             is_open = run.load.loop is not Loop.CLOSED
             lags = [max(0.0, one.started - one.intended) for one in run.results if is_open]
             run.client = monitor.figures(lags, self._held_back)
-            after = None if self.meter is None else self.meter.joules()
+            after = None if meter is None else meter.joules()
             if joules is not None and after is not None:
                 run.joules = after - joules
 
     def _next_request(self) -> PreparedRequest:
         self._number += 1
-        text = self.pattern.text(self._number)
-        return self._prepare(self._number, text, self.pattern.max_tokens)
+        pattern = self.plan.pattern
+        return self._prepare(self._number, pattern.text(self._number), pattern.max_tokens)
 
     def _prepare(self, number: int, text: TracePrompt, max_tokens: int) -> PreparedRequest:
         prompt, endpoint = self.writer.write(text), self.sender.endpoint
@@ -346,8 +391,9 @@ class LoadRunner:
 
     async def _play(self, run: LoadRun) -> None:
         """Play the trace. A later turn of a conversation starts once the turn before has ended."""
-        assert self.trace is not None
-        jobs, next_turns = self.trace.jobs, self.trace.next_turns
+        trace = self.plan.trace
+        assert trace is not None
+        jobs, next_turns = trace.jobs, trace.next_turns
         speed, seconds = run.load.level, run.load.seconds
         began = self.clock()
 

@@ -14,7 +14,6 @@ import json
 import math
 import os
 import platform
-import ssl
 import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -24,14 +23,15 @@ from datetime import UTC, datetime
 from enum import StrEnum
 from functools import partial
 from html import escape
+from importlib.resources import files
 from pathlib import Path
+from string import Template
 from typing import TYPE_CHECKING, Any, TextIO
 
 from gateway import __version__
 from gateway.transport.pool import ConnectionPool
 from gateway.workshop.bench.exchange import (
     Baseline,
-    Endpoint,
     Probe,
     PromptWriter,
     RequestResult,
@@ -42,48 +42,23 @@ from gateway.workshop.bench.exchange import (
     server_address,
 )
 from gateway.workshop.bench.load import (
+    BenchPlan,
     ClientFigures,
     Load,
     LoadRun,
     LoadRunner,
     Loop,
-    RequestPattern,
+    RequestGoal,
 )
 from gateway.workshop.simulate.report import Percentiles
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
 
-    from gateway.local.energy import EnergyMeter
-    from gateway.workshop.simulate.simulation import Trace
-
 
 # Requests whose figures a report holds for each load; of more, evenly spread ones.
 MOST_SAMPLES = 5_000
 MOST_REASONS_EXPLAINED = 20
-
-
-@dataclass(frozen=True, slots=True)
-class RequestGoal:
-    """What a request must keep; seconds. None: does not matter."""
-
-    ttft: float | None = None
-    inter_token: float | None = None
-    completion: float | None = None
-
-    def __bool__(self) -> bool:
-        return any(one is not None for one in (self.ttft, self.inter_token, self.completion))
-
-    def is_met(self, result: RequestResult) -> bool:
-        """Whether a request succeeded and kept all of it. A figure that it lacks is kept."""
-        pairs = (
-            (self.ttft, result.ttft),
-            (self.inter_token, result.inter_token),
-            (self.completion, result.completion),
-        )
-        return result.error is None and all(
-            wanted is None or found is None or found <= wanted for wanted, found in pairs
-        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -113,6 +88,26 @@ class Samples:
     inter_token: list[float]
     completion: list[float]
     tokens: list[int]
+
+
+class Limit(StrEnum):
+    """What limits."""
+
+    CLIENT = "client"
+    SLOTS = "slots"
+    PREFILL = "prefill"
+    DECODE = "decode"
+    NETWORK = "network"
+    ERRORS = "errors"
+    UNKNOWN = "unknown"
+
+
+@dataclass(frozen=True, slots=True)
+class Verdict:
+    """What limits, and why, in one sentence."""
+
+    limit: Limit
+    reason: str
 
 
 @dataclass(frozen=True, slots=True)
@@ -147,6 +142,7 @@ class LoadFigures:
     samples: Samples = field(
         default_factory=lambda: Samples([], [], [], []), repr=False, compare=False
     )
+    verdict: Verdict = Verdict(Limit.UNKNOWN, "")
 
     @property
     def failed(self) -> int:
@@ -155,7 +151,9 @@ class LoadFigures:
 
     def as_dict(self) -> dict[str, Any]:
         """For scripts."""
-        return {"label": self.load.label, "failed": self.failed} | asdict(self)
+        found = asdict(self)
+        limit = found.pop("verdict")
+        return {"label": self.load.label, "failed": self.failed, "limit": limit, **found}
 
 
 def figures_of(
@@ -266,26 +264,6 @@ MOST_CPU_SHARE = 0.85  # of one CPU; above, this program is what is measured
 # Lag of the client (95th percentile) as a share of the time between tokens, or of TTFT.
 MOST_LAG_SHARE = 0.1
 LEAST_LAG = 0.005  # seconds below which the client's lag is never what limits
-
-
-class Limit(StrEnum):
-    """What limits."""
-
-    CLIENT = "client"
-    SLOTS = "slots"
-    PREFILL = "prefill"
-    DECODE = "decode"
-    NETWORK = "network"
-    ERRORS = "errors"
-    UNKNOWN = "unknown"
-
-
-@dataclass(frozen=True, slots=True)
-class Verdict:
-    """What limits, and why, in one sentence."""
-
-    limit: Limit
-    reason: str
 
 
 def judge(figures: LoadFigures, server: ServerDescription, baseline: Baseline) -> Verdict:
@@ -406,14 +384,6 @@ DEFINITIONS = (
 
 
 @dataclass(frozen=True, slots=True)
-class LoadResult:
-    """A load's figures, and what limits it."""
-
-    figures: LoadFigures
-    verdict: Verdict
-
-
-@dataclass(frozen=True, slots=True)
 class BenchReport:
     """A run."""
 
@@ -425,7 +395,7 @@ class BenchReport:
     client: dict[str, Any]  # the machine and the program that put the load
     goal: RequestGoal
     baseline: Baseline
-    loads: list[LoadResult] = field(default_factory=list)
+    loads: list[LoadFigures] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
 
     @property
@@ -436,20 +406,19 @@ class BenchReport:
     @property
     def has_success(self) -> bool:
         """Whether any request succeeded."""
-        return any(one.figures.succeeded for one in self.loads)
+        return any(one.succeeded for one in self.loads)
 
     def as_dict(self) -> dict[str, Any]:
         """For scripts, and for `--compare`."""
-        loads = [one.figures.as_dict() | {"limit": asdict(one.verdict)} for one in self.loads]
+        loads = [one.as_dict() for one in self.loads]
         return {"format": FORMAT, **asdict(replace(self, loads=[])), "loads": loads}
 
 
 def table_rows(report: BenchReport) -> list[list[tuple[str, str | None]]]:
     """Rows of the table: of each cell the title of its column, and the text."""
-    energy = any(one.figures.joules_per_token is not None for one in report.loads)
+    energy = any(one.joules_per_token is not None for one in report.loads)
     rows = []
-    for one in report.loads:
-        found = one.figures
+    for found in report.loads:
         good, joules, speed = found.goodput, found.joules_per_token, found.tokens_per_second
         row = [
             ("LOAD", found.load.label),
@@ -466,18 +435,16 @@ def table_rows(report: BenchReport) -> list[list[tuple[str, str | None]]]:
             row.append(("GOOD", None if good is None else f"{good.share:.0%}"))
         if energy:
             row.append(("J/TOK", None if joules is None else f"{joules:.3g}"))
-        rows.append([*row, ("LIMIT", one.verdict.limit.value)])
+        rows.append([*row, ("LIMIT", found.verdict.limit.value)])
     return rows
 
 
 def remarks(report: BenchReport) -> list[str]:
     """What to know beside the table."""
     lines = [
-        f"{one.figures.load.label}: {one.verdict.limit.value}: {one.verdict.reason}"
-        for one in report.loads
+        f"{one.load.label}: {one.verdict.limit.value}: {one.verdict.reason}" for one in report.loads
     ]
-    for one in report.loads:
-        found = one.figures
+    for found in report.loads:
         for reason, count in found.errors.items():
             words = found.details.get(reason)
             lines.append(
@@ -492,13 +459,13 @@ def remarks(report: BenchReport) -> list[str]:
                 "mean over an event's tokens"
             )
     if report.loads:
-        clients = [one.figures.client for one in report.loads if one.figures.client is not None]
+        clients = [one.client for one in report.loads if one.client is not None]
         lag = max((one.lag.p95 for one in clients), default=0.0)
         share = max((one.cpu_share for one in clients), default=0.0)
         starts = [
-            one.figures.client.start_lag.p95
+            one.client.start_lag.p95
             for one in report.loads
-            if one.figures.client is not None and one.figures.load.loop is not Loop.CLOSED
+            if one.client is not None and one.load.loop is not Loop.CLOSED
         ]
         late = f"requests started at most {milliseconds(max(starts))} late, " if starts else ""
         lines.append(
@@ -551,22 +518,10 @@ WIDTH, HEIGHT, MARGIN = 520, 260, 46  # of a drawing, in pixels
 POINTS = 200  # of a curve, at most
 COLOURS = ("#0b6e75", "#c2571a", "#4b4ba8", "#8a6d00", "#a3195b", "#3f7d20", "#555555", "#1d63b8")
 
-STYLE = """
-:root { color-scheme: light dark; font: 15px/1.5 system-ui, sans-serif; }
-body { max-width: 90rem; margin: 2rem auto; padding: 0 1rem; }
-table { border-collapse: collapse; width: 100%; display: block; overflow-x: auto; }
-th, td { padding: .25rem .7rem .25rem 0; text-align: right; white-space: nowrap; }
-th:first-child, td:first-child, th:last-child, td:last-child { text-align: left; }
-thead th { border-bottom: 1px solid; }
-figure { display: inline-block; margin: 0 1rem 1rem 0; }
-svg text { fill: currentColor; font-size: 11px; }
-dt { font-weight: 600; } dd { margin: 0 0 .4rem 1rem; }
-"""
-
 
 def render_page(report: BenchReport) -> str:
     """The page."""
-    loads = [one.figures for one in report.loads]
+    loads = report.loads
     labels = [one.load.label for one in loads]
     request = ", ".join(f"{name} {value}" for name, value in report.request.items())
     client = ", ".join(f"{name} {value}" for name, value in report.client.items())
@@ -581,27 +536,18 @@ def render_page(report: BenchReport) -> str:
     ]
     if report.baseline.ttft is not None:
         facts.append(("TTFT of a request alone", milliseconds(report.baseline.ttft)))
-    return "\n".join(
-        [
-            "<!doctype html>",
-            '<html lang="en"><head><meta charset="utf-8">',
-            '<meta name="viewport" content="width=device-width, initial-scale=1">',
-            f"<title>{_text(report.title)}</title><style>{STYLE}</style></head><body>",
-            f"<h1>{_text(report.title)}</h1>",
-            _definitions(facts),
-            "<h2>Results</h2>",
-            _table(table_rows(report)),
-            "<ul>",
-            *(f"<li>{_text(line)}</li>" for line in remarks(report)),
-            "</ul>",
-            "<h2>Distributions</h2>",
-            _curves("TTFT, seconds", labels, [one.samples.ttft for one in loads]),
-            _curves("Completion, seconds", labels, [one.samples.completion for one in loads]),
-            _bars("Tokens/s, all requests", labels, [one.total_tokens_per_second for one in loads]),
-            "<h2>What the figures mean</h2>",
-            _definitions(DEFINITIONS),
-            "</body></html>\n",
-        ]
+    page = files("gateway.workshop.bench").joinpath("page.html").read_text(encoding="utf-8")
+    speeds = [one.total_tokens_per_second for one in loads]
+    first, whole = [one.samples.ttft for one in loads], [one.samples.completion for one in loads]
+    return Template(page).substitute(
+        title=_text(report.title),
+        facts=_definitions(facts),
+        table=_table(table_rows(report)),
+        remarks="\n".join(f"<li>{_text(line)}</li>" for line in remarks(report)),
+        ttft=_curves("TTFT, seconds", labels, first),
+        completion=_curves("Completion, seconds", labels, whole),
+        speed=_bars("Tokens/s, all requests", labels, speeds),
+        definitions=_definitions(DEFINITIONS),
     )
 
 
@@ -697,11 +643,11 @@ def draw_report(path: Path, report: BenchReport) -> None:
     for axes, name in zip(panels, ("ttft", "completion"), strict=False):
         farthest = 0.0
         for one in report.loads:
-            values = sorted(getattr(one.figures.samples, name))
+            values = sorted(getattr(one.samples, name))
             if not values:
                 continue
             shares = [(place + 1) / len(values) for place in range(len(values))]
-            axes.step(values, shares, where="post", label=one.figures.load.label, linewidth=1.3)
+            axes.step(values, shares, where="post", label=one.load.label, linewidth=1.3)
             # The last per cent would squeeze the rest.
             farthest = max(farthest, values[round(0.99 * (len(values) - 1))])
         axes.set_xlim(0, farthest * 1.05 or 1.0)
@@ -711,8 +657,8 @@ def draw_report(path: Path, report: BenchReport) -> None:
         if farthest:
             axes.legend(fontsize=7, loc="lower right")
     panels[0].set_ylabel("share of requests")
-    labels = [one.figures.load.label for one in report.loads]
-    panels[2].bar(labels, [one.figures.total_tokens_per_second for one in report.loads])
+    labels = [one.load.label for one in report.loads]
+    panels[2].bar(labels, [one.total_tokens_per_second for one in report.loads])
     panels[2].set_ylabel("tokens/s, all requests")
     panels[2].tick_params(axis="x", labelsize=7)
     figure.suptitle(report.title.replace("$", r"\$"), fontsize=9)
@@ -897,31 +843,6 @@ def _difference(
     )
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class BenchPlan:
-    """What to measure, and how."""
-
-    url: str  # without `/v1`
-    endpoint: Endpoint
-    loads: list[Load]
-    pattern: RequestPattern
-    key: str | None = None
-    tls: ssl.SSLContext | None = None
-    model: str | None = None  # None: the server's first one
-    extra: dict[str, Any] = field(default_factory=dict)
-    """Fields that every body gets; None leaves one out."""
-    ignore_eos: bool | None = None
-    """Whether answers go on to their last token; None: where the server is known to do so."""
-    trace: Trace | None = None
-    goal: RequestGoal = field(default_factory=RequestGoal)
-    seed: int = 1
-    warm_up: int = 2  # requests sent one after the other before the first load
-    timeout: float = 600.0  # seconds for a request
-    connect_timeout: float = 10.0
-    most_in_flight: int = 512
-    meter: EnergyMeter | None = None
-
-
 class FitError(Exception):
     """The requests do not fit into a slot of the server. The text says by how much."""
 
@@ -934,7 +855,7 @@ class BenchSession:
     on_phase: Callable[[str], None] = lambda _: None
     on_load: Callable[[Load], None] = lambda _: None
     on_request: Callable[[RequestResult], None] = lambda _: None
-    on_load_end: Callable[[LoadResult], None] = lambda _: None
+    on_load_end: Callable[[LoadFigures], None] = lambda _: None
     clock: Callable[[], float] = time.monotonic
     runs: list[LoadRun] = field(default_factory=list)
     _server: ServerDescription = field(default_factory=ServerDescription)
@@ -957,19 +878,9 @@ class BenchSession:
         self.on_phase("calibrating the prompts' length")
         ignores = self._server.ignores_eos if plan.ignore_eos is None else plan.ignore_eos
         self._probe = await probe_server(sender, self._server, plan.extra, ignores, plan.seed)
-        runner = LoadRunner(
-            sender,
-            PromptWriter(plan.seed, self._probe.calibration),
-            self._server.model,
-            self._probe.extra,
-            plan.pattern,
-            plan.seed,
-            trace=plan.trace,
-            most_in_flight=plan.most_in_flight,
-            meter=plan.meter,
-            clock=self.clock,
-            on_end=self.on_request,
-        )
+        writer = PromptWriter(plan.seed, self._probe.calibration)
+        model, extra = self._server.model, self._probe.extra
+        runner = LoadRunner(plan, sender, writer, model, extra, self.clock, self.on_request)
         self.on_phase("warming up")
         self._baseline = Baseline.of(await runner.warm_up(plan.warm_up))
         for load in plan.loads:
@@ -977,7 +888,7 @@ class BenchSession:
             run = LoadRun(load)
             self.runs.append(run)
             await runner.run(run)
-            self.on_load_end(self._result(run))
+            self.on_load_end(self._figures(run))
 
     def report(self) -> BenchReport:
         """The report of the loads that have begun."""
@@ -1008,13 +919,13 @@ class BenchSession:
             client=client,
             goal=plan.goal,
             baseline=self._baseline,
-            loads=[self._result(run) for run in self.runs],
+            loads=[self._figures(run) for run in self.runs],
             notes=notes,
         )
 
-    def _result(self, run: LoadRun) -> LoadResult:
-        figures = figures_of(run, self.plan.goal, self._server.round_trip, self._baseline.ttft)
-        return LoadResult(figures, judge(figures, self._server, self._baseline))
+    def _figures(self, run: LoadRun) -> LoadFigures:
+        found = figures_of(run, self.plan.goal, self._server.round_trip, self._baseline.ttft)
+        return replace(found, verdict=judge(found, self._server, self._baseline))
 
     def _check_fit(self) -> None:
         context, pattern = self._server.context, self.plan.pattern

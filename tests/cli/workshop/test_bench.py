@@ -228,7 +228,7 @@ def test_a_long_load_has_a_line_now_and_then_and_one_at_its_end(
     with BenchProgress(clock=lambda: now[0]) as progress:
         progress.phase("warming up")
         progress.request_done(RequestResult(0, 0.0, events=10))
-        progress.load_started(first.figures.load)
+        progress.load_started(first.load)
         for _ in range(10):
             now[0] += LOAD_LINE_SECONDS * 0.6
             progress.request_done(RequestResult(1, 0.0, events=90))

@@ -8,8 +8,8 @@ from contextlib import asynccontextmanager
 from typing import Any
 
 from gateway.workshop.bench.exchange import CHAT
-from gateway.workshop.bench.load import Load, RequestPattern, closed_loads
-from gateway.workshop.bench.report import BenchPlan, BenchReport, BenchSession
+from gateway.workshop.bench.load import BenchPlan, Load, RequestPattern, closed_loads
+from gateway.workshop.bench.report import BenchReport, BenchSession
 from tests.virtual import now
 
 Handler = Callable[[asyncio.StreamReader, asyncio.StreamWriter], Awaitable[None]]

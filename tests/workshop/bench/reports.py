@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from gateway.workshop.bench.exchange import Baseline, RequestResult, ServerDescription
-from gateway.workshop.bench.load import ClientFigures, LoadRun, closed_loads
-from gateway.workshop.bench.report import BenchReport, LoadResult, RequestGoal, figures_of, judge
+from gateway.workshop.bench.load import ClientFigures, LoadRun, RequestGoal, closed_loads
+from gateway.workshop.bench.report import BenchReport, figures_of, judge
 from gateway.workshop.simulate.report import Percentiles
 
 
@@ -40,5 +42,5 @@ def sample_report(*, fails: bool = False, goal: RequestGoal | None = None) -> Be
         {"python": "3.11.2"},
         goal or RequestGoal(),
         baseline,
-        [LoadResult(one, judge(one, server, baseline)) for one in found],
+        [replace(one, verdict=judge(one, server, baseline)) for one in found],
     )

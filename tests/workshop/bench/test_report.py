@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 
 from gateway.workshop.bench.exchange import Baseline, RequestResult, ServerDescription
-from gateway.workshop.bench.load import ClientFigures, Load, LoadRun, Loop
+from gateway.workshop.bench.load import ClientFigures, Load, LoadRun, Loop, RequestGoal
 from gateway.workshop.bench.report import (
     CSV_COLUMNS,
     FORMAT,
@@ -24,7 +24,6 @@ from gateway.workshop.bench.report import (
     Difference,
     Limit,
     LoadFigures,
-    RequestGoal,
     compare,
     draw_report,
     figures_of,
@@ -62,12 +61,11 @@ def test_failures_and_what_limits_are_told_beside_the_table() -> None:
 def test_several_tokens_in_an_event_and_an_interruption_are_told() -> None:
     report = sample_report()
     (first, second) = report.loads
-    figures = replace(first.figures, tokens_per_event=3.9, is_whole=False)
-    report.loads[0] = replace(first, figures=figures)
+    report.loads[0] = replace(first, tokens_per_event=3.9, is_whole=False)
     lines = remarks(report)
     assert any("3.9 tokens an event" in line for line in lines)
     assert any("interrupted" in line for line in lines)
-    assert second.figures.tokens_per_event == 1.0
+    assert second.tokens_per_event == 1.0
 
 
 def test_the_json_report_has_all_figures_and_the_requests_of_a_comparison() -> None:

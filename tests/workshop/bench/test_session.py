@@ -13,14 +13,20 @@ import pytest
 
 from gateway.local.energy import EnergyMeter, find_energy_domains
 from gateway.workshop.bench.exchange import ENDPOINTS, TargetError
-from gateway.workshop.bench.load import Load, Loop, RequestPattern, closed_loads, poisson_loads
+from gateway.workshop.bench.load import (
+    Load,
+    Loop,
+    RequestGoal,
+    RequestPattern,
+    closed_loads,
+    poisson_loads,
+)
 from gateway.workshop.bench.report import (
     BenchReport,
     BenchSession,
     FitError,
     Limit,
     LoadFigures,
-    RequestGoal,
 )
 from gateway.workshop.simulate.simulation import read_trace
 from tests.emulator import EmulatedNode
@@ -32,7 +38,7 @@ from tests.workshop.bench.measuring import STREAM_HEAD, answers, measure, odd_se
 
 def only(report: BenchReport) -> LoadFigures:
     (one,) = report.loads
-    return one.figures
+    return one
 
 
 class TestAccuracy:
@@ -44,8 +50,7 @@ class TestAccuracy:
             report = await measure(
                 node.url, closed_loads("1,4", 8, None), pattern=RequestPattern(200, 40)
             )
-        for one in report.loads:
-            found = one.figures
+        for found in report.loads:
             assert (found.succeeded, found.failed) == (8, 0)
             assert found.prompt_tokens == pytest.approx(200, rel=0.02)
             assert found.completion_tokens == 40
@@ -59,7 +64,7 @@ class TestAccuracy:
             assert found.completion.mean == pytest.approx(expected + 39 / 50, rel=0.02)
             total = found.load.level * 40 / found.completion.mean
             assert found.total_tokens_per_second == pytest.approx(total, rel=0.02)
-            assert one.verdict.limit is Limit.DECODE
+            assert found.verdict.limit is Limit.DECODE
 
     @in_virtual_time
     async def test_waiting_for_a_slot_is_found_to_limit(self) -> None:
@@ -68,9 +73,9 @@ class TestAccuracy:
         (one,) = report.loads
         assert one.verdict.limit is Limit.SLOTS
         assert "one of the 2 slots" in one.verdict.reason
-        assert one.figures.ttft is not None
+        assert one.ttft is not None
         # Seven others, two at a time: three rounds of 0.064 + 7/50 s to wait.
-        assert one.figures.ttft.p50 == pytest.approx(3 * (0.064 + 0.14) + 0.064, rel=0.05)
+        assert one.ttft.p50 == pytest.approx(3 * (0.064 + 0.14) + 0.064, rel=0.05)
 
     @in_virtual_time
     async def test_long_prompts_are_found_to_limit(self) -> None:
@@ -88,14 +93,13 @@ class TestAccuracy:
                 most_in_flight=1,
                 pattern=RequestPattern(64, 8),
             )
-        (one,) = report.loads
-        found = one.figures
+        (found,) = report.loads
         assert found.completion is not None
         assert found.client is not None
         # The last of 30 starts about 10 s after the first, and is done after 30 * 0.77 s.
         assert found.completion.p95 > 10
         assert found.client.held_back > 20
-        assert one.verdict.limit is Limit.CLIENT
+        assert found.verdict.limit is Limit.CLIENT
 
     @in_virtual_time
     async def test_random_arrivals_have_the_rate_and_the_seed_decides_them(self) -> None:
