@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from gateway.local.server import ServerEvent
     from gateway.workshop.bench.exchange import RequestResult
     from gateway.workshop.bench.load import Load
-    from gateway.workshop.bench.report import LoadResult
+    from gateway.workshop.bench.report import LoadFigures
     from gateway.workshop.tune.search import Measurement, PlannedMeasurement, TuningSession
 
 # Seconds between two lines; on a terminal between two changes of a download's bar.
@@ -164,22 +164,20 @@ class StartupProgress(Progress):
 
     def show(self, event: ServerEvent) -> None:
         """Show what happened to a server, or log it after the start."""
-        from gateway.local.server import ServerLoading, ServerReady, ServerStarted
-
         if self.ended:
             _log(event)
             return
-        match event:
-            case ServerStarted():
-                told = f"started on {event.url}"
-            case ServerLoading():
+        match event.kind:
+            case "started":
+                told = f"started on {event.detail}"
+            case "loading":
                 told = "loading the model"
-            case ServerReady():
+            case "ready":
                 told = f"ready after {event.seconds:.1f} s"
             case _:
-                told = f"{event.exit_description}, restarts in {event.restart_in:g} s"
+                told = f"{event.detail}, restarts in {event.seconds:g} s"
         if self.on_terminal:
-            done = int(isinstance(event, ServerReady))
+            done = int(event.kind == "ready")
             row = self._rows[event.name]
             self.update(row, description=f"{event.name}: {told}", completed=done)
         else:
@@ -189,17 +187,10 @@ class StartupProgress(Progress):
 def _log(event: ServerEvent) -> None:
     import structlog
 
-    from gateway.local.server import ServerExited, ServerReady
-
     log = structlog.get_logger()
-    if isinstance(event, ServerExited):
-        log.warning(
-            "server exited",
-            server=event.name,
-            how=event.exit_description,
-            restart_in=event.restart_in,
-        )
-    elif isinstance(event, ServerReady):
+    if event.kind == "exited":
+        log.warning("server exited", server=event.name, how=event.detail, restart_in=event.seconds)
+    elif event.kind == "ready":
         log.info("server ready", server=event.name, seconds=round(event.seconds, 1))
 
 
@@ -249,11 +240,10 @@ class BenchProgress(Progress):
         elif self.due(LOAD_LINE_SECONDS):
             self.note(f"{self._line(self._load)}: {self._done} done")
 
-    def load_done(self, result: LoadResult) -> None:
+    def load_done(self, found: LoadFigures) -> None:
         """A load has ended."""
         from gateway.workshop.bench.report import milliseconds
 
-        found = result.figures
         ttft = "-" if found.ttft is None else milliseconds(found.ttft.p50)
         self.note(
             f"{found.load.label}: {found.requests} requests in {found.seconds:.1f} s, "

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import fcntl
 import os
-import tempfile
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
@@ -56,9 +55,7 @@ def ensure_file(path: Path, write: Callable[[Path], None], *, timeout: float) ->
         return path
     with file_lock(path.with_name(f"{path.name}.lock"), timeout=timeout):
         if not path.is_file():
-            handle, name = tempfile.mkstemp(prefix=f"{path.name}.", suffix=".part", dir=path.parent)
-            os.close(handle)
-            part = Path(name)
+            part = path.with_name(f"{path.name}.part")
             try:
                 write(part)
                 part.chmod(0o644)

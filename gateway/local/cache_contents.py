@@ -10,6 +10,7 @@ import os
 import re
 import shutil
 from collections.abc import Iterator
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Literal
@@ -69,14 +70,13 @@ def remove_entry(entry: CacheEntry) -> None:
     """Remove an entry. Raises InUseError where a process uses it, and OSError."""
     if entry.users:
         raise InUseError(entry.name)
-    match entry.kind:
-        case "model" | "partial":
-            _remove_download(entry)
-        case "demo":
-            _remove_unused(entry)
-        case "logs" | "measurements":
-            for path in entry.files:
-                path.unlink(missing_ok=True)
+    if entry.kind in {"model", "partial"}:
+        _remove_download(entry)
+    elif entry.kind == "demo":
+        _remove_unused(entry)
+    else:
+        for path in entry.files:
+            path.unlink(missing_ok=True)
 
 
 def open_files(folder: Path, sysroot: Path = ROOT) -> dict[Path, set[int]]:
@@ -98,9 +98,8 @@ def open_files(folder: Path, sysroot: Path = ROOT) -> dict[Path, set[int]]:
 
 def _remove_download(entry: CacheEntry) -> None:
     folder = entry.files[0].parent
-    lock = folder.with_name(f"{folder.name}.lock")
     try:
-        with file_lock(lock, timeout=0):
+        with file_lock(_lock_of(folder), timeout=0):
             if entry.kind == "model":
                 _remove_unused(entry)
             # Nothing but this address's files is in here.
@@ -179,19 +178,19 @@ def _last_used(path: Path) -> float:
 
 
 def _is_unused(path: Path) -> bool:
-    try:
-        with unused_file(path) as unused:
-            return unused
-    except OSError:
-        return True
+    with suppress(OSError), unused_file(path) as unused:
+        return unused
+    return True
 
 
 def _lock_is_free(folder: Path) -> bool:
-    try:
-        with file_lock(folder.with_name(f"{folder.name}.lock"), timeout=0):
-            return True
-    except (TimeoutError, OSError):
-        return False
+    with suppress(TimeoutError, OSError), file_lock(_lock_of(folder), timeout=0):
+        return True
+    return False
+
+
+def _lock_of(folder: Path) -> Path:
+    return folder.with_name(f"{folder.name}.lock")
 
 
 def _children(folder: Path) -> list[Path]:
@@ -203,19 +202,14 @@ def _children(folder: Path) -> list[Path]:
 
 def _descriptors(process: Path) -> Iterator[str]:
     for link in _children(process / "fd"):
-        try:
+        with suppress(OSError):
             yield str(link.readlink())
-        except OSError:
-            continue
 
 
 def _mappings(process: Path) -> Iterator[str]:
     """Yield the files that a process has mapped: `address flags offset device inode path`."""
-    try:
-        with (process / "maps").open(errors="replace") as lines:
-            for line in lines:
-                fields = line.rstrip("\n").split(maxsplit=5)
-                if len(fields) == 6 and fields[5].startswith("/"):
-                    yield fields[5]
-    except OSError:
-        return
+    with suppress(OSError), (process / "maps").open(errors="replace") as lines:
+        for line in lines:
+            fields = line.rstrip("\n").split(maxsplit=5)
+            if len(fields) == 6 and fields[5].startswith("/"):
+                yield fields[5]

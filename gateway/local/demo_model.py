@@ -18,7 +18,7 @@ from typing import Any, Literal
 
 import numpy as np
 
-from gateway.local import MissingExtraError
+from gateway.local import LocalFleetError
 from gateway.local.cache import ensure_file, models_folder
 from gateway.system import install_command
 
@@ -68,7 +68,7 @@ DEMO_SHAPES: dict[DemoSize, DemoShape] = {
 def ensure_demo_model(cache: Path, size: DemoSize = "small") -> Path:
     """Return the demo model in the cache folder, written now unless an earlier run did.
 
-    Several processes may call it at once: one writes, the others wait. Raises MissingExtraError
+    Several processes may call it at once: one writes, the others wait. Raises LocalFleetError
     without the `local` extra, and OSError when the folder can't be written.
     """
     path = models_folder(cache) / f"demo-{size}-v{FILE_VERSION}.gguf"
@@ -93,7 +93,7 @@ def write_model(
     try:
         import gguf
     except ImportError as error:
-        raise MissingExtraError(
+        raise LocalFleetError(
             f"the demo model needs the package 'gguf', which can't be loaded ({error}): "
             f"{install_command('local')}, or name a model with --model FILE.gguf"
         ) from error

@@ -18,7 +18,7 @@ import shutil
 import ssl
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, dataclass, field, replace
 from http import HTTPStatus
 from ipaddress import ip_address
@@ -35,6 +35,7 @@ from gateway.local import LocalFleetError, ModelFileError
 from gateway.local.cache import downloads_folder, file_lock
 from gateway.local.gguf import ModelFile, least_size, part_names
 from gateway.local.memory import MIB, format_gib
+from gateway.system import replace_file
 
 
 class ModelUrlError(LocalFleetError):
@@ -319,15 +320,11 @@ MOST_RESTARTS = 3  # from the first byte
 STALL_SECONDS, STALL_BYTES = 60.0, 64 << 10  # a server that sends less in that time is left
 
 
-class DownloadError(LocalFleetError):
-    """The file can't be downloaded. What has arrived is kept, unless the text says otherwise."""
-
-
-class DigestError(DownloadError):
+class DigestError(LocalFleetError):
     """The file is not the one whose digest was given; it is removed."""
 
 
-class _TooLargeError(DownloadError):
+class _TooLargeError(LocalFleetError):
     pass
 
 
@@ -399,10 +396,7 @@ def read_record(target: Path) -> SourceRecord | None:
 
 def write_record(target: Path, record: SourceRecord) -> None:
     """Replace the record of a file. Raises OSError."""
-    path = record_path(target)
-    draft = path.with_name(f".{path.name}.draft")
-    draft.write_text(json.dumps(asdict(record), indent=2) + "\n")
-    draft.replace(path)
+    replace_file(record_path(target), json.dumps(asdict(record), indent=2).encode() + b"\n")
 
 
 def download(client: httpx.Client, wish: DownloadWish, hooks: DownloadHooks) -> str:
@@ -418,7 +412,7 @@ def download(client: httpx.Client, wish: DownloadWish, hooks: DownloadHooks) -> 
             os.fsync(file.fileno())
             return transfer.finish()
         except OSError as error:
-            raise DownloadError(
+            raise LocalFleetError(
                 f"{part}: {(error.strerror or str(error)).lower()}; what has arrived is kept"
             ) from error
         except (DigestError, ModelFileError, _TooLargeError):
@@ -431,24 +425,27 @@ def download(client: httpx.Client, wish: DownloadWish, hooks: DownloadHooks) -> 
                     record_path(wish.target).unlink(missing_ok=True)
 
 
+@dataclass(slots=True, eq=False)
 class _Transfer:
     """One download into the open file of its part, over as many connections as it takes."""
 
-    def __init__(
-        self, client: httpx.Client, wish: DownloadWish, hooks: DownloadHooks, file: BinaryIO
-    ) -> None:
-        self._client = client
-        self._wish = wish
-        self._hooks = hooks
-        self._file = file
-        self._part = part_path(wish.target)
-        self._where = printable(wish.url)
-        self._record = read_record(wish.target) or SourceRecord(self._where)
-        self._restarts = 0
-        self._digest = hashlib.sha256()
-        self.have = 0  # bytes in the part
-        self._least: int | None = None  # bytes that the head asks for, once it is there
-        self._next_look, self._next_space_check = FIRST_LOOK, FREE_CHECK_BYTES
+    _client: httpx.Client
+    _wish: DownloadWish
+    _hooks: DownloadHooks
+    _file: BinaryIO
+    have: int = 0  # bytes in the part
+    _restarts: int = 0
+    _digest: hashlib._Hash = field(default_factory=hashlib.sha256)
+    _least: int | None = None  # bytes that the head asks for, once it is there
+    _next_look: int = FIRST_LOOK
+    _next_space_check: int = FREE_CHECK_BYTES
+    _part: Path = field(init=False)
+    _where: str = field(init=False)
+    _record: SourceRecord = field(init=False)
+
+    def __post_init__(self) -> None:
+        self._part, self._where = part_path(self._wish.target), printable(self._wish.url)
+        self._record = read_record(self._wish.target) or SourceRecord(self._where)
 
     def fetch(self) -> None:
         """Go on until the whole file is there. Raises LocalFleetError and OSError."""
@@ -628,7 +625,7 @@ class _Transfer:
         folder = self._part.parent
         free = self._hooks.free_space(folder)
         if free - needed < DISK_RESERVE:
-            raise DownloadError(
+            raise LocalFleetError(
                 f"{self._where}: not enough space on the disk: {format_gib(needed)} more are "
                 f"needed and {format_gib(DISK_RESERVE)} must stay free, but {folder} has "
                 f"{format_gib(free)}. Remedy: llama-gateway cache list shows what it holds; or "
@@ -649,8 +646,8 @@ class _Transfer:
         self._next_look, self._next_space_check = FIRST_LOOK, FREE_CHECK_BYTES
         self._record = SourceRecord(self._record.url)
 
-    def _given_up(self, why: str) -> DownloadError:
-        return DownloadError(
+    def _given_up(self, why: str) -> LocalFleetError:
+        return LocalFleetError(
             f"{why}; given up after several tries. {format_gib(self.have)} are kept: the same "
             "command goes on from there"
         )
@@ -772,26 +769,23 @@ def _only_process(folder: Path, targets: list[Path], note: Callable[[str], None]
     """Hold the lock of a model's downloads; wait while another process makes progress with it."""
     path = folder.with_name(f"{folder.name}.lock")
     idle, seen, wait = 0, -1, FIRST_WAIT
-    while True:
-        lock = file_lock(path, timeout=wait)
-        try:
-            lock.__enter__()
-            break
-        except TimeoutError:
-            if wait == FIRST_WAIT:
-                note("Another process is downloading this model: waiting for it")
-            wait = WAIT_ROUND
-            size = sum(_part_size(target) for target in targets)
-            idle, seen = (idle + 1, seen) if size == seen else (0, size)
-            if idle >= MOST_IDLE_ROUNDS:
-                raise DownloadError(
-                    f"{path}: another process holds the lock of this download and has made no "
-                    f"progress for {idle * WAIT_ROUND:.0f} s. Remedy: end it"
-                ) from None
-    try:
+    with ExitStack() as stack:
+        while True:
+            try:
+                stack.enter_context(file_lock(path, timeout=wait))
+                break
+            except TimeoutError:
+                if wait == FIRST_WAIT:
+                    note("Another process is downloading this model: waiting for it")
+                wait = WAIT_ROUND
+                size = sum(_part_size(target) for target in targets)
+                idle, seen = (idle + 1, seen) if size == seen else (0, size)
+                if idle >= MOST_IDLE_ROUNDS:
+                    raise LocalFleetError(
+                        f"{path}: another process holds the lock of this download and has made no "
+                        f"progress for {idle * WAIT_ROUND:.0f} s. Remedy: end it"
+                    ) from None
         yield
-    finally:
-        lock.__exit__(None, None, None)
 
 
 def _part_size(target: Path) -> int:

@@ -300,6 +300,11 @@ class ModelShape:
     layers: tuple[Layer, ...] = field(repr=False)
     tensors: tuple[Tensor, ...] = field(repr=False)
 
+    @property
+    def size(self) -> int:
+        """Bytes of its weights."""
+        return sum(tensor.size for tensor in self.tensors)
+
 
 def model_shape(headers: Sequence[Header]) -> ModelShape:
     """Return the shape of the model in these files. Raises UnknownShapeError."""

@@ -14,11 +14,11 @@ import json
 import sys
 from collections import Counter
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import astuple, dataclass, field
 from pathlib import Path
 from types import MappingProxyType
 
-from gateway.local import LocalFleetError, MemoryLockError, MemoryShortError
+from gateway.local import LocalFleetError, MemoryShortError
 from gateway.local.gguf import (
     TENSOR_BLOCKS,
     Layer,
@@ -96,16 +96,8 @@ class ServerMemory:
     @property
     def needed(self) -> int:
         """Memory without which the server would be slow, or killed."""
-        return (
-            self.weights
-            + self.kv_cache
-            + self.states
-            + self.compute
-            + self.checkpoints
-            + self.prompt_cache
-            + self.vocabulary
-            + self.process
-        )
+        parts: tuple[int, ...] = astuple(self)
+        return sum(parts) - self.mapped_twice
 
     @property
     def resident(self) -> int:
@@ -119,7 +111,7 @@ def server_memory(shape: ModelShape, settings: ServerSettings) -> ServerMemory:
     copied = [one.size for one in shape.tensors if is_repacked(one, settings.repacked)]
     kept = min(MOST_CHECKPOINTS, CHECKPOINTS + settings.context // CHECKPOINT_SPACING)
     return ServerMemory(
-        weights=sum(tensor.size for tensor in shape.tensors),
+        weights=shape.size,
         kv_cache=settings.slots * slot_bytes(shape, settings),
         states=settings.slots * sum(layer.state_bytes for layer in shape.layers),
         compute=compute_bytes(shape, settings),
@@ -225,6 +217,7 @@ def _padded(cells: int) -> int:
 GIB = 1 << 30
 MEMORY_FACTOR = 1.5  # memory of a server over its model's size, where its shape is not known
 MEMORY_RESERVE = 2 * GIB  # stays free
+MACHINE = "this machine"
 
 
 def memory_needed(model_size: int) -> int:
@@ -261,38 +254,44 @@ def file_memory(path: Path, slots: int, context: int) -> int:
     return server_needs(read_model(path), ServerSettings(slots, context))[0]
 
 
-def check_memory(
-    topology: Topology,
-    model: ModelFile,
-    bound_to: Sequence[int | None],
-    settings: ServerSettings,
-    *,
-    force: bool = False,
-) -> None:
-    """Raise MemoryShortError when the servers would leave less than 2 GiB free.
+# A server's model, its settings, and the NUMA node that its memory is bound to; None: any.
+PlacedServer = tuple[ModelFile, ServerSettings, int | None]
 
-    `bound_to`: the NUMA node of each server's memory, None for any. The machine is checked, and so
-    is each node that servers are bound to. `force` skips the checks.
+
+def check_memory(topology: Topology, servers: Sequence[PlacedServer]) -> None:
+    """Raise MemoryShortError when the servers would leave less than `MEMORY_RESERVE` free.
+
+    The machine is checked, and so is each node that servers are bound to.
     """
-    if force:
-        return
-    each, why = server_needs(model, settings)
-    for place, servers, free in memory_places(topology, bound_to):
-        if free - each * servers < MEMORY_RESERVE:
-            several = servers > 1
+    needs = [(node, model, *server_needs(model, settings)) for model, settings, node in servers]
+    for place, count, free in memory_places(topology, [node for _, _, node in servers]):
+        inside = [need for need in needs if place in {MACHINE, f"NUMA node {need[0]}"}]
+        needed = sum(size for _, _, size, _ in inside)
+        if free - needed >= MEMORY_RESERVE:
+            continue
+        _, model, _, why = inside[0]
+        several = count > 1
+        left = f"{format_gib(MEMORY_RESERVE)} must stay free, but {place} has {format_gib(free)}"
+        if len({one.path for _, one, _, _ in needs}) == 1:
             raise MemoryShortError(
                 f"{model.path}: not enough memory: the model is {format_gib(model.size)}, so "
-                f"{f'{servers} servers need' if several else 'a server needs'} about "
-                f"{format_gib(each * servers)} ({why}{' each' if several else ''}), and "
-                f"{format_gib(MEMORY_RESERVE)} must stay free, but {place} has {format_gib(free)} "
+                f"{f'{count} servers need' if several else 'a server needs'} about "
+                f"{format_gib(needed)} ({why}{' each' if several else ''}), and {left} "
                 f"available. Take a smaller model or quantization, less --context or --slots"
                 f"{', fewer --servers' if several else ''}, or start anyway with --force-memory"
             )
+        each = "; ".join(f"{one.name} {format_gib(size)} ({why})" for _, one, size, why in inside)
+        raise MemoryShortError(
+            f"not enough memory for these models at once: {each}. Together they need "
+            f"{format_gib(needed)}, and {left} available. Leave a model out, take smaller ones "
+            "or less --context, put them into one folder and let them be loaded on demand "
+            "(--models-dir), or start anyway with --force-memory"
+        )
 
 
 def memory_places(topology: Topology, bound_to: Sequence[int | None]) -> list[tuple[str, int, int]]:
     """Return each place that must hold servers: its name, how many, and its available bytes."""
-    places = [("this machine", len(bound_to), topology.memory_available)]
+    places = [(MACHINE, len(bound_to), topology.memory_available)]
     available = {node.number: node.memory_available for node in topology.nodes}
     for number, servers in sorted(Counter(n for n in bound_to if n is not None).items()):
         places.append((f"NUMA node {number}", servers, available.get(number, 0)))
@@ -328,9 +327,9 @@ def memlock_limit(sysroot: Path = ROOT) -> int | None:
 
 
 def check_memlock(model: ModelFile, limit: int | None) -> None:
-    """Raise MemoryLockError when a server may not lock the whole model."""
+    """Raise LocalFleetError when a server may not lock the whole model."""
     if limit is not None and limit < model.size:
-        raise MemoryLockError(
+        raise LocalFleetError(
             f"{model.path}: --mlock: a server may lock {format_gib(limit)} of memory here, and "
             f"the model is {format_gib(model.size)}. Remedy: `sudo prlimit --pid $$ "
             "--memlock=unlimited` in this shell; in a systemd unit LimitMEMLOCK=infinity and "

@@ -12,7 +12,7 @@ import os
 import re
 from collections.abc import Iterator
 from contextlib import suppress
-from dataclasses import replace
+from dataclasses import KW_ONLY, dataclass, field, replace
 from itertools import islice
 from pathlib import Path
 from typing import NamedTuple
@@ -45,26 +45,26 @@ class FolderModel(NamedTuple):
     memory: int  # bytes that it takes with full slots and a full prompt cache
 
 
+@dataclass(slots=True, eq=False)
 class ModelFolder:
     """Reads a folder again and again, each file once, and keeps the preset."""
 
-    def __init__(
-        self,
-        folder: Path,
-        preset: Path,
-        settings: ServerSettings,  # `context`: the most of each model
-        room: int,
-        *,
-        embedding: bool = False,
-        force: bool = False,
-    ) -> None:
-        self.room = room  # bytes of the smallest host of a router
-        self.models: dict[str, FolderModel] = {}
-        self.passed_over: dict[str, str] = {}  # why each other file is no model to serve
-        self._folder, self._preset = folder.absolute(), preset
-        self._settings, self._embedding, self._force = settings, embedding, force
-        self._marks: dict[Path, object] = {}  # by which a file that has changed is known
-        self._read: dict[Path, ModelFile | str] = {}
+    folder: Path
+    preset: Path
+    settings: ServerSettings  # `context`: the most of each model
+    room: int  # bytes of the smallest host of a router
+    _: KW_ONLY
+    embedding: bool = False
+    force: bool = False
+    models: dict[str, FolderModel] = field(default_factory=dict)
+    passed_over: dict[str, str] = field(default_factory=dict)
+    """Why each other file is no model to serve."""
+    _marks: dict[Path, object] = field(default_factory=dict)
+    """By which a file that has changed is known."""
+    _read: dict[Path, ModelFile | str] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        self.folder = self.folder.absolute()
 
     def memory(self, path: Path, _slots: int, _context: int) -> int:
         """Return what the model of a file takes, with its projector and its prompts.
@@ -78,15 +78,15 @@ class ModelFolder:
 
     def refresh(self) -> dict[str, list[str]] | None:
         """Read the folder, write the preset, and return what has changed. Raises OSError."""
-        files = list(islice(_gguf_files(self._folder), MOST_FILES))
+        files = list(islice(_gguf_files(self.folder), MOST_FILES))
         marks = {path: _mark(path) for path in files}
         if marks == self._marks:
             return None
         before, told = self.models, self.passed_over
         models, passed_over = self._contents(marks)
-        draft = self._preset.with_suffix(".draft")
+        draft = self.preset.with_suffix(".draft")
         draft.write_text("\n".join(self._section(*one) for one in models.items()), "utf-8")
-        draft.replace(self._preset)  # whole, since a router may read it at any time
+        draft.replace(self.preset)  # whole, since a router may read it at any time
         self.models, self.passed_over, self._marks = models, passed_over, marks
         news = passed_over.items() - told.items()
         return {
@@ -108,7 +108,7 @@ class ModelFolder:
             self._read[path] = found
             served = found if isinstance(found, str) else self._served(found, models)
             if isinstance(served, str):
-                passed_over[str(path.relative_to(self._folder))] = served
+                passed_over[str(path.relative_to(self.folder))] = served
             else:
                 models[served.file.name] = served
         return models, passed_over
@@ -123,13 +123,13 @@ class ModelFolder:
                 return "a projector of images; put it and its model into a folder of their own"
             file = beside[0].file
         elif other := models.get(file.name):
-            shown = other.file.path.relative_to(self._folder)
+            shown = other.file.path.relative_to(self.folder)
             return f"{shown} has this name too; rename one of them"
-        most = self._settings.context
-        settings = replace(self._settings, context=min(most, file.trained_context or most))
+        most = self.settings.context
+        settings = replace(self.settings, context=min(most, file.trained_context or most))
         needed, why = server_needs(file, settings)
         needed += projector.stat().st_size if projector else 0
-        if needed > self.room and not self._force:
+        if needed > self.room and not self.force:
             return (
                 f"needs {format_gib(needed)} ({why}) of the {format_gib(self.room)} that models "
                 "may take; take a smaller quantization, or less --context or --slots"
@@ -147,7 +147,7 @@ class ModelFolder:
             "parallel": settings.slots,
             "ctx-size": settings.slots * settings.context,
             "cache-ram": settings.prompt_cache_bytes // MIB,
-            "pooling": MEAN if self._embedding and not model.file.has_pooling else None,
+            "pooling": MEAN if self.embedding and not model.file.has_pooling else None,
         }
         lines = [f"{key} = {value}" for key, value in keys.items() if value is not None]
         return "\n".join((f"[{name}]", *lines, ""))

@@ -9,19 +9,12 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TypedDict, Unpack
 
-from gateway.local import (
-    ContextError,
-    MemoryShortError,
-    MissingExtraError,
-    ModelFileError,
-    ServerBinaryError,
-    memory,
-)
+from gateway.local import LocalFleetError, MemoryShortError, ModelFileError, memory
 from gateway.local.cache import cache_folder, logs_folder
 from gateway.local.demo_model import DEMO_MODEL_NAME, ensure_demo_model
 from gateway.local.embedded import batch_sizes, packaged_openmp, system_has_openmp
 from gateway.local.gguf import ModelFile, read_model
-from gateway.local.memory import MEMORY_RESERVE, ServerSettings, format_gib
+from gateway.local.memory import MEMORY_RESERVE, ServerSettings
 from gateway.local.model_folder import ModelFolder
 from gateway.local.server import ServerBinary, ServerSpec, find_binary
 from gateway.local.topology import NumaNode, Topology, read_topology
@@ -158,12 +151,12 @@ def find_router(server_bin: Path | None) -> ServerBinary:
         "for each"
     )
     if binary is None:
-        raise ServerBinaryError(
+        raise LocalFleetError(
             "--models-dir needs llama.cpp's llama-server, since the embedded server has no router "
             f"mode, which loads models on demand: {remedy}"
         )
     if missing := {"--models-preset", "--models-max"} - binary.flags:
-        raise ServerBinaryError(
+        raise LocalFleetError(
             f"{binary.path} (version {binary.version or 'unknown'}) has no {min(missing)}, which "
             f"--models-dir needs: {remedy}"
         )
@@ -176,12 +169,12 @@ def find_server(server_bin: Path | None) -> ServerBinary | None:
         return binary
     remedy = f"{install_command('local')}, or name a llama-server with --server-bin FILE"
     if importlib.util.find_spec("xllamacpp") is None:
-        raise MissingExtraError(
+        raise LocalFleetError(
             "the embedded llama.cpp server needs the package 'xllamacpp', which is not installed: "
             + remedy
         )
     if not system_has_openmp() and packaged_openmp() is None:
-        raise MissingExtraError(
+        raise LocalFleetError(
             "the embedded llama.cpp server needs the OpenMP runtime, which neither this system nor "
             f"an installed package has: {remedy}, or apt-get install libgomp1"
         )
@@ -201,16 +194,19 @@ def plan_specs(
     if len(models) > 1:
         return plan_models(topology, models, force_memory=force_memory, **wanted)
     specs = plan_servers(topology, models[0], servers=servers, **wanted)
-    check_specs(topology, models[0], specs, force=force_memory)
+    if not force_memory:
+        memory.check_memory(topology, placed_servers([*models] * len(specs), specs))
     return specs
 
 
-def check_specs(
-    topology: Topology, model: ModelFile, specs: tuple[ServerSpec, ...], *, force: bool = False
-) -> None:
-    """Raise MemoryShortError where the servers, their prompt caches left out, do not fit."""
-    bound_to = [spec.memory_node for spec in specs]
-    memory.check_memory(topology, model, bound_to, server_settings(specs[0]), force=force)
+def placed_servers(
+    models: Sequence[ModelFile], specs: Sequence[ServerSpec]
+) -> list[memory.PlacedServer]:
+    """Return what `check_memory` is to know of servers, each with its model."""
+    return [
+        (model, server_settings(spec), spec.memory_node)
+        for model, spec in zip(models, specs, strict=True)
+    ]
 
 
 def server_settings(spec: ServerSpec) -> ServerSettings:
@@ -233,8 +229,8 @@ def plan_servers(
     model into memory of its own, because a shared page cache lies on one node only. The servers
     of one node share its physical cores. Without `context`, tokens of one slot, it is the usual one
     or the model's trained one, the smaller. On a machine that mixes performance and efficiency
-    cores, a server keeps to the performance cores. Raises ContextError, where the model was trained
-    for less.
+    cores, a server keeps to the performance cores. Raises LocalFleetError, where the model was
+    trained for less.
     """
     count = servers if servers is not None else len(topology.nodes)
     placed = [(topology.nodes[index % len(topology.nodes)], model) for index in range(count)]
@@ -259,7 +255,7 @@ def _servers(
     for index, (node, model) in enumerate(placed):
         trained = model.trained_context
         if context and trained and context > trained:
-            raise ContextError(
+            raise LocalFleetError(
                 f"{model.path}: --context {context}: the model was trained for {trained} tokens; "
                 f"take --context {trained} at most, or another model"
             )
@@ -317,34 +313,10 @@ def plan_models(
         specs = _servers(topology, placed, **wanted)
         try:
             if not force_memory:
-                _check_room(topology, models, specs)
+                memory.check_memory(topology, placed_servers(models, specs))
         except MemoryShortError:
             if specs[0].slots == 1:
                 raise
             wanted["slots"] = specs[0].slots - 1
         else:
             return specs
-
-
-def _check_room(
-    topology: Topology, models: Sequence[ModelFile], specs: Sequence[ServerSpec]
-) -> None:
-    needs = [
-        memory.server_needs(*both) for both in zip(models, map(server_settings, specs), strict=True)
-    ]
-    for place, _, free in memory.memory_places(topology, [spec.memory_node for spec in specs]):
-        inside = [
-            (model.name, *need)
-            for model, spec, need in zip(models, specs, needs, strict=True)
-            if place in {"this machine", f"NUMA node {spec.memory_node}"}
-        ]
-        needed = sum(size for _, size, _ in inside)
-        if free - needed < MEMORY_RESERVE:
-            each = "; ".join(f"{name} {format_gib(size)} ({why})" for name, size, why in inside)
-            raise MemoryShortError(
-                f"not enough memory for these models at once: {each}. Together they need "
-                f"{format_gib(needed)}, and {format_gib(MEMORY_RESERVE)} must stay free, but "
-                f"{place} has {format_gib(free)} available. Leave a model out, take smaller ones "
-                "or less --context, put them into one folder and let them be loaded on demand "
-                "(--models-dir), or start anyway with --force-memory"
-            )

@@ -21,16 +21,15 @@ import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import KW_ONLY, dataclass, field
 from pathlib import Path
-from types import TracebackType
-from typing import Any, BinaryIO, Self
+from typing import Any, BinaryIO, Literal, NamedTuple, Self
 
 import httpx
 
 import gateway
 from gateway.config.inventory import STARTED_BY, UP
-from gateway.local import ServerBinaryError, ServerStartError
+from gateway.local import LocalFleetError, ServerStartError
 from gateway.local.cache import cache_folder
 from gateway.local.embedded import batch_sizes, openmp_folder
 
@@ -81,26 +80,26 @@ class ServerBinary:
 def find_binary(named: Path | None, search_path: str | None = None) -> ServerBinary | None:
     """Find the llama-server named, else the one on PATH, else None for the embedded server.
 
-    Its `--help` is read for the flags, and its `--version`. Raises ServerBinaryError when the named
+    Its `--help` is read for the flags, and its `--version`. Raises LocalFleetError when the named
     one is no program, or when the help is not a llama-server's.
     """
     found = shutil.which(str(named) if named else BINARY_NAME, path=search_path)
     if found is None:
         if named is None:
             return None
-        raise ServerBinaryError(f"{named}: no such program; name a llama-server with --server-bin")
+        raise LocalFleetError(f"{named}: no such program; name a llama-server with --server-bin")
     path = Path(found).absolute()
     try:
         status, help_text = _output(path, "--help")
         flags = parse_flags(help_text)
         if not {"--model", "--port", "--parallel"} <= flags:
-            raise ServerBinaryError(
+            raise LocalFleetError(
                 f"{path}: its --help (exit status {status}) is not a llama-server's; name "
                 "one with --server-bin, or take it off PATH to have the embedded server used"
             )
         version = VERSION_PATTERN.search(_output(path, "--version")[1])
     except (OSError, subprocess.TimeoutExpired) as error:
-        raise ServerBinaryError(f"{path}: {error}; it must be a llama-server") from error
+        raise LocalFleetError(f"{path}: {error}; it must be a llama-server") from error
     return ServerBinary(path, flags, version[1] if version else None)
 
 
@@ -215,30 +214,26 @@ READY_POLL_INTERVAL = 0.1  # seconds between two health checks of a starting ser
 LOG_CHECK_INTERVAL = 10.0  # seconds between two checks of a log's size
 
 
+@dataclass(slots=True, eq=False)
 class ServerProcess:
     """The process of one spec, which may be started again after its end.
 
     It dies with the thread that starts it.
     """
 
-    def __init__(
-        self,
-        spec: ServerSpec,
-        port: int,
-        log: Path,
-        *,
-        binary: ServerBinary | None,
-        clock: Callable[[], float],
-    ) -> None:
-        self.spec = spec
-        host = f"[{spec.host}]" if ":" in spec.host else spec.host
-        self.url = f"http://{host}:{port}"
-        self.started_at = clock()
-        self.log = log
-        self._port = port
-        self._binary = binary
-        self._clock = clock
-        self._process: asyncio.subprocess.Process | None = None
+    spec: ServerSpec
+    port: int
+    log: Path
+    binary: ServerBinary | None
+    clock: Callable[[], float]
+    started_at: float = 0.0
+    _process: asyncio.subprocess.Process | None = None
+
+    @property
+    def url(self) -> str:
+        """Its address, which stays the same."""
+        host = f"[{self.spec.host}]" if ":" in self.spec.host else self.spec.host
+        return f"http://{host}:{self.port}"
 
     @property
     def pid(self) -> int | None:
@@ -249,8 +244,8 @@ class ServerProcess:
 
     async def start(self) -> None:
         """Start the process. Raises OSError when the log or the process can't be created."""
-        self.started_at = self._clock()
-        command = server_command(self.spec, self._port, parent=os.getpid(), binary=self._binary)
+        self.started_at = self.clock()
+        command = server_command(self.spec, self.port, parent=os.getpid(), binary=self.binary)
         with open_log(self.log) as log:
             self._process = await asyncio.create_subprocess_exec(
                 *command,
@@ -270,7 +265,7 @@ class ServerProcess:
         Raises ServerStartError when the process ends, or is not ready after `timeout` seconds.
         """
         loading = False
-        while self._clock() - self.started_at < timeout:
+        while self.clock() - self.started_at < timeout:
             if self.pid is None:
                 raise self._start_error(f"ended ({self.exit_description()}) before it was ready")
             with suppress(httpx.HTTPError):
@@ -419,39 +414,13 @@ LONGEST_BACKOFF = 30.0
 BACKOFF_RESET_AFTER = 60.0  # seconds of uptime after which the backoff begins anew
 
 
-@dataclass(frozen=True, slots=True)
-class ServerStarted:
-    """A server's process was started."""
+class ServerEvent(NamedTuple):
+    """What happened to a server. One that exited will be restarted."""
 
     name: str
-    url: str
-
-
-@dataclass(frozen=True, slots=True)
-class ServerLoading:
-    """A server responds, but is still loading its model."""
-
-    name: str
-
-
-@dataclass(frozen=True, slots=True)
-class ServerReady:
-    """A server takes requests, `seconds` after its process was started."""
-
-    name: str
-    seconds: float
-
-
-@dataclass(frozen=True, slots=True)
-class ServerExited:
-    """A server exited and will be restarted."""
-
-    name: str
-    exit_description: str  # such as `killed by SIGKILL`
-    restart_in: float  # seconds
-
-
-ServerEvent = ServerStarted | ServerLoading | ServerReady | ServerExited
+    kind: Literal["started", "loading", "ready", "exited"]
+    detail: str = ""  # started: its address; exited: how, such as `killed by SIGKILL`
+    seconds: float = 0.0  # ready: since its process was started; exited: until its restart
 
 
 def inventory_entry(spec: ServerSpec, url: str) -> dict[str, Any]:
@@ -472,6 +441,12 @@ def restart_backoff(last: float | None, uptime: float) -> float:
     return min(last * 2, LONGEST_BACKOFF)
 
 
+def _health_client() -> httpx.AsyncClient:
+    limits = httpx.Limits(max_keepalive_connections=0)
+    return httpx.AsyncClient(timeout=HEALTH_TIMEOUT, trust_env=False, limits=limits)
+
+
+@dataclass(slots=True, eq=False)
 class LocalFleet:
     """Runs one process per spec while its context is open.
 
@@ -479,34 +454,19 @@ class LocalFleet:
     Ports are the first free ones from `base_port` (0: any). Timeouts are in seconds.
     """
 
-    def __init__(
-        self,
-        specs: Sequence[ServerSpec],
-        log_folder: Path,
-        *,
-        binary: ServerBinary | None = None,
-        on_event: Callable[[ServerEvent], None] = lambda _: None,
-        base_port: int = BASE_PORT,
-        start_timeout: float = START_TIMEOUT,
-        stop_timeout: float = STOP_TIMEOUT,
-        clock: Callable[[], float] = time.monotonic,
-    ) -> None:
-        self._specs = tuple(specs)
-        self._log_folder = log_folder
-        self._binary = binary
-        self._on_event = on_event
-        self._base_port = base_port
-        self._start_timeout = start_timeout
-        self._stop_timeout = stop_timeout
-        self._clock = clock
-        self._claims: list[socket.socket] = []
-        self._servers: list[ServerProcess] = []
-        self._tasks: list[asyncio.Task[None]] = []
-        self._client = httpx.AsyncClient(
-            timeout=HEALTH_TIMEOUT,
-            trust_env=False,
-            limits=httpx.Limits(max_keepalive_connections=0),
-        )
+    specs: Sequence[ServerSpec]
+    log_folder: Path
+    _: KW_ONLY
+    binary: ServerBinary | None = None
+    on_event: Callable[[ServerEvent], None] = lambda _: None
+    base_port: int = BASE_PORT
+    start_timeout: float = START_TIMEOUT
+    stop_timeout: float = STOP_TIMEOUT
+    clock: Callable[[], float] = time.monotonic
+    servers: list[ServerProcess] = field(default_factory=list)
+    _claims: list[socket.socket] = field(default_factory=list)
+    _tasks: list[asyncio.Task[None]] = field(default_factory=list)
+    _client: httpx.AsyncClient = field(default_factory=_health_client)
 
     async def __aenter__(self) -> Self:
         """Start all servers and wait until each is ready.
@@ -516,37 +476,27 @@ class LocalFleet:
         """
         try:
             self._claim_ports()
-            self._tasks = [asyncio.create_task(self._start(server)) for server in self._servers]
+            self._tasks = [asyncio.create_task(self._start(server)) for server in self.servers]
             await asyncio.gather(*self._tasks)
-            self._tasks = [asyncio.create_task(self._supervise(server)) for server in self._servers]
+            self._tasks = [asyncio.create_task(self._supervise(server)) for server in self.servers]
         except BaseException:
             await self._end()
             raise
         return self
 
-    async def __aexit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
+    async def __aexit__(self, *_: object) -> None:
         """End all servers: SIGTERM, and SIGKILL to those that take too long."""
         await self._end()
 
     @property
     def urls(self) -> tuple[str, ...]:
         """The servers' addresses, which stay the same after a restart."""
-        return tuple(server.url for server in self._servers)
+        return tuple(server.url for server in self.servers)
 
     @property
     def pids(self) -> tuple[int | None, ...]:
         """The PIDs of the servers; None for one that is down."""
-        return tuple(server.pid for server in self._servers)
-
-    @property
-    def logs(self) -> tuple[Path, ...]:
-        """The servers' log files."""
-        return tuple(server.log for server in self._servers)
+        return tuple(server.pid for server in self.servers)
 
     def inventory(self) -> list[dict[str, Any]]:
         """Return the servers as nodes of an inventory, in the form of `config/nodes.yaml`.
@@ -554,49 +504,44 @@ class LocalFleet:
         They have one `host`, since they fail together with this machine, but for routers that are
         bound to a NUMA node: its memory is what their models share.
         """
-        return [inventory_entry(server.spec, server.url) for server in self._servers]
+        return [inventory_entry(server.spec, server.url) for server in self.servers]
 
     def _claim_ports(self) -> None:
-        for spec in self._specs:
-            self._claims.append(claim_free_port(spec.host, self._base_port))
+        for spec in self.specs:
+            self._claims.append(claim_free_port(spec.host, self.base_port))
             port = claimed_port(self._claims[-1])
-            self._servers.append(
-                ServerProcess(
-                    spec,
-                    port,
-                    # Two gateways of one user share the folder, but never a port.
-                    self._log_folder / f"{spec.name}-{port}.log",
-                    binary=self._binary,
-                    clock=self._clock,
-                )
-            )
+            # Two gateways of one user share the folder, but never a port.
+            log = self.log_folder / f"{spec.name}-{port}.log"
+            self.servers.append(ServerProcess(spec, port, log, self.binary, self.clock))
 
     async def _start(self, server: ServerProcess) -> None:
         name = server.spec.name
         await server.start()
-        self._on_event(ServerStarted(name, server.url))
+        self.on_event(ServerEvent(name, "started", server.url))
         await server.wait_until_ready(
-            self._client, self._start_timeout, lambda: self._on_event(ServerLoading(name))
+            self._client, self.start_timeout, lambda: self.on_event(ServerEvent(name, "loading"))
         )
-        self._on_event(ServerReady(name, self._clock() - server.started_at))
+        seconds = self.clock() - server.started_at
+        self.on_event(ServerEvent(name, "ready", seconds=seconds))
 
     async def _supervise(self, server: ServerProcess) -> None:
         backoff: float | None = None
         while True:
             await server.wait()
-            backoff = restart_backoff(backoff, self._clock() - server.started_at)
-            self._on_event(ServerExited(server.spec.name, server.exit_description(), backoff))
+            backoff = restart_backoff(backoff, self.clock() - server.started_at)
+            how = server.exit_description()
+            self.on_event(ServerEvent(server.spec.name, "exited", how, backoff))
             await asyncio.sleep(backoff)
             try:
                 await self._start(server)
             except (ServerStartError, OSError):
-                await server.stop(self._stop_timeout)
+                await server.stop(self.stop_timeout)
 
     async def _end(self) -> None:
         for task in self._tasks:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
-        await asyncio.gather(*(server.stop(self._stop_timeout) for server in self._servers))
+        await asyncio.gather(*(server.stop(self.stop_timeout) for server in self.servers))
         await self._client.aclose()
         for claim in self._claims:
             claim.close()

@@ -11,7 +11,7 @@ import json
 import math
 import sys
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path, PurePosixPath
 from typing import Any
 
@@ -466,16 +466,7 @@ def topology_as_dict(topology: Topology) -> dict[str, Any]:
             for one in topology.caches
         ],
         "numa_nodes": [
-            {
-                "number": node.number,
-                "sockets": list(node.sockets),
-                "cores": [list(core) for core in node.cores],
-                "efficiency_cpus": sorted(node.efficiency_cpus),
-                "memory_total": node.memory_total,
-                "memory_available": node.memory_available,
-                "memory_allowed": node.memory_allowed,
-                "distances": list(node.distances),
-            }
+            asdict(node) | {"efficiency_cpus": sorted(node.efficiency_cpus)}
             for node in topology.nodes
         ],
         "servers": [server_placement(topology, node) for node in topology.nodes],

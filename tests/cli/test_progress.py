@@ -11,15 +11,15 @@ from gateway.cli.progress import (
     StatusProgress,
     describe_download,
 )
-from gateway.local.server import ServerExited, ServerLoading, ServerReady, ServerStarted
+from gateway.local.server import ServerEvent
 
 
 def test_each_event_of_a_start_is_a_line(capsys: pytest.CaptureFixture[str]) -> None:
     with StartupProgress(["one"]) as progress:
-        progress.show(ServerStarted("one", "http://127.0.0.1:8081"))
-        progress.show(ServerLoading("one"))
-        progress.show(ServerExited("one", "killed by SIGKILL", 0.5))
-        progress.show(ServerReady("one", 2.04))
+        progress.show(ServerEvent("one", "started", "http://127.0.0.1:8081"))
+        progress.show(ServerEvent("one", "loading"))
+        progress.show(ServerEvent("one", "exited", "killed by SIGKILL", 0.5))
+        progress.show(ServerEvent("one", "ready", seconds=2.04))
     shown = capsys.readouterr()
     assert shown.out == ""
     assert [line.strip() for line in shown.err.splitlines() if line.strip()] == [
@@ -36,9 +36,9 @@ def test_after_the_start_a_server_that_exits_and_returns_is_logged(
     with StartupProgress(["one"]) as progress:
         pass
     with capture_logs() as logged:
-        progress.show(ServerExited("one", "exit status 1", 4.0))
-        progress.show(ServerLoading("one"))
-        progress.show(ServerReady("one", 3.14))
+        progress.show(ServerEvent("one", "exited", "exit status 1", 4.0))
+        progress.show(ServerEvent("one", "loading"))
+        progress.show(ServerEvent("one", "ready", seconds=3.14))
     assert capsys.readouterr().err.strip() == ""
     assert logged == [
         {"event": "server exited", "log_level": "warning", "server": "one",

@@ -8,7 +8,7 @@ from pathlib import Path
 import gguf
 import pytest
 
-from gateway.local import MissingExtraError
+from gateway.local import LocalFleetError
 from gateway.local.demo_model import (
     BARE_WORDS,
     DEMO_SHAPES,
@@ -69,7 +69,7 @@ def test_a_missing_package_is_named_with_the_remedy(
 ) -> None:
     monkeypatch.setitem(sys.modules, "gguf", None)
     with pytest.raises(
-        MissingExtraError, match=r"'gguf'.*-m pip install 'gguf>=0.17' .*'xllamacpp>="
+        LocalFleetError, match=r"'gguf'.*-m pip install 'gguf>=0.17' .*'xllamacpp>="
     ):
         write_model(tmp_path / "x.gguf", DEMO_SHAPES["small"])
 

@@ -17,7 +17,6 @@ from gateway.local import LocalFleetError, MemoryShortError, ModelFileError
 from gateway.local.download import (
     MOST_FAILURES,
     DigestError,
-    DownloadError,
     DownloadHooks,
     DownloadWish,
     download,
@@ -160,7 +159,7 @@ class TestBreaks:
         self, downloads: Downloads, server: FileServer, content: bytes
     ) -> None:
         server.faults.extend([Fault(cut=MIB), *[Fault(cut=0)] * MOST_FAILURES])
-        with pytest.raises(DownloadError, match="the same command goes on from there"):
+        with pytest.raises(LocalFleetError, match="the same command goes on from there"):
             downloads.run()
         assert downloads.told.pauses == [1.0, 2.0, 4.0, 8.0, 16.0]
         assert downloads.part == MIB
@@ -175,7 +174,7 @@ class TestBreaks:
     ) -> None:
         server.always = Fault(cut=MIB)
         server.ranges = False
-        with pytest.raises(DownloadError):
+        with pytest.raises(LocalFleetError):
             downloads.run()
         assert downloads.left() == ["m.gguf.part", "m.gguf.source.json"]
         assert stat.S_IMODE(part_path(downloads.target).stat().st_mode) == 0o600
@@ -251,7 +250,7 @@ class TestChanges:
     ) -> None:
         server.ranges = False
         server.always = Fault(cut=2 * MIB)
-        with pytest.raises(DownloadError, match="given up"):
+        with pytest.raises(LocalFleetError, match="given up"):
             downloads.run()
         assert len(server.requests) < 10
 
@@ -310,7 +309,7 @@ class TestLies:
     ) -> None:
         server.ranges = False
         server.always = Fault(announce=len(content) + 1000)
-        with pytest.raises(DownloadError, match="given up"):
+        with pytest.raises(LocalFleetError, match="given up"):
             downloads.run()
         assert not downloads.target.exists()
 
@@ -341,7 +340,7 @@ class TestLies:
         self, downloads: Downloads, server: FileServer, content: bytes
     ) -> None:
         server.faults.extend([Fault(cut=MIB), Fault(body=content, announce=len(content))])
-        with pytest.raises(DownloadError, match="more than the"):
+        with pytest.raises(LocalFleetError, match="more than the"):
             downloads.run()
         assert downloads.left() == []
 
@@ -349,7 +348,7 @@ class TestLies:
         self, downloads: Downloads, server: FileServer
     ) -> None:
         server.faults.append(Fault(chunked=True))
-        with pytest.raises(DownloadError, match="--max-bytes") as refused:
+        with pytest.raises(LocalFleetError, match="--max-bytes") as refused:
             downloads.run(most_bytes=MIB)
         assert "1,048,576" in str(refused.value)
         assert downloads.left() == []
@@ -360,7 +359,7 @@ class TestLies:
         server.content = content + bytes(80 * MIB)
         server.faults.append(Fault(chunked=True))
         room = iter([1 << 40, 1 << 40, 1 << 20])
-        with pytest.raises(DownloadError, match="not enough space"):
+        with pytest.raises(LocalFleetError, match="not enough space"):
             downloads.run(free=lambda: next(room))
         assert (downloads.part or 0) >= 64 * MIB
 
@@ -412,7 +411,7 @@ def test_a_disk_that_is_full_is_told_and_the_part_kept(downloads: Downloads) -> 
         pytest.skip("needs /dev/full")
     downloads.target.parent.mkdir()
     part_path(downloads.target).symlink_to("/dev/full")
-    with pytest.raises(DownloadError, match="no space left on device"):
+    with pytest.raises(LocalFleetError, match="no space left on device"):
         downloads.run()
     assert not downloads.target.exists()
 

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from gateway.local import MissingExtraError
+from gateway.local import LocalFleetError
 from gateway.local.embedded import OPENMP_LIBRARY, openmp_folder, packaged_openmp, system_has_openmp
 from gateway.local.plan import plan_local_fleet
 from gateway.local.server import server_environment
@@ -76,7 +76,7 @@ def test_without_any_copy_the_error_names_the_remedy(
     monkeypatch.setattr(importlib.metadata, "files", lambda package: None)
     monkeypatch.setenv("PATH", "/nowhere")  # no llama-server, which would do without
     assert openmp_folder(tmp_path) is None
-    with pytest.raises(MissingExtraError, match="apt-get install libgomp1"):
+    with pytest.raises(LocalFleetError, match="apt-get install libgomp1"):
         plan_local_fleet(cache=tmp_path)
 
 

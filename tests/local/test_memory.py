@@ -11,6 +11,7 @@ import pytest
 from gateway.local import MemoryShortError
 from gateway.local.gguf import ModelFile, read_model
 from gateway.local.memory import (
+    PlacedServer,
     ServerSettings,
     check_memory,
     format_gib,
@@ -32,6 +33,11 @@ SETTINGS = ServerSettings(2, 4096)
 MODEL = ModelFile(Path("big.gguf"), "big", size=10 * GIB, trained_context=None)
 
 
+def bound(nodes: list[int | None]) -> list[PlacedServer]:
+    """Servers of the model whose memory is bound to these NUMA nodes."""
+    return [(MODEL, SETTINGS, node) for node in nodes]
+
+
 @pytest.fixture
 def machine(tmp_path: Path) -> Topology:
     return read_topology(make_machine(tmp_path, two_sockets_with_smt(), memory_gib=64))
@@ -39,13 +45,13 @@ def machine(tmp_path: Path) -> Topology:
 
 def test_servers_that_leave_exactly_two_gib_fit(machine: Topology) -> None:
     machine = replace(machine, memory_available=32 * GIB)
-    check_memory(machine, MODEL, [None, None], SETTINGS)
+    check_memory(machine, bound([None, None]))
 
 
 def test_one_byte_less_is_refused_with_figures_and_the_remedy(machine: Topology) -> None:
     machine = replace(machine, memory_available=32 * GIB - 1)
     with pytest.raises(MemoryShortError) as caught:
-        check_memory(machine, MODEL, [None, None], SETTINGS)
+        check_memory(machine, bound([None, None]))
     message = str(caught.value)
     for part in ("big.gguf", "10.0 GiB", "2 servers", "30.0 GiB", "2.0 GiB", "32.0 GiB"):
         assert part in message
@@ -56,21 +62,17 @@ def test_one_byte_less_is_refused_with_figures_and_the_remedy(machine: Topology)
 def test_fewer_servers_are_no_remedy_for_one(machine: Topology) -> None:
     machine = replace(machine, memory_available=GIB)
     with pytest.raises(MemoryShortError) as caught:
-        check_memory(machine, MODEL, [None], SETTINGS)
+        check_memory(machine, bound([None]))
     assert "fewer" not in str(caught.value)
 
 
 def test_a_bound_server_must_fit_into_its_node(machine: Topology) -> None:
-    check_memory(machine, MODEL, [0, 1], SETTINGS)  # 15 of 24 GiB on each
+    check_memory(machine, bound([0, 1]))  # 15 of 24 GiB on each
     with pytest.raises(MemoryShortError, match="NUMA node 1"):
-        check_memory(machine, MODEL, [1, 1], SETTINGS)
+        check_memory(machine, bound([1, 1]))
     low = replace(machine.nodes[0], memory_available=16 * GIB)
     with pytest.raises(MemoryShortError, match="NUMA node 0 has 16"):
-        check_memory(replace(machine, nodes=(low, machine.nodes[1])), MODEL, [0, 1], SETTINGS)
-
-
-def test_force_skips_the_check(machine: Topology) -> None:
-    check_memory(replace(machine, memory_available=0), MODEL, [0, 0, 0], SETTINGS, force=True)
+        check_memory(replace(machine, nodes=(low, machine.nodes[1])), bound([0, 1]))
 
 
 def test_sizes_for_people() -> None:
@@ -87,8 +89,8 @@ def test_a_known_shape_tells_what_a_server_needs(machine: Topology, tmp_path: Pa
     assert needed == server_memory(model.shape, settings).needed
     assert "2 slots of 4096 tokens 16 MiB" in why
     with pytest.raises(MemoryShortError, match="2 slots of 4096 tokens 16 MiB"):
-        check_memory(replace(machine, memory_available=2 * GIB), model, [None], settings)
-    check_memory(replace(machine, memory_available=2 * GIB + needed), model, [None], settings)
+        check_memory(replace(machine, memory_available=2 * GIB), [(model, settings, None)])
+    check_memory(replace(machine, memory_available=2 * GIB + needed), [(model, settings, None)])
 
 
 def test_the_rule_of_thumb_counts_where_the_shape_is_not_known() -> None:

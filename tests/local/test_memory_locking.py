@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from gateway.local import MemoryLockError
+from gateway.local import LocalFleetError
 from gateway.local.gguf import ModelFile
 from gateway.local.memory import check_memlock, memlock_limit, memlock_warning
 from gateway.local.plan import LocalFleetPlan, plan_local_fleet
@@ -66,7 +66,7 @@ def test_without_proc_there_is_no_limit(tmp_path: Path) -> None:
 
 
 def test_a_limit_below_the_model_is_refused_with_the_remedy() -> None:
-    with pytest.raises(MemoryLockError) as caught:
+    with pytest.raises(LocalFleetError) as caught:
         check_memlock(MODEL, 8 << 20)
     for word in ("/models/m.gguf", "8 MiB", "8.0 GiB", "prlimit", "CAP_IPC_LOCK", "--mlock"):
         assert word in str(caught.value)
@@ -126,7 +126,7 @@ def test_a_model_that_may_not_be_locked_starts_nothing(tmp_path: Path) -> None:
             cache=tmp_path, topology=topology, mlock=True, read_memlock_limit=lambda: limit
         )
 
-    with pytest.raises(MemoryLockError, match="1 MiB"):
+    with pytest.raises(LocalFleetError, match="1 MiB"):
         plan(1 << 20)
     assert plan(None).specs[0].mlock
     assert not plan_local_fleet(cache=tmp_path, topology=topology).specs[0].mlock

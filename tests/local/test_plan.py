@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from gateway.local import ContextError, MemoryShortError, ModelFileError
+from gateway.local import LocalFleetError, MemoryShortError, ModelFileError
 from gateway.local.gguf import ModelFile, read_model
 from gateway.local.memory import (
     MEMORY_RESERVE,
@@ -90,7 +90,7 @@ def test_the_context_is_bounded_by_the_models_training(one_node: Topology) -> No
     for trained in (65_536, None):
         longer = replace(MODEL, trained_context=trained)
         assert plan_servers(one_node, longer, context=65_536)[0].context == 65_536
-    with pytest.raises(ContextError, match="--context 65536 at most"):
+    with pytest.raises(LocalFleetError, match="--context 65536 at most"):
         plan_servers(one_node, replace(MODEL, trained_context=65_536), context=65_537)
 
 
@@ -179,5 +179,5 @@ def test_two_models_of_one_name_are_refused_with_both_paths(one_node: Topology) 
 def test_a_context_beyond_the_training_of_any_model_is_refused(one_node: Topology) -> None:
     models = [model("a", 1), replace(model("b", 1), trained_context=2048)]
     assert [spec.context for spec in plan_models(one_node, models)] == [4096, 2048]
-    with pytest.raises(ContextError, match=r"/models/b\.gguf"):
+    with pytest.raises(LocalFleetError, match=r"/models/b\.gguf"):
         plan_models(one_node, models, context=4096)

@@ -7,12 +7,7 @@ from pathlib import Path
 import httpx
 import pytest
 
-from gateway.local import (
-    MemoryShortError,
-    MissingExtraError,
-    ModelFileError,
-    ServerBinaryError,
-)
+from gateway.local import LocalFleetError, MemoryShortError, ModelFileError
 from gateway.local.memory import MEMORY_RESERVE
 from gateway.local.plan import FETCHED_SERVER, plan_folder_fleet, plan_local_fleet
 from gateway.local.server import LocalFleet, inventory_entry
@@ -73,7 +68,7 @@ def test_a_missing_extra_is_reported_with_the_remedy(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
-    with pytest.raises(MissingExtraError, match=r"pip install .*xllamacpp"):
+    with pytest.raises(LocalFleetError, match=r"pip install .*xllamacpp"):
         plan_local_fleet(cache=tmp_path)
 
 
@@ -164,7 +159,7 @@ def test_a_folder_needs_a_llama_server_with_router_mode(
 ) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     preset = tmp_path / "models.ini"
-    with pytest.raises(ServerBinaryError, match=r"no router mode.*make llama-server.*--model FILE"):
+    with pytest.raises(LocalFleetError, match=r"no router mode.*make llama-server.*--model FILE"):
         plan_folder_fleet(folder, preset)
     fetched = tmp_path / FETCHED_SERVER  # where `make llama-server` puts it
     fetched.parent.mkdir(parents=True)
@@ -172,7 +167,7 @@ def test_a_folder_needs_a_llama_server_with_router_mode(
     assert cache_folder() / "llama-server" == fetched
     assert plan_folder_fleet(folder, preset).binary is not None
     router.write_text("#!/bin/sh\necho --model --port --parallel --models-max\n")
-    with pytest.raises(ServerBinaryError, match=r"has no --models-preset, .*newer llama-server"):
+    with pytest.raises(LocalFleetError, match=r"has no --models-preset, .*newer llama-server"):
         plan_folder_fleet(folder, preset)
 
 

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from gateway.local import ServerBinaryError
+from gateway.local import LocalFleetError
 from gateway.local.embedded import argument_parser
 from gateway.local.server import (
     ServerBinary,
@@ -165,13 +165,13 @@ def test_a_binary_may_hide_its_version(tmp_path: Path) -> None:
 
 
 def test_one_named_must_exist_and_be_a_llama_server(tmp_path: Path) -> None:
-    with pytest.raises(ServerBinaryError, match="no such program"):
+    with pytest.raises(LocalFleetError, match="no such program"):
         find_binary(tmp_path / "none")
-    with pytest.raises(ServerBinaryError, match="exit status 3"):
+    with pytest.raises(LocalFleetError, match="exit status 3"):
         find_binary(script(tmp_path / "other", "exit 3"))
     (tmp_path / "text").write_text("not a program")
     (tmp_path / "text").chmod(0o755)
-    with pytest.raises(ServerBinaryError, match="must be a llama-server"):
+    with pytest.raises(LocalFleetError, match="must be a llama-server"):
         find_binary(tmp_path / "text")
 
 
