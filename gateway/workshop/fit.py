@@ -17,6 +17,7 @@ import math
 import re
 import threading
 import time
+from bisect import bisect_left
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
@@ -264,33 +265,20 @@ SPREAD_EXPERTS = 8  # a model of so many has Q8_0 for keys and values in every l
 GROUPED = 4  # heads that share a key head, from which on values are few and get more bits
 
 
-@dataclass(frozen=True, slots=True)
-class Quantized:
-    """A model as one of the family's files would be."""
-
-    name: str
-    shape: ModelShape
-    size: int  # bytes of all tensors
-
-
-def quantizations(shape: ModelShape) -> list[Quantized]:
-    """Return the family's usual quantisations, the smallest first."""
-    found = []
-    for name in QUANTIZATIONS:
-        tensors = tuple(_quantized(shape, name))
-        size = sum(tensor.size for tensor in tensors)
-        found.append(Quantized(name, replace(shape, tensors=tensors), size))
-    return found
+def quantizations(shape: ModelShape) -> dict[str, ModelShape]:
+    """Return the model as each of the family's usual files would be, the smallest first."""
+    return {name: replace(shape, tensors=tuple(_quantized(shape, name))) for name in QUANTIZATIONS}
 
 
 def _quantized(shape: ModelShape, name: str) -> Iterator[Tensor]:
     tied = not any(tensor.name == "output.weight" for tensor in shape.tensors)
-    depth = _Depth(shape)
+    values = sorted({n for t in shape.tensors if (n := _layer(t)) >= 0 and _is_value(t)})
+    layers = max((_layer(tensor) for tensor in shape.tensors), default=0) + 1
     for tensor in shape.tensors:
         if len(tensor.shape) < 2 or NEVER_QUANTIZED.search(tensor.name):
             yield tensor
             continue
-        kind = _type(tensor, name, shape, depth, tied=tied)
+        kind = _type(tensor, name, shape, values, layers, tied=tied)
         row = tensor.shape[0]
         if row % TENSOR_BLOCKS[NUMBERS[kind]][0]:
             kind = FALLBACKS.get(kind, "f16")
@@ -299,64 +287,44 @@ def _quantized(shape: ModelShape, name: str) -> Iterator[Tensor]:
         yield replace(tensor, kind=NUMBERS[kind])
 
 
-class _Depth:
-    """Where a tensor stands among those of its kind."""
-
-    def __init__(self, shape: ModelShape) -> None:
-        layers = [int(found[1]) for t in shape.tensors if (found := LAYER.match(t.name))]
-        self.layers = max(layers, default=0) + 1
-        self.values = sorted({n for t in shape.tensors if (n := _layer(t)) >= 0 and _is_value(t)})
-
-    def has_more_bits(self, number: int, count: int) -> bool:
-        """An eighth of the layers at either end, and every third between (`use_more_bits`)."""
-        eighth = count // 8
-        return number < eighth or number >= 7 * count // 8 or (number - eighth) % 3 == 2
+def _has_more_bits(number: int, count: int) -> bool:
+    """An eighth of the layers at either end, and every third between (`use_more_bits`)."""
+    eighth = count // 8
+    return number < eighth or number >= 7 * count // 8 or (number - eighth) % 3 == 2
 
 
-def _type(tensor: Tensor, name: str, shape: ModelShape, depth: _Depth, *, tied: bool) -> str:
-    usual = QUANTIZATIONS[name]
+def _type(
+    tensor: Tensor, name: str, shape: ModelShape, values: list[int], layers: int, *, tied: bool
+) -> str:
+    """`values`: the numbers of the layers that have values, of `layers` in all."""
+    usual, layer = QUANTIZATIONS[name], _layer(tensor)
     if usual in {"f16", "q8_0"}:
         return usual
     if tensor.name == "output.weight" or (tied and tensor.name == "token_embd.weight"):
         return "q8_0" if tensor.shape[0] % 256 else "q6_k"
     spread = shape.experts == SPREAD_EXPERTS
-    if _is_value(tensor):
-        return "q8_0" if spread else _value_type(tensor, name, shape, depth)
-    if ".attn_k.weight" in tensor.name and spread:
+    if (_is_value(tensor) or ".attn_k.weight" in tensor.name) and spread:
         return "q8_0"
-    if ".ffn_down" in tensor.name:
-        return _down_type(tensor, name, depth)
     if ".attn_output.weight" in tensor.name:
         if spread:
             return "q5_k" if name in {"Q2_K", "Q3_K_M", "Q4_K_M"} else usual
         return {"Q2_K": "q3_k", "Q3_K_M": "q4_k"}.get(name, usual)
     if ".attn_qkv.weight" in tensor.name:
         return {"Q3_K_M": "q4_k", "Q4_K_M": "q5_k", "Q5_K_M": "q6_k"}.get(name, usual)
-    return usual
-
-
-def _value_type(tensor: Tensor, name: str, shape: ModelShape, depth: _Depth) -> str:
-    usual = QUANTIZATIONS[name]
-    number, count = depth.values.index(_layer(tensor)), len(depth.values)
+    if _is_value(tensor):
+        place, count, few = values.index(layer), len(values), 2
+        width = max((one.value_width for one in shape.layers), default=0)
+        least = "q4_k" if width and shape.width // width >= GROUPED else "q3_k"
+    elif ".ffn_down" in tensor.name:
+        place, count, least = layer, layers, "q3_k"
+        few = count // 16
+    else:
+        return usual
     if name == "Q2_K":
-        values = max((layer.value_width for layer in shape.layers), default=0)
-        return "q4_k" if values and shape.width // values >= GROUPED else "q3_k"
+        return least
     if name == "Q3_K_M":
-        return "q5_k" if number < 2 else "q4_k"
-    if name in {"Q4_K_M", "Q5_K_M"} and depth.has_more_bits(number, count):
-        return "q6_k"
-    return usual
-
-
-def _down_type(tensor: Tensor, name: str, depth: _Depth) -> str:
-    number = _layer(tensor)
-    if name == "Q2_K":
-        return "q3_k"
-    if name == "Q3_K_M":
-        return "q5_k" if number < depth.layers // 16 else "q4_k"
-    if name in {"Q4_K_M", "Q5_K_M"} and depth.has_more_bits(number, depth.layers):
-        return "q6_k"
-    return QUANTIZATIONS[name]
+        return "q5_k" if place < few else "q4_k"
+    return "q6_k" if name in {"Q4_K_M", "Q5_K_M"} and _has_more_bits(place, count) else usual
 
 
 def _is_value(tensor: Tensor) -> bool:
@@ -447,14 +415,14 @@ def fit(model: ModelFile, shape: ModelShape, settings: ServerSettings, machine: 
         speed=_speed(shape, settings, machine),
         choices=tuple(
             Choice(
-                name=one.name,
+                name=name,
                 size=one.size,
-                needed=(needed := server_memory(one.shape, settings).needed),
+                needed=(needed := server_memory(one, settings).needed),
                 fits=needed <= machine.room,
-                largest_context=largest_context(one.shape, settings, machine.room),
-                speed=_speed(one.shape, settings, machine),
+                largest_context=largest_context(one, settings, machine.room),
+                speed=_speed(one, settings, machine),
             )
-            for one in quantizations(shape)
+            for name, one in quantizations(shape).items()
         ),
     )
 
@@ -482,17 +450,12 @@ def largest_slots(shape: ModelShape, settings: ServerSettings, room: int) -> int
 
 def _without_weights(shape: ModelShape, room: int) -> tuple[ModelShape, int]:
     """Return the shape without its tensors, which may be many, and the room beside them."""
-    weights = sum(tensor.size for tensor in shape.tensors)
-    return replace(shape, tensors=()), room - weights
+    return replace(shape, tensors=()), room - shape.size
 
 
 def _largest(most: int, fits: Callable[[int], bool]) -> int:
     """Return the largest number up to `most` that fits, given that all smaller ones do; 0: none."""
-    low, high = 0, most
-    while low < high:
-        middle = (low + high + 1) // 2
-        low, high = (middle, high) if fits(middle) else (low, middle - 1)
-    return low
+    return bisect_left(range(1, most + 1), True, key=lambda number: not fits(number))
 
 
 def _speed(shape: ModelShape, settings: ServerSettings, machine: Machine) -> ExpectedSpeed | None:
@@ -655,8 +618,7 @@ def fit_as_dict(found: Fit) -> dict[str, Any]:
         "speed": None
         if speed is None
         else {
-            "decode": round(speed.decode, 2),
-            "prefill": round(speed.prefill, 1),
+            **_rounded(speed),
             "weight_bytes_per_token": speed.weight_bytes,
             "kv_bytes_per_token": speed.kv_bytes,
             "decode_waits_for": speed.limit,
@@ -672,9 +634,14 @@ def fit_as_dict(found: Fit) -> dict[str, Any]:
                 "needed": one.needed,
                 "fits": one.fits,
                 "largest_context": one.largest_context,
-                "decode": None if one.speed is None else round(one.speed.decode, 2),
-                "prefill": None if one.speed is None else round(one.speed.prefill, 1),
+                **_rounded(one.speed),
             }
             for one in found.choices
         ],
     }
+
+
+def _rounded(speed: ExpectedSpeed | None) -> dict[str, float | None]:
+    if speed is None:
+        return {"decode": None, "prefill": None}
+    return {"decode": round(speed.decode, 2), "prefill": round(speed.prefill, 1)}

@@ -25,8 +25,8 @@ import httpx
 
 from gateway.local import LocalFleetError
 from gateway.local.energy import EnergyMeter
-from gateway.local.memory import MEMORY_RESERVE, format_gib
-from gateway.local.plan import LocalFleetPlan, check_specs
+from gateway.local.memory import MEMORY_RESERVE, check_memory, format_gib
+from gateway.local.plan import LocalFleetPlan, placed_servers
 from gateway.local.server import LocalFleet
 from gateway.local.topology import Topology, read_text, read_topology
 from gateway.workshop.bench.exchange import random_words
@@ -298,8 +298,8 @@ class MachineBenchmark:
         topology = self.read_machine()
         specs = [server_spec(setting, spec, topology, self.context) for spec in self.plan.specs]
         try:
-            check_specs(topology, self.plan.model, tuple(specs), force=self.force_memory)
             if not self.force_memory:
+                check_memory(topology, placed_servers([self.plan.model] * len(specs), specs))
                 self._check_growth(setting, topology)
             fleet = LocalFleet(
                 specs,

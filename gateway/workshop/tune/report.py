@@ -13,6 +13,7 @@ import yaml
 
 from gateway.local.energy import kwh_per_million
 from gateway.local.topology import Topology, format_kernel_list
+from gateway.system import replace_file
 from gateway.workshop.tune.benchmark import MOST_OTHER_WORK
 from gateway.workshop.tune.search import (
     KNOBS,
@@ -77,7 +78,7 @@ class TuningReport:
         sentences.append(
             f"A single measurement {'varies' if repeated else 'is taken to vary'} by "
             f"{self.noise:.1%}, so smaller differences than "
-            f"{search.history.detectable_difference(REPEATS):.1%} may be noise."
+            f"{search.history.significant_difference(REPEATS, REPEATS):.1%} may be noise."
         )
         others = [row for row in self.results if row.setting != self.best.setting]
         ahead = [row for row in others if row.repeats < REPEATS and row.score < self.best.score]
@@ -232,9 +233,7 @@ def write_result(
         text = json.dumps({"subject": subject, **report.as_dict()}, indent=2) + "\n"
     else:
         text = render_host_vars(report, topology, subject, written_at)
-    draft = path.with_name(f".{path.name}.part")
-    draft.write_text(text)
-    draft.replace(path)
+    replace_file(path, text.encode())
 
 
 def render_host_vars(

@@ -17,7 +17,7 @@ from collections import defaultdict, deque
 from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, fields, replace
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import msgspec
 
@@ -340,14 +340,13 @@ class ScoreHistory:
             repeats += len(logs) - 1
         return math.sqrt(squares / repeats)
 
-    def significant_difference(self, one: Setting, other: Setting) -> float:
-        """The share by which the medians of two settings must differ to be more than noise."""
-        error = self.noise() * math.sqrt(1 / self.count(one) + 1 / self.count(other))
-        return max(LEAST_GAIN, SIGNIFICANT_ERRORS * error)
+    def significant_difference(self, *times: int) -> float:
+        """The share by which the medians of two settings must differ to be more than noise.
 
-    def detectable_difference(self, times: int) -> float:
-        """The share by which two settings must differ that are measured `times` times each."""
-        return max(LEAST_GAIN, SIGNIFICANT_ERRORS * self.noise() * math.sqrt(2 / times))
+        `times`: how often each was measured.
+        """
+        error = self.noise() * math.sqrt(sum(1 / count for count in times))
+        return max(LEAST_GAIN, SIGNIFICANT_ERRORS * error)
 
     def gain(self, one: Setting, other: Setting) -> float:
         """The share of the other's score by which `one` is lower; negative where it is higher."""
@@ -356,7 +355,7 @@ class ScoreHistory:
     def clearly_better(self, one: Setting, other: Setting) -> bool:
         """Whether the score of `one` is lower by more than noise."""
         ahead = math.log(self.median_score(other) / self.median_score(one))
-        return ahead > self.significant_difference(one, other)
+        return ahead > self.significant_difference(self.count(one), self.count(other))
 
 
 REPEATS = 3  # measurements of a setting before it can win, and of the first one before any other
@@ -459,8 +458,7 @@ class SettingFailedError(Exception):
     """Servers with this setting can't be started or measured. The text says why."""
 
 
-@dataclass(frozen=True, slots=True)
-class BenchmarkResult:
+class BenchmarkResult(NamedTuple):
     """The result of one measurement."""
 
     figures: Figures
@@ -526,8 +524,7 @@ class TuningSession:
             begun = clock()
             figures, error, others = None, None, None
             try:
-                measured = await measure(setting, left)
-                figures, others = measured.figures, measured.other_work
+                figures, others = await measure(setting, left)
             except SettingFailedError as failure:
                 error = str(failure)
             except TimeoutError:

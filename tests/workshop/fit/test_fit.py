@@ -128,7 +128,7 @@ PUBLISHED = {  # bytes of files published under these names, as rounded on their
 @pytest.mark.parametrize("name", PUBLISHED)
 def test_sizes_are_those_of_published_files(name: str) -> None:
     shape, published = PUBLISHED[name]
-    found = {one.name: one.size for one in quantizations(shape)}
+    found = {name: one.size for name, one in quantizations(shape).items()}
     for quantization, size in published.items():
         assert found[quantization] == pytest.approx(size, rel=0.01), quantization
 
@@ -139,16 +139,16 @@ def test_the_types_of_a_published_file_are_told_from_its_own_tensors(
 ) -> None:
     shape = read_model(write_hollow(model, tmp_path)).shape
     assert shape is not None
-    found = next(one for one in quantizations(shape) if one.name == "Q4_K_M")
+    found = quantizations(shape)["Q4_K_M"]
     assert found.size == pytest.approx(weights(model), rel=0.02)
     if model.width % 256 == 0:
-        assert Counter(Type(tensor.kind) for tensor in found.shape.tensors) == types(model)
+        assert Counter(Type(tensor.kind) for tensor in found.tensors) == types(model)
 
 
 def test_each_is_larger_than_the_one_before() -> None:
-    sizes = [one.size for one in quantizations(LLAMA_8B)]
+    sizes = [one.size for one in quantizations(LLAMA_8B).values()]
     assert sizes == sorted(sizes)
-    assert [one.name for one in quantizations(LLAMA_8B)] == list(QUANTIZATIONS)
+    assert list(quantizations(LLAMA_8B)) == list(QUANTIZATIONS)
 
 
 def test_rows_that_no_block_divides_keep_sixteen_bits() -> None:
@@ -158,7 +158,7 @@ def test_rows_that_no_block_divides_keep_sixteen_bits() -> None:
         LLAMA_8B.tensors[1], name="blk.0.attn_q.weight", shape=(100, 64), kind=int(Type.F32)
     )
     shape: ModelShape = replace(LLAMA_8B, tensors=(odd,))
-    assert {one.size for one in quantizations(shape)} == {2 * 6400}
+    assert {one.size for one in quantizations(shape).values()} == {2 * 6400}
 
 
 SPEED_SETTINGS = ServerSettings(1, 4096)
