@@ -134,8 +134,9 @@ def start_server(options: argparse.Namespace) -> Any:
     params.cpuparams.n_threads = options.threads
     params.cpuparams_batch.n_threads = options.threads
     params.cache_ram_mib = options.cache_ram
-    params.cache_type_k = _cache_type(options.cache_type_k)
-    params.cache_type_v = _cache_type(options.cache_type_v)
+    types = xllamacpp.ggml_type
+    params.cache_type_k = getattr(types, f"GGML_TYPE_{options.cache_type_k.upper()}")
+    params.cache_type_v = getattr(types, f"GGML_TYPE_{options.cache_type_v.upper()}")
     params.fit_params = False  # this context or an error, never a smaller context
     # GET /props works without endpoint_props, which would let anybody change them.
     params.endpoint_metrics = params.endpoint_slots = True
@@ -158,13 +159,6 @@ def start_server(options: argparse.Namespace) -> Any:
         kind = f"LLAMA_POOLING_TYPE_{options.pooling.upper()}"
         params.pooling_type = getattr(xllamacpp.llama_pooling_type, kind)
     return xllamacpp.Server(params)
-
-
-def _cache_type(name: str) -> Any:
-    import xllamacpp
-
-    known = {one.name.lower(): one for one in xllamacpp.ggml_type}
-    return known[f"ggml_type_{name}"]
 
 
 OPENMP_LIBRARY = "libgomp.so.1"
