@@ -14,7 +14,7 @@ import hashlib
 import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import InitVar, dataclass, field
+from dataclasses import KW_ONLY, InitVar, dataclass, field
 from datetime import datetime
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -244,6 +244,7 @@ class KeySync:
     store: Store | None
     key_ring: KeyRing
     path: InitVar[Path | None]
+    _: KW_ONLY
     now: InitVar[Callable[[], float]] = time.time
     poll_seconds: float = POLL_SECONDS
     on_change: Callable[[], None] = lambda: None

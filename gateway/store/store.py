@@ -19,7 +19,7 @@ import sqlite3
 import threading
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import KW_ONLY, dataclass, field
 from typing import Any, Generic, TypeVar
 
 import structlog
@@ -82,6 +82,7 @@ class Store:
     """
 
     location: StoreLocation
+    _: KW_ONLY
     program: Program = database.THIS_PROGRAM
     clock: Callable[[], float] = time.monotonic
     now: Callable[[], float] = time.time

@@ -14,7 +14,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
-from dataclasses import InitVar, dataclass, field
+from dataclasses import KW_ONLY, InitVar, dataclass, field
 from typing import Protocol
 
 import structlog
@@ -69,6 +69,7 @@ class TraceExporter:
 
     open_sender: Callable[[], Sender]
     counts: TraceCounts
+    _: KW_ONLY
     batch_seconds: float = BATCH_SECONDS
     batch_traces: int = BATCH_TRACES
 
@@ -241,6 +242,7 @@ class RequestTracing:
 
     settings: InitVar[TracesSettings]
     decision_log: DecisionLog
+    _: KW_ONLY
     clock: Callable[[], float]
     rng: random.Random
     wall_clock_ns: Callable[[], int] = time.time_ns
