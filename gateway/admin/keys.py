@@ -7,7 +7,7 @@ this API is in force when its response is sent; other gateways of the store foll
 from __future__ import annotations
 
 from collections.abc import Awaitable, Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import Any, TypeVar
 
 from starlette.requests import Request
@@ -19,10 +19,10 @@ from gateway.admin.reports import AUDIT_TARGET_KEY
 from gateway.callers.stored_groups import GroupDesk
 from gateway.callers.stored_keys import (
     MOST_PROBLEMS,
+    MOST_STORED_KEYS,
     KeyDesk,
     KeyProblem,
     KeysRefused,
-    key_not_found,
 )
 from gateway.catalog import ServedModels
 from gateway.config.errors import single_line
@@ -31,7 +31,7 @@ from gateway.config.routing import CATCH_ALL
 from gateway.errors import truncate_echo
 from gateway.request.preparation import ModelAliases
 from gateway.store.failures import StoreError
-from gateway.web.asgi import JsonResponse, read_fields, store_unavailable
+from gateway.web.asgi import JsonResponse, page_limit, read_fields, store_unavailable
 
 T = TypeVar("T")
 LARGEST_KEY_BODY = 64 << 10  # bytes of a request about one key
@@ -48,14 +48,18 @@ class KeyEndpoints:
     now: Callable[[], float]  # Unix seconds
 
     async def list(self, request: Request) -> Response:
-        """All keys of settings and store, by name; `?revoked=1`: revoked ones as well.
+        """The keys of settings and store by name, or the first `?limit=` of them.
 
-        `?name=` shows only the keys of that name or id.
+        `?revoked=1`: revoked ones as well. `?name=`: those of that name or id. `?find=`: those with
+        these letters in name, id or group.
         """
         query = request.query_params
         revoked = query.get("revoked", "") in {"1", "true"}
-        found = await _done(self._desk().list(revoked=revoked, name=query.get("name")))
-        return JsonResponse({**found, "problem": self.gateway.key_sync.problem})
+        limit = query.get("limit")
+        most = None if limit is None else page_limit(limit, MOST_STORED_KEYS)
+        find = query.get("find", "")
+        listed = self._desk().list(revoked=revoked, name=query.get("name"), find=find, most=most)
+        return JsonResponse({**await _done(listed), "problem": self.gateway.key_sync.problem})
 
     async def show(self, request: Request) -> Response:
         """One key."""
@@ -179,10 +183,7 @@ async def _done(work: Awaitable[T]) -> T:
 
 
 def _name(request: Request) -> str:
-    name = str(request.path_params["name"])
-    if not name:
-        raise key_not_found(name)
-    return name
+    return str(request.path_params["name"])
 
 
 def _set_target(request: Request, name: object) -> None:
@@ -195,11 +196,9 @@ def _refused(error: KeysRefused) -> Response:
     """The refusal of an import, with every problem."""
     problems = [
         {
-            "index": problem.index,
-            "key": problem.key,
-            "message": single_line(problem.message),
-            "remedy": single_line(problem.remedy),
+            name: value if name in {"index", "key"} else single_line(value)
+            for name, value in asdict(one).items()
         }
-        for problem in error.problems
+        for one in error.problems
     ]
     return problems_response(error, problems)

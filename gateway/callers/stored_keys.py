@@ -17,7 +17,7 @@ import time
 from collections.abc import Awaitable, Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from datetime import UTC, datetime
-from typing import Any, Protocol, TypeVar
+from typing import Any, TypeVar
 
 import structlog
 from pydantic import ValidationError
@@ -46,6 +46,9 @@ KEYS_REVISION = "keys"  # the name under which the store counts changes of keys 
 # The column of each field that is stored as JSON: of keys and groups, and of keys alone.
 SPEC_COLUMNS = {"limits": "limits", "user_limits": "user_limits", "cache": "privacy"}
 _JSON_COLUMNS = {"models": "models", **SPEC_COLUMNS}
+
+Wanted = Sequence[Any]  # what SQL asks of a key's row
+IN_FORCE = keys_table.c.revoked_at.is_(None)
 
 log = structlog.get_logger()
 
@@ -109,18 +112,20 @@ def keys_revision(connection: Connection) -> int:
     return int(connection.scalar(asked) or 0)
 
 
-def read_keys(connection: Connection, *, revoked: bool = False) -> list[StoredKey]:
-    """All keys in the order of their names; with `revoked`, those as well."""
-    rows = key_rows(connection, revoked=revoked)
+def read_keys(
+    connection: Connection, wanted: Wanted = (IN_FORCE,), most: int | None = None
+) -> list[StoredKey]:
+    """The first keys in the order of their names, of those that all of this is true of."""
+    rows = key_rows(connection, wanted, most)
     return [key for row in rows if (key := stored_key(row)) is not None]
 
 
-def key_rows(connection: Connection, *, revoked: bool = False) -> Sequence[Row[Any]]:
+def key_rows(
+    connection: Connection, wanted: Wanted = (IN_FORCE,), most: int | None = None
+) -> Sequence[Row[Any]]:
     """The rows of `read_keys`."""
-    wanted = select(keys_table).order_by(keys_table.c.name, keys_table.c.created_at)
-    if not revoked:
-        wanted = wanted.where(keys_table.c.revoked_at.is_(None))
-    return connection.execute(wanted.limit(MOST_STORED_KEYS)).all()
+    in_order = select(keys_table).order_by(keys_table.c.name, keys_table.c.created_at)
+    return connection.execute(in_order.where(*wanted).limit(most or MOST_STORED_KEYS)).all()
 
 
 def revoked_names(connection: Connection) -> dict[str, str]:
@@ -153,8 +158,8 @@ def last_uses(connection: Connection, ids: Sequence[str]) -> dict[str, float]:
 
 def group_members(connection: Connection) -> dict[str, int]:
     """How many stored keys, without revoked ones, are of each group that some are of."""
-    group, is_in_force = keys_table.c.group_name, keys_table.c.revoked_at.is_(None)
-    counted = select(group, func.count()).where(is_in_force, group.is_not(None)).group_by(group)
+    group = keys_table.c.group_name
+    counted = select(group, func.count()).where(IN_FORCE, group.is_not(None)).group_by(group)
     return {row[0]: row[1] for row in connection.execute(counted)}
 
 
@@ -394,24 +399,6 @@ LONGEST_GRACE = 366 * 86400.0
 USES_OF_A_STEP = 500  # keys whose last uses one job of the store reads
 
 
-async def _nothing() -> None:
-    """Nobody but the store needs to know of a change."""
-
-
-async def _unknown(ids: Sequence[str], *, with_users: bool) -> Mapping[str, dict[str, Any]]:  # noqa: ARG001
-    """Nobody counts what keys use."""
-    return {}
-
-
-class ReadUse(Protocol):
-    """Tells what keys have used of their limits."""
-
-    async def __call__(
-        self, ids: Sequence[str], *, with_users: bool
-    ) -> Mapping[str, dict[str, Any]]:
-        """What to show of each key, by its id. Raises: StoreError."""
-
-
 @dataclass(frozen=True, slots=True)
 class KeyDesk:
     """The keys of `settings` and `store`. Every method raises GatewayError and StoreError.
@@ -423,36 +410,53 @@ class KeyDesk:
     store: Store | None
     check_models: Callable[[Sequence[KeySpec]], Sequence[str]]
     """Returns warnings of models that keys name and nobody serves. Raises: KeysRefused."""
-    on_change: Callable[[], Awaitable[None]] = _nothing
+    on_change: Callable[[], Awaitable[None]] | None = None
     """Puts a change in force in this process. Raises: StoreError."""
     now: Callable[[], float] = time.time  # Unix seconds
     seconds: float = JOB_SECONDS  # how long the store may take
-    use_of: ReadUse = _unknown
+    use_of: Callable[..., Awaitable[Mapping[str, dict[str, Any]]]] | None = None
+    """What to show of the use of these keys, by id; `with_users`: of their end users as well."""
 
-    async def list(self, *, revoked: bool, name: str | None = None) -> dict[str, Any]:
-        """All keys, by name; with `revoked`, those as well.
+    async def list(
+        self, *, revoked: bool, name: str | None = None, find: str = "", most: int | None = None
+    ) -> dict[str, Any]:
+        """The first keys by name, and how many are `found`; with `revoked`, those as well.
 
-        `name`: keys of this name or id alone, with what their end users have used.
+        `name`: keys of this name or id alone, with what their end users have used. `find`: those
+        with these letters in name, id or group.
         """
-        now, own, stored = self.now(), self.settings.keys, list[StoredKey]()
+        now, own, stored, count = self.now(), self.settings.keys, list[StoredKey](), 0
+        names = (keys_table.c.name, keys_table.c.id)
+        wanted: list[Any] = [] if revoked else [IN_FORCE]
+        if name is not None:
+            wanted.append(or_(*(one == name for one in names)))
+        if find:
+            texts = (*names, keys_table.c.group_name)
+            wanted.append(or_(*(one.icontains(find, autoescape=True) for one in texts)))
         if self.store is not None:
-            stored = await self.run(lambda connection: read_keys(connection, revoked=revoked))
+            stored = await self.run(lambda c: read_keys(c, wanted, most))
+            counted = select(func.count(keys_table.c.id)).where(*wanted)
+            count = await self.run(lambda c: c.scalar(counted) or 0)
+
+        def is_wanted(spec: KeySpec) -> bool:
+            texts = [spec.name or spec.id, spec.id, spec.group or ""]
+            return name in {None, *texts[:2]} and any(find.lower() in one.lower() for one in texts)
 
         def listing() -> dict[str, Any]:
             ids = {spec.id for spec in own}
-            keys = [shown_settings_key(spec, now) for spec in own]
+            keys = [shown_settings_key(spec, now) for spec in own if is_wanted(spec)]
+            found = len(keys) + count
             keys += [shown_key(key, now, is_hidden=key.spec.id in ids) for key in stored]
-            if name is not None:
-                keys = [key for key in keys if name in {key["id"], key["name"]}]
             return {
-                "keys": sorted(keys, key=lambda key: (key["name"], key["id"])),
+                "keys": sorted(keys, key=lambda key: (key["name"], key["id"]))[:most],
+                "found": found,
                 "warnings": key_warnings(own, stored),
             }
 
         # A hundred thousand of them take a second.
-        found = await asyncio.to_thread(listing)
-        await self._add_use(found["keys"], with_users=name is not None)
-        return found
+        answer = await asyncio.to_thread(listing)
+        await self._add_use(answer["keys"], with_users=name is not None)
+        return answer
 
     async def show(self, name: str) -> dict[str, Any]:
         """The key of this name or id."""
@@ -469,7 +473,7 @@ class KeyDesk:
     async def _add_use(self, shown: Sequence[dict[str, Any]], *, with_users: bool) -> None:
         """Add what keys have used of their limits, and when last."""
         active = [key["id"] for key in shown if key["state"] == "active"]
-        use_of = await self.use_of(active, with_users=with_users)
+        use_of = await self.use_of(active, with_users=with_users) if self.use_of else {}
         for start in range(0, len(shown), USES_OF_A_STEP):
             some = shown[start : start + USES_OF_A_STEP]
             ids, used = [key["id"] for key in some], dict[str, float]()
@@ -585,7 +589,8 @@ class KeyDesk:
     async def store_change(self, job: Callable[[Connection], T]) -> T:
         """Change the store, and put the change in force."""
         result = await self.run(job, write=True)
-        await self.on_change()
+        if self.on_change is not None:
+            await self.on_change()
         return result
 
 

