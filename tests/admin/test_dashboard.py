@@ -94,8 +94,10 @@ def node_card(page: Page, name: str) -> Any:
 
 
 @contextlib.asynccontextmanager
-async def streams(running: Running, number: int, **body: Any) -> AsyncIterator[None]:
-    """So many chats, each begun anew when it ends."""
+async def streams(
+    running: Running, number: int, key: str | None = None, **body: Any
+) -> AsyncIterator[None]:
+    """So many chats, each begun anew when it ends; with the key, if there is one."""
 
     async def chat(caller: int) -> None:
         async with httpx.AsyncClient(base_url=running.url, trust_env=False, verify=NO_TLS) as one:
@@ -104,6 +106,8 @@ async def streams(running: Running, number: int, **body: Any) -> AsyncIterator[N
                     words = f"caller {caller}: " + "word " * (20 + 9 * caller)
                     asked = {"messages": [{"role": "user", "content": words}], "stream": True}
                     headers = {"x-priority": ("normal", "premium", "batch", "urgent")[caller % 4]}
+                    if key is not None:
+                        headers["authorization"] = f"Bearer {key}"
                     async with one.stream(
                         "POST", "/v1/chat/completions", json={**asked, **body}, headers=headers,
                         timeout=120.0,

@@ -39,13 +39,15 @@ CONDITIONS: dict[str, dict[str, Any]] = {
 }
 LONG = "n" * 48
 NAME = HOSTILE.replace("\u202e", "").replace("\u0007", "") + LONG
-OWN = new_key("hostile")
+OWN, BUSY = new_key("hostile"), new_key("busy")
 SETTINGS: dict[str, Any] = {
     "admin": ADMIN,
     "listen": {"caller_page": True},
-    "allow_anonymous": True,
-    "keys": [{"id": "hostile", "sha256": OWN.sha256, "name": NAME, "group": LONG,
-              "limits": {"rpm": 100, "tokens_per_day": 700, "budget": "5/month"}}],
+    "keys": [
+        {"id": "hostile", "sha256": OWN.sha256, "name": NAME, "group": LONG,
+         "limits": {"rpm": 100, "tokens_per_day": 700, "budget": "5/month"}},
+        {"id": "busy", "sha256": BUSY.sha256, "name": f"busy {NAME}"},
+    ],
     "groups": {LONG: {"limits": {"budget": "1/month", "concurrency": 40}}},
     "models": {"loaded": {"memory": f"{4 * GIB}"}, f"alias{LONG}": {"use": [HOSTILE]}},
     "health": {"interval": 1.0, "fall": 1},
@@ -85,7 +87,7 @@ async def a_gateway(folder: Path) -> AsyncIterator[tuple[Running, Mapping[str, s
         await written(running, {**SETTINGS, "queue": {"max": 9}}, 2)
         version = running.gateway.config_files.histories["gateway"].versions()[0].name
         addresses["a version of the settings"] = f"settings/{version}"
-        await stack.enter_async_context(streams(running, 5, model=HOSTILE))
+        await stack.enter_async_context(streams(running, 5, BUSY.text, model=HOSTILE))
         yield running, addresses
 
 

@@ -47,7 +47,7 @@ RIGHTS: dict[str, dict[str, Any]] = {
 }
 GROUPS = {
     "product": {"limits": {"budget": "40/month"}},
-    "research": {"limits": {"budget": "0.03/day", "tokens_per_day": 1_000_000}},
+    "research": {"limits": {"budget": "0.3/day", "tokens_per_day": 1_000_000}},
 }
 GIB = 1 << 30
 FILES = {
@@ -193,7 +193,7 @@ async def test_the_pictures_of_the_docs_are_made(tmp_path: Path) -> None:
             context: dict[str, Any] = {"color_scheme": scheme, "viewport": SIZE}
             async with a_page(browser, running.admin_url, key=key, **context) as watched:
                 page = watched.page
-                await expect(page.locator(".problem").first).to_contain_text("epyc-c-numa1 is down")
+                await expect(page.locator("#problems")).to_contain_text("epyc-c-numa1 is down")
                 await expect(page.locator("#timeline tbody tr").nth(8)).to_be_attached()
                 await picture(page, folder, scheme)
                 if scheme == "light":
