@@ -63,7 +63,7 @@ class KeyEndpoints:
 
     async def show(self, request: Request) -> Response:
         """One key."""
-        return JsonResponse(await _done(self._desk().show(_name(request))))
+        return JsonResponse(await _done(self._desk().show(request.path_params["name"])))
 
     async def create(self, request: Request) -> Response:
         """Store a key. Without `sha256` in the body it is made here, and shown only now."""
@@ -88,16 +88,16 @@ class KeyEndpoints:
     async def change(self, request: Request) -> Response:
         """Change a key's name or rights by a JSON merge patch (RFC 7396); its secret stays."""
         patch = await self._fields(request)
-        return JsonResponse(await _done(self._desk().change(_name(request), patch)))
+        return JsonResponse(await _done(self._desk().change(request.path_params["name"], patch)))
 
     async def rotate(self, request: Request) -> Response:
         """Give a key a new secret; the old one works for `grace` more (24 h if unset)."""
         fields = await self._fields(request, may_be_empty=True)
-        return JsonResponse(await _done(self._desk().rotate(_name(request), fields)))
+        return JsonResponse(await _done(self._desk().rotate(request.path_params["name"], fields)))
 
     async def revoke(self, request: Request) -> Response:
         """End a key for good."""
-        return JsonResponse(await _done(self._desk().revoke(_name(request))))
+        return JsonResponse(await _done(self._desk().revoke(request.path_params["name"])))
 
     def _desk(self) -> KeyDesk:
         gateway = self.gateway
@@ -113,11 +113,12 @@ class KeyEndpoints:
     async def put_group(self, request: Request) -> Response:
         """Define a group, by its limits and those of its end users."""
         fields = await self._fields(request, may_be_empty=True)
-        return JsonResponse(await _done(self._group_desk().put(_name(request), fields)))
+        done = _done(self._group_desk().put(request.path_params["name"], fields))
+        return JsonResponse(await done)
 
     async def remove_group(self, request: Request) -> Response:
         """Remove a group of the store."""
-        return JsonResponse(await _done(self._group_desk().remove(_name(request))))
+        return JsonResponse(await _done(self._group_desk().remove(request.path_params["name"])))
 
     def _group_desk(self) -> GroupDesk:
         return GroupDesk(self._desk(), self.gateway.standings.of_groups)
@@ -180,10 +181,6 @@ async def _done(work: Awaitable[T]) -> T:
         raise store_unavailable(
             f"The store can't do that now: {error.message}. Remedy: {error.remedy}."
         ) from None
-
-
-def _name(request: Request) -> str:
-    return str(request.path_params["name"])
 
 
 def _set_target(request: Request, name: object) -> None:

@@ -422,16 +422,14 @@ class KeyDesk:
     ) -> dict[str, Any]:
         """The first keys by name, and how many are `found`; with `revoked`, those as well.
 
-        `name`: keys of this name or id alone, with what their end users have used. `find`: those
-        with these letters in name, id or group.
+        `name`: of this name or id, with what end users have used. `find`: with these letters.
         """
         now, own, stored, count = self.now(), self.settings.keys, list[StoredKey](), 0
-        names = (keys_table.c.name, keys_table.c.id)
+        texts = (keys_table.c.name, keys_table.c.id, keys_table.c.group_name)
         wanted: list[Any] = [] if revoked else [IN_FORCE]
         if name is not None:
-            wanted.append(or_(*(one == name for one in names)))
+            wanted.append(or_(*(one == name for one in texts[:2])))
         if find:
-            texts = (*names, keys_table.c.group_name)
             wanted.append(or_(*(one.icontains(find, autoescape=True) for one in texts)))
         if self.store is not None:
             stored = await self.run(lambda c: read_keys(c, wanted, most))

@@ -40,7 +40,7 @@ async def a_fleet(
     """A gateway over two emulated nodes on each host, and over `more`."""
     emulated: dict[str, EmulatedNode] = {}
     async with contextlib.AsyncExitStack() as stack:
-        specs = [*more]
+        specs: list[dict[str, Any]] = []
         for host in hosts:
             for numa in "01":
                 name = f"epyc-{host}-numa{numa}"
@@ -56,7 +56,8 @@ async def a_fleet(
                     {"name": name, "url": one.url, "host": f"epyc-{host}",
                      "labels": {"numa": numa}, "cost_per_hour": 0.2}
                 )  # fmt: skip
-        running = await stack.enter_async_context(running_gateway(folder, specs, settings))
+        nodes = [*specs, *more]
+        running = await stack.enter_async_context(running_gateway(folder, nodes, settings))
         yield running, emulated
 
 

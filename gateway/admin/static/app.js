@@ -145,7 +145,7 @@ function headline() {
   const usable = ["ready", "degraded", "mute", "sleeping"].reduce((sum, one) => sum + (summary.states[one] ?? 0), 0);
   const waiting = Object.values(summary.queue).reduce((sum, depth) => sum + depth, 0);
   return `${count(usable)} of ${plural(nodesAlone().length, "node")} at work, ${count(summary.slots_busy)} of ${
-    plural(summary.slots_total, "slot")} busy, ${waiting === 0 ? "nobody waits" : `${plural(waiting, "request")} wait`}`;
+    plural(summary.slots_total, "slot")} busy, ${waiting === 0 ? "nobody waits" : waiting === 1 ? "1 request waits" : `${count(waiting)} requests wait`}`;
 }
 
 const CONNECTIONS = { live: ["●", "live"], connecting: ["◔", "connecting"], lost: ["✕", "no connection"], key: ["○", "key needed"] };
