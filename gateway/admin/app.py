@@ -330,7 +330,8 @@ FILES_PATH = "/dashboard/"  # the path of the page's files
 # What a caller's own page needs of these files.
 CALLER_PAGE_FILES = (
     *("me.html", "me.js", "ask.js", "connect.js", "format.js", "usage.js", "style.css", "icon.svg"),
-    "vendor/lit-html/lit-html.js",
+    *("actions.js", "key.js", "table.js", "vendor/lit-html/directives/repeat.js"),
+    *(f"vendor/lit-html/{name}.js" for name in ("directive", "directive-helpers", "lit-html")),
 )
 
 

@@ -7,7 +7,7 @@ this API is in force when its response is sent; other gateways of the store foll
 from __future__ import annotations
 
 from collections.abc import Awaitable, Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import Any, TypeVar
 
 from starlette.requests import Request
@@ -17,7 +17,7 @@ from gateway import errors
 from gateway.admin.configuration import GatewayControl, problems_response
 from gateway.admin.reports import AUDIT_TARGET_KEY
 from gateway.callers.key_desk import KeyDesk
-from gateway.callers.stored_keys import MOST_PROBLEMS, KeyProblem, KeysRefused, key_not_found
+from gateway.callers.stored_keys import MOST_PROBLEMS, MOST_STORED_KEYS, KeyProblem, KeysRefused
 from gateway.catalog import ServedModels
 from gateway.config.errors import single_line
 from gateway.config.keys import KeySpec
@@ -25,7 +25,7 @@ from gateway.config.routing import CATCH_ALL
 from gateway.errors import truncate_echo
 from gateway.request.preparation import ModelAliases
 from gateway.store.failures import StoreError
-from gateway.web.asgi import JsonResponse, read_fields, store_unavailable
+from gateway.web.asgi import JsonResponse, page_limit, read_fields, store_unavailable
 
 T = TypeVar("T")
 LARGEST_KEY_BODY = 64 << 10  # bytes of a request about one key
@@ -41,18 +41,22 @@ class KeyEndpoints:
     now: Callable[[], float]  # Unix seconds
 
     async def list(self, request: Request) -> Response:
-        """All keys of settings and store, by name; `?revoked=1`: revoked ones as well.
+        """The keys of settings and store by name, or the first `?limit=` of them.
 
-        `?name=` shows only the keys of that name or id.
+        `?revoked=1`: revoked ones as well. `?name=`: those of that name or id. `?find=`: those with
+        these letters in name, id or group.
         """
         query = request.query_params
         revoked = query.get("revoked", "") in {"1", "true"}
-        found = await _done(self._desk().list(revoked=revoked, name=query.get("name")))
-        return JsonResponse({**found, "problem": self.gateway.key_sync.problem})
+        limit = query.get("limit")
+        most = None if limit is None else page_limit(limit, MOST_STORED_KEYS)
+        find = query.get("find", "")
+        listed = self._desk().list(revoked=revoked, name=query.get("name"), find=find, most=most)
+        return JsonResponse({**await _done(listed), "problem": self.gateway.key_sync.problem})
 
     async def show(self, request: Request) -> Response:
         """One key."""
-        return JsonResponse(await _done(self._desk().show(_name(request))))
+        return JsonResponse(await _done(self._desk().show(request.path_params["name"])))
 
     async def create(self, request: Request) -> Response:
         """Store a key. Without `sha256` in the body it is made here, and shown only now."""
@@ -75,16 +79,16 @@ class KeyEndpoints:
     async def change(self, request: Request) -> Response:
         """Change a key's name or rights by a JSON merge patch (RFC 7396); its secret stays."""
         patch = await self._fields(request)
-        return JsonResponse(await _done(self._desk().change(_name(request), patch)))
+        return JsonResponse(await _done(self._desk().change(request.path_params["name"], patch)))
 
     async def rotate(self, request: Request) -> Response:
         """Give a key a new secret; the old one works for `grace` more (24 h if unset)."""
         fields = await self._fields(request, may_be_empty=True)
-        return JsonResponse(await _done(self._desk().rotate(_name(request), fields)))
+        return JsonResponse(await _done(self._desk().rotate(request.path_params["name"], fields)))
 
     async def revoke(self, request: Request) -> Response:
         """End a key for good."""
-        return JsonResponse(await _done(self._desk().revoke(_name(request))))
+        return JsonResponse(await _done(self._desk().revoke(request.path_params["name"])))
 
     def _desk(self) -> KeyDesk:
         gateway = self.gateway
@@ -97,11 +101,13 @@ class KeyEndpoints:
     async def put_group(self, request: Request) -> Response:
         """Define a group, by its limits and those of its end users."""
         fields = await self._fields(request, may_be_empty=True)
-        return JsonResponse(await _done(self._desk().put_group(_name(request), fields)))
+        name = request.path_params["name"]
+        return JsonResponse(await _done(self._desk().put_group(name, fields)))
 
     async def remove_group(self, request: Request) -> Response:
         """Remove a group of the store."""
-        return JsonResponse(await _done(self._desk().remove_group(_name(request))))
+        name = request.path_params["name"]
+        return JsonResponse(await _done(self._desk().remove_group(name)))
 
     async def _fields(
         self, request: Request, most_bytes: int = LARGEST_KEY_BODY, *, may_be_empty: bool = False
@@ -164,13 +170,6 @@ async def _done(work: Awaitable[T]) -> T:
         ) from None
 
 
-def _name(request: Request) -> str:
-    name = str(request.path_params["name"])
-    if not name:
-        raise key_not_found(name)
-    return name
-
-
 def _set_target(request: Request, name: object) -> None:
     """Tell the audit log what is changed, where the path does not."""
     if isinstance(name, str):
@@ -181,11 +180,9 @@ def _refused(error: KeysRefused) -> Response:
     """The refusal of an import, with every problem."""
     problems = [
         {
-            "index": problem.index,
-            "key": problem.key,
-            "message": single_line(problem.message),
-            "remedy": single_line(problem.remedy),
+            name: value if name in {"index", "key"} else single_line(value)
+            for name, value in asdict(one).items()
         }
-        for problem in error.problems
+        for one in error.problems
     ]
     return problems_response(error, problems)

@@ -14,12 +14,13 @@ from datetime import UTC, datetime
 from typing import Any, Literal, TypeVar
 
 from pydantic import ValidationError
-from sqlalchemy import Connection, select
+from sqlalchemy import Connection, func, or_, select
 
 from gateway import errors
 from gateway.callers.keys import ApiKey, new_key
 from gateway.callers.standings import Standings
 from gateway.callers.stored_keys import (
+    IN_FORCE,
     MOST_PROBLEMS,
     KeyProblem,
     KeysRefused,
@@ -47,6 +48,7 @@ from gateway.config.settings import Settings
 from gateway.config.yaml_file import error_words, model_at_path
 from gateway.errors import GatewayError, truncate_echo
 from gateway.store.schema import groups as groups_table
+from gateway.store.schema import keys as keys_table
 from gateway.store.store import JOB_SECONDS, Store
 
 T = TypeVar("T")
@@ -75,30 +77,44 @@ class KeyDesk:
         """Where keys and groups are kept; None: nowhere but in the settings."""
         return self.standings.key_sync.store
 
-    async def list(self, *, revoked: bool, name: str | None = None) -> dict[str, Any]:
-        """All keys, by name; with `revoked`, those as well.
+    async def list(
+        self, *, revoked: bool, name: str | None = None, find: str = "", most: int | None = None
+    ) -> dict[str, Any]:
+        """The first keys by name, and how many are `found`; with `revoked`, those as well.
 
-        `name`: keys of this name or id alone, with what their end users have used.
+        `name`: of this name or id, with what end users have used. `find`: with these letters.
         """
-        now, own, stored = self.now(), self.settings.keys, list[StoredKey]()
+        now, own, stored, count = self.now(), self.settings.keys, list[StoredKey](), 0
+        texts = (keys_table.c.name, keys_table.c.id, keys_table.c.group_name)
+        wanted: list[Any] = [] if revoked else [IN_FORCE]
+        if name is not None:
+            wanted.append(or_(*(one == name for one in texts[:2])))
+        if find:
+            wanted.append(or_(*(one.icontains(find, autoescape=True) for one in texts)))
         if self.store is not None:
-            stored = await self._run(lambda connection: read_keys(connection, revoked=revoked))
+            stored = await self._run(lambda c: read_keys(c, wanted, most))
+            counted = select(func.count(keys_table.c.id)).where(*wanted)
+            count = await self._run(lambda c: c.scalar(counted) or 0)
+
+        def is_wanted(spec: KeySpec) -> bool:
+            texts = [spec.name or spec.id, spec.id, spec.group or ""]
+            return name in {None, *texts[:2]} and any(find.lower() in one.lower() for one in texts)
 
         def listing() -> dict[str, Any]:
             ids = {spec.id for spec in own}
-            keys = [shown_key(spec, now) for spec in own]
+            keys = [shown_key(spec, now) for spec in own if is_wanted(spec)]
+            found = len(keys) + count
             keys += [shown_key(key.spec, now, key, is_hidden=key.spec.id in ids) for key in stored]
-            if name is not None:
-                keys = [key for key in keys if name in {key["id"], key["name"]}]
             return {
-                "keys": sorted(keys, key=lambda key: (key["name"], key["id"])),
+                "keys": sorted(keys, key=lambda key: (key["name"], key["id"]))[:most],
+                "found": found,
                 "warnings": key_warnings(own, stored),
             }
 
         # A hundred thousand of them take a second.
-        found = await asyncio.to_thread(listing)
-        await self._add_use(found["keys"], with_users=name is not None)
-        return found
+        answer = await asyncio.to_thread(listing)
+        await self._add_use(answer["keys"], with_users=name is not None)
+        return answer
 
     async def show(self, name: str) -> dict[str, Any]:
         """The key of this name or id."""

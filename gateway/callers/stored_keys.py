@@ -40,6 +40,9 @@ _COLUMNS = {"group": "group_name", "cache": "privacy", "expires": "expires_at"}
 _AS_JSON = frozenset({"models", "limits", "user_limits", "cache"})
 _OF_KEY = ("created_at", "revoked_at", "previous_sha256", "previous_until")
 S = TypeVar("S", KeySpec, GroupSpec)
+Wanted = Sequence[Any]  # what SQL asks of a key's row
+IN_FORCE = keys_table.c.revoked_at.is_(None)
+
 log = structlog.get_logger()
 
 
@@ -113,18 +116,20 @@ def keys_revision(connection: Connection) -> int:
     return int(connection.scalar(asked) or 0)
 
 
-def read_keys(connection: Connection, *, revoked: bool = False) -> list[StoredKey]:
-    """All keys in the order of their names; with `revoked`, those as well."""
-    rows = key_rows(connection, revoked=revoked)
+def read_keys(
+    connection: Connection, wanted: Wanted = (IN_FORCE,), most: int | None = None
+) -> list[StoredKey]:
+    """The first keys in the order of their names, of those that all of this is true of."""
+    rows = key_rows(connection, wanted, most)
     return [key for row in rows if (key := stored_key(row)) is not None]
 
 
-def key_rows(connection: Connection, *, revoked: bool = False) -> Sequence[Row[Any]]:
+def key_rows(
+    connection: Connection, wanted: Wanted = (IN_FORCE,), most: int | None = None
+) -> Sequence[Row[Any]]:
     """The rows of `read_keys`."""
-    wanted = select(keys_table).order_by(keys_table.c.name, keys_table.c.created_at)
-    if not revoked:
-        wanted = wanted.where(keys_table.c.revoked_at.is_(None))
-    return connection.execute(wanted.limit(MOST_STORED_KEYS)).all()
+    in_order = select(keys_table).order_by(keys_table.c.name, keys_table.c.created_at)
+    return connection.execute(in_order.where(*wanted).limit(most or MOST_STORED_KEYS)).all()
 
 
 def revoked_names(connection: Connection) -> dict[str, str]:
@@ -153,8 +158,8 @@ def last_uses(connection: Connection, ids: Sequence[str]) -> dict[str, float]:
 
 def group_members(connection: Connection) -> dict[str, int]:
     """How many stored keys, without revoked ones, are of each group that some are of."""
-    group, is_in_force = keys_table.c.group_name, keys_table.c.revoked_at.is_(None)
-    counted = select(group, func.count()).where(is_in_force, group.is_not(None)).group_by(group)
+    group = keys_table.c.group_name
+    counted = select(group, func.count()).where(IN_FORCE, group.is_not(None)).group_by(group)
     return {row[0]: row[1] for row in connection.execute(counted)}
 
 

@@ -448,7 +448,7 @@ def _used_quotas(state: FleetCondition) -> Iterator[Problem]:
         # Its id must not tell viewers whose it is.
         digest = hashlib.sha256(one.name.encode()).hexdigest()[:12]
         yield Problem(
-            f"quota:{digest}",
+            f"quota:{of}:{limit}:{period}:{digest}",
             f"{owner} used up {what}" if one.spent else f"{owner} used {one.share:.0%} of {what}",
             cause,
             f"Nothing, if that is the limit's purpose. Else raise the limit ({limit}).",

@@ -12,7 +12,7 @@ import pytest
 from playwright.async_api import Page, expect
 
 from gateway.callers.keys import AdminRole, hash_key, new_key
-from tests.admin.browser import a_browser, a_page, needs_browser
+from tests.admin.browser import a_browser, a_page, needs_browser, turn_to
 from tests.admin.test_dashboard import ADMIN, AXE, HOSTILE, KEYS, VIOLATIONS
 from tests.emulator import EmulatedNode
 from tests.gateways import Running, running_gateway, until
@@ -138,6 +138,25 @@ async def test_a_secret_is_gone_with_its_page_and_a_refusal_keeps_the_form(tmp_p
         await page.get_by_role("link", name="Owner").click()
         await expect(page.locator("#key")).to_contain_text("It stands in the settings")
         await expect(page.get_by_role("button", name="Revoke")).to_have_count(0)
+
+
+async def test_a_store_of_many_keys_is_shown_in_part_and_found_by_letters(tmp_path: Path) -> None:
+    keys = [{"id": f"k{number}", "sha256": f"{number:064x}", "name": f"key {number:03}"}
+            for number in range(205)]  # fmt: skip
+    async with a_gateway(tmp_path) as running, keys_page(running) as page:
+        headers = {"authorization": f"Bearer {KEYS[AdminRole.ADMIN].text}"}
+        done = await running.admin.post("/admin/keys/import", json={"keys": keys}, headers=headers)
+        assert done.status_code == 200, done.text
+        await turn_to(page, "Nodes")
+        await turn_to(page, "Keys and usage")
+        listed = page.locator("#keys")
+        await expect(listed).to_contain_text("and 6 more keys")
+        await expect(listed.locator("tbody tr")).to_have_count(200)
+        await listed.get_by_label("Find").fill("KEY 20")
+        await expect(listed.locator("tbody tr")).to_have_count(5)
+        await expect(page).to_have_url(re.compile(r"#/keys\?find=KEY\+20$"))
+        await listed.get_by_label("Find").fill("nobody")
+        await expect(listed).to_contain_text("No key is like that.")
 
 
 async def test_a_group_gets_a_budget_and_shows_what_is_left_of_it(tmp_path: Path) -> None:

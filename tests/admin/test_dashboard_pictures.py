@@ -11,29 +11,50 @@ import io
 import json
 import os
 import random
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Mapping
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import httpx
 import pytest
 from PIL import Image
-from playwright.async_api import Page, expect
+from playwright.async_api import FloatRect, Page, expect
 
 from gateway.callers.keys import AdminRole, ApiKey, new_key
 from tests.admin.browser import a_browser, a_page, needs_browser
 from tests.admin.test_dashboard import ADMIN, KEYS, a_fleet
+from tests.emulator import EmulatedNode
+from tests.emulator.routed_model import HostMemory, ModelFile
+from tests.emulator.router import EmulatedRouter
 from tests.gateways import NO_TLS, Running, until
 
 pytestmark = [pytest.mark.slow, needs_browser]
 
 FOLDER = os.environ.get("DASHBOARD_PICTURES")
 SECONDS = 100.0 if FOLDER else 1.0  # that the fleet works before the first picture
-SHOWN = ("nodes", "requests", "batches", "keys", "settings")  # besides the overview
+LEAST_HEIGHT = 420  # of a picture, where the page shows less than it has room for
+END = "document.querySelector('#page').lastElementChild.getBoundingClientRect().bottom"
 COLOURS = 96  # of a picture: more take more bytes than they show
 SIZE = {"width": 1280, "height": 880}
 CALLERS = {name: new_key(name) for name in ("chat", "search", "agents", "reports", "nightly")}
-CLASSES = {"chat": "premium", "nightly": "batch"}
+RIGHTS: dict[str, dict[str, Any]] = {
+    "chat": {"class": "premium", "group": "product", "limits": {"rpm": 600}},
+    "search": {"group": "product", "limits": {"tokens_per_day": 400_000}},
+    "agents": {"max_class": "premium", "group": "research", "limits": {"budget": "5/month"}},
+    "reports": {"group": "research"},
+    "nightly": {"class": "batch", "limits": {"concurrency": 64}},
+}
+GROUPS = {
+    "product": {"limits": {"budget": "40/month"}},
+    "research": {"limits": {"budget": "0.3/day", "tokens_per_day": 1_000_000}},
+}
+GIB = 1 << 30
+FILES = {
+    name: ModelFile(memory=size * GIB)
+    for name, size in (("qwen-14b", 10), ("phi-4-mini", 4), ("gemma-27b", 18), ("bge-m3", 2))
+}
+FILES["gemma-27b"] = ModelFile(memory=18 * GIB, load_seconds=60.0)
 NODE: dict[str, Any] = {
     "slots": 4,
     "model": "mistral-7b",
@@ -48,10 +69,18 @@ NODE: dict[str, Any] = {
 
 def settings() -> dict[str, Any]:
     keys = [
-        {"id": key.id, "name": name, "sha256": key.sha256, "class": CLASSES.get(name, "normal")}
+        {"id": key.id, "name": name, "sha256": key.sha256, **RIGHTS[name]}
         for name, key in CALLERS.items()
     ]
-    return {"keys": keys, "admin": ADMIN}
+    models: dict[str, Any] = {name: {"memory": f"{one.memory}"} for name, one in FILES.items()}
+    models["helper"] = {"use": ["phi-4-mini", "mistral-7b"]}
+    return {"keys": keys, "groups": GROUPS, "models": models, "admin": ADMIN}
+
+
+def a_router() -> EmulatedRouter:
+    """A server that loads models on demand, into the memory of one host."""
+    memory = HostMemory(64 * GIB)
+    return EmulatedRouter(FILES, models_max=0, memory=memory, slots=2, decode_tps=12.0)
 
 
 @contextlib.asynccontextmanager
@@ -65,6 +94,7 @@ async def traffic(running: Running, each: int) -> AsyncIterator[None]:
             while True:
                 text = f"{name} {number}: " + "word " * rng.randrange(30, 400)
                 body = {
+                    "model": "qwen-14b" if name == "search" and number < 2 else "mistral-7b",
                     "messages": [{"role": "user", "content": text}],
                     "max_tokens": rng.randrange(20, 90),
                     "stream": True,
@@ -88,9 +118,9 @@ async def traffic(running: Running, each: int) -> AsyncIterator[None]:
         await asyncio.gather(*tasks, return_exceptions=True)
 
 
-async def hand_in(running: Running, lines: int) -> None:
-    """Have the gateway do a batch of so many chats beside the rest."""
-    headers = {"authorization": f"Bearer {CALLERS['nightly'].text}"}
+async def hand_in(running: Running, name: str, number: int, **extra: Any) -> str:
+    """Have the gateway do a batch of so many chats beside the rest; returns its id."""
+    headers = {"authorization": f"Bearer {CALLERS[name].text}"}
     chats = [
         {
             "custom_id": f"line-{number}",
@@ -102,9 +132,9 @@ async def hand_in(running: Running, lines: int) -> None:
                 "max_tokens": 40,
             },
         }
-        for number in range(lines)
+        for number in range(number)
     ]
-    content = "\n".join(json.dumps(chat) for chat in chats).encode()
+    content = "\n".join(json.dumps(chat) for chat in [*chats, *([extra] if extra else [])]).encode()
     async with httpx.AsyncClient(
         base_url=running.url, headers=headers, trust_env=False, verify=NO_TLS
     ) as one:
@@ -117,11 +147,25 @@ async def hand_in(running: Running, lines: int) -> None:
         }
         made = await one.post("/v1/batches", json=body)
         assert made.status_code == 200, made.text
+        return str(made.json()["id"])
+
+
+async def order(running: Running, *models: str) -> None:
+    """Have the router load these models."""
+    for model in models:
+        body = {"order": "load", "model": model, "node": "epyc-e"}
+        response = await running.admin.post("/admin/placements", json=body)
+        assert response.status_code == 200, response.text
 
 
 async def picture(page: Page, folder: Path, name: str) -> None:
     """Keep a picture of what is shown, in few bytes."""
-    shot = Image.open(io.BytesIO(await page.screenshot()))
+    end = await page.evaluate(
+        "document.querySelector('#page').lastElementChild.getBoundingClientRect().bottom"
+    )
+    height = max(LEAST_HEIGHT, min(SIZE["height"], end + 16))
+    clip: FloatRect = {"x": 0, "y": 0, "width": SIZE["width"], "height": height}
+    shot = Image.open(io.BytesIO(await page.screenshot(clip=clip)))
     shot.convert("RGB").quantize(COLOURS).save(folder / f"dashboard-{name}.png", optimize=True)
     assert (folder / f"dashboard-{name}.png").stat().st_size > 4000
 
@@ -130,26 +174,30 @@ async def test_the_pictures_of_the_docs_are_made(tmp_path: Path) -> None:
     """Where DASHBOARD_PICTURES names a folder, they are made there."""
     folder = Path(FOLDER) if FOLDER else tmp_path
     key = KEYS[AdminRole.ADMIN].text
-    async with (
-        a_fleet(tmp_path, hosts="abcd", settings=settings(), **NODE) as (running, nodes),
-        traffic(running, 8),
-        a_browser() as browser,
-    ):
-        fleet = running.gateway.fleet.nodes.values()
-        history = running.gateway.live.view.history
-        await until(lambda: all(node.speed.decode_tps for node in fleet), 120.0)
-        await hand_in(running, 400)
-        await until(lambda: len(history.points) * history.step_seconds >= SECONDS / 2, 200.0)
-        await nodes["epyc-c-numa1"].kill()
-        await until(lambda: len(history.points) * history.step_seconds >= SECONDS, 200.0)
+    async with contextlib.AsyncExitStack() as stack:
+        # Its name is in a picture.
+        home = Path(stack.enter_context(TemporaryDirectory(prefix="llama-gateway-")))
+        router = await stack.enter_async_context(a_router())
+        more = [{"name": "epyc-e", "url": router.url, "host": "epyc-e", "memory": "48GiB"}]
+        running, nodes = await stack.enter_async_context(
+            a_fleet(home, hosts="abcd", settings=settings(), more=more, **NODE)
+        )
+        running.admin.headers["authorization"] = f"Bearer {key}"
+        await until(lambda: "epyc-e/qwen-14b" in running.gateway.fleet.nodes)
+        await order(running, "qwen-14b", "phi-4-mini")
+        await hand_in(running, "reports", 12)
+        await stack.enter_async_context(traffic(running, 8))
+        browser = await stack.enter_async_context(a_browser())
+        await at_work(running, nodes)
         for scheme in ("light", "dark"):
             context: dict[str, Any] = {"color_scheme": scheme, "viewport": SIZE}
             async with a_page(browser, running.admin_url, key=key, **context) as watched:
                 page = watched.page
-                await expect(page.locator(".problem").first).to_contain_text("epyc-c-numa1 is down")
-                await expect(page.locator("#timeline tbody tr")).to_have_count(8)
+                await expect(page.locator("#problems")).to_contain_text("epyc-c-numa1 is down")
+                await expect(page.locator("#timeline tbody tr").nth(8)).to_be_attached()
                 await picture(page, folder, scheme)
                 if scheme == "light":
+                    await order(running, "gemma-27b")
                     await each_page(page, folder)
                 assert watched.trouble == []
         phone: dict[str, Any] = {"viewport": {"width": 390, "height": 844}, "color_scheme": "light"}
@@ -158,14 +206,29 @@ async def test_the_pictures_of_the_docs_are_made(tmp_path: Path) -> None:
             assert await watched.page.evaluate("document.documentElement.scrollWidth") <= 390
 
 
+async def at_work(running: Running, nodes: Mapping[str, EmulatedNode]) -> None:
+    """Until the fleet has worked for a while, in which a node died, with batches beside."""
+    fleet = running.gateway.fleet.nodes
+    history = running.gateway.live.view.history
+    await until(lambda: all(fleet[name].speed.decode_tps for name in nodes), 120.0)
+    await hand_in(running, "nightly", 400)
+    await hand_in(running, "agents", 30, custom_id="line-30", method="GET", url="/")
+    await until(lambda: len(history.points) * history.step_seconds >= SECONDS / 2, 200.0)
+    await nodes["epyc-c-numa1"].kill()
+    running.write_settings({**settings(), "queue": {"max": 500}})
+    await until(lambda: len(history.points) * history.step_seconds >= SECONDS, 200.0)
+
+
 async def each_page(page: Page, folder: Path) -> None:
-    """Keep a picture of each other page that the docs show."""
-    links = page.locator("#rail a")
-    for link in await links.all():
+    """Keep a picture of each other page."""
+    for link in (await page.locator("#rail a").all())[1:]:
         address = await link.get_attribute("href")
         assert address is not None
-        name = address.removeprefix("#/")
-        if name in SHOWN:
-            await link.click()
-            await page.wait_for_timeout(3000)  # until the page has what it asks for
-            await picture(page, folder, name)
+        await link.click()
+        if address == "#/playground":
+            await page.get_by_label("Model").select_option("mistral-7b")
+            await page.get_by_label("Message").fill("Which of our reports were late last week?")
+            await page.get_by_role("button", name="Send").click()
+            await expect(page.locator(".turn .way").last).to_contain_text("prompt tokens cached")
+        await page.wait_for_timeout(3000)  # until the page has what it asks for
+        await picture(page, folder, address.removeprefix("#/"))

@@ -143,8 +143,10 @@ async def test_a_node_shows_its_day_and_what_its_cache_has_saved(tmp_path: Path)
         await expect(page.locator("#node")).to_contain_text("NUMA node 0")
         await expect(page).to_have_title(f"{name} · Nodes · llama-gateway")
         await expect(page.locator("#day .uplot")).to_have_count(3)
-        await expect(page.locator('[data-plot="busy"]')).to_have_attribute(
-            "aria-label", "Busy slots in the last 24 hours: from 0.0 to 2.0, now 1.0"
+        await expect(page.locator('[data-chart="busy"] .plot')).to_have_attribute(
+            "aria-label",
+            "Busy slots, the last 24 hours: busy from 0.0 to 2.0, now 1.0; "
+            "slots from 2.0 to 2.0, now 2.0",
         )
         rows = await page.locator("table.heat tbody tr").count()
         assert rows == len(cache.hits)

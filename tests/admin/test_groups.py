@@ -163,6 +163,9 @@ async def test_a_quota_that_runs_out_is_a_problem_a_metric_and_one_webhook_over_
             found = await running.gateway.live.view.read_problems()
             (problem,) = [one for one in found if one.id.startswith("quota:")]
             assert (problem.caller, problem.caller_name) == (key["id"], "alice")
+            # It tells what is used up, and a viewer not by whom.
+            assert problem.id.startswith("quota:key:tokens_per_day:day:")
+            assert key["id"] not in problem.id
         async with gateway(tmp_path, **chosen, telemetry={"key_names": False}) as (running, admin):
             watch = running.gateway.background.quotas
             await until(lambda: bool(watch.used))

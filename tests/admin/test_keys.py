@@ -173,6 +173,36 @@ async def test_an_import_stores_all_or_names_every_bad_key(tmp_path: Path) -> No
         assert await status_with(running.client, keys[3].text) == 200
 
 
+async def test_the_first_keys_are_listed_and_the_others_found_by_letters(tmp_path: Path) -> None:
+    def names(answer: httpx.Response) -> tuple[int, list[str]]:
+        found = answer.json()
+        return found["found"], [key["name"] for key in found["keys"]]
+
+    async with keyed_gateway(tmp_path) as (_, admin):
+        for name, group in (("Zoe", None), ("alice", "lab_1"), ("bob", "labx1"), ("carl", None)):
+            made = await admin.post("/admin/keys", json={"name": name, "group": group})
+            assert made.status_code == 200, made.text
+        await admin.delete("/admin/keys/carl")
+
+        async def listed(query: str) -> tuple[int, list[str]]:
+            return names(await admin.get(f"/admin/keys?{query}"))
+
+        assert await listed("") == (4, ["Zoe", "alice", "bob", "owner"])
+        assert await listed("limit=2") == (4, ["Zoe", "alice"])
+        assert await listed("limit=2&revoked=1") == (5, ["Zoe", "alice"])
+        # Of both sources; letters are large or small, and stand for themselves.
+        assert await listed("find=o") == (3, ["Zoe", "bob", "owner"])
+        assert await listed("find=o&limit=1") == (3, ["Zoe"])
+        assert await listed("find=ZO") == (1, ["Zoe"])
+        assert await listed("find=LAB_") == (1, ["alice"])
+        assert await listed("find=%25") == (0, [])
+        assert await listed("name=bob&find=lab") == (1, ["bob"])
+        assert await listed("name=bob&find=x_") == (0, [])
+        for limit in ("0", "x", "100001"):
+            refused = await admin.get(f"/admin/keys?limit={limit}")
+            assert error(refused)[:2] == (400, "invalid_request"), limit
+
+
 async def test_a_bad_key_is_refused_with_a_reason(tmp_path: Path) -> None:
     limited = {"name": "x", "limits": {"models": ["nobody"]}}
     async with keyed_gateway(tmp_path) as (_, admin):

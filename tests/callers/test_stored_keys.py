@@ -114,10 +114,10 @@ def test_a_change_raises_the_revision_once_though_it_is_made_twice(
     store.run_now(change)
     after = store.run_now(keys_revision)
     assert after > before > 0
-    keys = store.run_now(lambda connection: read_keys(connection, revoked=True))
+    keys = store.run_now(lambda connection: read_keys(connection, ()))
     store.run_now(change)
     assert store.run_now(keys_revision) == after
-    assert store.run_now(lambda connection: read_keys(connection, revoked=True)) == keys
+    assert store.run_now(lambda connection: read_keys(connection, ())) == keys
 
 
 def test_a_refused_change_changes_nothing(store: Store) -> None:
@@ -166,7 +166,7 @@ def test_a_revoked_keys_name_can_be_used_again_but_not_its_id(store: Store) -> N
     again = spec(id="alice-2")
     store.run_now(lambda connection: add_keys(connection, [again], NOW + 9))
     assert store.run_now(lambda connection: find_key(connection, "alice")).spec == again
-    every = store.run_now(lambda connection: read_keys(connection, revoked=True))
+    every = store.run_now(lambda connection: read_keys(connection, ()))
     assert [(key.spec.id, key.revoked_at) for key in every] == [
         ("alice-1", NOW + 5),
         ("alice-2", None),

@@ -124,3 +124,24 @@ export async function copy(text) {
     toast("The browser does not let this page copy.", true);
   }
 }
+
+/** Save what the gateway has sent, or what the page has made, as a file. */
+export function save(blob, name) {
+  const link = document.createElement("a");
+  link.href = URL.createObjectURL(blob);
+  link.download = name;
+  link.click();
+  setTimeout(() => URL.revokeObjectURL(link.href), 60_000);
+}
+
+/** Save what the gateway answers at this path. */
+export async function download(event, path, name) {
+  const button = event.currentTarget;
+  button.disabled = true;
+  try {
+    save(await (await ask("GET", path)).blob(), name);
+  } catch (error) {
+    toast(error.message, true);
+  }
+  button.disabled = false;
+}

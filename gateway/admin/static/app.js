@@ -4,6 +4,7 @@ import { html, nothing, render } from "./vendor/lit-html/lit-html.js";
 import { guard } from "./vendor/lit-html/directives/guard.js";
 import { setKey } from "./ask.js";
 import { count, plain, plural, seconds } from "./format.js";
+import { focusKey, keyForm } from "./key.js";
 import * as batches from "./batches.js";
 import * as keys from "./keys.js";
 import * as models from "./models.js";
@@ -80,8 +81,8 @@ function draw() {
   render(headerView(), document.getElementById("top"));
   if (state.connection === "key") {
     render(nothing, rail);
-    show(keyView());
-    if (wantsFocus) document.getElementById("admin-key").focus();
+    show(keyForm("An admin key is needed", "Admin key", state.trouble, useKey));
+    if (wantsFocus) focusKey();
     wantsFocus = false;
     return;
   }
@@ -103,7 +104,7 @@ function draw() {
   show(html`${state.connection === "lost" ? lostView() : nothing}
     ${current === undefined ? html`<p class="panel">There is no such page.</p>`
     : module !== null ? pageView(module)
-    : html`<p class="panel">${current.title} needs the key of an ${current.role}; this one is a ${state.role}'s.</p>`}`);
+    : html`<p class="panel">${current.title} needs the key of an ${current.role}; the role of this one is ${state.role}.</p>`}`);
   module?.drawn?.(route);
 }
 
@@ -144,7 +145,7 @@ function headline() {
   const usable = ["ready", "degraded", "mute", "sleeping"].reduce((sum, one) => sum + (summary.states[one] ?? 0), 0);
   const waiting = Object.values(summary.queue).reduce((sum, depth) => sum + depth, 0);
   return `${count(usable)} of ${plural(nodesAlone().length, "node")} at work, ${count(summary.slots_busy)} of ${
-    plural(summary.slots_total, "slot")} busy, ${waiting === 0 ? "nobody waits" : `${plural(waiting, "request")} wait`}`;
+    plural(summary.slots_total, "slot")} busy, ${waiting === 0 ? "nobody waits" : waiting === 1 ? "1 request waits" : `${count(waiting)} requests wait`}`;
 }
 
 const CONNECTIONS = { live: ["●", "live"], connecting: ["◔", "connecting"], lost: ["✕", "no connection"], key: ["○", "key needed"] };
@@ -170,22 +171,8 @@ function changeTheme() {
   redraw();
 }
 
-function keyView() {
-  return html`<form class="panel key" @submit=${useKey}>
-    <h2>An admin key is needed</h2>
-    <p>It stays in this page's memory until you close or reload it; it is not stored.</p>
-    <label for="admin-key">Admin key</label>
-    <input id="admin-key" name="key" type="password" autocomplete="off" required maxlength="4096" aria-describedby="key-trouble">
-    <p id="key-trouble" class="error" role="alert">${state.trouble}</p>
-    <button type="submit" class="primary">Open</button>
-  </form>`;
-}
-
-function useKey(event) {
-  event.preventDefault();
-  const { key } = event.target.elements;
-  setKey(key.value);
-  key.value = "";
+function useKey(key) {
+  setKey(key);
   keyIsThere?.();
 }
 

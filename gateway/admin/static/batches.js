@@ -1,15 +1,17 @@
 // Batches of all keys: what they wait for and when they end, a batch's own page, and uploads.
 
 import { html, nothing, svg } from "./vendor/lit-html/lit-html.js";
-import { repeat } from "./vendor/lit-html/directives/repeat.js";
-import { act, confirmed, toast } from "./actions.js";
-import { ask, fetchJson } from "./ask.js";
+import { act, confirmed, download, save, toast } from "./actions.js";
+import { ask, keepAsking } from "./ask.js";
 import { count, money, plain, plural, rate, seconds } from "./format.js";
 import { go, href, setQuery } from "./route.js";
 import { state } from "./state.js";
+import { cutView, tableView } from "./table.js";
 
 const POLL_SECONDS = 3;
 const PAGE = 50;
+/** Names of keys that the fields suggest. */
+const MOST_KEYS = 200;
 const LIST = "admin/batches?";
 const WIDTH = 1000;
 const STATES = { "": "all", unfinished: "not ended", ended: "ended" };
@@ -29,22 +31,21 @@ let trouble = "";
 let keys = [];
 let isLoaded = false;
 let upload = { busy: false, trouble: "", endpoint: ENDPOINTS[0] };
-let timer = 0;
-/** The path that is asked; a late answer of another one is not taken. */
+/** The path that is asked, and what ends that. */
 let question = "";
+let stop = () => {};
 
 export function depends(route) {
   return [state.versions.page, state.role, route.query];
 }
 
 export function enter(route, redraw) {
-  poll(questionOf(route), redraw);
-  if (route.id === "" && state.role === "admin" && keys.length === 0) askKeys(redraw);
+  askFor(questionOf(route), redraw);
 }
 
 /** What a key was shown is gone with it. */
 export function leave() {
-  clearTimeout(timer);
+  stop();
   question = "";
   [list, batch, keys] = [{ batches: [], next: null }, null, []];
   [trouble, isLoaded] = ["", false];
@@ -52,31 +53,28 @@ export function leave() {
 
 /** A filter, and a link to older batches, enter no other page. */
 function follow(route, redraw) {
-  if (question !== questionOf(route)) poll(questionOf(route), redraw);
+  if (question !== questionOf(route)) askFor(questionOf(route), redraw);
 }
 
-async function poll(path, redraw) {
-  clearTimeout(timer);
+function askFor(path, redraw) {
+  stop();
   question = path;
   const isList = path.startsWith(LIST);
-  try {
-    const answer = await fetchJson(path);
-    if (path !== question) return;
+  stop = keepAsking(async (get) => {
+    const answer = await get(path);
     if (isList) list = answer;
     else batch = answer;
-    trouble = "";
-  } catch (error) {
-    if (path !== question) return;
-    trouble = error.message;
-    if (error.status === 404) batch = null;
-  }
-  isLoaded = true;
-  redraw();
-  const again = () => {
-    if (document.hidden) timer = setTimeout(again, POLL_SECONDS * 1000);
-    else poll(path, redraw);
-  };
-  if (isList || batch === null || !OVER.has(batch.status)) timer = setTimeout(again, POLL_SECONDS * 1000);
+    // Only admins may list keys; others type the name.
+    if (isList && !isLoaded && state.role === "admin") {
+      const found = await get(`admin/keys?limit=${MOST_KEYS}`).catch(() => ({ keys: [] }));
+      keys = found.keys.map((key) => key.name ?? key.id);
+    }
+    return isList || !OVER.has(batch.status) ? POLL_SECONDS : 0;
+  }, (words, error) => {
+    [trouble, isLoaded] = [words, true];
+    if (error?.status === 404) batch = null;
+    redraw();
+  }, POLL_SECONDS);
 }
 
 function questionOf({ id, query }) {
@@ -88,16 +86,6 @@ function questionOf({ id, query }) {
 
 function pathOf(id, action = "") {
   return `admin/batches/${encodeURIComponent(id)}${action && `/${action}`}`;
-}
-
-/** Only admins may list keys; others type the name. */
-async function askKeys(redraw) {
-  try {
-    keys = (await fetchJson("admin/keys")).keys.map((key) => key.name ?? key.id);
-    redraw();
-  } catch {
-    // The field takes any name.
-  }
 }
 
 export function view(route, redraw) {
@@ -125,13 +113,7 @@ function listView(route, redraw) {
       <label>Show <select @change=${filter("state")}>${Object.entries(STATES).map(([value, word]) => html`<option
         value=${value} ?selected=${value === (query.get("state") ?? "")}>${word}</option>`)}</select></label></div>
     ${list.batches.length === 0 ? html`<p class="muted">There are no such batches.</p>` : html`
-    <div class="scroll" tabindex="0" role="region" aria-label="List of batches">
-      <table>
-        <thead><tr><th scope="col">Batch</th><th scope="col">Key</th><th scope="col">State</th><th scope="col">Lines</th>
-          <th scope="col" class="n">Failed</th><th scope="col">Waits for</th><th scope="col">Due</th><th scope="col" class="n">Cost</th></tr></thead>
-        <tbody>${repeat(list.batches, (one) => one.id, rowView)}</tbody>
-      </table>
-    </div>`}
+    ${tableView("List of batches", ["Batch", "Key", "State", "Lines", "#Failed", "Waits for", "Due", "#Cost"], list.batches, cellsOf)}`}
     <p class="bar">${query.get("before") ? html`<a href=${href("batches", "", without(query, "before"))}>The newest</a>` : nothing}
       ${list.next === null ? nothing : html`<a href=${href("batches", "", { ...without(query, "before"), before: list.next })}>Older ones</a>`}</p>
   </section>`;
@@ -143,18 +125,16 @@ function without(query, name) {
   return rest;
 }
 
-function rowView(one) {
-  const { total } = one.request_counts;
+function cellsOf(one) {
   const why = one.llama_gateway.why_waiting;
-  return html`<tr>
-    <th scope="row"><a href=${href("batches", one.id)}><code title=${plain(one.id)}>${plain(shortened(one.id))}</code></a></th>
-    <td class="cut" title=${plain(one.key)}>${plain(one.key_name ?? one.key)}</td><td>${stateOf(one)}</td>
-    <td>${barOf(one)} ${count(endedOf(one))} of ${count(total)}</td>
-    <td class="n">${count(one.request_counts.failed)}</td>
-    <td class="cut" title=${why === null ? "" : plain(why.message)}>${why === null ? "–" : `${words(why.reason)}${sinceOf(why)}`}</td>
-    <td>${OVER.has(one.status) ? `ended ${timeOf(one.ended_at)}` : timeOf(one.expires_at)}</td>
-    <td class="n">${one.llama_gateway.cost ? money(one.llama_gateway.cost) : "–"}</td>
-  </tr>`;
+  return [
+    html`<a href=${href("batches", one.id)}><code title=${plain(one.id)}>${plain(shortened(one.id))}</code></a>`,
+    cutView(one.key_name ?? one.key, one.key), stateOf(one),
+    html`${barOf(one)} ${count(endedOf(one))} of ${count(one.request_counts.total)}`, count(one.request_counts.failed),
+    why === null ? "–" : cutView(`${words(why.reason)}${sinceOf(why)}`, why.message),
+    OVER.has(one.status) ? `ended ${timeOf(one.ended_at)}` : timeOf(one.expires_at),
+    one.llama_gateway.cost ? money(one.llama_gateway.cost) : "–",
+  ];
 }
 
 // One batch.
@@ -191,8 +171,8 @@ function batchView(route, redraw) {
     <p class="actions">
       ${isOver ? nothing : html`<button @click=${(event) => change(event.currentTarget, own.paused ? "resume" : "pause", route, redraw)}
         >${own.paused ? "Resume" : "Pause"}</button>`}
-      <button ?disabled=${counts.completed === 0} @click=${(event) => download(event, "results")}>Download results</button>
-      <button ?disabled=${endedOf(batch) === counts.completed} @click=${(event) => download(event, "errors")}>Download errors</button>
+      <button ?disabled=${counts.completed === 0} @click=${(event) => download(event, pathOf(batch.id, "results"), `${batch.id}_results.jsonl`)}>Download results</button>
+      <button ?disabled=${endedOf(batch) === counts.completed} @click=${(event) => download(event, pathOf(batch.id, "errors"), `${batch.id}_errors.jsonl`)}>Download errors</button>
       ${isOver || batch.status === "cancelling" ? nothing : html`<button @click=${(event) => cancel(event, route, redraw)}>Cancel</button>`}
     </p>
   </section>`;
@@ -219,42 +199,19 @@ function endOf({ status, expires_at: due, llama_gateway: own }) {
 
 function errorsView(kinds) {
   if (kinds.length === 0) return nothing;
-  return html`<h3>Errors by kind</h3><div class="scroll" tabindex="0" role="region" aria-label="Table of errors"><table>
-    <thead><tr><th scope="col">Error</th><th scope="col" class="n">Lines</th><th scope="col" class="n">First line</th></tr></thead>
-    <tbody>${kinds.map((kind) => html`<tr><th scope="row"><code>${plain(kind.code)}</code></th><td class="n">${count(kind.lines)}</td>
-      <td class="n">${kind.first_line}</td></tr>`)}</tbody></table></div>`;
+  return html`<h3>Errors by kind</h3>${tableView("Table of errors", ["Error", "#Lines", "#First line"],
+    kinds, (kind) => [html`<code>${plain(kind.code)}</code>`, count(kind.lines), kind.first_line], { key: (kind) => kind.code })}`;
 }
 
 async function change(button, action, route, redraw) {
   await act(button, "POST", pathOf(route.id, action), () => CHANGED[action]);
-  if (question === questionOf(route)) poll(question, redraw);
+  if (question === questionOf(route)) askFor(question, redraw);
 }
 
 async function cancel(event, route, redraw) {
   const button = event.currentTarget;
   const left = plural(batch.request_counts.total - endedOf(batch), "line");
   if (await confirmed(`Cancel this batch? ${left} will never run; what is done stays.`, "Cancel it")) change(button, "cancel", route, redraw);
-}
-
-async function download(event, what) {
-  const button = event.currentTarget;
-  button.disabled = true;
-  const { id } = batch;
-  try {
-    save(await (await ask("GET", pathOf(id, what))).blob(), `${id}_${what}.jsonl`);
-  } catch (error) {
-    toast(error.message, true);
-  } finally {
-    button.disabled = false;
-  }
-}
-
-function save(blob, name) {
-  const link = document.createElement("a");
-  link.href = URL.createObjectURL(blob);
-  link.download = name;
-  link.click();
-  setTimeout(() => URL.revokeObjectURL(link.href), 10_000);
 }
 
 // Uploads.

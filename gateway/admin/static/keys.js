@@ -2,24 +2,26 @@
 
 import { html, nothing } from "./vendor/lit-html/lit-html.js";
 import { repeat } from "./vendor/lit-html/directives/repeat.js";
-import { act, confirmed, copy, toast } from "./actions.js";
-import { ask, fetchJson } from "./ask.js";
+import { act, confirmed, copy, download, toast } from "./actions.js";
+import { ask, keepAsking } from "./ask.js";
 import { count, plain, plural } from "./format.js";
 import { go, href, setQuery } from "./route.js";
 import { isOperator, state } from "./state.js";
-import { daysView, inWords, limitsView, selectView, shareOf, sumsView, timeOf } from "./usage.js";
+import { cutView, moreView, tableView } from "./table.js";
+import { daysView, inWords, LIMITS, limitsView, selectView, shareOf, sumsView, timeOf } from "./usage.js";
 
 const REFRESH_SECONDS = 30;
-/** Keys that are drawn at once; the filter finds the others. */
+/** Keys that are asked for and drawn at once; the filter finds the others. */
 const MOST_KEYS = 200;
+/** Milliseconds from a letter of the filter to the question. */
+const TYPING = 250;
 const CLASSES = ["urgent", "premium", "normal", "batch"];
 const DIMENSIONS = { key: "Key", group: "Group", user: "User", model: "Model" };
-/** Fields of limits, with what each is a number of. */
-const LIMITS = [["rpm", "Requests a minute"], ["tpm", "Tokens a minute"], ["tokens_per_day", "Tokens a day"],
-  ["concurrency", "Requests at one time"], ["budget", "Money, such as 20/month or 0.5/day"]];
+/** Fields of limits in forms, with what each is a number of. */
+const FIELDS = Object.entries({ ...LIMITS, budget: "Money, such as 20/month or 0.5/day" });
 
 /** What the gateway told last; null: it was not asked yet. */
-const told = { keys: null, groups: null, key: null, sums: null, days: null, trouble: "", reportTrouble: "", report: "" };
+const told = { keys: null, groups: null, key: null, sums: null, days: null, trouble: "", reportTrouble: "", list: "", report: "" };
 /** A new secret, `{name, key}`: it is here until it was read, and comes never again. */
 let secret = null;
 /** The form that is open: "new key", "new group", "key", "rotate", or "group NAME". */
@@ -27,12 +29,12 @@ let open = "";
 /** Whether it has just come or gone, and what had the focus before. */
 let moved = false;
 let opener = null;
-let timer = 0;
 /** The route of this page, also while a dialog has another one, and what draws it. */
 let here = null;
 let redraw = () => {};
-/** They go up with each page and with each question to the ledger, so that what was asked before is dropped. */
-let [turn, question] = [0, 0];
+/** What ends the questions for keys and for use; and the time until the filter asks. */
+let [stopKeys, stopUsage] = [() => {}, () => {}];
+let timer = 0;
 
 const isAdmin = () => state.role === "admin";
 
@@ -43,61 +45,66 @@ export function depends({ query }) {
 export function enter(route, draw) {
   [here, redraw] = [route, draw];
   Object.assign(told, { key: null, sums: null, days: null, trouble: "", reportTrouble: "", report: "" });
-  load();
-  timer = setInterval(() => { if (!document.hidden && open === "") loadKeys(); }, REFRESH_SECONDS * 1000);
+  if (isAdmin()) askForKeys();
+  else askForUsage();
 }
 
 export function leave() {
-  clearInterval(timer);
-  [turn, question] = [turn + 1, question + 1];
+  clearTimeout(timer);
+  stopKeys();
+  stopUsage();
   secret = null;
   open = "";
 }
 
 /** A form that has just come gets the focus, and gives it back when it goes. Another question of the address is asked. */
 export function drawn() {
-  if (told.report !== "" && told.report !== reportPath(dimension())) loadUsage();
+  if (told.report !== "" && told.report !== reportPath(dimension())) askForUsage();
+  if (isAdmin() && here.id === "" && told.list !== listPath()) {
+    clearTimeout(timer);
+    timer = setTimeout(askForKeys, TYPING);
+  }
   if (moved) (open === "" ? opener : document.querySelector("form.sheet [data-first]"))?.focus();
   moved = false;
 }
 
-async function load() {
-  const asked = turn;
-  await loadKeys();
-  if (asked === turn) await loadUsage();
-}
-
-async function loadKeys() {
-  if (!isAdmin()) return;
-  const asked = turn;
-  try {
-    const found = here.id === "" ? await Promise.all([fetchJson("admin/keys"), fetchJson("admin/groups")])
-      : await fetchJson(keyPath(here.id));
-    if (asked !== turn) return;
-    if (here.id === "") Object.assign(told, { keys: found[0], groups: found[1].groups, trouble: "" });
-    else Object.assign(told, { key: found, trouble: "" });
-  } catch (error) {
-    if (asked !== turn) return;
-    told.trouble = error.message;
-  }
-  redraw();
+/** Ask for the key of the address, or for the first ones that are looked for; what is used needs a key's id. */
+function askForKeys() {
+  stopKeys();
+  told.list = listPath();
+  stopKeys = keepAsking(async (get) => {
+    if (open !== "") return REFRESH_SECONDS;
+    if (here.id !== "") told.key = await get(keyPath(here.id));
+    else {
+      const [keys, { groups }] = await Promise.all([get(told.list), get("admin/groups")]);
+      Object.assign(told, { keys, groups });
+    }
+    return REFRESH_SECONDS;
+  }, (trouble) => {
+    told.trouble = trouble;
+    if (told.report === "") askForUsage();
+    redraw();
+  });
 }
 
 /** Of one key, its days and its models; of all, what the address says. */
-async function loadUsage() {
-  const asked = question += 1;
+function askForUsage() {
+  stopUsage();
   const [report, days] = [reportPath(dimension()), reportPath("day")];
   Object.assign(told, { sums: null, days: null, reportTrouble: "", report });
+  stopUsage = keepAsking(async (get) => {
+    const sums = await get(report);
+    Object.assign(told, { sums, days: await get(days) });
+  }, (trouble) => {
+    told.reportTrouble = trouble;
+    redraw();
+  }, 0);
   redraw();
-  try {
-    const found = { sums: await fetchJson(report), days: await fetchJson(days) };
-    if (asked !== question) return;
-    Object.assign(told, found);
-  } catch (error) {
-    if (asked !== question) return;
-    told.reportTrouble = error.message;
-  }
-  redraw();
+}
+
+function listPath() {
+  const find = here.query.get("find");
+  return `admin/keys?${new URLSearchParams({ limit: MOST_KEYS, ...find && { find } })}`;
 }
 
 const keyPath = (name, action = "") => `admin/keys/${encodeURIComponent(name)}${action}`;
@@ -116,17 +123,20 @@ function reportPath(by, format = "json") {
   return `admin/usage?${words}`;
 }
 
+/** The day of a time in milliseconds, of UTC, as the ledger's days are. */
+const dayOf = (at) => new Date(at).toISOString().slice(0, 10);
+
 /** The parameters of "7d", or of a month such as "2026-10". */
 function timeOfPeriod(period) {
   if (!/^\d{4}-\d\d$/.test(period)) return { since: /^\d{1,3}d$/.test(period) ? period : "30d" };
-  const last = new Date(Date.UTC(Number(period.slice(0, 4)), Number(period.slice(5)), 0)).toISOString().slice(0, 10);
+  const last = dayOf(Date.UTC(Number(period.slice(0, 4)), Number(period.slice(5)), 0));
   return { since: `${period}-01`, until: last };
 }
 
 function periods() {
   const now = new Date();
   const months = Array.from({ length: 12 }, (_, back) => new Date(Date.UTC(now.getUTCFullYear(), now.getUTCMonth() - back, 1)));
-  return [["0d", "Today"], ["7d", "7 days"], ["30d", "30 days"], ["90d", "90 days"], ...months.map((month) => [month.toISOString().slice(0, 7),
+  return [["0d", "Today"], ["7d", "7 days"], ["30d", "30 days"], ["90d", "90 days"], ...months.map((month) => [dayOf(month).slice(0, 7),
     month.toLocaleDateString("en", { month: "long", year: "numeric", timeZone: "UTC" })])];
 }
 
@@ -142,33 +152,30 @@ export function view(route) {
 
 function keysView({ query }, trouble) {
   const find = query.get("find") ?? "";
-  const words = find.toLowerCase();
-  const every = told.keys?.keys ?? [];
-  const found = every.filter((key) => [key.name, key.id, key.group ?? "", key.state].some((text) => text.toLowerCase().includes(words)));
+  const { keys, found, warnings } = told.keys ?? { keys: [], found: 0, warnings: [] };
   return html`<section id="keys" class="panel" aria-labelledby="keys-title">
-    <h2 id="keys-title">Keys ${told.keys === null ? nothing : html`<small>${count(every.length)}</small>`}</h2>${trouble}
-    <div class="bar"><label>Find <input type="search" .value=${find} @input=${(event) => { setQuery("find", event.target.value); redraw(); }}></label>
+    <h2 id="keys-title">Keys ${told.keys === null ? nothing : html`<small>${count(found)}</small>`}</h2>${trouble}
+    <div class="bar"><label>Find <input type="search" maxlength="200" .value=${find} @input=${(event) => { setQuery("find", event.target.value); redraw(); }}></label>
       <button class="primary" @click=${() => show("new key")}>Make a key</button></div>
     ${secretView()}${open === "new key" ? keyForm(null) : nothing}
-    ${(told.keys?.warnings ?? []).map((text) => html`<p class="error">${plain(text)}</p>`)}
-    ${found.length === 0 ? html`<p class="muted">${told.keys === null ? "Asking the gateway…" : every.length === 0 ? "There is no key yet."
-      : "No key is like that."}</p>` : html`
-    <div class="scroll" tabindex="0" role="region" aria-label="Keys"><table>
-      <thead><tr><th scope="col">Key</th><th scope="col">State</th><th scope="col">Class</th><th scope="col">Group</th>
-        <th scope="col">Fullest limit</th><th scope="col">Last use</th><th scope="col">Old secret</th></tr></thead>
-      <tbody>${repeat(found.slice(0, MOST_KEYS), (key) => `${key.source} ${key.id}`, keyRow)}</tbody></table></div>
-    ${found.length > MOST_KEYS ? html`<p class="muted">and ${plural(found.length - MOST_KEYS, "more key")}: find them by a word</p>` : nothing}`}
+    ${warnings.map((text) => html`<p class="error">${plain(text)}</p>`)}
+    ${keys.length === 0 ? html`<p class="muted">${told.keys === null ? "Asking the gateway…" : find === "" ? "There is no key yet."
+      : "No key is like that."}</p>` : tableView("Keys", ["Key", "State", "Class", "Group", "Fullest limit", "Last use", "Old secret"],
+      keys, keyCells, { key: ({ source, id }) => `${source} ${id}` })}
+    ${moreView(found - keys.length, "more key")}
   </section>`;
 }
 
-function keyRow(key) {
+function keyCells(key) {
   const fullest = [...key.standing ?? []].sort((a, b) => shareOf(b) - shareOf(a))[0];
-  return html`<tr><th scope="row"><a class="cut" href=${href("keys", key.name)}>${plain(key.name)}</a></th>
-    <td>${key.state}</td><td>${key.class ?? "normal"}${key.max_class === (key.class ?? "normal") ? "" : ` to ${key.max_class}`}</td>
-    <td><span class="cut">${key.group === null ? "–" : plain(key.group)}</span></td>
-    <td>${fullest === undefined ? "–" : html`<meter min="0" max="1" low="0.8" high="0.999" optimum="0" .value=${Math.min(1, shareOf(fullest))}
-      aria-label="Fullest limit of ${plain(key.name)}"></meter> ${Math.round(100 * shareOf(fullest))} % of ${fullest.limit}`}</td>
-    <td>${timeOf(key.last_used_at)}</td><td>${key.previous_until === null ? "–" : `until ${timeOf(key.previous_until)}`}</td></tr>`;
+  const least = key.class ?? "normal";
+  return [
+    html`<a href=${href("keys", key.name)}>${cutView(key.name)}</a>`, key.state, key.max_class === least ? least : `${least} to ${key.max_class}`,
+    cutView(key.group),
+    fullest === undefined ? "–" : html`<meter min="0" max="1" low="0.8" high="0.999" optimum="0" .value=${Math.min(1, shareOf(fullest))}
+      aria-label="Fullest limit of ${plain(key.name)}"></meter> ${Math.round(100 * shareOf(fullest))} % of ${fullest.limit}`,
+    timeOf(key.last_used_at), key.previous_until === null ? "–" : `until ${timeOf(key.previous_until)}`,
+  ];
 }
 
 function keyView(id, trouble) {
@@ -225,35 +232,23 @@ function usageView({ id, query }) {
   if (!isOperator()) return nothing;
   const choose = (name, value) => { setQuery(name, value); redraw(); };
   const [by, { sums, days }] = [dimension(), told];
+  const last = sums && dayOf(Math.min(Date.parse(sums.until) - 1, 1000 * state.at));
   return html`<section id="usage" class="panel" aria-labelledby="usage-title"><h2 id="usage-title">Usage ${
-    sums === null ? nothing : html`<small>${plain(sums.since.slice(0, 10))} to ${plain(sums.until.slice(0, 10))}, UTC</small>`}</h2>
+    sums === null ? nothing : html`<small>${sums.since.slice(0, 10)} to ${last}, UTC</small>`}</h2>
     <div class="bar">${selectView("Time", periods(), query.get("period") ?? "30d", (value) => choose("period", value))}
     ${id === "" ? selectView("By", Object.entries(DIMENSIONS), by, (value) => choose("by", value)) : nothing}
-    <button @click=${() => download(by)}>Download CSV</button></div>
+    <button @click=${(event) => download(event, reportPath(by, "csv"), `usage-by-${by}.csv`)}>Download CSV</button></div>
     ${told.reportTrouble !== "" ? html`<p class="error" role="alert">${plain(told.reportTrouble)}</p>`
-      : sums === null ? html`<p class="muted" role="status">Reading the ledger…</p>` : html`<p>${inWords(sums.total)}</p>${daysView(days.rows, "")}
-      ${sums.rows.length === 0 ? nothing : sumsView(sums.rows, DIMENSIONS[by], (row) => nameOf(row, by), `Usage by ${by}`)}
+      : sums === null ? html`<p class="muted" role="status">Reading the ledger…</p>` : html`<p>${inWords(sums.total)}</p>${daysView(days.rows, "", sums.since.slice(0, 10), last)}
+      ${sums.rows.length === 0 ? nothing : sumsView(sums.rows, DIMENSIONS[by], by, (row) => nameOf(row, by), `Usage by ${by}`)}
       ${sums.notes.map((note) => html`<p class="muted">${plain(note)}</p>`)}`}</section>`;
 }
 
 function nameOf(row, by) {
   const name = row[by] ?? "none";
-  if (by !== "key" || row.key === null) return plain(name);
-  const shown = plain(row.key_name ?? name);
+  if (by !== "key" || row.key === null) return cutView(name);
+  const shown = cutView(row.key_name ?? name, name);
   return isAdmin() ? html`<a href=${href("keys", row.key)}>${shown}</a>` : shown;
-}
-
-async function download(by) {
-  try {
-    const file = await (await ask("GET", reportPath(by, "csv"))).blob();
-    const link = document.createElement("a");
-    link.href = URL.createObjectURL(file);
-    link.download = `usage-by-${by}.csv`;
-    link.click();
-    setTimeout(() => URL.revokeObjectURL(link.href), 60_000);
-  } catch (error) {
-    toast(error.message, true);
-  }
 }
 
 // The forms.
@@ -278,7 +273,7 @@ function sheet(title, word, fields, send) {
       toast(error.message, true);
     }
     button.disabled = false;
-    await loadKeys();
+    askForKeys();
   };
   return html`<form class="sheet" @submit=${submit} aria-label=${title}><h3>${title}</h3>${fields}
     <p class="actions"><button type="submit" class="primary">${word}</button>
@@ -286,25 +281,25 @@ function sheet(title, word, fields, send) {
 }
 
 const field = (name, label, value, more = {}) => html`<label>${label} <input name=${name} .defaultValue=${value ?? ""} autocomplete="off"
-  ?required=${more.required} ?data-first=${more.first} placeholder=${more.placeholder ?? ""} type=${more.type ?? "text"} min="1"></label>`;
+  ?required=${more.required} ?data-first=${more.first} list=${more.list ?? nothing} placeholder=${more.placeholder ?? ""} type=${more.type ?? "text"} min="1"></label>`;
 const choice = (name, label, values, value) => html`<label>${label} <select name=${name}>${values.map(([one, word]) => html`
   <option value=${one} ?selected=${one === value}>${word}</option>`)}</select></label>`;
-const limitFields = (limits) => html`<fieldset><legend>Limits; empty: none</legend>${LIMITS.map(([name, label]) =>
+const limitFields = (limits) => html`<fieldset><legend>Limits; empty: none</legend>${FIELDS.map(([name, label]) =>
   field(name, label, limits?.[name], { type: name === "budget" ? "text" : "number" }))}</fieldset>`;
 
 function limitsOf(fields) {
-  return Object.fromEntries(LIMITS.map(([name]) => [name, fields[name] === "" ? null : name === "budget" ? fields[name] : Number(fields[name])]));
+  return Object.fromEntries(FIELDS.map(([name]) => [name, fields[name] === "" ? null : name === "budget" ? fields[name] : Number(fields[name])]));
 }
 
 /** Without `key`: of a new one. */
 function keyForm(key) {
   const classes = [["", "normal (not said)"], ...CLASSES.map((name) => [name, name])];
   const most = [["", "its class"], ...CLASSES.map((name) => [name, name])];
-  const groups = (told.groups ?? []).map((group) => group.name);
   const fields = html`${field("name", "Name", key?.name, { required: true, first: true })}
     ${choice("class", "Class of requests that name none", classes, key?.class ?? "")}
     ${choice("max_class", "Highest class", most, key === null || key.max_class === (key.class ?? "normal") ? "" : key.max_class)}
-    ${field("group", "Group", key?.group, { placeholder: groups.slice(0, 3).join(", ") })}
+    ${field("group", "Group", key?.group, { list: "key-groups" })}
+    <datalist id="key-groups">${(told.groups ?? []).map(({ name }) => html`<option value=${name}></option>`)}</datalist>
     ${field("models", "Models, with commas; empty: all", key?.models?.join(", "))}
     ${field("expires", "Ends, such as 90d or 2027-01-31", "", { placeholder: timeOf(key?.expires) })}${limitFields(key?.limits)}`;
   return sheet(key === null ? "A new key" : `Change ${plain(key.name)}`, key === null ? "Make it" : "Change it", fields, async (given) => {
@@ -333,7 +328,7 @@ function rotateForm(key) {
 async function revoke(button, key) {
   if (!await confirmed(`Revoke ${key.name} for good? Within a second its requests get 401; that can't be undone.`, "Revoke it")) return;
   await act(button, "DELETE", keyPath(key.id), () => `${key.name} is revoked.`);
-  await loadKeys();
+  askForKeys();
 }
 
 function groupForm(group) {
@@ -349,7 +344,7 @@ function groupForm(group) {
 async function remove(button, group) {
   if (!await confirmed(`Remove the group ${group.name}? Its limits go; ${plural(group.keys, "key")} may still name it.`, "Remove it")) return;
   await act(button, "DELETE", groupPath(group.name), () => `${group.name} is removed.`);
-  await loadKeys();
+  askForKeys();
 }
 
 const groupPath = (name) => `admin/groups/${encodeURIComponent(name)}`;

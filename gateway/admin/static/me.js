@@ -1,9 +1,12 @@
 // A caller's own page: what its key has used, what is left, its requests, and how to connect.
 
 import { html, nothing, render } from "./vendor/lit-html/lit-html.js";
-import { ApiError, fetchJson, setKey } from "./ask.js";
+import { copy } from "./actions.js";
+import { fetchJson, keepAsking, setKey } from "./ask.js";
 import { snippetsOf } from "./connect.js";
 import { count, money, plain, seconds } from "./format.js";
+import { focusKey, keyForm } from "./key.js";
+import { cutView, tableView } from "./table.js";
 import { costs, daysView, inWords, limitsView, selectView, sumsView, timeOf } from "./usage.js";
 
 const REFRESH_SECONDS = 30;
@@ -18,13 +21,12 @@ const mine = { ...NOTHING };
 let typedKey = "";
 let chosen = { client: "", model: "", withKey: false };
 let hasFocus = false;
-/** Goes up with each key, so that an answer for the key before is not shown. */
-let turn = 0;
+let stop = () => {};
 
 function draw() {
   render(headerView(), document.getElementById("top"));
-  render(mine.wantsKey ? keyView() : pageView(), page);
-  if (mine.wantsKey && !hasFocus) document.getElementById("own-key").focus();
+  render(mine.wantsKey ? keyForm("Your API key is needed", "API key", mine.trouble, useKey) : pageView(), page);
+  if (mine.wantsKey && !hasFocus) focusKey();
   hasFocus = mine.wantsKey;
 }
 
@@ -35,17 +37,6 @@ function headerView() {
     <p class="about">${use === null ? nothing : html`<span class="muted">classes up to ${plain(use.max_class)}</span>
       <button class="small" @click=${refresh}>Refresh</button>
       ${typedKey === "" ? nothing : html`<button class="small" @click=${forget}>Forget the key</button>`}`}</p>`;
-}
-
-function keyView() {
-  return html`<form class="panel key" @submit=${useKey}>
-    <h2>Your API key is needed</h2>
-    <p>It stays in this page's memory until you close or reload it; it is not stored.</p>
-    <label for="own-key">API key</label>
-    <input id="own-key" name="key" type="password" autocomplete="off" required maxlength="4096" aria-describedby="key-trouble">
-    <p id="key-trouble" class="error" role="alert">${mine.trouble}</p>
-    <button type="submit" class="primary">Open</button>
-  </form>`;
 }
 
 function pageView() {
@@ -68,33 +59,28 @@ function usePanel({ today, month, as_of: at, reason }) {
     at === null ? nothing : html`<small>as of ${timeOf(at)}</small>`}</h2>
     ${month === null ? html`<p class="muted">${plain(reason)}</p>` : html`
       <dl class="sums"><dt>Today</dt><dd>${inWords(today)}</dd><dt>This month</dt><dd>${inWords(month)}</dd></dl>
-      ${daysView(month.days, ", this month")}
-      ${month.models.length === 0 ? nothing : sumsView(month.models, "Model", (row) => plain(row.model ?? "none"), "This month by model")}`}
+      ${daysView(month.days, ", this month", month.since, today.since)}
+      ${month.models.length === 0 ? nothing : sumsView(month.models, "Model", "model", (row) => cutView(row.model ?? "none"), "This month by model")}`}
   </section>`;
 }
 
 function requestsPanel() {
   const { requests, next, unread } = mine;
-  const withCost = costs(requests);
   return html`<section id="requests" class="panel" aria-labelledby="requests-title">
     <h2 id="requests-title">Requests <small>that have ended, the latest first</small></h2>
     ${requests.length === 0 ? html`<p class="muted">${plain(unread) || "There are none."}</p>` : html`
-    <div class="scroll" tabindex="0" role="region" aria-label="Requests"><table>
-      <thead><tr><th scope="col">Ended</th><th scope="col">Model</th><th scope="col">Came of it</th><th scope="col" class="n">Waited</th>
-        <th scope="col" class="n">First token</th><th scope="col" class="n">In all</th><th scope="col" class="n">Tokens</th>
-        ${withCost ? html`<th scope="col" class="n">Cost</th>` : nothing}<th scope="col">Request</th></tr></thead>
-      <tbody>${requests.map((row) => requestRow(row, withCost))}</tbody></table></div>`}
+    ${tableView("Requests", ["Ended", "Model", "Came of it", "#Waited", "#First token", "#In all", "#Tokens",
+      costs(requests) ? "#Cost" : nothing, "Request"], requests, cellsOf, { most: MOST_ROWS })}`}
     ${next === null || requests.length >= MOST_ROWS ? nothing : html`<p><button @click=${older}>Show older ones</button></p>`}
   </section>`;
 }
 
-function requestRow(row, withCost) {
-  const id = row.client_request_id ?? row.id;
-  return html`<tr><td>${timeOf(row.ended_at)}</td><td><span class="cut" title=${plain(row.model)}>${plain(row.model ?? "none")}</span></td>
-    <td>${row.status < 400 ? "done" : `${row.status} ${plain(row.outcome)}`}</td><td class="n">${seconds(row.wait_seconds)}</td>
-    <td class="n">${seconds(row.ttft_seconds)}</td><td class="n">${seconds(row.seconds)}</td>
-    <td class="n">${count(row.prompt_tokens)} + ${count(row.completion_tokens)}</td>
-    ${withCost ? html`<td class="n">${money(row.cost)}</td>` : nothing}<td><code class="cut" title=${plain(id)}>${plain(id)}</code></td></tr>`;
+function cellsOf(row) {
+  return [
+    timeOf(row.ended_at), cutView(row.model ?? "none"), row.status < 400 ? "done" : `${row.status} ${row.outcome}`,
+    seconds(row.wait_seconds), seconds(row.ttft_seconds), seconds(row.seconds), `${count(row.prompt_tokens)} + ${count(row.completion_tokens)}`,
+    money(row.cost), html`<code>${cutView(row.client_request_id ?? row.id)}</code>`,
+  ];
 }
 
 function connectPanel(use) {
@@ -117,23 +103,9 @@ function connectPanel(use) {
     <p><button @click=${() => copy(text)}>Copy</button></p></section>`;
 }
 
-async function copy(text) {
-  const said = document.getElementById("said");
-  try {
-    await navigator.clipboard.writeText(text);
-    said.textContent = "Copied.";
-  } catch {
-    said.textContent = "The browser does not let this page copy.";
-  }
-  said.classList.remove("unseen");
-}
-
-function useKey(event) {
-  event.preventDefault();
-  const { key } = event.target.elements;
-  typedKey = key.value.trim();
-  key.value = "";
-  setKey(typedKey);
+function useKey(key) {
+  typedKey = key;
+  setKey(key);
   start();
 }
 
@@ -145,50 +117,47 @@ function forget() {
 
 /** Begin with what is known of the key that holds now. */
 function start() {
-  turn += 1;
   Object.assign(mine, NOTHING);
   chosen = { ...chosen, withKey: false };
   refresh();
 }
 
 /** Ask for all that the page shows. A key that is refused is not sent again by itself. */
-async function refresh() {
-  const asked = turn;
+function refresh() {
+  stop();
   draw();
-  try {
-    const use = await fetchJson("v1/usage");
-    const [requests, models] = await Promise.allSettled([fetchJson(`v1/usage/requests?limit=${PAGE_ROWS}`), fetchJson("v1/models")]);
-    if (asked !== turn) return;
-    Object.assign(mine, { use, trouble: "", unread: requests.reason?.message ?? "" });
+  stop = keepAsking(async (get, signal) => {
+    const use = await get("v1/usage");
+    const [requests, models] = await Promise.allSettled([get(`v1/usage/requests?limit=${PAGE_ROWS}`), get("v1/models")]);
+    if (signal.aborted) return 0;
+    Object.assign(mine, { use, unread: requests.reason?.message ?? "" });
     // Older ones that were asked for stay.
     if (requests.status === "fulfilled" && mine.requests.length <= PAGE_ROWS) {
       Object.assign(mine, { requests: requests.value.requests, next: requests.value.next });
     }
     if (models.status === "fulfilled") mine.models = models.value.data;
-  } catch (error) {
-    if (asked !== turn) return;
-    if (error instanceof ApiError && error.status === 401) {
-      const trouble = typedKey === "" ? "" : "This key is not valid.";
-      Object.assign(mine, { ...NOTHING, wantsKey: true, trouble });
-    } else mine.trouble = error instanceof ApiError ? error.message : "The gateway does not answer.";
-  }
-  draw();
+    return REFRESH_SECONDS;
+  }, (trouble, error) => {
+    if (error?.status === 401) {
+      Object.assign(mine, { ...NOTHING, wantsKey: true, trouble: typedKey === "" ? "" : "This key is not valid." });
+    } else mine.trouble = trouble;
+    draw();
+  }, REFRESH_SECONDS);
 }
 
 async function older() {
-  const asked = turn;
+  const key = typedKey;
+  const known = { trouble: "" };
   try {
     const { requests, next } = await fetchJson(`v1/usage/requests?limit=${PAGE_ROWS}&before=${encodeURIComponent(mine.next)}`);
-    if (asked !== turn) return;
-    Object.assign(mine, { requests: [...mine.requests, ...requests].slice(0, MOST_ROWS), next, trouble: "" });
+    Object.assign(known, { requests: [...mine.requests, ...requests].slice(0, MOST_ROWS), next });
   } catch (error) {
-    mine.trouble = error instanceof ApiError ? error.message : "The gateway does not answer.";
+    known.trouble = error.message;
   }
+  if (key !== typedKey || mine.wantsKey) return;
+  Object.assign(mine, known);
   draw();
 }
 
-setInterval(() => {
-  if (!document.hidden && !mine.wantsKey && mine.use !== null) refresh();
-}, REFRESH_SECONDS * 1000);
 page.replaceChildren();
 start();

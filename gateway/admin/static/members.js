@@ -2,22 +2,22 @@
 
 import { html, nothing } from "./vendor/lit-html/lit-html.js";
 import { count, percent, plain, seconds } from "./format.js";
+import { tableView } from "./table.js";
 
 export function membersView(cluster) {
   if (cluster === null || cluster === undefined) return nothing;
   return html`<section id="members" class="panel" aria-labelledby="members-title">
     <h2 id="members-title">Cluster ${plain(cluster.name)} <small>${
       cluster.leader === null ? "nobody leads" : html`${plain(cluster.leader)} leads`}</small></h2>
-    <table><thead><tr><th>Member</th><th>Role</th><th>Address</th><th>Heard</th><th>Edges</th><th>Streams</th><th>CPU</th></tr></thead>
-    <tbody>${cluster.members.map(memberView)}</tbody></table>
+    ${tableView("Members", ["Member", "Role", "Address", "Heard", "Edges", "#Streams", "#CPU"], cluster.members, cellsOf)}
   </section>`;
 }
 
-function memberView(member) {
+function cellsOf(member) {
   const ready = member.edges.filter((edge) => edge.ready).length;
   const sum = (name) => member.edges.reduce((total, edge) => total + edge[name], 0);
-  return html`<tr><td>${plain(member.name)}</td><td>${member.role}</td><td>${plain(member.address)}</td>
-    <td>${member.heard_seconds === null ? "never" : `${seconds(member.heard_seconds)} ago`}</td>
-    <td>${count(ready)} of ${count(member.edges.length)}</td><td>${count(sum("streams"))}</td>
-    <td>${percent(sum("cpu_share"))}</td></tr>`;
+  return [
+    member.name, member.role, member.address, member.heard_seconds === null ? "never" : `${seconds(member.heard_seconds)} ago`,
+    `${count(ready)} of ${count(member.edges.length)}`, count(sum("streams")), percent(sum("cpu_share")),
+  ];
 }

@@ -3,12 +3,12 @@
 import { html, nothing, svg } from "./vendor/lit-html/lit-html.js";
 import { repeat } from "./vendor/lit-html/directives/repeat.js";
 import { order, pauseModel } from "./actions.js";
-import { ApiError, fetchJson } from "./ask.js";
+import { keepAsking } from "./ask.js";
 import { count, moment, money, percent, plain, plural, rate, seconds, size } from "./format.js";
 import { MARKS } from "./nodes.js";
 import { href } from "./route.js";
 import { isOperator, state } from "./state.js";
-import { tableView } from "./table.js";
+import { moreView, tableView } from "./table.js";
 
 /** Hosts, and models of each, that are drawn; the others are counted. */
 const [MOST_HOSTS, MOST_DRAWN] = [48, 48];
@@ -18,17 +18,14 @@ const LEAST = 6;
 const UNKNOWN = 60;
 /** States in which a model has its memory. */
 const HELD = new Set(["ready", "degraded", "mute", "sleeping", "loading", "unloading", "draining", "ejected"]);
-/** Rows of each table. */
-const MOST_ROWS = 200;
 /** How far back the page tells who used a model, and the groups that it asks for. */
 const [USED_SINCE, MOST_GROUPS] = ["7d", 5000];
-/** Milliseconds after which the page asks again. */
-const ASK_AGAIN = 5_000;
+/** Seconds after which the page asks again. */
+const ASK_AGAIN = 5;
 
 /** What the live view does not have: public names, what routers have loaded, and who used a model. */
 let known = { models: null, placements: [], used: null, more: false, trouble: "" };
-let asking = new AbortController();
-let timer = 0;
+let stop = () => {};
 
 export function enter(route, redraw) {
   known = { ...known, used: null, trouble: "" };
@@ -36,35 +33,25 @@ export function enter(route, redraw) {
 }
 
 export function leave() {
-  asking.abort();
-  clearTimeout(timer);
+  stop();
 }
 
-async function askFor(route, redraw) {
-  leave();
-  asking = new AbortController();
-  const { signal } = asking;
-  const get = (path) => fetchJson(path, { signal });
-  try {
+function askFor(route, redraw) {
+  stop();
+  stop = keepAsking(async (get) => {
     const [{ models }, { placements }] = await Promise.all([get("admin/models"), get("admin/placements")]);
-    known = { ...known, models, placements, trouble: "" };
+    known = { ...known, models, placements };
     if (route.id !== "" && known.used === null && isOperator()) {
       redraw();
       const report = await get(`admin/usage?by=key,model&since=${USED_SINCE}&limit=${MOST_GROUPS}`);
       known.used = report.rows.filter((row) => row.model === route.id);
       known.more = report.rows_found > report.rows.length;
     }
-  } catch (error) {
-    if (signal.aborted) return;
-    known = { ...known, trouble: error instanceof ApiError ? error.message : "The gateway does not answer." };
-  }
-  if (signal.aborted) return;
-  redraw();
-  const again = () => {
-    if (document.hidden) timer = setTimeout(again, ASK_AGAIN);
-    else askFor(route, redraw);
-  };
-  timer = setTimeout(again, ASK_AGAIN);
+    return ASK_AGAIN;
+  }, (trouble) => {
+    known = { ...known, trouble };
+    redraw();
+  });
 }
 
 export function depends(route) {
@@ -83,21 +70,14 @@ function namesView(again) {
   const models = known.models ?? [];
   return html`<section id="names" class="panel" aria-labelledby="names-title">
     <h2 id="names-title">Models <small>${known.models === null ? "asking…" : count(models.length)}</small></h2>
-    ${listView("Models", "more model", ["Model", "Stands for", "Where it is", "#Slots busy", "#Waiting", "", ...ACTIONS()], models, (model) => [
+    ${tableView("Models", ["Model", "Stands for", "Where it is", "#Slots busy", "#Waiting", "", actions()], models, (model) => [
       linkView("models", model.name), model.stands_for.join(", "), statesView(model), `${model.slots_busy} of ${model.slots_total}`,
-      count(model.waiting), model.paused ? html`<b class="tag">paused</b>` : "", pauseView(model, again)])}
+      count(model.waiting), model.paused ? html`<b class="tag">paused</b>` : "", pauseView(model, again)], { word: "more model" })}
   </section>`;
 }
 
 /** The heading of a column that only those have who may act. */
-const ACTIONS = () => (isOperator() ? ["Actions"] : []);
-
-/** A table of the first rows; the others are counted. Cells beyond its columns are left out. */
-function listView(label, word, columns, rows, cellsOf) {
-  const shown = rows.slice(0, MOST_ROWS);
-  return html`${tableView(label, columns, shown.map((row) => cellsOf(row).slice(0, columns.length)), shown.map((row) => row.name ?? row.key))}
-    ${moreView(rows.length - MOST_ROWS, word)}`;
-}
+const actions = () => (isOperator() ? "Actions" : nothing);
 
 function statesView(model) {
   const states = Object.entries(model.nodes);
@@ -132,12 +112,12 @@ function modelView(name, again) {
     <div class="bar"><h2 id="model-title">${plain(name)}${model.paused ? html` <b class="tag">paused</b>` : nothing}</h2>
       ${isOperator() ? html`${pauseView(model, again)}<a href=${href("requests", "", { model: name })}>Its requests</a>` : nothing}</div>
     <dl>${facts.map(([word, value]) => html`<dt>${word}</dt><dd>${value}</dd>`)}</dl>
-    ${placements.length === 0 ? nothing : html`<h3>Routers that can load it</h3>${listView("Routers that can load it", "more router",
-      ["Router", "State", "Since", "#Memory", "#Requests", "#Loads", "#Seconds a load", "Pinned by", ...ACTIONS()], placements,
-      (one) => placementCells(one, again))}`}
-    ${nodes.length === 0 ? nothing : html`<h3>Nodes that always have it</h3>${listView("Nodes that always have it", "more node",
+    ${placements.length === 0 ? nothing : html`<h3>Routers that can load it</h3>${tableView("Routers that can load it",
+      ["Router", "State", "Since", "#Memory", "#Requests", "#Loads", "#Seconds a load", "Pinned by", actions()], placements,
+      (one) => placementCells(one, again), { key: (one) => one.node, word: "more router" })}`}
+    ${nodes.length === 0 ? nothing : html`<h3>Nodes that always have it</h3>${tableView("Nodes that always have it",
       ["Node", "State", "#Slots busy", "#Writes", "#Reads", "#Requests"], nodes, (node) => [linkView("nodes", node.name), markView(node.state),
-        `${node.slots_busy} of ${node.slots_total}`, `${rate(node.decode_tps)} tokens/s`, `${rate(node.prefill_tps)} tokens/s`, count(node.requests)])}`}
+        `${node.slots_busy} of ${node.slots_total}`, `${rate(node.decode_tps)} tokens/s`, `${rate(node.prefill_tps)} tokens/s`, count(node.requests)], { word: "more node" })}`}
   </section>${memoriesView(names)}${isOperator() ? usedView(name) : nothing}`;
 }
 
@@ -164,10 +144,10 @@ function usedView(name) {
   return html`<section id="used" class="panel" aria-labelledby="used-title"><h2 id="used-title">Who used it <small>in the last seven days</small></h2>
     ${used === null ? html`<p class="muted" role="status">${known.trouble ? nothing : "Asking the ledger…"}</p>`
       : used.length === 0 ? html`<p class="muted">Nobody.</p>`
-      : listView("Who used it", "more caller", ["Caller", "#Requests", "#Failed", "#Prompt tokens", "#of them cached", "#Answer tokens", "#Cost"], used,
+      : tableView("Who used it", ["Caller", "#Requests", "#Failed", "#Prompt tokens", "#of them cached", "#Answer tokens", "#Cost"], used,
         (row) => [html`<a href=${href("requests", "", { key: row.key, model: name })} title=${plain(row.key)}>${plain(row.key_name ?? row.key)}</a>`,
           count(row.requests), count(row.failures), count(row.prompt_tokens), row.prompt_tokens === 0 ? "–" : percent(row.cached_tokens / row.prompt_tokens),
-          count(row.completion_tokens), money(row.cost)])}
+          count(row.completion_tokens), money(row.cost)], { key: (row) => row.key, word: "more caller" })}
     ${more ? html`<p class="muted">Only the ${count(MOST_GROUPS)} dearest pairs of caller and model were looked at.</p>` : nothing}
   </section>`;
 }
@@ -178,10 +158,6 @@ function linkView(page, name) {
 
 function markView(word) {
   return html`<span class="s-${word}"><span class="mark" aria-hidden="true">${MARKS[word]}</span> ${word}</span>`;
-}
-
-function moreView(left, word) {
-  return left > 0 ? html`<p class="muted">and ${plural(left, word)}</p>` : nothing;
 }
 
 // The memory of hosts: all of them, or those on which a model of these names has a place.

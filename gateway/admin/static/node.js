@@ -2,57 +2,45 @@
 
 import { html, nothing } from "./vendor/lit-html/lit-html.js";
 import { guard } from "./vendor/lit-html/directives/guard.js";
-import { fetchJson } from "./ask.js";
+import { keepAsking } from "./ask.js";
 import { count, money, percent, plain, plural, rate, seconds, size } from "./format.js";
 import { actionsView, cellsView, MARKS, slotsInWords } from "./nodes.js";
+import { drawPlots, isKnown, plotsView } from "./plot.js";
 import { href } from "./route.js";
 import { isOperator, state } from "./state.js";
-import { colour, theme } from "./theme.js";
 
 const ASK_SECONDS = 60;
-const DAY = 86_400;
-const HEIGHT = 128;
+/** Seconds that are drawn at most, and at least of a gateway that has just started. */
+const [DAY, LEAST_SPAN] = [86_400, 7200];
 /** How full a cell of the map can be, as the style sheet has it. */
 const MOST_HEAT = 8;
 
-/** Each chart: its series by column, and how its values read. */
+/** Each chart, as `plot.js` has them. */
 const CHARTS = [
-  { id: "busy", title: "Busy slots", read: (value) => rate(value), series: [["busy", "busy"], ["slots", "slots"]] },
+  { id: "busy", title: "Busy slots", read: rate, series: [["busy", "busy"], ["slots", "slots"]] },
   { id: "decode", title: "Writing, tokens a second", read: rate, series: [["decode_tps", "one request alone"]] },
   { id: "prefill", title: "Reading, tokens a second", read: rate, series: [["prefill_tps", "prompts"]] },
 ];
-const STYLES = [["--series-1", []], ["--series-2", [6, 3]]];
+const UNKNOWN = { day: null, cache: null, trouble: "" };
 
-/** What was asked of the gateway for the node that is shown. */
-let asked = { name: "", day: null, cache: null, trouble: "" };
-let timer = 0;
-let plots = [];
-let drawnOf = null;
+/** What the gateway has told of the node that is shown. */
+let told = { ...UNKNOWN };
+let stop = () => {};
 
-export function enter(route, redraw) {
-  asked = { name: route.id, day: null, cache: null, trouble: "" };
-  const load = () => fetchAll(asked, redraw);
-  load();
-  timer = setInterval(load, ASK_SECONDS * 1000);
+export function enter({ id }, redraw) {
+  told = { ...UNKNOWN };
+  const name = encodeURIComponent(id);
+  stop = keepAsking(async (get) => {
+    if (state.nodes.has(id)) {
+      [told.day, told.cache] = await Promise.all([get(`admin/nodes/${name}/history`), get(`admin/cache?node=${name}`)]);
+    }
+    return ASK_SECONDS;
+  }, (trouble) => { told.trouble = trouble; redraw(); }, ASK_SECONDS);
 }
 
 export function leave() {
-  clearInterval(timer);
-  destroy();
-  asked = { name: "", day: null, cache: null, trouble: "" };
-}
-
-async function fetchAll(into, redraw) {
-  if (!state.nodes.has(into.name)) return;
-  const name = encodeURIComponent(into.name);
-  try {
-    const [day, cache] = await Promise.all([`admin/nodes/${name}/history`, `admin/cache?node=${name}`]
-      .map((path) => fetchJson(path)));
-    Object.assign(into, { day, cache, trouble: "" });
-  } catch (error) {
-    into.trouble = error.message;
-  }
-  if (into === asked) redraw();
+  stop();
+  told = { ...UNKNOWN };
 }
 
 /** What the view is made of. */
@@ -73,14 +61,11 @@ export function view(route) {
         : html`<span class="muted">Draining and probing need an operator's key.</span>`}</p></section>
     <section id="day" class="panel" aria-labelledby="day-title">
       <h2 id="day-title">The last 24 hours</h2>
-      ${asked.trouble ? html`<p class="error" role="alert">${plain(asked.trouble)}</p>` : nothing}
-      ${asked.day?.points.length === 0 ? html`<p class="muted">Nothing was seen of it at work.</p>` : nothing}
-      <div class="charts">${CHARTS.map((chart) => html`<figure><figcaption><h3>${chart.title}</h3>
-        <p>${chart.series.length > 1 ? chart.series.map(([, name], index) => html`<span
-          class="key k${index + 1}"><i aria-hidden="true"></i>${name}</span>`) : nothing}</p></figcaption>
-        <div class="plot" data-plot=${chart.id} role="img" aria-label=${wordsOf(chart)}></div></figure>`)}</div>
+      ${told.trouble ? html`<p class="error" role="alert">${plain(told.trouble)}</p>` : nothing}
+      ${told.day?.points.length === 0 ? html`<p class="muted">Nothing was seen of it at work.</p>` : nothing}
+      ${plotsView(fed())}
     </section>
-    ${guard([asked.cache], () => (asked.cache === null ? nothing : cacheView(asked.cache, node.name)))}`;
+    ${guard([told.cache], () => (told.cache === null ? nothing : cacheView(told.cache, node.name)))}`;
 }
 
 function factsView(node) {
@@ -117,16 +102,13 @@ function of(share) {
 // The charts of the day.
 
 function column(name) {
-  const place = asked.day.columns.indexOf(name);
-  return asked.day.points.map((point) => point[place]);
+  const place = told.day.columns.indexOf(name);
+  return told.day.points.map((point) => point[place]);
 }
 
-/** What a chart shows, in words. */
-function wordsOf(chart) {
-  const values = asked.day === null ? [] : column(chart.series[0][0]).filter((value) => value !== null);
-  if (values.length === 0) return `${chart.title}: nothing is known yet`;
-  const [least, most] = [Math.min(...values), Math.max(...values)];
-  return `${chart.title} in the last 24 hours: from ${chart.read(least)} to ${chart.read(most)}, now ${chart.read(values.at(-1))}`;
+/** Charts that something feeds. */
+function fed() {
+  return told.day === null ? [] : CHARTS.filter(({ series: [[name]] }) => isKnown(column(name)));
 }
 
 /** The series of a chart; a time without the node is a gap. */
@@ -135,7 +117,7 @@ function dataOf(chart) {
   const rows = chart.series.map(([name]) => column(name));
   const data = [[], ...rows.map(() => [])];
   at.forEach((time, place) => {
-    if (place > 0 && time - at[place - 1] > 1.5 * asked.day.step) {
+    if (place > 0 && time - at[place - 1] > 1.5 * told.day.step) {
       data[0].push(at[place - 1] + 1);
       for (const one of data.slice(1)) one.push(null);
     }
@@ -146,50 +128,12 @@ function dataOf(chart) {
 }
 
 export function drawn() {
-  if (asked.day === null) return;
-  const words = theme();
-  const isGone = plots.some(({ place }) => !place.isConnected);
-  if (isGone || (plots.length > 0 && plots[0].words !== words)) destroy();
-  if (drawnOf === asked.day && plots.length > 0) return;
-  drawnOf = asked.day;
-  for (const chart of CHARTS) {
-    const place = document.querySelector(`[data-plot="${chart.id}"]`);
-    if (place === null) return;
-    let one = plots.find((plot) => plot.place === place);
-    if (one === undefined) plots.push(one = { place, words, plot: make(chart, place) });
-    one.plot.setData(dataOf(chart), false);
-    one.plot.setScale("x", { min: state.at - DAY, max: state.at });
-  }
+  const { at } = state;
+  drawPlots(fed(), told.day, dataOf, {
+    words: "the last 24 hours", height: 128, steps: [900, 3600, 7200, 10_800, 14_400, 21_600, 43_200],
+    from: (first = at) => Math.max(at - DAY, Math.min(first, at - LEAST_SPAN)), to: at,
+  });
 }
-
-function make(chart, place) {
-  const axis = { stroke: colour("--muted"), grid: { stroke: colour("--line"), width: 1 }, ticks: { show: false }, font: "11px system-ui, sans-serif" };
-  return new window.uPlot({
-    width: Math.max(120, place.clientWidth), height: HEIGHT, padding: [8, 8, 0, 0], legend: { show: false },
-    cursor: { points: { size: 6 }, drag: { x: false, y: false }, sync: { key: "day" } },
-    scales: { x: { time: true }, y: { range: (_, low, high) => [0, Math.max(high || 0, 1) * 1.1] } },
-    axes: [
-      { ...axis, size: 22, space: 60, values: [[60, "{HH}:{mm}"]], incrs: [3600, 7200, 10_800, 14_400, 21_600, 43_200] },
-      { ...axis, size: 46, space: 26, values: (_, splits) => splits.map((value) => chart.read(value)) },
-    ],
-    series: [{}, ...chart.series.map((_, index) => ({
-      stroke: colour(STYLES[index][0]), dash: STYLES[index][1], width: 1.75, spanGaps: false, points: { show: false },
-    }))],
-  }, [[], ...chart.series.map(() => [])], place);
-}
-
-function destroy() {
-  for (const { plot } of plots) plot.destroy();
-  plots = [];
-  drawnOf = null;
-}
-
-new ResizeObserver(() => {
-  for (const { plot, place } of plots) {
-    const width = Math.max(120, place.clientWidth);
-    if (width !== plot.width) plot.setSize({ width, height: HEIGHT });
-  }
-}).observe(document.documentElement);
 
 // The map of cache hits.
 

@@ -216,12 +216,13 @@ export function drawn() {
 }
 
 function tile(node, size) {
-  const words = `${plain(node.name)}, ${node.state}, ${slotsInWords(node)}, ${speedInWords(node)}`;
+  const speed = size === "tiles" && node.decode_tps !== null ? `${rate(node.decode_tps)}/s` : "";
+  // It begins with the words that are seen.
+  const words = `${plain(node.name)} ${speed}, ${node.state}, ${slotsInWords(node)}, ${speedInWords(node)}`;
   return html`<li class="node s-${node.state} ${node.tier}" data-node=${node.name}><a
     tabindex="-1" href=${href("nodes", node.name)} aria-label=${words} @pointerenter=${showWords}><span class="mark"
     aria-hidden="true">${MARKS[node.state]}</span>${size === "tiles"
-    ? html`<span class="name">${plain(node.name)}</span>${cellsView(node)}<span class="rate">${node.decode_tps === null ? nothing
-      : html`${rate(node.decode_tps)}/s`}</span>`
+    ? html`<span class="name">${plain(node.name)}</span>${cellsView(node)} <span class="rate">${speed}</span>`
     : look.printed ? printedCellsView(node) : nothing}</a></li>`;
 }
 

@@ -2,8 +2,8 @@
 
 import { html, nothing, svg } from "./vendor/lit-html/lit-html.js";
 import { guard } from "./vendor/lit-html/directives/guard.js";
-import { fetchJson } from "./ask.js";
-import { chartsView, column, drawCharts, hasPrices } from "./charts.js";
+import { keepAsking } from "./ask.js";
+import { chartsView, column, drawCharts, fedCharts, hasPrices } from "./charts.js";
 import { count, money, percent, rate, seconds } from "./format.js";
 import { membersView } from "./members.js";
 import * as nodes from "./nodes.js";
@@ -18,37 +18,34 @@ const [MOST_POINTS, WIDTH, HEIGHT] = [90, 180, 30];
 let isMarked = false;
 /** What the requests of this day have cost, as the ledger says; null: it does not. */
 let spentToday = null;
-let timer = 0;
+let stop = () => {};
 
 export function enter(route, redraw) {
   timeline.enter();
-  const askForMoney = async () => {
-    if (!isOperator() || !hasPrices() || document.hidden) return;
-    try {
-      spentToday = (await fetchJson("admin/usage?by=tier&since=0d")).total.cost;
-    } catch {
-      spentToday = null;
-    }
+  stop = keepAsking(async (get) => {
+    if (isOperator() && hasPrices()) spentToday = (await get("admin/usage?by=tier&since=0d")).total.cost;
+    return ASKED_SECONDS;
+  }, (trouble) => {
+    if (trouble !== "") spentToday = null;
     redraw();
-  };
-  askForMoney();
-  timer = setInterval(askForMoney, ASKED_SECONDS * 1000);
+  }, ASKED_SECONDS);
 }
 
 export function leave() {
   timeline.leave();
-  clearInterval(timer);
+  stop();
 }
 
 export function view(route, redraw) {
   const { connection, problems, summary, versions } = state;
+  const charts = fedCharts();
   return html`${connection === "lost" && problems.length === 0 ? nothing
       : guard([problems, versions.page], () => problemsView(problems, redraw))}
     ${guard([versions.history, versions.page, summary], figuresView)}
     ${timeline.timelineView(redraw)}
     ${guard(nodes.depends(route), nodes.fleetView)}
     ${guard([summary], () => membersView(summary.cluster))}
-    ${guard([summary.hybrid === null, hasPrices()], chartsView)}`;
+    ${guard(charts, () => chartsView(charts))}`;
 }
 
 export function drawn() {

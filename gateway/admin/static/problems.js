@@ -74,8 +74,7 @@ function problemView(problem) {
   return html`<details class="problem ${problem.severity}">
     <summary><span class="mark" aria-hidden="true">${MARKS[problem.severity] ?? "●"}</span>
       <span class="severity">${problem.severity}</span> <b>${plain(problem.title)}</b></summary>
-    <p class="cause">${plain(problem.cause)}${problem.caller
-      ? html` Its caller: <a href=${href("requests", "", { key: problem.caller })}><code>${callerName(problem)}</code></a>.` : nothing}</p>
+    <p class="cause">${plain(problem.cause)}${problem.caller ? callerView(problem) : nothing}</p>
     <p class="remedy">${plain(problem.remedy)}</p>
     <p class="links">
       ${problem.nodes.map((name) => html`<a href=${href("nodes", name)}>${plain(name)}</a>`)}
@@ -83,4 +82,11 @@ function problemView(problem) {
         class="copy" @click=${() => copy(command)} aria-label="Copy the command ${plain(command)}">Copy</button></span>`)}
     </p>
   </details>`;
+}
+
+/** Who it is about: a key, or a group of keys. */
+function callerView(problem) {
+  const [, group] = /^group (.*)$/s.exec(problem.caller) ?? [];
+  const query = group === undefined ? { key: problem.caller } : { group };
+  return html` Its ${group === undefined ? "caller" : "group"}: <a href=${href("requests", "", query)}><code>${callerName(problem)}</code></a>.`;
 }

@@ -4,12 +4,12 @@
 import { html, nothing } from "./vendor/lit-html/lit-html.js";
 import { guard } from "./vendor/lit-html/directives/guard.js";
 import { cancel } from "./actions.js";
-import { ApiError, fetchJson } from "./ask.js";
+import { keepAsking } from "./ask.js";
 import { count, money, moment, plain, plural, rate, seconds } from "./format.js";
 import { legendView, lifeOf, stripView, wordsOf } from "./life.js";
 import { go, href } from "./route.js";
 import { state } from "./state.js";
-import { tableView } from "./table.js";
+import { cutView, tableView } from "./table.js";
 import * as why from "./why.js";
 
 const FEW = 14;
@@ -17,8 +17,8 @@ const ORDER = { writing: 0, reading: 1, waiting: 2 };
 const PAGE_ROWS = 100;
 /** Names that a field suggests. */
 const MOST_NAMES = 200;
-/** Milliseconds from one look at the ledger to the next, and how often a look's own time they are. */
-const [LOOK_AGAIN, LOOK_SHARE] = [5_000, 20];
+/** Seconds from one look at the ledger to the next, and how often a look's own time they are. */
+const [LOOK_AGAIN, LOOK_SHARE] = [5, 20];
 const DAY = 86_400_000;
 
 /** The filters by their names in the address: the word before the field, and what it takes. */
@@ -52,8 +52,7 @@ const OF_RUNNING = {
 
 let showsAll = false;
 let ended = null;
-let looking = new AbortController();
-let timer = 0;
+let stop = () => {};
 
 export function enter(route, redraw) {
   if (route.id !== "") why.enter(route, redraw);
@@ -62,8 +61,7 @@ export function enter(route, redraw) {
 
 export function leave() {
   why.leave();
-  looking.abort();
-  clearTimeout(timer);
+  stop();
   // The next key may not see what this one has shown.
   if (state.summary === null) ended = null;
 }
@@ -144,7 +142,7 @@ function runningView(route, redraw) {
     <h2 id="requests-title">Requests in flight <small>${count(inFlight)}</small></h2>
     ${rows.length === 0 ? html`<p class="muted">${inFlight === 0 || filters.length === 0 ? "Nothing waits and nothing runs."
       : "None that waits or runs is like that."}</p>` : html`${tableView("Requests in flight", ["Request", "State", "Class", "Model", "Caller", "Node",
-      "#Age", "#TTFT", "#Tokens", "#Tokens/s", "Actions"], shown.map((row) => runningCells(row, longest)), shown.map((row) => row.id))}
+      "#Age", "#TTFT", "#Tokens", "#Tokens/s", "Actions"], shown, (row) => runningCells(row, longest), { most: shown.length })}
     ${rows.length > FEW || unlisted > 0 ? html`<p class="muted">
       ${rows.length > FEW ? html`<button @click=${() => { showsAll = !showsAll; redraw(); }}>
         ${showsAll ? "Show fewer" : `Show ${rows.length}`}</button>` : nothing}
@@ -183,43 +181,26 @@ function nameView(id, name) {
     aria-hidden="true">${plain(name.length <= 14 ? name : `…${name.slice(-10)}`)}</code></a>`;
 }
 
-function cutView(text, title = text) {
-  return html`<span class="cut" title=${plain(title)}>${text === null ? "–" : plain(text)}</span>`;
-}
-
 // Those that have ended.
 
 /** Look into the ledger, and again after some time if the latest are shown. */
-async function look(route, redraw) {
-  looking.abort();
-  clearTimeout(timer);
-  looking = new AbortController();
-  const { signal } = looking;
-  const begun = performance.now();
+function look(route, redraw) {
+  stop();
   const query = new URLSearchParams({ limit: PAGE_ROWS });
   for (const [name, value] of route.query) {
     if (value !== "" && (name in FILTERS || name === "before")) query.set(PARAMETERS[name] ?? name, value);
   }
-  const { words } = ended;
-  try {
-    const found = await fetchJson(`admin/requests/ended?${query}`, { signal });
-    if (signal.aborted) return;
-    ended = { words, rows: found.requests, next: found.next, readSince: found.complete ? null : found.since, trouble: "" };
-  } catch (error) {
-    if (signal.aborted) return;
-    ended = { ...ended, trouble: error instanceof ApiError ? error.message : "The gateway does not answer." };
-  }
-  redraw();
-  if (route.query.has("before")) return;
-  const pause = Math.max(LOOK_AGAIN, LOOK_SHARE * (performance.now() - begun));
-  timer = setTimeout(() => lookAgain(route, redraw), pause);
-}
-
-/** What the reader points at stays where it is, and nobody looks at a hidden page. */
-function lookAgain(route, redraw) {
-  if (document.hidden || document.querySelector("#ended table:is(:hover, :focus-within)") !== null) {
-    timer = setTimeout(() => lookAgain(route, redraw), LOOK_AGAIN);
-  } else look(route, redraw);
+  stop = keepAsking(async (get) => {
+    // What the reader points at stays where it is.
+    if (ended.rows !== null && document.querySelector("#ended table:is(:hover, :focus-within)") !== null) return LOOK_AGAIN;
+    const begun = performance.now();
+    const found = await get(`admin/requests/ended?${query}`);
+    ended = { ...ended, rows: found.requests, next: found.next, readSince: found.complete ? null : found.since };
+    return route.query.has("before") ? 0 : Math.max(LOOK_AGAIN, LOOK_SHARE * (performance.now() - begun) / 1000);
+  }, (trouble) => {
+    ended = { ...ended, trouble };
+    redraw();
+  });
 }
 
 function endedView(route, redraw) {
@@ -233,7 +214,7 @@ function endedView(route, redraw) {
     ${rows === null ? html`<p class="muted" role="status">${trouble ? nothing : "Asking the ledger…"}</p>`
         : rows.length === 0 ? html`<p class="muted">None that has ended is like that.</p>`
       : tableView("Requests that have ended", ["Request", "Ended", "Outcome", "#Seconds", "Its life", "Class", "Model", "Caller", "Node",
-        "#Tokens", "#Cost"], rows.map((row) => endedCells(row, longest)), rows.map((row) => row.id))}
+        "#Tokens", "#Cost"], rows, (row) => endedCells(row, longest))}
     ${readSince === null ? nothing : html`<p class="muted">Only what ended since ${moment(readSince, state.at)} was read, since more takes too long.</p>`}
     <p class="links">${route.query.has("before") ? html`<a href=${href("requests", "", filters)}>First page</a>` : nothing}
       ${next === null ? nothing : html`<a href=${href("requests", "", [...filters, ["before", next]])}>Next page</a>`}</p>

@@ -2,16 +2,18 @@
 
 import { html, nothing } from "./vendor/lit-html/lit-html.js";
 import { confirmed, toast } from "./actions.js";
-import { ask, fetchJson } from "./ask.js";
+import { ask, keepAsking } from "./ask.js";
 import { count, plain, plural, size } from "./format.js";
 import { href, setQuery } from "./route.js";
 import { state } from "./state.js";
+import { tableView } from "./table.js";
 
 const MOST_LISTED = 400;
 const FILES = { gateway: "Settings", nodes: "Inventory" };
 
 /** What was asked of the gateway; `compared` is the difference that the address asks for. */
 let known = fresh();
+let stop = () => {};
 /** What came of the last reload: null, what has changed, or the problems. */
 let reloaded = null;
 let isBusy = false;
@@ -26,20 +28,21 @@ export function enter(route, redraw) {
 }
 
 export function leave() {
+  stop();
   known = fresh();
   reloaded = null;
 }
 
-async function load(version, redraw) {
-  const into = known;
-  try {
-    const [origins, history, compared] = await Promise.all([fetchJson("admin/config/origins"), fetchJson("admin/config/history"),
-      version === "" ? null : fetchJson(`admin/config/diff?from=${encodeURIComponent(version)}`)]);
-    Object.assign(into, { origins, files: history.files, compared, trouble: "" });
-  } catch (error) {
-    into.trouble = error.message;
-  }
-  if (into === known) redraw();
+function load(version, redraw) {
+  stop();
+  stop = keepAsking(async (get) => {
+    const [origins, history, compared] = await Promise.all([get("admin/config/origins"), get("admin/config/history"),
+      version === "" ? null : get(`admin/config/diff?from=${encodeURIComponent(version)}`)]);
+    Object.assign(known, { origins, files: history.files, compared });
+  }, (trouble) => {
+    known.trouble = trouble;
+    redraw();
+  });
 }
 
 /** What the view is made of. */
@@ -49,7 +52,7 @@ export function depends() {
 
 export function view(route, redraw) {
   return html`${known.trouble ? html`<p class="panel error" role="alert">${plain(known.trouble)}</p>` : nothing}
-    ${reloadView(redraw)}
+    ${reloadView(route.id, redraw)}
     ${known.compared === null ? nothing : comparedView(known.compared, redraw)}
     ${known.files === null ? nothing : known.files.map((file) => fileView(file, route.id))}
     ${known.origins === null ? html`<p class="panel muted">Asking…</p>` : valuesView(known.origins, route.query, redraw)}`;
@@ -57,11 +60,11 @@ export function view(route, redraw) {
 
 // Both files are read again.
 
-function reloadView(redraw) {
+function reloadView(version, redraw) {
   const standing = [known.origins?.settings_error, known.origins?.inventory_error].filter(Boolean).join("\n");
   return html`<section id="reload" class="panel" aria-labelledby="reload-title">
     <div class="bar"><h2 id="reload-title">Files on the disk</h2>
-      <button ?disabled=${isBusy} @click=${() => reload(redraw)}>Read both again</button></div>
+      <button ?disabled=${isBusy} @click=${() => reload(version, redraw)}>Read both again</button></div>
     <div role="status">${reloaded === null ? nothing : reloaded.problems ? problemsView(reloaded) : changesView(reloaded)}</div>
     ${reloaded === null && standing ? html`<p class="error">Older texts are in force, since these can't be:</p>
       <ul class="faults">${standing.split("\n").map((line) => html`<li class="problem critical">${plain(line)}</li>`)}</ul>` : nothing}
@@ -70,7 +73,7 @@ function reloadView(redraw) {
   </section>`;
 }
 
-async function reload(redraw, version = "") {
+async function reload(version, redraw) {
   isBusy = true;
   redraw();
   try {
@@ -79,7 +82,8 @@ async function reload(redraw, version = "") {
     reloaded = { message: error.message, problems: error.problems ?? [] };
   }
   isBusy = false;
-  await load(version, redraw);
+  redraw();
+  load(version, redraw);
 }
 
 function problemsView({ message, problems }) {
@@ -158,29 +162,27 @@ async function rollBack(version, redraw) {
     redraw();
     return;
   }
-  await reload(redraw, version);
+  reload(version, redraw);
 }
 
 // Every value.
 
 function valuesView(origins, query, redraw) {
   const [words, set] = [query.get("find") ?? "", query.get("set") === "1"];
-  const ask_ = (name, value) => { setQuery(name, value); redraw(); };
+  const choose = (name, value) => { setQuery(name, value); redraw(); };
   const wanted = words.trim().toLowerCase();
   const found = origins.values.filter((one) => (!set || one.line !== null || one.by !== null) && (!wanted || one.key.toLowerCase().includes(wanted)));
   return html`<section id="values" class="panel" aria-labelledby="values-title">
     <div class="bar"><h2 id="values-title">In force <small>secrets masked</small></h2>
       <label class="filter"><span class="unseen">Find settings</span><input type="search" placeholder="queue, keys[0], tls"
-        autocomplete="off" .value=${words} @input=${(event) => ask_("find", event.target.value)}></label>
-      <label><input type="checkbox" .checked=${set} @change=${(event) => ask_("set", event.target.checked ? "1" : "")}> only what is set</label></div>
+        autocomplete="off" .value=${words} @input=${(event) => choose("find", event.target.value)}></label>
+      <label><input type="checkbox" .checked=${set} @change=${(event) => choose("set", event.target.checked ? "1" : "")}> only what is set</label></div>
     ${origins.file === null ? html`<p class="muted">There is no settings file: all is by default, but for options and variables.</p>` : nothing}
     ${found.length === 0 ? html`<p class="muted">No setting is like that.</p>` : html`
-    <div class="scroll" tabindex="0" role="region" aria-label="Settings in force"><table>
-      <thead><tr><th scope="col">Setting</th><th scope="col">Value</th><th scope="col">From</th></tr></thead>
-      <tbody>${found.slice(0, MOST_LISTED).map((one) => html`<tr><th scope="row"><code>${plain(one.key)}</code></th>
-        <td class="value">${plain(typeof one.value === "string" ? one.value : JSON.stringify(one.value))}</td>
-        <td>${originOf(one, origins.file)}</td></tr>`)}</tbody></table></div>`}
-    ${found.length > MOST_LISTED || !origins.complete ? html`<p class="muted">The first ${count(Math.min(found.length, MOST_LISTED))} are shown.</p>` : nothing}
+    ${tableView("Settings in force", ["Setting", "Value", "From"], found, (one) => [html`<code>${plain(one.key)}</code>`,
+      html`<span class="value">${plain(typeof one.value === "string" ? one.value : JSON.stringify(one.value))}</span>`,
+      originOf(one, origins.file)], { key: (one) => one.key, most: MOST_LISTED })}`}
+    ${origins.complete ? nothing : html`<p class="muted">Only the first ${count(origins.values.length)} are told.</p>`}
   </section>`;
 }
 

@@ -2,7 +2,7 @@
 // prompt is striped, one that writes is solid, in the colour of the caller; who waits is drawn below.
 
 import { html, nothing, render } from "./vendor/lit-html/lit-html.js";
-import { ask } from "./ask.js";
+import { keepAsking } from "./ask.js";
 import { callerName, count, plain, seconds } from "./format.js";
 import { go, href } from "./route.js";
 import { isOperator, state } from "./state.js";
@@ -34,39 +34,27 @@ const colours = new Map();
 let names = new Map();
 /** The caller whose spans alone are in colour; null: all. */
 let chosen = null;
-let stopped = null;
+let stop = () => {};
 let layout = null;
 /** What lies under the pointer. */
 let pointed = null;
 /** The role for which the spans were told: a viewer is told of no callers. */
 let role = "";
 
-/** Begin to ask; `leave` ends it. */
+/** Begin to ask; `leave` ends it. What is missed in between comes with the next answer. */
 export function enter() {
-  stopped = new AbortController();
-  poll(stopped.signal);
+  stop = keepAsking(async (get) => {
+    if (state.connection === "live") {
+      if (role !== state.role) [role, told, spans] = [state.role, null, new Map()];
+      take(await get(told === null ? "admin/timeline" : `admin/timeline?after=${told.at}`));
+    }
+    return POLL_SECONDS;
+  }, () => {}, POLL_SECONDS);
 }
 
 export function leave() {
-  stopped?.abort();
-  stopped = null;
+  stop();
   layout = null;
-}
-
-async function poll(signal) {
-  while (!signal.aborted) {
-    if (!document.hidden && state.connection === "live") {
-      if (role !== state.role) [role, told, spans] = [state.role, null, new Map()];
-      try {
-        const path = told === null ? "admin/timeline" : `admin/timeline?after=${told.at}`;
-        const response = await ask("GET", path, { signal });
-        take(await response.json());
-      } catch {
-        // The live view tells that the gateway is away. What was missed in between comes with the next answer.
-      }
-    }
-    await new Promise((done) => { setTimeout(done, POLL_SECONDS * 1000); });
-  }
 }
 
 function take(answer) {
@@ -148,7 +136,7 @@ function legendView(redraw) {
   return html`<p class="legend"><span class="muted"><i class="sample reading"></i> reads the prompt</span>
     <span class="muted"><i class="sample"></i> writes</span><span class="muted"><i class="sample cut"></i> cut short</span>
     <span class="muted"><i class="sample resumed"></i> goes on elsewhere</span>
-    ${callers.map(([caller, number]) => html`<button class="chip caller" aria-pressed=${chosen === caller}
+    ${callers.map(([caller, number]) => html`<button class="chip caller" title=${names.get(caller)} aria-pressed=${chosen === caller}
       @click=${() => { chosen = chosen === caller ? null : caller; redraw(); }}><i class="k${number}"
       aria-hidden="true"></i>${names.get(caller)}</button>`)}
     ${hasOthers ? html`<span class="caller"><i class="k${COLOURS}" aria-hidden="true"></i>${OTHERS}</span>` : nothing}</p>`;
@@ -248,14 +236,14 @@ function drawFrame(first, now, x) {
     const y = tops.get(name) + (slots * (lane + 1)) / 2;
     if (y < free) continue;
     context.fillText(layout.labels.get(name), left - 6, y);
-    free = y + 13;
+    free = y + layout.row;
   }
   context.textBaseline = "alphabetic";
   for (let minute = Math.ceil(first / 60); minute * 60 <= now; minute += 1) {
     if (minute % (width < 600 ? 3 : 1) !== 0) continue;
     const at = x(minute * 60);
     context.fillStyle = layout.line;
-    context.fillRect(at, 0, 1, bottom + WAIT_HEIGHT + 4);
+    context.fillRect(at, 0, 1, bottom + layout.wait + 4);
     context.fillStyle = layout.muted;
     context.textAlign = at > right - 18 ? "right" : at < left + 18 ? "left" : "center";
     context.fillText(clock(minute * 60), at, layout.height - 4);
@@ -270,13 +258,14 @@ function drawWaiting(now, x, top) {
   const recent = points.filter((point) => point[at] > now - SPAN_SECONDS - state.history.step);
   const present = Object.values(state.summary.queue).reduce((sum, depth) => sum + depth, 0);
   const most = Math.max(1, present, ...recent.map((point) => point[queued]));
-  const base = top + WAIT_HEIGHT;
+  const { wait } = layout;
+  const base = top + wait;
   context.fillStyle = layout.muted;
   context.globalAlpha = 0.45;
   const steps = [...recent.map((point) => [point[at], point[queued]]), [now, present]];
   for (const [place, [end, depth]] of steps.entries()) {
     const from = x(place === 0 ? end - state.history.step : steps[place - 1][0]);
-    const height = (depth / most) * (WAIT_HEIGHT - 4);
+    const height = (depth / most) * (wait - 4);
     if (depth > 0) context.fillRect(from, base - height, Math.max(1, x(end) - from), height);
   }
   context.globalAlpha = 1;
@@ -284,7 +273,7 @@ function drawWaiting(now, x, top) {
   context.fillRect(left, base, right - left, 1);
   context.fillStyle = layout.muted;
   context.textAlign = "right";
-  context.fillText("waiting", left - 6, base - WAIT_HEIGHT / 2 + 1);
+  context.fillText("waiting", left - 6, base - wait / 2 + 1);
   context.fillText(`most ${count(steps.every(([, depth]) => depth === 0) ? 0 : most)}`, left - 6, base);
 }
 
@@ -299,21 +288,22 @@ function laidOut(canvas, wanted) {
     tops.set(name, y);
     y += slots * (lane + 1) + NODE_GAP;
   }
-  const height = y + WAIT_HEIGHT + AXIS;
+  // In units of the letters that the style sheet has them in.
+  const letters = parseFloat(getComputedStyle(document.documentElement).fontSize) / 14;
+  const [wait, row] = [WAIT_HEIGHT * letters, 13 * letters];
+  const height = y + wait + AXIS * letters;
   canvas.style.height = `${height}px`;
   canvas.width = Math.round(width * devicePixelRatio);
   canvas.height = Math.round(height * devicePixelRatio);
   const context = canvas.getContext("2d");
   context.setTransform(devicePixelRatio, 0, 0, devicePixelRatio, 0, 0);
-  // In units of the letters that the style sheet has them in.
-  const letters = parseFloat(getComputedStyle(document.documentElement).fontSize) / 14;
   const inks = [...Array(COLOURS).keys()].map((one) => colour(`--caller-${one}`, true));
   inks.push(colour("--others", true), colour("--line", true));
   const left = Math.min(width / 3, letters * (width < 600 ? LABEL_NARROW : LABEL));
   const font = `${Math.round(11 * letters)}px system-ui, sans-serif`;
   context.font = font;
   return {
-    canvas, wanted, context, width, height, tops, lane, bottom: y, left, right: width - RIGHT, font,
+    canvas, wanted, context, width, height, wait, row, tops, lane, bottom: y, left, right: width - RIGHT, font,
     labels: new Map(nodes.map(([name]) => [name, shortened(context, plain(name), left - 10)])),
     solid: inks, stripes: inks.map((ink) => striped(context, ink)),
     track: colour("--back"), line: colour("--line"), muted: colour("--muted"), ink: colour("--text"),

@@ -2,13 +2,15 @@
 
 import { html, nothing, svg } from "./vendor/lit-html/lit-html.js";
 import { count, money, plain, plural } from "./format.js";
+import { tableView } from "./table.js";
 
 /** The share of a limit from which it is drawn as nearly used up. */
 const NEARLY = 0.8;
-/** Days of a chart, and rows of a table, that are drawn. */
-const [MOST_DAYS, MOST_ROWS] = [92, 200];
+/** Days of a chart that are drawn. */
+const MOST_DAYS = 92;
 
-const LIMITS = { rpm: "Requests a minute", tpm: "Tokens a minute", tokens_per_day: "Tokens a day",
+/** Fields of limits, with what each is a number of. */
+export const LIMITS = { rpm: "Requests a minute", tpm: "Tokens a minute", tokens_per_day: "Tokens a day",
   budget: "Money", concurrency: "Requests at one time" };
 const WHOSE = { total: "of all callers", group: "of the group", user: "of the user" };
 
@@ -50,24 +52,23 @@ export function costs(rows) {
   return rows.some((row) => row.cost > 0);
 }
 
-/** Tokens of each day as columns, and its cost where there is any; `rows` have a `day`. */
-export function daysView(rows, title) {
-  const days = everyDay(rows).slice(-MOST_DAYS);
-  if (days.length === 0) return html`<p class="muted">Nothing was used.</p>`;
+/** Tokens of each day from `first` to `last` as columns, and its cost where there is any; `rows` have a `day`. */
+export function daysView(rows, title, first, last) {
+  const days = everyDay(rows, first, last).slice(-MOST_DAYS);
+  if (rows.length === 0) return html`<p class="muted">Nothing was used.</p>`;
   return html`<div class="charts">${columnsView(days, `Tokens by day${title}`, count, [
     ["prompt_tokens", "prompts, below"], ["completion_tokens", "answers, above"]])}
     ${costs(days) ? columnsView(days, `Cost by day${title}`, money, [["cost", "cost"]]) : nothing}</div>`;
 }
 
-/** Each day from the first to the last of these, in order. */
-function everyDay(rows) {
+/** Each day from the first to the last, in order. */
+function everyDay(rows, first, last) {
   const found = new Map();
   for (const row of rows) {
     const sum = found.get(row.day) ?? { day: row.day, prompt_tokens: 0, completion_tokens: 0, cost: 0 };
     for (const name of ["prompt_tokens", "completion_tokens", "cost"]) sum[name] += row[name];
     found.set(row.day, sum);
   }
-  const [first, last] = [[...found.keys()].sort()[0], [...found.keys()].sort().at(-1)];
   const days = [];
   for (let at = Date.parse(first); at <= Date.parse(last); at += 86_400_000) {
     const day = new Date(at).toISOString().slice(0, 10);
@@ -98,7 +99,7 @@ function columnsView(days, title, read, series) {
   return html`<figure><figcaption><h3>${title}</h3><p>${series.length === 1 ? nothing : series.map(([, word], number) => html`<span
       class="swatch"><i class="k${number + 1}" aria-hidden="true"></i>${word}</span>`)}<span class="muted">most ${read(most)}</span></p></figcaption>
     <svg class="columns" viewBox="0 0 ${WIDTH} ${HEIGHT}" preserveAspectRatio="none" role="img" aria-label=${words}>${columns}</svg>
-    <p class="ends muted"><span>${days[0].day}</span><span>${last.day}</span></p></figure>`;
+    <p class="ends muted"><span>${days[0].day}</span>${days.length > 1 ? html`<span>${last.day}</span>` : nothing}</p></figure>`;
 }
 
 /** Sums in words. */
@@ -114,16 +115,9 @@ export function selectView(label, options, value, choose) {
     value=${one} .selected=${one === value}>${plain(word)}</option>`)}</select></label>`;
 }
 
-/** Sums by something: `nameOf` draws the first cell of a row. */
-export function sumsView(rows, heading, nameOf, label) {
-  const withCost = costs(rows);
-  return html`<div class="scroll" tabindex="0" role="region" aria-label=${label}><table>
-    <thead><tr><th scope="col">${heading}</th><th scope="col" class="n">Requests</th><th scope="col" class="n">Failed</th>
-      <th scope="col" class="n">Prompt tokens</th><th scope="col" class="n">from caches</th><th scope="col" class="n">Answer tokens</th>
-      ${withCost ? html`<th scope="col" class="n">Cost</th>` : nothing}</tr></thead>
-    <tbody>${rows.slice(0, MOST_ROWS).map((row) => html`<tr><th scope="row"><span class="cut">${nameOf(row)}</span></th>
-      <td class="n">${count(row.requests)}</td><td class="n">${count(row.failures)}</td><td class="n">${count(row.prompt_tokens)}</td>
-      <td class="n">${count(row.cached_tokens)}</td><td class="n">${count(row.completion_tokens)}</td>
-      ${withCost ? html`<td class="n">${money(row.cost)}</td>` : nothing}</tr>`)}</tbody></table></div>
-    ${rows.length > MOST_ROWS ? html`<p class="muted">and ${count(rows.length - MOST_ROWS)} more</p>` : nothing}`;
+/** Sums by something, whose `key` names each row: `nameOf` draws its first cell. */
+export function sumsView(rows, heading, key, nameOf, label) {
+  return tableView(label, [heading, "#Requests", "#Failed", "#Prompt tokens", "#from caches", "#Answer tokens", costs(rows) ? "#Cost" : nothing],
+    rows, (row) => [nameOf(row), count(row.requests), count(row.failures), count(row.prompt_tokens), count(row.cached_tokens),
+      count(row.completion_tokens), money(row.cost)], { key: (row) => row[key] });
 }

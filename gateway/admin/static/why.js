@@ -3,7 +3,7 @@
 
 import { html, nothing } from "./vendor/lit-html/lit-html.js";
 import { cancel } from "./actions.js";
-import { ApiError, fetchJson } from "./ask.js";
+import { keepAsking } from "./ask.js";
 import { count, moment, plain, plural } from "./format.js";
 import { legendView, lifeOf, stripView, wordsOf } from "./life.js";
 import { href } from "./route.js";
@@ -11,8 +11,8 @@ import { state } from "./state.js";
 import { tableView } from "./table.js";
 
 const TERMS = ["queue", "reading", "writing", "neighbours", "doubt"];
-/** Milliseconds after which the page asks again of a request that has not ended. */
-const ASK_AGAIN = 2_000;
+/** Seconds after which the page asks again of a request that has not ended. */
+const ASK_AGAIN = 2;
 
 const REASONS = {
   slower: "had room and were slower", full: "full", paused: "asked for less work", failed: "had failed it",
@@ -20,8 +20,7 @@ const REASONS = {
 };
 
 let shown = null;
-let asking = new AbortController();
-let timer = 0;
+let stop = () => {};
 
 export function enter(route, redraw) {
   if (shown?.id !== route.id) shown = { id: route.id, requests: null, trouble: "" };
@@ -29,27 +28,21 @@ export function enter(route, redraw) {
 }
 
 export function leave() {
-  asking.abort();
-  clearTimeout(timer);
+  stop();
   // The next key may not see what this one has shown.
   if (state.summary === null) shown = null;
 }
 
-async function askFor(redraw) {
-  leave();
-  asking = new AbortController();
-  const { signal } = asking;
-  const { id } = shown;
-  try {
-    const found = await fetchJson(`admin/requests/${encodeURIComponent(id)}/why`, { signal });
-    if (signal.aborted) return;
-    shown = { id, requests: found.requests, trouble: "" };
-  } catch (error) {
-    if (signal.aborted) return;
-    shown = { ...shown, trouble: error instanceof ApiError ? error.message : "The gateway does not answer." };
-  }
-  redraw();
-  if (shown.requests?.some(isOpen)) timer = setTimeout(() => askFor(redraw), ASK_AGAIN);
+function askFor(redraw) {
+  stop();
+  stop = keepAsking(async (get) => {
+    const { requests } = await get(`admin/requests/${encodeURIComponent(shown.id)}/why`);
+    shown = { ...shown, requests };
+    return requests.some(isOpen) ? ASK_AGAIN : 0;
+  }, (trouble) => {
+    shown = { ...shown, trouble };
+    redraw();
+  });
 }
 
 function isOpen(request) {
@@ -90,7 +83,7 @@ function requestView(request, place, all) {
     ${life.length === 0 ? nothing : html`<div class="life">${stripView(life, request.seconds ?? 0)}
       <p>Its life: ${wordsOf(life, numbers)}</p>${legendView([...new Set(life.map(([name]) => name))])}</div>`}
     ${request.unknown.length === 0 ? nothing : html`<p class="muted">No longer known: ${plain(request.unknown.join("; "))}.</p>`}
-    ${decisions.map((one) => decisionView(one, decisions.length === 1))}
+    ${decisions.map((one) => decisionView(one, request.id, decisions.length === 1))}
     ${waiting === null || waiting.nodes.length === 0 ? nothing : waitingView(waiting)}
     ${request.parts.length === 0 ? nothing : html`<p>Its parts: ${request.parts.map((id) => html`<a
       href=${href("requests", id)}><code>${plain(id)}</code></a> `)}</p>`}`;
@@ -114,23 +107,24 @@ function partsOf(decision) {
 }
 
 /** One decision; one that stands alone has been told in the summary. */
-function decisionView(one, alone) {
+function decisionView(one, id, alone) {
   const summary = alone ? nothing : html`<p>${plain(one.summary)}</p>`;
   const after = `${time(one.seconds)} after it came`;
   if (one.kind !== "granted") return html`<h3>${plain(one.kind)}, ${after}</h3>${summary}`;
+  const which = `, attempt ${one.attempt} of ${plain(id)}`;
   const left = Object.entries(one.not_listed)
     .map(([reason, number]) => `${count(number)} ${REASONS[reason] ?? plain(reason)}`);
   const longest = Math.max(...one.nodes.map((node) => added(node.terms)));
   return html`<h3>Attempt ${one.attempt}, ${after}: ${linked(one.node, (name) => href("nodes", name)) ?? "–"}</h3>${summary}
     ${one.nodes.length === 0 ? nothing : html`${legendView([...TERMS, ...(one.nodes.some((node) => node.terms.doubt < 0) ? ["less"] : [])],
-      { less: "doubt below 0" })}${tableView("Nodes that were compared",
+      { less: "doubt below 0" })}${tableView(`Nodes that were compared${which}`,
       ["Node", "What it was expected to cost", "Expected", ...TERMS.map((term) => term[0].toUpperCase() + term.slice(1)), "Cached", "Slots", "Note"],
-      one.nodes.map((node) => [node.name, stripView(stacked(node.terms), longest), time(node.expected_seconds),
+      one.nodes, (node) => [node.name, stripView(stacked(node.terms), longest), time(node.expected_seconds),
         ...TERMS.map((term) => time(node.terms[term])),
         `${count(node.cached_tokens)} of ${count(one.predicted.prompt_tokens)}`, `${node.slots_busy}/${node.slots_total}`,
-        notesOf(node)]))}`}
+        notesOf(node)])}`}
     ${left.length === 0 ? nothing : html`<p class="muted">Not listed: ${left.join(", ")}.</p>`}
-    ${tableView("What was predicted, and what came", ["", "Predicted", "Actual"], outcomeRows(one))}`;
+    ${tableView(`What was predicted, and what came${which}`, ["", "Predicted", "Actual"], outcomeRows(one), (row) => row, { key: ([name]) => name })}`;
 }
 
 function added(terms) {
@@ -166,8 +160,8 @@ function outcomeRows({ predicted, actual }) {
 function waitingView(waiting) {
   return html`<h3>It waits for ${plural(waiting.nodes_alive, "node")}</h3>
     ${tableView("Nodes that it waits for", ["Node", "State", "Slots", "Free in", "Cached", "Expected"],
-      waiting.nodes.map((node) => [node.name, node.state, `${node.slots_busy}/${node.slots_total}`, time(node.free_in),
-        count(node.cached_tokens), time(node.expected_seconds)]))}`;
+      waiting.nodes, (node) => [node.name, node.state, `${node.slots_busy}/${node.slots_total}`, time(node.free_in),
+        count(node.cached_tokens), time(node.expected_seconds)])}`;
 }
 
 function time(value) {

@@ -1,0 +1,244 @@
+"""Every page in every condition: light, dark, forced colours, a phone, and letters twice as large.
+
+Names are hostile and long. No page may be wider than its viewport, cut a text off, have a target
+smaller than 32 pixels, a chart that nothing feeds, or a fault that axe finds.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+from collections.abc import AsyncIterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+from playwright.async_api import Locator, Page, expect
+
+from gateway.callers.keys import AdminRole, new_key
+from tests.admin.browser import a_browser, a_page, needs_browser
+from tests.admin.test_caller_page import open_with, own_page
+from tests.admin.test_dashboard import ADMIN, AXE, HOSTILE, KEYS, streams
+from tests.admin.test_dashboard_models import GIB, order
+from tests.admin.test_dashboard_settings import a_day, written
+from tests.emulator import EmulatedNode
+from tests.emulator.routed_model import HostMemory, ModelFile
+from tests.emulator.router import EmulatedRouter
+from tests.gateways import Running, running_gateway, until
+from tests.stored.batch_gateway import lines
+
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(900), needs_browser]
+
+LOOKS = (Path(__file__).parent / "looks.js").read_text()
+CONDITIONS: dict[str, dict[str, Any]] = {
+    "light": {"color_scheme": "light"},
+    "dark": {"color_scheme": "dark"},
+    "forced": {"forced_colors": "active"},
+    "phone": {"viewport": {"width": 360, "height": 740}, "has_touch": True},
+    "large letters": {},
+}
+LONG = "n" * 48
+NAME = HOSTILE.replace("\u202e", "").replace("\u0007", "") + LONG
+OWN, BUSY = new_key("hostile"), new_key("busy")
+SETTINGS: dict[str, Any] = {
+    "admin": ADMIN,
+    "listen": {"caller_page": True},
+    "keys": [
+        {"id": "hostile", "sha256": OWN.sha256, "name": NAME, "group": LONG,
+         "limits": {"rpm": 100, "tokens_per_day": 700, "budget": "5/month"}},
+        {"id": "busy", "sha256": BUSY.sha256, "name": f"busy {NAME}"},
+    ],
+    "groups": {LONG: {"limits": {"budget": "1/month", "concurrency": 40}}},
+    "models": {"loaded": {"memory": f"{4 * GIB}"}, f"alias{LONG}": {"use": [HOSTILE]}},
+    "health": {"interval": 1.0, "fall": 1},
+}  # fmt: skip
+ADMIN_HEADERS = {"authorization": f"Bearer {KEYS[AdminRole.ADMIN].text}"}
+OWN_HEADERS = {"authorization": f"Bearer {OWN.text}", "x-request-id": f"mine-{LONG}"}
+UNFOLD = "document.querySelectorAll('#page details').forEach((one) => { one.open = true; })"
+ASKS_FIRST = ("Drain", "Cancel", "Revoke", "Remove", "unload", "Roll back")
+"""How the names of buttons begin that ask before they do it."""
+
+
+@contextlib.asynccontextmanager
+async def a_gateway(folder: Path) -> AsyncIterator[tuple[Running, Mapping[str, str]]]:
+    """A gateway that is at work for hostile names, and the address of each page."""
+    fast, slow, dead = (
+        EmulatedNode(model=HOSTILE, decode_tps=tps, answer_tokens=tokens, slots=2)
+        for tps, tokens in ((40.0, 20), (4.0, 4000), (40.0, 20))
+    )
+    memory = HostMemory(64 * GIB)
+    files = {"loaded": ModelFile(memory=4 * GIB), HOSTILE + LONG: ModelFile(memory=9 * GIB)}
+    router = EmulatedRouter(files, models_max=0, memory=memory, slots=2, decode_tps=20)
+    async with contextlib.AsyncExitStack() as stack:
+        specs: list[dict[str, Any]] = []
+        for name, one in (("fast", fast), (f"slow-{LONG}", slow), ("dead", dead), ("r1", router)):
+            await stack.enter_async_context(one)
+            host = "big" if one is router else f"host-{LONG}"
+            labels = {"rack": HOSTILE, "numa": "0"}
+            specs.append({"name": name, "url": one.url, "host": host, "labels": labels,
+                          "cost_per_hour": 900.0})  # fmt: skip
+        specs[-1]["memory"] = "16GiB"
+        running = await stack.enter_async_context(running_gateway(folder, specs, SETTINGS))
+        await until(lambda: "r1/loaded" in running.gateway.fleet.nodes)
+        running.admin.headers.update(ADMIN_HEADERS)
+        await order(running, "load", "loaded")
+        await dead.kill()
+        addresses = await at_work(running)
+        await written(running, {**SETTINGS, "queue": {"max": 9}}, 2)
+        version = running.gateway.config_files.histories["gateway"].versions()[0].name
+        addresses["a version of the settings"] = f"settings/{version}"
+        await stack.enter_async_context(streams(running, 5, BUSY.text, model=HOSTILE))
+        yield running, addresses
+
+
+async def at_work(running: Running) -> dict[str, str]:
+    """Have a key, chats and a batch; returns addresses by the names of their pages."""
+    put = {"name": f"stored {NAME}", "group": LONG, "limits": {"rpm": 9}, "models": [HOSTILE]}
+    made = await running.admin.post("/admin/keys", json=put)
+    assert made.status_code == 200, made.text
+    user = {"model": HOSTILE, "messages": [{"role": "user", "content": "Hi"}], "user": HOSTILE}
+    for _ in range(3):
+        body = {**user, "max_tokens": 20}
+        chat = await running.client.post("/v1/chat/completions", json=body, headers=OWN_HEADERS)
+        assert chat.status_code == 200, chat.text
+    ledger = running.gateway.ledger
+    assert ledger is not None
+    await until(lambda: ledger.written >= 3)
+    a_day(running, "fast")
+    broken = {"custom_id": HOSTILE + LONG}
+    content = "".join(json.dumps(one) + "\n" for one in [*lines(30, model=HOSTILE), broken])
+    batch = await running.admin.post(
+        "/admin/batches?key=hostile", data={"purpose": "batch"}, files={"file": ("x", content)}
+    )
+    assert batch.status_code == 200, batch.text
+    return {
+        "a key": f"keys/{made.json()['id']}",
+        "a batch": f"batches/{batch.json()['id']}",
+        "a request": f"requests/mine-{LONG}",
+    }
+
+
+def pages(addresses: Mapping[str, str]) -> dict[str, str]:
+    """What tells that a page is whole, by its address."""
+    return {
+        "overview": "#charts .uplot",
+        "nodes": ".cards .node",
+        "nodes?size=tiles": ".tiles .node",
+        "nodes?size=dots": ".dots .node",
+        "nodes/fast": "#day .uplot",
+        "requests": "#ended tbody tr",
+        addresses["a request"]: "#request .life",
+        "queue": "#queue .lane",
+        "batches": "#batches tbody tr",
+        addresses["a batch"]: "#batch .facts",
+        "models": "#models .memory",
+        "models/loaded": "#model table",
+        "keys": "#usage svg.columns",
+        addresses["a key"]: "#key dl",
+        "playground": "#playground form",
+        "settings": "#values tbody tr",
+        addresses["a version of the settings"]: "#compared pre",
+    }
+
+
+async def doubled(page: Page) -> None:
+    """Have letters twice as large, as a reader sets them in the browser."""
+    session = await page.context.new_cdp_session(page)
+    await session.send("Page.setFontSizes", {"fontSizes": {"standard": 32, "fixed": 26}})
+    size = "getComputedStyle(document.documentElement).fontSize"
+    assert await page.evaluate(size) == "28px"
+
+
+async def wrong(page: Page, at: str) -> list[str]:
+    """What is wrong with what is shown."""
+    found = await page.evaluate("window.looks()")
+    return [f"{at}: {kind}: {one}" for kind, all_ in found.items() for one in all_]
+
+
+async def prepared(page: Page, condition: str) -> None:
+    if condition == "large letters":
+        await doubled(page)
+    await page.evaluate(AXE)
+    await page.evaluate(LOOKS)
+
+
+@pytest.mark.parametrize("condition", CONDITIONS)
+async def test_every_page_is_whole_whatever_its_names(tmp_path: Path, condition: str) -> None:
+    context = {**CONDITIONS[condition], "bypass_csp": True}
+    async with a_gateway(tmp_path) as (running, addresses), a_browser() as browser:
+        key = KEYS[AdminRole.ADMIN].text
+        async with a_page(browser, running.admin_url, key=key, **context) as watched:
+            page = watched.page
+            page.on("dialog", lambda one: watched.trouble.append(f"a dialog: {one.message}"))
+            await prepared(page, condition)
+            found = []
+            for address, whole in pages(addresses).items():
+                await page.evaluate("to => { location.hash = `#/${to}`; }", address)
+                await expect(page.locator(whole).first).to_be_visible()
+                if address == "playground":
+                    await page.get_by_label("Message").fill("Hello")
+                    await page.get_by_role("button", name="Send").click()
+                    await expect(page.locator(".turn.assistant")).to_be_visible()
+                found += await wrong(page, address)
+                found += [f"{address}: asks nothing first: {one}" for one in await unasked(page)]
+                found += await of_forms(page, address)
+            assert not found, "\n".join(found)
+            assert watched.trouble == []
+
+
+async def of_forms(page: Page, address: str) -> list[str]:
+    """What is wrong with the forms that the page opens, and with what it unfolds."""
+    found = []
+    for opener in ("Make a key", "Make a group", "Change", "Rotate"):
+        button = page.locator("#keys, #groups, #key").get_by_role("button", name=opener, exact=True)
+        if await button.count():
+            await button.click()
+            await expect(page.locator("form.sheet")).to_be_visible()
+            found += await wrong(page, f"{address}, {opener}")
+            await page.locator("form.sheet").get_by_role("button", name="Cancel").click()
+    if address in {"overview", "batches"}:
+        await page.evaluate(UNFOLD)
+        found += await wrong(page, f"{address}, unfolded")
+    return found
+
+
+async def unasked(page: Page) -> list[str]:
+    """Buttons that end or move something without a question."""
+    found = []
+    for word in ASKS_FIRST:
+        button = await first_button(page, word)
+        if button is None:
+            continue
+        await button.click()
+        dialog = page.locator("#confirm[open]")
+        try:
+            await expect(dialog).to_be_visible(timeout=5000)
+        except AssertionError:
+            found.append(word)
+        else:
+            await dialog.get_by_role("button").first.click()
+    return found
+
+
+async def first_button(page: Page, word: str) -> Locator | None:
+    buttons = (
+        page.locator("#page").get_by_role("button", name=word).and_(page.locator(":not(form *)"))
+    )
+    return buttons.first if await buttons.count() else None
+
+
+@pytest.mark.parametrize("condition", CONDITIONS)
+async def test_the_page_of_callers_is_whole_whatever_its_names(
+    tmp_path: Path, condition: str
+) -> None:
+    context = {**CONDITIONS[condition], "bypass_csp": True}
+    async with a_gateway(tmp_path) as (running, _), own_page(running, None, **context) as watched:
+        page = watched.page
+        page.on("dialog", lambda one: watched.trouble.append(f"a dialog: {one.message}"))
+        await prepared(page, condition)
+        await expect(page.get_by_label("API key")).to_be_visible()
+        found = await wrong(page, "the form")
+        await open_with(page, OWN.text)
+        await expect(page.locator("#requests tbody tr").first).to_be_visible()
+        found += await wrong(page, "me")
+        assert not found, "\n".join(found)
