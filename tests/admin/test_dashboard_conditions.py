@@ -176,6 +176,7 @@ async def test_every_page_is_whole_whatever_its_names(tmp_path: Path, condition:
                 await page.evaluate("to => { location.hash = `#/${to}`; }", address)
                 await expect(page.locator(whole).first).to_be_visible()
                 if address == "playground":
+                    await page.get_by_label("Model").select_option("loaded")
                     await page.get_by_label("Message").fill("Hello")
                     await page.get_by_role("button", name="Send").click()
                     await expect(page.locator(".turn.assistant")).to_be_visible()
