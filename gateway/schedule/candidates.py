@@ -408,18 +408,24 @@ class FleetSync:
         model, endpoint, vision, native, labels = key
         nodes = index.capable_nodes(model, endpoint, vision=vision, native=native, labels=labels)
         if service is None:
-            if len(self.services) >= MOST_SERVICES:
-                self.services.clear()
-                self._pools.clear()
-            if labels and labels not in self._pools:
-                self._pools.add(labels)
-                if self.placement_state.batch_reserve:
-                    for node, row in self._rows.items():
-                        self._refresh_reserve_group(node, row)
             state = self.placement_state
-            service = self.services[key] = Service(state.candidate_set(), state.candidate_set())
+            service = Service(state.candidate_set(), state.candidate_set())
+            if index.serves(model):  # else it is the client's invention, of any length: not kept
+                self._keep(key, service)
         service.update(model, nodes, self.rows(nodes), index.version)
         return service
+
+    def _keep(self, key: ServiceKey, service: Service) -> None:
+        labels = key[-1]
+        if len(self.services) >= MOST_SERVICES:
+            self.services.clear()
+            self._pools.clear()
+        if labels and labels not in self._pools:
+            self._pools.add(labels)
+            if self.placement_state.batch_reserve:
+                for node, row in self._rows.items():
+                    self._refresh_reserve_group(node, row)
+        self.services[key] = service
 
     def is_measured(self, queued: QueuedRequest) -> bool:
         """Whether a node of the request's first group has shown how fast it is.
