@@ -194,7 +194,7 @@ class _RunMark(msgspec.Struct):
     kind: str | None = None
 
 
-@dataclass(slots=True, eq=False)
+@dataclass(eq=False)
 class ResponseEvents:
     """The sink of a response's runs (`RequestRunner.run`): puts their events into its log.
 

@@ -359,7 +359,7 @@ def test_a_pause_keeps_its_first_reason_until_it_is_over(store: Store) -> None:
 def ended_batch(store: Store, number: int = 1, **values: Any) -> Batch:
     batch = a_batch(number, **values)
     begin(store, batch, [a_line(n, batch) for n in range(1, 6)])
-    end_lines(store, claim(store, batch=batch.id), place=f"results-{number}")
+    end_lines(store, claim(store, batch=batch.id), result_place=f"results-{number}")
     store.run_now(lambda c: batch_rows.begin_finalizing(c, batch.id, NOW))
     ended = store.run_now(lambda c: batch_rows.end_batch(c, batch.id, None, None, NOW))
     assert ended is not None
