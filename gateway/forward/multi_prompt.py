@@ -199,8 +199,7 @@ class MultiPromptForwarder(BodyStream):
             await self._chunks.put(None)
         except ExceptionGroup as errors_of_tasks:
             self._fail(errors_of_tasks.exceptions[0])
-            for error in (errors_of_tasks, *errors_of_tasks.exceptions):
-                errors.drop_traceback(error)
+            errors.drop_traceback(errors_of_tasks)
 
     async def _start_sub_requests(self, group: asyncio.TaskGroup) -> None:
         """Start each sub-request when the one before it has its slots."""

@@ -539,8 +539,7 @@ class Fleet:
 
     def others_take_slots(self, node: Node) -> bool:
         """As the node's own, but for what may be a predecessor's, a successor's or a member's."""
-        now = self._clock()
-        return now >= self._alone_from and node.others_take_slots(now)
+        return (now := self._clock()) >= self._alone_from and node.others_take_slots(now)
 
     def _tell_load(self, node: Node, change: LoadChange) -> None:
         (router, load), (word, seconds, by_others) = node.routed, change

@@ -60,6 +60,14 @@ def test_bare_machines_become_a_fleet_that_answers_through_nginx(fleet: Deployed
     }
 
 
+def test_the_commands_that_are_printed_can_be_pasted_on_the_gateways_host(
+    fleet: DeployedFleet,
+) -> None:
+    told = fleet.hosts["gw"].run("cd / && llama-gateway check && llama-gateway nodes").stdout
+    assert "n1-numa0" in told
+    assert "n2-numa0" in told
+
+
 def test_a_second_run_changes_nothing(fleet: DeployedFleet) -> None:
     assert fleet.control.play("site.yml").changed == {}
 
