@@ -92,9 +92,10 @@ class KeyDesk:
         if find:
             wanted.append(or_(*(one.icontains(find, autoescape=True) for one in texts)))
         if self.store is not None:
-            stored = await self._run(lambda c: read_keys(c, wanted, most))
-            counted = select(func.count(keys_table.c.id)).where(*wanted)
-            count = await self._run(lambda c: c.scalar(counted) or 0)
+            total = select(func.count(keys_table.c.id)).where(*wanted)
+            stored, count = await self._run(
+                lambda c: (read_keys(c, wanted, most), c.scalar(total) or 0)
+            )
 
         def is_wanted(spec: KeySpec) -> bool:
             texts = [spec.name or spec.id, spec.id, spec.group or ""]
@@ -252,9 +253,8 @@ class KeyDesk:
             stored, members = await self._run(lambda c: (read_groups(c), group_members(c)))
         counts, use_of = members_of(self.settings.keys, members), await self.standings.of_groups()
         shown = []
-        for one in sorted({*own, *stored, *counts}):
-            if name not in {None, one}:
-                continue
+        known = {*own, *stored, *counts}
+        for one in sorted(known if name is None else known & {name}):
             spec = own.get(one) or stored.get(one) or GroupSpec()
             origin = "settings" if one in own else "store" if one in stored else "undefined"
             fields = spec.model_dump(mode="json", exclude_none=True)
