@@ -55,6 +55,10 @@ class Uplink:
         self.tell, self.is_open = self._backlog.append, True
         asyncio.get_running_loop().call_soon(self._go_on, first, self._backlog)
 
+    def postpone(self) -> None:
+        """As `EdgeLink.postpone`."""
+        self.link.postpone()
+
     @property
     def age(self) -> float:
         """Seconds since which, at most, what is being received rests on what was told here."""

@@ -418,6 +418,10 @@ class RemoteScheduler:
             if not report.response_began:
                 self._requests.leases_of(held.request.id).pop(report.lease_id, None)
         self._link.tell(report)
+        if report.response_began and has_long_prompt(held.request):
+            # By when the brain gives the slot away, it must know what that has cached.
+            asyncio.get_running_loop().call_soon(self._bus.flush)
+            self._link.postpone()
         return NOTHING_CHARGED
 
     def settle(self, report: UsageReport, request: LeaseRequest, /) -> AttemptCharge:

@@ -99,6 +99,12 @@ class EdgeLink(asyncio.Protocol):
         if self._flush_handle is None and self._transport is not None:
             self._flush_handle = asyncio.get_running_loop().call_soon(self._flush)
 
+    def postpone(self) -> None:
+        """Send what was told behind the callbacks that the event loop has been given by now."""
+        if self._flush_handle is not None:
+            self._flush_handle.cancel()
+            self._flush_handle = asyncio.get_running_loop().call_soon(self._flush)
+
     @property
     def age(self) -> float:
         """Seconds since which, at most, what is being received rests on what was told here."""

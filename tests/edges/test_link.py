@@ -112,6 +112,26 @@ async def test_what_is_told_within_a_turn_goes_out_together() -> None:
 
 
 @in_virtual_time
+async def test_what_is_postponed_goes_out_with_what_is_told_by_then() -> None:
+    async with raw_peer() as (side, peer):
+        await asyncio.sleep(0.01)
+        peer.recv(1 << 16)
+        side.link.tell(Said("ended"))
+        asyncio.get_running_loop().call_soon(side.link.tell, Said("used"))
+        side.link.postpone()
+        await asyncio.sleep(0.01)
+        data = peer.recv(1 << 16)
+        (length,) = LENGTH.unpack_from(data)
+        assert len(data) == LENGTH.size + length, "one frame"
+        assert [
+            text for _, text, _ in msgspec.msgpack.decode(data[LENGTH.size + NUMBERS.size :])
+        ] == [
+            "ended",
+            "used",
+        ]
+
+
+@in_virtual_time
 async def test_signs_of_life_keep_an_idle_link() -> None:
     async with both_sides() as (one, other):
         await asyncio.sleep(10 * links.SILENCE_SECONDS)

@@ -44,7 +44,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options = _parse(words)
     progress = Console(stderr=True, highlight=False, soft_wrap=True)
     if options.virtual:
-        fronts = [FRONTS[name] for name in OURS]
+        fronts = [FRONTS[name] for name in (*OURS, "edges")]
     else:
         targets = {name: front.target for name, front in FRONTS.items()}
         names = machine.installed(targets, options.only, USUAL, progress)
@@ -61,7 +61,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     try:
         if options.virtual:
             plan = _plan(options, folder, seeds=virtual.SEEDS)
-            outcome = virtual.measure(plan, progress, command, facts)
+            outcome = virtual.measure(plan, options.only or virtual.USUAL, progress, command, facts)
         else:
             outcome = _emulated(fronts, options, folder, progress, command, facts)
     except TargetError as error:
@@ -133,8 +133,9 @@ def _parse(words: Sequence[str]) -> argparse.Namespace:
     add("--json", type=Path, help="write requests, figures and verdicts to this file")
     add("--markdown", type=Path, help="write the tables between the markers of this page")
     options = parser.parse_args(words)
-    if options.virtual and options.only:
-        parser.error("with --virtual the fronts are given: leave --only away")
+    here = {*virtual.USUAL, "edges"}
+    if options.virtual and not here.issuperset(options.only or ()):
+        parser.error(f"with --virtual there are only {', '.join(sorted(here))}")
     return options
 
 

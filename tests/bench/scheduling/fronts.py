@@ -18,6 +18,7 @@ from tests.bench.targets import TARGETS, Plan, Target, gateway, haproxy, nginx
 from tests.emulator import EmulatedNode
 
 SLOTS = 2
+EDGES = 3
 BATCH = 512  # tokens of one step: what `llama-gateway up` starts servers with
 HOST_MEMORY = 64_000
 """Tokens of evicted prompts that a node keeps: llama.cpp's 8 GiB at 128 KiB a token (8B, F16)."""
@@ -94,11 +95,11 @@ class Front:
     make use of it."""
 
 
-def _gateway(policy: str | None = None) -> Target:
-    """This gateway; all settings are the defaults."""
+def _gateway(*words: str, policy: str | None = None) -> Target:
+    """This gateway, with these words more; all settings are the defaults."""
 
     def command(binary: str, plan: Plan) -> list[str]:
-        served = gateway(binary, plan, {})
+        served = [*gateway(binary, plan, {}), *words]
         if policy is None:
             return served
         return [sys.executable, "-m", "tests.bench.scheduling.with_policy", policy, *served[1:]]
@@ -138,6 +139,7 @@ FRONTS = {
     front.name: front
     for front in (
         Front("gateway", "gateway, lengths known", _gateway()),
+        Front("edges", f"gateway with {EDGES} edges", _gateway("--edges", str(EDGES))),
         Front("gateway-unknown", "gateway, lengths unknown", _gateway(), known=False),
         Front("nginx", "nginx least_conn", replace(TARGETS["nginx"], command=_nginx)),
         Front(
@@ -158,4 +160,4 @@ FRONTS = {
 }
 OURS = ("gateway", "gateway-unknown")
 PEERS = ("nginx", "haproxy")
-USUAL = (*OURS, *PEERS)  # measured by default; the other policies only on demand
+USUAL = (*OURS, *PEERS)  # measured by default; all others only on demand

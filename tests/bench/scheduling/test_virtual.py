@@ -1,4 +1,7 @@
-"""The running gateway in virtual time: what it believes cached when it places a request."""
+"""The running gateway in virtual time: what it believes cached when it places a request.
+
+With edges it believes, and decides, the same.
+"""
 
 from __future__ import annotations
 
@@ -30,11 +33,11 @@ class Belief:
     found: float
 
 
-async def _played(folder: Path) -> list[Record]:
+async def _played(folder: Path, edges: int = 0) -> list[Record]:
     rate = 1.5 * session_rate(make(SEED, 1.0, SHAPE), FLEET)
     async with (
         nodes(FLEET, 1.0, now) as fleet,
-        behind_gateway(folder, fleet, 1.0, 1, known=True) as player,
+        behind_gateway(folder, fleet, 1.0, 1, known=True, edges=edges) as player,
     ):
         return await player.play(make(SEED, rate, SHAPE))
 
@@ -71,3 +74,16 @@ def test_nodes_have_cached_what_they_are_believed_to_have(
     # It is about caches only where most prompts are found in one, and under load where some wait.
     assert sum(one.found > NEAR for one in beliefs) > 32
     assert sum(record.ttft > 1.0 for record in records) > 16
+
+
+@pytest.mark.timeout(180)
+def test_three_edges_answer_each_request_as_one_process_does(tmp_path: Path) -> None:
+    """Who waits gets a slot as it comes free, when it must be known what is cached there by now."""
+    runs = []
+    for edges in (0, 3):
+        (tmp_path / str(edges)).mkdir()
+        with asyncio.Runner(loop_factory=VirtualLoop) as runner:
+            records = runner.run(_played(tmp_path / str(edges), edges))
+        runs.append([(r.session, r.turn, r.cached, round(r.took, 3), r.problem) for r in records])
+    assert runs[0] == runs[1]
+    assert len(runs[0]) == 64

@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from tests.bench.load import Address
-from tests.bench.scheduling.fronts import FRONTS, OURS, nodes
+from tests.bench.scheduling.fronts import EDGES, FRONTS, OURS, nodes
 from tests.bench.scheduling.play import Answer, Player, ask
 from tests.bench.scheduling.report import (
     FIGURES,
@@ -32,6 +32,7 @@ from tests.bench.scheduling.report import (
 )
 from tests.bench.scheduling.rounds import PAUSE, Plan, bounds
 from tests.bench.targets import HOST
+from tests.edges.edge_beside import a_brain, an_edge
 from tests.emulator import EmulatedNode
 from tests.gateways import running_gateway
 from tests.virtual import VirtualLoop, now
@@ -43,6 +44,7 @@ if TYPE_CHECKING:
 
 MARKS = ("<!-- bench-scheduling-virtual: begin -->", "<!-- bench-scheduling-virtual: end -->")
 STAND_IN = "least_conn"
+USUAL = (*OURS, STAND_IN)  # played by default; the last one is compared with
 SEEDS = 30
 
 
@@ -71,19 +73,21 @@ class LeastConn:
             self._busy[node] -= 1
 
 
-def measure(plan: Plan, progress: Console, command: str, facts: dict[str, str]) -> Outcome:
-    """Play every load, seed and front, one after the other."""
+def measure(
+    plan: Plan, fronts: Sequence[str], progress: Console, command: str, facts: dict[str, str]
+) -> Outcome:
+    """Play every load, seed and front of these, one after the other."""
     played = []
     for seed in range(1, plan.seeds + 1):
         for load in plan.loads:
             began = time.monotonic()
-            runs = [_played(plan, front, load, seed) for front in (*OURS, STAND_IN)]
+            runs = [_played(plan, front, load, seed) for front in fronts]
             played += runs
             means = ", ".join(f"{run.front} {FIGURES[0].of([run.records]):.2f}" for run in runs)
             seconds = time.monotonic() - began
             progress.print(f"seed {seed}, {load}: mean completion {means}  [{seconds:.0f} s]")
     results = Results(played)
-    parts = [*(_table(results, load) for load in plan.loads), *failures(results)]
+    parts = [*(_table(results, fronts, load) for load in plan.loads), *failures(results)]
     return brief(played, "\n\n".join(parts) + "\n", plan.seeds, command, facts, MARKS)
 
 
@@ -102,7 +106,8 @@ async def _asked(plan: Plan, front: str, load: str, seed: int, folder: Path) -> 
             player = _beside(fleet, plan.scale)
         else:
             known = FRONTS[front].known
-            behind = behind_gateway(folder, fleet, plan.scale, seed, known=known)
+            edges = EDGES if front == "edges" else 0
+            behind = behind_gateway(folder, fleet, plan.scale, seed, known=known, edges=edges)
             player = await stack.enter_async_context(behind)
         await player.play(warm_up)
         await asyncio.sleep(PAUSE / plan.scale)
@@ -111,32 +116,55 @@ async def _asked(plan: Plan, front: str, load: str, seed: int, folder: Path) -> 
 
 
 def _beside(fleet: Sequence[EmulatedNode], scale: float) -> Player:
-    addresses = [(HOST, node.port) for node in fleet]
-    asking = LeastConn(addresses)
-    return Player(addresses[0], scale, known=False, clock=now, asking=asking)
+    return _spread([(HOST, node.port) for node in fleet], scale, known=False)
+
+
+def _spread(addresses: Sequence[Address], scale: float, *, known: bool) -> Player:
+    return Player(addresses[0], scale, known=known, clock=now, asking=LeastConn(addresses))
 
 
 @asynccontextmanager
 async def behind_gateway(
-    folder: Path, fleet: Sequence[EmulatedNode], scale: float, seed: int, *, known: bool
+    folder: Path,
+    fleet: Sequence[EmulatedNode],
+    scale: float,
+    seed: int,
+    *,
+    known: bool,
+    edges: int = 0,
 ) -> AsyncIterator[Player]:
-    """A player in front of a running gateway over these nodes, in virtual time."""
+    """A player in front of a running gateway over these nodes, in virtual time.
+
+    `edges`: of the gateway, over real links in this process; each request goes to the one with the
+    fewest.
+    """
     urls = [node.url for node in fleet]
-    async with running_gateway(folder, urls, rng=random.Random(seed)) as site:
-        assert site.gateway.public_listener is not None
-        address = site.gateway.public_listener.host, site.gateway.public_listener.port
-        yield Player(address, scale, known=known, clock=now)
+    async with AsyncExitStack() as stack:
+        running = running_gateway(folder, urls, rng=random.Random(seed))
+        site = await stack.enter_async_context(running)
+        if edges:
+            brain = a_brain(site.gateway)
+            names = [f"edge-{number}" for number in range(1, edges + 1)]
+            begun = [await stack.enter_async_context(an_edge(site, brain, one)) for one in names]
+            bases = [edge.client.base_url for edge in begun]
+            addresses = [(url.host, url.port or 80) for url in bases]
+            yield _spread(addresses, scale, known=known)
+        else:
+            assert site.gateway.public_listener is not None
+            address = site.gateway.public_listener.host, site.gateway.public_listener.port
+            yield Player(address, scale, known=known, clock=now)
 
 
-def _table(results: Results, load: str) -> str:
+def _table(results: Results, fronts: Sequence[str], load: str) -> str:
     def cell(front: str, figure: Figure) -> str:
         value = results.value(front, load, figure)
         if value is None:
             return "-"
-        ratio = results.ratio(front, STAND_IN, load, figure)
+        ratio = results.ratio(front, fronts[-1], load, figure)
         shown = f"{value:.1%}" if figure.name == "cached" else f"{value:.2f}"
-        return f"{shown} ({ratio:.3f})" if ratio and front != STAND_IN else shown
+        return f"{shown} ({ratio:.3f})" if ratio and front != fronts[-1] else shown
 
-    titles = {front: FRONTS[front].title for front in OURS}
-    titles[STAND_IN] = "`least_conn`, in this process"
+    titles = {front: FRONTS[front].title for front in fronts if front != STAND_IN}
+    if STAND_IN in fronts:
+        titles[STAND_IN] = "`least_conn`, in this process"
     return figures(f"virtual time, load: {load}", titles, cell)
