@@ -173,8 +173,8 @@ class Brain:
     def __post_init__(self) -> None:
         index, context = self.scheduler.fleet.model_index, self.context
         self.models = ModelSnapshots(index, context.leases.most_slots_of_a_host, context.clock)
-        self.context.quarantine.on_change = lambda digest, losses: self.quarantined(
-            messages.Quarantined.of(digest, losses)
+        self.context.quarantine.subscribe(
+            lambda digest, losses: self.quarantined(messages.Quarantined.of(digest, losses))
         )
         if self.clustered:
             self.scheduler.grant_while(lambda: False)

@@ -782,8 +782,8 @@ class EdgeServices:
             messages.Adopted: lambda _: log.info("an edge is linked", edge=self.name),
             messages.Booked: self.requests.booked,
         }
-        self.context.quarantine.on_change = lambda digest, losses: self._tell(
-            messages.Quarantined.of(digest, losses)
+        self.context.quarantine.subscribe(
+            lambda digest, losses: self._tell(messages.Quarantined.of(digest, losses))
         )
 
     async def start(self, sock: socket.socket, seconds: float) -> None:

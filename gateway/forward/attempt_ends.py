@@ -54,13 +54,16 @@ class Losses(NamedTuple):
 class Quarantine:
     """Requests that nodes died on, each known by a digest of its body, never by the body itself."""
 
-    __slots__ = ("_keyed_hash", "entries", "on_change")
+    __slots__ = ("_keyed_hash", "_on_change", "entries")
 
     def __init__(self, keyed_hash: KeyedHash) -> None:
         self._keyed_hash = keyed_hash
         self.entries: OrderedDict[bytes, Losses] = OrderedDict()  # By the digest, the oldest first
-        self.on_change: Callable[[bytes, Losses | None], None] = lambda *_: None
-        """Told of each loss, and of each request that a node has completed after some."""
+        self._on_change: Callable[[bytes, Losses | None], None] = lambda *_: None
+
+    def subscribe(self, on_change: Callable[[bytes, Losses | None], None]) -> None:
+        """Tell of each loss, and (None) of each request that a node has completed after some."""
+        self._on_change = on_change
 
     def __len__(self) -> int:
         return len(self.entries)
@@ -91,13 +94,13 @@ class Quarantine:
         elif leased_at >= entry.last_at:
             entry = Losses(entry.nodes | {node}, now)
         self._keep(key, entry)
-        self.on_change(key, entry)
+        self._on_change(key, entry)
 
     def clear(self, request: Request) -> None:
         """A node completed the request, so the others did not die on it."""
         key = self._digest(request)
         if self.entries.pop(key, None) is not None:
-            self.on_change(key, None)
+            self._on_change(key, None)
 
     def take(self, key: bytes, losses: Losses | None) -> None:
         """What another process has found out; None: a node has completed the request there."""

@@ -11,6 +11,7 @@ import pytest
 
 from gateway.callers.keys import hash_key
 from gateway.edges.edge import EdgeServices
+from gateway.edges.messages import Quarantined
 from gateway.events import EdgeLost, RequestRecord
 from gateway.nodes.node import LeasePhase, NodeState
 from gateway.schedule.decision_log import Grant
@@ -409,7 +410,7 @@ async def test_a_request_that_nodes_died_on_is_refused_at_every_edge(tmp_path: P
                 node.faults.clear()
             (digest,) = quarantines[0].entries
             quarantines[0].take(digest, None)
-            quarantines[0].on_change(digest, None)
+            brain.quarantined(Quarantined.of(digest, None))
             await until(lambda: not any(map(len, quarantines)))
             await until(lambda: len(one.services.context.quarantine) == 0)
 
