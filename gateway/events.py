@@ -437,6 +437,8 @@ class EndedRequests:
 E = TypeVar("E")
 DEFER_SECONDS = 0.05  # Longest delay of deferred work, in seconds
 MOST_DEFERRED = 512  # Pieces of work that may be deferred; one more flushes them all
+# As many between a brain and its edges, where questions wait behind all that was told before.
+FEW_DEFERRED = 32
 
 
 def call_later(seconds: float, work: Callable[[], None]) -> None:
@@ -453,10 +455,12 @@ class EventBus:
     """
 
     def __init__(
-        self, call_later: Callable[[float, Callable[[], None]], object] | None = None
+        self,
+        call_later: Callable[[float, Callable[[], None]], object] | None = None,
+        most_deferred: int = MOST_DEFERRED,
     ) -> None:
         self._subscribers: dict[type, list[Callable[[Any], None]]] = defaultdict(list)
-        self._call_later = call_later
+        self._call_later, self._most_deferred = call_later, most_deferred
         self._deferred: list[tuple[Callable[..., None], tuple[Any, ...]]] = []
         self.ended = EndedRequests()
         self.subscribe(RequestRecord, self.ended.read)
@@ -484,7 +488,7 @@ class EventBus:
         """Call `work` within `DEFER_SECONDS`, and before any event that is published later."""
         deferred = self._deferred
         deferred.append((work, arguments))
-        if self._call_later is None or len(deferred) >= MOST_DEFERRED:
+        if self._call_later is None or len(deferred) >= self._most_deferred:
             self.flush()
         elif len(deferred) == 1:
             self._call_later(DEFER_SECONDS, self.flush)

@@ -54,6 +54,13 @@ def test_deferred_work_is_done_though_other_work_fails() -> None:
     assert not timers
 
 
+def test_no_more_work_waits_than_may() -> None:
+    bus, done = EventBus(lambda _, __: None, 3), list[int]()
+    for number in range(7):
+        bus.defer(done.append, number)
+    assert done == [0, 1, 2, 3, 4, 5]
+
+
 def test_each_record_is_read_once_by_each_reader_of_its_kind_and_added_up() -> None:
     bus = EventBus()
     read: list[tuple[int, str]] = []

@@ -52,7 +52,14 @@ from gateway.config.yaml_file import read_text
 from gateway.edges.brain import Brain
 from gateway.edges.supervisor import MOST_START_SECONDS, Edges, start_edge_process
 from gateway.errors import GatewayError
-from gateway.events import EventBus, InventoryChanged, SettingsChanged, call_later
+from gateway.events import (
+    FEW_DEFERRED,
+    MOST_DEFERRED,
+    EventBus,
+    InventoryChanged,
+    SettingsChanged,
+    call_later,
+)
 from gateway.forward.context import ForwardContext
 from gateway.forward.forwarder import Forwarder
 from gateway.forward.in_flight import InFlightRegistry, TimeoutMonitor
@@ -144,7 +151,10 @@ class Gateway:
         self._handing_over, self._notifier = asyncio.Lock(), SystemdNotifier()
         rng = rng or random.Random()
         self._keyed_hash = KeyedHash(self._inherited.hash_key)
-        self.bus = EventBus(call_later)
+        self._loopback, self._edge_count = (
+            is_loopback(settings.listen.host), startup.count_edges(settings)
+        )  # fmt: skip
+        self.bus = EventBus(call_later, FEW_DEFERRED if self._edge_count else MOST_DEFERRED)
         self._resolver, self._turn_limit = resolver or Resolver(), TurnLimit()
         self.fleet = Fleet(
             connect=partial(open_node_pool, resolver=self._resolver, turn=self._turn_limit),
@@ -183,9 +193,6 @@ class Gateway:
             keyed_hash=self._keyed_hash,
         )
         self.forwarder = Forwarder(self.proxy_context)
-        self._loopback, self._edge_count = (
-            is_loopback(settings.listen.host), startup.count_edges(settings)
-        )  # fmt: skip
         metering = self.metering = Metering(
             options,
             settings,

@@ -37,7 +37,14 @@ from gateway.edges import messages
 from gateway.edges.carried import AdmittedRequest, EdgeRequests, HeldLease, Uplink
 from gateway.edges.snapshots import KeyCopies, ModelCopies
 from gateway.errors import GatewayError
-from gateway.events import AttemptEnded, EventBus, RequestRecord, StreamResumed, call_later
+from gateway.events import (
+    FEW_DEFERRED,
+    AttemptEnded,
+    EventBus,
+    RequestRecord,
+    StreamResumed,
+    call_later,
+)
 from gateway.forward.context import ForwardContext
 from gateway.forward.in_flight import InFlightRegistry, TimeoutMonitor
 from gateway.lease import (
@@ -740,7 +747,7 @@ class EdgeServices:
         self._missing: set[type] = {messages.Configuration, messages.Keys, messages.Models}
         self.key_ring, self.keyed_hash = self._keys.ring, KeyedHash()
         self.catalog = ModelCopies()
-        self.bus, self.registry = EventBus(call_later), InFlightRegistry()
+        self.bus, self.registry = EventBus(call_later, FEW_DEFERRED), InFlightRegistry()
         self.timeout_monitor = TimeoutMonitor(clock)
         self.link = self._new_link()
         self.uplink = Uplink(self.link, is_open=not clustered)

@@ -32,7 +32,7 @@ from gateway.config.cluster import Address, ClusterSettings
 from gateway.config.settings import Settings
 from gateway.edges.brain import Brain
 from gateway.edges.edge import EdgeServices
-from gateway.events import EventBus, RequestRecord, call_later
+from gateway.events import FEW_DEFERRED, EventBus, RequestRecord, call_later
 from gateway.forward.context import ForwardContext
 from gateway.forward.in_flight import InFlightRegistry, TimeoutMonitor
 from gateway.lease import NOTHING_TRIED, AttemptReport, PromptKey, Usage, UsageReport
@@ -115,7 +115,7 @@ async def be_brain(
     for one in nodes:
         one.replace_upstream(ConnectionPool(NodeAddress("127.0.0.1", 9, b"", b"")), 0.0)
     scheduler = a_scheduler(*nodes, clock=time.monotonic)
-    bus, settings = EventBus(call_later), Settings()
+    bus, settings = EventBus(call_later, FEW_DEFERRED), Settings()
     context = ForwardContext(
         LocalLeaseService(scheduler, scheduler.fleet),
         settings,
