@@ -71,6 +71,7 @@ from gateway.stored.folder import (
     folder_errors_told,
 )
 from gateway.stored.line_reader import (
+    PIECE_BYTES,
     Line,
     LineError,
     LineReader,
@@ -116,7 +117,6 @@ def _begin(connection: Connection, id_: str, total: int, model: str | None, now:
 
 OUTPUT_PURPOSE = "batch_output"
 PAGE_ROWS = 500  # rows that are read from the store at a time
-PIECE_BYTES = 256 << 10  # bytes of lines that are written or sent at a time, if no line is longer
 
 
 class _FinalFiles:
@@ -420,11 +420,12 @@ class BatchUpkeep:
         """
         threads, settings = self.storage.threads, self.storage.settings()
         try:
-            file = await self.storage.open_to_read(input_place(batch))
+            opened = await self.storage.open_to_read(input_place(batch))
         except FileNotFoundError:
             log.warning("the input of a batch is missing", batch=batch.id)
             await self._fail(batch, "file_not_found", "The input file is gone.")
             return
+        file = io.BufferedReader(opened, PIECE_BYTES)
         try:
             await threads.run(_on_disk, check_line_count, file, settings.lines, settings.line_bytes)
             reader = LineReader(
