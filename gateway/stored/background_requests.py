@@ -736,7 +736,7 @@ class BackgroundRunner(RowRuns[HeldRequest]):
         if not owners:
             return
         share = max(1, room // len(owners))
-        picks = [Pick(share, kind, owner=owner, by_deadline=True) for owner, kind in owners[:room]]
+        picks = [Pick(share, kind, owner=owner) for owner, kind in owners[:room]]
         begun = await self._begin_all(picks)
         if begun and begun < room:
             requests.wakes.set()  # Others may have left some of their share.

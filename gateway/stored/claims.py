@@ -442,8 +442,8 @@ def has_unfinished(connection: Connection, folder: str) -> bool:
 class Pick:
     """Which waiting requests are wanted, and how many.
 
-    Lines come with their prefix: those that begin alike together, the longest first. Without a
-    batch the oldest batch comes first. Requests without a batch come in the order of their age.
+    Lines are those of one batch. They come with their prefix: those that begin alike together, the
+    longest first. Requests without a batch come by their deadlines, then in the order of their age.
     """
 
     limit: int
@@ -453,7 +453,6 @@ class Pick:
     model: str | None = None
     prefix: int | None = None
     ids: Sequence[str] | None = None  # of these requests alone, which have no batch
-    by_deadline: bool = False  # the nearest deadline first; all lines of a batch have the same
 
 
 def claim(
@@ -472,8 +471,7 @@ def claim(
     """
     claimed: list[StoredRow] = []
     for pick in picks:
-        picked = _picked_lines if pick.kind is RequestKind.LINE else _picked_alone
-        ids = picked(connection, folder, pick, now)
+        ids = _picked(connection, folder, pick, now)
         taken: dict[str, StoredRow] = {}
         for some in chunks(ids):
             begun = update(stored_requests).where(_ROW.id.in_(some), IS_WAITING)
@@ -488,47 +486,28 @@ def claim(
     return claimed
 
 
-def _picked_lines(connection: Connection, folder: str, pick: Pick, now: float) -> list[str]:
-    """The lines of one pick; on PostgreSQL they are locked."""
-    # What is late is about to be ended (`expire_lines`).
-    in_time = or_(_ROW.deadline.is_(None), _ROW.deadline > now)
-    wanted: list[ColumnElement[bool]] = [IS_WAITING, _ROW.not_before <= now, in_time]
-    if pick.model is not None:
-        wanted.append(_ROW.model == pick.model)
-    if pick.prefix is not None:
-        wanted.append(_ROW.prefix == pick.prefix)
-    of_batches = runnable_batches(folder, batches.c.id)
-    if pick.owner is not None:
-        of_batches = of_batches.where(batches.c.owner == pick.owner)
-    if pick.batch is not None:
-        of_batches = of_batches.where(batches.c.id == pick.batch)
+def _picked(connection: Connection, folder: str, pick: Pick, now: float) -> list[str]:
+    """The requests of one pick; on PostgreSQL they are locked."""
+    asked = select(_ROW.id).where(IS_WAITING, _ROW.not_before <= now)
+    if pick.kind is RequestKind.LINE:
+        runnable = runnable_batches(folder, batches.c.id).where(batches.c.id == pick.batch)
+        if connection.scalar(runnable) is None:
+            return []
+        # What is late is about to be ended (`expire_lines`).
+        in_time = or_(_ROW.deadline.is_(None), _ROW.deadline > now)
+        asked = asked.where(_ROW.batch == pick.batch, in_time)
+        asked = asked.order_by(_ROW.prefix, _ROW.max_tokens.desc(), _ROW.number)
     else:
-        # A batch that all of its lines are taken from gives at least one: so few suffice.
-        waits = select(_ROW.id).where(_ROW.batch == batches.c.id, *wanted)
-        order = (batches.c.expires_at, batches.c.id) if pick.by_deadline else (batches.c.id,)
-        of_batches = of_batches.where(waits.exists()).order_by(*order).limit(pick.limit)
-    ids: list[str] = []
-    for batch in connection.scalars(of_batches).all():
-        lines = select(_ROW.id).where(_ROW.batch == batch, *wanted)
-        lines = lines.order_by(_ROW.prefix, _ROW.max_tokens.desc(), _ROW.number)
-        ids += connection.scalars(unlocked(lines, pick.limit - len(ids)))
-        if len(ids) == pick.limit:
-            break
-    return ids
-
-
-def _picked_alone(connection: Connection, folder: str, pick: Pick, now: float) -> list[str]:
-    """The requests without a batch of one pick; on PostgreSQL they are locked."""
-    asked = select(_ROW.id).where(
-        *alone_in(folder), _ROW.kind == pick.kind.value, IS_WAITING, _ROW.not_before <= now
-    )
-    if pick.owner is not None:
-        asked = asked.where(_ROW.owner == pick.owner)
+        asked = asked.where(*alone_in(folder), _ROW.kind == pick.kind.value)
+        asked = asked.order_by(_ROW.deadline.is_(None), _ROW.deadline, _ROW.id)
+    for column, value in (
+        (_ROW.owner, pick.owner), (_ROW.model, pick.model), (_ROW.prefix, pick.prefix),
+    ):  # fmt: skip
+        if value is not None:
+            asked = asked.where(column == value)
     if pick.ids is not None:
         asked = asked.where(_ROW.id.in_(pick.ids))
-    if pick.by_deadline:
-        asked = asked.order_by(_ROW.deadline.is_(None), _ROW.deadline)
-    return list(connection.scalars(unlocked(asked.order_by(_ROW.id), pick.limit)))
+    return list(connection.scalars(unlocked(asked, pick.limit)))
 
 
 def unlocked(asked: Select[Any], limit: int) -> Select[Any]:

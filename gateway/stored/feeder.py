@@ -42,7 +42,6 @@ from gateway.stored.feeding import (
     Lane,
     Pace,
     PrefixGroup,
-    Want,
     in_danger,
     late_places,
     ready_wanted,
@@ -217,22 +216,19 @@ class Supply:
             replace(work, groups=self._prefixes.get(work.batch, (0.0, ()))[1]) for work in works
         ]
 
-    def picks(self, target: RequestTarget | None, wants: Sequence[Want]) -> list[Pick]:
+    def picks(self, target: RequestTarget | None, wants: Sequence[Pick]) -> list[Pick]:
         """What to claim: of batches with several models, those that go to this target."""
         found: list[Pick] = []
         for want in wants:
-            models = self._models.get(want.batch, {})
+            models = self._models.get(want.batch or "", {})
             if len(models) <= 1:
-                found.append(Pick(want.rows, RequestKind.LINE, want.batch, prefix=want.prefix))
+                found.append(want)
                 continue
             chosen = [model for model, of_model in models.items() if of_model == target]
             found += [
-                Pick(
-                    max(1, want.rows // len(chosen)), RequestKind.LINE, want.batch,
-                    model=model, prefix=want.prefix,
-                )
+                replace(want, limit=max(1, want.limit // len(chosen)), model=model)
                 for model in chosen
-            ]  # fmt: skip
+            ]
         return found
 
     def count_claimed(

@@ -27,12 +27,13 @@ from gateway.store.database import locate_store
 from gateway.store.store import Store
 from gateway.stored.batch_registry import BatchRegistry, BatchUpkeep, NewBatch
 from gateway.stored.batch_rows import Batch, EndListener
-from gateway.stored.claims import Pick, RequestKind, StoredRow, UnfinishedWork, claim
+from gateway.stored.claims import StoredRow, UnfinishedWork
 from gateway.stored.files import FileRegistry
 from gateway.stored.folder import ID_FILE, DiskThreads, Folder, Storage
 from gateway.stored.results import LineResults
 from gateway.stored.runner import Outcome
 from tests.store.stores import LIMIT
+from tests.stored.stored_rows import claim_any
 
 CHAT = "/v1/chat/completions"
 
@@ -122,9 +123,8 @@ class BatchPlace:
 
     async def claim(self, limit: int = 1000) -> list[StoredRow]:
         assert self.folder.id is not None
-        picks = (Pick(limit, RequestKind.LINE),)
         return await self.batches.storage.write(
-            claim, self.folder.id, self.process.id, picks, self.time[0], 60.0
+            claim_any, self.folder.id, self.process.id, limit, self.time[0], 60.0
         )
 
     async def output(self, batch: Batch, *, errors: bool = False) -> list[Any]:

@@ -102,37 +102,37 @@ def test_lines_that_begin_alike_come_together_the_longest_first(store: Store) ->
     }
 
 
-def test_a_pick_names_batch_owner_model_and_prefix(store: Store) -> None:
+def test_a_pick_of_lines_names_batch_model_and_prefix(store: Store) -> None:
     mine, other = a_batch(1), a_batch(2, owner="bob")
     lines = [a_line(n, mine, model=f"m{n % 2}", prefix=n % 3) for n in range(1, 7)]
     begin(store, mine, lines, model=None)
     begin(store, other, [a_line(n, other) for n in range(1, 4)])
     assert numbers(claim(store, model="m0", prefix=1)) == [4]
-    assert [row.owner for row in claim(store, owner="bob", limit=2)] == ["bob", "bob"]
+    assert [row.owner for row in claim(store, batch=other.id, limit=2)] == ["bob", "bob"]
     assert numbers(claim(store, batch=mine.id, prefix=0)) == [3, 6]
-    assert claim(store, batch=mine.id, owner="bob") == []
     assert [row.batch for row in claim(store)] == [mine.id] * 3 + [other.id]
 
 
-def test_the_nearest_deadline_comes_first_where_that_is_asked(store: Store) -> None:
-    calm, urgent = a_batch(1), a_batch(2, expires_at=NOW + 60)
-    begin(store, calm, [a_line(1, calm)])
-    begin(store, urgent, [a_line(1, urgent)])
-    assert [row.batch for row in claim(store, limit=1, by_deadline=True)] == [urgent.id]
-    rows = [alone(1), alone(2, deadline=NOW + 9), alone(3, deadline=NOW + 5)]
+def test_of_requests_without_a_batch_the_nearest_deadline_comes_first(store: Store) -> None:
+    deadlines = None, NOW + 9, NOW + 5, NOW + 5
+    rows = [alone(number, deadline=deadline) for number, deadline in enumerate(deadlines, 1)]
+    rows.append(alone(5, owner="bob"))
     store.run_now(lambda c: add_rows(c, rows))
     kind = RequestKind.RESPONSE
-    assert [row.id for row in claim(store, kind=kind, limit=1)] == [rows[0].id]
-    taken = claim(store, kind=kind, by_deadline=True)
-    assert [row.id for row in taken] == [rows[2].id, rows[1].id]
+    assert [row.id for row in claim(store, kind=kind, owner="bob")] == [rows[4].id]
+    assert [row.id for row in claim(store, kind=kind, ids=[rows[1].id])] == [rows[1].id]
+    taken = [claim(store, kind=kind, limit=2), claim(store, kind=kind)]
+    assert [[row.id for row in some] for some in taken] == [
+        [rows[2].id, rows[3].id], [rows[0].id],
+    ]  # fmt: skip
 
 
 def test_several_picks_take_each_row_once(store: Store) -> None:
     begin(store, a_batch(), [a_line(n, prefix=n % 2) for n in range(1, 7)])
+    limits = {2: 1, 9: None, 1: None}
     picks = [
-        Pick(2, RequestKind.LINE, prefix=1),
-        Pick(9, RequestKind.LINE),
-        Pick(1, RequestKind.LINE),
+        Pick(limit, RequestKind.LINE, a_batch().id, prefix=prefix)
+        for limit, prefix in limits.items()
     ]
     taken = do(store, claim_picks, FOLDER, "p1", picks, NOW, LEASE)
     assert numbers(taken) == [1, 3, 2, 4, 6, 5]
@@ -471,7 +471,7 @@ async def test_exactly_one_row_of_the_ledger_for_each_recorded_result(store: Sto
     assert len({number for _, number in in_ledger}) == 30
 
 
-ANY = [Pick(10, RequestKind.LINE)]
+ANY = [Pick(10, RequestKind.LINE, a_batch().id)]
 
 
 BODIES = [b"one", b"two and more", b"three"]

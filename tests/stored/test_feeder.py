@@ -23,7 +23,7 @@ from gateway.store.store import Store
 from gateway.stored.batch_rows import pause_batch
 from gateway.stored.claims import Pick, RequestKind
 from gateway.stored.feeder import IDLE_SECONDS, READ_SECONDS, Supply, read_prefixes, read_waiting
-from gateway.stored.feeding import PrefixGroup, Want
+from gateway.stored.feeding import PrefixGroup
 from gateway.stored.folder import DiskThreads, Folder, Storage, job
 from gateway.stored.runner import RequestTarget
 from gateway.terms import Priority
@@ -105,7 +105,7 @@ async def test_lines_are_divided_by_target(store: Store) -> None:
     assert (work.batch, work.rows, work.deadline) == (a_batch().id, 3, a_batch().expires_at)
     assert supply.class_of(a_batch().id) == "normal"
     assert supply.class_of(None) == ""
-    picks = supply.picks(target("xy"), [Want(a_batch().id, "alice", None, 4)])
+    picks = supply.picks(target("xy"), [Pick(4, RequestKind.LINE, a_batch().id)])
     assert sorted(picks, key=lambda pick: pick.model or "") == [
         Pick(2, RequestKind.LINE, a_batch().id, model="x"),
         Pick(2, RequestKind.LINE, a_batch().id, model="y"),
@@ -126,8 +126,9 @@ async def test_claims_count_down_what_waits(store: Store) -> None:
     await supply.read(FOLDER, ())
     works = await supply.with_groups(supply.works_of(target("demo")), {})
     assert [(group.prefix, group.rows) for group in works[0].groups] == [(7, 10)]
-    picks = supply.picks(target("demo"), [Want(a_batch().id, "alice", 7, 4)])
-    assert picks == [Pick(4, RequestKind.LINE, a_batch().id, prefix=7)]
+    wants = [Pick(4, RequestKind.LINE, a_batch().id, prefix=7)]
+    picks = supply.picks(target("demo"), wants)
+    assert picks == wants
     supply.count_claimed(target("demo"), picks, claim(store, limit=4, prefix=7))
     works = await supply.with_groups(supply.works_of(target("demo")), {})
     assert [work.rows for work in works] == [6]
