@@ -499,32 +499,30 @@ def claim_deliveries(
     return [replace(one, attempts=one.attempts + 1) for one in claimed]
 
 
-def end_delivery(
-    connection: Connection, delivery: Delivery, state: DeliveryState, now: float, error: str | None
+def record_attempt(
+    connection: Connection,
+    delivery: Delivery,
+    state: DeliveryState,
+    next_at: float,
+    error: str | None,
 ) -> None:
-    """Try it no more. That it was delivered holds whoever tries it meanwhile."""
-    ended = update(deliveries).where(deliveries.c.id == delivery.id, _WAITS)
+    """An attempt has ended so: it waits until `next_at`, or is tried no more.
+
+    Nothing, if somebody else has begun another one; but that it was delivered holds in any case.
+    """
+    changed = update(deliveries).where(deliveries.c.id == delivery.id, _WAITS)
     if state is not DeliveryState.DELIVERED:
-        ended = ended.where(deliveries.c.attempts == delivery.attempts)
-    connection.execute(ended.values(state=state, next_at=now, last_error=_cut(error)))
-
-
-def retry_delivery(
-    connection: Connection, delivery: Delivery, next_at: float, error: str | None
-) -> None:
-    """Try it again at `next_at`, unless somebody else has begun to."""
-    again = update(deliveries).where(
-        deliveries.c.id == delivery.id, _WAITS, deliveries.c.attempts == delivery.attempts
-    )
-    connection.execute(again.values(next_at=next_at, last_error=_cut(error)))
+        changed = changed.where(deliveries.c.attempts == delivery.attempts)
+    said = None if error is None else error[:LONGEST_ERROR]
+    connection.execute(changed.values(state=state, next_at=next_at, last_error=said))
 
 
 def put_back_deliveries(
     connection: Connection, claimed: Sequence[Delivery], next_at: float
 ) -> None:
     """Let others try at `next_at` what this process has claimed and can't end."""
-    for delivery in claimed:
-        retry_delivery(connection, delivery, next_at, "the gateway has ended")
+    for one in claimed:
+        record_attempt(connection, one, DeliveryState.WAITING, next_at, "the gateway has ended")
 
 
 def remove_ended(connection: Connection, before: float, limit: int) -> int:
@@ -538,10 +536,6 @@ def remove_ended(connection: Connection, before: float, limit: int) -> int:
     ids = list(connection.scalars(old.limit(limit)))
     connection.execute(delete(deliveries).where(deliveries.c.id.in_(ids)))
     return len(ids)
-
-
-def _cut(error: str | None) -> str | None:
-    return None if error is None else error[:LONGEST_ERROR]
 
 
 # How a response ends, in the words of OpenAI's API.
@@ -769,7 +763,7 @@ class WebhookSender:
                 target, url, delivery.id, delivery.body, settings.timeout
             )
         now, state = self.now(), DeliveryState.DELIVERED
-        next_at: float | None = None  # None: it has ended, with this state
+        next_at: float | None = None  # None: it is tried no more
         if result.error is None:
             self._failing.discard(delivery.origin)
         else:
@@ -780,15 +774,12 @@ class WebhookSender:
                 self._paused[delivery.origin] = now + pause
             state = DeliveryState.REFUSED
             if result.status != 410:
-                state = DeliveryState.GIVEN_UP
                 next_at = next_attempt(
                     delivery, now, settings.give_up, result.retry_after, delays=self.delays
                 )
-        if next_at is None:
-            recording = job(end_delivery, delivery, state, self.now(), result.error)
-        else:
-            recording = job(retry_delivery, delivery, next_at, result.error)
-        await self._record(recording, until)
+                state = DeliveryState.GIVEN_UP if next_at is None else DeliveryState.WAITING
+        at = self.now() if next_at is None else next_at
+        await self._record(job(record_attempt, delivery, state, at, result.error), until)
         outcome = state.value if next_at is None else "failed"
         self.bus.publish(WebhookAttempted(outcome))
         # Never the URL's path, which may be a secret.

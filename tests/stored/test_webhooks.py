@@ -46,11 +46,10 @@ from gateway.stored.webhooks import (
     WebhookTargets,
     add_deliveries,
     claim_deliveries,
-    end_delivery,
     next_attempt,
     put_back_deliveries,
+    record_attempt,
     remove_ended,
-    retry_delivery,
     waiting_origins,
 )
 from gateway.transport.resolver import Resolver
@@ -144,7 +143,7 @@ def test_an_ended_delivery_waits_no_more(store: Store) -> None:
     (id_,) = add(store, A)
     (claimed,) = claim(store, a=1)
     for _ in range(2):
-        store.run_now(lambda c: end_delivery(c, claimed, DeliveryState.DELIVERED, NOW + 2, None))
+        store.run_now(lambda c: record_attempt(c, claimed, DeliveryState.DELIVERED, NOW + 2, None))
     row = row_of(store, id_)
     assert (row.state, row.next_at, row.last_error) == ("delivered", NOW + 2, None)
     assert store.run_now(waiting_origins) == []
@@ -155,7 +154,7 @@ def test_an_ended_delivery_waits_no_more(store: Store) -> None:
 def test_a_failure_is_tried_again_at_its_time(store: Store) -> None:
     (id_,) = add(store, A)
     (claimed,) = claim(store, a=1)
-    store.run_now(lambda c: retry_delivery(c, claimed, NOW + 5, "x" * 500))
+    store.run_now(job(record_attempt, claimed, DeliveryState.WAITING, NOW + 5, "x" * 500))
     assert claim(store, now=NOW + 4, a=1) == []
     assert row_of(store, id_).last_error == "x" * LONGEST_ERROR
     assert claim(store, now=NOW + 5, a=1)[0].attempts == 2
@@ -165,13 +164,13 @@ def test_a_late_failure_does_not_disturb_who_tries_it_now(store: Store) -> None:
     (id_,) = add(store, A)
     (late,) = claim(store, a=1)
     (current,) = claim(store, now=NOW + 30, a=1)
-    store.run_now(lambda c: retry_delivery(c, late, NOW, "late"))
-    store.run_now(lambda c: end_delivery(c, late, DeliveryState.GIVEN_UP, NOW, "late"))
+    for state in (DeliveryState.WAITING, DeliveryState.GIVEN_UP):
+        store.run_now(job(record_attempt, late, state, NOW, "late"))
     row = row_of(store, id_)
     assert (row.state, row.next_at, row.last_error) == ("waiting", NOW + 60, None)
     # A success counts, however late.
-    store.run_now(lambda c: end_delivery(c, late, DeliveryState.DELIVERED, NOW, None))
-    store.run_now(lambda c: retry_delivery(c, current, NOW, "failed"))
+    store.run_now(job(record_attempt, late, DeliveryState.DELIVERED, NOW, None))
+    store.run_now(job(record_attempt, current, DeliveryState.WAITING, NOW, "failed"))
     assert row_of(store, id_).state == "delivered"
 
 
@@ -186,7 +185,7 @@ def test_old_ended_deliveries_are_removed_and_waiting_ones_never(store: Store) -
     add(store, A, number=1, now=NOW - 1000)
     add(store, B, number=2, now=NOW - 1000)
     (claimed,) = claim(store, b=1)
-    store.run_now(lambda c: end_delivery(c, claimed, DeliveryState.REFUSED, NOW, "status 410"))
+    store.run_now(job(record_attempt, claimed, DeliveryState.REFUSED, NOW, "status 410"))
     assert store.run_now(lambda c: remove_ended(c, NOW, 10)) == 0
     assert store.run_now(lambda c: remove_ended(c, NOW + 1, 10)) == 1
     assert [one.origin for one in store.run_now(waiting_origins)] == [A.origin]
