@@ -26,7 +26,7 @@ from functools import partial
 from typing import Any, TypeVar
 
 import structlog
-from sqlalchemy import Connection, func, select
+from sqlalchemy import Connection, select
 
 from gateway import errors
 from gateway.config.fields import format_duration, parse_duration
@@ -106,15 +106,6 @@ def _on_disk(work: Callable[..., T], *arguments: Any) -> T:
         ) from None
 
 
-def _begin(connection: Connection, id_: str, total: int, model: str | None, now: float) -> None:
-    # Of an earlier reading under other settings there may be other errors than of this one.
-    columns = stored_requests.c
-    broken = select(func.count()).where(
-        columns.batch == id_, columns.state == RequestState.FAILED.value
-    )
-    batch_rows.begin_batch(connection, id_, total, connection.scalar(broken) or 0, model, now)
-
-
 OUTPUT_PURPOSE = "batch_output"
 PAGE_ROWS = 500  # rows that are read from the store at a time
 
@@ -160,19 +151,6 @@ class _FinalFiles:
         """Remove the finished files: others have ended the batch. Raises: FolderError."""
         for new, _ in self._new.values():
             self._folder.delete(new.name)
-
-
-def _end(
-    connection: Connection,
-    batch: Batch,
-    output: StoredFile | None,
-    errors: StoredFile | None,
-    now: float,
-    also: EndListener | None,
-) -> Batch | None:
-    # It may be paused for want of room, which there was after all.
-    batch_rows.resume_batch(connection, batch.owner, batch.id)
-    return batch_rows.end_batch(connection, batch.id, output, errors, now, also)
 
 
 ROUND_SECONDS = 1.0  # seconds between two looks at the unfinished batches
@@ -447,7 +425,8 @@ class BatchUpkeep:
             )
             await self._fail(batch, "empty_file", message)
             return
-        await self.storage.write(_begin, batch.id, reader.total, reader.model, self.storage.now())
+        now = self.storage.now()
+        await self.storage.write(batch_rows.begin_batch, batch.id, reader.model, now)
         log.info("batch begun", batch=batch.id, lines=reader.total, broken=reader.failed)
         self.on_rows()
 
@@ -534,7 +513,7 @@ class BatchUpkeep:
             with contextlib.suppress(FolderError):
                 await threads.run(files.close)
         try:
-            ended = await storage.write(_end, batch, output, errors, now, self.on_end)
+            ended = await storage.write(batch_rows.end_batch, id_, output, errors, now, self.on_end)
         except StoreUnavailable:
             # It may have ended; files without a row are removed later (`FileRegistry`).
             raise
@@ -561,8 +540,8 @@ class BatchUpkeep:
             due = await storage.write(
                 batch_rows.take_due_batches, folder, storage.now(), STEP_BATCHES
             )
-            for one in due:
-                await self.remove(one.id, one.places)
+            for id_, places in due.items():
+                await self.remove(id_, places)
             gone += len(due)
             if len(due) < STEP_BATCHES:
                 break

@@ -99,14 +99,6 @@ class BatchPage(NamedTuple):
     has_more: bool
 
 
-class DueBatch(NamedTuple):
-    """A batch that is to be removed."""
-
-    id: str
-    places: list[str]
-    """The folder's files that are to be deleted first: bodies and results of its lines."""
-
-
 _BATCHES: Final = Rows(Batch, batches, {"state": BatchState}, "metadata", "errors")
 _SHOWN: Final = _BATCH.deleted_at.is_(None)
 
@@ -278,17 +270,13 @@ def unfinished(connection: Connection, folder: str) -> list[Batch]:
 # From the beginning to the end. Each job returns the batch as it is then; None: it is gone.
 
 
-def begin_batch(
-    connection: Connection, id_: str, total: int, failed: int, model: str | None, now: float
-) -> Batch | None:
+def begin_batch(connection: Connection, id_: str, model: str | None, now: float) -> Batch | None:
     """All its lines are there: they may run. Nothing, if it isn't `validating` any more."""
-    changes: dict[str, Any] = {
-        "total": total, "failed": failed, "model": model, "in_progress_at": now,
-        "result_bytes": _result_bytes(connection, id_) if failed else 0,
-    }  # fmt: skip
     if claims.lock_batch(connection, id_) is not BatchState.VALIDATING:
         return _BATCHES.one(connection, _BATCH.id == id_)
-    if failed == total:
+    counts = _counts(connection, id_)
+    changes = {**counts, "model": model, "in_progress_at": now}
+    if counts["failed"] == counts["total"]:
         return _move(connection, id_, BatchState.FINALIZING, {**changes, "finalizing_at": now})
     return _move(connection, id_, BatchState.IN_PROGRESS, changes)
 
@@ -327,14 +315,7 @@ def cancel_batch(
     state = claims.lock_batch(connection, id_)
     changes: dict[str, Any] = {"cancelling_at": now}
     if state is BatchState.VALIDATING:
-        # It gets no more lines: these are all.
-        of_batch = select(func.count()).where(_ROW.batch == id_)
-        failed = of_batch.where(_ROW.state == RequestState.FAILED.value)
-        changes |= {
-            "total": connection.scalar(of_batch) or 0,
-            "failed": connection.scalar(failed) or 0,
-            "result_bytes": _result_bytes(connection, id_),
-        }
+        changes |= _counts(connection, id_)  # It gets no more lines: these are all.
     cancelled = _move(connection, id_, BatchState.CANCELLING, changes)
     if cancelled is not None and cancelled.state is BatchState.CANCELLING:
         claims.end_waiting_lines(connection, id_, RequestState.CANCELLED, now, limit)
@@ -431,7 +412,11 @@ def end_batch(
     for file in (output, error_file):
         if file is not None:
             files.add_file(connection, file)
-    changes = {"output_file": names[0], "error_file": names[1], "ended_at": now}
+    changes = {
+        "output_file": names[0], "error_file": names[1], "ended_at": now,
+        # It may have been paused for want of room, which there was after all.
+        "paused_at": None, "pause_reason": None,
+    }  # fmt: skip
     ended = _move(connection, id_, last, changes)
     if ended is not None and also is not None:
         also(connection, ended)
@@ -473,10 +458,13 @@ def delete_batch(connection: Connection, owner: str, id_: str, api: str) -> list
     return _places(connection, found.id, found.input_file)
 
 
-def take_due_batches(connection: Connection, folder: str, now: float, limit: int) -> list[DueBatch]:
+def take_due_batches(
+    connection: Connection, folder: str, now: float, limit: int
+) -> dict[str, list[str]]:
     """Ended batches of the folder whose time is over, or that were deleted: from now on nobody's.
 
-    The caller deletes their files in the folder, then removes their rows (`remove_batches`).
+    Each with its files in the folder: bodies and results of its lines. The caller deletes these,
+    then removes the rows (`remove_batches`).
     """
     due = select(_BATCH.id, _BATCH.input_file).where(
         _BATCH.folder == folder, _BATCH.keep_until <= now, _BATCH.ended_at.is_not(None)
@@ -485,7 +473,7 @@ def take_due_batches(connection: Connection, folder: str, now: float, limit: int
     ids = [row.id for row in found]
     taken = update(batches).where(_BATCH.id.in_(ids), _SHOWN)
     connection.execute(taken.values(deleted_at=now, idempotency_key=None))
-    return [DueBatch(id_, _places(connection, id_, input_file)) for id_, input_file in found]
+    return {id_: _places(connection, id_, input_file) for id_, input_file in found}
 
 
 def remove_batches(
@@ -532,10 +520,12 @@ def requests_removed(connection: Connection, ids: Iterable[str]) -> None:
 # Rows.
 
 
-def _result_bytes(connection: Connection, id_: str) -> int:
-    """Bytes of the results that the batch's lines have."""
-    asked = select(func.sum(_ROW.result_length)).where(_ROW.batch == id_)
-    return int(connection.scalar(asked) or 0)
+def _counts(connection: Connection, id_: str) -> dict[str, int]:
+    """How many lines the batch has, how many are broken, and the bytes of these ones' errors."""
+    broken = func.count().filter(_ROW.state == RequestState.FAILED.value)
+    asked = select(func.count(), broken, func.sum(_ROW.result_length)).where(_ROW.batch == id_)
+    total, failed, size = connection.execute(asked).one()
+    return {"total": total, "failed": failed, "result_bytes": int(size or 0)}
 
 
 def _move(

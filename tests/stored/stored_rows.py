@@ -124,10 +124,7 @@ def begin(store: Store, batch: Batch, lines: list[StoredRow], model: str | None 
     for at in range(0, len(lines), 500):
         some = lines[at : at + 500]
         assert do(store, add_rows, some)
-    failed = sum(one.state is RequestState.FAILED for one in lines)
-    store.run_now(
-        lambda connection: begin_batch(connection, batch.id, len(lines), failed, model, NOW)
-    )
+    store.run_now(job(begin_batch, batch.id, model, NOW))
 
 
 def claim(

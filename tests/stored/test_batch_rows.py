@@ -8,7 +8,7 @@ import pytest
 from gateway.errors import GatewayError
 from gateway.store.store import Store
 from gateway.stored import batch_rows, files
-from gateway.stored.batch_rows import Batch, DueBatch, add_batch, read_batches
+from gateway.stored.batch_rows import Batch, add_batch, read_batches
 from gateway.stored.claims import (
     BatchState,
     RequestKind,
@@ -191,7 +191,7 @@ def test_a_batch_with_lines_begins_once(store: Store) -> None:
     batch = find(store)
     assert (batch.state, batch.total, batch.failed) == (BatchState.IN_PROGRESS, 2, 1)
     assert (batch.in_progress_at, batch.model) == (NOW, "demo")
-    again = store.run_now(lambda c: batch_rows.begin_batch(c, batch.id, 9, 9, None, NOW + 1))
+    again = store.run_now(lambda c: batch_rows.begin_batch(c, batch.id, None, NOW + 1))
     assert again == batch
 
 
@@ -220,7 +220,7 @@ def test_a_batch_that_fails_as_a_whole_tells_its_listener_once(store: Store) -> 
     assert (find(store).state, find(store).errors, find(store).ended_at) == (
         BatchState.FAILED, errors, NOW,
     )  # fmt: skip
-    begun = store.run_now(lambda c: batch_rows.begin_batch(c, batch_id(), 1, 0, None, NOW))
+    begun = store.run_now(lambda c: batch_rows.begin_batch(c, batch_id(), None, NOW))
     assert begun is not None
     assert begun.state is BatchState.FAILED
 
@@ -302,7 +302,7 @@ def test_a_batch_that_is_read_can_be_cancelled_and_ends_so(store: Store) -> None
     assert (batch.state, batch.total, batch.cancelled, batch.failed) == (
         BatchState.CANCELLING, 2, 1, 1,
     )  # fmt: skip
-    begun = store.run_now(lambda c: batch_rows.begin_batch(c, batch_id(), 9, 0, None, NOW))
+    begun = store.run_now(lambda c: batch_rows.begin_batch(c, batch_id(), None, NOW))
     assert begun == batch
     assert cancel(store, NOW + 5) == batch
     ready = store.run_now(lambda c: batch_rows.begin_finalizing(c, batch_id(), NOW))
@@ -383,7 +383,7 @@ def test_an_unfinished_batch_is_neither_deleted_nor_removed(store: Store) -> Non
     begin(store, a_batch(keep_until=NOW), [a_line(1)])
     deleted = store.run_now(lambda c: batch_rows.delete_batch(c, "alice", batch_id(), "openai"))
     assert deleted is None
-    assert store.run_now(lambda c: batch_rows.take_due_batches(c, FOLDER, NOW + DAY, 9)) == []
+    assert store.run_now(lambda c: batch_rows.take_due_batches(c, FOLDER, NOW + DAY, 9)) == {}
     assert store.run_now(lambda c: batch_rows.remove_batches(c, [batch_id()]))
     assert store.run_now(lambda c: work_left(c, batch_id())).waiting == 1
 
@@ -393,11 +393,12 @@ def test_batches_are_due_when_their_time_is_over_without_their_owners_file(store
     ended_batch(store, 1, keep_until=NOW + 10, input_file="file-1")
     ended_batch(store, 2, keep_until=NOW + 20)
 
-    def due(now: float) -> list[DueBatch]:
+    def due(now: float) -> dict[str, list[str]]:
         return do(store, batch_rows.take_due_batches, FOLDER, now, 9)
 
-    assert due(NOW + 9) == []
-    assert due(NOW + 10) == due(NOW + 11) == [(batch_id(1), ["results-1"])]
-    assert due(NOW + 20)[1:] == [(batch_id(2), ["file-1", "results-2"])]
+    first = {batch_id(1): ["results-1"]}
+    assert due(NOW + 9) == {}
+    assert due(NOW + 10) == due(NOW + 11) == first
+    assert due(NOW + 20) == {**first, batch_id(2): ["file-1", "results-2"]}
     assert store.run_now(lambda c: batch_rows.remove_batches(c, [batch_id(1), batch_id(2)]))
-    assert due(NOW + 20) == []
+    assert due(NOW + 20) == {}
