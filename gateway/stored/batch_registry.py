@@ -40,7 +40,6 @@ from gateway.stored.batch_rows import (
     NOTHING_AHEAD,
     AskedBatch,
     Batch,
-    BatchPage,
     BatchProgress,
     EndListener,
     ErrorKind,
@@ -679,24 +678,10 @@ class BatchRegistry:
         """
         return await self.storage.open_new(REQUESTS, size)
 
-    async def find(self, owner: str, id_: str, api: str) -> Batch:
-        """The owner's batch. Raises: GatewayError 404."""
+    async def find(self, owner: str | None, id_: str, api: str | None) -> Batch:
+        """The batch; None: whoever owns it, of either API. Raises: GatewayError 404."""
         found = await self.storage.read_for_caller(batch_rows.find_batch, owner, id_, api)
         return _found(found, id_, api)
-
-    async def page(
-        self,
-        owner: str,
-        api: str,
-        limit: int,
-        *,
-        after: str | None = None,
-        before: str | None = None,
-    ) -> BatchPage:
-        """Some of the owner's batches, newest first."""
-        return await self.storage.read_for_caller(
-            batch_rows.read_batches, owner, api, limit, after, before
-        )
 
     async def cancel(self, owner: str, id_: str, api: str) -> Batch:
         """Cancel it; again, nothing. Raises: GatewayError 404, 409 (OpenAI's, if it has ended)."""
@@ -799,21 +784,6 @@ class BatchRegistry:
             raise _results_gone(id_) from None
         return Content.of_file(name, found.bytes, opened, storage.threads)
 
-    # For operators. These raise GatewayError 503 too.
-
-    async def find_any(self, id_: str) -> Batch:
-        """The batch of this id, whoever owns it. Raises: GatewayError 404."""
-        found = await self.storage.read_for_caller(batch_rows.find_batch, None, id_)
-        return _found(found, id_, "openai")
-
-    async def page_of_all(
-        self, limit: int, owner: str | None, *, ended: bool | None, before: str | None
-    ) -> BatchPage:
-        """A page of all batches, as `list_batches`."""
-        return await self.storage.read_for_caller(
-            batch_rows.list_batches, limit, owner, ended=ended, before=before
-        )
-
     async def errors_of(self, batch: Batch) -> list[ErrorKind]:
         """How its lines have failed so far, the most frequent error first."""
         in_vain = batch.failed + batch.cancelled + batch.expired
@@ -910,14 +880,14 @@ def _seconds_of(window: str | None, settings: BatchSettings) -> float:
     return seconds
 
 
-def _found(batch: Batch | None, id_: str, api: str) -> Batch:
+def _found(batch: Batch | None, id_: str, api: str | None) -> Batch:
     """Raises: GatewayError 404."""
     if batch is None:
         raise _not_found(id_, api)
     return batch
 
 
-def _not_found(id_: str, api: str) -> GatewayError:
+def _not_found(id_: str, api: str | None) -> GatewayError:
     shown = errors.truncate_echo(id_)
     message = f"No batch found with id '{shown}'."
     if api == results.ANTHROPIC:

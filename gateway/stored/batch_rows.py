@@ -182,54 +182,37 @@ def find_batch(
 def read_batches(
     connection: Connection,
     owner: str | None,
-    api: str,
+    api: str | None,
     limit: int,
     after: str | None = None,
     before: str | None = None,
     *,
     ended: bool | None = None,
 ) -> BatchPage:
-    """A page of an owner's batches, or of all owners', the newest first.
+    """A page of batches, the newest first; None: those of all owners, or of both APIs.
 
     `after`: older ones than that; `before`: the next newer ones than that. Batches of these ids
     need not be there any more. `ended`: only those that have ended, or have not.
     """
-    asked = _BATCHES.where(_BATCH.api == api, _SHOWN)
+    chosen = [_SHOWN]
     if owner is not None:
-        asked = asked.where(_BATCH.owner == owner)
+        chosen.append(_BATCH.owner == owner)
     if ended is not None:
-        has_end = _BATCH.ended_at.is_not(None)
-        asked = asked.where(has_end if ended else ~has_end)
-    # Ids grow with time.
-    if after is not None:
-        asked = asked.where(_BATCH.id < after)
-    if before is not None:
-        asked = asked.where(_BATCH.id > before)
+        chosen.append(_BATCH.ended_at.is_not(None) if ended else _BATCH.ended_at.is_(None))
     order = _BATCH.id.asc() if before is not None else _BATCH.id.desc()
-    found = _BATCHES.all(connection, asked.order_by(order).limit(limit + 1))
+    found: list[Batch] = []
+    for prefix, of_api in PREFIXES.items():
+        if api in {None, of_api}:
+            asked = _BATCHES.where(_BATCH.api == of_api, *chosen)
+            # Of one API ids grow with time. Of both, what follows the prefix does.
+            if after is not None:
+                asked = asked.where(_BATCH.id < prefix + age_key(after))
+            if before is not None:
+                asked = asked.where(_BATCH.id > prefix + age_key(before))
+            found += _BATCHES.all(connection, asked.order_by(order).limit(limit + 1))
+    found.sort(key=lambda one: age_key(one.id), reverse=before is None)
     page = found[:limit]
     return BatchPage(page[::-1] if before is not None else page, len(found) > limit)
-
-
-def list_batches(
-    connection: Connection,
-    limit: int,
-    owner: str | None = None,
-    *,
-    ended: bool | None = None,
-    before: str | None = None,
-) -> BatchPage:
-    """A page of the batches of both APIs, the newest first; `owner`: None: all keys' batches.
-
-    `ended`: only those that have ended, or have not. `before`: only older ones than that.
-    """
-    found: list[Batch] = []
-    for prefix, api in PREFIXES.items():
-        # Of one API ids grow with time. Of both, what follows the prefix does.
-        after = None if before is None else prefix + age_key(before)
-        found += read_batches(connection, owner, api, limit + 1, after, ended=ended).batches
-    found.sort(key=lambda one: age_key(one.id), reverse=True)
-    return BatchPage(found[:limit], len(found) > limit)
 
 
 def age_key(id_: str) -> str:

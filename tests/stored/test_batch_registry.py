@@ -11,6 +11,7 @@ import pytest
 from gateway.errors import GatewayError
 from gateway.store.schema import batches, files, stored_requests
 from gateway.stored.batch_registry import ENDPOINTS, NewBatch
+from gateway.stored.batch_rows import read_batches
 from gateway.stored.claims import BatchState
 from tests.stored.batch_place import (
     CHAT,
@@ -208,7 +209,8 @@ async def test_batches_of_others_are_not_there(store_url: str, tmp_path: Path) -
                 here.batches.open_output(owner, batch.id, api),
             ):
                 assert await refused(asked) == (404, "batch_not_found", None)
-            assert (await here.batches.page(owner, api, 10)).batches == []
+            page = await here.batches.storage.read(read_batches, owner, api, 10)
+            assert page.batches == []
         assert (await here.find(batch)).state is BatchState.IN_PROGRESS
 
 

@@ -157,12 +157,12 @@ def test_the_batches_of_all_keys_and_apis_are_read_page_by_page(store: Store) ->
         store.run_now(job(add_batch, batch, limits(batches_per_key=9)))
     store.run_now(lambda c: batch_rows.fail_batch(c, batches[1].id, [], NOW))
 
-    def page(limit: int = 2, **values: Any) -> tuple[list[int], bool]:
-        found = store.run_now(job(batch_rows.list_batches, limit, **values))
+    def page(limit: int = 2, owner: str | None = None, **values: Any) -> tuple[list[int], bool]:
+        found = store.run_now(job(read_batches, owner, None, limit, **values))
         return [[one.id for one in batches].index(one.id) + 1 for one in found.batches], found[1]
 
     assert page() == ([4, 3], True)
-    assert page(before=message.id) == ([2, 1], False)
+    assert page(after=message.id) == ([2, 1], False)
     assert page(owner="bob") == ([3, 2], False)
     assert page(ended=True) == ([2], False)
     assert page(9, ended=False) == ([4, 3, 1], False)

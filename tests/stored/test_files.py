@@ -30,6 +30,7 @@ from gateway.stored.files import (
     full_owners,
     kept_by,
     note_log_sizes,
+    read_files,
 )
 from gateway.stored.folder import ID_FILE, DiskThreads, Folder, Storage, job
 from tests.store.stores import LIMIT, opened
@@ -67,7 +68,8 @@ class Place:
         return sorted(p.name for p in self.folder.location.iterdir() if p.name != ID_FILE)
 
     async def ids(self, owner: str = "alice") -> list[str]:
-        return [file.id for file in (await self.registry.page(owner, 100)).files]
+        page = await self.registry.storage.read(read_files, owner, self.time[0], 100)
+        return [file.id for file in page.files]
 
 
 @asynccontextmanager
@@ -376,7 +378,8 @@ async def test_the_rows_say_what_the_folder_holds_at_every_step(
         assert await kept(here) == on_disk(here) > 0
         await here.batches.delete("alice", of_messages.id, "anthropic")
         assert await kept(here) == on_disk(here)
-        for file in (await here.files.page("alice", 100)).files:
+        page = await here.files.storage.read(read_files, "alice", here.time[0], 100)
+        for file in page.files:
             await here.files.delete("alice", file.id)
         assert (await kept(here), on_disk(here)) == (0, 0)
 
