@@ -17,8 +17,7 @@ from openai import AsyncOpenAI
 
 from gateway.errors import GatewayError
 from gateway.stored import response_log
-from gateway.stored.background_requests import NewRequest
-from gateway.stored.claims import RequestKind
+from gateway.stored.claims import AskedRow, RequestKind
 from gateway.stored.folder import ID_FILE
 from gateway.web.background import background_object
 from tests.emulator import EmulatedNode
@@ -271,11 +270,8 @@ async def test_what_was_taken_is_told_though_the_store_has_gone(tmp_path: Path) 
         gateway = running.gateway
         requests = gateway.background.requests
         assert requests is not None
-        new = NewRequest(
-            RequestKind.DEFERRED, "k", "/v1/completions", "normal", body=b"{}", seconds=60.0,
-            keep_seconds=60.0,
-        )  # fmt: skip
-        row = await requests.add(new)
+        asked = AskedRow(RequestKind.DEFERRED, "k", "/v1/completions", "normal")
+        row = await requests.add(asked, b"{}", seconds=60.0, keep_seconds=60.0)
     with pytest.raises(GatewayError):
         await requests.ahead_of(row)
     described = await background_object(row, requests, gateway.scheduler)
