@@ -346,42 +346,39 @@ async def answer_some(here: BatchPlace, api: str, limit: int, *, size: int = 10)
     return len(rows)
 
 
-async def test_the_rows_say_what_the_folder_holds_at_every_step(
-    store_url: str, tmp_path: Path
-) -> None:
-    async with batch_place(store_url, tmp_path / "kept") as here:
-        seen = [(await kept(here), on_disk(here))]
-        await here.upload(b"x" * 700, purpose="user_data")
-        seen.append((await kept(here), on_disk(here)))
-        of_messages = await messages(here, 3)
-        seen.append((await kept(here), on_disk(here)))
-        of_lines = await here.create([line("a"), line("b"), "broken"])
-        seen.append((await kept(here), on_disk(here)))
+async def test_the_rows_say_what_the_folder_holds_at_every_step(here: BatchPlace) -> None:
+    seen = [(await kept(here), on_disk(here))]
+    await here.upload(b"x" * 700, purpose="user_data")
+    seen.append((await kept(here), on_disk(here)))
+    of_messages = await messages(here, 3)
+    seen.append((await kept(here), on_disk(here)))
+    of_lines = await here.create([line("a"), line("b"), "broken"])
+    seen.append((await kept(here), on_disk(here)))
+    await here.settle()
+    seen.append((await kept(here), on_disk(here)))
+    assert await answer_some(here, "anthropic", 2, size=300) == 2
+    seen.append((await kept(here), on_disk(here)))
+    assert all(counted == held for counted, held in seen), seen
+    assert sorted(seen) == seen
+    assert len({counted for counted, _ in seen}) == len(seen)
+    assert await kept(here, "bob") == 0
+    # After the end results are in files with rows, and of the rest nothing is left.
+    while await answer_some(here, "openai", 10):
         await here.settle()
-        seen.append((await kept(here), on_disk(here)))
-        assert await answer_some(here, "anthropic", 2, size=300) == 2
-        seen.append((await kept(here), on_disk(here)))
-        assert all(counted == held for counted, held in seen), seen
-        assert sorted(seen) == seen
-        assert len({counted for counted, _ in seen}) == len(seen)
-        assert await kept(here, "bob") == 0
-        # After the end results are in files with rows, and of the rest nothing is left.
-        while await answer_some(here, "openai", 10):
-            await here.settle()
-        assert {(await here.find(one)).state for one in (of_messages, of_lines)} == {
-            BatchState.COMPLETED
-        }
-        assert here.kept("requests") == []
-        await here.results.close(HOUR)
-        await here.batches.upkeep.clean()
-        assert here.kept("results") == []
-        assert await kept(here) == on_disk(here) > 0
-        await here.batches.delete("alice", of_messages.id, "anthropic")
-        assert await kept(here) == on_disk(here)
-        page = await here.files.storage.read(read_files, "alice", here.time[0], 100)
-        for file in page.files:
-            await here.files.delete("alice", file.id)
-        assert (await kept(here), on_disk(here)) == (0, 0)
+    assert {(await here.find(one)).state for one in (of_messages, of_lines)} == {
+        BatchState.COMPLETED
+    }
+    assert here.kept("requests") == []
+    await here.results.close(HOUR)
+    await here.batches.upkeep.clean()
+    assert here.kept("results") == []
+    assert await kept(here) == on_disk(here) > 0
+    await here.batches.delete("alice", of_messages.id, "anthropic")
+    assert await kept(here) == on_disk(here)
+    page = await here.files.storage.read(read_files, "alice", here.time[0], 100)
+    for file in page.files:
+        await here.files.delete("alice", file.id)
+    assert (await kept(here), on_disk(here)) == (0, 0)
 
 
 async def test_what_expires_is_released_but_an_input_that_is_read_is_not(

@@ -218,88 +218,76 @@ async def test_a_killed_process_leaves_every_result_whole_and_once(
         assert (ended.completion_tokens, ended.cost) == (3 * LINES, LINES / 2)
 
 
-async def test_a_result_that_nobody_wants_any_more_is_not_recorded(
-    store_url: str, tmp_path: Path
-) -> None:
-    async with batch_place(store_url, tmp_path / "kept") as here:
-        batch = await begun(here, 2)
-        task = asyncio.create_task(here.results.run())
-        first, second = await here.claim()
-        assert await here.results.add(first, "openai", answer(first, here.process.id))
-        await here.batches.cancel(batch.owner, batch.id, batch.api)
+async def test_a_result_that_nobody_wants_any_more_is_not_recorded(here: BatchPlace) -> None:
+    batch = await begun(here, 2)
+    task = asyncio.create_task(here.results.run())
+    first, second = await here.claim()
+    assert await here.results.add(first, "openai", answer(first, here.process.id))
+    await here.batches.cancel(batch.owner, batch.id, batch.api)
 
-        def end(connection: Connection) -> None:
-            put_back(connection, here.process.id, [second.id], here.time[0])
+    def end(connection: Connection) -> None:
+        put_back(connection, here.process.id, [second.id], here.time[0])
 
-        await here.store.run(end)
-        assert not await here.results.add(second, "openai", answer(second, here.process.id))
-        task.cancel()
-        await here.settle()
-        ended = await here.find(batch)
-        assert (ended.state, ended.completed, ended.cancelled) == (BatchState.CANCELLED, 1, 1)
-        assert await here.store.run(count(usage)) == 1
-        assert len(await here.output(batch)) == 1
+    await here.store.run(end)
+    assert not await here.results.add(second, "openai", answer(second, here.process.id))
+    task.cancel()
+    await here.settle()
+    ended = await here.find(batch)
+    assert (ended.state, ended.completed, ended.cancelled) == (BatchState.CANCELLED, 1, 1)
+    assert await here.store.run(count(usage)) == 1
+    assert len(await here.output(batch)) == 1
 
 
 async def test_results_wait_for_a_store_that_is_away(
-    store_url: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    here: BatchPlace, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("gateway.stored.results.RETRY_SECONDS", 0.01)
-    async with batch_place(store_url, tmp_path / "kept") as here:
-        await begun(here, 10)
-        rows = await here.claim()
-        ledger = AwayLedger(here.ledger)
-        here.results.ledger = ledger  # type: ignore[assignment]
-        # Four of them fill what may wait.
-        here.results.most_bytes = 4 * ROW_BYTES
-        task = asyncio.create_task(here.results.run())
-        added = [
-            asyncio.create_task(here.results.add(r, "openai", answer(r, here.process.id)))
-            for r in rows
-        ]
-        await until(lambda: here.results.problem is not None)
-        assert here.results.pending == 4
-        ledger.is_away = False
-        assert all(await asyncio.gather(*added))
-        await until(lambda: here.results.problem is None)
-        task.cancel()
-        assert await here.store.run(count(usage)) == 10
+    await begun(here, 10)
+    rows = await here.claim()
+    ledger = AwayLedger(here.ledger)
+    here.results.ledger = ledger  # type: ignore[assignment]
+    # Four of them fill what may wait.
+    here.results.most_bytes = 4 * ROW_BYTES
+    task = asyncio.create_task(here.results.run())
+    added = [
+        asyncio.create_task(here.results.add(r, "openai", answer(r, here.process.id))) for r in rows
+    ]
+    await until(lambda: here.results.problem is not None)
+    assert here.results.pending == 4
+    ledger.is_away = False
+    assert all(await asyncio.gather(*added))
+    await until(lambda: here.results.problem is None)
+    task.cancel()
+    assert await here.store.run(count(usage)) == 10
 
 
-async def test_a_result_that_can_not_be_recorded_keeps_no_other_from_it(
-    store_url: str, tmp_path: Path
-) -> None:
-    async with batch_place(store_url, tmp_path / "kept") as here:
-        batch = await begun(here, 5)
-        rows = await here.claim()
-        task = asyncio.create_task(here.results.run())
-        outcomes = [answer(row, here.process.id) for row in rows]
-        outcomes[2] = replace(outcomes[2], usage=("too", "short"))
-        added = [
-            here.results.add(row, "openai", outcome)
-            for row, outcome in zip(rows, outcomes, strict=True)
-        ]
-        ends = await asyncio.gather(*added, return_exceptions=True)
-        task.cancel()
-        assert [one is True for one in ends] == [True, True, False, True, True]
-        assert isinstance(ends[2], Exception)
-        assert (await here.find(batch)).completed == 4
+async def test_a_result_that_can_not_be_recorded_keeps_no_other_from_it(here: BatchPlace) -> None:
+    batch = await begun(here, 5)
+    rows = await here.claim()
+    task = asyncio.create_task(here.results.run())
+    outcomes = [answer(row, here.process.id) for row in rows]
+    outcomes[2] = replace(outcomes[2], usage=("too", "short"))
+    added = [
+        here.results.add(row, "openai", outcome)
+        for row, outcome in zip(rows, outcomes, strict=True)
+    ]
+    ends = await asyncio.gather(*added, return_exceptions=True)
+    task.cancel()
+    assert [one is True for one in ends] == [True, True, False, True, True]
+    assert isinstance(ends[2], Exception)
+    assert (await here.find(batch)).completed == 4
 
 
-async def test_what_waits_at_the_end_is_kept_within_the_time(
-    store_url: str, tmp_path: Path
-) -> None:
-    async with batch_place(store_url, tmp_path / "kept") as here:
-        batch = await begun(here, 5)
-        rows = await here.claim()
-        added = [
-            asyncio.create_task(here.results.add(r, "openai", answer(r, here.process.id)))
-            for r in rows
-        ]
-        await until(lambda: here.results.pending == 5)
-        await here.results.close(LIMIT)
-        assert all(await asyncio.gather(*added))
-        assert (await here.find(batch)).completed == 5
+async def test_what_waits_at_the_end_is_kept_within_the_time(here: BatchPlace) -> None:
+    batch = await begun(here, 5)
+    rows = await here.claim()
+    added = [
+        asyncio.create_task(here.results.add(r, "openai", answer(r, here.process.id))) for r in rows
+    ]
+    await until(lambda: here.results.pending == 5)
+    await here.results.close(LIMIT)
+    assert all(await asyncio.gather(*added))
+    assert (await here.find(batch)).completed == 5
 
 
 class SilentLedger:
@@ -315,49 +303,45 @@ class SilentLedger:
         await asyncio.Event().wait()
 
 
-async def test_what_may_have_been_recorded_is_recorded_once(store_url: str, tmp_path: Path) -> None:
-    async with batch_place(store_url, tmp_path / "kept") as here:
-        batch = await begun(here, 5)
-        rows = await here.claim()
-        here.results.ledger = silent = SilentLedger(here.ledger)  # type: ignore[assignment]
-        running = asyncio.create_task(here.results.run())
-        added = [
-            asyncio.create_task(here.results.add(r, "openai", answer(r, here.process.id)))
-            for r in rows
-        ]
-        await silent.has_written.wait()
-        running.cancel()
-        assert (await here.find(batch)).completed == 5
-        here.results.ledger = here.ledger
-        await here.results.close(LIMIT)
-        assert all(await asyncio.gather(*added))
-        found = await here.find(batch)
-        assert (found.completed, found.cost) == (5, 2.5)
-        assert await here.store.run(count(usage)) == 5
+async def test_what_may_have_been_recorded_is_recorded_once(here: BatchPlace) -> None:
+    batch = await begun(here, 5)
+    rows = await here.claim()
+    here.results.ledger = silent = SilentLedger(here.ledger)  # type: ignore[assignment]
+    running = asyncio.create_task(here.results.run())
+    added = [
+        asyncio.create_task(here.results.add(r, "openai", answer(r, here.process.id))) for r in rows
+    ]
+    await silent.has_written.wait()
+    running.cancel()
+    assert (await here.find(batch)).completed == 5
+    here.results.ledger = here.ledger
+    await here.results.close(LIMIT)
+    assert all(await asyncio.gather(*added))
+    found = await here.find(batch)
+    assert (found.completed, found.cost) == (5, 2.5)
+    assert await here.store.run(count(usage)) == 5
 
 
 async def test_results_of_many_batches_need_few_open_files(
-    store_url: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    here: BatchPlace, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("gateway.stored.results.MOST_FILES", 3)
-    async with batch_place(store_url, tmp_path / "kept") as here:
-        many = [await begun(here, 2) for _ in range(8)]
-        assert await run_rest(here) == 16
-        written = [name for name in here.kept("results") if here.folder.is_written(name)]
-        assert len(written) == 3
-        await here.settle()
-        for batch in many:
-            assert len(await here.output(batch)) == 2
+    many = [await begun(here, 2) for _ in range(8)]
+    assert await run_rest(here) == 16
+    written = [name for name in here.kept("results") if here.folder.is_written(name)]
+    assert len(written) == 3
+    await here.settle()
+    for batch in many:
+        assert len(await here.output(batch)) == 2
 
 
-async def test_runners_need_not_wait_for_a_group_to_fill(tmp_path: Path) -> None:
-    async with batch_place(f"sqlite:///{tmp_path / 'db'}", tmp_path / "kept") as here:
-        await begun(here, 1)
-        task = asyncio.create_task(here.results.run())
-        (row,) = await here.claim()
-        async with asyncio.timeout(60):
-            assert await here.results.add(row, "openai", answer(row, here.process.id))
-        task.cancel()
+async def test_runners_need_not_wait_for_a_group_to_fill(place: BatchPlace) -> None:
+    await begun(place, 1)
+    task = asyncio.create_task(place.results.run())
+    (row,) = await place.claim()
+    async with asyncio.timeout(60):
+        assert await place.results.add(row, "openai", answer(row, place.process.id))
+    task.cancel()
 
 
 ON_A_FULL_DISK = """
