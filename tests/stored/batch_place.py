@@ -88,12 +88,12 @@ class BatchPlace:
     def pass_(self, seconds: float) -> None:
         self.time[0] += seconds
 
-    async def upload(self, content: bytes, *, owner: str = "alice", purpose: str = "batch") -> str:
+    async def upload(self, content: bytes = b"x", *, owner: str = "alice", **more: Any) -> str:
+        given = {"name": "in.jsonl", "purpose": "batch", "seconds": None, **more}
         async with self.files.uploading(owner, None) as upload:
             for start in range(0, len(content), 1 << 20):
                 await self.files.storage.on_disk(upload.write, content[start : start + (1 << 20)])
-            file = await self.files.keep(upload, name="in.jsonl", purpose=purpose, seconds=None)
-        return file.id
+            return (await self.files.keep(upload, **given)).id
 
     async def create(self, lines: Iterable[Any] | bytes, **more: Any) -> Batch:
         """A new batch whose input is not read yet."""
@@ -136,12 +136,10 @@ class BatchPlace:
         assert found.size in {None, len(content)}
         return [json.loads(one) for one in content.splitlines()]
 
-    def kept(self, kind: str) -> list[str]:
-        return sorted(
-            path.name
-            for path in self.folder.location.iterdir()
-            if path.name != ID_FILE and path.name.startswith(f"{kind}-")
-        )
+    def kept(self, kind: str = "") -> list[str]:
+        """Names of the folder's files, or of those of a kind."""
+        names = (path.name for path in self.folder.location.iterdir() if path.name != ID_FILE)
+        return sorted(name for name in names if not kind or name.startswith(f"{kind}-"))
 
 
 @asynccontextmanager

@@ -71,18 +71,6 @@ def test_a_batch_comes_back_as_it_was_added(store: Store) -> None:
     assert store.run_now(lambda c: batch_rows.unfinished(c, "other")) == []
 
 
-def test_another_key_or_api_has_no_such_batch(store: Store) -> None:
-    store.run_now(job(add_batch, a_batch(), limits(batches_per_key=1)))
-    for owner, api in (("bob", "openai"), ("alice", "anthropic")):
-        assert do(store, batch_rows.find_batch, owner, batch_id(), api) is None
-        page = store.run_now(job(read_batches, owner, api, 9))
-        assert (page.batches, page.has_more) == ([], False)
-    assert store.run_now(lambda c: batch_rows.pause_batch(c, "bob", batch_id(), NOW, "")) is None
-    cancel = store.run_now(lambda c: batch_rows.cancel_batch(c, "bob", batch_id(), "openai", NOW))
-    assert cancel is None
-    assert find(store).paused_at is None
-
-
 def test_the_same_idempotency_key_gives_the_earlier_batch_or_a_conflict(store: Store) -> None:
     first = a_batch(1, idempotency_key="k", request_digest="d1")
     store.run_now(job(add_batch, first, limits(batches_per_key=1)))
