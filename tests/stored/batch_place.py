@@ -127,6 +127,23 @@ class BatchPlace:
             claim_any, self.folder.id, self.process.id, limit, self.time[0], 60.0
         )
 
+    async def answer(
+        self, limit: int = 10_000, status: Callable[[StoredRow], int] = lambda _: 200, **more: Any
+    ) -> int:
+        """Claim so many lines at most, and record an answer to each; how many those are."""
+        task, rows = asyncio.create_task(self.results.run()), await self.claim(limit)
+        added = [
+            self.results.add(
+                row,
+                "anthropic" if str(row.batch).startswith("msgbatch_") else "openai",
+                answer(row, self.process.id, status=status(row), **more),
+            )
+            for row in rows
+        ]
+        assert all(await asyncio.gather(*added))
+        task.cancel()
+        return len(rows)
+
     async def output(self, batch: Batch, *, errors: bool = False) -> list[Any]:
         found = await self.batches.open_output(batch.owner, batch.id, batch.api, errors=errors)
         try:

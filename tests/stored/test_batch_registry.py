@@ -29,20 +29,6 @@ async def refused(asked: Any) -> tuple[int, str, str | None]:
     return error.value.status, error.value.code, error.value.param
 
 
-async def run_all(here: BatchPlace, **options: Any) -> int:
-    """Answer all lines that may run."""
-    task = asyncio.create_task(here.results.run())
-    try:
-        rows = await here.claim()
-        kept = await asyncio.gather(
-            *(here.results.add(r, "openai", answer(r, here.process.id, **options)) for r in rows)
-        )
-        assert all(kept)
-    finally:
-        task.cancel()
-    return len(rows)
-
-
 async def test_every_line_is_answered_exactly_once(here: BatchPlace) -> None:
     batch = await here.create([line(f"c{n}") for n in range(50)])
     assert batch.state is BatchState.VALIDATING
@@ -50,7 +36,7 @@ async def test_every_line_is_answered_exactly_once(here: BatchPlace) -> None:
     begun = await here.find(batch)
     assert (begun.state, begun.total, begun.model) == (BatchState.IN_PROGRESS, 50, "m")
     assert await here.output(batch) == []
-    assert await run_all(here) == 50
+    assert await here.answer() == 50
     assert len(await here.output(batch)) == 50  # before its end
     await here.settle()
     ended = await here.find(batch)
@@ -68,7 +54,7 @@ async def test_broken_lines_have_errors_of_their_own_and_the_rest_runs(here: Bat
         [line("a"), "not json", line("a"), line("b", url="/v1/embeddings"), "", line("c")]
     )
     await here.settle()
-    assert await run_all(here) == 2
+    assert await here.answer() == 2
     await here.settle()
     ended = await here.find(batch)
     assert (ended.state, ended.total) == (BatchState.COMPLETED, 5)
@@ -106,7 +92,7 @@ async def test_a_deleted_batch_leaves_nothing(here: BatchPlace) -> None:
     await here.settle()
     delete = here.batches.delete("alice", batch.id, "openai")
     assert await refused(delete) == (400, "batch_in_progress", None)
-    await run_all(here)
+    await here.answer()
     await here.settle()
     await here.batches.delete("alice", batch.id, "openai")
     assert await here.store.run(count(batches)) == 0

@@ -185,17 +185,7 @@ async def ran(here: BatchPlace, lines: int, **more: Any) -> Batch:
     """A batch whose lines have ended, every third with an error of a node."""
     batch = await here.create([line(f"c{n}") for n in range(lines)], **more)
     await here.settle()
-    task = asyncio.create_task(here.results.run())
-    rows = await here.claim()
-    added = [
-        here.results.add(
-            row, batch.api,
-            answer(row, here.process.id, status=502 if (row.number or 0) % 3 == 0 else 200),
-        )
-        for row in rows
-    ]  # fmt: skip
-    assert all(await asyncio.gather(*added))
-    task.cancel()
+    await here.answer(status=lambda row: 502 if (row.number or 0) % 3 == 0 else 200)
     return await here.find(batch)
 
 
@@ -338,15 +328,6 @@ async def test_a_disk_that_can_not_be_read_ends_nothing(place: BatchPlace) -> No
     reader.close()
 
 
-async def run_all(here: BatchPlace) -> None:
-    task = asyncio.create_task(here.results.run())
-    while rows := await here.claim():
-        added = [here.results.add(r, "openai", answer(r, here.process.id)) for r in rows]
-        assert all(await asyncio.gather(*added))
-    task.cancel()
-    await here.results.close(1.0)
-
-
 async def test_very_many_cancelled_lines_end_step_by_step(
     place: BatchPlace, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -363,7 +344,8 @@ async def test_what_is_old_is_removed(store_url: str, tmp_path: Path) -> None:
     async with batch_place(store_url, tmp_path / "kept", keep=10 * DAY) as here:
         batch = await here.create([line("a"), "x"])
         await here.settle()
-        await run_all(here)
+        await here.answer()
+        await here.results.close(1.0)
         await here.settle()
         here.pass_(10 * DAY + 1)
         assert await here.batches.upkeep.remove_due() == 0  # kept since its deadline
@@ -484,14 +466,6 @@ async def test_a_folder_that_fails_is_tried_again_now_and_then(
     await place.settle()
     begun = await place.find(batch)
     assert (begun.state, begun.paused_at) == (BatchState.IN_PROGRESS, None)
-
-
-async def test_a_caller_s_pause_outlives_one_for_want_of_room(here: BatchPlace) -> None:
-    batch = await here.create([line("a")])
-    await here.settle()
-    await here.batches.pause(batch.owner, batch.id, batch.api)
-    await here.settle()
-    assert (await here.find(batch)).pause_reason == "paused"
 
 
 async def test_work_that_fails_for_no_known_reason_is_given_up_in_the_end(

@@ -241,17 +241,6 @@ async def messages(here: BatchPlace, lines: int, *, owner: str = "alice", **more
     return await here.batches.create(NewBatch(**given, requests=name, requests_bytes=size))
 
 
-async def answer_some(here: BatchPlace, api: str, limit: int, *, size: int = 10) -> int:
-    """Claim so many lines at most, and record answers of this size; how many."""
-    task = asyncio.create_task(here.results.run())
-    rows = await here.claim(limit)
-    content = b'"%b"' % (b"x" * size)
-    added = [here.results.add(r, api, answer(r, here.process.id, content=content)) for r in rows]
-    assert all(await asyncio.gather(*added))
-    task.cancel()
-    return len(rows)
-
-
 async def test_the_rows_say_what_the_folder_holds_at_every_step(here: BatchPlace) -> None:
     seen = [(await kept(here), on_disk(here))]
     await here.upload(b"x" * 700, purpose="user_data")
@@ -262,14 +251,14 @@ async def test_the_rows_say_what_the_folder_holds_at_every_step(here: BatchPlace
     seen.append((await kept(here), on_disk(here)))
     await here.settle()
     seen.append((await kept(here), on_disk(here)))
-    assert await answer_some(here, "anthropic", 2, size=300) == 2
+    assert await here.answer(2, content=b'"%b"' % (b"x" * 300)) == 2
     seen.append((await kept(here), on_disk(here)))
     assert all(counted == held for counted, held in seen), seen
     assert sorted(seen) == seen
     assert len({counted for counted, _ in seen}) == len(seen)
     assert await kept(here, "bob") == 0
     # After the end results are in files with rows, and of the rest nothing is left.
-    while await answer_some(here, "openai", 10):
+    while await here.answer(10):
         await here.settle()
     assert {(await here.find(one)).state for one in (of_messages, of_lines)} == {
         BatchState.COMPLETED
@@ -364,7 +353,7 @@ async def test_batches_of_a_full_key_pause_and_lose_nothing_until_there_is_room(
         other = await here.create([line("a")], owner="bob")
         await here.settle()
         assert (await here.find(other)).paused_at is None
-        assert await answer_some(here, "openai", 9) == 1  # bob's
+        assert await here.answer(9) == 1  # bob's
         # By hand it goes on for a moment only.
         await here.batches.resume("alice", batch.id, "openai")
         await here.batches.upkeep.round()
@@ -373,7 +362,7 @@ async def test_batches_of_a_full_key_pause_and_lose_nothing_until_there_is_room(
         await here.batches.upkeep.round()
         assert (await here.find(batch)).paused_at is None
         assert here.batches.upkeep.full_owners == frozenset()
-        assert await answer_some(here, "openai", 9) == 1
+        assert await here.answer(9) == 1
         await here.settle()
         assert [one["custom_id"] for one in await here.output(batch)] == ["c0", "c1", "c2", "c3"]
 

@@ -180,17 +180,6 @@ async def begun(here: BatchPlace, lines: int) -> Batch:
     return batch
 
 
-async def run_rest(here: BatchPlace) -> int:
-    """Answer what can be claimed; returns how many those were."""
-    task, ran = asyncio.create_task(here.results.run()), 0
-    while rows := await here.claim(200):
-        added = [here.results.add(r, "openai", answer(r, here.process.id)) for r in rows]
-        assert all(await asyncio.gather(*added))
-        ran += len(rows)
-    task.cancel()
-    return ran
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize("rows", [1, 700, 1500])
 async def test_a_killed_process_leaves_every_result_whole_and_once(
@@ -206,7 +195,7 @@ async def test_a_killed_process_leaves_every_result_whole_and_once(
             return release_lost(connection, here.folder.id or "", here.process, here.time[0])
 
         await here.store.run(release)
-        assert await run_rest(here) == LINES - recorded
+        assert await here.answer() == LINES - recorded
         await here.settle()
         ended = await here.find(batch)
         assert (ended.state, ended.completed) == (BatchState.COMPLETED, LINES)
@@ -327,7 +316,7 @@ async def test_results_of_many_batches_need_few_open_files(
 ) -> None:
     monkeypatch.setattr("gateway.stored.results.MOST_FILES", 3)
     many = [await begun(here, 2) for _ in range(8)]
-    assert await run_rest(here) == 16
+    assert await here.answer() == 16
     written = [name for name in here.kept("results") if here.folder.is_written(name)]
     assert len(written) == 3
     await here.settle()
