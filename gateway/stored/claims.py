@@ -15,7 +15,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections import Counter, defaultdict, deque
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
 from itertools import islice
@@ -221,18 +221,22 @@ def those_with(
     }
 
 
+def lock_batches(connection: Connection, ids: Iterable[str | None]) -> dict[str, BatchState]:
+    """Take the turns of batches until the transaction ends; the states of those that are there.
+
+    In an order that keeps processes from waiting in a circle.
+    """
+    states: dict[str, BatchState] = {}
+    for some in chunks(id_ for id_ in ids if id_ is not None):
+        asked = select(batches.c.id, batches.c.state).where(batches.c.id.in_(some))
+        locked = connection.execute(asked.order_by(batches.c.id).with_for_update())
+        states |= {id_: BatchState(state) for id_, state in locked}
+    return states
+
+
 def lock_batch(connection: Connection, id_: str) -> BatchState | None:
     """Take the batch's turn until the transaction ends; its state, None if it is gone."""
-    asked = select(batches.c.state).where(batches.c.id == id_).with_for_update()
-    state = connection.scalar(asked)
-    return None if state is None else BatchState(state)
-
-
-def lock_batches(connection: Connection, ids: Iterable[str | None]) -> None:
-    """Take the turns of batches, in an order that keeps processes from waiting in a circle."""
-    for some in chunks(id_ for id_ in ids if id_ is not None):
-        asked = select(batches.c.id).where(batches.c.id.in_(some)).order_by(batches.c.id)
-        connection.execute(asked.with_for_update()).all()
+    return lock_batches(connection, [id_]).get(id_)
 
 
 def alone_in(folder: str) -> tuple[ColumnElement[bool], ColumnElement[bool]]:
@@ -248,9 +252,11 @@ def add_rows(connection: Connection, rows: Sequence[StoredRow]) -> bool:
 
     False: their batch takes no lines any more, as it was cancelled or has ended, and none is added.
     """
-    for id_ in sorted({row.batch for row in rows if row.batch is not None}):
-        if lock_batch(connection, id_) not in {BatchState.VALIDATING, BatchState.IN_PROGRESS}:
-            return False
+    of_batches = {row.batch for row in rows if row.batch is not None}
+    states = lock_batches(connection, of_batches)
+    taking = {BatchState.VALIDATING, BatchState.IN_PROGRESS}
+    if any(states.get(id_) not in taking for id_ in of_batches):
+        return False
     added = insert_for(connection)(stored_requests).on_conflict_do_nothing(index_elements=["id"])
     if rows:
         connection.execute(added, list(map(ROWS.values, rows)))
@@ -355,12 +361,9 @@ COUNTED_AS: Final = {
 }
 
 
-def count_lines(connection: Connection, batch: str, state: RequestState, number: int) -> None:
-    """Count lines of the batch that have ended so."""
-    column = COUNTED_AS[state]
-    connection.execute(
-        update(batches).where(batches.c.id == batch).values({column: column + number})
-    )
+def _add_to_batch(connection: Connection, batch: str, sums: Mapping[Column[Any], Any]) -> None:
+    values = {column: column + number for column, number in sums.items()}
+    connection.execute(update(batches).where(batches.c.id == batch).values(values))
 
 
 def end_waiting_lines(
@@ -371,7 +374,7 @@ def end_waiting_lines(
     ended = update(stored_requests).where(_ROW.id.in_(some), IS_WAITING)
     number = connection.execute(ended.values(state=state.value, ended_at=now)).rowcount
     if number:
-        count_lines(connection, batch, state, number)
+        _add_to_batch(connection, batch, {COUNTED_AS[state]: number})
     return number
 
 
@@ -626,12 +629,10 @@ def _let_wait(
     """Let running requests of these conditions wait, or end if their batch is being cancelled."""
     chosen = select(_ROW.id, _ROW.batch).where(*conditions, IS_RUNNING)
     of_batches = {row.batch for row in connection.execute(chosen)}
-    lock_batches(connection, of_batches)
+    states = lock_batches(connection, of_batches)
     locked = connection.execute(chosen.with_for_update(skip_locked=skip_locked))
     found = {row.id: row.batch for row in locked if row.batch in of_batches}
-    known = (batch for batch in of_batches if batch is not None)
-    is_cancelling = batches.c.state == BatchState.CANCELLING.value
-    cancelling = those_with(connection, batches.c.id, known, is_cancelling)
+    cancelling = {batch for batch, state in states.items() if state is BatchState.CANCELLING}
     cancelled = Counter(batch for batch in found.values() if batch in cancelling)
     since = select(batches.c.cancelling_at).where(batches.c.id == _ROW.batch).scalar_subquery()
     ends = {"state": RequestState.CANCELLED.value, "ended_at": since}
@@ -641,7 +642,7 @@ def _let_wait(
             changed = update(stored_requests).where(_ROW.id.in_(some), IS_RUNNING)
             connection.execute(changed.values(claimed_by=None, claimed_until=None, **changes))
     for batch in sorted(cancelled):
-        count_lines(connection, batch, RequestState.CANCELLED, cancelled[batch])
+        _add_to_batch(connection, batch, {batches.c.cancelled: cancelled[batch]})
     return len(found)
 
 
@@ -704,8 +705,7 @@ def record(
     if new:
         connection.execute(_RECORDED, new)
     for batch in sorted(sums):
-        values = {column: column + number for column, number in sums[batch].items()}
-        connection.execute(update(batches).where(batches.c.id == batch).values(values))
+        _add_to_batch(connection, batch, sums[batch])
     return recorded
 
 

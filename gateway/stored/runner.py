@@ -13,7 +13,7 @@ import hashlib
 from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass, field
 from functools import partial
-from typing import ClassVar, Generic, NamedTuple, Protocol, TypeVar
+from typing import ClassVar, Generic, NamedTuple, TypeVar
 
 import structlog
 
@@ -83,13 +83,6 @@ class RequestTarget(NamedTuple):
     model_names: tuple[str, ...]
     endpoint: Endpoint
     node_labels: NodeLabels
-
-
-class EventSink(Protocol):
-    """Takes the events of a streamed response."""
-
-    async def write(self, events: bytes) -> None:
-        """Keep these whole events; returns when more may come."""
 
 
 def node_word(id_: str, node: str | None) -> str:
@@ -231,17 +224,17 @@ class RequestRunner:
         self,
         row: StoredRow,
         body: bytes,
-        sink: EventSink | None = None,
+        sink: ResponseEvents | None = None,
         *,
         priority: Priority | None = None,
         on_slot_free: Callable[[], None] = lambda: None,
     ) -> Outcome:
         """The result of a stored request; `sink` gets the events if it asks for a stream.
 
-        `priority`: its class, that of the row if None; lowered to its caller's highest one. If the
-        sink is the log of a response, the run goes on with what that has. Cancelling it ends
-        the request. `on_slot_free` is called once, when it has left its node: somewhat before its
-        usage is known. Raises: RowDeferred, RowExpired.
+        `priority`: its class, that of the row if None; lowered to its caller's highest one. The run
+        goes on with what the sink has. Cancelling it ends the request. `on_slot_free` is called
+        once, when it has left its node: somewhat before its usage is known. Raises: RowDeferred,
+        RowExpired.
         """
         if priority is None:
             priority = Priority.parse(row.class_) or Priority.NORMAL
@@ -255,7 +248,7 @@ class _Run:
     runner: RequestRunner
     stored: StoredRow
     priority: Priority
-    sink: EventSink | None
+    sink: ResponseEvents | None
     on_slot_free: Callable[[], None]
     _sink_has_events: bool = False
     _resumed: bool = False  # whether it goes on with the response of an earlier run
@@ -392,7 +385,7 @@ class _Run:
         Raises: GatewayError.
         """
         forwarder, sink = self.runner.forwarder, self.sink
-        if not isinstance(sink, ResponseEvents):
+        if sink is None:
             return await forwarder.forward(in_flight)
         sink.measured_by(self._measure)
         if (begun := sink.begun) is not None:
@@ -452,7 +445,7 @@ class _Run:
         first: bytes,
         stream: BodyStream | None,
         rewriter: ResponseRewriter | None,
-        sink: EventSink,
+        sink: ResponseEvents,
     ) -> None:
         """Give the sink all events. Raises: RowDeferred."""
         record = self._record

@@ -18,6 +18,7 @@ from gateway.callers.keys import hash_key
 from gateway.callers.ledger import ROW_COLUMNS
 from gateway.request.body import LARGE_BODY_BYTES
 from gateway.stored.claims import StoredRow
+from gateway.stored.response_events import ResponseEvents
 from gateway.stored.runner import HeldRow, Outcome, RowDeferred, RowExpired, RowRuns
 from tests.emulator import EmulatedNode
 from tests.forward.proxy_over_nodes import A_FIRST, BODIES, ProxyOverNodes, proxy_over
@@ -39,7 +40,7 @@ def a_row(path: str = CHAT, **fields: Any) -> StoredRow:
     return to_run(**{"id_": "row_1", "owner": "k1", "path": path, **fields})
 
 
-class Kept:
+class Kept(ResponseEvents):
     """A sink that keeps what it gets."""
 
     def __init__(self) -> None:
