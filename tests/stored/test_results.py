@@ -4,9 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import json
-import shutil
-import subprocess
-import sys
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -23,6 +20,7 @@ from gateway.stored.claims import BatchState, RequestState, put_back, release_lo
 from gateway.stored.line_reader import LineError
 from gateway.stored.results import ROW_BYTES, broken_line, is_output, response_line, unanswered_line
 from tests.gateways import until
+from tests.small_disk import run_on_small_disk
 from tests.store.stores import LIMIT
 from tests.stored.batch_place import BatchPlace, answer, batch_place, count, killed, line
 
@@ -396,19 +394,9 @@ print("done", end="")
 
 @pytest.mark.slow
 def test_a_disk_that_fills_in_the_middle_delays_results_and_loses_none(tmp_path: Path) -> None:
-    # A small file system of its own, in a namespace of its own.
-    mount = 'mount -t tmpfs -o size=4m none "$1" && exec "$3" -c "$4" "$1" "$2"'
-    unshare = shutil.which("unshare")
     small, elsewhere = tmp_path / "small", tmp_path / "elsewhere"
     small.mkdir()
     elsewhere.mkdir()
-    start = [
-        str(unshare), "-rm", "sh", "-c", mount, "sh", str(small), str(elsewhere), sys.executable,
-    ]  # fmt: skip
-    if unshare is None or subprocess.run([*start, "pass"], check=False).returncode:
-        pytest.skip("this machine lets us mount no file system")
-    done = subprocess.run(
-        [*start, ON_A_FULL_DISK], capture_output=True, text=True, timeout=200, check=False
-    )
-    assert done.stdout.endswith("done"), done.stdout + done.stderr
-    assert done.stdout.count("results wait for the disk") == 1
+    told = run_on_small_disk(ON_A_FULL_DISK, "4m", small, elsewhere)
+    assert told.endswith("done")
+    assert told.count("results wait for the disk") == 1
