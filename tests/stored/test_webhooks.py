@@ -27,7 +27,7 @@ from gateway.store.schema import webhook_deliveries
 from gateway.store.schema import webhook_deliveries as rows
 from gateway.store.store import Store
 from gateway.stored.batch_rows import Batch
-from gateway.stored.claims import BatchState, RequestKind, StoredRow
+from gateway.stored.claims import BatchState
 from gateway.stored.folder import job
 from gateway.stored.webhooks import (
     JITTER,
@@ -56,6 +56,8 @@ from gateway.transport.resolver import Resolver
 from tests.emulator import EmulatedNode
 from tests.gateways import NO_TLS, Running, running_gateway
 from tests.store.stores import opened, wait_until
+from tests.stored import batch_gateway
+from tests.stored.batch_place import jsonl
 from tests.stored.receivers import (
     LIMIT,
     SECRET,
@@ -66,9 +68,7 @@ from tests.stored.receivers import (
     status,
     target,
 )
-
-NOW = 1_800_000_000.0
-
+from tests.stored.stored_rows import NOW, a_batch, alone
 
 A, B = WebhookUrl.parse("https://a.example/x"), WebhookUrl.parse("https://b.example:8443/y")
 
@@ -213,20 +213,7 @@ def events() -> WebhookEvents:
 
 
 def batch(state: BatchState, webhook_url: str | None = None) -> Batch:
-    return Batch(
-        id="batch_1",
-        owner="alice",
-        api="openai",
-        endpoint="/v1/chat/completions",
-        input_file=None,
-        created_at=NOW - 60,
-        expires_at=NOW + 60,
-        keep_until=NOW + 3600,
-        folder="f",
-        state=state,
-        ended_at=NOW,
-        webhook_url=webhook_url,
-    )
+    return a_batch(state=state, ended_at=NOW, webhook_url=webhook_url)
 
 
 def told(store: Store) -> list[tuple[str, str, str, float, float]]:
@@ -247,8 +234,8 @@ def test_a_batch_that_has_ended_is_told_to_all_and_to_whom_it_names(
     for _ in range(2):
         store.run_now(lambda c: events.batch_ended(c, ended))
     assert told(store) == [
-        (f"batch.{state}", "batch_1", "https://all.example/", NOW, NOW + 7),
-        (f"batch.{state}", "batch_1", "https://named.example/x", NOW, NOW + 7),
+        (f"batch.{state}", ended.id, "https://all.example/", NOW, NOW + 7),
+        (f"batch.{state}", ended.id, "https://named.example/x", NOW, NOW + 7),
     ]
 
 
@@ -258,21 +245,10 @@ def test_a_batch_that_goes_on_is_not_told(store: Store, events: WebhookEvents) -
 
 
 def test_a_response_is_told_as_it_has_ended(store: Store, events: WebhookEvents) -> None:
-    row = StoredRow(
-        id="resp_1",
-        kind=RequestKind.RESPONSE,
-        owner="alice",
-        path="/v1/responses",
-        place="p",
-        offset=0,
-        length=1,
-        created_at=NOW,
-        keep_until=NOW + 1,
-        folder="f",
-    )
+    row = alone(1)
     store.run_now(lambda c: events.response_ended(c, row, "incomplete", NOW + 3))
     assert told(store) == [
-        ("response.incomplete", "resp_1", "https://all.example/", NOW + 3, NOW + 7)
+        ("response.incomplete", row.id, "https://all.example/", NOW + 3, NOW + 7)
     ]
 
 
@@ -708,19 +684,7 @@ def client(running: Running, key: Any = ALICE) -> AsyncOpenAI:
 
 
 def lines(number: int) -> bytes:
-    body = {"messages": [{"role": "user", "content": "hi"}], "max_tokens": 4}
-    return b"".join(
-        json.dumps(
-            {
-                "custom_id": f"line-{line}",
-                "method": "POST",
-                "url": "/v1/chat/completions",
-                "body": body,
-            }
-        ).encode()
-        + b"\n"
-        for line in range(number)
-    )
+    return jsonl(batch_gateway.lines(number, max_tokens=4))
 
 
 async def create(asked: AsyncOpenAI, content: bytes, **extra: Any) -> str:
