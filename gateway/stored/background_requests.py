@@ -669,9 +669,10 @@ class BackgroundRunner(RowRuns[HeldRequest]):
     """The owners of which that is known, until `_look_again_at`."""
     _look_again_at: float = 0.0
     _trouble: StorageTrouble = field(
+        init=False,
         default_factory=lambda: StorageTrouble(
             lambda why: log.warning("background requests wait", why=why)
-        )
+        ),
     )
 
     def __post_init__(self) -> None:
@@ -739,7 +740,7 @@ class BackgroundRunner(RowRuns[HeldRequest]):
 
     async def _begin_all(self, picks: Sequence[Pick]) -> int:
         """Begin what can be claimed; how many those are."""
-        rows = await self.leases.claim_rows(picks)
+        rows = await self.leases.claim(picks)
         for row in rows:
             if row.id not in self._held:  # Else its last run has not ended yet: it goes first.
                 held = self._held[row.id] = HeldRequest(row)
@@ -811,24 +812,15 @@ class BackgroundRunner(RowRuns[HeldRequest]):
 
     # One request.
 
-    async def _run(self, held: HeldRequest) -> None:
-        """Run a request and record its result, or let it wait again. Raises: RunFailed."""
+    async def _run(self, held: HeldRequest, body: bytes | None) -> None:
+        """Run a request and record its result. Raises: RowDeferred, RunFailed."""
         row = held.row
-        try:
-            body = await self.requests.body(row)
-            if row.kind is RequestKind.RESPONSE:
-                result = await self._respond(held, body)
-            else:
-                result = await self._defer(row, body)
-        except RowDeferred as deferred:
-            self.leases.put_back([row.id], self.now() + deferred.seconds)
-            return
-        except GatewayError as error:
-            # Its files can't be read now: not those of one that is deleted meanwhile.
-            if error.status != 404:
-                self.leases.put_back([row.id], self.now() + (error.retry_after or LEASE_SECONDS))
-                return
-            result = _failed(row, error.code)
+        if body is None:
+            result = _failed(row, not_found(row.id, row.kind).code)
+        elif row.kind is RequestKind.RESPONSE:
+            result = await self._respond(held, body)
+        else:
+            result = await self._defer(row, body)
         while not held.is_unwanted:
             try:
                 await self._record(row, result)

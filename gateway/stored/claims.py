@@ -39,7 +39,7 @@ from gateway.callers.processes import ProcessIdentity, SeenProcess, is_gone
 from gateway.store.database import Rows, insert_for
 from gateway.store.failures import StoreError
 from gateway.store.schema import batches, processes, stored_requests
-from gateway.stored.folder import Folder, FolderError, Storage
+from gateway.stored.folder import Storage
 
 
 class BatchState(StrEnum):
@@ -729,7 +729,6 @@ def _add(sums: Counter[Any], result: RecordedResult) -> None:
 
 
 LEASE_SECONDS = 60.0  # for which a claim holds unless it is renewed
-AWAY_SECONDS = 2.0  # seconds after which rows whose bodies could not be read are tried again
 # Seconds for which no lease counts as over after this machine's clock was set forward: until then
 # all processes have renewed theirs.
 CALM_SECONDS = 20.0
@@ -774,8 +773,8 @@ class RowLeases:
     """Times of claims that may have succeeded, though the store did not say so."""
     _jumps: ClockJumps = field(default_factory=ClockJumps)
 
-    async def claim_rows(self, picks: Sequence[Pick]) -> list[StoredRow]:
-        """Claim rows; their bodies are for others to read. Raises: StoreError, FolderError."""
+    async def claim(self, picks: Sequence[Pick]) -> list[StoredRow]:
+        """Claim rows. Raises: StoreError, FolderError."""
         storage = self.storage
         folder, now = await storage.opened(), storage.now()
         try:
@@ -790,27 +789,6 @@ class RowLeases:
         for ids in self._put_back.values():
             ids.difference_update(claimed)
         return rows
-
-    async def claim(
-        self, picks: Sequence[Pick], most_bytes: int
-    ) -> list[tuple[StoredRow, bytes | None]]:
-        """Claim rows, and read their bodies: so many bytes and one row more. None: no file.
-
-        Raises: StoreError, FolderError.
-        """
-        storage, rows, size = self.storage, await self.claim_rows(picks), 0
-        for number, row in enumerate(rows):
-            size += row.length
-            if size > most_bytes and number:
-                self.put_back((one.id for one in rows[number:]), storage.now())
-                del rows[number:]
-                break
-        try:
-            bodies = await storage.threads.run(_read_bodies, storage.folder, rows)
-        except (FolderError, asyncio.CancelledError):
-            self.put_back((row.id for row in rows), storage.now() + AWAY_SECONDS)
-            raise
-        return list(zip(rows, bodies, strict=True))
 
     async def renew(self, ids: Iterable[str]) -> set[str]:
         """Those of the claimed rows that are still wanted. Raises: StoreError."""
@@ -867,14 +845,3 @@ class RowLeases:
             if not self._put_back[not_before, failed]:
                 del self._put_back[not_before, failed]
         return bool(found) or taken > 0
-
-
-def _read_bodies(folder: Folder, rows: Sequence[StoredRow]) -> list[bytes | None]:
-    """The bodies of rows; None: the file is gone. Raises: FolderError."""
-    bodies: list[bytes | None] = []
-    for row in rows:
-        try:
-            bodies.append(folder.read(row.place, row.offset, row.length))
-        except FileNotFoundError:
-            bodies.append(None)
-    return bodies

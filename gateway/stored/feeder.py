@@ -1,10 +1,9 @@
 """Runs the lines of batches: claims them, offers them to the scheduler, and records their results.
 
-Rows are claimed a little ahead and their bodies are read, so that a line that has ended is followed
-by the next one at its slot at once. `feeding.py` decides how many are offered and which; `Supply`
-knows what waits in the store. A row that was claimed ends in one of three ways: its result is
-recorded, or it is put back and waits again, or this process dies and another one takes it when its
-lease is over.
+Rows are claimed a little ahead, so that a line that has ended is followed by the next one at its
+slot at once. `feeding.py` decides how many are offered and which; `Supply` knows what waits in the
+store. A row that was claimed ends in one of three ways: its result is recorded, or it is put back
+and waits again, or this process dies and another one takes it when its lease is over.
 
 Rows are offered only where a slot is free, so requests of clients that want all slots would keep
 them waiting for ever. Rows whose deadline is in danger (`LateRows`) therefore stand in the
@@ -73,7 +72,6 @@ LOOK_SECONDS = 0.1  # seconds between two looks at the room for batch work
 # A slot that comes free within so many seconds is offered a row: until then it is prepared.
 SOON_SECONDS = 0.02
 RENEW_SECONDS = 5.0  # seconds between two renewals, which also tell which rows were cancelled
-MOST_BODIES = 64 << 20  # bytes of bodies that are read ahead
 MOST_UNRECORDED = 5000  # results that wait to be recorded; beyond them no row is offered
 RETRY_SECONDS = 10.0  # seconds until a row that nodes have failed is run again, times its runs
 # Seconds after which it is tried again whether an owner's limit is still reached.
@@ -315,7 +313,6 @@ class HeldLine(HeldRow):
     """A claimed line of a batch."""
 
     state: TargetRows
-    body: bytes | None  # None: it runs or has run
     has_slot: bool = False  # whether it counts as running in its lane
     recording: bool = False  # whether it has a result, which is being recorded
     in_late_place: bool = False  # whether it was offered as late, without room for class `batch`
@@ -365,10 +362,11 @@ class Feeder(RowRuns[HeldLine]):
     _is_work: bool = True  # whether anything was unfinished when it was last asked
     _count_at: float = 0.0  # when what is in the store is counted, though nothing is unfinished
     _trouble: StorageTrouble = field(
+        init=False,
         default_factory=lambda: StorageTrouble(
             lambda why: log.warning("lines of batches wait", why=why),
             lambda: log.info("lines of batches go on"),
-        )
+        ),
     )
 
     def clock(self) -> float:
@@ -503,8 +501,7 @@ class Feeder(RowRuns[HeldLine]):
     async def _picks(self, state: TargetRows) -> list[Pick]:
         """What to claim for a target. Raises: StoreError."""
         target, lane = state.target, state.lane
-        bodies = sum(len(held.body) for held in self._held.values() if held.body is not None)
-        if self.clock() < state.paused_until or bodies >= MOST_BODIES:
+        if self.clock() < state.paused_until:
             return []
         wanted = ready_wanted(state.slots, state.pace.rows_a_second or 0.0)
         if not state.slots:
@@ -522,17 +519,15 @@ class Feeder(RowRuns[HeldLine]):
         return self.supply.picks(target, lane.wants(works, wanted, state.urgent))
 
     async def _claim(self, state: TargetRows, picks: list[Pick]) -> None:
-        """Claim rows with their bodies, and offer them. Raises: StoreError, FolderError."""
-        claimed = await self.leases.claim(picks, MOST_BODIES)
-        self.supply.count_claimed(state.target, picks, [row for row, _ in claimed])
-        for row, body in claimed:
+        """Claim rows, and offer them. Raises: StoreError, FolderError."""
+        claimed = await self.leases.claim(picks)
+        self.supply.count_claimed(state.target, picks, claimed)
+        for row in claimed:
             if self._stopped:
                 self.leases.put_back([row.id], self.now())
             elif row.id not in self._held:
-                if body is None:  # Its file is gone: it fails.
-                    log.warning("the input of a batch is missing", batch=row.batch)
                 found = self._state_of(self.runner.target_of(row.owner, row.path, row.model))
-                self._held[row.id] = HeldLine(row, found, body or b"")
+                self._held[row.id] = HeldLine(row, found)
                 found.lane.add(row)
         for one in list(self._targets.values()):
             self._offer(one)
@@ -662,16 +657,17 @@ class Feeder(RowRuns[HeldLine]):
 
     # Running.
 
-    async def _run(self, held: HeldLine) -> None:
+    async def _run(self, held: HeldLine, body: bytes | None) -> None:
         """Run a row and record its result, or let it wait again. Raises: RunFailed."""
         row, state = held.row, held.state
-        body, held.body = held.body or b"", None
+        if body is None:  # It fails.
+            log.warning("the input of a batch is missing", batch=row.batch)
         priority = state.late.batches.get(row.batch or "", Priority.BATCH)
         free = partial(self._slot_free, held)
         try:
-            outcome = await self.runner.run(row, body, priority=priority, on_slot_free=free)
+            outcome = await self.runner.run(row, body or b"", priority=priority, on_slot_free=free)
         except RowDeferred as deferred:
-            self._deferred(held, body, deferred)
+            self._deferred(held, deferred)
             return
         except RowExpired:
             self.leases.put_back([row.id], self.now())
@@ -709,7 +705,7 @@ class Feeder(RowRuns[HeldLine]):
             if self.leases.has_put_back:
                 self._claims.set()
 
-    def _deferred(self, held: HeldLine, body: bytes, deferred: RowDeferred) -> None:
+    def _deferred(self, held: HeldLine, deferred: RowDeferred) -> None:
         """A row that could not be run now waits again."""
         self.counts.deferred += 1
         row, state, now, seconds = held.row, held.state, self.clock(), deferred.seconds
@@ -718,7 +714,7 @@ class Feeder(RowRuns[HeldLine]):
             self._paused[row.owner] = now + seconds
             self._careful[row.owner] = now + seconds + CAREFUL_SECONDS
             if seconds <= HOLD_SECONDS and not self._stopped:
-                self._keep(held, body)
+                self._keep(held)
                 return
             ready = [
                 other
@@ -731,7 +727,7 @@ class Feeder(RowRuns[HeldLine]):
         if held.in_late_place and deferred.reason == "queue_full" and not self._stopped:
             # The others of its class were more.
             state.late.paused_until = now + min(seconds, REFUSED_SECONDS)
-            self._keep(held, body)
+            self._keep(held)
             return
         if not state.slots or deferred.reason in {"queue_full", "starting"}:
             state.probes = 1
@@ -742,10 +738,10 @@ class Feeder(RowRuns[HeldLine]):
             self.put_off[row.batch or ""] = "deadline", self.now() + seconds
         self.leases.put_back([row.id], self.now() + seconds)
 
-    def _keep(self, held: HeldLine, body: bytes) -> None:
+    def _keep(self, held: HeldLine) -> None:
         """A row that could not run keeps its claim, and is offered again."""
         self._slot_free(held)
-        held.task, held.body = None, body
+        held.task = None
         held.state.lane.add(held.row)
 
     # Leases.

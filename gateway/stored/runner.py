@@ -49,7 +49,7 @@ from gateway.request.preparation import (
 from gateway.request.routes import ROUTES, Route
 from gateway.store.failures import StoreError
 from gateway.stored.claims import RowLeases, StoredRow
-from gateway.stored.folder import FolderError
+from gateway.stored.folder import FolderError, StorageTrouble
 from gateway.stored.response_events import ResponseEvents, RunEnd
 from gateway.terms import Caller, Endpoint, Headers, Priority
 from gateway.transport.errors import UpstreamError
@@ -62,6 +62,7 @@ SETTLE_SECONDS = 30.0  # most seconds until the usage of a response that has end
 TIMER_TOLERANCE = 0.01  # seconds by which a timer may fire early
 # Seconds after which a request is offered again, where the error names none.
 DEFAULT_RETRY_AFTER = 5.0
+AWAY_SECONDS = 2.0  # seconds after which a row whose body could not be read is tried again
 
 # Codes of the gateway's own errors after which a stored request waits and is run again: a limit of
 # its caller is reached, there is no room or no node at this time, or an operator has paused the
@@ -541,6 +542,7 @@ class RowRuns(Generic[H]):
     leases: RowLeases
     runner: RequestRunner
     rooms: BatchRoomService
+    _trouble: StorageTrouble = field(init=False)
     _held: dict[str, H] = field(init=False, default_factory=dict)
     _none_held: asyncio.Event = field(init=False, default_factory=asyncio.Event)
 
@@ -569,10 +571,12 @@ class RowRuns(Generic[H]):
         id_ = held.row.id
         try:
             try:
-                await self._run(held)
+                await self._run(held, await self._body(held.row))
             except asyncio.CancelledError:
                 await self._cancelled(held)
                 raise
+        except RowDeferred as deferred:
+            self.leases.put_back([id_], self.now() + deferred.seconds)
         except RunFailed as failed:
             self.leases.put_back([id_], self.now() + failed.seconds, failed=True)
         except Exception:
@@ -581,8 +585,25 @@ class RowRuns(Generic[H]):
         finally:
             self._let_go(held)
 
-    async def _run(self, held: H) -> None:
-        """Run a row and record its result, or put it back. Raises: RunFailed."""
+    async def _body(self, row: StoredRow) -> bytes | None:
+        """The body of a row; None: its file is gone. Raises: RowDeferred, if it can't be read."""
+        storage, body = self.leases.storage, None
+        try:
+            with contextlib.suppress(FileNotFoundError):
+                body = await storage.threads.run(
+                    storage.folder.read, row.place, row.offset, row.length
+                )
+        except FolderError as error:
+            self._trouble.tell(error, "bodies")
+            raise RowDeferred(str(error), AWAY_SECONDS) from None
+        self._trouble.over("bodies")
+        return body
+
+    async def _run(self, held: H, body: bytes | None) -> None:
+        """Run a row and record its result; `body`: None: its file is gone.
+
+        Raises: RowDeferred, RunFailed.
+        """
         raise NotImplementedError
 
     async def _cancelled(self, held: H) -> None:

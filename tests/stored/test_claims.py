@@ -53,7 +53,7 @@ from gateway.stored.claims import (
     work_left,
 )
 from gateway.stored.claims import claim as claim_picks
-from gateway.stored.folder import DiskThreads, Folder, FolderError, Storage
+from gateway.stored.folder import DiskThreads, Folder, Storage
 from tests.processes import gone
 from tests.store.stores import opened
 from tests.stored.stored_rows import (
@@ -474,22 +474,11 @@ async def test_exactly_one_row_of_the_ledger_for_each_recorded_result(store: Sto
 ANY = [Pick(10, RequestKind.LINE, a_batch().id)]
 
 
-BODIES = [b"one", b"two and more", b"three"]
-
-
 def leases_of(store: Store, path: Path) -> RowLeases:
     """Leases of this process in a new folder; a batch of three lines waits there."""
     folder = Folder(path / "batches", most_bytes=lambda: 1 << 30)
-    opened_as = folder.open()
-    new = folder.open_new("file")
-    new.write(b"".join(BODIES))
-    place, offset, lines = new.finish(), 0, []
-    batch = replace(a_batch(), folder=opened_as)
-    for number, body in enumerate(BODIES, 1):
-        line = a_line(number, batch, place=place, offset=offset, length=len(body))
-        lines.append(line)
-        offset += len(body)
-    begin(store, batch, lines)
+    batch = replace(a_batch(), folder=folder.open())
+    begin(store, batch, [a_line(number, batch) for number in (1, 2, 3)])
     own = ProcessIdentity.of_this_process(time.time())
     do(store, register, own, NOW)
     storage = Storage(store, folder, DiskThreads(), BatchSettings, lambda: NOW)
@@ -501,37 +490,19 @@ def states(store: Store) -> list[RequestState]:
     return [row.state for row in rows if row is not None]
 
 
-async def test_rows_come_with_their_bodies(store: Store, tmp_path: Path) -> None:
+async def test_rows_are_claimed_once_and_renewed(store: Store, tmp_path: Path) -> None:
     leases = leases_of(store, tmp_path)
-    claimed = await leases.claim(ANY, 1000)
-    assert [body for _, body in claimed] == BODIES
-    ids = {row.id for row, _ in claimed}
+    ids = {row.id for row in await leases.claim(ANY)}
+    assert len(ids) == 3
     assert await leases.renew([*ids, "other"]) == ids
-    assert await leases.claim(ANY, 1000) == []
-
-
-async def test_no_more_bodies_are_read_than_there_is_room_for(store: Store, tmp_path: Path) -> None:
-    leases = leases_of(store, tmp_path)
-    assert [body for _, body in await leases.claim(ANY, 15)] == BODIES[:2]
-    assert leases.has_put_back
-    assert await leases.write()
-    assert states(store) == [RequestState.RUNNING, RequestState.RUNNING, RequestState.WAITING]
-    assert [body for _, body in await leases.claim(ANY, 1)] == BODIES[2:]
-    assert not leases.has_put_back
-
-
-async def test_a_row_whose_file_is_gone_has_no_body(store: Store, tmp_path: Path) -> None:
-    leases = leases_of(store, tmp_path)
-    for file in leases.storage.folder.files("file"):
-        leases.storage.folder.delete(file.name)
-    assert [body for _, body in await leases.claim(ANY, 1000)] == [None] * 3
+    assert await leases.claim(ANY) == []
 
 
 async def test_rows_are_put_back_when_the_store_takes_them_again(
     store: Store, tmp_path: Path
 ) -> None:
     leases = leases_of(store, tmp_path)
-    ids = [row.id for row, _ in await leases.claim(ANY, 1000)]
+    ids = [row.id for row in await leases.claim(ANY)]
     leases.put_back(ids[:1], NOW + 5, failed=True)
     leases.put_back(ids[1:], NOW)
     leases.storage.store = Store(store.location)
@@ -552,9 +523,9 @@ async def test_rows_of_lost_processes_wait_again(store: Store, tmp_path: Path) -
     leases = leases_of(store, tmp_path)
     other = replace(leases.process, id="gone.1")
     lost = RowLeases(leases.storage, other)
-    assert len(await lost.claim(ANY, 1000)) == 3
+    assert len(await lost.claim(ANY)) == 3
     assert await leases.release_lost() == 3
-    assert len(await leases.claim(ANY, 1000)) == 3
+    assert len(await leases.claim(ANY)) == 3
     assert await lost.renew([a_line(1).id]) == set()
 
 
@@ -562,10 +533,10 @@ async def test_a_row_that_is_claimed_anew_is_not_put_back_for_its_earlier_claim(
     store: Store, tmp_path: Path
 ) -> None:
     leases = leases_of(store, tmp_path)
-    ids = [row.id for row, _ in await leases.claim(ANY, 1000)]
+    ids = [row.id for row in await leases.claim(ANY)]
     do(store, put_back, leases.process.id, ids[:1], NOW)  # Somebody else has, as it was lost.
     leases.put_back(ids[:2], NOW)
-    assert [row.id for row, _ in await leases.claim(ANY, 1000)] == ids[:1]
+    assert [row.id for row in await leases.claim(ANY)] == ids[:1]
     assert await leases.write()
     assert states(store) == [RequestState.RUNNING, RequestState.WAITING, RequestState.RUNNING]
 
@@ -584,13 +555,13 @@ async def test_rows_of_a_claim_that_nobody_was_told_of_wait_again_at_once(
 
     leases.storage.store = Deaf(store.location)
     with pytest.raises(StoreError):
-        await leases.claim(ANY, 1000)
+        await leases.claim(ANY)
     assert states(store) == [RequestState.RUNNING] * 3
     leases.storage.store = store
     assert await leases.write()
     assert states(store) == [RequestState.WAITING] * 3
     assert not await leases.write()
-    assert len(await leases.claim(ANY, 1000)) == 3
+    assert len(await leases.claim(ANY)) == 3
 
 
 async def test_a_clock_that_is_set_forward_ends_no_lease(store: Store, tmp_path: Path) -> None:
@@ -598,7 +569,7 @@ async def test_a_clock_that_is_set_forward_ends_no_lease(store: Store, tmp_path:
     other = replace(leases.process, id="other.1", host="elsewhere")
     do(store, register, other, NOW)
     neighbour = RowLeases(leases.storage, other)
-    assert len(await neighbour.claim(ANY, 1000)) == 3
+    assert len(await neighbour.claim(ANY)) == 3
     assert await leases.release_lost() == 0
     leases.storage.now = lambda: NOW + 3600
     assert await leases.release_lost() == 0
@@ -617,19 +588,6 @@ def test_a_jump_of_the_clock_matters_until_all_have_renewed_their_leases() -> No
     assert not jumps.jumped(NOW + 3610 + CALM_SECONDS)
     clock += 5.0
     assert not jumps.jumped(NOW)  # Set back: leases hold for longer than they should.
-
-
-async def test_lines_whose_folder_is_not_mounted_are_not_missing(
-    store: Store, tmp_path: Path
-) -> None:
-    leases = leases_of(store, tmp_path)
-    location = leases.storage.folder.location
-    location.rename(tmp_path / "elsewhere")
-    location.mkdir(mode=0o700)
-    with pytest.raises(FolderError):
-        await leases.claim(ANY, 1000)
-    assert await leases.write()
-    assert states(store) == [RequestState.WAITING] * 3
 
 
 P = ParamSpec("P")

@@ -269,6 +269,18 @@ async def test_lines_end_while_the_store_is_away_and_are_recorded_later(tmp_path
 
 
 @pytest.mark.usefixtures("hurried")
+@in_virtual_time
+async def test_lines_whose_file_is_gone_fail(tmp_path: Path) -> None:
+    node = EmulatedNode(slots=1, decode_tps=20)
+    async with virtual_gateway_over(tmp_path, node) as running:
+        batch = await submit(running, lines(6))
+        await until(lambda: node.requests == 1)
+        (tmp_path / "state/batches" / (await show(running, batch))["input_file_id"]).unlink()
+        found = await ended(running, batch)
+        assert found["request_counts"] == {"total": 6, "completed": 1, "failed": 5}
+
+
+@pytest.mark.usefixtures("hurried")
 async def test_lines_of_a_paused_model_wait_and_go_on(tmp_path: Path) -> None:
     nodes = [
         EmulatedNode(slots=2),
@@ -394,6 +406,24 @@ def queued_of(running: Running, caller: str = "k1") -> list[Priority]:
 async def errors_of(running: Running, batch: dict[str, Any]) -> Counter[str]:
     assert batch["error_file_id"] is not None, batch
     return Counter(line["error"]["code"] for line in await output(running, batch["error_file_id"]))
+
+
+@in_virtual_time
+async def test_lines_whose_folder_is_away_wait_and_go_on(tmp_path: Path) -> None:
+    node = a_node(1)
+    async with a_site(tmp_path, node) as running:
+        batch = await submit(running, lines(6))
+        await until(lambda: node.requests == 2)
+        folder, away = tmp_path / "state/batches", tmp_path / "away"
+        folder.rename(away)
+        folder.mkdir(mode=0o700)
+        await asyncio.sleep(10.0)
+        assert node.requests == 2
+        folder.rmdir()
+        away.rename(folder)
+        found = await ended(running, batch, 120.0)
+        assert found["request_counts"] == {"total": 6, "completed": 6, "failed": 0}
+        assert node.requests == 6
 
 
 @in_virtual_time

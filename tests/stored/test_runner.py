@@ -8,6 +8,7 @@ import time
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import AsyncMock, MagicMock
 
 import pytest
 from structlog.testing import capture_logs
@@ -333,12 +334,14 @@ class Runs(RowRuns[HeldRow]):
     def __init__(self) -> None:
         self.put_back: list[str] = []
         self.fails = False  # whether the end of a cancelled run does
+        anything: Any = MagicMock()
+        threads = SimpleNamespace(run=AsyncMock(return_value=b""))
         leases: Any = SimpleNamespace(
             put_back=lambda ids, _, **__: self.put_back.extend(ids),
-            storage=SimpleNamespace(now=lambda: 0.0),
+            storage=SimpleNamespace(now=lambda: 0.0, threads=threads, folder=anything),
         )
-        anything: Any = None
         super().__init__(leases, anything, anything)
+        self._trouble = anything
 
     def begin(self) -> asyncio.Task[None]:
         held = self._held["row_1"] = HeldRow(a_row())
@@ -346,7 +349,7 @@ class Runs(RowRuns[HeldRow]):
         assert held.task is not None
         return held.task
 
-    async def _run(self, held: HeldRow) -> None:
+    async def _run(self, held: HeldRow, body: bytes | None) -> None:
         await asyncio.Event().wait()
 
     async def _cancelled(self, held: HeldRow) -> None:
