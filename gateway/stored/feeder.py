@@ -507,7 +507,7 @@ class Feeder(RowRuns[HeldLine]):
         if not state.slots:
             wanted = state.probes
         wanted += max(0, state.credit)
-        works = [work for work in self.supply.works_of(target) if not self._is_paused(work.owner)]
+        works = [one for one in self.supply.works_of(target) if not self.seconds_paused(one.owner)]
         # Half of it is enough to go on with: a claim for each row would be a load on the store.
         if lane.ready > wanted // 2:
             late = state.late.batches
@@ -598,7 +598,7 @@ class Feeder(RowRuns[HeldLine]):
         """Start rows, as many as there is room for."""
         if self._stopped or self.clock() < state.paused_until:
             return
-        left_out = {owner for owner in list(self._paused) if self._is_paused(owner)}
+        left_out = {owner for owner in self._paused if self.seconds_paused(owner)}
         if sum(held.recording for held in self._held.values()) >= MOST_UNRECORDED:
             return
         while True:
@@ -610,11 +610,8 @@ class Feeder(RowRuns[HeldLine]):
             )
             if row is None:
                 break
-            if row.owner in self._careful:
-                if self._careful[row.owner] < self.clock():
-                    del self._careful[row.owner]
-                else:
-                    left_out.add(row.owner)  # The next one when this one was admitted.
+            if self._careful.get(row.owner, -1.0) >= self.clock():
+                left_out.add(row.owner)  # The next one when this one was admitted.
             held = self._held[row.id]
             held.has_slot, held.in_late_place = True, not has_room
             if has_room:
@@ -636,15 +633,6 @@ class Feeder(RowRuns[HeldLine]):
             return None
         full = {owner for owner, waiting in late.waiting.items() if waiting >= of_owner}
         return state.lane.next_late(late.batches, left_out | full, late.waiting)
-
-    def _is_paused(self, owner: str) -> bool:
-        until = self._paused.get(owner)
-        if until is None:
-            return False
-        if until <= self.clock():
-            del self._paused[owner]
-            return False
-        return True
 
     def _slot_free(self, held: HeldLine) -> None:
         """A row has left its slot: the next one goes there."""
