@@ -38,6 +38,7 @@ from gateway.store.schema import stored_requests
 from gateway.stored import batch_rows, claims, results
 from gateway.stored.batch_rows import (
     NOTHING_AHEAD,
+    PREFIXES,
     AskedBatch,
     Batch,
     BatchProgress,
@@ -609,7 +610,6 @@ ENDPOINTS = tuple(
 PAUSED_BY_CALLER = "paused"  # why a batch is paused whose caller wants it so
 SHOWN_ROWS = 200  # rows that are read at a time for lines that are recorded so far
 MOST_COUNTED = 64  # batches whose errors are remembered by their kinds
-_PREFIXES = {api: prefix for prefix, api in batch_rows.PREFIXES.items()}
 # The mean cost of a token of this model; None: unknown.
 TokenPrice = Callable[[str | None], float | None]
 
@@ -819,9 +819,9 @@ class BatchRegistry:
             folder = await self.storage.opened()
         if new.requests is not None:
             # So its requests are found by its id.
-            id_ = _PREFIXES[new.api] + new.requests.rpartition("-")[2]
+            id_ = PREFIXES[new.api] + new.requests.rpartition("-")[2]
         else:
-            id_ = claims.new_id(_PREFIXES[new.api], now, self.token)
+            id_ = claims.new_id(PREFIXES[new.api], now, self.token)
         return Batch(
             **{one.name: getattr(new, one.name) for one in fields(AskedBatch)},
             id=id_,

@@ -22,7 +22,7 @@ from gateway.stored import claims, files
 from gateway.stored.claims import BatchState, RequestState, WorkLeft
 from gateway.stored.files import StoredFile
 
-PREFIXES = {"batch_": "openai", "msgbatch_": "anthropic"}  # of ids, and the API of such batches
+PREFIXES = {"openai": "batch_", "anthropic": "msgbatch_"}  # of the ids of each API's batches
 INPUT_PURPOSE = "batch"  # purpose of a file that a batch may read
 _BATCH: Final = batches.c
 _ROW: Final = stored_requests.c
@@ -201,7 +201,7 @@ def read_batches(
         chosen.append(_BATCH.ended_at.is_not(None) if ended else _BATCH.ended_at.is_(None))
     order = _BATCH.id.asc() if before is not None else _BATCH.id.desc()
     found: list[Batch] = []
-    for prefix, of_api in PREFIXES.items():
+    for of_api, prefix in PREFIXES.items():
         if api in {None, of_api}:
             asked = _BATCHES.where(_BATCH.api == of_api, *chosen)
             # Of one API ids grow with time. Of both, what follows the prefix does.

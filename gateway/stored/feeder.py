@@ -47,7 +47,7 @@ from gateway.stored.feeding import (
     rows_to_offer,
 )
 from gateway.stored.folder import Storage, StorageTrouble
-from gateway.stored.results import ANTHROPIC, LineResults
+from gateway.stored.results import LineResults
 from gateway.stored.runner import (
     MOST_RUNS,
     HeldRow,
@@ -673,8 +673,7 @@ class Feeder(RowRuns[HeldLine]):
         if not state.slots:
             # Without a node it has a result all the same: so have others, likely.
             state.probes = min(2 * state.probes, MOST_PROBES)
-        api = ANTHROPIC if (row.batch or "").startswith("msgbatch_") else "openai"
-        if not await self.results.add(row, api, outcome):
+        if not await self.results.add(row, outcome):
             self.counts.outcomes["lost"] += 1
             self.leases.put_back([row.id], self.now())
         else:

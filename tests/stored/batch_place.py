@@ -133,11 +133,7 @@ class BatchPlace:
         """Claim so many lines at most, and record an answer to each; how many those are."""
         task, rows = asyncio.create_task(self.results.run()), await self.claim(limit)
         added = [
-            self.results.add(
-                row,
-                "anthropic" if str(row.batch).startswith("msgbatch_") else "openai",
-                answer(row, self.process.id, status=status(row), **more),
-            )
+            self.results.add(row, answer(row, self.process.id, status=status(row), **more))
             for row in rows
         ]
         assert all(await asyncio.gather(*added))

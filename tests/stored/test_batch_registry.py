@@ -126,7 +126,7 @@ async def test_requests_that_came_without_a_file_are_the_batch_s_own(
             here.folder.read, row.place, row.offset, row.length
         )
         assert content == jsonl([line("a")["body"]]).strip()
-        await here.results.add(row, "anthropic", answer(row, here.process.id))
+        await here.results.add(row, answer(row, here.process.id))
         task.cancel()
         await here.settle()
         assert await here.output(batch) == [

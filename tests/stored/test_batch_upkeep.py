@@ -372,7 +372,7 @@ async def test_files_that_no_unfinished_batch_needs_are_removed(here: BatchPlace
     rows = await here.claim()
     for row in rows:
         if (row.batch, row.custom_id) != (runs.id, "b"):
-            await here.results.add(row, "openai", answer(row, here.process.id))
+            await here.results.add(row, answer(row, here.process.id))
     task.cancel()
     await here.settle()
     assert (await here.find(ended)).state is BatchState.COMPLETED

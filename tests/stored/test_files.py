@@ -343,7 +343,7 @@ async def test_batches_of_a_full_key_pause_and_lose_nothing_until_there_is_room(
         for row in await here.claim(3):
             content = b'"%b"' % (b"x" * 2 * KB)
             done = answer(row, here.process.id, content=content)
-            assert await here.results.add(row, "openai", done)
+            assert await here.results.add(row, done)
             await here.batches.upkeep.round()
         task.cancel()
         paused = await here.find(batch)

@@ -151,7 +151,7 @@ async def main(url, path):
         task = asyncio.create_task(here.results.run())
         print("runs", flush=True)
         while rows := await here.claim(100):
-            added = [here.results.add(r, "openai", answer(r, here.process.id)) for r in rows]
+            added = [here.results.add(r, answer(r, here.process.id)) for r in rows]
             assert all(await asyncio.gather(*added))
         print("done", flush=True)
 
@@ -209,14 +209,14 @@ async def test_a_result_that_nobody_wants_any_more_is_not_recorded(here: BatchPl
     batch = await begun(here, 2)
     task = asyncio.create_task(here.results.run())
     first, second = await here.claim()
-    assert await here.results.add(first, "openai", answer(first, here.process.id))
+    assert await here.results.add(first, answer(first, here.process.id))
     await here.batches.cancel(batch.owner, batch.id, batch.api)
 
     def end(connection: Connection) -> None:
         put_back(connection, here.process.id, [second.id], here.time[0])
 
     await here.store.run(end)
-    assert not await here.results.add(second, "openai", answer(second, here.process.id))
+    assert not await here.results.add(second, answer(second, here.process.id))
     task.cancel()
     await here.settle()
     ended = await here.find(batch)
@@ -236,9 +236,7 @@ async def test_results_wait_for_a_store_that_is_away(
     # Four of them fill what may wait.
     here.results.most_bytes = 4 * ROW_BYTES
     task = asyncio.create_task(here.results.run())
-    added = [
-        asyncio.create_task(here.results.add(r, "openai", answer(r, here.process.id))) for r in rows
-    ]
+    added = [asyncio.create_task(here.results.add(r, answer(r, here.process.id))) for r in rows]
     await until(lambda: here.results.problem is not None)
     assert here.results.pending == 4
     ledger.is_away = False
@@ -254,10 +252,7 @@ async def test_a_result_that_can_not_be_recorded_keeps_no_other_from_it(here: Ba
     task = asyncio.create_task(here.results.run())
     outcomes = [answer(row, here.process.id) for row in rows]
     outcomes[2] = replace(outcomes[2], usage=("too", "short"))
-    added = [
-        here.results.add(row, "openai", outcome)
-        for row, outcome in zip(rows, outcomes, strict=True)
-    ]
+    added = [here.results.add(row, outcome) for row, outcome in zip(rows, outcomes, strict=True)]
     ends = await asyncio.gather(*added, return_exceptions=True)
     task.cancel()
     assert [one is True for one in ends] == [True, True, False, True, True]
@@ -268,9 +263,7 @@ async def test_a_result_that_can_not_be_recorded_keeps_no_other_from_it(here: Ba
 async def test_what_waits_at_the_end_is_kept_within_the_time(here: BatchPlace) -> None:
     batch = await begun(here, 5)
     rows = await here.claim()
-    added = [
-        asyncio.create_task(here.results.add(r, "openai", answer(r, here.process.id))) for r in rows
-    ]
+    added = [asyncio.create_task(here.results.add(r, answer(r, here.process.id))) for r in rows]
     await until(lambda: here.results.pending == 5)
     await here.results.close(LIMIT)
     assert all(await asyncio.gather(*added))
@@ -295,9 +288,7 @@ async def test_what_may_have_been_recorded_is_recorded_once(here: BatchPlace) ->
     rows = await here.claim()
     here.results.ledger = silent = SilentLedger(here.ledger)  # type: ignore[assignment]
     running = asyncio.create_task(here.results.run())
-    added = [
-        asyncio.create_task(here.results.add(r, "openai", answer(r, here.process.id))) for r in rows
-    ]
+    added = [asyncio.create_task(here.results.add(r, answer(r, here.process.id))) for r in rows]
     await silent.has_written.wait()
     running.cancel()
     assert (await here.find(batch)).completed == 5
@@ -327,7 +318,7 @@ async def test_runners_need_not_wait_for_a_group_to_fill(place: BatchPlace) -> N
     task = asyncio.create_task(place.results.run())
     (row,) = await place.claim()
     async with asyncio.timeout(60):
-        assert await place.results.add(row, "openai", answer(row, place.process.id))
+        assert await place.results.add(row, answer(row, place.process.id))
     task.cancel()
 
 
@@ -350,7 +341,7 @@ async def main(kept, elsewhere):
         rows, content = await here.claim(), b'{"x":"%s"}' % (b"x" * 50_000)
         added = [
             asyncio.create_task(
-                here.results.add(row, "openai", answer(row, here.process.id, content=content))
+                here.results.add(row, answer(row, here.process.id, content=content))
             )
             for row in rows[:20]
         ]
@@ -366,7 +357,7 @@ async def main(kept, elsewhere):
         assert all(await asyncio.gather(*added))
         # The other half is as much as there is left: the final file finds no room.
         assert all(await asyncio.gather(*(
-            here.results.add(row, "openai", answer(row, here.process.id)) for row in rows[20:]
+            here.results.add(row, answer(row, here.process.id)) for row in rows[20:]
         )))
         big = Path(kept) / "big"
         big.write_bytes(b"0" * (3_000_000))
