@@ -678,10 +678,6 @@ class BackgroundRunner(RowRuns[HeldRequest]):
     def __post_init__(self) -> None:
         self.requests.unwanted.append(self._end_run)
 
-    def __len__(self) -> int:
-        """How many run."""
-        return len(self._held)
-
     async def run(self) -> None:
         """Run requests until cancelled; what runs then waits again."""
         wakes = self.requests.wakes

@@ -544,7 +544,7 @@ def renew(
     return wanted
 
 
-def paused(connection: Connection, ids: Iterable[str]) -> set[str]:
+def paused_batches(connection: Connection, ids: Iterable[str]) -> set[str]:
     """Those of the batches that are paused."""
     return those_with(connection, batches.c.id, ids, batches.c.paused_at.is_not(None))
 
@@ -800,11 +800,6 @@ class RowLeases:
         return waiting | await self.storage.write(
             renew, self.process.id, asked, self.storage.now(), self.lease_seconds
         )
-
-    async def paused(self, batches: Iterable[str]) -> set[str]:
-        """Those of the batches that are paused. Raises: StoreError."""
-        ids = frozenset(batches)
-        return await self.storage.read(paused, ids) if ids else set()
 
     async def release_lost(self) -> int:
         """Let rows of processes that are gone wait again; how many. Raises: StoreError.

@@ -32,6 +32,7 @@ from gateway.stored.claims import (
     StoredRow,
     UnfinishedWork,
     WaitingLines,
+    paused_batches,
     waiting_by_kind,
     waiting_lines,
 )
@@ -318,7 +319,7 @@ class HeldLine(HeldRow):
     in_late_place: bool = False  # whether it was offered as late, without room for class `batch`
 
     def has_result(self) -> bool:
-        """Whether its result is being recorded."""
+        """Whether its result is being recorded: `LineResults` does that to the end."""
         return self.recording
 
 
@@ -679,11 +680,6 @@ class Feeder(RowRuns[HeldLine]):
         else:
             self.counts.outcomes["done" if outcome.status < 400 else "failed"] += 1
 
-    async def _cancelled(self, held: HeldLine) -> None:
-        """The run was cancelled; a result that it has is still recorded by `LineResults`."""
-        if not held.recording:
-            self.leases.put_back([held.row.id], self.now())
-
     def _let_go(self, held: HeldLine) -> None:
         """The run has ended."""
         self._slot_free(held)
@@ -747,8 +743,10 @@ class Feeder(RowRuns[HeldLine]):
         if not self._held and not await self.work.exists():
             return
         released = await self._renew()
-        batches_held = {held.row.batch for held in self._held.values()}
-        paused = await self.leases.paused(one for one in batches_held if one is not None)
+        batches_held = {held.row.batch for held in self._held.values() if held.row.batch}
+        paused: set[str] = set()
+        if batches_held:
+            paused = await self.leases.storage.read(paused_batches, batches_held)
         of_paused = (held for held in self._held.values() if held.row.batch in paused)
         self._drop(self._not_begun(of_paused))
         if released:

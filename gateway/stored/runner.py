@@ -607,8 +607,9 @@ class RowRuns(Generic[H]):
         raise NotImplementedError
 
     async def _cancelled(self, held: H) -> None:
-        """The run was cancelled: put the row back, unless it has ended."""
-        raise NotImplementedError
+        """The run was cancelled: the row waits again, unless it has a result, which is recorded."""
+        if not held.has_result():
+            self.leases.put_back([held.row.id], self.now())
 
     def _let_go(self, held: H) -> None:
         """The run has ended."""

@@ -45,7 +45,7 @@ from gateway.stored.claims import (
     StoredRow,
     WorkLeft,
     add_rows,
-    paused,
+    paused_batches,
     put_back,
     record,
     release_lost,
@@ -324,9 +324,9 @@ def test_paused_batches_are_known(store: Store) -> None:
     begin(store, a_batch(1), [a_line(1)])
     begin(store, a_batch(2), [a_line(1, batch=a_batch(2))])
     ids = [a_batch(1).id, a_batch(2).id, "batch_unknown"]
-    assert store.run_now(lambda c: paused(c, ids)) == set()
+    assert store.run_now(lambda c: paused_batches(c, ids)) == set()
     store.run_now(lambda c: pause_batch(c, a_batch(2).owner, ids[1], NOW, "paused"))
-    assert store.run_now(lambda c: paused(c, ids)) == {ids[1]}
+    assert store.run_now(lambda c: paused_batches(c, ids)) == {ids[1]}
 
 
 def batch_now(store: Store) -> Batch:
