@@ -56,6 +56,15 @@ def end_lines(store: Store, rows: list[StoredRow], **values: Any) -> None:
     store.run_now(lambda c: record(c, "p1", results, NOW))
 
 
+def end(store: Store, id_: str | None = None) -> Batch:
+    """End a batch all of whose lines have ended."""
+    id_ = id_ or batch_id()
+    assert do(store, batch_rows.begin_finalizing, id_, NOW) is not None
+    ended = do(store, batch_rows.end_batch, id_, None, None, NOW)
+    assert ended is not None
+    return ended
+
+
 # Adding.
 
 
@@ -186,9 +195,7 @@ def test_a_batch_with_lines_begins_once(store: Store) -> None:
 def test_a_batch_of_broken_lines_goes_straight_on_to_its_end(store: Store) -> None:
     begin(store, a_batch(), [a_line(1, state=RequestState.FAILED)])
     assert find(store).state is BatchState.FINALIZING
-    assert store.run_now(lambda c: batch_rows.begin_finalizing(c, batch_id(), NOW)) is not None
-    ended = store.run_now(lambda c: batch_rows.end_batch(c, batch_id(), None, None, NOW))
-    assert ended is not None
+    ended = end(store)
     assert (ended.state, ended.failed, ended.completed) == (BatchState.COMPLETED, 1, 0)
 
 
@@ -268,9 +275,7 @@ def test_late_lines_expire_and_so_does_their_batch(store: Store) -> None:
     assert kept is not None
     assert kept.state is RequestState.WAITING
     end_lines(store, rows)
-    store.run_now(lambda c: batch_rows.begin_finalizing(c, batch_id(), NOW))
-    ended = store.run_now(lambda c: batch_rows.end_batch(c, batch_id(), None, None, NOW))
-    assert ended is not None
+    ended = end(store)
     assert (ended.state, ended.completed, ended.expired) == (BatchState.EXPIRED, 1, 3)
 
 
@@ -293,11 +298,7 @@ def test_a_batch_that_is_read_can_be_cancelled_and_ends_so(store: Store) -> None
     begun = store.run_now(lambda c: batch_rows.begin_batch(c, batch_id(), None, NOW))
     assert begun == batch
     assert cancel(store, NOW + 5) == batch
-    ready = store.run_now(lambda c: batch_rows.begin_finalizing(c, batch_id(), NOW))
-    assert ready is not None
-    assert ready.state is BatchState.CANCELLING
-    ended = store.run_now(lambda c: batch_rows.end_batch(c, batch_id(), None, None, NOW))
-    assert ended is not None
+    ended = end(store)
     assert ended.state is BatchState.CANCELLED
     assert cancel(store, NOW + 9) == ended
 
@@ -348,10 +349,7 @@ def ended_batch(store: Store, number: int = 1, **values: Any) -> Batch:
     batch = a_batch(number, **values)
     begin(store, batch, [a_line(n, batch) for n in range(1, 6)])
     end_lines(store, claim(store, batch=batch.id), result_place=f"results-{number}")
-    store.run_now(lambda c: batch_rows.begin_finalizing(c, batch.id, NOW))
-    ended = store.run_now(lambda c: batch_rows.end_batch(c, batch.id, None, None, NOW))
-    assert ended is not None
-    return ended
+    return end(store, batch.id)
 
 
 def test_a_deleted_batch_is_gone_at_once_and_removed_with_its_lines(store: Store) -> None:
