@@ -282,19 +282,12 @@ class Lane:
         if rows.running[row.prefix] <= 0:
             del rows.running[row.prefix]
         self._of_owner[row.owner] -= 1
-        if self._of_owner[row.owner] <= 0:
-            del self._of_owner[row.owner]
         self._freed.append((_batch_of(row), row.prefix))
         self._forget_empty()
 
     def _forget_empty(self) -> None:
         for batch in [name for name, rows in self._batches.items() if rows.is_empty()]:
             del self._batches[batch]
-        for owner in [name for name in self._owner_turn if not self._knows(name)]:
-            del self._owner_turn[owner]
-
-    def _knows(self, owner: str) -> bool:
-        return any(rows.owner == owner for rows in self._batches.values())
 
     # The next one.
 
