@@ -55,7 +55,7 @@ from gateway.stored.webhooks import (
 from gateway.transport.resolver import Resolver
 from tests.emulator import EmulatedNode
 from tests.gateways import NO_TLS, Running, running_gateway
-from tests.store.stores import opened, wait_until
+from tests.store.stores import CountingStore, opened, wait_until
 from tests.stored import batch_gateway
 from tests.stored.batch_place import jsonl
 from tests.stored.receivers import (
@@ -548,16 +548,6 @@ def test_a_gateway_that_was_down_for_a_day_still_tries_some_times() -> None:
     for attempt in range(1, LEAST_ATTEMPTS):
         assert (next_attempt(delivery(attempt), now, DAY, uniform=lambda: 0.5) or 0) > now
     assert next_attempt(delivery(LEAST_ATTEMPTS), now, DAY, uniform=lambda: 0.5) is None
-
-
-class CountingStore(Store):
-    """Counts the jobs that it is asked for."""
-
-    jobs = 0
-
-    async def run(self, *values: Any, **named: Any) -> Any:
-        self.jobs += 1
-        return await super().run(*values, **named)
 
 
 async def test_the_store_is_asked_when_something_was_recorded_and_not_before(
