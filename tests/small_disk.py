@@ -19,7 +19,8 @@ def run_on_small_disk(program: str, size: str, disk: Path, *arguments: Path) -> 
     unshare = shutil.which("unshare")
 
     def run(code: str) -> subprocess.CompletedProcess[str]:
-        command = [str(unshare), "-rm", "sh", "-c", mount, sys.executable, code, disk, *arguments]
+        command: list[str | Path] = [str(unshare), "-rm", "sh", "-c", mount, sys.executable, code]
+        command += [disk, *arguments]
         return subprocess.run(command, capture_output=True, text=True, timeout=200, check=False)
 
     if unshare is None or run("pass").returncode:

@@ -194,7 +194,7 @@ def read_batches(
     `after`: older ones than that; `before`: the next newer ones than that. Batches of these ids
     need not be there any more. `ended`: only those that have ended, or have not.
     """
-    chosen = [_SHOWN]
+    chosen: list[ColumnElement[bool]] = [_SHOWN]
     if owner is not None:
         chosen.append(_BATCH.owner == owner)
     if ended is not None:

@@ -139,13 +139,13 @@ def claim(
 
 def claim_any(
     connection: Connection, folder: str, process: str, limit: int, now: float, lease_seconds: float,
-    **values: Any,
+    model: str | None = None, prefix: int | None = None,
 ) -> list[StoredRow]:  # fmt: skip
     """Claim lines, those of the oldest batch first."""
     runnable = claims.runnable_batches(folder, batches.c.id).order_by(batches.c.id)
     claimed: list[StoredRow] = []
     for id_ in connection.scalars(runnable).all():
-        pick = Pick(limit - len(claimed), RequestKind.LINE, id_, **values)
+        pick = Pick(limit - len(claimed), RequestKind.LINE, id_, model=model, prefix=prefix)
         claimed += claims.claim(connection, folder, process, [pick], now, lease_seconds)
     return claimed
 

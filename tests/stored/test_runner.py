@@ -19,11 +19,11 @@ from gateway.callers.keys import hash_key
 from gateway.callers.ledger import ROW_COLUMNS
 from gateway.request.body import LARGE_BODY_BYTES
 from gateway.stored.claims import StoredRow
-from gateway.stored.response_events import ResponseEvents
 from gateway.stored.runner import HeldRow, Outcome, RowDeferred, RowExpired, RowRuns
 from tests.emulator import EmulatedNode
 from tests.forward.proxy_over_nodes import A_FIRST, BODIES, ProxyOverNodes, proxy_over
 from tests.gateways import until
+from tests.stored.responses_over_nodes import Kept
 from tests.stored.stored_rows import to_run
 from tests.virtual import in_virtual_time
 
@@ -39,17 +39,6 @@ def key(**fields: Any) -> dict[str, Any]:
 
 def a_row(path: str = CHAT, **fields: Any) -> StoredRow:
     return to_run(**{"id_": "row_1", "owner": "k1", "path": path, **fields})
-
-
-class Kept(ResponseEvents):
-    """A sink that keeps what it gets."""
-
-    def __init__(self) -> None:
-        self.writes: list[bytes] = []
-
-    async def write(self, events: bytes) -> None:
-        await asyncio.sleep(0)
-        self.writes.append(events)
 
 
 async def run(
