@@ -564,10 +564,7 @@ class BackgroundRequests:
         with contextlib.suppress(FolderError):
             await self.storage.delete(row.place)
             if row.result_place is not None:
-                if row.kind is RequestKind.RESPONSE:
-                    await self.logs.delete(row.result_place)
-                else:
-                    await self.storage.delete(row.result_place)
+                await self.logs.delete(row.result_place)  # It may be no log.
 
 
 EXPIRED_MESSAGE = "The time was over before there was a response."

@@ -403,6 +403,12 @@ class Feeder(RowRuns[HeldLine]):
         held = {one.state.target for one in self._held.values() if one.row.batch == batch}
         return {one for one in held | self.supply.targets_of(batch) if one is not None}
 
+    def room(self, target: RequestTarget, seconds: float) -> BatchRoom:
+        """The room for lines that go to a target, within so many seconds."""
+        return self.rooms.batch_room(
+            target.model_names, seconds, endpoint=target.endpoint, node_labels=target.node_labels
+        )
+
     def seconds_paused(self, owner: str) -> float:
         """For how long the owner's rows are left alone: a limit of its key is reached."""
         return max(0.0, self._paused.get(owner, 0.0) - self.clock())
@@ -570,12 +576,7 @@ class Feeder(RowRuns[HeldLine]):
         }
         room = BatchRoom(0, 0, 0, 0, 0, 0)
         if target is not None:
-            room = self.rooms.batch_room(
-                target.model_names,
-                SOON_SECONDS,
-                endpoint=target.endpoint,
-                node_labels=target.node_labels,
-            )
+            room = self.room(target, SOON_SECONDS)
         lane.nodes, state.slots = max(1, room.nodes), room.slots
         if room.slots:
             state.probes = 1

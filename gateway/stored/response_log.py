@@ -601,7 +601,7 @@ class ResponseLogs:
         return log
 
     async def delete(self, name: str) -> None:
-        """Remove the log; those who follow it break. Raises: FolderError."""
+        """Remove the file; if it is a log, those who follow it break. Raises: FolderError."""
         log = self._open.get(name)
         if log is not None:
             log.fail(LogBroken())

@@ -685,13 +685,11 @@ class DeferredEndpoints:
             response: Response = JsonResponse(described, 202)
             response.raw_headers += accepted(row, described)
             return response
-        if row.state is RequestState.EXPIRED:
-            error = GatewayError(
-                504, "queue_timeout", background_requests.EXPIRED_MESSAGE, retryable=False
-            )
-            response = error_response(error, {**request.scope, "path": row.path})
-        elif row.result_place is None:
+        if row.state is RequestState.EXPIRED or row.result_place is None:
             error = GatewayError(500, row.error_code or "internal_error", "The response is lost.")
+            if row.state is RequestState.EXPIRED:
+                message = background_requests.EXPIRED_MESSAGE
+                error = GatewayError(504, "queue_timeout", message, retryable=False)
             response = error_response(error, {**request.scope, "path": row.path})
         else:
             with folder_errors_told("request"):
