@@ -20,7 +20,7 @@ from gateway.callers.keys import KeyRing
 from gateway.errors import CLIENT_CLOSED_STATUS, GatewayError
 from gateway.http.request_head import ANONYMOUS_OWNER
 from gateway.stored.batch_registry import ENDPOINTS, NewBatch
-from gateway.stored.batch_rows import Batch, BatchProgress
+from gateway.stored.batch_rows import Batch, BatchProgress, read_batches
 from gateway.stored.waits import BatchWait
 from gateway.terms import Caller
 from gateway.web.asgi import JsonResponse, page_limit
@@ -76,11 +76,9 @@ class BatchDesk(BatchActions):
             raise errors.invalid_request(f"'state' must be one of {known}.", "state")
         owner = self._ring.ids_of(given["key"])[0] if given.get("key") else None
         batches = self.access.batches()
-        page = await batches.page_of_all(
-            page_limit(given.get("limit") or DEFAULT_PAGE, LONGEST_PAGE),
-            owner,
-            ended=ended[state],
-            before=page_edge(request, "before"),
+        limit = page_limit(given.get("limit") or DEFAULT_PAGE, LONGEST_PAGE)
+        page = await batches.storage.read_for_caller(
+            read_batches, owner, None, limit, page_edge(request, "before"), ended=ended[state]
         )
         waits = await batches.waits_of(page.batches)
         found = [
@@ -127,7 +125,7 @@ class BatchDesk(BatchActions):
         return await self._lines(request, of_errors=True)
 
     async def _named(self, request: Request) -> tuple[str, str, str]:
-        batch = await self.access.batches().find_any(self._id(request))
+        batch = await self.access.batches().find(None, self._id(request), None)
         return batch.owner, batch.id, batch.api
 
     async def _shown(self, request: Request, batch: Batch) -> Response:

@@ -31,7 +31,7 @@ from gateway.cli.client import ENDED, BatchClient, Patience, json_object
 from gateway.cli.options import Form, InputFlags
 from gateway.cli.terminal import CommandFailed, WrongUsage, failing_by, format_cell, print_note
 from gateway.config.errors import escape_json
-from gateway.stored.line_reader import LineChecker, LineError, LineSpec, LineSplitter, RawLine
+from gateway.stored.line_reader import LineChecker, LineError, LineSpec, RawLine, raw_lines
 
 # Bytes of a line here; the gateway has a limit of its own (`batches.line_bytes`).
 LONGEST_LINE = 16 << 20
@@ -189,15 +189,14 @@ def _prepare_lines(path: str, endpoint: str | None, problems: Problems) -> Prepa
         file.seek(0)
         stem = "stdin" if path == "-" else Path(path).name.removesuffix(".jsonl")
         found = PreparedInput(file, stem, endpoint)
-        checker, splitter = LineChecker(endpoint, LONGEST_LINE), LineSplitter(LONGEST_LINE)
+        checker = LineChecker(endpoint, LONGEST_LINE)
+        for raw in raw_lines(file, LONGEST_LINE):
+            _note_line(checker, raw, f"line {raw.number}", found, problems)
+        file.seek(0)
         digest = hashlib.sha256()
         while piece := file.read(PIECE_BYTES):
             digest.update(piece)
             found.size += len(piece)
-            for raw in splitter.feed(piece):
-                _note_line(checker, raw, f"line {raw.number}", found, problems)
-        if (last := splitter.end()) is not None:
-            _note_line(checker, last, f"line {last.number}", found, problems)
         found.sha256 = digest.hexdigest()
     return found
 

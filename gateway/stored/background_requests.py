@@ -17,7 +17,8 @@ import contextlib
 from collections.abc import AsyncGenerator, Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from functools import partial
-from typing import Any, Final, TypeVar
+from typing import Any, Final, NamedTuple
+from weakref import WeakValueDictionary
 
 import msgspec
 import structlog
@@ -237,17 +238,6 @@ UNWRITTEN_SECONDS = 60.0
 GIVE_UP_SECONDS = 5.0  # most seconds to end what clients wait for, at the end
 MOST_ENDING = 1024  # cancellations under way whose clients have gone
 log = structlog.get_logger()
-T = TypeVar("T")
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class NewRequest(AskedRow):
-    """What is to be run later. `owner` is the id of a key."""
-
-    body: bytes
-    seconds: float  # within which it must have ended
-    keep_seconds: float  # for how long its result is kept
-    echoed: JsonObject | None = None  # the fields that a response repeats
 
 
 @dataclass(slots=True, eq=False)
@@ -267,22 +257,35 @@ class BackgroundRequests:
     """Called with the id of a request whose run is to end."""
     waited_for: dict[str, StoredRow] = field(default_factory=dict)
     """Requests whose clients wait in this process, by their ids."""
-    _waiters: dict[str, set[asyncio.Future[None]]] = field(default_factory=dict)
+    _ends: WeakValueDictionary[str, asyncio.Event] = field(default_factory=WeakValueDictionary)
+    """Set when a request may have ended in this process, for those who wait for that."""
     _ending: set[asyncio.Task[None]] = field(default_factory=set)
 
     # Add.
 
-    async def add(self, new: NewRequest) -> StoredRow:
-        """Take a request. Raises: GatewayError 429, 503, 507."""
+    async def add(
+        self,
+        asked: AskedRow,
+        body: bytes,
+        *,
+        seconds: float,
+        keep_seconds: float,
+        echoed: JsonObject | None = None,
+    ) -> StoredRow:
+        """Take a request, which must have ended within so many seconds.
+
+        Its result is kept for `keep_seconds`. `echoed`: the fields that a response repeats. Raises:
+        GatewayError 429, 503, 507.
+        """
         storage = self.storage
         created_at = storage.now()
         with folder_errors_told("request"):
             folder = await storage.opened()
-            name = await storage.threads.run(storage.folder.write_new, REQUEST, new.body)
-        id_ = f"{_PREFIXES[new.kind]}{name.rpartition('-')[2]}"
+            name = await storage.threads.run(storage.folder.write_new, REQUEST, body)
+        id_ = f"{_PREFIXES[asked.kind]}{name.rpartition('-')[2]}"
         log_name, log_bytes = None, 0
-        if new.kind is RequestKind.RESPONSE:
-            response = queued_response(id_, created_at, new.echoed or {})
+        if asked.kind is RequestKind.RESPONSE:
+            response = queued_response(id_, created_at, echoed or {})
             try:
                 with folder_errors_told("request"):
                     events = await ResponseEvents.create(self.logs, response, storage.now)
@@ -294,11 +297,11 @@ class BackgroundRequests:
                     if log_name is not None:
                         await self.logs.delete(log_name)
                 raise
-        deadline = created_at + new.seconds
+        deadline = created_at + seconds
         row = StoredRow(
-            **{one.name: getattr(new, one.name) for one in fields(AskedRow)},
-            id=id_, place=name, offset=0, length=len(new.body), created_at=created_at,
-            keep_until=deadline + new.keep_seconds, folder=folder, deadline=deadline,
+            **{one.name: getattr(asked, one.name) for one in fields(AskedRow)},
+            id=id_, place=name, offset=0, length=len(body), created_at=created_at,
+            keep_until=deadline + keep_seconds, folder=folder, deadline=deadline,
             result_place=log_name, result_offset=None if log_name is None else 0,
             result_length=None if log_name is None else log_bytes,
         )  # fmt: skip
@@ -383,18 +386,15 @@ class BackgroundRequests:
         loop = asyncio.get_running_loop()
         until = loop.time() + seconds
         while True:
+            # Before the look: what ends after it is told.
+            ended = self._ends.setdefault(row.id, asyncio.Event())
             found = await self.find(row.owner, row.id, row.kind)
             left = until - loop.time()
             if found.state.ended or left <= 0:
                 return found
-            ended = loop.create_future()
-            self._waiters.setdefault(row.id, set()).add(ended)
-            try:
-                await asyncio.wait((ended,), timeout=min(left, POLL_SECONDS))
-            finally:
-                self._waiters[row.id].discard(ended)
-                if not self._waiters[row.id]:
-                    del self._waiters[row.id]
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(min(left, POLL_SECONDS)):
+                    await ended.wait()
 
     @contextlib.contextmanager
     def client_waits(self, row: StoredRow) -> Iterator[None]:
@@ -407,9 +407,8 @@ class BackgroundRequests:
 
     def has_ended(self, id_: str) -> None:
         """A request has ended in this process."""
-        for waiter in self._waiters.get(id_, ()):
-            if not waiter.done():
-                waiter.set_result(None)
+        if (ended := self._ends.pop(id_, None)) is not None:
+            ended.set()
 
     # End.
 
@@ -565,10 +564,7 @@ class BackgroundRequests:
         with contextlib.suppress(FolderError):
             await self.storage.delete(row.place)
             if row.result_place is not None:
-                if row.kind is RequestKind.RESPONSE:
-                    await self.logs.delete(row.result_place)
-                else:
-                    await self.storage.delete(row.result_place)
+                await self.logs.delete(row.result_place)  # It may be no log.
 
 
 EXPIRED_MESSAGE = "The time was over before there was a response."
@@ -635,20 +631,17 @@ class HeldRequest(HeldRow):
     events: ResponseEvents | None = None  # of a response whose log is open
     known_size: int = 0  # of that log, as the store knows it
     is_unwanted: bool = False  # whether it was cancelled or deleted
-    is_given_back: bool = False  # whether it is to wait again, as its run has not begun
 
     def has_result(self) -> bool:
         """Whether those who follow a response have seen its end."""
         return self.events is not None and self.events.ended
 
 
-@dataclass(frozen=True, slots=True)
-class _Result:
+class _Result(NamedTuple):
     """What a run has brought."""
 
     recorded: RecordedResult
     end: ResponseEnd | None = None  # how a response has ended
-    file: str | None = None  # the file of a deferred result, which goes if it is not recorded
 
 
 @dataclass(eq=False)
@@ -673,17 +666,14 @@ class BackgroundRunner(RowRuns[HeldRequest]):
     """The owners of which that is known, until `_look_again_at`."""
     _look_again_at: float = 0.0
     _trouble: StorageTrouble = field(
+        init=False,
         default_factory=lambda: StorageTrouble(
             lambda why: log.warning("background requests wait", why=why)
-        )
+        ),
     )
 
     def __post_init__(self) -> None:
         self.requests.unwanted.append(self._end_run)
-
-    def __len__(self) -> int:
-        """How many run."""
-        return len(self._held)
 
     async def run(self) -> None:
         """Run requests until cancelled; what runs then waits again."""
@@ -736,14 +726,14 @@ class BackgroundRunner(RowRuns[HeldRequest]):
         if not owners:
             return
         share = max(1, room // len(owners))
-        picks = [Pick(share, kind, owner=owner, by_deadline=True) for owner, kind in owners[:room]]
+        picks = [Pick(share, kind, owner=owner) for owner, kind in owners[:room]]
         begun = await self._begin_all(picks)
         if begun and begun < room:
             requests.wakes.set()  # Others may have left some of their share.
 
     async def _begin_all(self, picks: Sequence[Pick]) -> int:
         """Begin what can be claimed; how many those are."""
-        rows = await self.leases.claim_rows(picks)
+        rows = await self.leases.claim(picks)
         for row in rows:
             if row.id not in self._held:  # Else its last run has not ended yet: it goes first.
                 held = self._held[row.id] = HeldRequest(row)
@@ -808,32 +798,22 @@ class BackgroundRunner(RowRuns[HeldRequest]):
         Requests whose clients wait here stay.
         """
         for id_, held in self._held.items():
-            can_wait = id_ in self.runner.registry and not self.runner.has_begun(id_)
-            kept = held.is_unwanted or held.is_given_back or id_ in self.requests.waited_for
-            if can_wait and not kept and held.task is not None:
-                held.is_given_back = True
+            has_client = id_ in self.requests.waited_for
+            has_begun = id_ not in self.runner.registry or self.runner.has_begun(id_)
+            if held.task is not None and not (has_begun or has_client or held.task.cancelling()):
                 held.task.cancel()
 
     # One request.
 
-    async def _run(self, held: HeldRequest) -> None:
-        """Run a request and record its result, or let it wait again. Raises: RunFailed."""
+    async def _run(self, held: HeldRequest, body: bytes | None) -> None:
+        """Run a request and record its result. Raises: RowDeferred, RunFailed."""
         row = held.row
-        try:
-            body = await self.requests.body(row)
-            if row.kind is RequestKind.RESPONSE:
-                result = await self._respond(held, body)
-            else:
-                result = await self._defer(row, body)
-        except RowDeferred as deferred:
-            self.leases.put_back([row.id], self.now() + deferred.seconds)
-            return
-        except GatewayError as error:
-            # Its files can't be read now: not those of one that is deleted meanwhile.
-            if error.status != 404:
-                self.leases.put_back([row.id], self.now() + (error.retry_after or LEASE_SECONDS))
-                return
-            result = _failed(row, error.code)
+        if body is None:
+            result = _failed(row, not_found(row.id, row.kind).code)
+        elif row.kind is RequestKind.RESPONSE:
+            result = await self._respond(held, body)
+        else:
+            result = await self._defer(row, body)
         while not held.is_unwanted:
             try:
                 await self._record(row, result)
@@ -930,7 +910,7 @@ class BackgroundRunner(RowRuns[HeldRequest]):
         recorded = RecordedResult(
             row.id, state, outcome.status, outcome.error_code, name, 0, len(data), outcome.usage
         )
-        return _Result(recorded, file=name)
+        return _Result(recorded)
 
     async def _record(self, row: StoredRow, result: _Result) -> None:
         """Record a result. Raises: StoreError."""
@@ -948,9 +928,10 @@ class BackgroundRunner(RowRuns[HeldRequest]):
             return [usage] if counts and usage is not None else []
 
         await self.ledger.write_with(recording)
-        if not counts and result.file is not None:
+        place = result.recorded.result_place
+        if not counts and row.kind is RequestKind.DEFERRED and place is not None:
             with contextlib.suppress(FolderError):
-                await self.leases.storage.delete(result.file)
+                await self.leases.storage.delete(place)
 
 
 def is_near(row: StoredRow, now: float) -> bool:

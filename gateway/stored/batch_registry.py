@@ -26,7 +26,7 @@ from functools import partial
 from typing import Any, TypeVar
 
 import structlog
-from sqlalchemy import Connection, func, select
+from sqlalchemy import Connection, select
 
 from gateway import errors
 from gateway.config.fields import format_duration, parse_duration
@@ -38,9 +38,9 @@ from gateway.store.schema import stored_requests
 from gateway.stored import batch_rows, claims, results
 from gateway.stored.batch_rows import (
     NOTHING_AHEAD,
+    PREFIXES,
     AskedBatch,
     Batch,
-    BatchPage,
     BatchProgress,
     EndListener,
     ErrorKind,
@@ -71,6 +71,7 @@ from gateway.stored.folder import (
     folder_errors_told,
 )
 from gateway.stored.line_reader import (
+    PIECE_BYTES,
     Line,
     LineError,
     LineReader,
@@ -105,18 +106,8 @@ def _on_disk(work: Callable[..., T], *arguments: Any) -> T:
         ) from None
 
 
-def _begin(connection: Connection, id_: str, total: int, model: str | None, now: float) -> None:
-    # Of an earlier reading under other settings there may be other errors than of this one.
-    columns = stored_requests.c
-    broken = select(func.count()).where(
-        columns.batch == id_, columns.state == RequestState.FAILED.value
-    )
-    batch_rows.begin_batch(connection, id_, total, connection.scalar(broken) or 0, model, now)
-
-
 OUTPUT_PURPOSE = "batch_output"
 PAGE_ROWS = 500  # rows that are read from the store at a time
-PIECE_BYTES = 256 << 10  # bytes of lines that are written or sent at a time, if no line is longer
 
 
 class _FinalFiles:
@@ -160,19 +151,6 @@ class _FinalFiles:
         """Remove the finished files: others have ended the batch. Raises: FolderError."""
         for new, _ in self._new.values():
             self._folder.delete(new.name)
-
-
-def _end(
-    connection: Connection,
-    batch: Batch,
-    output: StoredFile | None,
-    errors: StoredFile | None,
-    now: float,
-    also: EndListener | None,
-) -> Batch | None:
-    # It may be paused for want of room, which there was after all.
-    batch_rows.resume_batch(connection, batch.owner, batch.id)
-    return batch_rows.end_batch(connection, batch.id, output, errors, now, also)
 
 
 ROUND_SECONDS = 1.0  # seconds between two looks at the unfinished batches
@@ -420,11 +398,12 @@ class BatchUpkeep:
         """
         threads, settings = self.storage.threads, self.storage.settings()
         try:
-            file = await self.storage.open_to_read(input_place(batch))
+            opened = await self.storage.open_to_read(input_place(batch))
         except FileNotFoundError:
             log.warning("the input of a batch is missing", batch=batch.id)
             await self._fail(batch, "file_not_found", "The input file is gone.")
             return
+        file = io.BufferedReader(opened, PIECE_BYTES)
         try:
             await threads.run(_on_disk, check_line_count, file, settings.lines, settings.line_bytes)
             reader = LineReader(
@@ -446,7 +425,8 @@ class BatchUpkeep:
             )
             await self._fail(batch, "empty_file", message)
             return
-        await self.storage.write(_begin, batch.id, reader.total, reader.model, self.storage.now())
+        now = self.storage.now()
+        await self.storage.write(batch_rows.begin_batch, batch.id, reader.model, now)
         log.info("batch begun", batch=batch.id, lines=reader.total, broken=reader.failed)
         self.on_rows()
 
@@ -533,7 +513,7 @@ class BatchUpkeep:
             with contextlib.suppress(FolderError):
                 await threads.run(files.close)
         try:
-            ended = await storage.write(_end, batch, output, errors, now, self.on_end)
+            ended = await storage.write(batch_rows.end_batch, id_, output, errors, now, self.on_end)
         except StoreUnavailable:
             # It may have ended; files without a row are removed later (`FileRegistry`).
             raise
@@ -560,8 +540,8 @@ class BatchUpkeep:
             due = await storage.write(
                 batch_rows.take_due_batches, folder, storage.now(), STEP_BATCHES
             )
-            for one in due:
-                await self.remove(one.id, one.places)
+            for id_, places in due.items():
+                await self.remove(id_, places)
             gone += len(due)
             if len(due) < STEP_BATCHES:
                 break
@@ -630,7 +610,6 @@ ENDPOINTS = tuple(
 PAUSED_BY_CALLER = "paused"  # why a batch is paused whose caller wants it so
 SHOWN_ROWS = 200  # rows that are read at a time for lines that are recorded so far
 MOST_COUNTED = 64  # batches whose errors are remembered by their kinds
-_PREFIXES = {api: prefix for prefix, api in batch_rows.PREFIXES.items()}
 # The mean cost of a token of this model; None: unknown.
 TokenPrice = Callable[[str | None], float | None]
 
@@ -699,24 +678,10 @@ class BatchRegistry:
         """
         return await self.storage.open_new(REQUESTS, size)
 
-    async def find(self, owner: str, id_: str, api: str) -> Batch:
-        """The owner's batch. Raises: GatewayError 404."""
+    async def find(self, owner: str | None, id_: str, api: str | None) -> Batch:
+        """The batch; None: whoever owns it, of either API. Raises: GatewayError 404."""
         found = await self.storage.read_for_caller(batch_rows.find_batch, owner, id_, api)
         return _found(found, id_, api)
-
-    async def page(
-        self,
-        owner: str,
-        api: str,
-        limit: int,
-        *,
-        after: str | None = None,
-        before: str | None = None,
-    ) -> BatchPage:
-        """Some of the owner's batches, newest first."""
-        return await self.storage.read_for_caller(
-            batch_rows.read_batches, owner, api, limit, after, before
-        )
 
     async def cancel(self, owner: str, id_: str, api: str) -> Batch:
         """Cancel it; again, nothing. Raises: GatewayError 404, 409 (OpenAI's, if it has ended)."""
@@ -819,21 +784,6 @@ class BatchRegistry:
             raise _results_gone(id_) from None
         return Content.of_file(name, found.bytes, opened, storage.threads)
 
-    # For operators. These raise GatewayError 503 too.
-
-    async def find_any(self, id_: str) -> Batch:
-        """The batch of this id, whoever owns it. Raises: GatewayError 404."""
-        found = await self.storage.read_for_caller(batch_rows.find_batch, None, id_)
-        return _found(found, id_, "openai")
-
-    async def page_of_all(
-        self, limit: int, owner: str | None, *, ended: bool | None, before: str | None
-    ) -> BatchPage:
-        """A page of all batches, as `list_batches`."""
-        return await self.storage.read_for_caller(
-            batch_rows.list_batches, limit, owner, ended=ended, before=before
-        )
-
     async def errors_of(self, batch: Batch) -> list[ErrorKind]:
         """How its lines have failed so far, the most frequent error first."""
         in_vain = batch.failed + batch.cancelled + batch.expired
@@ -869,9 +819,9 @@ class BatchRegistry:
             folder = await self.storage.opened()
         if new.requests is not None:
             # So its requests are found by its id.
-            id_ = _PREFIXES[new.api] + new.requests.rpartition("-")[2]
+            id_ = PREFIXES[new.api] + new.requests.rpartition("-")[2]
         else:
-            id_ = claims.new_id(_PREFIXES[new.api], now, self.token)
+            id_ = claims.new_id(PREFIXES[new.api], now, self.token)
         return Batch(
             **{one.name: getattr(new, one.name) for one in fields(AskedBatch)},
             id=id_,
@@ -930,14 +880,14 @@ def _seconds_of(window: str | None, settings: BatchSettings) -> float:
     return seconds
 
 
-def _found(batch: Batch | None, id_: str, api: str) -> Batch:
+def _found(batch: Batch | None, id_: str, api: str | None) -> Batch:
     """Raises: GatewayError 404."""
     if batch is None:
         raise _not_found(id_, api)
     return batch
 
 
-def _not_found(id_: str, api: str) -> GatewayError:
+def _not_found(id_: str, api: str | None) -> GatewayError:
     shown = errors.truncate_echo(id_)
     message = f"No batch found with id '{shown}'."
     if api == results.ANTHROPIC:

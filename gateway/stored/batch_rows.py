@@ -22,7 +22,7 @@ from gateway.stored import claims, files
 from gateway.stored.claims import BatchState, RequestState, WorkLeft
 from gateway.stored.files import StoredFile
 
-PREFIXES = {"batch_": "openai", "msgbatch_": "anthropic"}  # of ids, and the API of such batches
+PREFIXES = {"openai": "batch_", "anthropic": "msgbatch_"}  # of the ids of each API's batches
 INPUT_PURPOSE = "batch"  # purpose of a file that a batch may read
 _BATCH: Final = batches.c
 _ROW: Final = stored_requests.c
@@ -97,14 +97,6 @@ class BatchPage(NamedTuple):
 
     batches: list[Batch]
     has_more: bool
-
-
-class DueBatch(NamedTuple):
-    """A batch that is to be removed."""
-
-    id: str
-    places: list[str]
-    """The folder's files that are to be deleted first: bodies and results of its lines."""
 
 
 _BATCHES: Final = Rows(Batch, batches, {"state": BatchState}, "metadata", "errors")
@@ -190,54 +182,37 @@ def find_batch(
 def read_batches(
     connection: Connection,
     owner: str | None,
-    api: str,
+    api: str | None,
     limit: int,
     after: str | None = None,
     before: str | None = None,
     *,
     ended: bool | None = None,
 ) -> BatchPage:
-    """A page of an owner's batches, or of all owners', the newest first.
+    """A page of batches, the newest first; None: those of all owners, or of both APIs.
 
     `after`: older ones than that; `before`: the next newer ones than that. Batches of these ids
     need not be there any more. `ended`: only those that have ended, or have not.
     """
-    asked = _BATCHES.where(_BATCH.api == api, _SHOWN)
+    chosen: list[ColumnElement[bool]] = [_SHOWN]
     if owner is not None:
-        asked = asked.where(_BATCH.owner == owner)
+        chosen.append(_BATCH.owner == owner)
     if ended is not None:
-        has_end = _BATCH.ended_at.is_not(None)
-        asked = asked.where(has_end if ended else ~has_end)
-    # Ids grow with time.
-    if after is not None:
-        asked = asked.where(_BATCH.id < after)
-    if before is not None:
-        asked = asked.where(_BATCH.id > before)
+        chosen.append(_BATCH.ended_at.is_not(None) if ended else _BATCH.ended_at.is_(None))
     order = _BATCH.id.asc() if before is not None else _BATCH.id.desc()
-    found = _BATCHES.all(connection, asked.order_by(order).limit(limit + 1))
+    found: list[Batch] = []
+    for of_api, prefix in PREFIXES.items():
+        if api in {None, of_api}:
+            asked = _BATCHES.where(_BATCH.api == of_api, *chosen)
+            # Of one API ids grow with time. Of both, what follows the prefix does.
+            if after is not None:
+                asked = asked.where(_BATCH.id < prefix + age_key(after))
+            if before is not None:
+                asked = asked.where(_BATCH.id > prefix + age_key(before))
+            found += _BATCHES.all(connection, asked.order_by(order).limit(limit + 1))
+    found.sort(key=lambda one: age_key(one.id), reverse=before is None)
     page = found[:limit]
     return BatchPage(page[::-1] if before is not None else page, len(found) > limit)
-
-
-def list_batches(
-    connection: Connection,
-    limit: int,
-    owner: str | None = None,
-    *,
-    ended: bool | None = None,
-    before: str | None = None,
-) -> BatchPage:
-    """A page of the batches of both APIs, the newest first; `owner`: None: all keys' batches.
-
-    `ended`: only those that have ended, or have not. `before`: only older ones than that.
-    """
-    found: list[Batch] = []
-    for prefix, api in PREFIXES.items():
-        # Of one API ids grow with time. Of both, what follows the prefix does.
-        after = None if before is None else prefix + age_key(before)
-        found += read_batches(connection, owner, api, limit + 1, after, ended=ended).batches
-    found.sort(key=lambda one: age_key(one.id), reverse=True)
-    return BatchPage(found[:limit], len(found) > limit)
 
 
 def age_key(id_: str) -> str:
@@ -278,17 +253,13 @@ def unfinished(connection: Connection, folder: str) -> list[Batch]:
 # From the beginning to the end. Each job returns the batch as it is then; None: it is gone.
 
 
-def begin_batch(
-    connection: Connection, id_: str, total: int, failed: int, model: str | None, now: float
-) -> Batch | None:
+def begin_batch(connection: Connection, id_: str, model: str | None, now: float) -> Batch | None:
     """All its lines are there: they may run. Nothing, if it isn't `validating` any more."""
-    changes: dict[str, Any] = {
-        "total": total, "failed": failed, "model": model, "in_progress_at": now,
-        "result_bytes": _result_bytes(connection, id_) if failed else 0,
-    }  # fmt: skip
     if claims.lock_batch(connection, id_) is not BatchState.VALIDATING:
         return _BATCHES.one(connection, _BATCH.id == id_)
-    if failed == total:
+    counts = _counts(connection, id_)
+    changes = {**counts, "model": model, "in_progress_at": now}
+    if counts["failed"] == counts["total"]:
         return _move(connection, id_, BatchState.FINALIZING, {**changes, "finalizing_at": now})
     return _move(connection, id_, BatchState.IN_PROGRESS, changes)
 
@@ -327,14 +298,7 @@ def cancel_batch(
     state = claims.lock_batch(connection, id_)
     changes: dict[str, Any] = {"cancelling_at": now}
     if state is BatchState.VALIDATING:
-        # It gets no more lines: these are all.
-        of_batch = select(func.count()).where(_ROW.batch == id_)
-        failed = of_batch.where(_ROW.state == RequestState.FAILED.value)
-        changes |= {
-            "total": connection.scalar(of_batch) or 0,
-            "failed": connection.scalar(failed) or 0,
-            "result_bytes": _result_bytes(connection, id_),
-        }
+        changes |= _counts(connection, id_)  # It gets no more lines: these are all.
     cancelled = _move(connection, id_, BatchState.CANCELLING, changes)
     if cancelled is not None and cancelled.state is BatchState.CANCELLING:
         claims.end_waiting_lines(connection, id_, RequestState.CANCELLED, now, limit)
@@ -431,7 +395,11 @@ def end_batch(
     for file in (output, error_file):
         if file is not None:
             files.add_file(connection, file)
-    changes = {"output_file": names[0], "error_file": names[1], "ended_at": now}
+    changes = {
+        "output_file": names[0], "error_file": names[1], "ended_at": now,
+        # It may have been paused for want of room, which there was after all.
+        "paused_at": None, "pause_reason": None,
+    }  # fmt: skip
     ended = _move(connection, id_, last, changes)
     if ended is not None and also is not None:
         also(connection, ended)
@@ -473,10 +441,13 @@ def delete_batch(connection: Connection, owner: str, id_: str, api: str) -> list
     return _places(connection, found.id, found.input_file)
 
 
-def take_due_batches(connection: Connection, folder: str, now: float, limit: int) -> list[DueBatch]:
+def take_due_batches(
+    connection: Connection, folder: str, now: float, limit: int
+) -> dict[str, list[str]]:
     """Ended batches of the folder whose time is over, or that were deleted: from now on nobody's.
 
-    The caller deletes their files in the folder, then removes their rows (`remove_batches`).
+    Each with its files in the folder: bodies and results of its lines. The caller deletes these,
+    then removes the rows (`remove_batches`).
     """
     due = select(_BATCH.id, _BATCH.input_file).where(
         _BATCH.folder == folder, _BATCH.keep_until <= now, _BATCH.ended_at.is_not(None)
@@ -485,7 +456,7 @@ def take_due_batches(connection: Connection, folder: str, now: float, limit: int
     ids = [row.id for row in found]
     taken = update(batches).where(_BATCH.id.in_(ids), _SHOWN)
     connection.execute(taken.values(deleted_at=now, idempotency_key=None))
-    return [DueBatch(id_, _places(connection, id_, input_file)) for id_, input_file in found]
+    return {id_: _places(connection, id_, input_file) for id_, input_file in found}
 
 
 def remove_batches(
@@ -532,10 +503,12 @@ def requests_removed(connection: Connection, ids: Iterable[str]) -> None:
 # Rows.
 
 
-def _result_bytes(connection: Connection, id_: str) -> int:
-    """Bytes of the results that the batch's lines have."""
-    asked = select(func.sum(_ROW.result_length)).where(_ROW.batch == id_)
-    return int(connection.scalar(asked) or 0)
+def _counts(connection: Connection, id_: str) -> dict[str, int]:
+    """How many lines the batch has, how many are broken, and the bytes of these ones' errors."""
+    broken = func.count().filter(_ROW.state == RequestState.FAILED.value)
+    asked = select(func.count(), broken, func.sum(_ROW.result_length)).where(_ROW.batch == id_)
+    total, failed, size = connection.execute(asked).one()
+    return {"total": total, "failed": failed, "result_bytes": int(size or 0)}
 
 
 def _move(

@@ -15,7 +15,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections import Counter, defaultdict, deque
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
 from itertools import islice
@@ -39,7 +39,7 @@ from gateway.callers.processes import ProcessIdentity, SeenProcess, is_gone
 from gateway.store.database import Rows, insert_for
 from gateway.store.failures import StoreError
 from gateway.store.schema import batches, processes, stored_requests
-from gateway.stored.folder import Folder, FolderError, Storage
+from gateway.stored.folder import Storage
 
 
 class BatchState(StrEnum):
@@ -221,18 +221,22 @@ def those_with(
     }
 
 
+def lock_batches(connection: Connection, ids: Iterable[str | None]) -> dict[str, BatchState]:
+    """Take the turns of batches until the transaction ends; the states of those that are there.
+
+    In an order that keeps processes from waiting in a circle.
+    """
+    states: dict[str, BatchState] = {}
+    for some in chunks(id_ for id_ in ids if id_ is not None):
+        asked = select(batches.c.id, batches.c.state).where(batches.c.id.in_(some))
+        locked = connection.execute(asked.order_by(batches.c.id).with_for_update())
+        states |= {id_: BatchState(state) for id_, state in locked}
+    return states
+
+
 def lock_batch(connection: Connection, id_: str) -> BatchState | None:
     """Take the batch's turn until the transaction ends; its state, None if it is gone."""
-    asked = select(batches.c.state).where(batches.c.id == id_).with_for_update()
-    state = connection.scalar(asked)
-    return None if state is None else BatchState(state)
-
-
-def lock_batches(connection: Connection, ids: Iterable[str | None]) -> None:
-    """Take the turns of batches, in an order that keeps processes from waiting in a circle."""
-    for some in chunks(id_ for id_ in ids if id_ is not None):
-        asked = select(batches.c.id).where(batches.c.id.in_(some)).order_by(batches.c.id)
-        connection.execute(asked.with_for_update()).all()
+    return lock_batches(connection, [id_]).get(id_)
 
 
 def alone_in(folder: str) -> tuple[ColumnElement[bool], ColumnElement[bool]]:
@@ -248,9 +252,11 @@ def add_rows(connection: Connection, rows: Sequence[StoredRow]) -> bool:
 
     False: their batch takes no lines any more, as it was cancelled or has ended, and none is added.
     """
-    for id_ in sorted({row.batch for row in rows if row.batch is not None}):
-        if lock_batch(connection, id_) not in {BatchState.VALIDATING, BatchState.IN_PROGRESS}:
-            return False
+    of_batches = {row.batch for row in rows if row.batch is not None}
+    states = lock_batches(connection, of_batches)
+    taking = {BatchState.VALIDATING, BatchState.IN_PROGRESS}
+    if any(states.get(id_) not in taking for id_ in of_batches):
+        return False
     added = insert_for(connection)(stored_requests).on_conflict_do_nothing(index_elements=["id"])
     if rows:
         connection.execute(added, list(map(ROWS.values, rows)))
@@ -355,12 +361,9 @@ COUNTED_AS: Final = {
 }
 
 
-def count_lines(connection: Connection, batch: str, state: RequestState, number: int) -> None:
-    """Count lines of the batch that have ended so."""
-    column = COUNTED_AS[state]
-    connection.execute(
-        update(batches).where(batches.c.id == batch).values({column: column + number})
-    )
+def _add_to_batch(connection: Connection, batch: str, sums: Mapping[Column[Any], Any]) -> None:
+    values = {column: column + number for column, number in sums.items()}
+    connection.execute(update(batches).where(batches.c.id == batch).values(values))
 
 
 def end_waiting_lines(
@@ -371,7 +374,7 @@ def end_waiting_lines(
     ended = update(stored_requests).where(_ROW.id.in_(some), IS_WAITING)
     number = connection.execute(ended.values(state=state.value, ended_at=now)).rowcount
     if number:
-        count_lines(connection, batch, state, number)
+        _add_to_batch(connection, batch, {COUNTED_AS[state]: number})
     return number
 
 
@@ -442,8 +445,8 @@ def has_unfinished(connection: Connection, folder: str) -> bool:
 class Pick:
     """Which waiting requests are wanted, and how many.
 
-    Lines come with their prefix: those that begin alike together, the longest first. Without a
-    batch the oldest batch comes first. Requests without a batch come in the order of their age.
+    Lines are those of one batch. They come with their prefix: those that begin alike together, the
+    longest first. Requests without a batch come by their deadlines, then in the order of their age.
     """
 
     limit: int
@@ -453,7 +456,6 @@ class Pick:
     model: str | None = None
     prefix: int | None = None
     ids: Sequence[str] | None = None  # of these requests alone, which have no batch
-    by_deadline: bool = False  # the nearest deadline first; all lines of a batch have the same
 
 
 def claim(
@@ -472,8 +474,7 @@ def claim(
     """
     claimed: list[StoredRow] = []
     for pick in picks:
-        picked = _picked_lines if pick.kind is RequestKind.LINE else _picked_alone
-        ids = picked(connection, folder, pick, now)
+        ids = _picked(connection, folder, pick, now)
         taken: dict[str, StoredRow] = {}
         for some in chunks(ids):
             begun = update(stored_requests).where(_ROW.id.in_(some), IS_WAITING)
@@ -488,47 +489,28 @@ def claim(
     return claimed
 
 
-def _picked_lines(connection: Connection, folder: str, pick: Pick, now: float) -> list[str]:
-    """The lines of one pick; on PostgreSQL they are locked."""
-    # What is late is about to be ended (`expire_lines`).
-    in_time = or_(_ROW.deadline.is_(None), _ROW.deadline > now)
-    wanted: list[ColumnElement[bool]] = [IS_WAITING, _ROW.not_before <= now, in_time]
-    if pick.model is not None:
-        wanted.append(_ROW.model == pick.model)
-    if pick.prefix is not None:
-        wanted.append(_ROW.prefix == pick.prefix)
-    of_batches = runnable_batches(folder, batches.c.id)
-    if pick.owner is not None:
-        of_batches = of_batches.where(batches.c.owner == pick.owner)
-    if pick.batch is not None:
-        of_batches = of_batches.where(batches.c.id == pick.batch)
+def _picked(connection: Connection, folder: str, pick: Pick, now: float) -> list[str]:
+    """The requests of one pick; on PostgreSQL they are locked."""
+    asked = select(_ROW.id).where(IS_WAITING, _ROW.not_before <= now)
+    if pick.kind is RequestKind.LINE:
+        runnable = runnable_batches(folder, batches.c.id).where(batches.c.id == pick.batch)
+        if connection.scalar(runnable) is None:
+            return []
+        # What is late is about to be ended (`expire_lines`).
+        in_time = or_(_ROW.deadline.is_(None), _ROW.deadline > now)
+        asked = asked.where(_ROW.batch == pick.batch, in_time)
+        asked = asked.order_by(_ROW.prefix, _ROW.max_tokens.desc(), _ROW.number)
     else:
-        # A batch that all of its lines are taken from gives at least one: so few suffice.
-        waits = select(_ROW.id).where(_ROW.batch == batches.c.id, *wanted)
-        order = (batches.c.expires_at, batches.c.id) if pick.by_deadline else (batches.c.id,)
-        of_batches = of_batches.where(waits.exists()).order_by(*order).limit(pick.limit)
-    ids: list[str] = []
-    for batch in connection.scalars(of_batches).all():
-        lines = select(_ROW.id).where(_ROW.batch == batch, *wanted)
-        lines = lines.order_by(_ROW.prefix, _ROW.max_tokens.desc(), _ROW.number)
-        ids += connection.scalars(unlocked(lines, pick.limit - len(ids)))
-        if len(ids) == pick.limit:
-            break
-    return ids
-
-
-def _picked_alone(connection: Connection, folder: str, pick: Pick, now: float) -> list[str]:
-    """The requests without a batch of one pick; on PostgreSQL they are locked."""
-    asked = select(_ROW.id).where(
-        *alone_in(folder), _ROW.kind == pick.kind.value, IS_WAITING, _ROW.not_before <= now
-    )
-    if pick.owner is not None:
-        asked = asked.where(_ROW.owner == pick.owner)
+        asked = asked.where(*alone_in(folder), _ROW.kind == pick.kind.value)
+        asked = asked.order_by(_ROW.deadline.is_(None), _ROW.deadline, _ROW.id)
+    for column, value in (
+        (_ROW.owner, pick.owner), (_ROW.model, pick.model), (_ROW.prefix, pick.prefix),
+    ):  # fmt: skip
+        if value is not None:
+            asked = asked.where(column == value)
     if pick.ids is not None:
         asked = asked.where(_ROW.id.in_(pick.ids))
-    if pick.by_deadline:
-        asked = asked.order_by(_ROW.deadline.is_(None), _ROW.deadline)
-    return list(connection.scalars(unlocked(asked.order_by(_ROW.id), pick.limit)))
+    return list(connection.scalars(unlocked(asked, pick.limit)))
 
 
 def unlocked(asked: Select[Any], limit: int) -> Select[Any]:
@@ -562,7 +544,7 @@ def renew(
     return wanted
 
 
-def paused(connection: Connection, ids: Iterable[str]) -> set[str]:
+def paused_batches(connection: Connection, ids: Iterable[str]) -> set[str]:
     """Those of the batches that are paused."""
     return those_with(connection, batches.c.id, ids, batches.c.paused_at.is_not(None))
 
@@ -647,12 +629,10 @@ def _let_wait(
     """Let running requests of these conditions wait, or end if their batch is being cancelled."""
     chosen = select(_ROW.id, _ROW.batch).where(*conditions, IS_RUNNING)
     of_batches = {row.batch for row in connection.execute(chosen)}
-    lock_batches(connection, of_batches)
+    states = lock_batches(connection, of_batches)
     locked = connection.execute(chosen.with_for_update(skip_locked=skip_locked))
     found = {row.id: row.batch for row in locked if row.batch in of_batches}
-    known = (batch for batch in of_batches if batch is not None)
-    is_cancelling = batches.c.state == BatchState.CANCELLING.value
-    cancelling = those_with(connection, batches.c.id, known, is_cancelling)
+    cancelling = {batch for batch, state in states.items() if state is BatchState.CANCELLING}
     cancelled = Counter(batch for batch in found.values() if batch in cancelling)
     since = select(batches.c.cancelling_at).where(batches.c.id == _ROW.batch).scalar_subquery()
     ends = {"state": RequestState.CANCELLED.value, "ended_at": since}
@@ -662,7 +642,7 @@ def _let_wait(
             changed = update(stored_requests).where(_ROW.id.in_(some), IS_RUNNING)
             connection.execute(changed.values(claimed_by=None, claimed_until=None, **changes))
     for batch in sorted(cancelled):
-        count_lines(connection, batch, RequestState.CANCELLED, cancelled[batch])
+        _add_to_batch(connection, batch, {batches.c.cancelled: cancelled[batch]})
     return len(found)
 
 
@@ -725,8 +705,7 @@ def record(
     if new:
         connection.execute(_RECORDED, new)
     for batch in sorted(sums):
-        values = {column: column + number for column, number in sums[batch].items()}
-        connection.execute(update(batches).where(batches.c.id == batch).values(values))
+        _add_to_batch(connection, batch, sums[batch])
     return recorded
 
 
@@ -750,7 +729,6 @@ def _add(sums: Counter[Any], result: RecordedResult) -> None:
 
 
 LEASE_SECONDS = 60.0  # for which a claim holds unless it is renewed
-AWAY_SECONDS = 2.0  # seconds after which rows whose bodies could not be read are tried again
 # Seconds for which no lease counts as over after this machine's clock was set forward: until then
 # all processes have renewed theirs.
 CALM_SECONDS = 20.0
@@ -795,8 +773,8 @@ class RowLeases:
     """Times of claims that may have succeeded, though the store did not say so."""
     _jumps: ClockJumps = field(default_factory=ClockJumps)
 
-    async def claim_rows(self, picks: Sequence[Pick]) -> list[StoredRow]:
-        """Claim rows; their bodies are for others to read. Raises: StoreError, FolderError."""
+    async def claim(self, picks: Sequence[Pick]) -> list[StoredRow]:
+        """Claim rows. Raises: StoreError, FolderError."""
         storage = self.storage
         folder, now = await storage.opened(), storage.now()
         try:
@@ -812,27 +790,6 @@ class RowLeases:
             ids.difference_update(claimed)
         return rows
 
-    async def claim(
-        self, picks: Sequence[Pick], most_bytes: int
-    ) -> list[tuple[StoredRow, bytes | None]]:
-        """Claim rows, and read their bodies: so many bytes and one row more. None: no file.
-
-        Raises: StoreError, FolderError.
-        """
-        storage, rows, size = self.storage, await self.claim_rows(picks), 0
-        for number, row in enumerate(rows):
-            size += row.length
-            if size > most_bytes and number:
-                self.put_back((one.id for one in rows[number:]), storage.now())
-                del rows[number:]
-                break
-        try:
-            bodies = await storage.threads.run(_read_bodies, storage.folder, rows)
-        except (FolderError, asyncio.CancelledError):
-            self.put_back((row.id for row in rows), storage.now() + AWAY_SECONDS)
-            raise
-        return list(zip(rows, bodies, strict=True))
-
     async def renew(self, ids: Iterable[str]) -> set[str]:
         """Those of the claimed rows that are still wanted. Raises: StoreError."""
         given_back = {id_ for some in self._put_back.values() for id_ in some}
@@ -843,11 +800,6 @@ class RowLeases:
         return waiting | await self.storage.write(
             renew, self.process.id, asked, self.storage.now(), self.lease_seconds
         )
-
-    async def paused(self, batches: Iterable[str]) -> set[str]:
-        """Those of the batches that are paused. Raises: StoreError."""
-        ids = frozenset(batches)
-        return await self.storage.read(paused, ids) if ids else set()
 
     async def release_lost(self) -> int:
         """Let rows of processes that are gone wait again; how many. Raises: StoreError.
@@ -888,14 +840,3 @@ class RowLeases:
             if not self._put_back[not_before, failed]:
                 del self._put_back[not_before, failed]
         return bool(found) or taken > 0
-
-
-def _read_bodies(folder: Folder, rows: Sequence[StoredRow]) -> list[bytes | None]:
-    """The bodies of rows; None: the file is gone. Raises: FolderError."""
-    bodies: list[bytes | None] = []
-    for row in rows:
-        try:
-            bodies.append(folder.read(row.place, row.offset, row.length))
-        except FileNotFoundError:
-            bodies.append(None)
-    return bodies

@@ -1,10 +1,9 @@
 """Runs the lines of batches: claims them, offers them to the scheduler, and records their results.
 
-Rows are claimed a little ahead and their bodies are read, so that a line that has ended is followed
-by the next one at its slot at once. `feeding.py` decides how many are offered and which; `Supply`
-knows what waits in the store. A row that was claimed ends in one of three ways: its result is
-recorded, or it is put back and waits again, or this process dies and another one takes it when its
-lease is over.
+Rows are claimed a little ahead, so that a line that has ended is followed by the next one at its
+slot at once. `feeding.py` decides how many are offered and which; `Supply` knows what waits in the
+store. A row that was claimed ends in one of three ways: its result is recorded, or it is put back
+and waits again, or this process dies and another one takes it when its lease is over.
 
 Rows are offered only where a slot is free, so requests of clients that want all slots would keep
 them waiting for ever. Rows whose deadline is in danger (`LateRows`) therefore stand in the
@@ -33,6 +32,7 @@ from gateway.stored.claims import (
     StoredRow,
     UnfinishedWork,
     WaitingLines,
+    paused_batches,
     waiting_by_kind,
     waiting_lines,
 )
@@ -42,14 +42,13 @@ from gateway.stored.feeding import (
     Lane,
     Pace,
     PrefixGroup,
-    Want,
     in_danger,
     late_places,
     ready_wanted,
     rows_to_offer,
 )
 from gateway.stored.folder import Storage, StorageTrouble
-from gateway.stored.results import ANTHROPIC, LineResults
+from gateway.stored.results import LineResults
 from gateway.stored.runner import (
     MOST_RUNS,
     HeldRow,
@@ -74,7 +73,6 @@ LOOK_SECONDS = 0.1  # seconds between two looks at the room for batch work
 # A slot that comes free within so many seconds is offered a row: until then it is prepared.
 SOON_SECONDS = 0.02
 RENEW_SECONDS = 5.0  # seconds between two renewals, which also tell which rows were cancelled
-MOST_BODIES = 64 << 20  # bytes of bodies that are read ahead
 MOST_UNRECORDED = 5000  # results that wait to be recorded; beyond them no row is offered
 RETRY_SECONDS = 10.0  # seconds until a row that nodes have failed is run again, times its runs
 # Seconds after which it is tried again whether an owner's limit is still reached.
@@ -217,22 +215,19 @@ class Supply:
             replace(work, groups=self._prefixes.get(work.batch, (0.0, ()))[1]) for work in works
         ]
 
-    def picks(self, target: RequestTarget | None, wants: Sequence[Want]) -> list[Pick]:
+    def picks(self, target: RequestTarget | None, wants: Sequence[Pick]) -> list[Pick]:
         """What to claim: of batches with several models, those that go to this target."""
         found: list[Pick] = []
         for want in wants:
-            models = self._models.get(want.batch, {})
+            models = self._models.get(want.batch or "", {})
             if len(models) <= 1:
-                found.append(Pick(want.rows, RequestKind.LINE, want.batch, prefix=want.prefix))
+                found.append(want)
                 continue
             chosen = [model for model, of_model in models.items() if of_model == target]
             found += [
-                Pick(
-                    max(1, want.rows // len(chosen)), RequestKind.LINE, want.batch,
-                    model=model, prefix=want.prefix,
-                )
+                replace(want, limit=max(1, want.limit // len(chosen)), model=model)
                 for model in chosen
-            ]  # fmt: skip
+            ]
         return found
 
     def count_claimed(
@@ -319,13 +314,12 @@ class HeldLine(HeldRow):
     """A claimed line of a batch."""
 
     state: TargetRows
-    body: bytes | None  # None: it runs or has run
     has_slot: bool = False  # whether it counts as running in its lane
     recording: bool = False  # whether it has a result, which is being recorded
     in_late_place: bool = False  # whether it was offered as late, without room for class `batch`
 
     def has_result(self) -> bool:
-        """Whether its result is being recorded."""
+        """Whether its result is being recorded: `LineResults` does that to the end."""
         return self.recording
 
 
@@ -369,10 +363,11 @@ class Feeder(RowRuns[HeldLine]):
     _is_work: bool = True  # whether anything was unfinished when it was last asked
     _count_at: float = 0.0  # when what is in the store is counted, though nothing is unfinished
     _trouble: StorageTrouble = field(
+        init=False,
         default_factory=lambda: StorageTrouble(
             lambda why: log.warning("lines of batches wait", why=why),
             lambda: log.info("lines of batches go on"),
-        )
+        ),
     )
 
     def clock(self) -> float:
@@ -407,6 +402,12 @@ class Feeder(RowRuns[HeldLine]):
         """The targets of the batch's lines, of those that may run now."""
         held = {one.state.target for one in self._held.values() if one.row.batch == batch}
         return {one for one in held | self.supply.targets_of(batch) if one is not None}
+
+    def room(self, target: RequestTarget, seconds: float) -> BatchRoom:
+        """The room for lines that go to a target, within so many seconds."""
+        return self.rooms.batch_room(
+            target.model_names, seconds, endpoint=target.endpoint, node_labels=target.node_labels
+        )
 
     def seconds_paused(self, owner: str) -> float:
         """For how long the owner's rows are left alone: a limit of its key is reached."""
@@ -507,14 +508,13 @@ class Feeder(RowRuns[HeldLine]):
     async def _picks(self, state: TargetRows) -> list[Pick]:
         """What to claim for a target. Raises: StoreError."""
         target, lane = state.target, state.lane
-        bodies = sum(len(held.body) for held in self._held.values() if held.body is not None)
-        if self.clock() < state.paused_until or bodies >= MOST_BODIES:
+        if self.clock() < state.paused_until:
             return []
         wanted = ready_wanted(state.slots, state.pace.rows_a_second or 0.0)
         if not state.slots:
             wanted = state.probes
         wanted += max(0, state.credit)
-        works = [work for work in self.supply.works_of(target) if not self._is_paused(work.owner)]
+        works = [one for one in self.supply.works_of(target) if not self.seconds_paused(one.owner)]
         # Half of it is enough to go on with: a claim for each row would be a load on the store.
         if lane.ready > wanted // 2:
             late = state.late.batches
@@ -526,17 +526,15 @@ class Feeder(RowRuns[HeldLine]):
         return self.supply.picks(target, lane.wants(works, wanted, state.urgent))
 
     async def _claim(self, state: TargetRows, picks: list[Pick]) -> None:
-        """Claim rows with their bodies, and offer them. Raises: StoreError, FolderError."""
-        claimed = await self.leases.claim(picks, MOST_BODIES)
-        self.supply.count_claimed(state.target, picks, [row for row, _ in claimed])
-        for row, body in claimed:
+        """Claim rows, and offer them. Raises: StoreError, FolderError."""
+        claimed = await self.leases.claim(picks)
+        self.supply.count_claimed(state.target, picks, claimed)
+        for row in claimed:
             if self._stopped:
                 self.leases.put_back([row.id], self.now())
             elif row.id not in self._held:
-                if body is None:  # Its file is gone: it fails.
-                    log.warning("the input of a batch is missing", batch=row.batch)
                 found = self._state_of(self.runner.target_of(row.owner, row.path, row.model))
-                self._held[row.id] = HeldLine(row, found, body or b"")
+                self._held[row.id] = HeldLine(row, found)
                 found.lane.add(row)
         for one in list(self._targets.values()):
             self._offer(one)
@@ -578,12 +576,7 @@ class Feeder(RowRuns[HeldLine]):
         }
         room = BatchRoom(0, 0, 0, 0, 0, 0)
         if target is not None:
-            room = self.rooms.batch_room(
-                target.model_names,
-                SOON_SECONDS,
-                endpoint=target.endpoint,
-                node_labels=target.node_labels,
-            )
+            room = self.room(target, SOON_SECONDS)
         lane.nodes, state.slots = max(1, room.nodes), room.slots
         if room.slots:
             state.probes = 1
@@ -607,7 +600,7 @@ class Feeder(RowRuns[HeldLine]):
         """Start rows, as many as there is room for."""
         if self._stopped or self.clock() < state.paused_until:
             return
-        left_out = {owner for owner in list(self._paused) if self._is_paused(owner)}
+        left_out = {owner for owner in self._paused if self.seconds_paused(owner)}
         if sum(held.recording for held in self._held.values()) >= MOST_UNRECORDED:
             return
         while True:
@@ -619,11 +612,8 @@ class Feeder(RowRuns[HeldLine]):
             )
             if row is None:
                 break
-            if row.owner in self._careful:
-                if self._careful[row.owner] < self.clock():
-                    del self._careful[row.owner]
-                else:
-                    left_out.add(row.owner)  # The next one when this one was admitted.
+            if self._careful.get(row.owner, -1.0) >= self.clock():
+                left_out.add(row.owner)  # The next one when this one was admitted.
             held = self._held[row.id]
             held.has_slot, held.in_late_place = True, not has_room
             if has_room:
@@ -646,15 +636,6 @@ class Feeder(RowRuns[HeldLine]):
         full = {owner for owner, waiting in late.waiting.items() if waiting >= of_owner}
         return state.lane.next_late(late.batches, left_out | full, late.waiting)
 
-    def _is_paused(self, owner: str) -> bool:
-        until = self._paused.get(owner)
-        if until is None:
-            return False
-        if until <= self.clock():
-            del self._paused[owner]
-            return False
-        return True
-
     def _slot_free(self, held: HeldLine) -> None:
         """A row has left its slot: the next one goes there."""
         if not held.has_slot:
@@ -666,16 +647,17 @@ class Feeder(RowRuns[HeldLine]):
 
     # Running.
 
-    async def _run(self, held: HeldLine) -> None:
+    async def _run(self, held: HeldLine, body: bytes | None) -> None:
         """Run a row and record its result, or let it wait again. Raises: RunFailed."""
         row, state = held.row, held.state
-        body, held.body = held.body or b"", None
+        if body is None:  # It fails.
+            log.warning("the input of a batch is missing", batch=row.batch)
         priority = state.late.batches.get(row.batch or "", Priority.BATCH)
         free = partial(self._slot_free, held)
         try:
-            outcome = await self.runner.run(row, body, priority=priority, on_slot_free=free)
+            outcome = await self.runner.run(row, body or b"", priority=priority, on_slot_free=free)
         except RowDeferred as deferred:
-            self._deferred(held, body, deferred)
+            self._deferred(held, deferred)
             return
         except RowExpired:
             self.leases.put_back([row.id], self.now())
@@ -693,17 +675,11 @@ class Feeder(RowRuns[HeldLine]):
         if not state.slots:
             # Without a node it has a result all the same: so have others, likely.
             state.probes = min(2 * state.probes, MOST_PROBES)
-        api = ANTHROPIC if (row.batch or "").startswith("msgbatch_") else "openai"
-        if not await self.results.add(row, api, outcome):
+        if not await self.results.add(row, outcome):
             self.counts.outcomes["lost"] += 1
             self.leases.put_back([row.id], self.now())
         else:
             self.counts.outcomes["done" if outcome.status < 400 else "failed"] += 1
-
-    async def _cancelled(self, held: HeldLine) -> None:
-        """The run was cancelled; a result that it has is still recorded by `LineResults`."""
-        if not held.recording:
-            self.leases.put_back([held.row.id], self.now())
 
     def _let_go(self, held: HeldLine) -> None:
         """The run has ended."""
@@ -713,7 +689,7 @@ class Feeder(RowRuns[HeldLine]):
             if self.leases.has_put_back:
                 self._claims.set()
 
-    def _deferred(self, held: HeldLine, body: bytes, deferred: RowDeferred) -> None:
+    def _deferred(self, held: HeldLine, deferred: RowDeferred) -> None:
         """A row that could not be run now waits again."""
         self.counts.deferred += 1
         row, state, now, seconds = held.row, held.state, self.clock(), deferred.seconds
@@ -722,7 +698,7 @@ class Feeder(RowRuns[HeldLine]):
             self._paused[row.owner] = now + seconds
             self._careful[row.owner] = now + seconds + CAREFUL_SECONDS
             if seconds <= HOLD_SECONDS and not self._stopped:
-                self._keep(held, body)
+                self._keep(held)
                 return
             ready = [
                 other
@@ -735,7 +711,7 @@ class Feeder(RowRuns[HeldLine]):
         if held.in_late_place and deferred.reason == "queue_full" and not self._stopped:
             # The others of its class were more.
             state.late.paused_until = now + min(seconds, REFUSED_SECONDS)
-            self._keep(held, body)
+            self._keep(held)
             return
         if not state.slots or deferred.reason in {"queue_full", "starting"}:
             state.probes = 1
@@ -746,10 +722,10 @@ class Feeder(RowRuns[HeldLine]):
             self.put_off[row.batch or ""] = "deadline", self.now() + seconds
         self.leases.put_back([row.id], self.now() + seconds)
 
-    def _keep(self, held: HeldLine, body: bytes) -> None:
+    def _keep(self, held: HeldLine) -> None:
         """A row that could not run keeps its claim, and is offered again."""
         self._slot_free(held)
-        held.task, held.body = None, body
+        held.task = None
         held.state.lane.add(held.row)
 
     # Leases.
@@ -768,8 +744,10 @@ class Feeder(RowRuns[HeldLine]):
         if not self._held and not await self.work.exists():
             return
         released = await self._renew()
-        batches_held = {held.row.batch for held in self._held.values()}
-        paused = await self.leases.paused(one for one in batches_held if one is not None)
+        batches_held = {held.row.batch for held in self._held.values() if held.row.batch}
+        paused: set[str] = set()
+        if batches_held:
+            paused = await self.leases.storage.read(paused_batches, batches_held)
         of_paused = (held for held in self._held.values() if held.row.batch in paused)
         self._drop(self._not_begun(of_paused))
         if released:

@@ -17,7 +17,7 @@ from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from gateway.lease import BatchRoom
-from gateway.stored.claims import StoredRow
+from gateway.stored.claims import Pick, RequestKind, StoredRow
 
 MOST_READY = 256  # rows of one target that are claimed ahead, at most
 # Rows that end within so many seconds are claimed ahead: several times what a claim takes.
@@ -65,15 +65,6 @@ class BatchWork:
     deadline: float = math.inf  # Unix time
     groups: tuple[PrefixGroup, ...] = ()
     """Its larger groups; the other rows are claimed once these are."""
-
-
-class Want(NamedTuple):
-    """Rows to claim."""
-
-    batch: str
-    owner: str
-    prefix: int | None  # None: any, the longest first
-    rows: int
 
 
 # How many.
@@ -291,19 +282,12 @@ class Lane:
         if rows.running[row.prefix] <= 0:
             del rows.running[row.prefix]
         self._of_owner[row.owner] -= 1
-        if self._of_owner[row.owner] <= 0:
-            del self._of_owner[row.owner]
         self._freed.append((_batch_of(row), row.prefix))
         self._forget_empty()
 
     def _forget_empty(self) -> None:
         for batch in [name for name, rows in self._batches.items() if rows.is_empty()]:
             del self._batches[batch]
-        for owner in [name for name in self._owner_turn if not self._knows(name)]:
-            del self._owner_turn[owner]
-
-    def _knows(self, owner: str) -> bool:
-        return any(rows.owner == owner for rows in self._batches.values())
 
     # The next one.
 
@@ -431,7 +415,7 @@ class Lane:
 
     def wants(
         self, works: Sequence[BatchWork], wanted: int, urgent: Sequence[str] = ()
-    ) -> list[Want]:
+    ) -> list[Pick]:
         """What to claim so that about `wanted` rows are ready, evenly of owners and batches.
 
         `works`: batches with rows in the store whose owners are not paused.
@@ -439,7 +423,7 @@ class Lane:
         missing = wanted - self.ready
         if missing <= 0 or not works:
             return []
-        found: list[Want] = []
+        found: list[Pick] = []
         for work, share in self._shares(works, missing, urgent):
             found += self._wants_of(work, share)
             if len(found) >= MOST_WANTS:
@@ -478,7 +462,7 @@ class Lane:
         order = sorted(works, key=lambda one: (rank.get(one.batch, len(rank)), one.batch))
         return ((work, shares[work.batch]) for work in order if shares[work.batch])
 
-    def _wants_of(self, work: BatchWork, share: int) -> Iterator[Want]:
+    def _wants_of(self, work: BatchWork, share: int) -> Iterator[Pick]:
         """What to claim of one batch: of groups under way, then of those that come next."""
         rows = self._batches.get(work.batch)
         running = Counter[int]() if rows is None else rows.running
@@ -494,10 +478,10 @@ class Lane:
         for group in groups:
             count = min(share, group.rows, each - len(ready.get(group.prefix, ())))
             if count > 0:
-                yield Want(work.batch, work.owner, group.prefix, count)
+                yield Pick(count, RequestKind.LINE, work.batch, prefix=group.prefix)
                 share -= count
         if share > 0:
-            yield Want(work.batch, work.owner, None, share)
+            yield Pick(share, RequestKind.LINE, work.batch)
 
 
 def _batch_of(row: StoredRow) -> str:

@@ -454,20 +454,6 @@ class FileRegistry:
             raise file_not_found(id_)
         return found
 
-    async def page(
-        self,
-        owner: str,
-        limit: int,
-        *,
-        after: str | None = None,
-        order: SortOrder = "desc",
-        purpose: str | None = None,
-    ) -> FilePage:
-        """Some of the owner's files, by age. Raises: GatewayError 503."""
-        return await self.storage.read_for_caller(
-            read_files, owner, self.storage.now(), limit, after, order, purpose
-        )
-
     async def open_content(self, owner: str, id_: str) -> Content:
         """The owner's file, to be read. Raises: GatewayError 404, 503."""
         found, storage = await self.find(owner, id_), self.storage

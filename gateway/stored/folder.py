@@ -26,8 +26,9 @@ from collections.abc import Awaitable, Callable, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import KW_ONLY, dataclass, field
 from functools import partial
+from io import FileIO
 from pathlib import Path
-from typing import Any, BinaryIO, Concatenate, NamedTuple, ParamSpec, TypeVar
+from typing import Any, Concatenate, NamedTuple, ParamSpec, TypeVar
 
 import structlog
 from sqlalchemy import Connection
@@ -197,7 +198,7 @@ class Folder:
             raise ValueError(f"not a file's name: {name!r}")
         return self.location / name
 
-    def open_to_read(self, name: str) -> BinaryIO:
+    def open_to_read(self, name: str) -> FileIO:
         """The file, which stays readable if it is deleted. Raises: FileNotFoundError, FolderError.
 
         The caller closes it.
@@ -728,7 +729,7 @@ class Storage:
                 self.folder.open_new, kind, size or 0, close=NewFile.discard
             )
 
-    async def open_to_read(self, name: str) -> BinaryIO:
+    async def open_to_read(self, name: str) -> FileIO:
         """As `Folder.open_to_read`. Raises: FileNotFoundError, FolderError."""
         return await self.threads.open(
             self.folder.open_to_read, name, close=lambda file: file.close()

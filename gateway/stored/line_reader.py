@@ -94,53 +94,20 @@ class RawLine(NamedTuple):
     head: bytes  # the first bytes of one that is too long
 
 
-class LineSplitter:
-    """Divides bytes into lines, however they come in pieces."""
-
-    def __init__(self, line_bytes: int) -> None:
-        self._most = line_bytes
-        self._begun = bytearray()
-        """The beginning of the line that is not complete; of a too long one `HEAD_BYTES` only."""
-        self._length = 0  # of that line, so far
-        self._offset = 0  # where it begins
-        self._number = 1
-
-    def feed(self, piece: bytes) -> Iterator[RawLine]:
-        """The lines that this piece ends."""
-        start = 0
-        while (end := piece.find(b"\n", start)) >= 0:
-            self._add(memoryview(piece)[start:end])
-            yield self._end_line(1)
-            start = end + 1
-        self._add(memoryview(piece)[start:])
-
-    def end(self) -> RawLine | None:
-        """The last line, if no newline has ended it."""
-        return self._end_line(0) if self._length else None
-
-    def _add(self, part: memoryview) -> None:
-        self._length += len(part)
-        room = self._most
-        if self._length > self._most:
-            room = HEAD_BYTES
-            del self._begun[room:]
-        self._begun += part[: max(0, room - len(self._begun))]
-
-    def _end_line(self, newline_bytes: int) -> RawLine:
-        begun = bytes(self._begun)
-        too_long = self._length > self._most
-        line = RawLine(
-            self._number,
-            self._offset,
-            self._length,
-            None if too_long else begun,
-            begun if too_long else b"",
-        )
-        self._begun.clear()
-        self._offset += self._length + newline_bytes
-        self._length = 0
-        self._number += 1
-        return line
+def raw_lines(file: BinaryIO, line_bytes: int) -> Iterator[RawLine]:
+    """The lines of a buffered file. Raises: the file's own error."""
+    number = offset = 0
+    while begun := file.readline(max(line_bytes, HEAD_BYTES) + 1):
+        number, size, last = number + 1, len(begun), begun
+        # What is beyond the limit is not kept.
+        while not last.endswith(b"\n") and (last := file.readline(PIECE_BYTES)):
+            size += len(last)
+        length = size - last.endswith(b"\n")
+        if length > line_bytes:
+            yield RawLine(number, offset, length, None, begun[: min(length, HEAD_BYTES)])
+        else:
+            yield RawLine(number, offset, length, begun[:length], b"")
+        offset += size
 
 
 class _Fields(msgspec.Struct):
@@ -277,7 +244,7 @@ class LineChecker:
 
 @dataclass(eq=False)
 class LineReader:
-    """Reads a batch's input, some lines a call.
+    """Reads a batch's input, which is a buffered file, some lines a call.
 
     `rest` is called after each few lines, so that other threads may run.
     """
@@ -287,7 +254,6 @@ class LineReader:
     _: KW_ONLY
     most_lines: int
     line_bytes: int
-    piece_bytes: int = PIECE_BYTES
     rest: Callable[[], None] = lambda: time.sleep(TURN_SECONDS)
     total: int = 0  # lines so far, without empty ones
     failed: int = 0  # of these, errors
@@ -313,17 +279,9 @@ class LineReader:
         return found
 
     def _read(self) -> Iterator[Line]:
-        splitter = LineSplitter(self.line_bytes)
         checker = LineChecker(self.endpoint, self.line_bytes)
-
-        def raw_lines() -> Iterator[RawLine]:
-            while piece := self.file.read(self.piece_bytes):
-                yield from splitter.feed(piece)
-            if (last := splitter.end()) is not None:
-                yield last
-
         lines = size = 0
-        for raw in raw_lines():
+        for raw in raw_lines(self.file, self.line_bytes):
             line = checker.check(raw)
             lines += 1
             size += raw.length
@@ -356,11 +314,7 @@ def check_line_count(file: BinaryIO, most: int, line_bytes: int) -> None:
         return  # Even if none is empty.
     if number > 2 * most + MOST_EMPTY_LINES:
         raise TooManyLines(most)
-    splitter, number = LineSplitter(line_bytes), 0
-    while number <= most and (piece := file.read(PIECE_BYTES)):
-        number += sum(not _is_empty(raw) for raw in splitter.feed(piece))
-    last = splitter.end()
-    number += last is not None and not _is_empty(last)
+    number = sum(not _is_empty(raw) for raw in raw_lines(file, line_bytes))
     file.seek(0)
     if number > most:
         raise TooManyLines(most)

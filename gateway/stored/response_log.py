@@ -552,15 +552,11 @@ class ResponseLogs:
     _unsynced: set[str] = field(default_factory=set)
     """Logs that were written since they were last brought to the disk."""
     _written: asyncio.Event = field(default_factory=asyncio.Event)
-    followers: int = 0  # those that follow a log now
     _is_cut: bool = False
     _rounds: set[asyncio.Task[None]] = field(default_factory=set)
     """Rounds of writing under way: one of logs that end, one of others."""
     _ends: bool = False  # whether a round of logs that end is under way
     _closed: bool = False
-
-    def __len__(self) -> int:
-        return len(self._open)
 
     async def create(self) -> ResponseLog:
         """A new log, which this process writes. Raises: FolderError."""
@@ -605,7 +601,7 @@ class ResponseLogs:
         return log
 
     async def delete(self, name: str) -> None:
-        """Remove the log; those who follow it break. Raises: FolderError."""
+        """Remove the file; if it is a log, those who follow it break. Raises: FolderError."""
         log = self._open.get(name)
         if log is not None:
             log.fail(LogBroken())
@@ -641,7 +637,6 @@ class ResponseLogs:
         FileNotFoundError, FolderError. `can_return`: `cut` breaks it, as it may follow again.
         """
         log = await self.open(name)
-        self.followers += 1
         try:
             while (offset := await log.find(after + 1)) is None:
                 if log.ended:
@@ -663,7 +658,6 @@ class ResponseLogs:
                 elif not await log.wait(offset):
                     yield sse.HEARTBEAT
         finally:
-            self.followers -= 1
             await log.release()
 
     # The loops.

@@ -28,7 +28,7 @@ from gateway.api.messages import error_type
 from gateway.callers.ledger import Ledger, UsageRow
 from gateway.callers.processes import ProcessIdentity
 from gateway.store.failures import StoreError
-from gateway.stored.batch_rows import pause_batch
+from gateway.stored.batch_rows import PREFIXES, pause_batch
 from gateway.stored.claims import RecordedResult, RequestState, StoredRow, record
 from gateway.stored.folder import AppendedFile, Folder, FolderError, FolderFull, Storage
 from gateway.stored.line_reader import LineError
@@ -167,7 +167,6 @@ class _Result:
     """A result that is not recorded yet."""
 
     row: StoredRow
-    api: str
     outcome: Outcome
     done: asyncio.Future[bool]
     place: str | None = None  # the file that has its line; None: it is not on the disk
@@ -188,8 +187,9 @@ class _Result:
 
     def line(self) -> bytes:
         row, outcome = self.row, self.outcome
+        is_message = str(row.batch).startswith(PREFIXES[ANTHROPIC])
         return response_line(
-            row.id, row.custom_id, self.api, status=outcome.status,
+            row.id, row.custom_id, ANTHROPIC if is_message else "openai", status=outcome.status,
             request_id=outcome.record.x_request_id, content=outcome.content,
         )  # fmt: skip
 
@@ -229,7 +229,7 @@ class LineResults:
         """Results that wait."""
         return len(self._waiting) + len(self._group)
 
-    async def add(self, row: StoredRow, batch_api: str, outcome: Outcome) -> bool:
+    async def add(self, row: StoredRow, outcome: Outcome) -> bool:
         """Keep the result of a row that this process runs; returns when that is certain.
 
         False: the row was cancelled or taken by another process meanwhile. A caller that is
@@ -241,7 +241,7 @@ class LineResults:
         done: asyncio.Future[bool] = asyncio.get_running_loop().create_future()
         # Nobody may be left to ask for its error.
         done.add_done_callback(lambda future: future.cancelled() or future.exception())
-        result = _Result(row, batch_api, outcome, done)
+        result = _Result(row, outcome, done)
         self._waiting.append(result)
         self._bytes += result.size
         self._waiting_bytes += result.size
@@ -327,9 +327,9 @@ class LineResults:
                 self._failed("results wait for the disk", str(error))
                 if batch:  # Its other lines wait; `BatchUpkeep` resumes it when there is room.
                     reason = STORAGE_FULL if full else STORAGE_UNAVAILABLE
-                    owner, api = results[0].row.owner, results[0].api
+                    owner = results[0].row.owner
                     with contextlib.suppress(StoreError):
-                        await storage.write(pause_batch, owner, batch, storage.now(), reason, api)
+                        await storage.write(pause_batch, owner, batch, storage.now(), reason)
                 continue
             self.disk_error = None
             for result, length in zip(results, lengths, strict=True):

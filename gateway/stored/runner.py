@@ -13,7 +13,7 @@ import hashlib
 from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass, field
 from functools import partial
-from typing import ClassVar, Generic, NamedTuple, Protocol, TypeVar
+from typing import ClassVar, Generic, NamedTuple, TypeVar
 
 import structlog
 
@@ -49,7 +49,7 @@ from gateway.request.preparation import (
 from gateway.request.routes import ROUTES, Route
 from gateway.store.failures import StoreError
 from gateway.stored.claims import RowLeases, StoredRow
-from gateway.stored.folder import FolderError
+from gateway.stored.folder import FolderError, StorageTrouble
 from gateway.stored.response_events import ResponseEvents, RunEnd
 from gateway.terms import Caller, Endpoint, Headers, Priority
 from gateway.transport.errors import UpstreamError
@@ -62,6 +62,7 @@ SETTLE_SECONDS = 30.0  # most seconds until the usage of a response that has end
 TIMER_TOLERANCE = 0.01  # seconds by which a timer may fire early
 # Seconds after which a request is offered again, where the error names none.
 DEFAULT_RETRY_AFTER = 5.0
+AWAY_SECONDS = 2.0  # seconds after which a row whose body could not be read is tried again
 
 # Codes of the gateway's own errors after which a stored request waits and is run again: a limit of
 # its caller is reached, there is no room or no node at this time, or an operator has paused the
@@ -83,13 +84,6 @@ class RequestTarget(NamedTuple):
     model_names: tuple[str, ...]
     endpoint: Endpoint
     node_labels: NodeLabels
-
-
-class EventSink(Protocol):
-    """Takes the events of a streamed response."""
-
-    async def write(self, events: bytes) -> None:
-        """Keep these whole events; returns when more may come."""
 
 
 def node_word(id_: str, node: str | None) -> str:
@@ -231,17 +225,17 @@ class RequestRunner:
         self,
         row: StoredRow,
         body: bytes,
-        sink: EventSink | None = None,
+        sink: ResponseEvents | None = None,
         *,
         priority: Priority | None = None,
         on_slot_free: Callable[[], None] = lambda: None,
     ) -> Outcome:
         """The result of a stored request; `sink` gets the events if it asks for a stream.
 
-        `priority`: its class, that of the row if None; lowered to its caller's highest one. If the
-        sink is the log of a response, the run goes on with what that has. Cancelling it ends
-        the request. `on_slot_free` is called once, when it has left its node: somewhat before its
-        usage is known. Raises: RowDeferred, RowExpired.
+        `priority`: its class, that of the row if None; lowered to its caller's highest one. The run
+        goes on with what the sink has. Cancelling it ends the request. `on_slot_free` is called
+        once, when it has left its node: somewhat before its usage is known. Raises: RowDeferred,
+        RowExpired.
         """
         if priority is None:
             priority = Priority.parse(row.class_) or Priority.NORMAL
@@ -255,7 +249,7 @@ class _Run:
     runner: RequestRunner
     stored: StoredRow
     priority: Priority
-    sink: EventSink | None
+    sink: ResponseEvents | None
     on_slot_free: Callable[[], None]
     _sink_has_events: bool = False
     _resumed: bool = False  # whether it goes on with the response of an earlier run
@@ -392,7 +386,7 @@ class _Run:
         Raises: GatewayError.
         """
         forwarder, sink = self.runner.forwarder, self.sink
-        if not isinstance(sink, ResponseEvents):
+        if sink is None:
             return await forwarder.forward(in_flight)
         sink.measured_by(self._measure)
         if (begun := sink.begun) is not None:
@@ -452,7 +446,7 @@ class _Run:
         first: bytes,
         stream: BodyStream | None,
         rewriter: ResponseRewriter | None,
-        sink: EventSink,
+        sink: ResponseEvents,
     ) -> None:
         """Give the sink all events. Raises: RowDeferred."""
         record = self._record
@@ -548,6 +542,7 @@ class RowRuns(Generic[H]):
     leases: RowLeases
     runner: RequestRunner
     rooms: BatchRoomService
+    _trouble: StorageTrouble = field(init=False)
     _held: dict[str, H] = field(init=False, default_factory=dict)
     _none_held: asyncio.Event = field(init=False, default_factory=asyncio.Event)
 
@@ -576,10 +571,12 @@ class RowRuns(Generic[H]):
         id_ = held.row.id
         try:
             try:
-                await self._run(held)
+                await self._run(held, await self._body(held.row))
             except asyncio.CancelledError:
                 await self._cancelled(held)
                 raise
+        except RowDeferred as deferred:
+            self.leases.put_back([id_], self.now() + deferred.seconds)
         except RunFailed as failed:
             self.leases.put_back([id_], self.now() + failed.seconds, failed=True)
         except Exception:
@@ -588,13 +585,31 @@ class RowRuns(Generic[H]):
         finally:
             self._let_go(held)
 
-    async def _run(self, held: H) -> None:
-        """Run a row and record its result, or put it back. Raises: RunFailed."""
+    async def _body(self, row: StoredRow) -> bytes | None:
+        """The body of a row; None: its file is gone. Raises: RowDeferred, if it can't be read."""
+        storage, body = self.leases.storage, None
+        try:
+            with contextlib.suppress(FileNotFoundError):
+                body = await storage.threads.run(
+                    storage.folder.read, row.place, row.offset, row.length
+                )
+        except FolderError as error:
+            self._trouble.tell(error, "bodies")
+            raise RowDeferred(str(error), AWAY_SECONDS) from None
+        self._trouble.over("bodies")
+        return body
+
+    async def _run(self, held: H, body: bytes | None) -> None:
+        """Run a row and record its result; `body`: None: its file is gone.
+
+        Raises: RowDeferred, RunFailed.
+        """
         raise NotImplementedError
 
     async def _cancelled(self, held: H) -> None:
-        """The run was cancelled: put the row back, unless it has ended."""
-        raise NotImplementedError
+        """The run was cancelled: the row waits again, unless it has a result, which is recorded."""
+        if not held.has_result():
+            self.leases.put_back([held.row.id], self.now())
 
     def _let_go(self, held: H) -> None:
         """The run has ended."""

@@ -132,7 +132,7 @@ class BatchWaits:
                     if target not in reasons:
                         reasons[target] = why_lines_wait(
                             self.nodes_of(target),
-                            self._room(target, 0.0),
+                            self.feeder.room(target, 0.0),
                             running[target],
                             model_paused=not target.model_names,
                         )
@@ -201,14 +201,9 @@ class BatchWaits:
         if reason not in {"callers_first", "other_batches"}:
             return None
         for seconds in HORIZONS:
-            if rows_to_offer(self._room(target, seconds), 0) > 0:
+            if rows_to_offer(self.feeder.room(target, seconds), 0) > 0:
                 return self.now() + seconds
         return None
-
-    def _room(self, target: RequestTarget, seconds: float) -> BatchRoom:
-        return self.feeder.rooms.batch_room(
-            target.model_names, seconds, endpoint=target.endpoint, node_labels=target.node_labels
-        )
 
 
 def _may_run(batch: Batch) -> bool:

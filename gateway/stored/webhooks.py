@@ -32,7 +32,7 @@ import ssl
 import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import KW_ONLY, dataclass, field, replace
+from dataclasses import KW_ONLY, dataclass, field
 from enum import StrEnum
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
@@ -442,26 +442,19 @@ def add_deliveries(
 ) -> list[str]:
     """Let the event be sent to each URL, from `now` on; returns the ids of the deliveries."""
     body = event.body()
-    rows: list[dict[str, Any]] = [
-        {
-            "id": f"wh_{_digest(event.type, event.object_id, str(url))}",
-            "owner": event.owner,
-            "group_name": event.group_name,
-            "event": event.type,
-            "object_id": event.object_id,
-            "url": str(url),
-            "origin": url.origin,
-            "body": body,
-            "created_at": event.created_at,
-            "next_at": now,
-            "state": DeliveryState.WAITING,
-        }
+    made = [
+        Delivery(
+            f"wh_{_digest(event.type, event.object_id, str(url))}", event.owner, event.group_name,
+            event.type, event.object_id, str(url), url.origin, body, event.created_at, attempts=0,
+        )
         for url in urls
-    ]
-    if rows:
+    ]  # fmt: skip
+    if made:
+        waits = {"next_at": now, "state": DeliveryState.WAITING}
+        rows = [_DELIVERIES.values(one) | waits for one in made]
         added = insert_for(connection)(deliveries).values(rows)
         connection.execute(added.on_conflict_do_nothing(index_elements=["id"]))
-    return [str(row["id"]) for row in rows]
+    return [one.id for one in made]
 
 
 class WaitingOrigin(NamedTuple):
@@ -489,42 +482,41 @@ def claim_deliveries(
     `places`: how many of each origin. Each counts as tried from now on: a process that is killed in
     an attempt has made it, as far as anybody knows.
     """
-    claimed: list[Delivery] = []
+    ids: list[str] = []
     for origin, number in places.items():
-        due = _DELIVERIES.where(_WAITS, deliveries.c.origin == origin, deliveries.c.next_at <= now)
-        due = due.order_by(deliveries.c.next_at)
-        claimed += _DELIVERIES.all(connection, unlocked(due, number))
-    taken = update(deliveries).where(deliveries.c.id.in_([one.id for one in claimed]))
-    connection.execute(taken.values(next_at=until, attempts=deliveries.c.attempts + 1))
-    return [replace(one, attempts=one.attempts + 1) for one in claimed]
+        due = select(deliveries.c.id).where(
+            _WAITS, deliveries.c.origin == origin, deliveries.c.next_at <= now
+        )
+        ids += connection.scalars(unlocked(due.order_by(deliveries.c.next_at), number))
+    taken = update(deliveries).where(deliveries.c.id.in_(ids))
+    taken = taken.values(next_at=until, attempts=deliveries.c.attempts + 1)
+    return _DELIVERIES.changed(connection, taken)
 
 
-def end_delivery(
-    connection: Connection, delivery: Delivery, state: DeliveryState, now: float, error: str | None
+def record_attempt(
+    connection: Connection,
+    delivery: Delivery,
+    state: DeliveryState,
+    next_at: float,
+    error: str | None,
 ) -> None:
-    """Try it no more. That it was delivered holds whoever tries it meanwhile."""
-    ended = update(deliveries).where(deliveries.c.id == delivery.id, _WAITS)
+    """An attempt has ended so: it waits until `next_at`, or is tried no more.
+
+    Nothing, if somebody else has begun another one; but that it was delivered holds in any case.
+    """
+    changed = update(deliveries).where(deliveries.c.id == delivery.id, _WAITS)
     if state is not DeliveryState.DELIVERED:
-        ended = ended.where(deliveries.c.attempts == delivery.attempts)
-    connection.execute(ended.values(state=state, next_at=now, last_error=_cut(error)))
-
-
-def retry_delivery(
-    connection: Connection, delivery: Delivery, next_at: float, error: str | None
-) -> None:
-    """Try it again at `next_at`, unless somebody else has begun to."""
-    again = update(deliveries).where(
-        deliveries.c.id == delivery.id, _WAITS, deliveries.c.attempts == delivery.attempts
-    )
-    connection.execute(again.values(next_at=next_at, last_error=_cut(error)))
+        changed = changed.where(deliveries.c.attempts == delivery.attempts)
+    said = None if error is None else error[:LONGEST_ERROR]
+    connection.execute(changed.values(state=state, next_at=next_at, last_error=said))
 
 
 def put_back_deliveries(
     connection: Connection, claimed: Sequence[Delivery], next_at: float
 ) -> None:
     """Let others try at `next_at` what this process has claimed and can't end."""
-    for delivery in claimed:
-        retry_delivery(connection, delivery, next_at, "the gateway has ended")
+    for one in claimed:
+        record_attempt(connection, one, DeliveryState.WAITING, next_at, "the gateway has ended")
 
 
 def remove_ended(connection: Connection, before: float, limit: int) -> int:
@@ -538,10 +530,6 @@ def remove_ended(connection: Connection, before: float, limit: int) -> int:
     ids = list(connection.scalars(old.limit(limit)))
     connection.execute(delete(deliveries).where(deliveries.c.id.in_(ids)))
     return len(ids)
-
-
-def _cut(error: str | None) -> str | None:
-    return None if error is None else error[:LONGEST_ERROR]
 
 
 # How a response ends, in the words of OpenAI's API.
@@ -667,7 +655,6 @@ class WebhookSender:
     _next_look: float = 0.0  # when to look though nothing is new
     _woken: asyncio.Event = field(default_factory=asyncio.Event)
     _running: dict[asyncio.Task[None], Delivery] = field(default_factory=dict)
-    _of_origin: Counter[str] = field(default_factory=Counter)  # attempts that are under way
     _failing: set[str] = field(default_factory=set)
     """Origins whose last attempt has failed. Few: those of the settings' targets."""
     _paused: dict[str, float] = field(default_factory=dict)
@@ -729,6 +716,7 @@ class WebhookSender:
     def _places(self, origins: Sequence[WaitingOrigin], now: float) -> dict[str, int]:
         """How many deliveries of which origin may begin now."""
         self._paused = {origin: end for origin, end in self._paused.items() if end > now}
+        under_way = Counter(delivery.origin for delivery in self._running.values())
         free = MOST_ATTEMPTS - len(self._running)
         places: dict[str, int] = {}
         # The one that has waited for longest comes first.
@@ -736,7 +724,7 @@ class WebhookSender:
             if next_at > now or origin in self._paused:
                 continue
             most = 1 if origin in self._failing else MOST_OF_ORIGIN
-            number = min(most - self._of_origin[origin], free)
+            number = min(most - under_way[origin], free)
             if number > 0:
                 places[origin] = number
                 free -= number
@@ -745,14 +733,10 @@ class WebhookSender:
     def _begin(self, delivery: Delivery, until: float) -> None:
         task = asyncio.create_task(self._attempt(delivery, until), name=f"deliver {delivery.id}")
         self._running[task] = delivery
-        self._of_origin[delivery.origin] += 1
         task.add_done_callback(self._ended)
 
     def _ended(self, task: asyncio.Task[None]) -> None:
         delivery = self._running.pop(task)
-        self._of_origin[delivery.origin] -= 1
-        if not self._of_origin[delivery.origin]:
-            del self._of_origin[delivery.origin]
         if not task.cancelled() and (error := task.exception()) is not None:
             # It is due again when its lease ends.
             log.error("webhook", delivery=delivery.id, error=repr(error))
@@ -769,7 +753,7 @@ class WebhookSender:
                 target, url, delivery.id, delivery.body, settings.timeout
             )
         now, state = self.now(), DeliveryState.DELIVERED
-        next_at: float | None = None  # None: it has ended, with this state
+        next_at: float | None = None  # None: it is tried no more
         if result.error is None:
             self._failing.discard(delivery.origin)
         else:
@@ -780,15 +764,12 @@ class WebhookSender:
                 self._paused[delivery.origin] = now + pause
             state = DeliveryState.REFUSED
             if result.status != 410:
-                state = DeliveryState.GIVEN_UP
                 next_at = next_attempt(
                     delivery, now, settings.give_up, result.retry_after, delays=self.delays
                 )
-        if next_at is None:
-            recording = job(end_delivery, delivery, state, self.now(), result.error)
-        else:
-            recording = job(retry_delivery, delivery, next_at, result.error)
-        await self._record(recording, until)
+                state = DeliveryState.GIVEN_UP if next_at is None else DeliveryState.WAITING
+        at = self.now() if next_at is None else next_at
+        await self._record(job(record_attempt, delivery, state, at, result.error), until)
         outcome = state.value if next_at is None else "failed"
         self.bus.publish(WebhookAttempted(outcome))
         # Never the URL's path, which may be a secret.

@@ -41,8 +41,8 @@ from gateway.request.body import BYTE_ORDER_MARK, is_slow_to_parse
 from gateway.request.preparation import Request
 from gateway.request.routes import ROUTES, Route
 from gateway.stored import background_requests
-from gateway.stored.background_requests import BackgroundRequests, NewRequest
-from gateway.stored.claims import RequestKind, RequestState, StoredRow
+from gateway.stored.background_requests import BackgroundRequests
+from gateway.stored.claims import AskedRow, RequestKind, RequestState, StoredRow
 from gateway.stored.folder import RETRY_AFTER, FolderError, folder_errors_told
 from gateway.stored.response_events import REPEATED, queued_response
 from gateway.stored.response_log import LogBroken
@@ -427,11 +427,10 @@ class _StoringRequest:
         seconds = options.seconds or batches.windows.default
         if not options.background and context.client_timeout is not None:
             seconds = min(seconds, context.client_timeout)
-        new = self._new_request(request, RequestKind.RESPONSE, owner, new_body, seconds, keep)
+        asked = self._asked(request, RequestKind.RESPONSE, owner)
+        asked = replace(asked, stream=options.stream, webhook_url=webhook_url)
         echoed = echoed_fields(fields, REPEATED) | {"model": request.lease_request.wanted.model}
-        row = await requests.add(
-            replace(new, stream=options.stream, webhook_url=webhook_url, echoed=echoed)
-        )
+        row = await requests.add(asked, new_body, seconds=seconds, keep_seconds=keep, echoed=echoed)
         await self._answer(requests, row, options, echoed)
         return None
 
@@ -547,9 +546,8 @@ class _StoringRequest:
         seconds, keep = batches.windows.default, batches.background_keep
         if context.client_timeout is not None:
             seconds = min(seconds, context.client_timeout)
-        row = await requests.add(
-            self._new_request(request, RequestKind.DEFERRED, owner, body, seconds, keep)
-        )
+        asked = self._asked(request, RequestKind.DEFERRED, owner)
+        row = await requests.add(asked, body, seconds=seconds, keep_seconds=keep)
         described = await background_object(row, requests, self.storing.queue)
         headers = [*accepted(row, described), (b"preference-applied", b"respond-async")]
         self._send_json(202, described, encode_headers(headers))
@@ -578,19 +576,13 @@ class _StoringRequest:
                 raise error
         return request
 
-    def _new_request(
-        self, request: Request, kind: RequestKind, owner: str, body: bytes, seconds: float,
-        keep: float,
-    ) -> NewRequest:  # fmt: skip
+    def _asked(self, request: Request, kind: RequestKind, owner: str) -> AskedRow:
         asked = request.lease_request
-        return NewRequest(
-            kind=kind,
-            owner=owner,
+        return AskedRow(
+            kind,
+            owner,
             path=self.served.route.path,
-            body=body,
             class_=asked.caller.priority.label,
-            seconds=seconds,
-            keep_seconds=keep,
             group_name=self.context.caller.group,
             user=self.context.accounts.user,
             model=request.model_in_body or asked.wanted.model,
@@ -693,13 +685,11 @@ class DeferredEndpoints:
             response: Response = JsonResponse(described, 202)
             response.raw_headers += accepted(row, described)
             return response
-        if row.state is RequestState.EXPIRED:
-            error = GatewayError(
-                504, "queue_timeout", background_requests.EXPIRED_MESSAGE, retryable=False
-            )
-            response = error_response(error, {**request.scope, "path": row.path})
-        elif row.result_place is None:
+        if row.state is RequestState.EXPIRED or row.result_place is None:
             error = GatewayError(500, row.error_code or "internal_error", "The response is lost.")
+            if row.state is RequestState.EXPIRED:
+                message = background_requests.EXPIRED_MESSAGE
+                error = GatewayError(504, "queue_timeout", message, retryable=False)
             response = error_response(error, {**request.scope, "path": row.path})
         else:
             with folder_errors_told("request"):

@@ -22,7 +22,7 @@ from gateway.config.fields import format_duration
 from gateway.errors import GatewayError
 from gateway.http.request_head import Callers, no_store, owner_by_head
 from gateway.stored.batch_registry import BatchRegistry, NewBatch
-from gateway.stored.batch_rows import Batch, BatchProgress
+from gateway.stored.batch_rows import Batch, BatchProgress, read_batches
 from gateway.stored.claims import BatchState
 from gateway.stored.waits import BatchWait
 from gateway.stored.webhooks import WebhookTargets
@@ -206,7 +206,7 @@ class BatchEndpoints(BatchActions):
         owner, batches = self.access.owner(request), self.access.batches()
         after = page_edge(request, "after")
         limit = page_limit(request.query_params.get("limit") or DEFAULT_PAGE, LONGEST_PAGE)
-        page = await batches.page(owner, OPENAI, limit, after=after)
+        page = await batches.storage.read_for_caller(read_batches, owner, OPENAI, limit, after)
         shows_cached = self.access.shows_cached_tokens(request)
         waits = await batches.waits_of(page.batches)
         found = [

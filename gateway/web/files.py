@@ -25,7 +25,14 @@ from gateway.request.multipart import (
     form_error,
     parse_field_head,
 )
-from gateway.stored.files import Content, FileRegistry, StoredFile, file_not_found, file_too_large
+from gateway.stored.files import (
+    Content,
+    FileRegistry,
+    StoredFile,
+    file_not_found,
+    file_too_large,
+    read_files,
+)
 from gateway.stored.folder import is_file_name
 from gateway.terms import Headers
 from gateway.web.asgi import JsonResponse, listed, page_limit, page_order
@@ -95,7 +102,10 @@ class FileEndpoints:
         if after is not None and not is_file_name(after):
             raise errors.invalid_request("'after' must be the id of a file.", "after")
         purpose = query.get("purpose") or None
-        page = await files.page(owner, limit, after=after, order=order, purpose=purpose)
+        storage = files.storage
+        page = await storage.read_for_caller(
+            read_files, owner, storage.now(), limit, after, order, purpose
+        )
         found = [file_object(file) for file in page.files]
         return JsonResponse({"object": "list", **listed(found, has_more=page.has_more)})
 

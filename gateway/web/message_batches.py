@@ -19,7 +19,7 @@ from gateway.api.json_values import FIELDS_DECODER, JSON_ERRORS, InvalidJson, pa
 from gateway.errors import CLIENT_CLOSED_STATUS, GatewayError
 from gateway.http.body_memory import body_parts, check_plain, content_length
 from gateway.stored.batch_registry import BatchRegistry
-from gateway.stored.batch_rows import Batch, BatchProgress
+from gateway.stored.batch_rows import Batch, BatchProgress, read_batches
 from gateway.stored.files import UploadCounts
 from gateway.stored.folder import FolderError
 from gateway.stored.results import ANTHROPIC
@@ -94,7 +94,9 @@ class MessageBatchEndpoints(BatchActions):
         if after is not None and before is not None:
             raise errors.invalid_request("Send 'after_id' or 'before_id', not both.", "before_id")
         limit = page_limit(request.query_params.get("limit") or DEFAULT_PAGE, LONGEST_PAGE)
-        page = await batches.page(owner, ANTHROPIC, limit, after=after, before=before)
+        page = await batches.storage.read_for_caller(
+            read_batches, owner, ANTHROPIC, limit, after, before
+        )
         waits = await batches.waits_of(page.batches)
         found = [
             message_batch_object(one, None, results_url(request, one), wait)

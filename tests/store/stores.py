@@ -17,6 +17,16 @@ from gateway.store.store import Store
 LIMIT = 30.0
 
 
+class CountingStore(Store):
+    """Counts the jobs that it is asked for."""
+
+    jobs = 0
+
+    async def run(self, *values: Any, **named: Any) -> Any:
+        self.jobs += 1
+        return await super().run(*values, **named)
+
+
 @contextlib.contextmanager
 def opened(url: str, **options: Any) -> Iterator[Store]:
     """Run a store inside this context; it is tried to be opened before."""

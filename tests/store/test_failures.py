@@ -29,6 +29,7 @@ from gateway.store.failures import (
 )
 from gateway.store.store import Store
 from tests.postgres import PostgresServer, needs_postgres, running_postgres
+from tests.small_disk import run_on_small_disk
 from tests.store.stores import LIMIT, add, count, names, opened, wait_until
 
 NEVER = 3600.0
@@ -129,25 +130,7 @@ print("done", end="")
 
 
 def test_a_full_disk_is_told_and_nothing_that_was_written_is_lost(tmp_path: Path) -> None:
-    # A small file system of its own, in a namespace of its own.
-    mount = 'mount -t tmpfs -o size=1m none "$1" && exec "$2" -c "$3" "$1"'
-    unshare = shutil.which("unshare")
-    command: list[str | Path] = [
-        str(unshare),
-        "-rm",
-        "sh",
-        "-c",
-        mount,
-        "sh",
-        tmp_path,
-        sys.executable,
-    ]
-    if unshare is None or subprocess.run([*command, "pass"], check=False).returncode:
-        pytest.skip("this machine lets us mount no file system")
-    done = subprocess.run(
-        [*command, ON_A_FULL_DISK], capture_output=True, text=True, timeout=LIMIT * 4, check=False
-    )
-    assert done.stdout.endswith("done"), done.stdout + done.stderr
+    assert run_on_small_disk(ON_A_FULL_DISK, "1m", tmp_path).endswith("done")
 
 
 AT_A_LIMIT = """

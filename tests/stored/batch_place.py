@@ -27,12 +27,13 @@ from gateway.store.database import locate_store
 from gateway.store.store import Store
 from gateway.stored.batch_registry import BatchRegistry, BatchUpkeep, NewBatch
 from gateway.stored.batch_rows import Batch, EndListener
-from gateway.stored.claims import Pick, RequestKind, StoredRow, UnfinishedWork, claim
+from gateway.stored.claims import StoredRow, UnfinishedWork
 from gateway.stored.files import FileRegistry
 from gateway.stored.folder import ID_FILE, DiskThreads, Folder, Storage
 from gateway.stored.results import LineResults
 from gateway.stored.runner import Outcome
 from tests.store.stores import LIMIT
+from tests.stored.stored_rows import claim_any
 
 CHAT = "/v1/chat/completions"
 
@@ -87,12 +88,12 @@ class BatchPlace:
     def pass_(self, seconds: float) -> None:
         self.time[0] += seconds
 
-    async def upload(self, content: bytes, *, owner: str = "alice", purpose: str = "batch") -> str:
+    async def upload(self, content: bytes = b"x", *, owner: str = "alice", **more: Any) -> str:
+        given = {"name": "in.jsonl", "purpose": "batch", "seconds": None, **more}
         async with self.files.uploading(owner, None) as upload:
             for start in range(0, len(content), 1 << 20):
                 await self.files.storage.on_disk(upload.write, content[start : start + (1 << 20)])
-            file = await self.files.keep(upload, name="in.jsonl", purpose=purpose, seconds=None)
-        return file.id
+            return (await self.files.keep(upload, **given)).id
 
     async def create(self, lines: Iterable[Any] | bytes, **more: Any) -> Batch:
         """A new batch whose input is not read yet."""
@@ -122,10 +123,22 @@ class BatchPlace:
 
     async def claim(self, limit: int = 1000) -> list[StoredRow]:
         assert self.folder.id is not None
-        picks = (Pick(limit, RequestKind.LINE),)
         return await self.batches.storage.write(
-            claim, self.folder.id, self.process.id, picks, self.time[0], 60.0
+            claim_any, self.folder.id, self.process.id, limit, self.time[0], 60.0
         )
+
+    async def answer(
+        self, limit: int = 10_000, status: Callable[[StoredRow], int] = lambda _: 200, **more: Any
+    ) -> int:
+        """Claim so many lines at most, and record an answer to each; how many those are."""
+        task, rows = asyncio.create_task(self.results.run()), await self.claim(limit)
+        added = [
+            self.results.add(row, answer(row, self.process.id, status=status(row), **more))
+            for row in rows
+        ]
+        assert all(await asyncio.gather(*added))
+        task.cancel()
+        return len(rows)
 
     async def output(self, batch: Batch, *, errors: bool = False) -> list[Any]:
         found = await self.batches.open_output(batch.owner, batch.id, batch.api, errors=errors)
@@ -136,12 +149,10 @@ class BatchPlace:
         assert found.size in {None, len(content)}
         return [json.loads(one) for one in content.splitlines()]
 
-    def kept(self, kind: str) -> list[str]:
-        return sorted(
-            path.name
-            for path in self.folder.location.iterdir()
-            if path.name != ID_FILE and path.name.startswith(f"{kind}-")
-        )
+    def kept(self, kind: str = "") -> list[str]:
+        """Names of the folder's files, or of those of a kind."""
+        names = (path.name for path in self.folder.location.iterdir() if path.name != ID_FILE)
+        return sorted(name for name in names if not kind or name.startswith(f"{kind}-"))
 
 
 @asynccontextmanager

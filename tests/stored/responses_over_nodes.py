@@ -20,6 +20,17 @@ from tests.stored.stored_rows import to_run
 RESPONSES = "/v1/responses"
 
 
+class Kept(ResponseEvents):
+    """A sink that keeps what it gets, without a log."""
+
+    def __init__(self) -> None:
+        self.writes: list[bytes] = []
+
+    async def write(self, events: bytes) -> None:
+        await asyncio.sleep(0)
+        self.writes.append(events)
+
+
 @contextlib.asynccontextmanager
 async def open_logs(path: Path, most: int = 1 << 26, **options: Any) -> AsyncIterator[ResponseLogs]:
     """The logs of a folder, with their loops."""

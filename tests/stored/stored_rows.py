@@ -11,7 +11,7 @@ from sqlalchemy import Connection
 from gateway.callers.ledger import ROW_COLUMNS
 from gateway.config.stored import BatchSettings
 from gateway.store.failures import StoreLocked
-from gateway.store.schema import stored_requests
+from gateway.store.schema import batches, stored_requests
 from gateway.store.store import Store
 from gateway.stored import claims
 from gateway.stored.batch_rows import Batch, add_batch, begin_batch
@@ -124,18 +124,30 @@ def begin(store: Store, batch: Batch, lines: list[StoredRow], model: str | None 
     for at in range(0, len(lines), 500):
         some = lines[at : at + 500]
         assert do(store, add_rows, some)
-    failed = sum(one.state is RequestState.FAILED for one in lines)
-    store.run_now(
-        lambda connection: begin_batch(connection, batch.id, len(lines), failed, model, NOW)
-    )
+    store.run_now(job(begin_batch, batch.id, model, NOW))
 
 
 def claim(
     store: Store, process: str = "p1", limit: int = 10, *, now: float = NOW, **values: Any
 ) -> list[StoredRow]:
-    """Claim lines, or what `values` of a `Pick` say."""
+    """Claim lines of any batch, or what `values` of a `Pick` say."""
+    if not values.keys() & {"kind", "batch"}:
+        return do(store, claim_any, FOLDER, process, limit, now, LEASE, **values)
     pick = Pick(limit, **{"kind": RequestKind.LINE, **values})
     return do(store, claims.claim, FOLDER, process, [pick], now, LEASE)
+
+
+def claim_any(
+    connection: Connection, folder: str, process: str, limit: int, now: float, lease_seconds: float,
+    model: str | None = None, prefix: int | None = None,
+) -> list[StoredRow]:  # fmt: skip
+    """Claim lines, those of the oldest batch first."""
+    runnable = claims.runnable_batches(folder, batches.c.id).order_by(batches.c.id)
+    claimed: list[StoredRow] = []
+    for id_ in connection.scalars(runnable).all():
+        pick = Pick(limit - len(claimed), RequestKind.LINE, id_, model=model, prefix=prefix)
+        claimed += claims.claim(connection, folder, process, [pick], now, lease_seconds)
+    return claimed
 
 
 def numbers(rows: list[StoredRow]) -> list[int | None]:

@@ -6,7 +6,6 @@ import asyncio
 import os
 import time
 from contextlib import suppress
-from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
@@ -22,7 +21,6 @@ from gateway.stored import background_requests
 from gateway.stored.background_requests import (
     ORPHAN_SECONDS,
     DeferredHead,
-    NewRequest,
     add_background,
     decode_result,
     delete_background,
@@ -30,7 +28,7 @@ from gateway.stored.background_requests import (
     find_background,
     waiting_owners,
 )
-from gateway.stored.claims import RequestKind, RequestState, StoredRow, put_back
+from gateway.stored.claims import AskedRow, RequestKind, RequestState, StoredRow, put_back
 from gateway.stored.files import kept_by
 from gateway.stored.folder import ID_FILE, FolderError, job
 from tests.emulator import EmulatedNode
@@ -107,13 +105,12 @@ async def test_late_requests_end_and_old_ones_are_removed_with_their_files(tmp_p
     async with running_gateway(tmp_path, [DEAD], wait_ready=False) as running:
         requests = running.gateway.background.requests
         assert requests is not None
-        new = NewRequest(
-            RequestKind.RESPONSE, "k1", "/v1/responses", "normal",
-            body=b'{"input": "x", "stream": true}', seconds=0.0, keep_seconds=60.0,
-            echoed={"model": "m"},
-        )  # fmt: skip
-        late = await requests.add(new)
-        old = await requests.add(replace(new, seconds=3600.0))
+        asked = AskedRow(RequestKind.RESPONSE, "k1", "/v1/responses", "normal")
+        body, given = b'{"input": "x", "stream": true}', {"model": "m"}
+        late, old = [
+            await requests.add(asked, body, seconds=seconds, keep_seconds=60.0, echoed=given)
+            for seconds in (0.0, 3600.0)
+        ]
         await requests.clean()
         found = await requests.wait_ended(late, 20.0)
         await requests.wait_ended(old, 20.0)

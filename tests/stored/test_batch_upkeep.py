@@ -92,135 +92,114 @@ async def test_two_processes_may_read_the_same_input(store_url: str, tmp_path: P
         await check_whole(here, batch)
 
 
-async def test_a_line_s_row_has_what_the_feeder_asks_for(store_url: str, tmp_path: Path) -> None:
-    async with batch_place(store_url, tmp_path / "kept") as here:
-        body = {
-            "model": "big", "max_tokens": 9,
-            "messages": [{"role": "user", "content": "word " * 500}],
-        }  # fmt: skip
-        batch = await here.create([line("a", body=body)], class_="normal", user="eve")
-        await here.settle()
-        (row,) = await here.claim()
-        assert row.id == f"batch_req_{batch.id.removeprefix('batch_')}_1"
-        assert (row.model, row.max_tokens, row.custom_id) == ("big", 9, "a")
-        assert 600 < row.prompt_tokens < 650
-        assert row.prefix > 0
-        assert (row.class_, row.user, row.deadline) == ("normal", "eve", batch.expires_at)
-        assert row.place == batch.input_file == input_place(batch)
+async def test_a_line_s_row_has_what_the_feeder_asks_for(here: BatchPlace) -> None:
+    body = {
+        "model": "big", "max_tokens": 9,
+        "messages": [{"role": "user", "content": "word " * 500}],
+    }  # fmt: skip
+    batch = await here.create([line("a", body=body)], class_="normal", user="eve")
+    await here.settle()
+    (row,) = await here.claim()
+    assert row.id == f"batch_req_{batch.id.removeprefix('batch_')}_1"
+    assert (row.model, row.max_tokens, row.custom_id) == ("big", 9, "a")
+    assert 600 < row.prompt_tokens < 650
+    assert row.prefix > 0
+    assert (row.class_, row.user, row.deadline) == ("normal", "eve", batch.expires_at)
+    assert row.place == batch.input_file == input_place(batch)
 
 
-async def test_a_batch_cancelled_in_the_middle_gets_no_more_lines(
-    store_url: str, tmp_path: Path
-) -> None:
-    async with batch_place(store_url, tmp_path / "kept") as here:
-        batch = await here.create(lines())
-        reading = asyncio.create_task(here.settle())
-        while not (rows := await here.store.run(count(stored_requests), write=False)):  # noqa: ASYNC110
-            await asyncio.sleep(0)  # The store tells of no event.
-        await here.batches.cancel(batch.owner, batch.id, batch.api)
-        await reading
-        await here.settle()
-        ended = await here.find(batch)
-        assert ended.state is BatchState.CANCELLED
-        assert ended.ended_lines == ended.total >= rows
-        assert len(await here.output(batch, errors=True)) == ended.total
-        assert await here.store.run(count(stored_requests)) == ended.total
+async def test_a_batch_cancelled_in_the_middle_gets_no_more_lines(here: BatchPlace) -> None:
+    batch = await here.create(lines())
+    reading = asyncio.create_task(here.settle())
+    while not (rows := await here.store.run(count(stored_requests), write=False)):  # noqa: ASYNC110
+        await asyncio.sleep(0)  # The store tells of no event.
+    await here.batches.cancel(batch.owner, batch.id, batch.api)
+    await reading
+    await here.settle()
+    ended = await here.find(batch)
+    assert ended.state is BatchState.CANCELLED
+    assert ended.ended_lines == ended.total >= rows
+    assert len(await here.output(batch, errors=True)) == ended.total
+    assert await here.store.run(count(stored_requests)) == ended.total
 
 
-async def test_an_input_that_is_gone_fails_the_batch(store_url: str, tmp_path: Path) -> None:
-    async with batch_place(store_url, tmp_path / "kept") as here:
-        batch = await here.create([line("a")])
-        assert batch.input_file is not None
-        here.folder.delete(batch.input_file)
-        await here.settle()
-        ended = await here.find(batch)
-        assert ended.state is BatchState.FAILED
-        assert ended.errors is not None
-        assert ended.errors[0]["code"] == "file_not_found"
+async def test_an_input_that_is_gone_fails_the_batch(here: BatchPlace) -> None:
+    batch = await here.create([line("a")])
+    assert batch.input_file is not None
+    here.folder.delete(batch.input_file)
+    await here.settle()
+    ended = await here.find(batch)
+    assert ended.state is BatchState.FAILED
+    assert ended.errors is not None
+    assert ended.errors[0]["code"] == "file_not_found"
 
 
 async def test_a_store_that_is_away_delays_the_intake(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    place: BatchPlace, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    async with batch_place(f"sqlite:///{tmp_path / 'db'}", tmp_path / "kept") as here:
-        batch = await here.create(lines())
-        run, failures = here.store.run, iter([False, False, False, True, False, True])
+    batch = await place.create(lines())
+    run, failures = place.store.run, iter([False, False, False, True, False, True])
 
-        async def fails_now_and_then(*arguments: object, **options: object) -> object:
-            if next(failures, False):
-                raise StoreUnavailable("it is away", "wait")
-            return await run(*arguments, **options)  # type: ignore[arg-type]
+    async def fails_now_and_then(*arguments: object, **options: object) -> object:
+        if next(failures, False):
+            raise StoreUnavailable("it is away", "wait")
+        return await run(*arguments, **options)  # type: ignore[arg-type]
 
-        monkeypatch.setattr(here.store, "run", fails_now_and_then)
-        monkeypatch.setattr("gateway.stored.batch_registry.RETRY_SECONDS", 0.0)
-        for _ in range(4):
-            try:
-                await here.settle()
-            except StoreUnavailable:
-                continue
-        await check_whole(here, batch)
-
-
-async def test_rows_are_told_apart_from_those_of_other_batches(
-    store_url: str, tmp_path: Path
-) -> None:
-    async with batch_place(store_url, tmp_path / "kept") as here:
-        first, second = await here.create([line("a")]), await here.create([line("a"), "x"])
-        await here.settle()
-        rows = await here.claim()
-        assert {(row.batch, row.custom_id) for row in rows} == {
-            (first.id, "a"), (second.id, "a"),
-        }  # fmt: skip
-
-        def ended(connection: object) -> list[StoredRow]:
-            return result_rows(connection, second.id, 0, 9)  # type: ignore[arg-type]
-
-        (row,) = await here.store.run(ended)
-        assert (row.number, row.error_code) == (2, "invalid_json_line")
+    monkeypatch.setattr(place.store, "run", fails_now_and_then)
+    monkeypatch.setattr("gateway.stored.batch_registry.RETRY_SECONDS", 0.0)
+    for _ in range(4):
+        try:
+            await place.settle()
+        except StoreUnavailable:
+            continue
+    await check_whole(place, batch)
 
 
-async def test_a_folder_that_can_not_be_read_is_told(tmp_path: Path) -> None:
-    async with batch_place(f"sqlite:///{tmp_path / 'db'}", tmp_path / "kept") as here:
-        batch = await here.create(jsonl([line("a")]))
-        assert batch.input_file is not None
-        here.folder.delete(batch.input_file)
-        (here.folder.location / batch.input_file).mkdir()
-        intake = here.batches.upkeep
-        with pytest.raises(FolderError):
-            await intake.take_in(batch)
-        assert (await here.find(batch)).state is BatchState.VALIDATING
+async def test_rows_are_told_apart_from_those_of_other_batches(here: BatchPlace) -> None:
+    first, second = await here.create([line("a")]), await here.create([line("a"), "x"])
+    await here.settle()
+    rows = await here.claim()
+    assert {(row.batch, row.custom_id) for row in rows} == {
+        (first.id, "a"), (second.id, "a"),
+    }  # fmt: skip
+
+    def ended(connection: object) -> list[StoredRow]:
+        return result_rows(connection, second.id, 0, 9)  # type: ignore[arg-type]
+
+    (row,) = await here.store.run(ended)
+    assert (row.number, row.error_code) == (2, "invalid_json_line")
+
+
+async def test_a_folder_that_can_not_be_read_is_told(place: BatchPlace) -> None:
+    batch = await place.create(jsonl([line("a")]))
+    assert batch.input_file is not None
+    place.folder.delete(batch.input_file)
+    (place.folder.location / batch.input_file).mkdir()
+    intake = place.batches.upkeep
+    with pytest.raises(FolderError):
+        await intake.take_in(batch)
+    assert (await place.find(batch)).state is BatchState.VALIDATING
 
 
 async def ran(here: BatchPlace, lines: int, **more: Any) -> Batch:
     """A batch whose lines have ended, every third with an error of a node."""
     batch = await here.create([line(f"c{n}") for n in range(lines)], **more)
     await here.settle()
-    task = asyncio.create_task(here.results.run())
-    rows = await here.claim()
-    added = [
-        here.results.add(
-            row, batch.api,
-            answer(row, here.process.id, status=502 if (row.number or 0) % 3 == 0 else 200),
-        )
-        for row in rows
-    ]  # fmt: skip
-    assert all(await asyncio.gather(*added))
-    task.cancel()
+    await here.answer(status=lambda row: 502 if (row.number or 0) % 3 == 0 else 200)
     return await here.find(batch)
 
 
-async def test_each_line_is_in_one_of_the_files(store_url: str, tmp_path: Path) -> None:
-    async with batch_place(store_url, tmp_path / "kept") as here:
-        batch = await ran(here, 30)
-        await here.settle()
-        ended = await here.find(batch)
-        assert (ended.completed, ended.failed) == (20, 10)
-        output, errors = await here.output(batch), await here.output(batch, errors=True)
-        assert {one["response"]["status_code"] for one in output} == {200}
-        assert {one["response"]["status_code"] for one in errors} == {502}
-        assert all(one["error"] is None for one in output + errors)
-        ids = [one["custom_id"] for one in output + errors]
-        assert sorted(ids) == sorted(f"c{n}" for n in range(30))
+async def test_each_line_is_in_one_of_the_files(here: BatchPlace) -> None:
+    batch = await ran(here, 30)
+    await here.settle()
+    ended = await here.find(batch)
+    assert (ended.completed, ended.failed) == (20, 10)
+    output, errors = await here.output(batch), await here.output(batch, errors=True)
+    assert {one["response"]["status_code"] for one in output} == {200}
+    assert {one["response"]["status_code"] for one in errors} == {502}
+    assert all(one["error"] is None for one in output + errors)
+    ids = [one["custom_id"] for one in output + errors]
+    assert sorted(ids) == sorted(f"c{n}" for n in range(30))
 
 
 async def test_output_files_are_files_of_their_owner(store_url: str, tmp_path: Path) -> None:
@@ -241,14 +220,13 @@ async def test_output_files_are_files_of_their_owner(store_url: str, tmp_path: P
             await here.output(batch)
 
 
-async def test_results_of_message_batches_are_one_file(store_url: str, tmp_path: Path) -> None:
-    async with batch_place(store_url, tmp_path / "kept") as here:
-        batch = await ran(here, 3, api="anthropic")
-        await here.settle()
-        ended = await here.find(batch)
-        assert ended.error_file is None
-        kinds = [one["result"]["type"] for one in await here.output(batch)]
-        assert kinds == ["succeeded", "succeeded", "errored"]
+async def test_results_of_message_batches_are_one_file(here: BatchPlace) -> None:
+    batch = await ran(here, 3, api="anthropic")
+    await here.settle()
+    ended = await here.find(batch)
+    assert ended.error_file is None
+    kinds = [one["result"]["type"] for one in await here.output(batch)]
+    assert kinds == ["succeeded", "succeeded", "errored"]
 
 
 async def test_of_two_processes_that_end_a_batch_one_has_its_files(
@@ -303,84 +281,71 @@ async def test_a_store_that_refuses_the_end_leaves_no_file(store_url: str, tmp_p
         assert len(await here.output(batch)) == 2
 
 
-async def test_a_lost_result_is_told_as_such(store_url: str, tmp_path: Path) -> None:
-    async with batch_place(store_url, tmp_path / "kept") as here:
-        batch = await ran(here, 2)
-        (results,) = here.kept("results")
-        here.folder.delete(results)
-        # Whoever reads what is recorded so far is better off to try again.
-        with pytest.raises(Exception, match="can't be used now"):
-            await here.output(batch)
-        await here.settle()
-        assert await here.output(batch) == []
-        errors = await here.output(batch, errors=True)
-        assert [one["error"]["code"] for one in errors] == ["result_lost"] * 2
-        assert [one["custom_id"] for one in errors] == ["c0", "c1"]
+async def test_a_lost_result_is_told_as_such(here: BatchPlace) -> None:
+    batch = await ran(here, 2)
+    (results,) = here.kept("results")
+    here.folder.delete(results)
+    # Whoever reads what is recorded so far is better off to try again.
+    with pytest.raises(Exception, match="can't be used now"):
+        await here.output(batch)
+    await here.settle()
+    assert await here.output(batch) == []
+    errors = await here.output(batch, errors=True)
+    assert [one["error"]["code"] for one in errors] == ["result_lost"] * 2
+    assert [one["custom_id"] for one in errors] == ["c0", "c1"]
 
 
-async def test_a_torn_file_gives_no_torn_line(tmp_path: Path) -> None:
-    async with batch_place(f"sqlite:///{tmp_path / 'db'}", tmp_path / "kept") as here:
-        batch = await ran(here, 2)
-        (results,) = here.kept("results")
-        path = here.folder.path(results)
-        path.write_bytes(path.read_bytes()[:-5])
-        await here.settle()
-        (first,), (second,) = await here.output(batch), await here.output(batch, errors=True)
-        assert (first["custom_id"], second["error"]["code"]) == ("c0", "result_lost")
+async def test_a_torn_file_gives_no_torn_line(place: BatchPlace) -> None:
+    batch = await ran(place, 2)
+    (results,) = place.kept("results")
+    path = place.folder.path(results)
+    path.write_bytes(path.read_bytes()[:-5])
+    await place.settle()
+    (first,), (second,) = await place.output(batch), await place.output(batch, errors=True)
+    assert (first["custom_id"], second["error"]["code"]) == ("c0", "result_lost")
 
 
-async def test_pieces_are_bounded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_pieces_are_bounded(place: BatchPlace, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("gateway.stored.results.READ_BYTES", 500)
-    async with batch_place(f"sqlite:///{tmp_path / 'db'}", tmp_path / "kept") as here:
-        batch = await ran(here, 60)
-        found = await here.batches.open_output("alice", batch.id, "openai")
-        pieces = [piece async for piece in found.pieces]
-        await found.close()
-        assert max(map(len, pieces)) < 800
-        assert len([json.loads(one) for one in b"".join(pieces).splitlines()]) == 40
+    batch = await ran(place, 60)
+    found = await place.batches.open_output("alice", batch.id, "openai")
+    pieces = [piece async for piece in found.pieces]
+    await found.close()
+    assert max(map(len, pieces)) < 800
+    assert len([json.loads(one) for one in b"".join(pieces).splitlines()]) == 40
 
 
-async def test_a_disk_that_can_not_be_read_ends_nothing(tmp_path: Path) -> None:
-    async with batch_place(f"sqlite:///{tmp_path / 'db'}", tmp_path / "kept") as here:
-        batch = await ran(here, 2)
-        (results,) = here.kept("results")
-        here.folder.delete(results)
-        here.folder.path(results).mkdir()
-        with pytest.raises(FolderError):
-            await here.batches.upkeep.end(batch.id)
-        assert (await here.find(batch)).state is BatchState.FINALIZING
-        reader = ResultReader(here.folder, "openai")
-        reader.close()
-        reader.close()
-
-
-async def run_all(here: BatchPlace) -> None:
-    task = asyncio.create_task(here.results.run())
-    while rows := await here.claim():
-        added = [here.results.add(r, "openai", answer(r, here.process.id)) for r in rows]
-        assert all(await asyncio.gather(*added))
-    task.cancel()
-    await here.results.close(1.0)
+async def test_a_disk_that_can_not_be_read_ends_nothing(place: BatchPlace) -> None:
+    batch = await ran(place, 2)
+    (results,) = place.kept("results")
+    place.folder.delete(results)
+    place.folder.path(results).mkdir()
+    with pytest.raises(FolderError):
+        await place.batches.upkeep.end(batch.id)
+    assert (await place.find(batch)).state is BatchState.FINALIZING
+    reader = ResultReader(place.folder, "openai")
+    reader.close()
+    reader.close()
 
 
 async def test_very_many_cancelled_lines_end_step_by_step(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    place: BatchPlace, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("gateway.stored.claims.STEP_ROWS", 100)
-    async with batch_place(f"sqlite:///{tmp_path / 'db'}", tmp_path / "kept") as here:
-        batch = await here.create([line(f"c{n}") for n in range(6000)])
-        await here.settle()
-        await here.batches.cancel(batch.owner, batch.id, batch.api)
-        await here.settle()
-        ended = await here.find(batch)
-        assert (ended.state, ended.cancelled) == (BatchState.CANCELLED, 6000)
+    batch = await place.create([line(f"c{n}") for n in range(6000)])
+    await place.settle()
+    await place.batches.cancel(batch.owner, batch.id, batch.api)
+    await place.settle()
+    ended = await place.find(batch)
+    assert (ended.state, ended.cancelled) == (BatchState.CANCELLED, 6000)
 
 
 async def test_what_is_old_is_removed(store_url: str, tmp_path: Path) -> None:
     async with batch_place(store_url, tmp_path / "kept", keep=10 * DAY) as here:
         batch = await here.create([line("a"), "x"])
         await here.settle()
-        await run_all(here)
+        await here.answer()
+        await here.results.close(1.0)
         await here.settle()
         here.pass_(10 * DAY + 1)
         assert await here.batches.upkeep.remove_due() == 0  # kept since its deadline
@@ -400,66 +365,61 @@ def make_old(here: BatchPlace, name: str) -> None:
     os.utime(here.folder.path(name), (old, old))
 
 
-async def test_files_that_no_unfinished_batch_needs_are_removed(
-    store_url: str, tmp_path: Path
-) -> None:
-    async with batch_place(store_url, tmp_path / "kept") as here:
-        ended, runs = await here.create([line("a")]), await here.create([line("a"), line("b")])
-        await here.settle()
-        task = asyncio.create_task(here.results.run())
-        rows = await here.claim()
-        for row in rows:
-            if (row.batch, row.custom_id) != (runs.id, "b"):
-                await here.results.add(row, "openai", answer(row, here.process.id))
-        task.cancel()
-        await here.settle()
-        assert (await here.find(ended)).state is BatchState.COMPLETED
-        orphan = await asyncio.to_thread(here.folder.open_appended, "results")
-        requests = await here.batches.new_requests()
-        await here.batches.storage.on_disk(requests.finish)
-        for name in here.kept("results") + here.kept("requests"):
-            make_old(here, name)
-        # Nobody writes it any more but this one, and those of `LineResults`.
-        assert await here.batches.upkeep.clean() == 1
-        assert (len(here.kept("results")), here.kept("requests")) == (3, [])
-        await here.results.close(1.0)
-        orphan.close()
-        assert await here.batches.upkeep.clean() == 2
-        (left,) = here.kept("results")
-        assert len(await here.output(runs)) == 1
-        assert len(await here.output(ended)) == 1
-        assert left
+async def test_files_that_no_unfinished_batch_needs_are_removed(here: BatchPlace) -> None:
+    ended, runs = await here.create([line("a")]), await here.create([line("a"), line("b")])
+    await here.settle()
+    task = asyncio.create_task(here.results.run())
+    rows = await here.claim()
+    for row in rows:
+        if (row.batch, row.custom_id) != (runs.id, "b"):
+            await here.results.add(row, answer(row, here.process.id))
+    task.cancel()
+    await here.settle()
+    assert (await here.find(ended)).state is BatchState.COMPLETED
+    orphan = await asyncio.to_thread(here.folder.open_appended, "results")
+    requests = await here.batches.new_requests()
+    await here.batches.storage.on_disk(requests.finish)
+    for name in here.kept("results") + here.kept("requests"):
+        make_old(here, name)
+    # Nobody writes it any more but this one, and those of `LineResults`.
+    assert await here.batches.upkeep.clean() == 1
+    assert (len(here.kept("results")), here.kept("requests")) == (3, [])
+    await here.results.close(1.0)
+    orphan.close()
+    assert await here.batches.upkeep.clean() == 2
+    (left,) = here.kept("results")
+    assert len(await here.output(runs)) == 1
+    assert len(await here.output(ended)) == 1
+    assert left
 
 
-async def test_a_young_file_stays(tmp_path: Path) -> None:
-    async with batch_place(f"sqlite:///{tmp_path / 'db'}", tmp_path / "kept") as here:
-        young = await asyncio.to_thread(here.folder.open_appended, "results")
-        young.close()
-        now = here.time[0]
-        os.utime(here.folder.path(young.name), (now, now))
-        assert await here.batches.upkeep.clean() == 0
+async def test_a_young_file_stays(place: BatchPlace) -> None:
+    young = await asyncio.to_thread(place.folder.open_appended, "results")
+    young.close()
+    now = place.time[0]
+    os.utime(place.folder.path(young.name), (now, now))
+    assert await place.batches.upkeep.clean() == 0
 
 
 async def test_a_file_that_is_closed_while_the_rows_are_read_stays(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    place: BatchPlace, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    async with batch_place(f"sqlite:///{tmp_path / 'db'}", tmp_path / "kept") as here:
-        written, old = [
-            await asyncio.to_thread(here.folder.open_appended, "results") for _ in range(2)
-        ]
-        old.close()
-        for name in here.kept("results"):
-            make_old(here, name)
-        run = here.store.run
+    written, old = [
+        await asyncio.to_thread(place.folder.open_appended, "results") for _ in range(2)
+    ]
+    old.close()
+    for name in place.kept("results"):
+        make_old(place, name)
+    run = place.store.run
 
-        async def run_and_close(job: Callable[[Connection], Any], **options: Any) -> Any:
-            found = await run(job, **options)
-            written.close()  # Its rows came behind those that were read.
-            return found
+    async def run_and_close(job: Callable[[Connection], Any], **options: Any) -> Any:
+        found = await run(job, **options)
+        written.close()  # Its rows came behind those that were read.
+        return found
 
-        monkeypatch.setattr(here.store, "run", run_and_close)
-        assert await here.batches.upkeep.clean() == 1
-        assert here.kept("results") == [written.name]
+    monkeypatch.setattr(place.store, "run", run_and_close)
+    assert await place.batches.upkeep.clean() == 1
+    assert place.kept("results") == [written.name]
 
 
 async def test_a_full_folder_pauses_the_batch_until_there_is_room(
@@ -486,71 +446,59 @@ async def test_a_full_folder_pauses_the_batch_until_there_is_room(
         assert (begun.state, begun.paused_at, begun.total) == (BatchState.IN_PROGRESS, None, 2)
 
 
-async def test_a_folder_that_fails_is_tried_again_now_and_then(tmp_path: Path) -> None:
-    async with batch_place(f"sqlite:///{tmp_path / 'db'}", tmp_path / "kept") as here:
-        batch = await here.create([line("a")])
-        path = here.folder.path(str(batch.input_file))
-        path.rename(away := tmp_path / "away")
-        path.mkdir()
-        await here.settle()
-        paused = await here.find(batch)
-        assert (paused.state, paused.pause_reason) == (
-            BatchState.VALIDATING, "storage_unavailable",
-        )  # fmt: skip
-        path.rmdir()
-        away.rename(path)
-        await here.settle()
-        assert (await here.find(batch)).paused_at is not None
-        here.pass_(UNAVAILABLE_SECONDS)
-        await here.settle()
-        begun = await here.find(batch)
-        assert (begun.state, begun.paused_at) == (BatchState.IN_PROGRESS, None)
-
-
-async def test_a_caller_s_pause_outlives_one_for_want_of_room(
-    store_url: str, tmp_path: Path
+async def test_a_folder_that_fails_is_tried_again_now_and_then(
+    place: BatchPlace, tmp_path: Path
 ) -> None:
-    async with batch_place(store_url, tmp_path / "kept") as here:
-        batch = await here.create([line("a")])
-        await here.settle()
-        await here.batches.pause(batch.owner, batch.id, batch.api)
-        await here.settle()
-        assert (await here.find(batch)).pause_reason == "paused"
+    batch = await place.create([line("a")])
+    path = place.folder.path(str(batch.input_file))
+    path.rename(away := tmp_path / "away")
+    path.mkdir()
+    await place.settle()
+    paused = await place.find(batch)
+    assert (paused.state, paused.pause_reason) == (
+        BatchState.VALIDATING, "storage_unavailable",
+    )  # fmt: skip
+    path.rmdir()
+    away.rename(path)
+    await place.settle()
+    assert (await place.find(batch)).paused_at is not None
+    place.pass_(UNAVAILABLE_SECONDS)
+    await place.settle()
+    begun = await place.find(batch)
+    assert (begun.state, begun.paused_at) == (BatchState.IN_PROGRESS, None)
 
 
 async def test_work_that_fails_for_no_known_reason_is_given_up_in_the_end(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    place: BatchPlace, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("gateway.stored.batch_registry.RETRY_SECONDS", 0.0)
-    async with batch_place(f"sqlite:///{tmp_path / 'db'}", tmp_path / "kept") as here:
-        monkeypatch.setattr("gateway.stored.batch_registry.check_line_count", None)
-        batch = await here.create([line("a")])
-        await here.settle()
-        failed = await here.find(batch)
-        assert failed.state is BatchState.FAILED
-        assert failed.errors is not None
-        assert failed.errors[0]["code"] == "internal_error"
+    monkeypatch.setattr("gateway.stored.batch_registry.check_line_count", None)
+    batch = await place.create([line("a")])
+    await place.settle()
+    failed = await place.find(batch)
+    assert failed.state is BatchState.FAILED
+    assert failed.errors is not None
+    assert failed.errors[0]["code"] == "internal_error"
 
 
 async def test_a_store_that_is_away_ends_no_loop(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    place: BatchPlace, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    async with batch_place(f"sqlite:///{tmp_path / 'db'}", tmp_path / "kept") as here:
-        run, asked = here.store.run, 0
+    run, asked = place.store.run, 0
 
-        async def away(*arguments: Any, **options: Any) -> Any:
-            nonlocal asked
-            asked += 1
-            if asked < 3:
-                raise StoreUnavailable("it is away", "wait")
-            return await run(*arguments, **options)
+    async def away(*arguments: Any, **options: Any) -> Any:
+        nonlocal asked
+        asked += 1
+        if asked < 3:
+            raise StoreUnavailable("it is away", "wait")
+        return await run(*arguments, **options)
 
-        monkeypatch.setattr(here.store, "run", away)
-        with pytest.raises(StoreError):
-            await here.batches.upkeep.round()
-        running = asyncio.create_task(here.batches.upkeep.run())
-        await until(lambda: asked >= 2)
-        here.batches.upkeep.wake()
-        await until(lambda: asked > 3)
-        assert not running.done()
-        running.cancel()
+    monkeypatch.setattr(place.store, "run", away)
+    with pytest.raises(StoreError):
+        await place.batches.upkeep.round()
+    running = asyncio.create_task(place.batches.upkeep.run())
+    await until(lambda: asked >= 2)
+    place.batches.upkeep.wake()
+    await until(lambda: asked > 3)
+    assert not running.done()
+    running.cancel()

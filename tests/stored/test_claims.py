@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import random
 import subprocess
 import sys
@@ -45,7 +44,7 @@ from gateway.stored.claims import (
     StoredRow,
     WorkLeft,
     add_rows,
-    paused,
+    paused_batches,
     put_back,
     record,
     release_lost,
@@ -53,7 +52,7 @@ from gateway.stored.claims import (
     work_left,
 )
 from gateway.stored.claims import claim as claim_picks
-from gateway.stored.folder import DiskThreads, Folder, FolderError, Storage
+from gateway.stored.folder import DiskThreads, Folder, Storage
 from tests.processes import gone
 from tests.store.stores import opened
 from tests.stored.stored_rows import (
@@ -102,37 +101,37 @@ def test_lines_that_begin_alike_come_together_the_longest_first(store: Store) ->
     }
 
 
-def test_a_pick_names_batch_owner_model_and_prefix(store: Store) -> None:
+def test_a_pick_of_lines_names_batch_model_and_prefix(store: Store) -> None:
     mine, other = a_batch(1), a_batch(2, owner="bob")
     lines = [a_line(n, mine, model=f"m{n % 2}", prefix=n % 3) for n in range(1, 7)]
     begin(store, mine, lines, model=None)
     begin(store, other, [a_line(n, other) for n in range(1, 4)])
     assert numbers(claim(store, model="m0", prefix=1)) == [4]
-    assert [row.owner for row in claim(store, owner="bob", limit=2)] == ["bob", "bob"]
+    assert [row.owner for row in claim(store, batch=other.id, limit=2)] == ["bob", "bob"]
     assert numbers(claim(store, batch=mine.id, prefix=0)) == [3, 6]
-    assert claim(store, batch=mine.id, owner="bob") == []
     assert [row.batch for row in claim(store)] == [mine.id] * 3 + [other.id]
 
 
-def test_the_nearest_deadline_comes_first_where_that_is_asked(store: Store) -> None:
-    calm, urgent = a_batch(1), a_batch(2, expires_at=NOW + 60)
-    begin(store, calm, [a_line(1, calm)])
-    begin(store, urgent, [a_line(1, urgent)])
-    assert [row.batch for row in claim(store, limit=1, by_deadline=True)] == [urgent.id]
-    rows = [alone(1), alone(2, deadline=NOW + 9), alone(3, deadline=NOW + 5)]
+def test_of_requests_without_a_batch_the_nearest_deadline_comes_first(store: Store) -> None:
+    deadlines = None, NOW + 9, NOW + 5, NOW + 5
+    rows = [alone(number, deadline=deadline) for number, deadline in enumerate(deadlines, 1)]
+    rows.append(alone(5, owner="bob"))
     store.run_now(lambda c: add_rows(c, rows))
     kind = RequestKind.RESPONSE
-    assert [row.id for row in claim(store, kind=kind, limit=1)] == [rows[0].id]
-    taken = claim(store, kind=kind, by_deadline=True)
-    assert [row.id for row in taken] == [rows[2].id, rows[1].id]
+    assert [row.id for row in claim(store, kind=kind, owner="bob")] == [rows[4].id]
+    assert [row.id for row in claim(store, kind=kind, ids=[rows[1].id])] == [rows[1].id]
+    taken = [claim(store, kind=kind, limit=2), claim(store, kind=kind)]
+    assert [[row.id for row in some] for some in taken] == [
+        [rows[2].id, rows[3].id], [rows[0].id],
+    ]  # fmt: skip
 
 
 def test_several_picks_take_each_row_once(store: Store) -> None:
     begin(store, a_batch(), [a_line(n, prefix=n % 2) for n in range(1, 7)])
+    limits = {2: 1, 9: None, 1: None}
     picks = [
-        Pick(2, RequestKind.LINE, prefix=1),
-        Pick(9, RequestKind.LINE),
-        Pick(1, RequestKind.LINE),
+        Pick(limit, RequestKind.LINE, a_batch().id, prefix=prefix)
+        for limit, prefix in limits.items()
     ]
     taken = do(store, claim_picks, FOLDER, "p1", picks, NOW, LEASE)
     assert numbers(taken) == [1, 3, 2, 4, 6, 5]
@@ -221,7 +220,7 @@ def test_rows_of_a_process_that_is_not_registered_wait_again_at_once(store: Stor
 def test_rows_of_a_killed_process_wait_again_at_once(store_url: str, store: Store) -> None:
     begin(store, a_batch(), [a_line(number) for number in range(1, 41)])
     with subprocess.Popen(
-        [sys.executable, "-m", "tests.stored.claimer", store_url, "7", "hold"],
+        [sys.executable, "-m", "tests.stored.claimer", store_url, "7"],
         cwd=ROOT, stdout=subprocess.PIPE, text=True,
     ) as process:  # fmt: skip
         try:
@@ -275,26 +274,6 @@ def test_threads_that_claim_at_once_take_every_row_once(store_url: str) -> None:
     assert sum(map(len, taken)) == count
 
 
-@pytest.mark.slow
-def test_processes_that_claim_at_once_take_every_row_once(store_url: str) -> None:
-    count = 300
-    with opened(store_url) as store:
-        begin(store, a_batch(), [a_line(n) for n in range(1, count + 1)])
-        command = [sys.executable, "-m", "tests.stored.claimer", store_url, "5"]
-        processes = [
-            subprocess.Popen(
-                command, cwd=ROOT, stdout=subprocess.PIPE, text=True, env=dict(os.environ)
-            )
-            for _ in range(3)
-        ]
-        told = [process.communicate(timeout=LIMIT)[0].split() for process in processes]
-        assert [process.returncode for process in processes] == [0, 0, 0]
-        assert left(store) == (0, count)
-    assert sorted(id_ for ids in told for id_ in ids) == sorted(
-        a_line(n).id for n in range(1, count + 1)
-    )
-
-
 def test_own_requests_of_other_kinds_keep_their_claims_though_their_leases_are_over(
     store: Store,
 ) -> None:
@@ -324,9 +303,9 @@ def test_paused_batches_are_known(store: Store) -> None:
     begin(store, a_batch(1), [a_line(1)])
     begin(store, a_batch(2), [a_line(1, batch=a_batch(2))])
     ids = [a_batch(1).id, a_batch(2).id, "batch_unknown"]
-    assert store.run_now(lambda c: paused(c, ids)) == set()
+    assert store.run_now(lambda c: paused_batches(c, ids)) == set()
     store.run_now(lambda c: pause_batch(c, a_batch(2).owner, ids[1], NOW, "paused"))
-    assert store.run_now(lambda c: paused(c, ids)) == {ids[1]}
+    assert store.run_now(lambda c: paused_batches(c, ids)) == {ids[1]}
 
 
 def batch_now(store: Store) -> Batch:
@@ -471,25 +450,14 @@ async def test_exactly_one_row_of_the_ledger_for_each_recorded_result(store: Sto
     assert len({number for _, number in in_ledger}) == 30
 
 
-ANY = [Pick(10, RequestKind.LINE)]
-
-
-BODIES = [b"one", b"two and more", b"three"]
+ANY = [Pick(10, RequestKind.LINE, a_batch().id)]
 
 
 def leases_of(store: Store, path: Path) -> RowLeases:
     """Leases of this process in a new folder; a batch of three lines waits there."""
     folder = Folder(path / "batches", most_bytes=lambda: 1 << 30)
-    opened_as = folder.open()
-    new = folder.open_new("file")
-    new.write(b"".join(BODIES))
-    place, offset, lines = new.finish(), 0, []
-    batch = replace(a_batch(), folder=opened_as)
-    for number, body in enumerate(BODIES, 1):
-        line = a_line(number, batch, place=place, offset=offset, length=len(body))
-        lines.append(line)
-        offset += len(body)
-    begin(store, batch, lines)
+    batch = replace(a_batch(), folder=folder.open())
+    begin(store, batch, [a_line(number, batch) for number in (1, 2, 3)])
     own = ProcessIdentity.of_this_process(time.time())
     do(store, register, own, NOW)
     storage = Storage(store, folder, DiskThreads(), BatchSettings, lambda: NOW)
@@ -501,37 +469,19 @@ def states(store: Store) -> list[RequestState]:
     return [row.state for row in rows if row is not None]
 
 
-async def test_rows_come_with_their_bodies(store: Store, tmp_path: Path) -> None:
+async def test_rows_are_claimed_once_and_renewed(store: Store, tmp_path: Path) -> None:
     leases = leases_of(store, tmp_path)
-    claimed = await leases.claim(ANY, 1000)
-    assert [body for _, body in claimed] == BODIES
-    ids = {row.id for row, _ in claimed}
+    ids = {row.id for row in await leases.claim(ANY)}
+    assert len(ids) == 3
     assert await leases.renew([*ids, "other"]) == ids
-    assert await leases.claim(ANY, 1000) == []
-
-
-async def test_no_more_bodies_are_read_than_there_is_room_for(store: Store, tmp_path: Path) -> None:
-    leases = leases_of(store, tmp_path)
-    assert [body for _, body in await leases.claim(ANY, 15)] == BODIES[:2]
-    assert leases.has_put_back
-    assert await leases.write()
-    assert states(store) == [RequestState.RUNNING, RequestState.RUNNING, RequestState.WAITING]
-    assert [body for _, body in await leases.claim(ANY, 1)] == BODIES[2:]
-    assert not leases.has_put_back
-
-
-async def test_a_row_whose_file_is_gone_has_no_body(store: Store, tmp_path: Path) -> None:
-    leases = leases_of(store, tmp_path)
-    for file in leases.storage.folder.files("file"):
-        leases.storage.folder.delete(file.name)
-    assert [body for _, body in await leases.claim(ANY, 1000)] == [None] * 3
+    assert await leases.claim(ANY) == []
 
 
 async def test_rows_are_put_back_when_the_store_takes_them_again(
     store: Store, tmp_path: Path
 ) -> None:
     leases = leases_of(store, tmp_path)
-    ids = [row.id for row, _ in await leases.claim(ANY, 1000)]
+    ids = [row.id for row in await leases.claim(ANY)]
     leases.put_back(ids[:1], NOW + 5, failed=True)
     leases.put_back(ids[1:], NOW)
     leases.storage.store = Store(store.location)
@@ -552,9 +502,9 @@ async def test_rows_of_lost_processes_wait_again(store: Store, tmp_path: Path) -
     leases = leases_of(store, tmp_path)
     other = replace(leases.process, id="gone.1")
     lost = RowLeases(leases.storage, other)
-    assert len(await lost.claim(ANY, 1000)) == 3
+    assert len(await lost.claim(ANY)) == 3
     assert await leases.release_lost() == 3
-    assert len(await leases.claim(ANY, 1000)) == 3
+    assert len(await leases.claim(ANY)) == 3
     assert await lost.renew([a_line(1).id]) == set()
 
 
@@ -562,10 +512,10 @@ async def test_a_row_that_is_claimed_anew_is_not_put_back_for_its_earlier_claim(
     store: Store, tmp_path: Path
 ) -> None:
     leases = leases_of(store, tmp_path)
-    ids = [row.id for row, _ in await leases.claim(ANY, 1000)]
+    ids = [row.id for row in await leases.claim(ANY)]
     do(store, put_back, leases.process.id, ids[:1], NOW)  # Somebody else has, as it was lost.
     leases.put_back(ids[:2], NOW)
-    assert [row.id for row, _ in await leases.claim(ANY, 1000)] == ids[:1]
+    assert [row.id for row in await leases.claim(ANY)] == ids[:1]
     assert await leases.write()
     assert states(store) == [RequestState.RUNNING, RequestState.WAITING, RequestState.RUNNING]
 
@@ -584,13 +534,13 @@ async def test_rows_of_a_claim_that_nobody_was_told_of_wait_again_at_once(
 
     leases.storage.store = Deaf(store.location)
     with pytest.raises(StoreError):
-        await leases.claim(ANY, 1000)
+        await leases.claim(ANY)
     assert states(store) == [RequestState.RUNNING] * 3
     leases.storage.store = store
     assert await leases.write()
     assert states(store) == [RequestState.WAITING] * 3
     assert not await leases.write()
-    assert len(await leases.claim(ANY, 1000)) == 3
+    assert len(await leases.claim(ANY)) == 3
 
 
 async def test_a_clock_that_is_set_forward_ends_no_lease(store: Store, tmp_path: Path) -> None:
@@ -598,7 +548,7 @@ async def test_a_clock_that_is_set_forward_ends_no_lease(store: Store, tmp_path:
     other = replace(leases.process, id="other.1", host="elsewhere")
     do(store, register, other, NOW)
     neighbour = RowLeases(leases.storage, other)
-    assert len(await neighbour.claim(ANY, 1000)) == 3
+    assert len(await neighbour.claim(ANY)) == 3
     assert await leases.release_lost() == 0
     leases.storage.now = lambda: NOW + 3600
     assert await leases.release_lost() == 0
@@ -617,19 +567,6 @@ def test_a_jump_of_the_clock_matters_until_all_have_renewed_their_leases() -> No
     assert not jumps.jumped(NOW + 3610 + CALM_SECONDS)
     clock += 5.0
     assert not jumps.jumped(NOW)  # Set back: leases hold for longer than they should.
-
-
-async def test_lines_whose_folder_is_not_mounted_are_not_missing(
-    store: Store, tmp_path: Path
-) -> None:
-    leases = leases_of(store, tmp_path)
-    location = leases.storage.folder.location
-    location.rename(tmp_path / "elsewhere")
-    location.mkdir(mode=0o700)
-    with pytest.raises(FolderError):
-        await leases.claim(ANY, 1000)
-    assert await leases.write()
-    assert states(store) == [RequestState.WAITING] * 3
 
 
 P = ParamSpec("P")

@@ -23,7 +23,7 @@ from gateway.store.store import Store
 from gateway.stored.batch_rows import pause_batch
 from gateway.stored.claims import Pick, RequestKind
 from gateway.stored.feeder import IDLE_SECONDS, READ_SECONDS, Supply, read_prefixes, read_waiting
-from gateway.stored.feeding import PrefixGroup, Want
+from gateway.stored.feeding import PrefixGroup
 from gateway.stored.folder import DiskThreads, Folder, Storage, job
 from gateway.stored.runner import RequestTarget
 from gateway.terms import Priority
@@ -105,7 +105,7 @@ async def test_lines_are_divided_by_target(store: Store) -> None:
     assert (work.batch, work.rows, work.deadline) == (a_batch().id, 3, a_batch().expires_at)
     assert supply.class_of(a_batch().id) == "normal"
     assert supply.class_of(None) == ""
-    picks = supply.picks(target("xy"), [Want(a_batch().id, "alice", None, 4)])
+    picks = supply.picks(target("xy"), [Pick(4, RequestKind.LINE, a_batch().id)])
     assert sorted(picks, key=lambda pick: pick.model or "") == [
         Pick(2, RequestKind.LINE, a_batch().id, model="x"),
         Pick(2, RequestKind.LINE, a_batch().id, model="y"),
@@ -126,8 +126,9 @@ async def test_claims_count_down_what_waits(store: Store) -> None:
     await supply.read(FOLDER, ())
     works = await supply.with_groups(supply.works_of(target("demo")), {})
     assert [(group.prefix, group.rows) for group in works[0].groups] == [(7, 10)]
-    picks = supply.picks(target("demo"), [Want(a_batch().id, "alice", 7, 4)])
-    assert picks == [Pick(4, RequestKind.LINE, a_batch().id, prefix=7)]
+    wants = [Pick(4, RequestKind.LINE, a_batch().id, prefix=7)]
+    picks = supply.picks(target("demo"), wants)
+    assert picks == wants
     supply.count_claimed(target("demo"), picks, claim(store, limit=4, prefix=7))
     works = await supply.with_groups(supply.works_of(target("demo")), {})
     assert [work.rows for work in works] == [6]
@@ -268,6 +269,18 @@ async def test_lines_end_while_the_store_is_away_and_are_recorded_later(tmp_path
 
 
 @pytest.mark.usefixtures("hurried")
+@in_virtual_time
+async def test_lines_whose_file_is_gone_fail(tmp_path: Path) -> None:
+    node = EmulatedNode(slots=1, decode_tps=20)
+    async with virtual_gateway_over(tmp_path, node) as running:
+        batch = await submit(running, lines(6))
+        await until(lambda: node.requests == 1)
+        (tmp_path / "state/batches" / (await show(running, batch))["input_file_id"]).unlink()
+        found = await ended(running, batch)
+        assert found["request_counts"] == {"total": 6, "completed": 1, "failed": 5}
+
+
+@pytest.mark.usefixtures("hurried")
 async def test_lines_of_a_paused_model_wait_and_go_on(tmp_path: Path) -> None:
     nodes = [
         EmulatedNode(slots=2),
@@ -393,6 +406,24 @@ def queued_of(running: Running, caller: str = "k1") -> list[Priority]:
 async def errors_of(running: Running, batch: dict[str, Any]) -> Counter[str]:
     assert batch["error_file_id"] is not None, batch
     return Counter(line["error"]["code"] for line in await output(running, batch["error_file_id"]))
+
+
+@in_virtual_time
+async def test_lines_whose_folder_is_away_wait_and_go_on(tmp_path: Path) -> None:
+    node = a_node(1)
+    async with a_site(tmp_path, node) as running:
+        batch = await submit(running, lines(6))
+        await until(lambda: node.requests == 2)
+        folder, away = tmp_path / "state/batches", tmp_path / "away"
+        folder.rename(away)
+        folder.mkdir(mode=0o700)
+        await asyncio.sleep(10.0)
+        assert node.requests == 2
+        folder.rmdir()
+        away.rename(folder)
+        found = await ended(running, batch, 120.0)
+        assert found["request_counts"] == {"total": 6, "completed": 6, "failed": 0}
+        assert node.requests == 6
 
 
 @in_virtual_time

@@ -12,13 +12,12 @@ from itertools import count
 import pytest
 
 from gateway.lease import BatchRoom
-from gateway.stored.claims import RequestKind, StoredRow
+from gateway.stored.claims import Pick, RequestKind, StoredRow
 from gateway.stored.feeding import (
     BatchWork,
     Lane,
     Pace,
     PrefixGroup,
-    Want,
     in_danger,
     late_places,
     ready_wanted,
@@ -273,18 +272,19 @@ def test_the_pace_counts_only_while_there_are_rows() -> None:
 def test_claims_are_shared_evenly_between_owners() -> None:
     works = [BatchWork("b1", "k1", 500), BatchWork("b2", "k1", 500), BatchWork("c", "k2", 500)]
     wants = Lane().wants(works, 16)
-    assert sum(want.rows for want in wants) == 16
+    assert sum(want.limit for want in wants) == 16
+    owners = {work.batch: work.owner for work in works}
     by_owner: Counter[str] = Counter()
     for want in wants:
-        by_owner[want.owner] += want.rows
+        by_owner[owners[want.batch or ""]] += want.limit
     assert by_owner == {"k1": 8, "k2": 8}
 
 
 def test_claims_take_what_there_is_and_no_more_than_is_wanted() -> None:
     assert Lane().wants([], 16) == []
-    assert Lane().wants([BatchWork("b1", "k1", 3)], 16) == [Want("b1", "k1", None, 3)]
+    assert Lane().wants([BatchWork("b1", "k1", 3)], 16) == [Pick(3, RequestKind.LINE, "b1")]
     lane = a_lane(*(a_row() for _ in range(10)))
-    assert sum(want.rows for want in lane.wants([BatchWork("b1", "k1", 99)], 16)) == 6
+    assert sum(want.limit for want in lane.wants([BatchWork("b1", "k1", 99)], 16)) == 6
     assert lane.wants([BatchWork("b1", "k1", 99)], 8) == []
 
 
@@ -295,12 +295,12 @@ def test_claims_are_for_groups_under_way_first() -> None:
     assert [want.prefix for want in Lane(2).wants([work], 8)] == [4, 3]
     lane.next()
     assert [want.prefix for want in lane.wants([work], 8)] == [2, 4]
-    assert all(want.rows == 4 for want in lane.wants([work], 8))
+    assert all(want.limit == 4 for want in lane.wants([work], 8))
 
 
 def test_claims_for_batches_in_danger_come_first() -> None:
     works = [BatchWork("b1", "k1", 500), BatchWork("c", "k2", 10)]
-    assert Lane().wants(works, 16, ["c"])[0] == Want("c", "k2", None, 10)
+    assert Lane().wants(works, 16, ["c"])[0] == Pick(10, RequestKind.LINE, "c")
 
 
 # Simulated: nodes with slots, each of which has read some prefixes.
@@ -354,7 +354,7 @@ class Simulated:
         work = BatchWork("b1", "k1", len(self.rows), groups=groups)
         wanted = ready_wanted(self.nodes * self.slots, 0.0)
         for want in lane.wants([work], wanted):
-            left = want.rows
+            left = want.limit
             for row in [row for row in self.rows if want.prefix in {None, row.prefix}][:left]:
                 self.rows.remove(row)
                 lane.add(row)

@@ -4,34 +4,28 @@ from __future__ import annotations
 
 import asyncio
 import os
-from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
-from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
-from sqlalchemy import Connection, create_engine, func, insert, select, text
+from sqlalchemy import Connection, create_engine, insert, text
 
-from gateway.config.stored import BatchSettings
 from gateway.errors import GatewayError
-from gateway.store.database import locate_store
 from gateway.store.schema import batches, files
-from gateway.store.store import Store
 from gateway.stored.background_requests import add_background, delete_background
 from gateway.stored.batch_registry import NewBatch
 from gateway.stored.batch_rows import Batch
 from gateway.stored.claims import BatchState, RequestKind, StoredRow
 from gateway.stored.files import (
     ORPHAN_SECONDS,
-    FileRegistry,
     correct_log_sizes,
     full_owners,
     kept_by,
     note_log_sizes,
+    read_files,
 )
-from gateway.stored.folder import ID_FILE, DiskThreads, Folder, Storage, job
+from gateway.stored.folder import ID_FILE, job
 from tests.store.stores import LIMIT, opened
 from tests.stored.batch_place import HOUR, BatchPlace, answer, batch_place, count, jsonl, line
 from tests.stored.stored_rows import limits
@@ -39,51 +33,9 @@ from tests.stored.stored_rows import limits
 DAY = 86400.0
 
 
-@dataclass
-class Place:
-    """A registry, its folder and its store, with a clock of its own."""
-
-    registry: FileRegistry
-    folder: Folder
-    store: Store
-    settings: BatchSettings
-    time: list[float] = field(default_factory=lambda: [1_800_000_000.0])
-
-    def pass_(self, seconds: float) -> None:
-        self.time[0] += seconds
-
-    async def add(self, owner: str = "alice", content: bytes = b"x", **more: Any) -> str:
-        async with self.registry.uploading(owner, None) as upload:
-            await self.registry.storage.on_disk(upload.write, content)
-            given = {"name": "a", "purpose": "batch", "seconds": None, **more}
-            return (await self.registry.keep(upload, **given)).id
-
-    async def rows(self) -> int:
-        return await self.store.run(
-            lambda c: c.scalar(select(func.count()).select_from(files)) or 0
-        )
-
-    def kept(self) -> list[str]:
-        return sorted(p.name for p in self.folder.location.iterdir() if p.name != ID_FILE)
-
-    async def ids(self, owner: str = "alice") -> list[str]:
-        return [file.id for file in (await self.registry.page(owner, 100)).files]
-
-
-@asynccontextmanager
-async def place(url: str, path: Path, **settings: Any) -> AsyncIterator[Place]:
-    chosen, time = BatchSettings(**settings), [1_800_000_000.0]
-    store = Store(locate_store(url, path))
-    store.start()
-    try:
-        assert await store.wait_opened(LIMIT)
-        folder = Folder(path, most_bytes=lambda: chosen.folder_bytes, now=lambda: time[0])
-        storage = Storage(store, folder, DiskThreads(), lambda: chosen, lambda: time[0])
-        registry = FileRegistry(storage)
-        yield Place(registry, folder, store, chosen, time)
-        registry.close()
-    finally:
-        await store.aclose(LIMIT)
+async def ids(here: BatchPlace, owner: str = "alice") -> list[str]:
+    page = await here.files.storage.read(read_files, owner, here.time[0], 100)
+    return [file.id for file in page.files]
 
 
 async def refused(asked: Any) -> tuple[int, str]:
@@ -95,18 +47,18 @@ async def refused(asked: Any) -> tuple[int, str]:
 async def test_an_expired_file_is_gone_at_once_and_its_bytes_soon(
     store_url: str, tmp_path: Path
 ) -> None:
-    async with place(store_url, tmp_path / "kept", keep=10 * DAY) as here:
-        long, short = await here.add(), await here.add(seconds=3600)
+    async with batch_place(store_url, tmp_path / "kept", keep=10 * DAY) as here:
+        long, short = await here.upload(), await here.upload(seconds=3600)
         here.pass_(3600)
-        assert await here.ids() == [long]
-        assert await refused(here.registry.find("alice", short)) == (404, "file_not_found")
-        assert await refused(here.registry.open_content("alice", short)) == (404, "file_not_found")
+        assert await ids(here) == [long]
+        assert await refused(here.files.find("alice", short)) == (404, "file_not_found")
+        assert await refused(here.files.open_content("alice", short)) == (404, "file_not_found")
         assert len(here.kept()) == 2
-        assert await here.registry.clean() == 1
-        assert (here.kept(), await here.rows()) == ([long], 1)
+        assert await here.files.clean() == 1
+        assert (here.kept(), await here.store.run(count(files))) == ([long], 1)
         here.pass_(10 * DAY)
-        assert await here.registry.clean() == 1
-        assert (here.kept(), await here.rows()) == ([], 0)
+        assert await here.files.clean() == 1
+        assert (here.kept(), await here.store.run(count(files))) == ([], 0)
 
 
 def a_batch(file: str, *, ended_at: float | None) -> Any:
@@ -122,173 +74,129 @@ def a_batch(file: str, *, ended_at: float | None) -> Any:
     return job
 
 
-async def test_a_file_that_a_batch_reads_stays(store_url: str, tmp_path: Path) -> None:
-    async with place(store_url, tmp_path / "kept") as here:
-        read, done = await here.add(), await here.add()
-        await here.store.run(a_batch(read, ended_at=None))
-        await here.store.run(a_batch(done, ended_at=5.0))
-        assert await refused(here.registry.delete("alice", read)) == (409, "file_in_use")
-        await here.registry.delete("alice", done)
-        here.pass_(100 * DAY)
-        assert await here.registry.clean() == 0
-        assert here.kept() == [read]
+async def test_a_file_that_a_batch_reads_stays(here: BatchPlace) -> None:
+    read, done = await here.upload(), await here.upload()
+    await here.store.run(a_batch(read, ended_at=None))
+    await here.store.run(a_batch(done, ended_at=5.0))
+    assert await refused(here.files.delete("alice", read)) == (409, "file_in_use")
+    await here.files.delete("alice", done)
+    here.pass_(100 * DAY)
+    assert await here.files.clean() == 0
+    assert here.kept() == [read]
 
 
 async def test_a_deletion_that_was_cut_short_is_finished_later(
-    store_url: str, tmp_path: Path
+    here: BatchPlace, tmp_path: Path
 ) -> None:
-    async with place(store_url, tmp_path / "kept") as here:
-        id_ = await here.add()
-        here.folder.location.rename(tmp_path / "away")
-        await here.registry.delete("alice", id_)
-        assert await here.ids() == []
-        assert await refused(here.registry.delete("alice", id_)) == (404, "file_not_found")
-        (tmp_path / "away").rename(here.folder.location)
-        assert (here.kept(), await here.rows()) == ([id_], 1)
-        assert await here.registry.clean() == 1
-        assert (here.kept(), await here.rows()) == ([], 0)
+    id_ = await here.upload()
+    here.folder.location.rename(tmp_path / "away")
+    await here.files.delete("alice", id_)
+    assert await ids(here) == []
+    assert await refused(here.files.delete("alice", id_)) == (404, "file_not_found")
+    (tmp_path / "away").rename(here.folder.location)
+    assert (here.kept(), await here.store.run(count(files))) == ([id_], 1)
+    assert await here.files.clean() == 1
+    assert (here.kept(), await here.store.run(count(files))) == ([], 0)
 
 
-async def test_a_complete_file_without_a_row_is_removed_when_it_is_old(
-    store_url: str, tmp_path: Path
-) -> None:
-    async with place(store_url, tmp_path / "kept") as here:
-        id_ = await here.add()
-        new = here.folder.open_new("file")
-        spool = here.folder.open_new("spool")
-        new.finish()
-        spool.finish()
-        for path in here.folder.location.iterdir():
-            os.utime(path, (here.time[0], here.time[0]))
-        here.pass_(ORPHAN_SECONDS)
-        assert await here.registry.clean() == 0
-        here.pass_(1)
-        assert await here.registry.clean(orphans=False) == 0
-        assert await here.registry.clean() == 1
-        assert here.kept() == sorted([id_, spool.name])
+async def test_a_complete_file_without_a_row_is_removed_when_it_is_old(here: BatchPlace) -> None:
+    id_ = await here.upload()
+    new = here.folder.open_new("file")
+    spool = here.folder.open_new("spool")
+    new.finish()
+    spool.finish()
+    for path in here.folder.location.iterdir():
+        os.utime(path, (here.time[0], here.time[0]))
+    here.pass_(ORPHAN_SECONDS)
+    assert await here.files.clean() == 0
+    here.pass_(1)
+    assert await here.files.clean(orphans=False) == 0
+    assert await here.files.clean() == 1
+    assert here.kept() == sorted([id_, spool.name])
 
 
 async def test_a_file_of_another_host_is_listed_and_not_read(
     store_url: str, tmp_path: Path
 ) -> None:
     async with (
-        place(store_url, tmp_path / "one") as one,
-        place(store_url, tmp_path / "two") as two,
+        batch_place(store_url, tmp_path / "one") as one,
+        batch_place(store_url, tmp_path / "two") as two,
     ):
-        id_ = await one.add()
-        assert await two.ids() == [id_]
-        assert await refused(two.registry.open_content("alice", id_)) == (503, "file_elsewhere")
+        id_ = await one.upload()
+        assert await ids(two) == [id_]
+        assert await refused(two.files.open_content("alice", id_)) == (503, "file_elsewhere")
         # Deleted here, removed there.
-        await two.registry.delete("alice", id_)
-        assert await two.registry.clean() == 0
+        await two.files.delete("alice", id_)
+        assert await two.files.clean() == 0
         assert one.kept() == [id_]
-        assert await one.registry.clean() == 1
+        assert await one.files.clean() == 1
         assert one.kept() == []
 
 
 async def test_the_limit_of_files_holds_for_uploads_that_end_together(
     store_url: str, tmp_path: Path
 ) -> None:
-    async with place(store_url, tmp_path / "kept", files_per_key=3) as here:
-        ended = await asyncio.gather(*(here.add() for _ in range(8)), return_exceptions=True)
+    async with batch_place(store_url, tmp_path / "kept", files_per_key=3) as here:
+        ended = await asyncio.gather(*(here.upload() for _ in range(8)), return_exceptions=True)
         made = sorted(one for one in ended if isinstance(one, str))
         wrong = [one for one in ended if not isinstance(one, str)]
         assert len(made) == 3
         assert {(e.status, e.code) for e in wrong if isinstance(e, GatewayError)} == {
             (429, "insufficient_quota")
         }
-        assert (here.kept(), await here.rows()) == (made, 3)
+        assert (here.kept(), await here.store.run(count(files))) == (made, 3)
 
 
 async def test_the_limit_holds_for_two_gateways_of_one_store(
     store_url: str, tmp_path: Path
 ) -> None:
     async with (
-        place(store_url, tmp_path / "one", files_per_key=4) as one,
-        place(store_url, tmp_path / "two", files_per_key=4) as two,
+        batch_place(store_url, tmp_path / "one", files_per_key=4) as one,
+        batch_place(store_url, tmp_path / "two", files_per_key=4) as two,
     ):
-        adding = [here.add() for _ in range(6) for here in (one, two)]
+        adding = [here.upload() for _ in range(6) for here in (one, two)]
         ended = await asyncio.gather(*adding, return_exceptions=True)
         assert len([made for made in ended if isinstance(made, str)]) == 4
-        assert len(one.kept()) + len(two.kept()) == await one.rows() == 4
+        assert len(one.kept()) + len(two.kept()) == await one.store.run(count(files)) == 4
 
 
-async def test_an_upload_that_fails_leaves_nothing(store_url: str, tmp_path: Path) -> None:
-    async with place(store_url, tmp_path / "kept", file_bytes=10) as here:
-
-        async def fail() -> None:
-            async with here.registry.uploading("alice", 5) as upload:
-                await here.registry.storage.on_disk(upload.write, b"12345")
-                raise RuntimeError
-
-        with pytest.raises(RuntimeError):
-            await fail()
-        assert await refused(here.add(content=b"12345678901")) == (413, "request_too_large")
-        assert (here.kept(), await here.rows()) == ([], 0)
-
-
-async def test_an_upload_that_is_cancelled_leaves_nothing(store_url: str, tmp_path: Path) -> None:
-    async with place(store_url, tmp_path / "kept") as here:
-        begun = asyncio.Event()
-
-        async def send() -> None:
-            async with here.registry.uploading("alice", None) as upload:
-                begun.set()
-                while True:
-                    await here.registry.storage.on_disk(upload.write, bytes(1 << 16))
-
-        sending = asyncio.create_task(send())
-        await begun.wait()
-        assert len(here.kept()) == 1
-        sending.cancel()
-        await asyncio.wait([sending])
-        assert sending.cancelled()
-        assert here.kept() == []
+async def test_a_store_that_is_away_is_told_and_nothing_is_lost(here: BatchPlace) -> None:
+    id_ = await here.upload()
+    async with here.files.uploading("alice", None) as upload:
+        await here.files.storage.on_disk(upload.write, b"text")
+        await here.store.aclose(LIMIT)
+        keeping = here.files.keep(upload, name="a", purpose="batch", seconds=None)
+        assert await refused(keeping) == (503, "store_unavailable")
+        # Whether it has a row can't be told, so the file stays until that is known.
+        assert len(here.kept()) == 2
+    assert await refused(here.files.find("alice", id_)) == (503, "store_unavailable")
+    assert await refused(here.upload()) == (503, "store_unavailable")
 
 
-async def test_a_store_that_is_away_is_told_and_nothing_is_lost(
-    store_url: str, tmp_path: Path
-) -> None:
-    async with place(store_url, tmp_path / "kept") as here:
-        id_ = await here.add()
-        async with here.registry.uploading("alice", None) as upload:
-            await here.registry.storage.on_disk(upload.write, b"text")
-            await here.store.aclose(LIMIT)
-            keeping = here.registry.keep(upload, name="a", purpose="batch", seconds=None)
-            assert await refused(keeping) == (503, "store_unavailable")
-            # Whether it has a row can't be told, so the file stays until that is known.
-            assert len(here.kept()) == 2
-        assert await refused(here.registry.find("alice", id_)) == (503, "store_unavailable")
-        assert await refused(here.add()) == (503, "store_unavailable")
-
-
-async def test_files_are_shown_and_listed_while_another_process_writes(
-    store_url: str, tmp_path: Path
-) -> None:
-    async with place(store_url, tmp_path / "kept") as here:
-        id_ = await here.add()
-        engine = create_engine(here.store.location.url)
-        is_sqlite = here.store.location.path is not None
-        lock = "BEGIN IMMEDIATE" if is_sqlite else "LOCK TABLE files IN EXCLUSIVE MODE"
-        try:
-            with engine.connect() as connection:
-                connection.execute(text(lock))
-                async with asyncio.timeout(2.0):
-                    assert await here.ids() == [id_]
-                    assert (await here.registry.find("alice", id_)).id == id_
-                connection.rollback()
-        finally:
-            engine.dispose()
+async def test_files_are_shown_and_listed_while_another_process_writes(here: BatchPlace) -> None:
+    id_ = await here.upload()
+    engine = create_engine(here.store.location.url)
+    is_sqlite = here.store.location.path is not None
+    lock = "BEGIN IMMEDIATE" if is_sqlite else "LOCK TABLE files IN EXCLUSIVE MODE"
+    try:
+        with engine.connect() as connection:
+            connection.execute(text(lock))
+            async with asyncio.timeout(2.0):
+                assert await ids(here) == [id_]
+                assert (await here.files.find("alice", id_)).id == id_
+            connection.rollback()
+    finally:
+        engine.dispose()
 
 
 async def test_the_row_says_what_came(store_url: str, tmp_path: Path) -> None:
-    async with place(store_url, tmp_path / "kept") as here:
-        id_ = await here.add(content=b"abc", name="ä.jsonl", purpose="user_data")
-        found = await here.registry.find("alice", id_)
+    async with batch_place(store_url, tmp_path / "kept") as here:
+        id_ = await here.upload(content=b"abc", name="ä.jsonl", purpose="user_data")
+        found = await here.files.find("alice", id_)
         assert (found.name, found.purpose, found.bytes) == ("ä.jsonl", "user_data", 3)
         assert found.sha256.startswith("ba7816bf")
         assert found.folder == here.folder.id
-        content = await here.registry.open_content("alice", id_)
+        content = await here.files.open_content("alice", id_)
         assert b"".join([piece async for piece in content.pieces]) == b"abc"
         await content.close()
         plan = await here.store.run(partial(_plan_of_a_page, url=store_url))
@@ -333,52 +241,39 @@ async def messages(here: BatchPlace, lines: int, *, owner: str = "alice", **more
     return await here.batches.create(NewBatch(**given, requests=name, requests_bytes=size))
 
 
-async def answer_some(here: BatchPlace, api: str, limit: int, *, size: int = 10) -> int:
-    """Claim so many lines at most, and record answers of this size; how many."""
-    task = asyncio.create_task(here.results.run())
-    rows = await here.claim(limit)
-    content = b'"%b"' % (b"x" * size)
-    added = [here.results.add(r, api, answer(r, here.process.id, content=content)) for r in rows]
-    assert all(await asyncio.gather(*added))
-    task.cancel()
-    return len(rows)
-
-
-async def test_the_rows_say_what_the_folder_holds_at_every_step(
-    store_url: str, tmp_path: Path
-) -> None:
-    async with batch_place(store_url, tmp_path / "kept") as here:
-        seen = [(await kept(here), on_disk(here))]
-        await here.upload(b"x" * 700, purpose="user_data")
-        seen.append((await kept(here), on_disk(here)))
-        of_messages = await messages(here, 3)
-        seen.append((await kept(here), on_disk(here)))
-        of_lines = await here.create([line("a"), line("b"), "broken"])
-        seen.append((await kept(here), on_disk(here)))
+async def test_the_rows_say_what_the_folder_holds_at_every_step(here: BatchPlace) -> None:
+    seen = [(await kept(here), on_disk(here))]
+    await here.upload(b"x" * 700, purpose="user_data")
+    seen.append((await kept(here), on_disk(here)))
+    of_messages = await messages(here, 3)
+    seen.append((await kept(here), on_disk(here)))
+    of_lines = await here.create([line("a"), line("b"), "broken"])
+    seen.append((await kept(here), on_disk(here)))
+    await here.settle()
+    seen.append((await kept(here), on_disk(here)))
+    assert await here.answer(2, content=b'"%b"' % (b"x" * 300)) == 2
+    seen.append((await kept(here), on_disk(here)))
+    assert all(counted == held for counted, held in seen), seen
+    assert sorted(seen) == seen
+    assert len({counted for counted, _ in seen}) == len(seen)
+    assert await kept(here, "bob") == 0
+    # After the end results are in files with rows, and of the rest nothing is left.
+    while await here.answer(10):
         await here.settle()
-        seen.append((await kept(here), on_disk(here)))
-        assert await answer_some(here, "anthropic", 2, size=300) == 2
-        seen.append((await kept(here), on_disk(here)))
-        assert all(counted == held for counted, held in seen), seen
-        assert sorted(seen) == seen
-        assert len({counted for counted, _ in seen}) == len(seen)
-        assert await kept(here, "bob") == 0
-        # After the end results are in files with rows, and of the rest nothing is left.
-        while await answer_some(here, "openai", 10):
-            await here.settle()
-        assert {(await here.find(one)).state for one in (of_messages, of_lines)} == {
-            BatchState.COMPLETED
-        }
-        assert here.kept("requests") == []
-        await here.results.close(HOUR)
-        await here.batches.upkeep.clean()
-        assert here.kept("results") == []
-        assert await kept(here) == on_disk(here) > 0
-        await here.batches.delete("alice", of_messages.id, "anthropic")
-        assert await kept(here) == on_disk(here)
-        for file in (await here.files.page("alice", 100)).files:
-            await here.files.delete("alice", file.id)
-        assert (await kept(here), on_disk(here)) == (0, 0)
+    assert {(await here.find(one)).state for one in (of_messages, of_lines)} == {
+        BatchState.COMPLETED
+    }
+    assert here.kept("requests") == []
+    await here.results.close(HOUR)
+    await here.batches.upkeep.clean()
+    assert here.kept("results") == []
+    assert await kept(here) == on_disk(here) > 0
+    await here.batches.delete("alice", of_messages.id, "anthropic")
+    assert await kept(here) == on_disk(here)
+    page = await here.files.storage.read(read_files, "alice", here.time[0], 100)
+    for file in page.files:
+        await here.files.delete("alice", file.id)
+    assert (await kept(here), on_disk(here)) == (0, 0)
 
 
 async def test_what_expires_is_released_but_an_input_that_is_read_is_not(
@@ -448,7 +343,7 @@ async def test_batches_of_a_full_key_pause_and_lose_nothing_until_there_is_room(
         for row in await here.claim(3):
             content = b'"%b"' % (b"x" * 2 * KB)
             done = answer(row, here.process.id, content=content)
-            assert await here.results.add(row, "openai", done)
+            assert await here.results.add(row, done)
             await here.batches.upkeep.round()
         task.cancel()
         paused = await here.find(batch)
@@ -458,7 +353,7 @@ async def test_batches_of_a_full_key_pause_and_lose_nothing_until_there_is_room(
         other = await here.create([line("a")], owner="bob")
         await here.settle()
         assert (await here.find(other)).paused_at is None
-        assert await answer_some(here, "openai", 9) == 1  # bob's
+        assert await here.answer(9) == 1  # bob's
         # By hand it goes on for a moment only.
         await here.batches.resume("alice", batch.id, "openai")
         await here.batches.upkeep.round()
@@ -467,7 +362,7 @@ async def test_batches_of_a_full_key_pause_and_lose_nothing_until_there_is_room(
         await here.batches.upkeep.round()
         assert (await here.find(batch)).paused_at is None
         assert here.batches.upkeep.full_owners == frozenset()
-        assert await answer_some(here, "openai", 9) == 1
+        assert await here.answer(9) == 1
         await here.settle()
         assert [one["custom_id"] for one in await here.output(batch)] == ["c0", "c1", "c2", "c3"]
 

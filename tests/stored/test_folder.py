@@ -24,6 +24,7 @@ from gateway.stored.folder import (
     FolderFull,
     is_file_name,
 )
+from tests.small_disk import run_on_small_disk
 
 LIMIT = 60.0
 
@@ -249,17 +250,7 @@ print("done", end="")
 
 
 def test_a_disk_that_fills_in_the_middle_is_told_and_nothing_stays(tmp_path: Path) -> None:
-    # A small file system of its own, in a namespace of its own.
-    mount = 'mount -t tmpfs -o size=1m none "$1" && exec "$2" -c "$3" "$1"'
-    unshare = shutil.which("unshare")
-    start: list[str | Path] = [str(unshare), "-rm", "sh", "-c", mount, "sh", tmp_path]
-    start.append(sys.executable)
-    if unshare is None or subprocess.run([*start, "pass"], check=False).returncode:
-        pytest.skip("this machine lets us mount no file system")
-    done = subprocess.run(
-        [*start, ON_A_FULL_DISK], capture_output=True, text=True, timeout=LIMIT, check=False
-    )
-    assert done.stdout == "done", done.stderr
+    assert run_on_small_disk(ON_A_FULL_DISK, "1m", tmp_path) == "done"
 
 
 def test_a_discard_waits_for_a_write_that_runs(tmp_path: Path) -> None:

@@ -3,20 +3,20 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
-import sys
 from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager, contextmanager
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import httpx
 import pytest
+import yaml
 from sqlalchemy import Row, create_engine, select, text
 
+from gateway.local.server import claim_port, claimed_port
 from gateway.store.database import locate_store
 from gateway.store.schema import stored_requests, usage
+from tests.callers.kills import HOST, Site
 from tests.emulator import EmulatedNode
 from tests.gateways import until
 from tests.postgres import needs_postgres
@@ -41,22 +41,6 @@ async def test_every_line_has_one_result_though_the_gateway_is_killed(kind: str)
     assert found.store_restarts == (0 if server is None else 2)
 
 
-SERVE = """
-import asyncio, json, sys
-from pathlib import Path
-from tests.gateways import running_gateway
-
-async def main():
-    folder, node, url = sys.argv[1:]
-    nodes = [{"name": "n", "url": node, "cost_per_million_tokens": {"prompt": 3, "completion": 5}}]
-    async with running_gateway(Path(folder), nodes, {"store": {"url": url}}) as running:
-        print(running.url, flush=True)
-        await asyncio.Event().wait()
-
-asyncio.run(main())
-"""
-
-
 SAME = (
     "key", "model", "class", "tier", "node", "path", "stream", "prompt_tokens",
     "completion_tokens", "cost", "gpu_cost", "attempts", "status", "outcome",
@@ -69,36 +53,23 @@ SAME = (
 ASK = {"input": "tell me a story", "max_output_tokens": 12, "background": True}
 
 
-@dataclass(frozen=True, slots=True)
-class Served:
-    """A gateway in a process of its own."""
-
-    client: httpx.AsyncClient
-    process: asyncio.subprocess.Process
-
-    async def kill(self) -> None:
-        """Kill it (SIGKILL); it is gone when this returns."""
-        with contextlib.suppress(ProcessLookupError):
-            self.process.kill()
-        await self.process.wait()
-
-
 @asynccontextmanager
-async def serving(folder: Path, node: EmulatedNode, store_url: str) -> AsyncIterator[Served]:
-    """Run a gateway, which is killed at the end."""
-    made = await asyncio.create_subprocess_exec(
-        sys.executable, "-c", SERVE, folder, node.url, store_url, stdout=asyncio.subprocess.PIPE
-    )
-    try:
-        assert made.stdout is not None
-        async with asyncio.timeout(90):
-            url = (await made.stdout.readline()).decode().strip()
-            async with httpx.AsyncClient(base_url=url, trust_env=False, timeout=60) as client:
-                yield Served(client, made)
-    finally:
-        with contextlib.suppress(ProcessLookupError):
-            made.kill()
-        await made.wait()
+async def a_site(
+    folder: Path, node: EmulatedNode, store_url: str
+) -> AsyncIterator[tuple[Site, httpx.AsyncClient]]:
+    """A gateway that is not started yet, and has prices; and its client."""
+    with claim_port(HOST) as claim:
+        site = Site(folder, [node], store_url, claimed_port(claim), nice=0)
+        file = folder / "nodes.yaml"
+        nodes = yaml.safe_load(file.read_text())
+        nodes["nodes"][0]["cost_per_million_tokens"] = {"prompt": 3, "completion": 5}
+        file.write_text(yaml.safe_dump(nodes))
+        url = f"http://{HOST}:{site.port}"
+        async with httpx.AsyncClient(base_url=url, trust_env=False, timeout=60) as client:
+            try:
+                yield site, client
+            finally:
+                await site.stop()
 
 
 @contextmanager
@@ -125,7 +96,7 @@ def rows(store_url: str, table: Any) -> dict[str, Row[Any]]:
 
 
 def newest_log(folder: Path) -> Path:
-    return max((folder / "state/batches").glob("events-*"))
+    return max((folder / "state").rglob("events-*"), key=lambda path: path.name)
 
 
 async def end_of(client: httpx.AsyncClient, id_: str) -> dict[str, Any]:
@@ -140,23 +111,27 @@ async def end_of(client: httpx.AsyncClient, id_: str) -> dict[str, Any]:
 async def test_a_response_that_had_ended_is_recorded_and_paid_once_by_the_next_process(
     store_url: str, tmp_path: Path
 ) -> None:
-    async with EmulatedNode(decode_tps=30, answer_tokens=1000) as node:
-        async with serving(tmp_path, node, store_url) as first:
-            like = (await first.client.post("/v1/responses", json=ASK)).json()["id"]
-            told = await end_of(first.client, like)
-            id_ = (await first.client.post("/v1/responses", json=ASK)).json()["id"]
-            await until(lambda: node.busy == 1)
-            with no_records(store_url):
-                log = newest_log(tmp_path)
-                await until(lambda: b"\nevent: response.incomplete\n" in log.read_bytes())
-                await first.kill()
+    async with (
+        EmulatedNode(decode_tps=30, answer_tokens=1000) as node,
+        a_site(tmp_path, node, store_url) as (site, client),
+    ):
+        await site.start()
+        like = (await client.post("/v1/responses", json=ASK)).json()["id"]
+        told = await end_of(client, like)
+        id_ = (await client.post("/v1/responses", json=ASK)).json()["id"]
+        await until(lambda: node.busy == 1)
+        with no_records(store_url):
+            log = newest_log(tmp_path)
+            await until(lambda: b"\nevent: response.incomplete\n" in log.read_bytes())
+            await site.kill()
         assert rows(store_url, stored_requests)[id_].state == "running"
         assert id_ not in rows(store_url, usage)
         for _ in range(2):
-            async with serving(tmp_path, node, store_url) as after:
-                seen = await end_of(after.client, id_)
-                assert seen["usage"] == told["usage"]
-                await until(lambda: rows(store_url, stored_requests)[id_].ended_at is not None)
+            await site.start()
+            seen = await end_of(client, id_)
+            assert seen["usage"] == told["usage"]
+            await until(lambda: rows(store_url, stored_requests)[id_].ended_at is not None)
+            await site.kill()
         assert node.requests == 2
     recorded, ledger = rows(store_url, stored_requests), rows(store_url, usage)
     assert {recorded[one].state for one in (id_, like)} == {"done"}

@@ -1,11 +1,11 @@
-"""The lines of a batch's input: what they are must never depend on how the bytes were cut."""
+"""The lines of a batch's input."""
 
 from __future__ import annotations
 
 import io
 import json
 import tracemalloc
-from typing import Any, cast
+from typing import Any
 
 import pytest
 from hypothesis import given
@@ -20,10 +20,9 @@ from gateway.stored.line_reader import (
     LineError,
     LineReader,
     LineSpec,
-    LineSplitter,
-    RawLine,
     TooManyLines,
     check_line_count,
+    raw_lines,
 )
 from tests.stored.batch_place import CHAT, jsonl, line
 
@@ -32,24 +31,9 @@ BOM = b"\xef\xbb\xbf"
 BODY = '{"custom_id":"a","method":"POST","url":"/v1/chat/completions","body":%s}'
 
 
-class Pieces:
-    """A file whose bytes come in given pieces, then whole."""
-
-    def __init__(self, content: bytes, cuts: list[int]) -> None:
-        self._file = io.BytesIO(content)
-        self._cuts = iter(cuts)
-
-    def read(self, size: int, /) -> bytes:
-        return self._file.read(min(size, next(self._cuts, size)))
-
-
-def read(content: bytes, *cuts: int, most_lines: int = 1000, line_bytes: int = 2000) -> list[Line]:
+def read(content: bytes, most_lines: int = 1000, line_bytes: int = 2000) -> list[Line]:
     reader = LineReader(
-        cast("Any", Pieces(content, list(cuts))),
-        CHAT,
-        most_lines=most_lines,
-        line_bytes=line_bytes,
-        rest=lambda: None,
+        io.BytesIO(content), CHAT, most_lines=most_lines, line_bytes=line_bytes, rest=lambda: None
     )
     found: list[Line] = []
     while some := reader.read_some():
@@ -113,21 +97,10 @@ pieces = st.lists(
 )
 
 
-@given(pieces, st.lists(st.integers(1, 40), max_size=40))
-def test_lines_do_not_depend_on_the_cuts(parts: list[bytes], cuts: list[int]) -> None:
+@given(pieces, st.sampled_from([1, 10, 5000]))
+def test_lines_are_those_of_the_file(parts: list[bytes], most: int) -> None:
     content = b"".join(parts)
-    assert read(content, *cuts, line_bytes=200) == read(content, line_bytes=200)
-
-
-@given(pieces, st.lists(st.integers(1, 40), max_size=40), st.sampled_from([1, 10, 5000]))
-def test_split_lines_are_those_of_the_file(parts: list[bytes], cuts: list[int], most: int) -> None:
-    content, splitter = b"".join(parts), LineSplitter(most)
-    found: list[RawLine] = []
-    file = cast("Any", Pieces(content, cuts))
-    while piece := file.read(100):
-        found += splitter.feed(piece)
-    last = splitter.end()
-    found += [] if last is None else [last]
+    found = list(raw_lines(io.BytesIO(content), most))
     expected = content.split(b"\n")
     if not expected[-1]:
         del expected[-1]
@@ -324,18 +297,22 @@ def test_a_batch_of_one_model_tells_it() -> None:
 
 
 def test_memory_is_bounded_whatever_the_file_holds() -> None:
-    class Zeros:
+    class Zeros(io.RawIOBase):
         """A line without an end."""
 
         left = 64 << 20
 
-        def read(self, size: int, /) -> bytes:
-            size = min(size, self.left)
+        def readable(self) -> bool:
+            return True
+
+        def readinto(self, buffer: Any, /) -> int:
+            size = min(len(buffer), self.left)
             self.left -= size
-            return b"x" * size
+            buffer[:size] = b"x" * size
+            return size
 
     reader = LineReader(
-        cast("Any", Zeros()), CHAT, most_lines=9, line_bytes=1 << 20, rest=lambda: None
+        io.BufferedReader(Zeros()), CHAT, most_lines=9, line_bytes=1 << 20, rest=lambda: None
     )
     tracemalloc.start()
     (found,) = reader.read_some()

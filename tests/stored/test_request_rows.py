@@ -6,7 +6,6 @@ import time
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
 
 import pytest
 from sqlalchemy import Connection, update
@@ -39,7 +38,7 @@ from gateway.stored.claims import (
 )
 from gateway.stored.folder import ID_FILE, DiskThreads, Folder, Storage, job
 from tests.polling import eventually
-from tests.store.stores import opened, wait_until
+from tests.store.stores import CountingStore, opened, wait_until
 from tests.stored.stored_rows import (
     DAY,
     FOLDER,
@@ -183,16 +182,6 @@ def test_sqlite_reads_waiting_lines_by_their_index(tmp_path: Path) -> None:
         found = do(store, plan, sql)
         assert "waiting_lines" in found
         assert "TEMP B-TREE" not in found
-
-
-class CountingStore(Store):
-    """Counts the jobs that it is asked for."""
-
-    jobs = 0
-
-    async def run(self, *values: Any, **named: Any) -> Any:
-        self.jobs += 1
-        return await super().run(*values, **named)
 
 
 @dataclass(slots=True)

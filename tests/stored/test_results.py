@@ -4,9 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import json
-import shutil
-import subprocess
-import sys
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -23,6 +20,7 @@ from gateway.stored.claims import BatchState, RequestState, put_back, release_lo
 from gateway.stored.line_reader import LineError
 from gateway.stored.results import ROW_BYTES, broken_line, is_output, response_line, unanswered_line
 from tests.gateways import until
+from tests.small_disk import run_on_small_disk
 from tests.store.stores import LIMIT
 from tests.stored.batch_place import BatchPlace, answer, batch_place, count, killed, line
 
@@ -153,7 +151,7 @@ async def main(url, path):
         task = asyncio.create_task(here.results.run())
         print("runs", flush=True)
         while rows := await here.claim(100):
-            added = [here.results.add(r, "openai", answer(r, here.process.id)) for r in rows]
+            added = [here.results.add(r, answer(r, here.process.id)) for r in rows]
             assert all(await asyncio.gather(*added))
         print("done", flush=True)
 
@@ -180,17 +178,6 @@ async def begun(here: BatchPlace, lines: int) -> Batch:
     return batch
 
 
-async def run_rest(here: BatchPlace) -> int:
-    """Answer what can be claimed; returns how many those were."""
-    task, ran = asyncio.create_task(here.results.run()), 0
-    while rows := await here.claim(200):
-        added = [here.results.add(r, "openai", answer(r, here.process.id)) for r in rows]
-        assert all(await asyncio.gather(*added))
-        ran += len(rows)
-    task.cancel()
-    return ran
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize("rows", [1, 700, 1500])
 async def test_a_killed_process_leaves_every_result_whole_and_once(
@@ -206,7 +193,7 @@ async def test_a_killed_process_leaves_every_result_whole_and_once(
             return release_lost(connection, here.folder.id or "", here.process, here.time[0])
 
         await here.store.run(release)
-        assert await run_rest(here) == LINES - recorded
+        assert await here.answer() == LINES - recorded
         await here.settle()
         ended = await here.find(batch)
         assert (ended.state, ended.completed) == (BatchState.COMPLETED, LINES)
@@ -218,88 +205,69 @@ async def test_a_killed_process_leaves_every_result_whole_and_once(
         assert (ended.completion_tokens, ended.cost) == (3 * LINES, LINES / 2)
 
 
-async def test_a_result_that_nobody_wants_any_more_is_not_recorded(
-    store_url: str, tmp_path: Path
-) -> None:
-    async with batch_place(store_url, tmp_path / "kept") as here:
-        batch = await begun(here, 2)
-        task = asyncio.create_task(here.results.run())
-        first, second = await here.claim()
-        assert await here.results.add(first, "openai", answer(first, here.process.id))
-        await here.batches.cancel(batch.owner, batch.id, batch.api)
+async def test_a_result_that_nobody_wants_any_more_is_not_recorded(here: BatchPlace) -> None:
+    batch = await begun(here, 2)
+    task = asyncio.create_task(here.results.run())
+    first, second = await here.claim()
+    assert await here.results.add(first, answer(first, here.process.id))
+    await here.batches.cancel(batch.owner, batch.id, batch.api)
 
-        def end(connection: Connection) -> None:
-            put_back(connection, here.process.id, [second.id], here.time[0])
+    def end(connection: Connection) -> None:
+        put_back(connection, here.process.id, [second.id], here.time[0])
 
-        await here.store.run(end)
-        assert not await here.results.add(second, "openai", answer(second, here.process.id))
-        task.cancel()
-        await here.settle()
-        ended = await here.find(batch)
-        assert (ended.state, ended.completed, ended.cancelled) == (BatchState.CANCELLED, 1, 1)
-        assert await here.store.run(count(usage)) == 1
-        assert len(await here.output(batch)) == 1
+    await here.store.run(end)
+    assert not await here.results.add(second, answer(second, here.process.id))
+    task.cancel()
+    await here.settle()
+    ended = await here.find(batch)
+    assert (ended.state, ended.completed, ended.cancelled) == (BatchState.CANCELLED, 1, 1)
+    assert await here.store.run(count(usage)) == 1
+    assert len(await here.output(batch)) == 1
 
 
 async def test_results_wait_for_a_store_that_is_away(
-    store_url: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    here: BatchPlace, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("gateway.stored.results.RETRY_SECONDS", 0.01)
-    async with batch_place(store_url, tmp_path / "kept") as here:
-        await begun(here, 10)
-        rows = await here.claim()
-        ledger = AwayLedger(here.ledger)
-        here.results.ledger = ledger  # type: ignore[assignment]
-        # Four of them fill what may wait.
-        here.results.most_bytes = 4 * ROW_BYTES
-        task = asyncio.create_task(here.results.run())
-        added = [
-            asyncio.create_task(here.results.add(r, "openai", answer(r, here.process.id)))
-            for r in rows
-        ]
-        await until(lambda: here.results.problem is not None)
-        assert here.results.pending == 4
-        ledger.is_away = False
-        assert all(await asyncio.gather(*added))
-        await until(lambda: here.results.problem is None)
-        task.cancel()
-        assert await here.store.run(count(usage)) == 10
+    await begun(here, 10)
+    rows = await here.claim()
+    ledger = AwayLedger(here.ledger)
+    here.results.ledger = ledger  # type: ignore[assignment]
+    # Four of them fill what may wait.
+    here.results.most_bytes = 4 * ROW_BYTES
+    task = asyncio.create_task(here.results.run())
+    added = [asyncio.create_task(here.results.add(r, answer(r, here.process.id))) for r in rows]
+    await until(lambda: here.results.problem is not None)
+    assert here.results.pending == 4
+    ledger.is_away = False
+    assert all(await asyncio.gather(*added))
+    await until(lambda: here.results.problem is None)
+    task.cancel()
+    assert await here.store.run(count(usage)) == 10
 
 
-async def test_a_result_that_can_not_be_recorded_keeps_no_other_from_it(
-    store_url: str, tmp_path: Path
-) -> None:
-    async with batch_place(store_url, tmp_path / "kept") as here:
-        batch = await begun(here, 5)
-        rows = await here.claim()
-        task = asyncio.create_task(here.results.run())
-        outcomes = [answer(row, here.process.id) for row in rows]
-        outcomes[2] = replace(outcomes[2], usage=("too", "short"))
-        added = [
-            here.results.add(row, "openai", outcome)
-            for row, outcome in zip(rows, outcomes, strict=True)
-        ]
-        ends = await asyncio.gather(*added, return_exceptions=True)
-        task.cancel()
-        assert [one is True for one in ends] == [True, True, False, True, True]
-        assert isinstance(ends[2], Exception)
-        assert (await here.find(batch)).completed == 4
+async def test_a_result_that_can_not_be_recorded_keeps_no_other_from_it(here: BatchPlace) -> None:
+    batch = await begun(here, 5)
+    rows = await here.claim()
+    task = asyncio.create_task(here.results.run())
+    outcomes = [answer(row, here.process.id) for row in rows]
+    outcomes[2] = replace(outcomes[2], usage=("too", "short"))
+    added = [here.results.add(row, outcome) for row, outcome in zip(rows, outcomes, strict=True)]
+    ends = await asyncio.gather(*added, return_exceptions=True)
+    task.cancel()
+    assert [one is True for one in ends] == [True, True, False, True, True]
+    assert isinstance(ends[2], Exception)
+    assert (await here.find(batch)).completed == 4
 
 
-async def test_what_waits_at_the_end_is_kept_within_the_time(
-    store_url: str, tmp_path: Path
-) -> None:
-    async with batch_place(store_url, tmp_path / "kept") as here:
-        batch = await begun(here, 5)
-        rows = await here.claim()
-        added = [
-            asyncio.create_task(here.results.add(r, "openai", answer(r, here.process.id)))
-            for r in rows
-        ]
-        await until(lambda: here.results.pending == 5)
-        await here.results.close(LIMIT)
-        assert all(await asyncio.gather(*added))
-        assert (await here.find(batch)).completed == 5
+async def test_what_waits_at_the_end_is_kept_within_the_time(here: BatchPlace) -> None:
+    batch = await begun(here, 5)
+    rows = await here.claim()
+    added = [asyncio.create_task(here.results.add(r, answer(r, here.process.id))) for r in rows]
+    await until(lambda: here.results.pending == 5)
+    await here.results.close(LIMIT)
+    assert all(await asyncio.gather(*added))
+    assert (await here.find(batch)).completed == 5
 
 
 class SilentLedger:
@@ -315,49 +283,43 @@ class SilentLedger:
         await asyncio.Event().wait()
 
 
-async def test_what_may_have_been_recorded_is_recorded_once(store_url: str, tmp_path: Path) -> None:
-    async with batch_place(store_url, tmp_path / "kept") as here:
-        batch = await begun(here, 5)
-        rows = await here.claim()
-        here.results.ledger = silent = SilentLedger(here.ledger)  # type: ignore[assignment]
-        running = asyncio.create_task(here.results.run())
-        added = [
-            asyncio.create_task(here.results.add(r, "openai", answer(r, here.process.id)))
-            for r in rows
-        ]
-        await silent.has_written.wait()
-        running.cancel()
-        assert (await here.find(batch)).completed == 5
-        here.results.ledger = here.ledger
-        await here.results.close(LIMIT)
-        assert all(await asyncio.gather(*added))
-        found = await here.find(batch)
-        assert (found.completed, found.cost) == (5, 2.5)
-        assert await here.store.run(count(usage)) == 5
+async def test_what_may_have_been_recorded_is_recorded_once(here: BatchPlace) -> None:
+    batch = await begun(here, 5)
+    rows = await here.claim()
+    here.results.ledger = silent = SilentLedger(here.ledger)  # type: ignore[assignment]
+    running = asyncio.create_task(here.results.run())
+    added = [asyncio.create_task(here.results.add(r, answer(r, here.process.id))) for r in rows]
+    await silent.has_written.wait()
+    running.cancel()
+    assert (await here.find(batch)).completed == 5
+    here.results.ledger = here.ledger
+    await here.results.close(LIMIT)
+    assert all(await asyncio.gather(*added))
+    found = await here.find(batch)
+    assert (found.completed, found.cost) == (5, 2.5)
+    assert await here.store.run(count(usage)) == 5
 
 
 async def test_results_of_many_batches_need_few_open_files(
-    store_url: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    here: BatchPlace, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("gateway.stored.results.MOST_FILES", 3)
-    async with batch_place(store_url, tmp_path / "kept") as here:
-        many = [await begun(here, 2) for _ in range(8)]
-        assert await run_rest(here) == 16
-        written = [name for name in here.kept("results") if here.folder.is_written(name)]
-        assert len(written) == 3
-        await here.settle()
-        for batch in many:
-            assert len(await here.output(batch)) == 2
+    many = [await begun(here, 2) for _ in range(8)]
+    assert await here.answer() == 16
+    written = [name for name in here.kept("results") if here.folder.is_written(name)]
+    assert len(written) == 3
+    await here.settle()
+    for batch in many:
+        assert len(await here.output(batch)) == 2
 
 
-async def test_runners_need_not_wait_for_a_group_to_fill(tmp_path: Path) -> None:
-    async with batch_place(f"sqlite:///{tmp_path / 'db'}", tmp_path / "kept") as here:
-        await begun(here, 1)
-        task = asyncio.create_task(here.results.run())
-        (row,) = await here.claim()
-        async with asyncio.timeout(60):
-            assert await here.results.add(row, "openai", answer(row, here.process.id))
-        task.cancel()
+async def test_runners_need_not_wait_for_a_group_to_fill(place: BatchPlace) -> None:
+    await begun(place, 1)
+    task = asyncio.create_task(place.results.run())
+    (row,) = await place.claim()
+    async with asyncio.timeout(60):
+        assert await place.results.add(row, answer(row, place.process.id))
+    task.cancel()
 
 
 ON_A_FULL_DISK = """
@@ -379,7 +341,7 @@ async def main(kept, elsewhere):
         rows, content = await here.claim(), b'{"x":"%s"}' % (b"x" * 50_000)
         added = [
             asyncio.create_task(
-                here.results.add(row, "openai", answer(row, here.process.id, content=content))
+                here.results.add(row, answer(row, here.process.id, content=content))
             )
             for row in rows[:20]
         ]
@@ -395,7 +357,7 @@ async def main(kept, elsewhere):
         assert all(await asyncio.gather(*added))
         # The other half is as much as there is left: the final file finds no room.
         assert all(await asyncio.gather(*(
-            here.results.add(row, "openai", answer(row, here.process.id)) for row in rows[20:]
+            here.results.add(row, answer(row, here.process.id)) for row in rows[20:]
         )))
         big = Path(kept) / "big"
         big.write_bytes(b"0" * (3_000_000))
@@ -423,19 +385,9 @@ print("done", end="")
 
 @pytest.mark.slow
 def test_a_disk_that_fills_in_the_middle_delays_results_and_loses_none(tmp_path: Path) -> None:
-    # A small file system of its own, in a namespace of its own.
-    mount = 'mount -t tmpfs -o size=4m none "$1" && exec "$3" -c "$4" "$1" "$2"'
-    unshare = shutil.which("unshare")
     small, elsewhere = tmp_path / "small", tmp_path / "elsewhere"
     small.mkdir()
     elsewhere.mkdir()
-    start = [
-        str(unshare), "-rm", "sh", "-c", mount, "sh", str(small), str(elsewhere), sys.executable,
-    ]  # fmt: skip
-    if unshare is None or subprocess.run([*start, "pass"], check=False).returncode:
-        pytest.skip("this machine lets us mount no file system")
-    done = subprocess.run(
-        [*start, ON_A_FULL_DISK], capture_output=True, text=True, timeout=200, check=False
-    )
-    assert done.stdout.endswith("done"), done.stdout + done.stderr
-    assert done.stdout.count("results wait for the disk") == 1
+    told = run_on_small_disk(ON_A_FULL_DISK, "4m", small, elsewhere)
+    assert told.endswith("done")
+    assert told.count("results wait for the disk") == 1

@@ -8,6 +8,7 @@ import time
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import AsyncMock, MagicMock
 
 import pytest
 from structlog.testing import capture_logs
@@ -22,6 +23,7 @@ from gateway.stored.runner import HeldRow, Outcome, RowDeferred, RowExpired, Row
 from tests.emulator import EmulatedNode
 from tests.forward.proxy_over_nodes import A_FIRST, BODIES, ProxyOverNodes, proxy_over
 from tests.gateways import until
+from tests.stored.responses_over_nodes import Kept
 from tests.stored.stored_rows import to_run
 from tests.virtual import in_virtual_time
 
@@ -37,17 +39,6 @@ def key(**fields: Any) -> dict[str, Any]:
 
 def a_row(path: str = CHAT, **fields: Any) -> StoredRow:
     return to_run(**{"id_": "row_1", "owner": "k1", "path": path, **fields})
-
-
-class Kept:
-    """A sink that keeps what it gets."""
-
-    def __init__(self) -> None:
-        self.writes: list[bytes] = []
-
-    async def write(self, events: bytes) -> None:
-        await asyncio.sleep(0)
-        self.writes.append(events)
 
 
 async def run(
@@ -332,12 +323,14 @@ class Runs(RowRuns[HeldRow]):
     def __init__(self) -> None:
         self.put_back: list[str] = []
         self.fails = False  # whether the end of a cancelled run does
+        anything: Any = MagicMock()
+        threads = SimpleNamespace(run=AsyncMock(return_value=b""))
         leases: Any = SimpleNamespace(
             put_back=lambda ids, _, **__: self.put_back.extend(ids),
-            storage=SimpleNamespace(now=lambda: 0.0),
+            storage=SimpleNamespace(now=lambda: 0.0, threads=threads, folder=anything),
         )
-        anything: Any = None
         super().__init__(leases, anything, anything)
+        self._trouble = anything
 
     def begin(self) -> asyncio.Task[None]:
         held = self._held["row_1"] = HeldRow(a_row())
@@ -345,7 +338,7 @@ class Runs(RowRuns[HeldRow]):
         assert held.task is not None
         return held.task
 
-    async def _run(self, held: HeldRow) -> None:
+    async def _run(self, held: HeldRow, body: bytes | None) -> None:
         await asyncio.Event().wait()
 
     async def _cancelled(self, held: HeldRow) -> None:

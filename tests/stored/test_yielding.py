@@ -21,6 +21,7 @@ from tests.forward.proxy_over_nodes import BODIES, ProxyOverNodes, Stream, proxy
 from tests.forward.test_resume import check_whole, metrics_of
 from tests.gateways import running_gateway, until
 from tests.servers import start_demo_servers
+from tests.stored.responses_over_nodes import Kept
 from tests.stored.stored_rows import to_run
 from tests.virtual import in_virtual_time, now
 
@@ -163,16 +164,6 @@ async def test_rows_of_other_apis_yield_too(tmp_path: Path, path: str) -> None:
         assert [event.resumed_on for event in events] == ["a"]
 
 
-class Kept:
-    """A sink that keeps what it gets."""
-
-    def __init__(self) -> None:
-        self.events = b""
-
-    async def write(self, events: bytes) -> None:
-        self.events += events
-
-
 @in_virtual_time
 async def test_a_sink_gets_one_whole_stream_though_its_row_was_cut(tmp_path: Path) -> None:
     async with proxy_over(tmp_path, a_node(1), **CALM) as proxy:
@@ -185,7 +176,7 @@ async def test_a_sink_gets_one_whole_stream_though_its_row_was_cut(tmp_path: Pat
         await in_decode(proxy, 1)
         assert await ttft(proxy) < 2.0
         assert (await row).status == 200
-        whole, cut = (Stream(200, httpx.Headers(), sink.events) for sink in sinks)
+        whole, cut = (Stream(200, httpx.Headers(), b"".join(sink.writes)) for sink in sinks)
         check_whole(CHAT, cut, whole)
         assert len(events) == 1
 

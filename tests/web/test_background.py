@@ -17,8 +17,7 @@ from openai import AsyncOpenAI
 
 from gateway.errors import GatewayError
 from gateway.stored import response_log
-from gateway.stored.background_requests import NewRequest
-from gateway.stored.claims import RequestKind
+from gateway.stored.claims import AskedRow, RequestKind
 from gateway.stored.folder import ID_FILE
 from gateway.web.background import background_object
 from tests.emulator import EmulatedNode
@@ -83,6 +82,22 @@ async def test_a_stream_is_followed_again_from_any_event(tmp_path: Path) -> None
             assert [event async for event in again] == live[after + 1 :]
         whole = await alice.responses.retrieve(id_, stream=True)
         assert [event async for event in whole] == live
+
+
+async def test_the_helper_of_the_client_accepts_the_stream_as_whole(tmp_path: Path) -> None:
+    async with gateway(tmp_path, EmulatedNode(answer_tokens=30)) as running:
+        async with client(running) as alice:
+            ask = {**ASK, "max_output_tokens": 100}
+            id_ = (await alice.responses.create(**ask, background=True)).id
+            async with alice.responses.stream(response_id=id_) as stream:
+                live = await stream.get_final_response()
+            async with alice.responses.stream(response_id=id_, starting_after=7) as stream:
+                numbers = [event.sequence_number async for event in stream]
+                assert await stream.get_final_response() == live
+            assert numbers[0] == 8
+            assert (live.status, live.output_text) == (
+                "completed", (await alice.responses.retrieve(id_)).output_text
+            )  # fmt: skip
 
 
 async def test_the_heartbeats_of_codexs_stored_stream_repeat_the_number_before(
@@ -177,6 +192,8 @@ async def test_one_that_runs_is_cancelled_and_its_stream_ends(tmp_path: Path) ->
             events = [event async for event in await alice.responses.retrieve(one.id, stream=True)]
             assert events[-1].type == "response.failed"
             assert events[-1].response.status == "cancelled"
+            async with alice.responses.stream(response_id=one.id) as stream:
+                assert [event.type async for event in stream][-1] == "response.failed"
         await until(lambda: node.busy == 0)
 
 
@@ -271,11 +288,8 @@ async def test_what_was_taken_is_told_though_the_store_has_gone(tmp_path: Path) 
         gateway = running.gateway
         requests = gateway.background.requests
         assert requests is not None
-        new = NewRequest(
-            RequestKind.DEFERRED, "k", "/v1/completions", "normal", body=b"{}", seconds=60.0,
-            keep_seconds=60.0,
-        )  # fmt: skip
-        row = await requests.add(new)
+        asked = AskedRow(RequestKind.DEFERRED, "k", "/v1/completions", "normal")
+        row = await requests.add(asked, b"{}", seconds=60.0, keep_seconds=60.0)
     with pytest.raises(GatewayError):
         await requests.ahead_of(row)
     described = await background_object(row, requests, gateway.scheduler)

@@ -295,6 +295,8 @@ WRONG: list[tuple[dict[str, Any], str, str | None]] = [
     ({"completion_window": "10s"}, "invalid_value", "completion_window"),
     ({"completion_window": "8d"}, "invalid_value", "completion_window"),
     ({"completion_window": "soon"}, "invalid_value", "completion_window"),
+    ({"completion_window": "-1h"}, "invalid_value", "completion_window"),
+    ({"completion_window": "1e400"}, "invalid_value", "completion_window"),
     ({"completion_window": ""}, "invalid_value", "completion_window"),
     ({"completion_window": 24}, "invalid_type", "completion_window"),
     ({"completion_window": "9" * 400}, "invalid_value", "completion_window"),

@@ -5,10 +5,7 @@ from __future__ import annotations
 import asyncio
 import io
 import itertools
-import shutil
 import stat
-import subprocess
-import sys
 from collections.abc import AsyncIterator, MutableMapping
 from contextlib import AsyncExitStack, asynccontextmanager
 from pathlib import Path
@@ -27,6 +24,7 @@ from gateway.web.files import UNNAMED, ContentResponse, UploadForm, boundary_of,
 from tests.each_case import each_case
 from tests.emulator.raw_connection import raw_connection
 from tests.gateways import Running, running_gateway, until
+from tests.small_disk import run_on_small_disk
 from tests.web.raw_client import answer
 from tests.web.two_keys import ALICE, DEAD, client, gateway, kept, reason, two_callers
 
@@ -443,17 +441,8 @@ print("done", end="")
 
 @pytest.mark.slow
 def test_a_disk_that_fills_in_the_middle_ends_the_upload_and_nothing_else(tmp_path: Path) -> None:
-    # A small file system of its own, in a namespace of its own: 64 MiB of it stay free.
-    mount = 'mount -t tmpfs -o size=96m none "$1" && exec "$2" -c "$3" "$1"'
-    unshare = shutil.which("unshare")
-    start: list[str | Path] = [str(unshare), "-rm", "sh", "-c", mount, "sh", tmp_path]
-    start.append(sys.executable)
-    if unshare is None or subprocess.run([*start, "pass"], check=False).returncode:
-        pytest.skip("this machine lets us mount no file system")
-    done = subprocess.run(
-        [*start, ON_A_FULL_DISK], capture_output=True, text=True, timeout=200, check=False
-    )
-    assert done.stdout == "done", done.stderr
+    # 64 MiB of it stay free.
+    assert run_on_small_disk(ON_A_FULL_DISK, "96m", tmp_path) == "done"
 
 
 CRLF = b"\r\n"

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import shutil
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
+
+from tests.small_disk import run_on_small_disk
 
 ON_A_FULL_DISK = """
 import asyncio, sys
@@ -72,14 +71,5 @@ def test_a_response_whose_disk_fills_goes_on_when_there_is_room(tmp_path: Path) 
     disk, folder = tmp_path / "disk", tmp_path / "gateway"
     disk.mkdir()
     folder.mkdir()
-    # A small file system of its own, in a namespace of its own: 64 MiB of it stay free.
-    mount = 'mount -t tmpfs -o size=66m none "$1" && exec "$3" -c "$4" "$1" "$2"'
-    unshare = shutil.which("unshare")
-    start: list[str | Path] = [str(unshare), "-rm", "sh", "-c", mount, "sh", disk, folder]
-    start.append(sys.executable)
-    if unshare is None or subprocess.run([*start, "pass"], check=False).returncode:
-        pytest.skip("this machine lets us mount no file system")
-    done = subprocess.run(
-        [*start, ON_A_FULL_DISK], capture_output=True, text=True, timeout=200, check=False
-    )
-    assert done.stdout == "done", done.stderr
+    # 64 MiB of it stay free.
+    assert run_on_small_disk(ON_A_FULL_DISK, "66m", disk, folder) == "done"

@@ -16,6 +16,7 @@ from openai import AsyncOpenAI
 from tests.emulator import EmulatedNode
 from tests.gateway_processes import Succession, serving
 from tests.gateways import until
+from tests.web.test_background import ended
 
 ASK: dict[str, Any] = {"model": "demo", "input": "tell me a story", "max_output_tokens": 40}
 pytestmark = pytest.mark.slow
@@ -39,15 +40,6 @@ async def events_of(api: AsyncOpenAI, **more: Any) -> list[Any]:
 
 def logs(folder: Path) -> int:
     return len(list((folder / "state").rglob("events-*")))
-
-
-async def ended(api: AsyncOpenAI, id_: str) -> Any:
-    async with asyncio.timeout(60):
-        while True:
-            found = await api.responses.retrieve(id_)
-            if found.status not in {"queued", "in_progress"}:
-                return found
-            await asyncio.sleep(0.05)
 
 
 async def test_what_outlasts_the_grace_ends_for_its_client_and_in_the_store(
