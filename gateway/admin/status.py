@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
 from datetime import UTC, datetime, timedelta
-from typing import Annotated, Any, Protocol
+from typing import Annotated, Any
 
 import msgspec
 from starlette.requests import Request
@@ -25,13 +25,15 @@ from gateway.schedule.decision_log import RATIO_BOUNDS
 from gateway.store.store import Store
 from gateway.terms import Priority
 from gateway.watch.metrics import (
+    ROLES,
     BatchSample,
+    ClusterSample,
     EdgeSample,
+    EdgesSample,
+    GatewayPage,
     Histogram,
     Metrics,
-    MetricsSnapshot,
     NodeSample,
-    TraceSample,
 )
 from gateway.watch.request_tracing import RequestTracing
 from gateway.web.asgi import HealthEndpoints, JsonResponse, in_steps
@@ -288,64 +290,107 @@ def quota_labels(quota: UsedQuota) -> tuple[str, str, str, str, str]:
     return one.kind, quota.id, one.limit, one.period or "", state
 
 
-class BackgroundSource(Protocol):
-    """Work that callers need not wait for, as metrics show it."""
-
-    def webhooks_waiting(self) -> int:
-        """Deliveries that wait in the store."""
-
-    def batch_sample(self) -> BatchSample | None:
-        """Batches at this time; None: there is no store."""
-
-
 @dataclass(frozen=True, slots=True)
 class MetricsSource:
-    """Reads the state of the gateway for `Metrics`, at each scrape."""
+    """Reads the state of the gateway for `Metrics`, at each scrape.
+
+    `batches`: work that callers need not wait for; None: there is no store.
+    """
 
     gateway: GatewayControl
     retries_left: Callable[[], int]
-    background: BackgroundSource | None = None
+    batches: Callable[[], BatchSample | None] = lambda: None
     tracing: RequestTracing | None = None
-    name_of: Callable[[str], str | None] = lambda _: None
-    """The name of the key with this id, if metrics are to have it."""
 
-    def __call__(self) -> MetricsSnapshot:
-        """The state now."""
-        gateway, background, traces = self.gateway, self.background, None
-        fleet, scheduler, ledger = gateway.fleet, gateway.scheduler, gateway.ledger
-        accuracy, edges, cluster = scheduler.accuracy, gateway.edges, gateway.cluster
-        store = None if gateway.store is None else gateway.store.status()
+    def nodes(self) -> Iterator[NodeSample]:
+        """Every node, each as it is when it is read."""
+        fleet = self.gateway.fleet
+        return (_node_sample(node, fleet) for node in list(fleet.nodes.values()))
+
+    def add_to(self, page: GatewayPage) -> None:
+        """Add the families of the state as it is now."""
+        gateway, scheduler = self.gateway, self.gateway.scheduler
+        accuracy, now = scheduler.accuracy, scheduler.clock()
+        predicted = {"first_token": accuracy.first_token, "completion": accuracy.completion}
+        ratios = [
+            ({"of": what}, Histogram.of(RATIO_BOUNDS, one.counts, one.sum))
+            for what, one in predicted.items()
+        ]
+        page.histograms("prediction_ratio", ratios)
+        cached = {"expected": accuracy.cached_expected, "found": accuracy.cached_found}
+        page.counts("predicted_cached_tokens_total", cached, "of")
+        depths, oldest = scheduler.depths(), scheduler.waiters.longest_waits(now)
+        page.counts("queue_depth", {one.label: depths.get(one, 0) for one in Priority}, "class")
+        waited = {one.label: oldest.get(one, 0.0) for one in Priority}
+        page.counts("queue_oldest_seconds", waited, "class")
+        page.number("queue_places", scheduler.settings.queue.max)
+        page.number("spill_money_left", scheduler.tier_policy.money_left(now))
+        page.number("in_flight", len(gateway.registry))
+        paused = dict.fromkeys(sorted(gateway.fleet.model_index.paused_by_name), 1)
+        page.counts("model_paused", paused, "model")
+        quotas = {quota_labels(one): round(one.share, 4) for one in gateway.quotas}
+        page.counts("quota_used_ratio", quotas, "of", "id", "limit", "period", "state")
+        page.number("inventory_error", int(gateway.config_files.inventory_error is not None))
+        page.number("retry_budget", self.retries_left())
+        if certificates := days_left(gateway):
+            days = {key: round(left, 3) for key, left in certificates.items()}
+            page.counts("certificate_days_left", days, "certificate")
+        if gateway.store is not None:
+            store = gateway.store.status()
+            page.number("store_up", int(store.up))
+            page.number("store_jobs_waiting", store.waiting)
+        if gateway.ledger is not None:
+            ledger = gateway.ledger
+            page.number("ledger_rows_waiting", ledger.pending)
+            page.number("ledger_rows_written_total", ledger.written)
+            page.number("ledger_rows_recovered_total", ledger.recovered)
+            page.number("ledger_rows_dropped_total", ledger.dropped)
+        _add_batches(page, self.batches())
         if self.tracing is not None and self.tracing.active:
             counts = self.tracing.counts
             dropped = {"queue_full": counts.not_queued, "not_taken": counts.not_sent}
-            traces = TraceSample(counts.exported, dropped)
-        return MetricsSnapshot(
-            predictions={
-                name: Histogram.of(RATIO_BOUNDS, ratios.counts, ratios.sum)
-                for name, ratios in (
-                    ("first_token", accuracy.first_token),
-                    ("completion", accuracy.completion),
-                )
-            },
-            cached_expected=accuracy.cached_expected,
-            cached_found=accuracy.cached_found,
-            nodes=(_node_sample(node, fleet) for node in list(fleet.nodes.values())),
-            queue=scheduler.depths(),
-            oldest=scheduler.waiters.longest_waits(scheduler.clock()),
-            queue_places=scheduler.settings.queue.max,
-            spill_money_left=scheduler.tier_policy.money_left(scheduler.clock()),
-            in_flight=len(gateway.registry),
-            paused_models=sorted(fleet.model_index.paused_by_name),
-            name_of=self.name_of,
-            quotas={quota_labels(one): round(one.share, 4) for one in gateway.quotas},
-            inventory_error=gateway.config_files.inventory_error is not None,
-            retry_budget=self.retries_left(),
-            certificate_days_left=days_left(gateway),
-            store=store,
-            ledger=ledger_json(ledger),
-            webhooks_waiting=0 if background is None else background.webhooks_waiting(),
-            batches=None if background is None else background.batch_sample(),
-            traces=traces,
-            edges=None if edges is None else edges.sample(),
-            cluster=None if cluster is None else cluster.sample(),
-        )
+            page.number("traces_exported_total", counts.exported)
+            page.counts("traces_dropped_total", dropped, "reason")
+        if gateway.edges is not None:
+            _add_edges(page, gateway.edges.sample())
+        if gateway.cluster is not None:
+            _add_cluster(page, gateway.cluster.sample())
+
+
+def _add_batches(page: GatewayPage, batches: BatchSample | None) -> None:
+    page.number("webhook_deliveries_waiting", 0 if batches is None else batches.webhooks_waiting)
+    if batches is None:
+        return
+    page.counts("batches", batches.batches, "state")
+    page.counts("batch_lines_total", batches.lines, "outcome")
+    page.counts("stored_requests_waiting", batches.waiting, "kind")
+    page.number("batch_lines_running", batches.running)
+    page.number("batch_lines_claimed", batches.claimed)
+    page.number("batch_lines_deferred_total", batches.deferred)
+    page.number("batch_lines_retried_total", batches.retried)
+    page.number("batch_oldest_seconds", batches.oldest_seconds)
+    page.number("batch_results_blocked", int(batches.results_blocked))
+    page.number("folder_refusals_total", batches.folder_refusals)
+    page.number("folder_full", int(batches.folder_full))
+
+
+def _add_edges(page: GatewayPage, edges: EdgesSample) -> None:
+    page.number("edges", len(edges.running))
+    page.number("edges_configured", edges.configured)
+    page.number("edges_died_total", edges.died)
+    page.number("edge_late_leases_total", edges.late_leases)
+    for name, values in (
+        ("edge_streams", {one.name: one.streams for one in edges.running}),
+        ("edge_connections", {one.name: one.connections for one in edges.running}),
+        ("edge_cpu_seconds_total", {one.name: one.cpu_seconds for one in edges.running}),
+        ("edge_memory_bytes", {one.name: one.memory_bytes for one in edges.running}),
+    ):
+        page.counts(name, values, "edge")
+
+
+def _add_cluster(page: GatewayPage, cluster: ClusterSample) -> None:
+    page.counts("cluster_role", {role: int(role == cluster.role) for role in ROLES}, "role")
+    page.number("cluster_epoch", cluster.epoch)
+    page.number("cluster_members", len(cluster.members))
+    page.number("cluster_members_lost", len(cluster.lost))
+    page.number("late_leases_total", cluster.late)

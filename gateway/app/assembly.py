@@ -228,10 +228,10 @@ class Gateway:
             storing=self.background.storing(self.scheduler),
             tracing=self.tracing,
         )
-        snapshot = MetricsSource(
-            self, self.proxy_context.retries_left, self.background, self.tracing, self._told_name
+        source = MetricsSource(
+            self, self.proxy_context.retries_left, self.background.batch_sample, self.tracing
         )
-        self.metrics = Metrics(self.bus, snapshot)
+        self.metrics = Metrics(self.bus, source.nodes, source.add_to, self._told_name)
         event_log = EventLog(self.bus, logs, name_of=self.key_ring.name_of)
         self._logs, self._event_log = logs, event_log
         self._configure_events()

@@ -190,7 +190,8 @@ async def bare_gateway(
             admin=client(None, ADMIN),  # The admin application needs this object.
         )
         bus.subscribe(RequestRecord, gateway.ended.append)
-        metrics = Metrics(bus, MetricsSource(gateway, context.retries_left))
+        source = MetricsSource(gateway, context.retries_left)
+        metrics = Metrics(bus, source.nodes, source.add_to)
         live = live_feed(gateway, drain_deadlines)
         app = admin_app(
             gateway,
