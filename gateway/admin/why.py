@@ -39,10 +39,13 @@ from gateway.web.asgi import JsonResponse
 
 @dataclass(frozen=True, slots=True)
 class RequestEndpoints:
-    """The endpoints of requests in flight."""
+    """The endpoints of requests: those in flight, and why one went where it went."""
 
     registry: InFlightRegistry
     scheduler: Scheduler
+    history: FleetHistory
+    wall_clock: Callable[[], float]  # seconds since 1970
+    ended: EndedFinder | None  # None: there is no store
     name_of: Callable[[str], str | None]  # the name of the key with this id
 
     async def list(self, _: Request) -> Response:
@@ -78,99 +81,6 @@ class RequestEndpoints:
         if not self.scheduler.refuse(request_id, cancelled_by_operator()):
             in_flight.cancel(cancelled_by_operator())
         return JsonResponse({"id": request_id, "request_id": x_request_id, "cancelled": True})
-
-
-class RequestObject(msgspec.Struct, kw_only=True, rename={"class_": "class"}):
-    """A request as the admin API shows it. Times are in seconds, sizes in tokens."""
-
-    id: Annotated[str, "inside the gateway"]
-    request_id: Annotated[str, "`X-Request-ID`"]
-    path: Annotated[str, "asked for"]
-    class_: Annotated[str, "in force"]
-    model: Annotated[str | None, "its public name"]
-    caller: Annotated[str, "the key's id, or the address of one without a key"]
-    caller_name: Annotated[str | None, "the key's name"]
-    state: Annotated[str, "`waiting` or `running`"]
-    position: Annotated[int | None, "in the queue"]
-    expected_start: Annotated[float | None, "seconds from now"]
-    node: Annotated[str | None, "where it runs or ran last"]
-    attempts: Annotated[int, "nodes tried"]
-    slots: Annotated[int, "that it takes"]
-    stream: Annotated[bool, "asked for"]
-    seconds: Annotated[float, "since it came"]
-    queue_seconds: Annotated[float, "of these in the queue"]
-    prompt_tokens_estimate: Annotated[int, "tokens of its prompt"]
-
-
-def request_object(
-    in_flight: InFlightRequest,
-    place: QueuePosition | None,
-    now: float,
-    prompt_tokens: int,
-    caller_name: str | None,
-) -> RequestObject:
-    """The request as it is now; `place` in the queue is None if it runs."""
-    request, record = in_flight.request, in_flight.record
-    lease_request = request.lease_request
-    queued = record.queue_seconds + (0.0 if place is None else place.waited_seconds)
-    return RequestObject(
-        id=request.id,
-        request_id=request.x_request_id,
-        path=request.path,
-        class_=lease_request.caller.priority.label,
-        model=lease_request.wanted.model,
-        caller=request.caller.id,
-        caller_name=caller_name,
-        state="running" if place is None else "waiting",
-        position=None if place is None else place.position,
-        expected_start=None if place is None else _if_known(place.expected_seconds),
-        node=record.node,
-        attempts=record.attempts,
-        slots=lease_request.size.slots,
-        stream=request.stream,
-        seconds=round(now - request.received_at, 3),
-        queue_seconds=round(queued, 3),
-        prompt_tokens_estimate=prompt_tokens,
-    )
-
-
-def cancelled_by_operator() -> GatewayError:
-    """503: an operator has cancelled the request; clients should not retry by themselves."""
-    return GatewayError(
-        503,
-        "cancelled",
-        "An operator of the gateway has cancelled this request.",
-        retry_after=5.0,
-        retryable=False,
-    )
-
-
-MOST_MATCHES = 20  # requests of one `X-Request-ID` that are explained
-MOST_DECISIONS = 50  # decisions about one request that are told, the newest
-LONGEST_UNLOAD = 60.0  # seconds before a load in which others were unloaded for it
-MOST_PARTS = 100  # parts of a request of several prompts that are named
-Json = dict[str, Any]
-
-
-@dataclass(frozen=True, slots=True)
-class _Found:
-    """A request of the id that was asked for."""
-
-    id: str
-    record: RequestRecord | None  # None: only the scheduler remembers it
-    ended_at: float | None  # None: it waits or runs
-
-
-@dataclass(frozen=True, slots=True)
-class WhyEndpoints:
-    """The endpoint that explains requests."""
-
-    scheduler: Scheduler
-    registry: InFlightRegistry
-    history: FleetHistory
-    wall_clock: Callable[[], float]  # seconds since 1970
-    ended: EndedFinder | None  # None: there is no store
-    name_of: Callable[[str], str | None]  # the name of the key with this id
 
     async def why(self, request: Request) -> Response:
         """Why requests of this id, or with this `X-Request-ID`, went where they went."""
@@ -349,6 +259,87 @@ class WhyEndpoints:
         """A monotonic time as people and programs read it."""
         seconds = self.wall_clock() - (self.scheduler.clock() - at)
         return time_text(seconds, "milliseconds")
+
+
+class RequestObject(msgspec.Struct, kw_only=True, rename={"class_": "class"}):
+    """A request as the admin API shows it. Times are in seconds, sizes in tokens."""
+
+    id: Annotated[str, "inside the gateway"]
+    request_id: Annotated[str, "`X-Request-ID`"]
+    path: Annotated[str, "asked for"]
+    class_: Annotated[str, "in force"]
+    model: Annotated[str | None, "its public name"]
+    caller: Annotated[str, "the key's id, or the address of one without a key"]
+    caller_name: Annotated[str | None, "the key's name"]
+    state: Annotated[str, "`waiting` or `running`"]
+    position: Annotated[int | None, "in the queue"]
+    expected_start: Annotated[float | None, "seconds from now"]
+    node: Annotated[str | None, "where it runs or ran last"]
+    attempts: Annotated[int, "nodes tried"]
+    slots: Annotated[int, "that it takes"]
+    stream: Annotated[bool, "asked for"]
+    seconds: Annotated[float, "since it came"]
+    queue_seconds: Annotated[float, "of these in the queue"]
+    prompt_tokens_estimate: Annotated[int, "tokens of its prompt"]
+
+
+def request_object(
+    in_flight: InFlightRequest,
+    place: QueuePosition | None,
+    now: float,
+    prompt_tokens: int,
+    caller_name: str | None,
+) -> RequestObject:
+    """The request as it is now; `place` in the queue is None if it runs."""
+    request, record = in_flight.request, in_flight.record
+    lease_request = request.lease_request
+    queued = record.queue_seconds + (0.0 if place is None else place.waited_seconds)
+    return RequestObject(
+        id=request.id,
+        request_id=request.x_request_id,
+        path=request.path,
+        class_=lease_request.caller.priority.label,
+        model=lease_request.wanted.model,
+        caller=request.caller.id,
+        caller_name=caller_name,
+        state="running" if place is None else "waiting",
+        position=None if place is None else place.position,
+        expected_start=None if place is None else _if_known(place.expected_seconds),
+        node=record.node,
+        attempts=record.attempts,
+        slots=lease_request.size.slots,
+        stream=request.stream,
+        seconds=round(now - request.received_at, 3),
+        queue_seconds=round(queued, 3),
+        prompt_tokens_estimate=prompt_tokens,
+    )
+
+
+def cancelled_by_operator() -> GatewayError:
+    """503: an operator has cancelled the request; clients should not retry by themselves."""
+    return GatewayError(
+        503,
+        "cancelled",
+        "An operator of the gateway has cancelled this request.",
+        retry_after=5.0,
+        retryable=False,
+    )
+
+
+MOST_MATCHES = 20  # requests of one `X-Request-ID` that are explained
+MOST_DECISIONS = 50  # decisions about one request that are told, the newest
+LONGEST_UNLOAD = 60.0  # seconds before a load in which others were unloaded for it
+MOST_PARTS = 100  # parts of a request of several prompts that are named
+Json = dict[str, Any]
+
+
+@dataclass(frozen=True, slots=True)
+class _Found:
+    """A request of the id that was asked for."""
+
+    id: str
+    record: RequestRecord | None  # None: only the scheduler remembers it
+    ended_at: float | None  # None: it waits or runs
 
 
 class WhyObject(msgspec.Struct, kw_only=True):

@@ -20,7 +20,7 @@ import structlog
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from gateway import __version__, errors
-from gateway.admin.app import admin_app, caller_page
+from gateway.admin.app import AdminEndpoints, admin_app, caller_page
 from gateway.admin.configuration import (
     CertificateRenewal,
     ConfigFiles,
@@ -593,20 +593,22 @@ class Gateway:
             edges=self.edges,
         )
         cluster = self.cluster
-        app = admin_app(
+        endpoints = AdminEndpoints(
             self,
             metrics=self.metrics,
-            drain_deadlines=self.drain_deadlines,
+            live=self.live,
             reporter=self.metering.reporter,
             ended=self.metering.ended,
             document=self._openapi_document,
-            live=self.live,
+            standing_error=_standing_error(cluster),
+            kept=self.background.kept_for_callers(),
+        )
+        app = admin_app(
+            endpoints,
             host=admin.host,
             keys=self.admin_keys,
             extra_hosts=admin.hosts,
             relayed=None if cluster is None else partial(cluster.relayed, kind="admin"),
-            standing_error=_standing_error(cluster),
-            kept=self.background.kept_for_callers(),
         )
         protocol = protocol_class(
             _with_connections(limits, most_admin),

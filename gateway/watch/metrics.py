@@ -775,41 +775,33 @@ class LabelledHistogram:
         yield {}, total
 
 
+@dataclass(slots=True, eq=False)
 class _Times:
     """The histograms of requests of one model, class, tier and outcome, looked up once."""
 
-    __slots__ = ("_first_token", "_labels", "_overhead", "_response", "_wait", "_waits")
-
-    def __init__(
-        self,
-        response: Histogram,
-        first_token: Histogram | None,
-        waits: LabelledHistogram,
-        labelled: tuple[str, ...],
-        overhead: Histogram,
-    ) -> None:
-        self._response = response
-        self._first_token = first_token
-        self._wait: Histogram | None = None  # Looked up for the first that has waited
-        self._waits, self._labels = waits, labelled
-        self._overhead = overhead
+    response: Histogram
+    first_token: Histogram | None
+    waits: LabelledHistogram
+    labels: tuple[str, ...]
+    overhead: Histogram
+    wait: Histogram | None = None  # Looked up for the first that has waited
 
     def observe(self, record: RequestRecord) -> None:
         """Count the times of one request."""
-        self._response.observe(record.duration_seconds)
-        if self._first_token is not None and record.ttft is not None:
-            self._first_token.observe(record.ttft)
+        self.response.observe(record.duration_seconds)
+        if self.first_token is not None and record.ttft is not None:
+            self.first_token.observe(record.ttft)
         waited = record.queue_seconds
         if record.attempts or waited:
-            wait = self._wait
+            wait = self.wait
             if wait is None:
-                wait = self._wait = self._waits.of(*self._labels)
+                wait = self.wait = self.waits.of(*self.labels)
             if waited:
                 wait.observe(waited)
             else:
                 wait.counts[0] += 1
         if record.overhead_seconds is not None:
-            self._overhead.observe(record.overhead_seconds)
+            self.overhead.observe(record.overhead_seconds)
 
 
 # https://opentelemetry.io/docs/specs/semconv/gen-ai/gen-ai-metrics/ advises these bounds; those

@@ -14,7 +14,7 @@ from typing import Any
 import httpx
 from starlette.types import ASGIApp
 
-from gateway.admin.app import admin_app, caller_page
+from gateway.admin.app import AdminEndpoints, admin_app, caller_page
 from gateway.admin.configuration import (
     CertificateRenewal,
     ClusterMember,
@@ -193,18 +193,16 @@ async def bare_gateway(
         source = MetricsSource(gateway, context.retries_left)
         metrics = Metrics(bus, source.nodes, source.add_to)
         live = live_feed(gateway, drain_deadlines)
-        app = admin_app(
+        endpoints = AdminEndpoints(
             gateway,
             metrics=metrics,
-            drain_deadlines=drain_deadlines,
-            host=admin_host,
             live=live,
             reporter=reporter,
             ended=None,
             document=functools.partial(openapi_json, chosen),
-            keys=AdminKeys(chosen.admin.keys, admin_key),
-            extra_hosts=admin_hosts,
         )
+        admin_keys = AdminKeys(chosen.admin.keys, admin_key)
+        app = admin_app(endpoints, host=admin_host, keys=admin_keys, extra_hosts=admin_hosts)
         gateway.admin = client(app, ADMIN)
         if serving:
             gateway.public = await stack.enter_async_context(served(site, handler))
