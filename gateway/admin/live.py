@@ -34,7 +34,7 @@ from gateway.nodes.fleet import Fleet
 from gateway.nodes.node import LeasePhase, Node, NodeState
 from gateway.nodes.prices import GpuCosts
 from gateway.nodes.router import LoadPhase
-from gateway.watch.history import COLUMNS, FleetHistory, Gauges, HistoryPoint
+from gateway.watch.history import COLUMNS, STEP_SECONDS, FleetHistory, Gauges, HistoryPoint
 from gateway.watch.node_history import NodeHistory
 from gateway.watch.problems import (
     LOST_EDGE_SECONDS,
@@ -494,14 +494,14 @@ class LiveFeed:
     async def run(self) -> None:
         """Close steps of the history, publish frames, and tell of problems; never ends."""
         history, clock = self.view.history, time.monotonic
-        next_step = clock() + history.step_seconds
+        next_step = clock() + STEP_SECONDS
         try:
             while True:
                 pause = self._update_seconds if self.watchers else self._look_seconds
                 await self._wait(min(next_step - clock(), pause))
                 point = None
                 if clock() >= next_step:
-                    next_step = max(next_step + history.step_seconds, clock())
+                    next_step = max(next_step + STEP_SECONDS, clock())
                     gauges = await self.view.gauges()
                     point = history.close_step(self.view.wall_clock(), clock(), gauges)
                 if self.watchers:

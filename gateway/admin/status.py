@@ -21,7 +21,6 @@ from gateway.callers.windows import time_text
 from gateway.errors import CLIENT_CLOSED_STATUS
 from gateway.nodes.fleet import Fleet
 from gateway.nodes.node import Node
-from gateway.schedule.decision_log import RATIO_BOUNDS
 from gateway.store.store import Store
 from gateway.terms import Priority
 from gateway.watch.metrics import (
@@ -31,7 +30,6 @@ from gateway.watch.metrics import (
     EdgeSample,
     EdgesSample,
     GatewayPage,
-    Histogram,
     Metrics,
     NodeSample,
 )
@@ -311,12 +309,8 @@ class MetricsSource:
         """Add the families of the state as it is now."""
         gateway, scheduler = self.gateway, self.gateway.scheduler
         accuracy, now = scheduler.accuracy, scheduler.clock()
-        predicted = {"first_token": accuracy.first_token, "completion": accuracy.completion}
-        ratios = [
-            ({"of": what}, Histogram.of(RATIO_BOUNDS, one.counts, one.sum))
-            for what, one in predicted.items()
-        ]
-        page.histograms("prediction_ratio", ratios)
+        ratios = {"first_token": accuracy.first_token, "completion": accuracy.completion}
+        page.histograms("prediction_ratio", [({"of": what}, one) for what, one in ratios.items()])
         cached = {"expected": accuracy.cached_expected, "found": accuracy.cached_found}
         page.counts("predicted_cached_tokens_total", cached, "of")
         depths, oldest = scheduler.depths(), scheduler.waiters.longest_waits(now)

@@ -43,6 +43,7 @@ from gateway.events import (
     StreamResumed,
     WebhookAttempted,
 )
+from gateway.schedule.decision_log import RatioCounts
 from gateway.terms import Priority
 
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
@@ -94,7 +95,7 @@ class MetricsPage:
         self,
         name: str,
         help_text: str,
-        histograms: Iterable[tuple[Mapping[str, str], Histogram]],
+        histograms: Iterable[tuple[Mapping[str, str], AnyHistogram]],
         *,
         prefix: str | None = None,
     ) -> None:
@@ -129,20 +130,16 @@ class Histogram:
         self.counts = [0] * (len(bounds) + 1)
         self.sum = 0.0
 
-    @classmethod
-    def of(cls, bounds: Sequence[float], counts: Sequence[int], total: float) -> Histogram:
-        """One with these counts, as many as bounds and one more, and the sum of the values."""
-        made = cls(bounds)
-        made.counts, made.sum = list(counts), total
-        return made
-
     def observe(self, value: float) -> None:
         """Count one value."""
         self.counts[bisect_left(self.bounds, value)] += 1
         self.sum += value
 
 
-def _histogram_text(name: str, labelled: Mapping[str, str], histogram: Histogram) -> str:
+AnyHistogram = Histogram | RatioCounts
+
+
+def _histogram_text(name: str, labelled: Mapping[str, str], histogram: AnyHistogram) -> str:
     """All lines of a histogram, as they are now: its buckets and its count agree."""
     braces = labels(**labelled) if labelled else ""
     inner = f"{braces[1:-1]}," if labelled else ""
@@ -713,7 +710,7 @@ class GatewayPage(MetricsPage):
     def histograms(
         self,
         name: str,
-        histograms: Iterable[tuple[Mapping[str, str], Histogram]],
+        histograms: Iterable[tuple[Mapping[str, str], AnyHistogram]],
         *,
         prefix: str | None = None,
     ) -> None:
