@@ -43,6 +43,7 @@ from gateway.store.schema import keys as keys_table
 from gateway.store.store import LOOK_SECONDS, Store
 from tests.emulator import EmulatedNode
 from tests.gateways import Running, running_gateway, until
+from tests.nodes.build import Clock
 from tests.postgres import needs_postgres, running_postgres
 from tests.virtual import in_virtual_time, now
 
@@ -543,9 +544,6 @@ async def test_a_damaged_memory_is_set_aside(content: str, public: Options, tmp_
 # The file of the last known keys, while it can't be written.
 
 
-ALICE, BOB = new_key("alice"), new_key("bob")
-
-
 def key(made: ApiKey, **fields: Any) -> StoredKey:
     return StoredKey(KeySpec(id=made.id, sha256=made.sha256, name=made.id, **fields), 1.0)
 
@@ -567,14 +565,6 @@ def location(tmp_path: Path) -> StoreLocation:
     return locate_store("postgresql://gateway@127.0.0.1:1/gateway", tmp_path)
 
 
-class Clock:
-    def __init__(self) -> None:
-        self.now = 0.0
-
-    def __call__(self) -> float:
-        return self.now
-
-
 def known(location: StoreLocation, path: Path) -> set[str] | None:
     """The ids that a start without the store would know."""
     found = LastKnownKeys(location, path).load()
@@ -584,7 +574,7 @@ def known(location: StoreLocation, path: Path) -> set[str] | None:
 def test_a_write_that_fails_is_repeated_with_growing_pauses(
     location: StoreLocation, tmp_path: Path
 ) -> None:
-    clock, path = Clock(), tmp_path / "keys.json"
+    clock, path = Clock(0.0), tmp_path / "keys.json"
     saved = LastKnownKeys(location, path, clock=clock)
     saved.save([key(ALICE)], {})
     assert (saved.error, saved.is_due()) == (None, False)

@@ -104,27 +104,8 @@ def gateway() -> Gateway:
     return Gateway()
 
 
-def test_every_name_of_the_contract_is_on_a_busy_gateway_s_page(gateway: Gateway) -> None:
-    gateway.samples = [NodeSample("a", "ready", 2, 1, 16.5, 250.0)]
-    gateway.publish(finished(prompt_tokens=3), AttemptEnded("r1", "a", "ok", 1.0))
+def test_the_page_tells_of_the_process_too(gateway: Gateway) -> None:
     kinds = {name: family.type for name, family in gateway.scrape().families.items()}
-    # The parser takes the _total off the names of counters.
-    for name in ("requests", "tokens", "attempts", "cost"):
-        assert kinds[P + name] == "counter"
-    for name in ("request_duration", "time_to_first_token", "queue", "overhead"):
-        assert kinds[f"{P}{name}_seconds"] == "histogram"
-    for name in (
-        "queue_depth",
-        "node_state",
-        "node_slots_total",
-        "node_slots_busy",
-        "node_decode_tokens_per_second",
-        "node_prefill_tokens_per_second",
-        "in_flight",
-        "inventory_error",
-        "build_info",
-    ):
-        assert kinds[P + name] == "gauge"
     assert kinds["process_resident_memory_bytes"] == "gauge"
     assert kinds["process_open_fds"] == "gauge"
 
