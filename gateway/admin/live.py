@@ -337,9 +337,7 @@ class _FleetCounts:
         if state not in {"ready", "mute", "sleeping"} or node.drift or failures or left_alone:
             reason, drift = node.reason, node.drift
             self.conditions.append(
-                NodeCondition(
-                    spec.name, spec.host, state, reason, spec.tier, drift, failures, left_alone
-                )
+                NodeCondition(spec.name, spec.host, state, reason, drift, failures, left_alone)
             )
 
     def _count_models(self, names: Iterable[str], *, usable: bool) -> None:

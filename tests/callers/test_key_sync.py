@@ -27,15 +27,18 @@ import structlog
 from sqlalchemy import text
 
 from gateway.app.startup import Options, check_startup, keys_file
-from gateway.callers.key_sync import (
+from gateway.callers.keys import ApiKey, KeyRing, new_key
+from gateway.callers.stored_keys import (
     LONGEST_PAUSE,
     POLL_SECONDS,
     KeySync,
     LastKnownKeys,
+    StoredKey,
+    add_keys,
     count_stored_keys,
+    revoke_key,
+    rotate_key,
 )
-from gateway.callers.keys import ApiKey, KeyRing, new_key
-from gateway.callers.stored_keys import StoredKey, add_keys, revoke_key, rotate_key
 from gateway.config.keys import KeySpec
 from gateway.store.database import StoreLocation, locate_store, never_had_keys
 from gateway.store.failures import StoreUnavailable

@@ -24,13 +24,13 @@ from gateway.admin.configuration import (
 from gateway.admin.live import live_feed
 from gateway.admin.nodes import DrainDeadlines
 from gateway.admin.status import MetricsSource
-from gateway.callers.key_sync import KeySync
 from gateway.callers.keys import AdminKeys, KeyRing
 from gateway.callers.ledger import Ledger
 from gateway.callers.limits import LimitBook, UsedQuota
 from gateway.callers.meter import Meter
 from gateway.callers.reports import CallerUsage, Reporter
 from gateway.callers.standings import Standings
+from gateway.callers.stored_keys import KeySync
 from gateway.config.inventory import NodeSpec
 from gateway.config.settings import Settings
 from gateway.edges.supervisor import Edges
