@@ -63,11 +63,10 @@ class NodeMetricsEndpoint:
         nodes = [node for node in self.fleet.nodes.values() if node.spec.kind == "llama.cpp"]
         found = await self._ask(nodes)
         page = MetricsPage("")
-        page.add_family(
+        page.family(
             f"{METRIC_PREFIX}node_metrics_up",
-            "gauge",
-            "1 for nodes that have shown their metrics.",
             ((labels(node=node.name), int(node.name in found)) for node in nodes),
+            help_text="1 for nodes that have shown their metrics.",
         )
         add_node_metrics(page, found)
         text = bytearray()
@@ -163,7 +162,7 @@ def add_node_metrics(page: MetricsPage, nodes: Mapping[str, NodeFamilies]) -> No
                 kind = families.types.get(name, "untyped")
                 names[name] = kind, families.helps.get(name) or "Of llama.cpp's server."
     for name, (kind, text) in names.items():
-        page.add_family(name, kind, text, _samples(name, nodes.items()))
+        page.family(name, _samples(name, nodes.items()), kind, text)
 
 
 def _samples(name: str, nodes: Iterable[tuple[str, NodeFamilies]]) -> Iterator[tuple[str, float]]:

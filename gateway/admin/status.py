@@ -29,8 +29,8 @@ from gateway.watch.metrics import (
     ClusterSample,
     EdgeSample,
     EdgesSample,
-    GatewayPage,
     Metrics,
+    MetricsPage,
     NodeSample,
 )
 from gateway.watch.request_tracing import RequestTracing
@@ -305,7 +305,7 @@ class MetricsSource:
         fleet = self.gateway.fleet
         return (_node_sample(node, fleet) for node in list(fleet.nodes.values()))
 
-    def add_to(self, page: GatewayPage) -> None:
+    def add_to(self, page: MetricsPage) -> None:
         """Add the families of the state as it is now."""
         gateway, scheduler = self.gateway, self.gateway.scheduler
         accuracy, now = scheduler.accuracy, scheduler.clock()
@@ -351,7 +351,7 @@ class MetricsSource:
             _add_cluster(page, gateway.cluster.sample())
 
 
-def _add_batches(page: GatewayPage, batches: BatchSample | None) -> None:
+def _add_batches(page: MetricsPage, batches: BatchSample | None) -> None:
     page.number("webhook_deliveries_waiting", 0 if batches is None else batches.webhooks_waiting)
     if batches is None:
         return
@@ -368,7 +368,7 @@ def _add_batches(page: GatewayPage, batches: BatchSample | None) -> None:
     page.number("folder_full", int(batches.folder_full))
 
 
-def _add_edges(page: GatewayPage, edges: EdgesSample) -> None:
+def _add_edges(page: MetricsPage, edges: EdgesSample) -> None:
     page.number("edges", len(edges.running))
     page.number("edges_configured", edges.configured)
     page.number("edges_died_total", edges.died)
@@ -382,7 +382,7 @@ def _add_edges(page: GatewayPage, edges: EdgesSample) -> None:
         page.counts(name, values, "edge")
 
 
-def _add_cluster(page: GatewayPage, cluster: ClusterSample) -> None:
+def _add_cluster(page: MetricsPage, cluster: ClusterSample) -> None:
     page.counts("cluster_role", {role: int(role == cluster.role) for role in ROLES}, "role")
     page.number("cluster_epoch", cluster.epoch)
     page.number("cluster_members", len(cluster.members))

@@ -112,12 +112,6 @@ class KeyRing:
     change, expiry and revocation: what was concluded under another version must be asked again.
     """
 
-    __slots__ = (
-        "_allow_anonymous", "_by_id", "_clock", "_count", "_deadlines", "_expired",
-        "_last_known_access", "_revoked_names",
-        "_settings", "_stored", "_unknown", "access", "is_complete", "version",
-    )  # fmt: skip
-
     def __init__(
         self,
         specs: Collection[KeySpec] = (),

@@ -71,7 +71,7 @@ def format_value(value: float) -> str:
 
 
 class MetricsPage:
-    """The text of one scrape, family by family.
+    """The text of one scrape, family by family; `HELP` tells of those without a text of their own.
 
     Samples are taken when they are written, perhaps after other work: an iterable that is given
     here must stay valid while the values in it change.
@@ -83,25 +83,58 @@ class MetricsPage:
         self._prefix = prefix
         self._parts: list[Iterable[str]] = []
 
-    def add_family(
-        self, name: str, metric_type: str, help_text: str, samples: Iterable[tuple[str, float]]
+    def family(
+        self, name: str, samples: Iterable[tuple[str, float]], kind: str = "", help_text: str = ""
     ) -> None:
-        """Add a family; a sample is its labels with braces (or an empty text) and its value."""
+        """Add a family; a sample is its labels with braces (or an empty text) and its value.
+
+        `kind`: that of its name, if it is not given.
+        """
         full = self._prefix + name
-        self._parts.append([f"# HELP {full} {help_text}\n# TYPE {full} {metric_type}\n"])
+        kind = kind or ("counter" if name.endswith("_total") else "gauge")
+        self._parts.append([f"# HELP {full} {help_text or HELP[name]}\n# TYPE {full} {kind}\n"])
         self._parts.append(f"{full}{braces} {format_value(value)}\n" for braces, value in samples)
 
-    def add_histogram(
+    def number(self, name: str, value: float | None) -> None:
+        """Add a family of one sample without labels, if the value is known."""
+        if value is not None:
+            self.family(name, [("", value)])
+
+    def samples(
+        self, name: str, samples: Iterable[tuple[tuple[str, ...], float]], *names: str
+    ) -> None:
+        """Add a family of samples with these labels."""
+        self.family(
+            name,
+            ((labels(**dict(zip(names, values, strict=True))), value) for values, value in samples),
+        )
+
+    def counts(self, name: str, counts: Mapping[Any, float], *names: str) -> None:
+        """Add a family of the values in a table, whose keys are one label or several."""
+        of_one = ((key if isinstance(key, tuple) else (key,), n) for key, n in [*counts.items()])
+        self.samples(name, of_one, *names)
+
+    def nodes(
         self,
         name: str,
-        help_text: str,
+        nodes: Sequence[NodeSample],
+        read: Callable[[NodeSample], float | None],
+    ) -> None:
+        """Add a family with a sample of each node for which the value is known."""
+        known = ((node.name, value) for node in nodes if (value := read(node)) is not None)
+        self.family(name, ((labels(node=node), value) for node, value in known), "gauge")
+
+    def histograms(
+        self,
+        name: str,
         histograms: Iterable[tuple[Mapping[str, str], AnyHistogram]],
         *,
         prefix: str | None = None,
+        help_text: str = "",
     ) -> None:
         """Add a family of histograms, each with its labels; `prefix` replaces the page's."""
         full = (self._prefix if prefix is None else prefix) + name
-        self._parts.append([f"# HELP {full} {help_text}\n# TYPE {full} histogram\n"])
+        self._parts.append([f"# HELP {full} {help_text or HELP[name]}\n# TYPE {full} histogram\n"])
         self._parts.append(
             _histogram_text(full, labelled, histogram) for labelled, histogram in histograms
         )
@@ -420,7 +453,7 @@ class Metrics:
         self,
         bus: EventBus,
         nodes: Callable[[], Iterable[NodeSample]],
-        add_state: Callable[[GatewayPage], None] = lambda _: None,
+        add_state: Callable[[MetricsPage], None] = lambda _: None,
         name_of: Callable[[str], str | None] = lambda _: None,
     ) -> None:
         self._nodes, self._add_state, self._name_of = nodes, add_state, name_of
@@ -557,7 +590,7 @@ class Metrics:
                 models.add(node)
             if number % NODES_OF_A_STEP == NODES_OF_A_STEP - 1:
                 yield b""
-        page = GatewayPage(METRIC_PREFIX)
+        page = MetricsPage(METRIC_PREFIX)
         self._add_requests(page)
         self._add_fleet(page, nodes, models.measured)
         page.counts("model_loads_total", self._loads, "node", "model", "result")
@@ -578,7 +611,7 @@ class Metrics:
             yield text.encode()
         yield generate_latest(self._process)
 
-    def _add_requests(self, page: GatewayPage) -> None:
+    def _add_requests(self, page: MetricsPage) -> None:
         by_labels = (
             ((priority.label, model, str(status)), counts.requests)
             for (priority, model, status), counts in list(self._requests.items())
@@ -609,7 +642,7 @@ class Metrics:
                 yield (model, kind), getattr(counts, kind)
 
     def _add_fleet(
-        self, page: GatewayPage, nodes: Sequence[NodeSample], models: Sequence[NodeSample]
+        self, page: MetricsPage, nodes: Sequence[NodeSample], models: Sequence[NodeSample]
     ) -> None:
         self._forget_others(node.name for node in nodes)
         everything = [*nodes, *models]
@@ -664,58 +697,6 @@ class _RouterModels:
             self.failures[one.router or "", one.model] = one.load_failures
         if one.decode_tps is not None and len(self.measured) < MOST_INSTANCES:
             self.measured.append(one)
-
-
-class GatewayPage(MetricsPage):
-    """A page of the metrics in `HELP`."""
-
-    __slots__ = ()
-
-    def family(self, name: str, samples: Iterable[tuple[str, float]]) -> None:
-        """Add a family of samples, each with its labels as text."""
-        kind = "counter" if name.endswith("_total") else "gauge"
-        self.add_family(name, kind, HELP[name], samples)
-
-    def number(self, name: str, value: float | None) -> None:
-        """Add a family of one sample without labels, if the value is known."""
-        if value is not None:
-            self.family(name, [("", value)])
-
-    def samples(
-        self, name: str, samples: Iterable[tuple[tuple[str, ...], float]], *names: str
-    ) -> None:
-        """Add a family of samples with these labels."""
-        self.family(
-            name,
-            ((labels(**dict(zip(names, values, strict=True))), value) for values, value in samples),
-        )
-
-    def counts(self, name: str, counts: Mapping[Any, float], *names: str) -> None:
-        """Add a family of the values in a table, whose keys are one label or several."""
-        of_one = ((key if isinstance(key, tuple) else (key,), n) for key, n in [*counts.items()])
-        self.samples(name, of_one, *names)
-
-    def nodes(
-        self,
-        name: str,
-        nodes: Sequence[NodeSample],
-        read: Callable[[NodeSample], float | None],
-    ) -> None:
-        """Add a family with a sample of each node for which the value is known."""
-        known = ((node.name, value) for node in nodes if (value := read(node)) is not None)
-        self.add_family(
-            name, "gauge", HELP[name], ((labels(node=node), value) for node, value in known)
-        )
-
-    def histograms(
-        self,
-        name: str,
-        histograms: Iterable[tuple[Mapping[str, str], AnyHistogram]],
-        *,
-        prefix: str | None = None,
-    ) -> None:
-        """Add a family of histograms."""
-        self.add_histogram(name, HELP[name], histograms, prefix=prefix)
 
 
 # A CPU node may take an hour for a response; a refusal takes a millisecond.
@@ -866,7 +847,7 @@ class GenAiHistograms:
         if event.completion_tokens:
             self._tokens.of(*labelled, "output").observe(event.completion_tokens)
 
-    def add_to(self, page: GatewayPage) -> None:
+    def add_to(self, page: MetricsPage) -> None:
         """Add the families to a page."""
         for name, histogram in (
             ("gen_ai_server_request_duration_seconds", self._duration),

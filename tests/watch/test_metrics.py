@@ -388,7 +388,7 @@ def test_a_histograms_buckets_hold_values_up_to_their_bound(values: list[float])
     for value in values:
         histogram.observe(value)
     page = MetricsPage("")
-    page.add_histogram("h", "meaning", [({}, histogram)])
+    page.histograms("h", [({}, histogram)], help_text="meaning")
     (family,) = text_string_to_metric_families("".join(page.steps()))
     read = {sample.labels.get("le", sample.name): sample.value for sample in family.samples}
     for bound in (0.1, 1.0, 10.0, math.inf):
@@ -401,7 +401,7 @@ def test_a_histograms_buckets_hold_values_up_to_their_bound(values: list[float])
 def test_values_that_are_not_finite_are_written_as_prometheus_reads_them() -> None:
     def written(values: Iterable[float]) -> list[float]:
         page = MetricsPage("")
-        page.add_family("g", "gauge", "m", [(labels(n=str(n)), v) for n, v in enumerate(values)])
+        page.family("g", [(labels(n=str(n)), v) for n, v in enumerate(values)], help_text="m")
         (family,) = text_string_to_metric_families("".join(page.steps()))
         return [sample.value for sample in family.samples]
 
