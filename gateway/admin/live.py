@@ -609,18 +609,18 @@ def live_feed(gateway: GatewayControl, drain_deadlines: DrainDeadlines) -> LiveF
     return LiveFeed(LiveView(gateway, health, history, drain_deadlines))
 
 
+@dataclass(slots=True, eq=False)
 class Frame:
     """The live view at one moment, and what has changed since the one before."""
 
-    def __init__(self, state: LiveState, history: Callable[[], Mapping[str, Any]]) -> None:
-        self.state = state
-        self.follows: LiveState | None = None  # the state that `update` begins from
-        self._history = history
-        self._changes: dict[str, Any] = {}
-        self._request_changes: dict[str, Any] = {}
-        self._snapshots: dict[bool, bytes] = {}
-        self._updates: dict[bool, bytes] = {}
-        self._encoding = asyncio.Lock()
+    state: LiveState
+    history: Callable[[], Mapping[str, Any]]
+    follows: LiveState | None = None  # the state that `update` begins from
+    changes: dict[str, Any] = field(default_factory=dict)
+    request_changes: dict[str, Any] = field(default_factory=dict)
+    _snapshots: dict[bool, bytes] = field(default_factory=dict, init=False)
+    _updates: dict[bool, bytes] = field(default_factory=dict, init=False)
+    _encoding: asyncio.Lock = field(default_factory=asyncio.Lock, init=False)
 
     @classmethod
     async def between(
@@ -631,35 +631,32 @@ class Frame:
         history: Callable[[], Mapping[str, Any]],
     ) -> Frame:
         """The frame of a state that follows another; `point`: a step of the history ended."""
-        frame = cls(after, history)
         if before is None:
-            return frame
-        frame.follows = before
+            return cls(after, history)
         nodes, gone = await changed_rows("name", before.nodes, after.nodes)
+        requests, ended = None, None
+        if after.requests is not None:
+            requests, ended = await changed_rows("id", before.requests or {}, after.requests)
         changes = {
+            "at": after.at,
             "nodes": nodes or None,
             "gone_nodes": gone or None,
             "summary": None if after.summary == before.summary else after.summary,
             "waiting": None if after.waiting == before.waiting else after.waiting,
             "point": point,
         }
-        frame._changes = {"at": after.at, **_without_none(changes)}
-        if after.requests is not None:
-            requests, ended = await changed_rows("id", before.requests or {}, after.requests)
-            frame._request_changes = _without_none(
-                {"requests": requests or None, "ended_requests": ended or None}
-            )
-        return frame
+        request_changes = {"requests": requests or None, "ended_requests": ended or None}
+        return cls(after, history, before, _without_none(changes), _without_none(request_changes))
 
     def update(self, *, is_operator: bool) -> bytes:
         """The event with what has changed."""
         event = self._updates.get(is_operator)
         if event is None:
-            changes, before, after = self._changes, self.follows, self.state
+            changes, before, after = self.changes, self.follows, self.state
             if before is None or before.problems != after.problems:
                 changes = {**changes, "problems": self._problems(is_operator=is_operator)}
             if is_operator:
-                changes = {**changes, **self._request_changes}
+                changes = {**changes, **self.request_changes}
             event = self._updates[is_operator] = encode_event("update", changes)
         return event
 
@@ -678,7 +675,7 @@ class Frame:
             "summary": state.summary,
             "waiting": state.waiting,
             "problems": self._problems(is_operator=is_operator),
-            "history": self._history(),
+            "history": self.history(),
         }
         parts = [msgspec.json.encode(rest)[:-1]]
         parts.append(b',"nodes":[' + await _encode_rows(state.nodes) + b"]")
