@@ -20,13 +20,11 @@ from gateway.admin.configuration import ConfigEndpoints, GatewayControl
 from gateway.admin.guard import AdminGuard, identity_of, role_required
 from gateway.admin.keys import KeyEndpoints
 from gateway.admin.live import LiveFeed
-from gateway.admin.node_metrics import NodeMetricsEndpoint
 from gateway.admin.nodes import ModelEndpoints, NodeEndpoints, PlacementEndpoints
 from gateway.admin.playground import Playground
 from gateway.admin.reports import AUDIT_ACTION_KEY, AUDIT_TARGET_KEY, AuditEndpoints, UsageEndpoints
-from gateway.admin.status import StatusEndpoints
-from gateway.admin.timeline import TimelineEndpoint
-from gateway.admin.why import RequestEndpoints
+from gateway.admin.status import NodeMetricsEndpoint, StatusEndpoints
+from gateway.admin.why import RequestEndpoints, TimelineEndpoint
 from gateway.callers.ended import EndedFinder
 from gateway.callers.keys import AdminKeys, AdminRole, without_secret
 from gateway.callers.reports import Reporter

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 from playwright.async_api import Page, expect
 
-from gateway.admin.timeline import TIMELINE_SECONDS
+from gateway.admin.why import TIMELINE_SECONDS
 from gateway.callers.keys import AdminRole
 from gateway.schedule.decision_log import MOST_GRANTS, Grant
 from tests.admin.browser import a_browser, a_page, needs_browser

@@ -7,7 +7,7 @@ import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
 from gateway.admin import node_metrics
-from gateway.admin.node_metrics import FRESH_SECONDS, WHOLE_SECONDS
+from gateway.admin.status import FRESH_SECONDS, WHOLE_SECONDS
 from tests.emulator import EmulatedNode
 from tests.nodes.build import a_spec
 from tests.virtual import in_virtual_time, now
