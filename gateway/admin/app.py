@@ -37,6 +37,10 @@ from gateway.web.site import KeptForCallers, batch_access
 
 VIEWER, OPERATOR, ADMIN = AdminRole.VIEWER, AdminRole.OPERATOR, AdminRole.ADMIN
 
+STATIC_FOLDER = Path(__file__).parent / "static"
+PAGE = "index.html"
+FILES_PATH = "/dashboard/"  # the path of the page's files
+
 
 class AdminEndpoints:
     """Everything that the admin listener of a gateway answers with."""
@@ -56,7 +60,7 @@ class AdminEndpoints:
         fleet, scheduler, handler = gateway.fleet, gateway.scheduler, gateway.handler
         access, view = batch_access(handler, kept), live.view
         name_of = gateway.key_sync.key_ring.name_of
-        self.dashboard = DashboardPages(StaticPage(PAGE, load_files(STATIC_FOLDER)), INDEX_PAGE)
+        self.dashboard = DashboardPages(StaticPage(PAGE, load_files(STATIC_FOLDER)))
         self.live = live
         self.timeline = TimelineEndpoint(scheduler, time.time, name_of)
         self.playground = Playground(handler)
@@ -129,7 +133,7 @@ ADMIN_ROUTES = (
         "what routers have loaded"),
     AdminRoute("POST", "/admin/placements", OPERATOR, lambda e: e.placements.order,
         "load, unload, pin or unpin a model on a router", "placements"),
-    AdminRoute("GET", "/admin/requests", OPERATOR, lambda e: e.requests.list,
+    AdminRoute("GET", "/admin/requests", OPERATOR, lambda e: e.requests.show,
         "what waits and runs"),
     AdminRoute("GET", "/admin/requests/ended", OPERATOR, lambda e: e.usage.requests,
         "what has ended, from the ledger: the latest or the slowest first"),
@@ -301,11 +305,6 @@ def _with_role(route: AdminRoute, endpoints: AdminEndpoints) -> Endpoint:
     return serve
 
 
-STATIC_FOLDER = Path(__file__).parent / "static"
-PAGE = "index.html"
-FILES_PATH = "/dashboard/"  # the path of the page's files
-
-
 # What a caller's own page needs of these files.
 CALLER_PAGE_FILES = (
     *("me.html", "me.js", "ask.js", "connect.js", "format.js", "usage.js", "style.css", "icon.svg"),
@@ -322,17 +321,16 @@ def caller_page() -> StaticPage:
 
 @dataclass(frozen=True, slots=True)
 class DashboardPages:
-    """The dashboard; `index_text` is what programs get in place of the page."""
+    """The dashboard; programs get a list of paths in place of the page."""
 
     dashboard: StaticPage
-    index_text: str
 
     async def index(self, request: Request) -> Response:
         """The page for a browser, else the list of paths as text."""
         if accepts_html(request.headers):
             response = await self.dashboard.page(request)
         else:
-            response = PlainTextResponse(self.index_text)
+            response = PlainTextResponse(INDEX_PAGE)
         response.headers["vary"] = "Accept"
         return response
 

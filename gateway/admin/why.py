@@ -54,7 +54,7 @@ class RequestEndpoints:
     ended: EndedFinder | None  # None: there is no store
     name_of: Callable[[str], str | None]  # the name of the key with this id
 
-    async def list(self, _: Request) -> Response:
+    async def show(self, _: Request) -> Response:
         """All requests, queued and running, the oldest first."""
         queued = {place.request_id: place for place in self.scheduler.queue_positions()}
         now = self.scheduler.clock()

@@ -6,7 +6,7 @@ import contextlib
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 from sqlalchemy import Connection, func, insert, select
 
@@ -15,11 +15,10 @@ from gateway.store.schema import revisions
 from gateway.store.store import Store
 
 LIMIT = 30.0
-S = TypeVar("S", bound=Store)
 
 
 @contextlib.contextmanager
-def opened(url: str, kind: type[S] = Store, **options: Any) -> Iterator[S]:  # type: ignore[assignment]
+def opened(url: str, kind: type[Store] = Store, **options: Any) -> Iterator[Store]:
     """Run a store inside this context; it is tried to be opened before."""
     store = kind(locate_store(url, Path("unused")), **options)
     store.start()

@@ -81,6 +81,7 @@ class StoreWithLostAnswers(Store):
 
 async def test_a_write_whose_answer_is_lost_is_repeated_and_done_once(store_url: str) -> None:
     with opened(store_url, StoreWithLostAnswers) as store:
+        assert isinstance(store, StoreWithLostAnswers)
         trail = AuditTrail(ticking(), store, retry_seconds=0.01)
         work = asyncio.create_task(trail.run())
         for number in range(3):
