@@ -24,7 +24,7 @@ from opentelemetry.proto.trace.v1.trace_pb2 import SpanFlags, Status
 
 from gateway import __version__
 from gateway.config.telemetry import TracesSettings
-from gateway.watch.request_tracing import Attribute, EndedRequest, spans_of
+from gateway.watch.spans import Attribute, EndedRequest, spans_of
 
 # Bytes of a collector's response that are read, so that its connection can be used again.
 MOST_RESPONSE_BYTES = 64 * 1024

@@ -16,7 +16,7 @@ from gateway.nodes.node import LeasePhase, NodeState
 from gateway.schedule.decision_log import Grant
 from gateway.transport import link as links
 from gateway.transport.pool import ConnectionPool
-from gateway.watch.request_tracing import EndedRequest
+from gateway.watch.spans import EndedRequest
 from tests.callers.build import all_accounts
 from tests.edges.edge_beside import Edge, a_brain, an_edge
 from tests.emulator import EmulatedNode

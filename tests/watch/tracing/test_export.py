@@ -12,7 +12,8 @@ import pytest
 from gateway.events import RequestRecord
 from gateway.terms import RequestTrace
 from gateway.watch.otlp import OtlpSender
-from gateway.watch.request_tracing import MOST_WAITING, EndedRequest, TraceCounts, TraceExporter
+from gateway.watch.request_tracing import MOST_WAITING, TraceCounts, TraceExporter
+from gateway.watch.spans import EndedRequest
 
 LIMIT = 30.0
 

@@ -7,7 +7,7 @@ from typing import Any
 from gateway.events import RequestRecord
 from gateway.terms import RequestTrace
 from gateway.watch.otlp import encode
-from gateway.watch.request_tracing import EndedRequest
+from gateway.watch.spans import EndedRequest
 from tests.watch.tracing.collector import ReceivedSpan, decoded
 from tests.watch.tracing.test_spans import grant
 

@@ -15,7 +15,7 @@ from gateway.schedule.decision_log import (
     Refusal,
 )
 from gateway.terms import Priority, RequestTrace
-from gateway.watch.request_tracing import MOST_DECISIONS, EndedRequest, Span, spans_of
+from gateway.watch.spans import MOST_DECISIONS, EndedRequest, Span, spans_of
 
 PATH = "/v1/chat/completions"
 
