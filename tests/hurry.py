@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from gateway.admin.live import LiveFeed
-from gateway.callers.key_sync import KeySync
+from gateway.callers.stored_keys import KeySync
 from gateway.events import DEFER_SECONDS
 from gateway.http.certificates import changed_files
 from gateway.store.store import Store

@@ -20,18 +20,15 @@ from gateway.admin.configuration import ConfigEndpoints, GatewayControl
 from gateway.admin.guard import AdminGuard, identity_of, role_required
 from gateway.admin.keys import KeyEndpoints
 from gateway.admin.live import LiveFeed
-from gateway.admin.node_metrics import NodeMetricsEndpoint
-from gateway.admin.nodes import DrainDeadlines, ModelEndpoints, NodeEndpoints, PlacementEndpoints
+from gateway.admin.nodes import ModelEndpoints, NodeEndpoints, PlacementEndpoints
 from gateway.admin.playground import Playground
 from gateway.admin.reports import AUDIT_ACTION_KEY, AUDIT_TARGET_KEY, AuditEndpoints, UsageEndpoints
-from gateway.admin.status import StatusEndpoints
-from gateway.admin.timeline import TimelineEndpoint
-from gateway.admin.why import RequestEndpoints, WhyEndpoints
+from gateway.admin.status import NodeMetricsEndpoint, StatusEndpoints
+from gateway.admin.why import RequestEndpoints, TimelineEndpoint
 from gateway.callers.ended import EndedFinder
 from gateway.callers.keys import AdminKeys, AdminRole, without_secret
 from gateway.callers.reports import Reporter
 from gateway.errors import GatewayError
-from gateway.watch.audit import AuditTrail
 from gateway.watch.metrics import CONTENT_TYPE, Metrics
 from gateway.web.asgi import Endpoint, HealthEndpoints, asgi_app, routes_by_path
 from gateway.web.files import FileEndpoints
@@ -40,29 +37,50 @@ from gateway.web.site import KeptForCallers, batch_access
 
 VIEWER, OPERATOR, ADMIN = AdminRole.VIEWER, AdminRole.OPERATOR, AdminRole.ADMIN
 
+STATIC_FOLDER = Path(__file__).parent / "static"
+PAGE = "index.html"
+FILES_PATH = "/dashboard/"  # the path of the page's files
 
-@dataclass(frozen=True, slots=True)
+
 class AdminEndpoints:
-    """Everything that the admin listener answers with."""
+    """Everything that the admin listener of a gateway answers with."""
 
-    dashboard: DashboardPages
-    live: LiveFeed
-    timeline: TimelineEndpoint
-    playground: Playground
-    pages: PlainPages
-    health: HealthEndpoints
-    status: StatusEndpoints
-    nodes: NodeEndpoints
-    node_metrics: NodeMetricsEndpoint
-    models: ModelEndpoints
-    placements: PlacementEndpoints
-    requests: RequestEndpoints
-    why: WhyEndpoints
-    usage: UsageEndpoints
-    configuration: ConfigEndpoints
-    audit: AuditEndpoints
-    keys: KeyEndpoints
-    batches: BatchDesk
+    def __init__(
+        self,
+        gateway: GatewayControl,
+        *,
+        metrics: Metrics,
+        live: LiveFeed,
+        reporter: Reporter | None,
+        ended: EndedFinder | None,
+        document: Callable[[str | None], bytes],
+        standing_error: Callable[[], GatewayError | None] = lambda: None,
+        kept: KeptForCallers = KeptForCallers(),  # noqa: B008 - immutable
+    ) -> None:
+        fleet, scheduler, handler = gateway.fleet, gateway.scheduler, gateway.handler
+        access, view = batch_access(handler, kept), live.view
+        name_of = gateway.key_sync.key_ring.name_of
+        self.dashboard = DashboardPages(StaticPage(PAGE, load_files(STATIC_FOLDER)))
+        self.live = live
+        self.timeline = TimelineEndpoint(scheduler, time.time, name_of)
+        self.playground = Playground(handler)
+        self.pages = PlainPages(metrics, document)
+        self.health = HealthEndpoints(fleet, scheduler, lambda: handler.closing, standing_error)
+        self.status = StatusEndpoints(gateway, metrics, self.health)
+        self.nodes = NodeEndpoints(
+            fleet, scheduler.fleet_sync, view.drain_deadlines, view.node_history, time.time
+        )
+        self.node_metrics = NodeMetricsEndpoint(fleet, lambda: gateway.settings, gateway.clock)
+        self.models = ModelEndpoints(gateway)
+        self.placements = PlacementEndpoints(gateway, time.time)
+        self.requests = RequestEndpoints(
+            gateway.registry, scheduler, view.history, time.time, ended, name_of
+        )
+        self.usage = UsageEndpoints(reporter, ended, time.time, name_of)
+        self.configuration = ConfigEndpoints(gateway)
+        self.audit = AuditEndpoints(gateway.audit)
+        self.keys = KeyEndpoints(gateway, time.time)
+        self.batches = BatchDesk(access, FileEndpoints(kept.files, access.callers))
 
 
 @dataclass(frozen=True, slots=True)
@@ -115,11 +133,11 @@ ADMIN_ROUTES = (
         "what routers have loaded"),
     AdminRoute("POST", "/admin/placements", OPERATOR, lambda e: e.placements.order,
         "load, unload, pin or unpin a model on a router", "placements"),
-    AdminRoute("GET", "/admin/requests", OPERATOR, lambda e: e.requests.list,
+    AdminRoute("GET", "/admin/requests", OPERATOR, lambda e: e.requests.show,
         "what waits and runs"),
     AdminRoute("GET", "/admin/requests/ended", OPERATOR, lambda e: e.usage.requests,
         "what has ended, from the ledger: the latest or the slowest first"),
-    AdminRoute("GET", "/admin/requests/{id:path}/why", OPERATOR, lambda e: e.why.why,
+    AdminRoute("GET", "/admin/requests/{id:path}/why", OPERATOR, lambda e: e.requests.why,
         "why it went where it went, and what came of it"),
     AdminRoute("DELETE", "/admin/requests/{id:path}", OPERATOR, lambda e: e.requests.cancel,
         "cancel one", "cancel"),
@@ -221,56 +239,21 @@ class PlainPages:
 
 
 def admin_app(
-    gateway: GatewayControl,
+    endpoints: AdminEndpoints,
     *,
-    metrics: Metrics,
-    drain_deadlines: DrainDeadlines,
-    reporter: Reporter | None,
-    ended: EndedFinder | None,
-    document: Callable[[str | None], bytes],
-    live: LiveFeed,
     host: str,
     keys: AdminKeys,
     extra_hosts: Iterable[str] = (),
     relayed: Callable[[ASGIApp], ASGIApp] | None = None,
-    standing_error: Callable[[], GatewayError | None] = lambda: None,
-    kept: KeptForCallers = KeptForCallers(),  # noqa: B008 - immutable
 ) -> ASGIApp:
     """The application of an admin listener on `host`.
 
-    The caller owns `drain_deadlines` and closes it. Without `keys` nobody needs one; whether that
-    is safe, `gateway.callers.callers.admin_listener_problem` decides before the listener opens.
-    `relayed` makes of the application, behind the guard, what another gateway serves a part of.
+    Without `keys` nobody needs one; whether that is safe,
+    `gateway.callers.callers.admin_listener_problem` decides before the listener opens. `relayed`
+    makes of the application, behind the guard, what another gateway serves a part of.
     """
-    fleet, scheduler, handler = gateway.fleet, gateway.scheduler, gateway.handler
-    health = HealthEndpoints(fleet, scheduler, lambda: handler.closing, standing_error)
-    access = batch_access(handler, kept)
-    name_of = gateway.key_sync.key_ring.name_of
-    endpoints = AdminEndpoints(
-        dashboard=DashboardPages(StaticPage(PAGE, load_files(STATIC_FOLDER)), INDEX_PAGE),
-        live=live,
-        timeline=TimelineEndpoint(scheduler, time.time, name_of),
-        playground=Playground(handler),
-        pages=PlainPages(metrics, document),
-        health=health,
-        status=StatusEndpoints(gateway, metrics, health),
-        nodes=NodeEndpoints(
-            fleet, scheduler.fleet_sync, drain_deadlines, live.view.node_history, time.time
-        ),
-        node_metrics=NodeMetricsEndpoint(fleet, lambda: gateway.settings, gateway.clock),
-        models=ModelEndpoints(gateway),
-        placements=PlacementEndpoints(gateway, time.time),
-        requests=RequestEndpoints(gateway.registry, scheduler, name_of),
-        why=WhyEndpoints(scheduler, gateway.registry, live.view.history, time.time, ended, name_of),
-        usage=UsageEndpoints(reporter, ended, time.time, name_of),
-        configuration=ConfigEndpoints(gateway),
-        audit=AuditEndpoints(gateway.audit),
-        keys=KeyEndpoints(gateway, time.time),
-        batches=BatchDesk(access, FileEndpoints(kept.files, access.callers)),
-    )
     routes = routes_by_path(
-        (route.method, route.path, _with_role(route, endpoints, gateway.audit))
-        for route in ADMIN_ROUTES
+        (route.method, route.path, _with_role(route, endpoints)) for route in ADMIN_ROUTES
     )
     numbers = itertools.count()
     names = (host, *extra_hosts)
@@ -283,9 +266,9 @@ def admin_app(
 AUDITED_PARAMETERS = ("deadline",)
 
 
-def _with_role(route: AdminRoute, endpoints: AdminEndpoints, audit: AuditTrail) -> Endpoint:
+def _with_role(route: AdminRoute, endpoints: AdminEndpoints) -> Endpoint:
     """The route's endpoint, for callers of its role; what it changes is put into the audit log."""
-    endpoint = route.endpoint(endpoints)
+    endpoint, audit = route.endpoint(endpoints), endpoints.audit.audit
 
     async def serve(request: Request) -> Response:
         identity, parameters = identity_of(request), request.path_params
@@ -322,11 +305,6 @@ def _with_role(route: AdminRoute, endpoints: AdminEndpoints, audit: AuditTrail) 
     return serve
 
 
-STATIC_FOLDER = Path(__file__).parent / "static"
-PAGE = "index.html"
-FILES_PATH = "/dashboard/"  # the path of the page's files
-
-
 # What a caller's own page needs of these files.
 CALLER_PAGE_FILES = (
     *("me.html", "me.js", "ask.js", "connect.js", "format.js", "usage.js", "style.css", "icon.svg"),
@@ -343,17 +321,16 @@ def caller_page() -> StaticPage:
 
 @dataclass(frozen=True, slots=True)
 class DashboardPages:
-    """The dashboard; `index_text` is what programs get in place of the page."""
+    """The dashboard; programs get a list of paths in place of the page."""
 
     dashboard: StaticPage
-    index_text: str
 
     async def index(self, request: Request) -> Response:
         """The page for a browser, else the list of paths as text."""
         if accepts_html(request.headers):
             response = await self.dashboard.page(request)
         else:
-            response = PlainTextResponse(self.index_text)
+            response = PlainTextResponse(INDEX_PAGE)
         response.headers["vary"] = "Accept"
         return response
 

@@ -17,10 +17,10 @@ from starlette.responses import Response
 from gateway import errors
 from gateway.admin.reports import AUDIT_TARGET_KEY
 from gateway.api.base import openai_error
-from gateway.callers.key_sync import KeySync
 from gateway.callers.ledger import Ledger
 from gateway.callers.limits import UsedQuota
 from gateway.callers.standings import Standings
+from gateway.callers.stored_keys import KeySync
 from gateway.config.errors import ConfigError, Problem, single_line
 from gateway.config.settings import MOST_ROWS, Settings, masked_settings, settings_rows
 from gateway.config.versions import (

@@ -34,7 +34,7 @@ from gateway.nodes.fleet import Fleet
 from gateway.nodes.node import LeasePhase, Node, NodeState
 from gateway.nodes.prices import GpuCosts
 from gateway.nodes.router import LoadPhase
-from gateway.watch.history import COLUMNS, FleetHistory, Gauges, HistoryPoint
+from gateway.watch.history import COLUMNS, STEP_SECONDS, FleetHistory, Gauges, HistoryPoint
 from gateway.watch.node_history import NodeHistory
 from gateway.watch.problems import (
     LOST_EDGE_SECONDS,
@@ -337,9 +337,7 @@ class _FleetCounts:
         if state not in {"ready", "mute", "sleeping"} or node.drift or failures or left_alone:
             reason, drift = node.reason, node.drift
             self.conditions.append(
-                NodeCondition(
-                    spec.name, spec.host, state, reason, spec.tier, drift, failures, left_alone
-                )
+                NodeCondition(spec.name, spec.host, state, reason, drift, failures, left_alone)
             )
 
     def _count_models(self, names: Iterable[str], *, usable: bool) -> None:
@@ -494,14 +492,14 @@ class LiveFeed:
     async def run(self) -> None:
         """Close steps of the history, publish frames, and tell of problems; never ends."""
         history, clock = self.view.history, time.monotonic
-        next_step = clock() + history.step_seconds
+        next_step = clock() + STEP_SECONDS
         try:
             while True:
                 pause = self._update_seconds if self.watchers else self._look_seconds
                 await self._wait(min(next_step - clock(), pause))
                 point = None
                 if clock() >= next_step:
-                    next_step = max(next_step + history.step_seconds, clock())
+                    next_step = max(next_step + STEP_SECONDS, clock())
                     gauges = await self.view.gauges()
                     point = history.close_step(self.view.wall_clock(), clock(), gauges)
                 if self.watchers:
@@ -611,18 +609,18 @@ def live_feed(gateway: GatewayControl, drain_deadlines: DrainDeadlines) -> LiveF
     return LiveFeed(LiveView(gateway, health, history, drain_deadlines))
 
 
+@dataclass(slots=True, eq=False)
 class Frame:
     """The live view at one moment, and what has changed since the one before."""
 
-    def __init__(self, state: LiveState, history: Callable[[], Mapping[str, Any]]) -> None:
-        self.state = state
-        self.follows: LiveState | None = None  # the state that `update` begins from
-        self._history = history
-        self._changes: dict[str, Any] = {}
-        self._request_changes: dict[str, Any] = {}
-        self._snapshots: dict[bool, bytes] = {}
-        self._updates: dict[bool, bytes] = {}
-        self._encoding = asyncio.Lock()
+    state: LiveState
+    history: Callable[[], Mapping[str, Any]]
+    follows: LiveState | None = None  # the state that `update` begins from
+    changes: dict[str, Any] = field(default_factory=dict)
+    request_changes: dict[str, Any] = field(default_factory=dict)
+    _snapshots: dict[bool, bytes] = field(default_factory=dict, init=False)
+    _updates: dict[bool, bytes] = field(default_factory=dict, init=False)
+    _encoding: asyncio.Lock = field(default_factory=asyncio.Lock, init=False)
 
     @classmethod
     async def between(
@@ -633,35 +631,32 @@ class Frame:
         history: Callable[[], Mapping[str, Any]],
     ) -> Frame:
         """The frame of a state that follows another; `point`: a step of the history ended."""
-        frame = cls(after, history)
         if before is None:
-            return frame
-        frame.follows = before
+            return cls(after, history)
         nodes, gone = await changed_rows("name", before.nodes, after.nodes)
+        requests, ended = None, None
+        if after.requests is not None:
+            requests, ended = await changed_rows("id", before.requests or {}, after.requests)
         changes = {
+            "at": after.at,
             "nodes": nodes or None,
             "gone_nodes": gone or None,
             "summary": None if after.summary == before.summary else after.summary,
             "waiting": None if after.waiting == before.waiting else after.waiting,
             "point": point,
         }
-        frame._changes = {"at": after.at, **_without_none(changes)}
-        if after.requests is not None:
-            requests, ended = await changed_rows("id", before.requests or {}, after.requests)
-            frame._request_changes = _without_none(
-                {"requests": requests or None, "ended_requests": ended or None}
-            )
-        return frame
+        request_changes = {"requests": requests or None, "ended_requests": ended or None}
+        return cls(after, history, before, _without_none(changes), _without_none(request_changes))
 
     def update(self, *, is_operator: bool) -> bytes:
         """The event with what has changed."""
         event = self._updates.get(is_operator)
         if event is None:
-            changes, before, after = self._changes, self.follows, self.state
+            changes, before, after = self.changes, self.follows, self.state
             if before is None or before.problems != after.problems:
                 changes = {**changes, "problems": self._problems(is_operator=is_operator)}
             if is_operator:
-                changes = {**changes, **self._request_changes}
+                changes = {**changes, **self.request_changes}
             event = self._updates[is_operator] = encode_event("update", changes)
         return event
 
@@ -680,7 +675,7 @@ class Frame:
             "summary": state.summary,
             "waiting": state.waiting,
             "problems": self._problems(is_operator=is_operator),
-            "history": self._history(),
+            "history": self.history(),
         }
         parts = [msgspec.json.encode(rest)[:-1]]
         parts.append(b',"nodes":[' + await _encode_rows(state.nodes) + b"]")

@@ -1,13 +1,22 @@
-"""`/admin/status`, and the state of the gateway that `/metrics` reports at each scrape."""
+"""`/admin/status`, the state that `/metrics` reports at each scrape, and `/metrics/nodes`.
+
+`/metrics/nodes` has the metrics of all llama.cpp servers on one page, each with its node's name. A
+node is not trusted: its text may be anything. Only samples of llama.cpp's own families pass, with a
+number and without labels of their own; `llamacpp:prompt_tokens_total 12` becomes
+`llamacpp:prompt_tokens_total{node="a"} 12`.
+"""
 
 from __future__ import annotations
 
+import asyncio
+import contextlib
 import math
+import re
 from collections import Counter
-from collections.abc import Callable
-from dataclasses import asdict, dataclass
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import asdict, dataclass, field
 from datetime import UTC, datetime, timedelta
-from typing import Annotated, Any, Protocol
+from typing import Annotated, Any
 
 import msgspec
 from starlette.requests import Request
@@ -18,20 +27,26 @@ from gateway.admin.nodes import differences_json
 from gateway.callers.ledger import Ledger
 from gateway.callers.limits import UsedQuota
 from gateway.callers.windows import time_text
-from gateway.errors import CLIENT_CLOSED_STATUS
+from gateway.config.settings import Settings
+from gateway.errors import CLIENT_CLOSED_STATUS, GatewayError
 from gateway.nodes.fleet import Fleet
+from gateway.nodes.health import fetch
+from gateway.nodes.lifecycle import ProbeResult
 from gateway.nodes.node import Node
-from gateway.schedule.decision_log import RATIO_BOUNDS
 from gateway.store.store import Store
 from gateway.terms import Priority
 from gateway.watch.metrics import (
+    CONTENT_TYPE,
+    METRIC_PREFIX,
+    ROLES,
     BatchSample,
+    ClusterSample,
     EdgeSample,
-    Histogram,
+    EdgesSample,
     Metrics,
-    MetricsSnapshot,
+    MetricsPage,
     NodeSample,
-    TraceSample,
+    labels,
 )
 from gateway.watch.request_tracing import RequestTracing
 from gateway.web.asgi import HealthEndpoints, JsonResponse, in_steps
@@ -288,64 +303,252 @@ def quota_labels(quota: UsedQuota) -> tuple[str, str, str, str, str]:
     return one.kind, quota.id, one.limit, one.period or "", state
 
 
-class BackgroundSource(Protocol):
-    """Work that callers need not wait for, as metrics show it."""
-
-    def webhooks_waiting(self) -> int:
-        """Deliveries that wait in the store."""
-
-    def batch_sample(self) -> BatchSample | None:
-        """Batches at this time; None: there is no store."""
-
-
 @dataclass(frozen=True, slots=True)
 class MetricsSource:
-    """Reads the state of the gateway for `Metrics`, at each scrape."""
+    """Reads the state of the gateway for `Metrics`, at each scrape.
+
+    `batches`: work that callers need not wait for; None: there is no store.
+    """
 
     gateway: GatewayControl
     retries_left: Callable[[], int]
-    background: BackgroundSource | None = None
+    batches: Callable[[], BatchSample | None] = lambda: None
     tracing: RequestTracing | None = None
-    name_of: Callable[[str], str | None] = lambda _: None
-    """The name of the key with this id, if metrics are to have it."""
 
-    def __call__(self) -> MetricsSnapshot:
-        """The state now."""
-        gateway, background, traces = self.gateway, self.background, None
-        fleet, scheduler, ledger = gateway.fleet, gateway.scheduler, gateway.ledger
-        accuracy, edges, cluster = scheduler.accuracy, gateway.edges, gateway.cluster
-        store = None if gateway.store is None else gateway.store.status()
+    def nodes(self) -> Iterator[NodeSample]:
+        """Every node, each as it is when it is read."""
+        fleet = self.gateway.fleet
+        return (_node_sample(node, fleet) for node in list(fleet.nodes.values()))
+
+    def add_to(self, page: MetricsPage) -> None:
+        """Add the families of the state as it is now."""
+        gateway, scheduler = self.gateway, self.gateway.scheduler
+        accuracy, now = scheduler.accuracy, scheduler.clock()
+        ratios = {"first_token": accuracy.first_token, "completion": accuracy.completion}
+        page.histograms("prediction_ratio", [({"of": what}, one) for what, one in ratios.items()])
+        cached = {"expected": accuracy.cached_expected, "found": accuracy.cached_found}
+        page.counts("predicted_cached_tokens_total", cached, "of")
+        depths, oldest = scheduler.depths(), scheduler.waiters.longest_waits(now)
+        page.counts("queue_depth", {one.label: depths.get(one, 0) for one in Priority}, "class")
+        waited = {one.label: oldest.get(one, 0.0) for one in Priority}
+        page.counts("queue_oldest_seconds", waited, "class")
+        page.number("queue_places", scheduler.settings.queue.max)
+        page.number("spill_money_left", scheduler.tier_policy.money_left(now))
+        page.number("in_flight", len(gateway.registry))
+        paused = dict.fromkeys(sorted(gateway.fleet.model_index.paused_by_name), 1)
+        page.counts("model_paused", paused, "model")
+        quotas = {quota_labels(one): round(one.share, 4) for one in gateway.quotas}
+        page.counts("quota_used_ratio", quotas, "of", "id", "limit", "period", "state")
+        page.number("inventory_error", int(gateway.config_files.inventory_error is not None))
+        page.number("retry_budget", self.retries_left())
+        if certificates := days_left(gateway):
+            days = {key: round(left, 3) for key, left in certificates.items()}
+            page.counts("certificate_days_left", days, "certificate")
+        if gateway.store is not None:
+            store = gateway.store.status()
+            page.number("store_up", int(store.up))
+            page.number("store_jobs_waiting", store.waiting)
+        if gateway.ledger is not None:
+            ledger = gateway.ledger
+            page.number("ledger_rows_waiting", ledger.pending)
+            page.number("ledger_rows_written_total", ledger.written)
+            page.number("ledger_rows_recovered_total", ledger.recovered)
+            page.number("ledger_rows_dropped_total", ledger.dropped)
+        _add_batches(page, self.batches())
         if self.tracing is not None and self.tracing.active:
             counts = self.tracing.counts
             dropped = {"queue_full": counts.not_queued, "not_taken": counts.not_sent}
-            traces = TraceSample(counts.exported, dropped)
-        return MetricsSnapshot(
-            predictions={
-                name: Histogram.of(RATIO_BOUNDS, ratios.counts, ratios.sum)
-                for name, ratios in (
-                    ("first_token", accuracy.first_token),
-                    ("completion", accuracy.completion),
-                )
-            },
-            cached_expected=accuracy.cached_expected,
-            cached_found=accuracy.cached_found,
-            nodes=(_node_sample(node, fleet) for node in list(fleet.nodes.values())),
-            queue=scheduler.depths(),
-            oldest=scheduler.waiters.longest_waits(scheduler.clock()),
-            queue_places=scheduler.settings.queue.max,
-            spill_money_left=scheduler.tier_policy.money_left(scheduler.clock()),
-            in_flight=len(gateway.registry),
-            paused_models=sorted(fleet.model_index.paused_by_name),
-            name_of=self.name_of,
-            quotas={quota_labels(one): round(one.share, 4) for one in gateway.quotas},
-            inventory_error=gateway.config_files.inventory_error is not None,
-            retry_budget=self.retries_left(),
-            certificate_days_left=days_left(gateway),
-            store=store,
-            ledger=ledger_json(ledger),
-            webhooks_waiting=0 if background is None else background.webhooks_waiting(),
-            batches=None if background is None else background.batch_sample(),
-            traces=traces,
-            edges=None if edges is None else edges.sample(),
-            cluster=None if cluster is None else cluster.sample(),
+            page.number("traces_exported_total", counts.exported)
+            page.counts("traces_dropped_total", dropped, "reason")
+        if gateway.edges is not None:
+            _add_edges(page, gateway.edges.sample())
+        if gateway.cluster is not None:
+            _add_cluster(page, gateway.cluster.sample())
+
+
+def _add_batches(page: MetricsPage, batches: BatchSample | None) -> None:
+    page.number("webhook_deliveries_waiting", 0 if batches is None else batches.webhooks_waiting)
+    if batches is None:
+        return
+    page.counts("batches", batches.batches, "state")
+    page.counts("batch_lines_total", batches.lines, "outcome")
+    page.counts("stored_requests_waiting", batches.waiting, "kind")
+    page.number("batch_lines_running", batches.running)
+    page.number("batch_lines_claimed", batches.claimed)
+    page.number("batch_lines_deferred_total", batches.deferred)
+    page.number("batch_lines_retried_total", batches.retried)
+    page.number("batch_oldest_seconds", batches.oldest_seconds)
+    page.number("batch_results_blocked", int(batches.results_blocked))
+    page.number("folder_refusals_total", batches.folder_refusals)
+    page.number("folder_full", int(batches.folder_full))
+
+
+def _add_edges(page: MetricsPage, edges: EdgesSample) -> None:
+    page.number("edges", len(edges.running))
+    page.number("edges_configured", edges.configured)
+    page.number("edges_died_total", edges.died)
+    page.number("edge_late_leases_total", edges.late_leases)
+    for name, values in (
+        ("edge_streams", {one.name: one.streams for one in edges.running}),
+        ("edge_connections", {one.name: one.connections for one in edges.running}),
+        ("edge_cpu_seconds_total", {one.name: one.cpu_seconds for one in edges.running}),
+        ("edge_memory_bytes", {one.name: one.memory_bytes for one in edges.running}),
+    ):
+        page.counts(name, values, "edge")
+
+
+def _add_cluster(page: MetricsPage, cluster: ClusterSample) -> None:
+    page.counts("cluster_role", {role: int(role == cluster.role) for role in ROLES}, "role")
+    page.number("cluster_epoch", cluster.epoch)
+    page.number("cluster_members", len(cluster.members))
+    page.number("cluster_members_lost", len(cluster.lost))
+    page.number("late_leases_total", cluster.late)
+
+
+# `/metrics/nodes`.
+
+# Nodes that are asked at the same time, but for those that are late. To read the answers of more in
+# one turn of the event loop would hold up requests.
+AT_ONCE = 8
+# A node that has not answered for so long keeps no place from others: it may read a prompt.
+LATE_SECONDS = 0.03
+# Time for all nodes; Prometheus waits 10 seconds for a page unless told otherwise.
+WHOLE_SECONDS = 6.0
+FRESH_SECONDS = 5.0  # for so long a page is shown again instead of asking the nodes anew
+LARGEST_PAGE = 64 << 10  # bytes of a node's page; llama.cpp's has 4,000
+
+
+@dataclass(slots=True)
+class NodeMetricsEndpoint:
+    """Asks all nodes, at most once in `FRESH_SECONDS`, whoever reads the page."""
+
+    fleet: Fleet
+    settings: Callable[[], Settings]
+    clock: Callable[[], float]
+    _asking: asyncio.Lock = field(default_factory=asyncio.Lock)
+    _text: bytes = b""
+    _made_at: float = -math.inf
+
+    async def show(self, _: Request) -> Response:
+        """The page. Raises: GatewayError if the settings have switched it off."""
+        if not self.settings().telemetry.node_metrics:
+            raise GatewayError(
+                404, "not_found", "Metrics of nodes are off: set telemetry.node_metrics to true."
+            )
+        async with self._asking:
+            if self.clock() - self._made_at >= FRESH_SECONDS:
+                self._text = await self._page()
+                self._made_at = self.clock()
+        return Response(self._text, headers={"content-type": CONTENT_TYPE})
+
+    async def _page(self) -> bytes:
+        nodes = [node for node in self.fleet.nodes.values() if node.spec.kind == "llama.cpp"]
+        found = await self._ask(nodes)
+        page = MetricsPage("")
+        page.family(
+            f"{METRIC_PREFIX}node_metrics_up",
+            ((labels(node=node.name), int(node.name in found)) for node in nodes),
+            help_text="1 for nodes that have shown their metrics.",
         )
+        add_node_metrics(page, found)
+        text = bytearray()
+        for step in page.steps():
+            text += step.encode()
+            await asyncio.sleep(0)
+        return bytes(text)
+
+    async def _ask(self, nodes: list[Node]) -> dict[str, NodeFamilies]:
+        """What the nodes say, in their order; those that do not answer in time are missing."""
+        gate = asyncio.Semaphore(AT_ONCE)
+        tasks: dict[str, asyncio.Task[NodeFamilies | None]] = {}
+        try:
+            async with asyncio.timeout(WHOLE_SECONDS):
+                for node in nodes:
+                    if node.in_service and node.probe_history.up and not node.probe_history.silent:
+                        await gate.acquire()
+                        tasks[node.name] = asyncio.create_task(
+                            _read(node, gate), name=f"metrics of {node.name}"
+                        )
+                if tasks:
+                    await asyncio.wait(tasks.values())
+        except TimeoutError:
+            pass
+        finally:
+            for task in tasks.values():
+                task.cancel()
+            results = await asyncio.gather(*tasks.values(), return_exceptions=True)
+        return {
+            name: result
+            for name, result in zip(tasks, results, strict=True)
+            if isinstance(result, NodeFamilies)
+        }
+
+
+async def _read(node: Node, gate: asyncio.Semaphore) -> NodeFamilies | None:
+    """What the node says; its place in the gate is taken already."""
+    with contextlib.ExitStack() as place:
+        place.callback(gate.release)
+        late = asyncio.get_running_loop().call_later(LATE_SECONDS, place.close)
+        place.callback(late.cancel)
+        reply = await fetch(node, "/metrics", largest=LARGEST_PAGE)
+    if isinstance(reply, ProbeResult) or reply.status != 200:
+        return None
+    return read_node_metrics(reply.body)
+
+
+MOST_SAMPLES = 100  # most samples of one node; llama.cpp has some twenty
+MOST_FAMILIES = 200  # most families of all nodes together: builds differ in theirs
+LONGEST_HELP = 200  # characters of a family's description
+
+_LINE = re.compile(
+    rb"^(?:# (?P<kind>HELP|TYPE) (?P<named>llamacpp:[a-z0-9_]{1,80}) (?P<text>[^\n]*)"
+    rb"|(?P<name>llamacpp:[a-z0-9_]{1,80})(?:\{[^}\n]*\})? "
+    rb"(?P<value>[+-]?(?:\d{1,30}(?:\.\d{0,30})?(?:[eE][+-]?\d{1,3})?|Inf|NaN|inf|nan)))\s*$",
+    re.MULTILINE,
+)
+_TYPES = frozenset({"counter", "gauge"})
+
+
+@dataclass(slots=True)
+class NodeFamilies:
+    """The samples of one node: a value by family, with the families' types and descriptions."""
+
+    values: dict[str, float] = field(default_factory=dict)
+    types: dict[str, str] = field(default_factory=dict)
+    helps: dict[str, str] = field(default_factory=dict)
+
+
+def read_node_metrics(text: bytes) -> NodeFamilies | None:
+    """What may be shown of a node's page; None: it is no page of llama.cpp's metrics."""
+    families = NodeFamilies()
+    for line in _LINE.finditer(text):
+        if line["name"] is not None:
+            families.values.setdefault(line["name"].decode(), float(line["value"]))
+            if len(families.values) >= MOST_SAMPLES:
+                break
+            continue
+        name, words = line["named"].decode(), line["text"].decode("utf-8", "replace").strip()
+        if line["kind"] == b"HELP":
+            families.helps[name] = re.sub(r"[^ -~]|\\", " ", words)[:LONGEST_HELP]
+        elif words in _TYPES:
+            families.types[name] = words
+    return families if families.values else None
+
+
+def add_node_metrics(page: MetricsPage, nodes: Mapping[str, NodeFamilies]) -> None:
+    """Add the families of all nodes to a page, each family once."""
+    names: dict[str, tuple[str, str]] = {}
+    for families in nodes.values():
+        for name in families.values:
+            if name not in names and len(names) < MOST_FAMILIES:
+                kind = families.types.get(name, "untyped")
+                names[name] = kind, families.helps.get(name) or "Of llama.cpp's server."
+    for name, (kind, text) in names.items():
+        page.family(name, _samples(name, nodes.items()), kind, text)
+
+
+def _samples(name: str, nodes: Iterable[tuple[str, NodeFamilies]]) -> Iterator[tuple[str, float]]:
+    for node, families in nodes:
+        value = families.values.get(name)
+        if value is not None:
+            yield labels(node=node), value

@@ -2,21 +2,27 @@
 
 The numbers of `{id}/why` are the scheduler's own, from its decision log and, for a request that
 waits, from the queue as it is now. The sentences are made of these figures.
+
+`GET /admin/timeline` tells what each slot has done in the last ten minutes, for a picture of it. It
+is read from the decision log, which remembers each lease anyway: a request pays nothing for it. Of
+a fleet with more than `MOST_LANES` slots it tells a sample of the nodes.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Annotated, Any
+from typing import Annotated, Any, NamedTuple
 
 import msgspec
 from starlette.requests import Request
 from starlette.responses import Response
 
+from gateway.admin.guard import identity_of
 from gateway.admin.nodes import pool_json
 from gateway.callers.ended import EndedFinder, EndedRow
+from gateway.callers.keys import AdminRole
 from gateway.callers.processes import LOST
 from gateway.callers.windows import time_text
 from gateway.errors import CLIENT_CLOSED_STATUS, GatewayError, truncate_echo
@@ -34,18 +40,21 @@ from gateway.schedule.model_placer import model_key
 from gateway.schedule.scheduler import Scheduler
 from gateway.store.failures import StoreError
 from gateway.watch.history import FleetHistory
-from gateway.web.asgi import JsonResponse
+from gateway.web.asgi import JsonResponse, number_parameter
 
 
 @dataclass(frozen=True, slots=True)
 class RequestEndpoints:
-    """The endpoints of requests in flight."""
+    """The endpoints of requests: those in flight, and why one went where it went."""
 
     registry: InFlightRegistry
     scheduler: Scheduler
+    history: FleetHistory
+    wall_clock: Callable[[], float]  # seconds since 1970
+    ended: EndedFinder | None  # None: there is no store
     name_of: Callable[[str], str | None]  # the name of the key with this id
 
-    async def list(self, _: Request) -> Response:
+    async def show(self, _: Request) -> Response:
         """All requests, queued and running, the oldest first."""
         queued = {place.request_id: place for place in self.scheduler.queue_positions()}
         now = self.scheduler.clock()
@@ -78,99 +87,6 @@ class RequestEndpoints:
         if not self.scheduler.refuse(request_id, cancelled_by_operator()):
             in_flight.cancel(cancelled_by_operator())
         return JsonResponse({"id": request_id, "request_id": x_request_id, "cancelled": True})
-
-
-class RequestObject(msgspec.Struct, kw_only=True, rename={"class_": "class"}):
-    """A request as the admin API shows it. Times are in seconds, sizes in tokens."""
-
-    id: Annotated[str, "inside the gateway"]
-    request_id: Annotated[str, "`X-Request-ID`"]
-    path: Annotated[str, "asked for"]
-    class_: Annotated[str, "in force"]
-    model: Annotated[str | None, "its public name"]
-    caller: Annotated[str, "the key's id, or the address of one without a key"]
-    caller_name: Annotated[str | None, "the key's name"]
-    state: Annotated[str, "`waiting` or `running`"]
-    position: Annotated[int | None, "in the queue"]
-    expected_start: Annotated[float | None, "seconds from now"]
-    node: Annotated[str | None, "where it runs or ran last"]
-    attempts: Annotated[int, "nodes tried"]
-    slots: Annotated[int, "that it takes"]
-    stream: Annotated[bool, "asked for"]
-    seconds: Annotated[float, "since it came"]
-    queue_seconds: Annotated[float, "of these in the queue"]
-    prompt_tokens_estimate: Annotated[int, "tokens of its prompt"]
-
-
-def request_object(
-    in_flight: InFlightRequest,
-    place: QueuePosition | None,
-    now: float,
-    prompt_tokens: int,
-    caller_name: str | None,
-) -> RequestObject:
-    """The request as it is now; `place` in the queue is None if it runs."""
-    request, record = in_flight.request, in_flight.record
-    lease_request = request.lease_request
-    queued = record.queue_seconds + (0.0 if place is None else place.waited_seconds)
-    return RequestObject(
-        id=request.id,
-        request_id=request.x_request_id,
-        path=request.path,
-        class_=lease_request.caller.priority.label,
-        model=lease_request.wanted.model,
-        caller=request.caller.id,
-        caller_name=caller_name,
-        state="running" if place is None else "waiting",
-        position=None if place is None else place.position,
-        expected_start=None if place is None else _if_known(place.expected_seconds),
-        node=record.node,
-        attempts=record.attempts,
-        slots=lease_request.size.slots,
-        stream=request.stream,
-        seconds=round(now - request.received_at, 3),
-        queue_seconds=round(queued, 3),
-        prompt_tokens_estimate=prompt_tokens,
-    )
-
-
-def cancelled_by_operator() -> GatewayError:
-    """503: an operator has cancelled the request; clients should not retry by themselves."""
-    return GatewayError(
-        503,
-        "cancelled",
-        "An operator of the gateway has cancelled this request.",
-        retry_after=5.0,
-        retryable=False,
-    )
-
-
-MOST_MATCHES = 20  # requests of one `X-Request-ID` that are explained
-MOST_DECISIONS = 50  # decisions about one request that are told, the newest
-LONGEST_UNLOAD = 60.0  # seconds before a load in which others were unloaded for it
-MOST_PARTS = 100  # parts of a request of several prompts that are named
-Json = dict[str, Any]
-
-
-@dataclass(frozen=True, slots=True)
-class _Found:
-    """A request of the id that was asked for."""
-
-    id: str
-    record: RequestRecord | None  # None: only the scheduler remembers it
-    ended_at: float | None  # None: it waits or runs
-
-
-@dataclass(frozen=True, slots=True)
-class WhyEndpoints:
-    """The endpoint that explains requests."""
-
-    scheduler: Scheduler
-    registry: InFlightRegistry
-    history: FleetHistory
-    wall_clock: Callable[[], float]  # seconds since 1970
-    ended: EndedFinder | None  # None: there is no store
-    name_of: Callable[[str], str | None]  # the name of the key with this id
 
     async def why(self, request: Request) -> Response:
         """Why requests of this id, or with this `X-Request-ID`, went where they went."""
@@ -349,6 +265,87 @@ class WhyEndpoints:
         """A monotonic time as people and programs read it."""
         seconds = self.wall_clock() - (self.scheduler.clock() - at)
         return time_text(seconds, "milliseconds")
+
+
+class RequestObject(msgspec.Struct, kw_only=True, rename={"class_": "class"}):
+    """A request as the admin API shows it. Times are in seconds, sizes in tokens."""
+
+    id: Annotated[str, "inside the gateway"]
+    request_id: Annotated[str, "`X-Request-ID`"]
+    path: Annotated[str, "asked for"]
+    class_: Annotated[str, "in force"]
+    model: Annotated[str | None, "its public name"]
+    caller: Annotated[str, "the key's id, or the address of one without a key"]
+    caller_name: Annotated[str | None, "the key's name"]
+    state: Annotated[str, "`waiting` or `running`"]
+    position: Annotated[int | None, "in the queue"]
+    expected_start: Annotated[float | None, "seconds from now"]
+    node: Annotated[str | None, "where it runs or ran last"]
+    attempts: Annotated[int, "nodes tried"]
+    slots: Annotated[int, "that it takes"]
+    stream: Annotated[bool, "asked for"]
+    seconds: Annotated[float, "since it came"]
+    queue_seconds: Annotated[float, "of these in the queue"]
+    prompt_tokens_estimate: Annotated[int, "tokens of its prompt"]
+
+
+def request_object(
+    in_flight: InFlightRequest,
+    place: QueuePosition | None,
+    now: float,
+    prompt_tokens: int,
+    caller_name: str | None,
+) -> RequestObject:
+    """The request as it is now; `place` in the queue is None if it runs."""
+    request, record = in_flight.request, in_flight.record
+    lease_request = request.lease_request
+    queued = record.queue_seconds + (0.0 if place is None else place.waited_seconds)
+    return RequestObject(
+        id=request.id,
+        request_id=request.x_request_id,
+        path=request.path,
+        class_=lease_request.caller.priority.label,
+        model=lease_request.wanted.model,
+        caller=request.caller.id,
+        caller_name=caller_name,
+        state="running" if place is None else "waiting",
+        position=None if place is None else place.position,
+        expected_start=None if place is None else _if_known(place.expected_seconds),
+        node=record.node,
+        attempts=record.attempts,
+        slots=lease_request.size.slots,
+        stream=request.stream,
+        seconds=round(now - request.received_at, 3),
+        queue_seconds=round(queued, 3),
+        prompt_tokens_estimate=prompt_tokens,
+    )
+
+
+def cancelled_by_operator() -> GatewayError:
+    """503: an operator has cancelled the request; clients should not retry by themselves."""
+    return GatewayError(
+        503,
+        "cancelled",
+        "An operator of the gateway has cancelled this request.",
+        retry_after=5.0,
+        retryable=False,
+    )
+
+
+MOST_MATCHES = 20  # requests of one `X-Request-ID` that are explained
+MOST_DECISIONS = 50  # decisions about one request that are told, the newest
+LONGEST_UNLOAD = 60.0  # seconds before a load in which others were unloaded for it
+MOST_PARTS = 100  # parts of a request of several prompts that are named
+Json = dict[str, Any]
+
+
+@dataclass(frozen=True, slots=True)
+class _Found:
+    """A request of the id that was asked for."""
+
+    id: str
+    record: RequestRecord | None  # None: only the scheduler remembers it
+    ended_at: float | None  # None: it waits or runs
 
 
 class WhyObject(msgspec.Struct, kw_only=True):
@@ -987,3 +984,128 @@ def _came_of(grant: ToldGrant) -> str:
                 f"; {expected} tokens of the prompt were expected to be cached, and {cached} were"
             )
     return f"{text}."
+
+
+# What each slot has done.
+
+
+TIMELINE_SECONDS = 600.0
+MOST_LANES = 100  # slots that are told of
+
+
+class SlotSpan(NamedTuple):
+    """An attempt on a node: it holds slots from `begin` to `end`. Times are Unix time."""
+
+    request: str  # the gateway's id
+    lease: int  # with it unique
+    node: str
+    slots: int
+    caller: str | None
+    caller_name: str | None  # the key's name
+    model: str
+    begin: float
+    writes: float | None  # when the first content came; None: it reads the prompt, or only read it
+    end: float | None  # None: it runs
+    outcome: str | None  # how it ended, in the word of metrics and logs
+    resumes: bool  # whether it goes on with a response that another node began
+
+
+class TimelineObject(msgspec.Struct):
+    """The timeline as the admin API shows it."""
+
+    at: Annotated[float, "Unix time; the next call's `after`"]
+    since: Annotated[float, "Unix time from which every attempt is remembered; at the earliest ten "
+        "minutes ago"]  # fmt: skip
+    slots_total: Annotated[int, "slots of the fleet"]
+    nodes: Annotated[dict[str, int], "slots by the name of each node that is told of, in the "
+        "inventory's order; 100 slots at most, those of a sample of the nodes"]  # fmt: skip
+    columns: Annotated[list[str], "names of a span's values: `request` (its id), `lease`, `node`, "
+        "`slots` that it holds, `caller` and `caller_name` (null for viewers), `model`, `begin`, "
+        "`writes` (when its first content came, or null), `end` (or null), `outcome`, `resumes` "
+        "(whether it goes on with a response that another node began)"]  # fmt: skip
+    spans: Annotated[list[Any], "attempts that run, and those that have ended in the last ten "
+        "minutes, or after `after`"]  # fmt: skip
+
+
+@dataclass(frozen=True, slots=True)
+class TimelineEndpoint:
+    """The endpoint of the timeline."""
+
+    scheduler: Scheduler
+    now: Callable[[], float]
+    name_of: Callable[[str], str | None]  # the name of the key with this id
+
+    async def show(self, request: Request) -> Response:
+        """Attempts that run and that have ended lately; callers are named for operators alone."""
+        after = number_parameter(request, "after", 0.0, math.inf, "a Unix time")
+        shows_callers = identity_of(request).role >= AdminRole.OPERATOR
+        return JsonResponse(self.read(after or 0.0, shows_callers=shows_callers))
+
+    def read(self, after: float, *, shows_callers: bool) -> TimelineObject:
+        """What runs, and what has ended after this Unix time and within the last ten minutes."""
+        scheduler, at = self.scheduler, self.now()
+        log, shift = scheduler.decision_log, at - scheduler.clock()
+        earliest = max(after, at - TIMELINE_SECONDS)
+        # A router's slots are those of its models.
+        slots = {
+            node.name: node.slots_now
+            for node in scheduler.fleet.nodes.values()
+            if not node.is_router and node.slots_now
+        }
+        lanes = sample_of(slots)
+        return TimelineObject(
+            round(at, 2),
+            round(max(log.reaches_back_to() + shift, at - TIMELINE_SECONDS), 2),
+            sum(slots.values()),
+            lanes,
+            list(SlotSpan._fields),
+            [
+                self._span(grant, node, shift, shows_caller=shows_callers)
+                for grant, node in self._attempts(earliest - shift)
+                if node is not None and node in lanes and grant.slots
+            ],
+        )
+
+    def _attempts(self, earliest: float) -> Iterator[tuple[Grant, str | None]]:
+        """Those that run or have ended since `earliest`, each with its node."""
+        for record in self.scheduler.records.values():
+            if record.grant.ended_at is None:
+                yield record.grant, record.node.name
+        for grant in self.scheduler.decision_log.grants:
+            if grant.ended_at is not None and grant.ended_at > earliest:
+                yield grant, grant.ran_on
+
+    def _span(self, grant: Grant, node: str, shift: float, *, shows_caller: bool) -> SlotSpan:
+        def unix(at: float | None) -> float | None:
+            return None if at is None else round(at + shift, 2)
+
+        return SlotSpan(
+            grant.request_id,
+            grant.lease_id,
+            node,
+            grant.slots,
+            grant.caller if shows_caller else None,
+            self.name_of(grant.caller) if shows_caller else None,
+            grant.model,
+            round(grant.at + shift, 2),
+            unix(grant.first_content_at),
+            unix(grant.ended_at),
+            grant.outcome,
+            grant.resumes,
+        )
+
+
+def sample_of(slots: Mapping[str, int], most: int = MOST_LANES) -> dict[str, int]:
+    """As many nodes as have at most so many slots together, evenly spread over all of them."""
+    total = sum(slots.values())
+    if total <= most:
+        return dict(slots)
+    chosen: dict[str, int] = {}
+    passed, left = 0.0, most
+    for name, number in slots.items():
+        # One is due whenever its share of the lanes that are to be has not been given.
+        passed += number * most / total
+        if left and most - left < passed:
+            chosen[name] = min(number, left)
+            left -= chosen[name]
+    return chosen

@@ -20,7 +20,7 @@ import structlog
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from gateway import __version__, errors
-from gateway.admin.app import admin_app, caller_page
+from gateway.admin.app import AdminEndpoints, admin_app, caller_page
 from gateway.admin.configuration import (
     CertificateRenewal,
     ConfigFiles,
@@ -235,10 +235,10 @@ class Gateway:
             storing=self.background.storing(self.scheduler),
             tracing=self.tracing,
         )
-        snapshot = MetricsSource(
-            self, self.proxy_context.retries_left, self.background, self.tracing, self._told_name
+        source = MetricsSource(
+            self, self.proxy_context.retries_left, self.background.batch_sample, self.tracing
         )
-        self.metrics = Metrics(self.bus, snapshot)
+        self.metrics = Metrics(self.bus, source.nodes, source.add_to, self._told_name)
         event_log = EventLog(self.bus, logs, name_of=self.key_ring.name_of)
         self._logs, self._event_log = logs, event_log
         self._configure_events()
@@ -600,20 +600,22 @@ class Gateway:
             edges=self.edges,
         )
         cluster = self.cluster
-        app = admin_app(
+        endpoints = AdminEndpoints(
             self,
             metrics=self.metrics,
-            drain_deadlines=self.drain_deadlines,
+            live=self.live,
             reporter=self.metering.reporter,
             ended=self.metering.ended,
             document=self._openapi_document,
-            live=self.live,
+            standing_error=_standing_error(cluster),
+            kept=self.background.kept_for_callers(),
+        )
+        app = admin_app(
+            endpoints,
             host=admin.host,
             keys=self.admin_keys,
             extra_hosts=admin.hosts,
             relayed=None if cluster is None else partial(cluster.relayed, kind="admin"),
-            standing_error=_standing_error(cluster),
-            kept=self.background.kept_for_callers(),
         )
         protocol = protocol_class(
             _with_connections(limits, most_admin),

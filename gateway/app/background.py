@@ -237,10 +237,6 @@ class BackgroundWork:
         """What the public listener shows to callers."""
         return KeptForCallers(self.files, self.batches, self.requests)
 
-    def webhooks_waiting(self) -> int:
-        """Deliveries that wait in the store."""
-        return 0 if self.webhook_sender is None else self.webhook_sender.waiting
-
     def batch_sample(self) -> BatchSample | None:
         """Batches at this time, for metrics; None: there is no store."""
         if self.feeder is None:
@@ -258,6 +254,7 @@ class BackgroundWork:
             results_blocked=self._results is not None and self._results.problem is not None,
             folder_refusals=0 if self.files is None else self.files.storage.folder.refusals,
             folder_full=self.files is not None and self.files.storage.folder.full is not None,
+            webhooks_waiting=0 if self.webhook_sender is None else self.webhook_sender.waiting,
         )
 
     def storage(self) -> StorageCondition:

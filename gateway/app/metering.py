@@ -12,10 +12,8 @@ import structlog
 from gateway.app.event_loop import OwnTasks
 from gateway.app.startup import Options, keys_file, state_file, store_location
 from gateway.callers.ended import OWN_EXAMINED, EndedFinder, OwnRequests
-from gateway.callers.kept_rows import KeptRows
-from gateway.callers.key_sync import KeySync
 from gateway.callers.keys import AnonymousAccess, KeyRing
-from gateway.callers.ledger import Ledger
+from gateway.callers.ledger import KeptRows, Ledger
 from gateway.callers.limit_sync import LimitSync
 from gateway.callers.limits import LimitBook
 from gateway.callers.meter import Meter
@@ -23,7 +21,7 @@ from gateway.callers.money import NodeHoursRecorder
 from gateway.callers.processes import ProcessIdentity
 from gateway.callers.reports import CallerUsage, Reporter, Retention
 from gateway.callers.standings import Standings
-from gateway.callers.stored_keys import members_of, with_groups
+from gateway.callers.stored_keys import KeySync, members_of, with_groups
 from gateway.config.keys import GroupSpec
 from gateway.config.settings import Settings
 from gateway.events import EventBus, LimitReached

@@ -18,7 +18,7 @@ from gateway.callers.callers import (
     proxied_listener_problem,
     public_listener_problem,
 )
-from gateway.callers.key_sync import count_stored_keys
+from gateway.callers.stored_keys import count_stored_keys
 from gateway.config.cluster import parse_address
 from gateway.config.errors import ConfigError, Problem
 from gateway.config.fields import is_host

@@ -112,12 +112,6 @@ class KeyRing:
     change, expiry and revocation: what was concluded under another version must be asked again.
     """
 
-    __slots__ = (
-        "_allow_anonymous", "_by_id", "_clock", "_count", "_deadlines", "_expired",
-        "_last_known_access", "_revoked_names",
-        "_settings", "_stored", "_unknown", "access", "is_complete", "version",
-    )  # fmt: skip
-
     def __init__(
         self,
         specs: Collection[KeySpec] = (),
@@ -368,8 +362,8 @@ def _digest(secret: str) -> bytes:
 
 
 def _caller(spec: KeySpec) -> Caller:
-    default = _parse_class(spec, spec.class_ or Priority.NORMAL.label)
-    highest = _parse_class(spec, spec.max_class) if spec.max_class else default
+    default = Priority[(spec.class_ or "normal").upper()]
+    highest = Priority[spec.max_class.upper()] if spec.max_class else default
     models = None if spec.models is None else frozenset(spec.models)
     return Caller(
         id=spec.id,
@@ -383,13 +377,6 @@ def _caller(spec: KeySpec) -> Caller:
         user_limits=spec.user_limits,
         cache=spec.cache,
     )
-
-
-def _parse_class(spec: KeySpec, name: str) -> Priority:
-    priority = Priority.parse(name)
-    if priority is None:
-        raise ValueError(f"key '{spec.id}': there is no class '{name}'")
-    return priority
 
 
 # Keys of the admin listener.

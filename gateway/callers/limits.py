@@ -304,7 +304,7 @@ def _restricted(caller: Caller, tracked: tuple[Account, ...]) -> Caller:
     for account in tracked:
         spec = account.spec
         if spec.max_class is not None:
-            best = max(best, Priority.parse(spec.max_class) or best)
+            best = max(best, Priority[spec.max_class.upper()])
         if spec.models is not None:
             models = frozenset(spec.models) if models is None else models & frozenset(spec.models)
     if best == caller.max_priority and models == caller.models:

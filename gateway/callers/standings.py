@@ -13,11 +13,10 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any, Self, TypeVar
 
-from gateway.callers.key_sync import KeySync
 from gateway.callers.keys import KeyRing
 from gateway.callers.limit_sync import LimitSync
 from gateway.callers.limits import LimitBook, UsedQuota
-from gateway.callers.stored_keys import with_groups
+from gateway.callers.stored_keys import KeySync, with_groups
 from gateway.config.settings import Settings
 from gateway.store.failures import StoreError
 from gateway.store.store import Store

@@ -16,11 +16,11 @@ import yaml
 from gateway.admin.batches import OwnedBatch
 from gateway.admin.nodes import NodeObject, PlacementObject, ServedModelObject
 from gateway.admin.status import StatusObject
-from gateway.admin.timeline import TimelineObject
 from gateway.admin.why import (
     ComparedNode,
     ExplainedRequest,
     RequestObject,
+    TimelineObject,
     ToldGrant,
     ToldQueueing,
     ToldRefusal,

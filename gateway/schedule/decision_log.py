@@ -19,7 +19,7 @@ from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import chain
-from typing import Any
+from typing import Any, ClassVar
 
 import msgspec
 
@@ -296,6 +296,7 @@ LEAST_SECONDS = 0.01
 class RatioCounts:
     """How often each ratio was met; the last count is of those above all bounds."""
 
+    bounds: ClassVar = RATIO_BOUNDS
     counts: list[int] = field(default_factory=lambda: [0] * (len(RATIO_BOUNDS) + 1))
     sum: float = 0.0
 

@@ -114,18 +114,16 @@ class FleetHistory:
         bus: EventBus,
         gpu_cost: GpuCost = lambda *_: None,
         *,
-        step_seconds: float = STEP_SECONDS,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.loads: deque[tuple[float, ModelLoadChanged]] = deque(maxlen=MOST_LOADS)
         """What routers loaded and unloaded, and when by `clock`; the oldest first."""
-        self.step_seconds = step_seconds
-        self.points: deque[HistoryPoint] = deque(maxlen=max(1, int(SPAN_SECONDS / step_seconds)))
+        self.points: deque[HistoryPoint] = deque(maxlen=int(SPAN_SECONDS / STEP_SECONDS))
         """The oldest first."""
         self._catch_up = bus.catch_up
         self._gpu_cost = gpu_cost
         self._step = _Step()
-        self._recent: deque[_Step] = deque(maxlen=max(1, int(RECENT_SECONDS / step_seconds)))
+        self._recent: deque[_Step] = deque(maxlen=int(RECENT_SECONDS / STEP_SECONDS))
         self._completion = 0  # Tokens written by all requests that have ended
         self._written = 0  # Tokens written when the last step was closed, by requests in flight too
         self._closed_at: float | None = None
@@ -137,7 +135,7 @@ class FleetHistory:
     def restore(self, points: Iterable[HistoryPoint], now: float) -> None:
         """Put these points of an earlier process among the others; `now` is Unix time."""
         whole = {one.at: one for one in (*points, *self.points)}
-        recent = sorted(at for at in whole if now - SPAN_SECONDS < at < now + self.step_seconds)
+        recent = sorted(at for at in whole if now - SPAN_SECONDS < at < now + STEP_SECONDS)
         self.points.clear()
         self.points.extend(whole[at] for at in recent)
 
@@ -210,7 +208,7 @@ class FleetHistory:
         step, self._step = self._step, _Step()
         self._recent.append(step)
         written = self._completion + gauges.completion_tokens
-        elapsed = self.step_seconds if self._closed_at is None else now - self._closed_at
+        elapsed = STEP_SECONDS if self._closed_at is None else now - self._closed_at
         # What is no longer in flight is counted a moment later: the next step has it.
         grown = max(0, written - self._written)
         self._written, self._closed_at = written, now
@@ -260,7 +258,7 @@ class FleetHistory:
 
     def as_json(self) -> dict[str, Any]:
         """Every point, as rows under the names of `COLUMNS`."""
-        return {"step": self.step_seconds, "columns": COLUMNS, "points": list(self.points)}
+        return {"step": STEP_SECONDS, "columns": COLUMNS, "points": list(self.points)}
 
     def _cost_on_gpu(self, step: _Step) -> float | None:
         if step.too_many_models:

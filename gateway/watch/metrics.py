@@ -18,7 +18,7 @@ import platform
 from bisect import bisect_left
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 from prometheus_client import CollectorRegistry, ProcessCollector, generate_latest
@@ -43,7 +43,7 @@ from gateway.events import (
     StreamResumed,
     WebhookAttempted,
 )
-from gateway.store.store import StoreStatus
+from gateway.schedule.decision_log import RatioCounts
 from gateway.terms import Priority
 
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
@@ -71,7 +71,7 @@ def format_value(value: float) -> str:
 
 
 class MetricsPage:
-    """The text of one scrape, family by family.
+    """The text of one scrape, family by family; `HELP` tells of those without a text of their own.
 
     Samples are taken when they are written, perhaps after other work: an iterable that is given
     here must stay valid while the values in it change.
@@ -83,25 +83,58 @@ class MetricsPage:
         self._prefix = prefix
         self._parts: list[Iterable[str]] = []
 
-    def add_family(
-        self, name: str, metric_type: str, help_text: str, samples: Iterable[tuple[str, float]]
+    def family(
+        self, name: str, samples: Iterable[tuple[str, float]], kind: str = "", help_text: str = ""
     ) -> None:
-        """Add a family; a sample is its labels with braces (or an empty text) and its value."""
+        """Add a family; a sample is its labels with braces (or an empty text) and its value.
+
+        `kind`: that of its name, if it is not given.
+        """
         full = self._prefix + name
-        self._parts.append([f"# HELP {full} {help_text}\n# TYPE {full} {metric_type}\n"])
+        kind = kind or ("counter" if name.endswith("_total") else "gauge")
+        self._parts.append([f"# HELP {full} {help_text or HELP[name]}\n# TYPE {full} {kind}\n"])
         self._parts.append(f"{full}{braces} {format_value(value)}\n" for braces, value in samples)
 
-    def add_histogram(
+    def number(self, name: str, value: float | None) -> None:
+        """Add a family of one sample without labels, if the value is known."""
+        if value is not None:
+            self.family(name, [("", value)])
+
+    def samples(
+        self, name: str, samples: Iterable[tuple[tuple[str, ...], float]], *names: str
+    ) -> None:
+        """Add a family of samples with these labels."""
+        self.family(
+            name,
+            ((labels(**dict(zip(names, values, strict=True))), value) for values, value in samples),
+        )
+
+    def counts(self, name: str, counts: Mapping[Any, float], *names: str) -> None:
+        """Add a family of the values in a table, whose keys are one label or several."""
+        of_one = ((key if isinstance(key, tuple) else (key,), n) for key, n in [*counts.items()])
+        self.samples(name, of_one, *names)
+
+    def nodes(
         self,
         name: str,
-        help_text: str,
-        histograms: Iterable[tuple[Mapping[str, str], Histogram]],
+        nodes: Sequence[NodeSample],
+        read: Callable[[NodeSample], float | None],
+    ) -> None:
+        """Add a family with a sample of each node for which the value is known."""
+        known = ((node.name, value) for node in nodes if (value := read(node)) is not None)
+        self.family(name, ((labels(node=node), value) for node, value in known), "gauge")
+
+    def histograms(
+        self,
+        name: str,
+        histograms: Iterable[tuple[Mapping[str, str], AnyHistogram]],
         *,
         prefix: str | None = None,
+        help_text: str = "",
     ) -> None:
         """Add a family of histograms, each with its labels; `prefix` replaces the page's."""
         full = (self._prefix if prefix is None else prefix) + name
-        self._parts.append([f"# HELP {full} {help_text}\n# TYPE {full} histogram\n"])
+        self._parts.append([f"# HELP {full} {help_text or HELP[name]}\n# TYPE {full} histogram\n"])
         self._parts.append(
             _histogram_text(full, labelled, histogram) for labelled, histogram in histograms
         )
@@ -130,20 +163,16 @@ class Histogram:
         self.counts = [0] * (len(bounds) + 1)
         self.sum = 0.0
 
-    @classmethod
-    def of(cls, bounds: Sequence[float], counts: Sequence[int], total: float) -> Histogram:
-        """One with these counts, as many as bounds and one more, and the sum of the values."""
-        made = cls(bounds)
-        made.counts, made.sum = list(counts), total
-        return made
-
     def observe(self, value: float) -> None:
         """Count one value."""
         self.counts[bisect_left(self.bounds, value)] += 1
         self.sum += value
 
 
-def _histogram_text(name: str, labelled: Mapping[str, str], histogram: Histogram) -> str:
+AnyHistogram = Histogram | RatioCounts
+
+
+def _histogram_text(name: str, labelled: Mapping[str, str], histogram: AnyHistogram) -> str:
     """All lines of a histogram, as they are now: its buckets and its count agree."""
     braces = labels(**labelled) if labelled else ""
     inner = f"{braces[1:-1]}," if labelled else ""
@@ -335,14 +364,6 @@ class NodeSample:
     used_by_others: bool = False  # Whether others take slots of it again and again
 
 
-@dataclass(slots=True)
-class TraceSample:
-    """Traces of requests that have ended; counts are of this process."""
-
-    exported: int
-    dropped: Mapping[str, int]  # By the reason
-
-
 @dataclass(frozen=True, slots=True)
 class EdgeSample:
     """A process that relays for the gateway, as it has told of itself last."""
@@ -418,49 +439,24 @@ class BatchSample:
     """Whether results wait, since the disk or the store does not take them."""
     folder_refusals: int = 0  # Files for which the folder had no room
     folder_full: bool = False  # Whether the folder has no room for what came of late
-
-
-@dataclass(slots=True)
-class MetricsSnapshot:
-    """The gateway's state at the time of a scrape."""
-
-    nodes: Iterable[NodeSample] = ()  # Read once, in steps
-    queue: Mapping[Priority, int] = field(default_factory=dict)
-    """Queued requests by class; a missing class has none."""
-    oldest: Mapping[Priority, float] = field(default_factory=dict)
-    """Seconds that the longest waiting request of each class has waited."""
-    predictions: Mapping[str, Histogram] = field(default_factory=dict)
-    """Actual times by those that were expected, `first_token` and `completion`."""
-    cached_expected: float = 0.0
-    """Tokens that nodes were believed to have cached of the prompts that they got."""
-    cached_found: int = 0  # Those of them that they had cached
-    queue_places: int = 0  # Requests that may wait at once
-    spill_money_left: float | None = None
-    """What spill-over to GPUs may still cost in its window; None: money does not limit it."""
-    in_flight: int = 0  # Requests that are queued or run
-    paused_models: Sequence[str] = ()  # Public names that an operator has paused
-    name_of: Callable[[str], str | None] = lambda _: None  # The name of the key with this id
-    quotas: Mapping[tuple[str, str, str, str, str], float] = field(default_factory=dict)
-    """Shares of quotas that are nearly used up, by `of`, `id`, `limit`, `period` and `state`."""
-    inventory_error: bool = False  # The inventory on disk is invalid; an older one is in force
-    retry_budget: float | None = None  # Retries that the budget allows now
-    certificate_days_left: Mapping[str, float] = field(default_factory=dict)
-    """Days until the certificate of each listener with TLS expires."""
-    store: StoreStatus | None = None  # None: there is no store
-    ledger: Mapping[str, Any] | None = None
-    """Rows of the ledger that are `pending`, and were `written`, `recovered` and `dropped`."""
-    batches: BatchSample | None = None
-    traces: TraceSample | None = None  # None: no requests are traced
-    edges: EdgesSample | None = None  # None: the process does all by itself
-    cluster: ClusterSample | None = None  # None: it is a gateway of its own
     webhooks_waiting: int = 0  # Deliveries that wait in the store
 
 
 class Metrics:
-    """Counts the events of `bus`; `snapshot` is called at each scrape and must be fast."""
+    """Counts the events of `bus`, and writes the counts and the gateway's state at each scrape.
 
-    def __init__(self, bus: EventBus, snapshot: Callable[[], MetricsSnapshot]) -> None:
-        self._snapshot = snapshot
+    `nodes` are read once for each scrape, in steps. `add_state` adds the other families of the
+    state and must be fast. `name_of`: the name of the key with this id, if it is to be told.
+    """
+
+    def __init__(
+        self,
+        bus: EventBus,
+        nodes: Callable[[], Iterable[NodeSample]],
+        add_state: Callable[[MetricsPage], None] = lambda _: None,
+        name_of: Callable[[str], str | None] = lambda _: None,
+    ) -> None:
+        self._nodes, self._add_state, self._name_of = nodes, add_state, name_of
         self._catch_up = bus.catch_up
         self._ended = bus.ended
         self._requests: dict[tuple[Priority, str, int], RequestCounts] = {}
@@ -468,8 +464,7 @@ class Metrics:
         self._attempts: dict[str, Counter[str]] = {}
         self._hooks: Counter[tuple[str, str, str]] = Counter()
         self._cost: dict[str, float] = {}
-        self._resumed = 0
-        self._yielded = 0
+        self._streams = Counter(resumed=0, yielded=0)
         # From 0: Prometheus sees no increase in a series that begins with its first event.
         self._webhooks = Counter(dict.fromkeys(WEBHOOK_OUTCOMES, 0))
         self._calibrations = Counter(dict.fromkeys(CALIBRATION_OUTCOMES, 0))
@@ -489,16 +484,18 @@ class Metrics:
         self._process = CollectorRegistry()
         ProcessCollector(registry=self._process)
         bus.ended.read_by(self._times_of, self._add)
-        bus.subscribe(AttemptEnded, self.attempted)
-        bus.subscribe(HookEnded, self.hook_ended)
-        bus.subscribe(StreamResumed, self.resumed)
-        bus.subscribe(SlotYielded, self.yielded)
-        bus.subscribe(LimitReached, self.limit_reached)
-        bus.subscribe(WebhookAttempted, self.webhook_attempted)
-        bus.subscribe(NodeCalibrated, self.calibrated)
-        bus.subscribe(PromptsKept, self.prompts_kept)
-        bus.subscribe(NodeChanged, self.node_changed)
-        bus.subscribe(ModelLoadChanged, self.model_load_changed)
+        bus.subscribe(AttemptEnded, self._attempted)
+        bus.subscribe(NodeChanged, self._node_changed)
+        bus.subscribe(ModelLoadChanged, self._model_load_changed)
+        bus.subscribe(HookEnded, lambda e: self._hooks.update([(e.node, e.hook, e.outcome)]))
+        bus.subscribe(
+            StreamResumed, lambda e: self._streams.update(resumed=int(e.resumed_on is not None))
+        )
+        bus.subscribe(SlotYielded, lambda _: self._streams.update(yielded=1))
+        bus.subscribe(LimitReached, lambda e: self._limits_reached.update([(e.limit, e.scope)]))
+        bus.subscribe(WebhookAttempted, lambda e: self._webhooks.update([e.outcome]))
+        bus.subscribe(NodeCalibrated, lambda e: self._calibrations.update([e.outcome]))
+        bus.subscribe(PromptsKept, lambda e: self._prompts_kept.update({e.action: e.prompts}))
 
     def configure(self, *, gen_ai: bool) -> None:
         """Count requests under OpenTelemetry's names too, or stop it."""
@@ -551,43 +548,14 @@ class Metrics:
         for (_, _, status), counts in self._requests.items():
             yield status, counts
 
-    def attempted(self, event: AttemptEnded) -> None:
-        """Count an attempt on a node."""
+    def _attempted(self, event: AttemptEnded) -> None:
         outcomes = self._attempts.get(event.node)
         if outcomes is None:
             node = event.node if len(self._attempts) < MOST_NODES else OTHER_LABEL
             outcomes = self._attempts.setdefault(node, Counter())
         outcomes[event.outcome] += 1
 
-    def hook_ended(self, event: HookEnded) -> None:
-        """Count a hook of a standby node."""
-        self._hooks[event.node, event.hook, event.outcome] += 1
-
-    def resumed(self, event: StreamResumed) -> None:
-        """Count a stream that was resumed on another node."""
-        self._resumed += event.resumed_on is not None
-
-    def yielded(self, _: SlotYielded) -> None:
-        """Count a slot that a batch request gave up."""
-        self._yielded += 1
-
-    def limit_reached(self, event: LimitReached) -> None:
-        """Count a request that a limit refused."""
-        self._limits_reached[event.limit, event.scope] += 1
-
-    def webhook_attempted(self, event: WebhookAttempted) -> None:
-        """Count an attempt to deliver an event."""
-        self._webhooks[event.outcome] += 1
-
-    def calibrated(self, event: NodeCalibrated) -> None:
-        """Count a calibration."""
-        self._calibrations[event.outcome] += 1
-
-    def prompts_kept(self, event: PromptsKept) -> None:
-        """Count prompts that were saved or restored, and each time that could not be."""
-        self._prompts_kept[event.action] += event.prompts
-
-    def model_load_changed(self, event: ModelLoadChanged) -> None:
+    def _model_load_changed(self, event: ModelLoadChanged) -> None:
         """Count a load that has ended, or an unload."""
         if event.change == "loading" or (event.change == "loaded" and event.seconds is None):
             return  # What was loaded before the gateway looked is no load of now.
@@ -602,7 +570,7 @@ class Metrics:
         if event.seconds is not None:
             self._load_seconds.of(event.model).observe(event.seconds)
 
-    def node_changed(self, event: NodeChanged) -> None:
+    def _node_changed(self, event: NodeChanged) -> None:
         """Forget a node that has left the fleet."""
         if event.new_state is None:
             self._attempts.pop(event.node, None)
@@ -614,44 +582,27 @@ class Metrics:
         `key_names`: with those of keys.
         """
         self._catch_up()
-        snapshot = self._snapshot()
         nodes, models = [], _RouterModels()
-        for number, node in enumerate(snapshot.nodes):
+        for number, node in enumerate(self._nodes()):
             if node.router is None:
                 nodes.append(node)
             else:
                 models.add(node)
             if number % NODES_OF_A_STEP == NODES_OF_A_STEP - 1:
                 yield b""
-        page = _Page(METRIC_PREFIX)
+        page = MetricsPage(METRIC_PREFIX)
         self._add_requests(page)
-        page.histograms(
-            "prediction_ratio",
-            (({"of": what}, histogram) for what, histogram in snapshot.predictions.items()),
-        )
-        cached = {"expected": snapshot.cached_expected, "found": snapshot.cached_found}
-        page.counts("predicted_cached_tokens_total", cached, "of")
         self._add_fleet(page, nodes, models.measured)
         page.counts("model_loads_total", self._loads, "node", "model", "result")
         page.counts("model_unloads_total", self._unloads, "node", "model", "reason")
         page.histograms("model_load_seconds", self._load_seconds.samples())
         page.counts("model_instances", models.states, "model", "node", "state")
         page.counts("model_load_failures", models.failures, "node", "model")
-        _add_state(page, snapshot)
+        self._add_state(page)
         if key_names:
-            named = ((key, snapshot.name_of(key)) for key in self._keys)
+            named = ((key, self._name_of(key)) for key in self._keys)
             page.counts("key_info", {one: 1 for one in named if one[1] is not None}, "key", "name")
-        if snapshot.batches is not None:
-            _add_batches(page, snapshot.batches)
         page.counts("webhook_attempts_total", self._webhooks, "outcome")
-        page.number("webhook_deliveries_waiting", snapshot.webhooks_waiting)
-        if snapshot.traces is not None:
-            page.number("traces_exported_total", snapshot.traces.exported)
-            page.counts("traces_dropped_total", snapshot.traces.dropped, "reason")
-        if snapshot.edges is not None:
-            _add_edges(page, snapshot.edges)
-        if snapshot.cluster is not None:
-            _add_cluster(page, snapshot.cluster)
         build = {(__version__, platform.python_version()): 1}
         page.counts("build_info", build, "version", "python")
         if self._with_gen_ai:
@@ -660,15 +611,15 @@ class Metrics:
             yield text.encode()
         yield generate_latest(self._process)
 
-    def _add_requests(self, page: _Page) -> None:
+    def _add_requests(self, page: MetricsPage) -> None:
         by_labels = (
             ((priority.label, model, str(status)), counts.requests)
             for (priority, model, status), counts in list(self._requests.items())
         )
         page.samples("requests_total", by_labels, "class", "model", "code")
         page.samples("tokens_total", list(self._token_samples()), "model", "kind")
-        page.number("resumed_streams_total", self._resumed)
-        page.number("yielded_slots_total", self._yielded)
+        page.number("resumed_streams_total", self._streams["resumed"])
+        page.number("yielded_slots_total", self._streams["yielded"])
         page.counts("calibrations_total", self._calibrations, "outcome")
         page.counts("kept_prompts_total", self._prompts_kept, "action")
         page.counts("limits_reached_total", self._limits_reached, "limit", "scope")
@@ -691,7 +642,7 @@ class Metrics:
                 yield (model, kind), getattr(counts, kind)
 
     def _add_fleet(
-        self, page: _Page, nodes: Sequence[NodeSample], models: Sequence[NodeSample]
+        self, page: MetricsPage, nodes: Sequence[NodeSample], models: Sequence[NodeSample]
     ) -> None:
         self._forget_others(node.name for node in nodes)
         everything = [*nodes, *models]
@@ -748,118 +699,6 @@ class _RouterModels:
             self.measured.append(one)
 
 
-def _add_state(page: _Page, snapshot: MetricsSnapshot) -> None:
-    depth = {priority.label: snapshot.queue.get(priority, 0) for priority in Priority}
-    oldest = {priority.label: snapshot.oldest.get(priority, 0.0) for priority in Priority}
-    page.counts("queue_depth", depth, "class")
-    page.counts("queue_oldest_seconds", oldest, "class")
-    page.number("queue_places", snapshot.queue_places)
-    page.number("spill_money_left", snapshot.spill_money_left)
-    page.number("in_flight", snapshot.in_flight)
-    page.counts("model_paused", dict.fromkeys(snapshot.paused_models, 1), "model")
-    page.counts("quota_used_ratio", snapshot.quotas, "of", "id", "limit", "period", "state")
-    page.number("inventory_error", int(snapshot.inventory_error))
-    page.number("retry_budget", snapshot.retry_budget)
-    if snapshot.certificate_days_left:
-        days_left = {key: round(days, 3) for key, days in snapshot.certificate_days_left.items()}
-        page.counts("certificate_days_left", days_left, "certificate")
-    if snapshot.store is not None:
-        page.number("store_up", int(snapshot.store.up))
-        page.number("store_jobs_waiting", snapshot.store.waiting)
-    if snapshot.ledger is not None:
-        page.number("ledger_rows_waiting", snapshot.ledger["pending"])
-        for name in ("written", "recovered", "dropped"):
-            page.number(f"ledger_rows_{name}_total", snapshot.ledger[name])
-
-
-def _add_edges(page: _Page, edges: EdgesSample) -> None:
-    page.number("edges", len(edges.running))
-    page.number("edges_configured", edges.configured)
-    page.number("edges_died_total", edges.died)
-    page.number("edge_late_leases_total", edges.late_leases)
-    for name, values in (
-        ("edge_streams", {one.name: one.streams for one in edges.running}),
-        ("edge_connections", {one.name: one.connections for one in edges.running}),
-        ("edge_cpu_seconds_total", {one.name: one.cpu_seconds for one in edges.running}),
-        ("edge_memory_bytes", {one.name: one.memory_bytes for one in edges.running}),
-    ):
-        page.counts(name, values, "edge")
-
-
-def _add_cluster(page: _Page, cluster: ClusterSample) -> None:
-    page.counts("cluster_role", {role: int(role == cluster.role) for role in ROLES}, "role")
-    page.number("cluster_epoch", cluster.epoch)
-    page.number("cluster_members", len(cluster.members))
-    page.number("cluster_members_lost", len(cluster.lost))
-    page.number("late_leases_total", cluster.late)
-
-
-def _add_batches(page: _Page, batches: BatchSample) -> None:
-    page.counts("batches", batches.batches, "state")
-    page.counts("batch_lines_total", batches.lines, "outcome")
-    page.counts("stored_requests_waiting", batches.waiting, "kind")
-    page.number("batch_lines_running", batches.running)
-    page.number("batch_lines_claimed", batches.claimed)
-    page.number("batch_lines_deferred_total", batches.deferred)
-    page.number("batch_lines_retried_total", batches.retried)
-    page.number("batch_oldest_seconds", batches.oldest_seconds)
-    page.number("batch_results_blocked", int(batches.results_blocked))
-    page.number("folder_refusals_total", batches.folder_refusals)
-    page.number("folder_full", int(batches.folder_full))
-
-
-class _Page(MetricsPage):
-    """A page of the metrics in `HELP`."""
-
-    __slots__ = ()
-
-    def family(self, name: str, samples: Iterable[tuple[str, float]]) -> None:
-        """Add a family of samples, each with its labels as text."""
-        kind = "counter" if name.endswith("_total") else "gauge"
-        self.add_family(name, kind, HELP[name], samples)
-
-    def number(self, name: str, value: float | None) -> None:
-        """Add a family of one sample without labels, if the value is known."""
-        if value is not None:
-            self.family(name, [("", value)])
-
-    def samples(
-        self, name: str, samples: Iterable[tuple[tuple[str, ...], float]], *names: str
-    ) -> None:
-        """Add a family of samples with these labels."""
-        self.family(
-            name,
-            ((labels(**dict(zip(names, values, strict=True))), value) for values, value in samples),
-        )
-
-    def counts(self, name: str, counts: Mapping[Any, float], *names: str) -> None:
-        """Add a family of the values in a table, whose keys are one label or several."""
-        of_one = ((key if isinstance(key, tuple) else (key,), n) for key, n in [*counts.items()])
-        self.samples(name, of_one, *names)
-
-    def nodes(
-        self,
-        name: str,
-        nodes: Sequence[NodeSample],
-        read: Callable[[NodeSample], float | None],
-    ) -> None:
-        """Add a family with a sample of each node for which the value is known."""
-        known = ((node.name, value) for node in nodes if (value := read(node)) is not None)
-        self.add_family(
-            name, "gauge", HELP[name], ((labels(node=node), value) for node, value in known)
-        )
-
-    def histograms(
-        self,
-        name: str,
-        histograms: Iterable[tuple[Mapping[str, str], Histogram]],
-        *,
-        prefix: str | None = None,
-    ) -> None:
-        """Add a family of histograms."""
-        self.add_histogram(name, HELP[name], histograms, prefix=prefix)
-
-
 # A CPU node may take an hour for a response; a refusal takes a millisecond.
 SECONDS_UP_TO_AN_HOUR = (
     *(0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 20, 30, 60),
@@ -914,41 +753,33 @@ class LabelledHistogram:
         yield {}, total
 
 
+@dataclass(slots=True, eq=False)
 class _Times:
     """The histograms of requests of one model, class, tier and outcome, looked up once."""
 
-    __slots__ = ("_first_token", "_labels", "_overhead", "_response", "_wait", "_waits")
-
-    def __init__(
-        self,
-        response: Histogram,
-        first_token: Histogram | None,
-        waits: LabelledHistogram,
-        labelled: tuple[str, ...],
-        overhead: Histogram,
-    ) -> None:
-        self._response = response
-        self._first_token = first_token
-        self._wait: Histogram | None = None  # Looked up for the first that has waited
-        self._waits, self._labels = waits, labelled
-        self._overhead = overhead
+    response: Histogram
+    first_token: Histogram | None
+    waits: LabelledHistogram
+    labels: tuple[str, ...]
+    overhead: Histogram
+    wait: Histogram | None = None  # Looked up for the first that has waited
 
     def observe(self, record: RequestRecord) -> None:
         """Count the times of one request."""
-        self._response.observe(record.duration_seconds)
-        if self._first_token is not None and record.ttft is not None:
-            self._first_token.observe(record.ttft)
+        self.response.observe(record.duration_seconds)
+        if self.first_token is not None and record.ttft is not None:
+            self.first_token.observe(record.ttft)
         waited = record.queue_seconds
         if record.attempts or waited:
-            wait = self._wait
+            wait = self.wait
             if wait is None:
-                wait = self._wait = self._waits.of(*self._labels)
+                wait = self.wait = self.waits.of(*self.labels)
             if waited:
                 wait.observe(waited)
             else:
                 wait.counts[0] += 1
         if record.overhead_seconds is not None:
-            self._overhead.observe(record.overhead_seconds)
+            self.overhead.observe(record.overhead_seconds)
 
 
 # https://opentelemetry.io/docs/specs/semconv/gen-ai/gen-ai-metrics/ advises these bounds; those
@@ -1016,7 +847,7 @@ class GenAiHistograms:
         if event.completion_tokens:
             self._tokens.of(*labelled, "output").observe(event.completion_tokens)
 
-    def add_to(self, page: _Page) -> None:
+    def add_to(self, page: MetricsPage) -> None:
         """Add the families to a page."""
         for name, histogram in (
             ("gen_ai_server_request_duration_seconds", self._duration),

@@ -862,7 +862,6 @@ class NodeCondition:
     host: str
     state: str
     reason: str
-    tier: str = "cpu"
     drift: Sequence[str] = ()  # how its server differs from the inventory
     start_failures: int = 0  # of a standby node: starts in a row that failed
     left_alone: bool = False  # of a router: whether others command it too

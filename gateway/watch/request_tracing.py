@@ -13,9 +13,9 @@ import random
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import KW_ONLY, InitVar, dataclass, field
-from typing import Protocol
+from typing import TYPE_CHECKING
 
 import structlog
 
@@ -25,25 +25,15 @@ from gateway.schedule.decision_log import Decision, DecisionLog
 from gateway.terms import Headers, RequestTrace, Traceparent, parse_traceparent
 from gateway.watch.spans import EndedRequest
 
+if TYPE_CHECKING:
+    from gateway.watch.otlp import OtlpSender
+
 log = structlog.get_logger()
 MOST_WAITING = 1024  # traces that wait to be sent; one more is dropped
 BATCH_TRACES = 256  # traces that are sent at once
 # Seconds for which traces are collected into one message, unless there are so many sooner.
 BATCH_SECONDS = 5.0
 FLUSH_SECONDS = 2.0  # most seconds that the gateway's end waits for the last traces to be sent
-
-
-class Sender(Protocol):
-    """Sends traces to a collector. Called by one thread, but for `interrupt`."""
-
-    def send(self, requests: Sequence[EndedRequest]) -> bool:
-        """Send them; False if they were not taken. Takes a bounded time."""
-
-    def interrupt(self) -> None:
-        """Give up what is being tried again, and try nothing any more."""
-
-    def close(self) -> None:
-        """Close its connection."""
 
 
 class TraceCounts:
@@ -67,7 +57,7 @@ class TraceCounts:
 class TraceExporter:
     """Owns the thread that sends traces. `open_sender` is called there, as it may import much."""
 
-    open_sender: Callable[[], Sender]
+    open_sender: Callable[[], OtlpSender]
     counts: TraceCounts
     _: KW_ONLY
     batch_seconds: float = BATCH_SECONDS
@@ -75,7 +65,7 @@ class TraceExporter:
 
     def __post_init__(self) -> None:
         self._waiting: deque[EndedRequest] = deque()
-        self._sender: Sender | None = None
+        self._sender: OtlpSender | None = None
         self._work = threading.Event()
         self._due = threading.Event()  # a message is full, or this ends
         self._closing = threading.Event()
@@ -133,7 +123,7 @@ class TraceExporter:
         if sender is not None:
             sender.close()
 
-    def _send(self, sender: Sender | None, batch: list[EndedRequest]) -> None:
+    def _send(self, sender: OtlpSender | None, batch: list[EndedRequest]) -> None:
         sent = False
         if sender is not None and not self._given_up.is_set():
             try:
@@ -219,7 +209,7 @@ SETTLE_SECONDS = 0.5  # seconds after its end in which a request's attempts are 
 MOST_SETTLING = 1024  # requests that wait for that; one more is dropped
 
 
-def open_otlp_sender(settings: TracesSettings) -> Sender:
+def open_otlp_sender(settings: TracesSettings) -> OtlpSender:
     """A sender to the collector of these settings; imports OpenTelemetry's packages."""
     from gateway.watch.otlp import OtlpSender
 
@@ -245,8 +235,6 @@ class RequestTracing:
     _: KW_ONLY
     clock: Callable[[], float]
     rng: random.Random
-    wall_clock_ns: Callable[[], int] = time.time_ns
-    open_sender: Callable[[TracesSettings], Sender] = open_otlp_sender
     settle_seconds: float = SETTLE_SECONDS
 
     def __post_init__(self, settings: TracesSettings) -> None:
@@ -327,7 +315,7 @@ class RequestTracing:
         """Send traces by these settings from now on, or none."""
         self._stop_exporter()
         if self.active:
-            self._exporter = TraceExporter(lambda: self.open_sender(settings), self.counts)
+            self._exporter = TraceExporter(lambda: open_otlp_sender(settings), self.counts)
         else:
             self._settling.clear()
             self.decision_log.follow_none()
@@ -346,7 +334,7 @@ class RequestTracing:
             return
         missing = [one.trace.request_id for one in settling if not one.followed]
         found = self._find(missing) if missing else {}
-        offset = self.wall_clock_ns() - round(self.clock() * 1e9)
+        offset = time.time_ns() - round(self.clock() * 1e9)
         for one in settling:
             request_id = one.trace.request_id
             decisions = self.decision_log.take(request_id) if one.followed else None

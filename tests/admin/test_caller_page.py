@@ -16,20 +16,17 @@ from playwright.async_api import Page, expect
 
 from gateway.callers.keys import new_key
 from tests.admin.browser import PATIENCE, WatchedPage, a_browser, needs_browser
-from tests.admin.test_dashboard import AXE, HOSTILE, VIOLATIONS
 from tests.emulator import EmulatedNode
 from tests.gateways import Running, running_gateway, until
 
 pytestmark = [pytest.mark.slow, needs_browser]
 
 ALICE, OTHER = new_key("alice"), new_key("other")
-HOSTILE_NAME = HOSTILE.replace("\u202e", "").replace("\u0007", "")
 LIMITS = {"rpm": 100, "tokens_per_day": 2000, "budget": "5/month"}
 SETTINGS: dict[str, Any] = {
     "listen": {"caller_page": True},
     "keys": [
-        {"id": "alice", "sha256": ALICE.sha256, "name": HOSTILE_NAME,
-         "group": "team", "limits": LIMITS},
+        {"id": "alice", "sha256": ALICE.sha256, "name": "Alice", "group": "team", "limits": LIMITS},
         {"id": "other", "sha256": OTHER.sha256},
     ],
     "groups": {"team": {"limits": {"concurrency": 4}}},
@@ -38,9 +35,9 @@ GUIDE = (Path(__file__).parents[2] / "docs/clients.md").read_text()
 
 
 @contextlib.asynccontextmanager
-async def a_gateway(folder: Path, model: str = "mistral-7b") -> AsyncIterator[Running]:
+async def a_gateway(folder: Path) -> AsyncIterator[Running]:
     """A gateway over a node with a price, of which Alice has had three chats and somebody one."""
-    async with EmulatedNode(model=model, answer_tokens=8) as node:
+    async with EmulatedNode(model="mistral-7b", answer_tokens=8) as node:
         spec = {"name": "node-0", "url": node.url, "cost_per_hour": 3.0}
         async with running_gateway(folder, [spec], SETTINGS) as running:
             for number, key in enumerate((ALICE, ALICE, ALICE, OTHER)):
@@ -177,31 +174,3 @@ async def snippets(page: Page, *words: str) -> dict[str, str]:
 def agents() -> str:
     """What the guide says of coding agents."""
     return GUIDE[GUIDE.index("## Coding agents") : GUIDE.index("### Evaluations")]
-
-
-@pytest.mark.parametrize("scheme", ["light", "dark"])
-async def test_axe_finds_no_violation_and_hostile_names_stay_text_on_a_phone(
-    tmp_path: Path, scheme: str
-) -> None:
-    phone: dict[str, Any] = {
-        "viewport": {"width": 360, "height": 740}, "color_scheme": scheme, "bypass_csp": True,
-    }  # fmt: skip
-    async with (
-        a_gateway(tmp_path, model=HOSTILE) as running,
-        own_page(running, None, **phone) as watched,
-    ):
-        page = watched.page
-        await expect(page.get_by_label("API key")).to_be_visible()
-        await page.evaluate(AXE)
-        assert await page.evaluate(VIOLATIONS) == []
-        await open_with(page, ALICE.text)
-        await expect(page.locator("#requests tbody tr")).to_have_count(3)
-        assert await page.evaluate(VIOLATIONS) == []
-        text = await page.locator("body").inner_text()
-        assert "<img src=x onerror=alert(1)>" in text
-        assert "\u202e" not in text
-        assert await page.locator("body img, #page script").count() == 0
-        width = "document.documentElement.scrollWidth"
-        assert await page.evaluate(width) <= 360
-        await page.evaluate("document.documentElement.style.fontSize = '28px'")
-        assert await page.evaluate(width) <= 360

@@ -11,7 +11,6 @@ import pytest
 from playwright.async_api import FilePayload, expect
 
 from tests.admin.browser import a_browser, a_page, confirm, needs_browser
-from tests.admin.test_dashboard import AXE, VIOLATIONS
 from tests.emulator import EmulatedNode
 from tests.gateways import running_gateway
 from tests.stored.batch_gateway import CALM, KEY, key, lines
@@ -81,30 +80,3 @@ async def test_a_batch_is_uploaded_followed_paused_cancelled_and_downloaded(
         assert KEY not in await page.content()
         # Of the key that there is not.
         assert [one.partition(" of ")[2] for one in watched.trouble] == ["404 (Not Found)"]
-
-
-@pytest.mark.parametrize("scheme", ["light", "dark"])
-async def test_axe_finds_no_violation_and_a_phone_shows_all(tmp_path: Path, scheme: str) -> None:
-    context: dict[str, Any] = {"color_scheme": scheme, "viewport": {"width": 360, "height": 740}}
-    content = "".join(json.dumps(one) + "\n" for one in [*lines(9), {"custom_id": "broken"}])
-    async with (
-        running_gateway(
-            tmp_path, [EmulatedNode(slots=1, decode_tps=4, answer_tokens=20)]
-        ) as running,
-        a_browser() as browser,
-        a_page(browser, running.admin_url, at="batches", bypass_csp=True, **context) as watched,
-    ):
-        page = watched.page
-        made = await running.admin.post(
-            "/admin/batches", data={"purpose": "batch"}, files={"file": ("x", content)}
-        )
-        await page.evaluate(AXE)
-        await page.get_by_text("Upload a batch").click()
-        await expect(page.locator("#batches tbody tr")).to_have_count(1)
-        for address, shown in (("", "#upload form"), (made.json()["id"], "#batch")):
-            await page.evaluate("id => { location.hash = `#/batches/${id}`; }", address)
-            await expect(page.locator(shown)).to_be_visible()
-            assert await page.evaluate(VIOLATIONS) == []
-            wide = "document.documentElement.scrollWidth - document.documentElement.clientWidth"
-            assert await page.evaluate(wide) <= 0
-        assert watched.trouble == []

@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 from playwright.async_api import expect
 
-from tests.admin.browser import a_browser, a_page, confirm, needs_browser, turn_to
-from tests.admin.test_dashboard import AXE, VIOLATIONS, opened
+from tests.admin.browser import confirm, needs_browser, turn_to
+from tests.admin.test_dashboard import opened
 from tests.emulator import EmulatedNode
 from tests.emulator.routed_model import HostMemory, ModelFile
 from tests.emulator.router import EmulatedRouter
@@ -148,30 +148,3 @@ async def test_a_fleet_without_routers_has_no_such_picture(tmp_path: Path) -> No
     ):
         await expect(page.locator("#names tbody tr")).to_have_count(1)
         assert await page.locator("#models").count() == 0
-
-
-@pytest.mark.parametrize("scheme", ["light", "dark"])
-async def test_axe_finds_no_violation_in_the_picture_of_models(tmp_path: Path, scheme: str) -> None:
-    router, plain = a_router(), EmulatedNode(model="plain")
-    context: dict[str, Any] = {"color_scheme": scheme, "bypass_csp": True}
-    async with (
-        router,
-        plain,
-        running_gateway(tmp_path, inventory(router, plain), SIZES) as running,
-        a_browser() as browser,
-        a_page(browser, running.admin_url, at="models", **context) as watched,
-    ):
-        await until(lambda: "r1/large" in running.gateway.fleet.nodes)
-        await order(running, "load", "large")
-        await order(running, "load", "small")
-        page = watched.page
-        await expect(page.locator("#models rect.filled")).to_have_count(2)
-        await page.evaluate(AXE)
-        assert await page.evaluate(VIOLATIONS) == []
-        await page.set_viewport_size({"width": 360, "height": 800})
-        await page.locator("#names").get_by_role("link", name=HOSTILE, exact=True).click()
-        await expect(page.locator("#model")).to_contain_text("Routers that can load it")
-        await expect(page.locator("#used")).to_contain_text("Nobody.")
-        assert await page.evaluate(VIOLATIONS) == []
-        assert await page.evaluate("document.documentElement.scrollWidth") <= 360
-        assert await page.locator("#page img, #page script").count() == 0

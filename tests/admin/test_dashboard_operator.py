@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import contextlib
 from pathlib import Path
-from typing import Any
 
 import pytest
 from playwright.async_api import expect
 
 from gateway.callers.keys import AdminRole
 from tests.admin.browser import a_browser, a_page, needs_browser, turn_to
-from tests.admin.test_dashboard import ADMIN, KEYS, a_dashboard, a_fleet, node_card, opened, streams
+from tests.admin.test_dashboard import ADMIN, KEYS, a_dashboard, a_fleet, node_card
 from tests.emulator import EmulatedNode
 from tests.gateways import running_gateway, until
 
@@ -163,28 +162,3 @@ async def test_the_keyboard_alone_drains_and_resumes_and_a_held_key_does_nothing
         await expect(page.locator("body > #toasts")).to_contain_text("back at work")
         await page.go_back()
         await expect(node_card(page, name)).to_be_visible()
-
-
-async def test_long_words_and_large_letters_do_not_burst_a_phone(tmp_path: Path) -> None:
-    long = "w" * 120
-    async with EmulatedNode(model=long, decode_tps=20.0, answer_tokens=500) as node:
-        spec = {"name": "n" * 60, "url": node.url, "host": "h" * 60, "labels": {"numa": long}}
-        phone: dict[str, Any] = {"viewport": {"width": 390, "height": 844}}
-        async with (
-            running_gateway(tmp_path, [spec, {"name": "other", "url": node.url}]) as running,
-            opened(running, **phone) as page,
-            streams(running, 2),
-        ):
-            width = "document.documentElement.scrollWidth"
-            await turn_to(page, "Requests")
-            await expect(page.locator("#requests tbody tr")).to_have_count(2)
-            assert await page.evaluate(width) <= 390
-            await turn_to(page, "Nodes")
-            for size in ("cards", "tiles", "dots"):
-                await page.locator("#nodes select").select_option(size)
-                await expect(page.locator("#nodes .node")).to_have_count(2)
-                assert await page.evaluate(width) <= 390, size
-                # Twice as large as the style sheet has them.
-                await page.evaluate("document.documentElement.style.fontSize = '28px'")
-                assert await page.evaluate(width) <= 390, f"{size}, large"
-                await page.evaluate("document.documentElement.style.fontSize = ''")

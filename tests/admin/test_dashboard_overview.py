@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 from playwright.async_api import Page, expect
 
-from gateway.admin.timeline import TIMELINE_SECONDS
+from gateway.admin.why import TIMELINE_SECONDS
 from gateway.callers.keys import AdminRole
 from gateway.schedule.decision_log import MOST_GRANTS, Grant
 from tests.admin.browser import a_browser, a_page, needs_browser
@@ -148,25 +148,6 @@ async def test_a_viewer_sees_the_slots_and_no_callers(tmp_path: Path) -> None:
         await inked(page, FIRST_CALLER)
         await expect(page.locator("#timeline .caller")).to_have_count(0)
         await expect(page.locator("#figures h2").last).to_have_text("Spent in the last hour")
-
-
-async def test_the_overview_fits_a_phone_with_large_letters_and_long_names(tmp_path: Path) -> None:
-    long = "n" * 60
-    async with EmulatedNode(model="m" * 120, decode_tps=20.0, answer_tokens=500) as node:
-        specs = [{"name": long, "url": node.url, "host": "h" * 60, "cost_per_hour": 1.0}]
-        phone: dict[str, Any] = {"viewport": {"width": 360, "height": 800}}
-        async with (
-            running_gateway(tmp_path, specs) as running,
-            opened(running, **phone) as page,
-            streams(running, 2),
-        ):
-            await inked(page, FIRST_CALLER)
-            await node.kill()
-            await expect(page.locator(".problem").first).to_be_visible()
-            await page.locator(".problem summary").first.click()
-            for size in ("", "28px"):
-                await page.evaluate(f"document.documentElement.style.fontSize = '{size}'")
-                assert await page.evaluate("document.documentElement.scrollWidth") <= 360, size
 
 
 def fill(running: Running) -> None:

@@ -22,6 +22,7 @@ from PIL import Image
 from playwright.async_api import FloatRect, Page, expect
 
 from gateway.callers.keys import AdminRole, ApiKey, new_key
+from gateway.watch.history import STEP_SECONDS
 from tests.admin.browser import a_browser, a_page, needs_browser
 from tests.admin.test_dashboard import ADMIN, KEYS, a_fleet
 from tests.emulator import EmulatedNode
@@ -213,10 +214,10 @@ async def at_work(running: Running, nodes: Mapping[str, EmulatedNode]) -> None:
     await until(lambda: all(fleet[name].speed.decode_tps for name in nodes), 120.0)
     await hand_in(running, "nightly", 400)
     await hand_in(running, "agents", 30, custom_id="line-30", method="GET", url="/")
-    await until(lambda: len(history.points) * history.step_seconds >= SECONDS / 2, 200.0)
+    await until(lambda: len(history.points) * STEP_SECONDS >= SECONDS / 2, 200.0)
     await nodes["epyc-c-numa1"].kill()
     running.write_settings({**settings(), "queue": {"max": 500}})
-    await until(lambda: len(history.points) * history.step_seconds >= SECONDS, 200.0)
+    await until(lambda: len(history.points) * STEP_SECONDS >= SECONDS, 200.0)
 
 
 async def each_page(page: Page, folder: Path) -> None:

@@ -7,16 +7,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from playwright.async_api import Page, expect
+from playwright.async_api import expect
 
 from gateway.callers.keys import AdminRole
 from tests.admin.browser import a_browser, a_page, confirm, needs_browser
 from tests.admin.test_dashboard import (
     ADMIN,
-    AXE,
     HOSTILE,
     KEYS,
-    VIOLATIONS,
     a_dashboard,
     a_fleet,
     node_card,
@@ -35,7 +33,6 @@ SETTINGS: dict[str, Any] = {
                      "secret_env": "HOOK"}]
     },
 }  # fmt: skip
-SCROLL = "document.documentElement.scrollWidth"
 
 
 async def written(running: Running, settings: dict[str, Any], versions: int) -> None:
@@ -154,28 +151,3 @@ async def test_a_node_shows_its_day_and_what_its_cache_has_saved(tmp_path: Path)
         await expect(page.locator("#nodes .node")).to_have_count(2)
         await page.go_back()
         await expect(page.locator("#day .uplot")).to_have_count(3)
-
-
-async def test_both_pages_fit_a_phone_and_axe_finds_no_violation(tmp_path: Path) -> None:
-    async with (
-        a_fleet(tmp_path, hosts="a", settings={**SETTINGS, "webhooks": {}}) as (running, _),
-        a_browser() as browser,
-    ):
-        a_day(running, "epyc-a-numa0")
-        await written(running, {**SETTINGS, "webhooks": {}, "queue": {"max": 9}}, 2)
-        first = running.gateway.config_files.histories["gateway"].versions()[0].name
-        for address in (f"settings/{first}", "nodes/epyc-a-numa0"):
-            for scheme, width in (("light", 1440), ("dark", 360)):
-                async with a_page(
-                    browser, running.admin_url, key=KEYS[AdminRole.ADMIN].text, at=address,
-                    color_scheme=scheme, bypass_csp=True, viewport={"width": width, "height": 800},
-                ) as watched:  # fmt: skip
-                    await whole(watched.page)
-                    await watched.page.evaluate(AXE)
-                    assert await watched.page.evaluate(VIOLATIONS) == [], (address, scheme)
-                    assert await watched.page.evaluate(SCROLL) <= width, (address, scheme)
-
-
-async def whole(page: Page) -> None:
-    """Wait until all that the page asks for is there."""
-    await expect(page.locator("#compared pre, #day .uplot").first).to_be_visible()

@@ -6,8 +6,8 @@ import contextlib
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
-from gateway.admin import node_metrics
-from gateway.admin.node_metrics import FRESH_SECONDS, WHOLE_SECONDS
+from gateway.admin import status
+from gateway.admin.status import FRESH_SECONDS, WHOLE_SECONDS
 from tests.emulator import EmulatedNode
 from tests.nodes.build import a_spec
 from tests.virtual import in_virtual_time, now
@@ -55,7 +55,7 @@ async def test_nodes_metrics_are_on_one_page_whatever_some_nodes_answer() -> Non
 async def test_silent_nodes_hide_no_other_node_however_many_they_are(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(node_metrics, "AT_ONCE", 2)
+    monkeypatch.setattr(status, "AT_ONCE", 2)
     async with contextlib.AsyncExitStack() as stack:
         # In the order in which they are asked: the silent ones first.
         names = [*(f"silent-{number}" for number in range(10)), "good"]

@@ -7,7 +7,7 @@ from itertools import pairwise
 
 import pytest
 
-from gateway.admin.timeline import (
+from gateway.admin.why import (
     MOST_LANES,
     TIMELINE_SECONDS,
     SlotSpan,

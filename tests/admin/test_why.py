@@ -264,10 +264,3 @@ async def test_an_unknown_id_is_told_since_when_requests_are_remembered() -> Non
         response = await gateway.admin.get("/admin/requests/nothing/why")
     assert (response.status_code, error_of(response)["code"]) == (404, "request_not_found")
     assert "now those since 20" in error_of(response)["message"]
-
-
-@in_virtual_time
-async def test_the_index_names_the_path() -> None:
-    async with two_nodes() as (gateway, _, _):
-        response = await gateway.admin.get("/")
-    assert "/admin/requests/{id}/why" in response.text

@@ -43,9 +43,7 @@ from sqlalchemy import Connection, select
 from gateway.callers.processes import LOST
 from gateway.forward.in_flight import DEFAULT_BATCH, PROGRESS_TOKENS
 from gateway.local.server import claim_port, claimed_port
-from gateway.store.database import locate_store
 from gateway.store.schema import open_requests, usage
-from gateway.store.store import Store
 from tests.emulator import EmulatedNode
 from tests.emulator.generation import TokenTally
 from tests.emulator.language_model import count_tokens
@@ -53,6 +51,7 @@ from tests.emulator.request_body import render_chat
 from tests.gateways import QUIET
 from tests.loop_watch.plugin import inherited
 from tests.postgres import running_postgres
+from tests.store.stores import opened
 
 HOST = "127.0.0.1"
 LIMIT = 120.0  # seconds for each wait
@@ -365,12 +364,8 @@ def rows_of(store_url: str) -> tuple[list[dict[str, Any]], int]:
         rows = [dict(row._mapping) for row in connection.execute(select(usage))]
         return rows, len(connection.execute(select(open_requests.c.id)).all())
 
-    store = Store(locate_store(store_url, Path("/nonexistent")))
-    store.start()
-    try:
+    with opened(store_url) as store:
         return store.run_now(read, write=False, seconds=LIMIT)
-    finally:
-        store.close(LIMIT)
 
 
 def tally_of(nodes: list[EmulatedNode], tag: str) -> TokenTally:

@@ -26,12 +26,11 @@ import httpx
 from sqlalchemy import Connection, func, select
 
 from gateway.callers.keys import new_key
-from gateway.store.database import locate_store
 from gateway.store.schema import open_requests, usage
-from gateway.store.store import Store
 from tests.emulator import EmulatedNode
 from tests.gateways import NO_TLS, running_gateway, until
 from tests.postgres import PostgresServer, running_postgres
+from tests.store.stores import opened
 
 CLIENTS = 16
 LIMIT = 60.0  # seconds to come back
@@ -168,12 +167,8 @@ def _counted(url: str) -> tuple[int, int]:
         )
         return rows, left
 
-    store = Store(locate_store(url, Path("unused")))
-    store.start()
-    try:
+    with opened(url) as store:
         return store.run_now(count)
-    finally:
-        store.close(LIMIT)
 
 
 async def left_alone(url: str, folder: Path, seconds: float) -> Outcome:

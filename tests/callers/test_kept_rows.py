@@ -13,8 +13,7 @@ from typing import Any
 import msgspec
 import pytest
 
-from gateway.callers.kept_rows import KeptRows, read_rows
-from gateway.callers.ledger import ROW_COLUMNS, Ledger
+from gateway.callers.ledger import ROW_COLUMNS, KeptRows, Ledger, read_rows
 from gateway.store.failures import StoreUnavailable
 from gateway.store.schema import usage
 from tests.callers.test_ledger import World, a_row, a_world
@@ -67,7 +66,7 @@ def test_what_a_full_disk_left_of_rows_is_cut_off(tmp_path: Path) -> None:
     program = f"""
 import resource, signal
 from pathlib import Path
-from gateway.callers.kept_rows import KeptRows
+from gateway.callers.ledger import KeptRows
 from tests.callers.test_ledger import a_row
 signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
 resource.setrlimit(resource.RLIMIT_FSIZE, (1000, 1000))

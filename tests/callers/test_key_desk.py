@@ -12,11 +12,11 @@ import pytest
 
 from gateway.callers import stored_keys
 from gateway.callers.key_desk import KeyDesk
-from gateway.callers.key_sync import KeySync
 from gateway.callers.keys import KeyRing, new_key
 from gateway.callers.standings import Standings
 from gateway.callers.stored_keys import (
     KeysRefused,
+    KeySync,
     keys_revision,
     put_group,
     read_groups,

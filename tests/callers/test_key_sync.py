@@ -27,15 +27,18 @@ import structlog
 from sqlalchemy import text
 
 from gateway.app.startup import Options, check_startup, keys_file
-from gateway.callers.key_sync import (
+from gateway.callers.keys import ApiKey, KeyRing, new_key
+from gateway.callers.stored_keys import (
     LONGEST_PAUSE,
     POLL_SECONDS,
     KeySync,
     LastKnownKeys,
+    StoredKey,
+    add_keys,
     count_stored_keys,
+    revoke_key,
+    rotate_key,
 )
-from gateway.callers.keys import ApiKey, KeyRing, new_key
-from gateway.callers.stored_keys import StoredKey, add_keys, revoke_key, rotate_key
 from gateway.config.keys import KeySpec
 from gateway.store.database import StoreLocation, locate_store, never_had_keys
 from gateway.store.failures import StoreUnavailable
@@ -43,7 +46,9 @@ from gateway.store.schema import keys as keys_table
 from gateway.store.store import LOOK_SECONDS, Store
 from tests.emulator import EmulatedNode
 from tests.gateways import Running, running_gateway, until
+from tests.nodes.build import Clock
 from tests.postgres import needs_postgres, running_postgres
+from tests.store.stores import opened
 from tests.virtual import in_virtual_time, now
 
 pytestmark = pytest.mark.usefixtures("hurried")
@@ -59,19 +64,8 @@ def spec(key: ApiKey, **fields: Any) -> KeySpec:
     return KeySpec(id=key.id, sha256=key.sha256, name=key.id, **fields)
 
 
-@contextlib.contextmanager
-def another_process(url: str) -> Iterator[Store]:
-    """A store that another process than the gateway has open."""
-    store = Store(locate_store(url, Path("/nowhere")))
-    store.start()
-    try:
-        yield store
-    finally:
-        assert store.close(10)
-
-
 def store_keys(url: str, *specs: KeySpec) -> None:
-    with another_process(url) as store:
+    with opened(url) as store:
         store.run_now(lambda connection: add_keys(connection, specs, time.time()))
 
 
@@ -121,14 +115,14 @@ async def becomes(connection: KeptConnection, key: ApiKey | None, status: int) -
     return time.monotonic() - began
 
 
-async def test_a_kept_connection_follows_the_changes_of_another_process(
+async def test_a_kept_connection_follows_the_changes_of_opened(
     store_url: str, tmp_path: Path
 ) -> None:
     assert POLL_SECONDS + LOOK_SECONDS < 1, "within a second"
     rotated = new_key("alice")
     async with gateway_of(tmp_path, store_url, OWN_SETTINGS) as (_, connection):
         assert await connection.status(ALICE) == 401
-        with another_process(store_url) as store:
+        with opened(store_url) as store:
             await store.run(lambda c: add_keys(c, [spec(ALICE)], time.time()))
             await becomes(connection, ALICE, 200)
             assert await connection.status(ALICE) == 200
@@ -175,7 +169,7 @@ async def test_keys_are_read_again_only_when_the_store_may_have_changed(
             polls += 1
             super().expire()
 
-    with another_process(url) as store, another_process(url) as other:
+    with opened(url) as store, opened(url) as other:
         sync = KeySync(store, Ring(is_complete=False), None, poll_seconds=0.001)
         run = store.run
 
@@ -202,7 +196,7 @@ async def test_the_first_stored_key_ends_anonymous_access_and_the_last_locks(
     url = f"sqlite:///{tmp_path / 'gateway.db'}"
     async with gateway_of(tmp_path, url) as (running, connection):
         assert await connection.status(None) == 200
-        with another_process(url) as store:
+        with opened(url) as store:
             await store.run(lambda c: add_keys(c, [spec(ALICE)], time.time()))
             await becomes(connection, ALICE, 200)
             await until(lambda: bool(running.gateway.key_ring))
@@ -217,7 +211,7 @@ async def test_the_first_stored_key_ends_anonymous_access_and_the_last_locks(
 async def test_a_row_that_is_no_key_costs_the_others_nothing(tmp_path: Path) -> None:
     url = f"sqlite:///{tmp_path / 'gateway.db'}"
     store_keys(url, spec(ALICE), spec(BOB))
-    with another_process(url) as store:
+    with opened(url) as store:
         broken = keys_table.update().where(keys_table.c.id == BOB.id)
         values = {"previous_sha256": "no hash", "previous_until": time.time() + 60}
         store.run_now(lambda connection: connection.execute(broken.values(**values)))
@@ -232,7 +226,7 @@ async def test_keys_expire_while_the_rows_cant_be_understood(tmp_path: Path) -> 
     url = f"sqlite:///{tmp_path / 'gateway.db'}"
     brief = new_key("brief")
     store_keys(url, spec(ALICE), spec(brief, expires=datetime.now(UTC) + timedelta(seconds=0.5)))
-    with another_process(url) as store:
+    with opened(url) as store:
         sync = KeySync(store, KeyRing(is_complete=False), None, poll_seconds=0.05)
         await sync.start()
         work = asyncio.create_task(sync.run())
@@ -399,10 +393,10 @@ async def test_a_state_folder_without_room_keeps_nobody_out(kind: str, tmp_path:
 def test_a_store_with_a_key_even_a_revoked_one_had_keys(tmp_path: Path) -> None:
     location = locate_store(None, tmp_path)
     assert never_had_keys(location)
-    with another_process(str(location.shown)) as store:
+    with opened(str(location.shown)) as store:
         store.run_now(lambda _: None)
     assert never_had_keys(location)
-    with another_process(str(location.shown)) as store:
+    with opened(str(location.shown)) as store:
         store.run_now(lambda connection: add_keys(connection, [spec(ALICE)], time.time()))
         store.run_now(lambda connection: revoke_key(connection, ALICE.id, time.time()))
     assert not never_had_keys(location)
@@ -464,7 +458,7 @@ async def test_a_server_that_hangs_or_dies_takes_no_caller_away(tmp_path: Path) 
             assert await connection.status(ALICE) == 200
             assert await connection.status(None) == 401
             server.start()
-            with another_process(url) as store:
+            with opened(url) as store:
                 await until(lambda: store.status().up)
                 await store.run(lambda c: revoke_key(c, "alice", time.time()))
             await becomes(connection, ALICE, 401)
@@ -496,7 +490,7 @@ def test_a_public_address_needs_a_key_in_settings_or_store(public: Options, tmp_
     url = f"sqlite:///{tmp_path / 'gateway.db'}"
     store_keys(url, spec(ALICE))
     assert problems(public) == []
-    with another_process(url) as store:
+    with opened(url) as store:
         store.run_now(lambda connection: revoke_key(connection, "alice", time.time()))
     assert problems(public) == ["listen.host"]
 
@@ -515,7 +509,7 @@ async def test_the_count_before_a_start_is_the_last_known_one_without_the_store(
     location = locate_store(f"sqlite:///{path}", tmp_path)
     store_keys(f"sqlite:///{path}", spec(ALICE), spec(BOB))
     assert count_stored_keys(location, keys_file(public)) == 2
-    with another_process(f"sqlite:///{path}") as store:
+    with opened(f"sqlite:///{path}") as store:
         sync = KeySync(store, KeyRing(is_complete=False), keys_file(public))
         await sync.start()
         assert len(sync.key_ring) == 2
@@ -543,9 +537,6 @@ async def test_a_damaged_memory_is_set_aside(content: str, public: Options, tmp_
 # The file of the last known keys, while it can't be written.
 
 
-ALICE, BOB = new_key("alice"), new_key("bob")
-
-
 def key(made: ApiKey, **fields: Any) -> StoredKey:
     return StoredKey(KeySpec(id=made.id, sha256=made.sha256, name=made.id, **fields), 1.0)
 
@@ -567,14 +558,6 @@ def location(tmp_path: Path) -> StoreLocation:
     return locate_store("postgresql://gateway@127.0.0.1:1/gateway", tmp_path)
 
 
-class Clock:
-    def __init__(self) -> None:
-        self.now = 0.0
-
-    def __call__(self) -> float:
-        return self.now
-
-
 def known(location: StoreLocation, path: Path) -> set[str] | None:
     """The ids that a start without the store would know."""
     found = LastKnownKeys(location, path).load()
@@ -584,7 +567,7 @@ def known(location: StoreLocation, path: Path) -> set[str] | None:
 def test_a_write_that_fails_is_repeated_with_growing_pauses(
     location: StoreLocation, tmp_path: Path
 ) -> None:
-    clock, path = Clock(), tmp_path / "keys.json"
+    clock, path = Clock(0.0), tmp_path / "keys.json"
     saved = LastKnownKeys(location, path, clock=clock)
     saved.save([key(ALICE)], {})
     assert (saved.error, saved.is_due()) == (None, False)
@@ -656,7 +639,7 @@ async def test_a_gateway_writes_the_file_as_soon_as_it_can(tmp_path: Path) -> No
         sync = running.gateway.key_sync
         await until(file.exists)
         with unwritable(file):
-            with another_process(url) as other:
+            with opened(url) as other:
                 await other.run(lambda c: revoke_key(c, "bob", time.time()))
             await becomes(connection, BOB, 401)
             await until(lambda: sync.unsaved is not None)
@@ -665,7 +648,7 @@ async def test_a_gateway_writes_the_file_as_soon_as_it_can(tmp_path: Path) -> No
     with unwritable(file):
         async with gateway_of(tmp_path, url) as (running, connection):
             assert await connection.status(ALICE) == 200
-            with another_process(url) as other:
+            with opened(url) as other:
                 await other.run(lambda c: revoke_key(c, "alice", time.time()))
             await becomes(connection, ALICE, 401)
             await until(lambda: not file.exists())

@@ -33,6 +33,7 @@ from gateway.config.listeners import AdminKeySpec
 from gateway.errors import GatewayError
 from gateway.terms import Caller, Priority
 from tests.each_case import each_case
+from tests.nodes.build import Clock
 
 
 def key_spec(id_: str, sha256: str, **fields: Any) -> KeySpec:
@@ -233,14 +234,6 @@ def test_no_text_breaks_the_key_ring(text: str) -> None:
 
 
 ALICE, BOB, ALICE_NEW = new_key("alice"), new_key("bob"), new_key("alice")
-
-
-class Clock:
-    def __init__(self) -> None:
-        self.now = 1_000.0
-
-    def __call__(self) -> float:
-        return self.now
 
 
 def spec(key: ApiKey, *, expires: float | None = None, group: str | None = None) -> KeySpec:

@@ -8,7 +8,6 @@ import itertools
 import operator
 from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import asynccontextmanager, contextmanager
-from pathlib import Path
 from typing import Any, TypeVar, cast
 
 import pytest
@@ -23,33 +22,18 @@ from gateway.callers.processes import (
     MOST_TAKEN,
     ProcessIdentity,
 )
-from gateway.store.database import locate_store
 from gateway.store.failures import StoreUnavailable
 from gateway.store.schema import open_requests, processes, revisions, usage
 from gateway.store.store import Store
 from tests.gateways import until
 from tests.nodes.build import Clock
-from tests.postgres import needs_postgres, running_postgres
+from tests.store.stores import opened
 from tests.virtual import in_virtual_time, now
 
 T = TypeVar("T")
 
 NOW = 1_780_000_000.0
 LIMIT = 120.0  # seconds for each wait
-
-
-@pytest.fixture(scope="module")
-def postgres_url() -> Iterator[Callable[[], str]]:
-    with running_postgres() as server:
-        yield server.new_database
-
-
-@pytest.fixture(params=["sqlite", pytest.param("postgresql", marks=needs_postgres)])
-def url(request: pytest.FixtureRequest, tmp_path: Path) -> str:
-    if request.param == "sqlite":
-        return f"sqlite:///{tmp_path}/gateway.db"
-    made: str = request.getfixturevalue("postgres_url")()
-    return made
 
 
 class World:
@@ -87,12 +71,8 @@ class World:
 
 @asynccontextmanager
 async def a_world(url: str) -> AsyncIterator[World]:
-    store = Store(locate_store(url, Path("/nonexistent")))
-    store.start()
-    try:
+    with opened(url) as store:
         yield World(store)
-    finally:
-        await asyncio.to_thread(store.close, LIMIT)
 
 
 def a_row(id_: str, process: str = "p1.0", **values: Any) -> UsageRow:
@@ -124,7 +104,7 @@ def running(ledger: Ledger) -> Iterator[None]:
         task.cancel()
 
 
-async def test_many_rows_of_every_kind_are_written_as_they_are(url: str) -> None:
+async def test_many_rows_of_every_kind_are_written_as_they_are(store_url: str) -> None:
     kinds: list[dict[str, Any]] = [
         dict(zip(("group_name", "user", "gpu_cost", "ttft_seconds", "stream"), one, strict=True))
         for one in itertools.product(
@@ -139,7 +119,7 @@ async def test_many_rows_of_every_kind_are_written_as_they_are(url: str) -> None
         {"client_request_id": "mine", "resumptions": 2},
     ]
     added = [a_row(f"r{i:03}", **kind) for i, kind in enumerate(many)]
-    async with a_world(url) as world:
+    async with a_world(store_url) as world:
         ledger = world.ledger()
         for row in added:
             ledger.add(row)
@@ -152,8 +132,8 @@ async def test_many_rows_of_every_kind_are_written_as_they_are(url: str) -> None
     ]
 
 
-async def test_rows_are_written_without_being_asked(url: str) -> None:
-    async with a_world(url) as world:
+async def test_rows_are_written_without_being_asked(store_url: str) -> None:
+    async with a_world(store_url) as world:
         ledger = world.ledger(flush_rows=3)
         with running(ledger):
             for i in range(7):
@@ -179,8 +159,8 @@ class UncertainStore:
         return result
 
 
-async def test_a_batch_is_written_once_though_nobody_knows_whether_it_was(url: str) -> None:
-    async with a_world(url) as world:
+async def test_a_batch_is_written_once_though_nobody_knows_whether_it_was(store_url: str) -> None:
+    async with a_world(store_url) as world:
         store = UncertainStore(world.store)
         ledger = world.ledger(store)
         store.failures = ["after", "before", "after"]
@@ -270,8 +250,8 @@ async def test_a_store_that_is_away_is_told_of_once_though_there_is_nothing_to_w
     assert [one["event"] for one in logs] == ["usage waits for the store"]
 
 
-async def test_a_row_that_no_store_takes_does_not_hold_up_the_others(url: str) -> None:
-    async with a_world(url) as world:
+async def test_a_row_that_no_store_takes_does_not_hold_up_the_others(store_url: str) -> None:
+    async with a_world(store_url) as world:
         ledger = world.ledger()
         for row in (a_row("r0"), a_row("bad", prompt_tokens=None), a_row("r2")):
             ledger.add(row)
@@ -280,8 +260,8 @@ async def test_a_row_that_no_store_takes_does_not_hold_up_the_others(url: str) -
         assert (ledger.dropped, ledger.pending) == (1, 0)
 
 
-async def test_beyond_the_bound_the_oldest_rows_are_dropped_and_counted(url: str) -> None:
-    async with a_world(url) as world:
+async def test_beyond_the_bound_the_oldest_rows_are_dropped_and_counted(store_url: str) -> None:
+    async with a_world(store_url) as world:
         ledger = world.ledger(most_pending=10)
         for i in range(25):
             ledger.add(a_row(f"r{i:02}"))
@@ -306,8 +286,8 @@ async def test_a_store_that_never_answers_delays_the_end_for_a_bounded_time() ->
     assert ledger.worker.problem == "the store does not answer"
 
 
-async def test_a_long_request_is_in_the_journal_until_its_row_is_written(url: str) -> None:
-    async with a_world(url) as world:
+async def test_a_long_request_is_in_the_journal_until_its_row_is_written(store_url: str) -> None:
+    async with a_world(store_url) as world:
         ledger = world.ledger()
         world.open = [an_open_request("o1", NOW + 100.0), an_open_request("o2", NOW + 100.4)]
         world.clock.passes(0.6)
@@ -342,8 +322,8 @@ async def test_a_long_request_is_in_the_journal_until_its_row_is_written(url: st
         assert await world.all(processes) == []
 
 
-async def test_requests_of_a_dead_process_are_recovered_once(url: str) -> None:
-    async with a_world(url) as world:
+async def test_requests_of_a_dead_process_are_recovered_once(store_url: str) -> None:
+    async with a_world(store_url) as world:
         killed, first, second = world.ledger(), world.ledger(), world.ledger()
         spent = {"slot_seconds": 2.5, "cost": 0.75}
         world.open = [an_open_request(f"o{i}", NOW, tokens=i, **spent) for i in range(3)]
@@ -372,9 +352,9 @@ async def test_requests_of_a_dead_process_are_recovered_once(url: str) -> None:
 
 @pytest.mark.parametrize("outcome", [LOST, EDGE_DIED])
 async def test_a_true_row_replaces_one_of_a_request_that_seemed_lost(
-    url: str, outcome: str
+    store_url: str, outcome: str
 ) -> None:
-    async with a_world(url) as world:
+    async with a_world(store_url) as world:
         first, second = world.ledger(), world.ledger()
         first.add(a_row("r1", outcome=outcome, completion_tokens=0))
         first.add(a_row("r2"))
@@ -389,8 +369,10 @@ async def test_a_true_row_replaces_one_of_a_request_that_seemed_lost(
         assert found == [("r1", "p2.0", 7), ("r2", "p1.0", 5)]
 
 
-async def test_an_open_request_is_its_new_processs_and_nobody_recovers_it_as_lost(url: str) -> None:
-    async with a_world(url) as world:
+async def test_an_open_request_is_its_new_processs_and_nobody_recovers_it_as_lost(
+    store_url: str,
+) -> None:
+    async with a_world(store_url) as world:
         first, second, third = world.ledger(), world.ledger(), world.ledger()
         world.open = [an_open_request(id_, NOW + 90) for id_ in ("r1", "r2")]
         await first.start(LIMIT)
@@ -413,8 +395,8 @@ async def test_an_open_request_is_its_new_processs_and_nobody_recovers_it_as_los
         assert [(one["id"], one["outcome"]) for one in rows] == [("r1", "ok"), ("r2", LOST)]
 
 
-async def test_open_requests_that_are_left_are_the_next_processs_or_lost(url: str) -> None:
-    async with a_world(url) as world:
+async def test_open_requests_that_are_left_are_the_next_processs_or_lost(store_url: str) -> None:
+    async with a_world(store_url) as world:
         first, second = world.ledger(), world.ledger()
         world.open = [an_open_request(id_, NOW + 90) for id_ in ("r1", "r2")]
         await first.start(LIMIT)
@@ -434,8 +416,8 @@ async def test_open_requests_that_are_left_are_the_next_processs_or_lost(url: st
         assert [one["process"] for one in await world.all(open_requests)] == ["p2.0"]
 
 
-async def test_rows_are_booked_in_their_order_once_the_store_has_them(url: str) -> None:
-    async with a_world(url) as world:
+async def test_rows_are_booked_in_their_order_once_the_store_has_them(store_url: str) -> None:
+    async with a_world(store_url) as world:
         ledger = world.ledger()
         for number in range(3):
             ledger.add(a_row(f"r{number}"))
@@ -447,9 +429,9 @@ async def test_rows_are_booked_in_their_order_once_the_store_has_them(url: str) 
         assert (ledger.added, ledger.booked) == (4, 4)
 
 
-async def test_many_requests_of_a_dead_process_are_recovered_in_parts(url: str) -> None:
+async def test_many_requests_of_a_dead_process_are_recovered_in_parts(store_url: str) -> None:
     count = 2 * MOST_TAKEN + 7
-    async with a_world(url) as world:
+    async with a_world(store_url) as world:
         killed, first, second = world.ledger(), world.ledger(), world.ledger()
         world.open = [an_open_request(f"o{i:04}", NOW) for i in range(count)]
         await killed.start(LIMIT)
@@ -510,8 +492,8 @@ async def test_a_slow_store_has_each_request_before_it_is_a_second_old(
     assert max(ages) <= most + 0.03
 
 
-async def test_a_job_and_its_rows_are_committed_together_or_not_at_all(url: str) -> None:
-    async with a_world(url) as world:
+async def test_a_job_and_its_rows_are_committed_together_or_not_at_all(store_url: str) -> None:
+    async with a_world(store_url) as world:
         store = UncertainStore(world.store)
         ledger = world.ledger(store)
         await ledger.start(LIMIT)
@@ -536,9 +518,9 @@ async def test_a_job_and_its_rows_are_committed_together_or_not_at_all(url: str)
 
 
 async def test_rows_of_jobs_and_of_requests_have_numbers_in_the_order_of_their_commits(
-    url: str,
+    store_url: str,
 ) -> None:
-    async with a_world(url) as world:
+    async with a_world(store_url) as world:
         store = UncertainStore(world.store)
         ledger = world.ledger(store)
         last, seen = 0, 0

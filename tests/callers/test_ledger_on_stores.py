@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import itertools
 import random
-from collections.abc import AsyncIterator
 from functools import partial
 from pathlib import Path
 
@@ -28,23 +27,14 @@ from gateway.callers.reports import (
     roll_up,
 )
 from gateway.config.stored import RetentionSettings
-from gateway.store.database import locate_store
 from gateway.store.failures import StoreError
 from gateway.store.schema import metadata, revisions, usage, usage_days
 from gateway.store.store import Store
 from tests.callers.ledger_rows import DAY, NOON, a_row, add_rows, count_rows, made_up_rows
 from tests.callers.test_reports import read
+from tests.store.stores import opened
 
 MIDNIGHT = NOON - DAY / 2
-
-
-@pytest.fixture
-async def store(store_url: str, tmp_path: Path) -> AsyncIterator[Store]:
-    opened = Store(locate_store(store_url, tmp_path))
-    opened.start()
-    assert await opened.wait_opened(60.0)
-    yield opened
-    assert await opened.aclose(10.0)
 
 
 def flat(value: object, place: str = "") -> dict[str, object]:
@@ -87,10 +77,9 @@ async def test_every_report_is_the_same_before_and_after_retention(store: Store)
     assert all(map(same, before, after))
 
 
-async def test_rows_that_two_processes_sum_up_at_once_count_once(store: Store) -> None:
-    other = Store(store.location)
-    other.start()
-    assert await other.wait_opened(60.0)
+async def test_rows_that_two_processes_sum_up_at_once_count_once(
+    store: Store, store_url: str
+) -> None:
     rows = list(made_up_rows(2000, 5, random.Random(3)))
     await store.run(lambda connection: add_rows(connection, rows))
 
@@ -100,8 +89,8 @@ async def test_rows_that_two_processes_sum_up_at_once_count_once(store: Store) -
             gone += done
         return gone
 
-    assert sum(await asyncio.gather(sum_up(store), sum_up(other))) == 2000
-    assert await other.aclose(10.0)
+    with opened(store_url) as other:
+        assert sum(await asyncio.gather(sum_up(store), sum_up(other))) == 2000
     told = await Reporter(store).read(parse_query(NOON, by="key"))
     assert told.total.requests == 2000
 
@@ -125,19 +114,15 @@ async def test_without_limits_nothing_goes(store: Store) -> None:
 
 
 async def test_the_file_shrinks_when_old_rows_go(tmp_path: Path) -> None:
-    path = tmp_path / "gateway.db"
-    store = Store(locate_store(f"sqlite:///{path}", tmp_path))
-    store.start()
-    assert await store.wait_opened(60.0)
-    rows = [a_row(n, ended_at=NOON - n * 60) for n in range(20_000)]
-    await store.run(lambda connection: add_rows(connection, rows))
-    settings = RetentionSettings(days=2)
-    retention = Retention(Reporter(store), lambda: settings, lambda: NOON)
-    size = await pages(store)
-    await retention.keep_within_limits()
-    assert await pages(store) < size / 3
-    assert await store.run(lambda c: c.exec_driver_sql("PRAGMA freelist_count").scalar()) == 0
-    assert await store.aclose(10.0)
+    with opened(f"sqlite:///{tmp_path / 'gateway.db'}") as store:
+        rows = [a_row(n, ended_at=NOON - n * 60) for n in range(20_000)]
+        await store.run(lambda connection: add_rows(connection, rows))
+        settings = RetentionSettings(days=2)
+        retention = Retention(Reporter(store), lambda: settings, lambda: NOON)
+        size = await pages(store)
+        await retention.keep_within_limits()
+        assert await pages(store) < size / 3
+        assert await store.run(lambda c: c.exec_driver_sql("PRAGMA freelist_count").scalar()) == 0
 
 
 async def pages(store: Store) -> int:
@@ -167,27 +152,24 @@ async def test_a_node_that_two_gateways_look_at_is_paid_once(store: Store) -> No
 async def test_hours_wait_while_the_store_is_away_and_count_once(tmp_path: Path) -> None:
     now = NOON
     path = tmp_path / "gateway.db"
-    store = Store(locate_store(f"sqlite:///{path}", tmp_path))
-    store.start()
-    assert await store.wait_opened(60.0)
-    recorder = NodeHoursRecorder(store, lambda: [AliveNode("a", "cpu", 3.6)], lambda: now)
-    recorder.look()
-    for minute in range(1, 6):
-        now = NOON + 60 * minute
+    with opened(f"sqlite:///{path}") as store:
+        recorder = NodeHoursRecorder(store, lambda: [AliveNode("a", "cpu", 3.6)], lambda: now)
         recorder.look()
-        if minute == 2:
-            path.rename(tmp_path / "away.db")
-        if minute == 4:
-            (tmp_path / "away.db").rename(path)
-        if minute in {2, 3}:
-            with pytest.raises(StoreError):
-                await recorder.write()
-        elif minute == 5:
-            await written(recorder)
-    report = await Reporter(store).read(parse_query(NOON))
-    assert [one.seconds for one in report.hours] == [300.0]
-    assert [one.cost for one in report.hours] == pytest.approx([0.3])
-    assert await store.aclose(10.0)
+        for minute in range(1, 6):
+            now = NOON + 60 * minute
+            recorder.look()
+            if minute == 2:
+                path.rename(tmp_path / "away.db")
+            if minute == 4:
+                (tmp_path / "away.db").rename(path)
+            if minute in {2, 3}:
+                with pytest.raises(StoreError):
+                    await recorder.write()
+            elif minute == 5:
+                await written(recorder)
+        report = await Reporter(store).read(parse_query(NOON))
+        assert [one.seconds for one in report.hours] == [300.0]
+        assert [one.cost for one in report.hours] == pytest.approx([0.3])
 
 
 async def written(recorder: NodeHoursRecorder) -> None:

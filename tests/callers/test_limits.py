@@ -441,14 +441,8 @@ def test_users_that_count_something_do_not_stand_before_those_that_can_go(busy: 
     for name in busy_names:
         (account,) = book.accounts(chat, name).tracked
         assert account.subject == f"user:chat/{name}"
-        assert not account.is_idle(book.clocks.clock(), a_calendar(book.clocks.wall()))
+        assert not account.is_idle(book.clocks.clock(), the_calendar(book.clocks.wall()))
     assert sum(1 for _ in all_accounts(book)) <= MOST_USERS + 1
-
-
-def a_calendar(when: float) -> Calendar:
-    calendar = Calendar()
-    calendar.look_up(when)
-    return calendar
 
 
 def test_what_an_earlier_process_used_and_this_one_records_counts_once() -> None:

@@ -15,12 +15,11 @@ import httpx
 import pytest
 
 from gateway.callers.keys import new_key
-from gateway.store.database import locate_store
-from gateway.store.store import Store
 from tests.callers.build import read_rows
 from tests.emulator import EmulatedNode
 from tests.gateway_processes import LIMIT, Succession, serving
 from tests.postgres import PostgresServer, needs_postgres, running_postgres
+from tests.store.stores import opened
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
 
@@ -103,13 +102,8 @@ class Two:
 
     async def rows(self, key: str) -> list[dict[str, Any]]:
         """The ledger's rows of this key."""
-        store = Store(locate_store(self.store_url, Path("unused")))
-        store.start()
-        try:
-            assert await store.wait_opened(LIMIT)
+        with opened(self.store_url) as store:
             return [row for row in await store.run(read_rows) if row["key"] == KEYS[key].id]
-        finally:
-            await store.aclose(LIMIT)
 
 
 @asynccontextmanager

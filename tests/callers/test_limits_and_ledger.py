@@ -32,6 +32,7 @@ from tests.callers.build import (
     read_rows,
 )
 from tests.callers.ledger_rows import DAY, a_row, add_rows
+from tests.store.stores import opened
 
 PART = 0.125
 """Seconds: no two additions at different times fall into one part of a window."""
@@ -59,10 +60,7 @@ def total(rpm: int) -> Settings:
 
 async def test_a_restart_counts_what_retention_has_summed_up(tmp_path: Path) -> None:
     clocks = Clocks(NOW)
-    store = Store(locate_store(f"sqlite:///{tmp_path}/gateway.db", tmp_path))
-    store.start()
-    try:
-        assert await store.wait_opened(30.0)
+    with opened(f"sqlite:///{tmp_path}/gateway.db") as store:
         ages = (0.001, 0.1, 5, 10, 40)  # days; the last one is of the month before
         rows = [
             a_row(number, ended_at=NOW - days * DAY, key="alice", group_name=group, cost=0.25)
@@ -84,8 +82,6 @@ async def test_a_restart_counts_what_retention_has_summed_up(tmp_path: Path) -> 
         before, after = found
         assert before == [(2.0, 1.0, 440), (1.0, 0.5, 220)]
         assert after == before
-    finally:
-        assert await store.aclose(30.0)
 
 
 class SharedLimits(RuleBasedStateMachine):

@@ -6,11 +6,11 @@ from collections.abc import Sequence
 
 import pytest
 
-from gateway.callers.key_sync import KeySync
 from gateway.callers.keys import KeyRing, new_key
 from gateway.callers.limit_sync import LimitSync
 from gateway.callers.limits import LimitBook, UsedQuota
 from gateway.callers.standings import MOST_QUOTAS, MOST_USERS_SHOWN, QuotaWatch, Standings
+from gateway.callers.stored_keys import KeySync
 from gateway.config.settings import Settings
 from gateway.store.failures import StoreUnavailable
 from gateway.store.store import Store

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import sqlite3
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from contextlib import closing
 from datetime import UTC, datetime
 from pathlib import Path
@@ -29,9 +29,9 @@ from gateway.callers.stored_keys import (
 )
 from gateway.config.keys import CacheSpec, KeySpec, LimitSpec
 from gateway.errors import GatewayError
-from gateway.store.database import locate_store
 from gateway.store.schema import keys as keys_table
 from gateway.store.store import Store
+from tests.store.stores import opened
 
 T = TypeVar("T")
 
@@ -40,14 +40,6 @@ NOW = 1_800_000_000.0
 ALICE, BOB, OTHER = new_key("alice-1"), new_key("bob-1"), new_key("other")
 
 Job = Callable[[Connection], T]
-
-
-@pytest.fixture
-def store(store_url: str, tmp_path: Path) -> Iterator[Store]:
-    opened = Store(locate_store(store_url, tmp_path))
-    opened.start()
-    yield opened
-    assert opened.close(10)
 
 
 def spec(name: str = "alice", **fields: Any) -> KeySpec:
@@ -256,10 +248,8 @@ def test_thousands_of_keys_are_imported_at_once(store: Store) -> None:
 
 def test_the_file_holds_no_secret(tmp_path: Path) -> None:
     path = tmp_path / "gateway.db"
-    store = Store(locate_store(f"sqlite:///{path}", tmp_path))
-    store.start()
-    store.run_now(lambda connection: add_keys(connection, [FULL], NOW))
-    assert store.close(10)
+    with opened(f"sqlite:///{path}") as store:
+        store.run_now(lambda connection: add_keys(connection, [FULL], NOW))
     secret = ALICE.text.split("_")[2]
     assert secret.encode() not in path.read_bytes()
     with closing(sqlite3.connect(path)) as reader:

@@ -16,18 +16,9 @@ from gateway.events import (
     WebhookAttempted,
 )
 from gateway.openapi.bodies import ERROR_HEADERS, ERRORS, REQUEST_HEADERS, RESPONSE_HEADERS
-from gateway.store.store import StoreStatus
-from gateway.watch.metrics import (
-    BatchSample,
-    ClusterSample,
-    EdgeSample,
-    EdgesSample,
-    Histogram,
-    Metrics,
-    MetricsSnapshot,
-    NodeSample,
-)
+from gateway.watch.metrics import Metrics, NodeSample
 from tests.house.reference import PAGES, renewed, tables
+from tests.watch.metric_source import a_source
 
 PAGE = (Path(__file__).parents[2] / "docs/reference/http.md").read_text()
 PREFIX = "llama_gateway_"
@@ -78,31 +69,8 @@ def metrics_made() -> dict[str, tuple[str, set[str]]]:
     bus = EventBus()
     node = NodeSample("a", "ready", 2, 1, decode_tps=10.0, prefill_tps=100.0)
     model = NodeSample("r/m", "ready", 2, 1, router="r", model="m", load_failures=1)
-    snapshot = MetricsSnapshot(
-        [node, NodeSample("r", "ready", 2, 1, left_alone=0), model],
-        paused_models=["demo"],
-        name_of=lambda _: "alice",
-        quotas={("key", "k1", "budget", "month", "near"): 0.8},
-        retry_budget=1.0,
-        spill_money_left=1.0,
-        predictions={"completion": Histogram([1.0])},
-        certificate_days_left={"listen.tls": 9.0},
-        store=StoreStatus("", "up", 0.0, None, None, 6, 0),
-        ledger=dict.fromkeys(("pending", "written", "recovered", "dropped"), 0),
-        batches=BatchSample(
-            {"completed": 1},
-            {"done": 1},
-            {"line": 1},
-            1,
-            1,
-            deferred=1,
-            retried=1,
-            oldest_seconds=1.0,
-        ),
-        edges=EdgesSample([EdgeSample("edge-1", 7, True, 1, 1, 0.1, 1.0, 1 << 20, 9.0)], 1, 0, 0),
-        cluster=ClusterSample("prod", "a", "leader", 9.0, 1, "a", (), (), (), 0),
-    )
-    metrics = Metrics(bus, lambda: snapshot)
+    nodes = [node, NodeSample("r", "ready", 2, 1, left_alone=0), model]
+    metrics = Metrics(bus, lambda: nodes, a_source().add_to, lambda _: "alice")
     bus.publish(RequestRecord("r1", "/v1/completions", tier="cpu", ttft=0.1, attempts=1))
     bus.publish(RequestRecord("r2", "/v1/completions", status=429, reason="queue_full"))
     bus.publish(AttemptEnded("r1", "a", "ok", 1.0))
@@ -127,7 +95,7 @@ def test_every_metric_is_documented_with_its_type_and_labels() -> None:
 
 def test_the_names_of_opentelemetry_are_documented_with_their_labels() -> None:
     bus = EventBus()
-    metrics = Metrics(bus, lambda: MetricsSnapshot([]))
+    metrics = Metrics(bus, lambda: ())
     metrics.configure(gen_ai=True)
     done = RequestRecord("r1", "/v1/completions", ttft=0.1, prompt_tokens=9, completion_tokens=9)
     bus.publish(done)

@@ -1,37 +1,21 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager
-from pathlib import Path
+from collections.abc import Callable
 from typing import TypeVar
 
 import pytest
 from sqlalchemy import Connection, func, select
 
 from gateway.events import InventoryChanged
-from gateway.store.database import locate_store
 from gateway.store.failures import StoreUnavailable
 from gateway.store.schema import audit as audit_table
 from gateway.store.store import Store
 from gateway.watch.audit import MOST_PENDING, MOST_REFUSED_PENDING, AuditQuery, AuditTrail
+from tests.store.stores import opened
 
 LIMIT = 60.0
 T = TypeVar("T")
-S = TypeVar("S", bound=Store)
-
-
-@contextmanager
-def running(store: S) -> Iterator[S]:
-    store.start()
-    try:
-        yield store
-    finally:
-        store.close(LIMIT)
-
-
-def opened(url: str) -> AbstractContextManager[Store]:
-    return running(Store(locate_store(url, Path())))
 
 
 def ticking(start: float = 1_000.0) -> Callable[[], float]:
@@ -96,7 +80,8 @@ class StoreWithLostAnswers(Store):
 
 
 async def test_a_write_whose_answer_is_lost_is_repeated_and_done_once(store_url: str) -> None:
-    with running(StoreWithLostAnswers(locate_store(store_url, Path()))) as store:
+    with opened(store_url, StoreWithLostAnswers) as store:
+        assert isinstance(store, StoreWithLostAnswers)
         trail = AuditTrail(ticking(), store, retry_seconds=0.01)
         work = asyncio.create_task(trail.run())
         for number in range(3):

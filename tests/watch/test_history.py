@@ -13,6 +13,7 @@ from gateway.watch.history import (
     MOST_FAILURES,
     MOST_MODELS,
     MOST_UNSERVED,
+    STEP_SECONDS,
     FleetHistory,
     Gauges,
     HistoryPoint,
@@ -40,7 +41,7 @@ class Counted:
     def step(self, *events: RequestRecord, gauges: Gauges = IDLE) -> HistoryPoint:
         for event in events:
             self.bus.publish(event)
-        self.now += self.history.step_seconds
+        self.now += STEP_SECONDS
         return self.history.close_step(1e9 + self.now, self.now, gauges)
 
 

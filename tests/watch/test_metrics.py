@@ -1,7 +1,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 import pytest
 from hypothesis import given
@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 from prometheus_client.metrics_core import Metric
 from prometheus_client.parser import text_string_to_metric_families
 
+from gateway.admin.status import MetricsSource
 from gateway.events import AttemptEnded, EventBus, ModelLoadChanged, NodeChanged, RequestRecord
 from gateway.nodes.router import UNLOAD_CAUSES
 from gateway.terms import Priority
@@ -22,12 +23,12 @@ from gateway.watch.metrics import (
     Histogram,
     Metrics,
     MetricsPage,
-    MetricsSnapshot,
     NodeSample,
     labels,
     outcome_of,
 )
 from tests.each_case import each_case
+from tests.watch.metric_source import a_source
 
 P = "llama_gateway_"
 
@@ -75,19 +76,24 @@ class Scraped:
 
 
 class Gateway:
-    """A bus, its metrics and the snapshot of a scrape."""
+    """A bus, its metrics, and the nodes and the state of a scrape."""
 
-    def __init__(self) -> None:
+    def __init__(self, source: MetricsSource | None = None) -> None:
         self.bus = EventBus()
-        self.snapshot = MetricsSnapshot()
-        self.metrics = Metrics(self.bus, lambda: self.snapshot)
+        self.samples: Sequence[NodeSample] = ()
+        self.metrics = Metrics(
+            self.bus,
+            lambda: self.samples,
+            (source or a_source()).add_to,
+            lambda key: f'Team "{key}"\n' if key.startswith("k") else None,
+        )
 
     def publish(self, *events: object) -> None:
         for event in events:
             self.bus.publish(event)
 
     def nodes(self, *names: str) -> None:
-        self.snapshot.nodes = [NodeSample(name, "ready", 2, 0) for name in names]
+        self.samples = [NodeSample(name, "ready", 2, 0) for name in names]
 
     def scrape(self) -> Scraped:
         return Scraped(b"".join(self.metrics.steps()))
@@ -98,35 +104,14 @@ def gateway() -> Gateway:
     return Gateway()
 
 
-def test_every_name_of_the_contract_is_on_a_busy_gateway_s_page(gateway: Gateway) -> None:
-    gateway.snapshot = MetricsSnapshot(nodes=[NodeSample("a", "ready", 2, 1, 16.5, 250.0)])
-    gateway.publish(finished(prompt_tokens=3), AttemptEnded("r1", "a", "ok", 1.0))
+def test_the_page_tells_of_the_process_too(gateway: Gateway) -> None:
     kinds = {name: family.type for name, family in gateway.scrape().families.items()}
-    # The parser takes the _total off the names of counters.
-    for name in ("requests", "tokens", "attempts", "cost"):
-        assert kinds[P + name] == "counter"
-    for name in ("request_duration", "time_to_first_token", "queue", "overhead"):
-        assert kinds[f"{P}{name}_seconds"] == "histogram"
-    for name in (
-        "queue_depth",
-        "node_state",
-        "node_slots_total",
-        "node_slots_busy",
-        "node_decode_tokens_per_second",
-        "node_prefill_tokens_per_second",
-        "in_flight",
-        "inventory_error",
-        "build_info",
-    ):
-        assert kinds[P + name] == "gauge"
     assert kinds["process_resident_memory_bytes"] == "gauge"
     assert kinds["process_open_fds"] == "gauge"
 
 
 def test_names_units_and_help_are_as_promtool_wants_them(gateway: Gateway) -> None:
-    gateway.snapshot = MetricsSnapshot(
-        nodes=[NodeSample("a", "ready", 2, 1, 1.0, 1.0)], retry_budget=9
-    )
+    gateway.samples = [NodeSample("a", "ready", 2, 1, 1.0, 1.0)]
     gateway.publish(finished(), AttemptEnded("r1", "a", "ok", 1.0))
     for family in gateway.scrape().families.values():
         assert family.documentation, f"{family.name} has no help"
@@ -208,9 +193,7 @@ def test_every_histogram_reaches_one_hour_and_is_there_before_the_first_request(
 
 
 def test_a_node_is_in_one_state_and_every_other_reads_zero(gateway: Gateway) -> None:
-    gateway.snapshot = MetricsSnapshot(
-        nodes=[NodeSample("a", "ready", 2, 1, 16.5, 250.0), NodeSample("b", "down", 4, 0)]
-    )
+    gateway.samples = [NodeSample("a", "ready", 2, 1, 16.5, 250.0), NodeSample("b", "down", 4, 0)]
     page = gateway.scrape()
     for state in NODE_STATES:
         assert page.value("node_state", node="a", state=state) == int(state == "ready")
@@ -241,14 +224,8 @@ def test_a_node_that_comes_back_counts_from_zero(gateway: Gateway) -> None:
     assert gateway.scrape().value("attempts_total", node="a", outcome="ok") == 1
 
 
-def test_depth_and_age_of_the_queue_have_every_class(gateway: Gateway) -> None:
-    gateway.snapshot = MetricsSnapshot(
-        queue={Priority.BATCH: 3},
-        oldest={Priority.BATCH: 61.5},
-        in_flight=5,
-        inventory_error=True,
-    )
-    page = gateway.scrape()
+def test_depth_and_age_of_the_queue_have_every_class() -> None:
+    page = Gateway(a_source({Priority.BATCH: 3}, {Priority.BATCH: 61.5})).scrape()
     assert page.value("queue_oldest_seconds", **{"class": "batch"}) == 61.5
     assert page.value("queue_oldest_seconds", **{"class": "urgent"}) == 0
     assert page.count("queue_oldest_seconds") == 4
@@ -257,7 +234,7 @@ def test_depth_and_age_of_the_queue_have_every_class(gateway: Gateway) -> None:
     assert page.count("queue_depth") == 4
     assert page.value("in_flight") == 5
     assert page.value("inventory_error") == 1
-    assert page.value("retry_budget") is None
+    assert page.value("retry_budget") == 9
 
 
 def test_refusals_are_told_by_caller_within_a_bound(gateway: Gateway) -> None:
@@ -272,10 +249,6 @@ def test_refusals_are_told_by_caller_within_a_bound(gateway: Gateway) -> None:
 
 
 def test_names_of_keys_are_told_beside_their_ids_within_a_bound(gateway: Gateway) -> None:
-    gateway.snapshot = MetricsSnapshot(
-        name_of=lambda key: f'Team "{key}"\n' if key.startswith("k") else None,
-        quotas={("key", "k1", "budget", "month", "near"): 0.83},
-    )
     gateway.publish(finished(caller="anonymous:10.0.0.1"), finished(caller="unknown"))
     for number in range(MOST_KEYS + 5):
         gateway.publish(finished(caller=f"k{number}"))
@@ -415,7 +388,7 @@ def test_a_histograms_buckets_hold_values_up_to_their_bound(values: list[float])
     for value in values:
         histogram.observe(value)
     page = MetricsPage("")
-    page.add_histogram("h", "meaning", [({}, histogram)])
+    page.histograms("h", [({}, histogram)], help_text="meaning")
     (family,) = text_string_to_metric_families("".join(page.steps()))
     read = {sample.labels.get("le", sample.name): sample.value for sample in family.samples}
     for bound in (0.1, 1.0, 10.0, math.inf):
@@ -428,7 +401,7 @@ def test_a_histograms_buckets_hold_values_up_to_their_bound(values: list[float])
 def test_values_that_are_not_finite_are_written_as_prometheus_reads_them() -> None:
     def written(values: Iterable[float]) -> list[float]:
         page = MetricsPage("")
-        page.add_family("g", "gauge", "m", [(labels(n=str(n)), v) for n, v in enumerate(values)])
+        page.family("g", [(labels(n=str(n)), v) for n, v in enumerate(values)], help_text="m")
         (family,) = text_string_to_metric_families("".join(page.steps()))
         return [sample.value for sample in family.samples]
 
@@ -441,7 +414,7 @@ def an_instance(model: str, state: str, router: str = "r1") -> NodeSample:
 
 
 def test_a_router_counts_once_and_its_models_by_their_state(gateway: Gateway) -> None:
-    gateway.snapshot.nodes = [
+    gateway.samples = [
         NodeSample("r1", "ready", 2, 1, left_alone=0),
         an_instance("m", "ready"),
         an_instance("cut", "failed"),
@@ -463,7 +436,7 @@ def changed(change: str, seconds: float | None = None, cause: str = "") -> Model
 
 
 def test_loads_and_unloads_are_counted_by_result_and_reason(gateway: Gateway) -> None:
-    gateway.snapshot.nodes = [NodeSample("r1", "ready", 0, 0)]
+    gateway.samples = [NodeSample("r1", "ready", 0, 0)]
     gateway.publish(
         *(changed("loading"), changed("loaded", 12.0), changed("failed")),
         changed("loaded"),  # as it was found
@@ -481,7 +454,7 @@ def test_loads_and_unloads_are_counted_by_result_and_reason(gateway: Gateway) ->
 
 def test_models_of_routers_are_bounded_series(gateway: Gateway) -> None:
     most = MOST_INSTANCES + 50
-    gateway.snapshot.nodes = [an_instance(f"m{number}", "unloaded") for number in range(most)]
+    gateway.samples = [an_instance(f"m{number}", "unloaded") for number in range(most)]
     for number in range(most):
         gateway.publish(ModelLoadChanged("r1", f"m{number}", "loaded", 1.0, "", by_others=False))
     page = gateway.scrape()

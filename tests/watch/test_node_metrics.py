@@ -4,7 +4,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from prometheus_client.parser import text_string_to_metric_families
 
-from gateway.admin.node_metrics import MOST_SAMPLES, add_node_metrics, read_node_metrics
+from gateway.admin.status import MOST_SAMPLES, add_node_metrics, read_node_metrics
 from gateway.watch.metrics import MetricsPage
 
 PAGE = b"""# HELP llamacpp:prompt_tokens_total Number of prompt tokens processed.

@@ -14,7 +14,7 @@ from typing import Any
 import httpx
 from starlette.types import ASGIApp
 
-from gateway.admin.app import admin_app, caller_page
+from gateway.admin.app import AdminEndpoints, admin_app, caller_page
 from gateway.admin.configuration import (
     CertificateRenewal,
     ClusterMember,
@@ -24,13 +24,13 @@ from gateway.admin.configuration import (
 from gateway.admin.live import live_feed
 from gateway.admin.nodes import DrainDeadlines
 from gateway.admin.status import MetricsSource
-from gateway.callers.key_sync import KeySync
 from gateway.callers.keys import AdminKeys, KeyRing
 from gateway.callers.ledger import Ledger
 from gateway.callers.limits import LimitBook, UsedQuota
 from gateway.callers.meter import Meter
 from gateway.callers.reports import CallerUsage, Reporter
 from gateway.callers.standings import Standings
+from gateway.callers.stored_keys import KeySync
 from gateway.config.inventory import NodeSpec
 from gateway.config.settings import Settings
 from gateway.edges.supervisor import Edges
@@ -190,20 +190,19 @@ async def bare_gateway(
             admin=client(None, ADMIN),  # The admin application needs this object.
         )
         bus.subscribe(RequestRecord, gateway.ended.append)
-        metrics = Metrics(bus, MetricsSource(gateway, context.retries_left))
+        source = MetricsSource(gateway, context.retries_left)
+        metrics = Metrics(bus, source.nodes, source.add_to)
         live = live_feed(gateway, drain_deadlines)
-        app = admin_app(
+        endpoints = AdminEndpoints(
             gateway,
             metrics=metrics,
-            drain_deadlines=drain_deadlines,
-            host=admin_host,
             live=live,
             reporter=reporter,
             ended=None,
             document=functools.partial(openapi_json, chosen),
-            keys=AdminKeys(chosen.admin.keys, admin_key),
-            extra_hosts=admin_hosts,
         )
+        admin_keys = AdminKeys(chosen.admin.keys, admin_key)
+        app = admin_app(endpoints, host=admin_host, keys=admin_keys, extra_hosts=admin_hosts)
         gateway.admin = client(app, ADMIN)
         if serving:
             gateway.public = await stack.enter_async_context(served(site, handler))

@@ -11,6 +11,7 @@ import pytest
 
 from gateway.events import RequestRecord
 from gateway.terms import RequestTrace
+from gateway.watch.otlp import OtlpSender
 from gateway.watch.request_tracing import MOST_WAITING, TraceCounts, TraceExporter
 from gateway.watch.spans import EndedRequest
 
@@ -29,8 +30,8 @@ def ended(number: int = 1) -> EndedRequest:
     return EndedRequest(RequestTrace("1" * 32, None, f"req_{number}", 0.0), record, 1.0, [], 0)
 
 
-@dataclass(slots=True)
-class FakeSender:
+@dataclass
+class FakeSender(OtlpSender):
     """Takes traces, until it hangs or fails."""
 
     takes: bool = True

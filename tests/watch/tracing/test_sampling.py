@@ -6,17 +6,10 @@ import pytest
 
 from gateway.terms import Traceparent
 from gateway.watch.request_tracing import Allowance, Sampler
+from tests.nodes.build import Clock
 
 CLIENT = Traceparent("1" * 32, "1" * 16, sampled=True)
 SILENT = Traceparent("1" * 32, "1" * 16, sampled=False)
-
-
-class Clock:
-    def __init__(self) -> None:
-        self.now = 100.0
-
-    def __call__(self) -> float:
-        return self.now
 
 
 def sampler(share: float, beyond: float = 0.0, clock: Clock | None = None) -> Sampler:
