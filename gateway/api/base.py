@@ -377,8 +377,6 @@ class Api:
     """The event that ends a stream whose answers have all given a reason for their end."""
     ordinary_events = staticmethod(_NO_ERROR)
     """Matches events that neither end the stream nor are the node's error event."""
-    error_mark: ClassVar[bytes] = b'data: {"error":'
-    """Bytes in a node's error event. The client gets one of ours, or a continuation."""
     heartbeat_is_event: ClassVar[bool] = False
     """Whether the heartbeat is an event, so that a comment can't take its place."""
     has_comments: ClassVar[bool] = True
@@ -444,14 +442,6 @@ class Api:
     def is_stream_complete(self, tail: bytes) -> bool:
         """Whether a stream that ends with these bytes is complete."""
         return _DONE.search((b"\n" + tail)[-64:]) is not None
-
-    def ends_with_error(self, tail: bytes) -> bool:
-        """Whether the last event of `tail` is the node's error event."""
-        events = [event for event in sse.split(tail) if sse.payload(event)]
-        if not events:
-            return False
-        data = sse.payload(events[-1])
-        return data.startswith(b'{"error":') or sse.event_name(events[-1]) == b"error"
 
     # Usage and prefill progress
 

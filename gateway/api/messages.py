@@ -233,7 +233,6 @@ class MessagesApi(Api):
     heartbeat_is_event = True
     terminal_mark = b"event: message_stop"
     terminal_event = _MESSAGE_STOP
-    error_mark = b"event: error\n"
     ordinary_events = staticmethod(
         # A name may have spaces around it.
         sse.ordinary_events(line=rb"event: (?! |error[ \r]*\n|message_stop).*\n")
