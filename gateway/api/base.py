@@ -27,9 +27,9 @@ from gateway.api.json_values import (
     parse_object,
 )
 from gateway.api.outcome import error_message
-from gateway.api.resuming import EventRewriter, ReasoningEndMark
+from gateway.api.resuming import EventRewriter
 from gateway.api.tokens import BOUND_NAMES, read_usage
-from gateway.api.transcript import SplicePoint, Transcript, TranscriptReader
+from gateway.api.transcript import Transcript, TranscriptReader
 from gateway.config.settings import Settings
 from gateway.errors import GatewayError
 from gateway.lease import NodeInfo, Usage
@@ -541,7 +541,8 @@ class Api:
     event_rewriter: ClassVar[type[EventRewriter] | None] = None
     """Rewrites a continuation by this same API; None as for `transcript_reader`."""
     native_event_rewriter: ClassVar[type[EventRewriter] | None] = None
-    """Rewrites a continuation by llama.cpp's `/completion` as this API's events."""
+    """Rewrites a continuation by llama.cpp's `/completion` as this API's events; None: they can't
+    be written. Nor can those of a chat with tools."""
     is_chat: ClassVar[bool] = False
     """Whether the prompt is messages, so that a node's template renders it and a continuation
     begins with a last message of the assistant's."""
@@ -600,22 +601,6 @@ class Api:
     def reported_prompt_tokens(self, transcript: Transcript) -> int | None:
         """The prompt's tokens as the transcript reports them; None: it does not."""
         return None
-
-    def native_rewriter(
-        self,
-        body: JsonObject,
-        transcript: Transcript,
-        splice_point: SplicePoint,
-        end_mark: ReasoningEndMark | None = None,
-    ) -> EventRewriter | None:
-        """Rewrites a continuation by llama.cpp's `/completion` as this API's events.
-
-        None: they can't be written for this body. `end_mark`: as of `EventRewriter`.
-        """
-        rewriter = self.native_event_rewriter
-        if rewriter is None or (self.is_chat and body.get("tools")):
-            return None
-        return rewriter(transcript, splice_point, end_mark, usage=resuming.wants_usage(body))
 
 
 def body_fields(body: Any) -> Mapping[str, msgspec.Raw]:

@@ -142,7 +142,7 @@ class MessagesRewriter(EventRewriter):
             event["usage"] = reported | {"output_tokens": output}
         return named_event(event)
 
-    def final_events(self, reason: str, *, usage: bool) -> bytes:
+    def final_events(self, reason: str) -> bytes:
         events = _stop_blocks(self._transcript.open_blocks)
         if self._transcript.finish_reason is None:
             stop = "max_tokens" if reason == "length" else "end_turn"

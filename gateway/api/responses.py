@@ -122,7 +122,7 @@ class NativeToResponsesRewriter(NativeEventRewriter):
         }
         self._sent_ends = frozenset(transcript.sent_ends)
 
-    def final_events(self, reason: str, *, usage: bool) -> bytes:
+    def final_events(self, reason: str) -> bytes:
         return self._last_events(self._splice_point.sent_tokens)
 
     def _end_events(self, value: JsonObject) -> bytes:

@@ -233,7 +233,7 @@ def test_every_block_is_stopped_once(
     out = rewriter.rewrite({"content": "a", "stop": True, "stop_type": "limit"})
     assert shown(out) == [*expected, "message_delta", "message_stop"]
     assert values(out)[-2]["delta"]["stop_reason"] == "max_tokens"
-    ended = shown(MessagesRewriter(transcript, SPLICE_POINT).final_events("length", usage=False))
+    ended = shown(MessagesRewriter(transcript, SPLICE_POINT).final_events("length"))
     assert ended == [e for e in expected if e[0] == "stop" and e[1] in blocks] + [
         "message_delta",
         "message_stop",

@@ -630,7 +630,7 @@ def test_ends_that_were_sent_are_not_sent_again() -> None:
     done = {"type": "response.output_text.done", "item_id": "msg_1", "text": "a"}
     transcript = read(ADDED, text("a"), done)
     assert transcript.finish_reason == "stop"
-    found = events_of(NativeToResponsesRewriter(transcript, POINT).final_events("stop", usage=True))
+    found = events_of(NativeToResponsesRewriter(transcript, POINT).final_events("stop"))
     assert [value["type"].removeprefix("response.") for value in found] == [
         "content_part.done", "output_item.done", "completed",
     ]  # fmt: skip
