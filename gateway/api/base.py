@@ -12,7 +12,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping
 from collections.abc import Set as AbstractSet
 from dataclasses import dataclass
-from typing import Annotated, Any, ClassVar, Literal, Protocol
+from typing import Annotated, Any, ClassVar, Literal, NamedTuple
 
 import msgspec
 
@@ -164,17 +164,13 @@ class ResponseRewriter:
         """
         return events
 
-    def rewrite_body(self, content: bytes) -> bytes:
-        """What the client gets in place of a plain response's whole body.
+    def rewrite_body(self, content: bytes) -> Generator[None, None, bytes]:
+        """What the client gets in place of a plain response's whole body, in short steps.
 
         Raises: InvalidResponse.
         """
-        return content
-
-    def rewrite_in_steps(self, content: bytes) -> Generator[None, None, bytes]:
-        """As `rewrite_body`, for a large body, in short steps."""
         yield
-        return self.rewrite_body(content)
+        return content
 
 
 class NumberedHeartbeats(ResponseRewriter):
@@ -253,14 +249,12 @@ class ModelSummary:
     file: str | None = None
 
 
-class VisibleCatalog(Protocol):
+class VisibleCatalog(NamedTuple):
     """The models that a caller may see."""
 
-    def models(self) -> list[ModelSummary]:
-        """All that have a name of their own."""
-
-    def model(self, name: str | None) -> ModelSummary:
-        """The one that a request for this name gets. Raises: GatewayError."""
+    models: list[ModelSummary]  # all that have a name of their own
+    model: Callable[[str | None], ModelSummary]
+    """The one that a request for this name gets. Raises: GatewayError."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -377,16 +371,13 @@ class Api:
     """The event that ends a stream whose answers have all given a reason for their end."""
     ordinary_events = staticmethod(_NO_ERROR)
     """Matches events that neither end the stream nor are the node's error event."""
+    heartbeat: ClassVar[bytes] = sse.HEARTBEAT  # bytes between events that mean nothing
     heartbeat_is_event: ClassVar[bool] = False
     """Whether the heartbeat is an event, so that a comment can't take its place."""
     has_comments: ClassVar[bool] = True
     """Whether a client skips comments, so that progress can be reported in them."""
     stream_content_type: ClassVar[bytes] = b"text/event-stream"
     """The media type of a stream on its way to the client."""
-
-    def heartbeat(self) -> bytes:
-        """Bytes between events that mean nothing."""
-        return sse.HEARTBEAT
 
     def numbered_heartbeats(self) -> NumberedHeartbeats | None:
         """Heartbeats of one stream to a client that counts no comment; None: `heartbeat` counts."""

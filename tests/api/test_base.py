@@ -228,7 +228,7 @@ def messages_stream(body: bytes) -> Any:
 def test_the_official_client_raises_on_our_error_event(
     api: Api, read: Callable[[bytes], Any], raised: type[Exception]
 ) -> None:
-    body = api.heartbeat() + api.error_event(FAILED, "req_1")
+    body = api.heartbeat + api.error_event(FAILED, "req_1")
     with pytest.raises(raised, match=FAILED.message):
         list(read(body))
 
