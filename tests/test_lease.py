@@ -21,7 +21,6 @@ from gateway.lease import (
     block_numbers,
 )
 from gateway.request.preparation import Request
-from gateway.terms import Caller, Priority
 from tests.forward.granted_lease import a_node_info
 from tests.lease_requests import a_lease_request
 
@@ -54,10 +53,7 @@ PARTS = st.lists(st.binary(max_size=80), max_size=12)
         (REQUEST.size.prompt_key, "tokens"),
         (NOTHING_TRIED, "min_context"),
         (QueuePosition("req_1", 1, 0.5), "position"),
-        (
-            Request("req_1", "x", "/", Caller("c", "c", Priority.NORMAL), 0.0, REQUEST),
-            "stream",
-        ),
+        (Request("req_1", "x", "/", 0.0, REQUEST), "stream"),
     ],
 )
 def test_nobody_changes_a_message(message: object, field: str) -> None:

@@ -217,7 +217,7 @@ class LiveView:
             if id_ in places or in_flight.attempt is not None or in_flight.sub_requests is not None:
                 estimate = expected(in_flight.request.lease_request)
                 row = _request_row(in_flight, places.get(id_), now, wall, estimate)
-                row["caller_name"] = self._name_of(in_flight.request.caller.id)
+                row["caller_name"] = self._name_of(row["caller"])
                 rows[id_] = row
                 left -= 1
             if not left:
@@ -427,7 +427,7 @@ def _request_row(
         "path": request.path,
         "class": lease_request.caller.priority.label,
         "model": lease_request.wanted.model,
-        "caller": request.caller.id,
+        "caller": lease_request.caller.id,
         "stream": request.stream,
         "received_at": round(wall - now + request.received_at, 1),
         "state": state,

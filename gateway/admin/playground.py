@@ -24,7 +24,7 @@ from gateway.api.json_values import JsonObject
 from gateway.api.outcome import to_gateway_error
 from gateway.callers.callers import cache_policy_of
 from gateway.callers.keys import AdminIdentity
-from gateway.callers.limits import Reservation
+from gateway.callers.limits import Accounts, Reservation
 from gateway.errors import CLIENT_CLOSED_STATUS, GatewayError
 from gateway.events import RequestRecord
 from gateway.forward.client_response import ClientResponse, node_error
@@ -95,7 +95,7 @@ class _Chat:
             body = msgspec.json.encode({**fields, "stream": True})
             caller, config, record = self._caller, handler.config, self._record
             sender = Sender(
-                caller,
+                Accounts(caller),
                 headers_for_node(HEADERS, config.settings.headers.to_nodes),
                 cache=cache_policy_of(caller, config.settings),
             )
@@ -108,8 +108,9 @@ class _Chat:
             )
             accounts = handler.meter.book.accounts(caller, None)
             self._reservation = handler.meter.admit(accounts, request.lease_request, record)
-            in_flight = handler.registry.begin(request, record, PrefillProgress())
+            in_flight = InFlightRequest(request, record, prefill_progress=PrefillProgress())
             self._in_flight = in_flight
+            handler.registry.add(in_flight)
             self._forwarding = asyncio.create_task(handler.forwarder.forward(in_flight))
             await asyncio.wait({self._forwarding}, timeout=PROGRESS_SECONDS)
             if self._forwarding.done():

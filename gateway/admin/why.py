@@ -65,7 +65,7 @@ class RequestEndpoints:
                 queued.get(in_flight.request.id),
                 now,
                 expected(in_flight.request.lease_request),
-                self.name_of(in_flight.request.caller.id),
+                self.name_of(in_flight.request.lease_request.caller.id),
             )
             for in_flight in self.registry
         ]
@@ -306,7 +306,7 @@ def request_object(
         path=request.path,
         class_=lease_request.caller.priority.label,
         model=lease_request.wanted.model,
-        caller=request.caller.id,
+        caller=lease_request.caller.id,
         caller_name=caller_name,
         state="running" if place is None else "waiting",
         position=None if place is None else place.position,

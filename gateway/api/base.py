@@ -12,7 +12,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping
 from collections.abc import Set as AbstractSet
 from dataclasses import dataclass
-from typing import Annotated, Any, ClassVar, Literal, Protocol
+from typing import Annotated, Any, ClassVar, Literal, NamedTuple
 
 import msgspec
 
@@ -27,9 +27,9 @@ from gateway.api.json_values import (
     parse_object,
 )
 from gateway.api.outcome import error_message
-from gateway.api.resuming import EventRewriter, ReasoningEndMark
+from gateway.api.resuming import EventRewriter
 from gateway.api.tokens import BOUND_NAMES, read_usage
-from gateway.api.transcript import SplicePoint, Transcript, TranscriptReader
+from gateway.api.transcript import Transcript, TranscriptReader
 from gateway.config.settings import Settings
 from gateway.errors import GatewayError
 from gateway.lease import NodeInfo, Usage
@@ -164,17 +164,13 @@ class ResponseRewriter:
         """
         return events
 
-    def rewrite_body(self, content: bytes) -> bytes:
-        """What the client gets in place of a plain response's whole body.
+    def rewrite_body(self, content: bytes) -> Generator[None, None, bytes]:
+        """What the client gets in place of a plain response's whole body, in short steps.
 
         Raises: InvalidResponse.
         """
-        return content
-
-    def rewrite_in_steps(self, content: bytes) -> Generator[None, None, bytes]:
-        """As `rewrite_body`, for a large body, in short steps."""
         yield
-        return self.rewrite_body(content)
+        return content
 
 
 class NumberedHeartbeats(ResponseRewriter):
@@ -253,14 +249,12 @@ class ModelSummary:
     file: str | None = None
 
 
-class VisibleCatalog(Protocol):
+class VisibleCatalog(NamedTuple):
     """The models that a caller may see."""
 
-    def models(self) -> list[ModelSummary]:
-        """All that have a name of their own."""
-
-    def model(self, name: str | None) -> ModelSummary:
-        """The one that a request for this name gets. Raises: GatewayError."""
+    models: list[ModelSummary]  # all that have a name of their own
+    model: Callable[[str | None], ModelSummary]
+    """The one that a request for this name gets. Raises: GatewayError."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -377,18 +371,13 @@ class Api:
     """The event that ends a stream whose answers have all given a reason for their end."""
     ordinary_events = staticmethod(_NO_ERROR)
     """Matches events that neither end the stream nor are the node's error event."""
-    error_mark: ClassVar[bytes] = b'data: {"error":'
-    """Bytes in a node's error event. The client gets one of ours, or a continuation."""
+    heartbeat: ClassVar[bytes] = sse.HEARTBEAT  # bytes between events that mean nothing
     heartbeat_is_event: ClassVar[bool] = False
     """Whether the heartbeat is an event, so that a comment can't take its place."""
     has_comments: ClassVar[bool] = True
     """Whether a client skips comments, so that progress can be reported in them."""
     stream_content_type: ClassVar[bytes] = b"text/event-stream"
     """The media type of a stream on its way to the client."""
-
-    def heartbeat(self) -> bytes:
-        """Bytes between events that mean nothing."""
-        return sse.HEARTBEAT
 
     def numbered_heartbeats(self) -> NumberedHeartbeats | None:
         """Heartbeats of one stream to a client that counts no comment; None: `heartbeat` counts."""
@@ -444,14 +433,6 @@ class Api:
     def is_stream_complete(self, tail: bytes) -> bool:
         """Whether a stream that ends with these bytes is complete."""
         return _DONE.search((b"\n" + tail)[-64:]) is not None
-
-    def ends_with_error(self, tail: bytes) -> bool:
-        """Whether the last event of `tail` is the node's error event."""
-        events = [event for event in sse.split(tail) if sse.payload(event)]
-        if not events:
-            return False
-        data = sse.payload(events[-1])
-        return data.startswith(b'{"error":') or sse.event_name(events[-1]) == b"error"
 
     # Usage and prefill progress
 
@@ -551,7 +532,8 @@ class Api:
     event_rewriter: ClassVar[type[EventRewriter] | None] = None
     """Rewrites a continuation by this same API; None as for `transcript_reader`."""
     native_event_rewriter: ClassVar[type[EventRewriter] | None] = None
-    """Rewrites a continuation by llama.cpp's `/completion` as this API's events."""
+    """Rewrites a continuation by llama.cpp's `/completion` as this API's events; None: they can't
+    be written. Nor can those of a chat with tools."""
     is_chat: ClassVar[bool] = False
     """Whether the prompt is messages, so that a node's template renders it and a continuation
     begins with a last message of the assistant's."""
@@ -610,22 +592,6 @@ class Api:
     def reported_prompt_tokens(self, transcript: Transcript) -> int | None:
         """The prompt's tokens as the transcript reports them; None: it does not."""
         return None
-
-    def native_rewriter(
-        self,
-        body: JsonObject,
-        transcript: Transcript,
-        splice_point: SplicePoint,
-        end_mark: ReasoningEndMark | None = None,
-    ) -> EventRewriter | None:
-        """Rewrites a continuation by llama.cpp's `/completion` as this API's events.
-
-        None: they can't be written for this body. `end_mark`: as of `EventRewriter`.
-        """
-        rewriter = self.native_event_rewriter
-        if rewriter is None or (self.is_chat and body.get("tools")):
-            return None
-        return rewriter(transcript, splice_point, end_mark, usage=resuming.wants_usage(body))
 
 
 def body_fields(body: Any) -> Mapping[str, msgspec.Raw]:

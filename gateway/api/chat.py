@@ -350,14 +350,14 @@ class ChunkRewriter(EventRewriter):
             chunk["usage"] = self._whole_usage(value["usage"])
         return data_event(chunk)
 
-    def final_events(self, reason: str, *, usage: bool) -> bytes:
+    def final_events(self, reason: str) -> bytes:
         transcript, splice_point = self._transcript, self._splice_point
         chunk = transcript.first_event | {"choices": []}
         chunk = {name: value for name, value in chunk.items() if name not in {"usage", "timings"}}
         end = b""
         if transcript.finish_reason is None:
             end = data_event(chunk | {"choices": [self._choice("", "", reason)]})
-        if usage and not transcript.usage_sent:
+        if self._usage and not transcript.usage_sent:
             whole = {
                 "completion_tokens": splice_point.sent_tokens,
                 "prompt_tokens": splice_point.prompt_tokens,

@@ -14,7 +14,6 @@ import msgspec
 from gateway import errors
 
 T = TypeVar("T")
-S = TypeVar("S", bound=msgspec.Struct)
 JsonObject = dict[str, Any]  # a JSON object
 VALUE_DECODER = msgspec.json.Decoder()
 _OBJECT = msgspec.json.Decoder(dict[str, Any])
@@ -59,6 +58,30 @@ def check_object(data: bytes) -> None:
         raise InvalidJson from None
 
 
+def decode_body(
+    decoder: msgspec.json.Decoder[T], raw: bytes | msgspec.Raw, name: str = "", *, whole: str = ""
+) -> T:
+    """The value that stands at `name` in a client's body; without one all of it.
+
+    `whole`: how an error about all of it begins. Raises: GatewayError 400.
+    """
+    try:
+        return decoder.decode(raw)
+    except msgspec.ValidationError as error:
+        problem, _, path = str(error).partition(" - at `$")
+        place = f"{name}{path.rstrip('`')}".lstrip(".")
+        message = f"'{place}': {problem}." if place else f"{whole}{problem}."
+        raise errors.invalid_request(message, place or None) from None
+    except RecursionError:
+        # The depth that raises this differs between Pythons. All of them read more than
+        # `limits.json_depth`, so `prepare` gives the same answer for what they can read.
+        raise errors.invalid_request("The body is nested too deeply.") from None
+    except UnicodeDecodeError:
+        raise errors.invalid_json("it is not UTF-8") from None
+    except msgspec.DecodeError as error:
+        raise errors.invalid_json(str(error) if bytes(raw).strip() else "it is empty") from None
+
+
 def as_raw(value: object) -> msgspec.Raw:
     """The value as JSON, to stand among others that are not decoded."""
     return msgspec.Raw(msgspec.json.encode(value))
@@ -79,8 +102,6 @@ MOST_PARTS = 20_000
 MOST_MESSAGE_PARTS = 1000  # parts of one message: some milliseconds to translate
 STEP_PARTS = 100  # parts that are translated in one step, besides the last message's
 Piece = bytes | memoryview
-# The fields of a new body; values are JSON, whole or in pieces.
-FieldPieces = dict[str, list[bytes] | bytes | msgspec.Raw]
 
 
 def raw_head(raw: msgspec.Raw, size: int) -> bytes:
@@ -98,31 +119,6 @@ class CutBody:
     """Matches a mark with the string's number; None: there is none."""
     spans: list[tuple[int, int]] = field(default_factory=list)  # the strings' places in `body`
 
-    def decode(self, decoder: msgspec.json.Decoder[S]) -> S:
-        """The body's fields. Raises: GatewayError 400."""
-        found: S = self.decode_part(decoder, self.rest, "")
-        return found
-
-    def decode_part(
-        self, decoder: msgspec.json.Decoder[Any], raw: bytes | msgspec.Raw, name: str
-    ) -> Any:
-        """A value that stands at `name` in the body. Raises: GatewayError 400."""
-        try:
-            return decoder.decode(raw)
-        except msgspec.ValidationError as error:
-            problem, _, path = str(error).partition(" - at `$")
-            path = path.rstrip("`")
-            place = f"{name}{path}".lstrip(".")
-            message = f"'{place}': {problem}." if place else f"{problem}."
-            raise errors.invalid_request(message, place or None) from None
-        except RecursionError:
-            raise errors.invalid_request("The body is nested too deeply.") from None
-        except UnicodeDecodeError:
-            raise errors.invalid_json("it is not UTF-8") from None
-        except msgspec.DecodeError as error:
-            detail = "it is empty" if not raw else str(error)
-            raise errors.invalid_json(detail) from None
-
     def beginning(self, raw: msgspec.Raw) -> bytes:
         """The first bytes of a string, its quote included."""
         found = None if self.mark is None else self.mark.match(raw_head(raw, 64), 1)
@@ -138,11 +134,14 @@ class CutBody:
             raise errors.invalid_request(f"'{name}' has more than {MOST_PARSED_BYTES} bytes.", name)
         return b"".join(pieces)
 
-    def join(self, fields: FieldPieces) -> Generator[None, None, bytes]:
-        """A body of these fields, with its long strings, in short steps."""
+    def join(self, fields: JsonObject) -> Generator[None, None, bytes]:
+        """A body of these fields, with its long strings, in short steps.
+
+        Of a list each item is encoded by itself.
+        """
         whole = io.BytesIO()  # It grows in place and returns its bytes without a copy.
         written = 0
-        for number, piece in enumerate(_field_pieces(fields)):
+        for number, piece in enumerate(_pieces(fields)):
             if number % STEP_PIECES == STEP_PIECES - 1:
                 yield
             for part in self._splice(piece):
@@ -166,14 +165,16 @@ class CutBody:
         yield data[at:]
 
 
-def _field_pieces(fields: FieldPieces) -> Iterator[bytes | msgspec.Raw]:
+def _pieces(fields: JsonObject) -> Iterator[bytes]:
     before = b"{"
     for name, value in fields.items():
         yield before + msgspec.json.encode(name) + b":"
-        if isinstance(value, list):
-            yield from value
+        if isinstance(value, list) and value:
+            for number, item in enumerate(value):
+                yield (b"," if number else b"[") + msgspec.json.encode(item)
+            yield b"]"
         else:
-            yield value
+            yield msgspec.json.encode(value)
         before = b","
     yield b"}" if fields else b"{}"
 

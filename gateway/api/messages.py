@@ -19,6 +19,7 @@ from gateway.api.base import (
     AssemblyError,
     Bodies,
     IsModel,
+    ResponseAssembler,
     ResponseRewriter,
     Translation,
     body_fields,
@@ -26,7 +27,7 @@ from gateway.api.base import (
     edit_body,
     read_events,
 )
-from gateway.api.chat import as_chat, as_response_format
+from gateway.api.chat import CHAT, as_chat, as_response_format
 from gateway.api.json_values import (
     ITEMS_DECODER,
     JSON_ERRORS,
@@ -34,7 +35,6 @@ from gateway.api.json_values import (
     SHORT_BODY_BYTES,
     AnyObject,
     CutBody,
-    FieldPieces,
     InvalidJson,
     JsonObject,
     PartCounter,
@@ -142,7 +142,7 @@ class MessagesRewriter(EventRewriter):
             event["usage"] = reported | {"output_tokens": output}
         return named_event(event)
 
-    def final_events(self, reason: str, *, usage: bool) -> bytes:
+    def final_events(self, reason: str) -> bytes:
         events = _stop_blocks(self._transcript.open_blocks)
         if self._transcript.finish_reason is None:
             stop = "max_tokens" if reason == "length" else "end_turn"
@@ -230,10 +230,10 @@ class MessagesApi(Api):
     max_tokens_fields = ("max_tokens",)
     clients_add_v1 = True
     sends_request_id = True
+    heartbeat = b'event: ping\ndata: {"type": "ping"}\n\n'
     heartbeat_is_event = True
     terminal_mark = b"event: message_stop"
     terminal_event = _MESSAGE_STOP
-    error_mark = b"event: error\n"
     ordinary_events = staticmethod(
         # A name may have spaces around it.
         sse.ordinary_events(line=rb"event: (?! |error[ \r]*\n|message_stop).*\n")
@@ -321,9 +321,6 @@ class MessagesApi(Api):
             return False
         return isinstance(value, dict) and value.get("type") == "error" and "error" in value
 
-    def heartbeat(self) -> bytes:
-        return b'event: ping\ndata: {"type": "ping"}\n\n'
-
     def has_content(self, value: JsonObject) -> bool:
         return value.get("type") not in _NO_CONTENT_TYPES
 
@@ -408,7 +405,10 @@ class MessagesApi(Api):
         return resuming.message_unresumable_reason(body)
 
     def chat_body(self, body: JsonObject) -> JsonObject | None:
-        return messages_as_chat(body)
+        """Messages as a chat; None: they hold more than text and reasoning."""
+        system = body.get("system")
+        begin = [{"role": "system", "content": system}] if system else []
+        return as_chat(body, [*map(_chat_message, [*begin, *(body.get("messages") or ())])])
 
     def reported_prompt_tokens(self, transcript: Transcript) -> int | None:
         reported = transcript.first_event.get("usage") or {}
@@ -489,8 +489,9 @@ class StopReasonRepair(ResponseRewriter):
         # Bytes in an event or body that names a stop sequence, and in no text.
         return sse.edit_matching(events, b'"stop_sequence":"', self._rewrite_event)
 
-    def rewrite_body(self, content: bytes) -> bytes:
+    def rewrite_body(self, content: bytes) -> Generator[None, None, bytes]:
         """The same plain response with its true stop reason."""
+        yield
         return edit_body(content, self._repaired)
 
     def _rewrite_event(self, event: bytes) -> bytes:
@@ -512,13 +513,6 @@ class StopReasonRepair(ResponseRewriter):
             return end | {"stop_sequence": None}
         reason = end.get("stop_reason")
         return end | {"stop_reason": "stop_sequence" if reason == "end_turn" else reason}
-
-
-def messages_as_chat(body: JsonObject) -> JsonObject | None:
-    """Messages as a chat; None: they hold more than text and reasoning."""
-    system = body.get("system")
-    begin = [{"role": "system", "content": system}] if system else []
-    return as_chat(body, [*map(_chat_message, [*begin, *(body.get("messages") or ())])])
 
 
 def _chat_message(message: object) -> JsonObject | None:
@@ -572,13 +566,12 @@ def chat_request(
 
     `texts`: the body, whose long strings are cut out of `fields`. Raises: GatewayError 400.
     """
-    chat: dict[str, Any] = {name: fields[name] for name in SAME_FIELDS if name in fields}
-    messages: list[bytes] = []
-    """Each followed by a comma."""
+    chat: JsonObject = {name: fields[name] for name in SAME_FIELDS if name in fields}
+    messages: list[msgspec.Raw] = []
     parts = PartCounter()
     try:
         if (system := _value(fields, "system")) is not None:
-            messages.append(_encoded({"role": "system", "content": _system_text(system)}))
+            messages.append(as_raw({"role": "system", "content": _system_text(system)}))
         items = ITEMS_DECODER.decode(fields.get("messages", b""))
         parts.add_messages(len(items))
         for number, item in enumerate(items):
@@ -586,7 +579,7 @@ def chat_request(
             content = message.get("content") if isinstance(message, dict) else None
             count = len(content) if isinstance(content, list) else 0
             parts.add_parts(count, f"messages[{number}].content")
-            made = [_encoded(one) for one in _chat_messages(message, texts)]
+            made = [as_raw(one) for one in _chat_messages(message, texts)]
             messages += made
             if parts.ends_step(sum(map(len, made))):
                 yield
@@ -601,15 +594,8 @@ def chat_request(
         chat["thinking_budget_tokens"] = budget if is_number(budget) else DEFAULT_THINKING_TOKENS
     if stream is True:
         chat["stream_options"] = {"include_usage": True}
-    chat |= response_format
-    pieces: FieldPieces = {name: msgspec.json.encode(value) for name, value in chat.items()}
-    pieces["messages"] = [b"[", *messages[:-1], *(last[:-1] for last in messages[-1:]), b"]"]
-    whole = yield from texts.join(pieces)
+    whole = yield from texts.join(chat | response_format | {"messages": messages})
     return whole
-
-
-def _encoded(message: Any) -> bytes:
-    return msgspec.json.encode(message) + b","
 
 
 def _value(fields: Mapping[str, msgspec.Raw], name: str) -> Any:
@@ -749,24 +735,14 @@ class ChatToMessage(ResponseRewriter):
         """The message's events for these of the chat. Raises: InvalidResponse."""
         return b"".join(map(self._rewrite_event, sse.split(events)))
 
-    def rewrite_body(self, content: bytes) -> bytes:
-        """The message for a plain chat's response. Raises: InvalidResponse."""
+    def rewrite_body(self, content: bytes) -> Generator[None, None, bytes]:
+        """The message for a plain chat's response, by its events. Raises: InvalidResponse."""
+        yield
         try:
-            response = parse_object(content)
-            choice = response["choices"][0]
-            message = choice["message"]
-            blocks = []
-            if thinking := message.get("reasoning_content"):
-                blocks.append({"type": "thinking", "thinking": thinking, "signature": ""})
-            if text := message.get("content"):
-                blocks.append({"type": "text", "text": text})
-            stop_reason = _STOP_REASONS.get(str(choice.get("finish_reason")), "end_turn")
-            usage = _usage(response.get("usage"))
-        except (InvalidJson, KeyError, IndexError, TypeError, AttributeError):
+            events = self.rewrite_events(CHAT.answer_events(content, CHAT.streaming_fields))
+            return ResponseAssembler(MESSAGES, {}, events, len(events)).response()
+        except (AssemblyError, IndexError, KeyError):
             raise InvalidResponse("The node's answer is no chat's") from None
-        return msgspec.json.encode(
-            _message(response, stop_reason) | {"content": blocks, "usage": usage}
-        )
 
     def _rewrite_event(self, event: bytes) -> bytes:
         data = sse.payload(event)
@@ -788,7 +764,16 @@ class ChatToMessage(ResponseRewriter):
     def _begin(self, chunk: JsonObject) -> bytes:
         self._index = 0
         usage = {"cache_read_input_tokens": 0, "input_tokens": 0, "output_tokens": 0}
-        message = _message(chunk, None) | {"content": [], "usage": usage}
+        message: JsonObject = {
+            "id": chunk.get("id"),
+            "type": "message",
+            "role": "assistant",
+            "model": chunk.get("model"),
+            "stop_reason": None,
+            "stop_sequence": None,
+            "content": [],
+            "usage": usage,
+        }
         return named_event({"type": "message_start", "message": message})
 
     def _choice_events(self, choice: JsonObject) -> bytes:
@@ -821,18 +806,6 @@ class ChatToMessage(ResponseRewriter):
         """The end of the message, told by the chat's `[DONE]`."""
         last = _message_delta(self._stop_reason, None, self._usage)
         return self._stop_block() + last + _MESSAGE_STOP
-
-
-def _message(chat: JsonObject, stop_reason: str | None) -> JsonObject:
-    """The message's fields besides its content and usage."""
-    return {
-        "id": chat.get("id"),
-        "type": "message",
-        "role": "assistant",
-        "model": chat.get("model"),
-        "stop_reason": stop_reason,
-        "stop_sequence": None,
-    }
 
 
 def _usage(reported: Any) -> JsonObject:

@@ -63,7 +63,7 @@ class NativeRewriter(EventRewriter):
             event["prompt"] = prompt.removesuffix(splice_point.prefix)
         return data_event(event)
 
-    def final_events(self, reason: str, *, usage: bool) -> bytes:
+    def final_events(self, reason: str) -> bytes:
         return data_event(
             {
                 "index": 0,

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import asyncio
 import hashlib
-import io
 import math
 import re
 import time
@@ -39,11 +38,11 @@ from gateway.api.json_values import (
     JSON_ERRORS,
     STEP_BYTES,
     CutBody,
-    FieldPieces,
     JsonObject,
     PartCounter,
     as_raw,
     cut_long_strings,
+    decode_body,
     raw_head,
     run_at_once,
 )
@@ -153,8 +152,8 @@ Translating = Generator[None, None, TranslatedRequest]
 def translate_chat(body: bytes, is_model: IsModel) -> Translating:
     """`/api/chat` as a chat. Raises: GatewayError 400, as the next two."""
     texts = yield from cut_long_strings(body)
-    chat = texts.decode(_CHAT)
-    fields = _generating_fields(chat, CHAT_PATH, texts, is_model)
+    chat = decode_body(_CHAT, texts.rest)
+    fields = _generating_fields(chat, CHAT_PATH, is_model)
     fields["messages"] = yield from _messages(chat.messages or [], texts)
     if _is_given(chat.tools):
         if raw_head(chat.tools, 1) != b"[":
@@ -168,7 +167,7 @@ def translate_chat(body: bytes, is_model: IsModel) -> Translating:
 def translate_generate(body: bytes, is_model: IsModel) -> Translating:
     """`/api/generate`: a chat; a completion if it is raw, an infill if it has a suffix."""
     texts = yield from cut_long_strings(body)
-    asked = texts.decode(_GENERATE)
+    asked = decode_body(_GENERATE, texts.rest)
     for name in ("prompt", "suffix", "system"):
         _check_text(getattr(asked, name), name)
     if asked.template:
@@ -184,15 +183,14 @@ def translate_generate(body: bytes, is_model: IsModel) -> Translating:
         path = COMPLETION_PATH
     if asked.images and path != CHAT_PATH:
         raise _unsupported("images", "They need a chat's template: leave out 'raw' and 'suffix'")
-    fields = _generating_fields(asked, path, texts, is_model)
-    prompt = asked.prompt if _is_given(asked.prompt) else msgspec.Raw(b'""')
+    fields = _generating_fields(asked, path, is_model)
+    prompt = asked.prompt if _is_given(asked.prompt) else ""
     if path == CHAT_PATH:
-        messages: list[bytes] = [b"["]
-        if _has_text(asked.system):
-            messages += [b'{"role":"system","content":', asked.system, b"},"]
         PartCounter().add_parts(len(asked.images or ()), "images")
-        messages += [b'{"role":"user","content":', *_content(prompt, asked.images, texts, "images")]
-        fields["messages"] = [*messages, b"}]"]
+        content = _content(prompt, asked.images, texts, "images")
+        system = {"role": "system", "content": asked.system}
+        begin = [system] if _has_text(asked.system) else []
+        fields["messages"] = [*begin, {"role": "user", "content": content}]
     elif path == INFILL_PATH:
         fields["input_prefix"], fields["input_suffix"] = prompt, asked.suffix
     else:
@@ -205,9 +203,9 @@ def translate_generate(body: bytes, is_model: IsModel) -> Translating:
 def translate_embed(body: bytes, is_model: IsModel, field_name: str) -> Translating:
     """`/api/embed` and, with another field, `/api/embeddings`."""
     texts = yield from cut_long_strings(body)
-    asked = texts.decode(_EMBED)
+    asked = decode_body(_EMBED, texts.rest)
     given: msgspec.Raw = getattr(asked, field_name)
-    fields: FieldPieces = _model_field(asked.model, is_model) | {"input": given}
+    fields = _model_field(asked.model, is_model) | {"input": given}
     try:
         has_text = bool(_TEXTS.decode(given)) if _is_given(given) else False
     except JSON_ERRORS:
@@ -215,7 +213,7 @@ def translate_embed(body: bytes, is_model: IsModel, field_name: str) -> Translat
         raise errors.invalid_field(field_name, problem) from None
     load = None
     if not has_text:
-        load, fields["input"] = "load", b'""'
+        load, fields["input"] = "load", ""
     if asked.dimensions is not None and asked.dimensions < 0:
         raise errors.invalid_request("'dimensions' is negative.", "dimensions")
     joined = yield from texts.join(fields)
@@ -237,40 +235,34 @@ def _load_reason(asked: _Common) -> str:
     return "unload" if value == 0 and value is not None else "load"
 
 
-# FieldPieces of requests that generate.
+# Fields of requests that generate.
 
 
-def _generating_fields(
-    asked: _Generating, path: str, texts: CutBody, is_model: IsModel
-) -> FieldPieces:
+def _generating_fields(asked: _Generating, path: str, is_model: IsModel) -> JsonObject:
     if asked.debug_render_only:
         raise _unsupported("_debug_render_only", "llama.cpp's /apply-template renders a chat")
     streams = asked.stream is not False
-    fields = _model_field(asked.model, is_model)
-    fields["stream"] = _json(streams)
+    fields = _model_field(asked.model, is_model) | {"stream": streams}
     if streams and path != INFILL_PATH:
-        fields["stream_options"] = b'{"include_usage":true}'
-    for name, value in _option_fields(_options(asked.options, texts), path).items():
-        fields[name] = _json(value)
+        fields["stream_options"] = {"include_usage": True}
+    fields |= _option_fields(_options(asked.options), path)
     fields |= _format_fields(asked.format, path)
     if path == CHAT_PATH and (kwargs := _thinking(asked.think)) is not None:
-        fields["chat_template_kwargs"] = _json(kwargs)
+        fields["chat_template_kwargs"] = kwargs
     if asked.logprobs:
         count = asked.top_logprobs or 0
         if not 0 <= count <= 20:
             raise errors.invalid_request("'top_logprobs' must be from 0 to 20.", "top_logprobs")
         if path == CHAT_PATH:
             # Without any, llama.cpp does not even report the chosen token's.
-            fields |= {"logprobs": b"true", "top_logprobs": _json(max(1, count))}
+            fields |= {"logprobs": True, "top_logprobs": max(1, count)}
         elif path == COMPLETION_PATH:
-            fields["logprobs"] = _json(max(1, count))
+            fields["logprobs"] = max(1, count)
     return fields
 
 
-def _model_field(name: str | None, is_model: IsModel) -> FieldPieces:
-    if not name:
-        return {}
-    return {"model": _json(_known_name(name, is_model))}
+def _model_field(name: str | None, is_model: IsModel) -> JsonObject:
+    return {"model": _known_name(name, is_model)} if name else {}
 
 
 def _known_name(name: str, is_model: IsModel) -> str:
@@ -301,13 +293,12 @@ _INTEGERS = {name: name for name in ("top_k", "seed", "repeat_last_n", "mirostat
 }
 
 
-def _options(raw: msgspec.Raw, texts: CutBody) -> JsonObject:
+def _options(raw: msgspec.Raw) -> JsonObject:
     if not _is_given(raw):
         return {}
     if len(raw) > MOST_OPTIONS_BYTES:
         raise errors.invalid_field("options", f"has more than {MOST_OPTIONS_BYTES} bytes.")
-    options: JsonObject = texts.decode_part(_OPTIONS, raw, "options")
-    return options
+    return decode_body(_OPTIONS, raw, "options")
 
 
 def _option_fields(options: JsonObject, path: str) -> JsonObject:
@@ -349,22 +340,18 @@ def _wrong_option(name: str, expected: str) -> GatewayError:
     return errors.invalid_request(f"'options.{name}' must be {expected}.", f"options.{name}")
 
 
-def _format_fields(raw: msgspec.Raw, path: str) -> FieldPieces:
+def _format_fields(raw: msgspec.Raw, path: str) -> JsonObject:
     text = raw_head(raw, 7)
     if not _has_text(raw):
         return {}
-    if text == b'"json"':
-        schema = msgspec.Raw(b'{"type":"object"}')
-    elif text[:1] == b"{":
-        schema = raw
-    else:
+    if text != b'"json"' and text[:1] != b"{":
         raise errors.invalid_field("format", 'must be "json" or an object, a JSON schema.')
     if path != CHAT_PATH:
-        return {"json_schema": schema}
+        return {"json_schema": raw if text[:1] == b"{" else {"type": "object"}}
     if text[:1] == b'"':
-        return {"response_format": b'{"type":"json_object"}'}
-    head = b'{"type":"json_schema","json_schema":{"name":"format","schema":'
-    return {"response_format": [head, schema, b"}}"]}
+        return {"response_format": {"type": "json_object"}}
+    schema = {"name": "format", "schema": raw}
+    return {"response_format": {"type": "json_schema", "json_schema": schema}}
 
 
 _EFFORTS = {"low": "low", "medium": "medium", "high": "high", "max": "high"}
@@ -384,42 +371,40 @@ def _thinking(think: object) -> JsonObject | None:
 # Messages.
 
 
-def _messages(messages: list[msgspec.Raw], texts: CutBody) -> Generator[None, None, list[bytes]]:
-    """A chat's messages, in pieces."""
-    pieces = [b"["]
+def _messages(
+    messages: list[msgspec.Raw], texts: CutBody
+) -> Generator[None, None, list[msgspec.Raw]]:
+    """A chat's messages."""
+    made: list[msgspec.Raw] = []
     calls = _CallIds()
     parts = PartCounter()
     parts.add_messages(len(messages))
     for number, raw in enumerate(messages):
         name = f"messages[{number}]"
-        message = texts.decode_part(_MESSAGE, raw, name)
+        message = decode_body(_MESSAGE, raw, name)
         role = message.role.lower()
         _check_text(message.content, f"{name}.content")
         _check_text(message.thinking, f"{name}.thinking")
-        if number:
-            pieces.append(b",")
-        content = message.content if _is_given(message.content) else msgspec.Raw(b'""')
-        pieces += [b'{"role":', _json(role), b',"content":']
         parts.add_parts(len(message.images or ()), f"{name}.images")
-        pieces += _content(content, message.images, texts, f"{name}.images")
+        text = message.content if _is_given(message.content) else ""
+        content = _content(text, message.images, texts, f"{name}.images")
+        fields: JsonObject = {"role": role, "content": content}
         if _has_text(message.thinking):
-            pieces += [b',"reasoning_content":', message.thinking]
+            fields["reasoning_content"] = message.thinking
         if role == "tool":
-            answered = calls.answered(message.tool_name, message.tool_call_id)
-            pieces += [b',"tool_call_id":', _json(answered)]
+            fields["tool_call_id"] = calls.answered(message.tool_name, message.tool_call_id)
             if message.tool_name:
-                pieces += [b',"name":', _json(message.tool_name)]
+                fields["name"] = message.tool_name
         elif _is_given(message.tool_calls):
             whole = msgspec.Raw(texts.restored(message.tool_calls, f"{name}.tool_calls"))
-            asked = texts.decode_part(_TOOL_CALLS, whole, f"{name}.tool_calls")
+            asked = decode_body(_TOOL_CALLS, whole, f"{name}.tool_calls")
             parts.add_parts(len(asked or ()), f"{name}.tool_calls")
             if asked:
-                pieces += [b',"tool_calls":', _json([calls.openai_call(call) for call in asked])]
-        pieces.append(b"}")
+                fields["tool_calls"] = [calls.openai_call(call) for call in asked]
+        made.append(as_raw(fields))
         if parts.ends_step(len(message.tool_calls)):
             yield
-    pieces.append(b"]")
-    return pieces
+    return made
 
 
 @dataclass(slots=True)
@@ -460,31 +445,24 @@ _BASE64_START = re.compile(rb'"[A-Za-z0-9+/_=-]{4,}"?')
 
 
 def _content(
-    text: msgspec.Raw, images: list[msgspec.Raw] | None, texts: CutBody, name: str
-) -> list[bytes]:
-    """A message's content, in pieces: the text, with images before it."""
+    text: msgspec.Raw | str, images: list[msgspec.Raw] | None, texts: CutBody, name: str
+) -> Any:
+    """A message's content: the text, with images before it."""
     if not images:
-        return [text]
-    pieces = [b"["]
+        return text
+    content: list[JsonObject] = []
     for number, image in enumerate(images):
         # Some encoders escape slashes.
         start = texts.beginning(image).replace(rb"\/", b"/").rstrip(b"\\")
         if not _BASE64_START.fullmatch(start):
             raise errors.invalid_field(f"{name}[{number}]", "must be base64.")
         kind = _IMAGE_TYPES.get(start[1:5], b"jpeg")
-        pieces += [
-            b'{"type":"image_url","image_url":{"url":"data:image/%b;base64,' % kind,
-            bytes(memoryview(image)[1:]),
-            b"}},",
-        ]
-    return [*pieces, b'{"type":"text","text":', text, b"}]"]
+        url = msgspec.Raw(b'"data:image/%b;base64,%b' % (kind, bytes(memoryview(image)[1:])))
+        content.append({"type": "image_url", "image_url": {"url": url}})
+    return [*content, {"type": "text", "text": text}]
 
 
 # Values.
-
-
-def _json(value: object) -> bytes:
-    return msgspec.json.encode(value)
 
 
 def _is_given(raw: msgspec.Raw) -> bool:
@@ -529,6 +507,7 @@ class OllamaApi(Api):
     """`/api/...`: the errors of all its paths."""
 
     name = "ollama"
+    heartbeat = b" "  # at the beginning of a line: its clients fail on an empty one
     heartbeat_is_event = True
     has_comments = False
     stream_content_type = b"application/x-ndjson"
@@ -550,10 +529,6 @@ class OllamaApi(Api):
 
     def is_own_error(self, content: bytes) -> bool:
         return False
-
-    def heartbeat(self) -> bytes:
-        # White space at the beginning of a line: its clients fail on an empty line.
-        return b" "
 
 
 @dataclass(eq=False)
@@ -669,9 +644,6 @@ class _Rewriter(ResponseRewriter):
         """The response to a request without a prompt, which only loads or unloads the model."""
         raise NotImplementedError
 
-    def rewrite_body(self, content: bytes) -> bytes:
-        return run_at_once(self.rewrite_in_steps(content))
-
 
 @dataclass(eq=False)
 class _TextRewriter(_Rewriter):
@@ -700,7 +672,7 @@ class _TextRewriter(_Rewriter):
                 lines += self._lines(_decode(data))
         return b"".join(lines)
 
-    def rewrite_in_steps(self, content: bytes) -> Generator[None, None, bytes]:
+    def rewrite_body(self, content: bytes) -> Generator[None, None, bytes]:
         output = _decode(content)
         text, thinking, logprobs = self._read(output)
         tokens = []
@@ -874,7 +846,7 @@ class _EmbedRewriter(_Rewriter):
     def loaded(self, reason: str) -> bytes:
         return run_at_once(self._encode(_Embeddings([]), []))
 
-    def rewrite_in_steps(self, content: bytes) -> Generator[None, None, bytes]:
+    def rewrite_body(self, content: bytes) -> Generator[None, None, bytes]:
         vectors: list[tuple[int, msgspec.Raw]] = []
         work = 0
         try:
@@ -906,22 +878,14 @@ class _EmbedRewriter(_Rewriter):
         if self._request.single:
             return msgspec.json.encode({"embedding": vectors[0] if vectors else []})
         usage = found.usage or _Usage()
-        end = {
+        answer = {
+            "model": self._request.model or found.model or "",
+            "embeddings": vectors,
             "total_duration": int((self._clock() - self._started_at) * _NANOSECONDS),
             "load_duration": 0,
             "prompt_eval_count": usage.prompt_tokens,
         }
-        whole = io.BytesIO()  # It grows in place and returns its bytes without a copy.
-        model = msgspec.json.encode(self._request.model or found.model or "")
-        whole.write(b'{"model":%b,"embeddings":[' % model)
-        work = 0
-        for number, vector in enumerate(vectors):
-            work += whole.write(b"," if number else b"") + whole.write(memoryview(vector))
-            if work > STEP_BYTES:
-                work = 0
-                yield
-        whole.write(b"]," + msgspec.json.encode(end)[1:])
-        return whole.getvalue()
+        return (yield from CutBody(b"", b"").join(answer))
 
 
 # Descriptions of models, from what their nodes have reported.
@@ -932,7 +896,7 @@ _ARCHITECTURE = "llama"  # nodes don't report it, and clients look for the conte
 
 def _show_model(catalog: VisibleCatalog, body: JsonObject) -> JsonObject:
     """`/api/show`. Raises: GatewayError."""
-    model = catalog.model(shown_name(body, {one.name for one in catalog.models()}.__contains__))
+    model = catalog.model(shown_name(body, {one.name for one in catalog.models}.__contains__))
     info: JsonObject = {"general.architecture": _ARCHITECTURE}
     if model.parameters is not None:
         info["general.parameter_count"] = model.parameters
@@ -966,7 +930,7 @@ def _list_models(catalog: VisibleCatalog, _: JsonObject) -> JsonObject:
     """`/api/tags`."""
     models = [
         _listed(one, {"modified_at": _date(one.created), "capabilities": _capabilities(one)})
-        for one in catalog.models()
+        for one in catalog.models
     ]
     return {"models": models}
 
@@ -974,7 +938,7 @@ def _list_models(catalog: VisibleCatalog, _: JsonObject) -> JsonObject:
 def _list_loaded(catalog: VisibleCatalog, _: JsonObject) -> JsonObject:
     """`/api/ps`: the models with a node that is up."""
     models = []
-    for one in catalog.models():
+    for one in catalog.models:
         if one.is_up:
             memory = (one.size or 0) if one.on_gpu else 0
             more = {"size_vram": memory, "context_length": one.context or 0}

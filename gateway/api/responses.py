@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, ClassVar
@@ -122,7 +122,7 @@ class NativeToResponsesRewriter(NativeEventRewriter):
         }
         self._sent_ends = frozenset(transcript.sent_ends)
 
-    def final_events(self, reason: str, *, usage: bool) -> bytes:
+    def final_events(self, reason: str) -> bytes:
         return self._last_events(self._splice_point.sent_tokens)
 
     def _end_events(self, value: JsonObject) -> bytes:
@@ -321,7 +321,18 @@ class ResponsesApi(Api):
         return resuming.message_unresumable_reason(chat)
 
     def chat_body(self, body: JsonObject) -> JsonObject | None:
-        return response_as_chat(body)
+        """The input as a chat, as llama.cpp writes it; None: it holds more than text."""
+        messages: list[JsonObject | None] = []
+        if isinstance(instructions := body.get("instructions"), str):
+            messages.append({"role": "system", "content": instructions})
+        given = body.get("input")
+        if isinstance(given, str):
+            messages.append({"role": "user", "content": given})
+        elif isinstance(given, list):
+            messages += map(_chat_message, given)
+        else:
+            return None
+        return as_chat(body, messages)
 
     def assemble(self, request_fields: JsonObject) -> Assembly:
         whole: object = None
@@ -533,8 +544,9 @@ class ResponsesRepair(ResponseRewriter):
             return events
         return b"".join(map(self._rewrite_event, sse.split(events)))
 
-    def rewrite_body(self, content: bytes) -> bytes:
+    def rewrite_body(self, content: bytes) -> Generator[None, None, bytes]:
         """The same plain response, with its true status."""
+        yield
         return edit_body(content, self._with_true_status)
 
     def _number_deltas(self, parts: list[bytes]) -> bytes:
@@ -701,21 +713,6 @@ RESPONSES_COUNT = ResponsesCountApi("input", "input_tokens", INPUT_TOKENS)
 _TEXT_PARTS = {"user": "input_text", "system": "input_text", "developer": "input_text",
                "assistant": "output_text"}  # fmt: skip
 """The type of the parts that hold text, by role."""
-
-
-def response_as_chat(body: JsonObject) -> JsonObject | None:
-    """The input as a chat, as llama.cpp writes it; None: it holds more than text."""
-    messages: list[JsonObject | None] = []
-    if isinstance(instructions := body.get("instructions"), str):
-        messages.append({"role": "system", "content": instructions})
-    given = body.get("input")
-    if isinstance(given, str):
-        messages.append({"role": "user", "content": given})
-    elif isinstance(given, list):
-        messages += map(_chat_message, given)
-    else:
-        return None
-    return as_chat(body, messages)
 
 
 def _chat_message(item: object) -> JsonObject | None:

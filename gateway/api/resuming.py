@@ -69,7 +69,7 @@ class EventRewriter:
         """An event's part that the client gets, possibly empty. Raises: OverlapMismatch."""
         raise NotImplementedError
 
-    def final_events(self, reason: str, *, usage: bool) -> bytes:
+    def final_events(self, reason: str) -> bytes:
         """The events that end a response whose text is complete, without its `[DONE]`."""
         raise NotImplementedError
 

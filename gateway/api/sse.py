@@ -287,6 +287,11 @@ def payload(event: bytes) -> bytes:
     )
 
 
+def is_error(event: bytes) -> bool:
+    """Whether it is a node's error event. The client gets one of ours, or a continuation."""
+    return payload(event).startswith(b'{"error":') or event_name(event) == b"error"
+
+
 def event_name(event: bytes) -> bytes:
     """The value of the event's `event:` line, or empty."""
     if event.find(b"event:") < 0:

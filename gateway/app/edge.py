@@ -157,7 +157,6 @@ class Edge:
             ),
             keep_alive=settings.listen.keep_alive,
             tls=certificates.context_of("listen.tls"),
-            name=services.name,
         )
         self._server.open()
         registry = services.registry

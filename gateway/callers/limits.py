@@ -267,7 +267,11 @@ class Accounts:
     )  # fmt: skip
 
     def __init__(
-        self, caller: Caller, user: str | None, tracked: tuple[Account, ...], version: int
+        self,
+        caller: Caller,
+        user: str | None = None,
+        tracked: tuple[Account, ...] = (),
+        version: int = 0,
     ) -> None:
         self.caller = _restricted(caller, tracked)
         """With the highest class and the models that all limits allow."""

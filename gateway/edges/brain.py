@@ -784,7 +784,7 @@ class EdgeSession:
         else:
             reservation = meter.admit(accounts, request, record, prompts)
         opened = Request(
-            opening.id, opening.x_request_id, opening.path, accounts.caller, received_at, request,
+            opening.id, opening.x_request_id, opening.path, received_at, request,
             stream=opening.stream,
         )  # fmt: skip
         one = EdgeRequest(opened, record, session=self, reservation=reservation, charges={})
@@ -844,9 +844,7 @@ class EdgeSession:
                 request.id, of.path, whole.record.model, request.caller.priority,
                 whole.record.caller, stream=of.stream,
             )  # fmt: skip
-            opened = Request(
-                request.id, request.id, of.path, of.caller, now, request, stream=of.stream
-            )
+            opened = Request(request.id, request.id, of.path, now, request, stream=of.stream)
             part = parts[request.id] = EdgePart(opened, record, session=self)
         return part
 

@@ -29,7 +29,6 @@ from gateway.api.json_values import (
     as_raw,
     parse_json,
     parse_object,
-    run_at_once,
 )
 from gateway.config.settings import Settings
 from gateway.errors import GatewayError
@@ -37,7 +36,6 @@ from gateway.events import RequestRecord
 from gateway.forward.event_pipeline import WriteToClient
 from gateway.forward.header_fields import without_times
 from gateway.lease import NodeInfo
-from gateway.request.body import LARGE_BODY_BYTES
 from gateway.request.preparation import Request
 from gateway.transport.errors import InvalidResponse, UpstreamError
 
@@ -91,6 +89,19 @@ class ClientResponse:
     body_stream: BodyStream | None = None
     node: NodeInfo | None = None  # The node that answered; None: several, to one prompt each
 
+    async def whole_content(self, most: int) -> bytes:
+        """The body of a plain response, to its end.
+
+        Raises: GatewayError 502, if it has more than `most` bytes; UpstreamError.
+        """
+        parts, size, stream = [self.content], len(self.content), self.body_stream
+        while stream is not None and (chunk := await stream.next_chunk()):
+            parts.append(chunk)
+            size += len(chunk)
+            if size > most:
+                raise errors.node_failed(f"The answer is too long ({most} bytes).")
+        return b"".join(parts)
+
 
 def for_client(
     request: Request,
@@ -116,20 +127,10 @@ def for_client(
     return response, rewriter
 
 
-def rewrite_body(rewriter: ResponseRewriter, content: bytes) -> bytes:
-    """A plain response as the client gets it. Raises: GatewayError 502."""
-    return run_at_once(rewrite_in_steps(rewriter, content))
-
-
-def is_slow_to_rewrite(response: ClientResponse) -> bool:
-    """Whether a plain response is to be rewritten in steps."""
-    return len(response.content) >= LARGE_BODY_BYTES and response.status < 300
-
-
 def rewrite_in_steps(rewriter: ResponseRewriter, content: bytes) -> Generator[None, None, bytes]:
-    """As `rewrite_body`, for a large response, in short steps. Raises: GatewayError 502."""
+    """A plain response as the client gets it, in short steps. Raises: GatewayError 502."""
     try:
-        return (yield from rewriter.rewrite_in_steps(content))
+        return (yield from rewriter.rewrite_body(content))
     except InvalidResponse as failure:
         raise errors.node_failed(f"{failure}.") from None
 
@@ -239,14 +240,10 @@ class CacheFigureHider(ResponseRewriter):
             events = b"".join(map(_edited_event, sse.split(events)))
         return events
 
-    def rewrite_body(self, content: bytes) -> bytes:
+    def rewrite_body(self, content: bytes) -> Generator[None, None, bytes]:
         """A plain response without the figures. Raises: InvalidResponse."""
-        return run_at_once(self.rewrite_in_steps(content))
-
-    def rewrite_in_steps(self, content: bytes) -> Generator[None, None, bytes]:
-        """As `rewrite_body`, for a large body, in short steps."""
         if self._translator is not None:
-            content = yield from self._translator.rewrite_in_steps(content)
+            content = yield from self._translator.rewrite_body(content)
         yield
         return self._without_figures(content)
 

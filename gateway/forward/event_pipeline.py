@@ -285,12 +285,11 @@ class EventPipeline:
         An error event fails the stream; the client gets an error in its API's form.
         """
         api = self._api
-        marks = (api.terminal_mark, api.error_mark, sse.ERROR_LINE, b"event: error")
-        if not any(mark in events for mark in marks):
+        if api.terminal_mark not in events and b"error" not in events:
             return events
         kept = []
         for event in sse.split(events):
-            if api.error_mark in event or sse.event_name(event) == b"error":
+            if sse.is_error(event):
                 self.is_over, self.error_data = True, sse.payload(event)
                 break
             kept.append(event)

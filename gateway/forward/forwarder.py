@@ -7,7 +7,6 @@ that has begun is resumed on another node by `stream.ResponseStream`.
 from __future__ import annotations
 
 import asyncio
-import re
 import time
 from dataclasses import dataclass, replace
 from functools import partial
@@ -34,6 +33,7 @@ from gateway.forward.client_response import (
 )
 from gateway.forward.context import MOST_POOL_OVERFLOWS, MOST_UNLOADED, ForwardContext
 from gateway.forward.event_pipeline import EventPipeline, TokenIdExtractor, UsageFilter
+from gateway.forward.header_fields import with_content_type
 from gateway.forward.in_flight import PROGRESS_TOKENS, Attempt, InFlightRequest
 from gateway.forward.multi_prompt import MultiPromptForwarder
 from gateway.forward.resume import FirstRun, NotResumable, Resumer
@@ -56,7 +56,6 @@ from gateway.transport.errors import (
 )
 
 JSON_TYPE = b"content-type: application/json"
-_TYPE_LINE = re.compile(rb"^content-type:[^\n]*\n", re.MULTILINE)
 
 
 @dataclass(slots=True, eq=False)
@@ -217,10 +216,10 @@ class Forwarder:
         if events is not None:
             age = self.context.clock() - attempt.request.received_at
             attempt.in_flight.record.first_content_sent(age)
-            lines = SSE_HEADER_LINE + _TYPE_LINE.sub(b"", lines)
+            lines = with_content_type(lines, SSE_HEADER_LINE)
             return ClientResponse(200, lines, events, BodyStream(), node)
         if api.answers_json and JSON_TYPE not in lines:
-            lines = JSON_HEADER_LINE + _TYPE_LINE.sub(b"", lines)
+            lines = with_content_type(lines, JSON_HEADER_LINE)
         return ClientResponse(attempt.status, lines, content, None, node)
 
     # What is sent.
@@ -233,24 +232,20 @@ class Forwarder:
         request = in_flight.request
         lease_request, kind = request.lease_request, lease.node.kind
         body: Body = request.bodies[lease.model]
+        edit: edits.Edit = {}
         usage_filter = progress_filter = token_ids = None
         marks = api.added_fields_marks
-        if (
-            marks
-            and (not isinstance(body, bytes) or any(mark in body for mark in marks))
-            and (added := api.added_fields(edits.raw_fields(body), kind, context.settings))
-        ):
-            body = edits.apply_edit(body, added)
-        if not lease.stream:
-            if request.stream:
-                body = edits.apply_edit(body, edits.PLAIN)
-        elif not request.stream:
-            body = edits.apply_edit(body, api.streaming_fields or {})
-        elif kind == "openai":
+        if marks and (not isinstance(body, bytes) or any(mark in body for mark in marks)):
+            edit |= api.added_fields(edits.raw_fields(body), kind, context.settings) or {}
+        if request.stream and not lease.stream:
+            edit |= edits.PLAIN
+        elif lease.stream and not request.stream:
+            edit |= api.streaming_fields or {}
+        elif lease.stream and kind == "openai":
             options = context.usage_options
-            added = api.usage_fields(edits.raw_fields(body))
-            if added and options.are_taken(lease, request.path) is not False:
-                body = edits.apply_edit(body, added)
+            asking = api.usage_fields(edits.raw_fields(body))
+            if asking and options.are_taken(lease, request.path) is not False:
+                edit |= asking
                 note = partial(options.note, lease, request.path, taken=False)
                 usage_filter = UsageFilter(note)
         if (
@@ -258,13 +253,14 @@ class Forwarder:
             and not lease_request.wanted.prompt_cache
             and kind == "llama.cpp"
         ):
-            body = edits.apply_edit(body, edits.NO_PROMPT_CACHE)
+            edit |= edits.NO_PROMPT_CACHE
         if lease.stream and (
             in_flight.prefill_progress is not None
             or lease_request.size.prompt_tokens >= PROGRESS_TOKENS
         ):
             progress = in_flight.follow_prefill()
-            body, progress_filter = progress.begin_attempt(attempt, api, body)
+            asking, progress_filter = progress.begin_attempt(attempt, api, body)
+            edit |= asking
         if (
             recorder is not None
             and context.settings.resume == "exact"
@@ -272,7 +268,9 @@ class Forwarder:
             and api.can_resume_exactly(parse_object(bytes_to_parse(body)))
         ):
             token_ids = TokenIdExtractor(api.take_token_ids, recorder.add_token_ids)
-            body = edits.apply_edit(body, api.logprobs_fields)
+            edit |= api.logprobs_fields
+        if edit:
+            body = edits.apply_edit(body, edit)
         name, query = lease.served_name, lease.node.query
         if name != request.model_in_body and (
             request.model_in_body is not None or kind == "openai" or query
@@ -339,7 +337,7 @@ class Forwarder:
             )
         finally:
             stream.close()
-        lines = JSON_HEADER_LINE + _TYPE_LINE.sub(b"", attempt.header_lines)
+        lines = with_content_type(attempt.header_lines, JSON_HEADER_LINE)
         return ClientResponse(200, lines, content, node=node)
 
     async def _judge_error(self, attempt: Attempt, tried: Tried) -> ClientResponse | FailedAttempt:

@@ -84,6 +84,14 @@ def without_times(lines: bytes) -> bytes:
     )
 
 
+_TYPE_LINE = re.compile(rb"^content-type:[^\n]*\n", re.MULTILINE)
+
+
+def with_content_type(lines: bytes, type_line: bytes) -> bytes:
+    """Header lines with this `Content-Type` in place of their own."""
+    return type_line + _TYPE_LINE.sub(b"", lines)
+
+
 def _names_in(connection: bytes) -> list[bytes]:
     """The headers that `Connection` restricts to the next hop."""
     return [part.strip() for part in connection.lower().split(b",")]

@@ -27,7 +27,7 @@ import msgspec
 from gateway import errors
 from gateway.api import sse
 from gateway.api.base import Api, StreamEventKind
-from gateway.api.json_values import InvalidJson, parse_object
+from gateway.api.json_values import InvalidJson, JsonObject, parse_object
 from gateway.api.outcome import (
     LeaseTooOld,
     RequestCancelled,
@@ -51,7 +51,6 @@ from gateway.events import RequestRecord
 from gateway.forward.event_pipeline import EventFilter, EventPipeline, WriteToClient
 from gateway.forward.header_fields import headers_for_client
 from gateway.lease import GrantedLease, LeaseService
-from gateway.request import edits
 from gateway.request.body import Body, without_large_fields
 from gateway.request.preparation import Request
 from gateway.request.routes import ROUTES
@@ -689,16 +688,8 @@ class InFlightRegistry:
         """Each request, without its sub-requests."""
         return list(self._requests.values())
 
-    def begin(
-        self, request: Request, record: RequestRecord, progress: PrefillProgress | None = None
-    ) -> InFlightRequest:
-        """A request was admitted; `progress`: of a client that asked for it. See `remove`."""
-        in_flight = InFlightRequest(request, record, None, None, progress)
-        self._requests[request.id] = in_flight
-        return in_flight
-
     def add(self, in_flight: InFlightRequest) -> None:
-        """A request was admitted that was made elsewhere."""
+        """A request was admitted. See `remove`."""
         self._requests[in_flight.request.id] = in_flight
 
     def remove(self, in_flight: InFlightRequest) -> None:
@@ -785,8 +776,8 @@ class PrefillProgress:
 
     def begin_attempt(
         self, attempt: Attempt, api: Api, body: Body
-    ) -> tuple[Body, EventFilter | None]:
-        """Begin an attempt; return the body that makes its node report progress, if it can.
+    ) -> tuple[JsonObject, EventFilter | None]:
+        """Begin an attempt; return the fields that make its node report progress, if it can.
 
         Also return the filter that removes the progress events; None: there are none.
         """
@@ -801,16 +792,14 @@ class PrefillProgress:
             or fields is None
             or attempt.request.lease_request.size.slots != 1
         ):
-            return body, None
+            return {}, None
         small_fields = without_large_fields(body)
         self._client_asked = (
             _REQUEST_FIELD in small_fields
             and parse_object(small_fields).get("return_progress") is True
         )
         self._keep_next = api.progress_replaces_event
-        if not self._client_asked:
-            body = edits.apply_edit(body, fields)
-        return body, self.strip_progress
+        return {} if self._client_asked else fields, self.strip_progress
 
     def strip_progress(self, events: bytes) -> bytes:
         """Take the progress out of whole events. Raises: InvalidResponse."""

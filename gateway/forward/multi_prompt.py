@@ -20,7 +20,12 @@ from gateway.api import outcome, sse
 from gateway.api.outcome import to_gateway_error
 from gateway.errors import GatewayError
 from gateway.events import RequestRecord
-from gateway.forward.client_response import JSON_HEADER_LINE, BodyStream, ClientResponse
+from gateway.forward.client_response import (
+    JSON_HEADER_LINE,
+    BodyStream,
+    ClientResponse,
+    node_error,
+)
 from gateway.forward.context import ForwardContext
 from gateway.forward.event_pipeline import WriteToClient
 from gateway.forward.in_flight import Attempt, InFlightRequest
@@ -39,13 +44,6 @@ class PromptRefused(Exception):  # noqa: N818 - a response
     def __init__(self, response: ClientResponse) -> None:
         super().__init__(f"status {response.status}")
         self.response = response
-
-    def to_gateway_error(self) -> GatewayError:
-        """The error for a stream that has begun."""
-        status = self.response.status
-        message = outcome.error_message(self.response.content)
-        code = "invalid_request" if status < 500 else "node_error"
-        return GatewayError(status, code, message or f"The node answered with status {status}.")
 
 
 class SubRequest(InFlightRequest, eq=False, kw_only=True):
@@ -113,7 +111,8 @@ class MultiPromptForwarder(BodyStream):
                 if len(chunk[1]) >= LARGE_BODY_BYTES:
                     await asyncio.sleep(0)
                 if self._merger.size > self._max_bytes:
-                    raise self._too_long()  # noqa: TRY301
+                    most = self._max_bytes
+                    raise errors.node_failed(f"The answer is too long ({most} bytes).")  # noqa: TRY301
             self.close()
             return ClientResponse(200, JSON_HEADER_LINE, self._merger.merged_response())
         except PromptRefused as refused:
@@ -158,7 +157,7 @@ class MultiPromptForwarder(BodyStream):
         except UpstreamError as failure:
             error = to_gateway_error(failure)
         except PromptRefused as refused:
-            error = refused.to_gateway_error()
+            error = node_error(refused.response)
         self.close()
         self._in_flight.record.fail(error.status, error.code)
         return self._api.error_event(error, self._in_flight.request.x_request_id)
@@ -205,7 +204,7 @@ class MultiPromptForwarder(BodyStream):
         """Start each sub-request when the one before it has its slots."""
         parent = self._in_flight.record
         for index in range(len(self._prompts.prompts)):
-            request = await self._prompts.sub_request(index, self._context.time_slicer)
+            request = await self._context.time_slicer.run(self._prompts.sub_request(index))
             if index:
                 caller = replace(request.lease_request.caller, admitted=True)
                 lease_request = replace(request.lease_request, caller=caller)
@@ -250,16 +249,9 @@ class MultiPromptForwarder(BodyStream):
     async def _queue_plain(
         self, index: int, sub_request: SubRequest, response: ClientResponse
     ) -> None:
-        parts = [response.content]
-        if (body_stream := response.body_stream) is not None:
-            self._body_streams[sub_request.request.id] = body_stream
-            size = len(response.content)
-            while chunk := await body_stream.next_chunk():
-                parts.append(chunk)
-                size += len(chunk)
-                if size > self._max_bytes:
-                    raise self._too_long()
-        await self._chunks.put((index, b"".join(parts)))
+        if response.body_stream is not None:
+            self._body_streams[sub_request.request.id] = response.body_stream
+        await self._chunks.put((index, await response.whole_content(self._max_bytes)))
 
     async def _queue_events(
         self, index: int, sub_request: SubRequest, response: ClientResponse
@@ -278,9 +270,6 @@ class MultiPromptForwarder(BodyStream):
                 raise GatewayError(record.status, code, message or "The node failed.")
             await self._chunks.put((index, chunk))
             chunk = await body_stream.next_chunk()
-
-    def _too_long(self) -> GatewayError:
-        return errors.node_failed(f"The answer is too long ({self._max_bytes} bytes).")
 
     def _end(self, sub_request: InFlightRequest, _: object = None) -> None:
         """End a sub-request, and count it into the request once its usage is known."""

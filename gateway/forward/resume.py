@@ -66,7 +66,6 @@ from gateway.transport.errors import (
     UpstreamError,
     UpstreamTimeout,
 )
-from gateway.transport.pool import ConnectionPool
 
 
 class NotResumable(Exception):  # noqa: N818 - not an error: the stream just ends
@@ -106,24 +105,6 @@ class ResumeInput:
             raise NotResumable("the node does not continue a begun message")
         self.as_completion = True
 
-    def rewriter(self, splice_point: SplicePoint) -> EventRewriter:
-        """Rewrites a continuation by the request's own API."""
-        rewriter = self.route.api.event_rewriter
-        if rewriter is None:
-            raise NotResumable("its API can't be resumed")
-        return rewriter(self.transcript, splice_point)
-
-    def native_rewriter(
-        self, splice_point: SplicePoint, end_mark: ReasoningEndMark | None = None
-    ) -> EventRewriter:
-        """Rewrites a continuation by `/completion`. Raises: NotResumable."""
-        rewriter = self.route.api.native_rewriter(
-            self.body, self.transcript, splice_point, end_mark
-        )
-        if rewriter is None:
-            raise NotResumable("the node's template refuses a begun message")
-        return rewriter
-
     async def splice(self, post: PostToNode, prompt: str, sent: Transcript) -> SplicePoint:
         """The splice point in what was sent behind this prompt. Raises: UpstreamError."""
         return await find_splice_point(
@@ -140,19 +121,41 @@ class ResumeInput:
         if reported is not None and reported != tokens:
             raise NotResumable("the node renders the prompt in another way")
 
-    def ended(self, splice_point: SplicePoint, tokens_left: int | None) -> ResumePlan | None:
-        """The plan for a response whose last token had been sent; None: there is more to come."""
-        reason = self.transcript.finish_reason or ("length" if tokens_left == 0 else None)
-        if reason is None:
-            return None
-        rewriter = self.rewriter(splice_point)
-        events = rewriter.final_events(reason, usage=wants_usage(self.body))
-        return ResumePlan(splice_point, rewriter, self.route, final_events=events)
+    def plan(
+        self,
+        splice_point: SplicePoint,
+        prompt: str | list[int] | None = None,
+        end_mark: ReasoningEndMark | None = None,
+    ) -> ResumePlan:
+        """How to go on from here, or to end a response whose last token had been sent.
+
+        `prompt`: what `/completion` is to go on behind, up to the mark that ends the reasoning;
+        None: the request's own API goes on. Raises: NotResumable.
+        """
+        body, transcript, route, api = self.body, self.transcript, self.route, self.route.api
+        left, usage = remaining_tokens(body, splice_point.prefix_tokens), wants_usage(body)
+        reason = transcript.finish_reason or ("length" if left == 0 else None)
+        if reason is None and prompt is not None:
+            self.check_prompt(splice_point.prompt_tokens)
+            native = api.native_event_rewriter
+            if native is None or (api.is_chat and body.get("tools")):
+                raise NotResumable("the node's template refuses a begun message")
+            rewriter = native(transcript, splice_point, end_mark, usage=usage)
+            return ResumePlan(splice_point, rewriter, NATIVE_ROUTE, native_body(body, prompt, left))
+        if api.event_rewriter is None:
+            raise NotResumable("its API can't be resumed")
+        rewriter = api.event_rewriter(transcript, splice_point, usage=usage)
+        if reason is not None:
+            return ResumePlan(
+                splice_point, rewriter, route, final_events=rewriter.final_events(reason)
+            )
+        continued = api.continued_body(body, splice_point.prefix, left)
+        return ResumePlan(splice_point, rewriter, route, continued)
 
 
 async def plan_resume(post: PostToNode, resume: ResumeInput) -> ResumePlan:
     """Plan the continuation. Raises: UpstreamError, NotResumable."""
-    transcript, body, api = resume.transcript, resume.body, resume.route.api
+    transcript, api = resume.transcript, resume.route.api
     if transcript.token_ids and (found := await _from_token_ids(post, resume)) is not None:
         return found
     if transcript.reasoning_text:
@@ -169,17 +172,8 @@ async def plan_resume(post: PostToNode, resume: ResumeInput) -> ResumePlan:
             raise NotResumable("the node's template refuses a begun message")
         return await _from_text_alone(post, resume)
     splice_point = await resume.splice(post, prompt, transcript)
-    left = remaining_tokens(body, splice_point.prefix_tokens)
-    if (ended := resume.ended(splice_point, left)) is not None:
-        return ended
-    prefix = splice_point.prefix
-    if resume.as_completion:
-        resume.check_prompt(splice_point.prompt_tokens)
-        rewriter = resume.native_rewriter(splice_point)
-        native = native_body(body, prompt + prefix, left)
-        return ResumePlan(splice_point, rewriter, NATIVE_ROUTE, native)
-    rewriter = resume.rewriter(splice_point)
-    return ResumePlan(splice_point, rewriter, resume.route, api.continued_body(body, prefix, left))
+    behind = prompt + splice_point.prefix if resume.as_completion else None
+    return resume.plan(splice_point, behind)
 
 
 async def _continues_messages(post: PostToNode) -> bool:
@@ -214,11 +208,7 @@ async def _from_token_ids(post: PostToNode, resume: ResumeInput) -> ResumePlan |
         return None
     count = len(transcript.token_ids)
     splice_point = SplicePoint(transcript.text, "", len(ids), count, count)
-    left = remaining_tokens(body, count)
-    if (ended := resume.ended(splice_point, left)) is not None:
-        return ended
-    native = native_body(body, [*ids, *transcript.token_ids], left)
-    return ResumePlan(splice_point, resume.native_rewriter(splice_point), NATIVE_ROUTE, native)
+    return resume.plan(splice_point, [*ids, *transcript.token_ids])
 
 
 async def _from_reasoning(post: PostToNode, resume: ResumeInput) -> ResumePlan:
@@ -260,31 +250,22 @@ async def _from_reasoning(post: PostToNode, resume: ResumeInput) -> ResumePlan:
         sent_tokens=between + splice_point.sent_tokens,
         prefix_tokens=between + splice_point.prefix_tokens,
     )
-    left = remaining_tokens(body, splice_point.prefix_tokens)
-    if (ended := resume.ended(splice_point, left)) is not None:
-        return ended
-    native = native_body(body, written, left)
-    if template.end_mark is not None:
+    plan = resume.plan(splice_point, written, None if is_over else template.end_mark)
+    if plan.body is not None and template.end_mark is not None:
         # If the mark is a control token, the node would leave it out.
-        native["preserved_tokens"] = [template.end_mark.mark]
-    rewriter = resume.native_rewriter(splice_point, None if is_over else template.end_mark)
-    return ResumePlan(splice_point, rewriter, NATIVE_ROUTE, native)
+        plan.body["preserved_tokens"] = [template.end_mark.mark]
+    return plan
 
 
 async def _from_text_alone(post: PostToNode, resume: ResumeInput) -> ResumePlan:
     """Continue from the text, where only the node's own API can render the prompt."""
-    transcript, body, api = resume.transcript, resume.body, resume.route.api
+    transcript, api = resume.transcript, resume.route.api
     if not api.is_chat:
         raise NotResumable("the prompt is not one text")
     prompt_tokens = api.reported_prompt_tokens(transcript) or 0
     reply = await post("/tokenize", {"content": transcript.text, "add_special": False})
     count = len(reply.get("tokens") or ())
-    splice_point = SplicePoint(transcript.text, "", prompt_tokens, count, count)
-    left = remaining_tokens(body, count)
-    if (ended := resume.ended(splice_point, left)) is not None:
-        return ended
-    continued = api.continued_body(body, transcript.text, left)
-    return ResumePlan(splice_point, resume.rewriter(splice_point), resume.route, continued)
+    return resume.plan(SplicePoint(transcript.text, "", prompt_tokens, count, count))
 
 
 async def _rendered_prompt(post: PostToNode, resume: ResumeInput) -> str | None:
@@ -768,7 +749,7 @@ class Resumer:
             _, source, plan = planned
             if source is self._source:
                 return plan
-        queries = NodeQueries(attempt.lease, attempt.pool, attempt.connect_timeout)
+        queries = NodeQueries(attempt)
         await self._check_kind(queries)
         return await plan_resume(queries.post, self._source)
 
@@ -836,22 +817,22 @@ _JSON_HEADER_LINE = b"content-type: application/json\r\n"
 class NodeQueries:
     """Queries to one node. Its `post` is a `splice.PostToNode`."""
 
-    _lease: GrantedLease
-    _pool: ConnectionPool
-    _connect_timeout: float
+    _attempt: Attempt
 
     async def post(self, path: str, value: JsonObject) -> JsonObject:
         """Post JSON, get JSON. Raises: UpstreamError."""
-        if self._lease.node.query:
-            value = value | {"model": self._lease.served_name}
+        lease = self._attempt.lease
+        if lease.node.query:
+            value = value | {"model": lease.served_name}
         return await self.query(b"POST", path, msgspec.json.encode(value))
 
     async def query(self, method: bytes, path: str, body: bytes = b"") -> JsonObject:
         """Get JSON. Raises: UpstreamError."""
-        node, limit = self._lease.node, QUERY_TIMEOUT + self._lease.reading.wake
-        target = node.target(path, "" if body else self._lease.served_name)
-        head = self._pool.address.request_head(method, target, _JSON_HEADER_LINE, len(body))
-        asked = self._pool.response(head, body, connect_timeout=self._connect_timeout)
+        attempt, lease = self._attempt, self._attempt.lease
+        node, limit = lease.node, QUERY_TIMEOUT + lease.reading.wake
+        target = node.target(path, "" if body else lease.served_name)
+        head = attempt.pool.address.request_head(method, target, _JSON_HEADER_LINE, len(body))
+        asked = attempt.pool.response(head, body, connect_timeout=attempt.connect_timeout)
         try:
             async with LoopTimeout(limit), asked as connection:
                 answer = await connection.read_all(MOST_QUERY_RESPONSE_BYTES)

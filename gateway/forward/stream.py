@@ -120,7 +120,7 @@ class ResponseStream(BodyStream):
             self._closed = True
             self._context.ends.response_aborted(self._attempt, "client_closed")
 
-    async def _end(  # noqa: PLR0912 - one story
+    async def _end(
         self, failure: UpstreamError | None, write: WriteToClient | None
     ) -> bytes | None:
         """The attempt has ended, with `failure` or without: complete, resume or fail the stream."""
@@ -151,10 +151,7 @@ class ResponseStream(BodyStream):
         if is_finished and not (self._recorder is not None and self.resumer().owes_usage()):
             ends.response_completed(attempt, tail)
             return rest + api.terminal_event
-        outcome = "truncated" if failure is None else failure.outcome
-        if failure is None and attempt.api.ends_with_error(tail):
-            outcome = "error_event"
-        ends.response_aborted(attempt, outcome)
+        ends.response_aborted(attempt, "truncated" if failure is None else failure.outcome)
         error = to_gateway_error(failure)
         if self._recorder is not None and is_resumable(failure):
             self._resuming = True

@@ -9,7 +9,7 @@ import asyncio
 from collections.abc import Callable, Coroutine
 from dataclasses import dataclass, field
 from http import HTTPStatus
-from typing import Any, cast
+from typing import Any
 
 import structlog
 from uvicorn.protocols.http.flow_control import FlowControl
@@ -52,7 +52,7 @@ class HttpExchange(EagerTask):
 
     __slots__ = (
         "_body_error", "_body_waiter", "_chunked", "_connection", "_drain_task",
-        "_expects_continue", "_flow", "_heartbeat", "_http_10", "_transport", "body",
+        "_expects_continue", "_flow", "_heartbeat", "_http_10", "_probed", "_transport", "body",
         "context_cache", "disconnected", "headers", "keep_alive", "length", "more_body",
         "response_complete", "response_started", "route",
     )  # fmt: skip
@@ -81,6 +81,7 @@ class HttpExchange(EagerTask):
         self._http_10 = http_10
         self._expects_continue = expects_continue
         self._chunked = False
+        self._probed = 0  # bytes of the status line that `probe` has sent
         self._drain_task: asyncio.Future[None] | None = None
         self._heartbeat: Callable[[], None] | None = None
         self._body_waiter: asyncio.Future[None] | None = None
@@ -96,7 +97,8 @@ class HttpExchange(EagerTask):
     @property
     def peer_address(self) -> str | None:
         """The client's address, if it has one."""
-        return self._connection.peer_address
+        client = self.origin.client
+        return None if client is None else client[0]
 
     @property
     def local_address(self) -> object:
@@ -107,7 +109,7 @@ class HttpExchange(EagerTask):
     @property
     def origin(self) -> ConnectionOrigin:
         """The ends of the client's own connection."""
-        return self._connection.find_origin()
+        return self._connection.origin
 
     # Called by the protocol.
 
@@ -139,10 +141,9 @@ class HttpExchange(EagerTask):
             if self._heartbeat is not None:
                 self._heartbeat()
             return
-        transport: Any = self._transport
-        if not isinstance(transport, _BegunTransport):
-            transport = self._transport = cast("asyncio.Transport", _BegunTransport(transport))
-        transport.send_byte()
+        if byte := _STATUS_LINE_START[self._probed : self._probed + 1]:
+            self._transport.write(byte)
+            self._probed += 1
 
     def start(self) -> None:
         """Serve the request; without a task if its body is complete."""
@@ -214,8 +215,11 @@ class HttpExchange(EagerTask):
             return
         self.response_started = True
         size = len(content)
+        line = STATUS_LINES.get(status) or b"HTTP/1.1 %d \r\n" % status
+        if self._probed:
+            line = line[self._probed :]
         parts = (
-            STATUS_LINES.get(status) or b"HTTP/1.1 %d \r\n" % status,
+            line,
             header_lines,
             b"content-length: %d\r\n" % size,
             _HEAD_END if self.keep_alive else _HEAD_END_CLOSE,
@@ -235,10 +239,13 @@ class HttpExchange(EagerTask):
         else:
             self._chunked = True
             header_lines += b"transfer-encoding: chunked\r\n"
+        line = STATUS_LINES.get(status) or b"HTTP/1.1 %d \r\n" % status
+        if self._probed:
+            line = line[self._probed :]
         self._transport.write(
             b"".join(
                 (
-                    STATUS_LINES.get(status) or b"HTTP/1.1 %d \r\n" % status,
+                    line,
                     header_lines,
                     _HEAD_END if self.keep_alive else _HEAD_END_CLOSE,
                     *(self._frame(first) if first else ()),
@@ -310,37 +317,14 @@ class HttpExchange(EagerTask):
 Serve = Callable[[Route, HttpExchange], Coroutine[Any, Any, None]]  # serves one request
 
 
-class _BegunTransport:
-    """A client's transport that has sent the first bytes of a status line."""
-
-    def __init__(self, transport: asyncio.Transport) -> None:
-        self._transport = transport
-        self._sent = 0
-
-    def send_byte(self) -> None:
-        """Send one more, if one is left that all status lines share."""
-        if self._sent < len(_STATUS_LINE_START):
-            self._transport.write(_STATUS_LINE_START[self._sent : self._sent + 1])
-            self._sent += 1
-
-    def write(self, data: bytes) -> None:
-        """Send the rest of the head, and then what follows it."""
-        sent, self._sent = self._sent, 0
-        self._transport.write(data[sent:])
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._transport, name)
-
-
 @dataclass(slots=True, eq=False)
 class ClientConnection:
     """A client's connection, as far as its exchanges need it."""
 
     transport: asyncio.Transport
     flow: FlowControl
-    peer_address: str | None
+    origin: ConnectionOrigin
     serve: Serve
     on_response_complete: Callable[[], None]  # called when a response is complete
     tasks: set[asyncio.Task[None]]  # owns the running tasks
-    find_origin: Callable[[], ConnectionOrigin] = lambda: ConnectionOrigin(None, None)
     context_cache: ContextCache = field(default_factory=ContextCache)

@@ -116,24 +116,18 @@ class ClientServer:
         protocol: type[BoundedProtocol],
         keep_alive: float,
         tls: ssl.SSLContext | None = None,
-        name: str = "clients",
     ) -> None:
         self.protocol = protocol
         self.connections: set[BoundedProtocol] = set()  # the open connections
-        self.name = name
         self._app = app
         self._keep_alive = max(1, round(keep_alive))
         self._tls = tls
         self._tasks: set[asyncio.Task[None]] = set()  # those of running requests
         self._handshakes: set[asyncio.Task[None]] = set()  # those of TLS that have not ended
-        self._end = asyncio.Event()
-        self._ends_at_once = False
-        self._serving: asyncio.Task[None] | None = None
         self._stalls: StallMonitor | None = None
 
     def open(self) -> None:
         """Serve what is accepted. Raises: OSError."""
-        self._serving = asyncio.create_task(self._serve(), name=self.name)
         self._stalls = StallMonitor(self.connections, self.protocol.limits.send_timeout)
 
     def adopt(self, sock: socket.socket, origin: ConnectionOrigin | None = None) -> None:
@@ -181,39 +175,23 @@ class ClientServer:
 
     async def close(self) -> None:
         """Accept no more connections, and wait for running requests. Cancel it to end at once."""
-        self._end.set()
-        if self._serving is None:
-            self.stop_accepting()
-            return
-        try:
-            await asyncio.shield(self._serving)
-        except asyncio.CancelledError:
-            for connection in list(self.connections):
-                connection.transport.abort()
-            self._ends_at_once = True
-            await asyncio.wait([self._serving], timeout=2.0)
-            raise
-        finally:
-            if self._stalls is not None:
-                self._stalls.close()
-
-    async def _serve(self) -> None:
-        """Accept connections until `close`, and return when all requests have ended."""
-        await self._accept()
-        await self._end.wait()
         self.stop_accepting()
         for handshake in self._handshakes:
             handshake.cancel()
         for connection in list(self.connections):
             connection.shutdown()
-        await asyncio.sleep(0)  # Connections without a request are gone then.
-        while (  # noqa: ASYNC110
-            self._handshakes or self.connections or self._tasks
-        ) and not self._ends_at_once:
-            await asyncio.sleep(END_POLL_SECONDS)
-
-    async def _accept(self) -> None:
-        """Begin to accept connections, if there is a socket to accept them from."""
+        try:
+            await asyncio.sleep(0)  # Connections without a request are gone then.
+            while self._handshakes or self.connections or self._tasks:  # noqa: ASYNC110
+                await asyncio.sleep(END_POLL_SECONDS)
+        except asyncio.CancelledError:
+            for connection in list(self.connections):
+                connection.transport.abort()
+            await asyncio.sleep(END_POLL_SECONDS)  # They are gone then, and their requests end.
+            raise
+        finally:
+            if self._stalls is not None:
+                self._stalls.close()
 
     def stop_accepting(self) -> None:
         """Accept no more."""
@@ -243,8 +221,9 @@ class Listener(ClientServer):
         self.host, self.port = sock.getsockname()[:2]
         self.scheme = "http" if tls is None else "https"
         self.sock = sock
-        super().__init__(app, protocol=protocol, keep_alive=keep_alive, tls=tls, name=self.url)
+        super().__init__(app, protocol=protocol, keep_alive=keep_alive, tls=tls)
         self._edges = edges
+        self._accepting: asyncio.Task[None] | None = None
         self._server: asyncio.Server | Acceptor | None = None
 
     @property
@@ -257,6 +236,12 @@ class Listener(ClientServer):
         """Accept connections. Raises: OSError, if another socket of this address does already."""
         self.sock.listen(LISTEN_BACKLOG)
         super().open()
+        self._accepting = asyncio.create_task(self._accept(), name=self.url)
+
+    async def close(self) -> None:
+        if self._accepting is not None:
+            await self._accepting
+        await super().close()
 
     async def _accept(self) -> None:
         edges = self._edges

@@ -109,14 +109,13 @@ class BoundedProtocol(TurnBoundProtocol):
         self.app: Any = app  # Starlette's types of ASGI messages are not uvicorn's.
         self.loop = loop or asyncio.get_running_loop()
         self.tasks = tasks
-        self._origin = origin
+        self._origin = origin  # None: `connection_made` tells it
         self._connections = connections
         self._keep_alive = keep_alive
         self._idle_check: asyncio.TimerHandle | None = None
         self.parser = _new_parser(self)
         self.cycle: HttpExchange | RequestResponseCycle | None = None
         """The last request: a routed one, or one for the ASGI application."""
-        self._is_tls = False
         # Of the head that is being parsed.
         self.url = b""
         self.headers: Headers = []
@@ -170,14 +169,13 @@ class BoundedProtocol(TurnBoundProtocol):
         self.transport = cast("asyncio.Transport", transport)
         self.flow = PipelineFlowControl(self.transport)
         self._connections.add(self)
-        self._is_tls = (
-            transport.get_extra_info("sslcontext") is not None
-            if self._origin is None
-            else self._origin.tls
-        )
+        if self._origin is None:
+            tls = transport.get_extra_info("sslcontext") is not None
+            self._origin = ConnectionOrigin(
+                self._address("peername"), self._address("sockname"), tls
+            )
         self._handshake = None
-        client = self._address("peername")
-        address = client[0] if client else None
+        address = self._origin.client[0] if self._origin.client else None
         self.idle_since = self.loop.time()
         admission = self._admission or self.connection_limiter.admit(self, address)
         if admission is not ConnectionAdmission.ADMITTED:
@@ -186,20 +184,14 @@ class BoundedProtocol(TurnBoundProtocol):
         if self.routes:
             serve = self.connection_limiter.count_forwarded(self.serve, address)
             self._connection = ClientConnection(
-                self.transport, self.flow, address, serve, self.on_response_complete, self.tasks,
-                self._find_origin,
+                self.transport, self.flow, self._origin, serve, self.on_response_complete,
+                self.tasks,
             )  # fmt: skip
         self._timer = self.loop.call_later(self.limits.header_timeout, self._on_head_timeout)
 
     def _address(self, name: str) -> tuple[str, int] | None:
-        if self._origin is not None:
-            return self._origin.client if name == "peername" else self._origin.server
         found = self.transport.get_extra_info(name)
         return (str(found[0]), int(found[1])) if isinstance(found, tuple) else None
-
-    def _find_origin(self) -> ConnectionOrigin:
-        client, server = self._address("peername"), self._address("sockname")
-        return self._origin or ConnectionOrigin(client, server, self._is_tls)
 
     def _serve_health_only(self, admission: ConnectionAdmission) -> None:
         """There are too many connections: serve only a prompt health check, or nothing."""
@@ -288,7 +280,8 @@ class BoundedProtocol(TurnBoundProtocol):
         TLS has no half-closed connections here.
         """
         self._receive_late()
-        if self._is_tls or self._discarding or not (self.backlog or self._owes_response):
+        tls = self._origin is not None and self._origin.tls
+        if tls or self._discarding or not (self.backlog or self._owes_response):
             return False
         if not self.backlog:
             self.drain()
@@ -581,7 +574,8 @@ class BoundedProtocol(TurnBoundProtocol):
         url = httptools.parse_url(self.url)
         if url.path is None:
             raise errors.invalid_http()
-        headers = self.headers
+        headers, origin = self.headers, self._origin
+        assert origin is not None
         if self._content_length:
             headers = [*headers, (b"content-length", self._content_length)]
         cycle = self.cycle = RequestResponseCycle(
@@ -590,18 +584,15 @@ class BoundedProtocol(TurnBoundProtocol):
                 "asgi": {"version": "3.0", "spec_version": "2.3"},
                 "http_version": "1.0" if self._http_10 else "1.1",
                 "method": self.parser.get_method().decode("ascii"),
-                "scheme": "https" if self._is_tls else "http",
+                "scheme": "https" if origin.tls else "http",
                 "path": unquote(url.path.decode("ascii")),
                 "raw_path": url.path,
                 "query_string": url.query or b"",
                 "root_path": "",
                 "headers": headers,
-                "client": self._address("peername"),
-                "server": self._address("sockname"),
-                "state": {
-                    "abort": self.transport.abort,
-                    "member": "" if self._origin is None else self._origin.member,
-                },
+                "client": origin.client,
+                "server": origin.server,
+                "state": {"abort": self.transport.abort, "member": origin.member},
             },
             transport=self.transport,
             flow=self.flow,

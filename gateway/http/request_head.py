@@ -29,7 +29,7 @@ from gateway.callers.callers import (
     priority_header,
 )
 from gateway.callers.keys import KeyRing
-from gateway.callers.limits import Accounts, LimitBook
+from gateway.callers.limits import LimitBook
 from gateway.catalog import ServedModels
 from gateway.config.listeners import CorsSpec
 from gateway.config.settings import Settings
@@ -99,7 +99,6 @@ class HandlerConfig:
 class RequestContext(Sender):
     """A parsed head: the sender of its request, and what it asks for."""
 
-    accounts: Accounts  # on which its use counts
     priority_header: str | None  # `X-Priority`
     usual_priority: Priority | None
     """The class of a request whose body names none; None: `X-Priority` names one."""
@@ -116,7 +115,7 @@ class RequestContext(Sender):
         usual = self.usual_priority
         if usual is not None and parsed.priority is parsed.service_tier is None:
             return usual
-        return class_of(parsed, self.caller, self.priority_header)
+        return class_of(parsed, self.accounts.caller, self.priority_header)
 
 
 @dataclass(slots=True, eq=False, repr=False)
@@ -191,7 +190,7 @@ def parse_context(
     )
     header_priority = priority_header(headers)
     return RequestContext(
-        caller,
+        accounts,
         headers_for_node(headers, settings.headers.to_nodes),
         fairness_key,
         identity_headers.session_key(headers, fairness_key),
@@ -199,9 +198,7 @@ def parse_context(
         plain_client_timeout=sdk_timeout if has_timer else timeout,
         client_has_timer=has_timer,
         cache=cache_policy_of(caller, settings),
-        limits=accounts,
         headers=headers,
-        accounts=accounts,
         priority_header=header_priority,
         usual_priority=(
             effective_priority(None, None, None, caller) if header_priority is None else None

@@ -12,6 +12,7 @@ from gateway.callers.limits import RateLimit
 from gateway.errors import GatewayError
 from gateway.events import RequestRecord
 from gateway.forward.client_response import ClientResponse, node_error_code
+from gateway.forward.header_fields import with_content_type
 from gateway.forward.in_flight import PrefillStatus
 from gateway.lease import QueuePosition
 from gateway.terms import Headers, Priority
@@ -185,15 +186,9 @@ def stream_header_lines(api: Api) -> bytes:
     return b"content-type: %b\r\nx-accel-buffering: no\r\n" % api.stream_content_type
 
 
-def with_content_type(header_lines: bytes, content_type: bytes) -> bytes:
-    """These header lines, with another `Content-Type`."""
-    kept = (line for line in header_lines.splitlines(True) if not line.startswith(b"content-type:"))
-    return b"".join(kept) + b"content-type: %b\r\n" % content_type
-
-
 def node_error_header_lines(response: ClientResponse, content: bytes) -> bytes:
     """The header lines of a node's error with this body."""
     lines = response.header_lines
     if content is not response.content:
-        lines = with_content_type(lines, b"application/json")
+        lines = with_content_type(lines, b"content-type: application/json\r\n")
     return lines + b"x-gateway-reason: %b\r\n" % node_error_code(response.status).encode()

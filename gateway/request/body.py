@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import asyncio
 import re
-from collections.abc import Callable, Generator, Iterable, Mapping
+from collections.abc import Generator, Iterable, Mapping
 from dataclasses import dataclass, field
 from operator import attrgetter
 from typing import Annotated, Any, NamedTuple, TypeVar
@@ -19,7 +19,7 @@ from typing import Annotated, Any, NamedTuple, TypeVar
 import msgspec
 
 from gateway import errors
-from gateway.api.json_values import FIELDS_DECODER, TEXT_DECODER
+from gateway.api.json_values import FIELDS_DECODER, TEXT_DECODER, decode_body
 from gateway.api.tokens import Number
 from gateway.config.listeners import LimitSettings
 from gateway.request.json_outline import BodyField, JsonOutline, read_outline, safe_cut
@@ -93,7 +93,6 @@ class ParsedBody(msgspec.Struct, gc=False):
 
 
 _PARSED_BODY = msgspec.json.Decoder(ParsedBody)
-_ERROR_WITH_PATH = re.compile(r"^(?P<problem>.*?) - at `\$\.?(?P<field>[^`]*)`$", re.DOTALL)
 
 
 def parse_body(body: bytes) -> ParsedBody:
@@ -102,31 +101,15 @@ def parse_body(body: bytes) -> ParsedBody:
         body.decode()
     except UnicodeDecodeError as error:
         raise errors.invalid_json(f"byte {error.start} is not UTF-8") from None
-    try:
-        parsed = _PARSED_BODY.decode(body)
-        # Usually "model" occurs once, and only an escape could hide another spelling of it: of one
-        # of its letters, or of their neighbours.
-        may_hide = body.lower().count(b'"model"') != (parsed.model is not None) or (
-            body.find(b"\\") >= 0 and (body.find(b"\\u004") >= 0 or body.find(b"\\u006") >= 0)
-        )
-        if may_hide and any(map(is_misspelt_model, FIELDS_DECODER.decode(body))):
-            raise misspelt_model_error()
-        return parsed
-    except msgspec.ValidationError as error:
-        text = str(error)
-        found = _ERROR_WITH_PATH.match(text)
-        if found is None:
-            raise errors.invalid_request(f"The body is not what was expected: {text}.") from None
-        name = found["field"] or None
-        message = f"'{name}': {found['problem']}." if name else f"{found['problem']}."
-        raise errors.invalid_request(message, name) from None
-    except msgspec.DecodeError as error:
-        detail = "it is empty" if not body.strip() else str(error)
-        raise errors.invalid_json(detail) from None
-    except RecursionError:
-        # The depth that raises this differs between Pythons. All of them read more than
-        # `limits.json_depth`, so `prepare` gives the same answer for what they can read.
-        raise errors.invalid_request("The body is nested too deeply.") from None
+    parsed = decode_body(_PARSED_BODY, body, whole="The body is not what was expected: ")
+    # Usually "model" occurs once, and only an escape could hide another spelling of it: of one of
+    # its letters, or of their neighbours.
+    may_hide = body.lower().count(b'"model"') != (parsed.model is not None) or (
+        body.find(b"\\") >= 0 and (body.find(b"\\u004") >= 0 or body.find(b"\\u006") >= 0)
+    )
+    if may_hide and any(map(is_misspelt_model, FIELDS_DECODER.decode(body))):
+        raise misspelt_model_error()
+    return parsed
 
 
 def is_misspelt_model(name: str) -> bool:
@@ -542,11 +525,3 @@ class TimeSlicer:
             return end.value  # type: ignore[no-any-return]
         finally:
             work.close()
-
-    async def run_once(self, work: Callable[[], T]) -> T:
-        """Run work that is a single step."""
-        async with self._lock:
-            try:
-                return work()
-            finally:
-                await asyncio.sleep(0)

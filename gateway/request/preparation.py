@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Generator, Mapping
 from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import Protocol
 
 import msgspec
 from msgspec.structs import replace as replace_fields
@@ -14,6 +12,7 @@ from msgspec.structs import replace as replace_fields
 from gateway import errors
 from gateway.api.json_values import ITEMS_DECODER, JSON_ERRORS, InvalidJson, parse_object
 from gateway.api.tokens import settle_bound
+from gateway.callers.limits import Accounts
 from gateway.catalog import ServedModels
 from gateway.config.keys import SHARED_CACHE, CachePolicy, NodeLabels
 from gateway.config.listeners import LimitSettings
@@ -214,7 +213,6 @@ class Request(msgspec.Struct, frozen=True, eq=False):
     id: str  # Unique in this process; not chosen by the client
     x_request_id: str  # `X-Request-ID`: the client's own if it sent a valid one, else `id`
     path: str  # The path as nodes know it, for example `/v1/chat/completions`
-    caller: Caller
     received_at: float
     lease_request: LeaseRequest  # All that the scheduler may know of it
     # What nodes are sent.
@@ -238,22 +236,28 @@ class Request(msgspec.Struct, frozen=True, eq=False):
         return 1 if self.prompt_list is None else len(self.prompt_list.prompts)
 
 
-# Makes a prompt's request of its index and body, in short steps. Raises: GatewayError.
-SubRequestMaker = Callable[[int, bytes], Generator[None, None, Request]]
-
-
 @dataclass(frozen=True, slots=True)
 class PromptList:
-    """The prompts of one request."""
+    """The prompts of one request, which are served as requests of their own."""
 
     prompts: list[msgspec.Raw]
     other_fields: dict[str, msgspec.Raw]  # The body's other fields, which are sent with each prompt
-    make_request: SubRequestMaker
+    _whole: IncomingRequest
+    _priority: Priority
+    _rules: RequestRules
 
-    async def sub_request(self, index: int, time_slicer: TimeSlicer) -> Request:
-        """The request of one prompt. Raises: GatewayError."""
+    def sub_request(self, index: int) -> Generator[None, None, Request]:
+        """The request of one prompt, in short steps. Raises: GatewayError."""
         body = msgspec.json.encode(self.other_fields | {"prompt": self.prompts[index]})
-        return await time_slicer.run(self.make_request(index, body))
+        whole, rules = self._whole, self._rules
+        id_, x_request_id = f"{whole.id}.{index}", f"{whole.x_request_id}.{index}"
+        one = IncomingRequest(id_, x_request_id, whole.route, body, whole.sender, whole.received_at)
+
+        def read() -> Request:
+            parsed = parse_body(one.body) if isinstance(one.body, bytes) else one.body.parse()
+            return prepare(one, parsed, self._priority, rules)
+
+        return read_in_steps(one, body, rules, read)
 
 
 # Several prompts.
@@ -287,9 +291,10 @@ _PROMPT_STARTS = frozenset({b'"', b"[", b"{", b""})
 
 
 def parse_prompt_list(
-    body: Body, raw: msgspec.Raw, limits: LimitSettings, make_request: SubRequestMaker
+    incoming: IncomingRequest, raw: msgspec.Raw, priority: Priority, rules: RequestRules
 ) -> PromptList | None:
-    """The prompts of this body; None: it has one. Raises: GatewayError 400."""
+    """The prompts of this request; None: it has one. Raises: GatewayError 400."""
+    body, limits = incoming.body, rules.limits
     prompts: list[msgspec.Raw] = []
     if isinstance(body, bytes):
         prompts = split_prompts(raw)
@@ -314,7 +319,9 @@ def parse_prompt_list(
         )
     fields = raw_fields(body)
     fields.pop("prompt")
-    return PromptList(prompts or split_prompts(raw), fields, make_request)
+    if incoming.sender.patient:
+        incoming = replace_fields(incoming, sender=replace(incoming.sender, patient=False))
+    return PromptList(prompts or split_prompts(raw), fields, incoming, priority, rules)
 
 
 @dataclass(frozen=True, slots=True)
@@ -328,26 +335,11 @@ class RequestRules:
     keyed_hash: KeyedHash = field(default_factory=KeyedHash)  # Identifies prompts
 
 
-class AllowedTokens(Protocol):
-    """How many tokens a caller's limits allow."""
-
-    completion_tokens: int | None  # Most tokens of one answer; None: any number
-    most_tokens: float  # Most tokens of a prompt and its answers
-
-
-@dataclass(slots=True)
-class AnyTokens:
-    """No limits of tokens, or those that are given here."""
-
-    completion_tokens: int | None = None
-    most_tokens: float = math.inf
-
-
 @dataclass(slots=True)
 class Sender:
     """Who sends a request, and for how long they wait: all that is known before its body."""
 
-    caller: Caller
+    accounts: Accounts  # The caller, and what its use counts on
     header_lines: bytes = b""  # The header lines that nodes get
     fairness_key: str = ""
     """The caller or end user that the wait queue is fair to; empty: the caller."""
@@ -359,7 +351,6 @@ class Sender:
     """Whether `plain_client_timeout` is that of an official client's own timer."""
     cache: CachePolicy = SHARED_CACHE
     """Which nodes may serve it, and what it may learn of their prompt caches."""
-    limits: AllowedTokens = field(default_factory=AnyTokens)
     headers: Headers = field(default_factory=list)
     """The head of a form, which says how it is divided."""
     patient: bool = False
@@ -371,8 +362,8 @@ class Sender:
         kept = self._lease_caller
         if kept is None or kept.priority is not priority or kept.time_limit != time_limit:
             kept = self._lease_caller = LeaseCaller(
-                self.caller.id,
-                self.fairness_key or self.caller.id,
+                self.accounts.caller.id,
+                self.fairness_key or self.accounts.caller.id,
                 priority,
                 self.session,
                 time_limit,
@@ -443,18 +434,18 @@ async def read_in_turn(
         return read_request(incoming, record, rules, class_of)
     incoming.body = body.removeprefix(BYTE_ORDER_MARK)
     read = partial(read_request, incoming, record, rules, class_of)
-    if len(incoming.body) < LARGE_BODY_BYTES:
-        return await slicer.run_once(read)
-    return await slicer.run(read_large(incoming, incoming.body, rules, read))
+    return await slicer.run(read_in_steps(incoming, incoming.body, rules, read))
 
 
-def read_large(
+def read_in_steps(
     incoming: IncomingRequest, body: bytes, rules: RequestRules, read: Callable[[], Request]
 ) -> Generator[None, None, Request]:
-    """The request that `read` makes of a large body, in short steps. Raises: GatewayError.
+    """The request that `read` makes of a body, in short steps. Raises: GatewayError.
 
-    The body is outlined before and its prompt key built after.
+    If it is large, it is outlined before and its prompt key built after.
     """
+    if len(body) < LARGE_BODY_BYTES:
+        return read()
     large = incoming.body = yield from read_large_body(body, rules.limits)
     request = read()
     lease_request = request.lease_request
@@ -475,7 +466,7 @@ def prepare(  # noqa: PLR0912 - each call costs
 ) -> Request:
     """The request of a JSON body, ready to be sent to nodes. Raises: GatewayError.
 
-    A large body's prompt key is left out: `read_large` builds it in steps.
+    A large body's prompt key is left out: `read_in_steps` builds it.
     """
     route, limits, body = incoming.route, rules.limits, incoming.body
     prompt_field = route.prompt_field
@@ -513,7 +504,7 @@ def prepare(  # noqa: PLR0912 - each call costs
         )
     prompt_list = key = None
     if route.api.merger is not None:
-        prompt_list = _parse_prompt_list(incoming, parsed.prompt, priority, rules)
+        prompt_list = parse_prompt_list(incoming, parsed.prompt, priority, rules)
     if isinstance(body, bytes):
         measured = measure_prompt(raw, parsed.tools, parsed.system, parsed.instructions)
         if len(body) >= SHORTEST_BODY:
@@ -598,7 +589,7 @@ def resolve_model(
 
 def choose_model(requested: str | None, sender: Sender, rules: RequestRules) -> ModelChoice:
     """As `resolve_model`, without the models that are paused. Raises: GatewayError."""
-    aliases, caller, labels = rules.model_aliases, sender.caller, sender.cache.node_labels
+    aliases, caller, labels = rules.model_aliases, sender.accounts.caller, sender.cache.node_labels
     key = requested or rules.default_model, caller.models, labels
     choice = aliases.choice(key)
     if choice is None:
@@ -632,7 +623,7 @@ def _edit_bodies(
         or has_edited_options(parsed)
     ):
         return dict.fromkeys(choice.names, body), slots, None
-    cache, of_caller, limits = incoming.sender.cache, incoming.sender.limits, rules.limits
+    cache, of_caller, limits = incoming.sender.cache, incoming.sender.accounts, rules.limits
     most_tokens, tokens_left = limits.max_tokens, of_caller.most_tokens - prompt_tokens
     if of_caller.completion_tokens is not None:
         most_tokens = min(of_caller.completion_tokens, most_tokens or of_caller.completion_tokens)
@@ -724,7 +715,6 @@ def _new_request(
         id_,
         x_request_id,
         route.path,
-        sender.caller,
         received_at,
         LeaseRequest(id_, sender.lease_caller(priority, limit), wanted, size),
         header_lines=b"%bx-request-id: %b\r\n" % (sender.header_lines, x_request_id.encode()),
@@ -738,34 +728,6 @@ def _new_request(
         is_infill=infill,
         prompt_list=prompt_list,
     )
-
-
-def _parse_prompt_list(
-    incoming: IncomingRequest, raw_prompt: msgspec.Raw, priority: Priority, rules: RequestRules
-) -> PromptList | None:
-    """The prompts, if the body holds several, which are served as requests of their own."""
-
-    def sub_request(index: int, body: bytes) -> Generator[None, None, Request]:
-        def read() -> Request:
-            parsed = parse_body(one.body) if isinstance(one.body, bytes) else one.body.parse()
-            return prepare(one, parsed, priority, rules)
-
-        one = IncomingRequest(
-            f"{incoming.id}.{index}",
-            f"{incoming.x_request_id}.{index}",
-            incoming.route,
-            body,
-            sender,
-            incoming.received_at,
-        )
-        if len(body) < LARGE_BODY_BYTES:
-            return read()
-        return (yield from read_large(one, body, rules, read))
-
-    sender = incoming.sender
-    if sender.patient:
-        sender = replace(sender, patient=False)
-    return parse_prompt_list(incoming.body, raw_prompt, rules.limits, sub_request)
 
 
 def is_infill(route: Route, parsed: ParsedBody) -> bool:

@@ -353,7 +353,8 @@ class _Run:
         self._reservation = runner.meter.admit_stored(
             accounts, request.lease_request, request.prompts
         )
-        in_flight = self._in_flight = runner.registry.begin(request, record)
+        in_flight = self._in_flight = InFlightRequest(request, record)
+        runner.registry.add(in_flight)
         response = self._response = await self._forward(in_flight)
         rewriter = None
         if self._api.rewrites_responses or self._cache.hide:
@@ -365,9 +366,7 @@ class _Run:
         if self.sink is not None and (self._resumed if stream is None else stream.is_sse):
             await self._pass_events(response.content, stream, rewriter, self.sink)
             return record.status, response.header_lines, b""
-        content, header_lines = response.content, response.header_lines
-        if stream is not None:
-            content = await self._read_whole(content, stream)
+        content, header_lines = await self._read_whole(response), response.header_lines
         if response.status >= 400:
             record.fail(
                 response.status, record.reason or client_response.node_error_code(response.status)
@@ -421,13 +420,12 @@ class _Run:
             raise errors.body_too_large(runner.rules.limits.body_bytes)
         seconds = None if self._deadline is None else self._deadline - self._received_at
         sender = Sender(
-            caller,
+            accounts,
             headers_for_node(STORED_HEADERS, runner.settings.headers.to_nodes),
             caller.id if accounts.user is None else f"{caller.id}/{accounts.user}",
             client_timeout=seconds,
             plain_client_timeout=seconds,
             cache=self._cache,
-            limits=accounts,
             # Of class `batch`, one of a higher class that would have to wait may have its slot.
             patient=True,
         )
@@ -462,19 +460,13 @@ class _Run:
                 self._sink_has_events = True
             chunk = b"" if stream is None else await stream.next_chunk()
 
-    async def _read_whole(self, first: bytes, stream: BodyStream) -> bytes:
-        """A plain response that was not buffered. Raises: GatewayError 502, 504."""
-        parts, size, most = [first], len(first), self.runner.settings.limits.response_bytes
+    async def _read_whole(self, response: ClientResponse) -> bytes:
+        """The body of a plain response. Raises: GatewayError 502, 504."""
         try:
-            while chunk := await stream.next_chunk():
-                parts.append(chunk)
-                size += len(chunk)
-                if size > most:
-                    raise errors.node_failed(f"The answer is too long ({most} bytes).")
+            return await response.whole_content(self.runner.settings.limits.response_bytes)
         except UpstreamError as failure:
             errors.drop_traceback(failure)
             raise to_gateway_error(failure) from None
-        return b"".join(parts)
 
     # The end.
 

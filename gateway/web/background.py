@@ -332,7 +332,7 @@ class StorableRequest(Protocol):
     def header_lines(self, *, early: bool = False) -> bytes:
         """The gateway's own header lines; `early`: before the outcome is known."""
 
-    async def check(self, context: RequestContext, body: bytes) -> Request:
+    async def read_in_turn(self, context: RequestContext, body: bytes) -> Request:
         """The request that nodes would get, if it ran now. Raises: GatewayError."""
 
 
@@ -369,7 +369,7 @@ class Storing:
             await ensure_task()
             if is_slow_to_parse(body):
                 # Its fields are decoded at once: those of a body within the limits are few.
-                await served.check(context, body)
+                await served.read_in_turn(context, body)
             asked = _StoringRequest(self, served, context)
             found = await asked.respond(body.removeprefix(BYTE_ORDER_MARK))
             if found is None:
@@ -420,8 +420,8 @@ class _StoringRequest:
         request = await self._checked(new_body)
         webhook_url = None
         if options.webhook_url is not None:
-            group = context.caller.group
-            webhook_url = self.storing.webhooks.check(context.caller.id, group, options.webhook_url)
+            caller = context.accounts.caller
+            webhook_url = self.storing.webhooks.check(caller.id, caller.group, options.webhook_url)
         batches = settings.batches
         keep = batches.background_keep if options.store is False else batches.keep
         seconds = options.seconds or batches.windows.default
@@ -562,12 +562,12 @@ class _StoringRequest:
     def _owner(self) -> str:
         served = self.served
         return owner_by_head(
-            served.exchange.headers, self.context.caller, served.config, "Stored responses"
+            served.exchange.headers, self.context.accounts.caller, served.config, "Stored responses"
         )
 
     async def _checked(self, body: bytes) -> Request:
         """The request, which nodes might serve now or later. Raises: GatewayError."""
-        request = await self.served.check(self.context, body)
+        request = await self.served.read_in_turn(self.context, body)
         wanted, labels = request.lease_request.wanted, self.context.cache.node_labels
         catalog = self.served.config.rules.model_aliases.catalog
         if not any(catalog.serves(name, labels) for name in wanted.model_names):
@@ -583,7 +583,7 @@ class _StoringRequest:
             owner,
             path=self.served.route.path,
             class_=asked.caller.priority.label,
-            group_name=self.context.caller.group,
+            group_name=self.context.accounts.caller.group,
             user=self.context.accounts.user,
             model=request.model_in_body or asked.wanted.model,
             prompt_tokens=asked.size.prompt_tokens,

@@ -9,7 +9,7 @@ import asyncio
 import itertools
 import secrets
 from collections.abc import Callable, Coroutine
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any
 
 from gateway import errors
@@ -27,13 +27,12 @@ from gateway.forward.client_response import (
     ClientResponse,
     EventsForClient,
     for_client,
-    is_slow_to_rewrite,
     node_error,
     node_error_body,
-    rewrite_body,
     rewrite_in_steps,
 )
 from gateway.forward.forwarder import Forwarder
+from gateway.forward.header_fields import with_content_type
 from gateway.forward.in_flight import (
     InFlightRegistry,
     InFlightRequest,
@@ -58,7 +57,6 @@ from gateway.http.response_head import (
     progress_comment,
     rate_limit_lines,
     stream_header_lines,
-    with_content_type,
 )
 from gateway.lease import LeaseRequest
 from gateway.request.body import LARGE_BODY_BYTES, SMALL_BODY_BYTES, TimeSlicer, is_slow_to_parse
@@ -75,8 +73,6 @@ TIMER_TOLERANCE = 0.01  # seconds by which a timer may fire early
 # Seconds past its deadline that an official client has to time out by itself.
 CLIENT_TIMEOUT_GRACE = 2.0
 HEARTBEAT_TOLERANCE = 0.01  # a heartbeat may come early by this part of its interval
-# Those of a plain response that begins with white space.
-PADDING_HEADER_LINES = b"content-type: application/json; charset=utf-8\r\n"
 
 
 @dataclass(slots=True, eq=False)
@@ -149,7 +145,7 @@ class _HandledRequest:
         "_allocation", "_body_size", "_context", "_edit_session", "_handler",
         "_heartbeat", "_in_flight", "_node_route", "_passed_on", "_reservation", "_rewriter",
         "config", "exchange", "numbered_heartbeats", "received_at", "record", "request_id",
-        "response", "route",
+        "response", "route", "writer",
     )  # fmt: skip
 
     def __init__(self, handler: RequestHandler, route: Route, exchange: HttpExchange) -> None:
@@ -166,6 +162,7 @@ class _HandledRequest:
         """The editor's session, if a newer request of it supersedes this one."""
         self.response: ClientResponse | None = None
         self._heartbeat: Heartbeat | None = None
+        self.writer: RewritingWriter | None = None  # of a stream whose events are rewritten
         self.numbered_heartbeats: NumberedHeartbeats | None = None
         """Those of its stream, if its client needs them."""
         self._passed_on = False  # whether another process serves it, and tells of its end
@@ -191,9 +188,7 @@ class _HandledRequest:
             if body is not None:
                 self._body_size = len(body)
             else:
-                allocation = self._allocation = BodyAllocation(
-                    context.caller.id, context.fairness_key
-                )
+                allocation = self._allocation = allocation_for(context)
                 body = await read_body(
                     self.exchange, settings.limits, handler.body_memory, allocation
                 )
@@ -212,15 +207,17 @@ class _HandledRequest:
             if len(body) < SMALL_BODY_BYTES or self.route.multipart or not is_slow_to_parse(body):
                 request = self._read(context, body)
             else:
-                request = await self._read_in_turn(context, body)
+                request = await self.read_in_turn(context, body)
             self._reservation = handler.meter.admit(
                 context.accounts, request.lease_request, record, request.prompts
             )
             shows_progress = context.wants_progress and request.stream and api.has_comments
             progress = PrefillProgress(hidden=context.cache.hide) if shows_progress else None
-            in_flight = self._in_flight = handler.registry.begin(request, record, progress)
-            if self._edit_session is not None:
-                self._supersede(self._edit_session, in_flight)
+            in_flight = InFlightRequest(request, record, None, None, progress)
+            self._in_flight = in_flight
+            handler.registry.add(in_flight)
+            if request.is_infill and settings.queue.latest_wins:
+                self._supersede(in_flight)
             if context.counts_no_comments and request.stream:
                 self.numbered_heartbeats = api.numbered_heartbeats()
             self._heartbeat = self._start_heartbeat(in_flight)
@@ -234,9 +231,10 @@ class _HandledRequest:
                 self.numbered_heartbeats.wrap(self._rewriter)
                 self._rewriter = self.numbered_heartbeats
             if self.response.body_stream is None:
-                if self._rewriter is not None and is_slow_to_rewrite(self.response):
-                    await self._rewrite_in_steps(self._rewriter, self.response)
-                self._send_whole(self.response)
+                content = self.response.content
+                if self._rewriter is not None and self.response.status < 300:
+                    content = await self._rewritten(self._rewriter, content)
+                self._send_whole(self.response, content)
             else:
                 await self._send_stream(self.response, self.response.body_stream)
         except GatewayError as error:
@@ -267,10 +265,10 @@ class _HandledRequest:
             context = parse_context(
                 exchange.headers, exchange.peer_address, config, self._handler.meter.book
             )
-            if config.origin_policy is not None and context.caller.anonymous:
+            if config.origin_policy is not None and context.accounts.caller.anonymous:
                 config.origin_policy.check(exchange.headers, exchange.local_address, is_post=True)
             exchange.context_cache.store(exchange.headers, config, context)
-        self.record.identify(context.caller.id)
+        self.record.identify(context.accounts.caller.id)
         self._context = context
         if self._handler.rejecting:
             raise errors.shutting_down()
@@ -288,7 +286,7 @@ class _HandledRequest:
             await ensure_task()
             if self._allocation is None:
                 memory.release_small(self._body_size)
-                self._allocation = BodyAllocation(context.caller.id, context.fairness_key)
+                self._allocation = allocation_for(context)
                 self._allocation.set_evict(self._evict)
             translation = await handler.time_slicer.run(
                 translate_body(work, len(body), rules.limits, memory, self._allocation)
@@ -308,8 +306,8 @@ class _HandledRequest:
         self.exchange.respond(200, JSON_HEADER_LINE + self.header_lines(), translation.reply)
         return None
 
-    async def _read_in_turn(self, context: RequestContext, body: bytes) -> Request:
-        """`_read` for a body that takes milliseconds: other requests run in between.
+    async def read_in_turn(self, context: RequestContext, body: bytes) -> Request:
+        """`_read` for any body: other requests run in between if it takes milliseconds.
 
         Raises: GatewayError.
         """
@@ -317,11 +315,11 @@ class _HandledRequest:
         handler, rules = self._handler, self.config.rules
         # Working memory counts while it is in use.
         working_bytes = min(len(body), PARSE_WORKING_BYTES) if len(body) >= LARGE_BODY_BYTES else 0
-        allocation = self._allocation or BodyAllocation(context.caller.id, context.fairness_key)
+        allocation = self._allocation or allocation_for(context)
         if working_bytes:
             handler.body_memory.allocate(allocation, working_bytes, rules.limits.buffered_bytes)
         try:
-            request = await read_in_turn(
+            return await read_in_turn(
                 self._incoming(context, body),
                 self.record,
                 rules,
@@ -330,33 +328,15 @@ class _HandledRequest:
             )
         finally:
             handler.body_memory.release(allocation, working_bytes)
-        if request.is_infill:
-            self._note_editor(request)
-        return request
-
-    async def check(self, context: RequestContext, body: bytes) -> Request:
-        """The request that nodes would get, if it ran now. Raises: GatewayError."""
-        if len(body) < SMALL_BODY_BYTES or not is_slow_to_parse(body):
-            return self._read(context, body)
-        return await self._read_in_turn(context, body)
 
     def _read(self, context: RequestContext, body: bytes) -> Request:
         """The request that the body describes. Raises: GatewayError."""
         incoming, rules = self._incoming(context, body), self.config.rules
-        request = read_request(incoming, self.record, rules, context.class_of)
-        if request.is_infill:
-            self._note_editor(request)
-        return request
+        return read_request(incoming, self.record, rules, context.class_of)
 
     def _incoming(self, context: RequestContext, body: bytes) -> IncomingRequest:
         id_, x_request_id = self.request_id, self.record.x_request_id
         return IncomingRequest(id_, x_request_id, self._node_route, body, context, self.received_at)
-
-    def _note_editor(self, request: Request) -> None:
-        """Note the session of the editor that asks, if a newer request is to end this one."""
-        if self.config.settings.queue.latest_wins:
-            asked = request.lease_request
-            self._edit_session = asked.caller.session or self._default_edit_session(asked)
 
     def _default_edit_session(self, request: LeaseRequest) -> str:
         """Identifies an editor that names no session in a header."""
@@ -374,9 +354,10 @@ class _HandledRequest:
         )
         return any(queue.shed(request_id, error) for request_id in ids)
 
-    def _supersede(self, session: str, in_flight: InFlightRequest) -> None:
-        """End the session's earlier request, whose response nobody reads any more."""
-        latest = self._handler.latest_edits
+    def _supersede(self, in_flight: InFlightRequest) -> None:
+        """End the earlier request of the same editor, whose response nobody reads any more."""
+        asked, latest = in_flight.request.lease_request, self._handler.latest_edits
+        session = self._edit_session = asked.caller.session or self._default_edit_session(asked)
         earlier, latest[session] = latest.get(session), in_flight
         if earlier is not None:
             error = errors.superseded()
@@ -385,19 +366,19 @@ class _HandledRequest:
 
     # Send the response.
 
-    async def _rewrite_in_steps(self, rewriter: ResponseRewriter, response: ClientResponse) -> None:
+    async def _rewritten(self, rewriter: ResponseRewriter, content: bytes) -> bytes:
+        """A plain response as its client gets it. Raises: GatewayError 502."""
+        work = rewrite_in_steps(rewriter, content)
+        if len(content) < LARGE_BODY_BYTES:
+            return run_at_once(work)
         await ensure_task()
-        work = rewrite_in_steps(rewriter, response.content)
-        content = await self._handler.time_slicer.run(work)
-        self.response, self._rewriter = replace(response, content=content), None
+        return await self._handler.time_slicer.run(work)
 
-    def _send_whole(self, response: ClientResponse) -> None:
+    def _send_whole(self, response: ClientResponse, content: bytes) -> None:
+        """Send a response with this content, which it has or that is made of it."""
         record, exchange, api = self.record, self.exchange, self.route.api
-        header_lines, content = response.header_lines, response.content
-        if response.status < 300:
-            if self._rewriter is not None:
-                content = rewrite_body(self._rewriter, content)
-        elif response.status >= 400:
+        header_lines = response.header_lines
+        if response.status >= 400:
             record.fail(response.status, record.reason or "node_error")
             content = node_error_body(response, api, record.x_request_id)
             header_lines = node_error_header_lines(response, content)
@@ -417,18 +398,11 @@ class _HandledRequest:
             self._heartbeat.stop()
         content, header_lines, write = response.content, response.header_lines, exchange.write
         if rewriter is not None:
-            api, seconds = self.route.api, self.config.settings.heartbeat
-            writer = RewritingWriter(
-                exchange,
-                rewriter,
-                api,
-                self.record,
-                seconds=seconds,
-                heartbeat=self.heartbeat,
-                clock=self._handler.clock,
-            )
+            api, clock = self.route.api, self._handler.clock
+            writer = self.writer = RewritingWriter(exchange, rewriter, api, self.record, clock)
             content, write = writer.rewrite(content), writer.write
-            header_lines = with_content_type(header_lines, api.stream_content_type)
+            kind = b"content-type: %b\r\n" % api.stream_content_type
+            header_lines = with_content_type(header_lines, kind)
         if not exchange.response_started:
             header_lines += self.header_lines()
             if is_sse:
@@ -537,9 +511,11 @@ class _HandledRequest:
         return lines + encode_headers(cors_headers(cors, self.exchange.headers))
 
     def heartbeat(self) -> bytes:
-        """What its client takes for a sign of life between events."""
+        """What its client takes for a sign of life."""
+        if not self.record.stream:
+            return b" "  # JSON may begin with it
         numbered = self.numbered_heartbeats
-        return self.route.api.heartbeat() if numbered is None else numbered.heartbeat()
+        return self.route.api.heartbeat if numbered is None else numbered.heartbeat()
 
     @property
     def body_stream(self) -> BodyStream | None:
@@ -552,16 +528,24 @@ class _HandledRequest:
         settings, handler = self.config.settings, self._handler
         if not in_flight.request.stream:
             if settings.heartbeat and settings.heartbeat_plain:
-                return PaddingHeartbeat(self, in_flight, handler, settings.heartbeat)
+                return Heartbeat(self, in_flight, handler, settings.heartbeat)
         elif in_flight.prefill_progress is not None:
             return ProgressHeartbeat(self, in_flight, handler, settings.heartbeat)
         elif settings.heartbeat:
-            return StreamHeartbeat(self, in_flight, handler, settings.heartbeat)
+            return Heartbeat(self, in_flight, handler, settings.heartbeat)
         return None
 
 
+def allocation_for(context: RequestContext) -> BodyAllocation:
+    """What a body and the work on it take of the memory for bodies."""
+    return BodyAllocation(context.accounts.caller.id, context.fairness_key)
+
+
 class Heartbeat:
-    """Sends a sign of life after `first` seconds, then again and again, until `stop`."""
+    """Sends a sign of life if nothing was sent for the interval, again and again, until `stop`.
+
+    To a client that waits for a stream that is what its API's clients skip; else white space.
+    """
 
     __slots__ = ("_handle", "_handler", "_in_flight", "_interval", "_last_sent_at", "_loop",
                  "_served")  # fmt: skip
@@ -589,7 +573,9 @@ class Heartbeat:
 
     def send_now(self) -> None:
         """Send a sign of life, whenever the last one was."""
-        raise NotImplementedError
+        stream, writer = self._served.body_stream, self._served.writer
+        if (stream is None or stream.is_open) and not (writer is not None and writer.failed):
+            self._send(self._served.heartbeat)
 
     def _first(self) -> float:
         return self._interval
@@ -598,11 +584,19 @@ class Heartbeat:
         self._handle = self._loop.call_later(self._beat(), self._run)
 
     def _beat(self) -> float:
-        """Send something; seconds until the next."""
-        raise NotImplementedError
+        """Send something, if it is time; seconds until the next."""
+        interval, now = self._interval, self._handler.clock()
+        stream, writer = self._served.body_stream, self._served.writer
+        if stream is not None:
+            written_at = stream.last_content_at if writer is None else writer.written_at
+            left = max(self._last_sent_at, written_at) + interval - now
+            if left > interval * HEARTBEAT_TOLERANCE:
+                return left
+        self.send_now()
+        return interval
 
-    def _send(self, make: Callable[[], bytes], header_lines: bytes) -> None:
-        """Send what `make` returns; the first time, with a head that has these lines.
+    def _send(self, make: Callable[[], bytes]) -> None:
+        """Send what `make` returns; the first time, with a head.
 
         A client that lags is spared it, so that nothing is made, which might be numbered.
         """
@@ -614,47 +608,15 @@ class Heartbeat:
         if exchange.response_started:
             exchange.write(make())
         else:
-            exchange.start_response(200, header_lines + served.header_lines(early=True), make())
+            kind = JSON_HEADER_LINE
+            if served.record.stream:
+                kind = stream_header_lines(served.route.api)
+            exchange.start_response(200, kind + served.header_lines(early=True), make())
             self._in_flight.note_response_started()
             handler.queue.keep_in_queue(self._in_flight.request.id)
 
 
-class PaddingHeartbeat(Heartbeat):
-    """White space, which JSON may begin with."""
-
-    __slots__ = ()
-
-    def send_now(self) -> None:
-        self._send(lambda: b" ", PADDING_HEADER_LINES)
-
-    def _beat(self) -> float:
-        self.send_now()
-        return self._interval
-
-
-class StreamHeartbeat(Heartbeat):
-    """What the API's clients skip, if nothing was sent for the interval."""
-
-    __slots__ = ()
-
-    def send_now(self) -> None:
-        stream = self._served.body_stream
-        if stream is None or stream.is_open:
-            api = self._served.route.api
-            self._send(self._served.heartbeat, stream_header_lines(api))
-
-    def _beat(self) -> float:
-        interval, now = self._interval, self._handler.clock()
-        stream = self._served.body_stream
-        if stream is not None:
-            left = max(self._last_sent_at, stream.last_content_at) + interval - now
-            if left > interval * HEARTBEAT_TOLERANCE:
-                return left
-        self.send_now()
-        return interval
-
-
-class ProgressHeartbeat(StreamHeartbeat):
+class ProgressHeartbeat(Heartbeat):
     """The place in the queue or the progress of the prefill, for a client that asks for them."""
 
     __slots__ = ()
@@ -664,28 +626,24 @@ class ProgressHeartbeat(StreamHeartbeat):
 
     def _beat(self) -> float:
         in_flight, handler, served = self._in_flight, self._handler, self._served
-        api = served.route.api
         if served.response is not None:
             return super()._beat()
         position = handler.queue.queue_position(in_flight.request.id)
         prefill = in_flight.prefill_status(handler.clock()) if position is None else None
         comment = progress_comment(position, prefill)
-        is_event = api.heartbeat_is_event or served.numbered_heartbeats is not None
+        is_event = served.route.api.heartbeat_is_event or served.numbered_heartbeats is not None
 
         def make() -> bytes:
             return comment + (served.heartbeat() if is_event or not comment else b"")
 
-        self._send(make, stream_header_lines(api))
+        self._send(make)
         return handler.progress_seconds
 
 
 class RewritingWriter(EventsForClient):
-    """Writes a stream's events to the client as `rewriter` makes them.
+    """Writes a stream's events to the client as `rewriter` makes them."""
 
-    While it makes nothing of them, the client gets a heartbeat after `seconds` (0: none).
-    """
-
-    __slots__ = ("_clock", "_exchange", "_heartbeat", "_seconds", "_written_at")
+    __slots__ = ("_clock", "_exchange", "written_at")
 
     def __init__(
         self,
@@ -693,26 +651,17 @@ class RewritingWriter(EventsForClient):
         rewriter: ResponseRewriter,
         api: Api,
         record: RequestRecord,
-        *,
-        seconds: float,
-        heartbeat: Callable[[], bytes],
         clock: Callable[[], float],
     ) -> None:
         EventsForClient.__init__(self, rewriter, api, record)
         self._exchange = exchange
-        self._seconds = seconds
-        self._heartbeat = heartbeat
         self._clock = clock
-        self._written_at = clock()
+        self.written_at = clock()  # when it last made something of what came
 
     def write(self, data: bytes, _: bytes | None = None, /) -> bool:
         """Send events; True if the client lags, as `HttpExchange.write`."""
-        data, now = self.rewrite(data), self._clock()
+        data = self.rewrite(data)
         if not data:
-            # The node is not silent, so that the handler sends no heartbeat.
-            silent = now - self._written_at
-            if self.failed or not self._seconds or silent < self._seconds:
-                return self._exchange.write_paused
-            data = self._heartbeat()
-        self._written_at = now
+            return self._exchange.write_paused
+        self.written_at = self._clock()
         return self._exchange.write(data)

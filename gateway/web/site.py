@@ -19,7 +19,7 @@ from starlette.routing import Route
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from gateway import errors
-from gateway.api.base import ModelSummary, Page
+from gateway.api.base import ModelSummary, Page, VisibleCatalog
 from gateway.callers.callers import MOST_IDENTITY_BYTES, cache_policy_of
 from gateway.callers.ended import OwnRequests, own_row
 from gateway.callers.limits import Accounts
@@ -183,10 +183,22 @@ class Site:
                 if page.method == "POST"
                 else {}
             )
-            answer = page.respond(_Catalog(self, request, models), body)
+            summaries = models.summaries(self.created) if models is not None else []
+            catalog = VisibleCatalog(summaries, partial(self._summary, request, models))
+            answer = page.respond(catalog, body)
             return PlainTextResponse(answer) if isinstance(answer, str) else JsonResponse(answer)
 
         return endpoint
+
+    def _summary(
+        self, request: Request, models: VisibleModels | None, name: str | None
+    ) -> ModelSummary:
+        """The model that a request for this name gets. Raises: GatewayError."""
+        assert models is not None
+        wanted = name or self.default_model(models)
+        if wanted is None:
+            raise errors.invalid_request("'model' is missing.", "model")
+        return models.summary(self.check_name(request, models, wanted), self.created)
 
     async def usage(self, request: Request) -> Response:
         """The caller's own figures and limits, or those of an end user that it may name."""
@@ -316,31 +328,6 @@ CALLER_PAGE_ROUTES = (
 def site_routes_of(settings: Settings) -> tuple[SiteRoute, ...]:
     """The routes of these settings, besides `routes_of` and `pages_of`."""
     return SITE_ROUTES + (CALLER_PAGE_ROUTES if settings.listen.caller_page else ())
-
-
-@dataclass(frozen=True, slots=True)
-class _Catalog:
-    """The models that a request may see, for the page of an API."""
-
-    site: Site
-    request: Request
-    visible: VisibleModels | None  # None: the page needs none
-
-    def models(self) -> list[ModelSummary]:
-        """All that have a name of their own."""
-        if self.visible is None:
-            return []
-        names = self.visible.visible_names()
-        return [self.visible.summary(name, self.site.created) for name in names]
-
-    def model(self, name: str | None) -> ModelSummary:
-        """The one that a request for this name gets. Raises: GatewayError."""
-        assert self.visible is not None
-        wanted = name or self.site.default_model(self.visible)
-        if wanted is None:
-            raise errors.invalid_request("'model' is missing.", "model")
-        known = self.site.check_name(self.request, self.visible, wanted)
-        return self.visible.summary(known, self.site.created)
 
 
 PAGE_BODY_BYTES = 64 * 1024  # most bytes of the body of a request for an API's page
@@ -548,6 +535,10 @@ class VisibleModels:
         }
         meta = {key: size for key, size in sizes.items() if size is not None}
         return ModelObject(id=name, created=created, meta=meta or UNSET)
+
+    def summaries(self, created: int) -> list[ModelSummary]:
+        """All visible models."""
+        return [self.summary(name, created) for name in self.visible_names()]
 
     def summary(self, name: str, created: int) -> ModelSummary:
         """A model for APIs that describe models. `created` is in seconds since 1970."""

@@ -14,6 +14,7 @@ import openai
 import pytest
 
 from gateway import errors
+from gateway.api import sse
 from gateway.api.base import (
     RELAYED,
     Api,
@@ -173,7 +174,7 @@ UNFINISHED: list[tuple[Api, bytes]] = [
 @each_case(("api", "tail"), [*UNFINISHED, *((one, b"") for one in ALL)])
 def test_text_that_looks_like_an_end_is_no_end(api: Api, tail: bytes) -> None:
     assert not api.is_stream_complete(tail)
-    assert not api.ends_with_error(tail)
+    assert not sse.is_error(tail)
 
 
 # Our error events, read by the official clients.
@@ -227,7 +228,7 @@ def messages_stream(body: bytes) -> Any:
 def test_the_official_client_raises_on_our_error_event(
     api: Api, read: Callable[[bytes], Any], raised: type[Exception]
 ) -> None:
-    body = api.heartbeat() + api.error_event(FAILED, "req_1")
+    body = api.heartbeat + api.error_event(FAILED, "req_1")
     with pytest.raises(raised, match=FAILED.message):
         list(read(body))
 
@@ -236,7 +237,7 @@ def test_the_official_client_raises_on_our_error_event(
 def test_our_error_event_does_not_complete_a_stream(api: Api) -> None:
     sent = api.error_event(FAILED, "req_1")
     assert not api.is_stream_complete(sent)
-    assert api.ends_with_error(sent)
+    assert sse.is_error(sent)
     assert api.classify_event(sent) is StreamEventKind.ERROR
 
 

@@ -30,7 +30,6 @@ from gateway.api.messages import (
     MessagesRewriter,
     NativeToMessagesRewriter,
     chat_request,
-    messages_as_chat,
 )
 from gateway.api.resuming import ReasoningEndMark, data_event
 from gateway.api.transcript import Transcript
@@ -233,7 +232,7 @@ def test_every_block_is_stopped_once(
     out = rewriter.rewrite({"content": "a", "stop": True, "stop_type": "limit"})
     assert shown(out) == [*expected, "message_delta", "message_stop"]
     assert values(out)[-2]["delta"]["stop_reason"] == "max_tokens"
-    ended = shown(MessagesRewriter(transcript, SPLICE_POINT).final_events("length", usage=False))
+    ended = shown(MessagesRewriter(transcript, SPLICE_POINT).final_events("length"))
     assert ended == [e for e in expected if e[0] == "stop" and e[1] in blocks] + [
         "message_delta",
         "message_stop",
@@ -254,7 +253,7 @@ def test_messages_become_the_chat_that_the_server_makes_of_them(
     content: object, expected: JsonObject | None
 ) -> None:
     message = {"role": "assistant", "content": content}
-    chat = messages_as_chat({"system": [TEXT], "messages": [message]})
+    chat = MESSAGES.chat_body({"system": [TEXT], "messages": [message]})
     system = {"role": "system", "content": "no"}
     assert chat == (expected and {"messages": [system, {"role": "assistant"} | expected]})
 
@@ -297,7 +296,8 @@ def test_a_stop_sequence_is_told_if_it_is_the_clients(
     assert others == [text, last]
     assert values(repaired) == [delta | {"delta": after}]
     message = {"type": "message", "content": [], **before}
-    assert msgspec.json.decode(repair.rewrite_body(msgspec.json.encode(message))) == message | after
+    repaired = run_at_once(repair.rewrite_body(msgspec.json.encode(message)))
+    assert msgspec.json.decode(repaired) == message | after
 
 
 def test_only_a_request_with_stop_sequences_is_repaired() -> None:
@@ -307,9 +307,9 @@ def test_only_a_request_with_stop_sequences_is_repaired() -> None:
     assert repair is not None
     odd = event({"type": "other", "stop_sequence": "a"})
     assert repair.rewrite_events(odd) == odd
-    assert repair.rewrite_body(b"no JSON") == b"no JSON"
+    assert run_at_once(repair.rewrite_body(b"no JSON")) == b"no JSON"
     untouched = b'{ "stop_reason": "end_turn", "stop_sequence": null }'
-    assert repair.rewrite_body(untouched) == untouched
+    assert run_at_once(repair.rewrite_body(untouched)) == untouched
 
 
 def test_a_stop_sequence_is_told_after_a_resumption_too() -> None:
@@ -587,7 +587,7 @@ def test_the_reason_is_told_in_anthropics_words(reason: Any, expected: str) -> N
     assert message_of(events)["stop_reason"] == expected
     plain = {**CHUNK, "choices": [{"finish_reason": reason, "message": {"content": "a"}}]}
     body = ChatToMessage().rewrite_body(msgspec.json.encode(plain | {"usage": USAGE}))
-    assert parse_object(body) == message_of(events)
+    assert parse_object(run_at_once(body)) == message_of(events)
 
 
 @each_case(
@@ -620,7 +620,7 @@ def test_an_event_that_is_no_chats_is_invalid(event: bytes) -> None:
         ChatToMessage().rewrite_events(event)
     for content in (b"{", b"{}", b'{"choices":[]}', b'{"choices":[{"message":7}]}'):
         with pytest.raises(InvalidResponse):
-            ChatToMessage().rewrite_body(content)
+            run_at_once(ChatToMessage().rewrite_body(content))
 
 
 def test_comments_stay() -> None:
@@ -702,7 +702,7 @@ def test_the_chat_gets_the_servers_own_answer(node: httpx.Client, body: JsonObje
     direct = node.post("/v1/messages", json=body).json()
     answer = node.post("/v1/chat/completions", json=as_chat(body))
     assert answer.status_code == 200, answer.text
-    ours = parse_object(ChatToMessage().rewrite_body(answer.content))
+    ours = parse_object(run_at_once(ChatToMessage().rewrite_body(answer.content)))
     for message in (direct, ours):
         usage = message["usage"]
         usage["input_tokens"] += usage.pop("cache_read_input_tokens")

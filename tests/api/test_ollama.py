@@ -13,7 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from gateway import errors
-from gateway.api.base import ModelSummary, ResponseRewriter, Translation
+from gateway.api.base import ModelSummary, ResponseRewriter, Translation, VisibleCatalog
 from gateway.api.json_values import (
     LONG_STRING_BYTES,
     MOST_MESSAGE_PARTS,
@@ -54,6 +54,11 @@ def translation(kind: TranslatedApi = OLLAMA_CHAT, **body: Any) -> Translation:
 
 def chatting(**body: Any) -> ResponseRewriter:
     return translation(**body).rewriter
+
+
+def plain(rewriter: ResponseRewriter, content: bytes) -> Any:
+    """What the client gets in place of a plain response."""
+    return json.loads(run_at_once(rewriter.rewrite_body(content)))
 
 
 def event(value: Any) -> bytes:
@@ -106,7 +111,7 @@ def test_a_chats_stream() -> None:
 def test_a_chats_plain_response() -> None:
     message = {"role": "assistant", "content": "Hello", "reasoning_content": "Hm."}
     content = {"choices": [{"message": message, "finish_reason": "length"}], "usage": USAGE}
-    found = json.loads(chatting().rewrite_body(json.dumps(content | {"timings": TIMINGS}).encode()))
+    found = plain(chatting(), json.dumps(content | {"timings": TIMINGS}).encode())
     assert found["message"] == {"role": "assistant", "content": "Hello", "thinking": "Hm."}
     assert (found["done"], found["done_reason"], found["eval_count"]) == (True, "length", 2)
 
@@ -171,7 +176,7 @@ def test_a_plain_responses_tool_calls() -> None:
     ]
     message = {"content": None, "tool_calls": calls}
     content = json.dumps({"choices": [{"message": message, "finish_reason": "tool_calls"}]})
-    found = json.loads(chatting().rewrite_body(content.encode()))
+    found = plain(chatting(), content.encode())
     functions = [one["function"] for one in found["message"]["tool_calls"]]
     assert [(one["name"], one["arguments"]) for one in functions] == [("a", {"b": 1}), ("c", {})]
 
@@ -227,15 +232,15 @@ def test_an_event_that_is_none_is_refused(data: bytes) -> None:
     with pytest.raises(InvalidResponse):
         chatting().rewrite_events(data)
     with pytest.raises(InvalidResponse):
-        chatting().rewrite_body(data[6:])
+        plain(chatting(), data[6:])
     with pytest.raises(InvalidResponse):
-        translation(OLLAMA_EMBED, input="a").rewriter.rewrite_body(data[6:])
+        plain(translation(OLLAMA_EMBED, input="a").rewriter, data[6:])
 
 
 def test_embeddings_come_in_the_order_of_their_texts() -> None:
     data = [{"index": 1, "embedding": [3.0, 4.0, 9.0]}, {"index": 0, "embedding": [1.0, 0.0, 0.0]}]
     content = json.dumps({"data": data, "usage": {"prompt_tokens": 5}}).encode()
-    found = json.loads(translation(OLLAMA_EMBED, input=["a", "b"]).rewriter.rewrite_body(content))
+    found = plain(translation(OLLAMA_EMBED, input=["a", "b"]).rewriter, content)
     assert found == {
         "model": "m",
         "embeddings": [[1.0, 0.0, 0.0], [3.0, 4.0, 9.0]],
@@ -244,24 +249,24 @@ def test_embeddings_come_in_the_order_of_their_texts() -> None:
         "prompt_eval_count": 5,
     }
     rewriter = translation(OLLAMA_EMBED, input=["a", "b"], dimensions=2).rewriter
-    assert json.loads(rewriter.rewrite_body(content))["embeddings"] == [[1.0, 0.0], [0.6, 0.8]]
+    assert plain(rewriter, content)["embeddings"] == [[1.0, 0.0], [0.6, 0.8]]
     rewriter = translation(OLLAMA_EMBEDDINGS).rewriter
-    assert json.loads(rewriter.rewrite_body(content)) == {"embedding": [1.0, 0.0, 0.0]}
+    assert plain(rewriter, content) == {"embedding": [1.0, 0.0, 0.0]}
 
 
 def test_large_responses_are_rewritten_in_steps_as_small_ones_are_at_once() -> None:
     vectors = [[float(at), 0.5] * 500 for at in range(300)]
     data = [{"index": 299 - at, "embedding": one} for at, one in enumerate(vectors)]
     content = json.dumps({"data": data}, separators=(",", ":")).encode()
-    steps = translation(OLLAMA_EMBED, input=["a"]).rewriter.rewrite_in_steps(content)
+    steps = translation(OLLAMA_EMBED, input=["a"]).rewriter.rewrite_body(content)
     assert len(list(steps)) > 5
     rewriter = translation(OLLAMA_EMBED, input=["a"]).rewriter
-    assert json.loads(rewriter.rewrite_body(content))["embeddings"] == vectors[::-1]
+    assert plain(rewriter, content)["embeddings"] == vectors[::-1]
     likely = [{"id": 1, "token": "t", "logprob": -0.5, "top_logprobs": [{"token": "t"}]}] * 2000
     choice = {"message": {"content": "t"}, "logprobs": {"content": likely}, "finish_reason": "stop"}
     content = json.dumps({"choices": [choice]}).encode()
-    assert len(list(chatting().rewrite_in_steps(content))) == 4
-    assert len(json.loads(chatting().rewrite_body(content))["logprobs"]) == 2000
+    assert len(list(chatting().rewrite_body(content))) == 4
+    assert len(plain(chatting(), content)["logprobs"]) == 2000
 
 
 def test_an_error_is_a_text_with_the_clients_names_of_fields() -> None:
@@ -277,29 +282,21 @@ def test_an_error_is_a_text_with_the_clients_names_of_fields() -> None:
 
 
 def test_a_heartbeat_is_no_line() -> None:
-    assert OLLAMA_CHAT.heartbeat().isspace()
-    assert b"\n" not in OLLAMA_CHAT.heartbeat()
+    assert OLLAMA_CHAT.heartbeat.isspace()
+    assert b"\n" not in OLLAMA_CHAT.heartbeat
 
 
-class Catalog:
-    """A catalog of given models."""
+def page(path: str, **body: Any) -> Any:
+    """A page about two models."""
 
-    def __init__(self, *models: ModelSummary) -> None:
-        self._models = list(models)
-
-    def models(self) -> list[ModelSummary]:
-        return self._models
-
-    def model(self, name: str | None) -> ModelSummary:
-        for one in self._models:
+    def model(name: str | None) -> ModelSummary:
+        for one in (KNOWN, UNKNOWN):
             if one.name == name:
                 return one
         raise errors.model_not_found(str(name), [])
 
-
-def page(path: str, catalog: Catalog, **body: Any) -> Any:
     [found] = [one for one in PAGES if one.path == path]
-    return found.respond(catalog, body)
+    return found.respond(VisibleCatalog([KNOWN, UNKNOWN], model), body)
 
 
 KNOWN = ModelSummary(
@@ -310,8 +307,7 @@ UNKNOWN = ModelSummary("u", 10**9, {"embeddings"}, is_up=False, on_gpu=False)
 
 
 def test_pages_about_models() -> None:
-    catalog = Catalog(KNOWN, UNKNOWN)
-    known, unknown = page("/api/tags", catalog)["models"]
+    known, unknown = page("/api/tags")["models"]
     assert (known["name"], known["size"], known["modified_at"]) == ("m", 4_000, CREATED)
     assert (known["details"]["parameter_size"], unknown["details"]["parameter_size"]) == (
         "7.2B",
@@ -321,20 +317,20 @@ def test_pages_about_models() -> None:
     assert known["capabilities"] == ["completion", "tools", "insert"]
     assert len(known["digest"]) == len(unknown["digest"]) == 64
     assert known["digest"] != unknown["digest"]
-    [loaded] = page("/api/ps", catalog)["models"]
+    [loaded] = page("/api/ps")["models"]
     assert (loaded["size_vram"], loaded["context_length"]) == (4_000, 4096)
-    shown = page("/api/show", catalog, name="u")
+    shown = page("/api/show", name="u")
     assert shown["capabilities"] == ["embedding"]
     assert shown["model_info"] == {"general.architecture": "llama"}
-    info = page("/api/show", catalog, model="m")["model_info"]
+    info = page("/api/show", model="m")["model_info"]
     assert info["llama.context_length"] == 4096
-    assert page("/api/show", catalog, model="m:latest") == page("/api/show", catalog, model="m")
+    assert page("/api/show", model="m:latest") == page("/api/show", model="m")
     for name in ("nobody", "nobody:latest"):
         with pytest.raises(GatewayError, match="'nobody'"):
-            page("/api/show", catalog, model=name)
+            page("/api/show", model=name)
     with pytest.raises(GatewayError, match="'name' must be a string"):
-        page("/api/show", catalog, name=5)
-    assert page("/", catalog) == "Ollama is running"
+        page("/api/show", name=5)
+    assert page("/") == "Ollama is running"
 
 
 PNG = base64.b64encode(b"\x89PNG\r\n\x1a\n" + b"pixels" * 20).decode()

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from gateway.api import sse
 from gateway.api.base import AssemblyError, ResponseRewriter
-from gateway.api.json_values import FIELDS_DECODER, parse_object
+from gateway.api.json_values import FIELDS_DECODER, parse_object, run_at_once
 from gateway.api.responses import (
     MOST_ITEMS,
     RESPONSES,
@@ -20,7 +20,6 @@ from gateway.api.responses import (
     ResponseLimits,
     ResponsesRepair,
     read_response,
-    response_as_chat,
 )
 from gateway.api.resuming import ReasoningEndMark, named_event
 from gateway.api.transcript import EventTemplate, SplicePoint, Transcript
@@ -198,7 +197,7 @@ def test_a_response_that_was_cut_off_is_incomplete(
     last = rewritten(repair(events=events, limits=limits), TEXT)[-1]
     plain = parse_object(sse.payload(TEXT[-1]))["response"]
     body = repair(events=events, limits=limits).rewrite_body(msgspec.json.encode(plain))
-    for response in (last["response"], parse_object(body)):
+    for response in (last["response"], parse_object(run_at_once(body))):
         assert response["status"] == ("incomplete" if cut_off else "completed")
         assert response["output"][-1]["status"] == response["status"]
         details = {"reason": "max_output_tokens"} if cut_off else None
@@ -224,7 +223,7 @@ def test_what_is_switched_off_passes_untouched() -> None:
         assert off.rewrite_events(event) is event
         assert status_only.rewrite_events(event) == event
     body = b'{"object": "response", "status": "completed", "usage": {"output_tokens": 100}}'
-    assert off.rewrite_body(body) is body
+    assert run_at_once(off.rewrite_body(body)) is body
 
 
 def test_what_is_no_such_event_passes_untouched() -> None:
@@ -233,7 +232,7 @@ def test_what_is_no_such_event_passes_untouched() -> None:
     error = b'event: error\ndata: {"type":"error","sequence_number":0,"message":"no"}\n\n'
     for event in (b":\n", error, b"data: [DONE]\n\n", b'data: {"type":7}\n\n', b"data: {\n\n"):
         assert rewriter.rewrite_events(event) == event
-    assert rewriter.rewrite_body(b"no JSON") == b"no JSON"
+    assert run_at_once(rewriter.rewrite_body(b"no JSON")) == b"no JSON"
 
 
 def test_comments_stay_in_front_of_their_event() -> None:
@@ -319,8 +318,8 @@ def test_the_limits_are_those_of_the_body_and_the_node(
     rewriter = rewriter_of(body, node)
     assert rewriter is not None
     plain = parse_object(sse.payload(TEXT[-1]))["response"]
-    told = parse_object(rewriter.rewrite_body(msgspec.json.encode(plain)))["status"]
-    assert told == ("incomplete" if cut_off else "completed")
+    told = run_at_once(rewriter.rewrite_body(msgspec.json.encode(plain)))
+    assert parse_object(told)["status"] == ("incomplete" if cut_off else "completed")
 
 
 @pytest.mark.parametrize(
@@ -573,7 +572,7 @@ def test_an_input_is_written_as_a_chat() -> None:
         {"type": "message", "role": "assistant", "id": "m", "content": [part]},
         {"role": "developer", "content": [{"type": "input_text", "text": "c"}]},
     ]
-    chat = response_as_chat({"input": given, "instructions": "i", "max_output_tokens": 3})
+    chat = RESPONSES.chat_body({"input": given, "instructions": "i", "max_output_tokens": 3})
     assert chat == {
         "messages": [
             {"role": "system", "content": "i"},
@@ -582,7 +581,7 @@ def test_an_input_is_written_as_a_chat() -> None:
             {"role": "developer", "content": [{"type": "text", "text": "c"}]},
         ]
     }
-    assert response_as_chat({"input": "a"}) == {"messages": [{"role": "user", "content": "a"}]}
+    assert RESPONSES.chat_body({"input": "a"}) == {"messages": [{"role": "user", "content": "a"}]}
 
 
 def test_deltas_are_read_by_their_template() -> None:
@@ -630,7 +629,7 @@ def test_ends_that_were_sent_are_not_sent_again() -> None:
     done = {"type": "response.output_text.done", "item_id": "msg_1", "text": "a"}
     transcript = read(ADDED, text("a"), done)
     assert transcript.finish_reason == "stop"
-    found = events_of(NativeToResponsesRewriter(transcript, POINT).final_events("stop", usage=True))
+    found = events_of(NativeToResponsesRewriter(transcript, POINT).final_events("stop"))
     assert [value["type"].removeprefix("response.") for value in found] == [
         "content_part.done", "output_item.done", "completed",
     ]  # fmt: skip

@@ -178,8 +178,8 @@ def test_a_chat_becomes_a_completion_of_its_rendered_prompt() -> None:
 
 def final_events(api: Api, transcript: Transcript, reason: str) -> bytes:
     assert api.event_rewriter is not None
-    rewriter: EventRewriter = api.event_rewriter(transcript, SPLICE_POINT)
-    return rewriter.final_events(reason, usage=True)
+    rewriter: EventRewriter = api.event_rewriter(transcript, SPLICE_POINT, usage=True)
+    return rewriter.final_events(reason)
 
 
 @each_case(

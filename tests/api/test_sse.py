@@ -21,6 +21,7 @@ from gateway.api.sse import (
     EventFramer,
     check_utf8,
     event_name,
+    is_error,
     last_events,
     payload,
     split,
@@ -176,7 +177,7 @@ def test_the_matcher_finds_what_parsing_would(
         for event in split(ordinary):
             assert payload(event).startswith(b"{"), "it looks like an object"
             assert payload(event).endswith(b"}")
-            assert not api.ends_with_error(event)
+            assert not is_error(event)
             assert not api.is_terminal_event(event) or api.terminal_mark_nested
         out += passed
     assert parsed(out) == parsed(stream)

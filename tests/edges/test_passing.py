@@ -36,7 +36,9 @@ class Edge:
 def passed_on(brain: Running) -> list[object]:
     """The connections at the brain on which requests are passed on."""
     assert brain.gateway.public_listener is not None
-    return [one for one in brain.gateway.public_listener.connections if one._origin is not None]
+    connections = brain.gateway.public_listener.connections
+    # Their sockets have no address.
+    return [one for one in connections if not one.transport.get_extra_info("peername")]
 
 
 @asynccontextmanager

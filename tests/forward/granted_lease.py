@@ -6,10 +6,7 @@ from typing import Any
 
 from gateway.lease import ExpectedReading, GrantedLease, NodeInfo
 from gateway.request.preparation import Request
-from gateway.terms import Caller, Priority
 from tests.lease_requests import a_lease_request
-
-CALLER = Caller("c", "c", Priority.NORMAL)
 
 
 def a_node_info(name: str = "a", **keys: Any) -> NodeInfo:
@@ -42,7 +39,6 @@ def a_proxy_request(received_at: float = 0.0, body: bytes = b"{}", **keys: Any) 
         "req_1",
         "req_1",
         "/v1/chat/completions",
-        CALLER,
         received_at,
         a_lease_request(**{"stream": True, **keys}),
         header_lines=b"content-type: application/json\r\n",

@@ -16,7 +16,6 @@ from gateway.forward.attempt_ends import MOST_QUARANTINED, Quarantine
 from gateway.forward.in_flight import PROGRESS_TOKENS
 from gateway.lease import KeyedHash
 from gateway.request.preparation import Request
-from gateway.terms import Caller, Priority
 from tests.each_case import each_case
 from tests.emulator import EmulatedNode
 from tests.emulator.generation import TokenTally
@@ -483,12 +482,10 @@ def refusal(
 def asking(text: str) -> Request:
     lease_request = a_request()
     name, bodies = lease_request.id, {"demo": text.encode()}
-    caller = Caller("c", "c", Priority.NORMAL)
     return Request(
         name,
         name,
         "/v1/chat/completions",
-        caller,
         0.0,
         lease_request,
         bodies=bodies,

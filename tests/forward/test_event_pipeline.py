@@ -56,7 +56,7 @@ def check_failed(path: str, reply: Stream, text: str | None = None) -> None:
     assert len(reply.errors) == 1, reply.body[-500:]
     *_, last = reply.events
     api = ROUTES[path].api
-    assert api.ends_with_error(last)
+    assert sse.is_error(last)
     assert not api.is_stream_complete(reply.body)
     assert b"[DONE]" not in reply.body
     value = reply.values[-1]
@@ -311,30 +311,6 @@ async def test_a_nodes_comments_pass_in_the_gateways_form(tmp_path: Path) -> Non
         assert not re.search(rb"(?:\A|\n):[^\n]*\n\r?\n", reply.body)
 
 
-@pytest.mark.parametrize("path", GENERATION_PATHS)
-@in_virtual_time
-async def test_after_a_heartbeat_a_nodes_error_is_an_event_with_its_code(
-    tmp_path: Path, path: str
-) -> None:
-    one = EmulatedNode(slots=1, decode_tps=50, answer_tokens=20)
-    async with proxy_over(tmp_path, one, heartbeat=0.05) as proxy:
-        running = asyncio.create_task(proxy.stream())
-        await until(lambda: one.busy == 1)
-        one.faults.next("status", status=400)
-        reply = await proxy.stream(path)
-        assert reply.status == 200
-        assert reply.body.startswith(ROUTES[path].api.heartbeat())
-        assert ROUTES[path].api.ends_with_error(reply.events[-1])
-        assert [error["message"] for error in reply.errors] == ["Bad request"]
-        assert (await running).errors == []
-        await proxy.settled()
-        assert {(record.path, record.status) for record in proxy.finished} == {
-            (GENERATION_PATHS[0], 200),
-            (path, 400),
-        }
-        assert one.requests == 2
-
-
 @in_virtual_time
 async def test_the_end_of_one_of_several_answers_does_not_end_the_stream(tmp_path: Path) -> None:
     one = EmulatedNode(slots=2, answer_tokens=8)
@@ -480,13 +456,14 @@ async def test_tokens_that_were_asked_for_and_never_came_are_no_error_either(
 
 @pytest.mark.parametrize("path", GENERATION_PATHS)
 @pytest.mark.parametrize("after", [0, 3])
+@pytest.mark.parametrize("written", [OLD_ERROR, b'data:{"error":{"message":"out of luck"}}\n\n'])
 @in_virtual_time
-async def test_an_error_line_of_an_old_server_is_its_error_in_its_words(
-    tmp_path: Path, path: str, after: int
+async def test_an_error_however_it_is_written_is_told_in_the_nodes_words(
+    tmp_path: Path, path: str, after: int, written: bytes
 ) -> None:
     one = EmulatedNode(answer_tokens=20, decode_tps=100.0)
     async with proxy_over(tmp_path, one, resume="off", retries={"attempts": 1}) as proxy:
-        one.faults.next("insert", after_events=after + 2, data=OLD_ERROR)
+        one.faults.next("insert", after_events=after + 2, data=written)
         reply = await proxy.stream(path)
         if reply.status == 200:
             (error,) = reply.errors

@@ -123,18 +123,6 @@ async def test_a_refused_connection_takes_the_node_down_at_once(tmp_path: Path) 
 
 
 @in_virtual_time
-async def test_a_connection_closed_in_the_instant_of_its_reuse_is_no_attempt(
-    tmp_path: Path,
-) -> None:
-    async with proxy_over(tmp_path, one := EmulatedNode()) as proxy:
-        await proxy.ask()
-        one.faults.next("stale")
-        reply = await proxy.ask()
-        assert (reply.status_code, reply.headers["x-gateway-attempts"]) == (200, "1")
-        assert proxy.node("a").failures == 0
-
-
-@in_virtual_time
 async def test_a_retry_goes_to_another_host_if_there_is_one(tmp_path: Path) -> None:
     servers = [EmulatedNode() for _ in range(3)]
     nodes = ({"speed_hint": 100.0, "host": "x"}, {"speed_hint": 50.0, "host": "x"}, {"host": "y"})

@@ -269,22 +269,16 @@ async def test_a_node_that_refuses_a_begun_message_continues_it_as_a_completion(
         assert [seen.path for seen in two.seen if seen.path in PATHS] == [path, "/completion"]
 
 
+@pytest.mark.parametrize(
+    ("settings", "after"), [({"resume": "off"}, AFTER), ({"limits": {"resume_bytes": 1000}}, 1500)]
+)
 @in_virtual_time
-async def test_resuming_can_be_switched_off(tmp_path: Path) -> None:
+async def test_resuming_can_be_switched_off_and_needs_the_whole_transcript(
+    tmp_path: Path, settings: dict[str, Any], after: int
+) -> None:
     one, two = nodes()
-    async with proxy_over(tmp_path, one, two, nodes=A_FIRST, resume="off") as proxy:
-        one.faults.next("reset", after_events=AFTER)
-        check_failed("/v1/chat/completions", await proxy.stream())
-        assert two.requests == 0
-
-
-@in_virtual_time
-async def test_a_response_longer_than_the_transcript_is_not_resumed(tmp_path: Path) -> None:
-    one, two = nodes(answer_tokens=2000)
-    async with proxy_over(
-        tmp_path, one, two, nodes=A_FIRST, limits={"resume_bytes": 1000}
-    ) as proxy:
-        one.faults.next("reset", after_events=1500)
+    async with proxy_over(tmp_path, one, two, nodes=A_FIRST, **settings) as proxy:
+        one.faults.next("reset", after_events=after)
         check_failed("/v1/chat/completions", await proxy.stream())
         assert two.requests == 0
 

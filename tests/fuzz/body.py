@@ -16,6 +16,7 @@ import msgspec
 
 from gateway.api.json_values import run_at_once
 from gateway.api.ollama import OLLAMA_CHAT, OLLAMA_EMBED, OLLAMA_GENERATE
+from gateway.callers.limits import Accounts
 from gateway.config.listeners import LimitSettings
 from gateway.config.routing import ModelRule
 from gateway.errors import GatewayError
@@ -64,7 +65,7 @@ _EDITED = frozenset({
 })  # fmt: skip
 """Fields that edits may change (docs/reference)."""
 
-_CALLER = Caller("c", "c", Priority.URGENT)
+_CALLER = Accounts(Caller("c", "c", Priority.URGENT))
 
 
 def outline_of(body: bytes, sizes: ScanSizes = DEFAULT_SIZES) -> JsonOutline | GatewayError:

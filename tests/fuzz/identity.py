@@ -104,7 +104,7 @@ class Listener:
                 return
             assert error.status != 401 or len(owners) > 1 or len(presented) > 4
             return
-        caller = context.caller
+        caller = context.accounts.caller
         if self.settings.keys:
             assert len(owners) == 1, "somebody was let in without a key"
             assert caller.id == next(iter(owners))

@@ -99,7 +99,7 @@ def _check_ordinary(event: bytes, api: Api) -> None:
     assert data.startswith(b"{")
     assert data.endswith(b"}")
     # Where errors have a name of their own, an event of another name may begin as they do.
-    assert not api.ends_with_error(event) or sse.event_name(event) not in {b"", b"error"}
+    assert not sse.is_error(event) or sse.event_name(event) not in {b"", b"error"}
     assert api.terminal_mark_nested or not api.is_terminal_event(event)
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import ssl
 import time
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
@@ -13,7 +12,6 @@ from pathlib import Path
 import pytest
 import trustme
 
-from gateway.config.listeners import TlsFiles
 from gateway.http.certificates import (
     CertificateError,
     ListenerCertificates,
@@ -22,48 +20,18 @@ from gateway.http.certificates import (
     load_certificate,
 )
 from tests.gateways import until
+from tests.http.authority import issue, shown
 from tests.virtual import in_virtual_time
-
-
-def issue(authority: trustme.CA, folder: Path, name: str, **more: object) -> TlsFiles:
-    """Write a new certificate with its key, as a renewal does."""
-    own = authority.issue_cert("127.0.0.1", common_name=name, **more)  # type: ignore[arg-type]
-    cert, key = folder / "cert.pem", folder / "key.pem"
-    own.private_key_pem.write_to_path(key)
-    cert.write_bytes(b"".join(pem.bytes() for pem in own.cert_chain_pems))
-    return TlsFiles(cert=cert, key=key)
 
 
 @asynccontextmanager
 async def served(certificate: ServerCertificate) -> AsyncIterator[int]:
-    """A TLS server that answers each line with the same line; its port."""
-
-    async def answer(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        while line := await reader.readline():
-            writer.write(line)
-        writer.close()
-
-    server = await asyncio.start_server(answer, "127.0.0.1", 0, ssl=certificate.context)
+    """A TLS server that says nothing; its port."""
+    server = await asyncio.start_server(
+        lambda _, writer: writer.close(), "127.0.0.1", 0, ssl=certificate.context
+    )
     async with server:
         yield server.sockets[0].getsockname()[1]
-
-
-async def connected(
-    authority: trustme.CA, port: int
-) -> tuple[str, asyncio.StreamReader, asyncio.StreamWriter]:
-    """A connection, and the common name of the certificate that it was shown."""
-    context = ssl.create_default_context()
-    authority.configure_trust(context)
-    reader, writer = await asyncio.open_connection("127.0.0.1", port, ssl=context)
-    subject = dict(pair for (pair,) in writer.get_extra_info("peercert")["subject"])
-    return subject["commonName"], reader, writer
-
-
-async def shown(authority: trustme.CA, port: int) -> str:
-    name, _, writer = await connected(authority, port)
-    writer.close()
-    await writer.wait_closed()
-    return name
 
 
 @pytest.mark.parametrize("broken", ["other key", "half", "gone", "empty", "encrypted"])
@@ -86,11 +54,11 @@ async def test_a_renewal_that_can_not_be_used_changes_nothing_and_is_told(
         await certificate.renew()
     assert str(files.cert) in str(certificate.error)
     async with served(certificate) as port:
-        assert await shown(authority, port) == "first"
+        assert await shown(port, authority) == "first"
         issue(authority, tmp_path, "second")
         await certificate.renew()
         assert certificate.error is None
-        assert await shown(authority, port) == "second"
+        assert await shown(port, authority) == "second"
 
 
 def test_the_expiry_is_that_of_the_first_certificate(tmp_path: Path, authority: trustme.CA) -> None:
@@ -102,8 +70,6 @@ def test_the_expiry_is_that_of_the_first_certificate(tmp_path: Path, authority: 
 async def test_the_certificates_of_both_listeners_are_renewed_on_their_own(
     tmp_path: Path, authority: trustme.CA
 ) -> None:
-    for name in ("a", "b"):
-        (tmp_path / name).mkdir()
     public, admin = issue(authority, tmp_path / "a", "a"), issue(authority, tmp_path / "b", "b")
     both = ListenerCertificates({"listen.tls": public, "admin.tls": admin, "other": None})
     assert both.context_of("other") is None

@@ -17,20 +17,17 @@ import trustme
 from gateway.callers.keys import new_key
 from tests.emulator import EmulatedNode
 from tests.gateways import Running, running_gateway, until
-from tests.http.authority import trusting
+from tests.http.authority import issue, shown, trusting
 
 pytestmark = pytest.mark.usefixtures("hurried")
 
 CHAT = {"messages": [{"role": "user", "content": "Hello"}], "max_tokens": 2}
 
 
-def issue(authority: trustme.CA, folder: Path, name: str) -> dict[str, str]:
-    """Write a new certificate with its key, as a renewal does; the settings for it."""
-    folder.mkdir(exist_ok=True)
-    own = authority.issue_cert("127.0.0.1", common_name=name)
-    own.private_key_pem.write_to_path(folder / "key.pem")
-    own.cert_chain_pems[0].write_to_path(folder / "cert.pem")
-    return {"cert": str(folder / "cert.pem"), "key": str(folder / "key.pem")}
+def tls_of(authority: trustme.CA, folder: Path, name: str) -> dict[str, str]:
+    """The settings for a new certificate."""
+    files = issue(authority, folder, name)
+    return {"cert": str(files.cert), "key": str(files.key)}
 
 
 def client(url: str, authority: trustme.CA, key: str | None = None) -> httpx.AsyncClient:
@@ -45,21 +42,15 @@ def client(url: str, authority: trustme.CA, key: str | None = None) -> httpx.Asy
     )
 
 
-async def shown(url: str, authority: trustme.CA) -> str:
-    """The common name of the certificate that a new connection is shown."""
-    host, port = url.removeprefix("https://").split(":")
-    _, writer = await asyncio.open_connection(host, int(port), ssl=trusting(authority))
-    subject = dict(pair for (pair,) in writer.get_extra_info("peercert")["subject"])
-    writer.close()
-    await writer.wait_closed()
-    return str(subject["commonName"])
+def port_of(url: str) -> int:
+    return int(url.rpartition(":")[2])
 
 
 @asynccontextmanager
 async def shown_as(url: str, authority: trustme.CA, name: str) -> AsyncIterator[None]:
     """Wait until new connections are shown the certificate of this name."""
     async with asyncio.timeout(30):
-        while await shown(url, authority) != name:  # noqa: ASYNC110 - there is no event
+        while await shown(port_of(url), authority) != name:  # noqa: ASYNC110 - there is no event
             await asyncio.sleep(0.05)
     yield
 
@@ -72,8 +63,8 @@ async def test_both_listeners_show_a_renewed_certificate_and_drop_no_connection(
     tmp_path: Path, authority: trustme.CA
 ) -> None:
     settings = {
-        "listen": {"tls": issue(authority, tmp_path / "public", "public-1")},
-        "admin": {"tls": issue(authority, tmp_path / "admin", "admin-1")},
+        "listen": {"tls": tls_of(authority, tmp_path / "public", "public-1")},
+        "admin": {"tls": tls_of(authority, tmp_path / "admin", "admin-1")},
     }
     async with (
         EmulatedNode() as node,
@@ -82,7 +73,7 @@ async def test_both_listeners_show_a_renewed_certificate_and_drop_no_connection(
         client(running.admin_url, authority) as admin,
     ):
         before = (await public.get("/health"), await admin.get("/health"))
-        assert await shown(running.url, authority) == "public-1"
+        assert await shown(port_of(running.url), authority) == "public-1"
         issue(authority, tmp_path / "public", "public-2")
         issue(authority, tmp_path / "admin", "admin-2")
         async with (
@@ -113,7 +104,7 @@ async def test_both_listeners_show_a_renewed_certificate_and_drop_no_connection(
 async def test_a_broken_renewal_changes_nothing_and_is_told(
     tmp_path: Path, authority: trustme.CA, way: str
 ) -> None:
-    settings = {"admin": {"tls": issue(authority, tmp_path / "admin", "first")}}
+    settings = {"admin": {"tls": tls_of(authority, tmp_path / "admin", "first")}}
     async with (
         EmulatedNode() as node,
         running_gateway(tmp_path, [node.url], settings) as running,
@@ -130,7 +121,7 @@ async def test_a_broken_renewal_changes_nothing_and_is_told(
             assert answer.json()["problems"][0]["key"] == "admin.tls"
         certificates = running.gateway.certificates
         await until(lambda: certificates.error is not None)
-        assert await shown(running.admin_url, authority) == "first"
+        assert await shown(port_of(running.admin_url), authority) == "first"
         status = (await admin.get("/admin/status")).json()
         assert status["certificate_error"].startswith("admin.tls: ")
         assert "key.pem" in status["certificate_error"]
@@ -200,7 +191,7 @@ async def test_a_node_is_reached_with_the_renewed_client_certificate(
     authority.configure_trust(context)
     context.verify_mode = ssl.CERT_REQUIRED
     authority.cert_pem.write_to_path(tmp_path / "ca.pem")
-    own = issue(authority, tmp_path / "own", "gateway-1")
+    own = tls_of(authority, tmp_path / "own", "gateway-1")
     async with EmulatedNode() as node, behind_tls(node, context) as (url, names):
         spec = {"name": "a", "url": url, "tls": {"ca": str(tmp_path / "ca.pem"), **own}}
         async with running_gateway(tmp_path, [spec]) as running:

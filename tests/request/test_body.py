@@ -6,7 +6,7 @@ import asyncio
 import contextlib
 import json
 import time
-from collections.abc import Generator
+from collections.abc import Callable, Generator
 from typing import Any
 
 import msgspec
@@ -426,13 +426,18 @@ async def test_all_work_together_takes_one_step_in_each_turn_of_the_loop() -> No
     assert len(set(turns)) == 15, "two steps in one turn"
 
 
+def step(work: Callable[[], Any]) -> Generator[None, None, Any]:
+    yield from ()
+    return work()
+
+
 async def test_work_of_one_step_waits_its_turn_like_any_other() -> None:
     turns: list[int] = []
     slicer, long = TimeSlicer(), Work(3, turns)
     order: list[str] = []
 
     async def one(name: str) -> None:
-        await slicer.run_once(lambda: order.append(name))
+        await slicer.run(step(lambda: order.append(name)))
 
     await asyncio.gather(slicer.run(long.run()), one("a"), one("b"))
     assert order == ["a", "b"]
@@ -447,7 +452,7 @@ async def test_an_error_ends_the_work_and_lets_the_next_run() -> None:
 
     with pytest.raises(ValueError, match="no"):
         await slicer.run(fails())
-    assert await slicer.run_once(lambda: 7) == 7
+    assert await slicer.run(step(lambda: 7)) == 7
 
 
 async def test_cancelled_work_is_closed_and_blocks_nobody() -> None:
@@ -460,4 +465,4 @@ async def test_cancelled_work_is_closed_and_blocks_nobody() -> None:
     await asyncio.gather(running, return_exceptions=True)
     assert work.closed
     assert len(work.turns) < 1000
-    assert await slicer.run_once(lambda: 7) == 7
+    assert await slicer.run(step(lambda: 7)) == 7

@@ -36,16 +36,6 @@ def result(body: dict[str, Any], *rules: ModelRule, **bounds: Any) -> dict[str, 
     return value
 
 
-PLAIN = (
-    b'{ "model":"a",  "messages":[ {"role":"user", "content":"\\u00e9 \xc3\xa9"} ],'
-    b'"temperature":0.10, "seed":12345678901234567890, "x":null, "priority":3}'
-)
-
-
-def test_a_body_that_needs_no_edit_stays_as_it_is() -> None:
-    assert edited(PLAIN) is PLAIN
-
-
 @pytest.mark.parametrize("field", ["id_slot", "lora"])
 def test_fields_that_choose_a_slot_or_an_adapter_are_removed(field: str) -> None:
     values: tuple[Any, ...] = (0, -1, None, [], {"id": 1}, "x")

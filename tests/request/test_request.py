@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -10,14 +11,17 @@ import msgspec
 import pytest
 
 from gateway.api.json_values import run_at_once
+from gateway.callers.limits import Accounts, LimitBook
+from gateway.config.keys import LimitSpec
 from gateway.config.listeners import LimitSettings
 from gateway.config.routing import ModelRule
+from gateway.config.settings import Settings
 from gateway.errors import GatewayError
 from gateway.events import RequestRecord
 from gateway.nodes.model_index import ModelIndex
 from gateway.request.body import (
     LARGE_BODY_BYTES,
-    TimeSlicer,
+    Body,
     bytes_to_parse,
     parse_body,
     read_large_body,
@@ -27,9 +31,9 @@ from gateway.request.preparation import (
     MOST_PROMPTS_BYTES,
     MOST_REPEATED_BYTES,
     MOST_TARGETS,
-    AnyTokens,
     IncomingRequest,
     ModelAliases,
+    PromptList,
     Request,
     RequestRules,
     ResolvedModel,
@@ -62,7 +66,6 @@ def prepared(
     known: tuple[str, ...] = ("demo",),
     caller: Caller = ANYONE,
     paused: frozenset[str] = frozenset(),
-    most_of_caller: int | None = None,
     **limits: Any,
 ) -> Request:
     data = body if isinstance(body, bytes) else json.dumps(body).encode()
@@ -72,11 +75,10 @@ def prepared(
         route=ROUTES[path],
         body=data,
         sender=Sender(
-            caller,
+            LimitBook(Settings()).accounts(caller),
             b"accept: */*\r\n",
             client_timeout=client_timeout,
             plain_client_timeout=client_timeout,
-            limits=AnyTokens(most_of_caller),
         ),
         received_at=100.0,
     )
@@ -240,7 +242,8 @@ def test_the_most_tokens_are_known_if_the_body_says_so(
 def test_an_answer_is_as_long_as_the_settings_and_the_callers_limits_allow(
     of_all: int | None, of_caller: int, most: int
 ) -> None:
-    one = prepared({"max_tokens": 100}, most_of_caller=of_caller, max_tokens=of_all)
+    caller = replace(ANYONE, limits=LimitSpec(completion_tokens=of_caller))
+    one = prepared({"max_tokens": 100}, caller=caller, max_tokens=of_all)
     assert one.lease_request.size.max_tokens == most
 
 
@@ -384,7 +387,7 @@ def aliases(catalog: ModelIndex = SERVED, /, **rules: ModelRule) -> ModelAliases
 
 
 def a_sender(models: frozenset[str] | None = None) -> Sender:
-    return Sender(Caller("c", "c", Priority.URGENT, models=models))
+    return Sender(Accounts(replace(ANYONE, models=models)))
 
 
 def test_a_chosen_model_is_kept_until_nodes_serve_other_models() -> None:
@@ -508,26 +511,32 @@ def test_prompts_are_counted_as_the_server_counts_them(prompt: Any, count: int) 
     assert len(split_prompts(raw(prompt, indent=100))) == count
 
 
-def made(body: dict[str, Any], **limits: Any) -> Any:
-    data = json.dumps(body).encode()
-    settings = LimitSettings(**limits)
-    whole: Any = data
+def rules_of(**limits: Any) -> RequestRules:
+    index = ModelIndex()
+    index.set_nodes([a_node(model=["demo"])])
+    return RequestRules(LimitSettings(**limits), ModelAliases({}, index), None)
+
+
+def made(body: dict[str, Any], **limits: Any) -> PromptList | None:
+    data, rules = json.dumps(body).encode(), rules_of(**limits)
+    whole: Body = data
     if len(data) >= LARGE_BODY_BYTES:
-        whole = run_at_once(read_large_body(data, settings))
-    return parse_prompt_list(whole, raw(body["prompt"]), settings, as_it_is)
-
-
-def as_it_is(_: int, part: bytes) -> Any:
-    yield
-    return part
+        whole = run_at_once(read_large_body(data, rules.limits))
+    incoming = IncomingRequest(
+        "a", "b", ROUTES["/v1/completions"], whole, Sender(Accounts(ANYONE)), 0.0
+    )
+    return parse_prompt_list(incoming, raw(body["prompt"]), Priority.NORMAL, rules)
 
 
 @pytest.mark.parametrize("length", [1, LARGE_BODY_BYTES])
-async def test_each_prompt_is_sent_with_all_other_fields(length: int) -> None:
-    body = {"model": "a", "prompt": ["b" * length, [1, 2]], "seed": 7}
+def test_each_prompt_is_sent_with_all_other_fields(length: int) -> None:
+    body: dict[str, Any] = {"model": "demo", "prompt": ["b" * length, [1, 2]], "seed": 7}
     found = made(body)
-    parts = [json.loads(await found.sub_request(index, TimeSlicer())) for index in range(2)]
-    assert parts == [{**body, "prompt": "b" * length}, {**body, "prompt": [1, 2]}]
+    assert found is not None
+    for index, prompt in enumerate(body["prompt"]):
+        [part] = run_at_once(found.sub_request(index)).bodies.values()
+        sent = part if isinstance(part, bytes) else part.to_bytes()
+        assert json.loads(sent) == {**body, "prompt": prompt}
 
 
 @pytest.mark.parametrize("length", [1, LARGE_BODY_BYTES])
@@ -557,13 +566,10 @@ def test_fields_repeated_with_each_prompt_are_bounded() -> None:
 
 def read(path: str, body: bytes, *, patient: bool = False) -> Request:
     """The request of a body that came as it is."""
-    sender = Sender(ANYONE, patient=patient)
+    sender = Sender(Accounts(ANYONE), patient=patient)
     incoming = IncomingRequest("a", "b", ROUTES[path], body, sender, 0.0)
-    index = ModelIndex()
-    index.set_nodes([a_node(model=["demo"])])
-    rules = RequestRules(LimitSettings(), ModelAliases({}, index), None)
     record = RequestRecord("b", path)
-    return read_request(incoming, record, rules, lambda _: Priority.BATCH)
+    return read_request(incoming, record, rules_of(), lambda _: Priority.BATCH)
 
 
 def test_nodes_get_no_byte_order_mark() -> None:
@@ -578,5 +584,5 @@ def test_of_a_stored_request_with_several_prompts_none_gives_its_slot_away_by_it
         True,
     )
     assert request.prompt_list is not None
-    one = run_at_once(request.prompt_list.make_request(0, b'{"prompt": "a", "max_tokens": 1}'))
+    one = run_at_once(request.prompt_list.sub_request(0))
     assert (one.lease_request.caller.patient, one.lease_request.caller.yields) == (False, False)

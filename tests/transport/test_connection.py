@@ -300,18 +300,32 @@ async def test_bytes_before_the_first_request_close_the_connection() -> None:
 # Reuse.
 
 
-async def test_a_reused_connection_that_is_closed_before_a_byte_is_stale() -> None:
+@pytest.mark.parametrize(
+    ("said", "stale_seconds", "raised"),
+    [
+        (b"", HOWEVER_SLOW, StaleConnection),
+        (b"", 0.0, ConnectionReset),  # so late, it had reached the node
+        (OK[:12], HOWEVER_SLOW, ConnectionReset),
+    ],
+)
+async def test_a_reused_connection_that_breaks_at_once_and_before_a_byte_is_stale(
+    said: bytes, stale_seconds: float, raised: type[UpstreamError]
+) -> None:
     async def script(peer: Peer) -> None:
         await peer.request()
         await peer.say(OK)
         await peer.request()
-        peer.reset()
+        if said:
+            await peer.say(said)
+        else:
+            peer.reset()
 
-    async with asking(script) as (_, connection):
+    async with asking(script, stale_seconds) as (_, connection):
         assert await body_of(connection) == b"hello"
         connection.send(ASK)
-        with pytest.raises(StaleConnection):
+        with pytest.raises(UpstreamError) as failed:
             await connection.read_status()
+        assert type(failed.value) is raised
 
 
 async def test_a_reused_connection_that_broke_while_idle_is_stale() -> None:
@@ -322,36 +336,6 @@ async def test_a_reused_connection_that_broke_while_idle_is_stale() -> None:
         connection.send(ASK)
         with pytest.raises(StaleConnection):
             await connection.read_status()
-
-
-async def test_a_reused_connection_that_breaks_later_had_reached_the_node() -> None:
-    async def script(peer: Peer) -> None:
-        await peer.request()
-        await peer.say(OK)
-        await peer.request()
-        peer.reset()
-
-    async with asking(script, stale_seconds=0.0) as (_, connection):
-        assert await body_of(connection) == b"hello"
-        connection.send(ASK)
-        with pytest.raises(ConnectionReset) as raised:
-            await connection.read_status()
-        assert type(raised.value) is ConnectionReset
-
-
-async def test_a_reused_connection_that_breaks_within_the_head_is_not_stale() -> None:
-    async def script(peer: Peer) -> None:
-        await peer.request()
-        await peer.say(OK)
-        await peer.request()
-        await peer.say(OK[:12])
-
-    async with asking(script) as (_, connection):
-        assert await body_of(connection) == b"hello"
-        connection.send(ASK)
-        with pytest.raises(ConnectionReset) as raised:
-            await connection.read_status()
-        assert type(raised.value) is ConnectionReset
 
 
 # Back-pressure, cancelling and failing.

@@ -76,16 +76,6 @@ async def ask(pool: ConnectionPool) -> None:
     pool.release(await exchanged(pool))
 
 
-async def test_requests_in_sequence_use_one_connection() -> None:
-    async with EmulatedNode() as node:
-        pool = pool_of(node)
-        for _ in range(50):
-            await ask(pool)
-        assert (node.connections_opened, pool.connections_opened) == (1, 1)
-        assert node.control_requests == 50
-        pool.close()
-
-
 async def test_a_connection_that_the_node_closes_after_many_requests_is_replaced() -> None:
     async with EmulatedNode(keepalive_requests=100) as node:
         pool = pool_of(node)

@@ -14,9 +14,8 @@ import pytest
 from gateway.api.base import RELAYED, NumberedHeartbeats, ResponseRewriter
 from gateway.app.assembly import Timings
 from gateway.events import RequestRecord
-from gateway.request.routes import ROUTES
 from gateway.transport.errors import InvalidResponse
-from gateway.web.handler import RewritingWriter, StreamHeartbeat
+from gateway.web.handler import Heartbeat, RewritingWriter
 from tests.emulator import EmulatedNode
 from tests.emulator.raw_connection import RawConnection, raw_connection, unchunk
 from tests.gateways import running_gateway, until
@@ -194,15 +193,6 @@ async def test_after_a_heartbeat_a_queue_timeout_is_an_event(tmp_path: Path, pat
 
 
 @in_virtual_time
-async def test_a_failure_before_the_first_heartbeat_has_its_own_status(tmp_path: Path) -> None:
-    async with public(tmp_path, BEATING) as gate:
-        gate.node.faults.next("status", status=400)
-        found = await gate.ask(stream())
-        assert found.status == 400
-        assert json.loads(found.body)["error"]["message"] == "Bad request"
-
-
-@in_virtual_time
 async def test_after_a_heartbeat_a_response_that_is_no_answer_is_an_error(
     tmp_path: Path,
 ) -> None:
@@ -223,39 +213,6 @@ async def test_heartbeats_can_be_switched_off(tmp_path: Path) -> None:
             other.node.faults.release()
             found = await answer(wire)
             assert found.body.startswith(b"data: {")
-
-
-@in_virtual_time
-async def test_the_nodes_own_comments_become_heartbeats(tmp_path: Path) -> None:
-    async with public(tmp_path, BEATING) as gate:
-        gate.node.faults.next("comments")
-        found = await gate.ask(stream(max_tokens=3))
-        assert found.body.count(b":\n") >= 3
-        assert b":\n\n" not in found.body
-        assert b"\n\n:\ndata: " in found.body
-
-
-@in_virtual_time
-async def test_without_heartbeats_the_nodes_own_comments_are_dropped(
-    tmp_path: Path,
-) -> None:
-    async with public(tmp_path, {"heartbeat": "off"}) as other:
-        other.node.faults.next("comments")
-        found = await other.ask(stream(max_tokens=3))
-        assert found.body.startswith(b"data: ")
-        assert b"\n:" not in found.body
-
-
-@in_virtual_time
-async def test_a_client_that_leaves_after_a_heartbeat_is_noticed(tmp_path: Path) -> None:
-    async with public(tmp_path, BEATING) as gate:
-        gate.node.faults.next("hang", after_events=0)
-        async with raw_connection(gate.url) as wire:
-            await wire.send(stream())
-            await wire.head()
-            assert await chunk(wire) == b":\n"
-        record = await gate.last()
-        assert (record.status, record.ttft) == (499, None)
 
 
 @in_virtual_time
@@ -346,24 +303,28 @@ async def test_codex_gets_an_error_behind_heartbeats_with_the_next_number(tmp_pa
         assert b"event: error\n" in body
 
 
+def beating(seconds: float, exchange: Any, **served: Any) -> Heartbeat:
+    """A stream's heartbeat, by its own clock."""
+    exchange.set_heartbeat = lambda _: None
+    stream = SimpleNamespace(is_open=True, last_content_at=0.0)
+    request: Any = SimpleNamespace(
+        exchange=exchange, body_stream=stream, writer=None, heartbeat=lambda: RELAYED.heartbeat
+    )
+    vars(request).update(served)
+    handler: Any = SimpleNamespace(clock=now)
+    return Heartbeat(request, cast("Any", None), handler, seconds)
+
+
 @in_virtual_time
 async def test_a_heartbeat_that_a_lagging_client_is_spared_takes_no_number() -> None:
-    numbered, written = NumberedHeartbeats(), list[bytes]()
-    exchange = SimpleNamespace(
-        disconnected=False, write_paused=True, response_started=True, write=written.append,
-        set_heartbeat=lambda _: None,
-    )  # fmt: skip
-    served: Any = SimpleNamespace(
-        exchange=exchange, body_stream=None, route=ROUTES["/v1/responses"],
-        heartbeat=numbered.heartbeat,
-    )  # fmt: skip
-    handler: Any = SimpleNamespace(clock=now)
-    beating = StreamHeartbeat(served, cast("Any", None), handler, 1.0)
-    beating.send_now()
-    exchange.write_paused = False
-    beating.send_now()
-    beating.stop()
-    assert written == [keepalive(0)]
+    written, numbered = Written(), NumberedHeartbeats()
+    written.write_paused = True
+    beats = beating(1.0, written, heartbeat=numbered.heartbeat)
+    beats.send_now()
+    written.write_paused = False
+    beats.send_now()
+    beats.stop()
+    assert written.writes == [keepalive(0)]
 
 
 @in_virtual_time
@@ -581,12 +542,11 @@ class Shouting(ResponseRewriter):
             raise InvalidResponse("That is a question")
         return b"" if events.isdigit() else events.upper()
 
-    def rewrite_body(self, content: bytes) -> bytes:
-        return self.rewrite_events(content)
-
 
 class Written:
     """Takes the part of an exchange, and keeps what is written."""
+
+    disconnected, response_started = False, True
 
     def __init__(self) -> None:
         self.writes: list[bytes] = []
@@ -598,23 +558,15 @@ class Written:
         return self.write_paused
 
 
-def writer(heartbeat: float = 0.0) -> tuple[RewritingWriter, Written, list[float], RequestRecord]:
-    written, time, record = Written(), [0.0], RequestRecord("req_1", "/v1/chat/completions")
-    exchange = cast("Any", written)
-    made = RewritingWriter(
-        exchange,
-        Shouting(),
-        RELAYED,
-        record,
-        seconds=heartbeat,
-        heartbeat=RELAYED.heartbeat,
-        clock=lambda: time[0],
-    )
-    return made, written, time, record
+def writer(written: Written) -> tuple[RewritingWriter, RequestRecord]:
+    record, exchange = RequestRecord("req_1", "/v1/chat/completions"), cast("Any", written)
+    return RewritingWriter(exchange, Shouting(), RELAYED, record, now), record
 
 
-def test_events_are_written_as_the_rewriter_makes_them() -> None:
-    made, written, _, _ = writer()
+@in_virtual_time
+async def test_events_are_written_as_the_rewriter_makes_them() -> None:
+    written = Written()
+    made, _ = writer(written)
     assert made.write(b"a") is False
     written.write_paused = True
     assert made.write(b"b") is True
@@ -622,26 +574,27 @@ def test_events_are_written_as_the_rewriter_makes_them() -> None:
     assert written.writes == [b"A", b"B"]
 
 
-def test_a_heartbeat_takes_the_place_of_content_that_is_held_back() -> None:
-    made, written, time, _ = writer(heartbeat=15.0)
-    for seconds in (1.0, 14.0, 15.0, 16.0, 30.0):
-        time[0] = seconds
-        made.write(b"1")
-    made.write(b"a")
-    time[0] = 44.0
-    made.write(b"1")
+@in_virtual_time
+async def test_a_heartbeat_takes_the_place_of_content_that_is_held_back() -> None:
+    written = Written()
+    made, _ = writer(written)
+    beats = beating(15.0, written, writer=made)
+    for held_back in [True] * 34 + [False] + [True] * 13:
+        made.write(b"1" if held_back else b"a")
+        await asyncio.sleep(1.0)
+    beats.stop()
     assert written.writes == [b":\n", b":\n", b"A"]
-    off, written, time, _ = writer()
-    time[0] = 1000.0
-    off.write(b"1")
-    assert written.writes == []
 
 
-def test_an_invalid_event_ends_the_stream_with_an_error() -> None:
-    made, written, time, record = writer(heartbeat=15.0)
+@in_virtual_time
+async def test_an_invalid_event_ends_the_stream_with_an_error() -> None:
+    written = Written()
+    made, record = writer(written)
+    beats = beating(15.0, written, writer=made)
     made.write(b"?")
-    time[0] = 100.0
+    await asyncio.sleep(100.0)
     made.write(b"a")
+    beats.stop()
     [error] = written.writes
     assert error.startswith(b'data: {"error":{"message":"That is a question.')
     assert (record.status, record.reason) == (502, "node_failed")
