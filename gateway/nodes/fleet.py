@@ -263,7 +263,7 @@ class Fleet:
         on_capacity: Callable[[], None] = lambda: None,
         on_change: Callable[[Node | None], None] = lambda _: None,
     ) -> None:
-        """Call `on_capacity` whenever a slot may have become free.
+        """Call `on_capacity` when a lease has ended.
 
         Call `on_change` when the capacity or the abilities of a node may have changed; with None:
         which nodes there are. Both may be called often and from within other
@@ -982,8 +982,6 @@ class Fleet:
     def capacity_changed(self, node: Node) -> None:
         """Its free slots may be others than before."""
         self._notify_change(node)
-        if node.free_slots_grew(self._clock()):
-            self._notify_capacity()
 
     def read_load(self, node: Node) -> None:
         """The node gets work though its load was left unread: ask for it now."""

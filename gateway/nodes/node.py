@@ -399,7 +399,6 @@ class Node:
     released_at: float = -math.inf  # when the last lease ended
     requests: int = 0  # leases taken since the start
     failures: int = 0
-    announced_free: int = 0  # free slots as the scheduler knows them; see `free_slots_grew`
     slots_reader: SlotsReader | None = None
     on_lease_released: Callable[[Lease, bool], None] = lambda _lease, _counted: None
     on_lease_abandoned: Callable[[Node], None] = lambda _: None
@@ -709,13 +708,6 @@ class Node:
             and self.capacity(now) > 0
         )
 
-    def free_slots_grew(self, now: float) -> bool:
-        """Whether more slots are free than the scheduler knows; from then on it knows."""
-        free = self.free_slots(now)
-        grew = free > self.announced_free
-        self.announced_free = free
-        return grew
-
     def wake_price(self, now: float) -> float:
         """Seconds until it could begin a request, while it sleeps and none of ours wakes it."""
         if self.state is not NodeState.SLEEPING or any(lease.wakes for lease in self.leases):
@@ -761,7 +753,6 @@ class Node:
         occupancy.take(slots, now, lease.prefilling)
         lease.counted(occupancy, wake, wakes, trial)
         self.requests += 1
-        self.announced_free = self.announced_free - slots if self.announced_free > slots else 0
 
     def take_calibration_lease(self, now: float) -> Lease:
         """A lease on no slot, since no request may wait for it, and none of the `requests`."""

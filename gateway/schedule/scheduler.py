@@ -190,7 +190,7 @@ class Scheduler:
         self._match_handle: asyncio.Handle | None = None
         self._timer: asyncio.TimerHandle | None = None
         self.fleet_sync.sync()
-        fleet.subscribe(on_capacity=self._match_soon, on_change=self.fleet_sync.node_changed)
+        fleet.subscribe(on_capacity=self._match_soon, on_change=self._node_changed)
 
     def watch_models(self, asked_for: Callable[..., None]) -> None:
         """Call this with the public model of each request, and with that of each that `waits`."""
@@ -450,6 +450,12 @@ class Scheduler:
         return self.completion_rate.retry_after(1, self.clock())
 
     # Events.
+
+    def _node_changed(self, node: Node | None) -> None:
+        """Something about this node has changed, or which nodes there are: slots may be free."""
+        self.fleet_sync.node_changed(node)
+        if self.dispatcher.placement_state.slots_freed:
+            self._match_soon()
 
     def capacity_changed(self) -> None:
         """Bring all nodes up to date, and give out free slots soon."""
