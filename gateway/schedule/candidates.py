@@ -427,11 +427,10 @@ class FleetSync:
         decodes = queued.completion_tokens > NEGLIGIBLE_COMPLETION
         for candidates in queued.groups[0]:
             for row in candidates.rows:
-                node = self.nodes.get(row.index)
-                if node is not None and node.speed.samples >= max(1, row.total):
-                    speed = node.speed
-                    if speed.prefill_tps is not None and (not decodes or speed.decode_tps):
-                        return True
+                speed = self.nodes[row.index].speed
+                known = speed.prefill_tps is not None and (not decodes or speed.decode_tps)
+                if known and speed.samples >= max(1, row.total):
+                    return True
         return False
 
     def out_of_service(self, candidates: CandidateSet, now: float) -> Mapping[str, int]:
@@ -453,9 +452,7 @@ class FleetSync:
         return states
 
     def _state_word(self, row: NodeSlots, now: float) -> str:
-        node = self.nodes.get(row.index)
-        if node is None:
-            return "removed"
+        node = self.nodes[row.index]
         return "paused" if node.paused(now) else node.state.value
 
     def slots(self, queued: QueuedRequest) -> int:
