@@ -92,14 +92,14 @@ log = structlog.get_logger()
 
 
 class Row(msgspec.Struct, frozen=True, array_like=True):
-    """One row of a section."""
+    """One row of a section, with the names of the store's columns."""
 
     section: str
     version: int
     key: str
     caller: str | None
     """The id of the caller of whose requests it was learnt; None: of no single one's."""
-    at: float  # when it was learnt, Unix time
+    changed_at: float  # when it was learnt, Unix time
     value: msgspec.Raw  # JSON
 
     @property
@@ -445,7 +445,7 @@ class LearntMemory:
 
     def _restore_row(self, section: Section, row: Row) -> bool:
         """Give a row to its owner; False: this version can't read it."""
-        kept, age = self._kept[section.name], max(0.0, self._now() - row.at)
+        kept, age = self._kept[section.name], max(0.0, self._now() - row.changed_at)
         if row.version != section.version:
             return False
         if row.place in self._unwritten or kept.get(row.key) == row.kept:
@@ -548,7 +548,7 @@ class LearntTable:
                     found.setdefault(row.place, row)
         if foreign:
             log.warning("learnt: rows of other types are left alone", rows=foreign)
-        return sorted(found.values(), key=lambda row: row.at)
+        return sorted(found.values(), key=lambda row: row.changed_at)
 
     def _write(self, connection: Connection, changes: Mapping[Place, Row | None]) -> None:
         """A job of the store. It can be done twice."""
@@ -567,14 +567,11 @@ class LearntTable:
             )
             connection.execute(gone, drop)
         put = [
-            {
-                "gateway": self._gateway, "section": one.section, "version": one.version,
-                "key": one.key, "caller": one.caller, "changed_at": one.at,
-                "value": bytes(one.value).decode(),
-            }
+            msgspec.structs.asdict(one)
+            | {"gateway": self._gateway, "value": bytes(one.value).decode()}
             for one in changes.values()
             if one is not None
-        ]  # fmt: skip
+        ]
         if put:
             new = insert_for(connection)(table)
             changed = {name: new.excluded[name] for name in ("caller", "changed_at", "value")}
@@ -641,11 +638,11 @@ class LearntFile:
             found = None
         now = self._now()
         rows = [
-            row if row.at <= now else msgspec.structs.replace(row, at=now)
+            row if row.changed_at <= now else msgspec.structs.replace(row, changed_at=now)
             for row in (() if found is None else found.rows)
-            if row.at > now - OLDEST
+            if row.changed_at > now - OLDEST
         ]
-        self._rows = {row.place: row for row in sorted(rows, key=lambda row: row.at)}
+        self._rows = {row.place: row for row in sorted(rows, key=lambda row: row.changed_at)}
         return [*self._rows.values()]
 
     async def write(self, changes: dict[Place, Row | None], seconds: float) -> Sequence[Place]:
@@ -1036,7 +1033,7 @@ class Decisions(Section):
         shift = -self._to_unix()
         one = _shifted(msgspec.json.decode(row.value, type=_KINDS[row.key[0]]), shift)
         if isinstance(one, Grant) and one.ended_at is None:
-            one.ended("unknown", one.status, row.at + shift)
+            one.ended("unknown", one.status, row.changed_at + shift)
         self._found.append(one)
         return True
 

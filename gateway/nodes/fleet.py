@@ -47,7 +47,6 @@ from gateway.nodes.node import (
     NodeState,
     SlotsReader,
 )
-from gateway.nodes.on_demand import follow_held
 from gateway.nodes.router import LoadChange, LoadPhase, ModelLoad, RoutedModel, UnloadCause
 from gateway.nodes.server_properties import ServerProperties, server_identity, server_key
 from gateway.nodes.speed import CPU_PRIOR, GPU_PRIOR, Speed, SpeedPrior, SpeedSample
@@ -264,7 +263,7 @@ class Fleet:
         on_capacity: Callable[[], None] = lambda: None,
         on_change: Callable[[Node | None], None] = lambda _: None,
     ) -> None:
-        """Call `on_capacity` whenever a slot may have become free.
+        """Call `on_capacity` when a lease has ended.
 
         Call `on_change` when the capacity or the abilities of a node may have changed; with None:
         which nodes there are. Both may be called often and from within other
@@ -493,7 +492,7 @@ class Fleet:
         if instance.spec.kind == "openai":
             before = load.held, instance.sleep.sleeping
             restarted = not router.probe_history.up
-            change = follow_held(instance, model.status, asked_at, restarted=restarted)
+            change = instance.follow_held(model.status, asked_at, restarted=restarted)
             if change is not None:
                 self._tell_load(instance, change)
             if change is not None or is_news or before != (load.held, instance.sleep.sleeping):
@@ -740,33 +739,27 @@ class Fleet:
 
     def drain(self, name: str) -> None:
         """No new work for this node until `resume`. Raises KeyError."""
-        node = self.nodes[name]
-        self._orders.drained.add(name)
-        node.drain(draining=True)
-        self._refresh_with_models(node)
+        self._set_draining(name, draining=True)
 
     def resume(self, name: str) -> None:
         """End a drain. Raises KeyError."""
-        node = self.nodes[name]
-        self._orders.drained.remove(name)
-        node.drain(draining=False)
-        self._refresh_with_models(node)
+        self._set_draining(name, draining=False)
 
-    def _refresh_with_models(self, node: Node) -> None:
-        """Judge a node anew, and a router's models."""
+    def _set_draining(self, name: str, *, draining: bool) -> None:
+        node = self.nodes[name]
+        self._orders.drained.keep(name, kept=draining)
+        node.drain(draining=draining)
         for one in (node, *node.instances.values()):
             self.refresh_state(one)
 
     def pause_model(self, name: str, *, paused: bool) -> None:
         """No new requests for this public model name, or new ones again."""
-        names = self._orders.paused
-        (names.add if paused else names.remove)(name)
-        self.model_index.set_paused(names.names)
+        self._orders.paused.keep(name, kept=paused)
+        self.model_index.set_paused(self._orders.paused.names)
 
     def pin_model(self, node: Node, *, pinned: bool) -> None:
         """A router's model is to be always loaded, or no longer by an operator's order."""
-        names = self._orders.pinned
-        (names.add if pinned else names.remove)(node.name)
+        self._orders.pinned.keep(node.name, kept=pinned)
         self._on_models(node)
 
     def is_pinned(self, node: Node) -> bool:
@@ -989,8 +982,6 @@ class Fleet:
     def capacity_changed(self, node: Node) -> None:
         """Its free slots may be others than before."""
         self._notify_change(node)
-        if node.free_slots_grew(self._clock()):
-            self._notify_capacity()
 
     def read_load(self, node: Node) -> None:
         """The node gets work though its load was left unread: ask for it now."""

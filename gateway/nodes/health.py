@@ -22,15 +22,17 @@ from gateway.nodes.lifecycle import (
     read_is_sleeping,
 )
 from gateway.nodes.node import Lease, LeasePhase, Node, NodeState
-from gateway.nodes.on_demand import LARGEST_RUNNING, read_endpoint, read_running
 from gateway.nodes.router import (
+    LARGEST_RUNNING,
     RUNNING_PATHS,
     EventLines,
     LoadPhase,
     ModelEvent,
     ModelLoad,
     RoutedModel,
+    read_endpoint,
     read_list,
+    read_running,
 )
 from gateway.nodes.server_properties import (
     LONGEST_PROPERTY,

@@ -31,7 +31,15 @@ from gateway.nodes.lifecycle import (
     ProbeHistory,
     Sleep,
 )
-from gateway.nodes.router import LoadPhase, ModelLoad, RouterRecord
+from gateway.nodes.router import (
+    COMMAND_LAG,
+    LoadChange,
+    LoadPhase,
+    ModelLoad,
+    RouterRecord,
+    Status,
+    UnloadCause,
+)
 from gateway.nodes.server_properties import (
     MOST_SLOTS,
     ServedAs,
@@ -229,6 +237,8 @@ class SlotsReader:
     """Gets the node, what its busy slots work on, and when it was asked, by `clock`."""
 
 
+# A model that was closed for one of these reasons stays so, though its server still holds it.
+_OWN_CAUSES: frozenset[UnloadCause] = frozenset({"idle", "replicas", "operator"})
 # Least seconds and events of a span of a decode that shows how fast it goes.
 SPAN_SECONDS, SPAN_TOKENS = 2.5, 4
 
@@ -389,7 +399,6 @@ class Node:
     released_at: float = -math.inf  # when the last lease ended
     requests: int = 0  # leases taken since the start
     failures: int = 0
-    announced_free: int = 0  # free slots as the scheduler knows them; see `free_slots_grew`
     slots_reader: SlotsReader | None = None
     on_lease_released: Callable[[Lease, bool], None] = lambda _lease, _counted: None
     on_lease_abandoned: Callable[[Node], None] = lambda _: None
@@ -699,13 +708,6 @@ class Node:
             and self.capacity(now) > 0
         )
 
-    def free_slots_grew(self, now: float) -> bool:
-        """Whether more slots are free than the scheduler knows; from then on it knows."""
-        free = self.free_slots(now)
-        grew = free > self.announced_free
-        self.announced_free = free
-        return grew
-
     def wake_price(self, now: float) -> float:
         """Seconds until it could begin a request, while it sleeps and none of ours wakes it."""
         if self.state is not NodeState.SLEEPING or any(lease.wakes for lease in self.leases):
@@ -751,13 +753,54 @@ class Node:
         occupancy.take(slots, now, lease.prefilling)
         lease.counted(occupancy, wake, wakes, trial)
         self.requests += 1
-        self.announced_free = self.announced_free - slots if self.announced_free > slots else 0
 
     def take_calibration_lease(self, now: float) -> Lease:
         """A lease on no slot, since no request may wait for it, and none of the `requests`."""
         lease = Lease(self, 0, now, stream=True)
         self.leases.add(lease)
         return lease
+
+    def follow_held(
+        self, status: Status | None, asked_at: float, *, restarted: bool
+    ) -> LoadChange | None:
+        """Take in whether the server of a router's model holds it; what that changes, or None.
+
+        `restarted`: the server was away since the last list.
+        """
+        (router, load), sleep, now = self.routed, self.sleep, self.clock()
+        if status == "loading" or (status is None and not restarted):
+            return None
+        before = None if restarted else load.held
+        load.tell_held(None if status is None else status == "loaded")
+        if load.phase is LoadPhase.UNLOADED or load.phase is LoadPhase.FAILED:
+            if before and not load.held:
+                return LoadChange("unloaded")
+            # What was just closed is held until another one is loaded.
+            stays = before and (load.cause in _OWN_CAUSES or now - load.since <= COMMAND_LAG)
+            models = router.instances.values()
+            opened = sum(one.load is not None and one.load.loaded for one in models)
+            is_full = opened >= max(1, router.router_record.most_loaded)
+            if not load.held or stays or is_full:
+                return None
+            load.enter(LoadPhase.READY, "found so", now)
+            load.load_ended(None)
+            sleep.props_read(True, now, asked=False)  # It may be unloaded at any time.
+            sleep.woke()
+            return LoadChange("loaded", None, by_others=before is False)
+        if load.phase is not LoadPhase.READY or self.live_leases:
+            return None  # What its requests meet is seen in their responses.
+        if asked_at <= max(load.since, self.released_at):
+            return None
+        if load.held:
+            sleep.woke()
+        elif sleep.sleeping:
+            sleep.props_read(True, now, asked=False)  # Whoever was to load it has left.
+        else:
+            reason = "its server was restarted" if restarted else "its server has unloaded it"
+            load.enter(LoadPhase.UNLOADED, reason, now, "restart" if restarted else "others")
+            sleep.restarted()
+            return LoadChange("unloaded")
+        return None
 
     def lease_released(self, lease: Lease, counted: bool) -> None:  # noqa: FBT001
         """The lease's slots are free: called by the lease, once.

@@ -52,8 +52,8 @@ class PromptTree:
             if shared < length:
                 break
 
-    def add(self, held: CachedPrompt, blocks: tuple[int, ...], *, reported: bool = True) -> None:
-        """Add a prompt with these blocks. `reported`: the node reported its tokens."""
+    def add(self, held: CachedPrompt, blocks: tuple[int, ...]) -> None:
+        """Add a prompt with these blocks."""
         if not blocks:
             return
         last: PrefixEdge | None = None
@@ -67,7 +67,7 @@ class PromptTree:
             self._edges[blocks[at]] = last
         held.end_at(last)
         last.count(held.row, in_slot=held.in_slot)
-        last.add_end(held, reported=reported)
+        last.add_end(held)
 
     def remove(self, held: CachedPrompt) -> list[PrefixEdge]:
         """Remove a prompt; its copy stays, if there is one.
@@ -181,9 +181,9 @@ class PrefixEdge:
                 left.append(edge)
         return left
 
-    def add_end(self, held: CachedPrompt, *, reported: bool) -> None:
-        """This prompt ends here; `reported`: the node reported its tokens."""
-        if reported and held.ends_on_block:
+    def add_end(self, held: CachedPrompt) -> None:
+        """This prompt, whose tokens a node has reported, ends here."""
+        if held.ends_on_block:
             self.reported_tokens = held.prompt_tokens
         if self.ending_here is None:
             self.ending_here = {}
@@ -408,18 +408,11 @@ class FleetPromptCache:
         if 0 <= cached_tokens <= prompt_tokens and prompt.blocks:
             node.count_hit(prompt.blocks[0], prompt_tokens, cached_tokens)
 
-    def request_dropped(self, row: int, prompt: PromptKey, written_tokens: float = 0.0) -> None:
-        """A request ended without usage, after so many tokens of its answer.
-
-        If none was written it is unknown what its slot holds; else its prompt has been read.
-        """
+    def request_dropped(self, row: int, prompt: PromptKey) -> None:
+        """A request ended without usage: it is unknown what its slot holds."""
         node = self.nodes.get(row)
-        running = None if node is None else self._stop(row, node, id(prompt))
-        if node is None or running is None or not 0 < written_tokens < math.inf:
-            return
-        total = self._match(prompt).total
-        held = CachedPrompt(row, None, total, written_tokens, prompt.ends_on_block)
-        node.take_in(held, prompt.blocks, reported=False)
+        if node is not None:
+            self._stop(row, node, id(prompt))
 
     def export(self, row: int) -> Iterator[tuple[int, CachedPrompt]]:
         """The prompts that a node caches, the longest cached first: each with its last block."""
@@ -535,11 +528,9 @@ class NodePromptCache:
         tokens = sum(held.tokens for held in self.slot_prompts) + self.host_used
         return len(self.slot_prompts) + len(self.host_prompts), int(tokens)
 
-    def take_in(
-        self, held: CachedPrompt, blocks: tuple[int, ...], *, reported: bool = True
-    ) -> None:
+    def take_in(self, held: CachedPrompt, blocks: tuple[int, ...]) -> None:
         """A slot holds this prompt, of these blocks, now."""
-        self.tree.add(held, blocks, reported=reported)
+        self.tree.add(held, blocks)
         self.slot_prompts[held] = self.uncopied[held] = None
         self.changes += 1
         self.evict_excess()

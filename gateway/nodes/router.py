@@ -6,8 +6,13 @@ plain server is a node with one instance, which is always loaded.
 
 `/v1/models` lists the models with their status; `/models/sse` tells of each change. Neither loads,
 wakes or keeps awake a model, nor does any path with `model` and `autoload=false` in its query
-(measured with build 11669). An endpoint of kind `openai` lists names alone: there a model is loaded
-by the first request for it.
+(measured with build 11669).
+
+An endpoint of kind `openai` that loads models by itself lists names alone. llama-swap tells what it
+holds at `/running`, Ollama at `/api/ps`. Neither path loads a model or keeps one (by their
+sources). They get no commands: which models may get requests is decided here (a model is opened and
+closed, `ModelLoad`), and the first request for an opened one loads it. What such a server holds
+besides, loads for others or unloads by its own rules is followed (`Node.follow_held`).
 """
 
 from __future__ import annotations
@@ -15,7 +20,7 @@ from __future__ import annotations
 import enum
 import math
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from itertools import pairwise
 from typing import Any, Literal, NamedTuple, TypeGuard, get_args
@@ -43,8 +48,12 @@ MOST_BY_OTHERS, BY_OTHERS_SECONDS = 6, 600.0
 OTHERS_PAUSE = 1800.0  # seconds for which it gets none
 LONGEST_EVENT = 64 * 1024  # bytes of a line of `/models/sse`
 
-# Where endpoints of kind `openai` may tell what they hold (`on_demand.py`).
+# Where endpoints of kind `openai` may tell what they hold: llama-swap, Ollama.
 RUNNING_PATHS = ("/running", "/api/ps")
+LARGEST_RUNNING = 256 * 1024  # bytes of an answer to one of them
+MOST_RUNNING = 100  # models that are read of it
+DEFAULT_TAG = ":latest"  # Ollama's, which clients may leave out
+_STATES = {"ready": True, "starting": False}  # llama-swap's of models that run, and go on running
 
 # Why a model was unloaded, for metrics: another one needs its memory, it idled for as long as its
 # rules say, there are more copies than they allow, an operator has ordered it, it was not by this
@@ -138,6 +147,63 @@ MOST_NAME, MOST_ALIASES = 256, 64
 def is_model_name(name: object) -> TypeGuard[str]:
     """Whether a router may have a model of this name."""
     return isinstance(name, str) and 0 < len(name) <= MOST_NAME and name.isprintable()
+
+
+def read_running(answer: object) -> dict[str, bool] | None:
+    """By its name: whether a model is loaded, or is being so; None: the answer is no such list."""
+    listed = answer.get("running", answer.get("models")) if isinstance(answer, dict) else None
+    if not isinstance(listed, list):
+        return None
+    found = {}
+    for entry in listed[:MOST_RUNNING]:
+        if isinstance(entry, dict) and is_model_name(name := entry.get("model")):
+            # Ollama's have no state: they are loaded, or soon will be.
+            state = entry.get("state", "ready")
+            is_loaded = _STATES.get(state) if isinstance(state, str) else None
+            if is_loaded is not None:
+                found[name] = is_loaded
+    return found
+
+
+def read_endpoint(
+    listed: object, declared: Iterable[str], running: Mapping[str, bool] | None
+) -> list[RoutedModel]:
+    """The models of an endpoint, by its list and by the inventory; those that it holds come last.
+
+    `declared`: its own names of models, by the inventory. `running`: what it has told, if it has.
+    """
+    models = read_list(_with_aliases(listed))
+    known = set[str]().union(*(model.names for model in models))
+    unlisted = [{"id": name} for name in declared if name not in known]
+    models += read_list({"data": unlisted})
+    told = [model._replace(status=_status(model, running)) for model in models]
+    return sorted(told, key=lambda model: model.status == "loaded")
+
+
+def _status(model: RoutedModel, running: Mapping[str, bool] | None) -> Status | None:
+    if running is None:
+        return None
+    states = [running[name] for name in model.names & running.keys()]
+    return "unloaded" if not states else "loaded" if any(states) else "loading"
+
+
+def _with_aliases(listed: object) -> dict[str, object]:
+    """The list, in which each model has its further names: llama-swap lists these as models too."""
+    data = listed.get("data") if isinstance(listed, dict) else None
+    entries = {name: one for one in data or () if is_model_name(name := one.get("id"))}
+    found: dict[str, list[object]] = {name: [] for name in entries}
+    for name, entry in entries.items():
+        meta = entry.get("meta")
+        about = meta.get("llamaswap") if isinstance(meta, dict) else None
+        owner = about.get("modelID") if isinstance(about, dict) else None
+        if isinstance(owner, str) and owner in found and owner != name:
+            found[owner].append(name)
+            found.pop(name, None)
+        elif isinstance(about, dict) and isinstance(own := about.get("aliases"), list):
+            found[name] += own[:MOST_ALIASES]
+        elif name.endswith(DEFAULT_TAG):
+            found[name].append(name.removesuffix(DEFAULT_TAG))
+    return {"data": [entries[name] | {"aliases": names} for name, names in found.items()]}
 
 
 class ModelEvent(NamedTuple):

@@ -143,7 +143,7 @@ class Speed:
 
     def export(self) -> SpeedState | None:
         """What was learnt; None: nothing was."""
-        prefill, decode = self._prefill.export(), self._decode.export()
+        prefill, decode = self._prefill.line, self._decode.line
         if prefill is None and decode is None and self.calibrated is None:
             return None
         return SpeedState(self.samples, prefill, decode, self.calibrated)
@@ -165,12 +165,13 @@ class Speed:
     def _update(self) -> None:
         """Derive the figures from what was learnt and assumed."""
         self.version += 1
-        prior, decode, prefill = self.calibrated or self.prior, self._decode, self._prefill.level
-        if prefill:
-            self.prefill_tps = self.expected_prefill_tps = 1 / prefill
+        prior = self.calibrated or self.prior
+        prefill, decode = self._prefill.line, self._decode.line
+        if prefill is not None:
+            self.prefill_tps = self.expected_prefill_tps = 1 / prefill.level
         else:
             self.prefill_tps, self.expected_prefill_tps = None, prior.prefill_tps
-        if decode.level:
+        if decode is not None:
             self.decode_tps = 1 / decode.level
             self.token_base, self.token_step = decode.level, decode.slope
         else:
@@ -182,8 +183,8 @@ class SpeedState(msgspec.Struct, frozen=True):
     """A `Speed` as it outlives its process."""
 
     samples: Annotated[int, msgspec.Meta(ge=0)]
-    prefill: TrendState | None
-    decode: TrendState | None
+    prefill: TrendLine | None
+    decode: TrendLine | None
     calibrated: SpeedPrior | None
 
 
@@ -191,8 +192,8 @@ _Sum = Annotated[float, msgspec.Meta(ge=0, le=1e18)]
 _Positive = Annotated[float, msgspec.Meta(gt=0, le=1e18)]
 
 
-class TrendState(msgspec.Struct, frozen=True, array_like=True):
-    """A `LinearTrend` as it outlives its process."""
+class TrendLine(msgspec.Struct, frozen=True, array_like=True, gc=False):
+    """What a `LinearTrend` has learnt: its line, and the decayed sums of the measurements."""
 
     level: _Positive
     slope: _Sum
@@ -201,6 +202,9 @@ class TrendState(msgspec.Struct, frozen=True, array_like=True):
     y: _Sum
     xx: _Sum
     xy: _Sum
+
+
+_NO_LINE = TrendLine(0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0)
 
 
 LEAST_SAMPLE_TOKENS = 2  # one token's time is mostly rounding and overhead
@@ -390,30 +394,14 @@ class LinearTrend:
     slope_prior: float
     prior_strength: float
     most_slope: float
-    level: float = 0.0  # 0: nothing is known
-    slope: float = 0.0
-    _w: float = 0.0
-    _x: float = 0.0
-    _y: float = 0.0
-    _xx: float = 0.0
-    _xy: float = 0.0
+    line: TrendLine | None = None  # none: nothing is known
     _surprises: int = 0  # surprises in a row; negative: below the prediction
 
-    def export(self) -> TrendState | None:
-        """The line and the evidence for it; None: nothing is known."""
-        if not self.level:
-            return None
-        return TrendState(
-            self.level, self.slope, w=self._w, x=self._x, y=self._y, xx=self._xx, xy=self._xy
-        )
-
-    def restore(self, state: TrendState | None, kept: float) -> None:
+    def restore(self, line: TrendLine | None, kept: float) -> None:
         """Take over this line, with this share of the evidence for it."""
-        if state is not None:
-            self.level, self.slope = state.level, state.slope
-            self._w, self._x, self._y, self._xx, self._xy = (
-                kept * one for one in (state.w, state.x, state.y, state.xx, state.xy)
-            )
+        if line is not None:
+            w, x, y, xx, xy = (kept * one for one in (line.w, line.x, line.y, line.xx, line.xy))
+            self.line = TrendLine(line.level, line.slope, w, x, y, xx, xy)
 
     def learn(self, x: float, low: float, high: float, weight: float) -> bool:
         """Learn that y lies between `low` and `high` (0 < low <= high); False: it was ignored.
@@ -422,9 +410,9 @@ class LinearTrend:
         little: to its nearer end, and slowly on to the lower one, since the cause of a wide
         interval (other requests' work) mostly did take time.
         """
-        half_life = self.half_life
+        half_life, line = self.half_life, self.line or _NO_LINE
         weight = min(weight, half_life * MOST_SAMPLE_WEIGHT) * low / high
-        expected = self.level + self.slope * x
+        expected = line.level + line.slope * x
         left = 1.0
         if expected:
             least, most = expected / MOST_TREND_STEP, expected * MOST_TREND_STEP
@@ -451,11 +439,11 @@ class LinearTrend:
         else:
             y = math.sqrt(low * high)
         kept = left * 0.5 ** (weight / half_life)
-        self._w = sum_w = self._w * kept + weight
-        self._x = sum_x = self._x * kept + weight * x
-        self._y = sum_y = self._y * kept + weight * y
-        self._xx = sum_xx = self._xx * kept + weight * x * x
-        self._xy = sum_xy = self._xy * kept + weight * x * y
+        sum_w = line.w * kept + weight
+        sum_x = line.x * kept + weight * x
+        sum_y = line.y * kept + weight * y
+        sum_xx = line.xx * kept + weight * x * x
+        sum_xy = line.xy * kept + weight * x * y
         # Fit the line.
         x, y = sum_x / sum_w, sum_y / sum_w
         prior, strength = self.slope_prior, self.prior_strength
@@ -466,7 +454,7 @@ class LinearTrend:
         most = y / (x + 1 / self.most_slope)
         if not 0.0 <= slope <= most:
             slope = most if slope > most else 0.0
-        self.slope, self.level = slope, y - slope * x
+        self.line = TrendLine(y - slope * x, slope, sum_w, sum_x, sum_y, sum_xx, sum_xy)
         return True
 
 
@@ -747,7 +735,7 @@ class DegradationDetector:
             f"{verb} at {history.current_share:.0%} of its usual speed "
             f"({history.usual_tps * history.current_share:.3g} tokens/s instead of "
             f"{history.usual_tps:.3g}) "
-            f"for {_duration(now, history)}"
+            f"for {duration_words(now - (history.slow_since or 0.0))}"
             for verb, history in (("writes", self.decode), ("reads", self.prefill))
             if history.degraded
         ]
@@ -769,8 +757,8 @@ def _size_class(tokens: float) -> int:
     return int(math.log2(max(1.0, tokens)) / 2)
 
 
-def _duration(now: float, history: SpeedHistory) -> str:
-    seconds = now - (now if history.slow_since is None else history.slow_since)
+def duration_words(seconds: float) -> str:
+    """So many seconds, for an operator."""
     if seconds < 120:
         return f"{seconds:.0f} s"
     return f"{seconds / 60:.0f} min" if seconds < 7200 else f"{seconds / 3600:.1f} h"

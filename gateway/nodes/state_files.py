@@ -38,13 +38,9 @@ class StoredNames:
     def __contains__(self, name: str) -> bool:
         return name in self.names
 
-    def add(self, name: str) -> None:
-        """Keep this name, over a restart once it is saved."""
-        self.names |= {name}
-
-    def remove(self, name: str) -> None:
-        """Keep it no longer."""
-        self.names -= {name}
+    def keep(self, name: str, *, kept: bool = True) -> None:
+        """Keep this name, over a restart once it is saved; or no longer."""
+        self.names = self.names | {name} if kept else self.names - {name}
 
     def save(self) -> None:
         """Write the names if they have changed. It waits for the disk: call it in a thread."""

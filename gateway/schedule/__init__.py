@@ -19,7 +19,7 @@ are in numbers):
    the request; in a fleet of two tiers `core.tiers` says which of them are open to it.
 3. `core.demand_model` makes it a `QueuedRequest`: tokens, prompts that nodes have cached, the
    session's node.
-4. `core.dispatcher` places it on a row of `core.placement_state` that has room: `core.selection`
+4. `core.dispatcher` places it on a row of the `PlacementState` that has room: `core.selection`
    chooses the row by its expected cost. The scheduler returns the lease.
 5. Without room, `admission` decides whether it may wait, by the predicted wait. It stands in
    `core.wait_queue`, and among the `Waiters` of `admission` with its limits.

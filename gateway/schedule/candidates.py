@@ -30,15 +30,16 @@ from gateway.nodes.prompt_cache import FleetPromptCache, NodePromptCache
 from gateway.nodes.router import LoadPhase
 from gateway.nodes.speed import Speed
 from gateway.schedule.core.dispatcher import Dispatcher
-from gateway.schedule.core.placement_state import PlacementState
 from gateway.schedule.core.requests import (
     EXPLORING_REQUESTS,
     NEGLIGIBLE_COMPLETION,
     NO_ROWS,
     CandidateSet,
     NodeSlots,
+    PlacementState,
     QueuedRequest,
     TierSets,
+    alive_rows,
 )
 from gateway.schedule.core.selection import available_rows
 from gateway.schedule.core.tiers import SpillReservation, Tier, TierPolicy, TierRoute, TierStatus
@@ -71,14 +72,12 @@ NodesByModel = Sequence[tuple[str, Sequence[Node]]]
 ServiceKey = tuple[str, Endpoint, bool, bool, NodeLabels]
 
 
-def show_speed(
-    state: PlacementState, row: NodeSlots, speed: Speed, *, awaited: bool = False
-) -> None:
+def show_speed(row: NodeSlots, speed: Speed, *, awaited: bool = False) -> None:
     """Bring a row up to date with what is known of its node's speed.
 
     `awaited`: it is about to be calibrated.
     """
-    state.set_speed(row, speed.expected_prefill_tps, speed.token_base, speed.token_step)
+    row.set_speed(speed.expected_prefill_tps, speed.token_base, speed.token_step)
     samples = speed.samples
     if samples > EXPLORING_REQUESTS or (samples and speed.calibrated):
         samples = EXPLORING_REQUESTS  # A calibration has read the model from disk.
@@ -90,7 +89,7 @@ def show_speed(
     else:
         hope = HOPE_AWAITED if awaited else HOPE_UNKNOWN
     if samples != row.samples or hope != row.hope or measured is not row.measured:
-        state.set_learnt(row, samples, hope, measured=measured)
+        row.set_learnt(samples, hope, measured=measured)
 
 
 def nodes_of(by_model: NodesByModel) -> Iterator[Node]:
@@ -134,12 +133,7 @@ class NodeCandidates:
 
     def any_alive(self) -> bool:
         """Whether one of its nodes, in the tiers open to it, is worth the ordinary wait."""
-        return any(
-            row.alive and row.index not in self.excluded
-            for tiers in self.groups
-            for candidates in tiers
-            for row in candidates.rows
-        )
+        return any(True for _ in alive_rows(self.groups, self.excluded))
 
 
 @dataclass(slots=True)
@@ -248,7 +242,7 @@ class FleetSync:
         row, speed = self._rows.get(node), node.speed
         if row is not None and speed.samples:
             self._speed_versions[row] = speed.version
-            show_speed(self.placement_state, row, speed)
+            show_speed(row, speed)
         elif row is not None:
             self._refresh_speed(node, row)
 
@@ -297,7 +291,7 @@ class FleetSync:
                 self.nodes[row.index] = node
             elif (row := self._rows[node]).gpu is gpu:
                 continue
-            self.placement_state.set_tier(row, gpu=gpu)
+            row.set_tier(gpu=gpu)
             self._refresh(node, row, now)
         self.has_gpu_tier = any(node.spec.tier == "gpu" for node in nodes)
         for service in self.services.values():
@@ -326,15 +320,13 @@ class FleetSync:
             or alive is not row.alive
             or paused is not row.paused
         ):
-            self.placement_state.set_slots(
-                row, total, capacity, foreign, alive=alive, paused=paused
-            )
+            row.set_slots(total, capacity, foreign, alive=alive, paused=paused)
         if (pool := node.pool) or row.pool:
             self._refresh_pool(node, row, pool)
         if self._speed_versions.get(row) != node.speed.version or row.exploring:
             self._refresh_speed(node, row)
         if penalty + wake != row.penalty or wake != row.wake:
-            self.placement_state.set_penalty(row, penalty + wake, wake=wake)
+            row.set_penalty(penalty + wake, wake=wake)
         if self.placement_state.batch_reserve:
             self._refresh_reserve_group(node, row)
         self._sync_prompt_cache(node, row, total)
@@ -352,7 +344,7 @@ class FleetSync:
         if bool(pool) is not bool(row.pool):
             self.rows_version += 1  # What waits is to be estimated anew.
         if pool != row.pool or foreign != row.pool_foreign:
-            self.placement_state.set_pool(row, pool, foreign if pool else 0)
+            row.set_pool(pool, foreign if pool else 0)
 
     def _refresh_speed(self, node: Node, row: NodeSlots) -> None:
         speed = node.speed
@@ -360,13 +352,13 @@ class FleetSync:
         awaited = not speed.samples and (
             node.calibration.penalty > 0 or node.calibration_due(self.clock())
         )
-        show_speed(self.placement_state, row, speed, awaited=awaited)
+        show_speed(row, speed, awaited=awaited)
 
     def _refresh_reserve_group(self, node: Node, row: NodeSlots) -> None:
         """Nodes share a reserve if they serve the same models and belong to the same pools."""
         labels = node.spec.labels
         pools = frozenset(pool for pool in self._pools if has_labels(labels, pool))
-        self.placement_state.set_reserve_group(row, (node.public_models, pools))
+        row.set_reserve_group((node.public_models, pools))
 
     def _sync_prompt_cache(self, node: Node, row: NodeSlots, total: int) -> None:
         """Forget a node's cached prompts when its server goes or serves other models."""
@@ -397,8 +389,7 @@ class FleetSync:
 
     def rows(self, nodes: Iterable[Node]) -> tuple[NodeSlots, ...]:
         """The rows of these nodes, as far as they are in the inventory."""
-        rows = (self._rows.get(node) for node in nodes)
-        return tuple(row for row in rows if row is not None)
+        return tuple(row for node in nodes if (row := self._rows.get(node)) is not None)
 
     def service(self, key: ServiceKey) -> Service:
         """The candidate sets of the nodes that serve this, up to date."""
@@ -436,11 +427,10 @@ class FleetSync:
         decodes = queued.completion_tokens > NEGLIGIBLE_COMPLETION
         for candidates in queued.groups[0]:
             for row in candidates.rows:
-                node = self.nodes.get(row.index)
-                if node is not None and node.speed.samples >= max(1, row.total):
-                    speed = node.speed
-                    if speed.prefill_tps is not None and (not decodes or speed.decode_tps):
-                        return True
+                speed = self.nodes[row.index].speed
+                known = speed.prefill_tps is not None and (not decodes or speed.decode_tps)
+                if known and speed.samples >= max(1, row.total):
+                    return True
         return False
 
     def out_of_service(self, candidates: CandidateSet, now: float) -> Mapping[str, int]:
@@ -462,15 +452,12 @@ class FleetSync:
         return states
 
     def _state_word(self, row: NodeSlots, now: float) -> str:
-        node = self.nodes.get(row.index)
-        if node is None:
-            return "removed"
+        node = self.nodes[row.index]
         return "paused" if node.paused(now) else node.state.value
 
     def slots(self, queued: QueuedRequest) -> int:
         """Slots of the nodes of the request's first group."""
-        version = self.placement_state.slots_version
-        return sum(candidates.slots(version) for candidates in queued.groups[0])
+        return sum(candidates.slots() for candidates in queued.groups[0])
 
     # Where a request may go.
 

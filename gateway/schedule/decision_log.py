@@ -110,21 +110,6 @@ class Grant(msgspec.Struct, eq=False, gc=False):
         """The node; None: an earlier version has not kept it."""
         return self.node if self.comparison is None else self.comparison.chosen.name
 
-    def expect(self, placement: QueuedRequest, request: LeaseRequest, tried: Tried) -> None:
-        """Take in what is expected of the placement now; the row moves its ends later."""
-        at = self.at
-        self.slots, self.prompt_tokens = placement.slots, placement.prompt_tokens
-        self.completion_tokens = placement.completion_tokens
-        self.expected_ttft, self.expected_seconds = placement.prefill_ends - at, placement.ends - at
-        self.comparison, self.deferral = placement.comparison, placement.deferral
-        self.tried = None if tried is NOTHING_TRIED else tried
-        self.resumes = request.wanted.resume_key is not None
-        self.times_yielded = request.caller.times_yielded
-
-    def chosen_among(self, fallback: str | None, out: Mapping[str, int] | None) -> None:
-        """Set `fallback` and `out`: others could not be chosen."""
-        self.fallback, self.out = fallback, out
-
     def content_began(self, now: float) -> None:
         """The first content has come."""
         if self.first_content_at is None:
@@ -178,13 +163,22 @@ class DecisionLog:
         model: str,
         tier: str,
         node: str | None = None,
+        fallback: str | None = None,
+        out: Mapping[str, int] | None = None,
     ) -> Grant:
-        """A placement has become a lease; `node`: where it runs, if nodes were not compared."""
+        """A placement has become a lease; `node`: where it runs, if nodes were not compared.
+
+        What is expected of it is kept as it is now, since its row moves its ends later.
+        """
+        at = placement.placed_at
         grant = Grant(
-            placement.id, placement.placed_at, placement.received_at, lease_id, model, tier,
-            request.caller.id, node,
+            placement.id, at, placement.received_at, lease_id, model, tier, request.caller.id, node,
+            placement.slots, placement.prompt_tokens, placement.completion_tokens,
+            placement.prefill_ends - at, placement.ends - at, placement.comparison,
+            placement.deferral, None if tried is NOTHING_TRIED else tried,
+            request.wanted.resume_key is not None, request.caller.times_yielded, fallback,
+            out or None,
         )  # fmt: skip
-        grant.expect(placement, request, tried)
         self.grants.append(grant)
         if self.followed:
             self._collect(grant)

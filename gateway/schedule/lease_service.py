@@ -160,8 +160,7 @@ class LocalLeaseService:
     def content_went_on(self, lease_id: int, tokens: int) -> None:
         """As `LeaseService.content_went_on`."""
         lease = self._records[lease_id]
-        context = 0.0 if lease.placement is None else lease.placement.prompt_tokens
-        self.fleet.stream_went_on(lease, tokens, context)
+        self.fleet.stream_went_on(lease, tokens, lease.placement.prompt_tokens)
 
     def response_received(self, lease_id: int) -> None:
         """The whole response has come: the slots are free, though the client still reads it."""
@@ -318,7 +317,7 @@ class LocalLeaseService:
         """Content came from a server that had slept; `written` tokens of it, in one piece."""
         placement, speed = lease.placement, lease.node.speed
         expected = 0.0  # What a speed that was never measured would explain is no load.
-        if placement is not None and speed.prefill_tps is not None:
+        if speed.prefill_tps is not None:
             expected += placement.prompt_tokens / speed.prefill_tps
         if speed.decode_tps is not None:
             expected += written / speed.decode_tps / max(1, lease.slots)
@@ -413,9 +412,8 @@ def _charge_of_failed(lease: LeaseRecord, report: AttemptReport, now: float) -> 
     by the time and the node's speed, and rather too low; an endpoint that is paid by the token is
     paid for the whole prompt.
     """
-    request, placement = lease.request, lease.placement
+    request, estimate = lease.request, lease.placement.prompt_tokens
     seconds = now - lease.taken_at
-    estimate = request.size.prompt_tokens if placement is None else placement.prompt_tokens
     prompt, cached, completion = estimate, 0.0, 0.0
     if report.prompt_read is not None:
         prompt, cached = report.prompt_read

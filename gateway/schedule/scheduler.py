@@ -51,8 +51,7 @@ from gateway.schedule.candidates import (
 from gateway.schedule.core import batch_slots
 from gateway.schedule.core.demand_model import DemandModel, has_long_prompt
 from gateway.schedule.core.dispatcher import Dispatcher, dispatch_rules
-from gateway.schedule.core.placement_state import PlacementState
-from gateway.schedule.core.requests import QueuedRequest, TierSets
+from gateway.schedule.core.requests import PlacementState, QueuedRequest, TierSets, alive_rows
 from gateway.schedule.core.tiers import SpillReservation, TierPolicy
 from gateway.schedule.decision_log import DecisionLog, Grant, PredictionAccuracy
 from gateway.terms import Endpoint, Priority
@@ -73,10 +72,10 @@ PESSIMISTIC_PREFILL_TPS = 25.0
 class LeaseRecord(Lease):
     """A lease and what the scheduler keeps of it, until its attempt has been accounted for.
 
-    The placement state follows the lease.
+    The row of its node follows the lease.
     """
 
-    __slots__ = ("adopted", "grant", "placement", "placement_state", "request", "reservation")
+    __slots__ = ("adopted", "grant", "placement", "request", "reservation")
 
     def __init__(
         self,
@@ -84,7 +83,6 @@ class LeaseRecord(Lease):
         stream: bool,  # noqa: FBT001 - each call costs
         request: LeaseRequest,
         placement: QueuedRequest,
-        placement_state: PlacementState,
         grant: Grant,
         reservation: SpillReservation | None = None,
         adopted: bool = False,  # noqa: FBT001, FBT002 - as above
@@ -92,9 +90,7 @@ class LeaseRecord(Lease):
         """`grant`: what is kept of the lease to explain it."""
         Lease.__init__(self, node, placement.slots, placement.placed_at, stream)
         self.request = request
-        self.placement: QueuedRequest | None = placement
-        """None: its row is no longer its node's, which counts the slots by itself."""
-        self.placement_state = placement_state
+        self.placement = placement
         self.grant = grant
         self.reservation = reservation
         """The share of the budget for the GPU tier that it holds."""
@@ -103,26 +99,19 @@ class LeaseRecord(Lease):
 
     def prefill_ended(self, now: float) -> None:
         """Replace the predicted prefill by the real one."""
-        assert self.placement is not None
         self.grant.content_began(now)
-        self.placement_state.prefill_done(self.placement, now)
+        self.placement.row.prefill_done(self.placement, now)
 
     def slots_freed(self, now: float) -> bool:
         """The slots are free. Returns whether the row is still the node's."""
-        placement, state = self.placement, self.placement_state
-        assert placement is not None
-        state.end(placement, now)
-        row = placement.row
-        if state.by_name.get(row.name) is row:
-            return True
-        self.placement = None
-        return False
+        row = self.placement.row
+        row.end(self.placement, now)
+        return row.is_current
 
 
 def yield_candidate(lease_id: int, record: LeaseRecord, now: float) -> batch_slots.YieldCandidate:
-    """A running request in numbers; its record has a placement."""
+    """A running request in numbers."""
     placement, request, decode_began = record.placement, record.request, None
-    assert placement is not None
     row, decoded = placement.row, 0.0
     if record.phase is LeasePhase.DECODE:
         decode_began = placement.prefill_ends
@@ -190,7 +179,7 @@ class Scheduler:
         self._match_handle: asyncio.Handle | None = None
         self._timer: asyncio.TimerHandle | None = None
         self.fleet_sync.sync()
-        fleet.subscribe(on_capacity=self._match_soon, on_change=self.fleet_sync.node_changed)
+        fleet.subscribe(on_capacity=self._match_soon, on_change=self._node_changed)
 
     def watch_models(self, asked_for: Callable[..., None]) -> None:
         """Call this with the public model of each request, and with that of each that `waits`."""
@@ -352,14 +341,13 @@ class Scheduler:
         row, now = self.fleet_sync.row(node), self.clock()
         if row is None:
             return None
-        state = self.dispatcher.placement_state
         placement = self.demand_model.adopted(request, slots, reading.prompt_tokens, now - age)
-        state.start(placement, row, now)
+        row.start(placement, now)
         placement.placed_earlier(now - age)
         granted = self.decision_log.granted(
             placement, request, NOTHING_TRIED, lease_id, model, node.info.tier, node.name
         )
-        lease = LeaseRecord(node, stream, request, placement, state, granted, None, True)
+        lease = LeaseRecord(node, stream, request, placement, granted, None, True)
         lease.expect(reading.grace / PREFILL_GRACE_FACTOR, None)
         node.occupancy.take_over(slots, now)
         node.take(lease, now)
@@ -372,8 +360,8 @@ class Scheduler:
 
     # The queue, as others see it.
 
-    def queue_positions(self, most: int | None = None) -> list[QueuePosition]:
-        """The first `most` waiting requests, in the order in which they are likely to go."""
+    def queue_positions(self) -> list[QueuePosition]:
+        """The waiting requests, in the order in which they are likely to go."""
         now = self.clock()
         return [
             QueuePosition(
@@ -382,7 +370,7 @@ class Scheduler:
                 now - waiter.queued_at,
                 wait if math.isfinite(wait) else None,
             )
-            for position, (waiter, wait) in enumerate(self.predicted_waits(most), 1)
+            for position, (waiter, wait) in enumerate(self.predicted_waits(), 1)
         ]
 
     def predicted_waits(self, most: int | None = None) -> Iterator[tuple[Waiter, float]]:
@@ -450,6 +438,12 @@ class Scheduler:
         return self.completion_rate.retry_after(1, self.clock())
 
     # Events.
+
+    def _node_changed(self, node: Node | None) -> None:
+        """Something about this node has changed, or which nodes there are: slots may be free."""
+        self.fleet_sync.node_changed(node)
+        if self.dispatcher.placement_state.slots_freed:
+            self._match_soon()
 
     def capacity_changed(self) -> None:
         """Bring all nodes up to date, and give out free slots soon."""
@@ -525,10 +519,7 @@ class Scheduler:
         prefill = min(
             (
                 (queued.prompt_tokens - queued.cached.get(row.index, 0.0)) / row.prefill_tps
-                for tiers in candidates.groups
-                for candidate_set in tiers
-                for row in candidate_set.rows
-                if row.alive and row.index not in candidates.excluded
+                for row in alive_rows(candidates.groups, candidates.excluded)
             ),
             default=0.0,
         )
@@ -649,7 +640,7 @@ class Scheduler:
                 break
         self._set_timer()
 
-    def grant(  # noqa: PLR0912, PLR0915 - each call costs
+    def grant(
         self,
         placement: QueuedRequest,
         request: LeaseRequest,
@@ -689,7 +680,6 @@ class Scheduler:
         if size.max_tokens is not None and (decode_tps := speed.decode_tps) is not None:
             total = prefill + size.max_tokens / decode_tps
         model, lease_id = candidates.by_model[placement.group][0], next(self._lease_ids)
-        grant = self.decision_log.granted(placement, request, tried, lease_id, model, info.tier)
         comparison = placement.comparison
         out: Mapping[str, int] | None = None
         if comparison is not None and (
@@ -697,10 +687,10 @@ class Scheduler:
             or len(placement.groups[placement.group]) > 1
         ):
             out = self._nodes_without_room(placement, comparison.nodes.with_room, now)
-        if out or fallback is not None:
-            grant.chosen_among(fallback, out)
-        state = self.dispatcher.placement_state
-        lease = LeaseRecord(node, stream, request, placement, state, grant, reservation)
+        grant = self.decision_log.granted(
+            placement, request, tried, lease_id, model, info.tier, None, fallback, out
+        )
+        lease = LeaseRecord(node, stream, request, placement, grant, reservation)
         lease.expect(prefill, total)
         node.take(lease, now, wake)
         self.records[lease_id] = lease
@@ -708,7 +698,7 @@ class Scheduler:
             self.yielding[lease_id] = lease
         if lease.wakes:
             # As if the prompt took longer to read: later requests wait for that too.
-            state.prefill_done(placement, placement.prefill_ends + wake)
+            placement.row.prefill_done(placement, placement.prefill_ends + wake)
         if lease.trial or lease.wakes:
             self.fleet_sync.node_changed(node)
             self.fleet_sync.fleet.wake_began(node)
@@ -723,11 +713,7 @@ class Scheduler:
             wake_limit,
         )
         served_name = node.served_name(model) or model
-        if slots == 1 and fallback is None:
-            return GrantedLease(lease_id, info, model, served_name, stream, reading)
-        return GrantedLease(
-            lease_id, info, model, served_name, stream, reading, slots=slots, fallback=fallback
-        )
+        return GrantedLease(lease_id, info, model, served_name, stream, reading, slots, fallback)
 
     def _nodes_without_room(
         self, placement: QueuedRequest, with_room: int, now: float
@@ -867,14 +853,12 @@ class Scheduler:
                 running = [
                     yield_candidate(lease_id, record, now)
                     for lease_id, record in islice(self.yielding.items(), batch_slots.MOST_COMPARED)
-                    if record.placement is not None
                 ]
                 chosen = batch_slots.choose_yields(queued.priority, missing, running)
                 if not chosen:
                     break
                 for lease_id in chosen:
                     record = self.yielding.pop(lease_id)
-                    assert record.placement is not None
                     # Those that can't be resumed refuse; then others are chosen.
                     if self.yield_slot(record.request.id):
                         missing[record.placement.row.index] -= record.slots

@@ -19,6 +19,7 @@ import structlog
 from gateway.callers.limits import UsedQuota
 from gateway.callers.windows import time_text
 from gateway.events import EdgeLost
+from gateway.nodes.speed import duration_words
 from gateway.schedule.model_placer import UnkeptWish
 from gateway.watch.history import RecentTraffic
 from gateway.watch.metrics import ClusterSample
@@ -352,7 +353,7 @@ def _full_queue(state: FleetCondition) -> Iterator[Problem]:
     if not (is_full or waits_long or turned_away) or not (queue.waiting or turned_away):
         return
     cause = f"{queue.waiting} of at most {queue.most} requests wait, the oldest for "
-    cause += f"{_duration(queue.oldest_seconds)}"
+    cause += f"{duration_words(queue.oldest_seconds)}"
     if turned_away:
         cause += f"; {turned_away} were refused within a minute (429 or 503)"
     yield Problem(
@@ -502,7 +503,7 @@ def _spent_budget(state: FleetCondition) -> Iterator[Problem]:
         "gpu_budget",
         "The GPU budget is spent",
         f"{paid:.2f} paid and {reserved:.2f} reserved of {money:.2f} within "
-        f"{_duration(window)}: requests that would spill over wait for CPU nodes.",
+        f"{duration_words(window)}: requests that would spill over wait for CPU nodes.",
         "Nothing, if that is the budget's purpose: it frees itself as the window moves on. Else "
         "raise hybrid.spill.money_per_hour in the settings.",
         ("llama-gateway usage --by tier --since 1d", CHECK),
@@ -649,7 +650,7 @@ def _lost_edges(state: FleetCondition) -> Iterator[Problem]:
     told = f"{_count(len(broken), 'request')} broke off: {named}" if broken else "Nothing broke off"
     yield Problem(
         "edge_died",
-        f"{_count(len(lost), 'edge')} died in the last {_duration(LOST_EDGE_SECONDS)}",
+        f"{_count(len(lost), 'edge')} died in the last {duration_words(LOST_EDGE_SECONDS)}",
         f"The last one was '{lost[-1].edge}' ({lost[-1].reason}). "
         + told
         + (f" and {more} more." if more > 0 else "."),
@@ -667,7 +668,8 @@ def _cluster(state: FleetCondition) -> Iterator[Problem]:
         yield Problem(
             "no_leader",
             f"No member of the cluster {cluster.name} leads, as far as {cluster.member} knows",
-            f"For {_duration(cluster.role_seconds)} new requests here have waited, then got 503.",
+            f"For {duration_words(cluster.role_seconds)} new requests here have waited, then got "
+            "503.",
             "See that this machine reaches the store and the other members, and that one of them "
             "runs: whoever has the store leads within seconds.",
             (CLUSTER, "journalctl -u llama-gateway -n 50"),
@@ -746,12 +748,6 @@ def _sentence(text: str) -> str:
 
 def _part(number: int, total: int) -> str:
     return f"all {total}" if number == total else f"{number} of the {total}"
-
-
-def _duration(seconds: float) -> str:
-    if seconds < 120:
-        return f"{seconds:.0f} s"
-    return f"{seconds / 60:.0f} min" if seconds < 7200 else f"{seconds / 3600:.1f} h"
 
 
 class Severity(enum.Enum):

@@ -413,7 +413,7 @@ async def test_a_fault_of_a_section_stops_nothing_and_is_told_once(file: Path) -
 async def test_a_clock_that_is_ahead_drops_no_rows_of_others(store: Store) -> None:
     await learnt_once(store, name="one")
     row = Row("servers", 1, "k", None, time.time(), Raw(b"{}"))
-    late = row.at - 2 * OLDEST
+    late = row.changed_at - 2 * OLDEST
 
     def table_of(name: str, ahead: float = 0.0) -> LearntTable:
         return LearntTable(store, name, lambda: time.time() + ahead)
@@ -425,7 +425,7 @@ async def test_a_clock_that_is_ahead_drops_no_rows_of_others(store: Store) -> No
     assert await table_of("ahead", 10 * OLDEST).write({row.place: row}, WHOLE) == [row.place]
     assert len(kept(store)) == before
     # The one whose clock is right drops its own old rows and others'.
-    old = replace(row, at=late)
+    old = replace(row, changed_at=late)
     for name in ("gone", "one"):
         store.run_now(partial(table_of(name)._write, changes={row.place: old}))
     assert names() == {"one", "gone"}

@@ -158,6 +158,8 @@ async def test_a_successor_knows_the_decisions_of_its_predecessors_last_second(
                         outcomes[str((await explained(line, one))["actual"]["outcome"])] += 1
                     except AssertionError as error:
                         outcomes["404" if "not_found" in str(error) else str(error)] += 1
+                    except IndexError:  # It has ended, and its decisions are not read yet.
+                        outcomes["404"] += 1
     assert set(outcomes) <= {"ok", "unknown"}
     assert outcomes["unknown"] <= 1, "one may have run while the sockets were handed over"
 

@@ -15,8 +15,7 @@ import time
 from dataclasses import dataclass, field
 
 from gateway.schedule.core.dispatcher import Dispatcher, DispatchRules
-from gateway.schedule.core.placement_state import PlacementState
-from gateway.schedule.core.requests import QueuedRequest, TierSets
+from gateway.schedule.core.requests import PlacementState, QueuedRequest, TierSets
 from gateway.terms import Priority
 
 SYSTEM_TOKENS = 1500.0
@@ -44,7 +43,7 @@ class LoadedFleet:
         state = PlacementState()
         rows = [state.add(f"node-{i}", total=2) for i in range(self.nodes)]
         for i, row in enumerate(rows):
-            state.set_speed(row, 600 if i % 3 else 250, 1 / 40 if i % 3 else 1 / 16, 0.1 / 40)
+            row.set_speed(600 if i % 3 else 250, 1 / 40 if i % 3 else 1 / 16, 0.1 / 40)
         self._groups = ((state.candidate_set(rows),),)
         self.dispatcher = Dispatcher(state, DispatchRules(), random.Random(self.seed))
         for _ in range(2 * self.nodes if self.waiting else 0):

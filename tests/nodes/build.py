@@ -178,10 +178,17 @@ async def a_fleet(
     bus.subscribe(NodeDrift, running.drifts.append)
     bus.subscribe(ModelsDiffer, running.model_differences.append)
 
+    free_slots: dict[Node, int] = {}
+
     def count() -> None:
         running.capacity += 1
 
-    fleet.subscribe(on_capacity=count)
+    def count_change(node: Node | None) -> None:
+        if node is not None:
+            before, free_slots[node] = free_slots.get(node, 0), node.free_slots(clock())
+            running.capacity += free_slots[node] > before
+
+    fleet.subscribe(on_capacity=count, on_change=count_change)
     await fleet.start(inventory(*specs))
     try:
         if probed:

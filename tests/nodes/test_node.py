@@ -13,6 +13,7 @@ from gateway.nodes.circuit import KEY_REJECTED_SECONDS, MOST_LIMIT, START_LIMIT
 from gateway.nodes.health import judge_state
 from gateway.nodes.lifecycle import ProbeHistory
 from gateway.nodes.node import (
+    RECENT_MINUTES,
     SLOT_LINGER,
     Lease,
     LeasePhase,
@@ -403,6 +404,32 @@ def test_others_that_become_ours_are_counted_once() -> None:
     assert (occupancy.leased, occupancy.foreign) == (1, 1)
     occupancy.forget_others()
     assert occupancy.minutes_of_others(11.0) == 0
+
+
+def test_minutes_in_which_others_kept_slots_busy_are_counted_once_each() -> None:
+    occupancy = SlotOccupancy()
+    for minute in range(4):
+        for second in (0.0, 10.0, 20.0):
+            foreign_after(occupancy, 1, 600.0 + minute * 60.0 + second)
+    assert occupancy.minutes_of_others(600.0 + 3 * 60.0 + 30.0) == 4
+
+
+@pytest.mark.parametrize(
+    ("later", "left"), [(0, 3), (RECENT_MINUTES - 3, 3), (RECENT_MINUTES - 1, 1), (10_000, 0)]
+)
+def test_minutes_that_are_long_ago_do_not_count(later: int, left: int) -> None:
+    occupancy = SlotOccupancy()
+    for minute in range(3):
+        foreign_after(occupancy, 2, 600.0 + minute * 60.0)
+    assert occupancy.minutes_of_others(600.0 + (2 + later) * 60.0) == left
+
+
+def test_our_own_requests_are_nobody_elses() -> None:
+    occupancy = SlotOccupancy()
+    occupancy.take(2, 600.0)  # as long as a request that we have left is at work, it holds its slot
+    for minute in range(RECENT_MINUTES):
+        foreign_after(occupancy, 2, 601.0 + minute * 60.0)
+    assert occupancy.minutes_of_others(600.0 + RECENT_MINUTES * 60.0) == 0
 
 
 def test_a_lease_that_came_or_went_during_the_query_is_ours() -> None:

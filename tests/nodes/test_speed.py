@@ -27,6 +27,7 @@ from gateway.nodes.speed import (
     Speed,
     SpeedSample,
     TokenTime,
+    TrendLine,
     sample_from_clock,
     sample_from_timings,
 )
@@ -333,11 +334,17 @@ def exactly(trend: LinearTrend, x: float, y: float, weight: float = 40) -> bool:
     return trend.learn(x, y, y, weight)
 
 
+def line_of(trend: LinearTrend) -> TrendLine:
+    assert trend.line is not None
+    return trend.line
+
+
 def test_the_first_measurement_is_believed_with_the_usual_slope() -> None:
     trend = a_trend()
-    assert (trend.level, trend.slope) == (0, 0)
+    assert trend.line is None
     exactly(trend, 1, 1.2)
-    assert (trend.level, trend.slope) == pytest.approx((1.0, 0.2))
+    line = line_of(trend)
+    assert (line.level, line.slope) == pytest.approx((1.0, 0.2))
 
 
 def test_a_line_is_found_under_noise() -> None:
@@ -345,8 +352,9 @@ def test_a_line_is_found_under_noise() -> None:
     for _ in range(300):
         x = rng.uniform(0, 3)
         exactly(trend, x, (2 + 0.8 * x) * rng.lognormvariate(0, 0.15))
-    assert trend.level == pytest.approx(2, rel=0.12)
-    assert trend.slope == pytest.approx(0.8, rel=0.25)
+    line = line_of(trend)
+    assert line.level == pytest.approx(2, rel=0.12)
+    assert line.slope == pytest.approx(0.8, rel=0.25)
 
 
 @each_case(
@@ -368,22 +376,22 @@ def test_what_differs_moves_it_when_it_lasts(
     trend = a_trend()
     for low, high in [(1, 1)] * before + [learnt] * times:
         trend.learn(0, low, high, 40)
-    assert trend.level == pytest.approx(level, rel=within)
+    assert line_of(trend).level == pytest.approx(level, rel=within)
 
 
 def test_an_interval_moves_it_to_its_nearer_end_at_most_at_once() -> None:
     trend = a_trend()
     exactly(trend, 0, 1)
     trend.learn(0, 2, 4, 1000)
-    assert 1 < trend.level <= 2
+    assert 1 < line_of(trend).level <= 2
 
 
 def test_a_first_interval_that_is_too_wide_is_ignored() -> None:
     trend = a_trend()
     assert not trend.learn(0, 0.001, 1000, 40)
-    assert trend.level == 0
+    assert trend.line is None
     assert trend.learn(0, 1, 4, 40)
-    assert trend.level == pytest.approx(2)
+    assert line_of(trend).level == pytest.approx(2)
 
 
 positive = st.floats(1e-6, 1e6)
@@ -396,10 +404,11 @@ def test_it_stays_positive(
     trend = a_trend()
     for x, low, width, weight in told:
         trend.learn(x, low, low * width, weight)
-        for at in (0, 1, 64):
-            assert 0 <= trend.level + trend.slope * at < math.inf
-        assert trend.level > 0 or trend.slope == 0
-        assert trend.slope <= trend.most_slope * trend.level * 1.001
+        if (line := trend.line) is not None:
+            for at in (0, 1, 64):
+                assert 0 <= line.level + line.slope * at < math.inf
+            assert line.level > 0 or line.slope == 0
+            assert line.slope <= trend.most_slope * line.level * 1.001
 
 
 # Samples from a node's timings_of and from the gateway's clock.

@@ -119,7 +119,7 @@ def test_a_damaged_file_is_set_aside_and_logged(
         assert f"{path.name}.bad" in caplog.text
     written(seen, saying(SAID))
     assert PropertiesStore(seen).recall(a_spec()) == SAID
-    drains.add("a")
+    drains.keep("a")
     drains.save()
     assert "a" in drained_nodes(drained)
 
@@ -164,7 +164,7 @@ def test_a_folder_that_cannot_be_used_is_logged_and_harmless(
     with caplog.at_level(logging.WARNING):
         written(tmp_path / "file" / "seen.json", saying(SAID))
         drains = drained_nodes(tmp_path / "file" / "drains.json")
-        drains.add("a")
+        drains.keep("a")
         drains.save()
     assert caplog.text.count("forgotten at a restart") == 2
     assert "a" in drains
@@ -227,18 +227,18 @@ def test_any_name_is_read_back(names: set[str], tmp_path_factory: pytest.TempPat
     path = tmp_path_factory.mktemp("drains") / "drains.json"
     drains = drained_nodes(path)
     for name in names:
-        drains.add(name)
+        drains.keep(name)
     drains.save()
     assert all(name in drained_nodes(path) for name in names)
 
 
 def test_operators_orders_last_over_a_restart_in_a_file_each(tmp_path: Path) -> None:
     orders = OperatorOrders(lambda name: tmp_path / name)
-    orders.drained.add("a")
-    orders.paused.add("org/model:7b")
+    orders.drained.keep("a")
+    orders.paused.keep("org/model:7b")
     for model in ("r/a", "other"):
-        orders.pinned.add(model)
-    orders.pinned.remove("other")
+        orders.pinned.keep(model)
+    orders.pinned.keep("other", kept=False)
     orders.save()
     assert {file.name for file in tmp_path.iterdir()} == {"drains", "paused", "pinned"}
     again = OperatorOrders(lambda name: tmp_path / name)

@@ -9,8 +9,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from gateway.schedule.core.dispatcher import Dispatcher, DispatchRules
-from gateway.schedule.core.placement_state import PlacementState
-from gateway.schedule.core.requests import NodeSlots, QueuedRequest, TierSets
+from gateway.schedule.core.requests import NodeSlots, PlacementState, QueuedRequest, TierSets
 from gateway.terms import Priority
 
 _numbers = itertools.count(1)
@@ -33,7 +32,7 @@ class QueueSimulation:
         self.rows: list[NodeSlots] = []
         for i, (slots, speed) in enumerate(zip(self.slots, speeds, strict=True)):
             self.rows.append(self.state.add(f"node-{i}", total=slots))
-            self.state.set_speed(self.rows[i], speed, 10.0 / speed, 0.0)
+            self.rows[i].set_speed(speed, 10.0 / speed, 0.0)
         self.candidates = self.state.candidate_set(self.rows)
         self.groups: tuple[TierSets, ...] = ((self.candidates,),)
         self.dispatcher = Dispatcher(self.state, self.rules, random.Random(self.seed))

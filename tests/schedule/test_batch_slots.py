@@ -29,8 +29,7 @@ from gateway.schedule.core.batch_slots import (
     room_for_batch,
 )
 from gateway.schedule.core.dispatcher import Dispatcher, DispatchRules
-from gateway.schedule.core.placement_state import PlacementState
-from gateway.schedule.core.requests import CandidateSet, QueuedRequest
+from gateway.schedule.core.requests import CandidateSet, PlacementState, QueuedRequest
 from gateway.schedule.scheduler import LeaseRecord, Scheduler
 from gateway.terms import Priority
 from tests.each_case import each_case

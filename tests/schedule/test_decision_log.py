@@ -72,7 +72,6 @@ def test_a_grant_has_the_prediction_and_then_what_came_of_it() -> None:
     granted = lease(scheduler, request)
     grant = only_grant(scheduler, request)
     placement = scheduler.records[granted.id].placement
-    assert placement is not None
     assert grant.at + grant.expected_ttft == pytest.approx(placement.prefill_ends)
     assert grant.at + grant.expected_seconds == pytest.approx(placement.ends)
     comparison = grant.comparison
@@ -123,10 +122,10 @@ def test_each_circumstance_of_a_grant_is_remembered_alone(found: dict[str, Any])
     request = a_request(times_yielded=found.get("times_yielded", 0), resume_key=resume_key)
     deferral, tried = found.get("deferral"), found.get("tried", NOTHING_TRIED)
     placement = QueuedRequest(request.id, (), Priority.NORMAL, "c", 0.0, deferral=deferral)
-    grant = DecisionLog(Clock()).granted(placement, request, tried, 1, "demo", "cpu")
-    grant.chosen_among(found.get("fallback"), found.get("out"))
-    expected = Grant(request.id, 0.0, 0.0, 1, "demo", "cpu", "c")
-    expected.expect(placement, a_request(), NOTHING_TRIED)
+    log, fallback, out = DecisionLog(Clock()), found.get("fallback"), found.get("out")
+    grant = log.granted(placement, request, tried, 1, "demo", "cpu", None, fallback, out)
+    usual = QueuedRequest(request.id, (), Priority.NORMAL, "c", 0.0)
+    expected = log.granted(usual, a_request(), NOTHING_TRIED, 1, "demo", "cpu")
     assert msgspec.structs.asdict(grant) == msgspec.structs.asdict(expected) | found
 
 

@@ -21,7 +21,6 @@ from gateway.schedule.core.demand_model import (
     SessionAffinity,
     TokenEstimates,
 )
-from gateway.schedule.core.requests import QueuedRequest
 from gateway.schedule.scheduler import LeaseRecord, Scheduler
 from tests.each_case import each_case
 from tests.lease_requests import expected, learn
@@ -54,16 +53,10 @@ def prompt_request(*blocks: int, size: int = 4000) -> LeaseRequest:
     return a_request(prompt_key=prompt, text_bytes=size, max_tokens=100)
 
 
-def queued(record: LeaseRecord) -> QueuedRequest:
-    """The request in numbers, as it was placed."""
-    assert record.placement is not None
-    return record.placement
-
-
 def believed_cached(scheduler: Scheduler, record: LeaseRecord) -> float:
     """Prompt tokens that its node was believed to have cached."""
     row = scheduler.dispatcher.placement_state.by_name[record.node.name]
-    return queued(record).cached.get(row.index, 0.0)
+    return record.placement.cached.get(row.index, 0.0)
 
 
 def test_lengths_are_learnt_from_reported_tokens(nodes: list[Node]) -> None:
@@ -71,7 +64,7 @@ def test_lengths_are_learnt_from_reported_tokens(nodes: list[Node]) -> None:
     for _ in range(30):
         serve(scheduler, a_request(text_bytes=1000, max_tokens=4000), Usage(500, 0, 20))
     request = a_request(text_bytes=1000, max_tokens=4000)
-    expected = queued(lease_at_once(scheduler, request))
+    expected = lease_at_once(scheduler, request).placement
     assert expected.prompt_tokens == pytest.approx(500.0, rel=0.1)
     assert expected.completion_tokens == pytest.approx(20.0, rel=0.5)
 
@@ -79,7 +72,7 @@ def test_lengths_are_learnt_from_reported_tokens(nodes: list[Node]) -> None:
 def test_a_request_that_generates_nothing_decodes_nothing(nodes: list[Node]) -> None:
     scheduler = a_scheduler(*nodes)
     request = a_request(endpoint="embeddings", generates=False, text_bytes=1000)
-    assert queued(lease_at_once(scheduler, request)).completion_tokens <= 1.0
+    assert lease_at_once(scheduler, request).placement.completion_tokens <= 1.0
 
 
 def test_a_node_that_has_a_prompt_cached_gets_the_next_turn(nodes: list[Node]) -> None:
@@ -408,7 +401,7 @@ def test_a_session_leaves_a_node_that_is_much_slower_than_another(
     last_node = serve_by(scheduler, session_request("s", 1))
     for row in scheduler.dispatcher.placement_state.by_name.values():
         factor = 1.0 if row.name == last_node else times
-        scheduler.dispatcher.placement_state.set_speed(row, 100.0 * factor, 0.1 / factor, 0.0)
+        row.set_speed(100.0 * factor, 0.1 / factor, 0.0)
     assert (serve_by(scheduler, session_request("s", 2)) == last_node) is stays
 
 
@@ -435,5 +428,5 @@ def test_the_session_that_was_quiet_longest_is_forgotten_first() -> None:
     for session in ("a", "b", "c", "a", "d"):
         affinity.placed(session, "demo", sim.rows[0])
     queued = sim.request()
-    known = [one for one in "abcd" if affinity.penalties(one, "demo", queued, sim.state)]
+    known = [one for one in "abcd" if affinity.penalties(one, "demo", queued)]
     assert known == ["a", "c", "d"]

@@ -24,7 +24,7 @@ def test_a_slot_freed_while_nobody_waited_delays_no_arrival() -> None:
     other = ((sim.state.candidate_set([sim.state.add("other", total=1)]),),)
     sim.arrive(groups=other)
     for placement in sim.fill():
-        sim.state.end(placement, 1.0)
+        placement.row.end(placement, 1.0)
     sim.arrive(1.0, groups=other)
     assert sim.arrive(1.0)[1] is not None
 
@@ -49,7 +49,7 @@ def test_a_later_model_name_counts_only_when_no_node_of_the_first_is_alive_or_ta
     assert placement.group == 0
     waits, none = sim.arrive(groups=groups)
     assert none is None
-    sim.state.set_slots(sim.rows[0], 1, 0, 0, alive=paused, paused=paused)
+    sim.rows[0].set_slots(1, 0, 0, alive=paused, paused=paused)
     (given,) = sim.match(1.0)
     assert (given, given.group, given.row) == (waits, 1, sim.rows[1])
 
@@ -62,7 +62,7 @@ def test_a_node_that_failed_it_is_avoided_while_another_is_alive() -> None:
     assert placement.row is other
     waits, none = sim.arrive(failed={0})
     assert none is None
-    sim.state.set_slots(other, 1, 0, 0, alive=False)
+    other.set_slots(1, 0, 0, alive=False)
     assert sim.match(1.0) == [waits]
 
 
@@ -208,7 +208,7 @@ def test_a_cancelled_placement_costs_its_caller_nothing() -> None:
         sim.dispatcher.cancelled(placement, 1.0)
     assert account.counter == 0
     assert (sim.rows[0].ours, account.running) == (0, 0)
-    sim.state.prefill_done(placement, 2.0)
+    placement.row.prefill_done(placement, 2.0)
     assert (sim.rows[0].ends_sum, sim.rows[0].prefill_until) == (0.0, 0.0)
 
 
@@ -217,7 +217,7 @@ def test_the_first_token_moves_the_expected_end() -> None:
     _, placement = sim.arrive(prompt_tokens=100.0, completion_tokens=10.0)
     assert placement is not None
     assert placement.ends == pytest.approx(2.0)
-    sim.state.prefill_done(placement, 3.0)
+    placement.row.prefill_done(placement, 3.0)
     assert placement.ends == pytest.approx(4.0)
 
 
@@ -254,14 +254,14 @@ def test_a_new_caller_does_not_wait_for_all_requests_of_another() -> None:
 def test_a_measured_speed_changes_all_predicted_waits_at_once() -> None:
     sim = QueueSimulation((2, 2))
     for row in sim.rows:
-        sim.state.set_speed(row, 100.0, 0.1, 0.0)
+        row.set_speed(100.0, 0.1, 0.0)
     sim.fill()
     for _ in range(50):
         sim.arrive()
     guessed = sim.dispatcher.predicted_wait(sim.request(), 0.0)
     running = min(row.seconds_until_free(1, 0.0) or 0.0 for row in sim.rows)
     for row in sim.rows:
-        sim.state.set_speed(row, 1000.0, 0.01, 0.0)
+        row.set_speed(1000.0, 0.01, 0.0)
     measured = sim.dispatcher.predicted_wait(sim.request(), 0.0)
     assert measured - running == pytest.approx((guessed - running) / 10)
 
@@ -269,7 +269,7 @@ def test_a_measured_speed_changes_all_predicted_waits_at_once() -> None:
 def test_the_predicted_wait_of_batch_includes_the_reserve() -> None:
     sim = QueueSimulation((4,), DispatchRules(batch_reserve=0.5))
     for row in sim.rows:
-        sim.state.set_speed(row, 1000.0, 0.1, 0.0)
+        row.set_speed(1000.0, 0.1, 0.0)
     for tokens in (100.0, 200.0, 300.0, 400.0):
         sim.arrive(prompt_tokens=1.0, completion_tokens=tokens, priority=Priority.URGENT)
     urgent = sim.dispatcher.predicted_wait(sim.request(priority=Priority.URGENT), 0.0)
@@ -285,7 +285,7 @@ def test_the_predicted_wait_is_infinite_while_every_node_is_down() -> None:
     sim = QueueSimulation((1,))
     sim.fill()
     queued, _ = sim.arrive()
-    sim.state.set_slots(sim.rows[0], 1, 0, 0, alive=False)
+    sim.rows[0].set_slots(1, 0, 0, alive=False)
     assert sim.dispatcher.predicted_wait(queued, 0.0) == math.inf
 
 
@@ -297,9 +297,7 @@ def test_usage_as_predicted_changes_no_counter_though_the_token_weight_has_chang
     assert account is not None
     counted = account.counter
     row = placement.row
-    sim.dispatcher.placement_state.set_speed(
-        row, 30 * row.prefill_tps, row.token_base, row.token_step
-    )
+    row.set_speed(30 * row.prefill_tps, row.token_base, row.token_step)
     for _ in range(300):
         _, other = sim.arrive(fairness_key="two", slots=0)
         if other is not None:
@@ -470,15 +468,15 @@ def play(played: list[tuple[float, dict[str, Any]]], rules: DispatchRules) -> li
             case "slots":
                 row = sim.rows[event["which"]]
                 before = row.ours
-                sim.state.set_slots(row, 3, event["capacity"], event["foreign"])
+                row.set_slots(3, event["capacity"], event["foreign"])
                 assert row.ours == before
                 note(sim.match(now))
             case "pool":
                 row = sim.rows[event["which"]]
-                sim.state.set_pool(row, event["tokens"], event["foreign"])
+                row.set_pool(event["tokens"], event["foreign"])
                 note(sim.match(now))
             case "speed":
-                sim.state.set_speed(sim.rows[event["which"]], *event["values"])
+                sim.rows[event["which"]].set_speed(*event["values"])
         check(sim, now)
     return order
 

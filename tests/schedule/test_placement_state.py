@@ -12,13 +12,13 @@ from hypothesis import strategies as st
 
 from gateway.schedule.core import requests
 from gateway.schedule.core.dispatcher import DispatchRules
-from gateway.schedule.core.placement_state import PlacementState, spread_reserve
 from gateway.schedule.core.requests import (
     DEFAULT_COMPLETION_TOKENS,
     MOST_PENALTY_SECONDS,
     MOST_TOKENS_PER_REQUEST,
     NodeSlots,
     QueuedRequest,
+    spread_reserve,
 )
 from gateway.terms import Priority
 from tests.each_case import each_case
@@ -45,7 +45,7 @@ def test_a_slotless_request_that_decodes_slows_nothing_down() -> None:
     sim = QueueSimulation((2,))
     sim.arrive(slots=0, completion_tokens=5.0)
     [row] = sim.rows
-    sim.state.set_speed(row, 100.0, 0.1, 0.1)
+    row.set_speed(100.0, 0.1, 0.1)
     assert (row.decoding, row.busy, row.decode_slowdown) == (1, 0, 0.0)
 
 
@@ -58,11 +58,11 @@ def test_a_burst_on_a_crowded_row_moves_the_ends_of_all_only_now_and_then(
         monkeypatch.setattr(requests, "CROWD", crowd)
         sim = QueueSimulation((1000,))
         [row] = sim.rows
-        sim.state.set_speed(row, 5000.0, 0.03, 0.0001)
+        row.set_speed(5000.0, 0.03, 0.0001)
         running = sim.fill(prompt_tokens=10.0, completion_tokens=2000.0)
         last, moved = running[-1], 0
         for one in running:
-            sim.state.prefill_done(one, 10.0)
+            one.row.prefill_done(one, 10.0)
         for one in running[:900]:
             before = last.ends
             sim.finish(one, 12.0)
@@ -96,24 +96,24 @@ def figures_of(row: NodeSlots) -> list[object]:
 @pytest.mark.parametrize(
     "change",
     [
-        lambda sim, row, _: sim.state.set_slots(row, 5, 5, 0),
-        lambda sim, row, _: sim.state.set_slots(row, 4, 4, 1),
-        lambda sim, row, _: sim.state.set_speed(row, 200.0, 0.2, 0.02),
-        lambda sim, row, _: sim.state.set_learnt(row, 1, 1.0, measured=False),
-        lambda sim, row, _: sim.state.set_penalty(row, 5.0),
-        lambda sim, row, _: sim.state.set_penalty(row, 0.0, wake=5.0),
-        lambda sim, row, _: sim.state.set_pool(row, 9000, 0),
-        lambda sim, row, _: sim.state.set_pool(row, 8000, 70),
+        lambda sim, row, _: row.set_slots(5, 5, 0),
+        lambda sim, row, _: row.set_slots(4, 4, 1),
+        lambda sim, row, _: row.set_speed(200.0, 0.2, 0.02),
+        lambda sim, row, _: row.set_learnt(1, 1.0, measured=False),
+        lambda sim, row, _: row.set_penalty(5.0),
+        lambda sim, row, _: row.set_penalty(0.0, wake=5.0),
+        lambda sim, row, _: row.set_pool(9000, 0),
+        lambda sim, row, _: row.set_pool(8000, 70),
         lambda sim, row, _: sim.arrive(),
-        lambda sim, row, one: sim.state.prefill_done(one, 0.5),
+        lambda sim, row, one: one.row.prefill_done(one, 0.5),
         lambda sim, row, one: sim.finish(one, 0.5),
     ],
 )
 def test_the_figures_of_a_row_are_made_anew_after_each_change(change: Change) -> None:
     sim = QueueSimulation((4,))
     [row] = sim.rows
-    sim.state.set_speed(row, 100.0, 0.1, 0.01)
-    sim.state.set_pool(row, 8000, 0)
+    row.set_speed(100.0, 0.1, 0.01)
+    row.set_pool(8000, 0)
     _, placement = sim.arrive()
     assert placement is not None
     before = figures_of(row)
@@ -126,21 +126,13 @@ def test_the_figures_of_a_row_are_made_anew_after_each_change(change: Change) ->
     ]  # fmt: skip
 
 
-def test_removing_a_row_twice_does_nothing() -> None:
-    state = PlacementState()
-    row = state.add("a")
-    state.remove(row)
-    state.remove(row)
-    assert state.add("b").index != state.add("c").index
-
-
 @each_case("nonsense", [math.nan, math.inf, -math.inf, 0.0, -5.0, 1e300])
 def test_absurd_speeds_and_slots_are_clamped(nonsense: float) -> None:
     sim = QueueSimulation((2, 2))
     row = sim.rows[0]
-    sim.state.set_speed(row, nonsense, nonsense, nonsense)
-    sim.state.set_penalty(row, nonsense)
-    sim.state.set_slots(row, nonsense, nonsense, nonsense)
+    row.set_speed(nonsense, nonsense, nonsense)
+    row.set_penalty(nonsense)
+    row.set_slots(nonsense, nonsense, nonsense)
     sim.state.set_limits(nonsense, 1)
     sim.arrive()
     assert abs(row.penalty) <= MOST_PENALTY_SECONDS
@@ -244,9 +236,9 @@ def test_a_wide_request_takes_a_reserved_node_only_where_no_other_is_wide_enough
 
 def test_when_the_reserved_node_is_gone_another_is_reserved() -> None:
     sim = QueueSimulation((2,) * 4, DispatchRules(batch_reserve=0.34))
-    sim.state.set_slots(sim.rows[0], 2, 0, 0, alive=False)
+    sim.rows[0].set_slots(2, 0, 0, alive=False)
     assert batch_on(sim) == ["node-2", "node-2", "node-3", "node-3"]
-    sim.state.set_slots(sim.rows[0], 2, 2, 0, alive=True)
+    sim.rows[0].set_slots(2, 2, 0, alive=True)
     assert [one.row.name for one in sim.match(1.0)] == ["node-1"]
     assert sim.rows[0].kept_from_batch
 

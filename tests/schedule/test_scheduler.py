@@ -841,15 +841,17 @@ async def test_one_turn_of_the_loop_matches_a_few_requests_by_tokens_and_the_nex
 # Leases and their records.
 
 
-def test_the_placement_of_a_node_that_has_left_is_forgotten() -> None:
+def test_a_request_on_a_node_that_has_left_is_settled_with_its_caller() -> None:
     scheduler = a_scheduler(node("a"), node("b"))
     record = lease_at_once(scheduler, a_request())
     del scheduler.fleet.nodes[record.node.name]
     scheduler.fleet.model_index.set_nodes(scheduler.fleet.nodes.values())
     scheduler.capacity_changed()
-    assert record.placement is not None
+    payer = record.placement.payer
+    assert payer is not None
     record.release()
-    assert record.placement is None
+    scheduler.demand_model.abandoned(record.placement, refund=True)
+    assert (payer.running, payer.counter) == (0, 0.0)
 
 
 def test_the_expected_prefill_is_that_of_a_node_whose_speed_is_known() -> None:

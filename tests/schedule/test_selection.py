@@ -91,7 +91,7 @@ def test_a_comparison_has_the_chosen_row_and_a_bounded_number_of_the_best(nodes:
     rng = random.Random(nodes)
     sim = QueueSimulation((2,) * nodes)
     for row in sim.rows:
-        sim.state.set_speed(row, rng.uniform(50, 500), rng.uniform(0.02, 0.2), 0.01)
+        row.set_speed(rng.uniform(50, 500), rng.uniform(0.02, 0.2), 0.01)
     for _ in range(nodes // 2):
         sim.dispatcher.place(sim.request(prompt_tokens=rng.uniform(1, 900)), 0.0)
     queued = sim.request(prompt_tokens=400, completion_tokens=80)
@@ -99,7 +99,7 @@ def test_a_comparison_has_the_chosen_row_and_a_bounded_number_of_the_best(nodes:
     available = available_rows(sim.state, queued)
     assert available is not None
     row = policy.choose(available, queued, 1.0, rng)
-    found = compare(available, queued, row, policy, 1.0, nodes)
+    found = compare(available, queued, row, policy, 1.0)
     names = [found.chosen.name, *(one.name for one in found.others)]
     assert names[0] == row.name
     assert len(set(names)) == len(names) == min(len(available.rows), MOST_COMPARED_ROWS)
@@ -122,7 +122,7 @@ def test_a_comparison_after_another_request_was_compared_is_not_mixed_up_with_it
     assert available is not None
     row = policy.choose(available, first, 0.0, rng)
     policy.choose(available, second, 0.0, rng)
-    found = compare(available, first, row, policy, 0.0, 20)
+    found = compare(available, first, row, policy, 0.0)
     assert {found.own_figures(one).cached for one in found.others} == {90.0}
 
 
@@ -133,7 +133,7 @@ WARM = {"prompt_tokens": 1600.0, "completion_tokens": 40.0}
 def unknown(sim: QueueSimulation, *, samples: int = 0, hope: float = HOPE_UNKNOWN) -> None:
     """Let nothing but this be known of every node but the first."""
     for row in sim.rows[1:]:
-        sim.state.set_learnt(row, samples, hope, measured=False)
+        row.set_learnt(samples, hope, measured=False)
 
 
 def explored(sim: QueueSimulation, times: int = 20, **keys: Any) -> Counter[str]:
@@ -155,8 +155,8 @@ def test_nodes_of_unknown_speed_get_a_few_requests_though_the_prompt_is_cached_e
     assert explored(sim) == {f"node-{i}": EXPLORING_REQUESTS for i in (1, 2, 3)}
     assert not sim.state.exploring
     # Another server, of unknown speed.
-    sim.state.set_learnt(sim.rows[1], EXPLORING_REQUESTS, 1.0, measured=True)
-    sim.state.set_learnt(sim.rows[1], 0, HOPE_UNKNOWN, measured=False)
+    sim.rows[1].set_learnt(EXPLORING_REQUESTS, 1.0, measured=True)
+    sim.rows[1].set_learnt(0, HOPE_UNKNOWN, measured=False)
     assert explored(sim) == {"node-1": EXPLORING_REQUESTS}
 
 
@@ -199,7 +199,7 @@ def test_some_requests_do_not_explore_and_some_nodes_are_not_explored(
     sim = QueueSimulation((2, 2, 2))
     unknown(sim, hope=hope)
     for row in sim.rows[1:]:
-        sim.state.set_slots(row, 2, 2, foreign)
+        row.set_slots(2, 2, foreign)
     assert not explored(sim, **keys)
 
 
@@ -212,7 +212,7 @@ def test_a_calibrated_node_is_explored_only_if_it_is_faster() -> None:
 
 def test_the_more_nodes_are_known_the_fewer_requests_explore() -> None:
     sim = QueueSimulation((2,) * 101)
-    sim.state.set_learnt(sim.rows[100], 0, HOPE_UNKNOWN, measured=False)
+    sim.rows[100].set_learnt(0, HOPE_UNKNOWN, measured=False)
     # About one of twelve requests explores.
     assert explored(sim, 4).total() < EXPLORING_REQUESTS
     assert explored(sim, 200).total() <= EXPLORING_REQUESTS
@@ -224,9 +224,9 @@ def test_the_figures_of_an_exploring_request_say_why_it_went_there() -> None:
     queued = sim.request(cached={0: 1500.0}, **WARM)
     available = available_rows(sim.state, queued)
     assert available is not None
-    row = explore(sim.state, available, queued, sim.rows[0], 0.0, random.Random(1))
+    row = explore(available, queued, sim.rows[0], 0.0, random.Random(1))
     assert row is sim.rows[1]
-    found = compare(available, queued, row, LeastFinish(sim.state), 0.0, 2)
+    found = compare(available, queued, row, LeastFinish(sim.state), 0.0)
     least = cost_of_figures(found, found.others[0], 1600.0, 40.0)
     assert cost_of_figures(found, found.chosen, 1600.0, 40.0) == pytest.approx(least)
 
@@ -240,7 +240,7 @@ def test_on_an_idle_node_the_cost_is_decoding_and_what_of_the_prompt_is_not_cach
 ) -> None:
     """Of a prompt that is cached as a whole one token is read."""
     sim = QueueSimulation((2,))
-    sim.state.set_speed(sim.rows[0], 100.0, 0.1, 0.05)
+    sim.rows[0].set_speed(100.0, 0.1, 0.05)
     queued = sim.request(prompt_tokens=200, completion_tokens=completion, cached=cached)
     assert row_cost(sim.rows[0], queued, 0.0) == pytest.approx(cost)
 
@@ -248,7 +248,7 @@ def test_on_an_idle_node_the_cost_is_decoding_and_what_of_the_prompt_is_not_cach
 def test_a_neighbour_adds_its_own_delay_and_the_one_it_causes() -> None:
     sim = QueueSimulation((2,))
     row = sim.rows[0]
-    sim.state.set_speed(row, 100.0, 0.1, 0.05)
+    row.set_speed(100.0, 0.1, 0.05)
     _, first = sim.arrive(prompt_tokens=100, completion_tokens=40)
     assert first is not None
     assert (first.prefill_ends, first.ends) == pytest.approx((1.0, 5.0))
@@ -263,7 +263,7 @@ def test_a_neighbour_adds_its_own_delay_and_the_one_it_causes() -> None:
 def test_prefill_only_requests_wait_for_each_other_and_slow_no_decoding() -> None:
     sim = QueueSimulation((4,))
     row = sim.rows[0]
-    sim.state.set_speed(row, 100.0, 0.1, 0.05)
+    row.set_speed(100.0, 0.1, 0.05)
     _, first = sim.arrive(prompt_tokens=100, completion_tokens=1)
     _, second = sim.arrive(prompt_tokens=100, completion_tokens=1)
     assert first is not None
@@ -272,14 +272,14 @@ def test_prefill_only_requests_wait_for_each_other_and_slow_no_decoding() -> Non
     assert first.ends == pytest.approx(1.1)
     assert row.ends_sum == pytest.approx(first.ends + second.ends)
     assert row.decode_slowdown == 0.0
-    sim.state.end(second, 0.5)
+    second.row.end(second, 0.5)
     assert row.prefill_until == pytest.approx(1.0)
     assert row.ends_sum == pytest.approx(first.ends)
     _, writer = sim.arrive(prompt_tokens=100, completion_tokens=40)
     assert writer is not None
     assert row.decode_slowdown > 0.0
-    sim.state.end(writer, 0.5)
-    sim.state.end(first, 1.0)
+    writer.row.end(writer, 0.5)
+    first.row.end(first, 1.0)
     assert (row.decode_slowdown, row.decoding, row.ends_sum, row.prefill_until) == (
         0.0,
         0,
@@ -290,7 +290,7 @@ def test_prefill_only_requests_wait_for_each_other_and_slow_no_decoding() -> Non
 
 def test_penalties_of_a_node_and_of_a_request_add_up() -> None:
     sim = QueueSimulation((2, 2))
-    sim.state.set_penalty(sim.rows[0], 3.0)
+    sim.rows[0].set_penalty(3.0)
     plain = row_cost(sim.rows[1], sim.request(), 0.0)
     assert row_cost(sim.rows[0], sim.request(penalties={0: 4.0}), 0.0) == pytest.approx(plain + 7.0)
 
@@ -310,8 +310,8 @@ def test_numpy_and_the_loop_choose_rows_of_the_same_cost(seed: int) -> None:
     sim = QueueSimulation((2,) * 90)
     for row in sim.rows:
         speed = rng.uniform(50, 900)
-        sim.state.set_speed(row, speed, 10 / speed, rng.choice([0.0, 1 / speed]))
-        sim.state.set_penalty(row, rng.choice([0.0, 0.0, rng.random()]))
+        row.set_speed(speed, 10 / speed, rng.choice([0.0, 1 / speed]))
+        row.set_penalty(rng.choice([0.0, 0.0, rng.random()]))
     columns = CostColumns(sim.state)
     for i in range(120):
         now = 0.1 * i
@@ -332,8 +332,8 @@ def test_kept_figures_give_the_cost_by_which_the_row_was_chosen() -> None:
     rng = random.Random(5)
     sim = QueueSimulation((4,) * 6)
     for row in sim.rows:
-        sim.state.set_speed(row, rng.uniform(50, 500), rng.uniform(0.02, 0.2), rng.uniform(0, 0.02))
-        sim.state.set_penalty(row, rng.choice([0.0, 5.0, -5.0]))
+        row.set_speed(rng.uniform(50, 500), rng.uniform(0.02, 0.2), rng.uniform(0, 0.02))
+        row.set_penalty(rng.choice([0.0, 5.0, -5.0]))
     for _ in range(30):
         queued = sim.request(
             prompt_tokens=rng.uniform(1, 3000),
@@ -346,7 +346,7 @@ def test_kept_figures_give_the_cost_by_which_the_row_was_chosen() -> None:
         if available is not None:
             row = rng.choice(available.rows)
             costs = {one.name: row_cost(one, queued, now) for one in sim.rows}
-            found = compare(available, queued, row, LeastFinish(sim.state), now, len(sim.rows))
+            found = compare(available, queued, row, LeastFinish(sim.state), now)
             sim.dispatcher.place(queued, now)
             for figures in (found.chosen, *found.others):
                 assert cost_of_figures(
@@ -358,7 +358,7 @@ def test_the_rows_of_the_least_cost_are_found_at_once_in_a_large_fleet() -> None
     rng = random.Random(6)
     sim = QueueSimulation((1,) * 200)
     for row in sim.rows:
-        sim.state.set_speed(row, rng.uniform(50, 500), rng.uniform(0.02, 0.2), 0.0)
+        row.set_speed(rng.uniform(50, 500), rng.uniform(0.02, 0.2), 0.0)
     queued = sim.request(prompt_tokens=700, completion_tokens=60, cached={7: 600.0})
     found = CostColumns(sim.state).least_costs(sim.candidates, queued, 0.0, 8)
     costs = sorted(row_cost(row, queued, 0.0) for row in sim.rows)

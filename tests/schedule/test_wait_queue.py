@@ -7,10 +7,10 @@ from collections import Counter
 
 import pytest
 
-from gateway.schedule.core.placement_state import PlacementState
 from gateway.schedule.core.requests import (
     LEAST_UNCACHED_TOKENS,
     WARM_ROWS_PER_REQUEST,
+    PlacementState,
     QueuedRequest,
 )
 from gateway.schedule.core.wait_queue import (
@@ -49,8 +49,7 @@ def test_a_request_that_leaves_leaves_nothing_behind() -> None:
     level = queue.levels[Priority.NORMAL]
     requests = [sim.request(fairness_key=f"{i % 2}", cached={0: 50.0}) for i in range(6)]
     for queued in requests:
-        queued.expect_work(50.0, 10.0)
-        queue.add(queued, level.counters.account(queued.fairness_key))
+        queue.add(queued, 0.0)
     assert set(queue.warm_for_row(0)) == set(requests)
     for queued in requests[::-1]:
         queue.remove(queued)
@@ -151,7 +150,7 @@ def test_idle_accounts_are_dropped_but_no_running_ones() -> None:
 
 def wait_in(queue: WaitQueue, sim: QueueSimulation, caller: str, **more: object) -> QueuedRequest:
     queued = sim.request(fairness_key=caller, **more)
-    queue.add(queued, queue.levels[queued.priority].counters.account(caller))
+    queue.add(queued, 0.0)
     return queued
 
 
@@ -175,7 +174,7 @@ def test_an_output_token_costs_what_the_fleet_measures_within_bounds(
     token_seconds: float, weight: float
 ) -> None:
     state = PlacementState()
-    state.set_speed(state.add("a", total=1), 100.0, token_seconds, 0.0)
+    state.add("a", total=1).set_speed(100.0, token_seconds, 0.0)
     forecast = WaitForecast(state, WaitQueue())
     forecast.refresh_if_due(0)
     assert forecast.token_weight == pytest.approx(weight)
@@ -207,14 +206,14 @@ def test_the_wait_is_that_for_nodes_that_want_no_pause() -> None:
         sim.request(groups=((first,), (second,))),
     )
     for row, paused in ((sim.rows[0], False), (sim.rows[1], True)):
-        sim.state.set_slots(sim.rows[0], 1, 0 if paused else 1, 0, alive=True, paused=paused)
+        sim.rows[0].set_slots(1, 0 if paused else 1, 0, alive=True, paused=paused)
         assert forecast.predicted_wait(queued, 0.0) == pytest.approx(row.running[0].ends)
 
 
 def test_the_rows_that_a_waiting_request_may_go_to_are_told_with_their_waits() -> None:
     sim = QueueSimulation((1, 1, 1), speeds=(300.0, 100.0, 300.0))
     sim.fill()
-    sim.state.set_slots(sim.rows[2], 1, 0, 0, alive=False)
+    sim.rows[2].set_slots(1, 0, 0, alive=False)
     queued, placed = sim.arrive()
     assert placed is None
     found = prospects(queued, 0.0)

@@ -26,7 +26,7 @@ import httpx
 import yaml
 
 from gateway.local.server import claim_port, claimed_port
-from gateway.schedule.core.placement_state import spread_reserve
+from gateway.schedule.core.requests import spread_reserve
 from tests.callers import kills
 from tests.gateways import NO_TLS
 from tests.stored.batch_gateway import HEADERS, key

@@ -29,8 +29,12 @@ from gateway.lease import LeaseRequest, PromptKey, RequestSize, UsageReport
 from gateway.nodes.prompt_cache import FleetPromptCache
 from gateway.schedule.candidates import NodeCandidates, nodes_of
 from gateway.schedule.core.dispatcher import Dispatcher
-from gateway.schedule.core.placement_state import PlacementState
-from gateway.schedule.core.requests import NEGLIGIBLE_COMPLETION, NodeSlots, QueuedRequest
+from gateway.schedule.core.requests import (
+    NEGLIGIBLE_COMPLETION,
+    NodeSlots,
+    QueuedRequest,
+    alive_rows,
+)
 
 # Size of a prompt from which on it pays to know at once what earlier ones left in the caches.
 LONG_PROMPT_BYTES = 1024
@@ -84,12 +88,10 @@ class SessionAffinity:
         if len(self._rows) > self.most_sessions:
             self._rows.popitem(last=False)
 
-    def penalties(
-        self, session: str, model: str, queued: QueuedRequest, placement_state: PlacementState
-    ) -> Mapping[int, float]:
+    def penalties(self, session: str, model: str, queued: QueuedRequest) -> Mapping[int, float]:
         """The request's penalties, with a bonus for its session's node."""
         row = self._rows.get((session, model))
-        if row is None or placement_state.by_name.get(row.name) is not row:
+        if row is None or not row.is_current:
             return queued.penalties
         alone = queued.prompt_tokens / row.prefill_tps + queued.completion_tokens * row.token_base
         penalty = queued.penalties.get(row.index, 0.0)
@@ -341,7 +343,7 @@ class DemandModel:
             queued.slotless_caller = caller.id
         if caller.session is not None and size.generates:
             queued.penalties = self.session_affinity.penalties(
-                caller.session, request.wanted.model, queued, self.dispatcher.placement_state
+                caller.session, request.wanted.model, queued
             )
         if key is not None:
             queued.prompt_key = key
@@ -391,9 +393,9 @@ class DemandModel:
         most = math.inf if request.size.max_tokens is None else request.size.max_tokens
         if overflows < 1 or request.wanted.resume_key is None:
             most = min(most, POOL_ANSWER_MARGIN * answer)
-        slots, version = max(1, request.size.slots), self.dispatcher.placement_state.pools_version
+        slots = max(1, request.size.slots)
         tokens = math.inf if overflows > 1 else prompt + most * slots
-        if 0.0 < max(one.pools(version)[1] for one in queued.groups[0]) <= tokens:
+        if 0.0 < max(one.pools()[1] for one in queued.groups[0]) <= tokens:
             left = _most_beside_others(queued)
             if prompt + min(most, answer) * slots <= left < tokens:
                 queued.set_pool_tokens(left, beside_others=True)
@@ -415,17 +417,12 @@ class DemandModel:
         if request.caller.session is not None and request.size.generates:
             self.session_affinity.placed(request.caller.session, request.wanted.model, row)
 
-    def abandoned(self, placement: QueuedRequest | None, *, refund: bool) -> None:
-        """The request ended there without an answer; `refund`: its caller does not pay for it.
-
-        `placement`: None, if its row is no longer its node's.
-        """
-        if placement is None:
-            return
+    def abandoned(self, placement: QueuedRequest, *, refund: bool) -> None:
+        """The request ended there without an answer; `refund`: its caller does not pay for it."""
         if refund:
             self.dispatcher.settled(placement, 0.0, 0.0, 0.0)
         prompt_key = placement.prompt_key
-        if isinstance(prompt_key, PromptKey) and self._row_is_current(placement):
+        if isinstance(prompt_key, PromptKey) and placement.row.is_current:
             self.prompt_cache.request_dropped(placement.row.index, prompt_key)
 
     def answer_ended(self, request: LeaseRequest) -> None:
@@ -435,15 +432,13 @@ class DemandModel:
 
     def learn(
         self,
-        placement: QueuedRequest | None,
+        placement: QueuedRequest,
         request: LeaseRequest,
         report: UsageReport,
         learn_sizes: bool = True,  # noqa: FBT001, FBT002 - this runs for each request
     ) -> None:
         """Learn from an answer that has ended; `learn_sizes`: correct the token estimates by it."""
         self.learning_pending = False  # The caller learns of all answers that have ended.
-        if placement is None:
-            return
         reported, sent_tokens = report.reported, report.sent_tokens
         completion: float = sent_tokens
         if reported is not None:
@@ -465,7 +460,7 @@ class DemandModel:
                 complete=report.complete,
             )
         prompt_key = placement.prompt_key
-        if not isinstance(prompt_key, PromptKey) or not self._row_is_current(placement):
+        if not isinstance(prompt_key, PromptKey) or not placement.row.is_current:
             return
         if reported is None:
             self.prompt_cache.request_dropped(placement.row.index, prompt_key)
@@ -479,11 +474,6 @@ class DemandModel:
                 request.caller.id,
             )
 
-    def _row_is_current(self, placement: QueuedRequest) -> bool:
-        """Whether its row is still that of a node: another row may have its index by now."""
-        row = placement.row
-        return self.dispatcher.placement_state.by_name.get(row.name) is row
-
 
 def _slots(request: LeaseRequest, candidates: NodeCandidates) -> int:
     """Slots that it takes: at most those that any of its nodes has.
@@ -496,12 +486,7 @@ def _slots(request: LeaseRequest, candidates: NodeCandidates) -> int:
 
 def _most_beside_others(queued: QueuedRequest) -> float:
     """The most tokens that others' work leaves of a pool; infinity: it leaves some row alone."""
-    rows = [
-        row
-        for candidates in queued.groups[0]
-        for row in candidates.rows
-        if row.alive and row.index not in queued.excluded
-    ]
+    rows = list(alive_rows(queued.groups[:1], queued.excluded))
     if not all(row.pool and row.foreign for row in rows):
         return math.inf
     return max([row.pool - row.pool_foreign for row in rows], default=math.inf)

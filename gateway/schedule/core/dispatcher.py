@@ -32,15 +32,14 @@ from itertools import islice
 
 from gateway.config.scheduling import DEFAULT_PATIENCE, DEFAULT_SLOTLESS
 from gateway.config.settings import Settings
-from gateway.schedule.core.placement_state import PlacementState
 from gateway.schedule.core.requests import (
-    LEAST_UNCACHED_TOKENS,
     MOST_TOKENS_PER_REQUEST,
     AvailableRows,
     CandidateSet,
     Deferral,
     FairnessAccount,
     NodeSlots,
+    PlacementState,
     QueuedRequest,
     clamp,
 )
@@ -355,7 +354,7 @@ class SlotHolds:
             queued.undefer()
         self.deferred.clear()
         for row in list(self.placement_state.reserved_rows):
-            self.placement_state.unreserve(row)
+            row.unreserve()
 
     def drop(self, queued: QueuedRequest) -> None:
         """End those of a request that does not wait any more."""
@@ -364,7 +363,7 @@ class SlotHolds:
             self.deferred.remove(queued)
         for row in self.placement_state.reserved_rows:
             if row.reserved_for is queued:
-                self.placement_state.unreserve(row)
+                row.unreserve()
                 break
 
     def defer(
@@ -432,7 +431,7 @@ class SlotHolds:
                 row.free - row.foreign,
             ),
         )
-        self.placement_state.reserve(row, queued, from_all_classes=from_all_classes)
+        row.reserve(queued, from_all_classes=from_all_classes)
         queued.note_reserved_for()
         return True
 
@@ -546,7 +545,7 @@ class Dispatcher:
         row = rows[0] if len(rows) == 1 else self._choose(available, queued, now, self._rng)
         penalties = queued.penalties
         if self.placement_state.exploring and self._policy.by_cost:
-            row = explore(self.placement_state, available, queued, row, now, self._rng)
+            row = explore(available, queued, row, now, self._rng)
         if (queued.cached or queued.pending) and self._policy.by_cost:
             queued.find_warmest_rows()
             cost = row_cost(row, queued, now)
@@ -609,7 +608,7 @@ class Dispatcher:
         completion_tokens: float,
     ) -> None:
         """The placement has ended: free its slots, and charge its caller. Then call `match`."""
-        self.placement_state.end(placement, now)
+        placement.row.end(placement, now)
         self.settled(placement, prompt_tokens, cached_tokens, completion_tokens)
 
     def settled(
@@ -675,16 +674,10 @@ class Dispatcher:
         if not self.waiting:
             # `place` has just looked at every free slot.
             self.placement_state.set_slots_freed(freed=False)
-        queued.looked_up(now)
-        if queued.slots:
-            cached = max(queued.cached.values(), default=0.0)
-            uncached = max(LEAST_UNCACHED_TOKENS, queued.prompt_tokens - cached)
-            queued.expect_work(uncached, queued.completion_tokens)
-            if self.placement_state.pools:
-                queued.set_fills_pool(fills=self._fills_pool(queued))
+        if queued.slots and self.placement_state.pools:
+            queued.set_fills_pool(fills=self._fills_pool(queued))
         self.waiting += 1
-        queue = self._queue_of(queued)
-        queue.add(queued, queue.levels[queued.priority].counters.account(queued.fairness_key))
+        self._queue_of(queued).add(queued, now)
         if queued.deferred_to is not None:
             self.wake_at = min(self.wake_at, queued.deferred_until)
 
@@ -713,8 +706,8 @@ class Dispatcher:
             forecast.refresh_if_due(number)
         comparison, policy = None, self._compared_by
         if policy is not None:
-            comparison = compare(available, queued, row, policy, now, len(state.by_name))
-        state.start(queued, row, now)
+            comparison = compare(available, queued, row, policy, now)
+        row.start(queued, now)
         charge = queued.placed(available.group, comparison, account, forecast.token_weight)
         counters.started(account, charge)
         return queued
@@ -724,8 +717,8 @@ class Dispatcher:
 
     def _fills_pool(self, queued: QueuedRequest) -> bool:
         """Whether it needs more than half of a shared pool that it may be given room in."""
-        needed, version = queued.tokens_needed, self.placement_state.pools_version
-        return any(needed > one.pools(version)[0] / 2 for one in queued.groups[0])
+        needed = queued.tokens_needed
+        return any(needed > one.pools()[0] / 2 for one in queued.groups[0])
 
 
 def dispatch_rules(settings: Settings) -> DispatchRules:

@@ -7,21 +7,24 @@ room for a request. A request that has slots on a row, a placement, is the same 
 `Comparison` has the rows that it was compared with. Times are monotonic seconds, speeds tokens per
 second.
 
-Every module may read rows. `PlacementState`, the table of them, alone changes them, through the
-row's own methods, so that the sets and counters that it keeps about them never fall behind. A row
-moves the expected ends of the placements on it.
+Every module may read rows. A row is changed by its own methods, which tell the table of all rows,
+`PlacementState`, so that the sets and counters that it keeps never fall behind. A row moves the
+expected ends of the placements on it.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Iterable, Mapping
+import zlib
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from operator import itemgetter
 from typing import NamedTuple
+from weakref import WeakSet
 
 import msgspec
 
+from gateway.config.scheduling import DEFAULT_SLOTLESS
 from gateway.terms import Priority
 
 # Rows that are kept of one placement: those of the least cost, the chosen one among them.
@@ -295,11 +298,14 @@ class QueuedRequest(msgspec.Struct, eq=False):
             ranked = sorted(cached, key=cached.__getitem__, reverse=True)
             self.warmest_rows = tuple(ranked[:WARM_ROWS_PER_REQUEST])
 
-    def enter(self, account: FairnessAccount, number: int) -> None:
-        """It waits now, as the arrival of that number."""
-        self.account = account
+    def enter(self, account: FairnessAccount, number: int, now: float) -> None:
+        """It waits now, as the arrival of that number; `cached` is as of now."""
+        self.account, self.cache_checked_at = account, now
         self.arrival_key = (self.received_at, number)
         self.requirements = Requirements(self.groups, self.slots, self.keeps_batch_reserve)
+        cached = max(self.cached.values(), default=0.0)
+        uncached = max(LEAST_UNCACHED_TOKENS, self.prompt_tokens - cached)
+        self.work_tokens = uncached, self.completion_tokens
 
     def leave(self) -> None:
         """It does not wait any more."""
@@ -308,10 +314,6 @@ class QueuedRequest(msgspec.Struct, eq=False):
     def looked_up(self, now: float) -> None:
         """`cached` is as of now."""
         self.cache_checked_at = now
-
-    def expect_work(self, prompt_tokens: float, completion_tokens: float) -> None:
-        """Set `work_tokens`."""
-        self.work_tokens = prompt_tokens, completion_tokens
 
     def defer_to(self, row: NodeSlots, until: float, deferral: Deferral) -> None:
         """Let it wait for this row. `until` holds from the first time on."""
@@ -397,13 +399,14 @@ class FairnessAccount:
 
 @dataclass(slots=True, eq=False)
 class NodeSlots:
-    """One row: a node's slots, speeds and work. Only `PlacementState` calls what changes it.
+    """One row of a table: a node's slots, speeds and work.
 
     Slots: `total`; `capacity`, that requests may use now; `foreign`, busy with others' work;
     `ours`, busy with placements; `busy`, both; `free`. An output token takes `token_base` seconds
     alone and `token_step` more for each neighbour.
     """
 
+    table: PlacementState = field(repr=False)
     index: int
     name: str
     name_hash: int = 0  # a hash of its name, the same in every process
@@ -479,24 +482,45 @@ class NodeSlots:
         figures = self.figures = RowFigures(self.name, self.total, self.pool, speed, work)
         return figures
 
+    @property
+    def is_current(self) -> bool:
+        """Whether it is still that of a node: another row may have its index by now."""
+        return self.table.by_name.get(self.name) is self
+
     # The node's own figures.
 
     def set_tier(self, *, gpu: bool) -> None:
-        """As `PlacementState.set_tier`."""
+        """Whether the node is of tier `gpu`."""
         self.gpu = gpu
+        self.table.reserve_changed()
 
     def set_slots(
-        self, total: float, capacity: float, foreign: float, *, alive: bool | None, paused: bool
+        self,
+        total: float,
+        capacity: float,
+        foreign: float,
+        *,
+        alive: bool | None = None,
+        paused: bool = False,
     ) -> None:
-        """As `PlacementState.set_slots`."""
+        """`total` slots, of which requests may use `capacity` now; others' work fills `foreign`.
+
+        `alive`: worth waiting for, though it may take nothing now; None: if it takes work.
+        `paused`: it wants nothing for a while.
+        """
+        old_total, was_alive, before = self.total, self.alive, self.free
         self.total = int(clamp(total, 0, MOST_SLOTS, 0))
         self.capacity = int(clamp(capacity, 0, MOST_SLOTS, 0))
         self.foreign = int(clamp(foreign, 0, MOST_SLOTS, 0))
         self.alive = self.capacity > 0 if alive is None else alive
         self.paused = paused
+        if self.total != old_total or self.alive is not was_alive:
+            self.table.reserve_changed()
+        self.recompute()
+        self.table.slots_changed(self, before)
 
-    def set_speed(self, prefill_tps: float, token_base: float, token_step: float) -> bool:
-        """As `PlacementState.set_speed`; whether it is twice as fast as before, or half."""
+    def set_speed(self, prefill_tps: float, token_base: float, token_step: float) -> None:
+        """Prompt tokens/s, seconds per output token alone, seconds more for each neighbour."""
         if not SLOWEST_TPS <= prefill_tps <= FASTEST_TPS:
             prefill_tps = clamp(prefill_tps, SLOWEST_TPS, FASTEST_TPS, UNMEASURED_PREFILL_TPS)
         if not 1 / FASTEST_TPS <= token_base <= 1 / SLOWEST_TPS:
@@ -509,40 +533,60 @@ class NodeSlots:
         self.prefill_tps, self.token_base, self.token_step = prefill_tps, token_base, token_step
         self._speed_figures = None
         self.recompute()
-        return not (0.5 <= prefill_tps / tps <= 2.0 and 0.5 <= token_base / base <= 2.0)
+        alike = 0.5 <= prefill_tps / tps <= 2.0 and 0.5 <= token_base / base <= 2.0
+        self.table.row_changed(self, speed=not alike)
 
     def set_learnt(self, samples: int, hope: float, *, measured: bool) -> None:
-        """As `PlacementState.set_learnt`."""
+        """How many responses have shown its speeds, up to `EXPLORING_REQUESTS`.
+
+        With fewer it may be explored, by its `hope`; with fewer than before, from the beginning.
+        `measured`: whether its speeds were measured, or are guesses.
+        """
         left = EXPLORING_REQUESTS if samples < self.samples else self.exploring
         self.exploring = min(left, EXPLORING_REQUESTS - samples)
         self.samples, self.hope, self.measured = samples, hope, measured
         self.figures = self._speed_figures = None
+        self.table.exploring_changed(self)
 
-    def set_penalty(self, seconds: float, wake: float = 0.0) -> None:
-        """As `PlacementState.set_penalty`."""
+    def set_penalty(self, seconds: float, *, wake: float = 0.0) -> None:
+        """Seconds by which the node is made to look slower; negative: faster.
+
+        `wake`: those of them in which it wakes up.
+        """
         self.penalty = clamp(seconds, -MOST_PENALTY_SECONDS, MOST_PENALTY_SECONDS, 0.0)
         self.wake = wake
         self.figures = self._speed_figures = None
+        self.table.row_changed(self)
 
     def set_pool(self, tokens: int, foreign: int) -> None:
-        """As `PlacementState.set_pool`."""
+        """Its slots share so many tokens, of which others use `foreign`; 0: they share none."""
+        self.table.pool_changed(self.pool, tokens)
         self.pool, self.pool_foreign = tokens, foreign
         self.pool_reserved = sum([self._pool_share(one) for one in self.running])
         self.pool_room = math.inf
         self.recompute()
 
     def set_batch_reserve(self, slots: int) -> None:
-        """As `PlacementState.spread_batch_reserve`."""
+        """As `PlacementState.spread_batch_reserve` has found."""
         self.batch_reserve = slots
         self.kept_from_batch = 0 < self.total <= slots
+        self.table.row_changed(self)
 
     def set_reserve_group(self, group: object) -> None:
-        """As `PlacementState.set_reserve_group`."""
-        self.reserve_group = group
+        """Rows of equal groups, in the same tier, share their reserve."""
+        if self.reserve_group != group:
+            self.reserve_group = group
+            self.table.reserve_changed()
 
-    def reserve(self, queued: QueuedRequest | None, *, from_all_classes: bool = False) -> None:
-        """Reserve its free slots for a wide request; None: end the reservation."""
+    def reserve(self, queued: QueuedRequest, *, from_all_classes: bool) -> None:
+        """Reserve its free slots for a wide request."""
         self.reserved_for, self.reserved_from_all = queued, from_all_classes
+        self.table.reserved_rows.append(self)
+
+    def unreserve(self) -> None:
+        """End its reservation."""
+        self.reserved_for, self.reserved_from_all = None, False
+        self.table.reserved_rows.remove(self)
 
     def recompute(self) -> None:
         """Derive `busy`, `free` and the cost coefficients from slots, speeds and work."""
@@ -561,11 +605,12 @@ class NodeSlots:
 
     # Its work.
 
-    def start(self, queued: QueuedRequest, now: float, number: int) -> None:
+    def start(self, queued: QueuedRequest, now: float) -> None:
         """Start a request: its prefill holds up what decodes, its decoding slows that down.
 
         Where nothing decodes, prompts are read one after the other and no other end moves.
         """
+        before, exploring = self.free, self.exploring
         uncached, completion = queued.prompt_tokens, queued.completion_tokens
         if queued.cached:
             uncached = max(LEAST_UNCACHED_TOKENS, uncached - queued.cached.get(self.index, 0.0))
@@ -594,7 +639,6 @@ class NodeSlots:
         self.prefill_until = queued.prefill_ends
         running.append(queued)
         self.decoding += decodes
-        self.last_placement = number
         if queued.slots:
             self.ours += queued.slots
             if self.exploring:
@@ -606,10 +650,16 @@ class NodeSlots:
             self.slotless_running += 1
             self.slotless_by_caller[caller] = self.slotless_by_caller.get(caller, 0) + 1
         self.recompute()
+        if exploring and not self.exploring:
+            self.table.exploring_changed(self)
+        self.last_placement = self.table.started(self, before)
 
     def prefill_done(self, placement: QueuedRequest, now: float) -> None:
-        """The prompt of `placement` has been read at `now`."""
+        """The prompt of `placement` has been read at `now`; after its end that is no news."""
+        if placement.released:
+            return
         self.figures = None
+        self.table.row_changed(self)
         before = placement.prefill_ends
         shift = now - before
         placement.prefill_ends = now
@@ -625,8 +675,13 @@ class NodeSlots:
         self.prefill_until = latest
 
     def end(self, placement: QueuedRequest, now: float) -> None:
-        """`placement` has ended: what it held up or slowed down goes faster."""
-        running = self.running
+        """`placement` has ended: what it held up or slowed down goes faster.
+
+        Calling it again does nothing.
+        """
+        if placement.released:
+            return
+        before, running = self.free, self.running
         running.remove(placement)
         placement.release()
         if placement.slots:
@@ -655,6 +710,7 @@ class NodeSlots:
             self.ends_sum -= placement.ends
             self.prefill_until = running[-1].prefill_ends
         self.recompute()
+        self.table.ended(self, before, now, slotless=not placement.slots)
 
     def _hasten(self, running: list[QueuedRequest], placement: QueuedRequest, now: float) -> None:
         """What still runs goes faster now that `placement` has ended."""
@@ -706,6 +762,14 @@ class NodeSlots:
         if not queued.slots:
             return 0.0
         return self.pool if queued.beside_others else min(queued.tokens_needed, self.pool)
+
+    def has_slotless_room(self, caller: str) -> bool:
+        """Whether it may run one more of this caller's requests without a slot.
+
+        One caller gets half of the places at most, so that the next one finds room.
+        """
+        most, own = self.table.slotless_limit, self.slotless_by_caller.get(caller, 0)
+        return self.slotless_running < most and own < (most + 1) // 2
 
     def tokens_short(self, needed: float) -> float:
         """Tokens that its pool lacks for a request that needs so many; 0: it has room.
@@ -765,7 +829,8 @@ class CandidateSet:
     Changed in place (`replace_rows`), so that waiting requests see nodes come and go.
     """
 
-    rows: tuple[NodeSlots, ...] = ()
+    table: PlacementState = field(repr=False)
+    rows: tuple[NodeSlots, ...]
     row_indexes: frozenset[int] = frozenset()
     queued_tokens: tuple[list[float], list[float]] = field(
         default_factory=lambda: ([0.0] * 4, [0.0] * 4)
@@ -781,11 +846,9 @@ class CandidateSet:
     def __post_init__(self) -> None:
         self.replace_rows(self.rows)
 
-    def slots(self, version: int, *, for_batch: bool = False) -> int:
-        """Slots of its rows that are alive, as of that `PlacementState.slots_version`.
-
-        `for_batch`: those of them that `batch` may use.
-        """
+    def slots(self, *, for_batch: bool = False) -> int:
+        """Slots of its rows that are alive; `for_batch`: those of them that `batch` may use."""
+        version = self.table.slots_version
         if self._slots[0] != version:
             alive = [row for row in self.rows if row.alive]
             self._slots = (
@@ -796,11 +859,9 @@ class CandidateSet:
             )
         return self._slots[2 if for_batch else 1]
 
-    def pools(self, version: int) -> tuple[float, float]:
-        """Tokens of its smallest and largest shared pool, as of that `pools_version`.
-
-        Infinity and 0 if no row has one.
-        """
+    def pools(self) -> tuple[float, float]:
+        """Tokens of its smallest and largest shared pool; infinity and 0 if no row has one."""
+        version = self.table.pools_version
         if self._pools_version != version:
             pools = [row.pool for row in self.rows if row.pool]
             self._pools, self._pools_version = (
@@ -824,3 +885,199 @@ class CandidateSet:
 
 # Candidate sets that serve the same model, best first: each is for when those before are full.
 TierSets = tuple[CandidateSet, ...]
+
+
+def alive_rows(groups: Iterable[TierSets], excluded: Collection[int]) -> Iterator[NodeSlots]:
+    """The rows of all these candidate sets that are alive, without the excluded ones."""
+    return (
+        row
+        for tiers in groups
+        for candidates in tiers
+        for row in candidates.rows
+        if row.alive and row.index not in excluded
+    )
+
+
+ROUNDING = 1e-9  # by so much a product may fall short of a whole number, as 0.29 of 100 does
+
+
+def spread_reserve(share: float, totals: Sequence[int]) -> list[int]:
+    """Slots that `batch` leaves free on each of several alike nodes with so many slots.
+
+    Together they are that share of all slots, rounded down: the first nodes that fit into it whole,
+    and what is left by turns on the others, the largest first. At least one node stays open to
+    `batch` with one slot, whatever the share.
+    """
+    reserve = [0] * len(totals)
+    left = int(share * sum(totals) + ROUNDING)
+    open_nodes = sum(total > 0 for total in totals)
+    for number, total in enumerate(totals):
+        if 0 < total <= left and open_nodes > 1:
+            reserve[number] = total
+            left -= total
+            open_nodes -= 1
+    others = [number for number, total in enumerate(totals) if total - reserve[number] > 1]
+    while left > 0 and others:
+        others.sort(key=lambda number: reserve[number] - totals[number])
+        for number in others[:left]:
+            reserve[number] += 1
+            left -= 1
+        others = [number for number in others if totals[number] - reserve[number] > 1]
+    return reserve
+
+
+@dataclass(slots=True, eq=False)
+class PlacementState:
+    """All rows, and what is kept about all of them together."""
+
+    batch_reserve: float = 0.0  # share of the slots of alike nodes that `batch` leaves free
+    slotless_limit: int = DEFAULT_SLOTLESS  # requests without a slot that one node runs at once
+    rows: list[NodeSlots] = field(default_factory=list)
+    """By index; a removed row stays until its index is used again."""
+    by_name: dict[str, NodeSlots] = field(default_factory=dict)
+    free_rows: dict[int, NodeSlots] = field(default_factory=dict)
+    free_rows_version: int = 0  # changes whenever a row enters or leaves `free_rows`
+    placement_count: int = 0
+    speed_changes: int = 0  # rows that became twice as fast, or half, since `clear_speed_changes`
+    slots_freed: bool = False
+    exploring: set[int] = field(default_factory=set)
+    """Indexes of rows that may get requests in order to learn their speed."""
+    reserved_rows: list[NodeSlots] = field(default_factory=list)
+    """Rows whose free slots are reserved for a wide request."""
+    last_release: float = 0.0  # when a placement last ended, anywhere
+    pools: int = 0  # rows whose slots share one pool of tokens
+    pools_version: int = 0  # changes with the size of any row's pool
+    slots_version: int = 0
+    _reserve_is_stale: bool = False
+    """Whether rows or slots have changed since `spread_batch_reserve`."""
+    _changed: set[int] = field(default_factory=set)
+    """Indexes of rows that have changed since `take_changed_rows`."""
+    _unused: list[int] = field(default_factory=list)
+    _candidate_sets: WeakSet[CandidateSet] = field(default_factory=WeakSet)
+
+    # Rows and candidate sets.
+
+    def add(self, name: str, *, total: float = 1, gpu: bool = False) -> NodeSlots:
+        """A row for a new node, which takes work on all its slots."""
+        index = self._unused.pop() if self._unused else len(self.rows)
+        row = self.by_name[name] = NodeSlots(self, index, name, zlib.crc32(name.encode()))
+        self.rows[index : index + 1] = [row]
+        row.set_tier(gpu=gpu)
+        row.set_slots(total, total, 0)
+        return row
+
+    def remove(self, row: NodeSlots) -> None:
+        """Take a row out of every candidate set. What runs there may still end."""
+        del self.by_name[row.name]
+        row.set_slots(0, 0, 0)
+        self.exploring.discard(row.index)
+        row.set_pool(0, 0)
+        for candidates in list(self._candidate_sets):
+            if row.index in candidates.row_indexes:
+                candidates.replace_rows(other for other in candidates.rows if other is not row)
+        self._unused.append(row.index)
+
+    def candidate_set(self, rows: Iterable[NodeSlots] = ()) -> CandidateSet:
+        """A new candidate set, which loses its rows as they are removed."""
+        candidates = CandidateSet(self, tuple(rows))
+        self._candidate_sets.add(candidates)
+        return candidates
+
+    @property
+    def node_count(self) -> int:
+        """How many nodes there are."""
+        return len(self.by_name)
+
+    def take_changed_rows(self) -> list[NodeSlots]:
+        """The rows that have changed since the last call."""
+        rows = self.rows
+        changed = [rows[index] for index in self._changed]
+        self._changed.clear()
+        return changed
+
+    def clear_speed_changes(self) -> None:
+        """Count `speed_changes` from 0 again."""
+        self.speed_changes = 0
+
+    def set_limits(self, batch_reserve: float, slotless_limit: int) -> None:
+        """Set `batch_reserve` (0..1) and `slotless_limit`."""
+        self.slotless_limit = slotless_limit
+        self.batch_reserve = clamp(batch_reserve, 0.0, 1.0, 0.0)
+        self._reserve_is_stale = True
+        self.spread_batch_reserve()
+
+    def spread_batch_reserve(self) -> None:
+        """Bring the reserve of each row up to date; before `batch` is given a slot.
+
+        Not with each change, since that would look at all rows for each of them. Rows that are not
+        alive have none: then others keep the reserve.
+        """
+        if not self._reserve_is_stale:
+            return
+        self._reserve_is_stale = False
+        self.slots_version += 1
+        groups: dict[tuple[bool, object], list[NodeSlots]] = {}
+        for row in self.rows:
+            if row.alive and self.batch_reserve:
+                groups.setdefault((row.gpu, row.reserve_group), []).append(row)
+            else:
+                row.set_batch_reserve(0)
+        for rows in groups.values():
+            reserve = spread_reserve(self.batch_reserve, [row.total for row in rows])
+            for row, slots in zip(rows, reserve, strict=True):
+                row.set_batch_reserve(slots)
+
+    def set_slots_freed(self, *, freed: bool) -> None:
+        """Whether free slots are left that the waiting requests have not been offered."""
+        self.slots_freed = freed
+
+    # Told by the rows.
+
+    def row_changed(self, row: NodeSlots, *, speed: bool = False) -> None:
+        """Its figures are others now; `speed`: it became twice as fast, or half."""
+        self.speed_changes += speed
+        self._changed.add(row.index)
+
+    def exploring_changed(self, row: NodeSlots) -> None:
+        """It may get requests in order to learn its speed, or no more."""
+        (self.exploring.add if row.exploring else self.exploring.discard)(row.index)
+
+    def reserve_changed(self) -> None:
+        """The reserve of `batch` is to be spread anew."""
+        self._reserve_is_stale = True
+
+    def pool_changed(self, before: int, tokens: int) -> None:
+        """The slots of a row share so many tokens instead of those before, or others use others."""
+        self.pools += bool(tokens) - bool(before)
+        self.pools_version += tokens != before
+        self.slots_freed = True
+
+    def slots_changed(self, row: NodeSlots, before: int) -> None:
+        """Its node has other slots; it had so many free ones before."""
+        self.slots_version += 1
+        self._note_free(row, before)
+
+    def started(self, row: NodeSlots, before: int) -> int:
+        """A request runs there; returns the number of this placement."""
+        self.placement_count = number = self.placement_count + 1
+        self._note_free(row, before)
+        return number
+
+    def ended(self, row: NodeSlots, before: int, now: float, *, slotless: bool) -> None:
+        """A request has ended there."""
+        self.slots_freed = self.slots_freed or slotless
+        self.last_release = now
+        self._note_free(row, before)
+
+    def _note_free(self, row: NodeSlots, before: int) -> None:
+        """The row has changed, and had so many free slots before."""
+        free = row.free
+        if free > before:
+            self.slots_freed = True
+            if not before:
+                self.free_rows[row.index] = row
+                self.free_rows_version += 1
+        elif before and not free:
+            self.free_rows_version += 1
+            self.free_rows.pop(row.index, None)
+        self._changed.add(row.index)

@@ -37,7 +37,6 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, ClassVar, Final, TypeVar
 from weakref import WeakKeyDictionary
 
-from gateway.schedule.core.placement_state import PlacementState
 from gateway.schedule.core.requests import (
     LEAST_UNCACHED_TOKENS,
     MOST_COMPARED_ROWS,
@@ -49,9 +48,11 @@ from gateway.schedule.core.requests import (
     NodeCounts,
     NodeSlots,
     OwnFigures,
+    PlacementState,
     QueuedRequest,
     Requirements,
     RowFigures,
+    alive_rows,
 )
 from gateway.terms import Priority
 
@@ -414,7 +415,6 @@ def compare(
     chosen: NodeSlots,
     policy: LeastFinish,
     now: float,
-    fleet_size: int,
 ) -> Comparison:
     """What a request is compared with that is about to be placed on `chosen`."""
     rows = available.rows
@@ -437,7 +437,7 @@ def compare(
         tuple([row.figures or row.take_figures() for row in others]),
         own,
         now,
-        NodeCounts(count, len(available.candidate_set.rows), fleet_size),
+        NodeCounts(count, len(available.candidate_set.rows), len(chosen.table.by_name)),
         policy.by_cost,
     )
 
@@ -451,7 +451,6 @@ LONG_PROMPT_TOKENS = 2048
 
 
 def explore(
-    state: PlacementState,
     available: AvailableRows,
     queued: QueuedRequest,
     chosen: NodeSlots,
@@ -467,7 +466,7 @@ def explore(
     idle, awake and well, and less for `premium`, `urgent` and clients that hurry. A session that a
     header names stays on its row.
     """
-    known = state.node_count - len(state.exploring)
+    known = chosen.table.node_count - len(chosen.table.exploring)
     if (
         queued.failed
         or not queued.slots
@@ -553,14 +552,8 @@ def available_rows(
                 found = AvailableRows(rows, candidates, group, unfiltered)
                 if not by_tokens or (found := _with_tokens(found, queued)) is not None:
                     return found
-        if any(
-            row.alive
-            and not row.paused
-            and row.index not in queued.excluded
-            and row.index not in avoided
-            for candidates in tiers
-            for row in candidates.rows
-        ):
+        alive = alive_rows((tiers,), queued.excluded)
+        if any(not row.paused and row.index not in avoided for row in alive):
             break
     return _idle_kept_rows(queued, avoided) if keeps_reserve and queued.slots else None
 
@@ -603,7 +596,7 @@ def _rows_with_room(
     slots = queued.slots
     if not slots:
         caller = queued.slotless_caller
-        return [r for r in candidates.rows if r.capacity and state.has_slotless_room(r, caller)]
+        return [r for r in candidates.rows if r.capacity and r.has_slotless_room(caller)]
     if len(state.free_rows) < len(candidates.rows):
         members = candidates.row_indexes
         if slots == 1 and len(members) == state.node_count:
@@ -637,12 +630,8 @@ def _with_tokens(found: AvailableRows, queued: QueuedRequest) -> AvailableRows |
 
 
 def _another_is_alive(queued: QueuedRequest) -> bool:
-    return any(
-        row.alive and row.index not in queued.failed and row.index not in queued.excluded
-        for tiers in queued.groups
-        for candidates in tiers
-        for row in candidates.rows
-    )
+    alive = alive_rows(queued.groups, queued.excluded)
+    return any(row.index not in queued.failed for row in alive)
 
 
 def _is_open_to(row: NodeSlots, queued: QueuedRequest) -> bool:

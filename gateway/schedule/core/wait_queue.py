@@ -26,13 +26,14 @@ from dataclasses import dataclass, field
 from operator import attrgetter
 from typing import NamedTuple
 
-from gateway.schedule.core.placement_state import PlacementState
 from gateway.schedule.core.requests import (
     CandidateSet,
     FairnessAccount,
     NodeSlots,
+    PlacementState,
     QueuedRequest,
     Requirements,
+    alive_rows,
 )
 from gateway.schedule.core.selection import row_cost_after
 from gateway.terms import Priority
@@ -145,11 +146,13 @@ class WaitQueue:
     _warm: dict[int, dict[QueuedRequest, None]] = field(default_factory=dict)
     """By row index: the requests that have that row among their warmest."""
 
-    def add(self, queued: QueuedRequest, account: FairnessAccount) -> None:
+    def add(self, queued: QueuedRequest, now: float) -> None:
         """Let a request wait, on its caller's account."""
         self._arrivals += 1
-        queued.enter(account, self._arrivals)
-        self.levels[queued.priority].add(queued, account)
+        level = self.levels[queued.priority]
+        account = level.counters.account(queued.fairness_key)
+        queued.enter(account, self._arrivals, now)
+        level.add(queued, account)
         self.count += 1
         self.wide_count += queued.is_wide
         if queued.slots:
@@ -303,9 +306,7 @@ class WaitForecast:
         """Where it will probably go: the first candidate set with a node that is worth a wait."""
         for tiers in queued.groups:
             for candidates in tiers:
-                if candidates.slots(self.placement_state.slots_version) and not all(
-                    row.paused for row in candidates.rows
-                ):
+                if candidates.slots() and not all(row.paused for row in candidates.rows):
                     return candidates
         return queued.groups[0][0]
 
@@ -334,8 +335,7 @@ class WaitForecast:
 
         `first`: seconds until the next slot comes free. Infinity: no node is alive.
         """
-        version = self.placement_state.slots_version
-        slots = candidates.slots(version, for_batch=queued.keeps_batch_reserve)
+        slots = candidates.slots(for_batch=queued.keeps_batch_reserve)
         if not slots:
             return math.inf
         self.refresh_if_due(self.placement_state.placement_count)
@@ -384,14 +384,10 @@ class Prospect(NamedTuple):
 def prospects(queued: QueuedRequest, now: float) -> list[Prospect]:
     """The rows that a waiting request may go to, the least cost first; others wait for them too."""
     found = []
-    for tiers in queued.groups:
-        for candidates in tiers:
-            for row in candidates.rows:
-                if not row.alive or row.index in queued.excluded:
-                    continue
-                wait = row.seconds_until_room(queued, now)
-                cost = math.inf if wait is None else row_cost_after(row, queued, wait)
-                found.append(Prospect(row, wait, cost))
+    for row in alive_rows(queued.groups, queued.excluded):
+        wait = row.seconds_until_room(queued, now)
+        cost = math.inf if wait is None else row_cost_after(row, queued, wait)
+        found.append(Prospect(row, wait, cost))
     return sorted(found, key=lambda one: (one.cost, one.row.name))
 
 

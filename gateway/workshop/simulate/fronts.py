@@ -45,8 +45,7 @@ from gateway.schedule.core.model_placement import (
     ModelPlacementPolicy,
     RouterNode,
 )
-from gateway.schedule.core.placement_state import PlacementState
-from gateway.schedule.core.requests import NodeSlots, QueuedRequest, TierSets
+from gateway.schedule.core.requests import NodeSlots, PlacementState, QueuedRequest, TierSets
 from gateway.terms import Priority
 from gateway.workshop.simulate.fleets import RouterFleet
 from gateway.workshop.simulate.simulation import (
@@ -86,9 +85,7 @@ class ExactKnowledge:
     def start(self, machines: Sequence[SimulatedMachine], placement_state: PlacementState) -> None:
         """Set the real speeds; each machine has the row of its index."""
         for machine, row in zip(machines, placement_state.rows, strict=True):
-            placement_state.set_speed(
-                row, machine.prefill_tps, machine.token_base, machine.token_step
-            )
+            row.set_speed(machine.prefill_tps, machine.token_base, machine.token_step)
 
     def expect(self, job: Job, fleet: SimulatedFleet) -> ExpectedRequest:
         """What to expect of a request that has arrived: the truth."""
@@ -313,7 +310,7 @@ class LearntKnowledge:
         if self._state.exploring and now >= self._compared_at + COMPARE_SPEEDS_EVERY:
             self._set_all_speeds(now)
         else:
-            show_speed(self._state, self._state.rows[node], self._stubs[node].speed)
+            show_speed(self._state.rows[node], self._stubs[node].speed)
         prompt = job.prompt.tokens
         model = job.model or SIMULATED_MODEL
         self.token_estimates.learn(model, job.caller, _size(job), prompt, job.output)
@@ -357,7 +354,7 @@ class LearntKnowledge:
         compare_speeds(cast("list[Node]", self._stubs))
         for stub, row in zip(self._stubs, self._state.rows, strict=True):
             awaited = stub.calibrated_at < math.inf or stub.calibration_due(now)
-            show_speed(self._state, row, stub.speed, awaited=awaited)
+            show_speed(row, stub.speed, awaited=awaited)
 
     def _prompt_key(self, job: Job, expected_tokens: float) -> PromptKey:
         """The prompt in blocks; a new block begins where a turn or an answer does."""
@@ -463,7 +460,7 @@ class GatewayFront(Front):
 
     def started(self, job: Job, fleet: SimulatedFleet) -> None:
         """The prompt has been read."""
-        self.state.prefill_done(self._queued[job.id], fleet.now)
+        self._queued[job.id].row.prefill_done(self._queued[job.id], fleet.now)
         self.knowledge.prefill_done(job, fleet.now)
 
     def ended(self, job: Job, fleet: SimulatedFleet) -> None:
@@ -605,7 +602,7 @@ class AutoscalingFront(GatewayFront):
 
     def _set_working(self, index: int, *, works: bool) -> None:
         row = self.state.rows[index]
-        self.state.set_slots(row, row.total, row.total if works else 0, 0, alive=works)
+        row.set_slots(row.total, row.total if works else 0, 0, alive=works)
 
     def _set_alarm(self, now: float) -> None:
         super()._set_alarm(now)
@@ -799,7 +796,7 @@ class HandFront(GatewayFront):
         super().__init__(machines, seed=seed, knowledge=knowledge)
         for row in self.state.rows:
             if row.index not in fleet.loaded:
-                self.state.set_slots(row, row.total, 0, 0, alive=False)
+                row.set_slots(row.total, 0, 0, alive=False)
 
 
 # Seconds between two looks at what waits, and at least, where the first did not reach all of it.
@@ -943,7 +940,7 @@ class ModelPlacingFront(GatewayFront):
     def _enter(self, index: int, phase: LoadPhase, now: float) -> None:
         row = self.state.rows[index]
         capacity = row.total if phase is LoadPhase.READY else 0
-        self.state.set_slots(row, row.total, capacity, 0, alive=True)
+        row.set_slots(row.total, capacity, 0, alive=True)
         self._show(index, replace(self._shown[index], phase=phase, since=now))
 
     def _show(self, index: int, one: Instance) -> None:
