@@ -23,11 +23,12 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from gateway.local.gguf import TENSOR_BLOCKS, ModelFile, ModelShape, Tensor
+from gateway.local.gguf import TENSOR_TYPES, TYPE_NUMBERS, ModelFile, ModelShape, Tensor
 from gateway.local.memory import (
     CELL_PADDING,
     MEMORY_RESERVE,
-    TENSOR_TYPE_NAMES,
+    MIB,
+    Place,
     ServerMemory,
     ServerSettings,
     format_gib,
@@ -223,7 +224,7 @@ def _active(shape: ModelShape, batch: int) -> tuple[Counter[str], Counter[str]]:
     bytes_read: Counter[str] = Counter()
     elements: Counter[str] = Counter()
     for tensor in shape.tensors:
-        kind = TENSOR_TYPE_NAMES.get(tensor.kind, OTHER_TYPE)
+        kind = tensor.type_name
         is_expert = shape.experts > 0 and EXPERT.search(tensor.name) is not None
         output = tensor.name == "output.weight" or (tied and tensor.name == "token_embd.weight")
         if tensor.name.startswith("token_embd.") and not output:
@@ -253,7 +254,6 @@ QUANTIZATIONS = {
 
 # Of a tensor whose rows are no multiple of 256 (`tensor_type_fallback`).
 FALLBACKS = {"q2_k": "q4_0", "q3_k": "q4_0", "q4_k": "q5_0", "q5_k": "q5_1", "q6_k": "q8_0"}
-NUMBERS = {name: number for number, name in TENSOR_TYPE_NAMES.items()}
 
 NEVER_QUANTIZED = re.compile(
     r"_norm\.weight$|ffn_gate_inp\.weight$|altup|laurel|per_layer_model_proj|ssm_conv1d"
@@ -279,12 +279,10 @@ def _quantized(shape: ModelShape, name: str) -> Iterator[Tensor]:
             yield tensor
             continue
         kind = _type(tensor, name, shape, values, layers, tied=tied)
-        row = tensor.shape[0]
-        if row % TENSOR_BLOCKS[NUMBERS[kind]][0]:
-            kind = FALLBACKS.get(kind, "f16")
-        if row % TENSOR_BLOCKS[NUMBERS[kind]][0]:
-            kind = "f16"
-        yield replace(tensor, kind=NUMBERS[kind])
+        fallbacks = (kind, FALLBACKS.get(kind, "f16"), "f16")
+        numbers = (TYPE_NUMBERS[one] for one in fallbacks)
+        fits = (n for n in numbers if tensor.shape[0] % TENSOR_TYPES[n].elements == 0)
+        yield replace(tensor, kind=next(fits))
 
 
 def _has_more_bits(number: int, count: int) -> bool:
@@ -338,15 +336,6 @@ def _layer(tensor: Tensor) -> int:
 
 MOST_SLOTS = 256
 MOST_CONTEXT = 1 << 22  # tokens, where the metadata has no trained context
-
-
-@dataclass(frozen=True, slots=True)
-class Place:
-    """Memory that servers share: the machine's, or a NUMA node's."""
-
-    name: str
-    servers: int
-    available: int  # bytes
 
 
 @dataclass(frozen=True, slots=True)
@@ -466,7 +455,6 @@ def _speed(shape: ModelShape, settings: ServerSettings, machine: Machine) -> Exp
     return expected_speed(shape, settings, cores)
 
 
-MIB = 1 << 20
 LEAST_SHARE = 0.01  # of the weights, below which a type of them is not told
 
 
@@ -607,7 +595,7 @@ def fit_as_dict(found: Fit) -> dict[str, Any]:
         "fits": found.fits,
         "places": [
             {
-                **asdict(one),
+                **one._asdict(),
                 "needed": memory.needed * one.servers,
                 "left": one.available - memory.needed * one.servers,
             }

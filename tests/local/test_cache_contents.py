@@ -18,6 +18,7 @@ from gateway.local.cache_contents import (
     remove_entry,
 )
 from gateway.local.download import SourceRecord, part_path, write_record
+from tests.known import known
 
 KEYS = ("00112233445566ff", "aabbccddeeff0011")
 
@@ -133,9 +134,8 @@ class TestInUse:
         with subprocess.Popen(
             [sys.executable, "-c", code, str(path)], stdin=subprocess.PIPE, stdout=subprocess.PIPE
         ) as process:
-            assert process.stdout is not None
             try:
-                assert process.stdout.readline() == b"ready\n"
+                assert known(process.stdout).readline() == b"ready\n"
                 yield process.pid
             finally:
                 process.kill()
@@ -166,7 +166,7 @@ class TestInUse:
     def test_a_download_under_way_is_in_use(self, cache: Path) -> None:
         entry = by_name(cache)["half.gguf"]
         folder = entry.files[0].parent
-        with file_lock(folder.with_name(f"{folder.name}.lock"), timeout=1):
+        with file_lock(folder, timeout=1):
             assert by_name(cache)["half.gguf"].in_use
             with pytest.raises(InUseError):
                 remove_entry(entry)

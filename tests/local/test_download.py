@@ -98,6 +98,13 @@ class Downloads:
         )
         return download(self._client, wish, hooks)
 
+    def break_off(self, **options: Any) -> None:
+        """Let a run end after its first MiB."""
+        self._server.faults.extend([Fault(cut=MIB), Fault(404)])
+        with pytest.raises(LocalFleetError):
+            self.run(**options)
+        assert self.part == MIB
+
     @property
     def part(self) -> int | None:
         path = part_path(self.target)
@@ -220,11 +227,7 @@ class TestChanges:
     def test_a_part_of_an_older_file_is_thrown_away(
         self, downloads: Downloads, server: FileServer, content: bytes
     ) -> None:
-        server.faults.append(Fault(cut=MIB))
-        server.faults.extend([Fault(404)])
-        with pytest.raises(LocalFleetError):
-            downloads.run()
-        assert downloads.part == MIB
+        downloads.break_off()
         server.etag, server.content = '"v2"', content + b"more"
         assert downloads.run() == digest(content + b"more")
         assert "Starting over" in downloads.told.notes[1]
@@ -258,9 +261,7 @@ class TestChanges:
         self, downloads: Downloads, server: FileServer, content: bytes
     ) -> None:
         server.etag = None
-        server.faults.extend([Fault(cut=MIB), Fault(404)])
-        with pytest.raises(LocalFleetError):
-            downloads.run()
+        downloads.break_off()
         assert downloads.run() == digest(content)
         assert "with --sha256 it could be resumed" in downloads.told.notes[0]
         assert server.ranges_asked[-1] is None
@@ -269,9 +270,7 @@ class TestChanges:
         self, downloads: Downloads, server: FileServer, content: bytes
     ) -> None:
         server.etag = None
-        server.faults.extend([Fault(cut=MIB), Fault(404)])
-        with pytest.raises(LocalFleetError):
-            downloads.run(sha256=digest(content))
+        downloads.break_off(sha256=digest(content))
         assert downloads.run(sha256=digest(content)) == digest(content)
         assert server.ranges_asked[-1] == f"bytes={MIB}-"
 
@@ -282,11 +281,9 @@ class TestChanges:
         assert downloads.left() == []
 
     def test_a_damaged_part_is_found_by_the_digest(
-        self, downloads: Downloads, server: FileServer, content: bytes
+        self, downloads: Downloads, content: bytes
     ) -> None:
-        server.faults.extend([Fault(cut=MIB), Fault(404)])
-        with pytest.raises(LocalFleetError):
-            downloads.run(sha256=digest(content))
+        downloads.break_off(sha256=digest(content))
         with part_path(downloads.target).open("r+b") as file:
             file.seek(MIB - 10)
             file.write(b"damaged")

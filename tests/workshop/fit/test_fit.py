@@ -8,7 +8,14 @@ import pytest
 from gguf import GGMLQuantizationType as Type
 
 from gateway.local.gguf import ModelFile, ModelShape, read_model
-from gateway.local.memory import GIB, MEMORY_RESERVE, ServerSettings, server_memory, slot_bytes
+from gateway.local.memory import (
+    GIB,
+    MEMORY_RESERVE,
+    Place,
+    ServerSettings,
+    server_memory,
+    slot_bytes,
+)
 from gateway.local.topology import read_topology
 from gateway.workshop.fit import (
     INSTRUCTION_SETS,
@@ -17,7 +24,6 @@ from gateway.workshop.fit import (
     QUANTIZATIONS,
     Cores,
     Machine,
-    Place,
     StreamError,
     bandwidth_of_modules,
     expected_speed,
@@ -28,6 +34,7 @@ from gateway.workshop.fit import (
     measure_bandwidth,
     quantizations,
 )
+from tests.known import known
 from tests.local.machine import make_machine
 from tests.local.small_models import MODELS, Published, types, weights, write_hollow
 from tests.workshop.fit.choosing import rows
@@ -97,10 +104,9 @@ def test_speed_needs_the_bandwidth_and_servers_share_it() -> None:
     place = Place("this machine", 1, 64 * GIB)
     assert fit(MODEL, LLAMA_8B, SETTINGS, machine(place)).speed is None
     alone = fit(MODEL, LLAMA_8B, SETTINGS, machine(place, bandwidth=50e9)).speed
-    halves = (replace(place, servers=2), place, place)
+    halves = (place._replace(servers=2), place, place)
     shared = fit(MODEL, LLAMA_8B, SETTINGS, machine(*halves, bandwidth=100e9)).speed
-    assert alone is not None
-    assert alone == shared
+    assert known(alone) == shared
 
 
 PUBLISHED = {  # bytes of files published under these names, as rounded on their pages
@@ -138,8 +144,7 @@ def test_the_types_of_a_published_file_are_told_from_its_own_tensors(
     model: Published, tmp_path: Path
 ) -> None:
     shape = read_model(write_hollow(model, tmp_path)).shape
-    assert shape is not None
-    found = quantizations(shape)["Q4_K_M"]
+    found = quantizations(known(shape))["Q4_K_M"]
     assert found.size == pytest.approx(weights(model), rel=0.02)
     if model.width % 256 == 0:
         assert Counter(Type(tensor.kind) for tensor in found.tensors) == types(model)
