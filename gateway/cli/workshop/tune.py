@@ -345,8 +345,8 @@ def _cells(row: SettingResult, *, pinning: bool, energy: bool) -> list[tuple[str
         ("STALL", None if figures.stall is None else f"{figures.stall:.2f}"),
         ("MEM", None if figures.memory is None else format_gib(figures.memory)),
         ("SCORE", f"{row.score:.2f}"),
-        ("GAIN", gain if row.significant else f"({gain})"),
-        ("N", str(row.repeats)),
+        ("GAIN", gain if row.more_than_noise else f"({gain})"),
+        ("N", str(row.measured)),
     ]
     if energy:
         cells.append(("J/TOK", None if joules is None else f"{joules:.3g}"))
