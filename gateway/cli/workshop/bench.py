@@ -310,29 +310,14 @@ def _measure(plan: BenchPlan) -> tuple[BenchReport, list[LoadRun], int]:
 
 
 def _checked_url(url: str | None) -> str:
-    from urllib.parse import urlsplit
+    from gateway.config.fields import normalise_node_url
 
     if url is None:
         raise WrongUsage("name the server's URL, such as http://127.0.0.1:8000")
-    address = url.rstrip("/").removesuffix("/v1")
     try:
-        parts = urlsplit(address)
-        sound = (
-            parts.scheme in {"http", "https"}
-            and bool(parts.hostname)
-            and parts.port != 0
-            and "@" not in parts.netloc
-            and not parts.query
-            and not parts.fragment
-            and address.isascii()
-            and address.isprintable()
-            and " " not in address
-        )
+        return str(normalise_node_url(url.rstrip("/").removesuffix("/v1")))
     except ValueError:
-        sound = False
-    if not sound:
-        raise WrongUsage(f"{url}: must be like http://127.0.0.1:8000")
-    return address
+        raise WrongUsage(f"{url}: must be like http://127.0.0.1:8000") from None
 
 
 def _meter(url: str) -> EnergyMeter | None:

@@ -29,7 +29,7 @@ from string import Template
 from typing import TYPE_CHECKING, Any, TextIO
 
 from gateway import __version__
-from gateway.transport.pool import ConnectionPool
+from gateway.transport.pool import ConnectionPool, url_address
 from gateway.workshop.bench.exchange import (
     Baseline,
     Probe,
@@ -39,7 +39,6 @@ from gateway.workshop.bench.exchange import (
     ServerDescription,
     describe_server,
     probe_server,
-    server_address,
 )
 from gateway.workshop.bench.load import (
     BenchPlan,
@@ -866,7 +865,7 @@ class BenchSession:
     async def run(self) -> None:
         """Measure. Raises TargetError, FitError."""
         plan = self.plan
-        with closing(ConnectionPool(server_address(plan.url, plan.key, plan.tls))) as pool:
+        with closing(ConnectionPool(url_address(plan.url, plan.key, plan.tls))) as pool:
             await self._run(pool)
 
     async def _run(self, pool: ConnectionPool) -> None:
