@@ -58,13 +58,10 @@ def answer(question: PlanQuestion, limit: TimeLimit) -> PlanAnswer:
     best = {"cpu": math.inf, "gpu": math.inf}
     simulated = 0
     for node_type in sorted(question.types, key=least_price):
-        if simulated >= SIMULATED_TYPES and least_price(node_type) >= best[node_type.tier]:
-            options.append(search.find_fleet(question, node_type, None))
-            continue
-        option = search.find_fleet(question, node_type, limit)
+        is_dear = simulated >= SIMULATED_TYPES and least_price(node_type) >= best[node_type.tier]
+        option = search.find_fleet(question, node_type, None if is_dear else limit)
         options.append(option)
-        if option.trial is not None:
-            simulated += 1
+        simulated += option.trial is not None
         if not option.rejected and option.price.per_hour is not None:
             best[node_type.tier] = min(best[node_type.tier], option.price.per_hour)
     if (hybrid := _cheapest_hybrid(question, options, limit)) is not None:
@@ -107,24 +104,19 @@ def try_hybrid(
     workload, goal = question.workload, question.goal
     if most * cpu.servers + gpu.servers > question.most_nodes:
         return None
-    trace = question.trace(most * cpu.servers * cpu.slots + gpu.slots)
-    trials: dict[int, FleetTrial] = {}
 
     def fleet(count: int) -> tuple[FleetPart, ...]:
         return (FleetPart(cpu, count), FleetPart(gpu, 1))
 
-    def meets(count: int) -> bool:
-        if workload.backlog is None and search.use_of(fleet(count), workload) > goal.use:
-            return False
-        if count not in trials:
-            trials[count] = question.play(fleet(count), trace, limit)
-        return question.is_met_by(trials[count])
+    def can_do_it(count: int) -> bool:
+        return workload.backlog is not None or search.use_of(fleet(count), workload) <= goal.use
 
+    least = search.least_that(can_do_it, 1, most)
+    if least is None:
+        return None
+    trace = question.trace(most * cpu.servers * cpu.slots + gpu.slots)
+    count, trials, _ = question.least_fleet(fleet, least, most, trace, limit)
     rejected = ""
-    try:
-        count = search.least_that(meets, 1, most)
-    except OutOfTimeError:
-        count = min((one for one in trials if meets(one)), default=None)
     if count is None:
         if most not in trials:
             return None
