@@ -192,15 +192,6 @@ LONGEST_RETRY_AFTER = 60.0  # seconds for which it pauses at most where the serv
 
 
 @dataclass(frozen=True, slots=True)
-class PreparedRequest:
-    """A request whose body is ready: writing it counts as nobody's latency."""
-
-    number: int
-    body: bytes
-    max_tokens: int
-
-
-@dataclass(frozen=True, slots=True)
 class RequestPattern:
     """The requests of closed and Poisson loops, which are all alike."""
 
@@ -292,7 +283,8 @@ class LoadRunner:
 
     async def warm_up(self, requests: int) -> list[RequestResult]:
         """Send so many requests, one after the other."""
-        return [await self._send(self._prepare(self._next_job()), None) for _ in range(requests)]
+        jobs = [self._next_job() for _ in range(requests)]
+        return [await self._send(job, self._body(job), None) for job in jobs]
 
     async def run(self, run: LoadRun) -> None:
         """Put the load on the server, and fill in what comes of it, however it ends."""
@@ -320,10 +312,11 @@ class LoadRunner:
         self._number += 1
         return self.plan.pattern.job(self._number, time)
 
-    def _prepare(self, job: Job) -> PreparedRequest:
+    def _body(self, job: Job) -> bytes:
+        """Write a request's body before it is due: that counts as nobody's latency."""
         prompt, endpoint = self.writer.write(job.prompt), self.sender.endpoint
         fields = endpoint.body(self.model, prompt, job.output, self.extra)
-        return PreparedRequest(job.id, json.dumps(fields).encode(), job.output)
+        return json.dumps(fields).encode()
 
     # Closed loop.
 
@@ -336,7 +329,8 @@ class LoadRunner:
             pause = FIRST_PAUSE
             while left[0] > 0 and (until is None or self.clock() < until):
                 left[0] -= 1
-                result = await self._send(self._prepare(self._next_job()), None)
+                job = self._next_job()
+                result = await self._send(job, self._body(job), None)
                 run.results.append(result)
                 if result.error is None:
                     pause = FIRST_PAUSE
@@ -361,11 +355,11 @@ class LoadRunner:
             rng = random.Random(f"{self.plan.seed} arrivals {load.level}")
             jobs, speed = map(self._next_job, poisson_times(load, rng)), 1.0
 
-        async def converse(job: Job, request: PreparedRequest) -> None:
+        async def converse(job: Job, body: bytes) -> None:
             """Send a request, for which there is room, and the turns that follow it."""
             intended = began + job.time / speed
             while True:
-                result = await self._arrive(run, request, intended)
+                result = await self._arrive(run, job, body, intended)
                 later = trace.next_turns.get(job.id)
                 if later is None:
                     return
@@ -373,7 +367,7 @@ class LoadRunner:
                 intended = max(began + job.time / speed, result.ended + job.pause / speed)
                 if load.seconds is not None and intended > began + load.seconds:
                     return
-                request = self._prepare(job)
+                body = self._body(job)
                 await self._enter(intended)
 
         async with asyncio.TaskGroup() as group:
@@ -383,9 +377,9 @@ class LoadRunner:
                     break
                 if job.is_later_turn:
                     continue
-                request = self._prepare(job)
+                body = self._body(job)
                 await self._enter(began + at)
-                group.create_task(converse(job, request))
+                group.create_task(converse(job, body))
 
     async def _enter(self, due: float) -> None:
         """Wait until a request is due, and for room."""
@@ -395,19 +389,17 @@ class LoadRunner:
         self._held_back += self._room.locked()
         await self._room.acquire()
 
-    async def _arrive(
-        self, run: LoadRun, request: PreparedRequest, intended: float
-    ) -> RequestResult:
+    async def _arrive(self, run: LoadRun, job: Job, body: bytes, intended: float) -> RequestResult:
         try:
-            result = await self._send(request, intended)
+            result = await self._send(job, body, intended)
         finally:
             self._room.release()
         run.results.append(result)
         return result
 
-    async def _send(self, request: PreparedRequest, intended: float | None) -> RequestResult:
+    async def _send(self, job: Job, body: bytes, intended: float | None) -> RequestResult:
         """Send a request that should have started then; None: now."""
-        result = RequestResult(request.number, self.clock() if intended is None else intended)
-        await self.sender.send(result, request.body, request.max_tokens)
+        result = RequestResult(job.id, self.clock() if intended is None else intended)
+        await self.sender.send(result, body, job.output)
         self.on_end(result)
         return result

@@ -135,12 +135,10 @@ class LoadFigures:
     goodput: Goodput | None  # None: no goal
     client: ClientFigures | None
     parts: Parts
-    joules: float | None = None  # of the whole machine
-    joules_per_token: float | None = None
+    joules: float | None  # of the whole machine
+    joules_per_token: float | None
     """For a token written; reading prompts and idling included."""
-    samples: Samples = field(
-        default_factory=lambda: Samples([], [], [], []), repr=False, compare=False
-    )
+    samples: Samples = field(repr=False, compare=False)
     verdict: Verdict = Verdict(Limit.UNKNOWN, "")
 
     @property
