@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import signal
 import ssl
 import subprocess
@@ -20,7 +19,7 @@ import trustme
 from gateway.local.cache import downloads_folder
 from tests.cli.running import run, run_on_terminal
 from tests.cli.test_up import running
-from tests.local.file_server import Fault, FileServer
+from tests.local.file_server import Fault, FileServer, digest
 from tests.servers import demo_model, server_path
 
 TOKEN = "hf_" + "secret" * 5
@@ -66,10 +65,6 @@ def environment(tmp_path: Path, authority: Path, monkeypatch: pytest.MonkeyPatch
     for name, value in given.items():
         monkeypatch.setenv(name, value)
     return server_environment(given)
-
-
-def digest(content: bytes) -> str:
-    return hashlib.sha256(content).hexdigest()
 
 
 def parts(environment: dict[str, str]) -> list[Path]:

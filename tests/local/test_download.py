@@ -1,10 +1,9 @@
 from __future__ import annotations
 
-import hashlib
 import os
 import random
 import stat
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from itertools import chain, repeat
 from pathlib import Path
@@ -20,34 +19,15 @@ from gateway.local.download import (
     DownloadHooks,
     DownloadWish,
     download,
-    open_client,
     part_path,
     read_record,
     record_path,
 )
 from gateway.local.gguf import least_size
-from tests.local.file_server import Fault, FileServer
-from tests.servers import demo_model
+from tests.known import known
+from tests.local.file_server import Fault, FileServer, digest
 
 MIB = 1 << 20
-
-
-@pytest.fixture(scope="module")
-def content() -> bytes:
-    """A whole model, of some 4 MiB."""
-    return demo_model().read_bytes()
-
-
-@pytest.fixture
-def server(content: bytes) -> Iterator[FileServer]:
-    with FileServer(content).serving() as server:
-        yield server
-
-
-@pytest.fixture
-def client() -> Iterator[httpx.Client]:
-    with open_client() as client:
-        yield client
 
 
 @dataclass
@@ -119,10 +99,6 @@ def downloads(client: httpx.Client, server: FileServer, tmp_path: Path) -> Downl
     return Downloads(client, server, tmp_path)
 
 
-def digest(content: bytes) -> str:
-    return hashlib.sha256(content).hexdigest()
-
-
 class TestWhole:
     def test_a_file_arrives_with_its_digest_and_source(
         self, downloads: Downloads, content: bytes
@@ -131,8 +107,7 @@ class TestWhole:
         assert downloads.target.read_bytes() == content
         assert downloads.left() == ["m.gguf", "m.gguf.source.json"]
         assert stat.S_IMODE(downloads.target.stat().st_mode) == 0o644
-        record = read_record(downloads.target)
-        assert record is not None
+        record = known(read_record(downloads.target))
         assert (record.total, record.sha256) == (len(content), digest(content))
         assert record.url.endswith("/m.gguf?...")
         assert "hunter2" not in record_path(downloads.target).read_text()

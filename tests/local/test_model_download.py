@@ -1,11 +1,9 @@
 from __future__ import annotations
 
-import hashlib
 import json
 import subprocess
 import sys
 import threading
-from collections.abc import Iterator
 from pathlib import Path
 
 import httpx
@@ -24,20 +22,8 @@ from gateway.local.download import (
     record_path,
 )
 from gateway.local.gguf import ModelFile, read_model
-from tests.local.file_server import Fault, FileServer
+from tests.local.file_server import Fault, FileServer, digest
 from tests.local.gguf_files import gguf_writer
-from tests.servers import demo_model
-
-
-@pytest.fixture(scope="module")
-def content() -> bytes:
-    return demo_model().read_bytes()
-
-
-@pytest.fixture
-def server(content: bytes) -> Iterator[FileServer]:
-    with FileServer(content).serving() as server:
-        yield server
 
 
 class Models:
@@ -63,10 +49,6 @@ class Models:
 @pytest.fixture
 def models(server: FileServer, tmp_path: Path) -> Models:
     return Models(server, tmp_path / "cache")
-
-
-def digest(content: bytes) -> str:
-    return hashlib.sha256(content).hexdigest()
 
 
 def test_a_model_is_downloaded_once_and_is_a_model(models: Models, content: bytes) -> None:

@@ -151,8 +151,7 @@ def test_without_a_binary_the_embedded_server_is_used(tmp_path: Path) -> None:
 def test_a_binary_on_path_is_found_with_its_flags_and_its_version(tmp_path: Path) -> None:
     version = "[ $1 = --version ] && echo 'version: 0.7.0 (build 11669, commit x)' >&2 && exit"
     program = script(tmp_path / "llama-server", f"{version}\n/bin/cat <<'E'\n{HELP}E")
-    found = find_binary(None, str(tmp_path))
-    assert found is not None
+    found = known(find_binary(None, str(tmp_path)))
     assert found.path == program
     assert "--parallel" in found.flags
     assert found.version == "0.7.0 (build 11669, commit x)"

@@ -26,8 +26,7 @@ AVX2 = repacked_types({"avx2"})
 
 
 def shape(folder: Path, **changes: object) -> ModelShape:
-    found = read_model(write(replace(BASE, **changes), folder, hollow=True)).shape  # type: ignore[arg-type]
-    return known(found)
+    return known(read_model(write(replace(BASE, **changes), folder, hollow=True)).shape)  # type: ignore[arg-type]
 
 
 @each_case(

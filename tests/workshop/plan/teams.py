@@ -31,8 +31,7 @@ class Team:
 
     def plan(self, seconds: float = 300.0) -> FleetOption:
         """The cheapest fleet of equal nodes for it."""
-        found = answer(self.question, TimeLimit(seconds)).best
-        return known(found)
+        return known(answer(self.question, TimeLimit(seconds)).best)
 
     @property
     def backlog(self) -> float | None:

@@ -26,8 +26,7 @@ def test_a_type_that_can_not_meet_the_goal_comes_last_with_its_reason() -> None:
 def test_without_prices_the_fewest_machines_are_best() -> None:
     fast = a_type("fast", decode_tps=40, prefill_tps=400, price_per_hour=None)
     slow = a_type("slow", price_per_hour=None)
-    best = planned(Workload(1500, 100, 100), slow, fast).best
-    assert best is not None
+    best = known(planned(Workload(1500, 100, 100), slow, fast).best)
     assert best.parts[0].node_type.name == "fast"
     assert best.price.per_hour is None
 
@@ -82,8 +81,7 @@ def test_a_peak_that_only_batches_can_wait_out_is_said() -> None:
 
 
 def test_gpus_become_cheaper_where_they_are_used() -> None:
-    found = break_even(planned(Workload(1000, 500, 100), CPU, GPU))
-    assert found is not None
+    found = known(break_even(planned(Workload(1000, 500, 100), CPU, GPU)))
     gpu = found.crossings[0]
     assert (gpu.cheaper, gpu.than) == ("GPU nodes", "CPU nodes")
     cpu, prices = found.prices["CPU nodes"], found.prices["GPU nodes"]

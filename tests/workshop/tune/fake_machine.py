@@ -79,5 +79,4 @@ class Bench:
 
 
 def reported(session: TuningSession) -> TuningReport:
-    found = build_report(session)
-    return known(found)
+    return known(build_report(session))
