@@ -159,15 +159,6 @@ HALF_SPEED_TOKENS = 4
 
 
 @dataclass(frozen=True, slots=True)
-class Cores:
-    """What computes for one server."""
-
-    count: int
-    instructions: str  # a key of INSTRUCTION_SETS
-    bandwidth: float  # bytes/s of the memory that it reads
-
-
-@dataclass(frozen=True, slots=True)
 class ExpectedSpeed:
     """What one request alone may expect."""
 
@@ -184,21 +175,28 @@ def instruction_set(flags: frozenset[str]) -> str:
 
 
 def expected_speed(
-    shape: ModelShape, settings: ServerSettings, cores: Cores, *, used: int | None = None
-) -> ExpectedSpeed:
-    """Return the speed of one request, with `used` tokens in its slot; default: half of it."""
-    power = cores.count * INSTRUCTION_SETS[cores.instructions].factor
+    shape: ModelShape, settings: ServerSettings, machine: Machine, *, used: int | None = None
+) -> ExpectedSpeed | None:
+    """Return the speed of one request, with `used` tokens in its slot; default: half of it.
+
+    None: the machine's bandwidth is not known. Its servers share it.
+    """
+    if machine.bandwidth is None:
+        return None
+    bandwidth = machine.bandwidth / machine.servers
+    power = machine.cores_per_server * INSTRUCTION_SETS[machine.instructions].factor
     filled = settings.context // 2 if used is None else used
     bytes_read, elements = _active(shape, min(settings.micro_batch, max(1, filled)))
     by_memory, by_cores, seconds = 0.0, 0.0, 0.0
     for kind, size in bytes_read.items():
-        wait = size / cores.bandwidth
+        wait = size / bandwidth
         work = size / (power * _rates(kind)[0])
         by_memory, by_cores, seconds = by_memory + wait, by_cores + work, seconds + max(wait, work)
     kv = slot_bytes(shape, settings) * filled // settings.context
     kv += sum(layer.state_bytes for layer in shape.layers)
-    seconds += kv / min(cores.bandwidth, power * _rates(settings.key_type)[0])
-    seconds += TOKEN_SECONDS + (len(shape.layers) * LAYER_WAIT_SECONDS if cores.count > 1 else 0.0)
+    seconds += kv / min(bandwidth, power * _rates(settings.key_type)[0])
+    waits = len(shape.layers) if machine.cores_per_server > 1 else 0
+    seconds += TOKEN_SECONDS + waits * LAYER_WAIT_SECONDS
     operations = sum(2 * count / (power * _rates(kind)[1]) for kind, count in elements.items())
     # Attention: a token meets, on average, half of the tokens before it, in keys and in values.
     attended = 2 * 2 * (filled // 2) * shape.width * sum(1 for one in shape.layers if one.key_width)
@@ -344,7 +342,7 @@ class Machine:
 
     places: tuple[Place, ...]  # the whole machine first
     cores_per_server: int
-    instructions: str
+    instructions: str  # a key of INSTRUCTION_SETS
     bandwidth: float | None  # bytes/s of the whole machine; None: not known
     bandwidth_source: str
 
@@ -401,7 +399,7 @@ def fit(model: ModelFile, shape: ModelShape, settings: ServerSettings, machine: 
         memory=server_memory(shape, settings),
         largest_context=largest_context(shape, settings, machine.room),
         largest_slots=largest_slots(shape, settings, machine.room),
-        speed=_speed(shape, settings, machine),
+        speed=expected_speed(shape, settings, machine),
         choices=tuple(
             Choice(
                 name=name,
@@ -409,7 +407,7 @@ def fit(model: ModelFile, shape: ModelShape, settings: ServerSettings, machine: 
                 needed=(needed := server_memory(one, settings).needed),
                 fits=needed <= machine.room,
                 largest_context=largest_context(one, settings, machine.room),
-                speed=_speed(one, settings, machine),
+                speed=expected_speed(one, settings, machine),
             )
             for name, one in quantizations(shape).items()
         ),
@@ -445,14 +443,6 @@ def _without_weights(shape: ModelShape, room: int) -> tuple[ModelShape, int]:
 def _largest(most: int, fits: Callable[[int], bool]) -> int:
     """Return the largest number up to `most` that fits, given that all smaller ones do; 0: none."""
     return bisect_left(range(1, most + 1), True, key=lambda number: not fits(number))
-
-
-def _speed(shape: ModelShape, settings: ServerSettings, machine: Machine) -> ExpectedSpeed | None:
-    if machine.bandwidth is None:
-        return None
-    share = machine.bandwidth / machine.servers
-    cores = Cores(machine.cores_per_server, machine.instructions, share)
-    return expected_speed(shape, settings, cores)
 
 
 LEAST_SHARE = 0.01  # of the weights, below which a type of them is not told
