@@ -354,8 +354,6 @@ class DownloadHooks:
     """What a download asks and tells. Times and pauses are passed in by tests."""
 
     check_size: Callable[[int], None] = lambda _: None  # raises where so large a file is no use
-    # Returns the least size that a part asks for, None while it can't tell; raises ModelFileError.
-    least_size: Callable[[Path], int | None] = lambda _: 0
     progress: Callable[[int, int | None], None] = lambda _done, _total: None
     note: Callable[[str], None] = lambda _: None
     clock: Callable[[], float] = time.monotonic
@@ -562,7 +560,7 @@ class _Transfer:
         if self._least is not None or not self._next_look <= self.have <= LAST_LOOK:
             return
         self._next_look = 2 * self.have
-        self._least = self._hooks.least_size(self._part)
+        self._least = least_size(self._part)
         if self._least is None:
             return
         if total is None:
@@ -581,7 +579,7 @@ class _Transfer:
         if total is not None and have < total:
             raise self._broken_off(f"ended after {have:,} of {total:,} bytes")
         if self._least is None:
-            self._least = self._hooks.least_size(self._part)
+            self._least = least_size(self._part)
         if self._least is not None and have >= self._least:
             return
         if total is None:  # the end of the connection was the only sign of the end
@@ -708,7 +706,7 @@ def _download_all(
             most_bytes=None if wish.most_bytes is None else max(0, wish.most_bytes - others),
             space_beside=sum(max(0, sizes[at] - _part_size(targets[at])) for at in later),
         )
-        digest = download(client, one, replace(hooks, check_size=check_size, least_size=least_size))
+        digest = download(client, one, replace(hooks, check_size=check_size))
         if not wish.sha256:
             hooks.note(f"{target.name} has the SHA-256 {digest}; --sha256 checks it next time")
 

@@ -61,7 +61,7 @@ def bandwidth_of_modules(channels: int, transfers: float) -> float:
     return channels * transfers * 1e6 * CHANNEL_BYTES * REACHED_SHARE
 
 
-def measure_bandwidth(topology: Topology, threads: int | None = None) -> float:
+def measure_bandwidth(topology: Topology) -> float:
     """Read memory with a thread for each core; return bytes/s of the fastest round.
 
     It takes about a second, and memory of four times the last-level caches. Raises StreamError
@@ -69,7 +69,7 @@ def measure_bandwidth(topology: Topology, threads: int | None = None) -> float:
     """
     import numpy as np
 
-    count = threads or sum(topology.threads_per_server(node) for node in topology.nodes)
+    count = sum(topology.threads_per_server(node) for node in topology.nodes)
     top = max((cache.level for cache in topology.caches), default=0)
     cached = sum(cache.size for cache in topology.caches if cache.level == top)
     size = max(LEAST_STREAM_BYTES, CACHE_MULTIPLE * cached // count)

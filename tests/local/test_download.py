@@ -23,7 +23,6 @@ from gateway.local.download import (
     read_record,
     record_path,
 )
-from gateway.local.gguf import least_size
 from tests.known import known
 from tests.local.file_server import Fault, FileServer, digest
 
@@ -62,7 +61,6 @@ class Downloads:
         told = self.told = Told()
         hooks = DownloadHooks(
             check_size=check_size or told.sizes.append,
-            least_size=least_size,
             progress=lambda done, total: told.progress.append((done, total)),
             note=told.notes.append,
             sleep=told.pauses.append,
