@@ -80,10 +80,6 @@ def test_models_parts_and_the_rest_are_told_apart_and_strange_files_left_alone(c
     assert sizes == sorted(sizes, reverse=True)
 
 
-def test_a_missing_folder_holds_nothing(tmp_path: Path) -> None:
-    assert cache_contents(tmp_path / "none") == []
-
-
 def test_all_of_it_can_be_removed_and_nothing_else_goes(cache: Path) -> None:
     for entry in cache_contents(cache):
         remove_entry(entry)
@@ -95,12 +91,6 @@ def test_all_of_it_can_be_removed_and_nothing_else_goes(cache: Path) -> None:
         "downloads/notes/a.gguf",
         "downloads/0123456789abcdef/readme.txt",
     }
-
-
-def test_two_downloads_of_one_name_are_told_apart_by_their_addresses(cache: Path) -> None:
-    add(cache, KEYS[1], "big.gguf", 10)
-    part_path(cache / "downloads" / KEYS[1] / "half.gguf").unlink()
-    assert {"big.gguf@00112233", "big.gguf@aabbccdd"} <= set(by_name(cache))
 
 
 def test_a_split_model_is_partial_until_all_its_files_are_there(cache: Path) -> None:

@@ -92,6 +92,7 @@ def test_a_backlog_is_planned_by_its_hours() -> None:
     found = planned("--backlog", "5000", "--within", "4", *OWN, "--slots", "2")
     assert found["traffic"]["backlog_hours"] == 4
     assert found["answer"]["simulated"]["seconds"] <= 4 * 3600
+    assert found["answer"]["utilisation"] <= 1
     assert found["break_even"] is None
 
 

@@ -280,12 +280,6 @@ def test_an_impossible_goal_names_the_figure_and_by_how_much() -> None:
     assert why_impossible(a_type(), trace, Goal(ttft_p95=60.0)) == ""
 
 
-def test_a_backlog_is_done_in_time() -> None:
-    found = found_for(Goal(), Workload(2000, 100, 100, backlog_hours=2.0), slots=2)
-    assert known(found.trial).seconds <= 7200
-    assert found.use <= 1
-
-
 def test_out_of_time_the_estimate_is_left() -> None:
     found = found_for(Goal(ttft_p95=5.0), seconds=1e-9)
     assert found.trial is None
