@@ -372,8 +372,6 @@ class RequestSender:
             detail = message_of(read_object(content))
         except (TimeoutError, UpstreamError, ExchangeError):
             detail = ""
-        if not connection.complete:
-            connection.close()
         return ExchangeError(reason, detail)
 
     def _note_head(self, connection: NodeConnection, result: RequestResult) -> None:

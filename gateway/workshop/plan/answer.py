@@ -42,10 +42,6 @@ class PlanAnswer:
         """The cheapest option that meets the goal; None: there is none."""
         return next((one for one in self.options if not one.rejected), None)
 
-    def of_tier(self, tier: str) -> FleetOption | None:
-        """The cheapest that meets the goal with parts of this tier alone."""
-        return next((one for one in self.options if not one.rejected and one.tiers == {tier}), None)
-
 
 def answer(question: PlanQuestion, limit: TimeLimit) -> PlanAnswer:
     """Find what each type would take, simulate those that may be the cheapest, and the hybrid."""
@@ -84,23 +80,17 @@ def _hour(question: PlanQuestion, part: FleetPart) -> float:
 def _cheapest_hybrid(
     question: PlanQuestion, options: Sequence[FleetOption], limit: TimeLimit
 ) -> FleetOption | None:
-    """One of the cheapest GPU type beside as few as possible of the cheapest CPU type."""
+    """One of the cheapest GPU type beside as few of the cheapest CPU type as meet the goal.
+
+    All requests may go to both: each goes where it is expected to end first. None: none was tried.
+    """
     cpus = [one for one in options if one.trial is not None and one.tiers == {"cpu"}]
     gpu_types = [one.parts[0].node_type for one in options if one.tiers == {"gpu"}]
     if not cpus or not gpu_types:
         return None
-    cpu = min(cpus, key=lambda one: one.order)
+    alone = min(cpus, key=lambda one: one.order)
+    cpu, most = alone.parts[0].node_type, alone.machines
     gpu = min(gpu_types, key=lambda one: _hour(question, FleetPart(one, 1)) or math.inf)
-    return try_hybrid(question, cpu.parts[0].node_type, gpu, cpu.machines, limit)
-
-
-def try_hybrid(
-    question: PlanQuestion, cpu: NodeType, gpu: NodeType, most: int, limit: TimeLimit
-) -> FleetOption | None:
-    """As few CPU nodes, from 1 to `most`, as meet the goal beside one GPU node.
-
-    All requests may go to both: each goes where it is expected to end first. None: none was tried.
-    """
     workload, goal = question.workload, question.goal
     if most * cpu.servers + gpu.servers > question.most_nodes:
         return None
@@ -172,7 +162,7 @@ def compare_deployments(found: PlanAnswer, limit: TimeLimit) -> list[Deployment]
         _one_node(found.question, node_type, "single", limit),
         _one_node(found.question, node_type, "queue", limit),
         _balanced(found.question, base),
-        _hybrid(found, limit),
+        _hybrid(found),
     ]
     working = [row for row in rows if row.verdict == "works"]
     if working:
@@ -243,14 +233,8 @@ def _balanced(question: PlanQuestion, option: FleetOption) -> Deployment:
     return Deployment("balanced", f"2 x {part.node_type.name}", "works", reason, None, month)
 
 
-def _hybrid(found: PlanAnswer, limit: TimeLimit) -> Deployment:
+def _hybrid(found: PlanAnswer) -> Deployment:
     option = next((one for one in found.options if len(one.parts) > 1), None)
-    if option is None:
-        cpu, gpu = found.of_tier("cpu"), found.of_tier("gpu")
-        if cpu is not None and gpu is not None:
-            option = try_hybrid(
-                found.question, cpu.parts[0].node_type, gpu.parts[0].node_type, cpu.machines, limit
-            )
     if option is None or option.trial is None:
         reason = "the catalogue needs a type of each tier that can be simulated"
         return Deployment("hybrid", "-", "no", reason)
