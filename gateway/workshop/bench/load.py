@@ -261,7 +261,7 @@ class LoadRun:
 
     load: Load
     results: list[RequestResult] = field(default_factory=list)
-    client: ClientFigures | None = None
+    client: ClientFigures = ClientFigures(Percentiles.of([]), Percentiles.of([]), 0.0)
     joules: float | None = None  # energy of the machine while the load ran. None: not measured.
     is_whole: bool = False  # False: it was interrupted
 

@@ -133,7 +133,7 @@ class LoadFigures:
     completion_tokens: float  # mean
     tokens_per_event: float | None
     goodput: Goodput | None  # None: no goal
-    client: ClientFigures | None
+    client: ClientFigures
     parts: Parts
     joules: float | None  # of the whole machine
     joules_per_token: float | None
@@ -335,8 +335,6 @@ def _reason(
 def _client(figures: LoadFigures) -> str | None:
     """Why the client is what limits; None: it is not."""
     client = figures.client
-    if client is None:
-        return None
     if client.cpu_share > MOST_CPU_SHARE:
         return (
             f"the load generator used {client.cpu_share:.0%} of a CPU, and can't use more: "
@@ -456,14 +454,10 @@ def remarks(report: BenchReport) -> list[str]:
                 "mean over an event's tokens"
             )
     if report.loads:
-        clients = [one.client for one in report.loads if one.client is not None]
-        lag = max((one.lag.p95 for one in clients), default=0.0)
-        share = max((one.cpu_share for one in clients), default=0.0)
-        starts = [
-            one.client.start_lag.p95
-            for one in report.loads
-            if one.client is not None and one.load.loop is not Loop.CLOSED
-        ]
+        lag = max(one.client.lag.p95 for one in report.loads)
+        share = max(one.client.cpu_share for one in report.loads)
+        open_loads = [one for one in report.loads if one.load.loop is not Loop.CLOSED]
+        starts = [one.client.start_lag.p95 for one in open_loads]
         late = f"requests started at most {milliseconds(max(starts))} late, " if starts else ""
         lines.append(
             f"The load generator itself: lag at most {milliseconds(lag)} (95th percentile; a "

@@ -368,7 +368,7 @@ class _Arrival:
     node: str
     tokens: _Tokens | None  # None: it has not been served
     slot_seconds: float
-    lasted: float | None
+    lasted: float
     unserved: bool
 
 
@@ -436,9 +436,7 @@ def busiest_hour(told: Mapping[str, Any], fleet: MeasuredFleet, peak: float) -> 
         requests=len(arrivals),
         found_no_slot=sum(one.unserved for one in arrivals),
         slots_busy=sum(_held(one, first, first + span) for one in known) / (slots * span),
-        wait_p95=Percentiles.of(
-            [max(0.0, (one.lasted or 0.0) - one.slot_seconds) for one in known]
-        ).p95,
+        wait_p95=Percentiles.of([max(0.0, one.lasted - one.slot_seconds) for one in known]).p95,
         service=service,
         nodes_added_since=_some(
             name for name, models in fleet.names if name not in nodes and serves(models)
@@ -477,7 +475,7 @@ def _read(row: Mapping[str, Any], models: Mapping[str, str]) -> _Arrival:
         node=str(row["node"] or "").partition("/")[0],  # a router's model is one of its node
         tokens=tokens,
         slot_seconds=float(row["slot_seconds"]),
-        lasted=None if row["lasted"] is None else float(row["lasted"]),
+        lasted=float(row["lasted"] or 0.0),
         unserved=bool(row["unserved"]),
     )
 
@@ -495,9 +493,8 @@ def _workload(requests_per_hour: float, tokens: _Tokens) -> Workload:
 
 def _held(one: _Arrival, start: float, end: float) -> float:
     """Slot seconds of a request from `start` to `end`: it held its slots up to its end."""
-    lasted = one.lasted or 0.0
-    seconds = min(one.slot_seconds, lasted)
-    ended = one.at + lasted
+    seconds = min(one.slot_seconds, one.lasted)
+    ended = one.at + one.lasted
     within = max(0.0, min(ended, end) - max(ended - seconds, start))
     return within * one.slot_seconds / seconds if seconds else 0.0
 

@@ -85,7 +85,10 @@ class TuningReport:
         ahead = [row for row in others if row.measured < REPEATS and row.score < self.best.score]
         if ahead:
             sentences.append(f"Seemed better, but not measured often enough: {_named(ahead)}.")
-        if ties := [row for row in others if row not in ahead and not self._worse(row)]:
+        worse = [
+            row for row in others if search.history.clearly_better(self.best.setting, row.setting)
+        ]
+        if ties := [row for row in others if row not in ahead and row not in worse]:
             sentences.append(f"Not clearly worse than the best: {_named(ties)}.")
         if untried := search.unsearched_knobs():
             ended = self.session.end_reason
@@ -132,9 +135,6 @@ class TuningReport:
             "settings_of_full_grid": session.search.space.size,
             "not_searched": session.search.unsearched_knobs(),
         }
-
-    def _worse(self, row: SettingResult) -> bool:
-        return self.session.search.history.clearly_better(self.best.setting, row.setting)
 
 
 def build_report(session: TuningSession) -> TuningReport | None:
