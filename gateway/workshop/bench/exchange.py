@@ -221,8 +221,7 @@ class StreamReader:
         self._most_events = most_events
         self._framer = sse.EventFramer(MOST_EVENT_BYTES, keep_comments=False)
         self._received = 0
-        self.is_finished = False  # whether an event has said why the answer ended
-        self.is_done = False  # whether `[DONE]` has come
+        self.is_done = False  # whether `[DONE]` has come, or why the answer has ended
 
     def feed(self, data: bytes, now: float) -> None:
         """Take bytes that came at this time. Raises ExchangeError."""
@@ -245,7 +244,7 @@ class StreamReader:
         if event.get("error"):
             raise ExchangeError("error_event", message_of(event))
         self._result.server.learn(event)
-        self.is_finished = self.is_finished or is_finished(event)
+        self.is_done = self.is_done or is_finished(event)
         if not self._endpoint.has_content(event):
             return
         result = self._result
@@ -346,7 +345,7 @@ class RequestSender:
         self._note_head(connection, result)
         if result.events == 0:
             raise ExchangeError("empty", "the stream ended without a token")
-        if not reader.is_done and not reader.is_finished:
+        if not reader.is_done:
             raise ExchangeError("cut", "the stream ended without [DONE] or a finish_reason")
 
     async def _plain(self, connection: NodeConnection, result: RequestResult) -> None:
