@@ -150,10 +150,9 @@ def spawn_demo_server(
         numa_node=0,
         prompt_cache_bytes=PROMPT_CACHE_MIB * MIB,
         embedding=embedding,
-        host=host,
     )
     command = server_command(spec, port, parent=os.getpid(), binary=binary)
-    for word in extra:
+    for word in ("--host", host, *extra):  # the last one counts
         command += (word,) if binary is None else _AS_BINARY.get(word, (word,))
     process = subprocess.Popen(
         command, stdin=subprocess.DEVNULL, stdout=log, stderr=log, env=server_environment()

@@ -164,8 +164,8 @@ class MachineFlags(options.FlagGroup):
 
     def machine(self, topology: Topology) -> Machine:
         """Return this machine, with what the options say otherwise. Raises CommandFailed."""
-        from gateway.local.memory import memory_places
-        from gateway.workshop.fit import Machine, Place, instruction_set
+        from gateway.local.memory import Place, memory_places
+        from gateway.workshop.fit import Machine, instruction_set
 
         bandwidth, source = self._bandwidth(topology)
         memory, cores, numa_nodes = self.memory, self.cores, self.numa_nodes
@@ -177,7 +177,7 @@ class MachineFlags(options.FlagGroup):
                 places += [Place(f"NUMA node {n}", 1, available // nodes) for n in range(nodes)]
         else:
             bound = [node.number for node in topology.nodes] if nodes > 1 else [None]
-            places = [Place(*place) for place in memory_places(topology, bound)]
+            places = memory_places(topology, bound)
         if cores or numa_nodes:
             each = max(1, (cores or topology.core_count) // nodes)
         else:

@@ -53,7 +53,7 @@ def ensure_file(path: Path, write: Callable[[Path], None], *, timeout: float) ->
     """
     if path.is_file():
         return path
-    with file_lock(path.with_name(f"{path.name}.lock"), timeout=timeout):
+    with file_lock(path, timeout=timeout):
         if not path.is_file():
             part = path.with_name(f"{path.name}.part")
             try:
@@ -67,23 +67,16 @@ def ensure_file(path: Path, write: Callable[[Path], None], *, timeout: float) ->
 
 @contextmanager
 def file_lock(path: Path, *, timeout: float) -> Iterator[None]:
-    """Hold the lock file `path` (created if missing) against other processes.
+    """Hold the lock file beside `path` (`NAME.lock`, made if missing) against other processes.
 
     Raises TimeoutError when another process holds it for longer than `timeout` seconds. The kernel
     releases the lock when its holder dies, so a stale file blocks nobody.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
-    with path.open("a+b") as handle:
-        until = time.monotonic() + timeout
-        while True:
-            try:
-                fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                break
-            except BlockingIOError:
-                if time.monotonic() >= until:
-                    message = f"{path}: another process has held this lock for {timeout:.0f} s"
-                    raise TimeoutError(message) from None
-                time.sleep(LOCK_POLL_INTERVAL)
+    with path.with_name(f"{path.name}.lock").open("a+b") as handle:
+        if not _lock(handle, fcntl.LOCK_EX, timeout):
+            held = f"another process has held this lock for {timeout:.0f} s"
+            raise TimeoutError(f"{handle.name}: {held}")
         yield
 
 
@@ -96,32 +89,29 @@ def models_in_use(paths: Sequence[Path]) -> Iterator[None]:
     """
     with ExitStack() as stack:
         for path in paths:
-            handle = stack.enter_context(path.open("rb"))
-            _share(handle)
+            # Where another program keeps it locked, go without.
+            _lock(stack.enter_context(path.open("rb")), fcntl.LOCK_SH, SHARE_TIMEOUT)
             with suppress(OSError):  # another user's file
                 os.utime(path, (time.time(), path.stat().st_mtime))
         yield
-
-
-def _share(handle: BinaryIO) -> None:
-    """Lock an open file against removal; go without where another program keeps it locked."""
-    until = time.monotonic() + SHARE_TIMEOUT
-    while time.monotonic() < until:
-        try:
-            fcntl.flock(handle, fcntl.LOCK_SH | fcntl.LOCK_NB)
-        except BlockingIOError:
-            time.sleep(LOCK_POLL_INTERVAL)
-        else:
-            return
 
 
 @contextmanager
 def unused_file(path: Path) -> Iterator[bool]:
     """Hold a file against `models_in_use`; yield False where some process uses it already."""
     with path.open("rb") as handle:
+        yield _lock(handle, fcntl.LOCK_EX, 0.0)
+
+
+def _lock(handle: BinaryIO, kind: int, timeout: float) -> bool:
+    """Lock an open file, within `timeout` seconds; return whether that came about."""
+    until = time.monotonic() + timeout
+    while True:
         try:
-            fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            fcntl.flock(handle, kind | fcntl.LOCK_NB)
         except BlockingIOError:
-            yield False
+            if time.monotonic() >= until:
+                return False
+            time.sleep(LOCK_POLL_INTERVAL)
         else:
-            yield True
+            return True

@@ -99,7 +99,7 @@ def open_files(folder: Path, sysroot: Path = ROOT) -> dict[Path, set[int]]:
 def _remove_download(entry: CacheEntry) -> None:
     folder = entry.files[0].parent
     try:
-        with file_lock(_lock_of(folder), timeout=0):
+        with file_lock(folder, timeout=0):
             if entry.kind == "model":
                 _remove_unused(entry)
             # Nothing but this address's files is in here.
@@ -184,13 +184,9 @@ def _is_unused(path: Path) -> bool:
 
 
 def _lock_is_free(folder: Path) -> bool:
-    with suppress(TimeoutError, OSError), file_lock(_lock_of(folder), timeout=0):
+    with suppress(TimeoutError, OSError), file_lock(folder, timeout=0):
         return True
     return False
-
-
-def _lock_of(folder: Path) -> Path:
-    return folder.with_name(f"{folder.name}.lock")
 
 
 def _children(folder: Path) -> list[Path]:

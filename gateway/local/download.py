@@ -20,7 +20,6 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, dataclass, field, replace
-from http import HTTPStatus
 from ipaddress import ip_address
 from pathlib import Path, PurePosixPath
 from typing import BinaryIO
@@ -167,7 +166,7 @@ class RangeRefusedError(RemoteError):
     """The server has no such range. `total` is the file's size, where it says so."""
 
     def __init__(self, message: str, total: int | None) -> None:
-        super().__init__(message)
+        super().__init__(message, retryable=True)  # from the file's start
         self.total = total
 
 
@@ -236,10 +235,7 @@ def open_remote(
 
 def describe_failure(error: httpx.HTTPError) -> RemoteError:
     """Return a connection's failure as a RemoteError of the host's."""
-    try:
-        host = error.request.url.host
-    except RuntimeError:  # httpx: it was never set
-        host = "the server"
+    host = error.request.url.host
     if "CERTIFICATE_VERIFY_FAILED" in str(error):
         return RemoteError(
             f"{host}: its certificate is not trusted: {single_line(str(error))}. Remedy: the PEM "
@@ -279,21 +275,16 @@ def _body(response: httpx.Response, start: int) -> RemoteBody:
 
 
 def _content_length(response: httpx.Response) -> int | None:
-    text = response.headers.get("content-length")
-    if text is None:
-        return None
-    if not (text.isascii() and text.isdecimal()) or int(text[:20]) > 1 << 50:
+    text = response.headers.get("content-length")  # digits: httpx refuses any other
+    if text is not None and int(text) > 1 << 50:
         where = printable(response.request.url)
-        raise RemoteError(f"{where}: announces a length that is none: {single_line(text[:40])}")
-    return int(text)
+        raise RemoteError(f"{where}: announces a length that is none: {text[:40]}")
+    return None if text is None else int(text)
 
 
 def _refusal(response: httpx.Response) -> RemoteError:
     status, after = response.status_code, response.headers.get("retry-after", "")
-    try:
-        phrase = f" {HTTPStatus(status).phrase}"
-    except ValueError:
-        phrase = ""
+    told = f"HTTP {status} {httpx.codes.get_reason_phrase(status)}".rstrip()
     remedy = {
         401: ". Remedy: a token, in the variable that --token-env names",
         403: (
@@ -304,7 +295,7 @@ def _refusal(response: httpx.Response) -> RemoteError:
     }.get(status, "")
     says_seconds = after.isascii() and after.isdecimal() and len(after) < 10
     return RemoteError(
-        f"{printable(response.request.url)}: HTTP {status}{phrase}{remedy}",
+        f"{printable(response.request.url)}: {told}{remedy}",
         retryable=status in {408, 425, 429, 500, 502, 503, 504},
         retry_after=min(float(after), 60.0) if says_seconds else None,
     )
@@ -326,10 +317,6 @@ class DigestError(LocalFleetError):
 
 class _TooLargeError(LocalFleetError):
     pass
-
-
-class _BrokenOffError(Exception):
-    """The body ended early, or came too slowly. The text says which."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -367,8 +354,6 @@ class DownloadHooks:
     """What a download asks and tells. Times and pauses are passed in by tests."""
 
     check_size: Callable[[int], None] = lambda _: None  # raises where so large a file is no use
-    # Returns the least size that a part asks for, None while it can't tell; raises ModelFileError.
-    least_size: Callable[[Path], int | None] = lambda _: 0
     progress: Callable[[int, int | None], None] = lambda _done, _total: None
     note: Callable[[str], None] = lambda _: None
     clock: Callable[[], float] = time.monotonic
@@ -455,16 +440,14 @@ class _Transfer:
             try:
                 self._try_once()
                 break
-            except (_BrokenOffError, RemoteError) as error:
-                if isinstance(error, RemoteError) and not error.retryable:
+            except RemoteError as error:
+                if not error.retryable:
                     raise
                 failures = 1 if self.have - best >= MIB else failures + 1
                 best = max(best, self.have)
                 if failures >= MOST_FAILURES or number == MOST_TRIES:
                     raise self._given_up(str(error)) from error
-                pause = min(30.0, 2.0 ** (failures - 1))
-                if isinstance(error, RemoteError) and error.retry_after is not None:
-                    pause = max(pause, error.retry_after)
+                pause = max(min(30.0, 2.0 ** (failures - 1)), error.retry_after or 0.0)
                 self._hooks.note(f"{error}; next try in {pause:.0f} s")
                 self._hooks.sleep(pause)
 
@@ -501,7 +484,7 @@ class _Transfer:
         self._look(self._record.total)
 
     def _try_once(self) -> None:
-        """Read one response into the part. Raises _BrokenOffError and RemoteError."""
+        """Read one response into the part. Raises RemoteError."""
         if self.have and self.have == self._record.total:
             return
         wish, if_range = self._wish, self._record.if_range
@@ -515,10 +498,10 @@ class _Transfer:
             if error.total is None or error.total != self.have:
                 # The server has another file, or can't resume.
                 self._start_over(str(error))
-                raise _BrokenOffError(str(error)) from error
+                raise
             self._record = replace(self._record, total=self.have)  # all was there
         except httpx.HTTPError as error:
-            raise _BrokenOffError(str(describe_failure(error))) from error
+            raise describe_failure(error) from error
         self._check_end()
 
     def _accept(self, body: RemoteBody) -> None:
@@ -532,7 +515,7 @@ class _Transfer:
             known.etag is not None and body.etag is not None and body.etag != known.etag
         ):
             self._start_over("the file has changed on the server")
-            raise _BrokenOffError(f"{self._where}: has changed meanwhile")
+            raise self._broken_off("has changed meanwhile")
         total = known.total if body.total is None else body.total
         self._record = replace(known, total=total)
         write_record(self._wish.target, self._record)
@@ -567,9 +550,8 @@ class _Transfer:
             window_bytes += len(chunk)
             if (now := hooks.clock()) - window_began >= STALL_SECONDS:
                 if window_bytes < STALL_BYTES:
-                    raise _BrokenOffError(
-                        f"{self._where}: sent only {window_bytes:,} bytes in "
-                        f"{now - window_began:.0f} s"
+                    raise self._broken_off(
+                        f"sent only {window_bytes:,} bytes in {now - window_began:.0f} s"
                     )
                 window_began, window_bytes = now, 0
 
@@ -578,7 +560,7 @@ class _Transfer:
         if self._least is not None or not self._next_look <= self.have <= LAST_LOOK:
             return
         self._next_look = 2 * self.have
-        self._least = self._hooks.least_size(self._part)
+        self._least = least_size(self._part)
         if self._least is None:
             return
         if total is None:
@@ -592,17 +574,17 @@ class _Transfer:
             )
 
     def _check_end(self) -> None:
-        """Judge the end of a body. Raises _BrokenOffError where more should have come."""
+        """Judge the end of a body. Raises RemoteError where more should have come."""
         have, total = self.have, self._record.total
         if total is not None and have < total:
-            raise _BrokenOffError(f"{self._where}: ended after {have:,} of {total:,} bytes")
+            raise self._broken_off(f"ended after {have:,} of {total:,} bytes")
         if self._least is None:
-            self._least = self._hooks.least_size(self._part)
+            self._least = least_size(self._part)
         if self._least is not None and have >= self._least:
             return
         if total is None:  # the end of the connection was the only sign of the end
             of = "" if self._least is None else f" of at least {self._least:,}"
-            raise _BrokenOffError(f"{self._where}: ended after {have:,}{of} bytes")
+            raise self._broken_off(f"ended after {have:,}{of} bytes")
         raise ModelFileError(
             f"{self._where}: the file on the server is cut short, after {have:,} bytes; it is "
             "removed. Remedy: another address, or tell its publisher"
@@ -646,6 +628,9 @@ class _Transfer:
         self._next_look, self._next_space_check = FIRST_LOOK, FREE_CHECK_BYTES
         self._record = SourceRecord(self._record.url)
 
+    def _broken_off(self, how: str) -> RemoteError:
+        return RemoteError(f"{self._where}: {how}", retryable=True)
+
     def _given_up(self, why: str) -> LocalFleetError:
         return LocalFleetError(
             f"{why}; given up after several tries. {format_gib(self.have)} are kept: the same "
@@ -663,7 +648,7 @@ class ModelWish:
     """A model to be downloaded."""
 
     url: httpx.URL
-    sha256: tuple[str, ...] = ()  # of each file, in order
+    sha256: tuple[str, ...] = ()  # none, or one of each file, in order
     token: str | None = field(default=None, repr=False)
     most_bytes: int | None = None  # of all files
 
@@ -677,11 +662,6 @@ def fetch_model(
     byte is read. Raises LocalFleetError and OSError.
     """
     urls = part_urls(wish.url)
-    if wish.sha256 and len(wish.sha256) != len(urls):
-        raise ModelUrlError(
-            f"--sha256: given {len(wish.sha256)} times, but the model has {len(urls)} "
-            f"{'file' if len(urls) == 1 else 'files'}; give it once for each, in order"
-        )
     if found := _with_digest(wish, cache):
         return found
     folder = downloads_folder(cache) / cache_key(urls[0])
@@ -726,7 +706,7 @@ def _download_all(
             most_bytes=None if wish.most_bytes is None else max(0, wish.most_bytes - others),
             space_beside=sum(max(0, sizes[at] - _part_size(targets[at])) for at in later),
         )
-        digest = download(client, one, replace(hooks, check_size=check_size, least_size=least_size))
+        digest = download(client, one, replace(hooks, check_size=check_size))
         if not wish.sha256:
             hooks.note(f"{target.name} has the SHA-256 {digest}; --sha256 checks it next time")
 
@@ -767,12 +747,11 @@ def _with_digest(wish: ModelWish, cache: Path) -> Path | None:
 @contextmanager
 def _only_process(folder: Path, targets: list[Path], note: Callable[[str], None]) -> Iterator[None]:
     """Hold the lock of a model's downloads; wait while another process makes progress with it."""
-    path = folder.with_name(f"{folder.name}.lock")
     idle, seen, wait = 0, -1, FIRST_WAIT
     with ExitStack() as stack:
         while True:
             try:
-                stack.enter_context(file_lock(path, timeout=wait))
+                stack.enter_context(file_lock(folder, timeout=wait))
                 break
             except TimeoutError:
                 if wait == FIRST_WAIT:
@@ -782,8 +761,8 @@ def _only_process(folder: Path, targets: list[Path], note: Callable[[str], None]
                 idle, seen = (idle + 1, seen) if size == seen else (0, size)
                 if idle >= MOST_IDLE_ROUNDS:
                     raise LocalFleetError(
-                        f"{path}: another process holds the lock of this download and has made no "
-                        f"progress for {idle * WAIT_ROUND:.0f} s. Remedy: end it"
+                        f"{folder}.lock: another process holds the lock of this download and has "
+                        f"made no progress for {idle * WAIT_ROUND:.0f} s. Remedy: end it"
                     ) from None
         yield
 

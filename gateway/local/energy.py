@@ -97,8 +97,6 @@ class EnergyMeter:
 
     def __init__(self, domains: Sequence[EnergyDomain]) -> None:
         """Begin at 0 joules. Raises EnergyUnavailableError where a counter can't be read."""
-        if not domains:
-            raise ValueError("an EnergyMeter needs a domain")
         self.domains = tuple(domains)
         self.failure: str | None = None
         self._last_uj = [_read_counter(domain) for domain in self.domains]

@@ -17,9 +17,9 @@ import re
 import struct
 from collections.abc import Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import BinaryIO, Literal
+from typing import BinaryIO, Literal, NamedTuple
 
 from gateway.local import LocalFleetError, ModelFileError
 
@@ -40,17 +40,37 @@ VALUE_FORMATS = {
     12: "<d",
 }  # fmt: skip
 
-# Elements and bytes of a block of each tensor type, by ggml's numbers (`GGML_QUANT_SIZES`).
-TENSOR_BLOCKS = {
-    kind: (elements, size)
-    for elements, sizes in {
-        1: {0: 4, 1: 2, 24: 1, 25: 2, 26: 4, 27: 8, 28: 8, 30: 2},
-        32: {2: 18, 3: 20, 6: 22, 7: 24, 8: 34, 9: 40, 20: 18, 39: 17},
-        256: {10: 84, 11: 110, 12: 144, 13: 176, 14: 210, 15: 292, 16: 66, 17: 74, 18: 98}
-        | {19: 50, 21: 110, 22: 82, 23: 136, 29: 56, 34: 54, 35: 66},
+
+class TensorType(NamedTuple):
+    """A type of numbers: its name, and the numbers and bytes of a block."""
+
+    name: str
+    elements: int
+    size: int
+
+
+# By ggml's numbers (`GGML_QUANT_SIZES`).
+TENSOR_TYPES = {
+    kind: TensorType(name, elements, size)
+    for elements, kinds in {
+        1: {
+            0: ("f32", 4), 1: ("f16", 2), 24: ("i8", 1), 25: ("i16", 2), 26: ("i32", 4),
+            27: ("i64", 8), 28: ("f64", 8), 30: ("bf16", 2),
+        },
+        32: {
+            2: ("q4_0", 18), 3: ("q4_1", 20), 6: ("q5_0", 22), 7: ("q5_1", 24), 8: ("q8_0", 34),
+            9: ("q8_1", 40), 20: ("iq4_nl", 18), 39: ("mxfp4", 17),
+        },
+        256: {
+            10: ("q2_k", 84), 11: ("q3_k", 110), 12: ("q4_k", 144), 13: ("q5_k", 176),
+            14: ("q6_k", 210), 15: ("q8_k", 292), 16: ("iq2_xxs", 66), 17: ("iq2_xs", 74),
+            18: ("iq3_xxs", 98), 19: ("iq1_s", 50), 21: ("iq3_s", 110), 22: ("iq2_s", 82),
+            23: ("iq4_xs", 136), 29: ("iq1_m", 56), 34: ("tq1_0", 54), 35: ("tq2_0", 66),
+        },
     }.items()
-    for kind, size in sizes.items()
-}
+    for kind, (name, size) in kinds.items()
+}  # fmt: skip
+TYPE_NUMBERS = {one.name: kind for kind, one in TENSOR_TYPES.items()}
 
 WRONG_FILES = (
     (re.compile(rb"\s*(<|\{)"), "it is a web page or an error message, not a model"),
@@ -86,8 +106,14 @@ class Tensor:
     @property
     def size(self) -> int:
         """Its bytes; 0 for an unknown type."""
-        elements, size = TENSOR_BLOCKS.get(self.kind, (1, 0))
+        _, elements, size = TENSOR_TYPES.get(self.kind, ("", 1, 0))
         return self.elements // elements * size
+
+    @property
+    def type_name(self) -> str:
+        """The name of its type, or the number of an unknown one."""
+        known = TENSOR_TYPES.get(self.kind)
+        return f"type {self.kind}" if known is None else known.name
 
 
 @dataclass(frozen=True, slots=True)
@@ -266,6 +292,10 @@ HYBRIDS = frozenset({"jamba", "granitehybrid", "lfm2", "lfm2moe"})
 # Every layer but each fourth (or as the metadata says) keeps a state of fixed size.
 INTERVAL_HYBRIDS = frozenset({"qwen3next", "qwen35", "qwen35moe"})
 PARALLEL_HYBRIDS = frozenset({"falcon-h1"})  # every layer keeps both
+ARCHITECTURES = frozenset().union(
+    *(FULL_ATTENTION, COMPRESSED_ATTENTION, SLIDING_WINDOWS, STATE_SPACES),
+    *(HYBRIDS, INTERVAL_HYBRIDS, PARALLEL_HYBRIDS),
+)
 STATE_BYTES = 4  # of an element: states are F32
 MOST_LAYERS = 1024  # llama.cpp's LLAMA_MAX_LAYERS is 512
 MOST_ELEMENTS = 1 << 32  # a width, a context or another size beyond this is a lie
@@ -312,7 +342,7 @@ def model_shape(headers: Sequence[Header]) -> ModelShape:
     tensors = tuple(tensor for header in headers for tensor in header.tensors)
     if not tensors:
         raise UnknownShapeError("it holds no weights")
-    if strange := sorted({t.kind for t in tensors if t.kind not in TENSOR_BLOCKS}):
+    if strange := sorted({t.kind for t in tensors if t.kind not in TENSOR_TYPES}):
         raise UnknownShapeError(
             f"it has weights of type {strange[0]}, whose size is not known here"
         )
@@ -342,11 +372,7 @@ class _Keys:
     def __init__(self, header: Header) -> None:
         self.architecture = header.architecture
         self._metadata = header.metadata
-        known = (
-            *(FULL_ATTENTION, COMPRESSED_ATTENTION, SLIDING_WINDOWS, STATE_SPACES),
-            *(HYBRIDS, INTERVAL_HYBRIDS, PARALLEL_HYBRIDS),
-        )
-        if not any(self.architecture in group for group in known):
+        if self.architecture not in ARCHITECTURES:
             raise UnknownShapeError(
                 f"its architecture is {self.architecture or 'not named'!r}, whose memory is not "
                 "known here"
@@ -355,10 +381,6 @@ class _Keys:
     def name(self, key: str) -> str:
         """Return the whole name of a key."""
         return f"{self.architecture}.{key}"
-
-    def has(self, key: str) -> bool:
-        """Whether the metadata has a key."""
-        return self.name(key) in self._metadata
 
     def optional(self, key: str) -> int | None:
         """Return a number; None where there is none. Raises UnknownShapeError."""
@@ -372,9 +394,11 @@ class _Keys:
             raise UnknownShapeError(f"it has no {self.name(key)}, or 0")
         return found
 
-    def each(self, key: str, layers: int) -> list[int]:
-        """Return a number for each layer; 0 for each where there is none."""
-        found = self._metadata.get(self.name(key), 0)
+    def each(self, key: str, layers: int, missing: list[int] | None = None) -> list[int]:
+        """Return a number for each layer; where there is none `missing`, else 0 for each."""
+        found = self._metadata.get(self.name(key))
+        if found is None:
+            return missing or [0] * layers
         if not isinstance(found, tuple):
             return [self._checked(key, found)] * layers
         if len(found) < layers:
@@ -398,17 +422,13 @@ def _layers(keys: _Keys, blocks: int) -> list[Layer]:
         return [Layer(state_bytes=_state_bytes(keys))] * blocks
     attention = _attention(keys, blocks)
     recurrent = _recurrent(keys, blocks)
+    if keys.architecture in PARALLEL_HYBRIDS:
+        attention = [replace(layer, state_bytes=_state_bytes(keys)) for layer in attention]
     trained = blocks - (keys.optional("nextn_predict_layers") or 0)  # the others draft, if at all
-    found = []
-    for number in range(trained):
-        if keys.architecture in PARALLEL_HYBRIDS:
-            layer = attention[number]
-            found.append(Layer(layer.key_width, layer.value_width, None, _state_bytes(keys)))
-        elif recurrent[number]:
-            found.append(Layer(state_bytes=_state_bytes(keys)))
-        else:
-            found.append(attention[number])
-    return found
+    return [
+        Layer(state_bytes=_state_bytes(keys)) if recurrent[number] else attention[number]
+        for number in range(trained)
+    ]
 
 
 def _attention(keys: _Keys, blocks: int) -> list[Layer]:
@@ -416,8 +436,7 @@ def _attention(keys: _Keys, blocks: int) -> list[Layer]:
     if not (first := max(heads)):
         raise UnknownShapeError(f"it has no {keys.name('attention.head_count')}, or 0")
     # Without the key there are as many key heads as heads.
-    shared = keys.has("attention.head_count_kv")
-    kv_heads = keys.each("attention.head_count_kv", blocks) if shared else heads
+    kv_heads = keys.each("attention.head_count_kv", blocks, heads)
     default = keys.required("embedding_length") // first
     key = keys.optional("attention.key_length") or default
     value = keys.optional("attention.value_length") or default

@@ -17,10 +17,12 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import astuple, dataclass, field
 from pathlib import Path
 from types import MappingProxyType
+from typing import NamedTuple
 
 from gateway.local import LocalFleetError, MemoryShortError
 from gateway.local.gguf import (
-    TENSOR_BLOCKS,
+    TENSOR_TYPES,
+    TYPE_NUMBERS,
     Layer,
     ModelFile,
     ModelShape,
@@ -28,22 +30,11 @@ from gateway.local.gguf import (
     UnknownShapeError,
     read_model,
 )
-from gateway.local.topology import Topology, read_text
+from gateway.local.topology import Topology, read_fields, read_text
 
 MIB = 1 << 20
 # Evicted prompts that a server may keep where there is room: llama.cpp's own default.
 MOST_PROMPT_CACHE_BYTES = 8192 * MIB
-
-TENSOR_TYPE_NAMES = MappingProxyType(
-    {
-        0: "f32", 1: "f16", 2: "q4_0", 3: "q4_1", 6: "q5_0", 7: "q5_1", 8: "q8_0", 9: "q8_1",
-        10: "q2_k", 11: "q3_k", 12: "q4_k", 13: "q5_k", 14: "q6_k", 15: "q8_k", 16: "iq2_xxs",
-        17: "iq2_xs", 18: "iq3_xxs", 19: "iq1_s", 20: "iq4_nl", 21: "iq3_s", 22: "iq2_s",
-        23: "iq4_xs", 24: "i8", 25: "i16", 26: "i32", 27: "i64", 28: "f64", 29: "iq1_m",
-        30: "bf16", 34: "tq1_0", 35: "tq2_0", 39: "mxfp4",
-    }
-)  # fmt: skip
-
 CELL_PADDING = 256  # a slot's cells are padded to it (llama_context)
 CHECKPOINTS = 3  # of a prompt: two near its end, one at its last user message (server-context.cpp)
 CHECKPOINT_SPACING = 8192  # tokens; more of a longer prompt (`--checkpoint-min-step`)
@@ -152,7 +143,7 @@ def compute_bytes(shape: ModelShape, settings: ServerSettings) -> int:
 
 def is_repacked(tensor: Tensor, repacked: Mapping[str, int]) -> bool:
     """Whether llama.cpp copies this tensor into another layout."""
-    multiple = repacked.get(TENSOR_TYPE_NAMES.get(tensor.kind, ""))
+    multiple = repacked.get(tensor.type_name)
     if multiple is None or len(tensor.shape) < 2 or tensor.name == "token_embd.weight":
         return False  # rows are looked up in the embedding, not multiplied
     return tensor.shape[1] % multiple == 0
@@ -173,14 +164,13 @@ def weights_by_type(shape: ModelShape) -> dict[str, int]:
     """Return the bytes of all tensors of each type, the largest first."""
     sizes: Counter[str] = Counter()
     for tensor in shape.tensors:
-        sizes[TENSOR_TYPE_NAMES.get(tensor.kind, f"type {tensor.kind}")] += tensor.size
+        sizes[tensor.type_name] += tensor.size
     return dict(sizes.most_common())
 
 
 def type_bytes(name: str, elements: int) -> int:
     """Return the bytes of so many elements of a type. Raises UnknownShapeError."""
-    number = next(number for number, known in TENSOR_TYPE_NAMES.items() if known == name)
-    block, size = TENSOR_BLOCKS[number]
+    _, block, size = TENSOR_TYPES[TYPE_NUMBERS[name]]
     if elements % block:
         raise UnknownShapeError(
             f"a row of {elements} elements can't be of type {name}, whose blocks have {block}"
@@ -254,6 +244,14 @@ def file_memory(path: Path, slots: int, context: int) -> int:
     return server_needs(read_model(path), ServerSettings(slots, context))[0]
 
 
+class Place(NamedTuple):
+    """Memory that servers share: the machine's, or a NUMA node's."""
+
+    name: str
+    servers: int
+    available: int  # bytes
+
+
 # A server's model, its settings, and the NUMA node that its memory is bound to; None: any.
 PlacedServer = tuple[ModelFile, ServerSettings, int | None]
 
@@ -289,12 +287,12 @@ def check_memory(topology: Topology, servers: Sequence[PlacedServer]) -> None:
         )
 
 
-def memory_places(topology: Topology, bound_to: Sequence[int | None]) -> list[tuple[str, int, int]]:
-    """Return each place that must hold servers: its name, how many, and its available bytes."""
-    places = [(MACHINE, len(bound_to), topology.memory_available)]
+def memory_places(topology: Topology, bound_to: Sequence[int | None]) -> list[Place]:
+    """Return each place that must hold servers, the machine first."""
+    places = [Place(MACHINE, len(bound_to), topology.memory_available)]
     available = {node.number: node.memory_available for node in topology.nodes}
     for number, servers in sorted(Counter(n for n in bound_to if n is not None).items()):
-        places.append((f"NUMA node {number}", servers, available.get(number, 0)))
+        places.append(Place(f"NUMA node {number}", servers, available.get(number, 0)))
     return places
 
 
@@ -314,7 +312,7 @@ def memlock_limit(sysroot: Path = ROOT) -> int | None:
     It is the hard limit, to which `local.launch` raises the soft one. CAP_IPC_LOCK lifts it
     where the capability survives exec: root's, or an ambient one.
     """
-    status = dict(_pairs(sysroot / "proc/self/status"))
+    status = read_fields(sysroot / "proc/self/status")
     is_root = status.get("Uid", "").split()[1:2] == ["0"]
     capabilities = int(status.get("CapEff" if is_root else "CapAmb", "0"), 16)
     if capabilities >> CAP_IPC_LOCK & 1:
@@ -340,7 +338,7 @@ def check_memlock(model: ModelFile, limit: int | None) -> None:
 
 def memlock_warning(model: ModelFile, pid: int, sysroot: Path = ROOT) -> str | None:
     """Return a warning about a server that has loaded its model without locking all of it."""
-    words = dict(_pairs(sysroot / f"proc/{pid}/status")).get("VmLck", "").split()
+    words = read_fields(sysroot / f"proc/{pid}/status").get("VmLck", "").split()
     if not words:
         return None  # the process has ended, or this is not Linux
     locked = int(words[0]) * 1024
@@ -350,11 +348,6 @@ def memlock_warning(model: ModelFile, pid: int, sysroot: Path = ROOT) -> str | N
         f"only {format_gib(locked)} of {format_gib(model.size)} is locked in memory; its "
         "log may say why"
     )
-
-
-def _pairs(path: Path) -> list[tuple[str, str]]:
-    lines = [line.partition(":") for line in read_text(path).splitlines()]
-    return [(key, value.strip()) for key, _, value in lines]
 
 
 def main(arguments: list[str] | None = None) -> None:

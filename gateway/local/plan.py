@@ -246,8 +246,6 @@ def _servers(
     embedding: bool = False,
     mlock: bool = False,
 ) -> tuple[ServerSpec, ...]:
-    if not placed or slots < 1 or (context is not None and context < 1):
-        raise ValueError("servers, slots and context must be at least 1")
     nodes = [node for node, _ in placed]
     several = len(topology.nodes) > 1
     specs = []

@@ -34,6 +34,7 @@ from gateway.local.cache import cache_folder
 from gateway.local.embedded import batch_sizes, openmp_folder
 
 MIB = 1 << 20
+HOST = "127.0.0.1"  # of all servers
 BINARY_NAME = "llama-server"
 # How a model that was not made for embeddings makes them; without any, a server refuses texts.
 MEAN = "mean"
@@ -60,7 +61,6 @@ class ServerSpec:
     prompt_cache_bytes: int = 0  # of evicted prompts
     embedding: bool = False
     own_pooling: bool = False  # the model says how its embeddings are made
-    host: str = "127.0.0.1"
     batch: int | None = None  # tokens of one step; None: by its context
     micro_batch: int | None = None  # tokens of one computation
     is_router: bool = False
@@ -153,7 +153,7 @@ def _embedded(spec: ServerSpec, port: int) -> list[str]:
     command = [
         *(sys.executable, "-P", "-m", "gateway", "node-server"),
         *("--model", str(spec.model), "--alias", spec.alias),
-        *("--host", spec.host, "--port", str(port)),
+        *("--host", HOST, "--port", str(port)),
         *("--slots", str(spec.slots), "--ctx", str(spec.slots * spec.context)),
         *("--threads", str(spec.threads)),
         *("--cache-ram", str(spec.prompt_cache_bytes // MIB)),
@@ -182,7 +182,7 @@ def _llama_server(spec: ServerSpec, port: int, binary: ServerBinary) -> list[str
         sizes = ["-np", str(spec.slots), "-c", str(spec.slots * spec.context)]
     command = [
         *(str(binary.path), *served),
-        *("--host", spec.host, "--port", str(port), *sizes),
+        *("--host", HOST, "--port", str(port), *sizes),
         *("-t", str(spec.threads), "-tb", str(spec.threads)),
         *("-b", str(spec.batch or batch), "-ub", str(spec.micro_batch or micro_batch)),
     ]
@@ -192,7 +192,7 @@ def _llama_server(spec: ServerSpec, port: int, binary: ServerBinary) -> list[str
         [["--slots"]],
         [["--jinja"]],
         [["--no-ui"], ["--no-webui"]],
-        [["--cors-origins", f"http://{spec.host}:{port}"]],
+        [["--cors-origins", f"http://{HOST}:{port}"]],
     ]
     if not spec.is_router:
         rows.append([["--cache-ram", str(spec.prompt_cache_bytes // MIB)]])
@@ -232,8 +232,7 @@ class ServerProcess:
     @property
     def url(self) -> str:
         """Its address, which stays the same."""
-        host = f"[{self.spec.host}]" if ":" in self.spec.host else self.spec.host
-        return f"http://{host}:{self.port}"
+        return f"http://{HOST}:{self.port}"
 
     @property
     def pid(self) -> int | None:
@@ -508,7 +507,7 @@ class LocalFleet:
 
     def _claim_ports(self) -> None:
         for spec in self.specs:
-            self._claims.append(claim_free_port(spec.host, self.base_port))
+            self._claims.append(claim_free_port(HOST, self.base_port))
             port = claimed_port(self._claims[-1])
             # Two gateways of one user share the folder, but never a port.
             log = self.log_folder / f"{spec.name}-{port}.log"

@@ -33,6 +33,16 @@ def read_number(path: Path) -> int | None:
     return int(text) if text.lstrip("-").isdecimal() else None
 
 
+def read_fields(path: Path) -> dict[str, str]:
+    """Return the values of a file of lines such as `Name: value`; of equal names the first."""
+    fields: dict[str, str] = {}
+    for line in read_text(path).splitlines():
+        name, colon, value = line.partition(":")
+        if colon:
+            fields.setdefault(name.strip(), value.strip())
+    return fields
+
+
 def read_kernel_list(path: Path) -> set[int] | None:
     """Return the numbers of the kernel list in a file; None where it is missing or empty."""
     text = read_text(path)
@@ -70,13 +80,11 @@ def parse_kernel_size(text: str) -> int:
 
 def read_meminfo(path: Path) -> dict[str, int]:
     """Return the bytes of each entry by name. A NUMA node's file has `Node 0` before each name."""
-    sizes: dict[str, int] = {}
-    for line in read_text(path).splitlines():
-        name, _, value = line.partition(":")
-        words = value.split()
-        if name and words and words[0].isdigit():
-            sizes[name.split()[-1]] = int(words[0]) * KIB
-    return sizes
+    return {
+        name.split()[-1]: int(words[0]) * KIB
+        for name, value in read_fields(path).items()
+        if name and (words := value.split()) and words[0].isdigit()
+    }
 
 
 UNLIMITED = 1 << 60  # bytes; version 1 writes a number near 2**63 for "no limit"
@@ -87,13 +95,9 @@ def cgroup_cpu_quota(sysroot: Path) -> float | None:
 
     The lowest limit of its cgroup and the ancestors counts.
     """
-    quotas = [
-        *(_quota(*_words(group / "cpu.max")) for group in _unified(sysroot)),
-        *(
-            _quota(*_words(group / "cpu.cfs_quota_us"), *_words(group / "cpu.cfs_period_us"))
-            for group in _controller(sysroot, "cpu")
-        ),
-    ]
+    new, old = ("cpu.max",), ("cpu.cfs_quota_us", "cpu.cfs_period_us")
+    quotas = [_quota(group, *new) for group in _groups(sysroot, "")]
+    quotas += [_quota(group, *old) for group in _groups(sysroot, "cpu", "cpu,cpuacct")]
     return min((quota for quota in quotas if quota is not None), default=None)
 
 
@@ -104,12 +108,15 @@ def cgroup_memory_headroom(sysroot: Path) -> int | None:
     """
     new = ("memory.max", "memory.current", "inactive_file")
     old = ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file")
-    headrooms = [_headroom(group, *new) for group in _unified(sysroot)]
-    headrooms += [_headroom(group, *old) for group in _controller(sysroot, "memory")]
+    headrooms = [_headroom(group, *new) for group in _groups(sysroot, "")]
+    headrooms += [_headroom(group, *old) for group in _groups(sysroot, "memory")]
     return min((free for free in headrooms if free is not None), default=None)
 
 
-def _quota(quota: str = "max", period: str = "100000") -> float | None:
+def _quota(group: Path, *files: str) -> float | None:
+    """Read a quota and its period, in microseconds, from one file or two."""
+    words = [word for name in files for word in read_text(group / name).split()]
+    quota, period, *_ = [*words, "max", "max"]
     if not (quota.isdigit() and period.isdigit()) or int(period) == 0:
         return None  # "max" in version 2, -1 in version 1
     return int(quota) / int(period)
@@ -128,21 +135,13 @@ def _headroom(group: Path, limit_file: str, usage_file: str, cache_key: str) -> 
     return max(0, limit - max(0, usage - cache))
 
 
-def _unified(sysroot: Path) -> Iterator[Path]:
-    return _groups(sysroot, "", sysroot / "sys/fs/cgroup")
-
-
-def _controller(sysroot: Path, name: str) -> Iterator[Path]:
-    for mount in (name, f"{name},cpuacct") if name == "cpu" else (name,):
-        yield from _groups(sysroot, name, sysroot / "sys/fs/cgroup" / mount)
-
-
-def _groups(sysroot: Path, controller: str, mount: Path) -> Iterator[Path]:
+def _groups(sysroot: Path, controller: str, other_mount: str = "") -> Iterator[Path]:
     """Yield the folders of this process's cgroup and its ancestors, up to the mount.
 
-    Some may not exist: in a container the path may be the host's, while the mount's root is the
-    container's own cgroup.
+    Without a `controller` those of version 2. Some may not exist: in a container the path may be
+    the host's, while the mount's root is the container's own cgroup.
     """
+    mounts = [controller, other_mount] if other_mount else [controller]
     for line in read_text(sysroot / "proc/self/cgroup").splitlines():
         _, _, rest = line.partition(":")
         controllers, _, path = rest.partition(":")
@@ -150,11 +149,7 @@ def _groups(sysroot: Path, controller: str, mount: Path) -> Iterator[Path]:
             inner = PurePosixPath(path.strip().lstrip("/"))
             for group in (inner, *inner.parents):
                 if ".." not in group.parts:
-                    yield mount / group
-
-
-def _words(path: Path) -> list[str]:
-    return read_text(path).split()[:2]
+                    yield from (sysroot / "sys/fs/cgroup" / mount / group for mount in mounts)
 
 
 # The instruction sets that llama.cpp's CPU code is built for (ggml's GGML_AVX512_VNNI and so on):
@@ -200,9 +195,6 @@ class Processor:
     flags: frozenset[str]  # the kernel's names of all its features
 
 
-UNKNOWN_PROCESSOR = Processor("", "", (), frozenset())
-
-
 @dataclass(frozen=True, slots=True)
 class CpuCache:
     """One cache: its size in bytes, and the CPUs that share it."""
@@ -215,11 +207,7 @@ class CpuCache:
 
 def read_processor(sysroot: Path) -> Processor:
     """Read the processor from `/proc/cpuinfo` under `sysroot`."""
-    names: dict[str, str] = {}
-    for line in read_text(sysroot / "proc/cpuinfo").splitlines():
-        key, colon, value = line.partition(":")
-        if colon:
-            names.setdefault(key.strip().lower(), value.strip())
+    names = {key.lower(): value for key, value in read_fields(sysroot / "proc/cpuinfo").items()}
     if "features" in names:  # Arm
         flags = frozenset(names["features"].split())
         wide = "asimd" in flags or names.get("cpu architecture", "") >= "8"
@@ -334,9 +322,9 @@ class Topology:
     nodes: tuple[NumaNode, ...]
     memory_total: int
     memory_available: int  # of the machine or the container, the lower one
-    cpu_quota: float | None = None  # CPUs' worth of time; None: no limit
-    processor: Processor = UNKNOWN_PROCESSOR
-    caches: tuple[CpuCache, ...] = ()
+    cpu_quota: float | None  # CPUs' worth of time; None: no limit
+    processor: Processor
+    caches: tuple[CpuCache, ...]
 
     @property
     def sockets(self) -> tuple[int, ...]:
@@ -441,11 +429,8 @@ def _cpu_topology(sysroot: Path, cpu: int) -> Path:
 
 
 def _status(sysroot: Path, key: str) -> set[int] | None:
-    for line in read_text(sysroot / "proc/self/status").splitlines():
-        name, _, value = line.partition(":")
-        if name == key:
-            return parse_kernel_list(value)
-    return None
+    text = read_fields(sysroot / "proc/self/status").get(key)
+    return None if text is None else parse_kernel_list(text)
 
 
 def topology_as_dict(topology: Topology) -> dict[str, Any]:

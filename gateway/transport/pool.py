@@ -284,22 +284,28 @@ def tls_files(spec: NodeSpec) -> set[Path]:
 
 def node_address(spec: NodeSpec) -> NodeAddress:
     """Where the node of `spec` is, with the header lines that all requests to it carry."""
-    url = urlsplit(spec.url)
-    secure = url.scheme == "https"
-    host = url.hostname or ""
-    port = url.port or (443 if secure else 80)
+    key = None if spec.api_key is None else spec.api_key.get_secret_value()
+    tls = tls_context(spec.tls) if spec.url.startswith("https:") else None
+    return url_address(spec.url, key, tls, spec.tls.server_name if spec.tls else None)
+
+
+def url_address(
+    url: str, key: str | None, tls: ssl.SSLContext | None, server_name: str | None = None
+) -> NodeAddress:
+    """Where the server of a URL is; `tls`: for https."""
+    parts = urlsplit(url)
+    host = parts.hostname or ""
+    port = parts.port or (443 if parts.scheme == "https" else 80)
     name = f"[{host}]" if ":" in host else host
-    authority = name if url.port is None else f"{name}:{port}"
-    lines = f"host: {authority}\r\n"
-    if spec.api_key is not None:
-        lines += f"authorization: Bearer {spec.api_key.get_secret_value()}\r\n"
+    authority = name if parts.port is None else f"{name}:{port}"
+    lines = f"host: {authority}\r\n" + (f"authorization: Bearer {key}\r\n" if key else "")
     return NodeAddress(
         host=host,
         port=port,
-        path_prefix=url.path.rstrip("/").encode(),
+        path_prefix=parts.path.rstrip("/").encode(),
         header_lines=lines.encode(),
-        tls=tls_context(spec.tls) if secure else None,
-        server_name=(spec.tls.server_name if spec.tls else None) or host,
+        tls=tls,
+        server_name=server_name or host,
     )
 
 

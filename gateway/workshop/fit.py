@@ -23,11 +23,12 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from gateway.local.gguf import TENSOR_BLOCKS, ModelFile, ModelShape, Tensor
+from gateway.local.gguf import TENSOR_TYPES, TYPE_NUMBERS, ModelFile, ModelShape, Tensor
 from gateway.local.memory import (
     CELL_PADDING,
     MEMORY_RESERVE,
-    TENSOR_TYPE_NAMES,
+    MIB,
+    Place,
     ServerMemory,
     ServerSettings,
     format_gib,
@@ -60,7 +61,7 @@ def bandwidth_of_modules(channels: int, transfers: float) -> float:
     return channels * transfers * 1e6 * CHANNEL_BYTES * REACHED_SHARE
 
 
-def measure_bandwidth(topology: Topology, threads: int | None = None) -> float:
+def measure_bandwidth(topology: Topology) -> float:
     """Read memory with a thread for each core; return bytes/s of the fastest round.
 
     It takes about a second, and memory of four times the last-level caches. Raises StreamError
@@ -68,7 +69,7 @@ def measure_bandwidth(topology: Topology, threads: int | None = None) -> float:
     """
     import numpy as np
 
-    count = threads or sum(topology.threads_per_server(node) for node in topology.nodes)
+    count = sum(topology.threads_per_server(node) for node in topology.nodes)
     top = max((cache.level for cache in topology.caches), default=0)
     cached = sum(cache.size for cache in topology.caches if cache.level == top)
     size = max(LEAST_STREAM_BYTES, CACHE_MULTIPLE * cached // count)
@@ -158,15 +159,6 @@ HALF_SPEED_TOKENS = 4
 
 
 @dataclass(frozen=True, slots=True)
-class Cores:
-    """What computes for one server."""
-
-    count: int
-    instructions: str  # a key of INSTRUCTION_SETS
-    bandwidth: float  # bytes/s of the memory that it reads
-
-
-@dataclass(frozen=True, slots=True)
 class ExpectedSpeed:
     """What one request alone may expect."""
 
@@ -183,21 +175,28 @@ def instruction_set(flags: frozenset[str]) -> str:
 
 
 def expected_speed(
-    shape: ModelShape, settings: ServerSettings, cores: Cores, *, used: int | None = None
-) -> ExpectedSpeed:
-    """Return the speed of one request, with `used` tokens in its slot; default: half of it."""
-    power = cores.count * INSTRUCTION_SETS[cores.instructions].factor
+    shape: ModelShape, settings: ServerSettings, machine: Machine, *, used: int | None = None
+) -> ExpectedSpeed | None:
+    """Return the speed of one request, with `used` tokens in its slot; default: half of it.
+
+    None: the machine's bandwidth is not known. Its servers share it.
+    """
+    if machine.bandwidth is None:
+        return None
+    bandwidth = machine.bandwidth / machine.servers
+    power = machine.cores_per_server * INSTRUCTION_SETS[machine.instructions].factor
     filled = settings.context // 2 if used is None else used
     bytes_read, elements = _active(shape, min(settings.micro_batch, max(1, filled)))
     by_memory, by_cores, seconds = 0.0, 0.0, 0.0
     for kind, size in bytes_read.items():
-        wait = size / cores.bandwidth
+        wait = size / bandwidth
         work = size / (power * _rates(kind)[0])
         by_memory, by_cores, seconds = by_memory + wait, by_cores + work, seconds + max(wait, work)
     kv = slot_bytes(shape, settings) * filled // settings.context
     kv += sum(layer.state_bytes for layer in shape.layers)
-    seconds += kv / min(cores.bandwidth, power * _rates(settings.key_type)[0])
-    seconds += TOKEN_SECONDS + (len(shape.layers) * LAYER_WAIT_SECONDS if cores.count > 1 else 0.0)
+    seconds += kv / min(bandwidth, power * _rates(settings.key_type)[0])
+    waits = len(shape.layers) if machine.cores_per_server > 1 else 0
+    seconds += TOKEN_SECONDS + waits * LAYER_WAIT_SECONDS
     operations = sum(2 * count / (power * _rates(kind)[1]) for kind, count in elements.items())
     # Attention: a token meets, on average, half of the tokens before it, in keys and in values.
     attended = 2 * 2 * (filled // 2) * shape.width * sum(1 for one in shape.layers if one.key_width)
@@ -223,7 +222,7 @@ def _active(shape: ModelShape, batch: int) -> tuple[Counter[str], Counter[str]]:
     bytes_read: Counter[str] = Counter()
     elements: Counter[str] = Counter()
     for tensor in shape.tensors:
-        kind = TENSOR_TYPE_NAMES.get(tensor.kind, OTHER_TYPE)
+        kind = tensor.type_name
         is_expert = shape.experts > 0 and EXPERT.search(tensor.name) is not None
         output = tensor.name == "output.weight" or (tied and tensor.name == "token_embd.weight")
         if tensor.name.startswith("token_embd.") and not output:
@@ -253,7 +252,6 @@ QUANTIZATIONS = {
 
 # Of a tensor whose rows are no multiple of 256 (`tensor_type_fallback`).
 FALLBACKS = {"q2_k": "q4_0", "q3_k": "q4_0", "q4_k": "q5_0", "q5_k": "q5_1", "q6_k": "q8_0"}
-NUMBERS = {name: number for number, name in TENSOR_TYPE_NAMES.items()}
 
 NEVER_QUANTIZED = re.compile(
     r"_norm\.weight$|ffn_gate_inp\.weight$|altup|laurel|per_layer_model_proj|ssm_conv1d"
@@ -279,12 +277,10 @@ def _quantized(shape: ModelShape, name: str) -> Iterator[Tensor]:
             yield tensor
             continue
         kind = _type(tensor, name, shape, values, layers, tied=tied)
-        row = tensor.shape[0]
-        if row % TENSOR_BLOCKS[NUMBERS[kind]][0]:
-            kind = FALLBACKS.get(kind, "f16")
-        if row % TENSOR_BLOCKS[NUMBERS[kind]][0]:
-            kind = "f16"
-        yield replace(tensor, kind=NUMBERS[kind])
+        fallbacks = (kind, FALLBACKS.get(kind, "f16"), "f16")
+        numbers = (TYPE_NUMBERS[one] for one in fallbacks)
+        fits = (n for n in numbers if tensor.shape[0] % TENSOR_TYPES[n].elements == 0)
+        yield replace(tensor, kind=next(fits))
 
 
 def _has_more_bits(number: int, count: int) -> bool:
@@ -341,21 +337,12 @@ MOST_CONTEXT = 1 << 22  # tokens, where the metadata has no trained context
 
 
 @dataclass(frozen=True, slots=True)
-class Place:
-    """Memory that servers share: the machine's, or a NUMA node's."""
-
-    name: str
-    servers: int
-    available: int  # bytes
-
-
-@dataclass(frozen=True, slots=True)
 class Machine:
     """The machine, as far as a fit depends on it."""
 
     places: tuple[Place, ...]  # the whole machine first
     cores_per_server: int
-    instructions: str
+    instructions: str  # a key of INSTRUCTION_SETS
     bandwidth: float | None  # bytes/s of the whole machine; None: not known
     bandwidth_source: str
 
@@ -412,7 +399,7 @@ def fit(model: ModelFile, shape: ModelShape, settings: ServerSettings, machine: 
         memory=server_memory(shape, settings),
         largest_context=largest_context(shape, settings, machine.room),
         largest_slots=largest_slots(shape, settings, machine.room),
-        speed=_speed(shape, settings, machine),
+        speed=expected_speed(shape, settings, machine),
         choices=tuple(
             Choice(
                 name=name,
@@ -420,7 +407,7 @@ def fit(model: ModelFile, shape: ModelShape, settings: ServerSettings, machine: 
                 needed=(needed := server_memory(one, settings).needed),
                 fits=needed <= machine.room,
                 largest_context=largest_context(one, settings, machine.room),
-                speed=_speed(one, settings, machine),
+                speed=expected_speed(one, settings, machine),
             )
             for name, one in quantizations(shape).items()
         ),
@@ -458,15 +445,6 @@ def _largest(most: int, fits: Callable[[int], bool]) -> int:
     return bisect_left(range(1, most + 1), True, key=lambda number: not fits(number))
 
 
-def _speed(shape: ModelShape, settings: ServerSettings, machine: Machine) -> ExpectedSpeed | None:
-    if machine.bandwidth is None:
-        return None
-    share = machine.bandwidth / machine.servers
-    cores = Cores(machine.cores_per_server, machine.instructions, share)
-    return expected_speed(shape, settings, cores)
-
-
-MIB = 1 << 20
 LEAST_SHARE = 0.01  # of the weights, below which a type of them is not told
 
 
@@ -607,7 +585,7 @@ def fit_as_dict(found: Fit) -> dict[str, Any]:
         "fits": found.fits,
         "places": [
             {
-                **asdict(one),
+                **one._asdict(),
                 "needed": memory.needed * one.servers,
                 "left": one.available - memory.needed * one.servers,
             }

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import signal
 import ssl
 import subprocess
@@ -20,7 +19,7 @@ import trustme
 from gateway.local.cache import downloads_folder
 from tests.cli.running import run, run_on_terminal
 from tests.cli.test_up import running
-from tests.local.file_server import Fault, FileServer
+from tests.local.file_server import Fault, FileServer, digest
 from tests.servers import demo_model, server_path
 
 TOKEN = "hf_" + "secret" * 5
@@ -66,10 +65,6 @@ def environment(tmp_path: Path, authority: Path, monkeypatch: pytest.MonkeyPatch
     for name, value in given.items():
         monkeypatch.setenv(name, value)
     return server_environment(given)
-
-
-def digest(content: bytes) -> str:
-    return hashlib.sha256(content).hexdigest()
 
 
 def parts(environment: dict[str, str]) -> list[Path]:
@@ -184,30 +179,6 @@ def test_a_model_that_does_not_fit_into_memory_is_not_downloaded(
 
 
 @pytest.mark.parametrize(
-    ("body", "text"),
-    [(b"<html>login</html>" + bytes(4000), "web page"), (b"nothing" + bytes(4000), "GGUF")],
-)
-def test_what_is_no_model_is_refused(
-    server: FileServer, environment: dict[str, str], body: bytes, text: str
-) -> None:
-    server.content = body
-    ran = run("up", "--model", f"{server.origin}/m.gguf")
-    assert ran.status == 1
-    assert text in ran.err
-    assert "Traceback" not in ran.err
-    assert parts(environment) == []
-
-
-def test_an_untrusted_certificate_is_refused(
-    server: FileServer, environment: dict[str, str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.delenv("SSL_CERT_FILE")
-    ran = run("up", "--model", f"{server.origin}/m.gguf")
-    assert ran.status == 1
-    assert "SSL_CERT_FILE" in ran.err
-
-
-@pytest.mark.parametrize(
     ("arguments", "text"),
     [
         (("--model", "http://models.example/m.gguf?k=hunter2"), "only https"),
@@ -215,6 +186,10 @@ def test_an_untrusted_certificate_is_refused(
         (("--model", "https://"), "not a valid URL"),
         (("--model", "https://h/m.gguf", "--sha256", "hunter2"), "64 hexadecimal digits"),
         (("--model", "https://h/m.gguf", *["--sha256", "0" * 64] * 2), "given 2 times"),
+        (
+            ("--model", "https://h/m-00001-of-00003.gguf", "--sha256", "0" * 64),
+            "given 1 times, but the model has 3 files",
+        ),
         (("--model", "https://h/m.gguf", "--max-bytes", "many"), "not a size"),
         (("--model", "https://h/m.gguf", "--max-bytes", "0"), "not a size"),
         (("--model", "https://h/m.gguf", "--token-env", "NO_SUCH_TOKEN"), "not set"),

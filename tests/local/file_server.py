@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import re
 import ssl
 import threading
@@ -11,6 +12,11 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
+
+
+def digest(content: bytes) -> str:
+    """The SHA-256 of a file."""
+    return hashlib.sha256(content).hexdigest()
 
 
 @dataclass

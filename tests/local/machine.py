@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 
+from gateway.local.topology import format_kernel_list
+
 GIB_IN_KIB = 1 << 20
 
 EPYC = """processor\t: 0
@@ -112,13 +114,7 @@ def write_cache(
 
 def listed(numbers: Iterable[int]) -> str:
     """Format a kernel list, with ranges."""
-    parts: list[list[int]] = []
-    for number in sorted(numbers):
-        if parts and parts[-1][-1] == number - 1:
-            parts[-1].append(number)
-        else:
-            parts.append([number])
-    return ",".join(f"{p[0]}-{p[-1]}" if len(p) > 1 else str(p[0]) for p in parts) + "\n"
+    return format_kernel_list(set(numbers)) + "\n"
 
 
 def write(root: Path, place: str, text: str) -> None:

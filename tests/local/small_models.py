@@ -11,14 +11,14 @@ from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cache
-from math import prod
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
 import gguf
 import numpy as np
-from gguf import GGML_QUANT_SIZES
 from gguf import GGMLQuantizationType as Type
+
+from tests.workshop.fit.random_models import tensor_bytes
 
 TOKENS = 151_936
 MERGES = 151_387
@@ -139,7 +139,7 @@ def _write_head(model: Published, path: Path) -> None:
     writer.add_chat_template(CHAT_TEMPLATE)
     writer.add_quantization_version(2)
     for name, shape, kind in tensors(model):
-        writer.add_tensor_info(name, shape, np.dtype(np.float32), _bytes(shape, kind), kind)
+        writer.add_tensor_info(name, shape, np.dtype(np.float32), tensor_bytes(shape, kind), kind)
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_ti_data_to_file()
@@ -181,12 +181,7 @@ def types(model: Published) -> Counter[Type]:
 
 def weights(model: Published) -> int:
     """Sum the bytes of all tensors."""
-    return sum(_bytes(shape, kind) for _, shape, kind in tensors(model))
-
-
-def _bytes(shape: tuple[int, ...], kind: Type) -> int:
-    elements, size = GGML_QUANT_SIZES[kind]
-    return prod(shape) // elements * size
+    return sum(tensor_bytes(shape, kind) for _, shape, kind in tensors(model))
 
 
 def _vocabulary() -> Iterator[str]:

@@ -37,7 +37,7 @@ def test_a_write_that_fails_leaves_nothing_behind(tmp_path: Path) -> None:
 
 
 def test_waiting_for_a_lock_has_a_timeout(tmp_path: Path) -> None:
-    path = tmp_path / "deep" / "x.lock"
+    path = tmp_path / "deep" / "x"
     with (
         file_lock(path, timeout=1),
         pytest.raises(TimeoutError, match=r"x\.lock"),

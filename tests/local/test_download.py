@@ -1,10 +1,9 @@
 from __future__ import annotations
 
-import hashlib
 import os
 import random
 import stat
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from itertools import chain, repeat
 from pathlib import Path
@@ -20,34 +19,14 @@ from gateway.local.download import (
     DownloadHooks,
     DownloadWish,
     download,
-    open_client,
     part_path,
     read_record,
     record_path,
 )
-from gateway.local.gguf import least_size
-from tests.local.file_server import Fault, FileServer
-from tests.servers import demo_model
+from tests.known import known
+from tests.local.file_server import Fault, FileServer, digest
 
 MIB = 1 << 20
-
-
-@pytest.fixture(scope="module")
-def content() -> bytes:
-    """A whole model, of some 4 MiB."""
-    return demo_model().read_bytes()
-
-
-@pytest.fixture
-def server(content: bytes) -> Iterator[FileServer]:
-    with FileServer(content).serving() as server:
-        yield server
-
-
-@pytest.fixture
-def client() -> Iterator[httpx.Client]:
-    with open_client() as client:
-        yield client
 
 
 @dataclass
@@ -82,7 +61,6 @@ class Downloads:
         told = self.told = Told()
         hooks = DownloadHooks(
             check_size=check_size or told.sizes.append,
-            least_size=least_size,
             progress=lambda done, total: told.progress.append((done, total)),
             note=told.notes.append,
             sleep=told.pauses.append,
@@ -98,6 +76,13 @@ class Downloads:
         )
         return download(self._client, wish, hooks)
 
+    def break_off(self, **options: Any) -> None:
+        """Let a run end after its first MiB."""
+        self._server.faults.extend([Fault(cut=MIB), Fault(404)])
+        with pytest.raises(LocalFleetError):
+            self.run(**options)
+        assert self.part == MIB
+
     @property
     def part(self) -> int | None:
         path = part_path(self.target)
@@ -112,10 +97,6 @@ def downloads(client: httpx.Client, server: FileServer, tmp_path: Path) -> Downl
     return Downloads(client, server, tmp_path)
 
 
-def digest(content: bytes) -> str:
-    return hashlib.sha256(content).hexdigest()
-
-
 class TestWhole:
     def test_a_file_arrives_with_its_digest_and_source(
         self, downloads: Downloads, content: bytes
@@ -124,8 +105,7 @@ class TestWhole:
         assert downloads.target.read_bytes() == content
         assert downloads.left() == ["m.gguf", "m.gguf.source.json"]
         assert stat.S_IMODE(downloads.target.stat().st_mode) == 0o644
-        record = read_record(downloads.target)
-        assert record is not None
+        record = known(read_record(downloads.target))
         assert (record.total, record.sha256) == (len(content), digest(content))
         assert record.url.endswith("/m.gguf?...")
         assert "hunter2" not in record_path(downloads.target).read_text()
@@ -220,11 +200,7 @@ class TestChanges:
     def test_a_part_of_an_older_file_is_thrown_away(
         self, downloads: Downloads, server: FileServer, content: bytes
     ) -> None:
-        server.faults.append(Fault(cut=MIB))
-        server.faults.extend([Fault(404)])
-        with pytest.raises(LocalFleetError):
-            downloads.run()
-        assert downloads.part == MIB
+        downloads.break_off()
         server.etag, server.content = '"v2"', content + b"more"
         assert downloads.run() == digest(content + b"more")
         assert "Starting over" in downloads.told.notes[1]
@@ -258,9 +234,7 @@ class TestChanges:
         self, downloads: Downloads, server: FileServer, content: bytes
     ) -> None:
         server.etag = None
-        server.faults.extend([Fault(cut=MIB), Fault(404)])
-        with pytest.raises(LocalFleetError):
-            downloads.run()
+        downloads.break_off()
         assert downloads.run() == digest(content)
         assert "with --sha256 it could be resumed" in downloads.told.notes[0]
         assert server.ranges_asked[-1] is None
@@ -269,9 +243,7 @@ class TestChanges:
         self, downloads: Downloads, server: FileServer, content: bytes
     ) -> None:
         server.etag = None
-        server.faults.extend([Fault(cut=MIB), Fault(404)])
-        with pytest.raises(LocalFleetError):
-            downloads.run(sha256=digest(content))
+        downloads.break_off(sha256=digest(content))
         assert downloads.run(sha256=digest(content)) == digest(content)
         assert server.ranges_asked[-1] == f"bytes={MIB}-"
 
@@ -282,11 +254,9 @@ class TestChanges:
         assert downloads.left() == []
 
     def test_a_damaged_part_is_found_by_the_digest(
-        self, downloads: Downloads, server: FileServer, content: bytes
+        self, downloads: Downloads, content: bytes
     ) -> None:
-        server.faults.extend([Fault(cut=MIB), Fault(404)])
-        with pytest.raises(LocalFleetError):
-            downloads.run(sha256=digest(content))
+        downloads.break_off(sha256=digest(content))
         with part_path(downloads.target).open("r+b") as file:
             file.seek(MIB - 10)
             file.write(b"damaged")

@@ -3,7 +3,6 @@ from __future__ import annotations
 import os
 from pathlib import Path
 
-import gguf
 import numpy as np
 import pytest
 from hypothesis import given
@@ -12,23 +11,20 @@ from hypothesis import strategies as st
 from gateway.local import ModelFileError
 from gateway.local.gguf import model_parts, read_model
 from tests.each_case import each_case
+from tests.local.gguf_files import gguf_writer
 
 PADDING = 16  # bytes behind the last tensor that `write_gguf` writes
 
 
 def write_gguf(path: Path, *, context: int | None = 4096) -> Path:
-    writer = gguf.GGUFWriter(path, "llama")
-    writer.add_name("a name")
-    writer.add_array("some.numbers", [1, 2, 3])
-    writer.add_token_list(["a", "b", "c"])
-    writer.add_bool("some.flag", val=True)
-    if context is not None:
-        writer.add_context_length(context)
-    writer.add_tensor("t", np.zeros((2, 2), dtype=np.float32))
-    writer.write_header_to_file()
-    writer.write_kv_data_to_file()
-    writer.write_tensors_to_file()
-    writer.close()
+    with gguf_writer(path) as writer:
+        writer.add_name("a name")
+        writer.add_array("some.numbers", [1, 2, 3])
+        writer.add_token_list(["a", "b", "c"])
+        writer.add_bool("some.flag", val=True)
+        if context is not None:
+            writer.add_context_length(context)
+        writer.add_tensor("t", np.zeros((2, 2), dtype=np.float32))
     return path
 
 

@@ -11,16 +11,19 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from gateway.local.embedded import KV_TYPES
 from gateway.local.gguf import (
     MOST_KEPT_ITEMS,
     MOST_STRING_BYTES,
     MOST_STRINGS,
-    TENSOR_BLOCKS,
+    TENSOR_TYPES,
+    TYPE_NUMBERS,
     EndsEarlyError,
     HeaderError,
     read_header,
 )
 from tests.each_case import each_case
+from tests.local.gguf_files import gguf_writer
 
 STRING, ARRAY, UINT8, UINT32 = 8, 9, 0, 4
 
@@ -40,18 +43,14 @@ def read(data: bytes) -> object:
 @pytest.fixture(scope="module")
 def written(tmp_path_factory: pytest.TempPathFactory) -> Path:
     path = tmp_path_factory.mktemp("gguf") / "m.gguf"
-    writer = gguf.GGUFWriter(path, "llama")
-    writer.add_name("a name")
-    writer.add_head_count_kv([8, 4, 8])
-    writer.add_array("some.numbers", list(range(MOST_KEPT_ITEMS + 1)))
-    writer.add_token_list(["a", "b", "c"])
-    writer.add_bool("some.flag", val=True)
-    writer.add_layer_norm_rms_eps(1e-5)
-    writer.add_tensor("t", np.zeros((2, 3), dtype=np.float32))
-    writer.write_header_to_file()
-    writer.write_kv_data_to_file()
-    writer.write_tensors_to_file()
-    writer.close()
+    with gguf_writer(path) as writer:
+        writer.add_name("a name")
+        writer.add_head_count_kv([8, 4, 8])
+        writer.add_array("some.numbers", list(range(MOST_KEPT_ITEMS + 1)))
+        writer.add_token_list(["a", "b", "c"])
+        writer.add_bool("some.flag", val=True)
+        writer.add_layer_norm_rms_eps(1e-5)
+        writer.add_tensor("t", np.zeros((2, 3), dtype=np.float32))
     return path
 
 
@@ -132,6 +131,8 @@ def test_any_bytes_are_read_or_refused(data: bytes) -> None:
         return
 
 
-def test_the_sizes_of_blocks_are_those_of_ggml() -> None:
-    known = {int(kind): sizes for kind, sizes in gguf.GGML_QUANT_SIZES.items()}
-    assert {kind: known[kind] for kind in TENSOR_BLOCKS} == TENSOR_BLOCKS
+def test_the_types_of_tensors_are_those_of_ggml() -> None:
+    for number, known in TENSOR_TYPES.items():
+        kind = gguf.GGMLQuantizationType(number)
+        assert known == (kind.name.lower(), *gguf.GGML_QUANT_SIZES[kind])
+    assert TYPE_NUMBERS.keys() >= set(KV_TYPES)

@@ -19,6 +19,7 @@ from gateway.local.memory import (
     server_needs,
 )
 from gateway.local.topology import Topology, read_topology
+from tests.known import known
 from tests.local.machine import make_machine, two_sockets_with_smt
 from tests.workshop.fit.random_models import Recipe, write
 
@@ -84,9 +85,8 @@ def test_a_known_shape_tells_what_a_server_needs(machine: Topology, tmp_path: Pa
     recipe = Recipe("m", 2, 256, 4, 4, 512)
     model = read_model(write(recipe, tmp_path, hollow=True))
     settings = ServerSettings(2, 4096)
-    assert model.shape is not None
     needed, why = server_needs(model, settings)
-    assert needed == server_memory(model.shape, settings).needed
+    assert needed == server_memory(known(model.shape), settings).needed
     assert "2 slots of 4096 tokens 16 MiB" in why
     with pytest.raises(MemoryShortError, match="2 slots of 4096 tokens 16 MiB"):
         check_memory(replace(machine, memory_available=2 * GIB), [(model, settings, None)])
@@ -105,8 +105,7 @@ def test_the_module_says_what_a_server_needs_without_any_package(tmp_path: Path)
         [*module, str(path), *settings], capture_output=True, text=True, check=True
     )
     shape = read_model(path).shape
-    assert shape is not None
-    needed = server_memory(shape, ServerSettings(2, 4096, prompt_cache_bytes=1 << 20)).needed
+    needed = server_memory(known(shape), ServerSettings(2, 4096, prompt_cache_bytes=1 << 20)).needed
     assert json.loads(done.stdout)["needed"] == needed
     path.write_bytes(b"<html>")
     failed = subprocess.run([*module, str(path), *settings], capture_output=True, check=False)

@@ -1,14 +1,11 @@
 from __future__ import annotations
 
-import hashlib
 import json
 import subprocess
 import sys
 import threading
-from collections.abc import Iterator
 from pathlib import Path
 
-import gguf
 import httpx
 import numpy as np
 import pytest
@@ -18,7 +15,6 @@ from gateway.local.cache import downloads_folder, file_lock
 from gateway.local.download import (
     DigestError,
     DownloadHooks,
-    ModelUrlError,
     ModelWish,
     cache_key,
     fetch_model,
@@ -26,19 +22,8 @@ from gateway.local.download import (
     record_path,
 )
 from gateway.local.gguf import ModelFile, read_model
-from tests.local.file_server import Fault, FileServer
-from tests.servers import demo_model
-
-
-@pytest.fixture(scope="module")
-def content() -> bytes:
-    return demo_model().read_bytes()
-
-
-@pytest.fixture
-def server(content: bytes) -> Iterator[FileServer]:
-    with FileServer(content).serving() as server:
-        yield server
+from tests.local.file_server import Fault, FileServer, digest
+from tests.local.gguf_files import gguf_writer
 
 
 class Models:
@@ -64,10 +49,6 @@ class Models:
 @pytest.fixture
 def models(server: FileServer, tmp_path: Path) -> Models:
     return Models(server, tmp_path / "cache")
-
-
-def digest(content: bytes) -> str:
-    return hashlib.sha256(content).hexdigest()
 
 
 def test_a_model_is_downloaded_once_and_is_a_model(models: Models, content: bytes) -> None:
@@ -118,13 +99,9 @@ class TestSplit:
         for number in (1, 2, 3):
             name = f"s-0000{number}-of-00003.gguf"
             path = tmp_path / name
-            writer = gguf.GGUFWriter(path, "llama")
-            writer.add_context_length(512)
-            writer.add_tensor(f"t{number}", np.ones(1000 * number, dtype=np.float32))
-            writer.write_header_to_file()
-            writer.write_kv_data_to_file()
-            writer.write_tensors_to_file()
-            writer.close()
+            with gguf_writer(path) as writer:
+                writer.add_context_length(512)
+                writer.add_tensor(f"t{number}", np.ones(1000 * number, dtype=np.float32))
             found.append(path.read_bytes())
             server.paths[f"/{name}"] = found[-1]
         return found
@@ -137,12 +114,6 @@ class TestSplit:
         assert [file.read_bytes() for file in sorted(path.parent.glob("*.gguf"))] == parts
         assert read_model(path).size == sum(map(len, parts))
         assert {one.size for one in models.asked} == {sum(map(len, parts))}
-
-    def test_a_digest_is_needed_for_each_file_or_for_none(
-        self, models: Models, parts: list[bytes]
-    ) -> None:
-        with pytest.raises(ModelUrlError, match="given 1 times, but the model has 3 files"):
-            models.fetch("/s-00001-of-00003.gguf", digest(parts[0]))
 
     def test_the_limit_is_of_all_files(self, models: Models, parts: list[bytes]) -> None:
         with pytest.raises(LocalFleetError, match="--max-bytes"):
@@ -200,7 +171,7 @@ class TestTwoProcesses:
         monkeypatch.setattr("gateway.local.download.WAIT_ROUND", 0.005)
         folder = models.target().parent
         with (
-            file_lock(folder.with_name(f"{folder.name}.lock"), timeout=1),
+            file_lock(folder, timeout=1),
             pytest.raises(LocalFleetError, match="has made no progress"),
         ):
             models.fetch()

@@ -4,12 +4,12 @@ import io
 from pathlib import Path
 from typing import Any
 
-import gguf
 import numpy as np
 import pytest
 
 from gateway.local.gguf import Header, Layer, Tensor, UnknownShapeError, model_shape, read_header
 from tests.each_case import each_case
+from tests.local.gguf_files import gguf_writer
 
 F32 = 0
 
@@ -148,15 +148,11 @@ def test_a_file_without_weights_is_refused() -> None:
 
 def test_every_part_of_a_split_model_counts(tmp_path: Path) -> None:
     path = tmp_path / "m.gguf"
-    writer = gguf.GGUFWriter(path, "llama")
-    writer.add_block_count(1)
-    writer.add_embedding_length(64)
-    writer.add_head_count(2)
-    writer.add_tensor("token_embd.weight", np.zeros((10, 64), dtype=np.float32))
-    writer.write_header_to_file()
-    writer.write_kv_data_to_file()
-    writer.write_tensors_to_file()
-    writer.close()
+    with gguf_writer(path) as writer:
+        writer.add_block_count(1)
+        writer.add_embedding_length(64)
+        writer.add_head_count(2)
+        writer.add_tensor("token_embd.weight", np.zeros((10, 64), dtype=np.float32))
     part = read_header(io.BytesIO(path.read_bytes()))
     shape = model_shape([part, part])
     assert len(shape.tensors) == 2

@@ -102,19 +102,21 @@ def test_two_addresses_share_a_folder_only_where_they_are_one() -> None:
 class TestRedirects:
     HERE = httpx.URL("https://models.example/m.gguf?token=hunter2")
 
-    def test_a_relative_one_stays_on_its_host(self) -> None:
-        target = redirect_target(self.HERE, "/cdn/m.gguf")
-        assert str(target) == "https://models.example/cdn/m.gguf"
-        assert same_origin(self.HERE, target)
-
-    @pytest.mark.parametrize(
-        "location", ["https://cdn.example/m", "https://models.example:444/m", "//other.example/m"]
+    @each_case(
+        ("location", "target", "is_same"),
+        [
+            ("/cdn/m.gguf", "https://models.example/cdn/m.gguf", True),
+            ("https://models.example:443/m", "https://models.example/m", True),
+            ("https://models.example:444/m", "https://models.example:444/m", False),
+            ("https://cdn.example/m", "https://cdn.example/m", False),
+            ("//other.example/m", "https://other.example/m", False),
+        ],
     )
-    def test_another_host_or_port_is_another_origin(self, location: str) -> None:
-        assert not same_origin(self.HERE, redirect_target(self.HERE, location))
-
-    def test_the_usual_port_is_no_other_origin(self) -> None:
-        assert same_origin(self.HERE, redirect_target(self.HERE, "https://models.example:443/m"))
+    def test_another_host_or_port_is_another_origin(
+        self, location: str, target: str, is_same: bool
+    ) -> None:
+        found = redirect_target(self.HERE, location)
+        assert (str(found), same_origin(self.HERE, found)) == (target, is_same)
 
     @each_case(
         "location",

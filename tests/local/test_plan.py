@@ -105,18 +105,6 @@ def test_evicted_prompts_are_kept_only_where_there_is_room(one_node: Topology) -
     assert plan_servers(short, MODEL)[0].prompt_cache_bytes == 0
 
 
-@pytest.mark.parametrize("wrong", [{"servers": 0}, {"slots": 0}, {"context": 0}])
-def test_nothing_may_be_less_than_one(one_node: Topology, wrong: dict[str, int]) -> None:
-    with pytest.raises(ValueError, match="at least 1"):
-        plan_servers(
-            one_node,
-            MODEL,
-            servers=wrong.get("servers"),
-            slots=wrong.get("slots", 1),
-            context=wrong.get("context", 1),
-        )
-
-
 def model(name: str, gib: float) -> ModelFile:
     """A model of unknown shape, which needs half as much again."""
     return ModelFile(Path(f"/models/{name}.gguf"), name, int(gib * GIB), trained_context=32_768)

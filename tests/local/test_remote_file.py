@@ -34,12 +34,6 @@ def other() -> Iterator[FileServer]:
         yield server
 
 
-@pytest.fixture
-def client() -> Iterator[httpx.Client]:
-    with open_client() as client:
-        yield client
-
-
 def read(
     client: httpx.Client,
     url: str,

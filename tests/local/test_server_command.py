@@ -16,6 +16,7 @@ from gateway.local.server import (
     server_environment,
 )
 from tests.each_case import each_case
+from tests.known import known
 
 SPEC = ServerSpec(
     name="local-0",
@@ -150,8 +151,7 @@ def test_without_a_binary_the_embedded_server_is_used(tmp_path: Path) -> None:
 def test_a_binary_on_path_is_found_with_its_flags_and_its_version(tmp_path: Path) -> None:
     version = "[ $1 = --version ] && echo 'version: 0.7.0 (build 11669, commit x)' >&2 && exit"
     program = script(tmp_path / "llama-server", f"{version}\n/bin/cat <<'E'\n{HELP}E")
-    found = find_binary(None, str(tmp_path))
-    assert found is not None
+    found = known(find_binary(None, str(tmp_path)))
     assert found.path == program
     assert "--parallel" in found.flags
     assert found.version == "0.7.0 (build 11669, commit x)"
@@ -160,8 +160,7 @@ def test_a_binary_on_path_is_found_with_its_flags_and_its_version(tmp_path: Path
 def test_a_binary_may_hide_its_version(tmp_path: Path) -> None:
     script(tmp_path / "llama-server", f"/bin/cat <<'E'\n{HELP}E")
     found = find_binary(None, str(tmp_path))
-    assert found is not None
-    assert found.version is None
+    assert known(found).version is None
 
 
 def test_one_named_must_exist_and_be_a_llama_server(tmp_path: Path) -> None:

@@ -225,15 +225,9 @@ def bench(
         return
     from gateway.cli.client import find_key, json_object, tls_context
     from gateway.config.errors import single_line
+    from gateway.workshop.bench import report as reports
     from gateway.workshop.bench.exchange import ENDPOINTS
     from gateway.workshop.bench.load import BenchPlan, RequestGoal, RequestPattern
-    from gateway.workshop.bench.report import (
-        draw_report,
-        remarks,
-        render_page,
-        table_rows,
-        write_requests,
-    )
 
     address = _checked_url(url)
     options.check_folder("--csv", csv)
@@ -264,17 +258,17 @@ def bench(
     if as_json:
         print_json(report.as_dict())
     else:
-        print_rows(table_rows(report))
+        print_rows(reports.table_rows(report))
         print()
-        for line in remarks(report):
+        for line in reports.remarks(report):
             print(single_line(line))
     if csv is not None:
         with csv.open("w", encoding="utf-8", newline="") as file:
-            write_requests(file, runs)
+            reports.write_requests(file, runs)
     if plot is not None:
-        draw_report(plot, report)
+        reports.draw_report(plot, report)
     if html is not None:
-        html.write_text(render_page(report), encoding="utf-8")
+        html.write_text(reports.render_page(report), encoding="utf-8")
     for path in (csv, plot, html):
         if path is not None:
             print_note(f"written: {path}")
@@ -310,29 +304,14 @@ def _measure(plan: BenchPlan) -> tuple[BenchReport, list[LoadRun], int]:
 
 
 def _checked_url(url: str | None) -> str:
-    from urllib.parse import urlsplit
+    from gateway.config.fields import normalise_node_url
 
     if url is None:
         raise WrongUsage("name the server's URL, such as http://127.0.0.1:8000")
-    address = url.rstrip("/").removesuffix("/v1")
     try:
-        parts = urlsplit(address)
-        sound = (
-            parts.scheme in {"http", "https"}
-            and bool(parts.hostname)
-            and parts.port != 0
-            and "@" not in parts.netloc
-            and not parts.query
-            and not parts.fragment
-            and address.isascii()
-            and address.isprintable()
-            and " " not in address
-        )
+        return str(normalise_node_url(url.rstrip("/").removesuffix("/v1")))
     except ValueError:
-        sound = False
-    if not sound:
-        raise WrongUsage(f"{url}: must be like http://127.0.0.1:8000")
-    return address
+        raise WrongUsage(f"{url}: must be like http://127.0.0.1:8000") from None
 
 
 def _meter(url: str) -> EnergyMeter | None:

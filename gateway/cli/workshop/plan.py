@@ -428,24 +428,18 @@ def _check_claim(node: NodeType, claimed: float) -> None:
 def _plan_new(
     question: PlanQuestion, currency: str, time_limit: float, plot: Path | None, as_json: bool
 ) -> None:
-    from gateway.workshop.plan.answer import (
-        answer,
-        as_dict,
-        break_even,
-        compare_deployments,
-        plot_break_even,
-    )
+    from gateway.workshop.plan import answer
     from gateway.workshop.simulate.simulation import StuckError
 
     with failing_by(StuckError), _time_limit(time_limit) as limit:
-        found = answer(question, limit)
-        rows = compare_deployments(found, limit)
+        found = answer.answer(question, limit)
+        rows = answer.compare_deployments(found, limit)
     if found.best is None:
         reasons = "\n".join(f"{one.name}: {one.rejected}" for one in found.options)
         raise CommandFailed(f"no fleet of these nodes meets the goal:\n{reasons}")
-    crossing = break_even(found)
+    crossing = answer.break_even(found)
     if as_json:
-        print_json(as_dict(found, rows, crossing, currency))
+        print_json(answer.as_dict(found, rows, crossing, currency))
     else:
         _show(found, rows, crossing, currency)
     print_note(*found.notes)
@@ -455,7 +449,7 @@ def _plan_new(
                 "--plot: there is no break-even to draw: it takes priced types of both tiers that "
                 "meet the goal, and no backlog (--type adds types of the catalogue to your node)"
             )
-        plot_break_even(plot, crossing, currency)
+        answer.plot_break_even(plot, crossing, currency)
         print_note(f"written: {plot}")
 
 

@@ -24,15 +24,9 @@ if TYPE_CHECKING:
     from gateway.local.energy import EnergyMeter
     from gateway.local.plan import LocalFleetPlan
     from gateway.local.topology import Topology
+    from gateway.workshop.tune import search
     from gateway.workshop.tune.benchmark import MachineBenchmark
     from gateway.workshop.tune.report import SettingResult, TuningReport
-    from gateway.workshop.tune.search import (
-        BenchmarkRequest,
-        Measurement,
-        MeasurementLog,
-        Setting,
-        TuningSession,
-    )
 
 
 EXAMPLES = examples_epilog(
@@ -112,26 +106,18 @@ def tune(
     from gateway.local.gguf import model_parts
     from gateway.local.plan import plan_local_fleet
     from gateway.local.topology import read_topology
+    from gateway.workshop.tune import search
     from gateway.workshop.tune.benchmark import MachineBenchmark, measurement_subject
     from gateway.workshop.tune.report import WriteError, build_report, check_target
-    from gateway.workshop.tune.search import (
-        GOALS,
-        BenchmarkRequest,
-        MeasurementLog,
-        Search,
-        TuningSession,
-        rule_of_thumb,
-        search_space,
-    )
 
-    chosen_goal = next((one for one in GOALS if one == goal), None)
+    chosen_goal = next((one for one in search.GOALS if one == goal), None)
     if chosen_goal is None:
-        raise WrongUsage(f"--goal {goal}: there is no such goal; known: {', '.join(GOALS)}")
+        raise WrongUsage(f"--goal {goal}: there is no such goal; known: {', '.join(search.GOALS)}")
     if write is not None:
         with failing_by(WriteError, before="--write ", status=2):
             check_target(write)
     options.check_plot_file(plot)
-    request = BenchmarkRequest(prompt, answer)
+    request = search.BenchmarkRequest(prompt, answer)
     with failing_by(LocalFleetError):
         plan = plan_local_fleet(model, server_bin=server_bin, force_memory=force_memory)
         slot = _slot_tokens(plan, context, request)
@@ -143,10 +129,10 @@ def tune(
             )
         _refuse_other_work(topology, force=force)
         subject = measurement_subject(plan, topology, request, slot)
-        records = MeasurementLog(measurements or cache_folder() / "tuning.jsonl", subject)
-        space = search_space(topology, context=slot, max_slots=max_slots)
-        session = TuningSession(
-            Search(space, rule_of_thumb(topology)),
+        records = search.MeasurementLog(measurements or cache_folder() / "tuning.jsonl", subject)
+        space = search.search_space(topology, context=slot, max_slots=max_slots)
+        session = search.TuningSession(
+            search.Search(space, search.rule_of_thumb(topology)),
             request,
             chosen_goal,
             _earlier(records, remeasure=remeasure),
@@ -190,7 +176,7 @@ def _energy_meter() -> EnergyMeter | None:
         return None
 
 
-def _slot_tokens(plan: LocalFleetPlan, context: int, request: BenchmarkRequest) -> int:
+def _slot_tokens(plan: LocalFleetPlan, context: int, request: search.BenchmarkRequest) -> int:
     """Return the tokens of a slot: `context`, but at most the model's trained context."""
     slot = min(context, plan.model.trained_context or context)
     if request.prompt + request.answer + SLOT_HEADROOM > slot:
@@ -206,30 +192,25 @@ def _slot_tokens(plan: LocalFleetPlan, context: int, request: BenchmarkRequest) 
 def _refuse_other_work(topology: Topology, *, force: bool) -> None:
     import time
 
-    from gateway.workshop.tune.benchmark import (
-        MOST_OTHER_WORK,
-        SAMPLE_SECONDS,
-        other_work_between,
-        read_cpu_times,
-    )
+    from gateway.workshop.tune import benchmark
 
-    cpus = [cpu for node in topology.nodes for cpu in node.cpus]
-    before = read_cpu_times(cpus)
-    time.sleep(SAMPLE_SECONDS)
-    found = other_work_between(before, read_cpu_times(cpus))
+    cpus, seconds = [c for node in topology.nodes for c in node.cpus], benchmark.SAMPLE_SECONDS
+    before = benchmark.read_cpu_times(cpus)
+    time.sleep(seconds)
+    found = benchmark.other_work_between(before, benchmark.read_cpu_times(cpus))
     if not before.cpus:
         print_note("This system has no /proc/stat: other work on it can't be seen.")
-    elif found.busy_cpus > MOST_OTHER_WORK and force:
+    elif found.busy_cpus > benchmark.MOST_OTHER_WORK and force:
         print_note(f"Measuring beside other work (--force), which makes figures worse: {found}")
-    elif found.busy_cpus > MOST_OTHER_WORK:
+    elif found.busy_cpus > benchmark.MOST_OTHER_WORK:
         raise CommandFailed(
-            f"other work loads this machine: {found}, by /proc/stat over {SAMPLE_SECONDS:g} s "
-            f"(at most {MOST_OTHER_WORK} CPUs are tolerated). It would distort the figures. "
+            f"other work loads this machine: {found}, by /proc/stat over {seconds:g} s (at most "
+            f"{benchmark.MOST_OTHER_WORK} CPUs are tolerated). It would distort the figures. "
             "Remedy: stop it, or measure anyway with --force"
         )
 
 
-def _earlier(records: MeasurementLog, *, remeasure: bool) -> list[Measurement]:
+def _earlier(records: search.MeasurementLog, *, remeasure: bool) -> list[search.Measurement]:
     if remeasure:
         records.rotate()
     earlier, broken = records.read()
@@ -243,7 +224,7 @@ def _earlier(records: MeasurementLog, *, remeasure: bool) -> list[Measurement]:
     return earlier
 
 
-def _known_memory(session: TuningSession, servers: int) -> tuple[Setting, int] | None:
+def _known_memory(session: search.TuningSession, servers: int) -> tuple[search.Setting, int] | None:
     """Return a setting of an earlier run, and the memory that a server took with it."""
     for one in session.earlier:
         if one.figures is not None and one.figures.memory is not None:
@@ -252,7 +233,10 @@ def _known_memory(session: TuningSession, servers: int) -> tuple[Setting, int] |
 
 
 def _run(
-    session: TuningSession, machine: MachineBenchmark, records: MeasurementLog, minutes: float
+    session: search.TuningSession,
+    machine: MachineBenchmark,
+    records: search.MeasurementLog,
+    minutes: float,
 ) -> int:
     """Run the search; return the exit status."""
     from gateway.cli.progress import TuningProgress
@@ -275,7 +259,7 @@ def _run(
     return run_interruptibly(search())
 
 
-def _no_measurement(session: TuningSession, minutes: float, status: int) -> CommandFailed:
+def _no_measurement(session: search.TuningSession, minutes: float, status: int) -> CommandFailed:
     if error := session.errors().get(session.search.baseline):
         return CommandFailed(f"{session.search.baseline}: {error}")
     if session.end_reason == "interrupted":
@@ -345,8 +329,8 @@ def _cells(row: SettingResult, *, pinning: bool, energy: bool) -> list[tuple[str
         ("STALL", None if figures.stall is None else f"{figures.stall:.2f}"),
         ("MEM", None if figures.memory is None else format_gib(figures.memory)),
         ("SCORE", f"{row.score:.2f}"),
-        ("GAIN", gain if row.significant else f"({gain})"),
-        ("N", str(row.repeats)),
+        ("GAIN", gain if row.more_than_noise else f"({gain})"),
+        ("N", str(row.measured)),
     ]
     if energy:
         cells.append(("J/TOK", None if joules is None else f"{joules:.3g}"))

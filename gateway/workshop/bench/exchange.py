@@ -17,19 +17,19 @@ import json
 import math
 import random
 import socket
-import ssl
 import statistics
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from functools import lru_cache
 from typing import Any
-from urllib.parse import urlsplit
 
 import msgspec
 
 from gateway.api import sse
+from gateway.api.outcome import retry_after
 from gateway.config.errors import single_line
+from gateway.nodes.server_properties import ServerProperties
 from gateway.transport.connection import NodeConnection
 from gateway.transport.errors import (
     ConnectFailed,
@@ -38,7 +38,7 @@ from gateway.transport.errors import (
     StaleConnection,
     UpstreamError,
 )
-from gateway.transport.pool import ConnectionPool, NodeAddress
+from gateway.transport.pool import ConnectionPool
 from gateway.workshop.simulate.simulation import TracePrompt
 
 MOST_COUNT = 100_000_000  # tokens; a larger figure of a server is nonsense
@@ -57,18 +57,14 @@ class ServerReport:
 
     def learn(self, event: Mapping[str, Any]) -> None:
         """Take what an event or a plain response says; the last word counts."""
-        usage = event.get("usage")
-        if isinstance(usage, dict):
-            self.prompt_tokens = _count(usage.get("prompt_tokens"), self.prompt_tokens)
-            self.completion_tokens = _count(usage.get("completion_tokens"), self.completion_tokens)
-            details = usage.get("prompt_tokens_details")
-            if isinstance(details, dict):
-                self.cached_tokens = _count(details.get("cached_tokens"), self.cached_tokens)
-        timings = event.get("timings")
-        if isinstance(timings, dict):
-            milliseconds = timings.get("prompt_ms")
-            if isinstance(milliseconds, int | float) and 0 <= milliseconds <= MOST_MILLISECONDS:
-                self.prefill_seconds = milliseconds / 1000
+        usage = _object(event.get("usage"))
+        self.prompt_tokens = _count(usage.get("prompt_tokens"), self.prompt_tokens)
+        self.completion_tokens = _count(usage.get("completion_tokens"), self.completion_tokens)
+        details = _object(usage.get("prompt_tokens_details"))
+        self.cached_tokens = _count(details.get("cached_tokens"), self.cached_tokens)
+        milliseconds = _object(event.get("timings")).get("prompt_ms")
+        if isinstance(milliseconds, int | float) and 0 <= milliseconds <= MOST_MILLISECONDS:
+            self.prefill_seconds = milliseconds / 1000
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,9 +90,7 @@ class Endpoint:
 
 
 def _chat_content(event: Mapping[str, Any]) -> bool:
-    delta = _first(event, "choices").get("delta")
-    if not isinstance(delta, dict):
-        return False
+    delta = _object(_first(event, "choices").get("delta"))
     return any(delta.get(name) for name in _DELTA_FIELDS)
 
 
@@ -105,8 +99,11 @@ _DELTA_FIELDS = ("content", "reasoning_content", "reasoning", "tool_calls", "ref
 
 def _first(event: Mapping[str, Any], name: str) -> Mapping[str, Any]:
     listed = event.get(name)
-    first = listed[0] if isinstance(listed, list) and listed else None
-    return first if isinstance(first, dict) else {}
+    return _object(listed[0]) if isinstance(listed, list) and listed else {}
+
+
+def _object(value: object) -> dict[str, Any]:
+    return value if isinstance(value, dict) else {}
 
 
 def is_finished(event: Mapping[str, Any]) -> bool:
@@ -156,7 +153,6 @@ ERROR_BODY_SECONDS = 5.0
 # Events with content that a stream may have beyond two for each token that it may write.
 SPARE_EVENTS = 16
 LONGEST_DETAIL = 200  # characters of a server's own words that are kept
-LONGEST_RETRY_AFTER = 3600.0
 
 
 @dataclass(slots=True)
@@ -225,8 +221,7 @@ class StreamReader:
         self._most_events = most_events
         self._framer = sse.EventFramer(MOST_EVENT_BYTES, keep_comments=False)
         self._received = 0
-        self.is_finished = False  # whether an event has said why the answer ended
-        self.is_done = False  # whether `[DONE]` has come
+        self.is_done = False  # whether `[DONE]` has come, or why the answer has ended
 
     def feed(self, data: bytes, now: float) -> None:
         """Take bytes that came at this time. Raises ExchangeError."""
@@ -249,7 +244,7 @@ class StreamReader:
         if event.get("error"):
             raise ExchangeError("error_event", message_of(event))
         self._result.server.learn(event)
-        self.is_finished = self.is_finished or is_finished(event)
+        self.is_done = self.is_done or is_finished(event)
         if not self._endpoint.has_content(event):
             return
         result = self._result
@@ -350,7 +345,7 @@ class RequestSender:
         self._note_head(connection, result)
         if result.events == 0:
             raise ExchangeError("empty", "the stream ended without a token")
-        if not reader.is_done and not reader.is_finished:
+        if not reader.is_done:
             raise ExchangeError("cut", "the stream ended without [DONE] or a finish_reason")
 
     async def _plain(self, connection: NodeConnection, result: RequestResult) -> None:
@@ -369,20 +364,19 @@ class RequestSender:
 
     async def _refused(self, connection: NodeConnection, result: RequestResult) -> ExchangeError:
         reason = f"http_{connection.status}"
-        result.retry_after = _seconds(_header(connection, b"retry-after"))
+        result.retry_after = retry_after(connection.headers, time.time())
         try:
             async with asyncio.timeout(ERROR_BODY_SECONDS):
                 content = await connection.read_all(MOST_ERROR_BYTES)
             detail = message_of(read_object(content))
         except (TimeoutError, UpstreamError, ExchangeError):
             detail = ""
-        if not connection.complete:
-            connection.close()
         return ExchangeError(reason, detail)
 
     def _note_head(self, connection: NodeConnection, result: RequestResult) -> None:
-        waited = _seconds(_header(connection, b"x-gateway-queue-ms"), most=math.inf)
-        result.queue_seconds = None if waited is None else waited / 1000
+        with contextlib.suppress(ValueError):
+            waited = float(_header(connection, b"x-gateway-queue-ms") or "")
+            result.queue_seconds = waited / 1000 if 0 <= waited < math.inf else None
 
 
 _HEADERS = (
@@ -422,14 +416,6 @@ def _header(connection: NodeConnection, name: bytes) -> str | None:
         if one == name:
             return value.decode("latin-1")
     return None
-
-
-def _seconds(value: str | None, most: float = LONGEST_RETRY_AFTER) -> float | None:
-    try:
-        seconds = float(value or "")
-    except ValueError:
-        return None
-    return min(seconds, most) if seconds >= 0 and not math.isinf(seconds) else None
 
 
 _TEXT = """
@@ -537,22 +523,6 @@ class ServerDescription:
     notes: list[str] = field(default_factory=list)
 
 
-def server_address(url: str, key: str | None, tls: ssl.SSLContext | None) -> NodeAddress:
-    """Where the server of a URL is; without `/v1`. `tls`: for https."""
-    parts = urlsplit(url)
-    host, secure = parts.hostname or "", parts.scheme == "https"
-    authority = parts.netloc
-    lines = f"host: {authority}\r\n" + (f"authorization: Bearer {key}\r\n" if key else "")
-    return NodeAddress(
-        host=host,
-        port=parts.port or (443 if secure else 80),
-        path_prefix=parts.path.rstrip("/").encode(),
-        header_lines=lines.encode(),
-        tls=tls if secure else None,
-        server_name=host,
-    )
-
-
 def is_this_machine(host: str) -> bool:
     """Whether an address of this name is one of this machine."""
     try:
@@ -592,10 +562,9 @@ async def describe_server(sender: RequestSender, model: str | None) -> ServerDes
     except (UpstreamError, TimeoutError, ExchangeError):
         status, props = 0, {}
     if status == 200:
-        slots, settings = props.get("total_slots"), props.get("default_generation_settings")
-        found.slots = slots if isinstance(slots, int) and 0 < slots < 1_000_000 else None
-        context = settings.get("n_ctx") if isinstance(settings, dict) else None
-        found.context = context if isinstance(context, int) and context > 0 else None
+        told = ServerProperties()
+        told.read_props(props)
+        found.slots, found.context = told.slots, told.context
     owners = {str(one.get("owned_by")) for one in listed}
     found.ignores_eos = found.slots is not None or bool(owners & {"llamacpp", "vllm"})
     return found

@@ -15,19 +15,18 @@ import math
 import random
 import ssl
 import time
-from collections.abc import AsyncGenerator, Callable, Iterable, Iterator
-from contextlib import AsyncExitStack, asynccontextmanager
+from collections.abc import AsyncGenerator, Callable, Iterator
+from contextlib import asynccontextmanager, nullcontext
 from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import TYPE_CHECKING, Any
 
 from gateway.workshop.bench.exchange import Endpoint, PromptWriter, RequestResult, RequestSender
 from gateway.workshop.simulate.report import Percentiles
-from gateway.workshop.simulate.simulation import Job, TracePrompt
+from gateway.workshop.simulate.simulation import Job, Trace, TracePrompt
 
 if TYPE_CHECKING:
     from gateway.local.energy import EnergyMeter
-    from gateway.workshop.simulate.simulation import Trace
 
 MOST_LOADS = 32  # loads of one run
 MOST_CONCURRENCY = 4096
@@ -193,15 +192,6 @@ LONGEST_RETRY_AFTER = 60.0  # seconds for which it pauses at most where the serv
 
 
 @dataclass(frozen=True, slots=True)
-class PreparedRequest:
-    """A request whose body is ready: writing it counts as nobody's latency."""
-
-    number: int
-    body: bytes
-    max_tokens: int
-
-
-@dataclass(frozen=True, slots=True)
 class RequestPattern:
     """The requests of closed and Poisson loops, which are all alike."""
 
@@ -210,10 +200,11 @@ class RequestPattern:
     prefix_tokens: int = 0
     prefixes: int = 1
 
-    def text(self, number: int) -> TracePrompt:
-        """The prompt of the request of this number; no other has its text."""
+    def job(self, number: int, time: float) -> Job:
+        """The request of this number; no other has its prompt."""
         prefix = 1 + number % self.prefixes if self.prefix_tokens else 0
-        return TracePrompt(number, self.prompt_tokens, prefix, self.prefix_tokens)
+        prompt = TracePrompt(number, self.prompt_tokens, prefix, self.prefix_tokens)
+        return Job(number, time, prompt, self.max_tokens)
 
 
 @dataclass(frozen=True, slots=True)
@@ -270,7 +261,7 @@ class LoadRun:
 
     load: Load
     results: list[RequestResult] = field(default_factory=list)
-    client: ClientFigures | None = None
+    client: ClientFigures = ClientFigures(Percentiles.of([]), Percentiles.of([]), 0.0)
     joules: float | None = None  # energy of the machine while the load ran. None: not measured.
     is_whole: bool = False  # False: it was interrupted
 
@@ -292,7 +283,8 @@ class LoadRunner:
 
     async def warm_up(self, requests: int) -> list[RequestResult]:
         """Send so many requests, one after the other."""
-        return [await self._send(self._next_request(), None) for _ in range(requests)]
+        jobs = [self._next_job() for _ in range(requests)]
+        return [await self._send(job, self._body(job), None) for job in jobs]
 
     async def run(self, run: LoadRun) -> None:
         """Put the load on the server, and fill in what comes of it, however it ends."""
@@ -303,18 +295,9 @@ class LoadRunner:
         gc.freeze()
         joules = None if meter is None else meter.joules()
         try:
-            async with AsyncExitStack() as stack:
-                if meter is not None:
-                    await stack.enter_async_context(meter.sampling())
-                await stack.enter_async_context(monitor.watching())
-                match run.load.loop:
-                    case Loop.CLOSED:
-                        await self._closed(run)
-                    case Loop.POISSON:
-                        rng = random.Random(f"{self.plan.seed} arrivals {run.load.level}")
-                        await self._open(run, poisson_times(run.load, rng))
-                    case Loop.TRACE:
-                        await self._play(run)
+            sampling = nullcontext() if meter is None else meter.sampling()
+            async with sampling, monitor.watching():
+                await (self._closed(run) if run.load.loop is Loop.CLOSED else self._open(run))
             run.is_whole = True
         finally:
             gc.unfreeze()
@@ -325,15 +308,15 @@ class LoadRunner:
             if joules is not None and after is not None:
                 run.joules = after - joules
 
-    def _next_request(self) -> PreparedRequest:
+    def _next_job(self, time: float = 0.0) -> Job:
         self._number += 1
-        pattern = self.plan.pattern
-        return self._prepare(self._number, pattern.text(self._number), pattern.max_tokens)
+        return self.plan.pattern.job(self._number, time)
 
-    def _prepare(self, number: int, text: TracePrompt, max_tokens: int) -> PreparedRequest:
-        prompt, endpoint = self.writer.write(text), self.sender.endpoint
-        fields = endpoint.body(self.model, prompt, max_tokens, self.extra)
-        return PreparedRequest(number, json.dumps(fields).encode(), max_tokens)
+    def _body(self, job: Job) -> bytes:
+        """Write a request's body before it is due: that counts as nobody's latency."""
+        prompt, endpoint = self.writer.write(job.prompt), self.sender.endpoint
+        fields = endpoint.body(self.model, prompt, job.output, self.extra)
+        return json.dumps(fields).encode()
 
     # Closed loop.
 
@@ -346,7 +329,8 @@ class LoadRunner:
             pause = FIRST_PAUSE
             while left[0] > 0 and (until is None or self.clock() < until):
                 left[0] -= 1
-                result = await self._send(self._next_request(), None)
+                job = self._next_job()
+                result = await self._send(job, self._body(job), None)
                 run.results.append(result)
                 if result.error is None:
                     pause = FIRST_PAUSE
@@ -363,13 +347,39 @@ class LoadRunner:
 
     # Open loop.
 
-    async def _open(self, run: LoadRun, times: Iterable[float]) -> None:
-        began = self.clock()
+    async def _open(self, run: LoadRun) -> None:
+        """Send requests at their times. A later turn of a conversation waits for the one before."""
+        load, trace, began = run.load, self.plan.trace or Trace([]), self.clock()
+        jobs, speed = iter(trace.jobs), load.level
+        if load.loop is Loop.POISSON:
+            rng = random.Random(f"{self.plan.seed} arrivals {load.level}")
+            jobs, speed = map(self._next_job, poisson_times(load, rng)), 1.0
+
+        async def converse(job: Job, body: bytes) -> None:
+            """Send a request, for which there is room, and the turns that follow it."""
+            intended = began + job.time / speed
+            while True:
+                result = await self._arrive(run, job, body, intended)
+                later = trace.next_turns.get(job.id)
+                if later is None:
+                    return
+                job = trace.jobs[later]
+                intended = max(began + job.time / speed, result.ended + job.pause / speed)
+                if load.seconds is not None and intended > began + load.seconds:
+                    return
+                body = self._body(job)
+                await self._enter(intended)
+
         async with asyncio.TaskGroup() as group:
-            for at in times:
-                request = self._next_request()
+            for job in jobs:
+                at = job.time / speed
+                if load.seconds is not None and at > load.seconds:
+                    break
+                if job.is_later_turn:
+                    continue
+                body = self._body(job)
                 await self._enter(began + at)
-                group.create_task(self._arrive(run, request, began + at))
+                group.create_task(converse(job, body))
 
     async def _enter(self, due: float) -> None:
         """Wait until a request is due, and for room."""
@@ -379,57 +389,17 @@ class LoadRunner:
         self._held_back += self._room.locked()
         await self._room.acquire()
 
-    async def _arrive(
-        self, run: LoadRun, request: PreparedRequest, intended: float
-    ) -> RequestResult:
+    async def _arrive(self, run: LoadRun, job: Job, body: bytes, intended: float) -> RequestResult:
         try:
-            result = await self._send(request, intended)
+            result = await self._send(job, body, intended)
         finally:
             self._room.release()
         run.results.append(result)
         return result
 
-    async def _play(self, run: LoadRun) -> None:
-        """Play the trace. A later turn of a conversation starts once the turn before has ended."""
-        trace = self.plan.trace
-        assert trace is not None
-        jobs, next_turns = trace.jobs, trace.next_turns
-        speed, seconds = run.load.level, run.load.seconds
-        began = self.clock()
-
-        def prepare(job: Job) -> PreparedRequest:
-            return self._prepare(job.id, job.prompt, job.output)
-
-        async def converse(place: int, request: PreparedRequest) -> None:
-            """Send a turn, for which there is room, and those that follow it."""
-            intended = began + jobs[place].time / speed
-            while True:
-                result = await self._arrive(run, request, intended)
-                later = next_turns.get(place)
-                if later is None:
-                    return
-                place = later
-                due = began + jobs[place].time / speed
-                intended = max(due, result.ended + jobs[place].pause / speed)
-                if seconds is not None and intended > began + seconds:
-                    return
-                request = prepare(jobs[place])
-                await self._enter(intended)
-
-        async with asyncio.TaskGroup() as group:
-            for job in jobs:
-                at = job.time / speed
-                if seconds is not None and at > seconds:
-                    break
-                if job.is_later_turn:
-                    continue
-                request = prepare(job)
-                await self._enter(began + at)
-                group.create_task(converse(job.id, request))
-
-    async def _send(self, request: PreparedRequest, intended: float | None) -> RequestResult:
+    async def _send(self, job: Job, body: bytes, intended: float | None) -> RequestResult:
         """Send a request that should have started then; None: now."""
-        result = RequestResult(request.number, self.clock() if intended is None else intended)
-        await self.sender.send(result, request.body, request.max_tokens)
+        result = RequestResult(job.id, self.clock() if intended is None else intended)
+        await self.sender.send(result, body, job.output)
         self.on_end(result)
         return result

@@ -29,7 +29,7 @@ from string import Template
 from typing import TYPE_CHECKING, Any, TextIO
 
 from gateway import __version__
-from gateway.transport.pool import ConnectionPool
+from gateway.transport.pool import ConnectionPool, url_address
 from gateway.workshop.bench.exchange import (
     Baseline,
     Probe,
@@ -39,7 +39,6 @@ from gateway.workshop.bench.exchange import (
     ServerDescription,
     describe_server,
     probe_server,
-    server_address,
 )
 from gateway.workshop.bench.load import (
     BenchPlan,
@@ -134,14 +133,12 @@ class LoadFigures:
     completion_tokens: float  # mean
     tokens_per_event: float | None
     goodput: Goodput | None  # None: no goal
-    client: ClientFigures | None
+    client: ClientFigures
     parts: Parts
-    joules: float | None = None  # of the whole machine
-    joules_per_token: float | None = None
+    joules: float | None  # of the whole machine
+    joules_per_token: float | None
     """For a token written; reading prompts and idling included."""
-    samples: Samples = field(
-        default_factory=lambda: Samples([], [], [], []), repr=False, compare=False
-    )
+    samples: Samples = field(repr=False, compare=False)
     verdict: Verdict = Verdict(Limit.UNKNOWN, "")
 
     @property
@@ -338,8 +335,6 @@ def _reason(
 def _client(figures: LoadFigures) -> str | None:
     """Why the client is what limits; None: it is not."""
     client = figures.client
-    if client is None:
-        return None
     if client.cpu_share > MOST_CPU_SHARE:
         return (
             f"the load generator used {client.cpu_share:.0%} of a CPU, and can't use more: "
@@ -459,14 +454,10 @@ def remarks(report: BenchReport) -> list[str]:
                 "mean over an event's tokens"
             )
     if report.loads:
-        clients = [one.client for one in report.loads if one.client is not None]
-        lag = max((one.lag.p95 for one in clients), default=0.0)
-        share = max((one.cpu_share for one in clients), default=0.0)
-        starts = [
-            one.client.start_lag.p95
-            for one in report.loads
-            if one.client is not None and one.load.loop is not Loop.CLOSED
-        ]
+        lag = max(one.client.lag.p95 for one in report.loads)
+        share = max(one.client.cpu_share for one in report.loads)
+        open_loads = [one for one in report.loads if one.load.loop is not Loop.CLOSED]
+        starts = [one.client.start_lag.p95 for one in open_loads]
         late = f"requests started at most {milliseconds(max(starts))} late, " if starts else ""
         lines.append(
             f"The load generator itself: lag at most {milliseconds(lag)} (95th percentile; a "
@@ -724,9 +715,7 @@ def read_report(path: Path) -> dict[str, Any]:
     return value
 
 
-def compare(
-    before: dict[str, Any], after: dict[str, Any], seed: int = 1
-) -> tuple[list[Difference], list[str]]:
+def compare(before: dict[str, Any], after: dict[str, Any]) -> tuple[list[Difference], list[str]]:
     """The differences of two reports, and notes about what makes them hard to compare.
 
     Raises ComparisonError where they have no load in common, or are broken.
@@ -756,7 +745,7 @@ def compare(
                 )
                 continue
             differences += [
-                _difference(label, figure, one[figure], two[figure], seed)
+                _difference(label, figure, one[figure], two[figure])
                 for figure in one
                 if figure in two
             ]
@@ -812,12 +801,11 @@ def _difference(
     figure: str,
     one: tuple[NDArray[Any], _Statistic],
     two: tuple[NDArray[Any], _Statistic],
-    seed: int,
 ) -> Difference:
     """Compare a statistic of the requests of two runs."""
     import numpy as np
 
-    rng = np.random.default_rng(seed)
+    rng = np.random.default_rng(1)  # the same reports make the same intervals
     # Draws in portions that fit into memory.
     at_once = max(1, min(DRAWS, DRAWN_AT_ONCE // max(len(one[0]), len(two[0]))))
     portions = []
@@ -866,7 +854,7 @@ class BenchSession:
     async def run(self) -> None:
         """Measure. Raises TargetError, FitError."""
         plan = self.plan
-        with closing(ConnectionPool(server_address(plan.url, plan.key, plan.tls))) as pool:
+        with closing(ConnectionPool(url_address(plan.url, plan.key, plan.tls))) as pool:
             await self._run(pool)
 
     async def _run(self, pool: ConnectionPool) -> None:

@@ -42,10 +42,6 @@ class PlanAnswer:
         """The cheapest option that meets the goal; None: there is none."""
         return next((one for one in self.options if not one.rejected), None)
 
-    def of_tier(self, tier: str) -> FleetOption | None:
-        """The cheapest that meets the goal with parts of this tier alone."""
-        return next((one for one in self.options if not one.rejected and one.tiers == {tier}), None)
-
 
 def answer(question: PlanQuestion, limit: TimeLimit) -> PlanAnswer:
     """Find what each type would take, simulate those that may be the cheapest, and the hybrid."""
@@ -58,13 +54,10 @@ def answer(question: PlanQuestion, limit: TimeLimit) -> PlanAnswer:
     best = {"cpu": math.inf, "gpu": math.inf}
     simulated = 0
     for node_type in sorted(question.types, key=least_price):
-        if simulated >= SIMULATED_TYPES and least_price(node_type) >= best[node_type.tier]:
-            options.append(search.find_fleet(question, node_type, None))
-            continue
-        option = search.find_fleet(question, node_type, limit)
+        is_dear = simulated >= SIMULATED_TYPES and least_price(node_type) >= best[node_type.tier]
+        option = search.find_fleet(question, node_type, None if is_dear else limit)
         options.append(option)
-        if option.trial is not None:
-            simulated += 1
+        simulated += option.trial is not None
         if not option.rejected and option.price.per_hour is not None:
             best[node_type.tier] = min(best[node_type.tier], option.price.per_hour)
     if (hybrid := _cheapest_hybrid(question, options, limit)) is not None:
@@ -87,44 +80,33 @@ def _hour(question: PlanQuestion, part: FleetPart) -> float:
 def _cheapest_hybrid(
     question: PlanQuestion, options: Sequence[FleetOption], limit: TimeLimit
 ) -> FleetOption | None:
-    """One of the cheapest GPU type beside as few as possible of the cheapest CPU type."""
+    """One of the cheapest GPU type beside as few of the cheapest CPU type as meet the goal.
+
+    All requests may go to both: each goes where it is expected to end first. None: none was tried.
+    """
     cpus = [one for one in options if one.trial is not None and one.tiers == {"cpu"}]
     gpu_types = [one.parts[0].node_type for one in options if one.tiers == {"gpu"}]
     if not cpus or not gpu_types:
         return None
-    cpu = min(cpus, key=lambda one: one.order)
+    alone = min(cpus, key=lambda one: one.order)
+    cpu, most = alone.parts[0].node_type, alone.machines
     gpu = min(gpu_types, key=lambda one: _hour(question, FleetPart(one, 1)) or math.inf)
-    return try_hybrid(question, cpu.parts[0].node_type, gpu, cpu.machines, limit)
-
-
-def try_hybrid(
-    question: PlanQuestion, cpu: NodeType, gpu: NodeType, most: int, limit: TimeLimit
-) -> FleetOption | None:
-    """As few CPU nodes, from 1 to `most`, as meet the goal beside one GPU node.
-
-    All requests may go to both: each goes where it is expected to end first. None: none was tried.
-    """
     workload, goal = question.workload, question.goal
     if most * cpu.servers + gpu.servers > question.most_nodes:
         return None
-    trace = question.trace(most * cpu.servers * cpu.slots + gpu.slots)
-    trials: dict[int, FleetTrial] = {}
 
     def fleet(count: int) -> tuple[FleetPart, ...]:
         return (FleetPart(cpu, count), FleetPart(gpu, 1))
 
-    def meets(count: int) -> bool:
-        if workload.backlog is None and search.use_of(fleet(count), workload) > goal.use:
-            return False
-        if count not in trials:
-            trials[count] = question.play(fleet(count), trace, limit)
-        return question.is_met_by(trials[count])
+    def can_do_it(count: int) -> bool:
+        return workload.backlog is not None or search.use_of(fleet(count), workload) <= goal.use
 
+    least = search.least_that(can_do_it, 1, most)
+    if least is None:
+        return None
+    trace = question.trace(most * cpu.servers * cpu.slots + gpu.slots)
+    count, trials, _ = question.least_fleet(fleet, least, most, trace, limit)
     rejected = ""
-    try:
-        count = search.least_that(meets, 1, most)
-    except OutOfTimeError:
-        count = min((one for one in trials if meets(one)), default=None)
     if count is None:
         if most not in trials:
             return None
@@ -180,7 +162,7 @@ def compare_deployments(found: PlanAnswer, limit: TimeLimit) -> list[Deployment]
         _one_node(found.question, node_type, "single", limit),
         _one_node(found.question, node_type, "queue", limit),
         _balanced(found.question, base),
-        _hybrid(found, limit),
+        _hybrid(found),
     ]
     working = [row for row in rows if row.verdict == "works"]
     if working:
@@ -251,14 +233,8 @@ def _balanced(question: PlanQuestion, option: FleetOption) -> Deployment:
     return Deployment("balanced", f"2 x {part.node_type.name}", "works", reason, None, month)
 
 
-def _hybrid(found: PlanAnswer, limit: TimeLimit) -> Deployment:
+def _hybrid(found: PlanAnswer) -> Deployment:
     option = next((one for one in found.options if len(one.parts) > 1), None)
-    if option is None:
-        cpu, gpu = found.of_tier("cpu"), found.of_tier("gpu")
-        if cpu is not None and gpu is not None:
-            option = try_hybrid(
-                found.question, cpu.parts[0].node_type, gpu.parts[0].node_type, cpu.machines, limit
-            )
     if option is None or option.trial is None:
         reason = "the catalogue needs a type of each tier that can be simulated"
         return Deployment("hybrid", "-", "no", reason)

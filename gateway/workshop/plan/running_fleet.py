@@ -10,7 +10,7 @@ import contextlib
 import math
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import asdict, dataclass, field, replace
 from datetime import datetime
 from statistics import fmean
 from typing import Any
@@ -23,7 +23,6 @@ from gateway.workshop.plan.catalogue import (
     PRICES,
     FleetPrice,
     NodeType,
-    TokenPrice,
 )
 from gateway.workshop.plan.search import (
     FleetPart,
@@ -251,7 +250,7 @@ def _kind(node: Mapping[str, Any], measured: Mapping[str, Any]) -> MeasuredType:
     if isinstance(cost := node.get("batch_cost"), int | float) and 0 <= cost <= 100:
         fields["batch_cost"] = float(cost)
     if isinstance(per_token, Mapping):
-        fields["price_per_million_tokens"] = TokenPrice.model_validate(dict(per_token))
+        fields["price_per_million_tokens"] = dict(per_token)
     else:
         # 0 is the inventory's default: nobody has said what it costs.
         fields["price_per_hour"] = node.get("cost_per_hour") or None
@@ -289,21 +288,21 @@ class BusiestHour:
     start: str
     end: str
     requests: int
-    unserved: int  # that the gateway had no slot for
+    found_no_slot: int
     slots_busy: float  # share of the slots' time that requests held
     wait_p95: float  # seconds that requests lasted beyond those in their slots
     service: float  # mean seconds in a slot
-    added: tuple[str, ...] = ()
-    """Nodes of today that did not serve then: its waits are not those of this fleet."""
-    removed: tuple[str, ...] = ()
-    """Nodes that served then and are no more: its slots are not those of this fleet."""
+    nodes_added_since: tuple[str, ...] = ()
+    """They did not serve then: its waits are not those of this fleet."""
+    nodes_removed_since: tuple[str, ...] = ()
+    """They served then and are no more: its slots are not those of this fleet."""
 
     on_demand: bool = False  # routers' slots are those of the models that they had loaded then
 
     @property
     def was_full(self) -> bool:
         """Whether this fleet had no free slot for long."""
-        changed = self.added or self.removed or self.on_demand
+        changed = self.nodes_added_since or self.nodes_removed_since or self.on_demand
         return not changed and self.slots_busy >= SATURATED
 
     @property
@@ -314,17 +313,9 @@ class BusiestHour:
 
     def as_dict(self) -> dict[str, object]:
         """For scripts."""
-        return {
-            "from": self.start,
-            "to": self.end,
-            "requests": self.requests,
-            "found_no_slot": self.unserved,
-            "slots_busy": self.slots_busy,
-            "wait_p95": self.wait_p95,
-            "service": self.service,
-            "nodes_added_since": list(self.added),
-            "nodes_removed_since": list(self.removed),
-        }
+        figures = asdict(self)
+        del figures["on_demand"]
+        return {"from": figures.pop("start"), "to": figures.pop("end"), **figures}
 
 
 @dataclass(frozen=True, slots=True)
@@ -377,7 +368,7 @@ class _Arrival:
     node: str
     tokens: _Tokens | None  # None: it has not been served
     slot_seconds: float
-    lasted: float | None
+    lasted: float
     unserved: bool
 
 
@@ -443,21 +434,20 @@ def busiest_hour(told: Mapping[str, Any], fleet: MeasuredFleet, peak: float) -> 
         start=start,
         end=end,
         requests=len(arrivals),
-        unserved=sum(one.unserved for one in arrivals),
+        found_no_slot=sum(one.unserved for one in arrivals),
         slots_busy=sum(_held(one, first, first + span) for one in known) / (slots * span),
-        wait_p95=Percentiles.of(
-            [max(0.0, (one.lasted or 0.0) - one.slot_seconds) for one in known]
-        ).p95,
+        wait_p95=Percentiles.of([max(0.0, one.lasted - one.slot_seconds) for one in known]).p95,
         service=service,
-        added=_some(name for name, models in fleet.names if name not in nodes and serves(models)),
-        removed=_some(nodes - {name for name, _ in fleet.names}),
+        nodes_added_since=_some(
+            name for name, models in fleet.names if name not in nodes and serves(models)
+        ),
+        nodes_removed_since=_some(nodes - {name for name, _ in fleet.names}),
         on_demand=bool(fleet.models),
     )
     notes = [f"from the ledger: {requests:,.0f} requests, {len(arrivals):,} of them in {hour.name}"]
-    if hour.added:
-        notes.append(
-            f"{', '.join(hour.added)} did not serve in that hour: its waits then tell nothing"
-        )
+    if hour.nodes_added_since:
+        names = ", ".join(hour.nodes_added_since)
+        notes.append(f"{names} did not serve in that hour: its waits then tell nothing")
     if others:
         what = "they are left out" if fleet.models else "all are taken to serve them"
         notes.append(f"{others:,} are of models that no node names: {what}")
@@ -485,7 +475,7 @@ def _read(row: Mapping[str, Any], models: Mapping[str, str]) -> _Arrival:
         node=str(row["node"] or "").partition("/")[0],  # a router's model is one of its node
         tokens=tokens,
         slot_seconds=float(row["slot_seconds"]),
-        lasted=None if row["lasted"] is None else float(row["lasted"]),
+        lasted=float(row["lasted"] or 0.0),
         unserved=bool(row["unserved"]),
     )
 
@@ -503,9 +493,8 @@ def _workload(requests_per_hour: float, tokens: _Tokens) -> Workload:
 
 def _held(one: _Arrival, start: float, end: float) -> float:
     """Slot seconds of a request from `start` to `end`: it held its slots up to its end."""
-    lasted = one.lasted or 0.0
-    seconds = min(one.slot_seconds, lasted)
-    ended = one.at + lasted
+    seconds = min(one.slot_seconds, one.lasted)
+    ended = one.at + one.lasted
     within = max(0.0, min(ended, end) - max(ended - seconds, start))
     return within * one.slot_seconds / seconds if seconds else 0.0
 
@@ -732,6 +721,7 @@ class _Asked:
 
 def _advice(asked: _Asked, fleet: MeasuredFleet, rows: Sequence[WhatIf]) -> FleetAdvice:
     now, hour = rows[0], asked.traffic.hour
+    same = None if hour is None or hour.nodes_added_since else hour  # its waits are this fleet's
     where = "the busiest hour of this traffic" if hour is None else hour.name
     used = f"the fleet is {now.use:.0%} used in {where}"
     why = ""
@@ -739,10 +729,10 @@ def _advice(asked: _Asked, fleet: MeasuredFleet, rows: Sequence[WhatIf]) -> Flee
         why = f"{where} asked for {now.use:.0%} of what it can do"
     elif hour is not None and hour.was_full:
         why = f"its slots were held {hour.slots_busy:.0%} of the time in {where}"
-    elif hour is not None and not hour.added and hour.unserved > UNSERVED_SHARE * hour.requests:
-        why = f"{hour.unserved:,} of {hour.requests:,} requests found no slot in {where}"
-    elif hour is not None and not hour.added and hour.wait_p95 > max(LONG_WAIT, hour.service):
-        why = f"5 % of the requests waited {hour.wait_p95:.1f} s or longer in {where}"
+    elif same is not None and same.found_no_slot > UNSERVED_SHARE * same.requests:
+        why = f"{same.found_no_slot:,} of {same.requests:,} requests found no slot in {where}"
+    elif same is not None and same.wait_p95 > max(LONG_WAIT, same.service):
+        why = f"5 % of the requests waited {same.wait_p95:.1f} s or longer in {where}"
     elif now.trial is not None and now.trial.too_late > UNSERVED_SHARE * now.trial.requests:
         why = f"{now.trial.too_late:,} requests of {where} would wait too long to be served"
     if not why and not now.missed:

@@ -661,6 +661,30 @@ class PlanQuestion:
             load_seconds=0.0 if routers is None else routers.load_seconds,
         )
 
+    def least_fleet(
+        self,
+        fleet: Callable[[int], tuple[FleetPart, ...]],
+        least: int,
+        most: int,
+        trace: Trace,
+        limit: TimeLimit,
+    ) -> tuple[int | None, dict[int, FleetTrial], str]:
+        """The least number of which a fleet meets the goal, all trials, and why they ended early.
+
+        Out of time, it is the least of those that were tried.
+        """
+        trials: dict[int, FleetTrial] = {}
+
+        def meets(count: int) -> bool:
+            if count not in trials:
+                trials[count] = self.play(fleet(count), trace, limit)
+            return self.is_met_by(trials[count])
+
+        try:
+            return least_that(meets, least, most), trials, ""
+        except OutOfTimeError as error:
+            return min(filter(meets, trials), default=None), trials, str(error)
+
     def is_met_by(self, trial: FleetTrial) -> bool:
         """Whether a trial meets the goal; of a backlog: whether it ends in time."""
         if self.workload.backlog_hours is not None:
@@ -863,26 +887,16 @@ def find_fleet(question: PlanQuestion, node_type: NodeType, limit: TimeLimit | N
     most = min(least * MOST_MORE + 4, question.most_nodes // node_type.servers)
     if least > most:
         return option(least, None, why=f"more than {question.most_nodes} nodes are not simulated")
-    trials: dict[int, FleetTrial] = {}
-
-    def meets(count: int) -> bool:
-        if count not in trials:
-            trials[count] = question.play((FleetPart(node_type, count),), trace, limit)
-        return question.is_met_by(trials[count])
-
-    try:
-        count = least_that(meets, least, most)
-    except OutOfTimeError as error:
-        best = min(
-            (one for one, trial in trials.items() if question.is_met_by(trial)), default=None
-        )
-        if best is not None:
-            return option(best, trials[best], why=f"perhaps fewer: {error}")
-        return option(max(trials, default=least), None, why=str(error))
-    if count is None:
-        missed = ", ".join(goal.misses(trials[most]))
-        return option(most, trials[most], f"{most} of it still miss the goal: {missed}")
-    return option(count, trials[count])
+    count, trials, out_of_time = question.least_fleet(
+        lambda count: (FleetPart(node_type, count),), least, most, trace, limit
+    )
+    if count is not None:
+        why = f"perhaps fewer: {out_of_time}" if out_of_time else ""
+        return option(count, trials[count], why=why)
+    if out_of_time:
+        return option(max(trials, default=least), None, why=out_of_time)
+    missed = ", ".join(goal.misses(trials[most]))
+    return option(most, trials[most], f"{most} of it still miss the goal: {missed}")
 
 
 def least_that(holds: Callable[[int], bool], least: int, most: int) -> int | None:

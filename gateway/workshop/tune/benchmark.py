@@ -14,7 +14,7 @@ import json
 import os
 import time
 from collections.abc import AsyncGenerator, Callable, Collection, Coroutine, Sequence
-from contextlib import AsyncExitStack, aclosing
+from contextlib import aclosing, nullcontext
 from dataclasses import dataclass, field, replace
 from importlib.metadata import version
 from itertools import pairwise
@@ -28,7 +28,7 @@ from gateway.local.energy import EnergyMeter
 from gateway.local.memory import MEMORY_RESERVE, check_memory, format_gib
 from gateway.local.plan import LocalFleetPlan, placed_servers
 from gateway.local.server import LocalFleet
-from gateway.local.topology import Topology, read_text, read_topology
+from gateway.local.topology import Topology, read_fields, read_text, read_topology
 from gateway.workshop.bench.exchange import random_words
 from gateway.workshop.tune.search import (
     BenchmarkRequest,
@@ -322,13 +322,10 @@ class MachineBenchmark:
         cpus = [cpu for node in topology.nodes for cpu in node.cpus]
         before = read_cpu_times(cpus)
         meter = self.meter
-        async with AsyncExitStack() as stack:
-            # A server is silent throughout a prefill, so only the whole has a limit.
-            client = await stack.enter_async_context(
-                httpx.AsyncClient(timeout=None, trust_env=False, limits=_NO_REUSE)  # noqa: S113
-            )
-            if meter is not None:
-                await stack.enter_async_context(meter.sampling())
+        sampling = nullcontext() if meter is None else meter.sampling()
+        # A server is silent throughout a prefill, so only the whole has a limit.
+        client = httpx.AsyncClient(timeout=None, trust_env=False, limits=_NO_REUSE)  # noqa: S113
+        async with client, sampling:
             results = await run_concurrently(
                 [
                     ServerBenchmark(
@@ -467,11 +464,8 @@ def other_work_between(before: CpuTimes, after: CpuTimes, own: Collection[int] =
 
 def peak_memory(pid: int, root: Path = Path("/")) -> int | None:
     """Return the peak resident bytes of a process; None where `/proc` does not show it."""
-    for line in read_text(root / f"proc/{pid}/status").splitlines():
-        name, _, value = line.partition(":")
-        if name == "VmHWM" and (words := value.split()):
-            return int(words[0]) * 1024
-    return None
+    words = read_fields(root / f"proc/{pid}/status").get("VmHWM", "").split()
+    return int(words[0]) * 1024 if words else None
 
 
 def _processes(root: Path) -> dict[int, tuple[str, int]]:

@@ -7,6 +7,7 @@ from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from datetime import UTC, datetime
 from pathlib import Path
+from statistics import median
 from typing import Any
 
 import yaml
@@ -16,12 +17,12 @@ from gateway.local.topology import Topology, format_kernel_list
 from gateway.system import replace_file
 from gateway.workshop.tune.benchmark import MOST_OTHER_WORK
 from gateway.workshop.tune.search import (
-    KNOBS,
     REPEATS,
     Figures,
     Setting,
     TuningSession,
     pinned_cpus,
+    score,
 )
 
 MOST_NAMED_SETTINGS = 3  # in one sentence of the verdict
@@ -34,9 +35,9 @@ class SettingResult:
     setting: Setting
     figures: Figures  # medians
     score: float  # seconds, median
-    repeats: int
+    measured: int  # how often
     gain: float  # over the rule of thumb, as a share of its score; negative: worse
-    significant: bool  # whether the gain is more than noise
+    more_than_noise: bool  # whether the gain is
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,17 +75,20 @@ class TuningReport:
                 f"Best: {self.best.setting}. Its score is {self.best.gain:.0%} less than that of "
                 f"the rule of thumb ({self.baseline.setting})."
             )
-        repeated = any(row.repeats > 1 for row in self.results)
+        repeated = any(row.measured > 1 for row in self.results)
         sentences.append(
             f"A single measurement {'varies' if repeated else 'is taken to vary'} by "
             f"{self.noise:.1%}, so smaller differences than "
             f"{search.history.significant_difference(REPEATS, REPEATS):.1%} may be noise."
         )
         others = [row for row in self.results if row.setting != self.best.setting]
-        ahead = [row for row in others if row.repeats < REPEATS and row.score < self.best.score]
+        ahead = [row for row in others if row.measured < REPEATS and row.score < self.best.score]
         if ahead:
             sentences.append(f"Seemed better, but not measured often enough: {_named(ahead)}.")
-        if ties := [row for row in others if row not in ahead and not self._worse(row)]:
+        worse = [
+            row for row in others if search.history.clearly_better(self.best.setting, row.setting)
+        ]
+        if ties := [row for row in others if row not in ahead and row not in worse]:
             sentences.append(f"Not clearly worse than the best: {_named(ties)}.")
         if untried := search.unsearched_knobs():
             ended = self.session.end_reason
@@ -116,12 +120,12 @@ class TuningReport:
             "goal": session.goal,
             "request": asdict(session.request),
             "ended": session.end_reason,
-            "best": _row(self.best),
-            "rule_of_thumb": _row(self.baseline),
+            "best": asdict(self.best),
+            "rule_of_thumb": asdict(self.baseline),
             "better_than_rule_of_thumb": self.best.setting != self.baseline.setting,
             "noise": self.noise,
             "verdict": self.verdict(),
-            "tried": [_row(row) for row in self.results],
+            "tried": [asdict(row) for row in self.results],
             "failed": [
                 {"setting": asdict(setting), "error": error}
                 for setting, error in session.errors().items()
@@ -131,9 +135,6 @@ class TuningReport:
             "settings_of_full_grid": session.search.space.size,
             "not_searched": session.search.unsearched_knobs(),
         }
-
-    def _worse(self, row: SettingResult) -> bool:
-        return self.session.search.history.clearly_better(self.best.setting, row.setting)
 
 
 def build_report(session: TuningSession) -> TuningReport | None:
@@ -154,17 +155,6 @@ def build_report(session: TuningSession) -> TuningReport | None:
     }
     ordered = tuple(sorted(rows.values(), key=lambda row: row.score))
     return TuningReport(ordered, rows[session.search.best], rows[start], session)
-
-
-def _row(row: SettingResult) -> dict[str, Any]:
-    return {
-        "setting": asdict(row.setting),
-        "figures": asdict(row.figures),
-        "score": row.score,
-        "measured": row.repeats,
-        "gain": row.gain,
-        "more_than_noise": row.significant,
-    }
 
 
 def _named(rows: list[SettingResult]) -> str:
@@ -274,8 +264,6 @@ PLOTTED_FIGURES: tuple[tuple[str, Callable[[Figures], float | None]], ...] = (
     ("stall, s", lambda one: one.stall),
 )
 
-KNOB_LABELS = {"micro_batch": "micro-batch"}
-
 
 def draw_report(path: Path, report: TuningReport, title: str) -> None:
     """Plot the measurements along each knob, and their medians; the suffix selects the format.
@@ -285,9 +273,15 @@ def draw_report(path: Path, report: TuningReport, title: str) -> None:
     """
     from matplotlib.figure import Figure
 
-    space = report.session.search.space
-    knobs = [knob for knob in KNOBS if len(space.values(knob)) > 1]
-    rows = ["score", *(label for label, _ in PLOTTED_FIGURES)]
+    session, space = report.session, report.session.search.space
+    knobs = space.knobs
+    rows = (
+        (
+            f"{session.goal}, s\n(less is better)",
+            lambda one: score(one, session.request, session.goal),
+        ),
+        *PLOTTED_FIGURES,
+    )
     figure = Figure(
         figsize=(2.4 * max(1, len(knobs)) + 0.8, 1.7 * len(rows)), dpi=110, layout="constrained"
     )
@@ -295,13 +289,13 @@ def draw_report(path: Path, report: TuningReport, title: str) -> None:
     for column, knob in enumerate(knobs):
         near = settings_along_knob(report, knob)
         values = [value for value in space.values(knob) if value in near]
-        for line, panel in enumerate(panels[:, column]):
+        for (_, read), panel in zip(rows, panels[:, column], strict=True):
+            medians = []
             for at, value in enumerate(values):
-                points = _points(report, near[value], line)
+                points = _points(session, near[value], read)
                 panel.plot([at] * len(points), points, ".", color="grey", markersize=4)
-            medians = [(at, _median(report, near[value], line)) for at, value in enumerate(values)]
-            known = [(at, value) for at, value in medians if value is not None]
-            panel.plot(*zip(*known, strict=True), linewidth=1.2) if known else None
+                medians += [(at, median(points))] if points else []
+            panel.plot(*zip(*medians, strict=True), linewidth=1.2) if medians else None
             best = getattr(report.best.setting, knob)
             if best in values:
                 panel.axvline(values.index(best), color="tab:green", alpha=0.4, linewidth=4)
@@ -309,10 +303,9 @@ def draw_report(path: Path, report: TuningReport, title: str) -> None:
             panel.set_xticks(range(len(values)), [str(value) for value in values], fontsize=7)
             panel.grid(alpha=0.3)
             panel.tick_params(axis="y", labelsize=7)
-        panels[-1][column].set_xlabel(KNOB_LABELS.get(knob, knob), fontsize=8)
-    for line, label in enumerate(rows):
-        text = f"{report.session.goal}, s\n(less is better)" if line == 0 else label
-        panels[line][0].set_ylabel(text, fontsize=8)
+        panels[-1][column].set_xlabel(knob.replace("_", "-"), fontsize=8)
+    for line, (label, _) in enumerate(rows):
+        panels[line][0].set_ylabel(label, fontsize=8)
     figure.suptitle(title, fontsize=9)
     figure.savefig(path)
 
@@ -335,14 +328,9 @@ def settings_along_knob(report: TuningReport, knob: str) -> dict[object, Setting
     return max(series, key=len)
 
 
-def _points(found: TuningReport, setting: Setting, line: int) -> list[float]:
-    if line == 0:
-        return list(found.session.search.history.scores[setting])
-    figures = [one.figures for one in found.session.measurements if one.setting == setting]
-    values = [PLOTTED_FIGURES[line - 1][1](one) for one in figures if one is not None]
+def _points(
+    session: TuningSession, setting: Setting, read: Callable[[Figures], float | None]
+) -> list[float]:
+    figures = [one.figures for one in session.measurements if one.setting == setting]
+    values = [read(one) for one in figures if one is not None]
     return [value for value in values if value is not None]
-
-
-def _median(found: TuningReport, setting: Setting, line: int) -> float | None:
-    row = next(row for row in found.results if row.setting == setting)
-    return row.score if line == 0 else PLOTTED_FIGURES[line - 1][1](row.figures)

@@ -91,6 +91,11 @@ class SearchSpace:
         return tuple(direction for direction in (below, above) if direction)
 
     @property
+    def knobs(self) -> list[str]:
+        """The knobs that have several values, in the order of the search."""
+        return [knob for knob in KNOBS if len(self.values(knob)) > 1]
+
+    @property
     def size(self) -> int:
         """Number of settings of the full grid."""
         pairs = sum(micro <= batch for batch in self.batch for micro in self.micro_batch)
@@ -381,10 +386,9 @@ class Search:
         yield from self._measured(self.baseline, REPEATS)
         if self.baseline in self.history.failed:
             return
-        knobs = [knob for knob in KNOBS if len(self.space.values(knob)) > 1]
         unchanged = 0
-        for knob in knobs * MOST_ROUNDS:
-            if unchanged == len(knobs):
+        for knob in self.space.knobs * MOST_ROUNDS:
+            if unchanged == len(self.space.knobs):
                 break
             if self.searched_knobs:
                 # A machine that has become slower since would make every new value look bad.
@@ -398,17 +402,11 @@ class Search:
 
     def unsearched_knobs(self) -> list[str]:
         """Return the knobs whose values were not all tried."""
-        return [
-            knob
-            for knob in KNOBS
-            if len(self.space.values(knob)) > 1 and knob not in self.searched_knobs
-        ]
+        return [knob for knob in self.space.knobs if knob not in self.searched_knobs]
 
     def expected_measurements(self) -> int:
         """Estimate the number of measurements: each value once, and some repeats."""
-        values = [len(self.space.values(knob)) for knob in KNOBS]
-        turned = [count for count in values if count > 1]
-        return REPEATS + sum(turned) + 3 * len(turned)
+        return REPEATS + sum(len(self.space.values(knob)) + 3 for knob in self.space.knobs)
 
     def _search_knob(self, knob: str) -> Iterator[Setting]:
         base, history = self.best, self.history

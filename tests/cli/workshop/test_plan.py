@@ -92,6 +92,7 @@ def test_a_backlog_is_planned_by_its_hours() -> None:
     found = planned("--backlog", "5000", "--within", "4", *OWN, "--slots", "2")
     assert found["traffic"]["backlog_hours"] == 4
     assert found["answer"]["simulated"]["seconds"] <= 4 * 3600
+    assert found["answer"]["utilisation"] <= 1
     assert found["break_even"] is None
 
 
@@ -177,6 +178,12 @@ def test_a_price_that_contradicts_itself_is_noticed() -> None:
             ("--requests-per-hour", "5", *OWN, "--price-per-hour", "1", "--price-per-month", "1"),
             "can't stand beside price_per_hour",
         ),
+        (("--requests-per-hour", "5", *OWN, "--prompt", "-1"), "of a prompt must be from 0"),
+        (("--requests-per-hour", "5", *OWN, "--prompt", "1e9"), "of a prompt must be from 0"),
+        (("--requests-per-hour", "5", *OWN, "--completion", "0"), "completion must be from 1"),
+        (("--requests-per-hour", "5", *OWN, "--completion", "inf"), "completion must be from 1"),
+        (("--backlog", "5", *OWN, "--within", "0"), "the hours of a backlog must be above 0"),
+        (("--requests-per-hour", "5", *OWN, "--peak", "nan"), "the peak must be from 1"),
         (("--requests-per-hour", "5", *OWN, "--repeat", "1"), "the share that repeats"),
         (("--requests-per-hour", "5", *OWN, "--peak", "0.5"), "the peak must be from 1"),
         (("--requests-per-hour", "5", *OWN, "--ttft-p95", "inf"), "the goal of TTFT must be"),

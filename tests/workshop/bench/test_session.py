@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import json
 import statistics
 from pathlib import Path
@@ -30,6 +29,7 @@ from gateway.workshop.bench.report import (
 )
 from gateway.workshop.simulate.simulation import read_trace
 from tests.emulator import EmulatedNode
+from tests.known import known
 from tests.local.powercap import PowercapTree
 from tests.virtual import in_virtual_time, now
 from tests.workshop.bench.beside_guidellm import emulated_node
@@ -73,9 +73,8 @@ class TestAccuracy:
         (one,) = report.loads
         assert one.verdict.limit is Limit.SLOTS
         assert "one of the 2 slots" in one.verdict.reason
-        assert one.ttft is not None
         # Seven others, two at a time: three rounds of 0.064 + 7/50 s to wait.
-        assert one.ttft.p50 == pytest.approx(3 * (0.064 + 0.14) + 0.064, rel=0.05)
+        assert known(one.ttft).p50 == pytest.approx(3 * (0.064 + 0.14) + 0.064, rel=0.05)
 
     @in_virtual_time
     async def test_long_prompts_are_found_to_limit(self) -> None:
@@ -94,10 +93,8 @@ class TestAccuracy:
                 pattern=RequestPattern(64, 8),
             )
         (found,) = report.loads
-        assert found.completion is not None
-        assert found.client is not None
         # The last of 30 starts about 10 s after the first, and is done after 30 * 0.77 s.
-        assert found.completion.p95 > 10
+        assert known(found.completion).p95 > 10
         assert found.client.held_back > 20
         assert found.verdict.limit is Limit.CLIENT
 
@@ -134,8 +131,7 @@ class TestAccuracy:
         assert by_number[0].tokens == 50
         assert by_number[1].intended >= by_number[0].ended > by_number[0].intended + 4.8
         assert by_number[2].intended == pytest.approx(by_number[0].intended + 2, abs=0.01)
-        assert by_number[1].server.cached_tokens is not None
-        assert by_number[1].server.cached_tokens > 30
+        assert known(by_number[1].server.cached_tokens) > 30
 
     @in_virtual_time
     async def test_a_common_prefix_is_common(self) -> None:
@@ -143,16 +139,14 @@ class TestAccuracy:
             shared = only(await measure(node.url, pattern=RequestPattern(200, 4, 150)))
             apart = only(await measure(node.url, pattern=RequestPattern(200, 4)))
         assert shared.cached_tokens == pytest.approx(150, rel=0.1)
-        assert apart.cached_tokens is not None
-        assert apart.cached_tokens < 20
+        assert known(apart.cached_tokens) < 20
 
     @in_virtual_time
     async def test_several_tokens_in_a_segment_do_not_change_the_time_between_tokens(self) -> None:
         async with EmulatedNode(slots=2, decode_tps=50) as node:
             node.faults.set("merge", count=4, path="/v1/chat/completions")
             found = only(await measure(node.url, pattern=RequestPattern(64, 40)))
-        assert found.inter_token is not None
-        assert found.inter_token.p50 == pytest.approx(1 / 50, rel=0.1)
+        assert known(found.inter_token).p50 == pytest.approx(1 / 50, rel=0.1)
 
     @in_virtual_time
     async def test_the_goal_is_kept_by_some_and_failed_requests_do_not_keep_it(self) -> None:
@@ -161,9 +155,8 @@ class TestAccuracy:
             found = only(
                 await measure(node.url, closed_loads("2", 10, None), goal=RequestGoal(ttft=0.1))
             )
-        assert found.goodput is not None
         # Only the first did not wait for the one before.
-        assert found.goodput.share == pytest.approx(0.1)
+        assert known(found.goodput).share == pytest.approx(0.1)
 
 
 class TestEndpoints:
@@ -172,8 +165,7 @@ class TestEndpoints:
         async with EmulatedNode(prefill_tps=1000, decode_tps=50) as node:
             found = only(await measure(node.url, endpoint=ENDPOINTS["completions"]))
         assert found.succeeded == 4
-        assert found.inter_token is not None
-        assert found.inter_token.p50 == pytest.approx(1 / 50, rel=0.02)
+        assert known(found.inter_token).p50 == pytest.approx(1 / 50, rel=0.02)
 
     @in_virtual_time
     async def test_embeddings_have_no_tokens_but_a_time(self) -> None:
@@ -184,10 +176,9 @@ class TestEndpoints:
         found = only(report)
         assert found.succeeded == 4
         assert found.ttft is None
-        assert found.completion is not None
         assert found.prompt_tokens is not None
         assert found.prompt_tokens == pytest.approx(100, rel=0.03)
-        assert found.completion.mean == pytest.approx(found.prompt_tokens / 1000, rel=0.02)
+        assert known(found.completion).mean == pytest.approx(found.prompt_tokens / 1000, rel=0.02)
         assert report.loads[0].verdict.limit is Limit.UNKNOWN
 
 
@@ -357,44 +348,29 @@ class TestBadServers:
             found = only(await measure(node.url, timeout=3.0))
         assert found.errors == {"too_slow": 4}
 
+    @pytest.mark.parametrize(
+        ("piece", "timeout", "reason"),
+        [
+            (b'data: {"choices":[{"delta":{"content":"more "}}]}\n\n' * 10, 20.0, "endless"),
+            (b"x" * 65536, 20.0, "too_large"),
+            (b": still here\n\n", 0.5, "no_answer"),
+        ],
+        ids=["tokens", "one line", "comments"],
+    )
     @in_virtual_time
-    async def test_an_endless_stream_of_tokens_is_cut(self) -> None:
-        event = b'data: {"choices":[{"index":0,"delta":{"content":"more "}}]}\n\n'
-
+    async def test_a_stream_without_end_is_cut(
+        self, piece: bytes, timeout: float, reason: str
+    ) -> None:
         async def talk(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
             writer.write(STREAM_HEAD)
             while True:
-                writer.write(event * 10)
+                writer.write(piece)
                 await writer.drain()
+                await asyncio.sleep(0.01)
 
         async with odd_server(talk) as url:
-            found = only(await measure(url, timeout=20.0))
-        assert found.errors == {"endless": 4}
-
-    @in_virtual_time
-    async def test_an_endless_line_is_cut(self) -> None:
-        async def talk(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-            writer.write(STREAM_HEAD)
-            while True:
-                writer.write(b"x" * 65536)
-                await writer.drain()
-
-        async with odd_server(talk) as url:
-            found = only(await measure(url, timeout=20.0))
-        assert found.errors == {"too_large": 4}
-
-    @in_virtual_time
-    async def test_endless_comments_are_cut_by_the_timeout_or_their_size(self) -> None:
-        async def talk(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-            writer.write(STREAM_HEAD)
-            with contextlib.suppress(ConnectionError):
-                while True:
-                    writer.write(b": still here\n\n")
-                    await asyncio.sleep(0.01)
-
-        async with odd_server(talk) as url:
-            found = only(await measure(url, closed_loads("4", 4, None), timeout=0.5))
-        assert found.errors == {"no_answer": 4}
+            found = only(await measure(url, timeout=timeout))
+        assert found.errors == {reason: 4}
 
     async def test_a_page_instead_of_a_stream(self) -> None:
         page = b"<html>log in</html>"
@@ -431,10 +407,7 @@ async def test_what_is_measured_is_what_the_server_did() -> None:
     assert [one.error for one in run.results] == [None] * 8
     ratios, gaps = [], []
     for one in run.results:
-        assert one.ttft is not None
-        assert one.inter_token is not None
-        assert one.server.prefill_seconds is not None
-        ratios.append(one.ttft / one.server.prefill_seconds)
-        gaps.append(one.inter_token)
+        ratios.append(known(one.ttft) / known(one.server.prefill_seconds))
+        gaps.append(known(one.inter_token))
     assert statistics.median(ratios) == pytest.approx(1.0, rel=0.02)
     assert statistics.median(gaps) == pytest.approx(1 / 20, rel=0.02)

@@ -6,8 +6,8 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from gateway.local.gguf import ModelFile
-from gateway.local.memory import GIB, ServerSettings
-from gateway.workshop.fit import Fit, Machine, Place, bandwidth_of_modules, fit
+from gateway.local.memory import GIB, Place, ServerSettings
+from gateway.workshop.fit import Fit, Machine, bandwidth_of_modules, fit
 from tests.workshop.fit.shapes import LLAMA_8B, LLAMA_70B, QWEN_30B
 
 MODELS = {"8 B dense": LLAMA_8B, "30 B, 3 B active": QWEN_30B, "70 B dense": LLAMA_70B}

@@ -30,10 +30,11 @@ from gguf import GGML_QUANT_SIZES
 from gguf import GGMLQuantizationType as Type
 
 from gateway.local.gguf import ModelShape, model_parts, model_shape, read_headers
-from gateway.local.memory import ServerSettings, repacked_types, server_memory
+from gateway.local.memory import Place, ServerSettings, repacked_types, server_memory
 from gateway.local.topology import read_topology
 from gateway.nodes.server_properties import memory_told
-from gateway.workshop.fit import Cores, expected_speed, instruction_set, measure_bandwidth
+from gateway.workshop.fit import Machine, expected_speed, instruction_set, measure_bandwidth
+from tests.known import known
 from tests.servers import demo_model
 from tests.workshop.fit.random_models import Recipe, write
 from tests.workshop.fit.real_server import RealServer, python, real_server
@@ -271,8 +272,9 @@ def _print_speeds(
                     bandwidth = max(bandwidth, bandwidth_now())
                     prefill, decode = speeds(server, PROMPT, ANSWER)
                     read, wrote = max(read, prefill), max(wrote, decode)
-            cores = Cores(threads, instruction_set(flags), bandwidth)
-            expected = expected_speed(shape, ServerSettings(1, 512), cores, used=PROMPT)
+            place = Place("this machine", 1, 0)
+            one = Machine((place,), threads, instruction_set(flags), bandwidth, "measured")
+            expected = known(expected_speed(shape, ServerSettings(1, 512), one, used=PROMPT))
             size = path.stat().st_size
         print(
             f"| {recipe.name} | {size / MIB:.0f} | {bandwidth / 1e9:.1f} | "

@@ -68,7 +68,7 @@ def write(recipe: Recipe, folder: Path, *, hollow: bool = False) -> Path:
     _metadata(writer, recipe)
     all_tensors = list(tensors(recipe))
     for name, shape, kind in all_tensors:
-        writer.add_tensor_info(name, shape, np.dtype(np.float32), _size(shape, kind), kind)
+        writer.add_tensor_info(name, shape, np.dtype(np.float32), tensor_bytes(shape, kind), kind)
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_ti_data_to_file()
@@ -78,7 +78,7 @@ def write(recipe: Recipe, folder: Path, *, hollow: bool = False) -> Path:
         pieces = {kind: _piece(kind) for kind in {kind for _, _, kind in all_tensors}}
         for name, shape, kind in all_tensors:
             file.seek(at)
-            size = _size(shape, kind)
+            size = tensor_bytes(shape, kind)
             if not hollow:
                 _fill(file, _ones(size) if name.endswith("norm.weight") else pieces[kind], size)
             at += -(-size // 32) * 32
@@ -95,7 +95,8 @@ def _ones(size: int) -> bytes:
     return np.ones(size // 4, dtype=np.float32).tobytes()
 
 
-def _size(shape: tuple[int, ...], kind: Type) -> int:
+def tensor_bytes(shape: tuple[int, ...], kind: Type) -> int:
+    """The bytes of a tensor."""
     elements, size = GGML_QUANT_SIZES[kind]
     return prod(shape) // elements * size
 

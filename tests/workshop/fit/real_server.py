@@ -17,6 +17,7 @@ from typing import Any
 import httpx
 
 from gateway.local.server import ServerSpec, server_command, server_environment
+from gateway.local.topology import read_meminfo
 
 START_LIMIT = 120.0  # seconds
 ANSWER_LIMIT = 420.0
@@ -37,10 +38,7 @@ class RealServer:
 
     def resident(self) -> int:
         """Its anonymous and mapped memory, in bytes."""
-        for line in Path(f"/proc/{self.pid}/smaps_rollup").read_text().splitlines():
-            if line.startswith("Rss:"):
-                return int(line.split()[1]) * 1024
-        raise AssertionError("no Rss in smaps_rollup")
+        return read_meminfo(Path(f"/proc/{self.pid}/smaps_rollup"))["Rss"]
 
     def fill(self) -> None:
         """Use the whole context of every slot, all at once."""

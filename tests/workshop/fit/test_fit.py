@@ -8,16 +8,22 @@ import pytest
 from gguf import GGMLQuantizationType as Type
 
 from gateway.local.gguf import ModelFile, ModelShape, read_model
-from gateway.local.memory import GIB, MEMORY_RESERVE, ServerSettings, server_memory, slot_bytes
+from gateway.local.memory import (
+    GIB,
+    MEMORY_RESERVE,
+    Place,
+    ServerSettings,
+    server_memory,
+    slot_bytes,
+)
 from gateway.local.topology import read_topology
 from gateway.workshop.fit import (
     INSTRUCTION_SETS,
     LAYER_WAIT_SECONDS,
     MOST_SLOTS,
     QUANTIZATIONS,
-    Cores,
+    ExpectedSpeed,
     Machine,
-    Place,
     StreamError,
     bandwidth_of_modules,
     expected_speed,
@@ -28,6 +34,7 @@ from gateway.workshop.fit import (
     measure_bandwidth,
     quantizations,
 )
+from tests.known import known
 from tests.local.machine import make_machine
 from tests.local.small_models import MODELS, Published, types, weights, write_hollow
 from tests.workshop.fit.choosing import rows
@@ -97,10 +104,9 @@ def test_speed_needs_the_bandwidth_and_servers_share_it() -> None:
     place = Place("this machine", 1, 64 * GIB)
     assert fit(MODEL, LLAMA_8B, SETTINGS, machine(place)).speed is None
     alone = fit(MODEL, LLAMA_8B, SETTINGS, machine(place, bandwidth=50e9)).speed
-    halves = (replace(place, servers=2), place, place)
+    halves = (place._replace(servers=2), place, place)
     shared = fit(MODEL, LLAMA_8B, SETTINGS, machine(*halves, bandwidth=100e9)).speed
-    assert alone is not None
-    assert alone == shared
+    assert known(alone) == shared
 
 
 PUBLISHED = {  # bytes of files published under these names, as rounded on their pages
@@ -138,8 +144,7 @@ def test_the_types_of_a_published_file_are_told_from_its_own_tensors(
     model: Published, tmp_path: Path
 ) -> None:
     shape = read_model(write_hollow(model, tmp_path)).shape
-    assert shape is not None
-    found = quantizations(shape)["Q4_K_M"]
+    found = quantizations(known(shape))["Q4_K_M"]
     assert found.size == pytest.approx(weights(model), rel=0.02)
     if model.width % 256 == 0:
         assert Counter(Type(tensor.kind) for tensor in found.tensors) == types(model)
@@ -162,62 +167,68 @@ def test_rows_that_no_block_divides_keep_sixteen_bits() -> None:
 
 
 SPEED_SETTINGS = ServerSettings(1, 4096)
-MANY = Cores(64, "AVX2", 100e9)
+BANDWIDTH = 100e9
+
+
+def speed(
+    shape: ModelShape,
+    cores: int = 64,
+    instructions: str = "AVX2",
+    bandwidth: float = BANDWIDTH,
+    used: int | None = None,
+) -> ExpectedSpeed:
+    alone = Machine((Place("this machine", 1, 0),), cores, instructions, bandwidth, "told")
+    return known(expected_speed(shape, SPEED_SETTINGS, alone, used=used))
 
 
 def test_a_token_reads_every_weight_but_the_embedding() -> None:
-    found = expected_speed(MISTRAL_7B, SPEED_SETTINGS, MANY, used=0)
+    found = speed(MISTRAL_7B, used=0)
     embedding = next(t.size for t in MISTRAL_7B.tensors if t.name == "token_embd.weight")
     assert found.weight_bytes == sum(t.size for t in MISTRAL_7B.tensors) - embedding
     assert found.kv_bytes == 0
     assert found.limit == "memory"
-    assert found.decode == pytest.approx(MANY.bandwidth / found.weight_bytes, rel=0.05)
+    assert found.decode == pytest.approx(BANDWIDTH / found.weight_bytes, rel=0.05)
 
 
 def test_an_embedding_that_is_the_output_too_is_read() -> None:
     tied = replace(
         MISTRAL_7B, tensors=tuple(t for t in MISTRAL_7B.tensors if t.name != "output.weight")
     )
-    found = expected_speed(tied, SPEED_SETTINGS, MANY)
+    found = speed(tied)
     assert found.weight_bytes == sum(t.size for t in tied.tensors)
 
 
 def test_a_token_reads_its_own_experts_alone() -> None:
-    found = expected_speed(MIXTRAL, SPEED_SETTINGS, MANY)
+    found = speed(MIXTRAL)
     # 12.9 of 46.7 billion weights are said to be active.
     assert found.weight_bytes / 2 == pytest.approx(12.9e9, rel=0.03)
 
 
 def test_a_full_slot_is_slower_by_its_cache() -> None:
-    empty = expected_speed(MISTRAL_7B, SPEED_SETTINGS, MANY, used=0)
-    full = expected_speed(MISTRAL_7B, SPEED_SETTINGS, MANY, used=4096)
+    empty = speed(MISTRAL_7B, used=0)
+    full = speed(MISTRAL_7B, used=4096)
     assert full.kv_bytes == slot_bytes(MISTRAL_7B, SPEED_SETTINGS)
-    assert 1 / full.decode - 1 / empty.decode == pytest.approx(full.kv_bytes / MANY.bandwidth)
+    assert 1 / full.decode - 1 / empty.decode == pytest.approx(full.kv_bytes / BANDWIDTH)
     assert full.prefill < empty.prefill
 
 
 def test_few_cores_wait_for_themselves() -> None:
-    found = expected_speed(MISTRAL_7B, SPEED_SETTINGS, replace(MANY, count=2))
+    found = speed(MISTRAL_7B, 2)
     assert found.limit == "cores"
-    assert found.decode < expected_speed(MISTRAL_7B, SPEED_SETTINGS, MANY).decode
+    assert found.decode < speed(MISTRAL_7B).decode
 
 
 def test_threads_of_several_cores_wait_for_each_other_in_each_layer() -> None:
-    one, two = (expected_speed(MISTRAL_7B, SPEED_SETTINGS, Cores(n, "AVX2", 1e9)) for n in (1, 2))
+    one, two = (speed(MISTRAL_7B, n, bandwidth=1e9) for n in (1, 2))
     waited = 1 / two.decode - 1 / one.decode
     assert waited == pytest.approx(len(MISTRAL_7B.layers) * LAYER_WAIT_SECONDS)
 
 
 def test_prefill_goes_by_cores_and_instructions_not_by_memory() -> None:
-    two = expected_speed(MISTRAL_7B, SPEED_SETTINGS, replace(MANY, count=2)).prefill
-    assert expected_speed(
-        MISTRAL_7B, SPEED_SETTINGS, replace(MANY, count=4)
-    ).prefill == pytest.approx(2 * two)
-    slow = Cores(2, "AVX2", MANY.bandwidth / 10)
-    assert expected_speed(MISTRAL_7B, SPEED_SETTINGS, slow).prefill == pytest.approx(two)
-    amx = expected_speed(
-        MISTRAL_7B, SPEED_SETTINGS, replace(MANY, count=2, instructions="AMX")
-    ).prefill
+    two = speed(MISTRAL_7B, 2).prefill
+    assert speed(MISTRAL_7B, 4).prefill == pytest.approx(2 * two)
+    assert speed(MISTRAL_7B, 2, bandwidth=BANDWIDTH / 10).prefill == pytest.approx(two)
+    amx = speed(MISTRAL_7B, 2, "AMX").prefill
     assert amx == pytest.approx(two * INSTRUCTION_SETS["AMX"].factor)
 
 
@@ -238,11 +249,9 @@ def test_the_best_instruction_set_counts(flags: set[str], name: str) -> None:
 
 def test_experts_with_few_tokens_of_a_batch_read_prompts_slower() -> None:
     tokens = [16, 64, 256]
-    speeds = [expected_speed(MIXTRAL, SPEED_SETTINGS, MANY, used=count).prefill for count in tokens]
+    speeds = [speed(MIXTRAL, used=count).prefill for count in tokens]
     assert speeds == sorted(speeds)
-    dense = [
-        expected_speed(MISTRAL_7B, SPEED_SETTINGS, MANY, used=count).prefill for count in tokens
-    ]
+    dense = [speed(MISTRAL_7B, used=count).prefill for count in tokens]
     assert dense == sorted(dense, reverse=True)  # by attention alone
 
 

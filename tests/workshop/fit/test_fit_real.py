@@ -11,6 +11,7 @@ from gguf import GGMLQuantizationType as Type
 from gateway.local.gguf import read_model
 from gateway.local.memory import ServerSettings, repacked_types, server_memory
 from gateway.local.topology import read_topology
+from tests.known import known
 from tests.workshop.fit.random_models import Recipe, write
 from tests.workshop.fit.real_server import real_server
 
@@ -30,10 +31,9 @@ def process_bytes(tmp_path_factory: pytest.TempPathFactory) -> Iterator[int]:
     """What a server takes that has next to no model."""
     path = write(TINY, tmp_path_factory.mktemp("tiny"))
     shape = read_model(path).shape
-    assert shape is not None
     with real_server(path) as server:
         server.fill()
-        found = server_memory(shape, ServerSettings(1, 256))
+        found = server_memory(known(shape), ServerSettings(1, 256))
         yield server.resident() - (found.resident - found.process)
 
 
@@ -45,7 +45,6 @@ def test_a_full_server_takes_the_memory_that_is_told(
 ) -> None:
     path = write(recipe, tmp_path)
     shape = read_model(path).shape
-    assert shape is not None
     settings = ServerSettings(
         slots,
         512,
@@ -57,7 +56,7 @@ def test_a_full_server_takes_the_memory_that_is_told(
     with real_server(path, slots=slots, context=512, more=more) as server:
         server.fill()
         measured = server.resident() - process_bytes
-    found = server_memory(shape, settings)
+    found = server_memory(known(shape), settings)
     assert found.resident - found.process == pytest.approx(measured, rel=0.1), (
         f"{measured / MIB:.0f} MiB measured; {found}"
     )

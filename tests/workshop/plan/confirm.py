@@ -17,6 +17,7 @@ from matplotlib.figure import Figure
 
 from gateway.workshop.plan.search import FleetOption, TimeLimit
 from gateway.workshop.simulate.report import Percentiles
+from tests.known import known
 from tests.virtual import in_virtual_time
 from tests.workshop.plan.build import try_fleet
 from tests.workshop.plan.emulated import Measured, play, play_batch
@@ -59,8 +60,7 @@ async def confirm_online(team: Team, option: FleetOption, found: list[Compared])
     assert option.trial is not None
     seen = await play(option.parts, team.question.trace())
     found += compared("completion", option.trial.completion, seen.completion)
-    assert seen.ttft is not None
-    found += compared("TTFT", option.trial.ttft, seen.ttft)
+    found += compared("TTFT", option.trial.ttft, known(seen.ttft))
 
 
 @in_virtual_time

@@ -4,6 +4,7 @@ import pytest
 
 from gateway.workshop.plan.answer import Deployment, PlanAnswer, break_even, compare_deployments
 from gateway.workshop.plan.search import Goal, TimeLimit, Workload
+from tests.known import known
 from tests.workshop.plan.build import CPU, GPU, a_type, planned
 
 
@@ -17,8 +18,7 @@ def test_the_cheapest_that_meets_the_goal_is_first() -> None:
 
 def test_a_type_that_can_not_meet_the_goal_comes_last_with_its_reason() -> None:
     found = planned(Workload(500, 100, 100), CPU, GPU, goal=Goal(completion_p95=12.0))
-    assert found.best is not None
-    assert found.best.name == "1 x gpu"
+    assert known(found.best).name == "1 x gpu"
     rejected = next(one for one in found.options if one.rejected)
     assert "decode_tps 10 and prefill_tps 100" in rejected.rejected
 
@@ -26,8 +26,7 @@ def test_a_type_that_can_not_meet_the_goal_comes_last_with_its_reason() -> None:
 def test_without_prices_the_fewest_machines_are_best() -> None:
     fast = a_type("fast", decode_tps=40, prefill_tps=400, price_per_hour=None)
     slow = a_type("slow", price_per_hour=None)
-    best = planned(Workload(1500, 100, 100), slow, fast).best
-    assert best is not None
+    best = known(planned(Workload(1500, 100, 100), slow, fast).best)
     assert best.parts[0].node_type.name == "fast"
     assert best.price.per_hour is None
 
@@ -37,10 +36,8 @@ def test_the_peak_sizes_the_fleet_and_the_mean_prices_its_tokens() -> None:
     assert flat is not None
     assert peaky is not None
     assert peaky.machines > flat.machines
-    assert peaky.price.per_million_tokens is not None
-    assert flat.price.per_million_tokens is not None
-    assert peaky.price.per_million_tokens / peaky.machines == pytest.approx(
-        flat.price.per_million_tokens / flat.machines
+    assert known(peaky.price.per_million_tokens) / peaky.machines == pytest.approx(
+        known(flat.price.per_million_tokens) / flat.machines
     )
 
 
@@ -84,17 +81,14 @@ def test_a_peak_that_only_batches_can_wait_out_is_said() -> None:
 
 
 def test_gpus_become_cheaper_where_they_are_used() -> None:
-    found = break_even(planned(Workload(1000, 500, 100), CPU, GPU))
-    assert found is not None
+    found = known(break_even(planned(Workload(1000, 500, 100), CPU, GPU)))
     gpu = found.crossings[0]
     assert (gpu.cheaper, gpu.than) == ("GPU nodes", "CPU nodes")
-    assert gpu.first_requests_per_hour is not None
-    assert gpu.stays_from_requests_per_hour is not None
     cpu, prices = found.prices["CPU nodes"], found.prices["GPU nodes"]
     for rate, cpu_price, gpu_price in zip(found.rates, cpu, prices, strict=True):
-        if rate < gpu.first_requests_per_hour:
+        if rate < known(gpu.first_requests_per_hour):
             assert cpu_price <= gpu_price
-        if rate >= gpu.stays_from_requests_per_hour:
+        if rate >= known(gpu.stays_from_requests_per_hour):
             assert gpu_price < cpu_price
     assert cpu[0] == pytest.approx(0.2 * 730)
 

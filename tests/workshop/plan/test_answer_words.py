@@ -4,13 +4,13 @@ from typing import Any
 
 from gateway.workshop.plan.answer import contradiction, explain, headline
 from gateway.workshop.plan.search import Workload
+from tests.known import known
 from tests.workshop.plan.build import CPU, a_type, planned
 
 
 def lines_of(workload: Workload, **fields: Any) -> dict[str, str]:
     found = planned(workload, a_type(**fields) if fields else CPU)
-    assert found.best is not None
-    return explain(found.question, found.best)
+    return explain(found.question, known(found.best))
 
 
 def test_every_figure_is_shown_with_what_it_comes_from() -> None:
@@ -45,8 +45,7 @@ def test_a_backlog_shows_its_hours() -> None:
 
 def test_the_headline_is_fleet_and_price() -> None:
     best = planned(Workload(500, 100, 100), CPU).best
-    assert best is not None
-    assert headline(best) == "2 x cpu: 292.00 a month"
+    assert headline(known(best)) == "2 x cpu: 292.00 a month"
 
 
 def test_a_price_that_contradicts_its_own_speed_is_noticed() -> None:

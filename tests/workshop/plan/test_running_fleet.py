@@ -18,6 +18,7 @@ from gateway.workshop.plan.running_fleet import (
 )
 from gateway.workshop.plan.search import FleetPart, Goal, PlanQuestion, TimeLimit, Workload
 from tests.each_case import each_case
+from tests.known import known
 from tests.workshop.plan.build import a_type
 from tests.workshop.simulate.build import job, trace
 
@@ -125,18 +126,16 @@ def test_the_busiest_hour_is_played_as_it_was() -> None:
     fleet = measured_fleet([node("a", models=["mistral"]), node("b", models=["mistral"])])
     late = {"class": "urgent", "prompt_tokens": 300, "cached_tokens": 250, "completion_tokens": 40}
     traffic = busiest_hour(told((5.0, {}), (65.0, late), requests=1000), fleet, 1.0)
-    assert traffic.recorded is not None
     assert [
         (job.time, job.prompt.tokens, job.output, job.priority_label, job.model)
-        for job in traffic.recorded.jobs
+        for job in known(traffic.recorded).jobs
     ] == [(0.0, 100, 90, "normal", "mistral"), (60.0, 50, 40, "urgent", "mistral")]
     # Prices are those of the mean hour: 1,000 requests in ten hours.
     assert traffic.workload.requests_per_hour == pytest.approx(100)
     assert traffic.workload.repeat == pytest.approx(250 / 400)
     assert traffic.workload.arrivals == pytest.approx(2 / 60)
     faster = busiest_hour(told((5.0, {}), (65.0, late), requests=1000), fleet, 4.0)
-    assert faster.recorded is not None
-    assert faster.recorded.jobs[1].time == 15.0
+    assert known(faster.recorded).jobs[1].time == 15.0
     assert faster.workload.arrivals == pytest.approx(8 / 60)
 
 
@@ -154,8 +153,8 @@ def test_what_found_no_slot_is_taken_to_be_like_the_others() -> None:
     none = dict.fromkeys(("prompt_tokens", "cached_tokens", "completion_tokens"))
     refused = {**none, "slot_seconds": 0.0, "unserved": True}
     found = answer(told(*((n * 18.0, refused if n % 2 else {}) for n in range(200))), slow("a"))
-    assert found.traffic.recorded is not None
-    assert {(job.prompt.tokens, job.output) for job in found.traffic.recorded.jobs} == {(100, 90)}
+    jobs = known(found.traffic.recorded).jobs
+    assert {(job.prompt.tokens, job.output) for job in jobs} == {(100, 90)}
     assert found.advice.verdict == "saturated"
     many = told(*((n * 0.6, refused if n % 2 else {}) for n in range(6000)))
     began = time.process_time()
@@ -177,8 +176,7 @@ def test_a_saturated_fleet_is_called_saturated_and_told_what_to_add() -> None:
     found = answer(even(180), slow("a"))
     now = found.changes[0]
     assert 1.4 < now.use < 1.8
-    assert now.trial is not None
-    assert now.trial.wait.p95 > 600
+    assert known(now.trial).wait.p95 > 600
     advice = found.advice
     assert (advice.verdict, advice.add_like, advice.add_count) == ("saturated", "a", 1)
     assert advice.sentence.startswith(
@@ -202,8 +200,7 @@ def test_a_node_that_was_added_since_ends_the_saturation() -> None:
     assert answer(full, slow("a")).advice.verdict == "saturated"
     found = answer(full, slow("a"), slow("b"), slow("c"))
     assert found.advice.verdict == "enough"
-    assert found.traffic.hour is not None
-    assert found.traffic.hour.added == ("b", "c")
+    assert known(found.traffic.hour).nodes_added_since == ("b", "c")
     # A node of another model could not have served.
     other = slow("b", models=["other"])
     assert answer(full, slow("a", models=["mistral"]), other).advice.verdict == "saturated"
@@ -215,8 +212,7 @@ def test_a_node_that_was_removed_since_is_no_slowness_of_the_others() -> None:
     found = answer(full, slow("a"))
     assert found.advice.verdict == "saturated"
     assert found.notes == ()
-    assert found.traffic.hour is not None
-    assert found.traffic.hour.removed == ("gone",)
+    assert known(found.traffic.hour).nodes_removed_since == ("gone",)
 
 
 def test_waits_of_a_burst_saturate_a_fleet_that_is_idle_before_and_after() -> None:
@@ -299,9 +295,7 @@ def test_one_more_and_one_less_and_the_goal_moved() -> None:
         "goal x 1.5",
     ]
     now, more, less = (rows[name] for name in ("as it is", "one more like a", "one less like a"))
-    assert now.trial is not None
-    assert more.trial is not None
-    assert more.trial.completion.p95 < now.trial.completion.p95
+    assert known(more.trial).completion.p95 < known(now.trial).completion.p95
     assert more.price.per_hour == pytest.approx(0.6)
     assert less.trial is None
     assert less.missed[0].startswith("overloaded: 1.")
@@ -377,13 +371,11 @@ def test_a_fleet_of_routers_is_asked_for_its_models_of_the_busiest_hour(
     traffic = busiest_hour(told(*rows), fleet, 1.0)
     assert "12 are of models that no node names: they are left out" in traffic.notes[1]
     assert [one.share for one in traffic.workload.models] == [24, 12, 12]
-    assert traffic.hour is not None
-    assert not traffic.hour.added
+    assert not known(traffic.hour).nodes_added_since
     question = PlanQuestion(traffic.workload, Goal(), (), warm=True, recorded=traffic.recorded)
     found = what_if(question, fleet, traffic, TimeLimit(120.0))
     now = found.changes[0]
-    assert now.trial is not None
-    assert now.trial.loads >= 3
+    assert known(now.trial).loads >= 3
     assert found.advice.verdict == verdict
     assert {row.change for row in found.changes} >= {"one more like r1", "one less like r2"}
 
@@ -397,8 +389,7 @@ def test_traffic_in_figures_is_spread_over_the_models_of_routers() -> None:
     for one in jobs:
         one.model = "alias"
     recorded = traffic_of(Workload(60, 100, 50), fleet, trace(jobs)).recorded
-    assert recorded is not None
-    assert {one.model for one in recorded.jobs} == {"a"}
+    assert {one.model for one in known(recorded).jobs} == {"a"}
     jobs[1].model = "other"
     with pytest.raises(UnmeasuredFleetError, match="no node has other"):
         traffic_of(Workload(60, 100, 50), fleet, trace(jobs))

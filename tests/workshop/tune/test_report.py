@@ -51,7 +51,7 @@ async def test_the_verdict_says_when_nothing_is_better(bench: Bench) -> None:
     found = reported(session)
     assert found.verdict()[0].startswith("Nothing that was tried is better than the rule of thumb")
     assert not found.as_dict()["better_than_rule_of_thumb"]
-    assert not any(row.significant for row in found.results)
+    assert not any(row.more_than_noise for row in found.results)
 
 
 async def test_energy_is_reported_where_it_was_measured(

@@ -201,7 +201,7 @@ async def test_a_search_ends_with_the_best_and_says_by_how_much(bench: Bench) ->
     assert session.end_reason == "complete"
     assert found.best.setting == Setting(4, 128, 128, 4, "free")
     assert found.best.gain > 0.1
-    assert found.best.significant
+    assert found.best.more_than_noise
     assert "less than that of the rule of thumb" in found.verdict()[0]
     assert "smaller differences than" in found.verdict()[1]
     assert found.results[0].score == min(row.score for row in found.results)
@@ -269,7 +269,7 @@ async def test_cancelling_keeps_the_measurements(bench: Bench) -> None:
         await session.run(until_cancelled, seconds=600, record=bench.records.append)
     assert session.end_reason == "interrupted"
     assert len(bench.records.read()[0]) == 5
-    assert reported(session).best.repeats >= 3
+    assert reported(session).best.measured >= 3
 
 
 async def test_a_setting_that_fails_is_reported_and_tried_again_by_a_later_run(
