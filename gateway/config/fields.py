@@ -501,7 +501,7 @@ JsonMap = Mapping[str, Annotated[Any, BeforeValidator(check_json_value)]]
 LONGEST_SECRET = 16384
 
 
-def secret_from_variable(variable: str, env: Mapping[str, str], key: str = "api_key_env") -> str:
+def secret_from_variable(variable: str, env: Mapping[str, str], key: str) -> str:
     """Read a secret from the environment; raises a validation error that never shows it.
 
     `key`: the key of the file that names the variable.
@@ -509,9 +509,29 @@ def secret_from_variable(variable: str, env: Mapping[str, str], key: str = "api_
     return _checked_secret(text_of_variable(variable, env, key), f"the variable {variable}", key)
 
 
-def secret_from_file(path: Path, key: str = "api_key_file") -> str:
+def secret_from_file(path: Path, key: str) -> str:
     """Read a secret from a file, without the white space around it; raises a validation error."""
     return _checked_secret(text_of_file(path, key), "the file", key)
+
+
+def resolved_secret(given: object, info: ValidationInfo, what: str, stem: str) -> object:
+    """The secret that `{stem}_env` or `{stem}_file` names, for a field that no file may have.
+
+    `what`: the secret's name in errors. Built in code, the field stays as it is given.
+    """
+    env = (info.context or {}).get("env")
+    if env is None:
+        return given
+    variable, file = f"{stem}_env", f"{stem}_file"
+    if given is not None:
+        raise validation_error(
+            f"{what} must not stand in this file", f"name it by {variable} or {file}"
+        )
+    if name := info.data.get(variable):
+        return secret_from_variable(name, env, variable)
+    if path := info.data.get(file):
+        return secret_from_file(path, file)
+    return None
 
 
 def text_of_variable(variable: str, env: Mapping[str, str], key: str) -> str:
