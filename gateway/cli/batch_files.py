@@ -30,7 +30,7 @@ from urllib.parse import quote
 from gateway.cli.client import ENDED, BatchClient, Patience, json_object
 from gateway.cli.options import Form, InputFlags
 from gateway.cli.terminal import CommandFailed, WrongUsage, failing_by, format_cell, print_note
-from gateway.config.errors import escape_json
+from gateway.config.errors import escape_json, safe_cell
 from gateway.stored.line_reader import LineChecker, LineError, LineSpec, LineSplitter, RawLine
 
 # Bytes of a line here; the gateway has a limit of its own (`batches.line_bytes`).
@@ -616,9 +616,9 @@ def fetch_results(
                 if errors_in is not None:
                     write_whole(errors_in, errors, force=places.force)
             case "csv" if to_stdout:
-                sys.stdout.writelines(_rows(output, errors, table))
+                sys.stdout.writelines(result_rows(output, errors, table))
             case "csv":
-                rows = (row.encode() for row in _rows(output, errors, table))
+                rows = (row.encode() for row in result_rows(output, errors, table))
                 write_whole(places.output, rows, force=places.force)
             case "folder":
                 errors_in = _write_folder(output, errors, places)
@@ -653,25 +653,25 @@ def _downloaded(
         yield file, lines
 
 
-def _rows(output: BinaryIO, errors: BinaryIO, table: Table | None) -> Iterator[str]:
+def result_rows(output: BinaryIO, errors: BinaryIO, table: Table | None) -> Iterator[str]:
     """The results as the rows of a table: in the order of the input, with the columns that it had.
 
     Raises CommandFailed, if results are not of this table.
     """
     text = io.StringIO(newline="")
-    writer = csv.writer(text, lineterminator="\n")
+    writer = csv.writer(text)  # It quotes only those ends of lines that its own have.
 
     def row(cells: Iterable[str]) -> str:
         text.seek(0)
         text.truncate()
         writer.writerow(cells)
-        return text.getvalue()
+        return text.getvalue().removesuffix("\r\n") + "\n"
 
     results = heapq.merge(_lines(output), _lines(errors), key=_line_number)
     if table is None:
         yield row(["custom_id", "text", "error"])
         for line in results:
-            yield row(map(_safe_cell, (custom_id_of(line), text_of(line), error_of(line))))
+            yield row(map(safe_cell, (custom_id_of(line), text_of(line), error_of(line))))
         return
     rows, result = table.rows(), next(results, None)
     columns = next(rows).cells
@@ -681,7 +681,7 @@ def _rows(output: BinaryIO, errors: BinaryIO, table: Table | None) -> Iterator[s
         # Its own cells are as the user has them. A row that could not be a request has no result.
         cells = [*given.cells, *[""] * len(columns)][: len(columns)]
         if result is not None and not given.problem and custom_id_of(result) == given.custom_id:
-            yield row([*cells, _safe_cell(text_of(result)), _safe_cell(error_of(result))])
+            yield row([*cells, safe_cell(text_of(result)), safe_cell(error_of(result))])
             result = next(results, None)
         else:
             yield row([*cells, "", given.problem and f"was not submitted: {given.problem}"])
@@ -697,11 +697,6 @@ def _line_number(line: Mapping[str, Any]) -> int:
     """The number of the input's line that this is the result of; 0: it does not tell."""
     number = str(line.get("id")).rpartition("_")[2]
     return int(number) if number.isascii() and number.isdigit() else 0
-
-
-def _safe_cell(cell: str) -> str:
-    """A cell that no spreadsheet runs: models are told by anybody what to write."""
-    return f"'{cell}" if cell.startswith(("=", "+", "-", "@", "\t", "\r", "\n")) else cell
 
 
 def _write_folder(output: BinaryIO, errors: BinaryIO, places: ResultPlaces) -> Path | None:

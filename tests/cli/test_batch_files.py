@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import contextlib
+import csv
+import io
 import json
 import os
+import re
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -30,6 +33,7 @@ from gateway.cli.batch_files import (
     places_for,
     prepare,
     request_body,
+    result_rows,
     stem_of,
     text_of,
     write_whole,
@@ -350,6 +354,21 @@ def test_why_a_line_has_no_result() -> None:
     assert error_of(answered("?", 502)) == "status 502"
     never_run = {"custom_id": None, "response": None, "error": {"code": "broken", "line": 7}}
     assert (error_of(never_run), custom_id_of(never_run)) == ("broken", "line 7")
+
+
+@pytest.mark.parametrize(
+    "text", ["=1+1", "  @SUM(A1)", "\uff1dHYPERLINK()", "one\r=1+1", "one\r\ntwo", "\r"]
+)
+def test_what_a_model_writes_is_one_cell_that_no_spreadsheet_runs(text: str) -> None:
+    body = {"choices": [{"message": {"content": text}}]}
+    output = io.BytesIO(json.dumps(answered(body)).encode())
+    written = "".join(result_rows(output, io.BytesIO(), None))
+    (head, row) = csv.reader(io.StringIO(written, newline=""))
+    assert (head, row[0], row[2]) == (["custom_id", "text", "error"], "a", "")
+    assert row[1].removeprefix("'") == text
+    assert (row[1] != text) is not text.startswith("one")
+    # Readers end a row at a carriage return, too, unless it is quoted.
+    assert "\r" not in re.sub('"[^"]*"', "", written)
 
 
 def test_where_results_go() -> None:
