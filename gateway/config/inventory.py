@@ -183,7 +183,7 @@ class NodeSpec(ConfigModel):
     name: Annotated[
         str,
         fields.matching(
-            re.compile(rf"(?!\.{{1,2}}$){_NAME}"),
+            re.compile(rf"(?!\.{{1,2}}$){_NAME}").fullmatch,
             "must be 1 to 128 letters, digits, '.', '_' or '-'",
             "such as epyc-a-numa0",
         ),
