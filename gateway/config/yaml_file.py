@@ -523,20 +523,18 @@ def validate(
     Relative paths start in the file's folder; `env` holds the variables that keys are read from.
     """
     context = {"folder": source.file.parent, "env": env}
-    data = to_plain(entry.tree)
-    try:
-        return model.model_validate(data, context=context, by_alias=True, by_name=False), []
-    except ValidationError as error:
-        errors = error.errors(include_url=False)
-    # `name: ${N}` with N=42: the value became a number, but this key needs its text.
-    wanted = [error["loc"] for error in errors if _wants_text(error, entry)]
-    if wanted:
-        for loc in wanted:
-            _put(data, loc, find_entry(entry, loc))
+    data, errors = to_plain(entry.tree), list[ErrorDetails]()
+    for _ in range(2):
         try:
             return model.model_validate(data, context=context, by_alias=True, by_name=False), []
         except ValidationError as error:
             errors = error.errors(include_url=False)
+        # `name: ${N}` with N=42: the value became a number, but this key needs its text.
+        wanted = [error["loc"] for error in errors if _wants_text(error, entry)]
+        if not wanted:
+            break
+        for loc in wanted:
+            _put(data, loc, find_entry(entry, loc))
     return None, [_problem(error, model, source.file, entry) for error in errors[:MOST_PROBLEMS]]
 
 

@@ -49,7 +49,6 @@ def test_an_update_changes_what_it_names_and_leaves_the_rest() -> None:
             "ended_requests": ["r1"],
         },
     )
-    assert picture.role == "operator"
     assert picture.at == 11.0
     assert picture.nodes == {"a": {"name": "a", "state": "down", "slots_total": 2}}
     assert picture.requests == {"r2": {"id": "r2", "tokens": 2}}
