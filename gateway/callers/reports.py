@@ -48,6 +48,7 @@ from gateway.callers.limits import Accounts, LimitBook
 from gateway.callers.processes import LOST
 from gateway.callers.stored_keys import key_names
 from gateway.callers.windows import DAY, date_of, percentile, time_class, time_text
+from gateway.config.errors import safe_cell
 from gateway.config.fields import parse_duration
 from gateway.config.stored import RetentionSettings
 from gateway.errors import CLIENT_CLOSED_STATUS
@@ -584,16 +585,9 @@ class LedgerReport:
         return text.getvalue()
 
 
-_FORMULA_STARTS = tuple("=+-@\t\r\n＝＋－＠")  # noqa: RUF001 - some read the wide ones, too
-
-
 def _csv_cell(value: str) -> str:
-    """A text that no spreadsheet takes for a formula: clients choose names of users.
-
-    Nor for two lines, of which the second may be one: Python's writer quotes no carriage return.
-    """
-    guard = "'" if value.lstrip(" ").startswith(_FORMULA_STARTS) else ""
-    return guard + value.replace("\r", " ").replace("\n", " ")
+    """A safe cell of one line: Python's writer quotes no carriage return."""
+    return safe_cell(value).replace("\r", " ").replace("\n", " ")
 
 
 def money_json(report: LedgerReport) -> dict[str, Any]:

@@ -9,7 +9,7 @@ import secrets
 import shlex
 import time
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -61,7 +61,7 @@ BATCH_ID = argument("ID", "The batch's id.", callback=_checked_id)
 FORMAT = _of_results(
     "jsonl|csv|folder",
     "Lines as they come, a table (the input's, with text and error), or a text file each.",
-    Form.JSONL,
+    "jsonl",
     name="--format",
 )
 FORCE = _of_results.switch("--force", "Overwrite what is there.")
@@ -187,7 +187,7 @@ def _add_action(name: str, meaning: str, effect: str) -> None:
     def act(*, id_: str = BATCH_ID, gateway: PublicFlags, as_json: bool = options.JSON) -> None:
         with gateway.connect() as client:
             batch = client.act(id_, name)
-        told = format_cell(describe(progress_of(batch), None, time.time()))
+        told = format_cell(describe(batch, time.time()))
         print_answer(batch, f"{id_}: {told}", as_json=as_json)
 
     example = (f"llama-gateway batch {name} batch_01a2", effect)
@@ -246,7 +246,7 @@ def fetch(
     places.check()
     if table is None and (id_column or delimiter):
         raise WrongUsage("--id-column, --delimiter: they are of a --table")
-    if table is not None and format_ is not Form.CSV:
+    if table is not None and format_ != "csv":
         raise WrongUsage("--table: is for --format csv")
     with contextlib.ExitStack() as stack:
         read = None
@@ -327,12 +327,12 @@ def _waited(client: BatchClient, batch: dict[str, Any], retry_for: float) -> dic
         with StatusProgress(id_) as display:
             patience = Patience(retry_for, note=display.note)
             while True:
-                now = progress_of(batch)
+                own, (total, done, failed) = _own(batch), counts_of(batch)
                 display.show(
-                    describe(now, now.expected_end, time.time()),
-                    f"{now.status} {now.paused} {now.waits}",
-                    now.done + now.failed,
-                    now.total,
+                    describe(batch, time.time(), with_end=True),
+                    f"{batch.get('status')} {own.get('paused')} {_why_waiting(own)}",
+                    done + failed,
+                    total,
                 )
                 if batch.get("status") in ENDED:
                     return batch
@@ -388,64 +388,34 @@ RECKONED = {
 }
 
 
-@dataclass(frozen=True, slots=True)
-class ShownProgress:
-    """How far a batch is. None: not known."""
-
-    status: str
-    total: int
-    done: int
-    failed: int
-    tokens_per_second: float | None
-    expected_end: float | None  # Unix time
-    cost: float | None
-    expected_cost: float | None
-    paused: str | None  # why it is paused; None: it is not
-    waits: str | None = None  # why none of its lines runs, as a sentence; None: it does not wait
-    waits_since: float | None = None  # Unix time, as the next one
-    expected_start: float | None = None
-    expected_by: str | None = None  # how the expected end was reckoned
-
-
-def progress_of(batch: Mapping[str, Any]) -> ShownProgress:
-    """Read the progress of a batch from its object."""
-    counts, own = _mapping(batch.get("request_counts")), _mapping(batch.get("llama_gateway"))
-    paused, waits = own.get("paused"), _mapping(own.get("why_waiting"))
-    return ShownProgress(
-        status=str(batch.get("status")),
-        total=int(_number(counts.get("total")) or 0),
-        done=int(_number(counts.get("completed")) or 0),
-        failed=int(_number(counts.get("failed")) or 0),
-        tokens_per_second=_number(own.get("tokens_per_second")),
-        expected_end=_number(own.get("expected_end")),
-        cost=_number(own.get("cost")),
-        expected_cost=_number(own.get("expected_cost")),
-        paused=str(paused.get("reason") or "paused") if isinstance(paused, dict) else None,
-        waits=str(waits.get("message") or waits.get("reason")) if waits else None,
-        waits_since=_number(waits.get("since")),
-        expected_start=_number(own.get("expected_start")),
-        expected_by=None if own.get("expected_by") is None else str(own["expected_by"]),
+def counts_of(batch: Mapping[str, Any]) -> tuple[int, int, int]:
+    """The lines of a batch: all, those that are done, and those that failed."""
+    counts = _mapping(batch.get("request_counts"))
+    total, done, failed = (
+        int(_number(counts.get(name)) or 0) for name in ("total", "completed", "failed")
     )
+    return total, done, failed
 
 
-def describe(progress: ShownProgress, expected_end: float | None, now: float) -> str:
-    """Tell the progress in one line."""
-    parts = [progress.status.replace("_", " ")]
-    if progress.total:
-        parts.append(f"{progress.done:,} of {progress.total:,} done")
-    if progress.failed:
-        parts.append(f"{progress.failed:,} failed")
-    if progress.paused is not None:
-        parts.append(f"paused ({progress.paused})" if progress.paused != "paused" else "paused")
-    elif progress.waits is not None:
-        since = progress.waits_since
+def describe(batch: Mapping[str, Any], now: float, *, with_end: bool = False) -> str:
+    """Tell how far a batch is in one line; `with_end`: and when it is expected to end."""
+    status, (total, done, failed), own = str(batch.get("status")), counts_of(batch), _own(batch)
+    parts = [status.replace("_", " ")]
+    if total:
+        parts.append(f"{done:,} of {total:,} done")
+    if failed:
+        parts.append(f"{failed:,} failed")
+    if isinstance(paused := own.get("paused"), dict):
+        parts.append(f"paused ({paused['reason']})" if paused.get("reason") else "paused")
+    elif why := _why_waiting(own):
+        since = _number(own["why_waiting"].get("since"))
         told = "" if since is None else f" since {_time_of_day(since, now - since)}"
-        parts.append(f"waits{told} ({progress.waits.rstrip('.')})")
-    if progress.status not in ENDED:
-        if progress.tokens_per_second is not None:
-            parts.append(f"{progress.tokens_per_second:,.0f} tokens/s")
-        if expected_end is not None:
-            parts.append(f"ends {moment(expected_end, now)}")
+        parts.append(f"waits{told} ({why.rstrip('.')})")
+    if status not in ENDED:
+        if (speed := _number(own.get("tokens_per_second"))) is not None:
+            parts.append(f"{speed:,.0f} tokens/s")
+        if with_end and (end := _number(own.get("expected_end"))) is not None:
+            parts.append(f"ends {moment(end, now)}")
     return ", ".join(parts)
 
 
@@ -469,6 +439,17 @@ def span(seconds: float) -> str:
             first, rest = divmod(whole, size)
             return f"{first} {unit} {rest // below} {small}" if rest // below else f"{first} {unit}"
     return f"{whole // 60} min" if whole >= 120 else f"{whole} s"
+
+
+def _own(batch: Mapping[str, Any]) -> Mapping[str, Any]:
+    """What this gateway tells of a batch, beside what OpenAI's API has."""
+    return _mapping(batch.get("llama_gateway"))
+
+
+def _why_waiting(own: Mapping[str, Any]) -> str | None:
+    """Why none of the lines runs, as a sentence; None: the batch does not wait."""
+    waits = _mapping(own.get("why_waiting"))
+    return str(waits.get("message") or waits.get("reason")) if waits else None
 
 
 def _mapping(value: object) -> Mapping[str, Any]:
@@ -533,12 +514,12 @@ def _tell_written(batch: dict[str, Any], written: Fetched, *, as_json: bool) -> 
 
 def end_by(batch: dict[str, Any], failed: int = 0) -> None:
     """End with an error if a batch that has ended has failed lines, or was not completed."""
-    progress = progress_of(batch)
-    failed = max(failed, progress.failed)
-    if progress.status in ENDED and progress.status != "completed":
-        raise CommandFailed(f"{batch.get('id')} {progress.status}{_reasons(batch)}")
+    status, (total, _, known) = str(batch.get("status")), counts_of(batch)
+    failed = max(failed, known)
+    if status in ENDED and status != "completed":
+        raise CommandFailed(f"{batch.get('id')} {status}{_reasons(batch)}")
     if failed:
-        raise CommandFailed(f"{failed:,} of {max(progress.total, failed):,} lines failed")
+        raise CommandFailed(f"{failed:,} of {max(total, failed):,} lines failed")
 
 
 def _reasons(batch: dict[str, Any]) -> str:
@@ -548,13 +529,11 @@ def _reasons(batch: dict[str, Any]) -> str:
 
 
 def _row(batch: dict[str, Any]) -> list[tuple[str, object]]:
-    progress, own = progress_of(batch), _mapping(batch.get("llama_gateway"))
+    own, counts = _own(batch), counts_of(batch)
     return [
         ("ID", batch.get("id")),
-        ("STATUS", "paused" if progress.paused is not None else progress.status),
-        ("LINES", progress.total),
-        ("DONE", progress.done),
-        ("FAILED", progress.failed),
+        ("STATUS", "paused" if isinstance(own.get("paused"), dict) else batch.get("status")),
+        *zip(("LINES", "DONE", "FAILED"), counts, strict=True),
         ("ENDPOINT", batch.get("endpoint")),
         ("CREATED", _clock_time(batch.get("created_at"))),
         ("DUE", _clock_time(batch.get("expires_at"))),
@@ -564,22 +543,22 @@ def _row(batch: dict[str, Any]) -> list[tuple[str, object]]:
 
 def details(batch: dict[str, Any]) -> list[tuple[str, object]]:
     """What `show` tells of a batch, each with its name."""
-    progress, now = progress_of(batch), time.time()
-    start, end = progress.expected_start, progress.expected_end
-    by = RECKONED.get(progress.expected_by or "", "")
+    own, now = _own(batch), time.time()
+    start, end = _number(own.get("expected_start")), _number(own.get("expected_end"))
+    by = RECKONED.get(str(own.get("expected_by")), "")
     listed: list[tuple[str, object]] = [
         ("id", batch.get("id")),
-        ("progress", describe(progress, None, now) + _reasons(batch)),
+        ("progress", describe(batch, now) + _reasons(batch)),
         ("endpoint", batch.get("endpoint")),
         ("model", batch.get("model")),
         ("created", _clock_time(batch.get("created_at"))),
         ("due", _clock_time(batch.get("expires_at"))),
-        ("waits for", progress.waits),
-        ("waits since", _clock_time(progress.waits_since)),
+        ("waits for", _why_waiting(own)),
+        ("waits since", _clock_time(_mapping(own.get("why_waiting")).get("since"))),
         ("expected start", None if start is None else moment(start, now)),
         ("expected end", None if end is None else moment(end, now) + by),
-        ("cost", _money(progress.cost)),
-        ("expected cost", _money(progress.expected_cost)),
+        ("cost", _money(own.get("cost"))),
+        ("expected cost", _money(own.get("expected_cost"))),
         ("input", batch.get("input_file_id")),
         ("output", batch.get("output_file_id")),
         ("errors", batch.get("error_file_id")),
@@ -594,8 +573,9 @@ def _clock_time(seconds: object) -> str | None:
     return time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(seconds))
 
 
-def _money(value: float | None) -> str | None:
-    return None if value is None else f"{value:.6f}".rstrip("0").rstrip(".")
+def _money(value: object) -> str | None:
+    amount = _number(value)
+    return None if amount is None else f"{amount:.6f}".rstrip("0").rstrip(".")
 
 
 # `llama-gateway webhooks`.

@@ -30,7 +30,7 @@ from urllib.parse import quote
 from gateway.cli.client import ENDED, BatchClient, Patience, json_object
 from gateway.cli.options import Form, InputFlags
 from gateway.cli.terminal import CommandFailed, WrongUsage, failing_by, format_cell, print_note
-from gateway.config.errors import escape_json
+from gateway.config.errors import escape_json, safe_cell
 from gateway.stored.line_reader import LineChecker, LineError, LineSpec, RawLine, raw_lines
 
 # Bytes of a line here; the gateway has a limit of its own (`batches.line_bytes`).
@@ -143,7 +143,7 @@ def _line(chosen: InputFlags, custom_id: str, prompt: str) -> bytes:
 def prepare(source: str, chosen: InputFlags, problems: Problems) -> PreparedInput:
     """The input as JSON lines, checked; `-` is stdin. Raises CommandFailed."""
     kind, columns = kind_of(source, chosen.kind), ("id_column", "delimiter")
-    if kind is Form.JSONL:
+    if kind == "jsonl":
         _refuse(
             chosen,
             ("template", "template_file", *columns, "model", "system", "max_tokens"),
@@ -153,7 +153,7 @@ def prepare(source: str, chosen: InputFlags, problems: Problems) -> PreparedInpu
         return _prepare_lines(source, chosen.endpoint, problems)
     template = _template(chosen)
     check_request(chosen)
-    if kind is Form.CSV:
+    if kind == "csv":
         return _prepare_table(source, template, chosen, problems)
     _refuse(chosen, columns, "a folder has no columns")
     return _prepare_folder(source, template, chosen, problems)
@@ -164,8 +164,8 @@ def kind_of(path: str, named: Form | None) -> Form:
     if named is not None:
         return named
     if path != "-" and Path(path).is_dir():
-        return Form.FOLDER
-    return Form.CSV if Path(path).suffix.lower() in {".csv", ".tsv"} else Form.JSONL
+        return "folder"
+    return "csv" if Path(path).suffix.lower() in {".csv", ".tsv"} else "jsonl"
 
 
 def create_fields(window: str, metadata: Sequence[str]) -> dict[str, Any]:
@@ -574,17 +574,17 @@ def stem_of(source: str) -> str:
 
 def places_for(stem: str, format_: Form, output: Path | None, *, force: bool) -> ResultPlaces:
     """The places for results of what is called `stem`; `output` as the user names it."""
-    if format_ is Form.FOLDER:
-        if str(output) == "-":
-            raise WrongUsage("--output -: a folder can't go to stdout")
-        return ResultPlaces(format_, output or Path(f"{stem}.out"), None, force)
-    if format_ is Form.CSV:
-        return ResultPlaces(format_, output or Path(f"{stem}.out.csv"), None, force)
-    out = output or Path(f"{stem}.out.jsonl")
-    if str(out) == "-":
-        return ResultPlaces(format_, out, Path(f"{stem}.errors.jsonl"), force)
-    base = out.name.removesuffix(".jsonl").removesuffix(".out")
-    return ResultPlaces(format_, out, out.with_name(f"{base}.errors.jsonl"), force)
+    if format_ == "folder" and str(output) == "-":
+        raise WrongUsage("--output -: a folder can't go to stdout")
+    ending = {"jsonl": ".out.jsonl", "csv": ".out.csv", "folder": ".out"}[format_]
+    out = output or Path(stem + ending)
+    errors: Path | None = None
+    if format_ == "jsonl" and str(out) == "-":
+        errors = Path(f"{stem}.errors.jsonl")
+    elif format_ == "jsonl":
+        base = out.name.removesuffix(".jsonl").removesuffix(".out")
+        errors = out.with_name(f"{base}.errors.jsonl")
+    return ResultPlaces(format_, out, errors, force)
 
 
 def fetch_results(
@@ -602,35 +602,26 @@ def fetch_results(
         _downloaded(client, batch, "output", patience) as (output, done),
         _downloaded(client, batch, "errors", patience) as (errors, failed),
     ):
+        to_stdout, is_written = str(places.output) == "-", True
+        errors_in = places.errors if failed else None
         match places.format:
-            case Form.JSONL:
-                is_written = done or not failed
-                if str(places.output) == "-":
-                    for line in output:
-                        sys.stdout.write(escape_json(line.decode()))
+            case "jsonl":
+                is_written = bool(done or not failed)
+                if to_stdout:
+                    sys.stdout.writelines(escape_json(line.decode()) for line in output)
                     sys.stdout.flush()
                 elif is_written:
                     write_whole(places.output, output, force=places.force)
-                if failed:
-                    assert places.errors is not None
-                    write_whole(places.errors, errors, force=places.force)
-                return Fetched(
-                    places.output if is_written else None,
-                    places.errors if failed else None,
-                    done,
-                    failed,
-                )
-            case Form.CSV:
-                rows = _rows(output, errors, table)
-                if str(places.output) == "-":
-                    sys.stdout.writelines(rows)
-                else:
-                    encoded = (row.encode() for row in rows)
-                    write_whole(places.output, encoded, force=places.force)
-                return Fetched(places.output, None, done, failed)
-            case Form.FOLDER:
-                written = _write_folder(output, errors, places)
-                return Fetched(places.output, written, done, failed)
+                if errors_in is not None:
+                    write_whole(errors_in, errors, force=places.force)
+            case "csv" if to_stdout:
+                sys.stdout.writelines(result_rows(output, errors, table))
+            case "csv":
+                rows = (row.encode() for row in result_rows(output, errors, table))
+                write_whole(places.output, rows, force=places.force)
+            case "folder":
+                errors_in = _write_folder(output, errors, places)
+        return Fetched(places.output if is_written else None, errors_in, done, failed)
 
 
 @contextlib.contextmanager
@@ -661,25 +652,25 @@ def _downloaded(
         yield file, lines
 
 
-def _rows(output: BinaryIO, errors: BinaryIO, table: Table | None) -> Iterator[str]:
+def result_rows(output: BinaryIO, errors: BinaryIO, table: Table | None) -> Iterator[str]:
     """The results as the rows of a table: in the order of the input, with the columns that it had.
 
     Raises CommandFailed, if results are not of this table.
     """
     text = io.StringIO(newline="")
-    writer = csv.writer(text, lineterminator="\n")
+    writer = csv.writer(text)  # It quotes only those ends of lines that its own have.
 
     def row(cells: Iterable[str]) -> str:
         text.seek(0)
         text.truncate()
         writer.writerow(cells)
-        return text.getvalue()
+        return text.getvalue().removesuffix("\r\n") + "\n"
 
     results = heapq.merge(_lines(output), _lines(errors), key=_line_number)
     if table is None:
         yield row(["custom_id", "text", "error"])
         for line in results:
-            yield row(map(_safe_cell, (custom_id_of(line), text_of(line), error_of(line))))
+            yield row(map(safe_cell, (custom_id_of(line), text_of(line), error_of(line))))
         return
     rows, result = table.rows(), next(results, None)
     columns = next(rows).cells
@@ -689,7 +680,7 @@ def _rows(output: BinaryIO, errors: BinaryIO, table: Table | None) -> Iterator[s
         # Its own cells are as the user has them. A row that could not be a request has no result.
         cells = [*given.cells, *[""] * len(columns)][: len(columns)]
         if result is not None and not given.problem and custom_id_of(result) == given.custom_id:
-            yield row([*cells, _safe_cell(text_of(result)), _safe_cell(error_of(result))])
+            yield row([*cells, safe_cell(text_of(result)), safe_cell(error_of(result))])
             result = next(results, None)
         else:
             yield row([*cells, "", given.problem and f"was not submitted: {given.problem}"])
@@ -705,11 +696,6 @@ def _line_number(line: Mapping[str, Any]) -> int:
     """The number of the input's line that this is the result of; 0: it does not tell."""
     number = str(line.get("id")).rpartition("_")[2]
     return int(number) if number.isascii() and number.isdigit() else 0
-
-
-def _safe_cell(cell: str) -> str:
-    """A cell that no spreadsheet runs: models are told by anybody what to write."""
-    return f"'{cell}" if cell.startswith(("=", "+", "-", "@", "\t", "\r", "\n")) else cell
 
 
 def _write_folder(output: BinaryIO, errors: BinaryIO, places: ResultPlaces) -> Path | None:
@@ -760,34 +746,29 @@ def _lines(file: BinaryIO) -> Iterator[dict[str, Any]]:
 
 def custom_id_of(line: Mapping[str, Any]) -> str:
     """The line's `custom_id`; of a broken one without any, its number."""
-    if isinstance(custom_id := line.get("custom_id"), str):
-        return custom_id
-    error = line.get("error")
-    number = error.get("line") if isinstance(error, dict) else None
-    return f"line {number}" if number is not None else ""
+    match line:
+        case {"custom_id": str(custom_id)}:
+            return custom_id
+        case {"error": {"line": int(number)}}:
+            return f"line {number}"
+    return ""
 
 
 def text_of(line: Mapping[str, Any]) -> str:
     """The text that a result holds, of any endpoint; vectors as JSON."""
     response = line.get("response")
     body = response.get("body") if isinstance(response, dict) and _is_success(response) else None
-    if not isinstance(body, dict):
-        return ""
-    if isinstance(choices := body.get("choices"), list):
-        first = choices[0] if choices and isinstance(choices[0], dict) else {}
-        message = first.get("message")
-        return _plain(message.get("content") if isinstance(message, dict) else first.get("text"))
-    if isinstance(items := body.get("output"), list):
-        return "".join(
-            _plain(item.get("content"))
-            for item in items
-            if isinstance(item, dict) and item.get("type") == "message"
-        )
-    if "content" in body:
-        return _plain(body["content"])
-    if isinstance(data := body.get("data"), list):
-        vectors = [one.get("embedding") for one in data if isinstance(one, dict)]
-        return json.dumps(vectors[0] if len(vectors) == 1 else vectors)
+    match body:
+        case {"choices": [{"message": {"content": content}} | {"text": content}, *_]}:
+            return _plain(content)
+        case {"output": [*items]}:
+            own = (one for one in items if isinstance(one, dict) and one.get("type") == "message")
+            return "".join(_plain(one.get("content")) for one in own)
+        case {"content": content}:
+            return _plain(content)
+        case {"data": [*data]}:
+            vectors = [one.get("embedding") for one in data if isinstance(one, dict)]
+            return json.dumps(vectors[0] if len(vectors) == 1 else vectors)
     return ""
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import enum
 import json
 import os
 import re
@@ -13,7 +12,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple, get_args
 from urllib.parse import quote, unquote
 
 import typer
@@ -47,24 +46,9 @@ TRUST_HELP = "Its holder may name its end users by header (see identity.user_hea
 ALL_NODES = "all"  # of `--cache-nodes`: the key is kept to no pool, whatever its group says
 
 
-class PriorityChoice(enum.StrEnum):
-    """The classes, highest first."""
-
-    URGENT = "urgent"
-    PREMIUM = "premium"
-    NORMAL = "normal"
-    BATCH = "batch"
-
-
-class IsolateChoice(enum.StrEnum):
-    """Whose prompts may draw a request to a node."""
-
-    GROUP = "group"
-    KEY = "key"
-    OFF = "off"
-
-
-_CLASSES = "|".join(PriorityChoice)
+Priority = Literal["urgent", "premium", "normal", "batch"]  # the classes, highest first
+Isolation = Literal["group", "key", "off"]  # whose prompts may draw a request to a node
+CLASSES = get_args(Priority)
 
 
 def _checked_name(value: str | None) -> str | None:
@@ -106,11 +90,13 @@ def _budget(panel: Panel, meaning: str) -> Any:
 class RightFlags(FlagGroup):
     """The flags that say what a key may do; those that are not given leave it as it is."""
 
-    default_class: PriorityChoice | None = flag(
-        _CLASSES, "The class of its requests that name none; unset: normal.", name="--class"
+    default_class: Priority | None = flag(
+        "|".join(CLASSES),
+        "The class of its requests that name none; unset: normal.",
+        name="--class",
     )
-    max_class: PriorityChoice | None = flag(
-        _CLASSES, "The highest class it gets; unset: its --class."
+    max_class: Priority | None = flag(
+        "|".join(CLASSES), "The highest class it gets; unset: its --class."
     )
     model: list[str] | None = flag(
         "NAME", "A model that it may use; repeat it for more. Unset: all."
@@ -144,8 +130,8 @@ class RightFlags(FlagGroup):
         "Take the figures that tell what was cached out of its responses.",
         None,
     )
-    cache_isolate: IsolateChoice | None = _caches(
-        "|".join(IsolateChoice),
+    cache_isolate: Isolation | None = _caches(
+        "|".join(get_args(Isolation)),
         "Whose prompts may draw its requests to the node that has them cached.",
     )
     cache_nodes: str | None = _caches(
@@ -210,7 +196,7 @@ def _placed(flags: Mapping[str, Any], paths: Mapping[str, tuple[str, ...]]) -> d
         value = flags.get(name)
         if value is not None:
             fields = found.setdefault(place, {}) if inner else found
-            fields[inner[0] if inner else place] = getattr(value, "value", value)
+            fields[inner[0] if inner else place] = value
     return found
 
 
@@ -438,7 +424,7 @@ class KeyFlags(options.FlagGroup):
             standings = Standings.alone(settings, source)
             unknown = partial(_unknown_models, settings, self.nodes)
             desk = KeyDesk(settings, standings, unknown, seconds=client.OPEN_SECONDS)
-            yield KeyAccess(StoreAlone(desk))
+            yield KeyAccess(desk)
 
 
 @app.add(
@@ -505,9 +491,8 @@ def create(
 
     fields = rights.fields()
     default_class, max_class = fields.get("class"), fields.get("max_class")
-    highest = max_class or default_class or PriorityChoice.NORMAL.value
-    classes = [one.value for one in PriorityChoice]
-    if default_class is not None and classes.index(default_class) < classes.index(highest):
+    highest = max_class or default_class or "normal"
+    if default_class is not None and CLASSES.index(default_class) < CLASSES.index(highest):
         raise typer.BadParameter(f"is below --class {default_class}", param_hint="--max-class")
     if "user_limits" in fields and not fields.get("trust_user_headers"):
         raise typer.BadParameter("needs --trust-user-headers", param_hint="--user-…")
@@ -738,9 +723,7 @@ _GROUP_FIELDS = {
 class LimitFlags(FlagGroup):
     """The limits of a group; those that are not given stay as they are."""
 
-    max_class: PriorityChoice | None = flag(
-        "|".join(PriorityChoice), "The highest class of its keys' requests."
-    )
+    max_class: Priority | None = flag("|".join(CLASSES), "The highest class of its keys' requests.")
     models: str | None = flag("A,B", "Models that its keys may use, of those that each may use.")
     rpm: int | None = RightFlags.rpm
     tpm: int | None = RightFlags.tpm
@@ -967,9 +950,34 @@ class KeyAccess:
     The methods raise CommandFailed.
     """
 
-    def __init__(self, source: AdminClient | StoreAlone) -> None:
-        self.source = source
-        self.request = source.request
+    def __init__(self, source: AdminClient | KeyDesk) -> None:
+        self._source = source
+
+    def request(
+        self,
+        method: str,
+        path: str,
+        parameters: Mapping[str, str] | None = None,
+        *,
+        body: Mapping[str, Any] | None = None,
+    ) -> dict[str, Any]:
+        """As `AdminClient.request`; of a store alone with the words of the desk in errors.
+
+        It raises StoreError, too.
+        """
+        if isinstance(self._source, AdminClient):
+            return self._source.request(method, path, parameters, body=body)
+        import asyncio  # heavy for `--help`
+
+        from gateway.callers.stored_keys import KeysRefused
+        from gateway.errors import GatewayError
+
+        try:
+            return asyncio.run(_answer(self._source, method, path, parameters or {}, body or {}))
+        except GatewayError as error:
+            found = error.problems if isinstance(error, KeysRefused) else ()
+            problems = {"problems": [asdict(one) for one in found]}
+            raise GatewayRefused(error.message, error.status, problems) from None
 
     def key(self, name: str) -> dict[str, Any]:
         """Return one key; its name may hold anything, which a path can't."""
@@ -984,7 +992,7 @@ class KeyAccess:
     def path(self, name: str) -> str:
         """Return the path of a key."""
         # Of a store alone no path is parsed: it takes the name, and tells of it in errors.
-        id_ = name if isinstance(self.source, StoreAlone) else str(self.key(name)["id"])
+        id_ = str(self.key(name)["id"]) if isinstance(self._source, AdminClient) else name
         return f"/admin/keys/{quote(id_, safe='')}"
 
     def keep(self, method: str, path: str, fields: Mapping[str, Any]) -> dict[str, Any]:
@@ -997,64 +1005,38 @@ class KeyAccess:
             raise
 
 
-class StoreAlone:
-    """Answers as the admin API does, of the keys and groups of a store that this command has open.
-
-    And of the settings. It raises StoreError, too.
-    """
-
-    def __init__(self, desk: KeyDesk) -> None:
-        self._desk = desk
-
-    def request(
-        self,
-        method: str,
-        path: str,
-        parameters: Mapping[str, str] | None = None,
-        *,
-        body: Mapping[str, Any] | None = None,
-    ) -> dict[str, Any]:
-        """As `AdminClient.request`, with the words of the desk itself in errors."""
-        import asyncio  # heavy for `--help`
-
-        from gateway.callers.stored_keys import KeysRefused
-        from gateway.errors import GatewayError
-
-        try:
-            return asyncio.run(self._answer(method, path, parameters or {}, body or {}))
-        except GatewayError as error:
-            found = error.problems if isinstance(error, KeysRefused) else ()
-            problems = {"problems": [asdict(one) for one in found]}
-            raise GatewayRefused(error.message, error.status, problems) from None
-
-    async def _answer(
-        self, method: str, path: str, parameters: Mapping[str, str], body: Mapping[str, Any]
-    ) -> dict[str, Any]:
-        desk = self._desk
-        match method, *map(unquote, path.removeprefix("/admin/").split("/")):
-            case "GET", "keys" if "name" in parameters:
-                return {"keys": [await desk.show(parameters["name"])]}
-            case "GET", "keys":
-                return await desk.list(revoked="revoked" in parameters)
-            case "POST", "keys":
-                return await desk.create(body)
-            case "POST", "keys", "import":
-                return await desk.import_keys(body["keys"])
-            case "POST", "keys", name, "rotate":
-                return await desk.rotate(name, body)
-            case "PATCH", "keys", name:
-                changed = await desk.change(name, body)
-                # Only of what this change names: of others were warned before.
-                return changed if {"models", "group"} & body.keys() else {**changed, "warnings": ()}
-            case "DELETE", "keys", name:
-                return await desk.revoke(name)
-            case "GET", "groups":
-                return await desk.list_groups()
-            case "PUT", "groups", name:
-                return await desk.put_group(name, body)
-            case "DELETE", "groups", name:
-                return await desk.remove_group(name)
-        raise AssertionError(method, path)
+async def _answer(
+    desk: KeyDesk,
+    method: str,
+    path: str,
+    parameters: Mapping[str, str],
+    body: Mapping[str, Any],
+) -> dict[str, Any]:
+    """Answer as the admin API does, of the settings and of the store that this command has open."""
+    match method, *map(unquote, path.removeprefix("/admin/").split("/")):
+        case "GET", "keys" if "name" in parameters:
+            return {"keys": [await desk.show(parameters["name"])]}
+        case "GET", "keys":
+            return await desk.list(revoked="revoked" in parameters)
+        case "POST", "keys":
+            return await desk.create(body)
+        case "POST", "keys", "import":
+            return await desk.import_keys(body["keys"])
+        case "POST", "keys", name, "rotate":
+            return await desk.rotate(name, body)
+        case "PATCH", "keys", name:
+            changed = await desk.change(name, body)
+            # Only of what this change names: of others were warned before.
+            return changed if {"models", "group"} & body.keys() else {**changed, "warnings": ()}
+        case "DELETE", "keys", name:
+            return await desk.revoke(name)
+        case "GET", "groups":
+            return await desk.list_groups()
+        case "PUT", "groups", name:
+            return await desk.put_group(name, body)
+        case "DELETE", "groups", name:
+            return await desk.remove_group(name)
+    raise AssertionError(method, path)
 
 
 def _unknown_models(settings: Settings, nodes: Path, specs: Sequence[KeySpec]) -> Sequence[str]:

@@ -361,16 +361,11 @@ def list_cache(as_json: bool = options.JSON) -> None:
     folder = cache_folder()
     entries = cache_contents(folder)
     total = sum(entry.size for entry in entries)
-    if as_json:
-        terminal.print_json(
-            {"folder": str(folder), "bytes": total, "entries": [_as_dict(one) for one in entries]}
-        )
-        return
-    if not entries:
-        terminal.print_note(f"{folder}: the cache is empty")
-        return
-    terminal.print_rows(map(_row, entries))
-    terminal.print_note(f"{_size(total)} in {folder}")
+    told = {"folder": str(folder), "bytes": total, "entries": [_as_dict(one) for one in entries]}
+    nothing = f"{folder}: the cache is empty"
+    terminal.print_listing(told, map(_row, entries), nothing, as_json=as_json)
+    if entries and not as_json:
+        terminal.print_note(f"{_size(total)} in {folder}")
 
 
 @cache.add(

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import enum
 import sys
 import time
 from collections.abc import Iterable, Mapping
 from contextlib import suppress
-from typing import Any
+from typing import Any, Literal, get_args
 from urllib.parse import quote
 
 import typer
@@ -42,15 +41,7 @@ SERVING_STATES = frozenset(
     {*("ready", "degraded", "mute", "sleeping", "loading", "starting"), "unloaded", "unloading"}
 )
 _NOT_ANSWERING = frozenset({"down", "loading", "mute"})
-
-
-class NodeAction(enum.StrEnum):
-    """The actions of the command."""
-
-    LIST = "list"
-    DRAIN = "drain"
-    RESUME = "resume"
-    PROBE = "probe"
+NodeAction = Literal["list", "drain", "resume", "probe"]
 
 
 class NodeSelection(options.FlagGroup):
@@ -111,7 +102,7 @@ def _read_labels(texts: Iterable[str]) -> list[tuple[str, str]]:
 
 def nodes(
     *,
-    action: NodeAction = argument("|".join(NodeAction), "What to do.", NodeAction.LIST),
+    action: NodeAction = argument("|".join(get_args(NodeAction)), "What to do.", "list"),
     selection: NodeSelection,
     dry_run: bool = flag.switch("--dry-run", "Only show the nodes that it would touch."),
     yes: bool = flag.switch(
@@ -133,20 +124,20 @@ def nodes(
     A drained node gets no new requests and finishes those that it has; it stays drained, over
     restarts of the gateway too, until it is resumed.
     """
-    listing = action is NodeAction.LIST
+    listing = action == "list"
     names, is_empty = selection.names, not (selection.names or selection.is_filter)
     if listing and names:
         raise typer.BadParameter("list takes no node's name", param_hint="NAME")
     if not listing and is_empty:
         raise typer.BadParameter(
-            f"{action.value} needs the name of a node, --host, --label or --all-but",
+            f"{action} needs the name of a node, --host, --label or --all-but",
             param_hint="NAME",
         )
     if names and selection.is_filter:
         raise typer.BadParameter(
             "name the nodes, or choose them by --host, --label and --all-but", param_hint="NAME"
         )
-    if action is not NodeAction.DRAIN and (wait or deadline is not None):
+    if action != "drain" and (wait or deadline is not None):
         raise typer.BadParameter("only a drain has it", param_hint="--wait, --deadline")
     parameters = {} if deadline is None else {"deadline": deadline}
     longest = timeout if wait else None
@@ -163,7 +154,7 @@ def nodes(
                 _list(chosen, as_json=as_json)
             if dry_run:
                 return
-            if action is NodeAction.DRAIN and not yes:
+            if action == "drain" and not yes:
                 _confirm(models_left_without(chosen, everything))
             _act_on_all(admin, chosen, action, parameters, longest, as_json=as_json)
         else:
@@ -180,12 +171,12 @@ def _act(
     as_json: bool,
 ) -> None:
     """Do it to one node; `wait`: most seconds until a drained node is idle, None: do not wait."""
-    admin.node_action(name, action.value, **parameters)
+    admin.node_action(name, action, **parameters)
     node = admin.node(name)
     if wait is not None:
         node = _wait(admin, node, wait)
     terminal.print_answer(node, f"{format_cell(name)}: {_summary(node)}", as_json=as_json)
-    if action is NodeAction.PROBE and node.get("state") in _NOT_ANSWERING:
+    if action == "probe" and node.get("state") in _NOT_ANSWERING:
         raise typer.Exit(1)
 
 
@@ -218,7 +209,7 @@ def _act_on_all(
     failed: dict[str, str] = {}
     for name in [str(node.get("name")) for node in chosen]:
         try:
-            admin.node_action(name, action.value, **parameters)
+            admin.node_action(name, action, **parameters)
             node = admin.node(name)
         except NoGateway:
             left = len(chosen) - len(done) - len(failed)
@@ -227,7 +218,7 @@ def _act_on_all(
         except CommandFailed as error:
             failed[name] = str(error)
             continue
-        if action is NodeAction.PROBE and node.get("state") in _NOT_ANSWERING:
+        if action == "probe" and node.get("state") in _NOT_ANSWERING:
             failed[name] = f"it does not answer: {_summary(node)}"
         done.append(node)
         if not as_json and wait is None:
@@ -403,26 +394,14 @@ MODELS_EXAMPLES = examples_epilog(
     ("llama-gateway models --json | jq -r '.models[] | select(.paused) | .name'", "for scripts"),
 )
 
-
-class ModelAction(enum.StrEnum):
-    """The actions of the command."""
-
-    LIST = "list"
-    PAUSE = "pause"
-    RESUME = "resume"
-    LOAD = "load"
-    UNLOAD = "unload"
-    PIN = "pin"
-    UNPIN = "unpin"
-
-
+ModelAction = Literal["list", "pause", "resume", "load", "unload", "pin", "unpin"]
 # Those about one node; the others are about a name.
-_ORDERS = frozenset({ModelAction.LOAD, ModelAction.UNLOAD, ModelAction.PIN, ModelAction.UNPIN})
+_ORDERS = frozenset({"load", "unload", "pin", "unpin"})
 
 
 def models(
     *,
-    action: ModelAction = argument("|".join(ModelAction), "What to do.", ModelAction.LIST),
+    action: ModelAction = argument("|".join(get_args(ModelAction)), "What to do.", "list"),
     name: str | None = argument("NAME", "The public name; needed for all but list.", None),
     node: str | None = argument(
         "NODE", "The router; needed for load, unload, pin and unpin.", None
@@ -441,12 +420,12 @@ def models(
     to unload one lets its requests end first; it is loaded again when requests wait for it. One
     that is pinned to a node is always loaded there; a pin lasts over restarts, until unpin.
     """
-    if (name is None) != (action is ModelAction.LIST):
-        need = "takes no model's name" if action is ModelAction.LIST else "needs a model's name"
-        raise typer.BadParameter(f"{action.value} {need}", param_hint="NAME")
+    if (name is None) != (action == "list"):
+        need = "takes no model's name" if action == "list" else "needs a model's name"
+        raise typer.BadParameter(f"{action} {need}", param_hint="NAME")
     if (node is None) == (action in _ORDERS):
         need = "needs a router's name" if action in _ORDERS else "takes no node's name"
-        raise typer.BadParameter(f"{action.value} {need}", param_hint="NODE")
+        raise typer.BadParameter(f"{action} {need}", param_hint="NODE")
     with gateway.connect() as admin:
         if name is None:
             found = admin.request("GET", "/admin/models")
@@ -454,10 +433,10 @@ def models(
             _list_models(found, as_json=as_json)
             return
         if action in _ORDERS:
-            order = {"order": action.value, "model": name, "node": node}
+            order = {"order": action, "model": name, "node": node}
             model = admin.request("POST", "/admin/placements", body=order)
         else:
-            model = admin.request("POST", f"/admin/models/{quote(name, safe='')}/{action.value}")
+            model = admin.request("POST", f"/admin/models/{quote(name, safe='')}/{action}")
     if as_json:
         terminal.print_json(model)
         return
@@ -466,7 +445,7 @@ def models(
         print(f"{format_cell(model.get('name'))}: {state}; {format_cell(model.get('reason'))}")
         return
     print(f"{format_cell(name)}: {_state_of(model)}")
-    if action is ModelAction.RESUME and model.get("paused"):
+    if action == "resume" and model.get("paused"):
         terminal.print_note("note: every model that it stands for is paused: resume one of them")
 
 

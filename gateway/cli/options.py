@@ -5,7 +5,6 @@ A flag beats the environment, which beats the file.
 
 from __future__ import annotations
 
-import enum
 import functools
 import importlib.util
 import inspect
@@ -138,32 +137,19 @@ RETRY_FOR = _gateway(
 JSON = flag.switch("--json", "Write JSON, for scripts.")
 
 
-class Form(enum.StrEnum):
-    """Forms of a batch's input, and of its results."""
-
-    JSONL = "jsonl"
-    CSV = "csv"
-    FOLDER = "folder"
-
-
+Form = Literal["jsonl", "csv", "folder"]  # of a batch's input, and of its results
 _prompts, _tables = Panel("Prompts from a table or a folder"), Panel("Tables")
 ID_COLUMN = _tables("NAME", "Column with each row's custom_id.", show_default="row-1, row-2 and on")
 DELIMITER = _tables("CHARACTER", "What separates columns.", show_default="a comma; a tab for .tsv")
 
 
-class StartKind(enum.StrEnum):
-    """What a simulated gateway knows of the nodes' speeds when it starts."""
-
-    COLD = "cold"
-    WARM = "warm"
-
-
+StartKind = Literal["cold", "warm"]  # what a simulated gateway knows of the nodes' speeds
 START = flag(
     None,
     "What the gateway knows of the nodes' speeds. cold: nothing; it calibrates idle nodes, "
     "a few seconds each, and explores the others. warm: all, as after a restart that kept "
     "what was learnt.",
-    StartKind.COLD,
+    "cold",
 )
 _KEYWORD = inspect.Parameter.KEYWORD_ONLY
 

@@ -23,7 +23,7 @@ from gateway.cli.terminal import (
 )
 
 if TYPE_CHECKING:
-    from gateway.callers.reports import LedgerReport
+    from gateway.callers.reports import LedgerReport, ReportQuery
     from gateway.store.store import Store
 
 REPORT_TIMEOUT = 90.0  # seconds; longer than a gateway takes for a report at most
@@ -75,7 +75,7 @@ def usage(
     report, table = dict[str, Any](), ""
     with stored.open() as source:
         if not isinstance(source, AdminClient):
-            read = _read(source, asked, stored)
+            read = _read(source, query, stored)
             report, table = read.to_json(), read.to_csv()
         elif as_csv:
             given["format"] = "csv"
@@ -95,10 +95,10 @@ def usage(
         print_note(f"no request ended since {time_text(query.since)} (until {until or 'now'})")
 
 
-def _read(store: Store, asked: dict[str, str | None], stored: StoreFlags) -> LedgerReport:
-    from gateway.callers.reports import ReportInterrupted, ReportReader, parse_query
+def _read(store: Store, query: ReportQuery, stored: StoreFlags) -> LedgerReport:
+    from gateway.callers.reports import ReportInterrupted, ReportReader
 
-    reader = ReportReader(parse_query(time.time(), **asked))
+    reader = ReportReader(query)
     with checked_query(), failing_by(ReportInterrupted):
         while not store.run_now(reader.step, write=False):
             pass

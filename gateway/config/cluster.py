@@ -7,7 +7,7 @@ import socket
 from typing import Annotated, NamedTuple
 from urllib.parse import urlsplit
 
-from pydantic import BeforeValidator, Field
+from pydantic import Field
 
 from gateway.config.fields import (
     ConfigModel,
@@ -17,7 +17,7 @@ from gateway.config.fields import (
     TypeLabel,
     is_host,
     matching,
-    validation_error,
+    read_by,
 )
 from gateway.config.listeners import TlsFiles
 
@@ -46,30 +46,27 @@ def parse_address(text: str) -> Address:
     return found
 
 
-def _address(value: object) -> object:
-    try:
-        return str(parse_address(value)) if isinstance(value, str) else parse_address("")
-    except ValueError:
-        raise validation_error(
-            "must be an address with a port", "such as 10.0.0.1:8090 or [fd00::1]:8090"
-        ) from None
-
-
-def _reached(value: object) -> object:
-    text = _address(value)
-    if parse_address(str(text)).host in _WILDCARDS:
-        raise validation_error(
-            "must be an address by which others reach this member", "0.0.0.0 and :: are none"
-        )
-    return text
-
-
-_AddressText = Annotated[str, BeforeValidator(_address), TypeLabel("HOST:PORT")]
+_READ_ADDRESS = read_by(
+    lambda value: str(parse_address(str(value))),
+    "must be an address with a port",
+    "such as 10.0.0.1:8090 or [fd00::1]:8090",
+)
+_AddressText = Annotated[str, _READ_ADDRESS, TypeLabel("HOST:PORT")]
+_ReachedAddress = Annotated[
+    str,
+    matching(
+        lambda text: parse_address(text).host not in _WILDCARDS,
+        "must be an address by which others reach this member",
+        "0.0.0.0 and :: are none",
+    ),
+    _READ_ADDRESS,  # the last one reads first
+    TypeLabel("HOST:PORT"),
+]
 
 Name = Annotated[
     str,
     matching(
-        _NAME,
+        _NAME.fullmatch,
         "must be a name of letters, digits, '.', '_' and '-'",
         "at most 63 characters, the first and the last a letter or a digit",
     ),
@@ -94,7 +91,7 @@ class ClusterSettings(ConfigModel):
     name."""
     listen: _AddressText
     """Address for the other members, over TLS."""
-    advertise: Annotated[str, BeforeValidator(_reached), TypeLabel("HOST:PORT")] | None = None
+    advertise: _ReachedAddress | None = None
     """Address by which the others reach this member. Unset: `listen`, with the host's name in place
     of `0.0.0.0` or `::`."""
     allow: Networks = ()

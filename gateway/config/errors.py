@@ -74,3 +74,11 @@ def escape_json(text: str) -> str:
     return "".join(
         char if char.isprintable() or char == "\n" else json.dumps(char)[1:-1] for char in text
     )
+
+
+_FORMULA_STARTS = tuple("=+-@\t\r\n＝＋－＠")  # noqa: RUF001 - some read the wide ones, too
+
+
+def safe_cell(text: str) -> str:
+    """A cell that no spreadsheet takes for a formula: clients and models choose what is in it."""
+    return f"'{text}" if text.lstrip(" ").startswith(_FORMULA_STARTS) else text

@@ -8,7 +8,7 @@ import ipaddress
 import math
 import re
 import sys
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from functools import cache
@@ -127,15 +127,27 @@ def validation_error(message: str, remedy: str = "", key: str = "") -> PydanticC
     return PydanticCustomError("config", "{message}", context)
 
 
-def matching(form: re.Pattern[str], message: str, remedy: str = "") -> BeforeValidator:
+def matching(form: Callable[[str], object], message: str, remedy: str = "") -> BeforeValidator:
     """Check that a text has this form. It is never shown: a key may have been pasted here."""
 
     def check(value: object) -> object:
-        if isinstance(value, str) and not form.fullmatch(value):
+        if isinstance(value, str) and not form(value):
             raise validation_error(message, remedy)
         return value
 
     return BeforeValidator(check)
+
+
+def read_by(parse: Callable[[object], object], message: str, remedy: str) -> BeforeValidator:
+    """Read a value by a function that raises ValueError for what can't be read."""
+
+    def read(value: object) -> object:
+        try:
+            return parse(value)
+        except ValueError:
+            raise validation_error(message, remedy) from None
+
+    return BeforeValidator(read)
 
 
 def instead_of(other: str, remedy: str = "keep one of the two") -> AfterValidator:
@@ -170,28 +182,9 @@ def _number(value: object) -> object:
     return value
 
 
-def _duration(value: object) -> float:
-    try:
-        return parse_duration(value)
-    except ValueError:
-        raise validation_error(
-            "must be a duration", 'seconds such as 30 or 0.5, or "30s", "5m", "1h"'
-        ) from None
-
-
-def _switchable_duration(value: object) -> float:
-    if value is False or (isinstance(value, str) and value.lower() in {"off", "no", "false"}):
-        return 0.0
-    return _duration(value)
-
-
-def _size(value: object) -> int:
-    try:
-        return parse_size(value)
-    except ValueError:
-        raise validation_error(
-            "must be a number of bytes", 'such as 65536, "64KiB", "500kB" or "1GiB"'
-        ) from None
+def _off_is_zero(value: object) -> object:
+    is_off = value is False or (isinstance(value, str) and value.lower() in {"off", "no", "false"})
+    return 0.0 if is_off else value
 
 
 def as_list(value: object) -> object:
@@ -236,15 +229,6 @@ def _folder(value: object, info: ValidationInfo) -> object:
     if is_other:
         raise validation_error("is a file", "name a folder; it is made where there is none")
     return path
-
-
-def _timestamp(value: object) -> datetime:
-    try:
-        return parse_timestamp(value)
-    except ValueError:
-        raise validation_error(
-            "must be a time", "such as 2027-01-31 (its beginning, in UTC) or 2027-01-31T18:00:00Z"
-        ) from None
 
 
 def _network(value: object) -> object:
@@ -298,14 +282,6 @@ def bracketed_ipv6(netloc: str) -> str:
     if port.isdecimal() and LEAST_USUAL_PORT <= int(port[:6]) <= 65535 and is_host(host):
         return f"[{host}]:{port}"
     return f"[{netloc}]" if is_host(netloc) else ""
-
-
-def _host(value: object) -> object:
-    if isinstance(value, str) and not is_host(value):
-        raise validation_error(
-            "must be a host name or an IP address", "without a scheme, a path or a port"
-        )
-    return value
 
 
 _URL_EXAMPLE = "such as http://10.0.0.11:8080"
@@ -382,170 +358,6 @@ def check_json_value(value: object) -> object:
             for item in value:
                 check_json_value(item)
     return value
-
-
-_DURATION_SCHEMA = {
-    "anyOf": [
-        {"type": "number", "minimum": 0},
-        {"type": "string", "pattern": r"^\s*([0-9.]+\s*(ms|s|m|h|d)\s*)+$"},
-    ]
-}
-
-_SWITCHABLE_SCHEMA = {"anyOf": [*_DURATION_SCHEMA["anyOf"], {"enum": ["off", False]}]}
-
-_SIZE_SCHEMA = {
-    "anyOf": [
-        {"type": "integer", "minimum": 1},
-        {"type": "string", "pattern": r"^\s*[0-9.]+\s*([kKmMgGtT][iI]?)?[bB]\s*$"},
-    ]
-}
-
-Listed = Annotated[tuple[T, ...], BeforeValidator(as_list)]
-"""A list; a single text stands for a list of one."""
-
-PriorityName = Literal["urgent", "premium", "normal", "batch"]
-
-NonEmptyText = Annotated[str, Field(min_length=1, max_length=1024), TypeLabel("text")]
-
-Host = Annotated[str, BeforeValidator(_host), TypeLabel("host name or address")]
-
-_Whole = Annotated[int, BeforeValidator(_number), TypeLabel("number")]
-
-Port = Annotated[_Whole, Field(ge=0, le=65535), TypeLabel("port")]
-
-Count = Annotated[_Whole, Field(ge=1, le=1_000_000_000)]
-
-CountOrZero = Annotated[_Whole, Field(ge=0, le=1_000_000_000)]
-
-_Number = Annotated[float, BeforeValidator(_number), Field(allow_inf_nan=False)]
-
-Money = Annotated[_Number, Field(ge=0, le=1e9), TypeLabel("amount", "currency")]
-
-Fraction = Annotated[_Number, Field(ge=0, le=1), TypeLabel("share, 0 to 1")]
-
-Factor = Annotated[_Number, Field(gt=0, le=1e6), TypeLabel("factor")]
-
-_Duration = Annotated[
-    float, BeforeValidator(_duration), WithJsonSchema(_DURATION_SCHEMA), TypeLabel("duration", "s")
-]
-
-Seconds = Annotated[_Duration, Field(gt=0, le=LONGEST_DURATION)]
-
-SecondsOrZero = Annotated[_Duration, Field(ge=0, le=LONGEST_DURATION)]
-
-KeptSeconds = Annotated[_Duration, Field(gt=0, le=LONGEST_KEPT)]
-
-SecondsOrOff = Annotated[
-    float,
-    Field(ge=0, le=LONGEST_DURATION),
-    BeforeValidator(_switchable_duration),
-    WithJsonSchema(_SWITCHABLE_SCHEMA),
-    TypeLabel("duration or `off`", "s"),
-]
-
-
-Timestamp = Annotated[
-    datetime,
-    BeforeValidator(_timestamp),
-    WithJsonSchema({"type": "string", "format": "date-time"}),
-    TypeLabel("time"),
-]
-
-_Size = Annotated[
-    int, BeforeValidator(_size), WithJsonSchema(_SIZE_SCHEMA), TypeLabel("size", "bytes")
-]
-
-ByteCount = Annotated[_Size, Field(ge=1, le=LARGEST_SIZE)]
-
-MemorySize = Annotated[_Size, Field(ge=1, le=LARGEST_MEMORY)]
-
-ExistingFile = Annotated[
-    Path,
-    BeforeValidator(existing_file),
-    WithJsonSchema({"type": "string"}),
-    TypeLabel("path of a file"),
-]
-
-FolderPath = Annotated[
-    Path,
-    BeforeValidator(_folder),
-    WithJsonSchema({"type": "string"}),
-    TypeLabel("path of a folder"),
-]
-
-Network = Annotated[
-    ipaddress.IPv4Network | ipaddress.IPv6Network,
-    BeforeValidator(_network),
-    WithJsonSchema({"type": "string"}),
-    TypeLabel("network"),
-]
-
-Networks = Annotated[Listed[Network], TypeLabel("list of networks")]
-
-EnvVarName = Annotated[
-    str,
-    matching(
-        _VARIABLE,
-        "must be the name of an environment variable",
-        "the name such as NODE_KEY, not the key",
-    ),
-    TypeLabel("name of a variable"),
-]
-
-Lowercased = BeforeValidator(_lower)
-
-LowercasedOrOff = BeforeValidator(_lower_or_off)
-
-JsonMap = Mapping[str, Annotated[Any, BeforeValidator(check_json_value)]]
-
-LONGEST_SECRET = 16384
-
-
-def secret_from_variable(variable: str, env: Mapping[str, str], key: str = "api_key_env") -> str:
-    """Read a secret from the environment; raises a validation error that never shows it.
-
-    `key`: the key of the file that names the variable.
-    """
-    return _checked_secret(text_of_variable(variable, env, key), f"the variable {variable}", key)
-
-
-def secret_from_file(path: Path, key: str = "api_key_file") -> str:
-    """Read a secret from a file, without the white space around it; raises a validation error."""
-    return _checked_secret(text_of_file(path, key), "the file", key)
-
-
-def text_of_variable(variable: str, env: Mapping[str, str], key: str) -> str:
-    """The value of a variable that holds secrets; raises a validation error that blames `key`."""
-    if variable not in env:
-        raise validation_error(
-            f"the variable {variable} is not set", "set it where the gateway is started", key
-        )
-    return env[variable]
-
-
-def text_of_file(path: Path, key: str) -> str:
-    """The first 16 KiB of a file that holds secrets, each byte as one character of Latin-1.
-
-    What is not ASCII is refused by those who check it. Raises a validation error that blames `key`.
-    """
-    try:
-        with path.open("rb") as file:
-            return file.read(LONGEST_SECRET + 1).decode("latin-1")
-    except OSError as error:
-        raise validation_error(
-            f"can't be read: {error.strerror}", "the gateway's user must be allowed to read it", key
-        ) from None
-
-
-def _checked_secret(text: str, source: str, key: str) -> str:
-    secret = text.strip()
-    if not secret:
-        raise validation_error(f"{source} is empty", "put the node's key there", key)
-    if len(secret) >= LONGEST_SECRET or not (secret.isascii() and secret.isprintable()):
-        raise validation_error(
-            f"{source} holds no key", "a key is one line of printable ASCII characters", key
-        )
-    return secret
 
 
 _DURATION = re.compile(r"(?:(?:\d+(?:\.\d*)?|\.\d+)\s*(?:ms|s|m|h|d)\s*)+")
@@ -654,3 +466,203 @@ def _finite(value: float) -> float:
     if not math.isfinite(number):
         raise ValueError("not finite")
     return number
+
+
+_DURATION_SCHEMA = {
+    "anyOf": [
+        {"type": "number", "minimum": 0},
+        {"type": "string", "pattern": r"^\s*([0-9.]+\s*(ms|s|m|h|d)\s*)+$"},
+    ]
+}
+
+_SWITCHABLE_SCHEMA = {"anyOf": [*_DURATION_SCHEMA["anyOf"], {"enum": ["off", False]}]}
+
+_SIZE_SCHEMA = {
+    "anyOf": [
+        {"type": "integer", "minimum": 1},
+        {"type": "string", "pattern": r"^\s*[0-9.]+\s*([kKmMgGtT][iI]?)?[bB]\s*$"},
+    ]
+}
+
+Listed = Annotated[tuple[T, ...], BeforeValidator(as_list)]
+"""A list; a single text stands for a list of one."""
+
+PriorityName = Literal["urgent", "premium", "normal", "batch"]
+
+NonEmptyText = Annotated[str, Field(min_length=1, max_length=1024), TypeLabel("text")]
+
+Host = Annotated[
+    str,
+    matching(is_host, "must be a host name or an IP address", "without a scheme, a path or a port"),
+    TypeLabel("host name or address"),
+]
+
+_Whole = Annotated[int, BeforeValidator(_number), TypeLabel("number")]
+
+Port = Annotated[_Whole, Field(ge=0, le=65535), TypeLabel("port")]
+
+Count = Annotated[_Whole, Field(ge=1, le=1_000_000_000)]
+
+CountOrZero = Annotated[_Whole, Field(ge=0, le=1_000_000_000)]
+
+_Number = Annotated[float, BeforeValidator(_number), Field(allow_inf_nan=False)]
+
+Money = Annotated[_Number, Field(ge=0, le=1e9), TypeLabel("amount", "currency")]
+
+Fraction = Annotated[_Number, Field(ge=0, le=1), TypeLabel("share, 0 to 1")]
+
+Factor = Annotated[_Number, Field(gt=0, le=1e6), TypeLabel("factor")]
+
+_READ_DURATION = read_by(
+    parse_duration, "must be a duration", 'seconds such as 30 or 0.5, or "30s", "5m", "1h"'
+)
+
+_Duration = Annotated[
+    float, _READ_DURATION, WithJsonSchema(_DURATION_SCHEMA), TypeLabel("duration", "s")
+]
+
+Seconds = Annotated[_Duration, Field(gt=0, le=LONGEST_DURATION)]
+
+SecondsOrZero = Annotated[_Duration, Field(ge=0, le=LONGEST_DURATION)]
+
+KeptSeconds = Annotated[_Duration, Field(gt=0, le=LONGEST_KEPT)]
+
+SecondsOrOff = Annotated[
+    float,
+    Field(ge=0, le=LONGEST_DURATION),
+    _READ_DURATION,
+    BeforeValidator(_off_is_zero),
+    WithJsonSchema(_SWITCHABLE_SCHEMA),
+    TypeLabel("duration or `off`", "s"),
+]
+
+
+Timestamp = Annotated[
+    datetime,
+    read_by(
+        parse_timestamp,
+        "must be a time",
+        "such as 2027-01-31 (its beginning, in UTC) or 2027-01-31T18:00:00Z",
+    ),
+    WithJsonSchema({"type": "string", "format": "date-time"}),
+    TypeLabel("time"),
+]
+
+_Size = Annotated[
+    int,
+    read_by(parse_size, "must be a number of bytes", 'such as 65536, "64KiB", "500kB" or "1GiB"'),
+    WithJsonSchema(_SIZE_SCHEMA),
+    TypeLabel("size", "bytes"),
+]
+
+ByteCount = Annotated[_Size, Field(ge=1, le=LARGEST_SIZE)]
+
+MemorySize = Annotated[_Size, Field(ge=1, le=LARGEST_MEMORY)]
+
+ExistingFile = Annotated[
+    Path,
+    BeforeValidator(existing_file),
+    WithJsonSchema({"type": "string"}),
+    TypeLabel("path of a file"),
+]
+
+FolderPath = Annotated[
+    Path,
+    BeforeValidator(_folder),
+    WithJsonSchema({"type": "string"}),
+    TypeLabel("path of a folder"),
+]
+
+Network = Annotated[
+    ipaddress.IPv4Network | ipaddress.IPv6Network,
+    BeforeValidator(_network),
+    WithJsonSchema({"type": "string"}),
+    TypeLabel("network"),
+]
+
+Networks = Annotated[Listed[Network], TypeLabel("list of networks")]
+
+EnvVarName = Annotated[
+    str,
+    matching(
+        _VARIABLE.fullmatch,
+        "must be the name of an environment variable",
+        "the name such as NODE_KEY, not the key",
+    ),
+    TypeLabel("name of a variable"),
+]
+
+Lowercased = BeforeValidator(_lower)
+
+LowercasedOrOff = BeforeValidator(_lower_or_off)
+
+JsonMap = Mapping[str, Annotated[Any, BeforeValidator(check_json_value)]]
+
+LONGEST_SECRET = 16384
+
+
+def secret_from_variable(variable: str, env: Mapping[str, str], key: str) -> str:
+    """Read a secret from the environment; raises a validation error that never shows it.
+
+    `key`: the key of the file that names the variable.
+    """
+    return _checked_secret(text_of_variable(variable, env, key), f"the variable {variable}", key)
+
+
+def secret_from_file(path: Path, key: str) -> str:
+    """Read a secret from a file, without the white space around it; raises a validation error."""
+    return _checked_secret(text_of_file(path, key), "the file", key)
+
+
+def resolved_secret(given: object, info: ValidationInfo, what: str, stem: str) -> object:
+    """The secret that `{stem}_env` or `{stem}_file` names, for a field that no file may have.
+
+    `what`: the secret's name in errors. Built in code, the field stays as it is given.
+    """
+    env = (info.context or {}).get("env")
+    if env is None:
+        return given
+    variable, file = f"{stem}_env", f"{stem}_file"
+    if given is not None:
+        raise validation_error(
+            f"{what} must not stand in this file", f"name it by {variable} or {file}"
+        )
+    if name := info.data.get(variable):
+        return secret_from_variable(name, env, variable)
+    if path := info.data.get(file):
+        return secret_from_file(path, file)
+    return None
+
+
+def text_of_variable(variable: str, env: Mapping[str, str], key: str) -> str:
+    """The value of a variable that holds secrets; raises a validation error that blames `key`."""
+    if variable not in env:
+        raise validation_error(
+            f"the variable {variable} is not set", "set it where the gateway is started", key
+        )
+    return env[variable]
+
+
+def text_of_file(path: Path, key: str) -> str:
+    """The first 16 KiB of a file that holds secrets, each byte as one character of Latin-1.
+
+    What is not ASCII is refused by those who check it. Raises a validation error that blames `key`.
+    """
+    try:
+        with path.open("rb") as file:
+            return file.read(LONGEST_SECRET + 1).decode("latin-1")
+    except OSError as error:
+        raise validation_error(
+            f"can't be read: {error.strerror}", "the gateway's user must be allowed to read it", key
+        ) from None
+
+
+def _checked_secret(text: str, source: str, key: str) -> str:
+    secret = text.strip()
+    if not secret:
+        raise validation_error(f"{source} is empty", "put the node's key there", key)
+    if len(secret) >= LONGEST_SECRET or not (secret.isascii() and secret.isprintable()):
+        raise validation_error(
+            f"{source} holds no key", "a key is one line of printable ASCII characters", key
+        )
+    return secret

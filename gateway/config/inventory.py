@@ -183,7 +183,7 @@ class NodeSpec(ConfigModel):
     name: Annotated[
         str,
         fields.matching(
-            re.compile(rf"(?!\.{{1,2}}$){_NAME}"),
+            re.compile(rf"(?!\.{{1,2}}$){_NAME}").fullmatch,
             "must be 1 to 128 letters, digits, '.', '_' or '-'",
             "such as epyc-a-numa0",
         ),
@@ -397,18 +397,7 @@ class NodeSpec(ConfigModel):
     @field_validator("api_key", mode="before")
     @classmethod
     def _resolve_the_key(cls, key: object, info: ValidationInfo) -> object:
-        env = (info.context or {}).get("env")
-        if env is None:
-            return key
-        if key is not None:
-            raise fields.validation_error(
-                "a key must not stand in this file", "name it by api_key_env or api_key_file"
-            )
-        if variable := info.data.get("api_key_env"):
-            return fields.secret_from_variable(variable, env)
-        if path := info.data.get("api_key_file"):
-            return fields.secret_from_file(path)
-        return None
+        return fields.resolved_secret(key, info, "a key", "api_key")
 
 
 def host_memory(specs: Iterable[NodeSpec]) -> dict[str, int]:

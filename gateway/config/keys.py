@@ -153,7 +153,7 @@ GROUP_NAME = re.compile(r"[A-Za-z0-9._-]{1,64}")
 
 GroupName = Annotated[
     str,
-    matching(GROUP_NAME, "must be 1 to 64 letters, digits, '.', '_' or '-'"),
+    matching(GROUP_NAME.fullmatch, "must be 1 to 64 letters, digits, '.', '_' or '-'"),
     Field(json_schema_extra={"pattern": f"^{GROUP_NAME.pattern}$"}),
     TypeLabel("name"),
 ]
@@ -224,27 +224,6 @@ KEY_ID = re.compile(r"[A-Za-z0-9.-]{1,64}")
 SHA256 = re.compile(r"[0-9a-fA-F]{64}")
 
 
-def check_key_id(value: object) -> object:
-    """The public id of a key. Raises: PydanticCustomError."""
-    if isinstance(value, str) and not KEY_ID.fullmatch(value):
-        raise validation_error(
-            "must be 1 to 64 letters, digits, '.' or '-'", "the part between lg_ and _ of the key"
-        )
-    return value
-
-
-def check_sha256(value: object) -> object:
-    """The SHA-256 of a secret, in lower case. Raises: PydanticCustomError."""
-    # Never shown: the key itself may have been pasted here.
-    if isinstance(value, str):
-        if not SHA256.fullmatch(value):
-            raise validation_error(
-                "must be 64 hexadecimal digits", "`llama-gateway keys hash` makes them"
-            )
-        return value.lower()
-    return value
-
-
 def check_unique(keys: Iterable[object], attribute: str) -> None:
     """Check that no two keys have the same one, but for empty ones. Raises: PydanticCustomError."""
     seen: set[str] = set()
@@ -256,9 +235,23 @@ def check_unique(keys: Iterable[object], attribute: str) -> None:
         seen.add(word)
 
 
+KeyId = Annotated[
+    str,
+    matching(
+        KEY_ID.fullmatch,
+        "must be 1 to 64 letters, digits, '.' or '-'",
+        "the part between lg_ and _ of the key",
+    ),
+    Field(json_schema_extra={"pattern": f"^{KEY_ID.pattern}$"}),
+    TypeLabel("text"),
+]
+
 KeyHash = Annotated[
     str,
-    BeforeValidator(check_sha256),
+    matching(
+        SHA256.fullmatch, "must be 64 hexadecimal digits", "`llama-gateway keys hash` makes them"
+    ),
+    Lowercased,
     Field(
         description="SHA-256 of the secret, as `llama-gateway keys hash` prints it.",
         json_schema_extra={"pattern": f"^{SHA256.pattern}$"},
@@ -271,12 +264,7 @@ KeyHash = Annotated[
 class KeySpec(ConfigModel):
     """One API key: a public id and the SHA-256 of its secret."""
 
-    id: Annotated[
-        str,
-        BeforeValidator(check_key_id),
-        Field(json_schema_extra={"pattern": f"^{KEY_ID.pattern}$"}),
-        TypeLabel("text"),
-    ]
+    id: KeyId
     """Public part of the key `lg_<id>_<secret>`; unique."""
     sha256: KeyHash
     name: Annotated[str, Field(max_length=256), TypeLabel("text")] = ""

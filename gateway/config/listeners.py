@@ -24,7 +24,7 @@ from gateway.config.fields import (
     matching,
     validation_error,
 )
-from gateway.config.keys import KEY_ID, KeyHash, LimitSpec, check_key_id, check_unique
+from gateway.config.keys import KeyHash, KeyId, LimitSpec, check_unique
 
 MIB = 1 << 20
 
@@ -88,13 +88,13 @@ class ListenSettings(ConfigModel):
 
 
 _ORIGIN = matching(
-    re.compile(r"\*|null|[a-z][a-z0-9+.-]*://[^\s/?#]+"),
+    re.compile(r"\*|null|[a-z][a-z0-9+.-]*://[^\s/?#]+").fullmatch,
     'must be an origin or "*"',
     "such as https://chat.example.org, without a path or slash",
 )
 
 _HEADER = matching(
-    re.compile(r"\*|[!#$%&'+.^_`|~0-9A-Za-z-]+"), 'must be the name of a header or "*"'
+    re.compile(r"\*|[!#$%&'+.^_`|~0-9A-Za-z-]+").fullmatch, 'must be the name of a header or "*"'
 )
 
 
@@ -208,18 +208,13 @@ def _admin_key_id(value: object) -> object:
             f"can't be {value!r}, which the audit log uses for actors without a key",
             "make a key with another id: `llama-gateway keys hash --id NAME`",
         )
-    return check_key_id(value)
+    return value
 
 
 class AdminKeySpec(ConfigModel):
     """One key of the admin listener: a public id, the SHA-256 of its secret, and a role."""
 
-    id: Annotated[
-        str,
-        BeforeValidator(_admin_key_id),
-        Field(json_schema_extra={"pattern": f"^{KEY_ID.pattern}$"}),
-        TypeLabel("text"),
-    ]
+    id: Annotated[KeyId, BeforeValidator(_admin_key_id)]
     """Public part of the key `lg_<id>_<secret>`; unique, and in the audit log."""
     sha256: KeyHash
     role: Annotated[RoleName, Lowercased]

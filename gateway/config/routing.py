@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from graphlib import CycleError, TopologicalSorter
 from typing import Annotated, ClassVar
 
 from pydantic import BeforeValidator, Field
@@ -130,23 +131,16 @@ def find_alias_loop(rules: Mapping[str, ModelRule]) -> list[str]:
 
     A name that uses itself is no loop: it means the nodes' model of that name.
     """
-    done: set[str] = set()
-    for start in rules:
-        # Depth first with an explicit stack, since a chain may be as long as the file.
-        path: dict[str, None] = {}
-        stack: list[tuple[str, bool]] = [(start, False)]
-        while stack:
-            name, leaving = stack.pop()
-            if leaving:
-                path.pop(name)
-                done.add(name)
-            elif name in path:
-                names = list(path)
-                return [*names[names.index(name) :], name]
-            elif name not in done and name in rules:
-                path[name] = None
-                stack.append((name, True))
-                stack.extend((used, False) for used in rules[name].use if used != name)
+    graph = TopologicalSorter[str](dict.fromkeys(rules, ()))
+    for name, rule in rules.items():
+        for used in rule.use:
+            if used != name:
+                graph.add(used, name)
+    try:
+        graph.prepare()
+    except CycleError as error:
+        loop: list[str] = error.args[1]
+        return loop
     return []
 
 

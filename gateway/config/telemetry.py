@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import os
 import re
-from collections.abc import Mapping
 from typing import Annotated
 
 from pydantic import BeforeValidator, Field, SecretStr, ValidationInfo, field_validator
@@ -18,8 +16,7 @@ from gateway.config.fields import (
     Seconds,
     TypeLabel,
     instead_of,
-    secret_from_file,
-    secret_from_variable,
+    resolved_secret,
     validation_error,
 )
 from gateway.config.stored import WebhookUrl
@@ -81,19 +78,14 @@ class TracesSettings(ConfigModel):
     @field_validator("header", mode="before")
     @classmethod
     def _resolve_header(cls, header: object, info: ValidationInfo) -> object:
-        context = info.context or {}
-        if context.get("folder") is None:  # built in code, where it may be given
-            return header
-        if header is not None:
+        found = resolved_secret(header, info, "a header", "header")
+        if info.context and isinstance(found, str) and not _HEADER.fullmatch(found):
             raise validation_error(
-                "a header must not stand in this file", "name it by header_env or header_file"
+                "holds no header",
+                "it is written as `Authorization: Bearer SECRET`",
+                "header_env" if info.data.get("header_env") else "header_file",
             )
-        env: Mapping[str, str] = context.get("env") or os.environ
-        if variable := info.data.get("header_env"):
-            return _checked(secret_from_variable(variable, env, "header_env"), "header_env")
-        if path := info.data.get("header_file"):
-            return _checked(secret_from_file(path, "header_file"), "header_file")
-        return None
+        return found
 
     def header_fields(self) -> dict[str, str]:
         """The header for the collector; empty: there is none."""
@@ -101,14 +93,6 @@ class TracesSettings(ConfigModel):
             return {}
         name, _, value = self.header.get_secret_value().partition(":")
         return {name: value.strip()}
-
-
-def _checked(text: str, key: str) -> str:
-    if not _HEADER.fullmatch(text):
-        raise validation_error(
-            "holds no header", "it is written as `Authorization: Bearer SECRET`", key
-        )
-    return text
 
 
 class TelemetrySettings(ConfigModel):

@@ -523,20 +523,18 @@ def validate(
     Relative paths start in the file's folder; `env` holds the variables that keys are read from.
     """
     context = {"folder": source.file.parent, "env": env}
-    data = to_plain(entry.tree)
-    try:
-        return model.model_validate(data, context=context, by_alias=True, by_name=False), []
-    except ValidationError as error:
-        errors = error.errors(include_url=False)
-    # `name: ${N}` with N=42: the value became a number, but this key needs its text.
-    wanted = [error["loc"] for error in errors if _wants_text(error, entry)]
-    if wanted:
-        for loc in wanted:
-            _put(data, loc, find_entry(entry, loc))
+    data, errors = to_plain(entry.tree), list[ErrorDetails]()
+    for _ in range(2):
         try:
             return model.model_validate(data, context=context, by_alias=True, by_name=False), []
         except ValidationError as error:
             errors = error.errors(include_url=False)
+        # `name: ${N}` with N=42: the value became a number, but this key needs its text.
+        wanted = [error["loc"] for error in errors if _wants_text(error, entry)]
+        if not wanted:
+            break
+        for loc in wanted:
+            _put(data, loc, find_entry(entry, loc))
     return None, [_problem(error, model, source.file, entry) for error in errors[:MOST_PROBLEMS]]
 
 
@@ -710,43 +708,36 @@ def meaning_of(model: type[ConfigModel], key: str) -> str:
 
 def nested_model(annotation: Any) -> type[ConfigModel] | None:
     """Find the model in a type: the type itself, or that of its items or values."""
+    return _nested(annotation)[0]
+
+
+def _nested(annotation: Any) -> tuple[type[ConfigModel] | None, bool]:
+    """The model in a type, and whether the type holds several of it, by index or by name."""
     if isinstance(annotation, type) and issubclass(annotation, ConfigModel):
-        return annotation
+        return annotation, False
     origin = get_origin(annotation)
     parts = get_args(annotation)
+    holds_several = origin not in {Annotated, Union, types.UnionType}
     if origin is Annotated:
         parts = parts[:1]
-    elif origin not in {Union, types.UnionType, tuple} and len(parts) == 2:  # a mapping
+    elif holds_several and origin is not tuple and len(parts) == 2:  # a mapping
         parts = parts[1:]
     for part in parts:
-        if (found := nested_model(part)) is not None:
-            return found
-    return None
+        model, below = _nested(part)
+        if model is not None:
+            return model, below or holds_several
+    return None, False
 
 
 def model_at_path(model: type[ConfigModel], path: Sequence[str | int]) -> type[ConfigModel] | None:
     """Find the model of the mapping at a place below another model."""
     current: type[ConfigModel] | None = model
-    inside = True  # the next part is a key of `current`, not an index or a free name
+    is_one_of_several = False  # the next part is an index or a free name, and no key of `current`
     for part in path:
-        if current is None:
+        if is_one_of_several:
+            is_one_of_several = False
+        elif current is None or (field := keys_of(current).get(str(part))) is None:
             return None
-        if inside:
-            field = keys_of(current).get(str(part))
-            if field is None:
-                return None
-            current = nested_model(field.annotation)
-            inside = not _holds_several(field.annotation)
         else:
-            inside = True
+            current, is_one_of_several = _nested(field.annotation)
     return current
-
-
-def _holds_several(annotation: Any) -> bool:
-    """Return whether a type holds several models, by index or by name."""
-    origin = get_origin(annotation)
-    if origin is Annotated:
-        return _holds_several(get_args(annotation)[0])
-    if origin in {Union, types.UnionType}:
-        return any(_holds_several(part) for part in get_args(annotation))
-    return origin is not None and nested_model(annotation) is not None

@@ -37,22 +37,22 @@ from gateway.web.site import ModelObject
 
 JsonSchema = dict[str, Any]
 Fields = Mapping[str, tuple[str, str]]  # type and meaning, by name
-# Of a query or a head: schema and meaning, by name.
-Parameters = Mapping[str, tuple[JsonSchema, str]]
+# Of a query or a head: schemas with their meaning as `description`, by name.
+Parameters = dict[str, JsonSchema]
 
 
-class Described(NamedTuple):
-    """One path, or one of its methods."""
+class Described(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """One path, or one of its methods, as `description.yaml` has it."""
 
     summary: str = ""  # empty: the route table has it
     answer: JsonSchema | None = None
     """The body of status 200, if it is JSON; None: an object of any fields."""
     statuses: frozenset[int] = frozenset()  # of errors besides those of every path
-    query: Parameters = {}  # noqa: RUF012 - immutable
+    query: Parameters = {}
     body: JsonSchema | None = None  # that of the request, if it is JSON
     form: JsonSchema | None = None  # that of the request, if it is a form
     content: JsonSchema | None = None  # where the answer is not only JSON, by media type
-    headers: Parameters = {}  # noqa: RUF012 - immutable
+    headers: Parameters = {}
     """Those of the request that the gateway reads, besides keys."""
 
 
@@ -80,21 +80,6 @@ def _ref(name: str) -> JsonSchema:
     return {"$ref": f"#/components/schemas/{name}"}
 
 
-def _parameters(told: Mapping[str, JsonSchema]) -> dict[str, tuple[JsonSchema, str]]:
-    return {
-        name: (
-            {key: value for key, value in one.items() if key != "description"},
-            one["description"],
-        )
-        for name, one in told.items()
-    }
-
-
-def _described(told: Mapping[str, Any]) -> Described:
-    parameters = {name: _parameters(told.get(name, {})) for name in ("query", "headers")}
-    return Described(**{**told, **parameters, "statuses": frozenset(told.get("statuses", ()))})
-
-
 def _split(head: str) -> tuple[str, str]:
     """`name (more)` in two."""
     name, _, more = head.removesuffix(")").partition(" (")
@@ -116,21 +101,21 @@ _TOLD: Any = _with_references(
         Loader=getattr(yaml, "CSafeLoader", yaml.SafeLoader),  # noqa: S506 - both are safe
     )
 )
-REQUEST_HEADERS = _parameters(_TOLD["request_headers"])
-RESPONSE_HEADERS = _parameters(_TOLD["response_headers"])
-ERROR_HEADERS = _parameters(_TOLD["error_headers"])
-STATUS_HEADERS = {status: _parameters(one) for status, one in _TOLD["headers_of_status"].items()}
+REQUEST_HEADERS: Parameters = _TOLD["request_headers"]
+RESPONSE_HEADERS: Parameters = _TOLD["response_headers"]
+ERROR_HEADERS: Parameters = _TOLD["error_headers"]
+STATUS_HEADERS: Mapping[int, Parameters] = _TOLD["headers_of_status"]
 ERRORS, ADMIN_ERRORS = _errors(_TOLD["errors"]), _errors(_TOLD["admin_errors"])
 ERROR_SCHEMAS: dict[str, JsonSchema] = _TOLD["error_schemas"]
 SECURITY_SCHEMES: JsonSchema = _TOLD["security_schemes"]
 API_SUMMARIES: Mapping[str, str] = _TOLD["summaries"]
-SITE_PATHS = {key: _described(one) for key, one in _TOLD["site"].items()}
+SITE_PATHS = msgspec.convert(_TOLD["site"], dict[str, Described])
 
 
 def admin_path(method: str, path: str) -> Described:
     """What is said of one method of a path of the admin listener."""
     of_method = _TOLD["admin_methods"].get(f"{method} {path}", {})
-    return _described(_TOLD["admin"].get(path, {}) | of_method)
+    return msgspec.convert(_TOLD["admin"].get(path, {}) | of_method, Described)
 
 
 def described_fields(*kinds: type[msgspec.Struct]) -> dict[str, tuple[str, str]]:

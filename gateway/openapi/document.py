@@ -6,7 +6,7 @@ The tables of the HTTP reference are made from the same operations.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import Literal
 
@@ -39,7 +39,7 @@ class Operation:
     parameters: list[JsonSchema] = field(default_factory=list)
     body: JsonSchema | None = None
     content: JsonSchema = field(default_factory=dict)  # of status 200, by media type
-    headers: Mapping[str, tuple[JsonSchema, str]] = field(default_factory=dict)  # of status 200
+    headers: Parameters = field(default_factory=dict)  # of status 200
     statuses: frozenset[int] = frozenset()  # of the errors
     route: object = None  # the entry of the route table, which several paths may share
 
@@ -167,11 +167,11 @@ def _shown(path: str) -> str:
 
 
 def _parameters(path: str, described: Described) -> list[JsonSchema]:
-    names = re.findall(r"\{(\w+)\}", path)
+    schema = {"type": "string", "minLength": 1}
     return [
         *(
-            {**_parameter("path", name, {"type": "string", "minLength": 1}), "required": True}
-            for name in names
+            {"name": name, "in": "path", "schema": schema, "required": True}
+            for name in re.findall(r"\{(\w+)\}", path)
         ),
         *_named_parameters("query", described.query),
         *_named_parameters("header", described.headers),
@@ -179,30 +179,30 @@ def _parameters(path: str, described: Described) -> list[JsonSchema]:
 
 
 def _named_parameters(place: str, parameters: Parameters) -> list[JsonSchema]:
-    return [
-        _parameter(place, name, schema, meaning) for name, (schema, meaning) in parameters.items()
-    ]
+    return [{"name": name, "in": place, **_beside(one)} for name, one in parameters.items()]
 
 
-def _parameter(
-    place: str, name: str, schema: JsonSchema, description: str | None = None
-) -> JsonSchema:
-    described = {} if description is None else {"description": description}
-    return {"name": name, "in": place, **described, "schema": schema}
+def _beside(told: JsonSchema) -> JsonSchema:
+    """The meaning of a parameter or a header beside its schema, and not within."""
+    schema = {key: value for key, value in told.items() if key != "description"}
+    return {"description": told["description"], "schema": schema}
 
 
-def openapi_document(
+def openapi_json(
     settings: Settings,
-    listener: ListenerName | None = None,
+    listener: str | None = None,
     *,
     needs_key: bool = True,
     needs_admin_key: bool = True,
-) -> JsonSchema:
-    """The document of both listeners, or of one.
+) -> bytes:
+    """The document of both listeners, or of one, as JSON.
 
     `needs_key`, `needs_admin_key`: whether callers of the public and the admin listener need one.
+    Raises: GatewayError 400, if there is no such listener.
     """
-    listeners = LISTENERS if listener is None else (listener,)
+    listeners = [name for name in LISTENERS if listener in {None, name}]
+    if not listeners:
+        raise errors.invalid_request("'listener' must be 'public' or 'admin'.", "listener")
     optional = {"public": not needs_key, "admin": not needs_admin_key}
     servers = _servers(settings)
     paths: dict[str, JsonSchema] = {}
@@ -218,7 +218,7 @@ def openapi_document(
     if listener is not None:
         for item in paths.values():
             del item["servers"]
-    return {
+    document = {
         "openapi": "3.1.0",
         "info": {
             "title": "llama-gateway",
@@ -242,21 +242,6 @@ def openapi_document(
             },
         },
     }
-
-
-def openapi_json(
-    settings: Settings,
-    listener: str | None = None,
-    *,
-    needs_key: bool = True,
-    needs_admin_key: bool = True,
-) -> bytes:
-    """The document as JSON. Raises: GatewayError 400, if there is no such listener."""
-    if listener not in {None, *LISTENERS}:
-        raise errors.invalid_request("'listener' must be 'public' or 'admin'.", "listener")
-    document = openapi_document(
-        settings, listener, needs_key=needs_key, needs_admin_key=needs_admin_key
-    )
     return msgspec.json.encode(document)
 
 
@@ -301,7 +286,7 @@ def _operation(operation: Operation, *, optional: bool) -> JsonSchema:
         shown["requestBody"] = {"required": True, "content": operation.body}
     success: JsonSchema = {"description": "Done.", "content": operation.content}
     if operation.headers:
-        success["headers"] = _headers(operation.headers)
+        success["headers"] = {name: _beside(one) for name, one in operation.headers.items()}
     shown["responses"] = {"200": success, **_errors(operation)}
     return shown
 
@@ -335,16 +320,9 @@ def _error_responses(all_operations: Iterable[Operation]) -> dict[str, JsonSchem
             found[name] = {
                 "description": "; ".join(causes) or "What the node has answered.",
                 "content": {"application/json": content},
-                "headers": _headers(headers),
+                "headers": {name: _beside(one) for name, one in headers.items()},
             }
     return dict(sorted(found.items()))
-
-
-def _headers(headers: Mapping[str, tuple[JsonSchema, str]]) -> JsonSchema:
-    return {
-        name: {"description": meaning, "schema": schema}
-        for name, (schema, meaning) in headers.items()
-    }
 
 
 def _merged(one: JsonSchema, other: JsonSchema) -> JsonSchema:

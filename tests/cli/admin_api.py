@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import ssl
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -10,7 +9,7 @@ from http.server import BaseHTTPRequestHandler
 from typing import Any
 from urllib.parse import parse_qs, unquote, urlsplit
 
-from tests.cli.local_server import serving
+from tests.cli.local_server import Answer, answering
 
 
 def node(name: str, **changes: Any) -> dict[str, Any]:
@@ -96,19 +95,10 @@ def error(code: str, message: str) -> dict[str, Any]:
 def admin_api(tls: ssl.SSLContext | None = None) -> Iterator[AdminApi]:
     api = AdminApi()
 
-    class Handler(BaseHTTPRequestHandler):
-        def do_GET(self) -> None:
-            status, value = api.answer(self.command, self.path, self.headers["authorization"])
-            body = value if isinstance(value, bytes) else json.dumps(value).encode()
-            self.send_response(status)
-            self.send_header("content-length", str(len(body)))
-            self.end_headers()
-            self.wfile.write(body)
+    def answer(request: BaseHTTPRequestHandler, _: bytes) -> Answer:
+        authorization = request.headers["authorization"]
+        status, value = api.answer(request.command, request.path, authorization)
+        return status, {}, value
 
-        do_POST = do_GET  # noqa: N815 - http.server's name
-
-        def log_message(self, *_: Any) -> None:
-            pass
-
-    with serving(Handler, tls) as api.url:
+    with answering(answer, tls) as api.url:
         yield api

@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import json
 import re
-import socket
 import ssl
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from http.server import BaseHTTPRequestHandler
 from typing import Any
 
-from tests.cli.local_server import serving
+from tests.cli.local_server import Answer, answering
 
 NOW = 1_790_000_000
 
@@ -160,34 +159,17 @@ def failure(message: str, code: str | None = None) -> dict[str, Any]:
 def batch_api(tls: ssl.SSLContext | None = None) -> Iterator[BatchApi]:
     api = BatchApi()
 
-    class Handler(BaseHTTPRequestHandler):
-        def do_GET(self) -> None:
-            body = self.rfile.read(int(self.headers.get("content-length") or 0))
-            called = f"{self.command} {self.path}"
-            api.requests.append(called)
-            extra: dict[str, str] = {}
-            if api.refusals:
-                status, extra, message = api.refusals.pop(0)
-                value: Any = failure(message)
-            else:
-                status, value = api.answer(self.command, self.path, self.headers, body)
-            if called in api.lost_answers:
-                api.lost_answers.remove(called)
-                self.close_connection = True
-                self.connection.shutdown(socket.SHUT_RDWR)
-                return
-            content = value if isinstance(value, bytes) else json.dumps(value).encode()
-            self.send_response(status)
-            for name, text in extra.items():
-                self.send_header(name, text)
-            self.send_header("content-length", str(len(content)))
-            self.end_headers()
-            self.wfile.write(content)
+    def answer(request: BaseHTTPRequestHandler, body: bytes) -> Answer | None:
+        called = f"{request.command} {request.path}"
+        api.requests.append(called)
+        if api.refusals:
+            status, fields, message = api.refusals.pop(0)
+            return status, fields, failure(message)
+        status, value = api.answer(request.command, request.path, request.headers, body)
+        if called in api.lost_answers:
+            api.lost_answers.remove(called)
+            return None
+        return status, {}, value
 
-        do_POST = do_GET  # noqa: N815 - http.server's name
-
-        def log_message(self, *_: Any) -> None:
-            pass
-
-    with serving(Handler, tls) as api.url:
+    with answering(answer, tls) as api.url:
         yield api

@@ -17,7 +17,7 @@ from typing import Any
 import pytest
 import trustme
 
-from gateway.cli.batch import describe, details, end_by, progress_of, span
+from gateway.cli.batch import describe, details, end_by, span
 from gateway.cli.terminal import CommandFailed
 from tests.cli.batch_api import BatchApi, batch_api
 from tests.cli.running import LIMIT, run, run_on_terminal
@@ -31,8 +31,9 @@ def line(custom_id: str, content: str = "hello") -> str:
 
 
 @pytest.fixture
-def api() -> Iterator[BatchApi]:
+def api(monkeypatch: pytest.MonkeyPatch) -> Iterator[BatchApi]:
     with batch_api() as served:
+        monkeypatch.setenv("LLAMA_GATEWAY_URL", served.url)
         yield served
 
 
@@ -51,9 +52,7 @@ def lines(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def test_submit_prints_the_id_and_says_how_to_follow(api: BatchApi, lines: Path) -> None:
-    ran = run(
-        "batch", "submit", "lines.jsonl", "--url", api.url, "--window", "2h", "--metadata", "a=b"
-    )
+    ran = run("batch", "submit", "lines.jsonl", "--window", "2h", "--metadata", "a=b")
     assert (ran.status, ran.out) == (0, "batch_0\n")
     assert "5 lines for /v1/chat/completions (m)" in ran.err
     assert "llama-gateway batch show batch_0" in ran.err
@@ -65,7 +64,7 @@ def test_submit_prints_the_id_and_says_how_to_follow(api: BatchApi, lines: Path)
 
 def test_waiting_writes_the_output_and_shows_progress(api: BatchApi, lines: Path) -> None:
     api.lines_per_look = 3
-    ran = run("batch", "submit", "lines.jsonl", "--url", api.url, "--wait")
+    ran = run("batch", "submit", "lines.jsonl", "--wait")
     assert (ran.status, ran.out) == (0, "batch_0\n")
     assert "batch_0: in progress, 3 of 5 done, 55 tokens/s, ends about" in ran.err
     assert "batch_0: completed, 5 of 5 done" in ran.err
@@ -76,7 +75,7 @@ def test_waiting_writes_the_output_and_shows_progress(api: BatchApi, lines: Path
 
 def test_failed_lines_end_with_status_1_and_a_file_of_errors(api: BatchApi, lines: Path) -> None:
     lines.write_text(f"{line('good')}\n{line('bad', 'FAIL')}\n")
-    ran = run("batch", "submit", "lines.jsonl", "--url", api.url, "--wait")
+    ran = run("batch", "submit", "lines.jsonl", "--wait")
     assert ran.status == 1
     assert "1 errors: lines.errors.jsonl" in ran.err
     assert "error: 1 of 2 lines failed" in ran.err
@@ -89,11 +88,11 @@ def test_nothing_that_exists_is_overwritten_unless_it_is_asked_for(
 ) -> None:
     mine = lines.with_name("lines.out.jsonl")
     mine.write_text("mine")
-    ran = run("batch", "submit", "lines.jsonl", "--url", api.url, "--wait")
+    ran = run("batch", "submit", "lines.jsonl", "--wait")
     assert ran.status == 2
     assert "lines.out.jsonl is there already" in ran.err
     assert not api.batches, "it is told before the work"
-    assert run("batch", "submit", "lines.jsonl", "--url", api.url, "--wait", "--force").status == 0
+    assert run("batch", "submit", "lines.jsonl", "--wait", "--force").status == 0
     assert mine.read_text() != "mine"
 
 
@@ -101,14 +100,14 @@ def test_each_broken_line_is_told_with_its_number_and_nothing_is_sent(
     api: BatchApi, lines: Path
 ) -> None:
     lines.write_text(f"{line('a')}\nno json\n{line('a')}\n{line('b').replace('POST', 'GET')}\n")
-    ran = run("batch", "submit", "lines.jsonl", "--url", api.url)
+    ran = run("batch", "submit", "lines.jsonl")
     assert (ran.status, ran.out) == (2, "")
     assert "line 2: " in ran.err
     assert "line 3 ('a'): An earlier line has the same custom_id" in ran.err
     assert "line 4 ('b'): The method of each line must be 'POST'." in ran.err
     assert "3 problems: mend them, or --anyway" in ran.err
     assert not api.requests
-    assert run("batch", "submit", "lines.jsonl", "--url", api.url, "--anyway").status == 0
+    assert run("batch", "submit", "lines.jsonl", "--anyway").status == 0
     assert api.files["file-0"][1] == lines.read_bytes()
 
 
@@ -122,7 +121,7 @@ def test_check_needs_no_gateway(lines: Path) -> None:
 
 
 def test_lines_from_stdin(api: BatchApi, lines: Path) -> None:
-    ran = run("batch", "submit", "-", "--url", api.url, "--wait", stdin=lines.read_text())
+    ran = run("batch", "submit", "-", "--wait", stdin=lines.read_text())
     assert ran.status == 0
     assert len(Path("stdin.out.jsonl").read_text().splitlines()) == 5
 
@@ -130,7 +129,7 @@ def test_lines_from_stdin(api: BatchApi, lines: Path) -> None:
 def test_a_table_with_a_template(api: BatchApi, lines: Path) -> None:
     Path("mails.csv").write_text('id,mail\nx,"two\nlines"\ny,=1+1\n')
     ran = run(
-        "batch", "submit", "mails.csv", "--url", api.url, "--template", "Answer: {mail}",
+        "batch", "submit", "mails.csv", "--template", "Answer: {mail}",
         "--id-column", "id", "--model", "m", "--wait", "--format", "csv",
     )  # fmt: skip
     assert ran.status == 0, ran.err
@@ -146,7 +145,7 @@ def test_a_table_of_results_has_the_columns_and_the_order_of_the_input(
 ) -> None:
     table = "text,n\nhello,3\nFAIL,1\nbroken\n-x,2\n"
     Path("in.csv").write_text(table)
-    submit = ("batch", "submit", "in.csv", "--url", api.url, "--template", "{text}", "--anyway")
+    submit = ("batch", "submit", "in.csv", "--template", "{text}", "--anyway")
     ran = run(*submit, "--wait", "--format", "csv")
     assert ran.status == 1, "a line failed"
     expected = [
@@ -160,7 +159,7 @@ def test_a_table_of_results_has_the_columns_and_the_order_of_the_input(
     with Path("in.out.csv").open(newline="") as file:
         assert list(csv.reader(file)) == expected
 
-    fetch = ("batch", "fetch", "batch_0", "--url", api.url, "--format", "csv", "--output", "-")
+    fetch = ("batch", "fetch", "batch_0", "--format", "csv", "--output", "-")
     again = run(*fetch, "--table", "in.csv")
     assert again.status == 0, again.err
     assert list(csv.reader(again.out.splitlines())) == expected
@@ -173,7 +172,7 @@ def test_a_table_of_results_has_the_columns_and_the_order_of_the_input(
 
 def test_a_table_of_stdin_keeps_its_columns(api: BatchApi, lines: Path) -> None:
     ran = run(
-        "batch", "submit", "-", "--input", "csv", "--template", "{a}", "--url", api.url,
+        "batch", "submit", "-", "--input", "csv", "--template", "{a}",
         "--wait", "--format", "csv", "--output", "-", stdin="a\none\ntwo\n",
     )  # fmt: skip
     assert ran.status == 0, ran.err
@@ -187,7 +186,7 @@ def test_a_folder_of_texts(api: BatchApi, lines: Path) -> None:
     (texts / "b").write_text("two")
     (texts / "picture").write_bytes(b"\x89PNG\xff")
     ran = run(
-        "batch", "submit", "texts", "--url", api.url, "--template", "{name}: {text}", "--wait",
+        "batch", "submit", "texts", "--template", "{name}: {text}", "--wait",
         "--format", "folder", "--output", "done",
     )  # fmt: skip
     assert ran.status == 0, ran.err
@@ -200,7 +199,7 @@ def test_a_lost_answer_makes_no_second_batch_and_no_second_upload(
     api: BatchApi, lines: Path
 ) -> None:
     api.lost_answers = ["POST /v1/files", "POST /v1/batches"]
-    ran = run("batch", "submit", "lines.jsonl", "--url", api.url)
+    ran = run("batch", "submit", "lines.jsonl")
     assert (ran.status, ran.out) == (0, "batch_0\n")
     assert (len(api.batches), len(api.files)) == (1, 1)
     assert "the gateway answers again" in ran.err
@@ -209,7 +208,7 @@ def test_a_lost_answer_makes_no_second_batch_and_no_second_upload(
 def test_a_repeated_command_with_the_same_idempotency_key_finds_its_batch(
     api: BatchApi, lines: Path
 ) -> None:
-    command = ("batch", "submit", "lines.jsonl", "--url", api.url, "--idempotency-key", "mine")
+    command = ("batch", "submit", "lines.jsonl", "--idempotency-key", "mine")
     api.lost_answers = ["POST /v1/batches"]
     first = run(*command, "--retry-for", "0")
     assert first.status == 1
@@ -234,7 +233,7 @@ def test_a_gateway_that_restarts_while_it_is_waited_for(api: BatchApi, lines: Pa
             api.refusals += [busy, busy]
 
     api.on_look = restart
-    ran = run("batch", "submit", "lines.jsonl", "--url", api.url, "--wait")
+    ran = run("batch", "submit", "lines.jsonl", "--wait")
     assert ran.status == 0, ran.err
     assert "answers 503: starting; trying again for up to 600 s" in ran.err
     assert "the gateway answers again" in ran.err
@@ -266,23 +265,23 @@ def test_ctrl_c_leaves_the_batch_running_and_says_how_to_come_back(
 
 
 def test_list_and_show(api: BatchApi, lines: Path) -> None:
-    assert "this key has no batches" in run("batch", "list", "--url", api.url).err
-    run("batch", "submit", "lines.jsonl", "--url", api.url, "--metadata", "a=b")
-    listed = run("batch", "list", "--url", api.url)
+    assert "this key has no batches" in run("batch", "list").err
+    run("batch", "submit", "lines.jsonl", "--metadata", "a=b")
+    listed = run("batch", "list")
     assert listed.out.splitlines()[0].split() == [
         "ID", "STATUS", "LINES", "DONE", "FAILED", "ENDPOINT", "CREATED", "DUE", "WAITS", "FOR",
     ]  # fmt: skip
     assert "batch_0" in listed.out
-    as_json = run("batch", "list", "--url", api.url, "--json")
+    as_json = run("batch", "list", "--json")
     assert json.loads(as_json.out)["batches"][0]["id"] == "batch_0"
-    shown = run("batch", "show", "batch_0", "--url", api.url).out
+    shown = run("batch", "show", "batch_0").out
     assert "metadata:       a=b" in shown
     assert "cost:           0.25" in shown
-    assert json.loads(run("batch", "show", "batch_0", "--url", api.url, "--json").out)
+    assert json.loads(run("batch", "show", "batch_0", "--json").out)
 
 
 def test_a_starved_batch_tells_why_and_when(api: BatchApi, lines: Path) -> None:
-    run("batch", "submit", "lines.jsonl", "--url", api.url)
+    run("batch", "submit", "lines.jsonl")
     batch, now = api.batches["batch_0"], time.time()
     api.lines_per_look = 0
     message = "Callers' requests go first: they have the slots, or wait for them."
@@ -291,36 +290,36 @@ def test_a_starved_batch_tells_why_and_when(api: BatchApi, lines: Path) -> None:
         "why_waiting": why, "expected_start": now + 300, "expected_end": now + 3000,
         "expected_by": "nodes",
     }  # fmt: skip
-    shown = run("batch", "show", "batch_0", "--url", api.url).out
+    shown = run("batch", "show", "batch_0").out
     assert "waits since" in shown
     assert f"waits for:      {message}" in shown
     assert "expected start: about" in shown
     assert "if it has all slots of its nodes from then on" in shown
-    assert "callers_first" in run("batch", "list", "--url", api.url).out
-    told = describe(progress_of(batch), None, now)
+    assert "callers_first" in run("batch", "list").out
+    told = describe(batch, now)
     assert told.startswith("in progress, 0 of 5 done, waits since ")
     assert "(Callers' requests go first: they have the slots, or wait for them)" in told
 
 
 def test_pause_resume_and_cancel(api: BatchApi, lines: Path) -> None:
-    run("batch", "submit", "lines.jsonl", "--url", api.url)
-    paused = run("batch", "pause", "batch_0", "--url", api.url)
+    run("batch", "submit", "lines.jsonl")
+    paused = run("batch", "pause", "batch_0")
     assert (paused.status, "paused (by its owner)" in paused.out) == (0, True)
-    assert "paused" not in run("batch", "resume", "batch_0", "--url", api.url).out
-    cancelled = run("batch", "cancel", "batch_0", "--url", api.url)
+    assert "paused" not in run("batch", "resume", "batch_0").out
+    cancelled = run("batch", "cancel", "batch_0")
     assert (cancelled.status, cancelled.out) == (0, "batch_0: cancelled, 0 of 5 done\n")
-    again = run("batch", "cancel", "batch_0", "--url", api.url)
+    again = run("batch", "cancel", "batch_0")
     assert again.status == 1
     assert "Cannot cancel a batch with status 'cancelled'" in again.err
 
 
 def test_fetch_before_the_end_needs_partial(api: BatchApi, lines: Path) -> None:
     api.lines_per_look = 2
-    run("batch", "submit", "lines.jsonl", "--url", api.url)
-    refused = run("batch", "fetch", "batch_0", "--url", api.url)
+    run("batch", "submit", "lines.jsonl")
+    refused = run("batch", "fetch", "batch_0")
     assert refused.status == 1
     assert "--partial fetches what there is" in refused.err
-    partial = run("batch", "fetch", "batch_0", "--url", api.url, "--partial", "--output", "-")
+    partial = run("batch", "fetch", "batch_0", "--partial", "--output", "-")
     assert partial.status == 0
     assert [json.loads(one)["custom_id"] for one in partial.out.splitlines()] == [
         "0",
@@ -328,19 +327,19 @@ def test_fetch_before_the_end_needs_partial(api: BatchApi, lines: Path) -> None:
         "2",
         "3",
     ]
-    assert run("batch", "fetch", "batch_0", "--url", api.url).status == 0
+    assert run("batch", "fetch", "batch_0").status == 0
     assert len(Path("batch_0.out.jsonl").read_text().splitlines()) == 5
 
 
 def test_errors_have_remedies(api: BatchApi, lines: Path, tmp_path: Path) -> None:
-    unknown = run("batch", "show", "batch_9", "--url", api.url)
+    unknown = run("batch", "show", "batch_9")
     assert (unknown.status, "'llama-gateway batch list' shows" in unknown.err) == (1, True)
     api.key = "sk-right"
-    refused = run("batch", "list", "--url", api.url)
+    refused = run("batch", "list")
     assert (refused.status, "--key-file" in refused.err) == (1, True)
     key_file = tmp_path / "key"
     key_file.write_text("sk-right\n")
-    assert run("batch", "list", "--url", api.url, "--key-file", str(key_file)).status == 0
+    assert run("batch", "list", "--key-file", str(key_file)).status == 0
     away = run("batch", "list", "--url", "http://127.0.0.1:9")
     assert (away.status, "is it running? --url names its address" in away.err) == (1, True)
     wrong = run("batch", "list", "--url", "ftp://there")
@@ -377,9 +376,7 @@ def test_a_certificate_of_its_own(tmp_path: Path) -> None:
 @pytest.mark.slow
 def test_on_a_terminal_one_line_moves(api: BatchApi, lines: Path) -> None:
     api.lines_per_look = 2
-    status, shown = run_on_terminal(
-        "batch", "submit", "lines.jsonl", "--url", api.url, "--wait", COLUMNS="120"
-    )
+    status, shown = run_on_terminal("batch", "submit", "lines.jsonl", "--wait", COLUMNS="120")
     assert status == 0, shown
     assert "in progress, 2 of 5 done, 55 tokens/s, ends about" in shown
     assert "completed, 5 of 5 done" in shown
@@ -388,12 +385,12 @@ def test_on_a_terminal_one_line_moves(api: BatchApi, lines: Path) -> None:
 
 
 def test_results_and_json_do_not_both_go_to_stdout(api: BatchApi, lines: Path) -> None:
-    ran = run("batch", "fetch", "batch_0", "--url", api.url, "--output", "-", "--json")
+    ran = run("batch", "fetch", "batch_0", "--output", "-", "--json")
     assert (ran.status, "only one of them" in ran.err) == (2, True)
 
 
 def test_json_tells_a_script_where_the_results_are(api: BatchApi, lines: Path) -> None:
-    ran = run("batch", "submit", "lines.jsonl", "--url", api.url, "--wait", "--json")
+    ran = run("batch", "submit", "lines.jsonl", "--wait", "--json")
     told = json.loads(ran.out)
     assert (told["output"], told["errors"]) == ("lines.out.jsonl", None)
     assert (told["done"], told["failed"], told["batch"]["status"]) == (5, 0, "completed")
@@ -419,17 +416,15 @@ def batch(done: int = 0, **own: Any) -> dict[str, Any]:
 
 def test_progress_in_one_line() -> None:
     now = time.time()
-    progress = progress_of(batch(250, tokens_per_second=1234.5))
-    assert describe(progress, now + 90, now).startswith(
-        "in progress, 250 of 1,000 done, 1,234 tokens/s, ends about "
-    )
-    assert describe(progress, now + 90, now).endswith("(in 90 s)")
-    paused = progress_of(batch(paused={"at": 1, "reason": "over its budget"}))
-    assert "paused (over its budget)" in describe(paused, None, now)
+    told = describe(batch(250, tokens_per_second=1234.5, expected_end=now + 90), now, with_end=True)
+    assert told.startswith("in progress, 250 of 1,000 done, 1,234 tokens/s, ends about ")
+    assert told.endswith("(in 90 s)")
+    paused = batch(paused={"at": 1, "reason": "over its budget"})
+    assert "paused (over its budget)" in describe(paused, now)
 
 
 def test_of_another_gateway_only_what_its_api_tells_is_shown() -> None:
-    assert describe(progress_of({"status": "validating"}), None, 0.0) == "validating"
+    assert describe({"status": "validating"}, 0.0) == "validating"
 
 
 @pytest.mark.parametrize(

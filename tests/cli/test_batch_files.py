@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import contextlib
+import csv
+import io
 import json
 import os
+import re
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -30,11 +33,12 @@ from gateway.cli.batch_files import (
     places_for,
     prepare,
     request_body,
+    result_rows,
     stem_of,
     text_of,
     write_whole,
 )
-from gateway.cli.options import Form, InputFlags
+from gateway.cli.options import InputFlags
 from gateway.cli.terminal import CommandFailed
 
 
@@ -50,10 +54,10 @@ def made(path: Path, template: str, problems: Problems | None = None, **options:
 
 
 def test_the_form_is_told_by_the_name(tmp_path: Path) -> None:
-    assert kind_of(str(tmp_path), None) is Form.FOLDER
-    assert kind_of("a.CSV", None) is kind_of("a.tsv", None) is Form.CSV
-    assert kind_of("a.txt", None) is kind_of("-", None) is Form.JSONL
-    assert kind_of("-", Form.CSV) is Form.CSV
+    assert kind_of(str(tmp_path), None) == "folder"
+    assert kind_of("a.CSV", None) == kind_of("a.tsv", None) == "csv"
+    assert kind_of("a.txt", None) == kind_of("-", None) == "jsonl"
+    assert kind_of("-", "csv") == "csv"
 
 
 @pytest.mark.parametrize(
@@ -352,15 +356,30 @@ def test_why_a_line_has_no_result() -> None:
     assert (error_of(never_run), custom_id_of(never_run)) == ("broken", "line 7")
 
 
+@pytest.mark.parametrize(
+    "text", ["=1+1", "  @SUM(A1)", "\uff1dHYPERLINK()", "one\r=1+1", "one\r\ntwo", "\r"]
+)
+def test_what_a_model_writes_is_one_cell_that_no_spreadsheet_runs(text: str) -> None:
+    body = {"choices": [{"message": {"content": text}}]}
+    output = io.BytesIO(json.dumps(answered(body)).encode())
+    written = "".join(result_rows(output, io.BytesIO(), None))
+    (head, row) = csv.reader(io.StringIO(written, newline=""))
+    assert (head, row[0], row[2]) == (["custom_id", "text", "error"], "a", "")
+    assert row[1].removeprefix("'") == text
+    assert (row[1] != text) is not text.startswith("one")
+    # Readers end a row at a carriage return, too, unless it is quoted.
+    assert "\r" not in re.sub('"[^"]*"', "", written)
+
+
 def test_where_results_go() -> None:
-    lines = places_for(stem_of("in/lines.jsonl"), Form.JSONL, None, force=False)
+    lines = places_for(stem_of("in/lines.jsonl"), "jsonl", None, force=False)
     assert (str(lines.output), str(lines.errors)) == ("in/lines.out.jsonl", "in/lines.errors.jsonl")
-    named = places_for("x", Form.JSONL, Path("to/done.jsonl"), force=False)
+    named = places_for("x", "jsonl", Path("to/done.jsonl"), force=False)
     assert str(named.errors) == "to/done.errors.jsonl"
-    assert places_for(stem_of("a.csv"), Form.CSV, None, force=False).output == Path("a.out.csv")
-    assert places_for("a", Form.FOLDER, None, force=False).output == Path("a.out")
+    assert places_for(stem_of("a.csv"), "csv", None, force=False).output == Path("a.out.csv")
+    assert places_for("a", "folder", None, force=False).output == Path("a.out")
     with pytest.raises(CommandFailed):
-        places_for("a", Form.FOLDER, Path("-"), force=False)
+        places_for("a", "folder", Path("-"), force=False)
 
 
 @given(st.text(), st.text())

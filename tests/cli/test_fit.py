@@ -165,13 +165,6 @@ def test_an_unknown_architecture_gets_the_rule_of_thumb(tmp_path: Path) -> None:
     assert "Remedy:" in message
 
 
-def test_help_teaches() -> None:
-    out = run("fit", "--help").out
-    assert "Examples:" in out
-    assert "--kv-type" in out
-    assert "one server runs on each NUMA node" in " ".join(out.split())
-
-
 def test_the_page_shows_what_is_written(tmp_path: Path) -> None:
     path = write_hollow(LARGER, tmp_path)
     out = fit(str(path), *PAGE_OPTIONS)

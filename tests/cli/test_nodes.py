@@ -393,37 +393,25 @@ def served_with(folder: Path, name: str) -> ssl.SSLContext:
     return context
 
 
-def write_settings(folder: Path, url: str) -> None:
-    (folder / "config").mkdir()
-    tls = "{cert: ../other.pem, key: ../other.key}"
-    port = url.rpartition(":")[2]
-    text = f"admin: {{host: 0.0.0.0, port: {port}, tls: {tls}}}\n"
-    (folder / "config/gateway.yaml").write_text(text)
-
-
-def test_the_certificate_of_the_settings_is_trusted_whatever_its_names(
-    certificates: Path, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("name", ["other", "address"])
+def test_the_certificate_of_the_settings_is_trusted_whatever_its_names_and_no_other(
+    certificates: Path, monkeypatch: pytest.MonkeyPatch, name: str
 ) -> None:
+    """Not even another of the same authority, for the right address."""
     monkeypatch.chdir(certificates)
-    with admin_api(served_with(certificates, "other")) as api:
+    (certificates / "config").mkdir()
+    with admin_api(served_with(certificates, name)) as api:
         api.add("a")
-        write_settings(certificates, api.url)
+        tls, port = "{cert: ../other.pem, key: ../other.key}", api.url.rpartition(":")[2]
+        text = f"admin: {{host: 0.0.0.0, port: {port}, tls: {tls}}}\n"
+        (certificates / "config/gateway.yaml").write_text(text)
         ran = run("nodes", "--json")
-    assert (ran.status, ran.err) == (0, "")
-    assert json.loads(ran.out)["nodes"]
-
-
-def test_another_certificate_is_not_trusted_by_the_settings(
-    certificates: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Even of the same authority, and for the right address."""
-    monkeypatch.chdir(certificates)
-    with admin_api(served_with(certificates, "address")) as api:
-        write_settings(certificates, api.url)
-        ran = run("nodes")
-    assert ran.status == 1
-    assert "--admin-ca" in ran.err
-    assert api.requests == []
+    if name == "other":
+        assert (ran.status, ran.err) == (0, "")
+        assert json.loads(ran.out)["nodes"]
+    else:
+        assert (ran.status, "--admin-ca" in ran.err) == (1, True)
+        assert api.requests == []
 
 
 @pytest.mark.parametrize("file", ["ca.pem", "address.pem"])

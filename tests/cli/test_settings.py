@@ -143,10 +143,3 @@ def test_before_a_gateway_has_served_there_is_nothing(tmp_path: Path) -> None:
     assert told.status == 0
     assert told.out.count("no version that this user may read") == 2
     assert "a gateway keeps them when it serves" in settings(tmp_path, "diff").err
-
-
-def test_the_help_teaches(folder: Path) -> None:
-    told = run("settings", "--help")
-    for words in ("llama-gateway settings rollback nodes", "the last 50 of a file", "rollback"):
-        assert words in told.out
-    assert "Ansible" in run("settings", "rollback", "--help").out

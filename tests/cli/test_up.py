@@ -77,22 +77,18 @@ class Up:
         """The processes that it has started."""
         return psutil.Process(self.process.pid).children(recursive=True)
 
+    async def listed(self, what: str) -> dict[str, Any]:
+        """What the admin API lists at this path, by name."""
+        admin = json.loads(await self.line_with('"listening"'))["admin"]
+        async with httpx.AsyncClient(trust_env=False, timeout=60) as client:
+            answer = (await client.get(f"{admin}/admin/{what}")).json()
+        return {one["name"]: one for one in answer[what]}
+
     async def nodes(self) -> dict[str, Any]:
-        """The nodes of the admin API, by name."""
-        admin = json.loads(await self.line_with('"listening"'))["admin"]
-        async with httpx.AsyncClient(trust_env=False, timeout=60) as client:
-            answer = (await client.get(f"{admin}/admin/nodes")).json()
-        return {node["name"]: node for node in answer["nodes"]}
+        return await self.listed("nodes")
 
-    async def placements(self) -> dict[str, Any]:
-        """The models of routers likewise."""
-        admin = json.loads(await self.line_with('"listening"'))["admin"]
-        async with httpx.AsyncClient(trust_env=False, timeout=60) as client:
-            answer = (await client.get(f"{admin}/admin/placements")).json()
-        return {one["name"]: one for one in answer["placements"]}
-
-    async def states(self) -> dict[str, str]:
-        return {name: node["state"] for name, node in (await self.nodes()).items()}
+    async def ready(self) -> bool:
+        return {node["state"] for node in (await self.nodes()).values()} == {"ready"}
 
     async def end(self, number: signal.Signals = signal.SIGTERM) -> int:
         self.process.send_signal(number)
@@ -184,10 +180,7 @@ class TestServing:
             assert answer.status_code == 200, answer.text
             assert answer.json()["choices"][0]["message"]["content"].strip()
 
-            async def ready() -> bool:
-                return set((await it.states()).values()) == {"ready"}
-
-            await until(ready)
+            await until(it.ready)
             nodes = await it.nodes()
             assert {name: node["slots_total"] for name, node in nodes.items()} == {
                 "local-0": 3,
@@ -331,7 +324,9 @@ class TestServing:
                     await answers(name)
                 assert (await it.nodes())["local-0/a"]["slots_total"] == 3
                 # What the files need and what prompts may take: known without a load.
-                known = {name: one["memory"] for name, one in (await it.placements()).items()}
+                known = {
+                    name: one["memory"] for name, one in (await it.listed("placements")).items()
+                }
                 assert known.keys() == {"local-0/a", "local-0/b"}
                 assert len(set(known.values())) == 1
                 prompts = min(known.values()) - file_memory(demo_model(), 3, 4096)
@@ -376,10 +371,7 @@ class TestServing:
         async with running(environment, "--servers", "2", "--config", settings) as it:
             url = await it.url()
 
-            async def ready() -> bool:
-                return set((await it.states()).values()) == {"ready"}
-
-            await until(ready)
+            await until(it.ready)
             port = (await it.nodes())["local-0"]["url"].rpartition(":")[2]
             (victim,) = (one for one in it.servers() if port in one.cmdline())
             # It can't come back before the answer that comes from the other one.
@@ -395,7 +387,7 @@ class TestServing:
                 assert answer.headers["x-gateway-node"] == "local-1"
             shutil.move(away, model)
             await it.line_with('"server ready"')
-            await until(ready)
+            await until(it.ready)
             assert (await it.nodes())["local-0"]["url"].endswith(f":{port}")
             servers = it.servers()
             assert len(servers) == 2

@@ -2,30 +2,15 @@ from __future__ import annotations
 
 from pathlib import Path
 
-import pytest
-
-from gateway.config.errors import ConfigError
-from gateway.config.inventory import NodeSpec, load_inventory
-from gateway.config.settings import load_settings
+from tests.config.conftest import LoadNodes, Problems
 from tests.each_case import each_case
 
-NODE = "nodes: [{name: a, url: 'http://h', standby: true, model: m, "
+NODE = "nodes: [{{name: a, url: 'http://h', standby: true, {}}}]\n"
 
 
-def node(folder: Path, text: str, **env: str) -> NodeSpec:
-    (folder / "nodes.yaml").write_text(f"{NODE}{text}}}]\n")
-    (found,) = load_inventory(folder / "nodes.yaml", env).nodes
-    return found
-
-
-def problem(folder: Path, text: str, **env: str) -> str:
-    with pytest.raises(ConfigError) as error:
-        node(folder, text, **env)
-    return str(error.value)
-
-
-def test_a_list_is_a_command(tmp_path: Path) -> None:
-    spec = node(tmp_path, "start: [vm, start, '${N}'], stop: {command: [vm, stop]}", N="7")
+def test_a_list_is_a_command(load_nodes: LoadNodes) -> None:
+    hooks = "model: m, start: [vm, start, '${N}'], stop: {command: [vm, stop]}"
+    (spec,) = load_nodes(NODE.format(hooks), N="7").nodes
     assert spec.start is not None
     assert spec.stop is not None
     assert spec.start.command == ("vm", "start", "7")
@@ -33,12 +18,15 @@ def test_a_list_is_a_command(tmp_path: Path) -> None:
     assert spec.autoscaled
 
 
-def test_secrets_come_from_variables_and_files_and_are_not_shown(tmp_path: Path) -> None:
+def test_secrets_come_from_variables_and_files_and_are_not_shown(
+    load_nodes: LoadNodes, tmp_path: Path
+) -> None:
     (tmp_path / "key").write_text("from-file\n")
     call = (
         "{url: 'http://c/on?x=1', headers_env: {Authorization: TOKEN}, headers_file: {X-Key: key}}"
     )
-    spec = node(tmp_path, f"start: {call}, stop: [vm]", TOKEN="from-variable")
+    hooks = f"model: m, start: {call}, stop: [vm]"
+    (spec,) = load_nodes(NODE.format(hooks), TOKEN="from-variable").nodes
     assert spec.start is not None
     secrets = {name: secret.get_secret_value() for name, secret in spec.start.secrets.items()}
     assert secrets == {"Authorization": "from-variable", "X-Key": "from-file"}
@@ -49,6 +37,7 @@ def test_secrets_come_from_variables_and_files_and_are_not_shown(tmp_path: Path)
 @each_case(
     ("text", "key", "message"),
     [
+        ("start: [vm], stop: [vm]", "model", "is missing"),
         ("start: [vm]", "stop", "is missing"),
         ("stop: [vm]", "start", "is missing"),
         ("start: {}, stop: [vm]", "start.command", "does nothing"),
@@ -69,21 +58,16 @@ def test_secrets_come_from_variables_and_files_and_are_not_shown(tmp_path: Path)
     ],
 )
 def test_a_mistake_is_reported_with_its_key(
-    tmp_path: Path, text: str, key: str, message: str
+    nodes_problems: Problems, text: str, key: str, message: str
 ) -> None:
-    found = problem(tmp_path, text)
-    assert f"nodes.yaml:1: nodes[0].{key}" in found
-    assert message in found
+    model = "" if key == "model" else "model: m, "
+    problem = nodes_problems(NODE.format(model + text))[0]
+    assert problem.line == 1
+    assert problem.key.startswith(f"nodes[0].{key}")
+    assert message in problem.message
 
 
-def test_a_node_that_is_started_on_demand_must_name_its_models(tmp_path: Path) -> None:
-    text = "nodes: [{name: a, url: 'http://h', standby: true, start: [vm], stop: [vm]}]"
-    (tmp_path / "nodes.yaml").write_text(text)
-    with pytest.raises(ConfigError, match=r"nodes\[0\].model: is missing"):
-        load_inventory(tmp_path / "nodes.yaml", {})
-
-
-@pytest.mark.parametrize(
+@each_case(
     ("text", "message"),
     [
         ("elastic: {min: 3, max: 2}", "elastic.max: must not be less than `min`"),
@@ -91,8 +75,6 @@ def test_a_node_that_is_started_on_demand_must_name_its_models(tmp_path: Path) -
         ("elastic: {start_abov: 3}", "did you mean start_above"),
     ],
 )
-def test_limits_must_fit_each_other(tmp_path: Path, text: str, message: str) -> None:
-    (tmp_path / "gateway.yaml").write_text(text)
-    with pytest.raises(ConfigError) as error:
-        load_settings(tmp_path / "gateway.yaml", {})
-    assert message in str(error.value)
+def test_limits_must_fit_each_other(gateway_problems: Problems, text: str, message: str) -> None:
+    (problem,) = gateway_problems(text)
+    assert message in str(problem)

@@ -1,13 +1,7 @@
 from __future__ import annotations
 
 import time
-from pathlib import Path
 
-import pytest
-
-from gateway.config.errors import ConfigError, Problem
-from gateway.config.inventory import load_inventory
-from gateway.config.settings import load_settings
 from tests.config.conftest import LoadNodes, Problems
 from tests.each_case import each_case
 
@@ -113,7 +107,12 @@ FOREIGN = [
 
 @each_case(("program", "text", "lines"), FOREIGN)
 def test_another_program_s_file_is_told_with_the_lines_that_would_stand_here(
-    nodes_problems: Problems, load_nodes: LoadNodes, program: str, text: str, lines: tuple[str, ...]
+    nodes_problems: Problems,
+    load_nodes: LoadNodes,
+    gateway_problems: Problems,
+    program: str,
+    text: str,
+    lines: tuple[str, ...],
 ) -> None:
     (problem,) = nodes_problems(text)
     assert problem.message == f"this is a configuration of {program}, not an inventory"
@@ -123,22 +122,8 @@ def test_another_program_s_file_is_told_with_the_lines_that_would_stand_here(
     # They are an inventory.
     variables = dict.fromkeys(("GPU_BASE", "MISTRAL_API_KEY", "FAR_KEY"), "http://gpu")
     assert len(load_nodes("\n".join(lines), **variables).nodes) >= 3
-
-
-def problem_of_settings(folder: Path, text: str) -> Problem:
-    file = folder / "gateway.yaml"
-    file.write_text(text)
-    with pytest.raises(ConfigError) as raised:
-        load_settings(file, {"PORT": "a-secret", "OUTER": "a-secret"})
-    (problem,) = raised.value.problems
-    return problem
-
-
-@each_case(("program", "text", "lines"), FOREIGN)
-def test_it_is_told_in_place_of_settings_too_without_a_variable_s_value(
-    tmp_path: Path, program: str, text: str, lines: tuple[str, ...]
-) -> None:
-    problem = problem_of_settings(tmp_path, text)
+    # It is told in place of settings, too, and without a variable's value.
+    (problem,) = gateway_problems(text, PORT="a-secret", OUTER="a-secret")
     assert problem.message == f"this is a configuration of {program}, not the gateway's settings"
     assert "--nodes FILE" in problem.remedy
     assert problem.lines == lines
@@ -154,8 +139,9 @@ def test_it_is_told_in_place_of_settings_too_without_a_variable_s_value(
         "models: {a: {cmd: 'llama-server --port 99999999999'}}\nmacros: [1]\npeers: 3",
     ],
 )
-def test_a_strange_one_is_no_trouble(tmp_path: Path, text: str) -> None:
-    assert "this is a configuration of" in problem_of_settings(tmp_path, text).message
+def test_a_strange_one_is_no_trouble(gateway_problems: Problems, text: str) -> None:
+    (problem,) = gateway_problems(text)
+    assert "this is a configuration of" in problem.message
 
 
 def test_names_keys_and_addresses_of_all_kinds_make_an_inventory(
@@ -201,9 +187,9 @@ MEGABYTE = "x" * 1_000_000
         ),
     ],
 )  # fmt: skip
-def test_a_huge_one_is_told_in_few_words(tmp_path: Path, text: str) -> None:
+def test_a_huge_one_is_told_in_few_words(gateway_problems: Problems, text: str) -> None:
     began = time.process_time()
-    problem = problem_of_settings(tmp_path, text)
+    (problem,) = gateway_problems(text)
     assert time.process_time() - began < 1.0
     assert sum(map(len, problem.lines)) < 5000
 
@@ -214,13 +200,10 @@ def test_macros_may_use_those_before_them(nodes_problems: Problems) -> None:
     assert problem.lines[1] == "  - {name: a, url: http://127.0.0.1:9700, model: [a]}"
 
 
-def test_our_own_keys_of_the_same_name_are_ours(tmp_path: Path) -> None:
-    file = tmp_path / "gateway.yaml"
-    file.write_text("models: {fast: {alias: mistral}}\n")
-    with pytest.raises(ConfigError) as raised:
-        load_settings(file)
-    assert "this is a configuration" not in str(raised.value)
-    nodes = tmp_path / "nodes.yaml"
-    nodes.write_text("services: {a: b}\nnodes: []\n")
-    with pytest.raises(ConfigError, match="unknown key"):
-        load_inventory(nodes, {})
+def test_our_own_keys_of_the_same_name_are_ours(
+    nodes_problems: Problems, gateway_problems: Problems
+) -> None:
+    (problem,) = gateway_problems("models: {fast: {alias: mistral}}\n")
+    assert problem.message == "unknown key"
+    (problem,) = nodes_problems("services: {a: b}\nnodes: []\n")
+    assert problem.message == "unknown key"

@@ -147,9 +147,14 @@ def test_an_ipv6_address_without_brackets_is_written_with_them(
         ("fail_timeout: 10s", "health"),
         ("ctx_size: 4096", "context"),
         ("timeout: 60", "timeouts"),
+        ("ttl: 300", "models.NAME.idle_unload"),
+        ("keep_alive: 5m", "models.NAME.idle_unload"),
+        ("pin: [a]", "models.NAME.idle_unload, pin"),
+        ("models_max: 2", "memory"),
+        ("slot_save_path: /tmp", "slot_save: true"),
     ],
 )
-def test_keys_of_other_balancers_say_what_they_are_called_here(
+def test_keys_of_other_programs_say_what_they_are_called_here(
     nodes_problems: Problems, key: str, called: str
 ) -> None:
     for text in (f"nodes: [{{name: a, url: http://h, {key}}}]", f"nodes: []\ndefaults: {{{key}}}"):

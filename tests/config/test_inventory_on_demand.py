@@ -62,21 +62,3 @@ def test_what_a_node_can_not_do_on_demand_is_refused(
     (problem,) = nodes_problems(f"nodes:\n  - {{name: a, url: http://a, {wrong}}}")
     assert (problem.line, problem.key) == (2, f"nodes[0].{key}")
     assert words in problem.message
-
-
-@each_case(
-    ("key", "called"),
-    [
-        ("ttl: 300", "models.NAME.idle_unload"),
-        ("keep_alive: 5m", "models.NAME.idle_unload"),
-        ("pin: [a]", "models.NAME.idle_unload, pin"),
-        ("models_max: 2", "memory"),
-        ("slot_save_path: /tmp", "slot_save: true"),
-    ],
-)
-def test_keys_of_other_programs_that_swap_models_say_what_they_are_called_here(
-    nodes_problems: Problems, key: str, called: str
-) -> None:
-    (problem,) = nodes_problems(f"nodes: [{{name: a, url: http://h, {key}}}]")
-    assert problem.message == "unknown key"
-    assert called in problem.remedy

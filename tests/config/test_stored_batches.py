@@ -5,7 +5,6 @@ from pathlib import Path
 from gateway.config.settings import Settings, changed_restart_keys, masked_settings
 from gateway.config.stored import BatchSettings
 from tests.config.conftest import LoadSettings, Problems
-from tests.each_case import each_case
 
 
 def test_every_key_has_a_default(load_gateway: LoadSettings) -> None:
@@ -32,28 +31,6 @@ def test_a_file_is_no_folder(gateway_problems: Problems, tmp_path: Path) -> None
 def test_what_is_kept_may_be_kept_for_a_year(load_gateway: LoadSettings) -> None:
     batches = load_gateway("batches: {keep: 365d, background_keep: 2d}").batches
     assert (batches.keep, batches.background_keep) == (365 * 86400, 2 * 86400)
-
-
-@each_case(
-    ("text", "key"),
-    [
-        ("keep: 0", "keep"),
-        ("keep: 400d", "keep"),
-        ("lines: 0", "lines"),
-        ("lines: 2000000", "lines"),
-        ("file_bytes: many", "file_bytes"),
-        ("file_bytes: 3GiB", "bytes_per_key"),
-        ("windows: {shortest: 2h, longest: 1h}", "windows.longest"),
-        ("windows: {default: 1s}", "windows.default"),
-        ("windows: {longest: 8d}", "windows.longest"),
-        ("folder: 3", "folder"),
-    ],
-)
-def test_what_makes_no_sense_is_refused_by_its_key(
-    gateway_problems: Problems, text: str, key: str
-) -> None:
-    problems = gateway_problems(f"batches: {{{text}}}")
-    assert f"batches.{key}" in [problem.key for problem in problems]
 
 
 def test_only_a_change_of_the_folder_needs_a_restart() -> None:

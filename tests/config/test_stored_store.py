@@ -20,14 +20,11 @@ def test_the_store_can_be_switched_off(load_gateway: LoadSettings, text: str) ->
     assert load_gateway(f"store: {{url: {text}}}").store.url == "off"
 
 
-def test_a_relative_path_starts_in_the_folder_of_the_settings(
+def test_a_relative_path_starts_in_the_folder_of_the_settings_and_an_absolute_one_stays(
     load_gateway: LoadSettings, tmp_path: Path
 ) -> None:
     url = load_gateway("store: {url: 'sqlite:///data/keys.db'}").store.url
     assert url == f"sqlite:///{tmp_path}/data/keys.db"
-
-
-def test_an_absolute_path_stays(load_gateway: LoadSettings) -> None:
     assert load_gateway("store: {url: 'sqlite:////srv/x.db'}").store.url == "sqlite:////srv/x.db"
 
 

@@ -105,12 +105,9 @@ def test_an_error_reads_as_file_line_key_message_remedy(
 FILE = Path("config/nodes.yaml")
 
 
-def test_a_problem_is_one_line() -> None:
+def test_a_problem_is_one_line_and_unknown_parts_are_left_out() -> None:
     problem = Problem(FILE, 3, "nodes[0].url", "is missing", "add it")
     assert str(problem) == "config/nodes.yaml:3: nodes[0].url: is missing (add it)"
-
-
-def test_unknown_parts_are_left_out() -> None:
     assert str(Problem(FILE, 0, "", "can't be read")) == "config/nodes.yaml: can't be read"
     assert str(Problem(FILE, 3, "", "bad", column=7)) == "config/nodes.yaml:3:7: bad"
 

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Iterable, Mapping
-from typing import Any, ClassVar
+from functools import partial
+from typing import Any, ClassVar, TypeVar
 from urllib.parse import quote
 
 from rich.console import Group
@@ -28,6 +29,7 @@ MOST_LINES_ABOVE = 9  # lines that they take, and no more than a quarter of the 
 LOW_LINES = 16  # a screen of fewer lines has none to spare for an empty one
 SEVERITY_STYLES = {"critical": "bold red", "warning": "yellow", "notice": "cyan"}
 TABS = ("nodes", "queue", "requests", "problems")
+T = TypeVar("T")
 
 
 class Confirm(ModalScreen[bool]):
@@ -290,8 +292,10 @@ class Top(App[None]):
         self.action_tab(self._tab)
 
     def _selected(self, name: str) -> str | None:
+        """What is under the cursor of this table; None, and a note, if another one is shown."""
         table = self._table(name)
         if self._tab != name or not table.row_count:
+            self._tell(f"choose a {name.removesuffix('s')} first: key {TABS.index(name) + 1}")
             return None
         return str(table.coordinate_to_cell_key(table.cursor_coordinate).row_key.value)
 
@@ -299,46 +303,36 @@ class Top(App[None]):
         """Drain, resume or probe the node under the cursor."""
         name = self._selected("nodes")
         if name is None:
-            self._tell("choose a node first: key 1")
-        elif action == "drain":
+            return
+        done = {"drain": "drained", "resume": "resumed", "probe": "probed"}[action]
+
+        def act() -> None:
+            send = partial(self._admin.node_action, name, action)
+            self._ask(send, lambda _: self._tell(f"{done} {name}"))
+
+        if action == "drain":
             running = self.picture.nodes.get(name, {}).get("in_flight") or 0
             question = f"Drain {name}? It gets no new requests; {running} that run may end."
-            self._confirm(question, lambda: self._act_on_node(name, action))
+            self._confirm(question, act)
         else:
-            self._act_on_node(name, action)
+            act()
 
     def action_cancel(self) -> None:
         """Cancel the request under the cursor."""
         id_ = self._selected("requests")
         if id_ is None:
-            self._tell("choose a request first: key 3")
             return
         row = (self.picture.requests or {}).get(id_, {})
         question = f"Cancel the request {row.get('request_id', id_)} of {caller_text(row)}?"
-        path = f"/admin/requests/{quote(id_, safe='')}"
-        self._confirm(
-            question,
-            lambda: self._act(
-                lambda: self._admin.request("DELETE", path), f"cancelled {row.get('request_id')}"
-            ),
-        )
+        send = partial(self._admin.request, "DELETE", f"/admin/requests/{quote(id_, safe='')}")
+        done = f"cancelled {row.get('request_id')}"
+        self._confirm(question, lambda: self._ask(send, lambda _: self._tell(done)))
 
     def action_why(self) -> None:
         """Explain the request under the cursor."""
         id_ = self._selected("requests")
-        if id_ is None:
-            self._tell("choose a request first: key 3")
-            return
-
-        def work() -> None:
-            try:
-                found = self._admin.explanation(id_)
-            except CommandFailed as error:
-                self._call(self._tell, str(error))
-            else:
-                self._call(self._explain, found)
-
-        self.run_worker(work, thread=True, exit_on_error=False)
+        if id_ is not None:
+            self._ask(partial(self._admin.explanation, id_), self._explain)
 
     def _explain(self, found: dict[str, Any]) -> None:
         if isinstance(self.screen, Explanation):
@@ -357,20 +351,16 @@ class Top(App[None]):
 
         self.push_screen(Confirm(question), answered)
 
-    def _act_on_node(self, name: str, action: str) -> None:
-        done = {"drain": "drained", "resume": "resumed", "probe": "probed"}[action]
-        self._act(lambda: self._admin.node_action(name, action), f"{done} {name}")
-
-    def _act(self, send: Callable[[], object], done: str) -> None:
-        """Do it in a thread, since the gateway may take its time, and say how it went."""
+    def _ask(self, send: Callable[[], T], then: Callable[[T], None]) -> None:
+        """Send it in a thread, since the gateway may take its time; then go on, or say why not."""
 
         def work() -> None:
             try:
-                send()
-                told = done
+                answer = send()
             except CommandFailed as error:
-                told = str(error)
-            self._call(self._tell, told)
+                self._call(self._tell, str(error))
+            else:
+                self._call(then, answer)
 
         self.run_worker(work, thread=True, exit_on_error=False)
 

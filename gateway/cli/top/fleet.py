@@ -29,7 +29,6 @@ class FleetPicture:
     A `snapshot` has everything, an `update` what has changed since.
     """
 
-    role: str = "viewer"
     at: float = 0.0  # Unix time of the last event; 0: there was none
     summary: Mapping[str, Any] = field(default_factory=dict)
     problems: list[Row] = field(default_factory=list)
@@ -40,9 +39,7 @@ class FleetPicture:
 
     def apply(self, event: str, data: Mapping[str, Any]) -> None:
         """Take in an event; one of another kind is ignored."""
-        if event == "hello":
-            self.role = str(data.get("role", self.role))
-        elif event == "snapshot":
+        if event == "snapshot":
             self.nodes, self.requests = {}, None
             self._take(data)
         elif event == "update":

@@ -304,7 +304,7 @@ def plan(
 
     def question(asked: Workload, played: Trace | None, *types: NodeType) -> PlanQuestion:
         # A fleet that runs has learnt its speeds.
-        warm = fleet or start is options.StartKind.WARM
+        warm = fleet or start == "warm"
         return PlanQuestion(
             asked, goal, types, price_per_kwh, requests, seed, warm=warm, recorded=played
         )

@@ -174,7 +174,7 @@ def simulate(
     from gateway.workshop.simulate.report import overload_warning, plot_reports
     from gateway.workshop.simulate.simulation import StuckError
 
-    warm = start is options.StartKind.WARM
+    warm = start == "warm"
     if exact and warm:
         raise WrongUsage("--exact knows all speeds: leave --start out")
     names = list(dict.fromkeys(policy or known_policies()))
@@ -203,7 +203,7 @@ def simulate(
     if as_json:
         print_json(
             {
-                "start": start.value,
+                "start": start,
                 "nodes": len(machines),
                 "slots": slots,
                 "requests": len(requests.jobs),
@@ -346,10 +346,9 @@ def _simulate_models(
                 trace, nodes, models, placements, warm=warm, seed=traffic.seed, progress=progress
             )
     if as_json:
-        start = options.StartKind.WARM if warm else options.StartKind.COLD
         print_json(
             {
-                "start": start.value,
+                "start": "warm" if warm else "cold",
                 "nodes": len(nodes),
                 "models": [
                     {"name": one.name, "memory": one.memory, "load_seconds": one.load_seconds}
@@ -408,8 +407,8 @@ def _simulate_elastic(
     with failing_by(StuckError):
         found = compare_elastic(trace, base, spares, rules, startup, warm=warm, seed=seed)
     if as_json:
-        start = options.StartKind.WARM if warm else options.StartKind.COLD
-        print_json({"start": start.value, "fleets": [one.as_dict(cost) for one in found]})
+        start = "warm" if warm else "cold"
+        print_json({"start": start, "fleets": [one.as_dict(cost) for one in found]})
     else:
         print_rows((_elastic_row(one, cost) for one in found), state_column=0)
 

@@ -2,7 +2,6 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Iterator, Mapping
-from http.server import BaseHTTPRequestHandler
 from typing import Any
 
 import pytest
@@ -23,7 +22,7 @@ from gateway.cli.top.fleet import (
     slots_drawn,
 )
 from gateway.cli.why import explained
-from tests.cli.local_server import serving
+from tests.cli.local_server import Answer, answering
 
 
 def test_an_update_changes_what_it_names_and_leaves_the_rest() -> None:
@@ -50,7 +49,6 @@ def test_an_update_changes_what_it_names_and_leaves_the_rest() -> None:
             "ended_requests": ["r1"],
         },
     )
-    assert picture.role == "operator"
     assert picture.at == 11.0
     assert picture.nodes == {"a": {"name": "a", "state": "down", "slots_total": 2}}
     assert picture.requests == {"r2": {"id": "r2", "tokens": 2}}
@@ -98,17 +96,11 @@ class Stream:
 def stream() -> Iterator[Stream]:
     made = Stream((200, SNAPSHOT))
 
-    class Handler(BaseHTTPRequestHandler):
-        def do_GET(self) -> None:
-            status, body = made.next()
-            self.send_response(status)
-            self.end_headers()
-            self.wfile.write(body)
+    def answer(*_: object) -> Answer:
+        status, body = made.next()
+        return status, {}, body
 
-        def log_message(self, *_: object) -> None:
-            pass
-
-    with serving(Handler) as made.url:
+    with answering(answer) as made.url:
         yield made
 
 
