@@ -33,7 +33,7 @@ import math
 import random
 from abc import ABC, abstractmethod
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from datetime import UTC, datetime
 from heapq import heappop, heappush
@@ -156,6 +156,8 @@ class Trace:
     """By a job's id: that of the next turn of its conversation."""
     skipped: int = 0  # broken lines that were left out
 
+
+NO_REQUESTS = Trace(())
 
 MOST_TOKENS = 10_000_000
 MOST_SECONDS = 1e9
@@ -755,6 +757,11 @@ SLOT_SIMILARITY = 0.1
 ModelSpeed = tuple[float, float]  # tokens per second of prompts, and of answers
 
 
+def tokens_in_host_memory(mib: int) -> int:
+    """Tokens of evicted prompts that so much of a host's memory holds."""
+    return mib * 1024 * 1024 // KV_BYTES_PER_TOKEN
+
+
 @dataclass(frozen=True, slots=True)
 class SimulatedMachine:
     """One llama.cpp server. Speeds in tokens per second."""
@@ -765,8 +772,7 @@ class SimulatedMachine:
     decode_tps: float  # output tokens per second of one request alone
     batch_cost: float = BATCH_COST
     batch_tokens: int = BATCH_TOKENS
-    cache_tokens: int = CACHE_RAM_MIB * 1024 * 1024 // KV_BYTES_PER_TOKEN
-    """Tokens of evicted prompts that the host-memory cache holds; 0: it has none."""
+    cache_tokens: int = tokens_in_host_memory(CACHE_RAM_MIB)  # 0: it has no such cache
     host: str = ""
     """Machines of one host are calibrated one at a time, and routers of one share its memory;
     empty: it has its own."""
@@ -906,7 +912,7 @@ PROGRESS_EVERY = 2000  # ended requests between two calls of `progress`
 
 
 class SimulatedFleet:
-    """The simulated nodes, to which a front sends jobs.
+    """The simulated nodes, to which a front sends the jobs of a trace, in which results are noted.
 
     `routers`: by server, the number of its router. Those of one router that compute at the same
     time share its speed in equal parts. None: each server has a machine of its own.
@@ -915,11 +921,13 @@ class SimulatedFleet:
     def __init__(
         self,
         machines: Sequence[SimulatedMachine],
-        jobs: Sequence[Job],
+        trace: Trace,
         routers: Sequence[int] | None = None,
     ) -> None:
-        self.jobs = jobs
+        self.machines, self.trace, self.jobs = machines, trace, trace.jobs
         self.servers = [SimulatedServer(machine) for machine in machines]
+        self.loaded: Collection[int] = range(len(machines))  # servers that take jobs
+        self.loads, self.load_seconds = 0, 0.0  # of models on demand
         self.now = 0.0
         self._routers = range(len(machines)) if routers is None else routers
         count = max(self._routers, default=-1) + 1
@@ -931,6 +939,24 @@ class SimulatedFleet:
         # Ends of steps: time, router, version; void if the router has another version by now.
         self._ends: list[tuple[float, int, int]] = []
         self._versions = [0] * count
+
+    @property
+    def began(self) -> float:
+        """The first arrival."""
+        return min((job.arrived for job in self.jobs), default=0.0)
+
+    @property
+    def ended(self) -> float:
+        """The last end."""
+        return max((job.ended for job in self.jobs), default=0.0)
+
+    def router_of(self, index: int) -> int:
+        """The router of a server; else its own place."""
+        return self._routers[index]
+
+    def able(self, model: str) -> list[int]:
+        """The servers that serve a model, if they are loaded."""
+        return [index for index, one in enumerate(self.machines) if one.serves(model)]
 
     def send(self, job: Job, node: int) -> None:
         """Send a job to a node, now. A node without a free slot queues it."""
@@ -979,57 +1005,41 @@ class SimulatedFleet:
 
 
 class Front(ABC):
-    """Places requests on nodes: a proxy in front of them."""
+    """Places requests on the nodes of a fleet: a proxy in front of them."""
 
-    alarm: float  # when it is to be woken if nothing else happens; infinity: never
+    def __init__(self, fleet: SimulatedFleet) -> None:
+        self.fleet = fleet
+        self.alarm = math.inf  # when it is to be woken if nothing else happens; infinity: never
 
     @abstractmethod
-    def arrive(self, job: Job, fleet: SimulatedFleet) -> None:
+    def arrive(self, job: Job) -> None:
         """Send a request that has arrived, or queue it."""
 
-    def started(self, job: Job, fleet: SimulatedFleet) -> None:  # noqa: B027 - most don't care
+    def started(self, job: Job) -> None:  # noqa: B027 - most don't care
         """Take note of its first token."""
 
     @abstractmethod
-    def ended(self, job: Job, fleet: SimulatedFleet) -> None:
+    def ended(self, job: Job) -> None:
         """Take note of its last token: the slot is free."""
 
-    def wake(self, fleet: SimulatedFleet) -> None:  # noqa: B027 - where no alarm is set
+    def wake(self) -> None:  # noqa: B027 - where no alarm is set
         """Act at the time of the alarm. Must set a later one."""
-
-
-@dataclass(frozen=True, slots=True)
-class SimulationResult:
-    """The result of a run; the details are in the trace's jobs."""
-
-    jobs: Sequence[Job]
-    servers: Sequence[SimulatedServer]
-    began: float  # the first arrival
-    ended: float  # the last end
 
 
 class StuckError(Exception):
     """A front never sent some requests, though nothing else was to happen."""
 
 
-def simulate(
-    trace: Trace,
-    machines: Sequence[SimulatedMachine],
-    front: Front,
-    progress: Callable[[int], None] | None = None,
-    fleet: SimulatedFleet | None = None,
-) -> SimulationResult:
-    """Play a trace through a front on a fleet.
+def simulate(front: Front, progress: Callable[[int], None] | None = None) -> SimulatedFleet:
+    """Play the trace of a front's fleet through the front. Returns the fleet.
 
-    Results are written into the jobs: read them before the trace is played again. `progress` is
-    called now and then with the number of requests that have ended. `fleet`: one that was made of
-    these jobs, instead of `machines`. Raises StuckError if the front leaves requests unsent when
+    Read the results before the trace is played again. `progress` is called now and then with the
+    number of requests that have ended. Raises StuckError if the front leaves requests unsent when
     nothing more can happen.
     """
-    jobs = trace.jobs
+    fleet, jobs, next_turns = front.fleet, front.fleet.jobs, front.fleet.trace.next_turns
     for job in jobs:
         job.reset()
-    fleet = fleet or SimulatedFleet(machines, jobs)
     # First turns at their times; later ones once the turn before has ended, and before others.
     arrivals = [(job.time, True, job.id) for job in jobs if not job.is_later_turn]
     ended = 0
@@ -1043,28 +1053,23 @@ def simulate(
         if step <= now:
             first, done = fleet.end_steps()
             for job in first:
-                front.started(job, fleet)
+                front.started(job)
             for job in done:
-                if (place := trace.next_turns.get(job.id)) is not None:
+                if (place := next_turns.get(job.id)) is not None:
                     turn = jobs[place]
                     heappush(arrivals, (max(turn.time, job.ended + turn.pause), False, place))
-                front.ended(job, fleet)
+                front.ended(job)
                 ended += 1
                 if progress is not None and not ended % PROGRESS_EVERY:
                     progress(ended)
         elif next_arrival <= now:
             job = jobs[heappop(arrivals)[2]]
             job.arrive(now)
-            front.arrive(job, fleet)
+            front.arrive(job)
         else:
-            front.wake(fleet)
+            front.wake()
             if front.alarm <= now:
                 raise StuckError(f"the front would be woken for ever at {now:g} s")
     if ended != len(jobs):
         raise StuckError(f"{len(jobs) - ended} of {len(jobs)} requests were never served")
-    return SimulationResult(
-        jobs,
-        fleet.servers,
-        min((job.arrived for job in jobs), default=0.0),
-        max((job.ended for job in jobs), default=0.0),
-    )
+    return fleet
