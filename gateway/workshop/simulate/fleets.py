@@ -459,7 +459,6 @@ def instances_of(
                     decode_tps=decode,
                     host=node.host or node.name,
                     models=frozenset({model.name}),
-                    memory=model.memory,
                 )
                 found.append(SimulatedInstance(machine, place, model))
     return found

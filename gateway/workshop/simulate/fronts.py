@@ -674,7 +674,6 @@ class LeastRecentlyUsed(Front):
         self._waiting: list[deque[tuple[Job, int]]] = [deque() for _ in fleet.nodes]
         """Of each node, with the instance that each job is for."""
         self._last_used: dict[int, float] = {}  # by instance: of those loaded, or being loaded
-        self._jobs: dict[int, int] = {}  # by instance: its jobs
         self._retiring: set[int] = set()
         """Those that take no jobs any more, until they are unloaded."""
         self._memory = fleet.host_memory
@@ -700,7 +699,6 @@ class LeastRecentlyUsed(Front):
         """What waits for its memory may go on."""
         node = self.fleet.router_of(job.node)
         self._connections[node] -= 1
-        self._jobs[job.node] -= 1
         self._serve(node)
 
     def wake(self) -> None:
@@ -723,7 +721,6 @@ class LeastRecentlyUsed(Front):
             job, index = waiting.popleft()
             if index in fleet.loaded and index not in self._retiring:
                 self._last_used[index] = fleet.now
-                self._jobs[index] = self._jobs.get(index, 0) + 1
                 fleet.send(job, index)
             else:
                 waiting.append((job, index))
@@ -736,7 +733,7 @@ class LeastRecentlyUsed(Front):
                 fleet.load(index)
         self._make_room(host, [one for one in needed if one not in fleet.held])
         for index in sorted(self._retiring):
-            if not self._jobs.get(index) and index in fleet.loaded:
+            if index in fleet.loaded and fleet.servers[index].next_end < 0:
                 fleet.unload(index)
         self.alarm = fleet.next_load_end
 

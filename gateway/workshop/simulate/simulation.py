@@ -126,8 +126,8 @@ class Job:
         return self.prompt._replace(tokens=self.prompt.tokens + self.output - 1)
 
     def arrive(self, now: float) -> None:
-        """It reaches the front."""
-        self.arrived = now
+        """It reaches the front; its results are of this run from now on."""
+        self.arrived, self.sent = now, -1.0
 
     def send_to(self, node: int, now: float) -> None:
         """The front sends it to a node."""
@@ -138,13 +138,6 @@ class Job:
         self.began, self.slot, self.cached = now, slot, cached
         self.to_read = self.prompt.tokens - cached
         self.to_write = self.output
-
-    def reset(self) -> None:
-        """Clear its result, for another run."""
-        self.arrived = 0.0
-        self.sent = self.began = self.first = self.ended = -1.0
-        self.node = self.slot = -1
-        self.cached = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -817,14 +810,13 @@ EMPTY_PROMPT = TracePrompt(-1, 0)
 class SimulatedPromptCache:
     """The cached prompts of one server. A slot has `EMPTY_PROMPT` before its first use."""
 
-    __slots__ = ("_limit", "_total", "host_prompts", "slot_prompts", "slot_used_at")
+    __slots__ = ("_limit", "host_prompts", "slot_prompts", "slot_used_at")
 
     def __init__(self, slots: int, host_tokens: int) -> None:
         self.slot_prompts = [EMPTY_PROMPT] * slots  # the prompt that each slot has cached
         self.slot_used_at = [-1.0] * slots  # when each slot ended its last job
         self.host_prompts: list[TracePrompt] = []  # the prompts in host memory, the oldest first
         self._limit = host_tokens
-        self._total = 0
 
     def choose_slot(self, prompt: TracePrompt, free: list[int]) -> tuple[int, int]:
         """The slot, one of `free`, that takes a prompt, and the tokens of it that it has cached.
@@ -841,11 +833,7 @@ class SimulatedPromptCache:
             if common > best:
                 slot, best = candidate, common
         if slot < 0:
-            used = self.slot_used_at
-            slot = free[0]
-            for candidate in free:
-                if used[candidate] <= used[slot]:
-                    slot = candidate
+            slot = min(reversed(free), key=self.slot_used_at.__getitem__)
             evicts = True
         else:
             evicts = best < SLOT_KEPT_SHARE * held[slot].tokens
@@ -869,25 +857,15 @@ class SimulatedPromptCache:
 
     def _save(self, prompt: TracePrompt) -> None:
         """Save a prompt to host memory unless it is there; it replaces its own beginnings."""
-        tokens = prompt.tokens
-        if not 0 < tokens <= self._limit:
+        if not 0 < prompt.tokens <= self._limit:
             return
-        part_of_it = False
-        for one in self.host_prompts:
-            common = common_tokens(one, prompt)
-            if common == tokens:
-                return
-            if common == one.tokens:
-                part_of_it = True
-        if part_of_it:
-            self.host_prompts = [
-                one for one in self.host_prompts if common_tokens(one, prompt) != one.tokens
-            ]
-            self._total = sum([one.tokens for one in self.host_prompts])
-        self.host_prompts.append(prompt)
-        self._total += tokens
-        while self._total > self._limit:
-            self._total -= self.host_prompts.pop(0).tokens
+        if any(common_tokens(one, prompt) == prompt.tokens for one in self.host_prompts):
+            return
+        held = [one for one in self.host_prompts if common_tokens(one, prompt) != one.tokens]
+        held.append(prompt)
+        while sum([one.tokens for one in held]) > self._limit:
+            del held[0]
+        self.host_prompts = held
 
     def _load(self, slot: int, prompt: TracePrompt) -> None:
         """Load an evicted prompt that has more of `prompt`, as tokens and as a share of itself."""
@@ -905,7 +883,6 @@ class SimulatedPromptCache:
                 best_index, share, gain = position, common / one.tokens, common
         if best_index >= 0:
             self.slot_prompts[slot] = self.host_prompts.pop(best_index)
-            self._total -= self.slot_prompts[slot].tokens
 
 
 PROGRESS_EVERY = 2000  # ended requests between two calls of `progress`
@@ -1038,8 +1015,6 @@ def simulate(front: Front, progress: Callable[[int], None] | None = None) -> Sim
     nothing more can happen.
     """
     fleet, jobs, next_turns = front.fleet, front.fleet.jobs, front.fleet.trace.next_turns
-    for job in jobs:
-        job.reset()
     # First turns at their times; later ones once the turn before has ended, and before others.
     arrivals = [(job.time, True, job.id) for job in jobs if not job.is_later_turn]
     ended = 0

@@ -187,11 +187,3 @@ def test_models_placed_by_the_gateway_beat_each_routers_own_and_come_near_the_be
     assert ours.report.completion.p95 < 0.5 * own.report.completion.p95
     assert ours.report.completion.mean < 1.2 * by_hand.report.completion.mean
     assert ours.as_dict()["loads"] == ours.loads
-
-
-def test_no_placement_by_hand_is_compared_where_the_models_do_not_fit_at_once() -> None:
-    routers = from_text("1x2@40:600/20GiB", ServerSetup())
-    models = models_from_text("3x8GiB:12GiB")
-    played = generate(Traffic(40, 0.05), 1, [model.name for model in models])
-    found = compare_model_placements(played, routers, models, 5)
-    assert [one.report.policy for one in found] == ["gateway", "each router's own"]
