@@ -142,8 +142,8 @@ def compare_elastic(
         return StandbyResult(report, len(machines) * report.seconds / SECONDS_PER_HOUR)
 
     found.append(fixed("always on", every))
-    fleet = SimulatedFleet(every, trace)
-    front = AutoscalingFront(fleet, len(base), rules, startup, seed, knowledge)
+    fleet = SimulatedFleet(every, trace, loaded=range(len(base)))
+    front = AutoscalingFront(fleet, rules, startup, seed, knowledge)
     elastic = summarise("elastic", simulate(front))
     seconds = len(base) * elastic.seconds + front.standby_seconds
     found.append(StandbyResult(elastic, seconds / SECONDS_PER_HOUR, front.starts))

@@ -481,12 +481,10 @@ class RouterFleet(SimulatedFleet):
         """`loaded`: the instances of routers that are loaded from the start."""
         self.nodes, self.models, self.instances = nodes, models, instances_of(nodes, models)
         routers = [one.router for one in self.instances]
-        super().__init__([one.machine for one in self.instances], trace, routers)
+        plain = [index for index, one in enumerate(self.instances) if one.model is None]
+        super().__init__([one.machine for one in self.instances], trace, routers, plain)
         self.hosts = [node.host or node.name for node in nodes]
         self.held: set[int] = set()  # those that take memory
-        self.loaded: set[int] = {
-            index for index, one in enumerate(self.instances) if one.model is None
-        }
         self._free = self.host_memory
         self._load_ends: list[tuple[float, int, bool]] = []  # when, which, whether it is a load
         for index in loaded:

@@ -468,7 +468,7 @@ AUTOSCALER_TICK = 1.0  # seconds between two looks at the load
 
 
 class AutoscalingFront(GatewayFront):
-    """A gateway with standby machines: those with an index from `base` on.
+    """A gateway with standby machines: those that are not loaded at first.
 
     A standby machine works `startup` seconds after its start, with empty caches.
     """
@@ -476,7 +476,6 @@ class AutoscalingFront(GatewayFront):
     def __init__(
         self,
         fleet: SimulatedFleet,
-        base: int,
         rules: ElasticSettings,
         startup: float,
         seed: int,
@@ -489,11 +488,11 @@ class AutoscalingFront(GatewayFront):
         self._policy = AutoscalingPolicy()
         self._tick = 0.0
         self._standby = {
-            index: Lifecycle(LifecyclePhase.OFF) for index in range(base, len(fleet.machines))
+            row.index: Lifecycle(LifecyclePhase.OFF)
+            for row in self.state.rows
+            if row.index not in fleet.loaded
         }
         self._seconds = dict.fromkeys(self._standby, 0.0)  # that each ran, up to its last stop
-        for index in self._standby:
-            self._set_working(index, works=False)
 
     @property
     def standby_seconds(self) -> float:
@@ -539,7 +538,8 @@ class AutoscalingFront(GatewayFront):
 
     def _enter(self, index: int, phase: LifecyclePhase, now: float) -> None:
         self._standby[index].enter(phase, "", now)
-        self._set_working(index, works=phase is LifecyclePhase.ON)
+        row, works = self.state.rows[index], phase is LifecyclePhase.ON
+        self.state.set_slots(row, row.total, row.total if works else 0, 0, alive=works)
 
     def _standby_nodes(self) -> list[StandbyNode]:
         rows = self.state.rows
@@ -571,10 +571,6 @@ class AutoscalingFront(GatewayFront):
         )
         slots = sum(row.total for row in self.state.rows if row.alive)
         return [WaitingDemand(frozenset(map(str, self._standby)), wait, slots)]
-
-    def _set_working(self, index: int, *, works: bool) -> None:
-        row = self.state.rows[index]
-        self.state.set_slots(row, row.total, row.total if works else 0, 0, alive=works)
 
     def _set_alarm(self) -> None:
         super()._set_alarm()

@@ -32,6 +32,7 @@ import json
 import math
 import random
 from abc import ABC, abstractmethod
+from bisect import bisect
 from collections import deque
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, fields
@@ -644,32 +645,28 @@ class SimulatedServer:
         Slots that are free again take jobs from the queue, and the next steps begin. `wall` is as
         for `take`.
         """
-        steps = self._steps
-        decoding = self._decoding
+        steps, decoding = self._steps, self._decoding
         self.busy_seconds += now - self._steps_began
-        done: list[Job] = []
         for job in decoding:
             job.to_write -= steps
-            if not job.to_write:
-                done.append(job)
         first: list[Job] = []
-        if self._prompt_tokens:
-            for job, read in zip(self._prefilling, self._prompt_tokens, strict=False):
-                job.to_read -= read * steps
-                if not job.to_read:
-                    # The step that reads the end of the prompt gives the first token.
-                    job.first = wall
-                    job.to_write -= 1
-                    first.append(job)
-                    if not job.to_write:
-                        done.append(job)
-            if first:
-                self._prefilling = [job for job in self._prefilling if job.to_read]
-                decoding += [job for job in first if job.to_write]
+        for job, read in zip(self._prefilling, self._prompt_tokens, strict=False):
+            job.to_read -= read * steps
+            if not job.to_read:
+                # The step that reads the end of the prompt gives the first token.
+                job.first = wall
+                job.to_write -= 1
+                first.append(job)
+        if first:
+            self._prefilling = [job for job in self._prefilling if job.to_read]
+            decoding += first
+        done = [job for job in decoding if not job.to_write]
         if done:
             self._decoding = [job for job in decoding if job.to_write]
             for job in done:
-                self._release(job, wall)
+                job.ended = wall
+                self.slots[job.slot] = None
+                self.cache.store(job.slot, job.final_prompt, wall)
             while self.queue and None in self.slots:
                 free = [number for number, held in enumerate(self.slots) if held is None]
                 self._start_job(self.queue.popleft(), free, wall)
@@ -680,20 +677,11 @@ class SimulatedServer:
         slot, cached = self.cache.choose_slot(job.prompt, free)
         job.start(slot, cached, now)
         self.slots[slot] = job
-        self.cache.save_idle([held is not None for held in self.slots])
-        prefilling = self._prefilling
-        position = len(prefilling)
-        while position and prefilling[position - 1].slot > slot:
-            position -= 1
+        position = bisect(self._prefilling, slot, key=lambda one: one.slot)
+        self._prefilling.insert(position, job)
         # The current steps count their prefilling jobs by position, which must not shift.
-        self._prefilling = [*prefilling[:position], job, *prefilling[position:]]
         if position < len(self._prompt_tokens):
             self._prompt_tokens.insert(position, 0)
-
-    def _release(self, job: Job, now: float) -> None:
-        job.ended = now
-        self.slots[job.slot] = None
-        self.cache.store(job.slot, job.final_prompt, now)
 
     def _begin_steps(self, now: float) -> None:
         """Begin the next steps, as many as are equal."""
@@ -822,8 +810,9 @@ class SimulatedPromptCache:
         """The slot, one of `free`, that takes a prompt, and the tokens of it that it has cached.
 
         The slot that has most of the prompt, if that is enough; else the one that was idle longest.
-        Its own prompt goes to host memory, from where a better one may be loaded. At least one
-        token is always read.
+        Its own prompt goes to host memory, from where a better one may be loaded; then those of the
+        other free slots do, as in llama.cpp whenever a job starts. At least one token is always
+        read.
         """
         size = prompt.tokens
         held = self.slot_prompts
@@ -837,18 +826,13 @@ class SimulatedPromptCache:
             evicts = True
         else:
             evicts = best < SLOT_KEPT_SHARE * held[slot].tokens
-        if evicts and self._limit:
+        if evicts:
             self._save(held[slot])
             self._load(slot, prompt)
+        for other in free:
+            if other != slot:
+                self._save(held[other])
         return slot, min(common_tokens(held[slot], prompt), size - 1)
-
-    def save_idle(self, busy: list[bool]) -> None:
-        """Save the prompts of idle slots, as llama.cpp does whenever a job starts in another."""
-        if not self._limit:
-            return
-        for held, works in zip(self.slot_prompts, busy, strict=True):
-            if not works:
-                self._save(held)
 
     def store(self, slot: int, prompt: TracePrompt, now: float) -> None:
         """A slot has ended its job and has this prompt cached."""
@@ -872,17 +856,18 @@ class SimulatedPromptCache:
         old = self.slot_prompts[slot]
         gain = common_tokens(old, prompt)
         share = gain / old.tokens if old.tokens else -1.0
-        best_index = -1
-        for position, one in enumerate(self.host_prompts):
+        best = old
+        for one in self.host_prompts:
             common = common_tokens(one, prompt)
             if (
                 common > gain
                 and common >= HOST_LOADED_SHARE * one.tokens
                 and common / one.tokens > share
             ):
-                best_index, share, gain = position, common / one.tokens, common
-        if best_index >= 0:
-            self.slot_prompts[slot] = self.host_prompts.pop(best_index)
+                best, share, gain = one, common / one.tokens, common
+        if best is not old:
+            self.slot_prompts[slot] = best
+            self.host_prompts.remove(best)
 
 
 PROGRESS_EVERY = 2000  # ended requests between two calls of `progress`
@@ -892,7 +877,8 @@ class SimulatedFleet:
     """The simulated nodes, to which a front sends the jobs of a trace, in which results are noted.
 
     `routers`: by server, the number of its router. Those of one router that compute at the same
-    time share its speed in equal parts. None: each server has a machine of its own.
+    time share its speed in equal parts. None: each server has a machine of its own. `loaded`: the
+    servers that take jobs from the start; None: all.
     """
 
     def __init__(
@@ -900,10 +886,11 @@ class SimulatedFleet:
         machines: Sequence[SimulatedMachine],
         trace: Trace,
         routers: Sequence[int] | None = None,
+        loaded: Collection[int] | None = None,
     ) -> None:
         self.machines, self.trace, self.jobs = machines, trace, trace.jobs
         self.servers = [SimulatedServer(machine) for machine in machines]
-        self.loaded: Collection[int] = range(len(machines))  # servers that take jobs
+        self.loaded = set(range(len(machines)) if loaded is None else loaded)
         self.loads, self.load_seconds = 0, 0.0  # of models on demand
         self.now = 0.0
         self._routers = range(len(machines)) if routers is None else routers

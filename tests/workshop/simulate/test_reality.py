@@ -78,7 +78,6 @@ async def test_slots_cached_tokens_and_steps_are_those_of_a_real_server(
             output = rng.randrange(1, 40)
             prompt = TracePrompt(stream, len(tokens), head, len(heads[head]))
             slot, cached = cache.choose_slot(prompt, list(range(slots)))
-            cache.save_idle([place == slot for place in range(slots)])
             (steps,) = in_steps(job(prompt=len(tokens) - cached, output=output))
             expected.append((slot, cached, steps))
             answer = await ask(client, url, tokens, output)

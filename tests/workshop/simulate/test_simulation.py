@@ -123,7 +123,6 @@ def serve(
 ) -> tuple[int, int]:
     """Send a single request: its slot, and the tokens that the slot had cached."""
     slot, cached = cache.choose_slot(prompt, list(range(slots)))
-    cache.save_idle([number == slot for number in range(slots)])
     cache.store(slot, prompt, now)
     return slot, cached
 
