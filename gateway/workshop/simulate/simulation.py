@@ -685,31 +685,22 @@ class SimulatedServer:
 
     def _begin_steps(self, now: float) -> None:
         """Begin the next steps, as many as are equal."""
-        decoding = self._decoding
-        prefilling = self._prefilling
+        decoding, prefilling = self._decoding, self._prefilling
         count = len(decoding)
+        self._prompt_tokens = []
         if prefilling:
-            room = self.machine.batch_tokens - count
-            left = prefilling[0].to_read
-            if left >= room:
-                steps = left // room
-                read = room
-                self._prompt_tokens = [room]
-            else:
-                steps = 1
-                read = 0
-                self._prompt_tokens = []
-                for job in prefilling:
-                    part = min(job.to_read, room - read)
-                    if not part:
-                        break
-                    self._prompt_tokens.append(part)
-                    read += part
+            room, read = self.machine.batch_tokens - count, 0
+            for job in prefilling:
+                part = min(job.to_read, room - read)
+                if not part:
+                    break
+                self._prompt_tokens.append(part)
+                read += part
+            steps = max(1, prefilling[0].to_read // room)
             seconds = (
                 max(self._token_base, read * self._per_prompt_token) + self._token_step * count
             )
         elif count:
-            self._prompt_tokens = []
             steps = decoding[0].to_write
             seconds = self._token_base + self._token_step * (count - 1)
         else:
