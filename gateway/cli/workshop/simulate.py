@@ -372,7 +372,7 @@ def _simulate_models(
 def _model_row(one: ModelPlacementResult) -> list[tuple[str, object]]:
     report = one.report
     return [
-        ("PLACEMENT", one.placement),
+        ("PLACEMENT", report.policy),
         ("COMPLETION", f"{report.completion.mean:.2f}"),
         ("P50", f"{report.completion.p50:.2f}"),
         ("P95", f"{report.completion.p95:.2f}"),
@@ -437,7 +437,7 @@ def _parse_elastic(text: str) -> tuple[ElasticSettings, float, float]:
 def _elastic_row(one: StandbyResult, cost: float) -> list[tuple[str, object]]:
     wait, ttft = one.report.wait, one.report.ttft
     return [
-        ("FLEET", one.fleet),
+        ("FLEET", one.report.policy),
         ("MACHINE-HOURS", f"{one.machine_hours:.2f}"),
         ("COST", f"{one.machine_hours * cost:.2f}"),
         ("STARTS", one.starts),

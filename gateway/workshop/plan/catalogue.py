@@ -24,6 +24,7 @@ from gateway.workshop.simulate.simulation import (
     CACHE_RAM_MIB,
     KV_BYTES_PER_TOKEN,
     SimulatedMachine,
+    tokens_in_host_memory,
 )
 
 HOURS_PER_MONTH = 730.0  # 365 days of 24 hours, by 12
@@ -130,7 +131,7 @@ class NodeType(ConfigModel):
             self.prefill_tps,
             self.decode_tps,
             self.batch_cost,
-            cache_tokens=kept * MIB_PER_GIB * MIB_PER_GIB // KV_BYTES_PER_TOKEN,
+            cache_tokens=tokens_in_host_memory(kept),
             memory=int((self.memory_gib or 0) * GIB),
         )
 

@@ -25,6 +25,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, astuple, dataclass, field, replace
+from functools import partial
 from itertools import compress, pairwise
 from statistics import fmean, pvariance, stdev
 
@@ -34,7 +35,9 @@ from gateway.workshop.simulate.fleets import SPEED_MEMORY, RouterFleet, Simulate
 from gateway.workshop.simulate.fronts import LearntKnowledge, LeastRecentlyUsed, ModelPlacingFront
 from gateway.workshop.simulate.report import LONGEST_WAIT, Percentiles, utilisation
 from gateway.workshop.simulate.simulation import (
+    Front,
     Job,
+    SimulatedFleet,
     SimulatedMachine,
     Trace,
     TracePrompt,
@@ -616,16 +619,17 @@ class PlanQuestion:
         name, models, backlog = fleet_name(parts), self.workload.models, self.workload.backlog
         limit.begin(name)
         machines = [one for part in parts for one in part.node_type.machines(part.count)]
-        routers = RouterFleet(machines, models, trace.jobs) if models else None
-        if routers is None:
-            front = build_front(policy, machines, warm=self.warm, seed=self.seed)
+        front: Front
+        if not models:
+            plain = SimulatedFleet(machines, trace)
+            front = build_front(policy, plain, warm=self.warm, seed=self.seed)
         elif policy == DIRECT:
-            front = LeastRecentlyUsed(routers)
+            front = LeastRecentlyUsed(RouterFleet(machines, models, trace))
         else:
-            knowledge = LearntKnowledge(warm=self.warm)
-            front = ModelPlacingFront(routers, seed=self.seed, knowledge=knowledge)
-        result = simulate(trace, machines, front, lambda _: limit.check(name), routers)
-        jobs = list(result.jobs)
+            knowledge = partial(LearntKnowledge, warm=self.warm)
+            front = ModelPlacingFront(RouterFleet(machines, models, trace), self.seed, knowledge)
+        fleet = simulate(front, lambda _: limit.check(name))
+        jobs = fleet.jobs
         bounds = [0]
         for part in parts:
             bounds.append(bounds[-1] + part.servers)
@@ -640,7 +644,7 @@ class PlanQuestion:
             wait + job.ended - job.began for wait, job in zip(waits, counted, strict=True)
         ]
         began = max(job.began for job in jobs)
-        nodes = [job.node if routers is None else routers.router_of(job.node) for job in counted]
+        nodes = [fleet.router_of(job.node) for job in counted]
         return FleetTrial(
             requests=len(counted),
             wait=Percentiles.of(waits),
@@ -650,15 +654,15 @@ class PlanQuestion:
             waiting_share=sum(wait > 0 for wait in waits) / len(waits),
             wait_error=error_of_mean(waits),
             completion_error=error_of_mean(completions),
-            slots_busy=utilisation(result, sum(machine.slots for machine in machines)),
+            slots_busy=utilisation(fleet, sum(machine.slots for machine in machines)),
             too_late=sum(wait > LONGEST_WAIT for wait in waits),
-            seconds=began * growth + (result.ended - began),
+            seconds=began * growth + (fleet.ended - began),
             shares=tuple(
                 _share(counted, [low <= node < high for node in nodes])
                 for low, high in pairwise(bounds)
             ),
-            loads=0 if routers is None else routers.loads,
-            load_seconds=0.0 if routers is None else routers.load_seconds,
+            loads=fleet.loads,
+            load_seconds=fleet.load_seconds,
         )
 
     def least_fleet(

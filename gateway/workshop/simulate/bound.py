@@ -38,8 +38,8 @@ from numpy.typing import NDArray
 
 from gateway.workshop.simulate.simulation import (
     Job,
+    SimulatedFleet,
     SimulatedMachine,
-    SimulationResult,
     unread_tokens,
 )
 
@@ -72,15 +72,15 @@ class _Kind:
         return (1.0 - share) * self.read, writing
 
 
-def lower_bound(result: SimulationResult) -> float:
-    """Least possible mean completion of these arrivals on these nodes, seconds."""
-    jobs = result.jobs
+def lower_bound(fleet: SimulatedFleet) -> float:
+    """Least possible mean completion of the arrivals that were played on a fleet, seconds."""
+    jobs = fleet.jobs
     if not jobs:
         return 0.0
-    kinds = _kinds(server.machine for server in result.servers)
+    kinds = _kinds(fleet.machines)
     unread = unread_tokens(sorted(jobs, key=lambda job: job.began))
     needs = np.array([unread, [job.output - 1 for job in jobs]], dtype=float)
-    capacity = _by_capacity(kinds, needs, max(job.arrived for job in jobs) - result.began)
+    capacity = _by_capacity(kinds, needs, max(job.arrived for job in jobs) - fleet.began)
     queueing = max(_by_queueing(kinds, jobs, needs, share) for share in SHARES)
     return max(capacity, queueing) / len(jobs)
 

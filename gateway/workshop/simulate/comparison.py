@@ -10,7 +10,6 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 
 from gateway.config.scheduling import ElasticSettings
-from gateway.schedule.core.dispatcher import DispatchRules
 from gateway.schedule.core.selection import POLICIES
 from gateway.workshop.simulate.bound import lower_bound
 from gateway.workshop.simulate.fleets import (
@@ -25,7 +24,7 @@ from gateway.workshop.simulate.fronts import (
     ExactKnowledge,
     FewestConnections,
     GatewayFront,
-    HandFront,
+    Knowledge,
     LearntKnowledge,
     LeastConn,
     LeastRecentlyUsed,
@@ -34,6 +33,7 @@ from gateway.workshop.simulate.fronts import (
 from gateway.workshop.simulate.report import PolicyReport, summarise
 from gateway.workshop.simulate.simulation import (
     Front,
+    SimulatedFleet,
     SimulatedMachine,
     Trace,
     build_trace,
@@ -41,9 +41,9 @@ from gateway.workshop.simulate.simulation import (
 )
 
 # Proxies beside the gateway: `least_conn`, and `leastconn` with `maxconn` = a node's slots.
-OTHER_PROXIES: Mapping[str, Callable[[Sequence[SimulatedMachine]], Front]] = {
-    "nginx": lambda machines: LeastConn(len(machines)),
-    "haproxy": lambda machines: LeastConn(len(machines), [one.slots for one in machines]),
+OTHER_PROXIES: Mapping[str, Callable[[SimulatedFleet], Front]] = {
+    "nginx": LeastConn,
+    "haproxy": partial(LeastConn, capped=True),
 }
 
 
@@ -53,12 +53,7 @@ def known_policies() -> tuple[str, ...]:
 
 
 def build_front(
-    name: str,
-    machines: Sequence[SimulatedMachine],
-    *,
-    exact: bool = False,
-    warm: bool = False,
-    seed: int = 0,
+    name: str, fleet: SimulatedFleet, *, exact: bool = False, warm: bool = False, seed: int = 0
 ) -> Front:
     """The front of that name, one of `known_policies`, for a fleet.
 
@@ -66,9 +61,9 @@ def build_front(
     learnt the speeds before.
     """
     if name in OTHER_PROXIES:
-        return OTHER_PROXIES[name](machines)
-    knowledge = ExactKnowledge() if exact else LearntKnowledge(warm=warm)
-    return GatewayFront(machines, DispatchRules(name), seed, knowledge)
+        return OTHER_PROXIES[name](fleet)
+    knowledge: Knowledge = ExactKnowledge if exact else partial(LearntKnowledge, warm=warm)
+    return GatewayFront(fleet, seed, knowledge, name)
 
 
 def compare(
@@ -88,12 +83,12 @@ def compare(
     reports: list[PolicyReport] = []
     for name in names:
         # Made one by one: what a front learns may be large.
-        front = build_front(name, machines, exact=exact, warm=warm, seed=seed)
+        fleet = SimulatedFleet(machines, trace)
+        front = build_front(name, fleet, exact=exact, warm=warm, seed=seed)
         begun = time.process_time()
-        ended = None if progress is None else partial(progress, name)
-        result = simulate(trace, machines, front, ended)
+        simulate(front, None if progress is None else partial(progress, name))
         spent = time.process_time() - begun
-        reports.append(summarise(name, result, lower_bound(result), spent))
+        reports.append(summarise(name, fleet, lower_bound(fleet), spent))
     return reports
 
 
@@ -104,7 +99,6 @@ SECONDS_PER_HOUR = 3600.0
 class StandbyResult:
     """The result of one way to run the machines."""
 
-    fleet: str
     report: PolicyReport
     machine_hours: float  # of all machines, from start to stop
     starts: int = 0
@@ -112,7 +106,7 @@ class StandbyResult:
     def as_dict(self, cost: float) -> dict[str, object]:
         """For scripts; `cost`: of a machine's hour."""
         return {
-            "fleet": self.fleet,
+            "fleet": self.report.policy,
             "machine_hours": self.machine_hours,
             "cost": self.machine_hours * cost,
             "starts": self.starts,
@@ -140,19 +134,19 @@ def compare_elastic(
         *(replace(one, name=f"standby-{place}") for place, one in enumerate(standby, 1)),
     ]
     found: list[StandbyResult] = []
+    knowledge = partial(LearntKnowledge, warm=warm)
 
     def fixed(name: str, machines: Sequence[SimulatedMachine]) -> StandbyResult:
-        front = GatewayFront(machines, seed=seed, knowledge=LearntKnowledge(warm=warm))
-        report = summarise(name, simulate(trace, machines, front))
-        return StandbyResult(name, report, len(machines) * report.seconds / SECONDS_PER_HOUR)
+        fleet = SimulatedFleet(machines, trace)
+        report = summarise(name, simulate(GatewayFront(fleet, seed, knowledge)))
+        return StandbyResult(report, len(machines) * report.seconds / SECONDS_PER_HOUR)
 
     found.append(fixed("always on", every))
-    knowledge = LearntKnowledge(warm=warm)
-    front = AutoscalingFront(every, len(base), rules, startup, seed, knowledge)
-    elastic = summarise("elastic", simulate(trace, every, front))
-    end = max(job.ended for job in trace.jobs)
-    seconds = len(base) * elastic.seconds + front.standby_seconds(end)
-    found.append(StandbyResult("elastic", elastic, seconds / SECONDS_PER_HOUR, front.starts))
+    fleet = SimulatedFleet(every, trace, loaded=range(len(base)))
+    front = AutoscalingFront(fleet, rules, startup, seed, knowledge)
+    elastic = summarise("elastic", simulate(front))
+    seconds = len(base) * elastic.seconds + front.standby_seconds
+    found.append(StandbyResult(elastic, seconds / SECONDS_PER_HOUR, front.starts))
     if base:
         found.append(fixed("base alone", base))
     return found
@@ -167,7 +161,6 @@ SAMPLE, HAND_SHARE, HAND_TRIED = 5, 0.1, 12
 class ModelPlacementResult:
     """The result of one way to place models."""
 
-    placement: str
     report: PolicyReport
     longest_wait: float  # seconds until a request got a slot
     loads: int
@@ -178,7 +171,7 @@ class ModelPlacementResult:
     def as_dict(self) -> dict[str, object]:
         """For scripts."""
         figures = {
-            "placement": self.placement,
+            "placement": self.report.policy,
             "longest_wait": self.longest_wait,
             "loads": self.loads,
             "load_seconds": self.load_seconds,
@@ -204,6 +197,7 @@ def compare_model_placements(
     many plays of it have ended. Raises `simulation.StuckError`.
     """
     ended = Counter[str]()
+    knowledge = partial(LearntKnowledge, warm=warm)
 
     def play(
         name: str,
@@ -211,16 +205,15 @@ def compare_model_placements(
         loaded: Collection[int] = (),
         played: Trace = trace,
     ) -> ModelPlacementResult:
-        fleet = RouterFleet(routers, models, played.jobs, loaded)
+        fleet = RouterFleet(routers, models, played, loaded)
         began = time.process_time()
-        result = simulate(played, (), build(fleet), fleet=fleet)
+        simulate(build(fleet))
         spent = time.process_time() - began
         ended[name] += 1
         if progress is not None:
             progress(name, ended[name])
-        report = summarise(name, result, cpu_seconds=spent)
+        report = summarise(name, fleet, cpu_seconds=spent)
         return ModelPlacementResult(
-            name,
             report,
             max((job.began - job.arrived for job in played.jobs), default=0.0),
             fleet.loads,
@@ -229,13 +222,10 @@ def compare_model_placements(
         )
 
     found = [
-        play(
-            "gateway",
-            lambda fleet: ModelPlacingFront(fleet, None, seed, LearntKnowledge(warm=warm)),
-        ),
+        play("gateway", partial(ModelPlacingFront, seed=seed, knowledge=knowledge)),
         play("each router's own", LeastRecentlyUsed),
     ]
-    idle = RouterFleet(routers, models, ())
+    idle = RouterFleet(routers, models)
     best = list(dict.fromkeys(random_placements(idle, placements, random.Random(seed))))
     for played, most in (
         (_sample(trace), max(HAND_TRIED, round(placements * HAND_SHARE))),
@@ -250,11 +240,8 @@ def compare_model_placements(
     counts = Counter(job.model for job in trace.jobs)
     if (greedy := greedy_placement(idle, counts)) is not None:
         best.append(greedy)
-
-    by_hand = [
-        play("by hand", lambda fleet: HandFront(fleet, seed, LearntKnowledge(warm=warm)), loaded)
-        for loaded in best
-    ]
+    gateway = partial(GatewayFront, seed=seed, knowledge=knowledge)
+    by_hand = [play("by hand", gateway, loaded) for loaded in best]
     if by_hand:
         found.append(min(by_hand, key=lambda one: one.report.completion.mean))
     return found

@@ -13,6 +13,7 @@ import json
 import math
 import random
 import re
+from collections import Counter
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -28,16 +29,18 @@ from gateway.config.fields import parse_size
 from gateway.config.inventory import Inventory, host_memory
 from gateway.workshop.simulate.simulation import (
     BATCH_COST,
+    BATCH_TOKENS,
     CACHE_RAM_MIB,
-    KV_BYTES_PER_TOKEN,
+    NO_REQUESTS,
     Job,
     ModelSpeed,
     SimulatedFleet,
     SimulatedMachine,
+    Trace,
+    tokens_in_host_memory,
 )
 
 MOST_NODES = 100_000
-MIB = 1024 * 1024
 
 _GROUP = re.compile(
     r"(?P<count>\d+)x(?P<slots>\d+)@(?P<decode>[\d.]+):(?P<prefill>[\d.]+)(?:\+(?P<cost>[\d.]+))?"
@@ -70,14 +73,13 @@ class NodeSpeeds(msgspec.Struct, frozen=True):
 class ServerSetup:
     """The settings of all servers."""
 
-    batch_tokens: int = 512  # tokens of a step (`--batch-size`)
+    batch_tokens: int = BATCH_TOKENS  # tokens of a step (`--batch-size`)
     cache_ram_mib: int = CACHE_RAM_MIB  # MiB of host memory for prompts (`--cache-ram`)
-    kv_bytes_per_token: int = KV_BYTES_PER_TOKEN  # bytes that a token takes there
 
     @property
     def cache_tokens(self) -> int:
         """Tokens that the host-memory cache holds."""
-        return self.cache_ram_mib * MIB // self.kv_bytes_per_token
+        return tokens_in_host_memory(self.cache_ram_mib)
 
 
 def from_text(text: str, setup: ServerSetup) -> list[SimulatedMachine]:
@@ -457,7 +459,6 @@ def instances_of(
                     decode_tps=decode,
                     host=node.host or node.name,
                     models=frozenset({model.name}),
-                    memory=model.memory,
                 )
                 found.append(SimulatedInstance(machine, place, model))
     return found
@@ -474,26 +475,21 @@ class RouterFleet(SimulatedFleet):
         self,
         nodes: Sequence[SimulatedMachine],
         models: Sequence[SimulatedModel],
-        jobs: Sequence[Job],
+        trace: Trace = NO_REQUESTS,
         loaded: Collection[int] = (),
     ) -> None:
         """`loaded`: the instances of routers that are loaded from the start."""
         self.nodes, self.models, self.instances = nodes, models, instances_of(nodes, models)
         routers = [one.router for one in self.instances]
-        super().__init__([one.machine for one in self.instances], jobs, routers)
+        plain = [index for index, one in enumerate(self.instances) if one.model is None]
+        super().__init__([one.machine for one in self.instances], trace, routers, plain)
         self.hosts = [node.host or node.name for node in nodes]
-        self.loads, self.load_seconds = 0, 0.0
         self.held: set[int] = set()  # those that take memory
-        self.loaded = {index for index, one in enumerate(self.instances) if one.model is None}
         self._free = self.host_memory
         self._load_ends: list[tuple[float, int, bool]] = []  # when, which, whether it is a load
         for index in loaded:
-            self._hold(index)
+            self.hold(index)
             self.loaded.add(index)
-
-    def router_of(self, index: int) -> int:
-        """The node of an instance, by its place."""
-        return self.instances[index].router
 
     def host_of(self, index: int) -> str:
         """The host of an instance."""
@@ -504,10 +500,6 @@ class RouterFleet(SimulatedFleet):
         model = self.instances[index].model
         assert model is not None
         return model
-
-    def able(self, model: str) -> list[int]:
-        """The instances that serve a model, if they are loaded."""
-        return [index for index, one in enumerate(self.instances) if one.machine.serves(model)]
 
     @property
     def host_memory(self) -> dict[str, int]:
@@ -523,7 +515,7 @@ class RouterFleet(SimulatedFleet):
 
     def load(self, index: int) -> None:
         """Load an instance, which takes jobs once `end_loads` has told that it has ended."""
-        self._hold(index)
+        self.hold(index)
         seconds = self.model_of(index).load_seconds
         self.loads += 1
         self.load_seconds += seconds
@@ -532,7 +524,7 @@ class RouterFleet(SimulatedFleet):
     def unload(self, index: int) -> None:
         """Unload an idle instance, whose memory is free once `end_loads` has told it."""
         if self.servers[index].next_end >= 0 or index not in self.loaded:
-            raise ValueError(f"{self.servers[index].machine.name} works or is not loaded")
+            raise ValueError(f"{self.machines[index].name} works or is not loaded")
         self.loaded.discard(index)
         self.servers[index].restart()
         heappush(self._load_ends, (self.now + UNLOAD_SECONDS, index, False))
@@ -555,17 +547,28 @@ class RouterFleet(SimulatedFleet):
             ended.append((index, is_load))
         return ended
 
-    def _hold(self, index: int) -> None:
-        host, memory = self.host_of(index), self.model_of(index).memory
-        if index in self.held or memory > self.free(host):
-            raise ValueError(f"{self.servers[index].machine.name} does not fit or is loaded")
+    def fits(self, index: int) -> bool:
+        """Whether an instance is a model that is not held and for which its host has room."""
+        model = self.instances[index].model
+        if model is None or index in self.held:
+            return False
+        return model.memory <= self._free[self.host_of(index)]
+
+    def places_for(self, model: str) -> list[int]:
+        """The instances of a model that fit."""
+        return [index for index in self.able(model) if self.fits(index)]
+
+    def hold(self, index: int) -> None:
+        """Take the memory of an instance."""
+        if not self.fits(index):
+            raise ValueError(f"{self.machines[index].name} does not fit or is loaded")
         self.held.add(index)
-        self._free[host] -= memory
+        self._free[self.host_of(index)] -= self.model_of(index).memory
 
     def send(self, job: Job, node: int) -> None:
         """Send a job to a loaded instance, now."""
         if node not in self.loaded:
-            raise ValueError(f"{self.servers[node].machine.name} is not loaded")
+            raise ValueError(f"{self.machines[node].name} is not loaded")
         super().send(job, node)
 
 
@@ -577,23 +580,34 @@ def greedy_placement(fleet: RouterFleet, requests: Mapping[str, int]) -> frozens
 
     `requests`: of each model. None: the models don't fit.
     """
-    placing = _Placing(fleet)
+    placed, copies = RouterFleet(fleet.nodes, fleet.models), Counter[str]()
     # A larger model is slower in proportion.
     work = {one.name: requests.get(one.name, 0) * one.memory for one in fleet.models}
-    for name in placing.largest_first:
-        index = placing.idlest(name, requests)
+
+    def load(index: int) -> tuple[float, int]:
+        """The work of an instance's router for its speed; of equals first that with most room."""
+        router, seconds = placed.router_of(index), 0.0
+        for held in placed.held:
+            if placed.router_of(held) == router:
+                model = placed.model_of(held).name
+                share = requests.get(model, 0) / copies[model]
+                seconds += share / placed.machines[held].decode_tps
+        return seconds, -placed.free(placed.host_of(index))
+
+    def add(model: str) -> bool:
+        """Hold a model where the load is least; whether it fits anywhere."""
+        index = min(placed.places_for(model), key=load, default=None)
         if index is None:
-            return None
-        placing.add(index)
-    while True:
-        order = sorted(placing.copies, key=lambda name: -work[name] / placing.copies[name])
-        for name in order:
-            index = placing.idlest(name, requests)
-            if index is not None:
-                placing.add(index)
-                break
-        else:
-            return frozenset(placing.indexes)
+            return False
+        placed.hold(index)
+        copies[model] += 1
+        return True
+
+    if not all(add(one.name) for one in largest_first(fleet.models)):
+        return None
+    while any(add(name) for name in sorted(work, key=lambda name: -work[name] / copies[name])):
+        pass
+    return frozenset(placed.held)
 
 
 def random_placements(
@@ -601,66 +615,24 @@ def random_placements(
 ) -> Iterator[frozenset[int]]:
     """Each model once somewhere, then copies until nothing more fits; at most `count`."""
     for _ in range(count):
-        placing = _Placing(fleet)
-        for name in placing.largest_first:
-            possible = placing.possible(name)
+        placed = RouterFleet(fleet.nodes, fleet.models)
+        for model in largest_first(fleet.models):
+            possible = placed.places_for(model.name)
             if not possible:
                 break
-            placing.add(rng.choice(possible))
+            placed.hold(rng.choice(possible))
         else:
-            indexes = sorted(index for found in placing.by_model.values() for index in found)
+            indexes = [index for index, one in enumerate(placed.instances) if one.model]
             rng.shuffle(indexes)
             for index in indexes:
-                if placing.fits(index):
-                    placing.add(index)
-            yield frozenset(placing.indexes)
+                if placed.fits(index):
+                    placed.hold(index)
+            yield frozenset(placed.held)
 
 
-class _Placing:
-    """A placement in the making."""
-
-    def __init__(self, fleet: RouterFleet) -> None:
-        self.indexes: set[int] = set()
-        self.copies = {model.name: 0 for model in fleet.models}
-        self.by_model: dict[str, list[int]] = {name: [] for name in self.copies}
-        self.largest_first = [one.name for one in sorted(fleet.models, key=lambda x: -x.memory)]
-        self._instances = fleet.instances
-        for index, one in enumerate(fleet.instances):
-            if one.model is not None:
-                self.by_model[one.model.name].append(index)
-        self._free = fleet.host_memory
-
-    def fits(self, index: int) -> bool:
-        """Whether its host has room for one more model."""
-        machine = self._instances[index].machine
-        return index not in self.indexes and machine.memory <= self._free[machine.host]
-
-    def possible(self, name: str) -> list[int]:
-        """The instances of a model that can be added."""
-        return [index for index in self.by_model[name] if self.fits(index)]
-
-    def idlest(self, name: str, requests: Mapping[str, int]) -> int | None:
-        """Of the instances with room, the one whose router has the least work for its speed."""
-        loads: dict[int, float] = {}
-        for index in self.indexes:
-            machine, router, model = self._instances[index]
-            assert model is not None
-            share = requests.get(model.name, 0) / self.copies[model.name]
-            loads[router] = loads.get(router, 0.0) + share / machine.decode_tps
-
-        def load(index: int) -> tuple[float, int]:
-            machine, router, _ = self._instances[index]
-            return loads.get(router, 0.0), -self._free[machine.host]
-
-        return min(self.possible(name), key=load, default=None)
-
-    def add(self, index: int) -> None:
-        """Place it."""
-        machine, _, model = self._instances[index]
-        assert model is not None
-        self.indexes.add(index)
-        self.copies[model.name] += 1
-        self._free[machine.host] -= model.memory
+def largest_first(models: Sequence[SimulatedModel]) -> list[SimulatedModel]:
+    """Models in the order in which they are placed."""
+    return sorted(models, key=lambda one: -one.memory)
 
 
 def describe_placement(fleet: RouterFleet, indexes: Collection[int]) -> dict[str, list[str]]:

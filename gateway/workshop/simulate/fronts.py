@@ -10,9 +10,9 @@ from __future__ import annotations
 import math
 import random
 from collections import OrderedDict, deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable
 from dataclasses import replace
-from typing import NamedTuple, cast
+from typing import cast
 
 from gateway.config.scheduling import ElasticSettings
 from gateway.lease import PromptKey, RequestSize
@@ -27,7 +27,7 @@ from gateway.nodes.calibration import (
 from gateway.nodes.fleet import COMPARE_SPEEDS_EVERY, compare_speeds
 from gateway.nodes.lifecycle import Lifecycle, LifecyclePhase
 from gateway.nodes.node import MOST_CALIBRATIONS, CalibrationRecord, Lease, Node, SlotOccupancy
-from gateway.nodes.prompt_cache import FleetPromptCache
+from gateway.nodes.prompt_cache import CacheLookup, FleetPromptCache
 from gateway.nodes.router import LoadPhase
 from gateway.nodes.speed import ObservedTiming, Speed, sample_from_timings
 from gateway.schedule.candidates import show_speed
@@ -57,20 +57,6 @@ from gateway.workshop.simulate.simulation import (
 )
 
 
-class ExpectedRequest(NamedTuple):
-    """What is known of one request that arrives."""
-
-    prompt_tokens: float
-    completion_tokens: float
-    affinity_hash: int  # hash of the prompt's shared beginning
-    cached: Mapping[int, float]  # prompt tokens believed cached, by row index
-    pending: Mapping[int, float]
-    """Prompt tokens believed to be cached once what runs there has ended, by row index."""
-
-
-CachedTokens = tuple[Mapping[int, float], Mapping[int, float]]  # `cached` and `pending` of it
-
-
 class ExactKnowledge:
     """Knows the truth: speeds, lengths, and what every node has cached.
 
@@ -78,29 +64,26 @@ class ExactKnowledge:
     where a prompt may be cached, so it is for fleets of some dozens of nodes.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, fleet: SimulatedFleet, state: PlacementState) -> None:
+        """Each machine has the row of its index."""
+        self._fleet = fleet
         # By stream, or minus prefix: the nodes where a prompt of it may be cached.
         self._nodes_by_text: dict[int, set[int]] = {}
-
-    def start(self, machines: Sequence[SimulatedMachine], placement_state: PlacementState) -> None:
-        """Set the real speeds; each machine has the row of its index."""
-        for machine, row in zip(machines, placement_state.rows, strict=True):
+        for machine, row in zip(fleet.machines, state.rows, strict=True):
             row.set_speed(machine.prefill_tps, machine.token_base, machine.token_step)
 
-    def expect(self, job: Job, fleet: SimulatedFleet) -> ExpectedRequest:
-        """What to expect of a request that has arrived: the truth."""
-        prompt = job.prompt
-        affinity = prompt.prefix or prompt.stream
-        return ExpectedRequest(prompt.tokens, job.output, affinity, *self.cached(job, fleet))
+    def expect(self, job: Job) -> tuple[float, int]:
+        """Tokens of its answer, and a hash of its prompt's shared beginning."""
+        return job.output, job.prompt.prefix or job.prompt.stream
 
-    def cached(self, job: Job, fleet: SimulatedFleet) -> CachedTokens:
-        """What is cached now."""
+    def look_up(self, job: Job) -> CacheLookup:
+        """What is cached of its prompt now."""
         prompt = job.prompt
         cached: dict[int, float] = {}
         pending: dict[int, float] = {}
         nodes = self._nodes_by_text
         for node in nodes.get(prompt.stream, set()) | nodes.get(-prompt.prefix, set()):
-            server = fleet.servers[node]
+            server = self._fleet.servers[node]
             # A busy slot's old prompt is being overwritten.
             idle = [
                 held
@@ -113,18 +96,18 @@ class ExactKnowledge:
             running = [one.final_prompt for one in server.slots if one is not None]
             if tokens := max((common_tokens(one, prompt) for one in running), default=0):
                 pending[node] = tokens
-        return cached, pending
+        return CacheLookup(prompt.tokens, cached, pending)
 
-    def placed(self, job: Job, now: float) -> None:
+    def placed(self, job: Job) -> None:
         """It goes to the node `job.node`: remember where to look."""
         self._nodes_by_text.setdefault(job.prompt.stream, set()).add(job.node)
         if job.prompt.prefix:
             self._nodes_by_text.setdefault(-job.prompt.prefix, set()).add(job.node)
 
-    def prefill_done(self, job: Job, now: float) -> None:
+    def prefill_done(self, job: Job) -> None:
         """Its first token has come: nothing new."""
 
-    def ended(self, job: Job, now: float) -> None:
+    def ended(self, job: Job) -> None:
         """It has ended: nothing new."""
 
     def restarted(self, node: int) -> None:
@@ -135,7 +118,6 @@ BYTES_PER_TOKEN = 4
 BLOCK_TOKENS = 128  # tokens of a prompt key's block: 512 bytes (`request/prompt_key.py`)
 # Conversations whose blocks are kept; a client would send the whole text again.
 MOST_STREAMS = 30_000
-SIMULATED_MODEL = "model"
 _Numbers = tuple[int, ...]
 
 
@@ -161,7 +143,7 @@ class _NodeStub:
         self.clock = clock
         self.occupancy = SlotOccupancy()
         self.speed = Speed()
-        self.public_models = machine.models or frozenset({SIMULATED_MODEL})
+        self.public_models = machine.models
         self.machine = machine
         self.row = row
         self.host = machine.host or machine.name
@@ -169,8 +151,9 @@ class _NodeStub:
         self.calibrated_at = math.inf
         """When the calibration that runs has shown the speed; infinity: none runs."""
 
-    def take_lease(self, now: float) -> Lease:
+    def take_lease(self) -> Lease:
         """Count a request that it gets, and measure it."""
+        now = self.clock()
         lease = Lease(cast("Node", self), 1, now, stream=True)
         self.occupancy.take(1, now, prefilling=True)
         lease.counted(self.occupancy, 0.0, wakes=False, trial=False)
@@ -238,69 +221,55 @@ class LearntKnowledge:
     Idle nodes are calibrated. Their slots are free meanwhile, and a request ends it.
     """
 
-    def __init__(self, *, warm: bool = False) -> None:
-        self._warm = warm
+    def __init__(self, fleet: SimulatedFleet, state: PlacementState, *, warm: bool = False) -> None:
         self.prompt_cache = FleetPromptCache()
         self.token_estimates = TokenEstimates()
-        self._state = PlacementState()
-        self._stubs: list[_NodeStub] = []
-        self._now = 0.0
-        self._compared_at = 0.0
+        self._fleet, self._state = fleet, state
+        self._stubs = [
+            _NodeStub(machine, row, lambda: fleet.now)
+            for machine, row in zip(fleet.machines, state.rows, strict=True)
+        ]
         self._looked_at: float | None = None  # when calibrations were last begun
-        self._unknown: list[_NodeStub] = []  # those that may have to be calibrated
+        self._unknown = [] if warm else list(self._stubs)  # those that may have to be calibrated
         # By the id of each job that has arrived and not ended.
         self._prompt_keys: dict[int, PromptKey] = {}
         self._leases: dict[int, Lease] = {}
         # By conversation: its blocks, and where each of them ends.
         self._blocks_by_stream: OrderedDict[int, tuple[_Numbers, _Numbers]] = OrderedDict()
-
-    def start(self, machines: Sequence[SimulatedMachine], placement_state: PlacementState) -> None:
-        """Every node has the default speed, or its own."""
-        self._state = placement_state
-        self._stubs = [
-            _NodeStub(machine, row, lambda: self._now)
-            for machine, row in zip(machines, placement_state.rows, strict=True)
-        ]
-        if not self._warm:
-            self._unknown = list(self._stubs)
         for stub in self._stubs:
-            if self._warm:
+            if warm:
                 stub.know_speed()
             self.prompt_cache.resize(stub.row.index, stub.machine.slots)
-        self._set_all_speeds(0.0)
+        self._set_all_speeds()
 
-    def expect(self, job: Job, fleet: SimulatedFleet) -> ExpectedRequest:
-        """What to expect of it, by what was learnt so far."""
+    def expect(self, job: Job) -> tuple[float, int]:
+        """Tokens of its answer by what was learnt, and a hash of its prompt's beginning."""
         if self._unknown:
-            self._calibrate(fleet.now)
-        tokens, completion = self.token_estimates.expected_tokens(
-            job.model or SIMULATED_MODEL, job.caller, _size(job)
-        )
+            self._calibrate()
+        tokens, completion = self.token_estimates.expected_tokens(job.model, job.caller, _size(job))
         key = self._prompt_keys[job.id] = self._prompt_key(job, tokens)
-        found = self.prompt_cache.lookup(key)
-        return ExpectedRequest(found.tokens, completion, key.blocks[0], found.cached, found.pending)
+        return completion, key.blocks[0]
 
-    def cached(self, job: Job, fleet: SimulatedFleet) -> CachedTokens:
-        """What is believed to be cached now."""
-        found = self.prompt_cache.lookup(self._prompt_keys[job.id])
-        return found.cached, found.pending
+    def look_up(self, job: Job) -> CacheLookup:
+        """What is believed to be cached of its prompt now."""
+        return self.prompt_cache.lookup(self._prompt_keys[job.id])
 
-    def placed(self, job: Job, now: float) -> None:
+    def placed(self, job: Job) -> None:
         """Count it on its node, and expect its prompt to be cached there."""
         self.prompt_cache.request_placed(job.node, self._prompt_keys[job.id])
         stub = self._stubs[job.node]
-        self._leases[job.id] = stub.take_lease(now)
+        self._leases[job.id] = stub.take_lease()
         if stub.calibrated_at < math.inf:
-            stub.end_calibration(now, given_up=True)
+            stub.end_calibration(self._fleet.now, given_up=True)
 
-    def prefill_done(self, job: Job, now: float) -> None:
+    def prefill_done(self, job: Job) -> None:
         """Measure its decoding from now on."""
-        self._leases[job.id].content_received(now)
+        self._leases[job.id].content_received(self._fleet.now)
 
-    def ended(self, job: Job, now: float) -> None:
+    def ended(self, job: Job) -> None:
         """Learn from its figures."""
         prompt_key, lease = self._prompt_keys.pop(job.id), self._leases.pop(job.id)
-        node, self._now = job.node, now
+        node, now = job.node, self._fleet.now
         lease.release()
         unread = job.prompt.tokens - job.cached
         timings = _timings(unread, job.first - job.began, job.output, now - job.first)
@@ -308,12 +277,11 @@ class LearntKnowledge:
         seen = lease.observed_timing()
         self._stubs[node].speed.learn(sample_from_timings(timings, seen))
         if self._state.exploring and now >= self._compared_at + COMPARE_SPEEDS_EVERY:
-            self._set_all_speeds(now)
+            self._set_all_speeds()
         else:
             show_speed(self._state.rows[node], self._stubs[node].speed)
         prompt = job.prompt.tokens
-        model = job.model or SIMULATED_MODEL
-        self.token_estimates.learn(model, job.caller, _size(job), prompt, job.output)
+        self.token_estimates.learn(job.model, job.caller, _size(job), prompt, job.output)
         self.prompt_cache.request_finished(node, prompt_key, prompt, job.cached, job.output)
 
     def restarted(self, node: int) -> None:
@@ -321,8 +289,9 @@ class LearntKnowledge:
         self.prompt_cache.forget_node(node)
         self.prompt_cache.resize(node, self._stubs[node].machine.slots)
 
-    def _calibrate(self, now: float) -> None:
+    def _calibrate(self) -> None:
         """Take in the calibrations that have ended by now, in their order, and begin others."""
+        now = self._fleet.now
         at = now if self._looked_at is None else self._looked_at
         if 0 < now - at < LOOK_SECONDS:
             return
@@ -346,11 +315,11 @@ class LearntKnowledge:
             self._unknown.remove(first)
             ended = True
         if ended:
-            self._set_all_speeds(now)
+            self._set_all_speeds()
 
-    def _set_all_speeds(self, now: float) -> None:
+    def _set_all_speeds(self) -> None:
         """Compare the nodes' speeds: those not measured are taken to be as fast as the best."""
-        self._compared_at = now
+        self._compared_at = now = self._fleet.now
         compare_speeds(cast("list[Node]", self._stubs))
         for stub, row in zip(self._stubs, self._state.rows, strict=True):
             awaited = stub.calibrated_at < math.inf or stub.calibration_due(now)
@@ -397,7 +366,8 @@ def _extend(blocks: list[int], ends: list[int], text: int, tokens: int) -> None:
         ends.append(at)
 
 
-Knowledge = ExactKnowledge | LearntKnowledge  # where the figures of requests and of rows come from
+# Where the figures of requests and of rows come from.
+Knowledge = Callable[[SimulatedFleet, PlacementState], ExactKnowledge | LearntKnowledge]
 # Least seconds to an alarm: at a clock that stands still it would go off for ever.
 LEAST_ALARM_DELAY = 1e-3
 PRIORITY_BY_LABEL = {priority.label: priority for priority in Priority}
@@ -412,136 +382,136 @@ class GatewayFront(Front):
 
     def __init__(
         self,
-        machines: Sequence[SimulatedMachine],
-        rules: DispatchRules | None = None,
+        fleet: SimulatedFleet,
         seed: int = 0,
-        knowledge: Knowledge | None = None,
+        knowledge: Knowledge = ExactKnowledge,
+        policy: str = "least_finish",
     ) -> None:
-        self.alarm = math.inf
+        super().__init__(fleet)
         self.state = PlacementState()
-        self.dispatcher = Dispatcher(self.state, rules or DispatchRules(), random.Random(seed))
-        self.knowledge: Knowledge = knowledge or ExactKnowledge()
-        for machine in machines:
+        self.dispatcher = Dispatcher(self.state, DispatchRules(policy), random.Random(seed))
+        for machine in fleet.machines:
             self.state.add(machine.name, total=machine.slots)
-        self.knowledge.start(machines, self.state)
-        self._fleet: SimulatedFleet | None = None
+        self.knowledge = knowledge(fleet, self.state)
+        for row in self.state.rows:
+            if row.index not in fleet.loaded:
+                row.set_slots(row.total, 0, 0, alive=False)
         self._queued: dict[int, QueuedRequest] = {}
         """By the id of each job that has arrived and not ended."""
         self.dispatcher.set_cache_refresh(self._refresh_cached)
-        self._machines = machines
         self._groups: dict[str, tuple[TierSets, ...]] = {}  # by model: the nodes that serve it
 
-    def arrive(self, job: Job, fleet: SimulatedFleet) -> None:
+    def arrive(self, job: Job) -> None:
         """Place or queue the request, with what is known of it."""
-        now = fleet.now
-        self._fleet = fleet
-        expected = self.knowledge.expect(job, fleet)
+        now = self.fleet.now
+        completion, affinity = self.knowledge.expect(job)
+        found = self.knowledge.look_up(job)
         queued = self._queued[job.id] = QueuedRequest(
             str(job.id),
             self._groups.get(job.model) or self._add_groups(job.model),
             PRIORITY_BY_LABEL[job.priority_label],
             job.caller,
             now,
-            **expected._asdict(),
+            prompt_tokens=found.tokens,
+            completion_tokens=completion,
+            cached=found.cached,
+            pending=found.pending,
+            affinity_hash=affinity,
         )
         placement = self.dispatcher.place_or_queue(queued, now)
         if placement is not None:
-            self._send(placement, fleet)
-        self._set_alarm(now)
+            self._send(placement)
+        self._set_alarm()
 
     def _add_groups(self, model: str) -> tuple[TierSets, ...]:
-        serving = [
-            row
-            for row, machine in zip(self.state.rows, self._machines, strict=True)
-            if machine.serves(model)
-        ]
+        serving = [self.state.rows[index] for index in self.fleet.able(model)]
         self._groups[model] = groups = ((self.state.candidate_set(serving),),)
         return groups
 
-    def started(self, job: Job, fleet: SimulatedFleet) -> None:
+    def started(self, job: Job) -> None:
         """The prompt has been read."""
-        self._queued[job.id].row.prefill_done(self._queued[job.id], fleet.now)
-        self.knowledge.prefill_done(job, fleet.now)
+        self._queued[job.id].row.prefill_done(self._queued[job.id], self.fleet.now)
+        self.knowledge.prefill_done(job)
 
-    def ended(self, job: Job, fleet: SimulatedFleet) -> None:
+    def ended(self, job: Job) -> None:
         """Settle it, learn from it, and give its slot to the next."""
-        placement, now = self._queued.pop(job.id), fleet.now
+        placement, now = self._queued.pop(job.id), self.fleet.now
         self.dispatcher.finished(placement, now, job.prompt.tokens, job.cached, job.output)
-        self.knowledge.ended(job, now)
-        self._match(fleet)
+        self.knowledge.ended(job)
+        self._match()
 
-    def wake(self, fleet: SimulatedFleet) -> None:
+    def wake(self) -> None:
         """Give free slots to waiting requests."""
-        self._match(fleet)
+        self._match()
 
     def _refresh_cached(self, queued: QueuedRequest) -> None:
         """Look up anew what is cached of a request that has waited."""
-        assert self._fleet is not None
-        job = self._fleet.jobs[int(queued.id)]
-        queued.set_cached(queued.prompt_tokens, *self.knowledge.cached(job, self._fleet))
+        found = self.knowledge.look_up(self.fleet.jobs[int(queued.id)])
+        queued.set_cached(queued.prompt_tokens, found.cached, found.pending)
 
-    def _match(self, fleet: SimulatedFleet) -> None:
-        for placement in self.dispatcher.match(fleet.now):
-            self._send(placement, fleet)
-        self._set_alarm(fleet.now)
+    def _match(self) -> None:
+        for placement in self.dispatcher.match(self.fleet.now):
+            self._send(placement)
+        self._set_alarm()
 
-    def _send(self, placement: QueuedRequest, fleet: SimulatedFleet) -> None:
-        job = fleet.jobs[int(placement.id)]
-        fleet.send(job, placement.row.index)
-        self.knowledge.placed(job, fleet.now)
+    def _send(self, placement: QueuedRequest) -> None:
+        job = self.fleet.jobs[int(placement.id)]
+        self.fleet.send(job, placement.row.index)
+        self.knowledge.placed(job)
 
-    def _set_alarm(self, now: float) -> None:
-        self.alarm = max(self.dispatcher.wake_at, now + LEAST_ALARM_DELAY)
+    def _set_alarm(self) -> None:
+        self.alarm = max(self.dispatcher.wake_at, self.fleet.now + LEAST_ALARM_DELAY)
 
 
 AUTOSCALER_TICK = 1.0  # seconds between two looks at the load
 
 
 class AutoscalingFront(GatewayFront):
-    """A gateway with standby machines: those with an index from `base` on.
+    """A gateway with standby machines: those that are not loaded at first.
 
     A standby machine works `startup` seconds after its start, with empty caches.
     """
 
     def __init__(
         self,
-        machines: Sequence[SimulatedMachine],
-        base: int,
+        fleet: SimulatedFleet,
         rules: ElasticSettings,
         startup: float,
         seed: int,
         knowledge: Knowledge,
     ) -> None:
-        super().__init__(machines, seed=seed, knowledge=knowledge)
+        super().__init__(fleet, seed, knowledge)
         self.starts = 0
         self._rules = rules
         self._startup = startup
         self._policy = AutoscalingPolicy()
         self._tick = 0.0
         self._standby = {
-            index: Lifecycle(LifecyclePhase.OFF) for index in range(base, len(machines))
+            row.index: Lifecycle(LifecyclePhase.OFF)
+            for row in self.state.rows
+            if row.index not in fleet.loaded
         }
         self._seconds = dict.fromkeys(self._standby, 0.0)  # that each ran, up to its last stop
-        for index in self._standby:
-            self._set_working(index, works=False)
 
-    def standby_seconds(self, until: float) -> float:
+    @property
+    def standby_seconds(self) -> float:
         """Seconds that standby machines ran, in all."""
+        until = self.fleet.ended
         return sum(
             self._seconds[index]
             + (0.0 if one.phase is LifecyclePhase.OFF else max(0.0, until - one.started_at))
             for index, one in self._standby.items()
         )
 
-    def wake(self, fleet: SimulatedFleet) -> None:
+    def wake(self) -> None:
         """Start and stop machines once a tick, and give free slots to waiting requests."""
-        if fleet.now >= self._tick:
-            self._tick = fleet.now + AUTOSCALER_TICK
-            self._scale(fleet)
-        super().wake(fleet)
+        now = self.fleet.now
+        if now >= self._tick:
+            self._tick = now + AUTOSCALER_TICK
+            self._scale(now)
+        super().wake()
 
-    def _scale(self, fleet: SimulatedFleet) -> None:
-        now = fleet.now
+    def _scale(self, now: float) -> None:
         for index, one in self._standby.items():
             starting = one.phase is LifecyclePhase.STARTING
             if starting and now >= one.started_at + self._startup:
@@ -562,12 +532,13 @@ class AutoscalingFront(GatewayFront):
                 one.enter(LifecyclePhase.STOPPING, action.reason, now)
                 one.enter(LifecyclePhase.OFF, action.reason, now)
                 self._seconds[index] += now - one.started_at
-                fleet.servers[index].restart()
+                self.fleet.servers[index].restart()
                 self.knowledge.restarted(index)
 
     def _enter(self, index: int, phase: LifecyclePhase, now: float) -> None:
         self._standby[index].enter(phase, "", now)
-        self._set_working(index, works=phase is LifecyclePhase.ON)
+        row, works = self.state.rows[index], phase is LifecyclePhase.ON
+        row.set_slots(row.total, row.total if works else 0, 0, alive=works)
 
     def _standby_nodes(self) -> list[StandbyNode]:
         rows = self.state.rows
@@ -600,17 +571,13 @@ class AutoscalingFront(GatewayFront):
         slots = sum(row.total for row in self.state.rows if row.alive)
         return [WaitingDemand(frozenset(map(str, self._standby)), wait, slots)]
 
-    def _set_working(self, index: int, *, works: bool) -> None:
-        row = self.state.rows[index]
-        row.set_slots(row.total, row.total if works else 0, 0, alive=works)
-
-    def _set_alarm(self, now: float) -> None:
-        super()._set_alarm(now)
+    def _set_alarm(self) -> None:
+        super()._set_alarm()
         phases = [one.phase for one in self._standby.values()]
         serving = sum(one in {LifecyclePhase.STARTING, LifecyclePhase.ON} for one in phases)
         changing = LifecyclePhase.STARTING in phases or LifecyclePhase.RETIRING in phases
         if changing or serving != self._rules.min or self.dispatcher.waiting:
-            self._tick = max(self._tick, now + LEAST_ALARM_DELAY)
+            self._tick = max(self._tick, self.fleet.now + LEAST_ALARM_DELAY)
             self.alarm = min(self.alarm, self._tick)
 
 
@@ -620,20 +587,20 @@ _FULL = 1 << 30
 class LeastConn(Front):
     """Sends to the server with the fewest connections, ties in turn: one proxy or the other.
 
-    Without `slots` it is nginx's `least_conn`, which sends at once: requests beyond a node's slots
-    wait inside the node, and can't be moved any more. With them it is HAProxy's `leastconn` with
-    that `maxconn`, which lets the rest wait, first in, first out.
+    It is nginx's `least_conn`, which sends at once: requests beyond a node's slots wait inside the
+    node, and can't be moved any more. `capped`: it is HAProxy's `leastconn` with a `maxconn` of
+    each node's slots, which lets the rest wait, first in, first out.
     """
 
-    def __init__(self, nodes: int, slots: Sequence[int] | None = None) -> None:
-        self.alarm = math.inf
-        self._slots: Sequence[float] = slots or [math.inf] * nodes
+    def __init__(self, fleet: SimulatedFleet, *, capped: bool = False) -> None:
+        super().__init__(fleet)
+        self._most = [one.slots if capped else math.inf for one in fleet.machines]
         # A full server's count is raised by `_FULL`, so that it never is the least.
-        self._connections = [0] * nodes
+        self._connections = [0] * len(fleet.machines)
         self._queue: deque[Job] = deque()
         self._turn = 0
 
-    def arrive(self, job: Job, fleet: SimulatedFleet) -> None:
+    def arrive(self, job: Job) -> None:
         """Send it, or queue it while every server is full."""
         counts = self._connections
         least = min(counts)
@@ -645,43 +612,44 @@ class LeastConn(Front):
         except ValueError:
             node = counts.index(least)
         self._turn = node + 1
-        self._send(job, node, fleet)
+        self._send(job, node)
 
-    def ended(self, job: Job, fleet: SimulatedFleet) -> None:
+    def ended(self, job: Job) -> None:
         """Give the room to the oldest of the queue."""
         count = self._connections[job.node]
         self._connections[job.node] = (count - _FULL if count >= _FULL else count) - 1
         if self._queue:
-            self._send(self._queue.popleft(), job.node, fleet)
+            self._send(self._queue.popleft(), job.node)
 
-    def _send(self, job: Job, node: int, fleet: SimulatedFleet) -> None:
+    def _send(self, job: Job, node: int) -> None:
         count = self._connections[node] + 1
-        self._connections[node] = count + _FULL if count >= self._slots[node] else count
-        fleet.send(job, node)
+        self._connections[node] = count + _FULL if count >= self._most[node] else count
+        self.fleet.send(job, node)
 
 
 class FewestConnections(Front):
     """A proxy that knows which nodes have which models, and takes the one with fewest requests."""
 
+    fleet: RouterFleet
+
     def __init__(self, fleet: RouterFleet) -> None:
-        self.alarm = math.inf
-        self._fleet = fleet
+        super().__init__(fleet)
         self._able: dict[str, list[int]] = {}  # by model: the instances that are loaded
         self._connections = [0] * len(fleet.nodes)
 
-    def arrive(self, job: Job, fleet: SimulatedFleet) -> None:
+    def arrive(self, job: Job) -> None:
         """Send it at once."""
         able = self._able.get(job.model)
         if able is None:
-            able = [one for one in self._fleet.able(job.model) if one in self._fleet.loaded]
+            able = [one for one in self.fleet.able(job.model) if one in self.fleet.loaded]
             self._able[job.model] = able
-        node = min(able, key=lambda one: self._connections[self._fleet.router_of(one)])
-        self._connections[self._fleet.router_of(node)] += 1
-        fleet.send(job, node)
+        node = min(able, key=lambda one: self._connections[self.fleet.router_of(one)])
+        self._connections[self.fleet.router_of(node)] += 1
+        self.fleet.send(job, node)
 
-    def ended(self, job: Job, fleet: SimulatedFleet) -> None:
+    def ended(self, job: Job) -> None:
         """Count it off."""
-        self._connections[self._fleet.router_of(job.node)] -= 1
+        self._connections[self.fleet.router_of(job.node)] -= 1
 
 
 class LeastRecentlyUsed(Front):
@@ -691,29 +659,29 @@ class LeastRecentlyUsed(Front):
     llama.cpp's does so amid their requests; here they end first, while later ones for them wait.
     """
 
+    fleet: RouterFleet
+
     def __init__(self, fleet: RouterFleet) -> None:
-        self.alarm = math.inf
-        self._fleet = fleet
+        super().__init__(fleet)
         self._able: dict[str, dict[int, int]] = {}  # by model: the instance of each node
         self._connections = [0] * len(fleet.nodes)
         self._turn = 0
         self._waiting: list[deque[tuple[Job, int]]] = [deque() for _ in fleet.nodes]
         """Of each node, with the instance that each job is for."""
         self._last_used: dict[int, float] = {}  # by instance: of those loaded, or being loaded
-        self._jobs: dict[int, int] = {}  # by instance: its jobs
         self._retiring: set[int] = set()
-        self._loading: set[int] = set()
+        """Those that take no jobs any more, until they are unloaded."""
         self._memory = fleet.host_memory
 
-    def arrive(self, job: Job, fleet: SimulatedFleet) -> None:
+    def arrive(self, job: Job) -> None:
         """Choose its node."""
         able = self._able.get(job.model)
         if able is None:
             able = self._able[job.model] = {
-                self._fleet.router_of(one): one
-                for one in self._fleet.able(job.model)
-                if one in self._fleet.loaded
-                or self._fleet.model_of(one).memory <= self._memory[self._fleet.host_of(one)]
+                self.fleet.router_of(one): one
+                for one in self.fleet.able(job.model)
+                if one in self.fleet.loaded
+                or self.fleet.model_of(one).memory <= self._memory[self.fleet.host_of(one)]
             }
         nodes = len(self._connections)
         node = min(able, key=lambda one: (self._connections[one], (one - self._turn) % nodes))
@@ -722,47 +690,45 @@ class LeastRecentlyUsed(Front):
         self._waiting[node].append((job, able[node]))
         self._serve(node)
 
-    def ended(self, job: Job, fleet: SimulatedFleet) -> None:
+    def ended(self, job: Job) -> None:
         """What waits for its memory may go on."""
-        node = self._fleet.router_of(job.node)
+        node = self.fleet.router_of(job.node)
         self._connections[node] -= 1
-        self._jobs[job.node] -= 1
         self._serve(node)
 
-    def wake(self, fleet: SimulatedFleet) -> None:
+    def wake(self) -> None:
         """Loads and unloads have ended."""
-        for index, loaded in self._fleet.end_loads():
-            (self._loading if loaded else self._retiring).discard(index)
-            own, host = self._fleet.router_of(index), self._fleet.host_of(index)
+        for index, _ in self.fleet.end_loads():
+            self._retiring.discard(index)
+            own, host = self.fleet.router_of(index), self.fleet.host_of(index)
             # First what waits for it, else a neighbour would have it unloaded before its first use.
             self._serve(own)
-            for node, other in enumerate(self._fleet.hosts):
+            for node, other in enumerate(self.fleet.hosts):
                 if other == host and node != own:
                     self._serve(node)
-        self.alarm = self._fleet.next_load_end
+        self.alarm = self.fleet.next_load_end
 
     def _serve(self, node: int) -> None:
         """Send what can be sent, and make room for the rest in the order of their arrival."""
-        fleet, waiting, host = self._fleet, self._waiting[node], self._fleet.hosts[node]
+        fleet, waiting, host = self.fleet, self._waiting[node], self.fleet.hosts[node]
         needed: list[int] = []
         for _ in range(len(waiting)):
             job, index = waiting.popleft()
             if index in fleet.loaded and index not in self._retiring:
                 self._last_used[index] = fleet.now
-                self._jobs[index] = self._jobs.get(index, 0) + 1
                 fleet.send(job, index)
             else:
                 waiting.append((job, index))
-                if index not in needed and index not in self._loading:
+                loading = index in fleet.held and index not in self._retiring
+                if index not in needed and not loading:
                     needed.append(index)
         for index in needed:
-            if index not in fleet.held and fleet.model_of(index).memory <= fleet.free(host):
+            if fleet.fits(index):
                 self._last_used[index] = fleet.now
-                self._loading.add(index)
                 fleet.load(index)
         self._make_room(host, [one for one in needed if one not in fleet.held])
         for index in sorted(self._retiring):
-            if not self._jobs.get(index) and index in fleet.loaded:
+            if index in fleet.loaded and fleet.servers[index].next_end < 0:
                 fleet.unload(index)
         self.alarm = fleet.next_load_end
 
@@ -770,13 +736,9 @@ class LeastRecentlyUsed(Front):
         """Retire those used least recently until the first of the needed models will fit."""
         if not needed:
             return
-        fleet = self._fleet
+        fleet = self.fleet
         held = [index for index in fleet.held if fleet.host_of(index) == host]
-        leaving = sum(
-            fleet.model_of(index).memory
-            for index in held
-            if index in self._retiring or index not in fleet.loaded | self._loading
-        )
+        leaving = sum(fleet.model_of(index).memory for index in held if index in self._retiring)
         short = fleet.model_of(needed[0]).memory - fleet.free(host) - leaving
         ready = [index for index in held if index in fleet.loaded and index not in self._retiring]
         for index in sorted(ready, key=lambda index: self._last_used.get(index, 0.0)):
@@ -784,19 +746,6 @@ class LeastRecentlyUsed(Front):
                 break
             self._retiring.add(index)
             short -= fleet.model_of(index).memory
-
-
-class HandFront(GatewayFront):
-    """The gateway over instances that were loaded by hand and stay."""
-
-    def __init__(
-        self, fleet: RouterFleet, seed: int = 0, knowledge: Knowledge | None = None
-    ) -> None:
-        machines = [one.machine for one in fleet.instances]
-        super().__init__(machines, seed=seed, knowledge=knowledge)
-        for row in self.state.rows:
-            if row.index not in fleet.loaded:
-                row.set_slots(row.total, 0, 0, alive=False)
 
 
 # Seconds between two looks at what waits, and at least, where the first did not reach all of it.
@@ -809,19 +758,19 @@ REFRESH_SECONDS = 5.0  # seconds after which the policy is told of what was lear
 class ModelPlacingFront(GatewayFront):
     """The gateway with its own model placement. Loads and memory are known; speeds are learnt."""
 
+    fleet: RouterFleet
+
     def __init__(
         self,
         fleet: RouterFleet,
-        policy: ModelPlacementPolicy | None = None,
         seed: int = 0,
-        knowledge: Knowledge | None = None,
+        knowledge: Knowledge = ExactKnowledge,
+        placement: ModelPlacementPolicy | None = None,
     ) -> None:
-        machines = [one.machine for one in fleet.instances]
-        super().__init__(machines, seed=seed, knowledge=knowledge)
-        self.policy = policy or ModelPlacementPolicy()
-        self._router_fleet = fleet
+        super().__init__(fleet, seed, knowledge)
+        self.policy = placement or ModelPlacementPolicy()
         self._shown: dict[int, Instance] = {}  # as the policy knows them
-        self._last_used = [-math.inf] * len(machines)
+        self._last_used = [-math.inf] * len(fleet.machines)
         self._waiting: dict[str, dict[int, Job]] = {model.name: {} for model in fleet.models}
         self._seconds: dict[str, float] = {}  # by model: a usual request's
         self._look_at = math.inf
@@ -844,69 +793,69 @@ class ModelPlacingFront(GatewayFront):
                 )
                 self._enter(index, LoadPhase.UNLOADED, -math.inf)
 
-    def arrive(self, job: Job, fleet: SimulatedFleet) -> None:
+    def arrive(self, job: Job) -> None:
         """Place or queue the request; where it must wait, see what to load for it."""
         if job.priority_label != "batch":
-            self.policy.rates.note(job.model, fleet.now)
-        super().arrive(job, fleet)
+            self.policy.rates.note(job.model, self.fleet.now)
+        super().arrive(job)
         if job.model not in self._waiting:
             return  # Plain servers alone have it.
         if job.model not in self._seconds:
-            able = self._router_fleet.able(job.model)
+            able = self.fleet.able(job.model)
             queued, row = self._queued[job.id], self.state.rows[able[0]]
             seconds = queued.prompt_tokens / row.prefill_tps
             self._seconds[job.model] = seconds + queued.completion_tokens * row.token_base
         if job.sent < 0:
             self._waiting[job.model][job.id] = job
-            self._look(fleet)
-        self._set_alarm(fleet.now)
+            self._look()
+        self._set_alarm()
 
-    def ended(self, job: Job, fleet: SimulatedFleet) -> None:
+    def ended(self, job: Job) -> None:
         """Learn from it, and see what its slot is for."""
-        self._last_used[job.node] = fleet.now
+        self._last_used[job.node] = self.fleet.now
         seconds = self._seconds.get(job.model, job.ended - job.sent)
         self._seconds[job.model] = seconds + (job.ended - job.sent - seconds) / LEARNT_OF
-        super().ended(job, fleet)
+        super().ended(job)
         if self._look_at < math.inf:
-            self._look(fleet)
-        self._set_alarm(fleet.now)
+            self._look()
+        self._set_alarm()
 
-    def wake(self, fleet: SimulatedFleet) -> None:
+    def wake(self) -> None:
         """Loads and unloads have ended, or it is time for a look."""
-        for index, loaded in self._router_fleet.end_loads():
-            self._enter(index, LoadPhase.READY if loaded else LoadPhase.UNLOADED, fleet.now)
-            self._look_at = fleet.now
-        super().wake(fleet)
-        if fleet.now >= self._look_at:
-            self._look(fleet)
-        self._set_alarm(fleet.now)
+        for index, loaded in self.fleet.end_loads():
+            self._enter(index, LoadPhase.READY if loaded else LoadPhase.UNLOADED, self.fleet.now)
+            self._look_at = self.fleet.now
+        super().wake()
+        if self.fleet.now >= self._look_at:
+            self._look()
+        self._set_alarm()
 
-    def _send(self, placement: QueuedRequest, fleet: SimulatedFleet) -> None:
-        super()._send(placement, fleet)
-        job = fleet.jobs[int(placement.id)]
-        self._last_used[job.node] = fleet.now
+    def _send(self, placement: QueuedRequest) -> None:
+        super()._send(placement)
+        job = self.fleet.jobs[int(placement.id)]
+        self._last_used[job.node] = self.fleet.now
         self._waiting.get(job.model, {}).pop(job.id, None)
 
-    def _look(self, fleet: SimulatedFleet) -> None:
-        now = fleet.now
+    def _look(self) -> None:
+        now = self.fleet.now
         if now - self._refreshed_at >= REFRESH_SECONDS:
             self._refreshed_at = now
             for index, one in self._shown.items():
                 if one.phase is not LoadPhase.UNLOADED:
                     self._show(index, one)
-        for action in self.policy.decide(self._demands(now), self._usage_at(now), now):
+        for action in self.policy.decide(self._demands(now), self._usage, now):
             index = self._instances[action.node, action.model]
             if action.verb == "load":
                 self._enter(index, LoadPhase.LOADING, now)
-                self._router_fleet.load(index)
+                self.fleet.load(index)
             elif action.verb == "retire":
                 self._enter(index, LoadPhase.RETIRING, now)
             elif action.verb == "keep":
                 self._enter(index, LoadPhase.READY, now)
-                self._match(fleet)
+                self._match()
             else:
                 self._enter(index, LoadPhase.UNLOADING, now)
-                self._router_fleet.unload(index)
+                self.fleet.unload(index)
                 self.knowledge.restarted(index)
         waits = any(self._waiting.values()) or self.policy.plans
         pause = LEAST_PAUSE if self.policy.left else PLACE_SECONDS
@@ -928,14 +877,11 @@ class ModelPlacingFront(GatewayFront):
                 )
         return found
 
-    def _usage_at(self, now: float) -> Callable[[Instance], InstanceUsage]:
-        def usage(instance: Instance) -> InstanceUsage:
-            index = self._instances[instance.node, instance.model]
-            row = self.state.rows[index]
-            busy = max((one.seconds_left(now) for one in row.running), default=0.0)
-            return InstanceUsage(row.ours, busy, self._last_used[index])
-
-        return usage
+    def _usage(self, instance: Instance) -> InstanceUsage:
+        index, now = self._instances[instance.node, instance.model], self.fleet.now
+        row = self.state.rows[index]
+        busy = max((one.seconds_left(now) for one in row.running), default=0.0)
+        return InstanceUsage(row.ours, busy, self._last_used[index])
 
     def _enter(self, index: int, phase: LoadPhase, now: float) -> None:
         row = self.state.rows[index]
@@ -949,6 +895,6 @@ class ModelPlacingFront(GatewayFront):
         self._shown[index] = shown = replace(one, request_seconds=seconds)
         self.policy.fleet.put(shown)
 
-    def _set_alarm(self, now: float) -> None:
-        super()._set_alarm(now)
-        self.alarm = min(self.alarm, self._router_fleet.next_load_end, self._look_at)
+    def _set_alarm(self) -> None:
+        super()._set_alarm()
+        self.alarm = min(self.alarm, self.fleet.next_load_end, self._look_at)

@@ -8,7 +8,7 @@ from itertools import accumulate
 from pathlib import Path
 
 from gateway.config.scheduling import QueueSettings
-from gateway.workshop.simulate.simulation import Job, SimulationResult
+from gateway.workshop.simulate.simulation import Job, SimulatedFleet
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,7 +35,7 @@ class Percentiles:
 class PolicyReport:
     """One policy's figures. Times are seconds from a request's arrival."""
 
-    policy: str
+    policy: str  # or another name of what is compared
     requests: int
     completion: Percentiles  # until the last token
     ttft: Percentiles  # until the first token
@@ -90,12 +90,12 @@ CURVE_STEPS = 200  # steps of the curves
 
 
 def summarise(
-    policy: str, result: SimulationResult, bound: float = 0.0, cpu_seconds: float = 0.0
+    policy: str, fleet: SimulatedFleet, bound: float = 0.0, cpu_seconds: float = 0.0
 ) -> PolicyReport:
     """The report of a run; to be made before the trace is played again."""
-    jobs = result.jobs
-    seconds = result.ended - result.began
-    slots = sum(server.machine.slots for server in result.servers)
+    jobs = fleet.jobs
+    seconds = fleet.ended - fleet.began
+    slots = sum(machine.slots for machine in fleet.machines)
     prompt = sum(job.prompt.tokens for job in jobs)
     ttft = [job.first - job.arrived for job in jobs]
     completion = [job.ended - job.arrived for job in jobs]
@@ -112,7 +112,7 @@ def summarise(
         seconds=seconds,
         tokens_per_second=sum(job.output for job in jobs) / seconds if seconds else 0.0,
         cached_share=sum(job.cached for job in jobs) / prompt if prompt else 0.0,
-        utilisation=utilisation(result, slots),
+        utilisation=utilisation(fleet, slots),
         load=_load(jobs, busy_seconds, slots),
         longest_queue=_longest_queue(jobs),
         too_late=sum(job.began - job.arrived > LONGEST_WAIT for job in jobs),
@@ -141,15 +141,15 @@ queue_timeout). So the waits above depend on how long the traffic lasts. Remedy:
 slots, or less traffic."""
 
 
-def utilisation(result: SimulationResult, slots: int) -> float:
+def utilisation(fleet: SimulatedFleet, slots: int) -> float:
     """Share of the slots' time in which they were busy: up to the last arrival.
 
     If all arrive at once, up to the end.
     """
-    jobs = result.jobs
+    jobs, began = fleet.jobs, fleet.began
     last = max((job.arrived for job in jobs), default=0.0)
-    until = last if last > result.began else result.ended
-    span = slots * (until - result.began)
+    until = last if last > began else fleet.ended
+    span = slots * (until - began)
     busy = sum(min(job.ended, until) - job.began for job in jobs if job.began < until)
     return busy / span if span else 0.0
 

@@ -32,8 +32,9 @@ import json
 import math
 import random
 from abc import ABC, abstractmethod
+from bisect import bisect
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from datetime import UTC, datetime
 from heapq import heappop, heappush
@@ -126,8 +127,8 @@ class Job:
         return self.prompt._replace(tokens=self.prompt.tokens + self.output - 1)
 
     def arrive(self, now: float) -> None:
-        """It reaches the front."""
-        self.arrived = now
+        """It reaches the front; its results are of this run from now on."""
+        self.arrived, self.sent = now, -1.0
 
     def send_to(self, node: int, now: float) -> None:
         """The front sends it to a node."""
@@ -139,13 +140,6 @@ class Job:
         self.to_read = self.prompt.tokens - cached
         self.to_write = self.output
 
-    def reset(self) -> None:
-        """Clear its result, for another run."""
-        self.arrived = 0.0
-        self.sent = self.began = self.first = self.ended = -1.0
-        self.node = self.slot = -1
-        self.cached = 0
-
 
 @dataclass(frozen=True, slots=True)
 class Trace:
@@ -156,6 +150,8 @@ class Trace:
     """By a job's id: that of the next turn of its conversation."""
     skipped: int = 0  # broken lines that were left out
 
+
+NO_REQUESTS = Trace(())
 
 MOST_TOKENS = 10_000_000
 MOST_SECONDS = 1e9
@@ -649,32 +645,28 @@ class SimulatedServer:
         Slots that are free again take jobs from the queue, and the next steps begin. `wall` is as
         for `take`.
         """
-        steps = self._steps
-        decoding = self._decoding
+        steps, decoding = self._steps, self._decoding
         self.busy_seconds += now - self._steps_began
-        done: list[Job] = []
         for job in decoding:
             job.to_write -= steps
-            if not job.to_write:
-                done.append(job)
         first: list[Job] = []
-        if self._prompt_tokens:
-            for job, read in zip(self._prefilling, self._prompt_tokens, strict=False):
-                job.to_read -= read * steps
-                if not job.to_read:
-                    # The step that reads the end of the prompt gives the first token.
-                    job.first = wall
-                    job.to_write -= 1
-                    first.append(job)
-                    if not job.to_write:
-                        done.append(job)
-            if first:
-                self._prefilling = [job for job in self._prefilling if job.to_read]
-                decoding += [job for job in first if job.to_write]
+        for job, read in zip(self._prefilling, self._prompt_tokens, strict=False):
+            job.to_read -= read * steps
+            if not job.to_read:
+                # The step that reads the end of the prompt gives the first token.
+                job.first = wall
+                job.to_write -= 1
+                first.append(job)
+        if first:
+            self._prefilling = [job for job in self._prefilling if job.to_read]
+            decoding += first
+        done = [job for job in decoding if not job.to_write]
         if done:
             self._decoding = [job for job in decoding if job.to_write]
             for job in done:
-                self._release(job, wall)
+                job.ended = wall
+                self.slots[job.slot] = None
+                self.cache.store(job.slot, job.final_prompt, wall)
             while self.queue and None in self.slots:
                 free = [number for number, held in enumerate(self.slots) if held is None]
                 self._start_job(self.queue.popleft(), free, wall)
@@ -685,48 +677,30 @@ class SimulatedServer:
         slot, cached = self.cache.choose_slot(job.prompt, free)
         job.start(slot, cached, now)
         self.slots[slot] = job
-        self.cache.save_idle([held is not None for held in self.slots])
-        prefilling = self._prefilling
-        position = len(prefilling)
-        while position and prefilling[position - 1].slot > slot:
-            position -= 1
+        position = bisect(self._prefilling, slot, key=lambda one: one.slot)
+        self._prefilling.insert(position, job)
         # The current steps count their prefilling jobs by position, which must not shift.
-        self._prefilling = [*prefilling[:position], job, *prefilling[position:]]
         if position < len(self._prompt_tokens):
             self._prompt_tokens.insert(position, 0)
 
-    def _release(self, job: Job, now: float) -> None:
-        job.ended = now
-        self.slots[job.slot] = None
-        self.cache.store(job.slot, job.final_prompt, now)
-
     def _begin_steps(self, now: float) -> None:
         """Begin the next steps, as many as are equal."""
-        decoding = self._decoding
-        prefilling = self._prefilling
+        decoding, prefilling = self._decoding, self._prefilling
         count = len(decoding)
+        self._prompt_tokens = []
         if prefilling:
-            room = self.machine.batch_tokens - count
-            left = prefilling[0].to_read
-            if left >= room:
-                steps = left // room
-                read = room
-                self._prompt_tokens = [room]
-            else:
-                steps = 1
-                read = 0
-                self._prompt_tokens = []
-                for job in prefilling:
-                    part = min(job.to_read, room - read)
-                    if not part:
-                        break
-                    self._prompt_tokens.append(part)
-                    read += part
+            room, read = self.machine.batch_tokens - count, 0
+            for job in prefilling:
+                part = min(job.to_read, room - read)
+                if not part:
+                    break
+                self._prompt_tokens.append(part)
+                read += part
+            steps = max(1, prefilling[0].to_read // room)
             seconds = (
                 max(self._token_base, read * self._per_prompt_token) + self._token_step * count
             )
         elif count:
-            self._prompt_tokens = []
             steps = decoding[0].to_write
             seconds = self._token_base + self._token_step * (count - 1)
         else:
@@ -755,6 +729,11 @@ SLOT_SIMILARITY = 0.1
 ModelSpeed = tuple[float, float]  # tokens per second of prompts, and of answers
 
 
+def tokens_in_host_memory(mib: int) -> int:
+    """Tokens of evicted prompts that so much of a host's memory holds."""
+    return mib * 1024 * 1024 // KV_BYTES_PER_TOKEN
+
+
 @dataclass(frozen=True, slots=True)
 class SimulatedMachine:
     """One llama.cpp server. Speeds in tokens per second."""
@@ -765,8 +744,7 @@ class SimulatedMachine:
     decode_tps: float  # output tokens per second of one request alone
     batch_cost: float = BATCH_COST
     batch_tokens: int = BATCH_TOKENS
-    cache_tokens: int = CACHE_RAM_MIB * 1024 * 1024 // KV_BYTES_PER_TOKEN
-    """Tokens of evicted prompts that the host-memory cache holds; 0: it has none."""
+    cache_tokens: int = tokens_in_host_memory(CACHE_RAM_MIB)  # 0: it has no such cache
     host: str = ""
     """Machines of one host are calibrated one at a time, and routers of one share its memory;
     empty: it has its own."""
@@ -811,21 +789,21 @@ EMPTY_PROMPT = TracePrompt(-1, 0)
 class SimulatedPromptCache:
     """The cached prompts of one server. A slot has `EMPTY_PROMPT` before its first use."""
 
-    __slots__ = ("_limit", "_total", "host_prompts", "slot_prompts", "slot_used_at")
+    __slots__ = ("_limit", "host_prompts", "slot_prompts", "slot_used_at")
 
     def __init__(self, slots: int, host_tokens: int) -> None:
         self.slot_prompts = [EMPTY_PROMPT] * slots  # the prompt that each slot has cached
         self.slot_used_at = [-1.0] * slots  # when each slot ended its last job
         self.host_prompts: list[TracePrompt] = []  # the prompts in host memory, the oldest first
         self._limit = host_tokens
-        self._total = 0
 
     def choose_slot(self, prompt: TracePrompt, free: list[int]) -> tuple[int, int]:
         """The slot, one of `free`, that takes a prompt, and the tokens of it that it has cached.
 
         The slot that has most of the prompt, if that is enough; else the one that was idle longest.
-        Its own prompt goes to host memory, from where a better one may be loaded. At least one
-        token is always read.
+        Its own prompt goes to host memory, from where a better one may be loaded; then those of the
+        other free slots do, as in llama.cpp whenever a job starts. At least one token is always
+        read.
         """
         size = prompt.tokens
         held = self.slot_prompts
@@ -835,26 +813,17 @@ class SimulatedPromptCache:
             if common > best:
                 slot, best = candidate, common
         if slot < 0:
-            used = self.slot_used_at
-            slot = free[0]
-            for candidate in free:
-                if used[candidate] <= used[slot]:
-                    slot = candidate
+            slot = min(reversed(free), key=self.slot_used_at.__getitem__)
             evicts = True
         else:
             evicts = best < SLOT_KEPT_SHARE * held[slot].tokens
-        if evicts and self._limit:
+        if evicts:
             self._save(held[slot])
             self._load(slot, prompt)
+        for other in free:
+            if other != slot:
+                self._save(held[other])
         return slot, min(common_tokens(held[slot], prompt), size - 1)
-
-    def save_idle(self, busy: list[bool]) -> None:
-        """Save the prompts of idle slots, as llama.cpp does whenever a job starts in another."""
-        if not self._limit:
-            return
-        for held, works in zip(self.slot_prompts, busy, strict=True):
-            if not works:
-                self._save(held)
 
     def store(self, slot: int, prompt: TracePrompt, now: float) -> None:
         """A slot has ended its job and has this prompt cached."""
@@ -863,63 +832,57 @@ class SimulatedPromptCache:
 
     def _save(self, prompt: TracePrompt) -> None:
         """Save a prompt to host memory unless it is there; it replaces its own beginnings."""
-        tokens = prompt.tokens
-        if not 0 < tokens <= self._limit:
+        if not 0 < prompt.tokens <= self._limit:
             return
-        part_of_it = False
-        for one in self.host_prompts:
-            common = common_tokens(one, prompt)
-            if common == tokens:
-                return
-            if common == one.tokens:
-                part_of_it = True
-        if part_of_it:
-            self.host_prompts = [
-                one for one in self.host_prompts if common_tokens(one, prompt) != one.tokens
-            ]
-            self._total = sum([one.tokens for one in self.host_prompts])
-        self.host_prompts.append(prompt)
-        self._total += tokens
-        while self._total > self._limit:
-            self._total -= self.host_prompts.pop(0).tokens
+        if any(common_tokens(one, prompt) == prompt.tokens for one in self.host_prompts):
+            return
+        held = [one for one in self.host_prompts if common_tokens(one, prompt) != one.tokens]
+        held.append(prompt)
+        while sum([one.tokens for one in held]) > self._limit:
+            del held[0]
+        self.host_prompts = held
 
     def _load(self, slot: int, prompt: TracePrompt) -> None:
         """Load an evicted prompt that has more of `prompt`, as tokens and as a share of itself."""
         old = self.slot_prompts[slot]
         gain = common_tokens(old, prompt)
         share = gain / old.tokens if old.tokens else -1.0
-        best_index = -1
-        for position, one in enumerate(self.host_prompts):
+        best = old
+        for one in self.host_prompts:
             common = common_tokens(one, prompt)
             if (
                 common > gain
                 and common >= HOST_LOADED_SHARE * one.tokens
                 and common / one.tokens > share
             ):
-                best_index, share, gain = position, common / one.tokens, common
-        if best_index >= 0:
-            self.slot_prompts[slot] = self.host_prompts.pop(best_index)
-            self._total -= self.slot_prompts[slot].tokens
+                best, share, gain = one, common / one.tokens, common
+        if best is not old:
+            self.slot_prompts[slot] = best
+            self.host_prompts.remove(best)
 
 
 PROGRESS_EVERY = 2000  # ended requests between two calls of `progress`
 
 
 class SimulatedFleet:
-    """The simulated nodes, to which a front sends jobs.
+    """The simulated nodes, to which a front sends the jobs of a trace, in which results are noted.
 
     `routers`: by server, the number of its router. Those of one router that compute at the same
-    time share its speed in equal parts. None: each server has a machine of its own.
+    time share its speed in equal parts. None: each server has a machine of its own. `loaded`: the
+    servers that take jobs from the start; None: all.
     """
 
     def __init__(
         self,
         machines: Sequence[SimulatedMachine],
-        jobs: Sequence[Job],
+        trace: Trace,
         routers: Sequence[int] | None = None,
+        loaded: Collection[int] | None = None,
     ) -> None:
-        self.jobs = jobs
+        self.machines, self.trace, self.jobs = machines, trace, trace.jobs
         self.servers = [SimulatedServer(machine) for machine in machines]
+        self.loaded = set(range(len(machines)) if loaded is None else loaded)
+        self.loads, self.load_seconds = 0, 0.0  # of models on demand
         self.now = 0.0
         self._routers = range(len(machines)) if routers is None else routers
         count = max(self._routers, default=-1) + 1
@@ -931,6 +894,24 @@ class SimulatedFleet:
         # Ends of steps: time, router, version; void if the router has another version by now.
         self._ends: list[tuple[float, int, int]] = []
         self._versions = [0] * count
+
+    @property
+    def began(self) -> float:
+        """The first arrival."""
+        return min((job.arrived for job in self.jobs), default=0.0)
+
+    @property
+    def ended(self) -> float:
+        """The last end."""
+        return max((job.ended for job in self.jobs), default=0.0)
+
+    def router_of(self, index: int) -> int:
+        """The router of a server; else its own place."""
+        return self._routers[index]
+
+    def able(self, model: str) -> list[int]:
+        """The servers that serve a model, if they are loaded."""
+        return [index for index, one in enumerate(self.machines) if one.serves(model)]
 
     def send(self, job: Job, node: int) -> None:
         """Send a job to a node, now. A node without a free slot queues it."""
@@ -979,57 +960,39 @@ class SimulatedFleet:
 
 
 class Front(ABC):
-    """Places requests on nodes: a proxy in front of them."""
+    """Places requests on the nodes of a fleet: a proxy in front of them."""
 
-    alarm: float  # when it is to be woken if nothing else happens; infinity: never
+    def __init__(self, fleet: SimulatedFleet) -> None:
+        self.fleet = fleet
+        self.alarm = math.inf  # when it is to be woken if nothing else happens; infinity: never
 
     @abstractmethod
-    def arrive(self, job: Job, fleet: SimulatedFleet) -> None:
+    def arrive(self, job: Job) -> None:
         """Send a request that has arrived, or queue it."""
 
-    def started(self, job: Job, fleet: SimulatedFleet) -> None:  # noqa: B027 - most don't care
+    def started(self, job: Job) -> None:  # noqa: B027 - most don't care
         """Take note of its first token."""
 
     @abstractmethod
-    def ended(self, job: Job, fleet: SimulatedFleet) -> None:
+    def ended(self, job: Job) -> None:
         """Take note of its last token: the slot is free."""
 
-    def wake(self, fleet: SimulatedFleet) -> None:  # noqa: B027 - where no alarm is set
+    def wake(self) -> None:  # noqa: B027 - where no alarm is set
         """Act at the time of the alarm. Must set a later one."""
-
-
-@dataclass(frozen=True, slots=True)
-class SimulationResult:
-    """The result of a run; the details are in the trace's jobs."""
-
-    jobs: Sequence[Job]
-    servers: Sequence[SimulatedServer]
-    began: float  # the first arrival
-    ended: float  # the last end
 
 
 class StuckError(Exception):
     """A front never sent some requests, though nothing else was to happen."""
 
 
-def simulate(
-    trace: Trace,
-    machines: Sequence[SimulatedMachine],
-    front: Front,
-    progress: Callable[[int], None] | None = None,
-    fleet: SimulatedFleet | None = None,
-) -> SimulationResult:
-    """Play a trace through a front on a fleet.
+def simulate(front: Front, progress: Callable[[int], None] | None = None) -> SimulatedFleet:
+    """Play the trace of a front's fleet through the front. Returns the fleet.
 
-    Results are written into the jobs: read them before the trace is played again. `progress` is
-    called now and then with the number of requests that have ended. `fleet`: one that was made of
-    these jobs, instead of `machines`. Raises StuckError if the front leaves requests unsent when
+    Read the results before the trace is played again. `progress` is called now and then with the
+    number of requests that have ended. Raises StuckError if the front leaves requests unsent when
     nothing more can happen.
     """
-    jobs = trace.jobs
-    for job in jobs:
-        job.reset()
-    fleet = fleet or SimulatedFleet(machines, jobs)
+    fleet, jobs, next_turns = front.fleet, front.fleet.jobs, front.fleet.trace.next_turns
     # First turns at their times; later ones once the turn before has ended, and before others.
     arrivals = [(job.time, True, job.id) for job in jobs if not job.is_later_turn]
     ended = 0
@@ -1043,28 +1006,23 @@ def simulate(
         if step <= now:
             first, done = fleet.end_steps()
             for job in first:
-                front.started(job, fleet)
+                front.started(job)
             for job in done:
-                if (place := trace.next_turns.get(job.id)) is not None:
+                if (place := next_turns.get(job.id)) is not None:
                     turn = jobs[place]
                     heappush(arrivals, (max(turn.time, job.ended + turn.pause), False, place))
-                front.ended(job, fleet)
+                front.ended(job)
                 ended += 1
                 if progress is not None and not ended % PROGRESS_EVERY:
                     progress(ended)
         elif next_arrival <= now:
             job = jobs[heappop(arrivals)[2]]
             job.arrive(now)
-            front.arrive(job, fleet)
+            front.arrive(job)
         else:
-            front.wake(fleet)
+            front.wake()
             if front.alarm <= now:
                 raise StuckError(f"the front would be woken for ever at {now:g} s")
     if ended != len(jobs):
         raise StuckError(f"{len(jobs) - ended} of {len(jobs)} requests were never served")
-    return SimulationResult(
-        jobs,
-        fleet.servers,
-        min((job.arrived for job in jobs), default=0.0),
-        max((job.ended for job in jobs), default=0.0),
-    )
+    return fleet

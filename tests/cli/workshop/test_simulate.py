@@ -12,6 +12,7 @@ from gateway.workshop.simulate.comparison import known_policies
 from tests.cli.running import run, run_on_terminal
 
 SMALL = ("--fleet", "2x2@40:600,1x2@16:250", "--generate", "rate=0.5,requests=200")
+STANDBY = (*SMALL, "--standby", "2x2@40:600")
 
 
 def test_every_policy_is_shown_in_a_table() -> None:
@@ -55,9 +56,9 @@ def test_an_overload_is_reported_in_words_and_in_json() -> None:
         assert one["load"] < 1
 
 
-def test_the_same_seed_is_the_same_traffic() -> None:
+def test_the_same_seed_gives_the_same_figures() -> None:
     def played(seed: int) -> object:
-        ran = run("simulate", *SMALL, "--policy", "nginx", "--seed", str(seed), "--json")
+        ran = run("simulate", *SMALL, "--policy", "least_finish", "--seed", str(seed), "--json")
         return json.loads(ran.out)["policies"][0]["completion"]
 
     assert played(4) == played(4)
@@ -108,47 +109,56 @@ def test_broken_lines_of_a_trace_are_reported_or_skipped(tmp_path: Path) -> None
     assert f"{path}: skipped 1 broken lines" in ran.err
 
 
-def test_an_unknown_policy_is_reported_with_the_known_ones() -> None:
-    ran = run("simulate", *SMALL, "--policy", "best")
-    assert (ran.status, ran.out) == (2, "")
-    assert "--policy: there is no policy 'best'; known: least_finish" in ran.err
-    assert "nginx, haproxy" in ran.err
-
-
 @pytest.mark.parametrize(
-    ("arguments", "status", "message"),
+    ("arguments", "message"),
     [
-        (("--fleet", "many"), 2, "'many' is no fleet: write COUNTxSLOTS@DECODE:PREFILL"),
-        (("--fleet", "1x1@1:1", "--generate", "rate=x"), 2, "--generate: 'rate=x': write a number"),
-        (("--fleet", "1x1@1:1", "--trace", "none.jsonl"), 2, "none.jsonl: can't be read"),
-        (("--fleet", "1x1@1:1", "--trace", "."), 2, "can't be read: Is a directory"),
-        (("--fleet", "1x1@1:1", "--speeds", "s.json"), 2, "--speeds is for an inventory"),
-        (("--fleet", "1x1@1:1", "--plot", "p.txt"), 2, "must end in .png, .svg or .pdf"),
-        (("--fleet", "1x1@1:1", "--plot", "no/p.png"), 2, "there is no folder no"),
-        (("--nodes", "none.yaml"), 2, "none.yaml"),
-        (("--nodes", "none.yaml", "--speed", "fast"), 2, "no fleet"),
-        (("--batch", "1"), 2, "--batch"),
+        (("--fleet", "many"), "'many' is no fleet: write COUNTxSLOTS@DECODE:PREFILL"),
+        (("--fleet", "1x1@1:1", "--generate", "rate=x"), "--generate: 'rate=x': write a number"),
+        (("--fleet", "1x1@1:1", "--trace", "none.jsonl"), "none.jsonl: can't be read"),
+        (("--fleet", "1x1@1:1", "--trace", "."), "can't be read: Is a directory"),
+        (("--fleet", "1x1@1:1", "--speeds", "s.json"), "--speeds is for an inventory"),
+        (("--fleet", "1x1@1:1", "--plot", "p.txt"), "must end in .png, .svg or .pdf"),
+        (("--fleet", "1x1@1:1", "--plot", "no/p.png"), "there is no folder no"),
+        (("--nodes", "none.yaml"), "none.yaml"),
+        (("--nodes", "none.yaml", "--speed", "fast"), "no fleet"),
+        (("--batch", "1"), "--batch"),
+        (
+            (*SMALL, "--policy", "best"),
+            f"--policy: there is no policy 'best'; known: {', '.join(known_policies())}",
+        ),
+        ((*SMALL, "--standby", "2x2"), "--standby: '2x2' is no fleet"),
+        ((*STANDBY, "--elastic", "starup=3"), "--elastic: 'starup' is nothing to set"),
+        ((*STANDBY, "--elastic", "max=x"), "write a whole number"),
+        ((*STANDBY, "--elastic", "min=3,max=2"), "not below min"),
+        ((*STANDBY, "--policy", "nginx"), "compares under least_finish alone: leave --policy out"),
+        (
+            ("--fleet", "1x2@40:600", "--models", "2x1GiB:2GiB"),
+            "node-1 has no memory for models: write 2x2@40:600/48GiB",
+        ),
+        (("--fleet", "1x2@40:600/8GiB"), "routers need --models"),
+        (("--fleet", "1x2@40:600/8Gib", "--models", "1x9GiB:9GiB"), "the largest router has 8.0"),
+        (("--fleet", "1x2@40:600/8", "--models", "x"), "write COUNTxSMALLEST:LARGEST"),
+        (("--fleet", "1x2@40:600/8GB", "--models", "1x1GB:1GB", "--exact"), "leave --exact out"),
+        (("--fleet", "1x2@40:600/x", "--models", "1x1GB:1GB"), "is no number"),
     ],
 )
 def test_wrong_usage_is_reported_before_the_work(
-    arguments: tuple[str, ...],
-    status: int,
-    message: str,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
+    arguments: tuple[str, ...], message: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
     ran = run("simulate", *arguments)
-    assert (ran.status, ran.out) == (status, "")
-    assert message in ran.err
+    assert (ran.status, ran.out) == (2, "")
+    assert message in " ".join(ran.err.split())
     assert "Traceback" not in ran.err
 
 
-def test_a_picture_is_written(tmp_path: Path) -> None:
-    path = tmp_path / "plot.png"
-    ran = run("simulate", *SMALL, "--policy", "nginx", "--plot", str(path))
+@pytest.mark.parametrize(("name", "begin"), [("plot.png", b"\x89PNG"), ("plot.svg", b"<?xml")])
+def test_a_picture_is_written(tmp_path: Path, name: str, begin: bytes) -> None:
+    path = tmp_path / name
+    ran = run("simulate", *SMALL, "--policy", "nginx", "--policy", "haproxy", "--plot", str(path))
     assert ran.status == 0
-    assert path.read_bytes().startswith(b"\x89PNG")
+    assert path.read_bytes().startswith(begin)
+    assert 5_000 < path.stat().st_size < 200_000
     assert f"written: {path}" in ran.err
 
 
@@ -199,30 +209,6 @@ def test_standby_machines_are_compared_with_a_fleet_that_is_always_on() -> None:
     assert elastic["cost"] == pytest.approx(elastic["machine_hours"] * 0.5)
     assert elastic["starts"] > 0
     assert elastic["wait"]["mean"] < alone["wait"]["mean"]
-
-
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        (("--standby", "2x2"), "is no fleet"),
-        (
-            ("--standby", "2x2@40:600", "--elastic", "starup=3"),
-            "--elastic: 'starup' is nothing to set",
-        ),
-        (("--standby", "2x2@40:600", "--elastic", "max=x"), "write a whole number"),
-        (("--standby", "2x2@40:600", "--elastic", "min=3,max=2"), "not below min"),
-        (
-            ("--standby", "2x2@40:600", "--policy", "nginx"),
-            "compares under least_finish alone: leave --policy out",
-        ),
-    ],
-)
-def test_a_mistake_about_standby_machines_is_reported(
-    arguments: tuple[str, ...], message: str
-) -> None:
-    ran = run("simulate", *SMALL, *arguments)
-    assert ran.status == 2
-    assert message in ran.err
 
 
 ROUTERS = (
@@ -310,26 +296,6 @@ def test_that_models_do_not_fit_at_once_is_said() -> None:
     )
     assert ran.status == 0, ran.err
     assert "by hand: no placement tried holds all models at once" in ran.out
-
-
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        (
-            ("--fleet", "1x2@40:600", "--models", "2x1GiB:2GiB"),
-            "node-1 has no memory for models: write 2x2@40:600/48GiB",
-        ),
-        (("--fleet", "1x2@40:600/8GiB"), "routers need --models"),
-        (("--fleet", "1x2@40:600/8Gib", "--models", "1x9GiB:9GiB"), "the largest router has 8.0"),
-        (("--fleet", "1x2@40:600/8", "--models", "x"), "write COUNTxSMALLEST:LARGEST"),
-        (("--fleet", "1x2@40:600/8GB", "--models", "1x1GB:1GB", "--exact"), "leave --exact out"),
-        (("--fleet", "1x2@40:600/x", "--models", "1x1GB:1GB"), "is no number"),
-    ],
-)
-def test_a_mistake_about_routers_is_reported(arguments: tuple[str, ...], message: str) -> None:
-    ran = run("simulate", *arguments)
-    assert ran.status == 2
-    assert message in " ".join(ran.err.split())
 
 
 def test_a_trace_may_name_no_other_models(tmp_path: Path) -> None:

@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Sequence
 
+from gateway.workshop.simulate.fronts import LeastConn
 from gateway.workshop.simulate.simulation import (
+    Front,
     Job,
+    SimulatedFleet,
     SimulatedMachine,
     Trace,
     TracePrompt,
     build_trace,
+    simulate,
 )
 
 
@@ -51,3 +55,12 @@ def job(
 def trace(jobs: Iterable[Job]) -> Trace:
     """A trace of these."""
     return build_trace(list(jobs))
+
+
+def play(
+    jobs: Iterable[Job],
+    machines: Sequence[SimulatedMachine],
+    build: Callable[[SimulatedFleet], Front] = LeastConn,
+) -> SimulatedFleet:
+    """Play these through a front on these machines; the fleet, which has the results."""
+    return simulate(build(SimulatedFleet(machines, trace(jobs))))

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 
 from gateway.config.routing import ModelRule
 from gateway.config.scheduling import ModelPlacementSettings
@@ -13,9 +14,8 @@ from gateway.workshop.simulate.fleets import (
     from_text,
 )
 from gateway.workshop.simulate.fronts import (
-    ExactKnowledge,
     FewestConnections,
-    HandFront,
+    GatewayFront,
     LeastRecentlyUsed,
     ModelPlacingFront,
 )
@@ -42,20 +42,16 @@ def played(
     routers: object = ONE,
     loaded: Sequence[int] = (),
 ) -> RouterFleet:
-    made = trace(jobs)
-    fleet = RouterFleet(routers, MODELS, made.jobs, loaded)  # type: ignore[arg-type]
-    simulate(made, (), build(fleet), fleet=fleet)
+    fleet = RouterFleet(routers, MODELS, trace(jobs), loaded)  # type: ignore[arg-type]
+    simulate(build(fleet))
     return fleet
 
 
 def placing(
     models: Mapping[str, ModelRule] | None = None, **settings: float
 ) -> Callable[[RouterFleet], Front]:
-    return lambda fleet: ModelPlacingFront(
-        fleet,
-        ModelPlacementPolicy(ModelPlacementSettings(**settings), models),  # type: ignore[arg-type]
-        knowledge=ExactKnowledge(),
-    )
+    policy = ModelPlacementPolicy(ModelPlacementSettings(**settings), models)  # type: ignore[arg-type]
+    return partial(ModelPlacingFront, placement=policy)
 
 
 def test_a_router_by_itself_loads_the_model_of_a_request_and_unloads_the_least_recent() -> None:
@@ -81,7 +77,7 @@ def test_fewest_connections_send_to_nodes_that_have_the_model() -> None:
 
 def test_placed_by_hand_nothing_is_loaded() -> None:
     jobs = asking((0.0, "a"), (0.0, "b"))
-    fleet = played(jobs, HandFront, TWO, loaded=(0, 4))
+    fleet = played(jobs, GatewayFront, TWO, loaded=(0, 4))
     assert fleet.loads == 0
     assert [one.node for one in fleet.jobs] == [0, 4]
 

@@ -14,17 +14,15 @@ from contextlib import suppress
 import httpx
 import pytest
 
-from gateway.workshop.simulate.fronts import LeastConn
 from gateway.workshop.simulate.simulation import (
     Job,
     SimulatedMachine,
     SimulatedPromptCache,
     TracePrompt,
-    simulate,
 )
 from tests.servers import spawn_demo_server, start_demo_servers, stop_demo_server
 from tests.servers import wait_for_demo_server as wait_for
-from tests.workshop.simulate.build import job, trace
+from tests.workshop.simulate.build import job, play
 from tests.workshop.simulate.real import BATCH, ask, computed, words
 
 pytestmark = [pytest.mark.real, pytest.mark.slow, pytest.mark.timeout(900)]
@@ -53,7 +51,7 @@ def by_first_use(rows: list[tuple[int, int, int]]) -> list[tuple[int, ...]]:
 def in_steps(*jobs: Job) -> list[int]:
     """The steps that each takes in the model, from when it gets one of two slots."""
     # Where every step lasts a second, whatever it holds, seconds are steps.
-    simulate(trace(jobs), [SimulatedMachine("demo", 2, 1e9, 1.0, 0.0, BATCH)], LeastConn(1))
+    play(jobs, [SimulatedMachine("demo", 2, 1e9, 1.0, 0.0, BATCH)])
     return [round(one.ended - one.began) for one in jobs]
 
 
@@ -80,7 +78,6 @@ async def test_slots_cached_tokens_and_steps_are_those_of_a_real_server(
             output = rng.randrange(1, 40)
             prompt = TracePrompt(stream, len(tokens), head, len(heads[head]))
             slot, cached = cache.choose_slot(prompt, list(range(slots)))
-            cache.save_idle([place == slot for place in range(slots)])
             (steps,) = in_steps(job(prompt=len(tokens) - cached, output=output))
             expected.append((slot, cached, steps))
             answer = await ask(client, url, tokens, output)
@@ -131,7 +128,7 @@ async def test_only_the_uncached_rest_is_read_as_on_a_real_server(
         Job(0, 0.0, TracePrompt(1, 2022), 2, 2, is_later_turn=True, pause=1.0),
     ]
     # A second for each token of the prompt, and next to nothing for those that are written.
-    simulate(trace(jobs), [SimulatedMachine("demo", 2, 1.0, 1e9, 0.0, BATCH)], LeastConn(1))
+    play(jobs, [SimulatedMachine("demo", 2, 1.0, 1e9, 0.0, BATCH)])
     read = [round(one.first - one.arrived) for one in jobs]
     assert read == [2000, 21]
     assert [one.cached for one in jobs] == [cold.cached, warm.cached] == [0, 2001]

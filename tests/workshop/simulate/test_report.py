@@ -1,29 +1,24 @@
 from __future__ import annotations
 
 import json
-from pathlib import Path
+from functools import partial
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from gateway.workshop.simulate.bound import lower_bound
-from gateway.workshop.simulate.comparison import build_front, compare, known_policies
+from gateway.workshop.simulate.comparison import build_front, known_policies
 from gateway.workshop.simulate.fronts import LeastConn
-from gateway.workshop.simulate.report import (
-    Percentiles,
-    PolicyReport,
-    plot_reports,
-    summarise,
-)
+from gateway.workshop.simulate.report import Percentiles, summarise
 from gateway.workshop.simulate.simulation import (
+    NO_REQUESTS,
+    SimulatedFleet,
     SimulatedMachine,
-    SimulationResult,
     Traffic,
     generate,
-    simulate,
 )
-from tests.workshop.simulate.build import job, machine, trace
+from tests.workshop.simulate.build import job, machine, play
 
 
 def test_percentiles_are_values_of_the_sample() -> None:
@@ -37,8 +32,7 @@ def test_a_run_is_summed_up() -> None:
         job(time=1.0, prompt=100, output=11),
         job(time=11.0, prompt=300, output=11, label="urgent"),
     ]
-    result = simulate(trace(jobs), [machine(2), machine(2)], LeastConn(2))
-    made = summarise("nginx", result, bound=0.5, cpu_seconds=2.0)
+    made = summarise("nginx", play(jobs, [machine(2)] * 2), bound=0.5, cpu_seconds=2.0)
     assert made.requests == 2
     assert made.seconds == pytest.approx(10.0 + 1.3)
     assert made.ttft.mean == pytest.approx((0.1 + 0.3) / 2)
@@ -55,37 +49,26 @@ def test_a_run_is_summed_up() -> None:
 
 
 def test_a_burst_counts_over_its_whole_time() -> None:
-    result = simulate(trace([job(prompt=100, output=11)]), [machine(2)], LeastConn(1))
-    assert summarise("nginx", result).utilisation == pytest.approx(0.5)
+    fleet = play([job(prompt=100, output=11)], [machine(2)])
+    assert summarise("nginx", fleet).utilisation == pytest.approx(0.5)
 
 
-def test_an_empty_run_can_be_summed_up() -> None:
-    assert summarise("nginx", SimulationResult([], [], 0.0, 0.0)).requests == 0
+def test_an_empty_run_can_be_summed_up_and_has_a_bound_of_zero() -> None:
+    fleet = SimulatedFleet([], NO_REQUESTS)
+    assert summarise("nginx", fleet).requests == 0
+    assert lower_bound(fleet) == 0.0
 
 
-@pytest.fixture(scope="module")
-def reports() -> list[PolicyReport]:
-    machines = [machine(2, str(i)) for i in range(3)]
-    return compare(generate(Traffic(requests=200, rate=0.2), 1), machines, ["nginx", "haproxy"])
+CAPPED = partial(LeastConn, capped=True)
 
 
-def test_a_plot_is_drawn(reports: list[PolicyReport], tmp_path: Path) -> None:
-    path = tmp_path / "plot.png"
-    plot_reports(path, reports, "200 requests")
-    assert path.read_bytes().startswith(b"\x89PNG")
-    assert 5_000 < path.stat().st_size < 200_000
-    plot_reports(tmp_path / "plot.svg", reports, "200 requests")
-    text = (tmp_path / "plot.svg").read_text()
-    assert "<svg" in text
-
-
-def mean(result: SimulationResult) -> float:
-    return sum(one.ended - one.arrived for one in result.jobs) / len(result.jobs)
+def mean(fleet: SimulatedFleet) -> float:
+    return sum(one.ended - one.arrived for one in fleet.jobs) / len(fleet.jobs)
 
 
 def test_a_single_request_takes_the_time_of_the_bound() -> None:
-    result = simulate(trace([job(prompt=300, output=20)]), [machine()], LeastConn(1))
-    assert lower_bound(result) == pytest.approx(mean(result))
+    fleet = play([job(prompt=300, output=20)], [machine()])
+    assert lower_bound(fleet) == pytest.approx(mean(fleet))
 
 
 def test_fast_nodes_that_are_too_few_for_all_do_not_serve_all() -> None:
@@ -93,21 +76,17 @@ def test_fast_nodes_that_are_too_few_for_all_do_not_serve_all() -> None:
     jobs = [job(time=i * 0.05, prompt=100, output=101) for i in range(4000)]
     machines = [machine(1, f"fast{i}") for i in range(10)]
     machines += [machine(1, f"slow{i}", prefill=100.0, decode=1.0) for i in range(2000)]
-    result = simulate(trace(jobs), machines, LeastConn(2010, [1] * 2010))
+    fleet = play(jobs, machines, CAPPED)
     alone_on_the_fastest = 0.1 + 100 * 0.1
-    assert alone_on_the_fastest * 4 < lower_bound(result) < mean(result)
+    assert alone_on_the_fastest * 4 < lower_bound(fleet) < mean(fleet)
 
 
 def test_above_capacity_the_bound_by_queueing_counts() -> None:
     jobs = [job(prompt=100, output=101) for _ in range(100)]
-    result = simulate(trace(jobs), [machine(1)], LeastConn(1, [1]))
+    fleet = play(jobs, [machine(1)], CAPPED)
     # One after the other, each of 10.1 s: the best there is, but for the first step.
-    assert mean(result) == pytest.approx(10.1 * 101 / 2)
-    assert 0.9 * mean(result) < lower_bound(result) <= mean(result)
-
-
-def test_an_empty_trace_has_a_bound_of_zero() -> None:
-    assert lower_bound(SimulationResult([], [], 0.0, 0.0)) == 0.0
+    assert mean(fleet) == pytest.approx(10.1 * 101 / 2)
+    assert 0.9 * mean(fleet) < lower_bound(fleet) <= mean(fleet)
 
 
 @settings(max_examples=12, deadline=None)
@@ -128,5 +107,5 @@ def test_no_policy_is_better_than_the_bound(
         SimulatedMachine("c", 1, 900.0, 10.0, cost),
     ]
     played = generate(Traffic(requests=120, rate=rate, turns=turns, question=60.0), seed)
-    result = simulate(played, machines, build_front(policy, machines, exact=True))
-    assert lower_bound(result) <= mean(result) * (1 + 1e-9)
+    fleet = play(played.jobs, machines, partial(build_front, policy, exact=True))
+    assert lower_bound(fleet) <= mean(fleet) * (1 + 1e-9)

@@ -27,7 +27,6 @@ from gateway.workshop.simulate.fronts import LeastRecentlyUsed, ModelPlacingFron
 from gateway.workshop.simulate.simulation import (
     Front,
     Job,
-    SimulatedFleet,
     SimulatedMachine,
     simulate,
 )
@@ -40,32 +39,26 @@ PAIR = [SimulatedModel("a", 8 * GIB, 8.0), SimulatedModel("b", 8 * GIB, 8.0)]
 class ByIndex(Front):
     """Sends each request to the instance of its place in the trace."""
 
-    alarm = float("inf")
+    def arrive(self, job: Job) -> None:
+        self.fleet.send(job, job.id)
 
-    def arrive(self, job: Job, fleet: SimulatedFleet) -> None:
-        fleet.send(job, job.id)
-
-    def ended(self, job: Job, fleet: SimulatedFleet) -> None:
+    def ended(self, job: Job) -> None:
         pass
 
 
 def test_instances_that_compute_at_the_same_time_share_their_routers_speed() -> None:
-    both = trace([job(prompt=1000, output=10), job(prompt=1000, output=10)])
-    alone = trace([job(prompt=1000, output=10)])
     ends = []
-    for jobs in (alone.jobs, both.jobs):
-        played = alone if jobs is alone.jobs else both
-        fleet = RouterFleet(ROUTER, PAIR, jobs, loaded={0, 1})
-        simulate(played, (), ByIndex(), fleet=fleet)
-        ends.append([one.ended for one in jobs])
+    for count in (1, 2):
+        played = trace([job(prompt=1000, output=10) for _ in range(count)])
+        fleet = simulate(ByIndex(RouterFleet(ROUTER, PAIR, played, loaded={0, 1})))
+        ends.append([one.ended for one in fleet.jobs])
     # A second to read, of which the first token comes, and nine tokens.
     assert ends == [[pytest.approx(1.9, abs=0.1)], [pytest.approx(3.8, abs=0.1)] * 2]
 
 
 def test_an_instance_goes_on_faster_when_its_neighbour_has_ended() -> None:
     played = trace([job(output=101), job(output=11)])
-    fleet = RouterFleet(ROUTER, PAIR, played.jobs, loaded={0, 1})
-    simulate(played, (), ByIndex(), fleet=fleet)
+    simulate(ByIndex(RouterFleet(ROUTER, PAIR, played, loaded={0, 1})))
     long, short = played.jobs
     # Both take a tenth of a second to read; then 10 s and 1 s alone.
     assert short.ended == pytest.approx(2.2, abs=0.1)
@@ -74,13 +67,14 @@ def test_an_instance_goes_on_faster_when_its_neighbour_has_ended() -> None:
 
 def test_a_larger_model_is_slower_in_proportion() -> None:
     models = [SimulatedModel("small", 4 * GIB, 1.0), SimulatedModel("large", 12 * GIB, 1.0)]
-    small, large = RouterFleet(ROUTER, models, ()).servers
+    small, large = RouterFleet(ROUTER, models).servers
     assert small.machine.decode_tps == 20.0
     assert large.machine.decode_tps == pytest.approx(20 / 3)
 
 
 def test_a_fleet_refuses_what_no_router_can_do() -> None:
-    fleet = RouterFleet(ROUTER, [*PAIR, SimulatedModel("c", GIB, 1.0)], [job()], loaded={0, 1})
+    models = [*PAIR, SimulatedModel("c", GIB, 1.0)]
+    fleet = RouterFleet(ROUTER, models, trace([job()]), loaded={0, 1})
     with pytest.raises(ValueError, match="node-1/c does not fit"):
         fleet.load(2)
     with pytest.raises(ValueError, match="node-1/c is not loaded"):
@@ -99,7 +93,7 @@ def test_a_fleet_refuses_what_no_router_can_do() -> None:
 
 def test_routers_of_one_host_share_its_memory() -> None:
     halves = [replace(ROUTER[0], name=name, host="epyc") for name in ("numa0", "numa1")]
-    fleet = RouterFleet(halves, PAIR, ())
+    fleet = RouterFleet(halves, PAIR)
     assert [one.machine.name for one in fleet.instances] == [
         *("numa0/a", "numa0/b"),
         *("numa1/a", "numa1/b"),
@@ -108,7 +102,7 @@ def test_routers_of_one_host_share_its_memory() -> None:
     fleet.load(3)
     with pytest.raises(ValueError, match="numa1/a does not fit"):
         fleet.load(2)
-    apart = RouterFleet([replace(one, host="") for one in halves], PAIR, ())
+    apart = RouterFleet([replace(one, host="") for one in halves], PAIR)
     for index in range(4):
         apart.load(index)
 
@@ -124,8 +118,8 @@ def test_routers_of_one_host_and_a_plain_server_serve_all_requests(
         one.model = "abcd"[place % 4]
     models = [*PAIR, SimulatedModel("c", 12 * GIB, 3.0)]
     played = trace(jobs)
-    fleet = RouterFleet([*halves, plain], models, played.jobs)
-    simulate(played, (), build(fleet), fleet=fleet)
+    fleet = RouterFleet([*halves, plain], models, played)
+    simulate(build(fleet))
     names = [fleet.servers[one.node].machine.name for one in played.jobs]
     assert {name for name, one in zip(names, played.jobs, strict=True) if one.model == "d"} == {
         "plain"
@@ -179,7 +173,7 @@ def test_shares_are_those_given_or_zipfs() -> None:
 def test_placements_by_hand_hold_every_model_and_fit() -> None:
     routers = from_text("1x2@40:600/16GiB,1x2@40:600/24GiB,1x2@20:300/40GiB", ServerSetup())
     models = models_from_text("6x2GiB:12GiB")
-    fleet = RouterFleet(routers, models, ())
+    fleet = RouterFleet(routers, models)
     placed = list(random_placements(fleet, 20, random.Random(1)))
     greedy = greedy_placement(fleet, {"model-1": 90, "model-6": 10})
     assert greedy is not None
@@ -189,11 +183,11 @@ def test_placements_by_hand_hold_every_model_and_fit() -> None:
         assert {name for names in by_router.values() for name in names} == {
             model.name for model in models
         }
-        RouterFleet(routers, models, (), loaded=indexes)  # Raises where they don't fit.
+        RouterFleet(routers, models, loaded=indexes)  # Raises where they don't fit.
 
 
 def test_there_is_no_placement_by_hand_where_the_models_do_not_fit_at_once() -> None:
-    fleet = RouterFleet(ROUTER, [*PAIR, SimulatedModel("c", GIB, 1.0)], ())
+    fleet = RouterFleet(ROUTER, [*PAIR, SimulatedModel("c", GIB, 1.0)])
     assert greedy_placement(fleet, {}) is None
     assert list(random_placements(fleet, 5, random.Random(1))) == []
 

@@ -20,12 +20,13 @@ from gateway.workshop.simulate.simulation import (
     simulate,
 )
 from tests.each_case import each_case
+from tests.workshop.simulate import build
 from tests.workshop.simulate.build import job, machine, trace
 
 
 def play(jobs: list[Job], *, on: SimulatedMachine | None = None) -> list[Job]:
     """Send all jobs to one node at their times; returns them in the order given."""
-    simulate(trace(jobs), [on or machine()], LeastConn(1))
+    build.play(jobs, [on or machine()])
     return jobs
 
 
@@ -95,10 +96,10 @@ def test_every_token_of_a_busy_node_is_accounted_for() -> None:
     jobs = [
         job(time=i * 0.37, prompt=50 + 97 * (i % 7), output=1 + (i * 13) % 40) for i in range(200)
     ]
-    result = simulate(trace(jobs), [machine(3)], LeastConn(1))
-    server = result.servers[0]
+    fleet = build.play(jobs, [machine(3)])
+    server = fleet.servers[0]
     least = sum(one.prompt.tokens - one.cached for one in jobs) / 1000
-    assert least < server.busy_seconds <= result.ended - result.began + 1e-6
+    assert least < server.busy_seconds <= fleet.ended - fleet.began + 1e-6
     for one in jobs:
         assert one.arrived <= one.began < one.first <= one.ended
         assert one.to_read == one.to_write == 0
@@ -122,7 +123,6 @@ def serve(
 ) -> tuple[int, int]:
     """Send a single request: its slot, and the tokens that the slot had cached."""
     slot, cached = cache.choose_slot(prompt, list(range(slots)))
-    cache.save_idle([number == slot for number in range(slots)])
     cache.store(slot, prompt, now)
     return slot, cached
 
@@ -203,52 +203,51 @@ def test_a_large_prompt_is_not_loaded_for_a_small_part() -> None:
 class Keeper(Front):
     """A front that sends nothing."""
 
-    alarm = math.inf
+    def arrive(self, job: Job) -> None: ...
 
-    def arrive(self, job: Job, fleet: SimulatedFleet) -> None: ...
-
-    def ended(self, job: Job, fleet: SimulatedFleet) -> None: ...
+    def ended(self, job: Job) -> None: ...
 
 
 class Delayer(Keeper):
     """A front that sends each request a second later."""
 
-    def __init__(self) -> None:
-        self.alarm = math.inf
+    def __init__(self, fleet: SimulatedFleet) -> None:
+        super().__init__(fleet)
         self._kept: list[Job] = []
 
-    def arrive(self, job: Job, fleet: SimulatedFleet) -> None:
+    def arrive(self, job: Job) -> None:
         self._kept.append(job)
         self.alarm = self._kept[0].arrived + 1.0
 
-    def wake(self, fleet: SimulatedFleet) -> None:
-        fleet.send(self._kept.pop(0), 0)
+    def wake(self) -> None:
+        self.fleet.send(self._kept.pop(0), 0)
         self.alarm = self._kept[0].arrived + 1.0 if self._kept else math.inf
 
 
 def test_a_front_that_serves_nothing_is_an_error() -> None:
     with pytest.raises(StuckError, match="2 of 2 requests were never served"):
-        simulate(trace([job(), job()]), [machine()], Keeper())
+        build.play([job(), job()], [machine()], Keeper)
 
 
 def test_a_front_whose_alarm_never_ends_is_an_error() -> None:
-    ringing = Keeper()
+    ringing = Keeper(SimulatedFleet([machine()], trace([job(time=1.0)])))
     ringing.alarm = 0.0
     with pytest.raises(StuckError, match="for ever"):
-        simulate(trace([job(time=1.0)]), [machine()], ringing)
+        simulate(ringing)
 
 
 def test_a_front_is_woken_at_its_alarm() -> None:
     jobs = [job(time=2.0), job(time=2.25)]
-    simulate(trace(jobs), [machine()], Delayer())
+    build.play(jobs, [machine()], Delayer)
     assert [one.sent for one in jobs] == [3.0, 3.25]
 
 
 def test_a_trace_can_be_played_again() -> None:
     played = generate(Traffic(requests=300, rate=1.0), seed=3)
     machines = [machine(2, str(i)) for i in range(3)]
-    first = [(one.node, one.ended) for one in simulate(played, machines, LeastConn(3)).jobs]
-    again = [(one.node, one.ended) for one in simulate(played, machines, LeastConn(3)).jobs]
+    first, again = (
+        [(one.node, one.ended) for one in build.play(played.jobs, machines).jobs] for _ in range(2)
+    )
     assert first == again
 
 
@@ -256,5 +255,5 @@ def test_progress_is_reported() -> None:
     reported: list[int] = []
     played = generate(Traffic(requests=4100, rate=50.0), seed=3)
     machines = [machine(4, str(i)) for i in range(40)]
-    simulate(played, machines, LeastConn(40), reported.append)
+    simulate(LeastConn(SimulatedFleet(machines, played)), reported.append)
     assert reported == [2000, 4000]

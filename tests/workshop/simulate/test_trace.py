@@ -259,6 +259,7 @@ def test_traffic_is_read_from_text() -> None:
         ("turns=nan", "at least 1"),
         ("pause=-1", "not be negative"),
         ("batch=0.7,urgent=0.7", "shares of the classes"),
+        *((text, "burst must be") for text in ("burst=0.5", "lasting=4000", "lasting=0")),
     ],
 )
 def test_invalid_traffic_is_an_error_with_an_explanation(text: str, message: str) -> None:

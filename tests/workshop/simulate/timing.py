@@ -18,10 +18,9 @@ from dataclasses import dataclass
 import httpx
 import psutil
 
-from gateway.workshop.simulate.fronts import LeastConn
-from gateway.workshop.simulate.simulation import Job, SimulatedMachine, Trace, TracePrompt, simulate
+from gateway.workshop.simulate.simulation import Job, SimulatedMachine, TracePrompt
 from tests.servers import DemoServer, spawn_demo_server, stop_demo_server, wait_for_demo_server
-from tests.workshop.simulate.build import trace
+from tests.workshop.simulate.build import play
 from tests.workshop.simulate.real import BATCH, ask, words
 
 USUAL = 800  # about the tokens of a prompt of the trace
@@ -85,8 +84,8 @@ class Scale:
         return mean * whole / span, whole
 
 
-def as_trace(conversations: list[list[Turn]]) -> Trace:
-    """The same conversations as a trace."""
+def as_jobs(conversations: list[list[Turn]]) -> list[Job]:
+    """The same conversations as requests of a trace."""
     jobs = []
     for number, turns in enumerate(conversations):
         tokens = 300
@@ -95,7 +94,7 @@ def as_trace(conversations: list[list[Turn]]) -> Trace:
             prompt = TracePrompt(number + 1, tokens, 1, 300)
             jobs.append(Job(0, 0.0, prompt, turn.output))
             tokens += turn.output
-    return trace(jobs)
+    return jobs
 
 
 async def compare(seed: int) -> tuple[float, float]:
@@ -118,9 +117,9 @@ async def compare(seed: int) -> tuple[float, float]:
         stop_demo_server(server)
     read, alone, both = map(statistics.mean, zip(before, after, strict=True))
     node = SimulatedMachine("demo", 2, 1 / read, 1 / alone, max(0.0, both / alone - 1), BATCH)
-    result = simulate(as_trace(conversations), [node], LeastConn(1))
-    took = statistics.mean(job.ended - job.arrived for job in result.jobs)
-    return took / mean, result.servers[0].busy_seconds / whole
+    fleet = play(as_jobs(conversations), [node])
+    took = statistics.mean(job.ended - job.arrived for job in fleet.jobs)
+    return took / mean, fleet.servers[0].busy_seconds / whole
 
 
 def main() -> None:
