@@ -51,7 +51,7 @@ log = structlog.get_logger()
 
 def main(arguments: Sequence[str]) -> None:
     """Serve until the brain ends it; exits with the process's status."""
-    if len(arguments) != 5:
+    if len(arguments) != 5 or arguments[1] not in {sockets.SINGLE, sockets.CLUSTERED}:
         sys.exit("a gateway starts its edges itself: llama-gateway serve --edges N")
     name, kind, channel, level, log_format = arguments
     for number in SIGNALS:
