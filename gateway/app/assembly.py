@@ -681,11 +681,14 @@ class Gateway:
             assert self.public_listener is not None
             self.public_listener.adopt(sock, origin)
 
-        async def start(name: str, link: socket.socket | None, sockets: socket.socket) -> Process:
-            logging = self.settings.logging
-            return await start_edge_process(name, link, sockets, logging.level, logging.format)
+        clustered = self.member is not None
 
-        is_successor = self.member is not None and self._inherited.ready_fd is not None
+        async def start(name: str, channel: socket.socket) -> Process:
+            logging = self.settings.logging
+            words = logging.level, logging.format
+            return await start_edge_process(name, channel, *words, clustered=clustered)
+
+        is_successor = clustered and self._inherited.ready_fd is not None
         suffix = f"-{os.getpid()}" if is_successor else ""
         return Edges(brain, adopt, self.clock, start, self.member, suffix)
 

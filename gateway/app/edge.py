@@ -1,12 +1,12 @@
 """An edge as a process: it relays what clients and nodes send, as its brain decides.
 
-`python -m gateway edge NAME LINK SOCKETS LEVEL FORMAT`: the brain has opened the two descriptors
-(`edges/supervisor.py`). Over the one the edge is told all that it must know, over the other it gets
-the connections of clients; the last two are for its log. Signals are the brain's business: an edge
-ends when it is told to, or when its brain has ended.
+`python -m gateway edge NAME OF SOCKETS LEVEL FORMAT`: over the descriptor SOCKETS
+(`edges/supervisor.py`) the edge gets the connections of clients, and the link over which it is told
+all that it must know; the last two are for its log. Signals are the brain's business: an edge ends
+when it is told to, or when its brain has ended.
 
-With `clustered` in place of LINK, the edge belongs to a member of a cluster: over SOCKETS it gets
-one link after the other, to whoever is its brain then, and it ends when that member has ended.
+OF is `single`, or `clustered`: then the edge belongs to a member of a cluster. It gets one link
+after the other, to whoever is its brain then, and it ends when that member has ended.
 """
 
 from __future__ import annotations
@@ -51,29 +51,23 @@ log = structlog.get_logger()
 
 def main(arguments: Sequence[str]) -> None:
     """Serve until the brain ends it; exits with the process's status."""
-    if len(arguments) != 5:
+    if len(arguments) != 5 or arguments[1] not in {sockets.SINGLE, sockets.CLUSTERED}:
         sys.exit("a gateway starts its edges itself: llama-gateway serve --edges N")
-    name, link, channel, level, log_format = arguments
+    name, kind, channel, level, log_format = arguments
     for number in SIGNALS:
         signal.signal(number, signal.SIG_IGN)
-    first_link = None if link == sockets.CLUSTERED else socket.socket(fileno=int(link))
     channel_end = socket.socket(fileno=int(channel))
     with set_up_logging(level, cast("LogFormat", log_format)) as logs:
-        status = run_event_loop(serve(name, first_link, channel_end, logs))
+        clustered = kind == sockets.CLUSTERED
+        status = run_event_loop(serve(name, channel_end, logs, clustered=clustered))
     sys.exit(status)
 
 
-async def serve(name: str, link: socket.socket | None, channel: socket.socket, logs: Logs) -> int:
-    """Serve as this edge until the brain ends it; returns the exit status.
-
-    `link` None: it belongs to a member of a cluster, who gives it links.
-    """
-    edge = Edge(name, channel, logs, clustered=link is None)
+async def serve(name: str, channel: socket.socket, logs: Logs, *, clustered: bool) -> int:
+    """Serve as this edge until the brain ends it; returns the exit status."""
+    edge = Edge(name, channel, logs, clustered=clustered)
     try:
-        if link is not None:
-            await edge.services.start(link, KNOWN_SECONDS)
-        else:
-            await edge.services.wait_ready()
+        await edge.services.wait_ready(None if clustered else KNOWN_SECONDS)
         edge.open()
         return await edge.run()
     except (NotReady, CertificateError) as error:
@@ -114,7 +108,7 @@ def request_handler(
 
 
 class Edge:
-    """One edge; `services` are to be started before `open`."""
+    """One edge; `services` must be ready before `open`."""
 
     def __init__(
         self, name: str, channel: socket.socket, logs: Logs, *, clustered: bool = False

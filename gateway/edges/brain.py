@@ -208,6 +208,11 @@ class Brain:
         if self._endings:
             await asyncio.wait(self._endings)
 
+    def expect_end(self, name: str) -> None:
+        """The edge was told to end, so that its end is no failure."""
+        if (session := self.sessions.get(name)) is not None:
+            session.expect_end()
+
     def edge_ended(self, name: str, pid: int | None = None) -> None:
         """This process of the edge has ended, or whichever it is: it is waited for no longer."""
         session = self.sessions.get(name)
@@ -247,18 +252,16 @@ class Brain:
         """Serve the edge at the other end of this Unix socket, under a name of its own.
 
         `on_lost` is called when its link is lost; by then it is out of `sessions`, and what it held
-        is being reclaimed. In a cluster an edge has one link, its last, and none outside a reign.
+        is being reclaimed. An edge has one link, its last, and in a cluster none outside a reign.
         Raises: ConnectionRefusedError.
         """
-        if self.clustered:
-            if (earlier := self.sessions.get(name)) is not None:
-                earlier.link.fail("it has another one")
-            # What waited there must do so no more when it is asked for anew.
-            await self._all_ended()
-            if self.reign is None or name in self.sessions:
-                sock.close()
-                raise ConnectionRefusedError("this member does not lead, or has a later link")
-        assert name not in self.sessions
+        if (earlier := self.sessions.get(name)) is not None:
+            earlier.link.fail("it has another one")
+        # What waited there must do so no more when it is asked for anew.
+        await self._all_ended()
+        if (self.clustered and self.reign is None) or name in self.sessions:
+            sock.close()
+            raise ConnectionRefusedError("this member does not lead, or has a later link")
         session = self.sessions[name] = EdgeSession(self, name, on_lost)
         try:
             await EdgeLink.over(sock, session.link)
@@ -552,13 +555,12 @@ class EdgeSession:
 
     def _carried(self, _: messages.Carried) -> None:
         """The edge has told all: what it did not tell of has ended."""
-        if self._reign is None:
-            raise BrokenRules("nothing is carried where there is no cluster")
         earlier, self._earlier = self._earlier, None
         if earlier is not None:
             earlier.drop_rest()
-        self.link.tell(messages.Adopted())
-        self._reign.carried(self.name)
+        if self._reign is not None:
+            self.link.tell(messages.Adopted())
+            self._reign.carried(self.name)
 
     def drop_rest(self) -> None:
         """What is left here has ended while the link was lost, or never began."""

@@ -34,10 +34,8 @@ class Uplink:
 
     tell: Callable[[Any], None]
 
-    def __init__(self, link: EdgeLink, *, is_open: bool) -> None:
+    def __init__(self, link: EdgeLink) -> None:
         self.use(link)
-        if is_open:
-            self.tell, self.is_open = link.tell, True
 
     def use(self, link: EdgeLink) -> None:
         """A new link takes the place of the last one; it is to be opened."""
@@ -54,15 +52,6 @@ class Uplink:
         self._backlog = deque()
         self.tell, self.is_open = self._backlog.append, True
         asyncio.get_running_loop().call_soon(self._go_on, first, self._backlog)
-
-    def postpone(self) -> None:
-        """As `EdgeLink.postpone`."""
-        self.link.postpone()
-
-    @property
-    def age(self) -> float:
-        """Seconds since which, at most, what is being received rests on what was told here."""
-        return self.link.age
 
     def _go_on(self, first: Iterator[Any], backlog: deque[Any]) -> None:
         if backlog is not self._backlog:

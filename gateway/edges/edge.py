@@ -214,7 +214,7 @@ class RemoteScheduler:
         if waiting is None or waiting.granted.done():
             self._link.tell(messages.GiveBack(told.id, late=False))
             return
-        age = self._link.age
+        age = self._link.link.age
         if age > self.grant_seconds:
             # The brain may have given this edge up meanwhile, and what it had.
             self._link.tell(messages.GiveBack(told.id, late=True))
@@ -428,7 +428,7 @@ class RemoteScheduler:
         if report.response_began and has_long_prompt(held.request):
             # By when the brain gives the slot away, it must know what that has cached.
             asyncio.get_running_loop().call_soon(self._bus.flush)
-            self._link.postpone()
+            self._link.link.postpone()
         return NOTHING_CHARGED
 
     def settle(self, report: UsageReport, request: LeaseRequest, /) -> AttemptCharge:
@@ -704,10 +704,10 @@ class NotReady(Exception):  # noqa: N818 - the edge ends then
 
 
 class EdgeServices:
-    """All that an edge forwards requests with. Call `start` before use, and `close` at the end."""
+    """All that an edge forwards requests with. `relink` starts it, and `aclose` ends it."""
 
-    settings: Settings  # in force; set once it has started, as is the next
-    loopback: bool  # whether only this machine can reach the public listener
+    settings: Settings  # in force; set once it is ready
+    loopback: bool  # whether only this machine can reach the public listener; set with a link
     edges = 1  # how many edges share the limits of the settings
 
     def __init__(
@@ -730,8 +730,6 @@ class EdgeServices:
         self.name, self._on_configured, self._on_lost = name, on_configured, on_lost
         self.clustered = clustered
         self.epoch = 0  # the highest of a brain that it has seen
-        self._of_machine: tuple[bool, int] | None = None
-        """`loopback` and `edges`; None: the brain's."""
         self._given_up: str | None = None  # why it never gets to know what it must
         self._told_carried = False  # whether the brain was told what is carried
         self._linked_at = 0.0
@@ -750,7 +748,7 @@ class EdgeServices:
         self.bus, self.registry = EventBus(call_later, FEW_DEFERRED), InFlightRegistry()
         self.timeout_monitor = TimeoutMonitor(clock)
         self.link = self._new_link()
-        self.uplink = Uplink(self.link, is_open=not clustered)
+        self.uplink = Uplink(self.link)
         self.requests = EdgeRequests(self.uplink, clustered=clustered)
         self.scheduler = RemoteScheduler(self.uplink, self._nodes, self.bus, clock, self.requests)
         """Both the `LeaseService` and the `RequestQueue`."""
@@ -793,17 +791,11 @@ class EdgeServices:
             lambda digest, losses: self._tell(messages.Quarantined.of(digest, losses))
         )
 
-    async def start(self, sock: socket.socket, seconds: float) -> None:
-        """Say hello over this Unix socket, and wait until everything is known.
-
-        Raises: NotReady, after so many seconds or when the link is lost.
-        """
-        await EdgeLink.over(sock, self.link)
-        self.link.tell(messages.Hello(messages.VERSION, self.name, os.getpid()))
-        await self.wait_ready(seconds)
-
     async def wait_ready(self, seconds: float | None = None) -> None:
-        """Wait until everything is known. Raises: NotReady, as `start`."""
+        """Wait until everything is known that the edge must know.
+
+        Raises: NotReady, after so many seconds or when no link comes any more.
+        """
         try:
             async with asyncio.timeout(seconds):
                 await self._ready.wait()
@@ -818,11 +810,11 @@ class EdgeServices:
         self._ready.set()
 
     def relink(self, sock: socket.socket, *, loopback: bool = False, edges: int = 1) -> None:
-        """Use a link over this Unix socket in place of the last one, which is closed.
+        """Use a link over this Unix socket in place of the last one, if any, which is closed.
 
-        `loopback`, `edges`: those of this machine, in place of what a brain elsewhere tells.
+        `loopback`, `edges`: those of this machine; the brain may be elsewhere.
         """
-        self._of_machine = loopback, edges
+        self.loopback, self.edges = loopback, edges
         if self.scheduler.closing:
             sock.close()
             return
@@ -911,7 +903,7 @@ class EdgeServices:
             return
         self.epoch, self.scheduler.grant_seconds = told.epoch, told.grant_seconds
         self._put_in_force(told)
-        if self.clustered and not self._told_carried:
+        if not self._told_carried:
             self._told_carried = True
             self.scheduler.resume(self._dealt_with_at)
 
@@ -926,7 +918,6 @@ class EdgeServices:
             log.exception("settings can't be used, nothing changed")
             return
         self.settings = settings
-        self.loopback, self.edges = self._of_machine or (told.loopback, told.edges)
         if told.hash_key != self.keyed_hash.key:
             self.keyed_hash.set_key(told.hash_key)
         self.scheduler.edges = told.edges

@@ -21,7 +21,7 @@ from gateway.http.exchange import ConnectionOrigin
 MOST_MESSAGE_BYTES = 4096
 MOST_MESSAGES = 32  # that are received in one turn of the event loop
 MOST_UNSENT = 1024  # messages that wait for the other process to read
-CLUSTERED = "clustered"  # for an edge in place of its link: it gets that later
+SINGLE, CLUSTERED = "single", "clustered"  # what an edge is told of its gateway at its start
 Received = TypeVar("Received")
 
 
@@ -49,7 +49,7 @@ class End(_Message, frozen=True):
 
 
 class NewLink(_Message, frozen=True):
-    """In a cluster: the edge's end of a link, which goes with this, in place of its last one."""
+    """The edge's end of a link, which goes with this; in a cluster, in place of its last one."""
 
     number: int  # of the links that the edge was given
     # Of the edge's own member; the brain may be on another machine.

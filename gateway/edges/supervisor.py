@@ -23,7 +23,7 @@ import structlog
 
 import gateway
 from gateway.edges import sockets
-from gateway.edges.brain import Brain, EdgeSession
+from gateway.edges.brain import Brain
 from gateway.http.exchange import ConnectionOrigin
 from gateway.watch.metrics import EdgeSample, EdgesSample
 
@@ -42,11 +42,10 @@ END_SECONDS = 5.0  # for the last messages of a process that has ended
 log = structlog.get_logger()
 
 
-# Starts the process of the edge of this name with its ends of link and channel; in a cluster there
-# is no link yet. Raises: OSError.
-StartProcess = Callable[[str, socket.socket | None, socket.socket], Awaitable[Process]]
-# In a cluster: connects the edge of this name, over this socket, to the brain of the moment. It
-# closes the socket at the end of the link. Raises: OSError.
+# Starts the process of the edge of this name with its end of the channel. Raises: OSError.
+StartProcess = Callable[[str, socket.socket], Awaitable[Process]]
+# Connects the edge of this name, over this socket, to the brain of the moment. It closes the socket
+# at the end of the link. Raises: OSError.
 Connect = Callable[[str, socket.socket], Awaitable[object]]
 
 
@@ -59,14 +58,13 @@ class EdgeProcess:
     started_at: float
     channel: sockets.SocketChannel[sockets.ToBrain] = field(init=False)
     load: sockets.EdgeLoad = field(default_factory=lambda: sockets.EdgeLoad(0, 0, 0, 0.0, 0))
-    session: EdgeSession | None = None  # None: it has not begun
     started: bool = False  # whether it has been ready
     ready: bool = False  # whether it gets connections
     untaken: deque[socket.socket] = field(default_factory=deque)
     """Connections that it may not have yet, the oldest first."""
     untaken_since: float = 0.0  # when it has last taken one, or was given one while it had all
     taken: int = 0  # connections that it has taken since `load`
-    links: int = 0  # that it was given; in a cluster
+    links: int = 0  # that it was given
     linked_at: float = 0.0  # when it got the last one
     link_pause: float = LINK_PAUSE  # seconds before it gets another one
     linking: asyncio.Task[None] | None = None  # gives it one
@@ -122,13 +120,13 @@ class Edges:
         member: str | None = None,
         suffix: str = "",
     ) -> None:
-        """`member`: the name of this gateway in a cluster, where edges get links by `relink`.
+        """`member`: the name of this gateway in a cluster, where `relink` says whose the links are.
 
         `suffix`: of the names of its edges, if the member's last process still has some.
         """
         self.brain = brain
         self._member, self._suffix = member, suffix
-        self._connect: Connect | None = None
+        self._connect: Connect | None = self._connect_for_good if member is None else None
         self._on_room: Callable[[], None] = lambda: None
         self.died = 0  # edges that have ended by themselves
         self._adopt = adopt
@@ -209,6 +207,11 @@ class Edges:
         if not self._untried:
             self._all_tried.set()
 
+    async def _connect_for_good(self, name: str, sock: socket.socket) -> None:
+        """Without a cluster: an edge has one link, with which it ends."""
+        edge = self._running[name]
+        await self.brain.connect(sock, name, lambda: self._give_up(edge))
+
     def relink(self, connect: Connect | None) -> None:
         """Give each edge a new link, by `connect`, now and whenever it has lost that or starts.
 
@@ -265,8 +268,8 @@ class Edges:
         for edge in self._running.values():
             if not edge.started:
                 _kill(edge.process)
-            if edge.session is not None:
-                edge.session.expect_end()
+            if self._member is None:
+                self.brain.expect_end(edge.name)
             edge.channel.send(sockets.Drain() if drain else sockets.End())
             edge.ready = False
         self._go_on()
@@ -309,14 +312,11 @@ class Edges:
 
     async def _run(self, name: str) -> None:
         """Run one process of an edge until it ends. Raises: OSError."""
-        link, its_link = (None, None) if self._member is not None else socket.socketpair()
         ours, its_end = sockets.channel_pair()
-        with its_link or contextlib.nullcontext(), its_end:
+        with its_end:
             try:
-                process = await self._start_process(name, its_link, its_end)
+                process = await self._start_process(name, its_end)
             except OSError:
-                if link is not None:
-                    link.close()
                 ours.close()
                 raise
         edge = EdgeProcess(name, process, self._clock())
@@ -330,12 +330,8 @@ class Edges:
         )
         self._running[name] = edge
         try:
-            if link is None:
-                if self._connect is not None:
-                    self._link_anew(edge)
-            else:
-                self._expect_ready(edge)
-                edge.session = await self.brain.connect(link, name, lambda: self._give_up(edge))
+            if self._connect is not None:
+                self._link_anew(edge)
             if self._ending.is_set():
                 _kill(process)
             status = await process.wait()
@@ -349,10 +345,7 @@ class Edges:
                 await asyncio.wait_for(edge.ended.wait(), END_SECONDS)
             del self._running[name]
             edge.channel.close()
-            if edge.session is not None:
-                edge.session.close()
-            if self._member is not None:
-                self.brain.edge_ended(name, process.pid)
+            self.brain.edge_ended(name, process.pid)
             for sock in edge.untaken:
                 self.take(sock)
 
@@ -405,20 +398,19 @@ class Edges:
 
 
 async def start_edge_process(
-    name: str, link: socket.socket | None, channel: socket.socket, *log_words: str
+    name: str, channel: socket.socket, *log_words: str, clustered: bool
 ) -> Process:
-    """Start the process of an edge with these ends of its link and its channel. Raises: OSError.
+    """Start the process of an edge with this end of its channel. Raises: OSError.
 
     It has no other descriptor of this process but the standard ones. `log_words`: level and format
     of its log.
     """
     root = str(Path(gateway.__file__).parent.parent)
     paths = filter(None, [root, os.environ.get("PYTHONPATH")])
-    numbers = [one.fileno() for one in (link, channel) if one is not None]
-    words = [*([sockets.CLUSTERED] if link is None else []), *map(str, numbers), *log_words]
+    number, kind = channel.fileno(), sockets.CLUSTERED if clustered else sockets.SINGLE
     return await asyncio.create_subprocess_exec(
-        *(sys.executable, "-P", "-m", "gateway", "edge", name, *words),
-        pass_fds=numbers,
+        *(sys.executable, "-P", "-m", "gateway", "edge", name, kind, str(number), *log_words),
+        pass_fds=[number],
         env={**os.environ, "PYTHONPATH": os.pathsep.join(paths)},
     )
 

@@ -3,6 +3,7 @@ from __future__ import annotations
 import asyncio
 import os
 import socket
+import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -11,6 +12,7 @@ import pytest
 
 from gateway.app.handover import (
     LEARNT_VARIABLE,
+    READY_TIMEOUT,
     SOCKETS_VARIABLE,
     HandoverFailed,
     InheritedState,
@@ -179,42 +181,33 @@ def test_a_module_is_restarted_as_a_module(monkeypatch: pytest.MonkeyPatch) -> N
     assert restart_command() == (sys.executable, "-m", "gateway", "serve")
 
 
-async def test_a_successor_that_reports_readiness_has_taken_over(listening: socket.socket) -> None:
-    command = (sys.executable, "-c", REPORTS_READINESS)
-    process = await start_successor(
-        command, {"public": listening}, from_systemd=False, hash_key=KEY
+async def succeed(
+    sock: socket.socket, *command: str, timeout: float = READY_TIMEOUT
+) -> subprocess.Popen[bytes]:
+    """Have this command take over a socket."""
+    return await start_successor(
+        command, {"public": sock}, from_systemd=False, hash_key=KEY, timeout=timeout
     )
+
+
+async def test_a_successor_that_reports_readiness_has_taken_over(listening: socket.socket) -> None:
+    process = await succeed(listening, sys.executable, "-c", REPORTS_READINESS)
     assert await asyncio.to_thread(process.wait, 60) == 0
 
 
-async def test_a_successor_that_ends_before_it_is_ready_takes_nothing_over(
-    listening: socket.socket,
+@pytest.mark.parametrize(
+    ("command", "timeout", "why"),
+    [
+        ((sys.executable, "-c", "raise SystemExit(3)"), READY_TIMEOUT, "ended before it was ready"),
+        ((sys.executable, "-c", "import time; time.sleep(600)"), 0.2, "not ready within"),
+        (("no-such-command",), READY_TIMEOUT, "No such file"),
+    ],
+)
+async def test_a_successor_that_ends_or_hangs_or_is_not_there_takes_nothing_over(
+    listening: socket.socket, command: tuple[str, ...], timeout: float, why: str
 ) -> None:
-    with pytest.raises(HandoverFailed, match="ended before it was ready"):
-        await start_successor(
-            (sys.executable, "-c", "raise SystemExit(3)"),
-            {"public": listening},
-            from_systemd=False,
-            hash_key=KEY,
-        )
-
-
-async def test_a_successor_that_hangs_is_killed(listening: socket.socket) -> None:
-    with pytest.raises(HandoverFailed, match="not ready within"):
-        await start_successor(
-            (sys.executable, "-c", "import time; time.sleep(600)"),
-            {"public": listening},
-            from_systemd=False,
-            hash_key=KEY,
-            timeout=0.2,
-        )
-
-
-async def test_a_missing_command_is_reported(listening: socket.socket) -> None:
-    with pytest.raises(HandoverFailed, match="No such file"):
-        await start_successor(
-            ("no-such-command",), {"public": listening}, from_systemd=False, hash_key=KEY
-        )
+    with pytest.raises(HandoverFailed, match=why):
+        await succeed(listening, *command, timeout=timeout)
 
 
 def open_descriptors() -> int:
@@ -237,12 +230,7 @@ async def test_a_successor_gets_the_hash_key_where_nobody_else_can_read_it(
 ) -> None:
     files = [tmp_path / name for name in ("key", "environ", "cmdline")]
     before = open_descriptors()
-    process = await start_successor(
-        (sys.executable, "-c", READS_KEY, *map(str, files)),
-        {"public": listening},
-        from_systemd=False,
-        hash_key=KEY,
-    )
+    process = await succeed(listening, sys.executable, "-c", READS_KEY, *map(str, files))
     assert await asyncio.to_thread(process.wait, 60) == 0
     key, *readable = (file.read_bytes() for file in files)
     assert key == KEY

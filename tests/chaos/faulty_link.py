@@ -8,6 +8,7 @@ import socket
 import struct
 from typing import Self
 
+METHODS = (b"GET ", b"POST ")
 GARBAGE = b"\x16\x03\x01\x02\0 no HTTP \xff\xfe\0\r\n\r\n" * 4
 
 
@@ -73,12 +74,13 @@ class FaultyLink:
         task.add_done_callback(self._tasks.discard)
         self._writers.add(writer)
         server_writer: asyncio.StreamWriter | None = None
+        request = bytearray()
         try:
             await self._passing.wait()
             server_reader, server_writer = await asyncio.open_connection(*self._target)
-            up = asyncio.create_task(self._client_to_server(reader, server_writer))
+            up = asyncio.create_task(self._client_to_server(reader, server_writer, request))
             try:
-                await self._server_to_client(server_reader, writer)
+                await self._server_to_client(server_reader, writer, request)
             finally:
                 up.cancel()
                 await asyncio.gather(up, return_exceptions=True)
@@ -93,12 +95,17 @@ class FaultyLink:
                         await one.wait_closed()
 
     async def _client_to_server(
-        self, reader: asyncio.StreamReader, server_writer: asyncio.StreamWriter
+        self, reader: asyncio.StreamReader, server_writer: asyncio.StreamWriter, request: bytearray
     ) -> None:
-        """Pass on what the client sends; close the server's side at once when the client closes."""
+        """Pass on what the client sends; close the server's side at once when the client closes.
+
+        `request` gets the beginning of each request.
+        """
         try:
             while data := await reader.read(65536):
                 await self._passing.wait()
+                if data.startswith(METHODS):
+                    request[:] = data[:64]
                 if server_writer.transport.is_closing():
                     return
                 server_writer.write(data)
@@ -109,7 +116,7 @@ class FaultyLink:
         server_writer.close()
 
     async def _server_to_client(
-        self, server_reader: asyncio.StreamReader, writer: asyncio.StreamWriter
+        self, server_reader: asyncio.StreamReader, writer: asyncio.StreamWriter, _: bytearray
     ) -> None:
         while data := await server_reader.read(65536):
             await self._passing.wait()

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
 import signal
 import time
-from collections.abc import Iterator
+from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -66,11 +67,28 @@ async def stream(client: httpx.AsyncClient, tokens: int, number: int) -> str:
     raise AssertionError("the stream has no end")
 
 
-async def booked(server: PostgresServer, url: str) -> list[tuple[Any, ...]]:
+async def until_booked(server: PostgresServer, url: str, count: int) -> int:
+    """Wait until so many requests are in the ledger, all well; returns all their tokens."""
     database = url.rpartition("/")[2]
-    return await asyncio.to_thread(
-        server.execute, "SELECT id, outcome, completion_tokens FROM usage ORDER BY id", database
-    )
+
+    async def look() -> list[tuple[Any, ...]] | None:
+        wanted = "SELECT outcome, completion_tokens FROM usage"
+        rows = await asyncio.to_thread(server.execute, wanted, database)
+        return rows if len(rows) == count and {row[0] for row in rows} == {"ok"} else None
+
+    return sum(row[1] for row in await eventually(look, 60))
+
+
+@contextlib.asynccontextmanager
+async def a_pair(
+    folder: Path, node: EmulatedNode, url: str, **settings: Any
+) -> AsyncIterator[tuple[MemberProcess, MemberProcess]]:
+    """Two members over this node: the leader, and the one that follows."""
+    async with node, running_members(folder, node, url, ("gw-a", "gw-b"), **settings) as members:
+        await roles_of(members)
+        leader = await leader_of(members)
+        (follower,) = [one for one in members.values() if one is not leader]
+        yield leader, follower
 
 
 async def test_streams_run_on_and_requests_are_served_when_the_leader_is_killed(
@@ -98,13 +116,7 @@ async def test_streams_run_on_and_requests_are_served_when_the_leader_is_killed(
         texts = await asyncio.gather(*streams)
         assert all(len(text.split()) > 80 for text in texts)
         assert sorted([await one.role() for one in others]) == ["follower", "leader"]
-
-        async def all_booked() -> bool | None:
-            rows = await booked(server, url)
-            return (len(rows) == 6 and {row[1] for row in rows} == {"ok"}) or None
-
-        await eventually(all_booked, 60)
-        assert sum(row[2] for row in await booked(server, url)) == 4 * 100 + 2 * 4
+        assert await until_booked(server, url, 6) == 4 * 100 + 2 * 4
 
 
 async def test_keys_and_orders_may_go_to_any_member_and_the_audit_names_it(
@@ -114,17 +126,12 @@ async def test_keys_and_orders_may_go_to_any_member_and_the_audit_names_it(
     node = EmulatedNode(slots=2)
     admin_key = new_key()
     first = {"id": admin_key.id, "sha256": admin_key.sha256, "name": "first"}
-    async with (
-        node,
-        running_members(tmp_path, node, url, ("gw-a", "gw-b"), keys=[first]) as members,
-    ):
-        await roles_of(members)
-        leader = await leader_of(members)
-        (follower,) = [one for one in members.values() if one is not leader]
+    async with a_pair(tmp_path, node, url, keys=[first]) as members:
+        leader, follower = members
         made = await follower.admin.post("/admin/keys", json={"name": "alice"})
         assert made.status_code in {200, 201}, made.text
         headers = {"authorization": f"Bearer {made.json()['key']}"}
-        for member in members.values():
+        for member in members:
 
             async def served(member: MemberProcess = member) -> bool | None:
                 answer = await member.client.post(CHAT, json=HELLO, headers=headers)
@@ -135,7 +142,7 @@ async def test_keys_and_orders_may_go_to_any_member_and_the_audit_names_it(
             assert usage
         drained = await follower.admin.post("/admin/nodes/one/drain")
         assert drained.status_code == 200
-        for member in members.values():
+        for member in members:
             nodes = (await member.admin.get("/admin/nodes")).json()["nodes"]
             assert nodes[0]["state"] == "draining"
         entries = (await leader.admin.get("/admin/audit?action=drain")).json()["entries"]
@@ -162,11 +169,7 @@ async def test_without_the_database_each_serves_alone_and_is_whole_again_without
         await roles_of(members)
         for member in members.values():
             assert (await member.client.post(CHAT, json=HELLO)).status_code == 200
-
-        async def all_booked() -> bool | None:
-            return len(await booked(server, url)) == 6 or None
-
-        await eventually(all_booked, 60)
+        await until_booked(server, url, 6)
 
 
 async def test_a_member_that_ends_lets_another_one_lead_and_its_streams_end_well(
@@ -174,23 +177,16 @@ async def test_a_member_that_ends_lets_another_one_lead_and_its_streams_end_well
 ) -> None:
     url = server.new_database()
     node = EmulatedNode(slots=4, decode_tps=20, answer_tokens=1000)
-    async with node, running_members(tmp_path, node, url, ("gw-a", "gw-b")) as members:
-        await roles_of(members)
-        leader = await leader_of(members)
-        (other,) = [one for one in members.values() if one is not leader]
-        streams = [asyncio.create_task(stream(one.client, 100, 1)) for one in members.values()]
+    async with a_pair(tmp_path, node, url) as members:
+        leader, other = members
+        streams = [asyncio.create_task(stream(one.client, 100, 1)) for one in members]
         await until(lambda: node.busy == 2)
         leader.line.first.send_signal(signal.SIGTERM)
         await other.until_role("leader")
         assert (await other.client.post(CHAT, json=HELLO)).status_code == 200
         await asyncio.gather(*streams)
         assert await leader.line.status() == 0
-
-        async def all_booked() -> bool | None:
-            rows = await booked(server, url)
-            return [row[1] for row in rows] == ["ok"] * 3 or None
-
-        await eventually(all_booked, 60)
+        await until_booked(server, url, 3)
 
 
 async def test_a_member_is_succeeded_while_it_streams(
@@ -198,10 +194,9 @@ async def test_a_member_is_succeeded_while_it_streams(
 ) -> None:
     url = server.new_database()
     node = EmulatedNode(slots=16, decode_tps=20, answer_tokens=1000)
-    async with node, running_members(tmp_path, node, url, ("gw-a", "gw-b")) as members:
-        await roles_of(members)
-        leader = await leader_of(members)
-        streams = [asyncio.create_task(stream(one.client, 200, 1)) for one in members.values()]
+    async with a_pair(tmp_path, node, url) as members:
+        leader, _ = members
+        streams = [asyncio.create_task(stream(one.client, 200, 1)) for one in members]
         await until(lambda: node.busy == 2)
         await leader.line.succeed()
         async with httpx.AsyncClient(base_url=leader.line.url, trust_env=False) as client:
@@ -209,22 +204,15 @@ async def test_a_member_is_succeeded_while_it_streams(
             assert answer.status_code == 200
         node.engine.decode_tps = 1000
         await asyncio.gather(*streams)
-
-        async def all_booked() -> bool | None:
-            rows = await booked(server, url)
-            return [row[1] for row in rows] == ["ok"] * 3 or None
-
-        await eventually(all_booked, 60)
+        await until_booked(server, url, 3)
 
 
 async def test_what_a_follower_passes_on_streams(tmp_path: Path, server: PostgresServer) -> None:
     url = server.new_database()
     node = EmulatedNode(slots=4, decode_tps=20, answer_tokens=1000)
     ask = {"input": "Tell a story", "max_output_tokens": 60, "background": True, "stream": True}
-    async with node, running_members(tmp_path, node, url, ("gw-a", "gw-b")) as members:
-        await roles_of(members)
-        leader = await leader_of(members)
-        (follower,) = [one for one in members.values() if one is not leader]
+    async with a_pair(tmp_path, node, url) as members:
+        _, follower = members
         async with follower.admin.stream("GET", "/admin/live") as live:
             async for line in live.aiter_lines():
                 if line == "event: snapshot":
@@ -239,7 +227,7 @@ async def test_what_a_follower_passes_on_streams(tmp_path: Path, server: Postgre
                     break
         # It runs on without its client, who finds it at any member.
         node.engine.decode_tps = 1000
-        for member in members.values():
+        for member in members:
 
             async def ended(member: MemberProcess = member) -> bool | None:
                 found = (await member.client.get(f"/v1/responses/{begun}")).json()

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import socket
-from collections.abc import Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import asynccontextmanager
 from typing import Any
 
 import pytest
@@ -18,13 +19,21 @@ from gateway.cluster.tunnel import OPEN_SECONDS, TunnelError
 from gateway.store.schema import members as members_table
 from gateway.transport.link import EdgeLink
 from tests.cluster.certificates import CLUSTER, Authority
-from tests.cluster.memberships import TERM, One, Row, cluster_of
+from tests.cluster.memberships import TERM, Cluster, One, Row, cluster_of
 from tests.virtual import in_virtual_time
 
 
 @pytest.fixture(scope="module")
 def authority(tmp_path_factory: pytest.TempPathFactory) -> Authority:
     return Authority(tmp_path_factory.mktemp("authority"))
+
+
+@asynccontextmanager
+async def settled(authority: Authority, *names: str) -> AsyncIterator[Cluster]:
+    """Members of whom one leads, and all others follow it."""
+    async with cluster_of(authority, *names) as cluster:
+        await cluster.settled(10)
+        yield cluster
 
 
 @in_virtual_time
@@ -53,8 +62,7 @@ async def test_a_member_without_others_leads_within_two_terms(authority: Authori
 
 @in_virtual_time
 async def test_when_the_leader_dies_another_leads_in_a_later_epoch(authority: Authority) -> None:
-    async with cluster_of(authority, "a", "b", "c") as cluster:
-        await cluster.settled(10)
+    async with settled(authority, "a", "b", "c") as cluster:
         old = cluster.leader()
         await cluster.end(old)
         assert await cluster.settled(10) < TERM + 1.5
@@ -73,8 +81,7 @@ async def test_when_the_leader_dies_another_leads_in_a_later_epoch(authority: Au
 async def test_without_the_database_all_are_alone_and_afterwards_one_leads_again(
     authority: Authority,
 ) -> None:
-    async with cluster_of(authority, "a", "b", "c") as cluster:
-        await cluster.settled(10)
+    async with settled(authority, "a", "b", "c") as cluster:
         await asyncio.sleep(3)
         cluster.database.is_away = True
         await cluster.until(lambda: not cluster.leaders(), TERM + 0.2)
@@ -95,8 +102,7 @@ async def test_without_the_database_all_are_alone_and_afterwards_one_leads_again
 async def test_a_member_that_does_not_reach_the_database_follows_on_and_finds_the_next_leader(
     authority: Authority,
 ) -> None:
-    async with cluster_of(authority, "a", "b", "c") as cluster:
-        await cluster.settled(10)
+    async with settled(authority, "a", "b", "c") as cluster:
         await asyncio.sleep(3)
         cut_off = cluster.others()[0]
         assert isinstance(cut_off.row, Row)
@@ -112,8 +118,7 @@ async def test_a_member_that_does_not_reach_the_database_follows_on_and_finds_th
 async def test_a_member_that_does_not_reach_the_leader_is_alone_until_it_does(
     authority: Authority,
 ) -> None:
-    async with cluster_of(authority, "a", "b", "c") as cluster:
-        await cluster.settled(10)
+    async with settled(authority, "a", "b", "c") as cluster:
         await asyncio.sleep(3)
         leader, cut_off = cluster.leader(), cluster.others()[0]
         open_ = cut_off.membership.tunnels.open
@@ -140,8 +145,7 @@ async def test_a_member_that_does_not_reach_the_leader_is_alone_until_it_does(
 
 @in_virtual_time
 async def test_a_leader_whose_machine_was_suspended_leads_no_more(authority: Authority) -> None:
-    async with cluster_of(authority, "a", "b") as cluster:
-        await cluster.settled(10)
+    async with settled(authority, "a", "b") as cluster:
         leader = cluster.leader()
         leader.suspended += 30
         assert not leader.membership.may_grant()
@@ -152,8 +156,7 @@ async def test_a_leader_whose_machine_was_suspended_leads_no_more(authority: Aut
 
 @in_virtual_time
 async def test_a_later_process_of_a_member_replaces_an_earlier_one(authority: Authority) -> None:
-    async with cluster_of(authority, "a", "b", "c") as cluster:
-        await cluster.settled(10)
+    async with settled(authority, "a", "b", "c") as cluster:
         old = cluster.others()[0]
         old.listening.close()
         old.membership.tunnels.stop_accepting()
@@ -180,8 +183,7 @@ async def test_a_later_process_of_a_member_replaces_an_earlier_one(authority: Au
 async def test_a_leader_that_is_replaced_makes_room_for_its_members_newer_process(
     authority: Authority,
 ) -> None:
-    async with cluster_of(authority, "a") as cluster:
-        await cluster.settled(10)
+    async with settled(authority, "a") as cluster:
         old = cluster.leader()
         old.listening.close()
         old.membership.tunnels.stop_accepting()
@@ -192,8 +194,7 @@ async def test_a_leader_that_is_replaced_makes_room_for_its_members_newer_proces
 
 @in_virtual_time
 async def test_the_share_of_a_member_that_is_removed_is_free_at_once(authority: Authority) -> None:
-    async with cluster_of(authority, "a", "b") as cluster:
-        await cluster.settled(10)
+    async with settled(authority, "a", "b") as cluster:
         tenure, (lost,) = cluster.leader().account, cluster.others()
         assert tenure is not None
         await cluster.until(lambda: len(tenure.lists[-1].names) == 2, 10)
@@ -214,8 +215,7 @@ async def test_the_share_of_a_member_that_is_removed_is_free_at_once(authority: 
 
 @in_virtual_time
 async def test_a_leader_that_drains_makes_room_and_is_never_alone(authority: Authority) -> None:
-    async with cluster_of(authority, "a", "b", "c") as cluster:
-        await cluster.settled(10)
+    async with settled(authority, "a", "b", "c") as cluster:
         await asyncio.sleep(3)
         old = cluster.leader()
         old.membership.drain()
@@ -234,8 +234,7 @@ async def test_a_leader_that_drains_makes_room_and_is_never_alone(authority: Aut
 
 @in_virtual_time
 async def test_a_member_that_ends_in_good_order_leaves_its_share(authority: Authority) -> None:
-    async with cluster_of(authority, "a", "b") as cluster:
-        await cluster.settled(10)
+    async with settled(authority, "a", "b") as cluster:
         await asyncio.sleep(5)  # Both may be alone.
         old, (new,) = cluster.leader(), cluster.others()
         old.membership.drain()
@@ -255,8 +254,7 @@ async def test_a_member_that_ends_in_good_order_leaves_its_share(authority: Auth
 async def test_a_leader_told_of_a_later_epoch_begins_one_that_is_later_still(
     authority: Authority,
 ) -> None:
-    async with cluster_of(authority, "a", "b") as cluster:
-        await cluster.settled(10)
+    async with settled(authority, "a", "b") as cluster:
         leader = cluster.leader()
         leader.membership.heard(9)
         await cluster.until(lambda: leader.role.epoch == 10, 5)
@@ -268,8 +266,7 @@ async def test_a_leader_told_of_a_later_epoch_begins_one_that_is_later_still(
 async def test_a_database_that_comes_back_with_an_old_state_loses_no_member(
     authority: Authority,
 ) -> None:
-    async with cluster_of(authority, "a", "b") as cluster:
-        await cluster.settled(10)
+    async with settled(authority, "a", "b") as cluster:
         await cluster.database.run(lambda one: one.execute(delete(members_table)).rowcount)
         await asyncio.sleep(5)
         wanted = select(members_table.c.member, members_table.c.generation)
@@ -280,8 +277,7 @@ async def test_a_database_that_comes_back_with_an_old_state_loses_no_member(
 
 @in_virtual_time
 async def test_edges_that_come_and_go_are_told_to_the_leader(authority: Authority) -> None:
-    async with cluster_of(authority, "a", "b") as cluster:
-        await cluster.settled(10)
+    async with settled(authority, "a", "b") as cluster:
         leader, (other,) = cluster.leader(), cluster.others()
         await asyncio.sleep(2)
         for one in (leader, other):
@@ -303,8 +299,7 @@ async def test_edges_that_come_and_go_are_told_to_the_leader(authority: Authorit
 
 @in_virtual_time
 async def test_a_session_that_the_account_has_closed_begins_anew(authority: Authority) -> None:
-    async with cluster_of(authority, "a", "b") as cluster:
-        await cluster.settled(10)
+    async with settled(authority, "a", "b") as cluster:
         leader, (other,) = cluster.leader(), cluster.others()
         account = leader.account
         assert account is not None
@@ -321,8 +316,7 @@ async def test_a_session_that_the_account_has_closed_begins_anew(authority: Auth
 
 @in_virtual_time
 async def test_a_follower_that_is_told_nothing_leaves_the_leader(authority: Authority) -> None:
-    async with cluster_of(authority, "a", "b") as cluster:
-        await cluster.settled(10)
+    async with settled(authority, "a", "b") as cluster:
         leader, (other,) = cluster.leader(), cluster.others()
         leader.membership._followers[other.process].session = None
         await cluster.until(lambda: other.role.kind == "limbo", TERM + SETTLE_SECONDS + 0.5)
@@ -331,8 +325,7 @@ async def test_a_follower_that_is_told_nothing_leaves_the_leader(authority: Auth
 
 @in_virtual_time
 async def test_what_fails_in_a_member_does_not_end_its_membership(authority: Authority) -> None:
-    async with cluster_of(authority, "a", "b") as cluster:
-        await cluster.settled(10)
+    async with settled(authority, "a", "b") as cluster:
         other = cluster.others()[0]
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(other.membership, "_receive", None)
@@ -346,8 +339,7 @@ async def test_what_fails_in_a_member_does_not_end_its_membership(authority: Aut
 async def test_a_follower_whose_link_can_not_be_taken_is_lost_until_it_can(
     authority: Authority, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    async with cluster_of(authority, "a", "b") as cluster:
-        await cluster.settled(10)
+    async with settled(authority, "a", "b") as cluster:
         followers, over = cluster.leader().membership._followers, EdgeLink.over
 
         async def fail(sock: socket.socket, link: EdgeLink) -> EdgeLink:
@@ -366,8 +358,7 @@ async def test_a_follower_whose_link_can_not_be_taken_is_lost_until_it_can(
 
 @in_virtual_time
 async def test_a_leader_whose_account_fails_makes_room_for_another(authority: Authority) -> None:
-    async with cluster_of(authority, "a", "b") as cluster:
-        await cluster.settled(10)
+    async with settled(authority, "a", "b") as cluster:
         old = cluster.leader()
         assert old.account is not None
         old.account.tell = None  # type: ignore[method-assign,assignment]
@@ -380,8 +371,7 @@ async def test_a_leader_whose_account_fails_makes_room_for_another(authority: Au
 async def test_who_has_won_and_can_not_begin_to_lead_makes_room_for_another(
     authority: Authority,
 ) -> None:
-    async with cluster_of(authority, "a", "b") as cluster:
-        await cluster.settled(10)
+    async with settled(authority, "a", "b") as cluster:
         old, (other,) = cluster.leader(), cluster.others()
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(other.membership, "lead", lambda *_: None)
@@ -399,8 +389,7 @@ async def test_who_has_won_and_can_not_begin_to_lead_makes_room_for_another(
 async def test_a_leader_that_lost_touch_and_has_its_epoch_again_reads_the_nodes_again(
     authority: Authority,
 ) -> None:
-    async with cluster_of(authority, "a") as cluster:
-        await cluster.settled(10)
+    async with settled(authority, "a") as cluster:
         leader = cluster.leader()
         first = leader.role
         await asyncio.sleep(5)
@@ -425,8 +414,7 @@ async def test_a_leader_that_lost_touch_and_has_its_epoch_again_reads_the_nodes_
 async def test_a_renewal_under_way_does_not_bring_a_draining_leader_back(
     authority: Authority,
 ) -> None:
-    async with cluster_of(authority, "a", "b") as cluster:
-        await cluster.settled(10)
+    async with settled(authority, "a", "b") as cluster:
         old, began = cluster.leader(), asyncio.Event()
         renew = old.row.change
 
@@ -448,8 +436,7 @@ async def test_a_renewal_under_way_does_not_bring_a_draining_leader_back(
 async def test_a_follower_does_not_wait_for_a_dead_machine_once_another_one_leads(
     authority: Authority,
 ) -> None:
-    async with cluster_of(authority, "a", "b", "c") as cluster:
-        await cluster.settled(10)
+    async with settled(authority, "a", "b", "c") as cluster:
         old = cluster.leader()
         with pytest.MonkeyPatch.context() as patch:
             for one in cluster.others():
@@ -475,8 +462,7 @@ def unanswered_by(gone: One, one: One) -> Callable[..., Awaitable[socket.socket]
 async def test_a_membership_ends_also_when_its_list_is_wanted_or_its_link_lost_just_then(
     authority: Authority,
 ) -> None:
-    async with cluster_of(authority, "a", "b") as cluster:
-        await cluster.settled(10)
+    async with settled(authority, "a", "b") as cluster:
         await asyncio.sleep(3)
         (other,) = cluster.others()
         link = other.membership._link

@@ -102,6 +102,16 @@ async def make(authority: Authority) -> AsyncIterator[MakeNode]:
         yield one
 
 
+@pytest.fixture
+async def a(make: MakeNode) -> Node:
+    return make("gw-a")
+
+
+@pytest.fixture
+async def b(make: MakeNode) -> Node:
+    return make("gw-b")
+
+
 async def received(sock: socket.socket, count: int) -> bytes:
     loop, found = asyncio.get_running_loop(), b""
     async with asyncio.timeout(LIMIT):
@@ -139,8 +149,7 @@ async def what_one_side_writes_the_other_reads_until_each_direction_has_ended(
     await until(lambda: not a.tunnels._open and not b.tunnels._open)
 
 
-async def test_the_greeting_says_what_a_tunnel_is_for(make: MakeNode) -> None:
-    a, b = make("gw-a"), make("gw-b")
+async def test_the_greeting_says_what_a_tunnel_is_for(a: Node, b: Node) -> None:
     origin = ConnectionOrigin(("192.0.2.1", 5), ("192.0.2.9", 443), tls=True)
     opened = await b.tunnels.open(
         "gw-a", a.address, "public", to=a.answer.process, name="x", origin=origin
@@ -154,8 +163,7 @@ async def test_the_greeting_says_what_a_tunnel_is_for(make: MakeNode) -> None:
     taken.close()
 
 
-async def test_a_given_socket_is_joined_in_place_of_a_new_pair(make: MakeNode) -> None:
-    a, b = make("gw-a"), make("gw-b")
+async def test_a_given_socket_is_joined_in_place_of_a_new_pair(a: Node, b: Node) -> None:
     own, other = socket.socketpair()
     own.setblocking(False)
     opened, taken = await a.pair(b, sock=other)
@@ -187,10 +195,9 @@ async def who_sends_faster_than_the_other_reads_waits_in_bounded_memory(make: Ma
 
 
 async def test_a_side_that_reads_nothing_for_long_loses_its_tunnel(
-    make: MakeNode, monkeypatch: pytest.MonkeyPatch
+    a: Node, b: Node, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(tunnel, "STALL_SECONDS", 0.2)
-    a, b = make("gw-a"), make("gw-b")
     opened, taken = await a.pair(b)
     with pytest.raises(OSError):
         await send(opened, bytes(256 << 20))
@@ -199,8 +206,7 @@ async def test_a_side_that_reads_nothing_for_long_loses_its_tunnel(
     opened.close()
 
 
-async def test_a_member_that_dies_ends_its_tunnels(make: MakeNode) -> None:
-    a, b = make("gw-a"), make("gw-b")
+async def test_a_member_that_dies_ends_its_tunnels(a: Node, b: Node) -> None:
     opened, taken = await a.pair(b)
     await b.tunnels.aclose()
     assert await received(taken, 1) == b""
@@ -235,8 +241,7 @@ async def refused(attempt: Awaitable[socket.socket]) -> TunnelError:
     return raised.value
 
 
-async def test_a_refusal_comes_with_its_reason_and_is_counted(make: MakeNode) -> None:
-    a, b = make("gw-a"), make("gw-b")
+async def test_a_refusal_comes_with_its_reason_and_is_counted(a: Node, b: Node) -> None:
     a.answer = Welcome("pa", "not_leader", "gw-c")
     error = await refused(b.tunnels.open("gw-a", a.address, "control"))
     assert error.welcome == a.answer
@@ -261,8 +266,7 @@ async def test_who_is_no_such_member_is_refused(
     assert a.came.empty()
 
 
-async def test_another_process_than_the_one_that_was_meant_refuses(make: MakeNode) -> None:
-    a, b = make("gw-a"), make("gw-b")
+async def test_another_process_than_the_one_that_was_meant_refuses(a: Node, b: Node) -> None:
     await refused(b.tunnels.open("gw-a", a.address, "control", to="one that has ended"))
     assert a.tunnels.refused == {"other_process": 1}
 
@@ -277,8 +281,7 @@ async def test_certificates_of_another_authority_are_refused_by_both_sides(
     await until(lambda: bool(a.tunnels.refused["handshake"] and b.tunnels.refused["handshake"]))
 
 
-async def test_a_server_that_is_another_member_is_not_greeted(make: MakeNode) -> None:
-    a, b = make("gw-a"), make("gw-b")
+async def test_a_server_that_is_another_member_is_not_greeted(a: Node, b: Node) -> None:
     error = await refused(b.tunnels.open("gw-c", a.address, "control"))
     assert "gw-c" in str(error)
     assert a.came.empty()
@@ -313,10 +316,9 @@ GREETING, LATER_GREETING = (
     ids=["HTTP", "too long", "no message", "incomplete", "later version"],
 )
 async def test_what_is_no_greeting_is_refused_in_time(
-    make: MakeNode, monkeypatch: pytest.MonkeyPatch, first: bytes, reason: str
+    a: Node, b: Node, monkeypatch: pytest.MonkeyPatch, first: bytes, reason: str
 ) -> None:
     monkeypatch.setattr(tunnel, "OPEN_SECONDS", 2.0)
-    a, b = make("gw-a"), make("gw-b")
     context = b.tunnels._certificate.loaded.client_context
     reader, writer = await asyncio.open_connection(*a.address, ssl=context, server_hostname="gw-a")
     writer.write(first)
@@ -328,8 +330,7 @@ async def test_what_is_no_greeting_is_refused_in_time(
     assert a.came.empty()
 
 
-async def test_a_chunk_of_a_wrong_length_ends_the_tunnel(make: MakeNode) -> None:
-    a, b = make("gw-a"), make("gw-b")
+async def test_a_chunk_of_a_wrong_length_ends_the_tunnel(a: Node, b: Node) -> None:
     context = b.tunnels._certificate.loaded.client_context
     reader, writer = await asyncio.open_connection(*a.address, ssl=context, server_hostname="gw-a")
     writer.write(struct.pack(">I", len(GREETING)) + GREETING)
@@ -344,11 +345,10 @@ async def test_a_chunk_of_a_wrong_length_ends_the_tunnel(make: MakeNode) -> None
 
 
 async def test_handshakes_that_do_not_end_are_bounded_and_given_up(
-    make: MakeNode, monkeypatch: pytest.MonkeyPatch
+    a: Node, b: Node, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(tunnel, "OPEN_SECONDS", 1.5)
     monkeypatch.setattr(tunnel, "MOST_HANDSHAKES", 4)  # 2 of one address
-    a, b = make("gw-a"), make("gw-b")
     slow = [socket.create_connection(a.address) for _ in range(4)]
     await until(lambda: a.tunnels.refused["too_many"] == 2)
     await until(lambda: a.tunnels.refused["handshake"] == 2)
@@ -358,10 +358,9 @@ async def test_handshakes_that_do_not_end_are_bounded_and_given_up(
 
 
 async def test_all_edges_of_a_member_are_linked_at_once(
-    make: MakeNode, monkeypatch: pytest.MonkeyPatch
+    a: Node, b: Node, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(tunnel, "OPEN_SECONDS", 3 * LIMIT)
-    a, b = make("gw-a"), make("gw-b")
     opening = (b.tunnels.open("gw-a", a.address, "link", name=f"{i}") for i in range(64))
     opened = await asyncio.gather(*opening)
     assert a.tunnels.refused == {}
@@ -370,9 +369,8 @@ async def test_all_edges_of_a_member_are_linked_at_once(
 
 
 async def test_a_tunnel_that_can_not_be_taken_is_closed(
-    make: MakeNode, monkeypatch: pytest.MonkeyPatch
+    a: Node, b: Node, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    a, b = make("gw-a"), make("gw-b")
 
     async def fail(*_: object) -> socket.socket:
         raise OSError("Too many open files")
@@ -385,9 +383,8 @@ async def test_a_tunnel_that_can_not_be_taken_is_closed(
 
 
 async def test_tunnels_of_one_member_are_bounded(
-    make: MakeNode, monkeypatch: pytest.MonkeyPatch
+    a: Node, b: Node, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    a, b = make("gw-a"), make("gw-b")
     ends = await a.pair(b)
     monkeypatch.setattr(tunnel, "MOST_TUNNELS", 1)
     error = await refused(b.tunnels.open("gw-a", a.address, "link"))

@@ -21,7 +21,7 @@ from gateway.web.handler import RequestHandler
 from tests.gateways import NO_TLS, Running, until
 
 
-def a_brain(gateway: Gateway) -> Brain:
+def a_brain(gateway: Gateway, *, clustered: bool = False) -> Brain:
     """What serves the edges of a gateway."""
     return Brain(
         gateway.scheduler,
@@ -32,6 +32,7 @@ def a_brain(gateway: Gateway) -> Brain:
         gateway.bus,
         gateway.tracing,
         loopback=True,
+        clustered=clustered,
     )
 
 
@@ -55,6 +56,26 @@ async def _nothing_else(_: Scope, __: Receive, send: Send) -> None:
 
 
 @contextlib.asynccontextmanager
+async def serving(
+    services: EdgeServices, handler: RequestHandler
+) -> AsyncIterator[httpx.AsyncClient]:
+    """Have the handler serve the edge's clients, of whom this is one."""
+    sock = socket.create_server(("127.0.0.1", 0))
+    sock.setblocking(False)
+    protocol = protocol_class(services.settings.limits, handler.serve)
+    listener = Listener(_nothing_else, sock, protocol=protocol, keep_alive=60.0)
+    listener.open()
+    try:
+        async with httpx.AsyncClient(
+            base_url=listener.url, timeout=120.0, trust_env=False, verify=NO_TLS
+        ) as client:
+            yield client
+    finally:
+        await listener.close()
+        await services.aclose()
+
+
+@contextlib.asynccontextmanager
 async def an_edge(
     running: Running, brain: Brain | None = None, name: str = "edge-1"
 ) -> AsyncIterator[Edge]:
@@ -67,24 +88,14 @@ async def an_edge(
     brain.bus.subscribe(EdgeLost, lambda loss: broken.append(loss.requests))
     session = await brain.connect(ours, name)
     services = EdgeServices(name, clock=gateway.clock, on_lost=lost.append)
-    await services.start(theirs, 10.0)
+    services.relink(theirs, loopback=True)
+    await services.wait_ready(10.0)
     handler = request_handler(services, services.settings)
-    sock = socket.create_server(("127.0.0.1", 0))
-    sock.setblocking(False)
-    listener = Listener(
-        _nothing_else,
-        sock,
-        protocol=protocol_class(services.settings.limits, handler.serve),
-        keep_alive=60.0,
-    )
-    listener.open()
     try:
-        async with httpx.AsyncClient(
-            base_url=listener.url, timeout=120.0, trust_env=False, verify=NO_TLS
-        ) as client:
-            yield Edge(services, session, handler, client, lost, broken)
+        async with serving(services, handler) as client:
+            try:
+                yield Edge(services, session, handler, client, lost, broken)
+            finally:
+                session.expect_end()
     finally:
-        session.expect_end()
-        await listener.close()
-        await services.aclose()
         await until(lambda: name not in brain.sessions and not brain._endings)

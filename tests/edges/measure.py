@@ -24,24 +24,16 @@ from pathlib import Path
 from typing import Any
 
 from gateway.app.event_loop import run_event_loop
-from gateway.callers.keys import KeyRing
-from gateway.callers.limits import LimitBook
-from gateway.callers.meter import Meter
 from gateway.cluster.tunnel import Tunnels, Welcome, member_certificate
 from gateway.config.cluster import Address, ClusterSettings
 from gateway.config.settings import Settings
-from gateway.edges.brain import Brain
 from gateway.edges.edge import EdgeServices
 from gateway.events import FEW_DEFERRED, EventBus, RequestRecord, call_later
-from gateway.forward.context import ForwardContext
-from gateway.forward.in_flight import InFlightRegistry, TimeoutMonitor
 from gateway.lease import NOTHING_TRIED, AttemptReport, PromptKey, Usage, UsageReport
-from gateway.schedule.lease_service import LocalLeaseService
-from gateway.transport.pool import ConnectionPool, NodeAddress
 from tests.cluster.machines import Authority
-from tests.edges.simulation import CALLER
+from tests.edges.played import CALLER, a_bare_brain, a_played_node
 from tests.lease_requests import a_lease_request
-from tests.schedule.build import a_scheduler, node
+from tests.schedule.build import a_scheduler
 
 HOLD_SECONDS = 0.5
 """Seconds for which each lease is held."""
@@ -111,22 +103,10 @@ async def tunnelled(authority: Authority, listening: socket.socket) -> socket.so
 async def be_brain(
     load: Load, linked: Callable[[], Awaitable[socket.socket]], echo: socket.socket
 ) -> int:
-    nodes = [node(f"n{number}", slots=SLOTS) for number in range(load.nodes)]
-    for one in nodes:
-        one.replace_upstream(ConnectionPool(NodeAddress("127.0.0.1", 9, b"", b"")), 0.0)
+    nodes = [a_played_node(f"n{number}", SLOTS) for number in range(load.nodes)]
     scheduler = a_scheduler(*nodes, clock=time.monotonic)
-    bus, settings = EventBus(call_later, FEW_DEFERRED), Settings()
-    context = ForwardContext(
-        LocalLeaseService(scheduler, scheduler.fleet),
-        settings,
-        bus,
-        TimeoutMonitor(time.monotonic),
-        time.monotonic,
-    )
-    brain = Brain(
-        scheduler, context, InFlightRegistry(), Meter(LimitBook(settings), bus), KeyRing(), bus,
-        None, loopback=True,
-    )  # fmt: skip
+    bus = EventBus(call_later, FEW_DEFERRED)
+    brain = a_bare_brain(scheduler, Settings(), bus, clock=time.monotonic)
     used_by: list[float] = []
 
     def recorded(_: RequestRecord) -> None:
@@ -166,7 +146,8 @@ class Echoed(asyncio.Protocol):
 
 async def be_edge(load: Load, link: Callable[[], int], echo: socket.socket) -> int:
     services = EdgeServices("edge")
-    await services.start(socket.socket(fileno=link()), 30.0)
+    services.relink(socket.socket(fileno=link()), loopback=True)
+    await services.wait_ready(30.0)
     loop = asyncio.get_running_loop()
     _, echoed = await loop.create_unix_connection(Echoed, sock=echo)
     times: list[float] = []

@@ -14,31 +14,19 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import cast
 
-from gateway.callers.keys import KeyRing
 from gateway.callers.ledger import UsageRow
-from gateway.callers.limits import LimitBook
-from gateway.callers.meter import Meter
 from gateway.config.settings import Settings
-from gateway.edges.brain import Brain, EdgeSession
+from gateway.edges.brain import EdgeSession
 from gateway.edges.edge import EdgeServices
 from gateway.edges.messages import VERSION, Hello
-from gateway.errors import GatewayError
 from gateway.events import EdgeLost, EventBus, RequestRecord, call_later
-from gateway.forward.context import ForwardContext
-from gateway.forward.in_flight import InFlightRegistry, TimeoutMonitor
-from gateway.lease import NOTHING_TRIED, AttemptReport, GrantedLease, Usage, UsageReport
-from gateway.nodes.node import LeasePhase, Node
-from gateway.schedule.lease_service import LocalLeaseService
-from gateway.terms import Caller, Priority
+from gateway.lease import GrantedLease
+from gateway.nodes.node import LeasePhase
 from gateway.transport.link import EdgeLink
-from gateway.transport.pool import ConnectionPool, NodeAddress
-from tests.callers.build import all_accounts
-from tests.lease_requests import a_lease_request
-from tests.schedule.build import a_scheduler, node
+from tests.edges.played import Pace, PlayedRequests, Work, a_bare_brain, a_played_node, held_by
+from tests.schedule.build import a_scheduler
 from tests.virtual import now
 
-CALLER = Caller("anonymous:1.2.3.4", "anonymous", Priority.NORMAL, anonymous=True)
-USAGE = Usage(100, 20, 50)
 GRANT_SECONDS = 1.0
 
 
@@ -103,58 +91,33 @@ class SimulatedEdge:
     services: EdgeServices
     session: EdgeSession
     wire: Wire
-    tasks: set[asyncio.Task[None]] = field(default_factory=set)
+    tasks: set[asyncio.Task[str]] = field(default_factory=set)
     alive: bool = True
 
 
-@dataclass(slots=True, eq=False)
-class Work:
-    """What a node works on."""
-
-    node: str
-    slots: int
-
-
-class Simulation:
+class Simulation(PlayedRequests):
     """One seed's world."""
+
+    pace = Pace((0.01,), 0.05, 0.1, 0.1, 4, 0.02, gives_up=0.5)
 
     def __init__(
         self, seed: int, *, slots: tuple[int, ...] = (1, 2), latency: float = 0.02
     ) -> None:
-        self.rng, self.latency = random.Random(seed), latency
-        self.nodes: list[Node] = [
-            node(name, slots=count) for name, count in zip("abcd", slots, strict=False)
-        ]
-        for one in self.nodes:
-            address = NodeAddress("127.0.0.1", 9, b"", b"host: x\r\n")
-            one.replace_upstream(ConnectionPool(address), now())
+        super().__init__(random.Random(seed))
+        self.latency = latency
+        self.nodes = [a_played_node(*of) for of in zip("abcd", slots, strict=False)]
         self.bus = EventBus(call_later)
         self.scheduler = a_scheduler(*self.nodes, clock=now)
         total = {"concurrency": 1000, "tpm": 10**9}
         settings = Settings.model_validate({"limits": {"total": total}})
-        context = ForwardContext(
-            LocalLeaseService(self.scheduler, self.scheduler.fleet),
-            settings,
-            self.bus,
-            TimeoutMonitor(now),
-            now,
-        )
         self.rows: list[UsageRow] = []
-        book = LimitBook(settings, clock=now)
-        self.meter = Meter(book, self.bus, process="p", add_row=self.rows.append)
-        self.brain = Brain(
-            self.scheduler, context, InFlightRegistry(), self.meter, KeyRing(), self.bus, None,
-            loopback=True,
-        )  # fmt: skip
+        self.brain = a_bare_brain(self.scheduler, settings, self.bus, add_row=self.rows.append)
         self.edges: list[SimulatedEdge] = []
         self.records: Counter[str] = Counter()
         self.reasons: Counter[str | None] = Counter()
         self.bus.subscribe(RequestRecord, self._recorded)
-        self.works: dict[int, Work] = {}
-        """By the ids of the leases under which it was sent."""
         self.leases: dict[int, object] = {}
         """Of each id the scheduler's own lease, which must be the only one of that id."""
-        self.begun: dict[str, SimulatedEdge] = {}
         self.broken: list[str] = []
         self.bus.subscribe(EdgeLost, lambda loss: self.broken.extend(loss.requests))
         self.most: Counter[str] = Counter()
@@ -186,6 +149,7 @@ class Simulation:
     def kill(self, edge: SimulatedEdge) -> None:
         """End an edge at once; its connections to nodes close, and these notice a little later."""
         edge.alive = False
+        self.dead.add(edge.services)
         edge.wire.break_off()
         link = edge.services.link
         link._stop()
@@ -197,7 +161,7 @@ class Simulation:
     def begin(self, edge: SimulatedEdge) -> None:
         """A request comes to this edge."""
         id_ = f"req_{next(self._numbers)}"
-        task = asyncio.create_task(self._request(edge, id_))
+        task = asyncio.create_task(self.play(edge.services, id_))
         edge.tasks.add(task)
         task.add_done_callback(edge.tasks.discard)
 
@@ -207,95 +171,7 @@ class Simulation:
         if tasks:
             self.rng.choice(tasks).cancel()
 
-    async def _request(self, edge: SimulatedEdge, id_: str) -> None:
-        self.begun[id_] = edge
-        services, rng = edge.services, self.rng
-        record = RequestRecord(id_, "/v1/chat/completions", "demo", request_id=id_)
-        request = a_lease_request(id_, caller=CALLER.id, stream=True)
-        accounts = services.meter.book.accounts(CALLER)
-        reservation = services.meter.admit(accounts, request, record)
-        tried = NOTHING_TRIED
-        received_at = now()
-        try:
-            while True:
-                lease = await services.scheduler.wait_for_lease(request, tried, now() - received_at)
-                record.attempt_began(lease.node.name, lease.node.tier, None)
-                if await self._attempt(edge, lease, id_, record):
-                    break
-                tried = tried.failed_on(lease.node.name)
-                if rng.random() < 0.5:
-                    break
-        except GatewayError as error:
-            record.fail(error.status, error.code)
-        except asyncio.CancelledError:
-            record.fail(499, "client_closed")
-        finally:
-            if edge.alive:
-                services.meter.ended(reservation, record.finish(received_at, now()))
-
-    async def _attempt(
-        self, edge: SimulatedEdge, lease: GrantedLease, id_: str, record: RequestRecord
-    ) -> bool:
-        """Whether it has been answered."""
-        leases, rng = edge.services.scheduler, self.rng
-        began = done = sent = False
-        outcome = "client_closed"
-        try:
-            await asyncio.sleep(rng.random() * 0.01)  # a connection is made
-            self._sent(lease)
-            sent = True
-            await asyncio.sleep(rng.random() * 0.05)
-            if rng.random() < 0.2:
-                done, outcome = True, "server_error"
-                return False
-            leases.reading_began(lease.id)
-            await asyncio.sleep(rng.random() * 0.1)
-            leases.content_began(lease.id)
-            began = True
-            for events in range(1, rng.randrange(1, 4)):
-                await asyncio.sleep(rng.random() * 0.1)
-                leases.content_went_on(lease.id, 10 * events)
-            if rng.random() < 0.5:
-                leases.response_received(lease.id)
-                self.works.pop(lease.id)
-                sent = False
-            await asyncio.sleep(rng.random() * 0.02)
-            done, outcome = True, "ok"
-            return True
-        finally:
-            if sent and done:
-                self.works.pop(lease.id)
-            elif sent:
-                asyncio.get_running_loop().call_later(
-                    rng.random() * 0.1, self.works.pop, lease.id, None
-                )
-            if edge.alive:
-                self._ended(edge, lease, id_, record, outcome, began=began, done=done or not sent)
-
-    def _ended(
-        self,
-        edge: SimulatedEdge,
-        lease: GrantedLease,
-        id_: str,
-        record: RequestRecord,
-        outcome: str,
-        *,
-        began: bool,
-        done: bool,
-    ) -> None:
-        services = edge.services
-        services.scheduler.ended(AttemptReport(lease.id, outcome, 200, True, done, began))
-        if began:
-            report = UsageReport(lease.id, USAGE, USAGE, 50, complete=outcome == "ok")
-            request = a_lease_request(id_)
-
-            def settle() -> None:
-                services.scheduler.settle(report, request)
-                record.count_tokens(100, 20, 50)
-
-            services.bus.defer(settle)
-
-    def _sent(self, lease: GrantedLease) -> None:
+    def written(self, services: EdgeServices, lease: GrantedLease, id_: str) -> None:
         assert lease.id not in self.works, "one lease, two requests"
         record = self.scheduler.records.get(lease.id)
         assert record is not None, "a request under a lease that the brain does not know"
@@ -364,22 +240,9 @@ class Simulation:
 
     def left(self) -> dict[str, int]:
         """All counts of what is held that are not zero."""
-        counts = {
-            "leases": len(self.scheduler.records),
-            "waiting": len(self.scheduler.waiters),
-            "registry": len(self.brain.registry),
-            "open": len(self.meter._open),
-            "works": len(self.works),
-        }
-        for one in self.nodes:
-            counts[f"leased of {one.name}"] = one.leased + len(one.leases)
-        for account in all_accounts(self.meter.book):
-            counts[account.subject] = account.running + account.open + account.reserved_tokens
+        counts = {**held_by(self.brain), "works": len(self.works)}
         for edge in self.edges:
             session, scheduler = edge.session, edge.services.scheduler
-            counts[f"held for {session.name}"] = (
-                len(session.requests) + len(session._leases) + len(session._asks)
-            )
             if edge.alive:
                 counts[f"held at {session.name}"] = len(edge.tasks) + sum(
                     len(cast("dict[object, object]", getattr(scheduler, name)))

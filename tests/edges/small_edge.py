@@ -1,6 +1,6 @@
 """An edge's process without the rest: it takes connections, and says who has taken each.
 
-`python -m tests.edges.small_edge LINK SOCKETS [HOW]`; HOW: `dies` after its first client came and
+`python -m tests.edges.small_edge SOCKETS [HOW]`; HOW: `dies` after its first client came and
 before it has taken it; `passes`: it passes on a request; `links`: it is ready with its first link,
 and says over each the number of that and its process.
 """
@@ -49,6 +49,9 @@ async def main(how: str, ours: socket.socket) -> None:
                 over.set()
             case NewLink():
                 assert sock is not None
+                if how != "links":
+                    clients.add(sock)
+                    return
                 if links:
                     links[-1].cancel()
                 links.append(asyncio.create_task(keep(message.number, sock)))
@@ -79,4 +82,4 @@ async def main(how: str, ours: socket.socket) -> None:
 
 
 if __name__ == "__main__":
-    asyncio.run(main((sys.argv[3:] or [""])[0], socket.socket(fileno=int(sys.argv[2]))))
+    asyncio.run(main((sys.argv[2:] or [""])[0], socket.socket(fileno=int(sys.argv[1]))))

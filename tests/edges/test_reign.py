@@ -20,11 +20,10 @@ from gateway.edges.brain import GRACE_SECONDS, Brain
 from gateway.edges.edge import EdgeServices
 from gateway.edges.reign import Reign
 from gateway.events import EdgeLost, RequestRecord
-from gateway.http.listener import Listener
-from gateway.http.protocol import protocol_class
 from tests.callers.build import all_accounts
+from tests.edges.edge_beside import a_brain, serving
 from tests.emulator import EmulatedNode
-from tests.gateways import NO_TLS, Running, running_gateway, until
+from tests.gateways import Running, running_gateway, until
 from tests.schedule.build import a_scheduler, node
 from tests.virtual import in_virtual_time, now
 
@@ -65,8 +64,8 @@ class Cluster:
 
     members: list[Member]
     services: EdgeServices
-    client: httpx.AsyncClient
     fence: Fence
+    client: httpx.AsyncClient = field(init=False)
     epoch: int = 0
     queued: list[str] = field(default_factory=list)
     """Nodes that were seen with more requests than slots."""
@@ -118,10 +117,7 @@ class Cluster:
 async def a_member(folder: Path, nodes: list[Any]) -> AsyncIterator[Member]:
     async with running_gateway(folder, nodes, ALICE) as running:
         gateway = running.gateway
-        brain = Brain(
-            gateway.scheduler, gateway.proxy_context, gateway.registry, gateway.metering.meter,
-            gateway.key_ring, gateway.bus, gateway.tracing, loopback=True, clustered=True,
-        )  # fmt: skip
+        brain = a_brain(gateway, clustered=True)
         member = Member(running, brain)
         gateway.bus.subscribe(RequestRecord, member.records.append)
         gateway.bus.subscribe(EdgeLost, member.lost.append)
@@ -139,39 +135,23 @@ async def a_cluster(folder: Path, *nodes: EmulatedNode) -> AsyncIterator[Cluster
         urls = [node.url for node in nodes]
         second = await stack.enter_async_context(a_member(a_folder(folder, "b"), urls))
         services = EdgeServices(EDGE, clustered=True, clock=now)
-        fence = Fence("m", lambda _: 2)
-        sock = socket.create_server(("127.0.0.1", 0))
-        sock.setblocking(False)
-        client = httpx.AsyncClient(
-            base_url=f"http://127.0.0.1:{sock.getsockname()[1]}",
-            timeout=120.0, trust_env=False, verify=NO_TLS,
-        )  # fmt: skip
-        await stack.enter_async_context(client)
-        cluster = Cluster([first, second], services, client, fence)
+        cluster = Cluster([first, second], services, Fence("m", lambda _: 2))
         await cluster.lead(first)
         await services.wait_ready(10.0)
         handler = request_handler(services, services.settings)
-        protocol = protocol_class(services.settings.limits, handler.serve)
-        listener = Listener(_nothing_else, sock, protocol=protocol, keep_alive=60.0)
-        listener.open()
+        cluster.client = await stack.enter_async_context(serving(services, handler))
         watch = asyncio.create_task(_watch(cluster, nodes))
         await until(lambda: all(node.foreign == 0 for node in nodes_of(first)))
         try:
             yield cluster
         finally:
             watch.cancel()
-            await listener.close()
-            await services.aclose()
 
 
 async def _watch(cluster: Cluster, nodes: tuple[EmulatedNode, ...]) -> None:
     while True:
         cluster.queued += [node.url for node in nodes if node.queued]
         await asyncio.sleep(0.005)
-
-
-async def _nothing_else(*_: Any) -> None:
-    raise AssertionError("nothing is passed on")
 
 
 def a_folder(where: Path, name: str) -> Path:

@@ -4,46 +4,41 @@ from __future__ import annotations
 
 import asyncio
 import random
-from collections import Counter
+from collections import defaultdict
 from dataclasses import dataclass, field
 
 import pytest
 
 from gateway.edges import messages
 from gateway.edges.edge import EdgeServices
-from gateway.errors import GatewayError
 from gateway.events import RequestRecord
-from gateway.lease import NOTHING_TRIED, AttemptReport, GrantedLease, Usage, UsageReport
-from gateway.terms import Caller, Priority
+from gateway.lease import GrantedLease
 from tests.edges.fake_brain import Ledger, StrictBrain, a_clustered_edge
-from tests.lease_requests import a_lease_request
+from tests.edges.played import Pace, PlayedRequests
 from tests.virtual import in_virtual_time, now
 
-CALLER = Caller("anonymous:1.2.3.4", "anonymous", Priority.NORMAL, anonymous=True)
 SEEDS = range(12)
 SLOTS = 6
 
 
 @dataclass(slots=True, eq=False)
-class Script:
+class Script(PlayedRequests):
     """One seed's story of an edge under one brain after the other."""
 
-    rng: random.Random
+    pace = Pace((0.0, 0.1, 1.5), 0.2, 0.3, 0.3, 4, 0.1, resumed=0.2)
     services: EdgeServices
     brain: StrictBrain
     ledger: Ledger
     brains: list[StrictBrain] = field(default_factory=list)
-    tasks: dict[str, asyncio.Task[None]] = field(default_factory=dict)
-    answers: Counter[str] = field(default_factory=Counter)
-    charged: dict[str, set[int]] = field(default_factory=dict)
+    tasks: dict[str, asyncio.Task[str]] = field(default_factory=dict)
+    charged: defaultdict[str, set[int]] = field(default_factory=lambda: defaultdict(set))
     """For each request the leases that its row is to be charged for."""
     sent: set[int] = field(default_factory=set)  # leases under which a request was written
-    stopped: int = 0  # times that a lease was void when a request was to be written
 
     def begin(self) -> None:
         """A request comes."""
         id_ = f"req_{len(self.tasks)}"
-        self.tasks[id_] = asyncio.create_task(self._request(id_))
+        self.tasks[id_] = asyncio.create_task(self.play(self.services, id_))
 
     def leave(self) -> None:
         """The client of some request leaves."""
@@ -61,73 +56,14 @@ class Script:
         self.brains.append(self.brain)
         await self.brain.link_to(self.services)
 
-    async def _request(self, id_: str) -> None:
-        services, rng = self.services, self.rng
-        record = RequestRecord(id_, "/v1/chat/completions", "demo", request_id=id_)
-        request = a_lease_request(id_, caller=CALLER.id, stream=True)
-        accounts, came_at, tried = services.meter.book.accounts(CALLER), now(), NOTHING_TRIED
-        reservation = services.meter.admit(accounts, request, record)
-        self.charged[id_] = set()
-        try:
-            await asyncio.sleep(rng.random() * 0.01)
-            while True:
-                lease = await services.scheduler.wait_for_lease(request, tried, now() - came_at)
-                if await self._attempt(lease, id_):
-                    break
-        except GatewayError as error:
-            record.fail(error.status, error.code)
-        except asyncio.CancelledError:
-            record.fail(499, "client_closed")
-        finally:
-            self.answers[id_] += 1
-            services.meter.ended(reservation, record.finish(came_at, now()))
+    def written(self, services: EdgeServices, lease: GrantedLease, id_: str) -> None:
+        assert lease.id not in self.sent, "one lease, two requests"
+        self.sent.add(lease.id)
+        assert services.uplink.is_open, "a request is written though there is no brain"
+        assert self.brain.leases.get(lease.id) == id_, "nor does this brain know of it"
 
-    async def _attempt(self, lease: GrantedLease, id_: str) -> bool:
-        """Whether it has been answered."""
-        leases, rng = self.services.scheduler, self.rng
-        began = sent = False
-        outcome = "client_closed"
-        try:
-            await asyncio.sleep(rng.choice([0.0, 0.1, 1.5]) * rng.random())  # a connection is made
-            if not leases.may_start(lease.id):
-                self.stopped += 1
-                outcome = "late"
-                return False
-            self._check_started(lease.id, id_)
-            sent = True
-            await asyncio.sleep(rng.random() * 0.2)
-            if rng.random() < 0.2:
-                outcome = "server_error"
-                return False
-            leases.reading_began(lease.id)
-            await asyncio.sleep(rng.random() * 0.3)
-            leases.content_began(lease.id)
-            began = True
-            for events in range(1, rng.randrange(1, 4)):
-                await asyncio.sleep(rng.random() * 0.3)
-                leases.content_went_on(lease.id, 10 * events)
-            if rng.random() < 0.5:
-                leases.response_received(lease.id)
-            await asyncio.sleep(rng.random() * 0.1)
-            outcome = "ok"
-            return rng.random() < 0.8  # or it is broken off, and resumed
-        finally:
-            leases.ended(AttemptReport(lease.id, outcome, 200, sent, not sent, began))
-            if began:
-                self.charged[id_].add(lease.id)
-                usage = Usage(100, 20, 50)
-                report = UsageReport(lease.id, usage, usage, 50, complete=outcome == "ok")
-
-                def settle() -> None:
-                    leases.settle(report, a_lease_request(id_))
-
-                self.services.bus.defer(settle)
-
-    def _check_started(self, lease_id: int, id_: str) -> None:
-        assert lease_id not in self.sent, "one lease, two requests"
-        self.sent.add(lease_id)
-        assert self.services.uplink.is_open, "a request is written though there is no brain"
-        assert self.brain.leases.get(lease_id) == id_, "nor does this brain know of it"
+    def used(self, lease: GrantedLease, id_: str) -> None:
+        self.charged[id_].add(lease.id)
 
     async def run(self, seconds: float) -> None:
         """Random things happen for so long."""
@@ -174,8 +110,7 @@ async def test_nothing_is_lost_or_doubled_whenever_links_are_replaced(seed: int)
     await script.come_to_rest()
     await asyncio.gather(*script.tasks.values(), return_exceptions=True)
     assert [one.broken for one in script.brains if one.broken] == []
-    assert script.answers == Counter(list(script.tasks))
-    assert ledger.rows == {id_: frozenset(leases) for id_, leases in script.charged.items()}
+    assert ledger.rows == {id_: frozenset(script.charged[id_]) for id_ in script.begun}
     assert len(script.brains) > 5
     assert (script.brain.requests, script.brain.leases, script.brain.ended) == ({}, {}, {})
     held = services.scheduler

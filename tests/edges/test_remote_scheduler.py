@@ -33,9 +33,10 @@ ROUTE = messages.NodeRoute("127.0.0.1", 9, b"", b"host: x\r\n", None, None, 1)
 
 
 class Told:
-    """In place of a link: what was told, the last last."""
+    """In place of an uplink and its link: what was told, the last last."""
 
     def __init__(self) -> None:
+        self.link = self
         self.all: list[Any] = []
         self.age = 0.0
         self.is_open = True

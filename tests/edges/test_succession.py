@@ -14,41 +14,37 @@ from dataclasses import dataclass, field
 
 import pytest
 
-from gateway.callers.keys import KeyRing
 from gateway.callers.ledger import ROW_COLUMNS, UsageRow
-from gateway.callers.limits import LimitBook
-from gateway.callers.meter import Meter
 from gateway.callers.processes import EDGE_DIED
 from gateway.cluster.fencing import LANDING_SECONDS, Fence, Session, Sharers, Tenure, member_of
 from gateway.config.settings import Settings
 from gateway.edges import messages
-from gateway.edges.brain import ENDED_AT_ONCE, Brain
+from gateway.edges.brain import ENDED_AT_ONCE
 from gateway.edges.edge import EdgeServices
 from gateway.edges.reign import Reign
-from gateway.errors import GatewayError
-from gateway.events import EventBus, RequestRecord, call_later
-from gateway.forward.context import ForwardContext
-from gateway.forward.in_flight import InFlightRegistry, TimeoutMonitor
+from gateway.events import RequestRecord
 from gateway.lease import (
-    NOTHING_TRIED,
-    AttemptReport,
     ExpectedReading,
     GrantedLease,
-    Usage,
-    UsageReport,
 )
 from gateway.nodes.node import LeasePhase
-from gateway.schedule.lease_service import LocalLeaseService
-from gateway.terms import Caller, Priority
+from gateway.terms import Priority
 from gateway.transport.link import EdgeLink
-from gateway.transport.pool import ConnectionPool, NodeAddress
-from tests.callers.build import all_accounts
+from tests.edges.played import (
+    CALLER,
+    CHAT,
+    Pace,
+    PlayedRequests,
+    Work,
+    a_bare_brain,
+    a_played_node,
+    held_by,
+)
 from tests.gateways import until
 from tests.lease_requests import a_lease_request
-from tests.schedule.build import a_scheduler, node
+from tests.schedule.build import a_scheduler
 from tests.virtual import in_virtual_time, now
 
-CALLER = Caller("anonymous:1.2.3.4", "anonymous", Priority.NORMAL, anonymous=True)
 SLOTS = {"x": 1, "y": 3}
 MEMBERS = ("m", "n")
 TERM = 2.0
@@ -60,26 +56,12 @@ class World:
 
     def __init__(self, script: Script) -> None:
         self.script = script
-        nodes = [node(name, slots=slots) for name, slots in SLOTS.items()]
-        for one in nodes:
-            one.replace_upstream(
-                ConnectionPool(NodeAddress("127.0.0.1", 9, b"", b"host: x\r\n")), now()
-            )
-        self.nodes = nodes
-        self.scheduler = a_scheduler(*nodes, clock=now, seed=script.rng.randrange(2**30))
+        self.nodes = [a_played_node(*of) for of in SLOTS.items()]
+        self.scheduler = a_scheduler(*self.nodes, clock=now, seed=script.rng.randrange(2**30))
         settings = Settings.model_validate(
             {"limits": {"total": {"concurrency": 1000, "tpm": 10**9}}, "queue": {"max_wait": 600}}
         )
-        self.bus = EventBus(call_later)
-        leases = LocalLeaseService(self.scheduler, self.scheduler.fleet)
-        context = ForwardContext(leases, settings, self.bus, TimeoutMonitor(now), now)
-        book = LimitBook(settings, clock=now)
-        self.meter = Meter(book, self.bus, process="p", add_row=self._add_row)
-        self.registry = InFlightRegistry()
-        self.brain = Brain(
-            self.scheduler, context, self.registry, self.meter, KeyRing(), self.bus, None,
-            loopback=True, clustered=True,
-        )  # fmt: skip
+        self.brain = a_bare_brain(self.scheduler, settings, add_row=self._add_row, clustered=True)
         self.is_dead = False
         self.lead_until = 0.0
         self.tasks: list[asyncio.Task[None]] = []
@@ -92,12 +74,16 @@ class World:
     def may_grant(self) -> bool:
         return not self.is_dead and now() < self.lead_until
 
+    def note_leases(self) -> None:
+        """Note of which ids the leases are."""
+        for lease_id, record in self.scheduler.records.items():
+            self._ids[id(record)] = record, lease_id
+
     async def read(self) -> None:
         """Read a node's slots, and free those of abandoned leases that are idle."""
         while True:
             await asyncio.sleep(0.02 + self.script.rng.random() * 0.1)
-            for lease_id, record in self.scheduler.records.items():
-                self._ids[id(record)] = record, lease_id
+            self.note_leases()
             for one in self.nodes:
                 asked_at = one.slots_asked()
                 with one.occupancy.slots_query(now()) as query:
@@ -110,34 +96,15 @@ class World:
                     if lease.phase is LeasePhase.RECLAIM and known[1] not in self.script.works:
                         lease.release()
 
-    def left(self) -> dict[str, int]:
-        """All counts of what is held that are not zero."""
-        counts = {
-            "leases": len(self.scheduler.records),
-            "waiting": len(self.scheduler.waiters),
-            "registry": len(self.registry),
-            "open": len(self.meter._open),
-            "adrift": len(self.brain._adrift),
-        }
-        for one in self.nodes:
-            counts[f"leased of {one.name}"] = one.leased + len(one.leases)
-        for account in all_accounts(self.meter.book):
-            counts[account.subject] = account.running + account.open + account.reserved_tokens
-        for session in self.brain.sessions.values():
-            counts[session.name] = len(session.requests) + len(session._leases)
-        return {name: count for name, count in counts.items() if count}
-
 
 @dataclass(slots=True, eq=False)
-class Script:
+class Script(PlayedRequests):
     """One seed's story."""
 
-    rng: random.Random
+    pace = Pace((0.0, 0.1, 1.2), 0.2, 0.5, 1.0, 8, 0.0, received=0.0)
     edges: dict[str, EdgeServices] = field(default_factory=dict)
     fences: dict[str, Fence] = field(default_factory=dict)
     worlds: list[World] = field(default_factory=list)
-    works: dict[int, tuple[str, float]] = field(default_factory=dict)
-    """By the lease under which each was written: its node, and when that shows it."""
     rows: dict[str, UsageRow] = field(default_factory=dict)
     again: Counter[str] = field(default_factory=Counter)
     tasks: dict[str, asyncio.Task[str]] = field(default_factory=dict)
@@ -153,7 +120,7 @@ class Script:
 
     def busy(self, name: str) -> frozenset[int]:
         works = self.works.items()
-        return frozenset(id_ for id_, (one, shows_at) in works if one == name and shows_at <= now())
+        return frozenset(id_ for id_, one in works if one.node == name and one.shows_at <= now())
 
     # Who rules.
 
@@ -193,7 +160,7 @@ class Script:
         await ends
         if not dies:
             await world.brain.end()
-            await until(lambda: not world.left(), 1.0)
+            await until(lambda: not held_by(world.brain), 1.0)
         world.tasks[-1].cancel()
 
     async def link(self, name: str) -> None:
@@ -224,73 +191,14 @@ class Script:
         """A request comes to some edge."""
         id_ = f"req_{len(self.tasks)}"
         name = self.rng.choice(list(self.edges))
-        self.tasks[id_] = asyncio.create_task(self._request(self.edges[name], id_))
+        self.tasks[id_] = asyncio.create_task(self.play(self.edges[name], id_))
 
-    async def _request(self, services: EdgeServices, id_: str) -> str:
-        record = RequestRecord(id_, "/v1/chat/completions", "demo", request_id=id_)
-        request = a_lease_request(id_, caller=CALLER.id, stream=True)
-        accounts, came_at, tried = services.meter.book.accounts(CALLER), now(), NOTHING_TRIED
-        reservation = services.meter.admit(accounts, request, record)
-        try:
-            while True:
-                lease = await services.scheduler.wait_for_lease(request, tried, now() - came_at)
-                record.attempt_began(lease.node.name, lease.node.tier, None)
-                if await self._attempt(services, lease, id_):
-                    break
-        except GatewayError as error:
-            record.fail(error.status, error.code)
-        except asyncio.CancelledError:
-            record.fail(499, "client_closed")
-        finally:
-            services.meter.ended(reservation, record.finish(came_at, now()))
-        return record.reason or "ok"
-
-    async def _attempt(self, services: EdgeServices, lease: GrantedLease, id_: str) -> bool:
-        """Whether it has been answered."""
-        leases, rng = services.scheduler, self.rng
-        began = sent = False
-        outcome = "client_closed"
-        try:
-            await asyncio.sleep(rng.choice([0.0, 0.1, 1.2]) * rng.random())  # a connection is made
-            if not leases.may_start(lease.id):
-                outcome = "late"
-                return False
-            self._write(lease)
-            sent = True
-            await asyncio.sleep(rng.random() * 0.2)
-            if rng.random() < 0.2:
-                outcome = "server_error"
-                return False
-            leases.reading_began(lease.id)
-            await asyncio.sleep(rng.random() * 0.5)
-            leases.content_began(lease.id)
-            began = True
-            for events in range(1, rng.randrange(1, 8)):
-                await asyncio.sleep(rng.random())
-                leases.content_went_on(lease.id, 10 * events)
-            outcome = "ok"
-            return True
-        finally:
-            done = outcome != "client_closed"
-            if sent and done:
-                del self.works[lease.id]
-            elif sent:
-                asyncio.get_running_loop().call_later(0.1, self.works.pop, lease.id, None)
-            leases.ended(AttemptReport(lease.id, outcome, 200, sent, done or not sent, began))
-            if began:
-                usage = Usage(100, 20, 50)
-                report = UsageReport(lease.id, usage, usage, 50, complete=outcome == "ok")
-
-                def settle() -> None:
-                    leases.settle(report, a_lease_request(id_))
-
-                services.bus.defer(settle)
-
-    def _write(self, lease: GrantedLease) -> None:
+    def written(self, services: EdgeServices, lease: GrantedLease, id_: str) -> None:
         assert lease.id not in self.works, "one lease, two requests"
-        name = lease.node.name
-        self.works[lease.id] = name, now() + self.rng.random() * LANDING_SECONDS * 0.8
-        running = sum(one == name for one, _ in self.works.values())
+        name, shows_at = lease.node.name, now() + self.rng.random() * LANDING_SECONDS * 0.8
+        self.works[lease.id] = Work(name, lease.slots, shows_at)
+        self.worlds[-1].note_leases()
+        running = sum(one.node == name for one in self.works.values())
         assert running <= SLOTS[name], f"{running} requests on {SLOTS[name]} slots"
 
     async def run(self, seconds: float) -> None:
@@ -325,7 +233,7 @@ async def test_slots_and_rows_stay_right_whoever_comes_to_reign(seed: int) -> No
     outcomes = dict(zip(script.tasks, await asyncio.gather(*script.tasks.values()), strict=True))
     world = script.worlds[-1]
     edges = script.edges.values()
-    await until(lambda: not world.left() and all(one.requests.are_booked for one in edges))
+    await until(lambda: not held_by(world.brain) and all(one.requests.are_booked for one in edges))
     assert {id_: row[OUTCOME] for id_, row in script.rows.items()} == outcomes
     answered = [id_ for id_, outcome in outcomes.items() if outcome == "ok"]
     assert all(script.rows[id_][SLOT_SECONDS] > 0.0 for id_ in answered)
@@ -349,7 +257,7 @@ async def test_a_question_about_a_lease_on_a_node_that_is_not_known_is_answered(
     await world.brain.connect(ours, "m/edge-1")
     link = EdgeLink(messages.ToEdge, told.append, lambda _: None, now)
     await EdgeLink.over(theirs, link)
-    request, path = a_lease_request("req_1", caller=CALLER.id, stream=True), "/v1/chat/completions"
+    request, path = a_lease_request("req_1", caller=CALLER.id, stream=True), CHAT
     record = messages.EndedRecord.of(RequestRecord("x", path, "demo", request_id="req_1"))
     opening = messages.Opening(
         "req_1", "x", path, CALLER.id, None, Priority.NORMAL, False, request, 1, "demo", True, 1.0,

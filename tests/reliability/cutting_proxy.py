@@ -5,9 +5,9 @@ from __future__ import annotations
 import asyncio
 import contextlib
 from collections.abc import AsyncIterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
-METHODS = (b"GET ", b"POST ")
+from tests.chaos.faulty_link import FaultyLink
 
 
 @dataclass(slots=True)
@@ -29,77 +29,22 @@ class CutPlan:
         self.after, self.within, self.passed = after, within, b""
 
 
-@dataclass(slots=True)
-class CuttingProxy:
+class CuttingProxy(FaultyLink):
     """Passes bytes on in both directions until the planned cut."""
 
-    plan: CutPlan
-    host: str
-    port: int
-    url: str = ""
-    _tasks: set[asyncio.Task[None]] = field(default_factory=set)
+    def __init__(self, target: tuple[str, int], plan: CutPlan) -> None:
+        super().__init__(target)
+        self._plan = plan
 
-    async def serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        """Serve one connection."""
-        task = asyncio.current_task()
-        assert task is not None
-        self._tasks.add(task)
-        try:
-            # Python 3.11 prints a cancellation in a connection's callback as an error.
-            with contextlib.suppress(OSError, asyncio.CancelledError):
-                server_reader, server_writer = await asyncio.open_connection(self.host, self.port)
-                try:
-                    await self._pass(reader, writer, server_reader, server_writer)
-                finally:
-                    server_writer.transport.abort()
-        finally:
-            writer.transport.abort()
-            self._tasks.discard(task)
-
-    async def close(self) -> None:
-        """End all open connections."""
-        for task in self._tasks:
-            task.cancel()
-        await asyncio.gather(*self._tasks, return_exceptions=True)
-
-    async def _pass(
-        self,
-        reader: asyncio.StreamReader,
-        writer: asyncio.StreamWriter,
-        server_reader: asyncio.StreamReader,
-        server_writer: asyncio.StreamWriter,
-    ) -> None:
-        request_start = bytearray()
-
-        async def forth() -> None:
-            while data := await reader.read(65536):
-                if data.startswith(METHODS):  # the beginning of a request
-                    request_start.clear()
-                    request_start.extend(data[:64])
-                server_writer.write(data)
-                await server_writer.drain()
-
-        sending = asyncio.create_task(forth())
-        receiving = asyncio.create_task(self._receive(server_reader, writer, request_start))
-        try:
-            await asyncio.wait({sending, receiving}, return_when=asyncio.FIRST_COMPLETED)
-        finally:
-            for task in (sending, receiving):
-                task.cancel()
-            await asyncio.gather(sending, receiving, return_exceptions=True)
-
-    async def _receive(
-        self,
-        server_reader: asyncio.StreamReader,
-        writer: asyncio.StreamWriter,
-        request_start: bytearray,
+    async def _server_to_client(
+        self, server_reader: asyncio.StreamReader, writer: asyncio.StreamWriter, request: bytearray
     ) -> None:
         seen = b""
         while data := await server_reader.read(65536):
             if data.startswith(b"HTTP/1.1 "):
                 seen = b""
-            plan = self.plan
-            if plan.after is not None and request_start.startswith(plan.path):
+            plan = self._plan
+            if plan.after is not None and request.startswith(plan.path):
                 seen += data
                 if b"text/event-stream" in seen[:2048]:
                     end = _end_of(seen, plan.after)
@@ -142,10 +87,6 @@ async def cutting_proxies(urls: list[str], plan: CutPlan) -> AsyncIterator[list[
         proxies = []
         for url in urls:
             host, _, port = url.removeprefix("http://").partition(":")
-            proxy = CuttingProxy(plan, host, int(port))
-            server = await asyncio.start_server(proxy.serve, "127.0.0.1", 0)
-            proxy.url = f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}"
-            stack.push_async_callback(proxy.close)
-            stack.callback(server.close)
-            proxies.append(proxy)
+            proxy = CuttingProxy((host, int(port)), plan)
+            proxies.append(await stack.enter_async_context(proxy))
         yield [proxy.url for proxy in proxies]
