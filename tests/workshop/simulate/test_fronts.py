@@ -9,7 +9,7 @@ import pytest
 
 from gateway.nodes.prompt_cache import CacheLookup
 from gateway.schedule.candidates import HOPE_GUESSED
-from gateway.schedule.core.placement_state import PlacementState
+from gateway.schedule.core.requests import PlacementState
 from gateway.workshop.simulate.fronts import (
     ExactKnowledge,
     GatewayFront,
