@@ -492,9 +492,10 @@ def _time_limit(seconds: float) -> Iterator[TimeLimit]:
         task = bar.add_task("", total=1.0)
 
         def update(name: str, share: float) -> None:
-            bar.update(task, completed=share, description=name)
+            if bar.on_terminal:
+                bar.update(task, completed=share, description=name)
 
-        yield TimeLimit(seconds, on_trial=update if bar.on_terminal else None)
+        yield TimeLimit(seconds, on_trial=update)
 
 
 def _show(

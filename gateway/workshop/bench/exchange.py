@@ -150,6 +150,7 @@ MOST_EVENT_BYTES = 1 << 20
 MOST_RESPONSE_BYTES = 64 << 20
 MOST_ERROR_BYTES = 64 * 1024  # of an error's body that are read
 ERROR_BODY_SECONDS = 5.0
+CONNECT_SECONDS = 10.0
 # Events with content that a stream may have beyond two for each token that it may write.
 SPARE_EVENTS = 16
 LONGEST_DETAIL = 200  # characters of a server's own words that are kept
@@ -264,7 +265,6 @@ class RequestSender:
 
     pool: ConnectionPool
     endpoint: Endpoint
-    connect_timeout: float
     timeout: float  # seconds for a whole request, from its start
     clock: Callable[[], float] = time.monotonic
 
@@ -281,7 +281,7 @@ class RequestSender:
                     connection = self.pool.take_idle()
                     if connection is None:
                         began = self.clock()
-                        connection = await self.pool.connect(self.connect_timeout)
+                        connection = await self.pool.connect(CONNECT_SECONDS)
                         result.connect_seconds += self.clock() - began
                     try:
                         await self._exchange(connection, head, body, result, max_tokens)
@@ -718,7 +718,7 @@ async def _ask_json(
         sender.pool.response(
             sender.pool.address.request_head(method, path, headers, len(body) if body else None),
             body,
-            connect_timeout=sender.connect_timeout,
+            connect_timeout=CONNECT_SECONDS,
             on_connected=lambda _: sent.__setitem__(0, sender.clock()),
         ) as connection,
     ):

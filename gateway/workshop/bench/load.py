@@ -250,7 +250,6 @@ class BenchPlan:
     seed: int = 1
     warm_up: int = 2  # requests sent one after the other before the first load
     timeout: float = 600.0  # seconds for a request
-    connect_timeout: float = 10.0
     most_in_flight: int = 512  # requests of an open loop that are under way at a time
     meter: EnergyMeter | None = None
 

@@ -860,7 +860,7 @@ class BenchSession:
     async def _run(self, pool: ConnectionPool) -> None:
         plan = self.plan
         self.on_phase("asking the server what it is")
-        sender = RequestSender(pool, plan.endpoint, plan.connect_timeout, plan.timeout, self.clock)
+        sender = RequestSender(pool, plan.endpoint, plan.timeout, self.clock)
         self._server = await describe_server(sender, plan.model)
         self._check_fit()
         self.on_phase("calibrating the prompts' length")

@@ -392,7 +392,7 @@ class TimeLimit:
 
     seconds: float
     clock: Callable[[], float] = time.monotonic
-    on_trial: Callable[[str, float], None] | None = None
+    on_trial: Callable[[str, float], None] = lambda _fleet, _share: None
     """Called with the fleet of the trial that runs, and the share of the time that is used."""
     trials: int = 0
     _ends: float = field(init=False)
@@ -408,8 +408,7 @@ class TimeLimit:
     def check(self, fleet: str) -> None:
         """A trial goes on. Raises OutOfTimeError."""
         left = self._ends - self.clock()
-        if self.on_trial is not None:
-            self.on_trial(fleet, min(1.0, 1.0 - left / self.seconds))
+        self.on_trial(fleet, min(1.0, 1.0 - left / self.seconds))
         if left <= 0:
             raise OutOfTimeError(f"{self.seconds:g} s for simulations are used up")
 

@@ -57,7 +57,7 @@ def test_a_request_alone_is_the_median_without_the_first_of_several() -> None:
 async def test_slots_context_and_distance_are_asked_for() -> None:
     async with EmulatedNode(slots=3, context=2048) as node:
         pool = ConnectionPool(url_address(node.url, None, None))
-        found = await describe_server(RequestSender(pool, CHAT, 5.0, 15.0), None)
+        found = await describe_server(RequestSender(pool, CHAT, 15.0), None)
         pool.close()
     assert (found.slots, found.context, found.model, found.ignores_eos) == (3, 2048, "demo", True)
     assert 0 < known(found.round_trip) < 1
@@ -75,7 +75,7 @@ async def test_nonsense_about_itself_is_not_believed() -> None:
     head = b"HTTP/1.1 200 OK\r\ncontent-length: %d\r\nconnection: close\r\n\r\n" % len(body)
     async with odd_server(answers(head + body)) as url:
         pool = ConnectionPool(url_address(url, None, None))
-        found = await describe_server(RequestSender(pool, CHAT, 5.0, 15.0), None)
+        found = await describe_server(RequestSender(pool, CHAT, 15.0), None)
         pool.close()
     assert (found.model, found.slots, found.context, found.ignores_eos) == (
         "real", None, None, False,
