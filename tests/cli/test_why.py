@@ -103,12 +103,6 @@ async def test_an_unknown_id_is_an_error_with_a_remedy(tmp_path: Path) -> None:
     assert "X-Request-ID" in ran.err
 
 
-def test_no_gateway_is_told() -> None:
-    ran = run("why", "x", "--admin-url", "http://127.0.0.1:9")
-    assert ran.status == 1
-    assert "is it running?" in ran.err
-
-
 # Real servers.
 
 
