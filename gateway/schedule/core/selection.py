@@ -200,8 +200,8 @@ class CostColumns:
 
     def least_finish(
         self, candidate_set: CandidateSet, queued: QueuedRequest, now: float, rng: random.Random
-    ) -> NodeSlots | None:
-        """The row of the least T among those with room; ties at random; None: none has room.
+    ) -> NodeSlots:
+        """The row of the least T among those with room, of which there is one; ties at random.
 
         For requests that are excluded from no row.
         """
@@ -209,10 +209,7 @@ class CostColumns:
 
         costs = self._costs(candidate_set, queued, now)
         best = int(costs.argmin())
-        least = costs[best]
-        if least == np.inf:
-            return None
-        ties = np.flatnonzero(costs == least)
+        ties = np.flatnonzero(costs == costs[best])
         rows = self._state.rows
         return rows[int(ties[int(rng.random() * len(ties))]) if len(ties) > 1 else best]
 
@@ -337,9 +334,7 @@ class LeastFinish:
         """The row of the least expected cost."""
         rows = available.rows
         if len(rows) >= LOOP_ROWS and available.unfiltered:
-            row = self._columns.least_finish(available.candidate_set, queued, now, rng)
-            assert row is not None
-            return row
+            return self._columns.least_finish(available.candidate_set, queued, now, rng)
         costs = row_costs(rows, queued, now)
         self._last = queued, now, costs
         least = min(costs)
