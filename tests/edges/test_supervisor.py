@@ -16,6 +16,7 @@ from typing import cast
 
 import pytest
 
+from gateway.app.edge import main
 from gateway.edges import supervisor
 from gateway.edges.brain import Brain
 from gateway.edges.supervisor import Edges, StartProcess
@@ -224,6 +225,12 @@ async def test_a_request_that_is_passed_on_brings_the_clients_addresses() -> Non
         assert origin == ConnectionOrigin(("192.0.2.7", 4711), None, tls=True)
         data = await asyncio.wait_for(asyncio.get_running_loop().sock_recv(sock, 64), LIMIT)
         assert data == b"a request"
+
+
+@pytest.mark.parametrize("words", [["edge-1"], ["edge-1", "7", "8", "info", "json"]])
+def test_an_edge_that_no_gateway_of_its_version_has_started_ends_at_once(words: list[str]) -> None:
+    with pytest.raises(SystemExit, match="a gateway starts its edges itself"):
+        main(words)
 
 
 # In a cluster.
