@@ -334,7 +334,8 @@ async def test_routers_of_the_running_fleet_are_planned_and_simulated_with_their
         shares = {one["name"]: one["share"] for one in found["traffic"]["models"]}
         assert shares == {"a": 2, "b": 1, "c": 0}
         assert found["changes"][0]["simulated"]["loads"] == 2
-        assert found["advice"]["verdict"] == "enough"
+        # Not the verdict: how long loads held up the real requests is a matter of the machine.
+        assert found["changes"][0]["missed"] == []
         for command in ("nodes", "models"):
             told = await asyncio.to_thread(run, command, "--json", "--admin-url", running.admin_url)
             (tmp_path / f"{command}.json").write_text(told.out)
