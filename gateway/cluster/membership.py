@@ -325,8 +325,8 @@ class Membership:
             self._become(Role("limbo", self.fence.epoch))
         if self.role.kind != "limbo" or self._drains or not self.fence.is_alone(now):
             self._may_be_alone_since = now
-        # Who has the row will be a leader in a moment, unless it can't be reached.
-        elif not member.knows_leader(now) or now - self._may_be_alone_since > self._term:
+        # Who has won the row since then will be a leader in a moment, unless it can't be reached.
+        elif not self._expects_leader(now) or now - self._may_be_alone_since > self._term:
             self._become(Role("alone", self.fence.epoch))
         if self._tenure is not None or not member.may_grant(now):
             self._untaken_since = now
@@ -343,6 +343,11 @@ class Membership:
         if self._tenure is not None:
             with self._or_resign():
                 self._tell_self(self._tenure, now)
+
+    def _expects_leader(self, now: float) -> bool:
+        """Whether a later leader has the row than all that this member has heard."""
+        row = self._member.row
+        return self._member.knows_leader(now) and row is not None and row.epoch > self.fence.epoch
 
     def _become(self, role: Role) -> None:
         if role != self.role and not self._closed:
