@@ -70,7 +70,7 @@ def test_a_quick_run_in_virtual_time_answers_every_request(
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        (["--virtual", "--only", "nginx"], "with --virtual the fronts are given"),
+        (["--virtual", "--only", "nginx"], "with --virtual there are only edges"),
         (["--only", "ngnix"], "unknown: ngnix (there are gateway, gateway-unknown, nginx, haproxy"),
         (["--loads", "heavy"], "unknown: heavy (there are light, capacity, above)"),
         (["--seeds", "0"], "not a positive whole number: 0"),

@@ -139,7 +139,6 @@ FRONTS = {
     front.name: front
     for front in (
         Front("gateway", "gateway, lengths known", _gateway()),
-        Front("edges", f"gateway with {EDGES} edges", _gateway("--edges", str(EDGES))),
         Front("gateway-unknown", "gateway, lengths unknown", _gateway(), known=False),
         Front("nginx", "nginx least_conn", replace(TARGETS["nginx"], command=_nginx)),
         Front(
@@ -147,6 +146,7 @@ FRONTS = {
             f"HAProxy leastconn, maxconn {SLOTS}",
             replace(TARGETS["haproxy"], command=_haproxy),
         ),
+        Front("edges", f"gateway with {EDGES} edges", _gateway("--edges", str(EDGES))),
         Front(
             "cluster",
             "three gateways as one, behind HAProxy",
