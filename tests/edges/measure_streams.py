@@ -23,6 +23,8 @@ from tests.emulator.raw_connection import chat, post, raw_connection
 from tests.gateway_processes import serving
 
 LIMIT = 600.0
+SETTLE_SECONDS = 1.0
+"""Until the brain knows that the first streams have ended: it shares out the next ones by that."""
 
 
 async def one_stream(url: str, tokens: int, begun: asyncio.Semaphore) -> int:
@@ -53,6 +55,7 @@ async def measure(folder: Path, node: str, edges: int, streams: int, tokens: int
         processes |= {one["name"]: psutil.Process(one["pid"]) for one in status["edges"] or ()}
         begun = asyncio.Semaphore(streams)
         await asyncio.gather(*(one_stream(line.url, 8, begun) for _ in range(streams)))
+        await asyncio.sleep(SETTLE_SECONDS)
         before = {name: used(one) for name, one in processes.items()}
         began = time.monotonic()
         await asyncio.gather(*(one_stream(line.url, tokens, begun) for _ in range(streams)))
