@@ -591,12 +591,12 @@ async def test_what_others_load_is_respected_and_too_much_of_it_ends_our_command
         ):
             record = seen["r1"].router_record
             await until(lambda: all(record.followed(one.listed_at) for one in seen.all_loads("r1")))
+            began = time.monotonic()
             await other.post("/models/load", json={"model": "b"})
             await seen.until_state("r1/b", NodeState.READY)
             assert [one.model for one in seen.changes if one.by_others] == ["b"]
-            began = time.monotonic()
             assert (await seen.client.post(CHAT, json=chat("a"))).status_code == 200
-            assert time.monotonic() - began > 3.0
+            assert time.monotonic() - began > 4.0
             for model in ("b", "a") * MOST_BY_OTHERS:
                 await loaded_by_others(other, model)
                 await seen.until_state(f"r1/{model}", NodeState.READY)
