@@ -32,8 +32,7 @@ from gateway.errors import GatewayError
 from gateway.watch.metrics import CONTENT_TYPE, Metrics
 from gateway.web.asgi import Endpoint, HealthEndpoints, asgi_app, routes_by_path
 from gateway.web.files import FileEndpoints
-from gateway.web.pages import StaticPage, load_files
-from gateway.web.site import KeptForCallers, batch_access
+from gateway.web.site import KeptForCallers, StaticPage, batch_access, load_files
 
 VIEWER, OPERATOR, ADMIN = AdminRole.VIEWER, AdminRole.OPERATOR, AdminRole.ADMIN
 

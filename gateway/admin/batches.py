@@ -18,7 +18,7 @@ from gateway.admin.reports import AUDIT_TARGET_KEY, query_parameters
 from gateway.callers.callers import owner_of_stored
 from gateway.callers.keys import KeyRing
 from gateway.errors import CLIENT_CLOSED_STATUS, GatewayError
-from gateway.http.request_head import ANONYMOUS_OWNER
+from gateway.http.heads import ANONYMOUS_OWNER
 from gateway.stored.batch_registry import ENDPOINTS, NewBatch
 from gateway.stored.batch_rows import Batch, BatchProgress, read_batches
 from gateway.stored.waits import BatchWait

@@ -9,7 +9,7 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 
 from gateway.callers.keys import LOCAL_ADMIN, AdminIdentity, AdminKeys, AdminRole
 from gateway.errors import GatewayError, truncate_echo
-from gateway.http.request_head import AllowedHosts, is_same_origin
+from gateway.http.heads import AllowedHosts, is_same_origin
 from gateway.web.asgi import error_response
 
 _IDENTITY_KEY = "gateway.admin_identity"  # key of the caller's `AdminIdentity` in the ASGI scope

@@ -21,7 +21,7 @@ from gateway.callers.stored_keys import MOST_PROBLEMS, MOST_STORED_KEYS, KeyProb
 from gateway.catalog import ServedModels
 from gateway.config.errors import single_line
 from gateway.config.keys import KeySpec
-from gateway.config.routing import CATCH_ALL
+from gateway.config.scheduling import CATCH_ALL
 from gateway.errors import truncate_echo
 from gateway.request.preparation import ModelAliases
 from gateway.store.failures import StoreError

@@ -34,8 +34,14 @@ from gateway.nodes.fleet import Fleet
 from gateway.nodes.node import LeasePhase, Node, NodeState
 from gateway.nodes.prices import GpuCosts
 from gateway.nodes.router import LoadPhase
-from gateway.watch.history import COLUMNS, STEP_SECONDS, FleetHistory, Gauges, HistoryPoint
-from gateway.watch.node_history import NodeHistory
+from gateway.watch.history import (
+    COLUMNS,
+    STEP_SECONDS,
+    FleetHistory,
+    Gauges,
+    HistoryPoint,
+    NodeHistory,
+)
 from gateway.watch.problems import (
     LOST_EDGE_SECONDS,
     MOST_NAMED,

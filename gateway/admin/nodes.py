@@ -23,7 +23,7 @@ from gateway import errors
 from gateway.admin.configuration import GatewayControl
 from gateway.admin.reports import AUDIT_ACTION_KEY, AUDIT_TARGET_KEY
 from gateway.callers.windows import time_text
-from gateway.config.routing import CATCH_ALL
+from gateway.config.scheduling import CATCH_ALL
 from gateway.errors import GatewayError, suggestion, truncate_echo
 from gateway.forward.in_flight import InFlightRegistry, InFlightRequest
 from gateway.nodes.fleet import Fleet
@@ -35,7 +35,7 @@ from gateway.schedule.admission import Waiter
 from gateway.schedule.candidates import FleetSync
 from gateway.schedule.core.requests import NodeSlots
 from gateway.schedule.model_placer import PINNED_BY, ModelPlacer, model_key, order_refused
-from gateway.watch.node_history import NodeHistory
+from gateway.watch.history import NodeHistory
 from gateway.web.asgi import (
     JsonResponse,
     in_steps,

@@ -30,7 +30,7 @@ from gateway.events import RequestRecord
 from gateway.forward.client_response import ClientResponse, node_error
 from gateway.forward.header_fields import headers_for_node
 from gateway.forward.in_flight import InFlightRequest, PrefillProgress
-from gateway.http.request_head import class_of
+from gateway.http.heads import class_of
 from gateway.request.preparation import IncomingRequest, Sender, read_in_turn
 from gateway.request.routes import ROUTES
 from gateway.terms import Caller, Headers, Priority

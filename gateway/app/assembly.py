@@ -1,4 +1,7 @@
-"""Builds the gateway's objects, starts them and ends them; nothing else does."""
+"""Builds the gateway's objects, starts them and ends them; nothing else does.
+
+`run` does it in a process: files, event loop, signals and exit status.
+"""
 
 from __future__ import annotations
 
@@ -6,6 +9,7 @@ import asyncio
 import contextlib
 import os
 import random
+import signal
 import socket
 import subprocess
 import time
@@ -33,11 +37,24 @@ from gateway.admin.status import MetricsSource
 from gateway.app import handover, startup
 from gateway.app.background import BackgroundWork
 from gateway.app.cluster import ClusterPart, Duties
-from gateway.app.event_loop import OwnTasks, wait_for_first
-from gateway.app.fitting import check_fit
+from gateway.app.event_loop import (
+    OwnTasks,
+    collect_garbage,
+    freeze_objects,
+    run_event_loop,
+    wait_for_first,
+)
+from gateway.app.handover import InheritedState, inherit_from_environment
 from gateway.app.learnt import LearntMemory
 from gateway.app.metering import Metering
-from gateway.app.startup import Options, StartError, check_extras, reread_admin_key
+from gateway.app.startup import (
+    Options,
+    StartError,
+    check_extras,
+    check_fit,
+    load_checked,
+    reread_admin_key,
+)
 from gateway.callers.callers import is_loopback
 from gateway.callers.key_desk import group_warnings
 from gateway.callers.keys import AdminKeys
@@ -65,9 +82,9 @@ from gateway.forward.forwarder import Forwarder
 from gateway.forward.in_flight import InFlightRegistry, TimeoutMonitor
 from gateway.http.certificates import CertificateError
 from gateway.http.exchange import ConnectionOrigin
+from gateway.http.heads import HandlerConfig
 from gateway.http.listener import Listener
 from gateway.http.protocol import LINGER_SECONDS, protocol_class
-from gateway.http.request_head import HandlerConfig
 from gateway.lease import KeyedHash
 from gateway.nodes.calibration import Calibrator
 from gateway.nodes.fleet import Fleet
@@ -84,7 +101,7 @@ from gateway.transport.pool import open_node_pool
 from gateway.transport.resolver import Resolver
 from gateway.watch.audit import AuditTrail
 from gateway.watch.event_log import EventLog
-from gateway.watch.logs import Logs
+from gateway.watch.logs import Logs, set_up_logging
 from gateway.watch.metrics import Metrics
 from gateway.watch.problems import StorageCondition
 from gateway.watch.request_tracing import RequestTracing
@@ -631,7 +648,7 @@ class Gateway:
         )
 
     def _openapi_document(self, listener: str | None) -> bytes:
-        from gateway.openapi.document import openapi_json  # whoever starts has no use for it
+        from gateway.openapi import openapi_json  # whoever starts has no use for it
 
         ring, anonymous = self.handler.config.key_ring, self.settings.allow_anonymous
         return openapi_json(
@@ -951,3 +968,55 @@ def load_certificates(settings: Settings, fleet: Fleet, audit: AuditTrail) -> Ce
         return CertificateRenewal(settings, fleet, audit)
     except CertificateError as error:
         raise StartError(str(error), 2) from None
+
+
+def run(options: Options) -> int:
+    """Serve until a signal ends the process; returns its exit status. Raises: StartError."""
+    inherited = inherit_from_environment()
+    options = inherited.apply_to(options)
+    settings, inventory = load_checked(options, allow_empty=not inherited.customised)
+    with set_up_logging(settings.logging.level, settings.logging.format) as logs:
+        return run_event_loop(serve(options, settings, inventory, logs, inherited=inherited))
+
+
+async def serve(
+    options: Options,
+    settings: Settings,
+    inventory: Inventory,
+    logs: Logs,
+    on_ready: Callable[[Gateway], None] | None = None,
+    *,
+    inherited: InheritedState | None = None,
+) -> int:
+    """Serve until a signal ends the process; returns its exit status. Raises: StartError.
+
+    `on_ready` is called once every node has been probed, or after `Timings.first_probes`.
+    """
+    for problem in inventory.warnings:
+        structlog.get_logger().warning("inventory", warning=str(problem))
+    gateway = Gateway(options, settings, logs, inherited)
+    loop = asyncio.get_running_loop()
+    collector: asyncio.Task[None] | None = None
+    signals = {
+        signal.SIGTERM: gateway.stop,
+        signal.SIGINT: gateway.stop,
+        signal.SIGHUP: gateway.schedule_reload,
+        signal.SIGUSR2: gateway.schedule_handover,
+    }
+    for number, handler in signals.items():
+        loop.add_signal_handler(number, handler)
+    try:
+        async with gateway.running(inventory, freeze_objects):
+            collector = asyncio.create_task(collect_garbage(lambda: not gateway.registry))
+            if on_ready is not None:
+                probed, limit = gateway.fleet.first_probes_done, gateway.timings.first_probes
+                await wait_for_first(probed.wait(), gateway.stopping.wait(), timeout=limit)
+                if not gateway.stopping.is_set():
+                    on_ready(gateway)
+            await gateway.stopping.wait()
+            return await gateway.shut_down()
+    finally:
+        if collector is not None:
+            collector.cancel()
+        for number in signals:
+            loop.remove_signal_handler(number)

@@ -25,11 +25,11 @@ from gateway import errors
 from gateway.app.event_loop import OwnTasks
 from gateway.callers.limits import Part
 from gateway.cluster.fencing import Fence, Tenure
-from gateway.cluster.leader_row import StoredLeadership
 from gateway.cluster.leadership import boot_clock
 from gateway.cluster.membership import Membership, MemberState, Owner, Role
+from gateway.cluster.tables import StoredLeadership
 from gateway.cluster.tunnel import Greeting, TunnelError
-from gateway.config.cluster import ClusterSettings
+from gateway.config.settings import ClusterSettings
 from gateway.edges.passing import Passing
 from gateway.edges.reign import Reign
 from gateway.edges.supervisor import Edges

@@ -31,9 +31,9 @@ from gateway.edges.edge import EdgeServices, NotReady
 from gateway.edges.passing import Passing, over_channel
 from gateway.forward.forwarder import Forwarder
 from gateway.http.certificates import CertificateError, ListenerCertificates, changed_files
+from gateway.http.heads import HandlerConfig
 from gateway.http.listener import ClientServer
 from gateway.http.protocol import protocol_class
-from gateway.http.request_head import HandlerConfig
 from gateway.request.routes import Route, routes_of
 from gateway.system import connection_limits, raise_open_file_limit
 from gateway.watch.logs import LogFormat, Logs, set_up_logging

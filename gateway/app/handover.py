@@ -21,8 +21,7 @@ from typing import BinaryIO
 
 from gateway.app.startup import Options, StartError
 from gateway.callers.keys import INITIAL_ACCESS, AnonymousAccess
-from gateway.config.cluster import parse_address
-from gateway.config.settings import Settings
+from gateway.config.settings import Settings, parse_address
 from gateway.http.listener import Listener, bind_socket, resolve_addresses
 from gateway.lease import HASH_KEY_BYTES
 

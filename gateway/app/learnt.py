@@ -57,8 +57,7 @@ from gateway.store.failures import StoreError
 from gateway.store.schema import learnt as table
 from gateway.store.store import Store
 from gateway.system import read_state, set_aside, write_state
-from gateway.watch.history import FleetHistory, HistoryPoint
-from gateway.watch.node_history import NodeHistory
+from gateway.watch.history import FleetHistory, HistoryPoint, NodeHistory
 from gateway.web.asgi import in_steps
 
 # Seconds in which evidence comes to count half. A server of one model and build on one machine

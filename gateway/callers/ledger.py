@@ -48,8 +48,7 @@ from gateway.callers.processes import (
 from gateway.store.database import sqlite_driver
 from gateway.store.failures import StoreError
 from gateway.store.schema import open_requests, usage
-from gateway.store.store import Store
-from gateway.store.worker import StoreWorker
+from gateway.store.store import Store, StoreWorker
 
 FLUSH_SECONDS = 0.25  # seconds from the beginning of a flush to that of the next one
 JOURNALED_WITHIN = 0.5  # age by which a request that still runs is to be in the store

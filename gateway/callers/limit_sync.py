@@ -22,8 +22,7 @@ from gateway.callers.limits import MINUTE, NO_OTHERS, Account, LedgerSums, Limit
 from gateway.callers.processes import LOST
 from gateway.callers.windows import DAY, Calendar, date_of, month_start
 from gateway.store.schema import open_requests, processes, usage, usage_days
-from gateway.store.store import Store
-from gateway.store.worker import StoreWorker
+from gateway.store.store import Store, StoreWorker
 
 POLL_SECONDS = 0.5
 # Seconds after which the store is read though no other process seems to have changed it.

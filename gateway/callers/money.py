@@ -18,8 +18,7 @@ from sqlalchemy import Connection, case
 from gateway.callers.windows import DAY, date_of
 from gateway.store.database import insert_for
 from gateway.store.schema import node_hours
-from gateway.store.store import Store
-from gateway.store.worker import StoreWorker
+from gateway.store.store import Store, StoreWorker
 
 MILLION = 1_000_000
 # Requests may be charged for so much more than the recorded hours of their nodes, since hours are

@@ -55,8 +55,7 @@ from gateway.errors import CLIENT_CLOSED_STATUS
 from gateway.store.database import insert_for
 from gateway.store.failures import StoreError
 from gateway.store.schema import node_hours, open_requests, revisions, usage, usage_days
-from gateway.store.store import Store
-from gateway.store.worker import StoreWorker
+from gateway.store.store import Store, StoreWorker
 
 Dimension = Literal["key", "group", "user", "model", "class", "day", "tier"]
 DIMENSIONS: tuple[Dimension, ...] = ("key", "group", "user", "model", "class", "day", "tier")

@@ -40,8 +40,7 @@ from gateway.store.failures import StoreError, StoreUnavailable
 from gateway.store.schema import groups as groups_table
 from gateway.store.schema import keys as keys_table
 from gateway.store.schema import learnt, revisions, usage
-from gateway.store.store import Store
-from gateway.store.worker import StoreWorker
+from gateway.store.store import Store, StoreWorker
 from gateway.system import read_state, write_state
 
 # Keys that a store may hold, revoked ones included: a gateway has all of them in memory.

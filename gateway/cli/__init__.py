@@ -18,6 +18,7 @@ from gateway.cli import (
     serve,
     settings,
     store,
+    top,
     up,
     why,
 )
@@ -31,7 +32,6 @@ from gateway.cli.terminal import (
     print_error,
     usage_message,
 )
-from gateway.cli.top import command as top
 from gateway.cli.workshop import bench, plan, simulate, tune
 from gateway.config.errors import ConfigError
 

@@ -14,7 +14,7 @@ from gateway.cli.options import CommandGroup, argument, flag
 from gateway.cli.terminal import CommandFailed, WrongUsage, print_listing, print_note
 
 if TYPE_CHECKING:
-    from gateway.cluster.members import StoredMember
+    from gateway.cluster.tables import StoredMember
     from gateway.store.store import Store
 
 # Seconds since its last sign of life within which a member is taken to be at work.
@@ -64,7 +64,7 @@ def remove(
     End its process first, or switch the machine off: one that still runs without the database and
     the leader would use the same slots, and one that runs with them registers again.
     """
-    from gateway.cluster import members as jobs
+    from gateway.cluster import tables as jobs
 
     with _opened(config) as (store, cluster):
         found = {one.row.name: one for one in _members(store, cluster)}
@@ -83,7 +83,7 @@ def remove(
 
 
 def _members(store: Store, cluster: str) -> list[StoredMember]:
-    from gateway.cluster.members import stored_members
+    from gateway.cluster.tables import stored_members
 
     return store.run_now(lambda connection: stored_members(connection, cluster), write=False)
 

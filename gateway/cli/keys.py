@@ -1042,7 +1042,7 @@ async def _answer(
 def _unknown_models(settings: Settings, nodes: Path, specs: Sequence[KeySpec]) -> Sequence[str]:
     """Return a warning for each model that no node of the inventory declares."""
     from gateway.config.inventory import load_inventory
-    from gateway.config.routing import CATCH_ALL
+    from gateway.config.scheduling import CATCH_ALL
 
     names = list(dict.fromkeys(name for spec in specs for name in spec.models or ()))
     if not names or CATCH_ALL in settings.models:

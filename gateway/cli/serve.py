@@ -53,8 +53,8 @@ def serve(
     within `shutdown.grace`; a second SIGTERM ends it at once. SIGUSR2 starts the same command
     again, perhaps of a newer version, which takes over without a refused connection.
     """
+    from gateway.app.assembly import run
     from gateway.app.handover import restart_command
-    from gateway.app.process import run
     from gateway.app.startup import StartError
 
     given = replace(

@@ -25,8 +25,7 @@ if TYPE_CHECKING:
     from gateway.app.startup import Options
     from gateway.local.download import ModelWish
     from gateway.local.gguf import ModelFile
-    from gateway.local.model_folder import ModelFolder
-    from gateway.local.plan import LocalFleetPlan
+    from gateway.local.plan import LocalFleetPlan, ModelFolder
 
 
 EXAMPLES = examples_epilog(
@@ -299,8 +298,8 @@ async def _serve(plan: LocalFleetPlan, given: Options, server_port: int | None) 
     """Start the servers and the gateway over them; return the exit status."""
     import asyncio
 
+    from gateway.app.assembly import serve
     from gateway.app.handover import reserve_addresses
-    from gateway.app.process import serve
     from gateway.app.startup import load_checked
     from gateway.cli.progress import StartupProgress
     from gateway.config.inventory import load_inventory

@@ -21,7 +21,7 @@ import msgspec
 import structlog
 
 from gateway import __version__
-from gateway.cluster import members
+from gateway.cluster import tables
 from gateway.cluster.fencing import SETTLE_SECONDS, Fence, Session, Sharers, Tenure, Term
 from gateway.cluster.leadership import (
     Leadership,
@@ -32,7 +32,7 @@ from gateway.cluster.leadership import (
     parse_holder,
 )
 from gateway.cluster.tunnel import Greeting, Kind, Refusal, TunnelError, Tunnels, Welcome
-from gateway.config.cluster import ClusterSettings, parse_address
+from gateway.config.settings import ClusterSettings, parse_address
 from gateway.http.certificates import ServerCertificate
 from gateway.http.exchange import ConnectionOrigin
 from gateway.store.failures import StoreError
@@ -150,7 +150,7 @@ class _Follower:
 class Membership:
     """The membership of this process.
 
-    `process`: its name, which no other one ever has. `store`: for the jobs of `members.py`.
+    `process`: its name, which no other one ever has. `store`: for the jobs of `tables.py`.
     `fence`: what this member may start alone.
     """
 
@@ -175,7 +175,7 @@ class Membership:
         self._name, self._process = settings.member_name, process
         self._leadership, self._store, self._owner = leadership, store, owner
         self._clock = clock
-        self._own = members.MemberRow(self._name, process, 0, str(settings.advertised), __version__)
+        self._own = tables.MemberRow(self._name, process, 0, str(settings.advertised), __version__)
         self._member = Member(holder_name(self._own.contender, settings.term), settings.term)
         self._member.stands = False  # until it is registered
         self._tasks: set[asyncio.Task[None]] = set()
@@ -183,7 +183,7 @@ class Membership:
         self._may_be_alone_since = 0.0  # in limbo
         self._untaken_since = 0.0  # since when it has won, and does not lead
         # The list of members.
-        self._rows: dict[str, members.MemberRow] = {}
+        self._rows: dict[str, tables.MemberRow] = {}
         self._removed: list[str] = []  # members that operators have removed
         self._list_wanted = asyncio.Event()
         # As a leader.
@@ -268,11 +268,11 @@ class Membership:
         await self.tunnels.aclose()
         if self._drains:
             # So that nobody keeps a share of the slots for it, unless a successor is this member.
-            leaving = self._in_store(members.remove, name=self._name, process=self._process)
+            leaving = self._in_store(tables.remove, name=self._name, process=self._process)
             with contextlib.suppress(StoreError, TimeoutError):
                 await asyncio.wait_for(leaving, LEAVE_SECONDS)
 
-    def _seen(self, row: members.MemberRow) -> MemberSample:
+    def _seen(self, row: tables.MemberRow) -> MemberSample:
         role, state, silent = "unknown", None, None
         if row.process == self._process:
             role, state, silent = self.role.kind, self._owner.state(), 0.0
@@ -290,7 +290,7 @@ class Membership:
         )
 
     async def _in_store(self, job: Callable[..., T], *, write: bool = True, **given: Any) -> T:
-        """What a job of `members.py` returns of this cluster. Raises: StoreError."""
+        """What a job of `tables.py` returns of this cluster. Raises: StoreError."""
         return await self._store.run(
             functools.partial(job, cluster=self._cluster, **given), write=write
         )
@@ -365,9 +365,9 @@ class Membership:
             self._list_wanted.clear()
             try:
                 if registered or self._drains or self._replaced:
-                    rows = await self._in_store(members.read_members, write=False)
+                    rows = await self._in_store(tables.read_members, write=False)
                 else:
-                    rows = await self._in_store(members.register, own=self._own)
+                    rows = await self._in_store(tables.register, own=self._own)
                 registered = self._take_list(rows)
                 await self._update_shares()
             except StoreError as error:
@@ -388,7 +388,7 @@ class Membership:
             finally:
                 timer.cancel()
 
-    def _take_list(self, rows: Sequence[members.MemberRow]) -> bool:
+    def _take_list(self, rows: Sequence[tables.MemberRow]) -> bool:
         """Note all members; returns whether this process is its member's, as far as that says."""
         self._rows = {row.name: row for row in rows if row.process}
         self._removed = [row.name for row in rows if not row.process]
@@ -414,7 +414,7 @@ class Membership:
         if wanted != self._stored:
             in_json = msgspec.json.encode(wanted).decode()
             writing = self._in_store(
-                members.write_sharers, holder=self._member.name, epoch=epoch, sharers=in_json
+                tables.write_sharers, holder=self._member.name, epoch=epoch, sharers=in_json
             )
             if not await writing or self._tenure is not tenure:
                 return
@@ -429,7 +429,7 @@ class Membership:
         stored = None
         while stored is None and self._has_won(epoch):
             try:
-                stored = await self._in_store(members.read_sharers, write=False)
+                stored = await self._in_store(tables.read_sharers, write=False)
             except StoreError:
                 await asyncio.sleep(RETRY_SECONDS)
         self._winning = None

@@ -22,8 +22,8 @@ from typing import Literal
 import msgspec
 import structlog
 
-from gateway.config.cluster import Address, ClusterSettings, ClusterTls
 from gateway.config.listeners import TlsFiles
+from gateway.config.settings import Address, ClusterSettings, ClusterTls
 from gateway.http.certificates import (
     CertificateError,
     LoadedCertificate,

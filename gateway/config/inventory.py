@@ -37,8 +37,7 @@ from gateway.config.fields import (
     TypeLabel,
 )
 from gateway.config.foreign import foreign_problem
-from gateway.config.routing import NameList
-from gateway.config.scheduling import Hook, command_as_hook
+from gateway.config.scheduling import Hook, NameList, command_as_hook
 from gateway.config.yaml_file import (
     MOST_VALUES,
     YamlDocument,

@@ -2,52 +2,73 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 import re
-from collections.abc import Collection, Iterator, Mapping
+import socket
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from contextlib import suppress
 from itertools import islice
 from pathlib import Path
 from typing import Annotated, Any, ClassVar, Literal, NamedTuple
+from urllib.parse import urlsplit
 
-from pydantic import AfterValidator, BeforeValidator, ValidationInfo, field_validator
+from pydantic import (
+    AfterValidator,
+    BeforeValidator,
+    Field,
+    SecretStr,
+    ValidationInfo,
+    field_validator,
+)
 
 from gateway.config import yaml_file
-from gateway.config.cluster import ClusterSettings
 from gateway.config.errors import ConfigError, Problem
 from gateway.config.fields import (
     ConfigModel,
+    EnvVarName,
+    ExistingFile,
     Fraction,
     Listed,
     Lowercased,
     LowercasedOrOff,
+    Networks,
     NonEmptyText,
     PriorityName,
+    Seconds,
     SecondsOrOff,
     SecondsOrZero,
     TypeLabel,
+    instead_of,
+    is_host,
+    matching,
+    read_by,
+    resolved_secret,
     validation_error,
 )
 from gateway.config.foreign import foreign_problem
 from gateway.config.keys import CacheSpec, GroupName, GroupSpec, KeySpec, check_unique
-from gateway.config.listeners import AdminSettings, CorsSpec, LimitSettings, ListenSettings
-from gateway.config.prompts import PromptSettings
-from gateway.config.routing import (
-    HealthSettings,
-    ModelRule,
-    RepairSettings,
-    RetrySettings,
-    TimeoutSettings,
-    check_catch_all,
-    find_alias_loop,
+from gateway.config.listeners import (
+    AdminSettings,
+    CorsSpec,
+    LimitSettings,
+    ListenSettings,
+    TlsFiles,
 )
 from gateway.config.scheduling import (
     HEADER_NAME,
     ClassRule,
     ElasticSettings,
+    HealthSettings,
     HybridSettings,
     ModelPlacementSettings,
+    ModelRule,
     QueueSettings,
+    RepairSettings,
+    RetrySettings,
+    TimeoutSettings,
+    check_catch_all,
+    find_alias_loop,
 )
 from gateway.config.stored import (
     BatchSettings,
@@ -56,7 +77,6 @@ from gateway.config.stored import (
     WebhookUrl,
     masked_store_url,
 )
-from gateway.config.telemetry import TelemetrySettings
 from gateway.config.yaml_file import YamlDocument, YamlEntry, YamlList, YamlMapping, YamlScalar
 
 _HOP = frozenset(
@@ -157,6 +177,96 @@ class IdentitySettings(ConfigModel):
     earlier one of its session only."""
 
 
+TRACES_PATH = "/v1/traces"
+"""Where collectors take traces by OTLP over HTTP."""
+
+_HEADER = re.compile(r"([A-Za-z0-9!#$%&'*+.^_`|~-]{1,128}):[ \t]*([ -~]+)")
+
+
+def _endpoint(value: object) -> object:
+    if not isinstance(value, str):
+        return value
+    try:
+        url = WebhookUrl.parse(value)
+    except ValueError as error:
+        raise validation_error(str(error), f"such as http://127.0.0.1:4318{TRACES_PATH}") from None
+    if url.query:
+        raise validation_error("must have no query", "a secret belongs into header_file")
+    return f"{url.origin}{TRACES_PATH}" if url.path == "/" else str(url)
+
+
+def _rate(value: object) -> object:
+    if isinstance(value, (bool, str)):
+        raise validation_error("must be a number", "such as 1 or 0.1, for each second")
+    return value
+
+
+class TracesSettings(ConfigModel):
+    """Traces of requests, exported by OTLP over HTTP. Never a prompt or a completion."""
+
+    endpoint: Annotated[str | None, BeforeValidator(_endpoint), TypeLabel("URL")] = None
+    """URL of the collector, such as `http://127.0.0.1:4318/v1/traces`; without a path `/v1/traces`
+    is meant. Unset: no traces. Needs the extra `otel`."""
+    share: Fraction = 0.05
+    """Share of requests that are traced."""
+    beyond_share: Annotated[
+        float,
+        BeforeValidator(_rate),
+        Field(ge=0, le=1000, allow_inf_nan=False),
+        TypeLabel("requests a second"),
+    ] = 1.0
+    """Requests a second that are traced beyond the share: so many whose client has recorded its
+    part of the trace (`traceparent`), and as many that the gateway or a node failed (5xx)."""
+    service_name: NonEmptyText = "llama-gateway"
+    """The gateway's `service.name` in its traces."""
+    header_env: EnvVarName | None = None
+    """Name of the environment variable that holds a header for the collector, written as
+    `Authorization: Bearer SECRET`."""
+    header_file: Annotated[ExistingFile | None, instead_of("header_env")] = None
+    """File that holds the header, instead of `header_env`."""
+    ca_file: ExistingFile | None = None
+    """PEM file of the certificate authorities to trust, instead of the system's."""
+    timeout: Annotated[Seconds, Field(le=60)] = 10.0
+    """For one message to the collector, with all its retries."""
+    # Resolved from `header_env` or `header_file`; `exclude` keeps it out of the file's keys.
+    header: SecretStr | None = Field(default=None, exclude=True, validate_default=True, repr=False)
+
+    @field_validator("header", mode="before")
+    @classmethod
+    def _resolve_header(cls, header: object, info: ValidationInfo) -> object:
+        found = resolved_secret(header, info, "a header", "header")
+        if info.context and isinstance(found, str) and not _HEADER.fullmatch(found):
+            raise validation_error(
+                "holds no header",
+                "it is written as `Authorization: Bearer SECRET`",
+                "header_env" if info.data.get("header_env") else "header_file",
+            )
+        return found
+
+    def header_fields(self) -> dict[str, str]:
+        """The header for the collector; empty: there is none."""
+        if self.header is None:
+            return {}
+        name, _, value = self.header.get_secret_value().partition(":")
+        return {name: value.strip()}
+
+
+class TelemetrySettings(ConfigModel):
+    """What the gateway tells monitoring. Never a prompt or a completion."""
+
+    gen_ai_metrics: bool = False
+    """Requests in `/metrics` also under the names of OpenTelemetry's conventions for generative AI
+    (`gen_ai_server_request_duration_seconds` and so on)."""
+    key_names: bool = True
+    """`llama_gateway_key_info` in `/metrics`: the name of each API key that sends requests beside
+    its id, of 1,000 at most, for whoever may know callers: without admin keys, or from the role
+    operator on."""
+    node_metrics: bool = True
+    """Serve `/metrics/nodes`: the metrics of all llama.cpp servers, each with its node's name."""
+    traces: TracesSettings = TracesSettings()
+    """Traces of requests, for a collector of OpenTelemetry."""
+
+
 class LoggingSettings(ConfigModel):
     """Logging. No log holds a prompt, a completion or a key."""
 
@@ -169,6 +279,102 @@ class LoggingSettings(ConfigModel):
     access_share: Fraction = 1.0
     """Share of requests that have a line, between 0 and 1. Requests that the gateway or a node
     failed (5xx) always have one."""
+
+
+_NAME = re.compile(r"[A-Za-z0-9]([A-Za-z0-9._-]{0,61}[A-Za-z0-9])?")
+# A leader renews several times in a term, and its database may take its time.
+LEAST_TERM, LONGEST_TERM = 1.0, 60.0
+_WILDCARDS = frozenset({"0.0.0.0", "::"})
+
+
+class Address(NamedTuple):
+    """Where a member listens, or is reached."""
+
+    host: str
+    port: int
+
+    def __str__(self) -> str:
+        return f"[{self.host}]:{self.port}" if ":" in self.host else f"{self.host}:{self.port}"
+
+
+def parse_address(text: str) -> Address:
+    """The address that `HOST:PORT` means, with an IPv6 address in brackets. Raises: ValueError."""
+    parts = urlsplit(f"//{text}")
+    found = Address(parts.hostname or "", parts.port or 0)
+    if not found.port or not is_host(found.host) or str(found) != text.lower():
+        raise ValueError("it is no HOST:PORT")
+    return found
+
+
+_READ_ADDRESS = read_by(
+    lambda value: str(parse_address(str(value))),
+    "must be an address with a port",
+    "such as 10.0.0.1:8090 or [fd00::1]:8090",
+)
+_AddressText = Annotated[str, _READ_ADDRESS, TypeLabel("HOST:PORT")]
+_ReachedAddress = Annotated[
+    str,
+    matching(
+        lambda text: parse_address(text).host not in _WILDCARDS,
+        "must be an address by which others reach this member",
+        "0.0.0.0 and :: are none",
+    ),
+    _READ_ADDRESS,  # the last one reads first
+    TypeLabel("HOST:PORT"),
+]
+
+Name = Annotated[
+    str,
+    matching(
+        _NAME.fullmatch,
+        "must be a name of letters, digits, '.', '_' and '-'",
+        "at most 63 characters, the first and the last a letter or a digit",
+    ),
+    TypeLabel("name"),
+]
+
+
+class ClusterTls(TlsFiles):
+    """Certificates between members: each side shows one, and checks that of the other."""
+
+    ca: ExistingFile
+    """PEM file of the authority that has signed the certificates of all members, and none else."""
+
+
+class ClusterSettings(ConfigModel):
+    """Several machines as one gateway. They share `store.url`. A change needs a restart."""
+
+    name: Name = "llama-gateway"
+    """Name of the cluster, the same for all its members. Several clusters may share a store."""
+    member: Name | None = None
+    """Name of this member, which its certificate must have (`subjectAltName`). Unset: the host's
+    name."""
+    listen: _AddressText
+    """Address for the other members, over TLS."""
+    advertise: _ReachedAddress | None = None
+    """Address by which the others reach this member. Unset: `listen`, with the host's name in place
+    of `0.0.0.0` or `::`."""
+    allow: Networks = ()
+    """Addresses or networks of the other members; connections from elsewhere are closed. Empty: any
+    address, as long as it shows a certificate."""
+    tls: ClusterTls
+    """Certificates between members."""
+    term: Annotated[Seconds, Field(ge=LEAST_TERM, le=LONGEST_TERM)] = 2.0
+    """For so long the leader leads after it has last renewed its row in the store. If it dies,
+    another one leads some two terms later. The same for all members."""
+
+    @property
+    def member_name(self) -> str:
+        """The name of this member."""
+        return self.member or socket.gethostname()
+
+    @property
+    def advertised(self) -> Address:
+        """Where the others reach this member."""
+        found = parse_address(self.advertise or self.listen)
+        if self.advertise is None and found.host in _WILDCARDS:
+            return Address(socket.gethostname(), found.port)
+        return found
 
 
 class ShutdownSettings(ConfigModel):
@@ -189,6 +395,124 @@ def _no_empty_name(value: object) -> object:
     if isinstance(value, Mapping) and "" in value:
         raise validation_error("a model's name can't be empty")
     return value
+
+
+# The parser of `re` has no public name; tests hold it to each Python.
+_parser, ops = vars(re)["_parser"], vars(re)["_constants"]
+
+
+def _pattern(value: object) -> object:
+    if not isinstance(value, str):
+        raise validation_error("must be a regular expression", "for the beginning of one line")
+    if (problem := pattern_problem(value)) is not None:
+        raise validation_error(problem)
+    return value
+
+
+LinePattern = Annotated[str, BeforeValidator(_pattern), TypeLabel("regular expression")]
+LinePatterns = Annotated[Listed[LinePattern], TypeLabel("list of patterns")]
+
+
+class PromptSettings(ConfigModel):
+    """Lines of system prompts that change with each request, and so void every prompt cache.
+
+    Patterns are matched against the beginnings of lines. The billing line of Claude Code is known.
+    """
+
+    volatile: LinePatterns = ()
+    """Lines to overlook when the node that knows a prompt is looked for."""
+    strip: LinePatterns = ()
+    """Lines to overlook, and to take out of the request as well."""
+    remember: bool = True
+    """Keep over a restart which prompts each node has cached, as digests beside their key. `false`:
+    what was kept is deleted, and a restart forgets."""
+
+
+SHORTEST_LITERAL_PREFIX = 4
+"""Plain characters that a pattern begins with."""
+
+LONGEST_PATTERN = 256
+
+LONGEST_LINE = 1024
+"""Characters of a line that a pattern is matched against."""
+
+MOST_MATCH_PATHS = 16 * LONGEST_LINE
+"""Ways in which the repeats and choices of a pattern may share out a line."""
+
+
+def pattern_problem(pattern: str) -> str | None:
+    """Return why a text can't be a pattern, with the remedy; None where it can."""
+    if len(pattern) > LONGEST_PATTERN:
+        return f"is longer than {LONGEST_PATTERN} characters"
+    try:
+        compiled = re.compile(pattern)
+        if compiled.flags & ~re.UNICODE:
+            return "sets flags; spell out what is to match"
+        if "\n" in pattern:
+            return "goes over the end of a line; a pattern is for one line"
+        parts = _parse(pattern)
+        ways = _ways(parts)
+    except _UnsupportedError as error:
+        return str(error)
+    except (re.error, RecursionError, OverflowError) as error:
+        return f"is no regular expression: {error}"
+    if len(_prefix(parts)) < SHORTEST_LITERAL_PREFIX:
+        return (
+            f"must begin with {SHORTEST_LITERAL_PREFIX} plain characters or more, by which "
+            f"lines are found"
+        )
+    if ways > MOST_MATCH_PATHS:
+        return "can match in too many ways; leave one `.*` or `.+` at most"
+    return None
+
+
+def literal_prefix(pattern: str) -> str:
+    """Return the plain characters that a pattern begins with; it must have no `pattern_problem`."""
+    return _prefix(_parse(pattern))
+
+
+def _parse(pattern: str) -> list[tuple[object, Any]]:
+    """Return the parts of a pattern as `re` sees them: operation and argument."""
+    return list(_parser.parse(pattern))
+
+
+class _UnsupportedError(Exception):
+    pass
+
+
+_ONE_CHARACTER_OR_PLACE = {ops.LITERAL, ops.NOT_LITERAL, ops.ANY, ops.IN, ops.AT}
+
+
+def _ways(parts: Iterable[tuple[object, Any]]) -> int:
+    """Return in how many ways these parts can share out a line, at most.
+
+    Raises _UnsupportedError, with words for people.
+    """
+    ways = 1
+    for operation, argument in parts:
+        if operation is ops.SUBPATTERN:
+            ways *= _ways(argument[-1])
+        elif operation is ops.BRANCH:
+            ways *= sum(map(_ways, argument[1]))
+        elif operation in {ops.MAX_REPEAT, ops.MIN_REPEAT}:
+            least, most, inner = argument
+            ways_inside = _ways(inner)
+            if most > 1 and ways_inside > 1:
+                raise _UnsupportedError("repeats something that has repeats or choices of its own")
+            if most > 1 and inner.getwidth()[0] == 0:
+                # However short the line is, `re` would go through all of the repeats.
+                raise _UnsupportedError("repeats something empty")
+            ways *= ways_inside * min(most - least + 1, LONGEST_LINE)
+        elif operation not in _ONE_CHARACTER_OR_PLACE:
+            raise _UnsupportedError(
+                "looks around, back, or into groups; plain characters, sets and repeats will do"
+            )
+    return ways
+
+
+def _prefix(parts: Iterable[tuple[object, Any]]) -> str:
+    plain = itertools.takewhile(lambda part: part[0] is ops.LITERAL, parts)
+    return "".join(chr(argument) for _, argument in plain)
 
 
 class Settings(ConfigModel):

@@ -34,8 +34,8 @@ from gateway.callers.processes import EDGE_DIED
 from gateway.cluster.fencing import GRANT_SECONDS
 from gateway.config.settings import Settings
 from gateway.edges import messages
+from gateway.edges.messages import KeySnapshots, ModelSnapshots
 from gateway.edges.reign import Reign
-from gateway.edges.snapshots import KeySnapshots, ModelSnapshots
 from gateway.errors import GatewayError, drop_traceback
 from gateway.events import AttemptEnded, EdgeLost, EventBus, RequestRecord, StreamResumed
 from gateway.forward.attempt_ends import CALLERS_OUTCOMES

@@ -31,11 +31,10 @@ from gateway import errors
 from gateway.callers.limits import Accounts, LimitBook, RateLimit, Reservation
 from gateway.callers.meter import Meter
 from gateway.config.inventory import NodeTls
-from gateway.config.settings import Settings
-from gateway.config.telemetry import TracesSettings
+from gateway.config.settings import Settings, TracesSettings
 from gateway.edges import messages
 from gateway.edges.carried import AdmittedRequest, EdgeRequests, HeldLease, Uplink
-from gateway.edges.snapshots import KeyCopies, ModelCopies
+from gateway.edges.messages import KeyCopies, ModelCopies
 from gateway.errors import GatewayError
 from gateway.events import (
     FEW_DEFERRED,

@@ -20,8 +20,7 @@ from gateway import errors
 from gateway.edges.sockets import PassedOn, SocketChannel
 from gateway.errors import GatewayError
 from gateway.http.exchange import ConnectionOrigin
-from gateway.http.request_head import RequestContext, x_request_id_of
-from gateway.http.response_head import encode_headers
+from gateway.http.heads import RequestContext, encode_headers, x_request_id_of
 from gateway.terms import Headers
 from gateway.transport.connection import NodeConnection
 from gateway.transport.eager_task import ensure_task

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from tenacity import AsyncRetrying, RetryCallState, wait_random_exponential
 
 from gateway.api.tokens import UsageOptions
-from gateway.config.routing import RetrySettings
+from gateway.config.scheduling import RetrySettings
 from gateway.config.settings import Settings
 from gateway.events import EventBus
 from gateway.forward.attempt_ends import AttemptEnds, Quarantine

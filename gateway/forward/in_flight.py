@@ -44,7 +44,7 @@ from gateway.api.outcome import (
 )
 from gateway.api.sse import MOST_STEP_LINES
 from gateway.api.transcript import SplicePoint
-from gateway.config.routing import TimeoutSettings
+from gateway.config.scheduling import TimeoutSettings
 from gateway.config.settings import Settings
 from gateway.errors import GatewayError
 from gateway.events import RequestRecord

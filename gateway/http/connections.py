@@ -35,8 +35,7 @@ from gateway.callers.callers import IPNetwork, client_address, client_network, p
 from gateway.callers.fair_share import RESERVE_DIVISOR, FairShare, soft_limit
 from gateway.errors import GatewayError
 from gateway.http.exchange import HttpExchange, Serve
-from gateway.http.request_head import x_request_id_of
-from gateway.http.response_head import encode_headers, rejection
+from gateway.http.heads import encode_headers, rejection, x_request_id_of
 from gateway.request.routes import Route, api_of_path
 
 MOST_HEALTH_ONLY = 64  # connections beyond the limit that may ask for `HEALTH_PATHS`

@@ -15,7 +15,7 @@ import structlog
 from uvicorn.protocols.http.flow_control import FlowControl
 
 from gateway.errors import ClientClosed, GatewayError
-from gateway.http.request_head import ContextCache
+from gateway.http.heads import ContextCache
 from gateway.request.routes import Route
 from gateway.terms import Headers
 from gateway.transport.eager_task import EagerTask

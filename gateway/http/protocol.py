@@ -56,7 +56,7 @@ from gateway.http.exchange import (
     HttpExchange,
     Serve,
 )
-from gateway.http.response_head import encode_headers, rejection
+from gateway.http.heads import encode_headers, rejection
 from gateway.request.routes import ROUTES, Route
 from gateway.terms import Headers
 from gateway.transport.connection import KnownHead, TurnBoundProtocol, TurnLimit

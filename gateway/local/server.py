@@ -64,7 +64,7 @@ class ServerSpec:
     batch: int | None = None  # tokens of one step; None: by its context
     micro_batch: int | None = None  # tokens of one computation
     is_router: bool = False
-    """`model` is a preset file, whose models a llama-server loads on demand (`model_folder`)."""
+    """`model` is a preset file, whose models a llama-server loads on demand (`ModelFolder`)."""
     memory: int | None = None  # that its host has for these models, in bytes
 
 

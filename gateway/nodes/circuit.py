@@ -24,7 +24,7 @@ import statistics
 from collections import defaultdict, deque
 from dataclasses import dataclass, field
 
-from gateway.config.routing import HealthSettings
+from gateway.config.scheduling import HealthSettings
 
 # Share by which an open time varies, so that nodes ejected together do not return together.
 OPEN_JITTER = 0.1

@@ -14,7 +14,7 @@ import msgspec
 
 from gateway.api.json_values import FIELDS_DECODER, as_raw
 from gateway.api.tokens import BOUND_NAMES, Number
-from gateway.config.routing import ModelRule
+from gateway.config.scheduling import ModelRule
 from gateway.request import multipart, request_limits
 from gateway.request.body import MISSING, Body, ParsedBody
 

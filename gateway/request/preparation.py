@@ -16,7 +16,7 @@ from gateway.callers.limits import Accounts
 from gateway.catalog import ServedModels
 from gateway.config.keys import SHARED_CACHE, CachePolicy, NodeLabels
 from gateway.config.listeners import LimitSettings
-from gateway.config.routing import CATCH_ALL, ModelRule
+from gateway.config.scheduling import CATCH_ALL, ModelRule
 from gateway.errors import GatewayError
 from gateway.events import RequestRecord
 from gateway.lease import KeyedHash, LeaseCaller, LeaseRequest, RequestSize, WantedNode

@@ -17,7 +17,7 @@ from collections.abc import Generator, Sequence
 import msgspec
 
 from gateway.api.json_values import FIELDS_DECODER, ITEMS_DECODER, TEXT_DECODER, as_raw
-from gateway.config.prompts import LONGEST_LINE, literal_prefix, pattern_problem
+from gateway.config.settings import LONGEST_LINE, literal_prefix, pattern_problem
 from gateway.lease import KeyedHash, PromptKey, block_numbers
 from gateway.request.body import BYTES_PER_TOKEN, MISSING, Body, LargeBody
 from gateway.request.edits import Edit, raw_fields

@@ -23,8 +23,7 @@ import msgspec
 
 from gateway.callers.callers import is_loopback
 from gateway.config.inventory import host_memory, url_host
-from gateway.config.routing import ModelRule
-from gateway.config.scheduling import DEFAULT_PATIENCE
+from gateway.config.scheduling import DEFAULT_PATIENCE, ModelRule
 from gateway.config.settings import Settings
 from gateway.errors import GatewayError
 from gateway.events import EventBus

@@ -404,7 +404,7 @@ leadership = Table(
     Column("sharers", Text, nullable=False, server_default=text("'[]'")),
 )
 
-# Who belongs to each cluster (`gateway.cluster.members`). `generation` counts the processes that
+# Who belongs to each cluster (`gateway.cluster.tables`). `generation` counts the processes that
 # have registered as this member; `process` is the last one.
 members = Table(
     "members",

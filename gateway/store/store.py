@@ -18,7 +18,7 @@ import socket
 import sqlite3
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 from dataclasses import KW_ONLY, dataclass, field
 from typing import Any, Generic, TypeVar
 
@@ -43,7 +43,7 @@ CHECK_SECONDS = 5.0
 # Seconds between the first attempts to open the store; each further pause is twice as long.
 FIRST_PAUSE = 0.1
 LOOK_SECONDS = 0.25  # seconds between two looks whether another process has changed the store
-LONGEST_PAUSE = 5.0  # seconds between attempts to open the store, at most
+LONGEST_PAUSE = 5.0  # most seconds between two attempts to open the store, or to do a failed pass
 log = structlog.get_logger()
 
 
@@ -496,3 +496,92 @@ def _file_problem(error: OSError) -> StoreError:
     if isinstance(error, PermissionError) or error.errno == 30:
         return StoreReadOnly(message, "let the gateway's user write the file and its folder")
     return StoreUnavailable(message, "make its folder, and let the gateway's user write into it")
+
+
+@dataclass(eq=False)
+class StoreWorker:
+    """Does work that is due again and again, pass by pass, on a store that may be away.
+
+    Its owner runs `run` in a task, and cancels and awaits it. A pass that raises StoreError has met
+    a store that is away. It is told of once, until a pass succeeds again, and the next passes
+    follow at growing distances. So a pass must keep what it has not written, and be one that can be
+    done twice.
+
+    `period`: seconds from the beginning of a pass to that of the next. `first`: seconds until the
+    first pass, in place of a period. `longest_pause`: seconds until a pass that failed is tried
+    again, at most, unless `period` is longer. `on_away` is told, once for each time that the store
+    is away, why; the store itself has a line in the log. `clock` is monotonic; by default it is the
+    event loop's.
+    """
+
+    one_pass: Callable[[], Awaitable[object]]
+    period: float
+    first: float | None = None
+    longest_pause: float = LONGEST_PAUSE
+    on_away: Callable[[str], None] = lambda _: None
+    clock: Callable[[], float] = lambda: asyncio.get_running_loop().time()
+    problem: str | None = None  # why the last pass failed; None: it did not
+    failures: int = 0  # passes that failed
+    due: float | None = None
+    """When the pass that is under way, or else the next, was to begin, by `clock`; None: `run` has
+    not begun."""
+    _pause: float = 0.0
+    _woken: asyncio.Event = field(default_factory=asyncio.Event)
+
+    async def run(self) -> None:
+        """Work until cancelled."""
+        self.due = due = self.clock() + (self.period if self.first is None else self.first)
+        while True:
+            await self._rest(due - self.clock())
+            began = self.clock()
+            due = began + self.period if await self.attempt() else self.clock() + self._pause
+            self.due = due
+
+    async def attempt(self) -> bool:
+        """Do one pass now; returns whether the store took it."""
+        try:
+            await self.one_pass()
+        except StoreError as error:
+            self.failed(str(error))
+            return False
+        self.succeeded()
+        return True
+
+    async def attempt_within(self, seconds: float, work: Callable[[], Awaitable[object]]) -> None:
+        """Do what comes before the first pass; a store that takes longer is away."""
+        try:
+            async with asyncio.timeout(seconds):
+                await work()
+        except StoreError as error:
+            self.failed(str(error))
+        except TimeoutError:
+            self.failed("the store has not answered yet")
+
+    def wake(self) -> None:
+        """Do the next pass at once, unless the store is away."""
+        if self.problem is None:
+            self._woken.set()
+
+    def failed(self, why: str) -> None:
+        """The store is away."""
+        if self.problem is None:
+            self._pause = self.period
+            self.on_away(why)
+        else:
+            self._pause = min(2 * self._pause, max(self.longest_pause, self.period))
+        self.problem = why
+        self.failures += 1
+
+    def succeeded(self) -> None:
+        """The store has taken all of a pass."""
+        self.problem = None
+
+    async def _rest(self, seconds: float) -> None:
+        if seconds > 0:
+            # By hand: `asyncio.timeout` takes half as many instructions again.
+            timer = asyncio.get_running_loop().call_later(seconds, self._woken.set)
+            try:
+                await self._woken.wait()
+            finally:
+                timer.cancel()
+        self._woken.clear()

@@ -23,7 +23,7 @@ from opentelemetry.proto.trace.v1.trace_pb2 import Span as SpanMessage
 from opentelemetry.proto.trace.v1.trace_pb2 import SpanFlags, Status
 
 from gateway import __version__
-from gateway.config.telemetry import TracesSettings
+from gateway.config.settings import TracesSettings
 from gateway.watch.spans import Attribute, EndedRequest, spans_of
 
 # Bytes of a collector's response that are read, so that its connection can be used again.

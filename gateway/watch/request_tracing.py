@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING
 
 import structlog
 
-from gateway.config.telemetry import TracesSettings
+from gateway.config.settings import TracesSettings
 from gateway.events import RequestRecord
 from gateway.schedule.decision_log import Decision, DecisionLog
 from gateway.terms import Headers, RequestTrace, Traceparent, parse_traceparent

@@ -24,8 +24,7 @@ from gateway import errors
 from gateway.api.json_values import InvalidJson, JsonObject, parse_object
 from gateway.catalog import FleetCatalog, RequestQueue
 from gateway.errors import GatewayError
-from gateway.http.request_head import x_request_id_of
-from gateway.http.response_head import error_headers
+from gateway.http.heads import error_headers, x_request_id_of
 from gateway.request.routes import api_of_path
 
 X_REQUEST_ID_KEY = "gateway.x_request_id"  # key of the request's id in the ASGI scope

@@ -29,14 +29,14 @@ from gateway.errors import GatewayError
 from gateway.events import RequestRecord
 from gateway.forward.client_response import JSON_HEADER_LINE
 from gateway.http.exchange import HttpExchange
-from gateway.http.request_head import (
+from gateway.http.heads import (
     Callers,
     HandlerConfig,
     RequestContext,
+    encode_headers,
     no_store,
     owner_by_head,
 )
-from gateway.http.response_head import encode_headers
 from gateway.request.body import BYTE_ORDER_MARK, is_slow_to_parse
 from gateway.request.preparation import Request
 from gateway.request.routes import ROUTES, Route

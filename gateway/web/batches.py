@@ -20,7 +20,7 @@ from gateway.api.json_values import JsonObject
 from gateway.callers.callers import cache_policy_of
 from gateway.config.fields import format_duration
 from gateway.errors import GatewayError
-from gateway.http.request_head import Callers, no_store, owner_by_head
+from gateway.http.heads import Callers, no_store, owner_by_head
 from gateway.stored.batch_registry import BatchRegistry, NewBatch
 from gateway.stored.batch_rows import Batch, BatchProgress, read_batches
 from gateway.stored.claims import BatchState

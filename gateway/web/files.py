@@ -16,7 +16,7 @@ from starlette.types import Receive, Scope, Send
 from gateway import errors
 from gateway.errors import CLIENT_CLOSED_STATUS, GatewayError
 from gateway.http.body_memory import body_parts, check_plain, content_length
-from gateway.http.request_head import Callers, no_store
+from gateway.http.heads import Callers, no_store
 from gateway.request import multipart
 from gateway.request.multipart import (
     LONGEST_FIELD_HEADERS,

@@ -47,13 +47,16 @@ from gateway.http.body_memory import (
     translate_body,
 )
 from gateway.http.exchange import HttpExchange
-from gateway.http.request_head import HandlerConfig, RequestContext, cors_headers, parse_context
-from gateway.http.response_head import (
+from gateway.http.heads import (
+    HandlerConfig,
+    RequestContext,
+    cors_headers,
     early_gateway_header_lines,
     encode_headers,
     error_headers,
     gateway_header_lines,
     node_error_header_lines,
+    parse_context,
     progress_comment,
     rate_limit_lines,
     stream_header_lines,

@@ -8,7 +8,7 @@ import httpx
 import pytest
 
 from gateway.admin.app import FILES_PATH, INDEX_PAGE, PAGE, STATIC_FOLDER
-from gateway.web.pages import CONTENT_TYPES, load_files
+from gateway.web.site import CONTENT_TYPES, load_files
 from tests.nodes.build import a_spec
 from tests.virtual import in_virtual_time
 from tests.web.bare_gateway import bare_gateway

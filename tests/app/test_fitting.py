@@ -7,8 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from gateway.app.fitting import misfits
-from gateway.app.startup import Options, check_startup
+from gateway.app.startup import Options, check_startup, misfits
 from gateway.config.errors import Problem
 from gateway.config.inventory import Inventory, load_inventory
 from gateway.config.settings import Settings, load_settings

@@ -60,8 +60,7 @@ from gateway.schedule.lease_service import LocalLeaseService
 from gateway.schedule.scheduler import Scheduler
 from gateway.store.schema import learnt as table
 from gateway.store.store import Store
-from gateway.watch.history import FleetHistory, Gauges
-from gateway.watch.node_history import NodeHistory
+from gateway.watch.history import FleetHistory, Gauges, NodeHistory
 from gateway.web.asgi import STEP_SECONDS
 from tests.each_case import each_case
 from tests.lease_requests import expected, learn

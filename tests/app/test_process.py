@@ -8,9 +8,8 @@ from pathlib import Path
 import pytest
 import yaml
 
-from gateway.app.assembly import Gateway
+from gateway.app.assembly import Gateway, serve
 from gateway.app.event_loop import DUE_AFTER, GARBAGE_SECONDS, collect_garbage
-from gateway.app.process import serve
 from gateway.app.startup import Options, load_checked
 from gateway.watch.logs import set_up_logging
 from tests.emulator import EmulatedNode

@@ -105,7 +105,7 @@ def stop(*_):
     asyncio.timeout = lambda delay: timeout(
         delay if delay is not None and delay < {SHORTEST_STOPPED} else None)
     try:
-        from gateway.store.worker import StoreWorker
+        from gateway.store.store import StoreWorker
     except ImportError:
         return
     rest = StoreWorker._rest

@@ -34,7 +34,7 @@ def test_nothing_looks_into_the_store_by_the_clock_while_requests_are_counted() 
     program = (
         instructions.STOP_CLOCKS
         + """
-from gateway.store.worker import StoreWorker
+from gateway.store.store import StoreWorker
 async def main(passes):
     async def one_pass():
         passes.append(1)

@@ -16,7 +16,7 @@ from gateway.callers.limits import Account
 from gateway.callers.reports import roll_up
 from gateway.config.settings import Settings
 from gateway.errors import GatewayError
-from gateway.http.response_head import rate_limit_lines
+from gateway.http.heads import rate_limit_lines
 from gateway.store.database import locate_store
 from gateway.store.store import Store
 from gateway.terms import Caller

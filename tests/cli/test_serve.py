@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 import trustme
 
-import gateway.app.process
+import gateway.app.assembly
 from gateway.app.startup import Options, StartError
 from tests.cli.running import Ran, run
 from tests.each_case import each_case
@@ -29,7 +29,7 @@ def given(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> list[Options]:
         seen.append(options)
         return 3
 
-    monkeypatch.setattr(gateway.app.process, "run", start)
+    monkeypatch.setattr(gateway.app.assembly, "run", start)
     monkeypatch.chdir(tmp_path)
     return seen
 
@@ -96,7 +96,7 @@ def test_a_start_error_is_one_line_on_stderr(monkeypatch: pytest.MonkeyPatch, st
     def refuse(_: Options) -> int:
         raise StartError("the port is taken", status)
 
-    monkeypatch.setattr(gateway.app.process, "run", refuse)
+    monkeypatch.setattr(gateway.app.assembly, "run", refuse)
     assert run("serve") == Ran(status, "", "error: the port is taken\n")
 
 

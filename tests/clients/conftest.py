@@ -11,7 +11,7 @@ import pytest_asyncio
 from anthropic import AsyncAnthropic
 from openai import AsyncOpenAI
 
-from gateway.config.routing import RepairSettings
+from gateway.config.scheduling import RepairSettings
 from tests.clients.site import Site, running_site
 from tests.gateways import NO_TLS
 from tests.servers import DemoServer, demo_servers, running_demo_servers

@@ -7,7 +7,7 @@ from typing import Any
 
 import trustme
 
-from gateway.config.cluster import ClusterSettings, ClusterTls
+from gateway.config.settings import ClusterSettings, ClusterTls
 
 CLUSTER = "c"
 

@@ -12,11 +12,11 @@ from sqlalchemy import create_engine, text
 from sqlalchemy.pool import StaticPool
 
 from gateway.cluster.fencing import Fence, Session, Tenure
-from gateway.cluster.leader_row import FIRST, LOOK, update_of
 from gateway.cluster.leadership import FIRST_ROW, Change, LeaderRow, Leadership
 from gateway.cluster.membership import Membership, MemberState, Owner, Role
+from gateway.cluster.tables import FIRST, LOOK, update_of
 from gateway.cluster.tunnel import Greeting, member_certificate
-from gateway.config.cluster import ClusterSettings
+from gateway.config.settings import ClusterSettings
 from gateway.store.failures import StoreUnavailable
 from gateway.store.schema import metadata
 from gateway.store.store import Store

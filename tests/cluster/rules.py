@@ -12,7 +12,7 @@ from types import ModuleType
 
 MODULES = {
     "leadership": "gateway.cluster.leadership",
-    "leader_row": "gateway.cluster.leader_row",
+    "leader_row": "gateway.cluster.tables",
     "fencing": "gateway.cluster.fencing",
     "sending": "tests.cluster.sending",
 }

@@ -11,8 +11,8 @@ from pathlib import Path
 import psycopg
 import pytest
 
-from gateway.cluster.leader_row import StoredLeadership
 from gateway.cluster.leadership import FIRST_ROW, Change, LeaderRow, Member, boot_clock, contend
+from gateway.cluster.tables import StoredLeadership
 from gateway.store.database import locate_store
 from gateway.store.failures import StoreError, StoreLocked, StoreUnavailable
 from tests.cluster.pgbouncer import needs_pgbouncer, running_pgbouncer

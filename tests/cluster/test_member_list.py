@@ -11,7 +11,7 @@ import pytest
 import yaml
 from sqlalchemy import Connection, insert
 
-from gateway.cluster.members import (
+from gateway.cluster.tables import (
     MemberRow,
     StoredMember,
     read_members,

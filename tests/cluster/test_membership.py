@@ -13,8 +13,8 @@ from sqlalchemy import delete, select
 
 from gateway.cluster.fencing import SETTLE_SECONDS, Session
 from gateway.cluster.leadership import Change
-from gateway.cluster.members import remove
 from gateway.cluster.membership import LEAD_SECONDS
+from gateway.cluster.tables import remove
 from gateway.cluster.tunnel import OPEN_SECONDS, TunnelError
 from gateway.store.schema import members as members_table
 from gateway.transport.link import EdgeLink

@@ -10,8 +10,8 @@ from pathlib import Path
 import psycopg
 import pytest
 
-from gateway.cluster.leader_row import StoredLeadership
 from gateway.cluster.leadership import Leadership
+from gateway.cluster.tables import StoredLeadership
 from gateway.store.database import locate_store
 from gateway.store.store import Store
 from tests.cluster.certificates import CLUSTER, Authority

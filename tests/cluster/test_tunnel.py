@@ -26,7 +26,7 @@ from gateway.cluster.tunnel import (
     Welcome,
     member_certificate,
 )
-from gateway.config.cluster import Address, ClusterSettings, ClusterTls
+from gateway.config.settings import Address, ClusterSettings, ClusterTls
 from gateway.http.certificates import CertificateError, ServerCertificate
 from gateway.http.exchange import ConnectionOrigin
 from tests.cluster.certificates import CLUSTER, Authority

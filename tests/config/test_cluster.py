@@ -6,9 +6,15 @@ from pathlib import Path
 
 import pytest
 
-from gateway.config.cluster import Address, ClusterSettings, parse_address
 from gateway.config.errors import ConfigError
-from gateway.config.settings import Settings, changed_restart_keys, load_settings
+from gateway.config.settings import (
+    Address,
+    ClusterSettings,
+    Settings,
+    changed_restart_keys,
+    load_settings,
+    parse_address,
+)
 
 TLS = "tls: {cert: c.pem, key: c.key, ca: ca.pem}"
 Load = Callable[[str], ClusterSettings]

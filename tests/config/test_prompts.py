@@ -3,7 +3,7 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from gateway.config.prompts import literal_prefix, pattern_problem
+from gateway.config.settings import literal_prefix, pattern_problem
 from tests.each_case import each_case
 
 PIECES = ["time: ", "a", ".", "[a-c]", r"\d", r"\.", "^", "(", "(?:", ")", "|", "*", "{2}", "?"]

@@ -5,7 +5,7 @@ from itertools import pairwise
 from hypothesis import given
 from hypothesis import strategies as st
 
-from gateway.config.routing import ModelRule, find_alias_loop
+from gateway.config.scheduling import ModelRule, find_alias_loop
 from tests.config.conftest import LoadSettings, Problems
 from tests.each_case import each_case
 

@@ -7,8 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from gateway.config.settings import changed_restart_keys, masked_settings
-from gateway.config.telemetry import TracesSettings
+from gateway.config.settings import TracesSettings, changed_restart_keys, masked_settings
 from tests.config.conftest import LoadSettings, Problems
 from tests.each_case import each_case
 

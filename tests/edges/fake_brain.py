@@ -14,7 +14,7 @@ import msgspec
 from gateway.callers.keys import AnonymousAccess
 from gateway.edges import messages
 from gateway.edges.edge import EdgeServices
-from gateway.edges.snapshots import NO_MODELS
+from gateway.edges.messages import NO_MODELS
 from gateway.lease import AttemptReport, ExpectedReading, UsageReport
 from gateway.transport.link import EdgeLink
 from tests.forward.granted_lease import a_node_info

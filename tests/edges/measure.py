@@ -25,8 +25,7 @@ from typing import Any
 
 from gateway.app.event_loop import run_event_loop
 from gateway.cluster.tunnel import Tunnels, Welcome, member_certificate
-from gateway.config.cluster import Address, ClusterSettings
-from gateway.config.settings import Settings
+from gateway.config.settings import Address, ClusterSettings, Settings
 from gateway.edges.edge import EdgeServices
 from gateway.events import FEW_DEFERRED, EventBus, RequestRecord, call_later
 from gateway.lease import NOTHING_TRIED, AttemptReport, PromptKey, Usage, UsageReport

@@ -10,13 +10,14 @@ import pytest
 
 from gateway.callers.keys import AnonymousAccess, KeyRing, hash_key, held_key
 from gateway.config.keys import KeySpec
-from gateway.edges.messages import Keys, Models
-from gateway.edges.snapshots import (
+from gateway.edges.messages import (
     LOOK_SECONDS,
     MOST_KEYS_TOLD,
     KeyCopies,
+    Keys,
     KeySnapshots,
     ModelCopies,
+    Models,
     ModelSnapshots,
 )
 from gateway.nodes.model_index import ModelIndex

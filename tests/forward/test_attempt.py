@@ -21,7 +21,7 @@ import msgspec
 import pytest
 
 from gateway import errors
-from gateway.config.routing import TimeoutSettings
+from gateway.config.scheduling import TimeoutSettings
 from gateway.config.settings import Settings
 from gateway.events import RequestRecord
 from gateway.forward.in_flight import (

@@ -7,7 +7,7 @@ from collections.abc import Callable
 from hypothesis import given
 from hypothesis import strategies as st
 
-from gateway.config.routing import RetrySettings
+from gateway.config.scheduling import RetrySettings
 from gateway.forward.context import BUDGET_WINDOW, Retries, RetryBudget
 from tests.virtual import in_virtual_time, now
 

@@ -18,7 +18,7 @@ from gateway.api.json_values import run_at_once
 from gateway.api.ollama import OLLAMA_CHAT, OLLAMA_EMBED, OLLAMA_GENERATE
 from gateway.callers.limits import Accounts
 from gateway.config.listeners import LimitSettings
-from gateway.config.routing import ModelRule
+from gateway.config.scheduling import ModelRule
 from gateway.errors import GatewayError
 from gateway.nodes.model_index import ModelIndex
 from gateway.request.body import LargeBody, parse_body, read_large_body

@@ -24,7 +24,7 @@ from gateway.callers.limits import LimitBook
 from gateway.config.settings import Settings
 from gateway.errors import GatewayError
 from gateway.forward.header_fields import headers_for_client, headers_for_node
-from gateway.http.request_head import HandlerConfig, parse_context, x_request_id_of
+from gateway.http.heads import HandlerConfig, parse_context, x_request_id_of
 from gateway.lease import KeyedHash
 from gateway.nodes.model_index import ModelIndex
 from gateway.terms import Headers, Priority

@@ -24,8 +24,7 @@ from gateway.config.inventory import Inventory, NodeSpec
 from gateway.config.scheduling import command_as_hook
 from gateway.config.settings import Settings, is_restart_key
 from gateway.config.yaml_file import keys_of, meaning_of, nested_model
-from gateway.openapi.bodies import ADMIN_ERRORS, ERRORS, FIELDS
-from gateway.openapi.document import Operation, operations
+from gateway.openapi import ADMIN_ERRORS, ERRORS, FIELDS, Operation, operations
 from tests.config.models import models_below
 
 PAGES = Path("docs/reference/configuration.md"), Path("docs/reference/http.md")

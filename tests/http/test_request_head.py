@@ -14,8 +14,9 @@ from gateway.callers.keys import KeyRing
 from gateway.config.listeners import CorsSpec
 from gateway.config.settings import Settings
 from gateway.errors import GatewayError
-from gateway.http.request_head import (
+from gateway.http.heads import (
     ANONYMOUS_OWNER,
+    EXPOSED_HEADERS,
     LONGEST_PREFER,
     HandlerConfig,
     cors_headers,
@@ -23,7 +24,6 @@ from gateway.http.request_head import (
     owner_by_head,
     prefers_async,
 )
-from gateway.http.response_head import EXPOSED_HEADERS
 from gateway.lease import KeyedHash
 from gateway.nodes.model_index import ModelIndex
 from gateway.terms import Caller, Priority

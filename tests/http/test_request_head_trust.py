@@ -14,7 +14,7 @@ import pytest_asyncio
 
 from gateway.callers.keys import new_key
 from gateway.config.settings import Settings
-from gateway.http.request_head import OriginPolicy
+from gateway.http.heads import OriginPolicy
 from gateway.request.routes import ROUTES
 from tests.each_case import each_case
 from tests.emulator.raw_connection import raw_connection

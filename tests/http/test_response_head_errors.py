@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from gateway.callers.keys import new_key
-from gateway.http.response_head import EXPOSED_HEADERS
+from gateway.http.heads import EXPOSED_HEADERS
 from tests.callers.build import all_accounts
 from tests.emulator import EmulatedNode
 from tests.forward.proxy_over_nodes import GENERATION_PATHS, proxy_over

@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 
 from gateway.local.memory import MIB, ServerSettings, file_memory
-from gateway.local.model_folder import ModelFolder
+from gateway.local.plan import ModelFolder
 from tests.known import known
 from tests.local.gguf_files import gguf_writer
 from tests.servers import demo_model

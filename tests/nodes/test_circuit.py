@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from gateway.config.routing import HealthSettings
+from gateway.config.scheduling import HealthSettings
 from gateway.nodes.circuit import (
     LEAST_LIMIT,
     MOST_LIMIT,

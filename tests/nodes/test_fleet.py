@@ -16,7 +16,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from gateway.config.inventory import NodeSpec
-from gateway.config.routing import HealthSettings, TimeoutSettings
+from gateway.config.scheduling import HealthSettings, TimeoutSettings
 from gateway.config.settings import Settings
 from gateway.events import EventBus, NodeChanged
 from gateway.nodes.fleet import (

@@ -16,7 +16,7 @@ from unittest.mock import AsyncMock
 import httpx
 import pytest
 
-from gateway.config.routing import HealthSettings
+from gateway.config.scheduling import HealthSettings
 from gateway.config.settings import Settings
 from gateway.nodes.circuit import Circuit
 from gateway.nodes.health import (

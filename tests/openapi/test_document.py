@@ -14,8 +14,7 @@ import pytest
 
 from gateway.admin.app import ADMIN_ROUTES
 from gateway.config.settings import Settings
-from gateway.openapi.bodies import ADMIN_ERRORS, ERRORS, SCHEMAS, SITE_PATHS, ErrorRow
-from gateway.openapi.document import openapi_json
+from gateway.openapi import ADMIN_ERRORS, ERRORS, SCHEMAS, SITE_PATHS, ErrorRow, openapi_json
 from gateway.request.routes import pages_of, routes_of
 from gateway.stored.batch_rows import Batch, BatchProgress
 from gateway.stored.claims import BatchState

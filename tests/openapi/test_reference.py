@@ -15,7 +15,7 @@ from gateway.events import (
     RequestRecord,
     WebhookAttempted,
 )
-from gateway.openapi.bodies import ERROR_HEADERS, ERRORS, REQUEST_HEADERS, RESPONSE_HEADERS
+from gateway.openapi import ERROR_HEADERS, ERRORS, REQUEST_HEADERS, RESPONSE_HEADERS
 from gateway.watch.metrics import Metrics, NodeSample
 from tests.house.reference import PAGES, renewed, tables
 from tests.watch.metric_source import a_source

@@ -28,7 +28,7 @@ from typer.testing import CliRunner
 from gateway.__main__ import PROGRAMS
 from gateway.cli import app
 from gateway.config.settings import Settings
-from gateway.openapi.document import openapi_json
+from gateway.openapi import openapi_json
 from gateway.store.database import (
     FILE_NAME,
     THIS_PROGRAM,

@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 
 from gateway.api.json_values import run_at_once
 from gateway.config.listeners import LimitSettings
-from gateway.config.routing import ModelRule
+from gateway.config.scheduling import ModelRule
 from gateway.errors import GatewayError
 from gateway.lease import KeyedHash
 from gateway.request import edits

@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from gateway.api.tokens import BOUND_NAMES, settle_bound
-from gateway.config.routing import ModelRule
+from gateway.config.scheduling import ModelRule
 from gateway.request.body import parse_body
 from gateway.request.edits import apply_edit, apply_rules, lowest_bound, required_edit, with_model
 from tests.each_case import each_case

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from gateway.api.json_values import run_at_once
 from gateway.config.listeners import LimitSettings
-from gateway.config.prompts import pattern_problem
+from gateway.config.settings import pattern_problem
 from gateway.lease import HASH_KEY_BYTES, KeyedHash, PromptKey
 from gateway.request.body import read_large_body
 from gateway.request.edits import apply_edit

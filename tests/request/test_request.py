@@ -14,7 +14,7 @@ from gateway.api.json_values import run_at_once
 from gateway.callers.limits import Accounts, LimitBook
 from gateway.config.keys import LimitSpec
 from gateway.config.listeners import LimitSettings
-from gateway.config.routing import ModelRule
+from gateway.config.scheduling import ModelRule
 from gateway.config.settings import Settings
 from gateway.errors import GatewayError
 from gateway.events import RequestRecord

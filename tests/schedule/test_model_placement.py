@@ -4,8 +4,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from gateway.config.routing import ModelRule, ReplicaSettings
-from gateway.config.scheduling import ModelPlacementSettings
+from gateway.config.scheduling import ModelPlacementSettings, ModelRule, ReplicaSettings
 from gateway.nodes.router import LoadPhase
 from gateway.schedule.core.model_placement import (
     FAST_SECONDS,

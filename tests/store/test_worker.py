@@ -5,7 +5,7 @@ import contextlib
 from collections.abc import AsyncIterator
 
 from gateway.store.failures import StoreUnavailable
-from gateway.store.worker import LONGEST_PAUSE, StoreWorker
+from gateway.store.store import LONGEST_PAUSE, StoreWorker
 from tests.virtual import in_virtual_time, now
 
 

@@ -13,7 +13,7 @@ import pytest
 from sqlalchemy import Connection, update
 
 from gateway.errors import GatewayError
-from gateway.http.request_head import ANONYMOUS_OWNER
+from gateway.http.heads import ANONYMOUS_OWNER
 from gateway.store.database import locate_store
 from gateway.store.schema import stored_requests
 from gateway.store.store import Store

@@ -9,10 +9,10 @@ from typing import cast
 import pytest
 
 from gateway.nodes.speed import Speed
-from gateway.watch import node_history
-from gateway.watch.node_history import STEP_SECONDS, STEPS, NodeHistory
+from gateway.watch import history as history_module
+from gateway.watch.history import DAY_STEP_SECONDS, DAY_STEPS, NodeHistory
 
-DAY = STEP_SECONDS * STEPS
+DAY = DAY_STEP_SECONDS * DAY_STEPS
 NOON = 1_796_040_000.0
 """The beginning of a step."""
 
@@ -51,7 +51,7 @@ def test_a_day_is_kept_and_no_more() -> None:
     history = NodeHistory()
     worked(history, NOON, DAY + 7200)
     found = points(history, NOON + DAY + 7200)
-    assert len(found) == STEPS  # with the one that runs
+    assert len(found) == DAY_STEPS  # with the one that runs
     assert found[0][0] == NOON + 7500
     assert found[-2][0] == NOON + DAY + 6900
 
@@ -108,7 +108,7 @@ def test_a_node_that_was_never_seen_has_no_points() -> None:
 
 
 def test_the_node_that_is_gone_for_longest_makes_room(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(node_history, "MOST_NODES", 2)
+    monkeypatch.setattr(history_module, "MOST_NODES", 2)
     history = NodeHistory()
     for name, at in (("a", NOON), ("b", NOON + 3600), ("c", NOON + 3600), ("d", NOON + 3600)):
         history.read(name, at, 1, 1, SPEED)
@@ -120,9 +120,9 @@ def test_a_thousand_nodes_take_some_six_megabytes() -> None:
     names = [f"node-{number}" for number in range(1000)]
     tracemalloc.start()
     history = NodeHistory()
-    for step in range(STEPS + 2):
+    for step in range(DAY_STEPS + 2):
         for name in names:
-            history.read(name, NOON + step * STEP_SECONDS, 1, 2, SPEED)
+            history.read(name, NOON + step * DAY_STEP_SECONDS, 1, 2, SPEED)
     taken = tracemalloc.get_traced_memory()[0]
     tracemalloc.stop()
     assert taken < 7_000_000

@@ -38,13 +38,13 @@ from gateway.events import EventBus, RequestRecord
 from gateway.forward.context import ForwardContext
 from gateway.forward.forwarder import Forwarder
 from gateway.forward.in_flight import InFlightRegistry, TimeoutMonitor
+from gateway.http.heads import HandlerConfig
 from gateway.http.listener import Listener, bind_socket
 from gateway.http.protocol import protocol_class
-from gateway.http.request_head import HandlerConfig
 from gateway.lease import KeyedHash
 from gateway.nodes.fleet import Fleet
 from gateway.nodes.node import Node
-from gateway.openapi.document import openapi_json
+from gateway.openapi import openapi_json
 from gateway.request.routes import routes_of
 from gateway.schedule.lease_service import LocalLeaseService
 from gateway.schedule.model_placer import ModelPlacer

@@ -7,7 +7,7 @@ from pathlib import Path
 
 from gateway.admin.app import CALLER_PAGE_FILES, STATIC_FOLDER
 from gateway.callers.keys import new_key
-from gateway.web.pages import SECURITY_HEADERS
+from gateway.web.site import SECURITY_HEADERS
 from tests.edges.test_passing import edge
 from tests.emulator import EmulatedNode
 from tests.gateways import running_gateway, until

@@ -17,7 +17,7 @@ from starlette.routing import Route
 from gateway.callers.keys import ApiKey, new_key
 from gateway.config.listeners import CorsSpec
 from gateway.errors import LONGEST_ECHO
-from gateway.http.response_head import EXPOSED_HEADERS
+from gateway.http.heads import EXPOSED_HEADERS
 from gateway.nodes.node import NodeState
 from gateway.request.routes import ROUTES
 from gateway.web.asgi import asgi_app

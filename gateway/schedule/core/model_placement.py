@@ -25,8 +25,7 @@ from functools import cache
 from itertools import chain, islice
 from typing import Literal, NamedTuple
 
-from gateway.config.routing import ModelRule
-from gateway.config.scheduling import ModelPlacementSettings
+from gateway.config.scheduling import ModelPlacementSettings, ModelRule
 from gateway.nodes.router import LoadPhase, UnloadCause
 
 ORDERED = "an operator has ordered it"

@@ -3,8 +3,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 
-from gateway.config.routing import ModelRule
-from gateway.config.scheduling import ModelPlacementSettings
+from gateway.config.scheduling import ModelPlacementSettings, ModelRule
 from gateway.schedule.core.model_placement import ModelPlacementPolicy
 from gateway.workshop.simulate.fleets import (
     GIB,

@@ -7,8 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from gateway.workshop.simulate.bound import lower_bound
-from gateway.workshop.simulate.comparison import build_front, known_policies
+from gateway.workshop.simulate.comparison import build_front, known_policies, lower_bound
 from gateway.workshop.simulate.fronts import LeastConn
 from gateway.workshop.simulate.report import Percentiles, summarise
 from gateway.workshop.simulate.simulation import (
