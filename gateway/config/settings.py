@@ -441,7 +441,11 @@ MOST_MATCH_PATHS = 16 * LONGEST_LINE
 
 
 def pattern_problem(pattern: str) -> str | None:
-    """Return why a text can't be a pattern, with the remedy; None where it can."""
+    """Return why a text can't be a pattern, with the remedy; None where it can.
+
+    A pattern runs over each request's text, so it must not run long: a subset of regular
+    expressions is accepted, and in how many ways one can match a line is bounded.
+    """
     if len(pattern) > LONGEST_PATTERN:
         return f"is longer than {LONGEST_PATTERN} characters"
     try:

@@ -351,7 +351,13 @@ class FolderModel(NamedTuple):
 
 @dataclass(slots=True, eq=False)
 class ModelFolder:
-    """Reads a folder again and again, each file once, and keeps the preset."""
+    """Reads a folder again and again, each file once, and keeps the preset.
+
+    Left to itself the router takes each part of a split model for a model, leaves projectors out
+    that lie beside their models, and offers files that can't be loaded. It reads the preset again
+    whenever its list is asked for with `reload=1`, as the gateway does, and unloads a model whose
+    section changes: sections only come and go.
+    """
 
     folder: Path
     preset: Path
