@@ -84,6 +84,8 @@ LARGEST_FILE = 44 << 20
 FILE_VERSION = 1  # version of the file's format; a file of another version is set aside
 # Seconds after the end of an attempt in which its tokens become known, if ever.
 SETTLE_SECONDS = 60.0
+# Decisions share a row up to this many rows of nodes that they compare, each some 400 bytes.
+COMPARED_OF_ROW = 64
 LAST_TIME = 1e11  # stands for infinity, which JSON lacks
 SHARED_SECTIONS = ("servers", "demand")  # what holds for other gateways of the store as well
 LOST = "what was learnt before is forgotten"
@@ -985,17 +987,41 @@ class NodeDays(Section):
         return self._history.restore(row.key, day, self._now())
 
 
+@dataclass(slots=True)
+class _DecisionsOfRow:
+    """Decisions that one row holds."""
+
+    key: str
+    decisions: list[Decision] = field(default_factory=list)
+    compared: int = 0
+    """The rows of nodes in them, of which their size is made, and one for each decision."""
+
+    @property
+    def is_full(self) -> bool:
+        return self.compared >= COMPARED_OF_ROW
+
+    def add(self, one: Decision) -> None:
+        """Put a decision into the row."""
+        self.decisions.append(one)
+        compared = one.comparison if isinstance(one, Grant) else None
+        self.compared += 1 if compared is None else 2 + len(compared.others)
+
+
 @dataclass(eq=False)
 class Decisions(Section):
-    """The decisions about requests that `why` explains: numbers and names of nodes, no text."""
+    """The decisions about requests that `why` explains: numbers and names of nodes, no text.
 
-    name, version, most_rows, most_bytes = "decisions", 2, 7_168, 8 << 20
+    A row of each would cost more than the scheduler takes to decide: some share a row, with the
+    seconds from their clock to Unix time. Versions before had a row for each.
+    """
+
+    name, version, most_rows, most_bytes = "decisions", 2, 1_024, 8 << 20
     _log: DecisionLog
     _now: Callable[[], float] = time.time
     _newest: dict[type[Decision], Decision] = field(default_factory=dict)
     """The newest of each kind at the last call."""
-    _running: list[Grant] = field(default_factory=list)
-    """Grants that had not come to their end at the last call."""
+    _rows: list[_DecisionsOfRow] = field(default_factory=list)
+    """Those that may change: the last one, and those with a grant that had not come to its end."""
     _shift: float = 0.0
     _found: list[Decision] = field(default_factory=list)
 
@@ -1010,31 +1036,43 @@ class Decisions(Section):
         return self._shift
 
     def changes(self) -> Iterator[Change]:
-        """The decisions since the last call, and those before that may have come to their end."""
-        clock, later = self._log.clock(), list[Decision](self._running)
-        shift, self._running = self._to_unix(), []
+        """Rows of the decisions since the last call, and those that may have come to their end."""
+        clock, shift = self._log.clock(), self._to_unix()
         for kind, found in self._log.by_kind():
             newest = self._newest.get(kind)
-            later += [*takewhile(lambda one: one is not newest, reversed(found))][::-1]  # noqa: B023
+            later = [*takewhile(lambda one: one is not newest, reversed(found))]  # noqa: B023
+            for one in reversed(later):
+                self._put(one, shift)
             if found:
                 self._newest[kind] = found[-1]
-        for one in later:
-            if isinstance(one, Grant) and one.used is None:
-                ended_at = clock if one.ended_at is None else one.ended_at
-                if clock - ended_at < SETTLE_SECONDS:
-                    self._running.append(one)
-            letter = type(one).__name__[0].lower()
+        rows, last = self._rows, self._rows[-1:]
+        self._rows = [row for row in rows if any(_runs(one, clock) for one in row.decisions)]
+        if last and not (last[0].is_full or last[0] in self._rows[-1:]):
+            self._rows += last
+        for row in rows:
+            yield row.key, None, (shift, [(_letter(one), _told(one)) for one in row.decisions])
+
+    def _put(self, one: Decision, shift: float) -> None:
+        if not self._rows or self._rows[-1].is_full:
             number = one.lease_id if isinstance(one, Grant) else f"{one.at + shift:.2f}"
-            yield f"{letter}{one.request_id}.{number}", None, _shifted(one, shift)
+            self._rows.append(_DecisionsOfRow(f"{_SOME}{one.request_id}.{number}"))
+        self._rows[-1].add(one)
 
     def restore(self, row: Row, age: float) -> bool:
-        """Keep it for `restored`. What runs may have gone on unseen."""
-        shift = -self._to_unix()
-        one = _shifted(msgspec.json.decode(row.value, type=_KINDS[row.key[0]]), shift)
-        if isinstance(one, Grant) and one.ended_at is None:
-            one.ended("unknown", one.status, row.changed_at + shift)
-        self._found.append(one)
-        return True
+        """Keep its decisions for `restored`. What runs may have gone on unseen."""
+        letter, shift = row.key[0], -self._to_unix()
+        if letter == _SOME:
+            to_unix, listed = msgspec.json.decode(row.value, type=_RowValue)
+            found = [_shifted(letter, raw, to_unix + shift) for letter, raw in listed]
+        else:
+            found = [_shifted(letter, row.value, shift)]
+        for one in found:
+            if isinstance(one, Grant) and one.ended_at is None:
+                one.ended("unknown", one.status, row.changed_at + shift)
+            if letter != _SOME:
+                self._put(one, -shift)
+        self._found += found
+        return letter == _SOME
 
     def restored(self) -> None:
         """Give all at once: they are sorted by time."""
@@ -1045,20 +1083,42 @@ class Decisions(Section):
                 self._newest[kind] = found[-1]
 
 
-# By the first letter of a row's key.
+# Of the key of a row that holds some decisions, the first letter.
+_SOME = "s"
+# By the first letter of the key of a row that holds one.
 _KINDS: Mapping[str, type[Decision]] = {"g": Grant, "q": Queueing, "r": Refusal}
+_RowValue = tuple[float, list[tuple[str, msgspec.Raw]]]
 
 
-def _shifted(one: Decision, shift: float) -> Decision:
-    """A copy with its times on another clock, and without words: they may be a client's.
+def _letter(one: Decision) -> str:
+    return type(one).__name__[0].lower()
+
+
+def _runs(one: Decision, clock: float) -> bool:
+    """Whether more may become known of it."""
+    if not isinstance(one, Grant) or one.used is not None:
+        return False
+    return one.ended_at is None or clock - one.ended_at < SETTLE_SECONDS
+
+
+def _told(one: Decision) -> Decision:
+    """The decision without words, since they may be a client's, and without infinite times."""
+    if isinstance(one, Refusal):
+        return msgspec.structs.replace(one, message="")
+    if isinstance(one, Queueing) and one.expires_at > LAST_TIME:
+        return msgspec.structs.replace(one, expires_at=LAST_TIME)
+    return one
+
+
+def _shifted(letter: str, raw: msgspec.Raw, shift: float) -> Decision:
+    """The decision, with its times on another clock.
 
     Of the times of a comparison only the differences count.
     """
+    one = msgspec.json.decode(raw, type=_KINDS[letter])
     changed: dict[str, Any] = {
         name: min(value + shift, LAST_TIME)
         for name in ("at", "received_at", "expires_at", "first_content_at", "ended_at")
         if (value := getattr(one, name, None)) is not None
     }
-    if isinstance(one, Refusal):
-        changed["message"] = ""
     return msgspec.structs.replace(one, **changed)

@@ -120,5 +120,7 @@ class GpuCosts:
             nodes = self.fleet.model_index.nodes_for(model)
             priced = [one for one in nodes if one.spec.tier == "gpu" and one.is_priced]
             kept = self._nodes[model] = now + PRICES_AGE, priced
+        if not kept[1]:
+            return None
         costs = (cost_there(node, prompt, cached, completion) for node in kept[1])
         return min((cost for cost in costs if cost is not None), default=None)

@@ -278,7 +278,8 @@ class DecisionLog:
 
 
 def _identity(one: Decision) -> object:
-    return (one.request_id, one.lease_id) if isinstance(one, Grant) else one
+    # Times are read back to some digits.
+    return one.request_id, one.lease_id if isinstance(one, Grant) else round(one.at, 2)
 
 
 RATIO_BOUNDS = (0.1, 0.25, 0.5, 0.67, 0.8, 0.9, 1.0, 1.1, 1.25, 1.5, 2.0, 4.0, 10.0)

@@ -81,7 +81,7 @@ def kept(folder: Path) -> str:
         assert found[0].stat().st_mode & 0o777 == 0o600
         return found[0].read_text()
     with contextlib.closing(sqlite3.connect(folder / "gateway.db")) as store:
-        return " ".join(key for (key,) in store.execute("SELECT key FROM learnt"))
+        return " ".join(value for (value,) in store.execute("SELECT value FROM learnt"))
 
 
 async def took_the_fastest(line: Succession, nodes: Sequence[EmulatedNode]) -> None:
