@@ -23,19 +23,14 @@ A request passes `connection.py` (HTTP), `node.py` (routes), `request_body.py`, 
 
 from __future__ import annotations
 
-from tests.emulator.embeddings import expected_embedding, expected_score
-from tests.emulator.faults import Fault, FaultPlan
+from tests.emulator.embeddings import expected_embedding
 from tests.emulator.language_model import expected_text
 from tests.emulator.node import EmulatedNode
-from tests.emulator.request_body import expected_chat_text, render_chat
+from tests.emulator.request_body import expected_chat_text
 
 __all__ = [
     "EmulatedNode",
-    "Fault",
-    "FaultPlan",
     "expected_chat_text",
     "expected_embedding",
-    "expected_score",
     "expected_text",
-    "render_chat",
 ]

@@ -26,8 +26,6 @@ def _options() -> argparse.ArgumentParser:
     parser.add_argument("--host", default="127.0.0.1")
     parser.add_argument("--port", type=int, default=0)
     parser.add_argument("--slots", type=int, default=2)
-    parser.add_argument("--context", type=int, default=4096, help="tokens of one slot")
-    parser.add_argument("--unified", action="store_true", help="all slots share that context")
     parser.add_argument("--model", default="demo")
     parser.add_argument("--prefill-tps", type=float, default=inf, help="prompt tokens/s")
     parser.add_argument("--decode-tps", type=float, default=inf, help="tokens/s of one slot")
@@ -41,16 +39,11 @@ def _options() -> argparse.ArgumentParser:
         default=0.0,
         help="seconds that each further busy slot adds to a token",
     )
-    parser.add_argument("--batch", type=int, default=256, help="tokens of one step")
     parser.add_argument("--cache-ram", type=int, help="tokens of evicted prompts in host memory")
     parser.add_argument("--ping-interval", type=float, default=30.0, help="seconds")
     parser.add_argument("--embeddings", action="store_true")
     parser.add_argument("--rerank", action="store_true")
     parser.add_argument("--infill", action="store_true")
-    parser.add_argument("--api-key")
-    parser.add_argument("--keepalive-seconds", type=float, default=5.0)
-    parser.add_argument("--keepalive-requests", type=int, default=100)
-    parser.add_argument("--close-after-stream", action=argparse.BooleanOptionalAction, default=True)
     return parser
 
 

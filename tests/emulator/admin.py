@@ -1,7 +1,6 @@
 """The admin interface of a node, for other processes: `POST /__faults`.
 
-No fault applies to this path. It answers on the node's own port and, since that one may
-refuse connections, on a second listener (`AdminServer.listen`).
+It has a listener of its own (`AdminServer.listen`), since the node's may refuse connections.
 """
 
 from __future__ import annotations
@@ -21,8 +20,8 @@ if TYPE_CHECKING:
 class AdminServer:
     """Executes commands for one node: `{"do": "next", "kind": "reset", "n": 2}`.
 
-    `do`: `next`, `set` (both with the fields of a `Fault`), `clear`, `release`, `refuse`,
-    `accept`, `kill`, `revive`, `loading` (`on`: true or false).
+    `do`: `next`, `set` (both with the fields of a `Fault`), `clear`, `refuse`, `accept`, `kill`,
+    `revive`, `loading` (`on`: true or false).
     """
 
     def __init__(self, node: EmulatedNode) -> None:
@@ -47,9 +46,8 @@ class AdminServer:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
 
-    def connection_opened(self, connection: Connection) -> int:
+    def connection_opened(self, connection: Connection) -> None:
         self._connections.add(connection)
-        return len(self._connections)
 
     def connection_closed(self, connection: Connection) -> None:
         self._connections.discard(connection)
@@ -85,8 +83,6 @@ class AdminServer:
                     faults.set(**options)
                 case "clear":
                     faults.clear()
-                case "release":
-                    faults.release()
                 case "refuse":
                     await node.refuse()
                 case "accept":

@@ -287,19 +287,14 @@ class EmulatedNode:
 
     # What a connection calls.
 
-    def connection_opened(self, connection: Connection) -> int:
-        """Counts a new connection. Returns its number."""
+    def connection_opened(self, connection: Connection) -> None:
         self.open_connections.add(connection)
         self.connections_opened += 1
-        return self.connections_opened
 
     def connection_closed(self, connection: Connection) -> None:
         self.open_connections.discard(connection)
 
     def handle(self, connection: Connection, request: ReceivedRequest) -> None:
-        if request.path.startswith("/__"):
-            self.admin.handle(connection, request)
-            return
         needs_slot = request.path in SLOT_PATHS
         is_question = request.body == b"{}"  # refused at once, without a slot
         if needs_slot and not is_question:

@@ -24,16 +24,6 @@ async def test_a_connection_closes_after_its_last_request() -> None:
 
 
 @in_virtual_time
-async def test_the_idle_timeout_does_not_end_a_long_answer() -> None:
-    async with (
-        EmulatedNode(keepalive_seconds=0.05, decode_tps=20) as node,
-        raw_connection(node.url) as wire,
-    ):
-        await wire.send(post("/v1/completions", {"prompt": "a", "max_tokens": 5}))
-        assert b"200 OK" in await wire.head()
-
-
-@in_virtual_time
 async def test_a_client_that_does_not_read_stops_the_answer() -> None:
     async with EmulatedNode(context=10**7) as node:
         with socket.create_connection((node.host, node.port)) as client:
@@ -66,19 +56,3 @@ async def test_a_killed_node_resets_and_comes_back_on_its_port() -> None:
         async with raw_connection(node.url) as wire:
             await wire.send(HEALTH)
             assert b"200 OK" in await wire.head()
-
-
-@in_virtual_time
-async def test_a_refusing_node_keeps_its_open_connections() -> None:
-    async with EmulatedNode() as node, raw_connection(node.url) as wire:
-        await wire.send(HEALTH)
-        await wire.until(b"}")
-        await node.refuse()
-        with pytest.raises(ConnectionRefusedError):
-            async with raw_connection(node.url):
-                pass
-        await wire.send(HEALTH)
-        assert b"200 OK" in await wire.head()
-        await node.accept()
-        async with raw_connection(node.url):
-            pass
