@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 from sqlalchemy import delete, select
 
-from gateway.cluster.fencing import SETTLE_SECONDS, Session
+from gateway.cluster.fencing import SETTLE_SECONDS
 from gateway.cluster.leadership import Change
 from gateway.cluster.membership import LEAD_SECONDS
 from gateway.cluster.tables import remove
@@ -49,15 +49,6 @@ async def test_members_that_start_at_once_have_a_leader_within_two_terms(
             assert one.membership.may_grant() is (one.role.kind == "leader")
         kinds = [[role.kind for role in one.roles] for one in cluster.all]
         assert sorted(kinds) == [["follower"], ["follower"], ["leader"]]
-
-
-@in_virtual_time
-async def test_a_member_without_others_leads_within_two_terms(authority: Authority) -> None:
-    async with cluster_of(authority, "a") as cluster:
-        assert await cluster.settled(10) < 2 * TERM
-        account = cluster.leader().account
-        assert account is not None
-        assert account.begun == [(Session("a", "process of a", 1), ("a/edge-1",))]
 
 
 @in_virtual_time

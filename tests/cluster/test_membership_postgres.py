@@ -134,6 +134,18 @@ async def test_a_server_that_crashes_and_comes_back_loses_nobody(
         assert all(one.replaced_by == [] for one in cluster.all)
 
 
+async def test_a_standby_with_an_old_row_is_promoted_and_a_later_epoch_wins(
+    tmp_path: Path, server_url: str, server: PostgresServer
+) -> None:
+    async with cluster_of(tmp_path, server_url) as cluster:
+        epoch, database = cluster.leader().role.epoch, server_url.rpartition("/")[2]
+        server.execute("UPDATE leadership SET holder = 'of old', epoch = 0, counter = 7", database)
+        await cluster.until(lambda: any(one.role.epoch > epoch for one in cluster.leaders()), LIMIT)
+        await cluster.settled(LIMIT)
+        stored = server.execute("SELECT epoch FROM leadership", database)
+        assert stored == [(cluster.leader().role.epoch,)]
+
+
 @needs_pgbouncer
 async def test_the_leadership_may_be_behind_pgbouncer(
     tmp_path: Path, server_url: str, server: PostgresServer

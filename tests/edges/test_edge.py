@@ -10,12 +10,10 @@ import httpx
 import pytest
 
 from gateway.callers.keys import hash_key
-from gateway.edges.edge import EdgeServices
 from gateway.edges.messages import Quarantined
 from gateway.events import EdgeLost, RequestRecord
 from gateway.nodes.node import LeasePhase, NodeState
 from gateway.schedule.decision_log import Grant
-from gateway.transport import link as links
 from gateway.transport.pool import ConnectionPool
 from gateway.watch.spans import EndedRequest
 from tests.callers.build import all_accounts
@@ -121,23 +119,6 @@ async def test_requests_beyond_the_slots_wait_at_the_brain_and_can_be_told_where
 
 
 @in_virtual_time
-async def test_a_client_that_leaves_ends_its_wait_or_its_attempt(tmp_path: Path) -> None:
-    node = a_slow_node(answer_tokens=4000)
-    async with running_gateway(tmp_path, [node]) as running, an_edge(running) as edge:
-        gateway, records = running.gateway, records_of(running)
-        runs, waits = ask(edge), ask(edge)
-        await until(lambda: len(gateway.scheduler.queue_positions()) == 1)
-        waits.cancel()
-        await until(lambda: not gateway.scheduler.queue_positions())
-        runs.cancel()
-        await until(lambda: len(records) == 2)
-        assert {record.status for record in records} == {499}
-        assert sorted(record.attempts for record in records) == [0, 1]
-        await settled(running, edge)
-        assert node.busy == 0
-
-
-@in_virtual_time
 async def test_an_operator_sees_and_ends_what_runs_and_what_waits(tmp_path: Path) -> None:
     node = a_slow_node(answer_tokens=4000)
     async with running_gateway(tmp_path, [node]) as running, an_edge(running) as edge:
@@ -177,21 +158,6 @@ async def test_a_node_that_is_drained_in_a_hurry_is_left(tmp_path: Path) -> None
         await until(lambda: records)
         assert records[0].attempts == 2
         assert records[0].node != busy
-        await settled(running, edge)
-
-
-@in_virtual_time
-async def test_a_failed_attempt_is_made_again_elsewhere(tmp_path: Path) -> None:
-    nodes = [a_slow_node(), a_slow_node()]
-    async with running_gateway(tmp_path, nodes) as running, an_edge(running) as edge:
-        records = records_of(running)
-        for node in nodes:
-            node.faults.next("status", status=500)
-        nodes[0].faults.clear()
-        answers = await asyncio.gather(ask(edge), ask(edge))
-        assert [answer.status_code for answer in answers] == [200, 200]
-        await until(lambda: len(records) == 2)
-        assert sorted(record.attempts for record in records) == [1, 2]
         await settled(running, edge)
 
 
@@ -349,17 +315,6 @@ async def test_an_edge_that_was_told_to_end_is_no_failure(tmp_path: Path) -> Non
         async with an_edge(running) as edge:
             assert (await ask(edge)).status_code == 200
         assert lost == []
-
-
-@in_virtual_time
-async def test_an_edge_that_is_not_heard_is_given_up(tmp_path: Path) -> None:
-    async with running_gateway(tmp_path, [a_slow_node()]) as running, an_edge(running) as edge:
-        services: EdgeServices = edge.services
-        handle = services.link._beat_handle
-        assert handle is not None
-        handle.cancel()
-        await until(lambda: edge.broken, links.SILENCE_SECONDS + 1.0)
-        await until(lambda: edge.lost)
 
 
 # What else goes with a request.
