@@ -20,6 +20,7 @@ from tests.callers.build import all_accounts
 from tests.edges.edge_beside import Edge, a_brain, an_edge
 from tests.emulator import EmulatedNode
 from tests.gateways import Running, running_gateway, until
+from tests.known import known
 from tests.virtual import in_virtual_time
 
 CHAT = "/v1/chat/completions"
@@ -144,12 +145,7 @@ async def test_a_node_that_is_drained_in_a_hurry_is_left(tmp_path: Path) -> None
     async with running_gateway(tmp_path, nodes) as running, an_edge(running) as edge:
         records = records_of(running)
         asked = ask(edge)
-        await until(
-            lambda: (
-                running.gateway.fleet.nodes["node-0"].leased == 1
-                or running.gateway.fleet.nodes["node-1"].leased == 1
-            )
-        )
+        await until(lambda: any(one.leased for one in running.gateway.fleet.nodes.values()))
         await asyncio.sleep(2.0)
         (busy,) = [name for name, node in running.gateway.fleet.nodes.items() if node.leased]
         await running.admin.post(f"/admin/nodes/{busy}/drain?deadline=0")
@@ -218,8 +214,8 @@ async def test_keys_settings_and_models_follow_the_brains(tmp_path: Path) -> Non
         running.write_settings({**alice(), "models": {"alias": {"use": "demo"}}})
         await running.gateway.reload()
         await until(lambda: "alias" in edge.services.settings.models, 1.0)
-        other = hash_of_another_key()
-        running.write_settings({"keys": [{"id": "bob", "sha256": other}]})
+        bob = {"id": "bob", "sha256": hash_key("lg_bob_" + "t" * 43).sha256}
+        running.write_settings({"keys": [bob]})
         await running.gateway.reload()
         await until(lambda: edge.services.key_ring.caller("alice") is None, 1.0)
         assert (await ask(edge, headers=AS_ALICE)).status_code == 401
@@ -229,10 +225,6 @@ async def test_keys_settings_and_models_follow_the_brains(tmp_path: Path) -> Non
         await running.gateway.reload()
         await until(lambda: edge.services.key_ring.access.locked, 1.0)
         assert (await ask(edge)).status_code == 401
-
-
-def hash_of_another_key() -> str:
-    return hash_key("lg_bob_" + "t" * 43).sha256
 
 
 @in_virtual_time
@@ -274,9 +266,7 @@ async def test_what_runs_at_an_edge_that_dies_is_named_recorded_and_reclaimed(
             waits = ask(edge, headers={"x-request-id": "waits"})
             await until(lambda: len(gateway.scheduler.queue_positions()) == 1)
             await asyncio.sleep(3.0)
-            transport = edge.services.link._transport
-            assert transport is not None
-            transport.abort()
+            known(edge.services.link._transport).abort()
             await until(lambda: edge.lost and edge.broken)
             assert edge.broken == [("runs", "waits")]
             assert brain.sessions == {}

@@ -41,6 +41,7 @@ from tests.edges.played import (
     held_by,
 )
 from tests.gateways import until
+from tests.known import known
 from tests.lease_requests import a_lease_request
 from tests.schedule.build import a_scheduler
 from tests.virtual import in_virtual_time, now
@@ -179,8 +180,7 @@ class Script(PlayedRequests):
         tenure.begins(session, edges, now())
         while True:
             if tenure.has(session) and self.rng.random() < 0.8:
-                term = tenure.tell(member, now(), now() + TERM)
-                assert term is not None
+                term = known(tenure.tell(member, now(), now() + TERM))
                 fence.told(reign.epoch, term, asked_at=now(), now=now())
             tenure.confirmed(session, fence.seen, now())
             await asyncio.sleep(0.3)

@@ -31,7 +31,7 @@ import pytest
 from gateway.local.server import claim_port, claimed_port
 from tests.emulator import EmulatedNode
 from tests.emulator.raw_connection import chat, post, raw_connection
-from tests.emulator.shapes import heads, shape
+from tests.emulator.shapes import alike, heads, shape
 from tests.polling import eventually
 from tests.servers import demo_servers, spawn_demo_server, start_demo_servers, stop_demo_server
 
@@ -50,27 +50,14 @@ def server(**options: Any) -> Iterator[str]:
 
 @asynccontextmanager
 async def clients(
-    real: str, emulated: str, **options: Any
+    real: str, emulated: str
 ) -> AsyncIterator[tuple[httpx.AsyncClient, httpx.AsyncClient]]:
     limits = httpx.Limits(max_keepalive_connections=0)
     async with (
-        httpx.AsyncClient(base_url=real, timeout=60, limits=limits, **options) as first,
-        httpx.AsyncClient(base_url=emulated, timeout=60, limits=limits, **options) as second,
+        httpx.AsyncClient(base_url=real, timeout=60, limits=limits) as first,
+        httpx.AsyncClient(base_url=emulated, timeout=60, limits=limits) as second,
     ):
         yield first, second
-
-
-async def alike(
-    pair: tuple[httpx.AsyncClient, httpx.AsyncClient], method: str, path: str, **options: Any
-) -> httpx.Response:
-    """Send a request to both, compare the responses, and return the real one."""
-    first, second = [await client.request(method, path, **options) for client in pair]
-    assert (second.status_code, heads(second)) == (first.status_code, heads(first)), path
-    if first.status_code >= 400:
-        assert second.json() == first.json(), path
-    elif "json" in first.headers["content-type"]:
-        assert shape(second.json()) == shape(first.json()), path
-    return first
 
 
 @pytest.mark.parametrize(
