@@ -2,25 +2,20 @@
 
 from __future__ import annotations
 
-import asyncio
 import copy
 import time
 
 import pytest
 
 from gateway.cluster.leadership import (
-    FIRST_ROW,
     Change,
     LeaderRow,
     Member,
     boot_clock,
-    contend,
     holder_name,
     parse_holder,
 )
-from gateway.store.failures import StoreUnavailable
 from tests.known import known
-from tests.virtual import in_virtual_time
 
 TERM = 2.0
 OTHER = LeaderRow("other", 3, 7)
@@ -183,68 +178,3 @@ def test_a_follower_that_hears_of_a_later_epoch_knows_that_the_row_is_outdated()
     assert role(member, 12.9) == "follower"
     watch(member, OTHER, 13.0, 13.0)
     assert member.next_step(13.0) == Change(OTHER, LeaderRow("me", 6, 0), is_claim=True)
-
-
-class RowInMemory:
-    """A `Leadership` whose steps take a while, and which may be away."""
-
-    def __init__(self) -> None:
-        self.row = FIRST_ROW
-        self.is_away = False
-
-    async def look(self) -> LeaderRow:
-        await self._answer()
-        return self.row
-
-    async def change(self, change: Change) -> bool:
-        await self._answer()
-        old = change.old
-        if self.row[:2] != old[:2] or (change.is_claim and self.row != old):
-            return False
-        self.row = change.wanted
-        return True
-
-    async def _answer(self) -> None:
-        await asyncio.sleep(0.05)
-        if self.is_away:
-            raise StoreUnavailable("it is away", "wait")
-
-
-@in_virtual_time
-async def test_the_row_passes_on_within_a_term_and_the_wait_of_a_new_leader() -> None:
-    loop = asyncio.get_running_loop()
-    row, granting = RowInMemory(), asyncio.Event()
-    members = [Member(name, TERM) for name in ("a", "b")]
-    alive = {"a", "b"}
-
-    def look() -> None:
-        now_granting = [one for one in members if one.may_grant(loop.time())]
-        assert len(now_granting) < 2
-        if any(one.name in alive for one in now_granting):
-            granting.set()
-
-    tasks = [
-        asyncio.create_task(contend(member, row, clock=loop.time, on_step=look))
-        for member in members
-    ]
-    await granting.wait()
-    leader = next(one for one in members if one.leads(loop.time()))
-    other = next(one for one in members if one is not leader)
-    tasks[members.index(leader)].cancel()
-    alive.remove(leader.name)
-    died_at = loop.time()
-    granting.clear()
-    await granting.wait()
-    assert other.may_grant(loop.time())
-    assert loop.time() - died_at < TERM + 2
-    assert other.highest == leader.highest + 1
-    # Without the row nobody leads beyond a term; afterwards somebody does again.
-    row.is_away = True
-    await asyncio.sleep(TERM)
-    assert not other.leads(loop.time())
-    row.is_away = False
-    await asyncio.sleep(2 * TERM)
-    assert other.may_grant(loop.time())
-    for task in tasks:
-        task.cancel()
-    await asyncio.gather(*tasks, return_exceptions=True)

@@ -215,14 +215,6 @@ async def test_a_member_that_dies_ends_its_tunnels(a: Node, b: Node) -> None:
     taken.close()
 
 
-async def test_what_one_side_writes_the_other_reads(make: MakeNode) -> None:
-    await what_one_side_writes_the_other_reads_until_each_direction_has_ended(make)
-
-
-async def test_who_does_not_read_holds_the_other_up(make: MakeNode) -> None:
-    await who_sends_faster_than_the_other_reads_waits_in_bounded_memory(make)
-
-
 def test_both_hold_on_the_gateways_own_event_loop(authority: Authority) -> None:
     async def run() -> None:
         async with making(authority) as make:
