@@ -30,7 +30,7 @@ from gateway.config.settings import Address, ClusterSettings, ClusterTls
 from gateway.http.certificates import CertificateError, ServerCertificate
 from gateway.http.exchange import ConnectionOrigin
 from tests.cluster.certificates import CLUSTER, Authority
-from tests.polling import eventually
+from tests.gateways import until
 
 LIMIT = 20.0
 """Seconds that a thing may take where its time is not the matter."""
@@ -123,13 +123,6 @@ async def received(sock: socket.socket, count: int) -> bytes:
 async def send(sock: socket.socket, data: bytes) -> None:
     async with asyncio.timeout(LIMIT):
         await asyncio.get_running_loop().sock_sendall(sock, data)
-
-
-async def until(is_so: Callable[[], bool]) -> None:
-    async def look() -> bool | None:
-        return True if is_so() else None
-
-    await eventually(look)
 
 
 async def what_one_side_writes_the_other_reads_until_each_direction_has_ended(

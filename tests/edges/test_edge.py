@@ -157,6 +157,21 @@ async def test_a_node_that_is_drained_in_a_hurry_is_left(tmp_path: Path) -> None
         await settled(running, edge)
 
 
+@in_virtual_time
+async def test_a_failed_attempt_is_made_again_elsewhere(tmp_path: Path) -> None:
+    nodes = [a_slow_node(), a_slow_node()]
+    async with running_gateway(tmp_path, nodes) as running, an_edge(running) as edge:
+        records = records_of(running)
+        for node in nodes:
+            node.faults.next("status", status=500)
+        nodes[0].faults.clear()
+        answers = await asyncio.gather(ask(edge), ask(edge))
+        assert [answer.status_code for answer in answers] == [200, 200]
+        await until(lambda: len(records) == 2)
+        assert sorted(record.attempts for record in records) == [1, 2]
+        await settled(running, edge)
+
+
 # Limits.
 
 
