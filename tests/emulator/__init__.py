@@ -10,7 +10,7 @@
 
 The prompt determines the answer's text (`expected_text`, `expected_chat_text`). All kinds of
 faults: `faults.POINT_FAULTS`, `faults.RESPONSE_FAULTS`, `faults.PRESETS`. `python -m
-tests.emulator` runs a node as a process of its own, whose faults are switched over HTTP
+tests.emulator` runs a node as a process of its own, whose faults are switched by commands
 (`admin.py`).
 
 `router.py` emulates a router, a server of many models (`--models-dir`), with such a node for each.

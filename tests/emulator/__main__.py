@@ -1,6 +1,6 @@
 """`python -m tests.emulator --slots 2`: an emulated node as a process of its own.
 
-Prints two lines, the URLs of the node and of its admin server (`admin.py`), and serves until
+Prints two lines, the URL of the node and where it takes commands (`admin.py`), and serves until
 SIGTERM, SIGINT or the end of its parent.
 """
 
@@ -16,6 +16,7 @@ from math import inf
 
 import uvloop
 
+from tests.emulator.admin import serve_commands
 from tests.emulator.node import EmulatedNode
 
 _PR_SET_PDEATHSIG = 1
@@ -53,8 +54,7 @@ async def _serve(options: dict[str, object]) -> None:
     for number in (signal.SIGTERM, signal.SIGINT):
         loop.add_signal_handler(number, stop.set)
     async with EmulatedNode(**options) as node:  # type: ignore[arg-type]
-        await node.admin.listen(node.host)
-        print(node.url, node.admin.url, sep="\n", flush=True)
+        print(node.url, await serve_commands(node), sep="\n", flush=True)
         await stop.wait()
 
 

@@ -42,7 +42,7 @@ class _Incoming:
 
 
 class ConnectionOwner(Protocol):
-    """The listener: it counts its connections and handles their requests."""
+    """The node: it counts its connections and handles their requests."""
 
     keepalive_seconds: float
 

@@ -13,7 +13,6 @@ from typing import Any, Self
 
 from gateway.local.server import claim_port, claimed_port
 from tests.emulator import embeddings, info_endpoints
-from tests.emulator.admin import AdminServer
 from tests.emulator.apis.answer import to_json
 from tests.emulator.compute import Compute
 from tests.emulator.connection import Connection, ReceivedRequest
@@ -154,7 +153,6 @@ class EmulatedNode:
         self.host = host
         self.port = port
         self.faults = FaultPlan()
-        self.admin = AdminServer(self)
         self.response_class = Response
         self.loading = False  # 503 on every path
         self.marker = _marker()  # which each process chooses anew
@@ -230,7 +228,6 @@ class EmulatedNode:
 
     async def __aexit__(self, *exc: object) -> None:
         await self.kill()
-        await self.admin.close()
         if self._claim is not None:
             self._claim.close()
         if self.failures:
