@@ -7,7 +7,6 @@ from collections.abc import Awaitable, Callable
 from pathlib import Path
 from typing import Any
 
-import httpx
 import pytest
 import yaml
 
@@ -38,9 +37,8 @@ async def doors(running: Running, key: str | None = None) -> set[int]:
 
 
 async def status(running: Running) -> dict[str, Any]:
-    async with httpx.AsyncClient(base_url=running.admin_url, trust_env=False) as admin:
-        found: dict[str, Any] = (await admin.get("/admin/status")).json()
-        return found
+    found: dict[str, Any] = (await running.admin.get("/admin/status")).json()
+    return found
 
 
 async def logged(folder: Path, words: str) -> None:
@@ -100,8 +98,7 @@ async def by_signal(running: Running) -> None:
 
 
 async def by_request(running: Running) -> None:
-    async with httpx.AsyncClient(base_url=running.admin_url, trust_env=False) as admin:
-        assert (await admin.post("/admin/reload")).status_code == 422
+    assert (await running.admin.post("/admin/reload")).status_code == 422
 
 
 @pytest.mark.parametrize(

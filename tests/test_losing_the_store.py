@@ -8,7 +8,6 @@ from collections.abc import Awaitable, Callable
 from pathlib import Path
 from typing import Any
 
-import httpx
 import pytest
 
 from gateway.app.assembly import DEFAULT_TIMINGS
@@ -16,6 +15,7 @@ from gateway.callers.keys import new_key
 from tests.callers.outages import Outcome, file_away, file_locked, server_halted, server_killed
 from tests.emulator import EmulatedNode
 from tests.gateways import Running, running_gateway, until
+from tests.known import known
 from tests.postgres import needs_postgres, running_postgres
 from tests.web.bare_gateway import CHAT
 
@@ -25,13 +25,8 @@ AWAY = 4.0
 KEY = new_key("known")
 
 
-async def admin(running: Running, path: str) -> httpx.Response:
-    async with httpx.AsyncClient(base_url=running.admin_url, trust_env=False) as client:
-        return await client.get(path)
-
-
 async def store_status(running: Running) -> dict[str, Any]:
-    found: dict[str, Any] = (await admin(running, "/admin/status")).json()["store"]
+    found: dict[str, Any] = (await running.admin.get("/admin/status")).json()["store"]
     return found
 
 
@@ -118,8 +113,7 @@ async def test_a_store_that_is_not_there_at_the_start_is_used_when_it_comes(
             assert status["state"] == "unavailable"
             assert "secret-of-tests" not in str(status)
             await asyncio.to_thread(server.start)
-            store = running.gateway.store
-            assert store is not None
+            store = known(running.gateway.store)
             await until(lambda: store.status().up)
             assert (await store_status(running))["error"] is None
 
@@ -129,14 +123,14 @@ async def test_the_state_of_the_store_is_in_the_status_and_the_metrics(tmp_path:
         file = tmp_path / "state" / "gateway.db"
         status = await store_status(running)
         assert (status["url"], status["state"]) == (f"sqlite:///{file}", "up")
-        assert "llama_gateway_store_up 1\n" in (await admin(running, "/metrics")).text
+        assert "llama_gateway_store_up 1\n" in (await running.admin.get("/metrics")).text
         aside = file.rename(tmp_path / "aside.db")
         await until(lambda: not running.gateway.store.status().up)  # type: ignore[union-attr]
         status = await store_status(running)
         assert status["state"] == "gone"
         assert "put it back" in status["remedy"]
         assert await asked(running) == 200
-        assert "llama_gateway_store_up 0\n" in (await admin(running, "/metrics")).text
+        assert "llama_gateway_store_up 0\n" in (await running.admin.get("/metrics")).text
         aside.rename(file)
         await until(lambda: running.gateway.store.status().up)  # type: ignore[union-attr]
     log = (tmp_path / "gateway.log").read_text()
@@ -149,7 +143,7 @@ async def test_a_gateway_can_do_without_a_store(tmp_path: Path) -> None:
     async with EmulatedNode() as node, running_gateway(tmp_path, [node.url], settings) as running:
         assert await asked(running) == 200
         assert await store_status(running) == {"state": "off"}
-        assert "llama_gateway_store" not in (await admin(running, "/metrics")).text
+        assert "llama_gateway_store" not in (await running.admin.get("/metrics")).text
         assert running.gateway.store is None
 
 
@@ -157,7 +151,7 @@ async def test_the_stores_password_is_shown_nowhere(tmp_path: Path) -> None:
     settings = {"store": {"url": "postgresql://gateway:hunter2@127.0.0.1:1/x?sslmode=disable"}}
     async with EmulatedNode() as node, running_gateway(tmp_path, [node.url], settings) as running:
         for path in ("/admin/config", "/admin/status", "/metrics"):
-            assert "hunter2" not in (await admin(running, path)).text
-        shown = (await admin(running, "/admin/config")).json()
+            assert "hunter2" not in (await running.admin.get(path)).text
+        shown = (await running.admin.get("/admin/config")).json()
         assert "postgresql://gateway:***@127.0.0.1:1/x" in str(shown)
     assert "hunter2" not in (tmp_path / "gateway.log").read_text()

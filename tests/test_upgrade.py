@@ -7,8 +7,11 @@ import os
 import signal
 import socket
 import sys
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import httpx
 import pytest
@@ -17,7 +20,7 @@ import yaml
 from gateway.callers.keys import new_key
 from gateway.nodes.state_files import PropertiesStore
 from tests.emulator import EmulatedNode
-from tests.gateway_processes import LIMIT, serving
+from tests.gateway_processes import LIMIT, Succession, serving
 from tests.nodes.build import a_spec
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
@@ -63,6 +66,19 @@ async def ask_on(client: httpx.AsyncClient, asking: Asking, *, stream: bool) -> 
         asking.answered += 1
 
 
+@asynccontextmanager
+async def asked(
+    folder: Path, node: EmulatedNode, **settings: Any
+) -> AsyncIterator[tuple[Succession, httpx.AsyncClient]]:
+    """A gateway over this node, and a client of it."""
+    async with (
+        node,
+        serving(folder, node, settings=settings) as line,
+        httpx.AsyncClient(base_url=line.url, trust_env=False, timeout=LIMIT) as client,
+    ):
+        yield line, client
+
+
 @pytest.mark.parametrize("edges", [pytest.param(0, marks=pytest.mark.smoke), 2])
 async def test_no_request_fails_during_handovers(edges: int, tmp_path: Path) -> None:
     async with (
@@ -98,11 +114,8 @@ async def test_no_request_fails_during_handovers(edges: int, tmp_path: Path) -> 
 
 @pytest.mark.parametrize("edges", [0, 1])
 async def test_a_running_stream_is_finished_by_its_process(edges: int, tmp_path: Path) -> None:
-    async with (
-        EmulatedNode(slots=4, answer_tokens=40) as node,
-        serving(tmp_path, node, settings={"listen": {"port": 0, "edges": edges}}) as line,
-        httpx.AsyncClient(base_url=line.url, trust_env=False, timeout=LIMIT) as client,
-    ):
+    node, listen = EmulatedNode(slots=4, answer_tokens=40), {"port": 0, "edges": edges}
+    async with asked(tmp_path, node, listen=listen) as (line, client):
         node.faults.next("hang", after_events=5)
         body = HELLO | {"stream": True, "max_tokens": 40}
         async with client.stream("POST", "/v1/chat/completions", json=body) as answer:
@@ -122,11 +135,7 @@ async def test_a_running_stream_is_finished_by_its_process(edges: int, tmp_path:
 
 
 async def test_a_successor_that_can_not_start_changes_nothing(tmp_path: Path) -> None:
-    async with (
-        EmulatedNode() as node,
-        serving(tmp_path, node) as line,
-        httpx.AsyncClient(base_url=line.url, trust_env=False, timeout=LIMIT) as client,
-    ):
+    async with asked(tmp_path, EmulatedNode()) as (line, client):
         settings = (tmp_path / "gateway.yaml").read_text()
         (tmp_path / "gateway.yaml").write_text("listen: {port: nonsense}\n")
         os.kill(line.first.pid, signal.SIGUSR2)
@@ -142,11 +151,7 @@ async def test_a_successor_that_can_not_start_changes_nothing(tmp_path: Path) ->
 async def test_a_successor_that_finds_emptied_settings_leaves_the_keys_in_force(
     left: str | None, tmp_path: Path
 ) -> None:
-    async with (
-        EmulatedNode() as node,
-        serving(tmp_path, node, settings=KEYED) as line,
-        httpx.AsyncClient(base_url=line.url, trust_env=False, timeout=LIMIT) as client,
-    ):
+    async with asked(tmp_path, EmulatedNode(), **KEYED) as (line, client):
         file = tmp_path / "gateway.yaml"
         file.unlink()
         if left is not None:
@@ -163,11 +168,7 @@ async def test_a_successor_that_finds_emptied_settings_leaves_the_keys_in_force(
 async def test_a_successor_without_keys_does_not_unlock_the_gateway(
     anonymous: bool, tmp_path: Path
 ) -> None:
-    async with (
-        EmulatedNode() as node,
-        serving(tmp_path, node, settings=KEYED) as line,
-        httpx.AsyncClient(base_url=line.url, trust_env=False, timeout=LIMIT) as client,
-    ):
+    async with asked(tmp_path, EmulatedNode(), **KEYED) as (line, client):
         file = tmp_path / "gateway.yaml"
         text = yaml.safe_load(file.read_text()) | {"keys": [], "allow_anonymous": anonymous}
         # Of its successors, one after another.

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from tests.bench.machine import commit
-from tests.chaos.run import SERVERS, RunReport, run_seed, running_testbed
+from tests.chaos.run import RunReport, run_seed, running_testbed
 
 RUNS_PER_TESTBED = 50
 """After this many, the servers and the gateway's process are started anew."""
@@ -40,12 +40,6 @@ def _options() -> argparse.ArgumentParser:
     )
     parser.add_argument(
         "--keep", type=Path, metavar="DIR", help="copy the logs of runs with violations here"
-    )
-    parser.add_argument(
-        "--servers", type=int, default=SERVERS, help="number of real llama.cpp servers"
-    )
-    parser.add_argument(
-        "--no-machine", action="store_true", help="leave out faults of descriptors and clock"
     )
     return parser
 
@@ -87,14 +81,10 @@ async def _main(options: argparse.Namespace) -> int:
     revision = commit()
     while seeds_left:
         batch, seeds_left = seeds_left[:RUNS_PER_TESTBED], seeds_left[RUNS_PER_TESTBED:]
-        async with running_testbed(options.servers) as testbed:
+        async with running_testbed() as testbed:
             for seed in batch:
                 report = await run_seed(
-                    testbed,
-                    seed,
-                    options.seconds,
-                    process_faults=not options.no_machine,
-                    keep=options.keep,
+                    testbed, seed, options.seconds, process_faults=True, keep=options.keep
                 )
                 _print_report(report)
                 broken[seed] = bool(report.violations)

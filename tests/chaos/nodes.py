@@ -17,6 +17,7 @@ from gateway.local.server import claim_port, claimed_port
 from tests.chaos.faulty_link import FaultyLink
 from tests.chaos.response_reader import read_plain
 from tests.chaos.workload import EMULATED_MODEL, REAL_MODEL, WorkloadRequest, real_request_bodies
+from tests.emulator.admin import send_command
 from tests.servers import DemoServer, spawn_demo_server, stop_demo_server, wait_for_demo_server
 
 START_LIMIT = 120.0
@@ -37,7 +38,7 @@ class EmulatorProcess:
         self._claim = claim_port(LOOPBACK)
         self._process = self._spawn(claimed_port(self._claim))
         self.url = self.direct_url = ""
-        self._admin_url = ""
+        self._commands = ""
         self.down = asyncio.Lock()
         """Held by a fault that takes down its listener or process, until it is back."""
 
@@ -69,14 +70,14 @@ class EmulatorProcess:
         assert self._process.stdout is not None
         async with asyncio.timeout(START_LIMIT):
             lines = [await asyncio.to_thread(self._process.stdout.readline) for _ in range(2)]
-        self.url, self._admin_url = (line.decode().strip() for line in lines)
+        self.url, self._commands = (line.decode().strip() for line in lines)
         self.direct_url = self.url
 
     async def command(self, do: str, *, limit: float = 1.0, **options: Any) -> None:
-        """Send a command to its admin server; dropped when no answer comes within `limit`."""
-        with contextlib.suppress(httpx.HTTPError):
-            async with httpx.AsyncClient(trust_env=False, verify=False, timeout=limit) as client:
-                await client.post(f"{self._admin_url}/__faults", json={"do": do, **options})
+        """Send it a command, which is dropped when no answer comes within `limit`."""
+        with contextlib.suppress(OSError, ValueError):
+            async with asyncio.timeout(limit):
+                await send_command(self._commands, do=do, **options)
 
     async def kill(self) -> None:
         """Kill the process, as by kill -9."""

@@ -42,6 +42,7 @@ TOKENS = 1500
 REQUEST_LIMIT = 30.0
 """Seconds after which a healthy client's request is lost."""
 FILES_BESIDE = 2000
+CORE = 0  # that the gateway runs on
 
 
 @dataclass(slots=True)
@@ -162,7 +163,7 @@ class SlowClients:
             with tempfile.TemporaryDirectory(prefix="slow-clients-") as name:
                 folder = Path(name)
                 target = replace(TARGETS["gateway"], command=self._command)
-                async with running(target, folder, upstream.ports, self.options.core) as gateway:
+                async with running(target, folder, upstream.ports, CORE) as gateway:
                     assert gateway.pid is not None
                     await self._measure(gateway.address, psutil.Process(gateway.pid))
                 log = (folder / "gateway.log").read_text(errors="replace")
@@ -247,9 +248,6 @@ class SlowClients:
         }
         print(json.dumps(figures, indent=2))
         print(f"memory: {rss}", *self.warnings, sep="\n")
-        if self.options.out is not None:
-            rows = [asdict(sample) for sample in self.samples]
-            self.options.out.write_text(json.dumps({"figures": figures, "samples": rows}))
         problems = [
             text
             for text, wrong in (
@@ -289,8 +287,6 @@ def options_parser() -> argparse.ArgumentParser:
     parser.add_argument("--alone", type=float, default=30.0, help="seconds without slow clients")
     parser.add_argument("--settle", type=float, default=10.0, help="seconds after they have left")
     parser.add_argument("--every", type=float, default=5.0, help="seconds between samples")
-    parser.add_argument("--core", type=int, default=0, help="core that the gateway runs on")
-    parser.add_argument("--out", type=Path, help="write all samples to this file, as JSON")
     return parser
 
 

@@ -30,6 +30,7 @@ from tests.bench.scenarios import chat, post
 from tests.bench.targets import TARGETS, running
 from tests.bench.upstream import Script, Upstream
 from tests.chaos.trend import Trend, trend
+from tests.known import known
 
 NODES = 20
 SLOTS = 128
@@ -38,6 +39,7 @@ BUCKET_MS = 0.25
 """Milliseconds that one bucket of the histogram spans."""
 BUCKETS = 20_000
 """Buckets of the histogram; a longer delay counts in the last one."""
+CORE = 0  # that the gateway runs on
 TOKEN_BYTES = 18
 """Bytes of text in one stamped token."""
 
@@ -223,12 +225,10 @@ class Soak:
             await self._measure_without_gateway(("127.0.0.1", upstream.ports[0]))
             with tempfile.TemporaryDirectory(prefix="soak-") as folder:
                 async with running(
-                    TARGETS["gateway"], Path(folder), upstream.ports, options.core
+                    TARGETS["gateway"], Path(folder), upstream.ports, CORE
                 ) as gateway:
-                    assert gateway.pid is not None
-                    await self._measure_through_gateway(
-                        gateway.address, psutil.Process(gateway.pid)
-                    )
+                    process = psutil.Process(known(gateway.pid))
+                    await self._measure_through_gateway(gateway.address, process)
         return self._report()
 
     async def _measure_without_gateway(self, address: Address) -> None:
@@ -309,10 +309,6 @@ class Soak:
         verdicts = {"memory beyond the text": rss, "descriptors": descriptors, "delay": delay}
         for label, measured in verdicts.items():
             print(f"{label}: {measured}")
-        if options.out is not None:
-            options.out.write_text(
-                json.dumps({"figures": figures, "samples": [_row(s) for s in samples]})
-            )
         if options.plot is not None:
             from tests.chaos.soak_plot import draw_soak
 
@@ -353,9 +349,7 @@ def _options() -> argparse.ArgumentParser:
     parser.add_argument(
         "--alone", type=float, default=15.0, help="seconds of measurement without the gateway"
     )
-    parser.add_argument("--core", type=int, default=0, help="core that the gateway runs on")
     parser.add_argument("--plot", type=Path, help="write a plot to this file (extra: plots)")
-    parser.add_argument("--out", type=Path, help="write all samples to this file, as JSON")
     return parser
 
 

@@ -21,13 +21,18 @@ class Authority:
         folder.mkdir(exist_ok=True)
         self.ca.cert_pem.write_to_path(str(folder / "ca.pem"))
 
-    def files(self, *names: str, stem: str | None = None, **more: Any) -> ClusterTls:
+    def files(self, *names: str, **more: Any) -> ClusterTls:
         """Return a certificate with these names; the files are called by the first one."""
         made = self.ca.issue_cert(*names, **more)
-        cert, key = (self.folder / f"{stem or names[0]}{end}" for end in (".pem", ".key"))
+        cert, key = (self.folder / f"{names[0]}{end}" for end in (".pem", ".key"))
         made.private_key_pem.write_to_path(str(key))
         cert.write_bytes(b"".join(part.bytes() for part in made.cert_chain_pems))
         return ClusterTls(cert=cert, key=key, ca=self.folder / "ca.pem")
+
+    def written(self, *names: str) -> dict[str, str]:
+        """Return the same as it stands in a file of settings."""
+        written: dict[str, str] = self.files(*names).model_dump(mode="json", exclude_none=True)
+        return written
 
     def settings(self, member: str, **more: Any) -> ClusterSettings:
         """Return the settings of a member with a certificate of its own."""

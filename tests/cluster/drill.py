@@ -33,6 +33,7 @@ import uvloop
 
 from gateway.callers.keys import ApiKey, new_key
 from tests.cluster import network
+from tests.cluster.certificates import Authority
 from tests.cluster.load import (
     PROCESS_PART,
     Answer,
@@ -48,7 +49,6 @@ from tests.cluster.machines import (
     HAPROXY,
     LIMIT,
     TERM,
-    Authority,
     Member,
     new_member,
     running_haproxy,
@@ -571,7 +571,7 @@ def _members(
     options: argparse.Namespace, folder: Path, direct: str, pooled: str, nodes: list[NodeWatch],
     keys: list[ApiKey],
 ) -> Iterator[Member]:  # fmt: skip
-    authority, admin_key = Authority(), secrets.token_hex(16)
+    authority, admin_key = Authority(folder / "certificates"), secrets.token_hex(16)
     limits: tuple[dict[str, Any], ...] = ({}, {"limits": {"rpm": METERED_RPM}}, {})
     settings = {
         "listen": {"edges": options.edges},

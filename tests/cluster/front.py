@@ -16,7 +16,8 @@ from typing import Any
 
 import yaml
 
-from tests.cluster.machines import Authority, new_member, running_haproxy
+from tests.cluster.certificates import Authority
+from tests.cluster.machines import new_member, running_haproxy
 from tests.cluster.network import Machine
 from tests.postgres import running_postgres
 
@@ -30,7 +31,7 @@ async def serve(nodes: Sequence[Mapping[str, Any]], port: int, folder: Path) -> 
     settings = {"listen": {"edges": 1}, "allow_anonymous": True}
     with contextlib.ExitStack() as stack:
         store = stack.enter_context(running_postgres()).new_database()
-        authority = Authority()
+        authority = Authority(folder / "certificates")
         members = [
             new_member(
                 Machine(f"gw-{number}", f"127.0.0.{10 + number}", is_own=False),

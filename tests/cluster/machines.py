@@ -18,9 +18,9 @@ from typing import Any
 
 import httpx
 import psutil
-import trustme
 import yaml
 
+from tests.cluster.certificates import Authority
 from tests.cluster.network import Machine
 from tests.gateways import QUIET
 from tests.processes import gone, wait_until_gone
@@ -34,23 +34,6 @@ LIMIT = 60.0
 HAPROXY = shutil.which("haproxy", path=f"{os.environ.get('PATH', '')}:/usr/sbin")
 MEMBER_HEADER = "x-member"
 """Header of each answer with the member that HAProxy had it from."""
-
-
-class Authority:
-    """The authority that members trust, and their certificates."""
-
-    def __init__(self) -> None:
-        self._ca = trustme.CA()
-
-    def issue(self, name: str, address: str, folder: Path) -> dict[str, str]:
-        """Make a member's certificate; the paths of it, its key and the authority."""
-        made = self._ca.issue_cert(name, address)
-        paths = {part: folder / f"{part}.pem" for part in ("cert", "key", "ca")}
-        paths["cert"].write_bytes(b"".join(one.bytes() for one in made.cert_chain_pems))
-        paths["key"].write_bytes(made.private_key_pem.bytes())
-        paths["key"].chmod(0o600)
-        paths["ca"].write_bytes(self._ca.cert_pem.bytes())
-        return {part: str(path) for part, path in paths.items()}
 
 
 @dataclass(slots=True, eq=False)
@@ -213,7 +196,7 @@ def new_member(
             "name": CLUSTER,
             "member": machine.name,
             "listen": f"{machine.address}:{BETWEEN}",
-            "tls": authority.issue(machine.name, machine.address, own),
+            "tls": authority.written(machine.name, machine.address),
             "term": TERM,
         }
     member = Member(machine, own, admin_key)

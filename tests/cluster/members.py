@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import AsyncIterator, Callable, Mapping
+from collections.abc import AsyncIterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import httpx
-import trustme
 
+from tests.cluster.certificates import Authority
 from tests.emulator import EmulatedNode
 from tests.gateway_processes import LIMIT, Succession, serving
 from tests.polling import eventually
@@ -51,30 +51,16 @@ class MemberProcess:
         return await eventually(look, LIMIT)
 
 
-def certificates(authority: trustme.CA, folder: Path, name: str) -> dict[str, str]:
-    """The files of a member's certificate, as its settings name them."""
-    folder.mkdir(parents=True, exist_ok=True)
-    issued = authority.issue_cert(name)
-    paths = {key: folder / f"{key}.pem" for key in ("cert", "key", "ca")}
-    issued.private_key_pem.write_to_path(paths["key"])
-    paths["cert"].write_bytes(b"".join(pem.bytes() for pem in issued.cert_chain_pems))
-    authority.cert_pem.write_to_path(paths["ca"])
-    return {key: str(path) for key, path in paths.items()}
-
-
 @contextlib.asynccontextmanager
 async def running_members(
     folder: Path,
     node: EmulatedNode,
     url: str,
     names: tuple[str, ...] = ("gw-a", "gw-b", "gw-c"),
-    *,
-    edges: int = 1,
-    ends_with: Callable[[str], int] = lambda _: 0,
     **settings: Any,
 ) -> AsyncIterator[dict[str, MemberProcess]]:
     """These members over one node; `url`: of their database. They share a folder of files."""
-    authority = trustme.CA()
+    authority = Authority(folder / "certificates")
     async with contextlib.AsyncExitStack() as stack:
         found: dict[str, MemberProcess] = {}
         for name in names:
@@ -83,10 +69,10 @@ async def running_members(
                 "member": name,
                 "listen": f"127.0.0.1:{free_port()}",
                 "term": 1.0,
-                "tls": certificates(authority, folder / name / "tls", name),
+                "tls": authority.written(name),
             }
             own: Mapping[str, Any] = {
-                "listen": {"port": 0, "edges": edges},
+                "listen": {"port": 0, "edges": 1},
                 "store": {"url": url},
                 "batches": {"folder": str(folder / "files")},
                 "cluster": cluster,

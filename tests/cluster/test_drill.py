@@ -27,7 +27,8 @@ def drill(*words: str) -> None:
 
 
 def test_three_members_go_through_faults_of_processes_network_and_database() -> None:
-    drill("--faults", "kill-leader,stop-leader,part-leader,stop-database", "--lines", "20")
+    faults = "kill-leader,stop-leader,part-leader,stop-database,restart-leader,upgrade"
+    drill("--faults", faults, "--lines", "20")
 
 
 def test_one_gateway_of_two_edges_goes_through_faults_of_edges_and_database() -> None:

@@ -15,6 +15,7 @@ from gateway.cluster.fencing import (
 )
 from tests.cluster.scheduling import free, grant
 from tests.cluster.sending import Sender
+from tests.known import known
 
 EDGES = ("a", "b")
 BOTH = Sharers(1, EDGES)
@@ -52,10 +53,13 @@ class Cluster:
         self.tenure.hello(self.session(edge), self.senders[edge].leases, now)
         self.tell(edge, now)
 
+    def all_greet(self, now: float) -> None:
+        for edge in EDGES:
+            self.greet(edge, now)
+
     def tell(self, edge: str, now: float) -> None:
         """Tell the edge of a term from now on, and let it confirm."""
-        told = self.tenure.tell(edge, now, now + TERM)
-        assert told is not None
+        told = known(self.tenure.tell(edge, now, now + TERM))
         assert self.senders[edge].told(self.tenure.epoch, told, asked_at=now, now=now)
         assert self.tenure.confirmed(self.session(edge), self.fences[edge].seen, now)
 
@@ -78,8 +82,7 @@ class Cluster:
         assert fence.greet(self.tenure.epoch)
         session = Session(edge, "another process", fence.session)
         self.tenure.hello(session, {}, now)
-        told = self.tenure.tell(edge, now, now + TERM)
-        assert told is not None
+        told = known(self.tenure.tell(edge, now, now + TERM))
         assert self.tenure.confirmed(session, told.number, now)
 
     def end(self, edge: str, number: int, now: float) -> None:
@@ -90,8 +93,7 @@ class Cluster:
 def settled(slots: int = 4) -> Cluster:
     """Return a leader that has read an idle node, and that both edges have greeted, at 102."""
     made = Cluster(slots)
-    made.greet("a", 101.0)
-    made.greet("b", 101.0)
+    made.all_greet(101.0)
     made.tenure.read("n", IDLE, 101.5)
     made.tell("a", 102.0)
     made.tell("b", 102.0)
@@ -136,8 +138,7 @@ def test_an_edge_greets_no_leader_of_a_lower_epoch_than_it_has_ever_seen() -> No
 
 def test_a_new_leader_counts_all_slots_as_taken_until_it_has_read_them_a_second_later() -> None:
     cluster = Cluster(won_at=100.0)
-    cluster.greet("a", 100.1)
-    cluster.greet("b", 100.1)
+    cluster.all_greet(100.1)
     assert free(cluster.tenure, "n", 101.0) == 0
     cluster.tenure.read("n", IDLE, 100.0 + SETTLE_SECONDS - 0.01)
     assert free(cluster.tenure, "n", 101.5) == 0
@@ -151,8 +152,7 @@ def test_a_new_leader_counts_all_slots_as_taken_until_it_has_read_them_a_second_
 def test_requests_that_hellos_tell_of_are_counted_once() -> None:
     cluster = Cluster(won_at=100.0)
     cluster.senders["a"].leases.update({1: "n", 2: "n"})
-    cluster.greet("a", 100.1)
-    cluster.greet("b", 100.1)
+    cluster.all_greet(100.1)
     cluster.tenure.read("n", busy(1, 2, 3), 101.3)
     assert free(cluster.tenure, "n", 101.3) == 1
     assert cluster.tenure.is_unread("n")
@@ -169,8 +169,7 @@ def test_requests_that_hellos_tell_of_are_counted_once() -> None:
 
 def test_a_request_that_a_node_may_not_show_yet_is_counted_beside_those_that_it_shows() -> None:
     cluster = Cluster(won_at=100.0)
-    cluster.greet("a", 100.1)
-    cluster.greet("b", 100.1)
+    cluster.all_greet(100.1)
     cluster.senders["a"].leases[1] = "n"
     cluster.greet("a", 100.0 + SETTLE_SECONDS - LANDING_SECONDS / 2)
     cluster.tenure.read("n", busy(7), 100.0 + SETTLE_SECONDS)
@@ -322,9 +321,7 @@ class Members(Cluster):
     """A leader whose list of those that share changes."""
 
     def share_by(self, now: float, *names: str) -> None:
-        new = self.tenure.next_list(names, now)
-        assert new is not None
-        self.tenure.share_by(new)
+        self.tenure.share_by(known(self.tenure.next_list(names, now)))
         for name in set(names) - set(self.fences):
             self.begin_process(name)
 
@@ -332,8 +329,7 @@ class Members(Cluster):
 def joined() -> Members:
     """Return a leader of `a` and `b` that tells from 102 on that `c` shares, too."""
     made = Members(6)
-    made.greet("a", 101.0)
-    made.greet("b", 101.0)
+    made.all_greet(101.0)
     made.tenure.read("n", IDLE, 101.5)
     made.share_by(102.0, "a", "b", "c")
     return made
@@ -381,15 +377,11 @@ def test_there_is_no_third_list_before_all_have_confirmed_the_second() -> None:
 def test_an_edge_leaves_the_list_once_it_has_confirmed_that_it_may_not_be_alone() -> None:
     cluster = settled(4)
     assert cluster.tenure.next_list(["a"], 102.1) is None
-    told = cluster.tenure.tell("b", 102.1, 104.0)
-    assert told is not None
-    assert not told.may_be_alone
+    assert not known(cluster.tenure.tell("b", 102.1, 104.0)).may_be_alone
     assert cluster.tenure.next_list(["a"], 102.1) is None, "it may not have heard"
     cluster.tell("b", 102.2)
     assert not cluster.fences["b"].is_alone(106.0)
-    new = cluster.tenure.next_list(["a"], 102.3)
-    assert new is not None
-    assert new.names == ("a",)
+    assert known(cluster.tenure.next_list(["a"], 102.3)).names == ("a",)
 
 
 def test_an_edge_that_is_away_stays_in_the_list_until_it_can_not_be_alone_any_more() -> None:
@@ -425,9 +417,7 @@ def test_an_edge_that_follows_can_not_be_removed() -> None:
 
 def test_lists_of_a_later_leader_are_later_whatever_was_stored() -> None:
     leader = Tenure(7, 100.0, [BOTH], {"n": 4}, alone_seconds=ALONE)
-    new = leader.next_list(["a", "b", "c"], 101.0)
-    assert new is not None
-    assert new.version >= 7 << 16
+    assert known(leader.next_list(["a", "b", "c"], 101.0)).version >= 7 << 16
 
 
 # Nodes that change.
@@ -447,8 +437,7 @@ def test_a_new_node_counts_as_taken_until_it_was_read() -> None:
 
 def test_slots_that_a_node_comes_to_have_before_it_is_read_count_as_taken() -> None:
     cluster = Cluster(2)
-    cluster.greet("a", 100.1)
-    cluster.greet("b", 100.1)
+    cluster.all_greet(100.1)
     cluster.tenure.set_nodes({"n": 4}, 100.5)
     assert free(cluster.tenure, "n", 100.5) == 0
 
@@ -464,8 +453,7 @@ def test_slots_that_a_node_has_more_or_fewer_are_free_or_gone() -> None:
 
 def test_what_runs_on_a_node_that_comes_again_is_not_forgotten() -> None:
     cluster = settled(4)
-    number = cluster.start("a", 102.1)
-    assert number is not None
+    number = known(cluster.start("a", 102.1))
     cluster.tenure.set_nodes({}, 102.2)
     cluster.tenure.set_nodes({"n": 4}, 102.3)
     cluster.tell("a", 103.5)

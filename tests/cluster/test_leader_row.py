@@ -5,13 +5,13 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import time
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator
 from pathlib import Path
 
 import psycopg
 import pytest
 
-from gateway.cluster.leadership import FIRST_ROW, Change, LeaderRow, Member, boot_clock, contend
+from gateway.cluster.leadership import FIRST_ROW, Change, LeaderRow
 from gateway.cluster.tables import StoredLeadership
 from gateway.store.database import locate_store
 from gateway.store.failures import StoreError, StoreLocked, StoreUnavailable
@@ -22,7 +22,6 @@ from tests.store.stores import opened
 
 ANY_TIME = 20.0
 """Seconds that a step may take where its time is not the matter: machines may stand still."""
-TERM = 4.0
 
 
 def leadership(url: str, seconds: float = ANY_TIME) -> StoredLeadership:
@@ -217,97 +216,3 @@ async def test_a_server_that_is_killed_and_started_again_is_used_again(
         await row.look()
     server.start()
     await eventually(lambda: answers(row))
-
-
-class Contest:
-    """Members that contend for a row of a real server, and what was seen of them."""
-
-    def __init__(self, url: str) -> None:
-        self.url = url
-        self.members: dict[str, Member] = {}
-        self.rows: dict[str, StoredLeadership] = {}
-        self.tasks: dict[str, asyncio.Task[None]] = {}
-        self.both_granted = False
-
-    def join(self, name: str) -> None:
-        self.members[name] = member = Member(name, TERM)
-        self.rows[name] = row = leadership(self.url, TERM / 4)
-        self.tasks[name] = asyncio.create_task(contend(member, row, on_step=self.look))
-
-    def look(self) -> None:
-        if len(self.granting()) > 1:
-            self.both_granted = True
-
-    def granting(self) -> list[str]:
-        now = boot_clock()
-        return [name for name, member in self.members.items() if member.may_grant(now)]
-
-    async def end(self, name: str) -> None:
-        """End it as `kill -9` does: it says nothing more."""
-        self.tasks[name].cancel()
-        await asyncio.gather(self.tasks[name], return_exceptions=True)
-        await self.rows[name].close()
-
-    async def leader(self, is_wanted: Callable[[Member], bool] = lambda _: True) -> Member:
-        async def found() -> Member | None:
-            granting = [self.members[name] for name in self.granting()]
-            return next(filter(is_wanted, granting), None)
-
-        return await eventually(found, 120)
-
-
-@pytest.fixture
-async def contest(server_url: str) -> AsyncIterator[Contest]:
-    made = Contest(server_url)
-    yield made
-    for name, task in made.tasks.items():
-        if not task.done():
-            await made.end(name)
-    assert not made.both_granted
-
-
-@needs_postgres
-@pytest.mark.slow
-async def test_when_the_leader_dies_another_member_leads_in_a_later_epoch(contest: Contest) -> None:
-    contest.join("a")
-    contest.join("b")
-    first = await contest.leader()
-    epoch = first.highest
-    await contest.end(first.name)
-    second = await contest.leader(lambda member: member is not first)
-    assert second.highest > epoch
-
-
-@needs_postgres
-@pytest.mark.slow
-async def test_nobody_leads_beyond_a_term_without_the_server_and_somebody_after(
-    contest: Contest, server: PostgresServer
-) -> None:
-    contest.join("a")
-    contest.join("b")
-    await contest.leader()
-
-    async def nobody() -> bool | None:
-        return None if contest.granting() else True
-
-    with server.halted():
-        await eventually(nobody)
-    await contest.leader()
-
-
-@needs_postgres
-@pytest.mark.slow
-async def test_a_standby_with_an_old_row_is_promoted_and_a_later_epoch_wins(
-    contest: Contest, server: PostgresServer
-) -> None:
-    contest.join("a")
-    contest.join("b")
-    epoch = (await contest.leader()).highest
-    database = contest.url.rpartition("/")[2]
-    old = "UPDATE leadership SET holder = 'of old', epoch = 0, counter = 7"
-    server.execute(old, database)
-    later = await contest.leader(lambda member: member.highest > epoch)
-    assert later.row is not None
-    assert later.row.epoch > epoch
-    rows = server.execute("SELECT epoch FROM leadership", database)
-    assert rows == [(later.row.epoch,)]

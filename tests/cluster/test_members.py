@@ -5,78 +5,37 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
-import signal
-import time
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
 
-import httpx
 import pytest
 
 from gateway.callers.keys import new_key
 from tests.cluster.members import MemberProcess, running_members
 from tests.emulator import EmulatedNode
-from tests.gateways import until
 from tests.polling import eventually
-from tests.postgres import PostgresServer, needs_postgres, running_postgres
+from tests.postgres import PostgresServer, needs_postgres
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(300), needs_postgres]
 CHAT = "/v1/chat/completions"
 HELLO = {"messages": [{"role": "user", "content": "Hello"}], "max_tokens": 4}
-TAKEOVER = 15.0
-"""Seconds for another member to lead, on a busy machine; the term is one."""
-
-
-@pytest.fixture
-def server() -> Iterator[PostgresServer]:
-    with running_postgres() as started:
-        yield started
 
 
 async def roles_of(members: dict[str, MemberProcess]) -> dict[str, str]:
     return {name: await member.until_role("leader", "follower") for name, member in members.items()}
 
 
-async def leader_of(members: dict[str, MemberProcess]) -> MemberProcess:
-    async def look() -> MemberProcess | None:
-        for member in members.values():
-            if await member.role() == "leader":
-                return member
-        return None
+async def until_booked(server: PostgresServer, url: str, count: int) -> None:
+    """Wait until so many requests are in the ledger, all well."""
+    wanted, database = "SELECT outcome FROM usage", url.rpartition("/")[2]
 
-    return await eventually(look, TAKEOVER)
+    async def look() -> bool | None:
+        return (
+            await asyncio.to_thread(server.execute, wanted, database) == [("ok",)] * count or None
+        )
 
-
-async def stream(client: httpx.AsyncClient, tokens: int, number: int) -> str:
-    """The text of a streamed answer, which must be whole."""
-    body = {
-        "messages": [{"role": "user", "content": f"Tell story {number}"}],
-        "max_tokens": tokens, "stream": True,
-    }  # fmt: skip
-    text = ""
-    async with client.stream("POST", CHAT, json=body) as answer:
-        assert answer.status_code == 200, await answer.aread()
-        async for line in answer.aiter_lines():
-            if line.startswith("data: {"):
-                event = json.loads(line[6:])
-                assert "error" not in event, event
-                text += (event["choices"][0]["delta"] or {}).get("content") or ""
-            elif line == "data: [DONE]":
-                return text
-    raise AssertionError("the stream has no end")
-
-
-async def until_booked(server: PostgresServer, url: str, count: int) -> int:
-    """Wait until so many requests are in the ledger, all well; returns all their tokens."""
-    database = url.rpartition("/")[2]
-
-    async def look() -> list[tuple[Any, ...]] | None:
-        wanted = "SELECT outcome, completion_tokens FROM usage"
-        rows = await asyncio.to_thread(server.execute, wanted, database)
-        return rows if len(rows) == count and {row[0] for row in rows} == {"ok"} else None
-
-    return sum(row[1] for row in await eventually(look, 60))
+    await eventually(look)
 
 
 @contextlib.asynccontextmanager
@@ -85,38 +44,14 @@ async def a_pair(
 ) -> AsyncIterator[tuple[MemberProcess, MemberProcess]]:
     """Two members over this node: the leader, and the one that follows."""
     async with node, running_members(folder, node, url, ("gw-a", "gw-b"), **settings) as members:
-        await roles_of(members)
-        leader = await leader_of(members)
-        (follower,) = [one for one in members.values() if one is not leader]
-        yield leader, follower
 
+        async def by_role() -> dict[str, MemberProcess] | None:
+            # On a busy machine another one may come to lead between two looks.
+            found = {role: members[name] for name, role in (await roles_of(members)).items()}
+            return found if len(found) == 2 else None
 
-async def test_streams_run_on_and_requests_are_served_when_the_leader_is_killed(
-    tmp_path: Path, server: PostgresServer
-) -> None:
-    url = server.new_database()
-    node = EmulatedNode(slots=16, decode_tps=10, answer_tokens=1000)
-    async with node, running_members(tmp_path, node, url) as members:
-        await roles_of(members)
-        leader = await leader_of(members)
-        others = [one for one in members.values() if one is not leader]
-        streams = [
-            asyncio.create_task(stream(one.client, 100, number))
-            for one in others
-            for number in range(2)
-        ]
-        await until(lambda: node.busy == 4)
-        await leader.line.kill()
-        killed_at = time.monotonic()
-        answers = await asyncio.gather(*(one.client.post(CHAT, json=HELLO) for one in others))
-        waited = time.monotonic() - killed_at
-        assert [answer.status_code for answer in answers] == [200, 200]
-        assert waited < TAKEOVER
-        node.engine.decode_tps = 1000
-        texts = await asyncio.gather(*streams)
-        assert all(len(text.split()) > 80 for text in texts)
-        assert sorted([await one.role() for one in others]) == ["follower", "leader"]
-        assert await until_booked(server, url, 6) == 4 * 100 + 2 * 4
+        found = await eventually(by_role)
+        yield found["leader"], found["follower"]
 
 
 async def test_keys_and_orders_may_go_to_any_member_and_the_audit_names_it(
@@ -170,41 +105,6 @@ async def test_without_the_database_each_serves_alone_and_is_whole_again_without
         for member in members.values():
             assert (await member.client.post(CHAT, json=HELLO)).status_code == 200
         await until_booked(server, url, 6)
-
-
-async def test_a_member_that_ends_lets_another_one_lead_and_its_streams_end_well(
-    tmp_path: Path, server: PostgresServer
-) -> None:
-    url = server.new_database()
-    node = EmulatedNode(slots=4, decode_tps=20, answer_tokens=1000)
-    async with a_pair(tmp_path, node, url) as members:
-        leader, other = members
-        streams = [asyncio.create_task(stream(one.client, 100, 1)) for one in members]
-        await until(lambda: node.busy == 2)
-        leader.line.first.send_signal(signal.SIGTERM)
-        await other.until_role("leader")
-        assert (await other.client.post(CHAT, json=HELLO)).status_code == 200
-        await asyncio.gather(*streams)
-        assert await leader.line.status() == 0
-        await until_booked(server, url, 3)
-
-
-async def test_a_member_is_succeeded_while_it_streams(
-    tmp_path: Path, server: PostgresServer
-) -> None:
-    url = server.new_database()
-    node = EmulatedNode(slots=16, decode_tps=20, answer_tokens=1000)
-    async with a_pair(tmp_path, node, url) as members:
-        leader, _ = members
-        streams = [asyncio.create_task(stream(one.client, 200, 1)) for one in members]
-        await until(lambda: node.busy == 2)
-        await leader.line.succeed()
-        async with httpx.AsyncClient(base_url=leader.line.url, trust_env=False) as client:
-            answer = await client.post(CHAT, json=HELLO, timeout=60)
-            assert answer.status_code == 200
-        node.engine.decode_tps = 1000
-        await asyncio.gather(*streams)
-        await until_booked(server, url, 3)
 
 
 async def test_what_a_follower_passes_on_streams(tmp_path: Path, server: PostgresServer) -> None:

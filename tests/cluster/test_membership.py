@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 from sqlalchemy import delete, select
 
-from gateway.cluster.fencing import SETTLE_SECONDS, Session
+from gateway.cluster.fencing import SETTLE_SECONDS
 from gateway.cluster.leadership import Change
 from gateway.cluster.membership import LEAD_SECONDS
 from gateway.cluster.tables import remove
@@ -20,6 +20,7 @@ from gateway.store.schema import members as members_table
 from gateway.transport.link import EdgeLink
 from tests.cluster.certificates import CLUSTER, Authority
 from tests.cluster.memberships import TERM, Cluster, One, Row, cluster_of
+from tests.known import known
 from tests.virtual import in_virtual_time
 
 
@@ -49,15 +50,6 @@ async def test_members_that_start_at_once_have_a_leader_within_two_terms(
             assert one.membership.may_grant() is (one.role.kind == "leader")
         kinds = [[role.kind for role in one.roles] for one in cluster.all]
         assert sorted(kinds) == [["follower"], ["follower"], ["leader"]]
-
-
-@in_virtual_time
-async def test_a_member_without_others_leads_within_two_terms(authority: Authority) -> None:
-    async with cluster_of(authority, "a") as cluster:
-        assert await cluster.settled(10) < 2 * TERM
-        account = cluster.leader().account
-        assert account is not None
-        assert account.begun == [(Session("a", "process of a", 1), ("a/edge-1",))]
 
 
 @in_virtual_time
@@ -136,8 +128,7 @@ async def test_a_member_that_does_not_reach_the_leader_is_alone_until_it_does(
             seen = leader.seen()[cut_off.name]
             assert seen.role == "unknown"
             assert seen.heard_seconds is not None
-            assert leader.account is not None
-            assert [one.edge for one in leader.account.sessions_left] == [cut_off.name]
+            assert [one.edge for one in known(leader.account).sessions_left] == [cut_off.name]
         assert cut_off.membership.tunnels.open == open_
         await cluster.settled(5)
         assert cut_off.role.kind == "follower"
@@ -195,8 +186,7 @@ async def test_a_leader_that_is_replaced_makes_room_for_its_members_newer_proces
 @in_virtual_time
 async def test_the_share_of_a_member_that_is_removed_is_free_at_once(authority: Authority) -> None:
     async with settled(authority, "a", "b") as cluster:
-        tenure, (lost,) = cluster.leader().account, cluster.others()
-        assert tenure is not None
+        tenure, (lost,) = known(cluster.leader().account), cluster.others()
         await cluster.until(lambda: len(tenure.lists[-1].names) == 2, 10)
         await asyncio.sleep(5)  # It is told that it may be alone.
         await cluster.end(lost)
@@ -224,9 +214,8 @@ async def test_a_leader_that_drains_makes_room_and_is_never_alone(authority: Aut
         assert took < TERM + 1.5
         await cluster.until(lambda: old.role.kind == "follower", 1)
         assert cluster.leader().seen()[old.name].role == "draining"
-        account = cluster.leader().account
-        assert account is not None
-        assert old.name not in {session.edge for session, _ in account.begun}
+        begun = known(cluster.leader().account).begun
+        assert old.name not in {session.edge for session, _ in begun}
         cluster.database.is_away = True
         await asyncio.sleep(10)
         assert old.role.kind == "limbo"
@@ -239,8 +228,7 @@ async def test_a_member_that_ends_in_good_order_leaves_its_share(authority: Auth
         old, (new,) = cluster.leader(), cluster.others()
         old.membership.drain()
         await cluster.until(lambda: new.role.kind == "leader", 10)
-        account = new.account
-        assert account is not None
+        account = known(new.account)
         await cluster.until(lambda: old.role.kind == "follower", 1)
         await asyncio.sleep(SETTLE_SECONDS)
         account.read("x", frozenset(), account.clock())
@@ -283,8 +271,7 @@ async def test_edges_that_come_and_go_are_told_to_the_leader(authority: Authorit
         for one in (leader, other):
             one.edges = ("edge-1", "edge-2")
         await asyncio.sleep(0.5)
-        assert leader.account is not None
-        told = {session.edge: edges for session, edges in leader.account.begun}
+        told = {session.edge: edges for session, edges in known(leader.account).begun}
         assert told == {"a": ("edge-1", "edge-2"), "b": ("edge-1", "edge-2")}
         seen = leader.seen()
         assert {name: one.role for name, one in seen.items()} == {
@@ -301,12 +288,11 @@ async def test_edges_that_come_and_go_are_told_to_the_leader(authority: Authorit
 async def test_a_session_that_the_account_has_closed_begins_anew(authority: Authority) -> None:
     async with settled(authority, "a", "b") as cluster:
         leader, (other,) = cluster.leader(), cluster.others()
-        account = leader.account
-        assert account is not None
+        account = known(leader.account)
         before = len(account.begun)
         # As after a time in which the leader was held up.
-        for known in account._edges.values():
-            known.present = False
+        for edge in account._edges.values():
+            edge.present = False
         await cluster.until(lambda: len(account.begun) == before + 2, 2)
         await cluster.settled(2)
         began = {session.edge: session.number for session, _ in account.begun[before:]}
@@ -360,8 +346,7 @@ async def test_a_follower_whose_link_can_not_be_taken_is_lost_until_it_can(
 async def test_a_leader_whose_account_fails_makes_room_for_another(authority: Authority) -> None:
     async with settled(authority, "a", "b") as cluster:
         old = cluster.leader()
-        assert old.account is not None
-        old.account.tell = None  # type: ignore[method-assign,assignment]
+        known(old.account).tell = None  # type: ignore[method-assign,assignment]
         await cluster.until(lambda: old.role.kind != "leader", 1)
         assert await cluster.settled(10) < TERM + 2
         assert cluster.leader() is not old
@@ -465,8 +450,7 @@ async def test_a_membership_ends_also_when_its_list_is_wanted_or_its_link_lost_j
     async with settled(authority, "a", "b") as cluster:
         await asyncio.sleep(3)
         (other,) = cluster.others()
-        link = other.membership._link
-        assert link is not None
+        link = known(other.membership._link)
         other.membership._list_wanted.set()
         link.fail("the leader has ended")
         async with asyncio.timeout(5):

@@ -30,7 +30,7 @@ from gateway.config.settings import Address, ClusterSettings, ClusterTls
 from gateway.http.certificates import CertificateError, ServerCertificate
 from gateway.http.exchange import ConnectionOrigin
 from tests.cluster.certificates import CLUSTER, Authority
-from tests.polling import eventually
+from tests.gateways import until
 
 LIMIT = 20.0
 """Seconds that a thing may take where its time is not the matter."""
@@ -125,13 +125,6 @@ async def send(sock: socket.socket, data: bytes) -> None:
         await asyncio.get_running_loop().sock_sendall(sock, data)
 
 
-async def until(is_so: Callable[[], bool]) -> None:
-    async def look() -> bool | None:
-        return True if is_so() else None
-
-    await eventually(look)
-
-
 async def what_one_side_writes_the_other_reads_until_each_direction_has_ended(
     make: MakeNode,
 ) -> None:
@@ -213,14 +206,6 @@ async def test_a_member_that_dies_ends_its_tunnels(a: Node, b: Node) -> None:
     assert await received(opened, 1) == b""
     opened.close()
     taken.close()
-
-
-async def test_what_one_side_writes_the_other_reads(make: MakeNode) -> None:
-    await what_one_side_writes_the_other_reads_until_each_direction_has_ended(make)
-
-
-async def test_who_does_not_read_holds_the_other_up(make: MakeNode) -> None:
-    await who_sends_faster_than_the_other_reads_waits_in_bounded_memory(make)
 
 
 def test_both_hold_on_the_gateways_own_event_loop(authority: Authority) -> None:

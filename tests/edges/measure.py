@@ -25,11 +25,11 @@ from typing import Any
 
 from gateway.app.event_loop import run_event_loop
 from gateway.cluster.tunnel import Tunnels, Welcome, member_certificate
-from gateway.config.settings import Address, ClusterSettings, Settings
+from gateway.config.settings import Address, Settings
 from gateway.edges.edge import EdgeServices
 from gateway.events import FEW_DEFERRED, EventBus, RequestRecord, call_later
 from gateway.lease import NOTHING_TRIED, AttemptReport, PromptKey, Usage, UsageReport
-from tests.cluster.machines import Authority
+from tests.cluster.certificates import Authority
 from tests.edges.played import CALLER, a_bare_brain, a_played_node
 from tests.lease_requests import a_lease_request
 from tests.schedule.build import a_scheduler
@@ -64,16 +64,11 @@ def a_member(
     name: str, port: int, authority: Authority, take: Callable[[socket.socket], None]
 ) -> Tunnels:
     """The tunnels of a member; `take` gets what others open."""
-    with tempfile.TemporaryDirectory() as made:
-        tls = authority.issue(name, "127.0.0.1", Path(made))
-        settings = ClusterSettings.model_validate(
-            {"member": name, "listen": f"127.0.0.1:{port}", "tls": tls}
-        )
-        certificate = member_certificate(settings.tls, name)
+    settings = authority.settings(name, listen=f"127.0.0.1:{port}")
     return Tunnels(
         settings,
         name,
-        certificate,
+        member_certificate(settings.tls, name),
         admit=lambda _: Welcome(name),
         on_tunnel=lambda _, sock: take(sock),
     )
@@ -218,7 +213,7 @@ def main() -> None:
     parser.add_argument("--tls", action="store_true")
     load = Load(**vars(parser.parse_args()))
     (link, edge_link), (echo, edge_echo) = socket.socketpair(), socket.socketpair()
-    authority, listening = Authority(), socket.create_server(("127.0.0.1", 0))
+    listening = socket.create_server(("127.0.0.1", 0))
     children = []
 
     def start(work: Callable[[], Coroutine[Any, Any, int]]) -> None:
@@ -229,6 +224,8 @@ def main() -> None:
             os._exit(0)
         children.append(pid)
 
+    folder = tempfile.TemporaryDirectory()
+    authority = Authority(Path(folder.name))
     if load.tls:
         port = listening.getsockname()[1]
         handing, handed = socket.socketpair()
@@ -242,8 +239,9 @@ def main() -> None:
     async def linked() -> socket.socket:
         return await tunnelled(authority, listening) if load.tls else link
 
-    run_event_loop(be_brain(load, linked, echo))
-    sys.exit(max(os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) for pid in children))
+    with folder:
+        run_event_loop(be_brain(load, linked, echo))
+        sys.exit(max(os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) for pid in children))
 
 
 if __name__ == "__main__":

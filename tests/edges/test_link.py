@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import functools
 import os
 import random
 import socket
 import struct
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable, Coroutine
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -67,6 +68,14 @@ def frame(number: int, settled: int, messages: object) -> bytes:
     return LENGTH.pack(len(payload)) + payload
 
 
+def one_frame(data: bytes) -> list[Any]:
+    """The messages of what must be one frame."""
+    (length,) = LENGTH.unpack_from(data)
+    assert len(data) == LENGTH.size + length
+    messages: list[Any] = msgspec.msgpack.decode(data[LENGTH.size + NUMBERS.size :])
+    return messages
+
+
 @contextlib.asynccontextmanager
 async def raw_peer() -> AsyncIterator[tuple[Side, socket.socket]]:
     """A side whose other end is a bare socket."""
@@ -105,10 +114,7 @@ async def test_what_is_told_within_a_turn_goes_out_together() -> None:
         for number in range(5):
             side.link.tell(Said("a", number))
         await asyncio.sleep(0.01)
-        data = peer.recv(1 << 16)
-        (length,) = LENGTH.unpack_from(data)
-        assert len(data) == LENGTH.size + length, "one frame"
-        assert len(msgspec.msgpack.decode(data[LENGTH.size + NUMBERS.size :])) == 5
+        assert len(one_frame(peer.recv(1 << 16))) == 5
 
 
 @in_virtual_time
@@ -120,15 +126,7 @@ async def test_what_is_postponed_goes_out_with_what_is_told_by_then() -> None:
         asyncio.get_running_loop().call_soon(side.link.tell, Said("used"))
         side.link.postpone()
         await asyncio.sleep(0.01)
-        data = peer.recv(1 << 16)
-        (length,) = LENGTH.unpack_from(data)
-        assert len(data) == LENGTH.size + length, "one frame"
-        assert [
-            text for _, text, _ in msgspec.msgpack.decode(data[LENGTH.size + NUMBERS.size :])
-        ] == [
-            "ended",
-            "used",
-        ]
+        assert [text for _, text, _ in one_frame(peer.recv(1 << 16))] == ["ended", "used"]
 
 
 @in_virtual_time
@@ -261,31 +259,34 @@ async def test_what_an_unheard_side_says_grows_old() -> None:
         assert side.ages[1] >= 5.0
 
 
-def test_a_link_that_ends_before_it_is_connected_closes_its_descriptor_once() -> None:
-    async def run() -> None:
-        side = Side()
-        ours, theirs = socket.socketpair()
-        with theirs:
-            side.link.close()
-            await EdgeLink.over(ours, side.link)
-            await until(lambda: ours.fileno() < 0)
-            assert theirs.recv(1) == b""
+def on_the_gateways_own_loop(test: Callable[[], Coroutine[Any, Any, None]]) -> Callable[[], None]:
+    @functools.wraps(test)
+    def run() -> None:
+        with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
+            runner.run(test())
 
-    with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
-        runner.run(run())
+    return run
 
 
-def test_a_link_whose_other_side_has_ended_closes_its_descriptor_once() -> None:
-    async def run() -> None:
-        side = Side()
-        ours, theirs = socket.socketpair()
-        theirs.close()
+@on_the_gateways_own_loop
+async def test_a_link_that_ends_before_it_is_connected_closes_its_descriptor_once() -> None:
+    side = Side()
+    ours, theirs = socket.socketpair()
+    with theirs:
+        side.link.close()
         await EdgeLink.over(ours, side.link)
-        await until(lambda: side.link.lost)
         await until(lambda: ours.fileno() < 0)
+        assert theirs.recv(1) == b""
 
-    with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
-        runner.run(run())
+
+@on_the_gateways_own_loop
+async def test_a_link_whose_other_side_has_ended_closes_its_descriptor_once() -> None:
+    side = Side()
+    ours, theirs = socket.socketpair()
+    theirs.close()
+    await EdgeLink.over(ours, side.link)
+    await until(lambda: side.link.lost)
+    await until(lambda: ours.fileno() < 0)
 
 
 async def _cut_while_it_is_made(rng: random.Random) -> list[object]:
@@ -304,19 +305,16 @@ async def _cut_while_it_is_made(rng: random.Random) -> list[object]:
     return [ours, making, side]
 
 
-def test_links_that_are_cut_while_they_are_made_close_no_descriptor_of_others() -> None:
-    async def run() -> None:
-        rng = random.Random(5)
-        for _ in range(300):
-            held = await _cut_while_it_is_made(rng)
-            for _ in range(rng.randrange(4)):
-                await asyncio.sleep(0)
-            # The next files get the descriptors that have just come free.
-            others = [os.open(os.devnull, os.O_RDONLY) for _ in range(3)]
-            del held
+@on_the_gateways_own_loop
+async def test_links_that_are_cut_while_they_are_made_close_no_descriptor_of_others() -> None:
+    rng = random.Random(5)
+    for _ in range(300):
+        held = await _cut_while_it_is_made(rng)
+        for _ in range(rng.randrange(4)):
             await asyncio.sleep(0)
-            for one in others:
-                os.close(one)
-
-    with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
-        runner.run(run())
+        # The next files get the descriptors that have just come free.
+        others = [os.open(os.devnull, os.O_RDONLY) for _ in range(3)]
+        del held
+        await asyncio.sleep(0)
+        for one in others:
+            os.close(one)

@@ -19,6 +19,7 @@ from gateway.http.protocol import protocol_class
 from tests.emulator import EmulatedNode
 from tests.emulator.raw_connection import raw_connection
 from tests.gateways import Running, running_gateway, until
+from tests.known import known
 
 PIECE = b"x" * 65536
 
@@ -35,8 +36,7 @@ class Edge:
 
 def passed_on(brain: Running) -> list[object]:
     """The connections at the brain on which requests are passed on."""
-    assert brain.gateway.public_listener is not None
-    connections = brain.gateway.public_listener.connections
+    connections = known(brain.gateway.public_listener).connections
     # Their sockets have no address.
     return [one for one in connections if not one.transport.get_extra_info("peername")]
 
@@ -45,14 +45,12 @@ def passed_on(brain: Running) -> list[object]:
 async def edge(folder: Path, **settings: Any) -> AsyncIterator[Edge]:
     ours, its_end = channel_pair()
     async with running_gateway(folder, [EmulatedNode(slots=2)], settings) as brain:
-        listener = brain.gateway.public_listener
-        assert listener is not None
+        listener = known(brain.gateway.public_listener)
 
         def adopt(message: ToBrain, sock: socket.socket | None) -> None:
             assert isinstance(message, PassedOn)
-            assert sock is not None
-            sock.setblocking(False)
-            listener.adopt(sock, message.origin())
+            known(sock).setblocking(False)
+            listener.adopt(known(sock), message.origin())
 
         of_brain: SocketChannel[ToBrain] = SocketChannel(ours, ToBrain, adopt, lambda: None)
         of_edge: SocketChannel[ToEdge] = SocketChannel(
@@ -145,8 +143,7 @@ async def test_a_client_that_leaves_ends_the_request_at_the_brain(tmp_path: Path
 
 async def test_a_request_on_an_edge_without_a_brain_is_refused(tmp_path: Path) -> None:
     async with edge(tmp_path) as site:
-        listener = site.brain.gateway.public_listener
-        assert listener is not None
+        listener = known(site.brain.gateway.public_listener)
         listener.protocol.connection_made = _abort  # type: ignore[method-assign, assignment]
         answer = await site.client.get("/v1/models", headers={"x-request-id": "mine"})
         assert (answer.status_code, answer.headers["x-request-id"]) == (503, "mine")

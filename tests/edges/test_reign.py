@@ -24,6 +24,7 @@ from tests.callers.build import all_accounts
 from tests.edges.edge_beside import a_brain, serving
 from tests.emulator import EmulatedNode
 from tests.gateways import Running, running_gateway, until
+from tests.known import known
 from tests.schedule.build import a_scheduler, node
 from tests.virtual import in_virtual_time, now
 
@@ -83,8 +84,7 @@ class Cluster:
         return reign
 
     async def depose(self, member: Member) -> None:
-        assert member.control is not None
-        member.control.cancel()
+        known(member.control).cancel()
         await member.brain.end()
 
     async def relink(self, member: Member) -> None:
@@ -101,8 +101,7 @@ class Cluster:
         tenure.begins(session, [EDGE], now())
         while True:
             if tenure.has(session):
-                term = tenure.tell("m", now(), now() + TERM)
-                assert term is not None
+                term = known(tenure.tell("m", now(), now() + TERM))
                 assert self.fence.told(reign.epoch, term, asked_at=now(), now=now())
                 assert tenure.confirmed(session, self.fence.seen, now())
             await asyncio.sleep(0.25)
@@ -402,8 +401,7 @@ async def test_another_node_of_the_same_name_counts_as_taken_until_it_is_read() 
     reign = Reign("m", 1, tenure, lambda: True, now, now(), fleet)
     reign.begin()
     tenure.begins(session, [], now())
-    term = tenure.tell(session.edge, now(), now() + 1000.0)
-    assert term is not None
+    term = known(tenure.tell(session.edge, now(), now() + 1000.0))
     assert tenure.confirmed(session, term.number, now())
     await asyncio.sleep(2 * SETTLE_SECONDS)
     first.slots_told(frozenset(), now())
@@ -425,9 +423,8 @@ async def test_another_node_of_the_same_name_counts_as_taken_until_it_is_read() 
 async def test_an_edge_that_knows_a_later_leader_is_refused(tmp_path: Path) -> None:
     async with a_cluster(tmp_path, a_node()) as cluster:
         first, _ = cluster.members
-        assert first.brain.reign is not None
         heard: list[int] = []
-        first.brain.reign.heard = heard.append
+        known(first.brain.reign).heard = heard.append
         cluster.services.epoch = 8
         await cluster.relink(first)
         await until(lambda: heard)

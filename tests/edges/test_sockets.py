@@ -4,7 +4,6 @@ import asyncio
 import socket
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
-from dataclasses import dataclass, field
 
 import msgspec
 import pytest
@@ -23,35 +22,32 @@ from gateway.edges.sockets import (
 from tests.gateways import until
 
 
-@dataclass(slots=True)
 class Ends:
     """Both ends of a channel in one process."""
 
-    brain: SocketChannel[ToBrain]
-    edge: SocketChannel[ToEdge]
-    raw: socket.socket
-    """The brain's socket."""
-    got: list[tuple[ToEdge, socket.socket | None]] = field(default_factory=list)
-    told: list[ToBrain] = field(default_factory=list)
-    lost: list[str] = field(default_factory=list)
+    def __init__(self) -> None:
+        self.raw, theirs = channel_pair()  # the brain's socket
+        self.got: list[tuple[ToEdge, socket.socket | None]] = []
+        self.told: list[ToBrain] = []
+        self.lost: list[str] = []
+        self.brain: SocketChannel[ToBrain] = SocketChannel(
+            self.raw,
+            ToBrain,
+            lambda one, _: self.told.append(one),
+            lambda: self.lost.append("brain"),
+        )
+        self.edge: SocketChannel[ToEdge] = SocketChannel(
+            theirs, ToEdge, lambda *both: self.got.append(both), lambda: self.lost.append("edge")
+        )
 
 
 @asynccontextmanager
 async def ends() -> AsyncIterator[Ends]:
-    ours, theirs = channel_pair()
-    got: list[tuple[ToEdge, socket.socket | None]] = []
-    told: list[ToBrain] = []
-    lost: list[str] = []
-    brain: SocketChannel[ToBrain] = SocketChannel(
-        ours, ToBrain, lambda message, _: told.append(message), lambda: lost.append("brain")
-    )
-    edge: SocketChannel[ToEdge] = SocketChannel(
-        theirs, ToEdge, lambda *both: got.append(both), lambda: lost.append("edge")
-    )
-    yield Ends(brain, edge, ours, got, told, lost)
-    brain.close()
-    edge.close()
-    for _, sock in got:
+    both = Ends()
+    yield both
+    both.brain.close()
+    both.edge.close()
+    for _, sock in both.got:
         if sock is not None:
             sock.close()
 
@@ -63,12 +59,8 @@ async def test_messages_come_in_order_and_with_their_sockets() -> None:
             both.brain.send(NewClient(), theirs, then_close=True)
         both.brain.send(Drain())
         await until(lambda: len(both.got) == 4)
-        assert [type(message) for message, _ in both.got] == [
-            NewClient,
-            NewClient,
-            NewClient,
-            Drain,
-        ]
+        kinds = [type(message) for message, _ in both.got]
+        assert kinds == [NewClient, NewClient, NewClient, Drain]
         for number, (ours, theirs) in enumerate(pairs):
             assert theirs.fileno() == -1
             ours.send(b"%d" % number)

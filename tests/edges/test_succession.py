@@ -41,6 +41,7 @@ from tests.edges.played import (
     held_by,
 )
 from tests.gateways import until
+from tests.known import known
 from tests.lease_requests import a_lease_request
 from tests.schedule.build import a_scheduler
 from tests.virtual import in_virtual_time, now
@@ -179,8 +180,7 @@ class Script(PlayedRequests):
         tenure.begins(session, edges, now())
         while True:
             if tenure.has(session) and self.rng.random() < 0.8:
-                term = tenure.tell(member, now(), now() + TERM)
-                assert term is not None
+                term = known(tenure.tell(member, now(), now() + TERM))
                 fence.told(reign.epoch, term, asked_at=now(), now=now())
             tenure.confirmed(session, fence.seen, now())
             await asyncio.sleep(0.3)
@@ -220,14 +220,18 @@ class Script(PlayedRequests):
                 await self.succeed()
 
 
+def a_script(seed: int, *edges: str) -> Script:
+    """A story of these edges."""
+    script = Script(random.Random(seed))
+    script.fences = {member: Fence(member, SLOTS.__getitem__) for member in MEMBERS}
+    script.edges = {name: EdgeServices(name, clustered=True, clock=now) for name in edges}
+    return script
+
+
 @pytest.mark.parametrize("seed", range(10))
 @in_virtual_time
 async def test_slots_and_rows_stay_right_whoever_comes_to_reign(seed: int) -> None:
-    script = Script(random.Random(seed))
-    for member in MEMBERS:
-        script.fences[member] = Fence(member, SLOTS.__getitem__)
-        name = f"{member}/edge-1"
-        script.edges[name] = EdgeServices(name, clustered=True, clock=now)
+    script = a_script(seed, "m/edge-1", "n/edge-1")
     await script.begin()
     await script.run(60.0)
     outcomes = dict(zip(script.tasks, await asyncio.gather(*script.tasks.values()), strict=True))
@@ -249,9 +253,7 @@ async def test_slots_and_rows_stay_right_whoever_comes_to_reign(seed: int) -> No
 
 @in_virtual_time
 async def test_a_question_about_a_lease_on_a_node_that_is_not_known_is_answered() -> None:
-    script, told = Script(random.Random(1)), list[object]()
-    for member in MEMBERS:
-        script.fences[member] = Fence(member, SLOTS.__getitem__)
+    script, told = a_script(1), list[object]()
     world = await script.begin()
     ours, theirs = socket.socketpair()
     await world.brain.connect(ours, "m/edge-1")
@@ -284,10 +286,8 @@ async def test_a_question_about_a_lease_on_a_node_that_is_not_known_is_answered(
 
 @in_virtual_time
 async def test_what_waited_over_a_lost_link_ends_before_it_is_asked_for_anew() -> None:
-    script, name, count = Script(random.Random(1)), "m/edge-1", 4 * ENDED_AT_ONCE
-    for member in MEMBERS:
-        script.fences[member] = Fence(member, SLOTS.__getitem__)
-    script.edges[name] = EdgeServices(name, clustered=True, clock=now)
+    name, count = "m/edge-1", 4 * ENDED_AT_ONCE
+    script = a_script(1, name)
     world = await script.begin()
     for _ in range(count):
         script.ask()

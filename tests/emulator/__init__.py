@@ -10,7 +10,7 @@
 
 The prompt determines the answer's text (`expected_text`, `expected_chat_text`). All kinds of
 faults: `faults.POINT_FAULTS`, `faults.RESPONSE_FAULTS`, `faults.PRESETS`. `python -m
-tests.emulator` runs a node as a process of its own, whose faults are switched over HTTP
+tests.emulator` runs a node as a process of its own, whose faults are switched by commands
 (`admin.py`).
 
 `router.py` emulates a router, a server of many models (`--models-dir`), with such a node for each.
@@ -23,19 +23,14 @@ A request passes `connection.py` (HTTP), `node.py` (routes), `request_body.py`, 
 
 from __future__ import annotations
 
-from tests.emulator.embeddings import expected_embedding, expected_score
-from tests.emulator.faults import Fault, FaultPlan
+from tests.emulator.embeddings import expected_embedding
 from tests.emulator.language_model import expected_text
 from tests.emulator.node import EmulatedNode
-from tests.emulator.request_body import expected_chat_text, render_chat
+from tests.emulator.request_body import expected_chat_text
 
 __all__ = [
     "EmulatedNode",
-    "Fault",
-    "FaultPlan",
     "expected_chat_text",
     "expected_embedding",
-    "expected_score",
     "expected_text",
-    "render_chat",
 ]

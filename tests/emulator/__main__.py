@@ -1,6 +1,6 @@
 """`python -m tests.emulator --slots 2`: an emulated node as a process of its own.
 
-Prints two lines, the URLs of the node and of its admin server (`admin.py`), and serves until
+Prints two lines, the URL of the node and where it takes commands (`admin.py`), and serves until
 SIGTERM, SIGINT or the end of its parent.
 """
 
@@ -16,6 +16,7 @@ from math import inf
 
 import uvloop
 
+from tests.emulator.admin import serve_commands
 from tests.emulator.node import EmulatedNode
 
 _PR_SET_PDEATHSIG = 1
@@ -26,8 +27,6 @@ def _options() -> argparse.ArgumentParser:
     parser.add_argument("--host", default="127.0.0.1")
     parser.add_argument("--port", type=int, default=0)
     parser.add_argument("--slots", type=int, default=2)
-    parser.add_argument("--context", type=int, default=4096, help="tokens of one slot")
-    parser.add_argument("--unified", action="store_true", help="all slots share that context")
     parser.add_argument("--model", default="demo")
     parser.add_argument("--prefill-tps", type=float, default=inf, help="prompt tokens/s")
     parser.add_argument("--decode-tps", type=float, default=inf, help="tokens/s of one slot")
@@ -41,16 +40,11 @@ def _options() -> argparse.ArgumentParser:
         default=0.0,
         help="seconds that each further busy slot adds to a token",
     )
-    parser.add_argument("--batch", type=int, default=256, help="tokens of one step")
     parser.add_argument("--cache-ram", type=int, help="tokens of evicted prompts in host memory")
     parser.add_argument("--ping-interval", type=float, default=30.0, help="seconds")
     parser.add_argument("--embeddings", action="store_true")
     parser.add_argument("--rerank", action="store_true")
     parser.add_argument("--infill", action="store_true")
-    parser.add_argument("--api-key")
-    parser.add_argument("--keepalive-seconds", type=float, default=5.0)
-    parser.add_argument("--keepalive-requests", type=int, default=100)
-    parser.add_argument("--close-after-stream", action=argparse.BooleanOptionalAction, default=True)
     return parser
 
 
@@ -60,8 +54,7 @@ async def _serve(options: dict[str, object]) -> None:
     for number in (signal.SIGTERM, signal.SIGINT):
         loop.add_signal_handler(number, stop.set)
     async with EmulatedNode(**options) as node:  # type: ignore[arg-type]
-        await node.admin.listen(node.host)
-        print(node.url, node.admin.url, sep="\n", flush=True)
+        print(node.url, await serve_commands(node), sep="\n", flush=True)
         await stop.wait()
 
 

@@ -30,7 +30,6 @@ class ReceivedRequest:
     query: str
     headers: dict[str, str]
     body: bytes
-    connection: int
     reused: bool  # not the first request of its connection
     keep_alive: bool
 
@@ -43,11 +42,11 @@ class _Incoming:
 
 
 class ConnectionOwner(Protocol):
-    """The listener: it counts its connections and handles their requests."""
+    """The node: it counts its connections and handles their requests."""
 
     keepalive_seconds: float
 
-    def connection_opened(self, connection: Connection) -> int: ...
+    def connection_opened(self, connection: Connection) -> None: ...
     def connection_closed(self, connection: Connection) -> None: ...
     def handle(self, connection: Connection, request: ReceivedRequest) -> None: ...
 
@@ -57,7 +56,6 @@ class Connection(asyncio.Protocol):
 
     def __init__(self, host: ConnectionOwner) -> None:
         self.host = host
-        self.number = 0
         self.served = 0  # requests begun
         self.gone = False
         self.response: Response | None = None
@@ -73,7 +71,7 @@ class Connection(asyncio.Protocol):
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         self._transport = cast("asyncio.Transport", transport)  # uvloop's class is no subclass
-        self.number = self.host.connection_opened(self)
+        self.host.connection_opened(self)
         self._start_idle_timer()
 
     def data_received(self, data: bytes) -> None:
@@ -128,7 +126,6 @@ class Connection(asyncio.Protocol):
                 query=query,
                 headers=incoming.headers,
                 body=bytes(incoming.body),
-                connection=self.number,
                 reused=self.served + len(self._waiting) > 0,
                 keep_alive=self._parser.should_keep_alive(),
             )

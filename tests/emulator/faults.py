@@ -202,14 +202,3 @@ class FaultPlan:
 
     def __bool__(self) -> bool:
         return bool(self.standing or self.upcoming)
-
-
-__all__ = [
-    "GARBAGE",
-    "INSERTIONS",
-    "POINT_FAULTS",
-    "RESPONSE_FAULTS",
-    "Fault",
-    "FaultPlan",
-    "read_fault",
-]

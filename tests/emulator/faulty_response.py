@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Sequence
-from typing import NoReturn
+from typing import TYPE_CHECKING, NoReturn
 
 from tests.emulator.faults import GARBAGE, POINT_FAULTS, Fault, FaultPlan
-from tests.emulator.response import JSON, REASONS, ClientGoneError, Response, ResponseConnection
+from tests.emulator.response import JSON, REASONS, ClientGoneError, Response
+
+if TYPE_CHECKING:
+    from tests.emulator.connection import Connection
 
 _STEP = 0.01  # seconds between pieces, unless the fault says otherwise
 
@@ -17,7 +20,7 @@ class FaultyResponse(Response):
 
     def __init__(
         self,
-        link: ResponseConnection,
+        link: Connection,
         fault: Fault,
         faults: FaultPlan,
         *,

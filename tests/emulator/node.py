@@ -13,7 +13,6 @@ from typing import Any, Self
 
 from gateway.local.server import claim_port, claimed_port
 from tests.emulator import embeddings, info_endpoints
-from tests.emulator.admin import AdminServer
 from tests.emulator.apis.answer import to_json
 from tests.emulator.compute import Compute
 from tests.emulator.connection import Connection, ReceivedRequest
@@ -154,7 +153,6 @@ class EmulatedNode:
         self.host = host
         self.port = port
         self.faults = FaultPlan()
-        self.admin = AdminServer(self)
         self.response_class = Response
         self.loading = False  # 503 on every path
         self.marker = _marker()  # which each process chooses anew
@@ -230,7 +228,6 @@ class EmulatedNode:
 
     async def __aexit__(self, *exc: object) -> None:
         await self.kill()
-        await self.admin.close()
         if self._claim is not None:
             self._claim.close()
         if self.failures:
@@ -287,19 +284,14 @@ class EmulatedNode:
 
     # What a connection calls.
 
-    def connection_opened(self, connection: Connection) -> int:
-        """Counts a new connection. Returns its number."""
+    def connection_opened(self, connection: Connection) -> None:
         self.open_connections.add(connection)
         self.connections_opened += 1
-        return self.connections_opened
 
     def connection_closed(self, connection: Connection) -> None:
         self.open_connections.discard(connection)
 
     def handle(self, connection: Connection, request: ReceivedRequest) -> None:
-        if request.path.startswith("/__"):
-            self.admin.handle(connection, request)
-            return
         needs_slot = request.path in SLOT_PATHS
         is_question = request.body == b"{}"  # refused at once, without a slot
         if needs_slot and not is_question:

@@ -15,7 +15,7 @@ class RunningEmulator:
 
     process: subprocess.Popen[str]
     url: str
-    admin_url: str
+    commands: str  # where it takes them
 
 
 @contextmanager
@@ -25,7 +25,7 @@ def emulator_process(*options: str) -> Iterator[RunningEmulator]:
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
         assert process.stdout is not None
         try:
-            url, admin_url = (process.stdout.readline().strip() for _ in range(2))
-            yield RunningEmulator(process, url, admin_url)
+            url, commands = (process.stdout.readline().strip() for _ in range(2))
+            yield RunningEmulator(process, url, commands)
         finally:
             process.kill()

@@ -76,14 +76,6 @@ async def raw_connection(url: str) -> AsyncIterator[RawConnection]:
         await wire.leave()
 
 
-async def stream_bytes(url: str, path: str, body: dict[str, Any]) -> bytes:
-    """The body of a streamed response, without chunk framing. AssertionError when it is cut."""
-    async with raw_connection(url) as wire:
-        await wire.send(post(path, body))
-        await wire.head()
-        return unchunk(await wire.until(b"\r\n0\r\n\r\n"))
-
-
 def unchunk(data: bytes) -> bytes:
     """The body of a complete chunked message."""
     body = b""

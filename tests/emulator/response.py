@@ -5,7 +5,10 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Sequence
 from contextlib import suppress
-from typing import Protocol
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from tests.emulator.connection import Connection
 
 REASONS = {
     200: "OK",
@@ -31,27 +34,11 @@ class ClientGoneError(Exception):
     """The connection has ended, so the response can't be sent."""
 
 
-class ResponseConnection(Protocol):
-    """What a response needs of its connection."""
-
-    @property
-    def gone(self) -> bool: ...
-    def write(self, data: bytes) -> None: ...
-    async def drain(self) -> None:
-        """Waits while the client does not read."""
-
-    def close(self) -> None:
-        """Ends the connection (FIN) after what was written."""
-
-    def reset(self) -> None:
-        """Ends the connection by RST."""
-
-
 class Response:
     """Writes the response to one request. After the client has left, writes do nothing."""
 
     def __init__(
-        self, link: ResponseConnection, *, closing: bool, head_only: bool, closes_streams: bool
+        self, link: Connection, *, closing: bool, head_only: bool, closes_streams: bool
     ) -> None:
         self.connection = link
         self.closing = closing  # the connection ends with this response

@@ -66,8 +66,6 @@ class EmulatedRouter(EmulatedNode):
         self.memory = memory
         self.models: dict[str, RoutedModel] = {}  # that it knows of
         self.folder: dict[str, ModelFile] = {}  # that there are
-        self.evictions = 0
-        self.events_muted = False  # `/models/sse` is silent
         self._options = options
         self._followers: set[asyncio.Queue[bytes]] = set()
         self._changed = asyncio.Event()
@@ -260,7 +258,6 @@ class EmulatedRouter(EmulatedNode):
             return False
         oldest = min(idle, key=lambda model: model.used)
         oldest.node.slots.clear_prompts()
-        self.evictions += 1
         self._set_state(oldest, "unloaded", exit_code=0)
         return True
 
@@ -436,9 +433,8 @@ class EmulatedRouter(EmulatedNode):
 
     def _publish(self, name: str, event: str, data: dict[str, Any] | None = None) -> None:
         value = {"model": name, "event": event} | ({} if data is None else {"data": data})
-        if not self.events_muted:
-            for queue in self._followers:
-                queue.put_nowait(data_event(value))
+        for queue in self._followers:
+            queue.put_nowait(data_event(value))
 
 
 class _ServerError(Exception):

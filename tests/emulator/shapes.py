@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Any
 
 import httpx
@@ -35,6 +36,19 @@ def stream_shape(body: str) -> list[Any]:
         if not shapes or shapes[-1] != found:
             shapes.append(found)
     return shapes
+
+
+async def alike(
+    pair: Iterable[httpx.AsyncClient], method: str, path: str, **options: Any
+) -> httpx.Response:
+    """Send a request to both servers, compare the responses, and return the real one, the first."""
+    first, second = [await client.request(method, path, **options) for client in pair]
+    assert (second.status_code, heads(second)) == (first.status_code, heads(first)), path
+    if "json" in first.headers["content-type"]:
+        assert shape(second.json()) == shape(first.json()), path
+    if first.status_code >= 400:
+        assert second.json() == first.json(), path
+    return first
 
 
 def heads(reply: httpx.Response) -> dict[str, str]:

@@ -64,17 +64,3 @@ async def test_during_a_prefill_other_slots_decode_one_token_a_batch() -> None:
     assert written - before <= 5  # not the hundred and fifty of 0.15 s
     task.cancel()
     await asyncio.gather(task, return_exceptions=True)
-
-
-@in_virtual_time
-async def test_a_reader_that_leaves_lets_the_next_one_in() -> None:
-    work = compute(prefill=1000)
-    first = asyncio.create_task(read(work, 100_000))
-    await asyncio.sleep(0.01)
-    second = asyncio.create_task(read(work, 100))
-    await asyncio.sleep(0.01)
-    first.cancel()
-    async with asyncio.timeout(2):
-        assert (await second)[-1][0] == 100
-    await asyncio.gather(first, return_exceptions=True)
-    work.close()

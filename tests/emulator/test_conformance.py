@@ -17,11 +17,13 @@ from tests.servers import demo_servers, start_demo_servers
 pytestmark = [pytest.mark.real, pytest.mark.slow]
 
 HELLO = {"messages": [{"role": "user", "content": "hello there"}]}
+USAGE = {"stream_options": {"include_usage": True}}
 CASES: list[tuple[str, dict[str, Any]]] = [
     ("/v1/chat/completions", HELLO | {"max_tokens": 3}),
     ("/v1/chat/completions", HELLO | {"max_tokens": 3, "n": 2}),
     ("/v1/chat/completions", HELLO | {"max_tokens": 3, "timings_per_token": True}),
-    ("/v1/chat/completions", HELLO | {"max_tokens": 3, "stream_options": {"include_usage": True}}),
+    ("/v1/chat/completions", HELLO | {"max_tokens": 3, **USAGE}),
+    ("/v1/chat/completions", HELLO | {"max_tokens": 3, "timings_per_token": True, **USAGE}),
     ("/v1/completions", {"prompt": "hello there", "max_tokens": 3}),
     ("/v1/completions", {"prompt": ["hello", "there"], "max_tokens": 3}),
     ("/v1/completions", {"prompt": "hello", "max_tokens": 3, "timings_per_token": True}),

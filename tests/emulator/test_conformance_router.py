@@ -23,7 +23,7 @@ import pytest
 
 from tests.emulator.raw_connection import chat, post, raw_connection
 from tests.emulator.router import EmulatedRouter
-from tests.emulator.shapes import heads, shape
+from tests.emulator.shapes import alike, heads
 from tests.polling import eventually
 from tests.servers import DemoServer, demo_model, running_router
 
@@ -54,10 +54,11 @@ def real(folder: Path) -> Iterator[DemoServer]:
         yield router
 
 
+Clients = list[tuple[httpx.AsyncClient, EmulatedRouter | None]]
+
+
 @asynccontextmanager
-async def both(
-    real: DemoServer, **options: Any
-) -> AsyncIterator[list[tuple[httpx.AsyncClient, EmulatedRouter | None]]]:
+async def both(real: DemoServer, **options: Any) -> AsyncIterator[Clients]:
     """Clients of the real and of an emulated router, both without a loaded model."""
     settings = {"models_max": 1, "slots": 2, "context": CONTEXT, "decode_tps": 2000} | options
     fresh = httpx.Limits(max_keepalive_connections=0)
@@ -87,20 +88,8 @@ async def shows(client: httpx.AsyncClient, name: str, value: str) -> None:
     await eventually(shown)
 
 
-async def alike(
-    clients: list[tuple[httpx.AsyncClient, EmulatedRouter | None]],
-    method: str,
-    path: str,
-    **options: Any,
-) -> httpx.Response:
-    """Send a request to both, compare the responses, and return the real one."""
-    first, second = [await client.request(method, path, **options) for client, _ in clients]
-    assert (second.status_code, heads(second)) == (first.status_code, heads(first)), path
-    if "json" in first.headers["content-type"]:
-        assert shape(second.json()) == shape(first.json()), path
-    if first.status_code >= 400:
-        assert second.json() == first.json(), path
-    return first
+async def both_alike(clients: Clients, method: str, path: str, **options: Any) -> httpx.Response:
+    return await alike([client for client, _ in clients], method, path, **options)
 
 
 ONE = {"model": "a"}
@@ -132,7 +121,7 @@ async def test_a_router_without_a_loaded_model_answers_alike(
     real: DemoServer, method: str, path: str, body: dict[str, Any] | None
 ) -> None:
     async with both(real) as clients:
-        await alike(clients, method, path, json=body)
+        await both_alike(clients, method, path, json=body)
 
 
 @asynccontextmanager
@@ -234,8 +223,8 @@ async def test_a_model_that_ends_is_loaded_still_but_takes_no_requests(real: Dem
                 assert (await values(client))["a"] == "loaded"
             first, second = [await client.get(path) for client, _ in clients]
             assert (second.text, heads(second)) == (first.text, heads(first))
-        await alike(clients, "POST", "/models/load", json=ONE)
-        await alike(clients, "POST", "/models/unload", json=ONE)
+        await both_alike(clients, "POST", "/models/load", json=ONE)
+        await both_alike(clients, "POST", "/models/unload", json=ONE)
         for plain, streamed in [await answers for answers in asked]:
             lost = "proxy error: Failed to read connection"
             assert (plain.status_code, plain.text, streamed.status_code) == (500, lost, 200)
@@ -302,20 +291,20 @@ async def test_a_loaded_model_is_shown_and_asked_alike(real: DemoServer) -> None
         for client, _ in clients:
             assert (await client.post("/models/load", json=ONE)).json() == {"success": True}
             await shows(client, "a", "loaded")
-        listed = (await alike(clients, "GET", "/v1/models")).json()["data"][0]
+        listed = (await both_alike(clients, "GET", "/v1/models")).json()["data"][0]
         assert listed["meta"]["n_ctx"] == CONTEXT
         for path in ("/slots?model=a", "/props?model=a", "/metrics?model=a", "/slots"):
-            await alike(clients, "GET", path)
-        await alike(clients, "POST", "/models/load", json=ONE)
-        await alike(clients, "POST", "/models/load", json={"model": "b"})
+            await both_alike(clients, "GET", path)
+        await both_alike(clients, "POST", "/models/load", json=ONE)
+        await both_alike(clients, "POST", "/models/load", json={"model": "b"})
         body = chat(stream=False, model="a", max_tokens=2)
-        await alike(clients, "POST", CHAT, json=body)
-        await alike(clients, "POST", CHAT, json=body | {"stream": True})
-        await alike(clients, "POST", CHAT, json={"model": "a"})
-        await alike(clients, "POST", "/v1/embeddings", json={"model": "a", "input": "b"})
-        await alike(clients, "POST", "/tokenize", json={"model": "a", "content": "b"})
+        await both_alike(clients, "POST", CHAT, json=body)
+        await both_alike(clients, "POST", CHAT, json=body | {"stream": True})
+        await both_alike(clients, "POST", CHAT, json={"model": "a"})
+        await both_alike(clients, "POST", "/v1/embeddings", json={"model": "a", "input": "b"})
+        await both_alike(clients, "POST", "/tokenize", json={"model": "a", "content": "b"})
         for body in (ONE, {}):
-            await alike(clients, "POST", "/slots/0?action=save", json=body | {"filename": "b"})
+            await both_alike(clients, "POST", "/slots/0?action=save", json=body | {"filename": "b"})
 
 
 async def test_a_request_for_another_model_waits_until_the_loaded_one_is_idle(
@@ -420,12 +409,12 @@ async def test_slots_are_saved_and_restored_alike(folder: Path, tmp_path: Path) 
                 for client, _ in clients
             ]
             for path, body in asked:
-                await alike(clients, "POST", f"/slots/{path}", json=body | ONE)
+                await both_alike(clients, "POST", f"/slots/{path}", json=body | ONE)
             for client, _ in clients:
                 await client.post("/models/unload", json=ONE)
                 await shows(client, "a", "unloaded")
             path, body = "/slots/0?action=restore&autoload=false", {"filename": "one"} | ONE
-            await alike(clients, "POST", path, json=body)
+            await both_alike(clients, "POST", path, json=body)
             for (client, _), found in zip(clients, texts, strict=True):
                 await client.post("/models/load", json=ONE)
                 await shows(client, "a", "loaded")

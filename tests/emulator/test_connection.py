@@ -3,14 +3,11 @@ from __future__ import annotations
 import asyncio
 import socket
 
-import pytest
-
 from tests.emulator import EmulatedNode
 from tests.emulator.raw_connection import chat, post, raw_connection
 from tests.virtual import in_virtual_time
 
 HEALTH = b"GET /health HTTP/1.1\r\nHost: node\r\n\r\n"
-PLAIN = post("/v1/completions", {"prompt": "a", "max_tokens": 1})
 
 
 @in_virtual_time
@@ -21,16 +18,6 @@ async def test_a_connection_closes_after_its_last_request() -> None:
             assert promise in await wire.head()
             assert await wire.until(b"}") == b'{"status":"ok"}'
         assert await wire.rest() == b""
-
-
-@in_virtual_time
-async def test_the_idle_timeout_does_not_end_a_long_answer() -> None:
-    async with (
-        EmulatedNode(keepalive_seconds=0.05, decode_tps=20) as node,
-        raw_connection(node.url) as wire,
-    ):
-        await wire.send(post("/v1/completions", {"prompt": "a", "max_tokens": 5}))
-        assert b"200 OK" in await wire.head()
 
 
 @in_virtual_time
@@ -47,38 +34,3 @@ async def test_a_client_that_does_not_read_stops_the_answer() -> None:
             assert written < 100_000
             assert node.busy == 1
         await node.until(lambda: node.busy == 0)
-
-
-@in_virtual_time
-async def test_a_killed_node_resets_and_comes_back_on_its_port() -> None:
-    async with EmulatedNode(answer_tokens=10**6, decode_tps=50) as node:
-        async with raw_connection(node.url) as wire:
-            await wire.send(post("/v1/chat/completions", chat()))
-            await wire.until(b"\n\n")
-            await node.kill()
-            with pytest.raises(ConnectionResetError):
-                await wire.rest()
-        assert (node.busy, node.connections) == (0, 0)
-        with pytest.raises(ConnectionRefusedError):
-            async with raw_connection(node.url):
-                pass
-        await node.revive()
-        async with raw_connection(node.url) as wire:
-            await wire.send(HEALTH)
-            assert b"200 OK" in await wire.head()
-
-
-@in_virtual_time
-async def test_a_refusing_node_keeps_its_open_connections() -> None:
-    async with EmulatedNode() as node, raw_connection(node.url) as wire:
-        await wire.send(HEALTH)
-        await wire.until(b"}")
-        await node.refuse()
-        with pytest.raises(ConnectionRefusedError):
-            async with raw_connection(node.url):
-                pass
-        await wire.send(HEALTH)
-        assert b"200 OK" in await wire.head()
-        await node.accept()
-        async with raw_connection(node.url):
-            pass

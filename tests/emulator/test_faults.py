@@ -1,9 +1,8 @@
 from __future__ import annotations
 
-import asyncio
-import socket
 from collections.abc import Callable
 from contextlib import suppress
+from functools import partial
 from itertools import product
 from typing import Any
 
@@ -11,9 +10,8 @@ import httpx
 import pytest
 
 from tests.emulator import EmulatedNode, expected_chat_text
-from tests.emulator.faults import GARBAGE, INSERTIONS, POINT_FAULTS, RESPONSE_FAULTS, FaultPlan
+from tests.emulator.faults import GARBAGE, INSERTIONS, POINT_FAULTS, RESPONSE_FAULTS
 from tests.emulator.raw_connection import (
-    RawConnection,
     chat,
     events,
     post,
@@ -37,30 +35,6 @@ async def bytes_of(node: EmulatedNode, request: bytes = ASK) -> bytes:
         return await wire.rest()
 
 
-async def cut_off(wire: RawConnection, request: bytes = ASK) -> bytes:
-    """All bytes before the connection is reset."""
-    await wire.send(request)
-    seen = b""
-    try:
-        while piece := await wire.some():
-            seen += piece
-    except ConnectionResetError:
-        return seen
-    raise AssertionError("it ended without a reset")
-
-
-def test_the_error_for_an_unknown_fault_lists_the_known_ones() -> None:
-    plan = FaultPlan()
-    with pytest.raises(ValueError, match="no fault 'rset'; there are: hang, reset"):
-        plan.next("rset")
-    with pytest.raises(ValueError, match="afterevents"):
-        plan.next("reset", afterevents=3)
-    with pytest.raises(ValueError, match="needs a status"):
-        plan.next("status")
-    with pytest.raises(ValueError, match="no insertion"):
-        plan.next("insert", what="nonsense")
-
-
 @in_virtual_time
 async def test_faults_apply_to_so_many_requests_or_until_cleared_and_to_their_path_alone() -> None:
     async with EmulatedNode() as node, httpx.AsyncClient(base_url=node.url) as client:
@@ -77,20 +51,6 @@ async def test_faults_apply_to_so_many_requests_or_until_cleared_and_to_their_pa
         assert (await client.get("/slots")).status_code == 500
         assert (await client.get("/health")).status_code == 200
         node.faults.clear()
-        assert (await client.post(CHAT, json=chat())).status_code == 200
-
-
-@in_virtual_time
-async def test_a_node_may_load_its_model_or_be_mute_but_for_generating() -> None:
-    async with EmulatedNode() as node, httpx.AsyncClient(base_url=node.url) as client:
-        node.faults.set("loading")
-        assert (await client.get("/health")).json()["error"]["message"] == "Loading model"
-        assert (await client.post(CHAT, json=chat())).status_code == 503
-        node.faults.clear()
-        node.faults.set("mute")
-        for path in ("/health", "/slots", "/props", "/metrics", "/v1/models"):
-            with pytest.raises(httpx.ReadTimeout):
-                await client.get(path, timeout=0.05)
         assert (await client.post(CHAT, json=chat())).status_code == 200
 
 
@@ -129,6 +89,10 @@ def count(seen: bytes, mark: bytes) -> int:
     return unchunk(seen.partition(b"\r\n\r\n")[2]).count(mark)
 
 
+def has(data: bytes, seen: bytes) -> bool:
+    return count(seen, data) >= 1
+
+
 @pytest.mark.parametrize(
     ("kind", "options", "request_bytes", "is_so"),
     [
@@ -145,6 +109,8 @@ def count(seen: bytes, mark: bytes) -> int:
         ("garbage_body", {"after_events": 2}, ASK, lambda seen: seen.endswith(GARBAGE)),
         ("garbage_body", {"after_events": 2}, PLAIN, lambda seen: b"choices" not in seen),
         ("insert", {"what": "huge", "size": 3_000_000}, ASK, lambda seen: len(seen) > 3_000_000),
+        *(("insert", {"what": what, "after_events": 3}, ASK, partial(has, data))
+          for what, data in INSERTIONS.items()),
         ("error_event", {"after_events": 2}, ASK, lambda seen: ERROR in seen and ended(seen)),
         ("error_event", {}, streamed("/v1/messages"), lambda seen: NAMED_ERROR in seen),
         ("error_event", {"after_events": 2}, streamed("/completion"), lambda seen: ERROR in seen),
@@ -173,101 +139,14 @@ async def test_a_fault_shows_in_the_bytes_of_its_response(
         assert is_so(seen), seen
 
 
-@pytest.mark.parametrize("request_bytes", [ASK, PLAIN])
-@pytest.mark.parametrize("after", [None, 1])
+@pytest.mark.parametrize("kind", ["slow_head", "trickle", "split"])
 @in_virtual_time
-async def test_a_reset_may_come_before_the_head_or_in_the_body(
-    request_bytes: bytes, after: int | None
-) -> None:
+async def test_bytes_may_come_a_few_at_a_time(kind: str) -> None:
     async with EmulatedNode() as node, raw_connection(node.url) as wire:
-        node.faults.next("reset", after_events=after)
-        seen = await cut_off(wire, request_bytes)
-        assert (seen == b"") is (after is None)
-        assert not ended(seen)
-        await node.until(lambda: node.busy == 0)
-
-
-@in_virtual_time
-async def test_a_reset_may_come_after_some_events() -> None:
-    async with EmulatedNode() as node, raw_connection(node.url) as wire:
-        node.faults.next("reset", after_events=3)
-        seen = await cut_off(wire)
-        assert len(events(seen)) == 3
-        assert text_of(events(seen)) == expected_chat_text(HELLO, 2)
-
-
-@pytest.mark.parametrize("request_bytes", [ASK, PLAIN])
-@in_virtual_time
-async def test_a_hang_before_the_head_holds_a_slot_until_the_client_leaves(
-    request_bytes: bytes,
-) -> None:
-    async with EmulatedNode() as node, raw_connection(node.url) as wire:
-        node.faults.next("hang")
-        await wire.send(request_bytes)
-        await node.until(lambda: node.busy == 1)
-        with pytest.raises(TimeoutError):
-            await wire.some(0.05)
-        await wire.leave()
-        await node.until(lambda: node.busy == 0)
-
-
-@pytest.mark.parametrize("after", [0, 3])
-@in_virtual_time
-async def test_a_hanging_stream_continues_when_released(after: int) -> None:
-    async with EmulatedNode() as node, raw_connection(node.url) as wire:
-        node.faults.next("hang", after_events=after)
+        node.faults.next(kind, size=5, seconds=0.002)
         await wire.send(ASK)
-        await wire.head()
-        seen = b"".join([await wire.until(b"\n\n\r\n") for _ in range(after)])
-        with pytest.raises(TimeoutError):
-            await wire.some(0.05)
-        node.faults.release()
-        assert text_of(events(unchunk(seen + await wire.rest()))) == expected_chat_text(HELLO, 4)
-
-
-@in_virtual_time
-async def test_a_stale_connection_is_reset_when_it_is_reused() -> None:
-    async with EmulatedNode() as node, raw_connection(node.url) as wire:
-        node.faults.set("stale")
-        await wire.send(PLAIN)
-        head = await wire.head()
-        assert b"200 OK" in head
-        await wire.reader.readexactly(int(head.partition(b"Content-Length: ")[2].split()[0]))
-        assert await cut_off(wire, PLAIN) == b""
-        assert [request.reused for request in node.seen] == [False, True]
-        assert b"200 OK" in await bytes_of(node)
-
-
-@pytest.mark.parametrize("what", INSERTIONS)
-@in_virtual_time
-async def test_odd_events_may_come_between_the_others(what: str) -> None:
-    async with EmulatedNode() as node:
-        node.faults.next("insert", what=what, after_events=3)
-        body = unchunk((await bytes_of(node)).partition(b"\r\n\r\n")[2])
-        assert body.count(INSERTIONS[what]) >= 1
-        if what not in {"not_json", "invalid_utf8", "null", "half"}:
-            assert text_of(events(body)) == expected_chat_text(HELLO, 4)
-
-
-@in_virtual_time
-async def test_an_event_may_come_in_many_segments() -> None:
-    async with EmulatedNode() as node, raw_connection(node.url) as wire:
-        node.faults.next("split", size=5)
-        await wire.send(ASK)
-        await wire.head()
-        pieces = []
-        while piece := await wire.some():
-            pieces.append(piece)
-        assert len(pieces) > 50
-        assert text_of(events(unchunk(b"".join(pieces)))) == expected_chat_text(HELLO, 4)
-
-
-@pytest.mark.parametrize("kind", ["slow_head", "trickle"])
-@in_virtual_time
-async def test_a_head_may_come_byte_by_byte(kind: str) -> None:
-    async with EmulatedNode() as node, raw_connection(node.url) as wire:
-        node.faults.next(kind, seconds=0.002)
-        await wire.send(ASK)
+        if kind == "split":
+            await wire.head()
         assert all([len(await wire.some()) < 20 for _ in range(10)])
 
 
@@ -285,25 +164,3 @@ async def test_after_every_fault_the_node_works_as_before(kind: str) -> None:
             reply = await client.post(CHAT, json=chat(stream=False, max_tokens=4))
         assert reply.json()["choices"][0]["message"]["content"] == expected_chat_text(HELLO, 4)
         assert (node.busy, node.failures, node.faults.fired) == (0, [], 6)
-
-
-@in_virtual_time
-async def test_no_other_socket_gets_the_port_of_a_node_that_is_down() -> None:
-    async with EmulatedNode() as node:
-        await node.kill()
-        with socket.socket() as other, pytest.raises(OSError, match="in use"):
-            other.bind((node.host, node.port))
-        with pytest.raises(ConnectionRefusedError):
-            await asyncio.open_connection(node.host, node.port)
-        await node.revive()
-        async with httpx.AsyncClient(trust_env=False) as client:
-            assert (await client.get(f"{node.url}/health")).status_code == 200
-
-
-@in_virtual_time
-async def test_many_events_may_come_in_one_segment() -> None:
-    async with EmulatedNode(decode_tps=100) as node, raw_connection(node.url) as wire:
-        node.faults.next("merge", count=EVENTS)
-        await wire.send(ASK)
-        await wire.head()
-        assert (await wire.some()).count(b"data: ") == EVENTS

@@ -1,11 +1,13 @@
 from __future__ import annotations
 
+import asyncio
 import signal
 
 import httpx
 import pytest
 
 from tests.emulator import expected_text
+from tests.emulator.admin import send_command
 from tests.emulator.process import emulator_process
 
 PROMPT = {"prompt": "hello", "max_tokens": 3}
@@ -20,17 +22,17 @@ def test_a_process_executes_commands_even_while_it_refuses_connections() -> None
     ):
         assert client.get(node.url + "/props").json()["total_slots"] == 3
 
-        def command(**what: object) -> httpx.Response:
-            return client.post(node.admin_url + "/__faults", json=what)
+        def command(**what: object) -> dict[str, str]:
+            return asyncio.run(send_command(node.commands, **what))
 
-        assert command(do="next", kind="status", status=500, n=2).status_code == 200
+        assert command(do="next", kind="status", status=500, n=2) == {}
         assert client.post(node.url + "/v1/completions", json=PROMPT).status_code == 500
         command(do="clear")
         reply = client.post(node.url + "/v1/completions", json=PROMPT)
         assert reply.json()["choices"][0]["text"] == expected_text("hello", 3)
 
-        assert "there are: hang" in command(do="set", kind="rset").json()["error"]["message"]
-        assert "no command" in command(do="dance").json()["error"]["message"]
+        assert "there are: hang" in command(do="set", kind="rset")["error"]
+        assert "no command" in command(do="dance")["error"]
 
         command(do="kill")
         with pytest.raises(httpx.ConnectError):

@@ -1,47 +1,16 @@
 from __future__ import annotations
 
-from dataclasses import dataclass, field
-
 import httpx
-import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.emulator import EmulatedNode
-from tests.emulator.prompt_cache import PromptCache, Tokens, common_prefix, pack, reusable
+from tests.emulator.prompt_cache import common_prefix, pack
 from tests.emulator.raw_connection import chat
 from tests.virtual import in_virtual_time
 
 CHAT = "/v1/chat/completions"
 ids = st.lists(st.integers(0, 3), max_size=40)
-
-
-@dataclass
-class SlotStub:
-    contents: Tokens = b""
-    used_at: int = 0
-
-
-@dataclass
-class Server:
-    """A server whose slots are always free and serve one request at a time."""
-
-    cache: PromptCache
-    slots: list[SlotStub] = field(default_factory=lambda: [SlotStub(), SlotStub()])
-    uses: int = 0
-
-    def ask(self, prompt: Tokens) -> tuple[int, int]:
-        """Serve a prompt. Returns the slot's index and the cached tokens."""
-        slot = self.cache.choose(self.slots, prompt)
-        self.uses += 1
-        slot.used_at = self.uses
-        cached = reusable(slot.contents, prompt)
-        slot.contents = prompt
-        return self.slots.index(slot), cached
-
-
-def text(kind: int, length: int) -> Tokens:
-    return pack([kind] * length)
 
 
 @given(ids, ids, ids)
@@ -54,15 +23,6 @@ def test_a_common_prefix_ends_at_the_first_different_token(
         min(len(one), len(other)),
     )
     assert common_prefix(pack(one), pack(other)) == expected
-
-
-@pytest.mark.parametrize(("kind", "cached"), [(2, 0), (3, 100)])
-def test_host_memory_is_bounded_and_evicts_the_oldest_entry(kind: int, cached: int) -> None:
-    server = Server(PromptCache(250))
-    for other in (1, 2, 3, 4, 5):
-        server.ask(text(other, 100))
-    assert server.cache.evicted == [text(3, 100), text(4, 100)]  # 4 is in its slot, too
-    assert server.ask(text(kind, 101))[1] == cached
 
 
 @in_virtual_time

@@ -1,21 +1,18 @@
 from __future__ import annotations
 
-import asyncio
 import json
-from typing import Any
 
 import httpx
 import pytest
 
 from tests.emulator.node import EmulatedNode
-from tests.emulator.raw_connection import chat, post, raw_connection
+from tests.emulator.raw_connection import chat
 from tests.emulator.routed_model import HostMemory, ModelFile
-from tests.emulator.router import UNLOAD_GRACE, EmulatedRouter
+from tests.emulator.router import EmulatedRouter
 from tests.emulator.slot_files import SlotFile
 from tests.virtual import in_virtual_time, now
 
 CHAT = "/v1/chat/completions"
-ENDLESS: dict[str, Any] = {"ignore_eos": True, "max_tokens": 10**6}
 
 
 def values(router: EmulatedRouter) -> dict[str, str]:
@@ -31,27 +28,6 @@ async def test_the_model_that_was_used_least_recently_is_unloaded() -> None:
         for name in "abac":
             await client.post(CHAT, json=chat(stream=False, model=name))
         assert values(router) == {"a": "loaded", "b": "unloaded", "c": "loaded"}
-
-
-@in_virtual_time
-async def test_a_model_that_is_unloaded_while_busy_is_killed_in_the_end() -> None:
-    async with (
-        EmulatedRouter(["a"], decode_tps=10) as router,
-        httpx.AsyncClient(base_url=router.url, timeout=100) as client,
-        raw_connection(router.url) as wire,
-    ):
-        await wire.send(post(CHAT, chat(model="a", **ENDLESS)))
-        await wire.until(b"\n\n")
-        asked = asyncio.create_task(client.post(CHAT, json=chat(stream=False, model="a")))
-        await router.until(lambda: router.models["a"].requests == 2)
-        began = now()
-        await client.post("/models/unload", json={"model": "a"})
-        rest = await wire.until(b"0\r\n\r\n")
-        assert rest.endswith(b"proxy error: Failed to read connection\r\n0\r\n\r\n")
-        assert now() - began >= UNLOAD_GRACE
-        assert rest.count(b"data:") < 10, "it goes on to write"
-        assert (await asked).status_code == 500
-        assert router.models["a"].as_json()["status"]["failed"] is True
 
 
 @in_virtual_time
@@ -99,24 +75,6 @@ async def test_a_load_beyond_the_memory_of_the_host_is_killed() -> None:
         await client.post(f"{first.url}/models/unload", json={"model": "a"})
         await first.until(lambda: memory.used == 0)
         assert (await client.post(second.url + CHAT, json=body)).status_code == 200
-
-
-@in_virtual_time
-async def test_a_router_that_is_started_again_has_nothing_loaded_and_reads_its_folder() -> None:
-    async with (
-        EmulatedRouter(["a"], decode_tps=10) as router,
-        httpx.AsyncClient(base_url=router.url, timeout=100) as client,
-    ):
-        router.kill_model_after("a", tokens=20)
-        streamed = await client.post(CHAT, json=chat(model="a", **ENDLESS))
-        assert streamed.text.endswith("proxy error: Failed to read connection")
-        assert router.models["a"].node.engine.tokens == pytest.approx(20, abs=1)
-        await client.post("/models/load", json={"model": "a"})
-        router.add("b")
-        await router.kill()
-        await router.revive()
-        assert values(router) == {"a": "unloaded", "b": "unloaded"}
-        assert not router.models["a"].failed
 
 
 @in_virtual_time

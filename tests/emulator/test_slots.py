@@ -1,9 +1,7 @@
 from __future__ import annotations
 
-import asyncio
 from contextlib import AsyncExitStack
 
-import httpx
 import pytest
 
 from tests.emulator import EmulatedNode
@@ -30,16 +28,6 @@ async def test_the_head_comes_at_once_and_the_first_event_after_the_prefill() ->
         event = now() - began
     assert head == 0.0
     assert event == pytest.approx(0.7, abs=0.1)
-
-
-@in_virtual_time
-async def test_tokens_come_at_the_decode_speed() -> None:
-    async with EmulatedNode(decode_tps=50) as node, httpx.AsyncClient() as client:
-        began = now()
-        reply = await client.post(node.url + CHAT, json=chat(stream=False, max_tokens=11))
-        took = now() - began
-    assert took == pytest.approx(10 / 50)
-    assert reply.json()["timings"]["predicted_per_second"] == pytest.approx(50)
 
 
 @in_virtual_time
@@ -98,18 +86,3 @@ async def test_a_queued_stream_whose_client_left_still_has_its_prompt_read() -> 
         await first.leave()
         await node.until(lambda: node.busy == 0)
         assert node.engine.prompt_tokens == 2 * read
-
-
-@in_virtual_time
-async def test_many_requests_at_once_never_take_more_than_the_slots() -> None:
-    async with EmulatedNode(slots=4, decode_tps=2000) as node:
-        limits = httpx.Limits(max_connections=40)
-        async with httpx.AsyncClient(limits=limits) as client:
-            replies = await asyncio.gather(
-                *(
-                    client.post(node.url + CHAT, json=chat(stream=i % 2 == 0, max_tokens=3))
-                    for i in range(120)
-                )
-            )
-        assert {reply.status_code for reply in replies} == {200}
-        assert (node.requests, node.peak_busy, node.busy) == (120, 4, 0)

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from dataclasses import dataclass, field
-from typing import Any, Literal, Protocol
+from typing import Any, Literal
 from zlib import crc32
 
 import msgspec
@@ -79,27 +80,35 @@ class ResponseState:
         }
 
 
-class Api(Protocol):
+class Api(ABC):
     """The form of one API's answers. A list of events goes out as one chunk."""
 
-    def __init__(self, state: ResponseState) -> None: ...
+    def __init__(self, state: ResponseState) -> None:
+        self.state = state
 
     def head(self) -> list[bytes]:
         """Events that come with the head, before the prefill."""
+        return []
 
     def progress(self, answer: Answer, processed: int, seconds: float) -> list[bytes]:
         """Events with the progress of the prefill."""
+        return []
 
     def start(self, answer: Answer) -> list[bytes]:
         """Events that go out in one chunk with the first delta."""
+        return []
 
+    @abstractmethod
     def delta(self, answer: Answer, word: str) -> bytes: ...
 
+    @abstractmethod
     def finish(self, answer: Answer) -> list[bytes]: ...
 
     def end(self) -> list[bytes]:
         """Events after all answers."""
+        return []
 
+    @abstractmethod
     def plain(self) -> Any:
         """The body of a plain response."""
 

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 from typing import Any
 
-from tests.emulator.apis.answer import Answer, ResponseState, data_event, logprobs, to_json
+from tests.emulator.apis.answer import Answer, Api, ResponseState, data_event, logprobs, to_json
 
 DONE = b"data: [DONE]\n\n"
 
 
-class Chat:
+class Chat(Api):
     def __init__(self, state: ResponseState) -> None:
-        self.state = state
+        super().__init__(state)
         self._common = {
             "created": state.created,
             "id": state.new_id("chatcmpl-"),
@@ -25,9 +25,6 @@ class Chat:
     def _chunk(self, index: int, delta: dict[str, Any], **more: Any) -> dict[str, Any]:
         choice = {"finish_reason": None, "index": index, "delta": delta}
         return {"choices": [choice], **self._common, **more}
-
-    def head(self) -> list[bytes]:
-        return []
 
     def progress(self, answer: Answer, processed: int, seconds: float) -> list[bytes]:
         progress = answer.progress(processed, seconds)

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from typing import Any
 
-from tests.emulator.apis.answer import Answer, ResponseState, data_event, null_for_many_prompts
+from tests.emulator.apis.answer import Answer, Api, ResponseState, data_event, null_for_many_prompts
 from tests.emulator.apis.chat import DONE
 
 
-class Completions:
+class Completions(Api):
     def __init__(self, state: ResponseState) -> None:
-        self.state = state
+        super().__init__(state)
         self._id = state.new_id("chatcmpl-")  # the server's prefix for this API, too
         self._common = {
             "created": state.created,
@@ -43,9 +43,6 @@ class Completions:
     def progress(self, answer: Answer, processed: int, seconds: float) -> list[bytes]:
         progress = answer.progress(processed, seconds)
         return [self._delta(answer, "", prompt_progress=progress)]
-
-    def start(self, answer: Answer) -> list[bytes]:
-        return []
 
     def delta(self, answer: Answer, word: str) -> bytes:
         return self._delta(answer, word)

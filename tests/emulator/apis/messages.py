@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from typing import Any
 
-from tests.emulator.apis.answer import Answer, ResponseState, named_event, to_json
+from tests.emulator.apis.answer import Answer, Api, ResponseState, named_event, to_json
 
 
-class Messages:
+class Messages(Api):
     def __init__(self, state: ResponseState) -> None:
-        self.state = state
+        super().__init__(state)
         self._id = state.new_id("chatcmpl-")
 
     def _message(self, answer: Answer, **more: Any) -> dict[str, Any]:
@@ -31,12 +31,6 @@ class Messages:
     def _stop_reason(self, answer: Answer) -> str:
         reasons = {"stop": "end_turn", "length": "max_tokens", "word": "end_turn"}
         return reasons[answer.finish]
-
-    def head(self) -> list[bytes]:
-        return []
-
-    def progress(self, answer: Answer, processed: int, seconds: float) -> list[bytes]:
-        return []
 
     def start(self, answer: Answer) -> list[bytes]:
         message = self._message(answer, content=[], stop_reason=None, output_tokens=0)
@@ -61,9 +55,6 @@ class Messages:
             named_event({"type": "message_delta", "delta": delta, "usage": usage}),
             named_event({"type": "message_stop"}),
         ]
-
-    def end(self) -> list[bytes]:
-        return []
 
     def plain(self) -> dict[str, Any]:
         answer = self.state.answers[0]

@@ -4,26 +4,20 @@ from __future__ import annotations
 
 from typing import Any
 
-from tests.emulator.apis.answer import Answer, ResponseState, data_event, null_for_many_prompts
+from tests.emulator.apis.answer import Answer, Api, data_event, null_for_many_prompts
 from tests.emulator.apis.sampling import SAMPLING
 from tests.emulator.language_model import count_tokens, tokenize
 
 _STOP_TYPES = {"stop": "eos", "length": "limit", "word": "word"}
 
 
-class Native:
-    def __init__(self, state: ResponseState) -> None:
-        self.state = state
-
+class Native(Api):
     def head(self) -> list[bytes]:
         return null_for_many_prompts(self.state)
 
     def progress(self, answer: Answer, processed: int, seconds: float) -> list[bytes]:
         progress = answer.progress(processed, seconds)
         return [self._delta(answer, "", [0], prompt_progress=progress)]
-
-    def start(self, answer: Answer) -> list[bytes]:
-        return []
 
     def delta(self, answer: Answer, word: str) -> bytes:
         return self._delta(answer, word, tokenize(word))
@@ -44,9 +38,6 @@ class Native:
 
     def finish(self, answer: Answer) -> list[bytes]:
         return [data_event(self._done(answer, ""))]
-
-    def end(self) -> list[bytes]:
-        return []
 
     def plain(self) -> Any:
         answers = [self._done(answer, answer.text) for answer in self.state.answers]

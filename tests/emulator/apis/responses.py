@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from typing import Any
 
-from tests.emulator.apis.answer import Answer, ResponseState, named_event
+from tests.emulator.apis.answer import Answer, Api, ResponseState, named_event
 
 
-class Responses:
+class Responses(Api):
     def __init__(self, state: ResponseState) -> None:
-        self.state = state
+        super().__init__(state)
         self._id = state.new_id("resp_")
         self._item = state.new_id("msg_")
         self._in_progress = {"id": self._id, "object": "response", "status": "in_progress"}
@@ -34,9 +34,6 @@ class Responses:
             "total_tokens": answer.prompt_tokens + answer.tokens,
             "input_tokens_details": {"cached_tokens": answer.cached},
         }
-
-    def head(self) -> list[bytes]:
-        return []
 
     def progress(self, answer: Answer, processed: int, seconds: float) -> list[bytes]:
         return [
@@ -99,9 +96,6 @@ class Responses:
             named_event({"type": "response.output_item.done", "item": self._message(answer)}),
             named_event({"type": "response.completed", "response": response, "timings": timings}),
         ]
-
-    def end(self) -> list[bytes]:
-        return []
 
     def plain(self) -> dict[str, Any]:
         answer = self.state.answers[0]
