@@ -9,7 +9,6 @@ from typing import Any
 import httpx
 import pytest
 
-from gateway.callers.keys import AdminRole, new_key
 from tests.emulator import EmulatedNode
 from tests.gateways import Running, running_gateway
 from tests.polling import eventually
@@ -166,16 +165,6 @@ async def test_results_and_errors_are_read_and_that_is_audited(tmp_path: Path) -
         assert (await audited(running))[1:] == [
             ("batches.results", id_, "done"), ("batches.errors", id_, "done"),
         ]  # fmt: skip
-
-
-async def test_viewers_may_not_see_batches(tmp_path: Path) -> None:
-    viewer = new_key("v")
-    keys = [{"id": "v", "sha256": viewer.sha256, "role": AdminRole.VIEWER.label}]
-    async with gateway(tmp_path, admin={"keys": keys}) as running:
-        running.admin.headers["authorization"] = f"Bearer {viewer.text}"
-        for method, path in (("GET", ""), ("POST", ""), ("GET", "/b"), ("GET", "/b/results")):
-            answer = await running.admin.request(method, f"/admin/batches{path}")
-            assert reason(answer) == (403, "role_required")
 
 
 async def test_without_a_store_there_are_no_batches(tmp_path: Path) -> None:

@@ -5,12 +5,10 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-import pytest
-
 from tests.callers.ledger_rows import a_row, add_rows
 from tests.callers.metered_gateway import ALICE, VIP, bearer, metered_gateway, recorded
 from tests.gateways import Running, until
-from tests.web.bare_gateway import bare_gateway, error_of
+from tests.web.bare_gateway import error_of
 
 CHAT = {"messages": [{"role": "user", "content": "the launch code is 7391"}], "max_tokens": 8}
 
@@ -109,27 +107,15 @@ async def test_a_request_that_memory_has_forgotten_is_explained_by_the_ledgers_r
     assert (live["from"], live["row"], live["unknown"]) == ("memory", None, [])
 
 
-async def test_what_neither_memory_nor_ledger_has_is_not_found(tmp_path: Path) -> None:
+async def test_what_neither_memory_nor_ledger_has_and_what_makes_no_sense_is_refused(
+    tmp_path: Path,
+) -> None:
     async with metered_gateway(tmp_path) as running:
         for name in ("nobody", "a%00b", "%ff"):
             response = await running.admin.get(f"/admin/requests/{name}/why")
             assert (response.status_code, error_of(response)["code"]) == (404, "request_not_found")
             assert "nor in the ledger" in error_of(response)["message"]
-
-
-@pytest.mark.parametrize(
-    ("query", "parameter"),
-    [("since=soon", "since"), ("limit=0", "limit"), ("before=x", "before"), ("by=key", "by")],
-)
-async def test_questions_that_make_no_sense_are_refused(
-    tmp_path: Path, query: str, parameter: str
-) -> None:
-    async with metered_gateway(tmp_path) as running:
-        response = await running.admin.get(f"/admin/requests/ended?{query}")
-    assert (response.status_code, error_of(response)["param"]) == (400, parameter)
-
-
-async def test_without_a_store_nothing_that_has_ended_is_listed() -> None:
-    async with bare_gateway() as gateway:
-        response = await gateway.admin.get("/admin/requests/ended")
-    assert (response.status_code, error_of(response)["code"]) == (501, "not_supported")
+        for query in ("since=soon", "by=key"):
+            response = await running.admin.get(f"/admin/requests/ended?{query}")
+            assert response.status_code == 400
+            assert error_of(response)["param"] == query.partition("=")[0]

@@ -21,11 +21,8 @@ async def test_operators_see_what_every_key_used_and_cost(tmp_path: Path) -> Non
         admin = running.admin
         told = (await admin.get("/admin/usage?by=key")).json()
         rows = {row["key"]: row for row in told["rows"]}
-        assert {key: row["requests"] for key, row in rows.items()} == {
-            "alice": 3,
-            "vip": 1,
-            "chat": 1,
-        }
+        requests = {key: row["requests"] for key, row in rows.items()}
+        assert requests == {"alice": 3, "vip": 1, "chat": 1}
         vip = rows["vip"]
         price = (vip["prompt_tokens"] * 1000 + vip["completion_tokens"] * 2000) / 1e6
         assert vip["cost"] == pytest.approx(price)
@@ -58,28 +55,12 @@ async def test_a_gateway_records_hours_and_sums_up_old_usage_by_itself(tmp_path:
         assert {"record the hours of nodes", "sum up old usage"} <= names
 
 
-@pytest.mark.parametrize(
-    ("query", "parameter"),
-    [
-        ("by=node", "by"),
-        ("since=2999-01-01", "since"),
-        ("since=soon", "since"),
-        ("until=1999-01-01", "until"),
-        ("limit=0", "limit"),
-        ("format=xml", "format"),
-        ("user=bob", "user"),
-    ],
-)
-async def test_questions_that_make_no_sense_are_refused(query: str, parameter: str) -> None:
+async def test_without_a_store_there_is_no_report_and_what_makes_no_sense_is_refused() -> None:
     async with bare_gateway() as gateway:
-        response = await gateway.admin.get(f"/admin/usage?{query}")
-        assert response.status_code == 400
-        assert error_of(response)["param"] == parameter
-
-
-async def test_without_a_store_there_is_no_report() -> None:
-    async with bare_gateway() as gateway:
+        for query in ("by=node", "format=xml", "user=bob"):
+            response = await gateway.admin.get(f"/admin/usage?{query}")
+            assert response.status_code == 400
+            assert error_of(response)["param"] == query.partition("=")[0]
         response = await gateway.admin.get("/admin/usage")
-        assert response.status_code == 501
-        assert error_of(response)["code"] == "not_supported"
-        assert "retry-after" not in response.headers
+    assert (response.status_code, error_of(response)["code"]) == (501, "not_supported")
+    assert "retry-after" not in response.headers
