@@ -16,6 +16,7 @@ from gateway.admin.why import (
 )
 from gateway.callers.keys import AdminRole
 from tests.admin.test_why import ask, measure, two_nodes
+from tests.each_case import each_case
 from tests.emulator import EmulatedNode
 from tests.virtual import in_virtual_time, now
 from tests.web.bare_gateway import BareGateway, bare_gateway
@@ -90,12 +91,10 @@ async def test_a_cut_and_the_attempt_that_goes_on_are_told_as_such() -> None:
 @in_virtual_time
 async def test_callers_are_told_to_operators_alone() -> None:
     async with gateway_with_keys() as (gateway, _):
-        for role in AdminRole:
-            response = await gateway.admin.get(
-                "/admin/timeline", headers=bearer(ADMIN_KEYS[role].text)
-            )
-            assert response.status_code == 200
-            assert response.json()["columns"] == list(SlotSpan._fields)
+        viewer = bearer(ADMIN_KEYS[AdminRole.VIEWER].text)
+        response = await gateway.admin.get("/admin/timeline", headers=viewer)
+        assert response.status_code == 200
+        assert response.json()["columns"] == list(SlotSpan._fields)
     async with bare_gateway(EmulatedNode(), serving=True) as gateway:
         await ask(gateway, "it", max_tokens=5)
         (shown,) = spans(gateway)
@@ -104,15 +103,16 @@ async def test_callers_are_told_to_operators_alone() -> None:
     assert hidden == shown._replace(caller=None)
 
 
-@pytest.mark.parametrize("after", ["yesterday", "-1", "nan"])
 @in_virtual_time
-async def test_a_time_that_is_none_is_refused(after: str) -> None:
+async def test_a_time_that_is_none_is_refused() -> None:
     async with bare_gateway(EmulatedNode()) as gateway:
-        response = await gateway.admin.get(f"/admin/timeline?after={after}")
-    assert (response.status_code, response.json()["error"]["param"]) == (400, "after")
+        for after in ("yesterday", "-1", "nan"):
+            response = await gateway.admin.get(f"/admin/timeline?after={after}")
+            error = response.json()["error"]
+            assert (response.status_code, error["param"]) == (400, "after"), after
 
 
-@pytest.mark.parametrize("slots", [[4] * 1000, [64] * 30, [1, 300, 1], [7] * 20, [2] * 51])
+@each_case("slots", [[4] * 1000, [64] * 30, [1, 300, 1], [7] * 20, [2] * 51])
 def test_a_large_fleet_is_told_by_a_sample_that_is_spread_over_it(slots: list[int]) -> None:
     fleet = {f"n{number}": one for number, one in enumerate(slots)}
     sample = sample_of(fleet)

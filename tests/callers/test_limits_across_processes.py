@@ -38,7 +38,6 @@ LIMITS: dict[str, dict[str, Any]] = {
     "tpm": {"tpm": 600},
     "tokens_per_day": {"tokens_per_day": 600},
     "budget": {"budget": "12/month"},
-    "concurrency": {"concurrency": 3},
 }
 """Of each key; it is called like its limit."""
 
@@ -165,38 +164,6 @@ async def test_what_one_gateway_admits_is_gone_for_the_other(
             assert most - 3 * each < used <= most + 1e-9
             assert reason(await two.chat(0, key)) == why
             assert len({row["process"] for row in await two.rows(key)}) == 2
-
-
-async def test_as_many_run_at_both_as_may_at_one(tmp_path: Path, postgres: PostgresServer) -> None:
-    async with two_gateways(tmp_path, postgres.new_database()) as two:
-        two.node.faults.next("hang", n=3, after_events=2)
-        running = [asyncio.create_task(two.chat(which, "concurrency")) for which in (0, 0, 1)]
-        for which in (0, 1):
-            await two.until_used(which, "concurrency", 3.0)
-        for which in (0, 1):
-            assert reason(await two.chat(which, "concurrency")) == "rate_limit_exceeded"
-        two.node.faults.release()
-        assert {one.status_code for one in await asyncio.gather(*running)} == {200}
-        for which in (0, 1):
-            await two.until_used(which, "concurrency", 0.0)
-            assert (await two.chat(which, "concurrency")).status_code == 200
-
-
-async def test_fifty_at_once_exceed_it_by_no_more_than_the_other_has_not_heard_of(
-    tmp_path: Path, postgres: PostgresServer
-) -> None:
-    async with two_gateways(tmp_path, postgres.new_database()) as two:
-        for key in ("rpm", "tokens_per_day"):
-            responses = await asyncio.gather(*(two.chat(number % 2, key) for number in range(50)))
-            by_gateway = [
-                sum(one.status_code == 200 for one in responses[which::2]) for which in (0, 1)
-            ]
-            used = await two.settled(key)
-            if key == "rpm":
-                # Neither admits more than the limit by itself, whatever it knows of the other.
-                assert max(by_gateway) <= 12 <= sum(by_gateway) == used
-            assert [reason(await two.chat(which, key)) for which in (0, 1)] == [REASONS[key]] * 2
-            assert await two.settled(key) == used
 
 
 @needs_postgres

@@ -26,9 +26,6 @@ PRICE = {"prompt": 1000.0, "completion": 4000.0}
 """For a million tokens: a thousand tokens cost some units."""
 
 
-OWNERS = ("key", "group", "user", "total")
-
-
 async def chat(running: Running, most: int | None, **body: Any) -> httpx.Response:
     return await running.client.post(
         "/v1/chat/completions",
@@ -116,7 +113,7 @@ async def test_requests_a_minute_are_never_more_than_the_limit(tmp_path: Path) -
         await check_one_sum(running)
 
 
-@pytest.mark.parametrize("owner", OWNERS)
+@pytest.mark.parametrize("owner", ["key", "group", "user", "total"])
 async def test_as_many_run_at_one_time_as_may(owner: str, tmp_path: Path) -> None:
     async with (
         EmulatedNode(slots=8) as node,
@@ -142,7 +139,6 @@ async def test_as_many_run_at_one_time_as_may(owner: str, tmp_path: Path) -> Non
 @pytest.mark.parametrize(
     ("owner", "limits", "reason"),
     [
-        ("key", {"rpm": 20}, "rate_limit_exceeded"),
         ("group", {"tpm": 500}, "rate_limit_exceeded"),
         ("user", {"tokens_per_day": 500}, "insufficient_quota"),
         ("total", {"budget": "1.5/month"}, "insufficient_quota"),
@@ -158,51 +154,25 @@ async def test_requests_that_use_less_than_they_reserve_never_exceed_it(
         async with running_gateway(tmp_path, [priced], settings_of(owner, limits)) as running:
             found = Counter[str]()
             # In turns: as long as something is left, some of fifty are admitted.
-            while (more := codes(await fifty(running, 40)))["ok"]:
+            while (more := codes(responses := await fifty(running, 40)))["ok"]:
                 found += more
                 await settle(running)
             assert set(found + more) <= {"ok", reason}
+            if reason == "insufficient_quota":
+                assert responses[0].headers["x-should-retry"] == "false"
+                assert int(responses[0].headers["retry-after"]) >= 1
+                assert responses[0].json()["error"]["type"] == reason
             assert more[reason] == CALLERS
             rows = await settle(running)
             assert len(rows) == found["ok"]
             tokens = await check_one_sum(running)
             paid = math.fsum(row["cost"] for row in rows)
-            if limit == "rpm":
-                assert len(rows) == 20
-            elif limit == "budget":
+            if limit == "budget":
                 dearest = max(row["cost"] for row in rows)
                 assert 1.5 - 5 * dearest < paid <= 1.5
             else:
                 # Nobody asks for more than 40 tokens of answer, and 10 of prompt.
                 assert 500 - 50 < tokens <= 500
-
-
-async def test_money_is_exact_when_it_has_settled(tmp_path: Path) -> None:
-    async with EmulatedNode(slots=8) as node:
-        priced = {"name": "n", "url": node.url, "cost_per_million_tokens": PRICE}
-        async with running_gateway(tmp_path, [priced], settings(budget="1.5/month")) as running:
-            assert (await chat(running, 40)).status_code == 200
-            responses = await fifty(running, 40)
-            found = codes(responses)
-            assert found["ok"] + found["insufficient_quota"] == CALLERS
-            refused = next(one for one in responses if one.status_code == 429)
-            assert refused.headers["x-should-retry"] == "false"
-            assert int(refused.headers["retry-after"]) >= 1
-            assert refused.json()["error"]["type"] == "insufficient_quota"
-            rows = await settle(running)
-            paid = math.fsum(row["cost"] for row in rows)
-            dearest = max(row["cost"] for row in rows)
-            assert 1.0 < paid <= 1.5 + dearest * 8
-            await check_one_sum(running)
-
-
-async def test_counters_outlive_a_restart(tmp_path: Path) -> None:
-    async with EmulatedNode(slots=8) as node:
-        for expected in ({"ok": 20, "rate_limit_exceeded": 30}, {"rate_limit_exceeded": 50}):
-            async with running_gateway(
-                tmp_path, [node.url], settings(rpm=20, tokens_per_day=5000)
-            ) as running:
-                assert codes(await fifty(running, 4)) == expected
 
 
 async def test_a_request_beyond_the_whole_limit_is_told_so(tmp_path: Path) -> None:
