@@ -15,7 +15,7 @@ import yaml
 from playwright.async_api import Page, expect
 
 from gateway.callers.keys import new_key
-from tests.admin.browser import PATIENCE, WatchedPage, a_browser, needs_browser
+from tests.admin.browser import WatchedPage, a_browser, a_page, needs_browser
 from tests.emulator import EmulatedNode
 from tests.gateways import Running, running_gateway, until
 
@@ -57,25 +57,11 @@ async def a_gateway(folder: Path) -> AsyncIterator[Running]:
 @contextlib.asynccontextmanager
 async def own_page(running: Running, key: str | None, **context: Any) -> AsyncIterator[WatchedPage]:
     """The page, opened with this key; nothing of it may go wrong."""
-    async with a_browser() as browser:
-        context = {
-            "viewport": {"width": 1280, "height": 900},
-            "reduced_motion": "reduce",
-            **context,
-        }
-        opened = await browser.new_context(**context)
-        page = await opened.new_page()
-        page.set_default_timeout(PATIENCE)
-        watched = WatchedPage(page, running.url)
-        page.on("pageerror", lambda error: watched.trouble.append(f"failed: {error}"))
-        page.on("console", watched.heard)
-        await opened.route("**/*", watched.guard)
-        await page.goto(f"{running.url}/me")
+    async with a_browser() as browser, a_page(browser, running.url, path="/me", **context) as own:
         if key is not None:
-            await open_with(page, key)
-        yield watched
-        assert watched.trouble == []
-        await opened.close()
+            await open_with(own.page, key)
+        yield own
+        assert own.trouble == []
 
 
 async def open_with(page: Page, key: str) -> None:

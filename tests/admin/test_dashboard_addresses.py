@@ -46,19 +46,15 @@ async def test_a_node_has_a_page_from_which_the_way_back_leads_to_where_the_read
             await page.locator(f'[data-node="{name}"] a').click()
             await at(page, f"nodes/{name}")
             await expect(page).to_have_title(f"{name} · Nodes · llama-gateway")
-            await expect(shown).to_contain_text("NUMA node 1")
             await page.go_back()
             await expect(page.locator("#charts")).to_be_attached()
             await expect(shown).to_have_count(0)
-            await page.go_forward()
-            await expect(shown).to_contain_text("NUMA node 1")
         # Sent to a colleague, it opens the same.
         async with opened(running, at=f"nodes/{name}") as page:
             await expect(page.locator("#node")).to_contain_text("NUMA node 1")
             await expect(page.locator("#rail [aria-current=page]")).to_have_text("Nodes")
             await page.get_by_role("link", name="All nodes").click()
             await at(page, "nodes")
-            await expect(page.locator("#nodes .node")).to_have_count(2)
 
 
 async def test_what_is_looked_for_is_in_the_address(tmp_path: Path) -> None:

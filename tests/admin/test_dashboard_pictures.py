@@ -25,10 +25,12 @@ from gateway.callers.keys import AdminRole, ApiKey, new_key
 from gateway.watch.history import STEP_SECONDS
 from tests.admin.browser import a_browser, a_page, needs_browser
 from tests.admin.test_dashboard import ADMIN, KEYS, a_fleet
+from tests.admin.test_dashboard_models import order
 from tests.emulator import EmulatedNode
 from tests.emulator.routed_model import HostMemory, ModelFile
 from tests.emulator.router import EmulatedRouter
 from tests.gateways import NO_TLS, Running, until
+from tests.stored.batch_gateway import lines
 
 pytestmark = [pytest.mark.slow, needs_browser]
 
@@ -119,51 +121,21 @@ async def traffic(running: Running, each: int) -> AsyncIterator[None]:
         await asyncio.gather(*tasks, return_exceptions=True)
 
 
-async def hand_in(running: Running, name: str, number: int, **extra: Any) -> str:
-    """Have the gateway do a batch of so many chats beside the rest; returns its id."""
-    headers = {"authorization": f"Bearer {CALLERS[name].text}"}
-    chats = [
-        {
-            "custom_id": f"line-{number}",
-            "method": "POST",
-            "url": "/v1/chat/completions",
-            "body": {
-                "model": "mistral-7b",
-                "messages": [{"role": "user", "content": f"Sum up report {number}."}],
-                "max_tokens": 40,
-            },
-        }
-        for number in range(number)
-    ]
-    content = "\n".join(json.dumps(chat) for chat in [*chats, *([extra] if extra else [])]).encode()
-    async with httpx.AsyncClient(
-        base_url=running.url, headers=headers, trust_env=False, verify=NO_TLS
-    ) as one:
-        files = {"file": ("reports.jsonl", content)}
-        sent = await one.post("/v1/files", data={"purpose": "batch"}, files=files)
-        body = {
-            "input_file_id": sent.json()["id"],
-            "endpoint": "/v1/chat/completions",
-            "completion_window": "24h",
-        }
-        made = await one.post("/v1/batches", json=body)
-        assert made.status_code == 200, made.text
-        return str(made.json()["id"])
-
-
-async def order(running: Running, *models: str) -> None:
-    """Have the router load these models."""
-    for model in models:
-        body = {"order": "load", "model": model, "node": "epyc-e"}
-        response = await running.admin.post("/admin/placements", json=body)
-        assert response.status_code == 200, response.text
+async def hand_in(running: Running, name: str, number: int, *more: dict[str, Any]) -> None:
+    """Have the gateway do a batch of so many chats, and `more` lines, beside the rest."""
+    items = [*lines(number, model="mistral-7b", max_tokens=40), *more]
+    made = await running.admin.post(
+        "/admin/batches",
+        params={"key": name, "completion_window": "24h"},
+        data={"purpose": "batch"},
+        files={"file": ("reports.jsonl", "".join(json.dumps(one) + "\n" for one in items))},
+    )
+    assert made.status_code == 200, made.text
 
 
 async def picture(page: Page, folder: Path, name: str) -> None:
     """Keep a picture of what is shown, in few bytes."""
-    end = await page.evaluate(
-        "document.querySelector('#page').lastElementChild.getBoundingClientRect().bottom"
-    )
+    end = await page.evaluate(END)
     height = max(LEAST_HEIGHT, min(SIZE["height"], end + 16))
     clip: FloatRect = {"x": 0, "y": 0, "width": SIZE["width"], "height": height}
     shot = Image.open(io.BytesIO(await page.screenshot(clip=clip)))
@@ -185,7 +157,8 @@ async def test_the_pictures_of_the_docs_are_made(tmp_path: Path) -> None:
         )
         running.admin.headers["authorization"] = f"Bearer {key}"
         await until(lambda: "epyc-e/qwen-14b" in running.gateway.fleet.nodes)
-        await order(running, "qwen-14b", "phi-4-mini")
+        for model in ("qwen-14b", "phi-4-mini"):
+            await order(running, "load", model, "epyc-e")
         await hand_in(running, "reports", 12)
         await stack.enter_async_context(traffic(running, 8))
         browser = await stack.enter_async_context(a_browser())
@@ -198,7 +171,7 @@ async def test_the_pictures_of_the_docs_are_made(tmp_path: Path) -> None:
                 await expect(page.locator("#timeline tbody tr").nth(8)).to_be_attached()
                 await picture(page, folder, scheme)
                 if scheme == "light":
-                    await order(running, "gemma-27b")
+                    await order(running, "load", "gemma-27b", "epyc-e")
                     await each_page(page, folder)
                 assert watched.trouble == []
         phone: dict[str, Any] = {"viewport": {"width": 390, "height": 844}, "color_scheme": "light"}
@@ -213,7 +186,7 @@ async def at_work(running: Running, nodes: Mapping[str, EmulatedNode]) -> None:
     history = running.gateway.live.view.history
     await until(lambda: all(fleet[name].speed.decode_tps for name in nodes), 120.0)
     await hand_in(running, "nightly", 400)
-    await hand_in(running, "agents", 30, custom_id="line-30", method="GET", url="/")
+    await hand_in(running, "agents", 30, {"custom_id": "line-30", "method": "GET", "url": "/"})
     await until(lambda: len(history.points) * STEP_SECONDS >= SECONDS / 2, 200.0)
     await nodes["epyc-c-numa1"].kill()
     running.write_settings({**settings(), "queue": {"max": 500}})

@@ -49,6 +49,9 @@ async def test_waiting_requests_tell_their_place_and_their_expected_start(tmp_pa
         await expect(cell(waiting.first, "Node")).to_have_text(NOT_KNOWN)
         await expect(cell(waiting.first, "TTFT")).to_have_text(NOT_KNOWN)
         await expect(cell(waiting.first, "Tokens/s")).to_have_text(NOT_KNOWN)
+        await waiting.first.get_by_role("link", name="Why request").focus()
+        await page.keyboard.press("Enter")
+        await expect(page.locator("#request")).to_contain_text("It waits for 2 nodes")
 
 
 async def test_the_filters_hold_for_what_runs_too_as_far_as_it_has_them(tmp_path: Path) -> None:
@@ -121,6 +124,8 @@ async def test_the_playground_tells_its_place_and_how_long_it_has_waited(tmp_pat
             told = re.compile(r"^Place 1 in the queue, waited [1-9]\d*(\.\d)? s")
             await expect(way).to_have_text(told)
         await expect(way).to_contain_text("node-0 (cpu) answered")
+        await expect(way).to_contain_text("prompt tokens cached")
+        await expect(page.locator(".turn.assistant .text")).not_to_be_empty()
         waited = re.search(r"waited (\d+(?:\.\d)?) s", await way.inner_text())
         assert waited is not None
         assert float(waited[1]) >= 1.0

@@ -94,7 +94,7 @@ async def test_the_errors_of_a_reload_are_listed_one_by_one(tmp_path: Path) -> N
             await expect(faults.nth(1)).to_contain_text("did you mean retries?")
             await expect(faults.nth(2)).to_contain_text("nodes[0].url")
             assert [one for one in watched.trouble if "status of 422" not in one] == []
-        # Whoever comes later sees them too.
+        # Whoever comes later sees them too, if it is an admin.
         async with opened(running, AdminRole.ADMIN, at="settings") as page:
             await expect(page.locator("#reload li")).to_have_count(3)
         key = KEYS[AdminRole.OPERATOR].text
@@ -124,29 +124,21 @@ async def asked(running: Running, number: int) -> None:
 
 async def test_a_node_shows_its_day_and_what_its_cache_has_saved(tmp_path: Path) -> None:
     name = "epyc-a-numa0"
-    fast: dict[str, Any] = {
-        "answer_tokens": 2,
-        "decode_tps": 1000.0,
-        "prefill_tps": 10_000.0,
-        "cache_ram": 0,
-    }
+    fast = {"answer_tokens": 2, "decode_tps": 1000.0, "prefill_tps": 10_000.0, "cache_ram": 0}
     async with a_dashboard(tmp_path, hosts="a", **fast) as (running, _, page):
         a_day(running, name)
         await asked(running, 6)
-        nodes = running.gateway.fleet.nodes
-        cache = running.gateway.scheduler.fleet_sync.cache_of(nodes[name])
+        node = running.gateway.fleet.nodes[name]
+        cache = running.gateway.scheduler.fleet_sync.cache_of(node)
         assert cache is not None
         await node_card(page, name).get_by_role("link").click()
-        await expect(page.locator("#node")).to_contain_text("NUMA node 0")
-        await expect(page).to_have_title(f"{name} · Nodes · llama-gateway")
         await expect(page.locator("#day .uplot")).to_have_count(3)
         await expect(page.locator('[data-chart="busy"] .plot')).to_have_attribute(
             "aria-label",
             "Busy slots, the last 24 hours: busy from 0.0 to 2.0, now 1.0; "
             "slots from 2.0 to 2.0, now 2.0",
         )
-        rows = await page.locator("table.heat tbody tr").count()
-        assert rows == len(cache.hits)
+        assert await page.locator("table.heat tbody tr").count() == len(cache.hits)
         await page.get_by_role("link", name="All nodes").click()
         await expect(page.locator("#nodes .node")).to_have_count(2)
         await page.go_back()

@@ -43,18 +43,14 @@ def test_rows_are_private_and_read_by_who_comes_when_their_process_has_ended(
     assert [rows_in(path) for path in second.left()] == [["r1", "r2", "r3"]]
 
 
-def test_the_file_goes_when_the_store_has_all_and_begins_anew(tmp_path: Path) -> None:
-    kept = KeptRows(tmp_path, "p1")
+def test_the_file_goes_when_the_store_has_all_and_its_rows_have_a_bound(tmp_path: Path) -> None:
+    kept = KeptRows(tmp_path, "p1", most_bytes=1000)
     for id_ in ("r1", "r2"):
         kept.keep([a_row(id_)])
         assert rows_in(tmp_path / "p1.rows") == [id_]
         kept.clear()
         assert list(tmp_path.iterdir()) == []
         assert kept.is_empty
-
-
-def test_rows_beyond_the_bound_are_refused_and_the_others_stay(tmp_path: Path) -> None:
-    kept = KeptRows(tmp_path, "p1", most_bytes=1000)
     kept.keep([a_row("r1")])
     with pytest.raises(OSError, match="rows already"):
         kept.keep([a_row(f"r{number}") for number in range(2, 8)])

@@ -29,6 +29,7 @@ from gateway.store.database import locate_store
 from gateway.store.failures import StoreUnavailable
 from gateway.store.store import Store
 from tests.callers.build import NOW
+from tests.each_case import each_case
 
 
 def no_models(_: Sequence[KeySpec]) -> Sequence[str]:
@@ -93,7 +94,7 @@ async def test_groups_of_the_settings_come_before_those_of_the_store(store: Stor
     assert settings.groups.keys() == {"night", "day"}
 
 
-@pytest.mark.parametrize(
+@each_case(
     ("name", "fields", "told"),
     [
         ("a b", {}, "letters, digits"),

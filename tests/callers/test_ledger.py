@@ -251,13 +251,18 @@ async def test_a_store_that_is_away_is_told_of_once_though_there_is_nothing_to_w
 
 
 async def test_a_row_that_no_store_takes_does_not_hold_up_the_others(store_url: str) -> None:
+    """Rows are booked in their order once the store has them."""
     async with a_world(store_url) as world:
         ledger = world.ledger()
         for row in (a_row("r0"), a_row("bad", prompt_tokens=None), a_row("r2")):
             ledger.add(row)
+        assert (ledger.added, ledger.booked) == (3, 0)
+        await ledger.start(LIMIT)
+        ledger.add(a_row("r3"))
+        assert (ledger.added, ledger.booked) == (4, 3)
         await ledger.close(LIMIT)
-        assert [row["id"] for row in await world.all(usage)] == ["r0", "r2"]
-        assert (ledger.dropped, ledger.pending) == (1, 0)
+        assert [row["id"] for row in await world.all(usage)] == ["r0", "r2", "r3"]
+        assert (ledger.dropped, ledger.pending, ledger.booked) == (1, 0, 4)
 
 
 async def test_beyond_the_bound_the_oldest_rows_are_dropped_and_counted(store_url: str) -> None:
@@ -322,30 +327,28 @@ async def test_a_long_request_is_in_the_journal_until_its_row_is_written(store_u
         assert await world.all(processes) == []
 
 
-async def test_requests_of_a_dead_process_are_recovered_once(store_url: str) -> None:
+async def test_requests_of_a_dead_process_are_recovered_once_and_in_parts(store_url: str) -> None:
+    count = 2 * MOST_TAKEN + 7
     async with a_world(store_url) as world:
         killed, first, second = world.ledger(), world.ledger(), world.ledger()
         spent = {"slot_seconds": 2.5, "cost": 0.75}
-        world.open = [an_open_request(f"o{i}", NOW, tokens=i, **spent) for i in range(3)]
+        world.open = [an_open_request(f"o{i:04}", NOW, tokens=i, **spent) for i in range(count)]
         await killed.start(LIMIT)
         # Its last batch came through, but the answer did not.
         world.open = []
-        killed.add(a_row("o0", completion_tokens=50))
+        killed.add(a_row("o0000", completion_tokens=50))
         await killed.close(LIMIT)
-        ended = ("o1", "o2")
         for seconds in (0.0, DEAD_SECONDS / 2, DEAD_SECONDS / 2):
             world.clock.passes(seconds)
             await asyncio.gather(first.start(LIMIT), second.start(LIMIT))
-        rows = {row["id"]: row for row in await world.all(usage)}
-        assert set(rows) == {"o0", *ended}
-        assert (rows["o0"]["completion_tokens"], rows["o0"]["outcome"]) == (50, "ok")
-        for id_ in ended:
-            assert rows[id_]["outcome"] == "lost"
-            assert (rows[id_]["prompt_tokens"], rows[id_]["completion_tokens"]) == (
-                100, int(id_[1])
-            )  # fmt: skip
-            assert (rows[id_]["slot_seconds"], rows[id_]["cost"]) == (2.5, 0.75)
-        assert first.recovered + second.recovered == 2
+        own, *lost = await world.all(usage)
+        assert (own["id"], own["completion_tokens"], own["outcome"]) == ("o0000", 50, "ok")
+        assert [row["id"] for row in lost] == [f"o{i:04}" for i in range(1, count)]
+        for number, row in enumerate(lost, 1):
+            assert row["outcome"] == "lost"
+            assert (row["prompt_tokens"], row["completion_tokens"]) == (100, number)
+            assert (row["slot_seconds"], row["cost"]) == (2.5, 0.75)
+        assert first.recovered + second.recovered == count - 1
         assert await world.all(open_requests) == []
         assert {row["id"] for row in await world.all(processes)} == {first.own.id, second.own.id}
 
@@ -414,37 +417,6 @@ async def test_open_requests_that_are_left_are_the_next_processs_or_lost(store_u
         await second.start(LIMIT)
         assert [(one["id"], one["outcome"]) for one in await world.all(usage)] == [("r1", LOST)]
         assert [one["process"] for one in await world.all(open_requests)] == ["p2.0"]
-
-
-async def test_rows_are_booked_in_their_order_once_the_store_has_them(store_url: str) -> None:
-    async with a_world(store_url) as world:
-        ledger = world.ledger()
-        for number in range(3):
-            ledger.add(a_row(f"r{number}"))
-        assert (ledger.added, ledger.booked) == (3, 0)
-        await ledger.start(LIMIT)
-        ledger.add(a_row("r3"))
-        assert (ledger.added, ledger.booked) == (4, 3)
-        await ledger.close(LIMIT)
-        assert (ledger.added, ledger.booked) == (4, 4)
-
-
-async def test_many_requests_of_a_dead_process_are_recovered_in_parts(store_url: str) -> None:
-    count = 2 * MOST_TAKEN + 7
-    async with a_world(store_url) as world:
-        killed, first, second = world.ledger(), world.ledger(), world.ledger()
-        world.open = [an_open_request(f"o{i:04}", NOW) for i in range(count)]
-        await killed.start(LIMIT)
-        world.open = []
-        await asyncio.gather(first.start(LIMIT), second.start(LIMIT))
-        world.clock.passes(DEAD_SECONDS)
-        await asyncio.gather(first.start(LIMIT), second.start(LIMIT))
-        rows = await world.all(usage)
-        assert [row["id"] for row in rows] == [f"o{i:04}" for i in range(count)]
-        assert {row["outcome"] for row in rows} == {"lost"}
-        assert first.recovered + second.recovered == count
-        assert await world.all(open_requests) == []
-        assert {row["id"] for row in await world.all(processes)} == {first.own.id, second.own.id}
 
 
 class SlowStore:

@@ -41,20 +41,14 @@ CPU = NodeHours("cpu-a", "cpu", 10 * HOUR, 2.0)
 GPU = NodeHours("gpu-a", "gpu", 10 * HOUR, 20.0)
 
 
-def test_a_request_costs_its_share() -> None:
+def test_a_request_and_a_million_tokens_cost_their_share() -> None:
     assert per_request(3.0, 1200) == Amount(0.0025)
-
-
-def test_a_million_tokens_costs_what_they_cost_together() -> None:
     assert per_million_tokens(3.0, 1_500_000) == Amount(2.0)
 
 
-def test_idle_time_costs_what_no_request_was_charged() -> None:
+def test_idle_time_costs_what_no_request_was_charged_and_never_less_than_nothing() -> None:
     assert idle_cost([CPU], 0.5) == Amount(1.5)
     assert idle_cost([CPU, GPU], 0.0) == Amount(22.0)
-
-
-def test_idle_time_never_costs_less_than_nothing() -> None:
     assert idle_cost([CPU], 2.01) == Amount(0.0)
     told = idle_cost([CPU], 3.0)
     assert told.value is None
@@ -72,9 +66,7 @@ def test_four_machines_of_a_tier_weigh_as_one_of_their_mean_price() -> None:
     told = effective_hourly_cost({"cpu": 9, "gpu": 1}, {"cpu": machines, "gpu": [GPU]})
     assert told.value == pytest.approx(0.38)
     assert running_hourly_cost([*machines, GPU]).value == pytest.approx(2.80)
-
-
-def test_a_tier_without_requests_needs_no_price() -> None:
+    # A tier without requests needs no price.
     told = effective_hourly_cost({"cpu": 5, "gpu": 0}, {"cpu": [CPU]})
     assert told.value == pytest.approx(0.20)
 
@@ -149,13 +141,6 @@ def recorded(connection: Connection) -> dict[str, tuple[float, float]]:
         row.day: (row.seconds, round(row.cost, 9))
         for row in connection.execute(select(node_hours).order_by(node_hours.c.day))
     }
-
-
-def test_a_minute_that_two_processes_saw_counts_once(connection: Connection) -> None:
-    count_claims(connection, [NodeUptime(NODE, NOON, NOON + 60)])
-    count_claims(connection, [NodeUptime(NODE, NOON + 30, NOON + 90)])
-    count_claims(connection, [NodeUptime(NODE, NOON, NOON + 60)])
-    assert recorded(connection) == {"2027-01-15": (90.0, 0.009)}
 
 
 def test_a_time_over_midnight_belongs_to_both_days(connection: Connection) -> None:
