@@ -8,11 +8,8 @@ import http.client
 import itertools
 import json
 import os
-import shutil
 import sqlite3
 import stat
-import subprocess
-import sys
 import time
 from collections.abc import AsyncIterator, Iterator
 from contextlib import contextmanager
@@ -47,6 +44,7 @@ from tests.emulator import EmulatedNode
 from tests.gateways import Running, running_gateway, until
 from tests.nodes.build import Clock
 from tests.postgres import needs_postgres, running_postgres
+from tests.small_disk import run_on_small_disk
 from tests.store.stores import opened
 from tests.virtual import in_virtual_time, now
 
@@ -300,22 +298,21 @@ async def test_a_store_that_could_not_be_made_keeps_nobody_out(tmp_path: Path) -
             assert await connection.status(ALICE) == 200
 
 
-MAKE_A_STORE = """
-import sys
-from pathlib import Path
-from tests.store.stores import names, opened
-with opened(f"sqlite:///{sys.argv[1]}") as store:
-    store.run_now(names)
-"""
-
 ON_A_DISK_WITHOUT_ROOM = """
-import asyncio, sys
+import asyncio, subprocess, sys
 from pathlib import Path
 from tests.callers.test_key_sync import KeptConnection
 from tests.emulator import EmulatedNode
 from tests.gateways import running_gateway
+from tests.store.stores import names, opened
 
-async def main(folder, state):
+async def main(state, folder, kind):
+    if kind == "full":
+        (state / "ballast").write_bytes(bytes(65536))
+    elif kind == "read-only later":
+        with opened(f"sqlite:///{state}/gateway.db") as store:
+            store.run_now(names)
+        subprocess.run(["mount", "-o", "remount,ro", state], check=True)
     async with EmulatedNode() as node, running_gateway(
         folder, [node.url], state_dir=state
     ) as running:
@@ -324,38 +321,22 @@ async def main(folder, state):
         print(await connection.status(None), end="")
         connection.close()
 
-asyncio.run(main(Path(sys.argv[1]), Path(sys.argv[2])))
+asyncio.run(main(Path(sys.argv[1]), Path(sys.argv[2]), sys.argv[3]))
 """
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("kind", ["full", "nearly full", "read-only", "read-only later"])
-async def test_a_state_folder_without_room_keeps_nobody_out(kind: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("kind", "size"),
+    [("full", "64k"), ("nearly full", "64k"), ("read-only", "1m,ro"), ("read-only later", "1m")],
+)
+async def test_a_state_folder_without_room_keeps_nobody_out(
+    kind: str, size: str, tmp_path: Path
+) -> None:
     state = tmp_path / "state"
     state.mkdir()
-    mount = {
-        "full": 'mount -t tmpfs -o size=64k none "$2" && head -c 65536 /dev/zero >"$2/ballast"',
-        "nearly full": 'mount -t tmpfs -o size=64k none "$2"',
-        "read-only": 'mount -t tmpfs -o size=1m,ro none "$2"',
-        "read-only later": (
-            'mount -t tmpfs -o size=1m none "$2" && "$python" -c "$made" "$2/gateway.db" '
-            '&& mount -o remount,ro "$2"'
-        ),
-    }[kind]
-    script = f'python=$3; made=$4; code=$5; {mount}; exec "$python" -c "$code" "$1" "$2"'
-    unshare = shutil.which("unshare")
-    started = [str(unshare), "-rm", "sh", "-c", script, "sh"]
-    command = [*started, tmp_path, state, sys.executable, MAKE_A_STORE]
-
-    def run(code: str) -> subprocess.CompletedProcess[str]:
-        return subprocess.run(
-            [*command, code], capture_output=True, text=True, timeout=120, check=False
-        )
-
-    if unshare is None or (await asyncio.to_thread(run, "pass")).returncode:
-        pytest.skip("this machine lets us mount no file system")
-    done = await asyncio.to_thread(run, ON_A_DISK_WITHOUT_ROOM)
-    assert done.stdout == "200", done.stdout + done.stderr
+    arguments = (ON_A_DISK_WITHOUT_ROOM, size, state, tmp_path, Path(kind))
+    assert await asyncio.to_thread(run_on_small_disk, *arguments) == "200"
 
 
 def test_a_store_with_a_key_even_a_revoked_one_had_keys(tmp_path: Path) -> None:

@@ -334,6 +334,30 @@ async def test_a_start_without_the_store_admits_and_counts_all_when_it_comes(
         assert "1000 tokens a day" in refusal(late, alice, 21)
 
 
+async def test_while_the_store_is_away_each_counts_its_own_use_and_afterwards_that_of_all(
+    store_url: str, tmp_path: Path
+) -> None:
+    alice = a_caller(limits={"tokens_per_day": 1000})
+    async with a_world(store_url, tmp_path) as world:
+        both = [await world.started(alice) for _ in range(2)]
+        for process in both:
+            with without_its_store(process):
+                for _ in range(10):
+                    assert refusal(process, alice, 100) == ""
+                    process.end(0, 60)
+                    process.bus.flush()
+                assert "of which 600 are used" in refusal(process, alice, 401)
+        for _ in range(2):
+            world.clocks.advance(20.0)  # they have waited before they try again
+            for process in both:
+                await process.step()
+        found = counted(await world.rows(), "key:alice", world.clocks.wall())
+        assert found.day_tokens == 1200
+        for process in both:
+            assert used(process.account("key:alice"), world.clocks) == found
+            assert "of which 1200 are used" in refusal(process, alice)
+
+
 @in_virtual_time
 async def test_use_is_asked_for_at_each_poll_while_the_store_is_away() -> None:
     asked: list[float] = []

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import math
 from collections import Counter
 from pathlib import Path
@@ -12,6 +13,7 @@ import httpx
 import pytest
 
 from gateway.callers.keys import new_key
+from gateway.callers.limits import Account
 from tests.callers.build import all_accounts, counted, read_rows
 from tests.emulator import EmulatedNode
 from tests.gateways import Running, running_gateway, until
@@ -195,6 +197,36 @@ async def test_a_request_beyond_the_whole_limit_is_told_so(tmp_path: Path) -> No
         assert response.status_code == 400
         assert "100 tokens a minute (tpm)" in response.json()["error"]["message"]
         assert "could never be admitted" in response.json()["error"]["message"]
+
+
+async def test_what_one_gateway_admits_is_gone_for_another_on_its_store(
+    tmp_path: Path, store_url: str
+) -> None:
+    """What it has used, and what runs there."""
+    chosen = {"store": {"url": store_url}, **settings(rpm=4, concurrency=2)}
+    async with contextlib.AsyncExitStack() as stack:
+        node = await stack.enter_async_context(EmulatedNode(slots=8))
+        gateways = []
+        for name in "ab":
+            (tmp_path / name).mkdir()
+            started = running_gateway(tmp_path / name, [node.url], chosen)
+            gateways.append(await stack.enter_async_context(started))
+        one, other = gateways
+
+        def account() -> Account:
+            return next(all_accounts(other.gateway.metering.limit_book))
+
+        node.faults.next("hang", n=2, after_events=1)
+        running = [asyncio.create_task(chat(one, 4)) for _ in range(2)]
+        await until(lambda: account().others.running == 2)
+        refused = await chat(other, 4)
+        assert "2 requests at one time" in refused.json()["error"]["message"]
+        node.faults.release()
+        assert codes(await asyncio.gather(*running)) == {"ok": 2}
+        await until(lambda: account().others.running == 0)
+        assert codes([await chat(other, 4) for _ in range(3)])["ok"] == 2
+        rows = await settle(other)
+        assert len({row["process"] for row in rows}) == 2
 
 
 @pytest.mark.parametrize(

@@ -4,16 +4,10 @@ from __future__ import annotations
 
 import os
 import subprocess
-import sys
-import time
-from collections.abc import Iterator
-from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
-from subprocess import PIPE
 from typing import Any
 
-import pytest
 from sqlalchemy import Connection, select
 
 from gateway.callers.ledger import Ledger, OpenRequest
@@ -31,7 +25,7 @@ from gateway.callers.processes import (
     take_open_requests,
     unregister,
 )
-from gateway.store.schema import open_requests, processes, usage
+from gateway.store.schema import open_requests, usage
 from gateway.store.store import Store
 from tests.callers.build import NOW, Clocks
 from tests.each_case import each_case
@@ -162,63 +156,3 @@ async def test_requests_of_a_process_that_is_not_registered_are_recovered_in_tim
         await heir.start(LIMIT)
         (row,) = await store.run(rows)
         assert (row["id"], row["outcome"], row["process"]) == ("r1", LOST, "heir.0")
-
-
-HOLDS_A_REQUEST = """
-import asyncio, sys, time
-from pathlib import Path
-from gateway.store.database import locate_store
-from gateway.store.store import Store
-from gateway.callers.ledger import Ledger
-from gateway.callers.processes import ProcessIdentity
-from tests.callers.test_processes import a_request
-
-store = Store(locate_store(sys.argv[1], Path("unused")))
-store.start()
-own = ProcessIdentity.of_this_process(time.time())
-ledger = Ledger(store, own, time.time, time.monotonic, lambda _: [a_request("r1")])
-asyncio.run(ledger.start(60.0))
-print(own.id, flush=True)
-sys.stdin.read()
-"""
-
-
-@contextmanager
-def one_that_is_killed(url: str) -> Iterator[str]:
-    """The id of a process on this store that has an open request, and is killed at the end."""
-    command = [sys.executable, "-c", HOLDS_A_REQUEST, url]
-    process = subprocess.Popen(command, stdin=PIPE, stdout=PIPE, text=True)
-    try:
-        assert process.stdout is not None
-        yield process.stdout.readline().strip()
-    finally:
-        process.kill()
-        process.communicate(timeout=LIMIT)
-
-
-@pytest.mark.smoke
-@pytest.mark.slow
-@pytest.mark.parametrize("pid", ["free", "another's"])
-async def test_a_killed_process_of_this_host_is_recovered_at_the_next_look(
-    pid: str, store_url: str
-) -> None:
-    """Also if its pid was given to another process meanwhile, which lives."""
-    with opened(store_url) as store:
-        heir = a_ledger(store, ProcessIdentity.of_this_process(time.time()), clocks=Clocks())
-        with one_that_is_killed(store_url) as name:
-            await heir.start(LIMIT)
-            assert await store.run(rows) == []  # it lives
-        if pid == "another's":
-            mine = os.getpid()
-            await store.run(
-                lambda connection: connection.execute(
-                    processes.update().where(processes.c.id == name).values(pid=mine)
-                )
-            )
-        next_start = a_ledger(store, ProcessIdentity.of_this_process(time.time()), clocks=Clocks())
-        await next_start.start(LIMIT)
-        (row,) = await store.run(rows)
-        assert (row["id"], row["outcome"]) == ("r1", LOST)
-        assert (row["prompt_tokens"], row["completion_tokens"]) == (100, 7)
-        assert await store.run(lambda connection: rows(connection, open_requests)) == []
-        assert name not in {one.id for one in await store.run(seen_processes)}
