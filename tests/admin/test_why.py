@@ -3,6 +3,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
+from pathlib import Path
 from typing import Any
 
 import httpx
@@ -10,6 +11,9 @@ import pytest
 
 from gateway.admin.why import MOST_MATCHES
 from tests.emulator import EmulatedNode
+from tests.gateways import Running, until
+from tests.polling import eventually
+from tests.stored.batch_gateway import HEADERS, ended, gateway_over, lines, output, submit
 from tests.virtual import in_virtual_time
 from tests.web.bare_gateway import BareGateway, bare_gateway, error_of
 
@@ -237,3 +241,42 @@ async def test_an_unknown_id_is_told_since_when_requests_are_remembered() -> Non
         response = await gateway.admin.get("/admin/requests/nothing/why")
     assert (response.status_code, error_of(response)["code"]) == (404, "request_not_found")
     assert "now those since 20" in error_of(response)["message"]
+
+
+# Lines of batches and background responses, by the ids that their callers have.
+
+
+async def why_of(running: Running, name: str) -> dict[str, Any]:
+    response = await running.admin.get(f"/admin/requests/{name}/why")
+    assert response.status_code == 200, response.text
+    assert "write text" not in response.text
+    (request,) = response.json()["requests"]
+    found: dict[str, Any] = request
+    return found
+
+
+@pytest.mark.usefixtures("hurried")
+async def test_lines_of_batches_and_background_responses_are_explained_by_their_ids(
+    tmp_path: Path,
+) -> None:
+    async with gateway_over(tmp_path, EmulatedNode(slots=2, decode_tps=400)) as running:
+        batch = await ended(running, await submit(running, lines(4)))
+        results = await output(running, batch["output_file_id"])
+        line = await why_of(running, results[-1]["response"]["request_id"])
+        body = {"model": "demo", "input": "write text 1", "background": True, "store": True}
+        response = await running.client.post("/v1/responses", json=body, headers=HEADERS)
+        assert response.status_code == 200, response.text
+        path = f"/v1/responses/{response.json()['id']}"
+
+        async def completed() -> bool | None:
+            shown = await running.client.get(path, headers=HEADERS)
+            return shown.json()["status"] == "completed" or None
+
+        await eventually(completed)
+        await until(lambda: len(running.gateway.registry) == 0)
+        background = await why_of(running, response.json()["id"])
+    assert line["class"] == "batch"
+    assert line["decisions"][-1]["kind"] == "granted"
+    for request in (line, background):
+        assert request["state"] == "finished"
+        assert request["decisions"][-1]["actual"]["outcome"] == "ok"
