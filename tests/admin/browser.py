@@ -98,6 +98,13 @@ async def a_page(
         await opened.close()
 
 
+@contextlib.asynccontextmanager
+async def opened_at(url: str, **options: Any) -> AsyncIterator[WatchedPage]:
+    """The page in a browser of its own; the options are those of `a_page`."""
+    async with a_browser() as browser, a_page(browser, url, **options) as watched:
+        yield watched
+
+
 async def turn_to(page: Page, title: str) -> None:
     """Go to the page of this title by the rail."""
     await page.locator("#rail").get_by_role("link", name=title).click()

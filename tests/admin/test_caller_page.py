@@ -15,7 +15,8 @@ import yaml
 from playwright.async_api import Page, expect
 
 from gateway.callers.keys import new_key
-from tests.admin.browser import WatchedPage, a_browser, a_page, needs_browser
+from tests.admin.browser import WatchedPage, needs_browser, opened_at
+from tests.callers.metered_gateway import recorded
 from tests.emulator import EmulatedNode
 from tests.gateways import Running, running_gateway, until
 
@@ -48,16 +49,14 @@ async def a_gateway(folder: Path) -> AsyncIterator[Running]:
                 headers = {"authorization": f"Bearer {key.text}", "x-request-id": f"mine-{number}"}
                 chat = await running.client.post("/v1/chat/completions", json=body, headers=headers)
                 assert chat.status_code == 200, chat.text
-            ledger = running.gateway.ledger
-            assert ledger is not None
-            await until(lambda: ledger.written >= 4)
+            await recorded(running, 4)
             yield running
 
 
 @contextlib.asynccontextmanager
 async def own_page(running: Running, key: str | None, **context: Any) -> AsyncIterator[WatchedPage]:
     """The page, opened with this key; nothing of it may go wrong."""
-    async with a_browser() as browser, a_page(browser, running.url, path="/me", **context) as own:
+    async with opened_at(running.url, path="/me", **context) as own:
         if key is not None:
             await open_with(own.page, key)
         yield own

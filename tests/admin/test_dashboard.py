@@ -13,7 +13,7 @@ import pytest
 from playwright.async_api import Page, expect
 
 from gateway.callers.keys import AdminRole, new_key
-from tests.admin.browser import a_browser, a_page, confirm, needs_browser, turn_to
+from tests.admin.browser import confirm, needs_browser, opened_at, turn_to
 from tests.emulator import EmulatedNode
 from tests.gateways import NO_TLS, Running, running_gateway
 
@@ -66,10 +66,7 @@ async def opened(
 ) -> AsyncIterator[Page]:
     """The dashboard at an address, with the key of this role; nothing of it may go wrong."""
     key = None if role is None else KEYS[role].text
-    async with (
-        a_browser() as browser,
-        a_page(browser, running.admin_url, key=key, at=at, **context) as watched,
-    ):
+    async with opened_at(running.admin_url, key=key, at=at, **context) as watched:
         await expect(watched.page.locator("#rail [aria-current]")).to_be_visible()
         yield watched.page
         assert watched.trouble == []
@@ -167,8 +164,7 @@ async def test_an_explanation_that_can_not_be_had_says_so(tmp_path: Path) -> Non
     async with (
         a_fleet(tmp_path, hosts="a") as (running, _),
         streams(running, 1),
-        a_browser() as browser,
-        a_page(browser, running.admin_url, at="requests") as watched,
+        opened_at(running.admin_url, at="requests") as watched,
     ):
         page = watched.page
         await page.get_by_role("link", name="Why request").first.click()
@@ -187,8 +183,7 @@ async def test_a_wrong_key_is_refused_and_the_key_is_stored_nowhere(
     """Also one with characters that no header takes."""
     async with (
         a_fleet(tmp_path, hosts="a", settings={"admin": ADMIN}) as (running, _),
-        a_browser() as browser,
-        a_page(browser, running.admin_url, key=wrong) as watched,
+        opened_at(running.admin_url, key=wrong) as watched,
     ):
         page = watched.page
         await expect(page.get_by_role("alert")).to_contain_text("not valid")

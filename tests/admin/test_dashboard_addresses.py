@@ -10,7 +10,7 @@ import pytest
 from playwright.async_api import Page, expect
 
 from gateway.callers.keys import AdminRole
-from tests.admin.browser import a_browser, a_page, needs_browser, turn_to
+from tests.admin.browser import needs_browser, opened_at, turn_to
 from tests.admin.test_dashboard import KEYS, a_dashboard, a_fleet, opened
 
 pytestmark = [pytest.mark.slow, needs_browser]
@@ -81,10 +81,7 @@ async def test_a_request_has_an_address_that_asks_for_the_key_first(tmp_path: Pa
         address = await why.get_attribute("href")
         assert address is not None
         for key, words in ((AdminRole.OPERATOR, "Attempt 1"), (AdminRole.VIEWER, "an operator")):
-            async with (
-                a_browser() as browser,
-                a_page(browser, running.admin_url, at=address[2:], key=KEYS[key].text) as watched,
-            ):
+            async with opened_at(running.admin_url, at=address[2:], key=KEYS[key].text) as watched:
                 await expect(watched.page.locator("#page")).to_contain_text(words)
                 explained = await watched.page.locator("#request").count()
                 assert explained == (key is AdminRole.OPERATOR)

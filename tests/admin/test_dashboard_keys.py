@@ -12,10 +12,11 @@ import pytest
 from playwright.async_api import Page, expect
 
 from gateway.callers.keys import AdminRole, hash_key, new_key
-from tests.admin.browser import a_browser, a_page, needs_browser, turn_to
+from tests.admin.browser import needs_browser, opened_at, turn_to
 from tests.admin.test_dashboard import ADMIN, KEYS
+from tests.callers.metered_gateway import recorded
 from tests.emulator import EmulatedNode
-from tests.gateways import Running, running_gateway, until
+from tests.gateways import Running, running_gateway
 
 pytestmark = [pytest.mark.slow, needs_browser]
 
@@ -38,9 +39,7 @@ async def a_gateway(folder: Path, chats: int = 0, **node: Any) -> AsyncIterator[
         async with running_gateway(folder, [spec], SETTINGS) as running:
             for _ in range(chats):
                 assert await status_with(running, OWNER.text) == 200
-            ledger = running.gateway.ledger
-            assert ledger is not None
-            await until(lambda: ledger.written >= chats)
+            await recorded(running, chats)
             yield running
 
 
@@ -48,10 +47,7 @@ async def a_gateway(folder: Path, chats: int = 0, **node: Any) -> AsyncIterator[
 async def keys_page(
     running: Running, role: AdminRole = AdminRole.ADMIN, at: str = "keys", **context: Any
 ) -> AsyncIterator[Page]:
-    async with (
-        a_browser() as browser,
-        a_page(browser, running.admin_url, key=KEYS[role].text, at=at, **context) as watched,
-    ):
+    async with opened_at(running.admin_url, key=KEYS[role].text, at=at, **context) as watched:
         yield watched.page
         # The browser, too, tells of a form that was refused.
         assert [one for one in watched.trouble if "status of 400" not in one] == []

@@ -9,7 +9,7 @@ import pytest
 from playwright.async_api import expect
 
 from gateway.callers.keys import AdminRole
-from tests.admin.browser import a_browser, a_page, needs_browser, turn_to
+from tests.admin.browser import a_browser, a_page, needs_browser, opened_at, turn_to
 from tests.admin.test_dashboard import ADMIN, KEYS, a_dashboard, a_fleet, node_card
 from tests.emulator import EmulatedNode
 from tests.gateways import running_gateway, until
@@ -77,8 +77,7 @@ async def test_a_key_file_may_have_any_text(tmp_path: Path) -> None:
     settings = {"admin": {"key_file": str(tmp_path / "key")}}
     async with (
         a_fleet(tmp_path, hosts="a", settings=settings) as (running, _),
-        a_browser() as browser,
-        a_page(browser, running.admin_url, key="schlüssel-für-die-nacht-\u2603") as watched,
+        opened_at(running.admin_url, key="schlüssel-für-die-nacht-\u2603") as watched,
     ):
         await expect(watched.page.locator("#nodes .node")).to_have_count(2)
 

@@ -5,31 +5,28 @@
 
 from __future__ import annotations
 
-import asyncio
 import contextlib
 import io
 import json
 import os
-import random
-from collections.abc import AsyncIterator, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
-import httpx
 import pytest
 from PIL import Image
 from playwright.async_api import FloatRect, Page, expect
 
-from gateway.callers.keys import AdminRole, ApiKey, new_key
+from gateway.callers.keys import AdminRole, new_key
 from gateway.watch.history import STEP_SECONDS
 from tests.admin.browser import a_browser, a_page, needs_browser
-from tests.admin.test_dashboard import ADMIN, KEYS, a_fleet
+from tests.admin.test_dashboard import ADMIN, KEYS, a_fleet, streams
 from tests.admin.test_dashboard_models import order
 from tests.emulator import EmulatedNode
 from tests.emulator.routed_model import HostMemory, ModelFile
 from tests.emulator.router import EmulatedRouter
-from tests.gateways import NO_TLS, Running, until
+from tests.gateways import Running, until
 from tests.stored.batch_gateway import lines
 
 pytestmark = [pytest.mark.slow, needs_browser]
@@ -86,41 +83,6 @@ def a_router() -> EmulatedRouter:
     return EmulatedRouter(FILES, models_max=0, memory=memory, slots=2, decode_tps=12.0)
 
 
-@contextlib.asynccontextmanager
-async def traffic(running: Running, each: int) -> AsyncIterator[None]:
-    """So many chats of each caller, each begun anew a moment after it ends."""
-    rng = random.Random(7)
-
-    async def chat(name: str, key: ApiKey, number: int) -> None:
-        headers = {"authorization": f"Bearer {key.text}"}
-        async with httpx.AsyncClient(base_url=running.url, trust_env=False, verify=NO_TLS) as one:
-            while True:
-                text = f"{name} {number}: " + "word " * rng.randrange(30, 400)
-                body = {
-                    "model": "qwen-14b" if name == "search" and number < 2 else "mistral-7b",
-                    "messages": [{"role": "user", "content": text}],
-                    "max_tokens": rng.randrange(20, 90),
-                    "stream": True,
-                }
-                with contextlib.suppress(httpx.HTTPError):
-                    await one.post(
-                        "/v1/chat/completions", json=body, headers=headers, timeout=120.0
-                    )
-                await asyncio.sleep(rng.uniform(0.2, 4.0))
-
-    tasks = [
-        asyncio.create_task(chat(name, key, number))
-        for name, key in CALLERS.items()
-        for number in range(each)
-    ]
-    try:
-        yield
-    finally:
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
-
-
 async def hand_in(running: Running, name: str, number: int, *more: dict[str, Any]) -> None:
     """Have the gateway do a batch of so many chats, and `more` lines, beside the rest."""
     items = [*lines(number, model="mistral-7b", max_tokens=40), *more]
@@ -160,7 +122,11 @@ async def test_the_pictures_of_the_docs_are_made(tmp_path: Path) -> None:
         for model in ("qwen-14b", "phi-4-mini"):
             await order(running, "load", model, "epyc-e")
         await hand_in(running, "reports", 12)
-        await stack.enter_async_context(traffic(running, 8))
+        for caller in CALLERS.values():
+            chats = streams(running, 6, caller.text, model="mistral-7b", max_tokens=80)
+            await stack.enter_async_context(chats)
+        chats = streams(running, 2, CALLERS["search"].text, model="qwen-14b", max_tokens=80)
+        await stack.enter_async_context(chats)
         browser = await stack.enter_async_context(a_browser())
         await at_work(running, nodes)
         for scheme in ("light", "dark"):

@@ -11,7 +11,7 @@ import pytest
 from playwright.async_api import Locator, Page, expect
 
 from gateway.terms import Priority
-from tests.admin.browser import PATIENCE, a_browser, a_page, needs_browser
+from tests.admin.browser import PATIENCE, needs_browser, opened_at
 from tests.admin.test_dashboard import a_dashboard, a_fleet, opened
 from tests.emulator import EmulatedNode
 from tests.gateways import Running, running_gateway, until
@@ -72,8 +72,7 @@ async def test_the_filters_hold_for_what_runs_too_as_far_as_it_has_them(tmp_path
 async def test_a_filter_that_can_not_be_read_is_told(tmp_path: Path) -> None:
     async with (
         a_fleet(tmp_path, hosts="a") as (running, _),
-        a_browser() as browser,
-        a_page(browser, running.admin_url, at="requests") as watched,
+        opened_at(running.admin_url, at="requests") as watched,
     ):
         await watched.page.get_by_label("Since").fill("yesterday")
         await watched.page.keyboard.press("Enter")
@@ -131,13 +130,17 @@ async def test_the_playground_tells_its_place_and_how_long_it_has_waited(tmp_pat
         assert float(waited[1]) >= 1.0
 
 
-async def ask(running: Running, name: str, class_: str = "normal", **body: Any) -> None:
+async def ask(
+    running: Running, name: str, class_: str = "normal", *, key: str = "", **body: Any
+) -> None:
     """A chat with this `X-Request-ID`, and its row in the ledger."""
     ledger = running.gateway.ledger
     assert ledger is not None
     written = ledger.written
     asked = {"messages": [{"role": "user", "content": "Say something."}], "stream": True, **body}
     headers = {"x-request-id": name, "x-priority": class_}
+    if key:
+        headers["authorization"] = f"Bearer {key}"
     await running.client.post("/v1/chat/completions", json=asked, headers=headers)
     await until(lambda: ledger.written > written)
 

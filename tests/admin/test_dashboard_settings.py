@@ -10,7 +10,7 @@ import pytest
 from playwright.async_api import expect
 
 from gateway.callers.keys import AdminRole
-from tests.admin.browser import a_browser, a_page, confirm, needs_browser
+from tests.admin.browser import confirm, needs_browser, opened_at
 from tests.admin.test_dashboard import (
     ADMIN,
     HOSTILE,
@@ -79,10 +79,7 @@ async def test_an_edit_is_compared_rolled_back_once_confirmed_and_read_again(
 async def test_the_errors_of_a_reload_are_listed_one_by_one(tmp_path: Path) -> None:
     async with a_fleet(tmp_path, hosts="a", settings={"admin": ADMIN}) as (running, _):
         key = KEYS[AdminRole.ADMIN].text
-        async with (
-            a_browser() as browser,
-            a_page(browser, running.admin_url, key=key, at="settings") as watched,
-        ):
+        async with opened_at(running.admin_url, key=key, at="settings") as watched:
             page = watched.page
             await expect(page.locator("#values")).to_be_visible()
             running.write_settings({"admin": ADMIN, "queue": {"max": "many"}, "retrise": {}})
@@ -98,10 +95,7 @@ async def test_the_errors_of_a_reload_are_listed_one_by_one(tmp_path: Path) -> N
         async with opened(running, AdminRole.ADMIN, at="settings") as page:
             await expect(page.locator("#reload li")).to_have_count(3)
         key = KEYS[AdminRole.OPERATOR].text
-        async with (
-            a_browser() as browser,
-            a_page(browser, running.admin_url, key=key, at="settings") as watched,
-        ):
+        async with opened_at(running.admin_url, key=key, at="settings") as watched:
             await expect(watched.page.locator("#page")).to_contain_text("the key of an admin")
 
 

@@ -14,6 +14,7 @@ import pytest
 
 from gateway.callers.keys import new_key
 from tests.admin.test_keys import CHAT, error, keyed_gateway, made_key
+from tests.callers.metered_gateway import recorded
 from tests.gateways import Running, until
 from tests.stored.receivers import SECRET, receiving, status
 
@@ -93,9 +94,7 @@ async def test_a_key_shows_when_it_was_used_last_and_what_is_left_of_its_limits(
         path = f"/admin/keys/{key['id']}"
         assert (await admin.get(path)).json()["last_used_at"] is None
         answer = await post(running, key["key"])
-        ledger = running.gateway.ledger
-        assert ledger is not None
-        await until(lambda: ledger.written >= 1)
+        await recorded(running, 1)
         shown = (await admin.get(path)).json()
         (limit,) = shown["standing"]
         assert limit["used"] > 0

@@ -8,6 +8,7 @@ from typing import Any
 import httpx
 
 from gateway.terms import Priority
+from tests.callers.metered_gateway import recorded
 from tests.emulator import EmulatedNode
 from tests.gateways import Running, running_gateway, until
 
@@ -44,9 +45,7 @@ async def test_a_chat_is_streamed_with_its_figures_and_is_a_caller_of_its_own(
         assert done["prompt_tokens"] > 0
         assert done["ttft"] is not None
         assert len(run.gateway.registry) == 0
-        ledger = run.gateway.ledger
-        assert ledger is not None
-        await until(lambda: ledger.written >= 1)
+        await recorded(run, 1)
         usage = await run.admin.get("/admin/usage?by=key")
         assert "playground:local" in usage.text
         await run.gateway.audit.flush()

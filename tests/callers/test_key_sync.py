@@ -20,12 +20,13 @@ from urllib.parse import urlsplit
 
 import pytest
 import structlog
-from sqlalchemy import text
+from sqlalchemy import Connection, text
 
 from gateway.app.startup import Options, check_startup, keys_file
 from gateway.callers.keys import ApiKey, KeyRing, new_key
 from gateway.callers.stored_keys import (
     LONGEST_PAUSE,
+    MOST_UNCHANGED,
     POLL_SECONDS,
     KeySync,
     LastKnownKeys,
@@ -59,9 +60,19 @@ def spec(key: ApiKey, **fields: Any) -> KeySpec:
     return KeySpec(id=key.id, sha256=key.sha256, name=key.id, **fields)
 
 
+def url_in(folder: Path) -> str:
+    return f"sqlite:///{folder / 'gateway.db'}"
+
+
 def store_keys(url: str, *specs: KeySpec) -> None:
     with opened(url) as store:
         store.run_now(lambda connection: add_keys(connection, specs, time.time()))
+
+
+async def revoke(url: str, name: str) -> None:
+    """Revoke a key as another process does."""
+    with opened(url) as store:
+        await store.run(lambda connection: revoke_key(connection, name, time.time()))
 
 
 class KeptConnection:
@@ -130,62 +141,49 @@ async def test_a_kept_connection_follows_the_changes_of_the_stored_keys(
 
 
 @in_virtual_time
-async def test_keys_are_asked_for_at_each_poll_while_the_store_is_away(tmp_path: Path) -> None:
+async def test_keys_are_read_again_only_when_the_store_may_have_changed(
+    tmp_path: Path, connection: Connection
+) -> None:
+    """And at each poll while it is away, with pauses that do not grow."""
     asked: list[float] = []
 
-    class AwayStore(Store):
-        async def run(self, job: Any, **named: Any) -> Any:
-            asked.append(now())
-            raise StoreUnavailable("gone", "wait")
+    class CountedStore(Store):
+        is_away = False
 
-    store = AwayStore(locate_store(f"sqlite:///{tmp_path / 'gateway.db'}", tmp_path))
-    sync = KeySync(store, KeyRing(is_complete=False), None)
+        async def wait_opened(self, seconds: float) -> bool:
+            return seconds > 0
+
+        async def run(self, job: Any, **_: Any) -> Any:
+            asked.append(now())
+            if self.is_away:
+                raise StoreUnavailable("gone", "wait")
+            return job(connection)
+
+    async def reads(polls: float) -> int:
+        before = len(asked)
+        await asyncio.sleep(polls * POLL_SECONDS)
+        return len(asked) - before
+
+    store = CountedStore(locate_store(url_in(tmp_path), tmp_path))
+    sync = KeySync(store, KeyRing(is_complete=False), None, poll_seconds=POLL_SECONDS)
+    await sync.start()
     work = asyncio.create_task(sync.run())
-    await asyncio.sleep(60.0)
+    assert await reads(MOST_UNCHANGED - 2) == 0
+    assert await reads(MOST_UNCHANGED) == 1, "now and then, whatever the store says"
+    add_keys(connection, [spec(ALICE)], time.time())
+    store.changes += 1
+    assert await reads(2) == 1
+    assert sync.key_ring.find(ALICE.text) is not None
+    store.is_away, store.changes = True, store.changes + 1
+    assert await reads(100) > 90
     work.cancel()
     await asyncio.wait([work])
-    pauses = [after - before for before, after in itertools.pairwise(asked)]
-    assert len(pauses) > 100
-    assert max(pauses) == pytest.approx(min(pauses)), "they do not grow"
-
-
-async def test_keys_are_read_again_only_when_the_store_may_have_changed(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    url = f"sqlite:///{tmp_path / 'gateway.db'}"
-    store_keys(url, spec(ALICE))
-    reads: list[int] = []
-    polls = 0
-
-    class Ring(KeyRing):
-        def expire(self) -> None:
-            nonlocal polls
-            polls += 1
-            super().expire()
-
-    with opened(url) as store, opened(url) as other:
-        sync = KeySync(store, Ring(is_complete=False), None, poll_seconds=0.001)
-        run = store.run
-
-        async def counted(*values: Any, **named: Any) -> Any:
-            reads.append(polls)
-            return await run(*values, **named)
-
-        monkeypatch.setattr(store, "run", counted)
-        await sync.start()
-        work = asyncio.create_task(sync.run())
-        await until(lambda: len(reads) >= 4)
-        # Not at each poll: in between the store was trusted that nothing has changed.
-        assert reads[3] - reads[2] > 30
-        await other.run(lambda c: revoke_key(c, "alice", time.time()))
-        await until(lambda: sync.key_ring.find(ALICE.text) is None)
-        work.cancel()
-        with pytest.raises(asyncio.CancelledError):
-            await work
+    pauses = [after - before for before, after in itertools.pairwise(asked[-90:])]
+    assert max(pauses) == pytest.approx(min(pauses))
 
 
 async def test_a_row_that_is_no_key_costs_the_others_nothing(tmp_path: Path) -> None:
-    url = f"sqlite:///{tmp_path / 'gateway.db'}"
+    url = url_in(tmp_path)
     store_keys(url, spec(ALICE), spec(BOB))
     with opened(url) as store:
         broken = keys_table.update().where(keys_table.c.id == BOB.id)
@@ -199,7 +197,7 @@ async def test_a_row_that_is_no_key_costs_the_others_nothing(tmp_path: Path) -> 
 
 
 async def test_keys_expire_while_the_rows_cant_be_understood(tmp_path: Path) -> None:
-    url = f"sqlite:///{tmp_path / 'gateway.db'}"
+    url = url_in(tmp_path)
     brief = new_key("brief")
     store_keys(url, spec(ALICE), spec(brief, expires=datetime.now(UTC) + timedelta(seconds=0.5)))
     with opened(url) as store:
@@ -270,11 +268,10 @@ async def test_without_store_and_memory_nobody_is_admitted_nor_called_a_stranger
 
 
 async def test_a_gateway_that_never_had_keys_serves_on_without_its_store(tmp_path: Path) -> None:
-    path = tmp_path / "gateway.db"
-    async with gateway_of(tmp_path, f"sqlite:///{path}") as (running, connection):
+    async with gateway_of(tmp_path, url_in(tmp_path)) as (running, _):
         await until(keys_file(running.gateway.options).exists)
-    damage(path)
-    async with gateway_of(tmp_path, f"sqlite:///{path}") as (_, connection):
+    damage(tmp_path / "gateway.db")
+    async with gateway_of(tmp_path, url_in(tmp_path)) as (_, connection):
         assert await connection.status(None) == 200
 
 
@@ -399,7 +396,7 @@ async def test_a_server_that_hangs_or_dies_takes_no_caller_away(tmp_path: Path) 
             server.start()
             with opened(url) as store:
                 await until(lambda: store.status().up)
-                await store.run(lambda c: revoke_key(c, "alice", time.time()))
+            await revoke(url, "alice")
             await becomes(connection, ALICE, 401)
 
 
@@ -428,11 +425,10 @@ def test_a_public_address_needs_a_key_or_a_store_that_may_have_some(
 ) -> None:
     assert problems(public) == ["listen.host"]
     assert not (tmp_path / "gateway.db").exists()  # a check makes no store
-    url = f"sqlite:///{tmp_path / 'gateway.db'}"
+    url = url_in(tmp_path)
     store_keys(url, spec(ALICE))
     assert problems(public) == []
-    with opened(url) as store:
-        store.run_now(lambda connection: revoke_key(connection, "alice", time.time()))
+    asyncio.run(revoke(url, "alice"))
     assert problems(public) == ["listen.host"]
     damage(tmp_path / "gateway.db")
     assert problems(public) == []
@@ -571,14 +567,13 @@ def test_a_file_that_can_not_be_set_aside_is_told_by_its_name(
 async def test_a_gateway_tells_that_it_can_not_write_the_file_and_does_as_soon_as_it_can(
     tmp_path: Path,
 ) -> None:
-    url = f"sqlite:///{tmp_path / 'gateway.db'}"
+    url = url_in(tmp_path)
     store_keys(url, key(ALICE).spec, key(BOB).spec)
     async with gateway_of(tmp_path, url) as (running, connection):
         file, sync = keys_file(running.gateway.options), running.gateway.key_sync
         await until(file.exists)
         with unwritable(file):
-            with opened(url) as other:
-                await other.run(lambda c: revoke_key(c, "bob", time.time()))
+            await revoke(url, "bob")
             await becomes(connection, BOB, 401)
             await until(lambda: sync.unsaved is not None)
             assert not file.exists()

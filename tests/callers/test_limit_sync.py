@@ -34,8 +34,6 @@ from tests.callers.build import (
     read_rows,
 )
 from tests.callers.ledger_rows import DAY, a_row, add_rows
-from tests.gateways import until
-from tests.store.stores import add, opened
 from tests.virtual import in_virtual_time, now
 
 T = TypeVar("T")
@@ -358,28 +356,6 @@ async def test_while_the_store_is_away_each_counts_its_own_use_and_afterwards_th
             assert "of which 1200 are used" in refusal(process, alice)
 
 
-@in_virtual_time
-async def test_use_is_asked_for_at_each_poll_while_the_store_is_away() -> None:
-    asked: list[float] = []
-
-    class AwayStore:
-        changes = 0
-
-        async def run(self, job: object, **named: object) -> None:
-            asked.append(now())
-            raise StoreUnavailable("gone", "wait")
-
-    store: Any = AwayStore()
-    sync = LimitSync(LimitBook(Settings()), store, "own", clock=now, now=lambda: NOW)
-    work = asyncio.create_task(sync.worker.run())
-    await asyncio.sleep(60.0)
-    work.cancel()
-    await asyncio.wait([work])
-    pauses = [after - before for before, after in itertools.pairwise(asked)]
-    assert len(pauses) > 100
-    assert max(pauses) == pytest.approx(limit_sync.POLL_SECONDS)
-
-
 # Clocks that are set.
 
 
@@ -460,54 +436,45 @@ async def test_a_request_that_was_admitted_before_the_clock_was_set_back_is_seen
         assert account.tokens.value(world.clocks.clock()) == 10
 
 
-class CountingStore(Store):
-    """Counts the jobs."""
-
-    jobs = 0
-
-    async def run(self, job: Callable[..., Any], **named: Any) -> Any:
-        self.jobs += 1
-        return await super().run(job, **named)
-
-
+@in_virtual_time
 async def test_the_store_is_read_again_only_when_it_may_have_something_new(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    connection: Connection,
 ) -> None:
-    monkeypatch.setattr(limit_sync, "POLL_SECONDS", 0.01)
-    store = CountingStore(
-        locate_store(f"sqlite:///{tmp_path}/gateway.db", tmp_path), look_seconds=0.01
-    )
-    store.start()
-    recovered, now, polls = 0, 0.0, 0
+    """And at each poll while it is away."""
+    asked: list[float] = []
+    recovered = 0
 
-    def count() -> int:
-        nonlocal polls
-        polls += 1
-        return recovered
+    class CountedStore:
+        changes = 0
+        is_away = False
 
-    sync = LimitSync(
-        LimitBook(Settings()), store, "own", clock=lambda: now, now=lambda: 1e9, recovered=count
-    )
-    with opened(f"sqlite:///{tmp_path}/gateway.db") as other:
-        await store.wait_opened(30.0)
-        await sync.start()
-        work = asyncio.create_task(sync.worker.run())
+        async def run(self, job: Callable[[Connection], T], /, *, write: bool = True) -> T:
+            asked.append(now())
+            if self.is_away:
+                raise StoreUnavailable("gone", "wait")
+            return job(connection)
 
-        async def after_polls() -> int:
-            least = polls + 20
-            await until(lambda: polls >= least)
-            return store.jobs
+    async def reads(seconds: float) -> int:
+        before = len(asked)
+        await asyncio.sleep(seconds)
+        return len(asked) - before
 
-        before = await after_polls()
-        assert await after_polls() == before
-        recovered = 1
-        await until(lambda: store.jobs == before + 1)
-        await other.run(add("another's"))
-        await until(lambda: store.jobs == before + 2)
-        assert await after_polls() == before + 2
-        now = limit_sync.LONGEST_UNREAD
-        await until(lambda: store.jobs == before + 3)
-        work.cancel()
-        with pytest.raises(asyncio.CancelledError):
-            await work
-    assert await store.aclose(30.0)
+    store: Any = CountedStore()
+    clocks: Any = {"clock": now, "now": lambda: NOW}
+    sync = LimitSync(LimitBook(Settings()), store, "own", recovered=lambda: recovered, **clocks)
+    await sync.start()
+    work = asyncio.create_task(sync.worker.run())
+    quiet = limit_sync.LONGEST_UNREAD - 2 * limit_sync.POLL_SECONDS
+    assert await reads(quiet) == 0
+    recovered = 1
+    assert await reads(2 * limit_sync.POLL_SECONDS) == 1
+    store.changes += 1
+    assert await reads(2 * limit_sync.POLL_SECONDS) == 1
+    assert await reads(quiet - limit_sync.POLL_SECONDS) == 0
+    assert await reads(limit_sync.LONGEST_UNREAD) == 1
+    store.is_away, store.changes = True, 2
+    assert await reads(60.0) > 100
+    work.cancel()
+    await asyncio.wait([work])
+    pauses = [after - before for before, after in itertools.pairwise(asked[-100:])]
+    assert max(pauses) == pytest.approx(limit_sync.POLL_SECONDS)
