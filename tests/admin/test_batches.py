@@ -84,13 +84,6 @@ async def test_an_upload_that_is_no_batch_leaves_nothing(tmp_path: Path) -> None
         assert (await upload(running, jsonl("a"), key="bob")).status_code == 200
 
 
-async def test_without_keys_an_upload_is_that_of_this_machine(tmp_path: Path) -> None:
-    async with running_gateway(tmp_path, [EmulatedNode()]) as running:
-        made = await upload(running, jsonl("a"))
-        batch = await shown(running, made.json()["id"], "completed")
-        assert (batch["key"], batch["key_name"]) == ("anonymous:local", None)
-
-
 async def test_batches_of_all_keys_and_apis_are_listed_the_newest_first(tmp_path: Path) -> None:
     async with two_callers(tmp_path) as (running, _, _):
         owners = ("alice", "bob", "alice")
@@ -154,6 +147,7 @@ async def test_results_and_errors_are_read_and_that_is_audited(tmp_path: Path) -
         content = jsonl("good") + b"no json\n" + jsonl("good") + jsonl("other", model="unknown")
         id_ = (await upload(running, content)).json()["id"]
         found = await shown(running, id_, "completed")
+        assert (found["key"], found["key_name"]) == ("anonymous:local", None)
         kinds = {one["code"]: (one["lines"], one["first_line"]) for one in found["errors_by_kind"]}
         assert sum(number for number, _ in kinds.values()) == 3
         assert kinds["model_not_found"] == (1, 4)
