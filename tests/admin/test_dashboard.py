@@ -125,19 +125,19 @@ async def streams(
 async def test_an_operator_drains_resumes_and_probes_a_node_by_a_click(tmp_path: Path) -> None:
     async with a_dashboard(tmp_path, at="nodes") as (running, _, page):
         name = "epyc-a-numa1"
-        card, node = node_card(page, name), running.gateway.fleet.nodes[name]
+        card, nodes = node_card(page, name), running.gateway.fleet.nodes
         drain = card.get_by_role("button", name=f"Drain {name}")
         await drain.click()
         await page.get_by_role("button", name="Leave it").click()
         await expect(drain).to_be_focused()
-        assert not node.draining
+        assert not nodes[name].draining
         await drain.click()
         await confirm(page, f"Drain {name}?")
         await expect(card.locator(".state")).to_contain_text("draining")
-        assert node.draining
+        assert nodes[name].draining
         await card.get_by_role("button", name=f"Resume {name}").click()
         await expect(card.locator(".state")).to_contain_text("ready")
-        assert not node.draining
+        assert not nodes[name].draining
         await card.get_by_role("link", name=name).click()
         await page.locator("#node").get_by_role("button", name="Probe").click()
         await expect(page.locator("#toasts")).to_contain_text(f"{name}:")

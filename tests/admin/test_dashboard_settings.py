@@ -118,7 +118,8 @@ async def asked(running: Running, number: int) -> None:
 
 async def test_a_node_shows_its_day_and_what_its_cache_has_saved(tmp_path: Path) -> None:
     name = "epyc-a-numa0"
-    fast = {"answer_tokens": 2, "decode_tps": 1000.0, "prefill_tps": 10_000.0, "cache_ram": 0}
+    speeds = {"decode_tps": 1000.0, "prefill_tps": 10_000.0}
+    fast: dict[str, Any] = {"answer_tokens": 2, "cache_ram": 0, **speeds}
     async with a_dashboard(tmp_path, hosts="a", **fast) as (running, _, page):
         a_day(running, name)
         await asked(running, 6)

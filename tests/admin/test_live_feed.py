@@ -191,7 +191,8 @@ async def test_watchers_are_bounded_and_a_place_is_free_when_one_leaves(tmp_path
 
 async def test_a_watcher_that_reads_nothing_is_cut_off() -> None:
     """The server's side waits in `send`: here for ever."""
-    left = asyncio.Event()
+    left, ended, never = asyncio.Event(), asyncio.Event(), asyncio.Event()
+    sent: list[Message] = []
 
     async def events() -> Any:
         try:
@@ -200,26 +201,21 @@ async def test_a_watcher_that_reads_nothing_is_cut_off() -> None:
         finally:
             left.set()
 
-    sent: list[Message] = []
-
     async def send(message: Message) -> None:
         sent.append(message)
         if len(sent) > 3:
-            await asyncio.Event().wait()
+            await never.wait()
 
     async def receive() -> Message:
-        await asyncio.Event().wait()
+        await never.wait()
         raise AssertionError
-
-    ended = asyncio.Event()
 
     async def on_end() -> None:
         ended.set()
 
     stream = EventStream(events(), 0.05, on_end)
-    scope = {"type": "http", "asgi": {"spec_version": "2.3"}}
     async with asyncio.timeout(LIMIT):
-        await stream(scope, receive, send)
+        await stream({"type": "http", "asgi": {"spec_version": "2.3"}}, receive, send)
     assert left.is_set()
     assert ended.is_set()
     # The response was not ended: the server closes the connection.

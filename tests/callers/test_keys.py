@@ -175,7 +175,6 @@ def test_one_valid_key_is_enough_besides_a_dummy(good: str, dummy: str) -> None:
     "keys",
     [
         [("authorization", TEAM.text), ("x-api-key", OTHER.text)],
-        [("api-key", OTHER.text), ("x-api-key", TEAM.text)],
         [("x-api-key", TEAM.text), ("x-api-key", OTHER.text)],
         [("authorization", "dummy"), ("x-api-key", OTHER.text), ("api-key", TEAM.text)],
     ],
@@ -256,15 +255,15 @@ def test_every_change_expiry_and_revocation_changes_the_version() -> None:
     clock = Clock()
     ring = KeyRing(clock=clock)
     versions = [ring.version]
-    ring.configure([spec(ALICE)])
-    versions.append(ring.version)
-    ring.replace_stored([stored(BOB, expires=1_010)])
-    versions.append(ring.version)
-    clock.now = 1_010.0
-    ring.expire()
-    versions.append(ring.version)
-    ring.replace_stored([])
-    versions.append(ring.version)
+    for seconds, change in (
+        (0.0, lambda: ring.configure([spec(ALICE)])),
+        (0.0, lambda: ring.replace_stored([stored(BOB, expires=1_010)])),
+        (10.0, ring.expire),
+        (0.0, lambda: ring.replace_stored([])),
+    ):
+        clock.now += seconds
+        change()
+        versions.append(ring.version)
     assert len(set(versions)) == len(versions)
     ring.expire()
     assert ring.version == versions[-1]  # nothing has expired since

@@ -25,6 +25,7 @@ from gateway.callers.processes import (
 from gateway.store.failures import StoreUnavailable
 from gateway.store.schema import open_requests, processes, revisions, usage
 from gateway.store.store import Store
+from tests.callers.build import NOW, FlakyStore
 from tests.gateways import until
 from tests.nodes.build import Clock
 from tests.store.stores import opened
@@ -32,7 +33,6 @@ from tests.virtual import in_virtual_time, now
 
 T = TypeVar("T")
 
-NOW = 1_780_000_000.0
 LIMIT = 120.0  # seconds for each wait
 
 
@@ -142,26 +142,9 @@ async def test_rows_are_written_without_being_asked(store_url: str) -> None:
         assert len(await world.all(usage)) == 7
 
 
-class UncertainStore:
-    """A store whose connection breaks: before the commit, or after it."""
-
-    def __init__(self, store: Store) -> None:
-        self.store = store
-        self.failures: list[str] = []
-
-    async def run(self, job: Callable[[Connection], T], /, *, write: bool = True) -> T:
-        failure = self.failures.pop(0) if self.failures else ""
-        if failure == "before":
-            raise StoreUnavailable("gone", "wait")
-        result = await self.store.run(job, write=write)
-        if failure == "after":
-            raise StoreUnavailable("gone", "wait")
-        return result
-
-
 async def test_a_batch_is_written_once_though_nobody_knows_whether_it_was(store_url: str) -> None:
     async with a_world(store_url) as world:
-        store = UncertainStore(world.store)
+        store = FlakyStore(world.store)
         ledger = world.ledger(store)
         store.failures = ["after", "before", "after"]
         world.open = [an_open_request("o1", NOW)]
@@ -419,18 +402,6 @@ async def test_open_requests_that_are_left_are_the_next_processs_or_lost(store_u
         assert [one["process"] for one in await world.all(open_requests)] == ["p2.0"]
 
 
-class SlowStore:
-    """A store in memory that takes a while for each job."""
-
-    def __init__(self, connection: Connection, seconds: float) -> None:
-        self.connection = connection
-        self.seconds = seconds
-
-    async def run(self, job: Callable[[Connection], T], /, *, write: bool = True) -> T:
-        await asyncio.sleep(self.seconds)
-        return job(self.connection)
-
-
 @pytest.mark.parametrize(
     ("seconds", "most"),
     [(0.003, JOURNALED_WITHIN), (0.2, JOURNALED_WITHIN), (0.4, 0.8), (0.5, 1.0)],
@@ -447,7 +418,7 @@ async def test_a_slow_store_has_each_request_before_it_is_a_second_old(
         return [an_open_request(id_, at) for id_, at in admitted.items() if at <= before]
 
     own = ProcessIdentity("p.0", "host", 1, NOW)
-    store = SlowStore(connection, seconds)
+    store = FlakyStore(connection, seconds=seconds)
     ledger = Ledger(cast("Any", store), own, loop.time, loop.time, running_since)
     ages: list[float] = []
     with running(ledger):
@@ -466,7 +437,7 @@ async def test_a_slow_store_has_each_request_before_it_is_a_second_old(
 
 async def test_a_job_and_its_rows_are_committed_together_or_not_at_all(store_url: str) -> None:
     async with a_world(store_url) as world:
-        store = UncertainStore(world.store)
+        store = FlakyStore(world.store)
         ledger = world.ledger(store)
         await ledger.start(LIMIT)
 
@@ -493,7 +464,7 @@ async def test_rows_of_jobs_and_of_requests_have_numbers_in_the_order_of_their_c
     store_url: str,
 ) -> None:
     async with a_world(store_url) as world:
-        store = UncertainStore(world.store)
+        store = FlakyStore(world.store)
         ledger = world.ledger(store)
         last, seen = 0, 0
         with running(ledger):

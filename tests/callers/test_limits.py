@@ -89,17 +89,6 @@ def test_retry_after_is_when_the_oldest_request_leaves_the_window() -> None:
     assert book.refusal(alice).retry_after == 20.0
 
 
-def test_tokens_are_reserved_by_estimate_and_settled_by_use() -> None:
-    book, alice = Book(), a_caller(limits={"tpm": 1000})
-    running = book.admit(alice, request=answers(500, prompt=100))
-    assert book.refusal(alice, request=answers(500)).code == "rate_limit_exceeded"
-    running.settle(150, 0.0, book.clocks.wall())
-    book.admit(alice, request=answers(500))
-    _, tokens = book.rate_limits(book.accounts(alice))
-    assert tokens is not None
-    assert (tokens.limit, tokens.remaining) == (1000, 350)
-
-
 def test_what_has_ended_is_settled_before_a_refusal_and_once() -> None:
     book, alice = Book(), a_caller(limits={"tpm": 1000})
     running = book.admit(alice, request=answers(900))
@@ -198,17 +187,6 @@ def test_a_clock_that_is_set_ahead_keeps_the_sums_of_the_right_month() -> None:
     # What was used meanwhile counts in its own month, when that has come.
     book.clocks.set_wall(NOW + 40 * DAY)
     assert book.refusal(alice).code == "insufficient_quota"
-
-
-def test_a_request_that_ends_after_the_clock_was_set_back_leaves_nothing_negative() -> None:
-    book, alice = Book(), a_caller(limits={"tpm": 100, "budget": "5/day"})
-    running = book.admit(alice, request=answers(50))
-    book.clocks.set_wall(NOW - 3 * DAY)
-    running.settle(40, 1.0, book.clocks.wall())
-    (account,) = all_accounts(book)
-    assert account.reserved_tokens == account.running == account.open == 0
-    assert account.tokens.value(book.clocks.clock()) == 40
-    assert account.mean_seconds >= 0
 
 
 # Whose limit it is.

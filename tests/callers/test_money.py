@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import itertools
 import math
-from collections.abc import Callable
 from typing import Any, TypeVar, cast
 
 import pytest
@@ -30,8 +29,8 @@ from gateway.callers.money import (
     per_request,
     running_hourly_cost,
 )
-from gateway.store.failures import StoreUnavailable
 from gateway.store.schema import metadata, node_hours
+from tests.callers.build import FlakyStore
 from tests.callers.ledger_rows import DAY, NOON
 from tests.each_case import each_case
 from tests.virtual import in_virtual_time, now
@@ -156,25 +155,12 @@ def test_a_new_price_holds_from_then_on(connection: Connection) -> None:
     assert recorded(connection) == {"2027-01-15": (120.0, 0.066)}
 
 
-class OneConnection:
-    """A store that does its jobs at once, or fails."""
-
-    def __init__(self, connection: Connection) -> None:
-        self.connection = connection
-        self.fails = False
-
-    async def run(self, job: Callable[[Connection], T], /, *, write: bool = True) -> T:
-        if self.fails:
-            raise StoreUnavailable("the store is away", "wait")
-        return job(self.connection)
-
-
 @in_virtual_time
 async def test_the_loop_looks_once_a_minute_also_while_the_store_is_away() -> None:
     engine = create_engine("sqlite://")
     with engine.connect() as connection:
         metadata.create_all(connection)
-        store = OneConnection(connection)
+        store = FlakyStore(connection)
         began = now()
         recorder = NodeHoursRecorder(
             cast("Any", store), lambda: [NODE], lambda: NOON + now() - began
@@ -182,10 +168,10 @@ async def test_the_loop_looks_once_a_minute_also_while_the_store_is_away() -> No
         task = asyncio.create_task(recorder.run())
         await asyncio.sleep(5 * INTERVAL + 1)
         assert recorded(connection)["2027-01-15"][0] == pytest.approx(5 * INTERVAL)
-        store.fails = True
+        store.is_away = True
         await asyncio.sleep(3 * INTERVAL)
         assert recorded(connection)["2027-01-15"][0] == pytest.approx(5 * INTERVAL)
-        store.fails = False
+        store.is_away = False
         await asyncio.sleep(INTERVAL)
         assert recorded(connection)["2027-01-15"][0] == pytest.approx(9 * INTERVAL)
         task.cancel()
@@ -195,7 +181,7 @@ async def test_the_loop_looks_once_a_minute_also_while_the_store_is_away() -> No
 
 @pytest.mark.slow
 def test_claims_that_nobody_takes_are_bounded() -> None:
-    store, times = OneConnection(None), iter(range(0, 10**9, 60))  # type: ignore[arg-type]
+    store, times = FlakyStore(None), iter(range(0, 10**9, 60))
     names = itertools.count()
     alive = [AliveNode("", "cpu", 0.1)] * 3000
     recorder = NodeHoursRecorder(

@@ -147,19 +147,15 @@ def test_every_key_of_an_import_that_clashes_is_named(store: Store) -> None:
 
 def test_a_revoked_keys_name_can_be_used_again_but_not_its_id(store: Store) -> None:
     add(store, spec())
-    revoked = do(store, revoke_key, "alice", NOW + 5)
-    assert revoked.revoked_at == NOW + 5
+    assert do(store, revoke_key, "alice", NOW + 5).revoked_at == NOW + 5
     assert do(store, read_keys) == []
     with pytest.raises(KeysRefused, match="a revoked key has the id"):
         add(store, spec())
     again = spec(id="alice-2")
-    do(store, add_keys, [again], NOW + 9)
+    add(store, again)
     assert do(store, find_key, "alice").spec == again
     every = do(store, read_keys, ())
-    assert [(key.spec.id, key.revoked_at) for key in every] == [
-        ("alice-1", NOW + 5),
-        ("alice-2", None),
-    ]
+    assert {key.spec.id: key.revoked_at for key in every} == {"alice-1": NOW + 5, "alice-2": None}
 
 
 def test_a_rotation_keeps_the_old_secret_for_the_grace(store: Store) -> None:
@@ -267,9 +263,7 @@ def test_a_key_without_a_name_is_called_by_its_id() -> None:
     ("fields", "said"),
     [
         ({"limits": {"rpm": 0}}, "limits.rpm"),
-        ({"limits": {"tpm": -1}}, "limits.tpm"),
         ({"limits": {"budget": "0/month"}}, "limits.budget"),
-        ({"limits": {"concurrency": 0}}, "limits.concurrency"),
         ({"id": "a_b"}, "id"),
         ({"sha256": "lg_alice_secret"}, "sha256"),
         ({"class": "vip"}, "class"),
