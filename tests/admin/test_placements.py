@@ -121,7 +121,9 @@ async def test_a_model_is_loaded_and_unloaded_by_order(tmp_path: Path) -> None:
 
 
 @in_virtual_time
-async def test_an_unload_waits_for_what_runs_and_says_so(tmp_path: Path) -> None:
+async def test_an_unload_waits_for_what_runs_and_a_drain_of_its_router_ends_it(
+    tmp_path: Path,
+) -> None:
     async with one_router(tmp_path) as (running, router):
         await done(running, "load", "a", "ready")
         asked = asyncio.create_task(running.client.post(CHAT, json=chat("a", 60)))
@@ -130,9 +132,15 @@ async def test_an_unload_waits_for_what_runs_and_says_so(tmp_path: Path) -> None
         state = (await placements(running))["r1/a"]["state"]
         answer = await asked
         await state_is(running, "r1/a", "unloaded")
+        await done(running, "load", "a", "ready")
+        asked = asyncio.create_task(running.client.post(CHAT, json=chat("a", 900)))
+        await until(lambda: router.models["a"].node.busy == 1)
+        drained = (await running.admin.post("/admin/nodes/r1/drain?deadline=1")).json()
+        ended = await asked
     assert reason == "it ends its requests and is unloaded then: an operator has ordered it"
-    assert state == "unloading"
-    assert answer.status_code == 200
+    assert (state, answer.status_code) == ("unloading", 200)
+    assert drained["in_flight"] == 1
+    assert (ended.status_code, ended.json()["error"]["code"]) == (503, "node_drained")
 
 
 @in_virtual_time
@@ -219,11 +227,11 @@ async def test_a_failed_load_is_tried_at_once_by_order(tmp_path: Path) -> None:
         for _ in range(2):
             await done(running, "load", "cut", "failed")
         failed = (await placements(running))["r1/cut"]
-        problems = await running.gateway.live.view.read_problems()
+        out, load = await running.gateway.live.view.read_problems()
     assert failed["load_failures"] == 2
-    assert "could not load it" in failed["reason"]
-    assert [one.id for one in problems] == ["model_out:cut", "load_failed:r1/cut"]
-    assert "could not load it" in problems[1].cause
+    assert (out.id, load.id) == ("model_out:cut", "load_failed:r1/cut")
+    for told in (failed["reason"], load.cause):
+        assert "could not load it" in told
 
 
 @in_virtual_time
@@ -280,19 +288,6 @@ async def test_why_tells_of_the_load_that_a_request_waited_for(tmp_path: Path) -
     assert (row["router"], row["memory"], row["cells"]) == ("r1", 4 * GIB, "ff")
     assert live.summary["states"] == {"ready": 2}
     assert live.summary["hosts"]["127.0.0.1"]["used"] == 4 * GIB
-
-
-@in_virtual_time
-async def test_a_drain_of_a_router_counts_and_ends_what_its_models_run(tmp_path: Path) -> None:
-    async with one_router(tmp_path) as (running, router):
-        await done(running, "load", "a", "ready")
-        asked = asyncio.create_task(running.client.post(CHAT, json=chat("a", 900)))
-        await until(lambda: router.models["a"].node.busy == 1)
-        drained = (await running.admin.post("/admin/nodes/r1/drain?deadline=1")).json()
-        answer = await asked
-    assert drained["in_flight"] == 1
-    assert answer.status_code == 503
-    assert answer.json()["error"]["code"] == "node_drained"
 
 
 @in_virtual_time

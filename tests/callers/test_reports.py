@@ -73,8 +73,10 @@ async def test_rows_by_key_have_the_names_of_keys_also_of_revoked_ones(tmp_path:
             return {row["key"]: row["key_name"] for row in report["rows"]}
 
         assert await names() == {"alice": "Alice", made["id"]: "=Bob"}
-        table = (await running.admin.get("/admin/usage?by=key&format=csv")).text.splitlines()
-        assert table[0].startswith("key,key_name,requests,")
+        answer = await running.admin.get("/admin/usage?by=key&format=csv")
+        assert answer.headers["content-type"].startswith("text/csv")
+        table = answer.text.splitlines()
+        assert table[0].startswith("key,key_name,requests,failures,clients_left,")
         assert {tuple(line.split(",")[:2]) for line in table[1:]} == {
             ("alice", "Alice"), (made["id"], "'=Bob"),
         }  # fmt: skip
