@@ -207,7 +207,7 @@ async def test_a_viewer_sees_the_fleet_and_may_change_nothing(tmp_path: Path) ->
             assert await page.get_by_role("button", name=name).count() == 0
         pages = page.locator("#rail").get_by_role("link")
         await expect(pages).to_have_text(["Overview", "Nodes", "Queue", "Models"])
-        for address in ("requests", "requests/req_17", "playground"):
+        for address in ("requests", "requests/req_17", "playground", "keys"):
             await page.evaluate("address => { location.hash = address; }", f"#/{address}")
             await expect(page.locator("#page")).to_contain_text("needs the key of an operator")
             assert await page.locator("#page button, #page input, dialog[open]").count() == 0

@@ -4,14 +4,12 @@ from __future__ import annotations
 
 import re
 from pathlib import Path
-from typing import Any
 
 import pytest
 from playwright.async_api import Page, expect
 
-from gateway.callers.keys import AdminRole
-from tests.admin.browser import needs_browser, opened_at, turn_to
-from tests.admin.test_dashboard import KEYS, a_dashboard, a_fleet, opened
+from tests.admin.browser import needs_browser, turn_to
+from tests.admin.test_dashboard import a_dashboard, a_fleet, opened
 
 pytestmark = [pytest.mark.slow, needs_browser]
 
@@ -72,19 +70,6 @@ async def test_what_is_looked_for_is_in_the_address(tmp_path: Path) -> None:
             await expect(page.locator("#node")).to_be_visible()
             await page.go_back()
             await at(page, address)
-
-
-async def test_a_request_has_an_address_that_asks_for_the_key_first(tmp_path: Path) -> None:
-    role: dict[str, Any] = {"role": AdminRole.OPERATOR, "at": "requests", "hosts": "a", "chats": 1}
-    async with a_dashboard(tmp_path, **role) as (running, _, page):
-        why = page.get_by_role("link", name="Why request").first
-        address = await why.get_attribute("href")
-        assert address is not None
-        for key, words in ((AdminRole.OPERATOR, "Attempt 1"), (AdminRole.VIEWER, "an operator")):
-            async with opened_at(running.admin_url, at=address[2:], key=KEYS[key].text) as watched:
-                await expect(watched.page.locator("#page")).to_contain_text(words)
-                explained = await watched.page.locator("#request").count()
-                assert explained == (key is AdminRole.OPERATOR)
 
 
 async def test_the_keyboard_reaches_the_page_past_the_rail(tmp_path: Path) -> None:

@@ -201,11 +201,11 @@ async def test_usage_is_shown_by_what_is_asked_and_as_csv(tmp_path: Path) -> Non
         await expect(page.locator("#key")).to_contain_text("3 of 10 used")
 
 
-async def test_an_operator_sees_usage_and_no_keys_and_a_viewer_neither(tmp_path: Path) -> None:
-    async with a_gateway(tmp_path, chats=1) as running:
-        async with keys_page(running, AdminRole.OPERATOR) as page:
-            await expect(page.locator("#usage tbody tr")).to_have_count(1)
-            await expect(page.locator("#page")).to_contain_text("need the key of an admin")
-            await expect(page.get_by_role("button", name="Make a key")).to_have_count(0)
-        async with keys_page(running, AdminRole.VIEWER) as page:
-            await expect(page.locator("#page")).to_contain_text("needs the key of an operator")
+async def test_an_operator_sees_usage_and_no_keys(tmp_path: Path) -> None:
+    async with (
+        a_gateway(tmp_path, chats=1) as running,
+        keys_page(running, AdminRole.OPERATOR) as page,
+    ):
+        await expect(page.locator("#usage tbody tr")).to_have_count(1)
+        await expect(page.locator("#page")).to_contain_text("need the key of an admin")
+        await expect(page.get_by_role("button", name="Make a key")).to_have_count(0)

@@ -264,18 +264,3 @@ async def test_a_request_is_followed_to_its_end_and_told_beside_what_was_predict
             await told.get_by_role("link", name="demo").click()
             await expect(page).to_have_url(re.compile("#/models/demo$"))
         await asked
-
-
-async def test_a_request_that_only_the_ledger_knows_is_told_as_far_as_that_goes(
-    tmp_path: Path,
-) -> None:
-    async with a_fleet(tmp_path, hosts="a", answer_tokens=20, decode_tps=40.0) as (running, _):
-        await ask(running, "long-ago")
-        running.gateway.scheduler.decision_log.grants.clear()
-        running.gateway.live.view.history._served.clear()
-        async with opened(running, at="requests/long-ago") as page:
-            told = page.locator("#request")
-            await expect(told).to_contain_text("finished, 200")
-            await expect(told).to_contain_text("No longer known: the nodes that were compared")
-            await expect(told).to_contain_text(re.compile(r"Its life: .*0\.\d s writing"))
-            await expect(told.get_by_role("table")).to_have_count(0)

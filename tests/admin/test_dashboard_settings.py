@@ -133,7 +133,7 @@ async def test_a_node_shows_its_day_and_what_its_cache_has_saved(tmp_path: Path)
             "Busy slots, the last 24 hours: busy from 0.0 to 2.0, now 1.0; "
             "slots from 2.0 to 2.0, now 2.0",
         )
-        assert await page.locator("table.heat tbody tr").count() == len(cache.hits)
+        await expect(page.locator("table.heat tbody tr")).to_have_count(len(cache.hits))
         await page.get_by_role("link", name="All nodes").click()
         await expect(page.locator("#nodes .node")).to_have_count(2)
         await page.go_back()

@@ -162,6 +162,9 @@ async def why_slow_yesterday(reader: Reader) -> None:
     told = page.locator("#request")
     await expect(told.locator("h2")).to_have_text("Request slow-one")
     await expect(told.locator(".summary")).to_contain_text(re.compile(r"\d s to write 60"))
+    # Only the ledger knows it still.
+    await expect(told).to_contain_text("No longer known: the nodes that were compared")
+    await expect(told.get_by_role("table")).to_have_count(0)
 
 
 async def give_a_budget(reader: Reader, running: Running) -> None:
