@@ -13,6 +13,7 @@ from gateway.admin.nodes import (
     DrainDeadlines,
     heat_map,
 )
+from gateway.errors import suggestion
 from gateway.forward.in_flight import InFlightRegistry
 from gateway.nodes.prompt_cache import PrefixHits
 from tests.emulator import EmulatedNode
@@ -265,3 +266,21 @@ async def test_the_map_tells_nothing_of_prompts() -> None:
     assert len(row["prefix"]) == 6
     assert sum(cell[2] for cell in row["cells"] if cell) > 100
     assert "garden" not in told.text
+
+
+# Names that somebody may have meant.
+
+
+FLEET = [f"epyc-{number:03}-numa{number % 2}" for number in range(1000)]
+
+
+@pytest.mark.parametrize(
+    ("name", "meant"), [("epyc-041numa1", "epyc-041-numa1"), ("pyc-998-numa0", "epyc-998-numa0")]
+)
+def test_a_slip_is_understood_among_a_thousand(name: str, meant: str) -> None:
+    assert f"'{meant}'" in suggestion(name, FLEET, "")
+
+
+def test_what_is_like_nothing_gets_the_other_sentence() -> None:
+    assert suggestion("gpu", FLEET, "Look there.") == "Look there."
+    assert suggestion("gpu", [], "Look there.") == "Look there."
