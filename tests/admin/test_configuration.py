@@ -43,10 +43,7 @@ async def test_a_reload_reports_changes_and_what_needs_a_restart(tmp_path: Path)
         "nodes": {"added": ["fresh"], "changed": ["node-0"], "removed": ["node-1"]},
         "settings": {"changed": ["limits", "queue"], "needs_restart": ["limits.connections"]},
     }
-    assert second.json() == {
-        "nodes": {"added": [], "changed": [], "removed": []},
-        "settings": {"changed": [], "needs_restart": []},
-    }
+    assert not any(names for told in second.json().values() for names in told.values())
     assert shown["queue"]["max"] == 3
     assert [node["name"] for node in nodes] == ["node-0", "fresh"]
 
@@ -104,11 +101,8 @@ async def test_each_text_in_force_is_a_version_and_can_come_back(tmp_path: Path)
         assert "-  max: 1" in diff["lines"]
         assert "+  max: 2" in diff["lines"]
         done = await admin.post("/admin/config/rollback", json={"version": first["name"]})
-        assert done.json() == {
-            "file": str(running.settings_file),
-            "version": first["name"],
-            "kept": None,
-        }
+        told = {"file": str(running.settings_file), "version": first["name"], "kept": None}
+        assert done.json() == told
         assert running.gateway.settings.queue.max == 2
         assert (await admin.post("/admin/reload")).json()["settings"]["changed"] == ["queue"]
         assert running.gateway.settings.queue.max == 1

@@ -141,8 +141,7 @@ def test_the_row_of_a_stored_request_is_handed_over_and_no_journal_has_it() -> N
 def test_a_stored_request_without_a_result_costs_nothing() -> None:
     world = World()
     limits = LimitSpec(concurrency=1, tokens_per_day=3000)
-    limited = Caller("k2", "bob", Priority.NORMAL, limits=limits)
-    accounts = world.book.accounts(limited)
+    accounts = world.book.accounts(Caller("k2", "bob", Priority.NORMAL, limits=limits))
     for _ in range(10):
         metered = world.meter.admit_stored(accounts, a_lease_request("row_1"))
         with pytest.raises(GatewayError, match="concurrency"):
