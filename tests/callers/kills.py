@@ -32,7 +32,7 @@ import tempfile
 import time
 from collections import Counter
 from collections.abc import AsyncIterator, Iterator
-from dataclasses import asdict, dataclass, field, fields
+from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
@@ -125,6 +125,10 @@ class Findings:
                 own.update({what: max(own.get(what, 0), most) for what, most in new.items()})
             else:
                 setattr(self, one.name, own + new)
+
+    def figures(self) -> dict[str, Any]:
+        """All of it, as JSON values."""
+        return {one.name: getattr(self, one.name) for one in fields(self)}
 
     @property
     def failed(self) -> bool:
@@ -531,8 +535,8 @@ def main() -> int:
             failed += found.failed
             total.add(found)
             load = round(os.getloadavg()[0], 1)
-            print(json.dumps({"run": run + 1, "load": load, **asdict(found)}), flush=True)
-    print(json.dumps({"runs": options.runs, "failed": failed, **asdict(total)}, indent=1))
+            print(json.dumps({"run": run + 1, "load": load, **found.figures()}), flush=True)
+    print(json.dumps({"runs": options.runs, "failed": failed, **total.figures()}, indent=1))
     return 1 if failed else 0
 
 
