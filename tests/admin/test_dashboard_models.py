@@ -12,6 +12,7 @@ from playwright.async_api import expect
 
 from tests.admin.browser import confirm, needs_browser, turn_to
 from tests.admin.test_dashboard import opened
+from tests.callers.metered_gateway import recorded
 from tests.emulator import EmulatedNode
 from tests.emulator.routed_model import HostMemory, ModelFile
 from tests.emulator.router import EmulatedRouter
@@ -110,10 +111,8 @@ async def test_a_model_has_an_address_where_it_is_loaded_and_paused_and_who_used
         listed = page.locator("#names tbody tr")
         await expect(listed.filter(has_text="helper")).to_contain_text("small, large")
         body = {"model": "small", "messages": [{"role": "user", "content": "Hi"}]}
-        ledger = running.gateway.ledger
-        assert ledger is not None
         assert (await running.client.post("/v1/chat/completions", json=body)).status_code == 200
-        await until(lambda: ledger.written == 1)
+        await recorded(running, 1)
         await listed.filter(has_text="small").get_by_role("link", name="small", exact=True).click()
         await expect(page).to_have_url(re.compile("#/models/small$"))
         model = page.locator("#model")

@@ -254,13 +254,14 @@ def test_a_key_of_the_settings_hides_a_stored_one_with_its_id() -> None:
 def test_every_change_expiry_and_revocation_changes_the_version() -> None:
     clock = Clock()
     ring = KeyRing(clock=clock)
-    versions = [ring.version]
-    for seconds, change in (
+    changes: list[tuple[float, Callable[[], None]]] = [
         (0.0, lambda: ring.configure([spec(ALICE)])),
         (0.0, lambda: ring.replace_stored([stored(BOB, expires=1_010)])),
         (10.0, ring.expire),
         (0.0, lambda: ring.replace_stored([])),
-    ):
+    ]
+    versions = [ring.version]
+    for seconds, change in changes:
         clock.now += seconds
         change()
         versions.append(ring.version)
