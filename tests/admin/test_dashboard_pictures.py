@@ -140,10 +140,6 @@ async def test_the_pictures_of_the_docs_are_made(tmp_path: Path) -> None:
                     await order(running, "load", "gemma-27b", "epyc-e")
                     await each_page(page, folder)
                 assert watched.trouble == []
-        phone: dict[str, Any] = {"viewport": {"width": 390, "height": 844}, "color_scheme": "light"}
-        async with a_page(browser, running.admin_url, key=key, **phone) as watched:
-            await expect(watched.page.locator(".problem").first).to_be_visible()
-            assert await watched.page.evaluate("document.documentElement.scrollWidth") <= 390
 
 
 async def at_work(running: Running, nodes: Mapping[str, EmulatedNode]) -> None:
