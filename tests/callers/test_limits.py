@@ -189,6 +189,17 @@ def test_a_clock_that_is_set_ahead_keeps_the_sums_of_the_right_month() -> None:
     assert book.refusal(alice).code == "insufficient_quota"
 
 
+def test_a_request_that_ends_after_the_clock_was_set_back_leaves_nothing_negative() -> None:
+    book, alice = Book(), a_caller(limits={"tpm": 100, "budget": "5/day"})
+    running = book.admit(alice, request=answers(50))
+    book.clocks.set_wall(NOW - 3 * DAY)
+    running.settle(40, 1.0, book.clocks.wall())
+    (account,) = all_accounts(book)
+    assert account.reserved_tokens == account.running == account.open == 0
+    assert account.tokens.value(book.clocks.clock()) == 40
+    assert account.mean_seconds >= 0
+
+
 # Whose limit it is.
 
 
@@ -279,15 +290,16 @@ def test_what_is_left_of_a_day_is_divided_and_counts_as_it_was_used_afterwards()
     assert admitted(book, caller) == 3
 
 
-def test_headers_tell_the_tightest_limits() -> None:
+def test_headers_tell_the_tightest_limits_and_what_is_reserved_is_not_left() -> None:
     book = Book(groups=GROUPS, limits={"total": {"tokens_per_day": 500}})
     alice = a_caller(group="team", limits={"tpm": 800})
     book.use(alice, 100)
+    book.admit(alice, request=answers(50))
     requests, tokens = book.rate_limits(book.accounts(alice))
     assert requests is not None
-    assert (requests.limit, requests.remaining, requests.reset) == (3, 2, 60.0)
+    assert (requests.limit, requests.remaining, requests.reset) == (3, 1, 60.0)
     assert tokens is not None
-    assert (tokens.limit, tokens.remaining) == (500, 400)
+    assert (tokens.limit, tokens.remaining) == (500, 350)
     assert tokens.resets_at == (NOW // DAY + 1) * DAY
 
 

@@ -210,6 +210,7 @@ def test_processes_that_look_in_turn_count_the_time_in_which_any_looked(
             time += seconds
             count_claims(connection, [NodeUptime(NODE, looked[process], time)])
             count_claims(connection, [NodeUptime(NODE, looked[process], time)])  # Told twice.
+            count_claims(connection, [NodeUptime(NODE, NOON, NOON + 1)])  # Told late.
             seen.update(range(int(looked[process] - NOON), int(time - NOON)))
             looked[process] = time
         assert recorded(connection)["2027-01-15"][0] == len(seen)
