@@ -177,7 +177,9 @@ async def test_an_explanation_that_can_not_be_had_says_so(tmp_path: Path) -> Non
         await expect(page.locator("#request")).to_contain_text("Attempt 1")
 
 
-@pytest.mark.parametrize("wrong", ["lg_wrong_wrong", "lg_\u2013\u200b_key"], ids=["unknown", "no header"])
+@pytest.mark.parametrize(
+    "wrong", ["lg_wrong_wrong", "lg_\u2013\u200b_key"], ids=["unknown", "no header"]
+)
 async def test_a_wrong_key_is_refused_and_the_key_is_stored_nowhere(
     wrong: str, tmp_path: Path
 ) -> None:
