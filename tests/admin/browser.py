@@ -67,26 +67,42 @@ async def a_browser() -> AsyncIterator[Browser]:
 
 @contextlib.asynccontextmanager
 async def a_page(
-    browser: Browser, admin_url: str, *, key: str | None = None, at: str = "", **context: Any
+    browser: Browser,
+    url: str,
+    *,
+    key: str | None = None,
+    path: str = "/#/",
+    at: str = "",
+    **context: Any,
 ) -> AsyncIterator[WatchedPage]:
-    """The dashboard of this admin listener, opened at an address; `context` is for Playwright's."""
+    """The dashboard of this admin listener, opened at an address, or the page at another path.
+
+    `context` is for Playwright's.
+    """
     context = {"viewport": {"width": 1440, "height": 900}, "reduced_motion": "reduce", **context}
     opened = await browser.new_context(**context)
     opened.set_default_timeout(PATIENCE)
     page = await opened.new_page()
-    watched = WatchedPage(page, admin_url)
+    watched = WatchedPage(page, url)
     page.on("pageerror", lambda error: watched.trouble.append(f"failed: {error}"))
     page.on("console", watched.heard)
 
     await opened.route("**/*", watched.guard)
     try:
-        await page.goto(f"{admin_url}/#/{at}")
+        await page.goto(f"{url}{path}{at}")
         if key is not None:
             await page.get_by_label("Admin key").fill(key)
             await page.get_by_role("button", name="Open").click()
         yield watched
     finally:
         await opened.close()
+
+
+@contextlib.asynccontextmanager
+async def opened_at(url: str, **options: Any) -> AsyncIterator[WatchedPage]:
+    """The page in a browser of its own; the options are those of `a_page`."""
+    async with a_browser() as browser, a_page(browser, url, **options) as watched:
+        yield watched
 
 
 async def turn_to(page: Page, title: str) -> None:

@@ -15,7 +15,8 @@ import yaml
 from playwright.async_api import Page, expect
 
 from gateway.callers.keys import new_key
-from tests.admin.browser import PATIENCE, WatchedPage, a_browser, needs_browser
+from tests.admin.browser import WatchedPage, needs_browser, opened_at
+from tests.callers.metered_gateway import recorded
 from tests.emulator import EmulatedNode
 from tests.gateways import Running, running_gateway, until
 
@@ -48,34 +49,18 @@ async def a_gateway(folder: Path) -> AsyncIterator[Running]:
                 headers = {"authorization": f"Bearer {key.text}", "x-request-id": f"mine-{number}"}
                 chat = await running.client.post("/v1/chat/completions", json=body, headers=headers)
                 assert chat.status_code == 200, chat.text
-            ledger = running.gateway.ledger
-            assert ledger is not None
-            await until(lambda: ledger.written >= 4)
+            await recorded(running, 4)
             yield running
 
 
 @contextlib.asynccontextmanager
 async def own_page(running: Running, key: str | None, **context: Any) -> AsyncIterator[WatchedPage]:
     """The page, opened with this key; nothing of it may go wrong."""
-    async with a_browser() as browser:
-        context = {
-            "viewport": {"width": 1280, "height": 900},
-            "reduced_motion": "reduce",
-            **context,
-        }
-        opened = await browser.new_context(**context)
-        page = await opened.new_page()
-        page.set_default_timeout(PATIENCE)
-        watched = WatchedPage(page, running.url)
-        page.on("pageerror", lambda error: watched.trouble.append(f"failed: {error}"))
-        page.on("console", watched.heard)
-        await opened.route("**/*", watched.guard)
-        await page.goto(f"{running.url}/me")
+    async with opened_at(running.url, path="/me", **context) as own:
         if key is not None:
-            await open_with(page, key)
-        yield watched
-        assert watched.trouble == []
-        await opened.close()
+            await open_with(own.page, key)
+        yield own
+        assert own.trouble == []
 
 
 async def open_with(page: Page, key: str) -> None:

@@ -10,24 +10,7 @@ from gateway.callers.keys import new_key
 from tests.emulator import EmulatedNode
 from tests.gateways import Running, running_gateway, until
 from tests.virtual import in_virtual_time
-from tests.web.bare_gateway import bare_gateway, error_of
-
-
-@in_virtual_time
-async def test_the_settings_in_force_are_shown_with_secrets_masked() -> None:
-    key = new_key("team")
-    settings = {
-        "keys": [{"id": key.id, "sha256": key.sha256}],
-        "queue": {"max": 7},
-        "cors": {"origins": ["https://chat.example.org"]},
-    }
-    async with bare_gateway(settings=settings) as gateway:
-        response = await gateway.admin.get("/admin/config")
-    result = response.json()
-    assert result["queue"]["max"] == 7
-    assert result["keys"][0]["id"] == "team"
-    assert result["listen"]["port"] == 8000
-    assert key.sha256 not in response.text
+from tests.web.bare_gateway import error_of
 
 
 async def unwatched() -> None:
@@ -60,10 +43,7 @@ async def test_a_reload_reports_changes_and_what_needs_a_restart(tmp_path: Path)
         "nodes": {"added": ["fresh"], "changed": ["node-0"], "removed": ["node-1"]},
         "settings": {"changed": ["limits", "queue"], "needs_restart": ["limits.connections"]},
     }
-    assert second.json() == {
-        "nodes": {"added": [], "changed": [], "removed": []},
-        "settings": {"changed": [], "needs_restart": []},
-    }
+    assert not any(names for told in second.json().values() for names in told.values())
     assert shown["queue"]["max"] == 3
     assert [node["name"] for node in nodes] == ["node-0", "fresh"]
 
@@ -121,11 +101,8 @@ async def test_each_text_in_force_is_a_version_and_can_come_back(tmp_path: Path)
         assert "-  max: 1" in diff["lines"]
         assert "+  max: 2" in diff["lines"]
         done = await admin.post("/admin/config/rollback", json={"version": first["name"]})
-        assert done.json() == {
-            "file": str(running.settings_file),
-            "version": first["name"],
-            "kept": None,
-        }
+        told = {"file": str(running.settings_file), "version": first["name"], "kept": None}
+        assert done.json() == told
         assert running.gateway.settings.queue.max == 2
         assert (await admin.post("/admin/reload")).json()["settings"]["changed"] == ["queue"]
         assert running.gateway.settings.queue.max == 1
@@ -179,6 +156,7 @@ async def test_each_setting_says_where_it_comes_from(
     async with running_gateway(tmp_path, [EmulatedNode()], settings) as running:
         await versions_of(running, 1)
         response = await running.admin.get("/admin/config/origins")
+        shown = await running.admin.get("/admin/config")
         lines = running.settings_file.read_text().splitlines()
     rows = {row["key"]: row for row in response.json()["values"]}
 
@@ -194,5 +172,6 @@ async def test_each_setting_says_where_it_comes_from(
     assert of("keys[0].class")[1:] == (None, "")
     assert of("resume") == ("text", None, "")
     assert of("admin.port") == (0, "--admin-port", "")
-    assert key.sha256 not in response.text
+    assert (shown.json()["queue"]["max"], shown.json()["keys"][0]["id"]) == (77, "team")
+    assert key.sha256 not in response.text + shown.text
     assert response.json()["complete"]

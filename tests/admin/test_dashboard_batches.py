@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 from playwright.async_api import FilePayload, expect
 
-from tests.admin.browser import a_browser, a_page, confirm, needs_browser
+from tests.admin.browser import confirm, needs_browser, opened_at
 from tests.emulator import EmulatedNode
 from tests.gateways import running_gateway
 from tests.stored.batch_gateway import CALM, KEY, key, lines
@@ -33,8 +33,7 @@ async def test_a_batch_is_uploaded_followed_paused_cancelled_and_downloaded(
     content = "".join(json.dumps(one) + "\n" for one in [*lines(40), {"custom_id": HOSTILE}])
     async with (
         running_gateway(tmp_path, [node], {"keys": [key(name=HOSTILE)], **CALM}) as running,
-        a_browser() as browser,
-        a_page(browser, running.admin_url, at="batches") as watched,
+        opened_at(running.admin_url, at="batches") as watched,
     ):
         page = watched.page
         await expect(page.locator("#batches")).to_contain_text("There are no such batches")

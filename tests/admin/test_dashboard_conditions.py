@@ -17,11 +17,12 @@ import pytest
 from playwright.async_api import Locator, Page, expect
 
 from gateway.callers.keys import AdminRole, new_key
-from tests.admin.browser import a_browser, a_page, needs_browser
+from tests.admin.browser import needs_browser, opened_at
 from tests.admin.test_caller_page import open_with, own_page
 from tests.admin.test_dashboard import ADMIN, AXE, HOSTILE, KEYS, streams
 from tests.admin.test_dashboard_models import GIB, order
 from tests.admin.test_dashboard_settings import a_day, written
+from tests.callers.metered_gateway import recorded
 from tests.emulator import EmulatedNode
 from tests.emulator.routed_model import HostMemory, ModelFile
 from tests.emulator.router import EmulatedRouter
@@ -113,9 +114,7 @@ async def at_work(running: Running) -> dict[str, str]:
         body = {**user, "max_tokens": 20}
         chat = await running.client.post("/v1/chat/completions", json=body, headers=OWN_HEADERS)
         assert chat.status_code == 200, chat.text
-    ledger = running.gateway.ledger
-    assert ledger is not None
-    await until(lambda: ledger.written >= 3)
+    await recorded(running, 3)
     a_day(running, "fast")
     broken = {"custom_id": HOSTILE + LONG}
     content = "".join(json.dumps(one) + "\n" for one in [*lines(30, model=HOSTILE), broken])
@@ -179,8 +178,7 @@ async def test_every_page_is_whole_whatever_its_names(tmp_path: Path, condition:
     context = {**CONDITIONS[condition], "bypass_csp": True}
     async with (
         a_gateway(tmp_path) as (running, addresses),
-        a_browser() as browser,
-        a_page(browser, running.admin_url, **context) as watched,
+        opened_at(running.admin_url, **context) as watched,
     ):
         page = watched.page
         page.on("dialog", lambda one: watched.trouble.append(f"a dialog: {one.message}"))

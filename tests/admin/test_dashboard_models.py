@@ -12,6 +12,7 @@ from playwright.async_api import expect
 
 from tests.admin.browser import confirm, needs_browser, turn_to
 from tests.admin.test_dashboard import opened
+from tests.callers.metered_gateway import recorded
 from tests.emulator import EmulatedNode
 from tests.emulator.routed_model import HostMemory, ModelFile
 from tests.emulator.router import EmulatedRouter
@@ -33,8 +34,9 @@ def a_router() -> EmulatedRouter:
     return EmulatedRouter(FILES, models_max=0, memory=HostMemory(64 * GIB), slots=2, decode_tps=20)
 
 
-async def order(running: Running, verb: str, model: str) -> None:
-    body = {"order": verb, "model": model, "node": "r1"}
+async def order(running: Running, verb: str, model: str, node: str = "r1") -> None:
+    """Order a router to load, unload, pin or unpin a model."""
+    body = {"order": verb, "model": model, "node": node}
     response = await running.admin.post("/admin/placements", json=body)
     assert response.status_code == 200, response.text
 
@@ -109,10 +111,8 @@ async def test_a_model_has_an_address_where_it_is_loaded_and_paused_and_who_used
         listed = page.locator("#names tbody tr")
         await expect(listed.filter(has_text="helper")).to_contain_text("small, large")
         body = {"model": "small", "messages": [{"role": "user", "content": "Hi"}]}
-        ledger = running.gateway.ledger
-        assert ledger is not None
         assert (await running.client.post("/v1/chat/completions", json=body)).status_code == 200
-        await until(lambda: ledger.written == 1)
+        await recorded(running, 1)
         await listed.filter(has_text="small").get_by_role("link", name="small", exact=True).click()
         await expect(page).to_have_url(re.compile("#/models/small$"))
         model = page.locator("#model")
@@ -138,13 +138,3 @@ async def test_a_model_has_an_address_where_it_is_loaded_and_paused_and_who_used
         assert (await running.client.post("/v1/chat/completions", json=body)).status_code == 200
         await used.get_by_role("link").click()
         await expect(page).to_have_url(re.compile(r"#/requests\?key=anonymous.*&model=small$"))
-
-
-async def test_a_fleet_without_routers_has_no_such_picture(tmp_path: Path) -> None:
-    async with (
-        EmulatedNode() as node,
-        running_gateway(tmp_path, [node.url]) as running,
-        opened(running, at="models") as page,
-    ):
-        await expect(page.locator("#names tbody tr")).to_have_count(1)
-        assert await page.locator("#models").count() == 0

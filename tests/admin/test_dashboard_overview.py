@@ -15,8 +15,8 @@ from playwright.async_api import Page, expect
 from gateway.admin.why import TIMELINE_SECONDS
 from gateway.callers.keys import AdminRole
 from gateway.schedule.decision_log import MOST_GRANTS, Grant
-from tests.admin.browser import a_browser, a_page, needs_browser
-from tests.admin.test_dashboard import a_dashboard, a_fleet, opened, streams
+from tests.admin.browser import a_browser, a_page, needs_browser, turn_to
+from tests.admin.test_dashboard import a_dashboard, a_fleet, node_card, opened, streams
 from tests.admin.test_dashboard_wall import seen
 from tests.emulator import EmulatedNode
 from tests.gateways import Running, running_gateway
@@ -79,10 +79,15 @@ async def test_money_is_absent_where_nothing_has_a_price(tmp_path: Path) -> None
         # Nor has any request had a first token, or a prompt that a cache might have had.
         for unfed in ("money", "spent", "gpu", "ttft", "cached"):
             assert await page.locator(f'[data-chart="{unfed}"]').count() == 0, unfed
+        # There is no router, so no memory is drawn.
+        await turn_to(page, "Models")
+        await expect(page.locator("#names tbody tr")).to_have_count(1)
+        assert await page.locator("#models").count() == 0
 
 
 async def test_a_problem_is_a_line_that_unfolds_and_notices_can_be_hidden(tmp_path: Path) -> None:
-    async with a_dashboard(tmp_path) as (running, nodes, page):
+    health = {"health": {"interval": 1.0, "fall": 1, "rise": 1}}
+    async with a_dashboard(tmp_path, settings=health) as (running, nodes, page):
         running.gateway.fleet.drain("epyc-a-numa0")
         problems = page.locator("#problems")
         await expect(problems).to_contain_text("Nothing needs attention")
@@ -103,12 +108,16 @@ async def test_a_problem_is_a_line_that_unfolds_and_notices_can_be_hidden(tmp_pa
         await problem.locator("summary").focus()
         await page.keyboard.press("Enter")
         await expect(problem.locator(".remedy")).to_be_visible()
+        await expect(problem).to_contain_text("llama-gateway nodes probe")
         await problem.get_by_role("link", name="epyc-b-numa1").click()
         await expect(page.locator("#node")).to_contain_text("epyc-b-numa1")
         await page.go_back()
         await problems.get_by_role("button", name="Show").click()
         await expect(problems.locator(".notices")).to_have_count(1)
         assert await page.evaluate("localStorage.length") == 0
+        await nodes["epyc-b-numa1"].revive()
+        await expect(node_card(page, "epyc-b-numa1")).to_have_class(re.compile("s-ready"))
+        await expect(problem).to_have_count(0)
 
 
 async def test_the_timeline_draws_what_slots_do_and_tells_it_in_words(tmp_path: Path) -> None:

@@ -5,30 +5,29 @@
 
 from __future__ import annotations
 
-import asyncio
 import contextlib
 import io
 import json
 import os
-import random
-from collections.abc import AsyncIterator, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
-import httpx
 import pytest
 from PIL import Image
 from playwright.async_api import FloatRect, Page, expect
 
-from gateway.callers.keys import AdminRole, ApiKey, new_key
+from gateway.callers.keys import AdminRole, new_key
 from gateway.watch.history import STEP_SECONDS
 from tests.admin.browser import a_browser, a_page, needs_browser
-from tests.admin.test_dashboard import ADMIN, KEYS, a_fleet
+from tests.admin.test_dashboard import ADMIN, KEYS, a_fleet, streams
+from tests.admin.test_dashboard_models import order
 from tests.emulator import EmulatedNode
 from tests.emulator.routed_model import HostMemory, ModelFile
 from tests.emulator.router import EmulatedRouter
-from tests.gateways import NO_TLS, Running, until
+from tests.gateways import Running, until
+from tests.stored.batch_gateway import lines
 
 pytestmark = [pytest.mark.slow, needs_browser]
 
@@ -84,86 +83,21 @@ def a_router() -> EmulatedRouter:
     return EmulatedRouter(FILES, models_max=0, memory=memory, slots=2, decode_tps=12.0)
 
 
-@contextlib.asynccontextmanager
-async def traffic(running: Running, each: int) -> AsyncIterator[None]:
-    """So many chats of each caller, each begun anew a moment after it ends."""
-    rng = random.Random(7)
-
-    async def chat(name: str, key: ApiKey, number: int) -> None:
-        headers = {"authorization": f"Bearer {key.text}"}
-        async with httpx.AsyncClient(base_url=running.url, trust_env=False, verify=NO_TLS) as one:
-            while True:
-                text = f"{name} {number}: " + "word " * rng.randrange(30, 400)
-                body = {
-                    "model": "qwen-14b" if name == "search" and number < 2 else "mistral-7b",
-                    "messages": [{"role": "user", "content": text}],
-                    "max_tokens": rng.randrange(20, 90),
-                    "stream": True,
-                }
-                with contextlib.suppress(httpx.HTTPError):
-                    await one.post(
-                        "/v1/chat/completions", json=body, headers=headers, timeout=120.0
-                    )
-                await asyncio.sleep(rng.uniform(0.2, 4.0))
-
-    tasks = [
-        asyncio.create_task(chat(name, key, number))
-        for name, key in CALLERS.items()
-        for number in range(each)
-    ]
-    try:
-        yield
-    finally:
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
-
-
-async def hand_in(running: Running, name: str, number: int, **extra: Any) -> str:
-    """Have the gateway do a batch of so many chats beside the rest; returns its id."""
-    headers = {"authorization": f"Bearer {CALLERS[name].text}"}
-    chats = [
-        {
-            "custom_id": f"line-{number}",
-            "method": "POST",
-            "url": "/v1/chat/completions",
-            "body": {
-                "model": "mistral-7b",
-                "messages": [{"role": "user", "content": f"Sum up report {number}."}],
-                "max_tokens": 40,
-            },
-        }
-        for number in range(number)
-    ]
-    content = "\n".join(json.dumps(chat) for chat in [*chats, *([extra] if extra else [])]).encode()
-    async with httpx.AsyncClient(
-        base_url=running.url, headers=headers, trust_env=False, verify=NO_TLS
-    ) as one:
-        files = {"file": ("reports.jsonl", content)}
-        sent = await one.post("/v1/files", data={"purpose": "batch"}, files=files)
-        body = {
-            "input_file_id": sent.json()["id"],
-            "endpoint": "/v1/chat/completions",
-            "completion_window": "24h",
-        }
-        made = await one.post("/v1/batches", json=body)
-        assert made.status_code == 200, made.text
-        return str(made.json()["id"])
-
-
-async def order(running: Running, *models: str) -> None:
-    """Have the router load these models."""
-    for model in models:
-        body = {"order": "load", "model": model, "node": "epyc-e"}
-        response = await running.admin.post("/admin/placements", json=body)
-        assert response.status_code == 200, response.text
+async def hand_in(running: Running, name: str, number: int, *more: dict[str, Any]) -> None:
+    """Have the gateway do a batch of so many chats, and `more` lines, beside the rest."""
+    items = [*lines(number, model="mistral-7b", max_tokens=40), *more]
+    made = await running.admin.post(
+        "/admin/batches",
+        params={"key": name, "completion_window": "24h"},
+        data={"purpose": "batch"},
+        files={"file": ("reports.jsonl", "".join(json.dumps(one) + "\n" for one in items))},
+    )
+    assert made.status_code == 200, made.text
 
 
 async def picture(page: Page, folder: Path, name: str) -> None:
     """Keep a picture of what is shown, in few bytes."""
-    end = await page.evaluate(
-        "document.querySelector('#page').lastElementChild.getBoundingClientRect().bottom"
-    )
+    end = await page.evaluate(END)
     height = max(LEAST_HEIGHT, min(SIZE["height"], end + 16))
     clip: FloatRect = {"x": 0, "y": 0, "width": SIZE["width"], "height": height}
     shot = Image.open(io.BytesIO(await page.screenshot(clip=clip)))
@@ -185,9 +119,14 @@ async def test_the_pictures_of_the_docs_are_made(tmp_path: Path) -> None:
         )
         running.admin.headers["authorization"] = f"Bearer {key}"
         await until(lambda: "epyc-e/qwen-14b" in running.gateway.fleet.nodes)
-        await order(running, "qwen-14b", "phi-4-mini")
+        for model in ("qwen-14b", "phi-4-mini"):
+            await order(running, "load", model, "epyc-e")
         await hand_in(running, "reports", 12)
-        await stack.enter_async_context(traffic(running, 8))
+        for caller in CALLERS.values():
+            chats = streams(running, 6, caller.text, model="mistral-7b", max_tokens=80)
+            await stack.enter_async_context(chats)
+        chats = streams(running, 2, CALLERS["search"].text, model="qwen-14b", max_tokens=80)
+        await stack.enter_async_context(chats)
         browser = await stack.enter_async_context(a_browser())
         await at_work(running, nodes)
         for scheme in ("light", "dark"):
@@ -198,13 +137,9 @@ async def test_the_pictures_of_the_docs_are_made(tmp_path: Path) -> None:
                 await expect(page.locator("#timeline tbody tr").nth(8)).to_be_attached()
                 await picture(page, folder, scheme)
                 if scheme == "light":
-                    await order(running, "gemma-27b")
+                    await order(running, "load", "gemma-27b", "epyc-e")
                     await each_page(page, folder)
                 assert watched.trouble == []
-        phone: dict[str, Any] = {"viewport": {"width": 390, "height": 844}, "color_scheme": "light"}
-        async with a_page(browser, running.admin_url, key=key, **phone) as watched:
-            await expect(watched.page.locator(".problem").first).to_be_visible()
-            assert await watched.page.evaluate("document.documentElement.scrollWidth") <= 390
 
 
 async def at_work(running: Running, nodes: Mapping[str, EmulatedNode]) -> None:
@@ -213,7 +148,7 @@ async def at_work(running: Running, nodes: Mapping[str, EmulatedNode]) -> None:
     history = running.gateway.live.view.history
     await until(lambda: all(fleet[name].speed.decode_tps for name in nodes), 120.0)
     await hand_in(running, "nightly", 400)
-    await hand_in(running, "agents", 30, custom_id="line-30", method="GET", url="/")
+    await hand_in(running, "agents", 30, {"custom_id": "line-30", "method": "GET", "url": "/"})
     await until(lambda: len(history.points) * STEP_SECONDS >= SECONDS / 2, 200.0)
     await nodes["epyc-c-numa1"].kill()
     running.write_settings({**settings(), "queue": {"max": 500}})

@@ -11,7 +11,7 @@ import pytest
 from playwright.async_api import Locator, Page, expect
 
 from gateway.terms import Priority
-from tests.admin.browser import PATIENCE, a_browser, a_page, needs_browser
+from tests.admin.browser import PATIENCE, needs_browser, opened_at
 from tests.admin.test_dashboard import a_dashboard, a_fleet, opened
 from tests.emulator import EmulatedNode
 from tests.gateways import Running, running_gateway, until
@@ -49,6 +49,9 @@ async def test_waiting_requests_tell_their_place_and_their_expected_start(tmp_pa
         await expect(cell(waiting.first, "Node")).to_have_text(NOT_KNOWN)
         await expect(cell(waiting.first, "TTFT")).to_have_text(NOT_KNOWN)
         await expect(cell(waiting.first, "Tokens/s")).to_have_text(NOT_KNOWN)
+        await waiting.first.get_by_role("link", name="Why request").focus()
+        await page.keyboard.press("Enter")
+        await expect(page.locator("#request")).to_contain_text("It waits for 2 nodes")
 
 
 async def test_the_filters_hold_for_what_runs_too_as_far_as_it_has_them(tmp_path: Path) -> None:
@@ -69,8 +72,7 @@ async def test_the_filters_hold_for_what_runs_too_as_far_as_it_has_them(tmp_path
 async def test_a_filter_that_can_not_be_read_is_told(tmp_path: Path) -> None:
     async with (
         a_fleet(tmp_path, hosts="a") as (running, _),
-        a_browser() as browser,
-        a_page(browser, running.admin_url, at="requests") as watched,
+        opened_at(running.admin_url, at="requests") as watched,
     ):
         await watched.page.get_by_label("Since").fill("yesterday")
         await watched.page.keyboard.press("Enter")
@@ -121,18 +123,24 @@ async def test_the_playground_tells_its_place_and_how_long_it_has_waited(tmp_pat
             told = re.compile(r"^Place 1 in the queue, waited [1-9]\d*(\.\d)? s")
             await expect(way).to_have_text(told)
         await expect(way).to_contain_text("node-0 (cpu) answered")
+        await expect(way).to_contain_text("prompt tokens cached")
+        await expect(page.locator(".turn.assistant .text")).not_to_be_empty()
         waited = re.search(r"waited (\d+(?:\.\d)?) s", await way.inner_text())
         assert waited is not None
         assert float(waited[1]) >= 1.0
 
 
-async def ask(running: Running, name: str, class_: str = "normal", **body: Any) -> None:
+async def ask(
+    running: Running, name: str, class_: str = "normal", *, key: str = "", **body: Any
+) -> None:
     """A chat with this `X-Request-ID`, and its row in the ledger."""
     ledger = running.gateway.ledger
     assert ledger is not None
     written = ledger.written
     asked = {"messages": [{"role": "user", "content": "Say something."}], "stream": True, **body}
     headers = {"x-request-id": name, "x-priority": class_}
+    if key:
+        headers["authorization"] = f"Bearer {key}"
     await running.client.post("/v1/chat/completions", json=asked, headers=headers)
     await until(lambda: ledger.written > written)
 
@@ -256,18 +264,3 @@ async def test_a_request_is_followed_to_its_end_and_told_beside_what_was_predict
             await told.get_by_role("link", name="demo").click()
             await expect(page).to_have_url(re.compile("#/models/demo$"))
         await asked
-
-
-async def test_a_request_that_only_the_ledger_knows_is_told_as_far_as_that_goes(
-    tmp_path: Path,
-) -> None:
-    async with a_fleet(tmp_path, hosts="a", answer_tokens=20, decode_tps=40.0) as (running, _):
-        await ask(running, "long-ago")
-        running.gateway.scheduler.decision_log.grants.clear()
-        running.gateway.live.view.history._served.clear()
-        async with opened(running, at="requests/long-ago") as page:
-            told = page.locator("#request")
-            await expect(told).to_contain_text("finished, 200")
-            await expect(told).to_contain_text("No longer known: the nodes that were compared")
-            await expect(told).to_contain_text(re.compile(r"Its life: .*0\.\d s writing"))
-            await expect(told.get_by_role("table")).to_have_count(0)

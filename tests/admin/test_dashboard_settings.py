@@ -10,7 +10,7 @@ import pytest
 from playwright.async_api import expect
 
 from gateway.callers.keys import AdminRole
-from tests.admin.browser import a_browser, a_page, confirm, needs_browser
+from tests.admin.browser import confirm, needs_browser, opened_at
 from tests.admin.test_dashboard import (
     ADMIN,
     HOSTILE,
@@ -79,10 +79,7 @@ async def test_an_edit_is_compared_rolled_back_once_confirmed_and_read_again(
 async def test_the_errors_of_a_reload_are_listed_one_by_one(tmp_path: Path) -> None:
     async with a_fleet(tmp_path, hosts="a", settings={"admin": ADMIN}) as (running, _):
         key = KEYS[AdminRole.ADMIN].text
-        async with (
-            a_browser() as browser,
-            a_page(browser, running.admin_url, key=key, at="settings") as watched,
-        ):
+        async with opened_at(running.admin_url, key=key, at="settings") as watched:
             page = watched.page
             await expect(page.locator("#values")).to_be_visible()
             running.write_settings({"admin": ADMIN, "queue": {"max": "many"}, "retrise": {}})
@@ -94,14 +91,11 @@ async def test_the_errors_of_a_reload_are_listed_one_by_one(tmp_path: Path) -> N
             await expect(faults.nth(1)).to_contain_text("did you mean retries?")
             await expect(faults.nth(2)).to_contain_text("nodes[0].url")
             assert [one for one in watched.trouble if "status of 422" not in one] == []
-        # Whoever comes later sees them too.
+        # Whoever comes later sees them too, if it is an admin.
         async with opened(running, AdminRole.ADMIN, at="settings") as page:
             await expect(page.locator("#reload li")).to_have_count(3)
         key = KEYS[AdminRole.OPERATOR].text
-        async with (
-            a_browser() as browser,
-            a_page(browser, running.admin_url, key=key, at="settings") as watched,
-        ):
+        async with opened_at(running.admin_url, key=key, at="settings") as watched:
             await expect(watched.page.locator("#page")).to_contain_text("the key of an admin")
 
 
@@ -124,29 +118,22 @@ async def asked(running: Running, number: int) -> None:
 
 async def test_a_node_shows_its_day_and_what_its_cache_has_saved(tmp_path: Path) -> None:
     name = "epyc-a-numa0"
-    fast: dict[str, Any] = {
-        "answer_tokens": 2,
-        "decode_tps": 1000.0,
-        "prefill_tps": 10_000.0,
-        "cache_ram": 0,
-    }
+    speeds = {"decode_tps": 1000.0, "prefill_tps": 10_000.0}
+    fast: dict[str, Any] = {"answer_tokens": 2, "cache_ram": 0, **speeds}
     async with a_dashboard(tmp_path, hosts="a", **fast) as (running, _, page):
         a_day(running, name)
         await asked(running, 6)
-        nodes = running.gateway.fleet.nodes
-        cache = running.gateway.scheduler.fleet_sync.cache_of(nodes[name])
+        node = running.gateway.fleet.nodes[name]
+        cache = running.gateway.scheduler.fleet_sync.cache_of(node)
         assert cache is not None
         await node_card(page, name).get_by_role("link").click()
-        await expect(page.locator("#node")).to_contain_text("NUMA node 0")
-        await expect(page).to_have_title(f"{name} · Nodes · llama-gateway")
         await expect(page.locator("#day .uplot")).to_have_count(3)
         await expect(page.locator('[data-chart="busy"] .plot')).to_have_attribute(
             "aria-label",
             "Busy slots, the last 24 hours: busy from 0.0 to 2.0, now 1.0; "
             "slots from 2.0 to 2.0, now 2.0",
         )
-        rows = await page.locator("table.heat tbody tr").count()
-        assert rows == len(cache.hits)
+        await expect(page.locator("table.heat tbody tr")).to_have_count(len(cache.hits))
         await page.get_by_role("link", name="All nodes").click()
         await expect(page.locator("#nodes .node")).to_have_count(2)
         await page.go_back()

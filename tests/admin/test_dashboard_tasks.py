@@ -24,6 +24,7 @@ from gateway.callers.keys import new_key
 from gateway.store.schema import usage
 from tests.admin.browser import needs_browser
 from tests.admin.test_dashboard import opened
+from tests.admin.test_dashboard_requests import ask
 from tests.emulator import EmulatedNode
 from tests.gateways import Running, running_gateway, until
 from tests.stored.batch_gateway import lines
@@ -72,18 +73,6 @@ class Reader:
         assert self.clicks <= MOST_CLICKS, question
 
 
-async def ask(running: Running, key: str, name: str, **body: Any) -> None:
-    """A chat, whose row is in the ledger afterwards."""
-    ledger = running.gateway.ledger
-    assert ledger is not None
-    written = ledger.written
-    asked = {"messages": [{"role": "user", "content": "Say something."}], "stream": True, **body}
-    headers = {"authorization": f"Bearer {key}", "x-request-id": name}
-    response = await running.client.post("/v1/chat/completions", json=asked, headers=headers)
-    assert response.status_code == 200, response.text
-    await until(lambda: ledger.written > written)
-
-
 async def move_back(running: Running, seconds: float) -> None:
     """Let what ended within this hour have ended so many seconds before."""
     columns = usage.c
@@ -127,10 +116,10 @@ async def test_five_questions_are_answered_within_three_clicks_from_the_overview
         spec = {"name": "epyc-a", "url": node.url, "cost_per_hour": 3600.0}
         async with running_gateway(tmp_path, [spec], SETTINGS) as running:
             for _ in range(2):
-                await ask(running, WEB.text, "long-ago", max_tokens=30)
+                await ask(running, "long-ago", key=WEB.text, max_tokens=30)
             await move_back(running, (now - last_month).total_seconds())
-            await ask(running, WEB.text, "quick", max_tokens=3)
-            await ask(running, WEB.text, "slow-one", max_tokens=60)
+            await ask(running, "quick", key=WEB.text, max_tokens=3)
+            await ask(running, "slow-one", key=WEB.text, max_tokens=60)
             await move_back(running, DAY)
             # Yesterday is more than memory keeps.
             running.gateway.scheduler.decision_log.grants.clear()
@@ -173,6 +162,9 @@ async def why_slow_yesterday(reader: Reader) -> None:
     told = page.locator("#request")
     await expect(told.locator("h2")).to_have_text("Request slow-one")
     await expect(told.locator(".summary")).to_contain_text(re.compile(r"\d s to write 60"))
+    # Only the ledger knows it still.
+    await expect(told).to_contain_text("No longer known: the nodes that were compared")
+    await expect(told.get_by_role("table")).to_have_count(0)
 
 
 async def give_a_budget(reader: Reader, running: Running) -> None:

@@ -12,7 +12,7 @@ import pytest
 from playwright.async_api import Page, expect
 
 from gateway.nodes.node import Node
-from tests.admin.browser import PATIENCE, a_browser, a_page, needs_browser
+from tests.admin.browser import PATIENCE, needs_browser, opened_at
 from tests.admin.test_dashboard import a_fleet, opened, streams
 from tests.gateways import Running, running_gateway
 from tests.nodes.build import take
@@ -236,8 +236,7 @@ async def test_a_long_wall_is_no_longer_than_what_browsers_draw(tmp_path: Path) 
     narrow: dict[str, Any] = {"viewport": {"width": 150, "height": 400}, "device_scale_factor": 3}
     async with (
         running_gateway(tmp_path, nodes, wait_ready=False) as running,
-        a_browser() as browser,
-        a_page(browser, running.admin_url, at="nodes", **narrow) as watched,
+        opened_at(running.admin_url, at="nodes", **narrow) as watched,
     ):
         page = watched.page
         await page.wait_for_selector(".wall canvas")

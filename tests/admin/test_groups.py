@@ -13,7 +13,8 @@ import jsonschema
 import pytest
 
 from gateway.callers.keys import new_key
-from tests.admin.test_keys import CHAT, error, keyed_gateway
+from tests.admin.test_keys import CHAT, error, keyed_gateway, made_key
+from tests.callers.metered_gateway import recorded
 from tests.gateways import Running, until
 from tests.stored.receivers import SECRET, receiving, status
 
@@ -36,20 +37,12 @@ async def gateway(
         yield both
 
 
-async def made_key(admin: httpx.AsyncClient, **fields: Any) -> dict[str, Any]:
-    answer = await admin.post("/admin/keys", json=fields)
-    assert answer.status_code == 200, answer.text
-    found: dict[str, Any] = answer.json()
-    return found
-
-
 async def test_a_groups_limits_hold_for_the_next_request_of_its_keys_together(
     tmp_path: Path,
 ) -> None:
     async with gateway(tmp_path) as (running, admin):
-        assert (
-            await admin.put("/admin/groups/team", json={"limits": {"rpm": 2}})
-        ).status_code == 200
+        made = await admin.put("/admin/groups/team", json={"limits": {"rpm": 2}})
+        assert made.status_code == 200
         alice = await made_key(admin, name="alice", group="team")
         bob = await made_key(admin, name="bob", group="team")
         assert alice["warnings"] == []
@@ -97,38 +90,50 @@ async def test_a_key_shows_when_it_was_used_last_and_what_is_left_of_its_limits(
     tmp_path: Path,
 ) -> None:
     async with gateway(tmp_path) as (running, admin):
-        key = await made_key(admin, name="alice", limits={"tokens_per_day": 100_000})
-        assert (await admin.get("/admin/keys/alice")).json()["last_used_at"] is None
-        assert (await post(running, key["key"])).status_code == 200
-
-        ledger = running.gateway.ledger
-        assert ledger is not None
-        await until(lambda: ledger.written >= 1)
-        shown = (await admin.get("/admin/keys/alice")).json()
-        assert shown["last_used_at"] is not None
+        key = await made_key(admin, name="<b>alice</b>", limits={"tokens_per_day": 100_000})
+        path = f"/admin/keys/{key['id']}"
+        assert (await admin.get(path)).json()["last_used_at"] is None
+        answer = await post(running, key["key"])
+        await recorded(running, 1)
+        shown = (await admin.get(path)).json()
         (limit,) = shown["standing"]
         assert limit["used"] > 0
         assert limit["remaining"] == 100_000 - limit["used"]
-        await admin.post("/admin/keys/alice/rotate", json={})
-        listed = (await admin.get("/admin/keys")).json()["keys"]
-        (alice,) = [one for one in listed if one["name"] == "alice"]
-        assert alice["previous_until"] is not None
-        assert alice["last_used_at"] is not None
-        assert "users" not in alice
+        await admin.post(f"{path}/rotate", json={})
+        (listed, _) = (await admin.get("/admin/keys")).json()["keys"]
+        assert listed["previous_until"] is not None
+        assert listed["last_used_at"] == shown["last_used_at"] is not None
+        assert "users" not in listed
+        # Its name is told where its request is explained.
+        explained = await admin.get(f"/admin/requests/{answer.headers['x-request-id']}/why")
+        (request,) = explained.json()["requests"]
+        assert (request["caller"], request["caller_name"]) == (key["id"], "<b>alice</b>")
 
 
 async def test_a_group_that_nobody_has_defined_is_a_problem_until_it_is(tmp_path: Path) -> None:
-    async with gateway(tmp_path) as (running, admin):
-        key = await made_key(admin, name="alice", group="nigth")
-        assert "define the group 'nigth'" in key["warnings"][0]
+    """A start and a reload warn of it."""
+    own = {"id": OWN.id, "sha256": OWN.sha256, "name": "owner", "group": "nigth"}
+
+    def lines(event: str) -> int:
+        return (tmp_path / "gateway.log").read_text().count(f'"event":"{event}"')
+
+    async with gateway(tmp_path, keys=[own]) as (running, admin):
 
         async def problems() -> set[str]:
-            found = await running.gateway.live.view.read_problems()
-            return {one.id for one in found}
+            return {one.id for one in await running.gateway.live.view.read_problems()}
 
+        await until(lambda: lines("group") == 1)
+        running.write_settings({"keys": [own], "queue": {"max": 99}})
+        await running.gateway.reload()
+        await until(lambda: lines("group") == 2)
         assert "groups_undefined" in await problems()
         await admin.put("/admin/groups/nigth", json={})
         assert "groups_undefined" not in await problems()
+        before = lines("settings changed")
+        running.write_settings({"keys": [own], "queue": {"max": 98}})
+        await running.gateway.reload()
+        await until(lambda: lines("settings changed") > before)
+        assert lines("group") == 2
 
 
 async def test_a_quota_that_runs_out_is_a_problem_a_metric_and_one_webhook_over_restarts(
@@ -177,15 +182,6 @@ async def test_a_quota_that_runs_out_is_a_problem_a_metric_and_one_webhook_over_
         assert len(receiver.requests) == 1
 
 
-async def test_callers_have_their_keys_names_in_the_live_view_and_in_why(tmp_path: Path) -> None:
-    async with gateway(tmp_path) as (running, admin):
-        key = await made_key(admin, name="<b>alice</b>")
-        answer = await post(running, key["key"])
-        explained = await admin.get(f"/admin/requests/{answer.headers['x-request-id']}/why")
-        (request,) = explained.json()["requests"]
-        assert (request["caller"], request["caller_name"]) == (key["id"], "<b>alice</b>")
-
-
 async def test_a_gateway_without_a_store_shows_groups_and_keeps_none(tmp_path: Path) -> None:
     chosen = {"store": {"url": "off"}, "groups": {"team": {"limits": {"rpm": 5}}}}
     async with gateway(tmp_path, **chosen) as (_, admin):
@@ -194,22 +190,3 @@ async def test_a_gateway_without_a_store_shows_groups_and_keeps_none(tmp_path: P
         assert error(await admin.put("/admin/groups/b", json={}))[:2] == (501, "not_supported")
         (key,) = (await admin.get("/admin/keys")).json()["keys"]
         assert (key["standing"], key["last_used_at"]) == ([], None)
-
-
-async def test_a_start_and_a_reload_warn_of_groups_that_nobody_has_defined(tmp_path: Path) -> None:
-    own = {"id": OWN.id, "sha256": OWN.sha256, "name": "owner", "group": "nigth"}
-
-    def lines(event: str) -> int:
-        return (tmp_path / "gateway.log").read_text().count(f'"event":"{event}"')
-
-    async with gateway(tmp_path, keys=[own]) as (running, admin):
-        await until(lambda: lines("group") == 1)
-        running.write_settings({"keys": [own], "queue": {"max": 99}})
-        await running.gateway.reload()
-        await until(lambda: lines("group") == 2)
-        await admin.put("/admin/groups/nigth", json={})
-        before = lines("settings changed")
-        running.write_settings({"keys": [own], "queue": {"max": 98}})
-        await running.gateway.reload()
-        await until(lambda: lines("settings changed") > before)
-        assert lines("group") == 2

@@ -3,7 +3,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import httpx
-import pytest
 from starlette.responses import PlainTextResponse
 from starlette.types import Scope
 
@@ -11,8 +10,13 @@ from gateway.admin.app import KEYLESS_PATHS, is_keyless
 from gateway.admin.guard import AdminGuard
 from gateway.callers.keys import AdminKeys
 from gateway.web.asgi import X_REQUEST_ID_KEY
+from tests.each_case import each_case
 
 KEY = "a-long-admin-key"
+LOOPBACK_HOSTS = (
+    "127.0.0.1:8001", "127.0.0.1", "localhost:8001", "LocalHost", "[::1]:8001", "127.1.2.3",
+)  # fmt: skip
+OWN_HOSTS = ("10.0.0.5:8001", "Gateway.Example:1", "gateway.example.", "[2001:DB8:0::1]:8001")
 REFUSED_HOSTS = [
     "evil.example",
     "evil.example:8001",
@@ -65,19 +69,16 @@ def refused(response: httpx.Response, status: int, code: str) -> bool:
 # Host.
 
 
-@pytest.mark.parametrize(
-    "host",
-    ["127.0.0.1:8001", "127.0.0.1", "localhost:8001", "LocalHost", "[::1]:8001", "127.1.2.3"],
+@each_case(
+    ("host", "names"),
+    [
+        *((host, ("127.0.0.1",)) for host in LOOPBACK_HOSTS),
+        *((host, ("10.0.0.5", "gateway.example", "2001:db8::1")) for host in OWN_HOSTS),
+    ],
 )
-async def test_loopback_hosts_are_allowed_with_any_port(host: str) -> None:
-    assert passed(await ask(headers=[("host", host)]))
-
-
-@pytest.mark.parametrize(
-    "host", ["10.0.0.5:8001", "Gateway.Example:1", "gateway.example.", "[2001:DB8:0::1]:8001"]
-)
-async def test_the_listeners_own_names_are_allowed(host: str) -> None:
-    names = ("10.0.0.5", "gateway.example", "2001:db8::1")
+async def test_loopback_hosts_and_the_listeners_own_names_are_allowed_with_any_port(
+    host: str, names: tuple[str, ...]
+) -> None:
     assert passed(await ask(names=names, headers=[("host", host)]))
 
 
@@ -88,27 +89,22 @@ async def test_the_address_that_was_connected_to_is_allowed() -> None:
     assert not passed(await ask(names=("0.0.0.0",), server=None, headers=asked))
 
 
-@pytest.mark.parametrize("host", REFUSED_HOSTS)
-async def test_any_other_host_is_refused(host: str) -> None:
-    for path in ("/admin/status", "/metrics", "/", *sorted(KEYLESS_PATHS)):
-        response = await ask(path, names=("127.0.0.1", "0.0.0.0"), headers=[("host", host)])
-        assert refused(response, 403, "host_not_allowed"), path
-
-
-async def test_a_host_is_not_allowed_because_the_scope_repeats_it() -> None:
-    response = await ask(server=("evil.example", 80), headers=[("host", "evil.example")])
+@each_case("host", REFUSED_HOSTS)
+async def test_any_other_host_is_refused_also_beside_a_good_one(host: str) -> None:
+    both = [("host", "127.0.0.1:8001"), ("host", host)]
+    for headers in ([("host", host)], both):
+        for path in ("/admin/status", "/metrics", "/", *sorted(KEYLESS_PATHS)):
+            response = await ask(path, names=("127.0.0.1", "0.0.0.0"), headers=headers)
+            assert refused(response, 403, "host_not_allowed"), path
+    # It is not allowed because the scope repeats it.
+    response = await ask(server=(host, 80), headers=[("host", host)])
     assert refused(response, 403, "host_not_allowed")
-
-
-async def test_two_hosts_are_refused() -> None:
-    both = [("host", "127.0.0.1:8001"), ("host", "evil.example")]
-    assert refused(await ask(headers=both), 403, "host_not_allowed")
 
 
 # Origin.
 
 
-@pytest.mark.parametrize(
+@each_case(
     ("host", "origin"),
     [
         ("127.0.0.1:8001", "http://127.0.0.1:8001"),
@@ -126,7 +122,7 @@ async def test_a_page_of_the_listener_itself_is_allowed(host: str, origin: str) 
     assert passed(response)
 
 
-@pytest.mark.parametrize(
+@each_case(
     "origin",
     [
         "https://evil.example",
@@ -142,26 +138,27 @@ async def test_a_page_of_the_listener_itself_is_allowed(host: str, origin: str) 
         "\xe9://x",
     ],
 )
-async def test_a_page_of_another_origin_is_refused(origin: str) -> None:
+async def test_a_page_of_another_origin_is_refused_also_with_one_of_its_own(origin: str) -> None:
+    both = [("origin", "http://127.0.0.1:8001"), ("origin", origin)]
+    assert refused(await ask(headers=both), 403, "origin_not_allowed")
     for method in ("GET", "POST", "DELETE"):
         response = await ask(method=method, headers=[("origin", origin)])
         assert refused(response, 403, "origin_not_allowed"), method
 
 
-async def test_one_foreign_origin_of_two_is_refused() -> None:
-    both = [("origin", "http://127.0.0.1:8001"), ("origin", "https://evil.example")]
-    assert refused(await ask(headers=both), 403, "origin_not_allowed")
-
-
 # The key.
 
 
-@pytest.mark.parametrize("scheme", ["Bearer", "bearer"])
-async def test_the_right_key_is_accepted(scheme: str) -> None:
-    assert passed(await ask(key=KEY, headers=[("authorization", f"{scheme} {KEY}")]))
+async def test_the_right_key_is_accepted_and_some_paths_need_none() -> None:
+    for scheme in ("Bearer", "bearer"):
+        assert passed(await ask(key=KEY, headers=[("authorization", f"{scheme} {KEY}")]))
+    for path in KEYLESS_PATHS:
+        assert passed(await ask(path, key=KEY)), path
+    # Without a configured key none is needed.
+    assert passed(await ask(headers=[("authorization", "Bearer whatever")]))
 
 
-@pytest.mark.parametrize(
+@each_case(
     "value", [None, "", KEY, f"Basic {KEY}", f"Bearer {KEY}x", f"Bearer {KEY[:-1]}", "Bearer"]
 )
 async def test_without_the_key_nothing_is_revealed(value: str | None) -> None:
@@ -173,22 +170,10 @@ async def test_without_the_key_nothing_is_revealed(value: str | None) -> None:
         assert KEY not in response.text
 
 
-@pytest.mark.parametrize("path", sorted(KEYLESS_PATHS))
-async def test_health_readiness_and_the_index_need_no_key(path: str) -> None:
-    assert passed(await ask(path, key=KEY))
-
-
 async def test_the_key_does_not_make_up_for_a_foreign_host_or_origin() -> None:
     with_key = ("authorization", f"Bearer {KEY}")
-    assert refused(
-        await ask(key=KEY, headers=[with_key, ("host", "evil.example")]), 403, "host_not_allowed"
-    )
-    assert refused(
-        await ask(key=KEY, headers=[with_key, ("origin", "https://evil.example")]),
-        403,
-        "origin_not_allowed",
-    )
-
-
-async def test_without_a_configured_key_none_is_needed() -> None:
-    assert passed(await ask(headers=[("authorization", "Bearer whatever")]))
+    for foreign, code in (
+        (("host", "evil.example"), "host_not_allowed"),
+        (("origin", "https://evil.example"), "origin_not_allowed"),
+    ):
+        assert refused(await ask(key=KEY, headers=[with_key, foreign]), 403, code)

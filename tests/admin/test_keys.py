@@ -2,16 +2,13 @@
 
 from __future__ import annotations
 
-import asyncio
 import hashlib
-import time
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
 
 import httpx
-import jsonschema
 import pytest
 
 from gateway.callers.keys import hash_key, new_key
@@ -36,6 +33,13 @@ async def keyed_gateway(
         yield running, running.admin
 
 
+async def made_key(admin: httpx.AsyncClient, **fields: Any) -> dict[str, Any]:
+    answer = await admin.post("/admin/keys", json=fields)
+    assert answer.status_code == 200, answer.text
+    found: dict[str, Any] = answer.json()
+    return found
+
+
 async def status_with(client: httpx.AsyncClient, key: str) -> int:
     headers = {"authorization": f"Bearer {key}"}
     return (await client.post("/v1/chat/completions", json=CHAT, headers=headers)).status_code
@@ -53,52 +57,32 @@ def files_with(folder: Path, text: str) -> list[Path]:
 
 async def test_a_created_key_works_at_once_and_is_shown_once(tmp_path: Path) -> None:
     async with keyed_gateway(tmp_path) as (running, admin):
-        made = (await admin.post("/admin/keys", json={"name": "alice", "class": "premium"})).json()
+        made = await made_key(admin, name="alice", **{"class": "premium"})
         assert await status_with(running.client, made["key"]) == 200
         shown = (await admin.get("/admin/keys/alice")).json()
         assert (shown["state"], shown["source"], shown["class"]) == ("active", "store", "premium")
         assert shown["max_class"] == "premium"
-        secret = made["key"].split("_")[2]
+        _, id_, secret = made["key"].split("_")
         every = await admin.get("/admin/keys")
         listed = every.text + (await admin.get("/admin/status")).text
-        assert secret not in listed
         assert hash_key(made["key"]).sha256 not in listed
         assert {key["name"] for key in every.json()["keys"]} == {"alice", "owner"}
-        assert not files_with(tmp_path, secret)
-
-
-async def test_keys_are_shown_as_the_openapi_document_says(tmp_path: Path) -> None:
-    async with keyed_gateway(tmp_path) as (_, admin):
-        document = (await admin.get("/openapi.json")).json()
-        schema = {"$ref": "#/components/schemas/ApiKey", "components": document["components"]}
-        known = set(document["components"]["schemas"]["ApiKey"]["properties"])
-        made = (await admin.post("/admin/keys", json={"name": "alice"})).json()
-        listed = (await admin.get("/admin/keys")).json()["keys"]
-        for key in (made, *listed, (await admin.get("/admin/keys/alice")).json()):
-            jsonschema.validate(key, schema)
-            assert set(key) <= known
-
-
-async def test_a_key_may_be_stored_by_its_hash(tmp_path: Path) -> None:
-    async with keyed_gateway(tmp_path) as (running, admin):
-        key = new_key("bob")
-        entry = {"id": key.id, "sha256": key.sha256, "name": "bob"}
-        first = await admin.post("/admin/keys", json=entry)
-        assert "key" not in first.json()
-        assert await status_with(running.client, key.text) == 200
-        # Whoever lost the answer asks again.
-        assert (await admin.post("/admin/keys", json=entry)).status_code == 200
+        # A whole key in place of a name is logged without its secret.
+        refused = await admin.delete(f"/admin/keys/{made['key']}")
+        assert error(refused)[:2] == (404, "key_not_found")
+        trail = await admin.get("/admin/audit")
+        assert trail.json()["entries"][0]["target"] == f"lg_{id_}_…"
+        assert secret not in listed + refused.text + trail.text
+    assert not files_with(tmp_path, secret)
 
 
 async def test_the_next_request_of_a_revoked_key_on_a_kept_connection_gets_401(
     tmp_path: Path,
 ) -> None:
     async with keyed_gateway(tmp_path) as (running, admin):
-        made = (await admin.post("/admin/keys", json={"name": "alice"})).json()
-        for _ in range(3):
-            assert await status_with(running.client, made["key"]) == 200
-        revoked = (await admin.delete("/admin/keys/alice")).json()
-        assert revoked["state"] == "revoked"
+        made = await made_key(admin, name="alice")
+        assert await status_with(running.client, made["key"]) == 200
+        assert (await admin.delete("/admin/keys/alice")).json()["state"] == "revoked"
         assert await status_with(running.client, made["key"]) == 401
         assert (await admin.get("/admin/keys")).json()["keys"][0]["name"] == "owner"
         all_of_them = (await admin.get("/admin/keys?revoked=1")).json()["keys"]
@@ -107,100 +91,78 @@ async def test_the_next_request_of_a_revoked_key_on_a_kept_connection_gets_401(
 
 async def test_a_rotation_gives_a_new_secret_and_the_old_one_a_grace(tmp_path: Path) -> None:
     async with keyed_gateway(tmp_path) as (running, admin):
-        made = (await admin.post("/admin/keys", json={"name": "alice"})).json()
-        rotated = (await admin.post("/admin/keys/alice/rotate", json={"grace": "1h"})).json()
-        assert rotated["key"] != made["key"]
-        assert rotated["previous_until"] is not None
-        for key in (made["key"], rotated["key"]):
+
+        async def rotated(body: dict[str, Any] | None = None) -> dict[str, Any]:
+            found: dict[str, Any] = (await admin.post("/admin/keys/alice/rotate", json=body)).json()
+            return found
+
+        first = await made_key(admin, name="alice")
+        second = await rotated({"grace": "1h"})
+        assert second["key"] != first["key"]
+        for key in (first["key"], second["key"]):
             assert await status_with(running.client, key) == 200
-        last = (await admin.post("/admin/keys/alice/rotate", json={"grace": 0})).json()
-        for key, status in ((made["key"], 401), (rotated["key"], 401), (last["key"], 200)):
+        third = await rotated({"grace": 0})
+        for key, status in ((first["key"], 401), (second["key"], 401), (third["key"], 200)):
             assert await status_with(running.client, key) == status
-        by_default = (await admin.post("/admin/keys/alice/rotate")).json()
-        assert await status_with(running.client, last["key"]) == 200
-        assert by_default["previous_until"] is not None
-
-
-async def test_the_grace_ends_and_a_key_expires_by_themselves(tmp_path: Path) -> None:
-    async with keyed_gateway(tmp_path) as (running, admin):
-        short = (await admin.post("/admin/keys", json={"name": "s", "expires": "0.5s"})).json()
-        made = (await admin.post("/admin/keys", json={"name": "alice"})).json()
-        began = time.monotonic()
-        await admin.post("/admin/keys/alice/rotate", json={"grace": "0.5s"})
-        for key in (short["key"], made["key"]):
-            while await status_with(running.client, key) == 200:
-                assert time.monotonic() - began < 60
-                await asyncio.sleep(0.05)
-        assert time.monotonic() - began >= 0.4
-        assert (await admin.get("/admin/keys/s")).json()["state"] == "expired"
+        assert (await rotated())["previous_until"] is not None, "by default there is one"
+        assert await status_with(running.client, third["key"]) == 200
 
 
 async def test_a_change_holds_for_the_next_request(tmp_path: Path) -> None:
     async with keyed_gateway(tmp_path) as (running, admin):
-        made = (await admin.post("/admin/keys", json={"name": "alice", "group": "team"})).json()
-        assert await status_with(running.client, made["key"]) == 200
-        patch = {"limits": {"rpm": 9, "models": None}, "expires": "1h", "group": None}
+        made = await made_key(admin, name="alice", group="team")
+        patch = {"limits": {"rpm": 1, "models": None}, "expires": "1h", "group": None}
         changed = (await admin.patch("/admin/keys/alice", json=patch)).json()
-        assert changed["limits"]["rpm"] == 9
-        assert changed["group"] is None
-        caller = running.gateway.key_ring.find(made["key"])
-        assert caller is not None
-        assert caller.limits is not None
-        assert caller.limits.rpm == 9
+        assert (changed["limits"]["rpm"], changed["group"]) == (1, None)
+        statuses = [await status_with(running.client, made["key"]) for _ in range(2)]
+        assert statuses == [200, 429]
         patch = {"limits": {"tpm": 50}, "name": "alice b"}
         changed = (await admin.patch("/admin/keys/alice", json=patch)).json()
-        assert (changed["limits"]["rpm"], changed["limits"]["tpm"]) == (9, 50)
+        assert (changed["limits"]["rpm"], changed["limits"]["tpm"]) == (1, 50)
         assert (await admin.get("/admin/keys/alice b")).json()["id"] == made["id"]
 
 
 async def test_an_import_stores_all_or_names_every_bad_key(tmp_path: Path) -> None:
-    keys = [new_key(f"k{number}") for number in range(4)]
-    entries: list[dict[str, Any]] = [
-        {"id": key.id, "sha256": key.sha256, "name": f"name {key.id}"} for key in keys
-    ]
+    keys = [new_key(f"k{number}") for number in range(3)]
+    entries: list[dict[str, Any]] = [{"id": key.id, "sha256": key.sha256} for key in keys]
     async with keyed_gateway(tmp_path) as (running, admin):
-        bad = [*entries[:2], {**entries[2], "limits": {"rpm": 0}}, {**entries[3], "colour": 1}]
+        bad = [entries[0], {**entries[1], "limits": {"rpm": 0}}, {**entries[2], "colour": 1}]
         refused = await admin.post("/admin/keys/import", json={"keys": bad})
         assert refused.status_code == 400
-        problems = refused.json()["problems"]
-        assert [(one["index"], one["key"]) for one in problems] == [
-            (2, "limits.rpm"),
-            (3, "colour"),
-        ]
+        problems = [(one["index"], one["key"]) for one in refused.json()["problems"]]
+        assert problems == [(1, "limits.rpm"), (2, "colour")]
         assert await status_with(running.client, keys[0].text) == 401
         done = (await admin.post("/admin/keys/import", json={"keys": entries})).json()
-        assert done["imported"] == 4
-        assert await status_with(running.client, keys[3].text) == 200
+        assert done["imported"] == 3
+        assert await status_with(running.client, keys[2].text) == 200
+        # Whoever lost the answer to one that he stored by its hash asks again.
+        again = await admin.post("/admin/keys", json=entries[0])
+        assert (again.status_code, "key" in again.json()) == (200, False)
 
 
 async def test_the_first_keys_are_listed_and_the_others_found_by_letters(tmp_path: Path) -> None:
-    def names(answer: httpx.Response) -> tuple[int, list[str]]:
-        found = answer.json()
-        return found["found"], [key["name"] for key in found["keys"]]
-
     async with keyed_gateway(tmp_path) as (_, admin):
         # Ids are searched too: random ones might have these letters.
         groups = {"Zoe": None, "alice": "lab_1", "bob": "labx1", "carl": None}
         for number, (name, group) in enumerate(groups.items()):
-            key = {"id": f"k{number}", "name": name, "group": group}
-            made = await admin.post("/admin/keys", json=key)
-            assert made.status_code == 200, made.text
+            await made_key(admin, id=f"k{number}", name=name, group=group)
         await admin.delete("/admin/keys/carl")
-
-        async def listed(query: str) -> tuple[int, list[str]]:
-            return names(await admin.get(f"/admin/keys?{query}"))
-
-        assert await listed("") == (4, ["Zoe", "alice", "bob", "owner"])
-        assert await listed("limit=2") == (4, ["Zoe", "alice"])
-        assert await listed("limit=2&revoked=1") == (5, ["Zoe", "alice"])
-        # Of both sources; letters are large or small, and stand for themselves.
-        assert await listed("find=o") == (3, ["Zoe", "bob", "owner"])
-        assert await listed("find=o&limit=1") == (3, ["Zoe"])
-        assert await listed("find=ZO") == (1, ["Zoe"])
-        assert await listed("find=LAB_") == (1, ["alice"])
-        assert await listed("find=%25") == (0, [])
-        assert await listed("name=bob&find=lab") == (1, ["bob"])
-        assert await listed("name=bob&find=x_") == (0, [])
+        for query, found, names in (
+            ("", 4, ["Zoe", "alice", "bob", "owner"]),
+            ("limit=2", 4, ["Zoe", "alice"]),
+            ("limit=2&revoked=1", 5, ["Zoe", "alice"]),
+            # Of both sources; letters are large or small, and stand for themselves.
+            ("find=o", 3, ["Zoe", "bob", "owner"]),
+            ("find=o&limit=1", 3, ["Zoe"]),
+            ("find=ZO", 1, ["Zoe"]),
+            ("find=LAB_", 1, ["alice"]),
+            ("find=%25", 0, []),
+            ("name=bob&find=lab", 1, ["bob"]),
+            ("name=bob&find=x_", 0, []),
+        ):
+            listed = (await admin.get(f"/admin/keys?{query}")).json()
+            shown = [key["name"] for key in listed["keys"]]
+            assert (listed["found"], shown) == (found, names), query
         for limit in ("0", "x", "100001"):
             refused = await admin.get(f"/admin/keys?limit={limit}")
             assert error(refused)[:2] == (400, "invalid_request"), limit
@@ -273,17 +235,3 @@ async def test_a_settings_key_hides_a_stored_one_of_its_id_and_that_is_told(tmp_
         found = (await admin.get("/admin/keys")).json()
         assert [key["state"] for key in found["keys"] if key["source"] == "store"] == ["hidden"]
         assert "that of the settings counts" in found["warnings"][0]
-
-
-async def test_a_whole_key_in_place_of_a_name_is_told_and_logged_without_its_secret(
-    tmp_path: Path,
-) -> None:
-    async with keyed_gateway(tmp_path) as (_, admin):
-        made = (await admin.post("/admin/keys", json={"name": "alice"})).json()
-        id_, secret = made["key"].split("_")[1:]
-        refused = await admin.delete(f"/admin/keys/{made['key']}")
-        assert error(refused)[:2] == (404, "key_not_found")
-        trail = await admin.get("/admin/audit")
-        assert trail.json()["entries"][0]["target"] == f"lg_{id_}_…"
-        assert secret not in refused.text + trail.text
-    assert not files_with(tmp_path, secret)

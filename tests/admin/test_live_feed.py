@@ -72,64 +72,60 @@ async def watching(running: Running, role: AdminRole | None = None) -> AsyncIter
         yield Watcher(response)
 
 
+@contextlib.asynccontextmanager
+async def a_stream(running: Running) -> AsyncIterator[None]:
+    """A request that has begun to write and has no end."""
+    body = {"messages": [{"role": "user", "content": "words-nobody-knows"}], "stream": True}
+    async with running.client.stream("POST", "/v1/chat/completions", json=body) as response:
+        answer = response.aiter_bytes()
+        await anext(answer)
+        yield
+
+
+def a_slow_node() -> EmulatedNode:
+    return EmulatedNode(slots=2, decode_tps=20.0, answer_tokens=4000)
+
+
 async def test_a_watcher_gets_everything_and_then_what_changes(tmp_path: Path) -> None:
-    async with (
-        running_gateway(tmp_path, [EmulatedNode(slots=2)]) as running,
-        watching(running) as watcher,
-    ):
-        assert await watcher.next() == ("hello", watcher.events[0][1])
-        assert watcher.events[0][1]["role"] == "admin"
-        name, snapshot = await watcher.next()
-        assert name == "snapshot"
-        assert [node["name"] for node in snapshot["nodes"]] == ["node-0"]
-        assert snapshot["nodes"][0]["state"] == "ready"
-        assert snapshot["nodes"][0]["cells"] == "ff"
-        assert snapshot["problems"] == snapshot["requests"] == []
-        running.gateway.fleet.drain("node-0")
-        update = await watcher.until(lambda name, value: bool(value.get("nodes")))
-        assert update["nodes"][0]["state"] == "draining"
-        # Only what has changed.
-        assert "url" not in update["nodes"][0]
-        changed = update if "problems" in update else None
-        assert changed is not None
-        assert changed["problems"][0]["title"] == "node-0 is drained"
+    async with running_gateway(tmp_path, [EmulatedNode(slots=2)]) as running:
+        async with watching(running) as watcher:
+            name, hello = await watcher.next()
+            assert (name, hello["role"]) == ("hello", "admin")
+            name, snapshot = await watcher.next()
+            assert name == "snapshot"
+            (node,) = snapshot["nodes"]
+            assert (node["name"], node["state"], node["cells"]) == ("node-0", "ready", "ff")
+            assert snapshot["problems"] == snapshot["requests"] == []
+            running.gateway.fleet.drain("node-0")
+            update = await watcher.until(lambda name, value: bool(value.get("nodes")))
+            assert update["nodes"][0]["state"] == "draining"
+            # Only what has changed.
+            assert "url" not in update["nodes"][0]
+            assert update["problems"][0]["title"] == "node-0 is drained"
+        # Nobody watches, and nothing is read.
+        live = running.gateway.live
+        await until(lambda: live._frame is None)
+        assert live.watchers == 0
 
 
 async def test_a_request_is_seen_while_it_runs_without_its_text(tmp_path: Path) -> None:
-    async with (
-        running_gateway(
-            tmp_path, [EmulatedNode(slots=2, decode_tps=20.0, answer_tokens=4000)]
-        ) as running,
-        watching(running) as watcher,
-    ):
-        await watcher.next()
-        await watcher.next()
-        message = {"role": "user", "content": "words-nobody-knows"}
-        body = {"messages": [message], "stream": True, "max_tokens": 4000}
-        async with running.client.stream("POST", "/v1/chat/completions", json=body) as response:
-            answer = response.aiter_bytes()
-            await anext(answer)
+    async with running_gateway(tmp_path, [a_slow_node()]) as running, watching(running) as watcher:
+        async with a_stream(running):
             update = await watcher.until(lambda _, value: bool(value.get("requests")))
             assert update["requests"][0]["node"] == "node-0"
             assert update["requests"][0]["state"] in {"reading", "writing"}
             await watcher.until(lambda *_: any(cell[0] == "w" for cell in cells(watcher)))
-        ended = await watcher.until(lambda _, value: bool(value.get("ended_requests")))
-        assert ended["ended_requests"]
+        await watcher.until(lambda _, value: bool(value.get("ended_requests")))
         assert "words-nobody-knows" not in str(watcher.events)
 
 
 async def test_a_viewer_sees_no_requests_and_no_callers(tmp_path: Path) -> None:
     async with (
-        running_gateway(
-            tmp_path, [EmulatedNode(slots=1, decode_tps=20.0, answer_tokens=4000)], {"admin": ADMIN}
-        ) as running,
+        running_gateway(tmp_path, [a_slow_node()], {"admin": ADMIN}) as running,
         watching(running, AdminRole.VIEWER) as viewer,
         watching(running, AdminRole.OPERATOR) as operator,
     ):
-        body = {"messages": [{"role": "user", "content": "Hi"}], "stream": True}
-        async with running.client.stream("POST", "/v1/chat/completions", json=body) as response:
-            answer = response.aiter_bytes()
-            await anext(answer)
+        async with a_stream(running):
             await operator.until(lambda _, value: bool(value.get("requests")))
             # The same moment, or a later one.
             moment = operator.events[-1][1]["at"]
@@ -140,40 +136,25 @@ async def test_a_viewer_sees_no_requests_and_no_callers(tmp_path: Path) -> None:
         assert "anonymous:" not in seen
 
 
-async def test_without_a_valid_key_there_is_no_stream(tmp_path: Path) -> None:
-    async with running_gateway(tmp_path, [EmulatedNode()], {"admin": ADMIN}) as running:
-        for headers in ({}, {"authorization": "Bearer wrong"}):
-            response = await running.admin.get("/admin/live", headers=headers)
-            assert response.status_code == 401
-        assert running.gateway.live.watchers == 0
-
-
 async def test_a_stream_ends_when_its_key_is_revoked_and_others_go_on(tmp_path: Path) -> None:
+    """So does that of a key whose role changes."""
     async with (
         running_gateway(tmp_path, [EmulatedNode()], {"admin": ADMIN}) as running,
+        watching(running, AdminRole.ADMIN) as admin,
         watching(running, AdminRole.OPERATOR) as operator,
         watching(running, AdminRole.VIEWER) as viewer,
     ):
-        await operator.until(lambda name, _: name == "update")
-        rest = [key for key in ADMIN["keys"] if key["role"] != AdminRole.OPERATOR.label]
-        running.write_settings({"admin": {"keys": rest}})
-        with pytest.raises(AssertionError, match="the stream has ended"):
-            await operator.until(lambda *_: False)
+        for watcher in (admin, operator):
+            await watcher.until(lambda name, _: name == "update")
+        _, _, lower = ({**key, "role": "viewer"} for key in ADMIN["keys"])
+        rest = [key for key in ADMIN["keys"] if key["role"] == "viewer"]
+        running.write_settings({"admin": {"keys": [*rest, lower]}})
+        for watcher in (admin, operator):
+            with pytest.raises(AssertionError, match="the stream has ended"):
+                await watcher.until(lambda *_: False)
         await until(lambda: running.gateway.live.watchers == 1)
         await viewer.next()
-
-
-async def test_a_stream_ends_when_the_role_of_its_key_changes(tmp_path: Path) -> None:
-    async with (
-        running_gateway(tmp_path, [EmulatedNode()], {"admin": ADMIN}) as running,
-        watching(running, AdminRole.OPERATOR) as operator,
-    ):
-        await operator.until(lambda name, _: name == "update")
-        lower = [{**key, "role": AdminRole.VIEWER.label} for key in ADMIN["keys"]]
-        running.write_settings({"admin": {"keys": lower}})
-        with pytest.raises(AssertionError, match="the stream has ended"):
-            await operator.until(lambda *_: False)
-        async with watching(running, AdminRole.OPERATOR) as again:
+        async with watching(running, AdminRole.ADMIN) as again:
             assert (await again.next())[1]["role"] == "viewer"
 
 
@@ -189,24 +170,7 @@ async def test_once_gives_one_snapshot_for_scripts(tmp_path: Path) -> None:
 
 
 async def test_watchers_are_bounded_and_a_place_is_free_when_one_leaves(tmp_path: Path) -> None:
-    async with running_gateway(tmp_path, [EmulatedNode()]) as running:
-        async with contextlib.AsyncExitStack() as stack:
-            watchers = [
-                await stack.enter_async_context(watching(running)) for _ in range(MOST_WATCHERS)
-            ]
-            for watcher in watchers:
-                await watcher.next()
-            assert running.gateway.live.watchers == MOST_WATCHERS
-            refused = await running.admin.get("/admin/live")
-            assert refused.status_code == 429
-            assert refused.json()["error"]["code"] == "too_many_watchers"
-            assert refused.headers["retry-after"]
-        await until(lambda: running.gateway.live.watchers == 0)
-        async with watching(running) as watcher:
-            await watcher.next()
-
-
-async def test_watchers_that_come_at_the_same_time_are_bounded_too(tmp_path: Path) -> None:
+    """Also if many come at the same time."""
     async with running_gateway(tmp_path, [EmulatedNode()]) as running:
         address = httpx.URL(running.admin_url)
         opened = [await asyncio.open_connection(address.host, address.port) for _ in range(80)]
@@ -215,14 +179,20 @@ async def test_watchers_that_come_at_the_same_time_are_bounded_too(tmp_path: Pat
         statuses = [(await reader.readline()).split()[1] for reader, _ in opened]
         assert statuses.count(b"200") == MOST_WATCHERS
         assert statuses.count(b"429") == len(opened) - MOST_WATCHERS
+        refused = await running.admin.get("/admin/live")
+        assert refused.json()["error"]["code"] == "too_many_watchers"
+        assert refused.headers["retry-after"]
         for _, writer in opened:
             writer.close()
         await until(lambda: running.gateway.live.watchers == 0)
+        async with watching(running) as watcher:
+            await watcher.next()
 
 
 async def test_a_watcher_that_reads_nothing_is_cut_off() -> None:
     """The server's side waits in `send`: here for ever."""
-    left = asyncio.Event()
+    left, ended, never = asyncio.Event(), asyncio.Event(), asyncio.Event()
+    sent: list[Message] = []
 
     async def events() -> Any:
         try:
@@ -231,26 +201,21 @@ async def test_a_watcher_that_reads_nothing_is_cut_off() -> None:
         finally:
             left.set()
 
-    sent: list[Message] = []
-
     async def send(message: Message) -> None:
         sent.append(message)
         if len(sent) > 3:
-            await asyncio.Event().wait()
+            await never.wait()
 
     async def receive() -> Message:
-        await asyncio.Event().wait()
+        await never.wait()
         raise AssertionError
-
-    ended = asyncio.Event()
 
     async def on_end() -> None:
         ended.set()
 
     stream = EventStream(events(), 0.05, on_end)
-    scope = {"type": "http", "asgi": {"spec_version": "2.3"}}
     async with asyncio.timeout(LIMIT):
-        await stream(scope, receive, send)
+        await stream({"type": "http", "asgi": {"spec_version": "2.3"}}, receive, send)
     assert left.is_set()
     assert ended.is_set()
     # The response was not ended: the server closes the connection.
@@ -287,16 +252,6 @@ async def test_one_that_stops_reading_takes_bounded_memory_and_others_go_on(tmp_
                         assert connection.transport.get_write_buffer_size() < 2_000_000
                     assert time.monotonic() < began + LIMIT
             assert numbers > 3
-
-
-async def test_nobody_watches_and_nothing_is_read(tmp_path: Path) -> None:
-    async with running_gateway(tmp_path, [EmulatedNode()]) as running:
-        async with watching(running) as watcher:
-            await watcher.next()
-            await watcher.next()
-        live = running.gateway.live
-        await until(lambda: live._frame is None)
-        assert live.watchers == 0
 
 
 @pytest.mark.slow

@@ -39,18 +39,19 @@ async def act(gateway: BareGateway, name: str, action: str) -> dict[str, Any]:
 @in_virtual_time
 async def test_a_paused_model_takes_no_request_and_others_do() -> None:
     async with two_models() as (gateway, _):
-        paused = await act(gateway, "demo", "pause")
+        for _ in range(2):  # Twice is the same as once.
+            assert (await act(gateway, "demo", "pause"))["paused"]
         refused = await gateway.chat(model="demo")
         served = await gateway.chat(model="org/other")
         listed = await gateway.public.get("/v1/models")
         status = (await gateway.admin.get("/admin/status")).json()
         metrics = (await gateway.admin.get("/metrics")).text
-        resumed = await act(gateway, "demo", "resume")
+        for _ in range(2):
+            assert not (await act(gateway, "demo", "resume"))["paused"]
         again = await gateway.chat(model="demo")
         after = (await gateway.admin.get("/metrics")).text
-    assert (paused["paused"], resumed["paused"]) == (True, False)
+        unknown = await gateway.admin.post("/admin/models/dem/pause")
     assert (refused.status_code, error_of(refused)["code"]) == (503, "model_paused")
-    assert refused.headers["x-gateway-reason"] == "model_paused"
     assert refused.headers["retry-after"] == "30"
     assert refused.headers["x-should-retry"] == "false"
     assert (served.status_code, again.status_code) == (200, 200)
@@ -58,6 +59,8 @@ async def test_a_paused_model_takes_no_request_and_others_do() -> None:
     assert status["models_paused"] == ["demo"]
     assert 'llama_gateway_model_paused{model="demo"} 1' in metrics
     assert "llama_gateway_model_paused{" not in after
+    assert (unknown.status_code, error_of(unknown)["code"]) == (404, "model_not_found")
+    assert "'demo'" in error_of(unknown)["message"]
 
 
 @in_virtual_time
@@ -90,12 +93,8 @@ async def test_an_alias_goes_on_with_the_models_that_are_left() -> None:
     assert helped.status_code == 200
     assert {one.status_code for one in (refused, none_left, by_alias)} == {503}
     assert by_name.status_code == 200
-    assert {one["name"]: one["paused"] for one in models} == {
-        "demo": True,
-        "org/other": True,
-        "helper": True,
-        "alias": True,
-    }
+    paused = {one["name"] for one in models if one["paused"]}
+    assert paused == {"demo", "org/other", "helper", "alias"}
     helper = next(one for one in models if one["name"] == "helper")
     assert helper["stands_for"] == ["demo", "org/other"]
     assert (helper["nodes"], helper["slots_total"]) == ({"ready": 2}, 2)
@@ -123,24 +122,6 @@ async def test_a_pause_and_a_cap_of_a_model_hold_for_its_servers_other_names(
     assert [(one["name"], one["paused"]) for one in models] == [("hidden", True), ("nick", True)]
     assert status["models_paused"] == [name]
     assert again.status_code == 200
-
-
-@in_virtual_time
-async def test_an_unknown_model_is_404_with_similar_names() -> None:
-    async with two_models() as (gateway, _):
-        response = await gateway.admin.post("/admin/models/dem/pause")
-        assert gateway.fleet.model_index.paused == frozenset()
-    assert (response.status_code, error_of(response)["code"]) == (404, "model_not_found")
-    assert "'demo'" in error_of(response)["message"]
-
-
-@in_virtual_time
-async def test_pausing_twice_is_the_same_as_once() -> None:
-    async with two_models() as (gateway, _):
-        assert (await act(gateway, "org/other", "pause"))["paused"]
-        assert (await act(gateway, "org/other", "pause"))["paused"]
-        assert not (await act(gateway, "org/other", "resume"))["paused"]
-        assert not (await act(gateway, "org/other", "resume"))["paused"]
 
 
 @in_virtual_time

@@ -12,7 +12,6 @@ from typing import Any
 import httpx
 import pytest
 
-from gateway.nodes.router import LoadPhase
 from tests.emulator import EmulatedNode
 from tests.emulator.routed_model import HostMemory, ModelFile
 from tests.emulator.router import EmulatedRouter
@@ -20,6 +19,7 @@ from tests.gateways import Running, running_gateway, until
 from tests.servers import demo_model, running_router
 from tests.virtual import in_virtual_time
 
+CHAT = "/v1/chat/completions"
 GIB = 1 << 30
 FILES = {name: ModelFile(memory=4 * GIB, load_seconds=3.0) for name in ("a", "org/b", "c")}
 SIZES: dict[str, Any] = {"models": {name: {"memory": "4GiB"} for name in FILES}}
@@ -64,11 +64,21 @@ async def send(running: Running, order: str, model: str, node: str = "r1") -> ht
     return await running.admin.post("/admin/placements", json=body)
 
 
-async def done(running: Running, order: str, model: str) -> dict[str, Any]:
+async def done(
+    running: Running, order: str, model: str, state: str | None = None
+) -> dict[str, Any]:
+    """Give an order, and wait until the model is in this state, if there is one."""
     response = await send(running, order, model)
     assert response.status_code == 200, response.text
+    if state is not None:
+        await state_is(running, f"r1/{model}", state)
     found: dict[str, Any] = response.json()
     return found
+
+
+def chat(model: str, most: int) -> dict[str, Any]:
+    messages = [{"role": "user", "content": "Hello"}]
+    return {"model": model, "messages": messages, "max_tokens": most}
 
 
 async def refused(running: Running, order: str, model: str, node: str = "r1") -> dict[str, Any]:
@@ -86,12 +96,10 @@ async def state_is(running: Running, name: str, state: str) -> None:
 async def test_a_model_is_loaded_and_unloaded_by_order(tmp_path: Path) -> None:
     async with one_router(tmp_path) as (running, _):
         before = await placements(running)
-        loading = await done(running, "load", "org/b")
-        await state_is(running, "r1/org/b", "ready")
+        loading = await done(running, "load", "org/b", "ready")
         loaded = (await placements(running))["r1/org/b"]
         listed = (await running.admin.get("/admin/placements")).json()
-        unloading = await done(running, "unload", "org/b")
-        await state_is(running, "r1/org/b", "unloaded")
+        unloading = await done(running, "unload", "org/b", "unloaded")
         audit = (await running.admin.get("/admin/audit?action=placements")).json()["entries"]
         metrics = (await running.admin.get("/metrics")).text
     assert list(before) == ["r1/a", "r1/c", "r1/org/b"]
@@ -113,34 +121,38 @@ async def test_a_model_is_loaded_and_unloaded_by_order(tmp_path: Path) -> None:
 
 
 @in_virtual_time
-async def test_an_unload_waits_for_what_runs_and_says_so(tmp_path: Path) -> None:
+async def test_an_unload_waits_for_what_runs_and_a_drain_of_its_router_ends_it(
+    tmp_path: Path,
+) -> None:
     async with one_router(tmp_path) as (running, router):
-        await done(running, "load", "a")
-        await state_is(running, "r1/a", "ready")
-        body = {"model": "a", "messages": [{"role": "user", "content": "Hello"}], "max_tokens": 60}
-        asked = asyncio.create_task(running.client.post("/v1/chat/completions", json=body))
+        await done(running, "load", "a", "ready")
+        asked = asyncio.create_task(running.client.post(CHAT, json=chat("a", 60)))
         await until(lambda: router.models["a"].node.busy == 1)
         reason = (await done(running, "unload", "a"))["reason"]
         state = (await placements(running))["r1/a"]["state"]
         answer = await asked
         await state_is(running, "r1/a", "unloaded")
+        await done(running, "load", "a", "ready")
+        asked = asyncio.create_task(running.client.post(CHAT, json=chat("a", 900)))
+        await until(lambda: router.models["a"].node.busy == 1)
+        drained = (await running.admin.post("/admin/nodes/r1/drain?deadline=1")).json()
+        ended = await asked
     assert reason == "it ends its requests and is unloaded then: an operator has ordered it"
-    assert state == "unloading"
-    assert answer.status_code == 200
+    assert (state, answer.status_code) == ("unloading", 200)
+    assert drained["in_flight"] == 1
+    assert (ended.status_code, ended.json()["error"]["code"]) == (503, "node_drained")
 
 
 @in_virtual_time
 async def test_a_pin_is_kept_over_a_restart_and_ends_with_unpin(tmp_path: Path) -> None:
     async with one_router(tmp_path) as (running, _):
-        pinned = await done(running, "pin", "a")
-        await state_is(running, "r1/a", "ready")
+        pinned = await done(running, "pin", "a", "ready")
         problem = await refused(running, "unload", "a")
     async with one_router(tmp_path) as (running, _):
         await state_is(running, "r1/a", "ready")
         again = (await placements(running))["r1/a"]
         unpinned = await done(running, "unpin", "a")
-        await done(running, "unload", "a")
-        await state_is(running, "r1/a", "unloaded")
+        await done(running, "unload", "a", "unloaded")
     assert pinned["pinned_by"] == again["pinned_by"] == "operator"
     assert unpinned["pinned_by"] is None
     assert (problem["status"], problem["code"]) == (409, "placement_refused")
@@ -151,8 +163,7 @@ async def test_a_pin_is_kept_over_a_restart_and_ends_with_unpin(tmp_path: Path) 
 async def test_a_load_by_order_makes_room_where_nothing_is_pinned(tmp_path: Path) -> None:
     async with one_router(tmp_path) as (running, _):
         for name in ("a", "org/b"):
-            await done(running, "load", name)
-            await state_is(running, f"r1/{name}", "ready")
+            await done(running, "load", name, "ready")
         await asyncio.sleep(20)  # what was loaded just now is not unloaded at once
         reason = (await done(running, "load", "c"))["reason"]
         await state_is(running, "r1/c", "ready")
@@ -162,16 +173,22 @@ async def test_a_load_by_order_makes_room_where_nothing_is_pinned(tmp_path: Path
 
 
 @in_virtual_time
-async def test_what_does_not_fit_is_refused_with_the_figures(tmp_path: Path) -> None:
-    async with one_router(tmp_path) as (running, _):
+async def test_what_does_not_fit_is_refused_or_a_problem_with_the_figures(tmp_path: Path) -> None:
+    async with one_router(tmp_path) as (running, router):
         for name in ("a", "org/b"):
-            await done(running, "pin", name)
-            await state_is(running, f"r1/{name}", "ready")
+            await done(running, "pin", name, "ready")
         problems = [await refused(running, order, "c") for order in ("load", "pin")]
+        node = {"name": "r1", "url": router.url, "memory": "9GiB", "preload": ["c"]}
+        running.write_nodes([node])
+        assert (await running.admin.post("/admin/reload")).status_code == 200
+        await asyncio.sleep(130)
+        (not_kept,) = await running.gateway.live.view.read_problems()
     for problem in problems:
         assert problem["status"] == 409
         assert "it takes 4 GiB, and 127.0.0.1 has 9 GiB for models, 8 GiB of" in problem["message"]
         assert "Unpin or unload another" in problem["message"]
+    assert not_kept.id == "not_kept:c:r1"
+    assert "127.0.0.1 has 9 GiB for models, 8 GiB of them taken" in not_kept.cause
 
 
 @in_virtual_time
@@ -208,14 +225,13 @@ async def test_a_router_without_commands_gets_none_by_order_either(tmp_path: Pat
 async def test_a_failed_load_is_tried_at_once_by_order(tmp_path: Path) -> None:
     async with one_router(tmp_path, unreadable=("cut",)) as (running, _):
         for _ in range(2):
-            await done(running, "load", "cut")
-            await state_is(running, "r1/cut", "failed")
+            await done(running, "load", "cut", "failed")
         failed = (await placements(running))["r1/cut"]
-        problems = await running.gateway.live.view.read_problems()
+        out, load = await running.gateway.live.view.read_problems()
     assert failed["load_failures"] == 2
-    assert "could not load it" in failed["reason"]
-    assert [one.id for one in problems] == ["model_out:cut", "load_failed:r1/cut"]
-    assert "could not load it" in problems[1].cause
+    assert (out.id, load.id) == ("model_out:cut", "load_failed:r1/cut")
+    for told in (failed["reason"], load.cause):
+        assert "could not load it" in told
 
 
 @in_virtual_time
@@ -223,8 +239,7 @@ async def test_an_instance_is_a_node_by_its_own_name_and_a_router_counts_once(
     tmp_path: Path,
 ) -> None:
     async with one_router(tmp_path) as (running, _):
-        await done(running, "load", "org/b")
-        await state_is(running, "r1/org/b", "ready")
+        await done(running, "load", "org/b", "ready")
         paths = ("/admin/nodes/r1/org/b", "/admin/nodes/r1%2Forg%2Fb")
         shown = [(await running.admin.get(path)).json() for path in paths]
         drained = (await running.admin.post("/admin/nodes/r1/org/b/drain")).json()
@@ -248,15 +263,12 @@ async def test_an_instance_is_a_node_by_its_own_name_and_a_router_counts_once(
 
 @in_virtual_time
 async def test_why_tells_of_the_load_that_a_request_waited_for(tmp_path: Path) -> None:
-    def body(model: str) -> dict[str, Any]:
-        return {"model": model, "messages": [{"role": "user", "content": "Hi"}], "max_tokens": 4}
-
     async with one_router(tmp_path, memory="5GiB") as (running, _):
-        first = await running.client.post("/v1/chat/completions", json=body("a"))
+        first = await running.client.post(CHAT, json=chat("a", 4))
         await asyncio.sleep(30)
         headers = {"X-Request-ID": "second"}
         asked = asyncio.create_task(
-            running.client.post("/v1/chat/completions", json=body("org/b"), headers=headers)
+            running.client.post(CHAT, json=chat("org/b", 4), headers=headers)
         )
         await state_is(running, "r1/org/b", "loading")
         await asyncio.sleep(1)
@@ -279,21 +291,6 @@ async def test_why_tells_of_the_load_that_a_request_waited_for(tmp_path: Path) -
 
 
 @in_virtual_time
-async def test_a_drain_of_a_router_counts_and_ends_what_its_models_run(tmp_path: Path) -> None:
-    async with one_router(tmp_path) as (running, router):
-        await done(running, "load", "a")
-        await state_is(running, "r1/a", "ready")
-        body = {"model": "a", "messages": [{"role": "user", "content": "Hello"}], "max_tokens": 900}
-        asked = asyncio.create_task(running.client.post("/v1/chat/completions", json=body))
-        await until(lambda: router.models["a"].node.busy == 1)
-        drained = (await running.admin.post("/admin/nodes/r1/drain?deadline=1")).json()
-        answer = await asked
-    assert drained["in_flight"] == 1
-    assert answer.status_code == 503
-    assert answer.json()["error"]["code"] == "node_drained"
-
-
-@in_virtual_time
 async def test_a_pin_that_can_t_be_kept_is_a_problem_after_a_minute(tmp_path: Path) -> None:
     wishes: dict[str, Any] = {name: {"memory": "4GiB", "pin": ["r1"]} for name in FILES}
     wishes["a"] |= {"replicas": {"min": 2}}
@@ -310,37 +307,14 @@ async def test_a_pin_that_can_t_be_kept_is_a_problem_after_a_minute(tmp_path: Pa
 
 
 @in_virtual_time
-async def test_what_is_to_be_preloaded_and_does_not_fit_is_a_problem_with_the_figures(
-    tmp_path: Path,
-) -> None:
-    async with one_router(tmp_path) as (running, router):
-        for name in ("a", "org/b"):
-            await done(running, "pin", name)
-            await state_is(running, f"r1/{name}", "ready")
-        node = {"name": "r1", "url": router.url, "memory": "9GiB", "preload": ["c"]}
-        running.write_nodes([node])
-        assert (await running.admin.post("/admin/reload")).status_code == 200
-        await asyncio.sleep(130)
-        (problem,) = await running.gateway.live.view.read_problems()
-    assert problem.id == "not_kept:c:r1"
-    assert "127.0.0.1 has 9 GiB for models, 8 GiB of them taken" in problem.cause
-
-
-@in_virtual_time
 async def test_a_load_that_takes_far_too_long_is_a_problem(tmp_path: Path) -> None:
     async with one_router(tmp_path) as (running, router):
-        await done(running, "load", "a")
-        await state_is(running, "r1/a", "ready")
-        await done(running, "unload", "a")
-        await state_is(running, "r1/a", "unloaded")
+        await done(running, "load", "a", "ready")
+        await done(running, "unload", "a", "unloaded")
         router.models["a"].load_seconds = 500.0
         await done(running, "load", "a")
         await asyncio.sleep(70)
         problems = await running.gateway.live.view.read_problems()
-        node = running.gateway.fleet.nodes["r1/a"]
-        assert node.load is not None
-        phase = node.load.phase
-    assert phase is LoadPhase.LOADING
     assert [one.id for one in problems] == ["loading:127.0.0.1:r1/a"]
     assert re.search(r"It is loaded since (69|70) s, in about 3 s", problems[0].cause)
 
@@ -376,15 +350,12 @@ async def test_orders_on_a_real_router(tmp_path: Path) -> None:
         node = {"name": "r1", "url": router.url, "memory": "1GiB"}
         async with running_gateway(tmp_path, [node], {"store": {"url": "off"}}) as running:
             await until(lambda: "r1/cut" in running.gateway.fleet.nodes)
-            await done(running, "load", "cut")
-            await state_is(running, "r1/cut", "failed")
-            await done(running, "pin", "a")
-            await state_is(running, "r1/a", "ready")
+            await done(running, "load", "cut", "failed")
+            await done(running, "pin", "a", "ready")
             found = await placements(running)
             problems = await running.gateway.live.view.read_problems()
             await done(running, "unpin", "a")
-            await done(running, "unload", "a")
-            await state_is(running, "r1/a", "unloaded")
+            await done(running, "unload", "a", "unloaded")
     assert "its log says why" in found["r1/cut"]["reason"]
     assert found["r1/a"]["memory"] > demo_model().stat().st_size
     assert (found["r1/a"]["loads"], found["r1/a"]["pinned_by"]) == (1, "operator")

@@ -26,21 +26,16 @@ async def gateway_over(folder: Path, nodes: list[EmulatedNode]) -> AsyncIterator
 
 
 @contextlib.asynccontextmanager
-async def two_nodes() -> AsyncIterator[list[EmulatedNode]]:
-    nodes = [EmulatedNode(slots=1, decode_tps=2.0) for _ in range(2)]
-    async with nodes[0], nodes[1]:
-        yield nodes
-
-
-@contextlib.asynccontextmanager
-async def two_gateways(folder: Path) -> AsyncIterator[tuple[Running, Running]]:
+async def two_gateways(folder: Path) -> AsyncIterator[tuple[Running, Running, list[EmulatedNode]]]:
     """Two gateways over the same two nodes."""
+    nodes = [EmulatedNode(slots=1, decode_tps=2.0) for _ in range(2)]
     async with (
-        two_nodes() as nodes,
+        nodes[0],
+        nodes[1],
         gateway_over(folder / "first", nodes) as first,
         gateway_over(folder / "second", nodes) as second,
     ):
-        yield first, second
+        yield first, second, nodes
 
 
 async def ask_now_and_then(*urls: str) -> None:
@@ -59,28 +54,23 @@ async def told(running: Running) -> list[str]:
 
 @in_virtual_time
 async def test_a_second_gateway_on_the_same_nodes_is_told(tmp_path: Path) -> None:
-    async with two_gateways(tmp_path) as (first, second):
+    async with two_gateways(tmp_path) as (first, second, nodes):
         assert await told(first) == []
+        # One who uses a node directly is none.
+        await ask_now_and_then(nodes[0].url)
+        assert await told(first) == []
+        assert first.gateway.fleet.others_take_slots(first.gateway.fleet.nodes["node-0"])
         await ask_now_and_then(second.url, second.url)
         assert await told(first) == ["second_gateway"]
         assert "nodes_used_by_others 2" in (await first.admin.get("/metrics")).text
         # The one that all requests came through has seen no other.
-        assert await told(second) == []
         await asyncio.sleep(600.0)
-        assert await told(first) == []
-
-
-@in_virtual_time
-async def test_one_who_uses_a_node_directly_is_no_second_gateway(tmp_path: Path) -> None:
-    async with two_nodes() as nodes, gateway_over(tmp_path / "first", nodes) as first:
-        await ask_now_and_then(nodes[0].url)
-        assert await told(first) == []
-        assert first.gateway.fleet.others_take_slots(first.gateway.fleet.nodes["node-0"])
+        assert await told(first) == await told(second) == []
 
 
 @in_virtual_time
 async def test_after_a_hand_over_the_other_process_is_no_second_gateway(tmp_path: Path) -> None:
-    async with two_gateways(tmp_path) as (first, second):
+    async with two_gateways(tmp_path) as (first, second, _):
         fleet = first.gateway.fleet
         fleet._alone_from = first.gateway.clock() + first.gateway.settings.timeouts.total
         await ask_now_and_then(second.url, second.url)

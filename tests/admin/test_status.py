@@ -4,7 +4,6 @@ import asyncio
 import re
 from datetime import UTC, datetime, timedelta
 
-import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
 from gateway.admin.app import ADMIN_ROUTES, INDEX_PAGE
@@ -112,22 +111,16 @@ async def test_metrics_are_served_as_prometheus_text() -> None:
         response = await gateway.admin.get("/metrics")
     assert response.headers["content-type"] == "text/plain; version=0.0.4; charset=utf-8"
     values = {
-        (sample.name.removeprefix("llama_gateway_"), tuple(sorted(sample.labels.values()))): (
-            sample.value
-        )
+        (sample.name.removeprefix("llama_gateway_"), *sorted(sample.labels.values())): sample.value
         for family in text_string_to_metric_families(response.text)
         for sample in family.samples
     }
-    assert values["requests_total", ("200", "demo", "normal")] == 1
-    assert values["node_state", ("a", "ready")] == 1
-    assert values["node_state", ("b", "down")] == 1
-    assert values["node_state", ("b", "ready")] == 0
-    assert values["node_slots_total", ("a",)] == 2
-    assert values["node_slots_busy", ("a",)] == 0
-    assert values["queue_depth", ("batch",)] == 0
-    assert values["in_flight", ()] == 0
-    assert values["inventory_error", ()] == 1
-    assert values["retry_budget", ()] == 10
+    assert values["requests_total", "200", "demo", "normal"] == 1
+    assert values["node_state", "a", "ready"] == values["node_state", "b", "down"] == 1
+    assert values["node_state", "b", "ready"] == 0
+    assert (values["node_slots_total", "a"], values["node_slots_busy", "a"]) == (2, 0)
+    assert (values["queue_depth", "batch"], values["in_flight",]) == (0, 0)
+    assert (values["inventory_error",], values["retry_budget",]) == (1, 10)
 
 
 @in_virtual_time
@@ -141,23 +134,14 @@ async def test_health_and_readiness_are_those_of_the_public_listener() -> None:
 
 
 @in_virtual_time
-async def test_the_configured_key_is_needed_and_accepted() -> None:
-    async with bare_gateway(admin_key="a-key") as gateway:
-        for path in ("/openapi.json", "/metrics", "/admin/status", "/admin/nodes", "/admin/config"):
-            closed = await gateway.admin.get(path)
-            opened = await gateway.admin.get(path, headers={"authorization": "Bearer a-key"})
-            assert (closed.status_code, opened.status_code) == (401, 200)
-
-
-@in_virtual_time
 async def test_hosts_of_the_settings_are_allowed_and_others_are_not() -> None:
     async with bare_gateway(admin_hosts=("gateway.example",)) as gateway:
         good = await gateway.admin.get("/health", headers={"host": "gateway.example:8001"})
         bad = await gateway.admin.get("/health", headers={"host": "evil.example"})
         page = await gateway.admin.post("/admin/reload", headers={"origin": "https://evil.example"})
-    assert (good.status_code, bad.status_code, page.status_code) == (200, 403, 403)
-    assert error_of(bad)["code"] == "host_not_allowed"
-    assert error_of(page)["code"] == "origin_not_allowed"
+    assert good.status_code == 200
+    assert (bad.status_code, error_of(bad)["code"]) == (403, "host_not_allowed")
+    assert (page.status_code, error_of(page)["code"]) == (403, "origin_not_allowed")
     assert bad.headers["x-request-id"].startswith("adm_")
 
 
@@ -174,9 +158,9 @@ async def test_the_index_lists_exactly_the_served_paths() -> None:
     assert len(paths) == len(ADMIN_ROUTES)
 
 
-@pytest.mark.parametrize("path", ["/admin", "/admin/", "/slots", "/v1/models", "/admin/nodes/"])
 @in_virtual_time
-async def test_every_other_path_is_404(path: str) -> None:
+async def test_every_other_path_is_404() -> None:
     async with bare_gateway() as gateway:
-        response = await gateway.admin.get(path)
-    assert (response.status_code, error_of(response)["code"]) == (404, "not_found")
+        for path in ("/admin", "/admin/", "/slots", "/v1/models", "/admin/nodes/"):
+            response = await gateway.admin.get(path)
+            assert (response.status_code, error_of(response)["code"]) == (404, "not_found"), path

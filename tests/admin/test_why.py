@@ -3,15 +3,30 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
+from itertools import pairwise
+from pathlib import Path
 from typing import Any
 
 import httpx
 import pytest
 
-from gateway.admin.why import MOST_MATCHES
+from gateway.admin.why import (
+    MOST_LANES,
+    MOST_MATCHES,
+    TIMELINE_SECONDS,
+    SlotSpan,
+    TimelineEndpoint,
+    sample_of,
+)
+from gateway.callers.keys import AdminRole
+from tests.each_case import each_case
 from tests.emulator import EmulatedNode
-from tests.virtual import in_virtual_time
+from tests.gateways import Running, until
+from tests.polling import eventually
+from tests.stored.batch_gateway import HEADERS, ended, gateway_over, lines, output, submit
+from tests.virtual import in_virtual_time, now
 from tests.web.bare_gateway import BareGateway, bare_gateway, error_of
+from tests.web.test_route_tables import ADMIN_KEYS, bearer, gateway_with_keys
 
 SECRET = "the launch code is 7391"
 
@@ -34,6 +49,19 @@ async def ask(gateway: BareGateway, tag: str, text: str = SECRET, **body: Any) -
     response = await gateway.chat(text, headers={"x-request-id": tag}, stream=True, **body)
     await gateway.until(lambda: len(gateway.registry) == 0)
     return response
+
+
+@asynccontextmanager
+async def three_asked(
+    **settings: Any,
+) -> AsyncIterator[tuple[BareGateway, list[asyncio.Task[httpx.Response]]]]:
+    """Both nodes are busy with `r0` and `r1`, and `r2` waits."""
+    async with two_nodes(**settings) as (gateway, _, _):
+        await measure(gateway)
+        tasks = [asyncio.create_task(ask(gateway, f"r{number}")) for number in range(3)]
+        await gateway.until(lambda: len(gateway.scheduler.waiters) == 1)
+        yield gateway, tasks
+        await asyncio.gather(*tasks)
 
 
 async def why(gateway: BareGateway, name: str) -> list[dict[str, Any]]:
@@ -94,40 +122,29 @@ async def test_a_request_is_found_by_its_own_id_though_others_call_themselves_so
 
 
 @in_virtual_time
-async def test_what_is_cached_is_shown_as_expected_and_as_it_was() -> None:
+async def test_what_is_cached_is_shown_as_expected_and_as_it_was_also_if_it_was_lost() -> None:
     text = "A long introduction of many words about nothing in particular. " * 100
-    async with two_nodes() as (gateway, _, _):
+    async with two_nodes() as (gateway, fast, _):
         await measure(gateway)
         await ask(gateway, "first", text)
         await ask(gateway, "second", text)
         (request,) = await why(gateway, "second")
+        fast.slots.clear_prompts()
+        await ask(gateway, "third", text)
+        (lost,) = await why(gateway, "third")
     (decision,) = request["decisions"]
     chosen = next(one for one in decision["nodes"] if one["chosen"])
     assert chosen["cached_tokens"] > 500
     assert chosen["cached_saves"] > 2
     assert decision["predicted"]["cached_tokens"] == chosen["cached_tokens"]
     assert decision["actual"]["cached_tokens"] > 500
-
-
-@in_virtual_time
-async def test_a_cache_that_was_lost_is_told() -> None:
-    text = "A long introduction of many words about nothing in particular. " * 100
-    async with two_nodes() as (gateway, fast, _):
-        await measure(gateway)
-        await ask(gateway, "first", text)
-        fast.slots.clear_prompts()
-        await ask(gateway, "second", text)
-        (request,) = await why(gateway, "second")
-    assert request["decisions"][0]["actual"]["cached_tokens"] == 0
-    assert "were expected to be cached, and 0 were" in request["summary"]
+    assert lost["decisions"][0]["actual"]["cached_tokens"] == 0
+    assert "were expected to be cached, and 0 were" in lost["summary"]
 
 
 @in_virtual_time
 async def test_a_waiting_request_tells_its_place_and_the_nodes_that_it_waits_for() -> None:
-    async with two_nodes() as (gateway, _, _):
-        await measure(gateway)
-        tasks = [asyncio.create_task(ask(gateway, f"r{number}")) for number in range(3)]
-        await gateway.until(lambda: len(gateway.scheduler.waiters) == 1)
+    async with three_asked() as (gateway, tasks):
         (running,) = await why(gateway, "r0")
         (request,) = await why(gateway, "r2")
         await asyncio.gather(*tasks)
@@ -151,69 +168,48 @@ async def test_a_waiting_request_tells_its_place_and_the_nodes_that_it_waits_for
 
 @in_virtual_time
 async def test_a_refused_request_tells_why_it_was() -> None:
-    async with two_nodes(queue={"max": 1}) as (gateway, _, _):
-        tasks = [asyncio.create_task(ask(gateway, f"r{number}")) for number in range(3)]
-        await gateway.until(lambda: len(gateway.scheduler.waiters) == 1)
+    async with three_asked(queue={"max": 1}) as (gateway, _):
         refused = await gateway.chat(SECRET, headers={"x-request-id": "late"})
         assert refused.status_code == 429
         (request,) = await why(gateway, "late")
-        await asyncio.gather(*tasks)
+        # This one never comes to the scheduler.
+        await gateway.chat(SECRET, n=10_000, headers={"x-request-id": "odd"})
+        (odd,) = await why(gateway, "odd")
     assert (request["state"], request["outcome"]["reason"]) == ("refused", "queue_full")
     (decision,) = request["decisions"]
-    assert (decision["kind"], decision["status"], decision["code"]) == (
-        "refused",
-        429,
-        "queue_full",
-    )
+    assert (decision["kind"], decision["status"]) == ("refused", 429)
+    assert decision["code"] == "queue_full"
     assert decision["message"] in request["summary"]
+    assert (odd["state"], odd["decisions"]) == ("refused", [])
+    assert "400 invalid_request" in odd["summary"]
 
 
+@pytest.mark.parametrize("content", [0, 5], ids=["retried", "resumed"])
 @in_virtual_time
-async def test_a_request_that_never_came_to_the_scheduler_tells_its_error() -> None:
-    async with two_nodes() as (gateway, _, _):
-        await gateway.chat(SECRET, n=10_000, headers={"x-request-id": "odd"})
-        (request,) = await why(gateway, "odd")
-    assert (request["state"], request["decisions"]) == ("refused", [])
-    assert "400 invalid_request" in request["summary"]
-
-
-@in_virtual_time
-async def test_each_attempt_is_told_with_its_end() -> None:
+async def test_each_attempt_is_told_with_its_end(content: int) -> None:
     async with two_nodes() as (gateway, fast, _):
         await measure(gateway)
-        fast.faults.next("reset", after_events=0)
-        await ask(gateway, "it")
+        fast.faults.next("reset", after_events=content)
+        assert "error" not in (await ask(gateway, "it", max_tokens=20)).text
         (request,) = await why(gateway, "it")
     first, second = request["decisions"]
     assert (first["node"], second["node"]) == ("a", "b")
     assert first["actual"]["outcome"] not in {None, "ok"}
     assert second["actual"]["outcome"] == "ok"
-    assert second["failed_nodes"] == ["a"]
-    assert second["not_listed"] == {"failed": 1}
-    assert "After a had failed it" in request["summary"]
-
-
-@in_virtual_time
-async def test_a_resumed_stream_tells_the_node_that_went_on_with_it() -> None:
-    async with two_nodes() as (gateway, fast, _):
-        await measure(gateway)
-        fast.faults.next("reset", after_events=5)
-        response = await ask(gateway, "it", max_tokens=20)
-        assert "error" not in response.text
-        (request,) = await why(gateway, "it")
-    first, second = request["decisions"]
-    assert first["actual"]["ttft"] is not None
-    assert second["resumes"] is True
-    assert (second["node"], second["actual"]["outcome"]) == ("b", "ok")
+    assert (second["resumes"], first["actual"]["ttft"] is not None) == (bool(content),) * 2
+    if not content:
+        assert second["failed_nodes"] == ["a"]
+        assert second["not_listed"] == {"failed": 1}
+        assert "After a had failed it" in request["summary"]
 
 
 @in_virtual_time
 async def test_requests_of_one_x_request_id_are_told_the_newest_first() -> None:
     async with two_nodes() as (gateway, _, _):
         for _ in range(3):
-            await ask(gateway, "same")
+            await ask(gateway, "a/b:c", max_tokens=1)
             await asyncio.sleep(5)
-        found = await why(gateway, "same")
+        found = await why(gateway, "a/b:c")
     assert len({one["id"] for one in found}) == 3
     times = [one["received_at"] for one in found]
     assert times == sorted(times, reverse=True)
@@ -251,16 +247,158 @@ async def test_a_request_of_several_prompts_names_its_parts() -> None:
 
 
 @in_virtual_time
-async def test_an_id_with_a_slash_is_found() -> None:
-    async with two_nodes() as (gateway, _, _):
-        await ask(gateway, "a/b:c")
-        (request,) = await why(gateway, "a/b:c")
-    assert request["request_id"] == "a/b:c"
-
-
-@in_virtual_time
 async def test_an_unknown_id_is_told_since_when_requests_are_remembered() -> None:
     async with two_nodes() as (gateway, _, _):
         response = await gateway.admin.get("/admin/requests/nothing/why")
     assert (response.status_code, error_of(response)["code"]) == (404, "request_not_found")
     assert "now those since 20" in error_of(response)["message"]
+
+
+# Lines of batches and background responses, by the ids that their callers have.
+
+
+async def why_of(running: Running, name: str) -> dict[str, Any]:
+    response = await running.admin.get(f"/admin/requests/{name}/why")
+    assert response.status_code == 200, response.text
+    assert "write text" not in response.text
+    (request,) = response.json()["requests"]
+    found: dict[str, Any] = request
+    return found
+
+
+@pytest.mark.usefixtures("hurried")
+async def test_lines_of_batches_and_background_responses_are_explained_by_their_ids(
+    tmp_path: Path,
+) -> None:
+    async with gateway_over(tmp_path, EmulatedNode(slots=2, decode_tps=400)) as running:
+        batch = await ended(running, await submit(running, lines(4)))
+        results = await output(running, batch["output_file_id"])
+        line = await why_of(running, results[-1]["response"]["request_id"])
+        body = {"model": "demo", "input": "write text 1", "background": True, "store": True}
+        response = await running.client.post("/v1/responses", json=body, headers=HEADERS)
+        assert response.status_code == 200, response.text
+        path = f"/v1/responses/{response.json()['id']}"
+
+        async def completed() -> bool | None:
+            shown = await running.client.get(path, headers=HEADERS)
+            return shown.json()["status"] == "completed" or None
+
+        await eventually(completed)
+        await until(lambda: len(running.gateway.registry) == 0)
+        background = await why_of(running, response.json()["id"])
+    assert line["class"] == "batch"
+    assert line["decisions"][-1]["kind"] == "granted"
+    for request in (line, background):
+        assert request["state"] == "finished"
+        assert request["decisions"][-1]["actual"]["outcome"] == "ok"
+
+
+# `/admin/timeline`: what each slot has done in the last ten minutes.
+
+
+UNIX = 1_700_000_000.0
+"""Unix time when the virtual clock is at 0."""
+
+
+def spans(
+    gateway: BareGateway, after: float = 0.0, *, shows_callers: bool = True
+) -> list[SlotSpan]:
+    name_of = gateway.key_sync.key_ring.name_of
+    endpoint = TimelineEndpoint(gateway.scheduler, lambda: UNIX + now(), name_of)
+    return endpoint.read(after, shows_callers=shows_callers).spans
+
+
+@in_virtual_time
+async def test_an_attempt_reads_then_writes_and_then_has_ended() -> None:
+    async with bare_gateway(
+        EmulatedNode(slots=2, decode_tps=10, prefill_tps=100), serving=True
+    ) as gateway:
+        asked = asyncio.create_task(ask(gateway, "it", "word " * 300, max_tokens=50))
+        await gateway.until(lambda: bool(gateway.scheduler.records))
+        (reads,) = spans(gateway)
+        await gateway.until(lambda: gateway.registry.top_level()[0].tokens_so_far()[1] > 5)
+        (writes,) = spans(gateway)
+        await asked
+        (ended,) = spans(gateway)
+        ended_at = UNIX + now()
+    assert (reads.writes, reads.end, reads.outcome) == (None, None, None)
+    assert (reads.node, reads.slots, reads.resumes) == ("a", 1, False)
+    assert writes.writes is not None
+    assert writes.writes - writes.begin > 2
+    assert writes.end is None
+    assert ended.end is not None
+    assert ended.end - writes.writes > 2
+    assert ended.end == pytest.approx(ended_at, abs=1)
+    assert ended.outcome == "ok"
+    # The three are of one request, and begin alike.
+    assert ended[:7] == writes[:7] == reads[:7]
+
+
+@in_virtual_time
+async def test_of_what_was_told_before_only_what_has_changed_is_told_again() -> None:
+    async with bare_gateway(EmulatedNode(slots=2, decode_tps=10), serving=True) as gateway:
+        await ask(gateway, "first", max_tokens=5)
+        await asyncio.sleep(1)
+        told_at = UNIX + now()
+        assert spans(gateway, told_at) == []
+        await ask(gateway, "second", max_tokens=5)
+        (second,) = spans(gateway, told_at)
+        assert [one.begin for one in spans(gateway)][-1] == second.begin
+        # What is older than the picture is told to nobody.
+        await asyncio.sleep(TIMELINE_SECONDS + 1)
+        assert spans(gateway) == []
+
+
+@in_virtual_time
+async def test_a_cut_and_the_attempt_that_goes_on_are_told_as_such() -> None:
+    async with two_nodes() as (gateway, fast, _):
+        await measure(gateway)
+        fast.faults.next("reset", after_events=5)
+        await ask(gateway, "it", max_tokens=20)
+        before, after = sorted(spans(gateway)[-2:], key=lambda one: one.begin)
+    assert before.request == after.request
+    assert (before.node, after.node) == ("a", "b")
+    assert before.outcome not in {"ok", None}
+    assert (after.outcome, after.resumes) == ("ok", True)
+
+
+@in_virtual_time
+async def test_callers_are_told_to_operators_alone() -> None:
+    async with gateway_with_keys() as (gateway, _):
+        viewer = bearer(ADMIN_KEYS[AdminRole.VIEWER].text)
+        response = await gateway.admin.get("/admin/timeline", headers=viewer)
+        assert response.status_code == 200
+        assert response.json()["columns"] == list(SlotSpan._fields)
+    async with bare_gateway(EmulatedNode(), serving=True) as gateway:
+        await ask(gateway, "it", max_tokens=5)
+        (shown,) = spans(gateway)
+        (hidden,) = spans(gateway, shows_callers=False)
+    assert shown.caller == "anonymous:127.0.0.1"
+    assert hidden == shown._replace(caller=None)
+
+
+@in_virtual_time
+async def test_a_time_that_is_none_is_refused() -> None:
+    async with bare_gateway(EmulatedNode()) as gateway:
+        for after in ("yesterday", "-1", "nan"):
+            response = await gateway.admin.get(f"/admin/timeline?after={after}")
+            error = response.json()["error"]
+            assert (response.status_code, error["param"]) == (400, "after"), after
+
+
+@each_case("slots", [[4] * 1000, [64] * 30, [1, 300, 1], [7] * 20, [2] * 51])
+def test_a_large_fleet_is_told_by_a_sample_that_is_spread_over_it(slots: list[int]) -> None:
+    fleet = {f"n{number}": one for number, one in enumerate(slots)}
+    sample = sample_of(fleet)
+    assert sum(sample.values()) <= MOST_LANES
+    assert sum(sample.values()) > MOST_LANES - max(slots)
+    assert all(lanes <= fleet[name] for name, lanes in sample.items())
+    places = [int(name[1:]) for name in sample]
+    assert places == sorted(places)
+    steps = {after - before for before, after in pairwise(places)}
+    assert len(slots) < 4 or max(steps) - min(steps) <= 2
+
+
+def test_a_small_fleet_is_told_whole() -> None:
+    fleet = {f"n{number}": 4 for number in range(25)}
+    assert sample_of(fleet) == fleet

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import asyncio
 import itertools
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, TypeVar
 
 from sqlalchemy import Connection, select
 
@@ -18,10 +19,13 @@ from gateway.config.keys import LimitSpec
 from gateway.config.settings import Settings
 from gateway.events import EventBus, RequestRecord
 from gateway.lease import AttemptCharge, LeaseRequest
+from gateway.store.failures import StoreUnavailable
 from gateway.store.schema import usage
 from gateway.store.store import Store
 from gateway.terms import Caller, Priority
 from tests import lease_requests
+
+T = TypeVar("T")
 
 NOW = 1_780_000_000.0
 """Some day at the end of May 2026."""
@@ -45,6 +49,43 @@ class Clocks:
 
     def set_wall(self, wall: float) -> None:
         self._ahead = wall - self.monotonic
+
+
+@dataclass(eq=False)
+class FlakyStore:
+    """A store over a real one, or over one connection, that fails as it is told."""
+
+    behind: Any
+    is_away: bool = False
+    seconds: float = 0.0
+    """For which each job takes."""
+    failures: list[str] = field(default_factory=list)
+    """Of the next jobs: `before` the commit, `after` it, or empty."""
+    loses: list[str] = field(default_factory=list)
+    """Names of jobs whose next answer is lost after the commit."""
+    asked: list[float] = field(default_factory=list)
+    """The loop's times at which it was asked."""
+    more_changes: int = 0
+
+    @property
+    def changes(self) -> int:
+        return self.more_changes + getattr(self.behind, "changes", 0)
+
+    async def run(self, job: Callable[[Connection], T], /, *, write: bool = True) -> T:
+        self.asked.append(asyncio.get_running_loop().time())
+        failure = self.failures.pop(0) if self.failures else ""
+        if self.is_away or failure == "before":
+            raise StoreUnavailable("gone", "wait")
+        await asyncio.sleep(self.seconds)
+        if isinstance(self.behind, Store):
+            result = await self.behind.run(job, write=write)
+        else:
+            result = job(self.behind)
+        name = getattr(job, "__name__", "")
+        if failure == "after" or name in self.loses:
+            self.loses = [one for one in self.loses if one != name]
+            raise StoreUnavailable("gone", "wait")
+        return result
 
 
 def a_caller(name: str = "alice", *, group: str | None = None, **keys: Any) -> Caller:

@@ -32,7 +32,7 @@ import tempfile
 import time
 from collections import Counter
 from collections.abc import AsyncIterator, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
@@ -114,6 +114,21 @@ class Findings:
         self.largest[what] = max(self.largest.get(what, 0), abs(difference))
         if not least <= difference <= most:
             self.wrong.append(f"{what}: {difference} tokens ({why})")
+
+    def add(self, other: Findings) -> None:
+        """What another run showed: sums, and the largest of what is measured."""
+        for one in fields(self):
+            own, new = getattr(self, one.name), getattr(other, one.name)
+            if isinstance(own, float):
+                setattr(self, one.name, max(own, new))
+            elif isinstance(own, dict) and not isinstance(own, Counter):
+                own.update({what: max(own.get(what, 0), most) for what, most in new.items()})
+            else:
+                setattr(self, one.name, own + new)
+
+    def figures(self) -> dict[str, Any]:
+        """All of it, as JSON values."""
+        return {one.name: getattr(self, one.name) for one in fields(self)}
 
     @property
     def failed(self) -> bool:
@@ -475,12 +490,12 @@ async def emulated_nodes() -> AsyncIterator[list[EmulatedNode]]:
         yield nodes
 
 
-async def run_once(store_url: str, requests: int, seed: int, nice: int = 0) -> Findings:
-    """One run on an empty store; `nice`: the gateway's, on a machine that has other work."""
+async def run_once(store_url: str, requests: int, seed: int) -> Findings:
+    """One run on an empty store."""
     rng = random.Random(seed)
     with tempfile.TemporaryDirectory() as folder, claim_port(HOST) as claim:
         async with emulated_nodes() as nodes:
-            site = Site(Path(folder), nodes, store_url, claimed_port(claim), nice)
+            site = Site(Path(folder), nodes, store_url, claimed_port(claim), nice=0)
             await site.start()
             measuring = [asyncio.create_task(one.run()) for one in (site.lag, site.pulse)]
             try:
@@ -512,46 +527,16 @@ def main() -> int:
     parser.add_argument("--runs", type=int, default=20)
     parser.add_argument("--requests", type=int, default=1000)
     parser.add_argument("--seed", type=int, default=1)
-    parser.add_argument("--nice", type=int, default=0, help="of the gateway")
     options = parser.parse_args()
-    failed = 0
-    total = Findings()
+    failed, total = 0, Findings()
     with store_urls(options.store) as new_url:
         for run in range(options.runs):
-            begun = time.monotonic()
-            found = asyncio.run(
-                run_once(new_url(), options.requests, options.seed + run, options.nice)
-            )
+            found = asyncio.run(run_once(new_url(), options.requests, options.seed + run))
             failed += found.failed
-            total.requests += found.requests
-            total.rows += found.rows
-            total.missing += found.missing
-            total.doubles += found.doubles
-            total.outcomes += found.outcomes
-            total.compared += found.compared
-            total.lag = max(total.lag, found.lag)
-            total.pulse = max(total.pulse, found.pulse)
-            total.oldest_sent = max(total.oldest_sent, found.oldest_sent)
-            total.oldest_missing = max(total.oldest_missing, found.oldest_missing)
-            for what, most in found.largest.items():
-                total.largest[what] = max(total.largest.get(what, 0), most)
-            print(json.dumps({
-                "run": run + 1, "seconds": round(time.monotonic() - begun, 1),
-                "rows": found.rows, "doubles": found.doubles, "missing": found.missing,
-                "oldest_missing": round(found.oldest_missing, 2), "outcomes": found.outcomes,
-                "oldest_sent": round(found.oldest_sent, 2),
-                "lag": round(found.lag, 2), "pulse": round(found.pulse, 2),
-                "load": round(os.getloadavg()[0], 1),
-                "wrong": found.wrong[:3], "late": found.late[:3],
-            }), flush=True)  # fmt: skip
-    print(json.dumps({
-        "store": options.store, "runs": options.runs, "failed": failed,
-        "requests": total.requests, "rows": total.rows, "doubles": total.doubles,
-        "missing": total.missing, "oldest_missing": round(total.oldest_missing, 2),
-        "oldest_sent": round(total.oldest_sent, 2), "lag": round(total.lag, 2),
-        "pulse": round(total.pulse, 2), "outcomes": total.outcomes, "compared": total.compared,
-        "largest_difference": total.largest,
-    }, indent=1))  # fmt: skip
+            total.add(found)
+            load = round(os.getloadavg()[0], 1)
+            print(json.dumps({"run": run + 1, "load": load, **found.figures()}), flush=True)
+    print(json.dumps({"runs": options.runs, "failed": failed, **total.figures()}, indent=1))
     return 1 if failed else 0
 
 

@@ -96,7 +96,8 @@ def made_up_rows(
             node=f"{'gpu' if gpu else 'cpu'}-{rng.randrange(5)}",
             prompt_tokens=rng.randrange(4000),
             completion_tokens=rng.randrange(500),
-            cost=rng.random() / 1000,
-            gpu_cost=rng.random() / 1000,
+            # Floats sum these without an error in any order.
+            cost=rng.randrange(1000) / 2**20,
+            gpu_cost=rng.randrange(1000) / 2**20,
             status=rng.choices((200, 499, 502), (95, 4, 1))[0],
         )

@@ -14,6 +14,7 @@ from gateway.callers.ended import EndedQuery, EndedReader, parse_ended_query, ro
 from gateway.callers.reports import InvalidQuery
 from gateway.store.store import Store
 from tests.callers.ledger_rows import DAY, NOON, a_row, add_rows
+from tests.each_case import each_case
 
 NAMES = {"k1": "web", "k2": "web", "k3": "night"}
 
@@ -81,19 +82,13 @@ def test_a_page_that_has_looked_at_enough_ends_and_the_next_one_goes_on(store: S
     rows = [a_row(number, ended_at=NOON - number, node="rare" if number > 90 else "cpu-a")
             for number in range(100)]  # fmt: skip
     fill(store, rows)
-    first = page(store, {"node": "rare"}, rows_per_step=10, most_examined=30)
+    bounds = {"rows_per_step": 10, "most_examined": 30}
+    first = page(store, {"node": "rare"}, **bounds)
     assert (first["requests"], first["complete"]) == ([], False)
     assert first["since"] == "2027-01-15T11:59:30Z", "how far it has looked"
-    found = []
-    given, bounds = {"node": "rare", "before": first["next"]}, {"rows_per_step": 10}
-    while True:
-        one = page(store, given, **bounds, most_examined=30)
-        found += [row.id for row in one["requests"]]
-        if one["next"] is None:
-            break
-        given["before"] = one["next"]
+    found = all_ids(store, {"node": "rare", "before": first["next"]}, **bounds)
     assert found == [f"r{number}" for number in range(91, 100)]
-    slow = page(store, {"order": "slowest"}, rows_per_step=10, most_examined=30)
+    slow = page(store, {"order": "slowest"}, **bounds)
     assert (len(slow["requests"]), slow["complete"], slow["next"]) == (30, False, None)
 
 
@@ -179,7 +174,7 @@ def test_a_page_reads_no_more_rows_than_it_needs_of_one_key(store: Store) -> Non
     assert "ix_usage_key_ended_at" in store.run_now(plan, write=False)
 
 
-@pytest.mark.parametrize(
+@each_case(
     ("given", "parameter"),
     [
         ({"since": "soon"}, "since"),

@@ -8,14 +8,13 @@ import subprocess
 import sys
 from collections.abc import AsyncIterator
 from pathlib import Path
-from typing import Any
 
 import msgspec
 import pytest
 
 from gateway.callers.ledger import ROW_COLUMNS, KeptRows, Ledger, read_rows
-from gateway.store.failures import StoreUnavailable
 from gateway.store.schema import usage
+from tests.callers.build import FlakyStore
 from tests.callers.test_ledger import World, a_row, a_world
 from tests.gateways import until
 
@@ -43,18 +42,14 @@ def test_rows_are_private_and_read_by_who_comes_when_their_process_has_ended(
     assert [rows_in(path) for path in second.left()] == [["r1", "r2", "r3"]]
 
 
-def test_the_file_goes_when_the_store_has_all_and_begins_anew(tmp_path: Path) -> None:
-    kept = KeptRows(tmp_path, "p1")
+def test_the_file_goes_when_the_store_has_all_and_its_rows_have_a_bound(tmp_path: Path) -> None:
+    kept = KeptRows(tmp_path, "p1", most_bytes=1000)
     for id_ in ("r1", "r2"):
         kept.keep([a_row(id_)])
         assert rows_in(tmp_path / "p1.rows") == [id_]
         kept.clear()
         assert list(tmp_path.iterdir()) == []
         assert kept.is_empty
-
-
-def test_rows_beyond_the_bound_are_refused_and_the_others_stay(tmp_path: Path) -> None:
-    kept = KeptRows(tmp_path, "p1", most_bytes=1000)
     kept.keep([a_row("r1")])
     with pytest.raises(OSError, match="rows already"):
         kept.keep([a_row(f"r{number}") for number in range(2, 8)])
@@ -112,19 +107,6 @@ def test_lines_that_are_no_rows_are_skipped(tmp_path: Path) -> None:
     assert rows_in(path) == ["r1"]
 
 
-class Away:
-    """A store that is away until it is told to be back."""
-
-    def __init__(self, store: Any) -> None:
-        self.is_away = True
-        self._store = store
-
-    async def run(self, job: Any, **keys: Any) -> Any:
-        if self.is_away:
-            raise StoreUnavailable("away", "wait")
-        return await self._store.run(job, **keys)
-
-
 @contextlib.asynccontextmanager
 async def running(ledger: Ledger) -> AsyncIterator[None]:
     tasks = [asyncio.create_task(ledger.worker.run()), asyncio.create_task(ledger.keep_rows())]
@@ -150,7 +132,7 @@ async def test_rows_of_a_process_that_was_killed_without_a_store_are_booked_by_t
 ) -> None:
     folder = tmp_path / "rows"
     async with a_world(url) as world:
-        killed = world.ledger(Away(world.store), kept=KeptRows(folder, "p1.0"))
+        killed = world.ledger(FlakyStore(world.store, is_away=True), kept=KeptRows(folder, "p1.0"))
         async with running(killed):
             for number in range(3):
                 killed.add(a_row(f"r{number}"))
@@ -170,7 +152,7 @@ async def test_rows_are_booked_once_when_the_store_is_back_and_those_that_memory
     monkeypatch.setattr("gateway.callers.ledger.MOST_ROWS_AT_ONCE", 2)
     folder = tmp_path / "rows"
     async with a_world(url) as world:
-        store = Away(world.store)
+        store = FlakyStore(world.store, is_away=True)
         ledger = world.ledger(store, kept=KeptRows(folder, "p1.0"), most_pending=8, flush_rows=99)
         async with running(ledger):
             for batch in range(4):
@@ -190,7 +172,9 @@ async def test_a_process_that_ends_without_a_store_leaves_its_rows_on_the_disk(
     url: str, tmp_path: Path
 ) -> None:
     async with a_world(url) as world:
-        ledger = world.ledger(Away(world.store), kept=KeptRows(tmp_path, "p1.0"))
+        ledger = world.ledger(
+            FlakyStore(world.store, is_away=True), kept=KeptRows(tmp_path, "p1.0")
+        )
         ledger.add(a_row("r1"))
         await ledger.close(5.0)
         assert rows_in(tmp_path / "p1.0.rows") == ["r1"]

@@ -29,6 +29,7 @@ from gateway.store.database import locate_store
 from gateway.store.failures import StoreUnavailable
 from gateway.store.store import Store
 from tests.callers.build import NOW
+from tests.each_case import each_case
 
 
 def no_models(_: Sequence[KeySpec]) -> Sequence[str]:
@@ -93,7 +94,7 @@ async def test_groups_of_the_settings_come_before_those_of_the_store(store: Stor
     assert settings.groups.keys() == {"night", "day"}
 
 
-@pytest.mark.parametrize(
+@each_case(
     ("name", "fields", "told"),
     [
         ("a b", {}, "letters, digits"),
@@ -177,8 +178,13 @@ async def test_without_the_store_a_start_knows_the_groups_that_it_knew_last(
     assert later.members == {"night": 1}
 
 
-async def test_a_renamed_or_revoked_key_is_called_by_its_last_name(store: Store) -> None:
+async def test_a_key_is_called_by_its_last_name_though_revoked_and_one_that_is_over_expired(
+    store: Store,
+) -> None:
     desk = a_desk(store)
+    await desk.create({"name": "brief", "expires": "1ms"})
+    await asyncio.sleep(0.01)
+    assert (await desk.show("brief"))["state"] == "expired"
     made = await desk.create({"name": "alice"})
     ring = KeyRing()
     sync = KeySync(store, ring, None)

@@ -25,6 +25,7 @@ from gateway.callers.processes import (
 from gateway.store.failures import StoreUnavailable
 from gateway.store.schema import open_requests, processes, revisions, usage
 from gateway.store.store import Store
+from tests.callers.build import NOW, FlakyStore
 from tests.gateways import until
 from tests.nodes.build import Clock
 from tests.store.stores import opened
@@ -32,7 +33,6 @@ from tests.virtual import in_virtual_time, now
 
 T = TypeVar("T")
 
-NOW = 1_780_000_000.0
 LIMIT = 120.0  # seconds for each wait
 
 
@@ -142,26 +142,9 @@ async def test_rows_are_written_without_being_asked(store_url: str) -> None:
         assert len(await world.all(usage)) == 7
 
 
-class UncertainStore:
-    """A store whose connection breaks: before the commit, or after it."""
-
-    def __init__(self, store: Store) -> None:
-        self.store = store
-        self.failures: list[str] = []
-
-    async def run(self, job: Callable[[Connection], T], /, *, write: bool = True) -> T:
-        failure = self.failures.pop(0) if self.failures else ""
-        if failure == "before":
-            raise StoreUnavailable("gone", "wait")
-        result = await self.store.run(job, write=write)
-        if failure == "after":
-            raise StoreUnavailable("gone", "wait")
-        return result
-
-
 async def test_a_batch_is_written_once_though_nobody_knows_whether_it_was(store_url: str) -> None:
     async with a_world(store_url) as world:
-        store = UncertainStore(world.store)
+        store = FlakyStore(world.store)
         ledger = world.ledger(store)
         store.failures = ["after", "before", "after"]
         world.open = [an_open_request("o1", NOW)]
@@ -251,13 +234,18 @@ async def test_a_store_that_is_away_is_told_of_once_though_there_is_nothing_to_w
 
 
 async def test_a_row_that_no_store_takes_does_not_hold_up_the_others(store_url: str) -> None:
+    """Rows are booked in their order once the store has them."""
     async with a_world(store_url) as world:
         ledger = world.ledger()
         for row in (a_row("r0"), a_row("bad", prompt_tokens=None), a_row("r2")):
             ledger.add(row)
+        assert (ledger.added, ledger.booked) == (3, 0)
+        await ledger.start(LIMIT)
+        ledger.add(a_row("r3"))
+        assert (ledger.added, ledger.booked) == (4, 3)
         await ledger.close(LIMIT)
-        assert [row["id"] for row in await world.all(usage)] == ["r0", "r2"]
-        assert (ledger.dropped, ledger.pending) == (1, 0)
+        assert [row["id"] for row in await world.all(usage)] == ["r0", "r2", "r3"]
+        assert (ledger.dropped, ledger.pending, ledger.booked) == (1, 0, 4)
 
 
 async def test_beyond_the_bound_the_oldest_rows_are_dropped_and_counted(store_url: str) -> None:
@@ -322,30 +310,28 @@ async def test_a_long_request_is_in_the_journal_until_its_row_is_written(store_u
         assert await world.all(processes) == []
 
 
-async def test_requests_of_a_dead_process_are_recovered_once(store_url: str) -> None:
+async def test_requests_of_a_dead_process_are_recovered_once_and_in_parts(store_url: str) -> None:
+    count = 2 * MOST_TAKEN + 7
     async with a_world(store_url) as world:
         killed, first, second = world.ledger(), world.ledger(), world.ledger()
         spent = {"slot_seconds": 2.5, "cost": 0.75}
-        world.open = [an_open_request(f"o{i}", NOW, tokens=i, **spent) for i in range(3)]
+        world.open = [an_open_request(f"o{i:04}", NOW, tokens=i, **spent) for i in range(count)]
         await killed.start(LIMIT)
         # Its last batch came through, but the answer did not.
         world.open = []
-        killed.add(a_row("o0", completion_tokens=50))
+        killed.add(a_row("o0000", completion_tokens=50))
         await killed.close(LIMIT)
-        ended = ("o1", "o2")
         for seconds in (0.0, DEAD_SECONDS / 2, DEAD_SECONDS / 2):
             world.clock.passes(seconds)
             await asyncio.gather(first.start(LIMIT), second.start(LIMIT))
-        rows = {row["id"]: row for row in await world.all(usage)}
-        assert set(rows) == {"o0", *ended}
-        assert (rows["o0"]["completion_tokens"], rows["o0"]["outcome"]) == (50, "ok")
-        for id_ in ended:
-            assert rows[id_]["outcome"] == "lost"
-            assert (rows[id_]["prompt_tokens"], rows[id_]["completion_tokens"]) == (
-                100, int(id_[1])
-            )  # fmt: skip
-            assert (rows[id_]["slot_seconds"], rows[id_]["cost"]) == (2.5, 0.75)
-        assert first.recovered + second.recovered == 2
+        own, *lost = await world.all(usage)
+        assert (own["id"], own["completion_tokens"], own["outcome"]) == ("o0000", 50, "ok")
+        assert [row["id"] for row in lost] == [f"o{i:04}" for i in range(1, count)]
+        for number, row in enumerate(lost, 1):
+            assert row["outcome"] == "lost"
+            assert (row["prompt_tokens"], row["completion_tokens"]) == (100, number)
+            assert (row["slot_seconds"], row["cost"]) == (2.5, 0.75)
+        assert first.recovered + second.recovered == count - 1
         assert await world.all(open_requests) == []
         assert {row["id"] for row in await world.all(processes)} == {first.own.id, second.own.id}
 
@@ -416,49 +402,6 @@ async def test_open_requests_that_are_left_are_the_next_processs_or_lost(store_u
         assert [one["process"] for one in await world.all(open_requests)] == ["p2.0"]
 
 
-async def test_rows_are_booked_in_their_order_once_the_store_has_them(store_url: str) -> None:
-    async with a_world(store_url) as world:
-        ledger = world.ledger()
-        for number in range(3):
-            ledger.add(a_row(f"r{number}"))
-        assert (ledger.added, ledger.booked) == (3, 0)
-        await ledger.start(LIMIT)
-        ledger.add(a_row("r3"))
-        assert (ledger.added, ledger.booked) == (4, 3)
-        await ledger.close(LIMIT)
-        assert (ledger.added, ledger.booked) == (4, 4)
-
-
-async def test_many_requests_of_a_dead_process_are_recovered_in_parts(store_url: str) -> None:
-    count = 2 * MOST_TAKEN + 7
-    async with a_world(store_url) as world:
-        killed, first, second = world.ledger(), world.ledger(), world.ledger()
-        world.open = [an_open_request(f"o{i:04}", NOW) for i in range(count)]
-        await killed.start(LIMIT)
-        world.open = []
-        await asyncio.gather(first.start(LIMIT), second.start(LIMIT))
-        world.clock.passes(DEAD_SECONDS)
-        await asyncio.gather(first.start(LIMIT), second.start(LIMIT))
-        rows = await world.all(usage)
-        assert [row["id"] for row in rows] == [f"o{i:04}" for i in range(count)]
-        assert {row["outcome"] for row in rows} == {"lost"}
-        assert first.recovered + second.recovered == count
-        assert await world.all(open_requests) == []
-        assert {row["id"] for row in await world.all(processes)} == {first.own.id, second.own.id}
-
-
-class SlowStore:
-    """A store in memory that takes a while for each job."""
-
-    def __init__(self, connection: Connection, seconds: float) -> None:
-        self.connection = connection
-        self.seconds = seconds
-
-    async def run(self, job: Callable[[Connection], T], /, *, write: bool = True) -> T:
-        await asyncio.sleep(self.seconds)
-        return job(self.connection)
-
-
 @pytest.mark.parametrize(
     ("seconds", "most"),
     [(0.003, JOURNALED_WITHIN), (0.2, JOURNALED_WITHIN), (0.4, 0.8), (0.5, 1.0)],
@@ -475,7 +418,7 @@ async def test_a_slow_store_has_each_request_before_it_is_a_second_old(
         return [an_open_request(id_, at) for id_, at in admitted.items() if at <= before]
 
     own = ProcessIdentity("p.0", "host", 1, NOW)
-    store = SlowStore(connection, seconds)
+    store = FlakyStore(connection, seconds=seconds)
     ledger = Ledger(cast("Any", store), own, loop.time, loop.time, running_since)
     ages: list[float] = []
     with running(ledger):
@@ -494,7 +437,7 @@ async def test_a_slow_store_has_each_request_before_it_is_a_second_old(
 
 async def test_a_job_and_its_rows_are_committed_together_or_not_at_all(store_url: str) -> None:
     async with a_world(store_url) as world:
-        store = UncertainStore(world.store)
+        store = FlakyStore(world.store)
         ledger = world.ledger(store)
         await ledger.start(LIMIT)
 
@@ -521,7 +464,7 @@ async def test_rows_of_jobs_and_of_requests_have_numbers_in_the_order_of_their_c
     store_url: str,
 ) -> None:
     async with a_world(store_url) as world:
-        store = UncertainStore(world.store)
+        store = FlakyStore(world.store)
         ledger = world.ledger(store)
         last, seen = 0, 0
         with running(ledger):

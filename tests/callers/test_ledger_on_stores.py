@@ -27,7 +27,6 @@ from gateway.callers.reports import (
     roll_up,
 )
 from gateway.config.stored import RetentionSettings
-from gateway.store.failures import StoreError
 from gateway.store.schema import metadata, revisions, usage, usage_days
 from gateway.store.store import Store
 from tests.callers.ledger_rows import DAY, NOON, a_row, add_rows, count_rows, made_up_rows
@@ -37,27 +36,10 @@ from tests.store.stores import opened
 MIDNIGHT = NOON - DAY / 2
 
 
-def flat(value: object, place: str = "") -> dict[str, object]:
-    """Every value of a report by its place; those of a row by its group."""
-    if isinstance(value, dict):
-        return {k: v for name in value for k, v in flat(value[name], f"{place}.{name}").items()}
-    if isinstance(value, list) and place == ".rows":
-        groups = [str([one for one in row.values() if isinstance(one, str)]) for row in value]
-        pairs = zip(groups, value, strict=True)
-        return {k: v for group, row in pairs for k, v in flat(row, group).items()}
-    return {place: value}
-
-
-def same(left: object, right: object) -> bool:
-    """Whether two reports are the same, but for what floats lose in another order of sums."""
-    first, second = flat(left), flat(right)
-    wrong = [
-        (name, value, second.get(name))
-        for name, value in first.items()
-        if second.get(name) != (pytest.approx(value) if isinstance(value, float) else value)
-    ]
-    assert wrong == []
-    return first.keys() == second.keys()
+def told(report: LedgerReport) -> dict[str, object]:
+    """A report, whose rows of one cost may stand in any order."""
+    body = report.to_json()
+    return {**body, "rows": sorted(body["rows"], key=str)}
 
 
 async def test_every_report_is_the_same_before_and_after_retention(store: Store) -> None:
@@ -67,14 +49,12 @@ async def test_every_report_is_the_same_before_and_after_retention(store: Store)
     pairs = itertools.combinations(DIMENSIONS, 2)
     questions = [(name,) for name in DIMENSIONS] + list(pairs)
     queries = [ReportQuery(by, MIDNIGHT - 30 * DAY, MIDNIGHT + DAY) for by in questions]
-    before = [(await reporter.read(query)).to_json() for query in queries]
-    assert {told["total"]["requests"] for told in before} == {3000}
+    before = [told(await reporter.read(query)) for query in queries]
+    assert all("'requests': 3000" in str(one["total"]) for one in before)
     settings = RetentionSettings(days=10, rows=1000)
-    retention = Retention(reporter, lambda: settings, lambda: NOON)
-    assert await retention.keep_within_limits() == 2000
+    assert await retention(store, settings).keep_within_limits() == 2000
     assert await store.run(count_rows) == 1000
-    after = [(await reporter.read(query)).to_json() for query in queries]
-    assert all(map(same, before, after))
+    assert [told(await reporter.read(query)) for query in queries] == before
 
 
 async def test_rows_that_two_processes_sum_up_at_once_count_once(
@@ -91,43 +71,37 @@ async def test_rows_that_two_processes_sum_up_at_once_count_once(
 
     with opened(store_url) as other:
         assert sum(await asyncio.gather(sum_up(store), sum_up(other))) == 2000
-    told = await Reporter(store).read(parse_query(NOON, by="key"))
-    assert told.total.requests == 2000
+    report = await Reporter(store).read(parse_query(NOON, by="key"))
+    assert report.total.requests == 2000
 
 
-async def test_young_rows_stay_however_many_they_are(store: Store) -> None:
+def retention(store: Store, settings: RetentionSettings) -> Retention:
+    return Retention(Reporter(store), lambda: settings, lambda: NOON)
+
+
+async def test_young_rows_stay_and_without_limits_all(store: Store) -> None:
     rows = [a_row(n, ended_at=NOON - 60 * n) for n in range(300)]
     await store.run(lambda connection: add_rows(connection, rows))
-    settings = RetentionSettings(days=0, rows=10)
-    retention = Retention(Reporter(store), lambda: settings, lambda: NOON)
-    await retention.keep_within_limits()
+    unlimited = retention(store, RetentionSettings(days=0, rows=0))
+    assert await unlimited.keep_within_limits() == 0
+    await retention(store, RetentionSettings(days=0, rows=10)).keep_within_limits()
     assert await store.run(count_rows) == 121
-
-
-async def test_without_limits_nothing_goes(store: Store) -> None:
-    await store.run(lambda connection: add_rows(connection, [a_row(1, ended_at=0.0)]))
-    settings = RetentionSettings(days=0, rows=0)
-    retention = Retention(Reporter(store), lambda: settings, lambda: NOON)
-    assert await retention.keep_within_limits() == 0
-    settings = RetentionSettings(days=1)
-    assert await retention.keep_within_limits() == 1
+    await store.run(lambda connection: add_rows(connection, [a_row(999, ended_at=NOON - 3 * DAY)]))
+    assert await retention(store, RetentionSettings(days=1)).keep_within_limits() == 1
 
 
 async def test_the_file_shrinks_when_old_rows_go(tmp_path: Path) -> None:
     with opened(f"sqlite:///{tmp_path / 'gateway.db'}") as store:
         rows = [a_row(n, ended_at=NOON - n * 60) for n in range(20_000)]
         await store.run(lambda connection: add_rows(connection, rows))
-        settings = RetentionSettings(days=2)
-        retention = Retention(Reporter(store), lambda: settings, lambda: NOON)
-        size = await pages(store)
-        await retention.keep_within_limits()
-        assert await pages(store) < size / 3
-        assert await store.run(lambda c: c.exec_driver_sql("PRAGMA freelist_count").scalar()) == 0
 
+        async def pages(pragma: str) -> int:
+            return int(await store.run(lambda c: c.exec_driver_sql(pragma).scalar()) or 0)
 
-async def pages(store: Store) -> int:
-    """Pages of SQLite's file."""
-    return int(await store.run(lambda c: c.exec_driver_sql("PRAGMA page_count").scalar()) or 0)
+        size = await pages("PRAGMA page_count")
+        await retention(store, RetentionSettings(days=2)).keep_within_limits()
+        assert await pages("PRAGMA page_count") < size / 3
+        assert await pages("PRAGMA freelist_count") == 0
 
 
 async def test_a_node_that_two_gateways_look_at_is_paid_once(store: Store) -> None:
@@ -147,41 +121,6 @@ async def test_a_node_that_two_gateways_look_at_is_paid_once(store: Store) -> No
     assert [one.node for one in report.hours] == ["cpu-a", "gpu-a"]
     assert [one.seconds for one in report.hours] == pytest.approx([3600, 3600])
     assert sum(one.cost for one in report.hours) == pytest.approx(2.20)
-
-
-async def test_hours_wait_while_the_store_is_away_and_count_once(tmp_path: Path) -> None:
-    now = NOON
-    path = tmp_path / "gateway.db"
-    with opened(f"sqlite:///{path}") as store:
-        recorder = NodeHoursRecorder(store, lambda: [AliveNode("a", "cpu", 3.6)], lambda: now)
-        recorder.look()
-        for minute in range(1, 6):
-            now = NOON + 60 * minute
-            recorder.look()
-            if minute == 2:
-                path.rename(tmp_path / "away.db")
-            if minute == 4:
-                (tmp_path / "away.db").rename(path)
-            if minute in {2, 3}:
-                with pytest.raises(StoreError):
-                    await recorder.write()
-            elif minute == 5:
-                await written(recorder)
-        report = await Reporter(store).read(parse_query(NOON))
-        assert [one.seconds for one in report.hours] == [300.0]
-        assert [one.cost for one in report.hours] == pytest.approx([0.3])
-
-
-async def written(recorder: NodeHoursRecorder) -> None:
-    """Write as soon as the store is back."""
-    async with asyncio.timeout(60.0):
-        while True:
-            try:
-                await recorder.write()
-            except StoreError:
-                await asyncio.sleep(0.05)
-            else:
-                return
 
 
 async def test_a_machine_that_slept_claims_nothing_of_that_time(store: Store) -> None:
@@ -261,12 +200,16 @@ def test_no_report_changes_when_rows_become_sums(
     engine.dispose()
 
 
-def test_the_oldest_rows_go_first_and_young_ones_stay(connection: Connection) -> None:
+def test_the_oldest_rows_go_first_and_the_number_rises_only_then(connection: Connection) -> None:
+    number = select(func.max(revisions.c.number))
     add_rows(connection, [a_row(n, ended_at=NOON - n * DAY) for n in range(4)])
+    assert roll_up(connection, NOON - 9 * DAY, 2) == 0
+    assert connection.scalar(number) is None
     assert roll_up(connection, NOON - DAY / 2, 2) == 2
     assert list(connection.scalars(select(usage.c.id).order_by(usage.c.id))) == ["r0", "r1"]
     assert roll_up(connection, NOON - DAY / 2, 2) == 1
     assert roll_up(connection, NOON - DAY / 2, 2) == 0
+    assert connection.scalar(number) == 2
 
 
 def test_requests_alike_make_one_sum(connection: Connection) -> None:
@@ -276,16 +219,6 @@ def test_requests_alike_make_one_sum(connection: Connection) -> None:
     day = connection.execute(select(usage_days)).mappings().one()
     assert (day["requests"], day["prompt_tokens"], day["day"]) == (50, 5000, "2027-01-15")
     assert count_rows(connection) == 0
-
-
-def test_the_number_rises_only_when_rows_move(connection: Connection) -> None:
-    number = select(func.max(revisions.c.number))
-    add_rows(connection, [a_row(1)])
-    roll_up(connection, NOON)
-    assert connection.scalar(number) is None
-    roll_up(connection, NOON + 1)
-    roll_up(connection, NOON + 1)
-    assert connection.scalar(number) == 1
 
 
 @given(st.lists(st.integers(0, 5), max_size=25), st.integers(1, 6))

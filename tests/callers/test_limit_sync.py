@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import itertools
-from collections.abc import AsyncIterator, Callable, Iterator
+from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager, contextmanager
 from pathlib import Path
 from typing import Any, TypeVar
@@ -27,6 +27,7 @@ from tests.callers.build import (
     NOW,
     Clocks,
     Counted,
+    FlakyStore,
     LimitedProcess,
     a_caller,
     a_lease_request,
@@ -34,36 +35,11 @@ from tests.callers.build import (
     read_rows,
 )
 from tests.callers.ledger_rows import DAY, a_row, add_rows
-from tests.gateways import until
-from tests.store.stores import add, opened
 from tests.virtual import in_virtual_time, now
 
 T = TypeVar("T")
 
 LIMIT = 60.0
-
-
-class FailingStore:
-    """A store that can be away, and whose answer can be lost after the commit."""
-
-    def __init__(self, store: Store) -> None:
-        self.store = store
-        self.away = False
-        self.loses: list[str] = []
-        """Names of jobs whose next answer is lost."""
-
-    @property
-    def changes(self) -> int:
-        return self.store.changes
-
-    async def run(self, job: Callable[[Connection], T], /, *, write: bool = True) -> T:
-        if self.away:
-            raise StoreUnavailable("gone", "wait")
-        result = await self.store.run(job, write=write)
-        if getattr(job, "__name__", "") in self.loses:
-            self.loses.remove(job.__name__)
-            raise StoreUnavailable("the answer is lost", "wait")
-        return result
 
 
 class World:
@@ -81,7 +57,7 @@ class World:
         store.start()
         self._stores.append(store)
         name = f"p{next(self._numbers)}"
-        failing: Any = FailingStore(store)
+        failing: Any = FlakyStore(store)
         return LimitedProcess(name, failing, clocks or self.clocks, self.settings)
 
     async def started(self, *callers: Caller) -> LimitedProcess:
@@ -109,9 +85,9 @@ async def a_world(url: str, folder: Path, **settings: Any) -> AsyncIterator[Worl
 @contextmanager
 def without_its_store(process: LimitedProcess) -> Iterator[None]:
     store: Any = process.store
-    store.away = True
+    store.is_away = True
     yield
-    store.away = False
+    store.is_away = False
 
 
 def refusal(process: LimitedProcess, caller: Caller, most: int = 1, user: str | None = None) -> str:
@@ -195,39 +171,6 @@ async def test_a_request_that_runs_for_long_counts_in_its_own_minute_alone(
         assert account.tokens.value(world.clocks.clock()) == 40
 
 
-async def test_reservations_of_a_killed_process_are_given_back_and_its_use_is_counted(
-    store_url: str, tmp_path: Path
-) -> None:
-    alice = a_caller(limits={"tpm": 10_000, "concurrency": 2, "budget": "5/month"})
-    async with a_world(store_url, tmp_path) as world:
-        killed, other = await world.started(alice), await world.started(alice)
-        for _ in range(2):
-            killed.admit(alice, a_lease_request(0, 4000))
-        world.clocks.advance(0.5)
-        await killed.step()
-        await other.step()
-        assert "2 requests at one time" in refusal(other, alice)
-        assert other.account("key:alice").open_tokens() == 8000
-        # Nothing more is heard of it.
-        for _ in range(int((DEAD_SECONDS + 2 * RECOVERY_SECONDS) / 5)):
-            world.clocks.advance(5.0)
-            await other.step()
-        await other.step()
-        account = other.account("key:alice")
-        assert (account.others.running, account.open_tokens()) == (0, 0)
-        assert refusal(other, alice) == ""
-        rows = await world.rows()
-        assert [row["outcome"] for row in rows] == ["lost", "lost"]
-        # A process that starts now counts the same.
-        heir = await world.started(alice)
-        other.end(0, 50)
-        await other.step()
-        await heir.step()
-        found = counted(await world.rows(), "key:alice", world.clocks.wall())
-        assert used(other.account("key:alice"), world.clocks) == found
-        assert used(heir.account("key:alice"), world.clocks) == found
-
-
 async def test_rows_behind_a_recovery_that_nobody_could_confirm_are_counted_by_others(
     store_url: str, tmp_path: Path
 ) -> None:
@@ -256,24 +199,6 @@ async def test_rows_behind_a_recovery_that_nobody_could_confirm_are_counted_by_o
         assert found.tokens == 100
         for process in (heir, other):
             assert used(process.account("key:alice"), world.clocks) == found, process.name
-
-
-async def test_an_end_user_is_limited_across_processes(store_url: str, tmp_path: Path) -> None:
-    chat = a_caller("chat", user_limits={"concurrency": 1, "tpm": 100})
-    async with a_world(store_url, tmp_path) as world:
-        one, other = await world.started(chat), await world.started(chat)
-        one.admit(chat, a_lease_request(0, 60), "ann")
-        world.clocks.advance(0.5)
-        await one.step()
-        await other.step()
-        assert "end user 'ann' of key 'chat'" in refusal(other, chat, 60, "ann")
-        assert refusal(other, chat, 60, "ben") == ""
-        # It asks again from a new connection, after a minute without a request here.
-        for _ in range(14):
-            world.clocks.advance(5.0)
-            await one.step()
-            await other.step()
-        assert "end user 'ann' of key 'chat'" in refusal(other, chat, 60, "ann")
 
 
 # The start.
@@ -334,26 +259,28 @@ async def test_a_start_without_the_store_admits_and_counts_all_when_it_comes(
         assert "1000 tokens a day" in refusal(late, alice, 21)
 
 
-@in_virtual_time
-async def test_use_is_asked_for_at_each_poll_while_the_store_is_away() -> None:
-    asked: list[float] = []
-
-    class AwayStore:
-        changes = 0
-
-        async def run(self, job: object, **named: object) -> None:
-            asked.append(now())
-            raise StoreUnavailable("gone", "wait")
-
-    store: Any = AwayStore()
-    sync = LimitSync(LimitBook(Settings()), store, "own", clock=now, now=lambda: NOW)
-    work = asyncio.create_task(sync.worker.run())
-    await asyncio.sleep(60.0)
-    work.cancel()
-    await asyncio.wait([work])
-    pauses = [after - before for before, after in itertools.pairwise(asked)]
-    assert len(pauses) > 100
-    assert max(pauses) == pytest.approx(limit_sync.POLL_SECONDS)
+async def test_while_the_store_is_away_each_counts_its_own_use_and_afterwards_that_of_all(
+    store_url: str, tmp_path: Path
+) -> None:
+    alice = a_caller(limits={"tokens_per_day": 1000})
+    async with a_world(store_url, tmp_path) as world:
+        both = [await world.started(alice) for _ in range(2)]
+        for process in both:
+            with without_its_store(process):
+                for _ in range(10):
+                    assert refusal(process, alice, 100) == ""
+                    process.end(0, 60)
+                    process.bus.flush()
+                assert "of which 600 are used" in refusal(process, alice, 401)
+        for _ in range(2):
+            world.clocks.advance(20.0)  # they have waited before they try again
+            for process in both:
+                await process.step()
+        found = counted(await world.rows(), "key:alice", world.clocks.wall())
+        assert found.day_tokens == 1200
+        for process in both:
+            assert used(process.account("key:alice"), world.clocks) == found
+            assert "of which 1200 are used" in refusal(process, alice)
 
 
 # Clocks that are set.
@@ -415,76 +342,55 @@ async def test_midnight_reads_no_sums_again(
 
 
 async def test_a_request_that_was_admitted_before_the_clock_was_set_back_is_seen_by_others(
-    store_url: str, tmp_path: Path
+    tmp_path: Path,
 ) -> None:
     """And so are those after it: a killed process loses none of them."""
     alice = a_caller(limits={"concurrency": 2, "rpm": 100})
-    async with a_world(store_url, tmp_path) as world:
+    async with a_world(f"sqlite:///{tmp_path}/gateway.db", tmp_path) as world:
         one, other = await world.started(alice), await world.started(alice)
         one.admit(alice, a_lease_request(0, 10))
         world.clocks.set_wall(NOW - 2 * DAY)
         one.admit(alice, a_lease_request(0, 10))
         world.clocks.advance(0.5)
-        await one.step()
-        await other.step()
-        assert other.account("key:alice").others.running == 2
-        assert "2 requests at one time" in refusal(other, alice)
-        one.end(0, 5)
-        one.end(0, 5)
-        await one.step()
-        await other.step()
-        assert other.account("key:alice").others.running == 0
-        assert other.account("key:alice").tokens.value(world.clocks.clock()) == 10
+        account = other.account("key:alice")
+        for running in (2, 0):
+            await one.step()
+            await other.step()
+            assert account.others.running == running
+            assert ("2 requests at one time" in refusal(other, alice)) == bool(running)
+            while one.open:
+                one.end(0, 5)
+        assert account.tokens.value(world.clocks.clock()) == 10
 
 
-class CountingStore(Store):
-    """Counts the jobs."""
-
-    jobs = 0
-
-    async def run(self, job: Callable[..., Any], **named: Any) -> Any:
-        self.jobs += 1
-        return await super().run(job, **named)
-
-
+@in_virtual_time
 async def test_the_store_is_read_again_only_when_it_may_have_something_new(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    connection: Connection,
 ) -> None:
-    monkeypatch.setattr(limit_sync, "POLL_SECONDS", 0.01)
-    store = CountingStore(
-        locate_store(f"sqlite:///{tmp_path}/gateway.db", tmp_path), look_seconds=0.01
-    )
-    store.start()
-    recovered, now, polls = 0, 0.0, 0
+    """And at each poll while it is away."""
+    store: Any = FlakyStore(connection)
+    recovered = 0
 
-    def count() -> int:
-        nonlocal polls
-        polls += 1
-        return recovered
+    async def reads(seconds: float) -> int:
+        before = len(store.asked)
+        await asyncio.sleep(seconds)
+        return len(store.asked) - before
 
-    sync = LimitSync(
-        LimitBook(Settings()), store, "own", clock=lambda: now, now=lambda: 1e9, recovered=count
-    )
-    with opened(f"sqlite:///{tmp_path}/gateway.db") as other:
-        await store.wait_opened(30.0)
-        await sync.start()
-        work = asyncio.create_task(sync.worker.run())
-
-        async def after_polls() -> int:
-            least = polls + 20
-            await until(lambda: polls >= least)
-            return store.jobs
-
-        before = await after_polls()
-        assert await after_polls() == before
-        recovered = 1
-        await until(lambda: store.jobs == before + 1)
-        await other.run(add("another's"))
-        await until(lambda: store.jobs == before + 2)
-        assert await after_polls() == before + 2
-        now = limit_sync.LONGEST_UNREAD
-        await until(lambda: store.jobs == before + 3)
-        work.cancel()
-        with pytest.raises(asyncio.CancelledError):
-            await work
-    assert await store.aclose(30.0)
+    clocks: Any = {"clock": now, "now": lambda: NOW}
+    sync = LimitSync(LimitBook(Settings()), store, "own", recovered=lambda: recovered, **clocks)
+    await sync.start()
+    work = asyncio.create_task(sync.worker.run())
+    quiet = limit_sync.LONGEST_UNREAD - 2 * limit_sync.POLL_SECONDS
+    assert await reads(quiet) == 0
+    recovered = 1
+    assert await reads(2 * limit_sync.POLL_SECONDS) == 1
+    store.more_changes += 1
+    assert await reads(2 * limit_sync.POLL_SECONDS) == 1
+    assert await reads(quiet - limit_sync.POLL_SECONDS) == 0
+    assert await reads(limit_sync.LONGEST_UNREAD) == 1
+    store.is_away, store.more_changes = True, 2
+    assert await reads(60.0) > 100
+    work.cancel()
+    await asyncio.wait([work])
+    pauses = [after - before for before, after in itertools.pairwise(store.asked[-100:])]
+    assert max(pauses) == pytest.approx(limit_sync.POLL_SECONDS)

@@ -77,63 +77,41 @@ def answers(most: int, prompt: int = 0) -> LeaseRequest:
 
 def test_retry_after_is_when_the_oldest_request_leaves_the_window() -> None:
     book, alice = Book(), a_caller(limits={"rpm": 2})
-    book.use(alice, 0)
-    book.clocks.advance(20.0)
-    book.use(alice, 0)
-    book.clocks.advance(10.0)
+    for seconds in (20.0, 10.0):
+        book.use(alice, 0)
+        book.clocks.advance(seconds)
     error = book.refusal(alice)
-    assert (error.status, error.code, error.type) == (
-        429,
-        "rate_limit_exceeded",
-        "rate_limit_error",
-    )
-    assert error.retry_after == 30.0
+    assert (error.status, error.type) == (429, "rate_limit_error")
+    assert (error.code, error.retry_after) == ("rate_limit_exceeded", 30.0)
     assert "key 'alice': 2 requests a minute (rpm)" in error.message
     book.clocks.advance(30.0)
     book.use(alice, 0)
     assert book.refusal(alice).retry_after == 20.0
 
 
-def test_tokens_are_reserved_by_estimate_and_settled_by_use() -> None:
-    book, alice = Book(), a_caller(limits={"tpm": 1000})
-    running = book.admit(alice, request=answers(500, prompt=100))
-    assert book.refusal(alice, request=answers(500)).code == "rate_limit_exceeded"
-    running.settle(150, 0.0, book.clocks.wall())
-    book.admit(alice, request=answers(500))
-    _, tokens = book.rate_limits(book.accounts(alice))
-    assert tokens is not None
-    assert (tokens.limit, tokens.remaining) == (1000, 350)
-
-
-def test_what_has_ended_but_is_not_settled_is_settled_before_a_refusal() -> None:
+def test_what_has_ended_is_settled_before_a_refusal_and_once() -> None:
     book, alice = Book(), a_caller(limits={"tpm": 1000})
     running = book.admit(alice, request=answers(900))
-    book.deferred.append(lambda: running.settle(10, 0.0, book.clocks.wall()))
+
+    def end() -> None:
+        for _ in range(2):
+            running.release(book.clocks.wall())
+            running.settle(10, 0.0, book.clocks.wall())
+
+    book.deferred.append(end)
     book.admit(alice, request=answers(900))
-
-
-def test_a_reservation_is_settled_once() -> None:
-    book, alice = Book(), a_caller(limits={"tpm": 1000, "concurrency": 1})
-    running = book.admit(alice)
-    for _ in range(3):
-        running.release(book.clocks.wall())
-        running.settle(100, 0.0, book.clocks.wall())
     (account,) = all_accounts(book)
-    assert (account.running, account.open, account.reserved_tokens) == (0, 0, 0)
-    assert account.tokens.value(book.clocks.clock()) == 100
+    assert (account.running, account.open, account.reserved_tokens) == (1, 1, 900)
+    assert account.tokens.value(book.clocks.clock()) == 10
 
 
-def test_an_answer_without_a_bound_reserves_no_more_than_the_limit_has() -> None:
+def test_all_answers_are_reserved_and_one_without_a_bound_as_far_as_the_limit_goes() -> None:
     book = Book()
     rich, poor = a_caller("rich", limits={"tpm": 10_000}), a_caller("poor", limits={"tpm": 500})
     assert book.admit(rich).tokens == DEFAULT_COMPLETION_TOKENS
     assert book.admit(poor).tokens == 500
-
-
-def test_every_answer_of_every_prompt_is_reserved() -> None:
-    book, alice = Book(), a_caller(limits={"tpm": 10_000})
     request = a_lease_request(30, 100, slots=3)
-    accounts = book.accounts(alice)
+    accounts = book.accounts(rich)
     assert book.reserve(accounts, request, book.clocks.wall(), prompts=4).tokens == 30 + 1200
 
 
@@ -172,16 +150,13 @@ def test_money_is_reserved_at_the_dearest_price_until_prices_are_known() -> None
     assert "a budget of 5 a month" in book.refusal(alice, request=answers(400)).message
     running.settle(400, 0.4, book.clocks.wall())
     assert book.admit(alice, request=answers(400)).cost == pytest.approx(0.4)
-
-
-def test_a_budget_that_is_used_up_refuses_what_costs_nothing_too() -> None:
-    book, alice = Book(), a_caller(limits={"budget": "1/day"})
-    book.use(alice, 10, 1.0)
+    # One that is used up refuses what costs nothing, too.
+    book.use(alice, 10, 4.6)
     error = book.refusal(alice, request=a_lease_request(slots=0))
     assert (error.code, error.type) == ("insufficient_quota", "insufficient_quota")
 
 
-@pytest.mark.parametrize("days", [-400.0, -31.0, -1.0])
+@each_case("days", [-400.0, -31.0, -1.0])
 def test_a_clock_that_is_set_back_frees_nothing_and_locks_no_longer_than_the_window(
     days: float,
 ) -> None:
@@ -225,9 +200,6 @@ def test_a_request_that_ends_after_the_clock_was_set_back_leaves_nothing_negativ
     assert account.mean_seconds >= 0
 
 
-# Concurrency.
-
-
 # Whose limit it is.
 
 
@@ -255,11 +227,11 @@ def test_all_accounts_must_have_room_and_the_message_names_the_one_that_has_none
     }
 
 
-def test_the_wait_is_long_enough_for_all_limits() -> None:
+def test_the_wait_is_that_of_the_account_that_takes_longest() -> None:
+    """One limit of an account is told at a time."""
     book, alice = Book(), a_caller(limits={"rpm": 1, "tokens_per_day": 10})
     book.use(alice, 10)
     book.clocks.advance(50.0)
-    # One limit of an account is told at a time; of several accounts, the one that takes longest.
     assert book.refusal(alice, request=answers(1)).retry_after == 10.0
 
 
@@ -318,15 +290,16 @@ def test_what_is_left_of_a_day_is_divided_and_counts_as_it_was_used_afterwards()
     assert admitted(book, caller) == 3
 
 
-def test_headers_tell_the_tightest_limits() -> None:
+def test_headers_tell_the_tightest_limits_and_what_is_reserved_is_not_left() -> None:
     book = Book(groups=GROUPS, limits={"total": {"tokens_per_day": 500}})
     alice = a_caller(group="team", limits={"tpm": 800})
     book.use(alice, 100)
+    book.admit(alice, request=answers(50))
     requests, tokens = book.rate_limits(book.accounts(alice))
     assert requests is not None
-    assert (requests.limit, requests.remaining, requests.reset) == (3, 2, 60.0)
+    assert (requests.limit, requests.remaining, requests.reset) == (3, 1, 60.0)
     assert tokens is not None
-    assert (tokens.limit, tokens.remaining) == (500, 400)
+    assert (tokens.limit, tokens.remaining) == (500, 350)
     assert tokens.resets_at == (NOW // DAY + 1) * DAY
 
 
@@ -353,9 +326,8 @@ def test_classes_and_models_must_be_allowed_by_all() -> None:
 
 def test_a_change_of_limits_counts_on() -> None:
     book = Book(limits={"total": {"rpm": 5}})
-    alice = a_caller(limits={"rpm": 3})
     for _ in range(3):
-        book.use(alice, 0)
+        book.use(a_caller(limits={"rpm": 3}), 0)
     looser = a_caller(limits={"rpm": 4})
     book.use(looser, 0)
     assert "4 requests" in book.refusal(looser).message
@@ -363,21 +335,18 @@ def test_a_change_of_limits_counts_on() -> None:
     assert "all callers together: 4" in book.refusal(a_caller("bob")).message
 
 
-def test_a_request_that_began_before_a_limit_counts_when_it_ends() -> None:
-    book = Book()
-    running = book.admit(a_caller())
-    limited = a_caller(limits={"tpm": 1000})
-    book.accounts(limited)
+def test_a_request_that_began_before_a_limit_counts_once_when_it_ends() -> None:
+    """Also if others are limited while it runs."""
+    book, limits = Book(), {"tpm": 1000}
+    running, alice = book.admit(a_caller()), a_caller(limits=limits)
+    for caller in (alice, a_caller("bob", limits=limits)):
+        book.accounts(caller)
     running.settle(600, 0.0, book.clocks.wall())
-    assert book.refusal(limited, request=answers(500)).code == "rate_limit_exceeded"
-
-
-def test_a_request_counts_once_though_others_are_limited_while_it_runs() -> None:
-    book, alice = Book(), a_caller(limits={"tpm": 1000})
-    running = book.admit(alice, request=answers(700))
-    book.accounts(a_caller("bob", limits={"tpm": 1000}))
-    running.settle(600, 0.0, book.clocks.wall())
-    book.admit(alice, request=answers(400))
+    assert book.refusal(alice, request=answers(500)).code == "rate_limit_exceeded"
+    other = book.admit(alice, request=answers(300))
+    book.accounts(a_caller("carol", limits=limits))
+    other.settle(100, 0.0, book.clocks.wall())
+    book.admit(alice, request=answers(300))
 
 
 # End users.
@@ -505,7 +474,7 @@ def test_open_requests_of_other_processes_take_room(
     assert refused(account, tokens, cost) is None
 
 
-@pytest.mark.parametrize(("period", "seconds"), [("day", DAY), ("month", 31 * DAY)])
+@each_case(("period", "seconds"), [("day", DAY), ("month", 31 * DAY)])
 def test_money_is_that_of_the_budgets_own_period(period: str, seconds: float) -> None:
     account = an_account(budget=f"3/{period}")
     account.count(10, 3.0, AT, the_calendar())
@@ -552,26 +521,19 @@ def test_sums_are_added_once_and_raised_however_often() -> None:
 
 
 def holding(account: Account, how: str) -> Callable[[], None]:
-    """Make an account of which something counts; returns what ends that, if time does not."""
-    if how == "runs":
-        account.admit(0, 0.0, AT - 100.0)
-        account.give_back(0, 0.0)
-        return lambda: account.release(1.0)
-    if how == "not settled":
-        account.admit(0, 0.0, AT - 100.0)
-        account.release(1.0)
-        return lambda: account.give_back(0, 0.0)
+    """Make an account of which something counts; returns what ends that."""
     if how == "runs elsewhere":
         account.set_others(OtherUse(running=1))
-        return lambda: setattr(account, "others", NO_OTHERS)
-    if how == "sent a request":
-        account.requests.add_late(AT - 30.0, 1)
-    else:
-        account.count(5, 0.25, AT - 30.0, the_calendar())
-    return lambda: None
+        return lambda: account.set_others(NO_OTHERS)
+    account.admit(0, 0.0, AT - 100.0)
+    if how == "runs":
+        account.give_back(0, 0.0)
+        return lambda: account.release(1.0)
+    account.release(1.0)
+    return lambda: account.give_back(0, 0.0)
 
 
-@pytest.mark.parametrize("how", ["runs", "not settled", "runs elsewhere"])
+@each_case("how", ["runs", "not settled", "runs elsewhere"])
 def test_an_account_with_an_open_request_is_not_idle(how: str) -> None:
     account = an_account(concurrency=1)
     end = holding(account, how)
@@ -581,20 +543,23 @@ def test_an_account_with_an_open_request_is_not_idle(how: str) -> None:
 
 
 @each_case(
-    ("limits", "how", "seconds"),
+    ("limits", "seconds"),
     [
-        ({"rpm": 5}, "sent a request", 30.0),
-        ({"tpm": 5}, "used tokens", 30.0),
-        ({"tokens_per_day": 9}, "used tokens", DAY),
-        ({"budget": "1/day"}, "used tokens", DAY),
-        ({"budget": "1/month"}, "used tokens", 31 * DAY),
+        ({"rpm": 5}, 30.0),
+        ({"tpm": 5}, 30.0),
+        ({"tokens_per_day": 9}, DAY),
+        ({"budget": "1/day"}, DAY),
+        ({"budget": "1/month"}, 31 * DAY),
     ],
 )
 def test_an_account_is_idle_when_all_that_it_counts_is_over(
-    limits: dict[str, Any], how: str, seconds: float
+    limits: dict[str, Any], seconds: float
 ) -> None:
     account = an_account(**limits)
-    holding(account, how)
+    if "rpm" in limits:
+        account.requests.add_late(AT - 30.0, 1)
+    else:
+        account.count(5, 0.25, AT - 30.0, the_calendar())
     assert not account.is_idle(AT, the_calendar())
     assert not account.is_idle(AT + min(seconds, 30.0) - 1.0, the_calendar())
     assert account.is_idle(AT + seconds, the_calendar(NOW + seconds))

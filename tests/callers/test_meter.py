@@ -48,6 +48,11 @@ class World:
             wall_clock=self.clock,
         )
 
+    def admit(self, id_: str, record: RequestRecord, **request: Any) -> Any:
+        """A request of Alice that is admitted."""
+        accounts = self.book.accounts(ALICE, "bob")
+        return self.meter.admit(accounts, a_lease_request(id_, **request), record)
+
     def row(self) -> dict[str, Any]:
         """The only row."""
         self.bus.flush()
@@ -66,8 +71,8 @@ def a_record(**keys: Any) -> RequestRecord:
 
 def test_a_request_that_ends_is_a_row() -> None:
     world = World()
-    accounts, record = world.book.accounts(ALICE, "bob"), a_record()
-    metered = world.meter.admit(accounts, a_lease_request("req_7"), record)
+    record = a_record()
+    metered = world.admit("req_7", record)
     world.clock.passes(2.5)
     record.describe(stream=True, model="demo")
     record.waited(0.25)
@@ -90,16 +95,16 @@ def test_a_request_that_ends_is_a_row() -> None:
     }  # fmt: skip
 
 
-def test_what_is_not_known_of_a_request_stays_open_in_its_row() -> None:
+def test_what_is_not_known_of_a_request_or_used_no_slot_stays_open_in_its_row() -> None:
     world = World()
-    accounts, record = world.book.accounts(ALICE), a_record()
-    metered = world.meter.admit(accounts, a_lease_request("x"), record)
+    record = a_record(prompt_tokens=30, cached_tokens=10)
+    metered = world.admit("x", record, slots=0)
     world.meter.ended(metered, record)
     record.charge(AttemptCharge(0.5, 2.0))
     row = world.row()
-    assert [row[name] for name in ("ttft_seconds", "prefill_seconds", "decode_seconds")] == (
-        [None] * 3
-    )
+    for name in ("ttft_seconds", "prefill_seconds", "decode_seconds"):
+        assert row[name] is None
+    assert (row["prompt_tokens"], row["cached_tokens"]) == (0, 0), "it had no slot"
     assert row["client_request_id"] is None, "the id is the gateway's own"
 
 
@@ -136,8 +141,7 @@ def test_the_row_of_a_stored_request_is_handed_over_and_no_journal_has_it() -> N
 def test_a_stored_request_without_a_result_costs_nothing() -> None:
     world = World()
     limits = LimitSpec(concurrency=1, tokens_per_day=3000)
-    limited = Caller("k2", "bob", Priority.NORMAL, limits=limits)
-    accounts = world.book.accounts(limited)
+    accounts = world.book.accounts(Caller("k2", "bob", Priority.NORMAL, limits=limits))
     for _ in range(10):
         metered = world.meter.admit_stored(accounts, a_lease_request("row_1"))
         with pytest.raises(GatewayError, match="concurrency"):
@@ -149,19 +153,10 @@ def test_a_stored_request_without_a_result_costs_nothing() -> None:
     assert world.rows == []
 
 
-def test_a_request_without_slots_counts_no_tokens() -> None:
-    world = World()
-    record = a_record(prompt_tokens=30, cached_tokens=10)
-    request = a_lease_request("req_1", slots=0)
-    world.meter.ended(world.meter.admit(world.book.accounts(ALICE), request, record), record)
-    row = world.row()
-    assert (row["prompt_tokens"], row["cached_tokens"]) == (0, 0)
-
-
 def test_a_row_waits_for_the_tokens_of_all_sub_requests() -> None:
     world = World()
     record, part = a_record(), a_record(prompt_tokens=5, completion_tokens=7, slot_seconds=1.0)
-    metered = world.meter.admit(world.book.accounts(ALICE), a_lease_request("req_1"), record)
+    metered = world.admit("req_1", record)
     record.sub_request_began()
     record.sub_request_began()
     world.meter.ended(metered, record)
@@ -181,7 +176,7 @@ def test_a_request_is_published_though_its_row_is_lost() -> None:
     world, ended = World(add_row=fail), list[RequestRecord]()
     world.bus.subscribe(RequestRecord, ended.append)
     record = a_record()
-    admitted = world.meter.admit(world.book.accounts(ALICE), a_lease_request("one"), record)
+    admitted = world.admit("one", record)
     world.meter.ended(admitted, record)
     with pytest.raises(ValueError, match="broken"):
         world.bus.flush()
@@ -190,11 +185,10 @@ def test_a_request_is_published_though_its_row_is_lost() -> None:
 
 def test_requests_are_open_from_their_admission_to_their_row() -> None:
     world = World()
-    accounts = world.book.accounts(ALICE, "bob")
     record = a_record()
-    old = world.meter.admit(accounts, a_lease_request("old"), record)
+    old = world.admit("old", record)
     world.clock.passes(1.0)
-    world.meter.admit(accounts, a_lease_request("new"), a_record())
+    world.admit("new", a_record())
     assert world.open == ["old"]
     world.tokens["old"] = 12, 34
     (one,) = world.meter.open_requests(NOW)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import itertools
 import math
-from collections.abc import Callable
 from typing import Any, TypeVar, cast
 
 import pytest
@@ -30,8 +29,8 @@ from gateway.callers.money import (
     per_request,
     running_hourly_cost,
 )
-from gateway.store.failures import StoreUnavailable
 from gateway.store.schema import metadata, node_hours
+from tests.callers.build import FlakyStore
 from tests.callers.ledger_rows import DAY, NOON
 from tests.each_case import each_case
 from tests.virtual import in_virtual_time, now
@@ -41,20 +40,14 @@ CPU = NodeHours("cpu-a", "cpu", 10 * HOUR, 2.0)
 GPU = NodeHours("gpu-a", "gpu", 10 * HOUR, 20.0)
 
 
-def test_a_request_costs_its_share() -> None:
+def test_a_request_and_a_million_tokens_cost_their_share() -> None:
     assert per_request(3.0, 1200) == Amount(0.0025)
-
-
-def test_a_million_tokens_costs_what_they_cost_together() -> None:
     assert per_million_tokens(3.0, 1_500_000) == Amount(2.0)
 
 
-def test_idle_time_costs_what_no_request_was_charged() -> None:
+def test_idle_time_costs_what_no_request_was_charged_and_never_less_than_nothing() -> None:
     assert idle_cost([CPU], 0.5) == Amount(1.5)
     assert idle_cost([CPU, GPU], 0.0) == Amount(22.0)
-
-
-def test_idle_time_never_costs_less_than_nothing() -> None:
     assert idle_cost([CPU], 2.01) == Amount(0.0)
     told = idle_cost([CPU], 3.0)
     assert told.value is None
@@ -72,9 +65,7 @@ def test_four_machines_of_a_tier_weigh_as_one_of_their_mean_price() -> None:
     told = effective_hourly_cost({"cpu": 9, "gpu": 1}, {"cpu": machines, "gpu": [GPU]})
     assert told.value == pytest.approx(0.38)
     assert running_hourly_cost([*machines, GPU]).value == pytest.approx(2.80)
-
-
-def test_a_tier_without_requests_needs_no_price() -> None:
+    # A tier without requests needs no price.
     told = effective_hourly_cost({"cpu": 5, "gpu": 0}, {"cpu": [CPU]})
     assert told.value == pytest.approx(0.20)
 
@@ -151,13 +142,6 @@ def recorded(connection: Connection) -> dict[str, tuple[float, float]]:
     }
 
 
-def test_a_minute_that_two_processes_saw_counts_once(connection: Connection) -> None:
-    count_claims(connection, [NodeUptime(NODE, NOON, NOON + 60)])
-    count_claims(connection, [NodeUptime(NODE, NOON + 30, NOON + 90)])
-    count_claims(connection, [NodeUptime(NODE, NOON, NOON + 60)])
-    assert recorded(connection) == {"2027-01-15": (90.0, 0.009)}
-
-
 def test_a_time_over_midnight_belongs_to_both_days(connection: Connection) -> None:
     count_claims(connection, [NodeUptime(NODE, MIDNIGHT - 20, MIDNIGHT + 40)])
     assert recorded(connection) == {"2027-01-15": (20.0, 0.002), "2027-01-16": (40.0, 0.004)}
@@ -171,25 +155,12 @@ def test_a_new_price_holds_from_then_on(connection: Connection) -> None:
     assert recorded(connection) == {"2027-01-15": (120.0, 0.066)}
 
 
-class OneConnection:
-    """A store that does its jobs at once, or fails."""
-
-    def __init__(self, connection: Connection) -> None:
-        self.connection = connection
-        self.fails = False
-
-    async def run(self, job: Callable[[Connection], T], /, *, write: bool = True) -> T:
-        if self.fails:
-            raise StoreUnavailable("the store is away", "wait")
-        return job(self.connection)
-
-
 @in_virtual_time
 async def test_the_loop_looks_once_a_minute_also_while_the_store_is_away() -> None:
     engine = create_engine("sqlite://")
     with engine.connect() as connection:
         metadata.create_all(connection)
-        store = OneConnection(connection)
+        store = FlakyStore(connection)
         began = now()
         recorder = NodeHoursRecorder(
             cast("Any", store), lambda: [NODE], lambda: NOON + now() - began
@@ -197,10 +168,10 @@ async def test_the_loop_looks_once_a_minute_also_while_the_store_is_away() -> No
         task = asyncio.create_task(recorder.run())
         await asyncio.sleep(5 * INTERVAL + 1)
         assert recorded(connection)["2027-01-15"][0] == pytest.approx(5 * INTERVAL)
-        store.fails = True
+        store.is_away = True
         await asyncio.sleep(3 * INTERVAL)
         assert recorded(connection)["2027-01-15"][0] == pytest.approx(5 * INTERVAL)
-        store.fails = False
+        store.is_away = False
         await asyncio.sleep(INTERVAL)
         assert recorded(connection)["2027-01-15"][0] == pytest.approx(9 * INTERVAL)
         task.cancel()
@@ -210,7 +181,7 @@ async def test_the_loop_looks_once_a_minute_also_while_the_store_is_away() -> No
 
 @pytest.mark.slow
 def test_claims_that_nobody_takes_are_bounded() -> None:
-    store, times = OneConnection(None), iter(range(0, 10**9, 60))  # type: ignore[arg-type]
+    store, times = FlakyStore(None), iter(range(0, 10**9, 60))
     names = itertools.count()
     alive = [AliveNode("", "cpu", 0.1)] * 3000
     recorder = NodeHoursRecorder(
@@ -239,6 +210,7 @@ def test_processes_that_look_in_turn_count_the_time_in_which_any_looked(
             time += seconds
             count_claims(connection, [NodeUptime(NODE, looked[process], time)])
             count_claims(connection, [NodeUptime(NODE, looked[process], time)])  # Told twice.
+            count_claims(connection, [NodeUptime(NODE, NOON, NOON + 1)])  # Told late.
             seen.update(range(int(looked[process] - NOON), int(time - NOON)))
             looked[process] = time
         assert recorded(connection)["2027-01-15"][0] == len(seen)

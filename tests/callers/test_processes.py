@@ -4,16 +4,10 @@ from __future__ import annotations
 
 import os
 import subprocess
-import sys
-import time
-from collections.abc import Iterator
-from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
-from subprocess import PIPE
 from typing import Any
 
-import pytest
 from sqlalchemy import Connection, select
 
 from gateway.callers.ledger import Ledger, OpenRequest
@@ -31,7 +25,7 @@ from gateway.callers.processes import (
     take_open_requests,
     unregister,
 )
-from gateway.store.schema import open_requests, processes, usage
+from gateway.store.schema import open_requests, usage
 from gateway.store.store import Store
 from tests.callers.build import NOW, Clocks
 from tests.each_case import each_case
@@ -77,26 +71,16 @@ async def test_a_process_that_shows_itself_again_is_not_dead() -> None:
 
 @each_case("hours", [-5000.0, -1.0, 1.0, 5000.0])
 def test_the_clock_of_another_host_makes_nobody_look_dead(hours: float) -> None:
+    """Nor one that is set back between two signs of life, nor a store that was away."""
     clock = Clock()
     watch = a_watch(clock)
     for number in range(10):
         seen_at = NOW + hours * 3600 + number * HEARTBEAT_SECONDS
         assert watch.dead([SeenProcess("a.0", "there", 1, seen_at)]) == []
         clock.passes(HEARTBEAT_SECONDS)
-
-
-def test_a_clock_that_is_set_back_between_two_signs_of_life_makes_nobody_look_dead() -> None:
-    clock = Clock()
-    watch = a_watch(clock)
     for seen_at in (NOW, NOW - 86400, NOW - 86395, NOW - 10 * 86400):
         assert watch.dead([SeenProcess("a.0", "there", 1, seen_at)]) == []
         clock.passes(DEAD_SECONDS - 1)
-
-
-def test_a_store_that_was_away_makes_nobody_look_dead() -> None:
-    clock = Clock()
-    watch = a_watch(clock)
-    assert watch.dead([SeenProcess("a.0", "there", 1, 5.0)]) == []
     # For ten minutes nobody could read or write; then the other is the first to write.
     clock.passes(600.0)
     assert watch.dead([SeenProcess("a.0", "there", 1, 605.0)]) == []
@@ -107,13 +91,9 @@ def test_a_process_of_this_host_is_dead_at_once_if_its_pid_is_free_or_anothers()
     seen = SeenProcess(own.id, own.host, own.pid, NOW)
     assert not is_gone(seen, own.host)
     assert is_gone(seen._replace(id="0123.1"), own.host)
+    assert not is_gone(seen._replace(id="0123.0"), own.host), "it could not tell when it started"
     assert is_gone(seen._replace(pid=2**22 + 1), own.host)
     assert not is_gone(seen._replace(pid=2**22 + 1), "another host")
-
-
-def test_a_process_that_could_not_tell_when_it_started_is_not_taken_for_another() -> None:
-    own = ProcessIdentity.of_this_process(NOW)
-    assert not is_gone(SeenProcess("0123.0", own.host, own.pid, NOW), own.host)
 
 
 def test_the_start_of_a_process_whose_name_looks_like_more_fields_is_read(tmp_path: Path) -> None:
@@ -176,63 +156,3 @@ async def test_requests_of_a_process_that_is_not_registered_are_recovered_in_tim
         await heir.start(LIMIT)
         (row,) = await store.run(rows)
         assert (row["id"], row["outcome"], row["process"]) == ("r1", LOST, "heir.0")
-
-
-HOLDS_A_REQUEST = """
-import asyncio, sys, time
-from pathlib import Path
-from gateway.store.database import locate_store
-from gateway.store.store import Store
-from gateway.callers.ledger import Ledger
-from gateway.callers.processes import ProcessIdentity
-from tests.callers.test_processes import a_request
-
-store = Store(locate_store(sys.argv[1], Path("unused")))
-store.start()
-own = ProcessIdentity.of_this_process(time.time())
-ledger = Ledger(store, own, time.time, time.monotonic, lambda _: [a_request("r1")])
-asyncio.run(ledger.start(60.0))
-print(own.id, flush=True)
-sys.stdin.read()
-"""
-
-
-@contextmanager
-def one_that_is_killed(url: str) -> Iterator[str]:
-    """The id of a process on this store that has an open request, and is killed at the end."""
-    command = [sys.executable, "-c", HOLDS_A_REQUEST, url]
-    process = subprocess.Popen(command, stdin=PIPE, stdout=PIPE, text=True)
-    try:
-        assert process.stdout is not None
-        yield process.stdout.readline().strip()
-    finally:
-        process.kill()
-        process.communicate(timeout=LIMIT)
-
-
-@pytest.mark.smoke
-@pytest.mark.slow
-@pytest.mark.parametrize("pid", ["free", "another's"])
-async def test_a_killed_process_of_this_host_is_recovered_at_the_next_look(
-    pid: str, store_url: str
-) -> None:
-    """Also if its pid was given to another process meanwhile, which lives."""
-    with opened(store_url) as store:
-        heir = a_ledger(store, ProcessIdentity.of_this_process(time.time()), clocks=Clocks())
-        with one_that_is_killed(store_url) as name:
-            await heir.start(LIMIT)
-            assert await store.run(rows) == []  # it lives
-        if pid == "another's":
-            mine = os.getpid()
-            await store.run(
-                lambda connection: connection.execute(
-                    processes.update().where(processes.c.id == name).values(pid=mine)
-                )
-            )
-        next_start = a_ledger(store, ProcessIdentity.of_this_process(time.time()), clocks=Clocks())
-        await next_start.start(LIMIT)
-        (row,) = await store.run(rows)
-        assert (row["id"], row["outcome"]) == ("r1", LOST)
-        assert (row["prompt_tokens"], row["completion_tokens"]) == (100, 7)
-        assert await store.run(lambda connection: rows(connection, open_requests)) == []
-        assert name not in {one.id for one in await store.run(seen_processes)}

@@ -31,6 +31,7 @@ from gateway.config.keys import CacheSpec, KeySpec, LimitSpec
 from gateway.errors import GatewayError
 from gateway.store.schema import keys as keys_table
 from gateway.store.store import Store
+from tests.each_case import each_case
 from tests.store.stores import opened
 
 T = TypeVar("T")
@@ -40,6 +41,15 @@ NOW = 1_800_000_000.0
 ALICE, BOB, OTHER = new_key("alice-1"), new_key("bob-1"), new_key("other")
 
 Job = Callable[[Connection], T]
+
+
+def do(store: Store, job: Callable[..., T], *values: Any) -> T:
+    """Have the store do a job with these values."""
+    return store.run_now(lambda connection: job(connection, *values))
+
+
+def add(store: Store, *specs: KeySpec) -> None:
+    do(store, add_keys, specs, NOW)
 
 
 def spec(name: str = "alice", **fields: Any) -> KeySpec:
@@ -62,8 +72,8 @@ FULL = spec(
 
 
 def test_a_key_comes_back_as_it_was_stored(store: Store) -> None:
-    store.run_now(lambda connection: add_keys(connection, [FULL], NOW))
-    [found] = store.run_now(read_keys)
+    add(store, FULL)
+    [found] = do(store, read_keys)
     assert found == StoredKey(FULL, NOW)
     ring = KeyRing(clock=lambda: NOW)
     ring.replace_stored([found.held()])
@@ -72,53 +82,36 @@ def test_a_key_comes_back_as_it_was_stored(store: Store) -> None:
     assert (caller.name, caller.group, caller.limits) == ("alice", "team", FULL.limits)
 
 
-def _find(name: str) -> Job[StoredKey]:
-    return lambda connection: find_key(connection, name)
-
-
 def test_a_key_is_found_by_its_name_and_by_its_id(store: Store) -> None:
-    store.run_now(lambda connection: add_keys(connection, [FULL, BOBS], NOW))
+    add(store, FULL, BOBS)
     for name in ("alice", ALICE.id):
-        assert store.run_now(_find(name)).spec == FULL
+        assert do(store, find_key, name).spec == FULL
     with pytest.raises(GatewayError) as caught:
-        store.run_now(lambda connection: find_key(connection, "carol"))
+        do(store, find_key, "carol")
     assert (caught.value.status, caught.value.code) == (404, "key_not_found")
 
 
-def changes() -> list[tuple[str, Job[object]]]:
-    return [
-        ("create", lambda connection: add_keys(connection, [BOBS], NOW)),
-        (
-            "change",
-            lambda connection: change_key(connection, "alice", spec("alice", group="x"), NOW),
-        ),
-        ("rotate", lambda connection: rotate_key(connection, "alice", OTHER.sha256, 60.0, NOW)),
-        ("revoke", lambda connection: revoke_key(connection, "alice", NOW)),
-    ]
+CHANGES: dict[str, tuple[Any, ...]] = {
+    "create": (add_keys, [BOBS], NOW),
+    "change": (change_key, "alice", spec("alice", group="x"), NOW),
+    "rotate": (rotate_key, "alice", OTHER.sha256, 60.0, NOW),
+    "revoke": (revoke_key, "alice", NOW),
+}
 
 
-@pytest.mark.parametrize(("_name", "change"), changes())
+@pytest.mark.parametrize("change", CHANGES)
 def test_a_change_raises_the_revision_once_though_it_is_made_twice(
-    store: Store, _name: str, change: Job[object]
+    store: Store, change: str
 ) -> None:
-    store.run_now(lambda connection: add_keys(connection, [FULL], NOW))
-    before = store.run_now(keys_revision)
-    store.run_now(change)
-    after = store.run_now(keys_revision)
+    add(store, FULL)
+    before = do(store, keys_revision)
+    do(store, *CHANGES[change])
+    after = do(store, keys_revision)
     assert after > before > 0
-    keys = store.run_now(lambda connection: read_keys(connection, ()))
-    store.run_now(change)
-    assert store.run_now(keys_revision) == after
-    assert store.run_now(lambda connection: read_keys(connection, ())) == keys
-
-
-def test_a_refused_change_changes_nothing(store: Store) -> None:
-    store.run_now(lambda connection: add_keys(connection, [FULL], NOW))
-    before = store.run_now(keys_revision)
-    with pytest.raises(KeysRefused):
-        store.run_now(lambda connection: add_keys(connection, [BOBS, spec("alice", id="x")], NOW))
-    assert store.run_now(keys_revision) == before
-    assert len(store.run_now(read_keys)) == 1
+    keys = do(store, read_keys, ())
+    do(store, *CHANGES[change])
+    assert do(store, keys_revision) == after
+    assert do(store, read_keys, ()) == keys
 
 
 @pytest.mark.parametrize(
@@ -129,88 +122,83 @@ def test_a_refused_change_changes_nothing(store: Store) -> None:
         (spec("alice-1", id="other"), "the key alice-1 is called 'alice' already"),
         (spec("carol", id="alice"), "the key alice-1 is called 'alice' already"),
     ],
+    ids=["name", "id", "name like an id", "id like a name"],
 )
-def test_names_and_ids_of_stored_keys_are_unique_together(
+def test_names_and_ids_of_stored_keys_are_unique_together_and_a_refusal_changes_nothing(
     store: Store, second: KeySpec, said: str
 ) -> None:
-    store.run_now(lambda connection: add_keys(connection, [spec()], NOW))
+    add(store, spec())
+    before = do(store, keys_revision)
     with pytest.raises(KeysRefused) as caught:
-        store.run_now(lambda connection: add_keys(connection, [second], NOW))
+        add(store, BOBS, second)
     assert caught.value.status == 409
     assert said in caught.value.message
+    assert do(store, keys_revision) == before
+    assert len(do(store, read_keys)) == 1
 
 
 def test_every_key_of_an_import_that_clashes_is_named(store: Store) -> None:
-    store.run_now(lambda connection: add_keys(connection, [spec(), BOBS], NOW))
+    add(store, spec(), BOBS)
     wanted = [spec("a", id="a"), spec("alice", id="b"), spec("c", id="c"), spec("bob", id="d")]
     with pytest.raises(KeysRefused) as caught:
-        store.run_now(lambda connection: add_keys(connection, wanted, NOW))
+        do(store, add_keys, wanted, NOW)
     assert [problem.index for problem in caught.value.problems] == [1, 3]
 
 
 def test_a_revoked_keys_name_can_be_used_again_but_not_its_id(store: Store) -> None:
-    store.run_now(lambda connection: add_keys(connection, [spec()], NOW))
-    revoked = store.run_now(lambda connection: revoke_key(connection, "alice", NOW + 5))
-    assert revoked.revoked_at == NOW + 5
-    assert store.run_now(read_keys) == []
+    add(store, spec())
+    assert do(store, revoke_key, "alice", NOW + 5).revoked_at == NOW + 5
+    assert do(store, read_keys) == []
     with pytest.raises(KeysRefused, match="a revoked key has the id"):
-        store.run_now(lambda connection: add_keys(connection, [spec()], NOW))
+        add(store, spec())
     again = spec(id="alice-2")
-    store.run_now(lambda connection: add_keys(connection, [again], NOW + 9))
-    assert store.run_now(lambda connection: find_key(connection, "alice")).spec == again
-    every = store.run_now(lambda connection: read_keys(connection, ()))
-    assert [(key.spec.id, key.revoked_at) for key in every] == [
-        ("alice-1", NOW + 5),
-        ("alice-2", None),
-    ]
+    add(store, again)
+    assert do(store, find_key, "alice").spec == again
+    every = do(store, read_keys, ())
+    assert {key.spec.id: key.revoked_at for key in every} == {"alice-1": NOW + 5, "alice-2": None}
 
 
 def test_a_rotation_keeps_the_old_secret_for_the_grace(store: Store) -> None:
-    store.run_now(lambda connection: add_keys(connection, [FULL], NOW))
-    rotated = store.run_now(
-        lambda connection: rotate_key(connection, "alice", OTHER.sha256, 3600.0, NOW)
-    )
+    add(store, FULL)
+    rotated = do(store, rotate_key, "alice", OTHER.sha256, 3600.0, NOW)
     assert (rotated.spec.sha256, rotated.previous_sha256) == (OTHER.sha256, ALICE.sha256)
     assert rotated.previous_until == NOW + 3600
     assert rotated.spec.limits == FULL.limits
-    at_once = store.run_now(
-        lambda connection: rotate_key(connection, "alice", BOB.sha256, 0.0, NOW)
-    )
+    at_once = do(store, rotate_key, "alice", BOB.sha256, 0.0, NOW)
     assert (at_once.previous_sha256, at_once.previous_until) == (None, None)
-    assert store.run_now(read_keys) == [at_once]
+    assert do(store, read_keys) == [at_once]
 
 
 @pytest.mark.parametrize(
     ("change", "code"),
     [
-        (lambda connection: rotate_key(connection, "alice", OTHER.sha256, 1.0, NOW), "key_revoked"),
-        (lambda connection: change_key(connection, "alice", spec(), NOW), "key_revoked"),
-        (lambda connection: rotate_key(connection, "bob", OTHER.sha256, 1.0, NOW), "key_expired"),
+        ((rotate_key, "alice", OTHER.sha256, 1.0, NOW), "key_revoked"),
+        ((change_key, "alice", spec(), NOW), "key_revoked"),
+        ((rotate_key, "bob", OTHER.sha256, 1.0, NOW), "key_expired"),
     ],
+    ids=["rotate", "change", "rotate an expired one"],
 )
-def test_a_key_that_ended_is_not_revived(store: Store, change: Job[object], code: str) -> None:
+def test_a_key_that_ended_is_not_revived(store: Store, change: Any, code: str) -> None:
     past = BOBS.model_copy(update={"expires": datetime.fromtimestamp(NOW - 1, UTC)})
-    store.run_now(lambda connection: add_keys(connection, [spec(), past], NOW))
-    store.run_now(lambda connection: revoke_key(connection, "alice", NOW))
+    add(store, spec(), past)
+    do(store, revoke_key, "alice", NOW)
     with pytest.raises(GatewayError) as caught:
-        store.run_now(change)
+        do(store, *change)
     assert (caught.value.status, caught.value.code) == (409, code)
 
 
 def test_a_key_can_not_take_anothers_name(store: Store) -> None:
-    store.run_now(lambda connection: add_keys(connection, [spec(), BOBS], NOW))
+    add(store, spec(), BOBS)
     with pytest.raises(KeysRefused) as caught:
-        store.run_now(lambda connection: change_key(connection, "bob", spec("alice"), NOW))
+        do(store, change_key, "bob", spec("alice"), NOW)
     assert caught.value.status == 409
-    changed = store.run_now(
-        lambda connection: change_key(connection, "bob", spec("robert", group="g"), NOW)
-    )
+    changed = do(store, change_key, "bob", spec("robert", group="g"), NOW)
     assert (changed.spec.id, changed.spec.sha256) == (BOB.id, BOB.sha256)
     assert (changed.spec.name, changed.spec.group) == ("robert", "g")
 
 
 def test_a_key_that_a_later_version_wrote_has_no_rights(store: Store) -> None:
-    store.run_now(lambda connection: add_keys(connection, [spec(), BOBS], NOW))
+    add(store, spec(), BOBS)
 
     def spoil(connection: Connection) -> None:
         odd = json.dumps({"fortnightly": 3})
@@ -218,38 +206,38 @@ def test_a_key_that_a_later_version_wrote_has_no_rights(store: Store) -> None:
             update(keys_table).where(keys_table.c.name == "alice").values(limits=odd)
         )
 
-    store.run_now(spoil)
-    assert [key.spec.name for key in store.run_now(read_keys)] == ["bob"]
+    do(store, spoil)
+    assert [key.spec.name for key in do(store, read_keys)] == ["bob"]
 
 
 def test_the_revision_of_a_store_from_a_backup_is_another(store: Store) -> None:
-    store.run_now(lambda connection: add_keys(connection, [spec()], NOW))
-    first = store.run_now(keys_revision)
-    store.run_now(lambda connection: stored_keys.raise_revision(connection, NOW - 1000))
-    assert store.run_now(keys_revision) == first + 1  # never back, though the clock was
-    store.run_now(lambda connection: stored_keys.raise_revision(connection, NOW + 1))
-    assert store.run_now(keys_revision) == int((NOW + 1) * 1000)
+    add(store, spec())
+    first = do(store, keys_revision)
+    do(store, stored_keys.raise_revision, NOW - 1000)
+    assert do(store, keys_revision) == first + 1  # never back, though the clock was
+    do(store, stored_keys.raise_revision, NOW + 1)
+    assert do(store, keys_revision) == int((NOW + 1) * 1000)
 
 
 def test_a_store_holds_a_bounded_number_of_keys(
     store: Store, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(stored_keys, "MOST_STORED_KEYS", 2)
-    store.run_now(lambda connection: add_keys(connection, [spec(), BOBS], NOW))
+    add(store, spec(), BOBS)
     with pytest.raises(KeysRefused, match="at most 2 keys"):
-        store.run_now(lambda connection: add_keys(connection, [spec("c", id="c")], NOW))
+        add(store, spec("c", id="c"))
 
 
 def test_thousands_of_keys_are_imported_at_once(store: Store) -> None:
     many = [spec(f"name {n}", id=f"id-{n}") for n in range(12_000)]
     store.run_now(lambda connection: add_keys(connection, many, NOW), seconds=60)
-    assert len(store.run_now(read_keys)) == len(many)
+    assert len(do(store, read_keys)) == len(many)
 
 
 def test_the_file_holds_no_secret(tmp_path: Path) -> None:
     path = tmp_path / "gateway.db"
     with opened(f"sqlite:///{path}") as store:
-        store.run_now(lambda connection: add_keys(connection, [FULL], NOW))
+        add(store, FULL)
     secret = ALICE.text.split("_")[2]
     assert secret.encode() not in path.read_bytes()
     with closing(sqlite3.connect(path)) as reader:
@@ -271,13 +259,11 @@ def test_a_key_without_a_name_is_called_by_its_id() -> None:
     assert checked(entry())[0].name == ALICE.id
 
 
-@pytest.mark.parametrize(
+@each_case(
     ("fields", "said"),
     [
         ({"limits": {"rpm": 0}}, "limits.rpm"),
-        ({"limits": {"tpm": -1}}, "limits.tpm"),
         ({"limits": {"budget": "0/month"}}, "limits.budget"),
-        ({"limits": {"concurrency": 0}}, "limits.concurrency"),
         ({"id": "a_b"}, "id"),
         ({"sha256": "lg_alice_secret"}, "sha256"),
         ({"class": "vip"}, "class"),
@@ -306,13 +292,13 @@ def test_no_refusal_repeats_a_secret_that_was_pasted_as_a_hash() -> None:
     assert ALICE.text.split("_")[2] not in caught.value.message
 
 
-@pytest.mark.parametrize("value", [None, 5, "text", [], ["id"]])
+@each_case("value", [None, 5, "text", [], ["id"]])
 def test_an_entry_that_is_no_mapping_is_refused(value: object) -> None:
     with pytest.raises(KeysRefused):
         checked(value)
 
 
-@pytest.mark.parametrize("clash", [{"name": "team a"}, {"id": "team-a"}, {"name": "team-a"}])
+@each_case("clash", [{"name": "team a"}, {"id": "team-a"}, {"name": "team-a"}])
 def test_a_key_of_the_settings_keeps_its_name_and_id(clash: dict[str, str]) -> None:
     own = KeySpec(id="team-a", sha256=BOB.sha256, name="team a")
     with pytest.raises(KeysRefused, match="a key of the settings is called"):
@@ -324,20 +310,12 @@ def test_two_keys_of_one_name_in_a_list_are_refused() -> None:
         checked(entry(name="alice"), entry(id="b", name="alice"))
 
 
-@pytest.mark.parametrize(
-    ("text", "seconds"),
-    [("90d", 90 * 86400.0), ("12h", 43200.0), ("1h30m", 5400.0), ("250ms", 0.25)],
-)
-def test_an_expiry_may_be_a_duration(text: str, seconds: float) -> None:
-    assert expiry(text, NOW).timestamp() == pytest.approx(NOW + seconds, abs=1e-3)
-
-
-def test_an_expiry_may_be_a_time() -> None:
+def test_an_expiry_may_be_a_duration_or_a_time_and_nothing_else() -> None:
+    for text, seconds in (("90d", 90 * 86400.0), ("12h", 43200.0), ("1h30m", 5400.0)):
+        assert expiry(text, NOW).timestamp() == NOW + seconds
+    assert expiry("250ms", NOW).timestamp() == pytest.approx(NOW + 0.25, abs=1e-3)
     assert expiry("2027-01-31", NOW) == datetime(2027, 1, 31, tzinfo=UTC)
     assert expiry("2027-01-31T18:00:00+01:00", NOW) == datetime(2027, 1, 31, 17, tzinfo=UTC)
-
-
-@pytest.mark.parametrize("text", ["", "later", "90", "90x", "-5d", "9" * 30 + "d", "d", "T"])
-def test_another_text_is_no_expiry(text: str) -> None:
-    with pytest.raises(ValueError, match="must be a duration"):
-        expiry(text, NOW)
+    for text in ("", "later", "90", "90x", "-5d", "9" * 30 + "d", "d", "T"):
+        with pytest.raises(ValueError, match="must be a duration"):
+            expiry(text, NOW)

@@ -1,24 +1,79 @@
-"""`GET /admin/requests/ended`, and `why` of a request that only the ledger still knows."""
+"""What the ledger tells operators: of usage, and of requests that have ended."""
 
 from __future__ import annotations
 
+import asyncio
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from tests.callers.ledger_rows import a_row, add_rows
-from tests.callers.metered_gateway import ALICE, VIP, bearer, metered_gateway, recorded
+from tests.callers.metered_gateway import ALICE, CHAT, VIP, bearer, chat, metered_gateway, recorded
 from tests.gateways import Running, until
 from tests.web.bare_gateway import bare_gateway, error_of
 
-CHAT = {"messages": [{"role": "user", "content": "the launch code is 7391"}], "max_tokens": 8}
+
+async def test_operators_see_what_every_key_used_and_cost(tmp_path: Path) -> None:
+    async with metered_gateway(tmp_path) as running:
+        for _ in range(3):
+            await chat(running, ALICE)
+        await chat(running, VIP)
+        await chat(running, CHAT, **{"X-User-Id": "bob"})
+        await recorded(running, 5)
+        admin = running.admin
+        told = (await admin.get("/admin/usage?by=key")).json()
+        rows = {row["key"]: row for row in told["rows"]}
+        requests = {key: row["requests"] for key, row in rows.items()}
+        assert requests == {"alice": 3, "vip": 1, "chat": 1}
+        vip = rows["vip"]
+        price = (vip["prompt_tokens"] * 1000 + vip["completion_tokens"] * 2000) / 1e6
+        assert vip["cost"] == pytest.approx(price)
+        assert vip["gpu_cost"] == pytest.approx(price)
+        alice = rows["alice"]
+        assert alice["slot_seconds"] > 0
+        tokens = alice["prompt_tokens"] * 1000 + alice["completion_tokens"] * 2000
+        assert alice["gpu_cost"] == pytest.approx(tokens / 1e6)
+        assert told["money"]["all_gpu"]["value"] == pytest.approx(told["total"]["gpu_cost"])
+        assert set(told["money"]["tiers"]) == {"cpu", "gpu"}
+        assert told["total"]["requests"] == told["rows_found"] + 2 == 5
+
+        users = (await admin.get("/admin/usage?by=user,class&since=0d")).json()
+        # The dearest first; on a node by the hour that is a matter of time.
+        assert {(row["user"], row["class"], row["requests"]) for row in users["rows"]} == {
+            (None, "premium", 1),
+            (None, "normal", 3),
+            ("bob", "normal", 1),
+        }
 
 
-async def chat(running: Running, key: Any, *, stream: bool = False, **headers: str) -> str:
+async def test_a_gateway_records_hours_and_sums_up_old_usage_by_itself(tmp_path: Path) -> None:
+    async with metered_gateway(tmp_path):
+        names = {task.get_name() for task in asyncio.all_tasks()}
+        assert {"record the hours of nodes", "sum up old usage"} <= names
+
+
+async def test_without_a_store_there_is_no_report_and_what_makes_no_sense_is_refused() -> None:
+    async with bare_gateway() as gateway:
+        for query in ("by=node", "format=xml", "user=bob"):
+            response = await gateway.admin.get(f"/admin/usage?{query}")
+            assert response.status_code == 400
+            assert error_of(response)["param"] == query.partition("=")[0]
+        response = await gateway.admin.get("/admin/usage")
+    assert (response.status_code, error_of(response)["code"]) == (501, "not_supported")
+    assert "retry-after" not in response.headers
+
+
+# `GET /admin/requests/ended`, and `why` of a request that only the ledger still knows.
+
+
+async def secret_chat(running: Running, key: Any, *, stream: bool = False, **headers: str) -> str:
     """Have a chat; returns its `X-Request-ID`."""
-    sent = bearer(key, **headers)
-    body = {**CHAT, "stream": stream}
+    sent, messages = (
+        bearer(key, **headers),
+        [{"role": "user", "content": "the launch code is 7391"}],
+    )
+    body = {"messages": messages, "max_tokens": 8, "stream": stream}
     response = await running.client.post("/v1/chat/completions", json=body, headers=sent)
     assert response.status_code == 200, response.text
     return response.headers["x-request-id"]
@@ -49,8 +104,8 @@ async def test_what_has_ended_is_found_with_its_times_and_the_name_of_its_key(
     tmp_path: Path,
 ) -> None:
     async with metered_gateway(tmp_path) as running:
-        await chat(running, VIP, stream=True, **{"x-request-id": "mine"})
-        own = await chat(running, ALICE)
+        await secret_chat(running, VIP, stream=True, **{"x-request-id": "mine"})
+        own = await secret_chat(running, ALICE)
         await recorded(running, 2)
         found = await page(running)
         latest, first = found["requests"]
@@ -86,7 +141,7 @@ async def test_a_request_that_memory_has_forgotten_is_explained_by_the_ledgers_r
         await add(running, old, older)
         (by_id,) = await why(running, "r1")
         by_clients = await why(running, "mine")
-        remembered = await chat(running, ALICE)
+        remembered = await secret_chat(running, ALICE)
         await until(lambda: len(running.gateway.registry) == 0)
         (live,) = await why(running, remembered)
     assert (by_id["from"], by_id["state"], by_id["decisions"]) == ("ledger", "finished", [])
@@ -109,27 +164,15 @@ async def test_a_request_that_memory_has_forgotten_is_explained_by_the_ledgers_r
     assert (live["from"], live["row"], live["unknown"]) == ("memory", None, [])
 
 
-async def test_what_neither_memory_nor_ledger_has_is_not_found(tmp_path: Path) -> None:
+async def test_what_neither_memory_nor_ledger_has_and_what_makes_no_sense_is_refused(
+    tmp_path: Path,
+) -> None:
     async with metered_gateway(tmp_path) as running:
         for name in ("nobody", "a%00b", "%ff"):
             response = await running.admin.get(f"/admin/requests/{name}/why")
             assert (response.status_code, error_of(response)["code"]) == (404, "request_not_found")
             assert "nor in the ledger" in error_of(response)["message"]
-
-
-@pytest.mark.parametrize(
-    ("query", "parameter"),
-    [("since=soon", "since"), ("limit=0", "limit"), ("before=x", "before"), ("by=key", "by")],
-)
-async def test_questions_that_make_no_sense_are_refused(
-    tmp_path: Path, query: str, parameter: str
-) -> None:
-    async with metered_gateway(tmp_path) as running:
-        response = await running.admin.get(f"/admin/requests/ended?{query}")
-    assert (response.status_code, error_of(response)["param"]) == (400, parameter)
-
-
-async def test_without_a_store_nothing_that_has_ended_is_listed() -> None:
-    async with bare_gateway() as gateway:
-        response = await gateway.admin.get("/admin/requests/ended")
-    assert (response.status_code, error_of(response)["code"]) == (501, "not_supported")
+        for query in ("since=soon", "by=key"):
+            response = await running.admin.get(f"/admin/requests/ended?{query}")
+            assert response.status_code == 400
+            assert error_of(response)["param"] == query.partition("=")[0]
