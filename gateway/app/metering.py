@@ -90,7 +90,7 @@ class Metering:
             if settings.cluster is None
             else KeptRows(state_file(options, "ledger").with_suffix(""), process.id),
             # The meter is made with the ledger.
-            open_requests=lambda before: self.meter.open_requests(before),  # noqa: PLW0108
+            open_requests=lambda *which: self.meter.open_requests(*which),  # noqa: PLW0108
         )
         self.meter = Meter(
             self.limit_book,

@@ -21,7 +21,7 @@ import operator
 import os
 import time
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -64,6 +64,8 @@ MOST_PENDING = 100_000
 MOST_REFRESHED = 1_000
 # Open requests that are looked at in one turn of the event loop: two milliseconds.
 WALKED_AT_ONCE = 200
+# Seconds between two looks how far the open requests have come that the store has.
+REFRESH_SECONDS = 0.5
 # Slot seconds after which a request is brought up to date that has no new tokens.
 REFRESH_SLOT_SECONDS = 1.0
 RECOVERY_SECONDS = 15.0  # seconds between two looks for dead processes
@@ -121,8 +123,9 @@ class OpenRequest(NamedTuple):
     cost: float = 0.0
 
 
-# The requests that still run and were admitted before a Unix time, the oldest first.
-OpenRequests = Callable[[float], Iterable[OpenRequest]]
+# The requests that still run and were admitted before a Unix time, the oldest first, but those of
+# which a mapping has something.
+OpenRequests = Callable[[float, Mapping[str, object]], Iterable[OpenRequest]]
 
 
 @dataclass(slots=True, eq=False)
@@ -156,6 +159,7 @@ class Ledger:
     _left: list[str] = field(default_factory=list)
     """Open requests that another process runs by now."""
     _refresh_after: str = ""  # the open request that was refreshed last
+    _next_refresh: float = 0.0
     _turn: asyncio.Lock = field(default_factory=asyncio.Lock)
     """Held while rows are written: other processes read them in the order of their numbers."""
     _watch: ProcessWatch = field(init=False)
@@ -394,7 +398,10 @@ class Ledger:
         # longer than usual delays the next one and the end of that.
         behind = self._flush_delay
         age = max(0.0, JOURNALED_WITHIN - max(FLUSH_SECONDS, behind) - behind)
-        requests = self.open_requests(now - age)
+        but: Mapping[str, object] = journal
+        if self.clock() >= self._next_refresh:
+            self._next_refresh, but = self.clock() + REFRESH_SECONDS, {}
+        requests = self.open_requests(now - age, but)
         for number, one in enumerate(requests, 1):
             if number % WALKED_AT_ONCE == 0:
                 await asyncio.sleep(0)
@@ -409,7 +416,8 @@ class Ledger:
             ):
                 changed.append(_not_less(one, known))
         if len(changed) > MOST_REFRESHED:
-            # In turns: those behind the last one of the time before.
+            # In turns, without a pause: those behind the last one of the time before.
+            self._next_refresh = 0.0
             at = next((i for i, one in enumerate(changed) if one.id == self._refresh_after), -1) + 1
             changed = list(itertools.islice(itertools.cycle(changed), at, at + MOST_REFRESHED))
         for number, one in enumerate(changed, 1):

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 from gateway.callers.ledger import UNKNOWN_TIMES, OpenRequest, UsageRow
@@ -148,13 +149,16 @@ class Meter:
             *UNKNOWN_TIMES,
         )  # fmt: skip
 
-    def open_requests(self, before: float) -> Iterator[OpenRequest]:
+    def open_requests(
+        self, before: float, but: Mapping[str, object] = MappingProxyType({})
+    ) -> Iterator[OpenRequest]:
         """The requests that run and were admitted before this Unix time, for the ledger.
 
-        Requests may begin and end while the ledger walks over them.
+        Without those of which `but` has something. Requests may begin and end while the ledger
+        walks over them.
         """
         for id_, (reservation, record) in list(self._open.items()):
-            if id_ not in self._open:
+            if id_ not in self._open or but.get(id_) is not None:
                 continue
             if before < reservation.admitted_at <= before + CLOCK_STEP_SECONDS:
                 # Those behind it are younger still.

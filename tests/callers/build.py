@@ -137,7 +137,7 @@ class LimitedProcess:
             own,
             now=wall,
             clock=clock,
-            open_requests=lambda before: self.meter.open_requests(before),  # noqa: PLW0108 - made below
+            open_requests=lambda *which: self.meter.open_requests(*which),  # noqa: PLW0108 - made below
         )
         self.meter = Meter(
             self.book, self.bus, process=own.id, add_row=self.ledger.add, wall_clock=wall

@@ -47,7 +47,7 @@ def a_request(id_: str) -> OpenRequest:
 
 
 def a_ledger(store: Store, own: ProcessIdentity, *open_: OpenRequest, clocks: Clocks) -> Ledger:
-    return Ledger(store, own, clocks.wall, clocks.clock, lambda _: open_)
+    return Ledger(store, own, clocks.wall, clocks.clock, lambda *_: open_)
 
 
 def rows(connection: Connection, table: Any = usage) -> list[dict[str, Any]]:
