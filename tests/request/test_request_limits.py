@@ -223,8 +223,6 @@ def test_optional_items_in_a_row_are_counted(body: dict[str, Any], field: str | 
 
 DEEP = "root ::= " + "(" * 100 + '"a"' + ")" * 100
 SCHEMA = {"description": "x" * 140_000}
-
-
 PROPERTIES = {f"p{n}": {"type": "string"} for n in range(20_000)}
 COSTLY: list[dict[str, Any]] = [
     {"grammar": DEEP},
@@ -397,7 +395,6 @@ async def test_no_request_makes_real_servers_fail(tmp_path: Path) -> None:
 
 
 DOUBLED = "\n".join(f"r{i + 1} ::= r{i} r{i}" for i in range(2000))
-
 JSON = r"""
 root   ::= object
 value  ::= object | array | string | number | ("true" | "false" | "null") ws
@@ -510,7 +507,6 @@ ident ::= [a-z] [a-z0-9_]* ws
 num ::= [0-9]+ ws
 ws ::= [ \t\n]*
 """
-
 C = r"""
 root ::= (declaration)*
 declaration ::= type identifier "(" parameter? ")" "{" statement* "}"
@@ -531,7 +527,6 @@ arguments ::= expression ("," ws expression)*
 number ::= [0-9]+
 ws ::= ([ \t\n]+)
 """
-
 CHESS = r"""
 root ::= "1. " move " " move "\n" ([1-9] [0-9]? ". " move " " move "\n")+
 move ::= (pawn | nonpawn | castle) [+#]?
@@ -539,7 +534,6 @@ nonpawn ::= [NBKQR] [a-h]? [1-8]? "x"? [a-h] [1-8]
 pawn ::= ([a-h] "x")? [a-h] [1-8] ("=" [NBKQR])?
 castle ::= "O-O" "-O"?
 """
-
 ENGLISH = r"""
 root ::= en-char+ ([ \t\n] en-char+)*
 en-char ::= letter | digit | punctuation
@@ -547,7 +541,6 @@ letter ::= [a-zA-Z]
 digit ::= [0-9]
 punctuation ::= [!"'(),-./:;?]
 """
-
 INLINE = r"""
 root ::= (text | bold | slanted)*
 text ::= [a-z ]+

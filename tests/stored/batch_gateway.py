@@ -17,11 +17,7 @@ from tests.gateways import Running, running_gateway
 from tests.stored.virtual_store import store_in_virtual_time
 
 KEY = "lg_k1_" + "s" * 43
-
-
 HEADERS = {"authorization": f"Bearer {KEY}"}
-
-
 CALM: dict[str, Any] = {"health": {"interval": 5, "discover_interval": 30}}
 
 

@@ -36,7 +36,6 @@ from tests.store.stores import LIMIT
 from tests.stored.stored_rows import claim_any
 
 CHAT = "/v1/chat/completions"
-
 HOUR, DAY = 3600.0, 86400.0
 
 

@@ -16,11 +16,8 @@ from pydantic import SecretStr
 from gateway.config.stored import WebhookTarget
 
 SECRET = "whsec_" + base64.b64encode(b"s" * 32).decode()
-
 OTHER_SECRET = "whsec_" + base64.b64encode(b"o" * 24).decode()
-
 LIMIT = 30.0
-
 Answer = bytes | Callable[[asyncio.StreamWriter], Awaitable[None]]
 """What a receiver sends, or does with the connection."""
 

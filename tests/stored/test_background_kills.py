@@ -27,7 +27,6 @@ from tests.polling import eventually
 from tests.store.stores import opened
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
-
 CHAT = "/v1/chat/completions"
 LIMIT = 60.0
 UNFINISHED = {"queued", "in_progress"}
@@ -175,19 +174,6 @@ async def test_a_response_that_runs_goes_on_from_its_events(tmp_path: Path) -> N
         assert here.node.requests == 2
         seen = [one["delta"] for one in values[: len(before)] if "delta" in one]
         assert "".join(seen) in msgspec.json.decode(here.node.seen[-1].body)["prompt"]
-        await here.site.stop()
-        assert await here.paid() == [id_of(path)]
-
-
-async def test_a_deferred_request_that_runs_is_run_again(tmp_path: Path) -> None:
-    async with place(tmp_path, decode_tps=20) as here:
-        path = await here.ask("deferred", "tell me", 40)
-        await until(lambda: here.node.busy == 1, LIMIT)
-        await here.site.kill()
-        await here.site.start()
-        assert (await here.client.get(path)).status_code == 202
-        assert await here.text(path) == expected("deferred", "tell me", 40)
-        assert here.node.requests == 2
         await here.site.stop()
         assert await here.paid() == [id_of(path)]
 

@@ -313,12 +313,6 @@ def test_a_batch_that_is_being_finalized_can_be_cancelled(store: Store) -> None:
     assert (ended.state, ended.completed) == (BatchState.CANCELLED, 1)
 
 
-def test_a_batch_that_has_ended_is_not_cancelled(store: Store) -> None:
-    store.run_now(job(add_batch, a_batch(), limits(batches_per_key=1)))
-    failed = store.run_now(lambda c: batch_rows.fail_batch(c, batch_id(), [], NOW))
-    assert cancel(store) == failed
-
-
 def test_very_many_waiting_lines_are_cancelled_in_steps(store: Store) -> None:
     begin(store, a_batch(), [a_line(number) for number in range(1, 21)])
     cancelled = do(store, batch_rows.cancel_batch, "alice", batch_id(), "openai", NOW, limit=8)

@@ -18,7 +18,7 @@ from gateway.store.failures import StoreError, StoreLocked, StoreUnavailable
 from gateway.store.schema import batches, files, stored_requests
 from gateway.stored.batch_registry import CLEAN_SECONDS, UNAVAILABLE_SECONDS, input_place
 from gateway.stored.batch_rows import Batch
-from gateway.stored.claims import BatchState, RequestState, StoredRow, result_rows
+from gateway.stored.claims import BatchState, RequestState
 from gateway.stored.folder import FolderError, FolderFull
 from gateway.stored.results import ResultReader
 from tests.gateways import until
@@ -29,14 +29,11 @@ from tests.stored.batch_place import (
     answer,
     batch_place,
     count,
-    jsonl,
     killed,
     line,
 )
 
 LINES = 4000
-
-
 READS = """
 import asyncio, sys
 from pathlib import Path
@@ -155,51 +152,12 @@ async def test_a_store_that_is_away_delays_the_intake(
     await check_whole(place, batch)
 
 
-async def test_rows_are_told_apart_from_those_of_other_batches(here: BatchPlace) -> None:
-    first, second = await here.create([line("a")]), await here.create([line("a"), "x"])
-    await here.settle()
-    rows = await here.claim()
-    assert {(row.batch, row.custom_id) for row in rows} == {
-        (first.id, "a"), (second.id, "a"),
-    }  # fmt: skip
-
-    def ended(connection: object) -> list[StoredRow]:
-        return result_rows(connection, second.id, 0, 9)  # type: ignore[arg-type]
-
-    (row,) = await here.store.run(ended)
-    assert (row.number, row.error_code) == (2, "invalid_json_line")
-
-
-async def test_a_folder_that_can_not_be_read_is_told(place: BatchPlace) -> None:
-    batch = await place.create(jsonl([line("a")]))
-    assert batch.input_file is not None
-    place.folder.delete(batch.input_file)
-    (place.folder.location / batch.input_file).mkdir()
-    intake = place.batches.upkeep
-    with pytest.raises(FolderError):
-        await intake.take_in(batch)
-    assert (await place.find(batch)).state is BatchState.VALIDATING
-
-
 async def ran(here: BatchPlace, lines: int, **more: Any) -> Batch:
     """A batch whose lines have ended, every third with an error of a node."""
     batch = await here.create([line(f"c{n}") for n in range(lines)], **more)
     await here.settle()
     await here.answer(status=lambda row: 502 if (row.number or 0) % 3 == 0 else 200)
     return await here.find(batch)
-
-
-async def test_each_line_is_in_one_of_the_files(here: BatchPlace) -> None:
-    batch = await ran(here, 30)
-    await here.settle()
-    ended = await here.find(batch)
-    assert (ended.completed, ended.failed) == (20, 10)
-    output, errors = await here.output(batch), await here.output(batch, errors=True)
-    assert {one["response"]["status_code"] for one in output} == {200}
-    assert {one["response"]["status_code"] for one in errors} == {502}
-    assert all(one["error"] is None for one in output + errors)
-    ids = [one["custom_id"] for one in output + errors]
-    assert sorted(ids) == sorted(f"c{n}" for n in range(30))
 
 
 async def test_output_files_are_files_of_their_owner(store_url: str, tmp_path: Path) -> None:
@@ -239,28 +197,16 @@ async def test_of_two_processes_that_end_a_batch_one_has_its_files(
             found = await asyncio.gather(*ends)
         assert sum(one is not None for one in found) == 1
         ended = await here.find(batch)
+        assert (ended.completed, ended.failed) == (20, 10)
+        output, errors = await here.output(batch), await here.output(batch, errors=True)
+        assert {one["response"]["status_code"] for one in output} == {200}
+        assert {one["response"]["status_code"] for one in errors} == {502}
+        ids = [one["custom_id"] for one in output + errors]
+        assert sorted(ids) == sorted(f"c{n}" for n in range(30))
         assert here.kept("file") == sorted(
             str(name) for name in (ended.input_file, ended.output_file, ended.error_file)
         )
         assert await here.store.run(count(files)) == 3
-
-
-async def test_whoever_wants_to_know_of_the_end_is_told_in_its_transaction(
-    store_url: str, tmp_path: Path
-) -> None:
-    told: list[tuple[str, BatchState]] = []
-
-    def on_end(connection: Connection, batch: Batch) -> None:
-        assert connection.in_transaction()
-        told.append((batch.id, batch.state))
-
-    async with batch_place(store_url, tmp_path / "kept", on_end=on_end) as here:
-        batch = await ran(here, 2)
-        failed = await here.create(b"\n")
-        await here.settle()
-        assert sorted(told) == sorted(
-            [(batch.id, BatchState.COMPLETED), (failed.id, BatchState.FAILED)]
-        )
 
 
 async def test_a_store_that_refuses_the_end_leaves_no_file(store_url: str, tmp_path: Path) -> None:
@@ -328,18 +274,6 @@ async def test_a_disk_that_can_not_be_read_ends_nothing(place: BatchPlace) -> No
     reader.close()
 
 
-async def test_very_many_cancelled_lines_end_step_by_step(
-    place: BatchPlace, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("gateway.stored.claims.STEP_ROWS", 100)
-    batch = await place.create([line(f"c{n}") for n in range(6000)])
-    await place.settle()
-    await place.batches.cancel(batch.owner, batch.id, batch.api)
-    await place.settle()
-    ended = await place.find(batch)
-    assert (ended.state, ended.cancelled) == (BatchState.CANCELLED, 6000)
-
-
 async def test_what_is_old_is_removed(store_url: str, tmp_path: Path) -> None:
     async with batch_place(store_url, tmp_path / "kept", keep=10 * DAY) as here:
         batch = await here.create([line("a"), "x"])
@@ -365,7 +299,7 @@ def make_old(here: BatchPlace, name: str) -> None:
     os.utime(here.folder.path(name), (old, old))
 
 
-async def test_files_that_no_unfinished_batch_needs_are_removed(here: BatchPlace) -> None:
+async def test_old_files_that_no_unfinished_batch_needs_are_removed(here: BatchPlace) -> None:
     ended, runs = await here.create([line("a")]), await here.create([line("a"), line("b")])
     await here.settle()
     task = asyncio.create_task(here.results.run())
@@ -381,24 +315,19 @@ async def test_files_that_no_unfinished_batch_needs_are_removed(here: BatchPlace
     await here.batches.storage.on_disk(requests.finish)
     for name in here.kept("results") + here.kept("requests"):
         make_old(here, name)
+    young = await asyncio.to_thread(here.folder.open_appended, "results")
+    young.close()
+    os.utime(here.folder.path(young.name), (here.time[0], here.time[0]))
     # Nobody writes it any more but this one, and those of `LineResults`.
     assert await here.batches.upkeep.clean() == 1
-    assert (len(here.kept("results")), here.kept("requests")) == (3, [])
+    assert (len(here.kept("results")), here.kept("requests")) == (4, [])
     await here.results.close(1.0)
     orphan.close()
     assert await here.batches.upkeep.clean() == 2
-    (left,) = here.kept("results")
+    assert len(here.kept("results")) == 2
+    assert young.name in here.kept("results")
     assert len(await here.output(runs)) == 1
     assert len(await here.output(ended)) == 1
-    assert left
-
-
-async def test_a_young_file_stays(place: BatchPlace) -> None:
-    young = await asyncio.to_thread(place.folder.open_appended, "results")
-    young.close()
-    now = place.time[0]
-    os.utime(place.folder.path(young.name), (now, now))
-    assert await place.batches.upkeep.clean() == 0
 
 
 async def test_a_file_that_is_closed_while_the_rows_are_read_stays(

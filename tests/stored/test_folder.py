@@ -1,4 +1,4 @@
-""""""
+"""Files of a folder: whole, bounded, its own; and the threads that work on it."""
 
 from __future__ import annotations
 
@@ -57,17 +57,6 @@ def test_a_file_appears_whole_under_its_name_and_for_its_owner_alone(tmp_path: P
     new.discard()  # It is finished already.
     assert folder.delete(new.name)
     assert not folder.delete(new.name)
-
-
-def test_an_open_file_stays_readable_when_it_is_deleted(tmp_path: Path) -> None:
-    folder = a_folder(tmp_path)
-    new = folder.open_new("file")
-    new.write(b"text")
-    with folder.open_to_read(new.finish()) as file:
-        folder.delete(new.name)
-        assert file.read() == b"text"
-    with pytest.raises(FileNotFoundError):
-        folder.open_to_read(new.name)
 
 
 def test_names_grow_with_time(tmp_path: Path) -> None:
@@ -375,14 +364,6 @@ def test_nothing_is_appended_to_a_folder_that_is_gone(tmp_path: Path) -> None:
     file.close()
 
 
-async def test_work_runs_beside_the_event_loop() -> None:
-    threads = DiskThreads(1)
-    assert await threads.run(threading.current_thread) is not threading.current_thread()
-    with pytest.raises(ZeroDivisionError):
-        await threads.run(lambda: 1 // 0)
-    threads.close()
-
-
 async def test_a_disk_that_hangs_is_told_and_does_not_hold_its_caller() -> None:
     threads, release = DiskThreads(1, seconds=0.05), threading.Event()
     with pytest.raises(FolderError, match="has not answered"):
@@ -428,6 +409,7 @@ async def test_what_a_lost_caller_has_opened_is_closed() -> None:
     release.set()
     await threads.run(lambda: None)
     assert closed == ["opened"]
+    assert await threads.run(threading.current_thread) is not threading.current_thread()
     assert await threads.open(lambda: "kept", close=closed.append) == "kept"
     with pytest.raises(ZeroDivisionError):
         await threads.open(_fails, close=closed.append)

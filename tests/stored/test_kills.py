@@ -45,11 +45,7 @@ SAME = (
     "key", "model", "class", "tier", "node", "path", "stream", "prompt_tokens",
     "completion_tokens", "cost", "gpu_cost", "attempts", "status", "outcome",
 )  # fmt: skip
-
-
 """What the ledger has of two like responses, whoever recorded them."""
-
-
 ASK = {"input": "tell me a story", "max_output_tokens": 12, "background": True}
 
 

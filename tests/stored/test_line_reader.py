@@ -27,7 +27,6 @@ from gateway.stored.line_reader import (
 from tests.stored.batch_place import CHAT, jsonl, line
 
 BOM = b"\xef\xbb\xbf"
-
 BODY = '{"custom_id":"a","method":"POST","url":"/v1/chat/completions","body":%s}'
 
 

@@ -100,20 +100,19 @@ def test_whatever_is_torn_off_the_whole_events_before_it_stay(tmp_path: Path) ->
         assert found.events == ends.index(found.size)
 
 
-@pytest.mark.parametrize("junk", [b"\0" * 5000, b"junk\n\n", events(9, 1), b": note\n\n"])
-def test_what_is_no_next_event_ends_the_log(tmp_path: Path, junk: bytes) -> None:
+@pytest.mark.parametrize(
+    ("between", "found"),
+    [(b"\0" * 5000, 3), (b"junk\n\n", 3), (events(9, 1), 3), (b": note\n\n", 3), (b": run\n", 6)],
+)
+def test_what_is_no_next_event_or_comment_of_one_ends_the_log(
+    tmp_path: Path, between: bytes, found: int
+) -> None:
     folder = a_folder(tmp_path)
     name = response_log.create_log(folder)
-    folder.path(name).write_bytes(events(0, 3) + junk + events(3, 3))
-    found = response_log.scan_log(folder, name)
-    assert (found.events, found.size) == (3, len(events(0, 3)))
-
-
-def test_a_comment_may_precede_an_event(tmp_path: Path) -> None:
-    folder = a_folder(tmp_path)
-    name = response_log.create_log(folder)
-    folder.path(name).write_bytes(events(0, 1) + b": run {}\n" + events(1, 2))
-    assert response_log.scan_log(folder, name).events == 3
+    whole = events(0, 3) + between + events(3, 3)
+    folder.path(name).write_bytes(whole)
+    log = response_log.scan_log(folder, name)
+    assert (log.events, log.size) == (found, len(events(0, 3) if found == 3 else whole))
 
 
 def test_what_another_process_adds_is_seen(tmp_path: Path) -> None:
@@ -374,7 +373,6 @@ async def test_what_was_written_is_synced_soon(
 def test_the_limits_are_what_the_words_say() -> None:
     assert response_log.COMMIT_SECONDS <= 0.05
     assert response_log.TAIL_BYTES * 1000 <= 64 << 20
-    assert ResponseLogs is not None
 
 
 async def test_nobody_waits_for_logs_that_have_closed(tmp_path: Path) -> None:
@@ -458,25 +456,6 @@ async def test_each_sees_all_events_once_from_any_point(
             assert whole.endswith(data)
         await log.release()
         assert logs._open == {}
-
-
-async def test_a_follower_that_waits_gets_each_event_when_it_is_written(tmp_path: Path) -> None:
-    async with open_logs(tmp_path) as logs:
-        log = await logs.create()
-        pieces = logs.follow(log.name)
-        for number in range(5):
-            await log.append([value(number)])
-            piece = await anext(pieces)
-            assert numbers(piece) == [number]
-            assert log.extent.events == number + 1
-        waiting = asyncio.ensure_future(anext(pieces))
-        await asyncio.sleep(0.1)
-        assert not waiting.done()
-        await log.append([END])
-        assert numbers(await waiting) == [5]
-        with pytest.raises(StopAsyncIteration):
-            await anext(pieces)
-        await log.release()
 
 
 async def test_silence_is_broken_by_a_comment(

@@ -139,8 +139,6 @@ def test_other_errors_are_told_in_anthropic_s_form(
 
 
 LINES = 2000
-
-
 RUNS = """
 import asyncio, sys
 from pathlib import Path
@@ -260,16 +258,6 @@ async def test_a_result_that_can_not_be_recorded_keeps_no_other_from_it(here: Ba
     assert (await here.find(batch)).completed == 4
 
 
-async def test_what_waits_at_the_end_is_kept_within_the_time(here: BatchPlace) -> None:
-    batch = await begun(here, 5)
-    rows = await here.claim()
-    added = [asyncio.create_task(here.results.add(r, answer(r, here.process.id))) for r in rows]
-    await until(lambda: here.results.pending == 5)
-    await here.results.close(LIMIT)
-    assert all(await asyncio.gather(*added))
-    assert (await here.find(batch)).completed == 5
-
-
 class SilentLedger:
     """A ledger that writes, and never tells that it has."""
 
@@ -311,15 +299,6 @@ async def test_results_of_many_batches_need_few_open_files(
     await here.settle()
     for batch in many:
         assert len(await here.output(batch)) == 2
-
-
-async def test_runners_need_not_wait_for_a_group_to_fill(place: BatchPlace) -> None:
-    await begun(place, 1)
-    task = asyncio.create_task(place.results.run())
-    (row,) = await place.claim()
-    async with asyncio.timeout(60):
-        assert await place.results.add(row, answer(row, place.process.id))
-    task.cancel()
 
 
 ON_A_FULL_DISK = """

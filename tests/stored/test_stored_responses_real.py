@@ -26,7 +26,6 @@ pytestmark = [
     pytest.mark.slow,
     pytest.mark.timeout(600),
 ]
-
 INPUT = [{"role": "user", "content": "tell me a story"}]
 BODY = {"input": INPUT, "instructions": "be long", "max_output_tokens": 300, "temperature": 0,
         "seed": 7, "ignore_eos": True}  # fmt: skip

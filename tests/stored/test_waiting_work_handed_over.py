@@ -27,7 +27,6 @@ from tests.gateway_processes import LIMIT, Succession, serving
 from tests.stored.batch_gateway import lines
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
-
 LINES = 300
 TOKENS = 20
 STORY = 200

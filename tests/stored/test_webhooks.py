@@ -47,7 +47,6 @@ from gateway.stored.webhooks import (
     add_deliveries,
     claim_deliveries,
     next_attempt,
-    put_back_deliveries,
     record_attempt,
     remove_ended,
     waiting_origins,
@@ -174,13 +173,6 @@ def test_a_late_failure_does_not_disturb_who_tries_it_now(store: Store) -> None:
     assert row_of(store, id_).state == "delivered"
 
 
-def test_what_a_process_gives_back_is_due_at_once(store: Store) -> None:
-    add(store, A)
-    claimed = claim(store, a=1)
-    store.run_now(lambda c: put_back_deliveries(c, claimed, NOW + 1))
-    assert claim(store, now=NOW + 1, a=1)[0].id == claimed[0].id
-
-
 def test_old_ended_deliveries_are_removed_and_waiting_ones_never(store: Store) -> None:
     add(store, A, number=1, now=NOW - 1000)
     add(store, B, number=2, now=NOW - 1000)
@@ -239,11 +231,6 @@ def test_a_batch_that_has_ended_is_told_to_all_and_to_whom_it_names(
     ]
 
 
-def test_a_batch_that_goes_on_is_not_told(store: Store, events: WebhookEvents) -> None:
-    store.run_now(lambda c: events.batch_ended(c, batch(BatchState.IN_PROGRESS)))
-    assert told(store) == []
-
-
 def test_a_response_is_told_as_it_has_ended(store: Store, events: WebhookEvents) -> None:
     row = alone(1)
     store.run_now(lambda c: events.response_ended(c, row, "incomplete", NOW + 3))
@@ -252,7 +239,11 @@ def test_a_response_is_told_as_it_has_ended(store: Store, events: WebhookEvents)
     ]
 
 
-def test_a_transaction_that_fails_tells_nobody(store: Store, events: WebhookEvents) -> None:
+def test_nobody_is_told_of_a_batch_that_goes_on_or_whose_end_fails(
+    store: Store, events: WebhookEvents
+) -> None:
+    store.run_now(lambda c: events.batch_ended(c, batch(BatchState.IN_PROGRESS)))
+
     def job(connection: Connection) -> None:
         events.batch_ended(connection, batch(BatchState.COMPLETED))
         raise RuntimeError("the batch could not be ended")
@@ -337,39 +328,17 @@ def at(receiver: Receiver) -> str:
     return f"http://127.0.0.1:{receiver.port}/hooks"
 
 
-async def test_an_event_is_delivered_once(store_url: str) -> None:
-    async with receiving() as receiver, sending(store_url, target(at(receiver))) as place:
-        await place.add(at(receiver))
-        await place.until(lambda: place.outcomes == ["delivered"])
-        row = await place.row()
-        assert (row.state, row.attempts, row.last_error) == ("delivered", 1, None)
-        await place.until(lambda: place.sender.waiting == 0)
-    assert len(receiver.requests) == 1
-
-
-async def test_a_failure_is_tried_again_with_the_same_id_and_a_signature_of_its_own(
-    store_url: str,
-) -> None:
-    answers = (status(500), status(302, "location: /x"), status(204))
+async def test_a_failure_is_tried_again_with_the_same_id_and_410_ends_it(store_url: str) -> None:
+    answers = (status(500), status(302, "location: /x"), status(410))
     async with receiving(*answers) as receiver, sending(store_url, target(at(receiver))) as place:
         await place.add(at(receiver))
-        await place.until(lambda: place.outcomes == ["failed", "failed", "delivered"])
-        assert (await place.row()).attempts == 3
+        await place.until(lambda: place.outcomes == ["failed", "failed", "refused"])
+        row = await place.row()
+        assert (row.state, row.attempts, row.last_error) == ("refused", 3, "status 410")
     ids = {request.headers["webhook-id"] for request in receiver.requests}
     assert len(ids) == 1
     assert len(receiver.requests) == 3
     assert len({request.body for request in receiver.requests}) == 1
-
-
-async def test_410_ends_it(store_url: str) -> None:
-    async with (
-        receiving(status(410)) as receiver,
-        sending(store_url, target(at(receiver))) as place,
-    ):
-        await place.add(at(receiver))
-        await place.until(lambda: place.outcomes == ["refused"])
-        row = await place.row()
-        assert (row.state, row.last_error) == ("refused", "status 410")
 
 
 async def test_an_event_is_given_up_after_its_time(store_url: str) -> None:
@@ -437,23 +406,17 @@ async def test_a_receiver_that_fails_gets_one_attempt_at_a_time(store_url: str) 
     assert most == 1
 
 
-async def test_a_target_that_was_removed_gets_nothing_and_may_come_back(store_url: str) -> None:
+async def test_a_target_that_a_key_has_no_more_gets_nothing_and_may_return(
+    store_url: str,
+) -> None:
     async with receiving() as receiver, sending(store_url) as place:
+        place.settings = WebhookSettings(targets=(target(at(receiver), keys=("bob",)),))
         await place.add(at(receiver))
         await place.until(lambda: place.outcomes.count("failed") >= 2)
         assert receiver.connections == 0
         assert "no target" in (await place.row()).last_error
         place.settings = WebhookSettings(targets=(target(at(receiver)),))
         await place.until(lambda: "delivered" in place.outcomes)
-
-
-async def test_a_target_of_another_key_is_not_used(store_url: str) -> None:
-    async with receiving() as receiver:
-        others = target(at(receiver), keys=("bob",))
-        async with sending(store_url, others) as place:
-            await place.add(at(receiver))
-            await place.until(lambda: place.outcomes.count("failed") >= 2)
-    assert receiver.connections == 0
 
 
 async def test_what_another_process_has_added_is_found(store_url: str) -> None:
@@ -463,6 +426,9 @@ async def test_what_another_process_has_added_is_found(store_url: str) -> None:
             event = WebhookEvent("batch.failed", "batch_1", "alice", None, time.time())
             other.run_now(lambda c: add_deliveries(c, [url], event, time.time()))
         await place.until(lambda: place.outcomes == ["delivered"])
+        row = await place.row()
+        assert (row.state, row.attempts, row.last_error) == ("delivered", 1, None)
+        await place.until(lambda: place.sender.waiting == 0)
 
 
 async def test_two_processes_deliver_each_event_once(store_url: str) -> None:
@@ -742,8 +708,7 @@ async def test_a_batch_that_fails_or_is_cancelled_is_told(tmp_path: Path) -> Non
 
 
 @pytest.mark.usefixtures("hurried")
-@pytest.mark.parametrize("path", ["/hooksy", "/", "/hooks/../x", "/hooks%2fx"])
-async def test_a_webhook_url_that_is_not_listed_makes_no_batch(tmp_path: Path, path: str) -> None:
+async def test_a_webhook_url_that_is_not_listed_for_the_key_makes_no_batch(tmp_path: Path) -> None:
     async with receiving() as receiver:
         url = f"{origin(receiver)}/hooks"
         async with (
@@ -751,12 +716,11 @@ async def test_a_webhook_url_that_is_not_listed_makes_no_batch(tmp_path: Path, p
             client(running) as alice,
             client(running, BOB) as bob,
         ):
-            with pytest.raises(openai.BadRequestError) as caught:
-                await create(alice, lines(1), webhook_url=origin(receiver) + path)
-            assert caught.value.param == "webhook_url"
-            assert (await alice.batches.list()).data == []
-            with pytest.raises(openai.BadRequestError):
-                await create(bob, lines(1), webhook_url=url)
+            for asked, wrong in ((alice, f"{url}y"), (bob, url)):
+                with pytest.raises(openai.BadRequestError) as caught:
+                    await create(asked, lines(1), webhook_url=wrong)
+                assert caught.value.param == "webhook_url"
+                assert (await asked.batches.list()).data == []
     assert receiver.connections == 0
 
 

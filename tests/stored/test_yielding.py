@@ -12,10 +12,8 @@ import pytest
 
 from gateway.callers.ledger import ROW_COLUMNS
 from gateway.events import SlotYielded
-from gateway.lease import LeaseCaller
 from gateway.schedule.core import batch_slots
 from gateway.stored.runner import Outcome
-from gateway.terms import Priority
 from tests.emulator import EmulatedNode
 from tests.forward.proxy_over_nodes import BODIES, ProxyOverNodes, Stream, proxy_over
 from tests.forward.test_resume import check_whole, metrics_of
@@ -26,17 +24,9 @@ from tests.stored.stored_rows import to_run
 from tests.virtual import in_virtual_time, now
 
 CHAT = "/v1/chat/completions"
-
-
 OWNER = "anonymous:127.0.0.1"
-
-
 TOKENS = 600
-
-
 ROW: dict[str, Any] = {"temperature": 0, "max_tokens": TOKENS}
-
-
 CALM: dict[str, Any] = {"health": {"interval": 5, "discover_interval": 30}}
 
 
@@ -274,22 +264,10 @@ async def test_a_waiting_row_that_has_yielded_can_be_cancelled(tmp_path: Path) -
         await busy
 
 
-def test_only_rows_that_wait_for_room_yield() -> None:
-    assert LeaseCaller("c", "c", Priority.BATCH).yields is False
-
-
 CONTEXT = 4096
-
-
 ANSWER = 3000
-
-
 """Tokens. A quick machine writes them in two seconds."""
-
-
 DECODED = 100
-
-
 """Tokens after which it is cut."""
 
 
