@@ -16,6 +16,17 @@ from tests.postgres import PostgresServer
 from tests.store.stores import LIMIT, add, count, names, opened, wait_until
 
 
+class Blocker:
+    """A job that has begun at some time, and ends when it is let go on."""
+
+    def __init__(self) -> None:
+        self.begun, self.go_on = threading.Event(), threading.Event()
+
+    def __call__(self, _: Connection) -> None:
+        self.begun.set()
+        self.go_on.wait(LIMIT)
+
+
 def add_and_fail(connection: Connection) -> None:
     add("half")(connection)
     raise LookupError("the job's own")
@@ -82,16 +93,11 @@ async def test_a_job_that_only_reads_sees_one_state_of_the_store(store_url: str)
 
 
 async def test_a_cancellation_that_comes_with_the_result_is_obeyed(store_url: str) -> None:
-    begun, go_on = blocker()
-
-    def job(_: Connection) -> None:
-        begun.set()
-        go_on.wait(LIMIT)
-
+    job = Blocker()
     with opened(store_url) as store:
         waiting = asyncio.create_task(store.run(job, write=False))
-        await asyncio.to_thread(begun.wait, LIMIT)
-        go_on.set()
+        await asyncio.to_thread(job.begun.wait, LIMIT)
+        job.go_on.set()
         # The loop stands still until the job is done, and then takes its result in one step.
         store.run_now(names, write=False)
         await asyncio.sleep(0)
@@ -100,28 +106,19 @@ async def test_a_cancellation_that_comes_with_the_result_is_obeyed(store_url: st
             await waiting
 
 
-def blocker() -> tuple[threading.Event, threading.Event]:
-    return threading.Event(), threading.Event()
-
-
 async def test_the_queue_is_bounded_and_says_so(store_url: str) -> None:
-    begun, go_on = blocker()
-
-    def block(_: Connection) -> None:
-        begun.set()
-        go_on.wait(LIMIT)
-
+    block = Blocker()
     with opened(store_url, most_jobs=3) as store:
         try:
             blocked = asyncio.create_task(store.run(block))
-            await asyncio.to_thread(begun.wait, LIMIT)
+            await asyncio.to_thread(block.begun.wait, LIMIT)
             waiting = [asyncio.create_task(store.run(add(str(number)))) for number in range(3)]
             await asyncio.sleep(0)
             assert store.status().waiting == 3
             with pytest.raises(StoreUnavailable, match="3 jobs wait"):
                 await store.run(add("too much"))
         finally:
-            go_on.set()
+            block.go_on.set()
         await asyncio.gather(blocked, *waiting)
         assert await store.run(names) == ["0", "1", "2"]
 
@@ -129,16 +126,11 @@ async def test_the_queue_is_bounded_and_says_so(store_url: str) -> None:
 async def test_a_job_whose_caller_has_given_up_before_it_began_is_never_done(
     store_url: str,
 ) -> None:
-    begun, go_on = blocker()
-
-    def block(_: Connection) -> None:
-        begun.set()
-        go_on.wait(LIMIT)
-
+    block = Blocker()
     with opened(store_url) as store:
         try:
             blocked = asyncio.create_task(store.run(block))
-            await asyncio.to_thread(begun.wait, LIMIT)
+            await asyncio.to_thread(block.begun.wait, LIMIT)
             with pytest.raises(StoreUnavailable, match="does not answer"):
                 await store.run(add("late"), seconds=0.05)
             cancelled = asyncio.create_task(store.run(add("cancelled")))
@@ -146,7 +138,7 @@ async def test_a_job_whose_caller_has_given_up_before_it_began_is_never_done(
             cancelled.cancel()
             await asyncio.wait([cancelled])
         finally:
-            go_on.set()
+            block.go_on.set()
         await blocked
         assert await store.run(names) == []
 
@@ -196,23 +188,18 @@ async def test_closing_does_what_waits(store_url: str) -> None:
 
 
 def test_closing_takes_no_longer_than_it_may(tmp_path: Path) -> None:
-    begun, go_on = blocker()
-
-    def block(_: Connection) -> None:
-        begun.set()
-        go_on.wait(LIMIT)
-
+    block = Blocker()
     store = Store(locate_store(None, tmp_path))
     store.start()
     thread = threading.Thread(target=store.run_now, args=(block,))
     thread.start()
     try:
-        assert begun.wait(LIMIT)
+        assert block.begun.wait(LIMIT)
         began = time.monotonic()
         assert not store.close(0.2)
         assert time.monotonic() - began < LIMIT / 2
     finally:
-        go_on.set()
+        block.go_on.set()
         thread.join(LIMIT)
     assert store.close(LIMIT)
 
