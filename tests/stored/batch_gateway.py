@@ -15,6 +15,7 @@ from gateway.callers.keys import hash_key
 from tests.emulator import EmulatedNode
 from tests.gateways import Running, running_gateway
 from tests.stored.virtual_store import store_in_virtual_time
+from tests.virtual import now
 
 KEY = "lg_k1_" + "s" * 43
 HEADERS = {"authorization": f"Bearer {KEY}"}
@@ -102,6 +103,20 @@ async def ended(running: Running, batch: str, seconds: float = 60.0) -> dict[str
             if found["status"] in {"completed", "failed", "cancelled", "expired"}:
                 return found
             await asyncio.sleep(0.1)
+
+
+async def time_to_first_token(
+    client: httpx.AsyncClient, body: dict[str, Any], headers: dict[str, str]
+) -> float:
+    """Seconds until a client has the first content of a chat that streams."""
+    began, seconds = now(), 0.0
+    chat = {**body, "stream": True, "max_tokens": 20}
+    async with client.stream("POST", "/v1/chat/completions", json=chat, headers=headers) as reply:
+        assert reply.status_code == 200, await reply.aread()
+        async for line in reply.aiter_lines():
+            if '"content":"' in line and not seconds:
+                seconds = now() - began
+    return seconds
 
 
 async def output(running: Running, id_: str) -> list[dict[str, Any]]:

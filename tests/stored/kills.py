@@ -112,9 +112,9 @@ class Caller:
                         return response
                 await asyncio.sleep(0.1)
 
-    async def create(self, lines: int) -> str:
+    async def create(self, lines: list[dict[str, Any]]) -> str:
         """Upload the input and create the batch; its id."""
-        content = "".join(f"{json.dumps(a_line(number))}\n" for number in range(1, lines + 1))
+        content = "".join(f"{json.dumps(line)}\n" for line in lines)
         uploaded = await self.ask(
             "POST", "/v1/files", data={"purpose": "batch"},
             files={"file": ("in.jsonl", content.encode())},
@@ -151,7 +151,7 @@ class Run:
 
     async def play(self, seconds: float) -> None:
         """Create the batch, and kill the gateway until the batch has ended."""
-        id_ = await self.caller.create(self.lines)
+        id_ = await self.caller.create([a_line(n) for n in range(1, self.lines + 1)])
         began = time.monotonic()
         troubles = [asyncio.create_task(self._kill()), asyncio.create_task(self._restart_store())]
         try:

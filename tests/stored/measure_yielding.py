@@ -14,7 +14,8 @@ from statistics import median, quantiles
 
 from tests.emulator import EmulatedNode
 from tests.forward.proxy_over_nodes import ProxyOverNodes, proxy_over
-from tests.stored.test_yielding import CALM, CHAT, ROW, in_decode, message, start_row, ttft
+from tests.stored.batch_gateway import CALM
+from tests.stored.test_yielding import CHAT, ROW, in_decode, message, start_row, ttft
 from tests.stored.test_yielding import yields_of as cuts_of
 from tests.virtual import in_virtual_time, now
 
@@ -23,14 +24,9 @@ CHATS, INTERVAL = 20, 1.5
 
 
 def a_node() -> EmulatedNode:
+    speeds = {"prefill_tps": 500.0, "decode_tps": 10.0, "decode_step": 0.005}
     return EmulatedNode(
-        slots=SLOTS,
-        prefill_tps=500.0,
-        decode_tps=10.0,
-        decode_step=0.005,
-        answer_tokens=5000,
-        prefill_stalls=True,
-        cache_ram=1 << 16,
+        slots=SLOTS, answer_tokens=5000, prefill_stalls=True, cache_ram=1 << 16, **speeds
     )
 
 

@@ -11,7 +11,6 @@ import pytest
 from gateway.errors import GatewayError
 from gateway.store.schema import batches, files, stored_requests
 from gateway.stored.batch_registry import NewBatch
-from gateway.stored.batch_rows import read_batches
 from gateway.stored.claims import BatchState
 from tests.stored.batch_place import (
     BatchPlace,
@@ -47,44 +46,6 @@ async def test_every_line_is_answered_exactly_once(here: BatchPlace) -> None:
     assert [one["custom_id"] for one in found] == [f"c{n}" for n in range(50)]
     assert found[7]["response"]["body"] == {"answer to": "c7"}
     assert await here.output(batch, errors=True) == []
-
-
-async def test_broken_lines_have_errors_of_their_own_and_the_rest_runs(here: BatchPlace) -> None:
-    batch = await here.create(
-        [line("a"), "not json", line("a"), line("b", url="/v1/embeddings"), "", line("c")]
-    )
-    await here.settle()
-    assert await here.answer() == 2
-    await here.settle()
-    ended = await here.find(batch)
-    assert (ended.state, ended.total) == (BatchState.COMPLETED, 5)
-    assert (ended.completed, ended.failed) == (2, 3)
-    assert [one["custom_id"] for one in await here.output(batch)] == ["a", "c"]
-    errors = await here.output(batch, errors=True)
-    assert [(one["custom_id"], one["error"]["code"]) for one in errors] == [
-        (None, "invalid_json_line"),
-        ("a", "duplicate_custom_id"),
-        ("b", "invalid_url"),
-    ]
-    assert [one["error"]["line"] for one in errors] == [2, 3, 4]
-
-
-async def test_batches_of_others_are_not_there(here: BatchPlace) -> None:
-    batch = await here.create([line("a")])
-    await here.settle()
-    for owner, api in (("bob", "openai"), ("alice", "anthropic")):
-        for asked in (
-            here.batches.find(owner, batch.id, api),
-            here.batches.cancel(owner, batch.id, api),
-            here.batches.pause(owner, batch.id, api),
-            here.batches.resume(owner, batch.id, api),
-            here.batches.delete(owner, batch.id, api),
-            here.batches.open_output(owner, batch.id, api),
-        ):
-            assert await refused(asked) == (404, "batch_not_found", None)
-        page = await here.batches.storage.read(read_batches, owner, api, 10)
-        assert page.batches == []
-    assert (await here.find(batch)).state is BatchState.IN_PROGRESS
 
 
 async def test_a_deleted_batch_leaves_nothing(here: BatchPlace) -> None:

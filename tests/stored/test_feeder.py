@@ -155,7 +155,6 @@ async def test_all_lines_of_a_batch_are_run_once(tmp_path: Path) -> None:
         assert 'llama_gateway_batch_lines_total{outcome="done"} 40\n' in metrics
 
 
-@pytest.mark.usefixtures("hurried")
 @in_virtual_time
 async def test_as_many_lines_run_as_there_are_slots_and_no_more_wait(tmp_path: Path) -> None:
     node = EmulatedNode(slots=4, decode_tps=40)
@@ -184,7 +183,6 @@ async def test_a_cancelled_batch_leaves_its_slots(tmp_path: Path) -> None:
         await until(lambda: node.slots.busy == 0)
 
 
-@pytest.mark.usefixtures("hurried")
 @in_virtual_time
 async def test_lines_of_a_revoked_key_fail(tmp_path: Path) -> None:
     other = key(id="k2", name="bob", sha256=hash_key("lg_k2_" + "t" * 43).sha256)
@@ -210,31 +208,12 @@ async def test_lines_wait_while_a_limit_of_their_key_is_reached(tmp_path: Path) 
 
 
 @pytest.mark.usefixtures("hurried")
-@pytest.mark.slow
-async def test_lines_go_on_when_their_nodes_are_back(tmp_path: Path) -> None:
-    node = EmulatedNode(slots=2, decode_tps=50)
-    quick = {"health": {"interval": 0.2, "timeout": 2.0, "open": 0.3, "open_max": 0.6}}
-    async with gateway_over(
-        tmp_path, node, **quick, retries={"wait_for_node": 0.5, "attempts": 1}
-    ) as running:
-        batch = await submit(running, lines(20))
-        await until(lambda: node.requests >= 4)
-        await node.kill()
-        await asyncio.sleep(1.0)
-        assert (await show(running, batch))["status"] == "in_progress"
-        await node.revive()
-        found = await ended(running, batch)
-        assert found["request_counts"] == {"total": 20, "completed": 20, "failed": 0}
-
-
-@pytest.mark.usefixtures("hurried")
 async def test_lines_for_an_unknown_model_fail_soon(tmp_path: Path) -> None:
     async with gateway_over(tmp_path, EmulatedNode()) as running:
         found = await ended(running, await submit(running, lines(50, model="gpt-nothing")))
         assert found["request_counts"] == {"total": 50, "completed": 0, "failed": 50}
 
 
-@pytest.mark.usefixtures("hurried")
 @in_virtual_time
 async def test_a_gateway_that_ends_puts_back_what_it_runs(tmp_path: Path) -> None:
     async with virtual_gateway_over(tmp_path, EmulatedNode(slots=2, decode_tps=30)) as running:
@@ -268,7 +247,6 @@ async def test_lines_end_while_the_store_is_away_and_are_recorded_later(tmp_path
         assert log.count('"lines of batches wait"') == 1
 
 
-@pytest.mark.usefixtures("hurried")
 @in_virtual_time
 async def test_lines_whose_file_is_gone_fail(tmp_path: Path) -> None:
     node = EmulatedNode(slots=1, decode_tps=20)

@@ -9,22 +9,21 @@ import os
 import signal
 from collections import Counter
 from collections.abc import AsyncIterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import httpx
-import msgspec
 import pytest
 
 from gateway.callers.keys import new_key
-from gateway.stored.response_log import TERMINAL_TYPES, split_events
 from tests.callers.kills import rows_of
 from tests.emulator import EmulatedNode
 from tests.emulator.language_model import expected_text
 from tests.emulator.request_body import expected_chat_text, render_chat
 from tests.gateway_processes import LIMIT, Succession, serving
 from tests.stored.batch_gateway import lines
+from tests.stored.following import Follower
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
 LINES = 300
@@ -36,60 +35,13 @@ ENDED = {"completed", "failed", "cancelled", "expired"}
 
 
 @dataclass
-class Follower:
-    """Follows a background response, and goes on where it was when its connection breaks."""
-
-    id: str
-    last: int = -1
-    types: list[str] = field(default_factory=list)
-    text: str = ""
-
-    @property
-    def has_ended(self) -> bool:
-        return bool(self.types) and self.types[-1] in TERMINAL_TYPES
-
-    async def run(self, client: httpx.AsyncClient, until_event: int | None = None) -> None:
-        """Follow to the end, or until this event, again and again if the stream breaks."""
-        async with asyncio.timeout(LIMIT):
-            while not self.has_ended and (until_event is None or self.last < until_event):
-                with contextlib.suppress(httpx.TransportError):
-                    await self.follow(client, until_event)
-                await asyncio.sleep(0.02)
-
-    async def follow(self, client: httpx.AsyncClient, until_event: int | None = None) -> None:
-        """Follow until the stream breaks or ends, or until this event."""
-        path, rest = f"/v1/responses/{self.id}?stream=true", b""
-        if self.last >= 0:
-            path += f"&starting_after={self.last}"
-        async with client.stream("GET", path) as reply:
-            assert reply.status_code == 200, await reply.aread()
-            async for piece in reply.aiter_raw():
-                rest += piece
-                whole = rest.rfind(b"\n\n") + 2
-                for event in split_events(rest[:whole] if whole > 1 else b""):
-                    self._take(event)
-                rest = rest[whole:] if whole > 1 else rest
-                if until_event is not None and self.last >= until_event:
-                    return
-
-    def _take(self, event: bytes) -> None:
-        data = [line[6:] for line in event.split(b"\n") if line.startswith(b"data: ")]
-        if not data:
-            return  # a heartbeat
-        value = msgspec.json.decode(data[0])
-        assert value["sequence_number"] == self.last + 1
-        self.last = value["sequence_number"]
-        self.types.append(value["type"])
-        if value["type"] == "response.output_text.delta":
-            self.text += value["delta"]
-
-
-@dataclass
 class Work:
     """What a caller has given to the gateway."""
 
     batch: str
+    """Its id."""
     response: str
+    """Its path."""
 
     async def until_recorded(self, client: httpx.AsyncClient, number: int) -> None:
         """Wait until so many lines have their results."""
@@ -131,7 +83,7 @@ async def begin(client: httpx.AsyncClient) -> Work:
               "completion_window": "24h"},
     )  # fmt: skip
     assert batch.status_code == 200, batch.text
-    return Work(batch.json()["id"], made.json()["id"])
+    return Work(batch.json()["id"], f"/v1/responses/{made.json()['id']}")
 
 
 async def check_batch(client: httpx.AsyncClient, work: Work) -> None:
@@ -158,8 +110,8 @@ async def check_response(client: httpx.AsyncClient, work: Work, *followers: Foll
     text = expected_text(render_chat([{"role": "user", "content": "tell"}]), STORY)
     for one in followers:
         assert one.text == text
-    assert len({tuple(one.types) for one in followers}) == 1
-    found = (await client.get(f"/v1/responses/{work.response}")).json()
+    assert len({one.data for one in followers}) == 1
+    found = (await client.get(work.response)).json()
     assert found["status"] in {"completed", "incomplete"}
     assert found["output"][0]["content"][0]["text"] == text
 
@@ -204,20 +156,20 @@ async def test_waiting_work_goes_on_over_handovers(tmp_path: Path) -> None:
     async with a_node() as node, a_gateway(tmp_path, node) as (line, client):
         work = await begin(client)
         leaves, stays = Follower(work.response), Follower(work.response)
-        await leaves.run(client, until_event=20)
-        following = asyncio.create_task(stays.run(client))
+        await leaves.run(client, LIMIT, until_event=20)
+        following = asyncio.create_task(stays.run(client, LIMIT))
         for number in (20, 80):
             await work.until_recorded(client, number)
             await line.succeed()
         # The others read what the first process writes.
-        await leaves.run(client)
+        await leaves.run(client, LIMIT)
         await following
         await line.until("ended", 2)
         await check_batch(client, work)
         await check_response(client, work, leaves, stays)
         again = Follower(work.response)
-        await again.run(client)
-        assert again.types == stays.types
+        await again.run(client, LIMIT)
+        assert again.data == stays.data
         # A process that is succeeded brings to an end what it runs: nothing ran twice.
         assert node.requests == LINES + 1
     check_ledger(tmp_path)
@@ -228,7 +180,7 @@ async def test_waiting_work_goes_on_after_an_end_and_a_new_start(tmp_path: Path)
         async with a_gateway(tmp_path, node) as (line, client):
             work = await begin(client)
             leaves, stays = Follower(work.response), Follower(work.response)
-            await leaves.run(client, until_event=20)
+            await leaves.run(client, LIMIT, until_event=20)
             following = asyncio.create_task(stays.follow(client))
             await work.until_recorded(client, 40)
             os.kill(line.newest, signal.SIGTERM)
@@ -237,7 +189,7 @@ async def test_waiting_work_goes_on_after_an_end_and_a_new_start(tmp_path: Path)
             assert not stays.has_ended
             assert await asyncio.wait_for(line.first.wait(), LIMIT) == 0
         async with a_gateway(tmp_path, node) as (line, client):
-            await asyncio.gather(leaves.run(client), stays.run(client))
+            await asyncio.gather(leaves.run(client, LIMIT), stays.run(client, LIMIT))
             await check_batch(client, work)
             await check_response(client, work, leaves, stays)
     check_ledger(tmp_path)
