@@ -24,16 +24,14 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 import httpx
-import yaml
 
-from gateway.local.server import claim_port, claimed_port
-from tests.callers.kills import HOST, Site
+from tests.callers.kills import Site
 from tests.emulator import EmulatedNode
 from tests.emulator.language_model import expected_text
 from tests.emulator.request_body import render_chat
 from tests.postgres import PostgresServer
 from tests.stored.following import Follower
-from tests.stored.kills import a_store
+from tests.stored.kills import a_site, a_store
 
 DECODE_TPS = 8.0
 NODES, SLOTS = 4, 64
@@ -206,23 +204,13 @@ async def try_it(
             )
             for _ in range(NODES)
         ]  # fmt: skip
-        claim = claim_port(HOST)
-        stack.callback(claim.close)
-        port = claimed_port(claim)
-        site = Site(folder, nodes, store_url, port, 0)
-        settings_file = folder / "gateway.yaml"
-        settings = yaml.safe_load(settings_file.read_text())
-        settings["batches"] = {"background_at_once": NODES * SLOTS, "waiting_per_key": 100_000}
-        # The nodes share this process with all clients.
-        settings["timeouts"] = {"first_byte": 60.0, "silence": 60.0}
-        settings_file.write_text(yaml.safe_dump(settings))
+        settings = {
+            "batches": {"background_at_once": NODES * SLOTS, "waiting_per_key": 100_000},
+            # The nodes share this process with all clients.
+            "timeouts": {"first_byte": 60.0, "silence": 60.0},
+        }
+        site, client = await stack.enter_async_context(a_site(folder, nodes, store_url, settings))
         await site.start()
-        limits = httpx.Limits(max_connections=None, max_keepalive_connections=0)
-        client = await stack.enter_async_context(
-            httpx.AsyncClient(
-                base_url=f"http://{HOST}:{port}", timeout=60.0, limits=limits, trust_env=False
-            )
-        )
         clients = [Client(site, at, seed, tokens, found) for at in range(responses)]
         began = time.monotonic()
         over = asyncio.Event()
@@ -250,9 +238,7 @@ async def try_it(
         found.events = events_of(clients)
         for at, one in enumerate(clients):
             found.wrong += await one.problems(client, again=at < AGAIN)
-        if found.complete == responses:
-            await site.stop()
-        else:
+        if found.complete < responses:
             await site.kill()  # else it ends what runs first
     return found
 

@@ -93,6 +93,29 @@ def a_line(number: int) -> dict[str, Any]:
     return {"custom_id": f"line {number}", "method": "POST", "url": CHAT, "body": body}
 
 
+@contextlib.asynccontextmanager
+async def a_site(
+    folder: Path,
+    nodes: list[EmulatedNode],
+    store_url: str,
+    settings: dict[str, Any] | None = None,
+    headers: dict[str, str] | None = None,
+) -> AsyncIterator[tuple[Site, httpx.AsyncClient]]:
+    """A gateway that can be killed, and is not started yet; and a client of it."""
+    with claim_port(HOST) as claim:
+        site = Site(folder, nodes, store_url, claimed_port(claim), nice=0)
+        file = folder / "gateway.yaml"
+        file.write_text(yaml.safe_dump(yaml.safe_load(file.read_text()) | (settings or {})))
+        async with httpx.AsyncClient(
+            base_url=f"http://{HOST}:{site.port}", headers=headers, timeout=60.0, trust_env=False,
+            verify=NO_TLS, limits=httpx.Limits(max_connections=None, max_keepalive_connections=0),
+        ) as client:  # fmt: skip
+            try:
+                yield site, client
+            finally:
+                await site.stop()
+
+
 class Caller:
     """Creates a batch and follows it, whatever becomes of the gateway."""
 
@@ -278,17 +301,11 @@ async def run_once(
     found = Findings("sqlite" if server is None else "postgresql", lines)
     key = new_key("batches")
     limits = {"rpm": 10_000_000, "tpm": 1_000_000_000}
-    with tempfile.TemporaryDirectory() as folder, claim_port(HOST) as claim:
+    settings = {"keys": [{"id": key.id, "sha256": key.sha256, "limits": limits}]}
+    headers = {"Authorization": f"Bearer {key.text}"}
+    with tempfile.TemporaryDirectory() as folder:
         async with emulated_nodes(decode_tps) as nodes:
-            site = Site(Path(folder), nodes, store_url, claimed_port(claim), nice=0)
-            path = Path(folder) / "gateway.yaml"
-            settings = yaml.safe_load(path.read_text())
-            settings |= {"keys": [{"id": key.id, "sha256": key.sha256, "limits": limits}]}
-            path.write_text(yaml.safe_dump(settings))
-            url, headers = f"http://{HOST}:{site.port}", {"Authorization": f"Bearer {key.text}"}
-            async with httpx.AsyncClient(
-                base_url=url, headers=headers, timeout=30.0, trust_env=False, verify=NO_TLS
-            ) as http:
+            async with a_site(Path(folder), nodes, store_url, settings, headers) as (site, http):
                 await site.start()
                 run = Run(site, Caller(site, http), lines, kill_every, server, found)
                 try:
@@ -297,8 +314,6 @@ async def run_once(
                 except BaseException:
                     print(site.log(), file=sys.stderr)
                     raise
-                finally:
-                    await site.stop()
             found.executions = sum(one.requests for one in nodes)
     return found
 

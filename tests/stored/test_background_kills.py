@@ -11,13 +11,11 @@ from pathlib import Path
 import httpx
 import msgspec
 import pytest
-import yaml
 from sqlalchemy import select
 
-from gateway.local.server import claim_port, claimed_port
 from gateway.store.schema import stored_requests
 from gateway.stored.response_log import TERMINAL_TYPES
-from tests.callers.kills import HOST, Site, rows_of
+from tests.callers.kills import Site, rows_of
 from tests.emulator import EmulatedNode, expected_chat_text
 from tests.emulator.language_model import expected_text
 from tests.emulator.request_body import render_chat
@@ -25,6 +23,7 @@ from tests.gateways import until
 from tests.polling import eventually
 from tests.store.stores import opened
 from tests.stored.following import Follower
+from tests.stored.kills import a_site
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
 CHAT = "/v1/chat/completions"
@@ -99,22 +98,13 @@ def id_of(path: str) -> str:
 @asynccontextmanager
 async def place(folder: Path, decode_tps: float) -> AsyncIterator[Place]:
     """One request runs at a time."""
-    async with EmulatedNode(slots=1, decode_tps=decode_tps, answer_tokens=100_000) as node:
-        with claim_port(HOST) as claim:
-            port = claimed_port(claim)
-            site = Site(folder, [node], f"sqlite:///{folder}/store.db", port, nice=0)
-            file = folder / "gateway.yaml"
-            settings = yaml.safe_load(file.read_text()) | {"batches": {"background_at_once": 1}}
-            file.write_text(yaml.safe_dump(settings))
-            client = httpx.AsyncClient(
-                base_url=f"http://{HOST}:{port}", timeout=LIMIT, trust_env=False
-            )
-            async with client:
-                await site.start()
-                try:
-                    yield Place(site, node, client)
-                finally:
-                    await site.stop()
+    settings, store_url = {"batches": {"background_at_once": 1}}, f"sqlite:///{folder}/store.db"
+    async with (
+        EmulatedNode(slots=1, decode_tps=decode_tps, answer_tokens=100_000) as node,
+        a_site(folder, [node], store_url, settings) as (site, client),
+    ):
+        await site.start()
+        yield Place(site, node, client)
 
 
 @pytest.mark.parametrize("kind", KINDS)

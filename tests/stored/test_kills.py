@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Iterator
-from contextlib import asynccontextmanager, contextmanager
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -13,15 +13,13 @@ import pytest
 import yaml
 from sqlalchemy import Row, create_engine, select, text
 
-from gateway.local.server import claim_port, claimed_port
 from gateway.store.database import locate_store
 from gateway.store.schema import stored_requests, usage
-from tests.callers.kills import HOST, Site
 from tests.emulator import EmulatedNode
 from tests.gateways import until
 from tests.postgres import needs_postgres
 from tests.store.stores import opened
-from tests.stored.kills import a_store, run_once
+from tests.stored.kills import a_site, a_store, run_once
 
 
 @pytest.mark.timeout(600)
@@ -47,25 +45,6 @@ SAME = (
 )  # fmt: skip
 """What the ledger has of two like responses, whoever recorded them."""
 ASK = {"input": "tell me a story", "max_output_tokens": 12, "background": True}
-
-
-@asynccontextmanager
-async def a_site(
-    folder: Path, node: EmulatedNode, store_url: str
-) -> AsyncIterator[tuple[Site, httpx.AsyncClient]]:
-    """A gateway that is not started yet, and has prices; and its client."""
-    with claim_port(HOST) as claim:
-        site = Site(folder, [node], store_url, claimed_port(claim), nice=0)
-        file = folder / "nodes.yaml"
-        nodes = yaml.safe_load(file.read_text())
-        nodes["nodes"][0]["cost_per_million_tokens"] = {"prompt": 3, "completion": 5}
-        file.write_text(yaml.safe_dump(nodes))
-        url = f"http://{HOST}:{site.port}"
-        async with httpx.AsyncClient(base_url=url, trust_env=False, timeout=60) as client:
-            try:
-                yield site, client
-            finally:
-                await site.stop()
 
 
 @contextmanager
@@ -109,8 +88,12 @@ async def test_a_response_that_had_ended_is_recorded_and_paid_once_by_the_next_p
 ) -> None:
     async with (
         EmulatedNode(decode_tps=30, answer_tokens=1000) as node,
-        a_site(tmp_path, node, store_url) as (site, client),
+        a_site(tmp_path, [node], store_url) as (site, client),
     ):
+        file = tmp_path / "nodes.yaml"
+        nodes = yaml.safe_load(file.read_text())
+        nodes["nodes"][0]["cost_per_million_tokens"] = {"prompt": 3, "completion": 5}
+        file.write_text(yaml.safe_dump(nodes))
         await site.start()
         like = (await client.post("/v1/responses", json=ASK)).json()["id"]
         told = await end_of(client, like)

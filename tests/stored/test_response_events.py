@@ -23,7 +23,8 @@ from gateway.stored.response_events import (
 )
 from tests.emulator import EmulatedNode
 from tests.forward.proxy_over_nodes import A_FIRST, proxy_over
-from tests.gateways import until
+from tests.gateways import running_gateway, until
+from tests.servers import start_demo_servers
 from tests.stored.responses_over_nodes import (
     begin,
     check_whole,
@@ -348,3 +349,44 @@ def test_a_queued_response_repeats_its_request() -> None:
     found = queued_response("resp_1", 7.9, {"model": "m", "background": True, "temperature": 0})
     assert (found["created_at"], found["status"], found["output"]) == (7, "queued", [])
     assert (found["background"], found["temperature"], found["tools"]) == (True, 0, [])
+
+
+STORY = {
+    "input": [{"role": "user", "content": "tell me a story"}], "instructions": "be long",
+    "max_output_tokens": 300, "temperature": 0, "seed": 7, "ignore_eos": True,
+}  # fmt: skip
+
+
+@pytest.mark.real
+@pytest.mark.slow
+@pytest.mark.smoke
+@pytest.mark.timeout(600)
+async def test_a_real_response_goes_on_from_its_log(tmp_path: Path) -> None:
+    settings = {"health": {"interval": 0.5}}
+    async with (
+        start_demo_servers(2, slots=1, context=4096, extra=("--exact",)) as urls,
+        running_gateway(tmp_path, urls, settings) as running,
+        open_logs(tmp_path) as logs,
+    ):
+        app = running.gateway
+        whole = await begin(logs, **STORY)
+        first = await run(app, whole, owner="anonymous:127.0.0.1", **STORY)
+        await whole.close()
+        expected = await logged(logs, whole.name)
+        check_whole(expected, "response.incomplete")
+        for cut in (1, 2, 7, 30, 101, 222, 299):
+            events = await begin(logs, **STORY)
+            await cut_run(app, events, cut, owner="anonymous:127.0.0.1", **STORY)
+            events = await ResponseEvents.reopen(logs, events.name, now)
+            assert events.begun is not None
+            again = await run(app, events, owner="anonymous:127.0.0.1", **STORY)
+            await finish(events, again)
+            await events.close()
+            values = await logged(logs, events.name)
+            response = check_whole(values, "response.incomplete")
+            assert text_of(values) == text_of(expected), f"cut after {cut} tokens"
+            usage = expected[-1]["response"]["usage"]
+            assert response["usage"]["input_tokens"] == usage["input_tokens"]
+            assert response["usage"]["output_tokens"] == usage["output_tokens"] == 300
+            assert again.record.completion_tokens == first.record.completion_tokens == 300
+            assert response["incomplete_details"] == {"reason": "max_output_tokens"}
