@@ -24,15 +24,13 @@ from statistics import fmean, quantiles
 import httpx
 import yaml
 
-from gateway.local.server import claim_port, claimed_port
 from gateway.schedule.core.requests import spread_reserve
-from tests.callers import kills
 from tests.gateways import NO_TLS
 from tests.stored.batch_gateway import HEADERS, key
-from tests.stored.kills import Caller
+from tests.stored.kills import Caller, a_site
 from tests.stored.measure_feeding import LINES, SAMPLE_SECONDS, Site, chats_of, lines, told
 
-HOST, LIMIT = "127.0.0.1", 60.0
+LIMIT = 60.0
 CHATS = 60
 FILL_SECONDS = 20.0
 """Between the batch's creation and the first chat beside it."""
@@ -57,28 +55,6 @@ async def a_node(slots: int) -> AsyncIterator[str]:
         await process.wait()
 
 
-@contextlib.asynccontextmanager
-async def a_gateway(folder: Path, site: Site, nodes: list[str]) -> AsyncIterator[kills.Site]:
-    """A gateway with an SQLite store before these nodes, a process of its own."""
-    with claim_port(HOST) as claim:
-        store_url = f"sqlite:///{folder}/gateway.db"
-        process = kills.Site(folder, [], store_url, claimed_port(claim), nice=0)
-        entries = [{"name": f"node-{number}", "url": url} for number, url in enumerate(nodes)]
-        (folder / "nodes.yaml").write_text(yaml.safe_dump({"nodes": entries}))
-        settings = {
-            "store": {"url": store_url},
-            "keys": [key()],
-            "classes": {"batch": {"reserve_slots": site.reserve}},
-            "logging": {"access": False},
-        }
-        (folder / "gateway.yaml").write_text(yaml.safe_dump(settings))
-        await process.start()
-        try:
-            yield process
-        finally:
-            await process.stop()
-
-
 async def sampled(nodes: list[str], samples: list[list[int]]) -> None:
     """Busy slots of each node, for ever."""
     async with httpx.AsyncClient(trust_env=False, verify=NO_TLS, timeout=LIMIT) as http:
@@ -93,13 +69,14 @@ async def measure(site: Site, words: int) -> None:
     async with contextlib.AsyncExitStack() as stack:
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory()))
         nodes = [await stack.enter_async_context(a_node(site.slots)) for _ in range(site.nodes)]
-        process = await stack.enter_async_context(a_gateway(folder, site, nodes))
-        http = await stack.enter_async_context(
-            httpx.AsyncClient(
-                base_url=f"http://{HOST}:{process.port}", headers=HEADERS, timeout=LIMIT,
-                trust_env=False, verify=NO_TLS,
-            )
-        )  # fmt: skip
+        settings = {"keys": [key()], "classes": {"batch": {"reserve_slots": site.reserve}}}
+        store = f"sqlite:///{folder}/gateway.db"
+        process, http = await stack.enter_async_context(
+            a_site(folder, [], store, settings, HEADERS)
+        )
+        entries = [{"name": f"node-{number}", "url": url} for number, url in enumerate(nodes)]
+        (folder / "nodes.yaml").write_text(yaml.safe_dump({"nodes": entries}))
+        await process.start()
         caller = Caller(process, http)
         alone = await chats_of(http, words, range(CHATS))
         print(f"chats of {words} words alone: time to first token {told(alone)}", flush=True)

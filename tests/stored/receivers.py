@@ -42,6 +42,10 @@ class Receiver:
     connections: int = 0
     _came: asyncio.Event = field(default_factory=asyncio.Event)
 
+    @property
+    def url(self) -> str:
+        return f"http://127.0.0.1:{self.port}"
+
     async def came(self, number: int) -> None:
         """Wait until so many requests have come."""
         async with asyncio.timeout(LIMIT):

@@ -219,11 +219,7 @@ async def test_requests_of_a_key_that_keeps_as_much_as_it_may_wait_until_there_i
         assert refused.json()["error"]["code"] == "insufficient_quota"
         assert "batches.bytes_per_key" in refused.json()["error"]["message"]
         assert refused.headers["x-should-retry"] == "false"
-        later = await api.post(
-            "/v1/chat/completions", json=BODY, headers={"prefer": "respond-async"}
-        )
-        assert (later.status_code, later.json()["error"]["code"]) == (429, "insufficient_quota")
-        assert len(list(folder.glob("request-*"))) == 2  # Nothing is left of those.
+        assert len(list(folder.glob("request-*"))) == 2  # Nothing is left of that one.
         assert (await api.get(f"/v1/responses/{second}")).json()["status"] == "queued"
         before = time.time()
         assert (await api.delete(f"/v1/files/{file}")).status_code == 200
@@ -231,6 +227,3 @@ async def test_requests_of_a_key_that_keeps_as_much_as_it_may_wait_until_there_i
         found = await requests.find(owner, second, RequestKind.RESPONSE)
         assert found.started_at is not None
         assert found.started_at >= before
-        for id_ in (first, second):
-            assert (await api.delete(f"/v1/responses/{id_}")).status_code == 200
-        await eventually(lambda: keeps(0))

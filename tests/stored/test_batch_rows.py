@@ -134,8 +134,9 @@ def test_the_input_file_must_be_the_owners_of_the_right_purpose_and_here(store: 
         "added", "invalid_value", "file_not_found", "file_elsewhere", "file_not_found",
         "file_not_found",
     ]  # fmt: skip
-    with pytest.raises(GatewayError, match=f"The batch '{batch_id(1)}' still reads this file"):
+    with pytest.raises(GatewayError, match=f"The batch '{batch_id(1)}' still reads this") as error:
         store.run_now(job(files.delete_file, "alice", "file-1", NOW))
+    assert (error.value.status, error.value.code) == (409, "file_in_use")
 
 
 def test_lists_are_read_page_by_page_though_batches_vanish(store: Store) -> None:

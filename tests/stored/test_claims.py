@@ -164,7 +164,8 @@ def test_running_lines_of_a_cancelled_batch_are_not_wanted_and_end_when_put_back
 ) -> None:
     batch = a_batch()
     begin(store, batch, [a_line(number) for number in range(1, 6)])
-    ids = [row.id for row in claim(store, limit=2)]
+    taken = claim(store, limit=2)
+    ids = [row.id for row in taken]
     cancelled = store.run_now(lambda c: cancel_batch(c, "alice", batch.id, "openai", NOW + 3))
     assert cancelled is not None
     assert (cancelled.state, cancelled.cancelled) == (BatchState.CANCELLING, 3)
@@ -172,11 +173,8 @@ def test_running_lines_of_a_cancelled_batch_are_not_wanted_and_end_when_put_back
     assert store.run_now(lambda c: begin_finalizing(c, batch.id, NOW)) is None
     for _ in range(2):
         store.run_now(lambda c: put_back(c, "p1", ids, NOW))
-        now = store.run_now(lambda c: find_batch(c, "alice", batch.id, "openai"))
-        assert now is not None
-        assert (now.cancelled, left(store)) == (5, (0, 0))
-    row = store.run_now(lambda c: find_row(c, "alice", ids[0], RequestKind.LINE))
-    assert row is not None
+        assert (batch_now(store).cancelled, left(store)) == (5, (0, 0))
+    row = found(store, taken[0])
     assert (row.state, row.ended_at) == (RequestState.CANCELLED, NOW + 3)
     assert store.run_now(lambda c: begin_finalizing(c, batch.id, NOW)) is not None
 
@@ -215,9 +213,7 @@ def test_lost_lines_of_a_cancelled_batch_end_as_cancelled(store: Store) -> None:
     claim(store, "unknown")
     store.run_now(lambda c: cancel_batch(c, "alice", batch.id, "openai", NOW))
     assert release(store) == 1
-    now = store.run_now(lambda c: find_batch(c, "alice", batch.id, "openai"))
-    assert now is not None
-    assert (now.cancelled, left(store)) == (1, (0, 0))
+    assert (batch_now(store).cancelled, left(store)) == (1, (0, 0))
 
 
 def test_threads_that_claim_at_once_take_every_row_once(store_url: str) -> None:
@@ -315,8 +311,7 @@ def test_results_are_recorded_and_counted_once_however_often_it_is_tried(store: 
         batch = batch_now(store)
         sums = batch.prompt_tokens, batch.cached_tokens, batch.completion_tokens, batch.cost
         assert sums == (40, 16, 20, 1.0)
-    row = store.run_now(lambda c: find_row(c, "alice", rows[0].id, RequestKind.LINE))
-    assert row is not None
+    row = found(store, rows[0])
     assert (row.state, row.status, row.ended_at) == (RequestState.DONE, 200, NOW + 5)
     assert (row.result_place, row.result_offset, row.result_length) == ("results-1", 100, 100)
 

@@ -9,10 +9,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from sqlalchemy import Connection, create_engine, insert, text
+from sqlalchemy import create_engine, text
 
 from gateway.errors import GatewayError
-from gateway.store.schema import batches, files
+from gateway.store.schema import files
 from gateway.stored.background_requests import add_background, delete_background
 from gateway.stored.batch_registry import NewBatch
 from gateway.stored.batch_rows import Batch
@@ -59,30 +59,6 @@ async def test_an_expired_file_is_gone_at_once_and_its_bytes_soon(
         here.pass_(10 * DAY)
         assert await here.files.clean() == 1
         assert (here.kept(), await here.store.run(count(files))) == ([], 0)
-
-
-def a_batch(file: str, *, ended_at: float | None) -> Any:
-    def job(connection: Connection) -> None:
-        connection.execute(
-            insert(batches).values(
-                id=f"batch-of-{file}", owner="alice", api="openai", endpoint="/v1/embeddings",
-                input_file=file, created_at=1.0, expires_at=2.0, ended_at=ended_at, state="s",
-                keep_until=3.0, class_="batch", folder="f",
-            )
-        )  # fmt: skip
-
-    return job
-
-
-async def test_a_file_that_a_batch_reads_stays(here: BatchPlace) -> None:
-    read, done = await here.upload(), await here.upload()
-    await here.store.run(a_batch(read, ended_at=None))
-    await here.store.run(a_batch(done, ended_at=5.0))
-    assert await refused(here.files.delete("alice", read)) == (409, "file_in_use")
-    await here.files.delete("alice", done)
-    here.pass_(100 * DAY)
-    assert await here.files.clean() == 0
-    assert here.kept() == [read]
 
 
 async def test_a_deletion_that_was_cut_short_is_finished_later(

@@ -99,11 +99,15 @@ def test_a_folder_that_others_can_read_is_refused(tmp_path: Path) -> None:
         a_folder(tmp_path)
 
 
-def test_a_folder_that_vanishes_is_told(tmp_path: Path) -> None:
+def test_a_folder_that_vanishes_is_told_to_new_and_open_files(tmp_path: Path) -> None:
     folder = a_folder(tmp_path)
+    file = folder.open_appended("results")
     shutil.rmtree(folder.location)
     with pytest.raises(FolderError, match="is gone"):
         folder.open_new("file")
+    with pytest.raises(FolderError):
+        file.append(b"x")
+    file.close()
 
 
 def test_nothing_is_written_into_another_folder_that_takes_its_place(tmp_path: Path) -> None:
@@ -353,15 +357,6 @@ def test_an_appended_file_stays_within_the_limit_of_all(tmp_path: Path) -> None:
     full = a_folder(tmp_path, most=1)
     with pytest.raises(FolderFull):
         full.open_appended("results")
-
-
-def test_nothing_is_appended_to_a_folder_that_is_gone(tmp_path: Path) -> None:
-    folder = a_folder(tmp_path)
-    file = folder.open_appended("results")
-    shutil.rmtree(folder.location)
-    with pytest.raises(FolderError):
-        file.append(b"x")
-    file.close()
 
 
 async def test_a_disk_that_hangs_is_told_and_does_not_hold_its_caller() -> None:

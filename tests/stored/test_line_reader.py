@@ -60,16 +60,6 @@ def error(content: bytes | str | dict[str, Any], **options: Any) -> LineError:
     return found
 
 
-def test_a_line_is_found_with_its_body() -> None:
-    first, second = read(content := jsonl([line("a"), line("b")]))
-    assert isinstance(first, LineSpec)
-    assert isinstance(second, LineSpec)
-    for one in (first, second):
-        body = json.loads(content[one.offset : one.offset + one.length])
-        assert body == line(one.custom_id)["body"]
-    assert (first.number, second.number, second.custom_id, second.model) == (1, 2, "b", "m")
-
-
 @pytest.mark.parametrize("end", [b"", b"\n", b"\r\n", b"\r\n\r\n \t\n", b" \n\n\n"])
 @pytest.mark.parametrize("begin", [b"", BOM, BOM + b"\n", b"\n\r\n", b"  "])
 def test_marks_empty_lines_and_any_end_make_no_difference(begin: bytes, end: bytes) -> None:

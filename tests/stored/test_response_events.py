@@ -25,6 +25,7 @@ from tests.emulator import EmulatedNode
 from tests.forward.proxy_over_nodes import A_FIRST, proxy_over
 from tests.gateways import running_gateway, until
 from tests.servers import start_demo_servers
+from tests.stored.batch_gateway import key
 from tests.stored.responses_over_nodes import (
     begin,
     check_whole,
@@ -35,7 +36,6 @@ from tests.stored.responses_over_nodes import (
     run,
     text_of,
 )
-from tests.stored.test_runner import key
 
 TEXT = "response.output_text.delta"
 

@@ -15,7 +15,6 @@ from structlog.testing import capture_logs
 
 from gateway import errors
 from gateway.api import sse
-from gateway.callers.keys import hash_key
 from gateway.callers.ledger import ROW_COLUMNS
 from gateway.request.body import LARGE_BODY_BYTES
 from gateway.stored.claims import StoredRow
@@ -23,18 +22,13 @@ from gateway.stored.runner import HeldRow, Outcome, RowDeferred, RowExpired, Row
 from tests.emulator import EmulatedNode
 from tests.forward.proxy_over_nodes import BODIES, ProxyOverNodes, proxy_over
 from tests.gateways import until
+from tests.stored.batch_gateway import HEADERS, key
 from tests.stored.responses_over_nodes import Kept
 from tests.stored.stored_rows import to_run
 from tests.virtual import in_virtual_time
 
 CHAT = "/v1/chat/completions"
-KEY = "lg_k1_" + "s" * 43
-SHA256 = hash_key(KEY).sha256
 GREEDY: dict[str, Any] = {"temperature": 0, "max_tokens": 20}
-
-
-def key(**fields: Any) -> dict[str, Any]:
-    return {"id": "k1", "name": "alice", "sha256": SHA256, **fields}
 
 
 def a_row(path: str = CHAT, **fields: Any) -> StoredRow:
@@ -59,8 +53,7 @@ def usage_of(outcome: Outcome) -> dict[str, Any]:
 async def test_a_row_has_the_response_that_a_client_would_get(tmp_path: Path, path: str) -> None:
     async with proxy_over(tmp_path, EmulatedNode(), keys=[key()]) as proxy:
         outcome = await run(proxy, a_row(path))
-        headers = {"authorization": f"Bearer {KEY}"}
-        client = await proxy.ask(path, headers, **GREEDY)
+        client = await proxy.ask(path, HEADERS, **GREEDY)
         assert (outcome.status, outcome.error_code) == (client.status_code, None) == (200, None)
         ours, theirs = json.loads(outcome.content), client.json()
         assert set(ours) == set(theirs)

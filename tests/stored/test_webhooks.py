@@ -12,7 +12,6 @@ from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
 
-import httpx
 import openai
 import pytest
 import sqlalchemy
@@ -20,7 +19,6 @@ from openai import AsyncOpenAI
 from sqlalchemy import Connection, func, select
 from structlog.testing import capture_logs
 
-from gateway.callers.keys import new_key
 from gateway.config.stored import WebhookSettings, WebhookTarget, WebhookUrl
 from gateway.events import EventBus, WebhookAttempted
 from gateway.store.schema import webhook_deliveries
@@ -54,7 +52,7 @@ from gateway.stored.webhooks import (
 )
 from gateway.transport.resolver import Resolver
 from tests.emulator import EmulatedNode
-from tests.gateways import NO_TLS, Running, running_gateway
+from tests.gateways import Running, running_gateway
 from tests.store.stores import CountingStore, opened, wait_until
 from tests.stored import batch_gateway
 from tests.stored.batch_place import jsonl
@@ -69,6 +67,7 @@ from tests.stored.receivers import (
     target,
 )
 from tests.stored.stored_rows import NOW, a_batch, alone
+from tests.web.two_keys import ALICE, BOB, KEYS, client
 
 A, B = WebhookUrl.parse("https://a.example/x"), WebhookUrl.parse("https://b.example:8443/y")
 
@@ -333,7 +332,7 @@ async def sending(url: str, *targets: WebhookTarget, **settings: Any) -> AsyncIt
 
 
 def at(receiver: Receiver) -> str:
-    return f"http://127.0.0.1:{receiver.port}/hooks"
+    return f"{receiver.url}/hooks"
 
 
 async def test_a_failure_is_tried_again_with_the_same_id_and_410_ends_it(store_url: str) -> None:
@@ -473,14 +472,14 @@ async def test_old_deliveries_are_removed(store_url: str) -> None:
 
 async def test_logs_name_the_receiver_without_its_path(store_url: str) -> None:
     async with receiving(status(500), status(204)) as receiver:
-        url = f"http://127.0.0.1:{receiver.port}/services/T0/hidden"
+        url = f"{receiver.url}/services/T0/hidden"
         async with sending(store_url, target(url)) as place:
             with capture_logs() as logged:
                 await place.add(url)
                 await place.until(lambda: place.outcomes == ["failed", "delivered"])
     lines = [line for line in logged if line["event"] == "webhook"]
     assert [line["outcome"] for line in lines] == ["failed", "delivered"]
-    assert {line["receiver"] for line in lines} == {f"http://127.0.0.1:{receiver.port}"}
+    assert {line["receiver"] for line in lines} == {receiver.url}
     assert {line["type"] for line in lines} == {"batch.completed"}
     assert "hidden" not in str(logged)
     assert "whsec_" not in str(logged)
@@ -621,30 +620,17 @@ async def test_a_kill_between_sending_and_recording_sends_it_again(store_url: st
     assert first.body == second.body
 
 
-ALICE, BOB = new_key("alice"), new_key("bob")
-
-
 @asynccontextmanager
 async def gateway(folder: Path, **target: Any) -> AsyncIterator[Running]:
     (folder / "hooks.secret").write_text(SECRET)
     settings = {
-        "keys": [{"id": key.id, "sha256": key.sha256} for key in (ALICE, BOB)],
+        "keys": KEYS,
         "webhooks": {
             "targets": [{"secret_file": "hooks.secret", "allow_private": True, **target}],
         },
     }
     async with EmulatedNode() as node, running_gateway(folder, [node.url], settings) as running:
         yield running
-
-
-def client(running: Running, key: Any = ALICE) -> AsyncOpenAI:
-    return AsyncOpenAI(
-        base_url=f"{running.url}/v1",
-        api_key=key.text,
-        max_retries=0,
-        webhook_secret=SECRET,
-        http_client=openai.DefaultAsyncHttpxClient(trust_env=False, timeout=60.0),
-    )
 
 
 def lines(number: int) -> bytes:
@@ -663,23 +649,14 @@ async def create(asked: AsyncOpenAI, content: bytes, **extra: Any) -> str:
 
 
 def unwrapped(asked: AsyncOpenAI, request: ReceivedRequest) -> tuple[str, str]:
-    event: Any = asked.webhooks.unwrap(request.body, request.headers)
+    event: Any = asked.webhooks.unwrap(request.body, request.headers, secret=SECRET)
     return event.type, event.data.id
-
-
-async def admin_page(running: Running, path: str) -> str:
-    async with httpx.AsyncClient(trust_env=False, verify=NO_TLS) as asked:
-        return (await asked.get(f"{running.admin_url}{path}")).text
-
-
-def origin(receiver: Receiver) -> str:
-    return f"http://127.0.0.1:{receiver.port}"
 
 
 @pytest.mark.usefixtures("hurried")
 async def test_a_batch_that_completes_is_told_and_can_be_fetched_then(tmp_path: Path) -> None:
     async with receiving() as receiver:
-        url = f"{origin(receiver)}/hooks"
+        url = f"{receiver.url}/hooks"
         async with gateway(tmp_path, url=url) as running, client(running) as alice:
             id_ = await create(alice, lines(3), webhook_url=f"{url}/job-7")
             await receiver.came(2)
@@ -695,7 +672,7 @@ async def test_a_batch_that_completes_is_told_and_can_be_fetched_then(tmp_path: 
                 "completed",
                 3,
             )
-            page = await admin_page(running, "/metrics")
+            page = (await running.admin.get("/metrics")).text
             assert "llama_gateway_webhook_deliveries_waiting" in page
 
 
@@ -703,7 +680,7 @@ async def test_a_batch_that_completes_is_told_and_can_be_fetched_then(tmp_path: 
 async def test_a_batch_that_fails_or_is_cancelled_is_told(tmp_path: Path) -> None:
     async with (
         receiving() as receiver,
-        gateway(tmp_path, url=origin(receiver)) as running,
+        gateway(tmp_path, url=receiver.url) as running,
         client(running) as alice,
     ):
         failed = await create(alice, b"\n\n")
@@ -718,7 +695,7 @@ async def test_a_batch_that_fails_or_is_cancelled_is_told(tmp_path: Path) -> Non
 @pytest.mark.usefixtures("hurried")
 async def test_a_webhook_url_that_is_not_listed_for_the_key_makes_no_batch(tmp_path: Path) -> None:
     async with receiving() as receiver:
-        url = f"{origin(receiver)}/hooks"
+        url = f"{receiver.url}/hooks"
         async with (
             gateway(tmp_path, url=url, named_only=True, keys=[ALICE.id]) as running,
             client(running) as alice,
@@ -735,14 +712,14 @@ async def test_a_webhook_url_that_is_not_listed_for_the_key_makes_no_batch(tmp_p
 @pytest.mark.usefixtures("hurried")
 async def test_neither_logs_nor_the_admin_api_show_secrets(tmp_path: Path) -> None:
     async with receiving() as receiver:
-        url = f"{origin(receiver)}/services/hidden-path"
+        url = f"{receiver.url}/services/hidden-path"
         async with gateway(tmp_path, url=url) as running, client(running) as alice:
             await create(alice, b"\n")
             await receiver.came(1)
-            shown = await admin_page(running, "/admin/config")
-            assert origin(receiver) in shown
+            shown = (await running.admin.get("/admin/config")).text
+            assert receiver.url in shown
     log = (tmp_path / "gateway.log").read_text()
-    assert origin(receiver) in log
+    assert receiver.url in log
     for text in (shown, log):
         assert "hidden-path" not in text
         assert SECRET not in text
@@ -751,7 +728,7 @@ async def test_neither_logs_nor_the_admin_api_show_secrets(tmp_path: Path) -> No
 @pytest.mark.usefixtures("hurried")
 async def test_a_background_response_is_told_when_it_has_ended(tmp_path: Path) -> None:
     async with receiving() as receiver:
-        url = f"{origin(receiver)}/hooks"
+        url = f"{receiver.url}/hooks"
         async with gateway(tmp_path, url=url) as running, client(running) as alice:
             made = await alice.responses.create(
                 model="demo",
@@ -775,7 +752,7 @@ async def test_a_background_response_is_told_when_it_has_ended(tmp_path: Path) -
 async def test_a_cancelled_background_response_is_told(tmp_path: Path) -> None:
     async with (
         receiving() as receiver,
-        gateway(tmp_path, url=origin(receiver)) as running,
+        gateway(tmp_path, url=receiver.url) as running,
         client(running) as alice,
     ):
         made = await alice.responses.create(

@@ -10,7 +10,6 @@ from typing import Any
 import httpx
 import pytest
 
-from gateway.callers.ledger import ROW_COLUMNS
 from gateway.events import SlotYielded
 from gateway.schedule.core import batch_slots
 from gateway.stored.runner import Outcome
@@ -22,6 +21,7 @@ from tests.servers import start_demo_servers
 from tests.stored.batch_gateway import CALM, time_to_first_token
 from tests.stored.responses_over_nodes import Kept
 from tests.stored.stored_rows import to_run
+from tests.stored.test_runner import usage_of
 from tests.virtual import in_virtual_time
 
 CHAT = "/v1/chat/completions"
@@ -70,11 +70,6 @@ def text_of(outcome: Outcome) -> Any:
     if "choices" in value:
         return value["choices"]
     return value.get("content") or value["output"]
-
-
-def usage_of(outcome: Outcome) -> dict[str, Any]:
-    assert outcome.usage is not None
-    return dict(zip(ROW_COLUMNS, outcome.usage, strict=True))
 
 
 def yields_of(proxy: ProxyOverNodes) -> list[SlotYielded]:
