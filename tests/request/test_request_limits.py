@@ -273,13 +273,6 @@ async def test_the_operators_limits_hold(tmp_path: Path) -> None:
         assert reply.status_code == 200
 
 
-@in_virtual_time
-async def test_a_text_is_no_schema(tmp_path: Path) -> None:
-    async with proxy_over(tmp_path, EmulatedNode()) as proxy:
-        reply = await proxy.ask("/tokenize", content="x", text="x" * 200_000, tools=[tool({})])
-        assert reply.status_code == 200
-
-
 MIB = 1 << 20
 HUGE: dict[str, Any] = {
     "stop": ["q" * 3 * MIB],

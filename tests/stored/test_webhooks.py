@@ -677,7 +677,7 @@ async def test_a_batch_that_completes_is_told_and_can_be_fetched_then(tmp_path: 
 
 
 @pytest.mark.usefixtures("hurried")
-async def test_a_batch_that_fails_or_is_cancelled_is_told(tmp_path: Path) -> None:
+async def test_a_batch_that_fails_is_told(tmp_path: Path) -> None:
     async with (
         receiving() as receiver,
         gateway(tmp_path, url=receiver.url) as running,
@@ -686,10 +686,6 @@ async def test_a_batch_that_fails_or_is_cancelled_is_told(tmp_path: Path) -> Non
         failed = await create(alice, b"\n\n")
         await receiver.came(1)
         assert unwrapped(alice, receiver.requests[0]) == ("batch.failed", failed)
-        cancelled = await create(alice, lines(2000))
-        await alice.batches.cancel(cancelled)
-        await receiver.came(2)
-        assert unwrapped(alice, receiver.requests[1]) == ("batch.cancelled", cancelled)
 
 
 @pytest.mark.usefixtures("hurried")
