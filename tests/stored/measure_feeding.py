@@ -59,7 +59,7 @@ class Site:
 
 
 def a_node(slots: int) -> EmulatedNode:
-    speeds = {"prefill_tps": 500.0, "decode_tps": 10.0, "decode_step": 0.005}
+    speeds: dict[str, Any] = {"prefill_tps": 500.0, "decode_tps": 10.0, "decode_step": 0.005}
     return EmulatedNode(
         slots=slots, answer_tokens=5000, prefill_stalls=True, cache_ram=1 << 12, **speeds
     )

@@ -11,6 +11,7 @@ import asyncio
 import tempfile
 from pathlib import Path
 from statistics import median, quantiles
+from typing import Any
 
 from tests.emulator import EmulatedNode
 from tests.forward.proxy_over_nodes import ProxyOverNodes, proxy_over
@@ -24,7 +25,7 @@ CHATS, INTERVAL = 20, 1.5
 
 
 def a_node() -> EmulatedNode:
-    speeds = {"prefill_tps": 500.0, "decode_tps": 10.0, "decode_step": 0.005}
+    speeds: dict[str, Any] = {"prefill_tps": 500.0, "decode_tps": 10.0, "decode_step": 0.005}
     return EmulatedNode(
         slots=SLOTS, answer_tokens=5000, prefill_stalls=True, cache_ram=1 << 16, **speeds
     )

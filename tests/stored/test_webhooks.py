@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import itertools
 import json
-import sys
 import time
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
@@ -559,65 +558,24 @@ async def test_the_store_is_asked_when_something_was_recorded_and_not_before(
             store.close(30.0)
 
 
-_PROCESS = """
-import asyncio, sys, time
-from pathlib import Path
-from gateway.stored.webhooks import WebhookPoster
-from gateway.stored.webhooks import WebhookTargets
-from gateway.stored.webhooks import WebhookSender
-from gateway.config.stored import WebhookSettings
-from gateway.events import EventBus
-from gateway.store.database import locate_store
-from gateway.store.store import Store
-from gateway.transport.resolver import Resolver
-from tests.stored.receivers import target
-
-async def main(store_url, url):
-    store = Store(locate_store(store_url, Path("unused")))
-    store.start()
-    await store.wait_opened(30)
-    settings = WebhookSettings(targets=(target(url),), timeout=30)
-    poster = WebhookPoster(Resolver(), time.time)
-    sender = WebhookSender(
-        store, WebhookTargets(lambda: settings), lambda: settings, poster, EventBus()
-    )
-    await sender.run()
-
-asyncio.run(main(*sys.argv[1:]))
-"""
-
-
-@pytest.mark.slow
-async def test_a_kill_between_sending_and_recording_sends_it_again(store_url: str) -> None:
-    """The receiver has the event, and the process that sent it dies before it can know."""
-    async with receiving(never, status(204)) as receiver:
-        process: asyncio.subprocess.Process | None = None
-        try:
-            with opened(store_url) as store:
-                place = Sending(store, target(at(receiver)))
-                await place.add(at(receiver))
-                process = await asyncio.create_subprocess_exec(
-                    *(sys.executable, "-c", _PROCESS, store_url, at(receiver)),
-                    cwd=Path(__file__).parents[2],
-                )
-                await receiver.came(1)
-                process.kill()
-                await process.wait()
-                row = await place.row()
-                assert (row.state, row.attempts) == ("waiting", 1)
-                assert row.next_at > time.time()
-                async with place.running():
-                    place.ahead = row.next_at - time.time()  # its lease is over
-                    place.sender.wake()
-                    await place.until(lambda: place.outcomes == ["delivered"])
-                assert (await place.row()).attempts == 2
-        finally:
-            if process is not None and process.returncode is None:
-                process.kill()
-                await process.wait()
-    first, second = receiver.requests
-    assert first.headers["webhook-id"] == second.headers["webhook-id"]
-    assert first.body == second.body
+async def test_what_a_lost_process_may_have_sent_is_sent_again_when_its_lease_is_over(
+    store_url: str,
+) -> None:
+    async with receiving() as receiver:
+        with opened(store_url) as store:
+            place = Sending(store, target(at(receiver)))
+            await place.add(at(receiver))
+            places, now = {WebhookUrl.parse(at(receiver)).origin: 1}, time.time()
+            (lost,) = await store.run(job(claim_deliveries, places, now, now + 3600))
+            async with place.running():
+                await place.until(lambda: place.sender.waiting == 1)
+                assert receiver.requests == []
+                place.ahead = 3600.0
+                place.sender.wake()
+                await place.until(lambda: place.outcomes == ["delivered"])
+            assert (await place.row()).attempts == 2
+    (request,) = receiver.requests
+    assert (request.headers["webhook-id"], request.body.decode()) == (lost.id, lost.body)
 
 
 @asynccontextmanager

@@ -31,7 +31,7 @@ ROW: dict[str, Any] = {"temperature": 0, "max_tokens": TOKENS}
 
 
 def a_node(slots: int = 2, **options: Any) -> EmulatedNode:
-    speeds = {"prefill_tps": 500.0, "decode_tps": 10.0}
+    speeds: dict[str, Any] = {"prefill_tps": 500.0, "decode_tps": 10.0}
     return EmulatedNode(**{"slots": slots, "answer_tokens": 5000, **speeds, **options})
 
 
