@@ -36,7 +36,6 @@ from tests.virtual import in_virtual_time
 
 NO_SCHEMAS: tuple[Any, ...] = (None, "", 3, [], {})
 LIMITS = LimitSettings(grammar_bytes=2000, grammar_depth=12)
-CHAT = "/v1/chat/completions"
 
 
 def checked(body: bytes | dict[str, Any]) -> str | None:

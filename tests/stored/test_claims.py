@@ -67,7 +67,6 @@ from tests.stored.stored_rows import (
     once_unlocked,
 )
 
-ROOT = Path(__file__).parents[2]
 LIMIT = 120.0
 
 
