@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from sqlalchemy import create_engine, text
 
 from gateway.errors import GatewayError
 from gateway.store.schema import files
@@ -26,7 +25,7 @@ from gateway.stored.files import (
     read_files,
 )
 from gateway.stored.folder import ID_FILE, job
-from tests.store.stores import LIMIT, opened
+from tests.store.stores import LIMIT, locked, opened
 from tests.stored.batch_place import HOUR, BatchPlace, answer, batch_place, count, jsonl, line
 from tests.stored.stored_rows import limits
 
@@ -137,20 +136,14 @@ async def test_a_store_that_is_away_is_told_and_nothing_is_lost(here: BatchPlace
     assert await refused(here.upload()) == (503, "store_unavailable")
 
 
-async def test_files_are_shown_and_listed_while_another_process_writes(here: BatchPlace) -> None:
+async def test_files_are_shown_and_listed_while_another_process_writes(
+    here: BatchPlace, store_url: str
+) -> None:
     id_ = await here.upload()
-    engine = create_engine(here.store.location.url)
-    is_sqlite = here.store.location.path is not None
-    lock = "BEGIN IMMEDIATE" if is_sqlite else "LOCK TABLE files IN EXCLUSIVE MODE"
-    try:
-        with engine.connect() as connection:
-            connection.execute(text(lock))
-            async with asyncio.timeout(2.0):
-                assert await ids(here) == [id_]
-                assert (await here.files.find("alice", id_)).id == id_
-            connection.rollback()
-    finally:
-        engine.dispose()
+    with locked(store_url, "files"):
+        async with asyncio.timeout(2.0):
+            assert await ids(here) == [id_]
+            assert (await here.files.find("alice", id_)).id == id_
 
 
 KB = 1000

@@ -3,22 +3,19 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import httpx
 import pytest
 import yaml
-from sqlalchemy import Row, create_engine, select, text
+from sqlalchemy import Row, select
 
-from gateway.store.database import locate_store
 from gateway.store.schema import stored_requests, usage
 from tests.emulator import EmulatedNode
 from tests.gateways import until
 from tests.postgres import needs_postgres
-from tests.store.stores import opened
+from tests.store.stores import locked, opened
 from tests.stored.kills import a_site, a_store, run_once
 
 
@@ -45,23 +42,6 @@ SAME = (
 )  # fmt: skip
 """What the ledger has of two like responses, whoever recorded them."""
 ASK = {"input": "tell me a story", "max_output_tokens": 12, "background": True}
-
-
-@contextmanager
-def no_records(store_url: str) -> Iterator[None]:
-    """Hold a lock of the store, so that no row of the ledger can be written meanwhile."""
-    location = locate_store(store_url, Path("unused"))
-    assert location is not None
-    engine = create_engine(location.url)
-    is_sqlite = store_url.startswith("sqlite")
-    try:
-        with engine.connect() as connection:
-            lock = "BEGIN IMMEDIATE" if is_sqlite else "LOCK TABLE usage IN EXCLUSIVE MODE"
-            connection.execute(text(lock))
-            yield
-            connection.rollback()
-    finally:
-        engine.dispose()
 
 
 def rows(store_url: str, table: Any) -> dict[str, Row[Any]]:
@@ -99,7 +79,7 @@ async def test_a_response_that_had_ended_is_recorded_and_paid_once_by_the_next_p
         told = await end_of(client, like)
         id_ = (await client.post("/v1/responses", json=ASK)).json()["id"]
         await until(lambda: node.busy == 1)
-        with no_records(store_url):
+        with locked(store_url, "usage"):  # so that no row of the ledger can be written
             log = newest_log(tmp_path)
             await until(lambda: b"\nevent: response.incomplete\n" in log.read_bytes())
             await site.kill()
