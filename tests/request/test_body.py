@@ -47,6 +47,13 @@ from gateway.request.prompt_key import (
 from gateway.request.routes import ROUTES
 from tests.each_case import each_case
 from tests.forward.pictures import data_url, png
+from tests.request.test_media import (
+    LINKS,
+    NO_LINKS,
+    REMOTE,
+    bodies_with,
+    bodies_with_elsewhere,
+)
 
 
 def raw(value: Any) -> msgspec.Raw:
@@ -332,15 +339,11 @@ def test_a_model_name_of_any_length_is_cut() -> None:
         assert set(model) == {letter}
 
 
-REMOTE = "http://169.254.169.254/x"
-
-
 @each_case(
     "more",
     [
-        {"messages": [{"content": [{"type": "image_url", "image_url": {"url": REMOTE}}]}]},
-        {"messages": [{"content": [{"type": "input_image", "image_url": REMOTE}]}]},
-        {"messages": [{"content": [{"source": {"type": "url", "url": REMOTE}}]}]},
+        *(body for part in LINKS for body in bodies_with(part)),
+        *(body for part in NO_LINKS for body in bodies_with_elsewhere(part)),
         {"messages": [{"content": [{"source": {"data": "a:b", "type": "text"}}]}]},
         {"messages": [{"content": [{"input_audio": {"data": "a:b"}}]}]},
         {"tools": [{"type": "mcp", "server_url": REMOTE}]},
@@ -350,16 +353,10 @@ REMOTE = "http://169.254.169.254/x"
         {"messages": [{"content": [{"image_url": {"url": "HTTPS" + "x" * 99_000}}]}]},
         {"messages": [{"content": [{"image_url": {"url": "no address"}}]}]},
         {"messages": [{"content": [IMAGE, IMAGE]}]},
-        {"messages": [{"tool_calls": [{"function": {"arguments": {"server_url": REMOTE}}}]}]},
-        {"messages": [{"content": [{"type": "tool_use", "input": {"image_url": REMOTE}}]}]},
-        {"messages": [{"content": [{"type": "tool_result", "content": [{"image_url": REMOTE}]}]}]},
         {"messages": [{"content": [{"source": {"content": [{"image_url": REMOTE}]}}]}]},
         {"messages": [{"content": [{"image_url": {"content": [{"image_url": REMOTE}]}}]}]},
         {"input": [{"output": [{"image_url": REMOTE}]}, {"output": {"image_url": REMOTE}}]},
-        {"input": [{"arguments": {"type": "image", "source": {"type": "url", "url": REMOTE}}}]},
-        {"tools": [{"input_schema": {"type": "image", "image_url": REMOTE, "server_url": REMOTE}}]},
         {"tools": [[{"server_url": REMOTE}], {"a": {"server_url": REMOTE}}]},
-        {"metadata": {"image_url": REMOTE, "content": [{"image_url": REMOTE}]}},
         {"image_url": REMOTE, "source": {"url": REMOTE}, "multimodal_data": [REMOTE]},
     ],
 )  # fmt: skip

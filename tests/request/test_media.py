@@ -163,24 +163,25 @@ def links_of(value: Any) -> tuple[list[str], bool]:
 REMOTE = "http://169.254.169.254/latest"
 
 
-@each_case(
-    "part",
-    [
-        {"type": "image_url", "image_url": {"url": REMOTE}},
-        {"type": "image_url", "image_url": REMOTE},
-        {"type": "video_url", "video_url": {"url": REMOTE}},
-        {"type": "input_audio", "input_audio": {"data": REMOTE, "format": "wav"}},
-        {"type": "input_audio", "input_audio": {"url": REMOTE}},
-        {"type": "input_image", "image_url": REMOTE},
-        {"type": "input_file", "file_url": REMOTE},
-        {"type": "image", "source": {"type": "url", "url": REMOTE}},
-        {"type": "document", "source": {"url": REMOTE}},
-        {"type": "document", "source": {"type": "content", "content": [{"image_url": REMOTE}]}},
-        {"type": "tool_result", "content": [{"source": {"type": "url", "url": REMOTE}}]},
-    ],
-)
-def test_a_link_is_found_in_every_form(part: Any) -> None:
-    for body in (
+LINKS: list[dict[str, Any]] = [
+    {"type": "image_url", "image_url": {"url": REMOTE}},
+    {"type": "image_url", "image_url": REMOTE},
+    {"type": "video_url", "video_url": {"url": REMOTE}},
+    {"type": "input_audio", "input_audio": {"data": REMOTE, "format": "wav"}},
+    {"type": "input_audio", "input_audio": {"url": REMOTE}},
+    {"type": "input_image", "image_url": REMOTE},
+    {"type": "input_file", "file_url": REMOTE},
+    {"type": "image", "source": {"type": "url", "url": REMOTE}},
+    {"type": "document", "source": {"url": REMOTE}},
+    {"type": "document", "source": {"type": "content", "content": [{"image_url": REMOTE}]}},
+    {"type": "tool_result", "content": [{"source": {"type": "url", "url": REMOTE}}]},
+]
+"""Every form of a link."""
+
+
+def bodies_with(part: Any) -> list[dict[str, Any]]:
+    """Bodies with this part wherever a server looks for links."""
+    return [
         {"messages": [{"content": [part]}]},
         {"messages": [{"role": "tool", "content": [part]}]},
         {"messages": [{"content": [{"type": "tool_result", "content": [part]}]}]},
@@ -188,7 +189,12 @@ def test_a_link_is_found_in_every_form(part: Any) -> None:
         {"input": [{"type": "function_call_output", "output": [part]}]},
         {"input": [{"type": "computer_call_output", "output": part}]},
         {"documents": [{"content": [part]}]},
-    ):
+    ]
+
+
+@each_case("part", LINKS)
+def test_a_link_is_found_in_every_form(part: Any) -> None:
+    for body in bodies_with(part):
         assert links_of(body)[0] == [REMOTE]
 
 
@@ -200,23 +206,22 @@ def test_a_source_that_holds_its_text_or_file_is_no_link() -> None:
             assert links_of({"messages": [{"content": [one]}]}) == ([], False)
 
 
-@each_case(
-    "elsewhere",
-    [
-        {"image_url": REMOTE},
-        {"type": "image", "image_url": {"url": REMOTE}},
-        {"source": {"type": "url", "url": REMOTE}},
-        {"content": [{"type": "image_url", "image_url": {"url": REMOTE}}]},
-        {"multimodal_data": [REMOTE]},
-        {"server_url": REMOTE},
-    ],
-)
-def test_what_no_server_looks_at_is_no_link(elsewhere: Any) -> None:
-    """Arguments and schemas of tools, and what clients keep beside a prompt."""
+NO_LINKS: list[dict[str, Any]] = [
+    {"image_url": REMOTE},
+    {"type": "image", "image_url": {"url": REMOTE}},
+    {"source": {"type": "url", "url": REMOTE}},
+    {"content": [{"type": "image_url", "image_url": {"url": REMOTE}}]},
+    {"multimodal_data": [REMOTE]},
+    {"server_url": REMOTE},
+]
+
+
+def bodies_with_elsewhere(elsewhere: Any) -> list[dict[str, Any]]:
+    """Arguments and schemas of tools, and what clients keep beside a prompt: no server looks."""
     call = {"type": "tool_use", "id": "1", "name": "open", "input": elsewhere}
     written = {"type": "function", "function": {"name": "open", "arguments": elsewhere}}
     schema = {"type": "object", "properties": elsewhere, "default": elsewhere}
-    for body in (
+    return [
         {"messages": [{"role": "assistant", "content": [call]}]},
         {"messages": [{"role": "assistant", "content": "", "tool_calls": [written]}]},
         {"input": [{"type": "function_call", "name": "open", "arguments": elsewhere}]},
@@ -226,7 +231,12 @@ def test_what_no_server_looks_at_is_no_link(elsewhere: Any) -> None:
         {"response_format": {"type": "json_schema", "json_schema": {"schema": schema}}},
         {"metadata": elsewhere},
         {"chat_template_kwargs": elsewhere},
-    ):
+    ]
+
+
+@each_case("elsewhere", NO_LINKS)
+def test_what_no_server_looks_at_is_no_link(elsewhere: Any) -> None:
+    for body in bodies_with_elsewhere(elsewhere):
         assert find_links(json.dumps(body).encode()) == ([], False)
 
 

@@ -379,6 +379,23 @@ async def test_a_node_never_gets_a_remote_image(tmp_path: Path) -> None:
         assert blind.requests + seeing.requests == 1
 
 
+def serving(*models: str) -> ModelIndex:
+    """An index of one node with these models."""
+    index = ModelIndex()
+    index.set_nodes([a_node(model=list(models))])
+    return index
+
+
+def rules_of(
+    index: ModelIndex | None = None,
+    default: str | None = None,
+    aliases: dict[str, ModelRule] | None = None,
+    **limits: Any,
+) -> RequestRules:
+    chosen = ModelAliases(aliases or {}, index or serving("demo"))
+    return RequestRules(LimitSettings(**limits), chosen, default)
+
+
 SERVED = ModelIndex()
 
 
@@ -391,11 +408,8 @@ def a_sender(models: frozenset[str] | None = None) -> Sender:
 
 
 def test_a_chosen_model_is_kept_until_nodes_serve_other_models() -> None:
-    index = ModelIndex()
-    index.set_nodes([a_node(model=["a", "b"])])
-    rules = RequestRules(
-        LimitSettings(), ModelAliases({"m": ModelRule(use=("a", "b"))}, index), None
-    )
+    index = serving("a", "b")
+    rules = rules_of(index, aliases={"m": ModelRule(use=("a", "b"))})
     chosen = choose_model("m", a_sender(), rules)
     assert (chosen.model, chosen.names, chosen.is_served) == ("m", ("a", "b"), True)
     assert choose_model("m", a_sender(), rules) is chosen
@@ -411,9 +425,7 @@ def test_a_chosen_model_is_kept_until_nodes_serve_other_models() -> None:
 
 
 def test_a_chosen_model_is_kept_for_equal_permissions_only() -> None:
-    index = ModelIndex()
-    index.set_nodes([a_node(model=["a"])])
-    rules = RequestRules(LimitSettings(), ModelAliases({}, index), "a")
+    rules = rules_of(serving("a"), default="a")
     chosen = choose_model(None, a_sender(frozenset({"a"})), rules)
     assert choose_model("a", a_sender(frozenset({"a"})), rules) is chosen
     with pytest.raises(GatewayError) as raised:
@@ -422,23 +434,18 @@ def test_a_chosen_model_is_kept_for_equal_permissions_only() -> None:
 
 
 def test_names_that_no_node_serves_are_not_kept() -> None:
-    index = ModelIndex()
-    index.set_nodes([a_node(model=["a"])])
-    aliases = ModelAliases({}, index)
-    rules = RequestRules(LimitSettings(), aliases, None)
+    rules = rules_of(serving("a"))
     for number in range(100):
         assert not choose_model(f"x{number}", a_sender(), rules).is_served
-    assert not aliases._choices
+    assert not rules.model_aliases._choices
 
 
 def test_no_more_than_some_choices_are_kept() -> None:
-    index = ModelIndex()
-    index.set_nodes([a_node(model=[f"m{number}" for number in range(MOST_CHOICES + 1)])])
-    aliases = ModelAliases({}, index)
-    rules = RequestRules(LimitSettings(), aliases, None)
-    for number in range(MOST_CHOICES + 1):
-        choose_model(f"m{number}", a_sender(), rules)
-        assert 0 < len(aliases._choices) <= MOST_CHOICES
+    names = [f"m{number}" for number in range(MOST_CHOICES + 1)]
+    rules = rules_of(serving(*names))
+    for name in names:
+        choose_model(name, a_sender(), rules)
+        assert 0 < len(rules.model_aliases._choices) <= MOST_CHOICES
 
 
 TO_B, TO_BOTH = ModelRule(use=("b",), set={"x": 1}), ModelRule(use=("b", "c"))
@@ -509,12 +516,6 @@ def test_prompts_are_counted_as_the_server_counts_them(prompt: Any, count: int) 
     assert len(split_prompts(raw(prompt))) == count
     assert len(split_prompts(raw(prompt, indent=2))) == count
     assert len(split_prompts(raw(prompt, indent=100))) == count
-
-
-def rules_of(**limits: Any) -> RequestRules:
-    index = ModelIndex()
-    index.set_nodes([a_node(model=["demo"])])
-    return RequestRules(LimitSettings(**limits), ModelAliases({}, index), None)
 
 
 def made(body: dict[str, Any], **limits: Any) -> PromptList | None:

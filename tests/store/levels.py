@@ -10,10 +10,8 @@ from gateway.store.database import Program, connect, disconnect, locate_store
 from gateway.store.schema import SCHEMA_LEVEL, STEPS, Step
 
 NEXT = SCHEMA_LEVEL + 1
-
 EXPAND = "ALTER TABLE revisions ADD COLUMN note TEXT"
 CONTRACT = "ALTER TABLE revisions DROP COLUMN number"
-
 RELEASED = Program(3, {3: Step(())})
 """Version 0.1.0, commit 925fef89."""
 

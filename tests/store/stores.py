@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-from sqlalchemy import Connection, func, insert, select
+from sqlalchemy import Connection, create_engine, func, insert, select, text
 
 from gateway.store.database import locate_store
 from gateway.store.schema import revisions
@@ -28,15 +28,30 @@ class CountingStore(Store):
 
 
 @contextlib.contextmanager
-def opened(url: str, kind: type[Store] = Store, **options: Any) -> Iterator[Store]:
+def opened(url: str, **options: Any) -> Iterator[Store]:
     """Run a store inside this context; it is tried to be opened before."""
-    store = kind(locate_store(url, Path("unused")), **options)
+    store = Store(locate_store(url, Path("unused")), **options)
     store.start()
     try:
         wait_until(lambda: store.status().state != "opening", store)
         yield store
     finally:
         store.close(LIMIT)
+
+
+@contextlib.contextmanager
+def locked(url: str, table: str) -> Iterator[None]:
+    """Hold the lock of all that write, in SQLite, or in PostgreSQL of those to this table."""
+    location = locate_store(url, Path("unused"))
+    in_postgresql = f"LOCK TABLE {table} IN EXCLUSIVE MODE"
+    engine = create_engine(location.url)
+    try:
+        with engine.connect() as connection:
+            connection.execute(text(in_postgresql if location.path is None else "BEGIN IMMEDIATE"))
+            yield
+            connection.rollback()
+    finally:
+        engine.dispose()
 
 
 def wait_until(condition: Callable[[], bool], store: Store) -> None:

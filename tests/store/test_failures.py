@@ -101,27 +101,31 @@ def test_a_store_that_is_locked_at_the_start_is_opened_later(file: Path) -> None
         assert store.run_now(names, write=False) == []
 
 
-ON_A_FULL_DISK = """
-import sys
+FULL = """
+import resource, signal, sys
 from pathlib import Path
 from gateway.store.failures import StoreFull
 from tests.store.stores import add, count, opened, wait_until
-folder = Path(sys.argv[1])
-states = []
+folder, most_bytes = Path(sys.argv[1]), int("".join(sys.argv[2:]) or 0)
+ballast, states = folder / "ballast", []
+signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+_, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
 notice = lambda status: states.append(status.state)
 with opened(f"sqlite:///{folder}/gateway.db", check_seconds=0.1, on_change=notice) as store:
     written = 0
-    (folder / "ballast").write_bytes(b"0" * (1 << 19))
+    ballast.write_bytes(b"0" * (1 << 19))
+    resource.setrlimit(resource.RLIMIT_FSIZE, (most_bytes or hard, hard))
     try:
         while True:
             store.run_now(add(str(written) + "x" * 10000))
             written += 1
     except StoreFull as error:
-        assert "free space" in error.remedy
+        assert ("quota" if most_bytes else "free space") in error.remedy
     # The store tries by itself to write something small, and may be up again.
     assert "full" in states
     assert store.run_now(count, write=False) == written > 0
-    (folder / "ballast").unlink()
+    resource.setrlimit(resource.RLIMIT_FSIZE, (hard, hard))
+    ballast.unlink()
     wait_until(lambda: store.status().up, store)
     store.run_now(add("afterwards"))
     assert store.run_now(count) == written + 1
@@ -130,41 +134,14 @@ print("done", end="")
 
 
 def test_a_full_disk_is_told_and_nothing_that_was_written_is_lost(tmp_path: Path) -> None:
-    assert run_on_small_disk(ON_A_FULL_DISK, "1m", tmp_path).endswith("done")
+    assert run_on_small_disk(FULL, "1m", tmp_path).endswith("done")
 
 
-AT_A_LIMIT = """
-import resource, signal, sys
-from pathlib import Path
-from gateway.store.failures import StoreFull
-from tests.store.stores import add, count, opened, wait_until
-signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
-with opened(f"sqlite:///{sys.argv[1]}", check_seconds=0.1) as store:
-    _, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (400_000, hard))
-    written = 0
-    try:
-        while True:
-            store.run_now(add(str(written) + "x" * 10000))
-            written += 1
-    except StoreFull as error:
-        assert "quota" in error.remedy
-    assert store.run_now(count, write=False) == written > 0
-    resource.setrlimit(resource.RLIMIT_FSIZE, (hard, hard))
-    wait_until(lambda: store.status().up, store)
-    assert store.run_now(count) == written
-print("done", end="")
-"""
-
-
-def test_a_file_that_may_not_grow_is_full(file: Path) -> None:
+def test_a_file_that_may_not_grow_is_full(tmp_path: Path) -> None:
     done = subprocess.run(
-        [sys.executable, "-c", AT_A_LIMIT, file],
-        capture_output=True,
-        text=True,
-        timeout=LIMIT * 4,
-        check=False,
-    )
+        [sys.executable, "-c", FULL, tmp_path, "400000"],
+        capture_output=True, text=True, timeout=LIMIT * 4, check=False,
+    )  # fmt: skip
     assert done.stdout.endswith("done"), done.stdout + done.stderr
 
 

@@ -1,8 +1,10 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import threading
 import time
+from collections.abc import AsyncIterator
 from pathlib import Path
 
 import pytest
@@ -11,9 +13,21 @@ from sqlalchemy.exc import IntegrityError
 
 from gateway.store.database import locate_store
 from gateway.store.failures import StoreUnavailable
-from gateway.store.store import Store
+from gateway.store.store import LONGEST_PAUSE, Store, StoreWorker
 from tests.postgres import PostgresServer
 from tests.store.stores import LIMIT, add, count, names, opened, wait_until
+from tests.virtual import in_virtual_time, now
+
+
+class Blocker:
+    """A job that has begun at some time, and ends when it is let go on."""
+
+    def __init__(self) -> None:
+        self.begun, self.go_on = threading.Event(), threading.Event()
+
+    def __call__(self, _: Connection) -> None:
+        self.begun.set()
+        self.go_on.wait(LIMIT)
 
 
 def add_and_fail(connection: Connection) -> None:
@@ -82,16 +96,11 @@ async def test_a_job_that_only_reads_sees_one_state_of_the_store(store_url: str)
 
 
 async def test_a_cancellation_that_comes_with_the_result_is_obeyed(store_url: str) -> None:
-    begun, go_on = blocker()
-
-    def job(_: Connection) -> None:
-        begun.set()
-        go_on.wait(LIMIT)
-
+    job = Blocker()
     with opened(store_url) as store:
         waiting = asyncio.create_task(store.run(job, write=False))
-        await asyncio.to_thread(begun.wait, LIMIT)
-        go_on.set()
+        await asyncio.to_thread(job.begun.wait, LIMIT)
+        job.go_on.set()
         # The loop stands still until the job is done, and then takes its result in one step.
         store.run_now(names, write=False)
         await asyncio.sleep(0)
@@ -100,28 +109,19 @@ async def test_a_cancellation_that_comes_with_the_result_is_obeyed(store_url: st
             await waiting
 
 
-def blocker() -> tuple[threading.Event, threading.Event]:
-    return threading.Event(), threading.Event()
-
-
 async def test_the_queue_is_bounded_and_says_so(store_url: str) -> None:
-    begun, go_on = blocker()
-
-    def block(_: Connection) -> None:
-        begun.set()
-        go_on.wait(LIMIT)
-
+    block = Blocker()
     with opened(store_url, most_jobs=3) as store:
         try:
             blocked = asyncio.create_task(store.run(block))
-            await asyncio.to_thread(begun.wait, LIMIT)
+            await asyncio.to_thread(block.begun.wait, LIMIT)
             waiting = [asyncio.create_task(store.run(add(str(number)))) for number in range(3)]
             await asyncio.sleep(0)
             assert store.status().waiting == 3
             with pytest.raises(StoreUnavailable, match="3 jobs wait"):
                 await store.run(add("too much"))
         finally:
-            go_on.set()
+            block.go_on.set()
         await asyncio.gather(blocked, *waiting)
         assert await store.run(names) == ["0", "1", "2"]
 
@@ -129,16 +129,11 @@ async def test_the_queue_is_bounded_and_says_so(store_url: str) -> None:
 async def test_a_job_whose_caller_has_given_up_before_it_began_is_never_done(
     store_url: str,
 ) -> None:
-    begun, go_on = blocker()
-
-    def block(_: Connection) -> None:
-        begun.set()
-        go_on.wait(LIMIT)
-
+    block = Blocker()
     with opened(store_url) as store:
         try:
             blocked = asyncio.create_task(store.run(block))
-            await asyncio.to_thread(begun.wait, LIMIT)
+            await asyncio.to_thread(block.begun.wait, LIMIT)
             with pytest.raises(StoreUnavailable, match="does not answer"):
                 await store.run(add("late"), seconds=0.05)
             cancelled = asyncio.create_task(store.run(add("cancelled")))
@@ -146,7 +141,7 @@ async def test_a_job_whose_caller_has_given_up_before_it_began_is_never_done(
             cancelled.cancel()
             await asyncio.wait([cancelled])
         finally:
-            go_on.set()
+            block.go_on.set()
         await blocked
         assert await store.run(names) == []
 
@@ -196,23 +191,18 @@ async def test_closing_does_what_waits(store_url: str) -> None:
 
 
 def test_closing_takes_no_longer_than_it_may(tmp_path: Path) -> None:
-    begun, go_on = blocker()
-
-    def block(_: Connection) -> None:
-        begun.set()
-        go_on.wait(LIMIT)
-
+    block = Blocker()
     store = Store(locate_store(None, tmp_path))
     store.start()
     thread = threading.Thread(target=store.run_now, args=(block,))
     thread.start()
     try:
-        assert begun.wait(LIMIT)
+        assert block.begun.wait(LIMIT)
         began = time.monotonic()
         assert not store.close(0.2)
         assert time.monotonic() - began < LIMIT / 2
     finally:
-        go_on.set()
+        block.go_on.set()
         thread.join(LIMIT)
     assert store.close(LIMIT)
 
@@ -224,3 +214,89 @@ def test_the_status_tells_since_when_and_nothing_secret(store_url: str) -> None:
     assert began <= status.since <= time.time()
     assert "secret-of-tests" not in str(status)
     assert (status.state, status.error, status.remedy, status.waiting) == ("up", None, None, 0)
+
+
+class Passes:
+    """Passes of a worker, and when each began."""
+
+    def __init__(self, period: float, first: float | None = None) -> None:
+        self.began: list[float] = []
+        self.lasts = 0.0
+        self.is_away = False
+        self.told: list[str] = []
+        self.worker = StoreWorker(self, period, first=first, on_away=self.told.append, clock=now)
+
+    async def __call__(self) -> None:
+        self.began.append(round(now() - self.start, 3))
+        await asyncio.sleep(self.lasts)
+        if self.is_away:
+            raise StoreUnavailable("gone", "wait")
+
+    @contextlib.asynccontextmanager
+    async def running(self) -> AsyncIterator[None]:
+        self.start = now()
+        task = asyncio.create_task(self.worker.run())
+        yield
+        task.cancel()
+        await asyncio.wait([task])
+        assert task.cancelled()
+
+
+@in_virtual_time
+async def test_passes_begin_by_the_clock_however_long_they_take() -> None:
+    passes = Passes(1.0, first=0.5)
+    passes.lasts = 0.4
+    async with passes.running():
+        await asyncio.sleep(3.0)
+        passes.lasts = 1.75
+        await asyncio.sleep(3.0)
+    assert passes.began == [0.5, 1.5, 2.5, 3.5, 5.25]
+
+
+@in_virtual_time
+async def test_a_store_that_is_away_is_told_of_once_and_tried_at_growing_distances() -> None:
+    passes = Passes(1.0)
+    async with passes.running():
+        passes.is_away = True
+        await asyncio.sleep(20.5)
+        assert passes.began == [1.0, 2.0, 4.0, 8.0, 8.0 + LONGEST_PAUSE, 8.0 + 2 * LONGEST_PAUSE]
+        assert (passes.worker.problem, passes.worker.failures) == ("gone; wait", 6)
+        passes.worker.wake()
+        passes.is_away = False
+        await asyncio.sleep(5.0)
+        assert passes.began[6:] == [23.0, 24.0, 25.0]
+        assert passes.worker.problem is None
+        passes.is_away = True
+        await asyncio.sleep(1.0)
+    assert passes.told == ["gone; wait"] * 2
+
+
+@in_virtual_time
+async def test_work_of_long_periods_keeps_them_while_the_store_is_away() -> None:
+    passes = Passes(60.0)
+    passes.is_away = True
+    async with passes.running():
+        await asyncio.sleep(200.0)
+    assert passes.began == [60.0, 120.0, 180.0]
+
+
+@in_virtual_time
+async def test_a_worker_that_is_woken_begins_its_pass_at_once() -> None:
+    passes = Passes(10.0)
+    async with passes.running():
+        await asyncio.sleep(3.0)
+        passes.worker.wake()
+        await asyncio.sleep(11.0)
+    assert passes.began == [3.0, 13.0]
+
+
+@in_virtual_time
+async def test_a_store_that_takes_too_long_before_the_first_pass_is_away() -> None:
+    passes = Passes(1.0)
+    passes.start, passes.lasts = now(), 3.0
+    await passes.worker.attempt_within(2.0, passes)
+    assert now() - passes.start == 2.0
+    passes.lasts, passes.is_away = 0.0, True
+    await passes.worker.attempt_within(2.0, passes)
+    assert passes.told == ["the store has not answered yet"]
+    assert (passes.worker.problem, passes.worker.failures) == ("gone; wait", 2)

@@ -7,7 +7,7 @@ import contextlib
 import json
 from collections.abc import AsyncIterator
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import httpx
 
@@ -15,14 +15,17 @@ from gateway.callers.keys import hash_key
 from tests.emulator import EmulatedNode
 from tests.gateways import Running, running_gateway
 from tests.stored.virtual_store import store_in_virtual_time
+from tests.virtual import now
 
 KEY = "lg_k1_" + "s" * 43
-
-
 HEADERS = {"authorization": f"Bearer {KEY}"}
-
-
 CALM: dict[str, Any] = {"health": {"interval": 5, "discover_interval": 30}}
+
+
+class Asker(Protocol):
+    """Whoever has a client of the gateway."""
+
+    client: httpx.AsyncClient
 
 
 def key(**fields: Any) -> dict[str, Any]:
@@ -72,7 +75,7 @@ async def virtual_gateway_over(
             yield running
 
 
-async def submit(running: Running, items: list[dict[str, Any]], **fields: Any) -> str:
+async def submit(running: Asker, items: list[dict[str, Any]], **fields: Any) -> str:
     """The id of a new batch."""
     data = "".join(json.dumps(item) + "\n" for item in items).encode()
     files = {"file": ("input.jsonl", data, "application/jsonl")}
@@ -91,14 +94,14 @@ async def submit(running: Running, items: list[dict[str, Any]], **fields: Any) -
     return str(answer.json()["id"])
 
 
-async def show(running: Running, batch: str) -> dict[str, Any]:
+async def show(running: Asker, batch: str) -> dict[str, Any]:
     answer: httpx.Response = await running.client.get(f"/v1/batches/{batch}", headers=HEADERS)
     assert answer.status_code == 200, answer.text
     found: dict[str, Any] = answer.json()
     return found
 
 
-async def ended(running: Running, batch: str, seconds: float = 60.0) -> dict[str, Any]:
+async def ended(running: Asker, batch: str, seconds: float = 60.0) -> dict[str, Any]:
     """The batch, once it has ended."""
     async with asyncio.timeout(seconds):
         while True:
@@ -108,7 +111,21 @@ async def ended(running: Running, batch: str, seconds: float = 60.0) -> dict[str
             await asyncio.sleep(0.1)
 
 
-async def output(running: Running, id_: str) -> list[dict[str, Any]]:
+async def time_to_first_token(
+    client: httpx.AsyncClient, body: dict[str, Any], headers: dict[str, str]
+) -> float:
+    """Seconds until a client has the first content of a chat that streams."""
+    began, seconds = now(), 0.0
+    chat = {**body, "stream": True, "max_tokens": 20}
+    async with client.stream("POST", "/v1/chat/completions", json=chat, headers=headers) as reply:
+        assert reply.status_code == 200, await reply.aread()
+        async for line in reply.aiter_lines():
+            if '"content":"' in line and not seconds:
+                seconds = now() - began
+    return seconds
+
+
+async def output(running: Asker, id_: str) -> list[dict[str, Any]]:
     answer = await running.client.get(f"/v1/files/{id_}/content", headers=HEADERS)
     assert answer.status_code == 200, answer.text
     return [json.loads(line) for line in answer.text.splitlines()]

@@ -36,7 +36,6 @@ from tests.store.stores import LIMIT
 from tests.stored.stored_rows import claim_any
 
 CHAT = "/v1/chat/completions"
-
 HOUR, DAY = 3600.0, 86400.0
 
 
@@ -52,12 +51,12 @@ def jsonl(lines: Iterable[Any]) -> bytes:
     return "".join(f"{text}\n" for text in texts).encode()
 
 
-def usage_row(row: StoredRow, process: str, *, tokens: int = 3, cost: float = 0.5) -> UsageRow:
+def usage_row(row: StoredRow, process: str) -> UsageRow:
     """What the ledger gets for a line that was answered."""
     values: dict[str, Any] = {
         "id": row.id, "process": process, "started_at": 1.0, "ended_at": 2.0, "key": row.owner,
         "model": "m", "class": "batch", "path": row.path, "stream": False, "prompt_tokens": 5,
-        "cached_tokens": 1, "completion_tokens": tokens, "slot_seconds": 1.0, "cost": cost,
+        "cached_tokens": 1, "completion_tokens": 3, "slot_seconds": 1.0, "cost": 0.5,
         "attempts": 1, "status": 200, "outcome": "ok",
     }  # fmt: skip
     return tuple(values.get(name) for name in ROW_COLUMNS)
@@ -162,7 +161,6 @@ async def batch_place(
     *,
     folder_options: dict[str, Any] | None = None,
     on_end: EndListener | None = None,
-    on_rows: Callable[[], None] = lambda: None,
     **settings: Any,
 ) -> AsyncIterator[BatchPlace]:
     """A place whose folder is `path`; run `results.run()` in a task where results are added."""
@@ -176,7 +174,7 @@ async def batch_place(
         folder = Folder(path, now=lambda: now[0], **{**options, **(folder_options or {})})
         storage = Storage(store, folder, threads, lambda: chosen, lambda: now[0])
         files = FileRegistry(replace(storage, threads=DiskThreads()))
-        upkeep = BatchUpkeep(storage, UnfinishedWork(storage), on_rows, on_end)
+        upkeep = BatchUpkeep(storage, UnfinishedWork(storage), lambda: None, on_end)
         batches = BatchRegistry(storage, upkeep)
         process = ProcessIdentity.of_this_process(now[0])
         ledger = Ledger(store, process, lambda: now[0], time.monotonic, lambda _: ())

@@ -22,23 +22,19 @@ from collections.abc import Sequence
 from contextlib import AsyncExitStack
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
 
 import httpx
-import msgspec
-import yaml
 
-from gateway.local.server import claim_port, claimed_port
-from gateway.stored.response_log import TERMINAL_TYPES, split_events
-from tests.callers.kills import HOST, Site
+from tests.callers.kills import Site
 from tests.emulator import EmulatedNode
 from tests.emulator.language_model import expected_text
 from tests.emulator.request_body import render_chat
 from tests.postgres import PostgresServer
-from tests.stored.kills import a_store
+from tests.stored.following import Follower
+from tests.stored.kills import a_site, a_store
 
 DECODE_TPS = 8.0
-NODES = 4
+NODES, SLOTS = 4, 64
 AWAY_SECONDS = 1.0
 """For which the store is away, besides the time of its start."""
 AGAIN = 50
@@ -67,124 +63,67 @@ class Findings:
     wrong: list[str] = field(default_factory=list)
 
 
-class Follower:
-    """One client with one background response."""
+class Client:
+    """Has one background response made, and follows it: it leaves at random and comes back."""
 
     def __init__(self, site: Site, number: int, seed: int, tokens: int, found: Findings) -> None:
         self.site = site
         self.rng = random.Random(seed * 100_003 + number)
         self.found = found
-        self.text = f"question {number} of {seed}"
-        self.tokens = self.rng.randint(tokens // 2, tokens)
-        self.id = ""
-        self.data = b""
-        """The whole events that it has had."""
-        self.last = -1
-        self.ended = False
+        text, most = f"question {number} of {seed}", self.rng.randint(tokens // 2, tokens)
+        self.expected = expected_text(render_chat([{"role": "user", "content": text}]), most)
+        self.had = Follower(
+            body={"model": "demo", "input": text, "background": True, "stream": True,
+                  "temperature": 0, "max_output_tokens": most}
+        )  # fmt: skip
         self.kills_seen = 0
-
-    @property
-    def expected(self) -> str:
-        """The text that the model gives."""
-        prompt = render_chat([{"role": "user", "content": self.text}])
-        return expected_text(prompt, self.tokens)
 
     async def run(self, client: httpx.AsyncClient) -> None:
         """Create the response, and follow it to its end."""
-        body = {"model": "demo", "input": self.text, "background": True, "stream": True,
-                "temperature": 0, "max_output_tokens": self.tokens}  # fmt: skip
-        while not self.ended:
+        while not self.had.has_ended:
             await self.site.up.wait()
             try:
-                if self.id:
-                    path = f"/v1/responses/{self.id}?stream=true"
-                    if self.last >= 0:
-                        path += f"&starting_after={self.last}"
-                    await self._follow(client, "GET", path, None)
-                else:
-                    await self._follow(client, "POST", "/v1/responses", body)
+                await self._follow(client)
             except (httpx.HTTPError, ConnectionError):
                 self.found.broken += 1
-                self.kills_seen += bool(self.id) and not self.site.up.is_set()
-                if not self.id:
-                    self.found.created_twice += 1
+                self.kills_seen += bool(self.had.path) and not self.site.up.is_set()
+                self.found.created_twice += not self.had.path
                 await asyncio.sleep(self.rng.random() * 0.2)
         self.found.complete += 1
         self.found.interrupted += bool(self.kills_seen)
 
-    async def _follow(
-        self, client: httpx.AsyncClient, method: str, path: str, body: dict[str, Any] | None
-    ) -> None:
+    async def _follow(self, client: httpx.AsyncClient) -> None:
         self.found.follows += 1
-        stay = self.rng.expovariate(1 / 8.0)
-        rest = b""
-        with contextlib.suppress(TimeoutError):
-            async with (
-                asyncio.timeout(stay if self.id else None),
-                client.stream(method, path, json=body) as reply,
-            ):
-                if reply.status_code in {429, 503, 502}:
-                    await asyncio.sleep(0.5)
-                    return
-                if reply.status_code != 200:
-                    self._wrong(f"status {reply.status_code}: {(await reply.aread())[:300]!r}")
-                    return
-                async for piece in reply.aiter_raw():
-                    rest += piece
-                    end = rest.rfind(b"\n\n") + 2
-                    if end > 1:
-                        self._take(rest[:end])
-                        rest = rest[end:]
-            if not self.ended and method == "GET":
-                self._wrong("a stream ended without an end")
+        creates = not self.had.path
+        try:
+            async with asyncio.timeout(None if creates else self.rng.expovariate(1 / 8.0)):
+                status = await self.had.follow(client)
+        except TimeoutError:
+            self.found.left += 1
             return
-        self.found.left += 1
+        if status in {429, 502, 503}:
+            await asyncio.sleep(0.5)
+            return
+        assert status == 200, f"{self.had.path}: status {status}"
+        assert creates or self.had.has_ended, f"{self.had.path}: a stream ended without an end"
 
-    def _take(self, data: bytes) -> None:
-        """Whole events, each of which must be the next one."""
-        for event in split_events(data):
-            lines = [line for line in event.split(b"\n") if line and not line.startswith(b":")]
-            if len(lines) != 2:
-                self._wrong(f"no event: {event[:200]!r}")
-                continue
-            value = msgspec.json.decode(lines[1].removeprefix(b"data: "))
-            if value["sequence_number"] != self.last + 1:
-                self._wrong(f"event {value['sequence_number']} behind {self.last}")
-            self.last = value["sequence_number"]
-            self.id = self.id or value["response"]["id"]
-            self.data += b"\n".join(lines) + b"\n\n"
-            self.found.events += 1
-            if value["type"] in TERMINAL_TYPES:
-                self.ended = True
-                if value["type"] == "response.failed":
-                    self._wrong(f"failed: {value['response'].get('error')}")
-
-    def check_text(self) -> None:
-        """Check what it has had."""
-        values = [
-            msgspec.json.decode(event.split(b"\ndata: ")[1]) for event in split_events(self.data)
-        ]
-        text = "".join(v["delta"] for v in values if v["type"] == "response.output_text.delta")
-        if text != self.expected:
-            pairs = zip(text, self.expected, strict=False)
-            at = next((n for n, (one, other) in enumerate(pairs) if one != other), len(text))
-            self._wrong(f"another text from {at} of {len(self.expected)} on")
-
-    async def check_stored(self, client: httpx.AsyncClient, *, again: bool) -> None:
-        """Check what is stored."""
-        value = (await client.get(f"/v1/responses/{self.id}")).json()
-        output = value.get("output") or [{"content": [{"text": ""}]}]
-        if output[0]["content"][0]["text"] != self.expected:
-            self._wrong("another text is stored")
+    async def problems(self, client: httpx.AsyncClient, *, again: bool) -> list[str]:
+        """Return what is wrong with its events and with the response as it is stored."""
+        had = self.had
+        if not had.has_ended:
+            return [f"{had.path}: not complete, {len(had.events)} events"]
+        stored = (await client.get(had.path)).json()
+        output = stored.get("output") or [{"content": [{"text": ""}]}]
+        repeated = Follower(had.path)
         if again:
-            reply = await client.get(f"/v1/responses/{self.id}?stream=true")
-            lines = [line for line in reply.content.split(b"\n") if not line.startswith(b":")]
-            if b"\n".join(lines) != self.data:
-                self._wrong("the stream differs when it is read again")
-
-    def _wrong(self, what: str) -> None:
-        self.found.wrong.append(f"{self.id or self.text}: {what}")
-        self.ended = self.ended or len(self.found.wrong) > 100
+            await repeated.follow(client)
+        wrong = {
+            f"failed: {stored.get('error')}": had.events[-1]["type"] == "response.failed",
+            "another text": had.text != self.expected,
+            "another text is stored": output[0]["content"][0]["text"] != self.expected,
+            "the stream differs when it is read again": again and repeated.data != had.data,
+        }
+        return [f"{had.path}: {what}" for what, is_so in wrong.items() if is_so]
 
 
 async def look(site: Site, found: Findings) -> None:
@@ -201,15 +140,21 @@ async def look(site: Site, found: Findings) -> None:
         await asyncio.sleep(0.5)
 
 
-async def kill_now_and_then(site: Site, every: float, found: Findings, over: asyncio.Event) -> None:
+def events_of(clients: list[Client]) -> int:
+    return sum(len(one.had.events) for one in clients)
+
+
+async def kill_now_and_then(
+    site: Site, every: float, found: Findings, clients: list[Client], over: asyncio.Event
+) -> None:
     """Kill the gateway, and start it again, until it is over.
 
     Its time counts from the first event on: a busy machine may need long for as many creations at
     once, and would never get behind them.
     """
     while True:
-        seen = found.events
-        while found.events == seen and not over.is_set():  # noqa: ASYNC110 - nothing tells it
+        seen = events_of(clients)
+        while events_of(clients) == seen and not over.is_set():  # noqa: ASYNC110 - nothing tells it
             await asyncio.sleep(0.1)
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(every):
@@ -243,7 +188,6 @@ async def try_it(
     seconds: float,
     every: float,
     tokens: int,
-    slots: int,
     seed: int,
     server: PostgresServer | None = None,
 ) -> Findings:
@@ -255,34 +199,24 @@ async def try_it(
     async with AsyncExitStack() as stack:
         nodes = [
             await stack.enter_async_context(
-                EmulatedNode(slots=slots, decode_tps=DECODE_TPS, prefill_tps=5000.0,
+                EmulatedNode(slots=SLOTS, decode_tps=DECODE_TPS, prefill_tps=5000.0,
                              answer_tokens=100_000)
             )
             for _ in range(NODES)
         ]  # fmt: skip
-        claim = claim_port(HOST)
-        stack.callback(claim.close)
-        port = claimed_port(claim)
-        site = Site(folder, nodes, store_url, port, 0)
-        settings_file = folder / "gateway.yaml"
-        settings = yaml.safe_load(settings_file.read_text())
-        settings["batches"] = {"background_at_once": NODES * slots, "waiting_per_key": 100_000}
-        # The nodes share this process with all clients.
-        settings["timeouts"] = {"first_byte": 60.0, "silence": 60.0}
-        settings_file.write_text(yaml.safe_dump(settings))
+        settings = {
+            "batches": {"background_at_once": NODES * SLOTS, "waiting_per_key": 100_000},
+            # The nodes share this process with all clients.
+            "timeouts": {"first_byte": 60.0, "silence": 60.0},
+        }
+        site, client = await stack.enter_async_context(a_site(folder, nodes, store_url, settings))
         await site.start()
-        limits = httpx.Limits(max_connections=None, max_keepalive_connections=0)
-        client = await stack.enter_async_context(
-            httpx.AsyncClient(
-                base_url=f"http://{HOST}:{port}", timeout=60.0, limits=limits, trust_env=False
-            )
-        )
-        followers = [Follower(site, at, seed, tokens, found) for at in range(responses)]
+        clients = [Client(site, at, seed, tokens, found) for at in range(responses)]
         began = time.monotonic()
         over = asyncio.Event()
         looking = asyncio.create_task(look(site, found))
-        killing = asyncio.create_task(kill_now_and_then(site, every, found, over))
-        tasks = [asyncio.create_task(one.run(client)) for one in followers]
+        killing = asyncio.create_task(kill_now_and_then(site, every, found, clients, over))
+        tasks = [asyncio.create_task(one.run(client)) for one in clients]
         restarting = []
         if server is not None:
             restarting.append(asyncio.create_task(restart_store(server, found, over)))
@@ -301,15 +235,10 @@ async def try_it(
             for one in results
             if isinstance(one, Exception) and not isinstance(one, asyncio.CancelledError)
         ]
-        for at, one in enumerate(followers):
-            if one.ended:
-                one.check_text()
-                await one.check_stored(client, again=at < AGAIN)
-            else:
-                found.wrong.append(f"{one.id}: not complete, {one.last + 1} events")
-        if found.complete == responses:
-            await site.stop()
-        else:
+        found.events = events_of(clients)
+        for at, one in enumerate(clients):
+            found.wrong += await one.problems(client, again=at < AGAIN)
+        if found.complete < responses:
             await site.kill()  # else it ends what runs first
     return found
 
@@ -322,13 +251,12 @@ def main(arguments: Sequence[str]) -> int:
     parser.add_argument("--seconds", type=float, default=240.0, help="at most")
     parser.add_argument("--kill-every", type=float, default=20.0)
     parser.add_argument("--tokens", type=int, default=60, help="most of a response")
-    parser.add_argument("--slots", type=int, default=64, help=f"of each of the {NODES} nodes")
     parser.add_argument("--seed", type=int, default=1)
     chosen = parser.parse_args(arguments)
     with tempfile.TemporaryDirectory() as folder, a_store(chosen.store) as (url, server):
         found = asyncio.run(
             try_it(Path(folder), url, chosen.responses, chosen.seconds, chosen.kill_every,
-                   chosen.tokens, chosen.slots, chosen.seed, server)
+                   chosen.tokens, chosen.seed, server)
         )  # fmt: skip
         kinds = Counter(line.partition(": ")[2].split(" ")[0] for line in found.wrong)
         if found.wrong:

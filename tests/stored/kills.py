@@ -93,6 +93,29 @@ def a_line(number: int) -> dict[str, Any]:
     return {"custom_id": f"line {number}", "method": "POST", "url": CHAT, "body": body}
 
 
+@contextlib.asynccontextmanager
+async def a_site(
+    folder: Path,
+    nodes: list[EmulatedNode],
+    store_url: str,
+    settings: dict[str, Any] | None = None,
+    headers: dict[str, str] | None = None,
+) -> AsyncIterator[tuple[Site, httpx.AsyncClient]]:
+    """A gateway that can be killed, and is not started yet; and a client of it."""
+    with claim_port(HOST) as claim:
+        site = Site(folder, nodes, store_url, claimed_port(claim), nice=0)
+        file = folder / "gateway.yaml"
+        file.write_text(yaml.safe_dump(yaml.safe_load(file.read_text()) | (settings or {})))
+        async with httpx.AsyncClient(
+            base_url=f"http://{HOST}:{site.port}", headers=headers, timeout=60.0, trust_env=False,
+            verify=NO_TLS, limits=httpx.Limits(max_connections=None, max_keepalive_connections=0),
+        ) as client:  # fmt: skip
+            try:
+                yield site, client
+            finally:
+                await site.stop()
+
+
 class Caller:
     """Creates a batch and follows it, whatever becomes of the gateway."""
 
@@ -112,9 +135,9 @@ class Caller:
                         return response
                 await asyncio.sleep(0.1)
 
-    async def create(self, lines: int) -> str:
+    async def create(self, lines: list[dict[str, Any]]) -> str:
         """Upload the input and create the batch; its id."""
-        content = "".join(f"{json.dumps(a_line(number))}\n" for number in range(1, lines + 1))
+        content = "".join(f"{json.dumps(line)}\n" for line in lines)
         uploaded = await self.ask(
             "POST", "/v1/files", data={"purpose": "batch"},
             files={"file": ("in.jsonl", content.encode())},
@@ -151,7 +174,7 @@ class Run:
 
     async def play(self, seconds: float) -> None:
         """Create the batch, and kill the gateway until the batch has ended."""
-        id_ = await self.caller.create(self.lines)
+        id_ = await self.caller.create([a_line(n) for n in range(1, self.lines + 1)])
         began = time.monotonic()
         troubles = [asyncio.create_task(self._kill()), asyncio.create_task(self._restart_store())]
         try:
@@ -278,17 +301,11 @@ async def run_once(
     found = Findings("sqlite" if server is None else "postgresql", lines)
     key = new_key("batches")
     limits = {"rpm": 10_000_000, "tpm": 1_000_000_000}
-    with tempfile.TemporaryDirectory() as folder, claim_port(HOST) as claim:
+    settings = {"keys": [{"id": key.id, "sha256": key.sha256, "limits": limits}]}
+    headers = {"Authorization": f"Bearer {key.text}"}
+    with tempfile.TemporaryDirectory() as folder:
         async with emulated_nodes(decode_tps) as nodes:
-            site = Site(Path(folder), nodes, store_url, claimed_port(claim), nice=0)
-            path = Path(folder) / "gateway.yaml"
-            settings = yaml.safe_load(path.read_text())
-            settings |= {"keys": [{"id": key.id, "sha256": key.sha256, "limits": limits}]}
-            path.write_text(yaml.safe_dump(settings))
-            url, headers = f"http://{HOST}:{site.port}", {"Authorization": f"Bearer {key.text}"}
-            async with httpx.AsyncClient(
-                base_url=url, headers=headers, timeout=30.0, trust_env=False, verify=NO_TLS
-            ) as http:
+            async with a_site(Path(folder), nodes, store_url, settings, headers) as (site, http):
                 await site.start()
                 run = Run(site, Caller(site, http), lines, kill_every, server, found)
                 try:
@@ -297,8 +314,6 @@ async def run_once(
                 except BaseException:
                     print(site.log(), file=sys.stderr)
                     raise
-                finally:
-                    await site.stop()
             found.executions = sum(one.requests for one in nodes)
     return found
 

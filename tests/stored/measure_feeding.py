@@ -24,13 +24,21 @@ import httpx
 from gateway.stored import line_reader
 from tests.emulator import EmulatedNode
 from tests.gateways import Running
-from tests.stored.batch_gateway import HEADERS, gateway_over, output, show, submit
+from tests.stored import batch_gateway
+from tests.stored.batch_gateway import (
+    HEADERS,
+    ended,
+    gateway_over,
+    output,
+    submit,
+    time_to_first_token,
+)
 from tests.stored.virtual_store import store_in_virtual_time
 from tests.virtual import in_virtual_time, now
 
 CHATS, INTERVAL = 80, 1.5
+LINES, GROUPS = 1000, 12
 SAMPLE_SECONDS = 0.25
-ANSWER = 20
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,8 +51,6 @@ class Site:
     """`classes.batch.reserve_slots`."""
     line_words: int = 0
     """Words of a line's prompt, beside the few that tell lines apart."""
-    interval: float = INTERVAL
-    """Seconds between two chats."""
 
     @property
     def open_to_batch(self) -> int:
@@ -53,14 +59,9 @@ class Site:
 
 
 def a_node(slots: int) -> EmulatedNode:
+    speeds: dict[str, Any] = {"prefill_tps": 500.0, "decode_tps": 10.0, "decode_step": 0.005}
     return EmulatedNode(
-        slots=slots,
-        prefill_tps=500.0,
-        decode_tps=10.0,
-        decode_step=0.005,
-        answer_tokens=5000,
-        prefill_stalls=True,
-        cache_ram=1 << 12,
+        slots=slots, answer_tokens=5000, prefill_stalls=True, cache_ram=1 << 12, **speeds
     )
 
 
@@ -80,24 +81,14 @@ def lines(number: int, groups: int = 0, words: int = 0) -> list[dict[str, Any]]:
 
     `words`: more of them in each prompt.
     """
-    found = []
+    found: list[dict[str, Any]] = []
     for index in range(number):
         group = index % groups if groups else 0
         head = f"Group {group}. " + f"These are the rules of group {group}. " * 60
         text = (head if groups else "") + f"write text number {index}" + " about it" * (words // 2)
-        body = {
-            "messages": [{"role": "user", "content": text}],
-            "temperature": 0,
-            "max_tokens": 30 + (index * 37) % 61,
-        }
-        found.append(
-            {
-                "custom_id": f"line-{index}",
-                "method": "POST",
-                "url": "/v1/chat/completions",
-                "body": body,
-            }
-        )
+        messages = [{"role": "user", "content": text}]
+        tokens = 30 + (index * 37) % 61
+        found += batch_gateway.lines(1, index, messages=messages, max_tokens=tokens)
     return found
 
 
@@ -121,37 +112,17 @@ async def sampled(
 
 async def run_batch(running: Running, items: list[dict[str, Any]]) -> dict[str, Any]:
     """Run a batch to its end."""
-    batch = await submit(running, items)
-    while True:
-        found = await show(running, batch)
-        if found["status"] in {"completed", "failed", "expired", "cancelled"}:
-            return found
-        await asyncio.sleep(0.5)
+    return await ended(running, await submit(running, items), 86_400.0)
 
 
 async def chat(client: httpx.AsyncClient, number: int, words: int) -> float:
     """Seconds until the first content of a chat."""
-    began, seconds = now(), 0.0
-    body = {
-        "messages": [
-            {"role": "user", "content": f"chat {number}: say something" + " more" * words}
-        ],
-        "stream": True,
-        "max_tokens": ANSWER,
-        "temperature": 0,
-    }
-    url = "/v1/chat/completions"
-    async with client.stream("POST", url, json=body, headers=HEADERS) as reply:
-        assert reply.status_code == 200, await reply.aread()
-        async for line in reply.aiter_lines():
-            if '"content":"' in line and not seconds:
-                seconds = now() - began
-    return seconds
+    text = f"chat {number}: say something" + " more" * words
+    body = {"messages": [{"role": "user", "content": text}], "temperature": 0}
+    return await time_to_first_token(client, body, HEADERS)
 
 
-async def chats_of(
-    client: httpx.AsyncClient, words: int, interval: float, numbers: range
-) -> list[float]:
+async def chats_of(client: httpx.AsyncClient, words: int, numbers: range) -> list[float]:
     """The same of so many chats, which come at their times, whether or not others have ended."""
 
     async def one(number: int, after: float) -> float:
@@ -159,7 +130,7 @@ async def chats_of(
         return await chat(client, number, words)
 
     began = enumerate(numbers)
-    return await asyncio.gather(*(one(number, index * interval) for index, number in began))
+    return await asyncio.gather(*(one(number, index * INTERVAL) for index, number in began))
 
 
 def told(seconds: list[float]) -> str:
@@ -167,13 +138,13 @@ def told(seconds: list[float]) -> str:
     return f"p50 {median(seconds):.3f} s, p95 {p95:.3f} s, longest {max(seconds):.3f} s"
 
 
-async def measure_alone(site: Site, number: int) -> None:
+async def measure_alone(site: Site) -> None:
     """The share of slots that are busy."""
     async with a_fleet(site) as (running, nodes):
         samples: list[tuple[float, int, int]] = []
         task = asyncio.create_task(sampled(running, nodes, samples))
         began = now()
-        found = await run_batch(running, lines(number, words=site.line_words))
+        found = await run_batch(running, lines(LINES, words=site.line_words))
         took = now() - began
         task.cancel()
     allowed = site.open_to_batch
@@ -211,7 +182,7 @@ async def chats_beside(site: Site, number: int, words: int, chats: int = CHATS) 
             batch = asyncio.create_task(run_batch(running, items))
             await asyncio.sleep(20.0)
         task = asyncio.create_task(sampled(running, nodes, samples))
-        found = await chats_of(running.client, words, site.interval, range(chats))
+        found = await chats_of(running.client, words, range(chats))
         task.cancel()
         metrics = (await running.client.get(f"{running.admin_url}/metrics")).text
         cuts = next(
@@ -225,10 +196,10 @@ async def chats_beside(site: Site, number: int, words: int, chats: int = CHATS) 
     return Beside(found, fmean(busy for _, busy, _ in samples), cuts)
 
 
-async def measure_beside(site: Site, number: int, words: int) -> None:
+async def measure_beside(site: Site, words: int) -> None:
     """What chats notice."""
     p95 = []
-    for name, count in (("alone", 0), ("beside the batch", number)):
+    for name, count in (("alone", 0), ("beside the batch", LINES)):
         seen = await chats_beside(site, count, words)
         p95.append(quantiles(seen.seconds, n=20)[-1])
         print(
@@ -238,7 +209,7 @@ async def measure_beside(site: Site, number: int, words: int) -> None:
     print(f"chats of {words} words: p95 {p95[1] / p95[0]:.2f} times as long", flush=True)
 
 
-async def measure_prefixes(site: Site, number: int, groups: int) -> None:
+async def measure_prefixes(site: Site, number: int = 480) -> None:
     """What grouping gains."""
     for grouped in (True, False):
         # Without a prefix that is long enough, all lines are one group.
@@ -246,7 +217,7 @@ async def measure_prefixes(site: Site, number: int, groups: int) -> None:
         with patch.object(line_reader, "PREFIX_BYTES", shortest):
             async with a_fleet(site) as (running, _):
                 began = now()
-                found = await run_batch(running, lines(number, groups))
+                found = await run_batch(running, lines(number, GROUPS))
                 took = now() - began
                 results = await output(running, found["output_file_id"])
         prompt = cached = 0
@@ -256,7 +227,7 @@ async def measure_prefixes(site: Site, number: int, groups: int) -> None:
             cached += (usage.get("prompt_tokens_details") or {}).get("cached_tokens", 0)
         name = "with" if grouped else "without"
         print(
-            f"{number} lines of {groups} prefixes {name} grouping: {took:.1f} s, "
+            f"{number} lines of {GROUPS} prefixes {name} grouping: {took:.1f} s, "
             f"{prompt} prompt tokens, {cached} cached ({cached / prompt:.1%})"
         )
 
@@ -266,24 +237,21 @@ async def main() -> None:
     """Measure what is asked for."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("parts", nargs="*", default=["alone", "beside", "prefixes"])
-    parser.add_argument("--lines", type=int, default=1000)
-    parser.add_argument("--groups", type=int, default=12)
     parser.add_argument("--nodes", type=int, default=2)
     parser.add_argument("--slots", type=int, default=4, help="of each node")
     parser.add_argument("--reserve", type=float, default=0.25, help="`reserve_slots`")
     parser.add_argument("--line-words", type=int, default=0, help="of a line's prompt")
-    parser.add_argument("--interval", type=float, default=INTERVAL, help="between chats, seconds")
     given = parser.parse_args()
-    site = Site(given.nodes, given.slots, given.reserve, given.line_words, given.interval)
+    site = Site(given.nodes, given.slots, given.reserve, given.line_words)
     for part in given.parts:
         began = time.monotonic()
         if part == "alone":
-            await measure_alone(site, given.lines)
+            await measure_alone(site)
         elif part == "beside":
             for words in (0, 100, 300):
-                await measure_beside(site, given.lines, words)
+                await measure_beside(site, words)
         else:
-            await measure_prefixes(site, min(given.lines, 480), given.groups)
+            await measure_prefixes(site)
         print(f"({part}: {time.monotonic() - began:.0f} s of real time)", flush=True)
 
 

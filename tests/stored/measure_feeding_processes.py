@@ -3,7 +3,7 @@
 The gateway and each emulated node are processes of their own, and their `/slots` are sampled over
 HTTP. Chats come first alone, then beside a batch:
 
-    python -m tests.stored.measure_feeding_processes --words 0 --nodes 8 --reserve 0.375
+    python -m tests.stored.measure_feeding_processes --words 0
 
 What other work the machine has, the times to first token include; run it on a quiet one.
 """
@@ -13,7 +13,6 @@ from __future__ import annotations
 import argparse
 import asyncio
 import contextlib
-import json
 import os
 import sys
 import tempfile
@@ -25,15 +24,14 @@ from statistics import fmean, quantiles
 import httpx
 import yaml
 
-from gateway.local.server import claim_port, claimed_port
 from gateway.schedule.core.requests import spread_reserve
-from tests.callers import kills
 from tests.gateways import NO_TLS
 from tests.stored.batch_gateway import HEADERS, key
-from tests.stored.kills import Caller
-from tests.stored.measure_feeding import SAMPLE_SECONDS, Site, chats_of, lines, told
+from tests.stored.kills import Caller, a_site
+from tests.stored.measure_feeding import LINES, SAMPLE_SECONDS, Site, chats_of, lines, told
 
-HOST, LIMIT = "127.0.0.1", 60.0
+LIMIT = 60.0
+CHATS = 60
 FILL_SECONDS = 20.0
 """Between the batch's creation and the first chat beside it."""
 NODE = (
@@ -57,43 +55,6 @@ async def a_node(slots: int) -> AsyncIterator[str]:
         await process.wait()
 
 
-@contextlib.asynccontextmanager
-async def a_gateway(folder: Path, site: Site, nodes: list[str]) -> AsyncIterator[kills.Site]:
-    """A gateway with an SQLite store before these nodes, a process of its own."""
-    with claim_port(HOST) as claim:
-        store_url = f"sqlite:///{folder}/gateway.db"
-        process = kills.Site(folder, [], store_url, claimed_port(claim), nice=0)
-        entries = [{"name": f"node-{number}", "url": url} for number, url in enumerate(nodes)]
-        (folder / "nodes.yaml").write_text(yaml.safe_dump({"nodes": entries}))
-        settings = {
-            "store": {"url": store_url},
-            "keys": [key()],
-            "classes": {"batch": {"reserve_slots": site.reserve}},
-            "logging": {"access": False},
-        }
-        (folder / "gateway.yaml").write_text(yaml.safe_dump(settings))
-        await process.start()
-        try:
-            yield process
-        finally:
-            await process.stop()
-
-
-async def create(caller: Caller, number: int, site: Site) -> str:
-    """A batch of so many lines; its id."""
-    items = lines(number, words=site.line_words)
-    content = "".join(f"{json.dumps(item)}\n" for item in items).encode()
-    file = await caller.ask(
-        "POST", "/v1/files", data={"purpose": "batch"}, files={"file": ("in.jsonl", content)}
-    )
-    request = {
-        "input_file_id": file.json()["id"],
-        "endpoint": "/v1/chat/completions",
-        "completion_window": "24h",
-    }
-    return str((await caller.ask("POST", "/v1/batches", json=request)).json()["id"])
-
-
 async def sampled(nodes: list[str], samples: list[list[int]]) -> None:
     """Busy slots of each node, for ever."""
     async with httpx.AsyncClient(trust_env=False, verify=NO_TLS, timeout=LIMIT) as http:
@@ -103,26 +64,27 @@ async def sampled(nodes: list[str], samples: list[list[int]]) -> None:
             await asyncio.sleep(SAMPLE_SECONDS)
 
 
-async def measure(site: Site, words: int, chats: int, number: int) -> None:
+async def measure(site: Site, words: int) -> None:
     """Print what chats of so many words see, and how full the slots are."""
     async with contextlib.AsyncExitStack() as stack:
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory()))
         nodes = [await stack.enter_async_context(a_node(site.slots)) for _ in range(site.nodes)]
-        process = await stack.enter_async_context(a_gateway(folder, site, nodes))
-        http = await stack.enter_async_context(
-            httpx.AsyncClient(
-                base_url=f"http://{HOST}:{process.port}", headers=HEADERS, timeout=LIMIT,
-                trust_env=False, verify=NO_TLS,
-            )
-        )  # fmt: skip
+        settings = {"keys": [key()], "classes": {"batch": {"reserve_slots": site.reserve}}}
+        store = f"sqlite:///{folder}/gateway.db"
+        process, http = await stack.enter_async_context(
+            a_site(folder, [], store, settings, HEADERS)
+        )
+        entries = [{"name": f"node-{number}", "url": url} for number, url in enumerate(nodes)]
+        (folder / "nodes.yaml").write_text(yaml.safe_dump({"nodes": entries}))
+        await process.start()
         caller = Caller(process, http)
-        alone = await chats_of(http, words, site.interval, range(chats))
+        alone = await chats_of(http, words, range(CHATS))
         print(f"chats of {words} words alone: time to first token {told(alone)}", flush=True)
-        batch = await create(caller, number, site)
+        batch = await caller.create(lines(LINES, words=site.line_words))
         await asyncio.sleep(FILL_SECONDS)
         samples: list[list[int]] = []
         task = asyncio.create_task(sampled(nodes, samples))
-        beside = await chats_of(http, words, site.interval, range(chats, 2 * chats))
+        beside = await chats_of(http, words, range(CHATS, 2 * CHATS))
         task.cancel()
         found = (await caller.ask("GET", f"/v1/batches/{batch}")).json()
         assert found["llama_gateway"]["waiting"], "too few lines: the batch has ended"
@@ -145,17 +107,11 @@ def main() -> None:
     """Measure what is asked for."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--words", type=int, nargs="+", default=[0, 100, 300], help="of a chat")
-    parser.add_argument("--chats", type=int, default=60)
-    parser.add_argument("--interval", type=float, default=1.5, help="between chats, seconds")
-    parser.add_argument("--lines", type=int, default=1000)
     parser.add_argument("--line-words", type=int, default=0, help="of a line's prompt")
-    parser.add_argument("--nodes", type=int, default=8)
-    parser.add_argument("--slots", type=int, default=2, help="of each node")
-    parser.add_argument("--reserve", type=float, default=0.375, help="`reserve_slots`")
     given = parser.parse_args()
-    site = Site(given.nodes, given.slots, given.reserve, given.line_words, given.interval)
+    site = Site(nodes=8, slots=2, reserve=0.375, line_words=given.line_words)
     for words in given.words:
-        asyncio.run(measure(site, words, given.chats, given.lines))
+        asyncio.run(measure(site, words))
 
 
 if __name__ == "__main__":

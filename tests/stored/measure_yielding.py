@@ -12,26 +12,15 @@ import tempfile
 from pathlib import Path
 from statistics import median, quantiles
 
-from tests.emulator import EmulatedNode
 from tests.forward.proxy_over_nodes import ProxyOverNodes, proxy_over
-from tests.stored.test_yielding import CALM, CHAT, ROW, in_decode, message, start_row, ttft
+from tests.stored.batch_gateway import CALM
+from tests.stored.measure_feeding import INTERVAL, a_node
+from tests.stored.test_yielding import CHAT, ROW, in_decode, message, start_row, ttft
 from tests.stored.test_yielding import yields_of as cuts_of
 from tests.virtual import in_virtual_time, now
 
 NODES, SLOTS = 2, 4
-CHATS, INTERVAL = 20, 1.5
-
-
-def a_node() -> EmulatedNode:
-    return EmulatedNode(
-        slots=SLOTS,
-        prefill_tps=500.0,
-        decode_tps=10.0,
-        decode_step=0.005,
-        answer_tokens=5000,
-        prefill_stalls=True,
-        cache_ram=1 << 16,
-    )
+CHATS = 20
 
 
 async def chat(proxy: ProxyOverNodes, number: int) -> float:
@@ -42,7 +31,7 @@ async def chat(proxy: ProxyOverNodes, number: int) -> float:
 async def measure(name: str, *, batch: bool, yields: bool) -> None:
     """Print one line."""
     folder = Path(tempfile.mkdtemp())
-    async with proxy_over(folder, *(a_node() for _ in range(NODES)), **CALM) as proxy:
+    async with proxy_over(folder, *(a_node(SLOTS) for _ in range(NODES)), **CALM) as proxy:
         cuts, count = cuts_of(proxy), NODES * SLOTS if batch else 0
         headers = {"x-priority": "batch"}
         rows: list[asyncio.Task[object]] = [

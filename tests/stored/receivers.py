@@ -16,11 +16,8 @@ from pydantic import SecretStr
 from gateway.config.stored import WebhookTarget
 
 SECRET = "whsec_" + base64.b64encode(b"s" * 32).decode()
-
 OTHER_SECRET = "whsec_" + base64.b64encode(b"o" * 24).decode()
-
 LIMIT = 30.0
-
 Answer = bytes | Callable[[asyncio.StreamWriter], Awaitable[None]]
 """What a receiver sends, or does with the connection."""
 
@@ -44,6 +41,10 @@ class Receiver:
     server_names: list[str | None] = field(default_factory=list)
     connections: int = 0
     _came: asyncio.Event = field(default_factory=asyncio.Event)
+
+    @property
+    def url(self) -> str:
+        return f"http://127.0.0.1:{self.port}"
 
     async def came(self, number: int) -> None:
         """Wait until so many requests have come."""

@@ -32,12 +32,12 @@ class Kept(ResponseEvents):
 
 
 @contextlib.asynccontextmanager
-async def open_logs(path: Path, most: int = 1 << 26, **options: Any) -> AsyncIterator[ResponseLogs]:
+async def open_logs(path: Path, most: int = 1 << 26) -> AsyncIterator[ResponseLogs]:
     """The logs of a folder, with their loops."""
     folder = Folder(path / "folder", most_bytes=lambda: 1 << 30, spare_bytes=0)
     folder.open()
     threads = DiskThreads()
-    logs = ResponseLogs(folder, threads, lambda: most, **options)
+    logs = ResponseLogs(folder, threads, lambda: most)
     try:
         loop = asyncio.create_task(logs.run())
         try:

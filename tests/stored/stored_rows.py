@@ -33,9 +33,7 @@ DAY = 86_400.0
 FOLDER = "f" * 32
 PATH = "/v1/chat/completions"
 LEASE = 30.0
-
 P = ParamSpec("P")
-
 T = TypeVar("T")
 
 

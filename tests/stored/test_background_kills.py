@@ -7,27 +7,25 @@ from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import httpx
 import msgspec
 import pytest
-import yaml
 from sqlalchemy import select
 
-from gateway.local.server import claim_port, claimed_port
 from gateway.store.schema import stored_requests
-from gateway.stored.response_log import TERMINAL_TYPES, split_events
-from tests.callers.kills import HOST, Site, rows_of
+from gateway.stored.response_log import TERMINAL_TYPES
+from tests.callers.kills import Site, rows_of
 from tests.emulator import EmulatedNode, expected_chat_text
 from tests.emulator.language_model import expected_text
 from tests.emulator.request_body import render_chat
 from tests.gateways import until
 from tests.polling import eventually
 from tests.store.stores import opened
+from tests.stored.following import Follower
+from tests.stored.kills import a_site
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
-
 CHAT = "/v1/chat/completions"
 LIMIT = 60.0
 UNFINISHED = {"queued", "in_progress"}
@@ -69,23 +67,6 @@ class Place:
             return str(result["output"][0]["content"][0]["text"])
         return str(result["choices"][0]["message"]["content"])
 
-    async def events(self, path: str, least: int = 0, after: int = -1) -> list[bytes]:
-        """The events of a response behind this one, to its end or so many and then some."""
-        found: list[bytes] = []
-        parameters: dict[str, Any] = {"stream": "true"}
-        parameters |= {"starting_after": after} if after >= 0 else {}
-        rest = b""
-        async with self.client.stream("GET", path, params=parameters) as reply:
-            async for piece in reply.aiter_raw():
-                rest += piece
-                end = rest.rfind(b"\n\n") + 2
-                if end > 1:
-                    found += filter(None, map(without_comments, split_events(rest[:end])))
-                    rest = rest[end:]
-                if least and len(found) >= least:
-                    break
-        return found
-
     def states(self) -> dict[str, str]:
         """The state of each stored request, by its id."""
         columns = stored_requests.c.id, stored_requests.c.state
@@ -98,10 +79,6 @@ class Place:
         rows, left_open = await asyncio.to_thread(rows_of, self.site.store_url)
         assert left_open == 0
         return [row["id"] for row in rows]
-
-
-def without_comments(event: bytes) -> bytes:
-    return b"\n".join(line for line in event.split(b"\n") if line and not line.startswith(b":"))
 
 
 def messages(text: str) -> list[dict[str, str]]:
@@ -121,22 +98,13 @@ def id_of(path: str) -> str:
 @asynccontextmanager
 async def place(folder: Path, decode_tps: float) -> AsyncIterator[Place]:
     """One request runs at a time."""
-    async with EmulatedNode(slots=1, decode_tps=decode_tps, answer_tokens=100_000) as node:
-        with claim_port(HOST) as claim:
-            port = claimed_port(claim)
-            site = Site(folder, [node], f"sqlite:///{folder}/store.db", port, nice=0)
-            file = folder / "gateway.yaml"
-            settings = yaml.safe_load(file.read_text()) | {"batches": {"background_at_once": 1}}
-            file.write_text(yaml.safe_dump(settings))
-            client = httpx.AsyncClient(
-                base_url=f"http://{HOST}:{port}", timeout=LIMIT, trust_env=False
-            )
-            async with client:
-                await site.start()
-                try:
-                    yield Place(site, node, client)
-                finally:
-                    await site.stop()
+    settings, store_url = {"batches": {"background_at_once": 1}}, f"sqlite:///{folder}/store.db"
+    async with (
+        EmulatedNode(slots=1, decode_tps=decode_tps, answer_tokens=100_000) as node,
+        a_site(folder, [node], store_url, settings) as (site, client),
+    ):
+        await site.start()
+        yield Place(site, node, client)
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -160,57 +128,19 @@ async def test_what_waits_runs_after_the_restart_once(tmp_path: Path, kind: str)
 async def test_a_response_that_runs_goes_on_from_its_events(tmp_path: Path) -> None:
     async with place(tmp_path, decode_tps=20) as here:
         path = await here.ask("response", "tell me", 60)
-        before = await here.events(path, least=15)
+        follower, again = Follower(path), Follower(path)
+        await follower.follow(here.client, until_event=14)
+        before = follower.text
         await here.site.kill()
         await here.site.start()
-        after = await here.events(path, after=len(before) - 1)
-        values = [msgspec.json.decode(one.split(b"\ndata: ")[1]) for one in (*before, *after)]
-        assert [one["sequence_number"] for one in values] == list(range(len(values)))
-        assert values[-1]["type"] in TERMINAL_TYPES - {"response.failed"}
+        await follower.follow(here.client)
+        assert follower.events[-1]["type"] in TERMINAL_TYPES - {"response.failed"}
         text = expected("response", "tell me", 60)
-        deltas = [one["delta"] for one in values if one["type"] == "response.output_text.delta"]
-        assert "".join(deltas) == text == await here.text(path)
-        assert await here.events(path) == before + after
+        assert follower.text == text == await here.text(path)
+        await again.follow(here.client)
+        assert again.data == follower.data
         # The node was asked for the rest alone.
         assert here.node.requests == 2
-        seen = [one["delta"] for one in values[: len(before)] if "delta" in one]
-        assert "".join(seen) in msgspec.json.decode(here.node.seen[-1].body)["prompt"]
-        await here.site.stop()
-        assert await here.paid() == [id_of(path)]
-
-
-async def test_a_deferred_request_that_runs_is_run_again(tmp_path: Path) -> None:
-    async with place(tmp_path, decode_tps=20) as here:
-        path = await here.ask("deferred", "tell me", 40)
-        await until(lambda: here.node.busy == 1, LIMIT)
-        await here.site.kill()
-        await here.site.start()
-        assert (await here.client.get(path)).status_code == 202
-        assert await here.text(path) == expected("deferred", "tell me", 40)
-        assert here.node.requests == 2
-        await here.site.stop()
-        assert await here.paid() == [id_of(path)]
-
-
-@pytest.mark.parametrize("kind", KINDS)
-async def test_what_has_just_ended_is_there_and_does_not_run_again(
-    tmp_path: Path, kind: str
-) -> None:
-    async with place(tmp_path, decode_tps=200) as here:
-        path = await here.ask(kind, "tell me", 20)
-        if kind == "response":
-            await here.events(path)  # The end is told before it is recorded.
-        else:
-            await here.text(path)
-        await here.site.kill()
-        assert kind == "response" or here.states()[id_of(path)] == "done"
-        await here.site.start()
-        assert await here.text(path) == expected(kind, "tell me", 20)
-
-        async def recorded() -> bool | None:
-            return (await asyncio.to_thread(here.states))[id_of(path)] == "done" or None
-
-        await eventually(recorded, LIMIT)
-        assert here.node.requests == 1
+        assert before in msgspec.json.decode(here.node.seen[-1].body)["prompt"]
         await here.site.stop()
         assert await here.paid() == [id_of(path)]

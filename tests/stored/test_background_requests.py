@@ -14,9 +14,7 @@ from sqlalchemy import Connection, update
 
 from gateway.errors import GatewayError
 from gateway.http.heads import ANONYMOUS_OWNER
-from gateway.store.database import locate_store
 from gateway.store.schema import stored_requests
-from gateway.store.store import Store
 from gateway.stored import background_requests
 from gateway.stored.background_requests import (
     ORPHAN_SECONDS,
@@ -34,6 +32,7 @@ from gateway.stored.folder import ID_FILE, FolderError, job
 from tests.emulator import EmulatedNode
 from tests.gateways import Running, running_gateway, until
 from tests.polling import eventually
+from tests.store.stores import opened
 from tests.stored.stored_rows import limits
 
 KIND = RequestKind.DEFERRED
@@ -48,16 +47,12 @@ def row(number: int, owner: str = "k1") -> StoredRow:
 
 
 def test_requests_are_bounded_cancelled_once_and_deleted(tmp_path: Path) -> None:
-    location = locate_store(None, tmp_path)
-    assert location is not None
-    store = Store(location)
-    store.start()
     ended: list[str] = []
 
     def also(_: Connection, found: StoredRow) -> None:
         ended.append(found.id)
 
-    try:
+    with opened(f"sqlite:///{tmp_path}/gateway.db") as store:
         most = limits(waiting_per_key=2, waiting_bytes_per_key=100)
         for _ in range(2):
             store.run_now(job(add_background, row(1), most))
@@ -82,8 +77,6 @@ def test_requests_are_bounded_cancelled_once_and_deleted(tmp_path: Path) -> None
         for wanted in (row(2), None):
             gone = store.run_now(lambda c: delete_background(c, "k1", row(2).id, KIND, 5.0))
             assert gone == wanted
-    finally:
-        store.close(5.0)
 
 
 def test_a_result_is_read_as_it_was_written() -> None:
@@ -219,11 +212,7 @@ async def test_requests_of_a_key_that_keeps_as_much_as_it_may_wait_until_there_i
         assert refused.json()["error"]["code"] == "insufficient_quota"
         assert "batches.bytes_per_key" in refused.json()["error"]["message"]
         assert refused.headers["x-should-retry"] == "false"
-        later = await api.post(
-            "/v1/chat/completions", json=BODY, headers={"prefer": "respond-async"}
-        )
-        assert (later.status_code, later.json()["error"]["code"]) == (429, "insufficient_quota")
-        assert len(list(folder.glob("request-*"))) == 2  # Nothing is left of those.
+        assert len(list(folder.glob("request-*"))) == 2  # Nothing is left of that one.
         assert (await api.get(f"/v1/responses/{second}")).json()["status"] == "queued"
         before = time.time()
         assert (await api.delete(f"/v1/files/{file}")).status_code == 200
@@ -231,6 +220,3 @@ async def test_requests_of_a_key_that_keeps_as_much_as_it_may_wait_until_there_i
         found = await requests.find(owner, second, RequestKind.RESPONSE)
         assert found.started_at is not None
         assert found.started_at >= before
-        for id_ in (first, second):
-            assert (await api.delete(f"/v1/responses/{id_}")).status_code == 200
-        await eventually(lambda: keeps(0))

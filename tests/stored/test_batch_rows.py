@@ -8,12 +8,22 @@ import pytest
 from gateway.errors import GatewayError
 from gateway.store.store import Store
 from gateway.stored import batch_rows, files
-from gateway.stored.batch_rows import Batch, add_batch, read_batches
+from gateway.stored.batch_rows import (
+    WINDOW_SECONDS,
+    Ahead,
+    Batch,
+    BatchSpeed,
+    SpeedMeter,
+    add_batch,
+    progress_of,
+    read_batches,
+)
 from gateway.stored.claims import (
     BatchState,
     RequestKind,
     RequestState,
     StoredRow,
+    WorkLeft,
     add_rows,
     record,
     work_left,
@@ -124,8 +134,9 @@ def test_the_input_file_must_be_the_owners_of_the_right_purpose_and_here(store: 
         "added", "invalid_value", "file_not_found", "file_elsewhere", "file_not_found",
         "file_not_found",
     ]  # fmt: skip
-    with pytest.raises(GatewayError, match=f"The batch '{batch_id(1)}' still reads this file"):
+    with pytest.raises(GatewayError, match=f"The batch '{batch_id(1)}' still reads this") as error:
         store.run_now(job(files.delete_file, "alice", "file-1", NOW))
+    assert (error.value.status, error.value.code) == (409, "file_in_use")
 
 
 def test_lists_are_read_page_by_page_though_batches_vanish(store: Store) -> None:
@@ -313,12 +324,6 @@ def test_a_batch_that_is_being_finalized_can_be_cancelled(store: Store) -> None:
     assert (ended.state, ended.completed) == (BatchState.CANCELLED, 1)
 
 
-def test_a_batch_that_has_ended_is_not_cancelled(store: Store) -> None:
-    store.run_now(job(add_batch, a_batch(), limits(batches_per_key=1)))
-    failed = store.run_now(lambda c: batch_rows.fail_batch(c, batch_id(), [], NOW))
-    assert cancel(store) == failed
-
-
 def test_very_many_waiting_lines_are_cancelled_in_steps(store: Store) -> None:
     begin(store, a_batch(), [a_line(number) for number in range(1, 21)])
     cancelled = do(store, batch_rows.cancel_batch, "alice", batch_id(), "openai", NOW, limit=8)
@@ -388,3 +393,86 @@ def test_batches_are_due_when_their_time_is_over_without_their_owners_file(store
     assert due(NOW + 20) == {**first, batch_id(2): ["file-1", "results-2"]}
     assert store.run_now(lambda c: batch_rows.remove_batches(c, [batch_id(1), batch_id(2)]))
     assert due(NOW + 20) == {}
+
+
+# How far it is, when it ends and what it costs.
+
+
+BATCH = Batch(
+    id="batch_1", owner="alice", api="openai", endpoint="/v1/embeddings", input_file="file-1",
+    created_at=0.0, expires_at=9.0, keep_until=99.0, folder="f",
+    state=BatchState.IN_PROGRESS, in_progress_at=1.0, total=10,
+)  # fmt: skip
+
+
+def test_the_cost_is_known_before_the_first_line() -> None:
+    left = WorkLeft(10, 0, 1000, 5000)
+    found = progress_of(BATCH, left, None, 0.001, 100.0)
+    assert found.expected_cost == pytest.approx(6.0)
+    assert (found.waiting, found.running, found.cost) == (10, 0, 0.0)
+    assert (found.expected_end, found.tokens_per_second) == (None, None)
+    assert progress_of(BATCH, left, None, None, 100.0).expected_cost is None
+    validating = replace(BATCH, state=BatchState.VALIDATING, in_progress_at=None)
+    assert progress_of(validating, left, None, 0.001, 100.0).expected_cost is None
+
+
+def test_recorded_results_tell_the_price_and_the_length_of_answers() -> None:
+    batch = replace(
+        BATCH, completed=5, prompt_tokens=500, completion_tokens=500, cost=1.0, failed=1
+    )
+    left = WorkLeft(3, 1, 400, 0)
+    found = progress_of(batch, left, BatchSpeed(50.0, 0.5), None, 100.0)
+    assert found.expected_cost == pytest.approx(1.0 + 0.001 * 800)
+    assert found.expected_end == pytest.approx(100.0 + 400 / 50)
+    shorter = progress_of(batch, WorkLeft(3, 1, 400, 40), BatchSpeed(50.0, 0.5), None, 100.0)
+    assert shorter.expected_end == pytest.approx(100.0 + 40 / 50)
+
+
+def test_embeddings_end_by_lines() -> None:
+    batch = replace(BATCH, completed=5, prompt_tokens=500)
+    found = progress_of(batch, WorkLeft(5, 0, 500, 0), BatchSpeed(0.0, 0.5), None, 100.0)
+    assert found.expected_end == pytest.approx(110.0)
+
+
+def test_an_ended_batch_has_its_cost() -> None:
+    batch = replace(BATCH, state=BatchState.COMPLETED, cost=2.0)
+    found = progress_of(batch, WorkLeft(0, 0, 0, 0), BatchSpeed(1.0, 1.0), 0.1, 100.0)
+    assert (found.cost, found.expected_cost, found.tokens_per_second) == (2.0, 2.0, None)
+
+
+@pytest.mark.parametrize(
+    ("speed", "ahead", "seconds", "by"),
+    [
+        # 5,000 tokens are left to write.
+        (BatchSpeed(50.0, 1.0), Ahead(None, 9.0, 9.0), 100.0, "speed"),
+        # 10,000 tokens are read at 1,000 a second, then 5,000 written at 50, from its start on.
+        (None, Ahead(starts_at=130.0, prefill_tps=1000.0, decode_tps=50.0), 140.0, "nodes"),
+        (BatchSpeed(0.0, 0.0), Ahead(), None, None),
+    ],
+)
+def test_an_end_is_reckoned_by_what_is_known_best(
+    speed: BatchSpeed | None, ahead: Ahead, seconds: float | None, by: str | None
+) -> None:
+    left = WorkLeft(waiting=100, running=0, prompt_tokens=10_000, max_tokens=5_000)
+    progress = progress_of(replace(BATCH, total=100), left, speed, None, 100.0, ahead)
+    assert progress.expected_end == (None if seconds is None else 100.0 + seconds)
+    assert progress.expected_by == by
+    assert progress.expected_start == ahead.starts_at
+
+
+def test_speed_is_that_of_the_last_minutes() -> None:
+    meter = SpeedMeter()
+    assert meter.speed(BATCH.id) is None
+    for second in range(0, 1000, 10):
+        tokens = 0 if second < 500 else 20 * (second - 500)
+        meter.look([replace(BATCH, completion_tokens=tokens, completed=second)], float(second))
+    speed = meter.speed(BATCH.id)
+    assert speed is not None
+    assert speed.tokens == pytest.approx(20.0)
+    assert speed.lines == pytest.approx(1.0)
+    paused = replace(BATCH, paused_at=1.0)
+    meter.look([paused], 1001.0)
+    assert meter.speed(BATCH.id) is None
+    meter.look([], 1002.0)
+    assert meter.speed(BATCH.id) is None
+    assert WINDOW_SECONDS < 500

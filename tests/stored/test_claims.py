@@ -1,27 +1,23 @@
-""""""
+"""Rows are claimed, renewed, put back and recorded once, whoever has had them."""
 
 from __future__ import annotations
 
 import random
-import subprocess
-import sys
 import threading
 import time
 from collections import Counter
-from collections.abc import AsyncIterator, Callable
-from contextlib import asynccontextmanager
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, Concatenate, ParamSpec, TypeVar, cast
+from typing import Any, Concatenate, ParamSpec, TypeVar
 
 import pytest
 from sqlalchemy import Connection, func, select
 
-from gateway.callers.ledger import Ledger, UsageRow
 from gateway.callers.processes import ProcessIdentity, register
 from gateway.config.stored import BatchSettings
 from gateway.store.failures import StoreError, StoreUnavailable
-from gateway.store.schema import stored_requests, usage
+from gateway.store.schema import stored_requests
 from gateway.store.store import Store
 from gateway.stored.batch_rows import (
     Batch,
@@ -53,7 +49,6 @@ from gateway.stored.claims import (
 )
 from gateway.stored.claims import claim as claim_picks
 from gateway.stored.folder import DiskThreads, Folder, Storage
-from tests.processes import gone
 from tests.store.stores import opened
 from tests.stored.stored_rows import (
     DAY,
@@ -71,9 +66,6 @@ from tests.stored.stored_rows import (
     numbers,
     once_unlocked,
 )
-
-ROOT = Path(__file__).parents[2]
-
 
 LIMIT = 120.0
 
@@ -171,7 +163,8 @@ def test_running_lines_of_a_cancelled_batch_are_not_wanted_and_end_when_put_back
 ) -> None:
     batch = a_batch()
     begin(store, batch, [a_line(number) for number in range(1, 6)])
-    ids = [row.id for row in claim(store, limit=2)]
+    taken = claim(store, limit=2)
+    ids = [row.id for row in taken]
     cancelled = store.run_now(lambda c: cancel_batch(c, "alice", batch.id, "openai", NOW + 3))
     assert cancelled is not None
     assert (cancelled.state, cancelled.cancelled) == (BatchState.CANCELLING, 3)
@@ -179,11 +172,8 @@ def test_running_lines_of_a_cancelled_batch_are_not_wanted_and_end_when_put_back
     assert store.run_now(lambda c: begin_finalizing(c, batch.id, NOW)) is None
     for _ in range(2):
         store.run_now(lambda c: put_back(c, "p1", ids, NOW))
-        now = store.run_now(lambda c: find_batch(c, "alice", batch.id, "openai"))
-        assert now is not None
-        assert (now.cancelled, left(store)) == (5, (0, 0))
-    row = store.run_now(lambda c: find_row(c, "alice", ids[0], RequestKind.LINE))
-    assert row is not None
+        assert (batch_now(store).cancelled, left(store)) == (5, (0, 0))
+    row = found(store, taken[0])
     assert (row.state, row.ended_at) == (RequestState.CANCELLED, NOW + 3)
     assert store.run_now(lambda c: begin_finalizing(c, batch.id, NOW)) is not None
 
@@ -216,35 +206,13 @@ def test_rows_of_a_process_that_is_not_registered_wait_again_at_once(store: Stor
     assert left(store) == (1, 1)
 
 
-@pytest.mark.slow
-def test_rows_of_a_killed_process_wait_again_at_once(store_url: str, store: Store) -> None:
-    begin(store, a_batch(), [a_line(number) for number in range(1, 41)])
-    with subprocess.Popen(
-        [sys.executable, "-m", "tests.stored.claimer", store_url, "7"],
-        cwd=ROOT, stdout=subprocess.PIPE, text=True,
-    ) as process:  # fmt: skip
-        try:
-            assert process.stdout is not None
-            ids = process.stdout.readline().split()
-            assert len(ids) == 7
-            assert release(store, own=ProcessIdentity.of_this_process(NOW)) == 0
-            assert left(store) == (33, 7)
-        finally:
-            process.kill()
-    assert gone(process.pid)
-    assert release(store, own=ProcessIdentity.of_this_process(NOW)) == 7
-    assert left(store) == (40, 0)
-
-
 def test_lost_lines_of_a_cancelled_batch_end_as_cancelled(store: Store) -> None:
     batch = a_batch()
     begin(store, batch, [a_line(1)])
     claim(store, "unknown")
     store.run_now(lambda c: cancel_batch(c, "alice", batch.id, "openai", NOW))
     assert release(store) == 1
-    now = store.run_now(lambda c: find_batch(c, "alice", batch.id, "openai"))
-    assert now is not None
-    assert (now.cancelled, left(store)) == (1, (0, 0))
+    assert (batch_now(store).cancelled, left(store)) == (1, (0, 0))
 
 
 def test_threads_that_claim_at_once_take_every_row_once(store_url: str) -> None:
@@ -342,13 +310,15 @@ def test_results_are_recorded_and_counted_once_however_often_it_is_tried(store: 
         batch = batch_now(store)
         sums = batch.prompt_tokens, batch.cached_tokens, batch.completion_tokens, batch.cost
         assert sums == (40, 16, 20, 1.0)
-    row = store.run_now(lambda c: find_row(c, "alice", rows[0].id, RequestKind.LINE))
-    assert row is not None
+    row = found(store, rows[0])
     assert (row.state, row.status, row.ended_at) == (RequestState.DONE, 200, NOW + 5)
     assert (row.result_place, row.result_offset, row.result_length) == ("results-1", 100, 100)
 
 
-def test_a_result_without_a_place_or_usage_is_recorded_too(store: Store) -> None:
+def test_results_without_a_batch_or_without_place_and_usage_are_recorded_too(store: Store) -> None:
+    store.run_now(lambda c: add_rows(c, [alone(1)]))
+    (of_no_batch,) = claim(store, kind=RequestKind.RESPONSE)
+    assert recorded(store, [a_result(of_no_batch)]) == [of_no_batch.id]
     begin(store, a_batch(), [a_line(1)])
     (row,) = claim(store)
     result = RecordedResult(row.id, RequestState.EXPIRED)
@@ -386,70 +356,6 @@ def test_a_line_that_ends_while_its_batch_is_being_cancelled_keeps_its_result(
     assert counts(store) == {"total": 2, "completed": 1, "cancelled": 1}
 
 
-def test_a_request_without_a_batch_has_its_result_alone(store: Store) -> None:
-    store.run_now(lambda c: add_rows(c, [alone(1)]))
-    rows = claim(store, kind=RequestKind.RESPONSE)
-    assert recorded(store, [a_result(rows[0])]) == [rows[0].id]
-
-
-class LossyStore:
-    """A store whose jobs fail before or after they are committed."""
-
-    def __init__(self, store: Store) -> None:
-        self._store = store
-        self.failures: list[str] = []
-
-    async def run(self, job: Any, *, write: bool = True) -> Any:
-        failure = self.failures.pop(0) if self.failures else ""
-        if failure == "before":
-            raise StoreUnavailable("gone", "wait")
-        result = await self._store.run(job, write=write)
-        if failure == "after":
-            raise StoreUnavailable("gone", "wait")
-        return result
-
-
-@asynccontextmanager
-async def a_ledger(store: Store) -> AsyncIterator[tuple[Ledger, LossyStore]]:
-    lossy = LossyStore(store)
-    own = ProcessIdentity("p1", "host", 1, NOW)
-    ledger = Ledger(cast("Any", lossy), own, lambda: NOW, lambda: NOW, lambda _: [])
-    await ledger.start(60.0)
-    yield ledger, lossy
-    await ledger.close(60.0)
-
-
-async def test_exactly_one_row_of_the_ledger_for_each_recorded_result(store: Store) -> None:
-    begin(store, a_batch(), [a_line(number) for number in range(1, 41)])
-    rows = claim(store, limit=40)
-    store.run_now(lambda c: put_back(c, "p1", [row.id for row in rows[30:]], NOW))
-    async with a_ledger(store) as (ledger, lossy):
-
-        async def write(some: list[StoredRow]) -> None:
-            """Record as often as needed until it is known to have happened."""
-            by_id = {one.id: a_result(one) for one in some}
-
-            def job(connection: Connection) -> list[UsageRow]:
-                kept = record(connection, "p1", list(by_id.values()), NOW)
-                return [row for id_ in kept if (row := by_id[id_].usage) is not None]
-
-            while True:
-                try:
-                    await ledger.write_with(job)
-                except StoreUnavailable:
-                    continue
-                return
-
-        lossy.failures = ["after", "before", "", "after"]
-        await write(rows[:20])
-        await write(rows[20:])
-    assert counts(store) == {"total": 40, "completed": 30}
-    asked = select(usage.c.id, usage.c.sequence).order_by(usage.c.sequence)
-    in_ledger = store.run_now(lambda c: c.execute(asked).all())
-    assert sorted(id_ for id_, _ in in_ledger) == sorted(row.id for row in rows[:30])
-    assert len({number for _, number in in_ledger}) == 30
-
-
 ANY = [Pick(10, RequestKind.LINE, a_batch().id)]
 
 
@@ -467,14 +373,6 @@ def leases_of(store: Store, path: Path) -> RowLeases:
 def states(store: Store) -> list[RequestState]:
     rows = [do(store, find_row, "alice", a_line(n).id, RequestKind.LINE) for n in (1, 2, 3)]
     return [row.state for row in rows if row is not None]
-
-
-async def test_rows_are_claimed_once_and_renewed(store: Store, tmp_path: Path) -> None:
-    leases = leases_of(store, tmp_path)
-    ids = {row.id for row in await leases.claim(ANY)}
-    assert len(ids) == 3
-    assert await leases.renew([*ids, "other"]) == ids
-    assert await leases.claim(ANY) == []
 
 
 async def test_rows_are_put_back_when_the_store_takes_them_again(
@@ -570,14 +468,8 @@ def test_a_jump_of_the_clock_matters_until_all_have_renewed_their_leases() -> No
 
 
 P = ParamSpec("P")
-
-
 T = TypeVar("T")
-
-
 WORKERS, BATCHES, LINES = 3, 6, 60
-
-
 CANCELLED = {1, 2}
 
 

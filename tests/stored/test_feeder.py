@@ -155,7 +155,6 @@ async def test_all_lines_of_a_batch_are_run_once(tmp_path: Path) -> None:
         assert 'llama_gateway_batch_lines_total{outcome="done"} 40\n' in metrics
 
 
-@pytest.mark.usefixtures("hurried")
 @in_virtual_time
 async def test_as_many_lines_run_as_there_are_slots_and_no_more_wait(tmp_path: Path) -> None:
     node = EmulatedNode(slots=4, decode_tps=40)
@@ -184,7 +183,6 @@ async def test_a_cancelled_batch_leaves_its_slots(tmp_path: Path) -> None:
         await until(lambda: node.slots.busy == 0)
 
 
-@pytest.mark.usefixtures("hurried")
 @in_virtual_time
 async def test_lines_of_a_revoked_key_fail(tmp_path: Path) -> None:
     other = key(id="k2", name="bob", sha256=hash_key("lg_k2_" + "t" * 43).sha256)
@@ -210,31 +208,12 @@ async def test_lines_wait_while_a_limit_of_their_key_is_reached(tmp_path: Path) 
 
 
 @pytest.mark.usefixtures("hurried")
-@pytest.mark.slow
-async def test_lines_go_on_when_their_nodes_are_back(tmp_path: Path) -> None:
-    node = EmulatedNode(slots=2, decode_tps=50)
-    quick = {"health": {"interval": 0.2, "timeout": 2.0, "open": 0.3, "open_max": 0.6}}
-    async with gateway_over(
-        tmp_path, node, **quick, retries={"wait_for_node": 0.5, "attempts": 1}
-    ) as running:
-        batch = await submit(running, lines(20))
-        await until(lambda: node.requests >= 4)
-        await node.kill()
-        await asyncio.sleep(1.0)
-        assert (await show(running, batch))["status"] == "in_progress"
-        await node.revive()
-        found = await ended(running, batch)
-        assert found["request_counts"] == {"total": 20, "completed": 20, "failed": 0}
-
-
-@pytest.mark.usefixtures("hurried")
 async def test_lines_for_an_unknown_model_fail_soon(tmp_path: Path) -> None:
     async with gateway_over(tmp_path, EmulatedNode()) as running:
         found = await ended(running, await submit(running, lines(50, model="gpt-nothing")))
         assert found["request_counts"] == {"total": 50, "completed": 0, "failed": 50}
 
 
-@pytest.mark.usefixtures("hurried")
 @in_virtual_time
 async def test_a_gateway_that_ends_puts_back_what_it_runs(tmp_path: Path) -> None:
     async with virtual_gateway_over(tmp_path, EmulatedNode(slots=2, decode_tps=30)) as running:
@@ -268,7 +247,6 @@ async def test_lines_end_while_the_store_is_away_and_are_recorded_later(tmp_path
         assert log.count('"lines of batches wait"') == 1
 
 
-@pytest.mark.usefixtures("hurried")
 @in_virtual_time
 async def test_lines_whose_file_is_gone_fail(tmp_path: Path) -> None:
     node = EmulatedNode(slots=1, decode_tps=20)
@@ -305,34 +283,26 @@ def p95(seconds: list[float]) -> float:
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize(
+    ("site", "lines_beside", "words", "busy"),
+    [
+        pytest.param(Site(2, 4, 0.25), 200, 300, 6.0, id="long prompts"),
+        pytest.param(Site(4, 2, 0.5, line_words=300), 100, 0, 4.0, id="as many nodes as chats"),
+    ],
+)
 @in_virtual_time
-async def test_long_prompts_do_not_notice_the_lines_of_a_batch_beside_them() -> None:
-    site = Site(nodes=2, slots=4, reserve=0.25)
-    alone = await chats_beside(site, 0, 300, 30)
-    beside = await chats_beside(site, 200, 300, 30)
-    assert beside.busy > 6.0 > alone.busy
-    assert p95(beside.seconds) <= 1.25 * p95(alone.seconds)
-
-
-@pytest.mark.slow
-@in_virtual_time
-async def test_no_prompt_notices_a_batch_that_stays_off_as_many_nodes_as_there_are_chats() -> None:
-    site = Site(nodes=4, slots=2, reserve=0.5, line_words=300)
-    alone = await chats_beside(site, 0, 0, 30)
-    beside = await chats_beside(site, 100, 0, 30)
-    assert beside.busy > 4.0 > alone.busy
+async def test_chats_do_not_notice_the_lines_of_a_batch_beside_them(
+    site: Site, lines_beside: int, words: int, busy: float
+) -> None:
+    alone = await chats_beside(site, 0, words, 30)
+    beside = await chats_beside(site, lines_beside, words, 30)
+    assert beside.busy > busy > alone.busy
     assert p95(beside.seconds) <= 1.25 * p95(alone.seconds)
 
 
 CHAT = "/v1/chat/completions"
-
-
 OTHER = "lg_k2_" + "t" * 43
-
-
 OTHERS: dict[str, Any] = {"id": "k2", "name": "bob", "sha256": hash_key(OTHER).sha256}
-
-
 OTHER_HEADERS = {"authorization": f"Bearer {OTHER}"}
 
 
@@ -401,6 +371,18 @@ def queued_of(running: Running, caller: str = "k1") -> list[Priority]:
     """The classes in which requests of a caller wait."""
     waiters = running.gateway.scheduler.waiters
     return [one.request.caller.priority for one in waiters if one.request.caller.id == caller]
+
+
+async def responded_later(running: Running, body: dict[str, Any]) -> str:
+    """The id of a new response in the background."""
+    made = await running.client.post("/v1/responses", json=body, headers=HEADERS)
+    return str(made.json()["id"])
+
+
+async def response(running: Running, id_: str) -> dict[str, Any]:
+    found = await running.client.get(f"/v1/responses/{id_}", headers=HEADERS)
+    shown: dict[str, Any] = found.json()
+    return shown
 
 
 async def errors_of(running: Running, batch: dict[str, Any]) -> Counter[str]:
@@ -588,18 +570,6 @@ async def test_a_paused_batch_expires_at_its_deadline(tmp_path: Path) -> None:
 
 
 @in_virtual_time
-async def test_a_cancelled_batch_takes_its_late_lines_out_of_the_queue(tmp_path: Path) -> None:
-    async with a_site(tmp_path, a_node(2)) as running, chats(running, 6, tokens=100):
-        await asyncio.sleep(8.0)
-        batch = await submit(running, lines(20), completion_window="60s")
-        await until(lambda: len(queued_of(running)) == 2)
-        await running.client.post(f"/v1/batches/{batch}/cancel", headers=HEADERS)
-        found = await ended(running, batch, 10.0)
-        assert found["status"] == "cancelled"
-        assert not queued_of(running)
-
-
-@in_virtual_time
 async def test_a_line_that_runs_when_its_deadline_comes_near_yields_no_more(
     tmp_path: Path,
 ) -> None:
@@ -621,18 +591,10 @@ async def test_a_background_response_ends_at_its_deadline(tmp_path: Path) -> Non
     ) as running:
         began = now()
         body = {"input": "tell", "background": True, "max_output_tokens": 4000}
-        made = [
-            (await running.client.post("/v1/responses", json=body, headers=HEADERS)).json()
-            for _ in range(2)
-        ]
-        for one in made:
-            url = f"/v1/responses/{one['id']}"
-            async with asyncio.timeout(60.0):
-                while True:
-                    found = (await running.client.get(url, headers=HEADERS)).json()
-                    if found["status"] not in {"queued", "in_progress"}:
-                        break
-                    await asyncio.sleep(0.2)
+        for id_ in [await responded_later(running, body) for _ in range(2)]:
+            while (found := await response(running, id_))["status"] in {"queued", "in_progress"}:
+                assert now() - began < 60.0
+                await asyncio.sleep(0.2)
             assert found["status"] == "failed"
             assert "time was over" in found["error"]["message"]
         assert 20.0 <= now() - began <= 25.0
@@ -683,16 +645,10 @@ async def test_a_gateway_that_is_succeeded_leaves_waiting_responses_to_the_next(
     node = a_node(1)
     async with a_site(tmp_path, node) as running:
         body = {"input": "tell", "background": True, "max_output_tokens": 100}
-        made = [
-            (await running.client.post("/v1/responses", json=body, headers=HEADERS)).json()
-            for _ in range(2)
-        ]
+        made = [await responded_later(running, body) for _ in range(2)]
         await until(lambda: node.slots.busy == 1 and len(queued_of(running)) == 1)
         running.gateway.background.stop()
         await until(lambda: not queued_of(running), 3.0)
         await asyncio.wait_for(running.gateway.background.drain(), 10.0)
-        found = [
-            (await running.client.get(f"/v1/responses/{one['id']}", headers=HEADERS)).json()
-            for one in made
-        ]
+        found = [await response(running, id_) for id_ in made]
         assert sorted(one["status"] in {"queued", "in_progress"} for one in found) == [False, True]

@@ -9,10 +9,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from sqlalchemy import Connection, create_engine, insert, text
 
 from gateway.errors import GatewayError
-from gateway.store.schema import batches, files
+from gateway.store.schema import files
 from gateway.stored.background_requests import add_background, delete_background
 from gateway.stored.batch_registry import NewBatch
 from gateway.stored.batch_rows import Batch
@@ -26,7 +25,7 @@ from gateway.stored.files import (
     read_files,
 )
 from gateway.stored.folder import ID_FILE, job
-from tests.store.stores import LIMIT, opened
+from tests.store.stores import LIMIT, locked, opened
 from tests.stored.batch_place import HOUR, BatchPlace, answer, batch_place, count, jsonl, line
 from tests.stored.stored_rows import limits
 
@@ -59,30 +58,6 @@ async def test_an_expired_file_is_gone_at_once_and_its_bytes_soon(
         here.pass_(10 * DAY)
         assert await here.files.clean() == 1
         assert (here.kept(), await here.store.run(count(files))) == ([], 0)
-
-
-def a_batch(file: str, *, ended_at: float | None) -> Any:
-    def job(connection: Connection) -> None:
-        connection.execute(
-            insert(batches).values(
-                id=f"batch-of-{file}", owner="alice", api="openai", endpoint="/v1/embeddings",
-                input_file=file, created_at=1.0, expires_at=2.0, ended_at=ended_at, state="s",
-                keep_until=3.0, class_="batch", folder="f",
-            )
-        )  # fmt: skip
-
-    return job
-
-
-async def test_a_file_that_a_batch_reads_stays(here: BatchPlace) -> None:
-    read, done = await here.upload(), await here.upload()
-    await here.store.run(a_batch(read, ended_at=None))
-    await here.store.run(a_batch(done, ended_at=5.0))
-    assert await refused(here.files.delete("alice", read)) == (409, "file_in_use")
-    await here.files.delete("alice", done)
-    here.pass_(100 * DAY)
-    assert await here.files.clean() == 0
-    assert here.kept() == [read]
 
 
 async def test_a_deletion_that_was_cut_short_is_finished_later(
@@ -133,21 +108,7 @@ async def test_a_file_of_another_host_is_listed_and_not_read(
         assert one.kept() == []
 
 
-async def test_the_limit_of_files_holds_for_uploads_that_end_together(
-    store_url: str, tmp_path: Path
-) -> None:
-    async with batch_place(store_url, tmp_path / "kept", files_per_key=3) as here:
-        ended = await asyncio.gather(*(here.upload() for _ in range(8)), return_exceptions=True)
-        made = sorted(one for one in ended if isinstance(one, str))
-        wrong = [one for one in ended if not isinstance(one, str)]
-        assert len(made) == 3
-        assert {(e.status, e.code) for e in wrong if isinstance(e, GatewayError)} == {
-            (429, "insufficient_quota")
-        }
-        assert (here.kept(), await here.store.run(count(files))) == (made, 3)
-
-
-async def test_the_limit_holds_for_two_gateways_of_one_store(
+async def test_the_limit_of_files_holds_for_two_gateways_of_one_store(
     store_url: str, tmp_path: Path
 ) -> None:
     async with (
@@ -157,6 +118,8 @@ async def test_the_limit_holds_for_two_gateways_of_one_store(
         adding = [here.upload() for _ in range(6) for here in (one, two)]
         ended = await asyncio.gather(*adding, return_exceptions=True)
         assert len([made for made in ended if isinstance(made, str)]) == 4
+        wrong = [(one.status, one.code) for one in ended if isinstance(one, GatewayError)]
+        assert wrong == [(429, "insufficient_quota")] * 8
         assert len(one.kept()) + len(two.kept()) == await one.store.run(count(files)) == 4
 
 
@@ -173,41 +136,14 @@ async def test_a_store_that_is_away_is_told_and_nothing_is_lost(here: BatchPlace
     assert await refused(here.upload()) == (503, "store_unavailable")
 
 
-async def test_files_are_shown_and_listed_while_another_process_writes(here: BatchPlace) -> None:
+async def test_files_are_shown_and_listed_while_another_process_writes(
+    here: BatchPlace, store_url: str
+) -> None:
     id_ = await here.upload()
-    engine = create_engine(here.store.location.url)
-    is_sqlite = here.store.location.path is not None
-    lock = "BEGIN IMMEDIATE" if is_sqlite else "LOCK TABLE files IN EXCLUSIVE MODE"
-    try:
-        with engine.connect() as connection:
-            connection.execute(text(lock))
-            async with asyncio.timeout(2.0):
-                assert await ids(here) == [id_]
-                assert (await here.files.find("alice", id_)).id == id_
-            connection.rollback()
-    finally:
-        engine.dispose()
-
-
-async def test_the_row_says_what_came(store_url: str, tmp_path: Path) -> None:
-    async with batch_place(store_url, tmp_path / "kept") as here:
-        id_ = await here.upload(content=b"abc", name="ä.jsonl", purpose="user_data")
-        found = await here.files.find("alice", id_)
-        assert (found.name, found.purpose, found.bytes) == ("ä.jsonl", "user_data", 3)
-        assert found.sha256.startswith("ba7816bf")
-        assert found.folder == here.folder.id
-        content = await here.files.open_content("alice", id_)
-        assert b"".join([piece async for piece in content.pieces]) == b"abc"
-        await content.close()
-        plan = await here.store.run(partial(_plan_of_a_page, url=store_url))
-        assert "ix_files_owner_id" in plan or "postgresql" in store_url
-
-
-def _plan_of_a_page(connection: Connection, url: str) -> str:
-    if "postgresql" in url:
-        return ""
-    asked = "EXPLAIN QUERY PLAN SELECT * FROM files WHERE owner = 'a' AND id < 'b' ORDER BY id DESC"
-    return str(connection.exec_driver_sql(asked).all())
+    with locked(store_url, "files"):
+        async with asyncio.timeout(2.0):
+            assert await ids(here) == [id_]
+            assert (await here.files.find("alice", id_)).id == id_
 
 
 KB = 1000

@@ -1,4 +1,4 @@
-""""""
+"""Files of a folder: whole, bounded, its own; and the threads that work on it."""
 
 from __future__ import annotations
 
@@ -59,17 +59,6 @@ def test_a_file_appears_whole_under_its_name_and_for_its_owner_alone(tmp_path: P
     assert not folder.delete(new.name)
 
 
-def test_an_open_file_stays_readable_when_it_is_deleted(tmp_path: Path) -> None:
-    folder = a_folder(tmp_path)
-    new = folder.open_new("file")
-    new.write(b"text")
-    with folder.open_to_read(new.finish()) as file:
-        folder.delete(new.name)
-        assert file.read() == b"text"
-    with pytest.raises(FileNotFoundError):
-        folder.open_to_read(new.name)
-
-
 def test_names_grow_with_time(tmp_path: Path) -> None:
     times = iter([1_000.001, 1_000.002, 99_999_999_999.0])
     folder = Folder(tmp_path / "kept", most_bytes=lambda: 1 << 40, now=lambda: next(times))
@@ -110,11 +99,15 @@ def test_a_folder_that_others_can_read_is_refused(tmp_path: Path) -> None:
         a_folder(tmp_path)
 
 
-def test_a_folder_that_vanishes_is_told(tmp_path: Path) -> None:
+def test_a_folder_that_vanishes_is_told_to_new_and_open_files(tmp_path: Path) -> None:
     folder = a_folder(tmp_path)
+    file = folder.open_appended("results")
     shutil.rmtree(folder.location)
     with pytest.raises(FolderError, match="is gone"):
         folder.open_new("file")
+    with pytest.raises(FolderError):
+        file.append(b"x")
+    file.close()
 
 
 def test_nothing_is_written_into_another_folder_that_takes_its_place(tmp_path: Path) -> None:
@@ -366,23 +359,6 @@ def test_an_appended_file_stays_within_the_limit_of_all(tmp_path: Path) -> None:
         full.open_appended("results")
 
 
-def test_nothing_is_appended_to_a_folder_that_is_gone(tmp_path: Path) -> None:
-    folder = a_folder(tmp_path)
-    file = folder.open_appended("results")
-    shutil.rmtree(folder.location)
-    with pytest.raises(FolderError):
-        file.append(b"x")
-    file.close()
-
-
-async def test_work_runs_beside_the_event_loop() -> None:
-    threads = DiskThreads(1)
-    assert await threads.run(threading.current_thread) is not threading.current_thread()
-    with pytest.raises(ZeroDivisionError):
-        await threads.run(lambda: 1 // 0)
-    threads.close()
-
-
 async def test_a_disk_that_hangs_is_told_and_does_not_hold_its_caller() -> None:
     threads, release = DiskThreads(1, seconds=0.05), threading.Event()
     with pytest.raises(FolderError, match="has not answered"):
@@ -428,6 +404,7 @@ async def test_what_a_lost_caller_has_opened_is_closed() -> None:
     release.set()
     await threads.run(lambda: None)
     assert closed == ["opened"]
+    assert await threads.run(threading.current_thread) is not threading.current_thread()
     assert await threads.open(lambda: "kept", close=closed.append) == "kept"
     with pytest.raises(ZeroDivisionError):
         await threads.open(_fails, close=closed.append)

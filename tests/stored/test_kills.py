@@ -3,25 +3,20 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Iterator
-from contextlib import asynccontextmanager, contextmanager
 from pathlib import Path
 from typing import Any
 
 import httpx
 import pytest
 import yaml
-from sqlalchemy import Row, create_engine, select, text
+from sqlalchemy import Row, select
 
-from gateway.local.server import claim_port, claimed_port
-from gateway.store.database import locate_store
 from gateway.store.schema import stored_requests, usage
-from tests.callers.kills import HOST, Site
 from tests.emulator import EmulatedNode
 from tests.gateways import until
 from tests.postgres import needs_postgres
-from tests.store.stores import opened
-from tests.stored.kills import a_store, run_once
+from tests.store.stores import locked, opened
+from tests.stored.kills import a_site, a_store, run_once
 
 
 @pytest.mark.timeout(600)
@@ -45,48 +40,8 @@ SAME = (
     "key", "model", "class", "tier", "node", "path", "stream", "prompt_tokens",
     "completion_tokens", "cost", "gpu_cost", "attempts", "status", "outcome",
 )  # fmt: skip
-
-
 """What the ledger has of two like responses, whoever recorded them."""
-
-
 ASK = {"input": "tell me a story", "max_output_tokens": 12, "background": True}
-
-
-@asynccontextmanager
-async def a_site(
-    folder: Path, node: EmulatedNode, store_url: str
-) -> AsyncIterator[tuple[Site, httpx.AsyncClient]]:
-    """A gateway that is not started yet, and has prices; and its client."""
-    with claim_port(HOST) as claim:
-        site = Site(folder, [node], store_url, claimed_port(claim), nice=0)
-        file = folder / "nodes.yaml"
-        nodes = yaml.safe_load(file.read_text())
-        nodes["nodes"][0]["cost_per_million_tokens"] = {"prompt": 3, "completion": 5}
-        file.write_text(yaml.safe_dump(nodes))
-        url = f"http://{HOST}:{site.port}"
-        async with httpx.AsyncClient(base_url=url, trust_env=False, timeout=60) as client:
-            try:
-                yield site, client
-            finally:
-                await site.stop()
-
-
-@contextmanager
-def no_records(store_url: str) -> Iterator[None]:
-    """Hold a lock of the store, so that no row of the ledger can be written meanwhile."""
-    location = locate_store(store_url, Path("unused"))
-    assert location is not None
-    engine = create_engine(location.url)
-    is_sqlite = store_url.startswith("sqlite")
-    try:
-        with engine.connect() as connection:
-            lock = "BEGIN IMMEDIATE" if is_sqlite else "LOCK TABLE usage IN EXCLUSIVE MODE"
-            connection.execute(text(lock))
-            yield
-            connection.rollback()
-    finally:
-        engine.dispose()
 
 
 def rows(store_url: str, table: Any) -> dict[str, Row[Any]]:
@@ -113,14 +68,18 @@ async def test_a_response_that_had_ended_is_recorded_and_paid_once_by_the_next_p
 ) -> None:
     async with (
         EmulatedNode(decode_tps=30, answer_tokens=1000) as node,
-        a_site(tmp_path, node, store_url) as (site, client),
+        a_site(tmp_path, [node], store_url) as (site, client),
     ):
+        file = tmp_path / "nodes.yaml"
+        nodes = yaml.safe_load(file.read_text())
+        nodes["nodes"][0]["cost_per_million_tokens"] = {"prompt": 3, "completion": 5}
+        file.write_text(yaml.safe_dump(nodes))
         await site.start()
         like = (await client.post("/v1/responses", json=ASK)).json()["id"]
         told = await end_of(client, like)
         id_ = (await client.post("/v1/responses", json=ASK)).json()["id"]
         await until(lambda: node.busy == 1)
-        with no_records(store_url):
+        with locked(store_url, "usage"):  # so that no row of the ledger can be written
             log = newest_log(tmp_path)
             await until(lambda: b"\nevent: response.incomplete\n" in log.read_bytes())
             await site.kill()

@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 from sqlalchemy import Connection
+from structlog.testing import capture_logs
 
 from gateway.callers.ledger import Ledger, UsageRow
 from gateway.store.failures import StoreUnavailable
@@ -20,7 +21,6 @@ from gateway.stored.claims import BatchState, RequestState, put_back, release_lo
 from gateway.stored.line_reader import LineError
 from gateway.stored.results import ROW_BYTES, broken_line, is_output, response_line, unanswered_line
 from tests.gateways import until
-from tests.small_disk import run_on_small_disk
 from tests.store.stores import LIMIT
 from tests.stored.batch_place import BatchPlace, answer, batch_place, count, killed, line
 
@@ -139,8 +139,6 @@ def test_other_errors_are_told_in_anthropic_s_form(
 
 
 LINES = 2000
-
-
 RUNS = """
 import asyncio, sys
 from pathlib import Path
@@ -260,16 +258,6 @@ async def test_a_result_that_can_not_be_recorded_keeps_no_other_from_it(here: Ba
     assert (await here.find(batch)).completed == 4
 
 
-async def test_what_waits_at_the_end_is_kept_within_the_time(here: BatchPlace) -> None:
-    batch = await begun(here, 5)
-    rows = await here.claim()
-    added = [asyncio.create_task(here.results.add(r, answer(r, here.process.id))) for r in rows]
-    await until(lambda: here.results.pending == 5)
-    await here.results.close(LIMIT)
-    assert all(await asyncio.gather(*added))
-    assert (await here.find(batch)).completed == 5
-
-
 class SilentLedger:
     """A ledger that writes, and never tells that it has."""
 
@@ -313,81 +301,39 @@ async def test_results_of_many_batches_need_few_open_files(
         assert len(await here.output(batch)) == 2
 
 
-async def test_runners_need_not_wait_for_a_group_to_fill(place: BatchPlace) -> None:
-    await begun(place, 1)
-    task = asyncio.create_task(place.results.run())
-    (row,) = await place.claim()
-    async with asyncio.timeout(60):
-        assert await place.results.add(row, answer(row, place.process.id))
-    task.cancel()
-
-
-ON_A_FULL_DISK = """
-import asyncio, sys
-from pathlib import Path
-from gateway.stored import results
-from gateway.stored.claims import BatchState
-from gateway.store.schema import usage
-from tests.stored.batch_place import answer, batch_place, count, line
-
-results.RETRY_SECONDS = 0.05
-
-async def main(kept, elsewhere):
-    url = f"sqlite:///{elsewhere}/gateway.db"
-    async with batch_place(url, Path(kept) / "kept", folder_options={"spare_bytes": 0}) as here:
-        batch = await here.create([line(f"c{n}") for n in range(40)])
-        await here.settle()
-        task = asyncio.create_task(here.results.run())
-        rows, content = await here.claim(), b'{"x":"%s"}' % (b"x" * 50_000)
-        added = [
-            asyncio.create_task(
-                here.results.add(row, answer(row, here.process.id, content=content))
-            )
-            for row in rows[:20]
-        ]
-        while here.results.problem is None:
-            await asyncio.sleep(0.01)
-        ballast = Path(kept) / "ballast"
-        paused = await here.find(batch)
-        assert paused.pause_reason == "storage_full", paused
-        await here.settle()
+async def test_a_folder_that_fills_in_the_middle_delays_results_and_loses_none(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("gateway.stored.results.RETRY_SECONDS", 0.01)
+    room = [1 << 30]
+    options = {"most_bytes": lambda: room[0]}
+    url = f"sqlite:///{tmp_path}/gateway.db"
+    async with batch_place(url, tmp_path / "kept", folder_options=options) as here:
+        batch = await begun(here, 40)
+        task, rows = asyncio.create_task(here.results.run()), await here.claim()
+        room[0] = 1
+        added = [here.results.add(row, answer(row, here.process.id)) for row in rows]
+        waiting = [asyncio.create_task(one) for one in added[:20]]
+        with capture_logs() as told:
+            await until(lambda: here.results.problem is not None)
+            assert (await here.find(batch)).pause_reason == "storage_full"
+            await here.round()
+        assert [one["event"] for one in told].count("results wait for the disk") == 1
         assert (await here.find(batch)).pause_reason == "storage_full"
-        assert not all(one.done() for one in added)
-        ballast.unlink()
-        assert all(await asyncio.gather(*added))
-        # The other half is as much as there is left: the final file finds no room.
-        assert all(await asyncio.gather(*(
-            here.results.add(row, answer(row, here.process.id)) for row in rows[20:]
-        )))
-        big = Path(kept) / "big"
-        big.write_bytes(b"0" * (3_000_000))
+        assert not any(one.done() for one in waiting)
+        room[0] = 1 << 30
+        assert all(await asyncio.gather(*waiting, *added[20:]))
+        # The final file finds no room.
+        room[0] = 1
         await here.settle()
         full = await here.find(batch)
-        assert (full.state, full.pause_reason) == (BatchState.FINALIZING, "storage_full"), full
+        assert (full.state, full.pause_reason) == (BatchState.FINALIZING, "storage_full")
         assert here.kept("file") == [batch.input_file]
-        big.unlink()
-        from gateway.stored import batch_registry
-        batch_registry.STEP_BYTES = 1 << 20
+        room[0] = 1 << 30
         await here.settle()
         ended = await here.find(batch)
-        assert (ended.state, ended.completed) == (BatchState.COMPLETED, 40), ended
+        assert (ended.state, ended.completed) == (BatchState.COMPLETED, 40)
         found = await here.output(batch)
         assert [one["custom_id"] for one in found] == [f"c{n}" for n in range(40)]
         assert await here.store.run(count(usage)) == 40
         task.cancel()
-
-kept, elsewhere = sys.argv[1:]
-(Path(kept) / "ballast").write_bytes(b"0" * 3_200_000)
-asyncio.run(main(kept, elsewhere))
-print("done", end="")
-"""
-
-
-@pytest.mark.slow
-def test_a_disk_that_fills_in_the_middle_delays_results_and_loses_none(tmp_path: Path) -> None:
-    small, elsewhere = tmp_path / "small", tmp_path / "elsewhere"
-    small.mkdir()
-    elsewhere.mkdir()
-    told = run_on_small_disk(ON_A_FULL_DISK, "4m", small, elsewhere)
-    assert told.endswith("done")
-    assert told.count("results wait for the disk") == 1

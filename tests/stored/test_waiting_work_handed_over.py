@@ -9,144 +9,65 @@ import os
 import signal
 from collections import Counter
 from collections.abc import AsyncIterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import httpx
-import msgspec
 import pytest
 
-from gateway.callers.keys import new_key
-from gateway.stored.response_log import TERMINAL_TYPES, split_events
 from tests.callers.kills import rows_of
 from tests.emulator import EmulatedNode
 from tests.emulator.language_model import expected_text
 from tests.emulator.request_body import expected_chat_text, render_chat
 from tests.gateway_processes import LIMIT, Succession, serving
-from tests.stored.batch_gateway import lines
+from tests.polling import eventually
+from tests.stored.batch_gateway import HEADERS, ended, key, lines, output, show, submit
+from tests.stored.following import Follower
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
-
 LINES = 300
 TOKENS = 20
 STORY = 200
 """Tokens of the background response."""
-KEY = new_key("team")
-ENDED = {"completed", "failed", "cancelled", "expired"}
-
-
-@dataclass
-class Follower:
-    """Follows a background response, and goes on where it was when its connection breaks."""
-
-    id: str
-    last: int = -1
-    types: list[str] = field(default_factory=list)
-    text: str = ""
-
-    @property
-    def has_ended(self) -> bool:
-        return bool(self.types) and self.types[-1] in TERMINAL_TYPES
-
-    async def run(self, client: httpx.AsyncClient, until_event: int | None = None) -> None:
-        """Follow to the end, or until this event, again and again if the stream breaks."""
-        async with asyncio.timeout(LIMIT):
-            while not self.has_ended and (until_event is None or self.last < until_event):
-                with contextlib.suppress(httpx.TransportError):
-                    await self.follow(client, until_event)
-                await asyncio.sleep(0.02)
-
-    async def follow(self, client: httpx.AsyncClient, until_event: int | None = None) -> None:
-        """Follow until the stream breaks or ends, or until this event."""
-        path, rest = f"/v1/responses/{self.id}?stream=true", b""
-        if self.last >= 0:
-            path += f"&starting_after={self.last}"
-        async with client.stream("GET", path) as reply:
-            assert reply.status_code == 200, await reply.aread()
-            async for piece in reply.aiter_raw():
-                rest += piece
-                whole = rest.rfind(b"\n\n") + 2
-                for event in split_events(rest[:whole] if whole > 1 else b""):
-                    self._take(event)
-                rest = rest[whole:] if whole > 1 else rest
-                if until_event is not None and self.last >= until_event:
-                    return
-
-    def _take(self, event: bytes) -> None:
-        data = [line[6:] for line in event.split(b"\n") if line.startswith(b"data: ")]
-        if not data:
-            return  # a heartbeat
-        value = msgspec.json.decode(data[0])
-        assert value["sequence_number"] == self.last + 1
-        self.last = value["sequence_number"]
-        self.types.append(value["type"])
-        if value["type"] == "response.output_text.delta":
-            self.text += value["delta"]
 
 
 @dataclass
 class Work:
-    """What a caller has given to the gateway."""
+    """A batch and a background response, and the client that asks for them."""
 
-    batch: str
-    response: str
+    client: httpx.AsyncClient
+    batch: str = ""
+    response: str = ""
+    """Its path."""
 
-    async def until_recorded(self, client: httpx.AsyncClient, number: int) -> None:
+    async def begin(self) -> None:
+        body = {"input": "tell", "background": True, "temperature": 0, "max_output_tokens": STORY}
+        made = await self.client.post("/v1/responses", json=body)
+        assert made.status_code == 200, made.text
+        self.response = f"/v1/responses/{made.json()['id']}"
+        self.batch = await submit(self, lines(LINES, max_tokens=TOKENS))
+
+    async def until_recorded(self, number: int) -> None:
         """Wait until so many lines have their results."""
-        async with asyncio.timeout(LIMIT):
-            while True:
-                if (await self.show(client))["request_counts"]["completed"] >= number:
-                    return
-                await asyncio.sleep(0.05)
 
-    async def show(self, client: httpx.AsyncClient) -> dict[str, Any]:
-        found = await client.get(f"/v1/batches/{self.batch}")
-        assert found.status_code == 200, found.text
-        shown: dict[str, Any] = found.json()
-        return shown
+        async def recorded() -> bool | None:
+            shown = await show(self, self.batch)
+            return shown["request_counts"]["completed"] >= number or None
 
-    async def ended(self, client: httpx.AsyncClient) -> dict[str, Any]:
-        async with asyncio.timeout(LIMIT):
-            while True:
-                found = await self.show(client)
-                if found["status"] in ENDED:
-                    return found
-                await asyncio.sleep(0.1)
+        await eventually(recorded, LIMIT)
 
 
-async def begin(client: httpx.AsyncClient) -> Work:
-    """Create a batch and a background response."""
-    made = await client.post(
-        "/v1/responses",
-        json={"input": "tell", "background": True, "stream": False, "temperature": 0,
-              "max_output_tokens": STORY},
-    )  # fmt: skip
-    assert made.status_code == 200, made.text
-    data = "".join(json.dumps(item) + "\n" for item in lines(LINES, max_tokens=TOKENS))
-    files = {"file": ("in.jsonl", data.encode(), "application/jsonl")}
-    file = await client.post("/v1/files", data={"purpose": "batch"}, files=files)
-    batch = await client.post(
-        "/v1/batches",
-        json={"input_file_id": file.json()["id"], "endpoint": "/v1/chat/completions",
-              "completion_window": "24h"},
-    )  # fmt: skip
-    assert batch.status_code == 200, batch.text
-    return Work(batch.json()["id"], made.json()["id"])
-
-
-async def check_batch(client: httpx.AsyncClient, work: Work) -> None:
+async def check_batch(work: Work) -> None:
     """Every line is in the output once, with the answer to its prompt."""
-    found = await work.ended(client)
+    found = await ended(work, work.batch, LIMIT)
     assert found["status"] == "completed", found
     assert found["request_counts"] == {"total": LINES, "completed": LINES, "failed": 0}
     assert found["error_file_id"] is None
-    content = (await client.get(f"/v1/files/{found['output_file_id']}/content")).text
-    output = [json.loads(line) for line in content.splitlines()]
-    assert Counter(one["custom_id"] for one in output) == Counter(
+    answers = await output(work, found["output_file_id"])
+    assert Counter(one["custom_id"] for one in answers) == Counter(
         f"line-{number}" for number in range(LINES)
     )
-    for one in output:
+    for one in answers:
         number = one["custom_id"].removeprefix("line-")
         messages = [{"role": "user", "content": f"write text {number}"}]
         text = one["response"]["body"]["choices"][0]["message"]["content"]
@@ -154,13 +75,13 @@ async def check_batch(client: httpx.AsyncClient, work: Work) -> None:
     assert found["usage"]["output_tokens"] == LINES * TOKENS
 
 
-async def check_response(client: httpx.AsyncClient, work: Work, *followers: Follower) -> None:
+async def check_response(work: Work, *followers: Follower) -> None:
     """Each follower has had every event once, and the response is whole."""
     text = expected_text(render_chat([{"role": "user", "content": "tell"}]), STORY)
     for one in followers:
         assert one.text == text
-    assert len({tuple(one.types) for one in followers}) == 1
-    found = (await client.get(f"/v1/responses/{work.response}")).json()
+    assert len({one.data for one in followers}) == 1
+    found = (await work.client.get(work.response)).json()
     assert found["status"] in {"completed", "incomplete"}
     assert found["output"][0]["content"][0]["text"] == text
 
@@ -185,15 +106,12 @@ async def a_gateway(
 ) -> AsyncIterator[tuple[Succession, httpx.AsyncClient]]:
     settings = {
         "store": {"url": f"sqlite:///{folder}/gateway.db"},
-        "keys": [{"id": KEY.id, "sha256": KEY.sha256}],
+        "keys": [key()],
     }
     async with (
         serving(folder, node, settings=settings) as line,
         httpx.AsyncClient(
-            base_url=line.url,
-            trust_env=False,
-            timeout=LIMIT,
-            headers={"authorization": f"Bearer {KEY.text}"},
+            base_url=line.url, trust_env=False, timeout=LIMIT, headers=HEADERS
         ) as client,
     ):
         yield line, client
@@ -203,22 +121,22 @@ async def a_gateway(
 
 async def test_waiting_work_goes_on_over_handovers(tmp_path: Path) -> None:
     async with a_node() as node, a_gateway(tmp_path, node) as (line, client):
-        work = await begin(client)
+        await (work := Work(client)).begin()
         leaves, stays = Follower(work.response), Follower(work.response)
-        await leaves.run(client, until_event=20)
-        following = asyncio.create_task(stays.run(client))
+        await leaves.run(client, LIMIT, until_event=20)
+        following = asyncio.create_task(stays.run(client, LIMIT))
         for number in (20, 80):
-            await work.until_recorded(client, number)
+            await work.until_recorded(number)
             await line.succeed()
         # The others read what the first process writes.
-        await leaves.run(client)
+        await leaves.run(client, LIMIT)
         await following
         await line.until("ended", 2)
-        await check_batch(client, work)
-        await check_response(client, work, leaves, stays)
+        await check_batch(work)
+        await check_response(work, leaves, stays)
         again = Follower(work.response)
-        await again.run(client)
-        assert again.types == stays.types
+        await again.run(client, LIMIT)
+        assert again.data == stays.data
         # A process that is succeeded brings to an end what it runs: nothing ran twice.
         assert node.requests == LINES + 1
     check_ledger(tmp_path)
@@ -227,18 +145,19 @@ async def test_waiting_work_goes_on_over_handovers(tmp_path: Path) -> None:
 async def test_waiting_work_goes_on_after_an_end_and_a_new_start(tmp_path: Path) -> None:
     async with a_node() as node:
         async with a_gateway(tmp_path, node) as (line, client):
-            work = await begin(client)
+            await (work := Work(client)).begin()
             leaves, stays = Follower(work.response), Follower(work.response)
-            await leaves.run(client, until_event=20)
+            await leaves.run(client, LIMIT, until_event=20)
             following = asyncio.create_task(stays.follow(client))
-            await work.until_recorded(client, 40)
+            await work.until_recorded(40)
             os.kill(line.newest, signal.SIGTERM)
             with pytest.raises(httpx.TransportError):
                 await asyncio.wait_for(following, LIMIT)
             assert not stays.has_ended
             assert await asyncio.wait_for(line.first.wait(), LIMIT) == 0
         async with a_gateway(tmp_path, node) as (line, client):
-            await asyncio.gather(leaves.run(client), stays.run(client))
-            await check_batch(client, work)
-            await check_response(client, work, leaves, stays)
+            work.client = client
+            await asyncio.gather(leaves.run(client, LIMIT), stays.run(client, LIMIT))
+            await check_batch(work)
+            await check_response(work, leaves, stays)
     check_ledger(tmp_path)

@@ -13,8 +13,6 @@ from sqlalchemy import update
 
 from gateway.lease import BatchRoom
 from gateway.store.schema import batches
-from gateway.stored.batch_rows import Ahead, Batch, BatchSpeed, progress_of
-from gateway.stored.claims import BatchState, WorkLeft
 from gateway.stored.waits import MESSAGES, ServingNodes, why_lines_wait
 from tests.emulator import EmulatedNode
 from tests.gateways import Running, until
@@ -52,33 +50,6 @@ def test_lines_wait_for_what_holds_them_up_first(
     nodes = ServingNodes(states, 1.0, 1.0)
     assert why_lines_wait(nodes, room, running, model_paused=is_paused) == reason
     assert reason in MESSAGES
-
-
-BATCH = Batch(
-    id="batch_1", owner="k1", api="openai", endpoint="/v1/embeddings", created_at=0.0,
-    expires_at=86400.0, keep_until=9e9, folder="folder",
-    state=BatchState.IN_PROGRESS, in_progress_at=0.0, total=100,
-)  # fmt: skip
-LEFT = WorkLeft(waiting=100, running=0, prompt_tokens=10_000, max_tokens=5_000)
-
-
-@pytest.mark.parametrize(
-    ("speed", "ahead", "seconds", "by"),
-    [
-        # 5,000 tokens are left to write.
-        (BatchSpeed(50.0, 1.0), Ahead(None, 9.0, 9.0), 100.0, "speed"),
-        # 10,000 tokens are read at 1,000 a second, then 5,000 written at 50, from its start on.
-        (None, Ahead(starts_at=130.0, prefill_tps=1000.0, decode_tps=50.0), 140.0, "nodes"),
-        (BatchSpeed(0.0, 0.0), Ahead(), None, None),
-    ],
-)
-def test_an_end_is_reckoned_by_what_is_known_best(
-    speed: BatchSpeed | None, ahead: Ahead, seconds: float | None, by: str | None
-) -> None:
-    progress = progress_of(BATCH, LEFT, speed, None, 100.0, ahead)
-    assert progress.expected_end == (None if seconds is None else 100.0 + seconds)
-    assert progress.expected_by == by
-    assert progress.expected_start == ahead.starts_at
 
 
 async def why(running: Running, batch: str) -> dict[str, Any]:

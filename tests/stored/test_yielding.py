@@ -10,46 +10,29 @@ from typing import Any
 import httpx
 import pytest
 
-from gateway.callers.ledger import ROW_COLUMNS
 from gateway.events import SlotYielded
-from gateway.lease import LeaseCaller
 from gateway.schedule.core import batch_slots
 from gateway.stored.runner import Outcome
-from gateway.terms import Priority
 from tests.emulator import EmulatedNode
 from tests.forward.proxy_over_nodes import BODIES, ProxyOverNodes, Stream, proxy_over
 from tests.forward.test_resume import check_whole, metrics_of
 from tests.gateways import running_gateway, until
 from tests.servers import start_demo_servers
+from tests.stored.batch_gateway import CALM, time_to_first_token
 from tests.stored.responses_over_nodes import Kept
 from tests.stored.stored_rows import to_run
-from tests.virtual import in_virtual_time, now
+from tests.stored.test_runner import usage_of
+from tests.virtual import in_virtual_time
 
 CHAT = "/v1/chat/completions"
-
-
 OWNER = "anonymous:127.0.0.1"
-
-
 TOKENS = 600
-
-
 ROW: dict[str, Any] = {"temperature": 0, "max_tokens": TOKENS}
 
 
-CALM: dict[str, Any] = {"health": {"interval": 5, "discover_interval": 30}}
-
-
 def a_node(slots: int = 2, **options: Any) -> EmulatedNode:
-    return EmulatedNode(
-        **{
-            "slots": slots,
-            "prefill_tps": 500.0,
-            "decode_tps": 10.0,
-            "answer_tokens": 5000,
-            **options,
-        }
-    )
+    speeds: dict[str, Any] = {"prefill_tps": 500.0, "decode_tps": 10.0}
+    return EmulatedNode(**{"slots": slots, "answer_tokens": 5000, **speeds, **options})
 
 
 def start_row(
@@ -77,16 +60,8 @@ async def in_decode(proxy: ProxyOverNodes, count: int) -> None:
     await until(lambda: decoding() == count, 120.0)
 
 
-async def ttft(proxy: ProxyOverNodes, **headers: str) -> float:
-    """Seconds until a client has the first content of a chat."""
-    began, seconds = now(), 0.0
-    body = {**BODIES[CHAT], "stream": True, "max_tokens": 20}
-    async with proxy.running.client.stream("POST", CHAT, json=body, headers=headers) as reply:
-        assert reply.status_code == 200
-        async for line in reply.aiter_lines():
-            if '"content":"' in line and not seconds:
-                seconds = now() - began
-    return seconds
+async def ttft(proxy: ProxyOverNodes) -> float:
+    return await time_to_first_token(proxy.running.client, BODIES[CHAT], {})
 
 
 def text_of(outcome: Outcome) -> Any:
@@ -95,11 +70,6 @@ def text_of(outcome: Outcome) -> Any:
     if "choices" in value:
         return value["choices"]
     return value.get("content") or value["output"]
-
-
-def usage_of(outcome: Outcome) -> dict[str, Any]:
-    assert outcome.usage is not None
-    return dict(zip(ROW_COLUMNS, outcome.usage, strict=True))
 
 
 def yields_of(proxy: ProxyOverNodes) -> list[SlotYielded]:
@@ -135,20 +105,6 @@ async def test_a_request_that_would_wait_gets_the_slot_of_a_batch_row(tmp_path: 
         assert "llama_gateway_yielded_slots_total 1\n" in metrics
         assert "llama_gateway_resumed_streams_total 0\n" in metrics
         assert proxy.app.scheduler.yielding == {}
-
-
-@in_virtual_time
-async def test_without_yielding_it_waits_for_the_end_of_a_batch_request(tmp_path: Path) -> None:
-    async with proxy_over(tmp_path, a_node(), **CALM) as proxy:
-        events = yields_of(proxy)
-        batch = [
-            asyncio.create_task(proxy.ask(CHAT, {"x-priority": "batch"}, **ROW, **message(number)))
-            for number in range(2)
-        ]
-        await in_decode(proxy, 2)
-        assert await ttft(proxy) > 30.0
-        await asyncio.gather(*batch)
-        assert events == []
 
 
 @pytest.mark.parametrize("path", ["/v1/completions", "/v1/messages"])
@@ -228,20 +184,6 @@ async def test_a_row_is_cut_a_few_times_and_then_runs_to_its_end(tmp_path: Path)
 
 
 @in_virtual_time
-async def test_rows_yield_to_no_batch_request_and_to_none_that_finds_room(tmp_path: Path) -> None:
-    async with proxy_over(tmp_path, a_node(2), **CALM) as proxy:
-        events = yields_of(proxy)
-        row = start_row(proxy, 1)
-        await in_decode(proxy, 1)
-        assert await ttft(proxy) < 2.0
-        other = start_row(proxy, 2)
-        await in_decode(proxy, 2)
-        await proxy.ask(CHAT, {"x-priority": "batch"}, max_tokens=5)
-        assert events == []
-        await asyncio.gather(row, other)
-
-
-@in_virtual_time
 async def test_a_row_that_has_yielded_waits_while_every_node_is_out(tmp_path: Path) -> None:
     retries = {"wait_for_node": 1.0}
     async with proxy_over(tmp_path, node := a_node(1), retries=retries) as proxy:
@@ -274,22 +216,10 @@ async def test_a_waiting_row_that_has_yielded_can_be_cancelled(tmp_path: Path) -
         await busy
 
 
-def test_only_rows_that_wait_for_room_yield() -> None:
-    assert LeaseCaller("c", "c", Priority.BATCH).yields is False
-
-
 CONTEXT = 4096
-
-
 ANSWER = 3000
-
-
 """Tokens. A quick machine writes them in two seconds."""
-
-
 DECODED = 100
-
-
 """Tokens after which it is cut."""
 
 
