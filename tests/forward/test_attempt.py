@@ -211,18 +211,6 @@ def test_a_long_prompt_on_a_slow_node_has_a_longer_timeout(grace: float, limit: 
 
 
 @in_virtual_time
-async def test_a_stream_that_falls_silent_is_ended(tmp_path: Path) -> None:
-    one = EmulatedNode(answer_tokens=40)
-    async with proxy_over(tmp_path, one, timeouts={"silence": 0.3}) as proxy:
-        one.faults.next("hang", after_events=10)
-        began = now()
-        reply = await proxy.stream()
-        assert 0.3 <= now() - began < 0.5
-        assert reply.errors[0]["code"] == "node_timeout"
-        await until(lambda: one.busy == 0)
-
-
-@in_virtual_time
 async def test_comments_do_not_prevent_the_silence_timeout(tmp_path: Path) -> None:
     one = EmulatedNode(prefill_tps=1, ping_interval=0.05)
     async with proxy_over(
@@ -408,22 +396,18 @@ async def until_over(proxy: ProxyOverNodes, code: int) -> None:
     await until(lambda: proxy.node("a").leased == 0)
 
 
+@pytest.mark.parametrize(("ended_by", "status"), [("the total timeout", 504), ("an operator", 503)])
 @in_virtual_time
-async def test_the_total_timeout_ends_a_request_whose_client_stalls(tmp_path: Path) -> None:
+async def test_a_request_whose_client_stalls_can_be_ended(
+    tmp_path: Path, ended_by: str, status: int
+) -> None:
     async with proxy_over(tmp_path, endless(), timeouts={"total": 5.0}) as proxy:
         async with slow_clients(proxy, 1, timings_per_token=True):
             await until_it_lags(proxy)
-            await until_over(proxy, 504)
-
-
-@in_virtual_time
-async def test_an_operator_cancels_a_request_whose_client_stalls(tmp_path: Path) -> None:
-    async with proxy_over(tmp_path, endless()) as proxy:
-        async with slow_clients(proxy, 1, timings_per_token=True):
-            await until_it_lags(proxy)
-            (in_flight,) = proxy.app.registry
-            in_flight.cancel(errors.shutting_down())
-            await until_over(proxy, 503)
+            if ended_by == "an operator":
+                (in_flight,) = proxy.app.registry
+                in_flight.cancel(errors.shutting_down())
+            await until_over(proxy, status)
 
 
 @in_virtual_time

@@ -70,17 +70,6 @@ async def test_a_request_in_prefill_is_cancelled(tmp_path: Path) -> None:
 
 
 @in_virtual_time
-async def test_a_plain_request_in_decode_is_cancelled(tmp_path: Path) -> None:
-    async with proxy_over(tmp_path, one := EmulatedNode(decode_tps=50, answer_tokens=40)) as proxy:
-        task = asyncio.create_task(proxy.ask())
-        await until(lambda: one.busy == 1)
-        end(proxy)
-        reply = await task
-        assert (reply.status_code, reply.headers["x-gateway-reason"]) == (503, "no_node")
-        assert one.requests == 1, "it must not be tried again"
-
-
-@in_virtual_time
 async def test_a_streaming_request_is_cancelled(tmp_path: Path) -> None:
     one = EmulatedNode(decode_tps=50, answer_tokens=1000)
     async with proxy_over(tmp_path, one) as proxy:

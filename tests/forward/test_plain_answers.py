@@ -19,6 +19,7 @@ from gateway.transport.errors import InvalidResponse
 from tests.api.events import read_stream, values
 from tests.each_case import each_case
 from tests.emulator import EmulatedNode
+from tests.forward.answering_endpoint import over_endpoint, response
 from tests.forward.proxy_over_nodes import BODIES, GENERATION_PATHS, MESSAGES, proxy_over
 from tests.gateways import Running, running_gateway, until
 from tests.servers import start_demo_servers
@@ -225,23 +226,12 @@ async def over_plain_node(
     bodies: list[dict[str, Any]] = []
     types = [b"application/json"] if kinds is None else kinds
 
-    async def serve(peer: Peer) -> None:
-        while True:
-            request = await peer.request()
-            value: dict[str, Any] = {"data": [{"id": "demo"}]}
-            if request.startswith(b"POST"):
-                bodies.append(json.loads(request.partition(b"\r\n\r\n")[2]))
-                value = plain
-            content = json.dumps(value).encode()
-            head = b"HTTP/1.1 200 OK\r\ncontent-type: %b\r\ncontent-length: %d\r\n\r\n"
-            await peer.say(head % (types[0], len(content)) + content)
+    def answer(request: bytes) -> bytes:
+        bodies.append(json.loads(request.partition(b"\r\n\r\n")[2]))
+        return response(json.dumps(plain).encode(), types[0])
 
-    async with raw_server(serve) as server:
-        node = {"name": "a", "url": f"http://127.0.0.1:{server.port}", "kind": "openai"}
-        async with running_gateway(folder, [node]) as running:
-            records: list[RequestRecord] = []
-            running.gateway.bus.subscribe(RequestRecord, records.append)
-            yield running, bodies, records
+    async with over_endpoint(folder, answer) as (running, records):
+        yield running, bodies, records
 
 
 @pytest.mark.parametrize("number", range(len(PLAIN) - 1))

@@ -27,7 +27,7 @@ from gateway.forward.resume import (
     find_reasoning_template,
     plan_resume,
 )
-from gateway.nodes.node import LeasePhase, NodeState
+from gateway.nodes.node import LeasePhase
 from gateway.request.routes import ROUTES
 from tests.clients.site import Site, broken_off, busy, until_busy
 from tests.emulator import EmulatedNode
@@ -199,9 +199,7 @@ async def test_a_limit_and_a_stop_word_hold_across_the_splice_point(
 
 
 @in_virtual_time
-async def test_a_third_node_takes_over_from_the_second_and_none_from_the_third(
-    tmp_path: Path,
-) -> None:
+async def test_a_stream_that_was_resumed_twice_is_not_resumed_again(tmp_path: Path) -> None:
     servers = nodes(4)
     async with proxy_over(tmp_path, *servers, retries={"quarantine": 0}) as proxy:
         whole = await proxy.stream(**GREEDY)
@@ -211,38 +209,20 @@ async def test_a_third_node_takes_over_from_the_second_and_none_from_the_third(
         check_failed("/v1/chat/completions", reply)
         assert text_of(whole).startswith(text_of(reply))
         assert len(proxy.attempts) == 1 + 3
-        for server in servers:
-            server.faults.clear()
-        fleet = proxy.app.fleet
-        await until(lambda: all(node.state is NodeState.READY for node in fleet.nodes.values()))
-        for server in servers[:2]:
-            server.faults.next("close", after_events=8)
-        check_whole("/v1/chat/completions", await proxy.stream(**GREEDY), whole)
 
 
-UNRESUMABLE: list[dict[str, Any]] = [
-    {"n": 2},
-    {"logprobs": True},
-    {"grammar": 'root ::= "a"'},
-    {"response_format": {"type": "json_object"}},
-    {"tools": [{"type": "function", "function": {"name": "f"}}], "tool_choice": "required"},
-    {"messages": [{"role": "user", "content": "x"}, {"role": "assistant", "content": "y"}]},
-]
-
-
-@pytest.mark.parametrize("body", UNRESUMABLE)
 @in_virtual_time
-async def test_a_stream_that_can_not_be_resumed_ends_with_an_error_event(
-    tmp_path: Path, body: dict[str, Any]
-) -> None:
+async def test_a_stream_that_can_not_be_resumed_ends_with_an_error_event(tmp_path: Path) -> None:
+    """Which these are: `tests/api/test_resuming.py`."""
     one, two = nodes()
     async with proxy_over(tmp_path, one, two, nodes=A_FIRST) as proxy:
         events = resumed(proxy)
         one.faults.next("reset", after_events=AFTER)
-        reply = await proxy.stream(**GREEDY, **body)
-        check_failed("/v1/chat/completions", reply)
+        check_failed("/v1/chat/completions", await proxy.stream(**GREEDY, logprobs=True))
         assert two.requests == 0
-        assert all(event.resumed_on is None and event.failure for event in events)
+        (event,) = events
+        assert event.resumed_on is None
+        assert "probabilities" in str(event.failure)
 
 
 @pytest.mark.parametrize("status", [400, 500])
@@ -317,22 +297,6 @@ async def test_a_node_restarted_with_another_model_is_found_out(
 
 
 @in_virtual_time
-async def test_heartbeats_continue_while_a_stream_waits_for_a_node(tmp_path: Path) -> None:
-    one, two = nodes()
-    async with proxy_over(tmp_path, one, two, nodes=A_FIRST, heartbeat="50ms") as proxy:
-        whole = await proxy.stream(**GREEDY)
-        two.faults.next("hang")
-        one.faults.next("reset", after_events=AFTER)
-        asked = asyncio.create_task(proxy.stream(**GREEDY))
-        await until(lambda: two.requests == 1)
-        await asyncio.sleep(0.3)
-        two.faults.clear()
-        reply = await asked
-        assert reply.body.count(b":\n") >= 3
-        check_whole("/v1/chat/completions", reply, whole)
-
-
-@in_virtual_time
 async def test_heartbeats_continue_from_the_silence_to_the_continuation(tmp_path: Path) -> None:
     one, two = nodes()
     every, silence = 0.1, 0.6
@@ -342,9 +306,10 @@ async def test_heartbeats_continue_from_the_silence_to_the_continuation(tmp_path
         whole = await proxy.stream(**GREEDY)
         one.faults.next("hang", after_events=AFTER)
         two.faults.next("hang", path="/apply-template", seconds=3 * every)
+        two.faults.next("hang", seconds=3 * every)
         reply = await proxy.stream(**GREEDY)
         assert ("a", "silence_timeout") in proxy.outcomes
-        assert reply.body.count(b":\n") >= (silence + 3 * every) / every - 3
+        assert reply.body.count(b":\n") >= (silence + 6 * every) / every - 3
         check_whole("/v1/chat/completions", reply, whole)
 
 
@@ -482,18 +447,6 @@ async def test_events_that_can_not_be_read_are_sent_to_nobody(
             assert reply.status == 502, "nothing had been sent"
 
 
-@in_virtual_time
-async def test_events_between_two_ends_are_sent_to_nobody(tmp_path: Path) -> None:
-    one, two = nodes()
-    async with proxy_over(tmp_path, one, two, nodes=A_FIRST) as proxy:
-        whole = await proxy.stream(**GREEDY)
-        one.faults.set("double_done")
-        one.faults.next("insert", after_events=TOKENS, what="done")
-        reply = await proxy.stream(**GREEDY)
-        assert reply.body.count(b"[DONE]") == 1
-        assert text_of(whole).startswith(text_of(reply))
-
-
 # Retries and resumptions share one budget; a stream's first resumption needs none of it.
 
 
@@ -508,33 +461,6 @@ def spend_budget(proxy: ProxyOverNodes, *, left: int = 0) -> None:
     context = proxy.app.proxy_context
     while context.retries_left() > left:
         assert context.retry_budget.spend(context.clock(), 0.0, 1000)
-
-
-@in_virtual_time
-async def test_a_stream_is_resumed_once_without_any_budget(tmp_path: Path) -> None:
-    one, two = nodes()
-    async with proxy_over(tmp_path, one, two, nodes=IN_ORDER, retries=NO_SHARE) as proxy:
-        whole = await proxy.stream(**GREEDY)
-        spend_budget(proxy)
-        one.faults.next("reset", after_events=8)
-        check_whole(CHAT, await proxy.stream(**GREEDY), whole)
-        assert proxy.outcomes[1:] == [("a", "reset"), ("b", "ok")]
-
-
-@in_virtual_time
-async def test_a_second_resumption_without_budget_ends_with_the_error_event(
-    tmp_path: Path,
-) -> None:
-    one, two, three = nodes(3)
-    async with proxy_over(tmp_path, one, two, three, nodes=IN_ORDER, retries=NO_SHARE) as proxy:
-        events = resumed(proxy)
-        spend_budget(proxy)
-        for server in (one, two):
-            server.faults.next("reset", after_events=8)
-        check_failed(CHAT, await proxy.stream(**GREEDY))
-        assert three.requests == 0
-        assert [event.resumed_on for event in events] == ["b", None]
-        assert events[-1].failure == "the retry budget is used up"
 
 
 @pytest.mark.parametrize(("failing", "left"), [(1, 1), (2, 0)])
@@ -589,10 +515,13 @@ async def test_resumptions_after_a_mass_death_are_bounded_by_the_budget(tmp_path
         await until(lambda: servers[1].busy == 6 and all(begun(one) for one in registry))
         fleet.resume("c")
         spend_budget(proxy, left=2)
+        events = resumed(proxy)
         await servers[1].kill()
         replies = await asyncio.gather(*streams)
         assert sorted(len(reply.errors) for reply in replies) == [0, 0, 1, 1, 1, 1]
         assert [node for node, outcome in proxy.outcomes if outcome == "ok"] == ["c", "c"]
+        failures = [event.failure for event in events if event.resumed_on is None]
+        assert failures == ["the retry budget is used up"] * 4
 
 
 # A client that disconnects during a resumption frees its place in the queue and its slot.
@@ -898,13 +827,22 @@ async def planned(template: Template, transcript: Transcript, **more: Any) -> Re
     return await plan_resume(template.ask, resume)
 
 
-@pytest.mark.parametrize("opens", [False, True])
-async def test_reasoning_continues_if_the_template_shows_how_it_is_written(*, opens: bool) -> None:
-    transcript = Transcript(reasoning_pieces=["so ", "it"], token_count=2, first_event={"id": "x"})
-    plan = await planned(Template(opens=opens), transcript)
-    assert plan.route.path == "/completion"
+def body_of(plan: ResumePlan) -> dict[str, Any]:
+    """What the next node is asked for."""
     assert plan.body is not None
-    assert plan.body["prompt"] == "[user]why[end][assistant]<think>\nso it"
+    return plan.body
+
+
+@pytest.mark.parametrize(
+    "template", [Template(), Template(opens=True), Template(shows=False, opens=True)]
+)
+async def test_reasoning_continues_if_the_template_or_its_prompt_shows_how_it_is_written(
+    template: Template,
+) -> None:
+    transcript = Transcript(reasoning_pieces=["so ", "it"], token_count=2, first_event={"id": "x"})
+    plan = await planned(template, transcript)
+    assert plan.route.path == "/completion"
+    assert body_of(plan)["prompt"] == "[user]why[end][assistant]<think>\nso it"
     out = plan.rewriter.rewrite({"content": " is</think>\n\nbecause"}).decode()
     assert '"reasoning_content":" is"' in out
     assert '"content":"because"' in out
@@ -918,17 +856,9 @@ async def test_content_continues_behind_its_reasoning() -> None:
         first_event={"id": "x"},
     )
     plan = await planned(Template(), transcript)
-    assert plan.body is not None
     prompt = "[user]why[end][assistant]<think>\nso it\n</think>\n\nbecause"
-    assert plan.body["prompt"] == prompt
+    assert body_of(plan)["prompt"] == prompt
     assert '"content":" <b>"' in plan.rewriter.rewrite({"content": " <b>"}).decode()
-
-
-async def test_a_prompt_that_opens_reasoning_shows_how_it_is_written() -> None:
-    transcript = Transcript(reasoning_pieces=["so it"], token_count=1, first_event={"id": "x"})
-    plan = await planned(Template(shows=False, opens=True), transcript)
-    assert plan.body is not None
-    assert plan.body["prompt"] == "[user]why[end][assistant]<think>\nso it"
 
 
 async def test_reasoning_that_no_template_writes_can_not_be_resumed() -> None:
@@ -941,18 +871,16 @@ async def test_a_chat_continues_as_a_completion_if_its_template_refuses_a_begun_
         Template(), Transcript(content_pieces=list("because"), token_count=7), as_completion=True
     )
     assert (plan.route.path, plan.splice_point.prefix) == ("/completion", "because")
-    assert plan.body is not None
-    assert plan.body["prompt"] == "[user]why[end][assistant]because"
-    assert plan.body["n_predict"] == 193
-    assert "messages" not in plan.body
+    assert body_of(plan)["prompt"] == "[user]why[end][assistant]because"
+    assert body_of(plan)["n_predict"] == 193
+    assert "messages" not in body_of(plan)
 
 
 async def test_a_chat_continues_as_a_completion_if_its_node_begins_the_next_message() -> None:
     transcript = Transcript(content_pieces=list("because"), token_count=7, first_event={"id": "x"})
     plan = await planned(Template(prefills=False), transcript)
     assert plan.route.path == "/completion"
-    assert plan.body is not None
-    assert plan.body["prompt"] == "[user]why[end][assistant]because"
+    assert body_of(plan)["prompt"] == "[user]why[end][assistant]because"
     for path in ("/v1/chat/completions", "/v1/messages"):
         resume = ResumeInput(ROUTES[path], PLANNED | {"tools": [{"type": "function"}]}, transcript)
         with pytest.raises(NotResumable):
@@ -972,9 +900,8 @@ async def test_messages_continue_as_a_completion_too() -> None:
     transcript = Transcript(content_pieces=list("because"), token_count=7, open_blocks={0: "text"})
     plan = await plan_resume(Template(prefills=False).ask, message_input(transcript))
     assert plan.route.path == "/completion"
-    assert plan.body is not None
-    assert plan.body["prompt"] == "[user]why[end][assistant]because"
-    assert plan.body["n_predict"] == 193
+    assert body_of(plan)["prompt"] == "[user]why[end][assistant]because"
+    assert body_of(plan)["n_predict"] == 193
     out = plan.rewriter.rewrite({"content": " it"})
     assert b'"index":0,"delta":{"type":"text_delta","text":" it"}' in out
     with pytest.raises(NotResumable):  # its first node read another prompt
@@ -988,10 +915,9 @@ async def test_reasoning_of_messages_continues(thinking: Any) -> None:
     )
     plan = await plan_resume(Template().ask, message_input(transcript, thinking=thinking))
     assert plan.route.path == "/completion"
-    assert plan.body is not None
-    assert plan.body["prompt"] == "[user]why[end][assistant]<think>\nso it"
-    assert not {"messages", "thinking"} & plan.body.keys()
-    assert plan.body["preserved_tokens"] == ["</think>"]
+    assert body_of(plan)["prompt"] == "[user]why[end][assistant]<think>\nso it"
+    assert not {"messages", "thinking"} & body_of(plan).keys()
+    assert body_of(plan)["preserved_tokens"] == ["</think>"]
     out = plan.rewriter.rewrite({"content": " is\n</think>\n\nbecause"})
     assert out.count(b"content_block_start") == 2, "its name and its type"
     assert b'"index":0,"delta":{"type":"thinking_delta","thinking":" is\\n"}' in out
@@ -1016,8 +942,7 @@ async def test_content_of_messages_continues_behind_its_reasoning() -> None:
     plan = await plan_resume(
         Template().ask, message_input(transcript, len(prompt), messages=history)
     )
-    assert plan.body is not None
-    assert plan.body["prompt"] == f"{prompt}<think>\nso it\n</think>\n\nbecause"
+    assert body_of(plan)["prompt"] == f"{prompt}<think>\nso it\n</think>\n\nbecause"
     assert b'"index":1,"delta":{"type":"text_delta","text":" <b>"}' in plan.rewriter.rewrite(
         {"content": " <b>"}
     )
@@ -1028,15 +953,13 @@ async def test_reasoning_is_stepped_back_into_where_it_tokenizes_otherwise() -> 
         reasoning_pieces=["so ", "i", "t"], token_count=3, first_event={"id": "x"}
     )
     plan = await planned(Words(), transcript)
-    assert plan.body is not None
-    assert plan.body["prompt"].endswith("<think>\nso ")
+    assert body_of(plan)["prompt"].endswith("<think>\nso ")
     assert (
         plan.splice_point.overlap,
         plan.splice_point.sent_tokens - plan.splice_point.prefix_tokens,
     ) == ("it", 2)
     plan = await planned(Words(), transcript, step_back=False)
-    assert plan.body is not None
-    assert plan.body["prompt"].endswith("<think>\nso it")
+    assert body_of(plan)["prompt"].endswith("<think>\nso it")
 
 
 async def test_token_ids_are_continued_from_if_they_make_the_text() -> None:
@@ -1047,8 +970,7 @@ async def test_token_ids_are_continued_from_if_they_make_the_text() -> None:
         first_event={"id": "x"},
     )
     plan = await planned(Template(), transcript)
-    assert plan.body is not None
-    assert plan.body["prompt"] == [*map(ord, "[user]why[end][assistant]be")]
+    assert body_of(plan)["prompt"] == [*map(ord, "[user]why[end][assistant]be")]
     assert (plan.splice_point.prompt_tokens, plan.splice_point.prefix_tokens) == (25, 2)
     transcript.token_ids.pop()
     plan = await planned(Template(), transcript)
@@ -1074,8 +996,7 @@ async def test_messages_with_images_continue_by_their_own_api() -> None:
     )
     plan = await plan_resume(Template().ask, ResumeInput(ROUTES["/v1/messages"], body, transcript))
     assert (plan.route.path, plan.splice_point.prompt_tokens) == ("/v1/messages", 12)
-    assert plan.body is not None
-    assert plan.body["messages"][-1] == {"role": "assistant", "content": "be"}
+    assert body_of(plan)["messages"][-1] == {"role": "assistant", "content": "be"}
 
 
 # How a template writes reasoning is found by having it write a sample.
