@@ -323,14 +323,6 @@ def test_a_failure_of_the_server_is_not_taken_for_one_of_the_request(message: st
 
 
 @in_virtual_time
-async def test_the_only_nodes_error_passes_through(tmp_path: Path) -> None:
-    async with proxy_over(tmp_path, one := EmulatedNode()) as proxy:
-        one.faults.next("status", status=500)
-        reply = await proxy.ask()
-        assert (reply.status_code, one.requests) == (500, 1)
-
-
-@in_virtual_time
 async def test_a_node_that_fails_at_once_does_not_attract_all_requests(tmp_path: Path) -> None:
     """Such a node is always free: without waiting for another, it would get the retry as well."""
     broken, slow = EmulatedNode(slots=1), EmulatedNode(slots=1, decode_tps=100)
@@ -578,16 +570,6 @@ def test_an_error_event_becomes_an_error_body() -> None:
     )
     assert error_status(error_event_to_body(b"{oops")) == 500
     assert error_message(error_event_to_body(b"{oops"))
-
-
-@in_virtual_time
-async def test_a_nodes_error_in_place_of_content_is_an_error_response(tmp_path: Path) -> None:
-    async with proxy_over(tmp_path, one := EmulatedNode()) as proxy:
-        for path in GENERATION_PATHS:
-            one.faults.next("error_event")
-            reply = await proxy.ask(path, stream=True)
-            assert reply.status_code == 500
-            assert reply.json()["error"]["message"] == "Compute error."
 
 
 @pytest.mark.parametrize(
