@@ -49,7 +49,6 @@ from tests.forward.proxy_over_nodes import (
     MESSAGES,
     ProxyOverNodes,
     proxy_over,
-    two_nodes,
 )
 from tests.gateways import until
 from tests.nodes.build import Clock, a_node, learn_timings, take
@@ -526,20 +525,6 @@ async def test_one_caller_ejects_no_node(
         answer = await proxy.ask()
         assert answer.status_code == 200
         assert answer.headers["x-gateway-attempts"] == "1"
-
-
-@pytest.mark.parametrize(("kind", "options"), DEADLY)
-@in_virtual_time
-async def test_a_node_that_fails_a_request_that_another_answers_is_blamed(
-    tmp_path: Path, kind: str, options: dict[str, Any]
-) -> None:
-    async with two_nodes(tmp_path, answer_tokens=8, **CALM) as (proxy, one, _):
-        one.faults.set(kind, **options)
-        assert (await proxy.stream()).errors == []
-        circuit = proxy.node("a").circuit
-        assert (circuit.failures, circuit.suspect_callers) == (1, set())
-        assert proxy.node("a").failures == 1
-        assert proxy.node("b").failures == 0
 
 
 @in_virtual_time

@@ -44,13 +44,17 @@ FAULTS_BEFORE_CONTENT: list[tuple[str, dict[str, Any]]] = [
     ("insert", {"after_events": 0, "what": "huge", "size": 2 << 20}),
     ("insert", {"after_events": 0, "data": b':\n\ndata: {"error":{"code":503,"message":"x"}}\n\n'}),
     ("slow_head", {"seconds": 0.05}),
+    *(
+        ("status", {"status": status, "body": '{"error":{"message":"no"}}'})
+        for status in (429, 500, 502, 503, 504)
+    ),
 ]
 IMPATIENT = {"first_byte": 0.4}
 
 
 @pytest.mark.parametrize(("kind", "options"), FAULTS_BEFORE_CONTENT)
 @in_virtual_time
-async def test_another_node_answers_and_the_client_sees_nothing(
+async def test_another_node_answers_the_client_sees_nothing_and_the_first_is_blamed(
     tmp_path: Path, kind: str, options: dict[str, Any]
 ) -> None:
     async with two_nodes(tmp_path, answer_tokens=8, timeouts=IMPATIENT) as (proxy, one, _):
@@ -63,8 +67,10 @@ async def test_another_node_answers_and_the_client_sees_nothing(
         assert reply.headers["x-gateway-attempts"] == "2"
         assert reply.headers["x-gateway-node"] == "b"
         assert [node for node, _ in proxy.outcomes] == ["a", "b"]
-        assert proxy.node("a").failures == 1
+        assert proxy.node("a").failures == (0 if options.get("status") == 429 else 1)
         assert proxy.node("b").failures == 0
+        circuit = proxy.node("a").circuit
+        assert (circuit.failures, circuit.suspect_callers) == (proxy.node("a").failures, set())
 
 
 @in_virtual_time
