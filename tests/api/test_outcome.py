@@ -37,7 +37,7 @@ from tests.forward.proxy_over_nodes import (
     proxy_over,
     two_nodes,
 )
-from tests.forward.test_resume import GREEDY, PATHS, check_whole, nodes
+from tests.forward.test_resume import GREEDY, PATHS, check_whole, nodes, two_writers
 from tests.gateways import until
 from tests.virtual import in_virtual_time, now
 
@@ -755,8 +755,7 @@ async def test_a_node_that_declines_to_resume_a_stream_is_left_for_another(
 
 @in_virtual_time
 async def test_a_node_that_declines_in_the_middle_of_a_stream_is_not_blamed(tmp_path: Path) -> None:
-    one, two = nodes()
-    async with proxy_over(tmp_path, one, two, nodes=A_FIRST) as proxy:
+    async with two_writers(tmp_path) as (proxy, one, _):
         whole = await proxy.stream(**GREEDY)
         declined = b'data: {"error":{"code":451,"message":"Not this content"}}\n\n'
         one.faults.next("insert", after_events=9, data=declined)

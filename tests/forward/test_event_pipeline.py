@@ -19,12 +19,12 @@ from tests.emulator import EmulatedNode, expected_chat_text
 from tests.forward.answering_endpoint import over_endpoint
 from tests.forward.granted_lease import a_proxy_request
 from tests.forward.proxy_over_nodes import (
-    A_FIRST,
     BODIES,
     GENERATION_PATHS,
     MESSAGES,
     Stream,
     proxy_over,
+    two_nodes,
 )
 from tests.gateways import until
 from tests.virtual import in_virtual_time
@@ -93,8 +93,7 @@ async def test_a_nodes_error_in_a_stream_keeps_its_meaning(
     )
     if path == "/v1/messages":
         error = b"event: error\n" + error
-    one, two = EmulatedNode(answer_tokens=40), EmulatedNode(answer_tokens=40)
-    async with proxy_over(tmp_path, one, two, nodes=A_FIRST, resume="off") as proxy:
+    async with two_nodes(tmp_path, answer_tokens=40, resume="off") as (proxy, one, _):
         one.faults.next("insert", after_events=AFTER, data=error)
         reply = await proxy.stream(path)
         (reported,) = reply.errors
@@ -111,8 +110,7 @@ async def test_a_nodes_error_in_a_stream_keeps_its_meaning(
 @in_virtual_time
 async def test_a_request_that_a_node_calls_invalid_is_not_retried(tmp_path: Path) -> None:
     error = b'data: {"error":{"code":400,"message":"It says so"}}\n\n'
-    one, two = EmulatedNode(answer_tokens=40), EmulatedNode(answer_tokens=40)
-    async with proxy_over(tmp_path, one, two, nodes=A_FIRST) as proxy:
+    async with two_nodes(tmp_path, answer_tokens=40) as (proxy, one, two):
         for stream in (True, False):
             one.faults.next("insert", after_events=AFTER, data=error)
             reply = await proxy.ask(stream=stream)

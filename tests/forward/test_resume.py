@@ -6,7 +6,7 @@ import asyncio
 import json
 import re
 from collections.abc import AsyncIterator, Awaitable, Callable
-from contextlib import AsyncExitStack, asynccontextmanager
+from contextlib import AbstractAsyncContextManager, AsyncExitStack, asynccontextmanager
 from pathlib import Path
 from typing import Any
 
@@ -31,7 +31,7 @@ from gateway.nodes.node import LeasePhase
 from gateway.request.routes import ROUTES
 from tests.clients.site import Site, broken_off, busy, until_busy
 from tests.emulator import EmulatedNode
-from tests.forward.proxy_over_nodes import A_FIRST, ProxyOverNodes, Stream, proxy_over
+from tests.forward.proxy_over_nodes import A_FIRST, ProxyOverNodes, Stream, proxy_over, two_nodes
 from tests.forward.test_attempt import nobody_answers
 from tests.forward.test_event_pipeline import AFTER, BREAKS, check_failed
 from tests.gateways import running_gateway, until
@@ -52,6 +52,13 @@ BROKEN = [
 
 def nodes(count: int = 2, **options: Any) -> list[EmulatedNode]:
     return [EmulatedNode(**{"answer_tokens": 2000, **options}) for _ in range(count)]
+
+
+def two_writers(
+    folder: Path, **settings: Any
+) -> AbstractAsyncContextManager[tuple[ProxyOverNodes, EmulatedNode, EmulatedNode]]:
+    """A gateway over two nodes that write as much as is asked for; it prefers the first."""
+    return two_nodes(folder, answer_tokens=2000, **settings)
 
 
 def text_of(reply: Stream) -> str:
@@ -128,8 +135,7 @@ def asked_of(path: str, tokens: int = TOKENS) -> dict[str, Any]:
 async def test_a_broken_stream_is_resumed_on_another_node(
     tmp_path: Path, path: str, kind: str, options: dict[str, Any]
 ) -> None:
-    one, two = nodes()
-    async with proxy_over(tmp_path, one, two, nodes=A_FIRST, **QUIET) as proxy:
+    async with two_writers(tmp_path, **QUIET) as (proxy, one, _):
         events = resumed(proxy)
         asked = options_of(path)
         whole = await proxy.stream(path, **asked)
@@ -163,10 +169,9 @@ async def metrics_of(proxy: ProxyOverNodes) -> str:
 @pytest.mark.parametrize("path", PATHS)
 @in_virtual_time
 async def test_the_text_is_the_same_wherever_the_stream_is_cut(tmp_path: Path, path: str) -> None:
-    one, two = nodes(answer_tokens=12)
-    async with proxy_over(
-        tmp_path, one, two, nodes=A_FIRST, health={"failures": 1000}, retries={"quarantine": 0}
-    ) as proxy:
+    async with two_nodes(
+        tmp_path, answer_tokens=12, health={"failures": 1000}, retries={"quarantine": 0}
+    ) as (proxy, one, _):
         asked = options_of(path)
         asked |= asked_of(path, 12)
         whole = await proxy.stream(path, **asked)
@@ -183,8 +188,7 @@ async def test_the_text_is_the_same_wherever_the_stream_is_cut(tmp_path: Path, p
 async def test_a_limit_and_a_stop_word_hold_across_the_splice_point(
     tmp_path: Path, path: str, field: str
 ) -> None:
-    one, two = nodes()
-    async with proxy_over(tmp_path, one, two, nodes=A_FIRST) as proxy:
+    async with two_writers(tmp_path) as (proxy, one, _):
         asked = options_of(path)
         if field == "max_tokens":
             asked["n_predict" if path == "/completion" else field] = 20
@@ -214,8 +218,7 @@ async def test_a_stream_that_was_resumed_twice_is_not_resumed_again(tmp_path: Pa
 @in_virtual_time
 async def test_a_stream_that_can_not_be_resumed_ends_with_an_error_event(tmp_path: Path) -> None:
     """Which these are: `tests/api/test_resuming.py`."""
-    one, two = nodes()
-    async with proxy_over(tmp_path, one, two, nodes=A_FIRST) as proxy:
+    async with two_writers(tmp_path) as (proxy, one, two):
         events = resumed(proxy)
         one.faults.next("reset", after_events=AFTER)
         check_failed("/v1/chat/completions", await proxy.stream(**GREEDY, logprobs=True))
@@ -235,8 +238,7 @@ async def test_a_node_that_refuses_a_begun_message_continues_it_as_a_completion(
     its own for the model, as for GPT-OSS."""
     raised = "\n---\nWhile executing CallExpression at line 1, column 9 in source:\n...raise_exc\n"
     error = {"code": status, "message": f"{raised}Error: Jinja Exception: a user must speak last"}
-    one, two = nodes()
-    async with proxy_over(tmp_path, one, two, nodes=A_FIRST) as proxy:
+    async with two_writers(tmp_path) as (proxy, one, two):
         events = resumed(proxy)
         asked = options_of(path)
         whole = await proxy.stream(path, **asked)
@@ -256,8 +258,7 @@ async def test_a_node_that_refuses_a_begun_message_continues_it_as_a_completion(
 async def test_resuming_can_be_switched_off_and_needs_the_whole_transcript(
     tmp_path: Path, settings: dict[str, Any], after: int
 ) -> None:
-    one, two = nodes()
-    async with proxy_over(tmp_path, one, two, nodes=A_FIRST, **settings) as proxy:
+    async with two_writers(tmp_path, **settings) as (proxy, one, two):
         one.faults.next("reset", after_events=after)
         check_failed("/v1/chat/completions", await proxy.stream())
         assert two.requests == 0
@@ -315,8 +316,7 @@ async def test_heartbeats_continue_from_the_silence_to_the_continuation(tmp_path
 
 @in_virtual_time
 async def test_a_clients_deadline_blames_no_node(tmp_path: Path) -> None:
-    one, two = nodes()
-    async with proxy_over(tmp_path, one, two, nodes=A_FIRST) as proxy:
+    async with two_writers(tmp_path) as (proxy, one, two):
         two.faults.next("hang")
         one.faults.next("reset", after_events=AFTER)
         reply = await proxy.stream(headers={"X-Request-Timeout": "1"}, **GREEDY)
@@ -366,8 +366,7 @@ async def test_requests_of_a_drained_node_are_resumed_on_another(tmp_path: Path)
 async def test_a_plain_response_is_resumed_too(
     tmp_path: Path, path: str, kind: str, options: dict[str, Any]
 ) -> None:
-    one, two = nodes()
-    async with proxy_over(tmp_path, one, two, nodes=A_FIRST, **QUIET) as proxy:
+    async with two_writers(tmp_path, **QUIET) as (proxy, one, _):
         asked = asked_of(path)
         whole = (await proxy.ask(path, **asked)).json()
         proxy.finished.clear()
@@ -388,8 +387,7 @@ async def test_a_plain_response_is_resumed_too(
 
 @in_virtual_time
 async def test_a_plain_response_that_can_not_be_resumed_is_retried(tmp_path: Path) -> None:
-    one, two = nodes()
-    async with proxy_over(tmp_path, one, two, nodes=A_FIRST) as proxy:
+    async with two_writers(tmp_path) as (proxy, one, _):
         one.faults.next("reset", after_events=AFTER)
         reply = await proxy.ask(logprobs=True, **GREEDY)
         assert reply.status_code == 200
@@ -407,8 +405,7 @@ INSERTED = ["nul", "no_data", "empty", "comment", "line_comment", "fields", "nul
 async def test_events_without_content_do_not_prevent_a_resumption(
     tmp_path: Path, what: str
 ) -> None:
-    one, two = nodes()
-    async with proxy_over(tmp_path, one, two, nodes=A_FIRST) as proxy:
+    async with two_writers(tmp_path) as (proxy, one, two):
         whole = await proxy.stream(**GREEDY)
         one.faults.next("insert", after_events=4, what=what)
         one.faults.next("reset", after_events=AFTER)
@@ -430,8 +427,7 @@ async def test_events_without_content_do_not_prevent_a_resumption(
 async def test_events_that_can_not_be_read_are_sent_to_nobody(
     tmp_path: Path, path: str, what: str, options: dict[str, Any]
 ) -> None:
-    one, two = nodes()
-    async with proxy_over(tmp_path, one, two, nodes=A_FIRST) as proxy:
+    async with two_writers(tmp_path) as (proxy, one, two):
         asked = options_of(path)
         whole = await proxy.stream(path, **asked)
         one.faults.next("insert", after_events=AFTER, what=what, **options)
@@ -748,8 +744,7 @@ async def disconnect(asked: asyncio.Task[Any]) -> None:
 async def test_the_client_gets_no_logprobs_that_it_did_not_ask_for(
     tmp_path: Path, path: str
 ) -> None:
-    one, two = nodes()
-    async with proxy_over(tmp_path, one, two, nodes=A_FIRST, resume="exact") as proxy:
+    async with two_writers(tmp_path, resume="exact") as (proxy, one, _):
         asked = options_of(path)
         whole = await proxy.stream(path, **asked)
         assert b'"logprobs":{' not in whole.body
