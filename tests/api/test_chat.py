@@ -253,19 +253,6 @@ def test_a_chat_is_assembled_without_any_figures() -> None:
 # After a resumption.
 
 
-def test_a_resumed_chat_keeps_its_id_and_has_one_role() -> None:
-    rewriter = ChatRewriter(Transcript(first_event=IDENTITY), SPLICE_POINT)
-    other = {"id": "second", "created": 2, "model": "x", "object": "chat.completion.chunk"}
-    opening = other | {"choices": [chat_choice({"role": "assistant", "content": None})]}
-    assert rewriter.rewrite(opening) == b""
-    (value,) = values(rewriter.rewrite(other | {"choices": [chat_choice({"content": " three"})]}))
-    assert (value["id"], value["created"], value["model"]) == ("first", 1, "m")
-    assert value["choices"][0]["delta"] == {"content": " three"}
-    usage = {"prompt_tokens": 7, "completion_tokens": 3, "total_tokens": 10}
-    (value,) = values(rewriter.rewrite(other | {"choices": [], "usage": usage}))
-    assert value["usage"] == {"prompt_tokens": 5, "completion_tokens": 5, "total_tokens": 10}
-
-
 def test_the_overlap_is_not_sent_again() -> None:
     rewriter = ChatRewriter(Transcript(first_event=IDENTITY), OVERLAPPING)
     assert rewriter.rewrite({"choices": [chat_choice({"content": " t"})]}) == b""

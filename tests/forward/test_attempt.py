@@ -223,18 +223,6 @@ async def test_comments_do_not_prevent_the_silence_timeout(tmp_path: Path) -> No
 
 
 @in_virtual_time
-async def test_the_first_byte_timeout_grows_with_the_expected_prefill(tmp_path: Path) -> None:
-    one = EmulatedNode(prefill_tps=40, answer_tokens=2)
-    async with proxy_over(
-        tmp_path, one, timeouts={"first_byte": 0.3}, retries={"attempts": 1}
-    ) as proxy:
-        # Its speed is unknown, so the timeout is long.
-        words = " ".join(40 * ["word"])
-        reply = await proxy.stream(messages=[{"role": "user", "content": words}])
-        assert (reply.status, reply.errors) == (200, [])
-
-
-@in_virtual_time
 async def test_silence_is_excused_while_another_prompt_is_read(tmp_path: Path) -> None:
     one = EmulatedNode(
         slots=2, answer_tokens=60, decode_tps=60, prefill_tps=120, prefill_stalls=True
@@ -539,18 +527,6 @@ async def test_a_node_that_fails_several_callers_is_ejected(tmp_path: Path) -> N
         assert proxy.node("a").state is NodeState.READY
         await proxy.stream(headers=key("cid"))
         assert proxy.node("a").state is NodeState.EJECTED
-
-
-@in_virtual_time
-async def test_a_success_between_two_failures_clears_the_node(tmp_path: Path) -> None:
-    server = EmulatedNode(answer_tokens=8)
-    names = ("ann", "bob", "cid")
-    async with proxy_over(tmp_path, server, keys=keys(*names), **CALM) as proxy:
-        for name in names * 3:
-            server.faults.next("reset", after_events=2)
-            await proxy.stream(headers=key(name))
-            assert (await proxy.stream(headers=key("ann"))).errors == []
-        assert proxy.node("a").state is NodeState.READY
 
 
 @in_virtual_time
