@@ -13,6 +13,10 @@ from tests.transport.raw import Peer, raw_server
 MODELS = b'{"data": [{"id": "demo"}]}'
 
 
+class Unended(bytes):
+    """A response behind which the endpoint says no more, until its client leaves."""
+
+
 def response(content: bytes, kind: bytes = b"application/json") -> bytes:
     """A whole response with this content."""
     head = b"HTTP/1.1 200 OK\r\ncontent-type: %b\r\ncontent-length: %d\r\n\r\n"
@@ -30,7 +34,10 @@ async def over_endpoint(
 
     async def serve(peer: Peer) -> None:
         request = await peer.request()
-        await peer.say(answer(request) if request.startswith(b"POST") else response(MODELS))
+        said = answer(request) if request.startswith(b"POST") else response(MODELS)
+        await peer.say(said)
+        if isinstance(said, Unended):
+            await peer.reader.read()
 
     async with raw_server(serve) as server:
         node = {"name": "a", "url": f"http://127.0.0.1:{server.port}", "kind": "openai"}

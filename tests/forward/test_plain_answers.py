@@ -18,11 +18,10 @@ from gateway.request.routes import ROUTES
 from tests.api.events import read_stream, values
 from tests.each_case import each_case
 from tests.emulator import EmulatedNode
-from tests.forward.answering_endpoint import over_endpoint, response
+from tests.forward.answering_endpoint import Unended, over_endpoint, response
 from tests.forward.proxy_over_nodes import BODIES, GENERATION_PATHS, MESSAGES, proxy_over
-from tests.gateways import Running, running_gateway, until
+from tests.gateways import Running, until
 from tests.servers import start_demo_servers
-from tests.transport.raw import Peer, raw_server
 from tests.virtual import in_virtual_time
 
 CHAT, COMPLETIONS, ANTHROPIC, RESPONSES, NATIVE = GENERATION_PATHS
@@ -326,20 +325,11 @@ async def test_a_plain_answer_that_is_labelled_as_events_is_an_answer(tmp_path: 
 async def test_events_that_are_labelled_as_something_else_end_the_attempt_at_once(
     tmp_path: Path,
 ) -> None:
-    async def serve(peer: Peer) -> None:
-        request = await peer.request()
-        head = b"HTTP/1.1 200 OK\r\ncontent-type: application/json\r\n\r\n"
-        if request.startswith(b"GET"):
-            await peer.say(head + b'{"data": [{"id": "demo"}]}')
-            return
-        await peer.say(head + b'data: {"choices": [{"delta": {"content": "a"}}]}\n\n')
-        await peer.reader.read()  # until the gateway leaves
-
-    async with raw_server(serve) as server:
-        node = {"name": "a", "url": f"http://127.0.0.1:{server.port}", "kind": "openai"}
-        async with running_gateway(tmp_path, [node], {"retries": {"attempts": 1}}) as running:
-            reply = await running.client.post(CHAT, json={**BODIES[CHAT], "stream": True})
-            assert (reply.status_code, reply.json()["error"]["code"]) == (502, "node_failed")
+    head = b"HTTP/1.1 200 OK\r\ncontent-type: application/json\r\n\r\n"
+    said = Unended(head + b'data: {"choices": [{"delta": {"content": "a"}}]}\n\n')
+    async with over_endpoint(tmp_path, lambda _: said, retries={"attempts": 1}) as (running, _):
+        reply = await running.client.post(CHAT, json={**BODIES[CHAT], "stream": True})
+        assert (reply.status_code, reply.json()["error"]["code"]) == (502, "node_failed")
 
 
 # The real server's own answers.
