@@ -3,14 +3,10 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import anthropic
-import httpx2
 import msgspec
-import openai
 import pytest
 
 from gateway import errors
@@ -176,62 +172,6 @@ UNFINISHED: list[tuple[Api, bytes]] = [
 def test_text_that_looks_like_an_end_is_no_end(api: Api, tail: bytes) -> None:
     assert not api.is_stream_complete(tail)
     assert not sse.is_error(tail)
-
-
-# Our error events, read by the official clients.
-
-
-def served(body: bytes) -> httpx2.MockTransport:
-    return httpx2.MockTransport(
-        lambda _: httpx2.Response(200, headers={"content-type": "text/event-stream"}, content=body)
-    )
-
-
-def an_openai_client(body: bytes) -> openai.OpenAI:
-    http = httpx2.Client(transport=served(body))
-    return openai.OpenAI(api_key="x", base_url="http://gateway/v1", http_client=http)
-
-
-def chat_stream(body: bytes) -> Any:
-    with an_openai_client(body) as client:
-        yield from client.chat.completions.create(
-            model="demo", messages=[{"role": "user", "content": "a"}], stream=True
-        )
-
-
-def completions_stream(body: bytes) -> Any:
-    with an_openai_client(body) as client:
-        yield from client.completions.create(model="demo", prompt="a", stream=True)
-
-
-def responses_stream(body: bytes) -> Any:
-    with an_openai_client(body) as client:
-        yield from client.responses.create(model="demo", input="a", stream=True)
-
-
-def messages_stream(body: bytes) -> Any:
-    http = httpx2.Client(transport=served(body))
-    with anthropic.Anthropic(api_key="x", base_url="http://gateway", http_client=http) as client:
-        yield from client.messages.create(
-            model="demo", max_tokens=9, messages=[{"role": "user", "content": "a"}], stream=True
-        )
-
-
-@each_case(
-    ("api", "read", "raised"),
-    [
-        (CHAT, chat_stream, openai.APIError),
-        (COMPLETIONS, completions_stream, openai.APIError),
-        (RESPONSES, responses_stream, openai.APIError),
-        (MESSAGES, messages_stream, anthropic.APIStatusError),
-    ],
-)
-def test_the_official_client_raises_on_our_error_event(
-    api: Api, read: Callable[[bytes], Any], raised: type[Exception]
-) -> None:
-    body = api.heartbeat + api.error_event(FAILED, "req_1")
-    with pytest.raises(raised, match=FAILED.message):
-        list(read(body))
 
 
 @each_case("api", ALL)
