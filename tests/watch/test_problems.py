@@ -193,19 +193,19 @@ MODEL_EJECTED = NodeCondition("r1/m", "epyc-a", "ejected", REFUSED, model="m")
 FULL = StorageCondition("the disk is full; free space on it", is_full=True, results=7)
 TOLD: list[tuple[FleetCondition, Severity, list[str]]] = [
     (FAULTS["load failed"], Severity.WARNING, [
-        "r1 could not load org/m 1 2 times in a row", "Exit code 1: its log says why.",
+        "r1 could not load org/m 1 2 times in a row\nExit code 1: its log says why.",
         "llama-gateway models load 'org/m 1' r1",
     ]),
-    (FAULTS["load slow"], Severity.NOTICE, ["r1/m is loading", "It is loaded since 300 s"]),
+    (FAULTS["load slow"], Severity.NOTICE, ["r1/m is loading\nIt is loaded since 300 s"]),
     # A model of a router is no lost node.
     (replace(WELL, in_service=1, usable=1, nodes=[MODEL_EJECTED]), Severity.WARNING, [
-        "r1/m is ejected",
+        "r1/m is ejected\n",
     ]),
     (FAULTS["node killed"], Severity.WARNING, [
-        "a-0 is down", "Connection refused.", "llama-gateway nodes probe a-0",
+        "a-0 is down\nConnection refused.\n", "llama-gateway nodes probe a-0",
     ]),
-    (FAULTS["model paused"], Severity.WARNING, ["llama-gateway models resume 'org/m 1'"]),
-    (FAULTS["models differ"], Severity.NOTICE, ["m: build of llama.cpp: 1 on a; 2 on b."]),
+    (FAULTS["model paused"], Severity.WARNING, ["paused it.\nllama-gateway models resume 'org/m 1'\n"]),
+    (FAULTS["models differ"], Severity.NOTICE, ["\nm: build of llama.cpp: 1 on a; 2 on b.\n"]),
     (FAULTS["queue flood"], Severity.CRITICAL, ["240"]),
     (replace(WELL, queue=QueueCondition(waiting=3, oldest_seconds=200.0)), Severity.WARNING, []),
     (replace(WELL, traffic=RecentTraffic(9, 0, {"queue_full": 4})), Severity.CRITICAL, [
@@ -228,6 +228,7 @@ def test_a_problem_is_as_severe_as_it_should_be_and_says_what_happened_and_what_
 ) -> None:
     problem = only(condition)
     assert problem.severity is severity
+    # A line each, so that a text may say that it is the whole of one.
     told = "\n".join([problem.title, problem.cause, problem.remedy, *problem.commands])
     assert [word for word in words if word not in told] == []
 
