@@ -204,7 +204,9 @@ TOLD: list[tuple[FleetCondition, Severity, list[str]]] = [
     (FAULTS["node killed"], Severity.WARNING, [
         "a-0 is down\nConnection refused.\n", "llama-gateway nodes probe a-0",
     ]),
-    (FAULTS["model paused"], Severity.WARNING, ["paused it.\nllama-gateway models resume 'org/m 1'\n"]),
+    (FAULTS["model paused"], Severity.WARNING, [
+        "paused it.\nllama-gateway models resume 'org/m 1'\n",
+    ]),
     (FAULTS["models differ"], Severity.NOTICE, ["\nm: build of llama.cpp: 1 on a; 2 on b.\n"]),
     (FAULTS["queue flood"], Severity.CRITICAL, ["240"]),
     (replace(WELL, queue=QueueCondition(waiting=3, oldest_seconds=200.0)), Severity.WARNING, []),

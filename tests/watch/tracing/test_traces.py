@@ -188,8 +188,8 @@ async def test_who_waited_who_was_refused_and_who_left_each_have_their_trace(
     assert not attempt.failed
     queue, attempt = collector.children(waited)
     assert (queue.name, attempt.name) == ("queue", "attempt")
-    waits = waited.attributes["llama_gateway.queue_seconds"]
-    assert queue.seconds == pytest.approx(waits, abs=0.05)
+    # The machine may stand still before the request is queued.
+    assert 0 < queue.seconds <= waited.attributes["llama_gateway.queue_seconds"] + 0.05
     assert queue.end <= attempt.start
     assert queue.attributes["llama_gateway.ahead"] == 0
 
