@@ -3,14 +3,10 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import anthropic
-import httpx2
 import msgspec
-import openai
 import pytest
 
 from gateway import errors
@@ -31,8 +27,9 @@ from gateway.api.responses import RESPONSES
 from gateway.transport.errors import InvalidResponse
 from tests.api.events import chat_choice, event
 from tests.each_case import each_case
-from tests.gateways import running_gateway
-from tests.transport.raw import Peer, Script, raw_server
+from tests.emulator import EmulatedNode, expected_chat_text
+from tests.forward.proxy_over_nodes import MESSAGES as CHAT_MESSAGES
+from tests.forward.proxy_over_nodes import proxy_over
 from tests.virtual import in_virtual_time
 
 ALL = [CHAT, COMPLETIONS, MESSAGES, NATIVE, RESPONSES]
@@ -177,62 +174,6 @@ def test_text_that_looks_like_an_end_is_no_end(api: Api, tail: bytes) -> None:
     assert not sse.is_error(tail)
 
 
-# Our error events, read by the official clients.
-
-
-def served(body: bytes) -> httpx2.MockTransport:
-    return httpx2.MockTransport(
-        lambda _: httpx2.Response(200, headers={"content-type": "text/event-stream"}, content=body)
-    )
-
-
-def an_openai_client(body: bytes) -> openai.OpenAI:
-    http = httpx2.Client(transport=served(body))
-    return openai.OpenAI(api_key="x", base_url="http://gateway/v1", http_client=http)
-
-
-def chat_stream(body: bytes) -> Any:
-    with an_openai_client(body) as client:
-        yield from client.chat.completions.create(
-            model="demo", messages=[{"role": "user", "content": "a"}], stream=True
-        )
-
-
-def completions_stream(body: bytes) -> Any:
-    with an_openai_client(body) as client:
-        yield from client.completions.create(model="demo", prompt="a", stream=True)
-
-
-def responses_stream(body: bytes) -> Any:
-    with an_openai_client(body) as client:
-        yield from client.responses.create(model="demo", input="a", stream=True)
-
-
-def messages_stream(body: bytes) -> Any:
-    http = httpx2.Client(transport=served(body))
-    with anthropic.Anthropic(api_key="x", base_url="http://gateway", http_client=http) as client:
-        yield from client.messages.create(
-            model="demo", max_tokens=9, messages=[{"role": "user", "content": "a"}], stream=True
-        )
-
-
-@each_case(
-    ("api", "read", "raised"),
-    [
-        (CHAT, chat_stream, openai.APIError),
-        (COMPLETIONS, completions_stream, openai.APIError),
-        (RESPONSES, responses_stream, openai.APIError),
-        (MESSAGES, messages_stream, anthropic.APIStatusError),
-    ],
-)
-def test_the_official_client_raises_on_our_error_event(
-    api: Api, read: Callable[[bytes], Any], raised: type[Exception]
-) -> None:
-    body = api.heartbeat + api.error_event(FAILED, "req_1")
-    with pytest.raises(raised, match=FAILED.message):
-        list(read(body))
-
-
 @each_case("api", ALL)
 def test_our_error_event_does_not_complete_a_stream(api: Api) -> None:
     sent = api.error_event(FAILED, "req_1")
@@ -304,81 +245,15 @@ def test_a_field_that_is_not_utf_8_can_not_be_assembled() -> None:
         ResponseAssembler(COMPLETIONS, {}, event, 1000).response()
 
 
-BODY = {"model": "m", "messages": [{"role": "user", "content": "Hello"}]}
-CONTROL: dict[bytes, Any] = {
-    b"/health": {"status": "ok"},
-    b"/props": {"total_slots": 2, "default_generation_settings": {"n_ctx": 4096}},
-    b"/slots": [{"id": n, "n_ctx": 4096, "is_processing": False} for n in (0, 1)],
-    b"/v1/models": {"data": [{"id": "m"}]},
-}
-TIMINGS = {"cache_n": 4, "prompt_n": 10, "predicted_n": 2}
-
-
-def a_server(asked: list[dict[str, Any]], *chunks: dict[str, Any]) -> Script:
-    """Streams these chunks and a `[DONE]`, or says "plainly" where no stream is asked for."""
-    stream = b"".join(b"data: %b\n\n" % json.dumps(chunk).encode() for chunk in chunks)
-
-    async def script(peer: Peer) -> None:
-        while True:
-            head, _, body = (await peer.request()).partition(b"\r\n\r\n")
-            path, kind = head.split(b" ")[1], b"application/json"
-            if path in CONTROL:
-                reply = json.dumps(CONTROL[path]).encode()
-            elif body == b"{}":
-                reply = b"{}"  # the question what it was started for
-            else:
-                asked.append(json.loads(body))
-                if asked[-1].get("stream"):
-                    kind, reply = b"text/event-stream", stream + b"data: [DONE]\n\n"
-                else:
-                    reply = json.dumps({"choices": [choice("plainly", "stop")]}).encode()
-            fields = b"content-type: %b\r\ncontent-length: %d\r\n" % (kind, len(reply))
-            await peer.say(b"HTTP/1.1 200 OK\r\n%b\r\n%b" % (fields, reply))
-
-    return script
-
-
-def choice(text: str, reason: str | None) -> dict[str, Any]:
-    return {"index": 0, "message": {"content": text}, "finish_reason": reason}
-
-
-def chunk(text: str, reason: str | None = None, **more: Any) -> dict[str, Any]:
-    part = {"index": 0, "delta": {"content": text}, "finish_reason": reason}
-    return {"id": "c", "object": "chat.completion.chunk", "choices": [part], **more}
-
-
-@pytest.mark.parametrize("timings", [None, TIMINGS], ids=["no figures", "timings alone"])
-@in_virtual_time
-async def test_a_response_without_usage_is_assembled(
-    tmp_path: Path, timings: dict[str, Any] | None
-) -> None:
-    asked: list[dict[str, Any]] = []
-    more = {"timings": timings} if timings else {}
-    script = a_server(asked, chunk("Hi"), chunk(" there"), chunk("", "stop", **more))
-    async with (
-        raw_server(script) as server,
-        running_gateway(tmp_path, [f"http://127.0.0.1:{server.port}"]) as running,
-    ):
-        reply = await running.client.post("/v1/chat/completions", json=BODY)
-        assert (reply.status_code, len(asked)) == (200, 1)
-        assert reply.json()["choices"][0]["message"]["content"] == "Hi there"
-        counted = reply.json().get("usage")
-        assert counted == (
-            {"completion_tokens": 2, "prompt_tokens": 14, "total_tokens": 16} if timings else None
-        )
-
-
 @in_virtual_time
 async def test_a_plain_response_is_asked_for_if_a_stream_can_not_be_assembled(
     tmp_path: Path,
 ) -> None:
-    asked: list[dict[str, Any]] = []
-    async with (
-        raw_server(a_server(asked, chunk("half an answer"))) as server,
-        running_gateway(tmp_path, [f"http://127.0.0.1:{server.port}"]) as running,
-    ):
-        reply = await running.client.post("/v1/chat/completions", json=BODY)
+    async with proxy_over(tmp_path, one := EmulatedNode(answer_tokens=20)) as proxy:
+        one.faults.next("insert", after_events=5, what="done")
+        reply = await proxy.ask()
         assert reply.status_code == 200
-        assert reply.json()["choices"][0]["message"]["content"] == "plainly"
-        assert [bool(body.get("stream")) for body in asked] == [True, False]
+        content = reply.json()["choices"][0]["message"]["content"]
+        assert content == expected_chat_text(CHAT_MESSAGES, 20)
+        assert [b'"stream":true' in seen.body for seen in one.seen] == [True, False]
         assert reply.headers["x-gateway-attempts"] == "2"

@@ -17,7 +17,6 @@ from gateway.api.chat import (
     NativeToChatRewriter,
     read_chat,
     read_chunk,
-    take_logprobs,
 )
 from gateway.api.completions import COMPLETIONS
 from gateway.api.resuming import ReasoningEndMark, as_count, wants_usage
@@ -49,8 +48,6 @@ def test_the_last_finish_reason_counts() -> None:
     ]  # fmt: skip
     whole = assembled(CHAT, [{"choices": [part]} for part in parts])
     assert whole["choices"][0]["finish_reason"] == "stop"
-    with pytest.raises(AssemblyError, match="no end"):
-        assembled(CHAT, [{"choices": [{"finish_reason": None}, {}]}])
 
 
 @pytest.mark.parametrize("api", [CHAT, COMPLETIONS])
@@ -66,17 +63,6 @@ def test_logprobs_of_all_parts_are_joined_and_missing_ones_stay_missing(api: Cho
     assert b'{"content":[{"logprob":-0.10}]}' in made, "they are passed without being decoded"
     whole = assembled(api, [{"choices": [part]} for part in (parts[1], parts[-1])])
     assert whole["choices"][0].get("logprobs") is None
-
-
-def test_logprobs_are_taken_out_of_a_chunk_as_token_ids() -> None:
-    chunk = {
-        "choices": [
-            {"index": 0, "logprobs": {"content": [{"id": 7}, {"id": 8}]}},
-            {"index": 0, "logprobs": None},
-        ]
-    }
-    assert take_logprobs(chunk) == [7, 8]
-    assert chunk == {"choices": [{"index": 0}, {"index": 0}]}
 
 
 @each_case(
@@ -127,18 +113,15 @@ def test_a_chunk_adds_its_head_its_end_and_its_usage_to_the_transcript() -> None
 HEAD = {"created": 7, "id": "chatcmpl-1", "model": "demo", "system_fingerprint": "b0-unknown"}
 
 
-def chunk(delta: dict[str, Any] | None, reason: str | None = None, **more: Any) -> dict[str, Any]:
-    extra = {"logprobs": more.pop("logprobs")} if "logprobs" in more else {}
-    choices = (
-        []
-        if delta is None
-        else [{"finish_reason": reason, "index": more.pop("index", 0), "delta": delta, **extra}]
-    )
+def chunk(
+    delta: dict[str, Any], reason: str | None = None, index: int = 0, **more: Any
+) -> dict[str, Any]:
+    choices = [{"finish_reason": reason, "index": index, "delta": delta}]
     return {"choices": choices, **HEAD, "object": "chat.completion.chunk", **more}
 
 
 OPENING = chunk({"role": "assistant", "content": None})
-COUNTS = chunk(None, usage=USAGE, timings=TIMINGS)
+COUNTS = chunk({}, usage=USAGE, timings=TIMINGS) | {"choices": []}
 
 
 def assemble(*events: dict[str, Any]) -> dict[str, Any]:
@@ -146,27 +129,35 @@ def assemble(*events: dict[str, Any]) -> dict[str, Any]:
     return made
 
 
-def message(*events: dict[str, Any]) -> dict[str, Any]:
-    made: dict[str, Any] = assemble(*events)["choices"][0]["message"]
-    return made
-
-
 def test_a_chat_is_assembled_as_the_server_answers_it() -> None:
+    def call(index: int, arguments: str, **head: Any) -> dict[str, Any]:
+        named = {"name": head.pop("name")} if head else {}
+        part = {"index": index, **head, "function": {"arguments": arguments, **named}}
+        return chunk({"tool_calls": [part]})
+
     events = (
         OPENING,
+        chunk({"reasoning_content": "Let me"}),
+        chunk({"reasoning_content": " see"}),
         chunk({"content": " summe"}),
         chunk({"content": " door"}),
-        chunk({}, "length"),
+        call(0, "{", id="a", type="function", name="f"),
+        call(0, '"x":1}'),
+        call(1, "{}", id="b", type="function", name="g"),
+        chunk({}, "tool_calls"),
         COUNTS,
     )
-    assert assemble(*events) == {
-        "choices": [
-            {
-                "finish_reason": "length",
-                "index": 0,
-                "message": {"role": "assistant", "content": " summe door"},
-            }
+    message = {
+        "role": "assistant",
+        "content": " summe door",
+        "reasoning_content": "Let me see",
+        "tool_calls": [
+            {"type": "function", "function": {"name": "f", "arguments": '{"x":1}'}, "id": "a"},
+            {"type": "function", "function": {"name": "g", "arguments": "{}"}, "id": "b"},
         ],
+    }
+    assert assemble(*events) == {
+        "choices": [{"finish_reason": "tool_calls", "index": 0, "message": message}],
         **HEAD,
         "object": "chat.completion",
         "usage": USAGE,
@@ -177,7 +168,7 @@ def test_a_chat_is_assembled_as_the_server_answers_it() -> None:
 PIECES = st.one_of(
     st.text(max_size=6).map(lambda text: event(chunk({"content": text}))),
     st.text(max_size=6).map(lambda text: event(chunk({"reasoning_content": text}))),
-    st.text(max_size=6).map(lambda text: event(chunk(None) | {"choices": [{"text": text}]})),
+    st.text(max_size=6).map(lambda text: event(chunk({}) | {"choices": [{"text": text}]})),
     st.sampled_from(
         [
             event(OPENING),
@@ -219,51 +210,8 @@ def test_no_run_takes_another_fields_text_for_the_answers() -> None:
 
 
 def test_a_response_without_a_word_has_empty_content() -> None:
-    assert message(OPENING, chunk({}, "stop"), COUNTS) == {"role": "assistant", "content": ""}
-
-
-def test_reasoning_stays_apart_from_the_content() -> None:
-    events = (
-        chunk({"reasoning_content": "Let me"}),
-        chunk({"reasoning_content": " see"}),
-        chunk({"content": "Yes"}),
-        chunk({}, "stop"),
-    )
-    assert message(OPENING, *events, COUNTS) == {
-        "role": "assistant",
-        "content": "Yes",
-        "reasoning_content": "Let me see",
-    }
-
-
-def test_tool_calls_are_assembled_from_their_parts() -> None:
-    def call(index: int, arguments: str, **head: Any) -> dict[str, Any]:
-        function = {"arguments": arguments}
-        if head:
-            function["name"] = head.pop("name")
-        return chunk({"tool_calls": [{"index": index, **head, "function": function}]})
-
-    events = (
-        call(0, "{", id="a", type="function", name="f"),
-        call(0, '"x":1}'),
-        call(1, "{}", id="b", type="function", name="g"),
-        chunk({}, "tool_calls"),
-    )
-    assert message(OPENING, *events, COUNTS)["tool_calls"] == [
-        {"type": "function", "function": {"name": "f", "arguments": '{"x":1}'}, "id": "a"},
-        {"type": "function", "function": {"name": "g", "arguments": "{}"}, "id": "b"},
-    ]
-
-
-def test_logprobs_of_all_tokens_are_collected() -> None:
-    first, second = {"id": 1, "logprob": -1.0}, {"id": 2, "logprob": -2.0}
-    events = (
-        chunk({"content": "a"}, logprobs={"content": [first]}),
-        chunk({"content": "b"}, logprobs={"content": [second]}),
-        chunk({}, "stop"),
-    )
-    (choice,) = assemble(OPENING, *events, COUNTS)["choices"]
-    assert choice["logprobs"] == {"content": [first, second]}
+    (choice,) = assemble(OPENING, chunk({}, "stop"), COUNTS)["choices"]
+    assert choice["message"] == {"role": "assistant", "content": ""}
 
 
 def test_several_answers_keep_their_index() -> None:
@@ -303,19 +251,6 @@ def test_a_chat_is_assembled_without_any_figures() -> None:
 
 
 # After a resumption.
-
-
-def test_a_resumed_chat_keeps_its_id_and_has_one_role() -> None:
-    rewriter = ChatRewriter(Transcript(first_event=IDENTITY), SPLICE_POINT)
-    other = {"id": "second", "created": 2, "model": "x", "object": "chat.completion.chunk"}
-    opening = other | {"choices": [chat_choice({"role": "assistant", "content": None})]}
-    assert rewriter.rewrite(opening) == b""
-    (value,) = values(rewriter.rewrite(other | {"choices": [chat_choice({"content": " three"})]}))
-    assert (value["id"], value["created"], value["model"]) == ("first", 1, "m")
-    assert value["choices"][0]["delta"] == {"content": " three"}
-    usage = {"prompt_tokens": 7, "completion_tokens": 3, "total_tokens": 10}
-    (value,) = values(rewriter.rewrite(other | {"choices": [], "usage": usage}))
-    assert value["usage"] == {"prompt_tokens": 5, "completion_tokens": 5, "total_tokens": 10}
 
 
 def test_the_overlap_is_not_sent_again() -> None:
@@ -378,9 +313,10 @@ def test_logprobs_that_only_the_gateway_asked_for_are_removed() -> None:
     recorder = TranscriptRecorder(read_chat, 1000)
     extract = TokenIdExtractor(CHAT.take_token_ids, recorder.add_token_ids)
     bare = IDENTITY | {"choices": [chat_choice({"content": " a"})]}
+    unlikely = IDENTITY | {"choices": [chat_choice({"content": " a"}) | {"logprobs": None}]}
     token = {"id": 7, "token": " a", "bytes": [32, 97], "top_logprobs": [{"id": 7}]}
     choice = chat_choice({"content": " a"}) | {"logprobs": {"content": [token]}}
-    out = extract(event(bare) + event(IDENTITY | {"choices": [choice]}) + b"data: [DONE]\n\n")
+    out = extract(event(unlikely) + event(IDENTITY | {"choices": [choice]}) + b"data: [DONE]\n\n")
     assert values(out.removesuffix(b"data: [DONE]\n\n")) == [bare, bare]
     assert recorder.transcript().token_ids == [7]
     with pytest.raises(InvalidResponse):

@@ -109,11 +109,19 @@ def test_a_chats_stream() -> None:
 
 
 def test_a_chats_plain_response() -> None:
-    message = {"role": "assistant", "content": "Hello", "reasoning_content": "Hm."}
+    calls = [
+        {"id": "x", "type": "function", "function": {"name": "a", "arguments": '{"b": 1}'}},
+        {"id": "y", "type": "function", "function": {"name": "c", "arguments": "{}"}},
+    ]
+    message = {"content": "Hello", "reasoning_content": "Hm.", "tool_calls": calls}
     content = {"choices": [{"message": message, "finish_reason": "length"}], "usage": USAGE}
     found = plain(chatting(), json.dumps(content | {"timings": TIMINGS}).encode())
-    assert found["message"] == {"role": "assistant", "content": "Hello", "thinking": "Hm."}
     assert (found["done"], found["done_reason"], found["eval_count"]) == (True, "length", 2)
+    functions = [one["function"] for one in found["message"].pop("tool_calls")]
+    assert [(one["name"], one["arguments"]) for one in functions] == [("a", {"b": 1}), ("c", {})]
+    assert found["message"] == {"role": "assistant", "content": "Hello", "thinking": "Hm."}
+    content = {"choices": [{"message": {"content": None}, "finish_reason": "tool_calls"}]}
+    assert plain(chatting(), json.dumps(content).encode())["message"]["content"] == ""
 
 
 def test_a_prompts_stream_by_each_of_the_apis_that_serve_it() -> None:
@@ -167,18 +175,6 @@ def test_a_tool_call_is_sent_when_it_is_complete() -> None:
         {"id": "y", "function": {"index": 1, "name": "time", "arguments": {}}}
     ]
     assert final["done_reason"] == "stop"
-
-
-def test_a_plain_responses_tool_calls() -> None:
-    calls = [
-        {"id": "x", "type": "function", "function": {"name": "a", "arguments": '{"b": 1}'}},
-        {"id": "y", "type": "function", "function": {"name": "c", "arguments": "{}"}},
-    ]
-    message = {"content": None, "tool_calls": calls}
-    content = json.dumps({"choices": [{"message": message, "finish_reason": "tool_calls"}]})
-    found = plain(chatting(), content.encode())
-    functions = [one["function"] for one in found["message"]["tool_calls"]]
-    assert [(one["name"], one["arguments"]) for one in functions] == [("a", {"b": 1}), ("c", {})]
 
 
 def test_a_tool_call_that_was_cut_off_is_dropped() -> None:
@@ -583,21 +579,37 @@ def test_a_wrong_field_is_named_as_the_client_named_it(
     assert raised.value.message.startswith(message)
 
 
-@each_case("body", [b"", b"{", b'{"model": "a', b"[]", b"\xff", b'{"options":{"seed":1e999}}'])
+@each_case("body", [b"", b"{", b'{"model": "a', b"[]", b"\xff"])
 def test_what_is_no_request_is_refused(body: bytes) -> None:
-    for work in (translate_chat(body, no_model), translate_embed(body, no_model, "input")):
-        if b"seed" not in body:
-            with pytest.raises(GatewayError) as raised:
-                run_at_once(work)
-            assert raised.value.status == 400
-    with pytest.raises(GatewayError):
-        run_at_once(translate_generate(body, no_model))
+    for work in (
+        translate_chat(body, no_model),
+        translate_generate(body, no_model),
+        translate_embed(body, no_model, "input"),
+    ):
+        with pytest.raises(GatewayError) as raised:
+            run_at_once(work)
+        assert raised.value.status == 400
 
 
-def test_deep_nesting_is_no_crash() -> None:
-    deep = b'{"model":"m","options":{"stop":' + b"[" * 100_000 + b"]" * 100_000 + b"}}"
-    with pytest.raises(GatewayError, match="nested too deeply"):
-        run_at_once(translate_chat(deep, no_model))
+NO_UTF8 = b'{"function":{"name":"f","arguments":{"a":"\xff"}}}'
+DEEP = b"[" * 100_000 + b"]" * 100_000
+
+
+@each_case(
+    ("translate", "body", "said"),
+    [
+        (translate_generate, b'{"options":{"seed":1e999}}', "out of range"),
+        (translate_generate, b'{"model":"m","prompt":"' + b"\\\\" * 100_000 + b'\\"', "JSON"),
+        (translate_chat, b'{"messages":[{"tool_calls":[%b]}]}' % NO_UTF8, "JSON"),
+        (translate_chat, b'{"model":"m","options":{"stop":%b}}' % DEEP, "nested too deeply"),
+    ],
+)
+def test_a_number_a_string_and_lists_without_an_end_and_no_utf8_are_refused(
+    translate: Any, body: bytes, said: str
+) -> None:
+    with pytest.raises(GatewayError, match=said) as raised:
+        run_at_once(translate(body, no_model))
+    assert raised.value.status == 400
 
 
 # Large bodies.
@@ -663,14 +675,6 @@ def test_too_many_short_parts_are_refused(part: str) -> None:
     assert "besides its long strings" in raised.value.message
 
 
-def test_arguments_that_are_not_utf8_are_refused() -> None:
-    call = b'{"function":{"name":"f","arguments":{"a":"\xff"}}}'
-    body = b'{"model":"m","messages":[{"role":"assistant","tool_calls":[%b]}]}' % call
-    with pytest.raises(GatewayError) as raised:
-        run_at_once(translate_chat(body, no_model))
-    assert raised.value.code == "invalid_json"
-
-
 TOO_MANY_IMAGES = ["abcd"] * (MOST_MESSAGE_PARTS + 1)
 CALLS = [{"function": {"name": ""}}] * (MOST_MESSAGE_PARTS + 1)
 LARGE_CALL = {"function": {"name": "f", "arguments": {"text": "z" * (MOST_PARSED_BYTES + 1)}}}
@@ -706,10 +710,3 @@ def test_as_many_parts_as_are_allowed_pass_in_steps() -> None:
     assert sum(1 for _ in translate_chat(body, no_model)) > len(answers) / STEP_PARTS
     found = json.loads(run_at_once(translate_chat(body, no_model)).body)
     assert found["messages"][-1]["tool_call_id"] == "none of them"
-
-
-def test_a_string_without_an_end_is_refused() -> None:
-    body = b'{"model":"m","prompt":"' + b"\\\\" * 100_000 + b'\\"'
-    with pytest.raises(GatewayError) as raised:
-        run_at_once(translate_generate(body, no_model))
-    assert raised.value.code == "invalid_json"

@@ -26,7 +26,7 @@ from gateway.api.transcript import EventTemplate, SplicePoint, Transcript
 from gateway.config.settings import Settings
 from gateway.lease import NodeInfo
 from gateway.transport.errors import InvalidResponse
-from tests.api.events import answering, assembled
+from tests.api.events import answering, assembled, values
 from tests.each_case import each_case
 from tests.emulator import EmulatedNode
 from tests.forward.proxy_over_nodes import A_FIRST, Stream, proxy_over
@@ -109,16 +109,12 @@ CALL = stream(message(1, ["So"]), call(2, ["{", '"city":', ' "rome"}']))
 THOUGHT = stream(reasoning(1, [" summer", " tree"]), message(2, [" lamp", " seven"]))
 
 
-def data(events: bytes) -> list[Any]:
-    return [parse_object(sse.payload(event)) for event in sse.split(events)]
-
-
 def rewritten(rewriter: ResponseRewriter, events: list[bytes]) -> list[Any]:
     """The data of all events, which came one by one."""
     out = [rewriter.rewrite_events(event) for event in events]
     for event in sse.split(b"".join(out)):
         assert sse.event_name(event).decode() == parse_object(sse.payload(event))["type"]
-    return data(b"".join(out))
+    return values(b"".join(out))
 
 
 def test_each_event_gets_its_numbers() -> None:
@@ -372,7 +368,7 @@ def test_the_result_does_not_depend_on_how_the_events_came(
         out += grouped.rewrite_events(b"".join(events[at:to]))
         at = to
     assert out == expected
-    assert len({event["sequence_number"] for event in data(out)}) == sse.count_events(out)
+    assert len({event["sequence_number"] for event in values(out)}) == sse.count_events(out)
 
 
 def input_sent(items: list[Any]) -> Any:
@@ -473,16 +469,12 @@ def text(delta: str, **fields: Any) -> dict[str, Any]:
     return {"type": "response.output_text.delta", "item_id": "msg_1", "delta": delta, **fields}
 
 
-def read(*values: dict[str, Any]) -> Transcript:
+def read(*sent: dict[str, Any]) -> Transcript:
     transcript = Transcript()
     created = {"type": "response.created", "response": {"id": "resp_1", "object": "response"}}
-    for value in (created, *values):
+    for value in (created, *sent):
         read_response(transcript, value)
     return transcript
-
-
-def events_of(data: bytes) -> list[dict[str, Any]]:
-    return [msgspec.json.decode(sse.payload(event)) for event in sse.split(data)]
 
 
 def normal(stream: Stream) -> list[dict[str, Any]]:
@@ -602,7 +594,7 @@ def test_reasoning_goes_on_and_ends_in_a_message() -> None:
         rewriter.rewrite({"content": part, "stop": part == "", "tokens_predicted": 4})
         for part in ("mm</", "t>\n\n", "yes", "")
     )
-    found = events_of(data)
+    found = values(data)
     assert [value["type"].removeprefix("response.") for value in found] == [
         "reasoning_text.delta", "output_item.added", "content_part.added", "output_text.delta",
         "output_item.done", "output_text.done", "content_part.done", "output_item.done",
@@ -618,7 +610,7 @@ def test_a_numbered_stream_goes_on_with_its_numbers() -> None:
     rewriter = NativeToResponsesRewriter(read(ADDED, text("a", sequence_number=8)), POINT)
     data = rewriter.rewrite({"content": "b"})
     data += rewriter.rewrite({"content": "", "stop": True, "stop_type": "limit"})
-    found = events_of(data)
+    found = values(data)
     assert [value["sequence_number"] for value in found] == list(range(9, 14))
     assert found[0]["output_index"] == found[0]["content_index"] == 0
     assert found[-1]["type"] == "response.completed"
@@ -629,7 +621,7 @@ def test_ends_that_were_sent_are_not_sent_again() -> None:
     done = {"type": "response.output_text.done", "item_id": "msg_1", "text": "a"}
     transcript = read(ADDED, text("a"), done)
     assert transcript.finish_reason == "stop"
-    found = events_of(NativeToResponsesRewriter(transcript, POINT).final_events("stop"))
+    found = values(NativeToResponsesRewriter(transcript, POINT).final_events("stop"))
     assert [value["type"].removeprefix("response.") for value in found] == [
         "content_part.done", "output_item.done", "completed",
     ]  # fmt: skip

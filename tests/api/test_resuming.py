@@ -62,32 +62,30 @@ def test_more_than_free_text_can_not_be_resumed(
     assert api.unresumable_reason(body | more, Transcript())
 
 
-@pytest.mark.parametrize(
-    "more",
+IDS: dict[str, Any] = {"prompt": [1, 2]}
+CONTINUED: dict[str, Any] = {"messages": [{"role": "assistant", "content": "x"}]}
+SCHEMA = {"type": "json_schema"}
+
+
+@each_case(
+    ("api", "body", "transcript", "reason"),
     [
-        {"output_format": {"type": "json_schema"}},
-        {"output_config": {"format": {"type": "json_schema"}}},
+        (MESSAGES, HELLO | {"output_format": SCHEMA}, Transcript(), "grammar"),
+        (MESSAGES, HELLO | {"output_config": {"format": SCHEMA}}, Transcript(), "grammar"),
+        (CHAT, CONTINUED, Transcript(), "message"),
+        (MESSAGES, CONTINUED, Transcript(), "message"),
+        (COMPLETIONS, IDS, Transcript(), "not one text"),
+        (NATIVE, IDS, Transcript(), "not one text"),
+        (COMPLETIONS, IDS, Transcript(token_ids=[3]), None),
+        (NATIVE, IDS, Transcript(token_ids=[3]), None),
+        (CHAT, HELLO, Transcript(unresumable="a tool call has begun"), "a tool call has begun"),
     ],
 )
-def test_a_message_bound_to_a_schema_can_not_be_resumed(more: dict[str, Any]) -> None:
-    assert MESSAGES.unresumable_reason(HELLO | more, Transcript())
-
-
-@pytest.mark.parametrize("api", [CHAT, MESSAGES])
-def test_a_request_that_continues_a_message_can_not_be_resumed(api: Api) -> None:
-    body = {"messages": [{"role": "assistant", "content": "x"}]}
-    assert api.unresumable_reason(body, Transcript())
-
-
-@pytest.mark.parametrize("api", [COMPLETIONS, NATIVE])
-def test_a_prompt_of_token_ids_can_be_resumed_only_by_token_ids(api: Api) -> None:
-    assert api.unresumable_reason({"prompt": [1, 2]}, Transcript())
-    assert api.unresumable_reason({"prompt": [1, 2]}, Transcript(token_ids=[3])) is None
-
-
-def test_the_transcripts_own_reason_comes_first() -> None:
-    transcript = Transcript(unresumable="a tool call has begun")
-    assert CHAT.unresumable_reason(HELLO, transcript) == "a tool call has begun"
+def test_a_schema_a_begun_message_token_ids_and_what_was_sent_may_forbid_it(
+    api: Api, body: dict[str, Any], transcript: Transcript, reason: str | None
+) -> None:
+    found = api.unresumable_reason(body, transcript)
+    assert found is None if reason is None else reason in str(found)
 
 
 @pytest.mark.parametrize("api", [INFILL, RELAYED])

@@ -226,6 +226,7 @@ def test_any_bytes_pass_as_whole_events(data: st.DataObject, stream: bytes) -> N
     ("chunks", "passed"),
     [
         ([b":\n\n"], b":\n"),
+        ([b": reading\n"], b":\n"),  # at once
         ([b": ping\n\n"], b":\n"),
         ([b":\r\n\r\n"], b":\n"),
         ([b":a\n:b\n\n:c\n"], b":\n"),
@@ -244,10 +245,6 @@ def test_a_comment_becomes_one_line_without_a_blank_line_behind(
 ) -> None:
     framer = EventFramer(LIMIT)
     assert b"".join(framer.feed(chunk) for chunk in chunks) == passed
-
-
-def test_a_comment_passes_at_once() -> None:
-    assert EventFramer(LIMIT).feed(b": reading\n") == HEARTBEAT
 
 
 def test_a_part_of_an_event_is_buffered() -> None:

@@ -29,8 +29,8 @@ from gateway.events import AttemptEnded, RequestRecord
 from gateway.forward.event_pipeline import UsageFilter
 from gateway.lease import Usage
 from tests.each_case import each_case
-from tests.gateways import Running, running_gateway, until
-from tests.transport.raw import Peer, raw_server
+from tests.forward.answering_endpoint import Unended, over_endpoint, response
+from tests.gateways import Running, until
 
 TIMINGS = {
     "cache_n": 236,
@@ -259,53 +259,40 @@ def as_events(chunks: list[dict[str, Any]]) -> bytes:
 
 @dataclass
 class Hosted:
-    """An endpoint; `refuse` says with which status and body it refuses a request."""
+    """An endpoint's answers; `refuse` says how it refuses a request."""
 
     form: Form = openai_form
-    refuse: Callable[[dict[str, Any]], tuple[int, bytes] | None] = lambda _: None
+    refuse: Callable[[dict[str, Any]], bytes | None] = lambda _: None
     ends: bool = True
     """Whether its streams end."""
     answers: bool = True
     """Whether it answers what it does not refuse."""
     bodies: list[dict[str, Any]] = field(default_factory=list)
 
-    async def serve(self, peer: Peer) -> None:
-        while True:
-            request = await peer.request()
-            head, _, data = request.partition(b"\r\n\r\n")
-            path = head.split(b" ")[1].decode()
-            if path not in {CHAT, COMPLETIONS}:
-                models = b'{"object":"list","data":[{"id":"m","object":"model"}]}'
-                await peer.say(_reply(200, models))
-                continue
-            body = json.loads(data)
-            self.bodies.append(body)
-            if (refusal := self.refuse(body)) is not None:
-                await peer.say(_reply(*refusal))
-                continue
-            if not self.answers:
-                await peer.reader.read()
-                return
-            options = body.get("stream_options")
-            options = options if isinstance(options, dict) else {}
-            asked = bool(options.get("include_usage"))
-            continuous = bool(options.get("continuous_usage_stats"))
-            events = as_events(self.form(path, asked=asked, continuous=continuous))
-            reply = _reply(200, events, b"text/event-stream; charset=utf-8")
-            if not self.ends:
-                await peer.say(reply.removesuffix(b"data: [DONE]\n\n"))
-                await peer.reader.read()
-                return
-            await peer.say(reply)
+    def __call__(self, request: bytes) -> bytes:
+        head, _, data = request.partition(b"\r\n\r\n")
+        path, body = head.split(b" ")[1].decode(), json.loads(data)
+        self.bodies.append(body)
+        if (refusal := self.refuse(body)) is not None:
+            return refusal
+        if not self.answers:
+            return Unended()
+        options = body.get("stream_options")
+        options = options if isinstance(options, dict) else {}
+        asked = bool(options.get("include_usage"))
+        continuous = bool(options.get("continuous_usage_stats"))
+        reply = events(as_events(self.form(path, asked=asked, continuous=continuous)))
+        return reply if self.ends else Unended(reply.removesuffix(b"data: [DONE]\n\n"))
 
 
-def _reply(status: int, body: bytes, kind: bytes = b"application/json") -> bytes:
-    if body.startswith(b"data:"):
-        kind = b"text/event-stream"
-    return (
-        b"HTTP/1.1 %d Whatever\r\nContent-Type: %b\r\nContent-Length: %d\r\n\r\n%b"
-        % (status, kind, len(body), body)
-    )  # fmt: skip
+def events(data: bytes) -> bytes:
+    """A response of events."""
+    return response(data, b"text/event-stream; charset=utf-8")
+
+
+def refused(status: int, body: bytes) -> bytes:
+    """A response with this status."""
+    return response(body).replace(b"200 OK", b"%d Whatever" % status, 1)
 
 
 @dataclass
@@ -328,12 +315,8 @@ class Site:
 
 @asynccontextmanager
 async def site_over(folder: Path, hosted: Hosted) -> AsyncIterator[Site]:
-    async with raw_server(hosted.serve) as server:
-        node = {"name": "a", "url": f"http://127.0.0.1:{server.port}", "kind": "openai", "slots": 4}
-        async with running_gateway(folder, [node]) as running:
-            records: list[RequestRecord] = []
-            running.gateway.bus.subscribe(RequestRecord, records.append)
-            yield Site(running, records)
+    async with over_endpoint(folder, hosted) as (running, records):
+        yield Site(running, records)
 
 
 TRUE_TOKENS = (31, 7, 200)
@@ -406,24 +389,24 @@ async def test_what_a_client_asks_for_itself_passes_untouched(tmp_path: Path) ->
             assert hosted.bodies[-1]["stream_options"] == strange
 
 
-def _unknown(body: dict[str, Any]) -> tuple[int, bytes] | None:
+def _unknown(body: dict[str, Any]) -> bytes | None:
     known = {"model", "messages", "prompt", "stream", "metadata"}
-    return None if body.keys() <= known else (400, b'{"error":{"message":"Bad request"}}')
+    return None if body.keys() <= known else refused(400, b'{"error":{"message":"Bad request"}}')
 
 
-def _forbidden(body: dict[str, Any]) -> tuple[int, bytes] | None:
+def _forbidden(body: dict[str, Any]) -> bytes | None:
     detail = b'{"detail":[{"type":"extra_forbidden","loc":["body","stream_options"]}]}'
-    return (422, detail) if "stream_options" in body else None
+    return refused(422, detail) if "stream_options" in body else None
 
 
-def _told_in_the_stream(body: dict[str, Any]) -> tuple[int, bytes] | None:
+def _told_in_the_stream(body: dict[str, Any]) -> bytes | None:
     event = b'data: {"error":{"code":400,"message":"stream_options is not supported"}}\n\n'
-    return (200, event) if "stream_options" in body else None
+    return events(event) if "stream_options" in body else None
 
 
 @pytest.mark.parametrize("refuse", [_unknown, _forbidden, _told_in_the_stream])
 async def test_an_endpoint_that_refuses_the_option_is_asked_without_until_a_reload(
-    tmp_path: Path, refuse: Callable[[dict[str, Any]], tuple[int, bytes] | None]
+    tmp_path: Path, refuse: Callable[[dict[str, Any]], bytes | None]
 ) -> None:
     hosted = Hosted(refuse=refuse)
     async with site_over(tmp_path, hosted) as site:
@@ -442,8 +425,8 @@ async def test_an_endpoint_that_refuses_the_option_is_asked_without_until_a_relo
 
 
 async def test_an_error_of_the_request_is_not_taken_for_one_of_the_option(tmp_path: Path) -> None:
-    def refuse(body: dict[str, Any]) -> tuple[int, bytes] | None:
-        return (400, b'{"error":{"message":"no tools"}}') if "tools" in body else None
+    def refuse(body: dict[str, Any]) -> bytes | None:
+        return refused(400, b'{"error":{"message":"no tools"}}') if "tools" in body else None
 
     hosted = Hosted(refuse=refuse)
     async with site_over(tmp_path, hosted) as site:

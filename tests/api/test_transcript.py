@@ -30,6 +30,7 @@ from gateway.api.transcript import (
     step_back_offsets,
     tokenizes_as_sent,
 )
+from tests.each_case import each_case
 
 MIB = 1 << 20
 READERS = {
@@ -310,27 +311,20 @@ def transcript_of(*texts: str) -> Transcript:
     return Transcript(content_pieces=list(texts), token_count=len(texts))
 
 
-async def test_a_text_that_tokenizes_as_written_continues_at_its_end() -> None:
-    splice = await find_splice_point(
-        words, "tell me", transcript_of(" of", " the", " sea"), greedy=True
-    )
-    assert (splice.prefix, splice.overlap) == (" of the sea", "")
-    assert (splice.prompt_tokens, splice.sent_tokens, splice.prefix_tokens) == (2, 3, 3)
-
-
-async def test_a_word_in_two_tokens_is_stepped_back_over() -> None:
-    splice = await find_splice_point(
-        words, "tell me", transcript_of(" of", " the", " se", "a"), greedy=True
-    )
-    assert (splice.prefix, splice.overlap) == (" of the", " sea")
-    assert (splice.sent_tokens, splice.prefix_tokens) == (4, 2)
-
-
-async def test_a_sampled_text_continues_exactly_where_it_was_cut() -> None:
-    splice = await find_splice_point(
-        words, "tell me", transcript_of(" of", " the", " se", "a"), greedy=False
-    )
-    assert (splice.prefix, splice.overlap, splice.prefix_tokens) == (" of the sea", "", 4)
+@each_case(
+    ("sent", "greedy", "prefix", "overlap", "prefix_tokens"),
+    [
+        ((" of", " the", " sea"), True, " of the sea", "", 3),  # it tokenizes as it was written
+        ((" of", " the", " se", "a"), True, " of the", " sea", 2),  # a word in two tokens
+        ((" of", " the", " se", "a"), False, " of the sea", "", 4),  # sampled: exactly at the cut
+    ],
+)
+async def test_a_text_continues_at_its_end_or_is_stepped_back_over(
+    sent: tuple[str, ...], greedy: bool, prefix: str, overlap: str, prefix_tokens: int
+) -> None:
+    splice = await find_splice_point(words, "tell me", transcript_of(*sent), greedy=greedy)
+    assert (splice.prefix, splice.overlap, splice.prefix_tokens) == (prefix, overlap, prefix_tokens)
+    assert (splice.prompt_tokens, splice.sent_tokens) == (2, len(sent))
 
 
 async def test_a_token_that_was_sent_in_part_is_stepped_back_over() -> None:

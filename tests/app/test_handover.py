@@ -27,12 +27,6 @@ from gateway.lease import HASH_KEY_BYTES
 
 KEY = bytes(range(HASH_KEY_BYTES))
 
-REPORTS_READINESS = """
-import os, sys
-numbers = dict(part.split("=") for part in os.environ["LLAMA_GATEWAY_SOCKETS"].split())
-os.write(int(numbers["ready"]), b"1")
-"""
-
 
 @pytest.fixture
 def listening() -> Iterator[socket.socket]:
@@ -82,7 +76,7 @@ def test_a_successor_takes_the_socket_of_the_address_that_it_is_to_listen_on(
     os.close(reader)
 
 
-@pytest.mark.parametrize("customised", [True, False])
+@pytest.mark.parametrize(("customised", "had_admin_keys"), [(True, False), (False, True)])
 @pytest.mark.parametrize(
     "door",
     [
@@ -91,32 +85,21 @@ def test_a_successor_takes_the_socket_of_the_address_that_it_is_to_listen_on(
         AnonymousAccess(had_keys=True, allowed=True),
     ],
 )
-def test_a_successor_knows_its_predecessors_anonymous_access(
-    door: AnonymousAccess, customised: bool, listening: socket.socket
+def test_a_successor_knows_its_predecessors_files_and_whom_it_let_in(
+    door: AnonymousAccess, customised: bool, had_admin_keys: bool, listening: socket.socket
 ) -> None:
     reader, writer = os.pipe()
-    result = successor_environment(door, Path("config/gateway.yaml"), customised=customised)
+    more = {"customised": customised, "had_admin_keys": had_admin_keys}
+    result = successor_environment(door, Path("config/gateway.yaml"), **more)
     assert result["LLAMA_GATEWAY_CONFIG"] == "config/gateway.yaml"
     inherited = inherit_from_environment(
         {SOCKETS_VARIABLE: f"public={passed(listening)} ready={writer}", **result}
     )
     assert (inherited.anonymous_access, inherited.customised) == (door, customised)
+    assert inherited.had_admin_keys == had_admin_keys
     inherited.notify_ready()
     os.close(reader)
-    assert "LLAMA_GATEWAY_CONFIG" not in successor_environment(door, None, customised=customised)
-
-
-@pytest.mark.parametrize("had_keys", [False, True])
-def test_a_successor_knows_whether_there_were_admin_keys(had_keys: bool) -> None:
-    passed = successor_environment(
-        AnonymousAccess(), None, customised=False, had_admin_keys=had_keys
-    )
-    reader, writer = os.pipe()
-    os.close(reader)
-    passed |= {"LLAMA_GATEWAY_SOCKETS": f"ready={writer}"}
-    inherited = inherit_from_environment(passed)
-    assert inherited.had_admin_keys == had_keys
-    os.close(writer)
+    assert "LLAMA_GATEWAY_CONFIG" not in successor_environment(door, None, **more)
 
 
 def test_port_0_accepts_any_inherited_socket(listening: socket.socket) -> None:
@@ -188,11 +171,6 @@ async def succeed(
     return await start_successor(
         command, {"public": sock}, from_systemd=False, hash_key=KEY, timeout=timeout
     )
-
-
-async def test_a_successor_that_reports_readiness_has_taken_over(listening: socket.socket) -> None:
-    process = await succeed(listening, sys.executable, "-c", REPORTS_READINESS)
-    assert await asyncio.to_thread(process.wait, 60) == 0
 
 
 @pytest.mark.parametrize(

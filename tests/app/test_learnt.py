@@ -264,15 +264,6 @@ async def test_what_was_learnt_of_another_model_or_build_is_dropped(
         assert not life.cached
 
 
-async def test_a_server_that_has_not_said_yet_what_it_has_is_as_it_was(file: Path) -> None:
-    await learnt_once(file)
-    life = await next_life(file, said={})
-    assert life.node.speed.decode_tps
-    life.node.properties = ServerProperties(**SAID)
-    life.scheduler.fleet.refresh_state(life.node)
-    assert life.node.speed.decode_tps
-
-
 async def test_what_a_calibration_and_waking_up_have_shown_is_kept(file: Path) -> None:
     life = await next_life(file)
     assert life.node.speed.calibrate(TIMINGS)
@@ -489,19 +480,20 @@ def test_counts_that_would_go_down_are_not_taken(wrong: dict[str, Any]) -> None:
         PredictionAccuracy().restore(PredictionAccuracy(**wrong))
 
 
-async def test_prompts_stay_when_a_server_is_probed_for_the_first_time(file: Path) -> None:
+async def test_a_server_that_has_not_said_yet_what_it_has_is_as_it_was(file: Path) -> None:
     await learnt_once(file)
     life = Life(file, said={})
     life.node.probe_history.probed = False
     life.scheduler.fleet.refresh_state(life.node)
     await life.memory.load(WHOLE)
     assert life.cached
+    assert life.node.speed.decode_tps
     for is_same, models in ((True, ("demo",)), (False, ("other",))):
         life.node.properties = ServerProperties(**SAID | {"models": models})
         life.node.probe_history.probed = life.node.probe_history.up = True
         life.node.models_changed()
         life.scheduler.fleet.refresh_state(life.node)
-        assert bool(life.cached) is is_same
+        assert (bool(life.cached), bool(life.node.speed.decode_tps)) == (is_same, is_same)
 
 
 async def test_gateways_of_one_store_keep_their_own_rows_and_learn_of_each_other(

@@ -20,6 +20,7 @@ from tests.each_case import each_case
 from tests.emulator import EmulatedNode
 from tests.emulator.generation import TokenTally
 from tests.emulator.language_model import count_tokens
+from tests.forward.answering_endpoint import over_endpoint, response
 from tests.forward.proxy_over_nodes import (
     A_FIRST,
     BODIES,
@@ -28,9 +29,8 @@ from tests.forward.proxy_over_nodes import (
     prompt_field,
     proxy_over,
 )
-from tests.gateways import running_gateway, until
+from tests.gateways import until
 from tests.schedule.build import a_request
-from tests.transport.raw import Peer, raw_server
 from tests.virtual import in_virtual_time
 
 
@@ -52,14 +52,6 @@ async def test_tokens_are_those_that_the_node_reports(
         assert record.duration_seconds == pytest.approx(0.09)
         assert (record.ttft is not None) is stream
         assert proxy.outcomes == [("a", "ok")]
-
-
-@in_virtual_time
-async def test_usage_in_the_stream_does_not_change_the_count(tmp_path: Path) -> None:
-    async with proxy_over(tmp_path, EmulatedNode(answer_tokens=9)) as proxy:
-        await proxy.stream(stream_options={"include_usage": True})
-        await proxy.settled()
-        assert proxy.finished[0].completion_tokens == 9
 
 
 @in_virtual_time
@@ -166,6 +158,8 @@ async def test_a_request_that_is_left_counts_what_was_generated(
         await left_after(proxy, 5.05, path, stream=stream, max_tokens=400)
         record, tally = await the_record(proxy)
         assert record.status == 499
+        assert proxy.outcomes == [("a", "client_closed")]
+        assert proxy.node("a").failures == 0
         assert 30 <= record.completion_tokens <= 60
         assert tally.tokens - 2 <= record.completion_tokens <= tally.tokens + 8
         assert record.prompt_tokens > 0
@@ -317,6 +311,7 @@ async def test_a_cancelled_request_counts_what_was_done_for_it(tmp_path: Path) -
         error = GatewayError(503, "cancelled", "An operator has cancelled it.")
         assert proxy.app.registry.cancel_where(lambda _: True, error) == 1
         assert (await asked).status_code == 503
+        assert one.requests == 1, "it must not be tried again"
         record, tally = await the_record(proxy)
         assert record.completion_tokens == pytest.approx(30, abs=3)
         assert abs(tally.tokens - record.completion_tokens) <= 3
@@ -432,37 +427,20 @@ async def test_all_answers_to_a_prompt_count(tmp_path: Path, path: str, stream: 
         assert record.slot_seconds == pytest.approx(3 * 3.0, abs=0.3)
 
 
-async def serve_silently(peer: Peer) -> None:
-    """Answer requests without a word about tokens."""
-    while True:
-        try:
-            request = await peer.request()
-        except (asyncio.IncompleteReadError, ConnectionError):
-            return
-        value: Any = {"data": [{"id": "demo"}]}
-        if request.startswith(b"POST"):
-            message = {"role": "assistant", "content": "a" * 400}
-            value = {"choices": [{"index": 0, "finish_reason": "stop", "message": message}]}
-        answer = json.dumps(value).encode()
-        head = b"HTTP/1.1 200 OK\r\nContent-Type: application/json\r\nContent-Length: %d\r\n\r\n"
-        await peer.say(head % len(answer) + answer)
-
-
 async def test_an_answer_without_any_figure_counts_by_its_bytes(tmp_path: Path) -> None:
-    async with raw_server(serve_silently) as server:
-        node = {"name": "a", "url": f"http://127.0.0.1:{server.port}", "kind": "openai"}
-        async with running_gateway(tmp_path, [node]) as running:
-            records: list[RequestRecord] = []
-            running.gateway.bus.subscribe(RequestRecord, records.append)
-            for more in ({}, {"max_tokens": 40}):
-                body = {"messages": [{"role": "user", "content": "Hello"}], **more}
-                reply = await running.client.post("/v1/chat/completions", json=body)
-                assert reply.status_code == 200, reply.text
-            await until(lambda: len(records) == 2)
-            whole, limited = records
-            assert 100 <= whole.completion_tokens <= 130
-            assert limited.completion_tokens == 40
-            assert whole.prompt_tokens > 0
+    message = {"role": "assistant", "content": "a" * 400}
+    value = {"choices": [{"index": 0, "finish_reason": "stop", "message": message}]}
+    answer = response(json.dumps(value).encode())
+    async with over_endpoint(tmp_path, lambda _: answer) as (running, records):
+        for more in ({}, {"max_tokens": 40}):
+            body = {"messages": [{"role": "user", "content": "Hello"}], **more}
+            reply = await running.client.post("/v1/chat/completions", json=body)
+            assert reply.status_code == 200, reply.text
+        await until(lambda: len(records) == 2)
+        whole, limited = records
+        assert 100 <= whole.completion_tokens <= 130
+        assert limited.completion_tokens == 40
+        assert whole.prompt_tokens > 0
 
 
 LONG = 600.0
@@ -562,33 +540,23 @@ async def test_a_request_that_kills_nodes_reaches_no_third_one(
         assert (await proxy.ask(stream=stream)).status_code == 502
 
 
+@pytest.mark.parametrize("stream", [True, False])
 @in_virtual_time
-async def test_a_stream_that_kills_its_node_counts_as_well(tmp_path: Path) -> None:
+async def test_a_response_that_kills_its_node_while_it_is_written_counts_as_well(
+    tmp_path: Path, *, stream: bool
+) -> None:
     servers = [EmulatedNode() for _ in range(3)]
     async with proxy_over(tmp_path, *servers) as proxy:
         resumed: list[StreamResumed] = []
         proxy.app.bus.subscribe(StreamResumed, resumed.append)
         for server in servers:
             server.faults.set("reset", after_events=3)
-        stream = await proxy.stream()
-        assert (stream.status, len(stream.errors)) == (200, 1)
-        assert "2 nodes died" in stream.errors[0]["message"]
+        reply = await proxy.ask(stream=stream)
+        assert reply.status_code == (200 if stream else 502)
+        assert reply.text.count("2 nodes died") == 1
         assert len(proxy.attempts) == 2, "it went on elsewhere, and that node died too"
         failures = [one.failure for one in resumed]
         assert failures == [None, "nodes died on this very request"]
-        assert (await proxy.ask(stream=True)).status_code == 502
+        assert (await proxy.ask(stream=stream)).status_code == 502
         assert len(proxy.attempts) == 2
         assert (proxy.finished[0].status, proxy.finished[0].reason) == (502, "node_failed")
-
-
-@in_virtual_time
-async def test_an_assembled_response_that_kills_its_node_counts_as_well(tmp_path: Path) -> None:
-    servers = [EmulatedNode() for _ in range(3)]
-    async with proxy_over(tmp_path, *servers) as proxy:
-        for server in servers:
-            server.faults.set("reset", after_events=3)
-        refused = await proxy.ask()
-        assert refused.status_code == 502
-        assert "2 nodes died" in refused.json()["error"]["message"]
-        assert refused.headers["x-should-retry"] == "false"
-        assert len(proxy.attempts) == 2

@@ -13,21 +13,20 @@ import pytest
 
 from gateway.api import sse
 from gateway.config.settings import Settings
-from gateway.events import RequestRecord
 from gateway.forward.event_pipeline import EventPipeline
 from gateway.request.routes import ROUTES
 from tests.emulator import EmulatedNode, expected_chat_text
+from tests.forward.answering_endpoint import over_endpoint
 from tests.forward.granted_lease import a_proxy_request
 from tests.forward.proxy_over_nodes import (
-    A_FIRST,
     BODIES,
     GENERATION_PATHS,
     MESSAGES,
     Stream,
     proxy_over,
+    two_nodes,
 )
-from tests.gateways import running_gateway, until
-from tests.transport.raw import Peer, raw_server
+from tests.gateways import until
 from tests.virtual import in_virtual_time
 
 AFTER = 12
@@ -94,8 +93,7 @@ async def test_a_nodes_error_in_a_stream_keeps_its_meaning(
     )
     if path == "/v1/messages":
         error = b"event: error\n" + error
-    one, two = EmulatedNode(answer_tokens=40), EmulatedNode(answer_tokens=40)
-    async with proxy_over(tmp_path, one, two, nodes=A_FIRST, resume="off") as proxy:
+    async with two_nodes(tmp_path, answer_tokens=40, resume="off") as (proxy, one, _):
         one.faults.next("insert", after_events=AFTER, data=error)
         reply = await proxy.stream(path)
         (reported,) = reply.errors
@@ -112,8 +110,7 @@ async def test_a_nodes_error_in_a_stream_keeps_its_meaning(
 @in_virtual_time
 async def test_a_request_that_a_node_calls_invalid_is_not_retried(tmp_path: Path) -> None:
     error = b'data: {"error":{"code":400,"message":"It says so"}}\n\n'
-    one, two = EmulatedNode(answer_tokens=40), EmulatedNode(answer_tokens=40)
-    async with proxy_over(tmp_path, one, two, nodes=A_FIRST) as proxy:
+    async with two_nodes(tmp_path, answer_tokens=40) as (proxy, one, two):
         for stream in (True, False):
             one.faults.next("insert", after_events=AFTER, data=error)
             reply = await proxy.ask(stream=stream)
@@ -263,7 +260,9 @@ async def test_a_stream_fails_without_the_event_that_alone_says_that_it_has_ende
 
 @pytest.mark.parametrize("path", GENERATION_PATHS)
 @in_virtual_time
-async def test_nothing_follows_the_terminal_event(tmp_path: Path, path: str) -> None:
+async def test_nothing_follows_the_terminal_event_and_no_failure_after_it_counts(
+    tmp_path: Path, path: str
+) -> None:
     one = EmulatedNode(answer_tokens=8)
     async with proxy_over(tmp_path, one) as proxy:
         whole = await proxy.stream(path)
@@ -271,25 +270,14 @@ async def test_nothing_follows_the_terminal_event(tmp_path: Path, path: str) -> 
         assert masked(await proxy.stream(path)) == masked(whole)
         one.faults.next("merge", count=100)
         assert masked(await proxy.stream(path)) == masked(whole)
-        one.faults.next("error_event", after_events=len(whole.events))
-        assert masked(await proxy.stream(path)) == masked(whole)
+        for kind in ("error_event", "close"):
+            one.faults.next(kind, after_events=len(whole.events))
+            assert masked(await proxy.stream(path)) == masked(whole)
         await proxy.settled()
-        assert [record.status for record in proxy.finished] == 4 * [200]
-
-
-@in_virtual_time
-async def test_text_that_looks_like_the_terminal_event_does_not_end_the_stream(
-    tmp_path: Path,
-) -> None:
-    one = EmulatedNode(answer_tokens=8)
-    fake = b'data: {"choices":[{"delta":{"content":"data: [DONE]"}}]}\n\n'
-    async with proxy_over(tmp_path, one) as proxy:
-        one.faults.set("insert", after_events=3, data=fake)
-        whole = await proxy.stream()
-        assert whole.errors == []
-        one.faults.clear()
-        one.faults.next("reset", after_events=3)
-        check_failed(GENERATION_PATHS[0], await proxy.stream())
+        ended = [(record.status, record.completion_tokens) for record in proxy.finished]
+        assert ended == 5 * ended[:1]
+        assert ended[0][0] == 200
+        assert proxy.node("a").failures == 0
 
 
 @in_virtual_time
@@ -303,15 +291,6 @@ async def test_comments_can_be_switched_off(tmp_path: Path) -> None:
 
 
 @in_virtual_time
-async def test_a_nodes_comments_pass_in_the_gateways_form(tmp_path: Path) -> None:
-    one = EmulatedNode(answer_tokens=8, prefill_tps=60, ping_interval=0.02)
-    async with proxy_over(tmp_path, one) as proxy:
-        reply = await proxy.stream()
-        assert reply.text == expected_chat_text(MESSAGES, 8)
-        assert not re.search(rb"(?:\A|\n):[^\n]*\n\r?\n", reply.body)
-
-
-@in_virtual_time
 async def test_the_end_of_one_of_several_answers_does_not_end_the_stream(tmp_path: Path) -> None:
     one = EmulatedNode(slots=2, answer_tokens=8)
     async with proxy_over(tmp_path, one) as proxy:
@@ -320,38 +299,6 @@ async def test_the_end_of_one_of_several_answers_does_not_end_the_stream(tmp_pat
         one.faults.next("close", after_events=len(whole.events) - 1)
         reply = await proxy.stream("/completion", prompt="one", n=2)
         check_failed("/completion", reply)
-
-
-@pytest.mark.parametrize("path", GENERATION_PATHS)
-@in_virtual_time
-async def test_a_failure_after_the_terminal_event_is_ignored(tmp_path: Path, path: str) -> None:
-    one = EmulatedNode(answer_tokens=8)
-    async with proxy_over(tmp_path, one) as proxy:
-        whole = await proxy.stream(path)
-        one.faults.next("close", after_events=len(whole.events))
-        reply = await proxy.stream(path)
-        assert reply.errors == []
-        assert len(reply.events) == len(whole.events)
-        await proxy.settled()
-        first, second = proxy.finished
-        assert (second.status, second.completion_tokens) == (200, first.completion_tokens)
-        assert proxy.node("a").failures == 0
-
-
-@in_virtual_time
-async def test_a_client_that_leaves_frees_the_node(tmp_path: Path) -> None:
-    one = EmulatedNode(answer_tokens=1000, decode_tps=50)
-    async with proxy_over(tmp_path, one) as proxy:
-        client = proxy.running.client
-        body = {"messages": MESSAGES, "stream": True}
-        async with client.stream("POST", GENERATION_PATHS[0], json=body) as reply:
-            async for _ in reply.aiter_bytes():
-                break
-        await until(lambda: one.busy == 0)
-        await proxy.settled()
-        assert proxy.finished[-1].status == 499
-        assert proxy.node("a").failures == 0
-        assert proxy.outcomes == [("a", "client_closed")]
 
 
 @in_virtual_time
@@ -508,32 +455,25 @@ async def test_a_last_event_without_a_blank_line_is_an_event(
 ) -> None:
     endings = [b"\n\n".join(events) for events in LAST_EVENTS[path]]
 
-    async def serve(peer: Peer) -> None:
-        request = await peer.request()
-        if request.startswith(b"GET"):
-            models = json.dumps({"data": [{"id": "demo"}]}).encode()
-            await peer.say(b"HTTP/1.0 200 OK\r\ncontent-length: %d\r\n\r\n" % len(models) + models)
-            return
+    def answer(request: bytes) -> bytes:
         body = endings[0] + line_end
         head = b"HTTP/1.1 200 OK\r\ncontent-type: text/event-stream\r\n"
         if resets:
             # The last chunk never comes.
             head += b"transfer-encoding: chunked\r\n"
             body = b"%x\r\n%b\r\n" % (len(body), body)
-        await peer.say(head + b"\r\n" + body)
+        return head + b"\r\n" + body
 
-    async with raw_server(serve) as server:
-        node = {"name": "a", "url": f"http://127.0.0.1:{server.port}", "kind": "openai"}
-        async with running_gateway(tmp_path, [node], {"retries": {"attempts": 1}}) as running:
-            while endings:
-                body = {**BODIES.get(path, {"messages": MESSAGES}), "stream": True}
-                reply = await running.client.post(path, json=body)
-                assert reply.status_code == 200
-                assert "yes" in reply.text
-                assert "error" not in reply.text
-                assert reply.content.endswith(b"\n\n")
-                assert ROUTES[path].api.is_stream_complete(reply.content), reply.text
-                del endings[0]
+    async with over_endpoint(tmp_path, answer, retries={"attempts": 1}) as (running, _):
+        while endings:
+            body = {**BODIES.get(path, {"messages": MESSAGES}), "stream": True}
+            reply = await running.client.post(path, json=body)
+            assert reply.status_code == 200
+            assert "yes" in reply.text
+            assert "error" not in reply.text
+            assert reply.content.endswith(b"\n\n")
+            assert ROUTES[path].api.is_stream_complete(reply.content), reply.text
+            del endings[0]
 
 
 TOKEN = b'data: {"choices":[{"index":0,"delta":{"content":"yes"}}]}\n\n'
@@ -543,29 +483,18 @@ TOKEN = b'data: {"choices":[{"index":0,"delta":{"content":"yes"}}]}\n\n'
 async def test_an_error_event_that_ends_a_stream_is_the_nodes_with_or_without_a_blank_line(
     tmp_path: Path, line_end: bytes
 ) -> None:
-    async def serve(peer: Peer) -> None:
-        request = await peer.request()
-        if request.startswith(b"GET"):
-            models = json.dumps({"data": [{"id": "demo"}]}).encode()
-            await peer.say(b"HTTP/1.0 200 OK\r\ncontent-length: %d\r\n\r\n" % len(models) + models)
-            return
-        error = b'data: {"error":{"message":"It says so","type":"overloaded_error"}}' + line_end
-        await peer.say(
-            b"HTTP/1.1 200 OK\r\ncontent-type: text/event-stream\r\n\r\n" + TOKEN + error
-        )
-
-    async with raw_server(serve) as server:
-        node = {"name": "a", "url": f"http://127.0.0.1:{server.port}", "kind": "openai"}
-        async with running_gateway(tmp_path, [node], {"retries": {"attempts": 1}}) as running:
-            ended: list[RequestRecord] = []
-            running.gateway.bus.subscribe(RequestRecord, ended.append)
-            body = {"messages": MESSAGES, "stream": True}
-            reply = await running.client.post("/v1/chat/completions", json=body)
-            assert "yes" in reply.text
-            assert "It says so" in reply.text
-            await until(lambda: len(running.gateway.registry) == 0)
-            running.gateway.bus.flush()
-            assert [record.status for record in ended] == [503]
+    error = b'data: {"error":{"message":"It says so","type":"overloaded_error"}}' + line_end
+    head = b"HTTP/1.1 200 OK\r\ncontent-type: text/event-stream\r\n\r\n"
+    async with over_endpoint(tmp_path, lambda _: head + TOKEN + error, retries={"attempts": 1}) as (
+        running,
+        records,
+    ):
+        body = {"messages": MESSAGES, "stream": True}
+        reply = await running.client.post("/v1/chat/completions", json=body)
+        assert "yes" in reply.text
+        assert "It says so" in reply.text
+        await until(lambda: records)
+        assert [record.status for record in records] == [503]
 
 
 @pytest.mark.parametrize(

@@ -70,17 +70,6 @@ async def test_a_request_in_prefill_is_cancelled(tmp_path: Path) -> None:
 
 
 @in_virtual_time
-async def test_a_plain_request_in_decode_is_cancelled(tmp_path: Path) -> None:
-    async with proxy_over(tmp_path, one := EmulatedNode(decode_tps=50, answer_tokens=40)) as proxy:
-        task = asyncio.create_task(proxy.ask())
-        await until(lambda: one.busy == 1)
-        end(proxy)
-        reply = await task
-        assert (reply.status_code, reply.headers["x-gateway-reason"]) == (503, "no_node")
-        assert one.requests == 1, "it must not be tried again"
-
-
-@in_virtual_time
 async def test_a_streaming_request_is_cancelled(tmp_path: Path) -> None:
     one = EmulatedNode(decode_tps=50, answer_tokens=1000)
     async with proxy_over(tmp_path, one) as proxy:
@@ -132,38 +121,22 @@ async def test_a_request_is_found_by_its_id_and_by_its_x_request_id(tmp_path: Pa
         assert all(reply.errors or reply.status == 503 for reply in replies)
 
 
+@pytest.mark.parametrize(
+    ("stream", "after_events"),
+    [pytest.param(True, None, id="a retry"), pytest.param(False, 3, id="a resumption")],
+)
 @in_virtual_time
-async def test_a_retry_that_waits_is_no_longer_shed_once_its_client_has_a_response_head(
-    tmp_path: Path,
+async def test_who_waits_for_a_node_again_is_not_shed_once_its_client_has_a_response_head(
+    tmp_path: Path, stream: bool, after_events: int | None
 ) -> None:
     one, two = EmulatedNode(), EmulatedNode()
-    one.faults.set("reset")
-    async with proxy_over(tmp_path, one, two, heartbeat=2.0) as proxy:
-        scheduler, fleet = proxy.app.scheduler, proxy.app.fleet
-        fleet.drain("b")
-        proxy.app.bus.subscribe(AttemptEnded, lambda _: fleet.drain("a"))
-        task = asyncio.create_task(proxy.stream())
-        await until(lambda: bool(proxy.attempts) and len(scheduler.queue_positions()) == 1)
-        (waiting,) = scheduler.waiters
-        assert not waiting.response_started
-        await until(lambda: waiting.response_started)
-        fleet.resume("b")
-        reply = await task
-        await proxy.settled()
-        assert (reply.status, proxy.finished[0].node) == (200, "b")
-
-
-@in_virtual_time
-async def test_a_resumption_that_waits_is_no_longer_shed_once_its_client_has_a_response_head(
-    tmp_path: Path,
-) -> None:
-    one, two = EmulatedNode(), EmulatedNode()
-    one.faults.set("reset", after_events=3)
+    one.faults.set("reset", after_events=after_events)
     async with proxy_over(tmp_path, one, two, heartbeat=2.0, heartbeat_plain=True) as proxy:
         scheduler, fleet = proxy.app.scheduler, proxy.app.fleet
         fleet.drain("b")
-        task = asyncio.create_task(proxy.ask())
-        await until(lambda: len(scheduler.queue_positions()) == 1)
+        proxy.app.bus.subscribe(AttemptEnded, lambda _: fleet.drain("a"))
+        task = asyncio.create_task(proxy.ask(stream=stream))
+        await until(lambda: bool(proxy.attempts) and len(scheduler.queue_positions()) == 1)
         (waiting,) = scheduler.waiters
         assert not waiting.response_started
         await until(lambda: waiting.response_started)

@@ -13,7 +13,7 @@ from gateway.forward import resume
 from gateway.forward.resume import ResumeInput, ResumePlan, plan_resume
 from gateway.schedule.lease_service import LocalLeaseService
 from tests.emulator import EmulatedNode
-from tests.forward.proxy_over_nodes import A_FIRST, ProxyOverNodes, proxy_over
+from tests.forward.proxy_over_nodes import A_FIRST, ProxyOverNodes, proxy_over, two_nodes
 from tests.virtual import in_virtual_time
 
 
@@ -52,8 +52,7 @@ async def test_it_goes_under_the_next_lease_and_no_attempt_is_counted(
 
 @in_virtual_time
 async def test_each_attempt_asks_once_whether_it_may(tmp_path: Path) -> None:
-    one, two = EmulatedNode(answer_tokens=5), EmulatedNode(answer_tokens=5)
-    async with proxy_over(tmp_path, one, two, nodes=A_FIRST) as proxy:
+    async with two_nodes(tmp_path, answer_tokens=5) as (proxy, one, _):
         asked = void_leases(proxy)
         one.faults.next("status", status=503)
         assert (await proxy.ask()).status_code == 200

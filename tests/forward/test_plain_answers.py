@@ -15,14 +15,13 @@ import pytest
 from gateway.events import RequestRecord
 from gateway.nodes.node import PLAIN_SECONDS
 from gateway.request.routes import ROUTES
-from gateway.transport.errors import InvalidResponse
 from tests.api.events import read_stream, values
 from tests.each_case import each_case
 from tests.emulator import EmulatedNode
+from tests.forward.answering_endpoint import Unended, over_endpoint, response
 from tests.forward.proxy_over_nodes import BODIES, GENERATION_PATHS, MESSAGES, proxy_over
-from tests.gateways import Running, running_gateway, until
+from tests.gateways import Running, until
 from tests.servers import start_demo_servers
-from tests.transport.raw import Peer, raw_server
 from tests.virtual import in_virtual_time
 
 CHAT, COMPLETIONS, ANTHROPIC, RESPONSES, NATIVE = GENERATION_PATHS
@@ -57,6 +56,9 @@ NO_ANSWERS: list[tuple[str, dict[str, Any]]] = [
     ("[1]", {}),
     ("null", {}),
     ('"yes"', {}),
+    ('[{"content": "a"}]', {}),
+    ('{"choices": [1]}', {}),
+    ('{"choices": {}, "content": {}}', {}),
     ('{"detail": "Not Found", "choices": [], "data": [], "content": null}', {}),
     ('data: {"choices": [{"delta": {"content": "a"}}]}\n\n', {}),
     ("x" * 70_000, {}),
@@ -194,14 +196,6 @@ def test_the_stream_made_of_a_plain_answer_makes_that_answer_again(
         assert (kinds[0], kinds[-1]) == ("response.created", "response.completed")
 
 
-@each_case("path", GENERATION_PATHS)
-def test_a_list_in_place_of_an_object_is_no_answer(path: str) -> None:
-    api = ROUTES[path].api
-    for content in (b'[{"content": "a"}]', b'{"choices": [1]}', b'{"choices": {}, "content": {}}'):
-        with pytest.raises(InvalidResponse):
-            api.check_answer(content)
-
-
 def test_hosted_rankings_and_answers_behind_white_space_are_answers() -> None:
     ranked = [{"index": 1, "relevance_score": 0.5}]
     rankings: list[dict[str, Any]] = [{"results": ranked}, {"results": []}, {"data": ranked}]
@@ -225,23 +219,12 @@ async def over_plain_node(
     bodies: list[dict[str, Any]] = []
     types = [b"application/json"] if kinds is None else kinds
 
-    async def serve(peer: Peer) -> None:
-        while True:
-            request = await peer.request()
-            value: dict[str, Any] = {"data": [{"id": "demo"}]}
-            if request.startswith(b"POST"):
-                bodies.append(json.loads(request.partition(b"\r\n\r\n")[2]))
-                value = plain
-            content = json.dumps(value).encode()
-            head = b"HTTP/1.1 200 OK\r\ncontent-type: %b\r\ncontent-length: %d\r\n\r\n"
-            await peer.say(head % (types[0], len(content)) + content)
+    def answer(request: bytes) -> bytes:
+        bodies.append(json.loads(request.partition(b"\r\n\r\n")[2]))
+        return response(json.dumps(plain).encode(), types[0])
 
-    async with raw_server(serve) as server:
-        node = {"name": "a", "url": f"http://127.0.0.1:{server.port}", "kind": "openai"}
-        async with running_gateway(folder, [node]) as running:
-            records: list[RequestRecord] = []
-            running.gateway.bus.subscribe(RequestRecord, records.append)
-            yield running, bodies, records
+    async with over_endpoint(folder, answer) as (running, records):
+        yield running, bodies, records
 
 
 @pytest.mark.parametrize("number", range(len(PLAIN) - 1))
@@ -342,20 +325,11 @@ async def test_a_plain_answer_that_is_labelled_as_events_is_an_answer(tmp_path: 
 async def test_events_that_are_labelled_as_something_else_end_the_attempt_at_once(
     tmp_path: Path,
 ) -> None:
-    async def serve(peer: Peer) -> None:
-        request = await peer.request()
-        head = b"HTTP/1.1 200 OK\r\ncontent-type: application/json\r\n\r\n"
-        if request.startswith(b"GET"):
-            await peer.say(head + b'{"data": [{"id": "demo"}]}')
-            return
-        await peer.say(head + b'data: {"choices": [{"delta": {"content": "a"}}]}\n\n')
-        await peer.reader.read()  # until the gateway leaves
-
-    async with raw_server(serve) as server:
-        node = {"name": "a", "url": f"http://127.0.0.1:{server.port}", "kind": "openai"}
-        async with running_gateway(tmp_path, [node], {"retries": {"attempts": 1}}) as running:
-            reply = await running.client.post(CHAT, json={**BODIES[CHAT], "stream": True})
-            assert (reply.status_code, reply.json()["error"]["code"]) == (502, "node_failed")
+    head = b"HTTP/1.1 200 OK\r\ncontent-type: application/json\r\n\r\n"
+    said = Unended(head + b'data: {"choices": [{"delta": {"content": "a"}}]}\n\n')
+    async with over_endpoint(tmp_path, lambda _: said, retries={"attempts": 1}) as (running, _):
+        reply = await running.client.post(CHAT, json={**BODIES[CHAT], "stream": True})
+        assert (reply.status_code, reply.json()["error"]["code"]) == (502, "node_failed")
 
 
 # The real server's own answers.

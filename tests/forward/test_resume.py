@@ -6,7 +6,7 @@ import asyncio
 import json
 import re
 from collections.abc import AsyncIterator, Awaitable, Callable
-from contextlib import AsyncExitStack, asynccontextmanager
+from contextlib import AbstractAsyncContextManager, AsyncExitStack, asynccontextmanager
 from pathlib import Path
 from typing import Any
 
@@ -27,11 +27,11 @@ from gateway.forward.resume import (
     find_reasoning_template,
     plan_resume,
 )
-from gateway.nodes.node import LeasePhase, NodeState
+from gateway.nodes.node import LeasePhase
 from gateway.request.routes import ROUTES
 from tests.clients.site import Site, broken_off, busy, until_busy
 from tests.emulator import EmulatedNode
-from tests.forward.proxy_over_nodes import A_FIRST, ProxyOverNodes, Stream, proxy_over
+from tests.forward.proxy_over_nodes import A_FIRST, ProxyOverNodes, Stream, proxy_over, two_nodes
 from tests.forward.test_attempt import nobody_answers
 from tests.forward.test_event_pipeline import AFTER, BREAKS, check_failed
 from tests.gateways import running_gateway, until
@@ -52,6 +52,13 @@ BROKEN = [
 
 def nodes(count: int = 2, **options: Any) -> list[EmulatedNode]:
     return [EmulatedNode(**{"answer_tokens": 2000, **options}) for _ in range(count)]
+
+
+def two_writers(
+    folder: Path, **settings: Any
+) -> AbstractAsyncContextManager[tuple[ProxyOverNodes, EmulatedNode, EmulatedNode]]:
+    """A gateway over two nodes that write as much as is asked for; it prefers the first."""
+    return two_nodes(folder, answer_tokens=2000, **settings)
 
 
 def text_of(reply: Stream) -> str:
@@ -128,8 +135,7 @@ def asked_of(path: str, tokens: int = TOKENS) -> dict[str, Any]:
 async def test_a_broken_stream_is_resumed_on_another_node(
     tmp_path: Path, path: str, kind: str, options: dict[str, Any]
 ) -> None:
-    one, two = nodes()
-    async with proxy_over(tmp_path, one, two, nodes=A_FIRST, **QUIET) as proxy:
+    async with two_writers(tmp_path, **QUIET) as (proxy, one, _):
         events = resumed(proxy)
         asked = options_of(path)
         whole = await proxy.stream(path, **asked)
@@ -163,10 +169,9 @@ async def metrics_of(proxy: ProxyOverNodes) -> str:
 @pytest.mark.parametrize("path", PATHS)
 @in_virtual_time
 async def test_the_text_is_the_same_wherever_the_stream_is_cut(tmp_path: Path, path: str) -> None:
-    one, two = nodes(answer_tokens=12)
-    async with proxy_over(
-        tmp_path, one, two, nodes=A_FIRST, health={"failures": 1000}, retries={"quarantine": 0}
-    ) as proxy:
+    async with two_nodes(
+        tmp_path, answer_tokens=12, health={"failures": 1000}, retries={"quarantine": 0}
+    ) as (proxy, one, _):
         asked = options_of(path)
         asked |= asked_of(path, 12)
         whole = await proxy.stream(path, **asked)
@@ -183,8 +188,7 @@ async def test_the_text_is_the_same_wherever_the_stream_is_cut(tmp_path: Path, p
 async def test_a_limit_and_a_stop_word_hold_across_the_splice_point(
     tmp_path: Path, path: str, field: str
 ) -> None:
-    one, two = nodes()
-    async with proxy_over(tmp_path, one, two, nodes=A_FIRST) as proxy:
+    async with two_writers(tmp_path) as (proxy, one, _):
         asked = options_of(path)
         if field == "max_tokens":
             asked["n_predict" if path == "/completion" else field] = 20
@@ -199,9 +203,7 @@ async def test_a_limit_and_a_stop_word_hold_across_the_splice_point(
 
 
 @in_virtual_time
-async def test_a_third_node_takes_over_from_the_second_and_none_from_the_third(
-    tmp_path: Path,
-) -> None:
+async def test_a_stream_that_was_resumed_twice_is_not_resumed_again(tmp_path: Path) -> None:
     servers = nodes(4)
     async with proxy_over(tmp_path, *servers, retries={"quarantine": 0}) as proxy:
         whole = await proxy.stream(**GREEDY)
@@ -211,38 +213,19 @@ async def test_a_third_node_takes_over_from_the_second_and_none_from_the_third(
         check_failed("/v1/chat/completions", reply)
         assert text_of(whole).startswith(text_of(reply))
         assert len(proxy.attempts) == 1 + 3
-        for server in servers:
-            server.faults.clear()
-        fleet = proxy.app.fleet
-        await until(lambda: all(node.state is NodeState.READY for node in fleet.nodes.values()))
-        for server in servers[:2]:
-            server.faults.next("close", after_events=8)
-        check_whole("/v1/chat/completions", await proxy.stream(**GREEDY), whole)
 
 
-UNRESUMABLE: list[dict[str, Any]] = [
-    {"n": 2},
-    {"logprobs": True},
-    {"grammar": 'root ::= "a"'},
-    {"response_format": {"type": "json_object"}},
-    {"tools": [{"type": "function", "function": {"name": "f"}}], "tool_choice": "required"},
-    {"messages": [{"role": "user", "content": "x"}, {"role": "assistant", "content": "y"}]},
-]
-
-
-@pytest.mark.parametrize("body", UNRESUMABLE)
 @in_virtual_time
-async def test_a_stream_that_can_not_be_resumed_ends_with_an_error_event(
-    tmp_path: Path, body: dict[str, Any]
-) -> None:
-    one, two = nodes()
-    async with proxy_over(tmp_path, one, two, nodes=A_FIRST) as proxy:
+async def test_a_stream_that_can_not_be_resumed_ends_with_an_error_event(tmp_path: Path) -> None:
+    """Which these are: `tests/api/test_resuming.py`."""
+    async with two_writers(tmp_path) as (proxy, one, two):
         events = resumed(proxy)
         one.faults.next("reset", after_events=AFTER)
-        reply = await proxy.stream(**GREEDY, **body)
-        check_failed("/v1/chat/completions", reply)
+        check_failed("/v1/chat/completions", await proxy.stream(**GREEDY, logprobs=True))
         assert two.requests == 0
-        assert all(event.resumed_on is None and event.failure for event in events)
+        (event,) = events
+        assert event.resumed_on is None
+        assert "probabilities" in str(event.failure)
 
 
 @pytest.mark.parametrize("status", [400, 500])
@@ -255,8 +238,7 @@ async def test_a_node_that_refuses_a_begun_message_continues_it_as_a_completion(
     its own for the model, as for GPT-OSS."""
     raised = "\n---\nWhile executing CallExpression at line 1, column 9 in source:\n...raise_exc\n"
     error = {"code": status, "message": f"{raised}Error: Jinja Exception: a user must speak last"}
-    one, two = nodes()
-    async with proxy_over(tmp_path, one, two, nodes=A_FIRST) as proxy:
+    async with two_writers(tmp_path) as (proxy, one, two):
         events = resumed(proxy)
         asked = options_of(path)
         whole = await proxy.stream(path, **asked)
@@ -276,8 +258,7 @@ async def test_a_node_that_refuses_a_begun_message_continues_it_as_a_completion(
 async def test_resuming_can_be_switched_off_and_needs_the_whole_transcript(
     tmp_path: Path, settings: dict[str, Any], after: int
 ) -> None:
-    one, two = nodes()
-    async with proxy_over(tmp_path, one, two, nodes=A_FIRST, **settings) as proxy:
+    async with two_writers(tmp_path, **settings) as (proxy, one, two):
         one.faults.next("reset", after_events=after)
         check_failed("/v1/chat/completions", await proxy.stream())
         assert two.requests == 0
@@ -317,22 +298,6 @@ async def test_a_node_restarted_with_another_model_is_found_out(
 
 
 @in_virtual_time
-async def test_heartbeats_continue_while_a_stream_waits_for_a_node(tmp_path: Path) -> None:
-    one, two = nodes()
-    async with proxy_over(tmp_path, one, two, nodes=A_FIRST, heartbeat="50ms") as proxy:
-        whole = await proxy.stream(**GREEDY)
-        two.faults.next("hang")
-        one.faults.next("reset", after_events=AFTER)
-        asked = asyncio.create_task(proxy.stream(**GREEDY))
-        await until(lambda: two.requests == 1)
-        await asyncio.sleep(0.3)
-        two.faults.clear()
-        reply = await asked
-        assert reply.body.count(b":\n") >= 3
-        check_whole("/v1/chat/completions", reply, whole)
-
-
-@in_virtual_time
 async def test_heartbeats_continue_from_the_silence_to_the_continuation(tmp_path: Path) -> None:
     one, two = nodes()
     every, silence = 0.1, 0.6
@@ -342,16 +307,16 @@ async def test_heartbeats_continue_from_the_silence_to_the_continuation(tmp_path
         whole = await proxy.stream(**GREEDY)
         one.faults.next("hang", after_events=AFTER)
         two.faults.next("hang", path="/apply-template", seconds=3 * every)
+        two.faults.next("hang", seconds=3 * every)
         reply = await proxy.stream(**GREEDY)
         assert ("a", "silence_timeout") in proxy.outcomes
-        assert reply.body.count(b":\n") >= (silence + 3 * every) / every - 3
+        assert reply.body.count(b":\n") >= (silence + 6 * every) / every - 3
         check_whole("/v1/chat/completions", reply, whole)
 
 
 @in_virtual_time
 async def test_a_clients_deadline_blames_no_node(tmp_path: Path) -> None:
-    one, two = nodes()
-    async with proxy_over(tmp_path, one, two, nodes=A_FIRST) as proxy:
+    async with two_writers(tmp_path) as (proxy, one, two):
         two.faults.next("hang")
         one.faults.next("reset", after_events=AFTER)
         reply = await proxy.stream(headers={"X-Request-Timeout": "1"}, **GREEDY)
@@ -401,8 +366,7 @@ async def test_requests_of_a_drained_node_are_resumed_on_another(tmp_path: Path)
 async def test_a_plain_response_is_resumed_too(
     tmp_path: Path, path: str, kind: str, options: dict[str, Any]
 ) -> None:
-    one, two = nodes()
-    async with proxy_over(tmp_path, one, two, nodes=A_FIRST, **QUIET) as proxy:
+    async with two_writers(tmp_path, **QUIET) as (proxy, one, _):
         asked = asked_of(path)
         whole = (await proxy.ask(path, **asked)).json()
         proxy.finished.clear()
@@ -423,8 +387,7 @@ async def test_a_plain_response_is_resumed_too(
 
 @in_virtual_time
 async def test_a_plain_response_that_can_not_be_resumed_is_retried(tmp_path: Path) -> None:
-    one, two = nodes()
-    async with proxy_over(tmp_path, one, two, nodes=A_FIRST) as proxy:
+    async with two_writers(tmp_path) as (proxy, one, _):
         one.faults.next("reset", after_events=AFTER)
         reply = await proxy.ask(logprobs=True, **GREEDY)
         assert reply.status_code == 200
@@ -442,8 +405,7 @@ INSERTED = ["nul", "no_data", "empty", "comment", "line_comment", "fields", "nul
 async def test_events_without_content_do_not_prevent_a_resumption(
     tmp_path: Path, what: str
 ) -> None:
-    one, two = nodes()
-    async with proxy_over(tmp_path, one, two, nodes=A_FIRST) as proxy:
+    async with two_writers(tmp_path) as (proxy, one, two):
         whole = await proxy.stream(**GREEDY)
         one.faults.next("insert", after_events=4, what=what)
         one.faults.next("reset", after_events=AFTER)
@@ -465,8 +427,7 @@ async def test_events_without_content_do_not_prevent_a_resumption(
 async def test_events_that_can_not_be_read_are_sent_to_nobody(
     tmp_path: Path, path: str, what: str, options: dict[str, Any]
 ) -> None:
-    one, two = nodes()
-    async with proxy_over(tmp_path, one, two, nodes=A_FIRST) as proxy:
+    async with two_writers(tmp_path) as (proxy, one, two):
         asked = options_of(path)
         whole = await proxy.stream(path, **asked)
         one.faults.next("insert", after_events=AFTER, what=what, **options)
@@ -480,18 +441,6 @@ async def test_events_that_can_not_be_read_are_sent_to_nobody(
             check_failed(path, reply)
         else:
             assert reply.status == 502, "nothing had been sent"
-
-
-@in_virtual_time
-async def test_events_between_two_ends_are_sent_to_nobody(tmp_path: Path) -> None:
-    one, two = nodes()
-    async with proxy_over(tmp_path, one, two, nodes=A_FIRST) as proxy:
-        whole = await proxy.stream(**GREEDY)
-        one.faults.set("double_done")
-        one.faults.next("insert", after_events=TOKENS, what="done")
-        reply = await proxy.stream(**GREEDY)
-        assert reply.body.count(b"[DONE]") == 1
-        assert text_of(whole).startswith(text_of(reply))
 
 
 # Retries and resumptions share one budget; a stream's first resumption needs none of it.
@@ -508,33 +457,6 @@ def spend_budget(proxy: ProxyOverNodes, *, left: int = 0) -> None:
     context = proxy.app.proxy_context
     while context.retries_left() > left:
         assert context.retry_budget.spend(context.clock(), 0.0, 1000)
-
-
-@in_virtual_time
-async def test_a_stream_is_resumed_once_without_any_budget(tmp_path: Path) -> None:
-    one, two = nodes()
-    async with proxy_over(tmp_path, one, two, nodes=IN_ORDER, retries=NO_SHARE) as proxy:
-        whole = await proxy.stream(**GREEDY)
-        spend_budget(proxy)
-        one.faults.next("reset", after_events=8)
-        check_whole(CHAT, await proxy.stream(**GREEDY), whole)
-        assert proxy.outcomes[1:] == [("a", "reset"), ("b", "ok")]
-
-
-@in_virtual_time
-async def test_a_second_resumption_without_budget_ends_with_the_error_event(
-    tmp_path: Path,
-) -> None:
-    one, two, three = nodes(3)
-    async with proxy_over(tmp_path, one, two, three, nodes=IN_ORDER, retries=NO_SHARE) as proxy:
-        events = resumed(proxy)
-        spend_budget(proxy)
-        for server in (one, two):
-            server.faults.next("reset", after_events=8)
-        check_failed(CHAT, await proxy.stream(**GREEDY))
-        assert three.requests == 0
-        assert [event.resumed_on for event in events] == ["b", None]
-        assert events[-1].failure == "the retry budget is used up"
 
 
 @pytest.mark.parametrize(("failing", "left"), [(1, 1), (2, 0)])
@@ -589,10 +511,13 @@ async def test_resumptions_after_a_mass_death_are_bounded_by_the_budget(tmp_path
         await until(lambda: servers[1].busy == 6 and all(begun(one) for one in registry))
         fleet.resume("c")
         spend_budget(proxy, left=2)
+        events = resumed(proxy)
         await servers[1].kill()
         replies = await asyncio.gather(*streams)
         assert sorted(len(reply.errors) for reply in replies) == [0, 0, 1, 1, 1, 1]
         assert [node for node, outcome in proxy.outcomes if outcome == "ok"] == ["c", "c"]
+        failures = [event.failure for event in events if event.resumed_on is None]
+        assert failures == ["the retry budget is used up"] * 4
 
 
 # A client that disconnects during a resumption frees its place in the queue and its slot.
@@ -819,8 +744,7 @@ async def disconnect(asked: asyncio.Task[Any]) -> None:
 async def test_the_client_gets_no_logprobs_that_it_did_not_ask_for(
     tmp_path: Path, path: str
 ) -> None:
-    one, two = nodes()
-    async with proxy_over(tmp_path, one, two, nodes=A_FIRST, resume="exact") as proxy:
+    async with two_writers(tmp_path, resume="exact") as (proxy, one, _):
         asked = options_of(path)
         whole = await proxy.stream(path, **asked)
         assert b'"logprobs":{' not in whole.body
@@ -898,13 +822,22 @@ async def planned(template: Template, transcript: Transcript, **more: Any) -> Re
     return await plan_resume(template.ask, resume)
 
 
-@pytest.mark.parametrize("opens", [False, True])
-async def test_reasoning_continues_if_the_template_shows_how_it_is_written(*, opens: bool) -> None:
-    transcript = Transcript(reasoning_pieces=["so ", "it"], token_count=2, first_event={"id": "x"})
-    plan = await planned(Template(opens=opens), transcript)
-    assert plan.route.path == "/completion"
+def body_of(plan: ResumePlan) -> dict[str, Any]:
+    """What the next node is asked for."""
     assert plan.body is not None
-    assert plan.body["prompt"] == "[user]why[end][assistant]<think>\nso it"
+    return plan.body
+
+
+@pytest.mark.parametrize(
+    "template", [Template(), Template(opens=True), Template(shows=False, opens=True)]
+)
+async def test_reasoning_continues_if_the_template_or_its_prompt_shows_how_it_is_written(
+    template: Template,
+) -> None:
+    transcript = Transcript(reasoning_pieces=["so ", "it"], token_count=2, first_event={"id": "x"})
+    plan = await planned(template, transcript)
+    assert plan.route.path == "/completion"
+    assert body_of(plan)["prompt"] == "[user]why[end][assistant]<think>\nso it"
     out = plan.rewriter.rewrite({"content": " is</think>\n\nbecause"}).decode()
     assert '"reasoning_content":" is"' in out
     assert '"content":"because"' in out
@@ -918,17 +851,9 @@ async def test_content_continues_behind_its_reasoning() -> None:
         first_event={"id": "x"},
     )
     plan = await planned(Template(), transcript)
-    assert plan.body is not None
     prompt = "[user]why[end][assistant]<think>\nso it\n</think>\n\nbecause"
-    assert plan.body["prompt"] == prompt
+    assert body_of(plan)["prompt"] == prompt
     assert '"content":" <b>"' in plan.rewriter.rewrite({"content": " <b>"}).decode()
-
-
-async def test_a_prompt_that_opens_reasoning_shows_how_it_is_written() -> None:
-    transcript = Transcript(reasoning_pieces=["so it"], token_count=1, first_event={"id": "x"})
-    plan = await planned(Template(shows=False, opens=True), transcript)
-    assert plan.body is not None
-    assert plan.body["prompt"] == "[user]why[end][assistant]<think>\nso it"
 
 
 async def test_reasoning_that_no_template_writes_can_not_be_resumed() -> None:
@@ -941,18 +866,16 @@ async def test_a_chat_continues_as_a_completion_if_its_template_refuses_a_begun_
         Template(), Transcript(content_pieces=list("because"), token_count=7), as_completion=True
     )
     assert (plan.route.path, plan.splice_point.prefix) == ("/completion", "because")
-    assert plan.body is not None
-    assert plan.body["prompt"] == "[user]why[end][assistant]because"
-    assert plan.body["n_predict"] == 193
-    assert "messages" not in plan.body
+    assert body_of(plan)["prompt"] == "[user]why[end][assistant]because"
+    assert body_of(plan)["n_predict"] == 193
+    assert "messages" not in body_of(plan)
 
 
 async def test_a_chat_continues_as_a_completion_if_its_node_begins_the_next_message() -> None:
     transcript = Transcript(content_pieces=list("because"), token_count=7, first_event={"id": "x"})
     plan = await planned(Template(prefills=False), transcript)
     assert plan.route.path == "/completion"
-    assert plan.body is not None
-    assert plan.body["prompt"] == "[user]why[end][assistant]because"
+    assert body_of(plan)["prompt"] == "[user]why[end][assistant]because"
     for path in ("/v1/chat/completions", "/v1/messages"):
         resume = ResumeInput(ROUTES[path], PLANNED | {"tools": [{"type": "function"}]}, transcript)
         with pytest.raises(NotResumable):
@@ -972,9 +895,8 @@ async def test_messages_continue_as_a_completion_too() -> None:
     transcript = Transcript(content_pieces=list("because"), token_count=7, open_blocks={0: "text"})
     plan = await plan_resume(Template(prefills=False).ask, message_input(transcript))
     assert plan.route.path == "/completion"
-    assert plan.body is not None
-    assert plan.body["prompt"] == "[user]why[end][assistant]because"
-    assert plan.body["n_predict"] == 193
+    assert body_of(plan)["prompt"] == "[user]why[end][assistant]because"
+    assert body_of(plan)["n_predict"] == 193
     out = plan.rewriter.rewrite({"content": " it"})
     assert b'"index":0,"delta":{"type":"text_delta","text":" it"}' in out
     with pytest.raises(NotResumable):  # its first node read another prompt
@@ -988,10 +910,9 @@ async def test_reasoning_of_messages_continues(thinking: Any) -> None:
     )
     plan = await plan_resume(Template().ask, message_input(transcript, thinking=thinking))
     assert plan.route.path == "/completion"
-    assert plan.body is not None
-    assert plan.body["prompt"] == "[user]why[end][assistant]<think>\nso it"
-    assert not {"messages", "thinking"} & plan.body.keys()
-    assert plan.body["preserved_tokens"] == ["</think>"]
+    assert body_of(plan)["prompt"] == "[user]why[end][assistant]<think>\nso it"
+    assert not {"messages", "thinking"} & body_of(plan).keys()
+    assert body_of(plan)["preserved_tokens"] == ["</think>"]
     out = plan.rewriter.rewrite({"content": " is\n</think>\n\nbecause"})
     assert out.count(b"content_block_start") == 2, "its name and its type"
     assert b'"index":0,"delta":{"type":"thinking_delta","thinking":" is\\n"}' in out
@@ -1016,8 +937,7 @@ async def test_content_of_messages_continues_behind_its_reasoning() -> None:
     plan = await plan_resume(
         Template().ask, message_input(transcript, len(prompt), messages=history)
     )
-    assert plan.body is not None
-    assert plan.body["prompt"] == f"{prompt}<think>\nso it\n</think>\n\nbecause"
+    assert body_of(plan)["prompt"] == f"{prompt}<think>\nso it\n</think>\n\nbecause"
     assert b'"index":1,"delta":{"type":"text_delta","text":" <b>"}' in plan.rewriter.rewrite(
         {"content": " <b>"}
     )
@@ -1028,15 +948,13 @@ async def test_reasoning_is_stepped_back_into_where_it_tokenizes_otherwise() -> 
         reasoning_pieces=["so ", "i", "t"], token_count=3, first_event={"id": "x"}
     )
     plan = await planned(Words(), transcript)
-    assert plan.body is not None
-    assert plan.body["prompt"].endswith("<think>\nso ")
+    assert body_of(plan)["prompt"].endswith("<think>\nso ")
     assert (
         plan.splice_point.overlap,
         plan.splice_point.sent_tokens - plan.splice_point.prefix_tokens,
     ) == ("it", 2)
     plan = await planned(Words(), transcript, step_back=False)
-    assert plan.body is not None
-    assert plan.body["prompt"].endswith("<think>\nso it")
+    assert body_of(plan)["prompt"].endswith("<think>\nso it")
 
 
 async def test_token_ids_are_continued_from_if_they_make_the_text() -> None:
@@ -1047,8 +965,7 @@ async def test_token_ids_are_continued_from_if_they_make_the_text() -> None:
         first_event={"id": "x"},
     )
     plan = await planned(Template(), transcript)
-    assert plan.body is not None
-    assert plan.body["prompt"] == [*map(ord, "[user]why[end][assistant]be")]
+    assert body_of(plan)["prompt"] == [*map(ord, "[user]why[end][assistant]be")]
     assert (plan.splice_point.prompt_tokens, plan.splice_point.prefix_tokens) == (25, 2)
     transcript.token_ids.pop()
     plan = await planned(Template(), transcript)
@@ -1074,8 +991,7 @@ async def test_messages_with_images_continue_by_their_own_api() -> None:
     )
     plan = await plan_resume(Template().ask, ResumeInput(ROUTES["/v1/messages"], body, transcript))
     assert (plan.route.path, plan.splice_point.prompt_tokens) == ("/v1/messages", 12)
-    assert plan.body is not None
-    assert plan.body["messages"][-1] == {"role": "assistant", "content": "be"}
+    assert body_of(plan)["messages"][-1] == {"role": "assistant", "content": "be"}
 
 
 # How a template writes reasoning is found by having it write a sample.

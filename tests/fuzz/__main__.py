@@ -13,7 +13,6 @@ from __future__ import annotations
 import argparse
 import importlib
 import importlib.util
-import json
 import re
 import shutil
 import subprocess
@@ -22,7 +21,7 @@ import tempfile
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 
 from tests.fuzz.inputs import Target, fewest_inputs, read_corpus, write_corpus
@@ -144,7 +143,6 @@ def _options() -> argparse.ArgumentParser:
     parser.add_argument("--rss", type=int, default=512, help="MiB that a process may take")
     parser.add_argument("--seed", type=int, default=0, help="0: another one in each run")
     parser.add_argument("--keep", action="store_true", help="add what was found to the corpus")
-    parser.add_argument("--json", type=Path, help="write the figures to this file")
     return parser
 
 
@@ -163,7 +161,7 @@ def main() -> int:
             print(f"SKIPPED: {tool} is not installed on this Python {version}: make dev")
             names = [name for name in names if name not in needing]
     folder = Path(tempfile.mkdtemp(prefix="fuzz-"))
-    lock, reports = threading.Lock(), []
+    lock = threading.Lock()
     failed = False
 
     def run(target: Target | None) -> None:
@@ -172,7 +170,6 @@ def main() -> int:
             text, wrong = fuzz_api(options)
         else:
             report = fuzz(target, options, folder)
-            reports.append(report)
             text, wrong = report.line + report.failure.join(("\n", "")), bool(report.failure)
         with lock:
             failed = failed or wrong
@@ -185,8 +182,6 @@ def main() -> int:
             list(pool.map(run, sorted(targets, key=lambda target: target is not None)))
     finally:
         shutil.rmtree(folder)
-    if options.json is not None:
-        options.json.write_text(json.dumps([asdict(report) for report in reports], indent=2))
     return int(failed)
 
 

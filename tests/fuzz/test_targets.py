@@ -6,13 +6,12 @@ import importlib.util
 import re
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 
 from tests.fuzz.__main__ import target_of
 from tests.fuzz.api import fuzz_api
-from tests.fuzz.inputs import read_corpus, timed, write_corpus
+from tests.fuzz.inputs import read_corpus, timed
 from tests.fuzz.modules import MODULES
 
 WITHOUT_TEXT = (b"", b"\0", bytes(6), b"\xff" * 7)
@@ -25,12 +24,6 @@ def test_every_seed_and_kept_input_passes(name: str) -> None:
     check = target.make_check()
     for data in (*target.seeds, *read_corpus(name), *WITHOUT_TEXT):
         check(data)
-
-
-def test_a_corpus_holds_each_input_once(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.setattr("tests.fuzz.inputs.CORPUS", tmp_path)
-    write_corpus("some", [b"\xff\n", b"", b"\xff\n", b"a" * 500])
-    assert read_corpus("some") == [b"\xff\n", b"a" * 500]
 
 
 def test_an_input_that_takes_long_fails() -> None:

@@ -20,7 +20,7 @@ ROUND_TRIP = 0.001
 
 
 class Endpoint:
-    """`async with Endpoint(key="k", model="m") as gpu:` listens at `gpu.url`.
+    """`async with Endpoint(places=2) as gpu:` listens at `gpu.url`.
 
     `places` requests run at once. Others wait inside, or get 429 with `refuse`. Times are in
     seconds; without a time per `token` an answer is sent as a whole, or not at all.
@@ -29,26 +29,22 @@ class Endpoint:
     def __init__(
         self,
         *,
-        key: str | None = "secret",
-        model: str = "org/Model-7B-Instruct",
         places: int = 1000,
         refuse: bool = False,
         retry_after: str | None = None,
         first: float = 0.0,
         token: float = 0.0,
         tokens: int = 4,
-        lists: bool = True,
         done: bool = True,
         finishes: bool = True,
     ) -> None:
-        self.key = key
-        self.model = model
+        self.key = "secret"
+        self.model = "org/Model-7B-Instruct"
         self.refuse = refuse
         self.retry_after = retry_after
         self.first = first
         self.token = token
         self.tokens = tokens
-        self.lists = lists
         self.done = done  # whether streams end with `[DONE]`
         self.finishes = finishes  # and say why they ended
         self.seen: list[dict[str, Any]] = []
@@ -117,11 +113,11 @@ class Endpoint:
         }
         body = await reader.readexactly(int(fields.get("content-length", 0)))
         self.paths[path] += 1
-        if self.key is not None and fields.get("authorization") != f"Bearer {self.key}":
+        if fields.get("authorization") != f"Bearer {self.key}":
             self._answer(writer, 401, _error("Incorrect API key provided", "invalid_api_key"))
         elif "openai-organization" in fields:
             self._answer(writer, 401, _error("No such organization", "mismatched_organization"))
-        elif (method, path) == ("GET", "/v1/models") and self.lists:
+        elif (method, path) == ("GET", "/v1/models"):
             self._answer(writer, 200, {"object": "list", "data": [{"id": self.model}]})
         elif (method, path) == ("POST", "/v1/chat/completions"):
             await self._chat(writer, json.loads(body))

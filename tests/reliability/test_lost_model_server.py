@@ -16,7 +16,6 @@ import psutil
 import pytest
 
 from gateway.forward.context import MOST_UNLOADED
-from gateway.nodes.node import NodeState
 from gateway.request.routes import ROUTES
 from tests.emulator.router import UNLOAD_GRACE, EmulatedRouter
 from tests.forward.proxy_over_nodes import GENERATION_PATHS, MESSAGES
@@ -104,19 +103,6 @@ async def test_a_stream_goes_on_on_another_router_with_the_same_text(
         assert failures == {"r1/b": 0, "r2/b": 0, lost: 1, other: 0}
 
 
-@in_virtual_time
-async def test_a_stream_goes_on_where_its_model_has_to_be_loaded_first(tmp_path: Path) -> None:
-    async with routed_models(tmp_path, *routers(), loaded=["r1/a"]) as models:
-        body = {"model": "a", "ignore_eos": True, **asked_of(CHAT, 60)}
-        whole = await models.stream(CHAT, **body)
-        asked = asyncio.create_task(models.stream(CHAT, **body))
-        assert await models.busy() == "r1/a"
-        await server_of(models, "r1/a").kill_model("a")
-        await until(lambda: bool(models.running.gateway.scheduler.queue_positions()))
-        await models.load("r2/a")
-        check_whole(CHAT, await asked, whole)
-
-
 @pytest.mark.parametrize("count", [1, 2])
 @in_virtual_time
 async def test_the_model_is_loaded_for_a_stream_that_is_to_go_on(
@@ -197,19 +183,6 @@ async def test_a_server_that_dies_before_its_response_begins_has_failed_it(
         await server_of(models, lost).kill_model("a")
         assert (await asked).status_code == 200
         assert models.outcomes == [(lost, "reset"), (BOTH[lost == BOTH[0]], "ok")]
-
-
-@in_virtual_time
-async def test_a_request_that_kills_servers_of_models_is_refused(tmp_path: Path) -> None:
-    async with routed_models(tmp_path, *routers(3), loaded=[*BOTH, "r3/a"], resume="off") as models:
-        for _ in range(2):
-            asked = asyncio.create_task(models.stream(CHAT, model="a", ignore_eos=True))
-            await server_of(models, lost := await models.busy()).kill_model("a")
-            assert (await asked).errors
-            await until(lambda lost=lost: models.node(lost).state is NodeState.UNLOADED)
-        reply = await models.stream(CHAT, model="a", ignore_eos=True)
-        assert reply.status == 502
-        assert b"died while they served this very request" in reply.body
 
 
 def says(status: int, message: str) -> dict[str, Any]:

@@ -72,6 +72,19 @@ async def two_pooled(
             yield gateway, outcomes, alone
 
 
+@contextlib.asynccontextmanager
+async def one_pooled(**options: Any) -> AsyncIterator[tuple[BareGateway, list[str], EmulatedNode]]:
+    """A gateway over one node, the outcomes of its attempts, and the node."""
+    async with (
+        pooled(**options) as node,
+        bare_gateway(a_spec("a", node.url, kv="shared"), serving=True) as gateway,
+    ):
+        outcomes: list[str] = []
+        gateway.public.timeout = httpx.Timeout(3600)
+        gateway.bus.subscribe(AttemptEnded, lambda event: outcomes.append(event.outcome))
+        yield gateway, outcomes, node
+
+
 def blameless(gateway: BareGateway) -> bool:
     nodes = gateway.fleet.nodes.values()
     return all(node.failures == 0 and node.state is NodeState.READY for node in nodes)
@@ -113,13 +126,7 @@ async def test_answers_that_overflow_again_run_alone() -> None:
     def answer_tokens(prompt: str) -> int:
         return 8 if "hello" in prompt else 300
 
-    async with (
-        pooled(answer_tokens=answer_tokens) as node,
-        bare_gateway(a_spec("a", node.url, kv="shared"), serving=True) as gateway,
-    ):
-        gateway.public.timeout = httpx.Timeout(3600)
-        outcomes: list[str] = []
-        gateway.bus.subscribe(AttemptEnded, lambda event: outcomes.append(event.outcome))
+    async with one_pooled(answer_tokens=answer_tokens) as (gateway, outcomes, _):
         for text in ("hello", "please go on for a while"):
             answers = await asyncio.gather(*(gateway.chat(text) for _ in range(CLIENTS)))
             assert [answer.status_code for answer in answers] == [200] * CLIENTS
@@ -131,11 +138,7 @@ async def test_answers_that_overflow_again_run_alone() -> None:
 
 @in_virtual_time
 async def test_a_large_request_waits_for_the_pool_and_is_not_passed_over_for_ever() -> None:
-    async with (
-        pooled() as node,
-        bare_gateway(a_spec("a", node.url, kv="shared"), serving=True) as gateway,
-    ):
-        gateway.public.timeout = httpx.Timeout(3600)
+    async with one_pooled() as (gateway, _, node):
         ended: list[str] = []
 
         async def ask(name: str, body: dict[str, Any]) -> None:
@@ -209,12 +212,7 @@ POOL_ERROR = {"message": "Context size has been exceeded.", "type": "server_erro
 @pytest.mark.parametrize("stream", [True, False])
 async def test_a_node_that_always_overflows_gets_a_request_five_times(stream: bool) -> None:
     event = f"data: {json.dumps({'error': POOL_ERROR})}\n\n"
-    async with (
-        pooled() as node,
-        bare_gateway(a_spec("a", node.url, kv="shared"), serving=True) as gateway,
-    ):
-        outcomes: list[str] = []
-        gateway.bus.subscribe(AttemptEnded, lambda event: outcomes.append(event.outcome))
+    async with one_pooled() as (gateway, outcomes, node):
         node.faults.set("insert", after_events=3, data=event.encode())
         answer = await gateway.public.post(CHAT, json=chat(0) | {"stream": stream})
         assert "node_failed" in answer.text

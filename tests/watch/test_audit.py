@@ -107,16 +107,6 @@ async def test_a_store_that_stays_away_costs_bounded_memory_and_is_told(store_ur
         await trail.entries(AuditQuery())
 
 
-async def test_the_store_keeps_a_bounded_number(store_url: str) -> None:
-    with opened(store_url) as store:
-        trail = AuditTrail(ticking(), store, most_rows=5)
-        for number in range(12):
-            trail.record("alice", "admin", "probe", str(number))
-            await trail.flush()
-        assert await store.run(rows, write=False) == 5
-        assert (await trail.entries(AuditQuery()))[0].target == "11"
-
-
 async def test_refused_attempts_push_no_change_out_of_the_store(store_url: str) -> None:
     with opened(store_url) as store:
         trail = AuditTrail(ticking(), store, most_rows=5, most_refused_rows=3)

@@ -1,13 +1,11 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import pytest
 from structlog.testing import capture_logs
 
-from gateway.watch.logs import set_up_logging
 from gateway.watch.problems import OVER_SECONDS, Problem, ProblemLog, Severity
 
 DOWN = Problem(
@@ -82,16 +80,3 @@ def test_one_that_gets_worse_is_told_again_and_one_that_gets_better_is_not(looks
 def test_a_notice_is_no_warning(looks: Looks) -> None:
     (line,) = looks.see(replace(DOWN, severity=Severity.NOTICE))
     assert line["log_level"] == "info"
-
-
-def test_control_characters_in_names_are_escaped(looks: Looks, tmp_path: Path) -> None:
-    evil = "a\x9b31m\u202e\nb"
-    problem = replace(
-        DOWN, title=f"{evil} is down", nodes=(evil,), commands=(f"probe {evil}",), caller=evil
-    )
-    path = tmp_path / "log"
-    with path.open("ab") as file, set_up_logging("info", "json", fd=file.fileno()):
-        looks.log.take([problem])
-    (line,) = path.read_text().splitlines()
-    assert line.isprintable()
-    assert line.count("u202e") == 4

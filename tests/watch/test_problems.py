@@ -185,17 +185,54 @@ def _subcommand(names: list[str]) -> list[str]:
     return names[:2] if names[0] in {"keys", "groups"} else names[:1]
 
 
-def test_a_failed_load_tells_the_router_s_words_and_how_to_try_again() -> None:
-    problem = only(FAULTS["load failed"])
-    assert problem.title == "r1 could not load org/m 1 2 times in a row"
-    assert problem.cause.startswith("Exit code 1: its log says why.")
-    assert problem.commands == ("llama-gateway models load 'org/m 1' r1",)
+FAILED_REQUESTS = {
+    ("node_failed", "a-0"): 3, ("node_timeout", "a-1"): 1, ("internal_error", ""): 4,
+    ("node_failed", "a-1"): 2,
+}  # fmt: skip
+MODEL_EJECTED = NodeCondition("r1/m", "epyc-a", "ejected", REFUSED, model="m")
+FULL = StorageCondition("the disk is full; free space on it", is_full=True, results=7)
+TOLD: list[tuple[FleetCondition, Severity, list[str]]] = [
+    (FAULTS["load failed"], Severity.WARNING, [
+        "r1 could not load org/m 1 2 times in a row\nExit code 1: its log says why.",
+        "llama-gateway models load 'org/m 1' r1",
+    ]),
+    (FAULTS["load slow"], Severity.NOTICE, ["r1/m is loading\nIt is loaded since 300 s"]),
+    # A model of a router is no lost node.
+    (replace(WELL, in_service=1, usable=1, nodes=[MODEL_EJECTED]), Severity.WARNING, [
+        "r1/m is ejected\n",
+    ]),
+    (FAULTS["node killed"], Severity.WARNING, [
+        "a-0 is down\nConnection refused.\n", "llama-gateway nodes probe a-0",
+    ]),
+    (FAULTS["model paused"], Severity.WARNING, [
+        "paused it.\nllama-gateway models resume 'org/m 1'\n",
+    ]),
+    (FAULTS["models differ"], Severity.NOTICE, ["\nm: build of llama.cpp: 1 on a; 2 on b.\n"]),
+    (FAULTS["queue flood"], Severity.CRITICAL, ["240"]),
+    (replace(WELL, queue=QueueCondition(waiting=3, oldest_seconds=200.0)), Severity.WARNING, []),
+    (replace(WELL, traffic=RecentTraffic(9, 0, {"queue_full": 4})), Severity.CRITICAL, [
+        "4 were refused",
+    ]),
+    (replace(WELL, storage=FULL), Severity.WARNING, [
+        "no room", "The disk is full; free space on it. 7 results wait", "batches.folder_bytes",
+        "df -h",
+    ]),
+    (replace(WELL, traffic=RecentTraffic(20, 10, failures=FAILED_REQUESTS)), Severity.CRITICAL, [
+        "the most frequent reason is node_failed (5 times)", "a-0 was the last node of 3",
+        "llama-gateway nodes probe a-0",
+    ]),
+]  # fmt: skip
 
 
-def test_a_load_that_takes_far_too_long_is_told_with_its_seconds() -> None:
-    problem = only(FAULTS["load slow"])
-    assert (problem.title, problem.severity) == ("r1/m is loading", Severity.NOTICE)
-    assert problem.cause.startswith("It is loaded since 300 s")
+@each_case(("condition", "severity", "words"), TOLD)
+def test_a_problem_is_as_severe_as_it_should_be_and_says_what_happened_and_what_to_do(
+    condition: FleetCondition, severity: Severity, words: list[str]
+) -> None:
+    problem = only(condition)
+    assert problem.severity is severity
+    # A line each, so that a text may say that it is the whole of one.
+    told = "\n".join([problem.title, problem.cause, problem.remedy, *problem.commands])
+    assert [word for word in words if word not in told] == []
 
 
 def test_not_all_of_many_failed_loads_are_told() -> None:
@@ -206,25 +243,10 @@ def test_not_all_of_many_failed_loads_are_told() -> None:
     assert len(find_problems(replace(WELL, nodes=failed))) == MOST_NAMED
 
 
-def test_an_ejected_model_of_a_router_is_no_lost_node() -> None:
-    ejected = NodeCondition("r1/m", "epyc-a", "ejected", REFUSED, model="m")
-    problem = only(replace(WELL, in_service=1, usable=1, nodes=[ejected]))
-    assert problem.severity is Severity.WARNING
-    assert problem.title == "r1/m is ejected"
-
-
-def test_a_killed_node_is_named_with_its_reason_and_its_probe() -> None:
-    problem = only(FAULTS["node killed"])
-    assert problem.title == "a-0 is down"
-    assert problem.cause == "Connection refused."
-    assert problem.nodes == ("a-0",)
-    assert "llama-gateway nodes probe a-0" in problem.commands
-    assert problem.severity is Severity.WARNING
-
-
 def test_nodes_of_one_host_are_one_problem_and_critical_if_half_the_fleet_is_out() -> None:
     both = [out("a-0"), out("a-1")]
     problem = only(replace(WELL, nodes=both, usable=2))
+    assert problem.nodes == ("a-0", "a-1")
     assert problem.title == "All 2 nodes of epyc-a are down"
     assert problem.severity is Severity.CRITICAL
     apart = [out("a-0"), out("b-0", host="epyc-b")]
@@ -251,18 +273,6 @@ def test_the_most_severe_come_first_and_a_thousand_dead_hosts_are_bounded() -> N
     assert order == sorted(order)
     assert found[0].id == "keys_lost"
     assert max(len(problem.nodes) for problem in found) <= MOST_NAMED
-
-
-def test_a_paused_model_is_a_warning_with_the_command_that_resumes_it() -> None:
-    problem = only(FAULTS["model paused"])
-    assert problem.severity is Severity.WARNING
-    assert problem.commands[0] == "llama-gateway models resume 'org/m 1'"
-
-
-def test_nodes_that_differ_are_told_in_the_words_of_the_difference() -> None:
-    problem = only(FAULTS["models differ"])
-    assert problem.severity is Severity.NOTICE
-    assert problem.cause == "m: build of llama.cpp: 1 on a; 2 on b."
 
 
 def test_hundreds_of_paused_and_differing_models_leave_room_for_other_problems() -> None:
@@ -296,24 +306,6 @@ def test_many_nodes_are_chosen_by_their_hosts() -> None:
     assert problem.commands[0].count("--host") == MOST_NAMED
     assert f"the first {MOST_NAMED} hosts" in problem.remedy
     assert problem.commands[1] == "llama-gateway nodes"
-
-
-def test_failed_requests_name_the_most_frequent_reason_and_node() -> None:
-    failures = {("node_failed", "a-0"): 3, ("node_timeout", "a-1"): 1, ("internal_error", ""): 4}
-    failures[("node_failed", "a-1")] = 2
-    problem = only(replace(WELL, traffic=RecentTraffic(20, 10, failures=failures)))
-    assert "the most frequent reason is node_failed (5 times)" in problem.cause
-    assert "a-0 was the last node of 3" in problem.cause
-    assert problem.nodes == ("a-0",)
-    assert "llama-gateway nodes probe a-0" in problem.commands
-
-
-def test_a_full_queue_is_critical_and_a_long_wait_is_a_warning() -> None:
-    assert only(FAULTS["queue flood"]).severity is Severity.CRITICAL
-    waits = replace(WELL, queue=QueueCondition(waiting=3, oldest_seconds=200.0))
-    assert only(waits).severity is Severity.WARNING
-    refused = replace(WELL, traffic=RecentTraffic(9, 0, {"queue_full": 4}))
-    assert "4 were refused" in only(refused).cause
 
 
 def test_the_flooding_caller_is_named_to_operators_alone() -> None:
@@ -381,15 +373,6 @@ def test_a_hostile_name_can_not_end_the_command_of_a_remedy() -> None:
     flood = QueueCondition(waiting=40, top_caller=caller, top_waiting=38, callers=2)
     problem = only(replace(WELL, queue=flood))
     assert all(caller in shlex.split(line) for line in problem.commands)
-
-
-def test_a_full_folder_names_the_cause_the_waiting_results_and_the_settings() -> None:
-    storage = StorageCondition("the disk is full; free space on it", is_full=True, results=7)
-    problem = only(replace(WELL, storage=storage))
-    assert "no room" in problem.title
-    assert problem.cause.startswith("The disk is full; free space on it. 7 results wait")
-    assert "batches.folder_bytes" in problem.remedy
-    assert "df -h" in problem.commands
 
 
 def test_a_key_that_keeps_too_much_is_named_to_operators_alone() -> None:

@@ -118,17 +118,6 @@ async def test_the_commands_against_a_flood_work_for_a_stored_key(tmp_path: Path
         assert "rpm 60" in (await follow(gateway, show)).out
 
 
-async def test_a_flood_by_a_key_of_the_settings_names_its_entry(tmp_path: Path) -> None:
-    keys = [KEYS[0], {"id": OWN.id, "sha256": OWN.sha256}]
-    async with (
-        EmulatedNode(slots=1, decode_tps=10.0) as node,
-        running_gateway(tmp_path, [node.url], {"keys": keys}) as gateway,
-    ):
-        flood = await flood_the_queue(gateway, OWN.text)
-        assert "gateway.yaml, at keys[1] (id: own)" in flood.remedy
-        assert not any("keys set" in command for command in flood.commands)
-
-
 async def refused_by_limits(gateway: Running, key: str, other: ApiKey = OTHER) -> Problem:
     assert await ask(gateway, other.text) == 200
     assert [await ask(gateway, key) for _ in range(10)].count(429) >= 8

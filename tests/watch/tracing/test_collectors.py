@@ -131,20 +131,6 @@ async def test_a_collector_that_drips_its_answer_holds_nothing_up(
                     await until(lambda n=sent: counts.not_sent + counts.exported > n, GRACE)
 
 
-async def test_a_mute_collector_delays_no_request(tmp_path: Path) -> None:
-    async with running_collector() as collector, EmulatedNode(slots=4) as node:
-        collector.answer = b""
-        async with running_gateway(
-            tmp_path, [node.url], settings(collector.url, timeout=60)
-        ) as running:
-            await ask(running, 1)
-            await until(lambda: collector.heads, GRACE)
-            began = time.monotonic()
-            await ask(running, 20)
-            assert time.monotonic() - began < GRACE
-            await running.gateway.tracing.aclose(0.0)  # It would wait for two seconds.
-
-
 async def test_one_message_after_the_other_is_sent_on_one_connection(tmp_path: Path) -> None:
     async with (
         running_collector() as collector,

@@ -69,6 +69,7 @@ def test_a_wait_may_end_with_a_refusal_or_with_its_client() -> None:
     refusal = Refusal("req_1", 15.0, 10.0, 503, "queue_timeout", "It took too long.")
     _, refused = spans(queueing(11.0), refusal, status=503, reason="queue_timeout")
     assert (refused.end, refused.error) == (15.0, "queue_timeout")
+    assert refused.attributes["error.type"] == "queue_timeout"
     assert not any("took too long" in str(value) for value in refused.attributes.values())
     _, left = spans(queueing(11.0), status=499, reason="client_closed")
     assert (left.end, left.error) == (20.0, None)
