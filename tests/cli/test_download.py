@@ -5,26 +5,23 @@ from __future__ import annotations
 import signal
 import ssl
 import subprocess
-import sys
 import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
 
-import httpx
 import psutil
 import pytest
 import trustme
 
 from gateway.local.cache import downloads_folder
+from gateway.local.server import server_environment
 from tests.cli.running import run, run_on_terminal
-from tests.cli.test_up import running
+from tests.cli.test_up import COMMAND, running
 from tests.local.file_server import Fault, FileServer, digest
 from tests.servers import demo_model, server_path
 
 TOKEN = "hf_" + "secret" * 5
-COMMAND = (sys.executable, "-m", "gateway", "up", "--port", "0", "--admin-port", "0")
-
 TWO_URLS = ("--model", "https://h/a.gguf", "--model", "https://other/b.gguf?k=hunter2")
 
 
@@ -52,8 +49,6 @@ def server(content: bytes, authority: Path) -> Iterator[FileServer]:
 @pytest.fixture
 def environment(tmp_path: Path, authority: Path, monkeypatch: pytest.MonkeyPatch) -> dict[str, str]:
     """The environment of the command, here and in other processes."""
-    from gateway.local.server import server_environment
-
     given = {
         "LLAMA_GATEWAY_CACHE": str(tmp_path / "cache"),
         "PATH": server_path(),
@@ -82,13 +77,8 @@ async def test_a_model_is_downloaded_served_and_not_downloaded_again(
     arguments = ("--model", url, "--sha256", digest(content), "--token-env", "HF_TOKEN")
     for _ in range(2):
         async with running(environment, *arguments) as it:
-            base = await it.url()
-            async with httpx.AsyncClient(trust_env=False, timeout=60) as client:
-                body = {"messages": [{"role": "user", "content": "Hi"}], "max_tokens": 2}
-                answer = await client.post(f"{base}/v1/chat/completions", json=body)
-                models = (await client.get(f"{base}/v1/models")).json()
-            assert answer.status_code == 200, answer.text
-            assert [model["id"] for model in models["data"]] == ["tiny-Q8"]
+            await it.chat()
+            assert [model["id"] for model in await it.models()] == ["tiny-Q8"]
             assert await it.end() == 0
         output = "\n".join(it.lines)
         assert "Traceback" not in output
@@ -111,10 +101,7 @@ async def test_a_downloaded_model_is_served_beside_a_file(
     (tmp_path / "own.gguf").symlink_to(demo_model())
     url = f"{server.origin}/models/fetched.gguf"
     async with running(environment, "--model", url, "--model", tmp_path / "own.gguf") as it:
-        base = await it.url()
-        async with httpx.AsyncClient(trust_env=False, timeout=60) as client:
-            models = (await client.get(f"{base}/v1/models")).json()
-        assert [model["id"] for model in models["data"]] == ["fetched", "own"]
+        assert [model["id"] for model in await it.models()] == ["fetched", "own"]
     server.requests.clear()
     # What can't be served beside what is there is told before the download.
     same = f"{server.origin}/elsewhere/own.gguf"

@@ -22,7 +22,6 @@ from tests.each_case import each_case
 from tests.emulator import EmulatedNode
 from tests.gateways import Running, running_gateway
 
-NOBODY = "http://127.0.0.1:9"
 THEN = 1_700_000_000.0
 """The time of the first entry of the audit log."""
 
@@ -156,12 +155,6 @@ def test_a_store_that_is_not_there_is_not_made(tmp_path: Path) -> None:
     assert told.status == 1
     assert "no gateway has used it yet" in told.err
     assert not (tmp_path / "own.db").exists()
-
-
-def test_a_gateway_that_is_named_must_run(tmp_path: Path) -> None:
-    told = run("usage", "--admin-url", NOBODY, "--config", str(settings_of(tmp_path)))
-    assert told.status == 1
-    assert "no gateway answers" in told.err
 
 
 def test_settings_without_a_store_are_told(tmp_path: Path) -> None:

@@ -41,11 +41,6 @@ def test_without_flags_the_files_decide(given: list[Options]) -> None:
     assert [replace(one, restart_command=()) for one in given] == [own]
 
 
-def test_a_named_settings_file_is_used_even_if_missing(given: list[Options]) -> None:
-    run("serve", "--config", "missing.yaml")
-    assert given[0].settings_file == Path("missing.yaml")
-
-
 @pytest.mark.parametrize(("word", "edges"), [("0", 0), ("3", 3), ("auto", "auto")])
 def test_edges_are_a_number_or_auto(given: list[Options], word: str, edges: object) -> None:
     run("serve", "--edges", word)
@@ -144,30 +139,6 @@ def test_every_problem_of_both_files_is_reported_with_its_line(folder: Path) -> 
     assert all(problem["message"] and problem["key"] for problem in answer["problems"])
 
 
-BEHIND_PROXY = "listen: {trusted_proxies: [10.0.0.1]}\n"
-
-
-@each_case("command", [["check"], ["check", "--json"], ["serve"]])
-def test_a_listener_behind_a_proxy_without_keys_is_refused(
-    folder: Path, command: list[str]
-) -> None:
-    (folder / "config/gateway.yaml").write_text(BEHIND_PROXY)
-    ran = run(*command)
-    assert ran.status == 2
-    for words in ("listen.trusted_proxies", "keys create", "--allow-anonymous"):
-        assert words in ran.out + ran.err
-
-
-def test_a_listener_behind_a_proxy_with_a_key_or_allow_anonymous_is_fine(folder: Path) -> None:
-    (folder / "config/gateway.yaml").write_text(BEHIND_PROXY)
-    assert run("check", "--allow-anonymous").status == 0
-    (folder / "config/gateway.yaml").write_text(BEHIND_PROXY + "allow_anonymous: true\n")
-    assert run("check").status == 0
-    key = f"keys: [{{id: a, sha256: {'0' * 64}}}]\n"
-    (folder / "config/gateway.yaml").write_text(BEHIND_PROXY + key)
-    assert run("check").status == 0
-
-
 @each_case("text", ["", " \n\n", "\ufeff"])
 def test_a_blank_settings_file_is_refused(folder: Path, text: str) -> None:
     (folder / "config/gateway.yaml").write_text(text)
@@ -207,6 +178,7 @@ def test_a_file_that_is_not_there_is_an_error(folder: Path) -> None:
         assert "llama-gateway up" in ran.err
 
 
+BEHIND_PROXY = "listen: {trusted_proxies: [10.0.0.1]}\n"
 REFUSED = {
     ("--host", "0.0.0.0"): "--allow-anonymous",
     ("--admin-host", "::"): "--admin-key-file",
@@ -216,6 +188,7 @@ REFUSED = {
     ("--host", "a/b", "--allow-anonymous"): "listen.host",
     ("--nodes", "tls.yaml"): "the TLS files of the node 'secure' can't be used",
     ("--config", "tls-settings.yaml"): "listen.tls: ",
+    ("--config", "proxy.yaml"): "listen.trusted_proxies",
 }
 
 
@@ -229,6 +202,7 @@ def test_a_configuration_that_serve_refuses_is_invalid(
         "nodes: [{name: secure, url: 'https://127.0.0.1:1', tls: {ca: junk.pem}}]\n"
     )
     (folder / "tls-settings.yaml").write_text("listen: {tls: {cert: junk.pem, key: junk.pem}}\n")
+    (folder / "proxy.yaml").write_text(BEHIND_PROXY)
     checked, served = run("check", *flags), run("serve", *flags)
     assert (checked.status, checked.out) == (2, "")
     assert REFUSED[flags] in checked.err
@@ -238,12 +212,18 @@ def test_a_configuration_that_serve_refuses_is_invalid(
     assert REFUSED[flags] in problem["message"]
 
 
-def test_a_flag_with_which_serve_starts_makes_the_files_valid(
+def test_what_lets_serve_start_makes_the_files_valid(
     folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    (folder / "config/gateway.yaml").write_text("listen: {host: 0.0.0.0}\n")
-    assert run("check").status == 2
-    assert run("check", "--allow-anonymous").status == 0
+    settings = folder / "config/gateway.yaml"
+    for text in ("listen: {host: 0.0.0.0}\n", BEHIND_PROXY):
+        settings.write_text(text)
+        assert run("check").status == 2
+        assert run("check", "--allow-anonymous").status == 0
+        for more in ("allow_anonymous: true\n", f"keys: [{{id: a, sha256: {'0' * 64}}}]\n"):
+            settings.write_text(text + more)
+            assert run("check").status == 0
+    settings.write_text("listen: {host: 0.0.0.0}\n")
     assert run("check", "--host", "127.0.0.1").status == 0
     monkeypatch.setenv("LLAMA_GATEWAY_HOST", "127.0.0.1")
     assert run("check").status == 0
@@ -298,13 +278,18 @@ async def check_nodes(folder: Path, inventory: str, *arguments: str) -> Ran:
     return await asyncio.to_thread(run, "check", "--probe", *arguments)
 
 
-async def test_every_node_is_check_nodes(folder: Path) -> None:
+async def test_every_node_is_asked_but_those_that_are_off(folder: Path) -> None:
     async with EmulatedNode(slots=3, context=2048, model="mistral-7b") as node:
-        ran = await check_nodes(folder, f"nodes: [{{name: a, url: '{node.url}'}}]\n")
+        inventory = (
+            f"nodes:\n- {{name: a, url: '{node.url}'}}\n"
+            "- {name: off, url: 'http://127.0.0.1:1', enabled: false}\n"
+        )
+        ran = await check_nodes(folder, inventory)
     assert ran.status == 0, ran.err
-    head, row = ran.out.splitlines()[-2:]
+    head, row, off = ran.out.splitlines()[-3:]
     assert head.split()[:2] == ["NAME", "ANSWER"]
     assert row.split()[:5] == ["a", "up", "3", "2048", "mistral-7b"]
+    assert "not asked" in off
 
 
 async def test_a_node_that_differs_from_the_inventory_is_reported(folder: Path) -> None:
@@ -390,12 +375,9 @@ async def test_nodes_of_one_model_that_differ_are_a_warning(folder: Path) -> Non
         ran = await check_nodes(folder, inventory)
         as_json = await check_nodes(folder, inventory, "--json")
     assert ran.status == 0
-    assert (
-        "nodes of one model differ: demo: build of llama.cpp: b1-one on a; b2-two on b" in ran.err
-    )
-    assert json.loads(as_json.out)["differences"] == [
-        "demo: build of llama.cpp: b1-one on a; b2-two on b"
-    ]
+    difference = "demo: build of llama.cpp: b1-one on a; b2-two on b"
+    assert f"nodes of one model differ: {difference}" in ran.err
+    assert json.loads(as_json.out)["differences"] == [difference]
 
 
 async def test_a_mix_of_purposes_under_one_name_is_a_warning(folder: Path) -> None:
@@ -451,14 +433,6 @@ async def test_a_node_that_does_not_answer_is_status_1_and_hides_no_other(folder
     answers = {one["name"]: one["answer"] for one in json.loads(as_json.out)["nodes"]}
     assert answers == {"up": "up", "locked": "locked", "gone": "refused", "off": "standby"}
     assert "api_key_env" in ran.out
-
-
-async def test_a_disabled_node_is_no_failure(folder: Path) -> None:
-    ran = await check_nodes(
-        folder, "nodes: [{name: a, url: 'http://127.0.0.1:1', enabled: false}]\n"
-    )
-    assert ran.status == 0
-    assert "not asked" in ran.out
 
 
 async def test_a_node_that_hangs_is_given_up_after_the_health_timeout(folder: Path) -> None:

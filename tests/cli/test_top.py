@@ -51,9 +51,3 @@ async def test_the_queue_is_printed_too(tmp_path: Path) -> None:
             task.cancel()
     assert [(one["class"], one["model"]) for one in value["waiting"]] == [("normal", "demo")]
     assert text.out.split("PLACE")[1].split("\n")[1].split()[:2] == ["1", "normal"]
-
-
-def test_no_gateway_is_told_with_a_remedy() -> None:
-    ran = run_process(["top", "--admin-url", "http://127.0.0.1:9"])
-    assert ran.status == 1
-    assert "is it running?" in ran.err

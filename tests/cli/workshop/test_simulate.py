@@ -174,13 +174,6 @@ def test_a_missing_matplotlib_is_reported_with_the_remedy(
     assert f"{sys.executable} -m pip install 'matplotlib>=3.9'\n" in ran.err
 
 
-def test_the_help_shows_examples() -> None:
-    ran = run("simulate", "--help")
-    assert ran.status == 0
-    for word in (*known_policies(), "Examples", "nodes --json > speeds.json", "conv.csv"):
-        assert word in ran.out
-
-
 def test_a_terminal_shows_the_progress() -> None:
     status, output = run_on_terminal(
         *("simulate", "--policy", "nginx"),
@@ -200,11 +193,8 @@ def test_standby_machines_are_compared_with_a_fleet_that_is_always_on() -> None:
     )
     assert ran.status == 0, ran.err
     always, elastic, alone = json.loads(ran.out)["fleets"]
-    assert [one["fleet"] for one in (always, elastic, alone)] == [
-        "always on",
-        "elastic",
-        "base alone",
-    ]
+    names = ["always on", "elastic", "base alone"]
+    assert [one["fleet"] for one in (always, elastic, alone)] == names
     assert elastic["machine_hours"] < always["machine_hours"]
     assert elastic["cost"] == pytest.approx(elastic["machine_hours"] * 0.5)
     assert elastic["starts"] > 0
@@ -217,9 +207,10 @@ ROUTERS = (
 )
 
 
-def test_model_placements_are_compared_in_a_table() -> None:
+def test_model_placements_are_compared_in_a_table_and_for_scripts() -> None:
     ran = run(*ROUTERS)
     assert ran.status == 0, ran.err
+    found = json.loads(run(*ROUTERS, "--json").out)
     head, ours, own, by_hand, *rest = ran.out.splitlines()
     assert head.split()[:2] == ["PLACEMENT", "COMPLETION"]
     assert ours.startswith("gateway ")
@@ -227,17 +218,8 @@ def test_model_placements_are_compared_in_a_table() -> None:
     assert by_hand.startswith("by hand ")
     assert rest[1] == "The best placement by hand, for this traffic:"
     assert rest[2].startswith("  node-1: model-")
-
-
-def test_model_placements_are_compared_for_scripts() -> None:
-    ran = run(*ROUTERS, "--json")
-    assert ran.status == 0, ran.err
-    found = json.loads(ran.out)
-    assert [one["placement"] for one in found["placements"]] == [
-        "gateway",
-        "each router's own",
-        "by hand",
-    ]
+    placements = ["gateway", "each router's own", "by hand"]
+    assert [one["placement"] for one in found["placements"]] == placements
     assert found["models"][0] == {"name": "model-1", "memory": 2 << 30, "load_seconds": 2.0}
     assert set(found["placements"][2]["loaded"]) == {"node-1", "node-2"}
 
