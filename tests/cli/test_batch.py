@@ -69,8 +69,19 @@ def test_waiting_writes_the_output_and_shows_progress(api: BatchApi, lines: Path
     assert "batch_0: in progress, 3 of 5 done, 55 tokens/s, ends about" in ran.err
     assert "batch_0: completed, 5 of 5 done" in ran.err
     written = [json.loads(one) for one in Path("lines.out.jsonl").read_text().splitlines()]
-    assert [one["custom_id"] for one in written] == ["0", "1", "2", "3", "4"]
+    assert [one["custom_id"] for one in written] == list("01234")
     assert not Path("lines.errors.jsonl").exists()
+
+
+def test_lines_from_stdin_are_waited_for_and_a_script_is_told_where_the_results_are(
+    api: BatchApi, lines: Path
+) -> None:
+    ran = run("batch", "submit", "-", "--wait", "--json", stdin=lines.read_text())
+    assert ran.status == 0
+    told = json.loads(ran.out)
+    assert (told["output"], told["errors"]) == ("stdin.out.jsonl", None)
+    assert (told["done"], told["failed"], told["batch"]["status"]) == (5, 0, "completed")
+    assert len(Path("stdin.out.jsonl").read_text().splitlines()) == 5
 
 
 def test_failed_lines_end_with_status_1_and_a_file_of_errors(api: BatchApi, lines: Path) -> None:
@@ -118,12 +129,6 @@ def test_check_needs_no_gateway(lines: Path) -> None:
     checked = run("batch", "submit", "lines.jsonl", "--check", "--json")
     told = json.loads(checked.out)
     assert (told["lines"], told["problems"], told["models"]) == (5, 0, ["m"])
-
-
-def test_lines_from_stdin(api: BatchApi, lines: Path) -> None:
-    ran = run("batch", "submit", "-", "--wait", stdin=lines.read_text())
-    assert ran.status == 0
-    assert len(Path("stdin.out.jsonl").read_text().splitlines()) == 5
 
 
 def test_a_table_with_a_template(api: BatchApi, lines: Path) -> None:
@@ -223,7 +228,6 @@ def test_a_repeated_command_with_the_same_idempotency_key_finds_its_batch(
 
 def test_a_gateway_that_restarts_while_it_is_waited_for(api: BatchApi, lines: Path) -> None:
     api.lines_per_look = 1
-    api.on_look = lambda: None
     busy = (503, {"retry-after": "0"}, "starting")
     looks: list[int] = []
 
@@ -321,12 +325,7 @@ def test_fetch_before_the_end_needs_partial(api: BatchApi, lines: Path) -> None:
     assert "--partial fetches what there is" in refused.err
     partial = run("batch", "fetch", "batch_0", "--partial", "--output", "-")
     assert partial.status == 0
-    assert [json.loads(one)["custom_id"] for one in partial.out.splitlines()] == [
-        "0",
-        "1",
-        "2",
-        "3",
-    ]
+    assert [json.loads(one)["custom_id"] for one in partial.out.splitlines()] == list("0123")
     assert run("batch", "fetch", "batch_0").status == 0
     assert len(Path("batch_0.out.jsonl").read_text().splitlines()) == 5
 
@@ -389,13 +388,6 @@ def test_results_and_json_do_not_both_go_to_stdout(api: BatchApi, lines: Path) -
     assert (ran.status, "only one of them" in ran.err) == (2, True)
 
 
-def test_json_tells_a_script_where_the_results_are(api: BatchApi, lines: Path) -> None:
-    ran = run("batch", "submit", "lines.jsonl", "--wait", "--json")
-    told = json.loads(ran.out)
-    assert (told["output"], told["errors"]) == ("lines.out.jsonl", None)
-    assert (told["done"], told["failed"], told["batch"]["status"]) == (5, 0, "completed")
-
-
 @pytest.mark.parametrize("id_", ["../files", "batch 1", "", "b" * 129])
 def test_what_is_no_id_is_refused_here(id_: str) -> None:
     ran = run("batch", "fetch", id_)
@@ -439,10 +431,9 @@ def test_spans(seconds: float, text: str) -> None:
 def test_the_end_of_a_batch_decides_the_command() -> None:
     end_by({"status": "in_progress", "request_counts": {}})
     end_by({"status": "completed", "request_counts": {"total": 1, "completed": 1, "failed": 0}})
+    counts = {"total": 10, "completed": 8, "failed": 2}
     with pytest.raises(CommandFailed, match="2 of 10 lines failed"):
-        end_by(
-            {"status": "completed", "request_counts": {"total": 10, "completed": 8, "failed": 2}}
-        )
+        end_by({"status": "completed", "request_counts": counts})
     with pytest.raises(CommandFailed, match="batch_1 expired"):
         end_by({"id": "batch_1", "status": "expired"})
     errors = {"data": [{"message": "The input file is empty."}]}

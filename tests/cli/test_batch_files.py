@@ -182,13 +182,6 @@ def test_an_endless_line_of_a_table_is_not_read_whole(
         made(file, "{text}")
 
 
-def test_an_unknown_id_column_is_told_with_those_there_are(tmp_path: Path) -> None:
-    file = tmp_path / "in.csv"
-    file.write_text("id,text\na,b\n")
-    with pytest.raises(CommandFailed, match=r"there is 'id', 'text'"):
-        made(file, "{text}", id_column="name")
-
-
 def test_only_regular_texts_of_a_folder_are_taken(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -199,6 +192,10 @@ def test_only_regular_texts_of_a_folder_are_taken(
     (tmp_path / "link").symlink_to("a.txt")
     (tmp_path / "below").mkdir()
     os.mkfifo(tmp_path / "pipe")
+    strict = Problems(20)
+    found = made(tmp_path, "{text}", strict, largest_text=100, strict=True)
+    found.close()
+    assert (found.lines, found.skipped, strict.count) == (2, 0, 5)
     found = made(tmp_path, "{text}", largest_text=100)
     assert found.skipped == 5
     assert [line["custom_id"] for line in read(found)] == ["a.txt", "b.txt"]
@@ -209,15 +206,6 @@ def test_only_regular_texts_of_a_folder_are_taken(
         "pipe: skipped: is no regular file"
     ):  # fmt: skip
         assert told in shown
-
-
-def test_a_strict_folder_has_a_problem_for_each_that_is_no_text(tmp_path: Path) -> None:
-    (tmp_path / "a.txt").write_text("one")
-    (tmp_path / "below").mkdir()
-    problems = Problems(20)
-    found = made(tmp_path, "{text}", problems, strict=True)
-    found.close()
-    assert (found.lines, found.skipped, problems.count) == (1, 0, 1)
 
 
 def test_a_pipe_or_a_missing_file_is_refused_at_once(tmp_path: Path) -> None:
@@ -240,11 +228,14 @@ def test_a_pipe_or_a_missing_file_is_refused_at_once(tmp_path: Path) -> None:
         (".", {"template": "{text}", "id_column": "a"}, "a folder has no columns"),
         (".", {"template": "{other}"}, "there is 'text', 'name'"),
         ("in.csv", {"template": "{a}", "endpoint": "/v1/audio"}, "prompts can be made for"),
+        ("ids.csv", {"template": "{text}", "id_column": "name"}, "there is 'id', 'text'"),
     ],
 )
 def test_options_that_do_not_fit_are_wrong_usage(
-    source: str, options: dict[str, Any], told: str
+    source: str, options: dict[str, Any], told: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("ids.csv").write_text("id,text\na,b\n")
     with pytest.raises(CommandFailed) as error:
         prepare(source, InputFlags(**options), Problems(20))
     assert (error.value.status, told in str(error.value)) == (2, True), str(error.value)

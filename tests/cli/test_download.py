@@ -22,6 +22,8 @@ from tests.local.file_server import Fault, FileServer, digest
 from tests.servers import demo_model, server_path
 
 TOKEN = "hf_" + "secret" * 5
+URL = ("--model", "https://h/m.gguf")
+SPLIT = "https://h/m-00001-of-00003.gguf"
 TWO_URLS = ("--model", "https://h/a.gguf", "--model", "https://other/b.gguf?k=hunter2")
 
 
@@ -171,16 +173,13 @@ def test_a_model_that_does_not_fit_into_memory_is_not_downloaded(
         (("--model", "http://models.example/m.gguf?k=hunter2"), "only https"),
         (("--model", "ftp://me:hunter2@models.example/m.gguf"), "only https"),
         (("--model", "https://"), "not a valid URL"),
-        (("--model", "https://h/m.gguf", "--sha256", "hunter2"), "64 hexadecimal digits"),
-        (("--model", "https://h/m.gguf", *["--sha256", "0" * 64] * 2), "given 2 times"),
-        (
-            ("--model", "https://h/m-00001-of-00003.gguf", "--sha256", "0" * 64),
-            "given 1 times, but the model has 3 files",
-        ),
-        (("--model", "https://h/m.gguf", "--max-bytes", "many"), "not a size"),
-        (("--model", "https://h/m.gguf", "--max-bytes", "0"), "not a size"),
-        (("--model", "https://h/m.gguf", "--token-env", "NO_SUCH_TOKEN"), "not set"),
-        (("--model", "https://h/m.gguf", "--token-env", "BAD_TOKEN"), "holds no token"),
+        ((*URL, "--sha256", "hunter2"), "64 hexadecimal digits"),
+        ((*URL, *["--sha256", "0" * 64] * 2), "given 2 times"),
+        (("--model", SPLIT, "--sha256", "0" * 64), "given 1 times, but the model has 3 files"),
+        ((*URL, "--max-bytes", "many"), "not a size"),
+        ((*URL, "--max-bytes", "0"), "not a size"),
+        ((*URL, "--token-env", "NO_SUCH_TOKEN"), "not set"),
+        ((*URL, "--token-env", "BAD_TOKEN"), "holds no token"),
         (("--model", "https://a:hunter2@h/m", "--token-env", "HF_TOKEN"), "give one only"),
         (("--model", "m.gguf", "--sha256", "0" * 64), "names no URL"),
         (("--max-bytes", "1GiB"), "names no URL"),

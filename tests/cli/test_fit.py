@@ -5,12 +5,12 @@ import os
 from pathlib import Path
 from typing import Any
 
-import gguf
 import pytest
 from gguf import GGMLQuantizationType as Type
 
 from gateway.local.memory import MEMORY_RESERVE
 from tests.cli.running import run
+from tests.local.gguf_files import gguf_writer
 from tests.local.small_models import LARGER, write_hollow
 from tests.workshop.fit.random_models import Recipe, write
 
@@ -86,11 +86,8 @@ def test_a_model_that_does_not_fit_says_by_how_much(model: str) -> None:
 
 def test_each_numa_node_has_a_server_and_a_share(model: str) -> None:
     found = fit_json(model, "--memory", "8GiB", "--numa-nodes", "2", "--cores", "16")
-    assert [(place["name"], place["servers"]) for place in found["places"]] == [
-        ("the machine", 2),
-        ("NUMA node 0", 1),
-        ("NUMA node 1", 1),
-    ]
+    servers = {place["name"]: place["servers"] for place in found["places"]}
+    assert servers == {"the machine": 2, "NUMA node 0": 1, "NUMA node 1": 1}
     assert found["places"][1]["available"] == 4 * GIB
     assert found["settings"]["mapped"] is False
     assert found["server"]["mapped_twice"] == 0
@@ -153,12 +150,8 @@ def test_a_truncated_model_is_refused_with_the_byte(model: str, tmp_path: Path) 
 
 def test_an_unknown_architecture_gets_the_rule_of_thumb(tmp_path: Path) -> None:
     path = tmp_path / "m.gguf"
-    writer = gguf.GGUFWriter(path, "rwkv7")
-    writer.add_block_count(1)
-    writer.write_header_to_file()
-    writer.write_kv_data_to_file()
-    writer.write_ti_data_to_file()
-    writer.close()
+    with gguf_writer(path, "rwkv7") as writer:
+        writer.add_block_count(1)
     message = refused(str(path))
     assert "its architecture is 'rwkv7', whose memory is not known here" in message
     assert "(1.5 x file)" in message

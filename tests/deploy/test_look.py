@@ -85,6 +85,12 @@ def test_only_the_requested_numa_nodes_count(look: ModuleType, two_sockets: dict
     assert "there are 0, 1" in problem
 
 
+def files(*paths: Path, **more: Any) -> dict[str, Any]:
+    """What is asked about files that a role is about to write."""
+    names = {"files_variable": "some_variable", "overwrite_variable": "overwrite"}
+    return {"files": [str(path) for path in paths], **names, **more}
+
+
 def test_an_edited_file_is_distinguished_from_ours_and_from_a_foreign_one(
     look: ModuleType, tmp_path: Path
 ) -> None:
@@ -95,8 +101,7 @@ def test_an_edited_file_is_distinguished_from_ours_and_from_a_foreign_one(
     ours.write_bytes(header + body)
     edited.write_bytes(header + body + b"# by hand\n")
     strange.write_bytes(body)
-    paths = [str(path) for path in (ours, edited, strange, tmp_path / "missing")]
-    spec = {"files": paths, "files_variable": "some_variable", "overwrite_variable": "overwrite"}
+    spec = files(ours, edited, strange, tmp_path / "missing")
     first, second = look.file_problems(spec)
     assert first.startswith(f"{edited} was edited by hand since the last run. Remedy: ")
     assert second.startswith(f"{strange} was not written by this role. Remedy: ")
@@ -109,7 +114,7 @@ def test_a_script_of_ours_begins_with_the_line_for_the_kernel(
     body = b"print()\n"
     digest = hashlib.sha256(body).hexdigest()
     script = tmp_path / "script"
-    spec = {"files": [str(script)], "files_variable": "a", "overwrite_variable": "b"}
+    spec = files(script)
     whole = f"#!/usr/bin/python3\n# Managed by Ansible (x): no. sha256:{digest}\n".encode() + body
     script.write_bytes(whole)
     assert look.file_problems(spec) == []
@@ -121,12 +126,7 @@ def test_a_link_into_the_releases_may_be_replaced_and_no_other_one(
     look: ModuleType, tmp_path: Path
 ) -> None:
     link, releases, elsewhere = (tmp_path / name for name in ("link", "releases", "elsewhere"))
-    spec = {
-        "files": [str(link)],
-        "files_variable": "a",
-        "overwrite_variable": "b",
-        "links": str(releases),
-    }
+    spec = files(link, links=str(releases))
     for folder in (releases, elsewhere):
         folder.mkdir()
         (folder / "program").write_text("#!/bin/sh\n")
@@ -154,13 +154,7 @@ def test_a_packages_file_is_distinguished_from_one_edited_before_the_first_run(
         return listing
 
     monkeypatch.setattr(look, "run", run)
-    spec = {
-        "files": [str(brought), str(edited)],
-        "packages": ["prometheus"],
-        "files_variable": "a variable of monitoring",
-        "overwrite_variable": "monitoring_overwrite",
-    }
-    (problem,) = look.file_problems(spec)
+    (problem,) = look.file_problems(files(brought, edited, packages=["prometheus"]))
     assert problem.startswith(f"{edited} was not written by this role. Remedy: ")
     assert commands[0] == ("dpkg-query", "--show", "--showformat=${Conffiles}\n", "prometheus")
 

@@ -37,12 +37,10 @@ def machine(
     return root
 
 
-def test_without_the_capability_the_hard_limit_holds(tmp_path: Path) -> None:
-    assert memlock_limit(machine(tmp_path)) == 8 << 20
-
-
-def test_no_limit_is_none(tmp_path: Path) -> None:
-    assert memlock_limit(machine(tmp_path, hard="unlimited")) is None
+def test_without_the_capability_the_hard_limit_holds_if_there_is_one(tmp_path: Path) -> None:
+    assert memlock_limit(machine(tmp_path / "limited")) == 8 << 20
+    assert memlock_limit(machine(tmp_path / "free", hard="unlimited")) is None
+    assert memlock_limit(tmp_path / "no proc") is None
 
 
 @pytest.mark.parametrize(
@@ -59,10 +57,6 @@ def test_the_capability_counts_where_a_server_will_have_it(
 ) -> None:
     root = machine(tmp_path, uid=uid, effective=effective, ambient=ambient)
     assert (memlock_limit(root) is None) == free
-
-
-def test_without_proc_there_is_no_limit(tmp_path: Path) -> None:
-    assert memlock_limit(tmp_path) is None
 
 
 def test_a_limit_below_the_model_is_refused_with_the_remedy() -> None:

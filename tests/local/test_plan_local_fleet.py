@@ -59,11 +59,6 @@ def test_a_model_that_does_not_fit_is_refused_unless_forced(tmp_path: Path) -> N
     )
 
 
-def test_a_file_that_is_no_model_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(ModelFileError, match=r"none\.gguf"):
-        plan_local_fleet(tmp_path / "none.gguf", cache=tmp_path)
-
-
 def test_a_missing_extra_is_reported_with_the_remedy(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

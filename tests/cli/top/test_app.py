@@ -55,6 +55,14 @@ def shown(app: App[None], name: str) -> str:
     return str(app.query_one(name, Static).visual)
 
 
+def drawn(widget: Widget) -> str:
+    """What is seen of a widget."""
+    return "\n".join(
+        "".join(segment.text for segment in strip)
+        for strip in widget.render_lines(widget.outer_size.region)
+    )
+
+
 async def stream_forever(gateway: Succession) -> None:
     async with httpx.AsyncClient(trust_env=False, verify=NO_TLS, timeout=LIMIT) as client:
         body = {"messages": [{"role": "user", "content": "Hi"}], "stream": True}
@@ -74,12 +82,10 @@ async def test_an_operator_drains_resumes_cancels_and_sees_a_node_die(tmp_path: 
         chat = asyncio.create_task(stream_forever(gateway))
         await until(pilot, lambda: app.picture.requests)
 
-        await pilot.press("d")
-        await until(pilot, lambda: isinstance(app.screen, Confirm))
-        await pilot.press("n")
-        await pilot.press("d")
-        await until(pilot, lambda: isinstance(app.screen, Confirm))
-        await pilot.press("y")
+        for answer in "ny":
+            await pilot.press("d")
+            await until(pilot, lambda: isinstance(app.screen, Confirm))
+            await pilot.press(answer)
         await until(pilot, lambda: app.picture.nodes["one"]["state"] == "draining")
         await until(pilot, lambda: shown(app, "#note") == "drained one")
         await pilot.press("r")
@@ -113,16 +119,9 @@ async def test_a_request_is_explained_by_a_key_and_its_words_stay_text(tmp_path:
         await pilot.press("3", "w")
         await until(pilot, lambda: isinstance(app.screen, Explanation))
         await pilot.pause()
-        drawn = "\n".join(
-            "".join(segment.text for segment in strip)
-            for strip in app.screen.query_one("#explanation").render_lines(
-                app.screen.query_one("#explanation").size.region
-            )
-        )
-        assert "the-long-one" in drawn
-        assert hostile in drawn
-        assert "attempt 1" in drawn
-        assert "PREDICTED" in drawn
+        explanation = drawn(app.screen.query_one("#explanation"))
+        for words in ("the-long-one", hostile, "attempt 1", "PREDICTED"):
+            assert words in explanation
         await pilot.press("escape")
         await until(pilot, lambda: not isinstance(app.screen, Explanation))
         chat.cancel()
@@ -210,14 +209,6 @@ async def crowded_screen(
     async with serving(folder, DEAD) as gateway, screen(gateway, columns, lines) as (app, pilot):
         await until(pilot, lambda: len(app.picture.problems) > DEAD_NODES / 2)
         yield app, pilot
-
-
-def drawn(widget: Widget) -> str:
-    """What is seen of a widget."""
-    return "\n".join(
-        "".join(segment.text for segment in strip)
-        for strip in widget.render_lines(widget.outer_size.region)
-    )
 
 
 async def test_problems_leave_room_for_the_nodes_on_a_low_screen(tmp_path: Path) -> None:

@@ -139,6 +139,9 @@ def test_a_price_that_contradicts_itself_is_noticed() -> None:
     assert "assumed that a node reads 100 prompt tokens/s" in ran.err
 
 
+RATE = ("--requests-per-hour", "5")
+
+
 @pytest.mark.parametrize(
     ("arguments", "problem"),
     [
@@ -146,49 +149,43 @@ def test_a_price_that_contradicts_itself_is_noticed() -> None:
         (("--requests-per-hour", "0", *OWN), "requests per hour must be above 0"),
         (("--requests-per-hour", "nan", *OWN), "requests per hour must be above 0"),
         (("--requests-per-hour", "1e30", *OWN), "at most 1e+09"),
-        (("--requests-per-hour", "5", "--prompt", "9"), "--completion TOKENS is missing"),
-        (("--requests-per-hour", "5", "--backlog", "5", *OWN), "how much is there to do?"),
+        ((*RATE, "--prompt", "9"), "--completion TOKENS is missing"),
+        ((*RATE, "--backlog", "5", *OWN), "how much is there to do?"),
+        ((*RATE, *OWN, "--price-per-hour", "-1"), "--price-per-hour: must be greater than"),
         (
-            ("--requests-per-hour", "5", *OWN, "--price-per-hour", "-1"),
-            "--price-per-hour: must be greater than",
-        ),
-        (
-            ("--requests-per-hour", "5", *OWN, "--price-per-hour", "1", "--price-per-month", "1"),
+            (*RATE, *OWN, "--price-per-hour", "1", "--price-per-month", "1"),
             "can't stand beside price_per_hour",
         ),
-        (("--requests-per-hour", "5", *OWN, "--prompt", "-1"), "of a prompt must be from 0"),
-        (("--requests-per-hour", "5", *OWN, "--prompt", "1e9"), "of a prompt must be from 0"),
-        (("--requests-per-hour", "5", *OWN, "--completion", "0"), "completion must be from 1"),
-        (("--requests-per-hour", "5", *OWN, "--completion", "inf"), "completion must be from 1"),
+        ((*RATE, *OWN, "--prompt", "-1"), "of a prompt must be from 0"),
+        ((*RATE, *OWN, "--prompt", "1e9"), "of a prompt must be from 0"),
+        ((*RATE, *OWN, "--completion", "0"), "completion must be from 1"),
+        ((*RATE, *OWN, "--completion", "inf"), "completion must be from 1"),
         (("--backlog", "5", *OWN, "--within", "0"), "the hours of a backlog must be above 0"),
-        (("--requests-per-hour", "5", *OWN, "--peak", "nan"), "the peak must be from 1"),
-        (("--requests-per-hour", "5", *OWN, "--repeat", "1"), "the share that repeats"),
-        (("--requests-per-hour", "5", *OWN, "--peak", "0.5"), "the peak must be from 1"),
-        (("--requests-per-hour", "5", *OWN, "--ttft-p95", "inf"), "the goal of TTFT must be"),
-        (("--requests-per-hour", "5", *OWN, "--idle-watts", "9"), "must not be above watts (0)"),
+        ((*RATE, *OWN, "--peak", "nan"), "the peak must be from 1"),
+        ((*RATE, *OWN, "--repeat", "1"), "the share that repeats"),
+        ((*RATE, *OWN, "--peak", "0.5"), "the peak must be from 1"),
+        ((*RATE, *OWN, "--ttft-p95", "inf"), "the goal of TTFT must be"),
+        ((*RATE, *OWN, "--idle-watts", "9"), "must not be above watts (0)"),
         (
-            ("--requests-per-hour", "5", *OWN[:4], "--price-per-hour", "1"),
+            (*RATE, *OWN[:4], "--price-per-hour", "1"),
             "--price-per-hour is of your node: give --tokens-per-second",
         ),
-        (("--requests-per-hour", "5", *OWN[:4], "--type", "cpu-9"), "has no type 'cpu-9'"),
-        (("--requests-per-hour", "5", *OWN[:4], "--model-gib", "90000"), "has the memory"),
+        ((*RATE, *OWN[:4], "--type", "cpu-9"), "has no type 'cpu-9'"),
+        ((*RATE, *OWN[:4], "--model-gib", "90000"), "has the memory"),
         (("--trace", "/nowhere/day.jsonl"), "can't be read"),
-        (("--requests-per-hour", "5", *OWN, "--time-limit", "nan"), "--time-limit nan: must be a"),
+        ((*RATE, *OWN, "--time-limit", "nan"), "--time-limit nan: must be a"),
+        ((*RATE, *OWN, "--models", "2x1GiB:2GiB"), "node-1 has no memory for models"),
         (
-            ("--requests-per-hour", "5", *OWN, "--models", "2x1GiB:2GiB"),
-            "node-1 has no memory for models",
-        ),
-        (
-            ("--requests-per-hour", "5", *OWN, "--models", "1x9GiB:9GiB", "--memory", "8GiB"),
+            (*RATE, *OWN, "--models", "1x9GiB:9GiB", "--memory", "8GiB"),
             "--models: model-1 takes 9.0 GiB, the largest router has 8.0 GiB",
         ),
-        (("--requests-per-hour", "5", *OWN, "--models", "many"), "write COUNTxSMALLEST"),
-        (("--requests-per-hour", "5", *OWN[:4], "--models", "1x9TiB:9TiB"), "has the memory"),
+        ((*RATE, *OWN, "--models", "many"), "write COUNTxSMALLEST"),
+        ((*RATE, *OWN[:4], "--models", "1x9TiB:9TiB"), "has the memory"),
         (("--fleet", "--models", "2x1GiB:2GiB"), "--models has no meaning with --fleet"),
         (("--fleet", "--backlog", "500", *OWN), "--backlog has no meaning with --fleet"),
         (("--fleet", "--peak", "0"), "--peak 0: must be a number from 1 to 1,000"),
         (("--fleet", "--peak", "nan"), "--peak nan: must be a number from 1 to 1,000"),
-        (("--requests-per-hour", "5", *OWN, "--plot", "even.gif"), "must end in .png"),
+        ((*RATE, *OWN, "--plot", "even.gif"), "must end in .png"),
     ],
 )
 def test_wrong_figures_are_refused(arguments: tuple[str, ...], problem: str) -> None:
