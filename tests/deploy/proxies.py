@@ -77,12 +77,16 @@ class _Handler(http.server.BaseHTTPRequestHandler):
             self.wfile.write(b"4\r\nlast\r\n0\r\n\r\n")
 
     def do_POST(self) -> None:
-        if self.gateway.reads_bodies:
-            self.rfile.read(int(self.headers["Content-Length"]))
         self.note()
-        self.close_connection = self.gateway.cut or not self.gateway.reads_bodies
-        if not self.gateway.cut:
-            self.answer(200 if self.gateway.reads_bodies else 401, self.gateway.name.encode())
+        if not self.gateway.reads_bodies:
+            self.close_connection = True
+            self.answer(401)
+            return
+        self.rfile.read(int(self.headers["Content-Length"]))
+        if self.gateway.cut:
+            self.close_connection = True
+        else:
+            self.answer(200, self.gateway.name.encode())
 
     def note(self) -> None:
         """Keep the head of the request."""

@@ -6,7 +6,6 @@ import json
 import re
 import time
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -18,7 +17,6 @@ from tests.deploy.release_files import ReleaseFiles
 
 pytestmark = [pytest.mark.net, pytest.mark.timeout(3000)]
 
-ALERTS = Path(__file__).parents[1] / "monitoring" / "alerts.yml"
 UNIT = "/etc/systemd/system/grafana-server.service"
 SECURITY = 2.0  # exposure by systemd-analyze: 0 is closed, 10 open; it was 1.5 and 1.7
 
@@ -171,18 +169,13 @@ def test_prometheus_scrapes_the_gateway_and_every_node(fleet: DeployedFleet) -> 
     host.run("promtool check config /etc/prometheus/prometheus.yml")
 
 
-def test_the_alerts_use_metrics_that_exist(fleet: DeployedFleet) -> None:
-    host = fleet.hosts["gw"]
-    rules = host.run("cat /etc/prometheus/llama-gateway-rules.yml").stdout
-    output = host.fetch("http://127.0.0.1:8001/metrics")
-    output += request_of_gateway(fleet, "n1", "/metrics", key=node_key(fleet, "n1"))[1]
-    named = set(re.findall(r"\b(?:llama_gateway|llamacpp:)\w+", rules))
-    families = set(re.findall(r"^# TYPE (\S+)", output, re.MULTILINE))
-    # These listeners have no TLS, and no money limits a GPU: `tests/monitoring` knows them.
-    families |= {"llama_gateway_certificate_days_left", "llama_gateway_spill_money_left"}
-    assert {re.sub("_(bucket|count)$", "", name) for name in named} <= families
-    (host.root / "var/tmp/alerts.yml").write_text(ALERTS.read_text())
-    host.run("promtool test rules /var/tmp/alerts.yml")
+def test_the_alerts_use_metrics_that_nodes_have(fleet: DeployedFleet) -> None:
+    """`tests/monitoring` knows those of the gateway."""
+    rules = fleet.hosts["gw"].run("cat /etc/prometheus/llama-gateway-rules.yml").stdout
+    output = request_of_gateway(fleet, "n1", "/metrics", key=node_key(fleet, "n1"))[1]
+    named = set(re.findall(r"\bllamacpp:\w+", rules))
+    assert named
+    assert named <= set(re.findall(r"^# TYPE (\S+)", output, re.MULTILINE))
 
 
 def test_grafana_gets_its_data_source_and_dashboard_where_it_is(fleet: DeployedFleet) -> None:

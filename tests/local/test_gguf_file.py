@@ -34,10 +34,7 @@ def test_size_name_and_trained_context_are_read(tmp_path: Path) -> None:
     assert (model.name, model.trained_context) == ("mistral-7b", 32_768)
     assert model.size == path.stat().st_size
     assert read_model(path, "other").name == "other"
-
-
-def test_a_file_without_a_context_length(tmp_path: Path) -> None:
-    assert read_model(write_gguf(tmp_path / "m.gguf", context=None)).trained_context is None
+    assert read_model(write_gguf(path, context=None)).trained_context is None
 
 
 def test_all_parts_of_a_split_model_count_whichever_is_named(tmp_path: Path) -> None:
@@ -56,20 +53,19 @@ def test_a_name_that_tells_of_no_parts_is_that_of_one_file(tmp_path: Path) -> No
     assert read_model(path).name == "big"
 
 
-def test_a_missing_part_is_named(tmp_path: Path) -> None:
-    write_gguf(tmp_path / "big-00001-of-00002.gguf")
-    with pytest.raises(ModelFileError, match=r"big-00002-of-00002\.gguf: no such file"):
-        read_model(tmp_path / "big-00001-of-00002.gguf")
-
-
-def test_a_missing_file_is_named(tmp_path: Path) -> None:
-    with pytest.raises(ModelFileError, match=r"gone\.gguf: no such file"):
-        read_model(tmp_path / "gone.gguf")
-
-
-def test_a_folder_is_no_model(tmp_path: Path) -> None:
-    with pytest.raises(ModelFileError, match="is a directory"):
-        read_model(tmp_path)
+def test_what_is_not_there_is_named(tmp_path: Path) -> None:
+    first = write_gguf(tmp_path / "big-00001-of-00002.gguf")
+    for path, said in (
+        (first, r"big-00002-of-00002\.gguf: no such file"),
+        (tmp_path / "gone.gguf", r"gone\.gguf: no such file"),
+        (tmp_path, "is a directory"),
+    ):
+        with pytest.raises(ModelFileError, match=said):
+            read_model(path)
+    second = write_gguf(tmp_path / "big-00002-of-00002.gguf")
+    os.truncate(second, second.stat().st_size - 20)
+    with pytest.raises(ModelFileError, match=r"big-00002-of-00002\.gguf: cut short"):
+        read_model(first)
 
 
 @given(st.binary(max_size=200))
@@ -102,13 +98,6 @@ def test_a_model_without_its_last_weights_is_refused_with_its_size(tmp_path: Pat
         read_model(path)
     assert f"cut short: {needed - 1:,} of at least {needed:,} bytes" in str(refused.value)
     assert "curl -C -" in str(refused.value)
-
-
-def test_a_part_cut_short_is_named(tmp_path: Path) -> None:
-    parts = [write_gguf(tmp_path / f"big-0000{part}-of-00002.gguf") for part in (1, 2)]
-    os.truncate(parts[1], parts[1].stat().st_size - 20)
-    with pytest.raises(ModelFileError, match=r"big-00002-of-00002\.gguf: cut short"):
-        read_model(parts[0])
 
 
 @each_case(

@@ -12,13 +12,23 @@ GIB = 1 << 30
 
 
 def test_one_socket_without_smt_has_a_core_per_cpu(tmp_path: Path) -> None:
-    machine = read_topology(make_machine(tmp_path, [[[0], [1], [2], [3]]], memory_gib=32))
-    (node,) = machine.nodes
-    assert node.cpus == (0, 1, 2, 3)
-    assert machine.core_count == 4
-    assert machine.memory_total == 32 * GIB
-    assert machine.memory_available == 24 * GIB
+    machine = read_topology(make_machine(tmp_path, [[[0], [1], [2], [3]], []], memory_gib=32))
+    (node,) = machine.nodes  # one without CPUs is left out
+    assert (node.number, node.cpus, machine.core_count) == (0, (0, 1, 2, 3), 4)
+    assert (machine.memory_total, machine.memory_available) == (32 * GIB, 24 * GIB)
     assert machine.cpu_quota is None
+
+
+def test_two_sockets_have_their_memory_and_distances(tmp_path: Path) -> None:
+    """Memory that is easily reclaimed counts as free."""
+    root = make_machine(tmp_path, two_sockets_with_smt(), memory_nodes_allowed="0")
+    machine = read_topology(root)
+    assert machine.sockets == (0, 1)
+    assert [
+        (node.sockets, node.distances, node.memory_total, node.memory_available)
+        for node in machine.nodes
+    ] == [((0,), (10, 32), 32 * GIB, 24 * GIB), ((1,), (32, 10), 32 * GIB, 24 * GIB)]
+    assert [node.memory_allowed for node in machine.nodes] == [True, False]
 
 
 FIRST, SECOND = ((0, 8), (1, 9), (2, 10), (3, 11)), ((4, 12), (5, 13), (6, 14), (7, 15))
@@ -43,22 +53,6 @@ def test_a_core_is_its_siblings_that_are_online_and_allowed(
         assert node.cpus == tuple(sorted(cpu for core in node.cores for cpu in core))
 
 
-def test_a_node_counts_memory_that_is_free_or_easily_reclaimed(tmp_path: Path) -> None:
-    machine = read_topology(make_machine(tmp_path, two_sockets_with_smt(), memory_gib=64))
-    assert [node.memory_total for node in machine.nodes] == [32 * GIB, 32 * GIB]
-    assert [node.memory_available for node in machine.nodes] == [24 * GIB, 24 * GIB]
-
-
-def test_a_node_without_cpus_is_left_out(tmp_path: Path) -> None:
-    root = make_machine(tmp_path, [[[0], [1]], []])
-    assert [node.number for node in read_topology(root).nodes] == [0]
-
-
-def test_memory_that_the_cpuset_forbids_is_shown(tmp_path: Path) -> None:
-    root = make_machine(tmp_path, two_sockets_with_smt(), memory_nodes_allowed="0")
-    assert [node.memory_allowed for node in read_topology(root).nodes] == [True, False]
-
-
 def test_a_kernel_without_numa_is_one_node(tmp_path: Path) -> None:
     write(tmp_path, "sys/devices/system/cpu/online", "0-1\n")
     write(tmp_path, "proc/self/status", "Cpus_allowed_list:\t0-1\n")
@@ -78,13 +72,6 @@ def test_a_containers_memory_limit_counts_where_it_is_less(tmp_path: Path) -> No
     write(root, "sys/fs/cgroup/memory.max", f"{8 * GIB}\n")
     write(root, "sys/fs/cgroup/memory.current", f"{GIB}\n")
     assert read_topology(root).memory_available == 7 * GIB
-
-
-def test_two_sockets_have_their_distances(tmp_path: Path) -> None:
-    machine = read_topology(make_machine(tmp_path, two_sockets_with_smt()))
-    assert machine.sockets == (0, 1)
-    assert [node.sockets for node in machine.nodes] == [(0,), (1,)]
-    assert [node.distances for node in machine.nodes] == [(10, 32), (32, 10)]
 
 
 def test_a_socket_may_hold_several_nodes(tmp_path: Path) -> None:

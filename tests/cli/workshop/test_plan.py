@@ -195,16 +195,6 @@ def test_wrong_figures_are_refused(arguments: tuple[str, ...], problem: str) -> 
     assert "Traceback" not in ran.err
 
 
-def test_a_catalogue_with_a_typo_names_line_and_key(tmp_path: Path) -> None:
-    mine = tmp_path / "mine.yaml"
-    mine.write_text(
-        "types:\n  - name: a\n    decode_tp: 5\n    prefill_tps: 50\n    price_per_hour: 1\n"
-    )
-    ran = run("plan", "--requests-per-hour", "5", *OWN[:4], "--catalogue", str(mine))
-    assert ran.status == 2
-    assert f"{mine}:3: types[0].decode_tp: unknown key (did you mean decode_tps?" in ran.err
-
-
 def test_time_for_simulations_is_limited() -> None:
     ran = run("plan", "--requests-per-hour", "500", *OWN, "--time-limit", "0.000001")
     assert ran.status == 0

@@ -219,33 +219,6 @@ def test_model_placements_are_compared_in_a_table_and_for_scripts() -> None:
     assert set(found["placements"][2]["loaded"]) == {"node-1", "node-2"}
 
 
-def test_placements_are_compared_on_the_routers_of_a_running_fleet(tmp_path: Path) -> None:
-    nodes, speeds, models = (tmp_path / name for name in ("n.yaml", "speeds.json", "models.json"))
-    nodes.write_text(
-        "defaults: {memory: 16GiB, host: epyc, slots: 2}\nnodes:\n"
-        "  - {name: r1, url: 'http://a:1'}\n  - {name: r2, url: 'http://a:2'}\n"
-    )
-    measured = {"router": "r1", "slots_total": 2, "prefill_tps": 600.0, "decode_tps": 40.0}
-    speeds.write_text(
-        json.dumps({"nodes": [{"name": "r1"}, {"name": "r1/a", "models": ["a"], **measured}]})
-    )
-    rows = [
-        {"model": name, "memory": 6 << 30, "expected_load_seconds": 4.0, "node": "r1"}
-        for name in "abc"
-    ]
-    models.write_text(json.dumps({"placements": rows}))
-    ran = run(
-        *("simulate", "--nodes", str(nodes), "--speeds", str(speeds), "--models", str(models)),
-        *("--generate", "rate=0.1,requests=40,answer=50", "--placements", "3", "--json"),
-    )
-    assert ran.status == 0, ran.err
-    # The host has room for two of the three models at a time, on whichever router.
-    ours, own = json.loads(ran.out)["placements"]
-    assert (ours["placement"], own["placement"]) == ("gateway", "each router's own")
-    assert ours["loads"] >= 3
-    assert "assumed 10 and 100 tokens/s times `speed_hint` for r2" in ran.err
-
-
 def test_a_plain_server_beside_routers_serves_its_own_model(tmp_path: Path) -> None:
     nodes, speeds, trace = (tmp_path / name for name in ("n.yaml", "speeds.json", "day.jsonl"))
     nodes.write_text(
