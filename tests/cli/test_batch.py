@@ -6,6 +6,7 @@ import csv
 import json
 import os
 import signal
+import ssl
 import subprocess
 import sys
 import threading
@@ -21,6 +22,7 @@ from gateway.cli.batch import describe, details, end_by, span
 from gateway.cli.terminal import CommandFailed
 from tests.cli.batch_api import BatchApi, batch_api
 from tests.cli.running import LIMIT, run, run_on_terminal
+from tests.each_case import each_case
 
 CHAT = "/v1/chat/completions"
 
@@ -359,8 +361,6 @@ def test_the_key_of_the_environment_is_used_and_never_shown(
 
 
 def test_a_certificate_of_its_own(tmp_path: Path) -> None:
-    import ssl
-
     authority = trustme.CA()
     authority.cert_pem.write_to_path(tmp_path / "ca.pem")
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
@@ -415,11 +415,7 @@ def test_progress_in_one_line() -> None:
     assert "paused (over its budget)" in describe(paused, now)
 
 
-def test_of_another_gateway_only_what_its_api_tells_is_shown() -> None:
-    assert describe({"status": "validating"}, 0.0) == "validating"
-
-
-@pytest.mark.parametrize(
+@each_case(
     ("seconds", "text"),
     [(0, "0 s"), (119, "119 s"), (120, "2 min"), (3600, "1 h"), (5400, "1 h 30 min"),
      (86_400, "1 d"), (180_000, "2 d 2 h")],
@@ -441,6 +437,7 @@ def test_the_end_of_a_batch_decides_the_command() -> None:
         end_by({"id": "batch_1", "status": "failed", "errors": errors})
 
 
-def test_details_leave_out_what_is_not_known() -> None:
+def test_what_another_gateway_does_not_tell_is_left_out() -> None:
+    assert describe({"status": "validating"}, 0.0) == "validating"
     told = dict(details({"id": "batch_1", "status": "validating", "metadata": {}}))
     assert told == {"id": "batch_1", "progress": "validating"}

@@ -16,10 +16,8 @@ from tests.cli.running import run
 def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     cache = tmp_path / "cache"
     monkeypatch.setenv("LLAMA_GATEWAY_CACHE", str(cache))
-    for key, name, size, days in (
-        ("0" * 16, "big.gguf", 3 << 20, 40), ("1" * 16, "new.gguf", 2 << 20, 1)
-    ):  # fmt: skip
-        path = cache / "downloads" / key / name
+    for key, name, size, days in (("0", "big.gguf", 3 << 20, 40), ("1", "new.gguf", 2 << 20, 1)):
+        path = cache / "downloads" / (key * 16) / name
         path.parent.mkdir(parents=True)
         path.write_bytes(bytes(size))
         write_record(path, SourceRecord(f"https://h/{name}", total=size, sha256="a" * 64))

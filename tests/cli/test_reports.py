@@ -76,22 +76,26 @@ async def test_the_running_gateway_is_asked(tmp_path: Path) -> None:
         assert "requests were charged" in shown.out
 
 
-async def test_another_store_than_the_gateways_is_refused(tmp_path: Path) -> None:
-    (tmp_path / "other").mkdir()
-    other = settings_of(tmp_path / "other")
+async def test_another_store_than_the_gateways_and_none_at_all_are_told(tmp_path: Path) -> None:
+    for name in ("own", "none"):
+        (tmp_path / name).mkdir()
+    other = settings_of(tmp_path / "own")
     async with metered_gateway(tmp_path) as running:
         told = await through(running, "usage", config=other)
-        assert told.status == 2
+        assert (told.status, told.out) == (2, "")
         assert "own.db" in told.err
         assert "--config" in told.err
-        assert told.out == ""
-
-
-async def test_a_gateway_without_a_store_is_told(tmp_path: Path) -> None:
-    async with metered_gateway(tmp_path, store={"url": "off"}) as running:
+    async with metered_gateway(tmp_path / "none", store={"url": "off"}) as running:
         told = await through(running, "usage")
-        assert told.status == 1
-        assert "has no store" in told.err
+        assert (told.status, "has no store" in told.err) == (1, True)
+
+
+def test_a_store_that_is_not_there_is_not_made(tmp_path: Path) -> None:
+    told = run("usage", "--config", str(settings_of(tmp_path)))
+    assert (told.status, "no gateway has used it yet" in told.err) == (1, True)
+    assert not (tmp_path / "own.db").exists()
+    told = run("usage", "--config", str(settings_of(tmp_path, "off")))
+    assert (told.status, "store.url: off" in told.err) == (2, True)
 
 
 def test_without_a_gateway_the_store_is_read(tmp_path: Path) -> None:
@@ -148,19 +152,6 @@ def test_questions_that_make_no_sense_are_refused(
     told = run(*arguments, "--config", str(settings_of(tmp_path)))
     assert (told.status, told.out) == (2, "")
     assert message in told.err
-
-
-def test_a_store_that_is_not_there_is_not_made(tmp_path: Path) -> None:
-    told = run("usage", "--config", str(settings_of(tmp_path)))
-    assert told.status == 1
-    assert "no gateway has used it yet" in told.err
-    assert not (tmp_path / "own.db").exists()
-
-
-def test_settings_without_a_store_are_told(tmp_path: Path) -> None:
-    told = run("usage", "--config", str(settings_of(tmp_path, "off")))
-    assert told.status == 2
-    assert "store.url: off" in told.err
 
 
 def test_the_audit_log_is_read_the_latest_first(tmp_path: Path) -> None:

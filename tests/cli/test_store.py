@@ -45,6 +45,8 @@ def test_a_backup_is_restored_to_where_other_settings_have_the_store(tmp_path: P
     config, backup = str(filled(tmp_path)), str(tmp_path / "backup.db")
     made = run("store", "backup", backup, "--config", config)
     assert made.status == 0, made.err
+    assert "store: 6 of 6 rows, usage" in made.err
+    assert "checking the copy" in made.err
     assert "checked" in made.out
     assert f"from sqlite:///{tmp_path}/own.db to sqlite:///{backup}" in made.err
     other = settings_with(
@@ -59,9 +61,12 @@ def test_a_backup_is_restored_to_where_other_settings_have_the_store(tmp_path: P
     assert audit_of(other) == audit_of(config) != []
     again = run("store", "restore", backup, "--config", other)
     assert again.status == 1
-    assert "is there already" in again.err
-    assert "move gateway.db with its -wal and -shm away" in again.err
-    assert "Nothing was copied" in again.err
+    for said in (
+        "is there already",
+        "move gateway.db with its -wal and -shm",
+        "Nothing was copied",
+    ):
+        assert said in again.err
 
 
 def test_a_store_moves_to_postgresql_and_back_and_no_password_is_shown(
@@ -102,12 +107,6 @@ def test_what_is_no_place_of_a_store_is_wrong_usage(place: str, tmp_path: Path) 
     told = run("store", "copy", str(tmp_path / "own.db"), place)
     assert told.status == 2
     assert "this is no place of a store" in told.err
-
-
-def test_how_far_a_copy_is_is_told_by_table(tmp_path: Path) -> None:
-    told = run("store", "backup", str(tmp_path / "b.db"), "--config", str(filled(tmp_path)))
-    assert "store: 6 of 6 rows, usage" in told.err
-    assert "checking the copy" in told.err
 
 
 async def ran(*arguments: str) -> Ran:

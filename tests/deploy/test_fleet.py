@@ -12,7 +12,7 @@ import pytest
 import yaml
 
 from tests.deploy.conftest import DeployedFleet
-from tests.deploy.load import DeployLoad
+from tests.deploy.load import nothing_fails
 from tests.deploy.release_files import ReleaseFiles
 
 pytestmark = [pytest.mark.net, pytest.mark.timeout(3000)]
@@ -215,11 +215,8 @@ def test_a_gateway_with_traces_gets_their_packages(fleet: DeployedFleet) -> None
     there = "/opt/llama-gateway/current/bin/python -c 'import opentelemetry.proto'"
     host = fleet.hosts["gw"]
     assert host.run(there, check=False).returncode != 0
-    with DeployLoad(fleet.url, headers=fleet.headers) as load:
-        load.wait_for(5)
+    with nothing_fails(fleet.url, fleet.headers, 5):
         assert set(fleet.control.play("site.yml", gateway_settings=settings).changed) == {"gw"}
-        load.wait_for(5)
-    assert load.failures == []
     host.run(there)
     # Nobody takes them there: the gateway says so, and serves.
     assert fleet.chat()["usage"]["completion_tokens"] == 8
@@ -240,12 +237,9 @@ def test_the_units_are_valid_and_hardened(fleet: DeployedFleet, name: str, unit:
 
 def test_a_node_is_added_under_load(fleet: DeployedFleet) -> None:
     fleet.control.groups["llama_nodes"].append("n3")
-    with DeployLoad(fleet.url, headers=fleet.headers) as load:
-        load.wait_for(20)
+    with nothing_fails(fleet.url, fleet.headers, 20):
         fleet.control.play("site.yml")
         wait_for(lambda: fleet.nodes()["n3-numa0"]["requests"] > 0)
-        load.wait_for(20)
-    assert load.failures == []
 
 
 def test_llama_cpp_and_the_gateway_are_upgraded_under_load(
@@ -253,11 +247,8 @@ def test_llama_cpp_and_the_gateway_are_upgraded_under_load(
 ) -> None:
     fleet.control.variables["llama_gateway_release_wheel"] = str(release_files.newer_wheel())
     fleet.control.variables["llama_node_slots"] = 3
-    with DeployLoad(fleet.url, headers=fleet.headers) as load:
-        load.wait_for(20)
+    with nothing_fails(fleet.url, fleet.headers, 20):
         fleet.control.play("upgrade.yml")
-        load.wait_for(20)
-    assert load.failures == []
     status = fleet.hosts["gw"].fetch("http://127.0.0.1:8001/admin/status")
     assert json.loads(status)["version"] == "99.0.0"
     assert {node["slots_total"] for node in fleet.nodes().values()} == {3}
@@ -269,8 +260,7 @@ def test_nodes_get_keys_and_new_ones_under_load(fleet: DeployedFleet) -> None:
     control = fleet.control
     control.play("site.yml", llama_node_key=False, llama_node_firewall=False)
     assert request_of_gateway(fleet, "n1", "/props")[0] == 200
-    with DeployLoad(fleet.url, headers=fleet.headers) as load:
-        load.wait_for(5)
+    with nothing_fails(fleet.url, fleet.headers, 5) as load:
         control.play("site.yml")
         load.wait_for(5)
         first = node_key(fleet, "n1")
@@ -278,8 +268,6 @@ def test_nodes_get_keys_and_new_ones_under_load(fleet: DeployedFleet) -> None:
         control.play("site.yml", llama_node_key_rotate=True)
         load.wait_for(5)
         control.play("site.yml")
-        load.wait_for(5)
-    assert load.failures == []
     assert request_of_gateway(fleet, "n1", "/props", key=first)[0] == 401
     assert request_of_gateway(fleet, "n1", "/props", key=node_key(fleet, "n1"))[0] == 200
     assert len(fleet.hosts["gw"].run("ls /etc/llama-gateway/keys").stdout.split()) == len(
@@ -290,11 +278,8 @@ def test_nodes_get_keys_and_new_ones_under_load(fleet: DeployedFleet) -> None:
 
 def test_a_node_is_removed_under_load(fleet: DeployedFleet) -> None:
     fleet.control.groups["llama_nodes"].remove("n3")
-    with DeployLoad(fleet.url, headers=fleet.headers) as load:
-        load.wait_for(20)
+    with nothing_fails(fleet.url, fleet.headers, 20):
         fleet.control.play("site.yml")
-        load.wait_for(20)
-    assert load.failures == []
     assert set(fleet.nodes()) == {"n1-numa0", "n2-numa0"}
 
 

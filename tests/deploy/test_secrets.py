@@ -27,6 +27,7 @@ WRITERS = {"ansible.builtin.copy", "ansible.builtin.template"}
 # Parts of a task that Ansible never shows with their values.
 UNSHOWN = {"when", "name", "until", "failed_when", "changed_when", "notify", "register", "tags"}
 CLOSED = {"0600", "0640"}
+PARTS = ("tasks", "pre_tasks", "post_tasks", "handlers", "block", "rescue", "always")
 
 Task = dict[str, Any]
 
@@ -38,23 +39,8 @@ def read(path: Path) -> Any:
 def tasks_of(value: Any) -> Iterator[Task]:
     """The tasks of a playbook or of a file of tasks, including those in blocks."""
     for one in value:
-        inner = [
-            one.get(part, [])
-            for part in (
-                "tasks",
-                "pre_tasks",
-                "post_tasks",
-                "handlers",
-                "block",
-                "rescue",
-                "always",
-            )
-        ]
-        if any(inner):
-            for part in inner:
-                yield from tasks_of(part)
-        else:
-            yield one
+        inner = [task for part in PARTS for task in one.get(part, [])]
+        yield from tasks_of(inner) if inner else [one]
 
 
 def all_tasks() -> list[Task]:

@@ -44,27 +44,18 @@ def machine(tmp_path: Path) -> Topology:
     return read_topology(make_machine(tmp_path, two_sockets_with_smt(), memory_gib=64))
 
 
-def test_servers_that_leave_exactly_two_gib_fit(machine: Topology) -> None:
-    machine = replace(machine, memory_available=32 * GIB)
-    check_memory(machine, bound([None, None]))
-
-
-def test_one_byte_less_is_refused_with_figures_and_the_remedy(machine: Topology) -> None:
-    machine = replace(machine, memory_available=32 * GIB - 1)
+def test_servers_must_leave_two_gib_or_are_refused_with_figures_and_the_remedy(
+    machine: Topology,
+) -> None:
+    check_memory(replace(machine, memory_available=32 * GIB), bound([None, None]))
     with pytest.raises(MemoryShortError) as caught:
-        check_memory(machine, bound([None, None]))
-    message = str(caught.value)
-    for part in ("big.gguf", "10.0 GiB", "2 servers", "30.0 GiB", "2.0 GiB", "32.0 GiB"):
-        assert part in message
-    assert "--force-memory" in message
-    assert "fewer --servers" in message
-
-
-def test_fewer_servers_are_no_remedy_for_one(machine: Topology) -> None:
-    machine = replace(machine, memory_available=GIB)
+        check_memory(replace(machine, memory_available=32 * GIB - 1), bound([None, None]))
+    figures = ("10.0 GiB", "2 servers", "30.0 GiB", "2.0 GiB", "32.0 GiB")
+    for part in ("big.gguf", *figures, "--force-memory", "fewer --servers"):
+        assert part in str(caught.value)
     with pytest.raises(MemoryShortError) as caught:
-        check_memory(machine, bound([None]))
-    assert "fewer" not in str(caught.value)
+        check_memory(replace(machine, memory_available=GIB), bound([None]))
+    assert "fewer" not in str(caught.value), "it is no remedy for one"
 
 
 def test_a_bound_server_must_fit_into_its_node(machine: Topology) -> None:
@@ -77,11 +68,13 @@ def test_a_bound_server_must_fit_into_its_node(machine: Topology) -> None:
 
 
 def test_sizes_for_people() -> None:
-    assert format_gib(3_892_256) == "4 MiB"
-    assert format_gib(3 * GIB // 2) == "1.5 GiB"
+    assert (format_gib(3_892_256), format_gib(3 * GIB // 2)) == ("4 MiB", "1.5 GiB")
 
 
-def test_a_known_shape_tells_what_a_server_needs(machine: Topology, tmp_path: Path) -> None:
+def test_a_known_shape_tells_what_a_server_needs_else_the_rule_of_thumb(
+    machine: Topology, tmp_path: Path
+) -> None:
+    assert server_needs(MODEL, ServerSettings(2, 4096)) == (15 * GIB, "1.5 x model")
     recipe = Recipe("m", 2, 256, 4, 4, 512)
     model = read_model(write(recipe, tmp_path, hollow=True))
     settings = ServerSettings(2, 4096)
@@ -91,10 +84,6 @@ def test_a_known_shape_tells_what_a_server_needs(machine: Topology, tmp_path: Pa
     with pytest.raises(MemoryShortError, match="2 slots of 4096 tokens 16 MiB"):
         check_memory(replace(machine, memory_available=2 * GIB), [(model, settings, None)])
     check_memory(replace(machine, memory_available=2 * GIB + needed), [(model, settings, None)])
-
-
-def test_the_rule_of_thumb_counts_where_the_shape_is_not_known() -> None:
-    assert server_needs(MODEL, ServerSettings(2, 4096)) == (15 * GIB, "1.5 x model")
 
 
 def test_the_module_says_what_a_server_needs_without_any_package(tmp_path: Path) -> None:

@@ -32,11 +32,9 @@ def test_heads_that_share_keys_keep_fewer() -> None:
     assert set(layers("llama", attention__head_count_kv=2)) == {Layer(256, 256)}
     sizes = {"attention__key_length": 256, "attention__value_length": 64}
     assert set(layers("llama", attention__head_count_kv=2, **sizes)) == {Layer(512, 128)}
-
-
-def test_layers_may_differ_in_their_heads() -> None:
     found = layers("deci", attention__head_count_kv=(8, 0, 4, 8))
     assert [layer.key_width for layer in found] == [1024, 0, 512, 1024]
+    assert len(layers("glm4moe", nextn_predict_layers=1)) == 3, "one layer only drafts"
 
 
 def test_latent_attention_keeps_one_compressed_row() -> None:
@@ -98,30 +96,6 @@ def test_recurrent_layers_keep_a_state_in_place_of_keys() -> None:
     assert [layer.state_bytes for layer in short] == [8192, 0, 8192, 8192]
 
 
-def test_layers_that_only_draft_keep_nothing() -> None:
-    assert len(layers("glm4moe", nextn_predict_layers=1)) == 3
-
-
-def test_an_unknown_architecture_is_refused() -> None:
-    with pytest.raises(UnknownShapeError, match="its architecture is 'rwkv7'"):
-        layers("rwkv7")
-    with pytest.raises(UnknownShapeError, match="'not named'"):
-        model_shape([Header({}, {}, (), 0)])
-
-
-def test_weights_of_an_unknown_type_are_refused() -> None:
-    known = header("llama", block_count=1, embedding_length=64, attention__head_count=2)
-    strange = Header(known.metadata, {}, (Tensor("t", (4, 4), 77, 0),), 100)
-    with pytest.raises(UnknownShapeError, match="weights of type 77"):
-        model_shape([strange])
-
-
-def test_windows_beside_states_are_refused() -> None:
-    metadata = {"shortconv__l_cache": 3, "attention__sliding_window": 64}
-    with pytest.raises(UnknownShapeError, match="mixes windows with recurrent layers"):
-        layers("lfm2", attention__head_count_kv=(0, 8, 0, 0), **metadata)
-
-
 @each_case(
     ("metadata", "problem"),
     [
@@ -141,9 +115,19 @@ def test_metadata_that_contradicts_itself_is_refused(
         layers("llama", **metadata)
 
 
-def test_a_file_without_weights_is_refused() -> None:
-    with pytest.raises(UnknownShapeError, match="no weights"):
-        model_shape([Header({"general.architecture": "llama"}, {}, (), 0)])
+def test_what_is_not_known_is_refused() -> None:
+    known = header("llama", block_count=1, embedding_length=64, attention__head_count=2)
+    for one, said in (
+        (header("rwkv7"), "its architecture is 'rwkv7'"),
+        (Header({}, {}, (), 0), "'not named'"),
+        (Header(known.metadata, {}, (), 0), "no weights"),
+        (Header(known.metadata, {}, (Tensor("t", (4, 4), 77, 0),), 100), "weights of type 77"),
+    ):
+        with pytest.raises(UnknownShapeError, match=said):
+            model_shape([one])
+    mixed = {"shortconv__l_cache": 3, "attention__sliding_window": 64}
+    with pytest.raises(UnknownShapeError, match="mixes windows with recurrent layers"):
+        layers("lfm2", attention__head_count_kv=(0, 8, 0, 0), **mixed)
 
 
 def test_every_part_of_a_split_model_counts(tmp_path: Path) -> None:

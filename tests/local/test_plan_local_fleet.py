@@ -39,9 +39,8 @@ def test_without_a_model_the_demo_model_is_made(tmp_path: Path, machine: Topolog
 
 
 def test_a_named_model_is_used_as_it_is(tmp_path: Path, machine: Topology) -> None:
-    path = plan_local_fleet(cache=tmp_path, topology=machine).model.path.rename(
-        tmp_path / "real.gguf"
-    )
+    path = tmp_path / "real.gguf"
+    path.symlink_to(demo_model())
     plan = plan_local_fleet(path, servers=3, slots=4, cache=tmp_path, topology=machine)
     assert not plan.is_demo
     assert [(spec.model, spec.alias, spec.slots) for spec in plan.specs] == [(path, "real", 4)] * 3
@@ -51,12 +50,8 @@ def test_a_model_that_does_not_fit_is_refused_unless_forced(tmp_path: Path) -> N
     small = read_topology(make_machine(tmp_path / "small", [[[0]]], memory_gib=2))
     with pytest.raises(MemoryShortError, match="--force-memory"):
         plan_local_fleet(cache=tmp_path, topology=small)
-    assert (
-        plan_local_fleet(cache=tmp_path, topology=small, force_memory=True)
-        .specs[0]
-        .prompt_cache_bytes
-        == 0
-    )
+    (spec,) = plan_local_fleet(cache=tmp_path, topology=small, force_memory=True).specs
+    assert spec.prompt_cache_bytes == 0
 
 
 def test_a_missing_extra_is_reported_with_the_remedy(
@@ -99,14 +94,13 @@ def test_a_folder_gets_a_router_for_each_numa_node_with_the_memory_that_it_has(
     assert list(plan.folder.models) == ["a", "b"]
     assert list(plan.folder.passed_over) == ["bad.gguf"]
     specs = plan.specs
-    assert [(spec.is_router, spec.model.name, spec.slots) for spec in specs] == [
+    assert {(spec.is_router, spec.model.name, spec.slots) for spec in specs} == {
         (True, "models.ini", 3)
-    ] * 2
+    }
     assert [spec.memory_node for spec in specs] == [0, 1]
+    rooms = [node.memory_available - MEMORY_RESERVE for node in machine.nodes]
     share = (machine.memory_available - MEMORY_RESERVE) // 2
-    assert [spec.memory for spec in specs] == [
-        min(node.memory_available - MEMORY_RESERVE, share) for node in machine.nodes
-    ]
+    assert [spec.memory for spec in specs] == [min(room, share) for room in rooms]
     assert plan.folder.room == min(spec.memory or 0 for spec in specs)
     first, second = [inventory_entry(spec, "http://127.0.0.1:1") for spec in specs]
     assert (first["host"], second["host"]) == ("localhost-numa0", "localhost-numa1")

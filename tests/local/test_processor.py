@@ -7,6 +7,7 @@ import pytest
 from gateway.local.topology import CpuCache, read_caches, read_processor
 from tests.local.machine import (
     ALTRA,
+    EPYC,
     GRAVITON_3,
     SAPPHIRE_RAPIDS,
     make_machine,
@@ -14,40 +15,30 @@ from tests.local.machine import (
     write,
 )
 
-
-def test_an_epyc_has_the_instructions_that_llama_cpp_can_use(tmp_path: Path) -> None:
-    processor = read_processor(make_machine(tmp_path, [[[0]]]))
-    assert processor.architecture == "x86_64"
-    assert processor.name == "AMD EPYC 9554 64-Core Processor"
-    assert {"AVX2", "AVX-512", "AVX-512 VNNI", "AVX-512 BF16"} <= set(processor.instructions)
-    assert "AMX" not in processor.instructions
-
-
-def test_amx_is_found(tmp_path: Path) -> None:
-    processor = read_processor(make_machine(tmp_path, [[[0]]], cpuinfo=SAPPHIRE_RAPIDS))
-    assert {"AMX", "AMX INT8", "AMX BF16", "AVX-VNNI"} <= set(processor.instructions)
+X86, ARM = "x86_64", "aarch64"
+AMX = {"AMX", "AMX INT8", "AMX BF16", "AVX-VNNI"}
+AVX512 = {"AVX2", "AVX-512", "AVX-512 VNNI", "AVX-512 BF16"}
 
 
 @pytest.mark.parametrize(
-    ("cpuinfo", "name", "has", "lacks"),
+    ("cpuinfo", "architecture", "name", "has", "lacks"),
     [
-        (GRAVITON_3, "Neoverse V1", {"NEON", "dot product", "i8mm", "SVE", "BF16"}, {"SVE2"}),
-        (ALTRA, "Neoverse N1", {"NEON", "dot product"}, {"i8mm", "SVE"}),
+        (EPYC, X86, "AMD EPYC 9554 64-Core Processor", AVX512, AMX),
+        (SAPPHIRE_RAPIDS, X86, "Intel(R) Xeon(R) Platinum 8480+", AMX | AVX512, set()),
+        (GRAVITON_3, ARM, "Neoverse V1", {"NEON", "dot product", "i8mm", "SVE", "BF16"}, {"SVE2"}),
+        (ALTRA, ARM, "Neoverse N1", {"NEON", "dot product"}, {"i8mm", "SVE"}),
+        ("", "", "", set(), AVX512),
     ],
-    ids=["graviton 3", "altra"],
+    ids=["epyc", "sapphire rapids", "graviton 3", "altra", "unknown"],
 )
-def test_an_arm_server_is_named_for_its_core(
-    tmp_path: Path, cpuinfo: str, name: str, has: set[str], lacks: set[str]
+def test_a_processor_has_the_instructions_that_llama_cpp_can_use(
+    tmp_path: Path, cpuinfo: str, architecture: str, name: str, has: set[str], lacks: set[str]
 ) -> None:
-    processor = read_processor(make_machine(tmp_path, [[[0]]], cpuinfo=cpuinfo))
-    assert (processor.architecture, processor.name) == ("aarch64", name)
+    root = make_machine(tmp_path, [[[0]]], cpuinfo=cpuinfo) if cpuinfo else tmp_path
+    processor = read_processor(root)
+    assert (processor.architecture, processor.name) == (architecture, name)
     assert has <= set(processor.instructions)
     assert not lacks & set(processor.instructions)
-
-
-def test_a_machine_without_cpuinfo_is_unknown_and_no_error(tmp_path: Path) -> None:
-    processor = read_processor(tmp_path)
-    assert (processor.architecture, processor.name, processor.instructions) == ("", "", ())
 
 
 def test_a_shared_cache_appears_once_and_instruction_caches_do_not(tmp_path: Path) -> None:

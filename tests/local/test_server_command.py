@@ -53,27 +53,24 @@ def split(command: list[str]) -> tuple[list[str], list[str]]:
     return command[:at], command[at + 1 :]
 
 
-@pytest.mark.parametrize("binary", [None, help_with("--metrics")])
-def test_given_batches_are_used(binary: ServerBinary | None) -> None:
-    spec = replace(SPEC, batch=1024, micro_batch=128)
-    _, server = split(server_command(spec, 8081, parent=42, binary=binary))
-    batch, micro_batch = ("-b", "-ub") if binary else ("--batch", "--ubatch")
-    assert server[server.index(batch) + 1] == "1024"
-    assert server[server.index(micro_batch) + 1] == "128"
-
-
-def test_a_server_is_launched_to_die_with_its_parent() -> None:
-    launch, _ = split(server_command(SPEC, 8081, parent=42))
+@pytest.mark.parametrize("binary", [None, help_with("--metrics")], ids=["embedded", "binary"])
+def test_a_server_is_launched_on_its_node_with_its_batches_and_dies_with_its_parent(
+    binary: ServerBinary | None,
+) -> None:
+    launch, _ = split(server_command(SPEC, 8081, parent=42, binary=binary))
     assert launch[launch.index("--parent") + 1] == "42"
-    assert "--cpus" not in launch
-    assert "--memory-node" not in launch
+    assert not {"--cpus", "--memory-node"} & set(launch)
+    launch, _ = split(server_command(PINNED, 8081, parent=1, binary=binary))
+    assert launch[launch.index("--cpus") + 1] == "4,5"
+    assert launch[launch.index("--memory-node") + 1] == "1"
+    given = replace(SPEC, batch=1024, micro_batch=128)
+    flags = "-b 1024 -ub 128" if binary else "--batch 1024 --ubatch 128"
+    assert flags in " ".join(server_command(given, 8081, parent=1, binary=binary))
 
 
-def test_a_pinned_server_is_launched_on_its_node() -> None:
-    for binary in (None, help_with()):
-        launch, _ = split(server_command(PINNED, 8081, parent=1, binary=binary))
-        assert launch[launch.index("--cpus") + 1] == "4,5"
-        assert launch[launch.index("--memory-node") + 1] == "1"
+def test_prefills_have_small_batches_but_embeddings_one() -> None:
+    for spec, sizes in ((SPEC, "-b 512 -ub 256"), (PINNED, "-b 4096 -ub 4096")):
+        assert sizes in " ".join(server_command(spec, 8081, parent=1, binary=help_with()))
 
 
 def test_the_embedded_server_understands_its_command_line() -> None:
@@ -133,19 +130,10 @@ def test_a_model_is_locked_by_the_flags_of_the_binary(
     assert " ".join(server).endswith(f" {given}")
 
 
-def test_prefills_have_small_batches_but_embeddings_one() -> None:
-    for spec, sizes in ((SPEC, "-b 512 -ub 256"), (PINNED, "-b 4096 -ub 4096")):
-        assert sizes in " ".join(server_command(spec, 8081, parent=1, binary=help_with()))
-
-
 def test_flags_are_read_from_a_help_text() -> None:
     assert parse_flags(HELP) == {
         *("-h", "--help", "--usage", "-m", "--model", "--port", "-np", "--parallel")
     }
-
-
-def test_without_a_binary_the_embedded_server_is_used(tmp_path: Path) -> None:
-    assert find_binary(None, str(tmp_path)) is None
 
 
 def test_a_binary_on_path_is_found_with_its_flags_and_its_version(tmp_path: Path) -> None:
@@ -155,12 +143,10 @@ def test_a_binary_on_path_is_found_with_its_flags_and_its_version(tmp_path: Path
     assert found.path == program
     assert "--parallel" in found.flags
     assert found.version == "0.7.0 (build 11669, commit x)"
-
-
-def test_a_binary_may_hide_its_version(tmp_path: Path) -> None:
-    script(tmp_path / "llama-server", f"/bin/cat <<'E'\n{HELP}E")
-    found = find_binary(None, str(tmp_path))
-    assert known(found).version is None
+    script(program, f"/bin/cat <<'E'\n{HELP}E")
+    assert known(find_binary(None, str(tmp_path))).version is None
+    program.unlink()
+    assert find_binary(None, str(tmp_path)) is None
 
 
 def test_one_named_must_exist_and_be_a_llama_server(tmp_path: Path) -> None:

@@ -74,18 +74,16 @@ def test_the_compute_buffer_is_that_which_the_server_logs(
     assert logged * 0.99 <= told / MIB <= logged * (1 + over) + 0.1
 
 
-def test_weights_are_the_bytes_of_the_tensors(tmp_path: Path) -> None:
+def test_copied_weights_count_twice_as_resident_and_once_as_needed(tmp_path: Path) -> None:
     found = shape(tmp_path, weights=Type.Q4_0)
     sizes = weights_by_type(found)
     assert list(sizes) == ["q4_0", "f32"]
     assert sum(sizes.values()) == server_memory(found, ONE).weights
-
-
-def test_copied_weights_count_twice_as_resident_and_once_as_needed(tmp_path: Path) -> None:
-    found = shape(tmp_path, weights=Type.Q4_0)
+    kept = server_memory(found, replace(ONE, prompt_cache_bytes=MIB))
+    assert kept.needed == server_memory(found, ONE).needed + MIB
     mapped = server_memory(found, replace(ONE, repacked=AVX2))
     embedding = next(t.size for t in found.tensors if t.name == "token_embd.weight")
-    assert mapped.mapped_twice == weights_by_type(found)["q4_0"] - embedding
+    assert mapped.mapped_twice == sizes["q4_0"] - embedding
     assert mapped.resident == mapped.needed + mapped.mapped_twice
     apart = server_memory(found, replace(ONE, repacked=AVX2, mapped=False))
     assert apart.resident == apart.needed == mapped.needed
@@ -106,12 +104,6 @@ def test_prompts_that_cannot_be_rolled_back_are_kept_in_checkpoints(tmp_path: Pa
     assert server_memory(windowed, ONE).checkpoints == 3 * 5 * 512 * row
     endless = server_memory(windowed, replace(ONE, context=1 << 20)).checkpoints
     assert endless == MOST_CHECKPOINTS * 5 * 512 * row
-
-
-def test_the_prompt_cache_counts_in_full(tmp_path: Path) -> None:
-    found = shape(tmp_path)
-    kept = server_memory(found, replace(ONE, prompt_cache_bytes=MIB))
-    assert kept.needed == server_memory(found, ONE).needed + MIB
 
 
 def test_a_type_that_a_row_does_not_divide_into_is_refused(tmp_path: Path) -> None:

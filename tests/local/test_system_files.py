@@ -22,13 +22,17 @@ def test_kernel_lists_are_read(text: str, numbers: set[int]) -> None:
     assert parse_kernel_list(text) == numbers
 
 
+def test_consecutive_numbers_are_formatted_as_a_range_and_a_missing_file_is_empty(
+    tmp_path: Path,
+) -> None:
+    assert format_kernel_list({0, 1, 2, 5, 7, 8}) == "0-2,5,7-8"
+    assert read_number(tmp_path / "none") is None
+    assert read_kernel_list(tmp_path / "none") is None
+
+
 @given(st.sets(st.integers(0, 512)))
 def test_a_list_is_read_back_as_it_was_written(numbers: set[int]) -> None:
     assert parse_kernel_list(format_kernel_list(numbers)) == numbers
-
-
-def test_consecutive_numbers_are_formatted_as_a_range() -> None:
-    assert format_kernel_list({0, 1, 2, 5, 7, 8}) == "0-2,5,7-8"
 
 
 @each_case(
@@ -37,8 +41,3 @@ def test_consecutive_numbers_are_formatted_as_a_range() -> None:
 )
 def test_sizes_are_read(text: str, size: int) -> None:
     assert parse_kernel_size(text) == size
-
-
-def test_a_missing_file_is_empty(tmp_path: Path) -> None:
-    assert read_number(tmp_path / "none") is None
-    assert read_kernel_list(tmp_path / "none") is None

@@ -58,11 +58,9 @@ def test_json_has_everything_and_is_all_of_stdout(url: str) -> None:
     assert ran.status == 0
     report = json.loads(ran.out)
     assert [one["label"] for one in report["loads"]] == ["1 at a time", "4 at a time"]
-    assert report["server"]["model"] == "demo"
-    assert report["server"]["slots"] == 4
+    assert (report["server"]["model"], report["server"]["slots"]) == ("demo", 4)
     for load in report["loads"]:
-        assert load["succeeded"] == 8
-        assert load["completion_tokens"] == 8
+        assert (load["succeeded"], load["completion_tokens"]) == (8, 8)
         assert load["prompt_tokens"] == pytest.approx(64, rel=0.15)
 
 
@@ -196,16 +194,12 @@ def test_a_bar_shows_the_progress_on_a_terminal(url: str) -> None:
 def test_ctrl_c_reports_what_was_measured() -> None:
     with emulator_process("--slots", "2", "--decode-tps", "20") as slow:
         ours, theirs = pty.openpty()
+        command = ("bench", slow.url, "--concurrency", "1", "--requests", "1000", *SMALL)
         process = subprocess.Popen(
-            [
-                *(sys.executable, "-m", "gateway", "bench", slow.url, "--concurrency", "1"),
-                *("--requests", "1000", *SMALL),
-            ],
+            [sys.executable, "-m", "gateway", *command],
             env={**os.environ, "TERM": "xterm-256color"},
-            stderr=theirs,
-            stdout=subprocess.PIPE,
-            text=True,
-        )
+            stderr=theirs, stdout=subprocess.PIPE, text=True,
+        )  # fmt: skip
         os.close(theirs)
         # By the bar the third request has ended.
         shown = read_until(ours, b"3/1000")

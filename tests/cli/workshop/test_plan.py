@@ -2,6 +2,8 @@ from __future__ import annotations
 
 import asyncio
 import json
+from collections.abc import AsyncIterator, Mapping
+from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +15,7 @@ from tests.cli.running import Ran, run
 from tests.emulator import EmulatedNode
 from tests.emulator.routed_model import ModelFile
 from tests.emulator.router import EmulatedRouter
-from tests.gateways import running_gateway
+from tests.gateways import Running, running_gateway
 
 OWN = ("--prompt", "100", "--completion", "100", "--tokens-per-second", "10")
 QUICK = ("--requests", "300")
@@ -62,12 +64,8 @@ def test_without_a_node_the_catalogue_is_asked() -> None:
     assert kinds == {"cpu-16", "t4"}
     cpu = next(one for one in found["options"] if one["fleet"] == "1 x cpu-16")
     assert 0.09 * 0.3 < cpu["price"]["electricity_per_hour"] < 0.23 * 0.3
-    assert [row["deployment"] for row in found["decisions"]] == [
-        "single",
-        "queue",
-        "balanced",
-        "hybrid",
-    ]
+    deployments = ["single", "queue", "balanced", "hybrid"]
+    assert [row["deployment"] for row in found["decisions"]] == deployments
     assert found["break_even"]["source"] == "estimate"
     assert found["currency"] == packaged_catalogue().currency
 
@@ -202,37 +200,41 @@ def test_time_for_simulations_is_limited() -> None:
     assert "estimate" in ran.out
 
 
+CHAT = {"messages": [{"role": "user", "content": "tell me of " + "nodes " * 60}]}
+
+
+@asynccontextmanager
+async def with_ledger(
+    folder: Path, server: EmulatedNode, settings: Mapping[str, Any] | None = None, **node: object
+) -> AsyncIterator[Running]:
+    """A gateway over this node, whose requests are recorded."""
+    store = {"store": {"url": f"sqlite:///{folder}/gateway.db"}}
+    async with server:
+        nodes = [{"name": "epyc", "url": server.url, **node}]
+        async with running_gateway(folder, nodes, {**store, **(settings or {})}) as running:
+            yield running
+
+
 async def through(admin_url: str, *arguments: str) -> Ran:
     given = ("--fleet", "--admin-url", admin_url, *QUICK, "--json")
     return await asyncio.to_thread(run, "plan", *arguments, *given)
 
 
 async def test_the_running_fleet_is_planned_by_its_speeds_and_its_ledger(tmp_path: Path) -> None:
-    async with (
-        EmulatedNode(slots=2, prefill_tps=2000, decode_tps=100, answer_tokens=20) as node,
-        running_gateway(
-            tmp_path,
-            [{"name": "epyc", "url": node.url, "cost_per_hour": 0.2}],
-            {"store": {"url": f"sqlite:///{tmp_path}/gateway.db"}},
-        ) as running,
-    ):
+    node = EmulatedNode(slots=2, prefill_tps=2000, decode_tps=100, answer_tokens=20)
+    async with with_ledger(tmp_path, node, cost_per_hour=0.2) as running:
         before = await through(running.admin_url)
         assert before.status == 1
         assert "no node's speed is measured yet" in before.err
-        body = {"messages": [{"role": "user", "content": "tell me of " + "nodes " * 60}]}
         for _ in range(3):
-            answer = await running.client.post("/v1/chat/completions", json=body)
+            answer = await running.client.post("/v1/chat/completions", json=CHAT)
             assert answer.status_code == 200
         await recorded(running, 3)
         ran = await through(running.admin_url, "--completion-p95", "30")
         assert ran.status == 0, ran.err
         found = json.loads(ran.out)
-        assert [row["change"] for row in found["changes"]] == [
-            "as it is",
-            "one more like epyc",
-            "goal x 0.75",
-            "goal x 1.5",
-        ]
+        changes = ["as it is", "one more like epyc", "goal x 0.75", "goal x 1.5"]
+        assert [row["change"] for row in found["changes"]] == changes
         assert found["nodes"][0]["decode_tps"] == pytest.approx(100, rel=0.3)
         assert found["changes"][1]["price"]["per_hour"] == pytest.approx(0.4)
         assert found["nodes"][0]["batch_cost"] >= 0
@@ -244,16 +246,9 @@ async def test_the_running_fleet_is_planned_by_its_speeds_and_its_ledger(tmp_pat
 async def test_a_fleet_that_had_no_free_slot_is_called_saturated_by_its_own_ledger(
     tmp_path: Path,
 ) -> None:
-    async with (
-        EmulatedNode(slots=2, prefill_tps=2000, decode_tps=200, answer_tokens=40) as node,
-        running_gateway(
-            tmp_path,
-            [{"name": "epyc", "url": node.url}],
-            {"store": {"url": f"sqlite:///{tmp_path}/gateway.db"}},
-        ) as running,
-    ):
-        body = {"messages": [{"role": "user", "content": "tell me of " + "nodes " * 60}]}
-        asked = [running.client.post("/v1/chat/completions", json=body) for _ in range(24)]
+    node = EmulatedNode(slots=2, prefill_tps=2000, decode_tps=200, answer_tokens=40)
+    async with with_ledger(tmp_path, node) as running:
+        asked = [running.client.post("/v1/chat/completions", json=CHAT) for _ in range(24)]
         assert {answer.status_code for answer in await asyncio.gather(*asked)} == {200}
         await recorded(running, 24)
         ran = await through(running.admin_url, "--since", "1h")
@@ -274,17 +269,9 @@ async def test_routers_of_the_running_fleet_are_planned_and_simulated_with_their
 ) -> None:
     files = {name: ModelFile(memory=size << 30) for name, size in (("a", 2), ("b", 3), ("c", 4))}
     options: dict[str, Any] = {"models_max": 0, "slots": 2, "prefill_tps": 2000, "decode_tps": 100}
-    async with (
-        EmulatedRouter(files, answer_tokens=20, **options) as router,
-        running_gateway(
-            tmp_path,
-            [{"name": "epyc", "url": router.url, "memory": "6GiB"}],
-            {
-                "store": {"url": f"sqlite:///{tmp_path}/gateway.db"},
-                "models": {name: {"memory": file.memory} for name, file in files.items()},
-            },
-        ) as running,
-    ):
+    router = EmulatedRouter(files, answer_tokens=20, **options)
+    models = {"models": {name: {"memory": file.memory} for name, file in files.items()}}
+    async with with_ledger(tmp_path, router, models, memory="6GiB") as running:
         for model in "aab":
             body = {"model": model, "messages": [{"role": "user", "content": "nodes " * 60}]}
             answer = await running.client.post("/v1/chat/completions", json=body)

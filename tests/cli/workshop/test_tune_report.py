@@ -5,8 +5,7 @@ from pathlib import Path
 import pytest
 
 from gateway.cli.progress import TuningProgress
-from gateway.cli.workshop.tune import print_report
-from tests.workshop.tune.fake_machine import EACH, Bench, reported
+from tests.workshop.tune.fake_machine import EACH, Bench
 
 
 async def test_each_measurement_is_a_line_with_its_figures_and_the_time_left(
@@ -36,19 +35,3 @@ async def test_each_measurement_is_a_line_with_its_figures_and_the_time_left(
     assert "other work took 1.5 CPUs" in numbered[0]
     failed = [line for line in numbered if "does not run: not enough memory" in line]
     assert len(failed) == len(session.errors())
-
-
-async def test_the_report_has_a_row_for_each_setting_the_best_first(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    bench = Bench(tmp_path)
-    session = bench.session()
-    await bench.run(session)
-    report = reported(session)
-    print_report(report)
-    printed = capsys.readouterr().out
-    rows = [line for line in printed.splitlines() if line[:1].isdigit()]
-    assert len(rows) == len(report.results)
-    assert f"{report.best.gain:+.1%}" in rows[0]
-    for line in report.verdict():
-        assert line in printed
