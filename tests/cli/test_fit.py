@@ -10,6 +10,7 @@ from gguf import GGMLQuantizationType as Type
 
 from gateway.local.memory import MEMORY_RESERVE
 from tests.cli.running import run
+from tests.each_case import each_case
 from tests.local.gguf_files import gguf_writer
 from tests.local.small_models import LARGER, write_hollow
 from tests.workshop.fit.random_models import Recipe, write
@@ -101,12 +102,9 @@ def test_settings_change_what_is_needed(model: str) -> None:
     more = fit_json(model, *GIVEN, "--slots", "4", "--context", "8192", "--cache-ram", "1GiB")
     assert more["server"]["kv_cache"] == 4 * usual["kv_cache"]
     assert more["server"]["prompt_cache"] == GIB
-
-
-def test_a_context_beyond_the_trained_one_is_cut(model: str) -> None:
-    ran = run("fit", model, *GIVEN, "--context", "100000", "--json")
-    assert json.loads(ran.out)["settings"]["context"] == 32_768
-    assert "trained on 32,768 tokens" in ran.err
+    longest = run("fit", model, *GIVEN, "--context", "100000", "--json")
+    assert json.loads(longest.out)["settings"]["context"] == 32_768
+    assert "trained on 32,768 tokens" in longest.err
 
 
 def test_this_machine_is_the_default(model: str) -> None:
@@ -118,7 +116,7 @@ def test_this_machine_is_the_default(model: str) -> None:
     assert all(choice["decode"] > 0 for choice in found["quantizations"])
 
 
-@pytest.mark.parametrize(
+@each_case(
     ("arguments", "message"),
     [
         (("--memory", "much"), "--memory much: no size. Remedy: such as 32GiB"),

@@ -144,6 +144,11 @@ def test_an_empty_report_is_told(tmp_path: Path, form: str | None) -> None:
         (("audit", "--since", "2999-01-01"), "is in the future"),
         (("audit", "--until", "x"), "--until"),
         (("audit", "--limit", "0"), "--limit"),
+        (("requests", "--since", "soon"), "--since: 'soon' is no time"),
+        (("requests", "--slower-than", "-1"), "--slower-than"),
+        (("requests", "--failed", "--outcome", "ok"), "one of the two"),
+        (("requests", "--node", ""), "--node: must be 1 to 256 printable characters"),
+        (("requests", "--limit", "0"), "--limit"),
     ],
 )
 def test_questions_that_make_no_sense_are_refused(

@@ -72,9 +72,8 @@ def test_without_a_gateway_the_store_is_read(settings: Path) -> None:
 
 def test_filters_and_the_slowest(settings: Path) -> None:
     def ids(*arguments: str) -> list[str]:
-        return [
-            row["id"] for row in json.loads(asked(settings, *arguments, "--json").out)["requests"]
-        ]
+        told = json.loads(asked(settings, *arguments, "--json").out)
+        return [row["id"] for row in told["requests"]]
 
     assert ids("--slow", "--limit", "1") == ["r2"]
     assert ids("--slower-than", "30") == ["r2"]
@@ -83,25 +82,6 @@ def test_filters_and_the_slowest(settings: Path) -> None:
     assert ids("--node", "elsewhere") == []
     everything = ids("--limit", "5000", "--key", "many")
     assert everything == [f"r{n}" for n in range(10, 1300)], "more than one page has"
-
-
-def test_nothing_found_is_told(settings: Path) -> None:
     told = asked(settings, "--model", "nobody")
     assert (told.status, told.out) == (0, "")
     assert "no such request ended since" in told.err
-
-
-@pytest.mark.parametrize(
-    ("given", "message"),
-    [
-        (("--since", "soon"), "--since: 'soon' is no time"),
-        (("--slower-than", "-1"), "--slower-than"),
-        (("--failed", "--outcome", "ok"), "one of the two"),
-        (("--node", ""), "--node: must be 1 to 256 printable characters"),
-        (("--limit", "0"), "--limit"),
-    ],
-)
-def test_wrong_usage_is_2(settings: Path, given: tuple[str, ...], message: str) -> None:
-    told = asked(settings, *given)
-    assert (told.status, told.out) == (2, "")
-    assert message in told.err

@@ -144,15 +144,6 @@ def test_empty_settings_on_purpose_are_fine(folder: Path, text: str) -> None:
     assert run("check", "--config", "/dev/null").status == 0
 
 
-def test_the_files_can_be_named_by_flag_and_by_environment(
-    folder: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    (folder / "other.yaml").write_text("nodes: []\n")
-    monkeypatch.setenv("LLAMA_GATEWAY_NODES", "other.yaml")
-    assert "other.yaml: valid, 0 nodes" in run("check").out
-    assert "config/nodes.yaml: valid" in run("check", "--nodes", "config/nodes.yaml").out
-
-
 def test_a_file_that_is_not_there_is_an_error(folder: Path) -> None:
     for flag in ("--nodes", "--config"):
         ran = run("check", flag, "missing.yaml")

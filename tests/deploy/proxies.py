@@ -10,11 +10,13 @@ import socket
 import subprocess
 import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import httpx
 import pytest
 
 from tests.deploy.control import PLAYBOOKS, ansible_programs
@@ -114,6 +116,44 @@ def serving(gateway: Gateway) -> Iterator[None]:
         finally:
             gateway.go_on.set()
             server.shutdown()
+
+
+def begun(gateways: Iterable[Gateway]) -> Gateway:
+    """Wait until an answer to `/held` has begun; the gateway that gives it."""
+    deadline = time.monotonic() + LIMIT
+    while time.monotonic() < deadline:
+        for gateway in gateways:
+            if gateway.begun.acquire(timeout=0.05):
+                return gateway
+    raise AssertionError("no stream has begun")
+
+
+@contextlib.contextmanager
+def held(
+    get: Callable[[str, str], httpx.Response], gateways: Collection[Gateway], *addresses: str
+) -> Iterator[None]:
+    """Hold a response open for each address."""
+    for gateway in gateways:
+        gateway.go_on.clear()
+    with ThreadPoolExecutor(len(addresses)) as pool:
+        waiting = [pool.submit(get, "/held", address) for address in addresses]
+        try:
+            for _ in addresses:
+                begun(gateways)
+            yield
+        finally:
+            for gateway in gateways:
+                gateway.go_on.set()
+        assert {one.result().text for one in waiting} == {"firstlast"}
+
+
+def is_rate_limit_error(refused: httpx.Response) -> bool:
+    """Whether each of the APIs' clients can read this refusal."""
+    body = refused.json()
+    assert (body["type"], body["error"]["type"]) == ("error", "rate_limit_error")
+    assert int(refused.headers["retry-after"]) >= 1
+    assert refused.headers["content-type"] == "application/json"
+    return refused.status_code == 429
 
 
 def render(
