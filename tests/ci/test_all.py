@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from tests.ci import all as run_groups
-from tests.ci.all import Result, Results, run_all, run_group, table_of, within
+from tests.ci.all import Result, Results, run_all, run_group, within
 from tests.ci.groups import Group, Table
 
 
@@ -16,15 +16,6 @@ def group(name: str, seconds: int = 10, **more: tuple[str, ...]) -> Group:
 
 def result(name: str, *failures: str) -> Result:
     return Result(name, "c0ffee" * 6, not failures, 12.3, 4, list(failures))
-
-
-def test_the_table_tells_results_failures_and_what_was_left_out() -> None:
-    lines = table_of([result("one"), result("two", "tests/a.py::b")], [group("three")], {"one"})
-    text = "\n".join(lines)
-    assert "passed at c0ffeec0f, and nothing changed since that it is for" in text
-    assert "1 FAILED" in text
-    assert "left out: make test-all ARGS=three" in text
-    assert lines[-1] == "FAILED two: tests/a.py::b"
 
 
 def test_a_budget_takes_groups_in_their_order_as_far_as_they_fit() -> None:

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import json
-import subprocess
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from tests.deploy.control import PLAYBOOKS, ansible_programs
+from tests.deploy.control import PLAYBOOKS
+from tests.deploy.test_units import run
 
 pytestmark = [pytest.mark.net, pytest.mark.timeout(120)]
 
@@ -45,23 +45,9 @@ def test_models_that_a_router_has_not_loaded_are_well_and_are_not_loaded_for_a_c
         [router, node("r/x", "unloaded", "x"), node("r/y", "failed", "y")],
         [router, node("r/x", "unloaded", "x"), node("r/y", "unloaded", "y")],
     ]
-    play, written = tmp_path / "play.yml", tmp_path / "made.json"
-    play.write_text(PLAY)
-    variables = {
-        "ansible_python_interpreter": "python3",
-        "variables": str(PLAYBOOKS / "roles/gateway/vars/main.yml"),
-        "lists": lists,
-        "written": str(written),
-    }
-    subprocess.run(
-        [
-            *(str(ansible_programs() / "ansible-playbook"), "-i", "front,"),
-            *(str(play), "-e", json.dumps(variables)),
-        ],
-        cwd=PLAYBOOKS,
-        check=True,
-        timeout=100,
-    )
+    written = tmp_path / "made.json"
+    variables = str(PLAYBOOKS / "roles/gateway/vars/main.yml")
+    run(tmp_path, PLAY, {"variables": variables, "lists": lists, "written": str(written)})
     assert json.loads(written.read_text()) == [
         {"unready": ["b", "c"], "asked": ["m"]},
         {"unready": [], "asked": ["x"]},

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import socket
 from dataclasses import replace
 from pathlib import Path
 
@@ -10,10 +11,16 @@ from gateway.local.embedded import argument_parser
 from gateway.local.server import (
     ServerBinary,
     ServerSpec,
+    claim_free_port,
+    claim_port,
+    claimed_port,
     find_binary,
+    last_lines,
+    open_log,
     parse_flags,
     server_command,
     server_environment,
+    truncate_log,
 )
 from tests.each_case import each_case
 from tests.known import known
@@ -165,3 +172,72 @@ def test_a_server_finds_this_package_from_any_folder() -> None:
     root, other = environment["PYTHONPATH"].split(":")
     assert (Path(root) / "gateway/local/launch.py").is_file()
     assert (other, environment["A"]) == ("/other", "b")
+
+
+# Ports.
+
+
+HOST = "127.0.0.1"
+
+
+def listen_as_a_server(port: int, option: int) -> None:
+    with socket.socket() as server:
+        server.setsockopt(socket.SOL_SOCKET, option, 1)
+        server.bind((HOST, port))
+        server.listen()
+
+
+@pytest.mark.parametrize("option", [socket.SO_REUSEADDR, socket.SO_REUSEPORT])
+def test_the_server_can_listen_on_its_claimed_port(option: int) -> None:
+    with claim_port(HOST) as claim:
+        listen_as_a_server(claimed_port(claim), option)
+        listen_as_a_server(claimed_port(claim), option)  # and once more after its end
+
+
+def test_the_first_port_from_the_base_that_is_not_claimed_is_else_any() -> None:
+    with claim_port(HOST) as taken:
+        with pytest.raises(OSError, match="in use"):
+            claim_port(HOST, claimed_port(taken))
+        with claim_free_port(HOST, claimed_port(taken)) as claim:
+            assert claimed_port(claim) > claimed_port(taken)
+    with claim_free_port(HOST, 65536) as claim:
+        assert claimed_port(claim) > 0
+
+
+def test_a_host_of_another_machine_is_refused() -> None:
+    with pytest.raises(OSError, match="assign"):
+        claim_free_port("192.0.2.1")
+
+
+# Logs.
+
+
+def test_the_log_of_the_previous_run_stays(tmp_path: Path) -> None:
+    path = tmp_path / "logs" / "local-0.log"
+    for run in range(3):
+        with open_log(path) as log:
+            log.write(f"run {run}\n".encode())
+    assert last_lines(path) == ["run 2"]
+    assert last_lines(path.with_name("local-0.log.1")) == ["run 1"]
+    assert len(list(path.parent.iterdir())) == 2
+
+
+def test_a_log_that_grows_past_its_limit_is_cut_under_its_writer(tmp_path: Path) -> None:
+    path = tmp_path / "x.log"
+    with open_log(path) as log:
+        log.write(b"a" * 100 + b"\n")
+        assert not truncate_log(path, limit=101)
+        log.write(b"b\n")
+        assert truncate_log(path, limit=101)
+        log.write(b"c\n")
+    assert path.read_bytes() == b"c\n"
+    assert path.with_name("x.log.1").read_bytes().endswith(b"b\n")
+
+
+def test_the_last_lines_of_any_log_are_read(tmp_path: Path) -> None:
+    path = tmp_path / "x.log"
+    path.write_bytes(b"\n".join(str(n).encode() for n in range(100)) + b"\nbad \xff\n")
+    assert last_lines(path, 2) == ["99", "bad \ufffd"]
+    assert last_lines(tmp_path / "none.log") == []
+    path.write_bytes(b"x" * 1_000_000)
+    assert len(last_lines(path)[0]) < 100_000
