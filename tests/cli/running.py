@@ -42,6 +42,14 @@ def run(*arguments: str, stdin: str = "") -> Ran:
     return Ran(status, out.getvalue(), err.getvalue())
 
 
+def refusal(*arguments: str, status: int = 2) -> str:
+    """What a command says that ends with this status and has nothing to show."""
+    ran = run(*arguments)
+    assert (ran.status, ran.out) == (status, ""), ran
+    assert "Traceback" not in ran.err
+    return ran.err
+
+
 def run_process(
     arguments: Sequence[str], environment: Mapping[str, str] | None = None, code: str | None = None
 ) -> Ran:

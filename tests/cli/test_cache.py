@@ -9,7 +9,7 @@ import pytest
 
 from gateway.local.cache import models_in_use
 from gateway.local.download import SourceRecord, part_path, write_record
-from tests.cli.running import run
+from tests.cli.running import refusal, run
 
 
 @pytest.fixture
@@ -104,9 +104,7 @@ def test_what_is_in_use_stays(cache: Path) -> None:
 def test_wrong_usage_is_2_and_removes_nothing(
     cache: Path, arguments: tuple[str, ...], text: str
 ) -> None:
-    ran = run("cache", "remove", *arguments)
-    assert ran.status == 2
-    assert text in ran.err
+    assert text in refusal("cache", "remove", *arguments)
     assert names() == ["big.gguf", "new.gguf"]
 
 
@@ -114,8 +112,7 @@ def test_a_name_that_two_downloads_have_asks_for_the_longer_one(cache: Path) -> 
     path = cache / "downloads" / ("3" * 16) / "big.gguf"
     path.parent.mkdir()
     path.write_bytes(b"x")
-    ran = run("cache", "remove", "big.gguf")
-    assert ran.status == 2
-    assert "there are big.gguf@00000000, big.gguf@33333333" in ran.err
+    told = refusal("cache", "remove", "big.gguf")
+    assert "there are big.gguf@00000000, big.gguf@33333333" in told
     assert run("cache", "remove", "big.gguf@33333333").status == 0
     assert not path.exists()

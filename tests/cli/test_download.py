@@ -16,7 +16,7 @@ import trustme
 
 from gateway.local.cache import downloads_folder
 from gateway.local.server import server_environment
-from tests.cli.running import run, run_on_terminal
+from tests.cli.running import refusal, run, run_on_terminal
 from tests.cli.test_up import COMMAND, running
 from tests.local.file_server import Fault, FileServer, digest
 from tests.servers import demo_model, server_path
@@ -107,9 +107,8 @@ async def test_a_downloaded_model_is_served_beside_a_file(
     server.requests.clear()
     # What can't be served beside what is there is told before the download.
     same = f"{server.origin}/elsewhere/own.gguf"
-    ran = run("up", "--model", same, "--model", str(tmp_path / "own.gguf"))
-    assert ran.status == 1
-    assert "both models are named own" in ran.err
+    told = refusal("up", "--model", same, "--model", str(tmp_path / "own.gguf"), status=1)
+    assert "both models are named own" in told
     assert parts(environment) == []
     broken = tmp_path / "broken.gguf"
     broken.write_text("hello")
@@ -122,10 +121,9 @@ def test_no_token_is_sent_unless_it_is_asked_for(
     server: FileServer, environment: dict[str, str]
 ) -> None:
     server.always = Fault(401)
-    ran = run("up", "--model", f"{server.origin}/m.gguf")
-    assert ran.status == 1
-    assert "HTTP 401 Unauthorized" in ran.err
-    assert "--token-env" in ran.err
+    told = refusal("up", "--model", f"{server.origin}/m.gguf", status=1)
+    assert "HTTP 401 Unauthorized" in told
+    assert "--token-env" in told
     assert all("authorization" not in headers for _, headers in server.requests)
 
 
@@ -161,9 +159,8 @@ def test_a_model_that_does_not_fit_into_memory_is_not_downloaded(
     server: FileServer, environment: dict[str, str]
 ) -> None:
     server.always = Fault(announce=psutil.virtual_memory().total)
-    ran = run("up", "--model", f"{server.origin}/m.gguf")
-    assert ran.status == 1
-    assert "m.gguf: not enough memory" in ran.err
+    told = refusal("up", "--model", f"{server.origin}/m.gguf", status=1)
+    assert "m.gguf: not enough memory" in told
     assert parts(environment) == []
 
 
@@ -194,10 +191,9 @@ def test_wrong_usage_is_2_and_tells_no_secret(
     text: str,
 ) -> None:
     monkeypatch.setenv("BAD_TOKEN", "hunter2\nX-Injected: 1")
-    ran = run("up", *arguments)
-    assert ran.status == 2
-    assert text in ran.err
-    assert "hunter2" not in ran.err
+    told = refusal("up", *arguments)
+    assert text in told
+    assert "hunter2" not in told
 
 
 @pytest.mark.slow

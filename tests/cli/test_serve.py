@@ -14,7 +14,7 @@ import trustme
 
 import gateway.app.assembly
 from gateway.app.startup import Options, StartError
-from tests.cli.running import Ran, run
+from tests.cli.running import Ran, refusal, run
 from tests.each_case import each_case
 from tests.emulator import EmulatedNode
 from tests.servers import spawn_demo_server, stop_demo_server, wait_for_demo_server
@@ -50,9 +50,7 @@ def test_edges_are_a_number_or_auto(given: list[Options], word: str, edges: obje
 @pytest.mark.parametrize("word", ["-1", "65", "many", "1.5"])
 @pytest.mark.parametrize("command", ["serve", "check"])
 def test_another_word_for_edges_is_refused(given: list[Options], command: str, word: str) -> None:
-    ran = run(command, "--edges", word)
-    assert ran.status == 2
-    assert "must be a number up to 64, or auto" in ran.err
+    assert "must be a number up to 64, or auto" in refusal(command, "--edges", word)
     assert not given
 
 
@@ -131,10 +129,9 @@ def test_every_problem_of_both_files_is_reported_with_its_line(folder: Path) -> 
 def test_a_blank_settings_file_is_refused(folder: Path, text: str) -> None:
     (folder / "config/gateway.yaml").write_text(text)
     for command in ("check", "serve"):
-        ran = run(command)
-        assert ran.status == 2
-        assert "config/gateway.yaml: the file is empty" in ran.err
-        assert "{} stands for the defaults" in ran.err
+        told = refusal(command)
+        assert "config/gateway.yaml: the file is empty" in told
+        assert "{} stands for the defaults" in told
 
 
 @each_case("text", ["# all defaults\n", "{}\n", "listen:\n", "null\n"])
@@ -150,11 +147,10 @@ def test_a_file_that_is_not_there_is_an_error(folder: Path) -> None:
         assert (ran.status, "missing.yaml" in ran.err, "Traceback" in ran.err) == (2, True, False)
     (folder / "config/nodes.yaml").unlink()
     for command in ("serve", "check"):
-        ran = run(command)
-        assert ran.status == 2
-        assert "config/nodes.yaml: there is no such file" in ran.err
-        assert "--nodes" in ran.err
-        assert "llama-gateway up" in ran.err
+        told = refusal(command)
+        assert "config/nodes.yaml: there is no such file" in told
+        assert "--nodes" in told
+        assert "llama-gateway up" in told
 
 
 BEHIND_PROXY = "listen: {trusted_proxies: [10.0.0.1]}\n"

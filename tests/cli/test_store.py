@@ -18,7 +18,7 @@ import yaml
 from gateway.cli.client import named_store
 from gateway.config.settings import Settings
 from gateway.store.copying import RESTORED
-from tests.cli.running import Ran, run, run_process
+from tests.cli.running import Ran, refusal, run, run_process
 from tests.cli.test_reports import filled
 from tests.emulator import EmulatedNode
 from tests.gateways import until
@@ -104,9 +104,8 @@ def test_a_store_that_was_moved_away_is_the_installed_gateways(
 
 @pytest.mark.parametrize("place", ["mysql://x/y", "postgresql://${MISSING_VARIABLE}@x/y"])
 def test_what_is_no_place_of_a_store_is_wrong_usage(place: str, tmp_path: Path) -> None:
-    told = run("store", "copy", str(tmp_path / "own.db"), place)
-    assert told.status == 2
-    assert "this is no place of a store" in told.err
+    err = refusal("store", "copy", str(tmp_path / "own.db"), place)
+    assert "this is no place of a store" in err
 
 
 async def ran(*arguments: str) -> Ran:

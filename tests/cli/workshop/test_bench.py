@@ -21,7 +21,7 @@ import pytest
 from gateway.cli.progress import LOAD_LINE_SECONDS, BenchProgress
 from gateway.workshop.bench.exchange import RequestResult
 from tests.cli.local_server import serving
-from tests.cli.running import read_until, run, run_on_terminal
+from tests.cli.running import read_until, refusal, run, run_on_terminal
 from tests.emulator.process import emulator_process
 from tests.workshop.bench.reports import sample_report
 
@@ -126,24 +126,19 @@ def test_an_open_loop_by_rate_and_by_trace(url: str, tmp_path: Path) -> None:
     ],
 )
 def test_impossible_options_are_wrong_usage(arguments: tuple[str, ...], message: str) -> None:
-    ran = run("bench", *arguments)
-    assert ran.status == 2
-    assert message in ran.err
-    assert ran.out == ""
+    assert message in refusal("bench", *arguments)
 
 
 def test_a_trace_with_an_enormous_prompt_is_refused(tmp_path: Path) -> None:
     trace = tmp_path / "trace.jsonl"
     trace.write_text('{"prompt_tokens": 9000000, "output_tokens": 5}\n')
-    ran = run("bench", "http://127.0.0.1:1", "--trace", str(trace))
-    assert ran.status == 2
-    assert "a request has 9,000,000 tokens" in ran.err
+    told = refusal("bench", "http://127.0.0.1:1", "--trace", str(trace))
+    assert "a request has 9,000,000 tokens" in told
 
 
 def test_requests_that_do_not_fit_are_wrong_usage(url: str) -> None:
-    ran = run("bench", url, "--prompt", "9000")
-    assert ran.status == 2
-    assert "do not fit into a slot of 4096 tokens. Remedy: a shorter --prompt" in ran.err
+    told = refusal("bench", url, "--prompt", "9000")
+    assert "do not fit into a slot of 4096 tokens. Remedy: a shorter --prompt" in told
 
 
 def test_a_server_that_is_not_there_is_a_clear_error() -> None:

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from gateway.workshop.simulate.comparison import known_policies
-from tests.cli.running import run, run_on_terminal
+from tests.cli.running import refusal, run, run_on_terminal
 
 SMALL = ("--fleet", "2x2@40:600,1x2@16:250", "--generate", "rate=0.5,requests=200")
 ONE = ("--fleet", "1x1@1:1")
@@ -102,9 +102,8 @@ def test_broken_lines_of_a_trace_are_reported_or_skipped(tmp_path: Path) -> None
     path = tmp_path / "trace.jsonl"
     path.write_text('{"prompt_tokens": 10, "output_tokens": 5}\n{"prompt_tokens": "x"}\n')
     arguments = ("simulate", "--fleet", "1x1@40:600", "--trace", str(path), "--policy", "nginx")
-    ran = run(*arguments)
-    assert (ran.status, ran.out) == (2, "")
-    assert f'{path}:2:2: prompt_tokens: "x" is not valid (write a whole number' in ran.err
+    told = refusal(*arguments)
+    assert f'{path}:2:2: prompt_tokens: "x" is not valid (write a whole number' in told
     ran = run(*arguments, "--skip-broken")
     assert ran.status == 0
     assert f"{path}: skipped 1 broken lines" in ran.err
@@ -164,9 +163,8 @@ def test_a_missing_matplotlib_is_reported_with_the_remedy(
     monkeypatch.setattr(
         importlib.util, "find_spec", lambda name: None if name == "matplotlib" else there(name)
     )
-    ran = run("simulate", *SMALL, "--plot", str(tmp_path / "plot.png"))
-    assert ran.status == 1
-    assert f"{sys.executable} -m pip install 'matplotlib>=3.9'\n" in ran.err
+    told = refusal("simulate", *SMALL, "--plot", str(tmp_path / "plot.png"), status=1)
+    assert f"{sys.executable} -m pip install 'matplotlib>=3.9'\n" in told
 
 
 def test_a_terminal_shows_the_progress() -> None:
