@@ -42,6 +42,13 @@ def run(*arguments: str, stdin: str = "") -> Ran:
     return Ran(status, out.getvalue(), err.getvalue())
 
 
+def output(*arguments: str, stdin: str = "") -> str:
+    """What a command that succeeds shows."""
+    ran = run(*arguments, stdin=stdin)
+    assert ran.status == 0, ran.err
+    return ran.out
+
+
 def refusal(*arguments: str, status: int = 2) -> str:
     """What a command says that ends with this status and has nothing to show."""
     ran = run(*arguments)

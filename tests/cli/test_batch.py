@@ -21,7 +21,7 @@ import trustme
 from gateway.cli.batch import describe, details, end_by, span
 from gateway.cli.terminal import CommandFailed
 from tests.cli.batch_api import BatchApi, batch_api
-from tests.cli.running import LIMIT, refusal, run, run_on_terminal
+from tests.cli.running import LIMIT, output, refusal, run, run_on_terminal
 from tests.each_case import each_case
 
 CHAT = "/v1/chat/completions"
@@ -78,9 +78,7 @@ def test_waiting_writes_the_output_and_shows_progress(api: BatchApi, lines: Path
 def test_lines_from_stdin_are_waited_for_and_a_script_is_told_where_the_results_are(
     api: BatchApi, lines: Path
 ) -> None:
-    ran = run("batch", "submit", "-", "--wait", "--json", stdin=lines.read_text())
-    assert ran.status == 0
-    told = json.loads(ran.out)
+    told = json.loads(output("batch", "submit", "-", "--wait", "--json", stdin=lines.read_text()))
     assert (told["output"], told["errors"]) == ("stdin.out.jsonl", None)
     assert (told["done"], told["failed"], told["batch"]["status"]) == (5, 0, "completed")
     assert len(Path("stdin.out.jsonl").read_text().splitlines()) == 5
@@ -121,9 +119,8 @@ def test_each_broken_line_is_told_with_its_number_and_nothing_is_sent(
 
 
 def test_check_needs_no_gateway(lines: Path) -> None:
-    ran = run("batch", "submit", "lines.jsonl", "--check")
-    assert ran.status == 0
-    assert ran.out.startswith("5 lines for /v1/chat/completions (m), about ")
+    out = output("batch", "submit", "lines.jsonl", "--check")
+    assert out.startswith("5 lines for /v1/chat/completions (m), about ")
     checked = run("batch", "submit", "lines.jsonl", "--check", "--json")
     told = json.loads(checked.out)
     assert (told["lines"], told["problems"], told["models"]) == (5, 0, ["m"])
@@ -163,9 +160,7 @@ def test_a_table_of_results_has_the_columns_and_the_order_of_the_input(
         assert list(csv.reader(file)) == expected
 
     fetch = ("batch", "fetch", "batch_0", "--format", "csv", "--output", "-")
-    again = run(*fetch, "--table", "in.csv")
-    assert again.status == 0, again.err
-    assert list(csv.reader(again.out.splitlines())) == expected
+    assert list(csv.reader(output(*fetch, "--table", "in.csv").splitlines())) == expected
     Path("other.csv").write_text("text,n\nhello,3\n")
     assert "has no row for the result 'row-2'" in refusal(*fetch, "--table", "other.csv")
     assert run(*fetch, "--id-column", "n").status == 2
@@ -314,9 +309,8 @@ def test_fetch_before_the_end_needs_partial(api: BatchApi, lines: Path) -> None:
     api.lines_per_look = 2
     run("batch", "submit", "lines.jsonl")
     assert "--partial fetches what there is" in refusal("batch", "fetch", "batch_0", status=1)
-    partial = run("batch", "fetch", "batch_0", "--partial", "--output", "-")
-    assert partial.status == 0
-    assert [json.loads(one)["custom_id"] for one in partial.out.splitlines()] == list("0123")
+    out = output("batch", "fetch", "batch_0", "--partial", "--output", "-")
+    assert [json.loads(one)["custom_id"] for one in out.splitlines()] == list("0123")
     assert run("batch", "fetch", "batch_0").status == 0
     assert len(Path("batch_0.out.jsonl").read_text().splitlines()) == 5
 

@@ -9,7 +9,7 @@ import pytest
 from gguf import GGMLQuantizationType as Type
 
 from gateway.local.memory import MEMORY_RESERVE
-from tests.cli.running import refusal, run
+from tests.cli.running import output, refusal, run
 from tests.each_case import each_case
 from tests.local.gguf_files import gguf_writer
 from tests.local.small_models import LARGER, write_hollow
@@ -31,9 +31,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 
 def fit(*arguments: str) -> str:
-    ran = run("fit", *arguments)
-    assert ran.status == 0, ran.err
-    return ran.out
+    return output("fit", *arguments)
 
 
 def fit_json(*arguments: str) -> dict[str, Any]:

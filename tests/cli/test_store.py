@@ -18,7 +18,7 @@ import yaml
 from gateway.cli.client import named_store
 from gateway.config.settings import Settings
 from gateway.store.copying import RESTORED
-from tests.cli.running import Ran, refusal, run, run_process
+from tests.cli.running import Ran, output, refusal, run, run_process
 from tests.cli.test_reports import filled
 from tests.emulator import EmulatedNode
 from tests.gateways import until
@@ -35,9 +35,7 @@ def settings_with(folder: Path, **values: Any) -> str:
 
 
 def audit_of(config: str) -> list[Any]:
-    told = run("audit", "--config", config, "--json")
-    assert told.status == 0, told.err
-    entries: list[Any] = json.loads(told.out)["entries"]
+    entries: list[Any] = json.loads(output("audit", "--config", config, "--json"))["entries"]
     return entries
 
 
@@ -52,9 +50,7 @@ def test_a_backup_is_restored_to_where_other_settings_have_the_store(tmp_path: P
     other = settings_with(
         tmp_path / "other", store={"url": "sqlite:///gateway.db"}, admin={"port": 9}
     )
-    restored = run("store", "restore", backup, "--config", other, "--json")
-    assert restored.status == 0, restored.err
-    told = json.loads(restored.out)
+    told = json.loads(output("store", "restore", backup, "--config", other, "--json"))
     assert told["digest"][:16] in made.out
     assert told["tables"]["usage"] == 3
     assert told["to"] == f"sqlite:///{tmp_path}/other/gateway.db"

@@ -21,7 +21,7 @@ import pytest
 from gateway.cli.progress import LOAD_LINE_SECONDS, BenchProgress
 from gateway.workshop.bench.exchange import RequestResult
 from tests.cli.local_server import serving
-from tests.cli.running import read_until, refusal, run, run_on_terminal
+from tests.cli.running import output, read_until, refusal, run, run_on_terminal
 from tests.emulator.process import emulator_process
 from tests.workshop.bench.reports import sample_report
 
@@ -54,9 +54,8 @@ def test_a_table_for_people_and_what_limits(url: str) -> None:
 
 
 def test_json_has_everything_and_is_all_of_stdout(url: str) -> None:
-    ran = run("bench", f"{url}/v1/", "--concurrency", "1,4", "--requests", "8", *SMALL, "--json")
-    assert ran.status == 0
-    report = json.loads(ran.out)
+    out = output("bench", f"{url}/v1/", "--concurrency", "1,4", "--requests", "8", *SMALL, "--json")
+    report = json.loads(out)
     assert [one["label"] for one in report["loads"]] == ["1 at a time", "4 at a time"]
     assert (report["server"]["model"], report["server"]["slots"]) == ("demo", 4)
     for load in report["loads"]:
@@ -67,13 +66,12 @@ def test_json_has_everything_and_is_all_of_stdout(url: str) -> None:
 def test_files_are_written_and_two_reports_compared(url: str, tmp_path: Path) -> None:
     page, table, plot = tmp_path / "a.html", tmp_path / "a.csv", tmp_path / "a.svg"
     arguments = ("bench", url, "--concurrency", "2", "--requests", "6", *SMALL, "--json")
-    ran = run(*arguments, "--html", str(page), "--csv", str(table), "--plot", str(plot))
-    assert ran.status == 0
+    out = output(*arguments, "--html", str(page), "--csv", str(table), "--plot", str(plot))
     assert "2 at a time" in page.read_text()
     assert len(table.read_text().splitlines()) == 7
     assert "</svg>" in plot.read_text()
     before, after = tmp_path / "before.json", tmp_path / "after.json"
-    before.write_text(ran.out)
+    before.write_text(out)
     after.write_text(run(*arguments).out)
     ran = run("bench", "--compare", str(before), str(after))
     assert ran.status == 0
@@ -86,9 +84,8 @@ def test_files_are_written_and_two_reports_compared(url: str, tmp_path: Path) ->
 
 def test_an_open_loop_by_rate_and_by_trace(url: str, tmp_path: Path) -> None:
     goals = ("--goal-ttft", "5", "--goal-completion", "10")
-    ran = run("bench", url, "--rate", "20", "--duration", "1", *goals, *SMALL, "--json")
-    assert ran.status == 0
-    (load,) = json.loads(ran.out)["loads"]
+    out = output("bench", url, "--rate", "20", "--duration", "1", *goals, *SMALL, "--json")
+    (load,) = json.loads(out)["loads"]
     assert load["load"]["loop"] == "poisson"
     assert load["goodput"]["share"] == 1.0
     trace = tmp_path / "trace.jsonl"

@@ -11,7 +11,7 @@ import pytest
 
 from gateway.workshop.plan.catalogue import packaged_catalogue
 from tests.callers.metered_gateway import recorded
-from tests.cli.running import Ran, refusal, run
+from tests.cli.running import Ran, output, refusal, run
 from tests.emulator import EmulatedNode
 from tests.emulator.routed_model import ModelFile
 from tests.emulator.router import EmulatedRouter
@@ -22,9 +22,7 @@ QUICK = ("--requests", "300")
 
 
 def planned(*arguments: str) -> dict[str, Any]:
-    ran = run("plan", *arguments, *QUICK, "--json")
-    assert ran.status == 0, ran.err
-    found: dict[str, Any] = json.loads(ran.out)
+    found: dict[str, Any] = json.loads(output("plan", *arguments, *QUICK, "--json"))
     return found
 
 
@@ -72,12 +70,11 @@ def test_without_a_node_the_catalogue_is_asked() -> None:
 
 def test_a_break_even_is_drawn(tmp_path: Path) -> None:
     plot = tmp_path / "even.png"
-    ran = run(
+    out = output(
         *("plan", "--requests-per-hour", "300", "--prompt", "200", "--completion", "100"),
         *("--type", "cpu-16", "--type", "t4", *QUICK, "--plot", str(plot)),
     )
-    assert ran.status == 0
-    assert "GPU nodes are cheaper than CPU nodes" in ran.out
+    assert "GPU nodes are cheaper than CPU nodes" in out
     assert plot.read_bytes().startswith(b"\x89PNG")
 
 
@@ -289,12 +286,11 @@ async def test_routers_of_the_running_fleet_are_planned_and_simulated_with_their
         for command in ("nodes", "models"):
             told = await asyncio.to_thread(run, command, "--json", "--admin-url", running.admin_url)
             (tmp_path / f"{command}.json").write_text(told.out)
-    ran = run(
+    out = output(
         *("simulate", "--nodes", str(tmp_path / "nodes.yaml"), "--json", "--placements", "2"),
         *("--speeds", str(tmp_path / "nodes.json"), "--models", str(tmp_path / "models.json")),
         *("--generate", "rate=1,requests=60,system=100,answer=20"),
     )
-    assert ran.status == 0, ran.err
-    found = json.loads(ran.out)
+    found = json.loads(out)
     assert [one["memory"] >> 30 for one in found["models"]] == [2, 3, 4]
     assert found["placements"][0]["loads"] >= 3

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from gateway.workshop.simulate.comparison import known_policies
-from tests.cli.running import refusal, run, run_on_terminal
+from tests.cli.running import output, refusal, run, run_on_terminal
 
 SMALL = ("--fleet", "2x2@40:600,1x2@16:250", "--generate", "rate=0.5,requests=200")
 ONE = ("--fleet", "1x1@1:1")
@@ -25,9 +25,8 @@ def test_every_policy_is_shown_in_a_table() -> None:
 
 
 def test_json_has_all_figures() -> None:
-    ran = run("simulate", *SMALL, "--policy", "nginx", "--policy", "least_finish", "--json")
-    assert ran.status == 0
-    result = json.loads(ran.out)
+    out = output("simulate", *SMALL, "--policy", "nginx", "--policy", "least_finish", "--json")
+    result = json.loads(out)
     assert (result["nodes"], result["slots"], result["requests"]) == (3, 6, 200)
     assert [one["policy"] for one in result["policies"]] == ["nginx", "least_finish"]
     for one in result["policies"]:
@@ -39,12 +38,9 @@ def test_json_has_all_figures() -> None:
 def test_an_overload_is_reported_in_words_and_in_json() -> None:
     fleet = ("--fleet", "1x2@20:200", "--policy", "nginx", "--policy", "least_finish")
     flood = (*fleet, "--generate", "rate=2,requests=300")
-    ran = run("simulate", *flood)
-    assert ran.status == 0
-    assert "OVERLOAD: more work arrives than this fleet can do" in ran.out
-    assert re.search(
-        r"\n  least_finish: \d{3,}% .* [1-9]\d* of 300 requests waited longer", ran.out
-    )
+    out = output("simulate", *flood)
+    assert "OVERLOAD: more work arrives than this fleet can do" in out
+    assert re.search(r"\n  least_finish: \d{3,}% .* [1-9]\d* of 300 requests waited longer", out)
     for one in json.loads(run("simulate", *flood, "--json").out)["policies"]:
         assert one["overloaded"]
         assert one["load"] > 1
@@ -179,13 +175,12 @@ def test_a_terminal_shows_the_progress() -> None:
 
 
 def test_standby_machines_are_compared_with_a_fleet_that_is_always_on() -> None:
-    ran = run(
+    out = output(
         *("simulate", "--fleet", "1x2@40:600", "--standby", "2x2@40:600"),
         *("--generate", "rate=0.2,requests=400,burst=6,every=1200,lasting=200"),
         *("--elastic", "startup=20,stop_after=120,start_above=5,cost=0.5", "--json"),
     )
-    assert ran.status == 0, ran.err
-    always, elastic, alone = json.loads(ran.out)["fleets"]
+    always, elastic, alone = json.loads(out)["fleets"]
     names = ["always on", "elastic", "base alone"]
     assert [one["fleet"] for one in (always, elastic, alone)] == names
     assert elastic["machine_hours"] < always["machine_hours"]
@@ -201,10 +196,9 @@ ROUTERS = (
 
 
 def test_model_placements_are_compared_in_a_table_and_for_scripts() -> None:
-    ran = run(*ROUTERS)
-    assert ran.status == 0, ran.err
+    out = output(*ROUTERS)
     found = json.loads(run(*ROUTERS, "--json").out)
-    head, ours, own, by_hand, *rest = ran.out.splitlines()
+    head, ours, own, by_hand, *rest = out.splitlines()
     assert head.split()[:2] == ["PLACEMENT", "COMPLETION"]
     assert ours.startswith("gateway ")
     assert own.startswith("each router's own ")
@@ -228,22 +222,20 @@ def test_a_plain_server_beside_routers_serves_its_own_model(tmp_path: Path) -> N
     speeds.write_text(json.dumps([*rows, {"name": "plain", "models": ["own"], **speed}]))
     lines = [{"prompt_tokens": 9, "output_tokens": 9, "model": name} for name in ("own", "model-1")]
     trace.write_text("".join(json.dumps(line) + "\n" for line in lines))
-    ran = run(
+    out = output(
         *("simulate", "--nodes", str(nodes), "--speeds", str(speeds), "--trace", str(trace)),
         *("--models", "1x2GiB:2GiB", "--json"),
     )
-    assert ran.status == 0, ran.err
-    ours, *_ = json.loads(ran.out)["placements"]
+    ours, *_ = json.loads(out)["placements"]
     assert (ours["requests"], ours["loads"]) == (2, 1)
 
 
 def test_that_models_do_not_fit_at_once_is_said() -> None:
-    ran = run(
+    out = output(
         *("simulate", "--fleet", "1x2@40:600/16GiB", "--models", "2x9GiB:10GiB"),
         *("--generate", "rate=0.02,requests=10,answer=50"),
     )
-    assert ran.status == 0, ran.err
-    assert "by hand: no placement tried holds all models at once" in ran.out
+    assert "by hand: no placement tried holds all models at once" in out
 
 
 def test_a_trace_may_name_no_other_models(tmp_path: Path) -> None:
