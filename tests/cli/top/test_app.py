@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import json
 import shutil
 import sys
 import time
@@ -21,6 +22,7 @@ from textual.widgets import DataTable, Static
 
 from gateway.cli.client import AdminClient
 from gateway.cli.top.app import Confirm, Explanation, Top
+from tests.cli.running import run_process
 from tests.emulator import EmulatedNode
 from tests.gateway_processes import Succession, serving
 from tests.gateways import NO_TLS
@@ -251,3 +253,21 @@ async def test_all_problems_can_be_read_by_scrolling(tmp_path: Path) -> None:
         assert scroll.scroll_y == scroll.max_scroll_y
         await pilot.press("1")
         await until(pilot, lambda: app.query_one("#problems-above").display)
+
+
+# In a pipe.
+
+
+@pytest.mark.smoke
+@pytest.mark.slow
+async def test_in_a_pipe_the_state_is_printed_once(tmp_path: Path) -> None:
+    async with EmulatedNode(model="demo") as node, serving(tmp_path, node) as gateway:
+        where = ("--admin-url", gateway.admin_url)
+        text = await asyncio.to_thread(run_process, ["top", *where])
+        assert (text.status, text.err) == (0, "")
+        assert "1 of 1 nodes work" in text.out
+        assert "ready" in text.out.split("NODE")[1]
+        as_json = await asyncio.to_thread(run_process, ["top", "--json", *where])
+        value = json.loads(as_json.out)
+        assert [node["name"] for node in value["nodes"]] == ["one"]
+        assert value["requests"] == []
