@@ -387,8 +387,6 @@ def test_llama_cpp_is_built_for_the_instructions_that_the_cpu_has(tmp_path: Path
 # What verify.yml makes of the list of nodes.
 
 
-pytestmark = [pytest.mark.net, pytest.mark.timeout(120)]
-
 VERIFY = """
 - hosts: all
   connection: local
