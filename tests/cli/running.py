@@ -49,9 +49,9 @@ def output(*arguments: str, stdin: str = "") -> str:
     return ran.out
 
 
-def refusal(*arguments: str, status: int = 2) -> str:
+def refusal(*arguments: str, status: int = 2, stdin: str = "") -> str:
     """What a command says that ends with this status and has nothing to show."""
-    ran = run(*arguments)
+    ran = run(*arguments, stdin=stdin)
     assert (ran.status, ran.out) == (status, ""), ran
     assert "Traceback" not in ran.err
     return ran.err

@@ -15,7 +15,7 @@ from gateway import __version__
 from gateway.cli import app
 from gateway.cli.options import check_plot_file
 from gateway.config.stored import MOST_SECRET_BYTES, secret_bytes
-from tests.cli.running import run, run_on_terminal, run_process
+from tests.cli.running import refusal, run, run_on_terminal, run_process
 from tests.known import known
 
 
@@ -26,9 +26,7 @@ def test_the_version() -> None:
 
 def test_without_a_command_the_help_is_shown_and_it_is_wrong_usage() -> None:
     for command in ((), ("keys",)):
-        ran = run(*command)
-        assert (ran.status, ran.out) == (2, "")
-        assert ran.err.startswith("Usage: llama-gateway")
+        assert refusal(*command).startswith("Usage: llama-gateway")
 
 
 def test_it_is_also_a_module_and_keeps_its_exit_status(tmp_path: Path) -> None:
@@ -100,9 +98,7 @@ def test_nothing_is_cut_from_a_help_however_narrow(
 def test_wrong_usage_is_2_and_reported_like_every_other_error(
     arguments: tuple[str, ...], message: str
 ) -> None:
-    ran = run(*arguments)
-    assert (ran.status, ran.out) == (2, "")
-    (line,) = ran.err.splitlines()
+    (line,) = refusal(*arguments).splitlines()
     assert line.startswith(f"error: {message}")
 
 

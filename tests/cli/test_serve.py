@@ -111,11 +111,10 @@ def test_every_problem_of_both_files_is_reported_with_its_line(folder: Path) -> 
     )
     (folder / "config/gateway.yaml").write_text("queue:\n  max: many\n")
     for command in ("serve", "check"):
-        ran = run(command)
-        assert (ran.status, ran.out) == (2, "")
+        told = refusal(command)
         for place in ("config/nodes.yaml:3", "config/nodes.yaml:4", "config/gateway.yaml:2"):
-            assert place in ran.err
-        assert all(line.startswith("error: config/") for line in ran.err.splitlines())
+            assert place in told
+        assert all(line.startswith("error: config/") for line in told.splitlines())
 
     ran = run("check", "--json")
     answer = json.loads(ran.out)
@@ -143,8 +142,7 @@ def test_empty_settings_on_purpose_are_fine(folder: Path, text: str) -> None:
 
 def test_a_file_that_is_not_there_is_an_error(folder: Path) -> None:
     for flag in ("--nodes", "--config"):
-        ran = run("check", flag, "missing.yaml")
-        assert (ran.status, "missing.yaml" in ran.err, "Traceback" in ran.err) == (2, True, False)
+        assert "missing.yaml" in refusal("check", flag, "missing.yaml")
     (folder / "config/nodes.yaml").unlink()
     for command in ("serve", "check"):
         told = refusal(command)

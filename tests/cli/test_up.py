@@ -30,7 +30,7 @@ from gateway.local.gguf import read_model
 from gateway.local.memory import file_memory, memlock_warning, memory_needed
 from gateway.local.plan import DEFAULT_CONTEXT, DEFAULT_SLOTS, plan_local_fleet
 from gateway.local.server import BASE_PORT, claim_free_port, claimed_port, server_environment
-from tests.cli.running import read_until, run, run_process
+from tests.cli.running import read_until, refusal, run_process
 from tests.each_case import each_case
 from tests.local.small_models import SMALL, write_hollow
 from tests.processes import wait_until_gone
@@ -514,12 +514,11 @@ class TestServing:
 def test_a_start_that_can_not_succeed_is_refused_with_the_remedy(
     folder: Path, arguments: tuple[str, ...], status: int, words: tuple[str, ...]
 ) -> None:
-    ran = run("up", *arguments)
-    assert (ran.status, ran.out) == (status, "")
-    assert ran.err.startswith("error: ") or status == 2
-    assert all(word in ran.err for word in words), ran.err
+    told = refusal("up", *arguments, status=status)
+    assert told.startswith("error: ") or status == 2
+    assert all(word in told for word in words), told
     if "large.gguf" in arguments:
-        assert len(re.findall(r"\d+\.\d GiB", ran.err)) == 4
+        assert len(re.findall(r"\d+\.\d GiB", told)) == 4
 
 
 @pytest.fixture
