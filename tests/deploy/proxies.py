@@ -160,7 +160,7 @@ def render(
     role: str,
     templates: Sequence[str],
     folder: Path,
-    groups: dict[str, dict[str, dict[str, Any]]],
+    groups: dict[str, Any],
     settings: dict[str, Any],
 ) -> None:
     """Write a role's files into a folder, as for the first host of the group of its name."""
