@@ -73,8 +73,8 @@ async def test_a_router_s_models_are_shown_loaded_unloaded_and_pinned(tmp_path: 
     assert "taken" in listed.err
     placed = {one["name"].removeprefix("node-0/") for one in whole["placements"]}
     assert placed == {"a", "c", "org/b"}
-    rows = [row.split()[:3] for row in shown.out.splitlines()[1:]]
-    assert rows == [["node-0", "ready", "0/0"], ["node-0/org/b", "ready", "0/2"]]
+    nodes_shown = [row.split()[:3] for row in shown.out.splitlines()[1:]]
+    assert nodes_shown == [["node-0", "ready", "0/0"], ["node-0/org/b", "ready", "0/2"]]
     assert "1 of 3 models are loaded" in shown.out
     assert pinned.out.startswith("node-0/org/b: ready, pinned; ")
     assert refused.status == 1
