@@ -86,9 +86,10 @@ def test_lines_from_stdin_are_waited_for_and_a_script_is_told_where_the_results_
 
 def test_failed_lines_end_with_status_1_and_a_file_of_errors(api: BatchApi, lines: Path) -> None:
     lines.write_text(f"{line('good')}\n{line('bad', 'FAIL')}\n")
-    told = refusal("batch", "submit", "lines.jsonl", "--wait", status=1)
-    assert "1 errors: lines.errors.jsonl" in told
-    assert "error: 1 of 2 lines failed" in told
+    ran = run("batch", "submit", "lines.jsonl", "--wait")
+    assert ran.status == 1
+    assert "1 errors: lines.errors.jsonl" in ran.err
+    assert "error: 1 of 2 lines failed" in ran.err
     assert json.loads(Path("lines.errors.jsonl").read_text())["custom_id"] == "bad"
     assert json.loads(Path("lines.out.jsonl").read_text())["custom_id"] == "good"
 
@@ -162,7 +163,8 @@ def test_a_table_of_results_has_the_columns_and_the_order_of_the_input(
     fetch = ("batch", "fetch", "batch_0", "--format", "csv", "--output", "-")
     assert list(csv.reader(output(*fetch, "--table", "in.csv").splitlines())) == expected
     Path("other.csv").write_text("text,n\nhello,3\n")
-    assert "has no row for the result 'row-2'" in refusal(*fetch, "--table", "other.csv")
+    wrong = run(*fetch, "--table", "other.csv")
+    assert (wrong.status, "has no row for the result 'row-2'" in wrong.err) == (2, True)
     assert run(*fetch, "--id-column", "n").status == 2
     assert run(*fetch[:-4], "--table", "in.csv").status == 2
 
