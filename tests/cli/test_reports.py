@@ -1,4 +1,4 @@
-"""`llama-gateway usage`, `audit` and `requests`: through the gateway that runs, else from the store itself."""
+"""`llama-gateway usage`, `audit` and `requests`: through a running gateway, else from its store."""
 
 from __future__ import annotations
 
