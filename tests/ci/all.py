@@ -5,7 +5,7 @@ group, and ends with a table. Results are kept by commit in the user's cache fol
 leaves out groups that passed at a commit after which nothing changed that they are for.
 
     make test-all ARGS=kills
-    make test-all ARGS="--resume --json results.json"
+    make test-all ARGS=--resume
 
 Exit status: 0 all passed, 1 some failed, 2 usage error.
 """
@@ -211,7 +211,6 @@ def _options(table: Table) -> argparse.ArgumentParser:
     )
     parser.add_argument("--repeat", action="store_true", help="repeat failed tests once, alone")
     parser.add_argument("--list", action="store_true", help="show the groups, and run nothing")
-    parser.add_argument("--json", type=Path, help="write the results to this file")
     return parser
 
 
@@ -243,8 +242,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
         keep=kept.keep,
     )
     print("\n".join(table_of(results, left_out, resumed)), flush=True)
-    if options.json is not None:
-        options.json.write_text(json.dumps([asdict(one) for one in results], indent=1))
     return int(not all(one.passed for one in results))
 
 

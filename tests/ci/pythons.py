@@ -1,17 +1,12 @@
-"""Finds the supported Pythons on this machine, and runs fast tests on them.
-
-Without `--test` it prints a line for each, newest last: its version, such as 3.12, and the path of
-its program.
-"""
+"""Finds the newest supported Python on this machine, and runs fast tests on it."""
 
 from __future__ import annotations
 
-import argparse
 import os
 import re
 import subprocess
 import sys
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 CLASSIFIER = re.compile(r'"Programming Language :: Python :: (\d+)\.(\d+)"')
@@ -60,43 +55,25 @@ def supported(programs: Iterable[Path]) -> dict[tuple[int, int], Path]:
     return dict(sorted(found.items()))
 
 
-def run_fast_tests(version: str, program: Path, every: int) -> int:
-    """Run one in `every` fast tests of each file on a Python; the exit status.
+def main() -> int:
+    """Run one in three fast tests of each file on the newest Python but this one.
 
     Of each test with many cases the first one runs: what one version of Python does otherwise than
     another shows in many tests of a file.
     """
-    venv = f".venv/python{version}"
-    make = ["make", f"{venv}/.test", f"VENV={venv}", f"PYTHON={program}"]
-    options = f"-p tests.ci.first_cases --every {every} -m 'not smoke' --hypothesis-profile=few"
-    test = ["make", "test", f"VENV={venv}", f"PYTHON={program}", f"ARGS={options}"]
-    return (
-        subprocess.run(make, check=False).returncode or subprocess.run(test, check=False).returncode
-    )
-
-
-def main(arguments: Sequence[str] | None = None) -> int:
-    """Print the Pythons, or run tests on them; the exit status."""
-    parser = argparse.ArgumentParser(prog="python -m tests.ci.pythons", description=__doc__)
-    parser.add_argument("--test", choices=("newest", "all"), help="run fast tests on them")
-    parser.add_argument("--every", type=int, default=3, help="run one of so many tests of a file")
-    options = parser.parse_args(arguments)
     found = supported(candidates(os.environ.get("PATH", ""), Path.home()))
-    if options.test is None:
-        for (major, minor), program in found.items():
-            print(f"{major}.{minor} {program}")
-        return 0
-    others = {
-        version: program for version, program in found.items() if version != sys.version_info[:2]
-    }
-    if not others:
+    found.pop((sys.version_info.major, sys.version_info.minor), None)
+    if not found:
         print(f"SKIPPED: no supported Python here but {sys.version.split()[0]}")
-    chosen = list(others.items())[-1 if options.test == "newest" else 0 :]
-    statuses = [
-        run_fast_tests(f"{major}.{minor}", program, options.every)
-        for (major, minor), program in chosen
-    ]
-    return max(statuses, default=0)
+        return 0
+    (major, minor), program = found.popitem()
+    venv = f".venv/python{major}.{minor}"
+    given = (f"VENV={venv}", f"PYTHON={program}")
+    options = "-p tests.ci.first_cases --every 3 -m 'not smoke' --hypothesis-profile=few"
+    for words in ((f"{venv}/.test",), ("test", f"ARGS={options}")):
+        if status := subprocess.run(["make", *words, *given], check=False).returncode:
+            return status
+    return 0
 
 
 if __name__ == "__main__":

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from tests.ci import all as run_groups
-from tests.ci.all import Result, Results, run_all, run_group, table_of, within
+from tests.ci.all import Result, Results, run_all, run_group, within
 from tests.ci.groups import Group, Table
 
 
@@ -16,15 +16,6 @@ def group(name: str, seconds: int = 10, **more: tuple[str, ...]) -> Group:
 
 def result(name: str, *failures: str) -> Result:
     return Result(name, "c0ffee" * 6, not failures, 12.3, 4, list(failures))
-
-
-def test_the_table_tells_results_failures_and_what_was_left_out() -> None:
-    lines = table_of([result("one"), result("two", "tests/a.py::b")], [group("three")], {"one"})
-    text = "\n".join(lines)
-    assert "passed at c0ffeec0f, and nothing changed since that it is for" in text
-    assert "1 FAILED" in text
-    assert "left out: make test-all ARGS=three" in text
-    assert lines[-1] == "FAILED two: tests/a.py::b"
 
 
 def test_a_budget_takes_groups_in_their_order_as_far_as_they_fit() -> None:
@@ -39,33 +30,24 @@ def table() -> Table:
     return Table({"one": group("one")}, {"gateway/": ("one",)})
 
 
-def test_a_result_holds_until_something_changes_that_the_group_is_for(
+def test_the_newest_result_holds_until_something_changes_that_the_group_is_for(
     tmp_path: Path, table: Table, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    results = Results(tmp_path)
+    results, one = Results(tmp_path), table.groups["one"]
     monkeypatch.setattr(run_groups, "git", lambda root, *words: "c2\nc1\n")
     changed: dict[str, set[int]] = {"docs/a.md": {1}}
     monkeypatch.setattr(run_groups, "change", lambda since, root: changed)
-    assert results.still_passed(table.groups["one"], table) is None
+    assert results.still_passed(one, table) is None
     results.keep(Result("one", "c1", passed=True, seconds=1.0))
-    found = results.still_passed(table.groups["one"], table)
+    results.keep(Result("one", "", passed=False, seconds=1.0))  # of a dirty tree
+    found = results.still_passed(one, table)
     assert found is not None
     assert found.commit == "c1"
     changed["gateway/a.py"] = {1}
-    assert results.still_passed(table.groups["one"], table) is None
-
-
-def test_the_newest_result_decides_and_a_dirty_tree_has_none(
-    tmp_path: Path, table: Table, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    results = Results(tmp_path)
-    monkeypatch.setattr(run_groups, "git", lambda root, *words: "c2\nc1\n")
-    monkeypatch.setattr(run_groups, "change", lambda since, root: {})
-    results.keep(Result("one", "c1", passed=True, seconds=1.0))
-    results.keep(Result("one", "", passed=False, seconds=1.0))
-    assert results.still_passed(table.groups["one"], table) is not None
+    assert results.still_passed(one, table) is None
+    del changed["gateway/a.py"]
     results.keep(Result("one", "c2", passed=False, seconds=1.0, failures=["a"]))
-    assert results.still_passed(table.groups["one"], table) is None
+    assert results.still_passed(one, table) is None
     assert json.loads((tmp_path / "c2" / "one.json").read_text())["failures"] == ["a"]
 
 

@@ -55,12 +55,9 @@ def test_files_whose_imports_alone_changed_do_not_count(repository: Path) -> Non
     assert set(change("HEAD", repository)) == {"moved_too.py"}
 
 
-def test_a_deletion_touches_the_lines_around_it(repository: Path) -> None:
+def test_a_deletion_touches_the_lines_around_it_and_a_gone_file_counts(repository: Path) -> None:
     lines = (repository / "old.py").read_text().splitlines(keepends=True)
     (repository / "old.py").write_text("".join(lines[:4] + lines[5:]))
     assert change("HEAD", repository) == {"old.py": {8, 9}}
-
-
-def test_a_file_that_is_gone_counts_by_its_old_name(repository: Path) -> None:
-    git(repository, "rm", "-q", "old.py")
+    git(repository, "rm", "-q", "-f", "old.py")
     assert set(change("HEAD", repository)) == {"old.py"}

@@ -2,6 +2,8 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import pytest
+
 from tests.ci.pythons import SUPPORTED, supported
 
 
@@ -28,3 +30,36 @@ def test_each_version_is_found_once_and_broken_programs_are_left_out(tmp_path: P
     old = program(tmp_path / "b" / "python3.9", "echo 3 9", 'echo "$0"')
     found = supported([tmp_path / "none", first, shim, old, second])
     assert found == {(3, 13): first}
+
+
+FILE = """
+import pytest
+
+@pytest.mark.parametrize("case", ["first", "second"])
+def test_cases(case): print("case", case)
+
+def test_alone(): pass
+
+class TestOthers:
+    @pytest.mark.parametrize("case", [1, 2, 3])
+    def test_cases(self, case): pass
+"""
+
+pytest_plugins = ["pytester"]
+PLUGINS = ("-p", "tests.ci.first_cases", "-v", "-p", "no:xdist", "-p", "no:asyncio")
+
+
+def test_of_each_file_the_first_test_and_every_second_one_after_it_run(
+    pytester: pytest.Pytester,
+) -> None:
+    pytester.makepyfile(test_one=FILE, test_two=FILE)
+    ran = pytester.runpytest_inprocess(*PLUGINS, "--every", "2")
+    ran.assert_outcomes(passed=4, deselected=8)
+    ran.stdout.fnmatch_lines(
+        [
+            "test_one.py::test_cases*first* PASSED*",
+            "test_one.py::TestOthers::test_cases*1* PASSED*",
+            "test_two.py::test_cases*first* PASSED*",
+            "test_two.py::TestOthers::test_cases*1* PASSED*",
+        ]
+    )

@@ -45,16 +45,24 @@ def checkout(tmp_path: Path) -> Path:
     return tmp_path
 
 
-def test_a_flaky_test_that_the_change_does_not_touch_passes(checkout: Path) -> None:
-    verdict = judge({TEST: True}, {"gateway/cli/keys.py": {1}, "README.md": {1}}, checkout)
+@pytest.mark.parametrize(
+    ("module", "touched"),
+    [("gateway/cli/keys.py", False), ("gateway/api/sse.py", True), ("gateway/nodes/node.py", True)],
+    ids=["another", "mirrored", "imported"],
+)
+def test_a_flaky_test_fails_the_gate_if_its_module_changed(
+    checkout: Path, module: str, touched: bool
+) -> None:
+    verdict = judge({TEST: True}, {module: set(), "README.md": {1}}, checkout)
     assert verdict.flaky == [TEST]
-    assert verdict.passed
+    assert verdict.touched == ([TEST] if touched else [])
+    assert verdict.passed is not touched
 
 
-def test_a_flaky_test_whose_module_changed_fails_the_gate(checkout: Path) -> None:
-    verdict = judge({TEST: True}, {"gateway/api/sse.py": {1}}, checkout)
-    assert verdict.touched == [TEST]
-    assert not verdict.passed
+def test_more_than_three_flaky_tests_fail_the_gate(checkout: Path) -> None:
+    names = [f"tests/api/test_sse.py::test_{number}" for number in range(4)]
+    assert judge(dict.fromkeys(names[:3], True), {}, checkout).passed
+    assert not judge(dict.fromkeys(names, True), {}, checkout).passed
 
 
 @pytest.mark.parametrize(
@@ -71,17 +79,6 @@ def test_changed_lines_of_other_tests_do_not_count(
     file = "tests/api/test_sse.py"
     assert {line for line in near if touched(f"{file}::{test}", {file: {line}}, checkout)} == near
     assert not touched(f"{file}::{test}", {file: far}, checkout)
-
-
-@pytest.mark.parametrize("module", ["gateway/api/sse.py", "gateway/nodes/node.py"])
-def test_any_change_of_a_mirrored_or_imported_module_counts(checkout: Path, module: str) -> None:
-    assert touched(TEST, {module: set()}, checkout)
-
-
-def test_more_than_three_flaky_tests_fail_the_gate(checkout: Path) -> None:
-    names = [f"tests/api/test_sse.py::test_{number}" for number in range(4)]
-    assert judge(dict.fromkeys(names[:3], True), {}, checkout).passed
-    assert not judge(dict.fromkeys(names, True), {}, checkout).passed
 
 
 def test_every_known_flaky_test_exists() -> None:
@@ -131,23 +128,29 @@ def test_a_test_that_fails_first_and_passes_alone_is_flaky(
     assert "2 failed twice, 1 flaky" in output
 
 
-@pytest.mark.parametrize("text", [None, "{", '{"status": 2, "failed": {}, "tests": 0}'])
-def test_a_run_that_did_not_finish_is_not_repeated(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, text: str | None
+MANY = {"status": 1, "failed": dict.fromkeys(map(str, range(11)), ""), "tests": 11}
+
+
+@pytest.mark.parametrize(
+    ("text", "told"),
+    [
+        (None, "did not finish"),
+        ("{", "did not finish"),
+        ('{"status": 2, "failed": {}, "tests": 0}', "ended with status 2"),
+        (json.dumps(MANY), "none is repeated"),
+    ],
+    ids=["no file", "half a file", "broken off", "many failures"],
+)
+def test_a_run_is_not_repeated(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    text: str | None,
+    told: str,
 ) -> None:
     failures = tmp_path / "failures.json"
     if text is not None:
         failures.write_text(text)
     monkeypatch.setattr(sys, "argv", ["repeat", str(failures)])
     assert repeat.main() == 1
-
-
-def test_many_failures_are_not_repeated(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    failures = tmp_path / "failures.json"
-    failed = {f"tests/test_none.py::test_{number}": "" for number in range(11)}
-    failures.write_text(json.dumps({"status": 1, "failed": failed, "tests": 11}))
-    monkeypatch.setattr(sys, "argv", ["repeat", str(failures)])
-    assert repeat.main() == 1
-    assert "none is repeated" in capsys.readouterr().out
+    assert told in capsys.readouterr().out

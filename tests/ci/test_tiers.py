@@ -13,6 +13,7 @@ markers =
     net:
     smoke:
 """
+PLUGINS = ("-p", "tests.ci.tiers", "-p", "no:xdist", "-p", "no:asyncio")
 FILE = """
 import pytest
 
@@ -57,9 +58,8 @@ def run(pytester: pytest.Pytester, monkeypatch: pytest.MonkeyPatch) -> pytest.Py
 
 def outcome(pytester: pytest.Pytester, *arguments: str) -> list[str]:
     """The tests that ran, by file and name."""
-    plugins = ("-p", "tests.ci.tiers", "-p", "no:xdist", "-p", "no:asyncio")
     ran = pytester.runpytest_inprocess(
-        *plugins, "-v", "--import-mode=importlib", "-p", "no:cacheprovider", *arguments
+        *PLUGINS, "-v", "--import-mode=importlib", "-p", "no:cacheprovider", *arguments
     )
     return [
         line.split(" PASSED")[0].removeprefix("tests/")
@@ -84,14 +84,9 @@ def test_without_a_path_fast_tests_run_and_smoke_tests_by_their_first_case(
 
 def test_a_group_has_its_slow_tests_and_all_of_its_own_files(run: pytest.Pytester) -> None:
     kills = outcome(run, "--group", "kills", "tests/stored/test_kills.py")
-    assert [name.partition("::")[2] for name in kills] == [
-        "test_slow",
-        "test_smoke[sqlite]",
-        "test_smoke[sqlite2]",
-        "test_smoke[postgresql]",
-        "test_smoke[postgresql2]",
-        "test_real",
-    ]
+    stores = ("sqlite", "sqlite2", "postgresql", "postgresql2")
+    smoke = [f"test_smoke[{store}]" for store in stores]
+    assert [name.partition("::")[2] for name in kills] == ["test_slow", *smoke, "test_real"]
     # Cases in PostgreSQL belong to a group before it.
     assert len(outcome(run, "--group", "equipment", "tests")) == 7
 
@@ -107,11 +102,9 @@ def test_processes_of_xdist_run_what_was_asked_for(run: pytest.Pytester) -> None
 def test_a_slow_test_that_no_group_has_fails(pytester: pytest.Pytester) -> None:
     pytester.makefile(".ini", pytest=INI)
     pytester.makepyfile(**{"tests/test_alone": FILE})
-    ran = pytester.runpytest_inprocess(
-        "-p", "tests.ci.tiers", "-p", "no:xdist", "-p", "no:asyncio", "tests", "--group", "kills"
-    )
+    ran = pytester.runpytest_inprocess(*PLUGINS, "tests", "--group", "kills")
     ran.assert_outcomes(deselected=9)
-    ran = pytester.runpytest_inprocess("-p", "tests.ci.tiers", "-p", "no:xdist", "-p", "no:asyncio")
+    ran = pytester.runpytest_inprocess(*PLUGINS)
     ran.stdout.fnmatch_lines(["*no group of tests/ci/groups.toml has it*"])
 
 
@@ -132,9 +125,7 @@ def test_under_the_gate_a_smoke_test_of_make_test_must_not_be_skipped(
     path = pytester.path / "tests" / "stored" / "test_kills.py"
     path.parent.mkdir(parents=True)
     path.write_text(SKIPPING)
-    ran = pytester.runpytest_inprocess(
-        "-p", "tests.ci.tiers", "-p", "no:xdist", "-p", "no:asyncio", *options
-    )
+    ran = pytester.runpytest_inprocess(*PLUGINS, *options)
     ran.assert_outcomes(failed=failed, skipped=skipped, deselected=len(options) // 2)
     if failed:
         ran.stdout.fnmatch_lines(["*must not be skipped in the gate: *no browser here*"])

@@ -42,6 +42,21 @@ def run(*arguments: str, stdin: str = "") -> Ran:
     return Ran(status, out.getvalue(), err.getvalue())
 
 
+def output(*arguments: str, stdin: str = "") -> str:
+    """What a command that succeeds shows."""
+    ran = run(*arguments, stdin=stdin)
+    assert ran.status == 0, ran.err
+    return ran.out
+
+
+def refusal(*arguments: str, status: int = 2, stdin: str = "") -> str:
+    """What a command says that ends with this status and has nothing to show."""
+    ran = run(*arguments, stdin=stdin)
+    assert (ran.status, ran.out) == (status, ""), ran
+    assert "Traceback" not in ran.err
+    return ran.err
+
+
 def run_process(
     arguments: Sequence[str], environment: Mapping[str, str] | None = None, code: str | None = None
 ) -> Ran:

@@ -6,6 +6,7 @@ import csv
 import json
 import os
 import signal
+import ssl
 import subprocess
 import sys
 import threading
@@ -20,7 +21,8 @@ import trustme
 from gateway.cli.batch import describe, details, end_by, span
 from gateway.cli.terminal import CommandFailed
 from tests.cli.batch_api import BatchApi, batch_api
-from tests.cli.running import LIMIT, run, run_on_terminal
+from tests.cli.running import LIMIT, output, refusal, run, run_on_terminal
+from tests.each_case import each_case
 
 CHAT = "/v1/chat/completions"
 
@@ -69,8 +71,17 @@ def test_waiting_writes_the_output_and_shows_progress(api: BatchApi, lines: Path
     assert "batch_0: in progress, 3 of 5 done, 55 tokens/s, ends about" in ran.err
     assert "batch_0: completed, 5 of 5 done" in ran.err
     written = [json.loads(one) for one in Path("lines.out.jsonl").read_text().splitlines()]
-    assert [one["custom_id"] for one in written] == ["0", "1", "2", "3", "4"]
+    assert [one["custom_id"] for one in written] == list("01234")
     assert not Path("lines.errors.jsonl").exists()
+
+
+def test_lines_from_stdin_are_waited_for_and_a_script_is_told_where_the_results_are(
+    api: BatchApi, lines: Path
+) -> None:
+    told = json.loads(output("batch", "submit", "-", "--wait", "--json", stdin=lines.read_text()))
+    assert (told["output"], told["errors"]) == ("stdin.out.jsonl", None)
+    assert (told["done"], told["failed"], told["batch"]["status"]) == (5, 0, "completed")
+    assert len(Path("stdin.out.jsonl").read_text().splitlines()) == 5
 
 
 def test_failed_lines_end_with_status_1_and_a_file_of_errors(api: BatchApi, lines: Path) -> None:
@@ -88,9 +99,7 @@ def test_nothing_that_exists_is_overwritten_unless_it_is_asked_for(
 ) -> None:
     mine = lines.with_name("lines.out.jsonl")
     mine.write_text("mine")
-    ran = run("batch", "submit", "lines.jsonl", "--wait")
-    assert ran.status == 2
-    assert "lines.out.jsonl is there already" in ran.err
+    assert "lines.out.jsonl is there already" in refusal("batch", "submit", "lines.jsonl", "--wait")
     assert not api.batches, "it is told before the work"
     assert run("batch", "submit", "lines.jsonl", "--wait", "--force").status == 0
     assert mine.read_text() != "mine"
@@ -100,30 +109,22 @@ def test_each_broken_line_is_told_with_its_number_and_nothing_is_sent(
     api: BatchApi, lines: Path
 ) -> None:
     lines.write_text(f"{line('a')}\nno json\n{line('a')}\n{line('b').replace('POST', 'GET')}\n")
-    ran = run("batch", "submit", "lines.jsonl")
-    assert (ran.status, ran.out) == (2, "")
-    assert "line 2: " in ran.err
-    assert "line 3 ('a'): An earlier line has the same custom_id" in ran.err
-    assert "line 4 ('b'): The method of each line must be 'POST'." in ran.err
-    assert "3 problems: mend them, or --anyway" in ran.err
+    told = refusal("batch", "submit", "lines.jsonl")
+    assert "line 2: " in told
+    assert "line 3 ('a'): An earlier line has the same custom_id" in told
+    assert "line 4 ('b'): The method of each line must be 'POST'." in told
+    assert "3 problems: mend them, or --anyway" in told
     assert not api.requests
     assert run("batch", "submit", "lines.jsonl", "--anyway").status == 0
     assert api.files["file-0"][1] == lines.read_bytes()
 
 
 def test_check_needs_no_gateway(lines: Path) -> None:
-    ran = run("batch", "submit", "lines.jsonl", "--check")
-    assert ran.status == 0
-    assert ran.out.startswith("5 lines for /v1/chat/completions (m), about ")
+    out = output("batch", "submit", "lines.jsonl", "--check")
+    assert out.startswith("5 lines for /v1/chat/completions (m), about ")
     checked = run("batch", "submit", "lines.jsonl", "--check", "--json")
     told = json.loads(checked.out)
     assert (told["lines"], told["problems"], told["models"]) == (5, 0, ["m"])
-
-
-def test_lines_from_stdin(api: BatchApi, lines: Path) -> None:
-    ran = run("batch", "submit", "-", "--wait", stdin=lines.read_text())
-    assert ran.status == 0
-    assert len(Path("stdin.out.jsonl").read_text().splitlines()) == 5
 
 
 def test_a_table_with_a_template(api: BatchApi, lines: Path) -> None:
@@ -160,9 +161,7 @@ def test_a_table_of_results_has_the_columns_and_the_order_of_the_input(
         assert list(csv.reader(file)) == expected
 
     fetch = ("batch", "fetch", "batch_0", "--format", "csv", "--output", "-")
-    again = run(*fetch, "--table", "in.csv")
-    assert again.status == 0, again.err
-    assert list(csv.reader(again.out.splitlines())) == expected
+    assert list(csv.reader(output(*fetch, "--table", "in.csv").splitlines())) == expected
     Path("other.csv").write_text("text,n\nhello,3\n")
     wrong = run(*fetch, "--table", "other.csv")
     assert (wrong.status, "has no row for the result 'row-2'" in wrong.err) == (2, True)
@@ -210,20 +209,16 @@ def test_a_repeated_command_with_the_same_idempotency_key_finds_its_batch(
 ) -> None:
     command = ("batch", "submit", "lines.jsonl", "--idempotency-key", "mine")
     api.lost_answers = ["POST /v1/batches"]
-    first = run(*command, "--retry-for", "0")
-    assert first.status == 1
-    assert "--idempotency-key mine makes no second one" in first.err
+    told = refusal(*command, "--retry-for", "0", status=1)
+    assert "--idempotency-key mine makes no second one" in told
     assert run(*command).out == "batch_0\n"
     assert (len(api.batches), len(api.files)) == (1, 1)
     lines.write_text(f"{line('another')}\n")
-    refused = run(*command)
-    assert refused.status == 1
-    assert "answers 409: Another request had this key" in refused.err
+    assert "answers 409: Another request had this key" in refusal(*command, status=1)
 
 
 def test_a_gateway_that_restarts_while_it_is_waited_for(api: BatchApi, lines: Path) -> None:
     api.lines_per_look = 1
-    api.on_look = lambda: None
     busy = (503, {"retry-after": "0"}, "starting")
     looks: list[int] = []
 
@@ -308,42 +303,30 @@ def test_pause_resume_and_cancel(api: BatchApi, lines: Path) -> None:
     assert "paused" not in run("batch", "resume", "batch_0").out
     cancelled = run("batch", "cancel", "batch_0")
     assert (cancelled.status, cancelled.out) == (0, "batch_0: cancelled, 0 of 5 done\n")
-    again = run("batch", "cancel", "batch_0")
-    assert again.status == 1
-    assert "Cannot cancel a batch with status 'cancelled'" in again.err
+    told = refusal("batch", "cancel", "batch_0", status=1)
+    assert "Cannot cancel a batch with status 'cancelled'" in told
 
 
 def test_fetch_before_the_end_needs_partial(api: BatchApi, lines: Path) -> None:
     api.lines_per_look = 2
     run("batch", "submit", "lines.jsonl")
-    refused = run("batch", "fetch", "batch_0")
-    assert refused.status == 1
-    assert "--partial fetches what there is" in refused.err
-    partial = run("batch", "fetch", "batch_0", "--partial", "--output", "-")
-    assert partial.status == 0
-    assert [json.loads(one)["custom_id"] for one in partial.out.splitlines()] == [
-        "0",
-        "1",
-        "2",
-        "3",
-    ]
+    assert "--partial fetches what there is" in refusal("batch", "fetch", "batch_0", status=1)
+    out = output("batch", "fetch", "batch_0", "--partial", "--output", "-")
+    assert [json.loads(one)["custom_id"] for one in out.splitlines()] == list("0123")
     assert run("batch", "fetch", "batch_0").status == 0
     assert len(Path("batch_0.out.jsonl").read_text().splitlines()) == 5
 
 
 def test_errors_have_remedies(api: BatchApi, lines: Path, tmp_path: Path) -> None:
-    unknown = run("batch", "show", "batch_9")
-    assert (unknown.status, "'llama-gateway batch list' shows" in unknown.err) == (1, True)
+    assert "'llama-gateway batch list' shows" in refusal("batch", "show", "batch_9", status=1)
     api.key = "sk-right"
-    refused = run("batch", "list")
-    assert (refused.status, "--key-file" in refused.err) == (1, True)
+    assert "--key-file" in refusal("batch", "list", status=1)
     key_file = tmp_path / "key"
     key_file.write_text("sk-right\n")
     assert run("batch", "list", "--key-file", str(key_file)).status == 0
     away = run("batch", "list", "--url", "http://127.0.0.1:9")
     assert (away.status, "is it running? --url names its address" in away.err) == (1, True)
-    wrong = run("batch", "list", "--url", "ftp://there")
-    assert (wrong.status, "must be like http://127.0.0.1:8000" in wrong.err) == (2, True)
+    assert "must be like http://127.0.0.1:8000" in refusal("batch", "list", "--url", "ftp://there")
 
 
 def test_the_key_of_the_environment_is_used_and_never_shown(
@@ -354,21 +337,16 @@ def test_the_key_of_the_environment_is_used_and_never_shown(
     monkeypatch.setenv("LLAMA_GATEWAY_URL", f"{api.url}/v1")
     assert run("batch", "list").status == 0
     monkeypatch.setenv("LLAMA_GATEWAY_KEY", "sk-wrong")
-    ran = run("batch", "list")
-    assert ran.status == 1
-    assert "sk-wrong" not in ran.err
+    assert "sk-wrong" not in refusal("batch", "list", status=1)
 
 
 def test_a_certificate_of_its_own(tmp_path: Path) -> None:
-    import ssl
-
     authority = trustme.CA()
     authority.cert_pem.write_to_path(tmp_path / "ca.pem")
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
     authority.issue_cert("127.0.0.1").configure_cert(context)
     with batch_api(context) as api:
-        refused = run("batch", "list", "--url", api.url)
-        assert (refused.status, "with --ca" in refused.err) == (1, True)
+        assert "with --ca" in refusal("batch", "list", "--url", api.url, status=1)
         ca = str(tmp_path / "ca.pem")
         assert run("batch", "list", "--url", api.url, "--ca", ca).status == 0
 
@@ -385,21 +363,12 @@ def test_on_a_terminal_one_line_moves(api: BatchApi, lines: Path) -> None:
 
 
 def test_results_and_json_do_not_both_go_to_stdout(api: BatchApi, lines: Path) -> None:
-    ran = run("batch", "fetch", "batch_0", "--output", "-", "--json")
-    assert (ran.status, "only one of them" in ran.err) == (2, True)
-
-
-def test_json_tells_a_script_where_the_results_are(api: BatchApi, lines: Path) -> None:
-    ran = run("batch", "submit", "lines.jsonl", "--wait", "--json")
-    told = json.loads(ran.out)
-    assert (told["output"], told["errors"]) == ("lines.out.jsonl", None)
-    assert (told["done"], told["failed"], told["batch"]["status"]) == (5, 0, "completed")
+    assert "only one of them" in refusal("batch", "fetch", "batch_0", "--output", "-", "--json")
 
 
 @pytest.mark.parametrize("id_", ["../files", "batch 1", "", "b" * 129])
 def test_what_is_no_id_is_refused_here(id_: str) -> None:
-    ran = run("batch", "fetch", id_)
-    assert (ran.status, "is no batch's id" in ran.err) == (2, True), ran.err
+    assert "is no batch's id" in refusal("batch", "fetch", id_)
 
 
 # The progress of a batch in words.
@@ -423,11 +392,7 @@ def test_progress_in_one_line() -> None:
     assert "paused (over its budget)" in describe(paused, now)
 
 
-def test_of_another_gateway_only_what_its_api_tells_is_shown() -> None:
-    assert describe({"status": "validating"}, 0.0) == "validating"
-
-
-@pytest.mark.parametrize(
+@each_case(
     ("seconds", "text"),
     [(0, "0 s"), (119, "119 s"), (120, "2 min"), (3600, "1 h"), (5400, "1 h 30 min"),
      (86_400, "1 d"), (180_000, "2 d 2 h")],
@@ -439,10 +404,9 @@ def test_spans(seconds: float, text: str) -> None:
 def test_the_end_of_a_batch_decides_the_command() -> None:
     end_by({"status": "in_progress", "request_counts": {}})
     end_by({"status": "completed", "request_counts": {"total": 1, "completed": 1, "failed": 0}})
+    counts = {"total": 10, "completed": 8, "failed": 2}
     with pytest.raises(CommandFailed, match="2 of 10 lines failed"):
-        end_by(
-            {"status": "completed", "request_counts": {"total": 10, "completed": 8, "failed": 2}}
-        )
+        end_by({"status": "completed", "request_counts": counts})
     with pytest.raises(CommandFailed, match="batch_1 expired"):
         end_by({"id": "batch_1", "status": "expired"})
     errors = {"data": [{"message": "The input file is empty."}]}
@@ -450,6 +414,7 @@ def test_the_end_of_a_batch_decides_the_command() -> None:
         end_by({"id": "batch_1", "status": "failed", "errors": errors})
 
 
-def test_details_leave_out_what_is_not_known() -> None:
+def test_what_another_gateway_does_not_tell_is_left_out() -> None:
+    assert describe({"status": "validating"}, 0.0) == "validating"
     told = dict(details({"id": "batch_1", "status": "validating", "metadata": {}}))
     assert told == {"id": "batch_1", "progress": "validating"}

@@ -40,6 +40,7 @@ from gateway.cli.batch_files import (
 )
 from gateway.cli.options import InputFlags
 from gateway.cli.terminal import CommandFailed
+from tests.each_case import each_case
 
 
 def read(found: PreparedInput) -> list[dict[str, Any]]:
@@ -60,55 +61,45 @@ def test_the_form_is_told_by_the_name(tmp_path: Path) -> None:
     assert kind_of("-", "csv") == "csv"
 
 
-@pytest.mark.parametrize(
-    ("shape", "body"),
+WHOLE = {"model": "m", "system": "be brief", "max_tokens": 5}
+SYSTEM, HI = {"role": "system", "content": "be brief"}, {"role": "user", "content": "hi"}
+
+
+@each_case(
+    ("endpoint", "chosen", "body"),
     [
+        (CHAT, WHOLE, {"messages": [SYSTEM, HI], "max_tokens": 5}),
+        ("/v1/completions", {"max_tokens": 5}, {"prompt": "hi", "max_tokens": 5}),
         (
-            InputFlags(endpoint=CHAT, model="m", system="be brief", max_tokens=5),
-            {
-                "model": "m",
-                "messages": [
-                    {"role": "system", "content": "be brief"},
-                    {"role": "user", "content": "hi"},
-                ],
-                "max_tokens": 5,
-            },
+            "/v1/responses",
+            WHOLE,
+            {"input": "hi", "instructions": "be brief", "max_output_tokens": 5},
         ),
-        (InputFlags(endpoint="/v1/completions", max_tokens=5), {"prompt": "hi", "max_tokens": 5}),
-        (
-            InputFlags(endpoint="/v1/responses", model="m", system="be brief", max_tokens=5),
-            {"model": "m", "input": "hi", "instructions": "be brief", "max_output_tokens": 5},
-        ),
-        (
-            InputFlags(endpoint="/v1/messages", model="m", system="be brief", max_tokens=5),
-            {
-                "model": "m",
-                "messages": [{"role": "user", "content": "hi"}],
-                "system": "be brief",
-                "max_tokens": 5,
-            },
-        ),
-        (InputFlags(endpoint="/v1/embeddings", model="m"), {"model": "m", "input": "hi"}),
+        ("/v1/messages", WHOLE, {"messages": [HI], "system": "be brief", "max_tokens": 5}),
+        ("/v1/embeddings", {"model": "m"}, {"input": "hi"}),
     ],
-    ids=lambda value: value.endpoint if isinstance(value, InputFlags) else "",
 )
-def test_each_endpoint_has_its_own_body(shape: InputFlags, body: dict[str, Any]) -> None:
+def test_each_endpoint_has_its_own_body(
+    endpoint: str, chosen: dict[str, Any], body: dict[str, Any]
+) -> None:
+    shape = InputFlags(endpoint=endpoint, **chosen)
     check_request(shape)
-    assert request_body(shape, "hi") == body
+    model = {"model": "m"} if "model" in chosen else {}
+    assert request_body(shape, "hi") == model | body
 
 
-@pytest.mark.parametrize(
-    "shape",
+@each_case(
+    ("endpoint", "chosen"),
     [
-        InputFlags(endpoint="/v1/moderations"),
-        InputFlags(endpoint="/v1/messages"),
-        InputFlags(endpoint="/v1/embeddings", max_tokens=5),
-        InputFlags(endpoint="/v1/completions", system="be brief"),
+        ("/v1/moderations", {}),
+        ("/v1/messages", {}),
+        ("/v1/embeddings", {"max_tokens": 5}),
+        ("/v1/completions", {"system": "be brief"}),
     ],
 )
-def test_what_an_endpoint_cannot_have_is_refused(shape: InputFlags) -> None:
+def test_what_an_endpoint_cannot_have_is_refused(endpoint: str, chosen: dict[str, Any]) -> None:
     with pytest.raises(CommandFailed) as error:
-        check_request(shape)
+        check_request(InputFlags(endpoint=endpoint, **chosen))
     assert error.value.status == 2
 
 
@@ -154,7 +145,7 @@ def test_broken_rows_are_told_by_the_line_where_they_end(
     assert "line 5 ('a'): An earlier line has the same custom_id" in shown
 
 
-@pytest.mark.parametrize(
+@each_case(
     ("content", "told"),
     [
         (b"", "its first line must name the columns"),
@@ -162,31 +153,18 @@ def test_broken_rows_are_told_by_the_line_where_they_end(
         (b"a,b\n1,2\n", "line 1: the template names '{text}'"),
         (b"text\n\xff\n", "is not UTF-8"),
         (b'text\n"never ends\n', "line 2: unexpected end of data"),
+        (b"text\n" + b"x" * 5000, "line 1: is longer than 1,000 characters"),
     ],
 )
-def test_a_table_that_cannot_be_read_is_refused(tmp_path: Path, content: bytes, told: str) -> None:
+def test_a_table_that_cannot_be_read_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, content: bytes, told: str
+) -> None:
+    monkeypatch.setattr(batch_files, "LONGEST_LINE", 1000)
     file = tmp_path / "in.csv"
     file.write_bytes(content)
     with pytest.raises(CommandFailed) as error:
         made(file, "{text}")
     assert (error.value.status, told in str(error.value)) == (2, True), str(error.value)
-
-
-def test_an_endless_line_of_a_table_is_not_read_whole(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(batch_files, "LONGEST_LINE", 1000)
-    file = tmp_path / "in.csv"
-    file.write_text("text\n" + "x" * 5000 + "\n")
-    with pytest.raises(CommandFailed, match=r"line 1: is longer than 1,000 characters"):
-        made(file, "{text}")
-
-
-def test_an_unknown_id_column_is_told_with_those_there_are(tmp_path: Path) -> None:
-    file = tmp_path / "in.csv"
-    file.write_text("id,text\na,b\n")
-    with pytest.raises(CommandFailed, match=r"there is 'id', 'text'"):
-        made(file, "{text}", id_column="name")
 
 
 def test_only_regular_texts_of_a_folder_are_taken(
@@ -199,25 +177,19 @@ def test_only_regular_texts_of_a_folder_are_taken(
     (tmp_path / "link").symlink_to("a.txt")
     (tmp_path / "below").mkdir()
     os.mkfifo(tmp_path / "pipe")
+    strict = Problems(20)
+    found = made(tmp_path, "{text}", strict, largest_text=100, strict=True)
+    found.close()
+    assert (found.lines, found.skipped, strict.count) == (2, 0, 5)
     found = made(tmp_path, "{text}", largest_text=100)
     assert found.skipped == 5
     assert [line["custom_id"] for line in read(found)] == ["a.txt", "b.txt"]
     shown = capsys.readouterr().err
-    for told in (
-        "large.txt: skipped: is larger than 100 bytes", "binary: skipped: is no text",
-        "link: skipped: is a link", "below: skipped: is a folder",
-        "pipe: skipped: is no regular file"
+    for name, told in (
+        ("large.txt", "is larger than 100 bytes"), ("binary", "is no text"), ("link", "is a link"),
+        ("below", "is a folder"), ("pipe", "is no regular file"),
     ):  # fmt: skip
-        assert told in shown
-
-
-def test_a_strict_folder_has_a_problem_for_each_that_is_no_text(tmp_path: Path) -> None:
-    (tmp_path / "a.txt").write_text("one")
-    (tmp_path / "below").mkdir()
-    problems = Problems(20)
-    found = made(tmp_path, "{text}", problems, strict=True)
-    found.close()
-    assert (found.lines, found.skipped, problems.count) == (1, 0, 1)
+        assert f"{name}: skipped: {told}" in shown
 
 
 def test_a_pipe_or_a_missing_file_is_refused_at_once(tmp_path: Path) -> None:
@@ -240,11 +212,14 @@ def test_a_pipe_or_a_missing_file_is_refused_at_once(tmp_path: Path) -> None:
         (".", {"template": "{text}", "id_column": "a"}, "a folder has no columns"),
         (".", {"template": "{other}"}, "there is 'text', 'name'"),
         ("in.csv", {"template": "{a}", "endpoint": "/v1/audio"}, "prompts can be made for"),
+        ("ids.csv", {"template": "{text}", "id_column": "name"}, "there is 'id', 'text'"),
     ],
 )
 def test_options_that_do_not_fit_are_wrong_usage(
-    source: str, options: dict[str, Any], told: str
+    source: str, options: dict[str, Any], told: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("ids.csv").write_text("id,text\na,b\n")
     with pytest.raises(CommandFailed) as error:
         prepare(source, InputFlags(**options), Problems(20))
     assert (error.value.status, told in str(error.value)) == (2, True), str(error.value)
@@ -254,10 +229,8 @@ def test_a_template_of_a_file_and_columns_with_tabs(tmp_path: Path) -> None:
     (tmp_path / "template").write_text("<{a}>")
     (tmp_path / "in.tsv").write_text("a\tb\n1,2\t3\n")
     chosen = InputFlags(template_file=tmp_path / "template")
-    with contextlib.closing(prepare(str(tmp_path / "in.tsv"), chosen, Problems(20))) as found:
-        file = found.file
-        file.seek(0)
-        assert b"<1,2>" in file.read()
+    (line,) = read(prepare(str(tmp_path / "in.tsv"), chosen, Problems(20)))
+    assert line["body"]["messages"][0]["content"] == "<1,2>"
 
 
 def test_metadata_is_pairs() -> None:
@@ -321,22 +294,18 @@ def answered(body: object, status: int = 200) -> dict[str, Any]:
     return {"custom_id": "a", "response": {"status_code": status, "body": body}, "error": None}
 
 
-@pytest.mark.parametrize(
+REASONING = {"type": "reasoning", "content": [{"text": "hm"}]}
+MESSAGE = {"type": "message", "content": [{"text": "two "}, {"text": "parts"}]}
+
+
+@each_case(
     ("body", "text"),
     [
         ({"choices": [{"message": {"content": "chat"}}]}, "chat"),
         ({"choices": [{"message": {"content": None}}]}, ""),
         ({"choices": [{"text": "completion"}]}, "completion"),
         ({"choices": []}, ""),
-        (
-            {
-                "output": [
-                    {"type": "reasoning", "content": [{"text": "hm"}]},
-                    {"type": "message", "content": [{"text": "two "}, {"text": "parts"}]},
-                ]
-            },
-            "two parts",
-        ),
+        ({"output": [REASONING, MESSAGE]}, "two parts"),
         ({"content": [{"type": "text", "text": "message"}]}, "message"),
         ({"data": [{"embedding": [1.5, 2]}]}, "[1.5, 2]"),
         ({"data": [{"embedding": [1]}, {"embedding": [2]}]}, "[[1], [2]]"),

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import csv
 import json
 import os
 import sys
@@ -57,28 +56,6 @@ def write_lines(name: str, count: int, **more: object) -> None:
 
 def ids_of(text: str) -> list[str]:
     return [json.loads(line)["custom_id"] for line in text.splitlines()]
-
-
-async def test_a_table_is_answered_and_errors_end_with_status_1(tmp_path: Path) -> None:
-    (tmp_path / "mails.csv").write_text("id,mail\na,hello\nb,good day\n")
-    async with EmulatedNode() as node, serving(tmp_path, node) as gateway:
-        ran = await batch(
-            gateway.url, "submit", "mails.csv", "--template", "Answer: {mail}",
-            "--id-column", "id", "--model", "demo", "--max-tokens", "5", "--wait",
-            "--format", "csv",
-        )  # fmt: skip
-        assert ran.status == 0, ran.err
-        with (tmp_path / "mails.out.csv").open(newline="") as file:
-            rows = {row["id"]: row["text"] for row in csv.DictReader(file)}
-        assert rows.keys() == {"a", "b"}
-        assert all(rows.values())
-        shown = json.loads((await batch(gateway.url, "show", ran.out.strip(), "--json")).out)
-        assert shown["request_counts"] == {"total": 2, "completed": 2, "failed": 0}
-
-        write_lines("wrong.jsonl", 3, model="nobody-serves-it")
-        wrong = await batch(gateway.url, "submit", "wrong.jsonl", "--wait")
-        assert (wrong.status, "3 of 3 lines failed" in wrong.err) == (1, True)
-        assert len((tmp_path / "wrong.errors.jsonl").read_text().splitlines()) == 3
 
 
 async def test_a_gateway_that_is_killed_and_restarted_is_waited_for(tmp_path: Path) -> None:

@@ -9,17 +9,15 @@ import pytest
 
 from gateway.local.cache import models_in_use
 from gateway.local.download import SourceRecord, part_path, write_record
-from tests.cli.running import run
+from tests.cli.running import refusal, run
 
 
 @pytest.fixture
 def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     cache = tmp_path / "cache"
     monkeypatch.setenv("LLAMA_GATEWAY_CACHE", str(cache))
-    for key, name, size, days in (
-        ("0" * 16, "big.gguf", 3 << 20, 40), ("1" * 16, "new.gguf", 2 << 20, 1)
-    ):  # fmt: skip
-        path = cache / "downloads" / key / name
+    for key, name, size, days in (("0", "big.gguf", 3 << 20, 40), ("1", "new.gguf", 2 << 20, 1)):
+        path = cache / "downloads" / (key * 16) / name
         path.parent.mkdir(parents=True)
         path.write_bytes(bytes(size))
         write_record(path, SourceRecord(f"https://h/{name}", total=size, sha256="a" * 64))
@@ -106,9 +104,7 @@ def test_what_is_in_use_stays(cache: Path) -> None:
 def test_wrong_usage_is_2_and_removes_nothing(
     cache: Path, arguments: tuple[str, ...], text: str
 ) -> None:
-    ran = run("cache", "remove", *arguments)
-    assert ran.status == 2
-    assert text in ran.err
+    assert text in refusal("cache", "remove", *arguments)
     assert names() == ["big.gguf", "new.gguf"]
 
 
@@ -116,8 +112,7 @@ def test_a_name_that_two_downloads_have_asks_for_the_longer_one(cache: Path) -> 
     path = cache / "downloads" / ("3" * 16) / "big.gguf"
     path.parent.mkdir()
     path.write_bytes(b"x")
-    ran = run("cache", "remove", "big.gguf")
-    assert ran.status == 2
-    assert "there are big.gguf@00000000, big.gguf@33333333" in ran.err
+    told = refusal("cache", "remove", "big.gguf")
+    assert "there are big.gguf@00000000, big.gguf@33333333" in told
     assert run("cache", "remove", "big.gguf@33333333").status == 0
     assert not path.exists()

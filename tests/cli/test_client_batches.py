@@ -10,6 +10,7 @@ from gateway.cli.batch_files import CHAT, PreparedInput
 from gateway.cli.client import GatewayAway, GatewayRefused, Patience, PublicFlags
 from gateway.cli.terminal import CommandFailed
 from tests.cli.batch_api import batch_api
+from tests.each_case import each_case
 
 
 class Time:
@@ -48,7 +49,10 @@ def test_a_gateway_that_is_away_is_asked_again_at_growing_intervals() -> None:
     ]
 
 
-def test_patience_ends() -> None:
+def test_patience_waits_as_long_as_the_gateway_says_and_ends() -> None:
+    time = Time()
+    assert time.patience(600.0).call(failing(1, retry_after=42.0)) == "done"
+    assert time.now == 42.0
     time = Time()
     with pytest.raises(GatewayAway):
         time.patience(30.0).call(failing(10_000))
@@ -57,13 +61,7 @@ def test_patience_ends() -> None:
         time.patience(0.0).call(failing(1))
 
 
-def test_it_waits_for_as_long_as_the_gateway_says() -> None:
-    time = Time()
-    assert time.patience(600.0).call(failing(1, retry_after=42.0)) == "done"
-    assert time.now == 42.0
-
-
-@pytest.mark.parametrize(
+@each_case(
     ("status", "headers", "error"),
     [
         (503, {"retry-after": "7"}, GatewayAway),

@@ -5,26 +5,25 @@ from __future__ import annotations
 import signal
 import ssl
 import subprocess
-import sys
 import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
 
-import httpx
 import psutil
 import pytest
 import trustme
 
 from gateway.local.cache import downloads_folder
-from tests.cli.running import run, run_on_terminal
-from tests.cli.test_up import running
+from gateway.local.server import server_environment
+from tests.cli.running import refusal, run, run_on_terminal
+from tests.cli.test_up import COMMAND, running
 from tests.local.file_server import Fault, FileServer, digest
 from tests.servers import demo_model, server_path
 
 TOKEN = "hf_" + "secret" * 5
-COMMAND = (sys.executable, "-m", "gateway", "up", "--port", "0", "--admin-port", "0")
-
+URL = ("--model", "https://h/m.gguf")
+SPLIT = "https://h/m-00001-of-00003.gguf"
 TWO_URLS = ("--model", "https://h/a.gguf", "--model", "https://other/b.gguf?k=hunter2")
 
 
@@ -52,8 +51,6 @@ def server(content: bytes, authority: Path) -> Iterator[FileServer]:
 @pytest.fixture
 def environment(tmp_path: Path, authority: Path, monkeypatch: pytest.MonkeyPatch) -> dict[str, str]:
     """The environment of the command, here and in other processes."""
-    from gateway.local.server import server_environment
-
     given = {
         "LLAMA_GATEWAY_CACHE": str(tmp_path / "cache"),
         "PATH": server_path(),
@@ -82,13 +79,8 @@ async def test_a_model_is_downloaded_served_and_not_downloaded_again(
     arguments = ("--model", url, "--sha256", digest(content), "--token-env", "HF_TOKEN")
     for _ in range(2):
         async with running(environment, *arguments) as it:
-            base = await it.url()
-            async with httpx.AsyncClient(trust_env=False, timeout=60) as client:
-                body = {"messages": [{"role": "user", "content": "Hi"}], "max_tokens": 2}
-                answer = await client.post(f"{base}/v1/chat/completions", json=body)
-                models = (await client.get(f"{base}/v1/models")).json()
-            assert answer.status_code == 200, answer.text
-            assert [model["id"] for model in models["data"]] == ["tiny-Q8"]
+            await it.chat()
+            assert [model["id"] for model in await it.models()] == ["tiny-Q8"]
             assert await it.end() == 0
         output = "\n".join(it.lines)
         assert "Traceback" not in output
@@ -111,16 +103,12 @@ async def test_a_downloaded_model_is_served_beside_a_file(
     (tmp_path / "own.gguf").symlink_to(demo_model())
     url = f"{server.origin}/models/fetched.gguf"
     async with running(environment, "--model", url, "--model", tmp_path / "own.gguf") as it:
-        base = await it.url()
-        async with httpx.AsyncClient(trust_env=False, timeout=60) as client:
-            models = (await client.get(f"{base}/v1/models")).json()
-        assert [model["id"] for model in models["data"]] == ["fetched", "own"]
+        assert [model["id"] for model in await it.models()] == ["fetched", "own"]
     server.requests.clear()
     # What can't be served beside what is there is told before the download.
     same = f"{server.origin}/elsewhere/own.gguf"
-    ran = run("up", "--model", same, "--model", str(tmp_path / "own.gguf"))
-    assert ran.status == 1
-    assert "both models are named own" in ran.err
+    told = refusal("up", "--model", same, "--model", str(tmp_path / "own.gguf"), status=1)
+    assert "both models are named own" in told
     assert parts(environment) == []
     broken = tmp_path / "broken.gguf"
     broken.write_text("hello")
@@ -133,10 +121,9 @@ def test_no_token_is_sent_unless_it_is_asked_for(
     server: FileServer, environment: dict[str, str]
 ) -> None:
     server.always = Fault(401)
-    ran = run("up", "--model", f"{server.origin}/m.gguf")
-    assert ran.status == 1
-    assert "HTTP 401 Unauthorized" in ran.err
-    assert "--token-env" in ran.err
+    told = refusal("up", "--model", f"{server.origin}/m.gguf", status=1)
+    assert "HTTP 401 Unauthorized" in told
+    assert "--token-env" in told
     assert all("authorization" not in headers for _, headers in server.requests)
 
 
@@ -172,9 +159,8 @@ def test_a_model_that_does_not_fit_into_memory_is_not_downloaded(
     server: FileServer, environment: dict[str, str]
 ) -> None:
     server.always = Fault(announce=psutil.virtual_memory().total)
-    ran = run("up", "--model", f"{server.origin}/m.gguf")
-    assert ran.status == 1
-    assert "m.gguf: not enough memory" in ran.err
+    told = refusal("up", "--model", f"{server.origin}/m.gguf", status=1)
+    assert "m.gguf: not enough memory" in told
     assert parts(environment) == []
 
 
@@ -184,16 +170,13 @@ def test_a_model_that_does_not_fit_into_memory_is_not_downloaded(
         (("--model", "http://models.example/m.gguf?k=hunter2"), "only https"),
         (("--model", "ftp://me:hunter2@models.example/m.gguf"), "only https"),
         (("--model", "https://"), "not a valid URL"),
-        (("--model", "https://h/m.gguf", "--sha256", "hunter2"), "64 hexadecimal digits"),
-        (("--model", "https://h/m.gguf", *["--sha256", "0" * 64] * 2), "given 2 times"),
-        (
-            ("--model", "https://h/m-00001-of-00003.gguf", "--sha256", "0" * 64),
-            "given 1 times, but the model has 3 files",
-        ),
-        (("--model", "https://h/m.gguf", "--max-bytes", "many"), "not a size"),
-        (("--model", "https://h/m.gguf", "--max-bytes", "0"), "not a size"),
-        (("--model", "https://h/m.gguf", "--token-env", "NO_SUCH_TOKEN"), "not set"),
-        (("--model", "https://h/m.gguf", "--token-env", "BAD_TOKEN"), "holds no token"),
+        ((*URL, "--sha256", "hunter2"), "64 hexadecimal digits"),
+        ((*URL, *["--sha256", "0" * 64] * 2), "given 2 times"),
+        (("--model", SPLIT, "--sha256", "0" * 64), "given 1 times, but the model has 3 files"),
+        ((*URL, "--max-bytes", "many"), "not a size"),
+        ((*URL, "--max-bytes", "0"), "not a size"),
+        ((*URL, "--token-env", "NO_SUCH_TOKEN"), "not set"),
+        ((*URL, "--token-env", "BAD_TOKEN"), "holds no token"),
         (("--model", "https://a:hunter2@h/m", "--token-env", "HF_TOKEN"), "give one only"),
         (("--model", "m.gguf", "--sha256", "0" * 64), "names no URL"),
         (("--max-bytes", "1GiB"), "names no URL"),
@@ -208,10 +191,9 @@ def test_wrong_usage_is_2_and_tells_no_secret(
     text: str,
 ) -> None:
     monkeypatch.setenv("BAD_TOKEN", "hunter2\nX-Injected: 1")
-    ran = run("up", *arguments)
-    assert ran.status == 2
-    assert text in ran.err
-    assert "hunter2" not in ran.err
+    told = refusal("up", *arguments)
+    assert text in told
+    assert "hunter2" not in told
 
 
 @pytest.mark.slow

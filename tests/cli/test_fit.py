@@ -5,12 +5,13 @@ import os
 from pathlib import Path
 from typing import Any
 
-import gguf
 import pytest
 from gguf import GGMLQuantizationType as Type
 
 from gateway.local.memory import MEMORY_RESERVE
-from tests.cli.running import run
+from tests.cli.running import output, refusal, run
+from tests.each_case import each_case
+from tests.local.gguf_files import gguf_writer
 from tests.local.small_models import LARGER, write_hollow
 from tests.workshop.fit.random_models import Recipe, write
 
@@ -30,9 +31,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 
 def fit(*arguments: str) -> str:
-    ran = run("fit", *arguments)
-    assert ran.status == 0, ran.err
-    return ran.out
+    return output("fit", *arguments)
 
 
 def fit_json(*arguments: str) -> dict[str, Any]:
@@ -86,11 +85,8 @@ def test_a_model_that_does_not_fit_says_by_how_much(model: str) -> None:
 
 def test_each_numa_node_has_a_server_and_a_share(model: str) -> None:
     found = fit_json(model, "--memory", "8GiB", "--numa-nodes", "2", "--cores", "16")
-    assert [(place["name"], place["servers"]) for place in found["places"]] == [
-        ("the machine", 2),
-        ("NUMA node 0", 1),
-        ("NUMA node 1", 1),
-    ]
+    servers = {place["name"]: place["servers"] for place in found["places"]}
+    assert servers == {"the machine": 2, "NUMA node 0": 1, "NUMA node 1": 1}
     assert found["places"][1]["available"] == 4 * GIB
     assert found["settings"]["mapped"] is False
     assert found["server"]["mapped_twice"] == 0
@@ -104,12 +100,9 @@ def test_settings_change_what_is_needed(model: str) -> None:
     more = fit_json(model, *GIVEN, "--slots", "4", "--context", "8192", "--cache-ram", "1GiB")
     assert more["server"]["kv_cache"] == 4 * usual["kv_cache"]
     assert more["server"]["prompt_cache"] == GIB
-
-
-def test_a_context_beyond_the_trained_one_is_cut(model: str) -> None:
-    ran = run("fit", model, *GIVEN, "--context", "100000", "--json")
-    assert json.loads(ran.out)["settings"]["context"] == 32_768
-    assert "trained on 32,768 tokens" in ran.err
+    longest = run("fit", model, *GIVEN, "--context", "100000", "--json")
+    assert json.loads(longest.out)["settings"]["context"] == 32_768
+    assert "trained on 32,768 tokens" in longest.err
 
 
 def test_this_machine_is_the_default(model: str) -> None:
@@ -121,7 +114,7 @@ def test_this_machine_is_the_default(model: str) -> None:
     assert all(choice["decode"] > 0 for choice in found["quantizations"])
 
 
-@pytest.mark.parametrize(
+@each_case(
     ("arguments", "message"),
     [
         (("--memory", "much"), "--memory much: no size. Remedy: such as 32GiB"),
@@ -135,9 +128,7 @@ def test_this_machine_is_the_default(model: str) -> None:
     ],
 )
 def test_wrong_usage_is_refused(model: str, arguments: tuple[str, ...], message: str) -> None:
-    ran = run("fit", model, *arguments)
-    assert ran.status == 2
-    assert message in ran.err
+    assert message in refusal("fit", model, *arguments)
 
 
 def test_a_truncated_model_is_refused_with_the_byte(model: str, tmp_path: Path) -> None:
@@ -153,12 +144,8 @@ def test_a_truncated_model_is_refused_with_the_byte(model: str, tmp_path: Path) 
 
 def test_an_unknown_architecture_gets_the_rule_of_thumb(tmp_path: Path) -> None:
     path = tmp_path / "m.gguf"
-    writer = gguf.GGUFWriter(path, "rwkv7")
-    writer.add_block_count(1)
-    writer.write_header_to_file()
-    writer.write_kv_data_to_file()
-    writer.write_ti_data_to_file()
-    writer.close()
+    with gguf_writer(path, "rwkv7") as writer:
+        writer.add_block_count(1)
     message = refused(str(path))
     assert "its architecture is 'rwkv7', whose memory is not known here" in message
     assert "(1.5 x file)" in message

@@ -1,4 +1,4 @@
-"""`llama-gateway usage` and `audit`: through the gateway that runs, else from the store itself."""
+"""`llama-gateway usage`, `audit` and `requests`: through a running gateway, else from its store."""
 
 from __future__ import annotations
 
@@ -12,17 +12,17 @@ from pathlib import Path
 import pytest
 import yaml
 
+from gateway.callers.keys import new_key
 from gateway.store.database import locate_store
 from gateway.store.store import Store
 from gateway.watch.audit import AuditTrail
 from tests.callers.ledger_rows import a_row, add_rows
 from tests.callers.metered_gateway import ALICE, VIP, chat, metered_gateway, recorded
-from tests.cli.running import Ran, run
+from tests.cli.running import Ran, refusal, run
 from tests.each_case import each_case
 from tests.emulator import EmulatedNode
 from tests.gateways import Running, running_gateway
 
-NOBODY = "http://127.0.0.1:9"
 THEN = 1_700_000_000.0
 """The time of the first entry of the audit log."""
 
@@ -77,22 +77,25 @@ async def test_the_running_gateway_is_asked(tmp_path: Path) -> None:
         assert "requests were charged" in shown.out
 
 
-async def test_another_store_than_the_gateways_is_refused(tmp_path: Path) -> None:
-    (tmp_path / "other").mkdir()
-    other = settings_of(tmp_path / "other")
+async def test_another_store_than_the_gateways_and_none_at_all_are_told(tmp_path: Path) -> None:
+    for name in ("own", "none"):
+        (tmp_path / name).mkdir()
+    other = settings_of(tmp_path / "own")
     async with metered_gateway(tmp_path) as running:
         told = await through(running, "usage", config=other)
-        assert told.status == 2
+        assert (told.status, told.out) == (2, "")
         assert "own.db" in told.err
         assert "--config" in told.err
-        assert told.out == ""
-
-
-async def test_a_gateway_without_a_store_is_told(tmp_path: Path) -> None:
-    async with metered_gateway(tmp_path, store={"url": "off"}) as running:
+    async with metered_gateway(tmp_path / "none", store={"url": "off"}) as running:
         told = await through(running, "usage")
-        assert told.status == 1
-        assert "has no store" in told.err
+        assert (told.status, "has no store" in told.err) == (1, True)
+
+
+def test_a_store_that_is_not_there_is_not_made(tmp_path: Path) -> None:
+    told = run("usage", "--config", str(settings_of(tmp_path)))
+    assert (told.status, "no gateway has used it yet" in told.err) == (1, True)
+    assert not (tmp_path / "own.db").exists()
+    assert "store.url: off" in refusal("usage", "--config", str(settings_of(tmp_path, "off")))
 
 
 def test_without_a_gateway_the_store_is_read(tmp_path: Path) -> None:
@@ -141,33 +144,17 @@ def test_an_empty_report_is_told(tmp_path: Path, form: str | None) -> None:
         (("audit", "--since", "2999-01-01"), "is in the future"),
         (("audit", "--until", "x"), "--until"),
         (("audit", "--limit", "0"), "--limit"),
+        (("requests", "--since", "soon"), "--since: 'soon' is no time"),
+        (("requests", "--slower-than", "-1"), "--slower-than"),
+        (("requests", "--failed", "--outcome", "ok"), "one of the two"),
+        (("requests", "--node", ""), "--node: must be 1 to 256 printable characters"),
+        (("requests", "--limit", "0"), "--limit"),
     ],
 )
 def test_questions_that_make_no_sense_are_refused(
     tmp_path: Path, arguments: tuple[str, ...], message: str
 ) -> None:
-    told = run(*arguments, "--config", str(settings_of(tmp_path)))
-    assert (told.status, told.out) == (2, "")
-    assert message in told.err
-
-
-def test_a_store_that_is_not_there_is_not_made(tmp_path: Path) -> None:
-    told = run("usage", "--config", str(settings_of(tmp_path)))
-    assert told.status == 1
-    assert "no gateway has used it yet" in told.err
-    assert not (tmp_path / "own.db").exists()
-
-
-def test_a_gateway_that_is_named_must_run(tmp_path: Path) -> None:
-    told = run("usage", "--admin-url", NOBODY, "--config", str(settings_of(tmp_path)))
-    assert told.status == 1
-    assert "no gateway answers" in told.err
-
-
-def test_settings_without_a_store_are_told(tmp_path: Path) -> None:
-    told = run("usage", "--config", str(settings_of(tmp_path, "off")))
-    assert told.status == 2
-    assert "store.url: off" in told.err
+    assert message in refusal(*arguments, "--config", str(settings_of(tmp_path)))
 
 
 def test_the_audit_log_is_read_the_latest_first(tmp_path: Path) -> None:
@@ -220,3 +207,76 @@ async def test_the_running_gateway_is_asked_page_by_page(url: str, tmp_path: Pat
         assert len(found) == 1000 if url == "off" else len(found) > 1500
         table = (await through(running, "audit", "--target", "node-1499")).out
         assert [line.split()[4] for line in table.splitlines()] == ["TARGET", "node-1499"]
+
+
+# Requests.
+
+
+HEADER = ["ENDED", "SECONDS", "WAIT", "TTFT", "OUTCOME", "KEY", "MODEL", "NODE"]
+
+
+@pytest.fixture
+def settings(tmp_path: Path) -> Path:
+    """Settings whose store has the requests of some seconds."""
+    store = Store(locate_store(f"sqlite:///{tmp_path / 'own.db'}", tmp_path))
+    store.start()
+    now = time.time()
+    rows = [
+        a_row(1, ended_at=now - 1, key="web", wait_seconds=None, stream=True),
+        a_row(2, ended_at=now - 2, started_at=now - 42, wait_seconds=30.0, ttft_seconds=35.25),
+        a_row(3, ended_at=now - 3, status=503, outcome="queue_timeout", node=None),
+        *(a_row(n, ended_at=now - n, key="many") for n in range(10, 1300)),
+    ]
+    store.run_now(lambda connection: add_rows(connection, rows))
+    assert store.close(10.0)
+    path = settings_of(tmp_path)
+    spec = {"id": "web", "sha256": new_key("web").sha256, "name": "Web shop"}
+    path.write_text(path.read_text() + yaml.safe_dump({"keys": [spec]}))
+    return path
+
+
+def asked(settings: Path, *arguments: str) -> Ran:
+    return run("requests", *arguments, "--config", str(settings))
+
+
+async def test_the_running_gateway_is_asked_for_requests(tmp_path: Path) -> None:
+    async with metered_gateway(tmp_path) as running:
+        await chat(running, VIP)
+        await chat(running, ALICE)
+        await recorded(running, 2)
+        told = await through(running, "requests")
+        found = json.loads((await through(running, "requests", "--key", "Alice", "--json")).out)
+    assert told.status == 0, told.err
+    header, latest, first = told.out.splitlines()
+    assert header.split()[: len(HEADER)] == HEADER
+    assert ("Alice" in latest, "vip" in first) == (True, True)
+    assert [one["key"] for one in found["requests"]] == ["alice"]
+    assert found["complete"]
+
+
+def test_without_a_gateway_requests_are_read_from_the_store(settings: Path) -> None:
+    told = asked(settings, "--limit", "3")
+    assert told.status == 0, told.err
+    assert "no gateway answers" in told.err
+    assert "there are more than 3" in told.err
+    _, first, second, third = (line.split() for line in told.out.splitlines())
+    assert first[1:6] == ["1.0", "-", "-", "ok", "Web"], "what is unknown is no 0"
+    assert second[1:6] == ["40.0", "30.0", "35.2", "ok", "team-a"]
+    assert third[1:6] == ["1.0", "0.0", "-", "503", "queue_timeout"]
+
+
+def test_filters_and_the_slowest(settings: Path) -> None:
+    def ids(*arguments: str) -> list[str]:
+        told = json.loads(asked(settings, *arguments, "--json").out)
+        return [row["id"] for row in told["requests"]]
+
+    assert ids("--slow", "--limit", "1") == ["r2"]
+    assert ids("--slower-than", "30") == ["r2"]
+    assert ids("--failed") == ids("--outcome", "queue_timeout") == ["r3"]
+    assert ids("--key", "Web shop") == ids("--key", "web") == ["r1"]
+    assert ids("--node", "elsewhere") == []
+    everything = ids("--limit", "5000", "--key", "many")
+    assert everything == [f"r{n}" for n in range(10, 1300)], "more than one page has"
+    told = asked(settings, "--model", "nobody")
+    assert (told.status, told.out) == (0, "")
+    assert "no such request ended since" in told.err

@@ -18,7 +18,7 @@ import yaml
 from gateway.cli.client import named_store
 from gateway.config.settings import Settings
 from gateway.store.copying import RESTORED
-from tests.cli.running import Ran, run, run_process
+from tests.cli.running import Ran, output, refusal, run, run_process
 from tests.cli.test_reports import filled
 from tests.emulator import EmulatedNode
 from tests.gateways import until
@@ -35,9 +35,7 @@ def settings_with(folder: Path, **values: Any) -> str:
 
 
 def audit_of(config: str) -> list[Any]:
-    told = run("audit", "--config", config, "--json")
-    assert told.status == 0, told.err
-    entries: list[Any] = json.loads(told.out)["entries"]
+    entries: list[Any] = json.loads(output("audit", "--config", config, "--json"))["entries"]
     return entries
 
 
@@ -45,23 +43,26 @@ def test_a_backup_is_restored_to_where_other_settings_have_the_store(tmp_path: P
     config, backup = str(filled(tmp_path)), str(tmp_path / "backup.db")
     made = run("store", "backup", backup, "--config", config)
     assert made.status == 0, made.err
+    assert "store: 6 of 6 rows, usage" in made.err
+    assert "checking the copy" in made.err
     assert "checked" in made.out
     assert f"from sqlite:///{tmp_path}/own.db to sqlite:///{backup}" in made.err
     other = settings_with(
         tmp_path / "other", store={"url": "sqlite:///gateway.db"}, admin={"port": 9}
     )
-    restored = run("store", "restore", backup, "--config", other, "--json")
-    assert restored.status == 0, restored.err
-    told = json.loads(restored.out)
+    told = json.loads(output("store", "restore", backup, "--config", other, "--json"))
     assert told["digest"][:16] in made.out
     assert told["tables"]["usage"] == 3
     assert told["to"] == f"sqlite:///{tmp_path}/other/gateway.db"
     assert audit_of(other) == audit_of(config) != []
     again = run("store", "restore", backup, "--config", other)
     assert again.status == 1
-    assert "is there already" in again.err
-    assert "move gateway.db with its -wal and -shm away" in again.err
-    assert "Nothing was copied" in again.err
+    for said in (
+        "is there already",
+        "move gateway.db with its -wal and -shm",
+        "Nothing was copied",
+    ):
+        assert said in again.err
 
 
 def test_a_store_moves_to_postgresql_and_back_and_no_password_is_shown(
@@ -99,15 +100,8 @@ def test_a_store_that_was_moved_away_is_the_installed_gateways(
 
 @pytest.mark.parametrize("place", ["mysql://x/y", "postgresql://${MISSING_VARIABLE}@x/y"])
 def test_what_is_no_place_of_a_store_is_wrong_usage(place: str, tmp_path: Path) -> None:
-    told = run("store", "copy", str(tmp_path / "own.db"), place)
-    assert told.status == 2
-    assert "this is no place of a store" in told.err
-
-
-def test_how_far_a_copy_is_is_told_by_table(tmp_path: Path) -> None:
-    told = run("store", "backup", str(tmp_path / "b.db"), "--config", str(filled(tmp_path)))
-    assert "store: 6 of 6 rows, usage" in told.err
-    assert "checking the copy" in told.err
+    err = refusal("store", "copy", str(tmp_path / "own.db"), place)
+    assert "this is no place of a store" in err
 
 
 async def ran(*arguments: str) -> Ran:

@@ -30,7 +30,7 @@ from gateway.local.gguf import read_model
 from gateway.local.memory import file_memory, memlock_warning, memory_needed
 from gateway.local.plan import DEFAULT_CONTEXT, DEFAULT_SLOTS, plan_local_fleet
 from gateway.local.server import BASE_PORT, claim_free_port, claimed_port, server_environment
-from tests.cli.running import read_until, run, run_process
+from tests.cli.running import read_until, refusal, run_process
 from tests.each_case import each_case
 from tests.local.small_models import SMALL, write_hollow
 from tests.processes import wait_until_gone
@@ -87,6 +87,22 @@ class Up:
     async def nodes(self) -> dict[str, Any]:
         return await self.listed("nodes")
 
+    async def request(self, method: str, path: str, **options: Any) -> httpx.Response:
+        """A good answer to a request to the gateway's API."""
+        async with httpx.AsyncClient(trust_env=False, timeout=120) as client:
+            answer = await client.request(method, f"{await self.url()}/v1/{path}", **options)
+        assert answer.status_code == 200, answer.text
+        return answer
+
+    async def chat(self, **model: str) -> httpx.Response:
+        body = {"messages": [{"role": "user", "content": "Hi"}], "max_tokens": 4, **model}
+        return await self.request("POST", "chat/completions", json=body)
+
+    async def models(self) -> list[dict[str, Any]]:
+        """The models that clients see."""
+        found: list[dict[str, Any]] = (await self.request("GET", "models")).json()["data"]
+        return found
+
     async def ready(self) -> bool:
         return {node["state"] for node in (await self.nodes()).values()} == {"ready"}
 
@@ -138,11 +154,6 @@ async def all_gone(processes: list[psutil.Process]) -> None:
     await asyncio.to_thread(wait_until_gone, [one.pid for one in processes])
 
 
-def chat(model: str) -> dict[str, Any]:
-    messages = [{"role": "user", "content": "Hi"}]
-    return {"model": model, "messages": messages, "max_tokens": 2}
-
-
 def left_behind(environment: dict[str, str]) -> list[Path]:
     return list(Path(environment["TMPDIR"]).glob("llama-gateway-*"))
 
@@ -163,10 +174,8 @@ class TestServing:
             assert "random" in output
             assert "words mean nothing" in output
             for name in ("local-0", "local-1"):
-                assert re.search(
-                    rf"^  {name}: started on http://127\.0\.0\.1:\d+$", output, re.MULTILINE
-                )
-                assert re.search(rf"^  {name}: ready after \d+\.\d s$", output, re.MULTILINE)
+                for told in (r"started on http://127\.0\.0\.1:\d+", r"ready after \d+\.\d s"):
+                    assert re.search(f"^  {name}: {told}$", output, re.MULTILINE)
             assert "\x1b" not in output
             assert ("not the embedded server" in output) is (server_binary() is not None)
 
@@ -175,17 +184,13 @@ class TestServing:
             )
             body = re.search(r"-d '(.*)'$", await it.line_with("curl"))
             assert body is not None
-            async with httpx.AsyncClient(trust_env=False, timeout=60) as client:
-                answer = await client.post(f"{url}/v1/chat/completions", content=body[1])
-            assert answer.status_code == 200, answer.text
+            answer = await it.request("POST", "chat/completions", content=body[1])
             assert answer.json()["choices"][0]["message"]["content"].strip()
 
             await until(it.ready)
             nodes = await it.nodes()
-            assert {name: node["slots_total"] for name, node in nodes.items()} == {
-                "local-0": 3,
-                "local-1": 3,
-            }
+            slots = {name: node["slots_total"] for name, node in nodes.items()}
+            assert slots == {"local-0": 3, "local-1": 3}
 
             servers = it.servers()
             assert len(servers) == 2
@@ -204,12 +209,9 @@ class TestServing:
             assert (await it.nodes())["local-0"]["context"] == 8192
             async with httpx.AsyncClient(trust_env=False, base_url=url, timeout=120) as client:
                 for _ in range(2):  # a server of embeddings also chats
-                    found = await client.post("/v1/embeddings", json={"input": long[:9000]})
-                    assert found.status_code == 200, found.text
+                    found = await it.request("POST", "embeddings", json={"input": long[:9000]})
                     assert any(found.json()["data"][0]["embedding"])
-                    chat = {"messages": [{"role": "user", "content": "Hi"}], "max_tokens": 2}
-                    found = await client.post("/v1/chat/completions", json=chat)
-                    assert found.status_code == 200, found.text
+                    await it.chat()
                 content = {"messages": [{"role": "user", "content": long}], "max_tokens": 2}
                 for path, body in (
                     ("chat/completions", content),
@@ -233,9 +235,8 @@ class TestServing:
         assert binary is not None
         async with running(environment, "--slots", "3", "--config", settings) as it:
             line = await it.line_with("Using")
-            assert line == (
-                f"Using {binary.path}, version {binary.version}, not the embedded server."
-            )
+            used = f"{binary.path}, version {binary.version}"
+            assert line == f"Using {used}, not the embedded server."
             await it.url()
             (server,) = it.servers()
             assert server.exe() == str(binary.path)
@@ -250,17 +251,10 @@ class TestServing:
     ) -> None:
         model = write_hollow(SMALL, tmp_path)
         async with running(environment, "--model", model, "--config", settings) as it:
-            url = await it.url()
+            (listed,) = await it.models()
             assert "random" not in "\n".join(it.lines)
-            async with httpx.AsyncClient(trust_env=False, timeout=120) as client:
-                (listed,) = (await client.get(f"{url}/v1/models")).json()["data"]
-                assert (listed["id"], listed["meta"]["n_ctx"]) == (model.stem, DEFAULT_CONTEXT)
-                body = {"model": model.stem, "messages": [{"role": "user", "content": "Hi"}]}
-                answer = await client.post(
-                    f"{url}/v1/chat/completions", json={**body, "max_tokens": 2}
-                )
-            assert answer.status_code == 200, answer.text
-            assert answer.json()["model"] == model.stem
+            assert (listed["id"], listed["meta"]["n_ctx"]) == (model.stem, DEFAULT_CONTEXT)
+            assert (await it.chat(model=model.stem)).json()["model"] == model.stem
             (server,) = it.servers()
             assert server.memory_info().rss < 1.1 * memory_needed(SMALL.size)
 
@@ -277,16 +271,11 @@ class TestServing:
             assert started.startswith(
                 f"Starting 2 llama.cpp servers: first {slots}, second {slots} (--context N: more)"
             )
-            url = await it.url()
+            assert [one["id"] for one in await it.models()] == ["first", "second"]
             assert "random" not in "\n".join(it.lines)
             assert '"model": "first"' in await it.line_with("curl")
-            async with httpx.AsyncClient(trust_env=False, base_url=url, timeout=60) as client:
-                listed = (await client.get("/v1/models")).json()["data"]
-                assert [one["id"] for one in listed] == ["first", "second"]
-                for name, node in (("first", "local-0"), ("second", "local-1")):
-                    answer = await client.post("/v1/chat/completions", json=chat(name))
-                    assert answer.status_code == 200, answer.text
-                    assert answer.headers["x-gateway-node"] == node
+            for name, node in (("first", "local-0"), ("second", "local-1")):
+                assert (await it.chat(model=name)).headers["x-gateway-node"] == node
             assert (await it.nodes())["local-1"]["slots_total"] == 3
 
     @pytest.mark.binary_only("the wheel's server has no router mode")
@@ -306,43 +295,38 @@ class TestServing:
                 await it.line_with("  a: "),
             )
             assert "not a GGUF model" in await it.line_with("not served: broken.gguf")
-            url = await it.url()
-            async with httpx.AsyncClient(trust_env=False, base_url=url, timeout=60) as client:
 
-                async def names() -> list[str]:
-                    return [one["id"] for one in (await client.get("/v1/models")).json()["data"]]
+            async def names() -> list[str]:
+                return [one["id"] for one in await it.models()]
 
-                async def answers(name: str) -> None:
-                    answer = await client.post("/v1/chat/completions", json=chat(name))
-                    assert answer.status_code == 200, answer.text
-                    assert answer.headers["x-gateway-node"] == f"local-0/{name}"
-                    assert answer.json()["model"] == name
+            async def answers(name: str) -> None:
+                answer = await it.chat(model=name)
+                assert answer.headers["x-gateway-node"] == f"local-0/{name}"
+                assert answer.json()["model"] == name
 
-                assert await names() == ["a", "b"]
-                assert len(it.servers()) == 1  # nothing is loaded by being looked at
-                for name in ("a", "b", "a"):
-                    await answers(name)
-                assert (await it.nodes())["local-0/a"]["slots_total"] == 3
-                # What the files need and what prompts may take: known without a load.
-                known = {
-                    name: one["memory"] for name, one in (await it.listed("placements")).items()
-                }
-                assert known.keys() == {"local-0/a", "local-0/b"}
-                assert len(set(known.values())) == 1
-                prompts = min(known.values()) - file_memory(demo_model(), 3, 4096)
-                assert prompts > 1 << 20
-                assert prompts % (1 << 20) == 0
-                part = folder / "c.part"
-                shutil.copyfile(demo_model(), part)
-                part.rename(folder / "c.gguf")
-                found = json.loads(await it.line_with('"models folder"'))
-                assert (found["added"], found["removed"], found["not_served"]) == (["c"], [], [])
+            assert await names() == ["a", "b"]
+            assert len(it.servers()) == 1  # nothing is loaded by being looked at
+            for name in ("a", "b", "a"):
+                await answers(name)
+            assert (await it.nodes())["local-0/a"]["slots_total"] == 3
+            # What the files need and what prompts may take: known without a load.
+            known = {name: one["memory"] for name, one in (await it.listed("placements")).items()}
+            assert known.keys() == {"local-0/a", "local-0/b"}
+            assert len(set(known.values())) == 1
+            prompts = min(known.values()) - file_memory(demo_model(), 3, 4096)
+            assert prompts > 1 << 20
+            assert prompts % (1 << 20) == 0
+            part = folder / "c.part"
+            shutil.copyfile(demo_model(), part)
+            part.rename(folder / "c.gguf")
+            found = json.loads(await it.line_with('"models folder"'))
+            assert (found["added"], found["removed"], found["not_served"]) == (["c"], [], [])
 
-                async def follows() -> bool:
-                    return await names() == ["a", "b", "c"]
+            async def follows() -> bool:
+                return await names() == ["a", "b", "c"]
 
-                await until(follows)
-                await answers("c")
+            await until(follows)
+            await answers("c")
             servers = it.servers()
             assert len(servers) == 4
             assert await it.end() == 0
@@ -357,9 +341,7 @@ class TestServing:
         folder.mkdir()
         (folder / "a.gguf").symlink_to(demo_model())
         async with running(environment, "--models-dir", folder, "--servers", "1") as it:
-            async with httpx.AsyncClient(base_url=await it.url(), timeout=60) as client:
-                assert (await client.post("/v1/completions", json=chat("a"))).status_code < 500
-                await client.post("/v1/chat/completions", json=chat("a"))
+            await it.chat(model="a")
             servers = it.servers()
             assert len(servers) == 2
             await it.end(signal.SIGKILL)
@@ -369,8 +351,6 @@ class TestServing:
         self, environment: dict[str, str], settings: Path
     ) -> None:
         async with running(environment, "--servers", "2", "--config", settings) as it:
-            url = await it.url()
-
             await until(it.ready)
             port = (await it.nodes())["local-0"]["url"].rpartition(":")[2]
             (victim,) = (one for one in it.servers() if port in one.cmdline())
@@ -380,11 +360,7 @@ class TestServing:
             victim.kill()
             exited = json.loads(await it.line_with('"server exited"'))
             assert (exited["server"], exited["how"]) == ("local-0", "killed by SIGKILL")
-            async with httpx.AsyncClient(trust_env=False, timeout=60) as client:
-                body = {"messages": [{"role": "user", "content": "Hello"}], "max_tokens": 5}
-                answer = await client.post(f"{url}/v1/chat/completions", json=body)
-                assert answer.status_code == 200, answer.text
-                assert answer.headers["x-gateway-node"] == "local-1"
+            assert (await it.chat()).headers["x-gateway-node"] == "local-1"
             shutil.move(away, model)
             await it.line_with('"server ready"')
             await until(it.ready)
@@ -413,11 +389,7 @@ class TestServing:
         command = ["make", "-C", str(ROOT), "run", "ARGS=--servers 1 --port 0 --admin-port 0"]
         environment["PATH"] = os.environ["PATH"]
         async with running(environment, command=command) as it:
-            url = await it.url()
-            body = {"messages": [{"role": "user", "content": "hello"}], "max_tokens": 4}
-            async with httpx.AsyncClient(trust_env=False, timeout=60) as client:
-                answer = await client.post(f"{url}/v1/chat/completions", json=body)
-            assert answer.json()["usage"]["completion_tokens"] == 4
+            assert (await it.chat()).json()["usage"]["completion_tokens"] == 4
             started = it.servers()
             # A terminal sends the signal to all processes of its foreground.
             os.killpg(it.process.pid, signal.SIGINT)
@@ -542,12 +514,11 @@ class TestServing:
 def test_a_start_that_can_not_succeed_is_refused_with_the_remedy(
     folder: Path, arguments: tuple[str, ...], status: int, words: tuple[str, ...]
 ) -> None:
-    ran = run("up", *arguments)
-    assert (ran.status, ran.out) == (status, "")
-    assert ran.err.startswith("error: ") or status == 2
-    assert all(word in ran.err for word in words), ran.err
+    told = refusal("up", *arguments, status=status)
+    assert told.startswith("error: ") or status == 2
+    assert all(word in told for word in words), told
     if "large.gguf" in arguments:
-        assert len(re.findall(r"\d+\.\d GiB", ran.err)) == 4
+        assert len(re.findall(r"\d+\.\d GiB", told)) == 4
 
 
 @pytest.fixture

@@ -58,6 +58,7 @@ async def test_a_served_request_is_a_table_of_the_nodes_and_one_of_what_came_of_
         assert await ask(gateway, "mine") == 200
         ran = await run_why(gateway, "mine")
         raw = await run_why(gateway, "mine", "--json")
+        unknown = await run_why(gateway, "a/b nothing")
     assert (ran.status, ran.err) == (0, "")
     lines = ran.out.splitlines()
     assert lines[0].startswith("mine (req_")
@@ -74,6 +75,9 @@ async def test_a_served_request_is_a_table_of_the_nodes_and_one_of_what_came_of_
     assert "EXPECTED is the sum" in ran.out
     (request,) = json.loads(raw.out)["requests"]
     assert request["summary"] in ran.out
+    assert (unknown.status, unknown.out) == (1, "")
+    assert "No request 'a/b nothing' is remembered" in unknown.err
+    assert "X-Request-ID" in unknown.err
 
 
 async def test_a_waiting_request_shows_its_place_and_the_nodes(tmp_path: Path) -> None:
@@ -93,14 +97,6 @@ async def test_a_waiting_request_shows_its_place_and_the_nodes(tmp_path: Path) -
     assert "Place 1 of the queue" in ran.out
     assert "FREE IN" in ran.out
     assert "queued," in ran.out
-
-
-async def test_an_unknown_id_is_an_error_with_a_remedy(tmp_path: Path) -> None:
-    async with a_gateway(tmp_path, 1) as gateway:
-        ran = await run_why(gateway, "a/b nothing")
-    assert (ran.status, ran.out) == (1, "")
-    assert "No request 'a/b nothing' is remembered" in ran.err
-    assert "X-Request-ID" in ran.err
 
 
 # Real servers.

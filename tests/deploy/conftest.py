@@ -54,7 +54,13 @@ def control(
         "edge": ["gw"],
         "monitoring": ["gw"],
     }
-    made.variables = {
+    made.variables = variables_of(release_files, key)
+    return made
+
+
+def variables_of(release_files: ReleaseFiles, key: ClientKey) -> dict[str, Any]:
+    """The variables of a fleet of the release, for clients with a key."""
+    return {
         "llama_gateway_release_wheel": str(release_files.wheel()),
         "llama_gateway_release_wheelhouse": str(release_files.wheelhouse()),
         "llama_node_model_file": str(release_files.model()),
@@ -62,7 +68,6 @@ def control(
         "llama_node_context": 2048,
         "gateway_settings": {"keys": [key.entry]},
     }
-    return made
 
 
 @dataclass(frozen=True, slots=True)

@@ -96,16 +96,8 @@ def _built(tree: Path, archive: Path, architecture: str, more: str) -> Path:
         f"Package: llama.cpp-test\nVersion: 1\nArchitecture: {architecture}\n{more}"
         "Maintainer: nobody <nobody@example.org>\nDescription: llama-server for a test\n"
     )
-    command = [
-        "dpkg-deb",
-        "--root-owner-group",
-        "-Zgzip",
-        "-z1",
-        "--build",
-        str(tree),
-        str(archive),
-    ]
-    subprocess.run(command, check=True, capture_output=True, timeout=300)
+    command = ["dpkg-deb", "--root-owner-group", "-Zgzip", "-z1", "--build", str(tree)]
+    subprocess.run([*command, str(archive)], check=True, capture_output=True, timeout=300)
     return archive
 
 

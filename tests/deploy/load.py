@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import threading
 import time
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from types import TracebackType
 from typing import Self
@@ -88,6 +90,16 @@ class DeployLoad:
             return "" if _complete(answer.text) else f"cut: {answer.text[-300:]}"
         reason = answer.json()["choices"][0]["finish_reason"]
         return "" if reason in {"stop", "length"} else f"ended by {reason}"
+
+
+@contextlib.contextmanager
+def nothing_fails(url: str, headers: dict[str, str], answers: int) -> Iterator[DeployLoad]:
+    """Load a fleet; so many requests are answered before and after, and none fails."""
+    with DeployLoad(url, headers=headers) as load:
+        load.wait_for(answers)
+        yield load
+        load.wait_for(answers)
+    assert load.failures == []
 
 
 def _complete(text: str) -> bool:

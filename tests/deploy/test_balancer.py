@@ -3,102 +3,26 @@
 from __future__ import annotations
 
 import contextlib
-import http.server
-import json
 import re
-import shutil
-import socket
 import subprocess
-import threading
 import time
 from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import httpx
 import pytest
 
-from tests.deploy.control import PLAYBOOKS, ansible_programs
+from tests.deploy import proxies
+from tests.deploy.control import PLAYBOOKS
+from tests.deploy.proxies import Gateway
 from tests.processes import free_port
 
 pytestmark = [pytest.mark.net, pytest.mark.timeout(300)]
 
 CERTIFICATES = PLAYBOOKS.parent / "cluster/certificates.sh"
 LIMIT = 20.0
-RENDER = """
-- hosts: lb-a
-  connection: local
-  gather_facts: false
-  tasks:
-    - ansible.builtin.include_vars: {file: "{{ role }}/defaults/main.yml"}
-    - ansible.builtin.include_vars: {file: "{{ role }}/vars/main.yml"}
-    - ansible.builtin.set_fact: {"{{ item.key }}": "{{ item.value }}"}
-      loop: "{{ settings | dict2items }}"
-    - ansible.builtin.template: {src: "{{ role }}/templates/{{ item }}.j2", dest: "{{ folder }}/{{ item }}", mode: "0644"}
-      loop: [haproxy.cfg, keepalived.conf]
-"""  # noqa: E501
-
-
-@dataclass(slots=True)
-class Member:
-    """Replaces a gateway: `/held` is answered in two pieces, `/v1/completions` once it may be."""
-
-    name: str
-    ready: bool = True
-    lives: bool = True
-    seen: list[dict[str, str]] = field(default_factory=list)
-    begun: threading.Semaphore = field(default_factory=lambda: threading.Semaphore(0))
-    go_on: threading.Event = field(default_factory=threading.Event)
-    cut: bool = False
-    """Requests are cut off without an answer."""
-    port: int = 0
-
-
-def handler(member: Member) -> type[http.server.BaseHTTPRequestHandler]:
-    class Handler(http.server.BaseHTTPRequestHandler):
-        protocol_version = "HTTP/1.1"
-
-        def do_GET(self) -> None:
-            if self.path in ("/ready", "/health"):
-                good = member.ready if self.path == "/ready" else member.lives
-                self.answer(200 if good else 503, b"")
-                return
-            member.seen.append({name.lower(): value for name, value in self.headers.items()})
-            if self.path == "/held":
-                self.send_response(200)
-                self.send_header("X-Member", member.name)
-                self.send_header("Transfer-Encoding", "chunked")
-                self.end_headers()
-                self.wfile.write(b"5\r\nfirst\r\n")
-                member.begun.release()
-                member.go_on.wait(LIMIT)
-                if member.cut:
-                    self.close_connection = True
-                    return
-                self.wfile.write(b"4\r\nlast\r\n0\r\n\r\n")
-                return
-            self.answer(200, member.name.encode())
-
-        def do_POST(self) -> None:
-            self.rfile.read(int(self.headers["Content-Length"]))
-            member.seen.append({name.lower(): value for name, value in self.headers.items()})
-            if member.cut:
-                self.close_connection = True
-                return
-            self.answer(200, member.name.encode())
-
-        def answer(self, status: int, body: bytes) -> None:
-            self.send_response(status)
-            self.send_header("Content-Length", str(len(body)))
-            self.end_headers()
-            self.wfile.write(body)
-
-        def log_message(self, *_: object) -> None:
-            pass
-
-    return Handler
 
 
 @dataclass(slots=True)
@@ -107,7 +31,7 @@ class Balancer:
 
     url: str
     metrics: str
-    members: dict[str, Member]
+    members: dict[str, Gateway]
 
     def get(self, path: str = "/", address: str = "127.0.0.1", **headers: str) -> httpx.Response:
         """Send a request from this client address, by a connection of its own."""
@@ -136,94 +60,46 @@ class Balancer:
 @contextlib.contextmanager
 def running(folder: Path, **variables: Any) -> Iterator[Balancer]:
     """Render the configuration with these variables of the role, and run HAProxy."""
-    haproxy = shutil.which("haproxy") or shutil.which("haproxy", path="/usr/sbin")
-    if not haproxy:
-        pytest.skip("no haproxy. Remedy: apt-get install haproxy")
-    members = {name: Member(name) for name in ("a", "b")}
+    haproxy = proxies.program("haproxy", "haproxy")
+    members = {name: Gateway(name) for name in ("a", "b")}
+    port, metrics = free_port(), free_port()
+    settings = {
+        "balancer_port": port,
+        "balancer_http_port": 0,
+        "balancer_metrics_port": metrics,
+        "balancer_connections": 500,
+        "balancer_party_rate": 0,
+        "balancer_pem": str(folder / "balancer.pem"),
+        **variables,
+    }
+    command = [haproxy, "-db", "-f", str(folder / "haproxy.cfg")]
     with contextlib.ExitStack() as stack:
         for member in members.values():
-            server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), handler(member))
-            stack.enter_context(server)
-            member.port = server.server_port
-            stack.callback(server.shutdown)
-            threading.Thread(target=server.serve_forever, daemon=True).start()
-            stack.callback(member.go_on.set)
-        port, metrics = free_port(), free_port()
-        settings = {
-            "balancer_port": port,
-            "balancer_http_port": 0,
-            "balancer_metrics_port": metrics,
-            "balancer_connections": 500,
-            "balancer_party_rate": 0,
-            "balancer_pem": str(folder / "balancer.pem"),
-            **variables,
-        }
+            stack.enter_context(proxies.serving(member))
         render(folder, [member.port for member in members.values()], settings)
-        command = [haproxy, "-f", str(folder / "haproxy.cfg")]
-        checked = subprocess.run([*command, "-c"], capture_output=True, text=True, check=False)
-        assert checked.returncode == 0, checked.stderr
-        assert "WARNING" not in checked.stderr
-        with (folder / "log").open("wb") as log:
-            process = subprocess.Popen([*command, "-db"], stderr=log)
-        try:
-            wait_for_port(port)
-            balancer = Balancer(f"https://127.0.0.1:{port}", f"http://127.0.0.1:{metrics}", members)
-            balancer.until(a=True, b=True)
-            yield balancer
-        finally:
-            for member in members.values():
-                member.go_on.set()
-            process.kill()
-            process.wait(LIMIT)
+        stack.enter_context(proxies.running(command, ["-c"], folder / "log", port))
+        balancer = Balancer(f"https://127.0.0.1:{port}", f"http://127.0.0.1:{metrics}", members)
+        balancer.until(a=True, b=True)
+        yield balancer
 
 
 def render(folder: Path, ports: list[int], settings: dict[str, Any]) -> None:
     subprocess.run([CERTIFICATES, str(folder / "tls"), "lb"], check=True, capture_output=True)
     pem = [(folder / "tls" / name).read_text() for name in ("lb.pem", "lb.key")]
     (folder / "balancer.pem").write_text("".join(pem))
-    inventory = {
-        "all": {"vars": {"ansible_python_interpreter": "/usr/bin/python3"}},
+    groups = {
         "balancer": {
-            "hosts": {
-                "lb-a": {"balancer_reached": "10.0.0.21"},
-                "lb-b": {"balancer_reached": "10.0.0.22"},
-            }
+            "lb-a": {"balancer_reached": "10.0.0.21"},
+            "lb-b": {"balancer_reached": "10.0.0.22"},
         },
         "gateway": {
-            "hosts": {
-                name: {"gateway_address": "127.0.0.1", "gateway_port": port}
-                for name, port in zip("ab", ports, strict=True)
-            }
+            name: {"gateway_address": "127.0.0.1", "gateway_port": port}
+            for name, port in zip("ab", ports, strict=True)
         },
     }
-    (folder / "hosts.json").write_text(json.dumps(inventory))
-    (folder / "render.yml").write_text(RENDER)
-    made = {
-        "role": str(PLAYBOOKS / "roles/balancer"),
-        "folder": str(folder),
-        "settings": {"balancer_interface": "eth0", "balancer_address": "10.0.0.100", **settings},
-    }
-    subprocess.run(
-        [
-            *(str(ansible_programs() / "ansible-playbook"), "-i", str(folder / "hosts.json")),
-            *(str(folder / "render.yml"), "-e", json.dumps(made)),
-        ],
-        cwd=PLAYBOOKS,
-        check=True,
-        timeout=200,
-    )
-
-
-def wait_for_port(port: int) -> None:
-    deadline = time.monotonic() + LIMIT
-    while True:
-        try:
-            socket.create_connection(("127.0.0.1", port), timeout=LIMIT).close()
-        except ConnectionRefusedError:
-            assert time.monotonic() < deadline, "HAProxy does not listen"
-            time.sleep(0.02)
-        else:
-            return
+    address = {"balancer_interface": "eth0", "balancer_address": "10.0.0.100"}
+    templates = ["haproxy.cfg", "keepalived.conf"]
+    proxies.render("balancer", templates, folder, groups, {**address, **settings})
 
 
 @pytest.fixture(scope="module")
@@ -246,16 +122,6 @@ def balancer(made: Balancer) -> Iterator[Balancer]:
         member.go_on.set()
 
 
-def begun(balancer: Balancer) -> Member:
-    """The member at which a stream has begun."""
-    deadline = time.monotonic() + LIMIT
-    while time.monotonic() < deadline:
-        for member in balancer.members.values():
-            if member.begun.acquire(timeout=0.05):
-                return member
-    raise AssertionError("no stream has begun")
-
-
 def test_requests_are_shared_out(balancer: Balancer) -> None:
     assert {balancer.get().text for _ in range(10)} == {"a", "b"}
 
@@ -266,7 +132,7 @@ def test_a_member_that_is_not_ready_gets_no_requests_and_ends_its_streams(
     with balancer.client() as client, client.stream("GET", "/held") as answer:
         pieces = answer.iter_bytes()
         assert next(pieces) == b"first"
-        draining = begun(balancer)
+        draining = proxies.begun(balancer.members.values())
         draining.ready = False
         (other,) = set(balancer.members) - {draining.name}
         balancer.until(**{draining.name: False, other: True})
@@ -290,7 +156,7 @@ def test_a_stream_whose_member_ends_breaks_off_visibly(balancer: Balancer) -> No
     with balancer.client() as client, client.stream("GET", "/held") as answer:
         pieces = answer.iter_bytes()
         assert next(pieces) == b"first"
-        member = begun(balancer)
+        member = proxies.begun(balancer.members.values())
         member.cut = True
         member.go_on.set()
         with pytest.raises(httpx.RemoteProtocolError):
@@ -344,21 +210,9 @@ def test_without_a_member_it_answers_503(balancer: Balancer) -> None:
 def test_concurrent_requests_of_a_client_network_are_limited_and_others_are_served(
     balancer: Balancer,
 ) -> None:
-    with ThreadPoolExecutor(2) as pool:
-        waiting = [pool.submit(balancer.get, "/held", "127.0.0.7") for _ in range(2)]
-        try:
-            for _ in waiting:
-                begun(balancer)
-            refused = balancer.get(address="127.0.0.7")
-            assert refused.status_code == 429
-            assert refused.headers["retry-after"] == "1"
-            body = refused.json()
-            assert (body["type"], body["error"]["type"]) == ("error", "rate_limit_error")
-            assert balancer.get(address="127.0.0.8").status_code == 200
-        finally:
-            for member in balancer.members.values():
-                member.go_on.set()
-        assert {one.result().text for one in waiting} == {"firstlast"}
+    with proxies.held(balancer.get, balancer.members.values(), "127.0.0.7", "127.0.0.7"):
+        assert proxies.is_rate_limit_error(balancer.get(address="127.0.0.7"))
+        assert balancer.get(address="127.0.0.8").status_code == 200
     assert balancer.get(address="127.0.0.7").status_code == 200
 
 
@@ -384,9 +238,7 @@ def test_the_request_rate_of_a_client_network_is_limited(tmp_path: Path) -> None
 
 
 def test_keepalived_accepts_its_configuration(tmp_path: Path) -> None:
-    keepalived = shutil.which("keepalived", path="/usr/sbin:/sbin")
-    if not keepalived:
-        pytest.skip("no keepalived. Remedy: apt-get install keepalived")
+    keepalived = proxies.program("keepalived", "keepalived")
     render(tmp_path, [8000, 8000], {})
     done = subprocess.run(
         [keepalived, "-t", "-f", str(tmp_path / "keepalived.conf")],
@@ -394,7 +246,5 @@ def test_keepalived_accepts_its_configuration(tmp_path: Path) -> None:
     )  # fmt: skip
     assert done.returncode == 0, done.stdout + done.stderr
     text = (tmp_path / "keepalived.conf").read_text()
-    assert re.findall(r"unicast_src_ip (\S+)|^ +(10.0.0.22)$", text, re.MULTILINE) == [
-        ("10.0.0.21", ""),
-        ("", "10.0.0.22"),
-    ]
+    own, others = r"unicast_src_ip (\S+)", r"(?m)^ +(10.0.0.22)$"
+    assert (re.findall(own, text), re.findall(others, text)) == (["10.0.0.21"], ["10.0.0.22"])

@@ -10,10 +10,10 @@ from dataclasses import dataclass
 import httpx
 import pytest
 
-from tests.deploy.conftest import ClientKey
+from tests.deploy.conftest import ClientKey, variables_of
 from tests.deploy.control import ControlMachine, PlaybookResult, ansible_programs
 from tests.deploy.hosts import NETWORK, HostNetwork
-from tests.deploy.load import DeployLoad
+from tests.deploy.load import nothing_fails
 from tests.deploy.release_files import ReleaseFiles
 
 pytestmark = [pytest.mark.net, pytest.mark.timeout(3000)]
@@ -67,16 +67,8 @@ def cluster(
         "edge": [],
         "monitoring": [],
     }
-    control.variables = {
-        "llama_gateway_release_wheel": str(release_files.wheel()),
-        "llama_gateway_release_wheelhouse": str(release_files.wheelhouse()),
-        "llama_node_model_file": str(release_files.model()),
-        "llama_node_threads": 1,
-        "llama_node_context": 2048,
-        "gateway_settings": {"keys": [key.entry]},
-        "balancer_address": f"{ADDRESS}/24",
-        "balancer_connections": 2000,
-    }
+    balancer = {"balancer_address": f"{ADDRESS}/24", "balancer_connections": 2000}
+    control.variables = variables_of(release_files, key) | balancer
     yield Cluster(control, hosts, control.play("site.yml"), key)
     for name in ("gw-a", "gw-b", "cn"):
         hosts.stop(name)
@@ -120,12 +112,9 @@ def test_settings_of_all_members_change_one_after_the_other_with_nothing_dropped
     """Another environment restarts each of them."""
     cluster.control.variables["gateway_environment"] = {"SOME_VARIABLE": "1"}
     headers = {"Authorization": f"Bearer {cluster.key.secret}"}
-    with DeployLoad(f"https://{ADDRESS}", headers=headers) as load:
-        load.wait_for(3)
+    with nothing_fails(f"https://{ADDRESS}", headers, 3):
         changed = cluster.control.play("site.yml", "--limit", "gw-a,gw-b").changed
-        load.wait_for(3)
     assert set(changed) == {"gw-a", "gw-b"}
-    assert load.failures == []
 
 
 def test_when_a_host_dies_the_other_one_takes_its_address(cluster: Cluster) -> None:

@@ -4,43 +4,23 @@ from __future__ import annotations
 
 import contextlib
 import http.client
-import http.server
-import json
-import shutil
 import socket
 import ssl
 import subprocess
-import threading
-import time
 from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import httpx
 import pytest
 
-from tests.deploy.control import PLAYBOOKS, ansible_programs
+from tests.deploy import proxies
+from tests.deploy.proxies import Gateway
 from tests.processes import free_port
 
 pytestmark = [pytest.mark.net, pytest.mark.timeout(300)]
 
-ROLE = PLAYBOOKS / "roles/edge"
-RENDER = """
-- hosts: edge
-  connection: local
-  gather_facts: false
-  tasks:
-    - ansible.builtin.include_vars: {file: "{{ role }}/defaults/main.yml"}
-    - ansible.builtin.include_vars: {file: "{{ role }}/vars/main.yml"}
-    - ansible.builtin.set_fact: {"{{ item.key }}": "{{ item.value }}"}
-      loop: "{{ settings | dict2items }}"
-    - ansible.builtin.template:
-        src: "{{ role }}/templates/llama-gateway.conf.j2"
-        dest: "{{ folder }}/site.conf"
-        mode: "0644"
-"""
 # Tests send their client address in a header; nginx reads it before it applies the site's limits.
 MAIN = """
 daemon off;
@@ -55,7 +35,7 @@ http {{
     fastcgi_temp_path {folder}/f; uwsgi_temp_path {folder}/u; scgi_temp_path {folder}/s;
     set_real_ip_from 127.0.0.1;
     real_ip_header X-Test-Address;
-    include {folder}/site.conf;
+    include {folder}/llama-gateway.conf;
 }}
 """
 BODY_BYTES = 67_536
@@ -63,54 +43,11 @@ BODY_BYTES = 67_536
 
 
 @dataclass(slots=True)
-class Upstream:
-    """Replaces the gateway: it records requests, and does not finish the response to /held."""
-
-    port: int = 0
-    seen: list[dict[str, str]] = field(default_factory=list)
-    begun: threading.Semaphore = field(default_factory=lambda: threading.Semaphore(0))
-    go_on: threading.Event = field(default_factory=threading.Event)
-
-
-def upstream_handler(upstream: Upstream) -> type[http.server.BaseHTTPRequestHandler]:
-    class Handler(http.server.BaseHTTPRequestHandler):
-        protocol_version = "HTTP/1.1"
-
-        def do_GET(self) -> None:
-            upstream.seen.append({name.lower(): value for name, value in self.headers.items()})
-            self.send_response(200)
-            if self.path == "/held":
-                self.send_header("Transfer-Encoding", "chunked")
-                self.end_headers()
-                self.wfile.write(b"5\r\nfirst\r\n")
-                upstream.begun.release()
-                upstream.go_on.wait(60)
-                self.wfile.write(b"4\r\nlast\r\n0\r\n\r\n")
-                return
-            self.send_header("Content-Length", "2")
-            self.end_headers()
-            self.wfile.write(b"ok")
-
-        def do_POST(self) -> None:
-            """Answer before the body has come, as the gateway does for a wrong key."""
-            upstream.seen.append({name.lower(): value for name, value in self.headers.items()})
-            self.close_connection = True
-            self.send_response(401)
-            self.send_header("Content-Length", "0")
-            self.end_headers()
-
-        def log_message(self, *_: object) -> None:
-            pass
-
-    return Handler
-
-
-@dataclass(slots=True)
 class Edge:
     """A running nginx with the site."""
 
     url: str
-    upstream: Upstream
+    upstream: Gateway
 
     def get(self, path: str = "/", address: str = "192.0.2.1", **headers: str) -> httpx.Response:
         """Send a request from this client address."""
@@ -121,33 +58,15 @@ class Edge:
 @contextlib.contextmanager
 def running(folder: Path, **variables: Any) -> Iterator[Edge]:
     """Render the site with these variables of the role, and run nginx."""
-    nginx = shutil.which("nginx") or shutil.which("nginx", path="/usr/sbin")
-    if not nginx:
-        pytest.skip("no nginx. Remedy: apt-get install nginx-light")
-    upstream = Upstream()
-    handler = upstream_handler(upstream)
-    with http.server.ThreadingHTTPServer(("127.0.0.1", 0), handler) as server:
-        upstream.port = server.server_port
-        port = free_port()
+    nginx = proxies.program("nginx", "nginx-light")
+    upstream, port = Gateway("gw", reads_bodies=False), free_port()
+    (folder / "nginx.conf").write_text(MAIN.format(folder=folder))
+    command = [nginx, "-p", str(folder), "-c", str(folder / "nginx.conf"), "-e", "stderr"]
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(proxies.serving(upstream))
         render(folder, upstream.port, {"edge_port": port, "edge_http_port": 0, **variables})
-        (folder / "nginx.conf").write_text(MAIN.format(folder=folder))
-        command = [nginx, "-p", str(folder), "-c", str(folder / "nginx.conf"), "-e", "stderr"]
-        checked = subprocess.run(
-            [*command, "-t", "-q"], capture_output=True, text=True, check=False
-        )
-        assert checked.returncode == 0, checked.stderr
-        thread = threading.Thread(target=server.serve_forever, daemon=True)
-        thread.start()
-        process = subprocess.Popen(command, stderr=subprocess.DEVNULL)
-        try:
-            wait_for_port(port)
-            yield Edge(f"https://127.0.0.1:{port}", upstream)
-        finally:
-            upstream.go_on.set()
-            process.terminate()
-            process.wait(60)
-            server.shutdown()
-            thread.join(60)
+        stack.enter_context(proxies.running(command, ["-t", "-q"], folder / "log", port))
+        yield Edge(f"https://127.0.0.1:{port}", upstream)
 
 
 def render(folder: Path, upstream: int, settings: dict[str, Any]) -> None:
@@ -162,50 +81,15 @@ def render(folder: Path, upstream: int, settings: dict[str, Any]) -> None:
         check=True,
         capture_output=True,
     )
-    inventory = {
-        "all": {"vars": {"ansible_python_interpreter": "/usr/bin/python3"}},
-        "edge": {"hosts": {"front": {"ansible_host": "127.0.0.1"}}},
-        "gateway": {
-            "hosts": {
-                "gw": {
-                    "gateway_address": "127.0.0.1",
-                    "gateway_port": upstream,
-                    "gateway_settings": {
-                        "limits": {"body_bytes": "3 kB"},
-                        "batches": {"file_bytes": "2.0 kB"},
-                    },
-                }
-            }
-        },
+    limits = {"limits": {"body_bytes": "3 kB"}, "batches": {"file_bytes": "2.0 kB"}}
+    gateway = {
+        "gateway_address": "127.0.0.1",
+        "gateway_port": upstream,
+        "gateway_settings": limits,
     }
-    (folder / "hosts.json").write_text(json.dumps(inventory))
-    (folder / "render.yml").write_text(RENDER)
-    body = {
-        "role": str(ROLE),
-        "folder": str(folder),
-        "settings": {"edge_tls": str(tls), **settings},
-    }
-    subprocess.run(
-        [
-            *(str(ansible_programs() / "ansible-playbook"), "-i", str(folder / "hosts.json")),
-            *(str(folder / "render.yml"), "-e", json.dumps(body)),
-        ],
-        cwd=PLAYBOOKS,
-        check=True,
-        timeout=200,
-    )
-
-
-def wait_for_port(port: int) -> None:
-    deadline = time.monotonic() + 60
-    while True:
-        try:
-            socket.create_connection(("127.0.0.1", port), timeout=60).close()
-        except ConnectionRefusedError:
-            assert time.monotonic() < deadline, "nginx does not listen"
-            time.sleep(0.02)
-        else:
-            return
+    groups = {"edge": {"front": {"ansible_host": "127.0.0.1"}}, "gateway": {"gw": gateway}}
+    templates = ["llama-gateway.conf"]
+    proxies.render("edge", templates, folder, groups, {"edge_tls": str(tls), **settings})
 
 
 @pytest.fixture(scope="module")
@@ -214,21 +98,6 @@ def edge(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Edge]:
     folder = tmp_path_factory.mktemp("edge")
     with running(folder, edge_party_requests=2, edge_party_rate=0) as edge:
         yield edge
-
-
-@contextlib.contextmanager
-def held(edge: Edge, *addresses: str) -> Iterator[None]:
-    """Hold a response open for each address."""
-    edge.upstream.go_on.clear()
-    with ThreadPoolExecutor(len(addresses)) as pool:
-        waiting = [pool.submit(edge.get, "/held", address) for address in addresses]
-        try:
-            for _ in addresses:
-                assert edge.upstream.begun.acquire(timeout=60)
-            yield
-        finally:
-            edge.upstream.go_on.set()
-        assert {one.result().text for one in waiting} == {"firstlast"}
 
 
 @pytest.mark.parametrize(
@@ -244,13 +113,8 @@ def test_concurrent_requests_of_a_client_network_are_limited_and_others_are_serv
     edge: Edge, ours: list[str], others: str
 ) -> None:
     *first, third = ours
-    with held(edge, *first):
-        refused = edge.get(address=third)
-        assert refused.status_code == 429
-        assert int(refused.headers["retry-after"]) >= 1
-        assert refused.headers["content-type"] == "application/json"
-        body = refused.json()
-        assert (body["type"], body["error"]["type"]) == ("error", "rate_limit_error")
+    with proxies.held(edge.get, [edge.upstream], *first):
+        assert proxies.is_rate_limit_error(edge.get(address=third))
         assert edge.get(address=others).status_code == 200
     assert edge.get(address=third).status_code == 200
 

@@ -9,21 +9,28 @@ import pytest
 
 from tests.deploy import llama_archives
 from tests.deploy.conftest import DeployedFleet
+from tests.deploy.control import PlaybookResult
 from tests.deploy.release_files import ReleaseFiles
 
 pytestmark = [pytest.mark.net, pytest.mark.timeout(3000)]
 
 
-def install(fleet: DeployedFleet, how: str, archive: Path, **more: Any) -> str:
+def play(
+    fleet: DeployedFleet, archive: Path | None, *, good: bool = True, **more: Any
+) -> PlaybookResult:
+    """Install llama.cpp on one node, if no other way is named from this archive of binaries."""
+    named = {"llama_node_install": "release"}
+    if archive is not None:
+        named["llama_node_archive_file"] = str(archive)
+        named["llama_node_archive_sha256"] = llama_archives.sha256(archive)
+    return fleet.control.play("site.yml", "--limit", "n1,gw", good=good, **named | more)
+
+
+def install(fleet: DeployedFleet, how: str, archive: Path | None, **more: Any) -> str:
     """Install llama.cpp on one node in this way. Returns the text of its unit."""
-    named = {
-        "llama_node_archive_file": str(archive),
-        "llama_node_archive_sha256": llama_archives.sha256(archive),
-    }
-    wanted = {"llama_node_install": how, **(more or named)}
-    fleet.control.play("site.yml", "--limit", "n1,gw", **wanted)
+    play(fleet, archive, llama_node_install=how, **more)
     assert fleet.nodes()["n1-numa0"]["state"] == "ready"
-    assert fleet.control.play("site.yml", "--limit", "n1,gw", **wanted).changed == {}
+    assert play(fleet, archive, llama_node_install=how, **more).changed == {}
     unit: str = fleet.hosts["n1"].run("systemctl cat llama-server-numa0").stdout
     return unit
 
@@ -32,14 +39,7 @@ def test_an_archive_of_binaries(
     fleet: DeployedFleet, release_files: ReleaseFiles, tmp_path: Path
 ) -> None:
     archive = llama_archives.release_archive(tmp_path, release_files.wheelhouse())
-    wrong = fleet.control.play(
-        "site.yml",
-        *("--limit", "n1,gw"),
-        good=False,
-        llama_node_install="release",
-        llama_node_archive_file=str(archive),
-        llama_node_archive_sha256="2" * 64,
-    )
+    wrong = play(fleet, archive, good=False, llama_node_archive_sha256="2" * 64)
     assert "not the one in llama_node_archive_sha256" in wrong.text
     unit = install(fleet, "release", archive)
     assert "/unpacked/llama-b1/llama-server" in unit
@@ -50,14 +50,7 @@ def test_memory_is_locked_without_root(
     fleet: DeployedFleet, release_files: ReleaseFiles, tmp_path: Path
 ) -> None:
     archive = llama_archives.release_archive(tmp_path, release_files.wheelhouse())
-    fleet.control.play(
-        "site.yml",
-        *("--limit", "n1,gw"),
-        llama_node_install="release",
-        llama_node_archive_file=str(archive),
-        llama_node_archive_sha256=llama_archives.sha256(archive),
-        llama_node_mlock=True,
-    )
+    play(fleet, archive, llama_node_mlock=True)
     host = fleet.hosts["n1"]
     pid = host.run("systemctl show -p MainPID --value llama-server-numa0").stdout.strip()
     assert "--mlock" in host.run(f"tr '\\0' ' ' < /proc/{pid}/cmdline").stdout
@@ -70,7 +63,7 @@ def test_memory_is_locked_without_root(
 
 def test_a_package(fleet: DeployedFleet, release_files: ReleaseFiles, tmp_path: Path) -> None:
     package = llama_archives.package(tmp_path, release_files.wheelhouse())
-    unit = install(fleet, "package", package, llama_node_package_file=str(package))
+    unit = install(fleet, "package", None, llama_node_package_file=str(package))
     assert "ExecStart=/usr/bin/llama-server" in unit
 
 

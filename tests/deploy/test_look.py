@@ -11,6 +11,7 @@ import threading
 from pathlib import Path
 from types import ModuleType
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 
@@ -51,31 +52,19 @@ def memory_problems(
 
 
 def test_each_numa_node_must_hold_its_server(look: ModuleType, two_sockets: dict[str, Any]) -> None:
+    def short(**more: Any) -> list[str]:
+        problems = memory_problems(look, two_sockets, gib=15, **more)
+        return [problem.split(" has ")[0].rpartition("but ")[2] for problem in problems]
+
     assert memory_problems(look, two_sockets, gib=14) == []
-    problems = memory_problems(look, two_sockets, gib=15)  # 22.5 + 2 of 24 GiB, on each node
-    assert [problem.split(" has ")[0].rpartition("but ")[2] for problem in problems] == [
-        "NUMA node 0",
-        "NUMA node 1",
-    ]
-
-
-def test_what_a_server_needs_counts_where_it_is_known(
-    look: ModuleType, two_sockets: dict[str, Any]
-) -> None:
+    assert short() == ["NUMA node 0", "NUMA node 1"]  # 22.5 + 2 of 24 GiB, on each node
+    assert short(running=4 * GIB) == ["NUMA node 0"], "memory of our own server counts as free"
+    # What a server needs counts where it is known.
     known = {"factor": 1.5, "reserve": 2 * GIB, "needed": 22 * GIB, "why": "weights and all"}
-    assert memory_problems(look, two_sockets, gib=15, memory=known) == []
+    assert short(memory=known) == []
     problems = memory_problems(look, two_sockets, gib=15, memory={**known, "needed": 23 * GIB})
     assert len(problems) == 2
     assert "1 server needs 23.0 GiB (weights and all each)" in problems[0]
-
-
-def test_memory_of_our_own_server_counts_as_free(
-    look: ModuleType, two_sockets: dict[str, Any]
-) -> None:
-    problems = memory_problems(look, two_sockets, gib=15, running=4 * GIB)
-    assert [problem.split(" has ")[0].rpartition("but ")[2] for problem in problems] == [
-        "NUMA node 0"
-    ]
 
 
 def test_only_the_requested_numa_nodes_count(look: ModuleType, two_sockets: dict[str, Any]) -> None:
@@ -85,48 +74,40 @@ def test_only_the_requested_numa_nodes_count(look: ModuleType, two_sockets: dict
     assert "there are 0, 1" in problem
 
 
+def files(*paths: Path, **more: Any) -> dict[str, Any]:
+    """What is asked about files that a role is about to write."""
+    names = {"files_variable": "some_variable", "overwrite_variable": "overwrite"}
+    return {"files": [str(path) for path in paths], **names, **more}
+
+
 def test_an_edited_file_is_distinguished_from_ours_and_from_a_foreign_one(
     look: ModuleType, tmp_path: Path
 ) -> None:
     body = b"nodes: []\n"
     digest = hashlib.sha256(body).hexdigest().encode()
     header = b"# Managed by Ansible (gateway): ... sha256:" + digest + b"\n"
-    ours, edited, strange = (tmp_path / name for name in ("ours", "edited", "strange"))
+    ours, script, edited, strange = (
+        tmp_path / name for name in ("ours", "script", "edited", "strange")
+    )
     ours.write_bytes(header + body)
+    # The first line of a script is for the kernel.
+    script.write_bytes(b"#!/usr/bin/python3\n" + header + body)
     edited.write_bytes(header + body + b"# by hand\n")
     strange.write_bytes(body)
-    paths = [str(path) for path in (ours, edited, strange, tmp_path / "missing")]
-    spec = {"files": paths, "files_variable": "some_variable", "overwrite_variable": "overwrite"}
+    spec = files(ours, script, edited, strange, tmp_path / "missing")
     first, second = look.file_problems(spec)
     assert first.startswith(f"{edited} was edited by hand since the last run. Remedy: ")
     assert second.startswith(f"{strange} was not written by this role. Remedy: ")
     assert look.file_problems({**spec, "overwrite": True}) == []
-
-
-def test_a_script_of_ours_begins_with_the_line_for_the_kernel(
-    look: ModuleType, tmp_path: Path
-) -> None:
-    body = b"print()\n"
-    digest = hashlib.sha256(body).hexdigest()
-    script = tmp_path / "script"
-    spec = {"files": [str(script)], "files_variable": "a", "overwrite_variable": "b"}
-    whole = f"#!/usr/bin/python3\n# Managed by Ansible (x): no. sha256:{digest}\n".encode() + body
-    script.write_bytes(whole)
-    assert look.file_problems(spec) == []
-    script.write_bytes(whole + b"# by hand\n")
-    assert " was edited by hand " in look.file_problems(spec)[0]
+    script.write_bytes(script.read_bytes() + b"# by hand\n")
+    assert look.file_problems(spec)[0].startswith(f"{script} was edited by hand ")
 
 
 def test_a_link_into_the_releases_may_be_replaced_and_no_other_one(
     look: ModuleType, tmp_path: Path
 ) -> None:
     link, releases, elsewhere = (tmp_path / name for name in ("link", "releases", "elsewhere"))
-    spec = {
-        "files": [str(link)],
-        "files_variable": "a",
-        "overwrite_variable": "b",
-        "links": str(releases),
-    }
+    spec = files(link, links=str(releases))
     for folder in (releases, elsewhere):
         folder.mkdir()
         (folder / "program").write_text("#!/bin/sh\n")
@@ -146,23 +127,11 @@ def test_a_packages_file_is_distinguished_from_one_edited_before_the_first_run(
     brought.write_bytes(b"global:\n")
     edited.write_bytes(b"global:\n# mine\n")
     digest = hashlib.md5(b"global:\n", usedforsecurity=False).hexdigest()
-    listing = f" {brought} {digest}\n {edited} {digest} obsolete\n"  # as dpkg-query writes it
-    commands: list[tuple[str, ...]] = []
-
-    def run(*command: str) -> str:
-        commands.append(command)
-        return listing
-
+    run = Mock(return_value=f" {brought} {digest}\n {edited} {digest} obsolete\n")  # as it writes
     monkeypatch.setattr(look, "run", run)
-    spec = {
-        "files": [str(brought), str(edited)],
-        "packages": ["prometheus"],
-        "files_variable": "a variable of monitoring",
-        "overwrite_variable": "monitoring_overwrite",
-    }
-    (problem,) = look.file_problems(spec)
+    (problem,) = look.file_problems(files(brought, edited, packages=["prometheus"]))
     assert problem.startswith(f"{edited} was not written by this role. Remedy: ")
-    assert commands[0] == ("dpkg-query", "--show", "--showformat=${Conffiles}\n", "prometheus")
+    run.assert_any_call("dpkg-query", "--show", "--showformat=${Conffiles}\n", "prometheus")
 
 
 class _SignedForGet(http.server.BaseHTTPRequestHandler):
@@ -227,15 +196,15 @@ def test_a_model_that_is_uploaded_needs_room_in_ansibles_temporary_folder(
     me = pwd.getpwuid(os.getuid())
     home = me.pw_dir
     monkeypatch.setenv("SUDO_USER", me.pw_name)
-    spec = {"model": {"path": "/proc/models/m.gguf", "urls": []}}  # another file system
-    model = {"missing": 7, "bytes": 7}
-    assert [one["path"] for one in look.disks(spec, model)] == [home, "/proc/models"]
-    fetched = {"model": {**spec["model"], "urls": ["http://192.0.2.1/m.gguf"]}}
-    assert [one["path"] for one in look.disks(fetched, model)] == ["/proc/models"]
-    there = {"missing": 0, "bytes": 7}
-    assert [one["path"] for one in look.disks(spec, there)] == ["/proc/models"]
-    beside = {"model": {"path": f"{home}/models/m.gguf", "urls": []}}
-    assert [one["path"] for one in look.disks(beside, model)] == [f"{home}/models"]
+    for folder, urls, missing, disks in (
+        ("/proc/models", [], 7, [home, "/proc/models"]),  # another file system
+        ("/proc/models", ["http://192.0.2.1/m.gguf"], 7, ["/proc/models"]),
+        ("/proc/models", [], 0, ["/proc/models"]),
+        (f"{home}/models", [], 7, [f"{home}/models"]),
+    ):
+        spec = {"model": {"path": f"{folder}/m.gguf", "urls": urls}}
+        found = look.disks(spec, {"missing": missing, "bytes": 7})
+        assert [one["path"] for one in found] == disks
 
 
 def test_a_verified_model_is_not_read_again(look: ModuleType, tmp_path: Path) -> None:

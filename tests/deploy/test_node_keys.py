@@ -73,8 +73,5 @@ def test_a_file_of_something_else_is_left_alone(
     with pytest.raises(SystemExit, match="Remedy: "):
         keys.read(tmp_path / "api.key")
     assert (tmp_path / "api.key").read_bytes() == content
-
-
-def test_an_empty_file_holds_no_key(keys: ModuleType, tmp_path: Path) -> None:
     (tmp_path / "api.key").write_text("\n")
     assert keys.read(tmp_path / "api.key") == keys.read(tmp_path / "none") == []

@@ -149,19 +149,6 @@ def test_a_port_in_use(fleet: DeployedFleet) -> None:
     assert "n1: port 9099 (llama_node_port) is in use by python3" in output
 
 
-def test_a_full_disk(fleet: DeployedFleet) -> None:
-    host = fleet.hosts["n3"]
-    host.run("rm -rf /var/lib/llama-node; mkdir /var/lib/llama-node")
-    host.run("mount -t tmpfs -o size=2M tmpfs /var/lib/llama-node")
-    try:
-        with replaced(fleet.control, "llama_nodes", ["n1", "n3"]):
-            output = refused(fleet.control).text
-    finally:
-        host.run("umount /var/lib/llama-node")
-    assert "n3: not enough disk space: the model" in output
-    assert "llama_node_models_folder" in output
-
-
 def test_an_unreachable_host(fleet: DeployedFleet) -> None:
     fleet.control.addresses["n9"] = f"{NETWORK}.99"
     with replaced(fleet.control, "llama_nodes", ["n1", "n9"]):
@@ -224,15 +211,6 @@ def test_a_release_that_is_not_installed(
     assert fleet.chat()["usage"]["completion_tokens"] == 8
 
 
-def test_a_name_that_all_servers_of_a_host_would_have(fleet: DeployedFleet) -> None:
-    assert "llama_node_entry" in refused(fleet.control, llama_node_entry={"name": "fast"}).text
-
-
-def test_a_folder_that_the_servers_would_not_see(fleet: DeployedFleet) -> None:
-    output = refused(fleet.control, llama_node_models_folder="/home/models").text
-    assert "n1: llama_node_models_folder and llama_node_home can't be in /home" in output
-
-
 def test_each_host_may_have_its_own_model_and_llama_cpp(
     fleet: DeployedFleet, tmp_path: Path
 ) -> None:
@@ -261,12 +239,6 @@ def test_a_listener_or_an_edge_without_keys(fleet: DeployedFleet) -> None:
 def test_alerts_that_link_to_no_page(fleet: DeployedFleet) -> None:
     output = refused(fleet.control, monitoring_alertmanagers=["10.0.0.9:9093"]).text
     assert "monitoring_runbook" in output
-
-
-def test_a_key_that_a_process_would_show(fleet: DeployedFleet) -> None:
-    for arguments in (["--api-key", "marked"], ["--api-key=marked"]):
-        output = refused(fleet.control, llama_node_extra_args=arguments).text
-        assert "llama_node_extra_args holds --api-key" in output
 
 
 def test_an_interrupted_run_continues_where_it_stopped(

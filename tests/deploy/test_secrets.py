@@ -4,15 +4,12 @@ from __future__ import annotations
 
 import json
 import re
-import subprocess
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 import yaml
-
-from tests.deploy.control import ansible_programs
 
 PLAYBOOKS = Path(__file__).parents[2] / "deploy/ansible"
 # Variables with a secret, and with a file that contains one.
@@ -30,6 +27,7 @@ WRITERS = {"ansible.builtin.copy", "ansible.builtin.template"}
 # Parts of a task that Ansible never shows with their values.
 UNSHOWN = {"when", "name", "until", "failed_when", "changed_when", "notify", "register", "tags"}
 CLOSED = {"0600", "0640"}
+PARTS = ("tasks", "pre_tasks", "post_tasks", "handlers", "block", "rescue", "always")
 
 Task = dict[str, Any]
 
@@ -41,23 +39,8 @@ def read(path: Path) -> Any:
 def tasks_of(value: Any) -> Iterator[Task]:
     """The tasks of a playbook or of a file of tasks, including those in blocks."""
     for one in value:
-        inner = [
-            one.get(part, [])
-            for part in (
-                "tasks",
-                "pre_tasks",
-                "post_tasks",
-                "handlers",
-                "block",
-                "rescue",
-                "always",
-            )
-        ]
-        if any(inner):
-            for part in inner:
-                yield from tasks_of(part)
-        else:
-            yield one
+        inner = [task for part in PARTS for task in one.get(part, [])]
+        yield from tasks_of(inner) if inner else [one]
 
 
 def all_tasks() -> list[Task]:
@@ -177,69 +160,3 @@ COPY = {"ansible.builtin.copy": {"content": "{{ gateway_admin_key }}", "dest": "
 )
 def test_a_task_that_shows_a_secret_is_found(task: Task, complains: bool) -> None:
     assert bool(complaint(task)) == complains
-
-
-def only(role: str, file: str, name: str) -> Task:
-    """The task of a role with this name, for a play of its own."""
-    (found,) = (
-        task
-        for task in tasks_of(read(PLAYBOOKS / f"roles/{role}/tasks/{file}.yml"))
-        if task["name"] == name
-    )
-    found.pop("notify", None)
-    found["become"] = False
-    for key in ("owner", "group"):
-        arguments_of(found).pop(key, None)
-    return found
-
-
-@pytest.mark.net
-@pytest.mark.timeout(200)
-def test_the_key_of_the_edge_and_that_of_a_check_are_not_shown(tmp_path: Path) -> None:
-    """Runs these tasks with Ansible's most verbose output; the edge does not answer."""
-    secrets = {"edge_tls_key": "marked-private-key", "edge_tls_certificate": "a-certificate"}
-    for name, content in secrets.items():
-        (tmp_path / name).write_text(f"{content}\n")
-    (tmp_path / "sent").mkdir()
-    (tmp_path / "verify").write_text("lg_marked-verify-key\n")
-    play = {
-        "hosts": "front",
-        "connection": "local",
-        "gather_facts": False,
-        "tasks": [
-            {
-                "ansible.builtin.include_vars": {
-                    "file": str(PLAYBOOKS / f"roles/edge/{part}/main.yml")
-                }
-            }
-            for part in ("defaults", "vars")
-        ]
-        + [
-            {"ansible.builtin.set_fact": {name: str(tmp_path / name) for name in secrets}},
-            {"ansible.builtin.set_fact": {"edge_tls": str(tmp_path / "sent"), "edge_port": 1}},
-            only("edge", "configure", "Send the certificate"),
-            only("edge", "verify", "Chat from the control machine"),
-        ],
-    }
-    (tmp_path / "play.yml").write_text(yaml.safe_dump([play]))
-    inventory: dict[str, Any] = {
-        "all": {"vars": {"ansible_python_interpreter": "/usr/bin/python3"}},
-        "edge": {"hosts": {"front": {"ansible_host": "127.0.0.1"}}},
-        "gateway": {},
-    }
-    (tmp_path / "hosts.json").write_text(json.dumps(inventory))
-    value = subprocess.run(
-        [
-            *(str(ansible_programs() / "ansible-playbook"), "-i", str(tmp_path / "hosts.json")),
-            *("-vvv", "--diff", "-e", f"verify_key_file={tmp_path}/verify"),
-            str(tmp_path / "play.yml"),
-        ],
-        cwd=PLAYBOOKS,
-        capture_output=True,
-        text=True,
-        timeout=190,
-        check=True,
-    ).stdout
-    assert (tmp_path / "sent/key.pem").read_text() == "marked-private-key\n"
-    assert "Chat from the control machine" in value
-    assert "marked" not in value.replace(str(tmp_path), "")

@@ -86,19 +86,22 @@ Features\t: fp asimd evtstrm aes crc32
 CPU implementer\t: 0x41
 CPU architecture: 8
 """
+ONE_SOCKET = [[[0], [1]]]
+TWO_SOCKETS = two_sockets_with_smt()
 GRAVITON_4 = GRAVITON_3.replace("sve ", "sve sve2 ")
 
 
 def units(
-    tmp_path: Path, topology: dict[str, Any], play: str = PLAY, **variables: Any
+    tmp_path: Path, nodes: list[list[list[int]]], play: str = PLAY, **variables: Any
 ) -> dict[str, str]:
-    """The rendered units, by name, and other files that the play writes."""
+    """The units for a machine of these nodes, by name, and other files that the play writes."""
+    machine = make_machine(tmp_path / "machine", nodes)
     made = tmp_path / "units"
-    made.mkdir()
+    made.mkdir(exist_ok=True)
     settings = {
         "folder": str(made),
         "llama_node_found": {
-            "topology": topology,
+            "topology": topology_as_dict(read_topology(machine)),
             "architecture": "x86_64",
             "address": "10.0.0.11",
             "units": {},
@@ -132,14 +135,11 @@ def run(tmp_path: Path, tasks: str, variables: dict[str, Any]) -> None:
 
 
 def test_each_socket_has_its_server_bound_to_its_cores_and_memory(tmp_path: Path) -> None:
-    machine = make_machine(tmp_path / "machine", two_sockets_with_smt())
-    topology = topology_as_dict(read_topology(machine))
-    made = units(tmp_path, topology)
+    made = units(tmp_path, TWO_SOCKETS)
     assert list(made) == ["llama-server-numa0.service", "llama-server-numa1.service"]
     for number, text in enumerate(made.values()):
-        server = topology["servers"][number]
         lines = text.splitlines()
-        assert f"CPUAffinity={server['cpus'].replace(',', ' ')}" in lines
+        assert f"CPUAffinity={('0-3 8-11', '4-7 12-15')[number]}" in lines
         assert "NUMAPolicy=bind" in lines
         assert f"NUMAMask={number}" in lines
         (start,) = (line for line in lines if line.startswith("ExecStart="))
@@ -151,10 +151,9 @@ def test_each_socket_has_its_server_bound_to_its_cores_and_memory(tmp_path: Path
 
 
 def test_a_server_on_one_socket_is_not_pinned(tmp_path: Path) -> None:
-    machine = make_machine(tmp_path / "machine", [[[0], [1]]])
     (text,) = units(
         tmp_path,
-        topology_as_dict(read_topology(machine)),
+        ONE_SOCKET,
         llama_node_slots=5,
         llama_node_allow_from=["10.0.0.10"],
         llama_node_mlock=True,
@@ -170,13 +169,10 @@ def test_a_server_on_one_socket_is_not_pinned(tmp_path: Path) -> None:
 
 
 def test_a_server_requires_the_hosts_key_which_no_process_shows(tmp_path: Path) -> None:
-    machine = make_machine(tmp_path / "machine", [[[0], [1]]])
-    topology = topology_as_dict(read_topology(machine))
-    (text,) = units(tmp_path, topology).values()
+    (text,) = units(tmp_path, ONE_SOCKET).values()
     assert " --api-key-file /var/lib/llama-node/api.key" in text
     assert "\nEnvironment=LLAMA_NODE_KEYS=0123456789abcdef\n" in text
-    (tmp_path / "units").rename(tmp_path / "keyed")
-    (text,) = units(tmp_path, topology, llama_node_key=False).values()
+    (text,) = units(tmp_path, ONE_SOCKET, llama_node_key=False).values()
     assert "key" not in text.lower()
 
 
@@ -220,9 +216,7 @@ ROUTER: dict[str, Any] = {
 
 
 def test_routers_of_a_host_share_its_models_and_its_memory(tmp_path: Path) -> None:
-    machine = make_machine(tmp_path / "machine", two_sockets_with_smt())
-    topology = topology_as_dict(read_topology(machine))
-    made = units(tmp_path, topology, PLAY + MORE, **ROUTER, llama_node_preload=["embed"])
+    made = units(tmp_path, TWO_SOCKETS, PLAY + MORE, **ROUTER, llama_node_preload=["embed"])
     assert made.pop("presets.ini") == PRESETS
     other = json.loads(made.pop("made.json"))
     presets, *models = sorted(other["kept"], key=lambda name: not name.startswith("router-"))
@@ -251,21 +245,16 @@ def test_routers_of_a_host_share_its_models_and_its_memory(tmp_path: Path) -> No
 
 
 def test_other_models_make_another_unit_and_another_file(tmp_path: Path) -> None:
-    machine = make_machine(tmp_path / "machine", [[[0], [1]]])
-    topology = topology_as_dict(read_topology(machine))
-    (one,) = units(tmp_path, topology, **ROUTER, llama_node_memory="8GiB").values()
-    (tmp_path / "units").rename(tmp_path / "before")
+    (one,) = units(tmp_path, ONE_SOCKET, **ROUTER, llama_node_memory="8GiB").values()
     fewer = {**ROUTER, "llama_node_models": MODELS[:1]}
-    (other,) = units(tmp_path, topology, **fewer).values()
+    (other,) = units(tmp_path, ONE_SOCKET, **fewer).values()
     (start,), (changed,) = (re.findall(r"--models-preset (\S+)", text) for text in (one, other))
     assert start != changed
     assert re.findall("LLAMA_NODE_DIGEST=.*", one) != re.findall("LLAMA_NODE_DIGEST=.*", other)
 
 
 def test_prompts_are_kept_where_the_server_alone_can_read_them(tmp_path: Path) -> None:
-    machine = make_machine(tmp_path / "machine", [[[0], [1]]])
-    topology = topology_as_dict(read_topology(machine))
-    made = units(tmp_path, topology, PLAY + MORE, **ROUTER, llama_node_slot_save=True)
+    made = units(tmp_path, ONE_SOCKET, PLAY + MORE, **ROUTER, llama_node_slot_save=True)
     text = made["llama-server-numa0.service"]
     assert " --slot-save-path /var/lib/llama-node-prompts/numa0/\n" in text
     assert "\nStateDirectory=llama-node-prompts/numa0\nStateDirectoryMode=0700\n" in text
@@ -282,14 +271,8 @@ NO_MODEL = {"llama_node_model_file": ""}
         (NO_MODEL, "a model is needed"),
         ({"llama_node_models": MODELS}, "a model is needed"),
         ({**NO_MODEL, "llama_node_models": MODELS}, "needs llama-server"),
-        (
-            {**ROUTER, "llama_node_models": [{"name": "a:b", "file": "x"}]},
-            "needs a name for each",
-        ),
-        (
-            {**ROUTER, "llama_node_models": [MODELS[0], MODELS[0]]},
-            "needs a name for each",
-        ),
+        ({**ROUTER, "llama_node_models": [{"name": "a:b", "file": "x"}]}, "a name for each"),
+        ({**ROUTER, "llama_node_models": [MODELS[0], MODELS[0]]}, "a name for each"),
         ({**ROUTER, "llama_node_models": [{"name": "a", "url": "http://m"}]}, "url and sha256"),
         ({**ROUTER, "llama_node_models": [{"name": "a"}]}, "url and sha256"),
         (
@@ -304,9 +287,13 @@ NO_MODEL = {"llama_node_model_file": ""}
         ({**ROUTER, "llama_node_memory": "lots"}, "such as 64GiB, or empty"),
         ({**ROUTER, "llama_node_embedding": True}, "is for one model"),
         ({"llama_node_slot_save": True}, "one model is never unloaded"),
+        ({"llama_node_entry": {"name": "fast"}}, "llama_node_entry can't hold name"),
+        ({"llama_node_models_folder": "/home/models"}, "can't be in /home"),
+        ({"llama_node_extra_args": ["--api-key", "k"]}, "llama_node_extra_args holds --api-key"),
+        ({"llama_node_extra_args": ["--api-key=k"]}, "llama_node_extra_args holds --api-key"),
     ],
 )
-def test_models_on_demand_that_can_not_work_are_refused(
+def test_variables_that_can_not_work_are_refused(
     tmp_path: Path, variables: dict[str, Any], words: str
 ) -> None:
     with pytest.raises(subprocess.CalledProcessError) as failed:
@@ -315,19 +302,14 @@ def test_models_on_demand_that_can_not_work_are_refused(
 
 
 def test_characters_that_systemd_expands_reach_the_server_unchanged(tmp_path: Path) -> None:
-    machine = make_machine(tmp_path / "machine", [[[0], [1]]])
-    (text,) = units(
-        tmp_path,
-        topology_as_dict(read_topology(machine)),
-        llama_node_extra_args=["--grammar", "root ::= $x %n"],
-    ).values()
+    arguments = ["--grammar", "root ::= $x %n"]
+    (text,) = units(tmp_path, ONE_SOCKET, llama_node_extra_args=arguments).values()
     (start,) = (line for line in text.splitlines() if line.startswith("ExecStart="))
     assert start.endswith("--grammar 'root ::= $$x %%n'")
 
 
 def test_systemd_accepts_every_line_and_the_unit_is_hardened(tmp_path: Path) -> None:
-    machine = make_machine(tmp_path / "machine", two_sockets_with_smt())
-    made = units(tmp_path, topology_as_dict(read_topology(machine)), llama_node_mlock=True)
+    made = units(tmp_path, TWO_SOCKETS, llama_node_mlock=True)
     folder = tmp_path / "systemd"
     folder.mkdir()
     for name, text in made.items():
@@ -352,10 +334,8 @@ def test_systemd_accepts_every_line_and_the_unit_is_hardened(tmp_path: Path) -> 
 
 
 def test_the_pinning_that_tune_found_is_used_alone(tmp_path: Path) -> None:
-    machine = make_machine(tmp_path / "machine", two_sockets_with_smt())
-    topology = topology_as_dict(read_topology(machine))
     options = {"CPUAffinity": "0 1"}
-    for text in units(tmp_path, topology, llama_node_service_options=options).values():
+    for text in units(tmp_path, TWO_SOCKETS, llama_node_service_options=options).values():
         assert [line for line in text.splitlines() if line.startswith("CPUAffinity")] == [
             "CPUAffinity=0 1"
         ]
@@ -402,3 +382,49 @@ def test_llama_cpp_is_built_for_the_instructions_that_the_cpu_has(tmp_path: Path
     assert given["altra"] == [arm]
     assert given["graviton-3"] == [f"{arm}+i8mm+bf16+sve"]
     assert given["graviton-4"] == [f"{arm}+i8mm+bf16+sve+sve2"]
+
+
+# What verify.yml makes of the list of nodes.
+
+
+VERIFY = """
+- hosts: all
+  connection: local
+  gather_facts: false
+  tasks:
+    - name: Find the role's variables
+      ansible.builtin.include_vars: {file: "{{ variables }}"}
+    - name: Judge each list
+      ansible.builtin.set_fact:
+        made: "{{ made | default([]) + [{'unready': gateway_unready, 'asked': gateway_models_to_ask}] }}"
+      loop: "{{ lists }}"
+      vars:
+        gateway_verified: {stdout: "{{ {'nodes': item} | to_json }}"}
+    - name: Write
+      ansible.builtin.copy: {content: "{{ made | to_json }}", dest: "{{ written }}", mode: "0644"}
+"""  # noqa: E501
+
+
+def node(name: str, state: str, *models: str) -> dict[str, Any]:
+    return {"name": name, "state": state, "models": models}
+
+
+def test_models_that_a_router_has_not_loaded_are_well_and_are_not_loaded_for_a_check(
+    tmp_path: Path,
+) -> None:
+    router = node("r", "ready", "x", "y", "z")
+    lists = [
+        [node("a", "ready", "m"), node("b", "loading", "m"), node("c", "down", "m")],
+        [router, node("r/x", "ready", "x"), node("r/y", "unloaded", "y"), node("r/z", "loading")],
+        [router, node("r/x", "unloaded", "x"), node("r/y", "failed", "y")],
+        [router, node("r/x", "unloaded", "x"), node("r/y", "unloaded", "y")],
+    ]
+    written = tmp_path / "made.json"
+    variables = str(PLAYBOOKS / "roles/gateway/vars/main.yml")
+    run(tmp_path, VERIFY, {"variables": variables, "lists": lists, "written": str(written)})
+    assert json.loads(written.read_text()) == [
+        {"unready": ["b", "c"], "asked": ["m"]},
+        {"unready": [], "asked": ["x"]},
+        {"unready": ["r/y"], "asked": ["x"]},
+        {"unready": [], "asked": ["x"]},
+    ]

@@ -12,20 +12,18 @@ import yaml
 ROOT = Path(__file__).parents[2]
 PLAYBOOKS = ROOT / "deploy/ansible"
 ROLES = sorted(path.name for path in (PLAYBOOKS / "roles").iterdir())
-TYPES = {
-    str: {"str", "path"},
-    int: {"int"},
-    float: {"float"},
-    bool: {"bool"},
-    list: {"list"},
-    dict: {"dict"},
-}
+TYPES = {one: {one.__name__} for one in (int, float, bool, list, dict)} | {str: {"str", "path"}}
 # Variables that a playbook gets for one run.
 OF_A_RUN = {
     *("drain", "drain_all", "drain_deadline", "drain_timeout"),
     *("remove", "remove_all", "remove_models", "remove_timeout", "remove_deadline"),
     *("verify_key", "verify_key_file", "verify_model", "llama_install"),
 }
+
+
+FILES = ("*.yml", "plays/*.yml", "roles/*/[thv]*/*")  # tasks, templates, handlers, vars
+READ = "\n".join(path.read_text() for files in FILES for path in PLAYBOOKS.glob(files))
+"""All that may use a variable."""
 
 
 def read(path: Path) -> Any:
@@ -47,21 +45,14 @@ def specified(role: str) -> dict[str, dict[str, Any]]:
 
 
 @pytest.mark.parametrize("role", ROLES)
-def test_each_variable_is_specified_with_the_type_of_its_default(role: str) -> None:
+def test_each_variable_is_used_and_specified_with_the_type_of_its_default(role: str) -> None:
+    unused = [name for name in defaults(role) if not re.search(rf"\b{name}\b", READ)]
+    assert not unused
     options = specified(role)
     assert list(options) == list(defaults(role))
     for name, value in defaults(role).items():
         assert options[name]["type"] in TYPES[type(value)], name
         assert len(options[name]["description"].split()) > 1, name
-
-
-@pytest.mark.parametrize("role", ROLES)
-def test_each_variable_is_used(role: str) -> None:
-    files = [*PLAYBOOKS.glob("*.yml"), *PLAYBOOKS.glob("plays/*.yml")]
-    files += PLAYBOOKS.glob("roles/*/[thv]*/*")  # tasks, templates, handlers, vars
-    text = "\n".join(path.read_text() for path in files)
-    unused = [name for name in defaults(role) if not re.search(rf"\b{name}\b", text)]
-    assert not unused
 
 
 def test_the_variables_that_roles_and_documentation_name_exist() -> None:

@@ -155,7 +155,7 @@ def _try_system(system: System, commands: Sequence[str], cache: Path) -> SystemR
         for command in commands:
             log = cache / f"fresh-log-{system.suite}-{command}"
             progress(f"make {command}, with Python {result.python}; its output: {log}")
-            outcome = COMMANDS[command](root, log, environment, progress)
+            outcome = COMMANDS[command](root, log, environment)
             result.ran.append(outcome)
             if outcome.problem:
                 lines = log.read_text(errors="replace").splitlines()[-LINES_OF_A_LOG:]

@@ -11,7 +11,7 @@ import subprocess
 import time
 import urllib.error
 import urllib.request
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -23,7 +23,6 @@ ANY_PORTS = "ARGS=--port 0 --admin-port 0"
 SERVING = re.compile(r"OpenAI-compatible API at (http://\S+)/v1")
 COUNTED = re.compile(r"(\d+) (passed|failed|skipped|errors?|xfailed|xpassed)\b")
 ENDED = re.compile(r" in \d+\.\d+s\b")
-SHARE = re.compile(r"\[ *\d+%\]")
 CHAT = {
     "model": "demo",
     "messages": [{"role": "user", "content": "Hello"}],
@@ -34,11 +33,8 @@ ANSWER_LIMIT = 120.0
 END_LIMIT = 60.0  # seconds from Ctrl-C to the end
 TEST_LIMIT = 7200.0  # it usually takes a quarter of an hour
 POLL_EVERY = 0.2  # seconds
-PROGRESS_EVERY = 60.0  # seconds between two progress messages
 # Statuses of make after Ctrl-C: its command has succeeded, or ended with the status of SIGINT.
 INTERRUPTED = frozenset({0, 2, 130})
-
-PrintProgress = Callable[[str], None]
 
 
 @dataclass(slots=True)
@@ -59,35 +55,29 @@ class _CommandError(Exception):
     """A command failed; the message has the reason."""
 
 
-def make_run(
-    root: Path, log: Path, environment: Mapping[str, str], progress: PrintProgress
-) -> CommandResult:
+def make_run(root: Path, log: Path, environment: Mapping[str, str]) -> CommandResult:
     """Run `make run` until it has answered a chat, then send Ctrl-C."""
     if not all(_is_free(port) for port in PORTS):
-        return _run(root, log, environment, progress, ["make", "run", ANY_PORTS])
-    result = _run(root, log, environment, progress, ["make", "run"])
+        return _run(root, log, environment, ["make", "run", ANY_PORTS])
+    result = _run(root, log, environment, ["make", "run"])
     if result.problem and PORT_TAKEN in log.read_text(errors="replace"):
         # Another process took a port during the installation.
-        return _run(root, log, environment, progress, ["make", "run", ANY_PORTS])
+        return _run(root, log, environment, ["make", "run", ANY_PORTS])
     return result
 
 
 def _run(
-    root: Path,
-    log: Path,
-    environment: Mapping[str, str],
-    progress: PrintProgress,
-    command: list[str],
+    root: Path, log: Path, environment: Mapping[str, str], command: list[str]
 ) -> CommandResult:
     result = CommandResult(shlex.join(command))
     begun = time.monotonic()
     with running_command(root, command, log, environment) as process:
         try:
-            url = _wait_until_serving(process, log, progress)
+            url = _wait_until_serving(process, log)
             result.seconds = time.monotonic() - begun
             _check_gateway(url)
             interrupt(process)
-            _wait(process, log, END_LIMIT, progress, what="its end after Ctrl-C")
+            _wait(process, log, END_LIMIT, what="its end after Ctrl-C")
             _check_end(process.returncode, log.read_text(errors="replace"))
         except _CommandError as problem:
             result.problem = str(problem)
@@ -95,15 +85,13 @@ def _run(
     return result
 
 
-def make_test(
-    root: Path, log: Path, environment: Mapping[str, str], progress: PrintProgress
-) -> CommandResult:
+def make_test(root: Path, log: Path, environment: Mapping[str, str]) -> CommandResult:
     """Run `make test` to its end."""
     result = CommandResult("make test")
     begun = time.monotonic()
     with running_command(root, ["make", "test"], log, environment) as process:
         try:
-            _wait(process, log, TEST_LIMIT, progress)
+            _wait(process, log, TEST_LIMIT)
         except _CommandError as problem:
             result.problem = str(problem)
         status = process.returncode
@@ -130,44 +118,25 @@ def _wait(
     process: subprocess.Popen[bytes],
     log: Path,
     limit: float,
-    progress: PrintProgress,
     *,
     until: re.Pattern[str] | None = None,
     what: str = "it",
 ) -> re.Match[str] | None:
     """Wait for a match of `until` in the log, or for the end of the process."""
-    begun = last_progress = time.monotonic()
+    end = time.monotonic() + limit
     while True:
         ended = process.poll() is not None
-        text = (
-            log.read_text(errors="replace")
-            if until or time.monotonic() - last_progress >= PROGRESS_EVERY
-            else ""
-        )
-        if until and (found := until.search(text)):
+        if until and (found := until.search(log.read_text(errors="replace"))):
             return found
         if ended:
             return None
-        now = time.monotonic()
-        if now - begun >= limit:
+        if time.monotonic() >= end:
             raise _CommandError(f"{what} takes longer than {limit:.0f} s")
-        if now - last_progress >= PROGRESS_EVERY:
-            last_progress = now
-            progress(f"{now - begun:.0f} s: {_progress(text)}")
         time.sleep(POLL_EVERY)
 
 
-def _progress(text: str) -> str:
-    if shares := SHARE.findall(text):
-        return f"tests {shares[-1]}"
-    lines = [line for line in text.splitlines() if line.strip()]
-    return lines[-1][:100] if lines else "no output yet"
-
-
-def _wait_until_serving(
-    process: subprocess.Popen[bytes], log: Path, progress: PrintProgress
-) -> str:
-    found = _wait(process, log, RUN_LIMIT, progress, until=SERVING)
+def _wait_until_serving(process: subprocess.Popen[bytes], log: Path) -> str:
+    found = _wait(process, log, RUN_LIMIT, until=SERVING)
     if found is None:
         raise _CommandError(f"it ended with status {process.returncode}")
     return found[1]

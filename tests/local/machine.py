@@ -56,15 +56,12 @@ def make_machine(
     for number, cores in enumerate(nodes):
         folder = f"sys/devices/system/node/node{number}"
         write(root, f"{folder}/cpulist", listed(c for core in cores for c in core if c in online))
-        write(
-            root,
-            f"{folder}/meminfo",
-            f"\nNode {number} MemTotal:       {share} kB\n"
-            f"Node {number} MemFree:        {share // 2} kB\n"
-            f"Node {number} Inactive(file): {share // 8} kB\n"
-            f"Node {number} SReclaimable:   {share // 8} kB\n"
-            f"Node {number} HugePages_Total:     0\n",
-        )
+        memory = {"MemTotal": share, "MemFree": share // 2, "Inactive(file)": share // 8}
+        lines = [
+            f"{name}: {kib} kB" for name, kib in {**memory, "SReclaimable": share // 8}.items()
+        ]
+        lines.append("HugePages_Total:     0")
+        write(root, f"{folder}/meminfo", "".join(f"\nNode {number} {line}" for line in lines))
         for core in cores:
             for cpu in core:
                 if cpu in online:

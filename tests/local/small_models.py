@@ -125,12 +125,8 @@ def _write_head(model: Published, path: Path) -> None:
     writer.add_tokenizer_model("gpt2")
     writer.add_tokenizer_pre("qwen2")
     writer.add_token_list(list(_vocabulary()))
-    writer.add_token_types(
-        [
-            gguf.TokenType.NORMAL if number < END_OF_TEXT else gguf.TokenType.CONTROL
-            for number in range(TOKENS)
-        ]
-    )
+    kinds = [gguf.TokenType.NORMAL] * END_OF_TEXT
+    writer.add_token_types(kinds + [gguf.TokenType.CONTROL] * (TOKENS - END_OF_TEXT))
     writer.add_token_merges([f"Ġ{number} Ġ" for number in range(MERGES)])
     writer.add_eos_token_id(TURN_END)
     writer.add_pad_token_id(END_OF_TEXT)

@@ -5,25 +5,23 @@ from pathlib import Path
 import pytest
 
 from gateway.local.cache import cache_folder, ensure_file, file_lock
+from tests.each_case import each_case
 
 
-def test_the_gateways_own_variable_comes_first() -> None:
-    env = {"LLAMA_GATEWAY_CACHE": "/a/b", "XDG_CACHE_HOME": "/x", "HOME": "/home/me"}
-    assert cache_folder(env) == Path("/a/b")
-
-
-def test_a_relative_folder_counts_from_the_working_folder(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+@each_case(
+    ("env", "folder"),
+    [
+        ({"LLAMA_GATEWAY_CACHE": "/a/b", "XDG_CACHE_HOME": "/x", "HOME": "/h"}, Path("/a/b")),
+        ({"LLAMA_GATEWAY_CACHE": "c"}, Path.cwd() / "c"),
+        ({"XDG_CACHE_HOME": "/x", "HOME": "/h"}, Path("/x/llama-gateway")),
+        ({"XDG_CACHE_HOME": "x", "HOME": "/h"}, Path("/h/.cache/llama-gateway")),
+        ({"HOME": "/h"}, Path("/h/.cache/llama-gateway")),
+    ],
+)
+def test_the_gateways_own_variable_goes_before_xdgs_if_that_is_absolute(
+    env: dict[str, str], folder: Path
 ) -> None:
-    monkeypatch.chdir(tmp_path)
-    assert cache_folder({"LLAMA_GATEWAY_CACHE": "c"}) == tmp_path / "c"
-
-
-def test_the_xdg_folder_counts_if_it_is_absolute() -> None:
-    assert cache_folder({"XDG_CACHE_HOME": "/x", "HOME": "/h"}) == Path("/x/llama-gateway")
-    home = Path("/h/.cache/llama-gateway")
-    assert cache_folder({"XDG_CACHE_HOME": "x", "HOME": "/h"}) == home
-    assert cache_folder({"HOME": "/h"}) == home
+    assert cache_folder(env) == folder
 
 
 def test_a_write_that_fails_leaves_nothing_behind(tmp_path: Path) -> None:

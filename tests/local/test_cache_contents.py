@@ -78,9 +78,7 @@ def test_models_parts_and_the_rest_are_told_apart_and_strange_files_left_alone(c
     assert not any(entry.in_use for entry in found.values())
     sizes = [entry.size for entry in cache_contents(cache)]
     assert sizes == sorted(sizes, reverse=True)
-
-
-def test_all_of_it_can_be_removed_and_nothing_else_goes(cache: Path) -> None:
+    # All of them can be removed, and nothing else goes.
     for entry in cache_contents(cache):
         remove_entry(entry)
     assert cache_contents(cache) == []
@@ -142,24 +140,16 @@ class TestInUse:
                 remove_entry(entry)
         assert path.exists()
 
-    def test_a_model_that_up_serves_is_in_use_though_no_file_is_open(self, cache: Path) -> None:
-        """With several NUMA nodes the servers read it into memory of their own."""
-        entry = by_name(cache)["big.gguf"]
-        with models_in_use(entry.files):
-            assert by_name(cache)["big.gguf"].locked
+    @pytest.mark.parametrize("name", ["big.gguf", "half.gguf"], ids=["served", "downloading"])
+    def test_what_is_locked_is_in_use_though_no_file_is_open(self, cache: Path, name: str) -> None:
+        """With several NUMA nodes the servers of `up` read a model into memory of their own."""
+        entry = by_name(cache)[name]
+        folder = entry.files[0].parent
+        with models_in_use(entry.files) if name == "big.gguf" else file_lock(folder, timeout=1):
+            assert by_name(cache)[name].in_use
             with pytest.raises(InUseError):
                 remove_entry(entry)
             assert entry.files[0].exists()
-        remove_entry(entry)
-        assert not entry.files[0].exists()
-
-    def test_a_download_under_way_is_in_use(self, cache: Path) -> None:
-        entry = by_name(cache)["half.gguf"]
-        folder = entry.files[0].parent
-        with file_lock(folder, timeout=1):
-            assert by_name(cache)["half.gguf"].in_use
-            with pytest.raises(InUseError):
-                remove_entry(entry)
         remove_entry(entry)
         assert not folder.exists()
 

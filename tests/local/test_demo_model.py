@@ -30,12 +30,13 @@ def test_the_model_has_the_same_bytes_everywhere(tmp_path: Path) -> None:
     # Changed on purpose? Then raise FILE_VERSION, so that old files are not reused.
     assert hashlib.sha256(path.read_bytes()).hexdigest() == DIGEST
     assert path.name == "demo-small-v2.gguf"
-
-
-def test_it_is_small_and_trained_for_more_than_a_slot_needs(tmp_path: Path) -> None:
-    model = read_model(ensure_demo_model(tmp_path), "demo")
+    model = read_model(path, "demo")
     assert 3_000_000 < model.size < 4_500_000
     assert model.trained_context == TRAINED_CONTEXT
+    # It is written once.
+    before = path.stat()
+    assert ensure_demo_model(tmp_path) == path
+    assert path.stat().st_mtime_ns == before.st_mtime_ns
 
 
 @pytest.mark.slow
@@ -43,13 +44,6 @@ def test_the_medium_size_is_right_for_cache_tests(tmp_path: Path) -> None:
     path = ensure_demo_model(tmp_path, "medium")
     assert 45_000_000 < path.stat().st_size < 60_000_000
     assert gguf.GGUFReader(path).get_tensor(0).tensor_type == gguf.GGMLQuantizationType.F16
-
-
-def test_it_is_written_once(tmp_path: Path) -> None:
-    path = ensure_demo_model(tmp_path)
-    before = path.stat()
-    assert ensure_demo_model(tmp_path) == path
-    assert path.stat().st_mtime_ns == before.st_mtime_ns
 
 
 def test_concurrent_processes_get_the_same_whole_file(tmp_path: Path) -> None:

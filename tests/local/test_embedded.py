@@ -31,17 +31,9 @@ from tests.servers import (
 
 pytestmark = [pytest.mark.real, pytest.mark.wheel_only("about the embedded server itself")]
 
-TOOL = {
-    "type": "function",
-    "function": {
-        "name": "get_weather",
-        "parameters": {
-            "type": "object",
-            "properties": {"city": {"type": "string", "enum": ["Paris", "Rome"]}},
-            "required": ["city"],
-        },
-    },
-}
+CITY = {"city": {"type": "string", "enum": ["Paris", "Rome"]}}
+PARAMETERS = {"type": "object", "properties": CITY, "required": ["city"]}
+TOOL = {"type": "function", "function": {"name": "get_weather", "parameters": PARAMETERS}}
 
 
 @pytest.fixture(scope="module")

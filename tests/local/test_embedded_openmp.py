@@ -50,12 +50,10 @@ def test_elsewhere_a_server_finds_the_copy_of_a_package(tmp_path: Path) -> None:
     packaged = packaged_openmp()
     assert link.resolve() == known(packaged).resolve()
 
-    environment = server_environment({"LLAMA_GATEWAY_CACHE": str(tmp_path)})
-    assert environment["LD_LIBRARY_PATH"] == str(tmp_path / "lib")
-    environment = server_environment(
-        {"LLAMA_GATEWAY_CACHE": str(tmp_path), "LD_LIBRARY_PATH": "/other"}
-    )
-    assert environment["LD_LIBRARY_PATH"] == f"/other:{tmp_path / 'lib'}"
+    given = {"LLAMA_GATEWAY_CACHE": str(tmp_path)}
+    assert server_environment(given)["LD_LIBRARY_PATH"] == str(tmp_path / "lib")
+    other = server_environment({**given, "LD_LIBRARY_PATH": "/other"})["LD_LIBRARY_PATH"]
+    assert other == f"/other:{tmp_path / 'lib'}"
 
 
 @pytest.mark.usefixtures("bare")

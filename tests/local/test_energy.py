@@ -85,25 +85,27 @@ class TestUnavailable:
         assert "readable by root only" in str(one.value)
         assert "sudo chmod a+r" in str(one.value)
 
-    def test_a_part_that_cannot_be_read_is_not_left_out_of_the_sum(
-        self, server: PowercapTree
+    @each_case(
+        ("file", "texts", "said"),
+        [
+            ("0/energy_uj", ["", "none", "-5", str(RANGE_UJ + 1), "²"], "is not a number up to"),
+            ("0/max_energy_range_uj", ["", "0", "unknown"], "max_energy_range_uj"),
+        ],
+    )
+    def test_a_counter_that_is_no_number_is_refused(
+        self, server: PowercapTree, file: str, texts: list[str], said: str
     ) -> None:
-        server.zone("intel-rapl:1:1").joinpath("energy_uj").unlink()
+        zone, _, name = file.partition("/")
+        path = server.zone(f"intel-rapl:{zone}") / name
+        good = path.read_text()
+        for text in texts:
+            path.write_text(text)
+            with pytest.raises(EnergyUnavailableError, match=said):
+                open_meter(server.root)
+        path.write_text(good)
+        # A part that can't be read is not left out of the sum.
+        (server.zone("intel-rapl:1:1") / "energy_uj").unlink(missing_ok=True)
         with pytest.raises(EnergyUnavailableError, match=r"intel-rapl:1:1/energy_uj: no such file"):
-            open_meter(server.root)
-
-    @each_case("text", ["", "none", "-5", str(RANGE_UJ + 1), "²"])
-    def test_a_counter_that_is_no_number_is_refused(self, server: PowercapTree, text: str) -> None:
-        server.zone("intel-rapl:0").joinpath("energy_uj").write_text(text)
-        with pytest.raises(EnergyUnavailableError, match="is not a number up to"):
-            open_meter(server.root)
-
-    @pytest.mark.parametrize("text", ["", "0", "unknown"])
-    def test_a_counter_whose_range_is_unknown_is_refused(
-        self, server: PowercapTree, text: str
-    ) -> None:
-        server.zone("intel-rapl:0").joinpath("max_energy_range_uj").write_text(text)
-        with pytest.raises(EnergyUnavailableError, match="max_energy_range_uj"):
             open_meter(server.root)
 
 

@@ -1,24 +1,37 @@
 from __future__ import annotations
 
 import json
+import os
+import resource
 import subprocess
 import sys
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from gguf import GGMLQuantizationType as Type
 
-from gateway.local import MemoryShortError
-from gateway.local.gguf import ModelFile, read_model
+from gateway.local import LocalFleetError, MemoryShortError
+from gateway.local.gguf import ModelFile, ModelShape, UnknownShapeError, read_model
 from gateway.local.memory import (
+    MIB,
+    MOST_CHECKPOINTS,
     PlacedServer,
     ServerSettings,
+    check_memlock,
     check_memory,
+    compute_bytes,
     format_gib,
+    memlock_limit,
+    memlock_warning,
+    repacked_types,
     server_memory,
     server_needs,
+    weights_by_type,
 )
+from gateway.local.plan import LocalFleetPlan, plan_local_fleet
 from gateway.local.topology import Topology, read_topology
+from tests.each_case import each_case
 from tests.known import known
 from tests.local.machine import make_machine, two_sockets_with_smt
 from tests.workshop.fit.random_models import Recipe, write
@@ -44,27 +57,18 @@ def machine(tmp_path: Path) -> Topology:
     return read_topology(make_machine(tmp_path, two_sockets_with_smt(), memory_gib=64))
 
 
-def test_servers_that_leave_exactly_two_gib_fit(machine: Topology) -> None:
-    machine = replace(machine, memory_available=32 * GIB)
-    check_memory(machine, bound([None, None]))
-
-
-def test_one_byte_less_is_refused_with_figures_and_the_remedy(machine: Topology) -> None:
-    machine = replace(machine, memory_available=32 * GIB - 1)
+def test_servers_must_leave_two_gib_or_are_refused_with_figures_and_the_remedy(
+    machine: Topology,
+) -> None:
+    check_memory(replace(machine, memory_available=32 * GIB), bound([None, None]))
     with pytest.raises(MemoryShortError) as caught:
-        check_memory(machine, bound([None, None]))
-    message = str(caught.value)
-    for part in ("big.gguf", "10.0 GiB", "2 servers", "30.0 GiB", "2.0 GiB", "32.0 GiB"):
-        assert part in message
-    assert "--force-memory" in message
-    assert "fewer --servers" in message
-
-
-def test_fewer_servers_are_no_remedy_for_one(machine: Topology) -> None:
-    machine = replace(machine, memory_available=GIB)
+        check_memory(replace(machine, memory_available=32 * GIB - 1), bound([None, None]))
+    figures = ("10.0 GiB", "2 servers", "30.0 GiB", "2.0 GiB", "32.0 GiB")
+    for part in ("big.gguf", *figures, "--force-memory", "fewer --servers"):
+        assert part in str(caught.value)
     with pytest.raises(MemoryShortError) as caught:
-        check_memory(machine, bound([None]))
-    assert "fewer" not in str(caught.value)
+        check_memory(replace(machine, memory_available=GIB), bound([None]))
+    assert "fewer" not in str(caught.value), "it is no remedy for one"
 
 
 def test_a_bound_server_must_fit_into_its_node(machine: Topology) -> None:
@@ -77,11 +81,13 @@ def test_a_bound_server_must_fit_into_its_node(machine: Topology) -> None:
 
 
 def test_sizes_for_people() -> None:
-    assert format_gib(3_892_256) == "4 MiB"
-    assert format_gib(3 * GIB // 2) == "1.5 GiB"
+    assert (format_gib(3_892_256), format_gib(3 * GIB // 2)) == ("4 MiB", "1.5 GiB")
 
 
-def test_a_known_shape_tells_what_a_server_needs(machine: Topology, tmp_path: Path) -> None:
+def test_a_known_shape_tells_what_a_server_needs_else_the_rule_of_thumb(
+    machine: Topology, tmp_path: Path
+) -> None:
+    assert server_needs(MODEL, ServerSettings(2, 4096)) == (15 * GIB, "1.5 x model")
     recipe = Recipe("m", 2, 256, 4, 4, 512)
     model = read_model(write(recipe, tmp_path, hollow=True))
     settings = ServerSettings(2, 4096)
@@ -91,10 +97,6 @@ def test_a_known_shape_tells_what_a_server_needs(machine: Topology, tmp_path: Pa
     with pytest.raises(MemoryShortError, match="2 slots of 4096 tokens 16 MiB"):
         check_memory(replace(machine, memory_available=2 * GIB), [(model, settings, None)])
     check_memory(replace(machine, memory_available=2 * GIB + needed), [(model, settings, None)])
-
-
-def test_the_rule_of_thumb_counts_where_the_shape_is_not_known() -> None:
-    assert server_needs(MODEL, ServerSettings(2, 4096)) == (15 * GIB, "1.5 x model")
 
 
 def test_the_module_says_what_a_server_needs_without_any_package(tmp_path: Path) -> None:
@@ -111,3 +113,212 @@ def test_the_module_says_what_a_server_needs_without_any_package(tmp_path: Path)
     failed = subprocess.run([*module, str(path), *settings], capture_output=True, check=False)
     assert failed.returncode == 1
     assert b"web page" in failed.stderr
+
+
+# What a server needs, part by part.
+
+
+BASE = Recipe("base", layers=2, width=512, heads=8, kv_heads=8, feed_forward=1408)
+ONE = ServerSettings(slots=1, context=4096)
+AVX2 = repacked_types({"avx2"})
+
+
+def shape(folder: Path, **changes: object) -> ModelShape:
+    return known(read_model(write(replace(BASE, **changes), folder, hollow=True)).shape)  # type: ignore[arg-type]
+
+
+@each_case(
+    ("changes", "settings", "mib"),
+    [  # as the server logs it: "CPU KV buffer size"
+        ({}, ONE, 16),
+        ({}, replace(ONE, slots=4), 64),
+        ({}, replace(ONE, context=16_384), 64),
+        ({}, replace(ONE, key_type="f32", value_type="f32"), 32),
+        ({"kv_heads": 2}, ONE, 4),
+        ({"head_size": 128}, ONE, 32),
+        ({"architecture": "gemma3", "window": 512, "layers": 6}, ONE, 8 + 7.5),
+        ({"architecture": "gemma3", "window": 512, "layers": 6}, replace(ONE, slots=4), 32 + 30),
+        ({"architecture": "lfm2", "layers": 6, "attention_every": 3}, ONE, 16),
+    ],
+)
+def test_the_kv_cache_is_that_which_the_server_logs(
+    tmp_path: Path, changes: dict[str, object], settings: ServerSettings, mib: float
+) -> None:
+    assert server_memory(shape(tmp_path, **changes), settings).kv_cache == mib * MIB
+
+
+@each_case(
+    ("changes", "settings", "logged", "over"),
+    [  # "CPU compute buffer size"; a narrow block is told too high
+        ({}, ONE, 8.63, 0.01),
+        ({}, replace(ONE, slots=4), 8.63, 0.01),
+        ({}, replace(ONE, context=16_384), 14.63, 0.01),
+        ({}, replace(ONE, micro_batch=512), 17.27, 0.01),
+        ({"feed_forward": 2816}, ONE, 12.76, 0.01),
+        ({"experts": 8, "experts_used": 2}, ONE, 12.76, 0.01),
+        ({"experts": 16, "experts_used": 4}, ONE, 21.01, 0.01),
+        ({"width": 4096, "heads": 32, "kv_heads": 8, "feed_forward": 14_336}, ONE, 64.01, 0.01),
+        ({"width": 1024, "heads": 16, "kv_heads": 16}, ONE, 9.76, 0.25),
+        ({"architecture": "gemma3", "window": 512, "layers": 6}, ONE, 9.01, 0.01),
+    ],
+)
+def test_the_compute_buffer_is_that_which_the_server_logs(
+    tmp_path: Path, changes: dict[str, object], settings: ServerSettings, logged: float, over: float
+) -> None:
+    found = shape(tmp_path, **changes)
+    told = compute_bytes(found, settings)
+    work = 2 * settings.micro_batch * max(found.feed_forward, found.width)
+    told -= work + 8 * settings.slots * (found.vocabulary + found.width)
+    assert logged * 0.99 <= told / MIB <= logged * (1 + over) + 0.1
+
+
+def test_copied_weights_count_twice_as_resident_and_once_as_needed(tmp_path: Path) -> None:
+    found = shape(tmp_path, weights=Type.Q4_0)
+    sizes = weights_by_type(found)
+    assert list(sizes) == ["q4_0", "f32"]
+    assert sum(sizes.values()) == server_memory(found, ONE).weights
+    kept = server_memory(found, replace(ONE, prompt_cache_bytes=MIB))
+    assert kept.needed == server_memory(found, ONE).needed + MIB
+    mapped = server_memory(found, replace(ONE, repacked=AVX2))
+    embedding = next(t.size for t in found.tensors if t.name == "token_embd.weight")
+    assert mapped.mapped_twice == sizes["q4_0"] - embedding
+    assert mapped.resident == mapped.needed + mapped.mapped_twice
+    apart = server_memory(found, replace(ONE, repacked=AVX2, mapped=False))
+    assert apart.resident == apart.needed == mapped.needed
+
+
+def test_weights_that_a_processor_takes_as_they_are_count_once(tmp_path: Path) -> None:
+    found = shape(tmp_path, weights=Type.Q8_0)
+    assert server_memory(found, replace(ONE, repacked=AVX2)).mapped_twice == 0
+    graviton = repacked_types({"asimd", "asimddp", "i8mm"})
+    assert server_memory(found, replace(ONE, repacked=graviton)).mapped_twice > 0
+    assert not repacked_types({"sse2"})
+
+
+def test_prompts_that_cannot_be_rolled_back_are_kept_in_checkpoints(tmp_path: Path) -> None:
+    assert server_memory(shape(tmp_path), ONE).checkpoints == 0
+    windowed = shape(tmp_path, architecture="gemma3", window=512, layers=6)
+    row = 2 * 2 * 512  # keys and values in f16
+    assert server_memory(windowed, ONE).checkpoints == 3 * 5 * 512 * row
+    endless = server_memory(windowed, replace(ONE, context=1 << 20)).checkpoints
+    assert endless == MOST_CHECKPOINTS * 5 * 512 * row
+
+
+def test_a_type_that_a_row_does_not_divide_into_is_refused(tmp_path: Path) -> None:
+    found = shape(tmp_path, width=48, heads=4, kv_heads=1, feed_forward=64)
+    with pytest.raises(UnknownShapeError, match="a row of 12 elements can't be of type q8_0"):
+        server_memory(found, replace(ONE, key_type="q8_0"))
+
+
+# Locked memory.
+
+
+LOCK = 1 << 14  # CAP_IPC_LOCK
+ALL_BUT_IT = (1 << 41) - 1 - LOCK
+LOCKED = ModelFile(Path("/models/m.gguf"), "m", 8 << 30, None)
+
+
+def machine_with_limits(
+    root: Path, *, hard: str = "8388608", uid: int = 1000, effective: int = 0, ambient: int = 0
+) -> Path:
+    home = root / "proc/self"
+    home.mkdir(parents=True)
+    (home / "status").write_text(
+        f"Name:\tpython3\nUid:\t{uid}\t{uid}\t{uid}\t{uid}\n"
+        f"CapEff:\t{effective:016x}\nCapAmb:\t{ambient:016x}\n"
+    )
+    (home / "limits").write_text(
+        "Limit                     Soft Limit           Hard Limit           Units     \n"
+        "Max open files            1024                 1048576              files     \n"
+        f"Max locked memory         65536                {hard:<21}bytes     \n"
+    )
+    return root
+
+
+def test_without_the_capability_the_hard_limit_holds_if_there_is_one(tmp_path: Path) -> None:
+    assert memlock_limit(machine_with_limits(tmp_path / "limited")) == 8 << 20
+    assert memlock_limit(machine_with_limits(tmp_path / "free", hard="unlimited")) is None
+    assert memlock_limit(tmp_path / "no proc") is None
+
+
+@pytest.mark.parametrize(
+    ("uid", "effective", "ambient", "free"),
+    [
+        (0, LOCK, 0, True),
+        (0, ALL_BUT_IT, 0, False),  # a container's root
+        (1000, LOCK, LOCK, True),  # a unit's AmbientCapabilities
+        (1000, LOCK, 0, False),  # a file's capabilities end with exec
+    ],
+)
+def test_the_capability_counts_where_a_server_will_have_it(
+    tmp_path: Path, uid: int, effective: int, ambient: int, free: bool
+) -> None:
+    root = machine_with_limits(tmp_path, uid=uid, effective=effective, ambient=ambient)
+    assert (memlock_limit(root) is None) == free
+
+
+def test_a_limit_below_the_model_is_refused_with_the_remedy() -> None:
+    with pytest.raises(LocalFleetError) as caught:
+        check_memlock(LOCKED, 8 << 20)
+    for word in ("/models/m.gguf", "8 MiB", "8.0 GiB", "prlimit", "CAP_IPC_LOCK", "--mlock"):
+        assert word in str(caught.value)
+    check_memlock(LOCKED, LOCKED.size)
+    check_memlock(LOCKED, None)
+
+
+@pytest.mark.parametrize(
+    ("locked", "warning"),
+    [
+        (8 << 20, None),
+        (0, "only 0 MiB of 8.0 GiB is locked in memory; its log may say why"),
+        (4 << 20, "only 4.0 GiB of 8.0 GiB is locked in memory; its log may say why"),
+    ],
+)
+def test_a_server_with_too_little_locked_memory_is_warned_of(
+    tmp_path: Path, locked: int, warning: str | None
+) -> None:
+    home = tmp_path / "proc/7"
+    home.mkdir(parents=True)
+    (home / "status").write_text(f"Name:\tllama-server\nVmLck:\t{locked:8} kB\n")
+    assert memlock_warning(LOCKED, 7, tmp_path) == warning
+    assert memlock_warning(LOCKED, 8, tmp_path) is None
+
+
+def test_the_real_limits_of_a_process_are_read() -> None:
+    code = (
+        "import resource; resource.setrlimit(resource.RLIMIT_MEMLOCK, (4096, 8192));"
+        "from gateway.local.memory import memlock_limit; print(memlock_limit())"
+    )
+    command = [sys.executable, "-c", code]
+    if os.geteuid() == 0:
+        command = ["setpriv", "--bounding-set=-ipc_lock", *command]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=True)
+    assert done.stdout == "8192\n"
+
+
+def test_launch_lets_a_server_lock_what_the_hard_limit_allows() -> None:
+    code = "import resource; print(resource.getrlimit(resource.RLIMIT_MEMLOCK))"
+    launch = [sys.executable, "-m", "gateway.local.launch", "--mlock", "--"]
+    hard = resource.getrlimit(resource.RLIMIT_MEMLOCK)[1]
+    done = subprocess.run(
+        [*("prlimit", f"--memlock=4096:{hard}"), *launch, sys.executable, "-c", code],
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=True,
+    )
+    assert done.stdout == f"({hard}, {hard})\n"
+
+
+def test_a_model_that_may_not_be_locked_starts_nothing(tmp_path: Path) -> None:
+    topology = read_topology(make_machine(tmp_path / "machine", [[[0]]]))
+
+    def plan(limit: int | None) -> LocalFleetPlan:
+        return plan_local_fleet(
+            cache=tmp_path, topology=topology, mlock=True, read_memlock_limit=lambda: limit
+        )
+
+    with pytest.raises(LocalFleetError, match="1 MiB"):
+        plan(1 << 20)
+    assert plan(None).specs[0].mlock
+    assert not plan_local_fleet(cache=tmp_path, topology=topology).specs[0].mlock

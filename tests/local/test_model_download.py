@@ -1,16 +1,16 @@
 from __future__ import annotations
 
-import json
 import subprocess
 import sys
 import threading
+from collections.abc import Callable
 from pathlib import Path
 
 import httpx
 import numpy as np
 import pytest
 
-from gateway.local import LocalFleetError, MemoryShortError
+from gateway.local import LocalFleetError
 from gateway.local.cache import downloads_folder, file_lock
 from gateway.local.download import (
     DigestError,
@@ -18,12 +18,19 @@ from gateway.local.download import (
     ModelWish,
     cache_key,
     fetch_model,
-    part_path,
     record_path,
 )
 from gateway.local.gguf import ModelFile, read_model
 from tests.local.file_server import Fault, FileServer, digest
 from tests.local.gguf_files import gguf_writer
+
+FETCH = """
+import sys, httpx
+from pathlib import Path
+from gateway.local.download import DownloadHooks, ModelWish, fetch_model
+wish = ModelWish(httpx.URL(sys.argv[1]))
+print(fetch_model(wish, Path(sys.argv[2]), DownloadHooks(), check_fits=lambda _: None))
+"""
 
 
 class Models:
@@ -34,9 +41,14 @@ class Models:
         self.cache = cache
         self.notes: list[str] = []
         self.asked: list[ModelFile] = []
+        self.on_note: Callable[[], None] = lambda: None
+
+    def note(self, text: str) -> None:
+        self.notes.append(text)
+        self.on_note()
 
     def fetch(self, path: str = "/m.gguf", *sha256: str, most: int | None = None) -> Path:
-        hooks = DownloadHooks(note=self.notes.append, sleep=lambda _: None)
+        hooks = DownloadHooks(note=self.note, sleep=lambda _: None)
         url = httpx.URL(self.server.origin + path)
         wish = ModelWish(url, sha256, most_bytes=most)
         return fetch_model(wish, self.cache, hooks, check_fits=self.asked.append)
@@ -81,16 +93,6 @@ def test_a_signed_address_that_changes_finds_the_file_by_its_digest(
     assert models.fetch("/m.gguf?sig=2") != first
 
 
-def test_a_model_that_does_not_fit_is_not_read(models: Models) -> None:
-    def refuse(model: ModelFile) -> None:
-        raise MemoryShortError(f"{model.name} needs too much")
-
-    wish = ModelWish(httpx.URL(f"{models.server.origin}/m.gguf"))
-    with pytest.raises(MemoryShortError, match="m needs too much"):
-        fetch_model(wish, models.cache, DownloadHooks(), check_fits=refuse)
-    assert list(models.target().parent.iterdir()) == []
-
-
 class TestSplit:
     @pytest.fixture
     def parts(self, server: FileServer, tmp_path: Path) -> list[bytes]:
@@ -110,14 +112,13 @@ class TestSplit:
         self, models: Models, parts: list[bytes]
     ) -> None:
         digests = [digest(part) for part in parts]
+        with pytest.raises(LocalFleetError, match="--max-bytes"):
+            models.fetch("/s-00001-of-00003.gguf", most=sum(map(len, parts)) - 1)
+        models.asked.clear()
         path = models.fetch("/s-00001-of-00003.gguf", *digests)
         assert [file.read_bytes() for file in sorted(path.parent.glob("*.gguf"))] == parts
         assert read_model(path).size == sum(map(len, parts))
         assert {one.size for one in models.asked} == {sum(map(len, parts))}
-
-    def test_the_limit_is_of_all_files(self, models: Models, parts: list[bytes]) -> None:
-        with pytest.raises(LocalFleetError, match="--max-bytes"):
-            models.fetch("/s-00001-of-00003.gguf", most=sum(map(len, parts)) - 1)
 
     def test_a_missing_file_costs_none_of_the_others(
         self, models: Models, parts: list[bytes]
@@ -136,27 +137,12 @@ class TestTwoProcesses:
     def test_one_downloads_and_the_other_waits_for_it(self, models: Models, content: bytes) -> None:
         go_on = threading.Event()
         models.server.faults.append(Fault(hold=go_on))
-        code = (
-            "import sys, httpx\n"
-            "from pathlib import Path\n"
-            "from gateway.local.download import DownloadHooks\n"
-            "from gateway.local.download import ModelWish, fetch_model\n"
-            "wish = ModelWish(httpx.URL(sys.argv[1]))\n"
-            "cache, hooks = Path(sys.argv[2]), DownloadHooks()\n"
-            "print(fetch_model(wish, cache, hooks, check_fits=lambda _: None))"
-        )
-        command = [sys.executable, "-c", code, f"{models.server.origin}/m.gguf", str(models.cache)]
+        command = [sys.executable, "-c", FETCH, f"{models.server.origin}/m.gguf", str(models.cache)]
         with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
             try:
                 assert models.server.half_way.wait(60)
-
-                def note(text: str) -> None:
-                    models.notes.append(text)
-                    go_on.set()
-
-                hooks = DownloadHooks(note=note)
-                wish = ModelWish(httpx.URL(f"{models.server.origin}/m.gguf"))
-                path = fetch_model(wish, models.cache, hooks, check_fits=models.asked.append)
+                models.on_note = go_on.set
+                path = models.fetch()
                 assert process.communicate(timeout=60)[0].strip() == str(path)
             finally:
                 go_on.set()
@@ -175,12 +161,3 @@ class TestTwoProcesses:
             pytest.raises(LocalFleetError, match="has made no progress"),
         ):
             models.fetch()
-
-    def test_a_killed_download_goes_on(self, models: Models, content: bytes) -> None:
-        target = models.target()
-        target.parent.mkdir(parents=True)
-        part_path(target).write_bytes(content[:1_000_000])
-        record = {"url": "x", "etag": '"v1"', "total": len(content)}
-        record_path(target).write_text(json.dumps(record))
-        assert models.fetch().read_bytes() == content
-        assert models.server.ranges_asked == ["bytes=1000000-"]

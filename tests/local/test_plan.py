@@ -1,26 +1,46 @@
 from __future__ import annotations
 
+import errno
+import importlib.util
+import os
+import re
+import shutil
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
+import gguf
+import httpx
+import numpy as np
 import pytest
 
 from gateway.local import LocalFleetError, MemoryShortError, ModelFileError
 from gateway.local.gguf import ModelFile, read_model
 from gateway.local.memory import (
     MEMORY_RESERVE,
+    MIB,
     MOST_PROMPT_CACHE_BYTES,
     ServerSettings,
+    file_memory,
     server_needs,
 )
 from gateway.local.plan import (
     DEFAULT_CONTEXT,
+    FETCHED_SERVER,
+    ModelFolder,
+    plan_folder_fleet,
+    plan_local_fleet,
     plan_models,
     plan_servers,
 )
+from gateway.local.server import LocalFleet, inventory_entry
 from gateway.local.topology import Topology, read_topology
+from setup.llama_server import cache_folder
 from tests.each_case import each_case
+from tests.known import known
+from tests.local.gguf_files import gguf_writer
 from tests.local.machine import make_machine, two_sockets_with_smt
+from tests.servers import demo_model, server_path
 from tests.workshop.fit.random_models import Recipe, write
 
 GIB = 1 << 30
@@ -38,22 +58,13 @@ def two_nodes(tmp_path: Path) -> Topology:
     return read_topology(make_machine(tmp_path, two_sockets_with_smt()))
 
 
-def test_one_node_gets_one_server_with_all_its_cores_unpinned(one_node: Topology) -> None:
-    (spec,) = plan_servers(one_node, MODEL)
-    assert (spec.name, spec.threads, spec.numa_node) == ("local-0", 8, 0)
-    assert (spec.cpus, spec.memory_node, spec.no_mmap) == (None, None, False)
-
-
 def test_each_node_gets_a_server_pinned_and_with_memory_of_its_own(two_nodes: Topology) -> None:
     first, second = plan_servers(two_nodes, MODEL)
     assert (first.threads, second.threads) == (4, 4)
     assert (first.cpus, second.cpus) == (two_nodes.nodes[0].cpus, two_nodes.nodes[1].cpus)
     assert (first.memory_node, second.memory_node) == (0, 1)
-    assert first.no_mmap
-    assert second.no_mmap
-
-
-def test_memory_that_is_not_allowed_is_not_bound(two_nodes: Topology) -> None:
+    assert (first.no_mmap, second.no_mmap) == (True, True)
+    # Memory that is not allowed is not bound.
     forbidden = replace(two_nodes.nodes[1], memory_allowed=False)
     machine = replace(two_nodes, nodes=(two_nodes.nodes[0], forbidden))
     assert [spec.memory_node for spec in plan_servers(machine, MODEL)] == [0, None]
@@ -64,8 +75,9 @@ def test_several_servers_of_a_node_share_its_cores(
     one_node: Topology, servers: int, threads: int
 ) -> None:
     specs = plan_servers(one_node, MODEL, servers=servers)
-    assert [spec.threads for spec in specs] == [threads] * servers
-    assert len({spec.name for spec in specs}) == servers
+    assert [spec.name for spec in specs] == [f"local-{number}" for number in range(servers)]
+    assert {(spec.threads, spec.numa_node) for spec in specs} == {(threads, 0)}
+    assert {(spec.cpus, spec.memory_node, spec.no_mmap) for spec in specs} == {(None, None, False)}
 
 
 def test_servers_are_distributed_over_the_nodes(two_nodes: Topology) -> None:
@@ -127,6 +139,8 @@ def test_models_go_to_the_numa_nodes_with_most_memory_left_the_largest_first(
     assert [spec.memory_node for spec in specs] == [1, 1, 0, 1]
     assert [spec.threads for spec in specs] == [1, 1, 4, 1]
     assert all(spec.no_mmap for spec in specs)
+    with pytest.raises(MemoryShortError, match=r"NUMA node 0 has 24\.0 GiB available"):
+        plan_models(two_nodes, [model("a", 15), model("b", 1)])
 
 
 def test_models_get_as_many_slots_as_memory_has_room_for(
@@ -150,18 +164,10 @@ def test_models_get_as_many_slots_as_memory_has_room_for(
     assert [s.slots for s in plan_models(short, models, slots=4, force_memory=True)] == [4, 4]
 
 
-def test_several_models_are_refused_for_a_numa_node_that_is_too_small(two_nodes: Topology) -> None:
-    with pytest.raises(MemoryShortError, match=r"NUMA node 0 has 24\.0 GiB available"):
-        plan_models(two_nodes, [model("a", 15), model("b", 1)])
-
-
 def test_two_models_of_one_name_are_refused_with_both_paths(one_node: Topology) -> None:
     other = replace(model("a", 1), path=Path("/elsewhere/a.gguf"))
     with pytest.raises(ModelFileError, match=r"/models/a.gguf and /elsewhere/a.gguf: .* named a"):
         plan_models(one_node, [model("a", 1), other])
-    twice = model("a", 1)
-    with pytest.raises(ModelFileError, match="both models are named a"):
-        plan_models(one_node, [twice, twice])
 
 
 def test_a_context_beyond_the_training_of_any_model_is_refused(one_node: Topology) -> None:
@@ -169,3 +175,368 @@ def test_a_context_beyond_the_training_of_any_model_is_refused(one_node: Topolog
     assert [spec.context for spec in plan_models(one_node, models)] == [4096, 2048]
     with pytest.raises(LocalFleetError, match=r"/models/b\.gguf"):
         plan_models(one_node, models, context=4096)
+
+
+# The plan for a machine.
+
+
+@pytest.fixture(autouse=True)
+def no_binary_on_path(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PATH", "/nowhere")
+
+
+@pytest.fixture
+def machine(tmp_path: Path) -> Topology:
+    return read_topology(make_machine(tmp_path / "machine", two_sockets_with_smt()))
+
+
+def test_without_a_model_the_demo_model_is_made(tmp_path: Path, machine: Topology) -> None:
+    plan = plan_local_fleet(cache=tmp_path, topology=machine)
+    assert plan.is_demo
+    assert plan.model.path.parent == tmp_path / "models"
+    assert plan.log_folder == tmp_path / "logs"
+    assert plan.binary is None
+    assert [(spec.alias, spec.numa_node) for spec in plan.specs] == [("demo", 0), ("demo", 1)]
+
+
+def test_a_named_model_is_used_as_it_is(tmp_path: Path, machine: Topology) -> None:
+    path = tmp_path / "real.gguf"
+    path.symlink_to(demo_model())
+    plan = plan_local_fleet(path, servers=3, slots=4, cache=tmp_path, topology=machine)
+    assert not plan.is_demo
+    assert [(spec.model, spec.alias, spec.slots) for spec in plan.specs] == [(path, "real", 4)] * 3
+
+
+def test_a_model_that_does_not_fit_is_refused_unless_forced(tmp_path: Path) -> None:
+    small = read_topology(make_machine(tmp_path / "small", [[[0]]], memory_gib=2))
+    with pytest.raises(MemoryShortError, match="--force-memory"):
+        plan_local_fleet(cache=tmp_path, topology=small)
+    (spec,) = plan_local_fleet(cache=tmp_path, topology=small, force_memory=True).specs
+    assert spec.prompt_cache_bytes == 0
+
+
+def test_a_missing_extra_is_reported_with_the_remedy(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    with pytest.raises(LocalFleetError, match=r"pip install .*xllamacpp"):
+        plan_local_fleet(cache=tmp_path)
+
+
+@pytest.fixture
+def router(tmp_path: Path) -> Path:
+    """A llama-server with router mode, as far as its help says it."""
+    program = tmp_path / "bin/llama-server"
+    program.parent.mkdir()
+    flags = "--model --port --parallel --models-preset --models-max"
+    program.write_text(f"#!/bin/sh\necho {flags}\n")
+    program.chmod(0o755)
+    return program
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    """A folder of two models, and of a file that is none."""
+    made = tmp_path / "models"
+    made.mkdir()
+    for name in "ab":
+        (made / f"{name}.gguf").symlink_to(demo_model())
+    (made / "bad.gguf").write_text("no model")
+    return made
+
+
+def test_a_folder_gets_a_router_for_each_numa_node_with_the_memory_that_it_has(
+    tmp_path: Path, machine: Topology, folder: Path, router: Path
+) -> None:
+    plan = plan_folder_fleet(
+        folder, tmp_path / "models.ini", slots=3, server_bin=router, topology=machine
+    )
+    assert plan.folder is not None
+    assert list(plan.folder.models) == ["a", "b"]
+    assert list(plan.folder.passed_over) == ["bad.gguf"]
+    specs = plan.specs
+    assert {(spec.is_router, spec.model.name, spec.slots) for spec in specs} == {
+        (True, "models.ini", 3)
+    }
+    assert [spec.memory_node for spec in specs] == [0, 1]
+    rooms = [node.memory_available - MEMORY_RESERVE for node in machine.nodes]
+    share = (machine.memory_available - MEMORY_RESERVE) // 2
+    assert [spec.memory for spec in specs] == [min(room, share) for room in rooms]
+    assert plan.folder.room == min(spec.memory or 0 for spec in specs)
+    first, second = [inventory_entry(spec, "http://127.0.0.1:1") for spec in specs]
+    assert (first["host"], second["host"]) == ("localhost-numa0", "localhost-numa1")
+    assert (first["memory"], first["labels"]["numa"]) == (specs[0].memory, "0")
+
+
+def test_routers_of_one_memory_are_planned_with_all_of_it(
+    tmp_path: Path, folder: Path, router: Path
+) -> None:
+    machine = read_topology(make_machine(tmp_path / "one", [[[0], [1]]], memory_gib=16))
+    plan = plan_folder_fleet(
+        folder, tmp_path / "models.ini", servers=2, server_bin=router, topology=machine
+    )
+    left = machine.memory_available - MEMORY_RESERVE
+    assert [spec.memory for spec in plan.specs] == [left, left]  # they share it: one host
+    hosts = {inventory_entry(spec, "http://127.0.0.1:1")["host"] for spec in plan.specs}
+    assert hosts == {"localhost"}
+    full = replace(machine, memory_available=GIB)
+    with pytest.raises(ModelFileError, match=r"a.gguf: needs 64 MiB .* of the 0 MiB that"):
+        plan_folder_fleet(folder, tmp_path / "models.ini", server_bin=router, topology=full)
+    forced = plan_folder_fleet(
+        folder, tmp_path / "x.ini", server_bin=router, topology=full, force_memory=True
+    )
+    assert [spec.memory for spec in forced.specs] == [GIB]
+
+
+def test_a_folder_without_a_model_is_refused_with_the_reasons(
+    tmp_path: Path, machine: Topology, folder: Path, router: Path
+) -> None:
+    for name in "ab":
+        (folder / f"{name}.gguf").unlink()
+    preset = tmp_path / "models.ini"
+    with pytest.raises(ModelFileError, match=r"no model here can be served\n  bad.gguf: not a"):
+        plan_folder_fleet(folder, preset, server_bin=router, topology=machine)
+    (folder / "bad.gguf").unlink()
+    with pytest.raises(ModelFileError, match="it has no GGUF file"):
+        plan_folder_fleet(folder, preset, server_bin=router, topology=machine)
+    for missing in (folder / "none", demo_model()):
+        with pytest.raises(ModelFileError, match="name a folder of GGUF files"):
+            plan_folder_fleet(missing, preset, server_bin=router, topology=machine)
+
+
+def test_a_folder_needs_a_llama_server_with_router_mode(
+    tmp_path: Path, folder: Path, router: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    preset = tmp_path / "models.ini"
+    with pytest.raises(LocalFleetError, match=r"no router mode.*make llama-server.*--model FILE"):
+        plan_folder_fleet(folder, preset)
+    fetched = tmp_path / FETCHED_SERVER  # where `make llama-server` puts it
+    fetched.parent.mkdir(parents=True)
+    fetched.symlink_to(router)
+    assert cache_folder() / "llama-server" == fetched
+    assert plan_folder_fleet(folder, preset).binary is not None
+    router.write_text("#!/bin/sh\necho --model --port --parallel --models-max\n")
+    with pytest.raises(LocalFleetError, match=r"has no --models-preset, .*newer llama-server"):
+        plan_folder_fleet(folder, preset)
+
+
+@pytest.mark.real
+async def test_the_plan_for_this_machine_can_be_started(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("PATH", server_path())
+    plan = plan_local_fleet(servers=2, cache=tmp_path)
+    fleet = LocalFleet(plan.specs, plan.log_folder, binary=plan.binary, base_port=0)
+    async with fleet, httpx.AsyncClient(timeout=60) as client:
+        for url in fleet.urls:
+            props = (await client.get(f"{url}/props")).json()
+            assert props["default_generation_settings"]["n_ctx"] == 4096
+            assert props["model_alias"] == "demo"
+
+
+# Folders of models.
+
+
+SETTINGS = ServerSettings(slots=2, context=4096)
+
+
+def put(path: Path) -> Path:
+    """The demo model under another name."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    shutil.copyfile(demo_model(), path)
+    return path
+
+
+def put_other(path: Path, architecture: str, kind: str | None = None) -> Path:
+    """A file that is no model of texts, with a tensor."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with gguf_writer(path, architecture) as writer:
+        if kind is not None:
+            writer.add_type(kind)
+        writer.add_tensor("any.weight", np.zeros((32, 32), dtype=np.float32))
+    return path
+
+
+def put_split(folder: Path, name: str) -> None:
+    """A model in two parts: metadata and half of the tensors in the first."""
+    whole = gguf.GGUFReader(demo_model())
+    half = len(whole.tensors) // 2
+    for number, tensors in enumerate((whole.tensors[:half], whole.tensors[half:]), start=1):
+        with gguf_writer(folder / f"{name}-{number:05}-of-00002.gguf") as writer:
+            if number == 1:
+                writer.add_context_length(2048)
+            for tensor in tensors:
+                writer.add_tensor(tensor.name, tensor.data)
+
+
+def reader(folder: Path, room: int = 20 * GIB, **options: Any) -> ModelFolder:
+    """The folder, read once."""
+    found = ModelFolder(
+        folder, folder / "models.ini", options.pop("settings", SETTINGS), room, **options
+    )
+    found.refresh()
+    return found
+
+
+def test_models_are_named_by_their_files_in_the_folder_and_those_within(tmp_path: Path) -> None:
+    for name in ("a.gguf", "b 2.Q4_K_M.gguf", "inner/c.gguf", "inner/d.gguf"):
+        put(tmp_path / name)
+    for other in ("notes.txt", ".hidden.gguf", "inner/deeper/e.gguf", "f.gguf.part"):
+        put(tmp_path / other)
+    put_split(tmp_path, "split")
+    found = reader(tmp_path)
+    assert list(found.models) == ["a", "b 2.Q4_K_M", "c", "d", "split"]
+    assert found.passed_over == {}
+    split = found.models["split"]
+    assert split.file.path == tmp_path / "split-00001-of-00002.gguf"
+    assert split.settings.context == 2048  # it was trained for less than the others get
+    assert found.models["a"].settings.context == 4096
+
+
+def test_what_can_not_be_served_is_told_with_the_reason(tmp_path: Path) -> None:
+    put(tmp_path / "good.gguf")
+    (tmp_path / "text.gguf").write_text("hello")
+    (tmp_path / "cut.gguf").write_bytes(demo_model().read_bytes()[:1_000_000])
+    (tmp_path / "gone.gguf").symlink_to(tmp_path / "nothing")
+    (tmp_path / "long.gguf").symlink_to("x" * 300)  # whatever it is, the system may not say
+    os.mkfifo(tmp_path / "pipe.gguf")  # it is not even opened
+    put(tmp_path / "inner/good.gguf")
+    put(tmp_path / "no#te.gguf")
+    put(tmp_path / "we:ird.gguf")
+    put(tmp_path / "half-00002-of-00003.gguf")
+    put_other(tmp_path / "vision.gguf", "clip")
+    put_other(tmp_path / "lora.gguf", "llama", "adapter")
+    put(tmp_path / "mmproj-liar.gguf")
+    found = reader(tmp_path)
+    assert list(found.models) == ["good"]
+    words = {
+        "text.gguf": "not a GGUF model",
+        "cut.gguf": "cut short",
+        "gone.gguf": "no such file",
+        "long.gguf": "file name too long",
+        "inner/good.gguf": "good.gguf has this name too",
+        "no#te.gguf": "rename",
+        "we:ird.gguf": "rename",
+        "half-00002-of-00003.gguf": "00001-of-00003.gguf: no such file",
+        "vision.gguf": "projector of images",
+        "lora.gguf": "an adapter",
+        "mmproj-liar.gguf": "but not by both",
+    }
+    assert found.passed_over.keys() == words.keys()
+    for name, word in words.items():
+        assert word in found.passed_over[name], (name, found.passed_over[name])
+
+
+def test_a_projector_goes_to_the_one_model_beside_it(tmp_path: Path) -> None:
+    for name in ("gemma", "plain", "own/any-model"):
+        put(tmp_path / f"{name}.gguf")
+    for name in ("mmproj-gemma", "own/any-mmproj-model-f16", "own/mmproj-model-f16"):
+        put_other(tmp_path / f"{name}.gguf", "clip")
+    found = reader(tmp_path)
+    projectors = {name: model.projector for name, model in found.models.items()}
+    projector = tmp_path / "own/any-mmproj-model-f16.gguf"
+    assert projectors == {"gemma": None, "plain": None, "any-model": projector}
+    assert found.passed_over.keys() == {"mmproj-gemma.gguf", "own/mmproj-model-f16.gguf"}
+    assert all("folder of their own" in why for why in found.passed_over.values())
+    plain, seeing = found.models["plain"], found.models["any-model"]
+    size = projector.stat().st_size
+    assert seeing.memory - plain.memory == size
+
+
+def test_a_model_that_has_no_room_alone_is_told_unless_forced(tmp_path: Path) -> None:
+    put(tmp_path / "small.gguf")
+    write(WIDE, tmp_path, hollow=True)
+    found = reader(tmp_path, room=300 * MIB)
+    assert list(found.models) == ["small"]
+    assert "needs 0.6 GiB (weights" in found.passed_over["wide.gguf"]
+    assert "less --context" in found.passed_over["wide.gguf"]
+    forced = reader(tmp_path, room=300 * MIB, force=True)
+    assert forced.passed_over == {}
+    assert forced.models["wide"].memory == 300 * MIB  # so that it is loaded alone
+
+
+def test_prompts_get_memory_but_never_so_much_that_a_model_has_no_room(tmp_path: Path) -> None:
+    put(tmp_path / "small.gguf")
+    write(WIDE, tmp_path, hollow=True)
+    roomy = reader(tmp_path, room=20 * GIB).models
+    caches = {name: one.settings.prompt_cache_bytes for name, one in roomy.items()}
+    assert caches == {"small": 20 * GIB // 16, "wide": 20 * GIB // 16}
+    tight = reader(tmp_path, room=800 * MIB).models["wide"]
+    assert tight.memory <= 800 * MIB
+    assert tight.settings.prompt_cache_bytes % MIB == 0
+
+
+def test_the_preset_says_how_each_model_is_started(tmp_path: Path) -> None:
+    put(tmp_path / "a.gguf")
+    put_other(tmp_path / "mmproj-a.gguf", "clip")
+    settings = replace(SETTINGS, slots=3)
+    found = reader(tmp_path, room=300 * MIB, settings=settings, embedding=True)
+    preset = tmp_path / "models.ini"
+    assert preset.read_text() == (
+        f"[a]\nmodel = {tmp_path}/a.gguf\nmmproj = {tmp_path}/mmproj-a.gguf\n"
+        "parallel = 3\nctx-size = 12288\ncache-ram = 18\npooling = mean\n"
+    )
+    assert len(list(tmp_path.iterdir())) == 3  # no draft is left
+    told = found.memory(tmp_path / "a.gguf", 3, 4096)
+    cache, projector = 18 * MIB, (tmp_path / "mmproj-a.gguf").stat().st_size
+    assert told == file_memory(tmp_path / "a.gguf", 3, 4096) + cache + projector
+    with pytest.raises(ValueError, match="is not served"):
+        found.memory(tmp_path / "gone.gguf", 3, 4096)
+
+
+def test_what_comes_and_goes_changes_no_other_section(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    put(tmp_path / "a.gguf")
+    found, preset = reader(tmp_path), tmp_path / "models.ini"
+    first = preset.read_text()
+    assert found.refresh() is None
+    (tmp_path / "b.gguf").write_bytes(demo_model().read_bytes()[:1_000_000])  # it is being copied
+    changed = known(found.refresh())
+    assert (changed["added"], changed["removed"]) == ([], [])
+    (why,) = changed["not_served"]
+    assert re.fullmatch("b.gguf: .*cut short.*", why)
+    assert preset.read_text() == first
+    put(tmp_path / "b.gguf")
+    assert found.refresh() == {"added": ["b"], "removed": [], "not_served": []}
+    assert preset.read_text().startswith(first)
+    assert "[b]" in preset.read_text()
+    (tmp_path / "b.gguf").unlink()
+    assert found.refresh() == {"added": [], "removed": ["b"], "not_served": []}
+    assert preset.read_text() == first
+    # A file that has not changed is not read again.
+    monkeypatch.setattr(Path, "open", lambda *_: pytest.fail("it was read again"))
+    assert found.refresh() is None
+
+
+def test_a_copy_that_keeps_size_and_time_is_read_again_when_it_is_whole(tmp_path: Path) -> None:
+    path, content = tmp_path / "a.gguf", demo_model().read_bytes()
+    path.write_bytes(bytes(len(content)))  # a program that makes room first
+    os.utime(path, (1, 1))
+    found = reader(tmp_path)
+    assert "not a GGUF model" in found.passed_over["a.gguf"]
+    path.write_bytes(content)
+    os.utime(path, (1, 1))
+    assert found.refresh() == {"added": ["a"], "removed": [], "not_served": []}
+
+
+def test_a_full_disk_leaves_the_preset_as_it_is_and_one_draft(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    put(tmp_path / "a.gguf")
+    found, preset = reader(tmp_path), tmp_path / "models.ini"
+    first, replaced = preset.read_text(), Path.replace
+    put(tmp_path / "b.gguf")
+
+    def fail(*_: object) -> Path:
+        raise OSError(errno.ENOSPC, "no space left on device")
+
+    monkeypatch.setattr(Path, "replace", fail)
+    for _ in range(3):
+        with pytest.raises(OSError, match="no space"):
+            found.refresh()
+    assert preset.read_text() == first
+    assert len(list(tmp_path.iterdir())) == 4  # two models, the preset, the draft
+    monkeypatch.setattr(Path, "replace", replaced)
+    assert found.refresh() == {"added": ["b"], "removed": [], "not_served": []}

@@ -73,14 +73,10 @@ async def test_servers_answer_are_described_as_nodes_and_end_with_the_fleet(tmp_
         for url in fleet.urls:
             props = (await client.get(f"{url}/props")).json()
             assert (props["total_slots"], props["model_alias"]) == (2, "demo")
+        labels = {"numa": "0", "started_by": "llama-gateway up"}
         assert fleet.inventory() == [
-            {
-                "name": name,
-                "url": url,
-                "host": "localhost",
-                "labels": {"numa": "0", "started_by": "llama-gateway up"},
-            }
-            for name, url in zip(("local-0", "local-1"), fleet.urls, strict=True)
+            {"name": f"local-{number}", "url": url, "host": "localhost", "labels": labels}
+            for number, url in enumerate(fleet.urls)
         ]
         pids, logs = fleet.pids, [server.log for server in fleet.servers]
         assert not any(gone(pid) for pid in pids)
@@ -94,15 +90,8 @@ async def test_servers_answer_are_described_as_nodes_and_end_with_the_fleet(tmp_
 
 @pytest.mark.real
 async def test_a_server_understands_every_option_of_its_plan(tmp_path: Path) -> None:
-    plan = replace(
-        *specs(1),
-        no_mmap=True,
-        mlock=may_lock(),
-        prompt_cache_bytes=64 << 20,
-        embedding=True,
-        batch=2048,
-        micro_batch=2048,
-    )
+    memory: dict[str, Any] = {"no_mmap": True, "mlock": may_lock(), "prompt_cache_bytes": 64 << 20}
+    plan = replace(*specs(1), **memory, embedding=True, batch=2048, micro_batch=2048)
     async with local_fleet([plan], tmp_path) as fleet, httpx.AsyncClient(timeout=60) as client:
         (url,) = fleet.urls
         answer = await client.post(f"{url}/v1/embeddings", json={"input": "hello"})

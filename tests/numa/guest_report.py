@@ -37,7 +37,6 @@ def main() -> None:
     try:
         value = subprocess.run([*GATEWAY, "topology", "--json"], capture_output=True, check=True)
         report["topology"] = json.loads(value.stdout)
-        log_progress("topology printed")
         settings = Path("/tmp/gateway.yaml")
         settings.write_text(SETTINGS)
         with LOG.open("wb") as log:
@@ -45,29 +44,20 @@ def main() -> None:
             up = subprocess.Popen(command, stdout=log, stderr=log)
         try:
             report["nodes"] = wait_for_nodes(up)
-            log_progress(f"nodes: {report['nodes']}")
             report["servers"] = [placement(pid) for pid in children(up.pid)]
             with ThreadPoolExecutor(CHATS) as pool:
                 report["chats"] = list(pool.map(chat, range(CHATS)))
-            log_progress(f"chats: {report['chats']}")
             # Once more, since memory of caches is placed when they are first used.
             report["servers_later"] = [placement(pid) for pid in children(up.pid)]
         finally:
             up.send_signal(signal.SIGTERM)
             report["status"] = up.wait(120)
-            log_progress(f"ended: {report['status']}")
         report["left"] = children(1, "node-server")
     except Exception as error:  # noqa: BLE001 - the test reports any error
         report["error"] = repr(error)
     report["log"] = LOG.read_text()[-4000:] if LOG.exists() else ""
     report["seconds"] = time.monotonic() - began
     sys.stdout.write(json.dumps(report) + "\n")
-
-
-def log_progress(message: str) -> None:
-    """Print a line to the machine's console."""
-    seconds = Path("/proc/uptime").read_text().split()[0]
-    print(f"{seconds} s: {message}", file=sys.stderr, flush=True)
 
 
 def wait_for_nodes(up: subprocess.Popen[bytes]) -> dict[str, str]:

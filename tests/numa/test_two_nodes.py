@@ -45,16 +45,9 @@ def test_topology_finds_both_nodes(report: dict[str, Any]) -> None:
     assert [node["cores"] for node in nodes] == [[[0, 1], [2, 3]], [[4, 5], [6, 7]]]
     assert [node["distances"] for node in nodes] == [[10, 21], [21, 10]]
     assert all(node["memory_available"] > 2 << 30 for node in nodes)
+    bound = {"threads": CORES, "pin": True, "bind_memory": True, "no_mmap": True}
     assert found["servers"] == [
-        {
-            "numa": number,
-            "threads": CORES,
-            "cpus": cpus,
-            "pin": True,
-            "bind_memory": True,
-            "no_mmap": True,
-        }
-        for number, cpus in enumerate(CPUS)
+        {"numa": number, "cpus": cpus, **bound} for number, cpus in enumerate(CPUS)
     ]
 
 

@@ -1,28 +1,31 @@
 from __future__ import annotations
 
-import os
+import shutil
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 
+from tests.known import known
+
 PROGRAM = Path(__file__).parents[2] / "setup/find-python"
 
 
 @pytest.fixture
 def system(tmp_path: Path) -> Path:
-    return folder(tmp_path / "system")
+    (tmp_path / "system").mkdir()
+    return tmp_path / "system"
 
 
 @pytest.fixture
 def path(tmp_path: Path) -> Path:
-    return folder(tmp_path / "path")
-
-
-def folder(path: Path) -> Path:
-    path.mkdir()
-    return path
+    """A folder on PATH; the shell is in another, since this machine's have other Pythons."""
+    for name in ("path", "tools"):
+        (tmp_path / name).mkdir()
+    for name in ("bash", "env", "sh"):
+        (tmp_path / "tools" / name).symlink_to(known(shutil.which(name)))
+    return tmp_path / "path"
 
 
 def python(folder: Path, name: str, version: tuple[int, int], *, venv: bool = True) -> Path:
@@ -39,27 +42,9 @@ def python(folder: Path, name: str, version: tuple[int, int], *, venv: bool = Tr
 
 
 def find(system: Path, path: Path, name: str = "") -> subprocess.CompletedProcess[str]:
-    bare = {
-        "PATH": f"{path}:{folder_of_tools(path)}",
-        "SYSTEM_PYTHONS": str(system),
-        "PYTHON": name,
-    }
-    return subprocess.run([PROGRAM], env=bare, capture_output=True, text=True, check=False)
-
-
-def folder_of_tools(path: Path) -> Path:
-    """A folder with the shell alone, since PATH of this machine has other Pythons."""
     tools = path.with_name("tools")
-    if not tools.exists():
-        tools.mkdir()
-        for name in ("bash", "env", "sh"):
-            target = next(
-                found
-                for part in os.environ["PATH"].split(":")
-                if (found := Path(part, name)).exists()
-            )
-            (tools / name).symlink_to(target)
-    return tools
+    bare = {"PATH": f"{path}:{tools}", "SYSTEM_PYTHONS": str(system), "PYTHON": name}
+    return subprocess.run([PROGRAM], env=bare, capture_output=True, text=True, check=False)
 
 
 def test_the_systems_python_is_preferred_to_a_newer_one_on_path(system: Path, path: Path) -> None:

@@ -52,25 +52,18 @@ class Machine:
         file = self.folder / "fetches"
         return len(file.read_text().splitlines()) if file.exists() else 0
 
-    def start(self, *arguments: str, path: str | None = None) -> subprocess.Popen[str]:
+    def run(self, *arguments: str) -> tuple[int, str, str]:
         env = {
-            "PATH": path or f"{self.tools}:{os.environ['PATH']}",
+            "PATH": f"{self.tools}:{os.environ['PATH']}",
             "ARCHIVE": self.archive,
             "FETCHES": str(self.folder / "fetches"),
             "XDG_CACHE_HOME": str(self.folder / "cache"),
         }
-        return subprocess.Popen(
+        done = subprocess.run(
             [sys.executable, PROGRAM, *arguments],
-            env=env,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-        )
-
-    def run(self, *arguments: str, path: str | None = None) -> tuple[int | None, str, str]:
-        process = self.start(*arguments, path=path)
-        out, err = process.communicate(timeout=LIMIT)
-        return process.returncode, out, err
+            env=env, capture_output=True, text=True, timeout=LIMIT, check=False,
+        )  # fmt: skip
+        return done.returncode, done.stdout, done.stderr
 
 
 @pytest.fixture

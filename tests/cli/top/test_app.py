@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import json
 import shutil
 import sys
 import time
@@ -21,6 +22,7 @@ from textual.widgets import DataTable, Static
 
 from gateway.cli.client import AdminClient
 from gateway.cli.top.app import Confirm, Explanation, Top
+from tests.cli.running import run_process
 from tests.emulator import EmulatedNode
 from tests.gateway_processes import Succession, serving
 from tests.gateways import NO_TLS
@@ -55,6 +57,14 @@ def shown(app: App[None], name: str) -> str:
     return str(app.query_one(name, Static).visual)
 
 
+def drawn(widget: Widget) -> str:
+    """What is seen of a widget."""
+    return "\n".join(
+        "".join(segment.text for segment in strip)
+        for strip in widget.render_lines(widget.outer_size.region)
+    )
+
+
 async def stream_forever(gateway: Succession) -> None:
     async with httpx.AsyncClient(trust_env=False, verify=NO_TLS, timeout=LIMIT) as client:
         body = {"messages": [{"role": "user", "content": "Hi"}], "stream": True}
@@ -74,12 +84,10 @@ async def test_an_operator_drains_resumes_cancels_and_sees_a_node_die(tmp_path: 
         chat = asyncio.create_task(stream_forever(gateway))
         await until(pilot, lambda: app.picture.requests)
 
-        await pilot.press("d")
-        await until(pilot, lambda: isinstance(app.screen, Confirm))
-        await pilot.press("n")
-        await pilot.press("d")
-        await until(pilot, lambda: isinstance(app.screen, Confirm))
-        await pilot.press("y")
+        for answer in "ny":
+            await pilot.press("d")
+            await until(pilot, lambda: isinstance(app.screen, Confirm))
+            await pilot.press(answer)
         await until(pilot, lambda: app.picture.nodes["one"]["state"] == "draining")
         await until(pilot, lambda: shown(app, "#note") == "drained one")
         await pilot.press("r")
@@ -113,16 +121,9 @@ async def test_a_request_is_explained_by_a_key_and_its_words_stay_text(tmp_path:
         await pilot.press("3", "w")
         await until(pilot, lambda: isinstance(app.screen, Explanation))
         await pilot.pause()
-        drawn = "\n".join(
-            "".join(segment.text for segment in strip)
-            for strip in app.screen.query_one("#explanation").render_lines(
-                app.screen.query_one("#explanation").size.region
-            )
-        )
-        assert "the-long-one" in drawn
-        assert hostile in drawn
-        assert "attempt 1" in drawn
-        assert "PREDICTED" in drawn
+        explanation = drawn(app.screen.query_one("#explanation"))
+        for words in ("the-long-one", hostile, "attempt 1", "PREDICTED"):
+            assert words in explanation
         await pilot.press("escape")
         await until(pilot, lambda: not isinstance(app.screen, Explanation))
         chat.cancel()
@@ -212,14 +213,6 @@ async def crowded_screen(
         yield app, pilot
 
 
-def drawn(widget: Widget) -> str:
-    """What is seen of a widget."""
-    return "\n".join(
-        "".join(segment.text for segment in strip)
-        for strip in widget.render_lines(widget.outer_size.region)
-    )
-
-
 async def test_problems_leave_room_for_the_nodes_on_a_low_screen(tmp_path: Path) -> None:
     async with crowded_screen(tmp_path, 40, 10) as (app, pilot):
         table = app.query_one("#nodes-table", DataTable)
@@ -260,3 +253,21 @@ async def test_all_problems_can_be_read_by_scrolling(tmp_path: Path) -> None:
         assert scroll.scroll_y == scroll.max_scroll_y
         await pilot.press("1")
         await until(pilot, lambda: app.query_one("#problems-above").display)
+
+
+# In a pipe.
+
+
+@pytest.mark.smoke
+@pytest.mark.slow
+async def test_in_a_pipe_the_state_is_printed_once(tmp_path: Path) -> None:
+    async with EmulatedNode(model="demo") as node, serving(tmp_path, node) as gateway:
+        where = ("--admin-url", gateway.admin_url)
+        text = await asyncio.to_thread(run_process, ["top", *where])
+        assert (text.status, text.err) == (0, "")
+        assert "1 of 1 nodes work" in text.out
+        assert "ready" in text.out.split("NODE")[1]
+        as_json = await asyncio.to_thread(run_process, ["top", "--json", *where])
+        value = json.loads(as_json.out)
+        assert [node["name"] for node in value["nodes"]] == ["one"]
+        assert value["requests"] == []

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import json
 import threading
 from collections.abc import Iterator, Mapping
 from typing import Any
@@ -23,32 +24,19 @@ from gateway.cli.top.fleet import (
 )
 from gateway.cli.why import explained
 from tests.cli.local_server import Answer, answering
+from tests.cli.running import run
 
 
 def test_an_update_changes_what_it_names_and_leaves_the_rest() -> None:
     picture = FleetPicture()
     picture.apply("hello", {"role": "operator"})
-    picture.apply(
-        "snapshot",
-        {
-            "at": 10.0,
-            "summary": {"ready": True},
-            "nodes": [{"name": "a", "state": "ready", "slots_total": 2}, {"name": "b"}],
-            "requests": [{"id": "r1", "tokens": 1}],
-            "problems": [{"title": "t"}],
-            "waiting": [["normal", "m", 1, None]],
-        },
-    )
-    picture.apply(
-        "update",
-        {
-            "at": 11.0,
-            "nodes": [{"name": "a", "state": "down"}],
-            "gone_nodes": ["b"],
-            "requests": [{"id": "r2", "tokens": 2}],
-            "ended_requests": ["r1"],
-        },
-    )
+    nodes = [{"name": "a", "state": "ready", "slots_total": 2}, {"name": "b"}]
+    kept = {"problems": [{"title": "t"}], "waiting": [["normal", "m", 1, None]]}
+    first = {"at": 10.0, "summary": {"ready": True}, "nodes": nodes, "requests": [{"id": "r1"}]}
+    picture.apply("snapshot", {**first, **kept})
+    gone = {"gone_nodes": ["b"], "ended_requests": ["r1"]}
+    changed = {"nodes": [{"name": "a", "state": "down"}], "requests": [{"id": "r2", "tokens": 2}]}
+    picture.apply("update", {"at": 11.0, **changed, **gone})
     assert picture.at == 11.0
     assert picture.nodes == {"a": {"name": "a", "state": "down", "slots_total": 2}}
     assert picture.requests == {"r2": {"id": "r2", "tokens": 2}}
@@ -131,6 +119,15 @@ def test_what_is_no_stream_of_events_is_told(
         list(admin.events(LIVE_PATH))
 
 
+def test_in_a_pipe_the_state_is_printed_once_with_the_queue(stream: Stream) -> None:
+    state = {"at": 1.0, "nodes": [{"name": "a"}], "waiting": [["normal", "demo", 2.0, None]]}
+    stream.answers = [(200, f"event: snapshot\ndata: {json.dumps(state)}\n\n".encode())]
+    (waiting,) = json.loads(run("top", "--json", "--admin-url", stream.url).out)["waiting"]
+    assert waiting == {"class": "normal", "model": "demo", "waited": 2.0, "expected_start": None}
+    text = run("top", "--admin-url", stream.url).out
+    assert text.split("PLACE")[1].split("\n")[1].split()[:2] == ["1", "normal"]
+
+
 def test_the_feed_comes_back_after_a_failure_and_says_why_it_was_gone(stream: Stream) -> None:
     stream.answers = [(503, b"{}"), (200, SNAPSHOT)]
     heard = threading.Event()
@@ -165,14 +162,9 @@ def column(title: str) -> int:
     return next(n for n, one in enumerate(NODE_COLUMNS) if one.title == title)
 
 
+LABELS = {"rack": "b", "numa": "0"}
 NODES: list[dict[str, object]] = [
-    {
-        "name": "a",
-        "state": "ready",
-        "decode_tps": 9.0,
-        "host": "east",
-        "labels": {"rack": "b", "numa": "0"},
-    },
+    {"name": "a", "state": "ready", "decode_tps": 9.0, "host": "east", "labels": LABELS},
     {"name": "b", "state": "down", "decode_tps": None, "host": "west", "reason": "refused"},
     {"name": "c", "state": "ready", "decode_tps": 30.0, "host": "east", "decode_share": 0.4},
 ]
@@ -227,12 +219,8 @@ def test_a_request_has_its_keys_name_before_its_id() -> None:
     ]
     lines = request_lines(picture(requests=requests))
     assert [line.cells[8] for line in lines] == ["Alice (k1)", "k2", "anonymous:::1"]
-    (facts,) = [
-        line
-        for line in explained({"requests": [{**EXPLAINED, **requests[0]}]})
-        if "caller" in str(line)
-    ]
-    assert "caller Alice (k1)" in str(facts)
+    told = explained({"requests": [{**EXPLAINED, **requests[0]}]})
+    assert ["caller Alice (k1)" in str(line) for line in told if "caller" in str(line)] == [True]
 
 
 def test_requests_are_the_oldest_first_with_their_age() -> None:
@@ -254,14 +242,8 @@ def test_the_queue_keeps_its_order() -> None:
 
 
 def test_the_headline_tells_the_gateway_in_one_line() -> None:
-    summary = {
-        "ready": True,
-        "slots_busy": 3,
-        "slots_total": 6,
-        "in_flight": 5,
-        "queue": {"urgent": 0, "normal": 2},
-        "states": {"ready": 2, "down": 1},
-    }
+    work = {"slots_busy": 3, "slots_total": 6, "in_flight": 5, "queue": {"urgent": 0, "normal": 2}}
+    summary = {"ready": True, **work, "states": {"ready": 2, "down": 1}}
     shown = picture(summary=summary, nodes=NODES, requests=[{"id": "r", "tokens_per_second": 12.4}])
     assert headline(shown) == (
         "ready | 2 of 3 nodes work | slots 3/6 | 2 wait, 2 normal | 5 in flight | 12 tokens/s"
@@ -317,11 +299,7 @@ def test_a_router_s_models_follow_it_with_the_progress_of_a_load() -> None:
         {"name": "r1/a", "state": "ready", "router": "r1", "progress": None},
         {"name": "r1/b", "state": "loading", "router": "r1", "progress": 0.4},
     ]
-    shown = FleetPicture()
-    states = {"ready": 2}
-    shown.apply(
-        "snapshot", {"at": 1.0, "nodes": rows, "summary": {"ready": True, "states": states}}
-    )
+    shown = picture(nodes=rows, summary={"ready": True, "states": {"ready": 2}})
     by_name = node_lines(shown, column("NODE"))
     assert [line.key for line in by_name] == ["r1", "r1/a", "r1/b", "z1"]
     assert [line.key for line in node_lines(shown)] == ["z1", "r1", "r1/b", "r1/a"]

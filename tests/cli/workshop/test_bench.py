@@ -21,7 +21,7 @@ import pytest
 from gateway.cli.progress import LOAD_LINE_SECONDS, BenchProgress
 from gateway.workshop.bench.exchange import RequestResult
 from tests.cli.local_server import serving
-from tests.cli.running import read_until, run, run_on_terminal
+from tests.cli.running import output, read_until, refusal, run, run_on_terminal
 from tests.emulator.process import emulator_process
 from tests.workshop.bench.reports import sample_report
 
@@ -54,28 +54,24 @@ def test_a_table_for_people_and_what_limits(url: str) -> None:
 
 
 def test_json_has_everything_and_is_all_of_stdout(url: str) -> None:
-    ran = run("bench", f"{url}/v1/", "--concurrency", "1,4", "--requests", "8", *SMALL, "--json")
-    assert ran.status == 0
-    report = json.loads(ran.out)
+    out = output("bench", f"{url}/v1/", "--concurrency", "1,4", "--requests", "8", *SMALL, "--json")
+    report = json.loads(out)
     assert [one["label"] for one in report["loads"]] == ["1 at a time", "4 at a time"]
-    assert report["server"]["model"] == "demo"
-    assert report["server"]["slots"] == 4
+    assert (report["server"]["model"], report["server"]["slots"]) == ("demo", 4)
     for load in report["loads"]:
-        assert load["succeeded"] == 8
-        assert load["completion_tokens"] == 8
+        assert (load["succeeded"], load["completion_tokens"]) == (8, 8)
         assert load["prompt_tokens"] == pytest.approx(64, rel=0.15)
 
 
 def test_files_are_written_and_two_reports_compared(url: str, tmp_path: Path) -> None:
     page, table, plot = tmp_path / "a.html", tmp_path / "a.csv", tmp_path / "a.svg"
     arguments = ("bench", url, "--concurrency", "2", "--requests", "6", *SMALL, "--json")
-    ran = run(*arguments, "--html", str(page), "--csv", str(table), "--plot", str(plot))
-    assert ran.status == 0
+    out = output(*arguments, "--html", str(page), "--csv", str(table), "--plot", str(plot))
     assert "2 at a time" in page.read_text()
     assert len(table.read_text().splitlines()) == 7
     assert "</svg>" in plot.read_text()
     before, after = tmp_path / "before.json", tmp_path / "after.json"
-    before.write_text(ran.out)
+    before.write_text(out)
     after.write_text(run(*arguments).out)
     ran = run("bench", "--compare", str(before), str(after))
     assert ran.status == 0
@@ -88,9 +84,8 @@ def test_files_are_written_and_two_reports_compared(url: str, tmp_path: Path) ->
 
 def test_an_open_loop_by_rate_and_by_trace(url: str, tmp_path: Path) -> None:
     goals = ("--goal-ttft", "5", "--goal-completion", "10")
-    ran = run("bench", url, "--rate", "20", "--duration", "1", *goals, *SMALL, "--json")
-    assert ran.status == 0
-    (load,) = json.loads(ran.out)["loads"]
+    out = output("bench", url, "--rate", "20", "--duration", "1", *goals, *SMALL, "--json")
+    (load,) = json.loads(out)["loads"]
     assert load["load"]["loop"] == "poisson"
     assert load["goodput"]["share"] == 1.0
     trace = tmp_path / "trace.jsonl"
@@ -128,24 +123,19 @@ def test_an_open_loop_by_rate_and_by_trace(url: str, tmp_path: Path) -> None:
     ],
 )
 def test_impossible_options_are_wrong_usage(arguments: tuple[str, ...], message: str) -> None:
-    ran = run("bench", *arguments)
-    assert ran.status == 2
-    assert message in ran.err
-    assert ran.out == ""
+    assert message in refusal("bench", *arguments)
 
 
 def test_a_trace_with_an_enormous_prompt_is_refused(tmp_path: Path) -> None:
     trace = tmp_path / "trace.jsonl"
     trace.write_text('{"prompt_tokens": 9000000, "output_tokens": 5}\n')
-    ran = run("bench", "http://127.0.0.1:1", "--trace", str(trace))
-    assert ran.status == 2
-    assert "a request has 9,000,000 tokens" in ran.err
+    told = refusal("bench", "http://127.0.0.1:1", "--trace", str(trace))
+    assert "a request has 9,000,000 tokens" in told
 
 
 def test_requests_that_do_not_fit_are_wrong_usage(url: str) -> None:
-    ran = run("bench", url, "--prompt", "9000")
-    assert ran.status == 2
-    assert "do not fit into a slot of 4096 tokens. Remedy: a shorter --prompt" in ran.err
+    told = refusal("bench", url, "--prompt", "9000")
+    assert "do not fit into a slot of 4096 tokens. Remedy: a shorter --prompt" in told
 
 
 def test_a_server_that_is_not_there_is_a_clear_error() -> None:
@@ -196,16 +186,12 @@ def test_a_bar_shows_the_progress_on_a_terminal(url: str) -> None:
 def test_ctrl_c_reports_what_was_measured() -> None:
     with emulator_process("--slots", "2", "--decode-tps", "20") as slow:
         ours, theirs = pty.openpty()
+        command = ("bench", slow.url, "--concurrency", "1", "--requests", "1000", *SMALL)
         process = subprocess.Popen(
-            [
-                *(sys.executable, "-m", "gateway", "bench", slow.url, "--concurrency", "1"),
-                *("--requests", "1000", *SMALL),
-            ],
+            [sys.executable, "-m", "gateway", *command],
             env={**os.environ, "TERM": "xterm-256color"},
-            stderr=theirs,
-            stdout=subprocess.PIPE,
-            text=True,
-        )
+            stderr=theirs, stdout=subprocess.PIPE, text=True,
+        )  # fmt: skip
         os.close(theirs)
         # By the bar the third request has ended.
         shown = read_until(ours, b"3/1000")

@@ -2,6 +2,8 @@ from __future__ import annotations
 
 import asyncio
 import json
+from collections.abc import AsyncIterator, Mapping
+from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
 
@@ -9,20 +11,18 @@ import pytest
 
 from gateway.workshop.plan.catalogue import packaged_catalogue
 from tests.callers.metered_gateway import recorded
-from tests.cli.running import Ran, run
+from tests.cli.running import Ran, output, refusal, run
 from tests.emulator import EmulatedNode
 from tests.emulator.routed_model import ModelFile
 from tests.emulator.router import EmulatedRouter
-from tests.gateways import running_gateway
+from tests.gateways import Running, running_gateway
 
 OWN = ("--prompt", "100", "--completion", "100", "--tokens-per-second", "10")
 QUICK = ("--requests", "300")
 
 
 def planned(*arguments: str) -> dict[str, Any]:
-    ran = run("plan", *arguments, *QUICK, "--json")
-    assert ran.status == 0, ran.err
-    found: dict[str, Any] = json.loads(ran.out)
+    found: dict[str, Any] = json.loads(output("plan", *arguments, *QUICK, "--json"))
     return found
 
 
@@ -53,11 +53,6 @@ def test_the_table_shows_the_answer_first_and_the_arithmetic_last() -> None:
     assert "x 730 = 120.00 a month; all machines run, used or not" in ran.out
 
 
-def test_what_is_assumed_is_said() -> None:
-    ran = run("plan", "--requests-per-hour", "50", *OWN, *QUICK)
-    assert "assumed that a node reads 100 prompt tokens/s" in ran.err
-
-
 def test_without_a_node_the_catalogue_is_asked() -> None:
     found = planned(
         *("--requests-per-hour", "300", "--prompt", "200", "--completion", "100"),
@@ -67,24 +62,19 @@ def test_without_a_node_the_catalogue_is_asked() -> None:
     assert kinds == {"cpu-16", "t4"}
     cpu = next(one for one in found["options"] if one["fleet"] == "1 x cpu-16")
     assert 0.09 * 0.3 < cpu["price"]["electricity_per_hour"] < 0.23 * 0.3
-    assert [row["deployment"] for row in found["decisions"]] == [
-        "single",
-        "queue",
-        "balanced",
-        "hybrid",
-    ]
+    deployments = ["single", "queue", "balanced", "hybrid"]
+    assert [row["deployment"] for row in found["decisions"]] == deployments
     assert found["break_even"]["source"] == "estimate"
     assert found["currency"] == packaged_catalogue().currency
 
 
 def test_a_break_even_is_drawn(tmp_path: Path) -> None:
     plot = tmp_path / "even.png"
-    ran = run(
+    out = output(
         *("plan", "--requests-per-hour", "300", "--prompt", "200", "--completion", "100"),
         *("--type", "cpu-16", "--type", "t4", *QUICK, "--plot", str(plot)),
     )
-    assert ran.status == 0
-    assert "GPU nodes are cheaper than CPU nodes" in ran.out
+    assert "GPU nodes are cheaper than CPU nodes" in out
     assert plot.read_bytes().startswith(b"\x89PNG")
 
 
@@ -94,25 +84,6 @@ def test_a_backlog_is_planned_by_its_hours() -> None:
     assert found["answer"]["simulated"]["seconds"] <= 4 * 3600
     assert found["answer"]["utilisation"] <= 1
     assert found["break_even"] is None
-
-
-def test_a_recorded_trace_is_played(tmp_path: Path) -> None:
-    trace = tmp_path / "day.jsonl"
-    lines = [
-        {
-            "time": n * 20.0,
-            "prompt_tokens": 150,
-            "output_tokens": 60,
-            "prefix": "s",
-            "prefix_tokens": 90,
-        }
-        for n in range(200)
-    ]
-    trace.write_text("".join(json.dumps(line) + "\n" for line in lines))
-    found = planned("--trace", str(trace), "--tokens-per-second", "10")
-    assert found["traffic"]["requests_per_hour"] == pytest.approx(180)
-    assert found["traffic"]["repeat"] == pytest.approx(0.6, abs=0.01)
-    assert found["answer"]["simulated"]["requests"] == 180
 
 
 def test_models_on_demand_take_more_nodes_where_they_do_not_fit_at_once() -> None:
@@ -138,6 +109,7 @@ def test_a_trace_of_several_models_is_planned_with_its_own_shares(tmp_path: Path
         *("--trace", str(trace), "--models", str(models), "--tokens-per-second", "10"),
         *("--memory", "13GiB"),
     )
+    assert found["traffic"]["requests_per_hour"] == pytest.approx(120)
     assert [one["share"] for one in found["traffic"]["models"]] == [100, 50]
     assert found["answer"]["simulated"]["loads"] == 2
     ran = run("plan", "--trace", str(trace), "--models", "1x1GiB:1GiB")
@@ -145,11 +117,12 @@ def test_a_trace_of_several_models_is_planned_with_its_own_shares(tmp_path: Path
 
 
 def test_an_impossible_goal_names_the_figure_and_by_how_much() -> None:
-    ran = run("plan", "--requests-per-hour", "100", *OWN, *QUICK, "--completion-p95", "5")
-    assert (ran.status, ran.out) == (1, "")
-    assert "no fleet of these nodes meets the goal" in ran.err
-    assert "decode_tps 10 and prefill_tps 100 make a completion p95 of" in ran.err
-    assert "s above the goal of 5 s: both would have to be" in ran.err
+    told = refusal(
+        "plan", "--requests-per-hour", "100", *OWN, *QUICK, "--completion-p95", "5", status=1
+    )
+    assert "no fleet of these nodes meets the goal" in told
+    assert "decode_tps 10 and prefill_tps 100 make a completion p95 of" in told
+    assert "s above the goal of 5 s: both would have to be" in told
 
 
 def test_a_price_that_contradicts_itself_is_noticed() -> None:
@@ -159,6 +132,10 @@ def test_a_price_that_contradicts_itself_is_noticed() -> None:
     )
     assert ran.status == 0
     assert "10 tokens/s at 0.20 an hour are 5.56 a million tokens, not 0.50" in ran.err
+    assert "assumed that a node reads 100 prompt tokens/s" in ran.err
+
+
+RATE = ("--requests-per-hour", "5")
 
 
 @pytest.mark.parametrize(
@@ -168,66 +145,47 @@ def test_a_price_that_contradicts_itself_is_noticed() -> None:
         (("--requests-per-hour", "0", *OWN), "requests per hour must be above 0"),
         (("--requests-per-hour", "nan", *OWN), "requests per hour must be above 0"),
         (("--requests-per-hour", "1e30", *OWN), "at most 1e+09"),
-        (("--requests-per-hour", "5", "--prompt", "9"), "--completion TOKENS is missing"),
-        (("--requests-per-hour", "5", "--backlog", "5", *OWN), "how much is there to do?"),
+        ((*RATE, "--prompt", "9"), "--completion TOKENS is missing"),
+        ((*RATE, "--backlog", "5", *OWN), "how much is there to do?"),
+        ((*RATE, *OWN, "--price-per-hour", "-1"), "--price-per-hour: must be greater than"),
         (
-            ("--requests-per-hour", "5", *OWN, "--price-per-hour", "-1"),
-            "--price-per-hour: must be greater than",
-        ),
-        (
-            ("--requests-per-hour", "5", *OWN, "--price-per-hour", "1", "--price-per-month", "1"),
+            (*RATE, *OWN, "--price-per-hour", "1", "--price-per-month", "1"),
             "can't stand beside price_per_hour",
         ),
-        (("--requests-per-hour", "5", *OWN, "--prompt", "-1"), "of a prompt must be from 0"),
-        (("--requests-per-hour", "5", *OWN, "--prompt", "1e9"), "of a prompt must be from 0"),
-        (("--requests-per-hour", "5", *OWN, "--completion", "0"), "completion must be from 1"),
-        (("--requests-per-hour", "5", *OWN, "--completion", "inf"), "completion must be from 1"),
+        ((*RATE, *OWN, "--prompt", "-1"), "of a prompt must be from 0"),
+        ((*RATE, *OWN, "--prompt", "1e9"), "of a prompt must be from 0"),
+        ((*RATE, *OWN, "--completion", "0"), "completion must be from 1"),
+        ((*RATE, *OWN, "--completion", "inf"), "completion must be from 1"),
         (("--backlog", "5", *OWN, "--within", "0"), "the hours of a backlog must be above 0"),
-        (("--requests-per-hour", "5", *OWN, "--peak", "nan"), "the peak must be from 1"),
-        (("--requests-per-hour", "5", *OWN, "--repeat", "1"), "the share that repeats"),
-        (("--requests-per-hour", "5", *OWN, "--peak", "0.5"), "the peak must be from 1"),
-        (("--requests-per-hour", "5", *OWN, "--ttft-p95", "inf"), "the goal of TTFT must be"),
-        (("--requests-per-hour", "5", *OWN, "--idle-watts", "9"), "must not be above watts (0)"),
+        ((*RATE, *OWN, "--peak", "nan"), "the peak must be from 1"),
+        ((*RATE, *OWN, "--repeat", "1"), "the share that repeats"),
+        ((*RATE, *OWN, "--peak", "0.5"), "the peak must be from 1"),
+        ((*RATE, *OWN, "--ttft-p95", "inf"), "the goal of TTFT must be"),
+        ((*RATE, *OWN, "--idle-watts", "9"), "must not be above watts (0)"),
         (
-            ("--requests-per-hour", "5", *OWN[:4], "--price-per-hour", "1"),
+            (*RATE, *OWN[:4], "--price-per-hour", "1"),
             "--price-per-hour is of your node: give --tokens-per-second",
         ),
-        (("--requests-per-hour", "5", *OWN[:4], "--type", "cpu-9"), "has no type 'cpu-9'"),
-        (("--requests-per-hour", "5", *OWN[:4], "--model-gib", "90000"), "has the memory"),
+        ((*RATE, *OWN[:4], "--type", "cpu-9"), "has no type 'cpu-9'"),
+        ((*RATE, *OWN[:4], "--model-gib", "90000"), "has the memory"),
         (("--trace", "/nowhere/day.jsonl"), "can't be read"),
-        (("--requests-per-hour", "5", *OWN, "--time-limit", "nan"), "--time-limit nan: must be a"),
+        ((*RATE, *OWN, "--time-limit", "nan"), "--time-limit nan: must be a"),
+        ((*RATE, *OWN, "--models", "2x1GiB:2GiB"), "node-1 has no memory for models"),
         (
-            ("--requests-per-hour", "5", *OWN, "--models", "2x1GiB:2GiB"),
-            "node-1 has no memory for models",
-        ),
-        (
-            ("--requests-per-hour", "5", *OWN, "--models", "1x9GiB:9GiB", "--memory", "8GiB"),
+            (*RATE, *OWN, "--models", "1x9GiB:9GiB", "--memory", "8GiB"),
             "--models: model-1 takes 9.0 GiB, the largest router has 8.0 GiB",
         ),
-        (("--requests-per-hour", "5", *OWN, "--models", "many"), "write COUNTxSMALLEST"),
-        (("--requests-per-hour", "5", *OWN[:4], "--models", "1x9TiB:9TiB"), "has the memory"),
+        ((*RATE, *OWN, "--models", "many"), "write COUNTxSMALLEST"),
+        ((*RATE, *OWN[:4], "--models", "1x9TiB:9TiB"), "has the memory"),
         (("--fleet", "--models", "2x1GiB:2GiB"), "--models has no meaning with --fleet"),
         (("--fleet", "--backlog", "500", *OWN), "--backlog has no meaning with --fleet"),
         (("--fleet", "--peak", "0"), "--peak 0: must be a number from 1 to 1,000"),
         (("--fleet", "--peak", "nan"), "--peak nan: must be a number from 1 to 1,000"),
-        (("--requests-per-hour", "5", *OWN, "--plot", "even.gif"), "must end in .png"),
+        ((*RATE, *OWN, "--plot", "even.gif"), "must end in .png"),
     ],
 )
 def test_wrong_figures_are_refused(arguments: tuple[str, ...], problem: str) -> None:
-    ran = run("plan", *arguments)
-    assert (ran.status, ran.out) == (2, ""), ran.err
-    assert problem in ran.err
-    assert "Traceback" not in ran.err
-
-
-def test_a_catalogue_with_a_typo_names_line_and_key(tmp_path: Path) -> None:
-    mine = tmp_path / "mine.yaml"
-    mine.write_text(
-        "types:\n  - name: a\n    decode_tp: 5\n    prefill_tps: 50\n    price_per_hour: 1\n"
-    )
-    ran = run("plan", "--requests-per-hour", "5", *OWN[:4], "--catalogue", str(mine))
-    assert ran.status == 2
-    assert f"{mine}:3: types[0].decode_tp: unknown key (did you mean decode_tps?" in ran.err
+    assert problem in refusal("plan", *arguments)
 
 
 def test_time_for_simulations_is_limited() -> None:
@@ -237,37 +195,41 @@ def test_time_for_simulations_is_limited() -> None:
     assert "estimate" in ran.out
 
 
+CHAT = {"messages": [{"role": "user", "content": "tell me of " + "nodes " * 60}]}
+
+
+@asynccontextmanager
+async def with_ledger(
+    folder: Path, server: EmulatedNode, settings: Mapping[str, Any] | None = None, **node: object
+) -> AsyncIterator[Running]:
+    """A gateway over this node, whose requests are recorded."""
+    store = {"store": {"url": f"sqlite:///{folder}/gateway.db"}}
+    async with server:
+        nodes = [{"name": "epyc", "url": server.url, **node}]
+        async with running_gateway(folder, nodes, {**store, **(settings or {})}) as running:
+            yield running
+
+
 async def through(admin_url: str, *arguments: str) -> Ran:
     given = ("--fleet", "--admin-url", admin_url, *QUICK, "--json")
     return await asyncio.to_thread(run, "plan", *arguments, *given)
 
 
 async def test_the_running_fleet_is_planned_by_its_speeds_and_its_ledger(tmp_path: Path) -> None:
-    async with (
-        EmulatedNode(slots=2, prefill_tps=2000, decode_tps=100, answer_tokens=20) as node,
-        running_gateway(
-            tmp_path,
-            [{"name": "epyc", "url": node.url, "cost_per_hour": 0.2}],
-            {"store": {"url": f"sqlite:///{tmp_path}/gateway.db"}},
-        ) as running,
-    ):
+    node = EmulatedNode(slots=2, prefill_tps=2000, decode_tps=100, answer_tokens=20)
+    async with with_ledger(tmp_path, node, cost_per_hour=0.2) as running:
         before = await through(running.admin_url)
         assert before.status == 1
         assert "no node's speed is measured yet" in before.err
-        body = {"messages": [{"role": "user", "content": "tell me of " + "nodes " * 60}]}
         for _ in range(3):
-            answer = await running.client.post("/v1/chat/completions", json=body)
+            answer = await running.client.post("/v1/chat/completions", json=CHAT)
             assert answer.status_code == 200
         await recorded(running, 3)
         ran = await through(running.admin_url, "--completion-p95", "30")
         assert ran.status == 0, ran.err
         found = json.loads(ran.out)
-        assert [row["change"] for row in found["changes"]] == [
-            "as it is",
-            "one more like epyc",
-            "goal x 0.75",
-            "goal x 1.5",
-        ]
+        changes = ["as it is", "one more like epyc", "goal x 0.75", "goal x 1.5"]
+        assert [row["change"] for row in found["changes"]] == changes
         assert found["nodes"][0]["decode_tps"] == pytest.approx(100, rel=0.3)
         assert found["changes"][1]["price"]["per_hour"] == pytest.approx(0.4)
         assert found["nodes"][0]["batch_cost"] >= 0
@@ -279,16 +241,9 @@ async def test_the_running_fleet_is_planned_by_its_speeds_and_its_ledger(tmp_pat
 async def test_a_fleet_that_had_no_free_slot_is_called_saturated_by_its_own_ledger(
     tmp_path: Path,
 ) -> None:
-    async with (
-        EmulatedNode(slots=2, prefill_tps=2000, decode_tps=200, answer_tokens=40) as node,
-        running_gateway(
-            tmp_path,
-            [{"name": "epyc", "url": node.url}],
-            {"store": {"url": f"sqlite:///{tmp_path}/gateway.db"}},
-        ) as running,
-    ):
-        body = {"messages": [{"role": "user", "content": "tell me of " + "nodes " * 60}]}
-        asked = [running.client.post("/v1/chat/completions", json=body) for _ in range(24)]
+    node = EmulatedNode(slots=2, prefill_tps=2000, decode_tps=200, answer_tokens=40)
+    async with with_ledger(tmp_path, node) as running:
+        asked = [running.client.post("/v1/chat/completions", json=CHAT) for _ in range(24)]
         assert {answer.status_code for answer in await asyncio.gather(*asked)} == {200}
         await recorded(running, 24)
         ran = await through(running.admin_url, "--since", "1h")
@@ -309,17 +264,9 @@ async def test_routers_of_the_running_fleet_are_planned_and_simulated_with_their
 ) -> None:
     files = {name: ModelFile(memory=size << 30) for name, size in (("a", 2), ("b", 3), ("c", 4))}
     options: dict[str, Any] = {"models_max": 0, "slots": 2, "prefill_tps": 2000, "decode_tps": 100}
-    async with (
-        EmulatedRouter(files, answer_tokens=20, **options) as router,
-        running_gateway(
-            tmp_path,
-            [{"name": "epyc", "url": router.url, "memory": "6GiB"}],
-            {
-                "store": {"url": f"sqlite:///{tmp_path}/gateway.db"},
-                "models": {name: {"memory": file.memory} for name, file in files.items()},
-            },
-        ) as running,
-    ):
+    router = EmulatedRouter(files, answer_tokens=20, **options)
+    models = {"models": {name: {"memory": file.memory} for name, file in files.items()}}
+    async with with_ledger(tmp_path, router, models, memory="6GiB") as running:
         for model in "aab":
             body = {"model": model, "messages": [{"role": "user", "content": "nodes " * 60}]}
             answer = await running.client.post("/v1/chat/completions", json=body)
@@ -339,18 +286,11 @@ async def test_routers_of_the_running_fleet_are_planned_and_simulated_with_their
         for command in ("nodes", "models"):
             told = await asyncio.to_thread(run, command, "--json", "--admin-url", running.admin_url)
             (tmp_path / f"{command}.json").write_text(told.out)
-    ran = run(
+    out = output(
         *("simulate", "--nodes", str(tmp_path / "nodes.yaml"), "--json", "--placements", "2"),
         *("--speeds", str(tmp_path / "nodes.json"), "--models", str(tmp_path / "models.json")),
         *("--generate", "rate=1,requests=60,system=100,answer=20"),
     )
-    assert ran.status == 0, ran.err
-    found = json.loads(ran.out)
+    found = json.loads(out)
     assert [one["memory"] >> 30 for one in found["models"]] == [2, 3, 4]
     assert found["placements"][0]["loads"] >= 3
-
-
-async def test_a_gateway_that_does_not_run_is_said(tmp_path: Path) -> None:
-    ran = await through("http://127.0.0.1:9")
-    assert ran.status == 1
-    assert "no gateway answers at http://127.0.0.1:9" in ran.err

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import socket
 from dataclasses import replace
 from pathlib import Path
 
@@ -10,10 +11,16 @@ from gateway.local.embedded import argument_parser
 from gateway.local.server import (
     ServerBinary,
     ServerSpec,
+    claim_free_port,
+    claim_port,
+    claimed_port,
     find_binary,
+    last_lines,
+    open_log,
     parse_flags,
     server_command,
     server_environment,
+    truncate_log,
 )
 from tests.each_case import each_case
 from tests.known import known
@@ -53,27 +60,24 @@ def split(command: list[str]) -> tuple[list[str], list[str]]:
     return command[:at], command[at + 1 :]
 
 
-@pytest.mark.parametrize("binary", [None, help_with("--metrics")])
-def test_given_batches_are_used(binary: ServerBinary | None) -> None:
-    spec = replace(SPEC, batch=1024, micro_batch=128)
-    _, server = split(server_command(spec, 8081, parent=42, binary=binary))
-    batch, micro_batch = ("-b", "-ub") if binary else ("--batch", "--ubatch")
-    assert server[server.index(batch) + 1] == "1024"
-    assert server[server.index(micro_batch) + 1] == "128"
-
-
-def test_a_server_is_launched_to_die_with_its_parent() -> None:
-    launch, _ = split(server_command(SPEC, 8081, parent=42))
+@pytest.mark.parametrize("binary", [None, help_with("--metrics")], ids=["embedded", "binary"])
+def test_a_server_is_launched_on_its_node_with_its_batches_and_dies_with_its_parent(
+    binary: ServerBinary | None,
+) -> None:
+    launch, _ = split(server_command(SPEC, 8081, parent=42, binary=binary))
     assert launch[launch.index("--parent") + 1] == "42"
-    assert "--cpus" not in launch
-    assert "--memory-node" not in launch
+    assert not {"--cpus", "--memory-node"} & set(launch)
+    launch, _ = split(server_command(PINNED, 8081, parent=1, binary=binary))
+    assert launch[launch.index("--cpus") + 1] == "4,5"
+    assert launch[launch.index("--memory-node") + 1] == "1"
+    given = replace(SPEC, batch=1024, micro_batch=128)
+    flags = "-b 1024 -ub 128" if binary else "--batch 1024 --ubatch 128"
+    assert flags in " ".join(server_command(given, 8081, parent=1, binary=binary))
 
 
-def test_a_pinned_server_is_launched_on_its_node() -> None:
-    for binary in (None, help_with()):
-        launch, _ = split(server_command(PINNED, 8081, parent=1, binary=binary))
-        assert launch[launch.index("--cpus") + 1] == "4,5"
-        assert launch[launch.index("--memory-node") + 1] == "1"
+def test_prefills_have_small_batches_but_embeddings_one() -> None:
+    for spec, sizes in ((SPEC, "-b 512 -ub 256"), (PINNED, "-b 4096 -ub 4096")):
+        assert sizes in " ".join(server_command(spec, 8081, parent=1, binary=help_with()))
 
 
 def test_the_embedded_server_understands_its_command_line() -> None:
@@ -133,19 +137,10 @@ def test_a_model_is_locked_by_the_flags_of_the_binary(
     assert " ".join(server).endswith(f" {given}")
 
 
-def test_prefills_have_small_batches_but_embeddings_one() -> None:
-    for spec, sizes in ((SPEC, "-b 512 -ub 256"), (PINNED, "-b 4096 -ub 4096")):
-        assert sizes in " ".join(server_command(spec, 8081, parent=1, binary=help_with()))
-
-
 def test_flags_are_read_from_a_help_text() -> None:
     assert parse_flags(HELP) == {
         *("-h", "--help", "--usage", "-m", "--model", "--port", "-np", "--parallel")
     }
-
-
-def test_without_a_binary_the_embedded_server_is_used(tmp_path: Path) -> None:
-    assert find_binary(None, str(tmp_path)) is None
 
 
 def test_a_binary_on_path_is_found_with_its_flags_and_its_version(tmp_path: Path) -> None:
@@ -155,12 +150,10 @@ def test_a_binary_on_path_is_found_with_its_flags_and_its_version(tmp_path: Path
     assert found.path == program
     assert "--parallel" in found.flags
     assert found.version == "0.7.0 (build 11669, commit x)"
-
-
-def test_a_binary_may_hide_its_version(tmp_path: Path) -> None:
-    script(tmp_path / "llama-server", f"/bin/cat <<'E'\n{HELP}E")
-    found = find_binary(None, str(tmp_path))
-    assert known(found).version is None
+    script(program, f"/bin/cat <<'E'\n{HELP}E")
+    assert known(find_binary(None, str(tmp_path))).version is None
+    program.unlink()
+    assert find_binary(None, str(tmp_path)) is None
 
 
 def test_one_named_must_exist_and_be_a_llama_server(tmp_path: Path) -> None:
@@ -179,3 +172,72 @@ def test_a_server_finds_this_package_from_any_folder() -> None:
     root, other = environment["PYTHONPATH"].split(":")
     assert (Path(root) / "gateway/local/launch.py").is_file()
     assert (other, environment["A"]) == ("/other", "b")
+
+
+# Ports.
+
+
+HOST = "127.0.0.1"
+
+
+def listen_as_a_server(port: int, option: int) -> None:
+    with socket.socket() as server:
+        server.setsockopt(socket.SOL_SOCKET, option, 1)
+        server.bind((HOST, port))
+        server.listen()
+
+
+@pytest.mark.parametrize("option", [socket.SO_REUSEADDR, socket.SO_REUSEPORT])
+def test_the_server_can_listen_on_its_claimed_port(option: int) -> None:
+    with claim_port(HOST) as claim:
+        listen_as_a_server(claimed_port(claim), option)
+        listen_as_a_server(claimed_port(claim), option)  # and once more after its end
+
+
+def test_the_first_port_from_the_base_that_is_not_claimed_is_else_any() -> None:
+    with claim_port(HOST) as taken:
+        with pytest.raises(OSError, match="in use"):
+            claim_port(HOST, claimed_port(taken))
+        with claim_free_port(HOST, claimed_port(taken)) as claim:
+            assert claimed_port(claim) > claimed_port(taken)
+    with claim_free_port(HOST, 65536) as claim:
+        assert claimed_port(claim) > 0
+
+
+def test_a_host_of_another_machine_is_refused() -> None:
+    with pytest.raises(OSError, match="assign"):
+        claim_free_port("192.0.2.1")
+
+
+# Logs.
+
+
+def test_the_log_of_the_previous_run_stays(tmp_path: Path) -> None:
+    path = tmp_path / "logs" / "local-0.log"
+    for run in range(3):
+        with open_log(path) as log:
+            log.write(f"run {run}\n".encode())
+    assert last_lines(path) == ["run 2"]
+    assert last_lines(path.with_name("local-0.log.1")) == ["run 1"]
+    assert len(list(path.parent.iterdir())) == 2
+
+
+def test_a_log_that_grows_past_its_limit_is_cut_under_its_writer(tmp_path: Path) -> None:
+    path = tmp_path / "x.log"
+    with open_log(path) as log:
+        log.write(b"a" * 100 + b"\n")
+        assert not truncate_log(path, limit=101)
+        log.write(b"b\n")
+        assert truncate_log(path, limit=101)
+        log.write(b"c\n")
+    assert path.read_bytes() == b"c\n"
+    assert path.with_name("x.log.1").read_bytes().endswith(b"b\n")
+
+
+def test_the_last_lines_of_any_log_are_read(tmp_path: Path) -> None:
+    path = tmp_path / "x.log"
+    path.write_bytes(b"\n".join(str(n).encode() for n in range(100)) + b"\nbad \xff\n")
+    assert last_lines(path, 2) == ["99", "bad \ufffd"]
+    assert last_lines(tmp_path / "none.log") == []
+    path.write_bytes(b"x" * 1_000_000)
+    assert len(last_lines(path)[0]) < 100_000
