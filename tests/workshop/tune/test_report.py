@@ -14,7 +14,6 @@ from gateway.workshop.tune.report import (
     check_target,
     draw_report,
     format_figures,
-    render_host_vars,
     role_variables,
     settings_along_knob,
     write_result,
@@ -98,6 +97,8 @@ class TestWriting:
         path = tmp_path / "tuned.yml"
         write_result(path, reported(session), bench.topology, SUBJECT, self.AT)
         text = path.read_text()
+        comment, _, _ = text.partition("\n---\n")
+        assert all(line.startswith("# ") for line in comment.splitlines())
         assert yaml.safe_load(text) == {
             "llama_node_threads": 4,
             "llama_node_batch": 128,
@@ -109,16 +110,15 @@ class TestWriting:
         check_target(path)  # its own file may be written again
         assert not any(name.endswith(".part") for name in os.listdir(tmp_path))  # noqa: PTH208
 
-    def test_the_role_knows_every_variable(self, bench: Bench) -> None:
+    def test_the_role_knows_every_variable_and_cores_are_an_affinity_for_systemd(
+        self, bench: Bench
+    ) -> None:
         defaults = yaml.safe_load(
             (REPOSITORY / "deploy/ansible/roles/llama_node/defaults/main.yml").read_text()
         )
         written = role_variables(Setting(4, 512, 256, 2, "cores"), bench.topology)
         assert len(written) == 5
         assert set(written) <= set(defaults)
-
-    def test_cores_become_an_affinity_that_systemd_reads(self, bench: Bench) -> None:
-        written = role_variables(Setting(4, 512, 256, 2, "cores"), bench.topology)
         assert written["llama_node_service_options"] == {"CPUAffinity": "0-3"}
 
     async def test_json_holds_all_figures(self, bench: Bench, tmp_path: Path) -> None:
@@ -130,13 +130,6 @@ class TestWriting:
         assert found["best"]["setting"]["slots"] == 4
         assert len(found["tried"]) == len(session.median_by_setting())
         assert found["subject"] == SUBJECT
-
-    async def test_a_comment_is_one_line(self, bench: Bench) -> None:
-        session = bench.session()
-        await bench.run(session)
-        text = render_host_vars(reported(session), bench.topology, SUBJECT, self.AT)
-        head, _, _ = text.partition("\n---\n")
-        assert all(line.startswith("# ") for line in head.splitlines())
 
     def test_other_variables_are_not_overwritten(self, tmp_path: Path) -> None:
         path = tmp_path / "main.yml"
