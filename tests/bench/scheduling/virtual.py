@@ -26,9 +26,10 @@ from tests.bench.scheduling.report import (
     Outcome,
     Played,
     Results,
-    brief,
+    Setting,
     failures,
     figures,
+    outcome,
 )
 from tests.bench.scheduling.rounds import PAUSE, Plan, bounds
 from tests.bench.targets import HOST
@@ -88,7 +89,8 @@ def measure(
             progress.print(f"seed {seed}, {load}: mean completion {means}  [{seconds:.0f} s]")
     results = Results(played)
     parts = [*(_table(results, fronts, load) for load in plan.loads), *failures(results)]
-    return brief(played, "\n\n".join(parts) + "\n", plan.seeds, command, facts, MARKS)
+    setting = Setting(command, facts | {"seeds": str(plan.seeds)})
+    return outcome(results, setting, "\n\n".join(parts) + "\n", MARKS)
 
 
 def _played(plan: Plan, front: str, load: str, seed: int) -> Played:
@@ -103,7 +105,8 @@ async def _asked(plan: Plan, front: str, load: str, seed: int, folder: Path) -> 
     async with AsyncExitStack() as stack:
         fleet = await stack.enter_async_context(nodes(plan.fleet, plan.scale, now))
         if front == STAND_IN:
-            player = _beside(fleet, plan.scale)
+            addresses = [(HOST, node.port) for node in fleet]
+            player = _spread(addresses, plan.scale, known=False)
         else:
             known = FRONTS[front].known
             edges = EDGES if front == "edges" else 0
@@ -113,10 +116,6 @@ async def _asked(plan: Plan, front: str, load: str, seed: int, folder: Path) -> 
         await asyncio.sleep(PAUSE / plan.scale)
         records = await player.play(trace)
     return Played(front, load, seed, records, bounds(trace, records, plan.fleet))
-
-
-def _beside(fleet: Sequence[EmulatedNode], scale: float) -> Player:
-    return _spread([(HOST, node.port) for node in fleet], scale, known=False)
 
 
 def _spread(addresses: Sequence[Address], scale: float, *, known: bool) -> Player:
