@@ -26,6 +26,7 @@ from urllib.parse import urlsplit
 import httpx
 import msgspec
 
+from gateway.callers.keys import hash_key
 from gateway.local.server import find_binary
 from setup.llama_server import PROGRAM, cache_folder
 from tests.gateway_processes import serving
@@ -70,6 +71,7 @@ class Ask(msgspec.Struct, frozen=True):
 
 
 CALLERS = ("chat", "search", "agent", "report")
+KEYS = {one: hash_key(f"lg_{one}_{hashlib.sha256(one.encode()).hexdigest()}") for one in CALLERS}
 BEFORE = (
     Ask(0.0, "chat", 20, 170),
     Ask(0.3, "agent", 180, 130),
@@ -219,7 +221,7 @@ class Run:
         """Send a request after its seconds, and read its stream to the end."""
         await asyncio.sleep(stream.ask.at)
         stream.arrived = self.now()
-        headers = {"Authorization": f"Bearer {key_of(stream.ask.caller)}"}
+        headers = {"Authorization": f"Bearer {KEYS[stream.ask.caller].text}"}
         headers["X-Request-ID"] = stream.name
         async with self.public.stream(
             "POST", "/v1/chat/completions", json={**stream.body, "stream": True}, headers=headers
@@ -266,20 +268,6 @@ class Run:
         return next((name for name in NODES if amid.count(name) == SLOTS), None)
 
 
-def key_of(caller: str) -> str:
-    """Return the caller's key, of this run alone."""
-    return f"lg_{caller}_{hashlib.sha256(caller.encode()).hexdigest()}"
-
-
-def key_settings() -> list[dict[str, str]]:
-    """Return the callers' keys, as the settings have them."""
-    hashed = {
-        caller: hashlib.sha256(key_of(caller).rpartition("_")[2].encode()).hexdigest()
-        for caller in CALLERS
-    }
-    return [{"id": caller, "name": caller, "sha256": hashed[caller]} for caller in CALLERS]
-
-
 def body_of(number: int, ask: Ask) -> dict[str, Any]:
     """Return a request's body: words of its own, and the most likely words as its answer."""
     words = itertools.islice(itertools.cycle(WORDS[number:] + WORDS[:number]), ask.prompt_words)
@@ -318,7 +306,8 @@ async def record() -> Recording:
             stack.callback(stop_demo_server, servers[name])
             wait_for_demo_server(servers[name])
         nodes = [{"name": name, "url": servers[name].url, "host": name} for name in NODES]
-        settings = {**SETTINGS, "keys": key_settings()}
+        keys = [{"id": key.id, "name": key.id, "sha256": key.sha256} for key in KEYS.values()]
+        settings = {**SETTINGS, "keys": keys}
         async with (
             serving(Path(folder), nodes, settings=settings) as gateway,
             _client(gateway.url) as public,
