@@ -32,9 +32,9 @@ def test_without_prices_the_fewest_machines_are_best() -> None:
 
 
 def test_the_peak_sizes_the_fleet_and_the_mean_prices_its_tokens() -> None:
-    flat, peaky = (planned(Workload(300, 100, 100, peak=peak), CPU).best for peak in (1.0, 4.0))
-    assert flat is not None
-    assert peaky is not None
+    flat, peaky = (
+        known(planned(Workload(300, 100, 100, peak=peak), CPU).best) for peak in (1.0, 4.0)
+    )
     assert peaky.machines > flat.machines
     assert known(peaky.price.per_million_tokens) / peaky.machines == pytest.approx(
         known(flat.price.per_million_tokens) / flat.machines
@@ -43,13 +43,6 @@ def test_the_peak_sizes_the_fleet_and_the_mean_prices_its_tokens() -> None:
 
 def rows(found: PlanAnswer) -> dict[str, Deployment]:
     return {row.way: row for row in compare_deployments(found, TimeLimit(120.0))}
-
-
-def test_a_hybrid_says_that_both_of_its_machines_run() -> None:
-    found = planned(Workload(1500, 100, 100), CPU, GPU)
-    hybrid = rows(found)["hybrid"]
-    assert hybrid.verdict in {"works", "best"}
-    assert "both run, used or not: 2.20" in hybrid.reason
 
 
 def test_little_work_needs_one_node_and_no_queue() -> None:
@@ -65,19 +58,19 @@ def test_waits_need_a_queue_that_orders_them() -> None:
     assert found["single"].verdict == "no"
     assert "nothing orders or bounds it" in found["single"].reason
     assert found["queue"].verdict == "best"
+    peak = rows(planned(Workload(350, 100, 100, peak=3.0), CPU))["queue"]
+    assert "so only for work that can wait (class batch)" in peak.reason
 
 
 def test_more_than_one_node_can_do_is_balanced() -> None:
+    hybrid = rows(planned(Workload(1500, 100, 100), CPU, GPU))["hybrid"]
+    assert hybrid.verdict in {"works", "best"}
+    assert "both run, used or not: 2.20" in hybrid.reason
     found = rows(planned(Workload(1500, 100, 100), CPU))
     assert found["balanced"].verdict == "best"
     for way in ("single", "queue"):
         assert found[way].verdict == "no"
         assert "the queue grows by" in found[way].reason
-
-
-def test_a_peak_that_only_batches_can_wait_out_is_said() -> None:
-    found = rows(planned(Workload(350, 100, 100, peak=3.0), CPU))
-    assert "so only for work that can wait (class batch)" in found["queue"].reason
 
 
 def test_gpus_become_cheaper_where_they_are_used() -> None:

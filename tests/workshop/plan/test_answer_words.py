@@ -1,20 +1,15 @@
 from __future__ import annotations
 
-from typing import Any
-
 from gateway.workshop.plan.answer import contradiction, explain, headline
 from gateway.workshop.plan.search import Workload
 from tests.known import known
 from tests.workshop.plan.build import CPU, a_type, planned
 
 
-def lines_of(workload: Workload, **fields: Any) -> dict[str, str]:
-    found = planned(workload, a_type(**fields) if fields else CPU)
-    return explain(found.question, known(found.best))
-
-
 def test_every_figure_is_shown_with_what_it_comes_from() -> None:
-    lines = lines_of(Workload(500, 100, 100, peak=2.0))
+    found = planned(Workload(500, 100, 100, peak=2.0), CPU)
+    assert headline(known(found.best)) == "3 x cpu: 438.00 a month"
+    lines = explain(found.question, known(found.best))
     assert lines["arrivals"] == "500 an hour x peak 2 / 3,600 = 0.2778 a second"
     assert lines["pure sum"] == (
         "0.2778 a second x 100 tokens / 10 tokens/s = 2.78: 3 instances of one slot"
@@ -27,25 +22,14 @@ def test_every_figure_is_shown_with_what_it_comes_from() -> None:
     assert "makes 5.56 a million written" in lines["per token"]
 
 
-def test_what_repeats_is_not_read() -> None:
-    lines = lines_of(Workload(100, 1000, 50, repeat=0.8))
+def test_a_backlog_shows_its_hours_what_repeats_and_that_a_price_is_unknown() -> None:
+    workload = Workload(1000, 1000, 50, repeat=0.8, backlog_hours=2.0)
+    found = planned(workload, a_type(price_per_hour=None))
+    lines = explain(found.question, known(found.best))
     assert lines["cached"] == "80% of 1000 prompt tokens repeat: 200 are read"
-
-
-def test_an_unknown_price_is_said() -> None:
-    lines = lines_of(Workload(100, 100, 50), price_per_hour=None)
     assert lines["price"] == "unknown: the node has no price (--price-per-hour)"
-
-
-def test_a_backlog_shows_its_hours() -> None:
-    lines = lines_of(Workload(1000, 100, 50, backlog_hours=2.0))
     assert lines["arrivals"] == "1,000 at once / 2 h / 3,600 = 0.1389 a second to be done"
     assert "all 1,000 done in " in lines["simulator"]
-
-
-def test_the_headline_is_fleet_and_price() -> None:
-    best = planned(Workload(500, 100, 100), CPU).best
-    assert headline(known(best)) == "2 x cpu: 292.00 a month"
 
 
 def test_a_price_that_contradicts_its_own_speed_is_noticed() -> None:
