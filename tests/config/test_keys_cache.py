@@ -37,12 +37,6 @@ def test_the_scope_is_a_group_or_a_caller(isolate: str, group: str | None, scope
     assert cache_policy((spec,), "alice", group).scope == scope
 
 
-def test_a_group_and_a_key_of_one_name_have_different_scopes() -> None:
-    group = cache_policy((CacheSpec(isolate="group"),), "x", "team")
-    key = cache_policy((CacheSpec(isolate="key"),), "team", None)
-    assert group.scope != key.scope
-
-
 def test_what_no_node_may_have_cached_has_a_scope_of_its_own() -> None:
     policy = cache_policy((CacheSpec(isolate="group", prompt_cache=False),), "alice", "team")
     assert policy.scope_of("req_1") != policy.scope_of("req_2")

@@ -1,6 +1,6 @@
 from __future__ import annotations
 
-from gateway.config.settings import Settings, changed_restart_keys
+from gateway.config.settings import Settings
 from tests.config.conftest import LoadSettings, Problems
 from tests.each_case import each_case
 
@@ -59,12 +59,3 @@ def test_a_wrong_rule_is_reported_with_its_key(
 ) -> None:
     (problem,) = gateway_problems(text)
     assert (problem.line, problem.key, problem.message) == (1, key, message)
-
-
-def test_every_rule_can_change_while_the_gateway_runs() -> None:
-    old = Settings()
-    new = Settings.model_validate(
-        {"hybrid": {"gpu_first": ["urgent"], "wait": 0, "spill": {"share": 0.5}}}
-    )
-    assert new != old
-    assert changed_restart_keys(old, new) == ()
