@@ -96,30 +96,18 @@ def test_a_node_of_another_price_or_key_replaces_the_default(
     assert node.api_key == SecretStr("from-file")
 
 
-def test_a_mistake_in_the_defaults_is_reported_once_and_there(nodes_problems: Problems) -> None:
-    (problem,) = nodes_problems(
-        """\
-        nodes:
-          - {name: a, url: http://a}
-          - {name: b, url: http://b}
-        defaults:
-          tier: tpu
-        """
-    )
-    assert (problem.line, problem.key) == (5, "defaults.tier")
-
-
-def test_defaults_are_checked_without_nodes(nodes_problems: Problems) -> None:
-    (problem,) = nodes_problems("defaults: {slots: many}\nnodes: []")
-    assert problem.key == "defaults.slots"
+@each_case("nodes", ["[]", "[{name: a, url: http://a}, {name: b, url: http://b}]"])
+def test_a_mistake_in_the_defaults_is_reported_once_and_there(
+    nodes_problems: Problems, nodes: str
+) -> None:
+    (problem,) = nodes_problems(f"nodes: {nodes}\ndefaults:\n  tier: tpu\n")
+    assert (problem.line, problem.key) == (3, "defaults.tier")
 
 
 def test_a_name_or_an_address_is_no_default(nodes_problems: Problems) -> None:
     problems = nodes_problems("defaults:\n  name: a\n  url: http://a\nnodes: []")
-    assert [(p.line, p.message) for p in problems] == [
-        (2, "can't be a default"),
-        (3, "can't be a default"),
-    ]
+    assert [p.line for p in problems] == [2, 3]
+    assert {p.message for p in problems} == {"can't be a default"}
 
 
 @each_case(

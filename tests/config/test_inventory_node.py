@@ -15,12 +15,7 @@ ONE = "nodes:\n  - {{name: a, url: 'http://h:80', {}}}\n"
 def test_a_node_needs_only_a_name_and_an_address(load_nodes: LoadNodes) -> None:
     (node,) = load_nodes("nodes: [{name: a, url: 'http://10.0.0.1:8080'}]").nodes
     assert node == NodeSpec(name="a", url="http://10.0.0.1:8080")
-    assert (node.kind, node.tier, node.slots, node.models) == ("llama.cpp", "cpu", None, None)
-    assert (node.endpoints, node.context, node.host) == (None, None, "10.0.0.1")
-    assert (node.cost_per_hour, node.cost_per_million_tokens, node.speed_hint) == (0.0, None, 1.0)
-    assert (node.api_key, node.tls, node.enabled, node.standby) == (None, None, True, False)
-    assert node.timeouts == NodeTimeouts()
-    assert node.labels == {}
+    assert (node.models, node.host, node.api_key) == (None, "10.0.0.1", None)
 
 
 def test_every_key_of_the_contract_is_read(load_nodes: LoadNodes, tmp_path: Path) -> None:
@@ -56,11 +51,8 @@ def test_every_key_of_the_contract_is_read(load_nodes: LoadNodes, tmp_path: Path
     assert node.api_key == SecretStr("sk-1")
     assert node.timeouts == NodeTimeouts(connect=3, total=3600)
     assert node.tls is not None
-    assert (node.tls.ca, node.tls.verify, node.tls.server_name) == (
-        tmp_path / "ca.pem",
-        False,
-        "inner",
-    )
+    tls = (node.tls.ca, node.tls.verify, node.tls.server_name)
+    assert tls == (tmp_path / "ca.pem", False, "inner")
     assert (node.enabled, node.standby, node.labels) == (False, True, {"numa": "0"})
 
 
@@ -235,18 +227,14 @@ def test_a_key_is_one_line_of_ascii(
 @pytest.mark.skipif(not Path("/proc/self/mem").exists(), reason="needs Linux")
 def test_a_key_file_that_cannot_be_read_is_reported(nodes_problems: Problems) -> None:
     (problem,) = nodes_problems(ONE.format("api_key_file: /proc/self/mem"))
-    assert (problem.key, problem.message) == (
-        "nodes[0].api_key_file",
-        "can't be read: Input/output error",
-    )
+    assert problem.key == "nodes[0].api_key_file"
+    assert problem.message == "can't be read: Input/output error"
 
 
 def test_a_missing_or_empty_variable_of_a_key_is_reported(nodes_problems: Problems) -> None:
     (missing,) = nodes_problems(ONE.format("api_key_env: NODE_KEY"))
-    assert (missing.key, missing.message) == (
-        "nodes[0].api_key_env",
-        "the variable NODE_KEY is not set",
-    )
+    assert missing.key == "nodes[0].api_key_env"
+    assert missing.message == "the variable NODE_KEY is not set"
     (empty,) = nodes_problems(ONE.format("api_key_env: NODE_KEY"), NODE_KEY="")
     assert empty.message == "the variable NODE_KEY is empty"
 

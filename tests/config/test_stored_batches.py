@@ -2,15 +2,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from gateway.config.stored import BatchSettings
 from tests.config.conftest import LoadSettings, Problems
-
-
-def test_every_key_has_a_default(load_gateway: LoadSettings) -> None:
-    batches = load_gateway("{}").batches
-    assert batches == BatchSettings()
-    assert batches.file_bytes < batches.bytes_per_key < batches.folder_bytes
-    assert batches.windows.shortest < batches.windows.default < batches.windows.longest
 
 
 def test_a_relative_folder_starts_in_that_of_the_settings(

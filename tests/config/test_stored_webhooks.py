@@ -9,18 +9,12 @@ from pathlib import Path
 import pytest
 
 from gateway.config.settings import changed_restart_keys, masked_settings
-from gateway.config.stored import EVENTS, WebhookSettings, secret_bytes
+from gateway.config.stored import EVENTS, secret_bytes
 from tests.config.conftest import LoadSettings, Problems
 from tests.each_case import each_case
 
 SECRET = "whsec_" + base64.b64encode(b"s" * 32).decode()
 SECOND = "whsec_" + base64.b64encode(b"t" * 24).decode()
-
-
-def test_without_targets_nothing_is_sent(load_gateway: LoadSettings) -> None:
-    webhooks = load_gateway("{}").webhooks
-    assert webhooks == WebhookSettings()
-    assert (webhooks.targets, webhooks.timeout, webhooks.give_up) == ((), 15.0, 86400.0)
 
 
 def test_secrets_come_from_a_file_or_a_variable(load_gateway: LoadSettings, tmp_path: Path) -> None:

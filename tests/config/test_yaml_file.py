@@ -75,12 +75,8 @@ def test_every_key_and_item_knows_its_line_and_path(file: Path) -> None:
 
 
 def test_keys_are_texts_whatever_they_look_like(file: Path) -> None:
-    assert value(file, "{1: a, true: b, ~: c, off: d}") == {
-        "1": "a",
-        "true": "b",
-        "~": "c",
-        "off": "d",
-    }
+    expected = {"1": "a", "true": "b", "~": "c", "off": "d"}
+    assert value(file, "{1: a, true: b, ~: c, off: d}") == expected
 
 
 def test_quotes_and_tags_make_texts(file: Path) -> None:
