@@ -81,17 +81,9 @@ def test_a_node_of_another_price_or_key_replaces_the_default(
     load_nodes: LoadNodes, tmp_path: Path
 ) -> None:
     (tmp_path / "key").write_text("from-file\n")
-    (node,) = load_nodes(
-        """
-        defaults: {cost_per_hour: 1, api_key_env: KEY}
-        nodes:
-          - name: a
-            url: http://a
-            cost_per_million_tokens: {prompt: 0.1}
-            api_key_file: key
-        """,
-        KEY="from-env",
-    ).nodes
+    own = "cost_per_million_tokens: {prompt: 0.1}, api_key_file: key"
+    text = f"defaults: {{cost_per_hour: 1, api_key_env: KEY}}\n{ONE.format(own)}"
+    (node,) = load_nodes(text, KEY="from-env").nodes
     assert (node.cost_per_hour, node.cost_per_million_tokens) == (0, TokenCost(prompt=0.1))
     assert node.api_key == SecretStr("from-file")
 
@@ -148,7 +140,7 @@ def test_the_default_environment_is_the_process_s(
     assert load_inventory(path).nodes[0].url == "http://h"
 
 
-@pytest.mark.parametrize("second", ["*first", "<<: *first"])
+@each_case("second", ["*first", "<<: *first"])
 def test_a_node_that_is_another_ones_alias_has_its_name(
     nodes_problems: Problems, second: str
 ) -> None:
