@@ -10,14 +10,12 @@ words came is what the client saw.
 from __future__ import annotations
 
 import asyncio
-import functools
 import hashlib
 import itertools
 import json
 import tempfile
 import time
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import ExitStack
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
@@ -33,6 +31,7 @@ from tests.gateway_processes import serving
 from tests.gateways import NO_TLS
 from tests.servers import (
     DemoServer,
+    running_demo_servers,
     spawn_demo_server,
     stop_demo_server,
     wait_for_demo_server,
@@ -290,22 +289,19 @@ async def record() -> Recording:
     """
     program = cache_folder() / PROGRAM
     binary = find_binary(program) if program.exists() else None
-    start = functools.partial(
-        spawn_demo_server,
-        slots=SLOTS,
-        context=CONTEXT,
-        size="medium",
-        extra=EXACT,
-        binary=binary,
-    )
-    with ExitStack() as stack:
-        folder = stack.enter_context(tempfile.TemporaryDirectory())
-        servers: dict[str, DemoServer] = {}
-        for name in NODES:
-            servers[name] = start()
-            stack.callback(stop_demo_server, servers[name])
-            wait_for_demo_server(servers[name])
-        nodes = [{"name": name, "url": servers[name].url, "host": name} for name in NODES]
+    kind: dict[str, Any] = {
+        "slots": SLOTS,
+        "context": CONTEXT,
+        "size": "medium",
+        "extra": EXACT,
+        "binary": binary,
+    }
+    with (
+        tempfile.TemporaryDirectory() as folder,
+        running_demo_servers(len(NODES), **kind) as started,
+    ):
+        servers = dict(zip(NODES, started, strict=True))
+        nodes = [{"name": name, "url": one.url, "host": name} for name, one in servers.items()]
         keys = [{"id": key.id, "name": key.id, "sha256": key.sha256} for key in KEYS.values()]
         settings = {**SETTINGS, "keys": keys}
         async with (
@@ -322,16 +318,14 @@ async def record() -> Recording:
                 for number, ask in enumerate([*BEFORE, *AFTER])
             ]
             run.begin = time.monotonic()
-            away = await _play(run, servers, lambda port: start(port=port))
+            away = await _play(run, servers, lambda port: spawn_demo_server(port=port, **kind))
         moved = [stream for stream in run.streams if was_moved(_life(stream))]
         undisturbed = next(servers[name] for name in NODES if name != away.node)
         async with _client(undisturbed.url) as client:
             same = [await _text(client, stream) == stream.text for stream in moved]
     return Recording(
         date=time.strftime("%Y-%m-%d", time.gmtime()),
-        server="the server of the wheel xllamacpp"
-        if binary is None
-        else f"llama-server {binary.version}",
+        server=f"llama-server {binary.version}" if binary else "the server of the wheel xllamacpp",
         slots=dict.fromkeys(NODES, SLOTS),
         callers=list(CALLERS),
         seconds=max(stream.ended for stream in run.streams),
