@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import csv
+import functools
 import io
 import json
 import random
@@ -98,21 +99,29 @@ def test_times_have_a_unit_that_suits_them() -> None:
     ]  # fmt: skip
 
 
-LOAD = Load(Loop.CLOSED, 2, 10)
+IDLE = ClientFigures(Percentiles.of([0.001]), Percentiles.of([]), 0.1)
 
 
-def request(start: float, ttft: float, end: float, tokens: int = 10) -> RequestResult:
-    result = RequestResult(
-        1, start, first=start + ttft, last=end, ended=end, events=tokens, longest_gap=0.3
-    )
+def request(
+    start: float, ttft: float, end: float, tokens: int = 10, connect: float = 0.0
+) -> RequestResult:
+    times = {"connect_seconds": connect, "first": start + ttft, "last": end, "ended": end}
+    result = RequestResult(1, start, events=tokens, longest_gap=0.3, **times)
     result.server.completion_tokens = tokens
     result.server.prompt_tokens = 100
     return result
 
 
-def figures(*results: RequestResult, goal: RequestGoal | None = None) -> LoadFigures:
-    run = LoadRun(LOAD, list(results), joules=200.0, is_whole=True)
-    return figures_of(run, goal or RequestGoal(), 0.01, None)
+def figures(
+    *results: RequestResult,
+    goal: RequestGoal | None = None,
+    client: ClientFigures = IDLE,
+    at_a_time: int = 2,
+    alone: float | None = None,
+) -> LoadFigures:
+    load = Load(Loop.CLOSED, at_a_time, 10)
+    run = LoadRun(load, list(results), client, joules=200.0, is_whole=True)
+    return figures_of(run, goal or RequestGoal(), 0.0, alone)
 
 
 def test_rates_are_over_the_time_from_the_first_start_to_the_last_end() -> None:
@@ -161,34 +170,22 @@ def test_a_report_holds_a_bounded_number_of_requests() -> None:
 
 
 def test_waiting_is_told_apart_by_the_server_else_the_gateway_else_a_request_alone() -> None:
-    run = LoadRun(LOAD, [request(100, 5, 110)])
-    assert figures_of(run, RequestGoal(), 0.0, None).parts.waiting is None
-    assert figures_of(run, RequestGoal(), 0.0, 1.0).parts.waiting == 4.0
-    run.results[0].queue_seconds = 3.0
-    found = figures_of(run, RequestGoal(), 0.0, 1.0).parts
+    one = request(100, 5, 110)
+    assert figures(one).parts.waiting is None
+    assert figures(one, alone=1.0).parts.waiting == 4.0
+    one.queue_seconds = 3.0
+    found = figures(one, alone=1.0).parts
     assert (found.waiting, found.prefill) == (3.0, 2.0)
-    run.results[0].server.prefill_seconds = 0.5
-    found = figures_of(run, RequestGoal(), 0.0, 1.0).parts
+    one.server.prefill_seconds = 0.5
+    found = figures(one, alone=1.0).parts
     assert (found.waiting, found.prefill, found.decode) == (4.5, 0.5, 5.0)
 
 
-IDLE = ClientFigures(Percentiles.of([0.001]), Percentiles.of([]), 0.1)
+def exchange(ttft: float = 1.0, decode: float = 1.0, connect: float = 0.0) -> RequestResult:
+    return request(0.0, ttft, ttft + decode, 11, connect)
 
 
-def exchange(
-    ttft: float = 1.0, decode: float = 1.0, connect: float = 0.0, events: int = 11
-) -> RequestResult:
-    end = ttft + decode
-    return RequestResult(
-        1, 0.0, connect_seconds=connect, first=ttft, last=end, ended=end, events=events
-    )
-
-
-def limited(
-    *requests: RequestResult, client: ClientFigures = IDLE, at_a_time: int = 4, alone: float = 0.1
-) -> LoadFigures:
-    run = LoadRun(Load(Loop.CLOSED, at_a_time, 10), list(requests), client)
-    return figures_of(run, RequestGoal(), 0.0, alone)
+limited = functools.partial(figures, at_a_time=4, alone=0.1)
 
 
 def limit(found: LoadFigures, slots: int | None = None) -> tuple[Limit, str]:
