@@ -105,8 +105,8 @@ IDLE = ClientFigures(Percentiles.of([0.001]), Percentiles.of([]), 0.1)
 def request(
     start: float, ttft: float, end: float, tokens: int = 10, connect: float = 0.0
 ) -> RequestResult:
-    times = {"connect_seconds": connect, "first": start + ttft, "last": end, "ended": end}
-    result = RequestResult(1, start, events=tokens, longest_gap=0.3, **times)
+    result = RequestResult(1, start, first=start + ttft, last=end, ended=end, events=tokens)
+    result.connect_seconds, result.longest_gap = connect, 0.3
     result.server.completion_tokens = tokens
     result.server.prompt_tokens = 100
     return result

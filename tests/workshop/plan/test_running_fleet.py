@@ -49,7 +49,8 @@ def test_speeds_slots_tiers_and_prices_tell_kinds_apart() -> None:
     fleet = measured_fleet(nodes)
     assert [part.count for part in fleet.parts] == [2, 1, 1, 1, 1, 1, 1]
     first, *_, free, tokens = (part.node_type for part in fleet.parts)
-    assert (first.name, first.decode_tps) == ("a", pytest.approx(10.5))
+    assert first.name == "a"
+    assert first.decode_tps == pytest.approx(10.5)
     assert free.per_hour is None
     assert tokens.price_per_million_tokens == TokenPrice(prompt=0.1, completion=0.4)
     assert fleet.notes == ()
@@ -106,15 +107,14 @@ def even(requests: int, **more: Any) -> dict[str, Any]:
     return told(*((n * 3600 / requests, more) for n in range(requests)))
 
 
-def answer(
-    arrivals: dict[str, Any], *nodes: dict[str, Any], peak: float = 1.0, **goal: float
-) -> FleetAnswer:
-    fleet = measured_fleet(nodes)
-    traffic = busiest_hour(arrivals, fleet, peak)
-    question = PlanQuestion(
-        traffic.workload, Goal(**goal), (), warm=True, recorded=traffic.recorded
-    )
-    return what_if(question, fleet, traffic, TimeLimit(120.0))
+def asked(arrivals: dict[str, Any], fleet: MeasuredFleet, seconds: float = 120.0) -> FleetAnswer:
+    traffic = busiest_hour(arrivals, fleet, 1.0)
+    question = PlanQuestion(traffic.workload, Goal(), (), warm=True, recorded=traffic.recorded)
+    return what_if(question, fleet, traffic, TimeLimit(seconds))
+
+
+def answer(arrivals: dict[str, Any], *nodes: dict[str, Any]) -> FleetAnswer:
+    return asked(arrivals, measured_fleet(nodes))
 
 
 def test_the_busiest_hour_is_played_as_it_was() -> None:
@@ -257,12 +257,10 @@ def test_an_addition_to_many_kinds_is_found_in_short_time() -> None:
     for n in range(30):
         speeds = {"decode_tps": 0.1 * 1.3 ** (n % 10), "prefill_tps": 9 * 1.3 ** (n // 10)}
         nodes.append(slow(f"n{n}", **speeds, models=[f"m{n % 10}"]))
-    asked = told(*((n * 0.9, {"model": f"m{n % 10}"}) for n in range(4000)))
+    arrivals = told(*((n * 0.9, {"model": f"m{n % 10}"}) for n in range(4000)))
     fleet = measured_fleet(nodes)
-    traffic = busiest_hour(asked, fleet, 1.0)
-    question = PlanQuestion(traffic.workload, Goal(), (), recorded=traffic.recorded)
     began = time.process_time()
-    found = what_if(question, fleet, traffic, TimeLimit(1e-3))
+    found = asked(arrivals, fleet, seconds=1e-3)
     assert found.advice.verdict == "saturated"
     # 1.2 s beside other work: a bound for what grows with combinations of kinds, not for its speed.
     assert time.process_time() - began < 15
@@ -301,8 +299,8 @@ PLACED = {
 def routers(**measured: Mapping[str, Any]) -> list[dict[str, Any]]:
     """Two routers of one host, and of each three models, of which few are loaded."""
     rows = []
+    empty = {"prefill_tps": None, "decode_tps": None, "host": "epyc"}
     for name in ("r1", "r2"):
-        empty = {"prefill_tps": None, "decode_tps": None, "host": "epyc"}
         rows.append(node(name, **empty, slots_total=0, models=[]))
         for model in "abc":
             own = measured.get(f"{name}_{model}", {"slots_total": 0})
@@ -347,15 +345,12 @@ def test_a_fleet_of_routers_is_asked_for_its_models_of_the_busiest_hour(
         (n * every, {"model": names[n % 5], "node": f"r{1 + n % 2}/{names[n % 5]}.gguf"})
         for n in range(60)
     ]
-    fleet = measured_fleet(routers(**SEEN), PLACED)
-    traffic = busiest_hour(told(*rows), fleet, 1.0)
+    found = asked(told(*rows), measured_fleet(routers(**SEEN), PLACED))
+    traffic = found.traffic
     assert "12 are of models that no node names: they are left out" in traffic.notes[1]
     assert [one.share for one in traffic.workload.models] == [24, 12, 12]
     assert not known(traffic.hour).nodes_added_since
-    question = PlanQuestion(traffic.workload, Goal(), (), warm=True, recorded=traffic.recorded)
-    found = what_if(question, fleet, traffic, TimeLimit(120.0))
-    now = found.changes[0]
-    assert known(now.trial).loads >= 3
+    assert known(found.changes[0].trial).loads >= 3
     assert found.advice.verdict == verdict
     assert {row.change for row in found.changes} >= {"one more like r1", "one less like r2"}
 
