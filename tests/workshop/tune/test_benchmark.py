@@ -104,15 +104,8 @@ async def test_a_server_that_does_not_start_is_no_crash(
 ) -> None:
     model = tmp_path / "broken.gguf"
     model.write_bytes(plan.model.path.read_bytes()[:200_000])
-    broken = LocalFleetPlan(
-        (
-            plan.model,
-        ),  # `up` and `tune` refuse what is cut short; this one breaks after they looked
-        False,
-        tuple(replace(spec, model=model) for spec in plan.specs),
-        None,
-        plan.log_folder,
-    )
+    # `up` and `tune` refuse what is cut short; this one breaks after they looked.
+    broken = replace(plan, specs=tuple(replace(spec, model=model) for spec in plan.specs))
     machine = MachineBenchmark(broken, REQUEST, context=CONTEXT)
     with pytest.raises(SettingFailedError, match="before it was ready"):
         await machine.measure(rule_of_thumb(read_topology()), 60)
