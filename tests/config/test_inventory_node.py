@@ -224,15 +224,13 @@ def test_a_missing_or_empty_variable_of_a_key_is_reported(nodes_problems: Proble
     assert empty.message == "the variable NODE_KEY is empty"
 
 
-def test_no_key_shows_in_a_repr_or_a_dump(load_nodes: LoadNodes) -> None:
-    inventory = load_nodes(ONE.format("api_key_env: K"), K="sk-secret")
+def test_no_key_shows_in_a_repr_or_a_dump_and_another_one_makes_another_node(
+    load_nodes: LoadNodes,
+) -> None:
+    text = ONE.format("api_key_env: K")
+    inventory = load_nodes(text, K="sk-secret")
+    assert load_nodes(text, K="other") != inventory == load_nodes(text, K="sk-secret")
     assert "sk-secret" not in repr(inventory) + str(inventory) + str(inventory.model_dump())
     assert "sk-secret" not in inventory.model_dump_json()
     assert inventory.nodes[0].api_key is not None
     assert inventory.nodes[0].api_key.get_secret_value() == "sk-secret"
-
-
-def test_a_changed_key_makes_another_node(load_nodes: LoadNodes) -> None:
-    text = ONE.format("api_key_env: K")
-    assert load_nodes(text, K="one") != load_nodes(text, K="two")
-    assert load_nodes(text, K="one") == load_nodes(text, K="one")

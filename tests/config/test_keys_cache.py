@@ -9,9 +9,8 @@ from tests.each_case import each_case
 
 def test_without_a_setting_all_share_all() -> None:
     assert cache_policy((None, None, CacheSpec()), "alice", "a") is SHARED_CACHE
-    assert cache_policy((CacheSpec(hide=False, isolate="off", nodes={}),), "alice", None) == (
-        CachePolicy()
-    )
+    nothing = CacheSpec(hide=False, isolate="off", nodes={})
+    assert cache_policy((nothing,), "alice", None) == CachePolicy()
 
 
 def test_each_field_is_the_most_specific_ones() -> None:

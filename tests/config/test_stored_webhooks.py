@@ -19,15 +19,9 @@ SECOND = "whsec_" + base64.b64encode(b"t" * 24).decode()
 
 def test_secrets_come_from_a_file_or_a_variable(load_gateway: LoadSettings, tmp_path: Path) -> None:
     (tmp_path / "hooks.secret").write_text(f"{SECRET}\n{SECOND}\n")
-    settings = load_gateway(
-        """
-        webhooks:
-          targets:
-            - {url: "https://Hooks.example.org:443/a", secret_file: hooks.secret}
-            - {url: "https://other.example", secret_env: HOOKS, keys: ci, events: batch.completed}
-        """,
-        HOOKS=SECRET,
-    )
+    by_file = "{url: 'https://Hooks.example.org:443/a', secret_file: hooks.secret}"
+    by_name = "{url: 'https://other.example', secret_env: S, keys: ci, events: batch.completed}"
+    settings = load_gateway(f"webhooks: {{targets: [{by_file}, {by_name}]}}", S=SECRET)
     first, second = settings.webhooks.targets
     assert [one.get_secret_value() for one in first.secrets] == [SECRET, SECOND]
     assert [one.get_secret_value() for one in second.secrets] == [SECRET]

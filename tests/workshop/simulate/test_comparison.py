@@ -60,11 +60,9 @@ def test_no_node_gets_more_than_it_has_slots_for() -> None:
     jobs = generate(Traffic(requests=600, rate=4.0), 1).jobs
     play(jobs, FLEET, LEAST_FINISH)
     assert all(job.began == job.sent for job in jobs)
-    ends = sorted(
-        [(job.began, 1, job.node) for job in jobs] + [(job.ended, 0, job.node) for job in jobs]
-    )
+    turns = [(job.began, 1, job.node) for job in jobs] + [(job.ended, 0, job.node) for job in jobs]
     busy = [0] * len(FLEET)
-    for _, begins, node in ends:
+    for _, begins, node in sorted(turns):
         busy[node] += 1 if begins else -1
         assert 0 <= busy[node] <= 2
 
