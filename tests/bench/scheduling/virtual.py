@@ -21,7 +21,6 @@ from tests.bench.load import Address
 from tests.bench.scheduling.fronts import EDGES, FRONTS, OURS, nodes
 from tests.bench.scheduling.play import Answer, Player, ask
 from tests.bench.scheduling.report import (
-    FIGURES,
     Figure,
     Outcome,
     Played,
@@ -31,7 +30,7 @@ from tests.bench.scheduling.report import (
     figures,
     outcome,
 )
-from tests.bench.scheduling.rounds import PAUSE, Plan, bounds
+from tests.bench.scheduling.rounds import PAUSE, Plan, bounds, tell
 from tests.bench.targets import HOST
 from tests.edges.edge_beside import a_brain, an_edge
 from tests.emulator import EmulatedNode
@@ -84,9 +83,7 @@ def measure(
             began = time.monotonic()
             runs = [_played(plan, front, load, seed) for front in fronts]
             played += runs
-            means = ", ".join(f"{run.front} {FIGURES[0].of([run.records]):.2f}" for run in runs)
-            seconds = time.monotonic() - began
-            progress.print(f"seed {seed}, {load}: mean completion {means}  [{seconds:.0f} s]")
+            tell(progress, runs, time.monotonic() - began)
     results = Results(played)
     parts = [*(_table(results, fronts, load) for load in plan.loads), *failures(results)]
     setting = Setting(command, facts | {"seeds": str(plan.seeds)})
