@@ -182,27 +182,27 @@ def test_people_may_write_about_ansible_in_their_file(history: FileHistory, file
 # What has changed.
 
 
-def test_changes_are_shown_apart_with_the_lines_around_them_as_diff_has_them() -> None:
-    before = [str(number) for number in range(40)]
-    after = [*before[:20], "changed", "more", *before[21:], "last"]
+def test_a_difference_has_the_lines_around_it_as_diff_has_them() -> None:
+    before = [f"line {number}" for number in range(40)]
+    after = [*before]
+    after[20:21] = ["changed", "more"]
     shown = difference("\n".join(before), "\n".join(after))
     assert shown["lines"] == [
-        *(
-            "@@ -18,7 +18,8 @@",
-            " 17",
-            " 18",
-            " 19",
-            "-20",
-            "+changed",
-            "+more",
-            " 21",
-            " 22",
-            " 23",
-        ),
-        *("@@ -38,3 +39,4 @@", " 37", " 38", " 39", "+last"),
+        "@@ -18,7 +18,8 @@",
+        *(" line 17", " line 18", " line 19", "-line 20", "+changed", "+more"),
+        *(" line 21", " line 22", " line 23"),
     ]
-    assert (shown["added"], shown["removed"], shown["cut"]) == (3, 1, False)
+    assert (shown["added"], shown["removed"], shown["cut"]) == (2, 1, False)
     assert difference("same\n", "same\n")["lines"] == []
+
+
+def test_distant_changes_are_shown_apart() -> None:
+    before = [str(number) for number in range(100)]
+    after = ["first", *before[1:50], *before[51:], "last"]
+    heads = [
+        line for line in difference("\n".join(before), "\n".join(after))["lines"] if "@@" in line
+    ]
+    assert heads == ["@@ -1,4 +1,4 @@", "@@ -48,7 +48,6 @@", "@@ -98,3 +97,4 @@"]
 
 
 def test_a_difference_of_large_files_is_bounded() -> None:
