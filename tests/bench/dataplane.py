@@ -182,21 +182,14 @@ class Run:
     def _print_sample(self, scenario: Scenario, sample: Sample) -> None:
         place = f"{sample.round}/{self.rounds}  {scenario.name:12} {sample.target:8}"
         if sample.errors:
-            self.progress.print(
-                f"{place} INVALID, {sample.errors} errors: {sample.first_error}",
-                style="red",
-                markup=False,
-            )
+            words = f"{place} INVALID, {sample.errors} errors: {sample.first_error}"
+            self.progress.print(words, style="red", markup=False)
             return
         seen = sample.figures
         line = f"{place} {scenario.figure} {number(seen[scenario.figure])}"
         if "rate" in seen:
             line += f", {seen['rate']:.0f}/s, proxy {seen['proxy_busy']:.0%}"
-            line += f", load {seen['load_busy']:.0%} ({number(seen['load_us'])} us)"
-            line += f", disturbed {seen['disturbed']:.0%}"
-        if "longest_turn_ms" in seen:
-            line += f", longest turn {number(seen['longest_turn_ms'])} ms"
-            line += f", {seen['long_turns']:.0f} above 50 ms"
+            line += f", load {seen['load_busy']:.0%}, disturbed {seen['disturbed']:.0%}"
         self.progress.print(line, markup=False)
 
 

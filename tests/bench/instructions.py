@@ -15,8 +15,8 @@ added to each request.
 
     python -m tests.bench.instructions                     this checkout
     python -m tests.bench.instructions ../before .         two, and the second's ratio to the first
-    python -m tests.bench.instructions .+key .+limits      one, with a key, and with one of which
-                                                           every use is limited
+    python -m tests.bench.instructions .+key .+key-limits  one, with a key, and with one that has
+                                                           every limit
     python -m tests.bench.instructions .+off .             one, without a store, and with its ledger
     python -m tests.bench.instructions .+silent .+telemetry .+telemetry-all
                                                            one, without telemetry, with all of it
@@ -182,7 +182,7 @@ Sampler.__init__ = make_even_sampler
 at that rate, 250 at most: `--requests 500` counts whole messages."""
 
 
-CALLERS = ("", "+off", "+key", "+key-limits", "+limits", *(f"+{name}" for name in TELEMETRY))
+CALLERS = ("", "+off", "+key", "+key-limits", *(f"+{name}" for name in TELEMETRY))
 
 
 @dataclass(frozen=True, slots=True)
@@ -192,8 +192,7 @@ class Subject:
     checkout: Path
     caller: str = ""
     """Empty: nobody known; `off`: the same without a store; `key`: the holder of a key;
-    `key-limits`: one of a key with every limit; `limits`: an end user, with every limit on its own
-    use, its key's, its group's and that of all callers; or one of `TELEMETRY`, nobody known."""
+    `key-limits`: one of a key with every limit; or one of `TELEMETRY`, nobody known."""
     python: str = ".venv/bin/python"  # the interpreter that serves, by its path from the checkout
 
     @property
@@ -221,21 +220,12 @@ class Subject:
         if not self.caller:
             return {}
         key: dict[str, Any] = {"id": KEY.id, "sha256": KEY.sha256}
-        if self.caller == "key":
-            return {"keys": [key]}
-        if self.caller == "key-limits":
-            return {"keys": [key | {"limits": EVERY_LIMIT}]}
-        every = {"limits": EVERY_LIMIT, "user_limits": EVERY_LIMIT}
-        return {
-            "keys": [key | every | {"group": "team", "trust_user_headers": True}],
-            "groups": {"team": {"limits": EVERY_LIMIT}},
-            "limits": {"total": EVERY_LIMIT},
-        }
+        return {"keys": [key if self.caller == "key" else key | {"limits": EVERY_LIMIT}]}
 
     def send(self, load: Load) -> Load:
         """The load, sent by the caller."""
-        if self.caller in {"key", "key-limits", "limits"}:
-            lines = f"Authorization: Bearer {KEY.text}\r\nX-OpenWebUI-User-Id: ann\r\n".encode()
+        if self.caller in {"key", "key-limits"}:
+            lines = f"Authorization: Bearer {KEY.text}\r\n".encode()
             head, _, body = load.request.partition(b"\r\n\r\n")
             load.request = head + b"\r\n" + lines + b"\r\n" + body
         return load
@@ -440,16 +430,8 @@ def _start_gateway(
         f"--callgrind-out-file={folder}/counted",
         "--separate-threads=yes",
         *(subject.python, "-c", launcher, "serve", "--nodes", str(nodes)),
-        *(
-            "--config",
-            str(settings),
-            "--host",
-            HOST,
-            "--port",
-            str(address[1]),
-            "--admin-port",
-            "0",
-        ),
+        *("--config", str(settings), "--host", HOST, "--port", str(address[1])),
+        *("--admin-port", "0"),
     ]
     with (folder / "log").open("wb") as log:
         return subprocess.Popen(

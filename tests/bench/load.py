@@ -107,12 +107,7 @@ class ChatConnection(LoadConnection):
     """Answers must be plain chat completions with the right text, in any layout of the JSON."""
 
     tokens = 0
-
-    def __init__(
-        self, finished: Callable[[LoadConnection, str], None], length: int, crc: int
-    ) -> None:
-        super().__init__(finished, length, crc)
-        self.body = b""
+    body = b""
 
     def on_body(self, body: bytes) -> None:
         self.body += body
@@ -137,11 +132,12 @@ class ChatConnection(LoadConnection):
 class StampedConnection(LoadConnection):
     """Answers are streams of stamped events; records the age of each event on arrival."""
 
+    partial = b""
+
     def __init__(
         self, finished: Callable[[LoadConnection, str], None], length: int, crc: int
     ) -> None:
         super().__init__(finished, length, crc)
-        self.partial = b""
         self.ages: list[tuple[int, int]] = []
         """Time of arrival (monotonic) and age of each event, in microseconds."""
 

@@ -1,7 +1,7 @@
 """The responses of an emulated llama.cpp node, encoded once and sent many times.
 
-They have the fields of llama.cpp's own server in its order, so that a gateway that reads streams
-finds the same as in production.
+They have the fields of llama.cpp's own server, and events have them in its order, so that a gateway
+that reads streams finds the same as in production.
 """
 
 from __future__ import annotations
@@ -19,16 +19,20 @@ STAMP_DIGITS = 16  # digits of the microseconds in a stamped event
 _WORDS = ("copper ", "window ", "bridge ", "garden ", "silver ", "marble ", "violin ", "summit ")
 _ID = "chatcmpl-Vb0pXy3kQzN7uTfL2mRaWc9sHdEgJiKo"
 _CREATED = 1767225600
-_TIMINGS: dict[str, Any] = {
-    "cache_n": 0,
-    "prompt_n": 12,
-    "prompt_ms": 20.0,
-    "prompt_per_token_ms": 1.667,
-    "prompt_per_second": 600.0,
-    "predicted_n": 200,
-    "predicted_ms": 4000.0,
-    "predicted_per_token_ms": 20.0,
-    "predicted_per_second": 50.0,
+
+
+def _timing(what: str, tokens: int, each: float, speed: float) -> dict[str, float]:
+    ms = 1000 * tokens / speed
+    per = {f"{what}_per_token_ms": each, f"{what}_per_second": speed}
+    return {f"{what}_n": tokens, f"{what}_ms": ms, **per}
+
+
+_TIMINGS = {
+    "timings": {
+        "cache_n": 0,
+        **_timing("prompt", 12, 1.667, 600.0),
+        **_timing("predicted", 200, 20.0, 50.0),
+    }
 }
 
 
@@ -51,22 +55,27 @@ def plain_response(body: bytes, status: str = "200 OK") -> bytes:
     ).encode() + body
 
 
-def _event(payload: object) -> bytes:
-    return b"data: " + compact(payload) + b"\n\n"
-
-
-def _chunk(delta: dict[str, object], finish: str | None = None, **more: object) -> bytes:
-    return _event(
+def _completion(kind: str, choices: list[object], more: dict[str, Any]) -> bytes:
+    """A chat completion, or a chunk of one."""
+    return compact(
         {
-            "choices": [{"finish_reason": finish, "index": 0, "delta": delta}],
+            "choices": choices,
             "created": _CREATED,
             "id": _ID,
             "model": MODEL,
             "system_fingerprint": "b0-unknown",
-            "object": "chat.completion.chunk",
+            "object": kind,
             **more,
         }
     )
+
+
+def _event(choices: list[object], more: dict[str, Any]) -> bytes:
+    return b"data: " + _completion("chat.completion.chunk", choices, more) + b"\n\n"
+
+
+def _chunk(delta: dict[str, object], finish: str | None = None, **more: Any) -> bytes:
+    return _event([{"finish_reason": finish, "index": 0, "delta": delta}], more)
 
 
 STREAM_HEAD = (
@@ -76,24 +85,9 @@ STREAM_HEAD = (
 )
 ROLE = _chunk({"role": "assistant", "content": None})
 TOKENS = tuple(_chunk({"content": word}) for word in _WORDS)
-FINAL = _chunk({}, "stop", timings=_TIMINGS)
-USAGE = _event(
-    {
-        "choices": [],
-        "created": _CREATED,
-        "id": _ID,
-        "model": MODEL,
-        "system_fingerprint": "b0-unknown",
-        "object": "chat.completion.chunk",
-        "usage": {
-            "completion_tokens": 200,
-            "prompt_tokens": 12,
-            "total_tokens": 212,
-            "prompt_tokens_details": {"cached_tokens": 0},
-        },
-        "timings": _TIMINGS,
-    }
-)
+FINAL = _chunk({}, "stop", **_TIMINGS)
+_USED = {"completion_tokens": 200, "prompt_tokens": 12, "total_tokens": 212}
+USAGE = _event([], {"usage": _USED | {"prompt_tokens_details": {"cached_tokens": 0}}, **_TIMINGS})
 DONE = b"data: [DONE]\n\n"
 END_OF_BODY = b"0\r\n\r\n"
 _STAMP_BEFORE, _STAMP_AFTER = _chunk({"content": "t=@"}).split(b"@")
@@ -138,28 +132,10 @@ def stamped_length(tokens: int) -> int:
 
 def plain_chat(tokens: int) -> bytes:
     """The body of a plain (stream: false) chat answer."""
-    return compact(
-        {
-            "choices": [
-                {
-                    "finish_reason": "stop",
-                    "index": 0,
-                    "message": {"role": "assistant", "content": text(tokens)},
-                }
-            ],
-            "created": _CREATED,
-            "model": MODEL,
-            "system_fingerprint": "b0-unknown",
-            "object": "chat.completion",
-            "usage": {
-                "completion_tokens": tokens,
-                "prompt_tokens": 12,
-                "total_tokens": tokens + 12,
-            },
-            "id": _ID,
-            "timings": _TIMINGS,
-        }
-    )
+    message = {"role": "assistant", "content": text(tokens)}
+    used = {"completion_tokens": tokens, "prompt_tokens": 12, "total_tokens": tokens + 12}
+    choice = {"finish_reason": "stop", "index": 0, "message": message}
+    return _completion("chat.completion", [choice], {"usage": used, **_TIMINGS})
 
 
 def _embedding(size: int) -> bytes:

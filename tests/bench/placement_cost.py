@@ -7,7 +7,6 @@ request. The cost in a fleet of four nodes with an empty wait queue is printed a
 
 from __future__ import annotations
 
-import argparse
 import heapq
 import random
 import statistics
@@ -19,6 +18,7 @@ from gateway.schedule.core.requests import PlacementState, QueuedRequest, TierSe
 from gateway.terms import Priority
 
 SYSTEM_TOKENS = 1500.0
+NODES, WAITING, STEPS = 1000, 500, 5000
 WARM_NODES = 20
 """Nodes that have cached a request's system prompt; one of them has its conversation too."""
 
@@ -29,8 +29,6 @@ class LoadedFleet:
 
     nodes: int
     waiting: int
-    seed: int = 0
-    callers: int = 50
     now: float = 0.0
     dispatcher: Dispatcher = field(init=False)
     _rng: random.Random = field(init=False)
@@ -39,13 +37,13 @@ class LoadedFleet:
     _created: int = 0
 
     def __post_init__(self) -> None:
-        self._rng = random.Random(self.seed)
+        self._rng = random.Random(0)
         state = PlacementState()
         rows = [state.add(f"node-{i}", total=2) for i in range(self.nodes)]
         for i, row in enumerate(rows):
             row.set_speed(600 if i % 3 else 250, 1 / 40 if i % 3 else 1 / 16, 0.1 / 40)
         self._groups = ((state.candidate_set(rows),),)
-        self.dispatcher = Dispatcher(state, DispatchRules(), random.Random(self.seed))
+        self.dispatcher = Dispatcher(state, DispatchRules(), random.Random(0))
         for _ in range(2 * self.nodes if self.waiting else 0):
             request = self.next_request()
             request.cached = {}  # so that none waits for a warm node while slots are free
@@ -64,7 +62,7 @@ class LoadedFleet:
             f"{self._created}",
             self._groups,
             Priority.NORMAL,
-            f"caller {rng.randrange(self.callers)}",
+            f"caller {rng.randrange(50)}",
             self.now,
             prompt_tokens=conversation_tokens + rng.expovariate(1 / 100),
             completion_tokens=1 + rng.expovariate(1 / 180),
@@ -111,26 +109,21 @@ def small_fleet(rounds: int) -> float:
 
 def main() -> None:
     """Print the figures."""
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--nodes", type=int, default=1000)
-    parser.add_argument("--waiting", type=int, default=500)
-    parser.add_argument("--steps", type=int, default=5000)
-    options = parser.parse_args()
-    fleet = LoadedFleet(options.nodes, options.waiting)
-    taken = sorted(fleet.step() for _ in range(options.steps))
+    fleet = LoadedFleet(NODES, WAITING)
+    taken = sorted(fleet.step() for _ in range(STEPS))
     print(
-        f"{options.nodes} nodes, {options.waiting} waiting: CPU per request placed "
+        f"{NODES} nodes, {WAITING} waiting: CPU per request placed "
         f"{statistics.median(taken) * 1e6:.0f} us at the median, "
         f"{taken[int(0.99 * len(taken))] * 1e6:.0f} us at the 99th percentile, "
         f"{statistics.fmean(taken) * 1e6:.0f} us in the mean"
     )
-    open_fleet = LoadedFleet(options.nodes, 0)
-    requests = [open_fleet.next_request() for _ in range(options.nodes)]
+    open_fleet = LoadedFleet(NODES, 0)
+    requests = [open_fleet.next_request() for _ in range(NODES)]
     begin = time.process_time()
     for request in requests:
         open_fleet.dispatcher.place_or_queue(request, 0.0)
     took = (time.process_time() - begin) / len(requests)
-    print(f"{options.nodes} nodes, none waiting: {took * 1e6:.0f} us per arrival")
+    print(f"{NODES} nodes, none waiting: {took * 1e6:.0f} us per arrival")
     print(f"4 nodes, none waiting: {small_fleet(20_000) * 1e6:.1f} us per arrival and its end")
 
 

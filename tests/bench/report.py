@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import operator
 import statistics
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -89,16 +90,14 @@ class Goal:
     must: float
     aim: float
     measure: Callable[[Results], float | None]
-    more_is_better: bool = False
+    sign: Literal["<=", ">="] = "<="
 
     def verdict(self, value: float | None) -> Verdict:
         """The better of the two bounds that a value keeps."""
         if value is None:
             return "not measured"
-        sign = -1 if self.more_is_better else 1
-        if value * sign <= self.aim * sign:
-            return "aim"
-        return "must" if value * sign <= self.must * sign else "MISS"
+        keeps = operator.le if self.sign == "<=" else operator.ge
+        return "aim" if keeps(value, self.aim) else "must" if keeps(value, self.must) else "MISS"
 
 
 def _to_peer(scenario: str, peer_scenario: str = "") -> Callable[[Results], float | None]:
@@ -133,14 +132,8 @@ def _streams(results: Results) -> float | None:
 
 def _long_turns(results: Results) -> float | None:
     """Turns above 50 ms in the run with most of them, of all runs of many streams."""
-    return max(
-        [
-            s.figures["long_turns"]
-            for s in results.samples
-            if not s.errors and "long_turns" in s.figures
-        ],
-        default=None,
-    )
+    valid = (sample.figures for sample in results.samples if not sample.errors)
+    return max((found["long_turns"] for found in valid if "long_turns" in found), default=None)
 
 
 GOALS = (
@@ -156,7 +149,7 @@ GOALS = (
     ),
     Goal("plain c32 / sglang-router (by its recorded 6.5 x nginx)", 1.0, 0.7, _to_sglang),
     Goal("added median at 100 requests/s, ms", 1.0, 0.6, _added),
-    Goal("streams of 10 tokens/s with p99 delay < 50 ms", 2000, 3000, _streams, True),
+    Goal("streams of 10 tokens/s with p99 delay < 50 ms", 2000, 3000, _streams, ">="),
     Goal("turns of the event loop above 50 ms with many streams", 0, 0, _long_turns),
     Goal(
         "RSS with idle streams, MB", 100, 60, lambda results: results.median("rss", OURS, "rss_mb")
@@ -191,16 +184,12 @@ def tables(results: Results, scenarios: Sequence[Scenario], targets: Sequence[st
     if turns := _turns(results, scenarios):
         parts.append(turns)
     if invalid := results.invalid():
-        parts.append(
-            "\n".join(
-                ["Invalid, and counted in no figure:", ""]
-                + [
-                    f"- {s.scenario}, {s.target}, round {s.round}: {s.errors} errors, "
-                    f"the first: {s.first_error}"
-                    for s in invalid
-                ]
-            )
-        )
+        lines = [
+            f"- {one.scenario}, {one.target}, round {one.round}: {one.errors} errors, "
+            f"the first: {one.first_error}"
+            for one in invalid
+        ]
+        parts.append("\n".join(["Invalid, and counted in no figure:", "", *lines]))
     return "\n\n".join(parts) + "\n"
 
 
@@ -228,16 +217,9 @@ def _verdicts(results: Results) -> str:
     rows = []
     for goal in GOALS:
         value = goal.measure(results)
-        sign = ">=" if goal.more_is_better else "<="
-        rows.append(
-            [
-                goal.name,
-                "-" if value is None else number(value),
-                f"{sign} {goal.must:g}",
-                f"{sign} {goal.aim:g}",
-                goal.verdict(value),
-            ]
-        )
+        shown = "-" if value is None else number(value)
+        must, aim = (f"{goal.sign} {bound:g}" for bound in (goal.must, goal.aim))
+        rows.append([goal.name, shown, must, aim, goal.verdict(value)])
     return table(["target", "measured", "must", "aim", "kept"], rows)
 
 
@@ -282,16 +264,6 @@ def write_between_markers(page: Path, text: str, marks: tuple[str, str] = (BEGIN
 
 def as_json(results: Results, setting: Setting) -> str:
     """The setting, all samples and the verdicts, as JSON."""
-    kept = [(goal, goal.measure(results)) for goal in GOALS]
-    goals = [
-        {
-            "name": goal.name,
-            "value": value,
-            "must": goal.must,
-            "aim": goal.aim,
-            "kept": goal.verdict(value),
-        }
-        for goal, value in kept
-    ]
+    goals = {goal.name: goal.verdict(goal.measure(results)) for goal in GOALS}
     samples = [dataclasses.asdict(sample) for sample in results.samples]
     return json.dumps(dataclasses.asdict(setting) | {"goals": goals, "samples": samples}, indent=2)

@@ -10,7 +10,6 @@ from pathlib import Path
 import pytest
 
 from setup import python_build
-from tests.bench.dataplane import main
 from tests.bench.report import BEGIN, END
 
 ROOT = Path(__file__).parents[2]
@@ -56,21 +55,3 @@ def test_a_quick_run_without_a_proxy_is_valid(tmp_path: Path) -> None:
     assert f"{build}\n" in done.stderr
     assert build.endswith(report["machine"]["python"])
     assert done.stdout.strip() in page.read_text().partition(END)[0]
-
-
-@pytest.mark.parametrize(
-    ("words", "message"),
-    [
-        (["--targets", "ngnix"], "unknown: ngnix (there are gateway, nginx, haproxy, direct)"),
-        (["--only", "chunks"], "unknown: chunks (there are plain-c32,"),
-        (["--rounds", "0"], "not a positive whole number: 0"),
-        (["--streams", "2000,many"], "not a positive whole number: many"),
-    ],
-)
-def test_an_unknown_argument_is_a_usage_error(
-    words: list[str], message: str, capsys: pytest.CaptureFixture[str]
-) -> None:
-    with pytest.raises(SystemExit) as exit_:
-        main(words)
-    assert exit_.value.code == 2
-    assert message in capsys.readouterr().err

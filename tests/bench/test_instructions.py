@@ -25,11 +25,6 @@ def test_a_dump_without_a_sum_is_no_count(tmp_path: Path) -> None:
         instructions.instructions_of([])
 
 
-def test_what_n_and_2n_requests_have_in_common_does_not_count() -> None:
-    few, many = (instructions.Instructions(1000 + 50 * n, 2000 + 70 * n) for n in (10, 20))
-    assert many.each(few, 10) == (50, 70)
-
-
 def test_nothing_looks_into_the_store_by_the_clock_while_requests_are_counted() -> None:
     program = (
         instructions.STOP_CLOCKS

@@ -86,12 +86,23 @@ async def test_streams_come_whole(upstream: Upstream, interval: float) -> None:
     assert (outcome.completed, outcome.first_error) == (8, "")
 
 
-async def test_a_stream_that_is_one_token_short_is_an_error(upstream: Upstream) -> None:
-    upstream.script = Script(tokens=24, interval=0.0)
-    async with loading(stream_load(direct(upstream), 25), 1) as load:
-        outcome = await load.run(2, LIMIT)
-    assert (outcome.completed, outcome.errors) == (0, 2)
-    assert "status, length" in outcome.first_error
+class Answers(ChatConnection):
+    tokens = 6
+
+
+@pytest.mark.parametrize(
+    ("tokens", "errors"), [(6, 0), (7, 2)], ids=["as asked for", "a token too many"]
+)
+async def test_streams_and_plain_chats_are_judged_by_their_text(
+    upstream: Upstream, tokens: int, errors: int
+) -> None:
+    upstream.script = Script(tokens=tokens, interval=0.001)
+    address = direct(upstream)
+    plain = Load(address, chat(stream=False), connection=Answers)
+    for load in (stream_load(address, 6), plain):
+        async with loading(load, 1):
+            outcome = await load.run(2, LIMIT)
+        assert (outcome.completed, outcome.errors) == (2 - errors, errors)
 
 
 async def test_stamps_survive_any_cut_of_the_body() -> None:
@@ -106,18 +117,6 @@ async def test_stamps_survive_any_cut_of_the_body() -> None:
         connection.on_body(body[i : i + 7])
     assert len(connection.ages) == 2
     assert (connection.length, connection.crc) == (len(body), True)
-
-
-async def test_a_plain_chat_is_judged_by_its_text(upstream: Upstream) -> None:
-    class Answers(ChatConnection):
-        tokens = 6
-
-    for tokens, errors in ((6, 0), (7, 1)):
-        upstream.script = Script(tokens=tokens, interval=0.001)
-        load = Load(direct(upstream), chat(stream=False), connection=Answers)
-        async with loading(load, 1):
-            outcome = await load.run(1, LIMIT)
-        assert outcome.errors == errors
 
 
 @pytest.mark.parametrize(
@@ -141,6 +140,23 @@ async def test_one_wrong_answer_is_one_error_and_the_rest_goes_on(bad: bytes) ->
     assert (outcome.completed, outcome.errors) == (9, 1)
 
 
+@pytest.mark.parametrize(
+    ("reply", "closes", "error"),
+    [(GOOD[:-10], True, "connection lost"), (b"", False, "1 of 1 answers missing")],
+    ids=["breaks off", "never comes"],
+)
+async def test_an_answer_that_does_not_end_is_an_error(
+    reply: bytes, closes: bool, error: str
+) -> None:
+    async with (
+        answering(lambda _: reply, close=closes) as (address, _),
+        loading(plain_load(address), 1) as load,
+    ):
+        outcome = await load.run(1, limit=LIMIT if closes else 0.05)
+    assert outcome.errors == 1
+    assert error in outcome.first_error
+
+
 async def test_a_server_that_closes_after_each_answer_costs_reconnects_not_errors() -> None:
     reply = GOOD.replace(b"Server:", b"Connection: close\r\nServer:")
     async with (
@@ -150,23 +166,6 @@ async def test_a_server_that_closes_after_each_answer_costs_reconnects_not_error
         outcome = await load.run(6, LIMIT)
     assert (outcome.completed, outcome.errors, outcome.reconnects) == (6, 0, 4)
     assert served == [1] * 6
-
-
-async def test_a_connection_that_breaks_off_is_an_error() -> None:
-    async with (
-        answering(lambda _: GOOD[:-10], close=True) as (address, _),
-        loading(plain_load(address), 1) as load,
-    ):
-        outcome = await load.run(2, LIMIT)
-    assert outcome.errors == 2
-    assert "connection lost" in outcome.first_error
-
-
-async def test_an_answer_that_never_comes_is_an_error_at_the_limit() -> None:
-    async with answering(lambda _: b"") as (address, _), loading(plain_load(address), 1) as load:
-        outcome = await load.run(5, limit=0.05)
-    assert outcome.errors == 1
-    assert "5 of 5 answers missing" in outcome.first_error
 
 
 @pytest.mark.parametrize("connections", [1, 8])

@@ -1,7 +1,5 @@
 from __future__ import annotations
 
-from pathlib import Path
-
 import pytest
 
 from tests.bench import report
@@ -28,17 +26,6 @@ def test_a_ratio_is_the_median_of_the_ratios_within_each_round() -> None:
     assert results.median("chunk", "gateway", "cpu_us") == 36
     assert results.ratio(("chunk", "gateway"), ("chunk", "nginx")) == 2
     assert goal("chunk / nginx").measure(results) == 2
-
-
-def test_a_round_that_lacks_one_side_counts_for_neither() -> None:
-    results = Results(
-        [
-            sample("chunk", "gateway", 1, 30),
-            sample("chunk", "gateway", 2, 99),
-            sample("chunk", "nginx", 1, 10),
-        ]
-    )
-    assert results.ratio(("chunk", "gateway"), ("chunk", "nginx")) == 3
 
 
 def test_an_invalid_sample_counts_in_no_figure_and_is_reported() -> None:
@@ -71,22 +58,3 @@ def test_sustained_streams_are_the_largest_number_with_a_delay_below_the_limit()
     assert measure(Results([])) is None
     assert measure(Results([streams(2000, 50.0)])) == 0
     assert measure(Results([streams(2000, 12.0), streams(3000, 49.0), streams(4000, 90.0)])) == 3000
-
-
-def test_tables_have_a_row_for_each_scenario_and_a_verdict_for_each_goal() -> None:
-    scenarios = list(catalogue(Sizes()).values())
-    results = Results([sample("plain-c32", "gateway", 1, 60), sample("plain-c32", "nginx", 1, 10)])
-    tables = report.tables(results, scenarios, ["gateway", "nginx"])
-    assert "| plain c32, us/request | 60 (6.00 x) | 10 (1.00 x) |" in tables
-    assert "| plain c32 / nginx | 6 | <= 6 | <= 5 | must |" in tables
-    assert all(scenario.title in tables for scenario in scenarios)
-    assert all(goal.name in tables for goal in GOALS)
-    assert len({line.count("|") for line in tables.split("\n\n")[0].splitlines()}) == 1
-
-
-def test_the_tables_replace_what_stood_between_the_markers(tmp_path: Path) -> None:
-    page = tmp_path / "performance.md"
-    page.write_text(f"# Head\n\n{report.BEGIN}\nold\n{report.END}\n\nTail\n")
-    report.write_between_markers(page, "new\n")
-    report.write_between_markers(page, "newer\n")
-    assert page.read_text() == f"# Head\n\n{report.BEGIN}\n\nnewer\n\n{report.END}\n\nTail\n"

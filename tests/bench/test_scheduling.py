@@ -65,22 +65,3 @@ def test_a_quick_run_in_virtual_time_answers_every_request(
     output = capsys.readouterr().out
     assert "| gateway, lengths unknown |" in output
     assert output.strip() in page.read_text()
-
-
-@pytest.mark.parametrize(
-    ("words", "message"),
-    [
-        (["--virtual", "--only", "nginx"], "with --virtual there are only edges"),
-        (["--only", "ngnix"], "unknown: ngnix (there are gateway, gateway-unknown, nginx, haproxy"),
-        (["--loads", "heavy"], "unknown: heavy (there are light, capacity, above)"),
-        (["--seeds", "0"], "not a positive whole number: 0"),
-        (["--scale", "nan"], "not a factor above 0 and up to 100: nan"),
-    ],
-)
-def test_an_unknown_argument_is_a_usage_error(
-    words: list[str], message: str, capsys: pytest.CaptureFixture[str]
-) -> None:
-    with pytest.raises(SystemExit) as exit_:
-        main(words)
-    assert exit_.value.code == 2
-    assert message in capsys.readouterr().err

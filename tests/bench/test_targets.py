@@ -5,9 +5,8 @@ import sys
 from pathlib import Path
 
 import psutil
-import pytest
 
-from tests.bench.targets import Target, TargetError, running
+from tests.bench.targets import Target, running
 
 SERVER = """
 import http.server, sys
@@ -37,11 +36,3 @@ async def test_a_target_is_ready_pinned_and_gone_afterwards(tmp_path: Path) -> N
         assert os.sched_getaffinity(proxy.pid) == {CORE}
         pid = proxy.pid
     assert not psutil.pid_exists(pid)
-
-
-async def test_the_error_of_a_target_that_exits_has_the_end_of_its_log(tmp_path: Path) -> None:
-    with pytest.raises(TargetError, match=r"sample exited with 3: no such luck \(.*sample\.log\)"):
-        async with running(
-            python("import sys; print('no such luck'); sys.exit(3)"), tmp_path, (1,), CORE
-        ):
-            pass

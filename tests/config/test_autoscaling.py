@@ -22,10 +22,8 @@ def test_secrets_come_from_variables_and_files_and_are_not_shown(
     load_nodes: LoadNodes, tmp_path: Path
 ) -> None:
     (tmp_path / "key").write_text("from-file\n")
-    call = (
-        "{url: 'http://c/on?x=1', headers_env: {Authorization: TOKEN}, headers_file: {X-Key: key}}"
-    )
-    hooks = f"model: m, start: {call}, stop: [vm]"
+    headers = "headers_env: {Authorization: TOKEN}, headers_file: {X-Key: key}"
+    hooks = f"model: m, start: {{url: 'http://c/on?x=1', {headers}}}, stop: [vm]"
     (spec,) = load_nodes(NODE.format(hooks), TOKEN="from-variable").nodes
     assert spec.start is not None
     secrets = {name: secret.get_secret_value() for name, secret in spec.start.secrets.items()}
@@ -46,14 +44,14 @@ def test_secrets_come_from_variables_and_files_and_are_not_shown(
         ("start: {url: 'ftp://c'}, stop: [vm]", "start.url", "must be an http or https URL"),
         ("start: {url: 'http://u:p@c'}, stop: [vm]", "start.url", "must not hold a user"),
         (
-            "start: {url: 'http://c', headers_env: {Authorization: NONE}}, stop: [vm]",
+            "start: {url: 'http://c', headers_env: {A: B}}, stop: [vm]",
             "start.headers_env",
-            "the variable NONE is not set",
+            "not set",
         ),
         (
             "start: {url: 'http://c', secrets: {A: b}}, stop: [vm]",
             "start.secrets",
-            "must not stand in this file",
+            "must not stand",
         ),
     ],
 )

@@ -12,31 +12,21 @@ from gateway.config.settings import (
     ClusterSettings,
     Settings,
     changed_restart_keys,
-    load_settings,
     parse_address,
 )
+from tests.config.conftest import LoadSettings
+from tests.each_case import each_case
+from tests.known import known
 
 TLS = "tls: {cert: c.pem, key: c.key, ca: ca.pem}"
 Load = Callable[[str], ClusterSettings]
 
 
 @pytest.fixture
-def load(tmp_path: Path) -> Load:
+def load(tmp_path: Path, load_gateway: LoadSettings) -> Load:
     for name in ("c.pem", "c.key", "ca.pem"):
         (tmp_path / name).write_text("x")
-
-    def from_text(text: str) -> ClusterSettings:
-        path = tmp_path / "gateway.yaml"
-        path.write_text(f"cluster: {{{text}}}")
-        settings = load_settings(path, {}).cluster
-        assert settings is not None
-        return settings
-
-    return from_text
-
-
-def test_without_the_section_there_is_no_cluster() -> None:
-    assert Settings().cluster is None
+    return lambda text: known(load_gateway(f"cluster: {{{text}}}").cluster)
 
 
 def test_what_is_not_said_comes_from_the_host(load: Load) -> None:
@@ -49,7 +39,7 @@ def test_what_is_not_said_comes_from_the_host(load: Load) -> None:
     assert (str(given.advertised), given.member_name) == ("[fd00::1]:8090", "gw-a")
 
 
-@pytest.mark.parametrize(
+@each_case(
     "text", ["", "host", "host:", "host:0", "host:99999", "a b:1", "fd00::1", "x:1/path", "u@x:1"]
 )
 def test_an_address_has_a_host_and_a_port(text: str) -> None:
@@ -57,7 +47,7 @@ def test_an_address_has_a_host_and_a_port(text: str) -> None:
         parse_address(text)
 
 
-@pytest.mark.parametrize(
+@each_case(
     ("text", "problem"),
     [
         (TLS, "cluster.listen"),

@@ -22,15 +22,12 @@ def test_durations_are_read_as_people_write_them(written: object, seconds: float
 
 @each_case(
     "written",
-    ["", "s", "30 parsecs", "5M", "-5s", "1h-30m", "nan", "inf", True, None, [], "1" * 50, "٣s"],
+    [
+        *("", "s", "30 parsecs", "5M", "-5s", "1h-30m", "nan", "inf", "1" * 50, "٣s"),
+        *(True, None, [], float("nan"), float("inf"), 10**400),
+    ],
 )
 def test_other_values_are_no_durations(written: object) -> None:
-    with pytest.raises(ValueError):
-        parse_duration(written)
-
-
-@pytest.mark.parametrize("written", [float("nan"), float("inf"), 10**400])
-def test_a_duration_is_finite(written: float) -> None:
     with pytest.raises(ValueError):
         parse_duration(written)
 

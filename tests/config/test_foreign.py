@@ -10,10 +10,10 @@ model_list:
   - model_name: gpt-4o
     litellm_params: {model: openai/gpt-4o, api_key: os.environ/OPENAI_API_KEY}
   - model_name: mistral
-    litellm_params: {model: openai/mistral-7b, api_base: "http://h1:8080/v1", api_key: sk-secret}
+    litellm_params: {model: openai/m-7b, api_base: "http://h1:8080/v1", api_key: sk-secret}
   - model_name: mistral
-    litellm_params: {model: openai/mistral-7b, api_base: "http://h2:8080/v1/", api_key: none}
-  - model_name: qwen
+    litellm_params: {model: openai/m-7b, api_base: "http://h2:8080/v1/", api_key: none}
+  - model_name: q
     litellm_params: {model: ollama/qwen2.5, api_base: os.environ/GPU_BASE}
 general_settings: {master_key: sk-secret}
 """
@@ -27,7 +27,7 @@ models:
   coder: {cmd: "llama-server --host 0.0.0.0 --port 9501 -m c.gguf", ttl: 300}
   vision: {cmd: docker run vllm/vllm-openai, proxy: "http://127.0.0.1:9600"}
 peers:
-  far: {proxy: https://swap.example.org, apiKey: "${env.FAR_KEY}", models: [a, b]}
+  far: {proxy: https://far.example, apiKey: "${env.FAR_KEY}", models: [a, b]}
 """
 
 COMPOSE = """
@@ -43,77 +43,41 @@ services:
   ollama: {image: ollama/ollama, ports: ["11434:11434"]}
 """
 
-FOREIGN = [
-    (
-        "LiteLLM",
-        LITELLM,
-        (
-            "nodes:",
-            (
-                "  - {name: mistral, url: http://h1:8080, model: {mistral: mistral-7b}, "
-                "api_key_env: MISTRAL_API_KEY}"
-            ),
-            "  - {name: mistral-2, url: http://h2:8080, model: {mistral: mistral-7b}}",
-            (
-                '  - {name: qwen, url: "${GPU_BASE}", kind: openai, models_on_demand: true, '
-                "model: {qwen: qwen2.5}}"
-            ),
-            "  # 1 more of its entries name no usable address",
-        ),
-    ),
-    (
-        "llama-swap",
-        SWAP,
-        (
-            "nodes:",
-            "  - {name: coder, url: http://127.0.0.1:9501, model: [coder]}",
-            '  - {name: qwen2.5-7b, url: http://127.0.0.1:9000, model: ["qwen2.5:7b"]}',
-            "  - {name: vision, url: http://127.0.0.1:9600, kind: openai, model: [vision]}",
-            (
-                "  - {name: far, url: https://swap.example.org, kind: openai, model: [a, b], "
-                "api_key_env: FAR_KEY}"
-            ),
-            (
-                "  # llama-swap starts and stops these. To leave that to it, write it as the one "
-                "node instead:"
-            ),
-            (
-                "  # - {name: llama-swap, url: http://127.0.0.1:8080, kind: openai, "
-                "models_on_demand: true}"
-            ),
-            (
-                "  # To leave it to the gateway, run llama-server --models-dir; ttl, groups and "
-                "matrix are"
-            ),
-            "  # then models.NAME.idle_unload, pin and replicas in the settings.",
-        ),
-    ),
-    (
-        "Docker Compose",
-        COMPOSE,
-        (
-            "nodes:",
-            "  - {name: llama-1, url: http://127.0.0.1:8081}",
-            "  - {name: llama-2, url: http://llama-2:9090}",
-            "  - {name: vllm, url: http://10.0.0.5:8001, kind: openai}",
-            (
-                "  - {name: ollama, url: http://127.0.0.1:11434, kind: openai, "
-                "models_on_demand: true}"
-            ),
-        ),
-    ),
-]
+AS_NODES = {
+    "LiteLLM": """
+nodes:
+  - {name: mistral, url: http://h1:8080, model: {mistral: m-7b}, api_key_env: MISTRAL_API_KEY}
+  - {name: mistral-2, url: http://h2:8080, model: {mistral: m-7b}}
+  - {name: q, url: "${GPU_BASE}", kind: openai, models_on_demand: true, model: {q: qwen2.5}}
+  # 1 more of its entries name no usable address
+""",
+    "llama-swap": """
+nodes:
+  - {name: coder, url: http://127.0.0.1:9501, model: [coder]}
+  - {name: qwen2.5-7b, url: http://127.0.0.1:9000, model: ["qwen2.5:7b"]}
+  - {name: vision, url: http://127.0.0.1:9600, kind: openai, model: [vision]}
+  - {name: far, url: https://far.example, kind: openai, model: [a, b], api_key_env: FAR_KEY}
+  # llama-swap starts and stops these. To leave that to it, write it as the one node instead:
+  # - {name: llama-swap, url: http://127.0.0.1:8080, kind: openai, models_on_demand: true}
+  # To leave it to the gateway, run llama-server --models-dir; ttl, groups and matrix are
+  # then models.NAME.idle_unload, pin and replicas in the settings.
+""",
+    "Docker Compose": """
+nodes:
+  - {name: llama-1, url: http://127.0.0.1:8081}
+  - {name: llama-2, url: http://llama-2:9090}
+  - {name: vllm, url: http://10.0.0.5:8001, kind: openai}
+  - {name: ollama, url: http://127.0.0.1:11434, kind: openai, models_on_demand: true}
+""",
+}
+FILES = {"LiteLLM": LITELLM, "llama-swap": SWAP, "Docker Compose": COMPOSE}
 
 
-@each_case(("program", "text", "lines"), FOREIGN)
+@each_case("program", FILES)
 def test_another_program_s_file_is_told_with_the_lines_that_would_stand_here(
-    nodes_problems: Problems,
-    load_nodes: LoadNodes,
-    gateway_problems: Problems,
-    program: str,
-    text: str,
-    lines: tuple[str, ...],
+    nodes_problems: Problems, load_nodes: LoadNodes, gateway_problems: Problems, program: str
 ) -> None:
+    text, lines = FILES[program], tuple(AS_NODES[program].strip().splitlines())
     (problem,) = nodes_problems(text)
     assert problem.message == f"this is a configuration of {program}, not an inventory"
     assert text.splitlines()[problem.line - 1].startswith(f"{problem.key}:")

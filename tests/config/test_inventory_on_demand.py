@@ -16,12 +16,8 @@ def test_a_router_has_memory_and_models_that_it_always_holds(load_nodes: LoadNod
           - {name: swap, url: http://c, kind: openai, models_on_demand: true, memory: 64GiB}
         """
     ).nodes
-    assert (plain.memory, plain.preload, plain.models_on_demand, plain.slot_save) == (
-        None,
-        (),
-        None,
-        False,
-    )
+    unset = (plain.memory, plain.preload, plain.models_on_demand, plain.slot_save)
+    assert unset == (None, (), None, False)
     assert (router.memory, router.preload, router.slot_save) == (1536 * GIB, ("small",), True)
     assert (swap.models_on_demand, swap.models) == (True, None)
 
@@ -43,10 +39,8 @@ def test_a_host_has_the_memory_that_one_of_its_nodes_says(load_nodes: LoadNodes)
     ("wrong", "key", "words"),
     [
         ("memory: 64 gigs", "memory", "must be a number of bytes"),
-        ("memory: 0", "memory", "greater than or equal to 1"),
         ("memory: 1000TiB", "memory", "less than or equal to"),
         ("models_on_demand: true", "models_on_demand", "for kind openai"),
-        ("models_on_demand: maybe", "models_on_demand", "true or false"),
         ("kind: openai, preload: [a]", "preload", "can't be told to load"),
         ("models_on_demand: false, preload: [a]", "preload", "may be told to load"),
         ("model: [a, b], preload: [a, c]", "preload", "names c, which is no model of the node"),

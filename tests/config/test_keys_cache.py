@@ -9,9 +9,8 @@ from tests.each_case import each_case
 
 def test_without_a_setting_all_share_all() -> None:
     assert cache_policy((None, None, CacheSpec()), "alice", "a") is SHARED_CACHE
-    assert cache_policy((CacheSpec(hide=False, isolate="off", nodes={}),), "alice", None) == (
-        CachePolicy()
-    )
+    nothing = CacheSpec(hide=False, isolate="off", nodes={})
+    assert cache_policy((nothing,), "alice", None) == CachePolicy()
 
 
 def test_each_field_is_the_most_specific_ones() -> None:
@@ -35,12 +34,6 @@ def test_each_field_is_the_most_specific_ones() -> None:
 def test_the_scope_is_a_group_or_a_caller(isolate: str, group: str | None, scope: str) -> None:
     spec = CacheSpec.model_validate({"isolate": isolate})
     assert cache_policy((spec,), "alice", group).scope == scope
-
-
-def test_a_group_and_a_key_of_one_name_have_different_scopes() -> None:
-    group = cache_policy((CacheSpec(isolate="group"),), "x", "team")
-    key = cache_policy((CacheSpec(isolate="key"),), "team", None)
-    assert group.scope != key.scope
 
 
 def test_what_no_node_may_have_cached_has_a_scope_of_its_own() -> None:

@@ -26,9 +26,8 @@ PLACES = {
 @each_case(
     "written",
     [
-        "rpm: 0", "rpm: -1", "rpm: 1.5", "rpm: true", "tpm: 0", "tokens_per_day: -100",
-        "concurrency: 0", "prompt_tokens: 0", "completion_tokens: -1", "budget: 0/month",
-        "budget: -5/month", "budget: 20", "budget: 20/week", "budget: .nan/day", "max_class: best",
+        "rpm: 0", "rpm: 1.5", "rpm: true", "tokens_per_day: -100", "concurrency: 0",
+        "budget: 0/month", "budget: 20", "budget: 20/week", "budget: .nan/day", "max_class: best",
     ],
 )  # fmt: skip
 def test_a_limit_of_nothing_or_less_is_refused_with_its_line(
@@ -56,9 +55,7 @@ def test_two_keys_of_one_name_are_refused(gateway_problems: Problems) -> None:
         (" .5 / DAY ", Budget(0.5, "day")),
         ("0.00002/day", Budget(0.00002, "day")),
         ("0.000000001/month", Budget(1e-9, "month")),
-        ("1234567.25/month", Budget(1234567.25, "month")),
         (f"{LARGEST_BUDGET:.0f}/day", Budget(LARGEST_BUDGET, "day")),
-        ("10/month", Budget(10.0, "month")),
     ],
 )
 def test_a_budget_is_what_was_written(

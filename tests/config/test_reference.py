@@ -31,8 +31,3 @@ def test_the_tables_keep_their_four_columns() -> None:
     for line in PAGE.splitlines():
         if line.startswith("| `") and "LLAMA_GATEWAY" not in line:
             assert len(re.split(r"(?<!\\)\|", line)) == 6
-
-
-def test_the_page_has_no_keys_that_files_never_hold() -> None:
-    assert "`api_key`" not in PAGE
-    assert "`models` | text, list" not in PAGE

@@ -35,17 +35,10 @@ def test_the_schemas_in_the_tree_are_up_to_date(tmp_path: Path) -> None:
 @each_case(
     "text",
     [
-        "nodes: []",
         "nodes: []\ndefaults:",
-        node(""),
-        node("slots: 2"),
-        node("slots: auto"),
-        node("slots: '${SLOTS:-2}'"),
-        node("model: m"),
-        node("model: [m, n]"),
-        node("model: {a: b}"),
-        node("endpoints: chat"),
-        node("endpoints: [chat, '${E}']"),
+        *(node(f"slots: {slots}") for slots in ("2", "auto", "'${SLOTS:-2}'")),
+        *(node(f"model: {model}") for model in ("m", "[m, n]", "{a: b}")),
+        *(node(f"endpoints: {names}") for names in ("chat", "[chat, '${E}']")),
         node("timeouts: {connect: 3, total: 1h30m, silence: '${S}', first_byte: ~}"),
         node("tls: ~, labels: {numa: '0'}, enabled: '${E}'"),
         "defaults: {slots: auto, tier: gpu, timeouts: {connect: 1}}\nnodes: []",
@@ -59,9 +52,8 @@ def test_an_inventory_as_it_is_written_is_valid(text: str) -> None:
 @each_case(
     "text",
     [
-        "{}", "nodes: [{name: a}]", node("slot: 2"), node("slots: many"), node("slots: 0"),
-        node("models: {a: b}"), node("api_key: secret"), node("kind: vllm"), node("context: 0"),
-        node("cost_per_hour: -1"), node("speed_hint: 0"), node("timeouts: {conect: 1}"),
+        "{}", "nodes: [{name: a}]", node("slot: 2"), node("slots: many"), node("models: {a: b}"),
+        node("api_key: secret"), node("kind: vllm"), node("timeouts: {conect: 1}"),
         node("endpoints: [talk]"), "defaults: {name: a}\nnodes: []", "nodes: []\nmore: 1",
     ],
 )  # fmt: skip
@@ -72,7 +64,6 @@ def test_a_wrong_inventory_is_marked(text: str) -> None:
 @each_case(
     "text",
     [
-        "{}",
         "listen:\nqueue:\nkeys:\nmodels: {m: }",
         "listen: {port: '${PORT:-8000}', trusted_proxies: 10.0.0.0/8}",
         "limits: {body_bytes: 1 GiB, header_bytes: 9000, body_timeout: 30s}",
@@ -80,9 +71,7 @@ def test_a_wrong_inventory_is_marked(text: str) -> None:
         "classes: {batch: {max_wait: 1h}}",
         'heartbeat: "off"',
         "heartbeat: false",
-        f"keys: [{{id: a, sha256: {HASH}}}]",
-        "cors: {origins: '*'}",
-        "allow_anonymous: '${ANON}'",
+        f"keys: [{{id: a, sha256: {HASH}}}]\ncors: {{origins: '*'}}\nallow_anonymous: '${{ANON}}'",
     ],
 )
 def test_settings_as_they_are_written_are_valid(text: str) -> None:
@@ -93,8 +82,7 @@ def test_settings_as_they_are_written_are_valid(text: str) -> None:
     "text",
     [
         "listn: {}", "listen: {port: 70000}", "listen: {port: eighty}", "limits: {body_bytes: 64M}",
-        "limits: {n: 0}", "models: {a: {user: b}}", "classes: {vip: {}}", "heartbeat: often",
-        "keys: [{id: a, sha256: abc}]", "policy: random", "resume: always",
+        "classes: {vip: {}}", "heartbeat: often", "keys: [{id: a, sha256: abc}]", "resume: always",
     ],
 )  # fmt: skip
 def test_wrong_settings_are_marked(text: str) -> None:

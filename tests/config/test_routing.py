@@ -29,11 +29,8 @@ def test_model_rules_are_read(load_gateway: LoadSettings) -> None:
     assert rules.models["helper"].use == ("phi-4-mini", "mistral-7b")
     rule = rules.models["mistral-7b"]
     assert rule.set == {"temperature": 0.2, "stop": ["a", "b"], "seed": None}
-    assert (rule.default, rule.max_tokens, rule.strip) == (
-        {"max_tokens": 512},
-        2048,
-        ("logit_bias",),
-    )
+    assert rule.default == {"max_tokens": 512}
+    assert (rule.max_tokens, rule.strip) == (2048, ("logit_bias",))
     assert rules.default_model == "helper"
     assert rules.classes["urgent"].max_wait == 30.0
 
@@ -53,24 +50,16 @@ def test_a_model_says_where_and_how_long_it_is_loaded(load_gateway: LoadSettings
     assert (rule.idle_unload, rule.memory, rule.is_placed) == (1800.0, 12 << 30, True)
     assert settings.models["small"].pin == ("epyc-a",)
     assert not settings.models["plain"].is_placed
-    assert settings.model_placement.model_dump() == {
-        "starvation": 120.0,
-        "hysteresis": 0.0,
-        "commands": False,
-    }
+    placement = {"starvation": 120.0, "hysteresis": 0.0, "commands": False}
+    assert settings.model_placement.model_dump() == placement
 
 
 @each_case(
     ("wrong", "key", "words"),
     [
         ("a: {replicas: {min: 3, max: 2}}", "models.a.replicas.max", "must not be less than `min`"),
-        ("a: {replicas: {min: -1}}", "models.a.replicas.min", "greater than or equal to 0"),
-        ("a: {replicas: {max: 0}}", "models.a.replicas.max", "greater than or equal to 1"),
-        ("a: {replicas: 2}", "models.a.replicas", "must be a mapping"),
         ("a: {pin: 3}", "models.a.pin", "must be a list"),
         ("a: {idle_unload: 0}", "models.a.idle_unload", "greater than 0"),
-        ("a: {idle_unload: never}", "models.a.idle_unload", "must be a duration"),
-        ("a: {memory: much}", "models.a.memory", "must be a number of bytes"),
         ("a: {use: b, pin: x}", "models", "a is no model that a node loads, but stands for b"),
         ('"*": {use: b, memory: 1GiB}', "models", "* is no model that a node loads"),
         ("a: {ttl: 300}", "models.a.ttl", "unknown key"),
@@ -126,13 +115,12 @@ def test_a_catch_all_that_leads_nowhere_is_refused(
     assert remedy in problem.remedy
 
 
-def test_a_catch_all_may_use_an_alias(load_gateway: LoadSettings) -> None:
-    models = load_gateway('models: {"*": {use: [a, b]}, a: {use: c}}').models
-    assert models["*"].use == ("a", "b")
-
-
-def test_a_name_may_use_itself_and_fall_back(load_gateway: LoadSettings) -> None:
-    assert load_gateway("models: {a: {use: [a, b]}, b: {}}").models["a"].use == ("a", "b")
+@each_case(("name", "rest"), [("*", "a: {use: c}"), ("a", "b: {}")])
+def test_a_catch_all_may_use_an_alias_and_a_name_itself(
+    load_gateway: LoadSettings, name: str, rest: str
+) -> None:
+    models = load_gateway(f'models: {{"{name}": {{use: [a, b]}}, {rest}}}').models
+    assert models[name].use == ("a", "b")
 
 
 def test_a_long_chain_of_names_is_no_loop_and_no_recursion() -> None:

@@ -24,11 +24,6 @@ HASH = "0123456789abcdef" * 4
 def test_without_a_file_every_key_has_its_default(load_gateway: LoadSettings) -> None:
     settings = load_settings(None)
     assert settings == Settings() == load_gateway("") == load_gateway("# nothing\n")
-    assert (settings.listen.host, settings.listen.port) == ("127.0.0.1", 8000)
-    assert (settings.admin.host, settings.admin.port) == ("127.0.0.1", 8001)
-    assert settings.limits.body_bytes == 64 << 20
-    assert (settings.queue.max, settings.queue.max_wait) == (256, 300.0)
-    assert (settings.heartbeat, settings.shutdown.grace) == (15.0, 60.0)
 
 
 def test_a_key_with_nothing_below_it_counts_as_unset(load_gateway: LoadSettings) -> None:
@@ -75,7 +70,6 @@ def test_resume_is_one_of_three(load_gateway: LoadSettings, written: str, meant:
         ("text", ""),
         ("listn: {}", "listn"),
         ("listen: 8000", "listen"),
-        ("listen: {port: 65536}", "listen.port"),
         ('listen: {port: "80"}', "listen.port"),
         ("listen: {port: true}", "listen.port"),
         ("listen: {host: http://h}", "listen.host"),
@@ -90,8 +84,6 @@ def test_resume_is_one_of_three(load_gateway: LoadSettings, written: str, meant:
         (f"keys: [{{id: a_b, sha256: {HASH}}}]", "keys[0].id"),
         ("keys: [{id: a, sha256: lg_a_secret}]", "keys[0].sha256"),
         (f"keys: [{{sha256: {HASH}}}]", "keys[0].id"),
-        (f"keys: [{{id: a, sha256: {HASH}, max_class: best}}]", "keys[0].max_class"),
-        (f"keys: [{{id: a, sha256: {HASH}, class: vip}}]", "keys[0].class"),
         (
             f"keys: [{{id: a, sha256: {HASH}, class: urgent, max_class: normal}}]",
             "keys[0].max_class",
@@ -101,19 +93,11 @@ def test_resume_is_one_of_three(load_gateway: LoadSettings, written: str, meant:
         ("cors: {origins: ['https://h/']}", "cors.origins[0]"),
         ("cors: {origins: ['*'], credentials: true}", "cors.credentials"),
         ("cors: {origins: ['*'], headers: ['a b']}", "cors.headers[0]"),
-        ("limits: {body_bytes: 64M}", "limits.body_bytes"),
-        ("limits: {body_bytes: 0}", "limits.body_bytes"),
         ("limits: {body_bytes: 2TiB}", "limits.body_bytes"),
-        ("limits: {json_depth: 1000}", "limits.json_depth"),
-        ("limits: {json_depth: true}", "limits.json_depth"),
-        ("limits: {grammar_bytes: 0}", "limits.grammar_bytes"),
-        ("limits: {grammar_depth: 1000}", "limits.grammar_depth"),
-        ("limits: {n: 0}", "limits.n"),
         ("limits: {media_hosts: ['https://h']}", "limits.media_hosts[0]"),
         ("models: [a]", "models"),
         ("models: {'': {}}", "models"),
         ("models: {a: b}", "models.a"),
-        ("models: {a: 0}", "models.a"),
         ("classes: {batch: false}", "classes.batch"),
         ("models: {a: {use: 3}}", "models.a.use"),
         ("models: {a: {use: ['']}}", "models.a.use[0]"),
@@ -122,32 +106,21 @@ def test_resume_is_one_of_three(load_gateway: LoadSettings, written: str, meant:
         ("models: {a: {set: {x: 99999999999999999999}}}", "models.a.set.x"),
         ("models: {a: {set: {model: b}}}", "models.a.set"),
         ("models: {a: {strip: [messages]}}", "models.a.strip"),
-        ("default_model: 3", "default_model"),
         ("classes: {vip: {max_wait: 1}}", "classes.vip"),
         ("classes: {batch: {max_wait: 0}}", "classes.batch.max_wait"),
-        ("classes: {batch: {queue_share: 2}}", "classes.batch.queue_share"),
         ("classes: {normal: {reserve_slots: 0.5}}", "classes"),
-        ("queue: {max: -1}", "queue.max"),
-        ("queue: {reopen: 1.1}", "queue.reopen"),
         ("prompts: {strip: ['.*']}", "prompts.strip[0]"),
         ("prompts: {volatile: ['Today (']}", "prompts.volatile[0]"),
         ("identity: {user_headers: ['a b']}", "identity.user_headers[0]"),
-        ("policy: random", "policy"),
         ("health: {open: 60, open_max: 30}", "health.open_max"),
-        ("health: {rise: 0}", "health.rise"),
         ("timeouts: {total: 0}", "timeouts.total"),
         ("timeouts: {total: 8d}", "timeouts.total"),
-        ("retries: {attempts: 0}", "retries.attempts"),
-        ("retries: {budget: 1.5}", "retries.budget"),
         ("retries: {backoff: 3s}", "retries.backoff_max"),
         *((f"resume: {word}", "resume") for word in ("on", "true", "0", "ids", "[text]")),
         ("heartbeat: on", "heartbeat"),
         ("heartbeat: true", "heartbeat"),
         ("batches: {keep: 0}", "batches.keep"),
         ("batches: {keep: 400d}", "batches.keep"),
-        ("batches: {lines: 0}", "batches.lines"),
-        ("batches: {lines: 2000000}", "batches.lines"),
-        ("batches: {file_bytes: many}", "batches.file_bytes"),
         ("batches: {file_bytes: 3GiB}", "batches.bytes_per_key"),
         ("batches: {windows: {shortest: 2h, longest: 1h}}", "batches.windows.longest"),
         ("batches: {windows: {default: 1s}}", "batches.windows.default"),
@@ -155,13 +128,13 @@ def test_resume_is_one_of_three(load_gateway: LoadSettings, written: str, meant:
         ("batches: {folder: 3}", "batches.folder"),
         *((f"webhooks: {{timeout: {time}}}", "webhooks.timeout") for time in ("0", "2m")),
         *((f"webhooks: {{give_up: {time}}}", "webhooks.give_up") for time in ("0", "2000d")),
-        ("logging: {level: loud}", "logging.level"),
         ("shutdown: {grace: soon}", "shutdown.grace"),
     ],
 )
 def test_a_wrong_value_is_reported_with_its_key_and_nothing_secret(
     gateway_problems: Problems, wrong: str, key: str
 ) -> None:
+    """Bounds of numbers and words of a choice are held by the schema, which tells them."""
     problem = gateway_problems(wrong)[0]
     assert (problem.line, problem.key) == (1, key)
     assert problem.message
@@ -215,18 +188,10 @@ def test_settings_are_frozen() -> None:
         Settings().heartbeat = 3.0  # type: ignore[misc]
 
 
-def test_a_missing_path_is_an_error(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match="No such file"):
-        load_settings(tmp_path / "gateway.yaml", {})
-
-
-@pytest.mark.parametrize(
+@each_case(
     ("text", "expected"),
     [
-        (
-            "listen: {port: 80800}",
-            "1: listen.port: must be less than or equal to 65535 (it is 80800)",
-        ),
+        ("listen: {port: 80800}", "port: must be less than or equal to 65535 (it is 80800)"),
         (
             "port: 80800",
             "1: port: unknown key (it is a key of listen and of admin: indent it below)",
@@ -250,6 +215,7 @@ def test_hashes_are_masked_and_the_rest_is_shown(load_gateway: LoadSettings) -> 
         """
     )
     shown = masked_settings(settings)
+    assert set(shown) == set(Settings.model_fields)
     assert HASH not in json.dumps(shown)
     [key] = shown["keys"]
     assert {name: value for name, value in key.items() if value} == {
@@ -263,44 +229,39 @@ def test_hashes_are_masked_and_the_rest_is_shown(load_gateway: LoadSettings) -> 
     assert settings.keys[0].sha256 == HASH
 
 
-def test_all_settings_are_shown_as_json() -> None:
-    assert set(json.loads(json.dumps(masked_settings(Settings())))) == set(Settings.model_fields)
-
-
-OLD = Settings()
-
-
 @each_case(
     ("changed", "keys"),
     [
         ({}, ()),
         ({"queue": {"max": 3}, "heartbeat": 0, "default_model": "m"}, ()),
-        ({"limits": {"body_bytes": 1}}, ()),
+        ({"limits": {"body_bytes": 1}, "batches": {"file_bytes": 10}}, ()),
+        ({"hybrid": {"gpu_first": ["urgent"], "wait": 0, "spill": {"share": 0.5}}}, ()),
         ({"listen": {"port": 9000}}, ("listen.port",)),
         ({"admin": {"hosts": ["h"]}, "queue": {"max": 3}}, ("admin.hosts",)),
-        (
-            {"limits": {"connections": 5, "header_bytes": 9, "n": 2}},
-            ("limits.header_bytes", "limits.connections"),
-        ),
+        ({"limits": {"connections": 5, "n": 2}}, ("limits.connections",)),
+        ({"limits": {"header_bytes": 9}}, ("limits.header_bytes",)),
         ({"listen": {"tls": {"cert": "c", "key": "k"}}}, ("listen.tls",)),
+        ({"batches": {"folder": "/srv/kept"}}, ("batches.folder",)),
+        ({"store": {"url": "sqlite:////a.db"}}, ("store.url",)),
     ],
 )
-def test_only_keys_of_open_listeners_need_a_restart(
+def test_only_keys_of_open_listeners_and_of_places_need_a_restart(
     changed: dict[str, object], keys: tuple[str, ...]
 ) -> None:
-    new = Settings.model_validate(changed)
-    assert changed_restart_keys(OLD, new) == keys
-    assert changed_restart_keys(new, OLD) == keys
+    old, new = Settings(), Settings.model_validate(changed)
+    assert changed_restart_keys(old, new) == keys
+    assert changed_restart_keys(new, old) == keys
 
 
 def test_a_changed_certificate_is_reported_by_its_key() -> None:
-    old = Settings.model_validate({"listen": {"tls": {"cert": "a", "key": "k"}}})
-    new = Settings.model_validate({"listen": {"tls": {"cert": "b", "key": "k"}}})
+    old, new = (
+        Settings.model_validate({"listen": {"tls": {"cert": cert, "key": "k"}}}) for cert in "ab"
+    )
     assert changed_restart_keys(old, new) == ("listen.tls.cert",)
 
 
 def test_the_keys_that_need_a_restart_exist() -> None:
     for key in RESTART_KEYS:
-        found: object = OLD
+        found: object = Settings()
         for part in key.split("."):
             found = getattr(found, part)

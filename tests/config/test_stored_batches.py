@@ -2,16 +2,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from gateway.config.settings import Settings, changed_restart_keys, masked_settings
-from gateway.config.stored import BatchSettings
 from tests.config.conftest import LoadSettings, Problems
-
-
-def test_every_key_has_a_default(load_gateway: LoadSettings) -> None:
-    batches = load_gateway("{}").batches
-    assert batches == BatchSettings()
-    assert batches.file_bytes < batches.bytes_per_key < batches.folder_bytes
-    assert batches.windows.shortest < batches.windows.default < batches.windows.longest
 
 
 def test_a_relative_folder_starts_in_that_of_the_settings(
@@ -31,16 +22,3 @@ def test_a_file_is_no_folder(gateway_problems: Problems, tmp_path: Path) -> None
 def test_what_is_kept_may_be_kept_for_a_year(load_gateway: LoadSettings) -> None:
     batches = load_gateway("batches: {keep: 365d, background_keep: 2d}").batches
     assert (batches.keep, batches.background_keep) == (365 * 86400, 2 * 86400)
-
-
-def test_only_a_change_of_the_folder_needs_a_restart() -> None:
-    old = Settings()
-    moved = Settings(batches=BatchSettings(folder=Path("/srv/kept")))
-    smaller = Settings(batches=BatchSettings(file_bytes=10))
-    assert changed_restart_keys(old, moved) == ("batches.folder",)
-    assert changed_restart_keys(old, smaller) == ()
-
-
-def test_the_settings_are_shown_as_json() -> None:
-    shown = masked_settings(Settings(batches=BatchSettings(folder=Path("/srv/kept"))))
-    assert shown["batches"]["folder"] == "/srv/kept"

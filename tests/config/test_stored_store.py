@@ -1,18 +1,13 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
 
 import pytest
 
-from gateway.config.settings import Settings, changed_restart_keys, masked_settings
+from gateway.config.settings import Settings, masked_settings
 from gateway.config.stored import StoreSettings, masked_store_url
 from tests.config.conftest import LoadSettings, Problems
 from tests.each_case import each_case
-
-
-def test_by_default_no_store_is_named(load_gateway: LoadSettings) -> None:
-    assert load_gateway("{}").store.url is None
 
 
 @each_case("text", ["off", "'off'", "OFF", "false"])
@@ -60,11 +55,6 @@ def test_a_folder_is_no_store(gateway_problems: Problems, tmp_path: Path) -> Non
     assert "folder" in problem.message
 
 
-def test_another_store_needs_a_restart() -> None:
-    settings = Settings(store=StoreSettings(url="sqlite:////a.db"))
-    assert changed_restart_keys(Settings(), settings) == ("store.url",)
-
-
 @each_case(
     ("url", "shown"),
     [
@@ -77,9 +67,6 @@ def test_another_store_needs_a_restart() -> None:
 )
 def test_passwords_are_masked(url: str, shown: str) -> None:
     assert masked_store_url(url) == shown
-    settings: Any = masked_settings(Settings(store=StoreSettings(url=url)))
-    assert settings["store"]["url"] == shown
-
-
-def test_the_url_is_not_in_a_repr() -> None:
-    assert "geheim" not in repr(Settings(store=StoreSettings(url="postgresql://a:geheim@b/c")))
+    settings = Settings(store=StoreSettings(url=url))
+    assert "p%40w" not in repr(settings)
+    assert masked_settings(settings)["store"]["url"] == shown

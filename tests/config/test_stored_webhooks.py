@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from gateway.config.settings import changed_restart_keys, masked_settings
-from gateway.config.stored import EVENTS, WebhookSettings, secret_bytes
+from gateway.config.stored import EVENTS, secret_bytes
 from tests.config.conftest import LoadSettings, Problems
 from tests.each_case import each_case
 
@@ -17,23 +17,11 @@ SECRET = "whsec_" + base64.b64encode(b"s" * 32).decode()
 SECOND = "whsec_" + base64.b64encode(b"t" * 24).decode()
 
 
-def test_without_targets_nothing_is_sent(load_gateway: LoadSettings) -> None:
-    webhooks = load_gateway("{}").webhooks
-    assert webhooks == WebhookSettings()
-    assert (webhooks.targets, webhooks.timeout, webhooks.give_up) == ((), 15.0, 86400.0)
-
-
 def test_secrets_come_from_a_file_or_a_variable(load_gateway: LoadSettings, tmp_path: Path) -> None:
     (tmp_path / "hooks.secret").write_text(f"{SECRET}\n{SECOND}\n")
-    settings = load_gateway(
-        """
-        webhooks:
-          targets:
-            - {url: "https://Hooks.example.org:443/a", secret_file: hooks.secret}
-            - {url: "https://other.example", secret_env: HOOKS, keys: ci, events: batch.completed}
-        """,
-        HOOKS=SECRET,
-    )
+    by_file = "{url: 'https://Hooks.example.org:443/a', secret_file: hooks.secret}"
+    by_name = "{url: 'https://other.example', secret_env: S, keys: ci, events: batch.completed}"
+    settings = load_gateway(f"webhooks: {{targets: [{by_file}, {by_name}]}}", S=SECRET)
     first, second = settings.webhooks.targets
     assert [one.get_secret_value() for one in first.secrets] == [SECRET, SECOND]
     assert [one.get_secret_value() for one in second.secrets] == [SECRET]
@@ -43,22 +31,16 @@ def test_secrets_come_from_a_file_or_a_variable(load_gateway: LoadSettings, tmp_
 
 
 def test_a_target_is_for_all_keys_or_for_those_that_it_names(load_gateway: LoadSettings) -> None:
-    settings = load_gateway(
-        """
-        webhooks:
-          targets:
-            - {url: "https://a.example", secret_env: S}
-            - {url: "https://b.example", secret_env: S, keys: [ci], groups: [night]}
-        """,
-        S=SECRET,
-    )
-    everyone, some = settings.webhooks.targets
-    assert everyone.is_for("anyone", None)
-    assert some.is_for("ci", None)
-    assert some.is_for("x", "night")
-    assert not some.is_for("x", None)
-    assert not some.is_for("x", "day")
-    assert all(everyone.wants(event) != event.startswith("quota.") for event in EVENTS)
+    everyone = "{url: 'https://a.example', secret_env: S}"
+    some = "{url: 'https://b.example', secret_env: S, keys: [ci], groups: [night]}"
+    settings = load_gateway(f"webhooks: {{targets: [{everyone}, {some}]}}", S=SECRET)
+    for_all, for_some = settings.webhooks.targets
+    assert for_all.is_for("anyone", None)
+    assert for_some.is_for("ci", None)
+    assert for_some.is_for("x", "night")
+    assert not for_some.is_for("x", None)
+    assert not for_some.is_for("x", "day")
+    assert all(for_all.wants(event) != event.startswith("quota.") for event in EVENTS)
 
 
 @each_case(
@@ -112,20 +94,12 @@ def test_a_receiver_with_a_private_address_may_be_called_by_http(
 
 
 def test_no_secret_is_shown(load_gateway: LoadSettings) -> None:
-    settings = load_gateway(
-        """
-        webhooks:
-          targets:
-            - {url: "https://a.example/services/T0/hidden?k=hidden", secret_env: S}
-            - {url: "https://b.example", secret_env: S}
-        """,
-        S=SECRET,
-    )
+    urls = ("https://a.example/services/T0/hidden?k=hidden", "https://b.example")
+    targets = ", ".join(f"{{url: '{url}', secret_env: S}}" for url in urls)
+    settings = load_gateway(f"webhooks: {{targets: [{targets}]}}", S=SECRET)
     shown = masked_settings(settings)
-    assert [target["url"] for target in shown["webhooks"]["targets"]] == [
-        "https://a.example/********",
-        "https://b.example",
-    ]
+    found = [target["url"] for target in shown["webhooks"]["targets"]]
+    assert found == ["https://a.example/********", "https://b.example"]
     for text in (json.dumps(shown), repr(settings)):
         assert "hidden" not in text
         assert SECRET not in text

@@ -9,12 +9,7 @@ from pathlib import Path
 import pytest
 
 from gateway.config import versions
-from gateway.config.versions import (
-    FileHistory,
-    VersionError,
-    difference,
-    find_version,
-)
+from gateway.config.versions import FileHistory, VersionError, difference, find_version
 from tests.each_case import each_case
 
 MORNING = 1_796_025_600.0  # 2026-11-30T08:00:00Z
@@ -138,18 +133,12 @@ def test_a_text_comes_back_with_owner_and_mode_and_what_was_there_is_kept(
     kept = history.put_back("queue: {max: 1}\n", MORNING + 60)
     after = file.stat()
     assert file.read_text() == "queue: {max: 1}\n"
-    assert (after.st_mode, after.st_uid, after.st_gid) == (
-        before.st_mode,
-        before.st_uid,
-        before.st_gid,
-    )
+    for one in ("st_mode", "st_uid", "st_gid"):
+        assert getattr(after, one) == getattr(before, one)
     assert after.st_ino != before.st_ino  # Whoever reads the old one reads it to its end.
     assert kept is not None
     assert kept.read() == "queue: {max: edited}\n"
-    assert sorted(one.name for one in file.parent.iterdir()) == [
-        ".gateway.yaml.history",
-        "gateway.yaml",
-    ]
+    assert {one.name for one in file.parent.iterdir()} == {file.name, ".gateway.yaml.history"}
 
 
 def test_a_file_that_is_gone_comes_back_for_its_owner_alone(
@@ -249,6 +238,9 @@ def test_secrets_are_masked_unless_asked_for(line: str, secret: str) -> None:
     assert secret not in "\n".join(shown["lines"])
     assert "********" in "\n".join(shown["lines"])
     assert secret in "\n".join(difference("", line, with_secrets=True)["lines"])
+    changed = difference(line, line.replace(secret, secret[::-1]))["lines"]
+    assert len(changed) == 3
+    assert secret not in "\n".join(changed)
 
 
 @each_case(
@@ -263,12 +255,6 @@ def test_secrets_are_masked_unless_asked_for(line: str, secret: str) -> None:
 )
 def test_what_is_no_secret_is_shown(line: str) -> None:
     assert difference("", line)["lines"][-1] == f"+{line}"
-
-
-def test_a_secret_that_has_changed_shows_as_two_masked_lines() -> None:
-    other = HASH[::-1]
-    lines = difference(f"sha256: {HASH}", f"sha256: {other}")["lines"][1:]
-    assert lines == ["-sha256: ********", "+sha256: ********"]
 
 
 def test_versions_are_described_without_their_texts(history: FileHistory, file: Path) -> None:

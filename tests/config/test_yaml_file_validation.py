@@ -33,13 +33,6 @@ def test_an_unknown_key_is_reported_with_the_nearest_and_all_known(
     assert "api_key," not in problem.remedy
 
 
-def test_a_duplicate_name_is_reported_with_both_lines(nodes_problems: Problems) -> None:
-    text = "nodes:\n  - name: a\n    url: http://a\n  - name: a\n    url: http://b\n"
-    (problem,) = nodes_problems(text)
-    assert (problem.line, problem.key) == (4, "nodes[1].name")
-    assert "line 2" in problem.message
-
-
 def test_variables_stand_for_numbers_booleans_and_texts(load_nodes: LoadNodes) -> None:
     (node,) = load_nodes(
         """
@@ -117,9 +110,6 @@ def test_nothing_in_a_file_can_break_the_line(text: str) -> None:
     shown = str(Problem(FILE, 1, text, "m", text))
     assert shown.isprintable()
     assert len(shown.splitlines()) == 1
-
-
-def test_a_long_key_is_cut() -> None:
     assert len(str(Problem(FILE, 1, "k" * 10_000, "m"))) < 500
 
 

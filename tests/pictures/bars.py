@@ -49,11 +49,10 @@ def picture(page: str) -> str:
     bars = answered(page)
     ratio = bars[0].ratio
     across = (RIGHT - LEFT) / max(bar.seconds for bar in bars)
+    what = "Mean time from a request to the end of its answer, on a full fleet"
     body = [
         text(MARGIN, 30, f"Answered in {ratio:g} of the time behind nginx", "head"),
-        text(
-            MARGIN, 52, "Mean time from a request to the end of its answer, on a full fleet", "soft"
-        ),
+        text(MARGIN, 52, what, "soft"),
     ]
     for number, bar in enumerate(bars):
         y = TOP + number * STEP
@@ -64,13 +63,7 @@ def picture(page: str) -> str:
             text(LEFT + width + 10, y + BAR / 2 + 5, f"{bar.seconds:g} s", "value"),
         ]
     low = TOP + len(bars) * STEP + 16
-    body.append(
-        text(
-            MARGIN,
-            low,
-            "Six emulated CPU nodes of two speeds, returning conversations. Shorter is better.",
-            "soft",
-        )
-    )
+    about = "Six emulated CPU nodes of two speeds, returning conversations. Shorter is better."
+    body.append(text(MARGIN, low, about, "soft"))
     title = "; ".join(f"{bar.name}: {bar.seconds:g} seconds" for bar in bars)
     return document(low + 18, f"Mean time to a whole answer. {title}", STYLE, body)

@@ -10,14 +10,12 @@ words came is what the client saw.
 from __future__ import annotations
 
 import asyncio
-import functools
 import hashlib
 import itertools
 import json
 import tempfile
 import time
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import ExitStack
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
@@ -26,12 +24,14 @@ from urllib.parse import urlsplit
 import httpx
 import msgspec
 
+from gateway.callers.keys import hash_key
 from gateway.local.server import find_binary
 from setup.llama_server import PROGRAM, cache_folder
 from tests.gateway_processes import serving
 from tests.gateways import NO_TLS
 from tests.servers import (
     DemoServer,
+    running_demo_servers,
     spawn_demo_server,
     stop_demo_server,
     wait_for_demo_server,
@@ -70,6 +70,7 @@ class Ask(msgspec.Struct, frozen=True):
 
 
 CALLERS = ("chat", "search", "agent", "report")
+KEYS = {one: hash_key(f"lg_{one}_{hashlib.sha256(one.encode()).hexdigest()}") for one in CALLERS}
 BEFORE = (
     Ask(0.0, "chat", 20, 170),
     Ask(0.3, "agent", 180, 130),
@@ -219,7 +220,7 @@ class Run:
         """Send a request after its seconds, and read its stream to the end."""
         await asyncio.sleep(stream.ask.at)
         stream.arrived = self.now()
-        headers = {"Authorization": f"Bearer {key_of(stream.ask.caller)}"}
+        headers = {"Authorization": f"Bearer {KEYS[stream.ask.caller].text}"}
         headers["X-Request-ID"] = stream.name
         async with self.public.stream(
             "POST", "/v1/chat/completions", json={**stream.body, "stream": True}, headers=headers
@@ -266,20 +267,6 @@ class Run:
         return next((name for name in NODES if amid.count(name) == SLOTS), None)
 
 
-def key_of(caller: str) -> str:
-    """Return the caller's key, of this run alone."""
-    return f"lg_{caller}_{hashlib.sha256(caller.encode()).hexdigest()}"
-
-
-def key_settings() -> list[dict[str, str]]:
-    """Return the callers' keys, as the settings have them."""
-    hashed = {
-        caller: hashlib.sha256(key_of(caller).rpartition("_")[2].encode()).hexdigest()
-        for caller in CALLERS
-    }
-    return [{"id": caller, "name": caller, "sha256": hashed[caller]} for caller in CALLERS]
-
-
 def body_of(number: int, ask: Ask) -> dict[str, Any]:
     """Return a request's body: words of its own, and the most likely words as its answer."""
     words = itertools.islice(itertools.cycle(WORDS[number:] + WORDS[:number]), ask.prompt_words)
@@ -302,23 +289,21 @@ async def record() -> Recording:
     """
     program = cache_folder() / PROGRAM
     binary = find_binary(program) if program.exists() else None
-    start = functools.partial(
-        spawn_demo_server,
-        slots=SLOTS,
-        context=CONTEXT,
-        size="medium",
-        extra=EXACT,
-        binary=binary,
-    )
-    with ExitStack() as stack:
-        folder = stack.enter_context(tempfile.TemporaryDirectory())
-        servers: dict[str, DemoServer] = {}
-        for name in NODES:
-            servers[name] = start()
-            stack.callback(stop_demo_server, servers[name])
-            wait_for_demo_server(servers[name])
-        nodes = [{"name": name, "url": servers[name].url, "host": name} for name in NODES]
-        settings = {**SETTINGS, "keys": key_settings()}
+    kind: dict[str, Any] = {
+        "slots": SLOTS,
+        "context": CONTEXT,
+        "size": "medium",
+        "extra": EXACT,
+        "binary": binary,
+    }
+    with (
+        tempfile.TemporaryDirectory() as folder,
+        running_demo_servers(len(NODES), **kind) as started,
+    ):
+        servers = dict(zip(NODES, started, strict=True))
+        nodes = [{"name": name, "url": one.url, "host": name} for name, one in servers.items()]
+        keys = [{"id": key.id, "name": key.id, "sha256": key.sha256} for key in KEYS.values()]
+        settings = {**SETTINGS, "keys": keys}
         async with (
             serving(Path(folder), nodes, settings=settings) as gateway,
             _client(gateway.url) as public,
@@ -333,16 +318,14 @@ async def record() -> Recording:
                 for number, ask in enumerate([*BEFORE, *AFTER])
             ]
             run.begin = time.monotonic()
-            away = await _play(run, servers, lambda port: start(port=port))
+            away = await _play(run, servers, lambda port: spawn_demo_server(port=port, **kind))
         moved = [stream for stream in run.streams if was_moved(_life(stream))]
         undisturbed = next(servers[name] for name in NODES if name != away.node)
         async with _client(undisturbed.url) as client:
             same = [await _text(client, stream) == stream.text for stream in moved]
     return Recording(
         date=time.strftime("%Y-%m-%d", time.gmtime()),
-        server="the server of the wheel xllamacpp"
-        if binary is None
-        else f"llama-server {binary.version}",
+        server=f"llama-server {binary.version}" if binary else "the server of the wheel xllamacpp",
         slots=dict.fromkeys(NODES, SLOTS),
         callers=list(CALLERS),
         seconds=max(stream.ended for stream in run.streams),

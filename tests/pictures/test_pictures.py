@@ -11,7 +11,7 @@ import pytest
 
 from tests.pictures import bars, timeline
 from tests.pictures.__main__ import RECORDING, drawn
-from tests.pictures.recording import Ask, Away, Life, Look, Recording, Spell, life_of, was_moved
+from tests.pictures.recording import Ask, Look, Recording, Spell, life_of, was_moved
 
 PICTURES = drawn()
 MOST_BYTES = 100_000
@@ -45,12 +45,10 @@ def test_a_picture_is_small_and_loads_and_runs_nothing(path: Path) -> None:
     assert not re.search(r"://|url\(|@import|@font-face|href| on\w+=", elsewhere)
 
 
-def test_a_picture_follows_the_colours_of_the_readers_system(path: Path) -> None:
-    assert "@media (prefers-color-scheme: dark)" in path.read_text()
-
-
-def test_a_picture_tells_its_contents_to_those_who_do_not_see_it(path: Path) -> None:
-    title = re.search(r"<title>(.+)</title>", path.read_text())
+def test_a_picture_suits_readers_of_dark_pages_and_those_who_do_not_see_it(path: Path) -> None:
+    text = path.read_text()
+    assert "@media (prefers-color-scheme: dark)" in text
+    title = re.search(r"<title>(.+)</title>", text)
     assert title
     assert len(title[1].split()) > 8
 
@@ -90,18 +88,12 @@ def test_the_recorded_run_holds_nothing_of_this_machine_or_of_any_text() -> None
     assert not re.search(r"/|127\.|content|sea and stones", RECORDING.read_text())
 
 
-def looks(*seen: tuple[float, str, str | None, int]) -> list[Look]:
-    return [Look(*one) for one in seen]
-
-
-def test_a_node_reads_until_its_first_words_come() -> None:
-    life = life_of(CHAT, looks((0.1, "running", "a", 1)), [2.0, 2.5], 0.0, 3.0, ok=True)
-    assert life.spells == [Spell("a", 0.0, 3.0, writing=2.0)]
-    assert life.waits == []
-
-
 def test_a_request_waits_before_it_has_a_node() -> None:
-    seen = looks((0.1, "waiting", None, 0), (0.2, "waiting", None, 0), (1.5, "running", "a", 1))
+    seen = [
+        Look(0.1, "waiting", None, 0),
+        Look(0.2, "waiting", None, 0),
+        Look(1.5, "running", "a", 1),
+    ]
     life = life_of(CHAT, seen, [2.0], 0.0, 3.0, ok=True)
     assert life.waits == [(0.0, 1.5)]
     assert life.spells == [Spell("a", 1.5, 3.0, writing=2.0)]
@@ -109,58 +101,18 @@ def test_a_request_waits_before_it_has_a_node() -> None:
 
 def test_between_two_nodes_a_request_waits_whatever_node_it_had() -> None:
     """The admin API names the last node until the next one has it."""
-    seen = looks(
-        (0.1, "running", "a", 1),
-        (2.0, "waiting", "a", 1),
-        (4.0, "running", "a", 1),
-        (4.1, "running", "b", 2),
-    )
+    seen = [
+        Look(0.1, "running", "a", 1),
+        Look(2.0, "waiting", "a", 1),
+        Look(4.0, "running", "a", 1),
+        Look(4.1, "running", "b", 2),
+    ]
     life = life_of(CHAT, seen, [1.0, 5.0], 0.0, 6.0, ok=True)
     assert life.spells == [Spell("a", 0.0, 2.0, writing=1.0), Spell("b", 4.1, 6.0, writing=5.0)]
     assert life.waits == [(2.0, 4.1)]
     assert was_moved(life)
-
-
-def test_a_request_that_was_only_read_on_the_first_node_has_not_moved_amid_its_words() -> None:
-    seen = looks((0.1, "running", "a", 1), (2.0, "running", "b", 2))
+    # One that was only read on the first node has not moved amid its words.
     assert not was_moved(life_of(CHAT, seen, [5.0], 0.0, 6.0, ok=True))
-
-
-def run_of(*lives: Life) -> Recording:
-    away = Away("a", 4.0, 8.0)
-    return Recording("2026-01-01", "x", {"a": 1, "b": 1}, ["chat"], 10.0, away, True, list(lives))
-
-
-def shapes(run: Recording, fill: str) -> list[tuple[float, float, float]]:
-    """Return left end, top and width of each bar with this look."""
-    root = ET.fromstring(timeline.picture(run))
-    return [
-        (float(box.get("x", "")), float(box.get("y", "")), float(box.get("width", "")))
-        for box in root.findall(".//{*}rect[@rx='3']")
-        if fill in {box.get("class"), box.get("fill")} and float(box.get("y", "")) >= timeline.TOP
-    ]
-
-
-def test_reading_is_striped_and_writing_solid_in_the_lane_of_the_slot() -> None:
-    run = run_of(Life("chat", 1.0, 4.0, "whole", 9, [], [Spell("b", 1.0, 4.0, writing=2.0)]))
-    second = (timeline.RIGHT - timeline.LEFT) / run.seconds
-    ((left, top, width),) = shapes(run, "url(#r0)")
-    ((solid_left, solid_top, solid_width),) = shapes(run, "c0")
-    assert (left, width) == pytest.approx((timeline.LEFT + second, second), abs=0.2)
-    assert (solid_left, solid_width) == pytest.approx((left + second, 2 * second), abs=0.2)
-    assert top == solid_top == timeline.TOP + timeline.LANE_STEP + timeline.NODE_GAP
-
-
-def test_a_stream_that_moves_is_drawn_as_one() -> None:
-    first, second = Spell("a", 0.0, 4.0, writing=1.0), Spell("b", 6.0, 9.5, writing=7.0)
-    moved = run_of(Life("chat", 0.0, 9.5, "whole", 40, [(4.0, 6.0)], [first, second]))
-    picture = timeline.picture(moved)
-    assert picture.count('class="move"') == 2  # into the queue, and out of it
-    assert "chat goes on" in picture
-    assert "one after 2 s in the queue" in picture
-    whole = timeline.picture(run_of(Life("chat", 0.0, 4.0, "whole", 40, [], [first])))
-    assert 'class="move"' not in whole
-    assert "goes on" not in whole
 
 
 def test_texts_that_differ_are_not_said_to_be_alike() -> None:
@@ -189,8 +141,3 @@ def test_bars_are_as_long_as_the_table_of_the_full_fleet_says() -> None:
         (bars.RIGHT - bars.LEFT) * share for share in (0.5, 1.0, 0.75)
     ]
     assert "Answered in 0.5 of the time behind nginx" in bars.picture(PAGE)
-
-
-def test_a_table_without_a_row_is_told() -> None:
-    with pytest.raises(AssertionError, match="no row 'nginx least_conn'"):
-        bars.answered(PAGE.replace("| nginx", "| caddy"))

@@ -146,14 +146,12 @@ def _waits(run: Recording, top: float) -> tuple[list[Bar], int]:
 def _legend(callers: Sequence[str]) -> Iterator[str]:
     """Yield what the kinds of bars and the colours mean."""
     x = float(MARGIN)
-    for fill, words in (("r0", "reads the prompt"), ("", "writes"), ("w", "waits in the gateway")):
-        match fill:
-            case "w":
-                yield box(x, 50, 26, WAIT, "c0 s0 wait", 'rx="2"')
-            case "r0":
-                yield box(x, 46, 26, 16, "", 'rx="3" fill="url(#r0)"')
-            case _:
-                yield box(x, 46, 26, 16, "c0", 'rx="3"')
+    for words, y, height, class_, more in (
+        ("reads the prompt", 46, 16, "", 'rx="3" fill="url(#r0)"'),
+        ("writes", 46, 16, "c0", 'rx="3"'),
+        ("waits in the gateway", 50, WAIT, "c0 s0 wait", 'rx="2"'),
+    ):
+        yield box(x, y, 26, height, class_, more)
         yield text(x + 33, 59, words)
         x += 33 + LETTER * len(words) + 14
     x = RIGHT - sum(LETTER * len(caller) + 30 for caller in callers)

@@ -107,9 +107,13 @@ def _emulated(
     plan = _plan(options, folder, quick_scale=QUICK_SCALE)
     rounds = Rounds(plan, fronts, cores[0], progress)
     results = Results(machine.run_beside(rounds.play(), cores))
-    rates = {load: sum(found) / len(found) for load, found in rounds.rates.items()}
-    setting = report.Setting(command, facts, plan.scale, plan.seeds, rates)
-    return report.outcome(results, setting)
+    means = (f"{load} {sum(found) / len(found):.2f}" for load, found in rounds.rates.items())
+    facts |= {
+        "seeds": str(plan.seeds),
+        "scale": f"{plan.scale:g} seconds of the fleet's time in one of the clock's",
+        "sessions a second": ", ".join(means),
+    }
+    return report.outcome(results, report.Setting(command, facts), report.tables(results))
 
 
 def _parse(words: Sequence[str]) -> argparse.Namespace:

@@ -24,7 +24,6 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from statistics import fmean
 
-from tests.bench.arguments import positive
 from tests.bench.scheduling.fronts import MODEL, Speed, nodes
 from tests.bench.scheduling.play import UNKNOWN, ask
 from tests.bench.scheduling.trace import Shape, make
@@ -33,6 +32,7 @@ from tests.virtual import VirtualLoop, now
 
 DECODES = (5.0, 8.0, 12.0, 18.0, 25.0, 35.0, 48.0, 60.0)
 """Tokens/s that the nodes write; they read fifteen times as fast."""
+STARTS = 20
 PARTS = ((5, 12), (5, 24), (13, 24))
 """Requests whose means are told: the first and the last, counted from 1."""
 
@@ -124,21 +124,14 @@ def main(words: Sequence[str] | None = None) -> int:
         description="How soon a fresh gateway finds its fastest node.",
     )
     add = parser.add_argument
-    add("--starts", type=positive, default=20)
     add("--calibration", action=argparse.BooleanOptionalAction, default=True)
     add("--wait", type=float, default=60.0, help="seconds until the first request (default 60)")
     add("--one-host", action="store_true", help="all nodes on one host")
-    add("--system", type=positive, default=1500, help="tokens of the system prompt (default 1500)")
     options = parser.parse_args(words)
-    start = Start(
-        calibrate=options.calibration,
-        wait=options.wait,
-        one_host=options.one_host,
-        system_tokens=options.system,
-    )
+    start = Start(calibrate=options.calibration, wait=options.wait, one_host=options.one_host)
     found = []
     with tempfile.TemporaryDirectory(prefix="llama-gateway-cold-") as folder:
-        for seed in range(1, options.starts + 1):
+        for seed in range(1, STARTS + 1):
             try:
                 factors, served = ratios(start, seed, Path(folder))
             except RequestFailedError as error:

@@ -107,12 +107,6 @@ def _gateway(*words: str, policy: str | None = None) -> Target:
     return replace(TARGETS["gateway"], command=command)
 
 
-def _cluster(binary: str, plan: Plan) -> list[str]:
-    gateway(binary, plan, {})
-    front = [sys.executable, "-m", "tests.cluster.front"]
-    return [*front, str(plan.folder / "nodes.yaml"), str(plan.port), str(plan.folder)]
-
-
 def _nginx(binary: str, plan: Plan) -> list[str]:
     return nginx(
         binary,
@@ -147,11 +141,6 @@ FRONTS = {
             replace(TARGETS["haproxy"], command=_haproxy),
         ),
         Front("edges", f"gateway with {EDGES} edges", _gateway("--edges", str(EDGES))),
-        Front(
-            "cluster",
-            "three gateways as one, behind HAProxy",
-            replace(TARGETS["gateway"], command=_cluster),
-        ),
         *(
             Front(policy, f"gateway, policy {policy}", _gateway(policy=policy))
             for policy in _POLICIES

@@ -171,13 +171,10 @@ MARKS = ("<!-- bench-scheduling: begin -->", "<!-- bench-scheduling: end -->")
 
 @dataclass(frozen=True, slots=True)
 class Setting:
-    """The command, plan and machine of a run."""
+    """The command of a run, and the facts of its machine and of its plan."""
 
     command: str
     machine: dict[str, str]
-    scale: float
-    seeds: int
-    rates: dict[str, float]  # sessions a second of each load, the mean over the seeds
 
 
 @dataclass(frozen=True, slots=True)
@@ -191,33 +188,13 @@ class Outcome:
     failed: bool
 
 
-def outcome(results: Results, setting: Setting) -> Outcome:
-    """The output of a run with verdicts."""
-    text = tables(results)
-    failed = any(played.problems for played in results.played)
-    facts = setting.machine | {
-        "seeds": str(setting.seeds),
-        "scale": f"{setting.scale:g} seconds of the fleet's time in one of the clock's",
-        "sessions a second": ", ".join(f"{k} {v:.2f}" for k, v in setting.rates.items()),
-    }
-    shown = page(setting.command, facts, text)
-    return Outcome(text, shown, as_json(results, setting), MARKS, failed)
-
-
-def brief(
-    played: Sequence[Played],
-    tables: str,
-    seeds: int,
-    command: str,
-    facts: dict[str, str],
-    marks: tuple[str, str],
+def outcome(
+    results: Results, setting: Setting, text: str, marks: tuple[str, str] = MARKS
 ) -> Outcome:
-    """The output of a run without verdicts: tables, setting and every request."""
-    text = page(command, facts | {"seeds": str(seeds)}, tables)
-    as_json = json.dumps(
-        {"command": command, "machine": facts, "played": [asdict(one) for one in played]}
-    )
-    return Outcome(tables, text, as_json, marks, any(one.problems for one in played))
+    """The output of a run, of which `text` has the tables."""
+    failed = any(played.problems for played in results.played)
+    shown = page(setting.command, setting.machine, text)
+    return Outcome(text, shown, as_json(results, setting), marks, failed)
 
 
 def figures(head: str, titles: Mapping[str, str], cell: Callable[[str, Figure], str]) -> str:

@@ -24,7 +24,7 @@ from rich.console import Console
 from tests.bench.machine import cpu_seconds, waited_seconds
 from tests.bench.scheduling.fronts import FLEET, Front, Speed, nodes
 from tests.bench.scheduling.play import Player, Record
-from tests.bench.scheduling.report import LOADS, Played
+from tests.bench.scheduling.report import FIGURES, LOADS, Played
 from tests.bench.scheduling.trace import (
     Shape,
     Trace,
@@ -113,7 +113,7 @@ class Rounds:
                 )
                 for front, run, before, found in zip(fronts, runs, cpu, records, strict=True)
             ]
-        self._tell(played, time.monotonic() - began)
+        tell(self.progress, played, time.monotonic() - began)
         return played
 
     async def _started(self, stack: AsyncExitStack, front: Front, load: str, seed: int) -> Running:
@@ -124,17 +124,14 @@ class Rounds:
         ports = tuple(node.port for node in fleet)
         return await stack.enter_async_context(running(front.target, folder, ports, self.core))
 
-    def _tell(self, played: Sequence[Played], seconds: float) -> None:
-        first = played[0]
-        means = []
-        for one in played:
-            mean = sum(r.took for r in one.records) / max(len(one.records), 1)
-            failed = f" ({len(one.problems)} FAILED)" if one.problems else ""
-            means.append(f"{one.front} {mean:.2f}{failed}")
-        self.progress.print(
-            f"seed {first.seed}, {first.load}: mean completion {', '.join(means)}"
-            f"  [{seconds:.0f} s]"
-        )
+
+def tell(progress: Console, played: Sequence[Played], seconds: float) -> None:
+    """Print the mean completion of each front that has played a trace."""
+    means = ", ".join(f"{one.front} {FIGURES[0].of([one.records]):.2f}" for one in played)
+    failed = sum(len(one.problems) for one in played)
+    problems = f", {failed} requests FAILED" if failed else ""
+    where = f"seed {played[0].seed}, {played[0].load}"
+    progress.print(f"{where}: mean completion {means}{problems}  [{seconds:.0f} s]")
 
 
 def bounds(trace: Trace, records: Sequence[Record], fleet: Sequence[Speed]) -> dict[str, float]:

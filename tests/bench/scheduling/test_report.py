@@ -34,21 +34,3 @@ def test_a_failed_request_takes_its_front_out_of_all_figures() -> None:
     assert results.value("nginx", "capacity", MEAN) is None
     assert results.verdicts() == []
     assert "nginx, capacity, seed 1: 1, the first: status 502" in report.tables(results)
-
-
-def test_the_targets_are_ratios_to_nginx_at_capacity() -> None:
-    results = Results([played("gateway", 2.5), played("nginx", 5.0), played("haproxy", 10.0)])
-    kept = {verdict.name: verdict for verdict in results.verdicts()}
-    mean = kept["gateway at capacity: mean completion, s / nginx"]
-    assert (mean.value, mean.kept) == (0.5, "aim")
-    assert kept["gateway at capacity: TTFT p95, s / nginx"].kept == "must"
-
-
-def test_the_worst_figure_is_found_whether_more_or_less_is_better() -> None:
-    slower = [played("gateway", 1.2, load="light"), played("nginx", 1.0, load="light")]
-    [worst] = Results(slower).verdicts()
-    assert worst.name == "gateway, worst figure against a peer: tokens/s / nginx, light"
-    assert worst.value == pytest.approx(1.2)
-    assert worst.kept == "MISS"
-    [best] = Results([played("gateway", 1.0), played("haproxy", 1.0)]).verdicts()
-    assert (best.value, best.kept) == (1, "must")

@@ -3,7 +3,7 @@ from __future__ import annotations
 import pytest
 
 from tests.bench.scheduling.fronts import FAST, SLOTS, SLOW, Speed
-from tests.bench.scheduling.trace import Least, Shape, make, mean_alone, mean_queued, session_rate
+from tests.bench.scheduling.trace import Least, Shape, make, mean_queued, session_rate
 
 
 def test_another_rate_has_the_same_conversations_at_other_times() -> None:
@@ -14,17 +14,6 @@ def test_another_rate_has_the_same_conversations_at_other_times() -> None:
 
 ONE = Speed(prefill=100, decode=10, step=0.1)  # a second for ten tokens at any number of slots
 ALIKE = [ONE]
-
-
-def test_a_single_job_takes_its_time_on_the_fastest_node() -> None:
-    job = Least(read=600, write=41)
-    assert mean_alone([job], [SLOW, FAST]) == pytest.approx(1 + 1)
-    assert mean_alone([job, job], [SLOW]) == pytest.approx(600 / 250 + 40 / 16)
-
-
-def test_jobs_that_arrive_together_end_one_after_the_other_the_short_one_first() -> None:
-    jobs = [(0.0, Least(300, 0)), (0.0, Least(100, 0)), (0.0, Least(200, 0))]
-    assert mean_queued(jobs, ALIKE) == pytest.approx((1 + 3 + 6) / 3)
 
 
 def test_a_short_job_interrupts_a_long_one() -> None:

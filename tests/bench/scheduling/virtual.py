@@ -21,16 +21,16 @@ from tests.bench.load import Address
 from tests.bench.scheduling.fronts import EDGES, FRONTS, OURS, nodes
 from tests.bench.scheduling.play import Answer, Player, ask
 from tests.bench.scheduling.report import (
-    FIGURES,
     Figure,
     Outcome,
     Played,
     Results,
-    brief,
+    Setting,
     failures,
     figures,
+    outcome,
 )
-from tests.bench.scheduling.rounds import PAUSE, Plan, bounds
+from tests.bench.scheduling.rounds import PAUSE, Plan, bounds, tell
 from tests.bench.targets import HOST
 from tests.edges.edge_beside import a_brain, an_edge
 from tests.emulator import EmulatedNode
@@ -83,12 +83,11 @@ def measure(
             began = time.monotonic()
             runs = [_played(plan, front, load, seed) for front in fronts]
             played += runs
-            means = ", ".join(f"{run.front} {FIGURES[0].of([run.records]):.2f}" for run in runs)
-            seconds = time.monotonic() - began
-            progress.print(f"seed {seed}, {load}: mean completion {means}  [{seconds:.0f} s]")
+            tell(progress, runs, time.monotonic() - began)
     results = Results(played)
     parts = [*(_table(results, fronts, load) for load in plan.loads), *failures(results)]
-    return brief(played, "\n\n".join(parts) + "\n", plan.seeds, command, facts, MARKS)
+    setting = Setting(command, facts | {"seeds": str(plan.seeds)})
+    return outcome(results, setting, "\n\n".join(parts) + "\n", MARKS)
 
 
 def _played(plan: Plan, front: str, load: str, seed: int) -> Played:
@@ -103,7 +102,8 @@ async def _asked(plan: Plan, front: str, load: str, seed: int, folder: Path) -> 
     async with AsyncExitStack() as stack:
         fleet = await stack.enter_async_context(nodes(plan.fleet, plan.scale, now))
         if front == STAND_IN:
-            player = _beside(fleet, plan.scale)
+            addresses = [(HOST, node.port) for node in fleet]
+            player = _spread(addresses, plan.scale, known=False)
         else:
             known = FRONTS[front].known
             edges = EDGES if front == "edges" else 0
@@ -113,10 +113,6 @@ async def _asked(plan: Plan, front: str, load: str, seed: int, folder: Path) -> 
         await asyncio.sleep(PAUSE / plan.scale)
         records = await player.play(trace)
     return Played(front, load, seed, records, bounds(trace, records, plan.fleet))
-
-
-def _beside(fleet: Sequence[EmulatedNode], scale: float) -> Player:
-    return _spread([(HOST, node.port) for node in fleet], scale, known=False)
 
 
 def _spread(addresses: Sequence[Address], scale: float, *, known: bool) -> Player:

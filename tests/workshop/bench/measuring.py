@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import re
 from collections.abc import AsyncGenerator, Awaitable, Callable
 from contextlib import asynccontextmanager
 from typing import Any
@@ -12,7 +13,8 @@ from gateway.workshop.bench.load import BenchPlan, Load, RequestPattern, closed_
 from gateway.workshop.bench.report import BenchReport, BenchSession
 from tests.virtual import now
 
-Handler = Callable[[asyncio.StreamReader, asyncio.StreamWriter], Awaitable[None]]
+Handler = Callable[[bytes, bytes, asyncio.StreamWriter], Awaitable[None]]
+"""Answers a request, by its head and its body."""
 
 STREAM_HEAD = b"HTTP/1.1 200 OK\r\ncontent-type: text/event-stream\r\nconnection: close\r\n\r\n"
 
@@ -39,10 +41,9 @@ async def odd_server(answer: Handler) -> AsyncGenerator[str, None]:
     async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         try:
             head = await reader.readuntil(b"\r\n\r\n")
-            for line in head.lower().split(b"\r\n"):
-                if line.startswith(b"content-length:"):
-                    await reader.readexactly(int(line.split(b":")[1]))
-            await answer(reader, writer)
+            length = re.search(rb"content-length: (\d+)", head.lower())
+            body = await reader.readexactly(int(length[1])) if length else b""
+            await answer(head, body, writer)
         except (ConnectionError, asyncio.IncompleteReadError):
             pass
         finally:
@@ -56,8 +57,16 @@ async def odd_server(answer: Handler) -> AsyncGenerator[str, None]:
 def answers(data: bytes) -> Handler:
     """Answers these bytes."""
 
-    async def answer(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+    async def answer(head: bytes, body: bytes, writer: asyncio.StreamWriter) -> None:
         writer.write(data)
         await writer.drain()
 
     return answer
+
+
+def plain_answer(body: bytes) -> bytes:
+    """An answer that is no stream."""
+    return b"HTTP/1.1 200 OK\r\ncontent-length: %d\r\nconnection: close\r\n\r\n%b" % (
+        len(body),
+        body,
+    )

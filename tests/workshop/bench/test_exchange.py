@@ -41,16 +41,11 @@ def test_pieces_of_any_size_are_the_same_events(size: int, line_end: bytes) -> N
     assert reader.is_done
 
 
-def test_an_event_has_come_with_the_piece_that_ends_it() -> None:
-    whole = EVENTS.split(b"\n\n")
+def test_an_event_of_several_lines_has_come_with_the_piece_that_ends_it() -> None:
+    whole = EVENTS.replace(b'{"choices":', b'{"choices":\ndata: ').split(b"\n\n")
     result, _ = read(whole[0], b"\n", b"\n", whole[1] + b"\n\n", whole[2] + b"\n\n")
     assert (result.first, result.last) == (3.0, 5.0)
     assert result.longest_gap == 1.0
-
-
-def test_data_of_several_lines_is_one_event() -> None:
-    result, _ = read(b'data: {"choices":\ndata: [{"delta":{"content":"a"}}]}\n\n')
-    assert result.events == 1
 
 
 @pytest.mark.parametrize(
@@ -82,17 +77,11 @@ def test_the_time_between_tokens_is_that_of_the_gaps_between_events() -> None:
     result.server.completion_tokens = 20
     assert result.tokens == 20
     assert result.inter_token == 0.5
-
-
-def test_one_event_has_no_time_between_tokens() -> None:
-    assert RequestResult(1, 0.0, first=1.0, last=1.0, events=1).inter_token is None
-    assert RequestResult(1, 0.0).inter_token is None
-
-
-def test_a_server_that_counts_fewer_tokens_than_it_sent_events_is_not_believed_faster() -> None:
-    result = RequestResult(1, 0.0, first=1.0, last=2.0, events=11)
+    # A server that counts fewer tokens than it sent events is not believed to be faster.
     result.server.completion_tokens = 1
-    assert result.inter_token == pytest.approx(0.1)
+    assert result.inter_token == 1.0
+    for events in (0, 1):
+        assert RequestResult(1, 0.0, first=1.0, last=1.0, events=events).inter_token is None
 
 
 def test_an_errors_words_are_found_and_bounded() -> None:
@@ -104,13 +93,8 @@ def test_an_errors_words_are_found_and_bounded() -> None:
 
 def test_a_body_streams_and_own_fields_beat_ours() -> None:
     body = CHAT.body("m", "hello", 8, {"temperature": 1, "max_tokens": None, "x": [1]})
-    assert body == {
-        "model": "m",
-        "messages": [{"role": "user", "content": "hello"}],
-        "stream": True,
-        "temperature": 1,
-        "x": [1],
-    }
+    messages = [{"role": "user", "content": "hello"}]
+    assert body == {"model": "m", "messages": messages, "stream": True, "temperature": 1, "x": [1]}
     assert "model" not in CHAT.body(None, "hello", 8, {})
 
 
@@ -131,26 +115,16 @@ def test_a_body_streams_and_own_fields_beat_ours() -> None:
 )
 def test_only_events_with_content_count(event: dict[str, Any], has_content: bool) -> None:
     assert CHAT.has_content(event) is has_content
-
-
-def test_an_event_says_when_the_answer_ends() -> None:
-    assert is_finished({"choices": [{"finish_reason": "stop"}]})
+    assert not is_finished(event)
     assert not is_finished({"choices": [{"finish_reason": None}]})
-    assert not is_finished({"usage": {}})
+    assert is_finished({"choices": [{"finish_reason": "stop"}]})
 
 
 def test_what_the_server_says_is_taken_where_it_can_be_true() -> None:
     figures = ServerReport()
-    figures.learn(
-        {
-            "usage": {
-                "prompt_tokens": 10,
-                "completion_tokens": 5,
-                "prompt_tokens_details": {"cached_tokens": 4},
-            },
-            "timings": {"prompt_ms": 250.0},
-        }
-    )
+    usage: dict[str, Any] = {"prompt_tokens": 10, "completion_tokens": 5}
+    usage |= {"prompt_tokens_details": {"cached_tokens": 4}}
+    figures.learn({"usage": usage, "timings": {"prompt_ms": 250.0}})
     assert (figures.prompt_tokens, figures.cached_tokens, figures.completion_tokens) == (10, 4, 5)
     assert figures.prefill_seconds == 0.25
     figures.learn({"usage": {"prompt_tokens": True, "completion_tokens": -1}, "timings": []})

@@ -4,6 +4,7 @@ import asyncio
 import itertools
 import random
 import time
+from collections.abc import Callable
 from unittest.mock import patch
 
 import pytest
@@ -20,6 +21,7 @@ from gateway.workshop.bench.load import (
     poisson_loads,
     poisson_times,
 )
+from tests.each_case import each_case
 from tests.virtual import in_virtual_time, now
 
 
@@ -39,18 +41,17 @@ def test_a_duration_alone_bounds_the_time_and_not_the_number() -> None:
     assert (load.requests, load.seconds) == (MOST_REQUESTS, OPEN_SECONDS)
 
 
-@pytest.mark.parametrize(
-    "text", ["", "0", "1,,2", "-1", "1.5", "a", "99999", "1" * 5000, "²", ",".join("1" * 40)]
+LEVELS = ("", "0", "1,,2", "-1", "1.5", "a", "99999", "1" * 5000, "²", ",".join("1" * 40))
+RATES = ("", "0", "-1", "nan", "inf", "1e9", "x")
+
+
+@each_case(
+    ("loads", "text"),
+    [*((closed_loads, text) for text in LEVELS), *((poisson_loads, text) for text in RATES)],
 )
-def test_impossible_levels_are_refused(text: str) -> None:
+def test_impossible_levels_and_rates_are_refused(loads: Callable[..., object], text: str) -> None:
     with pytest.raises(LoadError):
-        closed_loads(text, None, None)
-
-
-@pytest.mark.parametrize("text", ["", "0", "-1", "nan", "inf", "1e9", "x"])
-def test_impossible_rates_are_refused(text: str) -> None:
-    with pytest.raises(LoadError):
-        poisson_loads(text, None, None)
+        loads(text, None, None)
 
 
 def test_arrivals_have_the_rate_and_vary_as_a_poisson_process_does() -> None:

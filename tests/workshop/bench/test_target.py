@@ -23,7 +23,7 @@ from gateway.workshop.bench.exchange import (
 from gateway.workshop.simulate.simulation import TracePrompt
 from tests.emulator import EmulatedNode
 from tests.known import known
-from tests.workshop.bench.measuring import answers, measure, odd_server
+from tests.workshop.bench.measuring import STREAM_HEAD, answers, measure, odd_server, plain_answer
 
 
 def test_an_address_keeps_a_prefix_and_has_the_key() -> None:
@@ -72,8 +72,7 @@ async def test_nonsense_about_itself_is_not_believed() -> None:
             "default_generation_settings": {"n_ctx": "many"},
         }
     ).encode()
-    head = b"HTTP/1.1 200 OK\r\ncontent-length: %d\r\nconnection: close\r\n\r\n" % len(body)
-    async with odd_server(answers(head + body)) as url:
+    async with odd_server(answers(plain_answer(body))) as url:
         pool = ConnectionPool(url_address(url, None, None))
         found = await describe_server(RequestSender(pool, CHAT, 15.0), None)
         pool.close()
@@ -87,31 +86,18 @@ async def test_token_counts_come_from_tokenize_where_a_server_has_no_usage() -> 
     """A server without `usage`, whose `/tokenize` counts two tokens for each word."""
     seen: list[int] = []
 
-    async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        head = await reader.readuntil(b"\r\n\r\n")
-        length = next(
-            (int(x.split(b":")[1]) for x in head.lower().split(b"\r\n") if b"content-length" in x),
-            0,
-        )
-        body = json.loads(await reader.readexactly(length) or b"{}")
-        if b"/tokenize" in head:
-            tokens = json.dumps({"tokens": [1, 2] * len(body["content"].split())}).encode()
-            reply = b"content-length: %d\r\n\r\n" % len(tokens) + tokens
-        elif b"/chat/completions" in head:
-            seen.append(len(body["messages"][0]["content"].split()))
-            reply = (
-                b"content-type: text/event-stream\r\n\r\n"
-                b'data: {"choices":[{"delta":{"content":"a"},"finish_reason":"stop"}]}\n\n'
-            )
+    async def answer(head: bytes, body: bytes, writer: asyncio.StreamWriter) -> None:
+        if b"/chat/completions" in head:
+            seen.append(len(json.loads(body)["messages"][0]["content"].split()))
+            event = b'data: {"choices":[{"delta":{"content":"a"},"finish_reason":"stop"}]}\n\n'
+            writer.write(STREAM_HEAD + event)
         else:
-            reply = b"content-length: 2\r\n\r\n{}"
-        writer.write(b"HTTP/1.1 200 OK\r\nconnection: close\r\n" + reply)
+            counted = json.loads(body)["content"].split() if b"/tokenize" in head else ()
+            writer.write(plain_answer(json.dumps({"tokens": [1, 2] * len(counted)}).encode()))
         await writer.drain()
-        writer.close()
 
-    server = await asyncio.start_server(serve, "127.0.0.1", 0)
-    async with server:
-        report = await measure(f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}")
+    async with odd_server(answer) as url:
+        report = await measure(url)
     assert report.client["prompt_lengths_by"] == "/tokenize, without the chat template"
     assert seen[-4:] == [32] * 4
     assert any("sends no usage" in note for note in report.notes)
@@ -151,6 +137,8 @@ def test_prompts_of_one_prefix_have_it_in_common_and_no_more() -> None:
     one, other = words(TracePrompt(1, 200, 7, 150)), words(TracePrompt(2, 300, 7, 150))
     assert 150 <= shared(one, other) < 155
     assert shared(one, words(TracePrompt(1, 200, 8, 150))) < 5
+    # A prompt may be its prefix alone.
+    assert words(TracePrompt(1, 100, 7, 100)) == words(TracePrompt(2, 100, 7, 100))
 
 
 def test_a_later_turn_begins_with_all_of_the_earlier_one() -> None:
@@ -159,7 +147,3 @@ def test_a_later_turn_begins_with_all_of_the_earlier_one() -> None:
     later = words(TracePrompt(3, 700, 7, 150), calibration=calibration)
     assert later[: len(earlier)] == earlier
     assert len(later) > len(earlier)
-
-
-def test_a_prompt_may_be_its_prefix_alone() -> None:
-    assert words(TracePrompt(1, 100, 7, 100)) == words(TracePrompt(2, 100, 7, 100))

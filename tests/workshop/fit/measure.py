@@ -1,10 +1,6 @@
 """Compares `llama-gateway fit` with real servers, and prints the tables of docs/fit.md.
 
-    python -m tests.workshop.fit.measure memory [NAME ...]
-    python -m tests.workshop.fit.measure told [NAME ...]
-    python -m tests.workshop.fit.measure speed [NAME ...]
-    python -m tests.workshop.fit.measure clock [NAME ...]
-    python -m tests.workshop.fit.measure rates [TYPE ...]
+    python -m tests.workshop.fit.measure memory|told|speed|clock|rates
 
 It writes models of more than 1 GB with random weights into a folder under /tmp, one at a time, and
 removes each. `memory` takes about ten minutes on two cores, the others two each. `told` compares
@@ -16,10 +12,11 @@ idle machine.
 from __future__ import annotations
 
 import argparse
+import platform
 import re
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -29,18 +26,24 @@ import numpy as np
 from gguf import GGML_QUANT_SIZES
 from gguf import GGMLQuantizationType as Type
 
-from gateway.local.gguf import ModelShape, model_parts, model_shape, read_headers
-from gateway.local.memory import Place, ServerSettings, repacked_types, server_memory
+from gateway.local.memory import Place, ServerSettings, server_memory
 from gateway.local.topology import read_topology
 from gateway.nodes.server_properties import memory_told
 from gateway.workshop.fit import Machine, expected_speed, instruction_set, measure_bandwidth
 from tests.known import known
 from tests.servers import demo_model
 from tests.workshop.fit.random_models import Recipe, write
-from tests.workshop.fit.real_server import RealServer, python, real_server
+from tests.workshop.fit.real_server import (
+    TINY,
+    RealServer,
+    model_memory,
+    process_memory,
+    real_server,
+    repacked,
+    shape_of,
+)
 
 MIB = 1 << 20
-TINY = Recipe("tiny", layers=1, width=64, heads=2, kv_heads=2, feed_forward=64)
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,8 +53,8 @@ class Case:
     recipe: Recipe
     slots: int = 1
     context: int = 2048
-    key_type: str = "f16"
-    value_type: str = "f16"
+    types: tuple[str, str] = ("f16", "f16")
+    """Of keys and of values."""
     no_mmap: bool = False
 
 
@@ -78,10 +81,10 @@ MEMORY_CASES = (
     Case(HYBRID, slots=2, context=256),
     Case(PLAIN, slots=4, context=256),
     Case(GROUPED, context=512),
-    Case(GROUPED, slots=4, context=256, key_type="q8_0", value_type="q8_0"),
+    Case(GROUPED, slots=4, context=256, types=("q8_0", "q8_0")),
     Case(MIXTURE, context=2048),
-    Case(MIXTURE, slots=4, context=512, key_type="q8_0", value_type="q4_0"),
-    Case(MIXTURE, context=1024, key_type="f32", value_type="f32"),
+    Case(MIXTURE, slots=4, context=512, types=("q8_0", "q4_0")),
+    Case(MIXTURE, context=1024, types=("f32", "f32")),
     Case(MIXTURE, context=512, no_mmap=True),
     Case(WINDOWED, context=1024),
 )
@@ -116,84 +119,40 @@ ANSWER = 16
 FOR_EVERY_TOKEN = re.compile(r"blk\.([01]\.|2\.attn_[qkv]\.)")
 
 
-def shape_of(path: Path) -> ModelShape:
-    """The shape of the model in a file."""
-    return model_shape(read_headers(model_parts(path)))
-
-
-def memory(names: list[str], folder: Path) -> None:
+def memory(folder: Path) -> None:
     """Print predicted against resident memory."""
-    with _written(TINY, folder) as tiny:
-        with real_server(tiny, context=256) as server:
-            server.fill()
-            baseline = server.resident()
-        shape = shape_of(tiny)
-        settings = ServerSettings(1, 256, repacked=_repacked())
-        found = server_memory(shape, settings)
-        own = baseline - (found.resident - found.process)
-    print(f"baseline {baseline / MIB:.0f} MiB, of it the process {own / MIB:.0f} MiB")
+    process = process_memory(folder)
+    print(f"a server without a model takes {process / MIB:.0f} MiB")
     print("| model | file MiB | slots x context | KV | predicted MiB | measured MiB | error |")
     print("| --- | --- | --- | --- | --- | --- | --- |")
     for case in MEMORY_CASES:
-        if names and case.recipe.name not in names:
-            continue
         with _written(case.recipe, folder) as path:
-            shape = shape_of(path)
-            settings = ServerSettings(
-                case.slots,
-                case.context,
-                key_type=case.key_type,
-                value_type=case.value_type,
-                mapped=not case.no_mmap,
-                repacked=_repacked(),
+            predicted, measured = model_memory(
+                path, process, case.slots, case.context, case.types, case.no_mmap
             )
-            told = server_memory(shape, settings)
-            predicted = told.resident - told.process
-            with real_server(
-                path,
-                slots=case.slots,
-                context=case.context,
-                threads=1,  # two would wait for each other where other work takes turns
-                no_mmap=case.no_mmap,
-                more=("--cache-type-k", case.key_type, "--cache-type-v", case.value_type),
-            ) as server:
-                server.fill()
-                measured = server.resident() - own
             size = path.stat().st_size
-        kv = case.key_type if case.key_type == case.value_type else (
-            f"{case.key_type}, {case.value_type}"
-        )  # fmt: skip
         print(
             f"| {case.recipe.name}{' (no mmap)' if case.no_mmap else ''} | {size / MIB:.0f} | "
-            f"{case.slots} x {case.context} | {kv} | {predicted / MIB:.0f} | "
-            f"{measured / MIB:.0f} | {predicted / measured - 1:+.1%} |",
+            f"{case.slots} x {case.context} | {', '.join(dict.fromkeys(case.types))} | "
+            f"{predicted / MIB:.0f} | {measured / MIB:.0f} | {predicted / measured - 1:+.1%} |",
             flush=True,
         )
 
 
-TOLD_CASES = (
-    Case(QUANTIZED, slots=2, context=1024),
-    Case(PLAIN, slots=2, context=1024),
-    Case(GROUPED, slots=2, context=1024),
-    Case(MIXTURE, slots=2, context=1024),
-)
-
-
-def told(names: list[str], folder: Path) -> None:
+def told(folder: Path) -> None:
     """Print the memory by a server's own answers against that by the file, and resident memory."""
     print("| model | slots x context | by its answers, MiB | by its file | resident | error |")
     print("| --- | --- | --- | --- | --- | --- |")
     for size in ("small", "medium"):
-        if not names or size in names:
-            _print_told(f"demo, {size}", demo_model(size), 2, 4096)
-    for case in TOLD_CASES:
-        if not names or case.recipe.name in names:
-            with _written(case.recipe, folder) as path:
-                _print_told(case.recipe.name, path, case.slots, case.context)
+        _print_told(f"demo, {size}", demo_model(size), 4096)
+    for recipe in (QUANTIZED, PLAIN, GROUPED, MIXTURE):
+        with _written(recipe, folder) as path:
+            _print_told(recipe.name, path, 1024)
 
 
-def _print_told(name: str, path: Path, slots: int, context: int) -> None:
-    settings = ServerSettings(slots, context, repacked=_repacked())
+def _print_told(name: str, path: Path, context: int) -> None:
+    slots = 2
+    settings = ServerSettings(slots, context, repacked=repacked())
     by_file = server_memory(shape_of(path), settings)
     with real_server(path, slots=slots, context=context) as server:
         server.fill()
@@ -208,7 +167,7 @@ def _print_told(name: str, path: Path, slots: int, context: int) -> None:
     )
 
 
-def rates(names: list[str], folder: Path) -> None:
+def rates(folder: Path) -> None:
     """Print what one core takes up of each type of weights, with a model that fits the caches."""
     with _written(TINY, folder) as path, real_server(path, context=1024) as server:
         overhead = 1 / server.cpu_speeds(LEAST_PROMPT, 200)[1]
@@ -216,8 +175,6 @@ def rates(names: list[str], folder: Path) -> None:
     print("| type | decode, GB/s of a core | prefill, 10^9 operations/s of a core |")
     print("| --- | --- | --- |")
     for kind in RATE_TYPES:
-        if names and kind.name.lower() not in names:
-            continue
         elements = 14 * MIB * GGML_QUANT_SIZES[kind][0] // GGML_QUANT_SIZES[kind][1]
         hidden = max(256, (elements // 4 // 768 - 2560) // 3 // 256 * 256)
         with _written(Recipe("cached", 4, 768, 12, 4, hidden, weights=kind), folder) as path:
@@ -233,22 +190,21 @@ def rates(names: list[str], folder: Path) -> None:
         print(f"| {kind.name.lower()} | {decode / 1e9:.1f} | {prefill / 1e9:.0f} |", flush=True)
 
 
-def speed(names: list[str], folder: Path) -> None:
+def speed(folder: Path) -> None:
     """Print expected against measured speed of one core, by the time that it worked."""
-    _print_speeds(names, folder, 1, 1, _core_bandwidth, RealServer.cpu_speeds)
+    _print_speeds(folder, 1, 1, _core_bandwidth, RealServer.cpu_speeds)
 
 
-def clock(names: list[str], folder: Path) -> None:
+def clock(folder: Path) -> None:
     """Print expected against measured speed of all cores by the clock. The machine must be idle."""
     machine = read_topology()
     threads = machine.threads_per_server(machine.nodes[0])
     _print_speeds(
-        names, folder, threads, CLOCK_ROUNDS, lambda: measure_bandwidth(machine), RealServer.speeds
+        folder, threads, CLOCK_ROUNDS, lambda: measure_bandwidth(machine), RealServer.speeds
     )
 
 
 def _print_speeds(
-    names: list[str],
     folder: Path,
     threads: int,
     rounds: int,
@@ -261,8 +217,6 @@ def _print_speeds(
           "prefill: expected | measured | error |")  # fmt: skip
     print("| --- | --- | --- | --- | --- | --- | --- | --- | --- |")
     for recipe in SPEED_MODELS:
-        if names and recipe.name not in names:
-            continue
         with _written(recipe, folder) as path:
             shape = shape_of(path)
             bandwidth, read, wrote = 0.0, 0.0, 0.0
@@ -295,10 +249,6 @@ def _core_bandwidth() -> float:
     return best
 
 
-def _repacked() -> Mapping[str, int]:
-    return repacked_types(read_topology().processor.flags)
-
-
 @contextmanager
 def _written(recipe: Recipe, folder: Path) -> Iterator[Path]:
     path = write(recipe, folder)
@@ -315,12 +265,11 @@ def main() -> None:
     """Run one of the measurements."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("what", choices=list(MEASUREMENTS))
-    parser.add_argument("names", nargs="*", help="of the models; default: all")
     options = parser.parse_args()
     processor = read_topology().processor
-    print(f"{processor.name} ({processor.architecture}), Python {python()}")
+    print(f"{processor.name} ({processor.architecture}), Python {platform.python_version()}")
     with tempfile.TemporaryDirectory(prefix="llama-gateway-fit-") as folder:
-        MEASUREMENTS[options.what](options.names, Path(folder))
+        MEASUREMENTS[options.what](Path(folder))
 
 
 if __name__ == "__main__":

@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import os
-import select
 import subprocess
-import sys
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -16,8 +14,13 @@ from typing import Any
 
 import httpx
 
+from gateway.local.gguf import ModelShape, read_model
+from gateway.local.memory import ServerSettings, repacked_types, server_memory
 from gateway.local.server import ServerSpec, server_command, server_environment
-from gateway.local.topology import read_meminfo
+from gateway.local.topology import read_meminfo, read_topology
+from tests.known import known
+from tests.servers import DemoServer, stop_demo_server, wait_for_demo_server
+from tests.workshop.fit.random_models import Recipe, write
 
 START_LIMIT = 120.0  # seconds
 ANSWER_LIMIT = 420.0
@@ -25,7 +28,7 @@ FIRST_WORD = 259  # the first token of `random_models` that is neither control t
 WORDS = 900  # the vocabulary of the demo model has 1,225 tokens
 LEAD_TOKENS = 4  # of a prompt where only decode is measured
 LAST_TOKENS = 8  # of a slot that is filled: they are decoded
-WARM_UP_TOKENS = 8
+TINY = Recipe("tiny", layers=1, width=64, heads=2, kv_heads=2, feed_forward=64)
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,7 +107,6 @@ def real_server(
     context: int = 256,
     threads: int = 1,
     no_mmap: bool = False,
-    prompt_cache_bytes: int = 0,
     more: tuple[str, ...] = (),
 ) -> Iterator[RealServer]:
     """Start a server by the command of `up`, with `more` options; end it afterwards."""
@@ -117,34 +119,62 @@ def real_server(
         threads=threads,
         numa_node=0,
         no_mmap=no_mmap,
-        prompt_cache_bytes=prompt_cache_bytes,
+        prompt_cache_bytes=0,
     )
     command = [*server_command(spec, 0, parent=os.getpid()), *more]
     with tempfile.TemporaryFile() as log:
         process = subprocess.Popen(
-            command,
-            stdin=subprocess.DEVNULL,
-            stdout=subprocess.PIPE,
-            stderr=log,
-            env=server_environment(),
+            command, stdin=subprocess.DEVNULL, stdout=log, stderr=log, env=server_environment()
         )
+        server = DemoServer(process, log)
         try:
-            url = _first_line(process)
-            if not url.startswith("http://"):
-                log.seek(0)
-                raise AssertionError(log.read().decode(errors="replace")[-2000:])
-            yield RealServer(process.pid, url, spec)
+            yield RealServer(process.pid, wait_for_demo_server(server, START_LIMIT), spec)
         finally:
-            process.kill()
-            process.communicate()
+            stop_demo_server(server)
 
 
-def _first_line(process: subprocess.Popen[bytes]) -> str:
-    assert process.stdout is not None
-    ready, _, _ = select.select([process.stdout], [], [], START_LIMIT)
-    return process.stdout.readline().decode().strip() if ready else ""
+def process_memory(folder: Path) -> int:
+    """Bytes that a server takes that has next to no model."""
+    path = write(TINY, folder)
+    with real_server(path) as server:
+        server.fill()
+        found = server_memory(shape_of(path), ServerSettings(1, 256, repacked=repacked()))
+        return server.resident() - (found.resident - found.process)
 
 
-def python() -> str:
-    """The interpreter's version, for the tables of docs."""
-    return sys.version.split()[0]
+def model_memory(
+    path: Path,
+    process: int,
+    slots: int,
+    context: int,
+    types: tuple[str, str],
+    no_mmap: bool = False,
+) -> tuple[int, int]:
+    """Bytes that a full server has resident without its process, as told and as measured.
+
+    `process`: what `process_memory` found; `types`: of keys and of values.
+    """
+    settings = ServerSettings(
+        slots,
+        context,
+        key_type=types[0],
+        value_type=types[1],
+        mapped=not no_mmap,
+        repacked=repacked(),
+    )
+    told = server_memory(shape_of(path), settings)
+    more = ("--cache-type-k", types[0], "--cache-type-v", types[1])
+    # One thread: two would wait for each other where other work takes turns.
+    with real_server(path, slots=slots, context=context, no_mmap=no_mmap, more=more) as server:
+        server.fill()
+        return told.resident - told.process, server.resident() - process
+
+
+def shape_of(path: Path) -> ModelShape:
+    """The shape of the model in a file."""
+    return known(read_model(path).shape)
+
+
+def repacked() -> Mapping[str, int]:
+    """The types of weights that a server of this machine repacks."""
+    return repacked_types(read_topology().processor.flags)

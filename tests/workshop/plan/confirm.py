@@ -93,16 +93,13 @@ def draw(path: Path, results: Mapping[str, Sequence[Compared]]) -> None:
 
 
 def main() -> int:
-    """Confirm all teams, or those that are named."""
+    """Confirm all teams."""
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("teams", nargs="*", help="clinic, shop, batch")
     parser.add_argument("--lines", type=int, default=2500, help="of the batch")
     parser.add_argument("--plot", type=Path, help="a picture of all figures")
     given = parser.parse_args()
     results: dict[str, list[Compared]] = {}
     for team in teams():
-        if given.teams and team.name not in given.teams:
-            continue
         began = time.monotonic()
         option = team.plan()
         price = option.price

@@ -125,14 +125,11 @@ async def play(parts: Sequence[FleetPart], trace: Trace) -> Measured:
 async def play_batch(parts: Sequence[FleetPart], trace: Trace) -> Measured:
     """Submit all requests as one batch, and see when how many are done."""
     jobs = trace.jobs
+    wanted: dict[str, Any] = {"method": "POST", "url": "/v1/chat/completions"}
+    messages = [[{"role": "user", "content": prompt_text(job)}] for job in jobs]
     lines = [
-        {
-            "custom_id": f"line-{job.id}",
-            "method": "POST",
-            "url": "/v1/chat/completions",
-            "body": {"messages": [{"role": "user", "content": prompt_text(job)}]},
-        }
-        for job in jobs
+        wanted | {"custom_id": f"line-{number}", "body": {"messages": one}}
+        for number, one in enumerate(messages)
     ]
     with tempfile.TemporaryDirectory() as folder, store_in_virtual_time():
         settings = {"store": {"url": f"sqlite:///{folder}/gateway.db"}, "keys": [key()]}

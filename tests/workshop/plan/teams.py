@@ -29,9 +29,9 @@ class Team:
     about: str
     question: PlanQuestion
 
-    def plan(self, seconds: float = 300.0) -> FleetOption:
+    def plan(self) -> FleetOption:
         """The cheapest fleet of equal nodes for it."""
-        return known(answer(self.question, TimeLimit(seconds)).best)
+        return known(answer(self.question, TimeLimit(300.0)).best)
 
     @property
     def backlog(self) -> float | None:
@@ -40,22 +40,11 @@ class Team:
         return workload.requests_per_hour if workload.backlog_hours is not None else None
 
 
-def shop_trace(requests: int = 1000) -> Trace:
+def shop_trace() -> Trace:
     """Three hours of a shop: five times as many questions for ten minutes of each hour."""
-    return generate(
-        Traffic(
-            requests,
-            rate=requests / 10_800,
-            turns=1,
-            tenants=1,
-            system=400,
-            question=200,
-            answer=120,
-            callers=1,
-            burst=5,
-        ),
-        seed=7,
-    )
+    sizes = "turns=1,tenants=1,system=400,question=200,answer=120,callers=1,burst=5"
+    rate = f"requests=1000,rate={1000 / 10_800}"
+    return generate(Traffic.from_text(f"{rate},{sizes}"), seed=7)
 
 
 def teams() -> list[Team]:

@@ -2,7 +2,15 @@ from __future__ import annotations
 
 import pytest
 
-from gateway.workshop.plan.answer import Deployment, PlanAnswer, break_even, compare_deployments
+from gateway.workshop.plan.answer import (
+    Deployment,
+    PlanAnswer,
+    break_even,
+    compare_deployments,
+    contradiction,
+    explain,
+    headline,
+)
 from gateway.workshop.plan.search import Goal, TimeLimit, Workload
 from tests.known import known
 from tests.workshop.plan.build import CPU, GPU, a_type, planned
@@ -32,9 +40,9 @@ def test_without_prices_the_fewest_machines_are_best() -> None:
 
 
 def test_the_peak_sizes_the_fleet_and_the_mean_prices_its_tokens() -> None:
-    flat, peaky = (planned(Workload(300, 100, 100, peak=peak), CPU).best for peak in (1.0, 4.0))
-    assert flat is not None
-    assert peaky is not None
+    flat, peaky = (
+        known(planned(Workload(300, 100, 100, peak=peak), CPU).best) for peak in (1.0, 4.0)
+    )
     assert peaky.machines > flat.machines
     assert known(peaky.price.per_million_tokens) / peaky.machines == pytest.approx(
         known(flat.price.per_million_tokens) / flat.machines
@@ -43,13 +51,6 @@ def test_the_peak_sizes_the_fleet_and_the_mean_prices_its_tokens() -> None:
 
 def rows(found: PlanAnswer) -> dict[str, Deployment]:
     return {row.way: row for row in compare_deployments(found, TimeLimit(120.0))}
-
-
-def test_a_hybrid_says_that_both_of_its_machines_run() -> None:
-    found = planned(Workload(1500, 100, 100), CPU, GPU)
-    hybrid = rows(found)["hybrid"]
-    assert hybrid.verdict in {"works", "best"}
-    assert "both run, used or not: 2.20" in hybrid.reason
 
 
 def test_little_work_needs_one_node_and_no_queue() -> None:
@@ -65,19 +66,19 @@ def test_waits_need_a_queue_that_orders_them() -> None:
     assert found["single"].verdict == "no"
     assert "nothing orders or bounds it" in found["single"].reason
     assert found["queue"].verdict == "best"
+    peak = rows(planned(Workload(350, 100, 100, peak=3.0), CPU))["queue"]
+    assert "so only for work that can wait (class batch)" in peak.reason
 
 
 def test_more_than_one_node_can_do_is_balanced() -> None:
+    hybrid = rows(planned(Workload(1500, 100, 100), CPU, GPU))["hybrid"]
+    assert hybrid.verdict in {"works", "best"}
+    assert "both run, used or not: 2.20" in hybrid.reason
     found = rows(planned(Workload(1500, 100, 100), CPU))
     assert found["balanced"].verdict == "best"
     for way in ("single", "queue"):
         assert found[way].verdict == "no"
         assert "the queue grows by" in found[way].reason
-
-
-def test_a_peak_that_only_batches_can_wait_out_is_said() -> None:
-    found = rows(planned(Workload(350, 100, 100, peak=3.0), CPU))
-    assert "so only for work that can wait (class batch)" in found["queue"].reason
 
 
 def test_gpus_become_cheaper_where_they_are_used() -> None:
@@ -97,3 +98,35 @@ def test_there_is_no_break_even_of_one_tier_or_without_prices() -> None:
     assert break_even(planned(Workload(300, 100, 100), CPU)) is None
     free = a_type("free", price_per_hour=None)
     assert break_even(planned(Workload(300, 100, 100), free, GPU)) is None
+
+
+def test_every_figure_is_shown_with_what_it_comes_from() -> None:
+    found = planned(Workload(500, 100, 100, peak=2.0), CPU)
+    assert headline(known(found.best)) == "3 x cpu: 438.00 a month"
+    lines = explain(found.question, known(found.best))
+    assert lines["arrivals"] == "500 an hour x peak 2 / 3,600 = 0.2778 a second"
+    assert lines["pure sum"] == (
+        "0.2778 a second x 100 tokens / 10 tokens/s = 2.78: 3 instances of one slot"
+    )
+    assert "2 x 0.92 s of reading" in lines["slots share"]
+    assert "x (1 + 0.15 x 1)" in lines["slots share"]
+    assert "Allen-Cunneen with Cs²" in lines["estimate"]
+    assert "± " in lines["simulator"]
+    assert "x 730 =" in lines["price"]
+    assert "makes 5.56 a million written" in lines["per token"]
+
+
+def test_a_backlog_shows_its_hours_what_repeats_and_that_a_price_is_unknown() -> None:
+    workload = Workload(1000, 1000, 50, repeat=0.8, backlog_hours=2.0)
+    found = planned(workload, a_type(price_per_hour=None))
+    lines = explain(found.question, known(found.best))
+    assert lines["cached"] == "80% of 1000 prompt tokens repeat: 200 are read"
+    assert lines["price"] == "unknown: the node has no price (--price-per-hour)"
+    assert lines["arrivals"] == "1,000 at once / 2 h / 3,600 = 0.1389 a second to be done"
+    assert "all 1,000 done in " in lines["simulator"]
+
+
+def test_a_price_that_contradicts_its_own_speed_is_noticed() -> None:
+    wrong = contradiction(0.20, 10, 0.50)
+    assert "10 tokens/s at 0.20 an hour are 5.56 a million tokens, not 0.50" in wrong
+    assert contradiction(0.20, 10, 5.6) == ""

@@ -66,6 +66,7 @@ def test_a_typo_is_reported_with_its_line_and_key(tmp_path: Path) -> None:
         ("price_per_month: 1e99", ":5: types[0].price_per_month: must be less than or equal to"),
         ("tier: tpu", ":5: types[0].tier: "),
         ("", ":2: types[0]: has no price (write price_per_hour, price_per_month or"),
+        ("watts: 1\n    idle_watts: 2", ":6: types[0].idle_watts: must not be above watts (1)"),
     ],
 )
 def test_a_wrong_or_missing_figure_is_reported(tmp_path: Path, line: str, problem: str) -> None:
@@ -81,18 +82,6 @@ def test_two_prices_two_types_of_one_name_and_no_type(tmp_path: Path) -> None:
     assert "the type in line 2 has this name already" in problems(tmp_path, twice)[0]
     assert problems(tmp_path, "types: []\n") == [":1: types: is empty (write one type)"]
     assert problems(tmp_path, "- a\n") == [":1: must be a mapping (write types: [...])"]
-
-
-def test_idle_takes_no_more_than_busy(tmp_path: Path) -> None:
-    text = "types:\n  - name: a\n    decode_tps: 3\n    prefill_tps: 4\n    price_per_hour: 0\n"
-    found = problems(tmp_path, f"{text}    watts: 10\n    idle_watts: 20\n")
-    assert len(found) == 1
-    assert found[0].startswith(":7: types[0].idle_watts: must not be above watts (10)")
-
-
-def test_a_month_has_730_hours() -> None:
-    one = a_type(price_per_hour=None, price_per_month=73.0)
-    assert one.per_hour == pytest.approx(0.1)
 
 
 def test_a_model_of_twice_the_size_is_half_as_fast() -> None:
@@ -149,20 +138,18 @@ def price_of(
     return option_price(question, [FleetPart(one, count) for one in types], None)
 
 
-def test_the_price_of_a_fleet_is_paid_whether_it_works_or_not() -> None:
-    one = a_type(price_per_hour=0.2)
+def test_the_price_of_a_fleet_is_paid_whether_it_works_or_not_and_that_of_tokens_is_not() -> None:
+    tokens = {"prompt": 0.1, "completion": 0.4}
+    found = price_of(a_type(price_per_hour=None, price_per_million_tokens=tokens), count=1)
+    assert found.per_hour == pytest.approx(0.9 * 0.1 + 0.1 * 0.4)
+    assert found.per_million_tokens == pytest.approx(0.13)
+    # A month has 730 hours.
+    one = a_type(price_per_hour=None, price_per_month=0.2 * 730)
     idle, busy = price_of(one, count=2, requests=1.0), price_of(one, count=2)
     assert idle.per_hour == busy.per_hour == pytest.approx(0.4)
     assert idle.month == pytest.approx(0.4 * 730)
     assert idle.per_million_tokens == pytest.approx(400)
     assert busy.per_million_tokens == pytest.approx(0.4)
-
-
-def test_tokens_are_paid_where_they_are_served() -> None:
-    tokens = {"prompt": 0.1, "completion": 0.4}
-    found = price_of(a_type(price_per_hour=None, price_per_million_tokens=tokens), count=1)
-    assert found.per_hour == pytest.approx(0.9 * 0.1 + 0.1 * 0.4)
-    assert found.per_million_tokens == pytest.approx(0.13)
 
 
 def test_electricity_lies_between_idle_and_busy() -> None:

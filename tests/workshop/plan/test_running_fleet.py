@@ -35,25 +35,25 @@ def node(name: str, **fields: Any) -> dict[str, Any]:
     }
 
 
-def test_nodes_of_about_equal_speed_are_of_one_kind() -> None:
-    nodes = [node("a"), node("b", decode_tps=11.0), node("c", decode_tps=40.0)]
-    found = measured_fleet(nodes)
-    assert [(part.node_type.name, part.count) for part in found.parts] == [("a", 2), ("c", 1)]
-    assert found.parts[0].node_type.decode_tps == pytest.approx(10.5)
-    assert found.notes == ()
-
-
-def test_slots_tiers_and_prices_tell_kinds_apart() -> None:
+def test_speeds_slots_tiers_and_prices_tell_kinds_apart() -> None:
     nodes = [
         node("a"),
+        node("as-fast", decode_tps=11.0),
+        node("faster", decode_tps=40.0),
         node("b", slots_total=4),
         node("c", tier="gpu"),
         node("d", cost_per_hour=0.5),
+        node("free", cost_per_hour=0),
         node("e", cost_per_million_tokens={"prompt": 0.1, "completion": 0.4}),
     ]
-    parts = measured_fleet(nodes).parts
-    assert len(parts) == 5
-    assert parts[4].node_type.price_per_million_tokens == TokenPrice(prompt=0.1, completion=0.4)
+    fleet = measured_fleet(nodes)
+    assert [part.count for part in fleet.parts] == [2, 1, 1, 1, 1, 1, 1]
+    first, *_, free, tokens = (part.node_type for part in fleet.parts)
+    assert first.name == "a"
+    assert first.decode_tps == pytest.approx(10.5)
+    assert free.per_hour is None
+    assert tokens.price_per_million_tokens == TokenPrice(prompt=0.1, completion=0.4)
+    assert fleet.notes == ()
 
 
 def test_nodes_that_get_no_work_are_left_out() -> None:
@@ -73,10 +73,6 @@ def test_an_unmeasured_node_is_taken_to_be_like_the_others(speed: object) -> Non
     assert found.notes == ("b is not measured yet: taken to be like a",)
     with pytest.raises(UnmeasuredFleetError, match="no node's speed is measured yet"):
         measured_fleet([node("b", decode_tps=speed)])
-
-
-def test_a_node_without_a_price_makes_the_price_unknown() -> None:
-    assert measured_fleet([node("a", cost_per_hour=0)]).parts[0].node_type.per_hour is None
 
 
 def told(*rows: tuple[float, dict[str, Any]], requests: int | None = None) -> dict[str, Any]:
@@ -111,15 +107,14 @@ def even(requests: int, **more: Any) -> dict[str, Any]:
     return told(*((n * 3600 / requests, more) for n in range(requests)))
 
 
-def answer(
-    arrivals: dict[str, Any], *nodes: dict[str, Any], peak: float = 1.0, **goal: float
-) -> FleetAnswer:
-    fleet = measured_fleet(nodes)
-    traffic = busiest_hour(arrivals, fleet, peak)
-    question = PlanQuestion(
-        traffic.workload, Goal(**goal), (), warm=True, recorded=traffic.recorded
-    )
-    return what_if(question, fleet, traffic, TimeLimit(120.0))
+def asked(arrivals: dict[str, Any], fleet: MeasuredFleet, seconds: float = 120.0) -> FleetAnswer:
+    traffic = busiest_hour(arrivals, fleet, 1.0)
+    question = PlanQuestion(traffic.workload, Goal(), (), warm=True, recorded=traffic.recorded)
+    return what_if(question, fleet, traffic, TimeLimit(seconds))
+
+
+def answer(arrivals: dict[str, Any], *nodes: dict[str, Any]) -> FleetAnswer:
+    return asked(arrivals, measured_fleet(nodes))
 
 
 def test_the_busiest_hour_is_played_as_it_was() -> None:
@@ -204,14 +199,11 @@ def test_a_node_that_was_added_since_ends_the_saturation() -> None:
     # A node of another model could not have served.
     other = slow("b", models=["other"])
     assert answer(full, slow("a", models=["mistral"]), other).advice.verdict == "saturated"
-
-
-def test_a_node_that_was_removed_since_is_no_slowness_of_the_others() -> None:
+    # One that was removed since is no slowness of the others.
     where = {"slot_seconds": 60.0, "lasted": 65.0}
     full = told(*((n * 20.0, {**where, "node": "gone" if n % 2 else "a"}) for n in range(180)))
     found = answer(full, slow("a"))
-    assert found.advice.verdict == "saturated"
-    assert found.notes == ()
+    assert (found.advice.verdict, found.notes) == ("saturated", ())
     assert known(found.traffic.hour).nodes_removed_since == ("gone",)
 
 
@@ -261,21 +253,14 @@ def test_a_model_is_served_by_its_own_nodes() -> None:
 
 
 def test_an_addition_to_many_kinds_is_found_in_short_time() -> None:
-    nodes = [
-        slow(
-            f"n{n}",
-            decode_tps=0.1 * 1.3 ** (n % 10),
-            prefill_tps=9 * 1.3 ** (n // 10),
-            models=[f"m{n % 10}"],
-        )
-        for n in range(30)
-    ]
-    asked = told(*((n * 0.9, {"model": f"m{n % 10}"}) for n in range(4000)))
+    nodes = []
+    for n in range(30):
+        speeds = {"decode_tps": 0.1 * 1.3 ** (n % 10), "prefill_tps": 9 * 1.3 ** (n // 10)}
+        nodes.append(slow(f"n{n}", **speeds, models=[f"m{n % 10}"]))
+    arrivals = told(*((n * 0.9, {"model": f"m{n % 10}"}) for n in range(4000)))
     fleet = measured_fleet(nodes)
-    traffic = busiest_hour(asked, fleet, 1.0)
-    question = PlanQuestion(traffic.workload, Goal(), (), recorded=traffic.recorded)
     began = time.process_time()
-    found = what_if(question, fleet, traffic, TimeLimit(1e-3))
+    found = asked(arrivals, fleet, seconds=1e-3)
     assert found.advice.verdict == "saturated"
     # 1.2 s beside other work: a bound for what grows with combinations of kinds, not for its speed.
     assert time.process_time() - began < 15
@@ -287,14 +272,9 @@ def test_one_more_and_one_less_and_the_goal_moved() -> None:
     question = PlanQuestion(workload, Goal(completion_p95=40.0), (), requests=1500)
     answered = what_if(question, fleet, traffic_of(workload, fleet), TimeLimit(120.0))
     rows = {row.change: row for row in answered.changes}
-    assert list(rows) == [
-        "as it is",
-        "one more like a",
-        "one less like a",
-        "goal x 0.75",
-        "goal x 1.5",
-    ]
-    now, more, less = (rows[name] for name in ("as it is", "one more like a", "one less like a"))
+    changed = ["as it is", "one more like a", "one less like a"]
+    assert list(rows) == [*changed, "goal x 0.75", "goal x 1.5"]
+    now, more, less = (rows[name] for name in changed)
     assert known(more.trial).completion.p95 < known(now.trial).completion.p95
     assert more.price.per_hour == pytest.approx(0.6)
     assert less.trial is None
@@ -319,8 +299,8 @@ PLACED = {
 def routers(**measured: Mapping[str, Any]) -> list[dict[str, Any]]:
     """Two routers of one host, and of each three models, of which few are loaded."""
     rows = []
+    empty = {"prefill_tps": None, "decode_tps": None, "host": "epyc"}
     for name in ("r1", "r2"):
-        empty = {"prefill_tps": None, "decode_tps": None, "host": "epyc"}
         rows.append(node(name, **empty, slots_total=0, models=[]))
         for model in "abc":
             own = measured.get(f"{name}_{model}", {"slots_total": 0})
@@ -350,12 +330,10 @@ def test_a_router_is_one_node_with_the_slots_and_speeds_of_its_models() -> None:
     assert [one.host for one in pair.node_type.machines(3)][2] == ""
     with pytest.raises(UnmeasuredFleetError, match="another version"):
         measured_fleet(routers(**SEEN), {"placements": [{"name": "r1/a"}]})
-
-
-def test_a_router_whose_memory_is_unknown_is_taken_to_hold_one_model() -> None:
-    found = measured_fleet(routers(**SEEN), {**PLACED, "hosts": {"epyc": {"memory": None}}})
-    assert found.parts[0].node_type.memory_gib == 8
-    assert "the memory of epyc is unknown: taken to hold one model at a time" in found.notes
+    # One whose memory is unknown is taken to hold one model.
+    blind = measured_fleet(routers(**SEEN), {**PLACED, "hosts": {"epyc": {"memory": None}}})
+    assert blind.parts[0].node_type.memory_gib == 8
+    assert "the memory of epyc is unknown: taken to hold one model at a time" in blind.notes
 
 
 @pytest.mark.parametrize(("every", "verdict"), [(60.0, "enough"), (1.0, "saturated")])
@@ -367,15 +345,12 @@ def test_a_fleet_of_routers_is_asked_for_its_models_of_the_busiest_hour(
         (n * every, {"model": names[n % 5], "node": f"r{1 + n % 2}/{names[n % 5]}.gguf"})
         for n in range(60)
     ]
-    fleet = measured_fleet(routers(**SEEN), PLACED)
-    traffic = busiest_hour(told(*rows), fleet, 1.0)
+    found = asked(told(*rows), measured_fleet(routers(**SEEN), PLACED))
+    traffic = found.traffic
     assert "12 are of models that no node names: they are left out" in traffic.notes[1]
     assert [one.share for one in traffic.workload.models] == [24, 12, 12]
     assert not known(traffic.hour).nodes_added_since
-    question = PlanQuestion(traffic.workload, Goal(), (), warm=True, recorded=traffic.recorded)
-    found = what_if(question, fleet, traffic, TimeLimit(120.0))
-    now = found.changes[0]
-    assert known(now.trial).loads >= 3
+    assert known(found.changes[0].trial).loads >= 3
     assert found.advice.verdict == verdict
     assert {row.change for row in found.changes} >= {"one more like r1", "one less like r2"}
 

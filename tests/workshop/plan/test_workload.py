@@ -15,6 +15,9 @@ def test_the_busiest_hour_is_played() -> None:
     assert len(jobs) / jobs[-1].time == pytest.approx(0.2, rel=0.05)
     assert fmean(job.prompt.tokens for job in jobs) == pytest.approx(300, rel=0.05)
     assert fmean(job.output for job in jobs) == pytest.approx(100, rel=0.05)
+    again, other = (make_trace(workload, 5000, seed).jobs for seed in (1, 2))
+    lengths = [[job.output for job in one] for one in (jobs, again, other)]
+    assert lengths[0] == lengths[1] != lengths[2]
 
 
 def test_the_repeated_share_is_a_beginning_that_all_have() -> None:
@@ -30,13 +33,6 @@ def test_a_backlog_waits_from_the_start() -> None:
     assert {job.time for job in make_trace(workload, 50, seed=1).jobs} == {0.0}
 
 
-def test_the_same_seed_is_the_same_traffic() -> None:
-    def lengths(seed: int) -> list[int]:
-        return [job.output for job in make_trace(Workload(60, 10, 100), 20, seed).jobs]
-
-    assert lengths(3) == lengths(3) != lengths(4)
-
-
 def trace_of(*times: float) -> Trace:
     return build_trace([Job(0, time, TracePrompt(-1 - n, 100), 50) for n, time in enumerate(times)])
 
@@ -49,10 +45,7 @@ def test_a_trace_tells_rate_lengths_and_its_busiest_hour() -> None:
     assert found.requests_per_hour == pytest.approx(30 / times[-1] * 3600)
     assert found.peak == pytest.approx(15 / found.requests_per_hour)
     assert (found.prompt, found.completion, found.repeat) == (100, 50, 0.0)
-
-
-def test_regular_arrivals_do_not_vary() -> None:
-    assert from_trace(trace_of(*range(100))).arrival_scv == pytest.approx(0.0)
+    assert from_trace(trace_of(*range(100))).arrival_scv == pytest.approx(0.0)  # regular arrivals
 
 
 def test_what_a_cache_could_know_repeats() -> None:

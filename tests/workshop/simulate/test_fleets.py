@@ -26,15 +26,16 @@ def inventory(folder: Path, text: str) -> Inventory:
 
 
 def test_a_fleet_is_read_from_text() -> None:
-    machines = from_text("2x2@40:600, 1x4@16.5:250+0.3", ServerSetup(batch_tokens=256))
-    assert [(m.name, m.slots, m.decode_tps, m.prefill_tps) for m in machines] == [
-        ("node-1", 2, 40.0, 600.0),
-        ("node-2", 2, 40.0, 600.0),
-        ("node-3", 4, 16.5, 250.0),
+    machines = from_text("2x2@40:600, 1x4@16.5:250+0.3", ServerSetup(256, cache_ram_mib=0))
+    known = [(m.name, m.slots, m.decode_tps, m.prefill_tps, m.batch_cost) for m in machines]
+    assert known == [
+        ("node-1", 2, 40.0, 600.0, 0.15),
+        ("node-2", 2, 40.0, 600.0, 0.15),
+        ("node-3", 4, 16.5, 250.0, 0.3),
     ]
-    assert [m.batch_cost for m in machines] == [0.15, 0.15, 0.3]
-    assert machines[0].batch_tokens == 256
+    assert (machines[0].batch_tokens, machines[0].cache_tokens) == (256, 0)
     assert machines[0].token_step == pytest.approx(0.15 / 40)
+    assert ServerSetup(cache_ram_mib=8192).cache_tokens == 65_536
 
 
 @each_case(
@@ -73,13 +74,25 @@ nodes:
     assert notes == [
         "assumed 10 and 100 tokens/s times `speed_hint` for b: --speeds FILE tells more"
     ]
-
-
-def test_assumptions_are_noted(tmp_path: Path) -> None:
     text = "nodes:\n" + "".join(f"  - {{name: n{i}, url: http://n{i}}}\n" for i in range(5))
     machines, notes = from_inventory(inventory(tmp_path, text), {}, USUAL, ServerSetup())
     assert {machine.slots for machine in machines} == {1}
     assert notes[0].startswith("assumed one slot for n0, n1, n2 and 2 more")
+
+
+@each_case(
+    ("text", "message"),
+    [
+        ("nodes: []", "no node that gets work"),
+        ("nodes:\n  - {name: a, url: http://a}\n", "speeds must be positive"),
+    ],
+)
+def test_an_inventory_that_no_simulation_can_play_is_an_error(
+    tmp_path: Path, text: str, message: str
+) -> None:
+    speeds = {"a": NodeSpeeds(float("nan"), 1.0)}
+    with pytest.raises(FleetError, match=message):
+        from_inventory(inventory(tmp_path, text), speeds, USUAL, ServerSetup())
 
 
 ROUTERS = """
@@ -116,22 +129,14 @@ def test_routers_are_those_that_have_models_in_the_measured_speeds(tmp_path: Pat
     assert "for r2: --speeds FILE tells more" in notes[1]
     with pytest.raises(FleetError, match="r1 is a router: routers need --models"):
         from_inventory(nodes, speeds, USUAL, ServerSetup())
+    # Without measured speeds those with memory are routers.
+    unmeasured, _ = from_inventory(nodes, {}, USUAL, ServerSetup(), on_demand=True)
+    assert {one.memory >> 30 for one in unmeasured} == {48}
+    plain_ones, _ = from_inventory(nodes, {}, USUAL, ServerSetup())
+    assert {one.memory for one in plain_ones} == {0}
     without = inventory(tmp_path, ROUTERS.replace("48GiB", "null"))
     with pytest.raises(FleetError, match="says no `memory` of epyc"):
         from_inventory(without, speeds, USUAL, ServerSetup(), on_demand=True)
-
-
-def test_without_measured_speeds_nodes_with_memory_are_routers(tmp_path: Path) -> None:
-    nodes = inventory(tmp_path, ROUTERS)
-    machines, _ = from_inventory(nodes, {}, USUAL, ServerSetup(), on_demand=True)
-    assert {one.memory >> 30 for one in machines} == {48}
-    machines, _ = from_inventory(nodes, {}, USUAL, ServerSetup())
-    assert {one.memory for one in machines} == {0}
-
-
-def test_an_inventory_without_working_nodes_is_an_error(tmp_path: Path) -> None:
-    with pytest.raises(FleetError, match="no node that gets work"):
-        from_inventory(inventory(tmp_path, "nodes: []"), {}, USUAL, ServerSetup())
 
 
 def test_speeds_are_what_the_nodes_command_writes(tmp_path: Path) -> None:
@@ -156,7 +161,7 @@ def test_speeds_are_what_the_nodes_command_writes(tmp_path: Path) -> None:
         (
             "s.json",
             '[{"name": "a", "decode_tps": 0}]',
-            r"nodes\[0\]: Expected `float` > 0.0 - at `\$.decode_tps`",
+            r"nodes\[0\]: .* > 0.0 - at `\$.decode_tps`",
         ),
         ("none.json", "", r"none\.json: can't be read: No such file.*check the path"),
     ],
@@ -169,14 +174,3 @@ def test_wrong_speeds_are_errors_with_their_place(
         path.write_text(text)
     with pytest.raises(FleetError, match=message):
         read_speeds(path)
-
-
-def test_a_speed_that_is_no_number_is_an_error(tmp_path: Path) -> None:
-    nodes = inventory(tmp_path, "nodes:\n  - {name: a, url: http://a}\n")
-    with pytest.raises(FleetError, match="speeds must be positive"):
-        from_inventory(nodes, {"a": NodeSpeeds(float("nan"), 1.0)}, USUAL, ServerSetup())
-
-
-def test_host_memory_is_counted_in_tokens() -> None:
-    assert ServerSetup(cache_ram_mib=8192).cache_tokens == 65_536
-    assert from_text("1x1@1:1", ServerSetup(cache_ram_mib=0))[0].cache_tokens == 0

@@ -72,16 +72,12 @@ def test_exact_knowledge_has_what_is_cached_and_what_will_be() -> None:
     assert recording.found == {0: (1000, {}, {}), 1: (600, {}, {0: 400}), 2: (1200, {0: 1099}, {})}
     assert recording.expect(first) == (100, 5)
     assert recording.expect(then) == (5, 5)
-
-
-def test_the_old_prompt_of_a_busy_slot_is_not_cached() -> None:
-    first = job(prompt=1000, output=100, stream=1, head=5, shared=400)
-    second = job(time=60.0, prompt=1200, output=500, stream=1, head=5, shared=400)
-    then = job(time=61.0, prompt=600, output=5, stream=2, head=5, shared=400)
-    recording = known_after([first, second, then], [machine(2)], Recording)
-    assert second.cached == 1099
+    # The old prompt of a busy slot is not cached.
+    busy = job(time=60.0, prompt=1200, output=500, stream=1, head=5, shared=400)
+    after = job(time=61.0, prompt=600, output=5, stream=2, head=5, shared=400)
+    recording = known_after([first, busy, after], [machine(2)], Recording)
     assert recording.found[2] == CacheLookup(600, {}, {0: 400})
-    assert then.cached == 0
+    assert (busy.cached, after.cached) == (1099, 0)
 
 
 @pytest.mark.parametrize("knowledge", [ExactKnowledge, LearntKnowledge])
@@ -111,14 +107,9 @@ def test_a_conversation_returns_to_its_node() -> None:
     """Four nodes, four conversations one after the other: each turn goes to the last one's node."""
     machines = [machine(1, str(number)) for number in range(4)]
     jobs = [
-        job(
-            time=turn * 100.0 + conversation * 10,
-            prompt=800 * (turn + 1),
-            output=20,
-            stream=conversation + 1,
-        )
+        job(turn * 100.0 + stream * 10, prompt=800 * (turn + 1), output=20, stream=stream)
         for turn in range(6)
-        for conversation in range(4)
+        for stream in (1, 2, 3, 4)
     ]
     known_after(jobs, machines, LearntKnowledge)
     later = [one for one in jobs if one.is_later_turn]

@@ -19,6 +19,7 @@ from gateway.workshop.simulate.fronts import (
     ModelPlacingFront,
 )
 from gateway.workshop.simulate.simulation import Front, Job, simulate
+from tests.each_case import each_case
 from tests.workshop.simulate.build import job, trace
 
 ONE = from_text("1x2@10:1000/10GiB", ServerSetup())
@@ -58,39 +59,30 @@ def test_a_router_by_itself_loads_the_model_of_a_request_and_unloads_the_least_r
     fleet = played(jobs, LeastRecentlyUsed)
     assert fleet.loads == 3
     assert [round(one.began - one.arrived) for one in fleet.jobs] == [5, 6, 6]
-
-
-def test_a_router_by_itself_lets_requests_end_before_it_unloads_their_model() -> None:
+    # It lets requests end before it unloads their model.
     jobs = asking((0.0, "a"), (5.5, "b"), (5.6, "a"))
-    fleet = played(jobs, LeastRecentlyUsed)
-    first, other, later = fleet.jobs
+    first, other, later = played(jobs, LeastRecentlyUsed).jobs
     assert other.began - first.ended >= 6.0
     assert later.began > other.ended
 
 
-def test_fewest_connections_send_to_nodes_that_have_the_model() -> None:
-    jobs = asking((0.0, "a"), (0.0, "a"), (0.0, "a"), (0.0, "b"))
-    fleet = played(jobs, FewestConnections, TWO, loaded=(0, 4))
-    assert [one.node for one in fleet.jobs] == [0, 0, 0, 4]
-
-
-def test_placed_by_hand_nothing_is_loaded() -> None:
-    jobs = asking((0.0, "a"), (0.0, "b"))
-    fleet = played(jobs, GatewayFront, TWO, loaded=(0, 4))
+@each_case("build", [FewestConnections, GatewayFront])
+def test_placed_by_hand_nothing_is_loaded_and_nodes_that_have_the_model_serve(
+    build: Callable[[RouterFleet], Front],
+) -> None:
+    fleet = played(asking((0.0, "a"), (0.0, "a"), (0.0, "b")), build, TWO, loaded=(0, 4))
     assert fleet.loads == 0
-    assert [one.node for one in fleet.jobs] == [0, 4]
+    assert [one.node for one in fleet.jobs] == [0, 0, 4]
 
 
 def test_the_gateway_serves_a_queue_before_it_changes_the_model() -> None:
-    jobs = asking(*((place * 2.0, "ab"[place % 2]) for place in range(60)))
-    alone = played(jobs, LeastRecentlyUsed).loads
-    fleet = played(jobs, placing())
-    assert fleet.loads < alone
+    def alternating(seconds: float) -> list[Job]:
+        return asking(*((place * seconds, "ab"[place % 2]) for place in range(60)))
 
-
-def test_the_gateway_gives_each_model_a_node_of_its_own() -> None:
-    jobs = asking(*((place * 0.7, "ab"[place % 2]) for place in range(60)))
-    fleet = played(jobs, placing(), TWO)
+    alone = played(alternating(2.0), LeastRecentlyUsed).loads
+    assert played(alternating(2.0), placing()).loads < alone
+    # With two routers each model has a node of its own.
+    fleet = played(alternating(0.7), placing(), TWO)
     assert fleet.loads == 2
     assert len({(one.model, one.node) for one in fleet.jobs}) == 2
 

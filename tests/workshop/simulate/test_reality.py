@@ -20,8 +20,7 @@ from gateway.workshop.simulate.simulation import (
     SimulatedPromptCache,
     TracePrompt,
 )
-from tests.servers import spawn_demo_server, start_demo_servers, stop_demo_server
-from tests.servers import wait_for_demo_server as wait_for
+from tests.servers import start_demo_servers
 from tests.workshop.simulate.build import job, play
 from tests.workshop.simulate.real import BATCH, ask, computed, words
 
@@ -65,9 +64,8 @@ async def test_slots_cached_tokens_and_steps_are_those_of_a_real_server(
     conversations: dict[int, tuple[int, int, list[int]]] = {}
     expected: list[tuple[int, int, int]] = []
     seen: list[tuple[int, int, int]] = []
-    server = spawn_demo_server(slots=slots, extra=("--cache-ram", str(cache_mib)))
-    try:
-        url = await asyncio.to_thread(wait_for, server)
+    extra = ("--cache-ram", str(cache_mib))
+    async with start_demo_servers(1, slots=slots, extra=extra) as (url,):
         for number in range(40):
             talker = rng.randrange(10)
             if talker not in conversations or len(conversations[talker][2]) > 2500:
@@ -85,8 +83,6 @@ async def test_slots_cached_tokens_and_steps_are_those_of_a_real_server(
             cache.store(slot, prompt._replace(tokens=len(tokens) + output - 1), float(number))
             tokens += answer.ids
         total, busy = await computed(client, url)
-    finally:
-        stop_demo_server(server)
     assert by_first_use(seen) == by_first_use(expected)
     assert any(cached for _, cached, _ in seen)
     assert total == busy == sum(steps for _, _, steps in expected)

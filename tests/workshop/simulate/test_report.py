@@ -45,17 +45,10 @@ def test_a_run_is_summed_up() -> None:
     reported = json.loads(json.dumps(made.as_dict()))
     assert reported["ttft"]["p95"] == pytest.approx(0.3)
     assert "curve" not in reported
-
-
-def test_a_burst_counts_over_its_whole_time() -> None:
-    fleet = play([job(prompt=100, output=11)], [machine(2)])
-    assert summarise("nginx", fleet).utilisation == pytest.approx(0.5)
-
-
-def test_an_empty_run_can_be_summed_up_and_has_a_bound_of_zero() -> None:
-    fleet = SimulatedFleet([], NO_REQUESTS)
-    assert summarise("nginx", fleet).requests == 0
-    assert lower_bound(fleet) == 0.0
+    # A burst counts over its whole time.
+    burst = play([job(prompt=100, output=11)], [machine(2)])
+    assert summarise("nginx", burst).utilisation == pytest.approx(0.5)
+    assert summarise("nginx", SimulatedFleet([], NO_REQUESTS)).requests == 0
 
 
 CAPPED = partial(LeastConn, capped=True)
@@ -63,11 +56,6 @@ CAPPED = partial(LeastConn, capped=True)
 
 def mean(fleet: SimulatedFleet) -> float:
     return sum(one.ended - one.arrived for one in fleet.jobs) / len(fleet.jobs)
-
-
-def test_a_single_request_takes_the_time_of_the_bound() -> None:
-    fleet = play([job(prompt=300, output=20)], [machine()])
-    assert lower_bound(fleet) == pytest.approx(mean(fleet))
 
 
 def test_fast_nodes_that_are_too_few_for_all_do_not_serve_all() -> None:
@@ -80,7 +68,10 @@ def test_fast_nodes_that_are_too_few_for_all_do_not_serve_all() -> None:
     assert alone_on_the_fastest * 4 < lower_bound(fleet) < mean(fleet)
 
 
-def test_above_capacity_the_bound_by_queueing_counts() -> None:
+def test_the_bound_of_a_single_request_is_its_time_and_above_capacity_queueing_counts() -> None:
+    alone = play([job(prompt=300, output=20)], [machine()])
+    assert lower_bound(alone) == pytest.approx(mean(alone))
+    assert lower_bound(SimulatedFleet([], NO_REQUESTS)) == 0.0
     jobs = [job(prompt=100, output=101) for _ in range(100)]
     fleet = play(jobs, [machine(1)], CAPPED)
     # One after the other, each of 10.1 s: the best there is, but for the first step.

@@ -30,10 +30,12 @@ from gateway.workshop.simulate.simulation import (
     SimulatedMachine,
     simulate,
 )
+from tests.each_case import each_case
 from tests.workshop.simulate.build import job, trace
 
 ROUTER = from_text("1x1@10:1000/16GiB", ServerSetup())
 PAIR = [SimulatedModel("a", 8 * GIB, 8.0), SimulatedModel("b", 8 * GIB, 8.0)]
+HALVES = [replace(ROUTER[0], name=name, host="epyc") for name in ("numa0", "numa1")]
 
 
 class ByIndex(Front):
@@ -54,22 +56,12 @@ def test_instances_that_compute_at_the_same_time_share_their_routers_speed() -> 
         ends.append([one.ended for one in fleet.jobs])
     # A second to read, of which the first token comes, and nine tokens.
     assert ends == [[pytest.approx(1.9, abs=0.1)], [pytest.approx(3.8, abs=0.1)] * 2]
-
-
-def test_an_instance_goes_on_faster_when_its_neighbour_has_ended() -> None:
+    # When its neighbour has ended, an instance goes on faster: both take a tenth of a second to
+    # read; then 10 s and 1 s alone.
     played = trace([job(output=101), job(output=11)])
-    simulate(ByIndex(RouterFleet(ROUTER, PAIR, played, loaded={0, 1})))
-    long, short = played.jobs
-    # Both take a tenth of a second to read; then 10 s and 1 s alone.
+    long, short = simulate(ByIndex(RouterFleet(ROUTER, PAIR, played, loaded={0, 1}))).jobs
     assert short.ended == pytest.approx(2.2, abs=0.1)
     assert long.ended == pytest.approx(0.2 + 1.0 + 10.0, abs=0.1)
-
-
-def test_a_larger_model_is_slower_in_proportion() -> None:
-    models = [SimulatedModel("small", 4 * GIB, 1.0), SimulatedModel("large", 12 * GIB, 1.0)]
-    small, large = RouterFleet(ROUTER, models).servers
-    assert small.machine.decode_tps == 20.0
-    assert large.machine.decode_tps == pytest.approx(20 / 3)
 
 
 def test_a_fleet_refuses_what_no_router_can_do() -> None:
@@ -92,17 +84,14 @@ def test_a_fleet_refuses_what_no_router_can_do() -> None:
 
 
 def test_routers_of_one_host_share_its_memory() -> None:
-    halves = [replace(ROUTER[0], name=name, host="epyc") for name in ("numa0", "numa1")]
-    fleet = RouterFleet(halves, PAIR)
-    assert [one.machine.name for one in fleet.instances] == [
-        *("numa0/a", "numa0/b"),
-        *("numa1/a", "numa1/b"),
-    ]
+    fleet = RouterFleet(HALVES, PAIR)
+    names = [one.machine.name for one in fleet.instances]
+    assert names == ["numa0/a", "numa0/b", "numa1/a", "numa1/b"]
     fleet.load(0)
     fleet.load(3)
     with pytest.raises(ValueError, match="numa1/a does not fit"):
         fleet.load(2)
-    apart = RouterFleet([replace(one, host="") for one in halves], PAIR)
+    apart = RouterFleet([replace(one, host="") for one in HALVES], PAIR)
     for index in range(4):
         apart.load(index)
 
@@ -111,14 +100,13 @@ def test_routers_of_one_host_share_its_memory() -> None:
 def test_routers_of_one_host_and_a_plain_server_serve_all_requests(
     build: Callable[[RouterFleet], Front],
 ) -> None:
-    halves = [replace(ROUTER[0], name=name, host="epyc") for name in ("numa0", "numa1")]
     plain = SimulatedMachine("plain", 1, 1000.0, 10.0, models=frozenset({"b", "d"}))
     jobs = [job(time=place * 0.5) for place in range(80)]
     for place, one in enumerate(jobs):
         one.model = "abcd"[place % 4]
     models = [*PAIR, SimulatedModel("c", 12 * GIB, 3.0)]
     played = trace(jobs)
-    fleet = RouterFleet([*halves, plain], models, played)
+    fleet = RouterFleet([*HALVES, plain], models, played)
     simulate(build(fleet))
     names = [fleet.servers[one.node].machine.name for one in played.jobs]
     assert {name for name, one in zip(names, played.jobs, strict=True) if one.model == "d"} == {
@@ -128,7 +116,10 @@ def test_routers_of_one_host_and_a_plain_server_serve_all_requests(
     assert fleet.loads > 0
 
 
-def test_a_speed_that_is_not_known_follows_from_those_that_are() -> None:
+def test_a_speed_that_is_not_known_follows_from_those_that_are_or_from_the_models_size() -> None:
+    sizes = [SimulatedModel("small", 4 * GIB, 1.0), SimulatedModel("large", 12 * GIB, 1.0)]
+    by_size = [server.machine.decode_tps for server in RouterFleet(ROUTER, sizes).servers]
+    assert by_size == [20.0, pytest.approx(20 / 3)]
     fast, slow = from_text("1x1@10:1000/64GiB,1x1@10:1000/64GiB", ServerSetup())
     models = [*PAIR, SimulatedModel("moe", 16 * GIB, 8.0), SimulatedModel("large", 32 * GIB, 8.0)]
     fast = replace(fast, model_speeds={"a": (800.0, 20.0), "moe": (1600.0, 60.0)})
@@ -184,20 +175,14 @@ def test_placements_by_hand_hold_every_model_and_fit() -> None:
             model.name for model in models
         }
         RouterFleet(routers, models, loaded=indexes)  # Raises where they don't fit.
-
-
-def test_there_is_no_placement_by_hand_where_the_models_do_not_fit_at_once() -> None:
-    fleet = RouterFleet(ROUTER, [*PAIR, SimulatedModel("c", GIB, 1.0)])
-    assert greedy_placement(fleet, {}) is None
-    assert list(random_placements(fleet, 5, random.Random(1))) == []
+    too_many = RouterFleet(ROUTER, [*PAIR, SimulatedModel("c", GIB, 1.0)])
+    assert greedy_placement(too_many, {}) is None
+    assert list(random_placements(too_many, 5, random.Random(1))) == []
 
 
 def test_models_are_read_from_text_and_from_a_file(tmp_path: Path) -> None:
-    assert [(one.name, one.memory // GIB) for one in models_from_text("3x2GiB:8GiB")] == [
-        ("model-1", 2),
-        ("model-2", 4),
-        ("model-3", 8),
-    ]
+    made = [(one.name, one.memory // GIB) for one in models_from_text("3x2GiB:8GiB")]
+    assert made == [("model-1", 2), ("model-2", 4), ("model-3", 8)]
     path = tmp_path / "models.yaml"
     path.write_text(
         "- {name: qwen3-8b, memory: 9GiB, share: 1}\n"
@@ -229,7 +214,7 @@ def test_a_mistake_in_a_file_of_models_is_reported(tmp_path: Path, text: str, me
         models_from_text(str(path))
 
 
-@pytest.mark.parametrize("text", ["0x1GiB:2GiB", "3x8GiB:2GiB", "3x1Gib!:2", "3xa:b", "nowhere"])
+@each_case("text", ["0x1GiB:2GiB", "3x8GiB:2GiB", "3x1Gib!:2", "3xa:b", "nowhere"])
 def test_a_mistake_in_the_text_of_models_is_reported(text: str) -> None:
     with pytest.raises(FleetError, match="write "):
         models_from_text(text)

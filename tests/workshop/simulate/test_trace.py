@@ -45,6 +45,16 @@ def test_a_line_needs_only_its_tokens(tmp_path: Path) -> None:
     assert (job.priority_label, job.caller, job.is_later_turn) == ("normal", "", False)
 
 
+def test_requests_are_in_the_order_of_their_times_and_end_at_max_tokens(tmp_path: Path) -> None:
+    usual = {"prompt_tokens": 90, "output_tokens": 50, "prefix": "p", "prefix_tokens": 40}
+    lines = [usual | {"time": t, "max_tokens": 20} for t in (5, 3.5, 4)]
+    jobs = read_trace(written(tmp_path, *lines)).jobs
+    assert [(job.time, job.output) for job in jobs] == [(0.0, 20), (0.5, 20), (1.5, 20)]
+    # Without a session they share no more than their prefix.
+    assert len({job.prompt.stream for job in jobs}) == 3
+    assert len({job.prompt.prefix for job in jobs}) == 1
+
+
 def test_every_key_is_read(tmp_path: Path) -> None:
     one = {
         "time": 1700000000.5,
@@ -70,58 +80,26 @@ def test_every_key_is_read(tmp_path: Path) -> None:
     assert (second.is_later_turn, second.pause) == (True, 8.0)
 
 
-def test_requests_without_a_session_share_no_more_than_their_prefix(tmp_path: Path) -> None:
-    line = {"prompt_tokens": 90, "output_tokens": 5, "prefix": "p", "prefix_tokens": 40}
-    one, two = read_trace(written(tmp_path, line, line)).jobs
-    assert one.prompt.stream != two.prompt.stream
-    assert one.prompt.prefix == two.prompt.prefix
-
-
-def test_lines_are_sorted_by_their_times(tmp_path: Path) -> None:
-    lines = [{"time": t, "prompt_tokens": 10, "output_tokens": 1} for t in (5, 3.5, 4)]
-    assert [job.time for job in read_trace(written(tmp_path, *lines)).jobs] == [0.0, 0.5, 1.5]
-
-
-def test_an_answer_ends_at_max_tokens(tmp_path: Path) -> None:
-    line = {"prompt_tokens": 10, "output_tokens": 50, "max_tokens": 20}
-    assert read_trace(written(tmp_path, line)).jobs[0].output == 20
+TOKENS = '{"prompt_tokens": 1, "output_tokens": 1, '
 
 
 @each_case(
     ("line", "message"),
     [
-        ('{"prompt_tokens": 3,', "trace.jsonl:2:21: Expecting property name"),
-        ("hello", "trace.jsonl:2:1: Expecting value (write one JSON object a line)"),
-        ("[1]", 'trace.jsonl:2: is no JSON object (write {"prompt_tokens": ...} on each line)'),
-        ("9" * 5000, "trace.jsonl:2: can't be read"),
-        ('{"prompt_tokens": 3}', "trace.jsonl:2: output_tokens: is missing"),
+        ('{"prompt_tokens": 3,', "2:21: Expecting property name"),
+        ("hello", "2:1: Expecting value (write one JSON object a line)"),
+        ("[1]", '2: is no JSON object (write {"prompt_tokens": ...} on each line)'),
+        ("9" * 5000, "2: can't be read"),
+        ('{"prompt_tokens": 3}', "2: output_tokens: is missing"),
+        ('{"prompt_tokens": 0, "output_tokens": 1}', "2:2: prompt_tokens: 0 is not valid (write a"),
+        ('{"prompt_tokens": 1, "output_tokens": true}', "2:22: output_tokens: true is not valid"),
+        (TOKENS + '"time": NaN}', "2:42: time: NaN is not valid (write seconds, such as 12.5)"),
+        (TOKENS + '"class": "vip"}', "2:42: class: 'vip' is no class (urgent, premium, normal, b"),
+        (TOKENS + '"session": 7}', "2:42: session: 7 is not valid (write a text in quotes)"),
+        (TOKENS + '"tokens": 7}', "2:42: tokens: unknown key (known: caller, class"),
         (
-            '{"prompt_tokens": 0, "output_tokens": 1}',
-            "trace.jsonl:2:2: prompt_tokens: 0 is not valid (write a whole number from 1",
-        ),
-        (
-            '{"prompt_tokens": 1, "output_tokens": true}',
-            "trace.jsonl:2:22: output_tokens: true is not valid",
-        ),
-        (
-            '{"prompt_tokens": 1, "output_tokens": 1, "time": NaN}',
-            "trace.jsonl:2:42: time: NaN is not valid (write seconds, such as 12.5)",
-        ),
-        (
-            '{"prompt_tokens": 1, "output_tokens": 1, "class": "vip"}',
-            "trace.jsonl:2:42: class: 'vip' is no class (urgent, premium, normal, batch)",
-        ),
-        (
-            '{"prompt_tokens": 1, "output_tokens": 1, "session": 7}',
-            "trace.jsonl:2:42: session: 7 is not valid (write a text in quotes)",
-        ),
-        (
-            '{"prompt_tokens": 1, "output_tokens": 1, "tokens": 7}',
-            "trace.jsonl:2:42: tokens: unknown key (known: caller, class",
-        ),
-        (
-            '{"prompt_tokens": 1, "output_tokens": 1, "prefix": "a", "prefix_tokens": 2}',
-            "trace.jsonl:2:57: prefix_tokens: more than prompt_tokens",
+            TOKENS + '"prefix": "a", "prefix_tokens": 2}',
+            "2:57: prefix_tokens: more than prompt_tokens",
         ),
     ],
 )
@@ -130,7 +108,7 @@ def test_a_broken_line_is_an_error_with_line_column_and_remedy(
 ) -> None:
     path = written(tmp_path, {"prompt_tokens": 1, "output_tokens": 1}, line)
     (problem,) = problems(path)
-    assert problem.startswith(message)
+    assert problem.startswith(f"trace.jsonl:{message}")
     assert "(" in problem
 
 
@@ -142,38 +120,28 @@ def test_broken_lines_are_reported_up_to_a_limit(tmp_path: Path) -> None:
 
 def test_broken_lines_can_be_skipped_and_are_counted(tmp_path: Path) -> None:
     good = {"prompt_tokens": 1, "output_tokens": 1}
-    trace = read_trace(written(tmp_path, "x", good, '{"a": 1}', good), skip_broken=True)
-    assert (len(trace.jobs), trace.skipped) == (2, 2)
-
-
-def test_a_request_without_a_time_comes_with_the_one_before_that_is_not_broken(
-    tmp_path: Path,
-) -> None:
-    good = {"prompt_tokens": 1, "output_tokens": 1}
-    lines = {**good, "time": 1}, {**good, "time": 900, "pause": -1}, good
-    trace = read_trace(written(tmp_path, *lines), skip_broken=True)
-    assert [job.time for job in trace.jobs] == [0, 0]
+    first, late = good | {"time": 1}, good | {"time": 900, "pause": -1}
+    trace = read_trace(written(tmp_path, "x", first, late, good), skip_broken=True)
+    # The last one, which has no time, comes with the one before it that is not broken.
+    assert ([job.time for job in trace.jobs], trace.skipped) == ([0, 0], 2)
 
 
 def test_a_file_without_requests_is_an_error(tmp_path: Path) -> None:
     assert problems(written(tmp_path, "")) == ["trace.jsonl: holds no request (write one a line)"]
 
 
-def test_the_azure_layout_is_read(tmp_path: Path) -> None:
-    trace = read_trace(written(tmp_path, AZURE, name="azure.csv"))
-    assert [(job.prompt.tokens, job.output) for job in trace.jobs] == [
-        (374, 44),
-        (396, 109),
-        (879, 55),
-    ]
+def test_the_azure_layout_is_read_with_a_time_zone_or_without(tmp_path: Path) -> None:
+    path = written(tmp_path, AZURE, name="azure.csv")
+    trace = read_trace(path)
+    figures = [(job.prompt.tokens, job.output) for job in trace.jobs]
+    assert figures == [(374, 44), (396, 109), (879, 55)]
     assert [job.time for job in trace.jobs] == pytest.approx([0.0, 4.314579, 4.541977], abs=1e-5)
     assert len({job.prompt.stream for job in trace.jobs}) == 3
-
-
-def test_time_zones_of_later_azure_traces_are_understood(tmp_path: Path) -> None:
+    assert len(read_trace(path, limit=2).jobs) == 2
+    head, *_ = AZURE.splitlines()
     stamps = ("2024-05-10 00:00:00.009930+00:00", "2024-05-10 00:00:02.5+00:00")
-    lines = ["TIMESTAMP,ContextTokens,GeneratedTokens", *(f"{stamp},5,1" for stamp in stamps)]
-    times = [job.time for job in read_trace(written(tmp_path, *lines, name="a.csv")).jobs]
+    later = written(tmp_path, head, *(f"{stamp},5,1" for stamp in stamps), name="a.csv")
+    times = [job.time for job in read_trace(later).jobs]
     assert times == pytest.approx([0.0, 2.49007], abs=1e-5)
 
 
@@ -196,10 +164,6 @@ def test_a_csv_file_without_its_head_line_is_not_read_further(tmp_path: Path) ->
     assert problem.startswith("a.csv:1:1: the head line has no TIMESTAMP, ContextTokens, Generat")
     with pytest.raises(ConfigError):
         read_trace(path, skip_broken=True)
-
-
-def test_only_the_first_requests_are_read(tmp_path: Path) -> None:
-    assert len(read_trace(written(tmp_path, AZURE, name="a.csv"), limit=2).jobs) == 2
 
 
 def test_the_same_seed_makes_the_same_trace() -> None:
@@ -225,11 +189,11 @@ def test_traffic_has_the_requested_rate_and_means() -> None:
 
 
 def test_every_turn_continues_the_one_before() -> None:
-    trace = generate(Traffic(requests=2000, rate=5.0), 1)
+    trace = generate(Traffic(requests=2000, rate=5.0), 1, MODELS)
     assert trace.next_turns
     for before, after in trace.next_turns.items():
         one, next_one = trace.jobs[before], trace.jobs[after]
-        assert one.prompt.stream == next_one.prompt.stream
+        assert (one.prompt.stream, one.model) == (next_one.prompt.stream, next_one.model)
         assert next_one.prompt.tokens > one.prompt.tokens + one.output
         assert next_one.time > one.time
         assert next_one.is_later_turn
@@ -267,8 +231,7 @@ def test_invalid_traffic_is_an_error_with_an_explanation(text: str, message: str
         Traffic.from_text(text)
 
 
-def asked_for(trace: Trace, **between: float) -> Counter[str]:
-    since, until = between.get("since", 0.0), between.get("until", math.inf)
+def asked_for(trace: Trace, since: float = 0.0, until: float = math.inf) -> Counter[str]:
     return Counter(job.model for job in trace.jobs if since <= job.time < until)
 
 
@@ -280,14 +243,6 @@ def test_models_are_asked_for_by_zipf() -> None:
     assert len(counts) == 8
     for rank, (_, count) in enumerate(counts, 1):
         assert count == pytest.approx(8000 / rank / 2.718, rel=0.15)
-
-
-def test_all_turns_of_a_conversation_ask_for_one_model() -> None:
-    trace = generate(Traffic(500, 2.0), 1, MODELS)
-    assert all(
-        trace.jobs[before].model == trace.jobs[after].model
-        for before, after in trace.next_turns.items()
-    )
 
 
 def test_popularity_moves_where_it_is_said_to() -> None:

@@ -13,23 +13,19 @@ import asyncio
 import random
 import statistics
 import time
-from dataclasses import dataclass
 
 import httpx
 import psutil
 
 from gateway.workshop.simulate.simulation import Job, SimulatedMachine, TracePrompt
-from tests.servers import DemoServer, spawn_demo_server, stop_demo_server, wait_for_demo_server
+from tests.servers import DemoServer, running_demo_servers
 from tests.workshop.simulate.build import play
 from tests.workshop.simulate.real import BATCH, ask, words
 
 USUAL = 800  # about the tokens of a prompt of the trace
+HEAD = 300  # tokens that all conversations begin with
 
-
-@dataclass
-class Turn:
-    question: int
-    output: int
+Conversation = list[tuple[int, int]]  # tokens of each question and of its answer
 
 
 class Scale:
@@ -63,16 +59,16 @@ class Scale:
         both = (await self.cost(USUAL, 101, together=2) - 2 * once) / 100
         return once / USUAL, alone, both
 
-    async def play(self, conversations: list[list[Turn]]) -> tuple[float, float]:
+    async def play(self, conversations: list[Conversation]) -> tuple[float, float]:
         """Mean completion and total, in CPU seconds."""
-        head = words(self.rng, 300)
+        head = words(self.rng, HEAD)
 
-        async def converse(turns: list[Turn]) -> list[float]:
+        async def converse(turns: Conversation) -> list[float]:
             prompt = list(head)
             took = []
-            for turn in turns:
-                prompt += words(self.rng, turn.question)
-                answer = await ask(self.client, self.url, prompt, turn.output)
+            for question, output in turns:
+                prompt += words(self.rng, question)
+                answer = await ask(self.client, self.url, prompt, output)
                 took.append(answer.took)
                 prompt += answer.ids
             return took
@@ -84,16 +80,15 @@ class Scale:
         return mean * whole / span, whole
 
 
-def as_jobs(conversations: list[list[Turn]]) -> list[Job]:
+def as_jobs(conversations: list[Conversation]) -> list[Job]:
     """The same conversations as requests of a trace."""
     jobs = []
     for number, turns in enumerate(conversations):
-        tokens = 300
-        for turn in turns:
-            tokens += turn.question
-            prompt = TracePrompt(number + 1, tokens, 1, 300)
-            jobs.append(Job(0, 0.0, prompt, turn.output))
-            tokens += turn.output
+        tokens = HEAD
+        for question, output in turns:
+            tokens += question
+            jobs.append(Job(0, 0.0, TracePrompt(number + 1, tokens, 1, HEAD), output))
+            tokens += output
     return jobs
 
 
@@ -101,20 +96,16 @@ async def compare(seed: int) -> tuple[float, float]:
     """The model's mean completion and total work, as shares of the server's."""
     rng = random.Random(seed)
     conversations = [
-        [Turn(rng.randrange(150, 500), rng.randrange(60, 200)) for _ in range(2)] for _ in range(4)
+        [(rng.randrange(150, 500), rng.randrange(60, 200)) for _ in range(2)] for _ in range(4)
     ]
     limits = httpx.Limits(max_keepalive_connections=0)  # it closes a connection after a stream
-    server = spawn_demo_server(size="medium")
-    try:
-        await asyncio.to_thread(wait_for_demo_server, server)
+    with running_demo_servers(size="medium") as (server,):
         async with httpx.AsyncClient(timeout=600, limits=limits, trust_env=False) as client:
             scale = Scale(client, server, rng)
             await scale.cost(600, 20)
             before = await scale.measure()
             mean, whole = await scale.play(conversations)
             after = await scale.measure()
-    finally:
-        stop_demo_server(server)
     read, alone, both = map(statistics.mean, zip(before, after, strict=True))
     node = SimulatedMachine("demo", 2, 1 / read, 1 / alone, max(0.0, both / alone - 1), BATCH)
     fleet = play(as_jobs(conversations), [node])

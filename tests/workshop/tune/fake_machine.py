@@ -77,6 +77,12 @@ class Bench:
         )
         return steps
 
+    async def tuned(self, minutes: float = 60.0) -> TuningReport:
+        """The report of a new session of so many minutes at most."""
+        session = self.session()
+        await self.run(session, minutes)
+        return reported(session)
+
 
 def reported(session: TuningSession) -> TuningReport:
     return known(build_report(session))

@@ -104,15 +104,8 @@ async def test_a_server_that_does_not_start_is_no_crash(
 ) -> None:
     model = tmp_path / "broken.gguf"
     model.write_bytes(plan.model.path.read_bytes()[:200_000])
-    broken = LocalFleetPlan(
-        (
-            plan.model,
-        ),  # `up` and `tune` refuse what is cut short; this one breaks after they looked
-        False,
-        tuple(replace(spec, model=model) for spec in plan.specs),
-        None,
-        plan.log_folder,
-    )
+    # `up` and `tune` refuse what is cut short; this one breaks after they looked.
+    broken = replace(plan, specs=tuple(replace(spec, model=model) for spec in plan.specs))
     machine = MachineBenchmark(broken, REQUEST, context=CONTEXT)
     with pytest.raises(SettingFailedError, match="before it was ready"):
         await machine.measure(rule_of_thumb(read_topology()), 60)
@@ -169,18 +162,14 @@ def test_work_is_time_that_cpus_were_not_idle(tmp_path: Path) -> None:
     assert str(found) == "0.9 of 2 CPUs are busy: make (100) 86%"
 
 
-def test_own_work_is_not_counted(tmp_path: Path) -> None:
-    before = read_cpu_times(CPUS, machine(tmp_path, (100, 100), 1000, make=50, server=0))
-    after = read_cpu_times(CPUS, machine(tmp_path, (190, 110), 1005, make=60, server=90))
-    found = other_work_between(before, after, own={101})
+def test_own_work_is_not_counted_and_a_name_may_hold_brackets_and_blanks(tmp_path: Path) -> None:
+    other = "a) R (b"
+    then = machine(tmp_path, (100, 100), 1000, server=0, **{other: 50})
+    before = read_cpu_times(CPUS, then)
+    now = machine(tmp_path, (190, 110), 1005, server=90, **{other: 60})
+    found = other_work_between(before, read_cpu_times(CPUS, now), own={100})
     assert found.busy_cpus == pytest.approx(10 / 55)
-    assert [name for _, name, _ in found.top_processes] == ["make"]
-
-
-def test_a_process_name_may_hold_brackets_and_blanks(tmp_path: Path) -> None:
-    before = read_cpu_times(CPUS, machine(tmp_path, (0, 0), 0))
-    after = read_cpu_times(CPUS, machine(tmp_path, (90, 90), 10, **{"a) R (b": 90}))
-    assert other_work_between(before, after).top_processes[0][1] == "a) R (b"
+    assert [name for _, name, _ in found.top_processes] == [other]
 
 
 def test_a_system_without_proc_has_no_known_work(tmp_path: Path) -> None:
@@ -268,39 +257,20 @@ TOKENS = httpx.Response(200, json={"tokens": list(range(1000))})
 
 
 @pytest.mark.parametrize(
-    ("answers", "message"),
+    ("path", "response", "message"),
     [
-        ({"/tokenize": httpx.Response(200, json={"tokens": [1, 2]})}, "/tokenize answered"),
-        ({"/tokenize": httpx.Response(200, text="<html>")}, "not JSON"),
-        (
-            {"/tokenize": TOKENS, "/completion": httpx.Response(503, text="Loading model")},
-            "HTTP 503: Loading model",
-        ),
-        (
-            {"/tokenize": TOKENS, "/completion": httpx.Response(200, text="data: {}\n\n")},
-            "no usable `timings`",
-        ),
-        (
-            {
-                "/tokenize": TOKENS,
-                "/completion": httpx.Response(200, text='data: {"error": "context"}\n\n'),
-            },
-            "context",
-        ),
+        ("/tokenize", httpx.Response(200, json={"tokens": [1, 2]}), "/tokenize answered"),
+        ("/tokenize", httpx.Response(200, text="<html>"), "not JSON"),
+        ("/completion", httpx.Response(503, text="Loading model"), "HTTP 503: Loading model"),
+        ("/completion", httpx.Response(200, text="data: {}\n\n"), "no usable `timings`"),
+        ("/completion", httpx.Response(200, text='data: {"error": "context"}\n\n'), "context"),
     ],
 )
 async def test_an_odd_response_is_reported(
-    answers: dict[str, httpx.Response], message: str
+    path: str, response: httpx.Response, message: str
 ) -> None:
     with pytest.raises(BenchmarkError, match=message):
-        await benchmark(answers)
-
-
-async def test_prefill_and_decode_speeds_are_the_server_s_own() -> None:
-    timings = {"prompt_n": 400, "prompt_per_second": 900.0, "predicted_per_second": 30.0}
-    message = httpx.Response(200, text=f"data: {json.dumps({'timings': timings})}\n\n")
-    found = await benchmark({"/tokenize": TOKENS, "/completion": message}, slots=1)
-    assert found == Figures(900.0, 30.0, 30.0, None, None)
+        await benchmark({"/tokenize": TOKENS, path: response})
 
 
 def chunks(*written: int) -> httpx.Response:
@@ -310,6 +280,11 @@ def chunks(*written: int) -> httpx.Response:
         for number in written
     )
     return httpx.Response(200, text=text)
+
+
+async def test_prefill_and_decode_speeds_are_the_server_s_own() -> None:
+    found = await benchmark({"/tokenize": TOKENS, "/completion": chunks(7)}, slots=1)
+    assert found == Figures(900.0, 30.0, 30.0, None, None)
 
 
 class TestEnergy:

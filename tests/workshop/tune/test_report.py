@@ -14,7 +14,6 @@ from gateway.workshop.tune.report import (
     check_target,
     draw_report,
     format_figures,
-    render_host_vars,
     role_variables,
     settings_along_knob,
     write_result,
@@ -35,9 +34,7 @@ async def test_other_work_is_reported(bench: Bench) -> None:
 
 
 async def test_a_single_measurement_claims_nothing(bench: Bench) -> None:
-    session = bench.session()
-    await bench.run(session, minutes=0.75)
-    verdict = reported(session).verdict()
+    verdict = (await bench.tuned(minutes=0.75)).verdict()
     assert verdict[0].startswith("Only the rule of thumb was measured")
     assert verdict[1].startswith("A single measurement is taken to vary by 2.0%")
 
@@ -78,9 +75,7 @@ async def test_energy_is_reported_where_it_was_measured(
 async def test_nothing_is_said_of_energy_where_none_was_measured(
     bench: Bench, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    session = bench.session()
-    await bench.run(session, minutes=3)
-    print_report(reported(session))
+    print_report(await bench.tuned(minutes=3))
     shown = capsys.readouterr().out
     assert "STALL" in shown
     assert "J/TOK" not in shown
@@ -93,11 +88,11 @@ class TestWriting:
     async def test_host_vars_hold_variables_of_the_role_and_their_measurements(
         self, bench: Bench, tmp_path: Path
     ) -> None:
-        session = bench.session()
-        await bench.run(session)
         path = tmp_path / "tuned.yml"
-        write_result(path, reported(session), bench.topology, SUBJECT, self.AT)
+        write_result(path, await bench.tuned(), bench.topology, SUBJECT, self.AT)
         text = path.read_text()
+        comment, _, _ = text.partition("\n---\n")
+        assert all(line.startswith("# ") for line in comment.splitlines())
         assert yaml.safe_load(text) == {
             "llama_node_threads": 4,
             "llama_node_batch": 128,
@@ -109,34 +104,24 @@ class TestWriting:
         check_target(path)  # its own file may be written again
         assert not any(name.endswith(".part") for name in os.listdir(tmp_path))  # noqa: PTH208
 
-    def test_the_role_knows_every_variable(self, bench: Bench) -> None:
+    def test_the_role_knows_every_variable_and_cores_are_an_affinity_for_systemd(
+        self, bench: Bench
+    ) -> None:
         defaults = yaml.safe_load(
             (REPOSITORY / "deploy/ansible/roles/llama_node/defaults/main.yml").read_text()
         )
         written = role_variables(Setting(4, 512, 256, 2, "cores"), bench.topology)
         assert len(written) == 5
         assert set(written) <= set(defaults)
-
-    def test_cores_become_an_affinity_that_systemd_reads(self, bench: Bench) -> None:
-        written = role_variables(Setting(4, 512, 256, 2, "cores"), bench.topology)
         assert written["llama_node_service_options"] == {"CPUAffinity": "0-3"}
 
     async def test_json_holds_all_figures(self, bench: Bench, tmp_path: Path) -> None:
-        session = bench.session()
-        await bench.run(session)
         path = tmp_path / "tuned.json"
-        write_result(path, reported(session), bench.topology, SUBJECT, self.AT)
+        write_result(path, await bench.tuned(), bench.topology, SUBJECT, self.AT)
         found = json.loads(path.read_text())
         assert found["best"]["setting"]["slots"] == 4
-        assert len(found["tried"]) == len(session.median_by_setting())
+        assert len(found["tried"]) == len(set(bench.measured))
         assert found["subject"] == SUBJECT
-
-    async def test_a_comment_is_one_line(self, bench: Bench) -> None:
-        session = bench.session()
-        await bench.run(session)
-        text = render_host_vars(reported(session), bench.topology, SUBJECT, self.AT)
-        head, _, _ = text.partition("\n---\n")
-        assert all(line.startswith("# ") for line in head.splitlines())
 
     def test_other_variables_are_not_overwritten(self, tmp_path: Path) -> None:
         path = tmp_path / "main.yml"
@@ -166,14 +151,10 @@ class TestPlot:
     async def test_a_search_that_was_stopped_can_be_drawn(
         self, bench: Bench, tmp_path: Path
     ) -> None:
-        session = bench.session()
-        await bench.run(session, minutes=2)
-        draw_report(tmp_path / "tuned.svg", reported(session), "title")
+        draw_report(tmp_path / "tuned.svg", await bench.tuned(minutes=2), "title")
         assert b"<svg" in (tmp_path / "tuned.svg").read_bytes()
 
     async def test_a_column_holds_settings_that_differ_in_its_knob_only(self, bench: Bench) -> None:
-        session = bench.session()
-        await bench.run(session)
-        near = settings_along_knob(reported(session), "slots")
+        near = settings_along_knob(await bench.tuned(), "slots")
         assert set(near) == {1, 2, 3, 4}
         assert len({setting.with_knob("slots", 1) for setting in near.values()}) == 1

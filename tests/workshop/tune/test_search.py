@@ -27,6 +27,7 @@ from gateway.workshop.tune.search import (
     Search,
     SearchSpace,
     Setting,
+    TuningGoal,
     combine_servers,
     median_figures,
     rule_of_thumb,
@@ -34,6 +35,7 @@ from gateway.workshop.tune.search import (
     search_space,
     server_spec,
 )
+from tests.each_case import each_case
 from tests.local.machine import make_machine, two_sockets_with_smt, write
 from tests.workshop.tune.fake_machine import EACH, SUBJECT, Bench, reported
 
@@ -87,6 +89,8 @@ def run(
         Setting(15, 1024, 512, 4, "cores"),
         Setting(8, 128, 64, 1, "free"),
         Setting(16, 2048, 1024, 8, "cores"),
+        Setting(16, 128, 128, 2, "free"),
+        Setting(16, 1024, 1024, 2, "free"),
     ],
     ids=str,
 )
@@ -96,6 +100,7 @@ def test_the_best_of_a_surface_is_found(best: Setting, noise: float) -> None:
     assert search.best == best
     assert measured <= MOST
     assert search.unsearched_knobs() == []
+    assert all(one.micro_batch <= one.batch for one in search.history.scores)
 
 
 def test_noise_rarely_hides_the_best_or_makes_the_result_worse_than_the_start() -> None:
@@ -174,19 +179,6 @@ def test_a_stopped_search_knows_its_unsearched_knobs() -> None:
         search.history.add(setting, 30.0)
     assert search.best == START
     assert search.unsearched_knobs() == ["threads", "micro_batch", "slots", "batch", "pinning"]
-
-
-def test_the_same_scores_give_the_same_search() -> None:
-    first, _ = run(towards(Setting(12, 256, 128, 4, "cores")), noise=0.03)
-    second, _ = run(towards(Setting(12, 256, 128, 4, "cores")), noise=0.03)
-    assert list(first.history.scores) == list(second.history.scores)
-
-
-def test_no_setting_has_a_micro_batch_larger_than_its_batch() -> None:
-    for best in (Setting(16, 128, 128, 2, "free"), Setting(16, 1024, 1024, 2, "free")):
-        search, _ = run(towards(best))
-        assert all(one.micro_batch <= one.batch for one in search.history.scores)
-        assert search.best == best
 
 
 def test_the_size_of_the_grid_counts_settings_that_are_possible() -> None:
@@ -276,16 +268,13 @@ async def test_a_setting_that_fails_is_reported_and_tried_again_by_a_later_run(
     bench: Bench,
 ) -> None:
     bench.fails = lambda setting: setting.slots > 2
-    session = bench.session()
-    await bench.run(session)
-    failed = reported(session).as_dict()["failed"]
+    found = await bench.tuned()
+    failed = found.as_dict()["failed"]
     assert {one["error"] for one in failed} == {"not enough memory"}
     assert {one["setting"]["slots"] for one in failed} == {3}
-    assert reported(session).best.setting.slots <= 2
+    assert found.best.setting.slots <= 2
     bench.fails = lambda _: False
-    again = bench.session()
-    await bench.run(again)
-    assert reported(again).best.setting.slots == 4
+    assert (await bench.tuned()).best.setting.slots == 4
 
 
 class TestRecords:
@@ -293,13 +282,6 @@ class TestRecords:
         Setting(4, 512, 256, 2, "free"), Figures(1.0, 2.0, 3.0, None, None), None, 9.5, 1e9, 0.1
     )
     FAILED = Measurement(Setting(4, 512, 256, 8, "free"), None, "no memory", 1.0, 1e9)
-
-    def test_measurements_are_read_back(self, tmp_path: Path) -> None:
-        records = MeasurementLog(tmp_path / "new" / "t.jsonl", SUBJECT)
-        assert records.read() == ([], 0)
-        records.append(self.ONE)
-        records.append(self.FAILED)
-        assert records.read() == ([self.ONE, self.FAILED], 0)
 
     def test_other_models_and_machines_are_left_alone(self, tmp_path: Path) -> None:
         ours, other = (
@@ -311,7 +293,8 @@ class TestRecords:
         assert ours.read() == ([self.ONE], 0)
 
     def test_a_line_that_a_kill_cut_short_costs_itself_only(self, tmp_path: Path) -> None:
-        records = MeasurementLog(tmp_path / "t.jsonl", SUBJECT)
+        records = MeasurementLog(tmp_path / "new" / "t.jsonl", SUBJECT)
+        assert records.read() == ([], 0)
         records.append(self.ONE)
         with records.path.open("a") as file:
             file.write('{"subject": {"mod')
@@ -348,12 +331,10 @@ class TestHistory:
             for _ in range(3):
                 history.add(setting, slots * math.exp(rng.gauss(0, 0.05)))
         assert history.noise() == pytest.approx(0.05, rel=0.15)
-
-    def test_two_equal_repeats_do_not_mean_no_noise(self) -> None:
-        history = ScoreHistory()
+        alike = ScoreHistory()
         for _ in range(2):
-            history.add(MEASURED, 30.0)
-        assert history.noise() > 0.01
+            alike.add(MEASURED, 30.0)
+        assert alike.noise() > 0.01
 
     def test_one_outlier_does_not_move_a_setting(self) -> None:
         history = ScoreHistory()
@@ -409,12 +390,10 @@ def test_the_start_is_in_the_space(two_sockets: Topology, smt: Topology) -> None
             assert getattr(start, knob) in space.values(knob)
 
 
-def test_threads_are_physical_cores_at_most(smt: Topology) -> None:
-    assert search_space(smt, context=4096, max_slots=8).threads == (2, 3, 4)
-
-
-def test_a_quota_bounds_the_threads(smt: Topology) -> None:
-    assert search_space(replace(smt, cpu_quota=2.0), context=4096, max_slots=8).threads == (1, 2)
+def test_threads_are_physical_cores_at_most_and_no_more_than_a_quota(smt: Topology) -> None:
+    for quota, threads in ((None, (2, 3, 4)), (2.0, (1, 2))):
+        machine = replace(smt, cpu_quota=quota)
+        assert search_space(machine, context=4096, max_slots=8).threads == threads
 
 
 def test_one_thread_of_each_core_is_tried_where_cores_have_several(
@@ -455,24 +434,25 @@ def test_batch_and_micro_batch_follow_each_other() -> None:
     assert start.with_knob("batch", 2048) == Setting(4, 2048, 256, 2, "free")
 
 
-class TestGoals:
-    def test_latency_is_a_request_alone_and_the_stall(self) -> None:
-        assert score(FIGURES, REQUEST, "latency") == 10 + 10 + 4
+@each_case(
+    ("goal", "changed", "seconds"),
+    [
+        ("latency", {}, 10 + 10 + 4),
+        # With one slot a request waits for its neighbour.
+        ("latency", {"stall": None}, (10 + 10) * 1.5),
+        ("throughput", {}, 10 + 100 / 16),
+        ("balanced", {}, (24 * 16.25) ** 0.5),
+    ],
+)
+def test_a_goal_is_a_number_of_seconds(
+    goal: TuningGoal, changed: dict[str, float | None], seconds: float
+) -> None:
+    figures = replace(FIGURES, **changed)  # type: ignore[arg-type]
+    assert score(figures, REQUEST, goal) == pytest.approx(seconds)
 
-    def test_with_one_slot_a_request_waits_for_its_neighbour(self) -> None:
-        alone = replace(FIGURES, stall=None)
-        assert score(alone, REQUEST, "latency") == (10 + 10) * 1.5
 
-    def test_throughput_is_time_of_a_busy_server(self) -> None:
-        assert score(FIGURES, REQUEST, "throughput") == 10 + 100 / 16
-
-    def test_balanced_prefers_the_setting_that_is_better_in_both(self) -> None:
-        better = replace(FIGURES, prefill=120.0)
-        assert score(better, REQUEST, "balanced") < score(FIGURES, REQUEST, "balanced")
-        assert score(FIGURES, REQUEST, "balanced") == pytest.approx((24 * 16.25) ** 0.5)
-
-    def test_repeats_give_medians_and_servers_give_means(self) -> None:
-        slow = Figures(80.0, 8.0, 14.0, 6.0, 100)
-        fast = Figures(120.0, 30.0, 20.0, 1.0, 300)
-        assert median_figures([FIGURES, slow, fast]) == Figures(100.0, 10.0, 16.0, 4.0, 300)
-        assert combine_servers([slow, fast]) == Figures(100.0, 19.0, 17.0, 6.0, 400)
+def test_repeats_give_medians_and_servers_give_means() -> None:
+    slow = Figures(80.0, 8.0, 14.0, 6.0, 100)
+    fast = Figures(120.0, 30.0, 20.0, 1.0, 300)
+    assert median_figures([FIGURES, slow, fast]) == Figures(100.0, 10.0, 16.0, 4.0, 300)
+    assert combine_servers([slow, fast]) == Figures(100.0, 19.0, 17.0, 6.0, 400)
