@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
-import json
 import math
 import random
 import re
@@ -44,8 +42,6 @@ from tests.nodes.build import (
     seconds_per_token,
     take,
 )
-from tests.transport.pool_client import pool_client
-from tests.virtual import in_virtual_time, now
 
 
 def timings(prompt: float = 100, tps: float = 50.0, predicted: float = 32) -> dict[str, object]:
@@ -214,14 +210,6 @@ def test_a_node_with_false_timings_gets_no_more_than_its_hint() -> None:
     assert liar.speed.expected_prefill_tps == pytest.approx(honest.speed.expected_prefill_tps)
 
 
-def test_a_node_whose_timings_become_false_keeps_its_true_speed() -> None:
-    speed = Speed()
-    learn_at(speed, 1, 0.1)
-    for _ in range(50):
-        learn_timings(speed, {"predicted_n": 100, "predicted_ms": 10}, ObservedTiming(11, 1))
-    assert speed.decode_tps == pytest.approx(10, rel=0.1)
-
-
 def test_a_change_of_the_assumed_speed_changes_the_version() -> None:
     node, other = a_node(), a_node()
     compare_speeds([node, other])
@@ -275,52 +263,6 @@ def test_the_expected_speed_stays_finite_and_positive(
         assert 0 < speed.token_base < math.inf
         assert 0 <= speed.token_step < math.inf
         assert 0 < seconds_per_token(speed, 8) < math.inf
-
-
-@pytest.mark.slow
-@in_virtual_time
-async def test_the_true_speed_is_learnt_though_prefills_stall_the_decodes() -> None:
-    """First one client, then four at once; plain ratios of the timings would be wrong by a half."""
-    rng, prefill, decode, step = random.Random(3), 3000, 200, 0.001
-    server = EmulatedNode(
-        slots=4,
-        prefill_tps=prefill,
-        decode_tps=decode,
-        decode_step=step,
-        batch=256,
-        prefill_stalls=True,
-        answer_tokens=lambda _: rng.randint(10, 120),
-    )
-
-    async def ask(fleet: Running) -> None:
-        node, told = fleet["a"], ""
-        lease = take(node)
-        words = " ".join(str(rng.random()) for _ in range(rng.choice([2, 5, 20, 60])))
-        body = {"messages": [{"role": "user", "content": words}], "stream": True}
-        path, client = "/v1/chat/completions", pool_client(lease.upstream)
-        async with client.stream("POST", path, json=body, timeout=60) as response:
-            async for line in response.aiter_lines():
-                if '"content":"' in line and lease.last_content_at is None:
-                    lease.content_received(now())
-                if '"timings"' in line:
-                    told = line.removeprefix("data: ")
-        lease.release()
-        fleet.fleet.learn_speed(
-            node, sample_from_timings(json.loads(told)["timings"], lease.observed_timing())
-        )
-
-    async def client(fleet: Running, requests: int) -> None:
-        for _ in range(requests):
-            await ask(fleet)
-
-    async with server, a_fleet(a_spec(url=server.url), interval=600) as fleet:
-        await client(fleet, 6)
-        await asyncio.gather(*(client(fleet, 8) for _ in range(4)))
-        speed = fleet["a"].speed
-        assert speed.expected_prefill_tps == pytest.approx(prefill, rel=0.3)
-        assert speed.token_base == pytest.approx(1 / decode, rel=0.25)
-        assert seconds_per_token(speed, 4) == pytest.approx(1 / decode + 3 * step, rel=0.3)
-        assert "degraded" not in fleet.states("a")
 
 
 # A line through noisy measurements.
@@ -638,15 +580,6 @@ def test_a_degraded_node_without_requests_counts_as_recovered_after_a_while() ->
     assert work.does(3, speed=0.25)[-1]
 
 
-def test_a_node_that_recovered_so_stays_so_if_it_is_fast() -> None:
-    work = Work()
-    work.does(30)
-    work.does(12, speed=0.25)
-    work.now += DEGRADED_STALE
-    work.pace.refresh(work.now)
-    assert not any(work.does(10))
-
-
 def test_a_new_process_keeps_the_baselines_and_another_model_none() -> None:
     work = Work()
     work.does(30)
@@ -676,23 +609,16 @@ def test_what_proves_nothing_is_no_degradation(prefill: TokenTime, decode: Token
     assert not work.pace.degraded
 
 
-def works(
-    fleet: Running, clock: Clock, times: int, per_token: float, *, timed: bool = True
-) -> NodeState:
-    """So many answers take so long a token; the node's state then. `timed`: it tells timings."""
+def works(fleet: Running, clock: Clock, times: int, per_token: float) -> NodeState:
+    """So many answers take so long a token; the node's state then."""
     node = fleet["a"]
     for _ in range(times):
         lease = take(node)
         lease.content_received(clock.passes(1))
         clock.passes(40 * per_token)
         lease.release()
-        if timed:
-            timings = {"predicted_n": 40, "predicted_ms": 40_000 * per_token}
-            fleet.fleet.learn_speed(node, sample_from_timings(timings, lease.observed_timing()))
-        else:
-            seen = lease.observed_timing()
-            assert seen is not None
-            fleet.fleet.learn_speed(node, sample_from_clock(300, 100, 41, seen))
+        timings = {"predicted_n": 40, "predicted_ms": 40_000 * per_token}
+        fleet.fleet.learn_speed(node, sample_from_timings(timings, lease.observed_timing()))
     return fleet.state("a")
 
 
@@ -710,19 +636,6 @@ async def test_becoming_degraded_and_recovering_are_published() -> None:
         assert change.reason.startswith("writes at 20% of its usual speed (2 tokens/s instead of")
         assert works(fleet, clock, 12, 0.1) is NodeState.READY
         assert fleet.states("a")[-2:] == ["degraded", "ready"]
-
-
-async def test_an_endpoint_without_timings_is_judged_by_our_clock() -> None:
-    clock = Clock()
-    async with (
-        EmulatedNode() as server,
-        a_fleet(a_spec(url=server.url, kind="openai"), clock=clock, interval=600_000) as fleet,
-    ):
-        works(fleet, clock, 20, 0.1, timed=False)
-        speed = fleet["a"].speed
-        assert (speed.decode_tps, speed.prefill_tps) == pytest.approx((10, 200))
-        assert works(fleet, clock, 12, 0.5, timed=False) is NodeState.DEGRADED
-        assert fleet["a"].reason.endswith("look at the endpoint's load and its rate limits")
 
 
 rates = st.none() | st.builds(

@@ -98,13 +98,6 @@ def test_an_unknown_wait_does_not_count() -> None:
     assert admission.refusal(NORMAL, 5, 80.0, 5.0) is None
 
 
-def test_a_reload_changes_the_limits() -> None:
-    admission = an_admission(queue={"max": 3})
-    assert admission.limits[URGENT].most_waiting <= 3
-    admission.configure(Settings.model_validate({"queue": {"max": 4}}))
-    assert admission.limits[URGENT].most_waiting > 3
-
-
 def test_a_deadline_bounds_the_wait_and_is_refused_at_once_if_it_cannot_be_met() -> None:
     admission = an_admission(queue={"max_wait": 100})
     request = a_request()
@@ -222,15 +215,6 @@ async def test_the_newest_of_the_largest_caller_is_shed_but_no_retry() -> None:
         assert [busy.outcome(one) for one in (early, retried)] == ["queue_full", "waits"]
 
 
-@each_case("theirs", list(Priority))
-async def test_a_flood_takes_room_from_no_class_of_another_caller(theirs: Priority) -> None:
-    async with BusyNode(max=20) as busy:
-        for _ in range(40):
-            await busy.send(of("a"))
-        for _ in range(5):
-            assert await busy.send(of("b", priority=theirs)) == "waits"
-
-
 async def test_of_the_largest_caller_the_lowest_class_is_shed_first() -> None:
     async with BusyNode(max=4) as busy:
         urgent = of("a", priority=Priority.URGENT)
@@ -315,16 +299,6 @@ async def test_a_key_that_names_its_users_has_one_share_which_they_divide() -> N
         for _ in range(5):
             assert await busy.send(of("web", "ben")) == "waits"
         assert busy.waiting("user") == {"web/anna": 9, "web/ben": 5}
-
-
-async def test_the_scheduler_has_room_while_a_new_caller_would_get_a_place() -> None:
-    async with BusyNode(max=2) as busy:
-        for _ in range(2):
-            await busy.send(of("a"))
-        assert busy.scheduler.has_room()
-        await busy.send(of("b"))
-        assert busy.waiting() == {"a": 1, "b": 1}
-        assert not busy.scheduler.has_room()
 
 
 async def test_requests_that_have_left_are_not_counted() -> None:

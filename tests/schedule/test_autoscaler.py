@@ -13,7 +13,6 @@ from pathlib import Path
 from socket import socket
 from typing import Any
 
-import httpx
 import pytest
 from pydantic import SecretStr
 
@@ -27,11 +26,11 @@ from gateway.nodes.node import NodeState
 from gateway.schedule.autoscaler import MOST_OUTPUT, run_hook
 from tests.each_case import each_case
 from tests.emulator import EmulatedNode
-from tests.gateways import NO_TLS, Running, running_gateway, until
+from tests.gateways import Running, running_gateway, until
 from tests.schedule import machine
 from tests.schedule.cloud import Cloud
 from tests.schedule.standby_site import MODEL, ask, metrics, order, settings, shown, until_state
-from tests.virtual import in_virtual_time, now
+from tests.virtual import in_virtual_time
 
 LEFT, RIGHT = new_key("left"), new_key("right")
 
@@ -149,24 +148,6 @@ async def test_a_restarted_gateway_finds_the_running_nodes(tmp_path: Path) -> No
 
 
 @in_virtual_time
-async def test_a_drained_standby_node_is_left_alone_until_it_is_resumed(tmp_path: Path) -> None:
-    async with Cloud() as cloud:
-        spare = cloud.machine("spare")
-        async with running_gateway(
-            tmp_path, [cloud.node("spare")], settings(), wait_ready=False
-        ) as running:
-            await until_state(running, "spare", NodeState.STANDBY)
-            assert (await ask(running)).status_code == 200
-            await order(running, "nodes/spare/drain")
-            assert (await shown(running, "spare"))["state"] == "draining"
-            await asyncio.sleep(10.0)  # far more than `stop_after`
-            assert spare.orders == ["start"]
-            await order(running, "nodes/spare/resume")
-            await until_state(running, "spare", NodeState.STANDBY)
-            assert spare.orders == ["start", "stop"]
-
-
-@in_virtual_time
 async def test_a_node_finishes_its_requests_before_it_is_stopped(tmp_path: Path) -> None:
     async with Cloud() as cloud, EmulatedNode(slots=2, model=MODEL) as base:
         spare = cloud.machine("spare", decode_tps=20.0, answer_tokens=100)
@@ -190,28 +171,6 @@ async def test_a_node_finishes_its_requests_before_it_is_stopped(tmp_path: Path)
             assert answer.json()["usage"]["completion_tokens"] == 80
             await until_state(running, "spare", NodeState.STANDBY)
         assert spare.orders == ["start", "stop"]
-
-
-@in_virtual_time
-async def test_a_node_with_work_of_other_clients_is_not_stopped(tmp_path: Path) -> None:
-    async with Cloud() as cloud:
-        spare = cloud.machine("spare", decode_tps=20.0, answer_tokens=100)
-        async with running_gateway(
-            tmp_path, [cloud.node("spare")], settings(), wait_ready=False
-        ) as running:
-            await until_state(running, "spare", NodeState.STANDBY)
-            assert (await ask(running, tokens=2)).status_code == 200
-            # Another client, past the gateway.
-            began = now()
-            async with httpx.AsyncClient(
-                base_url=spare.url, trust_env=False, verify=NO_TLS
-            ) as other:
-                body = {"messages": [{"role": "user", "content": "story"}], "max_tokens": 80}
-                answer = await other.post("/v1/chat/completions", json=body, timeout=30)
-            assert answer.json()["usage"]["completion_tokens"] == 80
-            assert now() - began > 3.0  # more than `stop_after`
-            assert spare.orders == ["start"]
-            await until_state(running, "spare", NodeState.STANDBY)
 
 
 @in_virtual_time

@@ -349,19 +349,6 @@ def test_the_lowest_class_waits_no_longer_than_the_bound(flood: Priority) -> Non
         assert placed[queued].placed_at - queued.received_at <= bound
 
 
-def test_without_overdue_requests_the_class_decides_alone() -> None:
-    sim = QueueSimulation((1,))
-    (running,) = sim.fill()
-    low = [sim.arrive(priority=Priority.BATCH)[0] for _ in range(3)]
-    high = [sim.arrive(priority=Priority.URGENT)[0] for _ in range(20)]
-    order = []
-    for i in range(20):
-        (running,) = sim.finish(running, i / 10)
-        order.append(running)
-    assert set(order) == set(high)
-    assert sim.waiting() == low
-
-
 def test_callers_of_one_class_share_fairly_however_long_one_of_them_has_waited() -> None:
     sim = QueueSimulation((1,), DispatchRules(overdue_after=dict.fromkeys(Priority, 30.0)))
     (running,) = sim.fill()

@@ -268,7 +268,6 @@ async def test_nodes_of_other_models_have_a_reserve_of_their_own() -> None:
         assert (room.slots, room.free) == (2, 2)
     leases = [lease_at_once(scheduler, a_request("y", priority=BATCH)) for _ in range(2)]
     assert {lease.node.name for lease in leases} == {"d"}
-    scheduler.close()
 
 
 async def test_each_pool_has_a_reserve_of_its_own() -> None:
@@ -282,4 +281,3 @@ async def test_each_pool_has_a_reserve_of_its_own() -> None:
         lease = lease_at_once(scheduler, request)
         assert lease.node.name == name
         assert scheduler.batch_room(("demo",), 0.0, node_labels=labels).slots == 2
-    scheduler.close()

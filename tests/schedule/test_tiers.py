@@ -8,7 +8,7 @@ import math
 import random
 from collections import Counter
 from collections.abc import AsyncIterator, Mapping, Sequence
-from contextlib import AsyncExitStack, asynccontextmanager, suppress
+from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -281,20 +281,6 @@ def test_nothing_is_admitted_beside_an_unbounded_reservation(boundless: float) -
     assert budget.reserve(0.0, 0.0) is None
     first.settle(3.0, happened=True, now=1.0)
     reserved(budget, 1.0, 0.0)
-
-
-def test_spending_is_counted_over_a_change_of_settings() -> None:
-    budget = money(10.0)
-    reserved(budget, 0.0, 6.0).settle(6.0, happened=True, now=0.0)
-    held = reserved(budget, 0.0, 3.0)
-    budget.configure(SpillSettings(window=WINDOW, money_per_hour=9 * 3600 / WINDOW))
-    assert budget.reserve(1.0, 0.01) is None
-    held.settle(0.5, happened=True, now=1.0)
-    reserved(budget, 1.0, 0.01).cancel()
-    budget.configure(SpillSettings(window=WINDOW, money_per_hour=6 * 3600 / WINDOW))
-    assert budget.reserve(1.0, 0.01) is None
-    assert budget.reserve(59.0, 0.01) is None
-    reserved(budget, 61.0, 0.01)
 
 
 @dataclass
@@ -585,19 +571,6 @@ async def test_premium_goes_to_the_gpu_which_is_asked_only_for_its_models_and_an
 
 
 @in_virtual_time
-async def test_premium_falls_back_to_the_cpu_while_the_gpu_is_full(tmp_path: Path) -> None:
-    gpu = Endpoint(token=0.1, tokens=8)
-    settings = {"hybrid": {"wait": 0}}
-    async with a_site(tmp_path, gpu, [a_cpu()], settings=settings, slots=1) as site:
-        first = asyncio.create_task(site.ask("premium", max_tokens=8))
-        await until(lambda: gpu.running == 1)
-        second = await site.ask("premium")
-        assert (second.status, second.tier, second.fallback) == (200, "cpu", "gpu_full")
-        assert (await first).tier == "gpu"
-        assert gpu.peak == 1
-
-
-@in_virtual_time
 async def test_a_gpu_that_is_down_is_named_as_the_fallback_reason(tmp_path: Path) -> None:
     async with a_site(tmp_path, Endpoint(), [a_cpu()]) as site:
         await site.gpu.kill()
@@ -718,24 +691,6 @@ async def test_each_class_keeps_to_its_tiers_and_spill_over_to_its_budget(tmp_pa
         assert tiers(await site.asked(3, "batch")) == {"cpu": 3}
 
 
-@pytest.mark.slow
-@in_virtual_time
-async def test_a_request_that_did_not_happen_is_not_charged(tmp_path: Path) -> None:
-    gpu = Endpoint(places=0, refuse=True, retry_after="0")
-    settings = spilling(money_per_hour=0.01)
-    cost = {"prompt": 0, "completion": 1000}
-    async with a_site(
-        tmp_path, gpu, [a_cpu(**SLOW_HYBRID)], settings=settings, cost_per_million_tokens=cost
-    ) as site:
-        answers = await site.asked(10)
-        assert all(answer.whole for answer in answers)
-        assert tiers(answers) == {"cpu": 10}
-        assert gpu.statuses[429] > 0
-        shown = site.running.gateway.scheduler.tier_policy.view(now())["spill"]
-        assert isinstance(shown, dict)
-        assert (shown["paid"], shown["reserved"], shown["running"]) == (0.0, 0.0, 0)
-
-
 # Endpoints that report little.
 
 
@@ -759,17 +714,6 @@ async def test_a_stream_without_finish_reason_and_done_ended_early(tmp_path: Pat
         answer = await site.ask("premium", stream=True)
         assert "ended too early" in answer.text
         assert "[DONE]" not in answer.text
-
-
-@in_virtual_time
-async def test_a_wrong_key_is_reported_and_the_cpu_serves(tmp_path: Path) -> None:
-    async with a_site(tmp_path, Endpoint(), [a_cpu()], key="wrong", model=None) as site:
-        shown = await site.node()
-        assert shown["state"] == "down"
-        assert "refuses our key (401 on /v1/models)" in shown["reason"]
-        assert "api_key_file" in shown["reason"]
-        answer = await site.ask("premium")
-        assert (answer.status, answer.tier) == (200, "cpu")
 
 
 @in_virtual_time
@@ -807,24 +751,6 @@ async def test_a_clients_own_organization_does_not_lock_out_others(tmp_path: Pat
 
 @pytest.mark.slow
 @in_virtual_time
-async def test_a_pause_requested_by_the_endpoint_is_kept(tmp_path: Path) -> None:
-    gpu = Endpoint(places=1, refuse=True, retry_after="1", first=0.2)
-    async with a_site(tmp_path, gpu, [a_cpu(slots=4)]) as site:
-        answers = await site.asked(4, "premium")
-        assert all(answer.whole for answer in answers)
-        refused = gpu.refused_at[-1]
-        reasons = Counter(answer.fallback for answer in answers)
-        assert reasons["gpu_failed"] >= 1
-        late = [await site.ask("premium") for _ in range(3)]
-        assert {answer.fallback for answer in late} == {"gpu_limited"}
-        assert "refused work" in (await site.node())["reason"]
-        await until(lambda: not site.running.gateway.fleet.nodes["gpu"].paused(now()))
-        assert (await site.ask("premium")).tier == "gpu"
-        assert [came for came in gpu.came_at if refused < came < refused + 0.9] == []
-
-
-@pytest.mark.slow
-@in_virtual_time
 async def test_the_limit_of_an_endpoint_is_learnt_and_no_premium_request_fails(
     tmp_path: Path,
 ) -> None:
@@ -843,49 +769,3 @@ async def test_the_limit_of_an_endpoint_is_learnt_and_no_premium_request_fails(
         assert tiers(answers)["gpu"] > 20
         late = [when for when in gpu.refused_at if when > stop - 2.0]
         assert len(late) <= 4
-
-
-@in_virtual_time
-async def test_other_classes_wait_for_ejected_cpu_nodes(tmp_path: Path) -> None:
-    settings = {"retries": {"wait_for_node": 0.2}}
-    async with a_site(tmp_path, Endpoint(), [a_cpu()], settings=settings) as site:
-        await site.cpus[0].kill()
-        await until(lambda: site.running.gateway.fleet.nodes["cpu-0"].state.value == "down")
-        answer = await site.ask("normal")
-        assert (answer.status, site.gpu.seen) == (503, [])
-        assert "no_node" in answer.text
-        assert (await site.ask("premium")).tier == "gpu"
-
-
-@pytest.mark.slow
-@in_virtual_time
-async def test_nothing_stays_reserved_after_disconnects_and_deaths(tmp_path: Path) -> None:
-    gpu = Endpoint(first=0.05, token=0.02, tokens=8)
-    settings = spilling(share=1, money_per_hour=1)
-    cost = {"prompt": 1, "completion": 1}
-    rng = random.Random(7)
-    async with a_site(
-        tmp_path, gpu, [a_cpu(**SLOW_HYBRID)], settings=settings, cost_per_million_tokens=cost
-    ) as site:
-
-        async def client(number: int) -> None:
-            with suppress(TimeoutError):
-                async with asyncio.timeout(rng.uniform(0.02, 1.2)):
-                    await site.ask(stream=number % 2 == 0, max_tokens=8)
-
-        clients = []
-        for number in range(80):
-            clients.append(asyncio.create_task(client(number)))
-            await asyncio.sleep(0.01)
-            if number == 40:
-                await gpu.kill()
-                await gpu.open()
-        await asyncio.gather(*clients)
-
-        def shown() -> Any:
-            return site.running.gateway.scheduler.tier_policy.view(now())["spill"]
-
-        await until(lambda: shown()["running"] == 0)
-        assert shown()["reserved"] == 0.0
-        assert shown()["spilled"] > 0
-        assert shown()["paid"] > 0.0
