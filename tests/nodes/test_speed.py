@@ -414,15 +414,6 @@ def test_an_endpoint_without_timings_is_measured_by_our_clock() -> None:
     assert bounds(embedding.prefill) == pytest.approx((2, 2))
 
 
-@pytest.mark.parametrize("bad", [math.nan, math.inf, -1.0])
-def test_impossible_times_of_our_clock_are_ignored(bad: float) -> None:
-    assert sample_from_clock(250, 50, 80, ObservedTiming(bad)) == SpeedSample()
-    assert sample_from_clock(bad, 50, 80, ObservedTiming(10)) == SpeedSample()
-    assert sample_from_timings(
-        timings_of(), ObservedTiming(10, 2, stalled_seconds=bad)
-    ) == sample_from_timings(timings_of())
-
-
 anything: Any = st.floats() | st.integers() | st.none() | st.text(max_size=3) | st.booleans()
 seconds = st.floats() | st.floats(0, 1e4)
 KEYS = ["cache_n", "prompt_n", "prompt_ms", "predicted_n", "predicted_ms"]

@@ -50,21 +50,6 @@ def batch(scheduler: Scheduler, count: int) -> None:
         lease_at_once(scheduler, a_request(priority=Priority.BATCH))
 
 
-async def test_the_reserve_is_no_room() -> None:
-    scheduler = a_scheduler(node("a", slots=4), node("b", slots=4), classes=RESERVE)
-    assert room(scheduler) == (4, 4, 0, 0, 0)
-    batch(scheduler, 4)
-    assert room(scheduler) == (4, 0, 0, 0, 0)
-    assert scheduler.lease_now(a_request(priority=Priority.BATCH)) is None
-
-
-async def test_a_higher_class_in_the_slots_of_batch_leaves_it_less() -> None:
-    scheduler = a_scheduler(node("a", slots=4), classes=RESERVE)
-    for _ in range(3):
-        lease_at_once(scheduler, a_request())
-    assert room(scheduler) == (2, 0, 0, 0, 0)
-
-
 async def test_what_is_expected_to_end_is_room_soon() -> None:
     scheduler = a_scheduler(node("a", slots=2))
     batch(scheduler, 2)
@@ -186,19 +171,6 @@ def test_no_other_choice_repeats_less(
     by_id = {one.lease_id: one.repetition_seconds for one in candidates}
     if costs:
         assert sum(by_id[one] for one in chosen) <= min(costs) + 1e-9
-
-
-@given(CLASSES, MISSING, CANDIDATES)
-def test_the_order_in_which_they_run_decides_nothing(
-    priority: Priority, missing: dict[int, int], candidates: list[YieldCandidate]
-) -> None:
-    cost = {one.lease_id: one.repetition_seconds for one in candidates}
-    one, other = (
-        choose_yields(priority, missing, those) for those in (candidates, candidates[::-1])
-    )
-    assert sorted(cost[lease_id] for lease_id in one) == sorted(
-        cost[lease_id] for lease_id in other
-    )
 
 
 AGAIN = {"times_yielded": 1, "decode_seconds": LEAST_DECODE_SECONDS - 0.1}

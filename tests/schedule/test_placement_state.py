@@ -114,8 +114,7 @@ def test_the_figures_of_a_row_are_made_anew_after_each_change(change: Change) ->
     [row] = sim.rows
     row.set_speed(100.0, 0.1, 0.01)
     row.set_pool(8000, 0)
-    _, placement = sim.arrive()
-    assert placement is not None
+    placement = sim.placed()
     before = figures_of(row)
     change(sim, row, placement)
     assert figures_of(row) != before
@@ -202,8 +201,7 @@ def test_others_go_to_the_reserved_nodes_as_nobody_holds_them_up_there(nodes: in
     for _ in range(nodes):
         sim.arrive(priority=BATCH)
     for number in range(nodes // 2):
-        _, placement = sim.arrive()
-        assert placement is not None
+        placement = sim.placed()
         assert placement.row.kept_from_batch
         assert len(placement.row.running) == 1, number
 
@@ -218,8 +216,7 @@ def test_batch_takes_the_same_rows_whether_one_or_numpy_looks() -> None:
 def test_a_request_that_can_go_nowhere_else_takes_an_idle_reserved_node() -> None:
     sim = QueueSimulation((2, 2), DispatchRules(batch_reserve=0.5))
     assert [row.kept_from_batch for row in sim.rows] == [True, False]
-    _, placement = sim.arrive(priority=BATCH, excluded={1})
-    assert placement is not None
+    placement = sim.placed(priority=BATCH, excluded={1})
     assert placement.row is sim.rows[0]
     waits, none = sim.arrive(priority=BATCH, excluded={1})
     assert none is None
@@ -246,8 +243,7 @@ def test_when_the_reserved_node_is_gone_another_is_reserved() -> None:
 def test_batch_does_not_wait_for_the_cache_of_a_reserved_node() -> None:
     sim = QueueSimulation((1, 1), DispatchRules(batch_reserve=0.5))
     sim.arrive(excluded={1})
-    _, placement = sim.arrive(priority=BATCH, prompt_tokens=5000.0, cached={0: 4999.0})
-    assert placement is not None
+    placement = sim.placed(priority=BATCH, prompt_tokens=5000.0, cached={0: 4999.0})
     assert placement.row is sim.rows[1]
 
 

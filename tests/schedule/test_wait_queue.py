@@ -105,8 +105,7 @@ def test_ten_times_the_requests_get_a_caller_no_more_tokens(seed: int) -> None:
 
 def test_the_charge_is_replaced_by_the_real_usage() -> None:
     sim = QueueSimulation((1,))
-    _, lucky = sim.arrive(fairness_key="lucky", prompt_tokens=1e6, completion_tokens=1e5)
-    assert lucky is not None
+    lucky = sim.placed(fairness_key="lucky", prompt_tokens=1e6, completion_tokens=1e5)
     sim.arrive(fairness_key="lucky")
     other, _ = sim.arrive(fairness_key="other")
     sim.running.remove(lucky)
