@@ -50,6 +50,14 @@ def batch(scheduler: Scheduler, count: int) -> None:
         lease_at_once(scheduler, a_request(priority=Priority.BATCH))
 
 
+async def test_the_reserve_is_no_room() -> None:
+    scheduler = a_scheduler(node("a", slots=4), node("b", slots=4), classes=RESERVE)
+    assert room(scheduler) == (4, 4, 0, 0, 0)
+    batch(scheduler, 4)
+    assert room(scheduler) == (4, 0, 0, 0, 0)
+    assert scheduler.lease_now(a_request(priority=Priority.BATCH)) is None
+
+
 async def test_what_is_expected_to_end_is_room_soon() -> None:
     scheduler = a_scheduler(node("a", slots=2))
     batch(scheduler, 2)

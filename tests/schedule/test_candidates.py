@@ -21,6 +21,8 @@ from tests.schedule.build import (
     failed_on,
     node,
     refused_by,
+    settle,
+    start_lease,
     take_lease,
 )
 
@@ -228,6 +230,18 @@ def put(scheduler: Scheduler, *nodes: Node) -> None:
         fleet.nodes[one.name] = one
     fleet.model_index.set_nodes(nodes)
     scheduler.capacity_changed()
+
+
+async def test_a_new_node_serves_waiting_requests(three: tuple[Scheduler, list[Node]]) -> None:
+    scheduler, nodes = three
+    leases = [(await take_lease(scheduler, a_request()))[0] for _ in nodes]
+    waiting = await start_lease(scheduler, a_request())
+    put(scheduler, *nodes, node("d", slots=1))
+    await settle()
+    assert waiting.result()[0].node.name == "d"
+    for lease in [*leases, waiting.result()[0]]:
+        lease.release()
+    check_rows(scheduler)
 
 
 async def test_leases_of_a_removed_node_end_there_though_its_index_is_reused(
