@@ -105,21 +105,18 @@ async def test_the_lease_of_a_request_ends_a_calibration_and_never_waits_for_it(
     "keys",
     [{"embeddings": True}, {"embeddings": True, "rerank": True}, {"rerank": True}],
 )
-def test_nodes_that_write_nothing_are_calibrated_by_what_they_read(keys: Any) -> None:
-    @in_virtual_time
-    async def run() -> None:
-        declared: dict[str, Any] = {} if "embeddings" in keys else {"endpoints": ["rerank"]}
-        async with (
-            EmulatedNode(slots=1, **HALF, **keys) as server,
-            calibrated(a_spec(url=server.url, **declared)) as (running, ended),
-        ):
-            await running.until(lambda: bool(ended))
-            assert (ended[0].outcome, ended[0].decode_tps) == ("done", None)
-            assert len(set(paths(server))) == 1
-            assert paths(server)[0] != "/completion"
-            assert running["a"].speed.expected_prefill_tps == pytest.approx(200, rel=0.2)
-
-    run()
+@in_virtual_time
+async def test_nodes_that_write_nothing_are_calibrated_by_what_they_read(keys: Any) -> None:
+    declared: dict[str, Any] = {} if "embeddings" in keys else {"endpoints": ["rerank"]}
+    async with (
+        EmulatedNode(slots=1, **HALF, **keys) as server,
+        calibrated(a_spec(url=server.url, **declared)) as (running, ended),
+    ):
+        await running.until(lambda: bool(ended))
+        assert (ended[0].outcome, ended[0].decode_tps) == ("done", None)
+        assert len(set(paths(server))) == 1
+        assert paths(server)[0] != "/completion"
+        assert running["a"].speed.expected_prefill_tps == pytest.approx(200, rel=0.2)
 
 
 @in_virtual_time

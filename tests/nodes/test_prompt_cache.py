@@ -153,13 +153,6 @@ def test_what_changes_between_the_look_up_and_the_start_counts(
     assert scene.cache.nodes[row].running[id(prompt)].predicted == predicted
 
 
-def test_of_the_slot_of_a_request_without_usage_nothing_is_known() -> None:
-    scene = Scene()
-    scene.ran("sab")
-    scene.cache.request_dropped(0, scene.begun("sabc"))
-    assert scene.cached("sabc") == 0
-
-
 def test_volatile_lines_that_a_server_reads_lower_predictions_for_such_prompts_only() -> None:
     scene = Scene(slots=2)
     scene.ran("wxyz")
@@ -288,25 +281,6 @@ def test_a_forgotten_row_may_be_used_again() -> None:
     assert scene.cache.lookup(a_prompt("wxyza")).cached == {}, "it ran on the node before"
     scene.cache.forget_node(1)
     assert len(scene.cache.tree._edges) == 0
-
-
-def test_a_row_that_was_never_sized_caches_nothing() -> None:
-    cache = FleetPromptCache()
-    prompt = a_prompt("abcd")
-    cache.request_placed(7, prompt)
-    cache.request_finished(7, prompt, 400, 0, 0)
-    cache.request_dropped(7, prompt)
-    cache.forget_node(7)
-    assert cache.lookup(prompt).cached == {}
-
-
-def test_with_fewer_slots_the_other_prompts_go_to_host_memory() -> None:
-    scene = Scene(slots=3)
-    for words in ("aaaa", "bbbb", "cccc"):
-        scene.ran(words)
-    scene.cache.resize(0, 1)
-    node = scene.cache.nodes[0]
-    assert (len(node.slot_prompts), len(node.host_prompts)) == (1, 2)
 
 
 @each_case("lie", [math.nan, -1.0, 0.0, math.inf])
@@ -532,15 +506,6 @@ def test_the_tree_finds_how_far_each_row_agrees(
     for held, _ in kept:
         tree.remove(held)
     assert len(tree._edges) == 0
-
-
-def test_a_long_prompt_is_one_edge() -> None:
-    tree = PromptTree()
-    tree.add(CachedPrompt(0, None, 1.0, 0.0, ends_on_block=True), chain(range(500)))
-    tree.add(CachedPrompt(1, None, 1.0, 0.0, ends_on_block=True), chain(range(500)))
-    assert len(tree._edges) == 1
-    tree.add(CachedPrompt(1, None, 1.0, 0.0, ends_on_block=True), chain([*range(300), 7]))
-    assert len(tree._edges) == 3
 
 
 def test_a_prompt_without_ends_has_blocks_of_one_size() -> None:

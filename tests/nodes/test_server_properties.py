@@ -47,22 +47,19 @@ json = st.recursive(
 )
 
 
-def test_props_report_slots_context_build_template_and_modalities() -> None:
+def test_what_props_and_models_report_is_kept_when_a_later_answer_leaves_it_out() -> None:
     facts = ServerProperties()
     facts.read_props(PROPS)
-    assert (facts.slots, facts.context, facts.build) == (2, 4096, "b11549")
-    assert (facts.vision, facts.audio, facts.slots_endpoint) == (False, True, True)
-    assert facts.models == ("demo",)
-    assert facts.template is not None
-    assert "messages" not in facts.template
-
-
-def test_models_report_names_and_size() -> None:
-    facts = ServerProperties()
     facts.read_models(MODELS)
-    assert facts.models == ("demo",)
-    assert (facts.n_params, facts.size, facts.ftype) == (900, 3500, "all F32")
-    assert (facts.context, facts.trained_context) == (4096, 8192)
+    for _ in range(2):
+        assert (facts.slots, facts.context, facts.build) == (2, 4096, "b11549")
+        assert (facts.vision, facts.audio, facts.slots_endpoint) == (False, True, True)
+        assert (facts.n_params, facts.size, facts.ftype) == (900, 3500, "all F32")
+        assert (facts.models, facts.trained_context) == (("demo",), 8192)
+        assert facts.template is not None
+        assert "messages" not in facts.template
+        facts.read_props({})
+        facts.read_models({})
 
 
 def test_a_model_has_the_names_that_its_server_answers_to() -> None:
@@ -120,15 +117,6 @@ def test_an_endpoint_that_tells_its_context_by_max_model_len_is_believed() -> No
     assert facts.context == 512  # several models: no single figure is true
     facts.read_models({"data": [{**entry, "max_model_len": -1}]})
     assert facts.context == 512
-
-
-def test_values_that_a_later_answer_leaves_out_are_kept() -> None:
-    facts = ServerProperties()
-    facts.read_props(PROPS)
-    facts.read_models(MODELS)
-    facts.read_props({})
-    facts.read_models({})
-    assert (facts.slots, facts.models, facts.n_params) == (2, ("demo",), 900)
 
 
 def test_another_model_is_another_version() -> None:

@@ -187,14 +187,6 @@ def test_concurrent_prefills_count_at_their_best() -> None:
     assert speed.prefill_tps == pytest.approx(600, rel=0.05)
 
 
-def test_a_decode_stalled_by_other_prefills_does_not_make_a_node_slow() -> None:
-    speed = Speed()
-    for _ in range(50):
-        told = {"predicted_n": 40, "predicted_ms": 6000}
-        learn_timings(speed, told, ObservedTiming(7, 1, busy_slots=2, stalled_seconds=4))
-    assert seconds_per_token(speed, 2) == pytest.approx(0.05, rel=0.1)
-
-
 def test_a_node_with_false_timings_gets_no_more_than_its_hint() -> None:
     """Its timings are a thousand times too short; our clock shows 10 s for a hundred tokens."""
     liar, honest = a_node(), a_node()
@@ -289,16 +281,6 @@ def test_the_first_measurement_is_believed_with_the_usual_slope() -> None:
     assert (line.level, line.slope) == pytest.approx((1.0, 0.2))
 
 
-def test_a_line_is_found_under_noise() -> None:
-    trend, rng = a_trend(), random.Random(7)
-    for _ in range(300):
-        x = rng.uniform(0, 3)
-        exactly(trend, x, (2 + 0.8 * x) * rng.lognormvariate(0, 0.15))
-    line = line_of(trend)
-    assert line.level == pytest.approx(2, rel=0.12)
-    assert line.slope == pytest.approx(0.8, rel=0.25)
-
-
 @each_case(
     ("before", "learnt", "times", "level", "within"),
     [
@@ -319,13 +301,6 @@ def test_what_differs_moves_it_when_it_lasts(
     for low, high in [(1, 1)] * before + [learnt] * times:
         trend.learn(0, low, high, 40)
     assert line_of(trend).level == pytest.approx(level, rel=within)
-
-
-def test_an_interval_moves_it_to_its_nearer_end_at_most_at_once() -> None:
-    trend = a_trend()
-    exactly(trend, 0, 1)
-    trend.learn(0, 2, 4, 1000)
-    assert 1 < line_of(trend).level <= 2
 
 
 def test_a_first_interval_that_is_too_wide_is_ignored() -> None:
@@ -471,23 +446,6 @@ class Work:
         return states
 
 
-def test_a_usual_speed_learnt_beside_supposed_stalls_makes_no_node_look_degraded() -> None:
-    def learn(times: int, low: float, high: float) -> list[bool]:
-        states = []
-        for _ in range(times):
-            work.now += 10.0
-            sample = SpeedSample(None, TokenTime(40, low, high), busy_slots=2, context_tokens=500)
-            work.pace.learn(sample, work.now)
-            states.append(work.pace.degraded)
-        return states
-
-    work = Work()
-    # Neighbours seemed to take seven eighths of the time; they took nothing.
-    assert not any(learn(10, low=0.0125, high=0.1))
-    assert not any(learn(30, low=0.1, high=0.1))
-    assert learn(10, low=0.5, high=0.5)[-1]
-
-
 def test_the_reason_has_figures_and_advice() -> None:
     work = Work()
     work.does(30)
@@ -551,13 +509,6 @@ def test_a_lasting_speed_becomes_the_usual_one_after_hours_of_work() -> None:
     work.does(50)
     assert all(work.does(int(0.5 * BASELINE_HALF_LIFE / 60), speed=0.3)[10:])
     assert not work.does(int(1.5 * BASELINE_HALF_LIFE / 60), speed=0.3)[-1]
-
-
-def test_the_baseline_follows_a_higher_speed_soon() -> None:
-    work = Work(gap=60)
-    work.does(30, speed=0.2)
-    work.does(180)
-    assert work.does(20, speed=0.25)[-1]
 
 
 def test_a_degraded_node_without_requests_counts_as_recovered_after_a_while() -> None:
@@ -681,14 +632,6 @@ def spans(pace: DegradationDetector, now: float, events: float, times: int = 8) 
         pace.watch(events, ObservedTiming(3.0, 0.0), 500, now)
         states.append(pace.degraded)
     return states
-
-
-def test_a_running_stream_shows_that_the_node_is_slow_before_it_ends() -> None:
-    work = Work()
-    assert not any(spans(work.pace, work.now, 6))  # Nothing is usual yet.
-    work.does(30)
-    assert not any(spans(work.pace, work.now, 30))
-    assert spans(work.pace, work.now + 30, 6)[-1]
 
 
 def test_a_text_whose_events_hold_several_tokens_is_no_degradation() -> None:

@@ -26,6 +26,7 @@ from tests.emulator import EmulatedNode
 from tests.gateways import Running, running_gateway, until
 from tests.schedule.cloud import Cloud
 from tests.schedule.standby_site import MODEL, ask, metrics, order, settings, shown, until_state
+from tests.transport.raw import Peer, raw_server
 from tests.virtual import in_virtual_time
 
 LEFT, RIGHT = new_key("left"), new_key("right")
@@ -223,28 +224,13 @@ async def answering(status: int, body: str = "") -> AsyncIterator[tuple[str, lis
     """An HTTP server that records its requests."""
     asked: list[bytes] = []
 
-    async def answer(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        head = await reader.readuntil(b"\r\n\r\n")
-        length = next(
-            (
-                int(line[15:])
-                for line in head.lower().split(b"\r\n")
-                if line[:15] == b"content-length:"
-            ),
-            0,
-        )
-        asked.append(head + await reader.readexactly(length))
-        response = (
-            f"HTTP/1.1 {status} X\r\nlocation: /x\r\ncontent-length: {len(body)}\r\n\r\n{body}"
-        )
-        writer.write(response.encode())
-        await writer.drain()
-        writer.close()
+    async def script(peer: Peer) -> None:
+        asked.append(await peer.request())
+        head = f"HTTP/1.1 {status} X\r\nlocation: /x\r\ncontent-length: {len(body)}\r\n\r\n"
+        await peer.say(f"{head}{body}".encode())
 
-    server = await asyncio.start_server(answer, "127.0.0.1", 0)
-    async with server:
-        port = server.sockets[0].getsockname()[1]
-        yield f"http://127.0.0.1:{port}/start?token=abc", asked
+    async with raw_server(script) as server:
+        yield f"http://127.0.0.1:{server.port}/start?token=abc", asked
 
 
 SAY = "import os, sys; print(sys.argv[1], os.environ['LLAMA_GATEWAY_NODE'])"

@@ -257,13 +257,6 @@ async def test_when_the_last_node_is_removed_waiting_requests_are_refused() -> N
     assert refusal(task).code == "model_not_found"
 
 
-async def test_after_a_failure_the_next_model_of_the_list_will_do() -> None:
-    failing, other = node("a", models=("x",)), node("b", models=("y",))
-    scheduler = a_scheduler(failing, other)
-    lease, model = await take_lease(scheduler, a_request("helper", "x", "y"), failed_on("a"))
-    assert (lease.node, model) == (other, "y")
-
-
 async def test_the_only_node_is_tried_again() -> None:
     scheduler = a_scheduler(node("a"))
     lease, _ = await take_lease(scheduler, a_request(), failed_on("a"))
