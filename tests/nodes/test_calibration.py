@@ -10,7 +10,6 @@ from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
 
-import httpx
 import pytest
 
 from gateway.config.inventory import NodeSpec
@@ -295,7 +294,7 @@ async def test_requests_prefer_nodes_that_are_not_calibrated_and_take_the_others
         nodes = await asyncio.gather(*(ask() for _ in servers))
         assert len(set(nodes)) == len(servers)
         assert [event.outcome for event in ended[:MOST_AT_ONCE]] == ["given_up"] * MOST_AT_ONCE
-        page = (await _admin(running.admin_url, "/metrics")).text
+        page = (await running.admin.get("/metrics")).text
         assert "llama_gateway_queue_seconds_sum 0\n" in page or "queue_seconds_sum 0.0" in page
 
 
@@ -318,15 +317,10 @@ async def test_a_thousand_cold_nodes_keep_no_request_waiting(tmp_path: Path) -> 
         assert len(ended) > 20
         # 20 tokens at 20 tokens/s, and the prompt.
         assert max(took) < 1.5
-        page = (await _admin(running.admin_url, "/metrics")).text
+        page = (await running.admin.get("/metrics")).text
         done = sum(event.outcome == "done" for event in ended)
         assert f'llama_gateway_calibrations_total{{outcome="done"}} {done}' in page
         assert 'llama_gateway_requests_total{class="normal",model="demo",code="200"} 200' in page
-        shown = (await _admin(running.admin_url, "/admin/nodes")).json()["nodes"]
+        shown = (await running.admin.get("/admin/nodes")).json()["nodes"]
         guessed = [one["calibration"] for one in shown if one["calibration"]]
         assert any(one["in_use"] and one["decode_tps"] == pytest.approx(20, 0.1) for one in guessed)
-
-
-async def _admin(url: str, path: str) -> httpx.Response:
-    async with httpx.AsyncClient(base_url=url, trust_env=False) as client:
-        return await client.get(path)

@@ -221,7 +221,7 @@ async def test_behind_an_idle_gateway_a_server_sleeps_at_its_time_and_stays_asle
             assert (server.sleeping, server.active_at) == (True, active_at)
             assert (await running.client.get("/ready")).status_code == 200
             assert (await running.client.get("/v1/models")).json()["data"][0]["id"] == "demo"
-            page = (await running.client.get(running.admin_url + "/metrics")).text
+            page = (await running.admin.get("/metrics")).text
             assert 'node_state{node="a",state="sleeping"} 1' in page
             began = now()
             await ask(running)
@@ -295,7 +295,7 @@ async def test_an_awake_node_is_preferred_unless_that_costs_more(tmp_path: Path)
         served = [answer.headers["x-gateway-node"] for answer in answers]
         request_id = answers[-1].headers["x-request-id"]
         assert served == ["b", "b", "b"]
-        last = await running.client.get(f"{running.admin_url}/admin/requests/{request_id}/why")
+        last = await running.admin.get(f"/admin/requests/{request_id}/why")
         assert "sleeps, and takes about 20.0 s to wake up" in last.text
         long = asyncio.create_task(ask(running, max_tokens=3000))
         await until(lambda: awake.busy == 1, 10.0)

@@ -221,16 +221,6 @@ class TestLikeLlamaCpp:
         scene.begun("q")
         assert [held.tokens for held in node.host_prompts] == [200, 100]
 
-    def test_a_copy_outlives_its_slot_and_a_slot_its_copy(self) -> None:
-        scene = Scene(slots=2)
-        scene.ran("sysa")
-        scene.ran("zzzz")
-        scene.cache.request_dropped(0, scene.begun("sysab"))
-        assert scene.cached("sysabc") == 400
-        for number in range(3):
-            scene.ran(f"zzzz{number}")
-        assert scene.cached("zzzz2z") == 500
-
 
 class TestLearning:
     def test_prompts_older_than_an_evicted_one_are_evicted_too(self) -> None:

@@ -286,15 +286,6 @@ async def test_rows_of_clients_are_not_asked() -> None:
     assert world.asked == []
 
 
-async def test_only_nodes_that_serve_the_waiting_request_are_cleared() -> None:
-    world = World((node("a", slots=1), node("b", slots=1, models=("other",))))
-    other = world.row(model="other")
-    row = world.row()
-    await start_lease(world.scheduler, a_request("other"))
-    assert world.asked == [other.id]
-    assert row.id not in world.asked
-
-
 async def test_a_row_that_refuses_is_not_asked_again_and_the_next_one_is() -> None:
     world = World((node("a", slots=2),))
     first = world.row()
@@ -391,14 +382,6 @@ async def test_waiting_work_that_is_raised_goes_before_lower_classes() -> None:
     assert raised.done()
     assert not plain.done()
     assert world.scheduler.raise_class({request.id}, Priority.NORMAL) == set()
-
-
-async def test_raised_work_keeps_its_slot() -> None:
-    world = World((node("a", slots=2),))
-    raised, other = world.row(), world.row(prompt_tokens=900, exact_tokens=900)
-    world.scheduler.raise_class({raised.id}, Priority.NORMAL)
-    await start_lease(world.scheduler, a_request())
-    assert world.asked == [other.id]
 
 
 async def test_patient_work_waits_whatever_is_predicted_until_its_time_limit() -> None:

@@ -301,15 +301,6 @@ def test_nodes_are_blamed_for_a_request_that_another_answers() -> None:
     assert world.failures() == {first: 1, second: 1, lease.node.name: 0}
 
 
-def test_nobody_is_blamed_for_another_request() -> None:
-    world = World(node("a"), node("b"))
-    world.fail(a_request(), began=False)
-    lease = world.grant(a_request())
-    world.leases.answered(lease.id)
-    world.end(lease, began=True)
-    assert set(world.failures().values()) == {0}
-
-
 def test_a_server_error_counts_once_another_node_has_answered() -> None:
     world = World(node("a"), node("b"))
     request = a_request()

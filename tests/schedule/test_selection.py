@@ -264,13 +264,6 @@ def test_prefill_only_requests_wait_for_each_other_and_slow_no_decoding() -> Non
     )
 
 
-def test_penalties_of_a_node_and_of_a_request_add_up() -> None:
-    sim = QueueSimulation((2, 2))
-    sim.rows[0].set_penalty(3.0)
-    plain = row_cost(sim.rows[1], sim.request(), 0.0)
-    assert row_cost(sim.rows[0], sim.request(penalties={0: 4.0}), 0.0) == pytest.approx(plain + 7.0)
-
-
 def test_the_later_cost_counts_the_wait_and_the_pending_tokens() -> None:
     sim = QueueSimulation((1,))
     sim.fill()
