@@ -38,7 +38,7 @@ def test_a_model_has_the_nodes_that_declare_or_report_it() -> None:
         a_node(name="c", models={"n": "n"}),
     )
     reports.properties.models = ("m",)
-    index = an_index(declares, reports, other)
+    index = an_index(declares, reports, other, a_node(models={"off": "off"}, enabled=False))
     assert index.nodes_for("m") == (declares, reports)
     assert index.model_names() == ("m", "n")
     assert (index.serves("m"), index.serves("own")) == (True, False)

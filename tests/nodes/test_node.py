@@ -236,14 +236,6 @@ def test_only_nodes_that_may_work_have_capacity() -> None:
     assert node.capacity(1000.0) == 0
 
 
-def test_capacity_grows_in_slow_start() -> None:
-    node = a_node(slots=4)
-    for _ in range(5):
-        node.circuit.record_failure(1000.0)
-    node.circuit.close(1100.0)
-    assert [node.capacity(1100.0 + t) for t in (0, 10, 20, 40)] == [1, 2, 3, 4]
-
-
 # The count of a node's slots, under any order of events.
 
 

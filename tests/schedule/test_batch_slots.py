@@ -58,6 +58,13 @@ async def test_the_reserve_is_no_room() -> None:
     assert scheduler.lease_now(a_request(priority=Priority.BATCH)) is None
 
 
+async def test_a_higher_class_in_the_slots_of_batch_leaves_it_less() -> None:
+    scheduler = a_scheduler(node("a", slots=4), classes=RESERVE)
+    for _ in range(3):
+        lease_at_once(scheduler, a_request())
+    assert room(scheduler) == (2, 0, 0, 0, 0)
+
+
 async def test_what_is_expected_to_end_is_room_soon() -> None:
     scheduler = a_scheduler(node("a", slots=2))
     batch(scheduler, 2)

@@ -187,18 +187,6 @@ async def test_a_request_is_no_trial_where_it_would_end_much_later() -> None:
     assert (short.node, short.trial) == (slow, True)
 
 
-def test_measured_speeds_reach_the_row() -> None:
-    one = node()
-    scheduler = a_scheduler(one)
-    before = row_of(scheduler).prefill_tps
-    timings = {"prompt_n": 1000, "prompt_ms": 2000, "predicted_n": 100, "predicted_ms": 10_000}
-    for _ in range(3):
-        scheduler.fleet.learn_speed(one, sample_from_timings(timings))
-    scheduler.fleet_sync.node_changed(one)
-    assert row_of(scheduler).prefill_tps == pytest.approx(500.0, rel=0.2) != before
-    assert row_of(scheduler).token_base == pytest.approx(0.1, rel=0.2)
-
-
 def test_a_placement_that_the_node_cannot_take_is_not_granted() -> None:
     one = node(slots=1)
     scheduler = a_scheduler(one)

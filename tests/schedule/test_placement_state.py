@@ -206,13 +206,6 @@ def test_others_go_to_the_reserved_nodes_as_nobody_holds_them_up_there(nodes: in
         assert len(placement.row.running) == 1, number
 
 
-def test_batch_takes_the_same_rows_whether_one_or_numpy_looks() -> None:
-    for nodes in (8, 80):
-        sim = QueueSimulation((2,) * nodes, DispatchRules(batch_reserve=0.25))
-        assert len(batch_on(sim)) == nodes * 2 * 3 // 4
-        assert all(not row.busy for row in sim.rows if row.kept_from_batch)
-
-
 def test_a_request_that_can_go_nowhere_else_takes_an_idle_reserved_node() -> None:
     sim = QueueSimulation((2, 2), DispatchRules(batch_reserve=0.5))
     assert [row.kept_from_batch for row in sim.rows] == [True, False]
