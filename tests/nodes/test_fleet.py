@@ -521,6 +521,20 @@ async def test_the_slots_of_a_node_that_is_gone_are_released_at_once() -> None:
 
 
 @in_virtual_time
+async def test_without_slots_to_read_a_cut_stream_is_released_soon() -> None:
+    async with (
+        EmulatedNode(slots=1, endpoint_slots=False) as server,
+        a_fleet(a_spec(url=server.url)) as fleet,
+    ):
+        lease = take(fleet["a"])
+        lease.content_received(now())
+        began = now()
+        lease.abandon()
+        await fleet.until(lambda: not is_held(lease))
+        assert BLIND_HOLD <= now() - began < 2 * BLIND_HOLD
+
+
+@in_virtual_time
 async def test_a_slot_is_not_held_for_ever(caplog: pytest.LogCaptureFixture) -> None:
     async with EmulatedNode(slots=1) as server:
         timeouts = {"silence": 0.3}

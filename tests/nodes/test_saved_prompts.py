@@ -160,6 +160,15 @@ async def test_a_server_with_other_arguments_does_not_get_the_files(tmp_path: Pa
 
 
 @in_virtual_time
+async def test_a_server_that_saves_nothing_is_unloaded_all_the_same(tmp_path: Path) -> None:
+    async with site(tmp_path, slot_files=None) as one:
+        await one.ask("a", 1, 2)
+        await one.models.ask("b", "Hello.")
+        assert one.models.told == [("r1/a", "failed", 1)]
+        assert await one.cached(1, 2) == [False, False]
+
+
+@in_virtual_time
 async def test_a_server_that_does_not_answer_is_waited_for_within_limits(tmp_path: Path) -> None:
     async with site(tmp_path) as one:
         await one.ask("a", 1, 2)

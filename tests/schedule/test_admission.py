@@ -20,7 +20,6 @@ from gateway.schedule.admission import (
     RATE_WINDOW,
     Admission,
     CompletionRate,
-    class_limits,
     combine_waits,
 )
 from gateway.schedule.scheduler import Scheduler
@@ -50,16 +49,16 @@ def code(found: GatewayError | None) -> str | None:
     return None if found is None else found.code
 
 
-def test_lower_classes_are_refused_first_as_the_queue_fills() -> None:
-    admission = an_admission(queue={"max": 100})
-    last = {priority: admission.limits[priority].most_waiting for priority in Priority}
-    assert list(last.values()) == [100, 100, 90, 50]
-
-
-@pytest.mark.parametrize(("most", "counts"), [(0, [0] * 4), (1, [1] * 4), (3, [3, 3, 3, 2])])
-def test_a_short_queue_has_room_for_all_classes(most: int, counts: list[int]) -> None:
-    settings = Settings.model_validate({"queue": {"max": most}})
-    assert [class_limits(settings, priority).most_waiting for priority in Priority] == counts
+@each_case(
+    ("most", "counts"),
+    [(100, [100, 100, 90, 50]), (0, [0] * 4), (1, [1] * 4), (3, [3, 3, 3, 2])],
+)
+def test_lower_classes_are_refused_first_but_a_short_queue_has_room_for_all(
+    most: int, counts: list[int]
+) -> None:
+    admission = an_admission()
+    admission.configure(Settings.model_validate({"queue": {"max": most}}))
+    assert [admission.limits[priority].most_waiting for priority in Priority] == counts
 
 
 def test_a_full_queue_advises_when_a_place_comes_free() -> None:
@@ -129,9 +128,7 @@ def test_the_lower_of_two_predictions_counts() -> None:
     assert combine_waits(rate, 1, 3, 9.0, 10.0) == pytest.approx(4 / 1.1)
     assert combine_waits(CompletionRate(), 1, 3, 9.0, 10.0) == 9.0
     assert combine_waits(CompletionRate(), 1, 3, None, 10.0) is None
-
-
-def test_with_nobody_ahead_half_of_one_answers_length_counts() -> None:
+    # With nobody ahead half of one answer's length counts.
     assert combine_waits(CompletionRate(), 1, 0, 8.0, 0.0) == 4.0
     assert combine_waits(CompletionRate(), 1, 0, None, 0.0) is None
 

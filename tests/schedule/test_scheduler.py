@@ -243,6 +243,22 @@ async def test_a_mute_node_is_worth_the_ordinary_wait() -> None:
     assert refusal(task).code == "no_node"
 
 
+@pytest.mark.parametrize("state", [NodeState.DRAINING, NodeState.DOWN])
+async def test_a_node_that_is_removed_meanwhile_is_not_used(state: NodeState) -> None:
+    busy, other = node("a", slots=1), node("b", slots=1)
+    scheduler = a_scheduler(busy, other)
+    leases = [await take_lease(scheduler, a_request()) for _ in range(2)]
+    task = await start_lease(scheduler, a_request())
+    by_node = {lease.node.name: lease for lease, _ in leases}
+    busy.state = state
+    by_node["a"].release()
+    await settle()
+    assert not task.done()
+    by_node["b"].release()
+    await settle()
+    assert task.result()[0].node is other
+
+
 async def test_when_the_last_node_is_removed_waiting_requests_are_refused() -> None:
     one, other = node("a", slots=1), node("b", models=("other",))
     scheduler = a_scheduler(one, other)
@@ -430,16 +446,21 @@ async def start_burst(scheduler: Scheduler, count: int) -> list[asyncio.Task[Any
         ([READ, READ, READ], False),
         ([WROTE, WROTE, WROTE], False),
         ([READ | WROTE, READ | WROTE], True),
+        # Another server is measured anew.
+        ([READ | WROTE, READ | WROTE, None, READ | WROTE], False),
     ],
 )
 async def test_a_burst_is_refused_by_prediction_only_with_measured_speeds(
-    answers: list[dict[str, float]], refuses: bool
+    answers: list[dict[str, float] | None], refuses: bool
 ) -> None:
     clock = Clock()
     one = node(slots=2)
     scheduler = a_scheduler(one, clock=clock, queue={"max": 50, "max_wait": 120})
     for timings in answers:
-        scheduler.fleet.learn_speed(one, sample_from_timings(timings))
+        if timings is None:
+            one.speed.forget()
+        else:
+            scheduler.fleet.learn_speed(one, sample_from_timings(timings))
     scheduler.capacity_changed()
     tasks = await start_burst(scheduler, 40)
     assert any(task.done() and task.exception() is not None for task in tasks) is refuses
@@ -463,18 +484,6 @@ async def test_the_completion_rate_of_a_bursts_first_answers_refuses_nobody() ->
     scheduler.completion_rate.completed(clock())
     late = await start_burst(scheduler, 2)
     assert {refusal(task).code for task in late} <= {"queue_full", "queue_timeout"}
-
-
-async def test_another_server_is_measured_anew() -> None:
-    one = node(slots=2)
-    scheduler = a_scheduler(one, queue={"max": 50, "max_wait": 120})
-    for _ in range(2):
-        scheduler.fleet.learn_speed(one, sample_from_timings(READ | WROTE))
-    one.speed.forget()
-    scheduler.fleet.learn_speed(one, sample_from_timings(READ | WROTE))
-    scheduler.capacity_changed()
-    tasks = await start_burst(scheduler, 40)
-    assert not any(task.done() and task.exception() is not None for task in tasks)
 
 
 def pooled(slots: int, context: int) -> Node:
