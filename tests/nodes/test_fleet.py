@@ -508,6 +508,26 @@ async def test_the_slot_of_a_cut_stream_is_released_soon_and_beside_a_live_neigh
 
 
 @in_virtual_time
+async def test_the_slots_of_many_streams_cut_at_once_are_all_released() -> None:
+    async with (
+        EmulatedNode(slots=8, decode_tps=50) as server,
+        a_fleet(a_spec(url=server.url)) as fleet,
+    ):
+        leases = []
+
+        async def one() -> None:
+            async with streaming(fleet) as lease:
+                leases.append(lease)
+                await fleet.until(lambda: server.peak_busy == 8)
+            lease.abandon()
+
+        await asyncio.gather(*(one() for _ in range(8)))
+        await fleet.until(lambda: fleet["a"].leased == 0)
+        assert len(leases) == 8
+        assert fleet["a"].foreign == 0
+
+
+@in_virtual_time
 async def test_the_slots_of_a_node_that_is_gone_are_released_at_once() -> None:
     async with EmulatedNode(slots=1) as server, a_fleet(a_spec(url=server.url)) as fleet:
         server.faults.set("status", path="/slots", status=500)

@@ -298,6 +298,16 @@ async def test_a_key_that_names_its_users_has_one_share_which_they_divide() -> N
         assert busy.waiting("user") == {"web/anna": 9, "web/ben": 5}
 
 
+async def test_the_scheduler_has_room_while_a_new_caller_would_get_a_place() -> None:
+    async with BusyNode(max=2) as busy:
+        for _ in range(2):
+            await busy.send(of("a"))
+        assert busy.scheduler.has_room()
+        await busy.send(of("b"))
+        assert busy.waiting() == {"a": 1, "b": 1}
+        assert not busy.scheduler.has_room()
+
+
 async def test_requests_that_have_left_are_not_counted() -> None:
     async with BusyNode(max=16) as busy:
         for _ in range(14):

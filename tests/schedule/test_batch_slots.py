@@ -391,6 +391,14 @@ async def test_waiting_work_that_is_raised_goes_before_lower_classes() -> None:
     assert world.scheduler.raise_class({request.id}, Priority.NORMAL) == set()
 
 
+async def test_raised_work_keeps_its_slot() -> None:
+    world = World((node("a", slots=2),))
+    raised, other = world.row(), world.row(prompt_tokens=900, exact_tokens=900)
+    world.scheduler.raise_class({raised.id}, Priority.NORMAL)
+    await start_lease(world.scheduler, a_request())
+    assert world.asked == [other.id]
+
+
 async def test_patient_work_waits_whatever_is_predicted_until_its_time_limit() -> None:
     world = World((node("a", slots=1),), {"queue": {"max_wait": 2}})
     lease_at_once(world.scheduler, a_request())

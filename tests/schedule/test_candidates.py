@@ -164,6 +164,15 @@ async def test_the_first_request_after_an_ejection_is_the_trial_though_others_ar
     assert (one.state, row_of(scheduler).penalty) == (NodeState.READY, 0)
 
 
+async def test_a_trial_that_proves_nothing_is_followed_by_the_next() -> None:
+    one = half_open(node(slots=3))
+    scheduler = a_scheduler(one, node("b"))
+    for _ in range(3):
+        trial, _ = await take_lease(scheduler, a_request())
+        assert (trial.node, trial.trial) == (one, True)
+        trial.release()
+
+
 async def test_a_request_that_has_failed_is_no_trial_while_another_node_has_room() -> None:
     one = half_open(node())
     scheduler = a_scheduler(one, node("b"), node("c", slots=1))

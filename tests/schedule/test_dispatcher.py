@@ -101,7 +101,7 @@ def test_slotless_and_other_requests_do_not_wait_for_each_other() -> None:
     assert sim.dispatcher.predicted_wait(sim.request(), 0.0) == wait
     assert sim.finish(full, 1.0) == [narrow]
     assert [one.slots for one in sim.finish(none, 1.0)] == [0]
-    assert sim.dispatcher.withdraw(slotless)
+    assert [sim.dispatcher.withdraw(slotless) for _ in range(2)] == [True, False]
     assert {wait for queued, wait in sim.dispatcher.predicted_waits(1.0) if not queued.slots} == {
         math.inf
     }

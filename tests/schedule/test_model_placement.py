@@ -247,6 +247,15 @@ def test_nodes_of_one_host_share_its_memory() -> None:
     assert fleet.look(waiting("b")) == [("unload", "n0", "a")]
 
 
+def test_a_node_holds_no_more_models_than_its_limit() -> None:
+    fleet = Fleet()
+    fleet.node("r1", 100, most_loaded=1)
+    for name in ("a", "b"):
+        fleet.model(name, 1, "r1")
+    fleet.ready(("r1", "a"))
+    assert fleet.look(waiting("b")) == [("unload", "r1", "a")]
+
+
 def test_a_model_of_unknown_memory_is_first_loaded_alone() -> None:
     fleet = Fleet()
     fleet.node("r1", 100)

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import structlog
 
+from gateway import errors
 from gateway.config.settings import Settings
 from gateway.errors import GatewayError
 from gateway.lease import LeaseRequest
@@ -19,7 +20,7 @@ from gateway.terms import Priority
 from tests.calls import count_calls
 from tests.each_case import each_case
 from tests.lease_requests import learn
-from tests.nodes.build import Clock, learn_timings
+from tests.nodes.build import Clock, learn_timings, take
 from tests.schedule.build import (
     CALLER,
     a_request,
@@ -88,6 +89,22 @@ async def test_a_wide_request_is_not_starved_by_narrow_ones() -> None:
     assert [task.done() for task in narrow] == [True, True, False, False]
 
 
+async def test_when_a_wide_request_leaves_its_reserved_slots_are_free() -> None:
+    one = node(slots=2)
+    scheduler = a_scheduler(one)
+    running = [await start_lease(scheduler, a_request()) for _ in range(2)]
+    request = a_request(slots=2)
+    wide = await start_lease(scheduler, request)
+    narrow = await start_lease(scheduler, a_request())
+    running[0].result()[0].release()
+    await settle()
+    assert not narrow.done()
+    assert scheduler.refuse(request.id, errors.node_failed("cancelled"))
+    await settle()
+    assert refusal(wide).code == "node_failed"
+    assert narrow.done()
+
+
 def unprobed() -> Node:
     silent = node("b", models=(), state=NodeState.STARTING)
     silent.probe_history.probed = silent.probe_history.up = False
@@ -113,6 +130,12 @@ async def test_what_no_node_serves_is_refused_with_a_reason_and_advice_to_wait_i
     assert error.retryable is (status != 501)
 
 
+async def test_only_a_node_that_is_wide_enough_gets_a_wide_request() -> None:
+    for _ in range(20):
+        scheduler = a_scheduler(node(slots=2), node("b", slots=3))
+        assert lease_at_once(scheduler, a_request(slots=3)).node.name == "b"
+
+
 async def test_a_list_of_models_means_the_first_that_can_serve() -> None:
     first, second = node("a", slots=1, models=("x",)), node("b", slots=1, models=("y",))
     scheduler = a_scheduler(first, second)
@@ -125,6 +148,18 @@ async def test_a_list_of_models_means_the_first_that_can_serve() -> None:
     scheduler.capacity_changed()
     await settle()
     assert waiting.result()[1] == "y"
+
+
+async def test_an_admitted_request_is_not_refused_by_a_full_queue() -> None:
+    failing, busy = node("a", slots=1), node("b", slots=1)
+    scheduler = a_scheduler(failing, busy, queue={"max": 0})
+    early = a_request()
+    held = take(busy)
+    task = await start_lease(scheduler, early, failed_on("a"))
+    assert not task.done()
+    held.release()
+    await settle()
+    assert task.result()[0].node is busy
 
 
 async def test_a_retry_that_goes_first_has_nobody_ahead() -> None:
