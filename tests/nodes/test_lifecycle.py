@@ -390,9 +390,9 @@ def test_time_outs_do_not_count_until_the_sign_of_life_ends() -> None:
     assert history.mute
     assert not history.down
     assert "2 of 3" in history.detail
+    assert not after(ProbeHistory(), UP, TIMED_OUT, UP, sign="it reads a prompt").mute
     assert after(history, TIMED_OUT).down
     assert not history.mute
-    assert not after(ProbeHistory(), UP, TIMED_OUT, UP, sign="it reads a prompt").mute
 
 
 def test_what_a_server_is_must_be_asked_again_when_it_comes_back() -> None:

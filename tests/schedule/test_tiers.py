@@ -549,6 +549,19 @@ async def test_premium_goes_to_the_gpu_which_is_asked_only_for_its_models_and_an
 
 
 @in_virtual_time
+async def test_premium_falls_back_to_the_cpu_while_the_gpu_is_full(tmp_path: Path) -> None:
+    gpu = Endpoint(token=0.1, tokens=8)
+    settings = {"hybrid": {"wait": 0}}
+    async with a_site(tmp_path, gpu, [a_cpu()], settings=settings, slots=1) as site:
+        first = asyncio.create_task(site.ask("premium", max_tokens=8))
+        await until(lambda: gpu.running == 1)
+        second = await site.ask("premium")
+        assert (second.status, second.tier, second.fallback) == (200, "cpu", "gpu_full")
+        assert (await first).tier == "gpu"
+        assert gpu.peak == 1
+
+
+@in_virtual_time
 async def test_a_gpu_that_is_down_is_named_as_the_fallback_reason(tmp_path: Path) -> None:
     async with a_site(tmp_path, Endpoint(), [a_cpu()]) as site:
         await site.gpu.kill()
