@@ -140,6 +140,22 @@ def test_a_slow_start_opens_a_part_of_the_slots() -> None:
     assert row_of(scheduler).capacity == 10
 
 
+async def test_an_ejected_node_gets_one_request_on_trial_beside_what_runs() -> None:
+    one = node(slots=3)
+    scheduler = a_scheduler(one)
+    running, _ = await take_lease(scheduler, a_request())
+    one.state, one.circuit.open_until = NodeState.EJECTED, one.clock() - 1.0
+    scheduler.fleet_sync.node_changed(one)
+    check_rows(scheduler)
+    trial, _ = await take_lease(scheduler, a_request())
+    assert trial.trial
+    check_rows(scheduler)
+    assert (row_of(scheduler).free, row_of(scheduler).alive) == (0, True)
+    trial.release()
+    running.release()
+    check_rows(scheduler)
+
+
 def half_open(one: Node) -> Node:
     """Let the time of its ejection pass."""
     for _ in range(one.settings.health.failures):

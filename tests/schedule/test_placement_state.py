@@ -248,6 +248,17 @@ def test_the_predicted_wait_of_batch_leaves_out_reserved_nodes() -> None:
     assert waits == pytest.approx(50.0, rel=0.1)
 
 
+async def test_nodes_of_other_models_have_a_reserve_of_their_own() -> None:
+    rules = {"batch": {"reserve_slots": 0.5}}
+    nodes = [node(name, models=(model,)) for name, model in zip("abcd", "xxyy", strict=True)]
+    scheduler = a_scheduler(*nodes, classes=rules)
+    for model in "xy":
+        room = scheduler.batch_room((model,), 0.0)
+        assert (room.slots, room.free) == (2, 2)
+    leases = [lease_at_once(scheduler, a_request("y", priority=BATCH)) for _ in range(2)]
+    assert {lease.node.name for lease in leases} == {"d"}
+
+
 async def test_each_pool_has_a_reserve_of_its_own() -> None:
     rules = {"batch": {"reserve_slots": 0.5}}
     sides = {"a": "left", "b": "left", "c": "right", "d": "right"}
