@@ -273,6 +273,15 @@ def test_a_forgotten_row_may_be_used_again() -> None:
     assert len(scene.cache.tree._edges) == 0
 
 
+def test_with_fewer_slots_the_other_prompts_go_to_host_memory() -> None:
+    scene = Scene(slots=3)
+    for words in ("aaaa", "bbbb", "cccc"):
+        scene.ran(words)
+    scene.cache.resize(0, 1)
+    node = scene.cache.nodes[0]
+    assert (len(node.slot_prompts), len(node.host_prompts)) == (1, 2)
+
+
 @each_case("lie", [math.nan, -1.0, 0.0, math.inf])
 def test_impossible_figures_are_ignored(lie: float) -> None:
     scene = Scene(slots=2)
