@@ -125,6 +125,20 @@ async def gateway_over(
         yield seen
 
 
+@asynccontextmanager
+async def placed(
+    folder: Path,
+    models: str,
+    count: int,
+    *extra: str,
+    settings: Mapping[str, Any] | None = None,
+) -> AsyncIterator[tuple[Seen, list[DemoServer]]]:
+    """A gateway over so many routers of models with these names of one letter."""
+    with routers(count, folder_of(folder / "models", models), *extra) as found:
+        async with gateway_over(folder / "gateway", found, settings) as seen:
+            yield seen, found
+
+
 def chat(model: str, words: str = "hi", **more: Any) -> dict[str, Any]:
     body = {"model": model, "messages": [{"role": "user", "content": words}], "max_tokens": 200}
     return {**body, **more}
@@ -198,25 +212,23 @@ async def listed(client: httpx.AsyncClient) -> dict[str, str]:
 
 
 async def test_three_models_on_two_routers_wait_no_longer_than_their_bound(tmp_path: Path) -> None:
-    models = folder_of(tmp_path / "models", "abc")
-    with routers(2, models, *ONE_EACH) as found:
-        settings = {"model_placement": {"starvation": 5, "hysteresis": 1}}
-        async with gateway_over(tmp_path / "gateway", found, settings) as seen:
-            load = await Load().run(seen.client, "abc", 6, 20.0)
-            assert not load.failed
-            assert set(load.answered) == set("abc")
-            # The bound is on the wait for a load.
-            assert max(load.longest.values()) < 5 + 3
+    settings = {"model_placement": {"starvation": 5, "hysteresis": 1}}
+    async with placed(tmp_path, "abc", 2, *ONE_EACH, settings=settings) as (seen, _):
+        load = await Load().run(seen.client, "abc", 6, 20.0)
+        assert not load.failed
+        assert set(load.answered) == set("abc")
+        # The bound is on the wait for a load.
+        assert max(load.longest.values()) < 5 + 3
 
 
-def child_of(router: DemoServer, model: str) -> psutil.Process | None:
+def child_of(router: DemoServer, model: str) -> psutil.Process:
     """The process that serves this model."""
     for child in psutil.Process(router.pid).children(recursive=True):
         with suppress(psutil.Error):
             words = child.cmdline()
             if any(pair == ("--alias", model) for pair in itertools.pairwise(words)):
                 return child
-    return None
+    raise AssertionError(f"no process serves {model}")
 
 
 GREEDY: dict[str, Any] = {"temperature": 0, "ignore_eos": True, "max_tokens": 800}
@@ -244,79 +256,63 @@ async def stream_of(
 
 
 async def test_a_stream_goes_on_elsewhere_when_its_model_s_server_is_killed(tmp_path: Path) -> None:
-    models = folder_of(tmp_path / "models", "ab")
-    with routers(2, models, *NO_LIMIT) as found:
-        async with gateway_over(tmp_path / "gateway", found) as seen:
-            body = chat("a", "a long story", **GREEDY)
-            whole = await stream_of(seen.client, body)
-            [name] = seen.loaded()
-            router = found[int(name[1]) - 1]
+    async with placed(tmp_path, "ab", 2, *NO_LIMIT) as (seen, found):
+        body = chat("a", "a long story", **GREEDY)
+        whole = await stream_of(seen.client, body)
+        [name] = seen.loaded()
+        router = found[int(name[1]) - 1]
 
-            def kill() -> None:
-                child = child_of(router, "a")
-                assert child is not None
-                child.kill()
-
-            assert await stream_of(seen.client, body, kill) == whole
+        assert await stream_of(seen.client, body, lambda: child_of(router, "a").kill()) == whole
 
 
 async def test_a_model_whose_server_hangs_gets_no_new_requests(tmp_path: Path) -> None:
-    models = folder_of(tmp_path / "models", "ab")
-    with routers(2, models, *NO_LIMIT) as found:
-        quick = {"health": {"timeout": 1, "interval": 2}}
-        async with gateway_over(tmp_path / "gateway", found, quick) as seen:
-            assert (await seen.client.post(CHAT, json=chat("a"))).status_code == 200
-            [name] = seen.loaded()
-            child = child_of(found[int(name[1]) - 1], "a")
-            assert child is not None
-            child.suspend()
-            caught = asyncio.create_task(seen.client.post(CHAT, json=chat("a")))
-            await seen.until_state(name, NodeState.MUTE, limit=12.0)
-            answer = await seen.client.post(CHAT, json=chat("a"))
-            assert answer.headers["x-gateway-node"] != name
-            child.resume()
-            assert (await caught).status_code == 200
-            await seen.until_state(name, NodeState.READY, limit=12.0)
+    quick = {"health": {"timeout": 1, "interval": 2}}
+    async with placed(tmp_path, "ab", 2, *NO_LIMIT, settings=quick) as (seen, found):
+        assert (await seen.client.post(CHAT, json=chat("a"))).status_code == 200
+        [name] = seen.loaded()
+        child = child_of(found[int(name[1]) - 1], "a")
+        child.suspend()
+        caught = asyncio.create_task(seen.client.post(CHAT, json=chat("a")))
+        await seen.until_state(name, NodeState.MUTE, limit=12.0)
+        answer = await seen.client.post(CHAT, json=chat("a"))
+        assert answer.headers["x-gateway-node"] != name
+        child.resume()
+        assert (await caught).status_code == 200
+        await seen.until_state(name, NodeState.READY, limit=12.0)
 
 
 async def test_a_model_s_server_that_hangs_for_good_is_ended_and_loaded_anew(
     tmp_path: Path,
 ) -> None:
-    models = folder_of(tmp_path / "models", "a")
     quick = {"health": {"timeout": 1, "interval": 2, "prefill_grace": 3}}
-    with routers(1, models, *NO_LIMIT) as found:
-        async with gateway_over(tmp_path / "gateway", found, quick) as seen:
-            assert (await seen.client.post(CHAT, json=chat("a"))).status_code == 200
-            child = child_of(found[0], "a")
-            assert child is not None
-            child.suspend()
-            with suppress(TimeoutError):
-                async with asyncio.timeout(1.0):
-                    await seen.client.post(CHAT, json=chat("a"))
-            await seen.until_state("r1/a", NodeState.DOWN)
-            await seen.until_state("r1/a", NodeState.UNLOADED)
-            assert (await seen.client.post(CHAT, json=chat("a"))).status_code == 200
-            assert child_of(found[0], "a") != child
+    async with placed(tmp_path, "a", 1, *NO_LIMIT, settings=quick) as (seen, found):
+        assert (await seen.client.post(CHAT, json=chat("a"))).status_code == 200
+        child = child_of(found[0], "a")
+        child.suspend()
+        with suppress(TimeoutError):
+            async with asyncio.timeout(1.0):
+                await seen.client.post(CHAT, json=chat("a"))
+        await seen.until_state("r1/a", NodeState.DOWN)
+        await seen.until_state("r1/a", NodeState.UNLOADED)
+        assert (await seen.client.post(CHAT, json=chat("a"))).status_code == 200
+        assert child_of(found[0], "a") != child
 
 
 async def test_a_plain_request_is_answered_when_its_model_s_server_is_killed(
     tmp_path: Path,
 ) -> None:
-    models = folder_of(tmp_path / "models", "ab")
-    with routers(2, models, *NO_LIMIT) as found:
-        async with gateway_over(tmp_path / "gateway", found) as seen:
-            body = chat("a", "a long story", **GREEDY)
-            whole = (await seen.client.post(CHAT, json=body)).json()
-            [name] = seen.loaded()
-            asked = asyncio.create_task(seen.client.post(CHAT, json=body))
-            await until(lambda: any(one.last_content_at for one in seen[name].leases))
-            child = child_of(found[int(name[1]) - 1], "a")
-            assert child is not None
-            assert not asked.done()
-            child.kill()
-            answer = await asked
-            assert answer.status_code == 200
-            assert answer.json()["choices"][0]["message"] == whole["choices"][0]["message"]
+    async with placed(tmp_path, "ab", 2, *NO_LIMIT) as (seen, found):
+        body = chat("a", "a long story", **GREEDY)
+        whole = (await seen.client.post(CHAT, json=body)).json()
+        [name] = seen.loaded()
+        asked = asyncio.create_task(seen.client.post(CHAT, json=body))
+        await until(lambda: any(one.last_content_at for one in seen[name].leases))
+        child = child_of(found[int(name[1]) - 1], "a")
+        assert not asked.done()
+        child.kill()
+        answer = await asked
+        assert answer.status_code == 200
+        assert answer.json()["choices"][0]["message"] == whole["choices"][0]["message"]
 
 
 async def test_files_that_are_no_models_fail_by_themselves(tmp_path: Path) -> None:
@@ -465,20 +461,18 @@ async def test_models_of_a_preset_serve_what_they_are_for_by_all_their_names(
 
 
 async def test_files_that_come_and_go_are_models_that_do(tmp_path: Path) -> None:
-    models = folder_of(tmp_path / "models", "a")
-    with routers(2, models, *NO_LIMIT) as found:
-        settings = {"health": {"interval": 1}}
-        async with gateway_over(tmp_path / "gateway", found, settings) as seen:
-            assert (await seen.client.post(CHAT, json=chat("new"))).status_code == 404
-            (models / "new.gguf").symlink_to(demo_model())
-            for name in ("r1/new", "r2/new"):
-                await seen.until_state(name, NodeState.UNLOADED, limit=20.0)
-            assert (await seen.client.post(CHAT, json=chat("new"))).status_code == 200
-            (models / "new.gguf").unlink()
-            await until(lambda: not {"r1/new", "r2/new"} & nodes_of(seen).keys(), 30.0)
-            assert (await seen.client.post(CHAT, json=chat("new"))).status_code == 404
-            assert (await seen.client.post(CHAT, json=chat("a"))).status_code == 200
-            assert not any(one.by_others for one in seen.changes)
+    settings, new = {"health": {"interval": 1}}, tmp_path / "models" / "new.gguf"
+    async with placed(tmp_path, "a", 2, *NO_LIMIT, settings=settings) as (seen, _):
+        assert (await seen.client.post(CHAT, json=chat("new"))).status_code == 404
+        new.symlink_to(demo_model())
+        for name in ("r1/new", "r2/new"):
+            await seen.until_state(name, NodeState.UNLOADED, limit=20.0)
+        assert (await seen.client.post(CHAT, json=chat("new"))).status_code == 200
+        new.unlink()
+        await until(lambda: not {"r1/new", "r2/new"} & nodes_of(seen).keys(), 30.0)
+        assert (await seen.client.post(CHAT, json=chat("new"))).status_code == 404
+        assert (await seen.client.post(CHAT, json=chat("a"))).status_code == 200
+        assert not any(one.by_others for one in seen.changes)
 
 
 async def test_500_requests_over_six_models_outlive_routers_that_are_killed(
@@ -535,38 +529,32 @@ async def test_500_requests_over_six_models_outlive_routers_that_are_killed(
 
 
 async def test_sleeping_models_are_left_asleep_and_woken_by_requests(tmp_path: Path) -> None:
-    models = folder_of(tmp_path / "models", "ab")
-    with routers(2, models, *NO_LIMIT, "--sleep-idle-seconds", "1") as found:
-        settings = {"health": {"interval": 0.5, "discover_interval": 2}}
-        async with (
-            gateway_over(tmp_path / "gateway", found, settings) as seen,
-            httpx.AsyncClient(base_url=found[0].url, trust_env=False, timeout=60) as direct,
-        ):
-            body = chat("a", "a long story", **GREEDY)
-            whole = await stream_of(seen.client, body)
-            [name] = seen.loaded()
-            await seen.until_state(name, NodeState.SLEEPING)
-            # One that others have loaded too.
-            other = "r1/b" if name == "r1/a" else "r1/a"
-            await direct.post("/models/load", json={"model": other[3:]})
-            await seen.until_state(other, NodeState.SLEEPING)
-            values = Counter[str]()
-            until_then = time.monotonic() + 15.0
-            while time.monotonic() < until_then:
-                values.update((await listed(direct)).values())
-                await asyncio.sleep(0.05)
-            assert set(values) <= {"sleeping", "unloaded"}, values
-            assert seen[name].sleep.measured is not None
-            # Woken, and lost while it streams.
-            router = found[int(name[1]) - 1]
+    settings = {"health": {"interval": 0.5, "discover_interval": 2}}
+    sleepy = (*NO_LIMIT, "--sleep-idle-seconds", "1")
+    async with (
+        placed(tmp_path, "ab", 2, *sleepy, settings=settings) as (seen, found),
+        httpx.AsyncClient(base_url=found[0].url, trust_env=False, timeout=60) as direct,
+    ):
+        body = chat("a", "a long story", **GREEDY)
+        whole = await stream_of(seen.client, body)
+        [name] = seen.loaded()
+        await seen.until_state(name, NodeState.SLEEPING)
+        # One that others have loaded too.
+        other = "r1/b" if name == "r1/a" else "r1/a"
+        await direct.post("/models/load", json={"model": other[3:]})
+        await seen.until_state(other, NodeState.SLEEPING)
+        values = Counter[str]()
+        until_then = time.monotonic() + 15.0
+        while time.monotonic() < until_then:
+            values.update((await listed(direct)).values())
+            await asyncio.sleep(0.05)
+        assert set(values) <= {"sleeping", "unloaded"}, values
+        assert seen[name].sleep.measured is not None
+        # Woken, and lost while it streams.
+        router = found[int(name[1]) - 1]
 
-            def kill() -> None:
-                child = child_of(router, "a")
-                assert child is not None
-                child.kill()
-
-            assert await stream_of(seen.client, body, kill) == whole
-            assert [one.change for one in seen.changes].count("died") == 1
+        assert await stream_of(seen.client, body, lambda: child_of(router, "a").kill()) == whole
+        assert [one.change for one in seen.changes].count("died") == 1
 
 
 async def loaded_by_others(client: httpx.AsyncClient, model: str) -> None:
@@ -582,92 +570,86 @@ async def loaded_by_others(client: httpx.AsyncClient, model: str) -> None:
 async def test_what_others_load_is_respected_and_too_much_of_it_ends_our_commands(
     tmp_path: Path,
 ) -> None:
-    models = folder_of(tmp_path / "models", "ab")
-    with routers(1, models, *ONE_EACH) as found:
-        settings = {"model_placement": {"hysteresis": 4}}
-        async with (
-            gateway_over(tmp_path / "gateway", found, settings) as seen,
-            httpx.AsyncClient(base_url=found[0].url, trust_env=False, timeout=60) as other,
-        ):
-            record = seen["r1"].router_record
-            await until(lambda: all(record.followed(one.listed_at) for one in seen.all_loads("r1")))
-            began = time.monotonic()
-            await other.post("/models/load", json={"model": "b"})
-            await seen.until_state("r1/b", NodeState.READY)
-            assert [one.model for one in seen.changes if one.by_others] == ["b"]
-            assert (await seen.client.post(CHAT, json=chat("a"))).status_code == 200
-            assert time.monotonic() - began > 4.0
-            for model in ("b", "a") * MOST_BY_OTHERS:
-                await loaded_by_others(other, model)
-                await seen.until_state(f"r1/{model}", NodeState.READY)
-                if record.stopped(seen["r1"].clock()):
-                    break
-            assert record.stopped(seen["r1"].clock())
-            # What is loaded serves on; nothing is commanded for another one.
-            await until(lambda: "since others load and unload them" in seen["r1"].reason)
-            spare = "a" if model == "b" else "b"
-            assert (await seen.client.post(CHAT, json=chat(model))).status_code == 200
-            asked = asyncio.create_task(seen.client.post(CHAT, json=chat(spare)))
-            await asyncio.sleep(6.0)
-            assert not asked.done()
-            await other.post("/models/load", json={"model": spare})
-            assert (await asked).status_code == 200
+    settings = {"model_placement": {"hysteresis": 4}}
+    async with (
+        placed(tmp_path, "ab", 1, *ONE_EACH, settings=settings) as (seen, found),
+        httpx.AsyncClient(base_url=found[0].url, trust_env=False, timeout=60) as other,
+    ):
+        record = seen["r1"].router_record
+        await until(lambda: all(record.followed(one.listed_at) for one in seen.all_loads("r1")))
+        began = time.monotonic()
+        await other.post("/models/load", json={"model": "b"})
+        await seen.until_state("r1/b", NodeState.READY)
+        assert [one.model for one in seen.changes if one.by_others] == ["b"]
+        assert (await seen.client.post(CHAT, json=chat("a"))).status_code == 200
+        assert time.monotonic() - began > 4.0
+        for model in ("b", "a") * MOST_BY_OTHERS:
+            await loaded_by_others(other, model)
+            await seen.until_state(f"r1/{model}", NodeState.READY)
+            if record.stopped(seen["r1"].clock()):
+                break
+        assert record.stopped(seen["r1"].clock())
+        # What is loaded serves on; nothing is commanded for another one.
+        await until(lambda: "since others load and unload them" in seen["r1"].reason)
+        spare = "a" if model == "b" else "b"
+        assert (await seen.client.post(CHAT, json=chat(model))).status_code == 200
+        asked = asyncio.create_task(seen.client.post(CHAT, json=chat(spare)))
+        await asyncio.sleep(6.0)
+        assert not asked.done()
+        await other.post("/models/load", json={"model": spare})
+        assert (await asked).status_code == 200
 
 
 async def test_requests_of_others_are_not_cut_by_our_unloads(tmp_path: Path) -> None:
-    models = folder_of(tmp_path / "models", "ab")
-    with routers(1, models, *ONE_EACH) as found:
-        settings = {"model_placement": {"hysteresis": 0.1, "starvation": 1}}
-        async with (
-            gateway_over(tmp_path / "gateway", found, settings) as seen,
-            httpx.AsyncClient(base_url=found[0].url, trust_env=False, timeout=60) as other,
-        ):
-            await other.post("/models/load", json={"model": "a"})
-            await seen.until_state("r1/a", NodeState.READY)
-            for stream in (True, False):
-                body = chat("a", "a long story", **GREEDY, stream=stream)
-                theirs = asyncio.create_task(other.post(CHAT, json=body))
-                await asyncio.sleep(0.2)
-                ours = asyncio.create_task(seen.client.post(CHAT, json=chat("b")))
-                answer = await theirs
-                assert answer.status_code == 200
-                assert "proxy error" not in answer.text
-                assert (await ours).status_code == 200
-                assert (await seen.client.post(CHAT, json=chat("a"))).status_code == 200
+    settings = {"model_placement": {"hysteresis": 0.1, "starvation": 1}}
+    async with (
+        placed(tmp_path, "ab", 1, *ONE_EACH, settings=settings) as (seen, found),
+        httpx.AsyncClient(base_url=found[0].url, trust_env=False, timeout=60) as other,
+    ):
+        await other.post("/models/load", json={"model": "a"})
+        await seen.until_state("r1/a", NodeState.READY)
+        for stream in (True, False):
+            body = chat("a", "a long story", **GREEDY, stream=stream)
+            theirs = asyncio.create_task(other.post(CHAT, json=body))
+            await asyncio.sleep(0.2)
+            ours = asyncio.create_task(seen.client.post(CHAT, json=chat("b")))
+            answer = await theirs
+            assert answer.status_code == 200
+            assert "proxy error" not in answer.text
+            assert (await ours).status_code == 200
+            assert (await seen.client.post(CHAT, json=chat("a"))).status_code == 200
 
 
 async def test_nodes_yaml_may_change_under_a_router(tmp_path: Path) -> None:
-    models = folder_of(tmp_path / "models", "ab")
-    with routers(2, models, *NO_LIMIT) as found:
-        async with gateway_over(tmp_path / "gateway", found) as seen:
-            first, second = [
-                {"name": f"r{number}", "url": one.url} for number, one in enumerate(found, 1)
-            ]
-            load = Load()
-            running = asyncio.create_task(load.run(seen.client, "ab", 4, 20.0))
+    async with placed(tmp_path, "ab", 2, *NO_LIMIT) as (seen, found):
+        first, second = [
+            {"name": f"r{number}", "url": one.url} for number, one in enumerate(found, 1)
+        ]
+        load = Load()
+        running = asyncio.create_task(load.run(seen.client, "ab", 4, 20.0))
 
-            async def change(*nodes: Mapping[str, Any]) -> None:
-                seen.running.write_nodes(nodes)
-                await asyncio.sleep(4.0)
+        async def change(*nodes: Mapping[str, Any]) -> None:
+            seen.running.write_nodes(nodes)
+            await asyncio.sleep(4.0)
 
-            await asyncio.sleep(2.0)
-            await change(first)
-            assert {name for name in nodes_of(seen) if name[:2] == "r2"} == set()
-            await change(first, second)
-            await seen.until_state("r2/b", NodeState.UNLOADED, NodeState.READY)
-            await change(first, {**second, "model": ["b"]})
-            assert {name for name in nodes_of(seen) if name[:2] == "r2"} == {"r2", "r2/b"}
-            await change({**first, "model": {"b": "a"}}, second)
-            await running
-            seen.expect_no_blame(load)
-            assert (await seen.client.post(CHAT, json=chat("b"))).status_code == 200
-            await seen.running.admin.post("/admin/nodes/r1/drain")
-            answers = [await seen.client.post(CHAT, json=chat(name)) for name in "ab"]
-            assert [one.headers["x-gateway-node"] for one in answers] == ["r2/a", "r2/b"]
-            await seen.running.admin.post("/admin/nodes/r1/resume")
-            await seen.running.admin.post("/admin/nodes/r2/drain")
-            answer = await seen.client.post(CHAT, json=chat("b"))
-            assert answer.headers["x-gateway-node"] == "r1/a"
+        await asyncio.sleep(2.0)
+        await change(first)
+        assert {name for name in nodes_of(seen) if name[:2] == "r2"} == set()
+        await change(first, second)
+        await seen.until_state("r2/b", NodeState.UNLOADED, NodeState.READY)
+        await change(first, {**second, "model": ["b"]})
+        assert {name for name in nodes_of(seen) if name[:2] == "r2"} == {"r2", "r2/b"}
+        await change({**first, "model": {"b": "a"}}, second)
+        await running
+        seen.expect_no_blame(load)
+        assert (await seen.client.post(CHAT, json=chat("b"))).status_code == 200
+        await seen.running.admin.post("/admin/nodes/r1/drain")
+        answers = [await seen.client.post(CHAT, json=chat(name)) for name in "ab"]
+        assert [one.headers["x-gateway-node"] for one in answers] == ["r2/a", "r2/b"]
+        await seen.running.admin.post("/admin/nodes/r1/resume")
+        await seen.running.admin.post("/admin/nodes/r2/drain")
+        answer = await seen.client.post(CHAT, json=chat("b"))
+        assert answer.headers["x-gateway-node"] == "r1/a"
 
 
 async def nodes_shown(client: httpx.AsyncClient) -> dict[str, dict[str, Any]]:

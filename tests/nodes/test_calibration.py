@@ -10,7 +10,6 @@ from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
 
-import httpx
 import pytest
 
 from gateway.config.inventory import NodeSpec
@@ -105,21 +104,18 @@ async def test_the_lease_of_a_request_ends_a_calibration_and_never_waits_for_it(
     "keys",
     [{"embeddings": True}, {"embeddings": True, "rerank": True}, {"rerank": True}],
 )
-def test_nodes_that_write_nothing_are_calibrated_by_what_they_read(keys: Any) -> None:
-    @in_virtual_time
-    async def run() -> None:
-        declared: dict[str, Any] = {} if "embeddings" in keys else {"endpoints": ["rerank"]}
-        async with (
-            EmulatedNode(slots=1, **HALF, **keys) as server,
-            calibrated(a_spec(url=server.url, **declared)) as (running, ended),
-        ):
-            await running.until(lambda: bool(ended))
-            assert (ended[0].outcome, ended[0].decode_tps) == ("done", None)
-            assert len(set(paths(server))) == 1
-            assert paths(server)[0] != "/completion"
-            assert running["a"].speed.expected_prefill_tps == pytest.approx(200, rel=0.2)
-
-    run()
+@in_virtual_time
+async def test_nodes_that_write_nothing_are_calibrated_by_what_they_read(keys: Any) -> None:
+    declared: dict[str, Any] = {} if "embeddings" in keys else {"endpoints": ["rerank"]}
+    async with (
+        EmulatedNode(slots=1, **HALF, **keys) as server,
+        calibrated(a_spec(url=server.url, **declared)) as (running, ended),
+    ):
+        await running.until(lambda: bool(ended))
+        assert (ended[0].outcome, ended[0].decode_tps) == ("done", None)
+        assert len(set(paths(server))) == 1
+        assert paths(server)[0] != "/completion"
+        assert running["a"].speed.expected_prefill_tps == pytest.approx(200, rel=0.2)
 
 
 @in_virtual_time
@@ -298,7 +294,7 @@ async def test_requests_prefer_nodes_that_are_not_calibrated_and_take_the_others
         nodes = await asyncio.gather(*(ask() for _ in servers))
         assert len(set(nodes)) == len(servers)
         assert [event.outcome for event in ended[:MOST_AT_ONCE]] == ["given_up"] * MOST_AT_ONCE
-        page = (await _admin(running.admin_url, "/metrics")).text
+        page = (await running.admin.get("/metrics")).text
         assert "llama_gateway_queue_seconds_sum 0\n" in page or "queue_seconds_sum 0.0" in page
 
 
@@ -321,15 +317,10 @@ async def test_a_thousand_cold_nodes_keep_no_request_waiting(tmp_path: Path) -> 
         assert len(ended) > 20
         # 20 tokens at 20 tokens/s, and the prompt.
         assert max(took) < 1.5
-        page = (await _admin(running.admin_url, "/metrics")).text
+        page = (await running.admin.get("/metrics")).text
         done = sum(event.outcome == "done" for event in ended)
         assert f'llama_gateway_calibrations_total{{outcome="done"}} {done}' in page
         assert 'llama_gateway_requests_total{class="normal",model="demo",code="200"} 200' in page
-        shown = (await _admin(running.admin_url, "/admin/nodes")).json()["nodes"]
+        shown = (await running.admin.get("/admin/nodes")).json()["nodes"]
         guessed = [one["calibration"] for one in shown if one["calibration"]]
         assert any(one["in_use"] and one["decode_tps"] == pytest.approx(20, 0.1) for one in guessed)
-
-
-async def _admin(url: str, path: str) -> httpx.Response:
-    async with httpx.AsyncClient(base_url=url, trust_env=False) as client:
-        return await client.get(path)

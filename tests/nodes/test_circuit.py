@@ -136,18 +136,12 @@ def test_a_trial_that_succeeds_closes_it_with_a_slow_start() -> None:
     assert not circuit.close(now), "it is closed already"
     circuit.record_failure(now + 1, began=-1.0)
     assert circuit.failures == 0, "an old failure does not count"
-    allowed = [circuit.slow_start_slots(8, now + t) for t in (0, 10, 15, 20, 29, 30, 31)]
-    assert allowed == [1, 3, 4, 6, 8, 8, 8]
-    assert circuit.next_change(now + 31) == float("inf")
-
-
-def test_a_slow_start_ends_without_any_call() -> None:
-    circuit = opened()
-    now = end_of_open(circuit)
-    circuit.record_success(now, began=now)
+    allowed = [circuit.slow_start_slots(8, now + t) for t in (0, 10, 15, 20, 29)]
+    assert allowed == [1, 3, 4, 6, 8]
     assert circuit.next_change(now + 29.5) == now + 30
     assert circuit.next_change(now + 30) == float("inf")
     assert circuit.fully_closed
+    assert [circuit.slow_start_slots(8, now + t) for t in (30, 31)] == [8, 8]
 
 
 steps = st.lists(
@@ -338,16 +332,11 @@ def test_cached_prompts_do_not_make_the_others_look_slow() -> None:
     assert history[-1][1] > 50
 
 
-def test_requests_refused_together_count_once() -> None:
+def test_requests_refused_together_count_once_and_answers_to_those_before_do_not() -> None:
     limit = ConcurrencyLimit()
     for _ in range(8):
         limit.record_refusal(10.0, 10.1)
     assert limit.slots == int(START_LIMIT * REFUSAL_CUT)
-
-
-def test_an_answer_to_a_request_before_the_last_change_does_not_count() -> None:
-    limit = ConcurrencyLimit()
-    limit.record_refusal(10.0, 10.1)
     limit.record_in_flight(8)
     for _ in range(50):
         limit.record_success(10.0, 11.0, ttft=0.1, prompt_tokens=10, completion_tokens=10)

@@ -1,13 +1,9 @@
-"""A node that becomes slow under load is `degraded` soon, behind a running gateway.
-
-`python -m tests.nodes.test_degradation_live` prints for several loads how soon.
-"""
+"""A node that becomes slow under load is `degraded` soon, behind a running gateway."""
 
 from __future__ import annotations
 
 import asyncio
 import random
-import tempfile
 from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass, field
@@ -86,10 +82,10 @@ class Load:
                 await asyncio.gather(*self.tasks, return_exceptions=True)
                 self.tasks.clear()
 
-    async def until_degraded(self, folder: Path, factor: float, usual: float = USUAL) -> float:
+    async def until_degraded(self, folder: Path, factor: float) -> float:
         """Seconds until a node is `degraded` that becomes so many times slower; 600 at most."""
         async with self.running(folder) as (server, node):
-            await asyncio.sleep(usual)
+            await asyncio.sleep(USUAL)
             assert node.state.value == "ready", node.reason
             slow_down(server, factor)
             for tick in range(1200):
@@ -133,23 +129,3 @@ async def test_more_clients_and_longer_prompts_do_not_make_it_degraded(tmp_path:
             for _ in range(60):
                 await asyncio.sleep(1.0)
                 assert node.state is NodeState.READY, node.reason
-
-
-if __name__ == "__main__":
-    for load in (
-        Load(1, 25.0, 300),
-        Load(4, 25.0, 300),
-        Load(1, 112.0, 300),
-        Load(4, 112.0, 300),
-        Load(8, 112.0, 300),
-        Load(2, 25.0, 30),
-        Load(8, 60.0, 150),
-    ):
-        for usual in (USUAL, USUAL + 7, USUAL + 14):
-            with (
-                tempfile.TemporaryDirectory() as folder,
-                asyncio.Runner(loop_factory=VirtualLoop) as runner,
-            ):
-                took = runner.run(load.until_degraded(Path(folder), 5.0, usual))
-            print(f"{load.clients} clients, {load.tokens_per_second:g} tokens/s,", end=" ")
-            print(f"answers of {load.answer}: degraded after {took:g} s", flush=True)

@@ -38,7 +38,7 @@ def test_a_model_has_the_nodes_that_declare_or_report_it() -> None:
         a_node(name="c", models={"n": "n"}),
     )
     reports.properties.models = ("m",)
-    index = an_index(declares, reports, other)
+    index = an_index(declares, reports, other, a_node(models={"off": "off"}, enabled=False))
     assert index.nodes_for("m") == (declares, reports)
     assert index.model_names() == ("m", "n")
     assert (index.serves("m"), index.serves("own")) == (True, False)
@@ -200,8 +200,10 @@ def server(
     return ComparedServer(node, models or ("demo",), context, ServerProperties(**own))
 
 
-def test_equal_nodes_do_not_differ() -> None:
-    assert model_differences([server("a"), server("b"), server("c", "other", build="b2")]) == ()
+def test_equal_nodes_and_what_a_server_has_not_reported_do_not_differ() -> None:
+    silent = server("c", context=None, ftype=None, build=None)
+    other = server("d", "other", build="b2")
+    assert model_differences([server("a"), server("b"), silent, other]) == ()
 
 
 def test_each_property_is_told_with_its_nodes_the_most_frequent_value_first() -> None:
@@ -220,10 +222,6 @@ def test_each_property_is_told_with_its_nodes_the_most_frequent_value_first() ->
     assert found["context"].in_words() == (
         "demo: context of a slot: 4096 tokens on a, c, d; 8192 tokens on b"
     )
-
-
-def test_what_a_server_has_not_reported_is_no_difference() -> None:
-    assert model_differences([server("a"), server("b", context=None, ftype=None, build=None)]) == ()
 
 
 def test_only_nodes_of_the_same_public_name_are_compared() -> None:

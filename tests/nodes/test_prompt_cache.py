@@ -153,13 +153,6 @@ def test_what_changes_between_the_look_up_and_the_start_counts(
     assert scene.cache.nodes[row].running[id(prompt)].predicted == predicted
 
 
-def test_of_the_slot_of_a_request_without_usage_nothing_is_known() -> None:
-    scene = Scene()
-    scene.ran("sab")
-    scene.cache.request_dropped(0, scene.begun("sabc"))
-    assert scene.cached("sabc") == 0
-
-
 def test_volatile_lines_that_a_server_reads_lower_predictions_for_such_prompts_only() -> None:
     scene = Scene(slots=2)
     scene.ran("wxyz")
@@ -228,16 +221,6 @@ class TestLikeLlamaCpp:
         scene.begun("q")
         assert [held.tokens for held in node.host_prompts] == [200, 100]
 
-    def test_a_copy_outlives_its_slot_and_a_slot_its_copy(self) -> None:
-        scene = Scene(slots=2)
-        scene.ran("sysa")
-        scene.ran("zzzz")
-        scene.cache.request_dropped(0, scene.begun("sysab"))
-        assert scene.cached("sysabc") == 400
-        for number in range(3):
-            scene.ran(f"zzzz{number}")
-        assert scene.cached("zzzz2z") == 500
-
 
 class TestLearning:
     def test_prompts_older_than_an_evicted_one_are_evicted_too(self) -> None:
@@ -288,16 +271,6 @@ def test_a_forgotten_row_may_be_used_again() -> None:
     assert scene.cache.lookup(a_prompt("wxyza")).cached == {}, "it ran on the node before"
     scene.cache.forget_node(1)
     assert len(scene.cache.tree._edges) == 0
-
-
-def test_a_row_that_was_never_sized_caches_nothing() -> None:
-    cache = FleetPromptCache()
-    prompt = a_prompt("abcd")
-    cache.request_placed(7, prompt)
-    cache.request_finished(7, prompt, 400, 0, 0)
-    cache.request_dropped(7, prompt)
-    cache.forget_node(7)
-    assert cache.lookup(prompt).cached == {}
 
 
 def test_with_fewer_slots_the_other_prompts_go_to_host_memory() -> None:
@@ -532,15 +505,6 @@ def test_the_tree_finds_how_far_each_row_agrees(
     for held, _ in kept:
         tree.remove(held)
     assert len(tree._edges) == 0
-
-
-def test_a_long_prompt_is_one_edge() -> None:
-    tree = PromptTree()
-    tree.add(CachedPrompt(0, None, 1.0, 0.0, ends_on_block=True), chain(range(500)))
-    tree.add(CachedPrompt(1, None, 1.0, 0.0, ends_on_block=True), chain(range(500)))
-    assert len(tree._edges) == 1
-    tree.add(CachedPrompt(1, None, 1.0, 0.0, ends_on_block=True), chain([*range(300), 7]))
-    assert len(tree._edges) == 3
 
 
 def test_a_prompt_without_ends_has_blocks_of_one_size() -> None:

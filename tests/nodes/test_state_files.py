@@ -71,26 +71,23 @@ def test_remembered_properties_that_are_not_reported_again_are_kept(tmp_path: Pa
     assert PropertiesStore(path).recall(a_spec()) == SAID
 
 
-def test_a_limit_of_models_that_no_router_has_is_not_believed(tmp_path: Path) -> None:
-    path = tmp_path / "seen.json"
-    written(path, saying(ServerProperties(models=("demo",), is_router=True, most_loaded=-1)))
-    assert PropertiesStore(path).recall(a_spec()) == ServerProperties()
-    known = ServerProperties(models=("demo",), is_router=True, most_loaded=4)
-    written(path, saying(known))
-    assert PropertiesStore(path).recall(a_spec()) == known
-
-
 def test_properties_are_read_from_older_versions_and_kept_readable_for_them(tmp_path: Path) -> None:
     path = tmp_path / "seen.json"
     new = ServerProperties(
-        models=("demo",), aliases={"tiny": "demo"}, video=True, process="p", purpose="embeddings"
+        models=("demo",),
+        aliases={"tiny": "demo"},
+        video=True,
+        process="p",
+        purpose="embeddings",
+        is_router=True,
+        most_loaded=4,
     )
     written(path, saying(new))
     assert PropertiesStore(path).recall(a_spec()) == new
     value = json.loads(path.read_text())
     facts = value["servers"][0]["facts"]
     assert facts["models"] == ["demo"]  # all that an older version reads of the names
-    for name in ("aliases", "video", "process", "purpose"):
+    for name in ("aliases", "video", "process", "purpose", "is_router", "most_loaded"):
         del facts[name]
     path.write_text(json.dumps(value))
     assert PropertiesStore(path).recall(a_spec()) == ServerProperties(models=("demo",))
@@ -141,6 +138,7 @@ def test_a_file_of_another_version_is_logged_and_not_read(
         {"slots": -1}, {"slots": "many"}, {"context": 1 << 40}, {"models": ["x" * 5000]},
         {"models": ["m"] * 2000}, {"refused": 7}, {"aliases": {"a": "unknown"}},
         {"aliases": {f"{n}": "demo" for n in range(1000)}}, {"purpose": "war"},
+        {"is_router": True, "most_loaded": -1},
     ],
 )  # fmt: skip
 def test_implausible_properties_are_left_out_and_the_rest_is_read(

@@ -60,13 +60,17 @@ class QueueSimulation:
             self.running.append(placement)
         return queued, placement
 
+    def placed(self, now: float = 0.0, **options: Any) -> QueuedRequest:
+        """A request arrives that must be placed at once."""
+        _, placement = self.arrive(now, **options)
+        assert placement is not None
+        return placement
+
     def fill(self, now: float = 0.0, **options: Any) -> list[QueuedRequest]:
         """Take every free slot."""
         placements = []
         while self.state.free_rows:
-            _, placement = self.arrive(now, **options)
-            assert placement is not None
-            placements.append(placement)
+            placements.append(self.placed(now, **options))
         return placements
 
     def finish(self, placement: QueuedRequest, now: float) -> list[QueuedRequest]:

@@ -8,7 +8,7 @@ from typing import Any
 import httpx
 
 from gateway.nodes.node import NodeState
-from tests.gateways import NO_TLS, Running, until
+from tests.gateways import Running, until
 
 MODEL = "demo"
 LIMIT = 60.0
@@ -41,19 +41,13 @@ async def ask(
 
 
 async def shown(running: Running, name: str) -> Mapping[str, Any]:
-    async with httpx.AsyncClient(
-        base_url=running.admin_url, trust_env=False, verify=NO_TLS
-    ) as admin:
-        found: dict[str, Any] = (await admin.get(f"/admin/nodes/{name}")).json()
-        return found
+    found: dict[str, Any] = (await running.admin.get(f"/admin/nodes/{name}")).json()
+    return found
 
 
 async def order(running: Running, path: str) -> None:
     """Call the admin API as an operator does: `nodes/NAME/drain`, `reload`, ..."""
-    async with httpx.AsyncClient(
-        base_url=running.admin_url, trust_env=False, verify=NO_TLS
-    ) as admin:
-        (await admin.post(f"/admin/{path}")).raise_for_status()
+    (await running.admin.post(f"/admin/{path}")).raise_for_status()
 
 
 async def until_state(running: Running, name: str, state: NodeState, limit: float = LIMIT) -> None:
@@ -65,7 +59,4 @@ async def until_state(running: Running, name: str, state: NodeState, limit: floa
 
 
 async def metrics(running: Running) -> str:
-    async with httpx.AsyncClient(
-        base_url=running.admin_url, trust_env=False, verify=NO_TLS
-    ) as admin:
-        return (await admin.get("/metrics")).text
+    return (await running.admin.get("/metrics")).text

@@ -6,14 +6,11 @@ import asyncio
 import os
 import sys
 import time
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
-from dataclasses import dataclass, field
 from pathlib import Path
-from socket import socket
 from typing import Any
 
-import httpx
 import pytest
 from pydantic import SecretStr
 
@@ -21,17 +18,16 @@ from gateway.callers.keys import new_key
 from gateway.config.inventory import NodeSpec
 from gateway.config.scheduling import Hook
 from gateway.events import HookEnded
-from gateway.local.server import claim_port, claimed_port
 from gateway.nodes.lifecycle import LifecyclePhase
 from gateway.nodes.node import NodeState
 from gateway.schedule.autoscaler import MOST_OUTPUT, run_hook
 from tests.each_case import each_case
 from tests.emulator import EmulatedNode
-from tests.gateways import NO_TLS, Running, running_gateway, until
-from tests.schedule import machine
+from tests.gateways import Running, running_gateway, until
 from tests.schedule.cloud import Cloud
 from tests.schedule.standby_site import MODEL, ask, metrics, order, settings, shown, until_state
-from tests.virtual import in_virtual_time, now
+from tests.transport.raw import Peer, raw_server
+from tests.virtual import in_virtual_time
 
 LEFT, RIGHT = new_key("left"), new_key("right")
 
@@ -149,24 +145,6 @@ async def test_a_restarted_gateway_finds_the_running_nodes(tmp_path: Path) -> No
 
 
 @in_virtual_time
-async def test_a_drained_standby_node_is_left_alone_until_it_is_resumed(tmp_path: Path) -> None:
-    async with Cloud() as cloud:
-        spare = cloud.machine("spare")
-        async with running_gateway(
-            tmp_path, [cloud.node("spare")], settings(), wait_ready=False
-        ) as running:
-            await until_state(running, "spare", NodeState.STANDBY)
-            assert (await ask(running)).status_code == 200
-            await order(running, "nodes/spare/drain")
-            assert (await shown(running, "spare"))["state"] == "draining"
-            await asyncio.sleep(10.0)  # far more than `stop_after`
-            assert spare.orders == ["start"]
-            await order(running, "nodes/spare/resume")
-            await until_state(running, "spare", NodeState.STANDBY)
-            assert spare.orders == ["start", "stop"]
-
-
-@in_virtual_time
 async def test_a_node_finishes_its_requests_before_it_is_stopped(tmp_path: Path) -> None:
     async with Cloud() as cloud, EmulatedNode(slots=2, model=MODEL) as base:
         spare = cloud.machine("spare", decode_tps=20.0, answer_tokens=100)
@@ -190,28 +168,6 @@ async def test_a_node_finishes_its_requests_before_it_is_stopped(tmp_path: Path)
             assert answer.json()["usage"]["completion_tokens"] == 80
             await until_state(running, "spare", NodeState.STANDBY)
         assert spare.orders == ["start", "stop"]
-
-
-@in_virtual_time
-async def test_a_node_with_work_of_other_clients_is_not_stopped(tmp_path: Path) -> None:
-    async with Cloud() as cloud:
-        spare = cloud.machine("spare", decode_tps=20.0, answer_tokens=100)
-        async with running_gateway(
-            tmp_path, [cloud.node("spare")], settings(), wait_ready=False
-        ) as running:
-            await until_state(running, "spare", NodeState.STANDBY)
-            assert (await ask(running, tokens=2)).status_code == 200
-            # Another client, past the gateway.
-            began = now()
-            async with httpx.AsyncClient(
-                base_url=spare.url, trust_env=False, verify=NO_TLS
-            ) as other:
-                body = {"messages": [{"role": "user", "content": "story"}], "max_tokens": 80}
-                answer = await other.post("/v1/chat/completions", json=body, timeout=30)
-            assert answer.json()["usage"]["completion_tokens"] == 80
-            assert now() - began > 3.0  # more than `stop_after`
-            assert spare.orders == ["start"]
-            await until_state(running, "spare", NodeState.STANDBY)
 
 
 @in_virtual_time
@@ -268,28 +224,13 @@ async def answering(status: int, body: str = "") -> AsyncIterator[tuple[str, lis
     """An HTTP server that records its requests."""
     asked: list[bytes] = []
 
-    async def answer(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        head = await reader.readuntil(b"\r\n\r\n")
-        length = next(
-            (
-                int(line[15:])
-                for line in head.lower().split(b"\r\n")
-                if line[:15] == b"content-length:"
-            ),
-            0,
-        )
-        asked.append(head + await reader.readexactly(length))
-        response = (
-            f"HTTP/1.1 {status} X\r\nlocation: /x\r\ncontent-length: {len(body)}\r\n\r\n{body}"
-        )
-        writer.write(response.encode())
-        await writer.drain()
-        writer.close()
+    async def script(peer: Peer) -> None:
+        asked.append(await peer.request())
+        head = f"HTTP/1.1 {status} X\r\nlocation: /x\r\ncontent-length: {len(body)}\r\n\r\n"
+        await peer.say(f"{head}{body}".encode())
 
-    server = await asyncio.start_server(answer, "127.0.0.1", 0)
-    async with server:
-        port = server.sockets[0].getsockname()[1]
-        yield f"http://127.0.0.1:{port}/start?token=abc", asked
+    async with raw_server(script) as server:
+        yield f"http://127.0.0.1:{server.port}/start?token=abc", asked
 
 
 SAY = "import os, sys; print(sys.argv[1], os.environ['LLAMA_GATEWAY_NODE'])"
@@ -408,63 +349,3 @@ async def test_a_redirect_is_no_success_and_is_not_followed() -> None:
     async with answering(307) as (url, asked):
         assert (await ran(secret_hook(url))).outcome == "failed"
     assert len(asked) == 1
-
-
-# Standby nodes that commands start and stop: real processes, in real time.
-
-
-@dataclass
-class Machines:
-    """Machines that are off until a hook starts them."""
-
-    folder: Path
-    claims: list[socket] = field(default_factory=list)
-    """Reserve their ports while they are off."""
-
-    def node(self, name: str) -> dict[str, Any]:
-        """Add a machine; its entry in the inventory."""
-        self.claims.append(claim_port("127.0.0.1"))
-        port = claimed_port(self.claims[-1])
-        command = [sys.executable, str(Path(machine.__file__))]
-        return {
-            "name": name,
-            "url": f"http://127.0.0.1:{port}",
-            "standby": True,
-            "model": MODEL,
-            "slots": 2,
-            "start": [*command, "start", str(self.folder), str(port)],
-            "stop": [*command, "stop", str(self.folder), str(port)],
-        }
-
-    def orders(self) -> list[str]:
-        """The calls of the hooks, in order."""
-        log = self.folder / "orders"
-        return [line.split()[0] for line in log.read_text().splitlines()] if log.exists() else []
-
-
-@pytest.fixture
-def machines(tmp_path: Path) -> Iterator[Machines]:
-    folder = tmp_path / "machines"
-    folder.mkdir()
-    made = Machines(folder)
-    yield made
-    for claim in made.claims:
-        machine.end(folder, str(claimed_port(claim)))
-        claim.close()
-
-
-@pytest.mark.slow
-@pytest.mark.smoke
-@pytest.mark.timeout(300)
-async def test_a_request_that_only_a_standby_node_serves_starts_it_and_waits(
-    tmp_path: Path, machines: Machines
-) -> None:
-    nodes = [machines.node("spare")]
-    async with running_gateway(tmp_path, nodes, settings(), wait_ready=False) as running:
-        await until_state(running, "spare", NodeState.STANDBY)
-        assert (await running.client.get("/ready")).status_code == 200
-        answer = await ask(running)
-        assert answer.status_code == 200
-        assert answer.headers["x-gateway-node"] == "spare"
-        await until_state(running, "spare", NodeState.STANDBY)
-    assert machines.orders() == ["start", "stop"]

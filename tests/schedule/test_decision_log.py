@@ -279,28 +279,6 @@ def test_a_ratio_counts_in_the_bucket_of_the_first_bound_that_holds_it() -> None
 
 
 @in_virtual_time
-async def test_a_steady_node_is_predicted_well_once_its_speed_is_known() -> None:
-    async with (
-        EmulatedNode(slots=1, prefill_tps=100, decode_tps=20) as node,
-        bare_gateway(a_spec("a", node.url), serving=True) as gateway,
-    ):
-        prompt = "tell me of the sea " * 60
-        for number in range(12):
-            answer = await gateway.chat(f"{number} {prompt}", max_tokens=40)
-            assert answer.status_code == 200
-        gateway.bus.flush()
-        before = gateway.scheduler.accuracy
-        first_tokens, completions = sum(before.first_token.counts), before.completion.sum
-        for number in range(12, 18):
-            await gateway.chat(f"{number} {prompt}", max_tokens=40)
-        gateway.bus.flush()
-        after = gateway.scheduler.accuracy
-        assert sum(after.first_token.counts) == first_tokens + 6
-        late = (after.completion.sum - completions) / 6
-        assert 0.5 < late < 1.5, "the speed is known by now"
-
-
-@in_virtual_time
 async def test_what_was_cut_short_is_no_sample() -> None:
     async with (
         EmulatedNode(slots=1) as node,

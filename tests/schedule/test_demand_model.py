@@ -145,26 +145,6 @@ async def test_a_waiting_request_keeps_its_estimate_when_the_inventory_changes()
     assert waiting.done()
 
 
-def test_a_short_prompt_leaves_no_learning_pending(nodes: list[Node]) -> None:
-    scheduler = a_scheduler(*nodes)
-    scheduler.demand_model.answer_ended(prompt_request(1, size=LONG_PROMPT_BYTES - 1))
-    assert not scheduler.demand_model.learning_pending
-
-
-def test_an_answer_of_a_removed_node_leaves_nothing_cached(nodes: list[Node]) -> None:
-    scheduler = a_scheduler(*nodes)
-    request = prompt_request(1, 2, 3)
-    record = lease_at_once(scheduler, request)
-    del scheduler.fleet.nodes[record.node.name]
-    scheduler.fleet.model_index.set_nodes(scheduler.fleet.nodes.values())
-    scheduler.capacity_changed()
-    record.release()
-    scheduler.demand_model.answer_ended(request)
-    scheduler.demand_model.learn(record.placement, request, UsageReport(0, USED, USED, 5))
-    assert scheduler.prompt_cache.lookup(PromptKey((1, 2, 3), 1000.0)).cached == {}
-    assert not scheduler.demand_model.learning_pending
-
-
 def test_a_wide_request_takes_the_slots_that_a_learnt_limit_leaves() -> None:
     one = node(kind="openai")
     one.spec = one.spec.model_copy(update={"slots": None})
@@ -411,15 +391,6 @@ def test_a_session_does_not_wait_for_its_node() -> None:
     last_node = serve_by(scheduler, session_request("s", 1))
     assert lease_at_once(scheduler, session_request("s", 2)).node.name == last_node
     assert serve_by(scheduler, session_request("s", 3)) != last_node
-
-
-def test_a_session_leaves_a_node_that_takes_no_work(
-    unequal_nodes: list[Node],
-) -> None:
-    scheduler = a_scheduler(*unequal_nodes)
-    last_node = serve_by(scheduler, session_request("s", 1))
-    scheduler.fleet.drain(last_node)
-    assert serve_by(scheduler, session_request("s", 2)) != last_node
 
 
 def test_the_session_that_was_quiet_longest_is_forgotten_first() -> None:

@@ -16,6 +16,7 @@ from gateway.schedule.core.model_placement import (
     RequestRates,
     RouterNode,
 )
+from tests.each_case import each_case
 
 GIB = 1 << 30
 
@@ -175,24 +176,25 @@ def test_a_model_just_loaded_stays_for_the_hysteresis() -> None:
     assert fleet.look(waiting("b", 20, each=59.0)) == [("unload", "r1", "a")]
 
 
-def test_those_who_waited_too_long_when_a_model_was_loaded_are_served_before_it_goes() -> None:
+@each_case(
+    ("wait", "holders", "held"),
+    [
+        # Those who waited too long when it was loaded are served; some three have come since.
+        (90.0, waiting("a", 6, each=70.0), True),
+        (90.0, waiting("a", 2, each=70.0), False),
+        # A queue within its bound gives way to one past it, and rows hold no place.
+        (60.0, waiting("a", 50, each=40.0), False),
+        (90.0, waiting("a", 900, each=300.0, batch=True), False),
+    ],
+)
+def test_who_holds_the_place_of_a_model_that_was_loaded_a_while_ago(
+    wait: float, holders: ModelDemand, held: bool
+) -> None:
     fleet = two_models_in_room_for_one(hysteresis=10.0)
     fleet.ready(("r1", "a"), since=fleet.now - 30.0)
     fleet.ask("a", every=10.0)
-    # Some three of them have come in these 30 s.
-    assert fleet.look(waiting("b", 5, each=90.0), waiting("a", 6, each=70.0)) == []
-    assert fleet.look(waiting("b", 5, each=90.0), waiting("a", 2, each=70.0)) == [
-        ("unload", "r1", "a")
-    ]
-
-
-def test_a_queue_within_its_bound_gives_way_to_one_past_it() -> None:
-    fleet = two_models_in_room_for_one(hysteresis=10.0)
-    fleet.ready(("r1", "a"), since=fleet.now - 30.0)
-    fleet.ask("a", every=10.0)
-    assert fleet.look(waiting("b", each=60.0), waiting("a", 50, each=40.0)) == [
-        ("unload", "r1", "a")
-    ]
+    unloads = [] if held else [("unload", "r1", "a")]
+    assert fleet.look(waiting("b", 5, each=wait), holders) == unloads
 
 
 def test_a_queue_holds_the_place_of_its_model_for_twenty_loads_at_most() -> None:
@@ -203,13 +205,6 @@ def test_a_queue_holds_the_place_of_its_model_for_twenty_loads_at_most() -> None
     assert fleet.look(waiting("b", each=90.0), waiting("a", 900, each=300.0)) == [
         ("unload", "r1", "a")
     ]
-
-
-def test_rows_that_wait_do_not_hold_the_place_of_their_model() -> None:
-    fleet = two_models_in_room_for_one()
-    fleet.ready(("r1", "a"), since=fleet.now - 30.0)
-    rows = waiting("a", 900, each=300.0, batch=True)
-    assert fleet.look(waiting("b", 5, each=90.0), rows) == [("unload", "r1", "a")]
 
 
 def test_the_model_that_is_asked_for_least_goes() -> None:
@@ -232,17 +227,6 @@ def test_a_second_copy_is_loaded_when_the_queue_is_worth_a_load() -> None:
     assert fleet.look(waiting("a", each=1.0)) == []
     assert fleet.look(waiting("a", 8, each=1.0)) == [("load", "r2", "a")]
     assert fleet.look(waiting("a", 8, each=2.0)) == []
-
-
-def test_a_second_copy_does_not_displace_what_others_ask_for() -> None:
-    fleet = Fleet()
-    fleet.node("r1", 10)
-    fleet.node("r2", 10)
-    for name in ("a", "b"):
-        fleet.model(name, 8, "r1", "r2")
-    fleet.ready(("r1", "a"), ("r2", "b"))
-    fleet.ask("b", every=1.0)
-    assert fleet.look(waiting("a", 4, each=1.0)) == []
 
 
 def test_batch_rows_unload_nothing_that_callers_use() -> None:
@@ -468,14 +452,6 @@ def test_rates_follow_a_burst_and_its_end_but_no_chance() -> None:
     assert rates.rate("a", 3031.0) > 0.5
     assert rates.rate("a", 3031.0 + 5 * FAST_SECONDS) < 0.05
     assert rates.rate("unknown", 3000.0) == 0.0
-
-
-def test_a_rate_falls_as_soon_as_many_requests_have_not_come() -> None:
-    rates = RequestRates()
-    for place in range(2000):
-        rates.note("a", 1000.0 + place / 100)
-    assert rates.rate("a", 1020.0) > 30.0
-    assert rates.rate("a", 1021.0) <= 5.0
 
 
 def test_a_model_makes_room_soon_after_its_callers_have_stopped() -> None:

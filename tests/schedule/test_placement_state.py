@@ -114,8 +114,7 @@ def test_the_figures_of_a_row_are_made_anew_after_each_change(change: Change) ->
     [row] = sim.rows
     row.set_speed(100.0, 0.1, 0.01)
     row.set_pool(8000, 0)
-    _, placement = sim.arrive()
-    assert placement is not None
+    placement = sim.placed()
     before = figures_of(row)
     change(sim, row, placement)
     assert figures_of(row) != before
@@ -202,24 +201,15 @@ def test_others_go_to_the_reserved_nodes_as_nobody_holds_them_up_there(nodes: in
     for _ in range(nodes):
         sim.arrive(priority=BATCH)
     for number in range(nodes // 2):
-        _, placement = sim.arrive()
-        assert placement is not None
+        placement = sim.placed()
         assert placement.row.kept_from_batch
         assert len(placement.row.running) == 1, number
-
-
-def test_batch_takes_the_same_rows_whether_one_or_numpy_looks() -> None:
-    for nodes in (8, 80):
-        sim = QueueSimulation((2,) * nodes, DispatchRules(batch_reserve=0.25))
-        assert len(batch_on(sim)) == nodes * 2 * 3 // 4
-        assert all(not row.busy for row in sim.rows if row.kept_from_batch)
 
 
 def test_a_request_that_can_go_nowhere_else_takes_an_idle_reserved_node() -> None:
     sim = QueueSimulation((2, 2), DispatchRules(batch_reserve=0.5))
     assert [row.kept_from_batch for row in sim.rows] == [True, False]
-    _, placement = sim.arrive(priority=BATCH, excluded={1})
-    assert placement is not None
+    placement = sim.placed(priority=BATCH, excluded={1})
     assert placement.row is sim.rows[0]
     waits, none = sim.arrive(priority=BATCH, excluded={1})
     assert none is None
@@ -246,8 +236,7 @@ def test_when_the_reserved_node_is_gone_another_is_reserved() -> None:
 def test_batch_does_not_wait_for_the_cache_of_a_reserved_node() -> None:
     sim = QueueSimulation((1, 1), DispatchRules(batch_reserve=0.5))
     sim.arrive(excluded={1})
-    _, placement = sim.arrive(priority=BATCH, prompt_tokens=5000.0, cached={0: 4999.0})
-    assert placement is not None
+    placement = sim.placed(priority=BATCH, prompt_tokens=5000.0, cached={0: 4999.0})
     assert placement.row is sim.rows[1]
 
 
@@ -268,7 +257,6 @@ async def test_nodes_of_other_models_have_a_reserve_of_their_own() -> None:
         assert (room.slots, room.free) == (2, 2)
     leases = [lease_at_once(scheduler, a_request("y", priority=BATCH)) for _ in range(2)]
     assert {lease.node.name for lease in leases} == {"d"}
-    scheduler.close()
 
 
 async def test_each_pool_has_a_reserve_of_its_own() -> None:
@@ -282,4 +270,3 @@ async def test_each_pool_has_a_reserve_of_its_own() -> None:
         lease = lease_at_once(scheduler, request)
         assert lease.node.name == name
         assert scheduler.batch_room(("demo",), 0.0, node_labels=labels).slots == 2
-    scheduler.close()

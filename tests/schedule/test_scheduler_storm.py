@@ -148,13 +148,16 @@ class World:
     def check(self) -> None:
         state, now = self.scheduler.dispatcher.placement_state, self.clock()
         for name, one in self.scheduler.fleet.nodes.items():
-            leases = [lease for _, lease in self.running]
-            assert one.leased == sum(lease.slots for lease in leases if lease.node is one)
+            held = sum(lease.slots for _, lease in self.running if lease.node is one)
+            assert (one.leased, state.by_name[name].ours) == (held, held)
             assert one.leased <= one.slots_total
             assert state.by_name[name].free == one.free_slots(now), name
         waiters = self.scheduler.waiters
         assert {waiter.request.id for waiter in waiters} == set(self.tasks)
         assert self.scheduler.dispatcher.waiting == len(self.tasks)
+        predicted = [waiter.request.id for waiter, _ in self.scheduler.predicted_waits()]
+        assert set(predicted) == set(self.tasks)
+        assert [one.request_id for one in self.scheduler.queue_positions()] == predicted
         for waiter in waiters:
             assert self.may_wait(waiter, now), f"{waiter.request} could go"
 

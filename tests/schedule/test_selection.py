@@ -31,8 +31,7 @@ from tests.schedule.queue_simulation import QueueSimulation
 def chosen(sim: QueueSimulation, count: int, **options: Any) -> Counter[str]:
     names: Counter[str] = Counter()
     for _ in range(count):
-        _, placement = sim.arrive(**options)
-        assert placement is not None
+        placement = sim.placed(**options)
         names[placement.row.name] += 1
     return names
 
@@ -140,8 +139,7 @@ def explored(sim: QueueSimulation, times: int = 20, **keys: Any) -> Counter[str]
     """How often the other nodes get one of so many requests that come one by one."""
     names: Counter[str] = Counter()
     for _ in range(times):
-        _, placement = sim.arrive(cached={0: 1500.0}, **{**WARM, **keys})
-        assert placement is not None
+        placement = sim.placed(cached={0: 1500.0}, **{**WARM, **keys})
         names[placement.row.name] += 1
         sim.finish(placement, 0.0)
     del names["node-0"]
@@ -161,46 +159,28 @@ def test_nodes_of_unknown_speed_get_a_few_requests_though_the_prompt_is_cached_e
 
 
 @each_case(
-    "keys",
+    ("keys", "hope", "foreign", "count"),
     [
-        {"priority": Priority.PREMIUM},
-        {"priority": Priority.URGENT},
-        {"deadline": 60.0},
-        {"prompt_tokens": 3000.0},
+        # Requests that would suffer explore less, and the dearest never.
+        ({"priority": Priority.PREMIUM}, HOPE_UNKNOWN, 0, EXPLORING_REQUESTS - 1),
+        ({"priority": Priority.URGENT}, HOPE_UNKNOWN, 0, EXPLORING_REQUESTS - 1),
+        ({"deadline": 60.0}, HOPE_UNKNOWN, 0, EXPLORING_REQUESTS - 1),
+        ({"prompt_tokens": 3000.0}, HOPE_UNKNOWN, 0, EXPLORING_REQUESTS - 1),
+        ({"priority": Priority.PREMIUM, "prompt_tokens": 4000.0}, HOPE_UNKNOWN, 0, 0),
+        ({"prompt_tokens": 9000.0}, HOPE_UNKNOWN, 0, 0),
+        # Nor does one that a node has failed; nor to nodes in use, or about to be calibrated.
+        ({"failed": [2]}, HOPE_UNKNOWN, 0, 0),
+        ({}, HOPE_UNKNOWN, 1, 0),
+        ({}, HOPE_AWAITED, 0, 0),
     ],
 )
-def test_requests_that_would_suffer_explore_less(keys: dict[str, Any]) -> None:
-    sim = QueueSimulation((2, 2))
-    unknown(sim)
-    assert explored(sim, **keys) == {"node-1": EXPLORING_REQUESTS - 1}, keys
-
-
-@each_case(
-    "keys",
-    [{"priority": Priority.PREMIUM, "prompt_tokens": 4000.0}, {"prompt_tokens": 9000.0}],
-)
-def test_the_dearest_requests_never_explore(keys: dict[str, Any]) -> None:
-    sim = QueueSimulation((2, 2))
-    unknown(sim)
-    assert not explored(sim, **keys), keys
-
-
-@each_case(
-    ("hope", "foreign", "keys"),
-    [
-        (HOPE_UNKNOWN, 0, {"failed": [1]}),  # a request that a node has failed
-        (HOPE_UNKNOWN, 1, {}),  # a node in use
-        (HOPE_AWAITED, 0, {}),  # a node that is about to be calibrated
-    ],
-)
-def test_some_requests_do_not_explore_and_some_nodes_are_not_explored(
-    hope: float, foreign: int, keys: dict[str, Any]
+def test_how_many_requests_explore_a_node_of_unknown_speed(
+    keys: dict[str, Any], hope: float, foreign: int, count: int
 ) -> None:
-    sim = QueueSimulation((2, 2, 2))
+    sim = QueueSimulation((2, 2, 0))
     unknown(sim, hope=hope)
-    for row in sim.rows[1:]:
-        row.set_slots(2, 2, foreign)
-    assert not explored(sim, **keys)
+    sim.rows[1].set_slots(2, 2, foreign)
+    assert explored(sim, **keys).total() == count
 
 
 def test_a_calibrated_node_is_explored_only_if_it_is_faster() -> None:
@@ -249,8 +229,7 @@ def test_a_neighbour_adds_its_own_delay_and_the_one_it_causes() -> None:
     sim = QueueSimulation((2,))
     row = sim.rows[0]
     row.set_speed(100.0, 0.1, 0.05)
-    _, first = sim.arrive(prompt_tokens=100, completion_tokens=40)
-    assert first is not None
+    first = sim.placed(prompt_tokens=100, completion_tokens=40)
     assert (first.prefill_ends, first.ends) == pytest.approx((1.0, 5.0))
     queued = sim.request(prompt_tokens=200, completion_tokens=10)
     delay, prefill, decoding = 1.0, 2.0, 10 * 0.15
@@ -264,10 +243,8 @@ def test_prefill_only_requests_wait_for_each_other_and_slow_no_decoding() -> Non
     sim = QueueSimulation((4,))
     row = sim.rows[0]
     row.set_speed(100.0, 0.1, 0.05)
-    _, first = sim.arrive(prompt_tokens=100, completion_tokens=1)
-    _, second = sim.arrive(prompt_tokens=100, completion_tokens=1)
-    assert first is not None
-    assert second is not None
+    first = sim.placed(prompt_tokens=100, completion_tokens=1)
+    second = sim.placed(prompt_tokens=100, completion_tokens=1)
     assert (first.prefill_ends, second.prefill_ends) == pytest.approx((1.0, 2.0))
     assert first.ends == pytest.approx(1.1)
     assert row.ends_sum == pytest.approx(first.ends + second.ends)
@@ -275,8 +252,7 @@ def test_prefill_only_requests_wait_for_each_other_and_slow_no_decoding() -> Non
     second.row.end(second, 0.5)
     assert row.prefill_until == pytest.approx(1.0)
     assert row.ends_sum == pytest.approx(first.ends)
-    _, writer = sim.arrive(prompt_tokens=100, completion_tokens=40)
-    assert writer is not None
+    writer = sim.placed(prompt_tokens=100, completion_tokens=40)
     assert row.decode_slowdown > 0.0
     writer.row.end(writer, 0.5)
     first.row.end(first, 1.0)
@@ -286,13 +262,6 @@ def test_prefill_only_requests_wait_for_each_other_and_slow_no_decoding() -> Non
         0.0,
         0.0,
     )
-
-
-def test_penalties_of_a_node_and_of_a_request_add_up() -> None:
-    sim = QueueSimulation((2, 2))
-    sim.rows[0].set_penalty(3.0)
-    plain = row_cost(sim.rows[1], sim.request(), 0.0)
-    assert row_cost(sim.rows[0], sim.request(penalties={0: 4.0}), 0.0) == pytest.approx(plain + 7.0)
 
 
 def test_the_later_cost_counts_the_wait_and_the_pending_tokens() -> None:

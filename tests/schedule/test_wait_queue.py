@@ -61,15 +61,6 @@ def test_a_request_that_leaves_leaves_nothing_behind() -> None:
     assert [sum(tokens) for tokens in sim.candidates.queued_tokens] == [0.0, 0.0]
 
 
-def test_a_request_is_withdrawn_once() -> None:
-    sim = QueueSimulation((1,))
-    sim.fill()
-    queued, _ = sim.arrive()
-    assert sim.dispatcher.withdraw(queued)
-    assert not sim.dispatcher.withdraw(queued)
-    assert sim.dispatcher.waiting == 0
-
-
 def test_the_warmest_rows_are_those_that_have_or_will_have_most_cached() -> None:
     sim = QueueSimulation()
     cached = {i: float(i) for i in range(20)}
@@ -114,8 +105,7 @@ def test_ten_times_the_requests_get_a_caller_no_more_tokens(seed: int) -> None:
 
 def test_the_charge_is_replaced_by_the_real_usage() -> None:
     sim = QueueSimulation((1,))
-    _, lucky = sim.arrive(fairness_key="lucky", prompt_tokens=1e6, completion_tokens=1e5)
-    assert lucky is not None
+    lucky = sim.placed(fairness_key="lucky", prompt_tokens=1e6, completion_tokens=1e5)
     sim.arrive(fairness_key="lucky")
     other, _ = sim.arrive(fairness_key="other")
     sim.running.remove(lucky)
@@ -146,24 +136,6 @@ def test_idle_accounts_are_dropped_but_no_running_ones() -> None:
         counters.account(f"caller {i}")
     assert len(counters.accounts) <= MOST_ACCOUNTS
     assert counters.accounts["kept"] is kept
-
-
-def wait_in(queue: WaitQueue, sim: QueueSimulation, caller: str, **more: object) -> QueuedRequest:
-    queued = sim.request(fairness_key=caller, **more)
-    queue.add(queued, 0.0)
-    return queued
-
-
-def test_higher_classes_go_first_and_callers_of_a_class_take_turns() -> None:
-    sim, queue = QueueSimulation(), WaitQueue()
-    a1, a2, a3 = (wait_in(queue, sim, "a", received_at=at) for at in (1.0, 2.0, 3.0))
-    b1 = wait_in(queue, sim, "b", received_at=9.0)
-    urgent = wait_in(queue, sim, "c", received_at=10.0, priority=Priority.URGENT)
-    batch = wait_in(queue, sim, "d", priority=Priority.BATCH)
-    forecast = WaitForecast(sim.state, queue)
-    order = list(forecast.likely_order())
-    assert order == [urgent, a1, b1, a2, a3, batch]
-    assert [forecast.count_ahead(one) for one in order] == [0, 1, 2, 3, 4, 5]
 
 
 @pytest.mark.parametrize(
