@@ -678,6 +678,7 @@ class Fleet:
             self._add_known_models(node)
             if node.is_router:
                 self._monitors[node].read_models()
+            self._monitors[node].wake()
 
     def _enter(self, node: Node, published: NodeState | None) -> None:
         """Begin to watch; `published`: the last state that was published for this name."""

@@ -144,16 +144,20 @@ async def test_a_corrected_key_is_tried_at_once() -> None:
         await fleet.until_state("a", NodeState.READY)
 
 
+@pytest.mark.parametrize("seconds", [0.0, 600.0])
 @in_virtual_time
-async def test_a_node_can_be_disabled_and_enabled() -> None:
+async def test_a_node_can_be_disabled_and_enabled(seconds: float) -> None:
     async with EmulatedNode() as server, a_fleet(a_spec(url=server.url), interval=60) as fleet:
         fleet.fleet.apply(inventory(a_spec(url=server.url, enabled=False)))
         assert fleet.state("a") is NodeState.STANDBY
         assert fleet.fleet.model_index.model_names() == ()
+        await asyncio.sleep(seconds)
+        began = now()
         fleet.fleet.apply(inventory(a_spec(url=server.url)))
         # Its last probe is old: it is probed before it gets work.
         assert fleet.state("a") is NodeState.STARTING
         await fleet.until_state("a", NodeState.READY)
+        assert now() - began < 1.0
         assert fleet.states("a") == ["starting", "ready", "standby", "starting", "ready"]
 
 
