@@ -173,42 +173,6 @@ async def test_openai_cancels_and_keeps_what_was_done(tmp_path: Path) -> None:
         assert {json.loads(one)["error"]["code"] for one in errors} == {"batch_cancelled"}
 
 
-@pytest.mark.parametrize(
-    ("endpoint", "body", "kind"),
-    [
-        ("/v1/embeddings", {"input": "Hello"}, "list"),
-        ("/v1/responses", {"input": "Hello", "max_output_tokens": 8}, "response"),
-        ("/v1/completions", {"prompt": "Hello", "max_tokens": 8}, "text_completion"),
-    ],
-)
-async def test_openai_runs_other_endpoints(
-    tmp_path: Path, endpoint: Any, body: dict[str, Any], kind: str
-) -> None:
-    embeddings = endpoint == "/v1/embeddings"
-    async with (
-        gateway(tmp_path, embeddings=embeddings) as url,
-        openai_client(url) as client,
-    ):
-        one = {
-            "custom_id": "a",
-            "method": "POST",
-            "url": endpoint,
-            "body": {"model": "test"} | body,
-        }
-        file = await client.files.create(
-            file=("in.jsonl", json.dumps(one).encode()), purpose="batch"
-        )
-        batch = await client.batches.create(
-            input_file_id=file.id, endpoint=endpoint, completion_window="24h"
-        )
-
-        done = await reached(client, batch.id, "completed")
-        assert (done.request_counts.completed, done.error_file_id) == (1, None)
-        output = await client.files.content(done.output_file_id)
-        response = json.loads(output.text)["response"]
-        assert (response["status_code"], response["body"]["object"]) == (200, kind)
-
-
 async def test_anthropic_creates_polls_reads_cancels_and_deletes(tmp_path: Path) -> None:
     async with gateway(tmp_path) as url, anthropic_client(url) as client:
         batches = client.messages.batches

@@ -23,7 +23,6 @@ from gateway.stored.files import Content
 from gateway.web.files import UNNAMED, ContentResponse, UploadForm, boundary_of, content_headers
 from tests.emulator.raw_connection import raw_connection
 from tests.gateways import Running, running_gateway, until
-from tests.small_disk import run_on_small_disk
 from tests.web.raw_client import answer
 from tests.web.two_keys import ALICE, DEAD, client, gateway, kept, reason, two_callers
 
@@ -236,23 +235,6 @@ async def test_a_chunked_upload_is_refused_where_it_exceeds_the_limit(
         await until(lambda: kept(tmp_path) == [])
 
 
-async def test_the_limits_of_a_key_hold(tmp_path: Path) -> None:
-    limits = {"files_per_key": 2, "file_bytes": 1000, "bytes_per_key": 1500}
-    async with two_callers(tmp_path, batches=limits) as (_, alice, bob):
-        first = await alice.files.create(file=("a", b"x" * 900), purpose="batch")
-        with pytest.raises(openai.RateLimitError, match="1500 bytes") as refused:
-            await alice.files.create(file=("a", b"x" * 900), purpose="batch")
-        assert refused.value.code == "insufficient_quota"
-        assert refused.value.response.headers["x-should-retry"] == "false"
-        await alice.files.create(file=("a", b"x"), purpose="batch")
-        with pytest.raises(openai.RateLimitError, match="may have 2"):
-            await alice.files.create(file=("a", b"x"), purpose="batch")
-        await bob.files.create(file=("a", b"x" * 900), purpose="batch")
-        await alice.files.delete(first.id)
-        await alice.files.create(file=("a", b"x" * 900), purpose="batch")
-        assert len(kept(tmp_path)) == 3
-
-
 async def test_a_folder_that_is_full_takes_no_more(tmp_path: Path) -> None:
     limits = {"folder_bytes": 3_000_000, "file_bytes": 2_000_000}
     async with gateway(tmp_path, batches=limits) as running, client(running) as alice:
@@ -361,53 +343,6 @@ async def test_files_outlive_the_gateway(tmp_path: Path) -> None:
     async with gateway(tmp_path) as running, client(running) as alice:
         assert (await alice.files.content(made.id)).content == LINES
         assert kept(tmp_path) == [made.id]
-
-
-ON_A_FULL_DISK = """
-import asyncio, sys
-from pathlib import Path
-from gateway.stored.folder import SPARE_BYTES
-from tests.gateways import until
-from tests.web.test_files import form, head
-from tests.web.two_keys import client, gateway, kept
-from tests.emulator.raw_connection import raw_connection
-from tests.web.raw_client import answer
-
-async def main(place):
-    folder = place / "state/batches"
-    async with gateway(place) as running, client(running) as alice:
-        await until(lambda: running.gateway.background.files.storage.folder.id is not None)
-        # Larger than what the disk has: refused by its length.
-        body = form(bytes(40 << 20))
-        async with raw_connection(running.url) as wire:
-            await wire.send(head(f"Content-Length: {len(body)}", "Expect: 100-continue"))
-            refused = await answer(wire)
-            assert (refused.status, refused.code) == (507, "storage_full"), refused
-        # Without a length: in the middle.
-        async with raw_connection(running.url) as wire:
-            await wire.send(head("Transfer-Encoding: chunked"))
-            ended, sent = asyncio.create_task(answer(wire)), 0
-            while not ended.done():
-                piece = body[sent : sent + 65536]
-                await wire.send(b"%x\\r\\n%b\\r\\n" % (len(piece), piece))
-                sent += len(piece)
-                await asyncio.sleep(0)
-            refused = await ended
-            assert (refused.status, refused.code) == (507, "storage_full"), refused
-            assert 8 << 20 < sent < len(body), sent
-        await until(lambda: kept(place) == [])
-        made = await alice.files.create(file=("a", b"x" * 1000), purpose="batch")
-        assert (await alice.files.content(made.id)).content == b"x" * 1000
-
-asyncio.run(main(Path(sys.argv[1])))
-print("done", end="")
-"""
-
-
-@pytest.mark.slow
-def test_a_disk_that_fills_in_the_middle_ends_the_upload_and_nothing_else(tmp_path: Path) -> None:
-    # 64 MiB of it stay free.
-    assert run_on_small_disk(ON_A_FULL_DISK, "96m", tmp_path) == "done"
 
 
 CRLF = b"\r\n"
