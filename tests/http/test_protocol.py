@@ -187,12 +187,6 @@ def test_bytes_behind_a_request_are_not_served_as_its_caller(bench: Bench) -> No
     assert [status for status, _ in found.replies] == [404, 401]
 
 
-def test_a_known_head_is_recognised_after_split_requests(bench: Bench) -> None:
-    whole = asking("anna", "a", "plain")
-    found = bench.served([whole, b"", whole[:50], whole[50:], b"", whole, b"", whole])
-    assert found.callers == [KEYS[0].id] * 4
-
-
 def test_of_a_pipeline_one_request_runs_and_the_rest_stays_bytes(bench: Bench) -> None:
     """However many requests a packet has, one runs, and the rest waits as bytes."""
 

@@ -159,6 +159,14 @@ async def test_a_response_of_another_key_is_not_there(tmp_path: Path) -> None:
             async with client(running, None) as nobody:
                 with pytest.raises(openai.AuthenticationError):
                     await nobody.responses.retrieve(made.id)
+            hers, his = ({"authorization": f"Bearer {key.text}"} for key in (ALICE, BOB))
+            deferred = await running.client.post(
+                "/v1/chat/completions", json=CHAT, headers={**hers, **PREFER}
+            )
+            for method in ("GET", "DELETE"):
+                url = deferred.headers["location"]
+                refused = await running.client.request(method, url, headers=his)
+                assert refused.status_code == 404
             assert (await ended(alice, made.id)).status == "incomplete"
 
 
@@ -334,15 +342,6 @@ async def test_one_that_runs_is_ended_by_its_deletion(tmp_path: Path) -> None:
             assert (await running.client.delete(url)).json()["cancelled"] is True
             assert (await running.client.get(url)).status_code == 404
         await until(lambda: node.busy == 0)
-
-
-async def test_a_deferred_request_of_another_key_is_not_there(tmp_path: Path) -> None:
-    async with deferring(tmp_path) as running:
-        url = (await ask(running, "/v1/chat/completions", CHAT)).headers["location"]
-        other = {"authorization": f"Bearer {BOB.text}"}
-        assert (await running.client.get(url, headers=other)).status_code == 404
-        assert (await running.client.delete(url, headers=other)).status_code == 404
-        assert (await answered(running, url)).status_code == 200
 
 
 async def test_a_stream_is_refused_and_other_preferences_change_nothing(tmp_path: Path) -> None:

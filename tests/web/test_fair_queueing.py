@@ -200,25 +200,6 @@ async def test_two_callers_get_equal_shares_though_one_sends_ten_times_as_much(
     assert 0.9 <= found["much"] / found["little"] <= 1.1, found
 
 
-@in_virtual_time
-async def test_users_of_a_trusted_key_get_equal_shares(tmp_path: Path) -> None:
-    key = new_key()
-    settings = {"keys": [key_of(key, trust_user_headers=True)]}
-    async with a_site(tmp_path, EmulatedNode(slots=1, decode_tps=20), settings=settings) as site:
-        bearer = f"Bearer {key.text}"
-        tasks = []
-        for number, name in enumerate(["anna"] * 5 + ["ben"]):
-            asked = site.ask(400, authorization=bearer, x_openwebui_user_id=name)
-            tasks.append(asyncio.create_task(asked))
-            await until(lambda number=number: site.nodes[0].busy + site.waiting == number + 1)
-        order = site.running.gateway.scheduler.predicted_waits()
-        waiting = [waiter.request.caller.fairness_key for waiter, _ in order]
-        parties = Counter(waiting)
-        [place] = [place for place, one in enumerate(waiting, 1) if parties[one] == 1]
-        assert place in {1, 2}
-        await ended(tasks)
-
-
 # Deadlines.
 
 
