@@ -19,9 +19,9 @@ from gateway.callers.keys import ApiKey
 from gateway.stored.batch_rows import Batch as Row
 from gateway.web.batches import batch_object
 from tests.each_case import each_case
-from tests.gateways import Running
+from tests.gateways import Running, running_gateway
 from tests.polling import eventually
-from tests.web.two_keys import ALICE, BOB, client, gateway, reason, two_callers
+from tests.web.two_keys import ALICE, BOB, DEAD, client, gateway, reason, two_callers
 
 pytestmark = pytest.mark.usefixtures("hurried")
 
@@ -243,6 +243,19 @@ async def test_a_batch_of_another_key_is_not_there(tmp_path: Path) -> None:
         # Nor do the two APIs show each other's batches.
         other = await ask(running, "GET", f"/v1/messages/batches/{made.id}")
         assert other.status_code == 404
+
+
+async def test_callers_without_a_key_own_batches_on_a_loopback_listener_alone(
+    tmp_path: Path,
+) -> None:
+    async with running_gateway(tmp_path, [DEAD], wait_ready=False) as running:
+        async with client(running, None) as anybody:
+            made = await created(anybody)
+            assert (await anybody.batches.retrieve(made.id)).id == made.id
+        for method in ("GET", "POST"):
+            headers = {"x-forwarded-for": "10.1.2.3"}
+            asked = await ask(running, method, "/v1/batches", None, headers=headers, json=ASKED)
+            assert reason(asked) == (401, "invalid_api_key")
 
 
 async def test_without_a_store_there_are_no_batches(tmp_path: Path) -> None:

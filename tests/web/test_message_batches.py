@@ -242,7 +242,7 @@ def head(*fields: str) -> bytes:
     return "\r\n".join(lines).encode() + b"\r\n\r\n"
 
 
-async def test_a_body_is_refused_by_its_length_or_where_it_exceeds_the_limit(
+async def test_a_body_that_is_too_large_or_left_half_way_leaves_nothing_behind(
     tmp_path: Path,
 ) -> None:
     async with gateway(tmp_path, batches={"file_bytes": "4MiB"}) as running:
@@ -266,6 +266,11 @@ async def test_a_body_is_refused_by_its_length_or_where_it_exceeds_the_limit(
                 await asyncio.sleep(0)
             assert (await refusal).status == 413
             await until(lambda: kept(tmp_path) == [])
+        async with raw_connection(running.url) as wire:
+            await wire.send(head("Content-Length: 3000000") + begin + one * 20)
+            await until(lambda: kept(tmp_path) != [])
+        await until(lambda: kept(tmp_path) == [])
+        assert "Exception in ASGI" not in (tmp_path / "gateway.log").read_text()
 
 
 async def test_bodies_are_received_side_by_side_up_to_a_limit(tmp_path: Path) -> None:

@@ -558,6 +558,9 @@ async def test_ready_is_200_while_a_node_is_ready_and_needs_no_key() -> None:
         await node.kill()
         await gateway.until(lambda: gateway["a"].state.value == "down")
         assert await unready(gateway) == "no_node"
+        gateway.handler.begin_shutdown()
+        assert await unready(gateway) == "shutting_down"
+        assert (await gateway.public.get("/health")).status_code == 200
 
 
 @pytest.mark.parametrize(("places", "ready"), [(1, True), (0, False)])
