@@ -31,7 +31,7 @@ from tests.emulator import EmulatedNode
 from tests.emulator.raw_connection import RawConnection, raw_connection
 from tests.gateways import until
 from tests.virtual import in_virtual_time
-from tests.web.raw_client import HELLO, Answer, Public, answer, public, request
+from tests.web.raw_client import CHAT, HELLO, Answer, Public, answer, public, request
 
 LIMIT = 800
 
@@ -211,34 +211,26 @@ async def test_bodies_of_one_key_are_evicted_for_another(tmp_path: Path) -> None
         assert [await refused(wire) for wire in held] == [False] * 4 + [True] * 3
 
 
+@pytest.mark.parametrize(
+    ("path", "asked", "queued"),
+    [
+        (CHAT, HELLO, 4),
+        # The second prompt of the first request is queued, and the first prompts of the others.
+        ("/v1/completions", {"prompt": ["a", "b"]}, 5),
+    ],
+    ids=["chat", "several prompts"],
+)
 @in_virtual_time
-async def test_the_body_of_a_queued_request_is_evicted_for_another_key(tmp_path: Path) -> None:
-    limits = {"buffered_bytes": 80_000, "body_bytes": 100_000}
-    node = EmulatedNode(slots=1, decode_tps=5)
-    async with shared(tmp_path, node, limits=limits) as gate:
-        body = {**HELLO, "max_tokens": 20, "x": "x" * 12_000}
-        theirs = [asyncio.create_task(gate.ask(request(body, key(A)))) for _ in range(5)]
-        await until(lambda: len(gate.running.gateway.scheduler.queue_positions()) == 4)
-        found = asyncio.create_task(gate.ask(request({**body, "x": "x" * 20_000}, key(B))))
-        await until(lambda: any(task.done() for task in theirs))
-        response_of = [task.result().status for task in theirs if task.done()]
-        assert response_of == [429]
-        assert (await found).status == 200
-        assert Counter([(await task).status for task in theirs]) == {200: 4, 429: 1}
-
-
-@in_virtual_time
-async def test_a_request_of_several_prompts_is_evicted_until_its_first_has_started(
-    tmp_path: Path,
+async def test_the_body_of_a_request_that_has_not_started_is_evicted_for_another_key(
+    tmp_path: Path, path: str, asked: dict[str, Any], queued: int
 ) -> None:
     limits = {"buffered_bytes": 80_000, "body_bytes": 100_000}
     node = EmulatedNode(slots=1, decode_tps=20)
     async with shared(tmp_path, node, limits=limits) as gate:
-        body = {"prompt": ["a", "b"], "max_tokens": 20, "x": "x" * 12_000}
-        data = request(body, key(A), path="/v1/completions")
+        body = {**asked, "max_tokens": 20, "x": "x" * 12_000}
+        data = request(body, key(A), path=path)
         theirs = [asyncio.create_task(gate.ask(data)) for _ in range(5)]
-        # The second prompt of the first request is queued, and the first prompts of the others.
-        await until(lambda: len(gate.running.gateway.scheduler.queue_positions()) == 5)
+        await until(lambda: len(gate.running.gateway.scheduler.queue_positions()) == queued)
         other = {**HELLO, "max_tokens": 20, "x": "x" * 20_000}
         found = asyncio.create_task(gate.ask(request(other, key(B))))
         await until(lambda: any(task.done() for task in theirs))

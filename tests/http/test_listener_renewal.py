@@ -16,7 +16,7 @@ import trustme
 
 from gateway.callers.keys import new_key
 from tests.emulator import EmulatedNode
-from tests.gateways import Running, running_gateway, until
+from tests.gateways import NO_TLS, running_gateway, until
 from tests.http.authority import issue, shown, trusting
 
 pytestmark = pytest.mark.usefixtures("hurried")
@@ -30,11 +30,13 @@ def tls_of(authority: trustme.CA, folder: Path, name: str) -> dict[str, str]:
     return {"cert": str(files.cert), "key": str(files.key)}
 
 
-def client(url: str, authority: trustme.CA, key: str | None = None) -> httpx.AsyncClient:
-    """A client that keeps one connection."""
+def client(
+    url: str, authority: trustme.CA | None = None, key: str | None = None
+) -> httpx.AsyncClient:
+    """A client that keeps one connection; without an authority it speaks no TLS."""
     return httpx.AsyncClient(
         base_url=url,
-        verify=trusting(authority),
+        verify=NO_TLS if authority is None else trusting(authority),
         trust_env=False,
         timeout=30.0,
         limits=httpx.Limits(max_connections=1),
@@ -223,22 +225,14 @@ async def answer(admin: httpx.AsyncClient, status: int, path: str = "/admin/node
             await asyncio.sleep(0.05)
 
 
-def plain(running: Running, key: str | None = None) -> httpx.AsyncClient:
-    headers = {} if key is None else {"authorization": f"Bearer {key}"}
-    limits = httpx.Limits(max_connections=1)
-    return httpx.AsyncClient(
-        base_url=running.admin_url, headers=headers, trust_env=False, timeout=30.0, limits=limits
-    )
-
-
 async def test_admin_keys_change_on_a_connection_that_is_open(tmp_path: Path) -> None:
     alice, bob = new_key("alice"), new_key("bob")
     async with (
         EmulatedNode() as node,
         running_gateway(tmp_path, [node.url]) as running,
-        plain(running) as nobody,
-        plain(running, alice.text) as first,
-        plain(running, bob.text) as second,
+        client(running.admin_url) as nobody,
+        client(running.admin_url, key=alice.text) as first,
+        client(running.admin_url, key=bob.text) as second,
     ):
         assert (await nobody.get("/admin/config")).status_code == 200
         assert (await nobody.post("/admin/reload")).status_code == 200
@@ -264,8 +258,8 @@ async def test_the_key_file_is_read_again(tmp_path: Path) -> None:
     async with (
         EmulatedNode() as node,
         running_gateway(tmp_path, [node.url], {"admin": {"key_file": str(file)}}) as running,
-        plain(running, "first") as old,
-        plain(running, "second") as new,
+        client(running.admin_url, key="first") as old,
+        client(running.admin_url, key="second") as new,
     ):
         file.write_text("second\n")
         assert (await old.post("/admin/reload")).status_code == 200
@@ -287,8 +281,8 @@ async def test_changes_are_told_with_actor_role_target_and_outcome(tmp_path: Pat
     async with (
         EmulatedNode() as node,
         running_gateway(tmp_path, [node.url], settings) as running,
-        plain(running, alice.text) as admin,
-        plain(running, bob.text) as viewer,
+        client(running.admin_url, key=alice.text) as admin,
+        client(running.admin_url, key=bob.text) as viewer,
     ):
         await admin.post("/admin/nodes/node-0/drain?deadline=5&secret=no")
         await viewer.post("/admin/nodes/node-0/resume")
