@@ -242,7 +242,14 @@ def head(*fields: str) -> bytes:
     return "\r\n".join(lines).encode() + b"\r\n\r\n"
 
 
-async def test_a_body_that_is_too_large_or_left_half_way_leaves_nothing_behind(
+def large_requests(first: int, count: int) -> bytes:
+    """So many requests of 60 kB each, with a comma behind each."""
+    numbers = range(first, first + count)
+    one = [json.dumps(request(f"n{number}", system="x" * 60_000)) for number in numbers]
+    return "".join(f"{text}," for text in one).encode()
+
+
+async def test_a_body_that_is_too_large_is_refused_by_its_length_or_where_it_exceeds_the_limit(
     tmp_path: Path,
 ) -> None:
     async with gateway(tmp_path, batches={"file_bytes": "4MiB"}) as running:
@@ -253,21 +260,23 @@ async def test_a_body_that_is_too_large_or_left_half_way_leaves_nothing_behind(
             assert b"batches.file_bytes" in refused.body
             assert not any("requests-" in name for name in kept(tmp_path))
         async with raw_connection(running.url) as wire:
-            begin = b'{"requests":['
-            chunk = b"%x\r\n%b\r\n"
-            await wire.send(head("Transfer-Encoding: chunked") + chunk % (len(begin), begin))
-            refusal = asyncio.create_task(answer(wire))
-            sent = 0
+            await wire.send(head("Transfer-Encoding: chunked") + b'd\r\n{"requests":[\r\n')
+            refusal, sent = asyncio.create_task(answer(wire)), 0
             while not refusal.done():
-                assert sent < 64 << 20
-                one = json.dumps(request(f"n{sent}", system="x" * 60_000)).encode() + b","
-                await wire.send(chunk % (len(one), one))
-                sent += len(one)
+                assert sent < 1000
+                part = large_requests(sent, 1)
+                await wire.send(b"%x\r\n%b\r\n" % (len(part), part))
+                sent += 1
                 await asyncio.sleep(0)
             assert (await refusal).status == 413
-            await until(lambda: kept(tmp_path) == [])
+        await until(lambda: kept(tmp_path) == [])
+
+
+async def test_a_client_that_leaves_half_way_leaves_nothing_behind(tmp_path: Path) -> None:
+    async with gateway(tmp_path) as running:
         async with raw_connection(running.url) as wire:
-            await wire.send(head("Content-Length: 3000000") + begin + one * 20)
+            await wire.send(head("Content-Length: 3000000") + b'{"requests":[')
+            await wire.send(large_requests(0, 20))
             await until(lambda: kept(tmp_path) != [])
         await until(lambda: kept(tmp_path) == [])
         assert "Exception in ASGI" not in (tmp_path / "gateway.log").read_text()
