@@ -26,17 +26,6 @@ CALM = {"health": {"interval": 60, "discover_interval": 60}, "heartbeat": "off"}
 
 @pytest.mark.parametrize("stream", [False, True])
 @in_virtual_time
-async def test_sequential_requests_reuse_one_connection(tmp_path: Path, stream: bool) -> None:
-    async with public(tmp_path, CALM, EmulatedNode(close_after_stream=False)) as gate:
-        await gate.chat(max_tokens=1)
-        before = gate.node.connections_opened
-        for _ in range(40):
-            assert (await gate.chat(max_tokens=1, stream=stream)).status == 200
-        assert gate.node.connections_opened == before
-
-
-@pytest.mark.parametrize("stream", [False, True])
-@in_virtual_time
 async def test_a_stale_connection_is_no_attempt(tmp_path: Path, stream: bool) -> None:
     node = EmulatedNode(slots=4, close_after_stream=False)
     async with public(tmp_path, CALM, node) as gate:
