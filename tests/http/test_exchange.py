@@ -280,6 +280,33 @@ async def test_a_client_that_leaves_after_it_has_sent_no_more_frees_the_slot(
 
 
 @in_virtual_time
+async def test_a_client_that_leaves_a_silent_stream_frees_the_slot_at_once(tmp_path: Path) -> None:
+    settings = {**QUICK, "heartbeat": 20}
+    async with public(tmp_path, settings) as gate:
+        gate.node.faults.next("hang")
+        async with asking(gate, request(STREAM)) as wire:
+            assert await wire.some() > b""
+        await left_within(gate, 3)
+        gate.node.faults.clear()
+
+
+@in_virtual_time
+async def test_a_request_that_cannot_stream_holds_its_slot_until_the_node_is_done(
+    tmp_path: Path,
+) -> None:
+    node = EmulatedNode(slots=1, decode_tps=50, answer_tokens=40)
+    begun = [*HELLO["messages"], {"role": "assistant", "content": "well"}]
+    async with public(tmp_path, QUICK, node) as gate:
+        async with asking(gate, request({"messages": begun})):
+            await until(lambda: gate.node.busy == 1)
+        await left(gate)
+        assert the_node(gate).leased == 1
+        assert gate.node.busy == 1
+        await until(lambda: the_node(gate).leased == 0)
+        assert gate.node.busy == 0
+
+
+@in_virtual_time
 async def test_a_client_that_leaves_within_its_body_reaches_no_node(tmp_path: Path) -> None:
     async with public(tmp_path, QUICK) as gate:
         async with asking(gate, request(b'{"messages"', length=5000)):
