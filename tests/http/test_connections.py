@@ -264,21 +264,6 @@ async def test_idle_connections_of_one_address_are_evicted_for_another(tmp_path:
 
 
 @in_virtual_time
-async def test_a_connection_with_a_running_request_is_not_evicted(tmp_path: Path) -> None:
-    async with public(tmp_path, {"limits": {"connections": 16}}) as gate, AsyncExitStack() as all_:
-        body_memory = gate.running.gateway.handler.body_memory
-        data = request({**HELLO, "max_tokens": 1})
-        slow = [await all_.enter_async_context(wired_from(gate, "127.0.0.1")) for _ in range(14)]
-        for number, wire in enumerate(slow, 1):
-            await wire.send(data[:-number])
-            await until(lambda n=number: body_memory.allocation_count == n)
-        await used(all_, gate, "127.0.0.2")
-        for number, wire in enumerate(slow, 1):
-            await wire.send(data[-number:])
-            assert (await answer(wire)).status == 200
-
-
-@in_virtual_time
 async def test_unfinished_bodies_are_evicted_for_another_address(tmp_path: Path) -> None:
     async with public(tmp_path, {"limits": {"connections": 16}}) as gate, AsyncExitStack() as all_:
         body_memory = gate.running.gateway.handler.body_memory

@@ -187,12 +187,6 @@ def test_bytes_behind_a_request_are_not_served_as_its_caller(bench: Bench) -> No
     assert [status for status, _ in found.replies] == [404, 401]
 
 
-def test_a_known_head_is_recognised_after_split_requests(bench: Bench) -> None:
-    whole = asking("anna", "a", "plain")
-    found = bench.served([whole, b"", whole[:50], whole[50:], b"", whole, b"", whole])
-    assert found.callers == [KEYS[0].id] * 4
-
-
 def test_of_a_pipeline_one_request_runs_and_the_rest_stays_bytes(bench: Bench) -> None:
     """However many requests a packet has, one runs, and the rest waits as bytes."""
 
@@ -280,75 +274,66 @@ def outcome_of(found: Answer) -> tuple[int, str | None]:
     return found.status, found.code
 
 
-@pytest.mark.parametrize("start", [b"P", b"POST /v1/chat", request()[:60], b"\r\n\r\n"])
+HALF_CHUNKED = (
+    f"POST {CHAT} HTTP/1.1\r\nHost: localhost\r\nTransfer-Encoding: chunked\r\n\r\n".encode()
+)
+HALVES: dict[str, bytes] = {
+    "a letter": b"P",
+    "half a line": b"POST /v1/chat",
+    "half a head": request()[:60],
+    "line ends": b"\r\n\r\n",
+    "no body": request(b"", length=100),
+    "half a body": request(b'{"messages": ', length=5000),
+    "no chunk": HALF_CHUNKED,
+    "half a chunk's size": HALF_CHUNKED + b"2",
+    "half an extension": HALF_CHUNKED + b"2;a=",
+    "half a chunk": HALF_CHUNKED + b"2\r\n{",
+    "a chunk without its end": HALF_CHUNKED + b"2\r\n{}",
+    "half a trailer": HALF_CHUNKED + b"2\r\n{}\r\n0\r\nX: y",
+}
+
+
+@pytest.mark.parametrize("used", [False, True], ids=["new", "used"])
 @in_virtual_time
-async def test_half_a_head_and_then_silence_is_408(tmp_path: Path, start: bytes) -> None:
-    async with public(tmp_path, IMPATIENT) as gate, raw_connection(gate.url) as wire:
-        await wire.send(start)
-        found = await answer(wire)
-        assert outcome_of(found) == (408, "request_timeout")
-        assert await wire.rest() == b""
+async def test_half_a_request_and_then_silence_is_408(tmp_path: Path, used: bool) -> None:
+    async with public(tmp_path, IMPATIENT) as gate:
+        for case, half in HALVES.items():
+            async with raw_connection(gate.url) as wire:
+                if used:
+                    await wire.send(request({**HELLO, "max_tokens": 1}))
+                    assert (await answer(wire)).status == 200
+                await wire.send(half)
+                assert outcome_of(await answer(wire)) == (408, "request_timeout"), case
+                assert await wire.rest() == b""
+        async with raw_connection(gate.url) as silent:
+            assert await silent.rest() == b""
+        assert (await gate.last()).status == 408
 
 
+@pytest.mark.parametrize("whole", [request() * 100, request(b"{" + b" " * 4000)])
 @in_virtual_time
-async def test_a_silent_connection_is_closed(tmp_path: Path) -> None:
+async def test_a_request_a_byte_at_a_time_is_408(tmp_path: Path, whole: bytes) -> None:
     async with public(tmp_path, IMPATIENT) as gate, raw_connection(gate.url) as wire:
-        assert await wire.rest() == b""
-
-
-@in_virtual_time
-async def test_a_head_a_byte_at_a_time_is_408(tmp_path: Path) -> None:
-    async with public(tmp_path, IMPATIENT) as gate, raw_connection(gate.url) as wire:
-        trickling = asyncio.create_task(_trickle(wire, request() * 100))
+        trickling = asyncio.create_task(_trickle(wire, whole))
         assert outcome_of(await answer(wire)) == (408, "request_timeout")
         trickling.cancel()
         await asyncio.gather(trickling, return_exceptions=True)
 
 
-@pytest.mark.parametrize("start", [b"POST /v1", b"\r\n"])
 @in_virtual_time
-async def test_half_a_head_on_a_used_connection_is_408(tmp_path: Path, start: bytes) -> None:
-    async with public(tmp_path, IMPATIENT) as gate, raw_connection(gate.url) as wire:
-        await wire.send(request({**HELLO, "max_tokens": 1}))
-        assert (await answer(wire)).status == 200
-        await wire.send(start)
-        assert outcome_of(await answer(wire)) == (408, "request_timeout")
-
-
-@in_virtual_time
-async def test_half_a_body_and_then_silence_is_408(tmp_path: Path) -> None:
+async def test_half_a_request_behind_another_or_100_continue_has_its_own_timeout(
+    tmp_path: Path,
+) -> None:
     async with public(tmp_path, IMPATIENT) as gate:
         async with raw_connection(gate.url) as wire:
-            await wire.send(request(b'{"messages": ', length=5000))
+            gate.node.faults.next("hang", seconds=1.0)
+            await wire.send(request({**HELLO, "max_tokens": 1}) + request()[:60])
+            assert (await answer(wire)).status == 200
             assert outcome_of(await answer(wire)) == (408, "request_timeout")
-        assert (await gate.last()).status == 408
-
-
-@pytest.mark.parametrize("part", ["", "2", "2;a=", "2\r\n{", "2\r\n{}", "2\r\n{}\r\n0\r\nX: y"])
-@in_virtual_time
-async def test_half_a_chunked_body_and_then_silence_is_408(tmp_path: Path, part: str) -> None:
-    head = f"POST {CHAT} HTTP/1.1\r\nHost: localhost\r\nTransfer-Encoding: chunked\r\n\r\n"
-    async with public(tmp_path, IMPATIENT) as gate, raw_connection(gate.url) as wire:
-        await wire.send(f"{head}{part}".encode())
-        assert outcome_of(await answer(wire)) == (408, "request_timeout")
-        assert await wire.rest() == b""
-
-
-@in_virtual_time
-async def test_silence_after_100_continue_is_408(tmp_path: Path) -> None:
-    async with public(tmp_path, IMPATIENT) as gate, raw_connection(gate.url) as wire:
-        await wire.send(request(b"", "Expect: 100-continue", length=100))
-        assert await wire.head() == b"HTTP/1.1 100 Continue\r\n\r\n"
-        assert outcome_of(await answer(wire)) == (408, "request_timeout")
-
-
-@in_virtual_time
-async def test_half_a_request_behind_a_complete_one_has_its_own_timeout(tmp_path: Path) -> None:
-    async with public(tmp_path, IMPATIENT) as gate, raw_connection(gate.url) as wire:
-        gate.node.faults.next("hang", seconds=1.0)
-        await wire.send(request({**HELLO, "max_tokens": 1}) + request()[:60])
-        assert (await answer(wire)).status == 200
-        assert outcome_of(await answer(wire)) == (408, "request_timeout")
+        async with raw_connection(gate.url) as wire:
+            await wire.send(request(b"", "Expect: 100-continue", length=100))
+            assert await wire.head() == b"HTTP/1.1 100 Continue\r\n\r\n"
+            assert outcome_of(await answer(wire)) == (408, "request_timeout")
 
 
 @in_virtual_time
@@ -360,16 +345,6 @@ async def test_a_line_end_behind_a_body_does_not_close_the_connection(tmp_path: 
         await asyncio.sleep(5.0)
         await wire.send(request({**HELLO, "max_tokens": 1}))
         assert (await answer(wire)).status == 200
-
-
-@in_virtual_time
-async def test_a_body_a_byte_at_a_time_is_408(tmp_path: Path) -> None:
-    async with public(tmp_path, IMPATIENT) as gate, raw_connection(gate.url) as wire:
-        await wire.send(request(b"{", length=5000))
-        trickling = asyncio.create_task(_trickle(wire, b" " * 4000))
-        assert outcome_of(await answer(wire)) == (408, "request_timeout")
-        trickling.cancel()
-        await asyncio.gather(trickling, return_exceptions=True)
 
 
 async def _trickle(wire: RawConnection, data: bytes) -> None:
@@ -510,28 +485,12 @@ def test_an_accepted_body_means_the_same_to_httptools(
     "data",
     [
         b"g\r\n",
-        b"-1\r\n",
-        b"+1\r\n",
-        b"0x1\r\n",
         b"1_0\r\n",
-        b" 1\r\n",
-        b"1 \r\n",
-        b"1\n",
-        b"1\r\r",
-        b"1;a\nb\r\n",
-        b"1;a\rb\r\n",
-        b"1;\0\r\n",
         b";a\r\n",
-        b"\r\n",
-        b"1\r\nx0\r\n",
-        b"1\r\nx\n0\r\n",
+        b"1\r\r",
+        b"1;a\rb\r\n",
         b"1\r\nxy",
-        b"0" * 17,
         b"0\r\n \r\n\r\n",
-        b"0\r\nno colon\r\n\r\n",
-        b"0\r\nA : b\r\n\r\n",
-        b"0\r\nA: b\n\r\n\r\n",
-        b"0\r\nA: b\r\n c: d\r\n\r\n",
         b"0\r\n: b\r\n\r\n",
         b"1;" + b"a" * (MOST_EXTENSION_BYTES + 1),
     ],
@@ -540,6 +499,7 @@ def test_an_accepted_body_means_the_same_to_httptools(
 def test_a_body_that_other_parsers_may_read_differently_is_refused(
     data: bytes, whole: bool
 ) -> None:
+    """Beside the forms of tests/http/smuggling.py."""
     pieces = [data] if whole else [data[at : at + 1] for at in range(len(data))]
     with pytest.raises(GatewayError) as raised:
         read(pieces)

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import re
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
 
@@ -12,9 +14,9 @@ import pytest
 from gateway.callers.keys import new_key
 from gateway.http.heads import EXPOSED_HEADERS
 from tests.callers.build import all_accounts
+from tests.each_case import each_case
 from tests.emulator import EmulatedNode
 from tests.forward.proxy_over_nodes import GENERATION_PATHS, proxy_over
-from tests.nodes.build import a_spec
 from tests.virtual import in_virtual_time
 from tests.web.bare_gateway import BareGateway, bare_gateway
 
@@ -22,87 +24,69 @@ SAID = '{"error":{"code":400,"message":"No such thing","type":"invalid_request_e
 ANTHROPICS = '{"type":"error","error":{"type":"invalid_request_error","message":"No such thing"}}'
 
 
-@pytest.mark.parametrize("path", [path for path in GENERATION_PATHS if path != "/v1/messages"])
-@in_virtual_time
-async def test_a_nodes_error_passes_unchanged(tmp_path: Path, path: str) -> None:
-    async with proxy_over(tmp_path, node := EmulatedNode()) as proxy:
-        node.faults.next("status", status=400, body=SAID)
-        reply = await proxy.ask(path)
-        assert (reply.status_code, reply.text) == (400, SAID)
-        assert reply.headers["x-gateway-reason"] == "invalid_request"
-
-
-@pytest.mark.parametrize(
-    ("status", "word"),
-    [(400, "invalid_request"), (413, "request_too_large"), (422, "invalid_request"),
-     (500, "node_error")],
-)  # fmt: skip
-@in_virtual_time
-async def test_the_head_of_a_nodes_error_has_the_reason(
-    tmp_path: Path, status: int, word: str
-) -> None:
-    async with proxy_over(tmp_path, node := EmulatedNode()) as proxy:
-        node.faults.next("status", status=status, body=SAID)
-        reply = await proxy.ask()
-        assert (reply.status_code, reply.headers["x-gateway-reason"]) == (status, word)
-
-
-@pytest.mark.parametrize(
-    ("path", "stream", "status", "kind"),
-    [
-        ("/v1/messages", False, 400, "invalid_request_error"),
-        ("/v1/messages", True, 413, "request_too_large"),
-        ("/v1/messages", False, 500, "api_error"),
-        ("/v1/messages/count_tokens", False, 400, "invalid_request_error"),
-    ],
-)
-@in_virtual_time
-async def test_anthropics_clients_get_a_nodes_error_in_their_form(
-    tmp_path: Path, path: str, stream: bool, status: int, kind: str
-) -> None:
-    async with proxy_over(tmp_path, node := EmulatedNode()) as proxy:
-        node.faults.next("status", status=status, body=SAID, path=path)
-        reply = await proxy.ask(path, messages=[], stream=stream)
-        assert reply.status_code == status
-        assert reply.headers["content-type"] == "application/json"
-        assert reply.json() == {
-            "type": "error",
-            "error": {"type": kind, "message": "No such thing"},
-            "request_id": reply.headers["request-id"],
-        }
+CHAT, MESSAGES = "/v1/chat/completions", "/v1/messages"
+OTHERS = [path for path in GENERATION_PATHS if path != MESSAGES]
 
 
 @in_virtual_time
-async def test_an_error_in_anthropics_form_passes_unchanged(tmp_path: Path) -> None:
+async def test_a_nodes_error_passes_unchanged_or_gets_a_message(tmp_path: Path) -> None:
     async with proxy_over(tmp_path, node := EmulatedNode()) as proxy:
-        node.faults.next("status", status=400, body=ANTHROPICS)
-        reply = await proxy.ask("/v1/messages")
-        assert (reply.status_code, reply.text) == (400, ANTHROPICS)
+
+        @each_case(
+            ("path", "status", "said", "reason"),
+            [
+                *((path, 400, SAID, "invalid_request") for path in OTHERS),
+                (CHAT, 413, SAID, "request_too_large"),
+                (CHAT, 422, SAID, "invalid_request"),
+                (CHAT, 500, SAID, "node_error"),
+                (MESSAGES, 400, ANTHROPICS, "invalid_request"),
+                *((path, 413, "", "request_too_large") for path in OTHERS),
+            ],
+        )
+        async def check(path: str, status: int, said: str, reason: str) -> None:
+            node.faults.next("status", status=status, body=said, path=path)
+            reply = await proxy.ask(path)
+            assert (reply.status_code, reply.headers["x-gateway-reason"]) == (status, reason)
+            if said:
+                assert reply.text == said
+            else:
+                assert reply.headers["content-type"] == "application/json"
+                assert reply.json()["error"]["code"] == reason
+
+        await check()
 
 
-@pytest.mark.parametrize("path", [path for path in GENERATION_PATHS if path != "/v1/messages"])
 @in_virtual_time
-async def test_an_empty_error_gets_a_message(tmp_path: Path, path: str) -> None:
+async def test_anthropics_clients_get_a_nodes_error_in_their_form(tmp_path: Path) -> None:
+    no_json = "The node answered with status 400."
     async with proxy_over(tmp_path, node := EmulatedNode()) as proxy:
-        node.faults.next("status", status=413, body="", path=path)
-        reply = await proxy.ask(path)
-        assert (reply.status_code, reply.headers["content-type"]) == (413, "application/json")
-        assert reply.json()["error"]["code"] == "request_too_large"
 
+        @each_case(
+            ("path", "stream", "status", "said", "kind", "message"),
+            [
+                (MESSAGES, False, 400, SAID, "invalid_request_error", "No such thing"),
+                (MESSAGES, True, 413, SAID, "request_too_large", "No such thing"),
+                (MESSAGES, False, 500, SAID, "api_error", "No such thing"),
+                (f"{MESSAGES}/count_tokens", False, 400, SAID, "invalid_request_error",
+                 "No such thing"),
+                *((MESSAGES, False, 400, said, "invalid_request_error", no_json)
+                  for said in ("<html>no</html>", "", '{"error":7}')),
+            ],
+        )  # fmt: skip
+        async def check(
+            path: str, *, stream: bool, status: int, said: str, kind: str, message: str
+        ) -> None:
+            node.faults.next("status", status=status, body=said, path=path)
+            reply = await proxy.ask(path, messages=[], stream=stream)
+            assert reply.status_code == status
+            assert reply.headers["content-type"] == "application/json"
+            assert reply.json() == {
+                "type": "error",
+                "error": {"type": kind, "message": message},
+                "request_id": reply.headers["request-id"],
+            }
 
-@pytest.mark.parametrize("body", ["<html>no</html>", "", '{"error":7}'])
-@in_virtual_time
-async def test_an_error_that_is_not_json_is_described_by_its_status(
-    tmp_path: Path, body: str
-) -> None:
-    async with proxy_over(tmp_path, node := EmulatedNode()) as proxy:
-        node.faults.next("status", status=400, body=body)
-        reply = await proxy.ask("/v1/messages")
-        error = json.loads(reply.content)["error"]
-        assert error == {
-            "type": "invalid_request_error",
-            "message": "The node answered with status 400.",
-        }
+        await check()
 
 
 @pytest.mark.parametrize("path", GENERATION_PATHS)
@@ -135,13 +119,19 @@ FREE = new_key("free")
 BEARER = {"Authorization": f"Bearer {KEY.text}"}
 
 
-def limited(**limits: Any) -> dict[str, Any]:
-    return {
-        "keys": [
-            {"id": KEY.id, "sha256": KEY.sha256, "limits": limits},
-            {"id": FREE.id, "sha256": FREE.sha256},
-        ]
-    }
+@asynccontextmanager
+async def limited(node: EmulatedNode | None = None, **limits: Any) -> AsyncIterator[BareGateway]:
+    """A gateway with one key that has these limits, and one that has none."""
+    keys = [
+        {"id": KEY.id, "sha256": KEY.sha256, "limits": limits},
+        {"id": FREE.id, "sha256": FREE.sha256},
+    ]
+    settings = {"keys": keys, "heartbeat": 0.05}
+    async with bare_gateway(node or EmulatedNode(), settings=settings, serving=True) as gateway:
+        yield gateway
+        gateway.bus.flush()
+        for account in all_accounts(gateway.handler.meter.book):
+            assert (account.open, account.running, account.reserved_tokens) == (0, 0, 0)
 
 
 def told(headers: Any) -> dict[str, str]:
@@ -149,11 +139,7 @@ def told(headers: Any) -> dict[str, str]:
 
 
 async def test_a_response_tells_what_is_left() -> None:
-    settings = limited(rpm=10, tpm=5000)
-    async with (
-        EmulatedNode() as node,
-        bare_gateway(a_spec("n", node.url), settings=settings, serving=True) as gateway,
-    ):
+    async with limited(rpm=10, tpm=5000) as gateway:
         first = await gateway.chat(headers=BEARER, max_tokens=100)
         assert first.headers["x-ratelimit-limit-requests"] == "10"
         assert first.headers["x-ratelimit-remaining-requests"] == "9"
@@ -169,84 +155,44 @@ async def test_a_response_tells_what_is_left() -> None:
 
 
 async def test_a_refused_and_a_wrong_request_are_told_too() -> None:
-    async with (
-        EmulatedNode() as node,
-        bare_gateway(a_spec("n", node.url), settings=limited(rpm=1), serving=True) as gateway,
-    ):
+    async with limited(rpm=1) as gateway:
         assert (await gateway.chat(headers=BEARER)).status_code == 200
         refused = await gateway.chat(headers=BEARER)
         assert refused.status_code == 429
         assert refused.headers["x-ratelimit-remaining-requests"] == "0"
         assert 1 <= int(refused.headers["retry-after"]) <= 60
-        wrong = await gateway.public.post("/v1/chat/completions", content=b"{", headers=BEARER)
+        wrong = await gateway.public.post(CHAT, content=b"{", headers=BEARER)
         assert wrong.status_code == 400
         assert wrong.headers["x-ratelimit-remaining-requests"] == "0"
 
 
-async def test_a_caller_without_limits_is_told_nothing() -> None:
-    async with (
-        EmulatedNode() as node,
-        bare_gateway(a_spec("n", node.url), settings=limited(rpm=1), serving=True) as gateway,
-    ):
-        response = await gateway.chat(headers={"Authorization": f"Bearer {FREE.text}"})
-        assert response.status_code == 200
-        assert told(response.headers) == {}
+async def test_without_limits_that_are_rates_nothing_is_told() -> None:
+    async with limited(concurrency=1, budget="1/month", models=["demo"]) as gateway:
+        for headers in (BEARER, {"Authorization": f"Bearer {FREE.text}"}):
+            response = await gateway.chat(headers=headers)
+            assert (response.status_code, told(response.headers)) == (200, {})
 
 
-async def test_limits_that_are_no_rates_have_no_headers() -> None:
-    settings = limited(concurrency=1, budget="1/month", models=["demo"])
-    async with (
-        EmulatedNode() as node,
-        bare_gateway(a_spec("n", node.url), settings=settings, serving=True) as gateway,
-    ):
-        assert told((await gateway.chat(headers=BEARER)).headers) == {}
-
-
-async def test_anthropics_api_has_anthropics_headers_too() -> None:
-    async with (
-        EmulatedNode() as node,
-        bare_gateway(a_spec("n", node.url), settings=limited(rpm=10), serving=True) as gateway,
-    ):
-        response = await gateway.public.post(
-            "/v1/messages",
-            json={"max_tokens": 5, "messages": [{"role": "user", "content": "Hi"}]},
-            headers=BEARER,
-        )
+async def test_anthropics_api_has_anthropics_headers_too_and_pages_may_read_all() -> None:
+    async with limited(rpm=10, tpm=10_000) as gateway:
+        body = {"max_tokens": 5, "messages": [{"role": "user", "content": "Hi"}]}
+        response = await gateway.public.post(MESSAGES, json=body, headers=BEARER)
         assert response.status_code == 200
         assert response.headers["anthropic-ratelimit-requests-limit"] == "10"
         assert response.headers["anthropic-ratelimit-requests-remaining"] == "9"
         reset = response.headers["anthropic-ratelimit-requests-reset"]
         assert re.fullmatch(r"\d{4}-\d\d-\d\dT\d\d:\d\d:\d\dZ", reset)
         assert "x-ratelimit-limit-requests" in response.headers
+        names = set(told(response.headers))
+        assert len(names) == 12
+        assert names <= {name.lower() for name in EXPOSED_HEADERS}
 
 
 async def test_a_head_that_comes_with_a_heartbeat_tells_them() -> None:
-    settings = limited(rpm=10) | {"heartbeat": 0.05}
-    async with (
-        EmulatedNode(prefill_tps=40.0) as node,
-        bare_gateway(a_spec("n", node.url), settings=settings, serving=True) as gateway,
-    ):
+    async with limited(EmulatedNode(prefill_tps=40.0), rpm=10) as gateway:
         response = await gateway.chat("word " * 20, headers=BEARER, stream=True, max_tokens=2)
         assert response.text.startswith(":")
         assert response.headers["x-ratelimit-remaining-requests"] == "9"
-
-
-async def test_pages_of_other_origins_may_read_them() -> None:
-    exposed = {name.lower() for name in EXPOSED_HEADERS}
-    async with (
-        EmulatedNode() as node,
-        bare_gateway(
-            a_spec("n", node.url), settings=limited(rpm=10, tpm=10_000), serving=True
-        ) as gateway,
-    ):
-        response = await gateway.public.post(
-            "/v1/messages",
-            json={"max_tokens": 5, "messages": [{"role": "user", "content": "Hi"}]},
-            headers=BEARER,
-        )
-        names = set(told(response.headers))
-        assert len(names) == 12
-        assert names <= exposed
 
 
 @pytest.mark.parametrize(
@@ -256,43 +202,24 @@ async def test_pages_of_other_origins_may_read_them() -> None:
 async def test_models_and_class_of_limits_hold(
     limits: dict[str, Any], status: int, code: str | None
 ) -> None:
-    async with (
-        EmulatedNode() as node,
-        bare_gateway(a_spec("n", node.url), settings=limited(**limits), serving=True) as gateway,
-    ):
-        response = await gateway.chat(
-            headers=BEARER | {"X-Priority": "normal"}, model="demo", max_tokens=2
-        )
+    async with limited(**limits) as gateway:
+        headers = BEARER | {"X-Priority": "normal"}
+        response = await gateway.chat(headers=headers, model="demo", max_tokens=2)
         assert response.status_code == status
         assert response.headers.get("x-gateway-reason") == code
         if status == 200:
             assert response.headers["x-gateway-class"] == "batch"
         listed = (await gateway.public.get("/v1/models", headers=BEARER)).json()["data"]
         assert [one["id"] for one in listed] == (["demo"] if status == 200 else [])
-        assert_no_account_is_open(gateway)
-
-
-def assert_no_account_is_open(gateway: BareGateway) -> None:
-    gateway.bus.flush()
-    for account in all_accounts(gateway.handler.meter.book):
-        assert (account.open, account.running, account.reserved_tokens) == (0, 0, 0)
 
 
 async def test_several_prompts_are_one_request_with_the_tokens_of_all() -> None:
-    async with (
-        EmulatedNode(slots=4) as node,
-        bare_gateway(
-            a_spec("n", node.url), settings=limited(rpm=9, tpm=9000), serving=True
-        ) as gateway,
-    ):
-        response = await gateway.public.post(
-            "/v1/completions",
-            json={"prompt": ["one", "two", "three"], "max_tokens": 4},
-            headers=BEARER,
-        )
+    async with limited(EmulatedNode(slots=4), rpm=9, tpm=9000) as gateway:
+        body = {"prompt": ["one", "two", "three"], "max_tokens": 4}
+        response = await gateway.public.post("/v1/completions", json=body, headers=BEARER)
         assert response.status_code == 200
         assert response.headers["x-ratelimit-remaining-requests"] == "8"
-        assert_no_account_is_open(gateway)
+        gateway.bus.flush()
         (account,) = all_accounts(gateway.handler.meter.book)
         used = response.json()["usage"]["total_tokens"]
         assert account.tokens.value(gateway.clock()) == used

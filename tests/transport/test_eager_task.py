@@ -66,14 +66,6 @@ async def settled(tasks: set[asyncio.Task[None]]) -> None:
             await asyncio.sleep(0)
 
 
-async def test_a_coroutine_without_a_wait_ends_at_once() -> None:
-    tasks: set[asyncio.Task[None]] = set()
-    witness = Witness()
-    await from_a_callback(lambda: EagerTask(tasks).run(witness()))
-    assert witness.steps == [None]
-    assert not tasks
-
-
 class Failing(EagerTask):
     __slots__ = ("errors",)
 

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import errno
 import socket
 import ssl
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +23,7 @@ from gateway.transport.errors import (
     ConnectionReset,
     ConnectTimedOut,
     LocalResourcesExhausted,
+    UpstreamError,
 )
 from gateway.transport.pool import (
     IDLE_SECONDS,
@@ -394,12 +396,10 @@ def test_a_nodes_address_comes_from_its_url(
     assert (found.tls is not None) == url.startswith("https")
 
 
-def test_the_nodes_own_key_is_in_every_head() -> None:
-    given = spec("http://node").model_copy(update={"api_key": SecretStr("s3cret")})
-    assert b"authorization: Bearer s3cret\r\n" in node_address(given).header_lines
-
-
-async def test_a_path_prefix_is_kept() -> None:
+async def test_a_path_prefix_and_the_nodes_own_key_are_sent_and_no_proxy_is_used(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setenv("HTTP_PROXY", "http://127.0.0.1:1")
     heard: list[bytes] = []
 
     async def script(peer: Peer) -> None:
@@ -407,19 +407,12 @@ async def test_a_path_prefix_is_kept() -> None:
         await peer.say(OKAY)
 
     async with raw_server(script) as server:
-        upstream = open_node_pool(spec(f"http://127.0.0.1:{server.port}/llama/a"))
+        given = spec(f"http://127.0.0.1:{server.port}/llama/a")
+        upstream = open_node_pool(given.model_copy(update={"api_key": SecretStr("s3cret")}))
         assert (await pool_client(upstream).get("/health")).text == "hello"
         upstream.close()
     assert heard[0].startswith(b"GET /llama/a/health HTTP/1.1\r\n")
-
-
-async def test_a_proxy_of_the_environment_is_not_used(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("HTTP_PROXY", "http://127.0.0.1:1")
-    async with raw_server(always(OKAY)) as server:
-        upstream = open_node_pool(spec(f"http://127.0.0.1:{server.port}"))
-        assert (await pool_client(upstream).get("/health")).text == "hello"
-        upstream.close()
-        await server.until(lambda: server.open == 0)
+    assert b"authorization: Bearer s3cret\r\n" in heard[0]
 
 
 # TLS.
@@ -444,69 +437,52 @@ def server_side(authority: trustme.CA) -> ssl.SSLContext:
     return context
 
 
+OpenPool = Callable[..., ConnectionPool]
+
+
 @pytest.fixture
-def pools() -> Iterator[list[ConnectionPool]]:
-    """Pools of a test, closed at its end."""
-    made: list[ConnectionPool] = []
-    yield made
-    for upstream in made:
-        upstream.close()
+def tls_pool() -> Iterator[OpenPool]:
+    """Opens a pool of a server behind TLS with these settings; closed at the end of the test."""
+    with contextlib.ExitStack() as stack:
+
+        def open_pool(server: RawServer, **tls: Any) -> ConnectionPool:
+            more = {"tls": tls} if tls else {}
+            upstream = open_node_pool(spec(f"https://127.0.0.1:{server.port}", **more))
+            stack.callback(upstream.close)
+            return upstream
+
+        yield open_pool
 
 
 @pytest.mark.parametrize(
     "tls", [{"ca": True}, {"ca": True, "server_name": "node.test"}, {"verify": False}]
 )
 async def test_a_certificate_is_accepted_by_its_authority_and_name_or_unverified(
-    ca: Path, server_side: ssl.SSLContext, pools: list[ConnectionPool], tls: dict[str, Any]
+    ca: Path, server_side: ssl.SSLContext, tls_pool: OpenPool, tls: dict[str, Any]
 ) -> None:
     tls = tls | ({"ca": str(ca)} if "ca" in tls else {})
     async with raw_server(always(OKAY), server_side) as server:
-        upstream = open_node_pool(spec(f"https://127.0.0.1:{server.port}", tls=tls))
-        pools.append(upstream)
+        upstream = tls_pool(server, **tls)
         for _ in range(3):
             assert (await pool_client(upstream).get("/health")).text == "hello"
         assert server.opened == 1
 
 
-async def test_a_large_body_passes_tls_in_both_directions(
-    ca: Path, server_side: ssl.SSLContext, pools: list[ConnectionPool]
-) -> None:
-    body = bytes(range(256)) * 20_000
-
-    async def echo(peer: Peer) -> None:
-        while True:
-            _, _, got = (await peer.request()).partition(b"\r\n\r\n")
-            await peer.say(b"HTTP/1.1 200 OKAY\r\ncontent-length: %d\r\n\r\n" % len(got) + got)
-
-    async with raw_server(echo, server_side) as server:
-        upstream = open_node_pool(spec(f"https://127.0.0.1:{server.port}", tls={"ca": str(ca)}))
-        pools.append(upstream)
-        for _ in range(2):
-            assert (await pool_client(upstream).post("/x", content=body)).content == body
-        assert server.opened == 1
-
-
 @pytest.mark.parametrize("known", [False, True], ids=["authority", "name"])
 async def test_a_certificate_of_an_unknown_authority_or_another_name_is_rejected(
-    ca: Path, server_side: ssl.SSLContext, pools: list[ConnectionPool], known: bool
+    ca: Path, server_side: ssl.SSLContext, tls_pool: OpenPool, known: bool
 ) -> None:
-    tls = {"tls": {"ca": str(ca), "server_name": "other.test"}} if known else {}
+    tls = {"ca": str(ca), "server_name": "other.test"} if known else {}
     async with raw_server(always(OKAY), server_side) as server:
-        upstream = open_node_pool(spec(f"https://127.0.0.1:{server.port}", **tls))
-        pools.append(upstream)
         with pytest.raises(ConnectFailed, match="certificate"):
-            await upstream.connect(LIMIT)
+            await tls_pool(server, **tls).connect(LIMIT)
         with pytest.raises(httpx.ConnectError):
-            await pool_client(upstream).get("/health")
+            await pool_client(tls_pool(server, **tls)).get("/health")
         await server.until(lambda: server.open == 0)
 
 
 async def test_a_client_certificate_is_sent_to_a_node_that_asks_for_it(
-    ca: Path,
-    authority: trustme.CA,
-    server_side: ssl.SSLContext,
-    pools: list[ConnectionPool],
-    tmp_path: Path,
+    ca: Path, authority: trustme.CA, server_side: ssl.SSLContext, tls_pool: OpenPool, tmp_path: Path
 ) -> None:
     own = authority.issue_cert("gateway.test")
     own.cert_chain_pems[0].write_to_path(tmp_path / "own.pem")
@@ -515,34 +491,23 @@ async def test_a_client_certificate_is_sent_to_a_node_that_asks_for_it(
     authority.configure_trust(server_side)
     async with raw_server(always(OKAY), server_side) as server:
         tls = {"ca": str(ca), "cert": str(tmp_path / "own.pem"), "key": str(tmp_path / "own.key")}
-        upstream = open_node_pool(spec(f"https://127.0.0.1:{server.port}", tls=tls))
-        pools.append(upstream)
-        assert (await pool_client(upstream).get("/health")).text == "hello"
+        assert (await pool_client(tls_pool(server, **tls)).get("/health")).text == "hello"
 
 
-async def test_a_plain_server_behind_an_https_url_is_reported(
-    pools: list[ConnectionPool],
+@pytest.mark.parametrize(
+    ("answers", "limit", "error"), [(True, LIMIT, ConnectFailed), (False, 0.1, ConnectTimedOut)]
+)
+async def test_a_server_behind_an_https_url_that_answers_in_plain_or_not_at_all_is_reported(
+    tls_pool: OpenPool, answers: bool, limit: float, error: type[UpstreamError]
 ) -> None:
     async def script(peer: Peer) -> None:
         await peer.reader.readexactly(8)
-        await peer.say(b"HTTP/1.1 400 Bad Request\r\ncontent-length: 0\r\n\r\n")
+        if answers:
+            await peer.say(b"HTTP/1.1 400 Bad Request\r\ncontent-length: 0\r\n\r\n")
+        else:
+            await peer.reader.read()
 
     async with raw_server(script) as server:
-        upstream = open_node_pool(spec(f"https://127.0.0.1:{server.port}", tls={"verify": False}))
-        pools.append(upstream)
-        with pytest.raises(ConnectFailed):
-            await upstream.connect(LIMIT)
-
-
-async def test_a_handshake_that_takes_too_long_is_reported_and_given_up(
-    pools: list[ConnectionPool],
-) -> None:
-    async def script(peer: Peer) -> None:
-        await peer.reader.read()
-
-    async with raw_server(script) as server:
-        upstream = open_node_pool(spec(f"https://127.0.0.1:{server.port}", tls={"verify": False}))
-        pools.append(upstream)
-        with pytest.raises(ConnectTimedOut):
-            await upstream.connect(0.1)
+        with pytest.raises(error):
+            await tls_pool(server, verify=False).connect(limit)
         await server.until(lambda: server.opened == 1 and server.open == 0)

@@ -117,20 +117,6 @@ async def test_a_session_returns_to_its_node_though_another_has_more_free_slots(
 
 
 @in_virtual_time
-async def test_a_volatile_line_does_not_hide_a_cached_prompt(tmp_path: Path) -> None:
-    async with a_site(tmp_path, a_node(), a_node(), a_node()) as site:
-        homes = set()
-        for number in range(6):
-            messages = [
-                {"role": "system", "content": BILLING.format(number) + SYSTEM["content"]},
-                {"role": "user", "content": "Go on."},
-            ]
-            reply = await site.client.post(CHAT, json={"messages": messages, "max_tokens": 2})
-            homes.add(reply.headers["x-gateway-node"])
-        assert len(homes) == 1
-
-
-@in_virtual_time
 async def test_a_stripped_line_does_not_reach_the_node_and_the_cache_is_used(
     tmp_path: Path,
 ) -> None:

@@ -84,22 +84,6 @@ async def test_a_stream_is_followed_again_from_any_event(tmp_path: Path) -> None
         assert [event async for event in whole] == live
 
 
-async def test_the_helper_of_the_client_accepts_the_stream_as_whole(tmp_path: Path) -> None:
-    async with gateway(tmp_path, EmulatedNode(answer_tokens=30)) as running:
-        async with client(running) as alice:
-            ask = {**ASK, "max_output_tokens": 100}
-            id_ = (await alice.responses.create(**ask, background=True)).id
-            async with alice.responses.stream(response_id=id_) as stream:
-                live = await stream.get_final_response()
-            async with alice.responses.stream(response_id=id_, starting_after=7) as stream:
-                numbers = [event.sequence_number async for event in stream]
-                assert await stream.get_final_response() == live
-            assert numbers[0] == 8
-            assert (live.status, live.output_text) == (
-                "completed", (await alice.responses.retrieve(id_)).output_text
-            )  # fmt: skip
-
-
 async def test_the_heartbeats_of_codexs_stored_stream_repeat_the_number_before(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -175,6 +159,14 @@ async def test_a_response_of_another_key_is_not_there(tmp_path: Path) -> None:
             async with client(running, None) as nobody:
                 with pytest.raises(openai.AuthenticationError):
                     await nobody.responses.retrieve(made.id)
+            hers, his = ({"authorization": f"Bearer {key.text}"} for key in (ALICE, BOB))
+            deferred = await running.client.post(
+                "/v1/chat/completions", json=CHAT, headers={**hers, **PREFER}
+            )
+            for method in ("GET", "DELETE"):
+                url = deferred.headers["location"]
+                refused = await running.client.request(method, url, headers=his)
+                assert refused.status_code == 404
             assert (await ended(alice, made.id)).status == "incomplete"
 
 
@@ -210,17 +202,6 @@ async def test_a_client_that_leaves_a_stored_response_cancels_it(tmp_path: Path)
             assert (await ended(alice, event.response.id)).status == "cancelled"
 
 
-async def test_an_error_of_a_node_fails_the_response(tmp_path: Path) -> None:
-    said = '{"error":{"code":400,"message":"No such thing","type":"invalid_request_error"}}'
-    async with gateway(tmp_path, node := EmulatedNode()) as running, client(running) as alice:
-        node.faults.next("status", status=400, body=said)
-        made = await alice.responses.create(**ASK, background=True)
-        failed = await ended(alice, made.id)
-        assert failed.status == "failed"
-        assert failed.error is not None
-        assert "No such thing" in failed.error.message
-
-
 async def test_bad_requests_are_refused_and_keep_nothing(tmp_path: Path) -> None:
     async with gateway(tmp_path) as running, client(running) as alice:
         for wrong, param in (
@@ -237,19 +218,6 @@ async def test_bad_requests_are_refused_and_keep_nothing(tmp_path: Path) -> None
         with pytest.raises(openai.NotFoundError):
             await alice.responses.create(**{**ASK, "model": "gpt-none"}, background=True)
         assert kept(tmp_path) == []
-
-
-async def test_a_key_may_have_so_many_requests_waiting(tmp_path: Path) -> None:
-    node = EmulatedNode(slots=1, decode_tps=10, answer_tokens=1000)
-    limits = {"waiting_per_key": 2}
-    async with gateway(tmp_path, node, batches=limits) as running, client(running) as alice:
-        ask = {**ASK, "max_output_tokens": 1000, "background": True}
-        made = [await alice.responses.create(**ask) for _ in range(2)]
-        with pytest.raises(openai.RateLimitError) as refused:
-            await alice.responses.create(**ask)
-        assert int(refused.value.response.headers["retry-after"]) > 0
-        await alice.responses.cancel(made[0].id)
-        await alice.responses.create(**ask)
 
 
 async def test_without_a_store_nothing_is_kept(tmp_path: Path) -> None:
@@ -374,15 +342,6 @@ async def test_one_that_runs_is_ended_by_its_deletion(tmp_path: Path) -> None:
             assert (await running.client.delete(url)).json()["cancelled"] is True
             assert (await running.client.get(url)).status_code == 404
         await until(lambda: node.busy == 0)
-
-
-async def test_a_deferred_request_of_another_key_is_not_there(tmp_path: Path) -> None:
-    async with deferring(tmp_path) as running:
-        url = (await ask(running, "/v1/chat/completions", CHAT)).headers["location"]
-        other = {"authorization": f"Bearer {BOB.text}"}
-        assert (await running.client.get(url, headers=other)).status_code == 404
-        assert (await running.client.delete(url, headers=other)).status_code == 404
-        assert (await answered(running, url)).status_code == 200
 
 
 async def test_a_stream_is_refused_and_other_preferences_change_nothing(tmp_path: Path) -> None:

@@ -6,7 +6,6 @@ import asyncio
 import json
 from collections.abc import AsyncIterator
 from contextlib import suppress
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -42,10 +41,7 @@ def outcome_of(found: Answer) -> tuple[int, str | None]:
 @each_case(
     ("body", "code"),
     [
-        (b"", "invalid_json"),
-        (b"{", "invalid_json"),
         (b'{"messages": []} x', "invalid_json"),
-        (b'{"temperature": NaN}', "invalid_json"),
         (b'\xff\xfe{\0"\0m\0"\0:\x001\0}\0', "invalid_json"),
         (b'\xef\xbb\xbf\xef\xbb\xbf{"messages": []}', "invalid_json"),
         (b'{"Model": "m"}', "invalid_request"),
@@ -58,17 +54,11 @@ def outcome_of(found: Answer) -> tuple[int, str | None]:
         (b'{"tools": ["' + b"x" * 100_000 + b'", {"server_url": "h"}]}', "invalid_request"),
         (b'{"messages": [' + b"[" * 70_000, "invalid_request"),
         (b'{"model": "\xff\xfe"}', "invalid_json"),
-        (b'{"messages": "\xc3\x28"}', "invalid_json"),
         (b"\0" * 100, "invalid_json"),
         (b"[" * 90_000, None),
         (b'{"a":' * 30_000 + b"1" + b"}" * 30_000, None),
         (b'{"messages":' + b"[" * 500 + b"]" * 500 + b"}", "invalid_request"),
-        (b"[]", "invalid_request"),
-        (b"null", "invalid_request"),
-        (b'{"model": 5}', "invalid_request"),
-        (b'{"n": "two"}', "invalid_request"),
         (b'{"n": 1e999}', "invalid_request"),
-        (b'{"n": 100000}', "invalid_request"),
         (b'{"n": 33}', "invalid_request"),
         (b'{"n": ' + b"9" * 400 + b"}", None),
     ],
@@ -102,25 +92,6 @@ async def test_an_unusual_body_is_served_or_refused(gate: Public, body: bytes) -
     found = await gate.ask(request(body))
     assert found.status in {200, 400}
     assert isinstance(json.loads(found.body), dict)
-
-
-@pytest.mark.parametrize(
-    ("path", "anthropic"), [(CHAT, False), ("/v1/messages", True), ("/completion", False)]
-)
-async def test_errors_have_the_form_of_the_path_s_api(
-    gate: Public, path: str, anthropic: bool
-) -> None:
-    found = await gate.ask(request(b"{", path=path))
-    value = json.loads(found.body)
-    assert found.headers["content-type"] == "application/json"
-    if anthropic:
-        assert value["type"] == "error"
-        assert value["error"]["type"] == "invalid_request_error"
-        assert value["request_id"] == found.headers["request-id"]
-    else:
-        assert set(value["error"]) == {"message", "type", "param", "code"}
-    assert found.headers["x-gateway-reason"] == "invalid_json"
-    assert found.headers["x-request-id"]
 
 
 @each_case(
@@ -165,6 +136,8 @@ async def test_unknown_models_and_features_are_refused_with_their_status(
         ("POST", "/v1/../v1/chat/completions", (404, "not_found")),
         ("POST", "/%ff%fe", (404, "not_found")),
         ("POST", "/%00", (404, "not_found")),
+        ("POST", "/v1/chat%2fcompletions", (404, "not_found")),
+        ("POST", f"{CHAT}%2F", (404, "not_found")),
         ("GET", CHAT, (405, "method_not_allowed")),
         ("PUT", CHAT, (405, "method_not_allowed")),
         ("DELETE", "/v1/models", (405, "method_not_allowed")),
@@ -187,9 +160,12 @@ async def test_wrong_paths_and_methods_are_404_and_405(
 # Sizes.
 
 
-async def test_a_body_declared_too_large_is_413_before_it_is_sent(gate: Public) -> None:
+@pytest.mark.parametrize("fields", [[], ["Expect: 100-continue"]])
+async def test_a_body_declared_too_large_is_413_before_it_is_sent(
+    gate: Public, fields: list[str]
+) -> None:
     async with raw_connection(gate.url) as wire:
-        await wire.send(request(b"x" * 1000, length=3_000_000))
+        await wire.send(request(b"", *fields, length=3_000_000))
         found = await answer(wire)
         assert outcome_of(found) == (413, "request_too_large")
         assert found.headers["connection"] == "close"
@@ -212,7 +188,9 @@ async def test_a_client_that_sends_everything_before_it_reads_sees_the_413(
 async def test_an_endless_chunked_body_is_413_in_bounded_memory(gate: Public) -> None:
     chunk = b"8000\r\n" + b"x" * 0x8000 + b"\r\n"
     async with raw_connection(gate.url) as wire:
-        await wire.send(CHUNKED)
+        await wire.send(CHUNKED + chunk * 20)
+        # A client that reads while it sends sees why.
+        assert outcome_of(await answer(wire)) == (413, "request_too_large")
         sent = 0
         with suppress(ConnectionError):
             while sent < 100_000_000:
@@ -221,20 +199,6 @@ async def test_an_endless_chunked_body_is_413_in_bounded_memory(gate: Public) ->
                 assert gate.running.gateway.handler.body_memory.total_bytes <= 200_000
         assert sent < 50_000_000
     assert (await gate.last()).status == 413
-
-
-async def test_a_client_that_reads_while_it_sends_sees_the_413(gate: Public) -> None:
-    chunk = b"8000\r\n" + b"x" * 0x8000 + b"\r\n"
-    async with raw_connection(gate.url) as wire:
-        await wire.send(CHUNKED + chunk * 20)
-        assert outcome_of(await answer(wire)) == (413, "request_too_large")
-
-
-@pytest.mark.parametrize("padding", [0, 100_000])
-async def test_a_byte_order_mark_is_skipped(gate: Public, padding: int) -> None:
-    body = json.dumps({**HELLO, "padding": "x" * padding}).encode()
-    assert (await gate.ask(request(b"\xef\xbb\xbf" + body))).status == 200
-    assert gate.running.gateway.handler.body_memory.total_bytes == 0
 
 
 @pytest.mark.parametrize(
@@ -252,61 +216,44 @@ async def test_other_fields_may_have_names_that_resemble_model(
         assert (await gate.ask(request({**body, **more}))).status == 200
 
 
-async def test_bodies_beyond_the_memory_limit_are_429(tmp_path: Path) -> None:
-    settings = {"limits": {"buffered_bytes": 1000, "body_bytes": 100_000}}
-    async with public(tmp_path, settings) as gate:
-        found = await gate.ask(request({**HELLO, "padding": "x" * 2000}))
-        assert outcome_of(found) == (429, "queue_full")
-        assert int(found.headers["retry-after"]) >= 1
-
-
 @each_case(
-    "head",
+    ("path", "head"),
     [
-        b"".join(b"X-%d: %s\r\n" % (number, b"y" * 50) for number in range(1000)),
-        b"X: " + b"y" * 20_000 + b"\r\n",
-        b"X: " + b"y" * 2_000_000,
-        b"y" * 300_000,
-        b"a:\r\n" * 300,
+        (CHAT, b"".join(b"X-%d: %s\r\n" % (number, b"y" * 50) for number in range(1000))),
+        (CHAT, b"X: " + b"y" * 20_000 + b"\r\n"),
+        (CHAT, b"X: " + b"y" * 2_000_000),
+        (CHAT, b"y" * 300_000),
+        (CHAT, b"a:\r\n" * 300),
+        ("/" + "x" * 10_000, b""),
     ],
 )
-async def test_a_head_that_is_too_large_is_431(gate: Public, head: bytes) -> None:
+async def test_a_head_that_is_too_large_is_431(gate: Public, path: str, head: bytes) -> None:
     async with raw_connection(gate.url) as wire:
-        await wire.send(f"POST {CHAT} HTTP/1.1\r\nHost: localhost\r\n".encode() + head + b"\r\n")
+        await wire.send(f"POST {path} HTTP/1.1\r\nHost: localhost\r\n".encode() + head + b"\r\n")
         found = await answer(wire)
         assert outcome_of(found) == (431, "headers_too_large")
         assert found.headers["connection"] == "close"
         assert await wire.rest() == b""
 
 
-async def test_a_url_that_is_too_long_is_431(gate: Public) -> None:
-    found = await gate.ask(request(path="/" + "x" * 10_000))
-    assert outcome_of(found) == (431, "headers_too_large")
-
-
-@pytest.mark.parametrize("path", ["/v1/messages", CHAT])
-async def test_a_refused_head_gets_the_error_form_of_its_path(gate: Public, path: str) -> None:
-    async with raw_connection(gate.url) as wire:
-        await wire.send(f"POST {path} HTTP/1.1\r\nX: ".encode() + b"y" * 20_000 + b"\r\n\r\n")
-        found = await answer(wire)
-    body = json.loads(found.body)
-    assert found.status == 431
-    if path == CHAT:
-        assert body["error"]["code"] == "headers_too_large"
-        assert "request-id" not in found.headers
+@each_case("path", ["/v1/messages", CHAT, "/completion"])
+@each_case(("fields", "body", "outcome"), [
+    (["X: " + "y" * 20_000], b"", (431, "headers_too_large")),
+    ([], b"{", (400, "invalid_json")),
+])  # fmt: skip
+async def test_a_refused_head_or_body_gets_the_error_form_of_its_path(
+    gate: Public, path: str, fields: list[str], body: bytes, outcome: tuple[int, str]
+) -> None:
+    found = await gate.ask(request(body, *fields, path=path))
+    value = json.loads(found.body)
+    assert (found.status, found.headers["x-gateway-reason"]) == outcome
+    assert found.headers["content-type"] == "application/json"
+    if path == "/v1/messages":
+        assert (value["type"], value["error"]["type"]) == ("error", "invalid_request_error")
+        assert value["request_id"] == found.headers["request-id"] == found.headers["x-request-id"]
     else:
-        assert (body["type"], body["error"]["type"]) == ("error", "invalid_request_error")
-        assert body["request_id"] == found.headers["request-id"] == found.headers["x-request-id"]
-
-
-async def test_a_body_that_arrives_in_pieces_is_assembled(gate: Public) -> None:
-    data = request({**HELLO, "max_tokens": 3, "padding": "x" * 150_000})
-    async with raw_connection(gate.url) as wire:
-        for start in range(0, len(data), 20_000):
-            await wire.send(data[start : start + 20_000])
-            await asyncio.sleep(0.01)
-        assert (await answer(wire)).status == 200
-    assert len(gate.node.seen[-1].body) > 150_000
+        assert set(value["error"]) == {"message", "type", "param", "code"}
+        assert "request-id" not in found.headers
 
 
 # HTTP.
@@ -319,20 +266,13 @@ async def test_a_body_that_arrives_in_pieces_is_assembled(gate: Public) -> None:
         b"hello there\r\n\r\n",
         b"GET\r\n\r\n",
         b"GET / HTTP/9.9\r\n\r\n",
-        b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n",
-        b"GET / HTTP/1.1\nHost: g\n\n",
-        b"GET / HTTP/1.1\r\nno colon\r\n\r\n",
-        b"GET / HTTP/1.1\r\nHost : g\r\n\r\n",
-        b"GET / HTTP/1.1\r\n folded: x\r\n\r\n",
-        b"GET / HTTP/1.1\r\nX: a\r\n b\r\n\r\n",
-        b"GET / HTTP/1.1\r\nX: a\0b\r\n\r\n",
         b"\r\n" * 100,
         b"GET /\xff HTTP/1.1\r\nHost: localhost\r\n\r\n",
-        b"GET / / HTTP/1.1\r\nHost: localhost\r\n\r\n",
         b"GET http:// HTTP/1.1\r\nHost: localhost\r\n\r\n",
     ],
 )
 async def test_bytes_that_are_not_http_are_400_in_json(gate: Public, data: bytes) -> None:
+    """Beside those whose meaning two parsers might see differently: tests/http/smuggling.py."""
     async with raw_connection(gate.url) as wire:
         await wire.send(data)
         found = await answer(wire)
@@ -341,48 +281,9 @@ async def test_bytes_that_are_not_http_are_400_in_json(gate: Public, data: bytes
         assert await wire.rest() == b""
 
 
-SMUGGLED = b"GET /v1/models HTTP/1.1\r\nHost: localhost\r\n\r\n"
-
-
-@each_case(
-    "body", [b"zz\r\nhello", b"5\r\nhelloworld", b"-1\r\n", b"fffffffffffffffff\r\n", b"5 \n"]
-)
-async def test_broken_chunks_are_400_and_close_the_connection(gate: Public, body: bytes) -> None:
-    gate.forget()
+async def test_trailers_are_limited(gate: Public) -> None:
     async with raw_connection(gate.url) as wire:
-        await wire.send(CHUNKED)
-        await asyncio.sleep(0.05)
-        await wire.send(body + b"\r\n0\r\n\r\n" + SMUGGLED)
-        found = await answer(wire)
-        assert outcome_of(found) == (400, "invalid_request")
-        assert found.headers["connection"] == "close"
-        assert found.headers["x-request-id"]
-        assert await wire.rest() == b""
-    assert gate.node.requests == 0
-    record = await gate.last()
-    assert (record.status, record.reason) == (400, "invalid_request")
-
-
-async def test_chunk_extensions_and_trailers_are_accepted(gate: Public) -> None:
-    data = json.dumps({**HELLO, "max_tokens": 1}).encode()
-    chunks = b"".join(b"1;x=y\r\n%c\r\n" % byte for byte in data)
-    async with raw_connection(gate.url) as wire:
-        await wire.send(CHUNKED + chunks + b"0\r\nX-Trailer: 1\r\n\r\n")
-        assert (await answer(wire)).status == 200
-        await wire.send(request({**HELLO, "max_tokens": 1}))
-        assert (await answer(wire)).status == 200
-
-
-@pytest.mark.parametrize("where", ["trailers", "one trailer", "extensions"])
-async def test_chunk_extensions_and_trailers_are_limited(gate: Public, where: str) -> None:
-    begin, more = {
-        "trailers": (b"{}\r\n0\r\n", b"X-Name: value\r\n" * 100),
-        "one trailer": (b"{}\r\n0\r\nX: ", b"y" * 1000),
-        "extensions": (b"", b"{}\r\n2;" + b"y" * 200 + b"\r\n"),
-    }[where]
-    async with raw_connection(gate.url) as wire:
-        await wire.send(CHUNKED + b"2\r\n" + begin)
-        await wire.send(more * 100)
+        await wire.send(CHUNKED + b"2\r\n{}\r\n0\r\n" + b"X-Name: value\r\n" * 10_000)
         assert outcome_of(await answer(wire)) == (431, "headers_too_large")
         with suppress(ConnectionError):
             assert await wire.rest() == b""
@@ -403,17 +304,6 @@ async def test_trailers_are_ignored(gate: Public) -> None:
             assert (found.status, found.headers["x-gateway-class"]) == (200, "normal")
             assert found.headers["x-request-id"] != "theirs"
             assert "x-own" not in gate.node.seen[-1].headers
-
-
-async def test_pipelined_requests_are_answered_in_order(gate: Public) -> None:
-    numbers = [3, 1, 2]
-    data = b"".join(request({**HELLO, "max_tokens": number}) for number in numbers)
-    async with raw_connection(gate.url) as wire:
-        await wire.send(data + request(method="GET", path="/health"))
-        for number in numbers:
-            found = await answer(wire)
-            assert json.loads(found.body)["usage"]["completion_tokens"] == number
-        assert json.loads((await answer(wire)).body) == {"status": "ok"}
 
 
 async def test_a_request_before_a_broken_one_is_answered_before_the_connection_ends(
@@ -457,33 +347,6 @@ async def test_a_path_may_have_a_query_escapes_or_a_host(gate: Public, path: str
     assert gate.node.seen[-1].query == ""
 
 
-async def test_an_encoded_slash_leads_to_no_node(gate: Public) -> None:
-    gate.forget()
-    for path in ("/v1/chat%2fcompletions", "/v1%2Fchat/completions", f"{CHAT}%2F"):
-        found = await gate.ask(request({**HELLO, "max_tokens": 1}, path=path))
-        assert (found.status, found.code) == (404, "not_found"), path
-    assert gate.node.requests == 0
-
-
-async def test_a_client_that_expects_100_continue_gets_it(gate: Public) -> None:
-    data = request({**HELLO, "max_tokens": 1}, "Expect: 100-continue")
-    head, _, body = data.partition(b"\r\n\r\n")
-    async with raw_connection(gate.url) as wire:
-        await wire.send(head + b"\r\n\r\n")
-        assert await wire.head() == b"HTTP/1.1 100 Continue\r\n\r\n"
-        await wire.send(body)
-        assert (await answer(wire)).status == 200
-    assert "expect" not in gate.node.seen[-1].headers
-
-
-async def test_a_body_declared_too_large_gets_no_100_continue(gate: Public) -> None:
-    async with raw_connection(gate.url) as wire:
-        await wire.send(request(b"", "Expect: 100-continue", length=3_000_000))
-        found = await answer(wire)
-        assert outcome_of(found) == (413, "request_too_large")
-        assert found.headers["connection"] == "close"
-
-
 @pytest.mark.parametrize("protocol", ["h2c", "websocket"])
 async def test_an_upgrade_request_is_served_as_plain_http(gate: Public, protocol: str) -> None:
     fields = ["Connection: Upgrade, HTTP2-Settings", f"Upgrade: {protocol}", "HTTP2-Settings: AAM"]
@@ -498,67 +361,3 @@ async def test_an_upgrade_request_is_served_as_plain_http(gate: Public, protocol
     seen = gate.node.seen[0]
     assert not {"upgrade", "http2-settings"} & set(seen.headers)
     assert len(seen.body) > 100_000
-
-
-@each_case("protocol", ["h2c", "websocket"])
-@each_case("chunked", [False, True])
-async def test_pipelined_upgrade_requests_are_each_answered_once(
-    gate: Public, protocol: str, chunked: bool
-) -> None:
-    gate.forget()
-
-    def wishing(tokens: int) -> bytes:
-        fields = ["Connection: Upgrade, HTTP2-Settings", f"Upgrade: {protocol}"]
-        whole = request({**HELLO, "max_tokens": tokens}, *fields)
-        if chunked:
-            head, _, body = whole.partition(b"\r\n\r\n")
-            head = head.rpartition(b"\r\n")[0] + b"\r\nTransfer-Encoding: chunked\r\n\r\n"
-            whole = head + b"%x\r\n%b\r\n0\r\n\r\n" % (len(body), body)
-        return whole
-
-    plain = request({**HELLO, "max_tokens": 4})
-    get = request(b"", "Connection: Upgrade", f"Upgrade: {protocol}", method="GET", path="/health")
-    async with raw_connection(gate.url) as wire:
-        await wire.send(wishing(2) + wishing(3) + get + plain + wishing(5))
-        for tokens in (2, 3, None, 4, 5):
-            found = json.loads((await answer(wire)).body)
-            assert (found["usage"]["completion_tokens"] if tokens else None) == tokens
-        await wire.send(plain)
-        assert (await answer(wire)).status == 200
-    assert gate.node.requests == 5
-
-
-async def test_connections_beyond_the_limit_are_429(tmp_path: Path) -> None:
-    async with public(tmp_path, {"limits": {"connections": 3}}) as gate:
-        async with (
-            raw_connection(gate.url) as one,
-            raw_connection(gate.url) as two,
-            raw_connection(gate.url) as three,
-        ):
-            for wire in (one, two, three):
-                await wire.send(request({**HELLO, "max_tokens": 1}))
-                assert (await answer(wire)).status == 200
-            async with raw_connection(gate.url) as four:
-                found = await answer(four)
-                assert outcome_of(found) == (429, "queue_full")
-                assert int(found.headers["retry-after"]) >= 1
-                assert await four.rest() == b""
-            await one.send(request({**HELLO, "max_tokens": 1}))
-            assert (await answer(one)).status == 200
-        await gate.all_disconnected()
-
-
-async def test_a_storm_of_nonsense_leaves_nothing_behind(gate: Public) -> None:
-    unfinished = [request(b"{", length=500), request()[:40], b""]
-    finished = [b"garbage\r\n\r\n", request(b"{"), request() + request()[:-3]]
-    kinds = [*finished, *unfinished]
-
-    async def one(number: int) -> None:
-        async with raw_connection(gate.url) as wire:
-            data = kinds[number % len(kinds)]
-            await wire.send(data)
-            if number % 4 and data not in unfinished:
-                await wire.some()
-
-    await asyncio.gather(*(one(number) for number in range(120)))
-    await gate.all_disconnected()

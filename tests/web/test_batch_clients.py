@@ -1,4 +1,4 @@
-"""Batches by the official clients of OpenAI and Anthropic, in Python and JavaScript."""
+"""Batches whose lines run, by the official clients: OpenAI's in Python, both in JavaScript."""
 
 from __future__ import annotations
 
@@ -8,10 +8,8 @@ from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any, Final
 
-import anthropic
 import openai
 import pytest
-from anthropic import AsyncAnthropic
 from openai import AsyncOpenAI
 
 from gateway.callers.keys import new_key
@@ -48,14 +46,6 @@ def openai_client(url: str) -> AsyncOpenAI:
     )
 
 
-def anthropic_client(url: str) -> AsyncAnthropic:
-    return AsyncAnthropic(
-        base_url=url,
-        api_key=KEY.text,
-        http_client=anthropic.DefaultAsyncHttpxClient(trust_env=False, timeout=60.0),
-    )
-
-
 ENDS = ("completed", "failed", "cancelled", "expired")
 
 
@@ -67,14 +57,6 @@ async def reached(client: AsyncOpenAI, id_: str, *statuses: str) -> Any:
         if found.status not in ENDS:
             assert (found.output_file_id, found.error_file_id) == (None, None)
         return found if found.status in statuses else None
-
-    return await eventually(look, 120)
-
-
-async def message_batch_ended(client: AsyncAnthropic, id_: str) -> Any:
-    async def look() -> Any:
-        found = await client.messages.batches.retrieve(id_)
-        return found if found.processing_status == "ended" else None
 
     return await eventually(look, 120)
 
@@ -171,99 +153,6 @@ async def test_openai_cancels_and_keeps_what_was_done(tmp_path: Path) -> None:
         ids = [json.loads(one)["custom_id"] for one in (*output, *errors)]
         assert sorted(ids) == sorted(f"näme {number}" for number in range(60))
         assert {json.loads(one)["error"]["code"] for one in errors} == {"batch_cancelled"}
-
-
-@pytest.mark.parametrize(
-    ("endpoint", "body", "kind"),
-    [
-        ("/v1/embeddings", {"input": "Hello"}, "list"),
-        ("/v1/responses", {"input": "Hello", "max_output_tokens": 8}, "response"),
-        ("/v1/completions", {"prompt": "Hello", "max_tokens": 8}, "text_completion"),
-    ],
-)
-async def test_openai_runs_other_endpoints(
-    tmp_path: Path, endpoint: Any, body: dict[str, Any], kind: str
-) -> None:
-    embeddings = endpoint == "/v1/embeddings"
-    async with (
-        gateway(tmp_path, embeddings=embeddings) as url,
-        openai_client(url) as client,
-    ):
-        one = {
-            "custom_id": "a",
-            "method": "POST",
-            "url": endpoint,
-            "body": {"model": "test"} | body,
-        }
-        file = await client.files.create(
-            file=("in.jsonl", json.dumps(one).encode()), purpose="batch"
-        )
-        batch = await client.batches.create(
-            input_file_id=file.id, endpoint=endpoint, completion_window="24h"
-        )
-
-        done = await reached(client, batch.id, "completed")
-        assert (done.request_counts.completed, done.error_file_id) == (1, None)
-        output = await client.files.content(done.output_file_id)
-        response = json.loads(output.text)["response"]
-        assert (response["status_code"], response["body"]["object"]) == (200, kind)
-
-
-async def test_anthropic_creates_polls_reads_cancels_and_deletes(tmp_path: Path) -> None:
-    async with gateway(tmp_path) as url, anthropic_client(url) as client:
-        batches = client.messages.batches
-        requests: list[Any] = [
-            {
-                "custom_id": f"r-{number}",
-                "params": {"model": "test", "max_tokens": 12, "messages": messages(number)},
-            }
-            for number in range(12)
-        ]
-        requests[3]["params"]["model"] = "unknown"
-        requests[4]["params"]["stream"] = True
-        batch = await batches.create(requests=requests)
-
-        done = await message_batch_ended(client, batch.id)
-        counts = done.request_counts
-        assert (counts.processing, counts.succeeded, counts.errored) == (0, 10, 2)
-        results = {one.custom_id: one.result async for one in await batches.results(batch.id)}
-        assert sorted(results) == sorted(f"r-{number}" for number in range(12))
-        for number in (0, 11):
-            result: Any = results[f"r-{number}"]
-            assert result.type == "succeeded"
-            assert result.message.content[0].text == expected_chat_text(messages(number), 12)
-            assert result.message.usage.output_tokens == 12
-        for name, kind in (("r-3", "not_found_error"), ("r-4", "invalid_request_error")):
-            failed: Any = results[name]
-            assert (failed.type, failed.error.error.type) == ("errored", kind)
-        assert [one.id async for one in batches.list(limit=1)] == [batch.id]
-        assert (await batches.cancel(batch.id)).processing_status == "ended"
-        assert (await batches.delete(batch.id)).type == "message_batch_deleted"
-        with pytest.raises(anthropic.NotFoundError):
-            await batches.retrieve(batch.id)
-
-        long: list[Any] = [
-            {
-                "custom_id": f"r-{number}",
-                "params": {"model": "test", "max_tokens": 900, "messages": messages(number)},
-            }
-            for number in range(40)
-        ]
-        second = await batches.create(requests=long)
-
-        async def begun() -> bool | None:
-            found = await batches.retrieve(second.id)
-            return found.request_counts.processing > 0 or None
-
-        await eventually(begun)
-        cancelled = await batches.cancel(second.id)
-        assert cancelled.processing_status in {"canceling", "ended"}
-
-        done = await message_batch_ended(client, second.id)
-        assert done.request_counts.canceled > 0
-        types = [one.result.type async for one in await batches.results(second.id)]
-        assert len(types) == 40
-        assert types.count("canceled") == done.request_counts.canceled
 
 
 @pytest.fixture(scope="module")

@@ -131,24 +131,6 @@ async def test_urgent_requests_hardly_wait_on_an_overloaded_fleet(tmp_path: Path
     assert fmean(seen) <= 1.5 * bound
 
 
-@in_virtual_time
-async def test_batch_waits_for_all_others_and_leaves_its_reserve(tmp_path: Path) -> None:
-    settings = {"classes": {"batch": {"reserve_slots": 0.5}}}
-    async with a_site(tmp_path, EmulatedNode(slots=4, decode_tps=20), settings=settings) as site:
-        batch = [asyncio.create_task(site.ask(400, x_priority="batch")) for _ in range(4)]
-        await until(lambda: site.nodes[0].busy == 2 and site.waiting == 2)
-        normal = [asyncio.create_task(site.ask(tokens)) for tokens in (400, 20)]
-        await until(lambda: site.nodes[0].busy == 4)
-        assert site.waiting == 2
-        # One has ended: the next batch request still has to leave two slots free.
-        await normal.pop()
-        for _ in range(20):
-            assert site.waiting == 2
-            assert site.nodes[0].busy <= 3
-            await asyncio.sleep(0.01)
-        await ended([*batch, *normal])
-
-
 # Fair shares.
 
 
@@ -218,84 +200,7 @@ async def test_two_callers_get_equal_shares_though_one_sends_ten_times_as_much(
     assert 0.9 <= found["much"] / found["little"] <= 1.1, found
 
 
-@in_virtual_time
-async def test_users_of_a_trusted_key_get_equal_shares(tmp_path: Path) -> None:
-    key = new_key()
-    settings = {"keys": [key_of(key, trust_user_headers=True)]}
-    async with a_site(tmp_path, EmulatedNode(slots=1, decode_tps=20), settings=settings) as site:
-        bearer = f"Bearer {key.text}"
-        tasks = []
-        for number, name in enumerate(["anna"] * 5 + ["ben"]):
-            asked = site.ask(400, authorization=bearer, x_openwebui_user_id=name)
-            tasks.append(asyncio.create_task(asked))
-            await until(lambda number=number: site.nodes[0].busy + site.waiting == number + 1)
-        order = site.running.gateway.scheduler.predicted_waits()
-        waiting = [waiter.request.caller.fairness_key for waiter, _ in order]
-        parties = Counter(waiting)
-        [place] = [place for place, one in enumerate(waiting, 1) if parties[one] == 1]
-        assert place in {1, 2}
-        await ended(tasks)
-
-
-@in_virtual_time
-async def test_an_untrusted_key_gains_nothing_by_naming_users(tmp_path: Path) -> None:
-    keys = [new_key(), new_key()]
-    settings = {"keys": [key_of(key) for key in keys]}
-    async with a_site(tmp_path, EmulatedNode(slots=1, decode_tps=20), settings=settings) as site:
-        tasks = [
-            asyncio.create_task(
-                site.ask(400, authorization=f"Bearer {keys[0].text}", x_user_id=f"user {number}")
-            )
-            for number in range(5)
-        ]
-        await until(lambda: site.waiting == 4)
-        tasks.append(asyncio.create_task(site.ask(3, authorization=f"Bearer {keys[1].text}")))
-        await until(lambda: site.waiting == 5)
-        places = [
-            (waiter.request.caller.id, place)
-            for place, (waiter, _) in enumerate(site.running.gateway.scheduler.predicted_waits(), 1)
-        ]
-        assert (keys[1].id, 1) in places or (keys[1].id, 2) in places
-        await ended(tasks)
-
-
 # Deadlines.
-
-
-@in_virtual_time
-async def test_a_request_that_can_not_meet_its_deadline_is_refused_at_once(tmp_path: Path) -> None:
-    async with a_site(tmp_path, EmulatedNode(slots=1, decode_tps=50)) as site:
-        for _ in range(4):
-            assert (await site.ask(30)).status_code == 200
-        tasks = [asyncio.create_task(site.ask(30)) for _ in range(8)]
-        await until(lambda: site.waiting == 7)
-        began = now()
-        refused = await site.ask(30, x_request_timeout="1.5")
-        assert now() == began
-        assert (refused.status_code, refused.headers["x-gateway-reason"]) == (503, "queue_timeout")
-        assert refused.headers["x-should-retry"] == "false"
-        assert 1 <= int(refused.headers["retry-after"]) <= 10
-        patient = asyncio.create_task(site.ask(30, x_request_timeout="60"))
-        await until(lambda: site.waiting == 8)
-        await ended([*tasks, patient])
-
-
-@in_virtual_time
-async def test_a_class_is_admitted_by_its_share_of_the_queue(tmp_path: Path) -> None:
-    settings = {"queue": {"max": 4}}
-    async with a_site(tmp_path, EmulatedNode(slots=1, decode_tps=20), settings=settings) as site:
-        tasks = [asyncio.create_task(site.ask(400))]
-        await until(lambda: site.nodes[0].busy == 1)
-        for number, priority in enumerate(("batch", "batch", "normal", "urgent"), 1):
-            tasks.append(asyncio.create_task(site.ask(400, x_priority=priority)))
-            await until(lambda number=number: site.waiting == number)
-            if number == 2:
-                full = await site.ask(1, x_priority="batch")
-                assert (full.status_code, full.headers["x-gateway-reason"]) == (429, "queue_full")
-        full = await site.ask(1, x_priority="urgent")
-        assert (full.status_code, full.headers["x-gateway-reason"]) == (429, "queue_full")
-        assert int(full.headers["retry-after"]) >= 1
-        await ended(tasks)
 
 
 # Reload.

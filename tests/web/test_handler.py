@@ -25,7 +25,7 @@ from tests.forward.proxy_over_nodes import (
 from tests.gateways import Running, running_gateway, until
 from tests.virtual import in_virtual_time, now
 from tests.web.bare_gateway import CHAT
-from tests.web.raw_client import Answer, Public, answer, public, request
+from tests.web.raw_client import Answer, Public, public, request
 
 ALICE, BOB, CAROL = new_key("alice"), new_key("bob"), new_key("carol")
 LONG = "What nobody else may know, " * 150
@@ -231,15 +231,25 @@ async def test_a_superseded_queued_request_takes_no_slot(tmp_path: Path) -> None
         assert gate.node.requests == 1
 
 
+@pytest.mark.parametrize(
+    ("latest_wins", "statuses"), [(True, [409, 409, 200]), (False, [200, 200, 200])]
+)
 @in_virtual_time
-async def test_a_superseded_plain_request_gets_a_status(tmp_path: Path) -> None:
-    async with public(tmp_path, QUICK, slow()) as gate:
-        body = {**INFILL, "n_predict": 20}
-        first = asyncio.create_task(gate.ask(asks("/infill", body, "editor", stream=False)))
-        await until(lambda: gate.node.busy == 1)
-        second = asyncio.create_task(gate.ask(asks("/infill", body, "editor", stream=False)))
-        superseded(await first)
-        assert (await second).status == 200
+async def test_a_superseded_plain_request_gets_a_status_unless_the_settings_switch_it_off(
+    tmp_path: Path, latest_wins: bool, statuses: list[int]
+) -> None:
+    settings = {**QUICK, "queue": {"latest_wins": latest_wins}}
+    async with public(tmp_path, settings, slow()) as gate:
+        asked = []
+        for number in range(3):
+            data = asks("/infill", {**INFILL, "n_predict": 20}, "editor", stream=False)
+            asked.append(asyncio.create_task(gate.ask(data)))
+            await until(lambda n=number: gate.node.requests > min(n, 1))
+        found = await asyncio.gather(*asked)
+        assert [one.status for one in found] == statuses
+        for one in found:
+            if one.status == 409:
+                superseded(one)
 
 
 @in_virtual_time
@@ -274,26 +284,6 @@ async def test_other_sessions_and_paths_supersede_nothing(
         second = await gate.ask(asks(path, {**body, "max_tokens": 1, "n_predict": 1}, session))
         assert second.status == 200
         assert (await first).status == 200
-
-
-@in_virtual_time
-async def test_superseding_can_be_switched_off(tmp_path: Path) -> None:
-    settings = {**QUICK, "queue": {"latest_wins": False}}
-    async with public(tmp_path, settings, slow()) as gate:
-        body = {**INFILL, "n_predict": 3}
-        found = await asyncio.gather(
-            *(gate.ask(asks("/infill", body, "editor", stream=False)) for _ in range(3))
-        )
-        assert [one.status for one in found] == [200, 200, 200]
-
-
-@in_virtual_time
-async def test_a_finished_request_is_not_superseded(tmp_path: Path) -> None:
-    async with public(tmp_path, QUICK, slow()) as gate:
-        for _ in range(3):
-            async with raw_connection(gate.url) as wire:
-                await wire.send(asks("/infill", {**INFILL, "n_predict": 1}, "editor", stream=False))
-                assert (await answer(wire)).status == 200
 
 
 DEAD = "http://127.0.0.1:9"
@@ -376,32 +366,3 @@ async def test_a_down_node_is_known_by_its_models_after_a_restart(tmp_path: Path
             assert 30 <= now() - began < 32
             await server.revive()
             assert (await asked(running, model="mistral-7b")).status_code == 200
-
-
-@in_virtual_time
-async def test_a_node_at_another_address_does_not_inherit_models(tmp_path: Path) -> None:
-    async with (
-        EmulatedNode(model="mistral-7b") as server,
-        running_gateway(tmp_path, [{"name": "a", "url": server.url}]),
-    ):
-        pass
-    moved = [{"name": "a", "url": DEAD}]
-    async with running_gateway(tmp_path, moved, wait_ready=False) as running:
-        await down(running, "a")
-        assert outcome_of(await asked(running, model="mistral-7b")) == (503, "no_node")
-        assert (await running.client.get("/v1/models")).json()["data"] == []
-
-
-@in_virtual_time
-async def test_a_new_report_replaces_the_remembered_models(
-    tmp_path: Path,
-) -> None:
-    async with EmulatedNode(model="old", slots=7) as server:
-        nodes = [{"name": "a", "url": server.url}]
-        async with running_gateway(tmp_path, nodes):
-            pass
-        server.engine.model = "new"
-        async with running_gateway(tmp_path, nodes) as running:
-            facts = running.gateway.fleet.nodes["a"].properties
-            assert (facts.models, facts.slots, facts.remembered) == (("new",), 7, False)
-            assert outcome_of(await asked(running, model="old")) == (404, "model_not_found")

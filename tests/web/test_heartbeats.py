@@ -20,7 +20,7 @@ from tests.emulator import EmulatedNode
 from tests.emulator.raw_connection import RawConnection, raw_connection, unchunk
 from tests.gateways import running_gateway, until
 from tests.virtual import in_virtual_time, now
-from tests.web.raw_client import CHAT, HELLO, Public, answer, public, request
+from tests.web.raw_client import CHAT, HELLO, Public, public, request
 
 BEATING = {"heartbeat": 0.1, "health": {"interval": 0.2}, "retries": {"backoff": 0.01}}
 BODIES: dict[str, dict[str, Any]] = {
@@ -108,15 +108,6 @@ async def test_a_silent_stream_gets_heartbeats(tmp_path: Path, path: str) -> Non
         assert b"\n" + beat not in rest.removeprefix(beat)
 
 
-@in_virtual_time
-async def test_plain_requests_get_no_heartbeats(tmp_path: Path) -> None:
-    async with public(tmp_path, BEATING) as gate:
-        gate.node.faults.next("hang", seconds=0.4)
-        found = await gate.chat(max_tokens=1)
-        assert found.status == 200
-        assert json.loads(found.body)["choices"]
-
-
 async def failing(gate: Public, path: str, kind: str, *fields: str, **fault: Any) -> bytes:
     """The body of a stream whose node fails after the first heartbeat."""
     async with raw_connection(gate.url) as wire:
@@ -190,29 +181,6 @@ async def test_after_a_heartbeat_a_queue_timeout_is_an_event(tmp_path: Path, pat
             said = "No slot came free", "overloaded_error"
             outcome_of(path, behind_heartbeats(body), *said)
             assert [(one.status, one.reason) for one in other.records()] == [(503, "queue_timeout")]
-
-
-@in_virtual_time
-async def test_after_a_heartbeat_a_response_that_is_no_answer_is_an_error(
-    tmp_path: Path,
-) -> None:
-    async with public(tmp_path, BEATING) as gate:
-        body = await failing(gate, CHAT, "status", status=200, body='{"choices": []}')
-        outcome_of(CHAT, behind_heartbeats(body), "not in this API's form")
-        assert (await gate.last()).status == 502
-
-
-@in_virtual_time
-async def test_heartbeats_can_be_switched_off(tmp_path: Path) -> None:
-    async with public(tmp_path, {"heartbeat": "off"}) as other:
-        other.node.faults.next("hang", after_events=0)
-        async with raw_connection(other.url) as wire:
-            await wire.send(stream(max_tokens=2))
-            with pytest.raises(TimeoutError):
-                await wire.some(0.3)
-            other.node.faults.release()
-            found = await answer(wire)
-            assert found.body.startswith(b"data: {")
 
 
 @in_virtual_time
@@ -386,17 +354,6 @@ async def test_a_queued_client_learns_its_place_in_the_queue(tmp_path: Path, pat
         assert (await first).status == 200
 
 
-@in_virtual_time
-async def test_a_client_that_does_not_ask_gets_no_progress(tmp_path: Path) -> None:
-    async with public(tmp_path, {**OFF, "heartbeat": 0.3}, slow()) as gate:
-        first = asyncio.create_task(gate.chat(max_tokens=25))
-        await until(lambda: gate.node.busy == 1)
-        second = await gate.chat(stream=True, max_tokens=3)
-        assert b":\n" in second.body
-        assert b"queued" not in second.body
-        assert (await first).status == 200
-
-
 LONG = "word " * 600
 READ = re.compile(rb": prefill percent=(\d+) processed=(\d+) total=(\d+)\n")
 RECKONED = re.compile(rb": prefill percent=(\d+) estimated=1\n")
@@ -527,11 +484,11 @@ async def test_progress_events_count_as_no_tokens(tmp_path: Path) -> None:
 
 
 @in_virtual_time
-async def test_a_plain_response_has_no_progress(tmp_path: Path) -> None:
-    async with public(tmp_path, OFF, slow()) as gate:
+async def test_a_plain_response_has_neither_heartbeats_nor_progress(tmp_path: Path) -> None:
+    async with public(tmp_path, BEATING, slow()) as gate:
         found = await asyncio.gather(*(gate.chat(ASKING, max_tokens=9) for _ in range(2)))
         assert [one.status for one in found] == [200, 200]
-        assert all(json.loads(one.body)["choices"] for one in found)
+        assert all(one.body.startswith(b"{") for one in found)
 
 
 class Shouting(ResponseRewriter):

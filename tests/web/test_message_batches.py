@@ -175,17 +175,7 @@ async def test_a_batch_of_another_key_is_not_there(tmp_path: Path) -> None:
 
 
 WRONG = [
-    (b"", "The request body is not valid JSON: it ends too early"),
     (b"{}", "requests: Field required"),
-    (b'{"requests":[]}', "requests: List should have at least 1 item after validation, not 0"),
-    (
-        b'{"requests":[{"custom_id":"a b","params":{}}]}',
-        "requests.0.custom_id: String should match pattern '^[a-zA-Z0-9_-]{1,64}$'",
-    ),
-    (
-        b'{"requests":[{"custom_id":"a","params":{}},{"custom_id":"a","params":{}}]}',
-        "requests: custom_id's must be unique within a batch. Duplicate custom_id found: a",
-    ),
     (
         b'{"completion_window":"1s","requests":[{"custom_id":"a","params":{}}]}',
         "'completion_window' must be a time from 1m to 168h",
@@ -196,29 +186,14 @@ WRONG = [
 
 async def test_what_is_wrong_is_told_at_once_and_leaves_nothing(tmp_path: Path) -> None:
     async with gateway(tmp_path) as running:
-
-        @each_case(("content", "message"), WRONG)
-        async def check(content: bytes, message: str) -> None:
+        for content, message in WRONG:
             refused = await ask(running, "POST", content=content)
             assert reason(refused) == (400, "invalid_request_error")
             assert message in refused.json()["error"]["message"]
             assert kept(tmp_path) == []
-
-        await check()
+        refused = await ask(running, "POST", content=b"x", headers={"content-encoding": "gzip"})
+        assert refused.status_code == 415
         assert (await ask(running, "GET")).json()["data"] == []
-
-
-async def test_the_same_idempotency_key_makes_one_batch(tmp_path: Path) -> None:
-    async with gateway(tmp_path) as running:
-        asked, key = {"requests": [request("a")]}, {"idempotency-key": "k"}
-        first = await ask(running, "POST", json=asked, headers=key)
-        again = await ask(running, "POST", json=asked, headers=key)
-        assert again.json()["id"] == first.json()["id"]
-        refused = await ask(running, "POST", json={"requests": [request("b")]}, headers=key)
-        assert reason(refused) == (422, "invalid_request_error")
-        assert refused.headers["x-gateway-reason"] == "idempotency_key_reused"
-        assert len(kept(tmp_path)) == 1
-        assert len((await ask(running, "GET")).json()["data"]) == 1
 
 
 async def test_a_key_that_keeps_as_much_as_it_may_is_told_without_being_asked_to_repeat_it(
@@ -237,6 +212,9 @@ async def test_a_key_that_keeps_as_much_as_it_may_is_told_without_being_asked_to
         # Asked again it is that one, whatever is kept.
         again = await ask(running, "POST", json=asked, headers=key)
         assert again.json()["id"] == first.json()["id"]
+        other = await ask(running, "POST", json={"requests": [request("b")]}, headers=key)
+        assert reason(other) == (422, "invalid_request_error")
+        assert other.headers["x-gateway-reason"] == "idempotency_key_reused"
         before = kept(tmp_path)
         with pytest.raises(anthropic.RateLimitError, match="5000 bytes") as refused:
             await alice.messages.batches.create(requests=requests)
@@ -264,42 +242,41 @@ def head(*fields: str) -> bytes:
     return "\r\n".join(lines).encode() + b"\r\n\r\n"
 
 
-async def test_ten_gigabytes_are_refused_by_their_length_before_a_byte_is_stored(
+def large_requests(first: int, count: int) -> bytes:
+    """So many requests of 60 kB each, with a comma behind each."""
+    numbers = range(first, first + count)
+    one = [json.dumps(request(f"n{number}", system="x" * 60_000)) for number in numbers]
+    return "".join(f"{text}," for text in one).encode()
+
+
+async def test_a_body_that_is_too_large_is_refused_by_its_length_or_where_it_exceeds_the_limit(
     tmp_path: Path,
 ) -> None:
-    async with gateway(tmp_path) as running, raw_connection(running.url) as wire:
-        await wire.send(head(f"Content-Length: {10 << 30}", "Expect: 100-continue"))
-        refused = await answer(wire)
-        assert refused.status == 413
-        assert b"batches.file_bytes" in refused.body
-        assert not any("requests-" in name for name in kept(tmp_path))
-
-
-async def test_a_chunked_body_is_refused_where_it_exceeds_the_limit(tmp_path: Path) -> None:
-    async with (
-        gateway(tmp_path, batches={"file_bytes": "4MiB"}) as running,
-        raw_connection(running.url) as wire,
-    ):
-        begin = b'{"requests":['
-        await wire.send(head("Transfer-Encoding: chunked") + b"%x\r\n%b\r\n" % (len(begin), begin))
-        refused = asyncio.create_task(answer(wire))
-        sent = 0
-        while not refused.done():
-            assert sent < 64 << 20
-            one = json.dumps(request(f"n{sent}", system="x" * 60_000)).encode() + b","
-            await wire.send(b"%x\r\n%b\r\n" % (len(one), one))
-            sent += len(one)
-            await asyncio.sleep(0)
-        assert (await refused).status == 413
+    async with gateway(tmp_path, batches={"file_bytes": "4MiB"}) as running:
+        async with raw_connection(running.url) as wire:
+            await wire.send(head(f"Content-Length: {5 << 20}", "Expect: 100-continue"))
+            refused = await answer(wire)
+            assert refused.status == 413
+            assert b"batches.file_bytes" in refused.body
+            assert not any("requests-" in name for name in kept(tmp_path))
+        async with raw_connection(running.url) as wire:
+            await wire.send(head("Transfer-Encoding: chunked") + b'd\r\n{"requests":[\r\n')
+            refusal, sent = asyncio.create_task(answer(wire)), 0
+            while not refusal.done():
+                assert sent < 1000
+                part = large_requests(sent, 1)
+                await wire.send(b"%x\r\n%b\r\n" % (len(part), part))
+                sent += 1
+                await asyncio.sleep(0)
+            assert (await refusal).status == 413
         await until(lambda: kept(tmp_path) == [])
 
 
 async def test_a_client_that_leaves_half_way_leaves_nothing_behind(tmp_path: Path) -> None:
-    body = json.dumps({"requests": [request(f"n{n}", system="x" * 900) for n in range(2000)]})
     async with gateway(tmp_path) as running:
         async with raw_connection(running.url) as wire:
-            await wire.send(head(f"Content-Length: {len(body)}"))
-            await wire.send(body.encode()[:1_000_000])
+            await wire.send(head("Content-Length: 3000000") + b'{"requests":[')
+            await wire.send(large_requests(0, 20))
             await until(lambda: kept(tmp_path) != [])
         await until(lambda: kept(tmp_path) == [])
         assert "Exception in ASGI" not in (tmp_path / "gateway.log").read_text()
@@ -318,12 +295,6 @@ async def test_bodies_are_received_side_by_side_up_to_a_limit(tmp_path: Path) ->
             assert (await ask(running, "POST", key=BOB, json=asked)).status_code == 200
         await until(lambda: len(kept(tmp_path)) == 1)
         assert (await ask(running, "POST", json=asked)).status_code == 200
-
-
-async def test_a_compressed_body_is_415(tmp_path: Path) -> None:
-    async with gateway(tmp_path) as running:
-        refused = await ask(running, "POST", content=b"x", headers={"content-encoding": "gzip"})
-        assert refused.status_code == 415
 
 
 @pytest.mark.parametrize("state", list(BatchState))
@@ -390,16 +361,6 @@ def test_fields_of_ours_are_kept_in_any_order() -> None:
     body.end()
     assert body.fields == {"webhook_url": "http://x/ä", "completion_window": None}
     assert body.count == 1
-
-
-def test_every_cut_gives_the_same_lines() -> None:
-    given = b' {"requests": [{"custom_id":"a","params":{"x":"\\"}\\\\"}} , \n'
-    given += b'{"custom_id":"b","params":{"y":[1,{"z":"]"}]}}],"webhook_url" : "u" } '
-    whole = split(given)
-    assert len(whole) == 2
-    for first in range(len(given) + 1):
-        for second in range(first, len(given) + 1):
-            assert split(given[:first], given[first:second], given[second:]) == whole
 
 
 def any_value(rng: random.Random, depth: int = 0) -> Any:

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import asyncio
 import gc
-import json
 from collections import Counter
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -28,7 +27,7 @@ from tests.emulator import EmulatedNode
 from tests.emulator.raw_connection import raw_connection
 from tests.gateways import until
 from tests.virtual import in_virtual_time
-from tests.web.raw_client import HELLO, Public, answer, public, request
+from tests.web.raw_client import HELLO, Public, public, request
 
 KINDS = (
     BoundedProtocol,
@@ -103,20 +102,6 @@ async def test_of_clients_that_leave_while_they_wait_and_while_they_read(
         gate.running.gateway.bus.flush()
         gate.ended.clear()
         await until(lambda: not left(), seen=left)
-
-
-@in_virtual_time
-async def test_of_a_connection_that_served_many(tmp_path: Path, left: Left) -> None:
-    async with public(tmp_path, {"health": {"interval": 60}}, EmulatedNode()) as gate:
-        async with raw_connection(gate.url) as wire:
-            for number in range(20):
-                await wire.send(request({**SHORT, "stream": number % 2 == 0}))
-                found = await answer(wire)
-                assert found.status == 200
-                assert number % 2 == 0 or json.loads(found.body)["choices"]
-        await asyncio.sleep(0)
-    gate.ended.clear()
-    await until(lambda: not left(), seen=left)
 
 
 def fleeting(gate: Public, left: Left) -> Callable[[], bool]:
