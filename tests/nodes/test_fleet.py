@@ -140,8 +140,10 @@ async def test_a_corrected_key_is_tried_at_once() -> None:
         assert fleet.state("a") is NodeState.DOWN
         assert "401 on /v1/models" in fleet["a"].reason
         assert "api_key_env" in fleet["a"].reason
+        began = now()
         fleet.fleet.apply(inventory(a_spec(url=server.url, api_key="right")))
         await fleet.until_state("a", NodeState.READY)
+        assert now() - began < 1.0
 
 
 @pytest.mark.parametrize("seconds", [0.0, 600.0])
