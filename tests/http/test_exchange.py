@@ -179,9 +179,9 @@ async def test_a_client_that_leaves_before_the_nodes_head_leaves_no_connection(
         padded = {**HELLO, "stream": stream, "padding": "x" * size}
         async with asking(gate, request(padded)):
             await until(lambda: gate.node.requests == 1)
-            number = gate.node.seen[-1].connection
+            (asked,) = [one for one in gate.node.open_connections if one.task is not None]
         await left(gate)
-        await until(lambda: all(one.number != number for one in gate.node.open_connections))
+        await until(lambda: asked not in gate.node.open_connections)
         gate.node.faults.clear()
         await until(lambda: the_node(gate).leased == 0)
 

@@ -28,9 +28,9 @@ class CountingStore(Store):
 
 
 @contextlib.contextmanager
-def opened(url: str, **options: Any) -> Iterator[Store]:
+def opened(url: str, kind: type[Store] = Store, **options: Any) -> Iterator[Store]:
     """Run a store inside this context; it is tried to be opened before."""
-    store = Store(locate_store(url, Path("unused")), **options)
+    store = kind(locate_store(url, Path("unused")), **options)
     store.start()
     try:
         wait_until(lambda: store.status().state != "opening", store)

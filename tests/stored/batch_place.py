@@ -177,7 +177,7 @@ async def batch_place(
         upkeep = BatchUpkeep(storage, UnfinishedWork(storage), lambda: None, on_end)
         batches = BatchRegistry(storage, upkeep)
         process = ProcessIdentity.of_this_process(now[0])
-        ledger = Ledger(store, process, lambda: now[0], time.monotonic, lambda _: ())
+        ledger = Ledger(store, process, lambda: now[0], time.monotonic, lambda *_: ())
         await ledger.start(LIMIT)
         await files.storage.on_disk(folder.open)
         results = LineResults(storage, ledger, process)
