@@ -238,6 +238,8 @@ def _start(command: list[str], log: BinaryIO, folder: Path, core: int) -> subpro
     return subprocess.Popen(
         wrapped,
         cwd=folder,
+        # The user's own store would grow with each run, and slow down the next.
+        env={**os.environ, "XDG_STATE_HOME": str(folder / "state")},
         stdin=subprocess.DEVNULL,
         stdout=log,
         stderr=subprocess.STDOUT,
