@@ -85,7 +85,7 @@ FILE_VERSION = 1  # version of the file's format; a file of another version is s
 # Seconds after the end of an attempt in which its tokens become known, if ever.
 SETTLE_SECONDS = 60.0
 # Decisions share a row up to this many rows of nodes that they compare, each some 400 bytes.
-COMPARED_OF_ROW = 64
+COMPARED_OF_ROW = 32
 LAST_TIME = 1e11  # stands for infinity, which JSON lacks
 SHARED_SECTIONS = ("servers", "demand")  # what holds for other gateways of the store as well
 LOST = "what was learnt before is forgotten"
