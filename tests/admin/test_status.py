@@ -91,7 +91,7 @@ async def test_status_lists_queued_requests_in_order_up_to_a_limit() -> None:
     assert sorted(one["class"] for one in few["waiting"]) == ["batch", "urgent"]
     assert [one["position"] for one in few["waiting"]] == [1, 2]
     assert {one["model"] for one in few["waiting"]} == {"demo"}
-    assert all(one["seconds"] > 0 for one in few["waiting"])
+    assert all(0 < one["seconds"] < 60 for one in few["waiting"])
     assert all(one["expected_start"] >= 0 for one in few["waiting"])
     assert few["in_flight"] == 3
     assert "a secret" not in response.text
