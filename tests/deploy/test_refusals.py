@@ -232,7 +232,7 @@ def test_a_listener_or_an_edge_without_keys(fleet: DeployedFleet) -> None:
         "gw: the gateway would listen on 0.0.0.0 (gateway_host) and ask nobody for a key" in output
     )
     output = refused(fleet.control, gateway_settings={"keys": []}).text
-    assert "gw: the edge on gw would open the gateway to everybody: it has no keys" in output
+    assert "gw: what stands in front of it on gw would open the gateway to everybody" in output
     fleet.control.play(*("site.yml", "--tags", "preflight"), gateway_host="0.0.0.0")
 
 
