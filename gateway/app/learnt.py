@@ -1021,7 +1021,8 @@ class Decisions(Section):
     _newest: dict[type[Decision], Decision] = field(default_factory=dict)
     """The newest of each kind at the last call."""
     _rows: list[_DecisionsOfRow] = field(default_factory=list)
-    """Those that may change: the last one, and those with a grant that had not come to its end."""
+    """Those that may change: the last one, while it has room, and those with a grant that had not
+    come to its end."""
     _shift: float = 0.0
     _found: list[Decision] = field(default_factory=list)
 
@@ -1045,10 +1046,12 @@ class Decisions(Section):
                 self._put(one, shift)
             if found:
                 self._newest[kind] = found[-1]
-        rows, last = self._rows, self._rows[-1:]
-        self._rows = [row for row in rows if any(_runs(one, clock) for one in row.decisions)]
-        if last and not (last[0].is_full or last[0] in self._rows[-1:]):
-            self._rows += last
+        rows = self._rows
+        self._rows = [
+            row
+            for row in rows
+            if not row.is_full or any(_runs(one, clock) for one in row.decisions)
+        ]
         for row in rows:
             yield row.key, None, (shift, [(_letter(one), _told(one)) for one in row.decisions])
 
@@ -1060,19 +1063,18 @@ class Decisions(Section):
 
     def restore(self, row: Row, age: float) -> bool:
         """Keep its decisions for `restored`. What runs may have gone on unseen."""
-        letter, shift = row.key[0], -self._to_unix()
-        if letter == _SOME:
+        shift, is_shared = -self._to_unix(), row.key[0] == _SOME
+        to_unix, listed = 0.0, [(row.key[0], row.value)]
+        if is_shared:
             to_unix, listed = msgspec.json.decode(row.value, type=_RowValue)
-            found = [_shifted(letter, raw, to_unix + shift) for letter, raw in listed]
-        else:
-            found = [_shifted(letter, row.value, shift)]
-        for one in found:
+        for letter, raw in listed:
+            one = _shifted(letter, raw, to_unix + shift)
             if isinstance(one, Grant) and one.ended_at is None:
                 one.ended("unknown", one.status, row.changed_at + shift)
-            if letter != _SOME:
+            self._found.append(one)
+            if not is_shared:
                 self._put(one, -shift)
-        self._found += found
-        return letter == _SOME
+        return is_shared
 
     def restored(self) -> None:
         """Give all at once: they are sorted by time."""

@@ -5,7 +5,6 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
-from types import MappingProxyType
 from typing import Any, NamedTuple
 
 from gateway.callers.ledger import UNKNOWN_TIMES, OpenRequest, UsageRow
@@ -149,9 +148,7 @@ class Meter:
             *UNKNOWN_TIMES,
         )  # fmt: skip
 
-    def open_requests(
-        self, before: float, but: Mapping[str, object] = MappingProxyType({})
-    ) -> Iterator[OpenRequest]:
+    def open_requests(self, before: float, but: Mapping[str, object]) -> Iterator[OpenRequest]:
         """The requests that run and were admitted before this Unix time, for the ledger.
 
         Without those of which `but` has something. Requests may begin and end while the ledger

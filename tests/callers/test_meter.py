@@ -62,7 +62,7 @@ class World:
     @property
     def open(self) -> list[str]:
         """The ids of open requests that are older than a second."""
-        return [one.id for one in self.meter.open_requests(self.clock.now - 1.0)]
+        return [one.id for one in self.meter.open_requests(self.clock.now - 1.0, {})]
 
 
 def a_record(**keys: Any) -> RequestRecord:
@@ -191,12 +191,12 @@ def test_requests_are_open_from_their_admission_to_their_row() -> None:
     world.admit("new", a_record())
     assert world.open == ["old"]
     world.tokens["old"] = 12, 34
-    (one,) = world.meter.open_requests(NOW)
+    (one,) = world.meter.open_requests(NOW, {})
     assert (one.started_at, one.key, one.group, one.user) == (NOW, "k1", "team", "bob")
     assert (one.prompt_tokens, one.completion_tokens, one.class_) == (12, 34, "premium")
     assert (one.slot_seconds, one.cost) == (2.0, 0.0)
     record.attempt_began("a", "gpu", None)
-    (one,) = world.meter.open_requests(NOW)
+    (one,) = world.meter.open_requests(NOW, {})
     assert one.cost == 36.0
     world.meter.ended(old, record)
     world.clock.passes(1.0)
@@ -214,13 +214,13 @@ async def test_a_request_that_runs_costs_what_its_node_costs(tmp_path: Path) -> 
             meter = running.gateway.metering.meter
 
             def written() -> int:
-                return sum(one.completion_tokens for one in meter.open_requests(math.inf))
+                return sum(one.completion_tokens for one in meter.open_requests(math.inf, {}))
 
             path = "/v1/chat/completions"
             async with running.client.stream("POST", path, json=body) as reply:
                 assert reply.status_code == 200
                 await until(lambda: written() > 10)
-                (one,) = meter.open_requests(math.inf)
+                (one,) = meter.open_requests(math.inf, {})
                 assert one.slot_seconds > 0.1
                 # One of two slots of a node that costs 2 a second.
                 assert one.cost == pytest.approx(one.slot_seconds)
