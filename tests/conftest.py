@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import atexit
+import logging
 import os
 import shutil
 import signal
@@ -75,7 +76,14 @@ settings.load_profile("house")
 
 @pytest.fixture(autouse=True)
 def _logging_of_one_test() -> Iterator[None]:
-    """Give structlog back what it had: its settings are the process's, and outlive a gateway."""
+    """Give structlog back what it had: its settings are the process's, and outlive a gateway.
+
+    A gateway that the tests of a session share passes the records of `logging` to structlog for as
+    long as it runs; the tests after its own must not see each of them twice.
+    """
+    root = logging.getLogger()
+    for handler in [h for h in root.handlers if type(h).__module__ == "gateway.watch.logs"]:
+        root.removeHandler(handler)
     before = structlog.get_config() if structlog.is_configured() else None
     yield
     if before is None:
