@@ -60,7 +60,7 @@ from gateway.store.schema import webhook_deliveries as deliveries
 from gateway.store.store import Store
 from gateway.stored.batch_rows import Batch
 from gateway.stored.claims import BatchState, StoredRow, unlocked
-from gateway.stored.folder import job
+from gateway.stored.folder import job, woken
 from gateway.transport.errors import ConnectFailed
 from gateway.transport.resolver import Resolver
 
@@ -600,7 +600,6 @@ class WebhookSender:
         """Deliver until cancelled."""
         try:
             while True:
-                self._woken.clear()
                 nothing = self._none_since is not None and self._none_since == self._news()
                 try:
                     if nothing and self.now() < self._next_look:
@@ -610,9 +609,7 @@ class WebhookSender:
                 except StoreError:
                     # It tells of its failures itself. What waits in it stays there.
                     next_at = self.now() + self.poll_seconds
-                with contextlib.suppress(TimeoutError):
-                    async with asyncio.timeout(min(max(0.01, next_at - self.now()), IDLE_SECONDS)):
-                        await self._woken.wait()
+                await woken(self._woken, min(max(0.01, next_at - self.now()), IDLE_SECONDS))
         finally:
             await self._close()
 
