@@ -1,9 +1,9 @@
 """Where the store is and how it is opened: the URL, SQLite's file, PostgreSQL's limits, the level.
 
-A store has a level: the number of the last step (`schema.STEPS`) that it has seen. Every program
-knows its own, `SCHEMA_LEVEL`. A program that opens an older store brings it to its level, under a
-lock; one below `OLDEST_LEVEL` it refuses. It uses a newer one as it is, if the store says that
-programs of this level still can (`needed_level`); else it refuses.
+A store has a level, that of the newest program that has opened it. Every program knows its own,
+`SCHEMA_LEVEL`. A program that opens an older store adds what its tables lack, under a lock; one
+below `OLDEST_LEVEL` it refuses. It uses a newer one as it is, if the store says that programs of
+this level still can (`needed_level`); else it refuses.
 """
 
 from __future__ import annotations
@@ -25,6 +25,7 @@ from sqlalchemy import (
     Column,
     ColumnElement,
     Connection,
+    MetaData,
     Row,
     Select,
     Table,
@@ -42,11 +43,12 @@ from sqlalchemy import (
 from sqlalchemy.dialects import postgresql, sqlite
 from sqlalchemy.exc import ArgumentError, DBAPIError
 from sqlalchemy.pool import NullPool
+from sqlalchemy.schema import CreateColumn
 
 from gateway import __version__
 from gateway.config.stored import masked_store_url
 from gateway.store.failures import StoreGone, StoreTooNew, StoreTooOld, store_error
-from gateway.store.schema import OLDEST_LEVEL, SCHEMA_LEVEL, STEPS, Step, levels, metadata
+from gateway.store.schema import NEEDED_LEVEL, OLDEST_LEVEL, SCHEMA_LEVEL, levels, metadata
 
 FILE_NAME = "gateway.db"  # the store's file in the state folder, where the settings name no other
 LOCK_SECONDS = 2.0  # seconds that a job waits for the lock of another process
@@ -98,10 +100,11 @@ class Program:
     """What a program knows of the tables."""
 
     level: int
-    steps: Mapping[int, Step]  # by the level to which they lead
+    needed_level: int = NEEDED_LEVEL  # the lowest level of a program that can use its tables
+    tables: MetaData = metadata
 
 
-THIS_PROGRAM = Program(SCHEMA_LEVEL, STEPS)
+THIS_PROGRAM = Program(SCHEMA_LEVEL)
 
 
 def connect(
@@ -475,28 +478,43 @@ def make_tables(connection: Connection, program: Program, now: float) -> bool:
         connection.exec_driver_sql("SET LOCAL statement_timeout = 0")
         connection.execute(text(f"SELECT pg_advisory_xact_lock({_MIGRATION_LOCK})"))
     level = store_level(connection)
-    if is_new := level is None:
-        metadata.create_all(connection, checkfirst=False)
-        level = SCHEMA_LEVEL
-    elif level >= program.level:
+    if level is not None and level >= program.level:
         return False
-    elif level < OLDEST_LEVEL:
+    if level is not None and level < OLDEST_LEVEL:
         raise StoreTooOld(
             f"the store has the level {level}, of a version before 0.1.0; this one "
             f"({__version__}) knows {OLDEST_LEVEL} to {program.level}",
             "start version 0.1.0 (commit 925fef89) on it once, or put a newer one in its place",
         )
-    for number in range(level + 1, program.level + 1):
-        for statement in program.steps[number].statements:
-            connection.exec_driver_sql(statement)
+    if level is not None:
+        _add_columns_and_indexes(connection, program.tables)
+    program.tables.create_all(connection, checkfirst=level is not None)
     connection.execute(delete(levels))
     connection.execute(
         insert(levels).values(
             id=1,
             level=program.level,
-            needed_level=program.steps[program.level].needed_level,
+            needed_level=program.needed_level,
             program=__version__,
             changed_at=now,
         )
     )
-    return is_new
+    return level is None
+
+
+def _add_columns_and_indexes(connection: Connection, tables: MetaData) -> None:
+    """Add what the tables that are there lack."""
+    found, written = inspect(connection), connection.dialect.identifier_preparer
+    for table in tables.sorted_tables:
+        if not found.has_table(table.name):
+            continue
+        columns = {one["name"] for one in found.get_columns(table.name)}
+        for column in table.columns:
+            if column.name not in columns:
+                name, added = written.format_table(table), CreateColumn(column)
+                text = added.compile(dialect=connection.dialect)
+                connection.exec_driver_sql(f"ALTER TABLE {name} ADD COLUMN {text}")
+        indexes = {one["name"] for one in found.get_indexes(table.name)}
+        for index in table.indexes:
+            if index.name not in indexes:
+                index.create(connection)

@@ -3,17 +3,16 @@
 Times are Unix seconds, as floats. Lists and mappings are JSON texts. Tokens are counted as
 integers, money as floats in the currency of the settings.
 
-A new store gets these tables. A change of a table is also a new step in `STEPS`, for the stores
-that are there. Processes of the version before and of this one use a store at the same time, for as
-long as a hand-over lasts, so a step only adds: tables, nullable columns, columns with a server
-default, indexes. What nothing uses any more goes in a step of a later version, whose `needed_level`
-shuts out the programs that still used it.
+A new store gets these tables, and a store that is there gets what it lacks of them. Processes of
+the version before and of this one use a store at the same time, for as long as a hand-over lasts,
+so a change of these tables only adds: tables, nullable columns, columns with a server default,
+indexes. It raises `SCHEMA_LEVEL`. A version that can't live with programs of lower levels raises
+`NEEDED_LEVEL`, which shuts them out.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Any, Final, NamedTuple
+from typing import Any
 
 from sqlalchemy import (
     BigInteger,
@@ -33,6 +32,8 @@ from sqlalchemy.types import TypeEngine
 
 # The lowest level that a store may have: that of version 0.1.0, the first that people ran.
 OLDEST_LEVEL = 3
+SCHEMA_LEVEL = 6  # the level of these tables
+NEEDED_LEVEL = 1  # the lowest level of a program that can use them
 
 metadata = MetaData(
     naming_convention={
@@ -414,75 +415,3 @@ members = Table(
     Column("generation", BigInteger, nullable=False),
     *_columns(Text, "address", "version", needed=True),
 )
-
-
-class Step(NamedTuple):
-    """How a store of the level before comes to this level."""
-
-    statements: tuple[str, ...]
-    """SQL for both databases. It stays as it is when the tables change again."""
-    needed_level: int = 1  # the lowest level of a program that can use the tables afterwards
-
-
-_LEARNT = """
-CREATE TABLE learnt (
-    gateway TEXT NOT NULL, section TEXT NOT NULL, version INTEGER NOT NULL, key TEXT NOT NULL,
-    caller TEXT, changed_at FLOAT NOT NULL, value TEXT NOT NULL,
-    CONSTRAINT pk_learnt PRIMARY KEY (gateway, section, version, key)
-)
-"""
-
-_LEADERSHIP = """
-CREATE TABLE leadership (
-    cluster TEXT NOT NULL, holder TEXT NOT NULL, epoch BIGINT NOT NULL, counter BIGINT NOT NULL,
-    sharers TEXT DEFAULT '[]' NOT NULL,
-    CONSTRAINT pk_leadership PRIMARY KEY (cluster)
-)
-"""
-
-_MEMBERS = """
-CREATE TABLE members (
-    cluster TEXT NOT NULL, member TEXT NOT NULL, process TEXT NOT NULL, generation BIGINT NOT NULL,
-    address TEXT NOT NULL, version TEXT NOT NULL,
-    CONSTRAINT pk_members PRIMARY KEY (cluster, member)
-)
-"""
-
-_CLIENTS_IDS = """
-CREATE INDEX ix_usage_client_request_id_ended_at ON usage (client_request_id, ended_at)
-WHERE client_request_id IS NOT NULL
-"""
-
-_GROUPS = """
-CREATE TABLE "groups" (
-    name TEXT NOT NULL, created_at FLOAT NOT NULL, changed_at FLOAT NOT NULL,
-    limits TEXT, user_limits TEXT, privacy TEXT,
-    CONSTRAINT pk_groups PRIMARY KEY (name)
-)
-"""
-
-# By the level to which they lead.
-STEPS: Final[Mapping[int, Step]] = {
-    4: Step(
-        (
-            _LEARNT,
-            "CREATE INDEX ix_learnt_caller ON learnt (caller)",
-            "CREATE INDEX ix_learnt_changed_at ON learnt (changed_at)",
-        )
-    ),
-    5: Step((_LEADERSHIP, _MEMBERS)),
-    6: Step(
-        (
-            "ALTER TABLE usage ADD COLUMN wait_seconds FLOAT",
-            "ALTER TABLE usage ADD COLUMN ttft_seconds FLOAT",
-            "ALTER TABLE usage ADD COLUMN prefill_seconds FLOAT",
-            "ALTER TABLE usage ADD COLUMN decode_seconds FLOAT",
-            "ALTER TABLE usage ADD COLUMN resumptions INTEGER",
-            "ALTER TABLE usage ADD COLUMN client_request_id TEXT",
-            _CLIENTS_IDS,
-            _GROUPS,
-        )
-    ),
-}
-
-SCHEMA_LEVEL = max(STEPS)  # the level of the tables above

@@ -136,29 +136,11 @@ class Store:
         no other process that writes.
         """
         waiting = self._submit(job, write, seconds)
-        # By hand: `asyncio.timeout` and `wrap_future` take half as many instructions again. Not
-        # `wait_for` either: in Python 3.11 it drops a cancellation that comes with the result, and
-        # the task that was to end goes on for ever.
-        loop = asyncio.get_running_loop()
-        over = loop.create_future()
-        timer = loop.call_later(seconds, _set, over)
-
-        def tell(_: object) -> None:
-            # Nobody waits any more if the loop is closed.
-            with contextlib.suppress(RuntimeError):
-                loop.call_soon_threadsafe(_set, over)
-
-        waiting.add_done_callback(tell)
         try:
-            await over
-        except asyncio.CancelledError:
-            waiting.cancel()
-            raise
-        finally:
-            timer.cancel()
-        if not waiting.done():
-            raise self._too_slow(waiting, seconds)
-        return waiting.result()
+            async with asyncio.timeout(seconds):
+                return await asyncio.wrap_future(waiting)
+        except TimeoutError:
+            raise self._too_slow(waiting, seconds) from None
 
     def run_now(
         self, job: Callable[[Connection], T], *, write: bool = True, seconds: float = JOB_SECONDS
@@ -486,11 +468,6 @@ class DatabaseLink:
                     self._sqlite.interrupt()
 
 
-def _set(future: asyncio.Future[None]) -> None:
-    if not future.done():
-        future.set_result(None)
-
-
 def _file_problem(error: OSError) -> StoreError:
     message = f"{error.filename}: {error.strerror}"
     if isinstance(error, PermissionError) or error.errno == 30:
@@ -578,10 +555,7 @@ class StoreWorker:
 
     async def _rest(self, seconds: float) -> None:
         if seconds > 0:
-            # By hand: `asyncio.timeout` takes half as many instructions again.
-            timer = asyncio.get_running_loop().call_later(seconds, self._woken.set)
-            try:
-                await self._woken.wait()
-            finally:
-                timer.cancel()
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(seconds):
+                    await self._woken.wait()
         self._woken.clear()

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import AsyncGenerator, Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import AsyncGenerator, Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, fields, replace
 from functools import partial
 from typing import Any, Final, NamedTuple
@@ -47,6 +47,7 @@ from gateway.stored.folder import (
     StorageTrouble,
     folder_errors_told,
     job,
+    woken,
 )
 from gateway.stored.response_events import ResponseEvents, current_response, queued_response
 from gateway.stored.response_log import LOG_KIND, LogBroken, ResponseLogs
@@ -182,13 +183,11 @@ def remove_background(connection: Connection, ids: Sequence[str]) -> None:
         connection.execute(delete(stored_requests).where(_ROW.id.in_(some), _IS_BACKGROUND))
 
 
-def known_places(connection: Connection, sizes: Mapping[str, int], folder: str) -> set[str]:
-    """Those of the folder's files that a request needs; logs are noted to be as large as here."""
+def known_places(connection: Connection, names: Iterable[str], folder: str) -> set[str]:
+    """Those of the folder's files that a request needs."""
     alone = claims.alone_in(folder)
-    known = claims.those_with(connection, _ROW.place, sizes, *alone)
-    known |= claims.those_with(connection, _ROW.result_place, sizes, *alone)
-    files.correct_log_sizes(connection, folder, {name: sizes[name] for name in known})
-    return known
+    places = claims.those_with(connection, _ROW.place, names, *alone)
+    return places | claims.those_with(connection, _ROW.result_place, names, *alone)
 
 
 def expire_background(
@@ -347,11 +346,7 @@ class BackgroundRequests:
         with folder_errors_told("request"):
             try:
                 opened = await self.logs.open(row.result_place)
-                try:
-                    response = await current_response(opened)
-                    ended = opened.ended
-                finally:
-                    await opened.release()
+                response, ended = await current_response(opened), opened.ended
             except FileNotFoundError:
                 raise not_found(row.id, row.kind) from None
         if not ended and (end := _end_without_run(row)) is not None:
@@ -392,9 +387,7 @@ class BackgroundRequests:
             left = until - loop.time()
             if found.state.ended or left <= 0:
                 return found
-            with contextlib.suppress(TimeoutError):
-                async with asyncio.timeout(min(left, POLL_SECONDS)):
-                    await ended.wait()
+            await woken(ended, min(left, POLL_SECONDS))
 
     @contextlib.contextmanager
     def client_waits(self, row: StoredRow) -> Iterator[None]:
@@ -677,15 +670,11 @@ class BackgroundRunner(RowRuns[HeldRequest]):
 
     async def run(self) -> None:
         """Run requests until cancelled; what runs then waits again."""
-        wakes = self.requests.wakes
         try:
             while True:
                 with self._trouble.told():
                     await self._look()
-                with contextlib.suppress(TimeoutError):
-                    async with asyncio.timeout(LOOK_SECONDS):
-                        await wakes.wait()
-                wakes.clear()
+                await woken(self.requests.wakes, LOOK_SECONDS)
         finally:
             if running := await self._close(CLOSE_SECONDS, until_recorded=True):
                 log.warning("background requests do not end", requests=running)

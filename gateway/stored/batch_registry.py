@@ -19,7 +19,6 @@ import contextlib
 import hashlib
 import io
 import secrets
-from collections import OrderedDict
 from collections.abc import AsyncIterator, Callable, Coroutine, Iterable, Sequence
 from dataclasses import KW_ONLY, dataclass, field, fields
 from functools import partial
@@ -61,7 +60,6 @@ from gateway.stored.files import (
 )
 from gateway.stored.folder import (
     STEP_BYTES,
-    AppendedFile,
     Folder,
     FolderError,
     FolderFull,
@@ -69,6 +67,7 @@ from gateway.stored.folder import (
     Storage,
     StorageTrouble,
     folder_errors_told,
+    woken,
 )
 from gateway.stored.line_reader import (
     PIECE_BYTES,
@@ -77,7 +76,6 @@ from gateway.stored.line_reader import (
     LineReader,
     LineSpec,
     TooManyLines,
-    check_line_count,
 )
 from gateway.stored.results import ResultReader
 from gateway.stored.waits import BatchWait, BatchWaits
@@ -224,10 +222,7 @@ class BatchUpkeep:
                     if await self._is_due():
                         await self.round()
                 pause = self.idle_seconds if self._is_idle else self.round_seconds
-                with contextlib.suppress(TimeoutError):
-                    async with asyncio.timeout(pause):
-                        await self._wakes.wait()
-                self._wakes.clear()
+                await woken(self._wakes, pause)
         finally:
             tasks = list(self._tasks.values())
             for task in tasks:
@@ -405,7 +400,6 @@ class BatchUpkeep:
             return
         file = io.BufferedReader(opened, PIECE_BYTES)
         try:
-            await threads.run(_on_disk, check_line_count, file, settings.lines, settings.line_bytes)
             reader = LineReader(
                 file, batch.endpoint, most_lines=settings.lines, line_bytes=settings.line_bytes
             )
@@ -432,7 +426,7 @@ class BatchUpkeep:
 
     async def _take_lines(self, batch: Batch, reader: LineReader) -> bool:
         """Add the rows of all lines; returns False if the batch takes none any more."""
-        errors: list[AppendedFile] = []  # the file of the error lines, once there is one
+        errors: list[NewFile] = []  # the file of the error lines, once there is one
         threads = self.storage.threads
         try:
             while lines := await threads.run(_on_disk, reader.read_some):
@@ -445,7 +439,7 @@ class BatchUpkeep:
         return True
 
     def _rows_of(
-        self, batch: Batch, lines: Sequence[Line], errors: list[AppendedFile]
+        self, batch: Batch, lines: Sequence[Line], errors: list[NewFile]
     ) -> list[StoredRow]:
         """The rows of these lines; errors are on the disk. Blocks. Raises: FolderError."""
         broken = [
@@ -609,7 +603,6 @@ ENDPOINTS = tuple(
 
 PAUSED_BY_CALLER = "paused"  # why a batch is paused whose caller wants it so
 SHOWN_ROWS = 200  # rows that are read at a time for lines that are recorded so far
-MOST_COUNTED = 64  # batches whose errors are remembered by their kinds
 # The mean cost of a token of this model; None: unknown.
 TokenPrice = Callable[[str | None], float | None]
 
@@ -636,8 +629,6 @@ class BatchRegistry:
     upkeep: BatchUpkeep
     price: TokenPrice = lambda _: None
     token: Callable[[int], str] = secrets.token_hex
-    _errors: OrderedDict[tuple[str, int], list[ErrorKind]] = field(default_factory=OrderedDict)
-    """What was counted last, by batch and by how many lines had ended in vain."""
 
     # For callers. All raise GatewayError 503 while the store or the folder can't be used.
 
@@ -786,21 +777,14 @@ class BatchRegistry:
 
     async def errors_of(self, batch: Batch) -> list[ErrorKind]:
         """How its lines have failed so far, the most frequent error first."""
+        kinds: dict[str, ErrorKind] = {}
         in_vain = batch.failed + batch.cancelled + batch.expired
-        known = (batch.id, in_vain)
-        if in_vain and known not in self._errors:
-            kinds: dict[str, ErrorKind] = {}
-            for after in range(0, batch.total, batch_rows.ERROR_STEP):
-                counted = await self.storage.read_for_caller(
-                    batch_rows.count_errors, batch.id, after
-                )
-                for kind in counted:
-                    first = kinds.setdefault(kind.code, kind._replace(lines=0))
-                    kinds[kind.code] = first._replace(lines=first.lines + kind.lines)
-            if len(self._errors) >= MOST_COUNTED:
-                self._errors.popitem(last=False)
-            self._errors[known] = sorted(kinds.values(), key=lambda one: (-one.lines, one.code))
-        return self._errors.get(known, [])
+        for after in range(0, batch.total if in_vain else 0, batch_rows.ERROR_STEP):
+            counted = await self.storage.read_for_caller(batch_rows.count_errors, batch.id, after)
+            for kind in counted:
+                first = kinds.setdefault(kind.code, kind._replace(lines=0))
+                kinds[kind.code] = first._replace(lines=first.lines + kind.lines)
+        return sorted(kinds.values(), key=lambda one: (-one.lines, one.code))
 
     async def _new(self, new: NewBatch) -> Batch:
         """The row of a new batch. Raises: GatewayError 400, 503."""

@@ -13,8 +13,7 @@ another in a circle. Claims take no turn, and pass over rows that others hold.
 from __future__ import annotations
 
 import asyncio
-import time
-from collections import Counter, defaultdict, deque
+from collections import Counter, defaultdict
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
@@ -37,7 +36,6 @@ from sqlalchemy import (
 from gateway.callers.ledger import ROW_COLUMNS, UsageRow
 from gateway.callers.processes import ProcessIdentity, SeenProcess, is_gone
 from gateway.store.database import Rows, insert_for
-from gateway.store.failures import StoreError
 from gateway.store.schema import batches, processes, stored_requests
 from gateway.stored.folder import Storage
 
@@ -469,8 +467,7 @@ def claim(
     """Claim waiting requests of a folder for a process, pick by pick.
 
     Returns those that nobody else has; each once, though several picks may want it. What was
-    claimed by a transaction whose commit nobody knows of is to be taken back (`take_back`), or
-    waits again when its lease is over.
+    claimed by a transaction whose commit nobody knows of waits again when its lease is over.
     """
     claimed: list[StoredRow] = []
     for pick in picks:
@@ -573,14 +570,6 @@ def put_back(
             [_ROW.id.in_(some), _ROW.claimed_by == process],
             {"not_before": not_before, "attempts": _ROW.attempts + int(failed)},
         )
-
-
-def take_back(
-    connection: Connection, folder: str, process: str, claimed_at: Iterable[float]
-) -> int:
-    """Let requests wait that a process has claimed at these times, unknown to it; how many."""
-    at = _ROW.started_at.in_(sorted(set(claimed_at)))
-    return _let_wait(connection, [_ROW.folder == folder, _ROW.claimed_by == process, at], {})
 
 
 def release_lost(
@@ -729,31 +718,6 @@ def _add(sums: Counter[Any], result: RecordedResult) -> None:
 
 
 LEASE_SECONDS = 60.0  # for which a claim holds unless it is renewed
-# Seconds for which no lease counts as over after this machine's clock was set forward: until then
-# all processes have renewed theirs.
-CALM_SECONDS = 20.0
-JUMP_SECONDS = 5.0  # seconds by which the clock must have been set forward for that
-# Claims that are to be taken back; the rows of earlier ones wait until their lease is over.
-MOST_UNKNOWN = 100
-
-
-@dataclass(slots=True, eq=False)
-class ClockJumps:
-    """Tells whether Unix time was set forward of late. `clock` is monotonic."""
-
-    clock: Callable[[], float] = time.monotonic
-    _ahead: float | None = None
-    """Seconds by which Unix time was ahead of the clock when it was last looked at."""
-    _calm_until: float = 0.0
-
-    def jumped(self, now: float) -> bool:
-        """Whether leases that seem to be over may not be."""
-        clock = self.clock()
-        ahead = now - clock
-        if self._ahead is not None and ahead - self._ahead > JUMP_SECONDS:
-            self._calm_until = clock + CALM_SECONDS
-        self._ahead = ahead
-        return clock < self._calm_until
 
 
 @dataclass(slots=True, eq=False)
@@ -765,36 +729,23 @@ class RowLeases:
     lease_seconds: float = LEASE_SECONDS
     kinds: Sequence[RequestKind] = (RequestKind.LINE,)
     is_sole: bool = False  # whether no other process runs rows while this one claims any
-    _put_back: defaultdict[tuple[float, bool], set[str]] = field(
-        default_factory=lambda: defaultdict(set)
-    )
-    """Rows that are to wait again, by when, and by whether nodes failed them."""
-    _unknown: deque[float] = field(default_factory=lambda: deque(maxlen=MOST_UNKNOWN))
-    """Times of claims that may have succeeded, though the store did not say so."""
-    _jumps: ClockJumps = field(default_factory=ClockJumps)
+    _put_back: dict[str, tuple[float, bool]] = field(default_factory=dict)
+    """Rows that are to wait again: until when, and whether nodes failed them."""
 
     async def claim(self, picks: Sequence[Pick]) -> list[StoredRow]:
         """Claim rows. Raises: StoreError, FolderError."""
         storage = self.storage
         folder, now = await storage.opened(), storage.now()
-        try:
-            rows = await storage.write(
-                claim, folder, self.process.id, picks, now, self.lease_seconds
-            )
-        except (StoreError, asyncio.CancelledError):
-            self._unknown.append(now)
-            raise
-        # Rows that others have put back meanwhile: from now on they run again.
-        claimed = {row.id for row in rows}
-        for ids in self._put_back.values():
-            ids.difference_update(claimed)
+        rows = await storage.write(claim, folder, self.process.id, picks, now, self.lease_seconds)
+        for row in rows:
+            # Others have put it back meanwhile: from now on it runs again.
+            self._put_back.pop(row.id, None)
         return rows
 
     async def renew(self, ids: Iterable[str]) -> set[str]:
         """Those of the claimed rows that are still wanted. Raises: StoreError."""
-        given_back = {id_ for some in self._put_back.values() for id_ in some}
-        asked = [id_ for id_ in ids if id_ not in given_back]
-        waiting = given_back.intersection(ids)
+        asked = [id_ for id_ in ids if id_ not in self._put_back]
+        waiting = self._put_back.keys() & set(ids)
         if not asked:
             return waiting
         return waiting | await self.storage.write(
@@ -807,8 +758,6 @@ class RowLeases:
         To be called after `renew`.
         """
         folder, now = await self.storage.opened(), self.storage.now()
-        if self._jumps.jumped(now) and not self.is_sole:
-            return 0
         return await self.storage.write(
             release_lost, folder, self.process, now, self.kinds, is_sole=self.is_sole
         )
@@ -820,23 +769,17 @@ class RowLeases:
 
     def put_back(self, ids: Iterable[str], not_before: float, *, failed: bool = False) -> None:
         """Let rows wait until `not_before`; `failed`: nodes failed them. `write` does it."""
-        if some := set(ids):
-            self._put_back[round(not_before, 1), failed] |= some
+        self._put_back |= dict.fromkeys(ids, (round(not_before, 1), failed))
 
     async def write(self) -> bool:
-        """Write what was put back, and what was claimed unknown to this process.
-
-        Returns whether there was something. Raises: StoreError.
-        """
-        storage, process, taken = self.storage, self.process.id, 0
-        if self._unknown:
-            folder = await storage.opened()
-            taken = await storage.write(take_back, folder, process, list(self._unknown))
-            self._unknown.clear()
-        for (not_before, failed), ids in (found := list(self._put_back.items())):
-            chosen = frozenset(ids)
-            await storage.write(put_back, process, chosen, not_before, failed=failed)
-            self._put_back[not_before, failed] -= chosen
-            if not self._put_back[not_before, failed]:
-                del self._put_back[not_before, failed]
-        return bool(found) or taken > 0
+        """Write what was put back; returns whether there was something. Raises: StoreError."""
+        found = defaultdict[tuple[float, bool], set[str]](set)
+        for id_, how in self._put_back.items():
+            found[how].add(id_)
+        for how, ids in found.items():
+            not_before, failed = how
+            await self.storage.write(put_back, self.process.id, ids, not_before, failed=failed)
+            for id_ in ids:
+                if self._put_back.get(id_) == how:
+                    del self._put_back[id_]
+        return bool(found)

@@ -13,7 +13,6 @@ scheduler's queue like any other request of a higher class, a few at a time (`la
 from __future__ import annotations
 
 import asyncio
-import contextlib
 from collections import Counter, defaultdict
 from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -47,7 +46,7 @@ from gateway.stored.feeding import (
     ready_wanted,
     rows_to_offer,
 )
-from gateway.stored.folder import Storage, StorageTrouble
+from gateway.stored.folder import Storage, StorageTrouble, woken
 from gateway.stored.results import LineResults
 from gateway.stored.runner import (
     MOST_RUNS,
@@ -149,15 +148,11 @@ class Supply:
     target_of: Callable[[str, str, str | None], RequestTarget | None]  # that of a runner
     read_at: float = 0.0  # when it is to be read again
     _works: dict[RequestTarget | None, dict[str, BatchWork]] = field(default_factory=dict)
-    _classes: dict[str, str] = field(default_factory=dict)
-    """The highest class of each batch's lines."""
-    _models: dict[str, dict[str | None, RequestTarget | None]] = field(default_factory=dict)
-    """The models of each batch with waiting lines, and where they go."""
     _prefixes: dict[str, tuple[float, tuple[PrefixGroup, ...]]] = field(default_factory=dict)
     """Groups of batches, and when they were read."""
 
-    async def read(self, folder: str, kept: Iterable[str | None]) -> Waiting:
-        """Read what waits; of the batches `kept` the rest is remembered. Raises: StoreError."""
+    async def read(self, folder: str) -> Waiting:
+        """Read what waits. Raises: StoreError."""
         storage, clock = self.storage, self.storage.clock
         began = clock()
         waiting = await storage.read(read_waiting, folder, storage.now())
@@ -165,18 +160,16 @@ class Supply:
         pause = READ_SECONDS if waiting.kinds else IDLE_SECONDS
         self.read_at = clock() + max(pause, took * READ_SHARE)
         works = defaultdict[RequestTarget | None, dict[str, BatchWork]](dict)
-        self._models.clear()
         for some in waiting.lines:
             target = self.target_of(some.owner, some.path, some.model)
-            self._classes[some.batch] = some.class_
-            self._models.setdefault(some.batch, {})[some.model] = target
-            before = works[target].get(some.batch)
-            rows = some.rows if before is None else some.rows + before.rows
-            works[target][some.batch] = BatchWork(some.batch, some.owner, rows, some.deadline)
+            work = works[target].get(some.batch)
+            if work is None:
+                work = BatchWork(some.batch, some.owner, 0, some.deadline, some.class_)
+            models = *work.models, some.model
+            works[target][some.batch] = replace(work, rows=work.rows + some.rows, models=models)
         self._works = dict(works)
-        for batch in set(self._classes) - set(kept) - set(self._models):
-            del self._classes[batch]
-            self._prefixes.pop(batch, None)
+        for batch in self._prefixes.keys() - {some.batch for some in waiting.lines}:
+            del self._prefixes[batch]
         return waiting
 
     def read_soon(self, seconds: float = 0.0) -> None:
@@ -193,11 +186,7 @@ class Supply:
 
     def targets_of(self, batch: str) -> set[RequestTarget | None]:
         """Where the lines of a batch go that wait."""
-        return set(self._models.get(batch, {}).values())
-
-    def class_of(self, batch: str | None) -> str:
-        """The label of the highest class that the lines of a batch may have."""
-        return self._classes.get(batch or "", "")
+        return {target for target, works in self._works.items() if batch in works}
 
     async def with_groups(self, works: list[BatchWork], held: Mapping[str, int]) -> list[BatchWork]:
         """The same with the groups of those that are next. Raises: StoreError.
@@ -219,15 +208,13 @@ class Supply:
         """What to claim: of batches with several models, those that go to this target."""
         found: list[Pick] = []
         for want in wants:
-            models = self._models.get(want.batch or "", {})
-            if len(models) <= 1:
+            batch = want.batch or ""
+            if len(self.targets_of(batch)) <= 1:
                 found.append(want)
                 continue
-            chosen = [model for model, of_model in models.items() if of_model == target]
-            found += [
-                replace(want, limit=max(1, want.limit // len(chosen)), model=model)
-                for model in chosen
-            ]
+            models = self._works[target][batch].models
+            limit = max(1, want.limit // len(models))
+            found += [replace(want, limit=limit, model=model) for model in models]
         return found
 
     def count_claimed(
@@ -450,7 +437,6 @@ class Feeder(RowRuns[HeldLine]):
 
     async def _claim_rows(self) -> None:
         while True:
-            self._claims.clear()
             await self._try(self._claim_step)
             pause = IDLE_SECONDS
             if self._trouble.errors:
@@ -458,9 +444,7 @@ class Feeder(RowRuns[HeldLine]):
                 continue
             if not self._claims.is_set():
                 pause = max(0.05, min(IDLE_SECONDS, self.supply.read_at - self.clock()))
-            with contextlib.suppress(TimeoutError):
-                async with asyncio.timeout(pause):
-                    await self._claims.wait()
+            await woken(self._claims, pause)
 
     async def _try(self, step: Callable[[], Awaitable[None]]) -> None:
         """Do a step; whatever it fails for, the other batches must go on."""
@@ -493,7 +477,7 @@ class Feeder(RowRuns[HeldLine]):
 
     async def _read_waiting(self) -> None:
         folder = await self.leases.storage.opened()
-        waiting = await self.supply.read(folder, {held.row.batch for held in self._held.values()})
+        waiting = await self.supply.read(folder)
         counts = self.counts
         counts.waiting, counts.batches, counts.oldest = waiting[1:]
         self._count_at = self.clock() + COUNT_SECONDS
@@ -589,7 +573,7 @@ class Feeder(RowRuns[HeldLine]):
             works.values(), lane.held(), pace.rows_a_second, self.now(),
             slots=state.slots, row_seconds=pace.row_seconds,
         )  # fmt: skip
-        found = {id_: (works[id_].owner, self.supply.class_of(id_)) for id_ in state.urgent}
+        found = {id_: (works[id_].owner, works[id_].class_) for id_ in state.urgent}
         state.late.update(found, self.runner)
         if state.late.batches:
             rows = (one for one in self._held.values() if one.state.target == target)
@@ -732,11 +716,8 @@ class Feeder(RowRuns[HeldLine]):
 
     async def _renew_claims(self) -> None:
         while True:
-            self._renewals.clear()
             await self._try(self._renew_step)
-            with contextlib.suppress(TimeoutError):
-                async with asyncio.timeout(RENEW_SECONDS):
-                    await self._renewals.wait()
+            await woken(self._renewals, RENEW_SECONDS)
             await asyncio.sleep(0.2)  # Many may wake it at once.
 
     async def _renew_step(self) -> None:

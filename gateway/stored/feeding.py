@@ -63,6 +63,8 @@ class BatchWork:
     owner: str
     rows: int  # that wait in the store
     deadline: float = math.inf  # Unix time
+    class_: str = ""  # the label of the highest class that they may have
+    models: tuple[str | None, ...] = ()  # that they name
     groups: tuple[PrefixGroup, ...] = ()
     """Its larger groups; the other rows are claimed once these are."""
 
@@ -185,6 +187,7 @@ class _BatchRows:
     """The claimed rows of one batch."""
 
     owner: str
+    class_: str
     deadline: float = math.inf  # Unix time
     ready: dict[int, list[StoredRow]] = field(default_factory=dict)
     """By prefix; each list ends with the row that goes next."""
@@ -241,7 +244,8 @@ class Lane:
     def works(self) -> list[BatchWork]:
         """The batches that it has rows of."""
         return [
-            BatchWork(batch, rows.owner, 0, rows.deadline) for batch, rows in self._batches.items()
+            BatchWork(batch, rows.owner, 0, rows.deadline, rows.class_)
+            for batch, rows in self._batches.items()
         ]
 
     def drop_late(self, now: float) -> list[StoredRow]:
@@ -253,7 +257,7 @@ class Lane:
     def add(self, row: StoredRow) -> None:
         """A row was claimed and can be offered."""
         deadline = math.inf if row.deadline is None else row.deadline
-        rows = self._batches.setdefault(_batch_of(row), _BatchRows(row.owner, deadline))
+        rows = self._batches.setdefault(_batch_of(row), _BatchRows(row.owner, row.class_, deadline))
         ready = rows.ready.setdefault(row.prefix, [])
         ready.append(row)
         if len(ready) > 1 and _length(ready[-2]) < _length(row):

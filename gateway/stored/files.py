@@ -51,7 +51,7 @@ from gateway.errors import GatewayError
 from gateway.store.database import Rows, insert_for
 from gateway.store.failures import StoreError
 from gateway.store.schema import batches, files, revisions, stored_requests
-from gateway.stored.claims import IS_RUNNING, RequestKind, alone_in, chunks, those_with
+from gateway.stored.claims import IS_RUNNING, RequestKind, those_with
 from gateway.stored.folder import (
     STEP_FILES,
     DiskThreads,
@@ -117,21 +117,6 @@ def note_log_sizes(
     if sizes:
         rows = [{"of_id": id_, "size": size} for id_, size in sorted(sizes.items())]
         connection.execute(_SIZE_NOTED.where(IS_RUNNING) if running else _SIZE_NOTED, rows)
-
-
-def correct_log_sizes(connection: Connection, folder: str, sizes: Mapping[str, int]) -> None:
-    """Put right what a crash, or an older version, left: logs, by their files, have these sizes."""
-    wrong: dict[str, int] = {}
-    for some in chunks(sizes):
-        asked = select(_ROW.id, _ROW.result_place, _ROW.result_length).where(
-            *alone_in(folder),
-            _ROW.kind == RequestKind.RESPONSE.value,
-            _ROW.result_place.in_(some),
-        )
-        for id_, place, length in connection.execute(asked):
-            if length != sizes[place]:
-                wrong[id_] = sizes[place]
-    note_log_sizes(connection, wrong)
 
 
 def kept_too_much(kept: Kept, settings: BatchSettings, *, for_file: bool = False) -> GatewayError:

@@ -22,7 +22,7 @@ import secrets
 import stat
 import threading
 import time
-from collections.abc import Awaitable, Callable, Iterator, Mapping
+from collections.abc import Awaitable, Callable, Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import KW_ONLY, dataclass, field
 from functools import partial
@@ -42,7 +42,6 @@ from gateway.store.store import Store
 ID_FILE = "folder-id"
 # Bytes of the file system that are never filled: the store, logs and state files need room.
 SPARE_BYTES = 64 << 20
-FULL_SECONDS = 300.0  # seconds after which a file that there was no room for is forgotten
 # After so many bytes of a file it is brought to the disk, and the room is checked again.
 STEP_BYTES = 16 << 20
 LONGEST_ID = 64
@@ -59,14 +58,6 @@ class FolderError(Remedied):
 
 class FolderFull(FolderError):  # noqa: N818 - named for what it says of the folder
     """There is no room for more, on the disk or within the limit of the settings."""
-
-
-class _Refused(NamedTuple):
-    """The last file that there was no room for."""
-
-    error: FolderFull
-    size: int
-    at: float  # Unix time
 
 
 class FoundFile(NamedTuple):
@@ -98,20 +89,15 @@ class Folder:
     spare_bytes: int = SPARE_BYTES
     id: str | None = None  # the folder's own id; None: it was not opened
     refusals: int = 0  # how often there was no room, since the start
+    full: FolderFull | None = None
+    """Why there was no room of late; None: there is, as `look_for_room` has seen."""
     _inode: tuple[int, int] | None = None
     """Of the opened folder: its file system may be taken away later."""
     _lock: threading.Lock = field(default_factory=threading.Lock)
     """Held while `_open_files` is read or changed."""
     _open_files: set[NewFile] = field(default_factory=set)
-    _refused: _Refused | None = None
     _beginning: threading.Lock = field(default_factory=threading.Lock)
     """Held from the check of the room for a new file until the file counts."""
-
-    @property
-    def full(self) -> FolderFull | None:
-        """Why there was no room of late; None: there is, as `look_for_room` has seen."""
-        refused = self._refused
-        return None if refused is None else refused.error
 
     def open(self) -> str:
         """Make the folder if there is none, remove what a crash left over, and return its id.
@@ -146,7 +132,7 @@ class Folder:
                 path = self.location / f"{_TEMPORARY}{name}"
                 descriptor = os.open(path, _CREATE, 0o600)
                 if _lock(descriptor) and os.fstat(descriptor).st_nlink:
-                    new = NewFile(self, name, path, descriptor, size)
+                    new = NewFile(self, name, descriptor, size)
                     with self._lock:
                         self._open_files.add(new)
                     return new
@@ -172,20 +158,15 @@ class Folder:
         finally:
             new.discard()
 
-    def open_appended(self, kind: str) -> AppendedFile:
-        """Begin a file that is complete at any time, and grows. Raises: FolderError."""
-        with self._beginning, _told(self.location):
-            self.check_in_place()
-            self.check_room(0)
-            name = self._new_name(kind)
-            descriptor = os.open(self.path(name), _CREATE, 0o600)
-            try:
-                _lock(descriptor)
-                self.sync()
-            except BaseException:
-                os.close(descriptor)
-                raise
-            return AppendedFile(self, name, descriptor)
+    def open_appended(self, kind: str) -> NewFile:
+        """Begin a file that has its name from the start, and grows. Raises: FolderError."""
+        new = self.open_new(kind)
+        try:
+            new.show()
+        except BaseException:
+            new.discard()
+            raise
+        return new
 
     def is_written(self, name: str) -> bool:
         """Whether a process still writes this file. Raises: FileNotFoundError, FolderError."""
@@ -264,22 +245,13 @@ class Folder:
         if error is not None:
             with self._lock:
                 self.refusals += 1
-                self._refused = _Refused(error, size, self.now())
+                self.full = error
             raise error
 
     def look_for_room(self) -> None:
-        """Let `full` be None once there is room for what was refused, or that is long ago.
-
-        Raises: FolderError.
-        """
-        refused = self._refused
-        if refused is None:
-            return
-        if self.now() - refused.at < FULL_SECONDS and self._lack_of_room(refused.size):
-            return
-        with self._lock:
-            if self._refused is refused:
-                self._refused = None
+        """Let `full` be None once there is some room again. Raises: FolderError."""
+        if self.full is not None:
+            self.full = self._lack_of_room(STEP_BYTES)
 
     def _lack_of_room(self, size: int) -> FolderFull | None:
         """Why there is no room for so many bytes more; None: there is. Raises: FolderError."""
@@ -358,14 +330,14 @@ class Folder:
 
 @dataclass(eq=False)
 class NewFile:
-    """A file that is being written, under a temporary name; `finish` or `discard` ends it.
+    """A file that is being written, under a temporary name until `show`.
 
-    Its methods may be called on any thread: they wait for each other.
+    `finish`, `close` or `discard` ends it. After a crash its end may be torn: nobody reads behind
+    what `append` has returned. Its methods may be called on any thread: they wait for each other.
     """
 
     folder: Folder
     name: str  # the name that it gets
-    temporary: Path
     _descriptor: int | None
     expected: int  # bytes
     size: int = 0  # bytes that were written
@@ -377,37 +349,49 @@ class NewFile:
         """Bytes that are still expected."""
         return max(0, self.expected - self.size)
 
-    def write(self, data: bytes | memoryview) -> None:
-        """Add bytes. Raises: FolderError; ValueError, if the file has ended."""
+    @property
+    def _temporary(self) -> Path:
+        return self.folder.location / f"{_TEMPORARY}{self.name}"
+
+    def _opened(self) -> int:
+        if self._descriptor is None:
+            raise ValueError("the file is closed")
+        return self._descriptor
+
+    def write(self, data: bytes | memoryview, *, sync: bool = False) -> int:
+        """Add bytes, all of them or none, and return their offset; `sync`: they are on the disk.
+
+        Raises: FolderError; ValueError, if the file is closed.
+        """
         with self._lock:
-            descriptor = self._descriptor
-            if descriptor is None:
-                raise ValueError("the file has ended")
-            rest = memoryview(data)
+            descriptor, offset = self._opened(), self.size
+            end = offset + len(data)
+            self.folder.check_in_place()
+            # Without a sync at each step the last one would take long, and all wait in memory.
+            if is_step := end >= self._next_step:
+                self.folder.check_room(0 if self.missing_bytes else len(data))
+                self._next_step = end + STEP_BYTES
             with _told(self.folder.location):
-                while rest:
-                    written = os.write(descriptor, rest)
-                    self.size += written
-                    rest = rest[written:]
-                if self.size < self._next_step:
-                    return
-                # Else the last fsync would take long, and all of it would wait in memory.
-                os.fdatasync(descriptor)
-            self._next_step = self.size + STEP_BYTES
-            self.folder.check_room(0 if self.missing_bytes else STEP_BYTES)
+                write_whole(descriptor, data, offset, sync=sync or is_step)
+            self.size = end
+            return offset
+
+    def append(self, data: bytes) -> int:
+        """Write what counts from now on. Raises: as `write`."""
+        return self.write(data, sync=True)
+
+    def show(self) -> None:
+        """Bring it to the disk under its name. Raises: FolderError."""
+        with self._lock, _told(self.folder.location):
+            os.fsync(self._opened())
+            self._temporary.replace(self.folder.path(self.name))
+            self.folder.sync()
 
     def finish(self) -> str:
         """Bring it to the disk under its name, which is returned. Raises: FolderError."""
-        with self._lock:
-            descriptor = self._descriptor
-            if descriptor is None:
-                raise ValueError("the file has ended")
-            with _told(self.folder.location):
-                os.fsync(descriptor)
-                self.temporary.replace(self.folder.path(self.name))
-                self.folder.sync()
-            self._close()
-            return self.name
+        self.show()
+        self.close()
+        return self.name
 
     def discard(self) -> None:
         """Remove it, unless it is finished. Raises: FolderError."""
@@ -416,56 +400,20 @@ class NewFile:
                 return
             try:
                 with _told(self.folder.location):
-                    self.temporary.unlink(missing_ok=True)
+                    self._temporary.unlink(missing_ok=True)
             finally:
                 self._close()
+
+    def close(self) -> None:
+        """End writing; called again, nothing."""
+        with self._lock:
+            self._close()
 
     def _close(self) -> None:
         descriptor, self._descriptor = self._descriptor, None
         if descriptor is not None:
             os.close(descriptor)
         self.folder.closed(self)
-
-
-@dataclass(eq=False)
-class AppendedFile:
-    """A file that has its name from the start, and grows by whole pieces.
-
-    After a crash its end may be torn: nobody reads behind what `append` has returned. Its methods
-    may be called on any thread: they wait for each other.
-    """
-
-    folder: Folder
-    name: str
-    _descriptor: int | None
-    size: int = 0  # bytes that are on the disk for sure
-    _next_check: int = STEP_BYTES
-    _lock: threading.Lock = field(default_factory=threading.Lock)
-
-    def append(self, data: bytes) -> int:
-        """Add bytes, bring them to the disk, and return their offset; all of them or none.
-
-        Raises: FolderError; ValueError, if the file is closed.
-        """
-        with self._lock:
-            descriptor, offset = self._descriptor, self.size
-            if descriptor is None:
-                raise ValueError("the file is closed")
-            self.folder.check_in_place()
-            if offset + len(data) >= self._next_check:
-                self.folder.check_room(len(data))
-                self._next_check = offset + len(data) + STEP_BYTES
-            with _told(self.folder.location):
-                write_whole(descriptor, data, offset, sync=True)
-            self.size = offset + len(data)
-            return offset
-
-    def close(self) -> None:
-        """End writing; called again, nothing."""
-        with self._lock:
-            descriptor, self._descriptor = self._descriptor, None
-            if descriptor is not None:
-                os.close(descriptor)
 
 
 _CREATE = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
@@ -481,7 +429,7 @@ def opened(path: Path, flags: int) -> Iterator[int]:
         os.close(descriptor)
 
 
-def write_whole(descriptor: int, data: bytes, offset: int, *, sync: bool) -> None:
+def write_whole(descriptor: int, data: bytes | memoryview, offset: int, *, sync: bool) -> None:
     """Write all of the bytes at the end of a file, or none. Raises: OSError.
 
     `sync`: bring them to the disk, so that a loss of power does not lose them.
@@ -603,6 +551,14 @@ STEP_FILES = 500  # files that one job of the store looks at
 ADD_PAUSES = (0.2, 0.5, 1.0)  # seconds before a row is added to a silent store once more
 RETRY_AFTER = 5.0  # `Retry-After` in seconds while the store or the folder can't be used
 log = structlog.get_logger()
+
+
+async def woken(event: asyncio.Event, seconds: float | None) -> None:
+    """Wait until the event is set, for so many seconds at most, and clear it."""
+    with contextlib.suppress(TimeoutError):
+        async with asyncio.timeout(seconds):
+            await event.wait()
+    event.clear()
 
 
 class StorageTrouble:
@@ -740,28 +696,28 @@ class Storage:
         return await self.threads.run(self.folder.delete, name)
 
     async def remove_left_over(
-        self, kind: str, seconds: float, needed: Job[[Mapping[str, int]], set[str]]
+        self, kind: str, seconds: float, needed: Job[[Iterable[str]], set[str]]
     ) -> int:
         """Remove complete files of this kind that are so old and not needed; returns how many.
 
-        `needed`: those that rows name, of some files with their sizes. Raises: FolderError,
-        StoreError; what is done by then stays done.
+        `needed`: those that rows name, of some files. Raises: FolderError, StoreError; what is done
+        by then stays done.
         """
         old, gone = await self.threads.run(self._old_files, kind, self.now() - seconds), 0
         for start in range(0, len(old), STEP_FILES):
             # The rows after the files: who writes one closes it when its rows are in the store.
-            some = dict(old[start : start + STEP_FILES])
-            for name in some.keys() - await self.write(needed, some):
+            some = set(old[start : start + STEP_FILES])
+            for name in some - await self.read(needed, some):
                 gone += await self.delete(name)
         return gone
 
-    def _old_files(self, kind: str, before: float) -> list[tuple[str, int]]:
-        """Names and sizes of such files, which nobody writes any more. Raises: FolderError."""
+    def _old_files(self, kind: str, before: float) -> list[str]:
+        """Names of such files, which nobody writes any more. Raises: FolderError."""
         found = []
         for one in self.folder.files(kind):
             with contextlib.suppress(FileNotFoundError):
                 if one.changed_at < before and not self.folder.is_written(one.name):
-                    found.append((one.name, one.size))
+                    found.append(one.name)
         return found
 
 

@@ -10,7 +10,6 @@ Everything here blocks: call it on a thread (`folder.DiskThreads`).
 from __future__ import annotations
 
 import hashlib
-import re
 import secrets
 import time
 from collections.abc import Callable, Iterator
@@ -28,7 +27,6 @@ from gateway.request.body import BYTE_ORDER_MARK, BYTES_PER_TOKEN, MISSING, meas
 
 PIECE_BYTES = 128 << 10  # bytes that are read from the file at a time
 MOST_EMPTY_LINES = 1000  # empty lines that a file may have beside as many as lines: each takes time
-COUNTED_BYTES = 1 << 20  # bytes in which newlines are counted at a time
 CHUNK_BYTES = 1 << 20  # bytes after which `LineReader.read_some` returns
 CHUNK_LINES = 500  # lines after which it does
 # After so much of the input the thread lets the others run: it would hold the interpreter for
@@ -39,10 +37,8 @@ LONGEST_CUSTOM_ID = 512  # characters: PostgreSQL can't index much longer ones
 LONGEST_MODEL = 256  # characters
 PREFIX_BYTES = 1024  # bytes of a prompt's beginning that tell a group of prompts from others
 MOST_TOKENS = 1_000_000_000  # A larger `max_tokens` counts as this
-HEAD_BYTES = 4096  # bytes of a line that is too long in which its `custom_id` is looked for
 _LONGEST_NUMBER = 20  # digits of a number that is looked at
 _WHITE_SPACE = b" \t\r"
-_CUSTOM_ID_FIRST = re.compile(rb'\s*\{\s*"custom_id"\s*:\s*("(?:[^"\\\x00-\x1f]|\\.)*")')
 
 
 class TooManyLines(Exception):  # noqa: N818 - named for what it says of the file
@@ -91,22 +87,18 @@ class RawLine(NamedTuple):
     offset: int
     length: int
     data: bytes | None  # None: it is too long
-    head: bytes  # the first bytes of one that is too long
 
 
 def raw_lines(file: BinaryIO, line_bytes: int) -> Iterator[RawLine]:
     """The lines of a buffered file. Raises: the file's own error."""
     number = offset = 0
-    while begun := file.readline(max(line_bytes, HEAD_BYTES) + 1):
+    while begun := file.readline(line_bytes + 1):
         number, size, last = number + 1, len(begun), begun
         # What is beyond the limit is not kept.
         while not last.endswith(b"\n") and (last := file.readline(PIECE_BYTES)):
             size += len(last)
         length = size - last.endswith(b"\n")
-        if length > line_bytes:
-            yield RawLine(number, offset, length, None, begun[: min(length, HEAD_BYTES)])
-        else:
-            yield RawLine(number, offset, length, begun[:length], b"")
+        yield RawLine(number, offset, length, begun[:length] if length <= line_bytes else None)
         offset += size
 
 
@@ -165,17 +157,16 @@ class LineChecker:
         """The line; None: it is empty."""
         data = raw.data
         if data is None:
-            custom_id = _custom_id_of_head(raw.head)
             error = _Broken(
                 "line_too_long",
                 f"The line has {raw.length} bytes, and may have {self._line_bytes} "
                 "('batches.line_bytes').",
             )
-            return _error_of(raw, error, custom_id, is_first=self._is_first(custom_id))
-        if _is_empty(raw):
-            return None
-        start = _mark_bytes(raw)
+            return _error_of(raw, error, None, is_first=False)
+        start = len(BYTE_ORDER_MARK) * (raw.number == 1 and data.startswith(BYTE_ORDER_MARK))
         data = data[start:]
+        if not data.strip(_WHITE_SPACE):
+            return None
         custom_id, is_first = None, False
         try:
             fields = _fields_of(data)
@@ -289,35 +280,17 @@ class LineReader:
             if lines >= TURN_LINES or size >= TURN_BYTES:
                 lines = size = 0
                 self.rest()
+            is_one_too_many = line is not None and self.total >= self.most_lines
+            if is_one_too_many or raw.number > 2 * self.most_lines + MOST_EMPTY_LINES:
+                raise TooManyLines(self.most_lines)
             if line is None:
                 continue
-            if self.total >= self.most_lines:
-                raise TooManyLines(self.most_lines)
             self.total += 1
             if isinstance(line, LineError):
                 self.failed += 1
             elif len(self._models) < 2:
                 self._models.add(line.model)
             yield line
-
-
-def check_line_count(file: BinaryIO, most: int, line_bytes: int) -> None:
-    """Check that the file has at most so many lines; empty ones don't count, if they are not more.
-
-    The file is at its begin afterwards. Raises: TooManyLines; the file's own error.
-    """
-    number = 1
-    while piece := file.read(COUNTED_BYTES):
-        number += piece.count(b"\n")
-    file.seek(0)
-    if number <= most:
-        return  # Even if none is empty.
-    if number > 2 * most + MOST_EMPTY_LINES:
-        raise TooManyLines(most)
-    number = sum(not _is_empty(raw) for raw in raw_lines(file, line_bytes))
-    file.seek(0)
-    if number > most:
-        raise TooManyLines(most)
 
 
 # Of this process alone: nobody who reads the store can test what a prompt begins with. Lines that
@@ -336,16 +309,6 @@ def prefix_of(parts: tuple[msgspec.Raw, ...]) -> int:
             # A positive number of the database's 64 bits.
             return int.from_bytes(digest, "big") >> 1 or 1
     return 0
-
-
-def _mark_bytes(raw: RawLine) -> int:
-    """The length of the mark with which a file may begin."""
-    is_marked = raw.number == 1 and raw.data is not None and raw.data.startswith(BYTE_ORDER_MARK)
-    return len(BYTE_ORDER_MARK) if is_marked else 0
-
-
-def _is_empty(raw: RawLine) -> bool:
-    return raw.data is not None and not raw.data[_mark_bytes(raw) :].strip(_WHITE_SPACE)
 
 
 def _fields_of(data: bytes) -> _Fields:
@@ -390,17 +353,6 @@ def _checked_custom_id(raw: msgspec.Raw, custom_id: str | None) -> str:
 
 def _can_be_kept(custom_id: str) -> bool:
     return len(custom_id) <= LONGEST_CUSTOM_ID and "\0" not in custom_id
-
-
-def _custom_id_of_head(head: bytes) -> str | None:
-    """The `custom_id` of a line that is too long, if it comes first."""
-    found = _CUSTOM_ID_FIRST.match(head.removeprefix(BYTE_ORDER_MARK))
-    if found is None:
-        return None
-    try:
-        return TEXT_DECODER.decode(found[1])
-    except (*JSON_ERRORS, msgspec.ValidationError):
-        return None
 
 
 def _text(raw: msgspec.Raw) -> str | None:

@@ -232,13 +232,9 @@ class ResponseEvents:
     ) -> ResponseEvents:
         """A new log that begins with this queued response. Raises: FolderError."""
         log = await logs.create()
-        try:
-            types = "response.created", "response.queued"
-            await log.append([{"type": one, "response": response} for one in types])
-            await log.flush()
-        except BaseException:
-            await log.release()
-            raise
+        types = "response.created", "response.queued"
+        await log.append([{"type": one, "response": response} for one in types])
+        await log.flush()
         return cls(log, response, now, logs.threads)
 
     @classmethod
@@ -256,7 +252,6 @@ class ResponseEvents:
             await events._read(most_text)
         except BaseException:
             await log.stop_writing()
-            await log.release()
             raise
         return events
 
@@ -400,10 +395,7 @@ class ResponseEvents:
 
     async def close(self) -> None:
         """This process writes no more of it. Raises: FolderError."""
-        try:
-            await self._log.stop_writing()
-        finally:
-            await self._log.release()
+        await self._log.stop_writing()
 
     async def _end(self, fields: JsonObject) -> None:
         if not self.ended:

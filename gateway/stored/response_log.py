@@ -19,10 +19,11 @@ import contextlib
 import os
 import re
 import time
-from bisect import bisect_right
 from collections import deque
 from collections.abc import AsyncGenerator, Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
+from typing import NamedTuple
+from weakref import WeakValueDictionary
 
 import msgspec
 
@@ -38,7 +39,6 @@ from gateway.stored.folder import (
 )
 
 LOG_KIND = "events"  # what the names of these files begin with
-INDEX_BYTES = 64 * 1024  # bytes between two entries of an index
 PIECE_BYTES = 256 * 1024  # bytes that are read at once
 # Types of the events that end a log; each has one of them at most, its last.
 TERMINAL_TYPES = frozenset({"response.completed", "response.incomplete", "response.failed"})
@@ -72,34 +72,26 @@ class LogTaken(FolderError):  # noqa: N818 - said of the log
     """Another process has written to the log."""
 
 
-@dataclass(slots=True)
-class Extent:
+class Extent(NamedTuple):
     """The whole events that a file holds."""
 
     events: int = 0
     size: int = 0  # bytes of them
     last_offset: int = 0  # where the last one begins
     ended: bool = False  # whether the last one is terminal
-    index: list[tuple[int, int]] = field(default_factory=lambda: [(0, 0)])
-    """Numbers of some events, and where these begin."""
 
-    def copy(self) -> Extent:
-        """The same, to be grown apart from this one."""
-        return replace(self, index=list(self.index))
-
-    def add(self, data: bytes) -> None:
-        """Whole events follow."""
+    def grown(self, data: bytes) -> Extent:
+        """The same with the whole events that follow."""
         count = data.count(b"\n\n")
         if not count:
-            return
-        if self.size - self.index[-1][1] >= INDEX_BYTES:
-            self.index.append((self.events, self.size))
-        last = data.rfind(b"\n\n", 0, -2) + 2
-        self.last_offset = self.size + (last if last > 1 else 0)
-        head = _HEAD.match(data, self.last_offset - self.size)
-        self.ended = head is not None and head[1].decode() in TERMINAL_TYPES
-        self.events += count
-        self.size += len(data)
+            return self
+        last = data.rfind(b"\n\n", 0, -2) + 2 if count > 1 else 0
+        head = _HEAD.match(data, last)
+        ended = head is not None and head[1].decode() in TERMINAL_TYPES
+        return Extent(self.events + count, self.size + len(data), self.size + last, ended)
+
+
+NOTHING = Extent()
 
 
 def create_log(folder: Folder) -> str:
@@ -109,20 +101,13 @@ def create_log(folder: Folder) -> str:
     return file.name
 
 
-def scan_log(folder: Folder, name: str) -> Extent:
+def scan_log(folder: Folder, name: str, known: Extent = NOTHING) -> Extent:
     """What the file holds, up to the first byte that is no whole event with the next number.
 
-    Raises: FileNotFoundError, FolderError.
+    `known`: what it held before. Raises: FileNotFoundError, FolderError.
     """
-    extent = Extent()
-    grow_log(folder, name, extent)
-    return extent
-
-
-def grow_log(folder: Folder, name: str, extent: Extent) -> None:
-    """Add what the file has gained meanwhile. Raises: FileNotFoundError, FolderError."""
+    extent, rest = known, b""
     with folder.open_to_read(name) as file, folder.translated_errors():
-        rest = b""
         while piece := os.pread(file.fileno(), PIECE_BYTES, extent.size + len(rest)):
             data = rest + piece
             end = data.rfind(b"\n\n") + 2
@@ -130,33 +115,38 @@ def grow_log(folder: Folder, name: str, extent: Extent) -> None:
                 rest = data
                 continue
             whole = data[: _valid_bytes(data[:end], extent.events)]
-            extent.add(whole)
+            extent = extent.grown(whole)
             if len(whole) < end:
                 break
             rest = data[end:]
+    return extent
 
 
-def grow_logs(folder: Folder, extents: Mapping[str, Extent]) -> set[str]:
-    """Do that for all of these that have grown; returns the names of those that can't be read."""
-    lost = set()
-    for name, extent in extents.items():
-        try:
-            if folder.path(name).stat().st_size > extent.size:
-                grow_log(folder, name, extent)
-        except (OSError, FolderError):
-            lost.add(name)
-    return lost
+def scan_logs(folder: Folder, known: Mapping[str, Extent]) -> dict[str, Extent]:
+    """What these files hold now, but for those that can't be read."""
+    found = {}
+    for name, extent in known.items():
+        with contextlib.suppress(OSError, FolderError):
+            has_grown = folder.path(name).stat().st_size > extent.size
+            found[name] = scan_log(folder, name, extent) if has_grown else extent
+    return found
 
 
-def find_event(folder: Folder, name: str, offset: int, end: int, skipped: int) -> int:
-    """Where the event begins that comes `skipped` events behind the one at `offset`.
+def find_event(folder: Folder, name: str, number: int) -> int:
+    """Where the event of this number, which is there, begins.
 
-    `end`: of the events among which it is. Raises: FileNotFoundError, FolderError.
+    Raises: FileNotFoundError, FolderError.
     """
-    data, at = folder.read(name, offset, end - offset), 0
-    for _ in range(skipped):
-        at = data.index(b"\n\n", at) + 2
-    return offset + at
+    offset = 0
+    with folder.open_to_read(name) as file, folder.translated_errors():
+        while piece := os.pread(file.fileno(), PIECE_BYTES, offset):
+            at = 0
+            while number and (end := piece.find(b"\n\n", at) + 2) > 1:
+                number, at = number - 1, end
+            if not number:
+                return offset + at
+            offset += at or max(1, len(piece) - 1)  # What ends an event may have come by half.
+    return offset
 
 
 @dataclass(frozen=True, slots=True)
@@ -256,9 +246,9 @@ FLUSH_SECONDS = 2 * DISK_SECONDS
 CLOSE_SECONDS = 3.0  # most seconds to write what is pending, at the end
 
 
-@dataclass(slots=True, eq=False)
+@dataclass(slots=True, weakref_slot=True, eq=False)
 class ResponseLog:
-    """One log. `ResponseLogs` makes it and writes it; whoever got it from there calls `release`.
+    """One log. `ResponseLogs` makes it and writes it, as long as somebody has it.
 
     Events are numbered from 0 in the order of `append`.
     """
@@ -266,7 +256,6 @@ class ResponseLog:
     name: str  # of its file
     _logs: ResponseLogs
     extent: Extent  # what is written: followers may see these events
-    users: int = 0  # those that have not released it
     writers: int = 0  # those in this process that write it
     next_number: int = 0  # of the next event
     pending: list[bytes] = field(default_factory=list)
@@ -386,14 +375,9 @@ class ResponseLog:
         extent, logs = self.extent, self._logs
         if number >= extent.events:
             return extent.size if number == extent.events else None
-        at = bisect_right(extent.index, (number, 1 << 62)) - 1
-        known, offset = extent.index[at]
-        if known == number:
-            return offset
-        end = extent.index[at + 1][1] if at + 1 < len(extent.index) else extent.size
-        return await logs.threads.run(
-            find_event, logs.folder, self.name, offset, end, number - known
-        )
+        if number <= 0:
+            return 0
+        return await logs.threads.run(find_event, logs.folder, self.name, number)
 
     async def wait(self, offset: int) -> bool:
         """Wait for bytes behind `offset`; False: there was silence for `SILENCE_SECONDS`.
@@ -448,15 +432,6 @@ class ResponseLog:
             if not self.writers:
                 self._forget_tail()
 
-    async def release(self) -> None:
-        """It is not needed any more by the one who got it."""
-        self.users -= 1
-        if not self.users:
-            with contextlib.suppress(FolderError):
-                await self.flush()
-            if not self.users:
-                self._logs.forget(self)
-
     # For `ResponseLogs`.
 
     def begin_writing(self, events: int) -> None:
@@ -479,7 +454,7 @@ class ResponseLog:
         if failure is not None:
             self.fail(failure)
             return
-        self.extent.add(write.data)
+        self.extent = self.extent.grown(write.data)
         self._tail.append((write.offset, write.data))
         self._tail_bytes += len(write.data)
         while self._tail_bytes > TAIL_BYTES:
@@ -543,8 +518,8 @@ class ResponseLogs:
     threads: DiskThreads
     most_bytes: Callable[[], int]
     clock: Callable[[], float] = time.monotonic
-    _open: dict[str, ResponseLog] = field(default_factory=dict)
-    _opening: dict[str, asyncio.Lock] = field(default_factory=dict)
+    _open: WeakValueDictionary[str, ResponseLog] = field(default_factory=WeakValueDictionary)
+    _opening: WeakValueDictionary[str, asyncio.Lock] = field(default_factory=WeakValueDictionary)
     _dirty: dict[ResponseLog, None] = field(default_factory=dict)
     _wakes: asyncio.Event = field(default_factory=asyncio.Event)
     waited_for: asyncio.Event = field(default_factory=asyncio.Event)
@@ -561,7 +536,7 @@ class ResponseLogs:
     async def create(self) -> ResponseLog:
         """A new log, which this process writes. Raises: FolderError."""
         name = await self.threads.run(create_log, self.folder)
-        log = ResponseLog(name, self, Extent(), users=1)
+        log = ResponseLog(name, self, NOTHING)
         log.begin_writing(0)
         self._open[name] = log
         if self._closed:
@@ -573,13 +548,8 @@ class ResponseLogs:
 
         Raises: FileNotFoundError, FolderError.
         """
-        lock = self._opening.setdefault(name, asyncio.Lock())
-        try:
-            async with lock:
-                return await self._opened(name, to_write=to_write)
-        finally:
-            if not lock.locked():
-                self._opening.pop(name, None)
+        async with self._opening.setdefault(name, asyncio.Lock()):
+            return await self._opened(name, to_write=to_write)
 
     async def _opened(self, name: str, *, to_write: bool) -> ResponseLog:
         log = self._open.get(name)
@@ -590,12 +560,11 @@ class ResponseLogs:
             log = ResponseLog(name, self, extent)
             self._open[name] = log
         if to_write:
-            extent = log.extent.copy()
+            extent = log.extent
             if not log.writers:
                 # What a crash left of an event would be in the way.
                 await self.threads.run(truncate_log, self.folder, name, extent.size)
             log.begin_writing(extent.events)
-        log.users += 1
         if self._closed:
             log.close()
         return log
@@ -613,17 +582,12 @@ class ResponseLogs:
         self._dirty[log] = None
         self._wakes.set()
 
-    def forget(self, log: ResponseLog) -> None:
-        """Nobody needs the log any more."""
-        if self._open.get(log.name) is log:
-            del self._open[log.name]
-
     # Followers: any number of each log, of which none slows the log or the others.
 
     def cut(self) -> None:
         """Break those that follow a log which has not ended; they may come again elsewhere."""
         self._is_cut = True
-        for log in self._open.values():
+        for log in list(self._open.values()):
             log.wake()
 
     async def follow(
@@ -637,28 +601,21 @@ class ResponseLogs:
         FileNotFoundError, FolderError. `can_return`: `cut` breaks it, as it may follow again.
         """
         log = await self.open(name)
-        try:
-            while (offset := await log.find(after + 1)) is None:
-                if log.ended:
-                    return
-                if log.broken or (can_return and self._is_cut):
-                    raise LogBroken
-                if not await log.wait(log.size):
-                    yield sse.HEARTBEAT
-            while True:
-                if can_return and self._is_cut and not log.ended:
-                    raise LogBroken
-                if piece := await log.read(offset):
-                    offset += len(piece)
-                    yield piece
-                elif log.ended:
-                    return
-                elif log.broken:
-                    raise LogBroken
-                elif not await log.wait(offset):
-                    yield sse.HEARTBEAT
-        finally:
-            await log.release()
+        offset: int | None = None
+        while True:
+            if offset is None:
+                offset = await log.find(after + 1)
+            if can_return and self._is_cut and not log.ended:
+                raise LogBroken
+            if offset is not None and (piece := await log.read(offset)):
+                offset += len(piece)
+                yield piece
+            elif log.ended:
+                return
+            elif log.broken:
+                raise LogBroken
+            elif not await log.wait(log.size if offset is None else offset):
+                yield sse.HEARTBEAT
 
     # The loops.
 
@@ -749,7 +706,7 @@ class ResponseLogs:
             await self.waited_for.wait()
             await asyncio.sleep(BEAT_SECONDS)
             now = self.clock()
-            waited = [log for log in self._open.values() if log.waiters]
+            waited = [log for log in list(self._open.values()) if log.waiters]
             if not waited:
                 self.waited_for.clear()
             for log in waited:
@@ -758,15 +715,15 @@ class ResponseLogs:
 
     async def _look(self, logs: list[ResponseLog]) -> None:
         """Look for what another process has added to these logs."""
-        extents = {log.name: log.extent.copy() for log in logs}
-        if not extents:
+        if not logs:
             return
+        known = {log.name: log.extent for log in logs}
         try:
-            lost = await self.threads.run(grow_logs, self.folder, extents)
+            found = await self.threads.run(scan_logs, self.folder, known)
         except FolderError:
             return
         for log in logs:
-            if log.name in lost:
+            if log.name not in found:
                 log.close()
             elif not log.writers:
-                log.grew(extents[log.name])
+                log.grew(found[log.name])

@@ -30,7 +30,7 @@ from gateway.callers.processes import ProcessIdentity
 from gateway.store.failures import StoreError
 from gateway.stored.batch_rows import PREFIXES, pause_batch
 from gateway.stored.claims import RecordedResult, RequestState, StoredRow, record
-from gateway.stored.folder import AppendedFile, Folder, FolderError, FolderFull, Storage
+from gateway.stored.folder import Folder, FolderError, FolderFull, NewFile, Storage, woken
 from gateway.stored.line_reader import LineError
 from gateway.stored.runner import Outcome
 
@@ -148,7 +148,7 @@ def _line(value: JsonObject) -> bytes:
 
 RESULTS = "results"  # kind of the folder's files that hold results
 GROUP_SECONDS = 0.05  # seconds that the first result of a group waits for others
-# Results, and bytes of them, that are written without waiting, and at one time at most.
+# Results, and bytes of them, that are written at one time at most.
 GROUP_RESULTS, GROUP_BYTES = 500, 4 << 20
 MOST_BYTES = 64 << 20  # bytes of results that wait; beyond them `add` waits to begin
 ROW_BYTES = 1000  # what a result takes in memory besides its response
@@ -196,7 +196,7 @@ class _Result:
 
 @dataclass(slots=True, eq=False)
 class _OpenFile:
-    file: AppendedFile
+    file: NewFile
     used_at: float  # monotonic seconds
 
 
@@ -215,10 +215,7 @@ class LineResults:
     _group: list[_Result] = field(default_factory=list)
     """What is being written and recorded, until that is known to have happened."""
     _bytes: int = 0  # of all results that wait
-    _waiting_bytes: int = 0  # of those in `_waiting`
     _arrived: asyncio.Event = field(default_factory=asyncio.Event)
-    _enough: asyncio.Event = field(default_factory=asyncio.Event)
-    """Set when there is enough for a group."""
     _room: asyncio.Event = field(default_factory=asyncio.Event)
     """Set when results have been recorded."""
     _files: OrderedDict[str, _OpenFile] = field(default_factory=OrderedDict)
@@ -244,10 +241,7 @@ class LineResults:
         result = _Result(row, outcome, done)
         self._waiting.append(result)
         self._bytes += result.size
-        self._waiting_bytes += result.size
         self._arrived.set()
-        if self._is_enough():
-            self._enough.set()
         return await asyncio.shield(result.done)
 
     async def run(self) -> None:
@@ -256,11 +250,8 @@ class LineResults:
             if not self.pending:
                 await self._rest()
                 continue
-            if not self._group and not self._is_enough():
-                self._enough.clear()
-                with contextlib.suppress(TimeoutError):
-                    async with asyncio.timeout(GROUP_SECONDS):
-                        await self._enough.wait()
+            if self.pending < GROUP_RESULTS:
+                await asyncio.sleep(GROUP_SECONDS)
             if not await self._step():
                 await asyncio.sleep(RETRY_SECONDS)
 
@@ -283,14 +274,8 @@ class LineResults:
 
     async def _rest(self) -> None:
         """Wait for results, and close files that nobody writes."""
-        self._arrived.clear()
-        with contextlib.suppress(TimeoutError):
-            async with asyncio.timeout(IDLE_SECONDS if self._files else None):
-                await self._arrived.wait()
+        await woken(self._arrived, IDLE_SECONDS if self._files else None)
         self._close_files()
-
-    def _is_enough(self) -> bool:
-        return len(self._waiting) >= GROUP_RESULTS or self._waiting_bytes >= GROUP_BYTES
 
     async def _step(self) -> bool:
         """Write and record a group; returns whether all of it is recorded."""
@@ -298,7 +283,6 @@ class LineResults:
         while self._waiting and len(self._group) < GROUP_RESULTS and size < GROUP_BYTES:
             result = self._waiting.popleft()
             size += result.size
-            self._waiting_bytes -= result.size
             self._group.append(result)
         await self._write()
         written = [one for one in self._group if one.place is not None]
@@ -336,7 +320,7 @@ class LineResults:
                 result.place, result.offset, result.length = file.name, offset, length
                 offset += length
 
-    async def _file(self, batch: str) -> AppendedFile:
+    async def _file(self, batch: str) -> NewFile:
         """The file of this batch's results. Raises: FolderError."""
         found = self._files.get(batch)
         if found is None:
@@ -404,7 +388,7 @@ class LineResults:
         self.problem = why
 
 
-def _append(file: AppendedFile, results: Sequence[_Result]) -> tuple[list[int], int]:
+def _append(file: NewFile, results: Sequence[_Result]) -> tuple[list[int], int]:
     """Write the lines of results of one batch: their lengths, and where they begin.
 
     Raises: FolderError.

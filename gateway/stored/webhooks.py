@@ -60,7 +60,7 @@ from gateway.store.schema import webhook_deliveries as deliveries
 from gateway.store.store import Store
 from gateway.stored.batch_rows import Batch
 from gateway.stored.claims import BatchState, StoredRow, unlocked
-from gateway.stored.folder import job
+from gateway.stored.folder import job, woken
 from gateway.transport.errors import ConnectFailed
 from gateway.transport.resolver import Resolver
 
@@ -127,48 +127,8 @@ def _refused(why: str, code: str = "invalid_request") -> GatewayError:
     return GatewayError(400, code, f"'webhook_url' {why}", param="webhook_url", retryable=False)
 
 
-_NEVER = tuple(
-    ipaddress.ip_network(text)
-    for text in (
-        "0.0.0.0/8",  # this network
-        "169.254.0.0/16",  # link-local: clouds hand out credentials there
-        "192.0.0.0/24",
-        "192.0.2.0/24",  # documentation
-        "198.51.100.0/24",
-        "203.0.113.0/24",
-        "192.88.99.0/24",  # relays of 6to4
-        "224.0.0.0/4",  # multicast
-        "240.0.0.0/4",  # reserved, broadcast
-        "::/128",
-        "100::/64",  # discarded
-        "2001::/23",  # Teredo and the like
-        "2001:db8::/32",  # documentation
-        "3fff::/20",
-        "5f00::/16",
-        "fe80::/10",  # link-local
-        "fec0::/10",
-        "ff00::/8",  # multicast
-    )
-)
-
-_PRIVATE = tuple(
-    ipaddress.ip_network(text)
-    for text in (
-        "10.0.0.0/8",
-        "100.64.0.0/10",  # carriers' NAT
-        "127.0.0.0/8",
-        "172.16.0.0/12",
-        "192.168.0.0/16",
-        "198.18.0.0/15",  # measurements within a network
-        "::1/128",
-        "64:ff9b:1::/48",  # local NAT64
-        "fc00::/7",
-    )
-)
-
 _NAT64 = ipaddress.IPv6Network("64:ff9b::/96")
 _COMPATIBLE = ipaddress.IPv6Network("::/96")
-_GLOBAL_UNICAST = ipaddress.IPv6Network("2000::/3")
 LAST_32_BITS = 0xFFFFFFFF
 
 
@@ -178,12 +138,14 @@ def address_problem(text: str, target: WebhookTarget, scheme: str) -> str | None
         address = embedded_address(ipaddress.ip_address(text))
     except ValueError:
         return "is no address"
-    if _within(address, _NEVER):
+    # IPv6 has its loopback address among those that are reserved.
+    reserved = address.is_reserved and not address.is_loopback
+    # A cloud's credentials are at a link-local address.
+    if reserved or address.is_link_local or address.is_multicast or address.is_unspecified:
         return "is reserved for other uses"
-    if _within(address, _PRIVATE):
+    # Python's module takes the site-local ones for global.
+    if not address.is_global or getattr(address, "is_site_local", False):
         return None if target.allow_private else "is private or loopback"
-    if isinstance(address, ipaddress.IPv6Address) and address not in _GLOBAL_UNICAST:
-        return "is reserved for other uses"
     if scheme == "http" and not target.allow_http:
         return "is public, and http is allowed to private ones only"
     return None
@@ -202,12 +164,6 @@ def embedded_address(address: Address) -> Address:
     if address in _NAT64 or (address in _COMPATIBLE and number > 0xFFFF):
         return ipaddress.IPv4Address(number & LAST_32_BITS)
     return address
-
-
-def _within(
-    address: Address, networks: tuple[ipaddress.IPv4Network | ipaddress.IPv6Network, ...]
-) -> bool:
-    return any(address in network for network in networks if network.version == address.version)
 
 
 # Bytes of an answer's body that are read, so that its sender is not cut off at once.
@@ -273,18 +229,37 @@ class WebhookPoster:
             problem = address_problem(address, target, url.scheme)
             if problem is not None:
                 return PostResult(None, f"its address {address} {problem}")
-        try:
-            context = None
-            if url.scheme != "http":
-                known = self._trusted.get(target.ca)
-                found = await asyncio.to_thread(_load_context, target.ca, known)
-                self._trusted[target.ca], context = found, found[1]
-        except (OSError, ValueError) as error:
-            return PostResult(None, f"its certificate authorities can't be read: {_words(error)}")
-        result = PostResult(None, "it has no address")
-        for address in addresses:
+        # An http URL needs no context, but without one httpx reads the authorities of all.
+        context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
+        if url.scheme != "http":
+            known = self._trusted.get(target.ca)
             try:
-                return await self._send(target, url, address, id_, body, context, limit)
+                found = await asyncio.to_thread(_load_context, target.ca, known)
+            except (OSError, ValueError) as error:
+                why = f"its certificate authorities can't be read: {_words(error)}"
+                return PostResult(None, why)
+            self._trusted[target.ca], context = found, found[1]
+        timestamp = int(self._now())
+        secrets = [secret.get_secret_value() for secret in target.secrets]
+        headers = {
+            "host": url.host_field,
+            "user-agent": _USER_AGENT,
+            "accept": "*/*",
+            "connection": "close",
+            "content-type": "application/json",
+            "webhook-id": id_,
+            "webhook-timestamp": str(timestamp),
+            "webhook-signature": signatures(secrets, id_, timestamp, body),
+        }
+        path, result = f"{url.path}{url.query}".encode(), PostResult(None, "it has no address")
+        for address in addresses:
+            to = httpx.URL(scheme=url.scheme, host=address, port=url.port, raw_path=path)
+            request = httpx.Request(
+                "POST", to, headers=headers, content=body.encode(),
+                extensions={"sni_hostname": url.host},
+            )  # fmt: skip
+            try:
+                return await self._send(request, context, limit)
             except httpx.ConnectError as error:
                 result = PostResult(None, f"no connection to {address}: {_words(error)}")
             except httpx.TransportError as error:
@@ -294,43 +269,9 @@ class WebhookPoster:
         return result
 
     async def _send(
-        self,
-        target: WebhookTarget,
-        url: WebhookUrl,
-        address: str,
-        id_: str,
-        body: str,
-        context: ssl.SSLContext | None,
-        limit: asyncio.Timeout,
+        self, request: httpx.Request, context: ssl.SSLContext, limit: asyncio.Timeout
     ) -> PostResult:
-        timestamp = int(self._now())
-        secrets = [secret.get_secret_value() for secret in target.secrets]
-        request = httpx.Request(
-            "POST",
-            httpx.URL(
-                scheme=url.scheme,
-                host=address,
-                port=url.port,
-                raw_path=f"{url.path}{url.query}".encode(),
-            ),
-            headers={
-                "host": url.host_field,
-                "user-agent": _USER_AGENT,
-                "accept": "*/*",
-                "connection": "close",
-                "content-type": "application/json",
-                "webhook-id": id_,
-                "webhook-timestamp": str(timestamp),
-                "webhook-signature": signatures(secrets, id_, timestamp, body),
-            },
-            content=body.encode(),
-            extensions={"sni_hostname": url.host},
-        )
-        # An http URL needs no context, but without one httpx reads the authorities of all.
-        transport = httpx.AsyncHTTPTransport(
-            verify=context or ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT), trust_env=False
-        )
-        async with transport:
+        async with httpx.AsyncHTTPTransport(verify=context, trust_env=False) as transport:
             response = await transport.handle_async_request(request)
             # What is known now must not be lost to a body that does not end.
             limit.reschedule(None)
@@ -511,14 +452,6 @@ def record_attempt(
     connection.execute(changed.values(state=state, next_at=next_at, last_error=said))
 
 
-def put_back_deliveries(
-    connection: Connection, claimed: Sequence[Delivery], next_at: float
-) -> None:
-    """Let others try at `next_at` what this process has claimed and can't end."""
-    for one in claimed:
-        record_attempt(connection, one, DeliveryState.WAITING, next_at, "the gateway has ended")
-
-
 def remove_ended(connection: Connection, before: float, limit: int) -> int:
     """Remove deliveries that ended before that time, so many at most; returns how many."""
     # Those of quotas keep their quota from being told of again within its month.
@@ -597,13 +530,11 @@ POLL_SECONDS = 1.0  # between two looks for what other processes have added, or 
 # The same where the settings have no receiver: only what was added before can wait.
 IDLE_SECONDS = 30.0
 LEASE_MARGIN = 15.0  # seconds beyond an attempt's time limit in which its outcome is recorded
-STORE_PAUSE = 1.0  # seconds until an outcome is recorded again, when the store has failed
 # For which ended deliveries stay in the store, where an operator may look at them.
 KEPT_SECONDS = 86400.0
 REMOVE_SECONDS = 3600.0  # between two removals of those
 MOST_REMOVED = 1000  # rows that one transaction removes
-# For attempts that are under way when the gateway ends; and then for giving them back.
-CLOSE_SECONDS = 2.0
+CLOSE_SECONDS = 2.0  # for attempts that are under way when the gateway ends
 log = structlog.get_logger()
 
 
@@ -669,7 +600,6 @@ class WebhookSender:
         """Deliver until cancelled."""
         try:
             while True:
-                self._woken.clear()
                 nothing = self._none_since is not None and self._none_since == self._news()
                 try:
                     if nothing and self.now() < self._next_look:
@@ -679,9 +609,7 @@ class WebhookSender:
                 except StoreError:
                     # It tells of its failures itself. What waits in it stays there.
                     next_at = self.now() + self.poll_seconds
-                with contextlib.suppress(TimeoutError):
-                    async with asyncio.timeout(min(max(0.01, next_at - self.now()), IDLE_SECONDS)):
-                        await self._woken.wait()
+                await woken(self._woken, min(max(0.01, next_at - self.now()), IDLE_SECONDS))
         finally:
             await self._close()
 
@@ -710,7 +638,7 @@ class WebhookSender:
         if places:
             until = now + self.settings().timeout + LEASE_MARGIN
             for delivery in await self.store.run(job(claim_deliveries, places, now, until)):
-                self._begin(delivery, until)
+                self._begin(delivery)
         return now + self._pause(len(origins))
 
     def _places(self, origins: Sequence[WaitingOrigin], now: float) -> dict[str, int]:
@@ -730,8 +658,8 @@ class WebhookSender:
                 free -= number
         return places
 
-    def _begin(self, delivery: Delivery, until: float) -> None:
-        task = asyncio.create_task(self._attempt(delivery, until), name=f"deliver {delivery.id}")
+    def _begin(self, delivery: Delivery) -> None:
+        task = asyncio.create_task(self._attempt(delivery), name=f"deliver {delivery.id}")
         self._running[task] = delivery
         task.add_done_callback(self._ended)
 
@@ -742,7 +670,7 @@ class WebhookSender:
             log.error("webhook", delivery=delivery.id, error=repr(error))
         self._woken.set()
 
-    async def _attempt(self, delivery: Delivery, until: float) -> None:
+    async def _attempt(self, delivery: Delivery) -> None:
         settings = self.settings()
         url = WebhookUrl.parse(delivery.url)
         target = self.targets.target_of(delivery.owner, delivery.group_name, url)
@@ -769,7 +697,8 @@ class WebhookSender:
                 )
                 state = DeliveryState.GIVEN_UP if next_at is None else DeliveryState.WAITING
         at = self.now() if next_at is None else next_at
-        await self._record(job(record_attempt, delivery, state, at, result.error), until)
+        # If the store is away now, the delivery is tried again when its lease ends.
+        await self.store.run(job(record_attempt, delivery, state, at, result.error))
         outcome = state.value if next_at is None else "failed"
         self.bus.publish(WebhookAttempted(outcome))
         # Never the URL's path, which may be a secret.
@@ -788,31 +717,10 @@ class WebhookSender:
         tell = log.info if result.error is None else log.warning
         tell("webhook", **told)
 
-    async def _record(self, recording: Callable[[Connection], None], until: float) -> None:
-        """Do a job of the store, again until the lease ends: then others try the delivery anyway.
-
-        Raises: StoreError.
-        """
-        while True:
-            try:
-                await self.store.run(recording)
-            except StoreError:
-                if self.now() + STORE_PAUSE >= until:
-                    raise
-                await asyncio.sleep(STORE_PAUSE)
-            else:
-                return
-
     async def _close(self) -> None:
-        """Let attempts end, or give them to other processes."""
-        if not self._running:
-            return
-        await asyncio.wait(self._running, timeout=self.close_seconds)
-        left, tasks = list(self._running.values()), list(self._running)
-        for task in tasks:
+        """Let attempts end; others try again what does not, when its lease is over."""
+        if self._running:
+            await asyncio.wait(self._running, timeout=self.close_seconds)
+        for task in (tasks := list(self._running)):
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
-        if left:
-            giving_back = job(put_back_deliveries, left, self.now())
-            with contextlib.suppress(StoreError):
-                await self.store.run(giving_back, seconds=CLOSE_SECONDS)

@@ -14,7 +14,7 @@ import math
 import re
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, Protocol
+from typing import Annotated, Any, Literal, Protocol
 
 import msgspec
 from starlette.requests import Request as HttpRequest
@@ -63,10 +63,8 @@ OWN_FIELDS = frozenset(
 
 # Without any of these names a request asks for nothing of the kind.
 _MARKS = (b'"background"', b'"store"', b'"previous_response_id"')
-# Bounds of `metadata`, as OpenAI's API has them.
-MOST_PAIRS, LONGEST_NAME, LONGEST_VALUE = 16, 64, 512
-# Values of `background_options.completion_window`, and their seconds.
-COMPLETION_WINDOWS = {"soonest": None, "2h": 7200.0, "8h": 28800.0}
+# Values of `background_options.completion_window` that are a time, and their seconds.
+COMPLETION_WINDOWS = {"2h": 7200.0, "8h": 28800.0}
 # Bytes of a field that is read for the gateway itself: the longest `metadata` has fewer.
 LONGEST_OPTION = 128 * 1024
 # Bytes of the fields that a response repeats, all together. It repeats them in several events, and
@@ -76,16 +74,42 @@ MOST_ECHOED_BYTES = 256 * 1024
 CONTINUABLE = frozenset({"completed", "incomplete"})
 
 
-@dataclass(frozen=True, slots=True)
-class StoreOptions:
-    """What the caller asks besides the generation."""
+class _BackgroundOptions(msgspec.Struct):
+    completion_window: Literal["soonest", "2h", "8h"] | None = None
 
-    background: bool = False
+
+class StoreOptions(msgspec.Struct):
+    """What the caller asks besides the generation; None: the caller does not say."""
+
+    background: bool | None = None
     store: bool | None = None
-    stream: bool = False
-    previous: str | None = None  # `previous_response_id`
-    seconds: float | None = None  # within which it must have ended; None: the caller does not say
-    webhook_url: object = None  # not checked yet; None: there is none
+    stream: bool | None = None
+    previous_response_id: str | None = None
+    conversation: msgspec.Raw | None = None
+    background_options: _BackgroundOptions | None = None
+    webhook_url: object = None  # not checked yet
+    # Its bounds are those of OpenAI's API.
+    metadata: (
+        Annotated[
+            dict[
+                Annotated[str, msgspec.Meta(max_length=64)],
+                Annotated[str, msgspec.Meta(max_length=512)],
+            ],
+            msgspec.Meta(max_length=16),
+        ]
+        | None
+    ) = None
+
+    @property
+    def seconds(self) -> float | None:
+        """The seconds within which it must have ended."""
+        asked = self.background_options
+        return None if asked is None else COMPLETION_WINDOWS.get(asked.completion_window or "")
+
+
+_OPTION_NAMES = StoreOptions.__struct_fields__
+_OPTIONS = msgspec.json.Decoder(StoreOptions)
+_PLACE = re.compile(r"\$\.(\w+)")  # of what is wrong, in msgspec's words
 
 
 def may_ask_to_store(body: bytes) -> bool:
@@ -103,41 +127,21 @@ def read_fields(body: bytes) -> dict[str, msgspec.Raw]:
 
 def read_options(fields: Mapping[str, msgspec.Raw]) -> StoreOptions:
     """What these fields ask. Raises: GatewayError 400."""
-    previous = _typed(fields, "previous_response_id", str, "a string")
-    background = _typed(fields, "background", bool, "true or false") is True
-    options = StoreOptions(
-        background=background,
-        store=_typed(fields, "store", bool, "true or false"),
-        stream=_typed(fields, "stream", bool, "true or false") is True,
-        previous=previous or None,
-        seconds=_completion_seconds(fields),
-        webhook_url=_value(fields, "webhook_url"),
-    )
-    if previous is not None and _value(fields, "conversation") is not None:
+    given = {name: fields[name] for name in _OPTION_NAMES if name in fields}
+    for name, raw in given.items():
+        if len(memoryview(raw)) > LONGEST_OPTION:
+            raise errors.invalid_request(f"'{name}' has more than {LONGEST_OPTION} bytes.", name)
+    try:
+        options = _OPTIONS.decode(msgspec.json.encode(given))
+    except msgspec.ValidationError as error:
+        place = _PLACE.search(f"{error}")
+        shown = errors.truncate_echo(f"{error}")
+        raise errors.invalid_request(f"{shown}.", None if place is None else place[1]) from None
+    if options.previous_response_id is not None and options.conversation is not None:
         raise errors.invalid_request(
             "'previous_response_id' and 'conversation' exclude each other.", "conversation"
         )
-    check_metadata(_value(fields, "metadata"))
     return options
-
-
-def check_metadata(metadata: object) -> None:
-    """Raises: GatewayError 400, if it is not as OpenAI's API has it."""
-    if metadata is None:
-        return
-    if not isinstance(metadata, dict):
-        raise errors.invalid_request("'metadata' must be an object.", "metadata")
-    if len(metadata) > MOST_PAIRS:
-        raise errors.invalid_request(f"'metadata' may have {MOST_PAIRS} keys.", "metadata")
-    for name, value in metadata.items():
-        shown = errors.truncate_echo(name)
-        if not isinstance(value, str):
-            raise errors.invalid_request(f"'metadata.{shown}' must be a string.", "metadata")
-        if len(name) > LONGEST_NAME or len(value) > LONGEST_VALUE:
-            raise errors.invalid_request(
-                f"'metadata': keys have up to {LONGEST_NAME} characters, values {LONGEST_VALUE}.",
-                "metadata",
-            )
 
 
 def echoed_fields(fields: Mapping[str, msgspec.Raw], names: Collection[str]) -> JsonObject:
@@ -275,38 +279,6 @@ def previous_not_found(id_: str) -> GatewayError:
     )
 
 
-def _completion_seconds(fields: Mapping[str, msgspec.Raw]) -> float | None:
-    given = _value(fields, "background_options")
-    if given is None:
-        return None
-    window = given.get("completion_window") if isinstance(given, dict) else given
-    if window is None:
-        return None
-    if not isinstance(window, str) or window not in COMPLETION_WINDOWS:
-        known = "', '".join(COMPLETION_WINDOWS)
-        raise errors.invalid_request(
-            f"'background_options.completion_window' must be '{known}'.", "background_options"
-        )
-    return COMPLETION_WINDOWS[window]
-
-
-def _typed(fields: Mapping[str, msgspec.Raw], name: str, kind: type, words: str) -> Any:
-    value = _value(fields, name)
-    if value is not None and not isinstance(value, kind):
-        raise errors.invalid_request(f"'{name}' must be {words}.", name)
-    return value
-
-
-def _value(fields: Mapping[str, msgspec.Raw], name: str) -> Any:
-    """A field that is short. Raises: GatewayError 400."""
-    raw = fields.get(name)
-    if raw is None:
-        return None
-    if len(bytes(raw)) > LONGEST_OPTION:
-        raise errors.invalid_request(f"'{name}' has more than {LONGEST_OPTION} bytes.", name)
-    return msgspec.json.decode(raw)
-
-
 STREAM_HEADER_LINES = (
     b"content-type: text/event-stream\r\ncache-control: no-cache\r\nx-accel-buffering: no\r\n"
 )
@@ -402,15 +374,16 @@ class _StoringRequest:
         settings, context = self.served.config.settings, self.context
         fields = read_fields(body)
         options = read_options(fields)
-        stored = options.background or (
+        previous, background = options.previous_response_id or None, options.background is True
+        stored = background or (
             options.store is True
             and settings.batches.store_responses
             and self.storing.requests is not None
         )
         most_bytes = settings.limits.body_bytes
-        if not stored and options.previous is None:
+        if not stored and previous is None:
             return body
-        before = [] if options.previous is None else await self._conversation(options.previous)
+        before = [] if previous is None else await self._conversation(previous)
         if not stored:
             kept = {name: raw for name, raw in fields.items() if name != "previous_response_id"}
             return body_behind(before, fields, kept, most_bytes)
@@ -425,10 +398,10 @@ class _StoringRequest:
         batches = settings.batches
         keep = batches.background_keep if options.store is False else batches.keep
         seconds = options.seconds or batches.windows.default
-        if not options.background and context.client_timeout is not None:
+        if not background and context.client_timeout is not None:
             seconds = min(seconds, context.client_timeout)
         asked = self._asked(request, RequestKind.RESPONSE, owner)
-        asked = replace(asked, stream=options.stream, webhook_url=webhook_url)
+        asked = replace(asked, stream=options.stream is True, webhook_url=webhook_url)
         echoed = echoed_fields(fields, REPEATED) | {"model": request.lease_request.wanted.model}
         row = await requests.add(asked, new_body, seconds=seconds, keep_seconds=keep, echoed=echoed)
         await self._answer(requests, row, options, echoed)
@@ -461,7 +434,7 @@ class _StoringRequest:
         try:
             with waits:
                 if options.stream:
-                    await self._stream(requests, row, can_return=options.background)
+                    await self._stream(requests, row, can_return=options.background is True)
                 elif not options.background:
                     await self._wait(requests, row)
                 else:

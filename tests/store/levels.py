@@ -4,21 +4,24 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from sqlalchemy import Connection, text
+from sqlalchemy import Column, Connection, MetaData, Text, text
 
 from gateway.store.database import Program, connect, disconnect, locate_store
-from gateway.store.schema import SCHEMA_LEVEL, STEPS, Step
+from gateway.store.schema import SCHEMA_LEVEL, metadata
 
 NEXT = SCHEMA_LEVEL + 1
-EXPAND = "ALTER TABLE revisions ADD COLUMN note TEXT"
-CONTRACT = "ALTER TABLE revisions DROP COLUMN number"
-RELEASED = Program(3, {3: Step(())})
+RELEASED = Program(3)
 """Version 0.1.0, commit 925fef89."""
 
 
-def later_program(*statements: str, needed: int = 1) -> Program:
-    """Return a made-up later version, with a step of its own."""
-    return Program(NEXT, {**STEPS, NEXT: Step(statements, needed)})
+def later_program(*, needed: int = 1, default: str | None = None) -> Program:
+    """Return a made-up later version, whose revisions have a note; `default`: as SQL has it."""
+    tables = MetaData()
+    for table in metadata.sorted_tables:
+        table.to_metadata(tables)
+    initial = None if default is None else text(default)
+    tables.tables["revisions"].append_column(Column("note", Text, server_default=initial))
+    return Program(NEXT, needed, tables)
 
 
 def make_released_store(url: str, *, level: int = 3) -> None:

@@ -15,9 +15,9 @@ from sqlalchemy.sql.sqltypes import Boolean, Float, Integer
 
 from gateway.store.database import connect, disconnect, locate_store
 from gateway.store.failures import StoreTooNew
-from gateway.store.schema import OLDEST_LEVEL, SCHEMA_LEVEL, STEPS, levels, metadata
+from gateway.store.schema import SCHEMA_LEVEL, levels, metadata
 from tests.postgres import PostgresServer
-from tests.store.levels import CONTRACT, EXPAND, NEXT, RELEASED, later_program, make_released_store
+from tests.store.levels import NEXT, RELEASED, later_program, make_released_store
 from tests.store.stores import LIMIT, add, count, opened
 
 
@@ -84,7 +84,7 @@ def test_a_new_store_has_the_tables_its_level_and_who_made_it(store_url: str) ->
         assert store.run_now(described).keys() == metadata.tables.keys()
 
 
-def test_a_released_store_gets_the_tables_of_a_new_one_step_by_step(
+def test_a_released_store_gets_the_tables_of_a_new_one(
     store_url: str, other_store_url: str
 ) -> None:
     make_released_store(store_url)
@@ -117,13 +117,6 @@ def test_a_store_from_before_the_first_release_is_refused_with_the_version_to_st
     assert (row.level, row.program) == (level, "0.1.0"), "nothing was touched"
     assert "learnt" not in inspect(connection).get_table_names()
     disconnect(connection)
-
-
-def test_every_level_from_the_released_one_on_has_a_step() -> None:
-    assert [*STEPS] == [*range(OLDEST_LEVEL + 1, SCHEMA_LEVEL + 1)]
-    needed = [step.needed_level for step in STEPS.values()]
-    assert needed == sorted(needed)
-    assert all(step.needed_level <= level for level, step in STEPS.items())
 
 
 def test_the_released_program_goes_on_with_all_of_its_tables(store_url: str) -> None:
@@ -169,7 +162,7 @@ def note(connection: Connection) -> None:
 
 
 def test_an_old_program_goes_on_with_a_store_that_a_new_one_has_expanded(store_url: str) -> None:
-    newer = later_program(EXPAND)
+    newer = later_program()
     with opened(store_url, check_seconds=0.1) as old:
         old.run_now(add("old, before"))
         with opened(store_url, program=newer) as new:
@@ -185,7 +178,7 @@ def test_an_old_program_goes_on_with_a_store_that_a_new_one_has_expanded(store_u
 
 
 def test_a_program_refuses_a_store_that_a_later_one_has_contracted(store_url: str) -> None:
-    newer = later_program(CONTRACT, needed=NEXT)
+    newer = later_program(needed=NEXT)
     with opened(store_url, check_seconds=0.1) as old:
         old.run_now(add("before"))
         with opened(store_url, program=newer) as new:
@@ -201,7 +194,7 @@ def test_a_program_refuses_a_store_that_a_later_one_has_contracted(store_url: st
 
 
 def test_a_migration_that_fails_changes_nothing(store_url: str) -> None:
-    newer = later_program(EXPAND, "SELECT * FROM nothing_of_this_name")
+    newer = later_program(default="nothing_of_this_name()")
     with opened(store_url, check_seconds=0.1) as old:
         old.run_now(add("before"))
         with opened(store_url, program=newer) as new:
@@ -220,9 +213,9 @@ from gateway.store.database import THIS_PROGRAM, locate_store
 from gateway.store.database import connect, disconnect, locate_store
 from gateway.store.failures import StoreError
 from gateway.store.store import Store
-from tests.store.levels import EXPAND, NEXT, later_program
+from tests.store.levels import NEXT, later_program
 from tests.store.stores import add
-program = later_program(EXPAND) if sys.argv[2] == "new" else THIS_PROGRAM
+program = later_program() if sys.argv[2] == "new" else THIS_PROGRAM
 store = Store(locate_store(sys.argv[1], Path("unused")), program=program)
 store.start()
 written = 0

@@ -71,10 +71,7 @@ async def run(app: Gateway, events: ResponseEvents, owner: str = "k1", **fields:
 async def logged(logs: ResponseLogs, name: str) -> list[JsonObject]:
     """The data of all events of a log."""
     log = await logs.open(name)
-    try:
-        return [event_data(one) async for part in log.events() for one in split_events(part)]
-    finally:
-        await log.release()
+    return [event_data(one) async for part in log.events() for one in split_events(part)]
 
 
 def text_of(values: Sequence[JsonObject]) -> str:

@@ -418,7 +418,7 @@ async def test_work_that_fails_for_no_known_reason_is_given_up_in_the_end(
     place: BatchPlace, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("gateway.stored.batch_registry.RETRY_SECONDS", 0.0)
-    monkeypatch.setattr("gateway.stored.batch_registry.check_line_count", None)
+    monkeypatch.setattr("gateway.stored.batch_registry.LineReader", None)
     batch = await place.create([line("a")])
     await place.settle()
     failed = await place.find(batch)

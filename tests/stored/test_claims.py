@@ -9,14 +9,14 @@ from collections import Counter
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, Concatenate, ParamSpec, TypeVar
+from typing import Concatenate, ParamSpec, TypeVar
 
 import pytest
 from sqlalchemy import Connection, func, select
 
 from gateway.callers.processes import ProcessIdentity, register
 from gateway.config.stored import BatchSettings
-from gateway.store.failures import StoreError, StoreUnavailable
+from gateway.store.failures import StoreError
 from gateway.store.schema import stored_requests
 from gateway.store.store import Store
 from gateway.stored.batch_rows import (
@@ -29,9 +29,7 @@ from gateway.stored.batch_rows import (
     pause_batch,
 )
 from gateway.stored.claims import (
-    CALM_SECONDS,
     BatchState,
-    ClockJumps,
     Pick,
     RecordedResult,
     RequestKind,
@@ -416,55 +414,6 @@ async def test_a_row_that_is_claimed_anew_is_not_put_back_for_its_earlier_claim(
     assert [row.id for row in await leases.claim(ANY)] == ids[:1]
     assert await leases.write()
     assert states(store) == [RequestState.RUNNING, RequestState.WAITING, RequestState.RUNNING]
-
-
-async def test_rows_of_a_claim_that_nobody_was_told_of_wait_again_at_once(
-    store: Store, tmp_path: Path
-) -> None:
-    leases = leases_of(store, tmp_path)
-
-    class Deaf(Store):
-        """Its answers to claims are lost."""
-
-        async def run(self, job: Any, **options: Any) -> Any:
-            await store.run(job, **options)
-            raise StoreUnavailable("the store does not answer", "wait")
-
-    leases.storage.store = Deaf(store.location)
-    with pytest.raises(StoreError):
-        await leases.claim(ANY)
-    assert states(store) == [RequestState.RUNNING] * 3
-    leases.storage.store = store
-    assert await leases.write()
-    assert states(store) == [RequestState.WAITING] * 3
-    assert not await leases.write()
-    assert len(await leases.claim(ANY)) == 3
-
-
-async def test_a_clock_that_is_set_forward_ends_no_lease(store: Store, tmp_path: Path) -> None:
-    leases = leases_of(store, tmp_path)
-    other = replace(leases.process, id="other.1", host="elsewhere")
-    do(store, register, other, NOW)
-    neighbour = RowLeases(leases.storage, other)
-    assert len(await neighbour.claim(ANY)) == 3
-    assert await leases.release_lost() == 0
-    leases.storage.now = lambda: NOW + 3600
-    assert await leases.release_lost() == 0
-    assert states(store) == [RequestState.RUNNING] * 3
-
-
-def test_a_jump_of_the_clock_matters_until_all_have_renewed_their_leases() -> None:
-    clock = 0.0
-    jumps = ClockJumps(lambda: clock)
-    assert not jumps.jumped(NOW)
-    clock = 5.0
-    assert not jumps.jumped(NOW + 5)
-    clock = 10.0
-    assert jumps.jumped(NOW + 3610)
-    clock = 10.0 + CALM_SECONDS
-    assert not jumps.jumped(NOW + 3610 + CALM_SECONDS)
-    clock += 5.0
-    assert not jumps.jumped(NOW)  # Set back: leases hold for longer than they should.
 
 
 P = ParamSpec("P")

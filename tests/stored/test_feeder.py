@@ -98,13 +98,12 @@ async def test_lines_are_divided_by_target(store: Store) -> None:
     lines = [a_line(number, model=model) for number, model in enumerate(models, 1)]
     begin(store, a_batch(class_="normal"), lines, None)
     supply = supply_of(store)
-    await supply.read(FOLDER, ())
+    await supply.read(FOLDER)
     assert supply.read_at == pytest.approx(READ_SECONDS)
     assert set(supply.known_targets()) == {target("xy"), target("demo"), None}
     (work,) = supply.works_of(target("xy"))
     assert (work.batch, work.rows, work.deadline) == (a_batch().id, 3, a_batch().expires_at)
-    assert supply.class_of(a_batch().id) == "normal"
-    assert supply.class_of(None) == ""
+    assert work.class_ == "normal"
     picks = supply.picks(target("xy"), [Pick(4, RequestKind.LINE, a_batch().id)])
     assert sorted(picks, key=lambda pick: pick.model or "") == [
         Pick(2, RequestKind.LINE, a_batch().id, model="x"),
@@ -114,7 +113,7 @@ async def test_lines_are_divided_by_target(store: Store) -> None:
 
 async def test_nothing_that_waits_is_read_more_rarely(store: Store) -> None:
     supply = supply_of(store)
-    assert (await supply.read(FOLDER, ())).lines == []
+    assert (await supply.read(FOLDER)).lines == []
     assert supply.read_at == pytest.approx(IDLE_SECONDS)
     supply.read_soon(1.0)
     assert supply.read_at == 1.0
@@ -123,7 +122,7 @@ async def test_nothing_that_waits_is_read_more_rarely(store: Store) -> None:
 async def test_claims_count_down_what_waits(store: Store) -> None:
     begin(store, a_batch(), [a_line(number, prefix=7) for number in range(1, 11)])
     supply = supply_of(store)
-    await supply.read(FOLDER, ())
+    await supply.read(FOLDER)
     works = await supply.with_groups(supply.works_of(target("demo")), {})
     assert [(group.prefix, group.rows) for group in works[0].groups] == [(7, 10)]
     wants = [Pick(4, RequestKind.LINE, a_batch().id, prefix=7)]

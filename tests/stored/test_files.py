@@ -18,7 +18,6 @@ from gateway.stored.batch_rows import Batch
 from gateway.stored.claims import BatchState, RequestKind, StoredRow
 from gateway.stored.files import (
     ORPHAN_SECONDS,
-    correct_log_sizes,
     full_owners,
     kept_by,
     note_log_sizes,
@@ -348,10 +347,6 @@ def test_requests_in_the_background_count_with_their_logs(store_url: str) -> Non
         full = partial(full_owners, owners=["alice", "bob"], now=1.0)
         assert store.run_now(partial(full, most_bytes=610)) == {"alice"}
         assert store.run_now(partial(full, most_bytes=611)) == set()
-        found = {str(a_request(1).result_place): 70, str(a_request(2).result_place): 90}
-        correct = partial(correct_log_sizes, folder="folder", sizes=found)
-        store.run_now(correct)
-        assert bytes_of() == 180
         delete = partial(delete_background, owner="alice", kind=RequestKind.RESPONSE, now=1.0)
         store.run_now(partial(delete, id_=a_request(1).id))
         assert bytes_of() == 100

@@ -36,7 +36,7 @@ def test_a_usual_request_is_told_without_parsing() -> None:
 
 def test_nulls_are_as_if_nothing_was_said() -> None:
     options = read_options(fields(background=None, store=None, previous_response_id=None))
-    assert (options.background, options.store, options.previous) == (False, None, None)
+    assert (options.background, options.store, options.previous_response_id) == (None, None, None)
 
 
 def test_nodes_get_a_stream_and_nothing_that_is_for_the_gateway() -> None:

@@ -44,7 +44,6 @@ from gateway.stored.webhooks import (
     add_deliveries,
     claim_deliveries,
     next_attempt,
-    put_back_deliveries,
     record_attempt,
     remove_ended,
     waiting_origins,
@@ -170,13 +169,6 @@ def test_a_late_failure_does_not_disturb_who_tries_it_now(store: Store) -> None:
     store.run_now(job(record_attempt, late, DeliveryState.DELIVERED, NOW, None))
     store.run_now(job(record_attempt, current, DeliveryState.WAITING, NOW, "failed"))
     assert row_of(store, id_).state == "delivered"
-
-
-def test_what_a_process_gives_back_is_due_at_once(store: Store) -> None:
-    add(store, A)
-    claimed = claim(store, a=1)
-    store.run_now(lambda c: put_back_deliveries(c, claimed, NOW + 1))
-    assert claim(store, now=NOW + 1, a=1)[0].id == claimed[0].id
 
 
 def test_old_ended_deliveries_are_removed_and_waiting_ones_never(store: Store) -> None:
