@@ -12,7 +12,9 @@ from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from heapq import heappop, heappush
+from typing import Annotated
 
+import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
@@ -38,6 +40,8 @@ from gateway.workshop.simulate.fronts import (
 )
 from gateway.workshop.simulate.report import PolicyReport, summarise
 from gateway.workshop.simulate.simulation import (
+    Count,
+    FromZero,
     Front,
     Job,
     SimulatedFleet,
@@ -103,6 +107,29 @@ def compare(
 SECONDS_PER_HOUR = 3600.0
 
 
+class ElasticFigures(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """Rules of standby machines, as `elastic` in the settings; here a time may be 0."""
+
+    start_above: FromZero = 10.0
+    start_after: FromZero = 5.0
+    stop_after: FromZero = 600.0
+    min: Annotated[int, msgspec.Meta(ge=0)] = 0
+    max: Count | None = None
+    cooldown: FromZero = 60.0
+    startup: FromZero = 60.0  # seconds from a start to work
+    cost: FromZero = 0.0  # of a machine's hour
+
+    def __post_init__(self) -> None:
+        if self.max is not None and self.max < self.min:
+            raise ValueError("max must not be below min")
+
+    def settings(self) -> ElasticSettings:
+        """The rules that the policy follows."""
+        told = msgspec.structs.asdict(self)
+        del told["startup"], told["cost"]
+        return ElasticSettings.model_construct(**told)
+
+
 @dataclass(frozen=True, slots=True)
 class StandbyResult:
     """The result of one way to run the machines."""
@@ -126,8 +153,7 @@ def compare_elastic(
     trace: Trace,
     base: Sequence[SimulatedMachine],
     standby: Sequence[SimulatedMachine],
-    rules: ElasticSettings,
-    startup: float,
+    rules: ElasticFigures,
     *,
     warm: bool = False,
     seed: int = 0,
@@ -151,7 +177,7 @@ def compare_elastic(
 
     found.append(fixed("always on", every))
     fleet = SimulatedFleet(every, trace, loaded=range(len(base)))
-    front = AutoscalingFront(fleet, rules, startup, seed, knowledge)
+    front = AutoscalingFront(fleet, rules.settings(), rules.startup, seed, knowledge)
     elastic = summarise("elastic", simulate(front))
     seconds = len(base) * elastic.seconds + front.standby_seconds
     found.append(StandbyResult(elastic, seconds / SECONDS_PER_HOUR, front.starts))
