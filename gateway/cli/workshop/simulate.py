@@ -18,7 +18,6 @@ from gateway.cli.terminal import (
 )
 
 if TYPE_CHECKING:
-    from gateway.workshop.simulate.comparison import ModelPlacementResult, StandbyResult
     from gateway.workshop.simulate.fleets import SimulatedModel
     from gateway.workshop.simulate.report import PolicyReport
     from gateway.workshop.simulate.simulation import SimulatedMachine, Trace
@@ -299,17 +298,17 @@ def _progress(requests: int) -> Iterator[Callable[[str, int], None] | None]:
         yield update if bar.on_terminal else None
 
 
+def _seconds(*cells: tuple[str, float]) -> list[tuple[str, object]]:
+    return [(title, f"{value:.2f}") for title, value in cells]
+
+
 def _row(report: PolicyReport) -> list[tuple[str, object]]:
     ttft = report.ttft
     return [
         ("POLICY", report.policy),
-        ("COMPLETION", f"{report.completion.mean:.2f}"),
-        ("BOUND x", f"{report.ratio:.2f}"),
-        ("TTFT P50", f"{ttft.p50:.2f}"),
-        ("P95", f"{ttft.p95:.2f}"),
-        ("P99", f"{ttft.p99:.2f}"),
-        ("WAIT", f"{report.wait.mean:.2f}"),
-        ("SERVICE", f"{report.service:.2f}"),
+        *_seconds(("COMPLETION", report.completion.mean), ("BOUND x", report.ratio)),
+        *_seconds(("TTFT P50", ttft.p50), ("P95", ttft.p95), ("P99", ttft.p99)),
+        *_seconds(("WAIT", report.wait.mean), ("SERVICE", report.service)),
         ("TOKENS/S", f"{report.tokens_per_second:.0f}"),
         ("CACHED", f"{report.cached_share:.0%}"),
         ("BUSY", f"{report.utilisation:.0%}"),
@@ -351,7 +350,7 @@ def _simulate_models(
                     for one in models
                 ],
                 "requests": len(trace.jobs),
-                "placements": [one.as_dict() for one in found],
+                "placements": [{"placement": one.policy, **one.as_dict()} for one in found],
             }
         )
         return
@@ -365,20 +364,16 @@ def _simulate_models(
         print(f"  {node}: {', '.join(names) or 'nothing'}")
 
 
-def _model_row(one: ModelPlacementResult) -> list[tuple[str, object]]:
-    report = one.report
+def _model_row(one: PolicyReport) -> list[tuple[str, object]]:
+    whole, ttft = one.completion, one.ttft
     return [
-        ("PLACEMENT", report.policy),
-        ("COMPLETION", f"{report.completion.mean:.2f}"),
-        ("P50", f"{report.completion.p50:.2f}"),
-        ("P95", f"{report.completion.p95:.2f}"),
-        ("TTFT P50", f"{report.ttft.p50:.2f}"),
-        ("TTFT P95", f"{report.ttft.p95:.2f}"),
-        ("WAIT", f"{report.wait.mean:.2f}"),
+        ("PLACEMENT", one.policy),
+        *_seconds(("COMPLETION", whole.mean), ("P50", whole.p50), ("P95", whole.p95)),
+        *_seconds(("TTFT P50", ttft.p50), ("TTFT P95", ttft.p95), ("WAIT", one.wait.mean)),
         ("LONGEST", f"{one.longest_wait:.1f}"),
         ("LOADS", one.loads),
         ("LOADING", f"{one.load_seconds:.0f}"),
-        ("CPU", f"{report.cpu_seconds:.1f}"),
+        ("CPU", f"{one.cpu_seconds:.1f}"),
     ]
 
 
@@ -405,22 +400,22 @@ def _simulate_elastic(
         found = compare_elastic(trace, base, spares, rules, warm=warm, seed=seed)
     if as_json:
         start = "warm" if warm else "cold"
-        print_json({"start": start, "fleets": [one.as_dict(rules.cost) for one in found]})
+        told = [
+            {"fleet": one.policy, "cost": one.machine_hours * rules.cost, **one.as_dict()}
+            for one in found
+        ]
+        print_json({"start": start, "fleets": told})
     else:
         print_rows((_elastic_row(one, rules.cost) for one in found), state_column=0)
 
 
-def _elastic_row(one: StandbyResult, cost: float) -> list[tuple[str, object]]:
-    wait, ttft = one.report.wait, one.report.ttft
+def _elastic_row(one: PolicyReport, cost: float) -> list[tuple[str, object]]:
+    wait, ttft = one.wait, one.ttft
     return [
-        ("FLEET", one.report.policy),
-        ("MACHINE-HOURS", f"{one.machine_hours:.2f}"),
-        ("COST", f"{one.machine_hours * cost:.2f}"),
+        ("FLEET", one.policy),
+        *_seconds(("MACHINE-HOURS", one.machine_hours), ("COST", one.machine_hours * cost)),
         ("STARTS", one.starts),
-        ("WAIT", f"{wait.mean:.2f}"),
-        ("WAIT P95", f"{wait.p95:.2f}"),
-        ("TTFT P50", f"{ttft.p50:.2f}"),
-        ("P95", f"{ttft.p95:.2f}"),
-        ("P99", f"{ttft.p99:.2f}"),
-        ("COMPLETION", f"{one.report.completion.mean:.2f}"),
+        *_seconds(("WAIT", wait.mean), ("WAIT P95", wait.p95)),
+        *_seconds(("TTFT P50", ttft.p50), ("P95", ttft.p95), ("P99", ttft.p99)),
+        *_seconds(("COMPLETION", one.completion.mean)),
     ]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from itertools import accumulate
 from pathlib import Path
@@ -55,6 +55,14 @@ class PolicyReport:
     bound: float = 0.0
     """Lower bound of the mean completion under any schedule (`lower_bound`); 0: not computed."""
     cpu_seconds: float = 0.0  # CPU time that its simulation took
+    # Where machines are started and stopped, or models loaded.
+    machine_hours: float = 0.0  # of all machines, from start to stop
+    starts: int = 0
+    loads: int = 0
+    load_seconds: float = 0.0
+    longest_wait: float = 0.0
+    loaded: Mapping[str, Sequence[str]] = field(default_factory=dict)
+    """By router: the models that were placed by hand."""
     curve: tuple[float, ...] = field(default=(), repr=False)
     """Quantiles of TTFT for a plot: 0 %, 0.5 %, ... 100 %."""
     completion_curve: tuple[float, ...] = field(default=(), repr=False)
@@ -99,13 +107,14 @@ def summarise(
     prompt = sum(job.prompt.tokens for job in jobs)
     ttft = [job.first - job.arrived for job in jobs]
     completion = [job.ended - job.arrived for job in jobs]
+    waits = [job.began - job.arrived for job in jobs]
     busy_seconds = sum(job.ended - job.began for job in jobs)
     return PolicyReport(
         policy,
         requests=len(jobs),
         completion=Percentiles.of(completion),
         ttft=Percentiles.of(ttft),
-        wait=Percentiles.of([job.began - job.arrived for job in jobs]),
+        wait=Percentiles.of(waits),
         service=busy_seconds / len(jobs) if jobs else 0.0,
         slots=slots,
         classes=_by_class(jobs),
@@ -115,9 +124,12 @@ def summarise(
         utilisation=utilisation(fleet, slots),
         load=_load(jobs, busy_seconds, slots),
         longest_queue=_longest_queue(jobs),
-        too_late=sum(job.began - job.arrived > LONGEST_WAIT for job in jobs),
+        too_late=sum(wait > LONGEST_WAIT for wait in waits),
         bound=bound,
         cpu_seconds=cpu_seconds,
+        loads=fleet.loads,
+        load_seconds=fleet.load_seconds,
+        longest_wait=max(waits, default=0.0),
         curve=_curve(ttft),
         completion_curve=_curve(completion),
     )

@@ -201,7 +201,7 @@ def read_trace(path: Path, *, skip_broken: bool = False, limit: int | None = Non
         read: Callable[[str], TraceLine] = msgspec.json.Decoder(TraceLine).decode
         remedy = _LINE_REMEDY
         if path.suffix.lower() == ".csv":
-            names = [name.strip(" \ufeff\n") for name in next(lines, (1, ""))[1].split(",")]
+            names = [name.strip(' "\ufeff\n') for name in next(lines, (1, ""))[1].split(",")]
             remedy = f"begin the file with {','.join(_AZURE)}, or name it .jsonl"
             if missing := [name for name in _AZURE if name not in names]:
                 message = f"the head line has no {', '.join(missing)}"
@@ -268,7 +268,7 @@ def _read_azure(places: Sequence[int], text: str) -> TraceLine:
     """Read a line of the Azure layout, whose columns are at these places. Raises ValueError."""
     cells = text.strip().split(",")
     try:
-        stamp, prompt, output = (cells[place].strip() for place in places)
+        stamp, prompt, output = (cells[place].strip(' "') for place in places)
     except IndexError:
         raise ValueError(f"has {len(cells)} cells") from None
     time = datetime.fromisoformat(stamp).replace(tzinfo=UTC).timestamp()

@@ -131,20 +131,20 @@ def test_a_burst_is_served_with_fewer_machine_hours_than_always_on() -> None:
     assert (always.starts, alone.starts) == (0, 0)
     assert 1 <= elastic.starts <= 3
     assert alone.machine_hours < elastic.machine_hours < 0.6 * always.machine_hours
-    assert always.report.wait.mean < elastic.report.wait.mean < alone.report.wait.mean
+    assert always.wait.mean < elastic.wait.mean < alone.wait.mean
 
 
 def test_a_machine_is_paid_from_its_start_to_its_stop_and_starts_without_its_caches() -> None:
     turns = [job(time=0.0, prompt=1000, stream=1), job(time=600.0, prompt=1200, stream=1)]
     always, elastic = compare_elastic(trace(turns), [], [machine()], RULES)
-    assert always.machine_hours == pytest.approx(always.report.seconds / 3600)
+    assert always.machine_hours == pytest.approx(always.seconds / 3600)
     assert elastic.starts == 2
     # Twice: 20 s to start, two seconds of work, 60 s until it is stopped.
     assert elastic.machine_hours * 3600 == pytest.approx(2 * 82, abs=4)
-    assert elastic.report.wait.mean == pytest.approx(20, abs=3)
+    assert elastic.wait.mean == pytest.approx(20, abs=3)
     # What was stopped has lost its caches.
-    assert always.report.cached_share > 0.4
-    assert elastic.report.cached_share == 0
+    assert always.cached_share > 0.4
+    assert elastic.cached_share == 0
 
 
 def test_bursts_raise_the_rate_for_a_time_and_keep_the_mean() -> None:
@@ -169,12 +169,12 @@ def test_models_placed_by_the_gateway_beat_each_routers_own_and_come_near_the_be
         20,
         progress=lambda name, _: calls.append(name),
     )
-    names = [one.report.policy for one in (ours, own, by_hand)]
+    names = [one.policy for one in (ours, own, by_hand)]
     assert names == ["gateway", "each router's own", "by hand"]
     assert calls.count("by hand") > 20
     assert by_hand.loads == 0 < ours.loads < own.loads / 5
     assert sum(len(names) for names in by_hand.loaded.values()) >= 7
-    assert ours.report.completion.mean < 0.5 * own.report.completion.mean
-    assert ours.report.completion.p95 < 0.5 * own.report.completion.p95
-    assert ours.report.completion.mean < 1.2 * by_hand.report.completion.mean
+    assert ours.completion.mean < 0.5 * own.completion.mean
+    assert ours.completion.p95 < 0.5 * own.completion.p95
+    assert ours.completion.mean < 1.2 * by_hand.completion.mean
     assert ours.as_dict()["loads"] == ours.loads

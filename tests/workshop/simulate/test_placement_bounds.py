@@ -32,7 +32,7 @@ def test_the_gateway_halves_each_routers_own_and_comes_near_or_beats_the_best_by
         traffic = parse_figures(TRAFFIC.format(moves), Traffic)
         trace = generate(traffic, seed, [model.name for model in MODELS])
         found = compare_model_placements(trace, ROUTERS, MODELS, 0, seed=seed)
-        means = {one.report.policy: one.report.completion.mean for one in found}
+        means = {one.policy: one.completion.mean for one in found}
         ours.append(means["gateway"])
         own.append(means["each router's own"])
         by_hand.append(min(best, means["by hand"]))
