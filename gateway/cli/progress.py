@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from gateway.workshop.bench.exchange import RequestResult
     from gateway.workshop.bench.load import Load
     from gateway.workshop.bench.report import LoadFigures
-    from gateway.workshop.tune.search import Measurement, PlannedMeasurement, TuningSession
+    from gateway.workshop.tune.search import Measurement, Setting, TuningSession
 
 # Seconds between two lines; on a terminal between two changes of a download's bar.
 LINE_SECONDS, REDRAW_SECONDS = 10.0, 0.1
@@ -267,19 +267,14 @@ class TuningProgress(Progress):
         self._bar = self.add_task("", total=self._seconds)
         self._estimated = False
 
-    def measurement_started(self, planned: PlannedMeasurement) -> None:
-        """A measurement begins."""
-        self._seconds_left = planned.seconds_left
-        if planned.seconds_each is not None and not self._estimated:
+    def measurement_started(self, setting: Setting, left: float, each: float | None) -> None:
+        """A measurement begins: with so many seconds left, and for about so many."""
+        self._seconds_left = left
+        if each is not None and not self._estimated:
             self._estimated = True
-            self._estimate(planned.seconds_each, planned.seconds_left)
-        search = self._session.search
-        knob = (search.current_knob or "rule of thumb").replace("_", "-")
-        self.update(
-            self._bar,
-            completed=self._seconds - planned.seconds_left,
-            description=f"{knob}: {planned.setting}",
-        )
+            self._estimate(each, left)
+        knob = (self._session.search.current_knob or "rule of thumb").replace("_", "-")
+        self.update(self._bar, completed=self._seconds - left, description=f"{knob}: {setting}")
 
     def measurement_done(self, measurement: Measurement) -> None:
         """A measurement is done."""

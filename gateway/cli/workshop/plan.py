@@ -6,11 +6,12 @@ import math
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from gateway.cli import options
-from gateway.cli.client import AdminClient, AdminFlags, GatewayRefused
+from gateway.cli.client import AdminFlags, GatewayRefused
 from gateway.cli.options import Panel, examples_epilog
 from gateway.cli.terminal import (
     CommandFailed,
@@ -23,7 +24,7 @@ from gateway.cli.terminal import (
 
 if TYPE_CHECKING:
     from gateway.workshop.plan.answer import BreakEven, Deployment, PlanAnswer
-    from gateway.workshop.plan.catalogue import NodeCatalogue, NodeType
+    from gateway.workshop.plan.catalogue import NodeType
     from gateway.workshop.plan.running_fleet import FleetAnswer, FleetTraffic, MeasuredFleet
     from gateway.workshop.plan.search import (
         FleetOption,
@@ -283,7 +284,12 @@ def plan(
         }
     )
     from gateway.cli.workshop.simulate import read_trace_file
-    from gateway.workshop.plan.catalogue import packaged_catalogue, read_catalogue
+    from gateway.workshop.plan.catalogue import (
+        NoTypeFitsError,
+        fitting_types,
+        packaged_catalogue,
+        read_catalogue,
+    )
     from gateway.workshop.plan.search import Goal, PlanQuestion, from_trace
     from gateway.workshop.simulate.fleets import FleetError, models_from_text, with_shares
 
@@ -291,42 +297,32 @@ def plan(
         goal = Goal(ttft_p95, completion_p95, most_use)
         models = load.models
         on_demand = with_shares(models_from_text(models), seed) if models is not None else []
-    recorded = None
-    if load.trace is not None:
-        names = [one.name for one in on_demand]
-        recorded = read_trace_file(load.trace, names, limit=load.limit)
-
-    def workload() -> Workload:
-        if recorded is None:
-            return replace(load.workload(), models=tuple(on_demand))
-        with failing_by(ValueError, before="--trace: ", status=2):
-            return from_trace(recorded, on_demand)
-
-    def question(asked: Workload, played: Trace | None, *types: NodeType) -> PlanQuestion:
-        # A fleet that runs has learnt its speeds.
-        warm = fleet or start == "warm"
-        return PlanQuestion(
-            asked, goal, types, price_per_kwh, requests, seed, warm=warm, recorded=played
-        )
-
+    # A fleet that runs has learnt its speeds.
+    question = partial(
+        PlanQuestion,
+        goal=goal,
+        price_per_kwh=price_per_kwh,
+        requests=requests,
+        seed=seed,
+        warm=fleet or start == "warm",
+    )
     if fleet:
         for name, unfit in (("--backlog", load.backlog), ("--plot", plot), ("--models", models)):
             if unfit is not None:
                 raise WrongUsage(f"{name} has no meaning with --fleet: leave it out")
-        from gateway.workshop.plan.running_fleet import UnmeasuredFleetError, traffic_of
-
-        with gateway.connect() as admin:
-            measured = _running_fleet(admin)
-            if recorded is None and not load.has_figures:
-                traffic = _ledger_traffic(admin, since, measured, load.peak)
-            else:
-                with failing_by(UnmeasuredFleetError, before="--fleet: "):
-                    traffic = traffic_of(workload(), measured, recorded, seed)
-        _plan_fleet(
-            question(traffic.workload, traffic.recorded), measured, traffic, time_limit, as_json
-        )
+    recorded, asked = None, None
+    if load.trace is not None:
+        names = [one.name for one in on_demand]
+        recorded = read_trace_file(load.trace, names, limit=load.limit)
+        with failing_by(ValueError, before="--trace: ", status=2):
+            asked = from_trace(recorded, on_demand)
+    elif load.has_figures or not fleet:
+        asked = replace(load.workload(), models=tuple(on_demand))
+    if asked is None or fleet:
+        measured, traffic = _running_fleet(gateway, asked, recorded, since, load.peak, seed)
+        played = question(traffic.workload, types=(), recorded=traffic.recorded)
+        _plan_fleet(played, measured, traffic, time_limit, as_json)
         return
-    asked = workload()
     listed = packaged_catalogue() if catalogue is None else read_catalogue(catalogue)
     nodes: list[NodeType] = []
     if own.tokens_per_second is not None:
@@ -341,24 +337,54 @@ def plan(
                 )
     currency = ""
     if not nodes or types:
-        nodes += _choose_types(listed, model_gib, tuple(types or ()), on_demand)
+        with failing_by(NoTypeFitsError, status=2):
+            fitting, notes = fitting_types(listed, model_gib, tuple(types or ()), on_demand)
+        print_note(*notes)
+        nodes += fitting
         currency = listed.currency
     if claimed_per_million is not None:
         _check_claim(nodes[0], claimed_per_million)
-    _plan_new(question(asked, recorded, *nodes), currency, time_limit, plot, as_json)
+    _plan_new(
+        question(asked, types=tuple(nodes), recorded=recorded), currency, time_limit, plot, as_json
+    )
 
 
-def _running_fleet(admin: AdminClient) -> MeasuredFleet:
-    """Return the nodes of the running gateway as measured; notes go to stderr."""
-    from gateway.workshop.plan.running_fleet import UnmeasuredFleetError, measured_fleet
+def _running_fleet(
+    gateway: AdminFlags,
+    asked: Workload | None,
+    recorded: Trace | None,
+    since: str,
+    peak: float,
+    seed: int,
+) -> tuple[MeasuredFleet, FleetTraffic]:
+    """Return the nodes of the running gateway as measured, and the traffic to play on them.
 
-    nodes = admin.nodes()
-    has_routers = any(node.get("router") for node in nodes)
-    placed = admin.request("GET", "/admin/placements") if has_routers else {}
-    with failing_by(UnmeasuredFleetError, ValueError, before="--fleet: "):
-        measured = measured_fleet(nodes, placed)
-    print_note(*measured.notes)
-    return measured
+    Without traffic that is asked for it is the busiest hour of its ledger, `peak` times as fast.
+    Notes go to stderr. Raises CommandFailed.
+    """
+    from gateway.workshop.plan import running_fleet
+
+    with (
+        failing_by(running_fleet.UnmeasuredFleetError, ValueError, before="--fleet: "),
+        gateway.connect() as admin,
+    ):
+        nodes = admin.nodes()
+        has_routers = any(node.get("router") for node in nodes)
+        placed = admin.request("GET", "/admin/placements") if has_routers else {}
+        measured = running_fleet.measured_fleet(nodes, placed)
+        print_note(*measured.notes)
+        if asked is not None:
+            return measured, running_fleet.traffic_of(asked, measured, recorded, seed)
+        try:
+            told = admin.request("GET", "/admin/usage/arrivals", {"since": since}, timeout=90.0)
+        except GatewayRefused as error:
+            raise CommandFailed(
+                f"{error}; instead of its ledger, --requests-per-hour, --prompt and --completion "
+                "or --trace tell the traffic"
+            ) from None
+        traffic = running_fleet.busiest_hour(told, measured, peak)
+        print_note(*traffic.notes)
+        return measured, traffic
 
 
 def _check_numbers(given: dict[str, tuple[float | None, float, float]]) -> None:
@@ -366,26 +392,6 @@ def _check_numbers(given: dict[str, tuple[float | None, float, float]]) -> None:
     for name, (value, least, most) in given.items():
         if value is not None and not least <= value <= most:
             raise WrongUsage(f"{name} {value:g}: must be a number from {least:g} to {most:,.0f}")
-
-
-def _ledger_traffic(
-    admin: AdminClient, since: str, fleet: MeasuredFleet, peak: float
-) -> FleetTraffic:
-    """Return the busiest hour of the running gateway's ledger, `peak` times as fast.
-
-    Notes go to stderr. Raises CommandFailed.
-    """
-    from gateway.workshop.plan.running_fleet import UnmeasuredFleetError, busiest_hour
-
-    instead = "--requests-per-hour, --prompt and --completion or --trace tell the traffic"
-    try:
-        told = admin.request("GET", "/admin/usage/arrivals", {"since": since}, timeout=90.0)
-    except GatewayRefused as error:
-        raise CommandFailed(f"{error}; instead of its ledger, {instead}") from None
-    with failing_by(UnmeasuredFleetError, ValueError, before="--fleet: "):
-        traffic = busiest_hour(told, fleet, peak)
-    print_note(*traffic.notes)
-    return traffic
 
 
 _OF_OWN_NODE = (
@@ -397,21 +403,6 @@ _OPTIONS = {
     "prefill_tps": "--prefill-tokens-per-second",
     "memory_gib": "--memory",
 }
-
-
-def _choose_types(
-    listed: NodeCatalogue,
-    model_gib: float | None,
-    names: tuple[str, ...],
-    models: Sequence[SimulatedModel],
-) -> tuple[NodeType, ...]:
-    """Return the catalogue's types that can serve the model. Raises CommandFailed."""
-    from gateway.workshop.plan.catalogue import NoTypeFitsError, fitting_types
-
-    with failing_by(NoTypeFitsError, status=2):
-        found, notes = fitting_types(listed, model_gib, names, models)
-    print_note(*notes)
-    return found
 
 
 def _check_claim(node: NodeType, claimed: float) -> None:

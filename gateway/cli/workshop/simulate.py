@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -19,9 +18,7 @@ from gateway.cli.terminal import (
 )
 
 if TYPE_CHECKING:
-    from gateway.config.scheduling import ElasticSettings
-    from gateway.workshop.simulate.comparison import ModelPlacementResult, StandbyResult
-    from gateway.workshop.simulate.fleets import ServerSetup, SimulatedModel
+    from gateway.workshop.simulate.fleets import SimulatedModel
     from gateway.workshop.simulate.report import PolicyReport
     from gateway.workshop.simulate.simulation import SimulatedMachine, Trace
 
@@ -89,13 +86,14 @@ class TrafficFlags(options.FlagGroup):
     ) -> Trace:
         """Return the requests: for these models, if any are given. Raises CommandFailed."""
         if self.trace is None:
-            from gateway.workshop.simulate.simulation import Traffic
+            from gateway.workshop.simulate.simulation import Traffic, parse_figures
             from gateway.workshop.simulate.simulation import generate as generate_traffic
 
             names = [model.name for model in models]
             shares = [model.share for model in models if model.share is not None]
             with failing_by(ValueError, before="--generate: ", status=2):
-                return generate_traffic(Traffic.from_text(self.generate), self.seed, names, shares)
+                traffic = parse_figures(self.generate, Traffic)
+            return generate_traffic(traffic, self.seed, names, shares)
         known = {*others, *(model.name for model in models)}
         requests = read_trace_file(
             self.trace, known, skip_broken=self.skip_broken, limit=self.limit
@@ -170,7 +168,7 @@ def simulate(
     that no schedule could beat.
     """
     from gateway.workshop.simulate.comparison import compare, known_policies
-    from gateway.workshop.simulate.fleets import FleetError, ServerSetup
+    from gateway.workshop.simulate.fleets import FleetError
     from gateway.workshop.simulate.report import overload_warning, plot_reports
     from gateway.workshop.simulate.simulation import StuckError
 
@@ -178,9 +176,9 @@ def simulate(
     if exact and warm:
         raise WrongUsage("--exact knows all speeds: leave --start out")
     names = list(dict.fromkeys(policy or known_policies()))
-    setup = ServerSetup(batch, cache_ram)
+    servers = batch, cache_ram
     with failing_by(FleetError, status=2):
-        machines = _machines(nodes, fleet, speeds, speed, setup, on_demand=models is not None)
+        machines = _machines(nodes, fleet, speeds, speed, servers, on_demand=models is not None)
     unfit = {"--policy": policy not in (None, ["least_finish"]), "--plot": plot, "--exact": exact}
     if models is not None:
         _check_alone("--models", {**unfit, "--standby": standby})
@@ -188,7 +186,7 @@ def simulate(
         return
     if standby is not None:
         _check_alone("--standby", {**unfit, "an inventory": fleet is None})
-        _simulate_elastic(machines, standby, elastic, setup, traffic, warm=warm, as_json=as_json)
+        _simulate_elastic(machines, standby, elastic, servers, traffic, warm=warm, as_json=as_json)
         return
     options.check_plot_file(plot)
     if unknown := [name for name in names if name not in known_policies()]:
@@ -234,7 +232,7 @@ def _machines(
     fleet: str | None,
     speeds: Path | None,
     speed: str,
-    setup: ServerSetup,
+    servers: tuple[int, int],
     *,
     on_demand: bool,
 ) -> list[SimulatedMachine]:
@@ -243,19 +241,16 @@ def _machines(
     if fleet is not None:
         if speeds is not None:
             raise fleets.FleetError("--speeds is for an inventory; --fleet holds its own speeds")
-        machines = fleets.from_text(fleet, setup)
+        machines = fleets.from_text(fleet, *servers)
         if not on_demand and any(machine.memory for machine in machines):
             raise fleets.FleetError(fleets.MODELS_NEEDED)
         return machines
     from gateway.config.inventory import load_inventory
 
-    default = fleets.from_text(f"1x1@{speed}", setup)[0]
+    usual = fleets.from_text(f"1x1@{speed}", *servers)[0]
+    known = {} if speeds is None else fleets.read_speeds(speeds)
     machines, notes = fleets.from_inventory(
-        load_inventory(nodes),
-        {} if speeds is None else fleets.read_speeds(speeds),
-        fleets.NodeSpeeds(default.prefill_tps, default.decode_tps, default.batch_cost),
-        setup,
-        on_demand=on_demand,
+        load_inventory(nodes), known, usual, on_demand=on_demand
     )
     print_note(*notes)
     return machines
@@ -303,17 +298,17 @@ def _progress(requests: int) -> Iterator[Callable[[str, int], None] | None]:
         yield update if bar.on_terminal else None
 
 
+def _seconds(*cells: tuple[str, float]) -> list[tuple[str, object]]:
+    return [(title, f"{value:.2f}") for title, value in cells]
+
+
 def _row(report: PolicyReport) -> list[tuple[str, object]]:
     ttft = report.ttft
     return [
         ("POLICY", report.policy),
-        ("COMPLETION", f"{report.completion.mean:.2f}"),
-        ("BOUND x", f"{report.ratio:.2f}"),
-        ("TTFT P50", f"{ttft.p50:.2f}"),
-        ("P95", f"{ttft.p95:.2f}"),
-        ("P99", f"{ttft.p99:.2f}"),
-        ("WAIT", f"{report.wait.mean:.2f}"),
-        ("SERVICE", f"{report.service:.2f}"),
+        *_seconds(("COMPLETION", report.completion.mean), ("BOUND x", report.ratio)),
+        *_seconds(("TTFT P50", ttft.p50), ("P95", ttft.p95), ("P99", ttft.p99)),
+        *_seconds(("WAIT", report.wait.mean), ("SERVICE", report.service)),
         ("TOKENS/S", f"{report.tokens_per_second:.0f}"),
         ("CACHED", f"{report.cached_share:.0%}"),
         ("BUSY", f"{report.utilisation:.0%}"),
@@ -355,7 +350,7 @@ def _simulate_models(
                     for one in models
                 ],
                 "requests": len(trace.jobs),
-                "placements": [one.as_dict() for one in found],
+                "placements": [{"placement": one.policy, **one.as_dict()} for one in found],
             }
         )
         return
@@ -369,20 +364,16 @@ def _simulate_models(
         print(f"  {node}: {', '.join(names) or 'nothing'}")
 
 
-def _model_row(one: ModelPlacementResult) -> list[tuple[str, object]]:
-    report = one.report
+def _model_row(one: PolicyReport) -> list[tuple[str, object]]:
+    whole, ttft = one.completion, one.ttft
     return [
-        ("PLACEMENT", report.policy),
-        ("COMPLETION", f"{report.completion.mean:.2f}"),
-        ("P50", f"{report.completion.p50:.2f}"),
-        ("P95", f"{report.completion.p95:.2f}"),
-        ("TTFT P50", f"{report.ttft.p50:.2f}"),
-        ("TTFT P95", f"{report.ttft.p95:.2f}"),
-        ("WAIT", f"{report.wait.mean:.2f}"),
+        ("PLACEMENT", one.policy),
+        *_seconds(("COMPLETION", whole.mean), ("P50", whole.p50), ("P95", whole.p95)),
+        *_seconds(("TTFT P50", ttft.p50), ("TTFT P95", ttft.p95), ("WAIT", one.wait.mean)),
         ("LONGEST", f"{one.longest_wait:.1f}"),
         ("LOADS", one.loads),
         ("LOADING", f"{one.load_seconds:.0f}"),
-        ("CPU", f"{report.cpu_seconds:.1f}"),
+        ("CPU", f"{one.cpu_seconds:.1f}"),
     ]
 
 
@@ -390,61 +381,41 @@ def _simulate_elastic(
     base: list[SimulatedMachine],
     standby: str,
     rules_text: str,
-    setup: ServerSetup,
+    servers: tuple[int, int],
     traffic: TrafficFlags,
     *,
     warm: bool,
     as_json: bool,
 ) -> None:
-    from gateway.workshop.simulate.comparison import compare_elastic
+    from gateway.workshop.simulate.comparison import ElasticFigures, compare_elastic
     from gateway.workshop.simulate.fleets import FleetError, from_text
-    from gateway.workshop.simulate.simulation import StuckError
+    from gateway.workshop.simulate.simulation import StuckError, parse_figures
 
     trace, seed = traffic.requests(), traffic.seed
-    rules, startup, cost = _parse_elastic(rules_text)
+    with failing_by(ValueError, before="--elastic: ", status=2):
+        rules = parse_figures(rules_text, ElasticFigures)
     with failing_by(FleetError, before="--standby: ", status=2):
-        spares = from_text(standby, setup)
+        spares = from_text(standby, *servers)
     with failing_by(StuckError):
-        found = compare_elastic(trace, base, spares, rules, startup, warm=warm, seed=seed)
+        found = compare_elastic(trace, base, spares, rules, warm=warm, seed=seed)
     if as_json:
         start = "warm" if warm else "cold"
-        print_json({"start": start, "fleets": [one.as_dict(cost) for one in found]})
+        told = [
+            {"fleet": one.policy, "cost": one.machine_hours * rules.cost, **one.as_dict()}
+            for one in found
+        ]
+        print_json({"start": start, "fleets": told})
     else:
-        print_rows((_elastic_row(one, cost) for one in found), state_column=0)
+        print_rows((_elastic_row(one, rules.cost) for one in found), state_column=0)
 
 
-def _parse_elastic(text: str) -> tuple[ElasticSettings, float, float]:
-    """Parse `--elastic`: the policy's rules, the start-up time and the cost of an hour."""
-    from gateway.config.scheduling import ElasticSettings
-    from gateway.workshop.simulate.simulation import parse_figures
-
-    rules = ("start_above", "start_after", "stop_after", "min", "max", "cooldown")
-    values = {"startup": 60.0, "cost": 0.0}
-    with failing_by(ValueError, before="--elastic: ", status=2):
-        values |= parse_figures(
-            text,
-            dict.fromkeys((*rules, "startup", "cost"), float) | {"min": int, "max": int},
-        )
-    if not all(0 <= value < math.inf for value in values.values()):
-        raise WrongUsage("--elastic: write numbers of 0 or more")
-    startup, cost = values.pop("startup"), values.pop("cost")
-    if values.get("max", math.inf) < max(1, values.get("min", 0)):
-        raise WrongUsage("--elastic: max must be at least 1, and not below min")
-    # Not validated: here a time may be 0.
-    return ElasticSettings.model_construct(None, **values), startup, cost  # type: ignore[arg-type]
-
-
-def _elastic_row(one: StandbyResult, cost: float) -> list[tuple[str, object]]:
-    wait, ttft = one.report.wait, one.report.ttft
+def _elastic_row(one: PolicyReport, cost: float) -> list[tuple[str, object]]:
+    wait, ttft = one.wait, one.ttft
     return [
-        ("FLEET", one.report.policy),
-        ("MACHINE-HOURS", f"{one.machine_hours:.2f}"),
-        ("COST", f"{one.machine_hours * cost:.2f}"),
+        ("FLEET", one.policy),
+        *_seconds(("MACHINE-HOURS", one.machine_hours), ("COST", one.machine_hours * cost)),
         ("STARTS", one.starts),
-        ("WAIT", f"{wait.mean:.2f}"),
-        ("WAIT P95", f"{wait.p95:.2f}"),
-        ("TTFT P50", f"{ttft.p50:.2f}"),
-        ("P95", f"{ttft.p95:.2f}"),
-        ("P99", f"{ttft.p99:.2f}"),
-        ("COMPLETION", f"{one.report.completion.mean:.2f}"),
+        *_seconds(("WAIT", wait.mean), ("WAIT P95", wait.p95)),
+        *_seconds(("TTFT P50", ttft.p50), ("P95", ttft.p95), ("P99", ttft.p99)),
+        *_seconds(("COMPLETION", one.completion.mean)),
     ]

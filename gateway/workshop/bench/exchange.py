@@ -502,7 +502,6 @@ ROUND_TRIPS = 5  # questions by which the distance is measured
 # twice.
 PROBE_WORDS = len(WORDS)
 PROBE_TOKENS = 4  # tokens asked for by a calibration: a first one may be special and empty
-MOST_MODELS_NAMED = 5
 MOST_ADDRESSES = 8
 
 
@@ -572,20 +571,16 @@ async def describe_server(sender: RequestSender, model: str | None) -> ServerDes
 
 def _choose_model(found: ServerDescription, status: int, reply: Mapping[str, Any]) -> None:
     names = [one["id"] for one in _objects(reply.get("data")) if isinstance(one.get("id"), str)]
-    if not names:
-        if found.model is None:
-            found.notes.append(
-                f"/v1/models names no model (status {status}): requests name none. --model NAME"
-            )
-        return
-    if found.model is None:
+    if found.model is not None:
+        if names and found.model not in names:
+            found.notes.append(f"/v1/models does not list {found.model}.")
+    elif not names:
+        note = f"/v1/models names no model (status {status}): requests name none. --model NAME"
+        found.notes.append(note)
+    else:
         found.model = names[0]
         if len(names) > 1:
-            shown = ", ".join(names[:MOST_MODELS_NAMED])
-            more = ", ..." if len(names) > MOST_MODELS_NAMED else ""
-            found.notes.append(f"Of several models ({shown}{more}) the first: --model chooses.")
-    elif found.model not in names:
-        found.notes.append(f"/v1/models does not list {found.model}.")
+            found.notes.append(f"Of {len(names)} models the first, {names[0]}: --model chooses.")
 
 
 @dataclass(slots=True)

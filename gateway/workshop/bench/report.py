@@ -49,7 +49,7 @@ from gateway.workshop.bench.load import (
     Loop,
     RequestGoal,
 )
-from gateway.workshop.simulate.report import Percentiles
+from gateway.workshop.simulate.report import Percentiles, draw_shares
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
@@ -61,14 +61,6 @@ MOST_REASONS_EXPLAINED = 20
 
 
 @dataclass(frozen=True, slots=True)
-class Goodput:
-    """Requests that kept the goal."""
-
-    share: float  # of all, failed ones included
-    requests_per_second: float
-
-
-@dataclass(frozen=True, slots=True)
 class Parts:
     """Where the mean request's time went; seconds. None: not known."""
 
@@ -77,16 +69,6 @@ class Parts:
     prefill: float | None = None
     decode: float | None = None
     waiting_source: str = ""  # how waiting and prefill were told apart
-
-
-@dataclass(frozen=True, slots=True)
-class Samples:
-    """Figures of single requests that succeeded, in the order of their ends; seconds, tokens."""
-
-    ttft: list[float]
-    inter_token: list[float]
-    completion: list[float]
-    tokens: list[int]
 
 
 class Limit(StrEnum):
@@ -132,13 +114,15 @@ class LoadFigures:
     cached_tokens: float | None
     completion_tokens: float  # mean
     tokens_per_event: float | None
-    goodput: Goodput | None  # None: no goal
+    goodput: dict[str, float] | None
+    """The share of all requests that kept the goal, and such requests per second; None: no goal."""
     client: ClientFigures
     parts: Parts
     joules: float | None  # of the whole machine
     joules_per_token: float | None
     """For a token written; reading prompts and idling included."""
-    samples: Samples = field(repr=False, compare=False)
+    samples: dict[str, list[float]] = field(repr=False, compare=False)
+    """Of requests that succeeded, in the order of their ends: each its seconds and tokens."""
     verdict: Verdict = Verdict(Limit.UNKNOWN, "")
 
     @property
@@ -194,17 +178,22 @@ def figures_of(
         cached_tokens=_mean(_known(sound, lambda one: one.server.cached_tokens)),
         completion_tokens=_rate(tokens, len(sound)),
         tokens_per_event=tokens / events if events else None,
-        goodput=Goodput(_rate(good, len(results)), _rate(good, seconds)) if goal else None,
+        goodput={
+            "share": _rate(good, len(results)),
+            "requests_per_second": _rate(good, seconds),
+        }
+        if goal
+        else None,
         client=run.client,
         parts=_parts(sound, round_trip, alone_ttft),
         joules=run.joules,
         joules_per_token=run.joules / tokens if run.joules is not None and tokens else None,
-        samples=Samples(
-            _known(kept, lambda one: one.ttft),
-            _known(kept, lambda one: one.inter_token),
-            [one.completion for one in kept],
-            [one.tokens for one in kept],
-        ),
+        samples={
+            "ttft": _known(kept, lambda one: one.ttft),
+            "inter_token": _known(kept, lambda one: one.inter_token),
+            "completion": [one.completion for one in kept],
+            "tokens": [one.tokens for one in kept],
+        },
     )
 
 
@@ -427,7 +416,7 @@ def table_rows(report: BenchReport) -> list[list[tuple[str, str | None]]]:
             ("REQ/S", f"{found.requests_per_second:.3g}"),
         ]
         if report.goal:
-            row.append(("GOOD", None if good is None else f"{good.share:.0%}"))
+            row.append(("GOOD", None if good is None else f"{good['share']:.0%}"))
         if energy:
             row.append(("J/TOK", None if joules is None else f"{joules:.3g}"))
         rows.append([*row, ("LIMIT", found.verdict.limit.value)])
@@ -529,7 +518,7 @@ def render_page(report: BenchReport) -> str:
         facts.append(("TTFT of a request alone", milliseconds(report.baseline.ttft)))
     page = files("gateway.workshop.bench").joinpath("page.html").read_text(encoding="utf-8")
     speeds = [one.total_tokens_per_second for one in loads]
-    first, whole = [one.samples.ttft for one in loads], [one.samples.completion for one in loads]
+    first, whole = ([one.samples[name] for one in loads] for name in ("ttft", "completion"))
     return Template(page).substitute(
         title=_text(report.title),
         facts=_definitions(facts),
@@ -632,21 +621,8 @@ def draw_report(path: Path, report: BenchReport) -> None:
     figure = Figure(figsize=(12, 4), dpi=100, layout="constrained")
     panels = figure.subplots(1, 3)
     for axes, name in zip(panels, ("ttft", "completion"), strict=False):
-        farthest = 0.0
-        for one in report.loads:
-            values = sorted(getattr(one.samples, name))
-            if not values:
-                continue
-            shares = [(place + 1) / len(values) for place in range(len(values))]
-            axes.step(values, shares, where="post", label=one.load.label, linewidth=1.3)
-            # The last per cent would squeeze the rest.
-            farthest = max(farthest, values[round(0.99 * (len(values) - 1))])
-        axes.set_xlim(0, farthest * 1.05 or 1.0)
-        axes.set_ylim(0, 1)
-        axes.set_xlabel("TTFT, seconds" if name == "ttft" else "completion, seconds")
-        axes.grid(alpha=0.3)
-        if farthest:
-            axes.legend(fontsize=7, loc="lower right")
+        title = "TTFT" if name == "ttft" else name
+        draw_shares(axes, title, {one.load.label: one.samples[name] for one in report.loads})
     panels[0].set_ylabel("share of requests")
     labels = [one.load.label for one in report.loads]
     panels[2].bar(labels, [one.total_tokens_per_second for one in report.loads])

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Literal
 
@@ -106,15 +106,12 @@ def _cheapest_hybrid(
         return None
     trace = question.trace(most * cpu.servers * cpu.slots + gpu.slots)
     count, trials, _ = question.least_fleet(fleet, least, most, trace, limit)
-    rejected = ""
-    if count is None:
-        if most not in trials:
-            return None
-        count = most
-        rejected = ", ".join(goal.misses(trials[most])) or "not done in time"
-    parts, trial = fleet(count), trials[count]
-    price = search.option_price(question, parts, trial)
-    return FleetOption(parts, search.use_of(parts, workload), trial, price, rejected=rejected)
+    if count is not None:
+        return search.fleet_option(question, fleet(count), trials[count])
+    if most not in trials:
+        return None
+    missed = ", ".join(goal.misses(trials[most])) or "not done in time"
+    return search.fleet_option(question, fleet(most), trials[most], missed)
 
 
 # Ways to deploy.
@@ -264,28 +261,37 @@ LEAST_USE = 0.3
 
 
 @dataclass(frozen=True, slots=True)
-class Crossing:
-    """Where one kind of fleet becomes cheaper than another; None: nowhere."""
-
-    cheaper: str
-    than: str
-    first_requests_per_hour: float | None  # the least rate at which it is
-    stays_from_requests_per_hour: float | None
-    """The rate from which on it always is, as far as the curves go."""
-
-
-@dataclass(frozen=True, slots=True)
 class BreakEven:
-    """Prices of the cheapest fleets of each tier and of the hybrid, and their crossings."""
+    """Prices of the cheapest fleets of each tier and of the hybrid, and where they cross."""
 
     rates: tuple[float, ...]  # requests an hour
     prices: Mapping[str, tuple[float, ...]]  # of a month at these rates, by the kind of fleet
-    crossings: tuple[Crossing, ...]
     asked: float
+
+    def crossing(self, kind: str) -> tuple[float | None, float | None]:
+        """The first rate at which a kind is cheaper than CPU nodes, and from which on it stays so.
+
+        None: there is none, as far as the curves go.
+        """
+        pairs = zip(self.prices[kind], self.prices["CPU nodes"], strict=True)
+        cheaper = [one < other for one, other in pairs]
+        stays = len(cheaper) - [*reversed(cheaper), False].index(False)
+        first = self.rates[cheaper.index(True)] if any(cheaper) else None
+        return first, (self.rates[stays] if stays < len(cheaper) else None)
+
+    @property
+    def others(self) -> list[str]:
+        """The kinds that are compared with CPU nodes."""
+        return [kind for kind in self.prices if kind != "CPU nodes"]
 
     def as_dict(self) -> dict[str, object]:
         """For scripts: without the curves' points."""
-        return {"source": "estimate", "crossings": [asdict(one) for one in self.crossings]}
+        crossings = []
+        for kind in self.others:
+            first, stays = self.crossing(kind)
+            rates = {"first_requests_per_hour": first, "stays_from_requests_per_hour": stays}
+            crossings.append({"cheaper": kind, "than": "CPU nodes", **rates})
+        return {"source": "estimate", "crossings": crossings}
 
 
 def break_even(found: PlanAnswer) -> BreakEven | None:
@@ -333,10 +339,7 @@ def break_even(found: PlanAnswer) -> BreakEven | None:
     if hybrid is not None:
         slow, fast = (part.node_type for part in hybrid.parts)
         prices["hybrids"] = tuple(with_gpu(slow, fast, rate) for rate in rates)
-    crossings = tuple(
-        _crossing(rates, prices, other, "CPU nodes") for other in prices if other != "CPU nodes"
-    )
-    return BreakEven(rates, prices, crossings, asked)
+    return BreakEven(rates, prices, asked)
 
 
 def _planned_use(question: PlanQuestion, option: FleetOption) -> float:
@@ -349,19 +352,6 @@ def _planned_use(question: PlanQuestion, option: FleetOption) -> float:
 def _month(question: PlanQuestion, parts: Sequence[FleetPart], rate: float) -> float:
     asked = replace(question, workload=question.workload.with_requests(rate))
     return search.option_price(asked, parts, None).month or 0.0
-
-
-def _crossing(
-    rates: Sequence[float], prices: Mapping[str, Sequence[float]], cheaper: str, than: str
-) -> Crossing:
-    below = [one < other for one, other in zip(prices[cheaper], prices[than], strict=True)]
-    first = next((rate for rate, is_below in zip(rates, below, strict=True) if is_below), None)
-    stays = None
-    for rate, is_below in zip(reversed(rates), reversed(below), strict=True):
-        if not is_below:
-            break
-        stays = rate
-    return Crossing(cheaper, than, first, stays)
 
 
 def plot_break_even(path: Path, found: BreakEven, currency: str) -> None:
@@ -377,11 +367,12 @@ def plot_break_even(path: Path, found: BreakEven, currency: str) -> None:
         axes.plot(found.rates, prices, label=label, drawstyle="steps-mid")
     axes.axvline(found.asked, color="black", linestyle=":", linewidth=1)
     axes.annotate("asked", (found.asked, 0.02), xycoords=("data", "axes fraction"), fontsize=8)
-    for one in found.crossings:
-        if (stays := one.stays_from_requests_per_hour) and stays > found.rates[0]:
+    for kind in found.others:
+        _, stays = found.crossing(kind)
+        if stays is not None and stays > found.rates[0]:
             axes.axvline(stays, color="grey", linestyle="--", linewidth=0.8)
             axes.annotate(
-                f"{one.cheaper} cheaper from {stays:,.0f}",
+                f"{kind} cheaper from {stays:,.0f}",
                 (stays, 0.97),
                 xycoords=("data", "axes fraction"),
                 rotation=90,
@@ -549,21 +540,15 @@ def headline(option: FleetOption) -> str:
 
 def crossing_lines(found: BreakEven) -> list[str]:
     """Say where another kind of fleet is cheaper."""
-    least, most = found.rates[0], found.rates[-1]
     lines = []
-    for one in found.crossings:
-        first, stays = one.first_requests_per_hour, one.stays_from_requests_per_hour
-        if first is None:
-            where = f"at no rate from {least:,.4g} to {most:,.10g} requests an hour"
-        elif stays is None:
-            where = f"at some rates from {first:,.0f} requests an hour on"
-        elif stays <= least:
-            where = f"at every rate from {least:,.4g} requests an hour on"
-        else:
-            where = f"from {stays:,.0f} requests an hour on"
-            if first < stays:
-                where += f", and at some rates from {first:,.0f} on"
-        lines.append(f"{one.cheaper} are cheaper than {one.than} {where} (by the estimate)")
+    for kind in found.others:
+        first, stays = found.crossing(kind)
+        where = f"at no rate from {found.rates[0]:,.4g} to {found.rates[-1]:,.10g} requests an hour"
+        if stays is not None:
+            where = f"from {stays:,.4g} requests an hour on"
+        elif first is not None:
+            where = f"at some rates from {first:,.4g} requests an hour on"
+        lines.append(f"{kind} are cheaper than CPU nodes {where} (by the estimate)")
     return lines
 
 

@@ -26,7 +26,7 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, astuple, dataclass, field, replace
 from functools import partial
-from itertools import compress, pairwise
+from itertools import accumulate, compress, pairwise
 from statistics import fmean, pvariance, stdev
 
 from gateway.workshop.plan.catalogue import FleetPrice, NodeType
@@ -628,26 +628,19 @@ class PlanQuestion:
             knowledge = partial(LearntKnowledge, warm=self.warm)
             front = ModelPlacingFront(RouterFleet(machines, models, trace), self.seed, knowledge)
         fleet = simulate(front, lambda _: limit.check(name))
-        jobs = fleet.jobs
-        bounds = [0]
-        for part in parts:
-            bounds.append(bounds[-1] + part.servers)
-        if backlog is None:
-            counted = jobs[int(len(jobs) * WARM_UP_SHARE) :]
-            growth = 1.0
-        else:
-            counted, growth = jobs, max(1.0, backlog / len(jobs))
+        counted, growth = fleet.jobs[int(len(fleet.jobs) * WARM_UP_SHARE) :], 1.0
+        if backlog is not None:
+            counted, growth = fleet.jobs, max(1.0, backlog / len(fleet.jobs))
         waits = [(job.began - job.arrived) * growth for job in counted]
-        first = [wait + job.first - job.began for wait, job in zip(waits, counted, strict=True)]
-        completions = [
-            wait + job.ended - job.began for wait, job in zip(waits, counted, strict=True)
-        ]
-        began = max(job.began for job in jobs)
+        after = list(zip(waits, counted, strict=True))
+        completions = [wait + job.ended - job.began for wait, job in after]
+        began = max(job.began for job in fleet.jobs)
         nodes = [fleet.router_of(job.node) for job in counted]
+        bounds = accumulate((part.servers for part in parts), initial=0)
         return FleetTrial(
             requests=len(counted),
             wait=Percentiles.of(waits),
-            ttft=Percentiles.of(first),
+            ttft=Percentiles.of([wait + job.first - job.began for wait, job in after]),
             completion=Percentiles.of(completions),
             service=fmean(job.ended - job.began for job in counted),
             waiting_share=sum(wait > 0 for wait in waits) / len(waits),
@@ -851,55 +844,57 @@ def why_impossible(
     return "; ".join(speeds)
 
 
-def find_fleet(question: PlanQuestion, node_type: NodeType, limit: TimeLimit | None) -> FleetOption:
-    """The least number of a type that meets the goal. No limit: by the estimate alone."""
-    workload, goal = question.workload, question.goal
-    least = least_count(node_type, workload, goal)
-    # More than these are no fleet.
-    most_estimated = MOST_SERVERS // (node_type.servers * node_type.slots)
-
-    def option(
-        count: int, trial: FleetTrial | None, rejected: str = "", why: str = ""
-    ) -> FleetOption:
-        parts = (FleetPart(node_type, count),)
+def fleet_option(
+    question: PlanQuestion,
+    parts: tuple[FleetPart, ...],
+    trial: FleetTrial | None = None,
+    rejected: str = "",
+    why_estimated: str = "",
+) -> FleetOption:
+    """A fleet with its use and its price; where its nodes are equal, with the estimate too."""
+    workload, first, guess = question.workload, parts[0], None
+    if len(parts) == 1:
         guess = estimate(
-            times_of(node_type, workload),
-            min(count, most_estimated) * node_type.servers,
+            times_of(first.node_type, workload),
+            min(first.servers, MOST_SERVERS // first.node_type.slots),
             workload.arrivals,
             arrival_scv=workload.arrival_scv,
             lengths_scv=workload.lengths_scv,
         )
-        price = option_price(question, parts, trial)
-        return FleetOption(
-            parts,
-            guess.utilisation,
-            trial,
-            price,
-            estimate=guess,
-            rejected=rejected,
-            why_estimated=why,
-        )
+    price = option_price(question, parts, trial)
+    use = use_of(parts, workload)
+    return FleetOption(parts, use, trial, price, guess, rejected, why_estimated)
+
+
+def find_fleet(question: PlanQuestion, node_type: NodeType, limit: TimeLimit | None) -> FleetOption:
+    """The least number of a type that meets the goal. No limit: by the estimate alone."""
+    workload, goal, most_nodes = question.workload, question.goal, question.most_nodes
+    least = least_count(node_type, workload, goal)
+
+    def fleet(count: int) -> tuple[FleetPart, ...]:
+        return (FleetPart(node_type, count),)
 
     if limit is None:
-        return option(least, None)
-    trace = question.trace(min(least * node_type.servers, question.most_nodes) * node_type.slots)
-    if least > most_estimated:
-        return option(least, None, f"it would take {least:,} of it")
+        return fleet_option(question, fleet(least))
+    trace = question.trace(min(least * node_type.servers, most_nodes) * node_type.slots)
+    if least > MOST_SERVERS // (node_type.servers * node_type.slots):
+        return fleet_option(question, fleet(least), None, f"it would take {least:,} of it")
     if impossible := why_impossible(node_type, trace, goal, workload.models):
-        return option(least, None, impossible)
-    most = min(least * MOST_MORE + 4, question.most_nodes // node_type.servers)
+        return fleet_option(question, fleet(least), None, impossible)
+    most = min(least * MOST_MORE + 4, most_nodes // node_type.servers)
     if least > most:
-        return option(least, None, why=f"more than {question.most_nodes} nodes are not simulated")
-    count, trials, out_of_time = question.least_fleet(
-        lambda count: (FleetPart(node_type, count),), least, most, trace, limit
-    )
+        why = f"more than {most_nodes} nodes are not simulated"
+        return fleet_option(question, fleet(least), why_estimated=why)
+    count, trials, out_of_time = question.least_fleet(fleet, least, most, trace, limit)
     if count is not None:
         why = f"perhaps fewer: {out_of_time}" if out_of_time else ""
-        return option(count, trials[count], why=why)
+        return fleet_option(question, fleet(count), trials[count], why_estimated=why)
     if out_of_time:
-        return option(max(trials, default=least), None, why=out_of_time)
+        tried = fleet(max(trials, default=least))
+        return fleet_option(question, tried, why_estimated=out_of_time)
     missed = ", ".join(goal.misses(trials[most]))
-    return option(most, trials[most], f"{most} of it still miss the goal: {missed}")
+    rejected = f"{most} of it still miss the goal: {missed}"
+    return fleet_option(question, fleet(most), trials[most], rejected)
 
 
 def least_that(holds: Callable[[int], bool], least: int, most: int) -> int | None:

@@ -9,10 +9,12 @@ import random
 import time
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from functools import partial
 from heapq import heappop, heappush
+from typing import Annotated
 
+import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
@@ -38,6 +40,8 @@ from gateway.workshop.simulate.fronts import (
 )
 from gateway.workshop.simulate.report import PolicyReport, summarise
 from gateway.workshop.simulate.simulation import (
+    Count,
+    FromZero,
     Front,
     Job,
     SimulatedFleet,
@@ -74,6 +78,19 @@ def build_front(
     return GatewayFront(fleet, seed, knowledge, name)
 
 
+def play(
+    name: str, front: Front, progress: Callable[[int], None] | None = None, *, bound: bool = False
+) -> PolicyReport:
+    """Play the trace of a front, and report on it; `bound`: with that of any schedule.
+
+    Raises `simulation.StuckError`.
+    """
+    begun = time.process_time()
+    fleet = simulate(front, progress)
+    spent = time.process_time() - begun
+    return summarise(name, fleet, lower_bound(fleet) if bound else 0.0, spent)
+
+
 def compare(
     trace: Trace,
     machines: Sequence[SimulatedMachine],
@@ -91,47 +108,49 @@ def compare(
     reports: list[PolicyReport] = []
     for name in names:
         # Made one by one: what a front learns may be large.
-        fleet = SimulatedFleet(machines, trace)
-        front = build_front(name, fleet, exact=exact, warm=warm, seed=seed)
-        begun = time.process_time()
-        simulate(front, None if progress is None else partial(progress, name))
-        spent = time.process_time() - begun
-        reports.append(summarise(name, fleet, lower_bound(fleet), spent))
+        front = build_front(
+            name, SimulatedFleet(machines, trace), exact=exact, warm=warm, seed=seed
+        )
+        told = None if progress is None else partial(progress, name)
+        reports.append(play(name, front, told, bound=True))
     return reports
 
 
 SECONDS_PER_HOUR = 3600.0
 
 
-@dataclass(frozen=True, slots=True)
-class StandbyResult:
-    """The result of one way to run the machines."""
+class ElasticFigures(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """Rules of standby machines, as `elastic` in the settings; here a time may be 0."""
 
-    report: PolicyReport
-    machine_hours: float  # of all machines, from start to stop
-    starts: int = 0
+    start_above: FromZero = 10.0
+    start_after: FromZero = 5.0
+    stop_after: FromZero = 600.0
+    min: Annotated[int, msgspec.Meta(ge=0)] = 0
+    max: Count | None = None
+    cooldown: FromZero = 60.0
+    startup: FromZero = 60.0  # seconds from a start to work
+    cost: FromZero = 0.0  # of a machine's hour
 
-    def as_dict(self, cost: float) -> dict[str, object]:
-        """For scripts; `cost`: of a machine's hour."""
-        return {
-            "fleet": self.report.policy,
-            "machine_hours": self.machine_hours,
-            "cost": self.machine_hours * cost,
-            "starts": self.starts,
-            **self.report.as_dict(),
-        }
+    def __post_init__(self) -> None:
+        if self.max is not None and self.max < self.min:
+            raise ValueError("max must not be below min")
+
+    def settings(self) -> ElasticSettings:
+        """The rules that the policy follows."""
+        told = msgspec.structs.asdict(self)
+        del told["startup"], told["cost"]
+        return ElasticSettings.model_construct(**told)
 
 
 def compare_elastic(
     trace: Trace,
     base: Sequence[SimulatedMachine],
     standby: Sequence[SimulatedMachine],
-    rules: ElasticSettings,
-    startup: float,
+    rules: ElasticFigures,
     *,
     warm: bool = False,
     seed: int = 0,
-) -> list[StandbyResult]:
+) -> list[PolicyReport]:
     """Play the trace with `standby` machines always on, autoscaled, and on `base` alone.
 
     Speeds, lengths and caches are learnt; `warm`: speeds were before. Raises
@@ -141,51 +160,24 @@ def compare_elastic(
         *base,
         *(replace(one, name=f"standby-{place}") for place, one in enumerate(standby, 1)),
     ]
-    found: list[StandbyResult] = []
     knowledge = partial(LearntKnowledge, warm=warm)
 
-    def fixed(name: str, machines: Sequence[SimulatedMachine]) -> StandbyResult:
-        fleet = SimulatedFleet(machines, trace)
-        report = summarise(name, simulate(GatewayFront(fleet, seed, knowledge)))
-        return StandbyResult(report, len(machines) * report.seconds / SECONDS_PER_HOUR)
+    def fixed(name: str, machines: Sequence[SimulatedMachine]) -> PolicyReport:
+        report = play(name, GatewayFront(SimulatedFleet(machines, trace), seed, knowledge))
+        return replace(report, machine_hours=len(machines) * report.seconds / SECONDS_PER_HOUR)
 
-    found.append(fixed("always on", every))
+    always = fixed("always on", every)
     fleet = SimulatedFleet(every, trace, loaded=range(len(base)))
-    front = AutoscalingFront(fleet, rules, startup, seed, knowledge)
-    elastic = summarise("elastic", simulate(front))
-    seconds = len(base) * elastic.seconds + front.standby_seconds
-    found.append(StandbyResult(elastic, seconds / SECONDS_PER_HOUR, front.starts))
-    if base:
-        found.append(fixed("base alone", base))
-    return found
+    front = AutoscalingFront(fleet, rules.settings(), rules.startup, seed, knowledge)
+    elastic = play("elastic", front)
+    hours = (len(base) * elastic.seconds + front.standby_seconds) / SECONDS_PER_HOUR
+    found = [always, replace(elastic, machine_hours=hours, starts=front.starts)]
+    return [*found, fixed("base alone", base)] if base else found
 
 
 # Placements by hand: all are played behind a proxy, on a sample of one in so many conversations, so
 # many times as fast; the best share of them on all; the best few behind the gateway.
 SAMPLE, HAND_SHARE, HAND_TRIED = 5, 0.1, 12
-
-
-@dataclass(frozen=True, slots=True)
-class ModelPlacementResult:
-    """The result of one way to place models."""
-
-    report: PolicyReport
-    longest_wait: float  # seconds until a request got a slot
-    loads: int
-    load_seconds: float
-    loaded: Mapping[str, Sequence[str]] = field(default_factory=dict)
-    """By router: the models that were placed by hand."""
-
-    def as_dict(self) -> dict[str, object]:
-        """For scripts."""
-        figures = {
-            "placement": self.report.policy,
-            "longest_wait": self.longest_wait,
-            "loads": self.loads,
-            "load_seconds": self.load_seconds,
-            **self.report.as_dict(),
-        }
-        return figures | ({"loaded": self.loaded} if self.loaded else {})
 
 
 def compare_model_placements(
@@ -197,7 +189,7 @@ def compare_model_placements(
     warm: bool = False,
     seed: int = 0,
     progress: Callable[[str, int], None] | None = None,
-) -> list[ModelPlacementResult]:
+) -> list[PolicyReport]:
     """Play the trace with models placed by the gateway, by each router, and by hand.
 
     By hand: the best of a greedy and of so many random `placements`, each with the trace known
@@ -207,41 +199,32 @@ def compare_model_placements(
     ended = Counter[str]()
     knowledge = partial(LearntKnowledge, warm=warm)
 
-    def play(
+    def played(
         name: str,
         build: Callable[[RouterFleet], Front],
         loaded: Collection[int] = (),
-        played: Trace = trace,
-    ) -> ModelPlacementResult:
-        fleet = RouterFleet(routers, models, played, loaded)
-        began = time.process_time()
-        simulate(build(fleet))
-        spent = time.process_time() - began
+        traffic: Trace = trace,
+    ) -> PolicyReport:
+        fleet = RouterFleet(routers, models, traffic, loaded)
+        report = play(name, build(fleet))
         ended[name] += 1
         if progress is not None:
             progress(name, ended[name])
-        report = summarise(name, fleet, cpu_seconds=spent)
-        return ModelPlacementResult(
-            report,
-            max((job.began - job.arrived for job in played.jobs), default=0.0),
-            fleet.loads,
-            fleet.load_seconds,
-            describe_placement(fleet, loaded) if loaded else {},
-        )
+        return replace(report, loaded=describe_placement(fleet, loaded) if loaded else {})
 
     found = [
-        play("gateway", partial(ModelPlacingFront, seed=seed, knowledge=knowledge)),
-        play("each router's own", LeastRecentlyUsed),
+        played("gateway", partial(ModelPlacingFront, seed=seed, knowledge=knowledge)),
+        played("each router's own", LeastRecentlyUsed),
     ]
     idle = RouterFleet(routers, models)
     best = list(dict.fromkeys(random_placements(idle, placements, random.Random(seed))))
-    for played, most in (
+    for traffic, most in (
         (_sample(trace), max(HAND_TRIED, round(placements * HAND_SHARE))),
         (trace, HAND_TRIED),
     ):
         if len(best) > most:
             means = {
-                loaded: play("by hand", FewestConnections, loaded, played).report.completion.mean
+                loaded: played("by hand", FewestConnections, loaded, traffic).completion.mean
                 for loaded in best
             }
             best = sorted(best, key=means.__getitem__)[:most]
@@ -249,9 +232,9 @@ def compare_model_placements(
     if (greedy := greedy_placement(idle, counts)) is not None:
         best.append(greedy)
     gateway = partial(GatewayFront, seed=seed, knowledge=knowledge)
-    by_hand = [play("by hand", gateway, loaded) for loaded in best]
+    by_hand = [played("by hand", gateway, loaded) for loaded in best]
     if by_hand:
-        found.append(min(by_hand, key=lambda one: one.report.completion.mean))
+        found.append(min(by_hand, key=lambda one: one.completion.mean))
     return found
 
 

@@ -25,6 +25,7 @@ from typing import Annotated, Any, NamedTuple
 import msgspec
 import yaml
 
+from gateway.config.errors import single_line
 from gateway.config.fields import parse_size
 from gateway.config.inventory import Inventory, host_memory
 from gateway.workshop.simulate.simulation import (
@@ -42,9 +43,10 @@ from gateway.workshop.simulate.simulation import (
 
 MOST_NODES = 100_000
 
+_NUMBER = r"\d*\.?\d+"
 _GROUP = re.compile(
-    r"(?P<count>\d+)x(?P<slots>\d+)@(?P<decode>[\d.]+):(?P<prefill>[\d.]+)(?:\+(?P<cost>[\d.]+))?"
-    r"(?:/(?P<memory>[\w.]+))?"
+    rf"(?P<count>\d{{1,9}})x(?P<slots>\d{{1,9}})@(?P<decode>{_NUMBER}):(?P<prefill>{_NUMBER})"
+    rf"(?:\+(?P<cost>{_NUMBER}))?(?:/(?P<memory>[\w.]+))?"
 )
 
 MODELS_NEEDED = "routers need --models, such as 12x2GiB:30GiB, or `llama-gateway models --json`"
@@ -55,66 +57,49 @@ class FleetError(Exception):
     """A fleet that can't be simulated; the message has the remedy."""
 
 
-_Speed = Annotated[float, msgspec.Meta(gt=0)]
+_Positive = Annotated[float, msgspec.Meta(gt=0, le=1e9)]
 
 
 class NodeSpeeds(msgspec.Struct, frozen=True):
     """How fast one node is; None: not given."""
 
-    prefill_tps: _Speed | None = None
-    decode_tps: _Speed | None = None
+    name: str
+    prefill_tps: _Positive | None = None
+    decode_tps: _Positive | None = None
     batch_cost: Annotated[float, msgspec.Meta(ge=0)] | None = None
     slots: int | None = msgspec.field(default=None, name="slots_total")  # 0: not loaded
     router: str | None = None  # of which it is one model
     models: tuple[str, ...] = ()
 
 
-@dataclass(frozen=True, slots=True)
-class ServerSetup:
-    """The settings of all servers."""
-
-    batch_tokens: int = BATCH_TOKENS  # tokens of a step (`--batch-size`)
-    cache_ram_mib: int = CACHE_RAM_MIB  # MiB of host memory for prompts (`--cache-ram`)
-
-    @property
-    def cache_tokens(self) -> int:
-        """Tokens that the host-memory cache holds."""
-        return tokens_in_host_memory(self.cache_ram_mib)
-
-
-def from_text(text: str, setup: ServerSetup) -> list[SimulatedMachine]:
+def from_text(
+    text: str, batch_tokens: int = BATCH_TOKENS, cache_ram_mib: int = CACHE_RAM_MIB
+) -> list[SimulatedMachine]:
     """A fleet from text: groups of equal nodes, with commas between them.
 
     `1000x2@40:600` are 1,000 nodes of 2 slots that decode 40 and prefill 600 tokens/s; `+0.3`
     behind it: what one more busy slot adds to a step, as a share; `/64GiB`: they are routers, with
-    so much memory for models. Raises FleetError.
+    so much memory for models. `batch_tokens` and `cache_ram_mib` are the servers' `--batch-size`
+    and `--cache-ram`. Raises FleetError.
     """
     machines: list[SimulatedMachine] = []
     for part in text.replace(" ", "").split(","):
         found = _GROUP.fullmatch(part)
         if found is None:
             raise FleetError(f"{part!r} is no fleet: write {FLEET_SYNTAX}")
-        try:
-            count, slots = int(found["count"]), int(found["slots"])
-            decode, prefill = float(found["decode"]), float(found["prefill"])
-            cost = BATCH_COST if found["cost"] is None else float(found["cost"])
-            memory = parse_size(found["memory"]) if found["memory"] else 0
-        except ValueError:
-            raise FleetError(
-                f"{part!r} holds something that is no number: write {FLEET_SYNTAX}"
-            ) from None
+        count = int(found["count"])
         if not 1 <= count <= MOST_NODES - len(machines):
             raise FleetError(f"{part!r}: a fleet has 1 to {MOST_NODES} nodes")
         with _named(part):
             first = SimulatedMachine(
                 "",
-                slots,
-                prefill,
-                decode,
-                cost,
-                batch_tokens=setup.batch_tokens,
-                cache_tokens=setup.cache_tokens,
-                memory=memory,
+                int(found["slots"]),
+                float(found["prefill"]),
+                float(found["decode"]),
+                float(found["cost"] or BATCH_COST),
+                batch_tokens=batch_tokens,
+                cache_tokens=tokens_in_host_memory(cache_ram_mib),
+                memory=parse_size(found["memory"] or 0),
             )
         before = len(machines)
         machines += [replace(first, name=f"node-{before + 1 + n}") for n in range(count)]
@@ -124,14 +109,13 @@ def from_text(text: str, setup: ServerSetup) -> list[SimulatedMachine]:
 def from_inventory(
     inventory: Inventory,
     speeds: Mapping[str, NodeSpeeds],
-    default_speeds: NodeSpeeds,
-    setup: ServerSetup,
+    usual: SimulatedMachine,
     *,
     on_demand: bool = False,
 ) -> tuple[list[SimulatedMachine], list[str]]:
     """The machines of an inventory, and notes on what had to be assumed about them.
 
-    A node has the speeds in `speeds`, else `default_speeds` times its `speed_hint`. Nodes that get
+    A node has the speeds in `speeds`, else those of `usual` times its `speed_hint`. Nodes that get
     no work (`enabled: false`, `standby: true`) are left out. `on_demand`: nodes that have models in
     `speeds`, and unknown ones with `memory`, are routers. Raises FleetError.
     """
@@ -146,8 +130,12 @@ def from_inventory(
     for node in inventory.nodes:
         if not node.enabled or node.standby:
             continue
-        own, models = speeds.get(node.name, NodeSpeeds()), held.get(node.name, {})
-        known = [one for one in models.values() if one.prefill_tps and one.decode_tps]
+        own, models = speeds.get(node.name, NodeSpeeds(node.name)), held.get(node.name, {})
+        known = {
+            model: (one.prefill_tps, one.decode_tps)
+            for model, one in models.items()
+            if one.prefill_tps and one.decode_tps
+        }
         is_router = bool(models) or (on_demand and node.name not in speeds and node.host in memory)
         if is_router and not on_demand:
             raise FleetError(f"{node.name} is a router: {MODELS_NEEDED}")
@@ -162,27 +150,20 @@ def from_inventory(
             unsized.append(node.name)
         if not known and (own.prefill_tps is None or own.decode_tps is None):
             guessed.append(node.name)
-        prefill = own.prefill_tps or (default_speeds.prefill_tps or 0.0) * node.speed_hint
-        decode = own.decode_tps or (default_speeds.decode_tps or 0.0) * node.speed_hint
-        costs = [one.batch_cost for one in (own, *known, default_speeds)]
+        costs = [one.batch_cost for one in (own, *(models[model] for model in known))]
         with _named(node.name):
-            machine = SimulatedMachine(
-                node.name,
-                slots or 1,
-                prefill,
-                decode,
-                next((cost for cost in costs if cost is not None), BATCH_COST),
+            machine = replace(
+                usual,
+                name=node.name,
+                slots=slots or 1,
+                prefill_tps=own.prefill_tps or usual.prefill_tps * node.speed_hint,
+                decode_tps=own.decode_tps or usual.decode_tps * node.speed_hint,
+                batch_cost=next((cost for cost in costs if cost is not None), usual.batch_cost),
                 host=node.host,
                 calibrated=node.calibrate and node.kind == "llama.cpp",
-                batch_tokens=setup.batch_tokens,
-                cache_tokens=setup.cache_tokens,
                 models=frozenset(models or node.models or own.models if on_demand else ()),
                 memory=memory[node.host] if is_router else 0,
-                model_speeds={
-                    name: (one.prefill_tps or 0.0, one.decode_tps or 0.0)
-                    for name, one in models.items()
-                    if one in known
-                },
+                model_speeds=known,
             )
         machines.append(machine)
     if not machines:
@@ -192,9 +173,8 @@ def from_inventory(
         notes.append(f"assumed one slot for {_some(unsized)}: no `slots` in the inventory")
     if guessed:
         notes.append(
-            f"assumed {default_speeds.decode_tps:g} and {default_speeds.prefill_tps:g} "
-            f"tokens/s times `speed_hint` for "
-            f"{_some(guessed)}: --speeds FILE tells more"
+            f"assumed {usual.decode_tps:g} and {usual.prefill_tps:g} tokens/s times `speed_hint` "
+            f"for {_some(guessed)}: --speeds FILE tells more"
         )
     return machines, notes
 
@@ -207,40 +187,22 @@ def read_speeds(path: Path) -> dict[str, NodeSpeeds]:
     """
     value = read_document(path)
     nodes = value.get("nodes") if isinstance(value, dict) else value
-    if not isinstance(nodes, list):
+    try:
+        return {one.name: one for one in msgspec.convert(nodes, list[NodeSpeeds])}
+    except msgspec.ValidationError as error:
         raise FleetError(
-            f"{path}: holds no list of nodes (take what `llama-gateway nodes --json` writes)"
-        )
-    speeds: dict[str, NodeSpeeds] = {}
-    for number, node in enumerate(nodes):
-        where = f"{path}: nodes[{number}]"
-        if not isinstance(node, dict) or not isinstance(node.get("name"), str):
-            raise FleetError(f"{where}: has no name (each node needs one)")
-        try:
-            speeds[node["name"]] = msgspec.convert(node, NodeSpeeds)
-        except msgspec.ValidationError as error:
-            raise FleetError(f"{where}: {error} (correct it, or leave it away)") from None
-    return speeds
+            f"{path}: {error} (write a list of nodes, or take what `llama-gateway nodes --json` "
+            "writes)"
+        ) from None
 
 
 def read_document(path: Path) -> Any:
     """What a file of YAML or JSON holds. Raises FleetError."""
+    read = json.loads if path.suffix == ".json" else yaml.safe_load
     try:
-        text = path.read_text(encoding="utf-8", errors="replace")
-    except OSError as error:
-        raise FleetError(
-            f"{path}: can't be read: {error.strerror} (check the path and its rights)"
-        ) from None
-    try:
-        return json.loads(text) if path.suffix == ".json" else yaml.safe_load(text)
-    except json.JSONDecodeError as error:
-        place = f"{path}:{error.lineno}:{error.colno}"
-        raise FleetError(f"{place}: {error.msg} (write valid JSON)") from None
-    except yaml.YAMLError as error:
-        mark = getattr(error, "problem_mark", None)
-        place = f"{path}:{mark.line + 1}:{mark.column + 1}" if mark else str(path)
-        problem = getattr(error, "problem", None) or "is no YAML"
-        raise FleetError(f"{place}: {problem} (write valid YAML)") from None
+        return read(path.read_text(encoding="utf-8", errors="replace"))
+    except (OSError, ValueError, yaml.YAMLError) as error:
+        raise FleetError(f"{path}: can't be read: {single_line(str(error))}") from None
 
 
 @contextmanager
@@ -301,39 +263,39 @@ def models_from_text(text: str) -> list[SimulatedModel]:
     ]
 
 
+class _ModelEntry(msgspec.Struct):
+    name: str
+    memory: int | str
+    load_seconds: _Positive | None = None
+    share: _Positive | None = None
+
+
 def _read_models(path: Path) -> list[SimulatedModel]:
     if not path.is_file():
         raise FleetError(f"{path}: no such file (name a YAML file, or write {MODELS_SYNTAX})")
     value = read_document(path)
     if isinstance(value, dict) and isinstance(value.get("placements"), list):
         return placed_models(value["placements"])
-    models: list[SimulatedModel] = []
     remedy = "write a list of {name: qwen3-8b, memory: 9GiB, load_seconds: 8, share: 2}"
-    for number, entry in enumerate(value if isinstance(value, list) else [None], 1):
-        model = _model_of(entry)
-        if model is None:
-            raise FleetError(f"{path}: entry {number} is no model ({remedy})")
-        models.append(model)
-    if not models or len({one.name for one in models}) < len(models) or len(models) > MOST_MODELS:
+    try:
+        models = [
+            SimulatedModel(
+                one.name,
+                size := parse_size(one.memory),
+                one.load_seconds or size / LOAD_SPEED,
+                one.share,
+            )
+            for one in msgspec.convert(value, list[_ModelEntry])
+        ]
+    except (msgspec.ValidationError, ValueError) as error:
+        raise FleetError(f"{path}: {error} ({remedy})") from None
+    if not 1 <= len({one.name for one in models if one.memory > 0}) == len(models) <= MOST_MODELS:
         raise FleetError(
-            f"{path}: holds no model, one twice, or more than {MOST_MODELS} ({remedy})"
+            f"{path}: holds no model, one twice, one of no memory, or over {MOST_MODELS} ({remedy})"
         )
     if None in (shares := {one.share for one in models}) and len(shares) > 1:
         raise FleetError(f"{path}: give each model a `share`, or none")
     return models
-
-
-def _model_of(entry: object) -> SimulatedModel | None:
-    if not isinstance(entry, dict) or not isinstance(entry.get("name"), str):
-        return None
-    try:
-        memory = parse_size(entry.get("memory"))
-        seconds = float(entry.get("load_seconds", memory / LOAD_SPEED))
-        share = float(entry["share"]) if "share" in entry else None
-    except (TypeError, ValueError):
-        return None
-    sound = memory > 0 and 0.0 < seconds < math.inf and (share is None or 0.0 < share < math.inf)
-    return SimulatedModel(entry["name"], memory, seconds, share) if sound else None
 
 
 def placed_models(placements: Sequence[Mapping[str, Any]]) -> list[SimulatedModel]:

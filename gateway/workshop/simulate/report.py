@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from itertools import accumulate
 from pathlib import Path
+from typing import Any
 
 from gateway.config.scheduling import QueueSettings
 from gateway.workshop.simulate.simulation import Job, SimulatedFleet
@@ -55,6 +56,14 @@ class PolicyReport:
     bound: float = 0.0
     """Lower bound of the mean completion under any schedule (`lower_bound`); 0: not computed."""
     cpu_seconds: float = 0.0  # CPU time that its simulation took
+    # Where machines are started and stopped, or models loaded.
+    machine_hours: float = 0.0  # of all machines, from start to stop
+    starts: int = 0
+    loads: int = 0
+    load_seconds: float = 0.0
+    longest_wait: float = 0.0
+    loaded: Mapping[str, Sequence[str]] = field(default_factory=dict)
+    """By router: the models that were placed by hand."""
     curve: tuple[float, ...] = field(default=(), repr=False)
     """Quantiles of TTFT for a plot: 0 %, 0.5 %, ... 100 %."""
     completion_curve: tuple[float, ...] = field(default=(), repr=False)
@@ -99,13 +108,14 @@ def summarise(
     prompt = sum(job.prompt.tokens for job in jobs)
     ttft = [job.first - job.arrived for job in jobs]
     completion = [job.ended - job.arrived for job in jobs]
+    waits = [job.began - job.arrived for job in jobs]
     busy_seconds = sum(job.ended - job.began for job in jobs)
     return PolicyReport(
         policy,
         requests=len(jobs),
         completion=Percentiles.of(completion),
         ttft=Percentiles.of(ttft),
-        wait=Percentiles.of([job.began - job.arrived for job in jobs]),
+        wait=Percentiles.of(waits),
         service=busy_seconds / len(jobs) if jobs else 0.0,
         slots=slots,
         classes=_by_class(jobs),
@@ -115,9 +125,12 @@ def summarise(
         utilisation=utilisation(fleet, slots),
         load=_load(jobs, busy_seconds, slots),
         longest_queue=_longest_queue(jobs),
-        too_late=sum(job.began - job.arrived > LONGEST_WAIT for job in jobs),
+        too_late=sum(wait > LONGEST_WAIT for wait in waits),
         bound=bound,
         cpu_seconds=cpu_seconds,
+        loads=fleet.loads,
+        load_seconds=fleet.load_seconds,
+        longest_wait=max(waits, default=0.0),
         curve=_curve(ttft),
         completion_curve=_curve(completion),
     )
@@ -184,8 +197,22 @@ def _curve(values: list[float]) -> tuple[float, ...]:
     )
 
 
-# Share of the requests that the curves show: the last per cent would squeeze the rest.
-SHOWN_SHARE = 0.99
+SHOWN_SHARE = 0.99  # of the requests, which curves show: the last per cent would squeeze the rest
+
+
+def draw_shares(axes: Any, title: str, series: Mapping[str, Sequence[float]]) -> None:
+    """Draw what share of the requests took how many seconds: a curve for each label."""
+    ranked = {label: sorted(values) for label, values in series.items() if values}
+    for label, values in ranked.items():
+        shares = [place / len(values) for place in range(1, len(values) + 1)]
+        axes.step(values, shares, where="post", label=label, linewidth=1.3)
+    shown = (values[round(SHOWN_SHARE * (len(values) - 1))] for values in ranked.values())
+    axes.set_xlim(0, max(shown, default=0.0) * 1.05 or 1.0)
+    axes.set_ylim(0, 1)
+    axes.set_xlabel(f"{title}, seconds")
+    axes.grid(alpha=0.3)
+    if ranked:
+        axes.legend(fontsize=7, loc="lower right")
 
 
 def plot_reports(path: Path, reports: Sequence[PolicyReport], title: str) -> None:
@@ -196,29 +223,16 @@ def plot_reports(path: Path, reports: Sequence[PolicyReport], title: str) -> Non
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(9, 4), dpi=100, layout="constrained")
-    shares = [step / CURVE_STEPS for step in range(CURVE_STEPS + 1)]
     panels = figure.subplots(1, 2, sharey=True)
-    for axes, what in zip(panels, ("time to first token", "completion"), strict=True):
-        farthest = 0.0
-        for one in reports:
-            first = what.startswith("time")
-            curve = one.curve if first else one.completion_curve
-            spread = one.ttft if first else one.completion
-            if not curve:
-                continue
-            axes.plot(
-                curve, shares, label=f"{one.policy} (mean {spread.mean:.3g} s)", linewidth=1.3
-            )
-            farthest = max(farthest, curve[round(SHOWN_SHARE * CURVE_STEPS)])
-        axes.set_xlim(0, farthest * 1.02 or 1.0)
-        axes.set_xlabel(f"{what}, seconds")
-        axes.grid(alpha=0.3)
-        axes.legend(fontsize=7, loc="lower right")
-    bound = max((one.bound for one in reports), default=0.0)
-    if bound:
+    ttft = {f"{one.policy} (mean {one.ttft.mean:.3g} s)": one.curve for one in reports}
+    whole = {
+        f"{one.policy} (mean {one.completion.mean:.3g} s)": one.completion_curve for one in reports
+    }
+    draw_shares(panels[0], "time to first token", ttft)
+    draw_shares(panels[1], "completion", whole)
+    if bound := max((one.bound for one in reports), default=0.0):
         panels[1].axvline(bound, color="black", linestyle=":", linewidth=1)
         panels[1].annotate("bound of the mean", (bound, 0.02), fontsize=7, rotation=90)
     panels[0].set_ylabel("share of requests")
-    panels[0].set_ylim(0, 1)
     figure.suptitle(title, fontsize=9)
     figure.savefig(path)

@@ -26,23 +26,20 @@ same result.
 
 from __future__ import annotations
 
-import csv
-import io
-import json
 import math
 import random
 from abc import ABC, abstractmethod
 from bisect import bisect
 from collections import deque
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, fields
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from datetime import UTC, datetime
+from functools import partial
 from heapq import heappop, heappush
 from pathlib import Path
-from typing import Annotated, Any, NamedTuple
+from typing import Annotated, NamedTuple, TypeVar
 
 import msgspec
-from msgspec import UNSET, UnsetType
 
 from gateway.config.errors import ConfigError, Problem
 from gateway.terms import Priority
@@ -159,12 +156,35 @@ MOST_SECONDS = 1e9
 MOST_PROBLEMS = 20
 LONGEST_TRACE_LINE = 1_000_000
 
+_Tokens = Annotated[int, msgspec.Meta(ge=1, le=MOST_TOKENS)]
+_CLASSES = "|".join(priority.label for priority in Priority)
+
+
+class TraceLine(msgspec.Struct, forbid_unknown_fields=True, rename={"klass": "class"}):
+    """What a line says of its request."""
+
+    prompt_tokens: _Tokens
+    output_tokens: _Tokens
+    time: Annotated[float, msgspec.Meta(ge=-MOST_SECONDS, le=MOST_SECONDS * 10)] | None = None
+    max_tokens: _Tokens | None = None
+    model: str = ""
+    klass: Annotated[str, msgspec.Meta(pattern=f"^({_CLASSES})?$")] = ""
+    caller: str = ""
+    session: str = ""
+    pause: Annotated[float, msgspec.Meta(ge=0, le=MOST_SECONDS * 10)] = 0.0
+    prefix: str = ""
+    prefix_tokens: Annotated[int, msgspec.Meta(ge=0, le=MOST_TOKENS)] = 0
+
+    def __post_init__(self) -> None:
+        if self.prefix_tokens > self.prompt_tokens:
+            raise ValueError("prefix_tokens is more than prompt_tokens: it is a part of it")
+
+
+TRACE_KEYS = TraceLine.__struct_encode_fields__
+_LINE_REMEDY = (
+    f'write {{"prompt_tokens": 1800, "output_tokens": 120}}; keys: {", ".join(TRACE_KEYS)}'
+)
 _AZURE = ("TIMESTAMP", "ContextTokens", "GeneratedTokens")
-_CLASSES = [priority.label for priority in Priority]
-
-
-class _Broken(Exception):  # noqa: N818 - caught by the reader
-    """A line's mistake: key, message, remedy, and column if it is known."""
 
 
 def read_trace(path: Path, *, skip_broken: bool = False, limit: int | None = None) -> Trace:
@@ -175,80 +195,54 @@ def read_trace(path: Path, *, skip_broken: bool = False, limit: int | None = Non
     """
     problems: list[Problem] = []
     skipped = 0
-    jobs: list[Job] = []
-    read = _Csv() if path.suffix.lower() == ".csv" else _Lines()
-    with path.open(encoding="utf-8", errors="replace", newline="") as file:
-        for number, line in enumerate(_bounded(file), start=1):
-            if limit is not None and len(jobs) >= limit:
+    trace = _TraceReader()
+    with path.open(encoding="utf-8", errors="replace") as file:
+        lines = enumerate(iter(partial(file.readline, LONGEST_TRACE_LINE), ""), start=1)
+        read: Callable[[str], TraceLine] = msgspec.json.Decoder(TraceLine).decode
+        remedy = _LINE_REMEDY
+        if path.suffix.lower() == ".csv":
+            names = [name.strip(' "\ufeff\n') for name in next(lines, (1, ""))[1].split(",")]
+            remedy = f"begin the file with {','.join(_AZURE)}, or name it .jsonl"
+            if missing := [name for name in _AZURE if name not in names]:
+                message = f"the head line has no {', '.join(missing)}"
+                raise ConfigError([Problem(path, 1, "", message, remedy)])
+            read = partial(_read_azure, [names.index(name) for name in _AZURE])
+            remedy = "write such as 2023-11-16 18:15:46.6805900,374,44"
+        for number, text in lines:
+            if len(trace.jobs) == limit or len(problems) == MOST_PROBLEMS:
                 break
-            try:
-                job = read(line)
-            except _Broken as wrong:
-                # Without its head line a CSV file has no columns.
-                hopeless = isinstance(read, _Csv) and not read.places
-                if skip_broken and not hopeless:
-                    skipped += 1
-                    continue
-                problems.append(Problem(path, number, *wrong.args))
-                if hopeless or len(problems) >= MOST_PROBLEMS:
-                    break
+            if not text.strip():
                 continue
-            if job is not None:
-                jobs.append(job)
+            try:
+                trace.add(read(text))
+            except (msgspec.MsgspecError, ValueError) as error:
+                if skip_broken:
+                    skipped += 1
+                else:
+                    problems.append(Problem(path, number, "", str(error), remedy))
     if problems:
         raise ConfigError(problems)
-    if not jobs:
+    if not trace.jobs:
         raise ConfigError([Problem(path, 0, "", "holds no request", "write one a line")])
-    start = min(job.time for job in jobs)
-    for job in jobs:
+    start = min(job.time for job in trace.jobs)
+    for job in trace.jobs:
         job.time -= start
-    trace = build_trace(jobs)
-    return Trace(trace.jobs, trace.next_turns, skipped)
-
-
-def _bounded(file: io.TextIOBase) -> Iterator[str]:
-    while line := file.readline(LONGEST_TRACE_LINE):
-        yield line
-
-
-_Tokens = Annotated[int, msgspec.Meta(ge=1, le=MOST_TOKENS)]
-
-
-class TraceLine(msgspec.Struct, forbid_unknown_fields=True, rename={"klass": "class"}):
-    """What a line says of its request."""
-
-    prompt_tokens: _Tokens
-    output_tokens: _Tokens
-    time: Annotated[float, msgspec.Meta(ge=-MOST_SECONDS, le=MOST_SECONDS * 10)] | UnsetType = UNSET
-    max_tokens: _Tokens | UnsetType = UNSET
-    model: str = ""
-    klass: str = ""
-    caller: str = ""
-    session: str = ""
-    pause: Annotated[float, msgspec.Meta(ge=0, le=MOST_SECONDS * 10)] = 0.0
-    prefix: str = ""
-    prefix_tokens: Annotated[int, msgspec.Meta(ge=0, le=MOST_TOKENS)] = 0
-
-
-TRACE_KEYS = frozenset(TraceLine.__struct_encode_fields__)
+    return replace(build_trace(trace.jobs), skipped=skipped)
 
 
 @dataclass(slots=True)
-class _Lines:
-    """JSON lines, whose sessions and prefixes are numbered."""
+class _TraceReader:
+    """Makes jobs of lines, and numbers their sessions and prefixes."""
 
+    jobs: list[Job] = field(default_factory=list)
     _streams: dict[str, int] = field(default_factory=dict)
     _heads: dict[str, int] = field(default_factory=dict)
     _single: int = 0
     _time: float = 0.0
 
-    def __call__(self, text: str) -> Job | None:
-        if not text.strip():
-            return None
-        line = _read_line(text)
-        if line.time is not UNSET:
+    def add(self, line: TraceLine) -> None:
+        if line.time is not None:
             self._time = line.time
-        limit = None if line.max_tokens is UNSET else line.max_tokens
         if line.session:
             stream = self._streams.setdefault(line.session, len(self._streams) + 1)
         else:
@@ -256,116 +250,31 @@ class _Lines:
             stream = -1 - self._single
         shared = line.prefix_tokens if line.prefix else 0
         head = self._heads.setdefault(line.prefix, len(self._heads) + 1) if shared else 0
-        return Job(
+        job = Job(
             0,
             self._time,
             TracePrompt(stream, line.prompt_tokens, head, shared),
-            line.output_tokens if limit is None else min(line.output_tokens, limit),
-            max_tokens=limit,
+            min(line.output_tokens, line.max_tokens or MOST_TOKENS),
+            max_tokens=line.max_tokens,
             priority_label=line.klass or "normal",
             caller=line.caller,
             pause=line.pause,
             model=line.model,
         )
+        self.jobs.append(job)
 
 
-def _read_line(text: str) -> TraceLine:
-    remedy = "write one JSON object a line"
+def _read_azure(places: Sequence[int], text: str) -> TraceLine:
+    """Read a line of the Azure layout, whose columns are at these places. Raises ValueError."""
+    cells = text.strip().split(",")
     try:
-        value = json.loads(text.rstrip())
-    except json.JSONDecodeError as error:
-        raise _Broken("", error.msg, remedy, error.colno) from None
-    except (ValueError, RecursionError):
-        raise _Broken("", "can't be read", remedy) from None
-    if not isinstance(value, dict):
-        raise _Broken("", "is no JSON object", 'write {"prompt_tokens": ...} on each line')
-    try:
-        line = msgspec.convert(value, TraceLine)
-    except msgspec.ValidationError as error:
-        # It ends with the key in backticks.
-        raise _wrong(text, value, str(error).rpartition(" `")[2][:-1].removeprefix("$.")) from None
-    for key in ("time", "pause"):
-        if math.isnan(value.get(key, 0.0)):
-            raise _wrong(text, value, key)
-    if line.prefix_tokens > line.prompt_tokens:
-        raise _wrong(text, value, "prefix_tokens", "more than prompt_tokens", "it is a part of it")
-    if line.klass and line.klass not in _CLASSES:
-        raise _wrong(text, value, "class", f"{line.klass!r} is no class", ", ".join(_CLASSES))
-    return line
-
-
-def _wrong(
-    text: str, value: Mapping[str, Any], key: str, message: str = "", remedy: str = ""
-) -> _Broken:
-    """The mistake of a key; without `message`: its value is none that it may have."""
-    column = text.find(json.dumps(key)) + 1
-    if key not in TRACE_KEYS:
-        known = f"known: {', '.join(sorted(TRACE_KEYS))}"
-        return _Broken(key, "unknown key", known, column)
-    if key not in value:
-        return _Broken(key, "is missing", "write a whole number, 1 or more")
-    if not message:
-        shown = json.dumps(value[key])
-        message = f"{shown if len(shown) <= 40 else shown[:40] + '...'} is not valid"
-        least = 0 if key == "prefix_tokens" else 1
-        remedy = "write a text in quotes"
-        if key.endswith("_tokens"):
-            remedy = f"write a whole number from {least} to {MOST_TOKENS}"
-        elif key in {"time", "pause"}:
-            remedy = "write seconds, such as 12.5"
-    return _Broken(key, message, remedy, column)
-
-
-class _Csv:
-    """The Azure layout: a few columns, no value with a line end in it."""
-
-    def __init__(self) -> None:
-        self.places: list[int] = []  # of the columns; empty: the head line has not been read
-        self._count = 0
-
-    def __call__(self, line: str) -> Job | None:
-        if not line.strip():
-            return None
-        cells = next(csv.reader([line.strip("\r\n\ufeff")]), [])
-        if not self.places:
-            names = [cell.strip() for cell in cells]
-            missing = [name for name in _AZURE if name not in names]
-            if missing:
-                remedy = f"begin the file with {','.join(_AZURE)}, or name it .jsonl"
-                raise _Broken("", f"the head line has no {', '.join(missing)}", remedy, 1)
-            self.places = [names.index(name) for name in _AZURE]
-            return None
-        if len(cells) <= max(self.places):
-            raise _Broken("", f"has {len(cells)} cells", "one for each column of the head line")
-        self._count += 1
-        time, prompt, output = (
-            self._cell(cells, place, kind)
-            for place, kind in zip(self.places, (_stamp, _count, _count), strict=True)
-        )
-        # A few requests of the public traces have no output; their prompt is read all the same.
-        written = max(1, int(output))
-        return Job(0, time, TracePrompt(-1 - self._count, max(1, int(prompt))), written)
-
-    def _cell(self, cells: list[str], place: int, kind: Callable[[str], float]) -> float:
-        try:
-            return kind(cells[place].strip())
-        except ValueError as error:
-            name = _AZURE[self.places.index(place)]
-            column = sum(len(cell) + 1 for cell in cells[:place]) + 1
-            raise _Broken(name, f"{cells[place]!r} is not valid", str(error), column) from None
-
-
-def _stamp(text: str) -> float:
-    try:
-        return datetime.fromisoformat(text).replace(tzinfo=UTC).timestamp()
-    except (ValueError, OverflowError, OSError):
-        raise ValueError("write it as 2023-11-16 18:15:46.6805900") from None
-
-
-def _count(text: str) -> float:
-    if not text.isdecimal() or int(text) > MOST_TOKENS:
-        raise ValueError(f"write a whole number of tokens, at most {MOST_TOKENS}")
-    return int(text)
+        stamp, prompt, output = (cells[place].strip(' "') for place in places)
+    except IndexError:
+        raise ValueError(f"has {len(cells)} cells") from None
+    time = datetime.fromisoformat(stamp).replace(tzinfo=UTC).timestamp()
+    # A few requests of the public traces have no output; their prompt is read all the same.
+    found = {"time": time, "prompt_tokens": int(prompt) or 1, "output_tokens": int(output) or 1}
+    return msgspec.convert(found, TraceLine)
 
 
 def build_trace(jobs: list[Job]) -> Trace:
@@ -392,71 +301,56 @@ READ_TOKENS_PER_SECOND = 20.0  # tokens of an answer that a person reads per sec
 WARM_UP_DURATIONS = 3.0
 
 
-@dataclass(frozen=True, slots=True)
-class Traffic:
+_Positive = Annotated[float, msgspec.Meta(gt=0, le=MOST_SECONDS)]
+Count = Annotated[int, msgspec.Meta(ge=1)]
+_FromOne = Annotated[float, msgspec.Meta(ge=1, le=MOST_SECONDS)]
+FromZero = Annotated[float, msgspec.Meta(ge=0, le=MOST_SECONDS)]
+_Share = Annotated[float, msgspec.Meta(ge=0, le=1)]
+
+
+class Traffic(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """What to generate. Figures are means; tokens and seconds."""
 
-    requests: int
-    rate: float  # requests per second
-    turns: float = 4.0  # turns of a conversation
-    tenants: int = 6  # tenants, each with a system prompt; a few make most of the traffic
-    system: int = 1500
-    question: float = 120.0
-    answer: float = 180.0
-    pause: float = 20.0  # seconds between an answer and the next question
-    limit: int = 2048
+    requests: Count = 5000
+    rate: _Positive = 1.0  # requests per second
+    turns: _FromOne = 4.0  # turns of a conversation
+    tenants: Count = 6  # tenants, each with a system prompt; a few make most of the traffic
+    system: Annotated[int, msgspec.Meta(ge=0)] = 1500
+    question: _Positive = 120.0
+    answer: _Positive = 180.0
+    pause: FromZero = 20.0  # seconds between an answer and the next question
+    limit: Count = 2048
     """`max_tokens` of every request: far above the answers' lengths, as clients set it."""
-    callers: int = 50
-    burst: float = 1.0
+    callers: Count = 50
+    burst: _FromOne = 1.0
     """During a burst this many times more conversations begin than between bursts."""
-    every: float = 3600.0  # seconds from the start of a burst to that of the next
-    lasting: float = 600.0  # seconds that a burst lasts
-    urgent: float = 0.0  # share of the conversations that are of this class; the rest is `normal`
-    premium: float = 0.0
-    batch: float = 0.0
-    zipf: float = 1.0
+    every: _Positive = 3600.0  # seconds from the start of a burst to that of the next
+    lasting: _Positive = 600.0  # seconds that a burst lasts
+    urgent: _Share = 0.0  # share of the conversations that are of this class; the rest is `normal`
+    premium: _Share = 0.0
+    batch: _Share = 0.0
+    zipf: FromZero = 1.0
     """Of several models the one of rank n is asked for `1 / n**zipf` times as often as the first.
     What a burst adds is for one of them."""
-    moves: float = 0.0  # seconds after which other models are the popular ones; 0: never
+    moves: FromZero = 0.0  # seconds after which other models are the popular ones; 0: never
 
     def __post_init__(self) -> None:
-        positive = (self.rate, self.question, self.answer)
-        if not all(math.isfinite(value) and value > 0 for value in positive):
-            raise ValueError("rate and lengths must be positive")
-        if not (1 <= self.burst < math.inf and 0 < self.lasting < self.every < math.inf):
-            raise ValueError("burst must be at least 1, and lasting shorter than every")
-        counts = (self.requests, self.turns, self.tenants, self.callers)
-        if not all(1 <= value < math.inf for value in counts):
-            raise ValueError("requests, turns, tenants and callers must be at least 1")
-        if not (0 <= self.zipf < math.inf and 0 <= self.moves < math.inf):
-            raise ValueError("zipf and moves must not be negative")
-        if self.system < 0 or not 0 <= self.pause < math.inf or self.limit < 1:
-            raise ValueError("system prompt, pause and limit must not be negative")
-        class_shares = (self.urgent, self.premium, self.batch)
-        if not all(share >= 0 for share in class_shares) or not sum(class_shares) <= 1:
+        if self.lasting >= self.every:
+            raise ValueError("lasting must be shorter than every")
+        if self.urgent + self.premium + self.batch > 1:
             raise ValueError("the shares of the classes must not be more than 1 in all")
 
-    @classmethod
-    def from_text(cls, text: str) -> Traffic:
-        """From text such as `rate=2,requests=5000,turns=4`. Raises ValueError with the remedy."""
-        kinds = {field.name: int if "int" in str(field.type) else float for field in fields(cls)}
-        given = {"rate": 1.0, "requests": 5_000} | parse_figures(text, kinds)
-        return cls(**given)  # type: ignore[arg-type]
+
+_Figures = TypeVar("_Figures", bound=msgspec.Struct)
 
 
-def parse_figures(text: str, kinds: Mapping[str, type[int | float]]) -> dict[str, float]:
-    """Numbers from text such as `rate=2,requests=5000`. Raises ValueError with the remedy."""
-    found: dict[str, float] = {}
-    for part in filter(None, text.replace(" ", "").split(",")):
-        name, _, value = part.partition("=")
-        if name not in kinds:
-            raise ValueError(f"{name!r} is nothing to set; known: {', '.join(kinds)}")
-        try:
-            found[name] = kinds[name](value)
-        except (ValueError, OverflowError):
-            number = "a whole number" if kinds[name] is int else "a number"
-            raise ValueError(f"{part!r}: write {number} behind the =") from None
-    return found
+def parse_figures(text: str, kind: type[_Figures]) -> _Figures:
+    """Figures from text such as `rate=2,requests=5000`. Raises ValueError with the remedy."""
+    pairs = [part.partition("=") for part in text.replace(" ", "").split(",") if part]
+    try:
+        return msgspec.convert({name: value for name, _, value in pairs}, kind, strict=False)
+    except msgspec.ValidationError as error:
+        raise ValueError(f"{error} (known: {', '.join(kind.__struct_fields__)})") from None
 
 
 def generate(

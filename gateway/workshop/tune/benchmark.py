@@ -346,7 +346,7 @@ class MachineBenchmark:
         if memories and self.known_memory is None:
             self.known_memory = (setting, max(memories))
         figures = replace(combine_servers(results), memory=sum(memories) if memories else None)
-        return BenchmarkResult(figures, other_work.busy_cpus if before.cpus else None)
+        return figures, (other_work.busy_cpus if before.cpus else None)
 
     def _check_growth(self, setting: Setting, topology: Topology) -> None:
         """Refuse a setting whose memory may not fit.
@@ -431,12 +431,10 @@ def read_cpu_times(cpus: Collection[int], root: Path = Path("/")) -> CpuTimes:
     for line in read_text(root / "proc/stat").splitlines():
         name, *words = line.split()
         if name.startswith("cpu") and name[3:].isdecimal() and int(name[3:]) in cpus:
-            user, nice, system, idle, iowait, irq, softirq, steal = (
-                [int(word) for word in words[:8]] + [0] * 8
-            )[:8]
-            working = user + nice + system + irq + softirq + steal
-            busy += working
-            total += working + idle + iowait
+            # Of user, nice, system, idle, iowait, irq, softirq and steal two are no work.
+            ticks = [int(word) for word in words[:8]]
+            total += sum(ticks)
+            busy += sum(ticks) - sum(ticks[3:5])
             found += 1
     return CpuTimes(busy, total, found, _processes(root))
 

@@ -13,11 +13,10 @@ import json
 import math
 import statistics
 import time
-from collections import defaultdict, deque
 from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, fields, replace
 from pathlib import Path
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal
 
 import msgspec
 
@@ -456,24 +455,9 @@ class SettingFailedError(Exception):
     """Servers with this setting can't be started or measured. The text says why."""
 
 
-class BenchmarkResult(NamedTuple):
-    """The result of one measurement."""
-
-    figures: Figures
-    other_work: float | None  # CPUs' worth of other work meanwhile; None: unknown
-
-
+# Of one measurement: figures, and CPUs' worth of other work meanwhile (None: unknown).
+BenchmarkResult = tuple[Figures, float | None]
 EndReason = Literal["complete", "time", "interrupted"]
-
-
-@dataclass(frozen=True, slots=True)
-class PlannedMeasurement:
-    """A measurement that is about to begin."""
-
-    setting: Setting
-    number: int  # in this run, from 1
-    seconds_left: float
-    seconds_each: float | None  # None before the first is done
 
 
 @dataclass(slots=True)
@@ -494,31 +478,32 @@ class TuningSession:
         *,
         seconds: float,
         record: Callable[[Measurement], None],
-        on_begin: Callable[[PlannedMeasurement], None] = lambda _: None,
+        on_begin: Callable[[Setting, float, float | None], None] = lambda *_: None,
         on_end: Callable[[Measurement], None] = lambda _: None,
         clock: Callable[[], float] = time.monotonic,
         now: Callable[[], float] = time.time,
     ) -> None:
         """Measure until the search ends or `seconds` are over; `record` stores each measurement.
 
-        No measurement begins that would take longer than the time left. Raises what `measure` and
+        `on_begin` gets the setting, the seconds left, and those that a measurement took so far. No
+        measurement begins that would take longer than the time left. Raises what `measure` and
         `record` raise, but a SettingFailedError is recorded as a measurement.
         """
         until = clock() + seconds
-        earlier: defaultdict[Setting, deque[Measurement]] = defaultdict(deque)
-        for one in self.earlier:
-            if one.figures is not None:  # a setting that failed may run now
-                earlier[one.setting].append(one)
+        # A setting that failed may run now.
+        unused = [one for one in self.earlier if one.figures is not None]
         for setting in self.search.settings_to_measure():
-            if earlier[setting]:
-                self._add(earlier[setting].popleft())
+            earlier = next((one for one in unused if one.setting == setting), None)
+            if earlier is not None:
+                unused.remove(earlier)
+                self._add(earlier)
                 continue
             left = until - clock()
             each = self.seconds_each()
             if left <= (each or 0.0):
                 self.end_reason = "time"
                 return
-            on_begin(PlannedMeasurement(setting, self.new_measurements + 1, left, each))
+            on_begin(setting, left, each)
             begun = clock()
             figures, error, others = None, None, None
             try:

@@ -143,7 +143,7 @@ def test_failed_requests_count_as_failed_and_in_nothing_else() -> None:
     assert known(found.completion).p99 == 4
     # Its time passed all the same.
     assert found.seconds == 20
-    assert known(found.goodput).share == 0.5
+    assert known(found.goodput)["share"] == 0.5
 
 
 @pytest.mark.parametrize(
@@ -166,7 +166,7 @@ def test_a_goal_is_kept_whole(goal: RequestGoal, is_met: bool) -> None:
 
 def test_a_report_holds_a_bounded_number_of_requests() -> None:
     found = figures(*(request(at, 1, at + 2) for at in range(2 * MOST_SAMPLES + 1)))
-    assert MOST_SAMPLES / 2 < len(found.samples.ttft) <= MOST_SAMPLES
+    assert MOST_SAMPLES / 2 < len(found.samples["ttft"]) <= MOST_SAMPLES
 
 
 def test_waiting_is_told_apart_by_the_server_else_the_gateway_else_a_request_alone() -> None:

@@ -144,7 +144,7 @@ class TestAccuracy:
             goal = RequestGoal(ttft=0.1)
             found = only(await measure(node.url, closed_loads("2", 10, None), goal=goal))
         # Only the first did not wait for the one before.
-        assert known(found.goodput).share == pytest.approx(0.1)
+        assert known(found.goodput)["share"] == pytest.approx(0.1)
 
 
 class TestEndpoints:

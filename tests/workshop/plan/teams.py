@@ -14,7 +14,7 @@ from gateway.workshop.plan.search import (
     Workload,
     from_trace,
 )
-from gateway.workshop.simulate.simulation import Trace, Traffic, generate
+from gateway.workshop.simulate.simulation import Trace, Traffic, generate, parse_figures
 from tests.known import known
 
 CPU_TYPES = ("cpu-8", "cpu-16", "cpu-32", "cpu-64")
@@ -44,7 +44,7 @@ def shop_trace() -> Trace:
     """Three hours of a shop: five times as many questions for ten minutes of each hour."""
     sizes = "turns=1,tenants=1,system=400,question=200,answer=120,callers=1,burst=5"
     rate = f"requests=1000,rate={1000 / 10_800}"
-    return generate(Traffic.from_text(f"{rate},{sizes}"), seed=7)
+    return generate(parse_figures(f"{rate},{sizes}", Traffic), seed=7)
 
 
 def teams() -> list[Team]:

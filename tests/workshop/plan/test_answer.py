@@ -83,13 +83,13 @@ def test_more_than_one_node_can_do_is_balanced() -> None:
 
 def test_gpus_become_cheaper_where_they_are_used() -> None:
     found = known(break_even(planned(Workload(1000, 500, 100), CPU, GPU)))
-    gpu = found.crossings[0]
-    assert (gpu.cheaper, gpu.than) == ("GPU nodes", "CPU nodes")
+    assert found.others == ["GPU nodes", "hybrids"]
+    first, stays = map(known, found.crossing("GPU nodes"))
     cpu, prices = found.prices["CPU nodes"], found.prices["GPU nodes"]
     for rate, cpu_price, gpu_price in zip(found.rates, cpu, prices, strict=True):
-        if rate < known(gpu.first_requests_per_hour):
+        if rate < first:
             assert cpu_price <= gpu_price
-        if rate >= known(gpu.stays_from_requests_per_hour):
+        if rate >= stays:
             assert gpu_price < cpu_price
     assert cpu[0] == pytest.approx(0.2 * 730)
 

@@ -4,17 +4,17 @@ from functools import partial
 
 import pytest
 
-from gateway.config.scheduling import ElasticSettings
 from gateway.schedule.core.selection import POLICIES
 from gateway.workshop.simulate.comparison import (
     OTHER_PROXIES,
+    ElasticFigures,
     build_front,
     compare,
     compare_elastic,
     compare_model_placements,
     known_policies,
 )
-from gateway.workshop.simulate.fleets import ServerSetup, from_text, models_from_text
+from gateway.workshop.simulate.fleets import from_text, models_from_text
 from gateway.workshop.simulate.fronts import GatewayFront, LearntKnowledge
 from gateway.workshop.simulate.simulation import (
     Job,
@@ -116,7 +116,7 @@ def test_a_request_costs_little_more_among_ten_times_the_nodes() -> None:
     assert work(1000) < 1.5 * work(100)
 
 
-RULES = ElasticSettings(start_above=2, start_after=1, stop_after=60, cooldown=10)
+RULES = ElasticFigures(start_above=2, start_after=1, stop_after=60, cooldown=10, startup=20)
 
 
 def bursts() -> Trace:
@@ -127,24 +127,24 @@ def bursts() -> Trace:
 
 def test_a_burst_is_served_with_fewer_machine_hours_than_always_on() -> None:
     base, standby = [machine()], [machine(), machine(), machine()]
-    always, elastic, alone = compare_elastic(bursts(), base, standby, RULES, startup=20)
+    always, elastic, alone = compare_elastic(bursts(), base, standby, RULES)
     assert (always.starts, alone.starts) == (0, 0)
     assert 1 <= elastic.starts <= 3
     assert alone.machine_hours < elastic.machine_hours < 0.6 * always.machine_hours
-    assert always.report.wait.mean < elastic.report.wait.mean < alone.report.wait.mean
+    assert always.wait.mean < elastic.wait.mean < alone.wait.mean
 
 
 def test_a_machine_is_paid_from_its_start_to_its_stop_and_starts_without_its_caches() -> None:
     turns = [job(time=0.0, prompt=1000, stream=1), job(time=600.0, prompt=1200, stream=1)]
-    always, elastic = compare_elastic(trace(turns), [], [machine()], RULES, startup=20)
-    assert always.machine_hours == pytest.approx(always.report.seconds / 3600)
+    always, elastic = compare_elastic(trace(turns), [], [machine()], RULES)
+    assert always.machine_hours == pytest.approx(always.seconds / 3600)
     assert elastic.starts == 2
     # Twice: 20 s to start, two seconds of work, 60 s until it is stopped.
     assert elastic.machine_hours * 3600 == pytest.approx(2 * 82, abs=4)
-    assert elastic.report.wait.mean == pytest.approx(20, abs=3)
+    assert elastic.wait.mean == pytest.approx(20, abs=3)
     # What was stopped has lost its caches.
-    assert always.report.cached_share > 0.4
-    assert elastic.report.cached_share == 0
+    assert always.cached_share > 0.4
+    assert elastic.cached_share == 0
 
 
 def test_bursts_raise_the_rate_for_a_time_and_keep_the_mean() -> None:
@@ -158,9 +158,9 @@ def test_bursts_raise_the_rate_for_a_time_and_keep_the_mean() -> None:
 def test_models_placed_by_the_gateway_beat_each_routers_own_and_come_near_the_best_by_hand() -> (
     None
 ):
-    routers = from_text("1x2@40:600/16GiB,1x2@40:600/32GiB,1x2@40:600/40GiB", ServerSetup())
+    routers = from_text("1x2@40:600/16GiB,1x2@40:600/32GiB,1x2@40:600/40GiB")
     models = models_from_text("8x2GiB:20GiB")
-    traffic = Traffic.from_text("rate=0.45,requests=700,system=400,answer=60")
+    traffic = Traffic(700, 0.45, system=400, answer=60.0)
     calls: list[str] = []
     ours, own, by_hand = compare_model_placements(
         generate(traffic, 1, [model.name for model in models]),
@@ -169,12 +169,12 @@ def test_models_placed_by_the_gateway_beat_each_routers_own_and_come_near_the_be
         20,
         progress=lambda name, _: calls.append(name),
     )
-    names = [one.report.policy for one in (ours, own, by_hand)]
+    names = [one.policy for one in (ours, own, by_hand)]
     assert names == ["gateway", "each router's own", "by hand"]
     assert calls.count("by hand") > 20
     assert by_hand.loads == 0 < ours.loads < own.loads / 5
     assert sum(len(names) for names in by_hand.loaded.values()) >= 7
-    assert ours.report.completion.mean < 0.5 * own.report.completion.mean
-    assert ours.report.completion.p95 < 0.5 * own.report.completion.p95
-    assert ours.report.completion.mean < 1.2 * by_hand.report.completion.mean
+    assert ours.completion.mean < 0.5 * own.completion.mean
+    assert ours.completion.p95 < 0.5 * own.completion.p95
+    assert ours.completion.mean < 1.2 * by_hand.completion.mean
     assert ours.as_dict()["loads"] == ours.loads

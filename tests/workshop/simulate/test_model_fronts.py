@@ -8,7 +8,6 @@ from gateway.schedule.core.model_placement import ModelPlacementPolicy
 from gateway.workshop.simulate.fleets import (
     GIB,
     RouterFleet,
-    ServerSetup,
     SimulatedModel,
     from_text,
 )
@@ -22,8 +21,8 @@ from gateway.workshop.simulate.simulation import Front, Job, simulate
 from tests.each_case import each_case
 from tests.workshop.simulate.build import job, trace
 
-ONE = from_text("1x2@10:1000/10GiB", ServerSetup())
-TWO = from_text("2x2@10:1000/10GiB", ServerSetup())
+ONE = from_text("1x2@10:1000/10GiB")
+TWO = from_text("2x2@10:1000/10GiB")
 MODELS = [SimulatedModel(name, 8 * GIB, 5.0) for name in ("a", "b", "c")]
 
 

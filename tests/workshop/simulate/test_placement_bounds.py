@@ -12,12 +12,10 @@ from statistics import fmean
 import pytest
 
 from gateway.workshop.simulate.comparison import compare_model_placements
-from gateway.workshop.simulate.fleets import ServerSetup, from_text, models_from_text
-from gateway.workshop.simulate.simulation import Traffic, generate
+from gateway.workshop.simulate.fleets import from_text, models_from_text
+from gateway.workshop.simulate.simulation import Traffic, generate, parse_figures
 
-ROUTERS = from_text(
-    ",".join(f"1x2@40:600/{memory}GiB" for memory in (16, 24, 32, 48, 64)), ServerSetup()
-)
+ROUTERS = from_text(",".join(f"1x2@40:600/{memory}GiB" for memory in (16, 24, 32, 48, 64)))
 MODELS = models_from_text("12x2GiB:30GiB")
 TRAFFIC = "rate=0.8,requests=2500,system=400,answer=100,burst=2,every=600,lasting=120,moves={}"
 # Mean completion of seeds 1 to 5 with the best of 1,000 placements by hand, seconds.
@@ -31,10 +29,10 @@ def test_the_gateway_halves_each_routers_own_and_comes_near_or_beats_the_best_by
 ) -> None:
     ours, own, by_hand = [], [], []
     for seed, best in enumerate(BY_HAND[moves], 1):
-        traffic = Traffic.from_text(TRAFFIC.format(moves))
+        traffic = parse_figures(TRAFFIC.format(moves), Traffic)
         trace = generate(traffic, seed, [model.name for model in MODELS])
         found = compare_model_placements(trace, ROUTERS, MODELS, 0, seed=seed)
-        means = {one.report.policy: one.report.completion.mean for one in found}
+        means = {one.policy: one.completion.mean for one in found}
         ours.append(means["gateway"])
         own.append(means["each router's own"])
         by_hand.append(min(best, means["by hand"]))

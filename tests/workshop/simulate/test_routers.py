@@ -12,7 +12,6 @@ from gateway.workshop.simulate.fleets import (
     GIB,
     FleetError,
     RouterFleet,
-    ServerSetup,
     SimulatedModel,
     check_fit,
     describe_placement,
@@ -33,7 +32,7 @@ from gateway.workshop.simulate.simulation import (
 from tests.each_case import each_case
 from tests.workshop.simulate.build import job, trace
 
-ROUTER = from_text("1x1@10:1000/16GiB", ServerSetup())
+ROUTER = from_text("1x1@10:1000/16GiB")
 PAIR = [SimulatedModel("a", 8 * GIB, 8.0), SimulatedModel("b", 8 * GIB, 8.0)]
 HALVES = [replace(ROUTER[0], name=name, host="epyc") for name in ("numa0", "numa1")]
 
@@ -120,7 +119,7 @@ def test_a_speed_that_is_not_known_follows_from_those_that_are_or_from_the_model
     sizes = [SimulatedModel("small", 4 * GIB, 1.0), SimulatedModel("large", 12 * GIB, 1.0)]
     by_size = [server.machine.decode_tps for server in RouterFleet(ROUTER, sizes).servers]
     assert by_size == [20.0, pytest.approx(20 / 3)]
-    fast, slow = from_text("1x1@10:1000/64GiB,1x1@10:1000/64GiB", ServerSetup())
+    fast, slow = from_text("1x1@10:1000/64GiB,1x1@10:1000/64GiB")
     models = [*PAIR, SimulatedModel("moe", 16 * GIB, 8.0), SimulatedModel("large", 32 * GIB, 8.0)]
     fast = replace(fast, model_speeds={"a": (800.0, 20.0), "moe": (1600.0, 60.0)})
     slow = replace(slow, model_speeds={"a": (400.0, 10.0)}, models=frozenset({"a", "moe"}))
@@ -162,7 +161,7 @@ def test_shares_are_those_given_or_zipfs() -> None:
 
 
 def test_placements_by_hand_hold_every_model_and_fit() -> None:
-    routers = from_text("1x2@40:600/16GiB,1x2@40:600/24GiB,1x2@20:300/40GiB", ServerSetup())
+    routers = from_text("1x2@40:600/16GiB,1x2@40:600/24GiB,1x2@20:300/40GiB")
     models = models_from_text("6x2GiB:12GiB")
     fleet = RouterFleet(routers, models)
     placed = list(random_placements(fleet, 20, random.Random(1)))
@@ -197,14 +196,14 @@ def test_models_are_read_from_text_and_from_a_file(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ("- {name: a}", "entry 1 is no model"),
-        ("- {name: a, memory: 1GiB, load_seconds: -1}", "entry 1 is no model"),
+        ("- {name: a}", "required field `memory` - at `\\$\\[0\\]`"),
+        ("- {name: a, memory: 1GiB, load_seconds: -1}", r"> 0.0 - at `\$\[0\]\.load_seconds`"),
         ("- {name: a, memory: 1GiB}\n- {name: a, memory: 1GiB}", "one twice"),
         ("[]", "holds no model"),
         ("- {name: a, memory: 1GiB}\n- {name: b, memory: 1GiB, share: 2}", "each model a `share`"),
-        ("- {name: a, memory: 1GiB, share: 0}", "entry 1 is no model"),
+        ("- {name: a, memory: 1GiB, share: 0}", r"> 0.0 - at `\$\[0\]\.share`"),
         ("a: [", "expected"),
-        ("a: 1", "entry 1 is no model"),
+        ("a: 1", "Expected `array`, got `object`"),
     ],
 )
 def test_a_mistake_in_a_file_of_models_is_reported(tmp_path: Path, text: str, message: str) -> None:
@@ -224,4 +223,4 @@ def test_a_model_that_fits_nowhere_and_a_router_without_memory_are_reported() ->
     with pytest.raises(FleetError, match=r"a takes 32\.0 GiB, the largest router has 16\.0 GiB"):
         check_fit(ROUTER, [SimulatedModel("a", 32 * GIB, 1.0)])
     with pytest.raises(FleetError, match="node-1 has no memory for models"):
-        check_fit(from_text("1x1@10:100", ServerSetup()), PAIR)
+        check_fit(from_text("1x1@10:100"), PAIR)

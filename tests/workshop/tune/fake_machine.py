@@ -11,7 +11,6 @@ from gateway.workshop.tune.search import (
     BenchmarkResult,
     Figures,
     MeasurementLog,
-    PlannedMeasurement,
     Search,
     Setting,
     SettingFailedError,
@@ -63,15 +62,16 @@ class Bench:
             stall=setting.batch / 100 if setting.slots > 1 else None,
             memory=setting.slots << 30,
         )
-        return BenchmarkResult(figures, self.other_work)
+        return figures, self.other_work
 
-    async def run(self, session: TuningSession, minutes: float = 60.0) -> list[PlannedMeasurement]:
-        steps: list[PlannedMeasurement] = []
+    async def run(self, session: TuningSession, minutes: float = 60.0) -> list[float | None]:
+        """Run it; the seconds that a measurement was expected to take, before each."""
+        steps: list[float | None] = []
         await session.run(
             self.measure,
             seconds=minutes * 60,
             record=self.records.append,
-            on_begin=steps.append,
+            on_begin=lambda _setting, _left, each: steps.append(each),
             clock=lambda: self.time,
             now=lambda: 1e9 + self.time,
         )

@@ -57,24 +57,24 @@ async def test_servers_are_started_with_the_setting_measured_and_ended(
     machine = MachineBenchmark(plan, REQUEST, context=CONTEXT)
     # One thread: two of them wait for each other while other tests use the CPUs.
     start = rule_of_thumb(read_topology()).with_knob("threads", 1)
-    two = await machine.measure(start, 200)
-    assert two.figures.decode_joules is None
+    two, other_work = await machine.measure(start, 200)
+    assert other_work is not None
+    assert two.decode_joules is None
     tree = PowercapTree(tmp_path)
     tree.add("intel-rapl:0", "package-0", 0)
     with tree.drawing("intel-rapl:0", 50.0):
         meter = open_meter(tree.root)
         metered = MachineBenchmark(plan, REQUEST, context=CONTEXT, meter=meter)
-        one = await metered.measure(start.with_knob("slots", 1), 200)
+        one, _ = await metered.measure(start.with_knob("slots", 1), 200)
     # The demo model's tokens take less time than a step of the counter, so not more than this.
-    assert one.figures.decode_joules is not None
-    assert one.figures.prefill_joules is not None
+    assert one.decode_joules is not None
+    assert one.prefill_joules is not None
     assert (meter.joules() or 0.0) > 0
-    assert two.figures.stall is not None
-    assert one.figures.stall is None
+    assert two.stall is not None
+    assert one.stall is None
     for measured in (one, two):
-        assert measured.figures.prefill > 0
-        assert (measured.figures.memory or 0) > 3 << 20
-        assert measured.other_work is not None
+        assert measured.prefill > 0
+        assert (measured.memory or 0) > 3 << 20
 
 
 @pytest.mark.real
@@ -84,9 +84,9 @@ async def test_the_servers_of_a_machine_are_measured_at_the_same_time(
 ) -> None:
     several = plan_local_fleet(servers=2, cache=tmp_path)
     start = rule_of_thumb(read_topology()).with_knob("threads", 1)
-    alone = await MachineBenchmark(plan, REQUEST, context=CONTEXT).measure(start, 200)
-    both = await MachineBenchmark(several, REQUEST, context=CONTEXT).measure(start, 200)
-    assert known(both.figures.memory) > 1.5 * known(alone.figures.memory)
+    alone, _ = await MachineBenchmark(plan, REQUEST, context=CONTEXT).measure(start, 200)
+    both, _ = await MachineBenchmark(several, REQUEST, context=CONTEXT).measure(start, 200)
+    assert known(both.memory) > 1.5 * known(alone.memory)
 
 
 @pytest.mark.real

@@ -41,7 +41,7 @@ async def test_a_single_measurement_claims_nothing(bench: Bench) -> None:
 
 async def test_the_verdict_says_when_nothing_is_better(bench: Bench) -> None:
     async def same(setting: Setting, seconds: float) -> BenchmarkResult:
-        return BenchmarkResult(Figures(100.0, 10.0, 10.0, 1.0, None), None)
+        return Figures(100.0, 10.0, 10.0, 1.0, None), None
 
     session = bench.session()
     await session.run(same, seconds=600, record=bench.records.append)
@@ -55,7 +55,7 @@ async def test_energy_is_reported_where_it_was_measured(
     bench: Bench, capsys: pytest.CaptureFixture[str]
 ) -> None:
     async def metered(setting: Setting, seconds: float) -> BenchmarkResult:
-        return BenchmarkResult(Figures(100.0, 10.0, 10.0, 1.0, None, 0.25, 7.2), None)
+        return Figures(100.0, 10.0, 10.0, 1.0, None, 0.25, 7.2), None
 
     session = bench.session()
     await session.run(metered, seconds=600, record=bench.records.append)

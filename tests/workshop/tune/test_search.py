@@ -204,9 +204,8 @@ async def test_no_measurement_begins_that_would_end_too_late(bench: Bench) -> No
     steps = await bench.run(session, minutes=5)
     assert session.end_reason == "time"
     assert bench.time <= 5 * 60
-    assert [step.number for step in steps] == list(range(1, 10))
-    assert steps[0].seconds_each is None
-    assert steps[1].seconds_each == EACH
+    assert len(steps) == 9
+    assert steps[:2] == [None, EACH]
     found = reported(session)
     assert "the time was over" in " ".join(found.verdict())
     assert found.as_dict()["not_searched"]
