@@ -18,7 +18,7 @@ import shutil
 import ssl
 import time
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import asdict, dataclass, field, replace
 from ipaddress import ip_address
 from pathlib import Path, PurePosixPath
@@ -52,17 +52,15 @@ def parse_model_url(text: str, base: httpx.URL | None = None) -> httpx.URL:
     Raises ModelUrlError, whose text holds no secret of it.
     """
     where = "--model" if base is None else f"{printable(base)}: redirects"
-    try:
-        if not 0 < len(text) <= 8192 or not text.isprintable():
-            raise ValueError("length or characters")
-        url = httpx.URL(text.strip()) if base is None else base.join(text)
-        if not url.host or (url.port is not None and not 1 <= url.port <= 65535):
-            raise ValueError("host or port")
-    except (httpx.InvalidURL, ValueError):
+    url = None
+    if 0 < len(text) <= 8192 and text.isprintable():
+        with suppress(httpx.InvalidURL, ValueError):
+            url = httpx.URL(text.strip()) if base is None else base.join(text)
+    if url is None or not url.host or (url.port is not None and not 1 <= url.port <= 65535):
         raise ModelUrlError(
             f"{where}: not a valid URL. Remedy: https://HOST/PATH.gguf, in quotes where it holds "
             "characters of the shell"
-        ) from None
+        )
     is_local = is_loopback(url) and (base is None or is_loopback(base))
     if url.scheme != "https" and not (url.scheme == "http" and is_local):
         raise ModelUrlError(
