@@ -333,8 +333,8 @@ def _wait(admin: AdminClient, node: dict[str, Any], timeout: float) -> dict[str,
         while node.get("in_flight"):
             if time.monotonic() >= end:
                 raise CommandFailed(
-                    f"{name} still runs {format_cell(node.get('in_flight'))} after {timeout:.3g} s; "
-                    "it stays drained"
+                    f"{name} still runs {format_cell(node.get('in_flight'))} after "
+                    f"{timeout:.3g} s; it stays drained"
                 )
             time.sleep(min(interval, max(0.0, end - time.monotonic())))
             interval = min(2 * interval, LONGEST_POLL_INTERVAL)
