@@ -327,10 +327,12 @@ def _waited(client: BatchClient, batch: dict[str, Any], retry_for: float) -> dic
         with StatusProgress(id_) as display:
             patience = Patience(retry_for, note=display.note)
             while True:
-                own, (total, done, failed) = _own(batch), counts_of(batch)
+                now, (total, done, failed) = time.time(), counts_of(batch)
+                own = _own(batch)
+                why = (own.get("why_waiting") or {}).get("message")
                 display.show(
-                    describe(batch, time.time(), with_end=True),
-                    f"{batch.get('status')} {own.get('paused')} {_why_waiting(own)}",
+                    describe(batch, now, with_end=True),
+                    f"{batch.get('status')} {own.get('paused')} {why}",
                     done + failed,
                     total,
                 )
@@ -390,11 +392,8 @@ RECKONED = {
 
 def counts_of(batch: Mapping[str, Any]) -> tuple[int, int, int]:
     """The lines of a batch: all, those that are done, and those that failed."""
-    counts = _mapping(batch.get("request_counts"))
-    total, done, failed = (
-        int(_number(counts.get(name)) or 0) for name in ("total", "completed", "failed")
-    )
-    return total, done, failed
+    counts = batch.get("request_counts") or {}
+    return counts.get("total", 0), counts.get("completed", 0), counts.get("failed", 0)
 
 
 def describe(batch: Mapping[str, Any], now: float, *, with_end: bool = False) -> str:
@@ -405,16 +404,16 @@ def describe(batch: Mapping[str, Any], now: float, *, with_end: bool = False) ->
         parts.append(f"{done:,} of {total:,} done")
     if failed:
         parts.append(f"{failed:,} failed")
-    if isinstance(paused := own.get("paused"), dict):
+    if paused := own.get("paused"):
         parts.append(f"paused ({paused['reason']})" if paused.get("reason") else "paused")
-    elif why := _why_waiting(own):
-        since = _number(own["why_waiting"].get("since"))
+    elif waits := own.get("why_waiting"):
+        since = waits.get("since")
         told = "" if since is None else f" since {_time_of_day(since, now - since)}"
-        parts.append(f"waits{told} ({why.rstrip('.')})")
+        parts.append(f"waits{told} ({waits['message'].rstrip('.')})")
     if status not in ENDED:
-        if (speed := _number(own.get("tokens_per_second"))) is not None:
+        if (speed := own.get("tokens_per_second")) is not None:
             parts.append(f"{speed:,.0f} tokens/s")
-        if with_end and (end := _number(own.get("expected_end"))) is not None:
+        if with_end and (end := own.get("expected_end")) is not None:
             parts.append(f"ends {moment(end, now)}")
     return ", ".join(parts)
 
@@ -443,21 +442,7 @@ def span(seconds: float) -> str:
 
 def _own(batch: Mapping[str, Any]) -> Mapping[str, Any]:
     """What this gateway tells of a batch, beside what OpenAI's API has."""
-    return _mapping(batch.get("llama_gateway"))
-
-
-def _why_waiting(own: Mapping[str, Any]) -> str | None:
-    """Why none of the lines runs, as a sentence; None: the batch does not wait."""
-    waits = _mapping(own.get("why_waiting"))
-    return str(waits.get("message") or waits.get("reason")) if waits else None
-
-
-def _mapping(value: object) -> Mapping[str, Any]:
-    return value if isinstance(value, dict) else {}
-
-
-def _number(value: object) -> float | None:
-    return float(value) if isinstance(value, int | float) and not isinstance(value, bool) else None
+    return batch.get("llama_gateway") or {}
 
 
 # Telling.
@@ -523,8 +508,8 @@ def end_by(batch: dict[str, Any], failed: int = 0) -> None:
 
 
 def _reasons(batch: dict[str, Any]) -> str:
-    listed = _mapping(batch.get("errors")).get("data") or ()
-    messages = [str(one.get("message")) for one in listed if isinstance(one, dict)]
+    listed = (batch.get("errors") or {}).get("data") or ()
+    messages = [str(one.get("message")) for one in listed]
     return f": {'; '.join(messages[:3])}" if messages else ""
 
 
@@ -532,20 +517,20 @@ def _row(batch: dict[str, Any]) -> list[tuple[str, object]]:
     own, counts = _own(batch), counts_of(batch)
     return [
         ("ID", batch.get("id")),
-        ("STATUS", "paused" if isinstance(own.get("paused"), dict) else batch.get("status")),
+        ("STATUS", "paused" if own.get("paused") else batch.get("status")),
         *zip(("LINES", "DONE", "FAILED"), counts, strict=True),
         ("ENDPOINT", batch.get("endpoint")),
         ("CREATED", _clock_time(batch.get("created_at"))),
         ("DUE", _clock_time(batch.get("expires_at"))),
-        ("WAITS FOR", _mapping(own.get("why_waiting")).get("reason")),
+        ("WAITS FOR", (own.get("why_waiting") or {}).get("reason")),
     ]
 
 
 def details(batch: dict[str, Any]) -> list[tuple[str, object]]:
     """What `show` tells of a batch, each with its name."""
     own, now = _own(batch), time.time()
-    start, end = _number(own.get("expected_start")), _number(own.get("expected_end"))
-    by = RECKONED.get(str(own.get("expected_by")), "")
+    start, end = own.get("expected_start"), own.get("expected_end")
+    waits, by = own.get("why_waiting") or {}, RECKONED.get(str(own.get("expected_by")), "")
     listed: list[tuple[str, object]] = [
         ("id", batch.get("id")),
         ("progress", describe(batch, now) + _reasons(batch)),
@@ -553,8 +538,8 @@ def details(batch: dict[str, Any]) -> list[tuple[str, object]]:
         ("model", batch.get("model")),
         ("created", _clock_time(batch.get("created_at"))),
         ("due", _clock_time(batch.get("expires_at"))),
-        ("waits for", _why_waiting(own)),
-        ("waits since", _clock_time(_mapping(own.get("why_waiting")).get("since"))),
+        ("waits for", waits.get("message")),
+        ("waits since", _clock_time(waits.get("since"))),
         ("expected start", None if start is None else moment(start, now)),
         ("expected end", None if end is None else moment(end, now) + by),
         ("cost", _money(own.get("cost"))),
@@ -562,19 +547,16 @@ def details(batch: dict[str, Any]) -> list[tuple[str, object]]:
         ("input", batch.get("input_file_id")),
         ("output", batch.get("output_file_id")),
         ("errors", batch.get("error_file_id")),
-        ("metadata", [f"{key}={value}" for key, value in _mapping(batch.get("metadata")).items()]),
+        ("metadata", [f"{key}={value}" for key, value in (batch.get("metadata") or {}).items()]),
     ]
     return [(name, value) for name, value in listed if value is not None and value != []]
 
 
-def _clock_time(seconds: object) -> str | None:
-    if not isinstance(seconds, int | float):
-        return None
-    return time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(seconds))
+def _clock_time(seconds: float | None) -> str | None:
+    return None if seconds is None else time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(seconds))
 
 
-def _money(value: object) -> str | None:
-    amount = _number(value)
+def _money(amount: float | None) -> str | None:
     return None if amount is None else f"{amount:.6f}".rstrip("0").rstrip(".")
 
 

@@ -105,10 +105,8 @@ def check_request(chosen: InputFlags) -> None:
             f"--endpoint {endpoint}: prompts can be made for {', '.join(SHAPES)}; "
             "for others write JSON lines"
         )
-    if endpoint in {"/v1/completions", "/v1/embeddings"}:
-        _refuse(chosen, ["system"], f"{endpoint} has no system prompt")
-    if endpoint == "/v1/embeddings":
-        _refuse(chosen, ["max_tokens"], "embeddings have no answer to limit")
+    without = {"/v1/completions": ["system"], "/v1/embeddings": ["system", "max_tokens"]}
+    _refuse(chosen, without.get(endpoint, ()), f"{endpoint} has nothing like it")
     if endpoint == "/v1/messages" and chosen.max_tokens is None:
         raise WrongUsage("/v1/messages needs --max-tokens")
 
@@ -135,11 +133,6 @@ def request_body(chosen: InputFlags, prompt: str) -> dict[str, Any]:
     return body
 
 
-def _line(chosen: InputFlags, custom_id: str, prompt: str) -> bytes:
-    line = {"custom_id": custom_id, "method": "POST", "url": chosen.endpoint or CHAT}
-    return json.dumps({**line, "body": request_body(chosen, prompt)}, ensure_ascii=False).encode()
-
-
 def prepare(source: str, chosen: InputFlags, problems: Problems) -> PreparedInput:
     """The input as JSON lines, checked; `-` is stdin. Raises CommandFailed."""
     kind, columns = kind_of(source, chosen.kind), ("id_column", "delimiter")
@@ -150,13 +143,31 @@ def prepare(source: str, chosen: InputFlags, problems: Problems) -> PreparedInpu
             "JSON lines have their own bodies; it is for tables and folders "
             "(--input csv or folder)",
         )
-        return _prepare_lines(source, chosen.endpoint, problems)
+        # They are sent as they are.
+        file = _open(source)
+        with _closed_on_error(file):
+            stem = "stdin" if source == "-" else Path(source).name.removesuffix(".jsonl")
+            found = PreparedInput(file, stem, chosen.endpoint or _endpoint_of(file))
+            file.seek(0)
+            lines = ((f"line {raw.number}", raw) for raw in raw_lines(file, LONGEST_LINE))
+            _check_lines(found, lines, problems)
+        return found
     template = _template(chosen)
     check_request(chosen)
     if kind == "csv":
-        return _prepare_table(source, template, chosen, problems)
+        table = Table.open(source, chosen.id_column, chosen.delimiter)
+        with _closed_on_error(table):
+            stem = "stdin" if source == "-" else Path(source).stem
+            found = _made(stem, chosen, _prompts_of_rows(table, template, problems), problems)
+            found.table = table
+        return found
     _refuse(chosen, columns, "a folder has no columns")
-    return _prepare_folder(source, template, chosen, problems)
+    template.check(("text", "name"), "--template", "field of a text")
+    left_out = problems if chosen.strict else Problems(problems.most_shown)
+    prompts = _prompts_of_folder(source, template, chosen.largest_text, left_out)
+    found = _made(Path(source).resolve().name or "texts", chosen, prompts, problems)
+    found.skipped = 0 if chosen.strict else left_out.count
+    return found
 
 
 def kind_of(path: str, named: Form | None) -> Form:
@@ -173,107 +184,85 @@ def create_fields(window: str, metadata: Sequence[str]) -> dict[str, Any]:
     pairs: dict[str, str] = {}
     for pair in metadata:
         name, equals, text = pair.partition("=")
-        if not equals or not name:
-            raise WrongUsage(f"--metadata {pair}: must be NAME=VALUE")
-        if name in pairs:
-            raise WrongUsage(f"--metadata {name}: is given twice")
+        if not equals or not name or name in pairs:
+            raise WrongUsage(f"--metadata {pair}: must be NAME=VALUE, each name once")
         pairs[name] = text
     return {"completion_window": window} | ({"metadata": pairs} if pairs else {})
-
-
-def _prepare_lines(path: str, endpoint: str | None, problems: Problems) -> PreparedInput:
-    """Check a file of JSON lines, which is sent as it is."""
-    file = _open(path)
-    with _closed_on_error(file):
-        endpoint = endpoint or _endpoint_of(file)
-        file.seek(0)
-        stem = "stdin" if path == "-" else Path(path).name.removesuffix(".jsonl")
-        found = PreparedInput(file, stem, endpoint)
-        checker = LineChecker(endpoint, LONGEST_LINE)
-        for raw in raw_lines(file, LONGEST_LINE):
-            _note_line(checker, raw, f"line {raw.number}", found, problems)
-        file.seek(0)
-        digest = hashlib.sha256()
-        while piece := file.read(PIECE_BYTES):
-            digest.update(piece)
-            found.size += len(piece)
-        found.sha256 = digest.hexdigest()
-    return found
 
 
 def _endpoint_of(file: BinaryIO) -> str:
     """The endpoint that the first line names; the one of chats, if it names none."""
     for _ in range(20):  # lines; those before it may be broken
-        try:
-            line = json.loads(file.readline(LONGEST_LINE).decode("utf-8-sig"))
-        except (ValueError, RecursionError):
-            continue
-        url = line.get("url") if isinstance(line, dict) else None
+        line = json_object(file.readline(LONGEST_LINE)) or {}
+        url = line.get("url")
         if isinstance(url, str) and url.startswith("/v1/"):
             return url
     return CHAT
 
 
-def _prompts(
-    stem: str, chosen: InputFlags, lines: Iterator[tuple[str, bytes]], problems: Problems
+def _made(
+    stem: str, chosen: InputFlags, prompts: Iterator[tuple[str, str, str]], problems: Problems
 ) -> PreparedInput:
-    """Write the lines that can be run into a temporary file; each comes with where it is from."""
-    file = _temporary_file()
-    with _closed_on_error(file):
-        found = PreparedInput(file, stem, chosen.endpoint or CHAT)
-        checker, digest = LineChecker(found.endpoint, LONGEST_LINE), hashlib.sha256()
-        for number, (where, data) in enumerate(lines, 1):
+    """Write the lines that can be run into a temporary file.
+
+    Each prompt comes with where it is from, and its `custom_id`.
+    """
+    endpoint = chosen.endpoint or CHAT
+
+    def lines() -> Iterator[tuple[str, RawLine]]:
+        for number, (where, custom_id, prompt) in enumerate(prompts, 1):
+            line = {"custom_id": custom_id, "method": "POST", "url": endpoint}
+            body = {"body": request_body(chosen, prompt)}
+            data = json.dumps(line | body, ensure_ascii=False).encode()
             is_long = len(data) > LONGEST_LINE
             raw = RawLine(number, 0, len(data), None if is_long else data, data if is_long else b"")
-            if not _note_line(checker, raw, where, found, problems):
-                continue
-            line = data + b"\n"
-            file.write(line)
-            digest.update(line)
-            found.size += len(line)
-        file.flush()
-        found.sha256 = digest.hexdigest()
+            yield where, raw
+
+    file = _temporary_file()
+    with _closed_on_error(file):
+        found = PreparedInput(file, stem, endpoint)
+        _check_lines(found, lines(), problems, write=True)
     return found
 
 
-def _note_line(
-    checker: LineChecker, raw: RawLine, where: str, found: PreparedInput, problems: Problems
-) -> bool:
-    """Check one line; whether it can be run."""
-    line = checker.check(raw)
-    if isinstance(line, LineError):
-        called = "" if line.custom_id is None else f" ('{format_cell(line.custom_id)}')"
-        problems.add(f"{where}{called}", line.message)
-    elif isinstance(line, LineSpec):
-        found.lines += 1
-        found.prompt_tokens += line.prompt_tokens
-        if len(found.models) < MOST_SHOWN:
-            found.models.add(line.model)
-        return True
-    return False
+def _check_lines(
+    found: PreparedInput,
+    lines: Iterator[tuple[str, RawLine]],
+    problems: Problems,
+    *,
+    write: bool = False,
+) -> None:
+    """Check lines, each with where it is from; `write`: those that can be run to the file."""
+    checker = LineChecker(found.endpoint, LONGEST_LINE)
+    for where, raw in lines:
+        line = checker.check(raw)
+        if isinstance(line, LineError):
+            called = "" if line.custom_id is None else f" ('{format_cell(line.custom_id)}')"
+            problems.add(f"{where}{called}", line.message)
+        elif isinstance(line, LineSpec):
+            found.lines += 1
+            found.prompt_tokens += line.prompt_tokens
+            if len(found.models) < MOST_SHOWN:
+                found.models.add(line.model)
+            if write:
+                found.file.write((raw.data or b"") + b"\n")
+    found.file.seek(0)
+    found.sha256 = hashlib.file_digest(found.file, "sha256").hexdigest()
+    found.size = found.file.tell()
 
 
-def _prepare_table(
-    path: str, template: PromptTemplate, chosen: InputFlags, problems: Problems
-) -> PreparedInput:
-    """Make a table (CSV with a header) into JSON lines."""
-    table = Table.open(path, chosen.id_column, chosen.delimiter)
-
-    def lines() -> Iterator[tuple[str, bytes]]:
-        rows = table.rows()
-        columns = next(rows).cells
-        template.check(columns, f"{path}: line 1", "column")
-        for row in rows:
-            if row.problem:
-                problems.add(f"line {row.line}", row.problem)
-            else:
-                prompt = template.fill(dict(zip(columns, row.cells, strict=True)))
-                yield f"line {row.line}", _line(chosen, row.custom_id, prompt)
-
-    with _closed_on_error(table):
-        found = _prompts("stdin" if path == "-" else Path(path).stem, chosen, lines(), problems)
-        found.table = table
-    return found
+def _prompts_of_rows(
+    table: Table, template: PromptTemplate, problems: Problems
+) -> Iterator[tuple[str, str, str]]:
+    rows = table.rows()
+    columns = next(rows).cells
+    template.check(columns, f"{table.path}: line 1", "column")
+    for row in rows:
+        if row.problem:
+            problems.add(f"line {row.line}", row.problem)
+        else:
+            prompt = template.fill(dict(zip(columns, row.cells, strict=True)))
+            yield f"line {row.line}", row.custom_id, prompt
 
 
 class TableRow(NamedTuple):
@@ -320,7 +309,7 @@ class Table:
         csv.field_size_limit(LONGEST_LINE)
         reader = csv.reader(bounded_lines(), delimiter=self.delimiter, strict=True)
         try:
-            columns = _columns(self.path, next(reader, None), self.id_column)
+            columns = self._checked_columns(next(reader, []))
             yield TableRow(reader.line_num, columns)
             for number, cells in enumerate(filter(None, reader), 1):
                 custom_id, problem = f"row-{number}", ""
@@ -340,78 +329,63 @@ class Table:
                 "save the table as UTF-8"
             ) from None
 
-
-def _columns(path: str, header: list[str] | None, id_column: str | None) -> list[str]:
-    """Check the names of the columns. Raises CommandFailed."""
-    if not header:
-        raise WrongUsage(f"{path}: is empty: its first line must name the columns")
-    double = next((name for name in header if header.count(name) > 1), None)
-    if double is not None:
-        raise WrongUsage(f"{path}: two columns are called '{format_cell(double)}'")
-    if id_column is not None and id_column not in header:
-        there = ", ".join(f"'{format_cell(one)}'" for one in header)
-        raise WrongUsage(f"--id-column {id_column}: there is no such column: there is {there}")
-    return header
+    def _checked_columns(self, header: list[str]) -> list[str]:
+        if not header or len(set(header)) < len(header):
+            raise WrongUsage(f"{self.path}: its first line must name the columns, each once")
+        if self.id_column is not None and self.id_column not in header:
+            there = ", ".join(f"'{format_cell(one)}'" for one in header)
+            raise WrongUsage(
+                f"--id-column {self.id_column}: there is no such column: there is {there}"
+            )
+        return header
 
 
-def _prepare_folder(
-    path: str, template: PromptTemplate, chosen: InputFlags, problems: Problems
-) -> PreparedInput:
-    """Make each text of a folder a JSON line; its name is the `custom_id`."""
-    template.check(("text", "name"), "--template", "field of a text")
-    skipped = Problems(problems.most_shown)
-
-    def texts() -> Iterator[tuple[str, bytes]]:
+def _prompts_of_folder(
+    path: str, template: PromptTemplate, largest: int, left_out: Problems
+) -> Iterator[tuple[str, str, str]]:
+    """A prompt of each text of a folder, whose name is the `custom_id`."""
+    try:
+        names = sorted(one.name for one in Path(path).iterdir())
+    except OSError as error:
+        raise WrongUsage(f"{path}: can't be read: {error.strerror}") from None
+    for name in names:
         try:
-            names = sorted(one.name for one in Path(path).iterdir())
-        except OSError as error:
-            raise WrongUsage(f"{path}: can't be read: {error.strerror}") from None
-        for name in names:
-            try:
-                text = _text_of(Path(path, name), chosen.largest_text)
-            except _NoTextError as why:
-                if chosen.strict:
-                    problems.add(name, str(why))
-                else:
-                    skipped.add(name, f"skipped: {why}")
-                continue
-            yield name, _line(chosen, name, template.fill({"text": text, "name": name}))
-
-    found = _prompts(Path(path).resolve().name or "texts", chosen, texts(), problems)
-    found.skipped = skipped.count
-    return found
-
-
-class _NoTextError(Exception):
-    """A file of the folder is no text; why."""
+            text = _text_of(Path(path, name), largest)
+        except ValueError as why:
+            left_out.add(name, f"skipped: {why}")
+        else:
+            yield name, name, template.fill({"text": text, "name": name})
 
 
 def _text_of(path: Path, largest: int) -> str:
-    """Read the text of a regular file. Raises _NoTextError."""
-    try:
-        path.name.encode()
-        # No waiting for a named pipe's writer, and no link that leads elsewhere.
-        handle = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
-    except UnicodeEncodeError:
-        raise _NoTextError("its name is not UTF-8") from None
-    except OSError as error:
-        why = "is a link" if path.is_symlink() else f"can't be read: {error.strerror}"
-        raise _NoTextError(why) from None
-    mode = os.fstat(handle).st_mode
-    if not stat.S_ISREG(mode):
-        os.close(handle)
-        raise _NoTextError("is a folder" if stat.S_ISDIR(mode) else "is no regular file")
-    with os.fdopen(handle, "rb") as file:
+    """Read the text of a regular file. Raises ValueError: why it is none."""
+    with _open_regular(path, os.O_NOFOLLOW) as file:
         data = file.read(largest + 1)
     if len(data) > largest:
-        raise _NoTextError(f"is larger than {largest:,} bytes (--largest-text)")
+        raise ValueError(f"is larger than {largest:,} bytes (--largest-text)")
     try:
+        path.name.encode()
         text = data.decode("utf-8-sig")
-    except UnicodeDecodeError:
-        raise _NoTextError("is no text in UTF-8") from None
+    except UnicodeError:
+        raise ValueError("is no text in UTF-8, or its name is none") from None
     if "\0" in text:
-        raise _NoTextError("is no text: it holds zero bytes")
+        raise ValueError("is no text: it holds zero bytes")
     return text
+
+
+def _open_regular(path: Path, flags: int = 0) -> BinaryIO:
+    """Open a regular file, without waiting for a named pipe's writer. Raises ValueError: why not.
+
+    With O_NOFOLLOW a link is none.
+    """
+    try:
+        handle = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC | flags)
+    except OSError as error:
+        raise ValueError(f"can't be read: {error.strerror}") from None
+    if not stat.S_ISREG(os.fstat(handle).st_mode):
+        os.close(handle)
+        raise ValueError("is no regular file")
+    return os.fdopen(handle, "rb")
 
 
 def _open(path: str) -> BinaryIO:
@@ -420,28 +394,14 @@ def _open(path: str) -> BinaryIO:
     Raises CommandFailed.
     """
     if path != "-":
-        try:
-            # No waiting for a named pipe's writer here either.
-            handle = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
-        except OSError as error:
-            raise WrongUsage(f"{path}: can't be read: {error.strerror}") from None
-        if not stat.S_ISREG(os.fstat(handle).st_mode):
-            os.close(handle)
-            raise WrongUsage(
-                f"{path}: is no regular file; '-' reads stdin, and a folder is named by its path"
-            )
-        return os.fdopen(handle, "rb")
-    source = getattr(sys.stdin, "buffer", None)
-    file = _temporary_file()
-    if source is None:
-        file.write(sys.stdin.read().encode())
-    else:
-        left = LARGEST_STDIN
-        while piece := source.read(PIECE_BYTES):
-            left -= len(piece)
-            if left < 0:
-                raise WrongUsage(f"stdin: more than {LARGEST_STDIN:,} bytes")
-            file.write(piece)
+        with failing_by(ValueError, before=f"{path}: ", status=2):
+            return _open_regular(Path(path))
+    file, left = _temporary_file(), LARGEST_STDIN
+    while piece := sys.stdin.buffer.read(PIECE_BYTES):
+        left -= len(piece)
+        if left < 0:
+            raise WrongUsage(f"stdin: more than {LARGEST_STDIN:,} bytes")
+        file.write(piece)
     file.seek(0)
     return file
 
@@ -501,34 +461,23 @@ def _template(chosen: InputFlags) -> PromptTemplate:
         except (OSError, UnicodeDecodeError) as error:
             why = getattr(error, "strerror", None) or "is not UTF-8"
             raise WrongUsage(f"{option}: can't be read: {why}") from None
-    assert text is not None
     with failing_by(ValueError, before=f"{option}: ", status=2):
-        return parse_template(text)
+        return parse_template(text or "")
 
 
 def parse_template(text: str) -> PromptTemplate:
     """Read a template. Raises ValueError."""
     if len(text) > LONGEST_TEMPLATE:
         raise ValueError(f"the template has more than {LONGEST_TEMPLATE:,} characters")
+    remedy = "a field is its name alone, as in {text}; write {{ and }} for braces that are text"
     try:
-        parsed = list(string.Formatter().parse(text))
+        pieces = list(string.Formatter().parse(text))
     except ValueError as error:
-        raise ValueError(
-            f"the template can't be read ({str(error).lower()}): write {{{{ and }}}} for braces "
-            "that are text"
-        ) from None
-    for _, name, spec, conversion in parsed:
-        if conversion or spec:
-            raise ValueError(
-                f"the template's '{{{name}' goes on with '!' or ':': a field is its name alone; "
-                "write {{ and }} for braces that are text"
-            )
-        if name is not None and not name.strip():
-            raise ValueError(
-                "the template has '{}' without a name: write {text}, or {{ and }} for braces "
-                "that are text"
-            )
-    return PromptTemplate(tuple((literal, name) for literal, name, _, _ in parsed))
+        raise ValueError(f"the template can't be read ({str(error).lower()}): {remedy}") from None
+    for _, name, spec, conversion in pieces:
+        if conversion or spec or (name is not None and not name.strip()):
+            raise ValueError(f"the template has '{{{name}' that is no field: {remedy}")
+    return PromptTemplate(tuple((literal, name) for literal, name, _, _ in pieces))
 
 
 # Results.
@@ -602,25 +551,20 @@ def fetch_results(
         _downloaded(client, batch, "output", patience) as (output, done),
         _downloaded(client, batch, "errors", patience) as (errors, failed),
     ):
-        to_stdout, is_written = str(places.output) == "-", True
-        errors_in = places.errors if failed else None
-        match places.format:
-            case "jsonl":
-                is_written = bool(done or not failed)
-                if to_stdout:
-                    sys.stdout.writelines(escape_json(line.decode()) for line in output)
-                    sys.stdout.flush()
-                elif is_written:
-                    write_whole(places.output, output, force=places.force)
-                if errors_in is not None:
-                    write_whole(errors_in, errors, force=places.force)
-            case "csv" if to_stdout:
-                sys.stdout.writelines(result_rows(output, errors, table))
-            case "csv":
-                rows = (row.encode() for row in result_rows(output, errors, table))
-                write_whole(places.output, rows, force=places.force)
-            case "folder":
-                errors_in = _write_folder(output, errors, places)
+        if places.format == "folder":
+            errors_in = _write_folder(output, errors, places)
+            return Fetched(places.output, errors_in, done, failed)
+        is_table, errors_in = places.format == "csv", places.errors if failed else None
+        is_written = is_table or done > 0 or not failed
+        lines = (line.decode() for line in output)
+        texts = result_rows(output, errors, table) if is_table else lines
+        if str(places.output) == "-":
+            sys.stdout.writelines(texts if is_table else map(escape_json, texts))
+            sys.stdout.flush()
+        elif is_written:
+            write_whole(places.output, (text.encode() for text in texts), force=places.force)
+        if errors_in is not None:
+            write_whole(errors_in, errors, force=places.force)
         return Fetched(places.output if is_written else None, errors_in, done, failed)
 
 

@@ -8,7 +8,7 @@ import os
 import random
 import ssl
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, BinaryIO, ClassVar, Self, TypeVar
@@ -34,7 +34,6 @@ LONGEST_LINE = 64 << 20  # bytes of an event; that of 10,000 nodes has some 8 mi
 LARGEST_PAGE = 1000  # objects of one answer of the admin API
 # Seconds without a byte of the admin API; longer than a probe of a node that hangs.
 ADMIN_SECONDS = 30.0
-SCHEME_SECONDS = 2.0  # seconds for a look whether a server speaks the other scheme
 _EVERY_ADDRESS = {"0.0.0.0": "127.0.0.1", "::": "::1"}
 _PEM_END = "-----END CERTIFICATE-----"
 
@@ -88,14 +87,9 @@ class GatewayClient:
                 transport=httpx.HTTPTransport() if tls is None else httpx.HTTPTransport(verify=tls),
             )
         except httpx.InvalidURL as error:
-            from gateway.config.fields import bracketed_ipv6
-
-            scheme, _, rest = url.partition("://")
-            bracketed = bracketed_ipv6(rest.partition("/")[0])
-            remedy = (
-                f"an IPv6 address needs brackets: {scheme}://{bracketed}" if bracketed else error
-            )
-            raise WrongUsage(f"the address is no valid URL: {remedy}") from None
+            raise WrongUsage(
+                f"the address is no valid URL: {error}; an IPv6 address needs brackets"
+            ) from None
 
     def request(
         self,
@@ -142,22 +136,20 @@ class GatewayClient:
         import httpx
 
         why = str(error).partition("] ")[2] or str(error) or type(error).__name__
-        if not isinstance(error, httpx.ConnectError):
-            hint = _scheme_hint(self.url)
-            told = f"the gateway at {self.url} did not answer ({why}){hint}"
-            is_our_fault = isinstance(error, httpx.UnsupportedProtocol | httpx.LocalProtocolError)
-            return CommandFailed(told) if hint or is_our_fault else GatewayAway(told)
         if "CERTIFICATE_VERIFY_FAILED" in str(error):
             return CommandFailed(
                 f"the certificate of the gateway at {self.url} is not trusted ({why}): name it, or "
                 f"the authority behind it, with {self.CA_FLAG}"
             )
-        if self.url.startswith("https:") and (hint := _scheme_hint(self.url)):
-            return CommandFailed(f"no TLS handshake with {self.url} ({why}){hint}")
-        return NoGateway(
-            f"no gateway answers at {self.url} ({why}): is it running? "
-            f"{self.URL_FLAG} names its {self.LISTENER}"
-        )
+        if isinstance(error, httpx.ConnectError) and "SSL" not in str(error):
+            return NoGateway(
+                f"no gateway answers at {self.url} ({why}): is it running? "
+                f"{self.URL_FLAG} names its {self.LISTENER}"
+            )
+        other = "http" if self.url.startswith("https:") else "https"
+        told = f"the gateway at {self.url} did not answer ({why}); does it speak {other}?"
+        is_our_fault = isinstance(error, httpx.UnsupportedProtocol | httpx.LocalProtocolError)
+        return CommandFailed(told) if is_our_fault else GatewayAway(told)
 
     def __enter__(self) -> Self:
         return self
@@ -439,22 +431,6 @@ def _bounded_lines(parts: Iterable[bytes]) -> Iterator[bytes]:
             raise CommandFailed("an event of the gateway is larger than any of a fleet")
 
 
-def _scheme_hint(url: str) -> str:
-    """Say what to write if the server there speaks the other scheme; else nothing."""
-    import asyncio
-
-    from gateway.transport.pool import speaks_plain_http, speaks_tls
-
-    parts = urlsplit(url)
-    host, secure = parts.hostname or "", parts.scheme == "https"
-    port = parts.port or (443 if secure else 80)
-    speaks = speaks_plain_http if secure else speaks_tls
-    if not asyncio.run(speaks(host, port, SCHEME_SECONDS)):
-        return ""
-    other = "http" if secure else "https"
-    return f": it speaks {other}: write {other}{url[len(parts.scheme) :]}"
-
-
 def read_pages(
     ask: Callable[[dict[str, str]], dict[str, Any]], given: Mapping[str, str], name: str, most: int
 ) -> tuple[list[dict[str, Any]], dict[str, Any]]:
@@ -550,13 +526,8 @@ class AdminFlags(options.FlagGroup):
             raise WrongUsage(f"--admin-url {url}: must be like http://127.0.0.1:8001")
         env = os.environ.get
         host, port = env("LLAMA_GATEWAY_ADMIN_HOST"), env("LLAMA_GATEWAY_ADMIN_PORT")
-        needed = {}
-        if url is None:
-            asked = (("host", host), ("port", port), ("tls", None))
-            address = "--admin-url names the admin listener's address"
-            needed = {key: address for key, known in asked if not known}
-        if key_file is None:
-            needed["key_file"] = "--admin-key-file names the file of its key"
+        asked = {"host": host or url, "port": port or url, "tls": url, "key_file": key_file}
+        needed = [key for key, known in asked.items() if not known]
         admin = _settings(self.config, needed) if needed else None
         own = None
         if url is None:
@@ -581,11 +552,8 @@ class AdminFlags(options.FlagGroup):
         return AdminClient(url.rstrip("/"), admin_key, tls)
 
 
-def _settings(config: Path | None, needed: Mapping[str, str]) -> AdminSettings | None:
-    """Return the admin listener's settings; of a file with mistakes the keys that are needed.
-
-    `needed`: by key, what to give in its place.
-    """
+def _settings(config: Path | None, needed: Collection[str]) -> AdminSettings | None:
+    """Return the admin listener's settings; of a file with mistakes the keys that are needed."""
     path = options.settings_file(config)
     if path is None:
         return None
@@ -594,28 +562,16 @@ def _settings(config: Path | None, needed: Mapping[str, str]) -> AdminSettings |
     try:
         return load_settings(path).admin
     except ConfigError as error:
-        if not path.is_file():
-            raise
         # The running gateway still has older settings, and the operator must be able to reach it.
-        more = len(error.problems) - 1
-        others = f" (and {more} more)" if more else ""
         problem = replace(error.problems[0], remedy="")
     try:
         admin = load_admin(path, needed)
     except ConfigError as error:
-        missing = {
-            remedy
-            for key, remedy in needed.items()
-            if any(f"{one.key}.".startswith(f"admin.{key}.") for one in error.problems)
-        }
-        instead = " and ".join(sorted(missing or set(needed.values())))
         raise WrongUsage(
-            f"{error}\nthis is needed to find the gateway: correct it, or {instead}"
+            f"{error}\nthis is needed to find the gateway: correct it, or --admin-url and "
+            "--admin-key-file name its address and the file of its key"
         ) from None
-    print_note(
-        f"warning: {problem}{others}; a gateway that runs keeps the settings that it has: going on "
-        "with `admin` of this file"
-    )
+    print_note(f"warning: {problem}; going on with `admin` of this file")
     return admin
 
 

@@ -200,7 +200,7 @@ def _placed(flags: Mapping[str, Any], paths: Mapping[str, tuple[str, ...]]) -> d
     return found
 
 
-_GROUPS = frozenset({"limits", "user_limits", "cache"})
+_GROUPS = ("cache", "limits", "user_limits")
 _LIMITS = ("rpm", "tpm", "tokens_per_day", "budget", "concurrency")
 _KEY_LIMITS = (*_LIMITS, "prompt_tokens", "completion_tokens")
 
@@ -211,7 +211,7 @@ FIELDS: Mapping[str, tuple[str, ...]] = {
     **{f"user_{name}": ("user_limits", name) for name in _LIMITS},
     **{f"cache_{name}": ("cache", name) for name in ("hide", "isolate", "nodes")},
     "prompt_cache": ("cache", "prompt_cache"),
-    **{name: (name,) for name in sorted(_GROUPS)},
+    **{name: (name,) for name in _GROUPS},
 }
 
 
@@ -219,9 +219,9 @@ def _unset_fields(
     words: Iterable[str],
     wanted: Mapping[str, Any],
     fields: Mapping[str, tuple[str, ...]] = FIELDS,
-) -> list[tuple[str, ...]]:
+) -> set[tuple[str, ...]]:
     """Return the fields that `--unset` names. Raises BadParameter, also if `wanted` sets one."""
-    found: list[tuple[str, ...]] = []
+    found: set[tuple[str, ...]] = set()
     for word in (part.strip() for one in words for part in one.split(",")):
         path = fields.get(word.removeprefix("--").replace("-", "_"))
         if path is None:
@@ -234,35 +234,35 @@ def _unset_fields(
             raise typer.BadParameter(
                 f"'{word}' is set by another flag: give one of them", param_hint="--unset"
             )
-        found.append(path)
+        found.add(path)
     return found
 
 
-def _patch_of(
-    before: Mapping[str, Any], wanted: Mapping[str, Any], removed: Iterable[tuple[str, ...]]
+def _after(
+    before: Mapping[str, Any], wanted: Mapping[str, Any], removed: set[tuple[str, ...]]
 ) -> dict[str, Any]:
-    """Return the JSON merge patch that makes these changes to the key `before`."""
-    patch: dict[str, Any] = {
-        name: dict(value) if name in _GROUPS else value for name, value in wanted.items()
-    }
-    for path in removed:
-        if len(path) == 1:
-            patch[path[0]] = None
-        elif patch.setdefault(path[0], {}) is not None:
-            patch[path[0]][path[1]] = None
-    for name in _GROUPS & patch.keys():
-        if patch[name] is None:
-            continue
-        old = dict(before.get(name) or {})
-        if all(value is None for value in {**old, **patch[name]}.values()):
-            # Nothing is left. Limits of end users that are none would hide the group's.
-            patch[name] = None
-    labels = (patch.get("cache") or {}).get("nodes")
-    if labels is not None:
-        # A patch is merged with the old labels: those that are not named must go.
-        old = (before.get("cache") or {}).get("nodes") or {}
-        patch["cache"]["nodes"] = {**dict.fromkeys(old), **labels}
-    return patch
+    """Return what a key or a group is to have in each place that changes; None: nothing."""
+    found: dict[str, Any] = {}
+    for place in (*wanted, *(path[0] for path in removed)):
+        found[place] = wanted.get(place)
+        if place in _GROUPS:
+            whole = {**(before.get(place) or {}), **(wanted.get(place) or {})}
+            # Limits of end users that are none would hide the group's: then there is no mapping.
+            found[place] = {
+                name: value
+                for name, value in whole.items()
+                if value is not None and not removed & {(place,), (place, name)}
+            } or None
+    return found
+
+
+def _patch_to(before: object, after: object) -> object:
+    """Return the JSON merge patch that makes `after` of `before`."""
+    if not isinstance(after, Mapping):
+        return after
+    old = before if isinstance(before, Mapping) else {}
+    gone = {name: None for name, value in old.items() if value is not None and name not in after}
+    return gone | {name: _patch_to(old.get(name), value) for name, value in after.items()}
 
 
 LARGEST_TABLE = 16 << 20  # bytes
@@ -270,13 +270,16 @@ MOST_KEYS = 10_000  # keys of one file; the admin API takes no more at once
 
 _COUNTS = frozenset(_KEY_LIMITS) - {"budget"}
 
-_COLUMNS = (
-    *("id", "sha256", "name", "class", "max_class", "models", "group", "expires"),
-    *("trust_user_headers", *_KEY_LIMITS),
-)
-
-_YES = frozenset({"1", "true", "yes", "on"})
-_NO = frozenset({"0", "false", "no", "off"})
+# The columns of a table, and where each is in a key.
+_COLUMNS: Mapping[str, tuple[str, ...]] = {
+    **{name: (name,) for name in ("id", "sha256", "name", "class", "max_class", "models")},
+    **{name: (name,) for name in ("group", "expires", "trust_user_headers")},
+    **{name: ("limits", name) for name in _KEY_LIMITS},
+}
+_WORDS = {
+    **dict.fromkeys(("1", "true", "yes", "on"), True),
+    **dict.fromkeys(("0", "false", "no", "off"), False),
+}
 
 
 class ListedKey(NamedTuple):
@@ -320,27 +323,24 @@ def _table(file: Path) -> list[ListedKey]:
     from gateway.config.yaml_file import read_text
 
     text = read_text(file, LARGEST_TABLE)
-    reader = csv.reader(io.StringIO(text, newline=""), strict=True)
+    reader = csv.DictReader(io.StringIO(text, newline=""), strict=True)
     listed: list[ListedKey] = []
     problems: list[Problem] = []
     try:
-        columns = [name.strip().lower() for name in next(reader, [])]
-        unknown = [name for name in columns if name not in _COLUMNS]
-        missing = [name for name in ("id", "sha256") if name not in columns]
-        if unknown or missing or len(set(columns)) < len(columns):
-            what = f"no column '{missing[0]}'" if missing else f"the columns {', '.join(columns)}"
-            remedy = f"the first line names each column once, of {', '.join(_COLUMNS)}"
+        reader.fieldnames = columns = [name.strip().lower() for name in reader.fieldnames or ()]
+        known = {"id", "sha256"} <= set(columns) <= _COLUMNS.keys()
+        if not known or len(set(columns)) < len(columns):
+            what = f"the columns are {', '.join(columns) or 'none'}"
+            remedy = f"name id, sha256 and others, each once: of {', '.join(_COLUMNS)}"
             raise ConfigError([Problem(file, 1, "", what, remedy)])
         for row in reader:
-            line = reader.line_num
-            if not any(cell.strip() for cell in row):
-                continue
-            if len(row) != len(columns):
-                message = f"has {len(row)} cells, not {len(columns)}"
-                problems.append(Problem(file, line, "", message, "quote cells that hold commas"))
-                continue
-            cells = dict(zip(columns, map(str.strip, row), strict=True))
-            listed.append(ListedKey(_fields(cells), line))
+            if None in row or None in row.values():
+                message = f"has not {len(columns)} cells"
+                remedy = "quote cells that hold commas"
+                problems.append(Problem(file, reader.line_num, "", message, remedy))
+            elif any(cell.strip() for cell in row.values()):
+                cells = {name: _value(name, cell.strip()) for name, cell in row.items()}
+                listed.append(ListedKey(_placed(cells, _COLUMNS), reader.line_num))
     except csv.Error as error:
         problems.append(Problem(file, reader.line_num, "", f"is no CSV: {error}"))
     if problems:
@@ -348,23 +348,15 @@ def _table(file: Path) -> list[ListedKey]:
     return listed
 
 
-def _fields(cells: dict[str, str]) -> dict[str, Any]:
-    """The cells of a row as fields of a key; what is no number or list stays a text."""
-    fields: dict[str, Any] = {}
-    limits: dict[str, Any] = {}
-    for name, cell in cells.items():
-        if not cell:
-            continue
-        if name in _KEY_LIMITS:
-            is_count = name in _COUNTS and cell.removeprefix("-").isdecimal() and len(cell) < 20
-            limits[name] = int(cell) if is_count else cell
-        elif name == "models":
-            fields[name] = [part.strip() for part in cell.replace(";", ",").split(",")]
-        elif name == "trust_user_headers" and cell.lower() in _YES | _NO:
-            fields[name] = cell.lower() in _YES
-        else:
-            fields[name] = cell
-    return {**fields, "limits": limits} if limits else fields
+def _value(name: str, cell: str) -> object:
+    """Return what a cell says; what is no number or list stays a text, and None is nothing."""
+    if name in _COUNTS and cell.removeprefix("-").isdecimal() and len(cell) < 20:
+        return int(cell)
+    if name == "trust_user_headers":
+        return _WORDS.get(cell.lower(), cell or None)
+    if name == "models" and cell:
+        return [part.strip() for part in cell.replace(";", ",").split(",")]
+    return cell or None
 
 
 app = CommandGroup(
@@ -547,9 +539,7 @@ def show(*, name: str = KEY_NAME, as_json: bool = options.JSON, stored: KeyFlags
     for field, value in key.items():
         if field in {"standing", "users"}:
             continue
-        text = format_cell(value)
-        if isinstance(value, dict):
-            text = _cache_text(value) if field == "cache" else _limits_text(value)
+        text = _limits_text(value) if isinstance(value, dict) else format_cell(value)
         print(f"{field:20} {text}")
     whose = [(f"{one['of']}'s", [one]) for one in key.get("standing") or ()]
     whose += [(f"user {one['user']}", one["standing"]) for one in key.get("users") or ()]
@@ -593,8 +583,10 @@ def set_(
         trusted = wanted.get("trust_user_headers", before.get("trust_user_headers"))
         if "user_limits" in wanted and not trusted:
             raise typer.BadParameter("needs --trust-user-headers", param_hint="--user-…")
-        path = f"/admin/keys/{quote(str(before['id']), safe='')}"
-        changed = keys.request("PATCH", path, body=_patch_of(before, wanted, removed))
+        path = keys.path(str(before["id"]))
+        after = _after(before, wanted, removed)
+        patch = {place: _patch_to(before.get(place), value) for place, value in after.items()}
+        changed = keys.request("PATCH", path, body=patch)
     _tell_warnings(changed.pop("warnings", ()))
     print_answer(changed, _rights_text(changed), as_json=as_json)
 
@@ -791,15 +783,9 @@ def set_group(
             found = access.request("GET", "/admin/groups")["groups"]
             defined = {one["name"]: one for one in found}
             before = defined.get(name, {})
-            fields = {
-                place: {**(before.get(place) or {}), **wanted.get(place, {})}
-                for place in ("limits", "user_limits", "cache")
-            }
-            for place, *field in removed:
-                fields[place] = {
-                    one: value for one, value in fields[place].items() if field and one not in field
-                }
-            given = {place: one for place, one in fields.items() if one}
+            kept = {place: before.get(place) for place in _GROUPS}
+            after = kept | _after(kept, wanted, removed)
+            given = {place: value for place, value in after.items() if value}
             group = access.keep("PUT", _group_path(name), given)
     except NoStore:
         raise WrongUsage(
@@ -862,15 +848,22 @@ def _standing_text(one: Mapping[str, Any]) -> str:
 
 
 def _limits_text(limits: object) -> str:
-    """Write limits in one line; `-` for none."""
+    """Write limits, or what a key says of prompt caches, in one line; `-` for nothing."""
     if not isinstance(limits, Mapping):
         return "-"
     given = [
-        f"{format_cell(name)} {format_cell(value)}"
+        f"{format_cell(name)} {_value_text(value)}"
         for name, value in limits.items()
         if value is not None
     ]
     return ", ".join(given) or "-"
+
+
+def _value_text(value: object) -> str:
+    if isinstance(value, Mapping):  # labels of nodes
+        pairs = (f"{format_cell(name)}={format_cell(one)}" for name, one in value.items())
+        return ",".join(pairs) or ALL_NODES
+    return ("yes" if value else "no") if isinstance(value, bool) else format_cell(value)
 
 
 def _called(key: Mapping[str, Any]) -> str:
@@ -893,35 +886,14 @@ def _rights_text(shown: Mapping[str, Any]) -> str:
     parts += [
         f"{field} {format_cell(shown[field])}" for field in ("models", "group") if shown.get(field)
     ]
-    if (limits := _limits_text(shown.get("limits"))) != "-":
-        parts.append(limits)
-    if (of_users := _limits_text(shown.get("user_limits"))) != "-":
-        parts.append(f"each end user {of_users}")
-    if (cache := _cache_text(shown.get("cache"))) != "-":
-        parts.append(f"cache: {cache}")
+    for place, before in (("limits", ""), ("user_limits", "each end user "), ("cache", "cache: ")):
+        if (text := _limits_text(shown.get(place))) != "-":
+            parts.append(f"{before}{text}")
     if shown.get("expires"):
         parts.append(f"until {format_cell(shown['expires'])}")
     if shown.get("previous_until"):
         parts.append(f"the old secret works until {format_cell(shown['previous_until'])}")
     return f"{_called(shown)}: {'; '.join(parts)}"
-
-
-def _cache_text(cache: object) -> str:
-    """Write what a key says of prompt caches in one line; `-` for nothing."""
-    if not isinstance(cache, Mapping):
-        return "-"
-    words = {
-        name: {True: "yes", False: "no"}.get(value, value)
-        for name, value in cache.items()
-        if not isinstance(value, Mapping)
-    }
-    nodes = cache.get("nodes")
-    if isinstance(nodes, Mapping):
-        pool = ",".join(
-            f"{format_cell(name)}={format_cell(value)}" for name, value in nodes.items()
-        )
-        words["nodes"] = pool or "all"
-    return _limits_text(words)
 
 
 def _tell_warnings(warnings: Iterable[str]) -> None:
@@ -991,9 +963,7 @@ class KeyAccess:
 
     def path(self, name: str) -> str:
         """Return the path of a key."""
-        # Of a store alone no path is parsed: it takes the name, and tells of it in errors.
-        id_ = str(self.key(name)["id"]) if isinstance(self._source, AdminClient) else name
-        return f"/admin/keys/{quote(id_, safe='')}"
+        return f"/admin/keys/{quote(str(self.key(name)['id']), safe='')}"
 
     def keep(self, method: str, path: str, fields: Mapping[str, Any]) -> dict[str, Any]:
         """Store a key or a group, and return it. Raises NoStore, too."""

@@ -147,7 +147,9 @@ def nodes(
             _list(found if is_empty else selection.choose(found), as_json=as_json)
             if is_empty and not as_json:
                 _list_members(admin)
-        elif len(names) != 1 or dry_run:
+            return
+        alone = len(names) == 1
+        if dry_run or not alone:
             everything = admin.nodes()
             chosen = selection.choose(everything)
             if not as_json or dry_run:
@@ -156,28 +158,56 @@ def nodes(
                 return
             if action == "drain" and not yes:
                 _confirm(models_left_without(chosen, everything))
-            _act_on_all(admin, chosen, action, parameters, longest, as_json=as_json)
-        else:
-            _act(admin, names[0], action, parameters, longest, as_json=as_json)
+            names = [str(node.get("name")) for node in chosen]
+        _act(admin, names, action, parameters, longest, as_json=as_json, alone=alone)
 
 
 def _act(
     admin: AdminClient,
-    name: str,
+    names: list[str],
     action: NodeAction,
     parameters: dict[str, float],
     wait: float | None,
     *,
     as_json: bool,
+    alone: bool,
 ) -> None:
-    """Do it to one node; `wait`: most seconds until a drained node is idle, None: do not wait."""
-    admin.node_action(name, action, **parameters)
-    node = admin.node(name)
-    if wait is not None:
-        node = _wait(admin, node, wait)
-    terminal.print_answer(node, f"{format_cell(name)}: {_summary(node)}", as_json=as_json)
-    if action == "probe" and node.get("state") in _NOT_ANSWERING:
+    """Do it to each node, whatever becomes of the others; one that is named alone is shown alone.
+
+    `wait`: most seconds until drained nodes are idle; None: do not wait. Raises: CommandFailed.
+    """
+    done, failed = dict[str, dict[str, Any]](), dict[str, str]()
+    for name in names:
+        try:
+            admin.node_action(name, action, **parameters)
+            done[name] = admin.node(name)
+        except CommandFailed as error:
+            if alone or isinstance(error, NoGateway):
+                raise
+            failed[name] = str(error)
+    end = time.monotonic() + (wait or 0.0)
+    for name, node in done.items():
+        try:
+            if wait is not None:
+                done[name] = _wait(admin, node, max(0.0, end - time.monotonic()))
+        except CommandFailed as error:
+            if alone:
+                raise
+            failed[name] = str(error)
+            continue
+        if action == "probe" and node.get("state") in _NOT_ANSWERING:
+            failed[name] = f"it does not answer: {_summary(node)}"
+        if not as_json:
+            print(f"{format_cell(name)}: {_summary(done[name])}")
+    if as_json:
+        errors = [{"name": name, "error": error} for name, error in failed.items()]
+        all_of_them = {"nodes": list(done.values()), "failed": errors}
+        terminal.print_json(done[names[0]] if alone else all_of_them)
+    if failed and alone:
         raise typer.Exit(1)
+    if failed:
+        told = "; ".join(f"{name}: {error}" for name, error in failed.items())
+        raise CommandFailed(f"{len(failed)} of {len(names)} nodes failed: {told}")
 
 
 def _confirm(models: list[str]) -> None:
@@ -193,52 +223,6 @@ def _confirm(models: list[str]) -> None:
     terminal.print_note(f"warning: {problem}")
     if not typer.confirm("Drain them all the same?", err=True):
         raise CommandFailed("nothing was drained")
-
-
-def _act_on_all(
-    admin: AdminClient,
-    chosen: list[dict[str, Any]],
-    action: NodeAction,
-    parameters: dict[str, float],
-    wait: float | None,
-    *,
-    as_json: bool,
-) -> None:
-    """Do it to each of them, whatever becomes of the others. Raises: CommandFailed."""
-    done: list[dict[str, Any]] = []
-    failed: dict[str, str] = {}
-    for name in [str(node.get("name")) for node in chosen]:
-        try:
-            admin.node_action(name, action, **parameters)
-            node = admin.node(name)
-        except NoGateway:
-            left = len(chosen) - len(done) - len(failed)
-            terminal.print_note(f"{len(done)} done, {len(failed)} failed, {left} not tried")
-            raise
-        except CommandFailed as error:
-            failed[name] = str(error)
-            continue
-        if action == "probe" and node.get("state") in _NOT_ANSWERING:
-            failed[name] = f"it does not answer: {_summary(node)}"
-        done.append(node)
-        if not as_json and wait is None:
-            print(f"{format_cell(name)}: {_summary(node)}")
-    if wait is not None:
-        end = time.monotonic() + wait
-        for index, node in enumerate(done):
-            name = str(node.get("name"))
-            try:
-                done[index] = _wait(admin, node, max(0.0, end - time.monotonic()))
-            except CommandFailed as error:
-                failed[name] = str(error)
-            if not as_json and name not in failed:
-                print(f"{format_cell(name)}: {_summary(done[index])}")
-    if as_json:
-        errors = [{"name": name, "error": error} for name, error in failed.items()]
-        terminal.print_json({"nodes": done, "failed": errors})
-    if failed:
-        told = "; ".join(f"{name}: {error}" for name, error in failed.items())
-        raise CommandFailed(f"{len(failed)} of {len(chosen)} nodes failed: {told}")
 
 
 def _list(nodes: list[dict[str, Any]], *, as_json: bool) -> None:
@@ -349,8 +333,8 @@ def _wait(admin: AdminClient, node: dict[str, Any], timeout: float) -> dict[str,
         while node.get("in_flight"):
             if time.monotonic() >= end:
                 raise CommandFailed(
-                    f"{name} still runs {format_cell(node.get('in_flight'))} after {timeout:g} s; "
-                    "it stays drained"
+                    f"{name} still runs {format_cell(node.get('in_flight'))} after "
+                    f"{timeout:.3g} s; it stays drained"
                 )
             time.sleep(min(interval, max(0.0, end - time.monotonic())))
             interval = min(2 * interval, LONGEST_POLL_INTERVAL)
@@ -508,7 +492,7 @@ def _placement_row(one: dict[str, Any]) -> list[tuple[str, object]]:
     ]
 
 
-def _size(value: object) -> str:
-    if not isinstance(value, int):
-        return "-"
-    return f"{value / (1 << 30):.1f} GiB" if value >= 1 << 30 else f"{value >> 20} MiB"
+def _size(value: int | None) -> str:
+    from gateway.local.memory import format_gib
+
+    return "-" if value is None else format_gib(value)

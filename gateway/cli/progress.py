@@ -21,16 +21,14 @@ if TYPE_CHECKING:
     from gateway.workshop.bench.report import LoadFigures
     from gateway.workshop.tune.search import Measurement, Setting, TuningSession
 
-# Seconds between two lines; on a terminal between two changes of a download's bar.
-LINE_SECONDS, REDRAW_SECONDS = 10.0, 0.1
-LOAD_LINE_SECONDS = 15.0  # seconds between two lines of a load
+LINE_SECONDS = 10.0  # seconds until the second line; each further one comes a bit later
+REDRAW_SECONDS = 0.1  # seconds between two changes of a download's bar
 
 
 class Progress(progress.Progress):
     """Shows progress on stderr within its context.
 
-    The bars are rich's, and are drawn on a terminal alone. Elsewhere the user reads notes, of which
-    `due` spaces those that come now and then.
+    The bars are rich's, and are drawn on a terminal alone. Elsewhere the user reads notes.
     """
 
     def __init__(
@@ -45,95 +43,67 @@ class Progress(progress.Progress):
             *columns, console=output, transient=transient, disable=not self.on_terminal
         )
         self.clock = clock
-        self.ended = False
-        self._due_from = 0.0
-
-    def stop(self) -> None:
-        """End the display."""
-        super().stop()
-        self.ended = True
 
     def note(self, text: str) -> None:
         """Print a line, on a terminal above the bars."""
         self.console.print(Text(single_line(text)), soft_wrap=True)
 
-    def begin(self) -> None:
-        """Let the time until the next note begin now."""
-        self._due_from = self.clock()
-
-    def due(self, seconds: float) -> bool:
-        """Return True once `seconds` have passed since `begin`, or since it was last True."""
-        if self.clock() - self._due_from < seconds:
-            return False
-        self.begin()
-        return True
-
 
 class StatusProgress(Progress):
     """Shows a thing with a status, such as a batch, and how much of it is done."""
 
-    def __init__(self, name: str, clock: Callable[[], float] = time.monotonic) -> None:
+    def __init__(
+        self,
+        name: str = "",
+        *,
+        transient: bool = False,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
         super().__init__(
             progress.SpinnerColumn("line", finished_text=" "),
             progress.BarColumn(24),
             progress.TextColumn("{task.description}", markup=False),
-            transient=False,
+            transient=transient,
             clock=clock,
         )
-        self._name = name
+        self._before = f"{name}: " if name else ""
         self._bar = self.add_task(name, total=None)
         self._status: str | None = None
-        self._between = LINE_SECONDS
+        self._due_at, self._between = 0.0, LINE_SECONDS
 
-    def show(self, text: str, status: str, done: int, total: int) -> None:
+    def show(self, text: str, status: str, done: int = 0, total: int = 0) -> None:
         """Show the text; without a terminal a line for each new status, and now and then."""
         if self.on_terminal:
-            self.update(
-                self._bar, total=total or None, completed=done, description=single_line(text)
-            )
-            return
-        if status != self._status:
-            self._status = status
-            self.begin()
-        elif self.due(self._between):
-            self._between = min(1.2 * self._between, 6 * LINE_SECONDS)
-        else:
-            return
-        self.note(f"{self._name}: {text}")
+            shown = single_line(text)
+            self.update(self._bar, total=total or None, completed=done, description=shown)
+        elif status != self._status or self.clock() >= self._due_at:
+            is_new, self._status = status != self._status, status
+            self._between = LINE_SECONDS if is_new else min(1.2 * self._between, 6 * LINE_SECONDS)
+            self._due_at = self.clock() + self._between
+            self.note(f"{self._before}{text}")
 
 
-class DownloadProgress(Progress):
+class DownloadProgress(StatusProgress):
     """Shows a download."""
 
     def __init__(self, name: str, clock: Callable[[], float] = time.monotonic) -> None:
-        super().__init__(
-            progress.BarColumn(24),
-            progress.DownloadColumn(binary_units=True),
-            progress.TransferSpeedColumn(),
-            progress.TimeRemainingColumn(),
-            clock=clock,
-        )
+        super().__init__(transient=True, clock=clock)
         self._name = name
-        self._bar = self.add_task("", total=None, visible=False)
         self._began: tuple[float, int] | None = None  # when, and with how many bytes
+        self._redraw_at = 0.0
 
-    def show(self, done: int, total: int | None) -> None:
+    def show_bytes(self, done: int, total: int | None) -> None:
         """Show that so many bytes are there."""
+        now = self.clock()
         if self._began is None or done < self._began[1]:  # it began, or starts over
-            self._began = (self.clock(), done)
-            self.begin()
-            self.reset(self._bar, total=total, completed=done, visible=True)
-            size = "" if total is None else f", {format_gib(total)}"
-            rest = f", from {format_gib(done)} on" if done else ""
-            if not self.on_terminal:
-                self.note(f"Downloading {self._name}{size}{rest}")
-            elif done == 0:
-                self.note(f"Downloading {self._name}")
-        elif self.on_terminal and (done == total or self.due(REDRAW_SECONDS)):
-            self.update(self._bar, completed=done, total=total)
-        elif not self.on_terminal and self.due(LINE_SECONDS):
-            began, before = self._began
-            self.note(f"  {describe_download(done, total, done - before, self.clock() - began)}")
+            self._began = (now, done)
+            self.note(f"Downloading {self._name}")
+        elif now < self._redraw_at and done != total:
+            return
+        self._redraw_at = now + REDRAW_SECONDS
+        began, before = self._began
+        told = describe_download(done, total, done - before, now - began)
+        self.show(f"  {told}", f"from {before}", done, total or 0)
 
 
 def describe_download(done: int, total: int | None, gained: int, seconds: float) -> str:
@@ -161,12 +131,18 @@ class StartupProgress(Progress):
             transient=False,
         )
         self._rows = {name: self.add_task(name, total=1) for name in servers}
+        self._ended = False
+
+    def stop(self) -> None:
+        """End the display."""
+        super().stop()
+        self._ended = True
 
     def show(self, event: ServerEvent) -> None:
         """Show what happened to a server, or log it after the start."""
         import structlog
 
-        if self.ended:
+        if self._ended:
             log = structlog.get_logger()
             if event.kind == "exited":
                 how, restart_in = event.detail, event.seconds
@@ -191,51 +167,41 @@ class StartupProgress(Progress):
             self.note(f"  {event.name}: {told}")
 
 
-class BenchProgress(Progress):
+class BenchProgress(StatusProgress):
     """Shows the requests of each load of a benchmark."""
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
-        super().__init__(
-            progress.TextColumn("{task.description}", markup=False),
-            progress.BarColumn(24),
-            progress.MofNCompleteColumn(),
-            progress.TimeElapsedColumn(),
-            clock=clock,
-        )
-        self._bar = self.add_task("", total=None)
+        super().__init__(transient=True, clock=clock)
         self._load: Load | None = None
         self._done = self._failed = self._tokens = 0
         self._began = 0.0
 
     def phase(self, text: str) -> None:
         """What comes before the loads."""
-        if self.on_terminal:
-            self.update(self._bar, description=text, total=None)
-        else:
-            self.note(text)
+        self.show(text, text)
 
     def load_started(self, load: Load) -> None:
         """A load begins."""
-        from gateway.workshop.bench.load import MOST_REQUESTS
-
         self._load = load
         self._done = self._failed = self._tokens = 0
         self._began = self.clock()
-        self.begin()
-        known = load.requests if load.requests < MOST_REQUESTS else None
-        self.reset(self._bar, total=known, description=load.label)
+        self.show(load.label, load.label)
 
     def request_done(self, result: RequestResult) -> None:
         """A request has ended."""
-        if self._load is None:
+        from gateway.workshop.bench.load import MOST_REQUESTS
+
+        if (load := self._load) is None:
             return
         self._done += 1
         self._failed += result.error is not None
         self._tokens += result.tokens if result.error is None else 0
-        if self.on_terminal:
-            self.update(self._bar, completed=self._done, description=self._line(self._load))
-        elif self.due(LOAD_LINE_SECONDS):
-            self.note(f"{self._line(self._load)}: {self._done} done")
+        speed = self._tokens / max(1e-3, self.clock() - self._began)
+        failed = f", {self._failed} failed" if self._failed else ""
+        total = load.requests if load.requests < MOST_REQUESTS else 0
+        of = f"/{total}" if total else ""
+        told = f"{load.label}, {speed:.1f} tokens/s{failed}: {self._done}{of} done"
+        self.show(told, load.label, self._done, total)
 
     def load_done(self, found: LoadFigures) -> None:
         """A load has ended."""
@@ -246,11 +212,6 @@ class BenchProgress(Progress):
             f"{found.load.label}: {found.requests} requests in {found.seconds:.1f} s, "
             f"{found.failed} failed, TTFT {ttft}, {found.total_tokens_per_second:.1f} tokens/s"
         )
-
-    def _line(self, load: Load) -> str:
-        seconds = max(1e-3, self.clock() - self._began)
-        failed = f", {self._failed} failed" if self._failed else ""
-        return f"{load.label}, {self._tokens / seconds:.1f} tokens/s{failed}"
 
 
 class TuningProgress(Progress):

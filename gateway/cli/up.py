@@ -284,7 +284,7 @@ def _downloaded(wish: ModelWish, check_fits: Callable[[ModelFile], None]) -> Pat
     from gateway.local.download import DownloadHooks, fetch_model, printable
 
     with DownloadProgress(printable(wish.url)) as progress:
-        hooks = DownloadHooks(progress=progress.show, note=progress.note)
+        hooks = DownloadHooks(progress=progress.show_bytes, note=progress.note)
         try:
             return fetch_model(wish, cache_folder(), hooks, check_fits=check_fits)
         except KeyboardInterrupt:

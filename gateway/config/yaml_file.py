@@ -134,30 +134,7 @@ def read_yaml(path: Path, env: Mapping[str, str], text: str | None = None) -> Ya
     return _TreeBuilder(path, env, text).build()
 
 
-def read_section(path: Path, env: Mapping[str, str], key: str) -> YamlDocument:
-    """Read one key of a file's top level, though the file is no YAML elsewhere.
-
-    Raises ConfigError where that can't be told apart.
-    """
-    lines = read_text(path, errors="replace").split("\n")
-    inside = cut = False
-    for number, line in enumerate(lines):
-        ends = line[:3] in {"---", "..."}
-        # Comments, blank lines and items of a list go on with the key above.
-        if ends or (line[:1].strip() and line[0] not in "#-"):
-            # A line without a key, such as a mark of a merge: does the section go on below?
-            cut = (inside or cut) and not ends and ":" not in line
-            inside = line.replace('"', "").replace("'", "").partition(":")[0].strip() == key
-        if line.startswith(tuple("{[&*!%?")) or (cut and line[:1] == " " and line.strip()):
-            raise ConfigError(
-                [Problem(path, number + 1, key, "can't be told from the rest of the file")]
-            )
-        if not inside:
-            lines[number] = ""
-    return _TreeBuilder(path, env, "\n".join(lines)).build()
-
-
-def read_text(path: Path, most: int = MOST_FILE_BYTES, errors: str = "strict") -> str:
+def read_text(path: Path, most: int = MOST_FILE_BYTES) -> str:
     """Read a file of text in UTF-8, of at most so many bytes. Raises ConfigError."""
     try:
         with path.open("rb") as file:
@@ -171,7 +148,7 @@ def read_text(path: Path, most: int = MOST_FILE_BYTES, errors: str = "strict") -
         message = f"larger than {most >> 20} MiB"
         raise ConfigError([Problem(path, 0, "", message, "is this the right file?")])
     try:
-        return content.decode("utf-8-sig", errors)
+        return content.decode("utf-8-sig")
     except UnicodeDecodeError as error:
         line = content.count(b"\n", 0, error.start) + 1
         raise ConfigError(

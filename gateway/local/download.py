@@ -18,7 +18,7 @@ import shutil
 import ssl
 import time
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import asdict, dataclass, field, replace
 from ipaddress import ip_address
 from pathlib import Path, PurePosixPath
@@ -46,52 +46,29 @@ def is_url(model: str) -> bool:
     return re.match(r"[A-Za-z][A-Za-z0-9+.-]*://", model) is not None
 
 
-def parse_model_url(text: str) -> httpx.URL:
-    """Return the address of a model. Raises ModelUrlError, whose text holds no secret of it."""
-    try:
-        url = _address(text.strip())
-    except (httpx.InvalidURL, ValueError):
+def parse_model_url(text: str, base: httpx.URL | None = None) -> httpx.URL:
+    """Return the address of a model, or the one to which `base` redirects, without its fragment.
+
+    Raises ModelUrlError, whose text holds no secret of it.
+    """
+    where = "--model" if base is None else f"{printable(base)}: redirects"
+    url = None
+    if 0 < len(text) <= 8192 and text.isprintable():
+        with suppress(httpx.InvalidURL, ValueError):
+            url = httpx.URL(text.strip()) if base is None else base.join(text)
+    if url is None or not url.host or (url.port is not None and not 1 <= url.port <= 65535):
         raise ModelUrlError(
-            "--model: not a valid URL. Remedy: https://HOST/PATH.gguf, in quotes where it holds "
+            f"{where}: not a valid URL. Remedy: https://HOST/PATH.gguf, in quotes where it holds "
             "characters of the shell"
-        ) from None
-    _check_scheme(url)
-    return url
-
-
-def redirect_target(current: httpx.URL, location: str) -> httpx.URL:
-    """Return where a redirect leads. Raises ModelUrlError where it leaves https."""
-    try:
-        target = _address(location, current)
-    except (httpx.InvalidURL, ValueError):
-        raise ModelUrlError(
-            f"{printable(current)}: redirects to something that is no URL"
-        ) from None
-    if target.scheme != "https" and not (is_loopback(current) and is_loopback(target)):
-        raise ModelUrlError(
-            f"{printable(current)}: redirects to {printable(target)}, which is not https"
         )
-    _check_scheme(target)
-    return target
-
-
-def _address(text: str, base: httpx.URL | None = None) -> httpx.URL:
-    """Return an address without its fragment. Raises httpx.InvalidURL and ValueError."""
-    if not 0 < len(text) <= 8192 or not text.isprintable():
-        raise ValueError("length or characters")
-    url = httpx.URL(text) if base is None else base.join(text)
-    if not url.host or (url.port is not None and not 1 <= url.port <= 65535):
-        raise ValueError("host or port")
-    return url.copy_with(fragment=None)
-
-
-def _check_scheme(url: httpx.URL) -> None:
-    if url.scheme != "https" and not (url.scheme == "http" and is_loopback(url)):
+    is_local = is_loopback(url) and (base is None or is_loopback(base))
+    if url.scheme != "https" and not (url.scheme == "http" and is_local):
         raise ModelUrlError(
-            f"--model: {printable(url)}: only https is supported (http on this machine's own "
+            f"{where}: {printable(url)}: only https is supported (http on this machine's own "
             "addresses only): a model could be replaced on its way. Remedy: https://, or download "
             "the file yourself and name it"
         )
+    return url.copy_with(fragment=None)
 
 
 def same_origin(one: httpx.URL, other: httpx.URL) -> bool:
@@ -163,11 +140,10 @@ class RemoteError(LocalFleetError):
 
 
 class RangeRefusedError(RemoteError):
-    """The server has no such range. `total` is the file's size, where it says so."""
+    """The server has no such range of the file, so it must be read from its start."""
 
-    def __init__(self, message: str, total: int | None) -> None:
-        super().__init__(message, retryable=True)  # from the file's start
-        self.total = total
+    def __init__(self, message: str) -> None:
+        super().__init__(message, retryable=True)
 
 
 @dataclass(frozen=True, slots=True)
@@ -229,7 +205,7 @@ def open_remote(
                 return
         finally:
             response.close()
-        current = redirect_target(current, response.headers.get("location", ""))
+        current = parse_model_url(response.headers.get("location", ""), current)
     raise RemoteError(f"{printable(url)}: more than {MOST_REDIRECTS} redirects")
 
 
@@ -255,31 +231,19 @@ def _body(response: httpx.Response, start: int) -> RemoteBody:
     content_range = headers.get("content-range", "").strip()
     match response.status_code:
         case 200:
-            first, total = 0, _content_length(response)
+            length = headers.get("content-length")  # digits: httpx refuses any other
+            first, total = 0, None if length is None else int(length)
         case 206:
             found = re.fullmatch(r"bytes (\d{1,16})-(\d{1,16})/(\d{1,16}|\*)", content_range)
-            if found is None:
-                raise RangeRefusedError(
-                    f"{where}: sends a part without a usable Content-Range", None
-                )
-            first, total = int(found[1]), None if found[3] == "*" else int(found[3])
-            if first != start:
-                raise RangeRefusedError(f"{where}: sends another range than the one asked", total)
+            if found is None or int(found[1]) != start:
+                raise RangeRefusedError(f"{where}: sends another range than the one asked")
+            first, total = start, None if found[3] == "*" else int(found[3])
         case 416:
-            found = re.fullmatch(r"bytes \*/(\d{1,16})", content_range)
-            raise RangeRefusedError(f"{where}: has no such range", int(found[1]) if found else None)
+            raise RangeRefusedError(f"{where}: has no such range")
         case _:
             raise _refusal(response)
     etag, last_modified = headers.get("etag"), headers.get("last-modified")
     return RemoteBody(first, total, etag, last_modified, response.iter_raw())
-
-
-def _content_length(response: httpx.Response) -> int | None:
-    text = response.headers.get("content-length")  # digits: httpx refuses any other
-    if text is not None and int(text) > 1 << 50:
-        where = printable(response.request.url)
-        raise RemoteError(f"{where}: announces a length that is none: {text[:40]}")
-    return None if text is None else int(text)
 
 
 def _refusal(response: httpx.Response) -> RemoteError:
@@ -302,12 +266,9 @@ def _refusal(response: httpx.Response) -> RemoteError:
 
 
 DISK_RESERVE = 256 * MIB  # stays free
-FREE_CHECK_BYTES = 64 * MIB  # between two looks at the disk, where the length is unknown
 FIRST_LOOK = 32  # bytes after which it shows whether it is a model at all
-LAST_LOOK = 256 * MIB  # a longer head is judged at the end; the largest vocabularies take 20 MiB
 MOST_FAILURES = 6  # in a row, none of which brought 1 MiB
 MOST_TRIES = 200
-MOST_RESTARTS = 3  # from the first byte
 STALL_SECONDS, STALL_BYTES = 60.0, 64 << 10  # a server that sends less in that time is left
 
 
@@ -335,18 +296,6 @@ class SourceRecord:
         if self.etag is not None and not self.etag.startswith("W/"):
             return self.etag
         return self.last_modified
-
-
-@dataclass(frozen=True, slots=True)
-class DownloadWish:
-    """What to download, and within which limits."""
-
-    url: httpx.URL
-    target: Path
-    sha256: str | None = None  # lower-case hexadecimal
-    token: str | None = field(default=None, repr=False)
-    most_bytes: int | None = None
-    space_beside: int = 0  # bytes on the disk that other files will need
 
 
 @dataclass(frozen=True, slots=True)
@@ -384,57 +333,73 @@ def write_record(target: Path, record: SourceRecord) -> None:
     replace_file(record_path(target), json.dumps(asdict(record), indent=2).encode() + b"\n")
 
 
-def download(client: httpx.Client, wish: DownloadWish, hooks: DownloadHooks) -> str:
-    """Download to `wish.target`; return the file's SHA-256. Raises LocalFleetError and OSError."""
-    part = part_path(wish.target)
-    part.parent.mkdir(parents=True, exist_ok=True)
-    descriptor = os.open(part, os.O_RDWR | os.O_CREAT, 0o600)
-    with os.fdopen(descriptor, "r+b", buffering=0) as file:
-        transfer = _Transfer(client, wish, hooks, file)
-        keep = True
-        try:
-            transfer.fetch()
-            os.fsync(file.fileno())
-            return transfer.finish()
-        except OSError as error:
-            raise LocalFleetError(
-                f"{part}: {(error.strerror or str(error)).lower()}; what has arrived is kept"
-            ) from error
-        except (DigestError, ModelFileError, _TooLargeError):
-            keep = False
-            raise
-        finally:
-            if not keep or transfer.have == 0:
-                part.unlink(missing_ok=True)
-                if not wish.target.exists():
-                    record_path(wish.target).unlink(missing_ok=True)
-
-
 @dataclass(slots=True, eq=False)
-class _Transfer:
-    """One download into the open file of its part, over as many connections as it takes."""
+class Download:
+    """Gets one file into its part and gives it its name, over as many connections as it takes."""
 
-    _client: httpx.Client
-    _wish: DownloadWish
-    _hooks: DownloadHooks
-    _file: BinaryIO
+    client: httpx.Client
+    url: httpx.URL
+    target: Path
+    hooks: DownloadHooks
+    sha256: str | None = None  # lower-case hexadecimal
+    token: str | None = field(default=None, repr=False)
+    most_bytes: int | None = None
+    space_beside: int = 0  # bytes on the disk that other files will need
     have: int = 0  # bytes in the part
-    _restarts: int = 0
     _digest: hashlib._Hash = field(default_factory=hashlib.sha256)
     _least: int | None = None  # bytes that the head asks for, once it is there
     _next_look: int = FIRST_LOOK
-    _next_space_check: int = FREE_CHECK_BYTES
-    _part: Path = field(init=False)
     _where: str = field(init=False)
     _record: SourceRecord = field(init=False)
+    _file: BinaryIO = field(init=False)
 
     def __post_init__(self) -> None:
-        self._part, self._where = part_path(self._wish.target), printable(self._wish.url)
-        self._record = read_record(self._wish.target) or SourceRecord(self._where)
+        self._where = printable(self.url)
+        self._record = read_record(self.target) or SourceRecord(self._where)
 
-    def fetch(self) -> None:
-        """Go on until the whole file is there. Raises LocalFleetError and OSError."""
-        self._take_up()
+    def run(self) -> str:
+        """Download the file; return its SHA-256. Raises LocalFleetError and OSError."""
+        part = part_path(self.target)
+        part.parent.mkdir(parents=True, exist_ok=True)
+        descriptor = os.open(part, os.O_RDWR | os.O_CREAT, 0o600)
+        keep = True
+        with os.fdopen(descriptor, "r+b", buffering=0) as self._file:
+            try:
+                self._take_up()
+                self._fetch()
+                os.fsync(self._file.fileno())
+                return self._finish(part)
+            except OSError as error:
+                raise LocalFleetError(
+                    f"{part}: {(error.strerror or str(error)).lower()}; what has arrived is kept"
+                ) from error
+            except (DigestError, ModelFileError, _TooLargeError):
+                keep = False
+                raise
+            finally:
+                if not keep or self.have == 0:
+                    part.unlink(missing_ok=True)
+                    if not self.target.exists():
+                        record_path(self.target).unlink(missing_ok=True)
+
+    def _take_up(self) -> None:
+        """Go on with the part of an earlier run where that is safe."""
+        if self._file.seek(0, os.SEEK_END) == 0:
+            return
+        if self._record.if_range is None and self.sha256 is None:
+            self._start_over(
+                "the server does not tell whether its file has changed (with --sha256 it could be "
+                "resumed)"
+            )
+            return
+        self._file.seek(0)
+        while block := self._file.read(4 * MIB):
+            self._digest.update(block)
+            self.have += len(block)
+        self.hooks.note(f"Resuming after {format_gib(self.have)}")
+
+    def _fetch(self) -> None:
+        """Try until the whole file is there. Raises LocalFleetError and OSError."""
         failures, best = 0, self.have
         for number in range(1, MOST_TRIES + 1):
             try:
@@ -446,62 +411,43 @@ class _Transfer:
                 failures = 1 if self.have - best >= MIB else failures + 1
                 best = max(best, self.have)
                 if failures >= MOST_FAILURES or number == MOST_TRIES:
-                    raise self._given_up(str(error)) from error
+                    raise LocalFleetError(
+                        f"{error}; given up after several tries. {format_gib(self.have)} are kept: "
+                        "the same command goes on from there"
+                    ) from error
                 pause = max(min(30.0, 2.0 ** (failures - 1)), error.retry_after or 0.0)
-                self._hooks.note(f"{error}; next try in {pause:.0f} s")
-                self._hooks.sleep(pause)
+                self.hooks.note(f"{error}; next try in {pause:.0f} s")
+                self.hooks.sleep(pause)
 
-    def finish(self) -> str:
+    def _finish(self, part: Path) -> str:
         """Give the whole file its own name; return its digest. Raises DigestError and OSError."""
-        wish, found = self._wish, self._digest.hexdigest()
-        if wish.sha256 is not None and found != wish.sha256:
+        found = self._digest.hexdigest()
+        if self.sha256 is not None and found != self.sha256:
             raise DigestError(
-                f"{self._where}: the file has the SHA-256 {found}, not {wish.sha256}: it is "
+                f"{self._where}: the file has the SHA-256 {found}, not {self.sha256}: it is "
                 "another file or was damaged, and has been removed. Remedy: compare the digest "
                 "with its publisher's; the same command downloads it again"
             )
-        self._part.chmod(0o644)
-        self._part.replace(wish.target)
-        write_record(wish.target, replace(self._record, total=self.have, sha256=found))
+        part.chmod(0o644)
+        part.replace(self.target)
+        write_record(self.target, replace(self._record, total=self.have, sha256=found))
         return found
-
-    def _take_up(self) -> None:
-        """Go on with the part of an earlier run where that is safe."""
-        if self._file.seek(0, os.SEEK_END) == 0:
-            return
-        if self._record.if_range is None and self._wish.sha256 is None:
-            self._hooks.note(
-                "The server does not tell whether its file has changed: downloading it again from "
-                "the start (with --sha256 it could be resumed)"
-            )
-            self._empty()
-            return
-        self._file.seek(0)
-        while block := self._file.read(4 * MIB):
-            self._digest.update(block)
-            self.have += len(block)
-        self._hooks.note(f"Resuming after {format_gib(self.have)}")
-        self._look(self._record.total)
 
     def _try_once(self) -> None:
         """Read one response into the part. Raises RemoteError."""
-        if self.have and self.have == self._record.total:
-            return
-        wish, if_range = self._wish, self._record.if_range
-        try:
-            with open_remote(
-                self._client, wish.url, start=self.have, if_range=if_range, token=wish.token
-            ) as body:
-                self._accept(body)
-                self._receive(body.chunks)
-        except RangeRefusedError as error:
-            if error.total is None or error.total != self.have:
-                # The server has another file, or can't resume.
+        if not self.have or self.have != self._record.total:
+            if_range = self._record.if_range
+            try:
+                with open_remote(
+                    self.client, self.url, start=self.have, if_range=if_range, token=self.token
+                ) as body:
+                    self._accept(body)
+                    self._receive(body.chunks)
+            except RangeRefusedError as error:
                 self._start_over(str(error))
                 raise
-            self._record = replace(self._record, total=self.have)  # all was there
-        except httpx.HTTPError as error:
-            raise describe_failure(error) from error
+            except httpx.HTTPError as error:
+                raise describe_failure(error) from error
         self._check_end()
 
     def _accept(self, body: RemoteBody) -> None:
@@ -511,22 +457,18 @@ class _Transfer:
             if self.have:
                 self._start_over("the server sends the file from its start")
             known = SourceRecord(known.url, body.etag, body.last_modified)
-        elif (known.total is not None and body.total is not None and body.total != known.total) or (
-            known.etag is not None and body.etag is not None and body.etag != known.etag
+        elif any(
+            len({old, new} - {None}) > 1
+            for old, new in ((known.total, body.total), (known.etag, body.etag))
         ):
-            self._start_over("the file has changed on the server")
-            raise self._broken_off("has changed meanwhile")
+            raise RangeRefusedError(f"{self._where}: has changed on the server")
         total = known.total if body.total is None else body.total
         self._record = replace(known, total=total)
-        write_record(self._wish.target, self._record)
-        if total is None:
-            self._check_space(0)
-        else:
-            self._check_size(total)
-            self._check_space(total - self.have)
+        write_record(self.target, self._record)
+        self._check_room(total)
 
     def _receive(self, chunks: Iterator[bytes]) -> None:
-        hooks, total = self._hooks, self._record.total
+        hooks, total = self.hooks, self._record.total
         self._file.seek(self.have)
         hooks.progress(self.have, total)
         window_began, window_bytes = hooks.clock(), 0
@@ -536,16 +478,15 @@ class _Transfer:
                     f"{self._where}: sends more than the {total:,} bytes that it announced; what "
                     "has arrived is removed"
                 )
-            self._check_most(self.have + len(chunk))
+            if total is None:
+                self._check_limits(self.have + len(chunk))
             rest = memoryview(chunk)
             while rest:  # an unbuffered file may take a part of it, as where a disk fills
                 rest = rest[self._file.write(rest) or 0 :]
             self._digest.update(chunk)
             self.have += len(chunk)
-            self._look(total)
-            if total is None and self.have >= self._next_space_check:
-                self._next_space_check = self.have + FREE_CHECK_BYTES
-                self._check_space(0)
+            if self._least is None and self.have >= self._next_look:
+                self._look()
             hooks.progress(self.have, total)
             window_bytes += len(chunk)
             if (now := hooks.clock()) - window_began >= STALL_SECONDS:
@@ -555,23 +496,15 @@ class _Transfer:
                     )
                 window_began, window_bytes = now, 0
 
-    def _look(self, total: int | None) -> None:
-        """Judge the head as soon as enough of it is there."""
-        if self._least is not None or not self._next_look <= self.have <= LAST_LOOK:
-            return
+    def _look(self) -> None:
+        """Judge the head if enough of it is there. Raises ModelFileError."""
         self._next_look = 2 * self.have
-        self._least = least_size(self._part)
-        if self._least is None:
-            return
-        if total is None:
-            self._check_size(self._least)
-            self._check_space(self._least - self.have)
-        elif self._least > total:
-            raise ModelFileError(
-                f"{self._where}: announces {total:,} bytes, but its head asks for at least "
-                f"{self._least:,}: the file on the server is cut short. Remedy: another address, "
-                "or tell its publisher"
-            )
+        self._least = least_size(part_path(self.target))
+        total = self._record.total
+        if self._least is not None and total is None:
+            self._check_room(self._least)
+        elif (self._least or 0) > (total or 0):
+            raise self._cut_short()
 
     def _check_end(self) -> None:
         """Judge the end of a body. Raises RemoteError where more should have come."""
@@ -579,33 +512,26 @@ class _Transfer:
         if total is not None and have < total:
             raise self._broken_off(f"ended after {have:,} of {total:,} bytes")
         if self._least is None:
-            self._least = least_size(self._part)
-        if self._least is not None and have >= self._least:
-            return
-        if total is None:  # the end of the connection was the only sign of the end
-            of = "" if self._least is None else f" of at least {self._least:,}"
-            raise self._broken_off(f"ended after {have:,}{of} bytes")
-        raise ModelFileError(
-            f"{self._where}: the file on the server is cut short, after {have:,} bytes; it is "
-            "removed. Remedy: another address, or tell its publisher"
-        )
+            self._least = least_size(part_path(self.target))
+        if self._least is None or have < self._least:
+            if total is None:  # the end of the connection was the only sign of the end
+                raise self._broken_off(f"ended after {have:,} bytes, before the end of the model")
+            raise self._cut_short()
 
-    def _check_size(self, size: int) -> None:
-        self._check_most(size)
-        self._hooks.check_size(size)
+    def _check_room(self, size: int | None) -> None:
+        """Check before it is read that a file of this size is of use here, and has room."""
+        if size is not None:
+            self.hooks.check_size(size)
+        self._check_limits(self.have if size is None else size)
 
-    def _check_most(self, size: int) -> None:
-        most = self._wish.most_bytes
-        if most is not None and size > most:
+    def _check_limits(self, size: int) -> None:
+        if self.most_bytes is not None and size > self.most_bytes:
             raise _TooLargeError(
-                f"{self._where}: larger than --max-bytes allows ({most:,} bytes); what has arrived "
-                "is removed"
+                f"{self._where}: larger than --max-bytes allows ({self.most_bytes:,} bytes); what "
+                "has arrived is removed"
             )
-
-    def _check_space(self, more: int) -> None:
-        needed = max(0, more) + self._wish.space_beside
-        folder = self._part.parent
-        free = self._hooks.free_space(folder)
+        needed, folder = max(0, size - self.have) + self.space_beside, self.target.parent
+        free = self.hooks.free_space(folder)
         if free - needed < DISK_RESERVE:
             raise LocalFleetError(
                 f"{self._where}: not enough space on the disk: {format_gib(needed)} more are "
@@ -615,26 +541,21 @@ class _Transfer:
             )
 
     def _start_over(self, why: str) -> None:
-        self._restarts += 1
-        if self._restarts > MOST_RESTARTS:
-            raise self._given_up(why)
-        self._hooks.note(f"Starting over: {why}")
-        self._empty()
-
-    def _empty(self) -> None:
+        self.hooks.note(f"Starting over: {why}")
         self._file.truncate(0)
         self._digest = hashlib.sha256()
-        self.have, self._least = 0, None
-        self._next_look, self._next_space_check = FIRST_LOOK, FREE_CHECK_BYTES
-        self._record = SourceRecord(self._record.url)
+        self.have, self._least, self._next_look = 0, None, FIRST_LOOK
+        self._record = SourceRecord(self._where)
 
     def _broken_off(self, how: str) -> RemoteError:
         return RemoteError(f"{self._where}: {how}", retryable=True)
 
-    def _given_up(self, why: str) -> LocalFleetError:
-        return LocalFleetError(
-            f"{why}; given up after several tries. {format_gib(self.have)} are kept: the same "
-            "command goes on from there"
+    def _cut_short(self) -> ModelFileError:
+        asked = "" if self._least is None else f", but its head asks for at least {self._least:,}"
+        return ModelFileError(
+            f"{self._where}: the file on the server is cut short: it has "
+            f"{self._record.total or self.have:,} bytes{asked}; what has arrived is removed. "
+            "Remedy: another address, or tell its publisher"
         )
 
 
@@ -698,15 +619,16 @@ def _download_all(
 
         later = [other for other in missing if other > index]
         others = sum(sizes) - sizes[index]
-        one = DownloadWish(
+        digest = Download(
+            client,
             urls[index],
             target,
+            replace(hooks, check_size=check_size),
             sha256=wish.sha256[index] if wish.sha256 else None,
             token=wish.token,
             most_bytes=None if wish.most_bytes is None else max(0, wish.most_bytes - others),
             space_beside=sum(max(0, sizes[at] - _part_size(targets[at])) for at in later),
-        )
-        digest = download(client, one, replace(hooks, check_size=check_size))
+        ).run()
         if not wish.sha256:
             hooks.note(f"{target.name} has the SHA-256 {digest}; --sha256 checks it next time")
 
@@ -721,8 +643,6 @@ def _complete(wish: ModelWish, targets: list[Path]) -> bool:
         if digest is None:
             with target.open("rb") as file:
                 digest = hashlib.file_digest(file, "sha256").hexdigest()
-            if record is not None:
-                write_record(target, replace(record, sha256=digest))
         if digest != wanted:
             raise DigestError(
                 f"{target}: the file in the cache has the SHA-256 {digest}, not {wanted}. Remedy: "

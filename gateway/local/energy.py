@@ -11,8 +11,7 @@ Untried on real hardware: the tests read sysfs trees that they generate.
 from __future__ import annotations
 
 import asyncio
-import re
-from collections.abc import AsyncGenerator, Iterator, Sequence
+from collections.abc import AsyncGenerator, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -21,21 +20,15 @@ from gateway.local.topology import read_number, read_text
 
 ROOT = Path("/")
 POWERCAP = "sys/class/powercap"
-# A package has one number, its parts have two: `intel-rapl:0`, `intel-rapl:0:1`.
-ZONE = re.compile(r"intel-rapl(?P<mmio>-mmio)?:(?P<package>\d{1,6})(:(?P<part>\d{1,6}))?")
 MICROJOULES = 1e-6
 JOULES_PER_KWH = 3_600_000
 # More than one package takes: how soon a counter may begin again is computed with it.
 MOST_WATTS = 1000.0
 
 NO_COUNTERS = (
-    "this machine shows no energy counters in /sys/class/powercap (RAPL): virtual machines and "
-    "most ARM processors have none. Remedy on Intel and AMD hardware: sudo modprobe intel_rapl_msr"
-)
-
-HIDDEN_COUNTERS = (
-    "{zone} exists but can't be read: a container hides the energy counters. Remedy: measure on "
-    "the host itself"
+    "this machine shows no energy counters in /sys/class/powercap (RAPL): virtual machines, "
+    "containers and most ARM processors have none. Remedy on Intel and AMD hardware: sudo modprobe "
+    "intel_rapl_msr"
 )
 
 FORBIDDEN_COUNTER = (
@@ -57,6 +50,22 @@ class EnergyDomain:
     counter: Path  # microjoules since some moment
     range_uj: int  # the counter's highest value, after which it begins at 0 again
 
+    def read(self) -> int:
+        """Return what it counts now. Raises EnergyUnavailableError."""
+        try:
+            text = self.counter.read_text(errors="replace").strip()
+        except PermissionError:
+            raise EnergyUnavailableError(FORBIDDEN_COUNTER.format(path=self.counter)) from None
+        except OSError as error:
+            why = (error.strerror or str(error)).lower()
+            raise EnergyUnavailableError(f"{self.counter}: {why}") from error
+        if not (text.isascii() and text.isdecimal()) or not int(text) <= self.range_uj > 0:
+            raise EnergyUnavailableError(
+                f"{self.counter}: {text[:40]!r} is not a number up to its max_energy_range_uj "
+                f"({self.range_uj})"
+            )
+        return int(text)
+
 
 def find_energy_domains(sysroot: Path = ROOT) -> tuple[EnergyDomain, ...]:
     """Find the packages of this machine and their DRAM, in the order of their names.
@@ -65,25 +74,22 @@ def find_energy_domains(sysroot: Path = ROOT) -> tuple[EnergyDomain, ...]:
     it would be too low.
     """
     found: dict[str, EnergyDomain] = {}
-    zones = list(_zones(sysroot))
-    for zone, match in zones:
-        name = _domain_name(zone, match)
-        if name is None or name in found:  # the same package by MMIO comes last
+    zones = (sysroot / POWERCAP).glob("intel-rapl*:*")
+    for zone in sorted(zones, key=lambda one: ("mmio" in one.name, one.name)):
+        name = read_text(zone / "name").strip()
+        # A package has one number, its parts have two: `intel-rapl:0`, `intel-rapl:0:1`.
+        whole, _, _ = zone.name.rpartition(":")
+        if ":" in whole and name == "dram":
+            name = f"{read_text(zone.with_name(whole) / 'name').strip()} dram"
+        elif ":" in whole or not name.startswith("package"):
             continue
-        range_uj = read_number(zone / "max_energy_range_uj")
-        if range_uj is None or range_uj <= 0:
-            raise EnergyUnavailableError(
-                f"{zone / 'max_energy_range_uj'}: not a number above 0, so a counter that begins "
-                "again could not be told. Remedy: a newer kernel"
-            )
-        found[name] = EnergyDomain(name, zone / "energy_uj", range_uj)
+        range_uj = read_number(zone / "max_energy_range_uj") or 0
+        # The same package by MMIO comes last.
+        found.setdefault(name, EnergyDomain(name, zone / "energy_uj", range_uj))
     if not found:
-        hidden = [zone for zone, _ in zones if not read_text(zone / "name").strip()]
-        raise EnergyUnavailableError(
-            HIDDEN_COUNTERS.format(zone=hidden[0]) if hidden else NO_COUNTERS
-        )
+        raise EnergyUnavailableError(NO_COUNTERS)
     for domain in found.values():
-        _read_counter(domain)
+        domain.read()
     return tuple(found[name] for name in sorted(found))
 
 
@@ -99,7 +105,7 @@ class EnergyMeter:
         """Begin at 0 joules. Raises EnergyUnavailableError where a counter can't be read."""
         self.domains = tuple(domains)
         self.failure: str | None = None
-        self._last_uj = [_read_counter(domain) for domain in self.domains]
+        self._last_uj = [domain.read() for domain in self.domains]
         self._total_uj = [0] * len(self.domains)
 
     @property
@@ -111,7 +117,11 @@ class EnergyMeter:
         """Read the counters; return the energy since the meter was made, None after a failure."""
         if self.failure is None:
             try:
-                self._read()
+                for index, domain in enumerate(self.domains):
+                    now_uj = domain.read()
+                    # At most one new beginning at 0 lies between.
+                    self._total_uj[index] += (now_uj - self._last_uj[index]) % domain.range_uj
+                    self._last_uj[index] = now_uj
             except EnergyUnavailableError as error:
                 self.failure = str(error)
         return None if self.failure is not None else self.counted
@@ -135,61 +145,12 @@ class EnergyMeter:
         while self.joules() is not None:  # noqa: ASYNC110 - nothing tells when a counter advances
             await asyncio.sleep(self.longest_interval)
 
-    def _read(self) -> None:
-        for index, domain in enumerate(self.domains):
-            now_uj = _read_counter(domain)
-            self._total_uj[index] += energy_between(self._last_uj[index], now_uj, domain.range_uj)
-            self._last_uj[index] = now_uj
-
 
 def open_meter(sysroot: Path = ROOT) -> EnergyMeter:
     """Return a meter of this machine's packages and DRAM. Raises EnergyUnavailableError."""
     return EnergyMeter(find_energy_domains(sysroot))
 
 
-def energy_between(before_uj: int, after_uj: int, range_uj: int) -> int:
-    """Return the microjoules between two readings, with at most one new beginning at 0."""
-    if after_uj >= before_uj:
-        return after_uj - before_uj
-    return range_uj - before_uj + after_uj
-
-
 def kwh_per_million(joules_per_token: float) -> float:
     """Return the energy of a million tokens in kWh."""
     return joules_per_token * 1_000_000 / JOULES_PER_KWH
-
-
-def _zones(sysroot: Path) -> Iterator[tuple[Path, re.Match[str]]]:
-    """Yield packages and their parts; those shown by MMIO last."""
-    try:
-        entries = sorted((sysroot / POWERCAP).iterdir())
-    except OSError:
-        return
-    zones = [(entry, match) for entry in entries if (match := ZONE.fullmatch(entry.name))]
-    yield from sorted(zones, key=lambda one: one[1]["mmio"] is not None)
-
-
-def _domain_name(zone: Path, match: re.Match[str]) -> str | None:
-    """Return the domain that a zone counts; None if it is a part of another, or all of them."""
-    name = read_text(zone / "name").strip()
-    if match["part"] is None:
-        return name if name.startswith("package") else None
-    if name != "dram":
-        return None
-    package = zone.with_name(zone.name.rpartition(":")[0])
-    return f"{read_text(package / 'name').strip()} dram"
-
-
-def _read_counter(domain: EnergyDomain) -> int:
-    try:
-        text = domain.counter.read_text(errors="replace").strip()
-    except PermissionError:
-        raise EnergyUnavailableError(FORBIDDEN_COUNTER.format(path=domain.counter)) from None
-    except OSError as error:
-        why = (error.strerror or str(error)).lower()
-        raise EnergyUnavailableError(f"{domain.counter}: {why}") from error
-    if not (text.isascii() and text.isdecimal()) or int(text) > domain.range_uj:
-        raise EnergyUnavailableError(
-            f"{domain.counter}: {text[:40]!r} is not a number up to {domain.range_uj}"
-        )
-    return int(text)

@@ -30,7 +30,7 @@ def run(*arguments: str, stdin: str = "") -> Ran:
     status: object = None
     with (
         patch.object(sys, "argv", ["llama-gateway", *arguments]),
-        patch.object(sys, "stdin", io.StringIO(stdin)),
+        patch.object(sys, "stdin", io.TextIOWrapper(io.BytesIO(stdin.encode()))),
         contextlib.redirect_stdout(out),
         contextlib.redirect_stderr(err),
     ):

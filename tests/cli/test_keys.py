@@ -122,7 +122,7 @@ PRIVATE = (
 
 def test_what_a_key_says_of_prompt_caches_is_stored_and_changed_one_by_one(alone: Path) -> None:
     ran = run("keys", "create", "--name", "a", *PRIVATE)
-    assert "cache: hide yes, isolate key, prompt_cache no, nodes tenant=a,zone=b" in ran.out
+    assert "cache: hide yes, isolate key, nodes tenant=a,zone=b, prompt_cache no" in ran.out
     whole = {"hide": True, "isolate": "key", "prompt_cache": False}
     assert shown("a")["cache"] == {**whole, "nodes": {"tenant": "a", "zone": "b"}}
     entry = json.loads(run("keys", "create", "--name", "b", *PRIVATE, "--print", "--json").out)

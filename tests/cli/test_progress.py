@@ -51,7 +51,7 @@ def test_a_batch_is_a_line_for_each_new_status_and_now_and_then(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     times = [0.0]
-    with StatusProgress("batch_1", lambda: times[0]) as progress:
+    with StatusProgress("batch_1", clock=lambda: times[0]) as progress:
         for second in range(60):
             times[0] = float(second)
             progress.show(f"{second} done", "in_progress", second, 1000)
@@ -76,8 +76,11 @@ def test_a_download_is_a_line_now_and_then(capsys: pytest.CaptureFixture[str]) -
     with DownloadProgress("h/m.gguf", clock=lambda: times[0]) as progress:
         for done in range(26):
             times[0] = float(done)
-            progress.show(done << 20, 40 << 20)
+            progress.show_bytes(done << 20, 40 << 20)
     lines = capsys.readouterr().err.splitlines()
-    assert lines[0] == "Downloading h/m.gguf, 40 MiB"
-    assert lines[1] == "  10 MiB of 40 MiB (25%), 1.0 MiB/s, about 30 s left"
-    assert len(lines) == 3
+    assert lines == [
+        "Downloading h/m.gguf",
+        "  0 MiB of 40 MiB (0%), 0.0 MiB/s",
+        "  10 MiB of 40 MiB (25%), 1.0 MiB/s, about 30 s left",
+        "  22 MiB of 40 MiB (55%), 1.0 MiB/s, about 18 s left",
+    ]

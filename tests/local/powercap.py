@@ -35,10 +35,6 @@ class PowercapTree:
         (folder / "energy_uj").write_text(f"{energy_uj}\n")
         (folder / "energy_uj").chmod(mode)
 
-    def hide(self, zone: str) -> None:
-        """Leave a link to nothing, as where a container masks the devices."""
-        (self._links / zone).symlink_to(self._devices / zone)
-
     def zone(self, zone: str) -> Path:
         """The folder of a counter."""
         return self._devices / zone

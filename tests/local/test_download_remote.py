@@ -21,7 +21,6 @@ from gateway.local.download import (
     parse_model_url,
     part_urls,
     printable,
-    redirect_target,
     same_origin,
 )
 from tests.each_case import each_case
@@ -139,10 +138,8 @@ def test_a_status_names_the_remedy_and_whether_a_later_try_may_help(
     assert (error.retryable, error.retry_after) == (retryable, 60)
 
 
-def test_a_range_beyond_the_end_tells_the_size(client: httpx.Client, server: FileServer) -> None:
-    error = refused(client, server, len(CONTENT))
-    assert isinstance(error, RangeRefusedError)
-    assert error.total == len(CONTENT)
+def test_a_range_beyond_the_end_is_refused(client: httpx.Client, server: FileServer) -> None:
+    assert isinstance(refused(client, server, len(CONTENT)), RangeRefusedError)
 
 
 @each_case("sent", ["bytes 0-9/10", "bytes 5-9", "pages 1-2/3", "", "bytes " + "9" * 40])
@@ -153,18 +150,9 @@ def test_another_range_than_the_one_asked_is_not_taken(
     assert isinstance(refused(client, server, 1000), RangeRefusedError)
 
 
-@each_case(
-    ("fault", "text"),
-    [
-        (Fault(headers={"Content-Encoding": "gzip"}), "sends the file as gzip"),
-        (Fault(announce=10**19), "announces a length"),
-    ],
-)
-def test_what_can_not_be_the_file_is_refused(
-    client: httpx.Client, server: FileServer, fault: Fault, text: str
-) -> None:
-    server.faults.append(fault)
-    assert text in str(refused(client, server))
+def test_what_can_not_be_the_file_is_refused(client: httpx.Client, server: FileServer) -> None:
+    server.faults.append(Fault(headers={"Content-Encoding": "gzip"}))
+    assert "sends the file as gzip" in str(refused(client, server))
 
 
 def test_a_server_that_is_away_may_come_back(client: httpx.Client) -> None:
@@ -206,7 +194,7 @@ class TestTls:
         context = ssl.create_default_context()
         authority.configure_trust(context)
         secure.faults.append(Fault(302, {"Location": "http://cdn.example/m"}))
-        with open_client(context) as client, pytest.raises(ModelUrlError, match="not https"):
+        with open_client(context) as client, pytest.raises(ModelUrlError, match="only https"):
             read(client, f"{secure.origin}/m")
 
 
@@ -312,7 +300,7 @@ class TestRedirects:
     def test_another_host_or_port_is_another_origin(
         self, location: str, target: str, is_same: bool
     ) -> None:
-        found = redirect_target(self.HERE, location)
+        found = parse_model_url(location, self.HERE)
         assert (str(found), same_origin(self.HERE, found)) == (target, is_same)
 
     @each_case(
@@ -321,9 +309,9 @@ class TestRedirects:
     )
     def test_one_that_leaves_https_is_refused_without_its_secrets(self, location: str) -> None:
         with pytest.raises(ModelUrlError) as refused:
-            redirect_target(self.HERE, location)
+            parse_model_url(location, self.HERE)
         assert "hunter2" not in str(refused.value)
 
     def test_loopback_may_redirect_to_loopback(self) -> None:
         here = httpx.URL("http://127.0.0.1:81/m.gguf")
-        assert redirect_target(here, "http://127.0.0.1:82/m.gguf").port == 82
+        assert parse_model_url("http://127.0.0.1:82/m.gguf", here).port == 82

@@ -18,7 +18,7 @@ from typing import Any
 
 import pytest
 
-from gateway.cli.progress import LOAD_LINE_SECONDS, BenchProgress
+from gateway.cli.progress import LINE_SECONDS, BenchProgress
 from gateway.workshop.bench.exchange import RequestResult
 from tests.cli.local_server import serving
 from tests.cli.running import output, read_until, refusal, run, run_on_terminal
@@ -216,12 +216,12 @@ def test_a_long_load_has_a_line_now_and_then_and_one_at_its_end(
         progress.request_done(RequestResult(0, 0.0, events=10))
         progress.load_started(first.load)
         for _ in range(10):
-            now[0] += LOAD_LINE_SECONDS * 0.6
+            now[0] += LINE_SECONDS * 0.6
             progress.request_done(RequestResult(1, 0.0, events=90))
         progress.request_done(RequestResult(1, 0.0, error="reset"))
         progress.load_done(first)
     lines = capsys.readouterr().err.splitlines()
     assert lines[0] == "warming up"
-    assert lines[1] == "1 at a time, 10.0 tokens/s: 2 done"
-    assert len(lines) == 1 + 5 + 1
+    assert lines[1:3] == ["1 at a time", "1 at a time, 15.0 tokens/s: 2/5 done"]
+    assert 1 + 1 + 3 <= len(lines) <= 1 + 1 + 6
     assert lines[-1].startswith("1 at a time: 5 requests in 5.0 s, 0 failed, TTFT 120 ms")
