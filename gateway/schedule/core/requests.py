@@ -25,6 +25,7 @@ from weakref import WeakSet
 import msgspec
 
 from gateway.config.scheduling import DEFAULT_SLOTLESS
+from gateway.lease import PromptKey
 from gateway.terms import Priority
 
 # Rows that are kept of one placement: those of the least cost, the chosen one among them.
@@ -193,8 +194,8 @@ class QueuedRequest(msgspec.Struct, eq=False):
     """Indexes of rows that have failed it: used only while no other is alive."""
     penalties: Mapping[int, float] = NO_ROWS
     """Seconds by which a row looks slower to this request, by row index; negative: faster."""
-    prompt_key: object = None
-    """Its prompt's key in the prompt cache's index, for whoever refreshes `cached`."""
+    prompt_key: PromptKey | None = None
+    """Its prompt's key in the prompt cache's index, with the tokens expected of the prompt."""
     affinity_hash: int = 0  # hash of the prompt's shared beginning, for the policy `prefix_hash`
     deadline: float | None = None  # when its client stops waiting for the answer
     slotless_caller: str = ""  # the caller, all its users together, of a request that takes no slot
