@@ -17,6 +17,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from operator import attrgetter
 
+import msgspec
 from msgspec.structs import replace
 
 from gateway import errors
@@ -30,24 +31,28 @@ from gateway.schedule.core.requests import QueuedRequest
 from gateway.terms import Priority
 
 
-@dataclass(slots=True, eq=False)
-class Waiter:
-    """A request that waits, its entry in the wait queue, and the future of its lease."""
+# A struct of msgspec, since one is made for each request.
+class Waiter(msgspec.Struct, eq=False):
+    """A request that asks for a lease: where it may go, and if it must wait, its place there."""
 
     request: LeaseRequest
     tried: Tried
     candidates: NodeCandidates
-    queued: QueuedRequest
+    queued: QueuedRequest  # its entry in the wait queue
     queued_at: float
-    expires_at: float  # when it has waited long enough; monotonic seconds
-    granted: asyncio.Future[GrantedLease]
+    expires_at: float = math.inf  # when it has waited long enough; monotonic seconds
+    granted: asyncio.Future[GrantedLease] = None  # type: ignore[assignment] # set before it waits
     nodes_down_since: float | None = None  # since when every node that could serve it has been down
     response_started: bool = False
     """Whether its client has the head of a response, with a heartbeat."""
-    shed_key: tuple[int, float, int] = (0, 0.0, 0)
-    """Sorts its user's requests by class, then by age."""
+    serial: int = 0  # of those that wait, the oldest have the least; 0: it has not waited yet
     timer: asyncio.TimerHandle | None = None  # of its check at `due_at`
     yield_asked_at: float = -math.inf  # when running requests were last asked to yield to it
+
+    @property
+    def shed_key(self) -> tuple[int, float, int]:
+        """Sorts its user's requests by class, then by age."""
+        return int(self.request.caller.priority), self.queued_at, self.serial
 
     @property
     def can_shed(self) -> bool:
@@ -69,16 +74,19 @@ class Waiter:
         """Replace its candidates; and its entry in the queue, if it has left that."""
         self.candidates, self.queued = candidates, queued or self.queued
 
-    def set_shed_key(self, serial: int) -> None:
-        """Set `shed_key`, the first time that it waits."""
-        if not self.shed_key[2]:
-            self.shed_key = (int(self.request.caller.priority), self.queued_at, serial)
+    def wait(self, expires_at: float, granted: asyncio.Future[GrantedLease], now: float) -> None:
+        """It waits from now on, until `granted` has its lease."""
+        self.expires_at, self.granted, self.queued_at = expires_at, granted, now
+        self.nodes_down_since = None if self.candidates.any_alive() else now
+
+    def number(self, serial: int) -> None:
+        """Set `serial`, the first time that it waits."""
+        self.serial = self.serial or serial
 
     def raise_to(self, priority: Priority) -> None:
         """Let it wait in this class, and yield no more; it is not in the queue meanwhile."""
         caller = replace(self.request.caller, priority=priority, patient=True, yields=False)
         self.request = replace(self.request, caller=caller)
-        self.shed_key = (int(priority), *self.shed_key[1:])
 
     def note_yield_asked(self, now: float) -> None:
         """Running requests were asked to yield to it."""
@@ -175,7 +183,7 @@ class Waiters:
         """It waits from now on."""
         self._by_queued[waiter.queued] = waiter
         self._by_request_id[waiter.request.id] = waiter
-        waiter.set_shed_key(next(self._serials))
+        waiter.number(next(self._serials))
         user = caller_and_user(waiter.request)
         self.fair_share.add(user[0], 1, user[1])
         insort(self._by_user.setdefault(user, []), waiter, key=_shed_key)

@@ -13,7 +13,6 @@ from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import chain
-from typing import NamedTuple
 from weakref import WeakKeyDictionary
 
 from msgspec import structs
@@ -172,14 +171,6 @@ class Service:
         self.candidates = NodeCandidates(((model, nodes),), self.groups)
 
 
-class _OutOfService(NamedTuple):
-    """`FleetSync.out_of_service` of one candidate set."""
-
-    by_state: Mapping[str, int]
-    version: int  # the `PlacementState.slots_version` for which it was counted
-    counted_at: float
-
-
 @dataclass(slots=True, eq=False)
 class FleetSync:
     """Keeps a placement state in step with a fleet, which calls `node_changed`; finds candidates.
@@ -203,9 +194,10 @@ class FleetSync:
     """Those asked for; one whose `version` is not the model index's is out of date (`service`)."""
     _pools: set[NodeLabels] = field(default_factory=set)
     _speed_versions: dict[NodeSlots, int] = field(default_factory=dict)
-    _out_of_service: WeakKeyDictionary[CandidateSet, _OutOfService] = field(
+    _out_of_service: WeakKeyDictionary[CandidateSet, tuple[int, float, Mapping[str, int]]] = field(
         default_factory=WeakKeyDictionary
     )
+    """What `out_of_service` has counted; before it the `slots_version` then, and when."""
     _cached_models: dict[NodeSlots, tuple[int, frozenset[str] | None, int]] = field(
         default_factory=dict
     )
@@ -239,11 +231,8 @@ class FleetSync:
 
     def speed_learnt(self, node: Node) -> None:
         """The node's speed has been learnt from a response, and nothing else has changed."""
-        row, speed = self._rows.get(node), node.speed
-        if row is not None and speed.samples:
-            self._speed_versions[row] = speed.version
-            show_speed(row, speed)
-        elif row is not None:
+        row = self._rows.get(node)
+        if row is not None:
             self._refresh_speed(node, row)
 
     def sync(self) -> None:
@@ -438,22 +427,14 @@ class FleetSync:
 
         For more than `MOST_COUNTED_AT_ONCE` rows it may be `RECOUNT_SECONDS` old.
         """
-        version, known = self.placement_state.slots_version, self._out_of_service.get(candidates)
-        if known is not None and (
-            known.version == version
-            or (
-                now - known.counted_at < RECOUNT_SECONDS
-                and len(candidates.rows) > MOST_COUNTED_AT_ONCE
-            )
-        ):
-            return known.by_state
-        states = Counter(self._state_word(row, now) for row in candidates.rows if not row.capacity)
-        self._out_of_service[candidates] = _OutOfService(states, version, now)
+        rows, version = candidates.rows, self.placement_state.slots_version
+        counted, at, states = self._out_of_service.get(candidates, (-1, -math.inf, {}))
+        is_due = len(rows) <= MOST_COUNTED_AT_ONCE or now - at >= RECOUNT_SECONDS
+        if counted != version and is_due:
+            out = [self.nodes[row.index] for row in rows if not row.capacity]
+            states = Counter("paused" if node.paused(now) else node.state.value for node in out)
+            self._out_of_service[candidates] = version, now, states
         return states
-
-    def _state_word(self, row: NodeSlots, now: float) -> str:
-        node = self.nodes[row.index]
-        return "paused" if node.paused(now) else node.state.value
 
     def slots(self, queued: QueuedRequest) -> int:
         """Slots of the nodes of the request's first group."""
@@ -554,12 +535,12 @@ class FleetSync:
         nodes = set(nodes_of(by_model))
         hosts = {node.spec.host for node in nodes if node.name in failed}
         rows, penalties = set(), {}
-        for node in nodes:
-            for row in self.rows((node,)):
-                if node.name in failed:
-                    rows.add(row.index)
-                elif node.spec.host in hosts or row.penalty < row.wake:
-                    penalties[row.index] = SAME_HOST_PENALTY
+        for node in nodes & self._rows.keys():
+            row = self._rows[node]
+            if node.name in failed:
+                rows.add(row.index)
+            elif node.spec.host in hosts or row.penalty < row.wake:
+                penalties[row.index] = SAME_HOST_PENALTY
         return frozenset(rows), penalties
 
     def _no_node_error(
@@ -573,25 +554,23 @@ class FleetSync:
                 f"({most_slots}). Ask for fewer answers.",
                 wanted.slots_field,
             )
-        if is_served:
-            if (unsupported := self.unsupported_error(request, tried)) is not None:
-                return unsupported
-            if (
-                wanted.endpoint not in DEDICATED_ENDPOINTS
-                and self.fleet.model_index.awaits_chat_node(wanted.model_names)
-            ):
-                return self._not_found(request)
-            if wanted.needs_vision and not tried.excluded_nodes:
-                return errors.invalid_request(
-                    f"No node that serves '{wanted.model}' reads images.",
-                    wanted.prompt_field or "messages",
-                )
-            if tried.excluded_nodes:
-                return errors.node_failed("Every node that could serve this request refused it.")
-            return errors.node_failed(
-                f"No node serves '{wanted.endpoint}' requests for '{wanted.model}'."
+        if not is_served:
+            return self._not_found(request)
+        if (unsupported := self.unsupported_error(request, tried)) is not None:
+            return unsupported
+        chats = wanted.endpoint not in DEDICATED_ENDPOINTS
+        if chats and self.fleet.model_index.awaits_chat_node(wanted.model_names):
+            return self._not_found(request)
+        if tried.excluded_nodes:
+            return errors.node_failed("Every node that could serve this request refused it.")
+        if wanted.needs_vision:
+            return errors.invalid_request(
+                f"No node that serves '{wanted.model}' reads images.",
+                wanted.prompt_field or "messages",
             )
-        return self._not_found(request)
+        return errors.node_failed(
+            f"No node serves '{wanted.endpoint}' requests for '{wanted.model}'."
+        )
 
     def _not_found(self, request: LeaseRequest) -> errors.GatewayError:
         wanted = request.wanted
@@ -659,11 +638,8 @@ class TierRouter:
             or any(row.name in tried.excluded_nodes for row in tiers[0].rows)
         ):
             gpu = TierStatus(alive=False, has_room=False, failed=True)
-        cost = (
-            self._most_cost(request, tiers[0], queued, now)
-            if gpu is not None and gpu.has_room
-            else 0.0
-        )
+        has_room = gpu is not None and gpu.has_room
+        cost = self._most_cost(request, tiers[0], queued, now) if has_room else 0.0
         route = self.tier_policy.route(request.caller.priority, gpu, cpu, now, cost)
         # The delay counts from its arrival: a retry does not wait again.
         open_tiers, fallback_at = route.tiers, queued.received_at + route.fallback_delay
@@ -690,11 +666,9 @@ class TierRouter:
         route = candidates.tier_route
         if route is None:
             return None, None
-        fallback = route.fallback("gpu" if row.gpu else "cpu")
-        if row.gpu:
-            return fallback, route.reservation
-        self.cancel_reservation(candidates)
-        return fallback, None
+        if not row.gpu:
+            self.cancel_reservation(candidates)
+        return route.fallback("gpu" if row.gpu else "cpu"), route.reservation if row.gpu else None
 
     def _groups(self, groups: ModelGroups, tiers: tuple[Tier, ...]) -> ModelGroups:
         """The open tiers of each group; a group with one tier alone keeps that."""

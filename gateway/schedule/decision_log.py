@@ -184,26 +184,8 @@ class DecisionLog:
             self._collect(grant)
         return grant
 
-    def queued(
-        self,
-        queued: QueuedRequest,
-        now: float,
-        ahead: int | None,
-        predicted_wait: float | None,
-        waiting: int,
-        expires_at: float,
-    ) -> None:
+    def queued(self, queueing: Queueing) -> None:
         """A request waits from now on."""
-        queueing = Queueing(
-            queued.id,
-            now,
-            queued.received_at,
-            queued.priority,
-            ahead=ahead,
-            predicted_wait=predicted_wait,
-            waiting=waiting,
-            expires_at=expires_at,
-        )
         self.queueings.append(queueing)
         if self.followed:
             self._collect(queueing)

@@ -53,7 +53,7 @@ from gateway.schedule.core.demand_model import DemandModel, has_long_prompt
 from gateway.schedule.core.dispatcher import Dispatcher, dispatch_rules
 from gateway.schedule.core.requests import PlacementState, QueuedRequest, TierSets, alive_rows
 from gateway.schedule.core.tiers import SpillReservation, TierPolicy
-from gateway.schedule.decision_log import DecisionLog, Grant, PredictionAccuracy
+from gateway.schedule.decision_log import DecisionLog, Grant, PredictionAccuracy, Queueing
 from gateway.terms import Endpoint, Priority
 
 TICK = 0.5  # seconds between two looks at every waiting request, and at the whole fleet
@@ -173,8 +173,9 @@ class Scheduler:
         """Queue positions by request id, if somebody has asked for one since that check."""
         self._rows_version = 0
         """That of `fleet_sync` for which the waiting requests' candidates were found."""
-        self._unplaced: tuple[LeaseRequest, Tried, NodeCandidates, QueuedRequest, int] | None = None
-        """What `lease_now` found for the last request that must wait, and that `rows_version`."""
+        self._unplaced: Waiter | None = None
+        """The last request for which `lease_now` found no room, and that `rows_version`."""
+        self._unplaced_version = 0
         self._on_model_asked_for: Callable[..., None] = lambda _, **__: None
         self._match_handle: asyncio.Handle | None = None
         self._timer: asyncio.TimerHandle | None = None
@@ -210,9 +211,9 @@ class Scheduler:
         if self.fleet_sync.has_gpu_tier and request.size.slots and not tried.failed_nodes:
             self.tier_policy.arrived(request.caller.priority, now)
         try:
-            candidates, queued = self.find_and_estimate(request, tried, now - age, now)
-            if queued.deadline is not None:
-                self._check_deadline(queued, candidates, now)
+            asker = self._find(request, tried, age, now)
+            if asker.queued.deadline is not None:
+                self._check_deadline(asker, now)
         except errors.GatewayError as error:
             self.decision_log.refused(request, error, now - age, now)
             raise
@@ -220,16 +221,14 @@ class Scheduler:
         for earlier in range(MOST_STALE_PLACEMENTS):
             if dispatcher.waiting and dispatcher.placement_state.slots_freed:
                 self.match()  # Waiting requests go first.
-            placement = dispatcher.place(queued, now)
-            if placement is None:
-                if not earlier and candidates.tier_route is None:
-                    version = self.fleet_sync.rows_version
-                    self._unplaced = request, tried, candidates, queued, version
+            if dispatcher.place(asker.queued, now) is None:
+                if not earlier and asker.candidates.tier_route is None:
+                    self._unplaced, self._unplaced_version = asker, self.fleet_sync.rows_version
                 break
-            granted = self.grant(placement, request, tried, candidates, now)
+            granted = self._grant(asker, now)
             if granted is not None:
                 return granted
-        self.tier_router.cancel_reservation(candidates)
+        self.tier_router.cancel_reservation(asker.candidates)
         return None
 
     async def wait_for_lease(
@@ -248,38 +247,25 @@ class Scheduler:
         if self.closing:
             raise errors.shutting_down()
         now = self.clock()
-        candidates, queued = self._take_unplaced(request, tried) or self.find_and_estimate(
-            request, tried, now - age, now
-        )
-        waiting, displaced = queue_room(request, self.waiters, self.admission)
-        try:
-            expires_at = self._admit(
-                request, queued, candidates, waiting, now, retried=tried.was_sent
-            )
-        except errors.GatewayError:
-            self.tier_router.cancel_reservation(candidates)
-            raise
+        waiter, self._unplaced = self._unplaced, None
+        if (
+            waiter is None
+            or waiter.request is not request
+            or waiter.tried is not tried
+            or self._unplaced_version != self.fleet_sync.rows_version
+        ):
+            waiter = self._find(request, tried, age, now)
+        displaced = self._admit(waiter, now)
         if displaced is not None and not tried.was_sent:
             why = "Others need a place in the queue, and this client has most of them. "
             wait = self.completion_rate.retry_after(len(self.waiters), now)
             self._refuse(displaced, errors.queue_full(f"{why}Try again later.", wait))
-        granted: asyncio.Future[GrantedLease] = asyncio.get_running_loop().create_future()
-        down_since = None if candidates.any_alive() else now
-        waiter = Waiter(
-            request,
-            tried,
-            candidates,
-            queued,
-            queued_at=now,
-            expires_at=expires_at,
-            granted=granted,
-            nodes_down_since=down_since,
-            response_started=response_started,
-        )
+        if response_started:
+            waiter.note_response_started()
+        granted = waiter.granted
         self._enqueue(waiter)
         self._match_soon()
-        if self.yielding and request.caller.priority < Priority.BATCH and not granted.done():
-            self._ask_to_yield(waiter, now)
+        self._ask_to_yield(waiter, now)
         try:
             return await granted
         except asyncio.CancelledError:
@@ -479,40 +465,27 @@ class Scheduler:
 
     # Where a request may go.
 
-    def find_and_estimate(
-        self, request: LeaseRequest, tried: Tried, received_at: float, now: float
-    ) -> tuple[NodeCandidates, QueuedRequest]:
+    def _find(self, request: LeaseRequest, tried: Tried, age: float, now: float) -> Waiter:
         """Where a request may go now, and the request in numbers. Raises: GatewayError.
 
         Candidates that are not used must be given to `TierRouter.cancel_reservation`.
         """
         candidates = self.fleet_sync.find(request, tried)
         queued = self.demand_model.build(
-            request, candidates, received_at, overflows=tried.pool_overflows
+            request, candidates, now - age, overflows=tried.pool_overflows
         )
         if self.fleet_sync.has_gpu_tier:
             candidates = self.tier_router.narrow(request, tried, candidates, queued, now)
             queued.set_groups(candidates.groups)
-        return candidates, queued
+        return Waiter(request, tried, candidates, queued, now)
 
-    def _take_unplaced(
-        self, request: LeaseRequest, tried: Tried
-    ) -> tuple[NodeCandidates, QueuedRequest] | None:
-        """What was found for the request that `lease_now` could not place; None: find it anew."""
-        unplaced, self._unplaced = self._unplaced, None
-        if unplaced is None or unplaced[0] is not request or unplaced[1] is not tried:
-            return None
-        _, _, candidates, queued, rows_version = unplaced
-        return (candidates, queued) if rows_version == self.fleet_sync.rows_version else None
-
-    def _check_deadline(
-        self, queued: QueuedRequest, candidates: NodeCandidates, now: float
-    ) -> None:
+    def _check_deadline(self, asker: Waiter, now: float) -> None:
         """Raises: GatewayError, if the prompt can't be read before the client stops waiting.
 
         The prompt's size is an estimate: half of the predicted prefill counts. Candidates that are
         refused hold no reservation any more.
         """
+        queued, candidates = asker.queued, asker.candidates
         assert queued.deadline is not None
         if not self.fleet_sync.is_measured(queued):
             return
@@ -534,17 +507,10 @@ class Scheduler:
 
     # Admission to the queue.
 
-    def _admit(
-        self,
-        request: LeaseRequest,
-        queued: QueuedRequest,
-        candidates: NodeCandidates,
-        waiting: int,
-        now: float,
-        *,
-        retried: bool,
-    ) -> float:
-        """Until when the request may wait beside `waiting` others. Raises: GatewayError."""
+    def _admit(self, waiter: Waiter, now: float) -> Waiter | None:
+        """Let it wait; returns who gives up its place to it. Raises: GatewayError."""
+        request, queued, candidates = waiter.request, waiter.queued, waiter.candidates
+        waiting, displaced = queue_room(request, self.waiters, self.admission)
         ahead = predicted = None
         if request.size.slots and candidates.any_alive():
             measured = self.fleet_sync.is_measured(queued)
@@ -553,17 +519,22 @@ class Scheduler:
             if not slots and self.fleet.routers:
                 by_work = load_wait(candidates, now)
             predicted = combine_waits(self.completion_rate, slots, ahead, by_work, now)
-        expires_at = self.admission.admit(
-            request,
-            waiting,
-            predicted,
-            self.completion_rate.retry_after(1, now),
-            now,
-            queued.deadline,
-            retried=retried,
-        )
-        self.decision_log.queued(queued, now, ahead, predicted, len(self.waiters), expires_at)
-        return expires_at
+        retry_after, retried = self.completion_rate.retry_after(1, now), waiter.tried.was_sent
+        try:
+            expires_at = self.admission.admit(
+                request, waiting, predicted, retry_after, now, queued.deadline, retried=retried
+            )
+        except errors.GatewayError:
+            self.tier_router.cancel_reservation(candidates)
+            raise
+        waiter.wait(expires_at, asyncio.get_running_loop().create_future(), now)
+        self.decision_log.queued(
+            Queueing(
+                queued.id, now, queued.received_at, queued.priority, ahead, predicted,
+                len(self.waiters), expires_at,
+            )
+        )  # fmt: skip
+        return displaced
 
     def _refuse(self, waiter: Waiter, error: errors.GatewayError) -> None:
         self._remove(waiter)
@@ -582,8 +553,7 @@ class Scheduler:
         """Queue it, or grant its lease at once."""
         now = self.clock()
         for _ in range(MOST_STALE_PLACEMENTS):
-            placement = self.dispatcher.place_or_queue(waiter.queued, now)
-            if placement is None:
+            if self.dispatcher.place_or_queue(waiter.queued, now) is None:
                 if not self.waiters:
                     self._check_all_at = now + TICK
                 self.waiters.add(waiter)
@@ -591,7 +561,7 @@ class Scheduler:
                 if self.fleet.routers:
                     self._on_model_asked_for(waiter.request.wanted.model_names[0], waits=True)
                 return
-            granted = self.grant(placement, waiter.request, waiter.tried, waiter.candidates, now)
+            granted = self._grant(waiter, now)
             if granted is not None:
                 waiter.granted.set_result(granted)
                 return
@@ -632,7 +602,7 @@ class Scheduler:
             misses = 0
             placements = self.dispatcher.match(now, most)
             for placement in placements:
-                misses += not self._grant(placement, now)
+                misses += not self._grant_waiting(placement, now)
             if len(placements) >= most:
                 self._match_soon()  # The rest, when the event loop has had its turn.
                 break
@@ -640,18 +610,12 @@ class Scheduler:
                 break
         self._set_timer()
 
-    def grant(
-        self,
-        placement: QueuedRequest,
-        request: LeaseRequest,
-        tried: Tried,
-        candidates: NodeCandidates,
-        now: float,
-    ) -> GrantedLease | None:
-        """The lease for a placement; None: the node does not take it after all.
+    def _grant(self, asker: Waiter, now: float) -> GrantedLease | None:
+        """The lease for a request that was placed; None: the node does not take it after all.
 
         Then the placement is cancelled and the placement state up to date.
         """
+        placement, request, candidates = asker.queued, asker.request, asker.candidates
         node, slots = self.fleet_sync.nodes[placement.row.index], placement.slots
         if node.free_slots(now) < slots if slots else not node.capacity(now):
             self.dispatcher.cancelled(placement, now)
@@ -662,7 +626,7 @@ class Scheduler:
         if candidates.tier_route is not None:
             fallback, reservation = self.tier_router.placed(candidates, placement.row)
         info, wanted, size = node.info, request.wanted, request.size
-        assembles = wanted.may_assemble and tried.may_assemble and info.kind == "llama.cpp"
+        assembles = wanted.may_assemble and asker.tried.may_assemble and info.kind == "llama.cpp"
         stream = now >= node.plain_until and (wanted.stream or assembles)
         # The predicted prefill and total bound how long the node may be silent.
         speed, prefill_tps = node.speed, node.speed.prefill_tps
@@ -688,7 +652,7 @@ class Scheduler:
         ):
             out = self._nodes_without_room(placement, comparison.nodes.with_room, now)
         grant = self.decision_log.granted(
-            placement, request, tried, lease_id, model, info.tier, None, fallback, out
+            placement, request, asker.tried, lease_id, model, info.tier, None, fallback, out
         )
         lease = LeaseRecord(node, stream, request, placement, grant, reservation)
         lease.expect(prefill, total)
@@ -739,7 +703,7 @@ class Scheduler:
             found["full"] += max(0, count - sum(out.values()))
         return {reason: number for reason, number in found.items() if number}
 
-    def _grant(self, placement: QueuedRequest, now: float) -> bool:
+    def _grant_waiting(self, placement: QueuedRequest, now: float) -> bool:
         """Give a placement to its waiter; False: it was not used, and others may go."""
         waiter = self.waiters.pop(placement)
         if waiter is None or waiter.granted.done():
@@ -747,7 +711,7 @@ class Scheduler:
             if waiter is not None:
                 self.tier_router.cancel_reservation(waiter.candidates)
             return False
-        granted = self.grant(placement, waiter.request, waiter.tried, waiter.candidates, now)
+        granted = self._grant(waiter, now)
         if granted is None:
             self._rebuild(waiter, waiter.candidates)
             self._enqueue(waiter)
@@ -799,8 +763,9 @@ class Scheduler:
         for waiter in list(self.waiters):
             self._check(waiter, now)
         self.match()
-        if self.yielding:
-            self._ask_all_to_yield(now)
+        # None could yield to them before, or did in vain.
+        for waiter in list(self.waiters) if self.yielding else ():
+            self._ask_to_yield(waiter, now)
 
     def _set_due(self, waiter: Waiter, now: float) -> None:
         """Check a waiting request when its time has come, too."""
@@ -819,25 +784,20 @@ class Scheduler:
             self._check(waiter, now)
             self._match_soon()
 
-    def _ask_all_to_yield(self, now: float) -> None:
-        """For waiting requests to which none could yield before, or did in vain."""
-        for waiter in list(self.waiters):
-            due = now - waiter.yield_asked_at >= batch_slots.ASK_AGAIN_SECONDS
-            if (
-                due
-                and not waiter.granted.done()
-                and waiter.request.caller.priority < Priority.BATCH
-            ):
-                self._ask_to_yield(waiter, now)
-
     def _ask_to_yield(self, waiter: Waiter, now: float) -> None:
-        """Have running requests of a lower class yield to this one.
+        """Have running requests of a lower class yield to this one, unless some were asked lately.
 
         For requests of one kind it is tried in vain once in `IN_VAIN_SECONDS`, however many wait.
         """
         queued, in_vain = waiter.queued, self._yields_in_vain
         kind = queued.groups, queued.priority, queued.slots
-        if not self.yielding or now - in_vain.get(kind, -math.inf) < batch_slots.IN_VAIN_SECONDS:
+        if (
+            not self.yielding
+            or waiter.granted.done()
+            or waiter.request.caller.priority >= Priority.BATCH
+            or now - waiter.yield_asked_at < batch_slots.ASK_AGAIN_SECONDS
+            or now - in_vain.get(kind, -math.inf) < batch_slots.IN_VAIN_SECONDS
+        ):
             return
         if queued.slots and self._make_room(queued, now):
             waiter.note_yield_asked(now)

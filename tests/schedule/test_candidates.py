@@ -322,8 +322,7 @@ def test_the_cached_prompts_go_with_the_server() -> None:
 def test_nodes_out_of_service_are_counted_by_state_and_anew_when_one_changes() -> None:
     nodes = [node(name) for name in "abc"]
     scheduler = a_scheduler(*nodes)
-    queued = scheduler.find_and_estimate(a_request(), NOTHING_TRIED, 0.0, 0.0)[1]
-    candidates = queued.groups[0][0]
+    candidates = scheduler.fleet_sync.find(a_request(), NOTHING_TRIED).groups[0][0]
     count = scheduler.fleet_sync.out_of_service
     assert count(candidates, 0.0) == {}
     nodes[0].state = NodeState.DOWN

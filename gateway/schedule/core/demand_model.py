@@ -29,12 +29,7 @@ from gateway.lease import LeaseRequest, PromptKey, RequestSize, UsageReport
 from gateway.nodes.prompt_cache import FleetPromptCache
 from gateway.schedule.candidates import NodeCandidates, nodes_of
 from gateway.schedule.core.dispatcher import Dispatcher
-from gateway.schedule.core.requests import (
-    NEGLIGIBLE_COMPLETION,
-    NodeSlots,
-    QueuedRequest,
-    alive_rows,
-)
+from gateway.schedule.core.requests import NodeSlots, QueuedRequest, alive_rows
 
 # Size of a prompt from which on it pays to know at once what earlier ones left in the caches.
 LONG_PROMPT_BYTES = 1024
@@ -165,7 +160,7 @@ class TokenEstimates:
     _callers: OrderedDict[tuple[str, str], TokenStats] = field(default_factory=OrderedDict)
 
     def expected_tokens(self, model: str, caller: str, size: RequestSize) -> tuple[float, float]:
-        """Expected tokens of the prompt, and of each answer.
+        """Expected tokens of the prompt, and of each answer; 0 where nothing is generated.
 
         Absurd figures are clamped; a `max_tokens` of NaN counts as none.
         """
@@ -310,18 +305,12 @@ class DemandModel:
         `Tried.pool_overflows`.
         """
         caller, size = request.caller, request.size
-        key = size.prompt_key
         if earlier is None:
             prompt_tokens, completion_tokens = self._expected_tokens(request)
-            if not size.generates:
-                completion_tokens = NEGLIGIBLE_COMPLETION
-            if key is not None:
-                key = PromptKey(key.blocks, prompt_tokens, key.ends, key.size, key.omits_volatile)
+            key = _with_tokens(size.prompt_key, prompt_tokens)
         else:
-            prompt_tokens, completion_tokens = earlier.prompt_tokens, earlier.completion_tokens
-            if isinstance(earlier.prompt_key, PromptKey):
-                key = earlier.prompt_key
-                prompt_tokens = key.tokens
+            completion_tokens, key = earlier.completion_tokens, earlier.prompt_key
+            prompt_tokens = earlier.prompt_tokens if key is None else key.tokens
         queued = QueuedRequest(
             request.id,
             candidates.groups,
@@ -357,15 +346,11 @@ class DemandModel:
     ) -> QueuedRequest:
         """A request that was placed elsewhere, in numbers; it is no candidate for any row."""
         caller, size = request.caller, request.size
-        _, completion = self._expected_tokens(request)
-        key = size.prompt_key
-        if key is not None:
-            key = PromptKey(key.blocks, prompt_tokens, key.ends, key.size, key.omits_volatile)
         return QueuedRequest(
             request.id, (), caller.priority, caller.fairness_key, received_at, slots,
             prompt_tokens=prompt_tokens,
-            completion_tokens=completion if size.generates else NEGLIGIBLE_COMPLETION,
-            prompt_key=key,
+            completion_tokens=self._expected_tokens(request)[1],
+            prompt_key=_with_tokens(size.prompt_key, prompt_tokens),
             slotless_caller="" if slots else caller.id,
         )  # fmt: skip
 
@@ -404,16 +389,15 @@ class DemandModel:
 
     def refresh_cached(self, queued: QueuedRequest) -> None:
         """Look up what the nodes have cached of its prompt by now."""
-        prompt_key = queued.prompt_key
-        if isinstance(prompt_key, PromptKey):
-            found = self.prompt_cache.lookup(prompt_key)
+        if queued.prompt_key is not None:
+            found = self.prompt_cache.lookup(queued.prompt_key)
             queued.set_cached(found.tokens, found.cached, found.pending)
 
     def placed(self, placement: QueuedRequest, request: LeaseRequest) -> None:
         """The request starts there."""
-        row, prompt_key = placement.row, placement.prompt_key
-        if isinstance(prompt_key, PromptKey):
-            self.prompt_cache.request_placed(row.index, prompt_key)
+        row = placement.row
+        if placement.prompt_key is not None:
+            self.prompt_cache.request_placed(row.index, placement.prompt_key)
         if request.caller.session is not None and request.size.generates:
             self.session_affinity.placed(request.caller.session, request.wanted.model, row)
 
@@ -421,9 +405,8 @@ class DemandModel:
         """The request ended there without an answer; `refund`: its caller does not pay for it."""
         if refund:
             self.dispatcher.settled(placement, 0.0, 0.0, 0.0)
-        prompt_key = placement.prompt_key
-        if isinstance(prompt_key, PromptKey) and placement.row.is_current:
-            self.prompt_cache.request_dropped(placement.row.index, prompt_key)
+        if placement.prompt_key is not None and placement.row.is_current:
+            self.prompt_cache.request_dropped(placement.row.index, placement.prompt_key)
 
     def answer_ended(self, request: LeaseRequest) -> None:
         """Its answer has ended; `learn` follows a little later."""
@@ -439,16 +422,15 @@ class DemandModel:
     ) -> None:
         """Learn from an answer that has ended; `learn_sizes`: correct the token estimates by it."""
         self.learning_pending = False  # The caller learns of all answers that have ended.
-        reported, sent_tokens = report.reported, report.sent_tokens
-        completion: float = sent_tokens
+        reported, completion = report.reported, report.sent_tokens
         if reported is not None:
             completion = reported.completion_tokens
             self.dispatcher.settled(
                 placement, reported.prompt_tokens, reported.cached_tokens, completion
             )
-        elif sent_tokens:
+        elif completion:
             cached = placement.cached.get(placement.row.index, 0.0)
-            self.dispatcher.settled(placement, placement.prompt_tokens, cached, sent_tokens)
+            self.dispatcher.settled(placement, placement.prompt_tokens, cached, completion)
         size = request.size
         if learn_sizes and (size.generates or reported is not None):
             self.token_estimates.learn(
@@ -460,7 +442,7 @@ class DemandModel:
                 complete=report.complete,
             )
         prompt_key = placement.prompt_key
-        if not isinstance(prompt_key, PromptKey) or not placement.row.is_current:
+        if prompt_key is None or not placement.row.is_current:
             return
         if reported is None:
             self.prompt_cache.request_dropped(placement.row.index, prompt_key)
@@ -473,6 +455,13 @@ class DemandModel:
                 reported.completion_tokens,
                 request.caller.id,
             )
+
+
+def _with_tokens(key: PromptKey | None, tokens: float) -> PromptKey | None:
+    """The key of a prompt of which so many tokens are expected."""
+    if key is None:
+        return None
+    return PromptKey(key.blocks, tokens, key.ends, key.size, key.omits_volatile)
 
 
 def _slots(request: LeaseRequest, candidates: NodeCandidates) -> int:

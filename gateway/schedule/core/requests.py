@@ -25,6 +25,7 @@ from weakref import WeakSet
 import msgspec
 
 from gateway.config.scheduling import DEFAULT_SLOTLESS
+from gateway.lease import PromptKey
 from gateway.terms import Priority
 
 # Rows that are kept of one placement: those of the least cost, the chosen one among them.
@@ -193,8 +194,8 @@ class QueuedRequest(msgspec.Struct, eq=False):
     """Indexes of rows that have failed it: used only while no other is alive."""
     penalties: Mapping[int, float] = NO_ROWS
     """Seconds by which a row looks slower to this request, by row index; negative: faster."""
-    prompt_key: object = None
-    """Its prompt's key in the prompt cache's index, for whoever refreshes `cached`."""
+    prompt_key: PromptKey | None = None
+    """Its prompt's key in the prompt cache's index, with the tokens expected of the prompt."""
     affinity_hash: int = 0  # hash of the prompt's shared beginning, for the policy `prefix_hash`
     deadline: float | None = None  # when its client stops waiting for the answer
     slotless_caller: str = ""  # the caller, all its users together, of a request that takes no slot
@@ -508,33 +509,27 @@ class NodeSlots:
         `alive`: worth waiting for, though it may take nothing now; None: if it takes work.
         `paused`: it wants nothing for a while.
         """
-        old_total, was_alive, before = self.total, self.alive, self.free
+        old_total, was_alive = self.total, self.alive
         self.total = int(clamp(total, 0, MOST_SLOTS, 0))
         self.capacity = int(clamp(capacity, 0, MOST_SLOTS, 0))
         self.foreign = int(clamp(foreign, 0, MOST_SLOTS, 0))
         self.alive = self.capacity > 0 if alive is None else alive
         self.paused = paused
-        if self.total != old_total or self.alive is not was_alive:
-            self.table.reserve_changed()
+        self.table.slots_changed(reserve=self.total != old_total or self.alive is not was_alive)
         self.recompute()
-        self.table.slots_changed(self, before)
 
     def set_speed(self, prefill_tps: float, token_base: float, token_step: float) -> None:
         """Prompt tokens/s, seconds per output token alone, seconds more for each neighbour."""
-        if not SLOWEST_TPS <= prefill_tps <= FASTEST_TPS:
-            prefill_tps = clamp(prefill_tps, SLOWEST_TPS, FASTEST_TPS, UNMEASURED_PREFILL_TPS)
-        if not 1 / FASTEST_TPS <= token_base <= 1 / SLOWEST_TPS:
-            token_base = clamp(
-                token_base, 1 / FASTEST_TPS, 1 / SLOWEST_TPS, UNMEASURED_TOKEN_SECONDS
-            )
-        if not 0.0 <= token_step <= 1 / SLOWEST_TPS:
-            token_step = clamp(token_step, 0.0, 1 / SLOWEST_TPS, 0.0)
+        fastest, slowest = 1 / FASTEST_TPS, 1 / SLOWEST_TPS
+        prefill_tps = clamp(prefill_tps, SLOWEST_TPS, FASTEST_TPS, UNMEASURED_PREFILL_TPS)
+        token_base = clamp(token_base, fastest, slowest, UNMEASURED_TOKEN_SECONDS)
+        token_step = clamp(token_step, 0.0, slowest, 0.0)
         tps, base = self.prefill_tps, self.token_base
         self.prefill_tps, self.token_base, self.token_step = prefill_tps, token_base, token_step
         self._speed_figures = None
+        if not (0.5 <= prefill_tps / tps <= 2.0 and 0.5 <= token_base / base <= 2.0):
+            self.table.speed_changed()
         self.recompute()
-        alike = 0.5 <= prefill_tps / tps <= 2.0 and 0.5 <= token_base / base <= 2.0
-        self.table.row_changed(self, speed=not alike)
 
     def set_learnt(self, samples: int, hope: float, *, measured: bool) -> None:
         """How many responses have shown its speeds, up to `EXPLORING_REQUESTS`.
@@ -556,7 +551,7 @@ class NodeSlots:
         self.penalty = clamp(seconds, -MOST_PENALTY_SECONDS, MOST_PENALTY_SECONDS, 0.0)
         self.wake = wake
         self.figures = self._speed_figures = None
-        self.table.row_changed(self)
+        self.table.row_changed(self, self.free)
 
     def set_pool(self, tokens: int, foreign: int) -> None:
         """Its slots share so many tokens, of which others use `foreign`; 0: they share none."""
@@ -570,7 +565,7 @@ class NodeSlots:
         """As `PlacementState.spread_batch_reserve` has found."""
         self.batch_reserve = slots
         self.kept_from_batch = 0 < self.total <= slots
-        self.table.row_changed(self)
+        self.table.row_changed(self, self.free)
 
     def set_reserve_group(self, group: object) -> None:
         """Rows of equal groups, in the same tier, share their reserve."""
@@ -590,7 +585,7 @@ class NodeSlots:
 
     def recompute(self) -> None:
         """Derive `busy`, `free` and the cost coefficients from slots, speeds and work."""
-        self.figures = None
+        self.figures, before = None, self.free
         self.busy = busy = self.ours + self.foreign
         free = self.capacity - busy
         self.free = free if free > 0 else 0  # noqa: FURB136 - a call costs four times as much
@@ -602,6 +597,7 @@ class NodeSlots:
         self.per_prompt_token = (1 + busy) / self.prefill_tps
         # Requests without a slot may decode where no slot is busy.
         self.decode_slowdown = step / (per_token - step) if self.decoding and step and busy else 0.0
+        self.table.row_changed(self, before)
 
     # Its work.
 
@@ -610,7 +606,7 @@ class NodeSlots:
 
         Where nothing decodes, prompts are read one after the other and no other end moves.
         """
-        before, exploring = self.free, self.exploring
+        exploring = self.exploring
         uncached, completion = queued.prompt_tokens, queued.completion_tokens
         if queued.cached:
             uncached = max(LEAST_UNCACHED_TOKENS, uncached - queued.cached.get(self.index, 0.0))
@@ -652,14 +648,14 @@ class NodeSlots:
         self.recompute()
         if exploring and not self.exploring:
             self.table.exploring_changed(self)
-        self.last_placement = self.table.started(self, before)
+        self.last_placement = self.table.started()
 
     def prefill_done(self, placement: QueuedRequest, now: float) -> None:
         """The prompt of `placement` has been read at `now`; after its end that is no news."""
         if placement.released:
             return
         self.figures = None
-        self.table.row_changed(self)
+        self.table.row_changed(self, self.free)
         before = placement.prefill_ends
         shift = now - before
         placement.prefill_ends = now
@@ -681,7 +677,7 @@ class NodeSlots:
         """
         if placement.released:
             return
-        before, running = self.free, self.running
+        running = self.running
         running.remove(placement)
         placement.release()
         if placement.slots:
@@ -710,7 +706,7 @@ class NodeSlots:
             self.ends_sum -= placement.ends
             self.prefill_until = running[-1].prefill_ends
         self.recompute()
-        self.table.ended(self, before, now, slotless=not placement.slots)
+        self.table.ended(now, slotless=not placement.slots)
 
     def _hasten(self, running: list[QueuedRequest], placement: QueuedRequest, now: float) -> None:
         """What still runs goes faster now that `placement` has ended."""
@@ -839,36 +835,34 @@ class CandidateSet:
     available: AvailableRows | None = None
     """Its rows with room for one slot when `free_rows_version` was `available_version`."""
     available_version: int = -1
-    _slots: tuple[int, int, int] = (-1, 0, 0)
-    _pools: tuple[float, float] = (math.inf, 0.0)
-    _pools_version: int = -1
+    _sums: tuple[int, int, int, tuple[float, float]] = (-1, 0, 0, (math.inf, 0.0))
+    """`_summed`, and before it the `slots_version` for which that was found."""
 
     def __post_init__(self) -> None:
         self.replace_rows(self.rows)
 
     def slots(self, *, for_batch: bool = False) -> int:
         """Slots of its rows that are alive; `for_batch`: those of them that `batch` may use."""
+        sums = self._summed()
+        return sums[2] if for_batch else sums[1]
+
+    def pools(self) -> tuple[float, float]:
+        """Tokens of its smallest and largest shared pool; infinity and 0 if no row has one."""
+        return self._summed()[3]
+
+    def _summed(self) -> tuple[int, int, int, tuple[float, float]]:
         version = self.table.slots_version
-        if self._slots[0] != version:
+        if self._sums[0] != version:
             alive = [row for row in self.rows if row.alive]
-            self._slots = (
+            pools = [row.pool for row in self.rows if row.pool]
+            self._sums = (
                 version,
                 sum([row.total for row in alive]),
                 # Where all rows are kept from it, it may use idle ones.
                 sum([row.total - row.batch_reserve for row in alive]) or len(alive),
-            )
-        return self._slots[2 if for_batch else 1]
-
-    def pools(self) -> tuple[float, float]:
-        """Tokens of its smallest and largest shared pool; infinity and 0 if no row has one."""
-        version = self.table.pools_version
-        if self._pools_version != version:
-            pools = [row.pool for row in self.rows if row.pool]
-            self._pools, self._pools_version = (
                 (min(pools, default=math.inf), max(pools, default=0.0)),
-                version,
             )
-        return self._pools
+        return self._sums
 
     def set_available(self, rows: list[NodeSlots], version: int) -> None:
         """Remember its rows with room for one slot, as of that `free_rows_version`."""
@@ -879,8 +873,7 @@ class CandidateSet:
         """These rows and no others, in this order."""
         self.rows = tuple(rows)
         self.row_indexes = frozenset(row.index for row in self.rows)
-        self.available_version = self._pools_version = -1
-        self._slots = (-1, 0, 0)
+        self.available_version, self._sums = -1, (-1, 0, 0, (math.inf, 0.0))
 
 
 # Candidate sets that serve the same model, best first: each is for when those before are full.
@@ -946,8 +939,7 @@ class PlacementState:
     """Rows whose free slots are reserved for a wide request."""
     last_release: float = 0.0  # when a placement last ended, anywhere
     pools: int = 0  # rows whose slots share one pool of tokens
-    pools_version: int = 0  # changes with the size of any row's pool
-    slots_version: int = 0
+    slots_version: int = 0  # changes with any row's slots or pool, but for what runs there
     _reserve_is_stale: bool = False
     """Whether rows or slots have changed since `spread_batch_reserve`."""
     _changed: set[int] = field(default_factory=set)
@@ -982,11 +974,6 @@ class PlacementState:
         candidates = CandidateSet(self, tuple(rows))
         self._candidate_sets.add(candidates)
         return candidates
-
-    @property
-    def node_count(self) -> int:
-        """How many nodes there are."""
-        return len(self.by_name)
 
     def take_changed_rows(self) -> list[NodeSlots]:
         """The rows that have changed since the last call."""
@@ -1033,10 +1020,22 @@ class PlacementState:
 
     # Told by the rows.
 
-    def row_changed(self, row: NodeSlots, *, speed: bool = False) -> None:
-        """Its figures are others now; `speed`: it became twice as fast, or half."""
-        self.speed_changes += speed
+    def row_changed(self, row: NodeSlots, free_before: int) -> None:
+        """Its figures are others now; it had so many free slots before."""
+        free = row.free
+        if free > free_before:
+            self.slots_freed = True
+            if not free_before:
+                self.free_rows[row.index] = row
+                self.free_rows_version += 1
+        elif free_before and not free:
+            self.free_rows_version += 1
+            self.free_rows.pop(row.index, None)
         self._changed.add(row.index)
+
+    def speed_changed(self) -> None:
+        """A row became twice as fast, or half."""
+        self.speed_changes += 1
 
     def exploring_changed(self, row: NodeSlots) -> None:
         """It may get requests in order to learn its speed, or no more."""
@@ -1049,35 +1048,20 @@ class PlacementState:
     def pool_changed(self, before: int, tokens: int) -> None:
         """The slots of a row share so many tokens instead of those before, or others use others."""
         self.pools += bool(tokens) - bool(before)
-        self.pools_version += tokens != before
+        self.slots_version += tokens != before
         self.slots_freed = True
 
-    def slots_changed(self, row: NodeSlots, before: int) -> None:
-        """Its node has other slots; it had so many free ones before."""
+    def slots_changed(self, *, reserve: bool) -> None:
+        """A node has other slots; `reserve`: so that the reserve of `batch` is to be spread."""
         self.slots_version += 1
-        self._note_free(row, before)
+        self._reserve_is_stale |= reserve
 
-    def started(self, row: NodeSlots, before: int) -> int:
-        """A request runs there; returns the number of this placement."""
+    def started(self) -> int:
+        """A request runs on a row; returns the number of this placement."""
         self.placement_count = number = self.placement_count + 1
-        self._note_free(row, before)
         return number
 
-    def ended(self, row: NodeSlots, before: int, now: float, *, slotless: bool) -> None:
-        """A request has ended there."""
+    def ended(self, now: float, *, slotless: bool) -> None:
+        """A request has ended on a row."""
         self.slots_freed = self.slots_freed or slotless
         self.last_release = now
-        self._note_free(row, before)
-
-    def _note_free(self, row: NodeSlots, before: int) -> None:
-        """The row has changed, and had so many free slots before."""
-        free = row.free
-        if free > before:
-            self.slots_freed = True
-            if not before:
-                self.free_rows[row.index] = row
-                self.free_rows_version += 1
-        elif before and not free:
-            self.free_rows_version += 1
-            self.free_rows.pop(row.index, None)
-        self._changed.add(row.index)

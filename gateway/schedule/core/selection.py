@@ -256,7 +256,7 @@ class CostColumns:
         if queued.keeps_batch_reserve:
             room &= (free - queued.slots >= reserve) | ((running == 0) & (reserve < KEPT))
         costs[~room] = np.inf
-        if len(candidate_set.rows) < self._state.node_count:
+        if len(candidate_set.rows) < len(self._state.by_name):
             costs[self._excluded_mask(candidate_set, len(rows))] = np.inf
         self._last = queued, now, costs
         return costs
@@ -461,7 +461,7 @@ def explore(
     idle, awake and well, and less for `premium`, `urgent` and clients that hurry. A session that a
     header names stays on its row.
     """
-    known = chosen.table.node_count - len(chosen.table.exploring)
+    known = len(chosen.table.by_name) - len(chosen.table.exploring)
     if (
         queued.failed
         or not queued.slots
@@ -594,7 +594,7 @@ def _rows_with_room(
         return [r for r in candidates.rows if r.capacity and r.has_slotless_room(caller)]
     if len(state.free_rows) < len(candidates.rows):
         members = candidates.row_indexes
-        if slots == 1 and len(members) == state.node_count:
+        if slots == 1 and len(members) == len(state.by_name):
             rows = list(state.free_rows.values())  # A copy costs a fiftieth of testing each row.
         else:
             rows = [

@@ -25,23 +25,19 @@ from gateway.config.scheduling import HybridSettings, SpillSettings
 from gateway.terms import Priority
 
 
+@dataclass(frozen=True, slots=True, eq=False)
 class SpillReservation:
     """The part of the budget that one request holds until it has ended."""
 
-    __slots__ = ("_budget", "most_cost")
-
-    def __init__(self, budget: SpillBudget, most_cost: float) -> None:
-        self._budget: SpillBudget | None = budget
-        self.most_cost = most_cost
+    budget: SpillBudget
+    most_cost: float
 
     def settle(self, cost: float, *, happened: bool, now: float) -> None:
         """Pay `cost`; `happened`: it counts as a request that spilled over.
 
         Only the first call of this or `cancel` counts.
         """
-        if self._budget is not None:
-            budget, self._budget = self._budget, None
-            budget.settled(self.most_cost, cost, happened=happened, now=now)
+        self.budget.settled(self, cost, happened=happened, now=now)
 
     def cancel(self) -> None:
         """The request was never sent."""
@@ -61,9 +57,7 @@ class SpillBudget:
     arrivals: SlidingSum = field(init=False)
     spilled: SlidingSum = field(init=False)
     paid: SlidingSum = field(init=False)
-    outstanding: int = 0
-    _reserved: float = 0.0
-    _unbounded: int = 0  # reservations whose cost has no bound
+    _held: dict[SpillReservation, None] = field(default_factory=dict)  # not settled yet
 
     def __post_init__(self) -> None:
         span = self.settings.window
@@ -86,9 +80,14 @@ class SpillBudget:
         return settings.money_per_hour * settings.window / 3600
 
     @property
+    def outstanding(self) -> int:
+        """How many requests have a reservation."""
+        return len(self._held)
+
+    @property
     def reserved(self) -> float:
-        """The most that the requests with a reservation can cost together."""
-        return math.inf if self._unbounded else self._reserved
+        """The most that they can cost together."""
+        return sum([one.most_cost for one in self._held], 0.0)
 
     def arrived(self, now: float) -> None:
         """A request of a class that may spill over has arrived: `share` is counted of these."""
@@ -110,22 +109,17 @@ class SpillBudget:
             return None
         if math.isnan(most_cost) or most_cost < 0:
             most_cost = math.inf
-        self.outstanding += 1
-        if most_cost == math.inf:
-            self._unbounded += 1
-        else:
-            self._reserved += most_cost
-        return SpillReservation(self, most_cost)
+        reservation = SpillReservation(self, most_cost)
+        self._held[reservation] = None
+        return reservation
 
-    def settled(self, most_cost: float, cost: float, *, happened: bool, now: float) -> None:
-        """A reservation of `most_cost` has ended; the reservation calls this once."""
-        self.outstanding -= 1
-        if most_cost == math.inf:
-            self._unbounded -= 1
-        else:
-            self._reserved -= most_cost
-        if self.outstanding == 0:
-            self._reserved = 0.0  # Without what rounding left.
+    def settled(
+        self, reservation: SpillReservation, cost: float, *, happened: bool, now: float
+    ) -> None:
+        """A reservation has ended; if it had before, nothing happens."""
+        if reservation not in self._held:
+            return
+        del self._held[reservation]
         if happened:
             self.spilled.add(now, 1.0)
         if cost > 0:
