@@ -50,7 +50,7 @@ from gateway.transport.errors import (
     LocalResourcesExhausted,
     UpstreamError,
 )
-from gateway.transport.pool import speaks_plain_http, speaks_tls, tls_failure
+from gateway.transport.pool import tls_failure
 
 # Bytes; `/slots` of a server with many slots and `/props` with a long template are far smaller.
 LARGEST_RESPONSE = 4 << 20
@@ -129,7 +129,7 @@ async def fetch(
     except (TimeoutError, ConnectTimedOut):
         detail = f"no answer to {path} within {limit:g} s"
         # A TLS server does not leave plain HTTP waiting, as a plain one does with a handshake.
-        hint = "" if pool.address.tls is None else await _scheme_hint(node, detail)
+        hint = "" if pool.address.tls is None else _scheme_hint(node)
         return ended(ProbeAnswer.TIMED_OUT, detail + hint)
     except LocalResourcesExhausted as error:
         return ended(ProbeAnswer.TIMED_OUT, f"{path} could not be requested ({error_line(error)})")
@@ -140,7 +140,7 @@ async def fetch(
         )
     except UpstreamError as error:
         detail = f"{path} broke off ({error_line(error)})"
-        return ended(ProbeAnswer.FAILED, detail + await _scheme_hint(node, detail))
+        return ended(ProbeAnswer.FAILED, detail + _scheme_hint(node))
     except Exception as error:  # noqa: BLE001 - no error of one node may stop the watch of others
         return ended(ProbeAnswer.FAILED, f"{path} could not be requested ({error_line(error)})")
 
@@ -155,7 +155,7 @@ async def check_alive(node: Node) -> ProbeResult:
         return reply
     answer, detail = _judge_health(reply)
     if reply.status == HTTPStatus.BAD_REQUEST:
-        detail += await _scheme_hint(node, detail)
+        detail += _scheme_hint(node)
     return ProbeResult(answer, detail, node.clock() - began)
 
 
@@ -174,7 +174,7 @@ async def discover(node: Node) -> ProbeResult:
         answer, detail = _judge_discovery(node, path, reply.status)
         if answer is not ProbeAnswer.UP:
             if reply.status == HTTPStatus.BAD_REQUEST:
-                detail += await _scheme_hint(node, detail)
+                detail += _scheme_hint(node)
             return ProbeResult(answer, detail, node.clock() - began)
         if reply.status == HTTPStatus.OK:
             properties.clear_remembered()
@@ -337,26 +337,13 @@ def key_rejected_reason(path: str, status: int) -> str:
     )
 
 
-SCHEME_LIMIT = 1.0  # seconds for a look whether the node speaks the other scheme
-
-
-async def _scheme_hint(node: Node, detail: str) -> str:
-    """What to write in the inventory if the node speaks the other scheme; else nothing.
-
-    It is asked once for a failure, `detail`; and if it was up a moment ago it has other troubles.
-    """
+def _scheme_hint(node: Node) -> str:
+    """What to write in the inventory if the node speaks the other scheme; nothing, if it was up."""
     if node.probe_history.up:
         return ""
-    if node.probe_history.detail.startswith(detail):
-        return node.probe_history.detail.removeprefix(detail)
-    address = node.upstream.address
-    limit = min(SCHEME_LIMIT, node.settings.health.timeout)
-    if address.tls is None:
-        if await speaks_tls(address.host, address.port, limit):
-            return ": it speaks TLS: write https:// in its url"
-    elif await speaks_plain_http(address.host, address.port, limit):
-        return ": it speaks plain HTTP: write http:// in its url"
-    return ""
+    if node.upstream.address.tls is None:
+        return ": if it speaks TLS, write https:// in its url"
+    return ": if it speaks plain HTTP, write http:// in its url"
 
 
 def _why_not(node: Node, error: Exception) -> str:

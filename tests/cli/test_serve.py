@@ -308,8 +308,8 @@ async def test_a_failure_of_tls_names_what_mends_it(folder: Path) -> None:
             ("https", own, "", "name the authority behind it in tls.ca"),
             ("https", own, "tls: {ca: ../other.pem}", "other.pem, is not the authority behind it"),
             ("https", foreign, "tls: {ca: ../ca.pem}", by_name),
-            ("http", own, "", "it speaks TLS: write https:// in its url"),
-            ("https", plain, "", "it speaks plain HTTP: write http:// in its url"),
+            ("http", own, "", "if it speaks TLS, write https:// in its url"),
+            ("https", plain, "", "if it speaks plain HTTP, write http:// in its url"),
         ]
         (folder / "config/gateway.yaml").write_text("health: {timeout: 3}\n")
         inventory = "nodes:\n" + "".join(
