@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import math
 import random
+import re
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from http import HTTPStatus
@@ -50,7 +51,6 @@ from gateway.transport.errors import (
     LocalResourcesExhausted,
     UpstreamError,
 )
-from gateway.transport.pool import tls_failure
 
 # Bytes; `/slots` of a server with many slots and `/props` with a long template are far smaller.
 LARGEST_RESPONSE = 4 << 20
@@ -136,7 +136,7 @@ async def fetch(
     except ConnectFailed as error:
         return ended(
             ProbeAnswer.CONNECTION_REFUSED,
-            f"no connection to {node.spec.url} ({_why_not(node, error)})",
+            f"no connection to {node.spec.url} ({_why_not(error)})",
         )
     except UpstreamError as error:
         detail = f"{path} broke off ({error_line(error)})"
@@ -346,24 +346,26 @@ def _scheme_hint(node: Node) -> str:
     return ": if it speaks plain HTTP, write http:// in its url"
 
 
-def _why_not(node: Node, error: Exception) -> str:
-    """Why there is no connection; of TLS, with the key of the inventory that mends it."""
-    kind, words = tls_failure(error_line(error))
-    spec = node.spec.tls
-    ca = None if spec is None else spec.ca
-    remedy = {
-        "untrusted": "name the authority behind it in tls.ca"
-        if ca is None
-        else f"tls.ca, {ca}, is not the authority behind it",
-        "name": "use a name of its certificate in the url, or give it in tls.server_name",
-        "expired": "renew it on the node",
-        "plain": "write http:// in its url if it speaks plain HTTP",
-        "client": "if it wants a certificate of ours, name it in tls.cert and tls.key",
-    }.get(kind)
-    if remedy is None:
-        return words
-    subject = "" if kind in {"plain", "client"} else "its certificate is not accepted: "
-    return f"{subject}{words}: {remedy}"
+# By what OpenSSL says, the first that fits: what mends it.
+_TLS_REMEDIES = (
+    ("mismatch", "use a name of its certificate in the url, or give it in tls.server_name"),
+    ("not valid for", "use a name of its certificate in the url, or give it in tls.server_name"),
+    ("expired", "renew its certificate"),
+    ("CERTIFICATE_VERIFY_FAILED", "tls.ca must name the authority behind its certificate"),
+    ("CERTIFICATE_REQUIRED", "name a certificate of ours in tls.cert and tls.key"),
+    ("HANDSHAKE_FAILURE", "if it wants a certificate of ours, name it in tls.cert and tls.key"),
+    ("WRONG_VERSION_NUMBER", "write http:// in its url if it speaks plain HTTP"),
+    ("RECORD_LAYER_FAILURE", "write http:// in its url if it speaks plain HTTP"),
+    ("PACKET_LENGTH_TOO_LONG", "write http:// in its url if it speaks plain HTTP"),
+)
+_TLS_CODES = re.compile(r"\[SSL: \w+\] | \(_ssl.*")
+
+
+def _why_not(error: Exception) -> str:
+    """Why there is no connection; of TLS, with what mends it."""
+    told = error_line(error)
+    remedy = next((f": {remedy}" for sign, remedy in _TLS_REMEDIES if sign in told), "")
+    return _TLS_CODES.sub("", told) + remedy
 
 
 def error_line(error: Exception) -> str:
