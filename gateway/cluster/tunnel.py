@@ -11,13 +11,14 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import functools
 import ipaddress
 import socket
 import ssl
 import struct
 from collections import Counter
 from collections.abc import Callable, Mapping
-from typing import Literal
+from typing import Literal, TypeVar
 
 import msgspec
 import structlog
@@ -35,7 +36,9 @@ from gateway.http.exchange import ConnectionOrigin
 VERSION = 1  # of greetings, and of what members tell each other
 OPEN_SECONDS = 5.0  # for name, connection, handshake and greeting together
 MOST_GREETING_BYTES = 4096
-MOST_CHUNK_BYTES = 1 << 20  # bytes; what is read from a socket at one time is less
+# Bytes of a chunk, and of one that is sent.
+MOST_CHUNK_BYTES, SENT_CHUNK_BYTES = 1 << 20, 1 << 16
+MOST_UNREAD_BYTES = 1 << 16  # bytes that wait for one side, above which no more is read for it
 # Connections at one time that have not greeted yet; of one address: a half, since all edges of a
 # member are linked at once, and members behind one address too.
 MOST_HANDSHAKES = 256
@@ -157,177 +160,77 @@ def _names_of(certificate: Mapping[str, object] | None) -> tuple[str, ...]:
 # One tunnel.
 
 
-class _Side(asyncio.Protocol):
-    """One side of a tunnel: TLS to the other member, or the Unix socket here."""
-
-    transport: asyncio.Transport | None = None
-
-    def __init__(self) -> None:
-        self.other: _Side | None = None
-        """What this one reads goes there."""
-        self._ended = False
-        """Whether this direction has ended."""
-        self._stall: asyncio.TimerHandle | None = None
-
-    def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        """It is connected."""
-        self.transport = transport  # type: ignore[assignment]
-
-    def connection_lost(self, error: Exception | None) -> None:
-        """It is closed: what it has sent still goes out on the other side."""
-        self.transport = None
-        self.resume_writing()
-        if self.other is not None:
-            self.other.close()
-
-    def write(self, data: bytes | memoryview) -> None:
-        """Send this, or drop it if this side is closed."""
-        if self.transport is not None and not self.transport.is_closing():
-            self.transport.write(data)
-
-    def hold(self, *, reading: bool) -> None:
-        """Read, or do not."""
-        if self.transport is not None and not self.transport.is_closing():
-            (self.transport.resume_reading if reading else self.transport.pause_reading)()
-
-    def pause_writing(self) -> None:
-        """Much waits to be sent."""
-        if self._stall is None:
-            self._stall = asyncio.get_running_loop().call_later(STALL_SECONDS, self.abort)
-        if self.other is not None:
-            self.other.hold(reading=False)
-
-    def resume_writing(self) -> None:
-        """Little waits to be sent, or nothing more will be."""
-        if self._stall is not None:
-            self._stall.cancel()
-            self._stall = None
-        if self.other is not None:
-            self.other.hold(reading=True)
-
-    def write_end(self) -> None:
-        """Tell this side that nothing more comes."""
-        self.write(_END)
-
-    def ended(self, other: _Side) -> None:
-        """Nothing more comes from this side. When both directions have ended, so has the tunnel."""
-        other.write_end()
-        self._ended = True
-        if other._ended:
-            self.close()
-            other.close()
-
-    def close(self) -> None:
-        """Close it when all is sent."""
-        # asyncio's TLS can't be closed twice.
-        if self.transport is not None and not self.transport.is_closing():
-            self.transport.close()
-
-    def abort(self) -> None:
-        """Close it at once."""
-        if self.transport is not None:
-            self.transport.abort()
+Stream = tuple[asyncio.StreamReader, asyncio.StreamWriter]
+T = TypeVar("T")
 
 
-class _Far(_Side):
-    """The side of the other member: frames over TLS, the first one a greeting or its answer."""
+def _write_first(writer: asyncio.StreamWriter, message: Greeting | Welcome) -> None:
+    """Write the first frame: a greeting, or its answer."""
+    payload = msgspec.msgpack.encode(message)
+    writer.write(_LENGTH.pack(len(payload)) + payload)
 
-    def __init__(self, on_closed: Callable[[_Far], None]) -> None:
-        super().__init__()
-        self.first: asyncio.Future[bytes] = asyncio.get_running_loop().create_future()
-        """The first frame; its error, if the connection was lost before."""
-        self.first.add_done_callback(lambda done: done.cancelled() or done.exception())
-        self.greeting: Greeting | None = None
-        self._on_closed = on_closed
-        self._head = bytearray()
-        """What has come of the first frame, or of the length of a later one."""
-        self._left = 0  # bytes of the chunk under way that have not come
 
-    def send(self, message: Greeting | Welcome) -> None:
-        """Send the first frame."""
-        payload = msgspec.msgpack.encode(message)
-        self.write(_LENGTH.pack(len(payload)) + payload)
-
-    def join(self, near: _Side) -> None:
-        """From now on all goes between this and the socket here."""
-        self.other, near.other = near, self
-        early, self._head = bytes(self._head), bytearray()
-        self.hold(reading=True)
-        if self.transport is None:
-            near.close()
-        else:
-            self.data_received(early)
-
-    def names(self) -> tuple[str, ...]:
-        """What the other side's certificate names."""
-        shown = None if self.transport is None else self.transport.get_extra_info("peercert")
-        return _names_of(shown)
-
-    def data_received(self, data: bytes) -> None:
-        """Bytes have come."""
-        if self.other is None:
-            self._take_first(data)
-            return
-        rest = memoryview(data)
-        while rest:
-            if self._left:
-                self.other.write(rest[: self._left])
-                gone = min(self._left, len(rest))
-                self._left -= gone
-                rest = rest[gone:]
-                continue
-            missing = _LENGTH.size - len(self._head)
-            self._head += rest[:missing]
-            rest = rest[missing:]
-            if len(self._head) == _LENGTH.size:
-                (self._left,) = _LENGTH.unpack(self._head)
-                self._head.clear()
-                if self._left > MOST_CHUNK_BYTES or self._ended:
-                    self.abort()
-                    return
-                if not self._left:
-                    self.ended(self.other)
-
-    def connection_lost(self, error: Exception | None) -> None:
-        """The connection is lost."""
-        if not self.first.done():
-            self.first.set_exception(error or ConnectionError("it was closed"))
-        self._on_closed(self)
-        super().connection_lost(error)
-
-    def _take_first(self, data: bytes) -> None:
-        self._head += data
-        if self.first.done() or len(self._head) < _LENGTH.size:
-            return
-        (length,) = _LENGTH.unpack_from(self._head)
-        end = _LENGTH.size + length
+async def _read_first(reader: asyncio.StreamReader, kind: type[T]) -> T:
+    """Read the first frame. Raises: OSError, msgspec.MsgspecError."""
+    try:
+        (length,) = _LENGTH.unpack(await reader.readexactly(_LENGTH.size))
         if length > MOST_GREETING_BYTES:
-            self.first.set_exception(ConnectionError("what came first is no greeting"))
-            self.abort()
-        elif len(self._head) >= end:
-            self.hold(reading=False)
-            self.first.set_result(bytes(self._head[_LENGTH.size : end]))
-            del self._head[:end]
+            raise ConnectionError("what came first is no greeting")
+        return msgspec.msgpack.decode(await reader.readexactly(length), type=kind)
+    except asyncio.IncompleteReadError:
+        raise ConnectionError("it was closed") from None
 
 
-class _Near(_Side):
-    """The side that is here: one end of a socket pair, whose other end is its owner's."""
+async def _carry(far: Stream, near: Stream) -> None:
+    """Pass on what both sides write, until both have written all, or the far one is lost."""
+    sending = asyncio.create_task(_send(near[0], far[1]))
+    try:
+        with contextlib.suppress(OSError, asyncio.IncompleteReadError):
+            await _receive(far[0], near[1])
+            await sending
+    finally:
+        sending.cancel()
 
-    def data_received(self, data: bytes) -> None:
-        """Its owner has written."""
-        if self.other is not None:
-            self.other.write(_LENGTH.pack(len(data)) + data)
 
-    def eof_received(self) -> bool:
-        """Its owner writes no more, but may go on reading."""
-        if self.other is not None:
-            self.ended(self.other)
-        return True
+async def _send(near: asyncio.StreamReader, far: asyncio.StreamWriter) -> None:
+    """Send what the owner of the socket here writes, in chunks."""
+    with contextlib.suppress(OSError):
+        while data := await near.read(SENT_CHUNK_BYTES):
+            if not await _write(far, _LENGTH.pack(len(data)) + data):
+                return
+    await _write(far, _END)
 
-    def write_end(self) -> None:
-        """The other member writes no more."""
-        if self.transport is not None and not self.transport.is_closing():
-            self.transport.write_eof()
+
+async def _receive(far: asyncio.StreamReader, near: asyncio.StreamWriter) -> None:
+    """Hand on what the other member sends, until it has sent all, or nobody is here to read it.
+
+    Raises: OSError, asyncio.IncompleteReadError, if the other member is lost.
+    """
+    while left := _LENGTH.unpack(await far.readexactly(_LENGTH.size))[0]:
+        if left > MOST_CHUNK_BYTES:
+            raise ConnectionError("a chunk is too long")
+        while left:
+            data = await far.read(left)
+            if not data:
+                raise ConnectionError("a chunk ends early")
+            if not await _write(near, data):
+                return
+            left -= len(data)
+    if not near.is_closing():
+        near.write_eof()
+
+
+async def _write(writer: asyncio.StreamWriter, data: bytes) -> bool:
+    """Write this, and wait while much has not been read; False: that side is closed, or stalls."""
+    if not writer.is_closing():
+        writer.write(data)
+        if writer.transport.get_write_buffer_size() > MOST_UNREAD_BYTES:
+            try:
+                async with asyncio.timeout(STALL_SECONDS):
+                    await writer.drain()
+            except (TimeoutError, ConnectionError):
+                writer.transport.abort()
+    return not writer.is_closing()
 
 
 # All of them.
@@ -356,7 +259,9 @@ class Tunnels:
         self._accepting: asyncio.Task[None] | None = None
         self._handshakes: dict[asyncio.Task[None], str] = {}
         """Connections that have not greeted yet, with the addresses that they come from."""
-        self._open: set[_Far] = set()
+        self._open: dict[asyncio.StreamWriter, str] = {}
+        """Of each tunnel the side of the other member, and the process that has opened it."""
+        self._carrying: set[asyncio.Task[None]] = set()
         self._logged: dict[str, float] = {}
 
     def serve(self, sock: socket.socket) -> None:
@@ -391,62 +296,73 @@ class Tunnels:
         )  # fmt: skip
         if self._count(self._process) >= MOST_TUNNELS:
             raise TunnelError(f"{MOST_TUNNELS} tunnels are open already")
-        far = _Far(self._open.discard)
-        far.greeting = greeting
-        self._open.add(far)
+        far: Stream | None = None
         try:
             async with asyncio.timeout(OPEN_SECONDS):
-                await asyncio.get_running_loop().create_connection(
-                    lambda: far,
+                far = await asyncio.open_connection(
                     *address,
                     ssl=self._certificate.loaded.client_context,
                     server_hostname=member,
                     ssl_handshake_timeout=OPEN_SECONDS,
                     ssl_shutdown_timeout=SHUTDOWN_SECONDS,
                 )
-                far.send(greeting)
-                welcome = msgspec.msgpack.decode(await far.first, type=Welcome)
+                _write_first(far[1], greeting)
+                welcome = await _read_first(far[0], Welcome)
                 if welcome.refused is None:
-                    return await self._join(far, sock)
+                    return await self._join(far, greeting, sock)
         except (OSError, TimeoutError, msgspec.MsgspecError) as error:
             why = f"no answer within {OPEN_SECONDS:g} s" if isinstance(error, TimeoutError) else ""
             why = why or getattr(error, "verify_message", "") or str(error) or type(error).__name__
             raise TunnelError(f"{member} at {address}: {why}") from None
-        else:
-            raise TunnelError(f"{member} at {address} refuses: {welcome.refused}", welcome)
         finally:
-            if far.other is None:
-                far.abort()
-                self._open.discard(far)
+            if far is not None and far[1] not in self._open:
+                far[1].transport.abort()
+        raise TunnelError(f"{member} at {address} refuses: {welcome.refused}", welcome)
 
     async def aclose(self) -> None:
         """Accept no more, and end all at once."""
         self.stop_accepting()
-        tasks = [*self._handshakes, *([self._accepting] if self._accepting else [])]
+        tasks = [
+            *self._handshakes,
+            *self._carrying,
+            *([self._accepting] if self._accepting else []),
+        ]
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
-        for far in tuple(self._open):
-            far.abort()
 
-    @staticmethod
-    async def _join(far: _Far, sock: socket.socket | None = None) -> socket.socket:
+    async def _join(
+        self, far: Stream, greeting: Greeting, sock: socket.socket | None = None
+    ) -> socket.socket:
         """Connect it with this socket, or with one end of a pair; returns it, or the other end."""
+        self._open[far[1]] = greeting.process
         inner, outer = socket.socketpair() if sock is None else (sock, sock)
         for one in (inner, outer):
             one.setblocking(False)
-        near = _Near()
-        near.other = far  # What its owner has written already comes at once.
         try:
-            await asyncio.get_running_loop().create_unix_connection(lambda: near, sock=inner)
+            near = await asyncio.open_unix_connection(sock=inner)
         except BaseException:
+            del self._open[far[1]]
             if sock is None:
                 inner.close()
                 outer.close()
             raise
-        _keep_alive(far)
-        far.join(near)
+        _keep_alive(far[1])
+        task = asyncio.create_task(_carry(far, near), name="carry a tunnel")
+        self._carrying.add(task)
+        task.add_done_callback(functools.partial(self._ended, far[1], near[1]))
         return outer
+
+    def _ended(
+        self, far: asyncio.StreamWriter, near: asyncio.StreamWriter, task: asyncio.Task[None]
+    ) -> None:
+        self._carrying.discard(task)
+        self._open.pop(far, None)
+        if task.cancelled():
+            far.transport.abort()
+        for one in (far, near):
+            if not one.is_closing():  # asyncio's TLS can't be closed twice.
+                one.close()
 
     # Those that others open.
 
@@ -474,44 +390,42 @@ class Tunnels:
 
     async def _welcome(self, sock: socket.socket, host: str) -> None:
         """Take in one connection, or refuse it."""
-        far = _Far(self._open.discard)
+        reader = asyncio.StreamReader()
+        protocol = asyncio.StreamReaderProtocol(reader)
+        loop, writer = asyncio.get_running_loop(), None
         refused: Refusal = "handshake"
         try:
             async with asyncio.timeout(OPEN_SECONDS):
-                await asyncio.get_running_loop().connect_accepted_socket(
-                    lambda: far,
+                transport, _ = await loop.connect_accepted_socket(
+                    lambda: protocol,
                     sock,
                     ssl=self._certificate.loaded.context,
                     ssl_handshake_timeout=OPEN_SECONDS,
                     ssl_shutdown_timeout=SHUTDOWN_SECONDS,
                 )
+                writer = asyncio.StreamWriter(transport, protocol, reader, loop)
                 refused = "greeting"
-                greeting = msgspec.msgpack.decode(await far.first, type=Greeting)
-            welcome = self._answer(greeting, far)
-            far.send(welcome)
-            if welcome.refused is not None:
+                greeting = await _read_first(reader, Greeting)
+            welcome = self._answer(greeting, writer)
+            _write_first(writer, welcome)
+            if welcome.refused is None:
+                self._on_tunnel(greeting, await self._join((reader, writer), greeting))
+            else:
                 self._refuse(welcome.refused, host, greeting.member)
-                return
-            far.greeting = greeting
-            self._open.add(far)
-            self._on_tunnel(greeting, await self._join(far))
         except (OSError, TimeoutError, msgspec.MsgspecError) as error:
             self._refuse(refused, host, why=str(error) or type(error).__name__)
         finally:
-            if far.greeting is None:
-                far.close()
-            elif far.other is None:
-                # It could not be joined. While nothing is read, its end would not be noticed.
-                far.abort()
+            if writer is not None and writer not in self._open:
+                writer.close()
 
-    def _answer(self, greeting: Greeting, far: _Far) -> Welcome:
+    def _answer(self, greeting: Greeting, far: asyncio.StreamWriter) -> Welcome:
         """Whether a greeting is in order, and what its owner says of it."""
         refused: Refusal
         if greeting.version != VERSION:
             refused = "version"
         elif greeting.cluster != self._settings.name:
             refused = "cluster"
-        elif greeting.member.lower() not in far.names():
+        elif greeting.member.lower() not in _names_of(far.get_extra_info("peercert")):
             refused = "certificate"
         elif greeting.to not in {"", self._process}:
             refused = "other_process"
@@ -523,8 +437,7 @@ class Tunnels:
 
     def _count(self, process: str) -> int:
         """How many tunnels this process has opened."""
-        return sum(one.greeting is not None and one.greeting.process == process
-                   for one in self._open)  # fmt: skip
+        return [*self._open.values()].count(process)
 
     def _refuse(self, reason: Refusal, host: str, member: str = "", why: str = "") -> None:
         """Count a refusal, and log the first of its kind in a while."""
@@ -538,13 +451,12 @@ class Tunnels:
             log.warning("cluster: a connection is refused", reason=reason, address=host, **told)
 
 
-def _keep_alive(far: _Far) -> None:
+def _keep_alive(far: asyncio.StreamWriter) -> None:
     """Have the system notice within some ten seconds that the other machine has vanished."""
-    sock = None if far.transport is None else far.transport.get_extra_info("socket")
-    if sock is not None:
-        sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
-        for option, value in _KEPT_ALIVE.items():
-            sock.setsockopt(socket.IPPROTO_TCP, option, value)
+    sock = far.get_extra_info("socket")
+    sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+    for option, value in _KEPT_ALIVE.items():
+        sock.setsockopt(socket.IPPROTO_TCP, option, value)
 
 
 _KEPT_ALIVE = {

@@ -114,42 +114,26 @@ class _Usage(msgspec.Struct):
     prompt_tokens: int = 0
 
 
-class _Progress(msgspec.Struct):
-    processed: int = 0
-    time_ms: float = 0.0
-
-
 class _Reply(msgspec.Struct):
     """What is read of a reply, or of one event of it."""
 
     timings: dict[str, object] | None = None
     usage: _Usage | None = None
-    prompt_progress: _Progress | None = None
+    prompt_progress: msgspec.Raw = msgspec.Raw()
 
 
 def shown_timings(reply: bytes, seconds: float) -> dict[str, object] | None:
-    """The last `timings` in a reply, whole or cut off; of one without, by our own clock.
-
-    Of one that ends while the prompt is read, by its progress.
-    """
+    """The last `timings` in a reply, whole or cut off; of one without, by our own clock."""
     for line in reversed(reply.rsplit(b"\n", READ_LINES)):
         try:
             found = msgspec.json.decode(line.removeprefix(b"data: "), type=_Reply)
         except msgspec.MsgspecError:
             continue
-        if (read := found.prompt_progress) is not None:
-            return {"prompt_n": read.processed, "prompt_ms": read.time_ms} if read.time_ms else None
-        if found.timings is not None:
+        if found.timings is not None and not bytes(found.prompt_progress):
             return found.timings
         if found.usage is not None:
             return {"prompt_n": found.usage.prompt_tokens, "prompt_ms": seconds * 1000}
     return None
-
-
-class _RefusedError(UpstreamError):
-    def __init__(self, path: str, status: int) -> None:
-        super().__init__(f"{path} answers {status}")
-        self.status = status
 
 
 @dataclass(slots=True, eq=False)
@@ -157,6 +141,7 @@ class _Run:
     """One calibration."""
 
     node: Node
+    lease: Lease
     rng: random.Random
     limit: asyncio.Timeout
     sending: bool = False
@@ -171,53 +156,44 @@ class _Run:
             self.needed = True
             self.limit.reschedule(asyncio.get_running_loop().time())
 
-    async def work(self, paths: list[str], lease: Lease, *, measure: bool) -> None:
+    async def work(self, paths: list[str], *, measure: bool) -> None:
         """Send both requests. Raises: UpstreamError; TimeoutError, also when it is called in."""
         async with self.limit:
             self.sending = True
             try:
-                path = await self._warm_up(paths, lease)
-                self.warm = True
-                self.reply.clear()
-                if measure:
-                    await self._send(path, READ_WORDS, WRITE_TOKENS, lease)
+                for path in paths:
+                    status = await self._send(path, WARM_UP_WORDS, WARM_UP_TOKENS)
+                    if status != HTTPStatus.NOT_IMPLEMENTED:
+                        break
+                self.warm = status == HTTPStatus.OK
+                if self.warm and measure:
+                    status = await self._send(path, READ_WORDS, WRITE_TOKENS)
             finally:
                 self.sending = False
+        if status != HTTPStatus.OK:
+            raise UpstreamError(f"{path} answers {status}")
 
-    async def _warm_up(self, paths: list[str], lease: Lease) -> str:
-        """Send the first request; the path that the node serves."""
-        for path in paths:
-            try:
-                await self._send(path, WARM_UP_WORDS, WARM_UP_TOKENS, lease)
-            except _RefusedError as refused:
-                if refused.status != HTTPStatus.NOT_IMPLEMENTED or path == paths[-1]:
-                    raise
-            else:
-                return path
-        raise AssertionError("no path")
-
-    async def _send(self, path: str, words: int, tokens: int, lease: Lease) -> None:
+    async def _send(self, path: str, words: int, tokens: int) -> int:
+        """Send a request, and read its reply; returns the status."""
         node = self.node
         if node.context is not None:
             words = min(words, node.context // 4)
-        text = " ".join(self.rng.choices(WORDS, k=words))
-        fields = request_body(path, text, tokens)
+        fields = request_body(path, " ".join(self.rng.choices(WORDS, k=words)), tokens)
         if node.spec.instance is not None:
             fields["model"] = node.spec.instance
         body, target = msgspec.json.encode(fields), node.info.target(path)
         head = node.upstream.address.request_head(b"POST", target, _HEADER_LINES, len(body))
-        began = node.clock()
+        began, limit = node.clock(), node.settings.health.timeout
+        self.reply.clear()
         try:
-            async with node.upstream.response(
-                head, body, connect_timeout=node.settings.health.timeout
-            ) as connection:
-                if connection.status != HTTPStatus.OK:
-                    raise _RefusedError(path, connection.status)
-                lease.head_received(node.clock())
-                while part := await connection.read():
-                    self.reply += part
-                    if len(self.reply) > LARGEST_REPLY:
-                        raise InvalidResponse(f"{path} answers without end")
+            async with node.upstream.response(head, body, connect_timeout=limit) as connection:
+                if connection.status == HTTPStatus.OK:
+                    self.lease.head_received(node.clock())
+                    while part := await connection.read():
+                        self.reply += part
+                        if len(self.reply) > LARGEST_REPLY:
+                            raise InvalidResponse(f"{path} answers without end")
+                return connection.status
         finally:
             self.seconds = node.clock() - began
 
@@ -283,24 +259,23 @@ class Calibrator:
             return
         began = clock()
         measure = not node.speed.samples and node.speed.calibrated is None
-        run = _Run(node, self._rng, asyncio.timeout(MOST_SECONDS))
         lease = node.take_calibration_lease(began)
+        run = _Run(node, lease, self._rng, asyncio.timeout(MOST_SECONDS))
         record.delay(READ_WORDS / node.speed.expected_prefill_tps)
         try:
             with node.occupancy.lend_slot(run.call_in):
                 self._fleet.refresh_state(node)
-                outcome, detail = "done" if measure else "warmed", ""
+                outcome, detail, shown = "done" if measure else "warmed", "", None
                 try:
-                    await run.work(paths, lease, measure=measure)
+                    await run.work(paths, measure=measure)
                 except TimeoutError:
                     outcome = "given_up" if run.needed else "timed_out"
                 except UpstreamError as error:
                     outcome, detail = "failed", str(error)
-                shown = None
-                if measure and run.warm and outcome != "failed":
-                    shown = _learn(run, outcome)
-                if measure and not shown and outcome == "done":
-                    outcome, detail = "failed", "its reply shows no speed"
+                if measure and run.warm and outcome in {"done", "timed_out"}:
+                    shown = _learn(run)
+                    if shown is None and outcome == "done":
+                        outcome, detail = "failed", "its reply shows no speed"
                 again = shown is None if measure else not run.warm
                 record.end(outcome, clock(), warm=run.warm, again=again, shown=shown)
                 read, wrote = shown or (None, None)
@@ -315,18 +290,15 @@ class Calibrator:
             self._fleet.refresh_state(node)
 
 
-def _learn(run: _Run, outcome: str) -> tuple[float | None, float | None] | None:
+def _learn(run: _Run) -> tuple[float | None, float | None] | None:
     """The speeds of reading and writing that the measured request has shown; None: neither.
 
-    One that was given up shows all of it, or nothing: its beginning says little. One that took
-    too long shows that the node is slow, even if it is not known how slow.
+    One that took too long shows that the node is slow, even if it is not known how slow.
     """
-    timings, speed = shown_timings(bytes(run.reply), run.seconds), run.node.speed
-    if timings is None and outcome == "timed_out":
+    speed, timings = run.node.speed, shown_timings(bytes(run.reply), run.seconds)
+    if timings is None and run.limit.expired():
         timings = {"prompt_n": READ_WORDS, "prompt_ms": run.seconds * 1000}
-    if timings is None or speed.samples or (outcome == "given_up" and "predicted_n" not in timings):
-        return None
-    shown = speed.calibrate(timings)
+    shown = None if timings is None or speed.samples else speed.calibrate(timings)
     if shown is None or speed.calibrated is None:
         return None
     return (

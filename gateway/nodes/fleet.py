@@ -245,7 +245,7 @@ class Fleet:
         self._reclaimer = Reclaimer()
         self._probe_gate = asyncio.Semaphore(PROBES_AT_ONCE)
         self._monitors: dict[Node, HealthMonitor] = {}
-        self._closing = ClosingNodes()
+        self._closing = ClosingPools()
         self._speed_comparison: asyncio.Task[None] | None = None
         self._nodes_differ = asyncio.Event()  # from those whose speeds were compared
         self._unprobed: set[Node] = set()
@@ -328,13 +328,12 @@ class Fleet:
                 change.added.append(spec.name)
             elif old.spec != spec:
                 change.changed.append(spec.name)
-            published = None if old is None else old.state
             if known is None:
                 assert upstream is not None
-                node = self._add(spec, upstream, published)
+                node = self._add(spec, upstream, None if old is None else old.state)
             else:
                 node = known
-                self._update(node, spec, upstream, published)
+                self._update(node, spec, upstream)
             self.nodes[spec.name] = node
             self.nodes.update({one.name: one for one in node.instances.values()})
         for name, node in before.items():
@@ -358,7 +357,7 @@ class Fleet:
     def configure(self, settings: Settings) -> None:
         """Put changed settings in force."""
         self._settings = settings
-        for node in (*self.nodes.values(), *self._closing.nodes):
+        for node in self.nodes.values():
             node.configure(self._settings)
         for monitor in set(self._monitors.values()):
             monitor.reschedule()
@@ -394,7 +393,9 @@ class Fleet:
         plan: list[tuple[NodeSpec, Node | None, ConnectionPool | None]] = []
         try:
             for spec in inventory.nodes:
-                node = self._known_node(spec)
+                node = self.nodes.get(spec.name)
+                if node is not None and server_identity(node.spec) != server_identity(spec):
+                    node = None
                 fresh = node is None or connection_key(node.spec) != connection_key(spec)
                 plan.append((spec, node, self._connect(spec) if fresh else None))
         except BaseException:
@@ -403,15 +404,6 @@ class Fleet:
                     upstream.close()
             raise
         return plan
-
-    def _known_node(self, spec: NodeSpec) -> Node | None:
-        """The node of this name at the same server, even if it is being closed."""
-        here = self.nodes.get(spec.name)
-        closing = [node for node in self._closing.nodes if node.name == spec.name]
-        for node in closing if here is None else (here, *closing):
-            if server_identity(node.spec) == server_identity(spec):
-                return node
-        return None
 
     def _add(self, spec: NodeSpec, upstream: ConnectionPool, published: NodeState | None) -> Node:
         node = self._make(spec, upstream, self.properties_store.recall(spec))
@@ -436,6 +428,7 @@ class Fleet:
             properties=properties,
             router=router,
             load=None if router is None else ModelLoad(),
+            draining=spec.name in self._orders.drained,
             on_lease_released=self.lease_released,
             on_lease_abandoned=self._reclaimer.watch,
             slots_reader=self._slots_reader,
@@ -650,15 +643,9 @@ class Fleet:
             self._tell_load(node, LoadChange("unloaded"))
         self.load_changed(node)
 
-    def _update(
-        self,
-        node: Node,
-        spec: NodeSpec,
-        upstream: ConnectionPool | None,
-        published: NodeState | None,
-    ) -> None:
+    def _update(self, node: Node, spec: NodeSpec, upstream: ConnectionPool | None) -> None:
         """Keep a known node under a changed entry of the inventory."""
-        if node.spec == spec and not node.removed:
+        if node.spec == spec:
             return
         now = self._clock()
         node.respecify(spec, now)
@@ -669,20 +656,13 @@ class Fleet:
             if upstream is not None:
                 renewed = model.replace_upstream(self._connect(model.spec), now)
                 self._closing.close_when_idle(model, renewed)
-        if node.removed:
-            self._closing.keep(node)
-            node.set_instances({})
-            self._enter(node, published)
-            self._add_known_models(node)
-        else:
-            self._add_known_models(node)
-            if node.is_router:
-                self._monitors[node].read_models()
-            self._monitors[node].wake()
+        self._add_known_models(node)
+        if node.is_router:
+            self._monitors[node].read_models()
+        self._monitors[node].wake()
 
     def _enter(self, node: Node, published: NodeState | None) -> None:
         """Begin to watch; `published`: the last state that was published for this name."""
-        node.enter(draining=node.name in self._orders.drained)
         node.set_state(*judge_state(node, self._clock()))
         if node.router is not None:
             self._monitors[node] = self._monitors[node.router]
@@ -1109,46 +1089,35 @@ def _best_shown(speeds: list[tuple[Speed, float]], usual: SpeedPrior) -> SpeedPr
     )
 
 
-class ClosingNodes:
+class ClosingPools:
     """Pools of removed nodes, and replaced ones: each is closed when its last lease has ended."""
 
     def __init__(self) -> None:
-        self.tasks: set[asyncio.Task[None]] = set()
+        self._tasks: set[asyncio.Task[None]] = set()
         self._pools: list[tuple[Node, ConnectionPool]] = []
-
-    @property
-    def nodes(self) -> list[Node]:
-        """Removed nodes that still have leases."""
-        return [node for node, pool in self._pools if pool is node.upstream]
 
     def close_when_idle(self, node: Node, pool: ConnectionPool) -> None:
         """Close this pool, of a removed node or replaced, when its leases have ended."""
         self._pools.append((node, pool))
         self.lease_released()
 
-    def keep(self, node: Node) -> None:
-        """The node is back, and goes on with its pool."""
-        self._pools = [one for one in self._pools if one[1] is not node.upstream]
-
     def lease_released(self) -> None:
         """A lease has ended: close what no lease uses any more."""
         pools, self._pools = self._pools, []
         for node, pool in pools:
-            # A removed node that still works on a replaced pool may come back.
-            own = pool is node.upstream
-            if any(own or lease.upstream is pool for lease in node.leases):
+            if any(lease.upstream is pool for lease in node.leases):
                 self._pools.append((node, pool))
             else:
                 pool.close()
 
     def own_task(self, task: asyncio.Task[None]) -> None:
         """Make `aclose` wait for this task."""
-        self.tasks.add(task)
-        task.add_done_callback(self.tasks.discard)
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
 
     async def aclose(self) -> None:
         """Close all of them, whatever still runs."""
         for _, pool in self._pools:
             pool.close()
         self._pools.clear()
-        await asyncio.gather(*self.tasks, return_exceptions=True)
+        await asyncio.gather(*self._tasks, return_exceptions=True)

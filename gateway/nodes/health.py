@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import math
 import random
+import re
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from http import HTTPStatus
@@ -50,7 +51,6 @@ from gateway.transport.errors import (
     LocalResourcesExhausted,
     UpstreamError,
 )
-from gateway.transport.pool import speaks_plain_http, speaks_tls, tls_failure
 
 # Bytes; `/slots` of a server with many slots and `/props` with a long template are far smaller.
 LARGEST_RESPONSE = 4 << 20
@@ -129,18 +129,18 @@ async def fetch(
     except (TimeoutError, ConnectTimedOut):
         detail = f"no answer to {path} within {limit:g} s"
         # A TLS server does not leave plain HTTP waiting, as a plain one does with a handshake.
-        hint = "" if pool.address.tls is None else await _scheme_hint(node, detail)
+        hint = "" if pool.address.tls is None else _scheme_hint(node)
         return ended(ProbeAnswer.TIMED_OUT, detail + hint)
     except LocalResourcesExhausted as error:
         return ended(ProbeAnswer.TIMED_OUT, f"{path} could not be requested ({error_line(error)})")
     except ConnectFailed as error:
         return ended(
             ProbeAnswer.CONNECTION_REFUSED,
-            f"no connection to {node.spec.url} ({_why_not(node, error)})",
+            f"no connection to {node.spec.url} ({_why_not(error)})",
         )
     except UpstreamError as error:
         detail = f"{path} broke off ({error_line(error)})"
-        return ended(ProbeAnswer.FAILED, detail + await _scheme_hint(node, detail))
+        return ended(ProbeAnswer.FAILED, detail + _scheme_hint(node))
     except Exception as error:  # noqa: BLE001 - no error of one node may stop the watch of others
         return ended(ProbeAnswer.FAILED, f"{path} could not be requested ({error_line(error)})")
 
@@ -155,7 +155,7 @@ async def check_alive(node: Node) -> ProbeResult:
         return reply
     answer, detail = _judge_health(reply)
     if reply.status == HTTPStatus.BAD_REQUEST:
-        detail += await _scheme_hint(node, detail)
+        detail += _scheme_hint(node)
     return ProbeResult(answer, detail, node.clock() - began)
 
 
@@ -174,7 +174,7 @@ async def discover(node: Node) -> ProbeResult:
         answer, detail = _judge_discovery(node, path, reply.status)
         if answer is not ProbeAnswer.UP:
             if reply.status == HTTPStatus.BAD_REQUEST:
-                detail += await _scheme_hint(node, detail)
+                detail += _scheme_hint(node)
             return ProbeResult(answer, detail, node.clock() - began)
         if reply.status == HTTPStatus.OK:
             properties.clear_remembered()
@@ -337,46 +337,35 @@ def key_rejected_reason(path: str, status: int) -> str:
     )
 
 
-SCHEME_LIMIT = 1.0  # seconds for a look whether the node speaks the other scheme
-
-
-async def _scheme_hint(node: Node, detail: str) -> str:
-    """What to write in the inventory if the node speaks the other scheme; else nothing.
-
-    It is asked once for a failure, `detail`; and if it was up a moment ago it has other troubles.
-    """
+def _scheme_hint(node: Node) -> str:
+    """What to write in the inventory if the node speaks the other scheme; nothing, if it was up."""
     if node.probe_history.up:
         return ""
-    if node.probe_history.detail.startswith(detail):
-        return node.probe_history.detail.removeprefix(detail)
-    address = node.upstream.address
-    limit = min(SCHEME_LIMIT, node.settings.health.timeout)
-    if address.tls is None:
-        if await speaks_tls(address.host, address.port, limit):
-            return ": it speaks TLS: write https:// in its url"
-    elif await speaks_plain_http(address.host, address.port, limit):
-        return ": it speaks plain HTTP: write http:// in its url"
-    return ""
+    if node.upstream.address.tls is None:
+        return ": if it speaks TLS, write https:// in its url"
+    return ": if it speaks plain HTTP, write http:// in its url"
 
 
-def _why_not(node: Node, error: Exception) -> str:
-    """Why there is no connection; of TLS, with the key of the inventory that mends it."""
-    kind, words = tls_failure(error_line(error))
-    spec = node.spec.tls
-    ca = None if spec is None else spec.ca
-    remedy = {
-        "untrusted": "name the authority behind it in tls.ca"
-        if ca is None
-        else f"tls.ca, {ca}, is not the authority behind it",
-        "name": "use a name of its certificate in the url, or give it in tls.server_name",
-        "expired": "renew it on the node",
-        "plain": "write http:// in its url if it speaks plain HTTP",
-        "client": "if it wants a certificate of ours, name it in tls.cert and tls.key",
-    }.get(kind)
-    if remedy is None:
-        return words
-    subject = "" if kind in {"plain", "client"} else "its certificate is not accepted: "
-    return f"{subject}{words}: {remedy}"
+# By what OpenSSL says, the first that fits: what mends it.
+_TLS_REMEDIES = (
+    ("mismatch", "use a name of its certificate in the url, or give it in tls.server_name"),
+    ("not valid for", "use a name of its certificate in the url, or give it in tls.server_name"),
+    ("expired", "renew its certificate"),
+    ("CERTIFICATE_VERIFY_FAILED", "tls.ca must name the authority behind its certificate"),
+    ("CERTIFICATE_REQUIRED", "name a certificate of ours in tls.cert and tls.key"),
+    ("HANDSHAKE_FAILURE", "if it wants a certificate of ours, name it in tls.cert and tls.key"),
+    ("WRONG_VERSION_NUMBER", "write http:// in its url if it speaks plain HTTP"),
+    ("RECORD_LAYER_FAILURE", "write http:// in its url if it speaks plain HTTP"),
+    ("PACKET_LENGTH_TOO_LONG", "write http:// in its url if it speaks plain HTTP"),
+)
+_TLS_CODES = re.compile(r"\[SSL: \w+\] | \(_ssl.*")
+
+
+def _why_not(error: Exception) -> str:
+    """Why there is no connection; of TLS, with what mends it."""
+    told = error_line(error)
+    remedy = next((f": {remedy}" for sign, remedy in _TLS_REMEDIES if sign in told), "")
+    return _TLS_CODES.sub("", told) + remedy
 
 
 def error_line(error: Exception) -> str:

@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import chain, islice
 from typing import NamedTuple
 
 from gateway import errors
@@ -322,40 +323,31 @@ class ModelDifference:
 
 def model_differences(servers: Iterable[ComparedServer]) -> tuple[ModelDifference, ...]:
     """The differences, by model and property. What a server has not reported is left out."""
-    names: list[str] = []
-    alike: dict[tuple[tuple[str, ...], _Values], list[int]] = {}
-    # Of a thousand servers, most are alike: those are compared once, for each of their models.
-    for place, server in enumerate(servers):
-        names.append(server.node)
-        alike.setdefault((server.models, _values(server)), []).append(place)
-    by_model: dict[str, list[tuple[_Values, list[int]]]] = {}
-    for (models, values), places in alike.items():
+    # Of a thousand servers most are alike: those are compared once, for each of their models.
+    alike = defaultdict[tuple[tuple[str, ...], _Values], list[str]](list)
+    for server in servers:
+        alike[server.models, _values(server)].append(server.node)
+    compared: dict[str, dict[str, dict[str, list[str]]]] = {}  # model, property, value: nodes
+    for (models, values), nodes in alike.items():
         for model in models:
-            by_model.setdefault(model, []).append((values, places))
-    found: list[ModelDifference] = []
-    told = 0
-    for model, groups in by_model.items():
-        if len(groups) < 2:
-            continue
-        before = len(found)
-        for number, what in enumerate(_WORDS):
-            places_by_value: dict[str, list[int]] = {}
-            for values, places in groups:
-                if (value := values[number]) is not None:
-                    places_by_value.setdefault(value, []).extend(places)
-            if len(places_by_value) > 1:
-                ranked = sorted(
-                    places_by_value.items(), key=lambda one: (-len(one[1]), min(one[1]))
-                )
-                by_value = {
-                    value: tuple(names[place] for place in sorted(places))
-                    for value, places in ranked
-                }
-                found.append(ModelDifference(model, what, by_value))
-        told += len(found) > before
-        if told >= MOST_MODELS:
-            break
-    return tuple(found)
+            properties = compared.setdefault(model, {what: {} for what in _WORDS})
+            for by_value, value in zip(properties.values(), values, strict=True):
+                if value is not None:
+                    by_value.setdefault(value, []).extend(nodes)
+    found = (
+        [
+            ModelDifference(model, what, _most_frequent_first(by_value))
+            for what, by_value in properties.items()
+            if len(by_value) > 1
+        ]
+        for model, properties in compared.items()
+    )
+    return tuple(chain.from_iterable(islice(filter(None, found), MOST_MODELS)))
+
+
+def _most_frequent_first(nodes_by_value: dict[str, list[str]]) -> dict[str, tuple[str, ...]]:
+    ranked = sorted(nodes_by_value.items(), key=lambda one: -len(one[1]))
+    return {value: tuple(nodes) for value, nodes in ranked}
 
 
 _Values = tuple[str | None, str | None, str | None, str | None]

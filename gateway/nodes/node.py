@@ -849,12 +849,8 @@ class Node:
         self.probe_history.probe_by(now)
         return replaced
 
-    def enter(self, *, draining: bool) -> None:
-        """It is in the inventory, for the first time or again."""
-        self.removed, self.draining = False, draining
-
     def leave(self) -> None:
-        """It is out of the inventory."""
+        """It is out of the inventory, for good: at its return it is another one."""
         self.removed = True
 
     def drain(self, *, draining: bool) -> None:

@@ -322,7 +322,6 @@ def tls_context(spec: NodeTls | None) -> ssl.SSLContext:
 
 
 ANSWER_BYTES = 12  # of `HTTP/1.1 200`
-_SAYS_PLAIN = ("WRONG_VERSION_NUMBER", "RECORD_LAYER_FAILURE", "PACKET_LENGTH_TOO_LONG")
 
 
 async def speaks_tls(host: str, port: int, limit: float) -> bool:
@@ -358,20 +357,3 @@ async def speaks_plain_http(host: str, port: int, limit: float) -> bool:
     except (OSError, TimeoutError, UnicodeError, asyncio.IncompleteReadError):
         return False
     return answer.startswith(b"HTTP/1.") and not answer.endswith(b"400")
-
-
-def tls_failure(error: str) -> tuple[str, str]:
-    """What OpenSSL's words mean: `untrusted`, `name`, `expired`, `client`, `plain` or nothing.
-
-    And the words without their codes.
-    """
-    words = error.partition("certificate verify failed: ")[2].partition(" (_ssl")[0].rstrip(".")
-    if "CERTIFICATE_VERIFY_FAILED" in error or words:
-        if "mismatch" in words or "not valid for" in words:
-            return "name", words
-        return "expired" if "expired" in words else "untrusted", words
-    if any(one in error for one in _SAYS_PLAIN):
-        return "plain", "it answers, but not in TLS"
-    if "CERTIFICATE_REQUIRED" in error or "HANDSHAKE_FAILURE" in error:
-        return "client", "it refuses the handshake"
-    return "", error

@@ -13,11 +13,9 @@ import ipaddress
 import math
 import socket
 import threading
-from collections import deque
 from collections.abc import Callable
-from concurrent.futures import Executor, Future
+from contextlib import suppress
 from dataclasses import dataclass
-from typing import Any, ParamSpec, TypeVar
 
 from gateway.transport.errors import ConnectFailed
 
@@ -29,8 +27,6 @@ MOST_LOOKUP_THREADS = 128  # look-ups at the same time; one for each name at mos
 MOST_ADDRESSES = 8  # addresses of one name that are tried
 # Finds the addresses of a name, however long it takes. Raises: OSError, UnicodeError.
 Lookup = Callable[[str], list[str]]
-P = ParamSpec("P")
-T = TypeVar("T")
 
 
 def system_lookup(name: str) -> list[str]:
@@ -55,7 +51,7 @@ class Resolver:
         self._refresh_after = refresh_after
         self._least_interval = least_interval
         self._abandoned_after = abandoned_after
-        self._threads = DaemonThreads(threads)
+        self._threads = asyncio.Semaphore(threads)
         self._hosts: dict[str, Host] = {}
 
     def host(self, name: str) -> Host:
@@ -99,16 +95,30 @@ class Resolver:
     def refresh(self, host: str) -> None:
         """Look this name up in the background, unless a look-up is under way."""
         known = self.host(host)
-        loop = asyncio.get_running_loop()
-        now = loop.time()
-        if known.lookup is not None and now - known.asked_at < self._abandoned_after:
-            return
-        try:
-            lookup = loop.run_in_executor(self._threads, self._look_up, host)
-        except RuntimeError as error:  # no thread can be started
-            known.asked_at, known.error = now, str(error)
-        else:
-            known.lookup_began(lookup, now)
+        now = asyncio.get_running_loop().time()
+        if known.lookup is None or now - known.asked_at >= self._abandoned_after:
+            known.lookup_began(asyncio.create_task(self._look_up_in_thread(host)), now)
+
+    async def _look_up_in_thread(self, name: str) -> list[str]:
+        """Look up in a thread for which the process does not wait when it ends."""
+        loop, found = asyncio.get_running_loop(), asyncio.get_running_loop().create_future()
+
+        def finish(addresses: list[str], error: Exception | None) -> None:
+            if not found.done():
+                found.set_exception(error) if error else found.set_result(addresses)
+
+        def work() -> None:
+            addresses, error = list[str](), None
+            try:
+                addresses = self._look_up(name)
+            except Exception as raised:  # noqa: BLE001 - who waits gets it
+                error = raised
+            with suppress(RuntimeError):  # The event loop has ended.
+                loop.call_soon_threadsafe(finish, addresses, error)
+
+        async with self._threads:
+            threading.Thread(target=work, name="resolver", daemon=True).start()
+            return await found
 
     def close(self) -> None:
         """Wait for no look-up any more."""
@@ -125,7 +135,7 @@ class Host:
     """From the last look-up that found any; the one that was connected to last comes first."""
     asked_at: float = -math.inf  # when the last look-up began
     error: str = ""  # why the last look-up found no address
-    lookup: asyncio.Future[list[str]] | None = None  # the look-up that is under way
+    lookup: asyncio.Task[list[str]] | None = None  # the look-up that is under way
 
     def put_first(self, address: str) -> None:
         """Try this address before the others, if it is one of the host's."""
@@ -133,12 +143,12 @@ class Host:
             others = (other for other in self.addresses if other != address)
             self.addresses = (address, *others)
 
-    def lookup_began(self, lookup: asyncio.Future[list[str]], now: float) -> None:
+    def lookup_began(self, lookup: asyncio.Task[list[str]], now: float) -> None:
         """A look-up is under way."""
         self.asked_at, self.lookup = now, lookup
         lookup.add_done_callback(self._lookup_done)
 
-    def _lookup_done(self, lookup: asyncio.Future[list[str]]) -> None:
+    def _lookup_done(self, lookup: asyncio.Task[list[str]]) -> None:
         if self.lookup is lookup:
             self.lookup = None
         if lookup.cancelled():
@@ -166,50 +176,3 @@ def is_address(host: str) -> bool:
     except ValueError:
         return False
     return True
-
-
-class DaemonThreads(Executor):
-    """Up to `most` threads at the same time, for which the process does not wait when it ends."""
-
-    def __init__(self, most: int) -> None:
-        self._most = most
-        self._running = 0
-        self._waiting: deque[Callable[[], None]] = deque()
-        self._lock = threading.Lock()
-
-    def submit(self, fn: Callable[P, T], /, *args: P.args, **kwargs: P.kwargs) -> Future[T]:
-        """Run it in a thread, as soon as one is free. Raises: RuntimeError, if none can start."""
-        future: Future[T] = Future()
-        work = functools.partial(_run, future, functools.partial(fn, *args, **kwargs))
-        with self._lock:
-            if self._running >= self._most:
-                self._waiting.append(work)
-                return future
-            self._running += 1
-        try:
-            threading.Thread(target=self._work, args=(work,), name="resolver", daemon=True).start()
-        except RuntimeError:
-            with self._lock:
-                self._running -= 1
-            raise
-        return future
-
-    def _work(self, work: Callable[[], None]) -> None:
-        while True:
-            work()
-            with self._lock:
-                if not self._waiting:
-                    self._running -= 1
-                    return
-                work = self._waiting.popleft()
-
-
-def _run(future: Future[Any], call: Callable[[], Any]) -> None:
-    if not future.set_running_or_notify_cancel():
-        return
-    try:
-        result = call()
-    except BaseException as error:  # noqa: BLE001 - the future's waiter gets it
-        future.set_exception(error)
-    else:
-        future.set_result(result)

@@ -305,11 +305,11 @@ async def test_a_failure_of_tls_names_what_mends_it(folder: Path) -> None:
         own, foreign, plain = await serve("127.0.0.1"), await serve("a.example"), await serve(None)
         by_name = "use a name of its certificate in the url, or give it in tls.server_name"
         cases = [
-            ("https", own, "", "name the authority behind it in tls.ca"),
-            ("https", own, "tls: {ca: ../other.pem}", "other.pem, is not the authority behind it"),
+            ("https", own, "", "tls.ca must name the authority behind its certificate"),
+            ("https", own, "tls: {ca: ../other.pem}", "tls.ca must name the authority behind its"),
             ("https", foreign, "tls: {ca: ../ca.pem}", by_name),
-            ("http", own, "", "it speaks TLS: write https:// in its url"),
-            ("https", plain, "", "it speaks plain HTTP: write http:// in its url"),
+            ("http", own, "", "if it speaks TLS, write https:// in its url"),
+            ("https", plain, "", "if it speaks plain HTTP, write http:// in its url"),
         ]
         (folder / "config/gateway.yaml").write_text("health: {timeout: 3}\n")
         inventory = "nodes:\n" + "".join(

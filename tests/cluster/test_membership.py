@@ -121,7 +121,7 @@ async def test_a_member_that_does_not_reach_the_leader_is_alone_until_it_does(
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(cut_off.membership.tunnels, "open", fail)
             for far in tuple(cut_off.membership.tunnels._open):
-                far.abort()
+                far.transport.abort()
             # In the database it sees that the leader which it has lost still leads: none will come.
             limit = TERM + SETTLE_SECONDS + 0.5
             await cluster.until(lambda: cut_off.role.kind == "alone", limit)
@@ -156,7 +156,7 @@ async def test_a_later_process_of_a_member_replaces_an_earlier_one(authority: Au
         await cluster.until(lambda: old.replaced_by == ["newer"], 5)
         # As an operator's mistake: the leader does not let it back in.
         for far in tuple(old.membership.tunnels._open):
-            far.abort()
+            far.transport.abort()
         await asyncio.sleep(3)
         assert cluster.leader().membership.tunnels.refused["replaced"] > 0
         assert old.role.kind != "follower"

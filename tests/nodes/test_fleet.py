@@ -102,11 +102,11 @@ async def test_another_url_is_another_server_and_requests_end_on_the_old_one() -
         # And back to the first URL, while the first request still runs there.
         second = fleet["a"]
         fleet.fleet.apply(inventory(a_spec(url=one.url)))
-        assert fleet["a"] is old
         await fleet.until(lambda: is_closed(second.upstream))
-        lease.release()
-        await fleet.until_state("a", NodeState.READY)
         assert not is_closed(old.upstream)
+        lease.release()
+        await fleet.until(lambda: is_closed(old.upstream))
+        await fleet.until_state("a", NodeState.READY)
 
 
 @in_virtual_time

@@ -431,29 +431,12 @@ async def test_an_uncompressed_answer_is_asked_for() -> None:
     assert b"accept-encoding: identity\r\n" in heard[0]
 
 
-async def test_a_node_is_asked_once_in_the_other_scheme_for_the_same_failure() -> None:
-    async def script(peer: Peer) -> None:
-        heard.append(await peer.reader.read(1))
-
-    heard: list[bytes] = []
-    async with raw_server(script) as server, node_at(f"http://127.0.0.1:{server.port}") as node:
-        for _ in range(3):
-            outcome = await check_alive(node)
-            assert "broke off" in outcome.detail
-            node.probe_history.record(outcome, rise=1, fall=1, sign_of_life=None)
-    assert heard.count(b"G") >= 3
-    assert len(heard) - heard.count(b"G") == 1
-
-
 @pytest.mark.parametrize("kind", ["llama.cpp", "openai"])
-async def test_plain_http_that_a_tls_server_refuses_with_400_is_told(
-    kind: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_plain_http_that_a_tls_server_refuses_with_400_is_told(kind: str) -> None:
     async def script(peer: Peer) -> None:
         await peer.request()
         await peer.say(b"HTTP/1.1 400 Bad Request\r\ncontent-length: 0\r\n\r\n")
 
-    monkeypatch.setattr("gateway.nodes.health.speaks_tls", AsyncMock(return_value=True))
     async with (
         raw_server(script) as server,
         node_at(f"http://127.0.0.1:{server.port}", kind=kind) as node,

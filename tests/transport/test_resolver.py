@@ -57,7 +57,7 @@ async def test_a_known_name_is_looked_up_again_in_the_background(resolver: FakeR
     del resolver.known["node"]  # it hangs from now on
     for _ in range(3):
         assert await names.addresses("node", LIMIT) == ("127.0.0.1",)
-    assert resolver.asked == ["node", "node"]
+    await until(lambda: resolver.asked == ["node", "node"])
     resolver.known["node"] = ["127.0.0.2"]
     resolver.released.set()
     await until(lambda: names.host("node").lookup is None)
