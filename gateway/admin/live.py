@@ -47,7 +47,6 @@ from gateway.watch.problems import (
     MOST_NAMED,
     USABLE_STATES,
     FleetCondition,
-    ModelNodes,
     NodeCondition,
     Problem,
     ProblemLog,
@@ -254,22 +253,18 @@ class LiveView:
         limited_caller, edges = recent.most_limited[0], gateway.edges
         return FleetCondition(
             nodes=counts.conditions,
-            hosts=counts.hosts,
             in_service=counts.in_service,
             usable=counts.usable,
             tell_slots=counts.tell_slots,
             used_by_others=counts.used_by_others,
-            models={name: ModelNodes(*both) for name, both in counts.models.items()},
+            models=counts.models,
             unkept=[*gateway.model_placer.unkept_wishes()],
             paused_models=self.gateway.fleet.model_index.paused_by_name,
             differing_models=self.gateway.fleet.differences_in_words,
             queue=queue,
             traffic=recent,
-            settings_keys={
-                key.id: place
-                for place, key in enumerate(gateway.settings.keys)
-                if key.id in {queue.top_caller, limited_caller}
-            },
+            settings_keys={key.id for key in gateway.settings.keys}
+            & {queue.top_caller, limited_caller},
             caller_names={
                 caller: self._name_of(caller)
                 for caller in (
@@ -307,7 +302,6 @@ class _FleetCounts:
     def __init__(self, fleet: Fleet) -> None:
         self._fleet = fleet
         self.states: Counter[str] = Counter()
-        self.hosts: Counter[str] = Counter()
         self.conditions: list[NodeCondition] = []
         self.models: dict[str, list[int]] = defaultdict(lambda: [0, 0])
         self.in_service = self.usable = self.slots_total = self.slots_busy = 0
@@ -332,7 +326,6 @@ class _FleetCounts:
         if node.in_service and state != "standby" and not node.draining:
             self.in_service += 1
             self.usable += usable
-            self.hosts[spec.host] += 1
             self.tell_slots += usable and (node.reports_slots or node.is_router)
             if usable and self._fleet.others_take_slots(node):
                 self.used_by_others.append(spec.name)
