@@ -248,7 +248,8 @@ def admin_app(
     """The application of an admin listener on `host`.
 
     Without `keys` nobody needs one; whether that is safe, `check_startup` decides before the
-    listener opens. `relayed` makes of the application, behind the guard, what another gateway serves a part of.
+    listener opens. `relayed` makes of the application, behind the guard, what another gateway
+    serves a part of.
     """
     routes = routes_by_path(
         (route.method, route.path, _with_role(route, endpoints)) for route in ADMIN_ROUTES
