@@ -253,7 +253,7 @@ class Gateway:
             tracing=self.tracing,
         )
         source = MetricsSource(
-            self, self.proxy_context.retries_left, self.background.batch_sample, self.tracing
+            self, self.proxy_context.retries_left, self.background.add_metrics, self.tracing
         )
         self.metrics = Metrics(self.bus, source.nodes, source.add_to, self._told_name)
         event_log = EventLog(self.bus, logs, name_of=self.key_ring.name_of)
