@@ -251,6 +251,7 @@ class LiveView:
     def _condition(self, counts: _FleetCounts, queue: QueueCondition) -> FleetCondition:
         gateway, recent = self.gateway, self.history.recent()
         limited_caller, edges = recent.most_limited[0], gateway.edges
+        storage, quotas = gateway.storage(), gateway.quotas.used
         return FleetCondition(
             nodes=counts.conditions,
             in_service=counts.in_service,
@@ -268,13 +269,13 @@ class LiveView:
             caller_names={
                 caller: self._name_of(caller)
                 for caller in (
-                    *(queue.top_caller, limited_caller, *gateway.storage.full_callers[:1]),
-                    *(one.id for one in gateway.quotas[:MOST_NAMED]),
+                    *(queue.top_caller, limited_caller, *storage.full_callers[:1]),
+                    *(one.id for one in quotas[:MOST_NAMED]),
                 )
                 if caller
             },
-            quotas=gateway.quotas,
-            undefined_groups=gateway.undefined_groups,
+            quotas=quotas,
+            undefined_groups=gateway.undefined_groups(),
             spill=self._spill(),
             inventory_error=gateway.config_files.inventory_error,
             settings_error=gateway.config_files.settings_error,
@@ -284,7 +285,7 @@ class LiveView:
             store=store_json(gateway.store),
             ledger=ledger_json(gateway.ledger),
             audit_lost=gateway.audit.lost,
-            storage=gateway.storage,
+            storage=storage,
             lost_edges=[] if edges is None else edges.brain.lost_edges(LOST_EDGE_SECONDS),
             cluster=None if gateway.cluster is None else gateway.cluster.sample(),
         )

@@ -336,7 +336,7 @@ class MetricsSource:
         page.number("in_flight", len(gateway.registry))
         paused = dict.fromkeys(sorted(gateway.fleet.model_index.paused_by_name), 1)
         page.counts("model_paused", paused, "model")
-        quotas = {quota_labels(one): round(one.share, 4) for one in gateway.quotas}
+        quotas = {quota_labels(one): round(one.share, 4) for one in gateway.quotas.used}
         page.counts("quota_used_ratio", quotas, "of", "id", "limit", "period", "state")
         page.number("inventory_error", int(gateway.config_files.inventory_error is not None))
         page.number("retry_budget", self.retries_left())

@@ -40,7 +40,7 @@ def a_source(
         scheduler=scheduler,
         fleet=SimpleNamespace(model_index=SimpleNamespace(paused_by_name={"demo"})),
         registry=range(5),
-        quotas=[UsedQuota("k1", QUOTA, spent=False)],
+        quotas=SimpleNamespace(used=[UsedQuota("k1", QUOTA, spent=False)]),
         config_files=SimpleNamespace(inventory_error="no such key"),
         certificates=SimpleNamespace(listeners=SimpleNamespace(expiry=expiry)),
         store=SimpleNamespace(status=lambda: StoreStatus("", "up", 0.0, None, None, 6, 0)),
