@@ -247,9 +247,9 @@ def admin_app(
 ) -> ASGIApp:
     """The application of an admin listener on `host`.
 
-    Without `keys` nobody needs one; whether that is safe,
-    `gateway.callers.callers.admin_listener_problem` decides before the listener opens. `relayed`
-    makes of the application, behind the guard, what another gateway serves a part of.
+    Without `keys` nobody needs one; whether that is safe, `check_startup` decides before the
+    listener opens. `relayed` makes of the application, behind the guard, what another gateway
+    serves a part of.
     """
     routes = routes_by_path(
         (route.method, route.path, _with_role(route, endpoints)) for route in ADMIN_ROUTES

@@ -18,8 +18,7 @@ from gateway import errors
 from gateway.admin.reports import AUDIT_TARGET_KEY
 from gateway.api.base import openai_error
 from gateway.callers.ledger import Ledger
-from gateway.callers.limits import UsedQuota
-from gateway.callers.standings import Standings
+from gateway.callers.standings import QuotaWatch, Standings
 from gateway.callers.stored_keys import KeySync
 from gateway.config.errors import ConfigError, Problem, single_line
 from gateway.config.settings import MOST_ROWS, Settings, masked_settings, settings_rows
@@ -95,6 +94,7 @@ class GatewayControl(Protocol):
     model_placer: ModelPlacer  # has routers load and unload models
     key_sync: KeySync  # keeps the API keys in force equal to those of settings and store
     standings: Standings  # how far limits are used
+    quotas: QuotaWatch  # of these, limits of a day or month that are nearly used up
     store: Store | None  # None: the settings have switched it off
     ledger: Ledger | None  # None: there is no store
     edges: Edges | None  # None: this process relays all by itself
@@ -110,15 +110,9 @@ class GatewayControl(Protocol):
     def cluster(self) -> ClusterMember | None:
         """What it is in its cluster; None: it is a gateway of its own."""
 
-    @property
-    def quotas(self) -> Sequence[UsedQuota]:
-        """The quotas that are nearly, or quite, used up."""
-
-    @property
     def undefined_groups(self) -> Mapping[str, int]:
         """How many keys are of each group that nobody has defined."""
 
-    @property
     def storage(self) -> StorageCondition:
         """Whether files and results of callers can be kept."""
 

@@ -47,7 +47,6 @@ from gateway.watch.problems import (
     MOST_NAMED,
     USABLE_STATES,
     FleetCondition,
-    ModelNodes,
     NodeCondition,
     Problem,
     ProblemLog,
@@ -252,34 +251,31 @@ class LiveView:
     def _condition(self, counts: _FleetCounts, queue: QueueCondition) -> FleetCondition:
         gateway, recent = self.gateway, self.history.recent()
         limited_caller, edges = recent.most_limited[0], gateway.edges
+        storage, quotas = gateway.storage(), gateway.quotas.used
         return FleetCondition(
             nodes=counts.conditions,
-            hosts=counts.hosts,
             in_service=counts.in_service,
             usable=counts.usable,
             tell_slots=counts.tell_slots,
             used_by_others=counts.used_by_others,
-            models={name: ModelNodes(*both) for name, both in counts.models.items()},
+            models=counts.models,
             unkept=[*gateway.model_placer.unkept_wishes()],
             paused_models=self.gateway.fleet.model_index.paused_by_name,
             differing_models=self.gateway.fleet.differences_in_words,
             queue=queue,
             traffic=recent,
-            settings_keys={
-                key.id: place
-                for place, key in enumerate(gateway.settings.keys)
-                if key.id in {queue.top_caller, limited_caller}
-            },
+            settings_keys={key.id for key in gateway.settings.keys}
+            & {queue.top_caller, limited_caller},
             caller_names={
                 caller: self._name_of(caller)
                 for caller in (
-                    *(queue.top_caller, limited_caller, *gateway.storage.full_callers[:1]),
-                    *(one.id for one in gateway.quotas[:MOST_NAMED]),
+                    *(queue.top_caller, limited_caller, *storage.full_callers[:1]),
+                    *(one.id for one in quotas[:MOST_NAMED]),
                 )
                 if caller
             },
-            quotas=gateway.quotas,
-            undefined_groups=gateway.undefined_groups,
+            quotas=quotas,
+            undefined_groups=gateway.undefined_groups(),
             spill=self._spill(),
             inventory_error=gateway.config_files.inventory_error,
             settings_error=gateway.config_files.settings_error,
@@ -289,7 +285,7 @@ class LiveView:
             store=store_json(gateway.store),
             ledger=ledger_json(gateway.ledger),
             audit_lost=gateway.audit.lost,
-            storage=gateway.storage,
+            storage=storage,
             lost_edges=[] if edges is None else edges.brain.lost_edges(LOST_EDGE_SECONDS),
             cluster=None if gateway.cluster is None else gateway.cluster.sample(),
         )
@@ -307,7 +303,6 @@ class _FleetCounts:
     def __init__(self, fleet: Fleet) -> None:
         self._fleet = fleet
         self.states: Counter[str] = Counter()
-        self.hosts: Counter[str] = Counter()
         self.conditions: list[NodeCondition] = []
         self.models: dict[str, list[int]] = defaultdict(lambda: [0, 0])
         self.in_service = self.usable = self.slots_total = self.slots_busy = 0
@@ -332,7 +327,6 @@ class _FleetCounts:
         if node.in_service and state != "standby" and not node.draining:
             self.in_service += 1
             self.usable += usable
-            self.hosts[spec.host] += 1
             self.tell_slots += usable and (node.reports_slots or node.is_router)
             if usable and self._fleet.others_take_slots(node):
                 self.used_by_others.append(spec.name)

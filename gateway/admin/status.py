@@ -28,6 +28,7 @@ from gateway.callers.ledger import Ledger
 from gateway.callers.limits import UsedQuota
 from gateway.callers.windows import time_text
 from gateway.config.settings import Settings
+from gateway.edges.supervisor import Edges
 from gateway.errors import CLIENT_CLOSED_STATUS, GatewayError
 from gateway.nodes.fleet import Fleet
 from gateway.nodes.health import fetch
@@ -39,10 +40,8 @@ from gateway.watch.metrics import (
     CONTENT_TYPE,
     METRIC_PREFIX,
     ROLES,
-    BatchSample,
     ClusterSample,
     EdgeSample,
-    EdgesSample,
     Metrics,
     MetricsPage,
     NodeSample,
@@ -181,7 +180,7 @@ def whole_figures(gateway: GatewayControl, health: HealthEndpoints) -> dict[str,
         "in_flight": len(gateway.registry),
         "queue": {priority.label: depths[priority] for priority in Priority},
         "hybrid": scheduler.tier_policy.view(gateway.clock()) if has_gpu else None,
-        "edges": None if edges is None else [edge_json(one) for one in edges.sample().running],
+        "edges": None if edges is None else [edge_json(one) for one in edges.sample()],
         "cluster": cluster_json(gateway.cluster),
     }
 
@@ -307,12 +306,12 @@ def quota_labels(quota: UsedQuota) -> tuple[str, str, str, str, str]:
 class MetricsSource:
     """Reads the state of the gateway for `Metrics`, at each scrape.
 
-    `batches`: work that callers need not wait for; None: there is no store.
+    `add_batches` adds what is told of work that callers need not wait for.
     """
 
     gateway: GatewayControl
     retries_left: Callable[[], int]
-    batches: Callable[[], BatchSample | None] = lambda: None
+    add_batches: Callable[[MetricsPage], None] = lambda _: None
     tracing: RequestTracing | None = None
 
     def nodes(self) -> Iterator[NodeSample]:
@@ -337,7 +336,7 @@ class MetricsSource:
         page.number("in_flight", len(gateway.registry))
         paused = dict.fromkeys(sorted(gateway.fleet.model_index.paused_by_name), 1)
         page.counts("model_paused", paused, "model")
-        quotas = {quota_labels(one): round(one.share, 4) for one in gateway.quotas}
+        quotas = {quota_labels(one): round(one.share, 4) for one in gateway.quotas.used}
         page.counts("quota_used_ratio", quotas, "of", "id", "limit", "period", "state")
         page.number("inventory_error", int(gateway.config_files.inventory_error is not None))
         page.number("retry_budget", self.retries_left())
@@ -354,45 +353,29 @@ class MetricsSource:
             page.number("ledger_rows_written_total", ledger.written)
             page.number("ledger_rows_recovered_total", ledger.recovered)
             page.number("ledger_rows_dropped_total", ledger.dropped)
-        _add_batches(page, self.batches())
+        self.add_batches(page)
         if self.tracing is not None and self.tracing.active:
             counts = self.tracing.counts
             dropped = {"queue_full": counts.not_queued, "not_taken": counts.not_sent}
             page.number("traces_exported_total", counts.exported)
             page.counts("traces_dropped_total", dropped, "reason")
         if gateway.edges is not None:
-            _add_edges(page, gateway.edges.sample())
+            _add_edges(page, gateway.edges)
         if gateway.cluster is not None:
             _add_cluster(page, gateway.cluster.sample())
 
 
-def _add_batches(page: MetricsPage, batches: BatchSample | None) -> None:
-    page.number("webhook_deliveries_waiting", 0 if batches is None else batches.webhooks_waiting)
-    if batches is None:
-        return
-    page.counts("batches", batches.batches, "state")
-    page.counts("batch_lines_total", batches.lines, "outcome")
-    page.counts("stored_requests_waiting", batches.waiting, "kind")
-    page.number("batch_lines_running", batches.running)
-    page.number("batch_lines_claimed", batches.claimed)
-    page.number("batch_lines_deferred_total", batches.deferred)
-    page.number("batch_lines_retried_total", batches.retried)
-    page.number("batch_oldest_seconds", batches.oldest_seconds)
-    page.number("batch_results_blocked", int(batches.results_blocked))
-    page.number("folder_refusals_total", batches.folder_refusals)
-    page.number("folder_full", int(batches.folder_full))
-
-
-def _add_edges(page: MetricsPage, edges: EdgesSample) -> None:
-    page.number("edges", len(edges.running))
-    page.number("edges_configured", edges.configured)
+def _add_edges(page: MetricsPage, edges: Edges) -> None:
+    running = edges.sample()
+    page.number("edges", len(running))
+    page.number("edges_configured", edges.brain.edges)
     page.number("edges_died_total", edges.died)
-    page.number("edge_late_leases_total", edges.late_leases)
+    page.number("edge_late_leases_total", edges.brain.late_leases)
     for name, values in (
-        ("edge_streams", {one.name: one.streams for one in edges.running}),
-        ("edge_connections", {one.name: one.connections for one in edges.running}),
-        ("edge_cpu_seconds_total", {one.name: one.cpu_seconds for one in edges.running}),
-        ("edge_memory_bytes", {one.name: one.memory_bytes for one in edges.running}),
+        ("edge_streams", {one.name: one.streams for one in running}),
+        ("edge_connections", {one.name: one.connections for one in running}),
+        ("edge_cpu_seconds_total", {one.name: one.cpu_seconds for one in running}),
+        ("edge_memory_bytes", {one.name: one.memory_bytes for one in running}),
     ):
         page.counts(name, values, "edge")
 

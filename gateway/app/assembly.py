@@ -14,7 +14,7 @@ import socket
 import subprocess
 import time
 from asyncio.subprocess import Process
-from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -58,7 +58,6 @@ from gateway.app.startup import (
 from gateway.callers.callers import is_loopback
 from gateway.callers.key_desk import group_warnings
 from gateway.callers.keys import AdminKeys
-from gateway.callers.limits import UsedQuota
 from gateway.config.errors import ConfigError, Problem
 from gateway.config.inventory import Inventory, load_inventory
 from gateway.config.listeners import LimitSettings
@@ -103,7 +102,6 @@ from gateway.watch.audit import AuditTrail
 from gateway.watch.event_log import EventLog
 from gateway.watch.logs import Logs, set_up_logging
 from gateway.watch.metrics import Metrics
-from gateway.watch.problems import StorageCondition
 from gateway.watch.request_tracing import RequestTracing
 from gateway.web.handler import PROGRESS_SECONDS, RequestHandler
 from gateway.web.site import public_app, with_cors
@@ -221,13 +219,12 @@ class Gateway:
         )
         self.store, self.ledger = metering.store, metering.ledger
         self.key_ring, self.key_sync = metering.key_ring, metering.key_sync
-        self.standings = metering.standings
+        self.standings, self.undefined_groups = metering.standings, metering.undefined_groups
         self.bus.subscribe(InventoryChanged, lambda _: self._warn_of_empty_pools())
-        config = self._handler_config(settings)
         self.background = BackgroundWork(
             options,
             lambda: self.settings,
-            config.rules,
+            self._handler_config(settings).rules,
             metering=self.metering,
             scheduler=self.scheduler,
             context=self.proxy_context,
@@ -239,8 +236,9 @@ class Gateway:
                 None if self.cluster is None else self.cluster.has_folder(folder)
             ),
         )
+        self.quotas = self.background.quotas
         self.handler = RequestHandler(
-            config,
+            self._handler_config(settings),
             forwarder=self.forwarder,
             queue=self.scheduler,
             registry=self.registry,
@@ -253,13 +251,13 @@ class Gateway:
             tracing=self.tracing,
         )
         source = MetricsSource(
-            self, self.proxy_context.retries_left, self.background.batch_sample, self.tracing
+            self, self.proxy_context.retries_left, self.background.add_metrics, self.tracing
         )
         self.metrics = Metrics(self.bus, source.nodes, source.add_to, self._told_name)
         event_log = EventLog(self.bus, logs, name_of=self.key_ring.name_of)
         self._logs, self._event_log = logs, event_log
         self._configure_events()
-        self.drain_deadlines = DrainDeadlines(self.registry)
+        self.drain_deadlines, self.storage = DrainDeadlines(self.registry), self.background.storage
         self.audit = AuditTrail(time.time, self.store, member=self.member or "")
         self.admin_keys = AdminKeys(had_keys=self._inherited.had_admin_keys)
         self.certificates = load_certificates(settings, self.fleet, self.audit)
@@ -298,24 +296,9 @@ class Gateway:
         """The name of this gateway in its cluster; None: there is none."""
         return None if self.settings.cluster is None else self.settings.cluster.member_name
 
-    @property
-    def quotas(self) -> Sequence[UsedQuota]:
-        """The quotas that are nearly, or quite, used up."""
-        return self.background.quotas.used
-
-    @property
-    def undefined_groups(self) -> Mapping[str, int]:
-        """How many keys are of each group that nobody has defined."""
-        return self.metering.undefined_groups()
-
     def _told_name(self, key_id: str) -> str | None:
         """The name of a key, if metrics are to have it."""
         return self.key_ring.name_of(key_id) if self.settings.telemetry.key_names else None
-
-    @property
-    def storage(self) -> StorageCondition:
-        """Whether files and results of callers can be kept."""
-        return self.background.storage()
 
     # Start, shutdown and handover.
 
@@ -769,7 +752,7 @@ class Gateway:
         self.background.configure(settings, self.handler.config.rules)
 
     def _warn_of_undefined_groups(self) -> None:
-        for warning in group_warnings(self.undefined_groups):
+        for warning in group_warnings(self.undefined_groups()):
             log.warning("group", warning=warning)
 
     def _warn_of_empty_pools(self) -> None:

@@ -41,7 +41,7 @@ from gateway.stored.runner import RequestRunner, RequestTarget
 from gateway.stored.waits import BatchWaits, ServingNodes
 from gateway.stored.webhooks import WebhookEvents, WebhookPoster, WebhookSender, WebhookTargets
 from gateway.transport.resolver import Resolver
-from gateway.watch.metrics import BatchSample
+from gateway.watch.metrics import MetricsPage
 from gateway.watch.problems import StorageCondition
 from gateway.watch.request_tracing import RequestTracing
 from gateway.web.background import Storing
@@ -237,25 +237,25 @@ class BackgroundWork:
         """What the public listener shows to callers."""
         return KeptForCallers(self.files, self.batches, self.requests)
 
-    def batch_sample(self) -> BatchSample | None:
-        """Batches at this time, for metrics; None: there is no store."""
-        if self.feeder is None:
-            return None
-        counts = self.feeder.counts
-        return BatchSample(
-            batches=counts.batches,
-            lines=counts.outcomes,
-            waiting=counts.waiting,
-            running=self.feeder.running,
-            claimed=self.feeder.claimed,
-            deferred=counts.deferred,
-            retried=counts.retried,
-            oldest_seconds=0.0 if counts.oldest is None else max(0.0, time.time() - counts.oldest),
-            results_blocked=self._results is not None and self._results.problem is not None,
-            folder_refusals=0 if self.files is None else self.files.storage.folder.refusals,
-            folder_full=self.files is not None and self.files.storage.folder.full is not None,
-            webhooks_waiting=0 if self.webhook_sender is None else self.webhook_sender.waiting,
-        )
+    def add_metrics(self, page: MetricsPage) -> None:
+        """Add the metrics of what waits here; counts are of this process."""
+        sender, results, files = self.webhook_sender, self._results, self.files
+        page.number("webhook_deliveries_waiting", 0 if sender is None else sender.waiting)
+        if self.feeder is None or results is None or files is None:
+            return
+        counts, folder = self.feeder.counts, files.storage.folder
+        page.counts("batches", counts.batches, "state")
+        page.counts("batch_lines_total", counts.outcomes, "outcome")
+        page.counts("stored_requests_waiting", counts.waiting, "kind")
+        page.number("batch_lines_running", self.feeder.running)
+        page.number("batch_lines_claimed", self.feeder.claimed)
+        page.number("batch_lines_deferred_total", counts.deferred)
+        page.number("batch_lines_retried_total", counts.retried)
+        oldest = time.time() if counts.oldest is None else counts.oldest
+        page.number("batch_oldest_seconds", max(0.0, time.time() - oldest))
+        page.number("batch_results_blocked", int(results.problem is not None))
+        page.number("folder_refusals_total", folder.refusals)
+        page.number("folder_full", int(folder.full is not None))
 
     def storage(self) -> StorageCondition:
         """Whether files and results can be kept."""

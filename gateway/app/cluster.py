@@ -302,9 +302,8 @@ class ClusterPart:
         return any(one.folder == folder for one in self._membership.seen())
 
     def _state(self) -> MemberState:
-        sample = self._edges.sample()
         cores = len(os.sched_getaffinity(0))
-        return MemberState(tuple(sample.running), cores, self._duties.folder())
+        return MemberState(tuple(self._edges.sample()), cores, self._duties.folder())
 
     def sample(self) -> ClusterSample:
         """The cluster, as this member knows it now."""

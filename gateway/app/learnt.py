@@ -27,7 +27,7 @@ from functools import partial
 from hashlib import blake2b
 from itertools import islice, takewhile
 from pathlib import Path
-from typing import Any, BinaryIO, NamedTuple, Self
+from typing import Any, BinaryIO, Self
 
 import msgspec
 import structlog
@@ -108,17 +108,9 @@ class Row(msgspec.Struct, frozen=True, array_like=True):
         """Where it is kept; only one row is there."""
         return self.section, self.version, self.key
 
-    @property
-    def kept(self) -> _KeptRow:
-        """By what a change is noticed."""
-        raw = bytes(self.value)
-        return _KeptRow(hash(raw), len(raw), self.caller)
-
-
-class _KeptRow(NamedTuple):
-    digest: int
-    size: int
-    caller: str | None
+    def says(self, other: Row | None) -> bool:
+        """Whether the other row of its place has the same value, whenever that was learnt."""
+        return other is not None and (self.value, self.caller) == (other.value, other.caller)
 
 
 Place = tuple[str, int, str]
@@ -178,9 +170,7 @@ class LearntMemory:
         self._key_ring = key_ring
         self._now = now
         self._flush = flush
-        self._kept: dict[str, OrderedDict[str, _KeptRow]] = {
-            one.name: OrderedDict() for one in sections
-        }
+        self._kept: dict[str, OrderedDict[str, Row]] = {one.name: OrderedDict() for one in sections}
         """The rows of each section by their keys, the one that changed least recently first."""
         self._unwritten: dict[Place, Row | None] = {}  # rows to be kept; None: to be dropped
         self._callers: frozenset[str] | None = None
@@ -366,10 +356,10 @@ class LearntMemory:
         row = None if value is None else self._row(section, key, caller, value)
         if row is None:
             self._drop(section, key)
-        elif row.kept != kept.get(key):
+        elif not row.says(kept.get(key)):
             if not (as_read and key in kept):
                 self._unwritten[row.place] = row
-            kept[key] = row.kept
+            kept[key] = row
             kept.move_to_end(key)
 
     def _row(self, section: Section, key: str, caller: str | None, value: object) -> Row | None:
@@ -391,7 +381,7 @@ class LearntMemory:
     def _bound(self, section: Section) -> None:
         """Drop the rows that changed least recently beyond the section's bounds."""
         kept = self._kept[section.name]
-        size = sum(one.size for one in kept.values())
+        size = sum(len(row.value) for row in kept.values())
         if len(kept) <= section.most_rows and size <= section.most_bytes:
             return
         if section.name not in self._full:
@@ -400,7 +390,7 @@ class LearntMemory:
             log.info("learnt: the oldest rows are dropped from now on", **full)
         while len(kept) > section.most_rows or size > section.most_bytes:
             key = next(iter(kept))
-            size -= kept[key].size
+            size -= len(kept[key].value)
             self._drop(section, key)
 
     def _forget_callers(self) -> None:
@@ -449,9 +439,9 @@ class LearntMemory:
         kept, age = self._kept[section.name], max(0.0, self._now() - row.changed_at)
         if row.version != section.version:
             return False
-        if row.place in self._unwritten or kept.get(row.key) == row.kept:
+        if row.place in self._unwritten or row.says(kept.get(row.key)):
             return True
-        kept[row.key] = row.kept
+        kept[row.key] = row
         kept.move_to_end(row.key)
         try:
             if (
@@ -944,17 +934,11 @@ class Charts(Section):
     pause = 60.0  # They change all the time, whether anything else does or not.
     _history: FleetHistory
     _now: Callable[[], float] = time.time
-    _newest: HistoryPoint | None = None
-    """At the last call; not by its time, which a clock that is set back repeats."""
     _found: list[HistoryPoint] = field(default_factory=list)
 
     def changes(self) -> Iterator[Change]:
-        """The points since the last call."""
-        newest, points = self._newest, self._history.points
-        later = [*takewhile(lambda one: one is not newest, reversed(points))][::-1]
-        for self._newest in later:
-            point = self._newest
-            yield f"{point.at:.1f}", None, point
+        """The points."""
+        yield from ((f"{point.at:.1f}", None, point) for point in self._history.points)
 
     def restore(self, row: Row, age: float) -> bool:
         """Keep it for `restored`."""
@@ -964,7 +948,6 @@ class Charts(Section):
     def restored(self) -> None:
         """Give all at once: they are sorted by time."""
         self._history.restore(self._found, self._now())
-        self._newest = None  # Some may have come in between.
         self._found = []
 
 

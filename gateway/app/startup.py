@@ -14,13 +14,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
-from gateway.callers.callers import (
-    admin_listener_problem,
-    is_loopback,
-    port_conflict,
-    proxied_listener_problem,
-    public_listener_problem,
-)
+from gateway.callers.callers import is_loopback
 from gateway.callers.stored_keys import count_stored_keys
 from gateway.config.errors import ConfigError, Problem
 from gateway.config.fields import is_host
@@ -245,31 +239,33 @@ def _listener_problems(settings: Settings, keys: int) -> Iterator[StartProblem]:
     for key, host in (("listen.host", listen.host), ("admin.host", admin.host)):
         if not is_host(host.strip("[]")):
             yield StartProblem(key, f"{key}: {host!r} is no address; write one, or a host's name")
-    for key, problem in (
-        (
-            "listen.host",
-            public_listener_problem(
-                listen.host, keys=keys, allow_anonymous=settings.allow_anonymous
-            ),
-        ),
-        (
-            "listen.trusted_proxies",
-            proxied_listener_problem(
-                proxies=len(listen.trusted_proxies),
-                keys=keys,
-                allow_anonymous=settings.allow_anonymous,
-            ),
-        ),
-        (
+    if not (keys or settings.allow_anonymous):
+        if not is_loopback(listen.host):
+            yield StartProblem(
+                "listen.host",
+                f"the public listener would listen on {listen.host} without any API key, open to "
+                f"everybody who can reach it: {_KEY_OR_ANONYMOUS}",
+            )
+        if listen.trusted_proxies:
+            yield StartProblem(
+                "listen.trusted_proxies",
+                "the gateway would serve behind a proxy (listen.trusted_proxies) without any API "
+                f"key, open to everybody who can reach that: {_KEY_OR_ANONYMOUS}",
+            )
+    if not (admin.keys or admin.key_file is not None or is_loopback(admin.host)):
+        yield StartProblem(
             "admin.host",
-            admin_listener_problem(
-                admin.host, has_key=admin.key_file is not None or bool(admin.keys)
-            ),
-        ),
-        ("listen.port", port_conflict(listen.host, admin.host, listen.port, admin.port)),
-    ):
-        if problem is not None:
-            yield StartProblem(key, problem)
+            f"the admin listener would listen on {admin.host} without a key: add one to admin.keys "
+            "('llama-gateway keys hash' makes it), name a file that holds one with "
+            "--admin-key-file (admin.key_file), or let it listen on 127.0.0.1",
+        )
+    hosts = {listen.host.lower(), admin.host.lower()}
+    if listen.port == admin.port != 0 and (len(hosts) == 1 or hosts & {"", "0.0.0.0", "::"}):
+        yield StartProblem(
+            "listen.port",
+            f"both listeners would use port {listen.port}: choose another with --port "
+            "(listen.port) or --admin-port (admin.port)",
+        )
     if admin.key_file is not None:
         try:
             read_admin_key(admin.key_file)
@@ -281,6 +277,12 @@ def _listener_problems(settings: Settings, keys: int) -> Iterator[StartProblem]:
                 load_certificate(files)
             except CertificateError as error:
                 yield StartProblem(key, f"{key}: {error}")
+
+
+_KEY_OR_ANONYMOUS = (
+    "add a key ('llama-gateway keys create' makes one), or say that this is intended with "
+    "--allow-anonymous (allow_anonymous: true)"
+)
 
 
 def _cluster_problems(settings: Settings) -> Iterator[StartProblem]:
@@ -453,7 +455,7 @@ def _given(values: dict[str, Any]) -> dict[str, Any]:
 
 
 MOST_NAMED = 5
-"""Models and hosts that a message names."""
+"""Models that a message names."""
 
 
 class Misfit(NamedTuple):
@@ -505,16 +507,15 @@ def misfits(settings: Settings, specs: Sequence[NodeSpec]) -> Iterator[Misfit]:
         return
     kept = _kept(rules, specs)
     by_name = {spec.name: spec for spec in specs}
-    room: dict[str, Counter[str]] = {}
     for model, rule in rules.items():
         yield from _wrong_pins(model, rule, by_name)
-        room[model] = _room(model, rule, specs, memory)
-        copies, always = room[model].total(), sum(model in one for one in kept)
-        if rule.memory is not None and room[model] and copies == 0:
+        room = _room(model, rule, specs, memory)
+        copies, always = room.total(), sum(model in one for one in kept)
+        if rule.memory is not None and room and copies == 0:
             yield Misfit(
                 ("models", model, "memory"),
                 f"is {format_size(rule.memory)}, and no host that may hold {model} has more than "
-                f"{format_size(max(memory[host] for host in room[model]))}",
+                f"{format_size(max(memory[host] for host in room))}",
                 "correct it, or the `memory` of the nodes",
             )
         elif rule.replicas.min > copies:
@@ -529,7 +530,7 @@ def misfits(settings: Settings, specs: Sequence[NodeSpec]) -> Iterator[Misfit]:
                 f"is {rule.replicas.max}, but {always} nodes always hold {model}",
                 "raise it, or take the model out of a `pin` or `preload`",
             )
-    yield from _full_hosts(rules, specs, kept, room)
+    yield from _full_hosts(rules, specs, kept)
 
 
 def _is_placed(spec: NodeSpec) -> bool:
@@ -579,34 +580,22 @@ def _full_hosts(
     rules: Mapping[str, ModelRule],
     specs: Sequence[NodeSpec],
     kept: Sequence[set[str]],
-    room: Mapping[str, Counter[str]],
 ) -> Iterator[Misfit]:
-    """Hosts whose models that must always be there need more memory than they have."""
+    """Hosts whose pinned and preloaded models need more memory than they have."""
     needs: dict[str, Counter[str]] = {spec.host: Counter() for spec in specs}
     for spec, models in zip(specs, kept, strict=True):
         needs[spec.host].update(models & rules.keys())
-    for model, nodes in room.items():
-        for host, most in nodes.items():
-            # What the other hosts have no room for must be here.
-            forced = min(rules[model].replicas.min - nodes.total() + most, most)
-            needs[host][model] = max(needs[host][model], forced)
     for number, spec in enumerate(specs):
         if spec.memory is None:
             continue
         copies = needs.pop(spec.host, Counter[str]())
         parts = {model: count * (rules[model].memory or 0) for model, count in copies.items()}
         if (total := sum(parts.values())) > spec.memory:
-            largest = sorted(filter(parts.get, parts), key=lambda model: -parts[model])
+            largest = sorted(filter(parts.get, parts), key=lambda model: -parts[model])[:MOST_NAMED]
             yield Misfit(
                 ("nodes", number, "memory"),
                 f"{spec.host} has {format_size(spec.memory)}, and always to be loaded there are "
-                f"{_listed([f'{one} ({format_size(parts[one])})' for one in largest])}: "
-                f"{format_size(total)}",
-                "change `pin` and `replicas.min` in the settings, `preload` here, or the memory",
+                f"{', '.join(f'{one} ({format_size(parts[one])})' for one in largest)}: "
+                f"{format_size(total)} in all",
+                "change `pin` in the settings, `preload` here, or the memory",
             )
-
-
-def _listed(names: Iterable[str]) -> str:
-    listed = sorted(names) if isinstance(names, set) else list(names)
-    more = f" and {len(listed) - MOST_NAMED} more" if len(listed) > MOST_NAMED else ""
-    return ", ".join(listed[:MOST_NAMED]) + more

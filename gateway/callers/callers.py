@@ -32,55 +32,6 @@ def is_loopback(host: str) -> bool:
     return address.is_loopback
 
 
-def public_listener_problem(host: str, *, keys: int, allow_anonymous: bool) -> str | None:
-    """Why the public listener must not start on `host`, with the remedy; None: it may."""
-    if keys or allow_anonymous or is_loopback(host):
-        return None
-    return (
-        f"the public listener would listen on {host} without any API key, open to everybody who "
-        f"can reach it: {_KEY_OR_ANONYMOUS}"
-    )
-
-
-def proxied_listener_problem(*, proxies: int, keys: int, allow_anonymous: bool) -> str | None:
-    """Why the public listener must not start behind proxies, with the remedy; None: it may."""
-    if not proxies or keys or allow_anonymous:
-        return None
-    return (
-        "the gateway would serve behind a proxy (listen.trusted_proxies) without any API key, open "
-        f"to everybody who can reach that: {_KEY_OR_ANONYMOUS}"
-    )
-
-
-_KEY_OR_ANONYMOUS = (
-    "add a key ('llama-gateway keys create' makes one), or say that this is intended with "
-    "--allow-anonymous (allow_anonymous: true)"
-)
-
-
-def admin_listener_problem(host: str, *, has_key: bool) -> str | None:
-    """Why the admin listener must not start on `host`, with the remedy; None: it may."""
-    if has_key or is_loopback(host):
-        return None
-    return (
-        f"the admin listener would listen on {host} without a key: add one to admin.keys "
-        "('llama-gateway keys hash' makes it), name a file that holds one with --admin-key-file "
-        "(admin.key_file), or let it listen on 127.0.0.1"
-    )
-
-
-def port_conflict(host: str, admin_host: str, port: int, admin_port: int) -> str | None:
-    """Why the two listeners can't have these addresses, with the remedy; None: they can."""
-    everywhere = {"", "0.0.0.0", "::"}
-    apart = host.lower() != admin_host.lower() and everywhere.isdisjoint((host, admin_host))
-    if port != admin_port or port == 0 or apart:
-        return None
-    return (
-        f"both listeners would use port {port}: choose another with --port (listen.port) "
-        "or --admin-port (admin.port)"
-    )
-
-
 # Header names, one per line: those of RFC 7239 and RFC 9110, and those that nginx, Apache, HAProxy,
 # Envoy, Traefik, Varnish, WebLogic, Tailscale, Cloudflare, Fastly, Akamai, Fly, Azure, Amazon and
 # Google add to a request.

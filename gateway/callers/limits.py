@@ -16,7 +16,7 @@ import math
 import time
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import InitVar, dataclass, replace
+from dataclasses import InitVar, dataclass, field, replace
 from itertools import islice
 from typing import Any, Literal, NamedTuple
 
@@ -66,50 +66,50 @@ class LedgerSums(NamedTuple):
     month_cost: float
 
 
+@dataclass(slots=True, eq=False)
 class Account:
     """The counters of one subject: all callers, a group, a key, or an end user of a key."""
 
-    __slots__ = (
-        "budget", "concurrency", "cost_by_day", "cost_by_month", "is_budget_monthly", "kind",
-        "mean_seconds", "most_cost", "open", "others", "part", "refused", "requests",
-        "reserved_cost", "reserved_tokens", "rpm",
-        "running", "spec", "subject", "tokens", "tokens_by_day", "tokens_per_day", "tpm",
-        "used_before", "who",
-    )  # fmt: skip
+    kind: Kind
+    subject: str  # `total`, `group:NAME`, `key:ID` or `user:ID/NAME`
+    who: str  # whose it is, for messages to its caller
+    spec: LimitSpec
+    part: Part | None = None
+    """Of its limits, within which it admits; None: it counts what all processes do."""
+    requests: SlidingSum = field(default_factory=lambda: SlidingSum(MINUTE, overestimate=True))
+    tokens: SlidingSum = field(default_factory=lambda: SlidingSum(MINUTE, overestimate=True))
+    tokens_by_day: PeriodSums = field(default_factory=PeriodSums)
+    cost_by_day: PeriodSums = field(default_factory=PeriodSums)
+    cost_by_month: PeriodSums = field(default_factory=PeriodSums)
+    running: int = 0
+    open: int = 0  # reservations that are not settled
+    reserved_tokens: int = 0
+    reserved_cost: float = 0.0
+    others: OtherUse = NO_OTHERS
+    used_before: tuple[dict[int, float], ...] = ({}, {}, {})
+    """Of the periods of its sums, what had been used when it began to count for a part."""
+    mean_seconds: float = 1.0  # how long its requests ran of late
+    refused: dict[LimitName, float] = field(default_factory=dict)
+    """By limit: until when it refuses requests like one that it has refused; Unix time."""
+    rpm: float = math.inf
+    tpm: float = math.inf
+    tokens_per_day: float = math.inf
+    concurrency: float = math.inf
+    budget: Budget | None = None
+    most_cost: float = math.inf
+    is_budget_monthly: bool = False
 
-    def __init__(
-        self, kind: Kind, subject: str, who: str, spec: LimitSpec, part: Part | None = None
-    ) -> None:
-        """`part`: of its limits, within which it admits; None: it counts what all processes do."""
-        self.kind: Kind = kind
-        self.subject = subject  # `total`, `group:NAME`, `key:ID` or `user:ID/NAME`
-        self.who = who  # whose it is, for messages to its caller
-        self.requests = SlidingSum(MINUTE, overestimate=True)
-        self.tokens = SlidingSum(MINUTE, overestimate=True)
-        self.tokens_by_day = PeriodSums()
-        self.cost_by_day = PeriodSums()
-        self.cost_by_month = PeriodSums()
-        self.running = 0
-        self.open = 0  # reservations that are not settled
-        self.reserved_tokens = 0
-        self.reserved_cost = 0.0
-        self.others = NO_OTHERS
-        self.part = part
-        self.used_before: tuple[dict[int, float], ...] = {}, {}, {}
-        """Of the periods of its sums, what had been used when it began to count for a part."""
-        self.mean_seconds = 1.0  # how long its requests ran of late
-        self.configure(spec)
+    def __post_init__(self) -> None:
+        self.configure(self.spec)
 
     def configure(self, spec: LimitSpec) -> None:
         """Put these limits in force; what is counted stays counted."""
-        self.spec = spec
-        self.refused: dict[LimitName, float] = {}
-        """By limit: until when it refuses requests like one that it has refused; Unix time."""
+        self.spec, self.refused = spec, {}
         self.rpm = _or_infinite(spec.rpm)
         self.tpm = _or_infinite(spec.tpm)
         self.tokens_per_day = _or_infinite(spec.tokens_per_day)
         self.concurrency = _or_infinite(spec.concurrency)
-        self.budget: Budget | None = spec.budget_limit
+        self.budget = spec.budget_limit
         self.most_cost = math.inf if self.budget is None else self.budget.amount
         self.is_budget_monthly = self.budget is not None and self.budget.period == "month"
 
@@ -378,35 +378,20 @@ class UsedQuota(NamedTuple):
         return f"{one.kind}:{self.id}/{one.limit}/{one.most:g}/{date}"
 
 
+@dataclass(slots=True, eq=False)
 class Reservation:
     """One admitted request, and what it holds of its caller's limits until it is settled."""
 
-    __slots__ = (
-        "_book", "_is_settled", "accounts", "admitted_at", "cost", "ended_at", "request", "tokens",
-        "tracked", "version",
-    )  # fmt: skip
-
-    def __init__(
-        self,
-        book: LimitBook,
-        accounts: Accounts,
-        request: LeaseRequest,
-        admitted_at: float,
-        tokens: int,
-        cost: float,
-    ) -> None:
-        self._book = book
-        self._is_settled = False
-        self.accounts = accounts
-        self.tracked = accounts.tracked
-        self.version = accounts.version
-        self.request = request
-        self.tokens = tokens
-        self.cost = cost
-        self.admitted_at = admitted_at
-        """Unix time at which the request counts; the ledger's `started_at`."""
-        self.ended_at: float | None = None
-        """Unix time of the end of the response; the ledger's."""
+    _book: LimitBook
+    accounts: Accounts
+    tracked: tuple[Account, ...]  # those of `accounts` when it was admitted, of this version
+    version: int
+    request: LeaseRequest
+    admitted_at: float  # Unix time at which it counts; the ledger's `started_at`
+    tokens: int
+    cost: float
+    ended_at: float | None = None  # Unix time of the end of the response; the ledger's
+    _is_settled: bool = False
 
     def release(self, now: float) -> None:
         """The response has ended: another request may run. Only the first call counts."""
@@ -611,7 +596,7 @@ class LimitBook:
         self.bring_up_to_date(accounts)
         tracked = accounts.tracked
         if not tracked:
-            return Reservation(self, accounts, request, now, 0, 0.0)
+            return Reservation(self, accounts, tracked, accounts.version, request, now, 0, 0.0)
         tokens = _estimate(accounts, request, prompts) if request.size.slots else 0
         cost = self._expected_cost(accounts, request, tokens)
         clock, calendar = self.clock(), self._calendar
@@ -624,7 +609,7 @@ class LimitBook:
                 break
         for account in tracked:
             account.admit(tokens, cost, clock)
-        return Reservation(self, accounts, request, now, tokens, cost)
+        return Reservation(self, accounts, tracked, accounts.version, request, now, tokens, cost)
 
     def adopt(
         self, accounts: Accounts, request: LeaseRequest, admitted_at: float, prompts: int
@@ -638,7 +623,9 @@ class LimitBook:
         cost, clock = self._expected_cost(accounts, request, tokens), self.clock()
         for account in accounts.tracked:
             account.admit(tokens, cost, clock, requests=0)
-        return Reservation(self, accounts, request, admitted_at, tokens, cost)
+        return Reservation(
+            self, accounts, accounts.tracked, accounts.version, request, admitted_at, tokens, cost
+        )
 
     def _expected_cost(self, accounts: Accounts, request: LeaseRequest, tokens: int) -> float:
         """What so many tokens may cost, where a budget limits that; else 0."""

@@ -5,43 +5,16 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import Any
 
 from gateway.callers.ledger import UNKNOWN_TIMES, OpenRequest, UsageRow
 from gateway.callers.limits import Accounts, LimitBook, Reservation
 from gateway.events import EventBus, RequestRecord
 from gateway.lease import LeaseRequest
 
+Whose = tuple[str, str | None, str | None]  # of a request: key, group and end user
 # A request that was admitted so much later than it can have been: the clock was set back.
 CLOCK_STEP_SECONDS = 1.0
-
-
-class TokensSoFar(NamedTuple):
-    """What a request that still runs has used."""
-
-    prompt: int
-    completion: int
-
-
-NO_TOKENS = TokensSoFar(0, 0)
-
-
-class CostSoFar(NamedTuple):
-    """What a request that still runs has cost."""
-
-    slot_seconds: float
-    cost: float
-
-
-class UsedBefore(NamedTuple):
-    """A stored request that an earlier process has run to its end."""
-
-    id: str
-    key: str
-    group: str | None
-    user: str | None
-    started_at: float  # Unix time, as the next one
-    ended_at: float
 
 
 @dataclass(eq=False)
@@ -59,7 +32,7 @@ class Meter:
     bus: EventBus
     process: str = ""
     add_row: Callable[[UsageRow], None] | None = None
-    tokens_so_far: Callable[[str], TokensSoFar | tuple[int, int]] = lambda _: NO_TOKENS
+    tokens_so_far: Callable[[str], tuple[int, int]] = lambda _: (0, 0)
     gpu_cost: Callable[[str, int, int, int], float | None] = lambda *_: None
     slot_seconds_so_far: Callable[[str], float] = lambda _: 0.0
     cost_of_use: Callable[[str | None, int, int, float], float] = lambda *_: 0.0
@@ -129,24 +102,30 @@ class Meter:
         """A stored request has no result and is run again: it costs its caller nothing."""
         reservation.settle(0, 0.0, self.wall_clock())
 
-    def cost_so_far(self, request_id: str, node: str | None, tokens: TokensSoFar) -> CostSoFar:
-        """What the request with this id, which runs on this node, has cost with these tokens."""
+    def cost_so_far(
+        self, request_id: str, node: str | None, prompt: int, completion: int
+    ) -> tuple[float, float]:
+        """Slot seconds and cost of the request with this id, which runs, with so many tokens."""
         seconds = self.slot_seconds_so_far(request_id)
-        cost = self.cost_of_use(node, tokens.prompt, tokens.completion, seconds)
-        return CostSoFar(seconds, cost)
+        return seconds, self.cost_of_use(node, prompt, completion, seconds)
 
     def recovered_row(
-        self, used: UsedBefore, record: RequestRecord, accounts: Accounts | None
+        self,
+        request_id: str,
+        whose: Whose,
+        times: tuple[float, float],
+        record: RequestRecord,
+        accounts: Accounts | None,
     ) -> UsageRow:
-        """The ledger's row of a stored request whose process ended before it could record it."""
+        """The ledger's row of a stored request whose process ended before it could record it.
+
+        `times`: when it began and ended, Unix time.
+        """
         prompt, completion = record.prompt_tokens, record.completion_tokens
         if accounts is not None:
-            self.book.count_recovered(accounts, prompt + completion, record.cost, used.ended_at)
-        return (
-            used.id, self.process, used.started_at, used.ended_at, used.key, used.group, used.user,
-            *self._rest_of_row(record, record.model, prompt, completion),
-            *UNKNOWN_TIMES,
-        )  # fmt: skip
+            self.book.count_recovered(accounts, prompt + completion, record.cost, times[1])
+        rest = self._rest_of_row(record, record.model, prompt, completion)
+        return (request_id, self.process, *times, *whose, *rest, *UNKNOWN_TIMES)
 
     def open_requests(self, before: float, but: Mapping[str, object]) -> Iterator[OpenRequest]:
         """The requests that run and were admitted before this Unix time, for the ledger.
@@ -162,7 +141,7 @@ class Meter:
                 break
             accounts = reservation.accounts
             prompt, completion = self.tokens_so_far(id_)
-            slot_seconds = self.slot_seconds_so_far(id_)
+            slot_seconds, cost = self.cost_so_far(id_, record.node, prompt, completion)
             yield OpenRequest(
                 id=id_,
                 started_at=reservation.admitted_at,
@@ -180,7 +159,7 @@ class Meter:
                 prompt_tokens=prompt,
                 completion_tokens=completion,
                 slot_seconds=slot_seconds,
-                cost=self.cost_of_use(record.node, prompt, completion, slot_seconds),
+                cost=cost,
             )
 
     def _publish(self, reservation: Reservation, record: RequestRecord) -> None:

@@ -67,6 +67,10 @@ MOST_GROUPS = 100_000  # groups that a report keeps in memory, some 50 MB
 MOST_ROWS = 10_000  # rows of one report; `total` has the others too
 # Times that a report begins anew because the retention of another process has moved rows.
 MOST_RESTARTS = 5
+SUMMED_NOTE = (
+    "some of these requests are kept as sums of whole days: such a day is counted in full, and "
+    "percentiles leave out its requests"
+)
 MOST_SECONDS = 60.0  # seconds that a report may take, the wait for another one included
 # Name of the number in `revisions` that rises whenever rows of `usage` become sums.
 ROLLED_UP = "usage_days"
@@ -376,11 +380,7 @@ class ReportReader:
                 latencies = by_values[values] = self._latencies.setdefault(group, Latencies())
             latencies.add(*row[width:])
         if len(self._latencies) > MOST_TIMED_GROUPS:
-            raise InvalidQuery(
-                "percentiles",
-                f"more than {MOST_TIMED_GROUPS} groups: shorten the time with since and until, or "
-                "choose another dimension",
-            )
+            raise _too_many_groups("percentiles", MOST_TIMED_GROUPS)
 
     def _of_caller(self, statement: Select[Any], table: FromClause) -> Select[Any]:
         if self.query.key is not None:
@@ -394,41 +394,27 @@ class ReportReader:
         first, last = date_of(self.query.since), date_of(self.query.until - 0.001)
         places, day = self._places(usage_days), usage_days.c.day
         statement = select(*places, *_DAY_SUMS).where(day >= first, day <= last)
-        self._add(connection, self._of_caller(statement, usage_days).group_by(*places))
-        self._notes = []
-        if self.query.percentiles:
-            summed = select(usage_days.c.day).where(day >= first, day <= last).limit(1)
-            if connection.scalar(self._of_caller(summed, usage_days)) is not None:
-                self._notes.append(
-                    "percentiles leave out requests that are kept as sums of whole days"
-                )
-        for cut, edge in ((first, self.query.since), (last, self.query.until)):
-            if edge % DAY and cut not in "".join(self._notes):
-                summed = select(usage_days.c.day).where(day == cut).limit(1)
-                if connection.scalar(self._of_caller(summed, usage_days)) is not None:
-                    self._notes.append(
-                        f"requests of {cut} are kept as sums of the whole day, and are counted "
-                        "in full"
-                    )
+        summed = self._add(connection, self._of_caller(statement, usage_days).group_by(*places))
+        is_cut = self.query.since % DAY or self.query.until % DAY
+        self._notes = [SUMMED_NOTE] if summed and (is_cut or self.query.percentiles) else []
 
     def _places(self, table: FromClause) -> list[ColumnElement[Any]]:
         """The columns of a group: its dimensions, then tier and node."""
         return [*(dimension(table, name) for name in self.query.by), table.c.tier, table.c.node]
 
-    def _add(self, connection: Connection, statement: Select[Any]) -> None:
-        width = len(self.query.by)
+    def _add(self, connection: Connection, statement: Select[Any]) -> bool:
+        """Count these rows; returns whether there are any."""
+        width, found = len(self.query.by), False
         for row in connection.execute(statement):
             group = tuple(map(label_of, self.query.by, row[:width]))
             values = row[width + 2 :]
             if group not in self._groups and len(self._groups) >= MOST_GROUPS:
-                raise InvalidQuery(
-                    "by",
-                    f"more than {MOST_GROUPS} groups: shorten the time with since and until, or "
-                    "choose another dimension",
-                )
+                raise _too_many_groups("by", MOST_GROUPS)
             self._groups.setdefault(group, Sums()).add(values)
             node = (label_of("tier", row[width]), label_of("node", row[width + 1]))
             self._nodes.setdefault(node, Sums()).add(values)
+            found = True
+        return found
 
     def _read_hours(self, connection: Connection) -> list[money.NodeHours]:
         if self.query.key is not None:
@@ -464,6 +450,11 @@ class ReportReader:
             self.query, largest, total, found, nodes, self._hours, notes,
             latencies if self.query.percentiles else None,
         )  # fmt: skip
+
+
+def _too_many_groups(parameter: str, most: int) -> InvalidQuery:
+    shorten = "shorten the time with since and until, or choose another dimension"
+    return InvalidQuery(parameter, f"more than {most} groups: {shorten}")
 
 
 def end_of_step(connection: Connection, ends: Select[Any], start: float, rows: int) -> float | None:

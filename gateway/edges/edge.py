@@ -639,7 +639,8 @@ class EdgeMeter(Meter):
         self._requests.open[request.id] = AdmittedRequest(
             opening, accounts, accounts.tell_rates, record
         )
-        return Reservation(self.book, accounts, request, 0.0, 0, 0.0)
+        tracked, version = accounts.tracked, accounts.version
+        return Reservation(self.book, accounts, tracked, version, request, 0.0, 0, 0.0)
 
     def ended(self, reservation: Reservation, record: RequestRecord) -> None:
         """The response has ended. The brain gets its record when what it used is known, soon."""

@@ -25,7 +25,7 @@ import gateway
 from gateway.edges import sockets
 from gateway.edges.brain import Brain
 from gateway.http.exchange import ConnectionOrigin
-from gateway.watch.metrics import EdgeSample, EdgesSample
+from gateway.watch.metrics import EdgeSample
 
 MOST_UNTAKEN = 64  # connections that one edge has not confirmed yet; more wait in the backlog
 MOST_START_SECONDS = 60.0  # for an edge to serve; then it is ended
@@ -141,17 +141,16 @@ class Edges:
         self._all_tried = asyncio.Event()
         self._ending = asyncio.Event()
 
-    def sample(self) -> EdgesSample:
+    def sample(self) -> list[EdgeSample]:
         """The edges, as operators see them."""
         now = self._clock()
-        running = [
+        return [
             EdgeSample(
                 one.name, one.process.pid, one.ready, one.load.streams, one.load.connections,
                 one.cpu_share, one.load.cpu_seconds, one.load.memory, now - one.started_at,
             )
             for one in self._running.values()
         ]  # fmt: skip
-        return EdgesSample(running, self.brain.edges, self.died, self.brain.late_leases)
 
     # Clients.
 

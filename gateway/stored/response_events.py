@@ -24,7 +24,6 @@ from gateway.api.json_values import InvalidJson, JsonObject, parse_object
 from gateway.api.responses import read_response
 from gateway.api.tokens import read_openai_usage
 from gateway.api.transcript import TranscriptRecorder
-from gateway.callers.meter import TokensSoFar
 from gateway.errors import GatewayError
 from gateway.forward.resume import FirstRun
 from gateway.lease import Usage
@@ -214,7 +213,7 @@ class ResponseEvents:
     _mark: bytes = b""  # goes before the next event with content
     _model: str = ""  # the model that answers, as far as the nodes have not told
     _in_progress: bool = False
-    _measure: Callable[[TokensSoFar], RunEnd] | None = None
+    _measure: Callable[[int, int], RunEnd] | None = None
     _tokens: int = 0  # tokens of the output that the log had when it was opened
     _repetition: Repetition | None = None
     _error: tuple[str, str] | None = None
@@ -302,8 +301,8 @@ class ResponseEvents:
             mark = _RunMark(first_run.model, first_run.node_kind)
             self._mark = _RUN_MARK + msgspec.json.encode(mark) + b"\n"
 
-    def measured_by(self, measure: Callable[[TokensSoFar], RunEnd]) -> None:
-        """`measure` tells what the run has used, once it is known how many tokens those are."""
+    def measured_by(self, measure: Callable[[int, int], RunEnd]) -> None:
+        """`measure` tells what the run has used, given its prompt's and its answer's tokens."""
         self._measure = measure
 
     def usage(self, response: JsonObject) -> Usage:
@@ -358,7 +357,7 @@ class ResponseEvents:
             mark, self._mark = self._mark, b""
         if self._measure is not None and values[-1]["type"] in TERMINAL_TYPES:
             tokens = self.usage(values[-1]["response"])
-            end = self._measure(TokensSoFar(tokens.prompt_tokens, tokens.completion_tokens))
+            end = self._measure(tokens.prompt_tokens, tokens.completion_tokens)
             mark += _END_MARK + msgspec.json.encode(end) + b"\n"
         try:
             await self._log.append(values, comment=mark)

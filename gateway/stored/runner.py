@@ -25,7 +25,7 @@ from gateway.callers.callers import cache_policy_of, owner_of_stored
 from gateway.callers.keys import KeyRing
 from gateway.callers.ledger import UsageRow
 from gateway.callers.limits import Accounts, Reservation
-from gateway.callers.meter import Meter, TokensSoFar, UsedBefore
+from gateway.callers.meter import Meter
 from gateway.config.keys import SHARED_CACHE, CachePolicy, NodeLabels
 from gateway.config.settings import Settings
 from gateway.errors import CLIENT_CLOSED_STATUS, LIMIT_CODES, GatewayError
@@ -218,8 +218,8 @@ class RequestRunner:
             record.classify(max(priority, caller.max_priority))
         except GatewayError as error:
             errors.drop_traceback(error)  # Its key is gone; its use was all the same.
-        used = UsedBefore(row.id, row.owner, row.group_name, row.user, end.started_at, end.ended_at)
-        return self.meter.recovered_row(used, record, accounts)
+        whose, times = (row.owner, row.group_name, row.user), (end.started_at, end.ended_at)
+        return self.meter.recovered_row(row.id, whose, times, record, accounts)
 
     async def run(
         self,
@@ -405,11 +405,11 @@ class _Run:
             sink.runs_on(FirstRun(lease.model, node_kind(response.node.resume_key)))
         return response
 
-    def _measure(self, tokens: TokensSoFar) -> RunEnd:
+    def _measure(self, prompt: int, completion: int) -> RunEnd:
         runner, record, id_ = self.runner, self._record, self.stored.id
         reservation = self._reservation
         assert reservation is not None
-        cost = runner.meter.cost_so_far(id_, record.node, tokens)
+        cost = runner.meter.cost_so_far(id_, record.node, prompt, completion)
         started_at, now = reservation.admitted_at, runner.wall_clock()
         return RunEnd(started_at, now, node_word(id_, record.node), record.attempts, *cost)
 

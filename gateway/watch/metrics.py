@@ -379,16 +379,6 @@ class EdgeSample:
     uptime_seconds: float
 
 
-@dataclass(frozen=True, slots=True)
-class EdgesSample:
-    """The processes that relay for the gateway."""
-
-    running: Sequence[EdgeSample]
-    configured: int  # that the settings want
-    died: int  # that have ended by themselves
-    late_leases: int  # that came too late to be used
-
-
 # What a member of a cluster may be.
 ROLES = ("leader", "follower", "alone", "limbo")
 
@@ -421,25 +411,6 @@ class ClusterSample:
     lost: Sequence[str]  # members that this one, the leader, does not hear of
     apart: Sequence[str]  # members whose files are in another folder than those of this one
     late: int  # requests that were not sent to a node, since this member did not lead any more
-
-
-@dataclass(slots=True)
-class BatchSample:
-    """Work that can wait, at the time of a scrape; counts are of this process."""
-
-    batches: Mapping[str, int]  # By state
-    lines: Mapping[str, int]  # Lines whose result was recorded, by outcome
-    waiting: Mapping[str, int]  # Stored requests that may run, by kind
-    running: int  # Lines that were offered to the scheduler
-    claimed: int  # Lines that are to be offered next
-    deferred: int
-    retried: int
-    oldest_seconds: float
-    results_blocked: bool = False
-    """Whether results wait, since the disk or the store does not take them."""
-    folder_refusals: int = 0  # Files for which the folder had no room
-    folder_full: bool = False  # Whether the folder has no room for what came of late
-    webhooks_waiting: int = 0  # Deliveries that wait in the store
 
 
 class Metrics:

@@ -11,7 +11,7 @@ import hashlib
 import shlex
 from collections import Counter, defaultdict
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import structlog
@@ -47,6 +47,7 @@ LEAST_OF_OTHERS, OTHERS_SHARE = 2, 0.5
 OUT_STATES = frozenset({"down", "ejected", "loading"})
 # States of nodes that work; a mute one is busy, a sleeping one wakes up for its next request.
 USABLE_STATES = frozenset({"ready", "degraded", "mute", "sleeping"})
+Rule = Callable[["FleetCondition"], Iterator["Problem"]]
 NODES = "llama-gateway nodes"
 MODELS = "llama-gateway models"
 CHECK = "llama-gateway check"
@@ -59,6 +60,19 @@ def find_problems(condition: FleetCondition) -> list[Problem]:
     found = [problem for rule in RULES for problem in rule(condition)]
     found.sort(key=lambda problem: _RANKS[problem.severity])
     return found[:MOST_PROBLEMS]
+
+
+def _bounded(rule: Rule) -> Rule:
+    """Let a rule tell of `MOST_NAMED` problems one by one, and of all others by the next one."""
+
+    def first(state: FleetCondition) -> Iterator[Problem]:
+        found = list(rule(state))
+        yield from found[:MOST_NAMED]
+        for one in found[MOST_NAMED : MOST_NAMED + 1]:
+            title = f"{len(found) - MOST_NAMED} more like these: {one.title}"
+            yield replace(one, id=one.id.partition(":")[0], title=title)
+
+    return first
 
 
 def _locked(state: FleetCondition) -> Iterator[Problem]:
@@ -90,23 +104,21 @@ def _fleet_out(state: FleetCondition) -> Iterator[Problem]:
 def _models_out(state: FleetCondition) -> Iterator[Problem]:
     if not state.usable:
         return
-    for model, nodes in state.models.items():
-        if nodes.total and not nodes.usable:
+    for model, (total, usable) in state.models.items():
+        if total and not usable:
             yield Problem(
                 f"model_out:{model}",
                 f"No node serves {model}",
-                f"All {nodes.total} of its nodes are out, so its requests wait, then get 503."
-                if nodes.total > 1
-                else "Its only node is out, so its requests wait, then get 503.",
+                f"All of its nodes ({total}) are out, so its requests wait, then get 503.",
                 "Bring one of its nodes back, or let an alias lead to another model.",
                 (NODES, PROBE_ALL),
                 severity=Severity.CRITICAL,
             )
 
 
+@_bounded
 def _paused_models(state: FleetCondition) -> Iterator[Problem]:
-    paused = sorted(state.paused_models)
-    for name in paused[:MOST_NAMED]:
+    for name in sorted(state.paused_models):
         yield Problem(
             f"model_paused:{name}",
             f"The model {name} is paused",
@@ -118,45 +130,22 @@ def _paused_models(state: FleetCondition) -> Iterator[Problem]:
                 f"llama-gateway audit --action models.pause --target {shlex.quote(name)}",
             ),
         )
-    more = len(paused) - MOST_NAMED
-    if more > 0:
-        yield Problem(
-            "model_paused",
-            f"Further models are paused: {more}",
-            "An operator paused them: each request gets 503 model_paused, also after a restart.",
-            "List the models, and resume each when you are done.",
-            (MODELS, "llama-gateway audit --action models.pause"),
-        )
 
 
+@_bounded
 def _differing_models(state: FleetCondition) -> Iterator[Problem]:
-    models = list(state.differing_models.items())
-    for name, differences in models[:MOST_NAMED]:
+    for name, differences in state.differing_models.items():
         yield Problem(
             f"model_differs:{name}",
             f"The nodes of {name} differ",
             f"{'. '.join(differences)}.",
-            _DIFFERS_REMEDY,
+            "If it is on purpose, do nothing, or give each kind a public name of its own (model "
+            "in nodes.yaml). Else start these nodes' servers with the same file, build and "
+            "options: until then a request's answer depends on its node, and a stream can't move "
+            "to a node that differs.",
             (MODELS, CHECK),
             severity=Severity.NOTICE,
         )
-    more = len(models) - MOST_NAMED
-    if more > 0:
-        yield Problem(
-            "model_differs",
-            f"The nodes of further models differ: {more}",
-            "They differ in quantisation, build, context or chat template.",
-            _DIFFERS_REMEDY,
-            (MODELS, CHECK),
-            severity=Severity.NOTICE,
-        )
-
-
-_DIFFERS_REMEDY = (
-    "If it is on purpose, do nothing, or give each kind a public name of its own (model in "
-    "nodes.yaml). Else start these nodes' servers with the same file, build and options: until "
-    "then a request's answer depends on its node, and a stream can't move to a node that differs."
-)
 
 
 def _out_nodes(state: FleetCondition) -> Iterator[Problem]:
@@ -165,15 +154,8 @@ def _out_nodes(state: FleetCondition) -> Iterator[Problem]:
         if node.state in OUT_STATES:
             groups[node.host, node.state].append(node)
     for (host, word), nodes in groups.items():
-        names = tuple(node.name for node in nodes)
+        names = _names(nodes)
         whole = sum(node.model is None for node in nodes)  # the others are models of routers
-        whole_host = len(nodes) > 1 and whole == len(nodes) == state.hosts.get(host)
-        if len(nodes) == 1:
-            title = f"{names[0]} is {word}"
-        elif whole_host:
-            title = f"All {len(nodes)} nodes of {host} are {word}"
-        else:
-            title = f"{len(nodes)} nodes of {host} are {word}"
         lost = whole / max(1, state.in_service)
         severity = Severity.CRITICAL if lost >= 0.5 else Severity.WARNING
         if word == "loading":
@@ -181,11 +163,13 @@ def _out_nodes(state: FleetCondition) -> Iterator[Problem]:
         remedy, commands = _OUT_REMEDIES[word]
         yield Problem(
             f"{word}:{host}:{names[0]}",
-            title,
+            f"{names[0]} is {word}"
+            if len(nodes) == 1
+            else f"{len(nodes)} nodes of {host} are {word}",
             _reasons(nodes),
             remedy,
             tuple(command.format(nodes=_selection(nodes)) for command in commands),
-            names[:MOST_NAMED],
+            names,
             severity=severity,
         )
 
@@ -226,14 +210,15 @@ def _slow_nodes(state: FleetCondition) -> Iterator[Problem]:
             )
 
 
+@_bounded
 def _failed_loads(state: FleetCondition) -> Iterator[Problem]:
-    for node in [node for node in state.nodes if node.load_failures][:MOST_NAMED]:
+    for node in [node for node in state.nodes if node.load_failures]:
         router = node.name.partition("/")[0]
-        times = f" {node.load_failures} times in a row" if node.load_failures > 1 else ""
         yield Problem(
             f"load_failed:{node.name}",
-            f"{router} could not load {node.model}{times}",
-            f"{_sentence(node.reason)} Its requests go to other nodes that have it, or wait.",
+            f"{router} could not load {node.model}",
+            f"{_sentence(node.reason)} Failed loads in a row: {node.load_failures}. Its requests "
+            "go to other nodes that have it, or wait.",
             "Read the router's log: a file that is cut short, too little memory and an "
             "architecture that its build does not know are the usual causes. It is tried again, "
             "each time after longer; once it is mended, load it by hand, which is tried at once.",
@@ -275,8 +260,9 @@ def _routers_left_alone(state: FleetCondition) -> Iterator[Problem]:
             )
 
 
+@_bounded
 def _unkept_wishes(state: FleetCondition) -> Iterator[Problem]:
-    for wish in state.unkept[:MOST_NAMED]:
+    for wish in state.unkept:
         model, where = shlex.quote(wish.model), shlex.quote(wish.node)
         yield Problem(
             f"not_kept:{wish.model}:{wish.node}",
@@ -294,12 +280,9 @@ def _unkept_wishes(state: FleetCondition) -> Iterator[Problem]:
 def _drifted_nodes(state: FleetCondition) -> Iterator[Problem]:
     for node in state.nodes:
         if node.drift:
-            swapped = any(line.startswith("model:") for line in node.drift)
             yield Problem(
                 f"drift:{node.name}",
-                f"{node.name} serves another model than the inventory says"
-                if swapped
-                else f"{node.name} differs from the inventory",
+                f"{node.name} differs from the inventory",
                 _sentence("; ".join(node.drift)),
                 "Start its server with the right model, or correct its entry in nodes.yaml, which "
                 "is read again when it changes.",
@@ -325,22 +308,15 @@ def _drained_nodes(state: FleetCondition) -> Iterator[Problem]:
     drained = [node for node in state.nodes if node.state == "draining"]
     if not drained:
         return
-    names = tuple(node.name for node in drained)
-    title, cause = f"{names[0]} is drained", "An operator took it out; it gets"
-    remedy, commands = "Resume it when you are done", [f"nodes resume {_selection(drained)}"]
-    if len(names) > 1:
-        title, cause = f"{len(names)} nodes are drained", "Operators took them out; they get"
-        remedy = "Resume them when you are done"
-    if len({node.host for node in drained}) > MOST_NAMED < len(names):
-        remedy += f": the command takes the first {MOST_NAMED} hosts"
-        commands.append("nodes")
     yield Problem(
         "draining",
-        title,
-        f"{cause} no new requests, also after a restart.",
-        f"{remedy}.",
-        tuple(f"llama-gateway {command}" for command in commands),
-        names[:MOST_NAMED],
+        f"{drained[0].name} is drained"
+        if len(drained) == 1
+        else f"{len(drained)} nodes are drained",
+        "An operator took them out: they get no new requests, also after a restart.",
+        f"Resume them when you are done; of many, the command takes those of {MOST_NAMED} hosts.",
+        (f"llama-gateway nodes resume {_selection(drained)}", NODES),
+        _names(drained),
         severity=Severity.NOTICE,
     )
 
@@ -387,47 +363,42 @@ def _flooding_caller(state: FleetCondition) -> Iterator[Problem]:
         )
     if caller is None:
         return
-    place = state.settings_keys.get(caller)
-    remedy, commands = _flood_remedy(caller, place, is_limited=is_limited)
+    remedy, commands = _flood_remedy(caller, caller in state.settings_keys, is_limited)
     yield Problem(
         "flood",
         title,
         f"{_sentence(cause)} Others still get their turn: callers share the queue fairly.",
-        remedy.format(entry=f"keys[{place}] (id: {caller})"),
+        remedy,
         tuple(line.format(name=shlex.quote(caller)) for line in commands),
         caller=caller,
         caller_name=state.caller_names.get(caller),
         anonymous_commands=tuple(line.format(name="NAME") for line in commands),
-        anonymous_remedy=remedy.format(entry="its entry of keys"),
     )
 
 
 def _flood_remedy(
-    caller: str, place: int | None, *, is_limited: bool
+    caller: str,
+    of_settings: bool,  # noqa: FBT001
+    is_limited: bool,  # noqa: FBT001
 ) -> tuple[str, tuple[str, ...]]:
-    """What to do, with `{entry}` where the settings have its key, and commands with its `{name}`.
+    """What to do, and the commands for it, with `{name}` for that of its key.
 
-    `place`: of its key in the settings; None: the store has it. `is_limited`: limits refuse.
+    `of_settings`: the settings have its key. `is_limited`: limits refuse it.
     """
     if caller.startswith(("anonymous:", "playground:")):
         keys = "llama-gateway keys create --name NAME --rpm 60"
         return "Give callers keys, so that each has a limit.", (keys,)
-    show = "llama-gateway keys show {name}"
-    if is_limited:
-        raised = "in gateway.yaml, at {entry}" if place is not None else "by keys set"
-        words = (
-            "It has reached a limit of its key or group, which holds: tell its user to send less, "
-            f"or to wait as Retry-After says. If it should have more, raise the limit {raised}."
-        )
-        return words, (show,)
-    if place is not None:
-        words = (
-            "Give its key a limit (limits.rpm), or remove the key, in gateway.yaml, at {entry}; "
-            "the file is read again when it changes."
-        )
-        return words, (show, CHECK)
+    show, where = "llama-gateway keys show {name}", "by keys set"
     commands = (show, "llama-gateway keys set {name} --rpm 60")
-    return "Give its key a limit, or revoke it.", commands
+    if of_settings:
+        where, commands = "in gateway.yaml, at its entry of keys", (show, CHECK)
+    if not is_limited:
+        return f"Give its key a limit (rpm) {where}, or end the key.", commands
+    words = (
+        "It has reached a limit of its key or group, which holds: tell its user to send less, or "
+        f"to wait as Retry-After says. If it should have more, raise the limit {where}."
+    )
+    return words, (show,)
 
 
 _QUOTA_OWNERS = {
@@ -437,8 +408,9 @@ _QUOTA_OWNERS = {
 }
 
 
+@_bounded
 def _used_quotas(state: FleetCondition) -> Iterator[Problem]:
-    for one in state.quotas[:MOST_NAMED]:
+    for one in state.quotas:
         of, limit, period, most, used, _, resets_at = one.standing
         owner, show = _QUOTA_OWNERS[of]
         what = f"the {'money' if limit == 'budget' else 'tokens'} of the {period}"
@@ -459,30 +431,17 @@ def _used_quotas(state: FleetCondition) -> Iterator[Problem]:
             anonymous_commands=(show.format("NAME"),),
             severity=Severity.WARNING if one.spent else Severity.NOTICE,
         )
-    more = len(state.quotas) - MOST_NAMED
-    if more > 0:
-        yield Problem(
-            "quotas",
-            f"Further limits of money or tokens are nearly used up: {more}",
-            "Of each at least 80 % of its day or month is used.",
-            "Nothing, if that is the limits' purpose. Else raise them.",
-            ("llama-gateway keys list", "llama-gateway groups list"),
-            severity=Severity.NOTICE,
-        )
 
 
 def _undefined_groups(state: FleetCondition) -> Iterator[Problem]:
     groups = state.undefined_groups
     if not groups:
         return
-    names = [f"{name} ({_count(keys, 'key')})" for name, keys in groups.items()]
-    more = len(names) - MOST_NAMED
-    shown = ", ".join(names[:MOST_NAMED]) + (f" and {more} more" if more > 0 else "")
+    shown = _listed([f"{name} ({_count(keys, 'key')})" for name, keys in groups.items()])
     first = shlex.quote(next(iter(groups)))
     yield Problem(
         "groups_undefined",
-        f"{_count(len(groups), 'group')} of keys {'is' if len(groups) == 1 else 'are'} defined "
-        "nowhere, and so without a limit",
+        f"Keys are of groups that nobody has defined, and so without a limit: {len(groups)}",
         "Keys name groups that neither the settings nor the store define; the release after this "
         "one refuses such keys.",
         "Define each, with or without limits, or take its keys out of it.",
@@ -645,15 +604,11 @@ def _lost_edges(state: FleetCondition) -> Iterator[Problem]:
     if not lost:
         return
     broken = [request for edge in lost for request in edge.requests]
-    named = ", ".join(broken[:MOST_NAMED])
-    more = len(broken) - MOST_NAMED
-    told = f"{_count(len(broken), 'request')} broke off: {named}" if broken else "Nothing broke off"
     yield Problem(
         "edge_died",
         f"{_count(len(lost), 'edge')} died in the last {duration_words(LOST_EDGE_SECONDS)}",
         f"The last one was '{lost[-1].edge}' ({lost[-1].reason}). "
-        + told
-        + (f" and {more} more." if more > 0 else "."),
+        f"{_count(len(broken), 'request')} broke off: {_listed(broken) or 'none'}.",
         "It was started again. Its last words are in the log; if the machine killed it, memory is "
         "short.",
         ("journalctl -u llama-gateway -n 200", "journalctl -k -n 50"),
@@ -710,6 +665,17 @@ def _cluster(state: FleetCondition) -> Iterator[Problem]:
 
 def _count(number: int, what: str) -> str:
     return f"{number} {what}{'' if number == 1 else 's'}"
+
+
+def _names(nodes: Sequence[NodeCondition]) -> tuple[str, ...]:
+    """The names of the first of these nodes."""
+    return tuple(node.name for node in nodes[:MOST_NAMED])
+
+
+def _listed(names: Sequence[str]) -> str:
+    """The first of these names, and how many there are besides."""
+    more = len(names) - MOST_NAMED
+    return ", ".join(names[:MOST_NAMED]) + (f" and {more} more" if more > 0 else "")
 
 
 RULES = (
@@ -772,7 +738,6 @@ class Problem:
     caller_name: str | None = None  # the name of its key; likewise
     anonymous_commands: tuple[str, ...] | None = None
     """`commands` for those who may not know the caller; None: they do not name it."""
-    anonymous_remedy: str | None = None  # likewise
     severity: Severity = Severity.WARNING
 
     def as_json(self, *, may_name_callers: bool) -> dict[str, Any]:
@@ -780,21 +745,12 @@ class Problem:
         shown = {name: getattr(self, name) for name in _SHOWN} | {"severity": self.severity.value}
         if not may_name_callers:
             shown |= {"caller": None, "caller_name": None}
-            shown["remedy"] = self.anonymous_remedy or self.remedy
             shown["commands"] = self.anonymous_commands or self.commands
         return shown
 
 
 _SHOWN = (
-    "id",
-    "severity",
-    "title",
-    "cause",
-    "remedy",
-    "commands",
-    "nodes",
-    "caller",
-    "caller_name",
+    *("id", "severity", "title", "cause", "remedy", "commands", "nodes", "caller", "caller_name"),
 )
 
 
@@ -866,14 +822,6 @@ class NodeCondition:
 
 
 @dataclass(frozen=True, slots=True)
-class ModelNodes:
-    """The nodes in service that serve a model."""
-
-    total: int
-    usable: int
-
-
-@dataclass(frozen=True, slots=True)
 class QueueCondition:
     """The requests that wait."""
 
@@ -902,20 +850,19 @@ class FleetCondition:
     """The state from which problems are found."""
 
     nodes: Sequence[NodeCondition] = ()  # those that are not simply at work
-    hosts: Mapping[str, int] = field(default_factory=dict)  # nodes in service by host
     in_service: int = 0  # nodes that should work
     usable: int = 0  # of them, nodes that do
     tell_slots: int = 0  # of these, nodes that tell which of their slots are busy
     used_by_others: Sequence[str] = ()  # of these, nodes of which others take slots all the time
-    models: Mapping[str, ModelNodes] = field(default_factory=dict)
+    models: Mapping[str, Sequence[int]] = field(default_factory=dict)
+    """Of each model how many nodes in service serve it, and how many of these are usable."""
     paused_models: Collection[str] = ()  # public names that an operator has paused
     unkept: Sequence[UnkeptWish] = ()
     differing_models: Mapping[str, Sequence[str]] = field(default_factory=dict)
     """By public name: how the nodes that serve it differ, in words."""
     queue: QueueCondition = QueueCondition()
     traffic: RecentTraffic = field(default_factory=RecentTraffic)
-    settings_keys: Mapping[str, int] = field(default_factory=dict)
-    """Of the callers named above, those whose keys are in the settings: their places in `keys`."""
+    settings_keys: Collection[str] = ()  # of the callers above, those whose keys the settings have
     caller_names: Mapping[str, str | None] = field(default_factory=dict)
     """The names of their keys."""
     quotas: Sequence[UsedQuota] = ()  # the fullest first

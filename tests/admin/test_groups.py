@@ -156,7 +156,7 @@ async def test_a_quota_that_runs_out_is_a_problem_a_metric_and_one_webhook_over_
             assert (await post(running, key["key"])).status_code == 200
             await running.gateway.background.quotas.look()
             await receiver.came(1)
-            (used,) = running.gateway.quotas
+            (used,) = running.gateway.quotas.used
             body = json.loads(receiver.requests[0].body)
             assert receiver.requests[0].line.startswith("POST /quotas ")
             assert (body["data"]["key"], body["data"]["name"]) == (key["id"], "alice")

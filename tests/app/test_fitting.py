@@ -112,27 +112,11 @@ def test_a_host_is_refused_that_can_not_hold_what_must_always_be_there(check: Ch
     (problem,) = check(FLEET, settings)
     assert (problem.file.name, problem.line, problem.key) == ("nodes.yaml", 4, "nodes[0]")
     assert problem.message == (
-        "a has 64GiB, and always to be loaded there are big (60GiB), small (8GiB): 68GiB"
+        "a has 64GiB, and always to be loaded there are big (60GiB), small (8GiB): 68GiB in all"
     )
     assert check(FLEET, settings.replace("8GiB", "4GiB")) == ()
     # What is not known counts nothing.
     assert check(FLEET, settings.replace("{memory: 8GiB}", "{}")) == ()
-
-
-def test_copies_that_no_other_host_has_room_for_count_where_they_must_be(check: Check) -> None:
-    nodes = """
-    nodes:
-      - {name: a, url: http://a, memory: 32GiB, preload: base}
-      - {name: b, url: http://b, memory: 16GiB}
-      - {name: c, url: http://c, memory: 16GiB}
-    """
-    settings = "models: {base: {memory: 8GiB}, big: {memory: 28GiB, replicas: {min: 1}}}"
-    (problem,) = check(nodes, settings)
-    assert (problem.line, problem.key) == (3, "nodes[0].memory")
-    assert "big (28GiB), base (8GiB): 36GiB" in problem.message
-    assert check(nodes, settings.replace("28GiB", "24GiB")) == ()
-    # The memory that nobody has written may be large enough.
-    assert check(nodes.replace("c, memory: 16GiB", "c"), settings) == ()
 
 
 def test_two_memories_of_one_host_are_reported(check: Check) -> None:

@@ -32,6 +32,7 @@ INVENTORY = "nodes: [{name: a, url: 'http://127.0.0.1:9'}]\n"
 def folder(tmp_path: Path) -> Path:
     (tmp_path / "nodes.yaml").write_text(INVENTORY)
     (tmp_path / "empty.txt").touch()
+    (tmp_path / "key.txt").write_text("an admin key")
     return tmp_path
 
 
@@ -82,6 +83,21 @@ def test_problems_of_both_files_are_reported_together(folder: Path) -> None:
         ("listen: {trusted_proxies: [127.0.0.1]}", ["listen.trusted_proxies"]),
         ("admin: {host: 0.0.0.0}", ["admin.host"]),
         ("listen: {port: 9000}\nadmin: {port: 9000}", ["listen.port"]),
+        ("listen: {port: 9000}\nadmin: {port: 9000, host: localhost}", []),
+        (
+            "listen: {port: 9000}\nadmin: {port: 9000, host: '::', key_file: key.txt}",
+            ["listen.port"],
+        ),
+        ("listen: {port: 0}\nadmin: {port: 0}", []),
+        (
+            "listen: {host: 0.0.0.0, port: 9000}\nadmin: {port: 9000}\nallow_anonymous: true",
+            ["listen.port"],
+        ),
+        (
+            "listen: {host: LOCALHOST, port: 9000}\nadmin: {host: localhost, port: 9000}",
+            ["listen.port"],
+        ),
+        ("listen: {host: 0.0.0.0, trusted_proxies: [127.0.0.1]}\nallow_anonymous: true", []),
         ("admin: {key_file: empty.txt}", ["admin.key_file"]),
         ("listen: {tls: {cert: empty.txt, key: empty.txt}}", ["listen.tls"]),
         ("admin: {tls: {cert: empty.txt, key: empty.txt}}", ["admin.tls"]),
@@ -94,6 +110,10 @@ def test_what_keeps_the_listeners_from_starting_is_named_by_its_key(
     check = check_startup(options(folder, settings))
     assert [problem.key for problem in check.start_problems] == keys
     assert check.settings is not None, "the file itself is valid"
+    for problem in check.start_problems:
+        if problem.key in {"listen.host", "listen.trusted_proxies"}:
+            assert "keys create" in problem.message
+            assert "--allow-anonymous" in problem.message
 
 
 MEMBER = """

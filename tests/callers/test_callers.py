@@ -2,7 +2,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from ipaddress import ip_network
-from typing import Any
 
 import pytest
 from hypothesis import given
@@ -13,7 +12,6 @@ from gateway.callers.callers import (
     MOST_IDENTITY_BYTES,
     IdentityHeaders,
     IPNetwork,
-    admin_listener_problem,
     client_address,
     client_network,
     effective_priority,
@@ -22,10 +20,7 @@ from gateway.callers.callers import (
     is_loopback,
     is_proxied,
     owner_of_stored,
-    port_conflict,
     priority_header,
-    proxied_listener_problem,
-    public_listener_problem,
 )
 from gateway.callers.keys import INITIAL_ACCESS, AnonymousAccess, KeyRing, new_key
 from gateway.errors import GatewayError
@@ -307,52 +302,6 @@ def test_only_loopback_hosts_are_reached_from_this_machine_alone() -> None:
         "127.0.0.1.example.org",
     )  # fmt: skip
     assert [host for host in others if is_loopback(host)] == []
-
-
-def test_a_public_address_and_a_proxy_need_a_key_or_allow_anonymous() -> None:
-    refusal = public_listener_problem("0.0.0.0", keys=0, allow_anonymous=False)
-    proxied = proxied_listener_problem(proxies=1, keys=0, allow_anonymous=False)
-    assert refusal is not None
-    assert proxied is not None
-    assert "0.0.0.0" in refusal
-    assert "listen.trusted_proxies" in proxied
-    for said in (refusal, proxied):
-        assert "keys create" in said
-        assert "--allow-anonymous" in said
-    assert public_listener_problem("127.0.0.1", keys=0, allow_anonymous=False) is None
-    assert proxied_listener_problem(proxies=0, keys=0, allow_anonymous=False) is None
-    for keys, allow_anonymous in ((1, False), (0, True)):
-        chosen: dict[str, Any] = {"keys": keys, "allow_anonymous": allow_anonymous}
-        assert public_listener_problem("0.0.0.0", **chosen) is None
-        assert proxied_listener_problem(proxies=1, **chosen) is None
-
-
-def test_the_admin_listener_needs_a_key_anywhere_but_on_loopback() -> None:
-    refusal = admin_listener_problem("0.0.0.0", has_key=False)
-    assert refusal is not None
-    assert "--admin-key-file" in refusal
-    assert admin_listener_problem("0.0.0.0", has_key=True) is None
-    assert admin_listener_problem("::1", has_key=False) is None
-
-
-@each_case(
-    ("host", "admin_host", "port", "admin_port", "refused"),
-    [
-        ("127.0.0.1", "127.0.0.1", 8000, 8000, True),
-        ("0.0.0.0", "127.0.0.1", 8000, 8000, True),
-        ("127.0.0.1", "::", 8000, 8000, True),
-        ("LOCALHOST", "localhost", 8000, 8000, True),
-        ("127.0.0.1", "127.0.0.1", 8000, 8001, False),
-        ("10.0.0.1", "127.0.0.1", 8000, 8000, False),
-        ("127.0.0.1", "127.0.0.1", 0, 0, False),
-    ],
-)
-def test_two_listeners_can_not_share_an_address(
-    host: str, admin_host: str, port: int, admin_port: int, refused: bool
-) -> None:
-    refusal = port_conflict(host, admin_host, port, admin_port)
-    assert (refusal is not None) == refused
-    assert refusal is None or "--admin-port" in refusal
 
 
 # When a caller without a key is admitted, and when it is trusted as local.

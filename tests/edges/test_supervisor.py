@@ -121,9 +121,7 @@ async def received(sock: socket.socket) -> bytes:
 
 
 async def all_ready(edges: Edges) -> None:
-    await until(
-        lambda: sum(one.ready for one in edges.sample().running) == edges.brain.edges, LIMIT
-    )
+    await until(lambda: sum(one.ready for one in edges.sample()) == edges.brain.edges, LIMIT)
 
 
 async def test_each_connection_goes_to_the_edge_with_the_fewest_requests() -> None:
@@ -155,7 +153,7 @@ async def test_the_brain_keeps_no_descriptor_of_a_connection_that_was_taken() ->
 async def test_what_an_edge_has_not_taken_when_it_dies_goes_to_the_next_one() -> None:
     async with brain(1, "dies", "dies", "") as site:
         ours, pid = await site.client()
-        assert [one.pid for one in site.edges.sample().running] == [pid]
+        assert [one.pid for one in site.edges.sample()] == [pid]
         assert site.edges.died == 2
         assert [name for name, _ in site.sessions.dead] == ["edge-1", "edge-1"]
         ours.close()
@@ -164,14 +162,14 @@ async def test_what_an_edge_has_not_taken_when_it_dies_goes_to_the_next_one() ->
 async def test_an_edge_that_ends_is_started_again() -> None:
     async with brain(2) as site:
         await all_ready(site.edges)
-        before = {one.pid for one in site.edges.sample().running}
+        before = {one.pid for one in site.edges.sample()}
         os.kill(min(before), signal.SIGKILL)
         await until(lambda: site.edges.died == 1, LIMIT)
         # The other one has room meanwhile.
         ours, pid = await site.client()
         assert pid == max(before)
         await all_ready(site.edges)
-        assert len({one.pid for one in site.edges.sample().running} | before) == 3
+        assert len({one.pid for one in site.edges.sample()} | before) == 3
         ours.close()
 
 
@@ -198,7 +196,7 @@ async def test_an_edge_that_is_held_up_gets_no_more_until_it_goes_on() -> None:
     clock = [0.0]
     async with brain(2, clock=lambda: clock[0]) as site:
         await all_ready(site.edges)
-        stopped, other = (one.pid for one in site.edges.sample().running)
+        stopped, other = (one.pid for one in site.edges.sample())
         os.kill(stopped, signal.SIGSTOP)
         pairs = [socket.socketpair() for _ in range(10)]
         for ours, theirs in pairs[:4]:
@@ -346,7 +344,7 @@ async def test_all_edges_end_together_and_none_is_started_again(drain: bool) -> 
         await asyncio.sleep(0)
         assert not site.edges.has_room()
         await asyncio.wait_for(work, LIMIT)
-        assert site.edges.sample().running == []
+        assert site.edges.sample() == []
         assert len(site.sessions.lose) == len(site.sessions.dead) == 2
         assert sorted(site.sessions.told) == ["edge-1", "edge-2"]
         assert site.edges.died == 0

@@ -116,7 +116,7 @@ SLOW = Sign(
 )  # fmt: skip
 FLOOD = Sign(
     "one key flooding", "flood",
-    ("sends more than its limits allow", "flooder", "raise the limit in gateway.yaml, at keys[18]",
+    ("sends more than its limits allow", "flooder", "raise the limit in gateway.yaml, at its entry",
      "llama-gateway keys show flooder"),
     "LlamaCallerRefused", {"caller": "flooder", "reason": "rate_limit_exceeded"}, alert_lasts=True,
 )  # fmt: skip

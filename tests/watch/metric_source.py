@@ -7,17 +7,19 @@ from types import SimpleNamespace
 from typing import Any
 
 from gateway.admin.status import MetricsSource
+from gateway.app.background import BackgroundWork
 from gateway.callers.limits import LimitStanding, UsedQuota
 from gateway.schedule.decision_log import PredictionAccuracy
 from gateway.store.store import StoreStatus
 from gateway.terms import Priority
-from gateway.watch.metrics import BatchSample, ClusterSample, EdgeSample, EdgesSample
+from gateway.watch.metrics import ClusterSample, EdgeSample, MetricsPage
 
-EDGES = EdgesSample([EdgeSample("edge-1", 7, True, 1, 1, 0.1, 1.0, 1 << 20, 9.0)], 1, 0, 0)
+EDGES = [EdgeSample("edge-1", 7, True, 1, 1, 0.1, 1.0, 1 << 20, 9.0)]
 CLUSTER = ClusterSample("prod", "a", "leader", 9.0, 1, "a", (), (), (), 0)
-BATCHES = BatchSample(
-    {"completed": 1}, {"done": 1}, {"line": 1}, 1, 1, deferred=1, retried=1, oldest_seconds=1.0
-)
+COUNTS = SimpleNamespace(
+    batches={"completed": 1}, outcomes={"done": 1}, waiting={"line": 1}, deferred=1, retried=1,
+    oldest=1.0,
+)  # fmt: skip
 QUOTA = LimitStanding("key", "budget", "month", 100.0, 83.0, 0.0, None)
 
 
@@ -38,12 +40,26 @@ def a_source(
         scheduler=scheduler,
         fleet=SimpleNamespace(model_index=SimpleNamespace(paused_by_name={"demo"})),
         registry=range(5),
-        quotas=[UsedQuota("k1", QUOTA, spent=False)],
+        quotas=SimpleNamespace(used=[UsedQuota("k1", QUOTA, spent=False)]),
         config_files=SimpleNamespace(inventory_error="no such key"),
         certificates=SimpleNamespace(listeners=SimpleNamespace(expiry=expiry)),
         store=SimpleNamespace(status=lambda: StoreStatus("", "up", 0.0, None, None, 6, 0)),
         ledger=SimpleNamespace(pending=0, written=0, recovered=0, dropped=0),
-        edges=SimpleNamespace(sample=lambda: EDGES),
+        edges=SimpleNamespace(
+            sample=lambda: EDGES, brain=SimpleNamespace(edges=1, late_leases=0), died=0
+        ),
         cluster=SimpleNamespace(sample=lambda: CLUSTER),
     )
-    return MetricsSource(gateway, retries_left=lambda: 9, batches=lambda: BATCHES)
+    return MetricsSource(gateway, retries_left=lambda: 9, add_batches=add_batches)
+
+
+def add_batches(page: MetricsPage) -> None:
+    """Add what is told of work that callers need not wait for."""
+    folder = SimpleNamespace(refusals=0, full=None)
+    work: Any = SimpleNamespace(
+        feeder=SimpleNamespace(counts=COUNTS, running=1, claimed=1),
+        files=SimpleNamespace(storage=SimpleNamespace(folder=folder)),
+        webhook_sender=SimpleNamespace(waiting=0),
+        _results=SimpleNamespace(problem=None),
+    )
+    BackgroundWork.add_metrics(work, page)

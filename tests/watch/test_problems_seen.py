@@ -146,7 +146,7 @@ async def test_a_key_of_the_settings_beyond_its_limits_names_its_entry(tmp_path:
         running_gateway(tmp_path, [node.url], {"keys": KEYS}) as gateway,
     ):
         flood = await refused_by_limits(gateway, OWN.text)
-        assert "raise the limit in gateway.yaml, at keys[1] (id: own)" in flood.remedy
+        assert "raise the limit in gateway.yaml, at its entry of keys" in flood.remedy
         (show,) = flood.commands
         assert (await follow(gateway, show)).status == 0
 

@@ -6,10 +6,11 @@ import asyncio
 import functools
 import random
 import time
-from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Mapping
 from contextlib import AsyncExitStack, asynccontextmanager, suppress
 from dataclasses import dataclass, field
 from typing import Any
+from unittest.mock import AsyncMock
 
 import httpx
 from starlette.types import ASGIApp
@@ -26,10 +27,10 @@ from gateway.admin.nodes import DrainDeadlines
 from gateway.admin.status import MetricsSource
 from gateway.callers.keys import AdminKeys, KeyRing
 from gateway.callers.ledger import Ledger
-from gateway.callers.limits import LimitBook, UsedQuota
+from gateway.callers.limits import LimitBook
 from gateway.callers.meter import Meter
 from gateway.callers.reports import CallerUsage, Reporter
-from gateway.callers.standings import Standings
+from gateway.callers.standings import QuotaWatch, Standings
 from gateway.callers.stored_keys import KeySync
 from gateway.config.inventory import NodeSpec
 from gateway.config.settings import Settings
@@ -85,7 +86,7 @@ class BareGateway:
     started_at: float = field(default_factory=now)
     version: str = "1.2.3"
     config_files: ConfigFiles = field(default_factory=lambda: ConfigFiles({}, {}, lambda *_: ()))
-    storage: StorageCondition = field(default_factory=StorageCondition)
+    storage: Callable[[], StorageCondition] = StorageCondition
     fleet: Fleet = field(init=False)
     audit: AuditTrail = field(default_factory=lambda: AuditTrail(now))
     certificates: CertificateRenewal = field(init=False)
@@ -95,14 +96,16 @@ class BareGateway:
     ledger: Ledger | None = None
     cluster: ClusterMember | None = None
     edges: Edges | None = None
-    quotas: Sequence[UsedQuota] = ()
-    undefined_groups: Mapping[str, int] = field(default_factory=dict)
+    quotas: QuotaWatch = field(init=False)
+    undefined_groups: Callable[[], Mapping[str, int]] = dict
     ended: list[RequestRecord] = field(default_factory=list)
 
     def __post_init__(self) -> None:
         self.fleet = self.running.fleet
         self.certificates = CertificateRenewal(self.settings, self.fleet, self.audit)
-        self.standings = Standings(self.key_sync, self.handler.meter.book, None)
+        book, ring = self.handler.meter.book, self.key_sync.key_ring
+        self.standings = Standings(self.key_sync, book, None)
+        self.quotas = QuotaWatch(book, ring, AsyncMock())
         self.model_placer = ModelPlacer(
             self.fleet, self.scheduler, self.settings, self.bus, self.clock
         )

@@ -239,11 +239,11 @@ async def test_a_folder_that_is_full_takes_no_more(tmp_path: Path) -> None:
         assert len(kept(tmp_path)) == 1
         log = tmp_path / "gateway.log"
         await until(lambda: "raise batches.folder_bytes" in log.read_text())
-        storage = running.gateway.storage
+        storage = running.gateway.storage()
         assert storage.is_full
         assert "raise batches.folder_bytes" in str(storage.error)
         await alice.files.delete(first.id)
-        await until(lambda: running.gateway.storage.error is None)
+        await until(lambda: running.gateway.storage().error is None)
 
 
 async def test_a_client_that_leaves_half_way_leaves_nothing_behind(tmp_path: Path) -> None:
