@@ -705,13 +705,16 @@ class ResponseLogs:
         while True:
             await self.waited_for.wait()
             await asyncio.sleep(BEAT_SECONDS)
-            now = self.clock()
-            waited = [log for log in list(self._open.values()) if log.waiters]
-            if not waited:
-                self.waited_for.clear()
-            for log in waited:
-                log.beat(now)
-            await self._look([log for log in waited if not log.writers])
+            await self._beat()  # on its own: a variable here would keep its last logs open
+
+    async def _beat(self) -> None:
+        now = self.clock()
+        waited = [log for log in list(self._open.values()) if log.waiters]
+        if not waited:
+            self.waited_for.clear()
+        for log in waited:
+            log.beat(now)
+        await self._look([log for log in waited if not log.writers])
 
     async def _look(self, logs: list[ResponseLog]) -> None:
         """Look for what another process has added to these logs."""

@@ -278,13 +278,16 @@ async def test_a_torn_log_is_written_on_behind_its_whole_events(tmp_path: Path) 
         log = await logs.create()
         await log.append(values(3))
         await log.flush()
-        with logs.folder.path(log.name).open("ab") as file:
+        name = log.name
+        del log
+        await until(lambda: len(logs._open) == 0)
+        with logs.folder.path(name).open("ab") as file:
             file.write(events(3, 1)[:-9])  # as a kill or a power cut may leave it
-        again = await logs.open(log.name, to_write=True)
+        again = await logs.open(name, to_write=True)
         assert again.next_number == 3
         await again.append([END])
         await again.flush()
-        assert [one["sequence_number"] for one in await logged(logs, log.name)] == [0, 1, 2, 3]
+        assert [one["sequence_number"] for one in await logged(logs, name)] == [0, 1, 2, 3]
 
 
 async def test_two_openings_are_one_log(tmp_path: Path) -> None:
