@@ -223,8 +223,7 @@ def _prompts(
         found = PreparedInput(file, stem, chosen.endpoint or CHAT)
         checker, digest = LineChecker(found.endpoint, LONGEST_LINE), hashlib.sha256()
         for number, (where, data) in enumerate(lines, 1):
-            is_long = len(data) > LONGEST_LINE
-            raw = RawLine(number, 0, len(data), None if is_long else data, data if is_long else b"")
+            raw = RawLine(number, 0, len(data), data if len(data) <= LONGEST_LINE else None)
             if not _note_line(checker, raw, where, found, problems):
                 continue
             line = data + b"\n"
