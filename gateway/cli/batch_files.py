@@ -214,8 +214,7 @@ def _made(
             line = {"custom_id": custom_id, "method": "POST", "url": endpoint}
             body = {"body": request_body(chosen, prompt)}
             data = json.dumps(line | body, ensure_ascii=False).encode()
-            is_long = len(data) > LONGEST_LINE
-            raw = RawLine(number, 0, len(data), None if is_long else data, data if is_long else b"")
+            raw = RawLine(number, 0, len(data), data if len(data) <= LONGEST_LINE else None)
             yield where, raw
 
     file = _temporary_file()

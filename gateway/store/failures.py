@@ -90,30 +90,29 @@ _RESTORE = "stop its gateways, move it away, and 'llama-gateway store restore' a
 _WAITS = "the gateway serves on and tries again"
 _NO_ROOM = "free space on its file system, raise the quota, or look for errors of the disk"
 
+_HELD = "end the program that holds it locked (fuser shows it)"
+_MAY_WRITE = "let the gateway's user write the file and its folder"
+_NO_FOLDER = "make its folder, and let the gateway's user write into it"
+_DISK = "look for errors of the disk in the system's log"
+
+# Result codes. Extended ones come before those of the first byte.
 _SQLITE: dict[int, tuple[type[StoreError], str]] = {
     sqlite3.SQLITE_FULL: (StoreFull, _NO_ROOM),
-    sqlite3.SQLITE_BUSY: (StoreLocked, "end the program that holds it locked (fuser shows it)"),
-    sqlite3.SQLITE_LOCKED: (StoreLocked, "end the program that holds it locked (fuser shows it)"),
-    sqlite3.SQLITE_READONLY: (
-        StoreReadOnly,
-        "let the gateway's user write the file and its folder",
-    ),
-    sqlite3.SQLITE_PERM: (StoreReadOnly, "let the gateway's user write the file and its folder"),
-    sqlite3.SQLITE_CORRUPT: (StoreCorrupt, _RESTORE),
-    sqlite3.SQLITE_NOTADB: (StoreCorrupt, _RESTORE),
-    sqlite3.SQLITE_CANTOPEN: (
-        StoreUnavailable,
-        "make its folder, and let the gateway's user write into it",
-    ),
-    sqlite3.SQLITE_IOERR: (StoreUnavailable, "look for errors of the disk in the system's log"),
-    sqlite3.SQLITE_INTERRUPT: (StoreUnavailable, _WAITS),
-    sqlite3.SQLITE_PROTOCOL: (StoreLocked, "end the program that holds it locked (fuser shows it)"),
-    sqlite3.SQLITE_NOMEM: (StoreUnavailable, "give the gateway more memory"),
-    # Extended result codes, which come before those of the first byte.
-    sqlite3.SQLITE_READONLY_DBMOVED: (StoreGone, "put it back"),
     # A quota or a limit on the size of files; ENOSPC has a code of its own.
     sqlite3.SQLITE_IOERR_WRITE: (StoreFull, _NO_ROOM),
     sqlite3.SQLITE_IOERR_SHMSIZE: (StoreFull, _NO_ROOM),
+    sqlite3.SQLITE_BUSY: (StoreLocked, _HELD),
+    sqlite3.SQLITE_LOCKED: (StoreLocked, _HELD),
+    sqlite3.SQLITE_PROTOCOL: (StoreLocked, _HELD),
+    sqlite3.SQLITE_READONLY: (StoreReadOnly, _MAY_WRITE),
+    sqlite3.SQLITE_PERM: (StoreReadOnly, _MAY_WRITE),
+    sqlite3.SQLITE_READONLY_DBMOVED: (StoreGone, "put it back"),
+    sqlite3.SQLITE_CORRUPT: (StoreCorrupt, _RESTORE),
+    sqlite3.SQLITE_NOTADB: (StoreCorrupt, _RESTORE),
+    sqlite3.SQLITE_CANTOPEN: (StoreUnavailable, _NO_FOLDER),
+    sqlite3.SQLITE_IOERR: (StoreUnavailable, _DISK),
+    sqlite3.SQLITE_INTERRUPT: (StoreUnavailable, _WAITS),
+    sqlite3.SQLITE_NOMEM: (StoreUnavailable, "give the gateway more memory"),
 }
 
 # Classes of SQLSTATE (PostgreSQL's documentation, appendix A), and some of their values.

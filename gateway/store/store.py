@@ -136,9 +136,12 @@ class Store:
         no other process that writes.
         """
         waiting = self._submit(job, write, seconds)
+        done = asyncio.wrap_future(waiting)
+        # Nobody may be left to ask for its error.
+        done.add_done_callback(lambda future: future.cancelled() or future.exception())
         try:
             async with asyncio.timeout(seconds):
-                return await asyncio.wrap_future(waiting)
+                return await done
         except TimeoutError:
             raise self._too_slow(waiting, seconds) from None
 

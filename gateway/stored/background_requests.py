@@ -17,7 +17,7 @@ import contextlib
 from collections.abc import AsyncGenerator, Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, fields, replace
 from functools import partial
-from typing import Any, Final, NamedTuple
+from typing import Any, Final
 from weakref import WeakValueDictionary
 
 import msgspec
@@ -37,6 +37,7 @@ from gateway.stored.claims import (
     RecordedResult,
     RequestKind,
     RequestState,
+    ResponseEnd,
     StoredRow,
     UnfinishedWork,
 )
@@ -46,7 +47,6 @@ from gateway.stored.folder import (
     Storage,
     StorageTrouble,
     folder_errors_told,
-    job,
     woken,
 )
 from gateway.stored.response_events import ResponseEvents, current_response, queued_response
@@ -60,7 +60,7 @@ from gateway.stored.runner import (
     RowRuns,
     RunFailed,
 )
-from gateway.stored.webhooks import ResponseEnd, WebhookEvents
+from gateway.stored.webhooks import WebhookEvents
 from gateway.terms import Priority
 
 DEFERRED_PATH = "/v1/background/{id}"
@@ -423,20 +423,15 @@ class BackgroundRequests:
         """This process ends: so do the requests whose clients wait in it, which get an error."""
         with contextlib.suppress(StoreError, TimeoutError):
             async with asyncio.timeout(GIVE_UP_SECONDS):
-                ends = [
-                    job(
-                        end_background, row, self.storage.now(), self.ended, RequestState.FAILED,
+                for one in list(self.waited_for.values()):
+                    row = await self.storage.write(
+                        end_background, one, self.storage.now(), self.ended, RequestState.FAILED,
                         503, SHUTTING_DOWN,
-                    )
-                    for row in self.waited_for.values()
-                ]  # fmt: skip
-                rows = await self.storage.write(
-                    lambda connection: [end(connection) for end in ends]
-                )
-                ended = [row for row in rows if row is not None and row.state.ended]
-                for row in ended:
-                    self._end_run(row.id)  # Whoever runs it writes its end.
-                await asyncio.gather(*(self.settle(row) for row in ended if row.claimed_by is None))
+                    )  # fmt: skip
+                    if row is not None and row.state.ended:
+                        self._end_run(row.id)  # Whoever runs it writes its end.
+                        if row.claimed_by is None:
+                            await self.settle(row)
 
     async def settle_unwanted(self, row: StoredRow) -> None:
         """Write the end of a response whose run was ended, as its row tells it."""
@@ -630,13 +625,6 @@ class HeldRequest(HeldRow):
         return self.events is not None and self.events.ended
 
 
-class _Result(NamedTuple):
-    """What a run has brought."""
-
-    recorded: RecordedResult
-    end: ResponseEnd | None = None  # how a response has ended
-
-
 @dataclass(eq=False)
 class BackgroundRunner(RowRuns[HeldRequest]):
     """Runs what `requests` has.
@@ -826,7 +814,7 @@ class BackgroundRunner(RowRuns[HeldRequest]):
         self.requests.has_ended(held.row.id)
         self.requests.wakes.set()
 
-    async def _respond(self, held: HeldRequest, body: bytes) -> _Result:
+    async def _respond(self, held: HeldRequest, body: bytes) -> RecordedResult:
         """Run a response; its events go to its log. Raises: RowDeferred, RunFailed."""
         row = held.row
         assert row.result_place is not None
@@ -865,7 +853,7 @@ class BackgroundRunner(RowRuns[HeldRequest]):
         events: ResponseEvents,
         outcome: Outcome | None,
         state: RequestState | None = None,
-    ) -> _Result:
+    ) -> RecordedResult:
         """The result of a response whose log has ended. Raises: FolderError."""
         response = await events.response()
         end = _ENDS.get(str(response.get("status")), "failed")
@@ -878,15 +866,14 @@ class BackgroundRunner(RowRuns[HeldRequest]):
         if outcome is None and state is RequestState.DONE and events.run_end is not None:
             tokens = events.usage(response)
             usage = self.runner.recovered_usage(row, events.run_end, tokens, self.nodes())
-        recorded = RecordedResult(row.id, state, status, code, events.name, 0, events.size, usage)
-        return _Result(recorded, end)
+        return RecordedResult(row.id, state, status, code, events.name, 0, events.size, usage, end)
 
-    async def _defer(self, row: StoredRow, body: bytes) -> _Result:
+    async def _defer(self, row: StoredRow, body: bytes) -> RecordedResult:
         """Run a deferred request, and keep its response. Raises: RowDeferred, RunFailed."""
         try:
             outcome = await self.runner.run(row, body)
         except RowExpired:
-            return _Result(RecordedResult(row.id, RequestState.EXPIRED, 504, "queue_timeout"))
+            return RecordedResult(row.id, RequestState.EXPIRED, 504, "queue_timeout")
         _check_failed(row, outcome)
         head = DeferredHead(outcome.status, outcome.header_lines.decode("latin-1"), row.id)
         data = head.before(outcome.content)
@@ -896,28 +883,26 @@ class BackgroundRunner(RowRuns[HeldRequest]):
         except FolderError as error:
             raise RowDeferred(str(error), LEASE_SECONDS) from None
         state = RequestState.DONE if outcome.status < 400 else RequestState.FAILED
-        recorded = RecordedResult(
+        return RecordedResult(
             row.id, state, outcome.status, outcome.error_code, name, 0, len(data), outcome.usage
         )
-        return _Result(recorded)
 
-    async def _record(self, row: StoredRow, result: _Result) -> None:
+    async def _record(self, row: StoredRow, result: RecordedResult) -> None:
         """Record a result. Raises: StoreError."""
         counts: list[str] = []
 
         def recording(connection: Connection) -> Sequence[UsageRow]:
             now = self.now()
-            counts[:] = claims.record(connection, self.leases.process.id, [result.recorded], now)
+            counts[:] = claims.record(connection, self.leases.process.id, [result], now)
             kept_longer = update(stored_requests).where(_ROW.id.in_(counts))
             kept_longer = kept_longer.values(keep_until=now + keep_seconds(row))
             for kept in claims.ROWS.changed(connection, kept_longer):
                 if result.end is not None:
                     self.requests.webhooks.response_ended(connection, kept, result.end, now)
-            usage = result.recorded.usage
-            return [usage] if counts and usage is not None else []
+            return [result.usage] if counts and result.usage is not None else []
 
         await self.ledger.write_with(recording)
-        place = result.recorded.result_place
+        place = result.result_place
         if not counts and row.kind is RequestKind.DEFERRED and place is not None:
             with contextlib.suppress(FolderError):
                 await self.leases.storage.delete(place)
@@ -937,7 +922,11 @@ def _check_failed(row: StoredRow, outcome: Outcome) -> None:
         raise RunFailed(RETRY_SECONDS * 2**row.attempts)
 
 
-def _failed(row: StoredRow, code: str) -> _Result:
-    end: ResponseEnd | None = "failed" if row.kind is RequestKind.RESPONSE else None
-    result = (None, None, None) if end is None else (row.result_place, 0, row.result_length or 0)
-    return _Result(RecordedResult(row.id, RequestState.FAILED, 500, code, *result), end)
+def _failed(row: StoredRow, code: str) -> RecordedResult:
+    failed = RecordedResult(row.id, RequestState.FAILED, 500, code)
+    if row.kind is not RequestKind.RESPONSE:
+        return failed
+    length = row.result_length or 0
+    return replace(
+        failed, result_place=row.result_place, result_offset=0, result_length=length, end="failed"
+    )

@@ -16,13 +16,12 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import hashlib
 import io
 import secrets
 from collections.abc import AsyncIterator, Callable, Coroutine, Iterable, Sequence
 from dataclasses import KW_ONLY, dataclass, field, fields
 from functools import partial
-from typing import Any, TypeVar
+from typing import Any
 
 import structlog
 from sqlalchemy import Connection, select
@@ -82,7 +81,6 @@ from gateway.stored.waits import BatchWait, BatchWaits
 
 # Kind of the folder's files that hold the lines of a batch without an input file.
 REQUESTS = "requests"
-T = TypeVar("T")
 log = structlog.get_logger()
 
 
@@ -91,17 +89,6 @@ def input_place(batch: Batch) -> str:
     if batch.input_file is not None:
         return batch.input_file
     return f"{REQUESTS}-{batch.id.rpartition('_')[2]}"
-
-
-def _on_disk(work: Callable[..., T], *arguments: Any) -> T:
-    """Do the work. Raises: FolderError, if the file can't be read; the work's own error."""
-    try:
-        return work(*arguments)
-    except OSError as error:
-        raise FolderError(
-            f"the input of a batch can't be read: {error.strerror or error}",
-            "look for errors of the disk in the system's log",
-        ) from None
 
 
 OUTPUT_PURPOSE = "batch_output"
@@ -115,39 +102,35 @@ class _FinalFiles:
         self._folder = folder
         self._batch = batch
         self._reader = ResultReader(folder, batch.api)
-        self._new: dict[bool, tuple[NewFile, hashlib._Hash]] = {}
-        """With what was written, by whether it is the output."""
+        self._new: dict[bool, NewFile] = {}  # by whether it is the output
 
     def add(self, rows: Sequence[StoredRow]) -> None:
         """Write the lines of these rows. Raises: FolderError."""
         for piece, is_output in self._reader.pieces(rows):
             if is_output not in self._new:
-                self._new[is_output] = self._folder.open_new(FILE), hashlib.sha256()
-            new, digest = self._new[is_output]
-            new.write(piece)
-            digest.update(piece)
+                self._new[is_output] = self._folder.open_new(FILE)
+            self._new[is_output].write(piece)
 
     def finish(self, now: float, kept: float) -> tuple[StoredFile | None, StoredFile | None]:
         """Complete the files, to be kept for so many seconds. Raises: FolderError."""
-        batch, word = self._batch, "results" if self._batch.api == "anthropic" else "output"
-        files: list[StoredFile | None] = [None, None]
-        for is_output, (new, digest) in self._new.items():
-            name = f"{batch.id}_{word if is_output else 'error'}.jsonl"
-            files[not is_output] = StoredFile(
-                new.finish(), batch.owner, name, OUTPUT_PURPOSE, new.size, digest.hexdigest(),
-                now, now + kept, batch.folder,
+        batch, files = self._batch, dict[bool, StoredFile]()
+        output = "results" if batch.api == "anthropic" else "output"
+        for is_output, new in self._new.items():
+            name = f"{batch.id}_{output if is_output else 'error'}.jsonl"
+            files[is_output] = StoredFile(
+                new.finish(), batch.owner, name, OUTPUT_PURPOSE, new.size, new.sha256, now,
+                now + kept, batch.folder,
             )  # fmt: skip
-        return files[0], files[1]
+        return files.get(True), files.get(False)
 
     def close(self) -> None:
-        """Remove what is not finished, and close the rest. Raises: FolderError."""
-        self._reader.close()
-        for new, _ in self._new.values():
+        """Remove what is not finished. Raises: FolderError."""
+        for new in self._new.values():
             new.discard()
 
     def remove(self) -> None:
         """Remove the finished files: others have ended the batch. Raises: FolderError."""
-        for new, _ in self._new.values():
+        for new in self._new.values():
             self._folder.delete(new.name)
 
 
@@ -200,7 +183,6 @@ class BatchUpkeep:
     """Whose batches wait, since they keep as much as they may."""
     _remove_at: float = 0.0
     _clean_at: float = 0.0
-    _is_idle: bool = False
 
     @property
     def folder_error(self) -> FolderError | None:
@@ -214,34 +196,27 @@ class BatchUpkeep:
 
     async def run(self) -> None:
         """Work until cancelled."""
+        clock, is_work = self.storage.clock, True
         try:
             while True:
                 with self._trouble.told():
                     if self.storage.folder.full is not None:
                         await self.storage.threads.run(self.storage.folder.look_for_room)
-                    if await self._is_due():
+                    is_work = await self.work.exists() or bool(self._tasks)
+                    if is_work or clock() >= min(self._remove_at, self._clean_at):
                         await self.round()
-                pause = self.idle_seconds if self._is_idle else self.round_seconds
-                await woken(self._wakes, pause)
+                await woken(self._wakes, self.round_seconds if is_work else self.idle_seconds)
         finally:
             tasks = list(self._tasks.values())
             for task in tasks:
                 task.cancel()
             await asyncio.gather(*tasks, return_exceptions=True)
 
-    async def _is_due(self) -> bool:
-        """Whether a round may have something to do. Raises: FolderError, StoreError."""
-        if await self.work.exists() or self._tasks:
-            return True
-        was_idle, self._is_idle = self._is_idle, True
-        return not was_idle or self.storage.clock() >= min(self._remove_at, self._clean_at)
-
     async def round(self) -> None:
         """Begin what is due. Raises: FolderError, StoreError."""
         storage, clock = self.storage, self.storage.clock
         folder, now = await storage.opened(), storage.now()
         found = await storage.read(batch_rows.unfinished, folder)
-        self._is_idle = not found
         if any(_is_late(one, now) for one in found):
             await storage.write(batch_rows.expire_lines, folder, now)
             found = await storage.read(batch_rows.unfinished, folder)
@@ -429,7 +404,7 @@ class BatchUpkeep:
         errors: list[NewFile] = []  # the file of the error lines, once there is one
         threads = self.storage.threads
         try:
-            while lines := await threads.run(_on_disk, reader.read_some):
+            while lines := await threads.run(self._read_some, reader):
                 rows = await threads.run(self._rows_of, batch, lines, errors)
                 if not await self.storage.write(claims.add_rows, rows):
                     return False
@@ -437,6 +412,10 @@ class BatchUpkeep:
             for file in errors:
                 await threads.run(file.close)
         return True
+
+    def _read_some(self, reader: LineReader) -> list[Line]:
+        with self.storage.folder.translated_errors():
+            return reader.read_some()
 
     def _rows_of(
         self, batch: Batch, lines: Sequence[Line], errors: list[NewFile]
@@ -759,8 +738,7 @@ class BatchRegistry:
         name = f"{id_}_{kind}.jsonl"
         if not batch.state.ended:
             reader = ResultReader(storage.folder, api, keeps_all=True)
-            pieces = self._recorded_pieces(batch, reader, output=not errors)
-            return Content(name, None, pieces, partial(storage.threads.run, reader.close))
+            return Content(name, None, self._recorded_pieces(batch, reader, output=not errors))
         file = batch.error_file if errors else batch.output_file
         if file is None:
             return Content.of_file(name, 0, io.BytesIO(), storage.threads)
@@ -777,14 +755,7 @@ class BatchRegistry:
 
     async def errors_of(self, batch: Batch) -> list[ErrorKind]:
         """How its lines have failed so far, the most frequent error first."""
-        kinds: dict[str, ErrorKind] = {}
-        in_vain = batch.failed + batch.cancelled + batch.expired
-        for after in range(0, batch.total if in_vain else 0, batch_rows.ERROR_STEP):
-            counted = await self.storage.read_for_caller(batch_rows.count_errors, batch.id, after)
-            for kind in counted:
-                first = kinds.setdefault(kind.code, kind._replace(lines=0))
-                kinds[kind.code] = first._replace(lines=first.lines + kind.lines)
-        return sorted(kinds.values(), key=lambda one: (-one.lines, one.code))
+        return await self.storage.read_for_caller(batch_rows.count_errors, batch.id)
 
     async def _new(self, new: NewBatch) -> Batch:
         """The row of a new batch. Raises: GatewayError 400, 503."""

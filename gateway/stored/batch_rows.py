@@ -228,20 +228,15 @@ class ErrorKind(NamedTuple):
     first_line: int  # of the input
 
 
-ERROR_STEP = 20_000  # lines that one step of counting errors looks at: some 20 ms of work
-
-
-def count_errors(connection: Connection, id_: str, after: int) -> list[ErrorKind]:
-    """The errors of the `ERROR_STEP` lines that follow line `after`."""
+def count_errors(connection: Connection, id_: str) -> list[ErrorKind]:
+    """How the batch's lines have failed so far, the most frequent error first."""
     failed = [RequestState.FAILED.value, RequestState.CANCELLED.value, RequestState.EXPIRED.value]
     code = func.coalesce(_ROW.error_code, literal("batch_") + _ROW.state)
     counted = select(code, func.count(), func.min(_ROW.number)).where(
-        _ROW.batch == id_,
-        _ROW.number > after,
-        _ROW.number <= after + ERROR_STEP,
-        _ROW.state.in_(failed),
+        _ROW.batch == id_, _ROW.state.in_(failed)
     )
-    return [ErrorKind(*row) for row in connection.execute(counted.group_by(code))]
+    kinds = [ErrorKind(*row) for row in connection.execute(counted.group_by(code))]
+    return sorted(kinds, key=lambda one: (-one.lines, one.code))
 
 
 def unfinished(connection: Connection, folder: str) -> list[Batch]:
@@ -272,10 +267,11 @@ def fail_batch(
     also: EndListener | None = None,
 ) -> Batch | None:
     """Its input can't be used at all. Nothing, if it isn't `validating` any more."""
-    state = claims.lock_batch(connection, id_)
+    if claims.lock_batch(connection, id_) is not BatchState.VALIDATING:
+        return _BATCHES.one(connection, _BATCH.id == id_)
     changes = {"errors": json.dumps(errors, ensure_ascii=False), "ended_at": now}
     failed = _move(connection, id_, BatchState.FAILED, changes)
-    if failed is not None and state is BatchState.VALIDATING and also is not None:
+    if failed is not None and also is not None:
         also(connection, failed)
     return failed
 
@@ -299,8 +295,8 @@ def cancel_batch(
     changes: dict[str, Any] = {"cancelling_at": now}
     if state is BatchState.VALIDATING:
         changes |= _counts(connection, id_)  # It gets no more lines: these are all.
-    cancelled = _move(connection, id_, BatchState.CANCELLING, changes)
-    if cancelled is not None and cancelled.state is BatchState.CANCELLING:
+    if state in {BatchState.VALIDATING, BatchState.IN_PROGRESS, BatchState.FINALIZING}:
+        _move(connection, id_, BatchState.CANCELLING, changes)
         claims.end_waiting_lines(connection, id_, RequestState.CANCELLED, now, limit)
     return _BATCHES.one(connection, _BATCH.id == id_)
 
@@ -514,9 +510,8 @@ def _counts(connection: Connection, id_: str) -> dict[str, int]:
 def _move(
     connection: Connection, id_: str, state: BatchState, changes: dict[str, Any]
 ) -> Batch | None:
-    """Bring the batch into a state, if that may follow its own; the batch as it is then."""
-    before = [one.value for one in claims.BEFORE[state]]
-    moved = update(batches).where(_BATCH.id == id_, _BATCH.state.in_(before))
+    """Bring the batch, whose turn was taken, into a state; the batch as it is then."""
+    moved = update(batches).where(_BATCH.id == id_)
     connection.execute(moved.values(state=state.value, **changes))
     return _BATCHES.one(connection, _BATCH.id == id_)
 

@@ -14,11 +14,11 @@ from __future__ import annotations
 
 import asyncio
 from collections import Counter, defaultdict
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
 from itertools import islice
-from typing import Any, Final, NamedTuple
+from typing import Any, Final, Literal, NamedTuple
 
 from sqlalchemy import (
     Column,
@@ -62,20 +62,6 @@ _ENDED = frozenset(
     {BatchState.COMPLETED, BatchState.FAILED, BatchState.EXPIRED, BatchState.CANCELLED}
 )
 
-BEFORE: Final[dict[BatchState, Collection[BatchState]]] = {
-    BatchState.VALIDATING: (),
-    BatchState.IN_PROGRESS: (BatchState.VALIDATING,),
-    BatchState.FINALIZING: (BatchState.VALIDATING, BatchState.IN_PROGRESS),
-    BatchState.FAILED: (BatchState.VALIDATING,),
-    BatchState.CANCELLING: (
-        BatchState.VALIDATING, BatchState.IN_PROGRESS, BatchState.FINALIZING,
-    ),
-    BatchState.COMPLETED: (BatchState.FINALIZING,),
-    BatchState.EXPIRED: (BatchState.FINALIZING,),
-    BatchState.CANCELLED: (BatchState.CANCELLING,),
-}  # fmt: skip
-"""The states from which a batch may come into each state."""
-
 
 class RequestState(StrEnum):
     """Where a stored request is."""
@@ -92,6 +78,10 @@ class RequestState(StrEnum):
     def ended(self) -> bool:
         """Whether it never changes again."""
         return self not in {RequestState.WAITING, RequestState.RUNNING}
+
+
+# How a response ends, in the words of OpenAI's API.
+ResponseEnd = Literal["completed", "failed", "incomplete", "cancelled"]
 
 
 class RequestKind(StrEnum):
@@ -387,7 +377,7 @@ class UnfinishedWork:
     """What is unfinished in a folder, as this process knows it."""
 
     storage: Storage
-    _found: bool | None = None  # what the last look found; None: there was none
+    _found: bool = False  # what the last look found
     _read_at: float = 0.0
     _seen: tuple[int, int] = -1, -1
     """The additions of this process, and the changes of the store, before that look."""
@@ -400,31 +390,24 @@ class UnfinishedWork:
 
     async def exists(self) -> bool:
         """Whether something waits, runs, or has not ended. Raises: StoreError, FolderError."""
-        if (known := self._known()) is not None:
-            return known
-        async with self._reading:
-            if (known := self._known()) is not None:  # Somebody else has looked meanwhile.
-                return known
-            # Before the look: what comes after it is new.
+        async with self._reading:  # Others have what the first one finds.
             storage = self.storage
-            seen = self._additions, storage.store.changes
-            found = await storage.read(has_unfinished, await storage.opened())
-            self._found, self._read_at, self._seen = found, storage.clock(), seen
-            return found
+            # Before the look: what comes after it is new.
+            seen, now = (self._additions, storage.store.changes), storage.clock()
+            if not self._is_known(seen, now - self._read_at):
+                self._found = await storage.read(has_unfinished, await storage.opened())
+                self._read_at, self._seen = now, seen
+            return self._found
 
-    def _known(self) -> bool | None:
-        """What is known without a look; None: it must be looked."""
-        additions, changes = self._seen
-        store, age = self.storage.store, self.storage.clock() - self._read_at
-        if self._found is None or additions != self._additions:
-            return None
+    def _is_known(self, seen: tuple[int, int], age: float) -> bool:
+        """Whether what the last look found still holds."""
+        if seen[0] != self._seen[0]:
+            return False
         if self._found:
-            return True if age < BUSY_SECONDS else None
-        if age >= LONGEST_UNREAD:
-            return None
-        tells = store.location.path is not None
-        quiet = changes == store.changes or (not tells and age < UNTOLD_SECONDS)
-        return False if quiet else None
+            return age < BUSY_SECONDS
+        if self.storage.store.location.path is None:
+            return age < UNTOLD_SECONDS
+        return seen == self._seen and age < LONGEST_UNREAD
 
 
 def has_unfinished(connection: Connection, folder: str) -> bool:
@@ -472,16 +455,14 @@ def claim(
     claimed: list[StoredRow] = []
     for pick in picks:
         ids = _picked(connection, folder, pick, now)
-        taken: dict[str, StoredRow] = {}
-        for some in chunks(ids):
-            begun = update(stored_requests).where(_ROW.id.in_(some), IS_WAITING)
-            begun = begun.values(
-                state=RequestState.RUNNING.value,
-                claimed_by=process,
-                claimed_until=now + lease_seconds,
-                started_at=now,
-            )
-            taken |= {row.id: row for row in ROWS.changed(connection, begun)}
+        begun = update(stored_requests).where(_ROW.id.in_(ids), IS_WAITING)
+        begun = begun.values(
+            state=RequestState.RUNNING.value,
+            claimed_by=process,
+            claimed_until=now + lease_seconds,
+            started_at=now,
+        )
+        taken = {row.id: row for row in ROWS.changed(connection, begun)}
         claimed += [taken[id_] for id_ in ids if id_ in taken]
     return claimed
 
@@ -654,6 +635,7 @@ class RecordedResult:
     result_offset: int | None = None
     result_length: int | None = None
     usage: UsageRow | None = None  # the row for the ledger; None: it was not admitted
+    end: ResponseEnd | None = None  # of a response in the background
 
 
 def record(

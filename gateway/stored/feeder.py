@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import asyncio
 from collections import Counter, defaultdict
-from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Final, NamedTuple
@@ -72,6 +72,7 @@ LOOK_SECONDS = 0.1  # seconds between two looks at the room for batch work
 # A slot that comes free within so many seconds is offered a row: until then it is prepared.
 SOON_SECONDS = 0.02
 RENEW_SECONDS = 5.0  # seconds between two renewals, which also tell which rows were cancelled
+WOKEN_SECONDS = 0.2  # seconds until the next renewal when rows were cancelled
 MOST_UNRECORDED = 5000  # results that wait to be recorded; beyond them no row is offered
 RETRY_SECONDS = 10.0  # seconds until a row that nodes have failed is run again, times its runs
 # Seconds after which it is tried again whether an owner's limit is still reached.
@@ -345,7 +346,7 @@ class Feeder(RowRuns[HeldLine]):
     """Set when there may be something to claim or to put back."""
     _looks: asyncio.Event = field(default_factory=asyncio.Event)
     """Set when there is something to offer."""
-    _renewals: asyncio.Event = field(default_factory=asyncio.Event)
+    _renew_at: float = 0.0
     _stopped: bool = False
     _is_work: bool = True  # whether anything was unfinished when it was last asked
     _count_at: float = 0.0  # when what is in the store is counted, though nothing is unfinished
@@ -408,7 +409,8 @@ class Feeder(RowRuns[HeldLine]):
         """Rows have come, or were cancelled."""
         self.supply.read_soon()
         self._claims.set()
-        self._renewals.set()
+        # Many may wake it at once.
+        self._renew_at = min(self._renew_at, self.clock() + WOKEN_SECONDS)
 
     def stop(self) -> None:
         """Claim and offer no more; rows that run go on, the others are put back."""
@@ -426,7 +428,6 @@ class Feeder(RowRuns[HeldLine]):
             async with asyncio.TaskGroup() as group:
                 group.create_task(self._claim_rows(), name="claim stored requests")
                 group.create_task(self._offer_rows(), name="offer stored requests")
-                group.create_task(self._renew_claims(), name="renew claims")
         finally:
             stopped = self._stopped
             self.stop()
@@ -437,28 +438,26 @@ class Feeder(RowRuns[HeldLine]):
 
     async def _claim_rows(self) -> None:
         while True:
-            await self._try(self._claim_step)
-            pause = IDLE_SECONDS
+            try:
+                with self._trouble.told():
+                    await self._claim_step()
+            except Exception as error:  # Whatever it is, the other batches must go on.
+                log.exception("work on batches has failed")
+                self._trouble.errors[""] = error.with_traceback(None)
             if self._trouble.errors:
                 await asyncio.sleep(AWAY_SECONDS)
                 continue
-            if not self._claims.is_set():
-                pause = max(0.05, min(IDLE_SECONDS, self.supply.read_at - self.clock()))
-            await woken(self._claims, pause)
-
-    async def _try(self, step: Callable[[], Awaitable[None]]) -> None:
-        """Do a step; whatever it fails for, the other batches must go on."""
-        try:
-            with self._trouble.told():
-                await step()
-        except Exception as error:
-            log.exception("work on batches has failed")
-            self._trouble.errors[""] = error.with_traceback(None)
+            next_at = self._renew_at
+            if not self._stopped:
+                next_at = min(next_at, self.supply.read_at)
+            await woken(self._claims, max(0.05, min(IDLE_SECONDS, next_at - self.clock())))
 
     async def _claim_step(self) -> None:
-        """Put back what must be, and claim rows. Raises: StoreError, FolderError."""
+        """Put back and renew what must be, and claim rows. Raises: StoreError, FolderError."""
         if await self.leases.write():
             self.supply.read_soon(READ_SECONDS)
+        if self.clock() >= self._renew_at:
+            await self._renew_step()
         if self._stopped:
             return
         if self.clock() >= self.supply.read_at:
@@ -714,14 +713,9 @@ class Feeder(RowRuns[HeldLine]):
 
     # Leases.
 
-    async def _renew_claims(self) -> None:
-        while True:
-            await self._try(self._renew_step)
-            await woken(self._renewals, RENEW_SECONDS)
-            await asyncio.sleep(0.2)  # Many may wake it at once.
-
     async def _renew_step(self) -> None:
         """Say that this process still runs its rows; take back what lost processes had."""
+        self._renew_at = self.clock() + RENEW_SECONDS
         if not self._held and not await self.work.exists():
             return
         released = await self._renew()

@@ -16,7 +16,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import hashlib
 from collections import Counter
 from collections.abc import (
     AsyncIterator,
@@ -318,12 +317,6 @@ class Upload:
     new: NewFile
     kept: Kept  # what the owner had at the beginning
     settings: BatchSettings
-    _digest: hashlib._Hash = field(default_factory=hashlib.sha256)
-
-    @property
-    def sha256(self) -> str:
-        """Of what has come, in hex digits."""
-        return self._digest.hexdigest()
 
     def write(self, data: bytes) -> None:
         """Add bytes. Raises: GatewayError 413, 429, FolderError."""
@@ -333,7 +326,10 @@ class Upload:
         if self.kept.bytes + size > settings.bytes_per_key:
             raise kept_too_much(self.kept, settings)
         self.new.write(data)
-        self._digest.update(data)
+
+
+async def _nothing() -> None:
+    """There is nothing to be closed."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -344,7 +340,7 @@ class Content:
     size: int | None  # bytes; None: not known yet
     pieces: AsyncIterator[bytes]
     """Its bytes; reading them raises GatewayError 503."""
-    close: Callable[[], Awaitable[None]]  # called again, nothing
+    close: Callable[[], Awaitable[None]] = _nothing  # called again, nothing
 
     @classmethod
     def of_file(cls, name: str, size: int, opened: BinaryIO, threads: DiskThreads) -> Content:
@@ -421,7 +417,7 @@ class FileRegistry:
         assert folder is not None
         id_ = await storage.on_disk(upload.new.finish)
         file = StoredFile(
-            id_, upload.owner, name, purpose, upload.new.size, upload.sha256,
+            id_, upload.owner, name, purpose, upload.new.size, upload.new.sha256,
             created_at, created_at + kept, folder,
         )  # fmt: skip
 

@@ -16,6 +16,7 @@ import asyncio
 import contextlib
 import errno
 import fcntl
+import hashlib
 import os
 import re
 import secrets
@@ -58,6 +59,10 @@ class FolderError(Remedied):
 
 class FolderFull(FolderError):  # noqa: N818 - named for what it says of the folder
     """There is no room for more, on the disk or within the limit of the settings."""
+
+
+class FileTooShort(FolderError):  # noqa: N818 - named for what it says of the file
+    """A file lacks what it should have."""
 
 
 class FoundFile(NamedTuple):
@@ -194,13 +199,13 @@ class Folder:
             return os.fdopen(descriptor, "rb", buffering=0)
 
     def read(self, name: str, offset: int, length: int) -> bytes:
-        """A part of the file. Raises: FileNotFoundError, FolderError, which a short file is too."""
+        """A part of the file. Raises: FileNotFoundError, FolderError, FileTooShort."""
         with self.open_to_read(name) as file, _told(self.location):
             part = os.pread(file.fileno(), length, offset)
             while len(part) < length:
                 more = os.pread(file.fileno(), length - len(part), offset + len(part))
                 if not more:
-                    raise FolderError(
+                    raise FileTooShort(
                         f"{self.location / name} is too short", "put back a copy of the folder"
                     )
                 part += more
@@ -341,8 +346,14 @@ class NewFile:
     _descriptor: int | None
     expected: int  # bytes
     size: int = 0  # bytes that were written
+    _digest: hashlib._Hash = field(default_factory=hashlib.sha256)
     _next_step: int = STEP_BYTES
     _lock: threading.Lock = field(default_factory=threading.Lock)
+
+    @property
+    def sha256(self) -> str:
+        """Of what was written, in hex digits."""
+        return self._digest.hexdigest()
 
     @property
     def missing_bytes(self) -> int:
@@ -373,6 +384,7 @@ class NewFile:
                 self._next_step = end + STEP_BYTES
             with _told(self.folder.location):
                 write_whole(descriptor, data, offset, sync=sync or is_step)
+            self._digest.update(data)
             self.size = end
             return offset
 
@@ -487,6 +499,8 @@ def _told(location: Path) -> Iterator[None]:
         message = f"{error.filename or location}: {error.strerror or error}"
         if error.errno in _FULL:
             raise FolderFull(message, "free space on the disk, or raise the quota") from None
+        if error.errno == errno.EIO:
+            raise FolderError(message, "look for errors of the disk in the system's log") from None
         raise FolderError(message, "let the gateway's user write into the folder") from None
 
 

@@ -14,6 +14,7 @@ import contextlib
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
+from itertools import groupby
 from typing import NamedTuple, TypeVar
 
 import msgspec
@@ -50,20 +51,13 @@ class Repetition:
     """Drops the events of a second run as long as they repeat these, those of the first."""
 
     def __init__(self, events: Iterable[JsonObject]) -> None:
-        texts: dict[int, list[str]] = {}
-        expected: list[tuple[bytes, bool]] = []
-        for value in events:
-            key, text = _parts(value)
-            if text is None:
-                expected.append((key, False))
-                continue
-            if not expected or expected[-1] != (key, True):
-                expected.append((key, True))
-            texts.setdefault(len(expected) - 1, []).append(text)
-        self._expected = deque(
-            (key, "".join(texts[at]) if is_text else None)
-            for at, (key, is_text) in enumerate(expected)
-        )
+        self._expected: deque[tuple[bytes, str | None]] = deque()
+        parts = map(_parts, events)
+        for (key, is_text), alike in groupby(parts, lambda one: (one[0], one[1] is not None)):
+            if is_text:
+                self._expected.append((key, "".join(text or "" for _, text in alike)))
+            else:
+                self._expected.extend(alike)
 
     @property
     def done(self) -> bool:

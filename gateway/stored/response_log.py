@@ -19,7 +19,6 @@ import contextlib
 import os
 import re
 import time
-from collections import deque
 from collections.abc import AsyncGenerator, Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
@@ -236,11 +235,8 @@ BEAT_SECONDS = 0.25  # between two looks at those who wait
 SILENCE_SECONDS = 15.0  # after so long without an event a follower gets a comment
 # Bytes of one log that wait to be written; then whoever brings more waits.
 MOST_PENDING_BYTES = 64 * 1024
-# Bytes of a log's newest events that are kept in memory, for all that follow it live.
-TAIL_BYTES = 32 * 1024
 READ_BYTES = 64 * 1024  # bytes that a follower gets at once
 MOST_TOGETHER = 128  # logs of one round: their followers wake together
-MOST_ENDINGS = 32
 # Most seconds to wait for what was appended: a round under way, and the next one.
 FLUSH_SECONDS = 2 * DISK_SECONDS
 CLOSE_SECONDS = 3.0  # most seconds to write what is pending, at the end
@@ -265,11 +261,8 @@ class ResponseLog:
     _writing: bool = False
     _rounds: list[asyncio.Future[None]] = field(default_factory=list)
     """Those who wait until what is pending has been written."""
-    _tail: deque[tuple[int, bytes]] = field(default_factory=deque)
-    """The newest bytes, by their offsets."""
-    _tail_bytes: int = 0
-    waiters: dict[asyncio.Future[bool], float] = field(default_factory=dict)
-    """Followers that wait for more, and since when."""
+    waiters: dict[asyncio.Future[bytes | None], float] = field(default_factory=dict)
+    """Followers that have all that is written and wait for more, and since when."""
     _closed: bool = False
 
     @property
@@ -352,17 +345,6 @@ class ResponseLog:
         """
         if offset >= self.extent.size:
             return b""
-        if self._tail and offset >= self._tail[0][0]:
-            parts, size = [], 0
-            for start, data in self._tail:
-                if start + len(data) <= offset:
-                    continue
-                part = data[offset - start :] if start < offset else data
-                parts.append(part)
-                size += len(part)
-                if size >= READ_BYTES:
-                    break
-            return b"".join(parts)
         length = min(READ_BYTES, self.extent.size - offset)
         logs = self._logs
         return await logs.threads.run(logs.folder.read, self.name, offset, length)
@@ -379,14 +361,14 @@ class ResponseLog:
             return 0
         return await logs.threads.run(find_event, logs.folder, self.name, number)
 
-    async def wait(self, offset: int) -> bool:
-        """Wait for bytes behind `offset`; False: there was silence for `SILENCE_SECONDS`.
+    async def wait(self, offset: int) -> bytes | None:
+        """Wait for bytes behind `offset`; None: there was silence for `SILENCE_SECONDS`.
 
-        Returns also when it has ended or broken.
+        Returns what was written then, or nothing if it is to be read, has ended or broken.
         """
         if offset < self.extent.size or self.ended or self.broken:
-            return True
-        changed: asyncio.Future[bool] = asyncio.get_running_loop().create_future()
+            return b""
+        changed: asyncio.Future[bytes | None] = asyncio.get_running_loop().create_future()
         self.waiters[changed] = self._logs.clock()
         self._logs.waited_for.set()
         try:
@@ -429,8 +411,6 @@ class ResponseLog:
             await self.flush()
         finally:
             self.writers -= 1
-            if not self.writers:
-                self._forget_tail()
 
     # For `ResponseLogs`.
 
@@ -455,11 +435,7 @@ class ResponseLog:
             self.fail(failure)
             return
         self.extent = self.extent.grown(write.data)
-        self._tail.append((write.offset, write.data))
-        self._tail_bytes += len(write.data)
-        while self._tail_bytes > TAIL_BYTES:
-            self._tail_bytes -= len(self._tail.popleft()[1])
-        self.wake()
+        self.wake(write.data)
         if not self.pending:
             self._end_round()
 
@@ -475,14 +451,13 @@ class ResponseLog:
         """Another process has written to it."""
         if extent.size > self.extent.size:
             self.extent = extent
-            self._forget_tail()
             self.wake()
 
     def beat(self, now: float) -> None:
         """Wake those that have had nothing for long."""
         for waiter, since in self.waiters.items():
             if now - since >= SILENCE_SECONDS and not waiter.done():
-                waiter.set_result(False)
+                waiter.set_result(None)
 
     def close(self) -> None:
         """Nothing more will be written or waited for in this process."""
@@ -490,15 +465,11 @@ class ResponseLog:
         self.wake()
         self._end_round()
 
-    def _forget_tail(self) -> None:
-        self._tail.clear()
-        self._tail_bytes = 0
-
-    def wake(self) -> None:
-        """Let those that wait look again."""
+    def wake(self, data: bytes = b"") -> None:
+        """Let those that wait look again, or give them what was written."""
         for waiter in self.waiters:
             if not waiter.done():
-                waiter.set_result(True)
+                waiter.set_result(data)
 
     def _end_round(self) -> None:
         rounds, self._rounds = self._rounds, []
@@ -522,6 +493,7 @@ class ResponseLogs:
     _opening: WeakValueDictionary[str, asyncio.Lock] = field(default_factory=WeakValueDictionary)
     _dirty: dict[ResponseLog, None] = field(default_factory=dict)
     _wakes: asyncio.Event = field(default_factory=asyncio.Event)
+    _end_wakes: asyncio.Event = field(default_factory=asyncio.Event)
     waited_for: asyncio.Event = field(default_factory=asyncio.Event)
     """Set while somebody waits for more of a log."""
     _unsynced: set[str] = field(default_factory=set)
@@ -530,7 +502,6 @@ class ResponseLogs:
     _is_cut: bool = False
     _rounds: set[asyncio.Task[None]] = field(default_factory=set)
     """Rounds of writing under way: one of logs that end, one of others."""
-    _ends: bool = False  # whether a round of logs that end is under way
     _closed: bool = False
 
     async def create(self) -> ResponseLog:
@@ -580,7 +551,7 @@ class ResponseLogs:
     def mark_dirty(self, log: ResponseLog) -> None:
         """The log has something to be written."""
         self._dirty[log] = None
-        self._wakes.set()
+        (self._end_wakes if log.ending else self._wakes).set()
 
     # Followers: any number of each log, of which none slows the log or the others.
 
@@ -614,16 +585,22 @@ class ResponseLogs:
                 return
             elif log.broken:
                 raise LogBroken
-            elif not await log.wait(log.size if offset is None else offset):
+            elif (piece := await log.wait(log.size if offset is None else offset)) is None:
                 yield sse.HEARTBEAT
+            elif piece and offset is not None:
+                offset += len(piece)
+                yield piece
 
     # The loops.
 
     async def run(self) -> None:
         """Write, sync and wake, until it is cancelled; then what is pending is written."""
-        loops = [
-            asyncio.create_task(loop) for loop in (self._commits(), self._sync(), self._beats())
-        ]
+        # Ends go to the disk, which holds nobody else up.
+        works = (
+            self._commits(self._wakes, ending=False), self._commits(self._end_wakes, ending=True),
+            self._sync(), self._beats(),
+        )  # fmt: skip
+        loops = [asyncio.create_task(work) for work in works]
         try:
             await asyncio.gather(*loops)
         finally:
@@ -643,29 +620,21 @@ class ResponseLogs:
         for log in list(self._open.values()):
             log.close()
 
-    async def _commits(self) -> None:
+    async def _commits(self, wakes: asyncio.Event, *, ending: bool) -> None:
+        """Write what is pending of logs that end, or of the others."""
         while True:
-            await self._wakes.wait()
-            self._wakes.clear()
+            await wakes.wait()
+            wakes.clear()
             began = self.clock()
-            await self._commit()
+            await self._commit(ending=ending)
             took = self.clock() - began
             await asyncio.sleep(max(COMMIT_SECONDS, COMMIT_SHARE * took))
 
-    async def _commit(self) -> None:
-        """Write what is pending. Ends go to the disk, which holds nobody else up."""
-        endings = [log for log in self._dirty if log.ending]
-        if endings and not self._ends:
-            self._ends = True
-            self._begin_round(endings[:MOST_ENDINGS]).add_done_callback(self._ends_written)
-        others = [log for log in self._dirty if not log.ending]
-        for at in range(0, len(others), MOST_TOGETHER):
+    async def _commit(self, *, ending: bool) -> None:
+        logs = [log for log in self._dirty if log.ending is ending]
+        for at in range(0, len(logs), MOST_TOGETHER):
             # A cancellation must not leave it half done.
-            await asyncio.shield(self._begin_round(others[at : at + MOST_TOGETHER]))
-
-    def _ends_written(self, _: object) -> None:
-        self._ends = False
-        self._wakes.set()
+            await asyncio.shield(self._begin_round(logs[at : at + MOST_TOGETHER]))
 
     def _begin_round(self, logs: list[ResponseLog]) -> asyncio.Task[None]:
         for log in logs:
@@ -705,13 +674,16 @@ class ResponseLogs:
         while True:
             await self.waited_for.wait()
             await asyncio.sleep(BEAT_SECONDS)
-            now = self.clock()
-            waited = [log for log in list(self._open.values()) if log.waiters]
-            if not waited:
-                self.waited_for.clear()
-            for log in waited:
-                log.beat(now)
-            await self._look([log for log in waited if not log.writers])
+            await self._beat()  # on its own: a variable here would keep its last logs open
+
+    async def _beat(self) -> None:
+        now = self.clock()
+        waited = [log for log in list(self._open.values()) if log.waiters]
+        if not waited:
+            self.waited_for.clear()
+        for log in waited:
+            log.beat(now)
+        await self._look([log for log in waited if not log.writers])
 
     async def _look(self, logs: list[ResponseLog]) -> None:
         """Look for what another process has added to these logs."""

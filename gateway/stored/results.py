@@ -13,11 +13,9 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import os
 from collections import Counter, OrderedDict, deque
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import BinaryIO
 
 import msgspec
 import structlog
@@ -30,7 +28,15 @@ from gateway.callers.processes import ProcessIdentity
 from gateway.store.failures import StoreError
 from gateway.stored.batch_rows import PREFIXES, pause_batch
 from gateway.stored.claims import RecordedResult, RequestState, StoredRow, record
-from gateway.stored.folder import Folder, FolderError, FolderFull, NewFile, Storage, woken
+from gateway.stored.folder import (
+    FileTooShort,
+    Folder,
+    FolderError,
+    FolderFull,
+    NewFile,
+    Storage,
+    woken,
+)
 from gateway.stored.line_reader import LineError
 from gateway.stored.runner import Outcome
 
@@ -153,7 +159,6 @@ GROUP_RESULTS, GROUP_BYTES = 500, 4 << 20
 MOST_BYTES = 64 << 20  # bytes of results that wait; beyond them `add` waits to begin
 ROW_BYTES = 1000  # what a result takes in memory besides its response
 READ_BYTES = 256 << 10  # bytes of lines that are read at a time, if no line is longer
-MOST_READ_FILES = 16  # files of results that a reader has open
 MOST_FILES = 64  # files of results that are open
 IDLE_SECONDS = 30.0  # seconds after which a file of results is closed: its batch may have ended
 RETRY_SECONDS = 2.0  # seconds after which it is tried again to write or to record results
@@ -397,23 +402,24 @@ def _append(file: NewFile, results: Sequence[_Result]) -> tuple[list[int], int]:
     return [len(line) for line in lines], file.append(b"".join(lines))
 
 
+@dataclass(frozen=True, slots=True)
 class ResultReader:
-    """Reads the lines of rows that have ended. Blocks: call it on a thread. `close` ends it."""
+    """Reads the lines of rows that have ended. Blocks: call it on a thread.
 
-    def __init__(self, folder: Folder, api: str, *, keeps_all: bool = False) -> None:
-        self._folder = folder
-        self._api = api
-        self._keeps_all = keeps_all
-        """Whether a result that is missing is an error: the batch may end while it is read."""
-        self._files: OrderedDict[str, BinaryIO] = OrderedDict()
+    `keeps_all`: a result that is missing is an error, since the batch may end while it is read.
+    """
+
+    folder: Folder
+    api: str
+    keeps_all: bool = False
 
     def line(self, row: StoredRow) -> tuple[bytes, bool]:
         """The row's line, and whether it belongs into the output file. Raises: FolderError."""
         line = self._recorded(row)
         if line is not None:
-            return line, is_output(self._api, row.status)
-        line = unanswered_line(row.id, row.custom_id, self._api, row.number, row.state)
-        return line, is_output(self._api, None)
+            return line, is_output(self.api, row.status)
+        line = unanswered_line(row.id, row.custom_id, self.api, row.number, row.state)
+        return line, is_output(self.api, None)
 
     def pieces(self, rows: Sequence[StoredRow]) -> Iterator[tuple[bytes, bool]]:
         """Lines of these rows in pieces, each with whether it belongs into the output file.
@@ -432,42 +438,16 @@ class ResultReader:
                 sizes[is_output] = 0
         yield from ((b"".join(some), is_output) for is_output, some in lines.items() if some)
 
-    def close(self) -> None:
-        """Close the files; called again, nothing."""
-        for file in self._files.values():
-            file.close()
-        self._files.clear()
-
     def _recorded(self, row: StoredRow) -> bytes | None:
         """The recorded line; None: there is none. Raises: FolderError."""
-        place, length = row.result_place, row.result_length
-        if place is None or row.result_offset is None or length is None:
+        place, offset, length = row.result_place, row.result_offset, row.result_length
+        if place is None or offset is None or length is None:
             return None
-        line = b""
-        with contextlib.suppress(FileNotFoundError):
-            file = self._file(place)
-            try:
-                while more := os.pread(
-                    file.fileno(), length - len(line), row.result_offset + len(line)
-                ):
-                    line += more
-            except OSError as error:
-                raise FolderError(
-                    f"{place}: {error.strerror or error}",
-                    "look for errors of the disk in the system's log",
-                ) from None
-        if len(line) == length and line.endswith(b"\n"):
-            return line
-        if self._keeps_all:
+        with contextlib.suppress(FileNotFoundError, FileTooShort):
+            line = self.folder.read(place, offset, length)
+            if line.endswith(b"\n"):
+                return line
+        if self.keeps_all:
             raise FolderError(f"{place} lacks a result", "read the batch's output again")
         log.warning("a result is lost", request=row.id, file=place)
         return None
-
-    def _file(self, place: str) -> BinaryIO:
-        found = self._files.get(place)
-        if found is None:
-            if len(self._files) >= MOST_READ_FILES:
-                self._files.popitem(last=False)[1].close()
-            found = self._files[place] = self._folder.open_to_read(place)
-        self._files.move_to_end(place)
-        return found

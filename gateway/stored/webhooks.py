@@ -35,7 +35,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import KW_ONLY, dataclass, field
 from enum import StrEnum
 from pathlib import Path
-from typing import Any, Literal, NamedTuple
+from typing import Any, NamedTuple
 
 import httpcore  # noqa: F401 - httpx would import it on the event loop: 30 ms
 import httpx
@@ -59,7 +59,7 @@ from gateway.store.failures import StoreError
 from gateway.store.schema import webhook_deliveries as deliveries
 from gateway.store.store import Store
 from gateway.stored.batch_rows import Batch
-from gateway.stored.claims import BatchState, StoredRow, unlocked
+from gateway.stored.claims import BatchState, ResponseEnd, StoredRow, unlocked
 from gateway.stored.folder import job, woken
 from gateway.transport.errors import ConnectFailed
 from gateway.transport.resolver import Resolver
@@ -464,9 +464,6 @@ def remove_ended(connection: Connection, before: float, limit: int) -> int:
     connection.execute(delete(deliveries).where(deliveries.c.id.in_(ids)))
     return len(ids)
 
-
-# How a response ends, in the words of OpenAI's API.
-ResponseEnd = Literal["completed", "failed", "incomplete", "cancelled"]
 
 _BATCH_EVENTS = {
     BatchState.COMPLETED: "batch.completed",

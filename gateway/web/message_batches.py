@@ -284,7 +284,9 @@ class MessageBatchBody:
     `most_lines` and `line_bytes` bound it. `write` may raise what it likes.
     """
 
-    def __init__(self, write: Callable[[bytes], None], *, most_lines: int, line_bytes: int) -> None:
+    def __init__(
+        self, write: Callable[[bytes], object], *, most_lines: int, line_bytes: int
+    ) -> None:
         self.fields: dict[str, Any] = {}  # the fields besides the requests
         self.count = 0  # requests that have come so far
         self._write = write

@@ -21,7 +21,6 @@ from gateway.stored.batch_registry import CLEAN_SECONDS, UNAVAILABLE_SECONDS, in
 from gateway.stored.batch_rows import Batch
 from gateway.stored.claims import BatchState, RequestState
 from gateway.stored.folder import FolderError, FolderFull
-from gateway.stored.results import ResultReader
 from tests.gateways import until
 from tests.stored.batch_place import (
     DAY,
@@ -286,9 +285,6 @@ async def test_a_disk_that_can_not_be_read_ends_nothing(place: BatchPlace) -> No
     with pytest.raises(FolderError):
         await place.batches.upkeep.end(batch.id)
     assert (await place.find(batch)).state is BatchState.FINALIZING
-    reader = ResultReader(place.folder, "openai")
-    reader.close()
-    reader.close()
 
 
 async def test_what_is_old_is_removed(store_url: str, tmp_path: Path) -> None:

@@ -183,12 +183,9 @@ def test_errors_are_counted_by_their_kind(store: Store) -> None:
     end_lines(store, claim(store, limit=1))
     end_lines(store, claim(store, limit=1), state=RequestState.FAILED, error_code="node_failed")
     cancel(store)
-    found = store.run_now(job(batch_rows.count_errors, batch.id, 0))
-    assert sorted(found) == [
-        ("batch_cancelled", 1, 4), ("invalid_json", 2, 2), ("node_failed", 1, 3)
+    assert store.run_now(job(batch_rows.count_errors, batch.id)) == [
+        ("invalid_json", 2, 2), ("batch_cancelled", 1, 4), ("node_failed", 1, 3)
     ]  # fmt: skip
-    found = store.run_now(job(batch_rows.count_errors, batch.id, 4))
-    assert found == [("invalid_json", 1, 5)]
 
 
 # From the beginning to the end.

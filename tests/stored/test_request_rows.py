@@ -16,11 +16,9 @@ from gateway.store.store import Store
 from gateway.stored.background_requests import add_background
 from gateway.stored.batch_rows import add_batch, pause_batch, resume_batch
 from gateway.stored.claims import (
-    BEFORE,
     BUSY_SECONDS,
     LONGEST_UNREAD,
     UNTOLD_SECONDS,
-    BatchState,
     RequestKind,
     RequestState,
     UnfinishedWork,
@@ -72,19 +70,6 @@ def test_a_line_has_the_same_id_however_often_its_input_is_read() -> None:
     batch = new_id("msgbatch_", 1.0, token)
     assert line_id(batch, 7) == line_id(batch, 7) == f"batch_req_0000000003e8{'ab' * 10}_7"
     assert line_id(batch, 7) != line_id(batch, 71)
-
-
-def test_a_state_that_has_ended_is_followed_by_none() -> None:
-    before = {state for states in BEFORE.values() for state in states}
-    assert set(BEFORE) == set(BatchState)
-    assert {state for state in BatchState if state.ended} == set(BatchState) - before
-
-
-def test_every_state_of_a_batch_can_be_reached() -> None:
-    reached = {BatchState.VALIDATING}
-    for _ in BatchState:
-        reached |= {state for state, before in BEFORE.items() if reached.intersection(before)}
-    assert reached == set(BatchState)
 
 
 def groups(store: Store, now: float = NOW) -> list[WaitingLines]:
