@@ -254,76 +254,62 @@ LEAST_LAG = 0.005  # seconds below which the client's lag is never what limits
 
 def judge(figures: LoadFigures, server: ServerDescription, baseline: Baseline) -> Verdict:
     """What limits a load: the client if it is too slow, else the longest part of a request."""
-    if exhausted := figures.errors.get("exhausted"):
-        return Verdict(
-            Limit.CLIENT,
-            f"{exhausted} connections could not be opened for lack of descriptors or ports on this "
-            "machine: raise `ulimit -n`, or measure with a smaller load",
-        )
-    if not figures.succeeded:
-        if not figures.requests:
-            return Verdict(Limit.ERRORS, "no request ended")
-        reason = next(iter(figures.errors))
-        words = figures.details.get(reason)
-        return Verdict(
-            Limit.ERRORS,
-            f"every request failed, most of them with {reason}" + (f" ({words})" if words else ""),
-        )
     if (found := _client(figures)) is not None:
         return Verdict(Limit.CLIENT, found)
-    parts = figures.parts
+    if not figures.requests:
+        return Verdict(Limit.ERRORS, "no request ended")
+    if not figures.succeeded:
+        reason = next(iter(figures.errors))
+        words = figures.details.get(reason)
+        told = f"{reason} ({words})" if words else reason
+        return Verdict(Limit.ERRORS, f"every request failed, most of them with {told}")
+    parts, slots, speed = figures.parts, server.slots, figures.tokens_per_second
     times = {
-        Limit.NETWORK: parts.network,
-        Limit.SLOTS: parts.waiting,
-        Limit.PREFILL: parts.prefill,
-        Limit.DECODE: parts.decode,
+        Limit.NETWORK: parts.network or 0.0,
+        Limit.SLOTS: parts.waiting or 0.0,
+        Limit.PREFILL: parts.prefill or 0.0,
+        Limit.DECODE: parts.decode or 0.0,
     }
-    known = {limit: seconds for limit, seconds in times.items() if seconds is not None}
-    whole = sum(known.values())
+    whole = sum(times.values())
     if figures.ttft is None or whole <= 0:
         return Verdict(Limit.UNKNOWN, "the response has no tokens, so its time has no known parts")
-    limit = max(known, key=lambda one: known[one])
-    at_a_time, slots = _under_way(figures), server.slots
+    limit, at_a_time = max(times, key=times.__getitem__), _under_way(figures)
     if limit is Limit.SLOTS and slots is not None and at_a_time <= slots:
         # All had a slot, so what they waited for was other requests' prefill.
         return Verdict(
             Limit.PREFILL,
-            f"first tokens come {known[Limit.SLOTS]:.3g} s later than alone, though "
-            f"{slots} slots are enough for {at_a_time:.3g} requests at a time: the prompts of "
-            "other requests are read meanwhile",
+            f"first tokens come {times[Limit.SLOTS]:.3g} s later than alone, though {slots} slots "
+            f"are enough for {at_a_time:.3g} requests at a time: the prompts of other requests are "
+            "read meanwhile",
         )
-    share = f"{known[limit] / whole:.0%} of a request's {whole:.3g} s"
-    return Verdict(limit, _reason(limit, share, figures, server, baseline))
-
-
-def _reason(
-    limit: Limit, share: str, figures: LoadFigures, server: ServerDescription, baseline: Baseline
-) -> str:
-    match limit:
-        case Limit.NETWORK:
-            return f"connecting and a round trip are {share}"
-        case Limit.SLOTS:
-            slot = "a slot" if server.slots is None else f"one of the {server.slots} slots"
-            return (
-                f"waiting for {slot} is {share}, with {_under_way(figures):.3g} requests at a time "
-                f"(by {figures.parts.waiting_source})"
-            )
-        case Limit.PREFILL:
-            length = figures.prompt_tokens
-            prompt = "the prompt" if length is None else f"prompts of {length:.0f} tokens"
-            return f"reading {prompt} is {share} (by {figures.parts.waiting_source})"
-        case _:
-            speed = figures.tokens_per_second
-            each = "" if speed is None else f": a stream gets {speed.p50:.3g} tokens/s"
-            alone = baseline.inter_token
-            if each and alone:
-                each += f", one that is alone {1 / alone:.3g}"
-            return f"writing is {share}{each}"
+    slot = "a slot" if slots is None else f"one of the {slots} slots"
+    length, alone = figures.prompt_tokens, baseline.inter_token
+    prompt = "the prompt" if length is None else f"prompts of {length:.0f} tokens"
+    what = {
+        Limit.NETWORK: "connecting and a round trip are",
+        Limit.SLOTS: f"waiting for {slot}, with {at_a_time:.3g} requests at a time, is",
+        Limit.PREFILL: f"reading {prompt} is",
+        Limit.DECODE: "writing is",
+    }
+    reason = f"{what[limit]} {times[limit] / whole:.0%} of a request's {whole:.3g} s"
+    if limit in {Limit.SLOTS, Limit.PREFILL}:
+        reason += f" (by {parts.waiting_source})"
+    elif limit is Limit.DECODE and speed is not None:
+        reason += f": a stream gets {speed.p50:.3g} tokens/s"
+        reason += f", one that is alone {1 / alone:.3g}" if alone else ""
+    return Verdict(limit, reason)
 
 
 def _client(figures: LoadFigures) -> str | None:
     """Why the client is what limits; None: it is not."""
     client = figures.client
+    if exhausted := figures.errors.get("exhausted"):
+        return (
+            f"{exhausted} connections could not be opened for lack of descriptors or ports on this "
+            "machine: raise `ulimit -n`, or measure with a smaller load"
+        )
+    if not figures.succeeded:
+        return None
     if client.cpu_share > MOST_CPU_SHARE:
         return (
             f"the load generator used {client.cpu_share:.0%} of a CPU, and can't use more: "
@@ -338,10 +324,10 @@ def _client(figures: LoadFigures) -> str | None:
         lag = client.lag.p95
         if measured is not None and lag > max(LEAST_LAG, MOST_LAG_SHARE * measured.p50):
             return (
-                f"the load generator's own lag ({lag * 1000:.3g} ms at the 95th percentile) is "
+                f"the load generator's own lag ({milliseconds(lag)} at the 95th percentile) is "
                 f"more than {MOST_LAG_SHARE:.0%} of the median {name} "
-                f"({measured.p50 * 1000:.3g} ms): other work holds up this machine, or the "
-                "load is too large for one process"
+                f"({milliseconds(measured.p50)}): other work holds up this machine, or the load is "
+                "too large for one process"
             )
     return None
 
@@ -517,7 +503,6 @@ def render_page(report: BenchReport) -> str:
     if report.baseline.ttft is not None:
         facts.append(("TTFT of a request alone", milliseconds(report.baseline.ttft)))
     page = files("gateway.workshop.bench").joinpath("page.html").read_text(encoding="utf-8")
-    speeds = [one.total_tokens_per_second for one in loads]
     first, whole = ([one.samples[name] for one in loads] for name in ("ttft", "completion"))
     return Template(page).substitute(
         title=_text(report.title),
@@ -526,7 +511,6 @@ def render_page(report: BenchReport) -> str:
         remarks="\n".join(f"<li>{_text(line)}</li>" for line in remarks(report)),
         ttft=_curves("TTFT, seconds", labels, first),
         completion=_curves("Completion, seconds", labels, whole),
-        speed=_bars("Tokens/s, all requests", labels, speeds),
         definitions=_definitions(DEFINITIONS),
     )
 
@@ -584,27 +568,6 @@ def _curves(title: str, labels: Sequence[str], series: Sequence[Sequence[float]]
             f'<rect x="{WIDTH - 130}" y="{top}" width="10" height="10" fill="{colour}"/>',
             f'<text x="{WIDTH - 115}" y="{top + 9}">{_text(label)}</text>',
         ]
-    return _figure(title, parts)
-
-
-def _bars(title: str, labels: Sequence[str], values: Sequence[float]) -> str:
-    most = max(values, default=0.0) or 1.0
-    parts = [f'<text x="{MARGIN}" y="14">{_text(title)}</text>']
-    room = (WIDTH - MARGIN) / max(1, len(values))
-    for place, (label, value) in enumerate(zip(labels, values, strict=True)):
-        height = (HEIGHT - 2 * MARGIN) * value / most
-        left, top = MARGIN + place * room, HEIGHT - MARGIN - height
-        colour = COLOURS[place % len(COLOURS)]
-        size = f'width="{room * 0.7:.1f}" height="{height:.1f}"'
-        parts += [
-            f'<rect x="{left:.1f}" y="{top:.1f}" {size} fill="{colour}"/>',
-            f'<text x="{left:.1f}" y="{top - 4:.1f}">{value:.4g}</text>',
-            f'<text x="{left:.1f}" y="{HEIGHT - MARGIN + 16}">{_text(label)}</text>',
-        ]
-    return _figure(title, parts)
-
-
-def _figure(title: str, parts: Sequence[str]) -> str:
     return (
         f'<figure><svg role="img" aria-label="{_text(title)}" width="{WIDTH}" height="{HEIGHT}" '
         f'viewBox="0 0 {WIDTH} {HEIGHT}">{"".join(parts)}</svg></figure>'
