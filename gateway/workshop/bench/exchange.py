@@ -627,13 +627,9 @@ async def probe_server(
     if short.error in {"connect_failed", "connect_timeout"}:
         raise TargetError(f"can't be reached: {short.detail}")
     if short.error in {"http_401", "http_403", "http_404", "http_405", "http_501"}:
-        remedy = (
-            "--key-file FILE, or the key in LLAMA_GATEWAY_KEY"
-            if short.error in {"http_401", "http_403"}
-            else "--endpoint and --model name others"
-        )
         raise TargetError(
-            f"it refuses POST /v1{endpoint.path.decode()} ({_shown(short)}). Remedy: {remedy}"
+            f"it refuses POST /v1{endpoint.path.decode()} ({_shown(short)}). Remedy: --key-file "
+            "FILE, or the key in LLAMA_GATEWAY_KEY; --endpoint and --model name others"
         )
     if short.error not in {None, "empty"}:
         note = f"The server fails from the first request on ({_shown(short)})"
@@ -641,21 +637,21 @@ async def probe_server(
     notes = []
     if endpoint.is_stream and short.server.completion_tokens is None:
         notes.append("The server sends no usage: each event is counted as one token.")
-    few, many = short.server.prompt_tokens, None
-    if few is not None:
-        many = (await ask(2 * PROBE_WORDS, accepted)).server.prompt_tokens
     source = "the server's usage"
     try:
+        few = short.server.prompt_tokens
+        many = few and (await ask(2 * PROBE_WORDS, accepted)).server.prompt_tokens
         if few is None or many is None:
             few = await _tokenized(sender, _probe_prompt(seed, PROBE_WORDS))
             many = await _tokenized(sender, _probe_prompt(seed, 2 * PROBE_WORDS))
             source = "/tokenize, without the chat template"
-        return Probe(fit((PROBE_WORDS, few), (2 * PROBE_WORDS, many), source), accepted, notes)
+        found = fit((PROBE_WORDS, few), (2 * PROBE_WORDS, many), source)
     except (UpstreamError, TimeoutError, ExchangeError, ValueError):
         notes.append(
             "The server tells no token counts: prompts are taken to have one token a word."
         )
-        return Probe(Calibration(), accepted, notes)
+        found = Calibration()
+    return Probe(found, accepted, notes)
 
 
 def _probe_prompt(seed: int, words: int) -> str:

@@ -624,14 +624,12 @@ class Difference:
     @property
     def verdict(self) -> str:
         """`better`, `worse`, `same` (less than 1 % apart), or `no difference shown`."""
-        if not (math.isfinite(self.low) and math.isfinite(self.high)):
-            return "no difference shown"
-        if max(abs(self.low), abs(self.high)) < LEAST_CHANGE:
+        leaves_out_zero = self.low > 0 or self.high < 0  # neither, where they are not known
+        largest = abs(self.change) if leaves_out_zero else max(abs(self.low), abs(self.high))
+        if largest < LEAST_CHANGE:
             return "same"
-        if self.low <= 0 <= self.high:
+        if not leaves_out_zero:
             return "no difference shown"
-        if abs(self.change) < LEAST_CHANGE:
-            return "same"
         return "better" if (self.change < 0) == self.less_is_better else "worse"
 
 
@@ -700,6 +698,7 @@ def _differing(one: object, two: object) -> str:
     return f"{one!r} and {two!r}"
 
 
+_COMPARED = ("TTFT", "inter-token", "completion")
 _Statistic = Callable[["NDArray[Any]"], "NDArray[Any]"]
 
 
@@ -707,21 +706,21 @@ def _comparable(load: dict[str, Any]) -> dict[str, tuple[NDArray[Any], _Statisti
     """The figures of a load that can be compared: its requests, each a row, and the statistic."""
     import numpy as np
 
-    ttft, inter_token, completion, tokens = columns = [
-        np.array(load["samples"][name], dtype=float)
+    samples = {
+        name: np.array(load["samples"][name], dtype=float)
         for name in ("ttft", "inter_token", "completion", "tokens")
-    ]
-    for column in columns:
-        if column.ndim != 1 or not np.isfinite(column).all() or (column < 0).any():
+    }
+    for column in samples.values():
+        if column.ndim != 1 or not (np.isfinite(column) & (column >= 0)).all():
             raise ValueError("samples must be finite numbers of at least 0")
+    tokens, completion = samples.pop("tokens"), samples["completion"]
     if len(completion) != len(tokens):
         raise ValueError("completion and tokens differ in length")
     found: dict[str, tuple[NDArray[Any], _Statistic]] = {}
-    pairs = (("TTFT", ttft), ("inter-token", inter_token), ("completion", completion))
-    for name, column in pairs:
-        if len(column) >= LEAST_COMPARED:
-            found[f"{name} p50"] = column, partial(np.quantile, q=0.5, axis=-1)
-            found[f"{name} p95"] = column, partial(np.quantile, q=0.95, axis=-1)
+    for name, column in zip(_COMPARED, samples.values(), strict=True):
+        for percent in (50, 95) if len(column) >= LEAST_COMPARED else ():
+            statistic = partial(np.percentile, q=percent, axis=-1)
+            found[f"{name} p{percent}"] = column, statistic
     if load["load"]["loop"] == "closed":
         level = float(load["load"]["level"])
 
