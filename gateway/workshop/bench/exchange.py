@@ -441,6 +441,13 @@ class Calibration:
     overhead: float = 0.0  # tokens of a prompt without words: of the chat template
     source: str = "guessed: one token a word"
 
+    @classmethod
+    def of(cls, few: int | None, many: int | None) -> Calibration:
+        """By the tokens that the server counted of `PROBE_WORDS` words, and of twice as many."""
+        if few is None or many is None or many <= few:
+            return cls()
+        return cls((many - few) / PROBE_WORDS, 2 * few - many, "the server's usage")
+
     def words(self, tokens: int) -> int:
         """Words of a prompt of so many tokens; at least one."""
         return max(1, round((tokens - self.overhead) / self.tokens_per_word))
@@ -481,18 +488,6 @@ def random_words(seed: str, count: int) -> str:
 
 
 _prefix_words = lru_cache(maxsize=KEPT_PREFIXES)(random_words)
-
-
-def fit(short: tuple[int, int], long: tuple[int, int], source: str) -> Calibration:
-    """Calibrate by two prompts, each as (words, tokens that the server counted).
-
-    Raises ValueError where the longer one has not more tokens.
-    """
-    (few, few_tokens), (many, many_tokens) = short, long
-    if many <= few or many_tokens <= few_tokens:
-        raise ValueError("the longer prompt has not more tokens")
-    per_word = (many_tokens - few_tokens) / (many - few)
-    return Calibration(per_word, few_tokens - few * per_word, source)
 
 
 QUESTION_SECONDS = 15.0  # limit of a question that costs the server nothing
@@ -607,7 +602,8 @@ async def probe_server(
     endpoint = sender.endpoint
 
     async def ask(words: int, fields: dict[str, Any]) -> RequestResult:
-        body = endpoint.body(server.model, _probe_prompt(seed, words), PROBE_TOKENS, fields)
+        prompt = random_words(f"{seed} calibration {words}", words)
+        body = endpoint.body(server.model, prompt, PROBE_TOKENS, fields)
         result = RequestResult(-1, sender.clock())
         await sender.send(result, json.dumps(body).encode(), PROBE_TOKENS)
         return result
@@ -637,33 +633,15 @@ async def probe_server(
     notes = []
     if endpoint.is_stream and short.server.completion_tokens is None:
         notes.append("The server sends no usage: each event is counted as one token.")
-    source = "the server's usage"
-    try:
-        few = short.server.prompt_tokens
-        many = few and (await ask(2 * PROBE_WORDS, accepted)).server.prompt_tokens
-        if few is None or many is None:
-            few = await _tokenized(sender, _probe_prompt(seed, PROBE_WORDS))
-            many = await _tokenized(sender, _probe_prompt(seed, 2 * PROBE_WORDS))
-            source = "/tokenize, without the chat template"
-        found = fit((PROBE_WORDS, few), (2 * PROBE_WORDS, many), source)
-    except (UpstreamError, TimeoutError, ExchangeError, ValueError):
+    few, many = short.server.prompt_tokens, None
+    if few is not None:
+        many = (await ask(2 * PROBE_WORDS, accepted)).server.prompt_tokens
+    found = Calibration.of(few, many)
+    if found == Calibration():
         notes.append(
             "The server tells no token counts: prompts are taken to have one token a word."
         )
-        found = Calibration()
     return Probe(found, accepted, notes)
-
-
-def _probe_prompt(seed: int, words: int) -> str:
-    return random_words(f"{seed} calibration {words}", words)
-
-
-async def _tokenized(sender: RequestSender, text: str) -> int:
-    _, reply, _ = await _ask_json(sender, b"/tokenize", {"content": text})
-    tokens = reply.get("tokens")
-    if not isinstance(tokens, list):
-        raise ExchangeError("no_tokens")
-    return len(tokens)
 
 
 @dataclass(frozen=True, slots=True)
@@ -692,23 +670,14 @@ def _question_seconds(sender: RequestSender) -> float:
     return min(sender.timeout, QUESTION_SECONDS)
 
 
-async def _ask_json(
-    sender: RequestSender, path: bytes, value: object = None
-) -> tuple[int, dict[str, Any], float]:
-    """Status, object (empty if it is none), and seconds from sending to the head.
-
-    A GET; with a value a POST of it.
-    """
-    method, headers, body = b"GET", _QUESTION_HEADERS, b""
-    if value is not None:
-        method, body = b"POST", json.dumps(value).encode()
-        headers += b"content-type: application/json\r\n"
+async def _ask_json(sender: RequestSender, path: bytes) -> tuple[int, dict[str, Any], float]:
+    """Status, object (empty if it is none), and seconds from sending to the head."""
     sent = [0.0]
     async with (
         asyncio.timeout(_question_seconds(sender)),
         sender.pool.response(
-            sender.pool.address.request_head(method, path, headers, len(body) if body else None),
-            body,
+            sender.pool.address.request_head(b"GET", path, _QUESTION_HEADERS, None),
+            b"",
             connect_timeout=CONNECT_SECONDS,
             on_connected=lambda _: sent.__setitem__(0, sender.clock()),
         ) as connection,
