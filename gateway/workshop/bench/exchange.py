@@ -578,26 +578,17 @@ def _choose_model(found: ServerDescription, status: int, reply: Mapping[str, Any
             found.notes.append(f"Of {len(names)} models the first, {names[0]}: --model chooses.")
 
 
-@dataclass(slots=True)
-class Probe:
-    """What a few first requests have shown."""
-
-    calibration: Calibration
-    extra: dict[str, Any]  # fields that every body gets
-    notes: list[str] = field(default_factory=list)
-
-
 async def probe_server(
     sender: RequestSender,
     server: ServerDescription,
     extra: dict[str, Any],
     ignore_eos: bool,  # noqa: FBT001 - one of the settings
     seed: int,
-) -> Probe:
-    """Find by a few short requests which fields the server takes, and how it counts tokens.
+) -> tuple[Calibration, dict[str, Any]]:
+    """Find by a few short requests how the server counts tokens, and the fields of every body.
 
-    `extra`: fields that the user wants in every body; they are never left out. Raises TargetError
-    where the server takes no such request at all.
+    `extra`: fields that the user wants in every body; they are never left out. What was found wrong
+    is noted in `server`. Raises TargetError where the server takes no such request at all.
     """
     endpoint = sender.endpoint
 
@@ -629,19 +620,19 @@ async def probe_server(
         )
     if short.error not in {None, "empty"}:
         note = f"The server fails from the first request on ({_shown(short)})"
-        return Probe(Calibration(), accepted, [f"{note}: prompts are not calibrated."])
-    notes = []
+        server.notes.append(f"{note}: prompts are not calibrated.")
+        return Calibration(), accepted
     if endpoint.is_stream and short.server.completion_tokens is None:
-        notes.append("The server sends no usage: each event is counted as one token.")
+        server.notes.append("The server sends no usage: each event is counted as one token.")
     few, many = short.server.prompt_tokens, None
     if few is not None:
         many = (await ask(2 * PROBE_WORDS, accepted)).server.prompt_tokens
     found = Calibration.of(few, many)
     if found == Calibration():
-        notes.append(
+        server.notes.append(
             "The server tells no token counts: prompts are taken to have one token a word."
         )
-    return Probe(found, accepted, notes)
+    return found, accepted
 
 
 @dataclass(frozen=True, slots=True)

@@ -32,7 +32,7 @@ from gateway import __version__
 from gateway.transport.pool import ConnectionPool, url_address
 from gateway.workshop.bench.exchange import (
     Baseline,
-    Probe,
+    Calibration,
     PromptWriter,
     RequestResult,
     RequestSender,
@@ -785,7 +785,7 @@ class BenchSession:
     clock: Callable[[], float] = time.monotonic
     runs: list[LoadRun] = field(default_factory=list)
     _server: ServerDescription = field(default_factory=ServerDescription)
-    _probe: Probe | None = None
+    _calibration: Calibration = field(default_factory=Calibration)
     _baseline: Baseline = field(default_factory=Baseline)
     _began: datetime = field(default_factory=lambda: datetime.now(UTC))
 
@@ -803,9 +803,10 @@ class BenchSession:
         self._check_fit()
         self.on_phase("calibrating the prompts' length")
         ignores = self._server.ignores_eos if plan.ignore_eos is None else plan.ignore_eos
-        self._probe = await probe_server(sender, self._server, plan.extra, ignores, plan.seed)
-        writer = PromptWriter(plan.seed, self._probe.calibration)
-        model, extra = self._server.model, self._probe.extra
+        self._calibration, extra = await probe_server(
+            sender, self._server, plan.extra, ignores, plan.seed
+        )
+        writer, model = PromptWriter(plan.seed, self._calibration), self._server.model
         runner = LoadRunner(plan, sender, writer, model, extra, self.clock, self.on_request)
         self.on_phase("warming up")
         self._baseline = Baseline.of(await runner.warm_up(plan.warm_up))
@@ -818,7 +819,7 @@ class BenchSession:
 
     def report(self) -> BenchReport:
         """The report of the loads that have begun."""
-        plan, probe = self.plan, self._probe
+        plan = self.plan
         request: dict[str, Any] = {
             **({"trace": len(plan.trace.jobs)} if plan.trace is not None else asdict(plan.pattern)),
             "seed": plan.seed,
@@ -829,11 +830,9 @@ class BenchSession:
             "python": platform.python_version(),
             "system": f"{platform.system()} {platform.release()} {platform.machine()}",
             "cpus": os.cpu_count(),
+            "prompt_lengths_by": self._calibration.source,
+            "tokens_per_word": round(self._calibration.tokens_per_word, 4),
         }
-        if probe is not None:
-            notes += probe.notes
-            client["prompt_lengths_by"] = probe.calibration.source
-            client["tokens_per_word"] = round(probe.calibration.tokens_per_word, 4)
         if plan.meter is not None and plan.meter.failure is not None:
             notes.append(f"Energy was measured only in part: {plan.meter.failure}")
         return BenchReport(
