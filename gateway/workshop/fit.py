@@ -357,16 +357,16 @@ class Machine:
         return min((one.available - MEMORY_RESERVE) // one.servers for one in self.places)
 
 
-@dataclass(frozen=True, slots=True)
-class Choice:
+class Choice(NamedTuple):
     """One quantisation of the model."""
 
     name: str
-    size: int  # bytes of its weights
+    bytes: int  # of its weights
     needed: int  # by a server
     fits: bool
     largest_context: int  # tokens of each slot; 0: not even the shortest
-    speed: ExpectedSpeed | None
+    decode: float | None
+    prefill: float | None
 
 
 @dataclass(frozen=True, slots=True)
@@ -402,14 +402,16 @@ def fit(model: ModelFile, shape: ModelShape, settings: ServerSettings, machine: 
         speed=expected_speed(shape, settings, machine),
         choices=tuple(
             Choice(
-                name=name,
-                size=one.size,
-                needed=(needed := server_memory(one, settings).needed),
-                fits=needed <= machine.room,
-                largest_context=largest_context(one, settings, machine.room),
-                speed=expected_speed(one, settings, machine),
+                name,
+                one.size,
+                needed := server_memory(one, settings).needed,
+                needed <= machine.room,
+                largest_context(one, settings, machine.room),
+                None if speed is None else speed.decode,
+                None if speed is None else speed.prefill,
             )
             for name, one in quantizations(shape).items()
+            for speed in [expected_speed(one, settings, machine)]
         ),
     )
 
@@ -535,16 +537,13 @@ def choice_rows(found: Fit) -> list[list[tuple[str, object]]]:
     for one in found.choices:
         row: list[tuple[str, object]] = [
             ("quantisation", one.name),
-            ("weights", format_gib(one.size)),
+            ("weights", format_gib(one.bytes)),
             ("a server needs", format_gib(one.needed)),
             ("fits", "yes" if one.fits else "no"),
             ("longest context", f"{one.largest_context:,}" if one.largest_context else None),
         ]
-        if one.speed is not None:
-            row += [
-                ("decode/s", f"{one.speed.decode:.1f}"),
-                ("prefill/s", f"{one.speed.prefill:.0f}"),
-            ]
+        if one.decode is not None:
+            row += [("decode/s", f"{one.decode:.1f}"), ("prefill/s", f"{one.prefill:.0f}")]
         rows.append(row)
     return rows
 
@@ -605,21 +604,12 @@ def fit_as_dict(found: Fit) -> dict[str, Any]:
             "bandwidth": round(machine.bandwidth or 0),
             "bandwidth_source": machine.bandwidth_source,
         },
-        "quantizations": [
-            {
-                "name": one.name,
-                "bytes": one.size,
-                "needed": one.needed,
-                "fits": one.fits,
-                "largest_context": one.largest_context,
-                **_rounded(one.speed),
-            }
-            for one in found.choices
-        ],
+        "quantizations": [{**one._asdict(), **_rounded(one)} for one in found.choices],
     }
 
 
-def _rounded(speed: ExpectedSpeed | None) -> dict[str, float | None]:
-    if speed is None:
-        return {"decode": None, "prefill": None}
-    return {"decode": round(speed.decode, 2), "prefill": round(speed.prefill, 1)}
+def _rounded(one: ExpectedSpeed | Choice) -> dict[str, float | None]:
+    return {
+        "decode": None if one.decode is None else round(one.decode, 2),
+        "prefill": None if one.prefill is None else round(one.prefill, 1),
+    }

@@ -119,7 +119,7 @@ class LoadFlags(options.FlagGroup):
 
     def loads(self, played: Trace | None) -> list[Load]:
         """Return the loads, of which `played` is the trace. Raises CommandFailed."""
-        from gateway.workshop.bench.load import Load, LoadError, Loop, closed_loads, poisson_loads
+        from gateway.workshop.bench.load import Load, LoadError, Loop, parse_loads
 
         names = ("concurrency", "rate", "trace")
         given = [f"--{name}" for name in names if getattr(self, name) is not None]
@@ -130,9 +130,10 @@ class LoadFlags(options.FlagGroup):
         with failing_by(LoadError, before=f"{given[0] if given else '--concurrency'} ", status=2):
             if played is not None:
                 return [Load(Loop.TRACE, self.speed_up, len(played.jobs), self.duration)]
+            loop, levels = Loop.CLOSED, self.concurrency or DEFAULT_LEVELS
             if self.rate is not None:
-                return poisson_loads(self.rate, self.requests, self.duration)
-            return closed_loads(self.concurrency or DEFAULT_LEVELS, self.requests, self.duration)
+                loop, levels = Loop.POISSON, self.rate
+            return parse_loads(loop, levels, self.requests, self.duration)
 
     def played_trace(self) -> Trace | None:
         """Read the trace, if one is named. Raises CommandFailed."""

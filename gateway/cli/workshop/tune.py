@@ -197,12 +197,12 @@ def _refuse_other_work(topology: Topology, *, force: bool) -> None:
     cpus, seconds = [c for node in topology.nodes for c in node.cpus], benchmark.SAMPLE_SECONDS
     before = benchmark.read_cpu_times(cpus)
     time.sleep(seconds)
-    found = benchmark.other_work_between(before, benchmark.read_cpu_times(cpus))
+    busy, found = benchmark.other_work_between(before, benchmark.read_cpu_times(cpus))
     if not before.cpus:
         print_note("This system has no /proc/stat: other work on it can't be seen.")
-    elif found.busy_cpus > benchmark.MOST_OTHER_WORK and force:
+    elif busy > benchmark.MOST_OTHER_WORK and force:
         print_note(f"Measuring beside other work (--force), which makes figures worse: {found}")
-    elif found.busy_cpus > benchmark.MOST_OTHER_WORK:
+    elif busy > benchmark.MOST_OTHER_WORK:
         raise CommandFailed(
             f"other work loads this machine: {found}, by /proc/stat over {seconds:g} s (at most "
             f"{benchmark.MOST_OTHER_WORK} CPUs are tolerated). It would distort the figures. "

@@ -441,6 +441,13 @@ class Calibration:
     overhead: float = 0.0  # tokens of a prompt without words: of the chat template
     source: str = "guessed: one token a word"
 
+    @classmethod
+    def of(cls, few: int | None, many: int | None) -> Calibration:
+        """By the tokens that the server counted of `PROBE_WORDS` words, and of twice as many."""
+        if few is None or many is None or many <= few:
+            return cls()
+        return cls((many - few) / PROBE_WORDS, 2 * few - many, "the server's usage")
+
     def words(self, tokens: int) -> int:
         """Words of a prompt of so many tokens; at least one."""
         return max(1, round((tokens - self.overhead) / self.tokens_per_word))
@@ -481,18 +488,6 @@ def random_words(seed: str, count: int) -> str:
 
 
 _prefix_words = lru_cache(maxsize=KEPT_PREFIXES)(random_words)
-
-
-def fit(short: tuple[int, int], long: tuple[int, int], source: str) -> Calibration:
-    """Calibrate by two prompts, each as (words, tokens that the server counted).
-
-    Raises ValueError where the longer one has not more tokens.
-    """
-    (few, few_tokens), (many, many_tokens) = short, long
-    if many <= few or many_tokens <= few_tokens:
-        raise ValueError("the longer prompt has not more tokens")
-    per_word = (many_tokens - few_tokens) / (many - few)
-    return Calibration(per_word, few_tokens - few * per_word, source)
 
 
 QUESTION_SECONDS = 15.0  # limit of a question that costs the server nothing
@@ -583,31 +578,23 @@ def _choose_model(found: ServerDescription, status: int, reply: Mapping[str, Any
             found.notes.append(f"Of {len(names)} models the first, {names[0]}: --model chooses.")
 
 
-@dataclass(slots=True)
-class Probe:
-    """What a few first requests have shown."""
-
-    calibration: Calibration
-    extra: dict[str, Any]  # fields that every body gets
-    notes: list[str] = field(default_factory=list)
-
-
 async def probe_server(
     sender: RequestSender,
     server: ServerDescription,
     extra: dict[str, Any],
     ignore_eos: bool,  # noqa: FBT001 - one of the settings
     seed: int,
-) -> Probe:
-    """Find by a few short requests which fields the server takes, and how it counts tokens.
+) -> tuple[Calibration, dict[str, Any]]:
+    """Find by a few short requests how the server counts tokens, and the fields of every body.
 
-    `extra`: fields that the user wants in every body; they are never left out. Raises TargetError
-    where the server takes no such request at all.
+    `extra`: fields that the user wants in every body; they are never left out. What was found wrong
+    is noted in `server`. Raises TargetError where the server takes no such request at all.
     """
     endpoint = sender.endpoint
 
     async def ask(words: int, fields: dict[str, Any]) -> RequestResult:
-        body = endpoint.body(server.model, _probe_prompt(seed, words), PROBE_TOKENS, fields)
+        prompt = random_words(f"{seed} calibration {words}", words)
+        body = endpoint.body(server.model, prompt, PROBE_TOKENS, fields)
         result = RequestResult(-1, sender.clock())
         await sender.send(result, json.dumps(body).encode(), PROBE_TOKENS)
         return result
@@ -627,47 +614,25 @@ async def probe_server(
     if short.error in {"connect_failed", "connect_timeout"}:
         raise TargetError(f"can't be reached: {short.detail}")
     if short.error in {"http_401", "http_403", "http_404", "http_405", "http_501"}:
-        remedy = (
-            "--key-file FILE, or the key in LLAMA_GATEWAY_KEY"
-            if short.error in {"http_401", "http_403"}
-            else "--endpoint and --model name others"
-        )
         raise TargetError(
-            f"it refuses POST /v1{endpoint.path.decode()} ({_shown(short)}). Remedy: {remedy}"
+            f"it refuses POST /v1{endpoint.path.decode()} ({_shown(short)}). Remedy: --key-file "
+            "FILE, or the key in LLAMA_GATEWAY_KEY; --endpoint and --model name others"
         )
     if short.error not in {None, "empty"}:
         note = f"The server fails from the first request on ({_shown(short)})"
-        return Probe(Calibration(), accepted, [f"{note}: prompts are not calibrated."])
-    notes = []
+        server.notes.append(f"{note}: prompts are not calibrated.")
+        return Calibration(), accepted
     if endpoint.is_stream and short.server.completion_tokens is None:
-        notes.append("The server sends no usage: each event is counted as one token.")
+        server.notes.append("The server sends no usage: each event is counted as one token.")
     few, many = short.server.prompt_tokens, None
     if few is not None:
         many = (await ask(2 * PROBE_WORDS, accepted)).server.prompt_tokens
-    source = "the server's usage"
-    try:
-        if few is None or many is None:
-            few = await _tokenized(sender, _probe_prompt(seed, PROBE_WORDS))
-            many = await _tokenized(sender, _probe_prompt(seed, 2 * PROBE_WORDS))
-            source = "/tokenize, without the chat template"
-        return Probe(fit((PROBE_WORDS, few), (2 * PROBE_WORDS, many), source), accepted, notes)
-    except (UpstreamError, TimeoutError, ExchangeError, ValueError):
-        notes.append(
+    found = Calibration.of(few, many)
+    if found == Calibration():
+        server.notes.append(
             "The server tells no token counts: prompts are taken to have one token a word."
         )
-        return Probe(Calibration(), accepted, notes)
-
-
-def _probe_prompt(seed: int, words: int) -> str:
-    return random_words(f"{seed} calibration {words}", words)
-
-
-async def _tokenized(sender: RequestSender, text: str) -> int:
-    _, reply, _ = await _ask_json(sender, b"/tokenize", {"content": text})
-    tokens = reply.get("tokens")
-    if not isinstance(tokens, list):
-        raise ExchangeError("no_tokens")
-    return len(tokens)
+    return found, accepted
 
 
 @dataclass(frozen=True, slots=True)
@@ -696,23 +661,14 @@ def _question_seconds(sender: RequestSender) -> float:
     return min(sender.timeout, QUESTION_SECONDS)
 
 
-async def _ask_json(
-    sender: RequestSender, path: bytes, value: object = None
-) -> tuple[int, dict[str, Any], float]:
-    """Status, object (empty if it is none), and seconds from sending to the head.
-
-    A GET; with a value a POST of it.
-    """
-    method, headers, body = b"GET", _QUESTION_HEADERS, b""
-    if value is not None:
-        method, body = b"POST", json.dumps(value).encode()
-        headers += b"content-type: application/json\r\n"
+async def _ask_json(sender: RequestSender, path: bytes) -> tuple[int, dict[str, Any], float]:
+    """Status, object (empty if it is none), and seconds from sending to the head."""
     sent = [0.0]
     async with (
         asyncio.timeout(_question_seconds(sender)),
         sender.pool.response(
-            sender.pool.address.request_head(method, path, headers, len(body) if body else None),
-            body,
+            sender.pool.address.request_head(b"GET", path, _QUESTION_HEADERS, None),
+            b"",
             connect_timeout=CONNECT_SECONDS,
             on_connected=lambda _: sent.__setitem__(0, sender.clock()),
         ) as connection,

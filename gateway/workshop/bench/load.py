@@ -11,7 +11,6 @@ from __future__ import annotations
 import asyncio
 import gc
 import json
-import math
 import random
 import ssl
 import time
@@ -73,37 +72,34 @@ class Load:
                 return "trace" if self.level == 1 else f"trace x{self.level:g}"
 
 
-def closed_loads(text: str, requests: int | None, seconds: float | None) -> list[Load]:
-    """Loads of text such as `1,4,8`. Raises LoadError."""
-    levels = [int(part) if part.isdecimal() and len(part) < 9 else 0 for part in _parts(text)]
-    if not all(1 <= level <= MOST_CONCURRENCY for level in levels):
+def parse_loads(loop: Loop, text: str, requests: int | None, seconds: float | None) -> list[Load]:
+    """Loads of text: `1,4,8` are requests at a time (closed), `0.5,2` per second (Poisson).
+
+    `requests` and `seconds` bound each of them. Raises LoadError.
+    """
+    is_closed = loop is Loop.CLOSED
+    most, wanted = MOST_RATE, "requests per second, such as 0.5,2"
+    if is_closed:
+        most, wanted = MOST_CONCURRENCY, "whole numbers, such as 1,4,8"
+    try:
+        levels = [float(part) for part in text.split(",", MOST_LOADS)]
+    except ValueError:
+        levels = []
+    if not 1 <= len(levels) <= MOST_LOADS or not all(
+        0 < one <= most and (not is_closed or one.is_integer()) for one in levels
+    ):
         raise LoadError(
-            f"{text!r}: write whole numbers from 1 to {MOST_CONCURRENCY}, such as 1,4,8"
+            f"{text!r:.60}: write {wanted}; each above 0 and at most {most:g}, not more than "
+            f"{MOST_LOADS}"
         )
-    if not requests and seconds is not None:
-        requests = MOST_REQUESTS
-    return [
-        Load(Loop.CLOSED, one, requests or max(LEAST_REQUESTS, REQUESTS_PER_WORKER * one), seconds)
-        for one in levels
-    ]
-
-
-def poisson_loads(text: str, requests: int | None, seconds: float | None) -> list[Load]:
-    """Loads of text such as `0.5,2` (requests per second). Raises LoadError."""
-    if requests is None and seconds is None:
+    if not is_closed and requests is None and seconds is None:
         seconds = OPEN_SECONDS
     loads = []
-    for part in _parts(text):
-        try:
-            rate = float(part)
-        except ValueError:
-            rate = math.nan
-        if not 0 < rate <= MOST_RATE:
-            raise LoadError(
-                f"{text!r}: write requests per second, above 0 and at most {MOST_RATE:g}, "
-                "such as 0.5,2"
-            )
-        loads.append(Load(Loop.POISSON, rate, requests or MOST_REQUESTS, seconds))
+    for level in levels:
+        usual = MOST_REQUESTS
+        if is_closed and seconds is None:
+            usual = max(LEAST_REQUESTS, REQUESTS_PER_WORKER * int(level))
+        loads.append(Load(loop, level, requests or usual, seconds))
     return loads
 
 
@@ -115,13 +111,6 @@ def poisson_times(load: Load, rng: random.Random) -> Iterator[float]:
         if load.seconds is not None and at > load.seconds:
             return
         yield at
-
-
-def _parts(text: str) -> list[str]:
-    parts = [part.strip() for part in text.split(",")]
-    if len(parts) > MOST_LOADS:
-        raise LoadError(f"{len(parts)} loads: at most {MOST_LOADS}")
-    return parts
 
 
 TICK_SECONDS = 0.01  # between two looks at the clock

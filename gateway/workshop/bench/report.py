@@ -32,7 +32,7 @@ from gateway import __version__
 from gateway.transport.pool import ConnectionPool, url_address
 from gateway.workshop.bench.exchange import (
     Baseline,
-    Probe,
+    Calibration,
     PromptWriter,
     RequestResult,
     RequestSender,
@@ -254,76 +254,62 @@ LEAST_LAG = 0.005  # seconds below which the client's lag is never what limits
 
 def judge(figures: LoadFigures, server: ServerDescription, baseline: Baseline) -> Verdict:
     """What limits a load: the client if it is too slow, else the longest part of a request."""
-    if exhausted := figures.errors.get("exhausted"):
-        return Verdict(
-            Limit.CLIENT,
-            f"{exhausted} connections could not be opened for lack of descriptors or ports on this "
-            "machine: raise `ulimit -n`, or measure with a smaller load",
-        )
-    if not figures.succeeded:
-        if not figures.requests:
-            return Verdict(Limit.ERRORS, "no request ended")
-        reason = next(iter(figures.errors))
-        words = figures.details.get(reason)
-        return Verdict(
-            Limit.ERRORS,
-            f"every request failed, most of them with {reason}" + (f" ({words})" if words else ""),
-        )
     if (found := _client(figures)) is not None:
         return Verdict(Limit.CLIENT, found)
-    parts = figures.parts
+    if not figures.requests:
+        return Verdict(Limit.ERRORS, "no request ended")
+    if not figures.succeeded:
+        reason = next(iter(figures.errors))
+        words = figures.details.get(reason)
+        told = f"{reason} ({words})" if words else reason
+        return Verdict(Limit.ERRORS, f"every request failed, most of them with {told}")
+    parts, slots, speed = figures.parts, server.slots, figures.tokens_per_second
     times = {
-        Limit.NETWORK: parts.network,
-        Limit.SLOTS: parts.waiting,
-        Limit.PREFILL: parts.prefill,
-        Limit.DECODE: parts.decode,
+        Limit.NETWORK: parts.network or 0.0,
+        Limit.SLOTS: parts.waiting or 0.0,
+        Limit.PREFILL: parts.prefill or 0.0,
+        Limit.DECODE: parts.decode or 0.0,
     }
-    known = {limit: seconds for limit, seconds in times.items() if seconds is not None}
-    whole = sum(known.values())
+    whole = sum(times.values())
     if figures.ttft is None or whole <= 0:
         return Verdict(Limit.UNKNOWN, "the response has no tokens, so its time has no known parts")
-    limit = max(known, key=lambda one: known[one])
-    at_a_time, slots = _under_way(figures), server.slots
+    limit, at_a_time = max(times, key=times.__getitem__), _under_way(figures)
     if limit is Limit.SLOTS and slots is not None and at_a_time <= slots:
         # All had a slot, so what they waited for was other requests' prefill.
         return Verdict(
             Limit.PREFILL,
-            f"first tokens come {known[Limit.SLOTS]:.3g} s later than alone, though "
-            f"{slots} slots are enough for {at_a_time:.3g} requests at a time: the prompts of "
-            "other requests are read meanwhile",
+            f"first tokens come {times[Limit.SLOTS]:.3g} s later than alone, though {slots} slots "
+            f"are enough for {at_a_time:.3g} requests at a time: the prompts of other requests are "
+            "read meanwhile",
         )
-    share = f"{known[limit] / whole:.0%} of a request's {whole:.3g} s"
-    return Verdict(limit, _reason(limit, share, figures, server, baseline))
-
-
-def _reason(
-    limit: Limit, share: str, figures: LoadFigures, server: ServerDescription, baseline: Baseline
-) -> str:
-    match limit:
-        case Limit.NETWORK:
-            return f"connecting and a round trip are {share}"
-        case Limit.SLOTS:
-            slot = "a slot" if server.slots is None else f"one of the {server.slots} slots"
-            return (
-                f"waiting for {slot} is {share}, with {_under_way(figures):.3g} requests at a time "
-                f"(by {figures.parts.waiting_source})"
-            )
-        case Limit.PREFILL:
-            length = figures.prompt_tokens
-            prompt = "the prompt" if length is None else f"prompts of {length:.0f} tokens"
-            return f"reading {prompt} is {share} (by {figures.parts.waiting_source})"
-        case _:
-            speed = figures.tokens_per_second
-            each = "" if speed is None else f": a stream gets {speed.p50:.3g} tokens/s"
-            alone = baseline.inter_token
-            if each and alone:
-                each += f", one that is alone {1 / alone:.3g}"
-            return f"writing is {share}{each}"
+    slot = "a slot" if slots is None else f"one of the {slots} slots"
+    length, alone = figures.prompt_tokens, baseline.inter_token
+    prompt = "the prompt" if length is None else f"prompts of {length:.0f} tokens"
+    what = {
+        Limit.NETWORK: "connecting and a round trip are",
+        Limit.SLOTS: f"waiting for {slot}, with {at_a_time:.3g} requests at a time, is",
+        Limit.PREFILL: f"reading {prompt} is",
+        Limit.DECODE: "writing is",
+    }
+    reason = f"{what[limit]} {times[limit] / whole:.0%} of a request's {whole:.3g} s"
+    if limit in {Limit.SLOTS, Limit.PREFILL}:
+        reason += f" (by {parts.waiting_source})"
+    elif limit is Limit.DECODE and speed is not None:
+        reason += f": a stream gets {speed.p50:.3g} tokens/s"
+        reason += f", one that is alone {1 / alone:.3g}" if alone else ""
+    return Verdict(limit, reason)
 
 
 def _client(figures: LoadFigures) -> str | None:
     """Why the client is what limits; None: it is not."""
     client = figures.client
+    if exhausted := figures.errors.get("exhausted"):
+        return (
+            f"{exhausted} connections could not be opened for lack of descriptors or ports on this "
+            "machine: raise `ulimit -n`, or measure with a smaller load"
+        )
+    if not figures.succeeded:
+        return None
     if client.cpu_share > MOST_CPU_SHARE:
         return (
             f"the load generator used {client.cpu_share:.0%} of a CPU, and can't use more: "
@@ -338,10 +324,10 @@ def _client(figures: LoadFigures) -> str | None:
         lag = client.lag.p95
         if measured is not None and lag > max(LEAST_LAG, MOST_LAG_SHARE * measured.p50):
             return (
-                f"the load generator's own lag ({lag * 1000:.3g} ms at the 95th percentile) is "
+                f"the load generator's own lag ({milliseconds(lag)} at the 95th percentile) is "
                 f"more than {MOST_LAG_SHARE:.0%} of the median {name} "
-                f"({measured.p50 * 1000:.3g} ms): other work holds up this machine, or the "
-                "load is too large for one process"
+                f"({milliseconds(measured.p50)}): other work holds up this machine, or the load is "
+                "too large for one process"
             )
     return None
 
@@ -517,7 +503,6 @@ def render_page(report: BenchReport) -> str:
     if report.baseline.ttft is not None:
         facts.append(("TTFT of a request alone", milliseconds(report.baseline.ttft)))
     page = files("gateway.workshop.bench").joinpath("page.html").read_text(encoding="utf-8")
-    speeds = [one.total_tokens_per_second for one in loads]
     first, whole = ([one.samples[name] for one in loads] for name in ("ttft", "completion"))
     return Template(page).substitute(
         title=_text(report.title),
@@ -526,7 +511,6 @@ def render_page(report: BenchReport) -> str:
         remarks="\n".join(f"<li>{_text(line)}</li>" for line in remarks(report)),
         ttft=_curves("TTFT, seconds", labels, first),
         completion=_curves("Completion, seconds", labels, whole),
-        speed=_bars("Tokens/s, all requests", labels, speeds),
         definitions=_definitions(DEFINITIONS),
     )
 
@@ -584,27 +568,6 @@ def _curves(title: str, labels: Sequence[str], series: Sequence[Sequence[float]]
             f'<rect x="{WIDTH - 130}" y="{top}" width="10" height="10" fill="{colour}"/>',
             f'<text x="{WIDTH - 115}" y="{top + 9}">{_text(label)}</text>',
         ]
-    return _figure(title, parts)
-
-
-def _bars(title: str, labels: Sequence[str], values: Sequence[float]) -> str:
-    most = max(values, default=0.0) or 1.0
-    parts = [f'<text x="{MARGIN}" y="14">{_text(title)}</text>']
-    room = (WIDTH - MARGIN) / max(1, len(values))
-    for place, (label, value) in enumerate(zip(labels, values, strict=True)):
-        height = (HEIGHT - 2 * MARGIN) * value / most
-        left, top = MARGIN + place * room, HEIGHT - MARGIN - height
-        colour = COLOURS[place % len(COLOURS)]
-        size = f'width="{room * 0.7:.1f}" height="{height:.1f}"'
-        parts += [
-            f'<rect x="{left:.1f}" y="{top:.1f}" {size} fill="{colour}"/>',
-            f'<text x="{left:.1f}" y="{top - 4:.1f}">{value:.4g}</text>',
-            f'<text x="{left:.1f}" y="{HEIGHT - MARGIN + 16}">{_text(label)}</text>',
-        ]
-    return _figure(title, parts)
-
-
-def _figure(title: str, parts: Sequence[str]) -> str:
     return (
         f'<figure><svg role="img" aria-label="{_text(title)}" width="{WIDTH}" height="{HEIGHT}" '
         f'viewBox="0 0 {WIDTH} {HEIGHT}">{"".join(parts)}</svg></figure>'
@@ -661,14 +624,12 @@ class Difference:
     @property
     def verdict(self) -> str:
         """`better`, `worse`, `same` (less than 1 % apart), or `no difference shown`."""
-        if not (math.isfinite(self.low) and math.isfinite(self.high)):
-            return "no difference shown"
-        if max(abs(self.low), abs(self.high)) < LEAST_CHANGE:
+        leaves_out_zero = self.low > 0 or self.high < 0  # neither, where they are not known
+        largest = abs(self.change) if leaves_out_zero else max(abs(self.low), abs(self.high))
+        if largest < LEAST_CHANGE:
             return "same"
-        if self.low <= 0 <= self.high:
+        if not leaves_out_zero:
             return "no difference shown"
-        if abs(self.change) < LEAST_CHANGE:
-            return "same"
         return "better" if (self.change < 0) == self.less_is_better else "worse"
 
 
@@ -737,6 +698,7 @@ def _differing(one: object, two: object) -> str:
     return f"{one!r} and {two!r}"
 
 
+_COMPARED = ("TTFT", "inter-token", "completion")
 _Statistic = Callable[["NDArray[Any]"], "NDArray[Any]"]
 
 
@@ -744,21 +706,21 @@ def _comparable(load: dict[str, Any]) -> dict[str, tuple[NDArray[Any], _Statisti
     """The figures of a load that can be compared: its requests, each a row, and the statistic."""
     import numpy as np
 
-    ttft, inter_token, completion, tokens = columns = [
-        np.array(load["samples"][name], dtype=float)
+    samples = {
+        name: np.array(load["samples"][name], dtype=float)
         for name in ("ttft", "inter_token", "completion", "tokens")
-    ]
-    for column in columns:
-        if column.ndim != 1 or not np.isfinite(column).all() or (column < 0).any():
+    }
+    for column in samples.values():
+        if column.ndim != 1 or not (np.isfinite(column) & (column >= 0)).all():
             raise ValueError("samples must be finite numbers of at least 0")
+    tokens, completion = samples.pop("tokens"), samples["completion"]
     if len(completion) != len(tokens):
         raise ValueError("completion and tokens differ in length")
     found: dict[str, tuple[NDArray[Any], _Statistic]] = {}
-    pairs = (("TTFT", ttft), ("inter-token", inter_token), ("completion", completion))
-    for name, column in pairs:
-        if len(column) >= LEAST_COMPARED:
-            found[f"{name} p50"] = column, partial(np.quantile, q=0.5, axis=-1)
-            found[f"{name} p95"] = column, partial(np.quantile, q=0.95, axis=-1)
+    for name, column in zip(_COMPARED, samples.values(), strict=True):
+        for percent in (50, 95) if len(column) >= LEAST_COMPARED else ():
+            statistic = partial(np.percentile, q=percent, axis=-1)
+            found[f"{name} p{percent}"] = column, statistic
     if load["load"]["loop"] == "closed":
         level = float(load["load"]["level"])
 
@@ -823,7 +785,7 @@ class BenchSession:
     clock: Callable[[], float] = time.monotonic
     runs: list[LoadRun] = field(default_factory=list)
     _server: ServerDescription = field(default_factory=ServerDescription)
-    _probe: Probe | None = None
+    _calibration: Calibration = field(default_factory=Calibration)
     _baseline: Baseline = field(default_factory=Baseline)
     _began: datetime = field(default_factory=lambda: datetime.now(UTC))
 
@@ -841,9 +803,10 @@ class BenchSession:
         self._check_fit()
         self.on_phase("calibrating the prompts' length")
         ignores = self._server.ignores_eos if plan.ignore_eos is None else plan.ignore_eos
-        self._probe = await probe_server(sender, self._server, plan.extra, ignores, plan.seed)
-        writer = PromptWriter(plan.seed, self._probe.calibration)
-        model, extra = self._server.model, self._probe.extra
+        self._calibration, extra = await probe_server(
+            sender, self._server, plan.extra, ignores, plan.seed
+        )
+        writer, model = PromptWriter(plan.seed, self._calibration), self._server.model
         runner = LoadRunner(plan, sender, writer, model, extra, self.clock, self.on_request)
         self.on_phase("warming up")
         self._baseline = Baseline.of(await runner.warm_up(plan.warm_up))
@@ -856,7 +819,7 @@ class BenchSession:
 
     def report(self) -> BenchReport:
         """The report of the loads that have begun."""
-        plan, probe = self.plan, self._probe
+        plan = self.plan
         request: dict[str, Any] = {
             **({"trace": len(plan.trace.jobs)} if plan.trace is not None else asdict(plan.pattern)),
             "seed": plan.seed,
@@ -867,11 +830,9 @@ class BenchSession:
             "python": platform.python_version(),
             "system": f"{platform.system()} {platform.release()} {platform.machine()}",
             "cpus": os.cpu_count(),
+            "prompt_lengths_by": self._calibration.source,
+            "tokens_per_word": round(self._calibration.tokens_per_word, 4),
         }
-        if probe is not None:
-            notes += probe.notes
-            client["prompt_lengths_by"] = probe.calibration.source
-            client["tokens_per_word"] = round(probe.calibration.tokens_per_word, 4)
         if plan.meter is not None and plan.meter.failure is not None:
             notes.append(f"Energy was measured only in part: {plan.meter.failure}")
         return BenchReport(

@@ -422,54 +422,42 @@ def contradiction(per_hour: float, tokens_per_second: float, claimed: float) -> 
 
 def explain(question: PlanQuestion, option: FleetOption) -> dict[str, str]:
     """What each figure of a fleet comes from: lines, each with its word."""
-    workload, node_type, trial = question.workload, option.parts[0].node_type, option.trial
+    workload, part, trial = question.workload, option.parts[0], option.trial
+    node_type, hours = part.node_type, workload.backlog_hours
     times = search.times_of(node_type, workload)
-    lines = {}
-    if workload.backlog_hours is None:
-        lines["arrivals"] = (
-            f"{workload.requests_per_hour:,.10g} an hour x peak {workload.peak:g} / 3,600 = "
-            f"{workload.arrivals:.4g} a second"
-        )
-    else:
-        lines["arrivals"] = (
-            f"{workload.requests_per_hour:,.10g} at once / {workload.backlog_hours:g} h / 3,600"
-            f" = {workload.arrivals:.4g} a second to be done"
-        )
+    per_second = f"{workload.arrivals:.4g} a second"
     pure, whole = pure_instances(question, option)
-    lines["pure sum"] = (
-        f"{workload.arrivals:.4g} a second x {workload.completion:g} tokens / "
-        f"{node_type.decode_tps:g} tokens/s = {pure:.2f}: {whole} instances of one slot"
-    )
-    lines["left out"] = (
-        f"reading the prompts, and waiting: {whole} would be used to {pure / whole:.0%}, and "
-        "at full use the queue grows without end"
-    )
+    asked = f"an hour x peak {workload.peak:g}" if hours is None else f"at once / {hours:g} h"
+    lines = {
+        "arrivals": f"{workload.requests_per_hour:,.10g} {asked} / 3,600 = {per_second}"
+        + ("" if hours is None else " to be done"),
+        "pure sum": f"{per_second} x {workload.completion:g} tokens / {node_type.decode_tps:g} "
+        f"tokens/s = {pure:.2f}: {whole} instances of one slot",
+        "left out": f"reading the prompts, and waiting: {whole} would be used to "
+        f"{pure / whole:.0%}, and at full use the queue grows without end",
+    }
     if workload.repeat:
         lines["cached"] = (
             f"{workload.repeat:.0%} of {workload.prompt:g} prompt tokens repeat: "
             f"{workload.uncached:g} are read"
         )
-    if times.slots == 1:
-        capacity = f"1 / {times.full:.2f} s"
-    else:
+    if times.slots > 1:
         lines["slots share"] = (
             f"{times.slots} x {times.reading:.2f} s of reading, one after the other, + "
             f"{times.writing:.2f} s of writing x (1 + {times.batch_cost:g} x {times.slots - 1})"
             f" = {times.full:.2f} s with all busy, {times.alone:.2f} s alone"
         )
-        capacity = f"{times.slots} slots / {times.full:.2f} s"
     lines["one server"] = (
-        f"{capacity} = {times.capacity:.4g} requests a second, "
+        f"{times.slots} / {times.full:.2f} s = {times.capacity:.4g} requests a second, "
         f"{times.capacity * SECONDS_PER_HOUR:,.0f} an hour"
     )
-    servers = "" if node_type.servers == 1 else f" x {node_type.servers} servers"
-    if len(option.parts) == 1 and workload.backlog is None:
+    guess = option.estimate
+    if guess is not None and hours is None:
         lines["use"] = (
-            f"{workload.arrivals:.4g} / ({option.parts[0].count}{servers} x {times.capacity:.4g}) "
+            f"{workload.arrivals:.4g} / ({part.servers} x {times.capacity:.4g}) "
             f"= {option.use:.0%} of the capacity"
         )
-        guess = option.estimate
-        if guess is not None and math.isfinite(guess.wait):
+        if math.isfinite(guess.wait):
             lines["estimate"] = (
                 f"Erlang C: {guess.waiting_share:.3g} of the requests wait, at most; Allen-Cunneen "
                 f"with Cs² {guess.service_scv:.2f}: {guess.wait:.3g} s in the mean"
@@ -481,54 +469,47 @@ def explain(question: PlanQuestion, option: FleetOption) -> dict[str, str]:
             f"{workload.work:.2f} times as long as one for a model of {format_gib(SPEED_MEMORY)}"
         )
         if trial is not None:
-            lines["models"] += (
-                f"; {trial.loads} loads of {trial.load_seconds / max(1, trial.loads):.1f} s"
-            )
-    if trial is not None and workload.backlog is not None:
-        lines["simulator"] = (
-            f"{trial.requests:,} requests through the real scheduler: all "
-            f"{workload.backlog:,.10g} done in {trial.seconds / SECONDS_PER_HOUR:.2f} h"
+            each = trial.load_seconds / max(1, trial.loads)
+            lines["models"] += f"; {trial.loads} loads of {each:.1f} s"
+    if trial is not None:
+        figures = (
+            f" ({WARM_UP_SHARE:.0%} to warm up before): mean wait {trial.wait.mean:.3g} s ± "
+            f"{trial.wait_error:.2g}, completion {trial.completion.mean:.3g} s ± "
+            f"{trial.completion_error:.2g} (95 %)"
         )
-    elif trial is not None:
-        lines["simulator"] = (
-            f"{trial.requests:,} requests through the real scheduler ({WARM_UP_SHARE:.0%} to warm "
-            f"up before): mean wait {trial.wait.mean:.3g} s ± {trial.wait_error:.2g}, completion "
-            f"{trial.completion.mean:.3g} s ± {trial.completion_error:.2g} (95 %)"
-        )
+        if hours is not None:
+            done = trial.seconds / SECONDS_PER_HOUR
+            figures = f": all {workload.requests_per_hour:,.10g} done in {done:.2f} h"
+        lines["simulator"] = f"{trial.requests:,} requests through the real scheduler{figures}"
     return lines | _price_lines(question, option)
 
 
 def _price_lines(question: PlanQuestion, option: FleetOption) -> dict[str, str]:
-    price, workload = option.price, question.workload
-    if price.per_hour is None:
+    price, node_type = option.price, option.parts[0].node_type
+    if price.per_hour is None or price.per_million_tokens is None:
         return {"price": "unknown: the node has no price (--price-per-hour)"}
     hourly = [(part.count, part.node_type.per_hour or 0.0) for part in option.parts]
-    hours = " + ".join(f"{count} x {hour:.4g}" for count, hour in hourly)
-    extra = ""
+    sums = [f"{count} x {hour:.4g}" for count, hour in hourly]
     tokens = price.per_hour - price.electricity_per_hour
-    for count, hour in hourly:
-        tokens -= count * hour
+    tokens -= sum(count * hour for count, hour in hourly)
     if tokens > 1e-12:
-        extra += f" + {tokens:.4g} for tokens"
+        sums.append(f"{tokens:.4g} for tokens")
     if price.electricity_per_hour:
-        extra += f" + {price.electricity_per_hour:.4g} of electricity"
-    lines = {
-        "price": f"{hours}{extra} = {price.per_hour:.4g} an hour x {HOURS_PER_MONTH:g} = "
-        f"{price.month or 0.0:,.2f} a month; all machines run, used or not"
-    }
-    if price.per_million_tokens is None:
-        return lines
-    lines["per token"] = f"{price.per_million_tokens:.4g} a million tokens, prompts included" + (
-        "" if workload.peak == 1 else ", of the mean hour"
-    )
-    node_type = option.parts[0].node_type
+        sums.append(f"{price.electricity_per_hour:.4g} of electricity")
+    each = f"{price.per_million_tokens:.4g} a million tokens, prompts included"
+    if question.workload.peak != 1:
+        each += ", of the mean hour"
     if node_type.per_hour:
         hour = node_type.per_hour / node_type.servers
-        lines["per token"] += (
+        each += (
             f"; one slot that always writes {node_type.decode_tps:g} tokens/s at {hour:.4g} an "
             f"hour makes {_per_million_tokens(hour, node_type.decode_tps):.3g} a million written"
         )
-    return lines
+    return {
+        "price": f"{' + '.join(sums)} = {price.per_hour:.4g} an hour x {HOURS_PER_MONTH:g} = "
+        f"{price.month or 0.0:,.2f} a month; all machines run, used or not",
+        "per token": each,
+    }
 
 
 def headline(option: FleetOption) -> str:

@@ -5,7 +5,6 @@ A mistake in it is reported with its line and key, as in the gateway's other fil
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from importlib.resources import as_file, files
@@ -231,25 +230,23 @@ def fitting_types(
     `names`: only these. `models`: that they load on demand, in place of the one. Raises
     NoTypeFitsError.
     """
-    largest = max((one.memory / GIB for one in models), default=None)
-    if largest is not None:
+    largest = max((one.memory / GIB for one in models), default=0.0)
+    if largest:
         model_gib = SPEED_MEMORY / GIB  # of which a router's speeds are
-    chosen = catalogue.types
-    if names:
-        known = {one.name: one for one in catalogue.types}
-        if missing := [name for name in names if name not in known]:
-            raise NoTypeFitsError(
-                f"the catalogue has no type {missing[0]!r}; it has {', '.join(known)}"
-            )
-        chosen = tuple(known[name] for name in dict.fromkeys(names))
-    reference = catalogue.model.gib if catalogue.model is not None else None
+    known = {one.name: one for one in catalogue.types}
+    if missing := [name for name in names if name not in known]:
+        raise NoTypeFitsError(
+            f"the catalogue has no type {missing[0]!r}; it has {', '.join(known)}"
+        )
+    chosen = [known[name] for name in dict.fromkeys(names or known)]
+    reference = None if catalogue.model is None else catalogue.model.gib
     size = model_gib or reference
     if model_gib is not None:
-        if not (math.isfinite(model_gib) and 0 < model_gib <= 1e6):
+        if not 0 < model_gib <= 1e6:
             raise NoTypeFitsError("a model has more than 0 and at most 1,000,000 GiB")
         if reference is None:
             raise NoTypeFitsError("the catalogue says for no model what its speeds are: model.gib")
-        chosen = tuple(one.for_model(model_gib, reference) for one in chosen)
+        chosen = [one.for_model(model_gib, reference) for one in chosen]
     notes, fitting = [], []
     for one in chosen:
         needed = largest or (one.memory_needed(size) if size is not None else 0.0)

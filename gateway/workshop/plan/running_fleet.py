@@ -565,13 +565,7 @@ class FleetAdvice:
 
     verdict: str  # `saturated`, `tight` or `enough`
     sentence: str
-    add_like: str | None = None
-    add_count: int = 0
-
-    def as_dict(self) -> dict[str, object]:
-        """For scripts."""
-        add = None if self.add_like is None else {"like": self.add_like, "count": self.add_count}
-        return {"verdict": self.verdict, "sentence": self.sentence, "add": add}
+    add: dict[str, str | int] | None = None  # how many nodes to add, and like which one
 
 
 _SHOWN = {"tier", "slots", "prefill_tps", "decode_tps", "batch_cost", "memory_gib"}
@@ -603,7 +597,7 @@ class FleetAnswer:
                 for part in self.fleet.parts
             ],
             "changes": [row.as_dict() for row in self.changes],
-            "advice": self.advice.as_dict(),
+            "advice": asdict(self.advice),
             "notes": [*self.fleet.notes, *self.traffic.notes, *self.notes],
         }
 
@@ -749,7 +743,7 @@ def _advice(asked: _Asked, fleet: MeasuredFleet, rows: Sequence[WhatIf]) -> Flee
     sentence = f"{begin}; add {nodes} like {like}: then it is {row.use:.0%} used"
     if row.trial is not None:
         sentence += f", and 95 % of the requests end within {row.trial.completion.p95:.1f} s"
-    return FleetAdvice(verdict, sentence, like, count)
+    return FleetAdvice(verdict, sentence, {"like": like, "count": count})
 
 
 def _least_addition(

@@ -361,7 +361,7 @@ def generate(
     `shares`: how often each model is asked for, beside the others; none: by `zipf` and `moves`.
     """
     rng = random.Random(seed)
-    popularity = _Popularity(traffic, seed, models, shares)
+    draw_model = _popularity(traffic, seed, models, shares)
     continue_share = 1.0 - 1.0 / traffic.turns
     weights = [1.0 / rank for rank in range(1, traffic.tenants + 1)]
     tenants = range(1, traffic.tenants + 1)
@@ -388,7 +388,7 @@ def generate(
         (tenant,) = rng.choices(tenants, weights)
         (label,) = rng.choices(classes, class_shares)
         caller = f"caller-{rng.randrange(traffic.callers)}"
-        model = popularity.draw(now) if models else ""
+        model = draw_model(now) if models else ""
         prompt_tokens = traffic.system
         time = now
         while True:
@@ -420,38 +420,26 @@ def generate(
     return build_trace(jobs[: traffic.requests])
 
 
-@dataclass(slots=True)
-class _Popularity:
-    """Which model a conversation asks for: Zipf, bursts of one of them, ranks that change."""
+def _popularity(
+    traffic: Traffic, seed: int, models: Sequence[str], shares: Sequence[float]
+) -> Callable[[float], str]:
+    """Draws the model of a conversation that begins at a time: Zipf, bursts, ranks that change."""
+    rng = random.Random(f"models of {seed}")
+    weights = [rank**-traffic.zipf for rank in range(1, len(models) + 1)]
 
-    _traffic: Traffic
-    _seed: int
-    _models: Sequence[str]
-    _shares: Sequence[float]
-    _rng: random.Random = field(init=False)
-    _weights: list[float] = field(init=False)
-
-    def __post_init__(self) -> None:
-        self._rng = random.Random(f"models of {self._seed}")
-        self._weights = [rank**-self._traffic.zipf for rank in range(1, len(self._models) + 1)]
-
-    def draw(self, now: float) -> str:
-        """The model of a conversation that begins now."""
-        traffic = self._traffic
+    def draw(now: float) -> str:
         period = now / traffic.every + 0.5
         extra = 1.0 - 1.0 / traffic.burst
-        if period % 1.0 < traffic.lasting / traffic.every and self._rng.random() < extra:
-            return self._seeded("burst", math.floor(period)).choice(self._models)
-        if self._shares:
-            return self._rng.choices(self._models, self._shares)[0]
-        ranked = list(self._models)
-        self._seeded("ranks", math.floor(now / traffic.moves) if traffic.moves else 0).shuffle(
-            ranked
-        )
-        return self._rng.choices(ranked, self._weights)[0]
+        if period % 1.0 < traffic.lasting / traffic.every and rng.random() < extra:
+            return random.Random(f"burst {math.floor(period)} of {seed}").choice(models)
+        if shares:
+            return rng.choices(models, shares)[0]
+        ranked = list(models)
+        number = math.floor(now / traffic.moves) if traffic.moves else 0
+        random.Random(f"ranks {number} of {seed}").shuffle(ranked)
+        return rng.choices(ranked, weights)[0]
 
-    def _seeded(self, what: str, number: int) -> random.Random:
-        return random.Random(f"{what} {number} of {self._seed}")
+    return draw
 
 
 def _next_begin(rng: random.Random, traffic: Traffic, now: float) -> float:

@@ -341,12 +341,12 @@ class MachineBenchmark:
                 ]
             )
         pids = [pid for pid in fleet.pids if pid is not None]
-        other_work = other_work_between(before, read_cpu_times(cpus), own={os.getpid(), *pids})
+        busy, _ = other_work_between(before, read_cpu_times(cpus), own={os.getpid(), *pids})
         memories = [memory for pid in pids if (memory := peak_memory(pid)) is not None]
         if memories and self.known_memory is None:
             self.known_memory = (setting, max(memories))
         figures = replace(combine_servers(results), memory=sum(memories) if memories else None)
-        return figures, (other_work.busy_cpus if before.cpus else None)
+        return figures, (busy if before.cpus else None)
 
     def _check_growth(self, setting: Setting, topology: Topology) -> None:
         """Refuse a setting whose memory may not fit.
@@ -410,21 +410,6 @@ class CpuTimes:
     processes: dict[int, tuple[str, int]]  # name and ticks by PID
 
 
-@dataclass(frozen=True, slots=True)
-class OtherWork:
-    """CPUs' worth of other work between two readings."""
-
-    busy_cpus: float
-    cpus: int
-    top_processes: tuple[tuple[int, str, float], ...]  # PID, name, CPUs
-
-    def __str__(self) -> str:
-        names = ", ".join(f"{name} ({pid}) {share:.0%}" for pid, name, share in self.top_processes)
-        return f"{self.busy_cpus:.1f} of {self.cpus} CPUs are busy" + (
-            f": {names}" if names else ""
-        )
-
-
 def read_cpu_times(cpus: Collection[int], root: Path = Path("/")) -> CpuTimes:
     """Read the times of these CPUs; zeros where the system has no `/proc/stat`."""
     busy = total = found = 0
@@ -439,25 +424,29 @@ def read_cpu_times(cpus: Collection[int], root: Path = Path("/")) -> CpuTimes:
     return CpuTimes(busy, total, found, _processes(root))
 
 
-def other_work_between(before: CpuTimes, after: CpuTimes, own: Collection[int] = ()) -> OtherWork:
-    """Return the work of all processes but `own`, which still ran at the second reading."""
+def other_work_between(
+    before: CpuTimes, after: CpuTimes, own: Collection[int] = ()
+) -> tuple[float, str]:
+    """Return the CPUs' worth of all work but that of `own` processes, and the busiest in words.
+
+    Processes count as `own` if they still ran at the second reading.
+    """
     ticks = (after.total - before.total) / max(1, after.cpus)  # of one CPU
     if ticks <= 0:
-        return OtherWork(0.0, after.cpus, ())
+        return 0.0, ""
     spent = {
-        pid: (name, used - before.processes.get(pid, (name, 0))[1])
-        for pid, (name, used) in after.processes.items()
+        pid: (used - before.processes.get(pid, ("", 0))[1]) / ticks
+        for pid, (_, used) in after.processes.items()
     }
-    own_ticks = sum(used for pid, (_, used) in spent.items() if pid in own)
-    others = sorted(
-        ((pid, name, used / ticks) for pid, (name, used) in spent.items() if pid not in own),
-        key=lambda one: -one[2],
+    busy = (after.busy - before.busy) / ticks - sum(spent[pid] for pid in own if pid in spent)
+    others = sorted(spent.keys() - set(own), key=lambda pid: -spent[pid])
+    names = ", ".join(
+        f"{after.processes[pid][0]} ({pid}) {spent[pid]:.0%}"
+        for pid in others[:MOST_NAMED_PROCESSES]
+        if spent[pid] >= 0.05
     )
-    return OtherWork(
-        max(0.0, (after.busy - before.busy - own_ticks) / ticks),
-        after.cpus,
-        tuple(one for one in others[:MOST_NAMED_PROCESSES] if one[2] >= 0.05),
-    )
+    words = f"{busy:.1f} of {after.cpus} CPUs are busy"
+    return max(0.0, busy), f"{words}: {names}" if names else words
 
 
 def peak_memory(pid: int, root: Path = Path("/")) -> int | None:

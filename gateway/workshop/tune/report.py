@@ -81,15 +81,18 @@ class TuningReport:
             f"{self.noise:.1%}, so smaller differences than "
             f"{search.history.significant_difference(REPEATS, REPEATS):.1%} may be noise."
         )
-        others = [row for row in self.results if row.setting != self.best.setting]
-        ahead = [row for row in others if row.measured < REPEATS and row.score < self.best.score]
-        if ahead:
-            sentences.append(f"Seemed better, but not measured often enough: {_named(ahead)}.")
-        worse = [
-            row for row in others if search.history.clearly_better(self.best.setting, row.setting)
+        is_worse = search.history.clearly_better
+        ties = [
+            str(row.setting)
+            for row in self.results
+            if row.setting != self.best.setting and not is_worse(self.best.setting, row.setting)
         ]
-        if ties := [row for row in others if row not in ahead and row not in worse]:
-            sentences.append(f"Not clearly worse than the best: {_named(ties)}.")
+        if ties:
+            more = f"; and {len(ties) - MOST_NAMED_SETTINGS} more"
+            sentences.append(
+                f"Not clearly worse than the best: {'; '.join(ties[:MOST_NAMED_SETTINGS])}"
+                f"{more if len(ties) > MOST_NAMED_SETTINGS else ''}."
+            )
         if untried := search.unsearched_knobs():
             ended = self.session.end_reason
             why = "the time was over" if ended == "time" else ended
@@ -155,13 +158,6 @@ def build_report(session: TuningSession) -> TuningReport | None:
     }
     ordered = tuple(sorted(rows.values(), key=lambda row: row.score))
     return TuningReport(ordered, rows[session.search.best], rows[start], session)
-
-
-def _named(rows: list[SettingResult]) -> str:
-    named = "; ".join(str(row.setting) for row in rows[:MOST_NAMED_SETTINGS])
-    return named + (
-        f"; and {len(rows) - MOST_NAMED_SETTINGS} more" if len(rows) > MOST_NAMED_SETTINGS else ""
-    )
 
 
 HEADER = "# Written by llama-gateway tune"

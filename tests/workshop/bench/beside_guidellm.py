@@ -23,7 +23,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
-from gateway.workshop.bench.exchange import WORDS, PromptWriter, fit, random_words
+from gateway.workshop.bench.exchange import PROBE_WORDS, Calibration, PromptWriter, random_words
 from gateway.workshop.simulate.simulation import TracePrompt
 from tests.emulator.language_model import count_tokens
 from tests.emulator.process import emulator_process
@@ -114,9 +114,8 @@ def write_prompts(folder: Path, requests: int) -> Path:
     def counted(text: str) -> int:
         return count_tokens(render_chat([{"role": "user", "content": text}]))
 
-    once, twice = len(WORDS), 2 * len(WORDS)
-    few, many = (random_words("calibration", words) for words in (once, twice))
-    writer = PromptWriter(2, fit((once, counted(few)), (twice, counted(many)), "the emulator"))
+    few, many = (random_words("calibration", times * PROBE_WORDS) for times in (1, 2))
+    writer = PromptWriter(2, Calibration.of(counted(few), counted(many)))
     path = folder / "prompts.jsonl"
     with path.open("w") as file:
         for number in range(requests * len(LEVELS) + 100):

@@ -9,7 +9,7 @@ from contextlib import asynccontextmanager
 from typing import Any
 
 from gateway.workshop.bench.exchange import CHAT
-from gateway.workshop.bench.load import BenchPlan, Load, RequestPattern, closed_loads
+from gateway.workshop.bench.load import BenchPlan, Load, Loop, RequestPattern, parse_loads
 from gateway.workshop.bench.report import BenchReport, BenchSession
 from tests.virtual import now
 
@@ -24,7 +24,7 @@ def plan(url: str, loads: list[Load] | None = None, **options: Any) -> BenchPlan
     options.setdefault("pattern", RequestPattern(64, 8))
     options.setdefault("endpoint", CHAT)
     options.setdefault("warm_up", 1)
-    return BenchPlan(url=url, loads=loads or closed_loads("2", 4, None), **options)
+    return BenchPlan(url=url, loads=loads or parse_loads(Loop.CLOSED, "2", 4, None), **options)
 
 
 async def measure(url: str, loads: list[Load] | None = None, **options: Any) -> BenchReport:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from gateway.workshop.bench.exchange import Baseline, RequestResult, ServerDescription
-from gateway.workshop.bench.load import ClientFigures, LoadRun, RequestGoal, closed_loads
+from gateway.workshop.bench.load import ClientFigures, LoadRun, Loop, RequestGoal, parse_loads
 from gateway.workshop.bench.report import BenchReport, figures_of, judge
 from gateway.workshop.simulate.report import Percentiles
 
@@ -13,7 +13,7 @@ from gateway.workshop.simulate.report import Percentiles
 def sample_runs(*, fails: bool = False) -> list[LoadRun]:
     """Runs of two loads of five requests, all of which failed or none."""
     runs = []
-    for load in closed_loads("1,4", 5, None):
+    for load in parse_loads(Loop.CLOSED, "1,4", 5, None):
         results = []
         for number in range(5):
             start, ttft = 10.0 + number, 0.1 * load.level * (1 + number / 10)

@@ -4,7 +4,6 @@ import asyncio
 import itertools
 import random
 import time
-from collections.abc import Callable
 from unittest.mock import patch
 
 import pytest
@@ -17,8 +16,7 @@ from gateway.workshop.bench.load import (
     LagMonitor,
     LoadError,
     Loop,
-    closed_loads,
-    poisson_loads,
+    parse_loads,
     poisson_times,
 )
 from tests.each_case import each_case
@@ -26,18 +24,18 @@ from tests.virtual import in_virtual_time, now
 
 
 def test_levels_make_a_load_each() -> None:
-    loads = closed_loads("1, 4,8", None, None)
+    loads = parse_loads(Loop.CLOSED, "1, 4,8", None, None)
     assert [(one.loop, one.level) for one in loads] == [(Loop.CLOSED, n) for n in (1, 4, 8)]
     assert [one.requests for one in loads] == [LEAST_REQUESTS, 16, 32]
     assert loads[1].label == "4 at a time"
 
 
 def test_a_duration_alone_bounds_the_time_and_not_the_number() -> None:
-    (load,) = closed_loads("4", None, 30.0)
+    (load,) = parse_loads(Loop.CLOSED, "4", None, 30.0)
     assert (load.requests, load.seconds) == (MOST_REQUESTS, 30.0)
-    (load,) = closed_loads("4", 7, 30.0)
+    (load,) = parse_loads(Loop.CLOSED, "4", 7, 30.0)
     assert (load.requests, load.seconds) == (7, 30.0)
-    (load,) = poisson_loads("0.5", None, None)
+    (load,) = parse_loads(Loop.POISSON, "0.5", None, None)
     assert (load.requests, load.seconds) == (MOST_REQUESTS, OPEN_SECONDS)
 
 
@@ -46,16 +44,16 @@ RATES = ("", "0", "-1", "nan", "inf", "1e9", "x")
 
 
 @each_case(
-    ("loads", "text"),
-    [*((closed_loads, text) for text in LEVELS), *((poisson_loads, text) for text in RATES)],
+    ("loop", "text"),
+    [*((Loop.CLOSED, text) for text in LEVELS), *((Loop.POISSON, text) for text in RATES)],
 )
-def test_impossible_levels_and_rates_are_refused(loads: Callable[..., object], text: str) -> None:
+def test_impossible_levels_and_rates_are_refused(loop: Loop, text: str) -> None:
     with pytest.raises(LoadError):
-        loads(text, None, None)
+        parse_loads(loop, text, None, None)
 
 
 def test_arrivals_have_the_rate_and_vary_as_a_poisson_process_does() -> None:
-    (load,) = poisson_loads("4", 20_000, None)
+    (load,) = parse_loads(Loop.POISSON, "4", 20_000, None)
     times = list(poisson_times(load, random.Random(1)))
     assert len(times) == 20_000
     assert times == sorted(times)
@@ -67,7 +65,7 @@ def test_arrivals_have_the_rate_and_vary_as_a_poisson_process_does() -> None:
 
 
 def test_no_arrival_is_later_than_the_duration() -> None:
-    (load,) = poisson_loads("100", None, 2.0)
+    (load,) = parse_loads(Loop.POISSON, "100", None, 2.0)
     times = list(poisson_times(load, random.Random(1)))
     assert times[-1] <= 2.0
     assert 150 < len(times) < 250

@@ -17,8 +17,7 @@ from gateway.workshop.bench.load import (
     Loop,
     RequestGoal,
     RequestPattern,
-    closed_loads,
-    poisson_loads,
+    parse_loads,
 )
 from gateway.workshop.bench.report import (
     BenchReport,
@@ -48,7 +47,7 @@ class TestAccuracy:
     async def test_a_closed_loop_measures_what_the_server_does(self) -> None:
         async with EmulatedNode(slots=4, prefill_tps=1000, decode_tps=50) as node:
             report = await measure(
-                node.url, closed_loads("1,4", 8, None), pattern=RequestPattern(200, 40)
+                node.url, parse_loads(Loop.CLOSED, "1,4", 8, None), pattern=RequestPattern(200, 40)
             )
         for found in report.loads:
             assert (found.succeeded, found.failed) == (8, 0)
@@ -65,7 +64,7 @@ class TestAccuracy:
     @in_virtual_time
     async def test_waiting_for_a_slot_is_found_to_limit(self) -> None:
         async with EmulatedNode(slots=2, prefill_tps=1000, decode_tps=50) as node:
-            report = await measure(node.url, closed_loads("8", 24, None))
+            report = await measure(node.url, parse_loads(Loop.CLOSED, "8", 24, None))
         one = only(report)
         assert one.verdict.limit is Limit.SLOTS
         assert "one of the 2 slots" in one.verdict.reason
@@ -78,7 +77,7 @@ class TestAccuracy:
             # A request takes 0.9 s or so, and three of them come each second.
             report = await measure(
                 node.url,
-                poisson_loads("3", 30, None),
+                parse_loads(Loop.POISSON, "3", 30, None),
                 most_in_flight=1,
                 pattern=RequestPattern(64, 8),
             )
@@ -91,9 +90,9 @@ class TestAccuracy:
     @in_virtual_time
     async def test_random_arrivals_have_the_rate_and_the_seed_decides_them(self) -> None:
         async with EmulatedNode(slots=64) as node:
-            first = only(await measure(node.url, poisson_loads("20", 200, None)))
-            again = only(await measure(node.url, poisson_loads("20", 200, None)))
-            shorter = only(await measure(node.url, poisson_loads("20", None, 5)))
+            first = only(await measure(node.url, parse_loads(Loop.POISSON, "20", 200, None)))
+            again = only(await measure(node.url, parse_loads(Loop.POISSON, "20", 200, None)))
+            shorter = only(await measure(node.url, parse_loads(Loop.POISSON, "20", None, 5)))
         assert first.requests == 200
         assert first.requests / first.seconds == pytest.approx(20, rel=0.15)
         assert first.seconds == pytest.approx(again.seconds, abs=0.01)
@@ -142,7 +141,9 @@ class TestAccuracy:
     async def test_the_goal_is_kept_by_some(self) -> None:
         async with EmulatedNode(slots=1, prefill_tps=1000, decode_tps=100) as node:
             goal = RequestGoal(ttft=0.1)
-            found = only(await measure(node.url, closed_loads("2", 10, None), goal=goal))
+            found = only(
+                await measure(node.url, parse_loads(Loop.CLOSED, "2", 10, None), goal=goal)
+            )
         # Only the first did not wait for the one before.
         assert known(found.goodput)["share"] == pytest.approx(0.1)
 
@@ -288,12 +289,16 @@ class TestBadServers:
     @in_virtual_time
     async def test_a_refused_worker_pauses_as_long_as_the_server_asks(self) -> None:
         async with EmulatedNode() as node:
-            session = BenchSession(plan(node.url, closed_loads("1", 3, None)), clock=now)
+            session = BenchSession(
+                plan(node.url, parse_loads(Loop.CLOSED, "1", 3, None)), clock=now
+            )
             session.on_load = lambda _: node.faults.next(
                 "status", 2, status=429, headers={"retry-after": "7"}
             )
             await session.run()
-            failing = BenchSession(plan(node.url, closed_loads("1", 3, 10.0)), clock=now)
+            failing = BenchSession(
+                plan(node.url, parse_loads(Loop.CLOSED, "1", 3, 10.0)), clock=now
+            )
             failing.on_load = lambda _: node.faults.set(
                 "status", status=429, headers={"retry-after": "1000000"}
             )
@@ -360,7 +365,7 @@ async def test_what_is_measured_is_what_the_server_did() -> None:
     """Beside the server's own clock, so that a slow machine makes both of them slow."""
     with emulated_node(slots=4, prefill_tps=128, decode_tps=20) as url:
         session = BenchSession(
-            plan(url, closed_loads("4", 8, None), pattern=RequestPattern(256, 60))
+            plan(url, parse_loads(Loop.CLOSED, "4", 8, None), pattern=RequestPattern(256, 60))
         )
         await session.run()
     (run,) = session.runs

@@ -11,13 +11,13 @@ import pytest
 from gateway.transport.pool import ConnectionPool, url_address
 from gateway.workshop.bench.exchange import (
     CHAT,
+    PROBE_WORDS,
     Baseline,
     Calibration,
     PromptWriter,
     RequestResult,
     RequestSender,
     describe_server,
-    fit,
     is_this_machine,
 )
 from gateway.workshop.simulate.simulation import TracePrompt
@@ -81,9 +81,7 @@ async def test_nonsense_about_itself_is_not_believed() -> None:
     )  # fmt: skip
 
 
-@pytest.mark.slow
-async def test_token_counts_come_from_tokenize_where_a_server_has_no_usage() -> None:
-    """A server without `usage`, whose `/tokenize` counts two tokens for each word."""
+async def test_without_usage_words_are_taken_for_tokens_and_that_is_said() -> None:
     seen: list[int] = []
 
     async def answer(head: bytes, body: bytes, writer: asyncio.StreamWriter) -> None:
@@ -92,15 +90,15 @@ async def test_token_counts_come_from_tokenize_where_a_server_has_no_usage() -> 
             event = b'data: {"choices":[{"delta":{"content":"a"},"finish_reason":"stop"}]}\n\n'
             writer.write(STREAM_HEAD + event)
         else:
-            counted = json.loads(body)["content"].split() if b"/tokenize" in head else ()
-            writer.write(plain_answer(json.dumps({"tokens": [1, 2] * len(counted)}).encode()))
+            writer.write(plain_answer(b"{}"))
         await writer.drain()
 
     async with odd_server(answer) as url:
         report = await measure(url)
-    assert report.client["prompt_lengths_by"] == "/tokenize, without the chat template"
-    assert seen[-4:] == [32] * 4
-    assert any("sends no usage" in note for note in report.notes)
+    assert report.client["prompt_lengths_by"] == "guessed: one token a word"
+    assert seen[-4:] == [64] * 4
+    for note in ("sends no usage", "tells no token counts"):
+        assert any(note in one for one in report.notes)
     assert any("names no model" in note for note in report.server.notes)
 
 
@@ -114,17 +112,16 @@ def shared(one: list[str], other: list[str]) -> int:
 
 
 def test_a_prompt_has_as_many_words_as_the_calibration_says() -> None:
-    calibration = fit((16, 30), (116, 180), "test")
-    assert (calibration.tokens_per_word, calibration.overhead) == (1.5, 6.0)
+    calibration = Calibration.of(6 + 2 * PROBE_WORDS, 6 + 4 * PROBE_WORDS)
+    assert (calibration.tokens_per_word, calibration.overhead) == (2.0, 6)
     for tokens in (30, 180, 1000):
         count = len(words(TracePrompt(1, tokens), calibration=calibration))
-        assert 6 + count * 1.5 == pytest.approx(tokens, abs=1)
+        assert 6 + count * 2 == pytest.approx(tokens, abs=1)
     assert len(words(TracePrompt(1, 1), calibration=calibration)) == 1
 
 
 def test_a_calibration_needs_a_longer_prompt_with_more_tokens() -> None:
-    with pytest.raises(ValueError, match="not more tokens"):
-        fit((16, 30), (116, 30), "test")
+    assert Calibration.of(30, 30) == Calibration.of(30, None) == Calibration()
 
 
 def test_the_seed_decides_the_words_and_two_texts_differ_from_the_first_words_on() -> None:

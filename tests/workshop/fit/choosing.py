@@ -45,10 +45,10 @@ def rows() -> Iterator[str]:
 
 def _rows(name: str, model: str, found: Fit) -> Iterator[str]:
     for choice in found.choices:
-        if choice.name in QUANTIZATIONS and choice.fits and choice.speed is not None:
+        if choice.name in QUANTIZATIONS and choice.fits and choice.decode is not None:
             yield (
                 f"| {name} | {model} | {choice.name} | {choice.needed / GIB:.1f} GiB | "
-                f"{choice.speed.decode:.1f} | {choice.speed.prefill:.0f} |"
+                f"{choice.decode:.1f} | {choice.prefill:.0f} |"
             )
 
 
