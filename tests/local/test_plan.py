@@ -159,7 +159,7 @@ def test_models_get_as_many_slots_as_memory_has_room_for(
         machine = replace(one_node, memory_available=room + MEMORY_RESERVE)
         assert [spec.slots for spec in plan_specs(models, topology=machine, slots=4)] == slots
     short = replace(one_node, memory_available=2 * needs[0] + MEMORY_RESERVE - 1)
-    with pytest.raises(MemoryShortError, match=r"wide 0\.\d GiB \(weights.*other.*--models-dir"):
+    with pytest.raises(MemoryShortError, match=r"0\.\d GiB \(weights.*other.*--models-dir"):
         plan_specs(models, topology=short, slots=4)
     assert [s.slots for s in plan_specs(models, topology=short, slots=4, force_memory=True)] == [
         4,
