@@ -11,6 +11,7 @@ import re
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import KW_ONLY, dataclass, field, replace
+from functools import lru_cache
 from itertools import islice
 from pathlib import Path
 from typing import NamedTuple, TypedDict, Unpack
@@ -368,7 +369,6 @@ class ModelFolder:
     """Why each other file is no model to serve."""
     _marks: dict[Path, object] = field(default_factory=dict)
     """By which a file that has changed is known."""
-    _read: dict[Path, ModelFile | str] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         self.folder = self.folder.absolute()
@@ -407,12 +407,8 @@ class ModelFolder:
         passed_over: dict[str, str] = {}
         projectors = [path for path in marks if PROJECTOR in path.name]
         whole = {_without_part(path): path for path in reversed(marks) if path not in projectors}
-        known, self._read = self._read, {}
         for path in (*sorted(whole.values()), *projectors):
-            parts = model_parts(path)
-            is_new = any(marks.get(part) != self._marks.get(part) for part in parts)
-            found = _read_model(path) if is_new or path not in known else known[path]
-            self._read[path] = found
+            found = _read_model(path, tuple(marks.get(part) for part in model_parts(path)))
             served = found if isinstance(found, str) else self._served(found, models)
             if isinstance(served, str):
                 passed_over[str(path.relative_to(self.folder))] = served
@@ -494,7 +490,9 @@ def _without_part(path: Path) -> Path:
     return path.with_name(f"{match['stem']}-of-{match['parts']}") if match else path
 
 
-def _read_model(path: Path) -> ModelFile | str:
+@lru_cache(MOST_FILES)
+def _read_model(path: Path, _marks: tuple[object, ...]) -> ModelFile | str:
+    """Read a model, once for the `_marks` of its files; or return why it is none to serve."""
     try:
         found = read_model(path)
     except LocalFleetError as error:
