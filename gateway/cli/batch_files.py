@@ -246,7 +246,8 @@ def _check_lines(
             if write:
                 found.file.write((raw.data or b"") + b"\n")
     found.file.seek(0)
-    found.sha256 = hashlib.file_digest(found.file, "sha256").hexdigest()
+    whole = cast("io.BufferedReader", found.file)
+    found.sha256 = hashlib.file_digest(whole, "sha256").hexdigest()
     found.size = found.file.tell()
 
 

@@ -67,6 +67,8 @@ class GatewayClient:
     CA_FLAG: ClassVar[str]
     LISTENER: ClassVar[str]  # the thing that `URL_FLAG` names
     STRANGER: ClassVar[str]  # a server there that is no gateway; with `{url}` and `{path}`
+    # Statuses after which a request is tried again, unless the gateway says otherwise.
+    AGAIN: ClassVar[frozenset[int]] = frozenset()
 
     def __init__(
         self, url: str, key: str | None, tls: ssl.SSLContext | None, timeout: httpx.Timeout | float
@@ -125,11 +127,21 @@ class GatewayClient:
 
     def _refused(self, response: httpx.Response, body: Mapping[str, Any]) -> CommandFailed:
         """The error for an answer with an error's status."""
-        error = body.get("error")
-        message = error.get("message") if isinstance(error, dict) else error
-        detail = f": {message}" if message else ""
-        told = f"the gateway at {self.url} answers {response.status_code}{detail}"
-        return GatewayRefused(told, response.status_code, body)
+        code, found = response.status_code, body.get("error")
+        error = found if isinstance(found, dict) else {"message": found}
+        told = f"the gateway at {self.url} answers {code}"
+        remedy = self.remedy(code, error.get("code"), response.request.url.path)
+        if message := error.get("message"):
+            told += f": {str(message).rstrip('.') if remedy else message}"
+        if remedy:
+            told += f" ({remedy})"
+        if code in self.AGAIN and response.headers.get("x-should-retry") != "false":
+            return GatewayAway(told, _seconds(response.headers.get("retry-after")))
+        return GatewayRefused(told, code, body)
+
+    def remedy(self, code: int, error_code: object, path: str) -> str | None:
+        """Return what to do about an answer of this status, if more than its message is known."""
+        raise NotImplementedError
 
     def _unanswered(self, error: httpx.HTTPError) -> CommandFailed:
         """The error for a request without an answer: why, and what to do."""
@@ -213,14 +225,11 @@ class AdminClient(GatewayClient):
         except (ValueError, RecursionError):
             raise CommandFailed(f"the stream of {self.url}{path} holds what is no JSON") from None
 
-    def _refused(self, response: httpx.Response, body: Mapping[str, Any]) -> CommandFailed:
-        if response.status_code != 401:
-            return super()._refused(response, body)
-        told = (
-            f"the gateway at {self.url} refuses (401): "
-            "name a file that holds its admin key with --admin-key-file"
-        )
-        return GatewayRefused(told, response.status_code, body)
+    def remedy(self, code: int, error_code: object, path: str) -> str | None:
+        """Name the flag for the key."""
+        if code == 401:
+            return "name a file that holds its admin key with --admin-key-file"
+        return None
 
 
 # The public listener: files and batches.
@@ -235,8 +244,6 @@ FIRST_PAUSE, LONGEST_PAUSE = 0.25, 10.0  # seconds between tries; they double
 PAGE = 100  # batches that are asked for at once
 # Statuses of a batch that has ended.
 ENDED = frozenset({"completed", "failed", "expired", "cancelled"})
-# Statuses after which a request is tried again, unless the gateway says otherwise.
-_AGAIN = frozenset({408, 429, 500, 502, 503, 504})
 
 
 @dataclass(slots=True)
@@ -281,6 +288,7 @@ class BatchClient(GatewayClient):
     CA_FLAG = "--ca"
     LISTENER = "address"
     STRANGER = "{url} is no gateway with /v1/batches"
+    AGAIN = frozenset({408, 429, 500, 502, 503, 504})
 
     def upload(self, file: BinaryIO, name: str) -> dict[str, Any]:
         """Upload a batch's input, streamed."""
@@ -330,18 +338,17 @@ class BatchClient(GatewayClient):
             for piece in response.iter_bytes():
                 write(piece)
 
-    def _refused(self, response: httpx.Response, body: Mapping[str, Any]) -> CommandFailed:
-        found = body.get("error")
-        error = found if isinstance(found, dict) else {}
-        code = response.status_code
-        told = f"the gateway at {self.url} answers {code}"
-        if message := error.get("message"):
-            told += f": {str(message).rstrip('.')}"
-        if remedy := _remedy(code, error.get("code"), response.request.url.path):
-            told += f" ({remedy})"
-        if code in _AGAIN and response.headers.get("x-should-retry") != "false":
-            return GatewayAway(told, _seconds(response.headers.get("retry-after")))
-        return GatewayRefused(told, code, body)
+    def remedy(self, code: int, error_code: object, path: str) -> str | None:
+        """Say how a batch, its key or its place is found."""
+        if error_code == "insufficient_quota":
+            return "files expire, or DELETE /v1/files/ID removes one"
+        no_batch = "'llama-gateway batch list' shows this key's batches"
+        no_api = "is it a gateway with batches? --url names its address"
+        return {
+            401: f"name a file that holds an API key with --key-file, or set {KEY_VARIABLE}",
+            404: no_batch if path.startswith("/v1/batches/") else no_api,
+            413: "submit it in several batches",
+        }.get(code)
 
 
 class PublicFlags(options.FlagGroup):
@@ -366,20 +373,6 @@ class PublicFlags(options.FlagGroup):
 
 def _path(id_: str) -> str:
     return f"/v1/batches/{quote(id_, safe='')}"
-
-
-def _remedy(code: int, error_code: object, path: str) -> str | None:
-    if code == 401:
-        return f"name a file that holds an API key with --key-file, or set {KEY_VARIABLE}"
-    if code == 404 and path.startswith("/v1/batches/"):
-        return "'llama-gateway batch list' shows this key's batches"
-    if code == 404:
-        return "is it a gateway with batches? --url names its address"
-    if code == 413:
-        return "submit it in several batches"
-    if error_code == "insufficient_quota":
-        return "files expire, or DELETE /v1/files/ID removes one"
-    return None
 
 
 def _seconds(value: str | None) -> float | None:

@@ -391,7 +391,7 @@ def remove_cache(
     --older-than.
     """
     from gateway.local.cache import cache_folder
-    from gateway.local.cache_contents import CacheEntry, cache_contents
+    from gateway.local.cache_contents import CacheEntry, cache_contents, remove_entry
 
     if sum((bool(names), everything, older_than is not None)) != 1:
         raise WrongUsage("give one of: names, --all, --older-than TIME")
@@ -399,7 +399,8 @@ def remove_cache(
     chosen = _chosen(entries, names or [], older_than)
     removed, refused = list[CacheEntry](), list[CacheEntry]()
     for entry in chosen:
-        (removed if _remove(entry, dry_run=dry_run) else refused).append(entry)
+        gone = not entry.in_use and (dry_run or remove_entry(entry))
+        (removed if gone else refused).append(entry)
     freed = sum(entry.size for entry in removed)
     if as_json:
         terminal.print_json(
@@ -416,24 +417,9 @@ def remove_cache(
         terminal.print_note(f"{_size(freed)} {'would be' if dry_run else 'are'} free again")
     for entry in refused:
         say = terminal.print_error if names else terminal.print_note
-        processes = "processes" if len(entry.users) > 1 else "process"
-        by = f" by {processes} {_pids(entry)}" if entry.users else ""
+        by = f" by process {_pids(entry)}" if entry.users else ""
         say(f"{entry.name} is in use{by} and stays. Remedy: end what uses it first")
     raise typer.Exit(1 if names and refused else 0)
-
-
-def _remove(entry: CacheEntry, *, dry_run: bool) -> bool:
-    """Remove an entry; return False where some process uses it."""
-    from gateway.local.cache_contents import InUseError, remove_entry
-
-    if entry.in_use:
-        return False
-    try:
-        if not dry_run:
-            remove_entry(entry)
-    except InUseError:  # since it was listed
-        return False
-    return True
 
 
 def _chosen(
@@ -446,11 +432,9 @@ def _chosen(
         by_name = {entry.name: entry for entry in entries}
         for name in names:
             if name not in by_name:
-                alike = [known for known in by_name if known.startswith(f"{name}@")]
                 raise WrongUsage(
-                    f"{name}: the cache holds nothing of that name"
-                    + (f"; there are {', '.join(alike)}" if alike else "")
-                    + ". Remedy: a name of llama-gateway cache list"
+                    f"{name}: the cache holds nothing of that name, or several. Remedy: a name of "
+                    "llama-gateway cache list"
                 )
         return [by_name[name] for name in dict.fromkeys(names)]
     if older_than is None:

@@ -332,7 +332,6 @@ async def _serve(plan: LocalFleetPlan, given: Options, server_port: int | None) 
         # gets one of them.
         with reserve_addresses(settings), progress:
             await exit_stack.enter_async_context(fleet)
-        _note_other_ports(base, fleet.urls)
         note_unlocked_models(plan, fleet.pids)
         given.inventory_file.write_text(_inventory_text(fleet.inventory()))
         inventory = await asyncio.to_thread(load_inventory, given.inventory_file)
@@ -403,13 +402,6 @@ def _slots(slots: int, context: int) -> str:
     if slots == 1:
         return f"1 slot of {context:,} tokens"
     return f"{slots} slots of {context:,} tokens each"
-
-
-def _note_other_ports(base: int, urls: tuple[str, ...]) -> None:
-    """Print the servers' ports unless they follow each other from `base`."""
-    if base and list(urls) != [f"http://127.0.0.1:{base + index}" for index in range(len(urls))]:
-        ports = ", ".join(url.rpartition(":")[2] for url in urls)
-        print_note(f"Some ports from {base} on are in use: the servers are on {ports}.")
 
 
 def note_unlocked_models(plan: LocalFleetPlan, pids: tuple[int | None, ...]) -> None:

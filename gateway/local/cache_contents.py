@@ -10,7 +10,7 @@ import os
 import re
 import shutil
 from collections.abc import Iterator
-from contextlib import suppress
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Literal
@@ -47,36 +47,47 @@ class CacheEntry:
         return self.locked or bool(self.users)
 
 
-class InUseError(Exception):
-    """The entry is used now, so it was not removed."""
-
-
 def cache_contents(cache: Path, sysroot: Path = ROOT) -> list[CacheEntry]:
     """Return what the cache holds, the largest first. Raises OSError."""
-    found = [*_downloads(cache), *_demo_models(cache), *_other(cache)]
-    found = _with_unique_names(found)
+    found = _with_unique_names([*_downloads(cache), *_demo_models(cache), *_other(cache)])
     users = open_files(cache, sysroot)
     rows = []
     for entry in found:
         pids = sorted({pid for path in entry.files for pid in users.get(path.resolve(), ())})
-        locked = entry.kind in {"model", "demo"} and not all(map(_is_unused, entry.files))
-        if entry.kind == "partial":
-            locked = not _lock_is_free(entry.files[0].parent)
-        rows.append(replace(entry, users=tuple(pids), locked=locked))
+        with _held(entry) as is_free:
+            rows.append(replace(entry, users=tuple(pids), locked=not is_free))
     return sorted(rows, key=lambda entry: (-entry.size, entry.name))
 
 
-def remove_entry(entry: CacheEntry) -> None:
-    """Remove an entry. Raises InUseError where a process uses it, and OSError."""
-    if entry.users:
-        raise InUseError(entry.name)
-    if entry.kind in {"model", "partial"}:
-        _remove_download(entry)
-    elif entry.kind == "demo":
-        _remove_unused(entry)
-    else:
-        for path in entry.files:
-            path.unlink(missing_ok=True)
+def remove_entry(entry: CacheEntry) -> bool:
+    """Remove an entry; return False where a process uses it. Raises OSError."""
+    with _held(entry) as is_free:
+        if entry.users or not is_free:
+            return False
+        if entry.kind in {"model", "partial"}:
+            # Nothing but this address's files is in here. The empty lock file beside it stays: a
+            # process may wait for it that would not see another one.
+            shutil.rmtree(entry.files[0].parent)
+        else:
+            for path in entry.files:
+                path.unlink(missing_ok=True)
+    return True
+
+
+@contextmanager
+def _held(entry: CacheEntry) -> Iterator[bool]:
+    """Hold an entry against downloads and `models_in_use`; yield False where one has it already."""
+    is_free = True
+    with ExitStack() as stack:
+        with suppress(OSError):  # another user's, or gone
+            for path in entry.files if entry.kind in {"model", "demo"} else ():
+                is_free = stack.enter_context(unused_file(path)) and is_free
+            if entry.kind in {"model", "partial"}:
+                try:
+                    stack.enter_context(file_lock(entry.files[0].parent, timeout=0))
+                except TimeoutError:
+                    is_free = False
+        yield is_free
 
 
 def open_files(folder: Path, sysroot: Path = ROOT) -> dict[Path, set[int]]:
@@ -94,27 +105,6 @@ def open_files(folder: Path, sysroot: Path = ROOT) -> dict[Path, set[int]]:
             if name.startswith(below):
                 found.setdefault(Path(name), set()).add(int(process.name))
     return found
-
-
-def _remove_download(entry: CacheEntry) -> None:
-    folder = entry.files[0].parent
-    try:
-        with file_lock(folder, timeout=0):
-            if entry.kind == "model":
-                _remove_unused(entry)
-            # Nothing but this address's files is in here.
-            shutil.rmtree(folder)
-    except TimeoutError:
-        raise InUseError(entry.name) from None
-    # The empty lock file stays: a process may wait for it that would not see another one.
-
-
-def _remove_unused(entry: CacheEntry) -> None:
-    for path in entry.files:
-        with unused_file(path) as unused:
-            if not unused:
-                raise InUseError(entry.name)
-            path.unlink()
 
 
 def _downloads(cache: Path) -> Iterator[CacheEntry]:
@@ -175,18 +165,6 @@ def _last_used(path: Path) -> float:
     """The later of use and change: a use is written as the time of the last access."""
     stat = path.stat()
     return max(stat.st_atime, stat.st_mtime)
-
-
-def _is_unused(path: Path) -> bool:
-    with suppress(OSError), unused_file(path) as unused:
-        return unused
-    return True
-
-
-def _lock_is_free(folder: Path) -> bool:
-    with suppress(TimeoutError, OSError), file_lock(folder, timeout=0):
-        return True
-    return False
 
 
 def _children(folder: Path) -> list[Path]:

@@ -121,8 +121,7 @@ class Header:
     """What a GGUF file says of itself."""
 
     metadata: dict[str, Value] = field(repr=False)
-    """Numbers, texts, and short arrays of numbers; other arrays are in `lengths` alone."""
-    lengths: dict[str, int] = field(repr=False)  # items of each array
+    """Numbers, texts, and short arrays of numbers."""
     tensors: tuple[Tensor, ...] = field(repr=False)
     size: int  # bytes of the header itself
 
@@ -163,13 +162,11 @@ def read_header(file: BinaryIO) -> Header:
             f"{pairs} keys and {tensors} tensors (at most {MOST_KEYS} and {MOST_TENSORS})"
         )
     metadata: dict[str, Value] = {}
-    lengths: dict[str, int] = {}
     for _ in range(pairs):
         key = reader.string()
         kind = reader.number("<I")
         if kind == ARRAY:
-            lengths[key], kept = reader.array()
-            if kept is not None:
+            if (kept := reader.array()) is not None:
                 metadata[key] = kept
         elif kind == STRING:
             metadata[key] = reader.string()
@@ -178,7 +175,7 @@ def read_header(file: BinaryIO) -> Header:
         else:
             raise reader.error(f"a value of type {kind}")
     found = tuple(reader.tensor() for _ in range(tensors))
-    return Header(metadata, lengths, found, reader.position)
+    return Header(metadata, found, reader.position)
 
 
 class _Reader:
@@ -206,23 +203,22 @@ class _Reader:
     def string(self) -> str:
         return self.take(self._length()).decode(errors="replace")
 
-    def array(self) -> tuple[int, tuple[bool | int | float, ...] | None]:
-        """Return an array's length, and its items if they are numbers and few."""
+    def array(self) -> tuple[bool | int | float, ...] | None:
+        """Return an array's items if they are numbers and few."""
         inner, count = struct.unpack("<IQ", self.take(12))
         if inner in VALUE_FORMATS:
             form = VALUE_FORMATS[inner]
-            if count > MOST_KEPT_ITEMS:
-                self._skip(count * struct.calcsize(form))
-                return count, None
-            items = struct.unpack(f"<{count}{form[1]}", self.take(count * struct.calcsize(form)))
-            return count, items
-        if inner != STRING:
-            raise self.error(f"an array of type {inner}")
-        if count > MOST_STRINGS:
-            raise self.error(f"an array of {count} texts (at most {MOST_STRINGS})")
-        for _ in range(count):
-            self.take(self._length())
-        return count, None
+            size = count * struct.calcsize(form)
+            if count <= MOST_KEPT_ITEMS:
+                return struct.unpack(f"<{count}{form[1]}", self.take(size))
+            self._advance(size)
+            self._file.seek(size, os.SEEK_CUR)  # may pass the end: the next read fails
+        elif inner != STRING or count > MOST_STRINGS:
+            raise self.error(f"an array of {count} values of type {inner}")
+        else:
+            for _ in range(count):
+                self.take(self._length())
+        return None
 
     def tensor(self) -> Tensor:
         name = self.string()
@@ -238,10 +234,6 @@ class _Reader:
         if length > MOST_STRING_BYTES:
             raise self.error(f"a text of {length} bytes (at most {MOST_STRING_BYTES})")
         return length
-
-    def _skip(self, size: int) -> None:
-        self._advance(size)
-        self._file.seek(size, os.SEEK_CUR)  # may pass the end: the next read fails
 
     def _advance(self, size: int) -> None:
         if self.position + size > MOST_HEADER_BYTES:
@@ -357,7 +349,7 @@ def model_shape(headers: Sequence[Header]) -> ModelShape:
         width=keys.required("embedding_length"),
         heads=max(keys.each("attention.head_count", blocks)),
         feed_forward=hidden,
-        vocabulary=_vocabulary(headers[0], keys, tensors),
+        vocabulary=_vocabulary(keys, tensors),
         experts=keys.optional("expert_count") or 0,
         experts_used=max(keys.each("expert_used_count", blocks)),
         trained_context=keys.optional("context_length"),
@@ -492,11 +484,11 @@ def _state_bytes(keys: _Keys) -> int:
     return STATE_BYTES * ((keys.required("ssm.conv_kernel") - 1) * convolved + inner * state)
 
 
-def _vocabulary(header: Header, keys: _Keys, tensors: Sequence[Tensor]) -> int:
+def _vocabulary(keys: _Keys, tensors: Sequence[Tensor]) -> int:
     for tensor in tensors:
         if tensor.name == "token_embd.weight" and len(tensor.shape) == 2:
             return min(tensor.shape[1], MOST_ELEMENTS)
-    return keys.optional("vocab_size") or header.lengths.get("tokenizer.ggml.tokens", 0)
+    return keys.optional("vocab_size") or 0
 
 
 PART_NAME = re.compile(r"^(?P<stem>.+)-\d{5}-of-(?P<parts>\d{5})\.gguf$")

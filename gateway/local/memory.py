@@ -267,23 +267,17 @@ def check_memory(topology: Topology, servers: Sequence[PlacedServer]) -> None:
         needed = sum(size for _, _, size, _ in inside)
         if free - needed >= MEMORY_RESERVE:
             continue
-        _, model, _, why = inside[0]
-        several = count > 1
-        left = f"{format_gib(MEMORY_RESERVE)} must stay free, but {place} has {format_gib(free)}"
-        if len({one.path for _, one, _, _ in needs}) == 1:
-            raise MemoryShortError(
-                f"{model.path}: not enough memory: the model is {format_gib(model.size)}, so "
-                f"{f'{count} servers need' if several else 'a server needs'} about "
-                f"{format_gib(needed)} ({why}{' each' if several else ''}), and {left} "
-                f"available. Take a smaller model or quantization, less --context or --slots"
-                f"{', fewer --servers' if several else ''}, or start anyway with --force-memory"
-            )
-        each = "; ".join(f"{one.name} {format_gib(size)} ({why})" for _, one, size, why in inside)
+        each = dict.fromkeys(
+            f"{one.name} ({format_gib(one.size)}) takes {format_gib(size)} ({why})"
+            for _, one, size, why in inside
+        )
+        fewer = ", fewer --servers" if count > 1 else ""
         raise MemoryShortError(
-            f"not enough memory for these models at once: {each}. Together they need "
-            f"{format_gib(needed)}, and {left} available. Leave a model out, take smaller ones "
-            "or less --context, put them into one folder and let them be loaded on demand "
-            "(--models-dir), or start anyway with --force-memory"
+            f"not enough memory: {'; '.join(each)}. Together {format_gib(needed)} for {count}, and "
+            f"{format_gib(MEMORY_RESERVE)} must stay free, but {place} has {format_gib(free)} "
+            "available. Take a smaller model or quantization, less --context or --slots"
+            f"{fewer}, a folder of models that are loaded on demand (--models-dir), or start "
+            "anyway with --force-memory"
         )
 
 

@@ -11,6 +11,7 @@ import re
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import KW_ONLY, dataclass, field, replace
+from functools import lru_cache
 from itertools import islice
 from pathlib import Path
 from typing import NamedTuple, TypedDict, Unpack
@@ -201,14 +202,25 @@ def plan_specs(
     topology: Topology | None = None,
     **wanted: Unpack[Wanted],
 ) -> tuple[ServerSpec, ...]:
-    """Plan the servers of these models, which need not be there yet. Raises a LocalFleetError."""
+    """Plan the servers of these models, which need not be there yet. Raises a LocalFleetError.
+
+    Of several models each has one server, with as many of `slots` as memory has room for.
+    """
     topology = topology or read_topology()
-    if len(models) > 1:
-        return plan_models(topology, models, force_memory=force_memory, **wanted)
-    specs = plan_servers(topology, models[0], servers=servers, **wanted)
-    if not force_memory:
-        memory.check_memory(topology, placed_servers([*models] * len(specs), specs))
-    return specs
+    several = len(models) > 1
+    placed = _homes(topology, models) if several else _spread(topology, models[0], servers)
+    while True:
+        specs = _servers(topology, placed, **wanted)
+        try:
+            if not force_memory:
+                of_servers = placed_servers([model for _, model in placed], specs)
+                memory.check_memory(topology, of_servers)
+        except MemoryShortError:
+            if not several or specs[0].slots == 1:
+                raise
+            wanted["slots"] = specs[0].slots - 1
+        else:
+            return specs
 
 
 def placed_servers(
@@ -244,9 +256,34 @@ def plan_servers(
     cores, a server keeps to the performance cores. Raises LocalFleetError, where the model was
     trained for less.
     """
-    count = servers if servers is not None else len(topology.nodes)
-    placed = [(topology.nodes[index % len(topology.nodes)], model) for index in range(count)]
-    return _servers(topology, placed, **wanted)
+    return _servers(topology, _spread(topology, model, servers), **wanted)
+
+
+def _spread(
+    topology: Topology, model: ModelFile, servers: int | None
+) -> list[tuple[NumaNode, ModelFile]]:
+    nodes = topology.nodes
+    return [(nodes[index % len(nodes)], model) for index in range(servers or len(nodes))]
+
+
+def _homes(topology: Topology, models: Sequence[ModelFile]) -> list[tuple[NumaNode, ModelFile]]:
+    """Place each model on the NUMA node with most memory left, the largest first.
+
+    Raises ModelFileError for two of one name.
+    """
+    named = {model.name: model for model in reversed(models)}
+    for model in models:
+        if (other := named[model.name]) is not model or models.count(model) > 1:
+            raise ModelFileError(
+                f"{other.path} and {model.path}: both models are named {model.name}, by which "
+                "requests ask for them; rename one, or leave it out"
+            )
+    free = {node: node.memory_available for node in topology.nodes}
+    homes: dict[str, NumaNode] = {}
+    for model in sorted(models, key=lambda one: -one.size):
+        homes[model.name] = node = max(free, key=lambda one: free[one])
+        free[node] -= model.size
+    return [(homes[one.name], one) for one in models]
 
 
 def _servers(
@@ -293,45 +330,6 @@ def _servers(
     return tuple(replace(spec, prompt_cache_bytes=prompt_cache) for spec in specs)
 
 
-def plan_models(
-    topology: Topology,
-    models: Sequence[ModelFile],
-    *,
-    force_memory: bool = False,
-    **wanted: Unpack[Wanted],
-) -> tuple[ServerSpec, ...]:
-    """Plan one server for each model, each with as many of `slots` as memory has room for.
-
-    Each goes to the NUMA node with most memory left, the largest first. Raises a LocalFleetError
-    for two of one name, and where there is no room for a slot of each.
-    """
-    named = {model.name: model for model in reversed(models)}
-    for model in models:
-        if (other := named[model.name]) is not model or models.count(model) > 1:
-            raise ModelFileError(
-                f"{other.path} and {model.path}: both models are named {model.name}, by which "
-                "requests ask for them; rename one, or leave it out"
-            )
-    free = {node: node.memory_available for node in topology.nodes}
-    homes: dict[str, NumaNode] = {}
-    for model in sorted(models, key=lambda one: -one.size):
-        homes[model.name] = node = max(free, key=lambda one: free[one])
-        free[node] -= model.size
-
-    placed = [(homes[one.name], one) for one in models]
-    while True:
-        specs = _servers(topology, placed, **wanted)
-        try:
-            if not force_memory:
-                memory.check_memory(topology, placed_servers(models, specs))
-        except MemoryShortError:
-            if specs[0].slots == 1:
-                raise
-            wanted["slots"] = specs[0].slots - 1
-        else:
-            return specs
-
-
 MOST_FILES = 10_000  # that are looked at
 PROJECTOR = "mmproj"  # in the names of files that read images for a model, as llama.cpp has it
 # A preset can't quote: it ends values at these, and changes names with a colon.
@@ -371,7 +369,6 @@ class ModelFolder:
     """Why each other file is no model to serve."""
     _marks: dict[Path, object] = field(default_factory=dict)
     """By which a file that has changed is known."""
-    _read: dict[Path, ModelFile | str] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         self.folder = self.folder.absolute()
@@ -410,12 +407,8 @@ class ModelFolder:
         passed_over: dict[str, str] = {}
         projectors = [path for path in marks if PROJECTOR in path.name]
         whole = {_without_part(path): path for path in reversed(marks) if path not in projectors}
-        known, self._read = self._read, {}
         for path in (*sorted(whole.values()), *projectors):
-            parts = model_parts(path)
-            is_new = any(marks.get(part) != self._marks.get(part) for part in parts)
-            found = _read_model(path) if is_new or path not in known else known[path]
-            self._read[path] = found
+            found = _read_model(path, tuple(marks.get(part) for part in model_parts(path)))
             served = found if isinstance(found, str) else self._served(found, models)
             if isinstance(served, str):
                 passed_over[str(path.relative_to(self.folder))] = served
@@ -497,7 +490,9 @@ def _without_part(path: Path) -> Path:
     return path.with_name(f"{match['stem']}-of-{match['parts']}") if match else path
 
 
-def _read_model(path: Path) -> ModelFile | str:
+@lru_cache(MOST_FILES)
+def _read_model(path: Path, _marks: tuple[object, ...]) -> ModelFile | str:
+    """Read a model, once for the `_marks` of its files; or return why it is none to serve."""
     try:
         found = read_model(path)
     except LocalFleetError as error:

@@ -131,8 +131,7 @@ def server_command(
         launch += ["--memory-node", str(spec.memory_node)]
     if spec.mlock:
         launch.append("--mlock")
-    server = _embedded(spec, port) if binary is None else _llama_server(spec, port, binary)
-    return [*launch, "--", *server]
+    return [*launch, "--", *_server(spec, port, binary)]
 
 
 def server_environment(env: Mapping[str, str] | None = None) -> dict[str, str]:
@@ -149,43 +148,29 @@ def server_environment(env: Mapping[str, str] | None = None) -> dict[str, str]:
     return result
 
 
-def _embedded(spec: ServerSpec, port: int) -> list[str]:
-    command = [
-        *(sys.executable, "-P", "-m", "gateway", "node-server"),
-        *("--model", str(spec.model), "--alias", spec.alias),
-        *("--host", HOST, "--port", str(port)),
-        *("--slots", str(spec.slots), "--ctx", str(spec.slots * spec.context)),
-        *("--threads", str(spec.threads)),
-        *("--cache-ram", str(spec.prompt_cache_bytes // MIB)),
-    ]
-    if spec.batch is not None:
-        command += ["--batch", str(spec.batch)]
-    if spec.micro_batch is not None:
-        command += ["--ubatch", str(spec.micro_batch)]
-    if spec.no_mmap:
-        command.append("--no-mmap")
-    if spec.mlock:
-        command.append("--mlock")
-    if spec.embedding:
-        command.append("--embedding")
-        command += [] if spec.own_pooling else ["--pooling", MEAN]
-    return command
+# The embedded server's names of flags, and those of the others that it has.
+_EMBEDDED = {"-m": "--model", "-np": "--slots", "-c": "--ctx", "-t": "--threads"}
+_EMBEDDED |= {"-b": "--batch", "-ub": "--ubatch"}
+_EMBEDDED_FLAGS = frozenset({"--cache-ram", "--embedding", "--mlock", "--no-mmap", "--pooling"})
 
 
-def _llama_server(spec: ServerSpec, port: int, binary: ServerBinary) -> list[str]:
+def _server(spec: ServerSpec, port: int, binary: ServerBinary | None) -> list[str]:
     batch, micro_batch = batch_sizes(spec.context, embedding=spec.embedding)
+    sizes = {"-t": spec.threads, "-tb": spec.threads}
+    sizes |= {"-b": spec.batch or batch, "-ub": spec.micro_batch or micro_batch}
     if spec.is_router:  # slots and context stand in the preset, of which flags would take the place
-        served = ["--models-preset", str(spec.model), "--models-max", "0"]
-        sizes = []
+        served = {"--models-preset": str(spec.model), "--models-max": "0"}
     else:
-        served = ["-m", str(spec.model), "--alias", spec.alias]
-        sizes = ["-np", str(spec.slots), "-c", str(spec.slots * spec.context)]
-    command = [
-        *(str(binary.path), *served),
-        *("--host", HOST, "--port", str(port), *sizes),
-        *("-t", str(spec.threads), "-tb", str(spec.threads)),
-        *("-b", str(spec.batch or batch), "-ub", str(spec.micro_batch or micro_batch)),
-    ]
+        served = {"-m": str(spec.model), "--alias": spec.alias}
+        sizes = {"-np": spec.slots, "-c": spec.slots * spec.context, **sizes}
+    given = {**served, "--host": HOST, "--port": port, **sizes}
+    if binary is None:
+        program, flags = [sys.executable, "-P", "-m", "gateway", "node-server"], _EMBEDDED_FLAGS
+        del given["-tb"]
+        given = {_EMBEDDED.get(flag, flag): value for flag, value in given.items()}
+    else:
+        program, flags = [str(binary.path)], binary.flags
+    command = [*program, *(str(word) for pair in given.items() for word in pair)]
     # Flags change between versions: of each row the first one that this binary has.
     rows: list[list[list[str]]] = [
         [["--metrics"]],
@@ -196,7 +181,7 @@ def _llama_server(spec: ServerSpec, port: int, binary: ServerBinary) -> list[str
     ]
     if not spec.is_router:
         rows.append([["--cache-ram", str(spec.prompt_cache_bytes // MIB)]])
-    if spec.mlock and "--load-mode" in binary.flags:
+    if spec.mlock and "--load-mode" in flags:
         rows.append([["--load-mode", "mlock" if spec.no_mmap else "mmap+mlock"]])
     elif spec.mlock:
         rows += [[["--mlock"]], [["--no-mmap"]] if spec.no_mmap else []]
@@ -206,7 +191,7 @@ def _llama_server(spec: ServerSpec, port: int, binary: ServerBinary) -> list[str
         rows.append([["--embeddings"], ["--embedding"]])
         rows += [] if spec.own_pooling or spec.is_router else [[["--pooling", MEAN]]]
     for row in rows:
-        command += next((words for words in row if words[0] in binary.flags), [])
+        command += next((words for words in row if words[0] in flags), [])
     return command
 
 

@@ -212,7 +212,9 @@ def read_processor(sysroot: Path) -> Processor:
         flags = frozenset(names["features"].split())
         wide = "asimd" in flags or names.get("cpu architecture", "") >= "8"
         architecture = "aarch64" if wide else "arm"
-        return Processor(architecture, _arm_name(names), _named(ARM_INSTRUCTIONS, flags), flags)
+        number = f"{names.get('cpu implementer', '?')} part {names.get('cpu part', '?')}"
+        name = names.get("model name", f"maker {number}")
+        return Processor(architecture, name, _named(ARM_INSTRUCTIONS, flags), flags)
     flags = frozenset(names.get("flags", "").split())
     architecture = "x86_64" if "lm" in flags else "x86" if flags else ""
     return Processor(
@@ -256,30 +258,6 @@ def efficiency_cpus(sysroot: Path, cpus: set[int]) -> frozenset[int]:
 
 def _named(known: dict[str, str], flags: frozenset[str]) -> tuple[str, ...]:
     return tuple(name for flag, name in known.items() if flag in flags)
-
-
-_ARM_MAKERS = {"0x41": "Arm", "0xc0": "Ampere", "0x61": "Apple", "0x51": "Qualcomm"}
-
-# The cores of common servers: Graviton 2 to 4, Altra and AmpereOne.
-_ARM_CORES = {
-    ("0x41", "0xd08"): "Cortex-A72",
-    ("0x41", "0xd0c"): "Neoverse N1",
-    ("0x41", "0xd40"): "Neoverse V1",
-    ("0x41", "0xd49"): "Neoverse N2",
-    ("0x41", "0xd4f"): "Neoverse V2",
-    ("0xc0", "0xac3"): "Ampere-1",
-    ("0xc0", "0xac4"): "Ampere-1a",
-}
-
-
-def _arm_name(names: dict[str, str]) -> str:
-    maker, part = names.get("cpu implementer", ""), names.get("cpu part", "")
-    known = _ARM_CORES.get((maker, part))
-    if known:
-        return known
-    if "model name" in names:
-        return names["model name"]
-    return f"{_ARM_MAKERS.get(maker, f'maker {maker}')} part {part}" if part else ""
 
 
 ROOT = Path("/")

@@ -445,12 +445,9 @@ class TestServing:
             port = claimed_port(claim)
             arguments = ("--servers", "2", "--server-port", str(port))
             async with running(environment, *arguments) as it:
-                line = await it.line_with("the servers are on")
-                first, second = map(int, re.findall(r"\d+", line.partition("servers are on")[2]))
+                lines = [await it.line_with(f"local-{index}: started on") for index in range(2)]
+                first, second = (int(line.rpartition(":")[2]) for line in lines)
                 assert port < first < second < port + 1000
-                assert line.startswith(f"Some ports from {port} on are in use")
-                for name, taken in (("local-0", first), ("local-1", second)):
-                    assert f"  {name}: started on http://127.0.0.1:{taken}" in it.lines
                 assert await it.end() == 0
 
     async def test_a_terminal_shows_the_servers_progress(self, environment: dict[str, str]) -> None:
@@ -500,7 +497,11 @@ class TestServing:
         (("--models-dir", "."), 1, ("no router mode", "make llama-server", "--server-bin")),
         (("--models-dir", ".", "--model", "text.gguf"), 2, ("exclude each other",)),
         (("--models-dir", ".", "--max-bytes", "1GiB"), 2, ("--max-bytes is for a download",)),
-        (("--model", str(demo_model()), "--model", "large.gguf"), 1, ("not enough memory for",)),
+        (
+            ("--model", str(demo_model()), "--model", "large.gguf"),
+            1,
+            ("not enough memory", "--models-dir"),
+        ),
         (("--model", str(demo_model()), "--model", "text.gguf"), 1, ("not a GGUF model",)),
         (("--model", str(demo_model())) * 2, 1, ("both models are named demo-", "rename one")),
         (("--model", "a.gguf", "--model", "b.gguf", "--servers", "2"), 2, ("of several",)),
@@ -518,7 +519,7 @@ def test_a_start_that_can_not_succeed_is_refused_with_the_remedy(
     assert told.startswith("error: ") or status == 2
     assert all(word in told for word in words), told
     if "large.gguf" in arguments:
-        assert len(re.findall(r"\d+\.\d GiB", told)) == 4
+        assert len(re.findall(r"\d+\.\d GiB", told)) >= 4
 
 
 @pytest.fixture

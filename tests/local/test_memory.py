@@ -63,8 +63,8 @@ def test_servers_must_leave_two_gib_or_are_refused_with_figures_and_the_remedy(
     check_memory(replace(machine, memory_available=32 * GIB), bound([None, None]))
     with pytest.raises(MemoryShortError) as caught:
         check_memory(replace(machine, memory_available=32 * GIB - 1), bound([None, None]))
-    figures = ("10.0 GiB", "2 servers", "30.0 GiB", "2.0 GiB", "32.0 GiB")
-    for part in ("big.gguf", *figures, "--force-memory", "fewer --servers"):
+    figures = ("10.0 GiB", "30.0 GiB for 2", "2.0 GiB", "32.0 GiB")
+    for part in ("big", *figures, "--force-memory", "fewer --servers"):
         assert part in str(caught.value)
     with pytest.raises(MemoryShortError) as caught:
         check_memory(replace(machine, memory_available=GIB), bound([None]))

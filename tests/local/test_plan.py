@@ -30,8 +30,8 @@ from gateway.local.plan import (
     ModelFolder,
     plan_folder_fleet,
     plan_local_fleet,
-    plan_models,
     plan_servers,
+    plan_specs,
 )
 from gateway.local.server import LocalFleet, inventory_entry
 from gateway.local.topology import Topology, read_topology
@@ -123,7 +123,7 @@ def model(name: str, gib: float) -> ModelFile:
 
 
 def test_each_of_several_models_gets_a_server_of_its_name(one_node: Topology) -> None:
-    specs = plan_models(one_node, [model("a", 2), model("b", 4)], slots=3)
+    specs = plan_specs([model("a", 2), model("b", 4)], topology=one_node, slots=3)
     assert [(spec.name, spec.alias, spec.slots, spec.threads) for spec in specs] == [
         ("local-0", "a", 3, 4),
         ("local-1", "b", 3, 4),
@@ -135,12 +135,12 @@ def test_models_go_to_the_numa_nodes_with_most_memory_left_the_largest_first(
     two_nodes: Topology,
 ) -> None:
     models = [model("a", 3), model("b", 1), model("c", 8), model("d", 2)]
-    specs = plan_models(two_nodes, models)
+    specs = plan_specs(models, topology=two_nodes)
     assert [spec.memory_node for spec in specs] == [1, 1, 0, 1]
     assert [spec.threads for spec in specs] == [1, 1, 4, 1]
     assert all(spec.no_mmap for spec in specs)
     with pytest.raises(MemoryShortError, match=r"NUMA node 0 has 24\.0 GiB available"):
-        plan_models(two_nodes, [model("a", 15), model("b", 1)])
+        plan_specs([model("a", 15), model("b", 1)], topology=two_nodes)
 
 
 def test_models_get_as_many_slots_as_memory_has_room_for(
@@ -157,24 +157,27 @@ def test_models_get_as_many_slots_as_memory_has_room_for(
         (9 * needs[2], [4, 4]),
     ):
         machine = replace(one_node, memory_available=room + MEMORY_RESERVE)
-        assert [spec.slots for spec in plan_models(machine, models, slots=4)] == slots
+        assert [spec.slots for spec in plan_specs(models, topology=machine, slots=4)] == slots
     short = replace(one_node, memory_available=2 * needs[0] + MEMORY_RESERVE - 1)
-    with pytest.raises(MemoryShortError, match=r"wide 0\.\d GiB \(weights.*other.*--models-dir"):
-        plan_models(short, models, slots=4)
-    assert [s.slots for s in plan_models(short, models, slots=4, force_memory=True)] == [4, 4]
+    with pytest.raises(MemoryShortError, match=r"0\.\d GiB \(weights.*other.*--models-dir"):
+        plan_specs(models, topology=short, slots=4)
+    assert [s.slots for s in plan_specs(models, topology=short, slots=4, force_memory=True)] == [
+        4,
+        4,
+    ]
 
 
 def test_two_models_of_one_name_are_refused_with_both_paths(one_node: Topology) -> None:
     other = replace(model("a", 1), path=Path("/elsewhere/a.gguf"))
     with pytest.raises(ModelFileError, match=r"/models/a.gguf and /elsewhere/a.gguf: .* named a"):
-        plan_models(one_node, [model("a", 1), other])
+        plan_specs([model("a", 1), other], topology=one_node)
 
 
 def test_a_context_beyond_the_training_of_any_model_is_refused(one_node: Topology) -> None:
     models = [model("a", 1), replace(model("b", 1), trained_context=2048)]
-    assert [spec.context for spec in plan_models(one_node, models)] == [4096, 2048]
+    assert [spec.context for spec in plan_specs(models, topology=one_node)] == [4096, 2048]
     with pytest.raises(LocalFleetError, match=r"/models/b\.gguf"):
-        plan_models(one_node, models, context=4096)
+        plan_specs(models, topology=one_node, context=4096)
 
 
 # The plan for a machine.

@@ -201,8 +201,14 @@ AVX512 = {"AVX2", "AVX-512", "AVX-512 VNNI", "AVX-512 BF16"}
     [
         (EPYC, X86, "AMD EPYC 9554 64-Core Processor", AVX512, AMX),
         (SAPPHIRE_RAPIDS, X86, "Intel(R) Xeon(R) Platinum 8480+", AMX | AVX512, set()),
-        (GRAVITON_3, ARM, "Neoverse V1", {"NEON", "dot product", "i8mm", "SVE", "BF16"}, {"SVE2"}),
-        (ALTRA, ARM, "Neoverse N1", {"NEON", "dot product"}, {"i8mm", "SVE"}),
+        (
+            GRAVITON_3,
+            ARM,
+            "maker 0x41 part 0xd40",
+            {"NEON", "dot product", "i8mm", "SVE", "BF16"},
+            {"SVE2"},
+        ),
+        (ALTRA, ARM, "maker 0x41 part 0xd0c", {"NEON", "dot product"}, {"i8mm", "SVE"}),
         ("", "", "", set(), AVX512),
     ],
     ids=["epyc", "sapphire rapids", "graviton 3", "altra", "unknown"],

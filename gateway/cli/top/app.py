@@ -20,9 +20,11 @@ from textual.widgets import DataTable, Footer, Input, Static, TabbedContent, Tab
 from gateway.cli.client import AdminClient
 from gateway.cli.terminal import STATE_COLOURS, CommandFailed, caller_text
 from gateway.cli.top import fleet
-from gateway.cli.top.fleet import FeedFollower, FleetPicture, Line
+from gateway.cli.top.fleet import FleetPicture, Line
 from gateway.cli.why import explained
 
+FIRST_PAUSE, LONGEST_PAUSE = 0.5, 10.0  # seconds before the next try; they double
+OTHER_VERSION = "it may be of another version"
 STALE_SECONDS = 5.0  # after so long without an event the screen says so
 MOST_PROBLEMS_ABOVE = 3  # problems that are shown above the tables
 MOST_LINES_ABOVE = 9  # lines that they take, and no more than a quarter of the screen
@@ -120,12 +122,8 @@ class Top(App[None]):
         self._note = ""
         self._words = ""
         self._sorts = {"nodes": (1, False), "requests": (4, False)}
-        self._follower = FeedFollower(
-            admin,
-            lambda event, data: self._call(self._heard, event, data),
-            lambda why: self._call(self._report, why),
-        )
-        self.following = threading.Thread(target=self._follower.run, name="follow", daemon=True)
+        self._ended = threading.Event()
+        self.following = threading.Thread(target=self._follow, name="follow", daemon=True)
         """Ends soon after the screen, with the next event."""
 
     # The screen.
@@ -167,7 +165,7 @@ class Top(App[None]):
 
     def on_unmount(self) -> None:
         """Stop following."""
-        self._follower.stop()
+        self._ended.set()
 
     def _table(self, name: str) -> DataTable[Text]:
         return self._tables.query_one(f"#{name}-table", DataTable)
@@ -225,17 +223,34 @@ class Top(App[None]):
 
     # What is heard, in the thread of the feed.
 
+    def _follow(self) -> None:
+        pause = FIRST_PAUSE
+        while not self._ended.is_set():
+            try:
+                for event, data in self._admin.events(fleet.LIVE_PATH):
+                    if self._ended.is_set():
+                        return
+                    pause = FIRST_PAUSE
+                    self._call(self._heard, event, data)
+            except CommandFailed as error:
+                self._call(self._report, str(error))
+            self._ended.wait(pause)
+            pause = min(2 * pause, LONGEST_PAUSE)
+
     def _call(self, function: Callable[..., None], *arguments: Any) -> None:
         if self.is_running:
             self.call_from_thread(function, *arguments)
 
     def _heard(self, event: str, data: Mapping[str, Any]) -> None:
-        self.picture.apply(event, data)
-        self._heard_at = self._clock()
-        if event != "hello":
-            self._show()
+        self._heard_at, self._lost = self._clock(), None
+        try:
+            self.picture.apply(event, data)
+            if event != "hello":
+                self._show()
+        except (AttributeError, LookupError, TypeError, ValueError):
+            self._lost = f"the gateway tells its state in another form ({OTHER_VERSION})"
 
-    def _report(self, why: str | None) -> None:
+    def _report(self, why: str) -> None:
         self._lost = why
 
     # The keys.
@@ -340,7 +355,7 @@ class Top(App[None]):
         try:
             explanation = Explanation(explained(found))
         except (AttributeError, LookupError, TypeError, ValueError):
-            self._tell("the gateway's explanation has another form: it may be of another version")
+            self._tell(f"the gateway's explanation has another form ({OTHER_VERSION})")
         else:
             self.push_screen(explanation)
 

@@ -7,18 +7,13 @@ itself.
 from __future__ import annotations
 
 import math
-import threading
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
-from gateway.cli.client import AdminClient, objects
-from gateway.cli.terminal import CommandFailed, caller_text, format_cell, state_in_words
+from gateway.cli.terminal import caller_text, format_cell, state_in_words
 
 LIVE_PATH = "/admin/live"
-FIRST_PAUSE = 0.5  # seconds before the next try; it doubles with each that fails
-LONGEST_PAUSE = 10.0
-Publish = Callable[[str, Mapping[str, Any]], None]  # gets each event: its name and its data
 Row = dict[str, Any]
 
 
@@ -39,62 +34,26 @@ class FleetPicture:
 
     def apply(self, event: str, data: Mapping[str, Any]) -> None:
         """Take in an event; one of another kind is ignored."""
+        if event not in {"snapshot", "update"}:
+            return
         if event == "snapshot":
             self.nodes, self.requests = {}, None
-            self._take(data)
-        elif event == "update":
-            self._take(data)
-
-    def _take(self, data: Mapping[str, Any]) -> None:
-        self.at = float(data.get("at") or self.at)
+        self.at = data.get("at") or self.at
         self.summary = data.get("summary") or self.summary
-        if "problems" in data:
-            self.problems = objects(data, "problems")
-        if isinstance(waiting := data.get("waiting"), list):
-            self.waiting = [row for row in waiting if isinstance(row, list) and len(row) >= 4]
-        _merge(self.nodes, "name", objects(data, "nodes"), data.get("gone_nodes"))
-        if isinstance(data.get("requests"), list):
-            self.requests = {} if self.requests is None else self.requests
+        self.problems = data.get("problems", self.problems)
+        self.waiting = data.get("waiting", self.waiting)
+        _merge(self.nodes, "name", data.get("nodes", ()), data.get("gone_nodes", ()))
+        if self.requests is None and data.get("requests") is not None:
+            self.requests = {}
         if self.requests is not None:
-            _merge(self.requests, "id", objects(data, "requests"), data.get("ended_requests"))
+            _merge(self.requests, "id", data.get("requests", ()), data.get("ended_requests", ()))
 
 
-def _merge(rows: dict[str, Row], key: str, changed: Iterable[Row], gone: object) -> None:
+def _merge(rows: dict[str, Row], key: str, changed: Iterable[Row], gone: Iterable[str]) -> None:
     for row in changed:
-        name = str(row.get(key))
-        rows[name] = {**rows.get(name, {}), **row}
-    for name in gone if isinstance(gone, list) else ():
-        rows.pop(str(name), None)
-
-
-@dataclass(slots=True)
-class FeedFollower:
-    """`publish` gets the events, `report` why there are none at the moment; None: there are."""
-
-    admin: AdminClient
-    publish: Publish
-    report: Callable[[str | None], None]
-    _stopped: threading.Event = field(default_factory=threading.Event)
-
-    def run(self) -> None:
-        """Follow until `stop`."""
-        pause = FIRST_PAUSE
-        while not self._stopped.is_set():
-            try:
-                for event, data in self.admin.events(LIVE_PATH):
-                    if self._stopped.is_set():
-                        return
-                    pause = FIRST_PAUSE
-                    self.report(None)
-                    self.publish(event, data)
-            except CommandFailed as error:
-                self.report(str(error))
-            self._stopped.wait(pause)
-            pause = min(2 * pause, LONGEST_PAUSE)
-
-    def stop(self) -> None:
-        """End soon: with the next event, or the pause."""
-        self._stopped.set()
+        rows[row[key]] = {**rows.get(row[key], {}), **row}
+    for name in gone:
+        rows.pop(name, None)
 
 
 # Tables: their columns, their order, and what a filter leaves.

@@ -1,9 +1,7 @@
 from __future__ import annotations
 
 import json
-import threading
-from collections.abc import Iterator, Mapping
-from typing import Any
+from collections.abc import Iterator
 
 import pytest
 
@@ -12,7 +10,6 @@ from gateway.cli.terminal import CommandFailed
 from gateway.cli.top.fleet import (
     LIVE_PATH,
     NODE_COLUMNS,
-    FeedFollower,
     FleetPicture,
     duration,
     headline,
@@ -51,16 +48,6 @@ def test_a_snapshot_replaces_everything() -> None:
     picture.apply("snapshot", {"nodes": [{"name": "b"}]})
     assert list(picture.nodes) == ["b"]
     assert picture.requests is None, "this key may not see them any more"
-
-
-def test_events_of_another_form_do_no_harm() -> None:
-    picture = FleetPicture()
-    picture.apply("snapshot", {"nodes": "x", "requests": [7], "waiting": [["a"]], "summary": []})
-    picture.apply("update", {"at": None, "gone_nodes": {"a": 1}, "problems": None})
-    picture.apply("something new", {"nodes": [{"name": "a"}]})
-    assert picture.nodes == {}
-    assert picture.requests == {}
-    assert picture.waiting == []
 
 
 # Following the feed.
@@ -126,27 +113,6 @@ def test_in_a_pipe_the_state_is_printed_once_with_the_queue(stream: Stream) -> N
     assert waiting == {"class": "normal", "model": "demo", "waited": 2.0, "expected_start": None}
     text = run("top", "--admin-url", stream.url).out
     assert text.split("PLACE")[1].split("\n")[1].split()[:2] == ["1", "normal"]
-
-
-def test_the_feed_comes_back_after_a_failure_and_says_why_it_was_gone(stream: Stream) -> None:
-    stream.answers = [(503, b"{}"), (200, SNAPSHOT)]
-    heard = threading.Event()
-    reports: list[str | None] = []
-
-    def publish(event: str, _: Mapping[str, Any]) -> None:
-        assert event == "snapshot"
-        heard.set()
-
-    with client(stream) as admin:
-        follower = FeedFollower(admin, publish, reports.append)
-        thread = threading.Thread(target=follower.run)
-        thread.start()
-        assert heard.wait(30)
-        follower.stop()
-        thread.join(30)
-    assert not thread.is_alive()
-    assert "503" in str(reports[0])
-    assert None in reports
 
 
 # Tables.
