@@ -943,16 +943,15 @@ class EdgeSession:
     # Questions.
 
     async def _answer(self, asked: messages.AskNodes) -> None:
-        ask = getattr(self._brain.context.leases, asked.what)
-        more = {"but_paused": asked.but_paused} if asked.what == "has_other_node" else {}
-        found: bool | GatewayError | None
+        yes, error = False, None
         try:
-            found = await ask(asked.request, asked.tried, **more)
+            yes = await self._brain.context.leases.ask_nodes(
+                asked.what, asked.request, asked.tried, but_paused=asked.but_paused
+            )
         except GatewayError as raised:
             drop_traceback(raised)
-            found = raised
-        error = messages.WireError.of(found) if isinstance(found, GatewayError) else None
-        self.link.tell(messages.NodeAnswer(asked.ask, found is True, error))
+            error = messages.WireError.of(raised)
+        self.link.tell(messages.NodeAnswer(asked.ask, yes, error))
 
     def _ask_excused(self, asked: messages.AskExcused) -> None:
         held = self._leases.get(asked.lease_id)

@@ -6,7 +6,7 @@ given more, how fast it is, what the request took, and who pays for it.
 
 from __future__ import annotations
 
-from collections import OrderedDict
+from collections import Counter, OrderedDict
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import NamedTuple
@@ -20,6 +20,7 @@ from gateway.lease import (
     Fault,
     GrantedLease,
     LeaseRequest,
+    NodeQuestion,
     Tried,
     Usage,
     UsageReport,
@@ -96,38 +97,31 @@ class LocalLeaseService:
 
     # Asked where else a request could go.
 
-    async def has_other_node(
-        self, request: LeaseRequest, tried: Tried, *, but_paused: bool = False
+    async def ask_nodes(
+        self, what: NodeQuestion, request: LeaseRequest, tried: Tried, *, but_paused: bool = False
     ) -> bool:
-        """As `LeaseService.has_other_node`. Raises: GatewayError."""
-        now = self.scheduler.clock()
+        """As `LeaseService.ask_nodes`. Raises: GatewayError."""
+        sync, now = self.scheduler.fleet_sync, self.scheduler.clock()
+        if what == "unsupported_error":
+            error = sync.unsupported_error(request, tried)
+            if error is not None:
+                raise error
+            return False
+        if what == "has_cpu_node":
+            labels, cpu = request.wanted.node_labels, self.fleet.nodes.values()
+            nodes = [
+                one for one in cpu if one.spec.tier == "cpu" and has_labels(one.spec.labels, labels)
+            ]
+        else:
+            nodes = [*nodes_of(sync.nodes_by_model(request, tried))]
+        if what == "has_larger_context":
+            return any(node.context and node.context >= tried.min_context for node in nodes)
         return any(
             node.name not in tried.failed_nodes
             and node.is_alive
             and not (but_paused and node.paused(now))
-            for node in nodes_of(self.scheduler.fleet_sync.nodes_by_model(request, tried))
+            for node in nodes
         )
-
-    async def has_larger_context(self, request: LeaseRequest, tried: Tried) -> bool:
-        """As `LeaseService.has_larger_context`. Raises: GatewayError."""
-        return any(
-            node.context is not None and node.context >= tried.min_context
-            for node in nodes_of(self.scheduler.fleet_sync.nodes_by_model(request, tried))
-        )
-
-    async def has_cpu_node(self, request: LeaseRequest, tried: Tried) -> bool:
-        """Whether a CPU node of its pool is alive that has not failed the request."""
-        return any(
-            node.spec.tier == "cpu"
-            and node.name not in tried.failed_nodes
-            and node.is_alive
-            and has_labels(node.spec.labels, request.wanted.node_labels)
-            for node in self.fleet.nodes.values()
-        )
-
-    async def unsupported_error(self, request: LeaseRequest, tried: Tried) -> GatewayError | None:
-        """The error of a request that no node supports (501); None: some node may."""
-        return self.scheduler.fleet_sync.unsupported_error(request, tried)
 
     def resume_key_of(self, props: object) -> tuple[object, ...]:
         """The `resume_key` of a server that answers `/props` like this."""
@@ -137,11 +131,10 @@ class LocalLeaseService:
 
     def most_slots_of_a_host(self) -> int:
         """The slots of the largest host: all its requests may have to move at once."""
-        slots: dict[str, int] = {}
+        slots = Counter[str]()
         for node in self.fleet.nodes.values():
             if node.load is None or node.load.loaded:
-                host = node.spec.host
-                slots[host] = slots.get(host, 0) + node.slots_total
+                slots[node.spec.host] += node.slots_total
         return max(slots.values(), default=0)
 
     # Told how the attempt goes.

@@ -452,13 +452,15 @@ async def test_where_else_a_request_could_go() -> None:
     gpu, cpu = node("a", tier="gpu", host="one", slots=3), node("b", host="two", slots=4)
     third = node("c", host="two", slots=1, state=NodeState.DOWN)
     leases = World(gpu, cpu, third).leases
-    assert await leases.has_cpu_node(a_request(), NOTHING_TRIED)
-    assert not await leases.has_cpu_node(a_request(), failed_on("b"))
-    assert not await leases.has_cpu_node(a_request(node_labels=(("side", "left"),)), NOTHING_TRIED)
-    assert await leases.has_other_node(a_request(), failed_on("a"))
-    assert not await leases.has_other_node(a_request(), failed_on("a", "b"))
+    assert await leases.ask_nodes("has_cpu_node", a_request(), NOTHING_TRIED)
+    assert not await leases.ask_nodes("has_cpu_node", a_request(), failed_on("b"))
+    assert not await leases.ask_nodes(
+        "has_cpu_node", a_request(node_labels=(("side", "left"),)), NOTHING_TRIED
+    )
+    assert await leases.ask_nodes("has_other_node", a_request(), failed_on("a"))
+    assert not await leases.ask_nodes("has_other_node", a_request(), failed_on("a", "b"))
     assert leases.most_slots_of_a_host() == 5
-    assert await leases.unsupported_error(a_request(), NOTHING_TRIED) is None
+    assert not await leases.ask_nodes("unsupported_error", a_request(), NOTHING_TRIED)
 
 
 def test_a_node_that_reads_another_prompt_may_be_silent() -> None:
