@@ -404,7 +404,7 @@ class DemandModel:
     def abandoned(self, placement: QueuedRequest, *, refund: bool) -> None:
         """The request ended there without an answer; `refund`: its caller does not pay for it."""
         if refund:
-            self.dispatcher.settled(placement, 0.0, 0.0, 0.0)
+            self.dispatcher.settled(placement, 0.0, 0.0)
         if placement.prompt_key is not None and placement.row.is_current:
             self.prompt_cache.request_dropped(placement.row.index, placement.prompt_key)
 
@@ -425,12 +425,11 @@ class DemandModel:
         reported, completion = report.reported, report.sent_tokens
         if reported is not None:
             completion = reported.completion_tokens
-            self.dispatcher.settled(
-                placement, reported.prompt_tokens, reported.cached_tokens, completion
-            )
+            read = reported.prompt_tokens - reported.cached_tokens
+            self.dispatcher.settled(placement, read, completion)
         elif completion:
             cached = placement.cached.get(placement.row.index, 0.0)
-            self.dispatcher.settled(placement, placement.prompt_tokens, cached, completion)
+            self.dispatcher.settled(placement, placement.prompt_tokens - cached, completion)
         size = request.size
         if learn_sizes and (size.generates or reported is not None):
             self.token_estimates.learn(
