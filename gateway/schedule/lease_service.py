@@ -6,6 +6,7 @@ given more, how fast it is, what the request took, and who pays for it.
 
 from __future__ import annotations
 
+import math
 from collections import Counter, OrderedDict
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -214,9 +215,8 @@ class LocalLeaseService:
     def settle(self, report: UsageReport, request: LeaseRequest) -> AttemptCharge:
         """As `LeaseService.settle`."""
         scheduler, lease = self.scheduler, self._records.pop(report.lease_id)
-        node, complete, usage, reported = (
-            lease.node, report.complete, report.attempt, report.reported,
-        )  # fmt: skip
+        node, complete = lease.node, report.complete
+        usage, reported = report.attempt, report.reported
         now = lease.abandoned_at or lease.released_at or scheduler.clock()
         lease.grant.settled(usage, reported=reported is not None)
         is_sample = False
@@ -243,8 +243,8 @@ class LocalLeaseService:
         cost = _cost(lease, usage, now) if node.is_priced else 0.0
         if lease.reservation is not None:
             lease.reservation.settle(cost, happened=True, now=now)
-        prefill, decode = _parts_of_time(lease, usage, now)
-        return AttemptCharge(cost, lease.slots * (now - lease.taken_at), 0, 0, 0, prefill, decode)
+        seconds = lease.slots * (now - lease.taken_at)
+        return AttemptCharge(cost, seconds, 0, 0, 0, *_parts_of_time(lease, usage, now))
 
     def discard(self, _: str, /) -> None:
         """What a request's attempts took so far has brought its client nothing: its record says."""
@@ -277,13 +277,11 @@ class LocalLeaseService:
             self.fleet.model_not_loaded(lease.node)
         elif outcome == "server_error":
             self._remember_failure(lease, response_began=False, counted=False)
-        elif (error := report.error) is not None:
-            # The node can never serve the request, and perhaps none like it.
-            if error.lacks_endpoint:
-                endpoint = lease.request.wanted.endpoint
-                self.fleet.endpoint_refused(lease.node, endpoint, error.hint)
-            elif error.key_rejected_at is not None:
-                self.fleet.key_rejected(lease.node, error.key_rejected_at, report.status)
+        elif (error := report.error) is not None and error.lacks_endpoint:
+            # The node can never serve the request, nor one like it.
+            self.fleet.endpoint_refused(lease.node, lease.request.wanted.endpoint, error.hint)
+        elif error is not None and error.key_rejected_at is not None:
+            self.fleet.key_rejected(lease.node, error.key_rejected_at, report.status)
         return charge
 
     def _node_busy(self, lease: LeaseRecord, report: AttemptReport, now: float) -> None:
@@ -308,12 +306,10 @@ class LocalLeaseService:
 
     def _woke(self, lease: LeaseRecord, now: float, written: int = 0) -> None:
         """Content came from a server that had slept; `written` tokens of it, in one piece."""
-        placement, speed = lease.placement, lease.node.speed
-        expected = 0.0  # What a speed that was never measured would explain is no load.
-        if speed.prefill_tps is not None:
-            expected += placement.prompt_tokens / speed.prefill_tps
-        if speed.decode_tps is not None:
-            expected += written / speed.decode_tps / max(1, lease.slots)
+        speed = lease.node.speed
+        # What a speed that was never measured would explain is no load.
+        read = lease.placement.prompt_tokens / (speed.prefill_tps or math.inf)
+        expected = read + written / (speed.decode_tps or math.inf) / max(1, lease.slots)
         self.fleet.woke(lease, now, expected)
 
     def _learn_speed(self, lease: Lease, usage: Usage) -> None:
