@@ -502,17 +502,16 @@ class EdgeSession:
                 self._ignored.add(id_)
                 return
             node = scheduler.fleet.nodes.get(told.node)
-            adopted = node is not None and id_ not in scheduler.records and scheduler.adopt(
-                id_, node, told.request, told.model, told.reading,
-                stream=told.stream, slots=told.slots, age=told.age,
-            )  # fmt: skip
-            if node is None or not adopted:
+            if node is None or id_ in scheduler.records:
                 self._ignored.add(id_)
                 return
             lease = GrantedLease(
                 id_, node.info, told.model, told.served_name, told.stream, told.reading,
                 slots=told.slots, fallback=told.fallback,
             )  # fmt: skip
+            if scheduler.adopt(lease, node, told.request, told.age) is None:
+                self._ignored.add(id_)
+                return
             part = self._part(told.request)
             held = EdgeLease(part, EdgeAttempt(part, lease, brain.context))
             held.attempt.began_before(told.age)

@@ -308,16 +308,7 @@ class Scheduler:
         self._match_soon()
 
     def adopt(
-        self,
-        lease_id: int,
-        node: Node,
-        request: LeaseRequest,
-        model: str,
-        reading: ExpectedReading,
-        *,
-        stream: bool,
-        slots: int,
-        age: float,
+        self, granted: GrantedLease, node: Node, request: LeaseRequest, age: float
     ) -> LeaseRecord | None:
         """Hold a lease that another scheduler has granted `age` seconds ago, and that runs.
 
@@ -327,19 +318,19 @@ class Scheduler:
         row, now = self.fleet_sync.row(node), self.clock()
         if row is None:
             return None
-        placement = self.demand_model.adopted(request, slots, reading.prompt_tokens, now - age)
+        placement = self.demand_model.adopted(request, granted, now - age)
         row.start(placement, now)
         placement.placed_earlier(now - age)
-        granted = self.decision_log.granted(
-            placement, request, NOTHING_TRIED, lease_id, model, node.info.tier, node.name
+        grant = self.decision_log.granted(
+            placement, request, NOTHING_TRIED, granted.id, granted.model, node.info.tier, node.name
         )
-        lease = LeaseRecord(node, stream, request, placement, granted, None, True)
-        lease.expect(reading.grace / PREFILL_GRACE_FACTOR, None)
-        node.occupancy.take_over(slots, now)
+        lease = LeaseRecord(node, granted.stream, request, placement, grant, None, True)
+        lease.expect(granted.reading.grace / PREFILL_GRACE_FACTOR, None)
+        node.occupancy.take_over(granted.slots, now)
         node.take(lease, now)
-        self.records[lease_id] = lease
+        self.records[granted.id] = lease
         if request.caller.yields:
-            self.yielding[lease_id] = lease
+            self.yielding[granted.id] = lease
         self.demand_model.placed(placement, request)
         self.fleet_sync.node_changed(node)
         return lease

@@ -96,9 +96,13 @@ def test_a_node_is_described_anew_when_its_entry_changes() -> None:
 
 def adopt(world: World, node: str, lease_id: int = 7 << 40, **keys: Any) -> LeaseRecord | None:
     """A lease that another scheduler granted 30 seconds ago."""
-    values = {"stream": True, "slots": 1, "age": 30.0, **keys}
-    request, reading = a_request(stream=True), ExpectedReading(100, 1.0, 20.0)
-    return world.scheduler.adopt(lease_id, world.nodes[node], request, "demo", reading, **values)
+    request, reading, one = (
+        a_request(stream=True),
+        ExpectedReading(100, 1.0, 20.0),
+        world.nodes[node],
+    )
+    lease = GrantedLease(lease_id, one.info, "demo", "demo", True, reading, **keys)
+    return world.scheduler.adopt(lease, one, request, 30.0)
 
 
 def test_a_lease_that_another_scheduler_granted_goes_on_as_one_of_our_own() -> None:
