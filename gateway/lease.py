@@ -12,13 +12,12 @@ import struct
 from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass, replace
 from hashlib import blake2b
-from typing import Any, Protocol
+from typing import Any, Literal, Protocol
 from urllib.parse import quote
 
 import msgspec
 
 from gateway.config.keys import NodeLabels
-from gateway.errors import GatewayError
 from gateway.terms import Endpoint, Priority
 
 HASH_KEY_BYTES = 32
@@ -430,6 +429,12 @@ class AttemptCharge(msgspec.Struct, frozen=True, gc=False):
 NOTHING_CHARGED = AttemptCharge()
 
 
+NodeQuestion = Literal["has_other_node", "has_larger_context", "has_cpu_node", "unsupported_error"]
+"""Whether a node is alive that could take a request and has not failed it; whether one has the
+context that it is known to need; whether a CPU node of its pool is alive that has not failed it.
+The last is answered with no, or raised: the error of a request that no node supports (501)."""
+
+
 class LeaseService(Protocol):
     """The scheduler, as the proxy sees it: asked for leases, and told how their attempts go.
 
@@ -455,22 +460,13 @@ class LeaseService(Protocol):
 
     # Ask where else a request could go.
 
-    async def has_other_node(
-        self, request: LeaseRequest, tried: Tried, *, but_paused: bool = False
+    async def ask_nodes(
+        self, what: NodeQuestion, request: LeaseRequest, tried: Tried, *, but_paused: bool = False
     ) -> bool:
-        """Whether a node is alive that could take it and has not failed it.
+        """Ask one of `NodeQuestion`; `but_paused`: nodes that want no request now don't count.
 
-        `but_paused`: nodes that want no request at this time don't count. Raises: GatewayError.
+        Raises: GatewayError, also where no node serves the request.
         """
-
-    async def has_larger_context(self, request: LeaseRequest, tried: Tried) -> bool:
-        """Whether a node has the context that it is known to need. Raises: GatewayError."""
-
-    async def has_cpu_node(self, request: LeaseRequest, tried: Tried) -> bool:
-        """Whether a CPU node of its pool is alive that has not failed the request."""
-
-    async def unsupported_error(self, request: LeaseRequest, tried: Tried) -> GatewayError | None:
-        """The error of a request that no node supports (501); None: some node may."""
 
     def resume_key_of(self, props: object) -> tuple[object, ...]:
         """The `resume_key` of a server that answers `/props` like this."""

@@ -502,17 +502,16 @@ class EdgeSession:
                 self._ignored.add(id_)
                 return
             node = scheduler.fleet.nodes.get(told.node)
-            adopted = node is not None and id_ not in scheduler.records and scheduler.adopt(
-                id_, node, told.request, told.model, told.reading,
-                stream=told.stream, slots=told.slots, age=told.age,
-            )  # fmt: skip
-            if node is None or not adopted:
+            if node is None or id_ in scheduler.records:
                 self._ignored.add(id_)
                 return
             lease = GrantedLease(
                 id_, node.info, told.model, told.served_name, told.stream, told.reading,
                 slots=told.slots, fallback=told.fallback,
             )  # fmt: skip
+            if scheduler.adopt(lease, node, told.request, told.age) is None:
+                self._ignored.add(id_)
+                return
             part = self._part(told.request)
             held = EdgeLease(part, EdgeAttempt(part, lease, brain.context))
             held.attempt.began_before(told.age)
@@ -943,16 +942,15 @@ class EdgeSession:
     # Questions.
 
     async def _answer(self, asked: messages.AskNodes) -> None:
-        ask = getattr(self._brain.context.leases, asked.what)
-        more = {"but_paused": asked.but_paused} if asked.what == "has_other_node" else {}
-        found: bool | GatewayError | None
+        yes, error = False, None
         try:
-            found = await ask(asked.request, asked.tried, **more)
+            yes = await self._brain.context.leases.ask_nodes(
+                asked.what, asked.request, asked.tried, but_paused=asked.but_paused
+            )
         except GatewayError as raised:
             drop_traceback(raised)
-            found = raised
-        error = messages.WireError.of(found) if isinstance(found, GatewayError) else None
-        self.link.tell(messages.NodeAnswer(asked.ask, found is True, error))
+            error = messages.WireError.of(raised)
+        self.link.tell(messages.NodeAnswer(asked.ask, yes, error))
 
     def _ask_excused(self, asked: messages.AskExcused) -> None:
         held = self._leases.get(asked.lease_id)

@@ -54,6 +54,7 @@ from gateway.lease import (
     KeyedHash,
     LeaseRequest,
     NodeInfo,
+    NodeQuestion,
     QueuePosition,
     Tried,
     UsageReport,
@@ -284,35 +285,8 @@ class RemoteScheduler:
 
     # Asked where else a request could go.
 
-    async def has_other_node(
-        self, request: LeaseRequest, tried: Tried, *, but_paused: bool = False
-    ) -> bool:
-        """As `LeaseService.has_other_node`. Raises: GatewayError."""
-        return await self._question("has_other_node", request, tried, but_paused=but_paused)
-
-    async def has_larger_context(self, request: LeaseRequest, tried: Tried) -> bool:
-        """As `LeaseService.has_larger_context`. Raises: GatewayError."""
-        return await self._question("has_larger_context", request, tried)
-
-    async def has_cpu_node(self, request: LeaseRequest, tried: Tried) -> bool:
-        """As `LeaseService.has_cpu_node`."""
-        return await self._question("has_cpu_node", request, tried)
-
-    async def unsupported_error(self, request: LeaseRequest, tried: Tried) -> GatewayError | None:
-        """As `LeaseService.unsupported_error`."""
-        try:
-            await self._question("unsupported_error", request, tried)
-        except GatewayError as error:
-            return error
-        return None
-
-    async def _question(
-        self,
-        what: messages.NodeQuestion,
-        request: LeaseRequest,
-        tried: Tried,
-        *,
-        but_paused: bool = False,
+    async def ask_nodes(
+        self, what: NodeQuestion, request: LeaseRequest, tried: Tried, *, but_paused: bool = False
     ) -> bool:
         """Ask the brain about nodes. Raises: GatewayError."""
         if self.closing:

@@ -30,6 +30,7 @@ from gateway.lease import (
     ExpectedReading,
     LeaseRequest,
     NodeInfo,
+    NodeQuestion,
     QueuePosition,
     Tried,
     UsageReport,
@@ -274,9 +275,6 @@ class Turned(Message, frozen=True):
     trace: TraceOnWire | None
 
 
-NodeQuestion = Literal["has_other_node", "has_larger_context", "has_cpu_node", "unsupported_error"]
-
-
 class AskNodes(Message, frozen=True):
     """A question of `LeaseService` about other nodes: `NodeAnswer` answers."""
 
@@ -437,7 +435,7 @@ class NodeAnswer(Message, frozen=True):
 
     ask: int
     yes: bool
-    error: WireError | None = None  # what the question raised, or `unsupported_error` has found
+    error: WireError | None = None  # what the question raised
 
 
 class Position(Message, frozen=True):

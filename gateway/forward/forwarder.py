@@ -94,7 +94,9 @@ class Forwarder:
                     # Once, a request moves from GPU to CPU nodes at once and at no cost: this can't
                     # multiply an outage of the GPU nodes.
                     wanted, may_cross = in_flight.request.lease_request, False
-                    crosses = await self.context.leases.has_cpu_node(wanted, result.tried)
+                    crosses = await self.context.leases.ask_nodes(
+                        "has_cpu_node", wanted, result.tried
+                    )
                 if not crosses and not await retries.granted(reached_node=result.reached_node):
                     break
             result = await self._attempt(in_flight, result.tried)
@@ -332,7 +334,9 @@ class Forwarder:
             # An evicted request needs another node at once; any other may wait for one.
             retryable = is_resumable(failure) and (
                 not isinstance(failure, RequestEvicted)
-                or await self.context.leases.has_other_node(request.lease_request, tried)
+                or await self.context.leases.ask_nodes(
+                    "has_other_node", request.lease_request, tried
+                )
             )
             return FailedAttempt(node, tried, failed.error, retryable=retryable)
         except AssemblyError as odd:
@@ -374,9 +378,9 @@ class Forwarder:
             tried = tried.refused_by(node.name)
             if status == 501:
                 tried = tried.unsupported_by(node.name, outcome.error_message(content))
-                error = await self.context.leases.unsupported_error(request.lease_request, tried)
-                if error is not None:
-                    raise error
+                await self.context.leases.ask_nodes(
+                    "unsupported_error", request.lease_request, tried
+                )
             return await self._not_served(request, status, node, tried)
         if kind is ResponseOutcome.BUSY:
             if status == 402:
@@ -384,8 +388,8 @@ class Forwarder:
             elif status == 429:
                 tried = tried.limited_by(node.name, None if shown is None else shown.retry_after)
             return await self._not_served(request, status, node, tried)
-        if status in tried.statuses or not await self.context.leases.has_other_node(
-            request.lease_request, tried
+        if status in tried.statuses or not await self.context.leases.ask_nodes(
+            "has_other_node", request.lease_request, tried
         ):
             return response
         tried = replace(tried, statuses=(*tried.statuses, status))
@@ -408,8 +412,8 @@ class Forwarder:
         retryable = (
             wait is None
             or wait <= self.context.settings.retries.backoff_max
-            or await self.context.leases.has_other_node(
-                request.lease_request, tried, but_paused=True
+            or await self.context.leases.ask_nodes(
+                "has_other_node", request.lease_request, tried, but_paused=True
             )
         )
         return FailedAttempt(node, tried, error, retryable=retryable)
@@ -427,7 +431,9 @@ class Forwarder:
         # For embeddings a batch must hold the text, and can be smaller than the context.
         needed = (tokens or 0) + (answer or 0)
         tried = replace(tried, min_context=max(needed, context + 1, (node.context or 0) + 1))
-        if not await self.context.leases.has_larger_context(request.lease_request, tried):
+        if not await self.context.leases.ask_nodes(
+            "has_larger_context", request.lease_request, tried
+        ):
             raise error
         return FailedAttempt(node, tried.refused_by(node.name), error)
 
@@ -453,7 +459,9 @@ class Forwarder:
             return FailedAttempt(node, tried, error, reached_node=False, not_loaded=True)
         tried = tried.failed_on(node.name)
         if isinstance(failure, RequestEvicted):
-            retryable = await self.context.leases.has_other_node(request.lease_request, tried)
+            retryable = await self.context.leases.ask_nodes(
+                "has_other_node", request.lease_request, tried
+            )
             return FailedAttempt(node, tried, error, retryable=retryable)
         if isinstance(failure, ConnectionReset):
             ends.node_lost(attempt)

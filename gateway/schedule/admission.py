@@ -455,12 +455,8 @@ class CompletionRate:
     def retry_after(self, ahead: int, now: float) -> float:
         """Whole seconds of `Retry-After` for a request that would be behind `ahead` others."""
         wait = self.seconds_until(ahead, now)
-        return float(
-            min(
-                LONGEST_RETRY_AFTER,
-                max(1, math.ceil(DEFAULT_RETRY_AFTER if wait is None else wait)),
-            )
-        )
+        whole = math.ceil(DEFAULT_RETRY_AFTER if wait is None else wait)
+        return min(LONGEST_RETRY_AFTER, max(1.0, float(whole)))
 
 
 def combine_waits(

@@ -622,17 +622,17 @@ class TierRouter:
         queued: QueuedRequest,
         now: float,
         *,
-        waiting: QueuedRequest | None = None,
+        waits: bool = False,
     ) -> NodeCandidates:
         """The candidates in the tiers that are open now; a request that spills over has reserved.
 
-        `waiting`: the request's entry in the queue, if it waits. Candidates that are not used must
-        be given to `cancel_reservation`.
+        `waits`: it stands in the queue. Candidates that are not used must be given to
+        `cancel_reservation`.
         """
         tiers = next((tiers for tiers in candidates.groups if len(tiers) > 1), None)
         if tiers is None or not queued.slots:
             return candidates
-        gpu, cpu = (self._status(tier, queued, now, waiting) for tier in tiers)
+        gpu, cpu = (self._status(tier, queued, now, waits=waits) for tier in tiers)
         if gpu is None and (
             request.wanted.resume_key is not None
             or any(row.name in tried.excluded_nodes for row in tiers[0].rows)
@@ -684,7 +684,7 @@ class TierRouter:
         return found
 
     def _status(
-        self, tier: CandidateSet, queued: QueuedRequest, now: float, waiting: QueuedRequest | None
+        self, tier: CandidateSet, queued: QueuedRequest, now: float, *, waits: bool
     ) -> TierStatus | None:
         """One tier as this request sees it; None: no node of it could ever serve the request."""
         rows = [row for row in tier.rows if row.index not in queued.excluded]
@@ -701,8 +701,8 @@ class TierRouter:
         )
         wait = 0.0
         if not has_room:
-            waits_here = waiting is not None and waiting.groups[0][0] is tier
-            wait = self.dispatcher.predicted_wait(waiting if waits_here and waiting else alone, now)
+            waits_here = waits and queued.groups[0][0] is tier
+            wait = self.dispatcher.predicted_wait(queued if waits_here else alone, now)
         return TierStatus(
             alive=True,
             has_room=has_room,

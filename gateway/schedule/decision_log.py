@@ -307,14 +307,12 @@ class PredictionAccuracy:
             for ratios in (earlier.first_token, earlier.completion)
         ):
             raise ValueError("counts of other classes")
-        sums = (
-            earlier.first_token.sum, earlier.completion.sum,
-            earlier.cached_expected, earlier.cached_found,
-        )  # fmt: skip
+        cached = earlier.cached_expected, earlier.cached_found
+        sums = earlier.first_token.sum, earlier.completion.sum, *cached
         if not all(0 <= one < math.inf for one in sums):
             raise ValueError("no sums")
         self.first_token, self.completion = earlier.first_token, earlier.completion
-        self.cached_expected, self.cached_found = earlier.cached_expected, earlier.cached_found
+        self.cached_expected, self.cached_found = cached
 
     def settled(self, grant: Grant) -> None:
         """A complete response's tokens are known."""

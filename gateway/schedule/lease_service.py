@@ -6,7 +6,8 @@ given more, how fast it is, what the request took, and who pays for it.
 
 from __future__ import annotations
 
-from collections import OrderedDict
+import math
+from collections import Counter, OrderedDict
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import NamedTuple
@@ -20,6 +21,7 @@ from gateway.lease import (
     Fault,
     GrantedLease,
     LeaseRequest,
+    NodeQuestion,
     Tried,
     Usage,
     UsageReport,
@@ -96,38 +98,31 @@ class LocalLeaseService:
 
     # Asked where else a request could go.
 
-    async def has_other_node(
-        self, request: LeaseRequest, tried: Tried, *, but_paused: bool = False
+    async def ask_nodes(
+        self, what: NodeQuestion, request: LeaseRequest, tried: Tried, *, but_paused: bool = False
     ) -> bool:
-        """As `LeaseService.has_other_node`. Raises: GatewayError."""
-        now = self.scheduler.clock()
+        """As `LeaseService.ask_nodes`. Raises: GatewayError."""
+        sync, now = self.scheduler.fleet_sync, self.scheduler.clock()
+        if what == "unsupported_error":
+            error = sync.unsupported_error(request, tried)
+            if error is not None:
+                raise error
+            return False
+        if what == "has_cpu_node":
+            labels, cpu = request.wanted.node_labels, self.fleet.nodes.values()
+            nodes = [
+                one for one in cpu if one.spec.tier == "cpu" and has_labels(one.spec.labels, labels)
+            ]
+        else:
+            nodes = [*nodes_of(sync.nodes_by_model(request, tried))]
+        if what == "has_larger_context":
+            return any(node.context and node.context >= tried.min_context for node in nodes)
         return any(
             node.name not in tried.failed_nodes
             and node.is_alive
             and not (but_paused and node.paused(now))
-            for node in nodes_of(self.scheduler.fleet_sync.nodes_by_model(request, tried))
+            for node in nodes
         )
-
-    async def has_larger_context(self, request: LeaseRequest, tried: Tried) -> bool:
-        """As `LeaseService.has_larger_context`. Raises: GatewayError."""
-        return any(
-            node.context is not None and node.context >= tried.min_context
-            for node in nodes_of(self.scheduler.fleet_sync.nodes_by_model(request, tried))
-        )
-
-    async def has_cpu_node(self, request: LeaseRequest, tried: Tried) -> bool:
-        """Whether a CPU node of its pool is alive that has not failed the request."""
-        return any(
-            node.spec.tier == "cpu"
-            and node.name not in tried.failed_nodes
-            and node.is_alive
-            and has_labels(node.spec.labels, request.wanted.node_labels)
-            for node in self.fleet.nodes.values()
-        )
-
-    async def unsupported_error(self, request: LeaseRequest, tried: Tried) -> GatewayError | None:
-        """The error of a request that no node supports (501); None: some node may."""
-        return self.scheduler.fleet_sync.unsupported_error(request, tried)
 
     def resume_key_of(self, props: object) -> tuple[object, ...]:
         """The `resume_key` of a server that answers `/props` like this."""
@@ -137,11 +132,10 @@ class LocalLeaseService:
 
     def most_slots_of_a_host(self) -> int:
         """The slots of the largest host: all its requests may have to move at once."""
-        slots: dict[str, int] = {}
+        slots = Counter[str]()
         for node in self.fleet.nodes.values():
             if node.load is None or node.load.loaded:
-                host = node.spec.host
-                slots[host] = slots.get(host, 0) + node.slots_total
+                slots[node.spec.host] += node.slots_total
         return max(slots.values(), default=0)
 
     # Told how the attempt goes.
@@ -221,9 +215,8 @@ class LocalLeaseService:
     def settle(self, report: UsageReport, request: LeaseRequest) -> AttemptCharge:
         """As `LeaseService.settle`."""
         scheduler, lease = self.scheduler, self._records.pop(report.lease_id)
-        node, complete, usage, reported = (
-            lease.node, report.complete, report.attempt, report.reported,
-        )  # fmt: skip
+        node, complete = lease.node, report.complete
+        usage, reported = report.attempt, report.reported
         now = lease.abandoned_at or lease.released_at or scheduler.clock()
         lease.grant.settled(usage, reported=reported is not None)
         is_sample = False
@@ -250,8 +243,8 @@ class LocalLeaseService:
         cost = _cost(lease, usage, now) if node.is_priced else 0.0
         if lease.reservation is not None:
             lease.reservation.settle(cost, happened=True, now=now)
-        prefill, decode = _parts_of_time(lease, usage, now)
-        return AttemptCharge(cost, lease.slots * (now - lease.taken_at), 0, 0, 0, prefill, decode)
+        seconds = lease.slots * (now - lease.taken_at)
+        return AttemptCharge(cost, seconds, 0, 0, 0, *_parts_of_time(lease, usage, now))
 
     def discard(self, _: str, /) -> None:
         """What a request's attempts took so far has brought its client nothing: its record says."""
@@ -284,13 +277,11 @@ class LocalLeaseService:
             self.fleet.model_not_loaded(lease.node)
         elif outcome == "server_error":
             self._remember_failure(lease, response_began=False, counted=False)
-        elif (error := report.error) is not None:
-            # The node can never serve the request, and perhaps none like it.
-            if error.lacks_endpoint:
-                endpoint = lease.request.wanted.endpoint
-                self.fleet.endpoint_refused(lease.node, endpoint, error.hint)
-            elif error.key_rejected_at is not None:
-                self.fleet.key_rejected(lease.node, error.key_rejected_at, report.status)
+        elif (error := report.error) is not None and error.lacks_endpoint:
+            # The node can never serve the request, nor one like it.
+            self.fleet.endpoint_refused(lease.node, lease.request.wanted.endpoint, error.hint)
+        elif error is not None and error.key_rejected_at is not None:
+            self.fleet.key_rejected(lease.node, error.key_rejected_at, report.status)
         return charge
 
     def _node_busy(self, lease: LeaseRecord, report: AttemptReport, now: float) -> None:
@@ -315,12 +306,10 @@ class LocalLeaseService:
 
     def _woke(self, lease: LeaseRecord, now: float, written: int = 0) -> None:
         """Content came from a server that had slept; `written` tokens of it, in one piece."""
-        placement, speed = lease.placement, lease.node.speed
-        expected = 0.0  # What a speed that was never measured would explain is no load.
-        if speed.prefill_tps is not None:
-            expected += placement.prompt_tokens / speed.prefill_tps
-        if speed.decode_tps is not None:
-            expected += written / speed.decode_tps / max(1, lease.slots)
+        speed = lease.node.speed
+        # What a speed that was never measured would explain is no load.
+        read = lease.placement.prompt_tokens / (speed.prefill_tps or math.inf)
+        expected = read + written / (speed.decode_tps or math.inf) / max(1, lease.slots)
         self.fleet.woke(lease, now, expected)
 
     def _learn_speed(self, lease: Lease, usage: Usage) -> None:

@@ -99,6 +99,7 @@ class ModelPlacer:
     """By model: a usual request's, as those that waited last were expected to take."""
     _file_memory: dict[tuple[str, int, int], int | None] = field(default_factory=dict)
     """By file, slots and context; None: it is being read, or can't be."""
+    _unread: list[tuple[str, int, int]] = field(default_factory=list)
     _reading: asyncio.Task[None] | None = None
     _handed_over: bool = False
     _began: float = field(init=False)
@@ -355,22 +356,20 @@ class ModelPlacer:
         key = file, slots, context
         if key not in self._file_memory and len(self._file_memory) < MOST_FILES:
             self._file_memory[key] = None
+            self._unread.append(key)
             if self._reading is None or self._reading.done():
                 self._reading = asyncio.create_task(self._read_files(), name="read model files")
         return self._file_memory.get(key)
 
     async def _read_files(self) -> None:
-        """Read what the models take whose files were not read."""
+        """Read what the models take whose files were not read, one after the other."""
         assert self.file_memory is not None
-        done = set[tuple[str, int, int]]()
-        while left := self._file_memory.keys() - done:
-            key = min(left)
-            done.add(key)
-            if self._file_memory[key] is None:
-                with suppress(OSError, ValueError):
-                    memory = await asyncio.to_thread(self.file_memory, Path(key[0]), *key[1:])
-                    self._file_memory[key] = memory
-                    self._models_differ(None)
+        while self._unread:
+            file, slots, context = key = self._unread.pop()
+            with suppress(OSError, ValueError):
+                memory = await asyncio.to_thread(self.file_memory, Path(file), slots, context)
+                self._file_memory[key] = memory
+                self._models_differ(None)
 
     def host_use(self, host: str | None = None) -> dict[str, HostUse]:
         """What this host, or each one, has for models on its routers, and what they take of it."""

@@ -111,17 +111,17 @@ class LeaseRecord(Lease):
 
 def yield_candidate(lease_id: int, record: LeaseRecord, now: float) -> batch_slots.YieldCandidate:
     """A running request in numbers."""
-    placement, request, decode_began = record.placement, record.request, None
-    row, decoded = placement.row, 0.0
+    placement, request, row = record.placement, record.request, record.placement.row
+    decode_seconds, decoded = None, 0.0
     if record.phase is LeasePhase.DECODE:
-        decode_began = placement.prefill_ends
-        decoded = (now - decode_began) / row.per_output_token if row.per_output_token else 0.0
+        decode_seconds = now - placement.prefill_ends
+        decoded = decode_seconds / row.per_output_token if row.per_output_token else 0.0
     return batch_slots.YieldCandidate(
         lease_id,
         row.index,
         record.slots,
         request.caller.priority,
-        decode_seconds=None if decode_began is None else now - decode_began,
+        decode_seconds=decode_seconds,
         seconds_left=placement.seconds_left(now),
         repetition_seconds=(placement.prompt_tokens + decoded) / row.prefill_tps,
         times_yielded=request.caller.times_yielded,
@@ -308,16 +308,7 @@ class Scheduler:
         self._match_soon()
 
     def adopt(
-        self,
-        lease_id: int,
-        node: Node,
-        request: LeaseRequest,
-        model: str,
-        reading: ExpectedReading,
-        *,
-        stream: bool,
-        slots: int,
-        age: float,
+        self, granted: GrantedLease, node: Node, request: LeaseRequest, age: float
     ) -> LeaseRecord | None:
         """Hold a lease that another scheduler has granted `age` seconds ago, and that runs.
 
@@ -327,19 +318,19 @@ class Scheduler:
         row, now = self.fleet_sync.row(node), self.clock()
         if row is None:
             return None
-        placement = self.demand_model.adopted(request, slots, reading.prompt_tokens, now - age)
+        placement = self.demand_model.adopted(request, granted, now - age)
         row.start(placement, now)
         placement.placed_earlier(now - age)
-        granted = self.decision_log.granted(
-            placement, request, NOTHING_TRIED, lease_id, model, node.info.tier, node.name
+        grant = self.decision_log.granted(
+            placement, request, NOTHING_TRIED, granted.id, granted.model, node.info.tier, node.name
         )
-        lease = LeaseRecord(node, stream, request, placement, granted, None, True)
-        lease.expect(reading.grace / PREFILL_GRACE_FACTOR, None)
-        node.occupancy.take_over(slots, now)
+        lease = LeaseRecord(node, granted.stream, request, placement, grant, None, True)
+        lease.expect(granted.reading.grace / PREFILL_GRACE_FACTOR, None)
+        node.occupancy.take_over(granted.slots, now)
         node.take(lease, now)
-        self.records[lease_id] = lease
+        self.records[granted.id] = lease
         if request.caller.yields:
-            self.yielding[lease_id] = lease
+            self.yielding[granted.id] = lease
         self.demand_model.placed(placement, request)
         self.fleet_sync.node_changed(node)
         return lease
@@ -687,20 +678,17 @@ class Scheduler:
         `with_room`: how many nodes of its tier had.
         """
         found: Counter[str] = Counter()
+        excluded, failed = set(placement.excluded), set(placement.failed)
         for candidates in placement.groups[placement.group]:
-            if placement.excluded or placement.failed:
-                rows = [row for row in candidates.rows if row.index not in placement.excluded]
-                found["excluded"] += len(candidates.rows) - len(rows)
-                count = len([row for row in rows if row.index not in placement.failed])
-                found["failed"] += len(rows) - count
-            else:
-                count = len(candidates.rows)
-            out = self.fleet_sync.out_of_service(candidates, now)
+            members, out = candidates.row_indexes, self.fleet_sync.out_of_service(candidates, now)
+            found["excluded"] += len(excluded & members)
+            found["failed"] += len((failed - excluded) & members)
             found.update(out)
-            if placement.row.index in candidates.row_indexes:
-                found["full"] += max(0, count - with_room - sum(out.values()))
+            left = len(members - excluded - failed) if excluded or failed else len(members)
+            is_here = placement.row.index in members
+            found["full"] += max(0, left - sum(out.values()) - (with_room if is_here else 0))
+            if is_here:
                 break
-            found["full"] += max(0, count - sum(out.values()))
         return {reason: number for reason, number in found.items() if number}
 
     def _grant_waiting(self, placement: QueuedRequest, now: float) -> bool:
@@ -848,12 +836,7 @@ class Scheduler:
             candidates = self.fleet_sync.find(waiter.request, waiter.tried)
             if self.fleet_sync.has_gpu_tier:
                 candidates = self.tier_router.narrow(
-                    waiter.request,
-                    waiter.tried,
-                    candidates,
-                    waiter.queued,
-                    now,
-                    waiting=waiter.queued,
+                    waiter.request, waiter.tried, candidates, waiter.queued, now, waits=True
                 )
         except errors.GatewayError as error:
             self._refuse(waiter, error)

@@ -268,7 +268,9 @@ async def test_a_client_that_got_the_head_of_a_response_keeps_its_place_and_is_t
 async def test_what_was_asked_about_nodes_is_asked_again(answer: bool) -> None:
     async with an_edge() as at:
         request = a_lease_request()
-        asking = asyncio.create_task(at.services.scheduler.has_other_node(request, NOTHING_TRIED))
+        asking = asyncio.create_task(
+            at.services.scheduler.ask_nodes("has_other_node", request, NOTHING_TRIED)
+        )
         await at.brain.last(messages.AskNodes)
         await at.lose()
         await asyncio.sleep(60.0)

@@ -225,7 +225,7 @@ async def test_questions_about_other_nodes_are_answered_by_the_brain(answer: boo
     world = World()
     request = a_lease_request()
     asking = asyncio.create_task(
-        world.scheduler.has_other_node(request, NOTHING_TRIED, but_paused=True)
+        world.scheduler.ask_nodes("has_other_node", request, NOTHING_TRIED, but_paused=True)
     )
     await asyncio.sleep(0)
     asked = world.link.last(messages.AskNodes)
@@ -237,7 +237,9 @@ async def test_questions_about_other_nodes_are_answered_by_the_brain(answer: boo
 async def test_when_the_link_is_lost_nobody_waits_any_longer() -> None:
     world = World()
     waits = await world.ask()
-    asks = asyncio.create_task(world.scheduler.has_cpu_node(a_lease_request(), NOTHING_TRIED))
+    asks = asyncio.create_task(
+        world.scheduler.ask_nodes("has_cpu_node", a_lease_request(), NOTHING_TRIED)
+    )
     await asyncio.sleep(0)
     world.scheduler.close()
     for task in (waits, asks):

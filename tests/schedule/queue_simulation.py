@@ -76,10 +76,8 @@ class QueueSimulation:
     def finish(self, placement: QueuedRequest, now: float) -> list[QueuedRequest]:
         """End a placement with the tokens that were expected, and give out what is free."""
         self.running.remove(placement)
-        cached = placement.cached.get(placement.row.index, 0.0)
-        self.dispatcher.finished(
-            placement, now, placement.prompt_tokens, cached, placement.completion_tokens
-        )
+        read = placement.prompt_tokens - placement.cached.get(placement.row.index, 0.0)
+        self.dispatcher.finished(placement, now, read, placement.completion_tokens)
         return self.match(now)
 
     def match(self, now: float) -> list[QueuedRequest]:

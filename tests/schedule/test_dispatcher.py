@@ -282,7 +282,7 @@ def test_usage_as_predicted_changes_no_counter_though_the_token_weight_has_chang
         _, other = sim.arrive(fairness_key="two", slots=0)
         if other is not None:
             sim.finish(other, 0.0)
-    sim.dispatcher.settled(placement, 10.0, 0.0, 20.0)
+    sim.dispatcher.settled(placement, 10.0, 20.0)
     assert account.counter == counted
 
 

@@ -96,9 +96,13 @@ def test_a_node_is_described_anew_when_its_entry_changes() -> None:
 
 def adopt(world: World, node: str, lease_id: int = 7 << 40, **keys: Any) -> LeaseRecord | None:
     """A lease that another scheduler granted 30 seconds ago."""
-    values = {"stream": True, "slots": 1, "age": 30.0, **keys}
-    request, reading = a_request(stream=True), ExpectedReading(100, 1.0, 20.0)
-    return world.scheduler.adopt(lease_id, world.nodes[node], request, "demo", reading, **values)
+    request, reading, one = (
+        a_request(stream=True),
+        ExpectedReading(100, 1.0, 20.0),
+        world.nodes[node],
+    )
+    lease = GrantedLease(lease_id, one.info, "demo", "demo", True, reading, **keys)
+    return world.scheduler.adopt(lease, one, request, 30.0)
 
 
 def test_a_lease_that_another_scheduler_granted_goes_on_as_one_of_our_own() -> None:
@@ -452,13 +456,15 @@ async def test_where_else_a_request_could_go() -> None:
     gpu, cpu = node("a", tier="gpu", host="one", slots=3), node("b", host="two", slots=4)
     third = node("c", host="two", slots=1, state=NodeState.DOWN)
     leases = World(gpu, cpu, third).leases
-    assert await leases.has_cpu_node(a_request(), NOTHING_TRIED)
-    assert not await leases.has_cpu_node(a_request(), failed_on("b"))
-    assert not await leases.has_cpu_node(a_request(node_labels=(("side", "left"),)), NOTHING_TRIED)
-    assert await leases.has_other_node(a_request(), failed_on("a"))
-    assert not await leases.has_other_node(a_request(), failed_on("a", "b"))
+    assert await leases.ask_nodes("has_cpu_node", a_request(), NOTHING_TRIED)
+    assert not await leases.ask_nodes("has_cpu_node", a_request(), failed_on("b"))
+    assert not await leases.ask_nodes(
+        "has_cpu_node", a_request(node_labels=(("side", "left"),)), NOTHING_TRIED
+    )
+    assert await leases.ask_nodes("has_other_node", a_request(), failed_on("a"))
+    assert not await leases.ask_nodes("has_other_node", a_request(), failed_on("a", "b"))
     assert leases.most_slots_of_a_host() == 5
-    assert await leases.unsupported_error(a_request(), NOTHING_TRIED) is None
+    assert not await leases.ask_nodes("unsupported_error", a_request(), NOTHING_TRIED)
 
 
 def test_a_node_that_reads_another_prompt_may_be_silent() -> None:

@@ -109,7 +109,7 @@ def test_the_charge_is_replaced_by_the_real_usage() -> None:
     sim.arrive(fairness_key="lucky")
     other, _ = sim.arrive(fairness_key="other")
     sim.running.remove(lucky)
-    sim.dispatcher.finished(lucky, 1.0, 10, 0, 1)
+    sim.dispatcher.finished(lucky, 1.0, 10, 1)
     first = sim.match(1.0)[0]
     assert first.fairness_key == "lucky"
     sim.dispatcher.cancelled(first, 1.0)

@@ -77,10 +77,9 @@ def slots_waited_for(
     names, waiting, ahead = frozenset(model_names), 0, 0
     for waiter in waiters:
         request = waiter.request
-        same_pool = (
-            not labels or not request.wanted.node_labels or labels == request.wanted.node_labels
-        )
-        if not same_pool or names.isdisjoint(request.wanted.model_names):
+        wanted = request.wanted
+        same_pool = not (labels and wanted.node_labels) or labels == wanted.node_labels
+        if not same_pool or names.isdisjoint(wanted.model_names):
             continue
         if request.caller.priority is Priority.BATCH:
             waiting += request.size.slots

@@ -25,7 +25,7 @@ from dataclasses import dataclass, field
 from itertools import islice
 from typing import Final, TypeVar
 
-from gateway.lease import LeaseRequest, PromptKey, RequestSize, UsageReport
+from gateway.lease import GrantedLease, LeaseRequest, PromptKey, RequestSize, UsageReport
 from gateway.nodes.prompt_cache import FleetPromptCache
 from gateway.schedule.candidates import NodeCandidates, nodes_of
 from gateway.schedule.core.dispatcher import Dispatcher
@@ -342,16 +342,16 @@ class DemandModel:
         return queued
 
     def adopted(
-        self, request: LeaseRequest, slots: int, prompt_tokens: float, received_at: float
+        self, request: LeaseRequest, lease: GrantedLease, received_at: float
     ) -> QueuedRequest:
         """A request that was placed elsewhere, in numbers; it is no candidate for any row."""
-        caller, size = request.caller, request.size
+        caller, prompt_tokens = request.caller, float(lease.reading.prompt_tokens)
         return QueuedRequest(
-            request.id, (), caller.priority, caller.fairness_key, received_at, slots,
+            request.id, (), caller.priority, caller.fairness_key, received_at, lease.slots,
             prompt_tokens=prompt_tokens,
             completion_tokens=self._expected_tokens(request)[1],
-            prompt_key=_with_tokens(size.prompt_key, prompt_tokens),
-            slotless_caller="" if slots else caller.id,
+            prompt_key=_with_tokens(request.size.prompt_key, prompt_tokens),
+            slotless_caller="" if lease.slots else caller.id,
         )  # fmt: skip
 
     def expected_prompt_tokens(self, request: LeaseRequest) -> int:
@@ -404,7 +404,7 @@ class DemandModel:
     def abandoned(self, placement: QueuedRequest, *, refund: bool) -> None:
         """The request ended there without an answer; `refund`: its caller does not pay for it."""
         if refund:
-            self.dispatcher.settled(placement, 0.0, 0.0, 0.0)
+            self.dispatcher.settled(placement, 0.0, 0.0)
         if placement.prompt_key is not None and placement.row.is_current:
             self.prompt_cache.request_dropped(placement.row.index, placement.prompt_key)
 
@@ -425,12 +425,11 @@ class DemandModel:
         reported, completion = report.reported, report.sent_tokens
         if reported is not None:
             completion = reported.completion_tokens
-            self.dispatcher.settled(
-                placement, reported.prompt_tokens, reported.cached_tokens, completion
-            )
+            read = reported.prompt_tokens - reported.cached_tokens
+            self.dispatcher.settled(placement, read, completion)
         elif completion:
             cached = placement.cached.get(placement.row.index, 0.0)
-            self.dispatcher.settled(placement, placement.prompt_tokens, cached, completion)
+            self.dispatcher.settled(placement, placement.prompt_tokens - cached, completion)
         size = request.size
         if learn_sizes and (size.generates or reported is not None):
             self.token_estimates.learn(

@@ -127,6 +127,8 @@ class Matcher:
         self._wait_queue = wait_queue
         self._holds = holds
         self._rng = rng
+        self._now, self._available = 0.0, AvailabilityCache(placement_state)
+        """Of the look that goes on."""
 
     def set_rules(self, rules: DispatchRules, policy: SelectionPolicy) -> None:
         """Go by these from now on; `policy` is the one that `rules` names."""
@@ -142,8 +144,8 @@ class Matcher:
         """The request that goes next, of those that can be placed now; None: there is none."""
         self._holds.clear()
         self._refreshes_left = MOST_CACHE_REFRESHES
-        available = AvailabilityCache(self._state)
-        overdue = self._oldest_overdue(now, available)
+        self._now, self._available = now, AvailabilityCache(self._state)
+        available, overdue = self._available, self._oldest_overdue()
         levels: Sequence[PriorityLevel] = self._wait_queue.levels
         if overdue is not None and self._starvation_guard.overdue_next:
             # Its class goes first; between that class's callers it stays as fair as ever.
@@ -154,10 +156,10 @@ class Matcher:
                     available.clear()
             elif overdue.was_reserved_for:
                 self._starvation_guard.placed(to_overdue=True)
-                return self._match(overdue, rows, now)
+                return self._match(overdue, rows)
         for level in levels:
             if level.count:
-                match = self._next_of_level(level, now, available)
+                match = self._next_of_level(level)
                 if match is not None:
                     if overdue is not None:
                         self._starvation_guard.placed(
@@ -166,8 +168,9 @@ class Matcher:
                     return match
         return None
 
-    def _oldest_overdue(self, now: float, available: AvailabilityCache) -> QueuedRequest | None:
+    def _oldest_overdue(self) -> QueuedRequest | None:
         """The oldest overdue request that is wide, or for which some node has the slots."""
+        now, available = self._now, self._available
         oldest: QueuedRequest | None = None
         for level, overdue_after in zip(self._wait_queue.levels, self._overdue_after, strict=True):
             for fifo in level.fifos.values():
@@ -185,9 +188,7 @@ class Matcher:
                         break
         return oldest
 
-    def _next_of_level(
-        self, level: PriorityLevel, now: float, available: AvailabilityCache
-    ) -> Match | None:
+    def _next_of_level(self, level: PriorityLevel) -> Match | None:
         counters = level.counters
         by_cost = self._policy.by_cost
         limit = None
@@ -197,7 +198,7 @@ class Matcher:
         for counter, _, account in counters.by_counter:
             if (limit is not None and counter > limit) or len(matches) >= most:
                 break
-            self._add_matches(account, matches, available, now, most)
+            self._add_matches(account, matches, most)
             if matches:
                 if not by_cost:
                     break
@@ -206,15 +207,15 @@ class Matcher:
         if not matches:
             return None
         if by_cost and level.count > len(matches) and limit is not None:
-            self._add_warm_matches(matches, limit, available, now)
+            self._add_warm_matches(matches, limit)
         matches.sort(key=lambda one: -one.response_ratio)
         for declined, one in enumerate(matches):
             if declined >= MOST_DECLINES:
                 break
-            if not self._holds.defer(one.queued, one.available.candidate_set, one.cost, now):
+            if not self._holds.defer(one.queued, one.available.candidate_set, one.cost, self._now):
                 return one
         else:
-            other = self._first_that_accepts(level, MOST_DECLINES - len(matches), available, now)
+            other = self._first_that_accepts(level, MOST_DECLINES - len(matches))
             if other is not None or level.count <= MOST_DECLINES:
                 return other
         # So many have declined the slot: it must not stay idle.
@@ -226,18 +227,9 @@ class Matcher:
             return MOST_COMPARED
         return min(MOST_COMPARED, MOST_POOLS_SEARCHED // max(1, len(self._state.free_rows)) or 1)
 
-    def _add_matches(
-        self,
-        account: FairnessAccount,
-        matches: list[Match],
-        available: AvailabilityCache,
-        now: float,
-        most: int,
-    ) -> None:
-        """Add one caller's requests that can be placed now, the oldest of each FIFO.
-
-        `most`: of each.
-        """
+    def _add_matches(self, account: FairnessAccount, matches: list[Match], most: int) -> None:
+        """Add one caller's requests that can be placed now: `most` of each FIFO, the oldest."""
+        available = self._available
         if self._wait_queue.wide_count and not matches:
             oldest = min((fifo[0] for fifo in account.fifos.values()), key=by_age)
             if oldest.is_wide:
@@ -249,7 +241,7 @@ class Matcher:
                     ):
                         available.clear()
                 elif oldest.fills_pool or oldest.was_reserved_for:
-                    matches.append(self._match(oldest, rows, now, goes_first=True))
+                    matches.append(self._match(oldest, rows, goes_first=True))
                     return
         for fifo in account.fifos.values():
             left = min(most, OLDEST_PER_FIFO) if self._policy.by_cost else 1
@@ -262,14 +254,12 @@ class Matcher:
                         if too_large >= MOST_PASSED_OVER or not available.lacks_tokens(queued):
                             break  # No row has room for these requirements.
                     continue
-                matches.append(self._match(queued, rows, now))
+                matches.append(self._match(queued, rows))
                 left = min(left - 1, MOST_EVALUATIONS // len(rows.rows))
                 if left <= 0:
                     break
 
-    def _add_warm_matches(
-        self, matches: list[Match], limit: float, available: AvailabilityCache, now: float
-    ) -> None:
+    def _add_warm_matches(self, matches: list[Match], limit: float) -> None:
         """Add requests further back that have their prompt cached on a row with room."""
         seen = {one.queued for one in matches}
         priority = matches[0].queued.priority
@@ -277,20 +267,16 @@ class Matcher:
             for queued in list(islice(self._wait_queue.warm_for_row(row.index), OLDEST_PER_FIFO)):
                 account = queued.account
                 if queued.priority is priority and account is not None and account.counter <= limit:
-                    rows = None if queued in seen else available.rows_for(queued)
+                    rows = None if queued in seen else self._available.rows_for(queued)
                     if rows is not None:
                         seen.add(queued)
-                        matches.append(self._match(queued, rows, now))
+                        matches.append(self._match(queued, rows))
 
     def _match(
-        self,
-        queued: QueuedRequest,
-        available: AvailableRows,
-        now: float,
-        *,
-        goes_first: bool = False,
+        self, queued: QueuedRequest, available: AvailableRows, *, goes_first: bool = False
     ) -> Match:
         """A request with the best of these rows; `goes_first`: before all that it competes with."""
+        now = self._now
         self.evaluations += 1
         if (
             self._refresh_cached is not None
@@ -301,15 +287,14 @@ class Matcher:
             queued.looked_up(now)
             self._refresh_cached(queued)
             self._wait_queue.cached_changed(queued)
-        row = self._choose_row(available, queued, now)
+        row = self._choose_row(available, queued)
         cost = row_cost(row, queued, now)
         ratio = math.inf if goes_first else (now - queued.received_at + cost) / cost
         return Match(queued, available, row, cost, ratio)
 
-    def _first_that_accepts(
-        self, level: PriorityLevel, most: int, available: AvailabilityCache, now: float
-    ) -> Match | None:
+    def _first_that_accepts(self, level: PriorityLevel, most: int) -> Match | None:
         """Of up to `most` further requests, the first that would not rather wait."""
+        available, now = self._available, self._now
         for _, _, account in level.counters.by_counter:
             for fifo in account.fifos.values():
                 for queued in fifo:
@@ -317,18 +302,18 @@ class Matcher:
                         return None
                     rows = None if queued.deferred_to else available.rows_for(queued)
                     if rows is not None:
-                        row = self._choose_row(rows, queued, now)
+                        row = self._choose_row(rows, queued)
                         cost = row_cost(row, queued, now)
                         if not self._holds.defer(queued, rows.candidate_set, cost, now):
                             return Match(queued, rows, row, cost)
                         most -= 1
         return None
 
-    def _choose_row(self, available: AvailableRows, queued: QueuedRequest, now: float) -> NodeSlots:
+    def _choose_row(self, available: AvailableRows, queued: QueuedRequest) -> NodeSlots:
         rows = available.rows
         if len(rows) == 1:
             return rows[0]
-        return self._policy.choose(available, queued, now, self._rng)
+        return self._policy.choose(available, queued, self._now, self._rng)
 
 
 # Requests that may be deferred to a node, for each of its slots: no node is overrun for the sake of
@@ -600,32 +585,24 @@ class Dispatcher:
             self._wait_queue.set_fills_pool(queued, fills=self._fills_pool(queued))
 
     def finished(
-        self,
-        placement: QueuedRequest,
-        now: float,
-        prompt_tokens: float,
-        cached_tokens: float,
-        completion_tokens: float,
+        self, placement: QueuedRequest, now: float, read_tokens: float, written_tokens: float
     ) -> None:
         """The placement has ended: free its slots, and charge its caller. Then call `match`."""
         placement.row.end(placement, now)
-        self.settled(placement, prompt_tokens, cached_tokens, completion_tokens)
+        self.settled(placement, read_tokens, written_tokens)
 
-    def settled(
-        self,
-        placement: QueuedRequest,
-        prompt_tokens: float,
-        cached_tokens: float,
-        completion_tokens: float,
-    ) -> None:
-        """Charge its caller for the tokens that it took instead of those expected."""
-        used = prompt_tokens - cached_tokens
+    def settled(self, placement: QueuedRequest, read_tokens: float, written_tokens: float) -> None:
+        """Charge its caller for the tokens that it took instead of those expected.
+
+        `read_tokens`: those of its prompt that were not cached.
+        """
+        used = read_tokens
         if not 0.0 <= used <= MOST_TOKENS_PER_REQUEST:
             used = clamp(used, 0.0, MOST_TOKENS_PER_REQUEST, 0.0)
-        if completion_tokens:
-            if not 0.0 <= completion_tokens <= MOST_TOKENS_PER_REQUEST:
-                completion_tokens = clamp(completion_tokens, 0.0, MOST_TOKENS_PER_REQUEST, 0.0)
-            used += completion_tokens * placement.token_weight
+        if written_tokens:
+            if not 0.0 <= written_tokens <= MOST_TOKENS_PER_REQUEST:
+                written_tokens = clamp(written_tokens, 0.0, MOST_TOKENS_PER_REQUEST, 0.0)
+            used += written_tokens * placement.token_weight
         account = placement.take_payer()
         if account is None:
             return
@@ -638,7 +615,7 @@ class Dispatcher:
 
     def cancelled(self, placement: QueuedRequest, now: float) -> None:
         """The placement was never used: it costs its caller nothing."""
-        self.finished(placement, now, 0.0, 0.0, 0.0)
+        self.finished(placement, now, 0.0, 0.0)
 
     # Predictions and counts.
 

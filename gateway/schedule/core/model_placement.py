@@ -516,25 +516,21 @@ class ModelHost:
     """The memory that some nodes share, and what is loaded in it."""
 
     name: str
-    memory: int | None = None
-    nodes: set[str] = field(default_factory=set)
+    nodes: dict[str, RouterNode] = field(default_factory=dict)
     held: dict[_Key, Instance] = field(default_factory=dict)
+
+    @property
+    def memory(self) -> int | None:
+        """Bytes that it has for models, by the node that was told last; None: unknown."""
+        return next(reversed(self.nodes.values())).memory
 
     @property
     def free(self) -> float:
         """Bytes that are free; none beside an instance of unknown memory."""
-        if self.memory is None:
+        memory, sizes = self.memory, [one.memory for one in self.held.values()]
+        if memory is None:
             return math.inf
-        used = 0
-        for one in self.held.values():
-            if one.memory is None:
-                return 0.0
-            used += one.memory
-        return self.memory - used
-
-    def set_memory(self, memory: int | None) -> None:
-        """It has so much for models."""
-        self.memory = memory
+        return 0.0 if None in sizes else memory - sum(filter(None, sizes))
 
 
 class Capacity(NamedTuple):
@@ -561,9 +557,8 @@ class FleetIndex:
         self.hosts: dict[str, ModelHost] = {}
         self.by_model: dict[str, dict[str, Instance]] = {}  # and by node
         self.capacities = defaultdict[str, Capacity](Capacity)  # by model: on nodes that work
-        # Some of the instances; the first two by model.
+        # Some of the instances; the first by model.
         self.held = defaultdict[str, dict[_Key, Instance]](dict)
-        self.loading = defaultdict[str, dict[_Key, Instance]](dict)
         self.retiring: dict[_Key, Instance] = {}
         self.pinned_unloaded: dict[_Key, Instance] = {}
         self._by_free: list[tuple[float, str]] = []  # hosts, by free bytes
@@ -573,13 +568,10 @@ class FleetIndex:
         instances = self._instances_of(node.name)
         self.remove_node(node.name)
         self.nodes[node.name] = node
-        host = self.hosts.get(node.host)
-        if host is None:
-            host = self.hosts[node.host] = ModelHost(node.host)
-        else:
+        host = self.hosts.setdefault(node.host, ModelHost(node.host))
+        if host.nodes:
             self._unsort(host)
-        host.nodes.add(node.name)
-        host.set_memory(node.memory)
+        host.nodes[node.name] = node
         insort(self._by_free, (host.free, host.name))
         for instance in instances:
             self.put(instance)
@@ -591,9 +583,11 @@ class FleetIndex:
         node = self.nodes.pop(name, None)
         if node is not None:
             host = self.hosts[node.host]
-            host.nodes.discard(name)
-            if not host.nodes:
-                self._unsort(host)
+            self._unsort(host)
+            del host.nodes[name]
+            if host.nodes:
+                insort(self._by_free, (host.free, host.name))
+            else:
                 del self.hosts[node.host]
 
     def put(self, instance: Instance) -> None:
@@ -622,9 +616,7 @@ class FleetIndex:
             _keep(self.held[one.model], one, sign)
         elif one.pinned:
             _keep(self.pinned_unloaded, one, sign)
-        if one.phase is LoadPhase.LOADING:
-            _keep(self.loading[one.model], one, sign)
-        elif one.phase is LoadPhase.RETIRING:
+        if one.phase is LoadPhase.RETIRING:
             _keep(self.retiring, one, sign)
 
     def instance(self, key: _Key) -> Instance | None:
@@ -754,7 +746,7 @@ class _Look:
         self.demands = demands
         self.usage = cache(usage)
         self.rate = cache(lambda model: policy.rates.rate(model, now))
-        self._losses: dict[Instance, float] = {}
+        self.loss = cache(self._loss)
         self._policy, self._fleet = policy, policy.fleet
         self._dismissed: dict[str, list[Instance]] = {}  # by model
 
@@ -816,8 +808,8 @@ class _Look:
         service = found.slots / found.rate if found.slots else 0.0
         if found.slots:
             copies.append((0.0, found.rate, service))
-        for one in self._fleet.loading[model].values():
-            if nodes is None or one.node in nodes:
+        for one in self._fleet.held[model].values():
+            if one.phase is LoadPhase.LOADING and (nodes is None or one.node in nodes):
                 begins = max(1.0, one.since + one.load_seconds - self.now)
                 copies.append((begins, one.slots / one.request_seconds, one.request_seconds))
         waiting = demand.work / service if demand.work > 0.0 and service else demand.waiting
@@ -830,14 +822,8 @@ class _Look:
         rate = self.rate(instance.model) / len(self._fleet.held[instance.model])
         return rate * instance.request_seconds / max(1, instance.slots)
 
-    def loss(self, instance: Instance) -> float:
+    def _loss(self, instance: Instance) -> float:
         """Seconds that requests are expected to wait for it if it goes; infinity: it must not."""
-        found = self._losses.get(instance)
-        if found is None:
-            found = self._losses[instance] = self._compute_loss(instance)
-        return found
-
-    def _compute_loss(self, instance: Instance) -> float:
         if instance.phase is not LoadPhase.READY or instance.pinned:
             return math.inf
         model, settings = instance.model, self._policy.settings

@@ -782,28 +782,23 @@ class NodeSlots:
 
     def seconds_until_room(self, queued: QueuedRequest, now: float) -> float | None:
         """Seconds until it has the slots and tokens for a request; None: it never will."""
-        slots, tokens = queued.slots - self.free, self.tokens_short(queued.tokens_needed)
-        if not tokens:
-            return self.seconds_until_free(slots, now)
-        for wait, one in sorted(
-            [(one.seconds_left(now), one) for one in self.running], key=itemgetter(0)
-        ):
-            slots -= one.slots
-            tokens -= self._pool_share(one)
-            if slots <= 0 and tokens <= 0.0:
-                return wait
-        return None
+        short = self.tokens_short(queued.tokens_needed)
+        return self.seconds_until_free(queued.slots - self.free, now, short)
 
-    def seconds_until_free(self, slots: int, now: float) -> float | None:
-        """Seconds until `slots` more than now are free; None: they never will be."""
-        if slots <= 0:
+    def seconds_until_free(self, slots: int, now: float, tokens: float = 0.0) -> float | None:
+        """Seconds until so many more slots, and tokens of its pool, are free; None: never."""
+        if slots <= 0 and not tokens:
             return 0.0
         running = self.running
-        if slots == 1:
+        if slots == 1 and not tokens:
             return min([one.seconds_left(now) for one in running if one.slots], default=None)
-        for wait, count in sorted([(one.seconds_left(now), one.slots) for one in running]):
-            slots -= count
-            if slots <= 0:
+        for wait, one in sorted(
+            [(one.seconds_left(now), one) for one in running], key=itemgetter(0)
+        ):
+            slots -= one.slots
+            if tokens > 0.0:
+                tokens -= self._pool_share(one)
+            if slots <= 0 and tokens <= 0.0:
                 return wait
         return None
 

@@ -436,7 +436,7 @@ class GatewayFront(Front):
     def ended(self, job: Job) -> None:
         """Settle it, learn from it, and give its slot to the next."""
         placement, now = self._queued.pop(job.id), self.fleet.now
-        self.dispatcher.finished(placement, now, job.prompt.tokens, job.cached, job.output)
+        self.dispatcher.finished(placement, now, job.prompt.tokens - job.cached, job.output)
         self.knowledge.ended(job)
         self._match()
 
