@@ -756,7 +756,7 @@ class Node:
 
     def take_calibration_lease(self, now: float) -> Lease:
         """A lease on no slot, since no request may wait for it, and none of the `requests`."""
-        lease = Lease(self, 0, now, stream=True)
+        lease = Lease(self, 0, now, stream=False)
         self.leases.add(lease)
         return lease
 

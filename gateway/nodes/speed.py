@@ -114,26 +114,27 @@ class Speed:
         self._update()
         self.samples += 1
 
-    def calibrate(self, timings: Mapping[str, object]) -> SpeedSample | None:
+    def calibrate(self, timings: Mapping[str, object]) -> tuple[float | None, float | None] | None:
         """Assume what one tiny request's `timings` show, and of the rest what is assumed now.
 
         It is no sample: the first answer that shows the node's reading or writing replaces it.
-        Returns what they show; None: nothing.
+        Returns the tokens/s of reading and writing that they show; None: neither.
         """
         shown = sample_from_timings(timings)
-        if shown.prefill is None and shown.decode is None:
-            return None
+        read = wrote = None
         known = self.calibrated or self.prior
         prefill_tps, base, step = known.prefill_tps, known.token_base, known.token_step
         if shown.prefill is not None:
-            prefill_tps = 1 / shown.prefill.low
+            prefill_tps = read = 1 / shown.prefill.low
         if shown.decode is not None:
             # The first token comes with the prefill: so many tokens take one decode less.
             base = shown.decode.low * shown.decode.tokens / (shown.decode.tokens - 1)
-            step = STEP_PRIOR * base
+            step, wrote = STEP_PRIOR * base, 1 / base
+        if read is None and wrote is None:
+            return None
         self.calibrated = SpeedPrior(prefill_tps, base, step)
         self._update()
-        return shown
+        return read, wrote
 
     def set_prior(self, prior: SpeedPrior, *, hinted: bool = False) -> None:
         """Its assumed speed, by other nodes' measurements; `hinted`: and its own `speed_hint`."""
