@@ -156,6 +156,7 @@ class _Run:
 
         Raises: UpstreamError; TimeoutError, also when it is called in.
         """
+        path, reply = "", ProbeResponse(HTTPStatus.NOT_IMPLEMENTED, b"")
         async with self.limit:
             self.sending = True
             try:
