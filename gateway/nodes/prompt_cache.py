@@ -16,7 +16,7 @@ from __future__ import annotations
 import math
 from array import array
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from itertools import islice
 from typing import Annotated, NamedTuple
 
@@ -53,7 +53,7 @@ class PromptTree:
                 break
 
     def add(self, held: CachedPrompt, blocks: tuple[int, ...]) -> None:
-        """Add a prompt with these blocks."""
+        """Add the prompt of a slot, which has these blocks."""
         if not blocks:
             return
         last: PrefixEdge | None = None
@@ -66,25 +66,19 @@ class PromptTree:
             last = PrefixEdge(last, at, array("q", blocks[at:]))
             self._edges[blocks[at]] = last
         held.end_at(last)
-        last.count(held.row, in_slot=held.in_slot)
+        last.count(held.row, in_slot=True)
         last.add_end(held)
 
-    def remove(self, held: CachedPrompt) -> list[PrefixEdge]:
-        """Remove a prompt; its copy stays, if there is one.
-
-        Returns the edges that the row's slots, or host memory, contain no more.
-        """
-        leaf, copy = held.leaf, held.other_copy
-        if leaf is None:
-            return []
-        if copy is not None:
-            copy.unlink_copy()
-        leaf.remove_end(held, copy)
-        left = leaf.uncount(held.row, in_slot=held.in_slot)
-        for edge in left:
-            if not (edge.slot_counts or edge.host_counts):
-                del self._edges[edge.blocks[0]]
-        return left
+    def remove(self, held: CachedPrompt, *, in_slot: bool) -> None:
+        """Remove a prompt from its slot, or from host memory; it may stay in the other place."""
+        leaf = held.leaf
+        held.leave(in_slot=in_slot)
+        if leaf is not None:
+            if not (held.in_slot or held.in_host):
+                leaf.remove_end(held)
+            for edge in leaf.uncount(held.row, in_slot=in_slot):
+                if not (edge.slot_counts or edge.host_counts):
+                    del self._edges[edge.blocks[0]]
 
     def _split(self, edge: PrefixEdge, at: int) -> PrefixEdge:
         """Split an edge before block `at`; returns the new edge in front."""
@@ -104,8 +98,8 @@ class CachedPrompt:
     answer_tokens: float  # tokens of the answer, which follow the prompt in the node's cache
     ends_on_block: bool
     """Whether the last block ends where the prompt does, so that the next turn continues there."""
-    in_slot: bool = True  # in a slot; else in the node's host memory
-    other_copy: CachedPrompt | None = None  # the same prompt in the other place, if it is in both
+    in_slot: bool = True
+    in_host: bool = False  # in the node's host memory, perhaps beside a slot
     caller: str = ""  # the id of the caller that sent it; empty: unknown
 
     @property
@@ -125,23 +119,18 @@ class CachedPrompt:
         """It is in the tree, and ends at the end of this edge."""
         self.leaf = leaf
 
-    def unlink_copy(self) -> None:
-        """Its copy is no longer in the tree."""
-        self.other_copy = None
-
-    def copy_to_host(self) -> CachedPrompt:
-        """The prompt of a slot is in host memory as well; returns the copy there."""
+    def copy_to_host(self) -> None:
+        """It is in host memory as well."""
         assert self.leaf is not None
         self.leaf.count(self.row, in_slot=False)
-        self.other_copy = replace(self, in_slot=False, other_copy=self)
-        return self.other_copy
+        self.in_host = True
 
-    def move_to_host(self) -> None:
-        """The prompt of a slot moves to host memory."""
-        if self.leaf is not None:
-            self.leaf.uncount(self.row, in_slot=True)
-            self.leaf.count(self.row, in_slot=False)
-        self.in_slot = False
+    def leave(self, *, in_slot: bool) -> None:
+        """It is no longer in its slot, or in host memory."""
+        if in_slot:
+            self.in_slot = False
+        else:
+            self.in_host = False
 
 
 @dataclass(slots=True, eq=False)
@@ -189,13 +178,10 @@ class PrefixEdge:
             self.ending_here = {}
         self.ending_here[held.row] = held
 
-    def remove_end(self, held: CachedPrompt, copy: CachedPrompt | None) -> None:
-        """This prompt is removed; its copy, if there is one, still ends here."""
+    def remove_end(self, held: CachedPrompt) -> None:
+        """This prompt is removed."""
         if self.ending_here is not None and self.ending_here.get(held.row) is held:
-            if copy is None:
-                del self.ending_here[held.row]
-            else:
-                self.ending_here[held.row] = copy
+            del self.ending_here[held.row]
 
     def split(self, at: int) -> PrefixEdge:
         """Keep the blocks from `at` on; returns a new edge, the parent, with those before."""
@@ -440,7 +426,7 @@ class FleetPromptCache:
         """Forget the prompts of the callers that are gone."""
         self._latest = None
         for node in self.nodes.values():
-            for held in [*node.slot_prompts, *node.host_prompts]:
+            for held in {**node.slot_prompts, **node.host_prompts}:
                 if held.caller and is_gone(held.caller):
                     node.evict(held)
 
@@ -505,8 +491,6 @@ class NodePromptCache:
     host_capacity: float = DEFAULT_HOST_TOKENS  # tokens that host memory is believed to keep
     slot_prompts: dict[CachedPrompt, None] = field(default_factory=dict)
     """Prompts of idle slots, the least recently used first."""
-    uncopied: dict[CachedPrompt, None] = field(default_factory=dict)
-    """Those of them that host memory may lack and take, in the same order."""
     host_prompts: dict[CachedPrompt, None] = field(default_factory=dict)
     """Prompts in host memory, oldest first."""
     host_used: float = 0.0
@@ -531,7 +515,7 @@ class NodePromptCache:
     def take_in(self, held: CachedPrompt, blocks: tuple[int, ...]) -> None:
         """A slot holds this prompt, of these blocks, now."""
         self.tree.add(held, blocks)
-        self.slot_prompts[held] = self.uncopied[held] = None
+        self.slot_prompts[held] = None
         self.changes += 1
         self.evict_excess()
 
@@ -606,13 +590,13 @@ class NodePromptCache:
             running.previous_answer = source.answer_tokens
         if loaded is not None:
             running.host_depth = self.host_depth(loaded)
-            self.evict(loaded)
+            self.leave_host(loaded)
         if slot is not None:
-            if loaded is None and spared >= SLOT_KEPT_SHARE * slot.tokens:
-                self.evict(slot)
-            else:
-                self.move_to_host(slot)
-        self.copy_idle_to_host()
+            if loaded is not None or spared < SLOT_KEPT_SHARE * slot.tokens:
+                self.copy_to_host(slot)
+            self.leave_slot(slot)
+        for held in self.slot_prompts:
+            self.copy_to_host(held)  # llama.cpp copies those of idle slots when work begins.
         self.running[id(match.prompt)] = running
 
     def learn(self, running: RunningPrompt, cached: float) -> None:
@@ -666,55 +650,61 @@ class NodePromptCache:
         found.cached_tokens += cached
         found.length = min(found.length, cached) if is_hit else found.length
 
-    def copy_idle_to_host(self) -> None:
-        """Work begins: llama.cpp copies the prompts of idle slots to host memory."""
-        if self.host_capacity > 0.0:
-            while self.uncopied:
-                held = next(iter(self.uncopied))
-                del self.uncopied[held]
-                if held.other_copy is None and self._host_takes(held):
-                    self._add_to_host(held.copy_to_host())
+    def copy_to_host(self, held: CachedPrompt) -> None:
+        """Host memory keeps a slot's prompt, and none of its prefixes.
 
-    def move_to_host(self, held: CachedPrompt) -> None:
-        """A slot's prompt goes to host memory."""
-        if held.other_copy is not None or not self._host_takes(held):
-            self.evict(held)
+        Not if it has it, alone or as the prefix of another.
+        """
+        leaf = held.leaf
+        if leaf is None or self.row in leaf.host_counts or self.host_capacity <= 0.0:
             return
-        del self.slot_prompts[held]
-        self.uncopied.pop(held, None)
-        held.move_to_host()
-        self._add_to_host(held)
+        held.copy_to_host()
+        for edge in leaf.path_to_root():
+            shorter = edge.ending_here.get(self.row) if edge.ending_here else None
+            if shorter is not None and shorter.in_host and shorter is not held:
+                self.leave_host(shorter)
+        self.host_prompts[held] = None
+        self.host_used += held.tokens
+        self.host_blocks += leaf.end
 
-    def evict(self, held: CachedPrompt) -> None:
-        """A prompt leaves its slot or host memory; its copy stays, if there is one."""
+    def leave_slot(self, held: CachedPrompt) -> None:
+        """A prompt leaves its slot."""
         self.changes += 1
-        if held.in_slot:
-            del self.slot_prompts[held]
-            self.uncopied.pop(held, None)
-            self.tree.remove(held)
-            return
+        del self.slot_prompts[held]
+        self.tree.remove(held, in_slot=True)
+
+    def leave_host(self, held: CachedPrompt) -> None:
+        """A prompt leaves host memory."""
+        self.changes += 1
         del self.host_prompts[held]
         self.host_used -= held.tokens
         self.host_blocks -= 0 if held.leaf is None else held.leaf.end
-        for edge in self.tree.remove(held):
-            if self.row in edge.slot_counts:
-                self.uncopied = dict(self.slot_prompts)
+        self.tree.remove(held, in_slot=False)
+
+    def evict(self, held: CachedPrompt) -> None:
+        """A prompt is cached no more."""
+        if held.in_slot:
+            self.leave_slot(held)
+        if held.in_host:
+            self.leave_host(held)
 
     def evict_excess(self) -> None:
         """Evict the prompts that no longer fit."""
         idle_slots = max(0, self.slots - len(self.running))
         while len(self.slot_prompts) > idle_slots:
-            self.move_to_host(next(iter(self.slot_prompts)))
+            held = next(iter(self.slot_prompts))
+            self.copy_to_host(held)
+            self.leave_slot(held)
         while self.host_prompts and (
             self.host_used > self.host_capacity
             or len(self.host_prompts) > MOST_HOST_PROMPTS
             or self.host_blocks > MOST_HOST_BLOCKS
         ):
-            self.evict(next(iter(self.host_prompts)))
+            self.leave_host(next(iter(self.host_prompts)))
 
     def clear(self) -> None:
         """The node caches nothing any more."""
-        for held in [*self.slot_prompts, *self.host_prompts]:
+        for held in {**self.slot_prompts, **self.host_prompts}:
             self.evict(held)
 
     def host_depth(self, found: CachedPrompt) -> float:
@@ -725,25 +715,6 @@ class NodePromptCache:
             if held is found:
                 break
         return tokens
-
-    def _host_takes(self, held: CachedPrompt) -> bool:
-        """Whether host memory takes it: not if it has it, alone or as the prefix of another."""
-        leaf = held.leaf
-        return leaf is not None and self.row not in leaf.host_counts and self.host_capacity > 0.0
-
-    def _add_to_host(self, held: CachedPrompt) -> None:
-        """Keep it in host memory, and none of its prefixes."""
-        leaf = held.leaf
-        assert leaf is not None
-        for edge in leaf.path_to_root():
-            shorter = edge.ending_here.get(self.row) if edge.ending_here else None
-            if shorter is not None and shorter.in_slot:
-                shorter = shorter.other_copy
-            if shorter is not None and shorter is not held:
-                self.evict(shorter)
-        self.host_prompts[held] = None
-        self.host_used += held.tokens
-        self.host_blocks += leaf.end
 
 
 class PendingPrefixes:

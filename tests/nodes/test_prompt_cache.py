@@ -490,11 +490,13 @@ def test_the_tree_finds_how_far_each_row_agrees(
             tree.add(held, blocks)
             kept.append((held, blocks))
         elif kept and what == "move":
-            held = kept[row % len(kept)][0]
-            if held.in_slot:
-                held.move_to_host()
+            held, its_blocks = kept[row % len(kept)]
+            if held.in_slot and its_blocks:
+                held.copy_to_host()
+                tree.remove(held, in_slot=True)
         elif kept:
-            tree.remove(kept.pop(row % len(kept))[0])
+            held, _ = kept.pop(row % len(kept))
+            tree.remove(held, in_slot=held.in_slot)
     for row in range(3):
         for idle in (True, False):
             best = max(
@@ -503,7 +505,7 @@ def test_the_tree_finds_how_far_each_row_agrees(
             )
             assert agreed(tree, asked, row, idle=idle) == best
     for held, _ in kept:
-        tree.remove(held)
+        tree.remove(held, in_slot=held.in_slot)
     assert len(tree._edges) == 0
 
 
