@@ -48,19 +48,13 @@ class StoredNames:
             names = self.names
             if self._path is None or names == self._saved:
                 return
-            if _write(self._path, {self._key: sorted(names)}, self._what):
+            try:
+                write_state(self._path, {self._key: sorted(names)})
+            except OSError as error:
+                words = "%s could not be saved and will be forgotten at a restart: %s"
+                log.warning(words, self._what, error)
+            else:
                 self._saved = names
-
-
-def _write(path: Path, value: object, what: str) -> bool:
-    """Replace the file; if that fails, tell so of `what` it holds. Returns whether it did."""
-    try:
-        write_state(path, value)
-    except OSError as error:
-        words = "%s could not be saved and will be forgotten at a restart: %s"
-        log.warning(words, what, error)
-        return False
-    return True
 
 
 class OperatorOrders:
@@ -166,14 +160,23 @@ class PropertiesStore:
             entry = msgspec.json.encode(_StoredServer(key, properties))
             left -= len(entry) + 1
             if left < 0:
-                log.warning("Nodes report too much: what some serve is forgotten at a restart")
+                log.warning(
+                    "Nodes report too much to be saved: what some of them serve will be forgotten "
+                    "at a restart"
+                )
                 break
             servers.append(msgspec.Raw(entry))
         servers.reverse()
         with self._writing:
-            if self._path is not None:
-                stored = _PropertiesFile(PROPERTIES_VERSION, servers)
-                _write(self._path, stored, "What nodes serve")
+            if self._path is None:
+                return
+            try:
+                write_state(self._path, _PropertiesFile(PROPERTIES_VERSION, servers))
+            except OSError as error:
+                log.warning(
+                    "What nodes serve could not be saved and will be forgotten at a restart: %s",
+                    error,
+                )
 
 
 _NO_PROPERTIES = ServerProperties()
@@ -188,8 +191,13 @@ def _read_properties(path: Path, most_servers: int) -> dict[str, ServerPropertie
     if found is None:
         return {}
     if found.version != PROPERTIES_VERSION:
-        wanted = PROPERTIES_VERSION, PROPERTIES_LOST
-        log.warning("%s is of version %d, not %d: %s", path, found.version, *wanted)
+        log.warning(
+            "%s is of version %d, not %d: %s",
+            path,
+            found.version,
+            PROPERTIES_VERSION,
+            PROPERTIES_LOST,
+        )
         return {}
     known: dict[str, ServerProperties] = {}
     for raw in found.servers[:most_servers]:
