@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import math
 from array import array
+from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import islice
@@ -311,7 +312,8 @@ class FleetPromptCache:
     def __init__(self) -> None:
         self.tree = PromptTree()
         self.nodes: dict[int, NodePromptCache] = {}  # by row
-        self._pending = PendingPrefixes()
+        self._reading = defaultdict[int, dict[tuple[int, int], PromptKey]](dict)
+        """Prompts of running requests: by the first block, then by row and the prompt's `id`."""
         self._latest: PromptMatch | None = None
         """Of the last lookup, unless something has changed since: its request is placed next."""
 
@@ -357,7 +359,7 @@ class FleetPromptCache:
                 del cached[row]
         if prompt.omits_volatile:
             cached = {row: tokens * nodes[row].volatile_share for row, tokens in cached.items()}
-        return CacheLookup(match.total, cached, self._pending.pending_tokens(prompt, match.total))
+        return CacheLookup(match.total, cached, self._pending_tokens(prompt, match.total))
 
     def request_placed(self, row: int, prompt: PromptKey) -> None:
         """A request starts on a node: it takes over a slot there, and the slot's prompt."""
@@ -369,7 +371,8 @@ class FleetPromptCache:
             match = self._match(prompt)
         self._latest = None
         node.start(match, match.choices.get(row) or node.choose(match))
-        self._pending.add(row, prompt)
+        if prompt.blocks:
+            self._reading[prompt.blocks[0]][row, id(prompt)] = prompt
         self._forget_excess(row, node)
 
     def request_finished(
@@ -454,9 +457,24 @@ class FleetPromptCache:
         """Take a request out of the running ones."""
         self._latest = None
         running = node.running.pop(key, None)
-        if running is not None:
-            self._pending.remove(row, running.prompt)
+        if running is not None and (blocks := running.prompt.blocks):
+            del self._reading[blocks[0]][row, key]
+            if not self._reading[blocks[0]]:
+                del self._reading[blocks[0]]
         return running
+
+    def _pending_tokens(self, prompt: PromptKey, tokens: float) -> dict[int, float]:
+        """For each row: how many of the prompt's `tokens` its running requests will cache."""
+        blocks, shared = prompt.blocks, dict[int, int]()
+        running = self._reading.get(blocks[0], {}) if blocks else {}
+        for (row, _), other in islice(running.items(), MOST_COMPARED_PROMPTS):
+            count = min(len(blocks), len(other.blocks))
+            if blocks[count - 1] != other.blocks[count - 1]:
+                count = common_blocks(blocks, other.blocks)
+            if count > shared.get(row, 0):
+                shared[row] = count
+        known = {row: prompt.share_of(count) * tokens for row, count in shared.items()}
+        return {row: found for row, found in known.items() if found > 0.0}
 
     def _forget_excess(self, row: int, node: NodePromptCache) -> None:
         while len(node.running) > 2 * node.slots + EXTRA_RUNNING_PROMPTS:
@@ -715,43 +733,6 @@ class NodePromptCache:
             if held is found:
                 break
         return tokens
-
-
-class PendingPrefixes:
-    """The prompts of running requests, by their first block."""
-
-    def __init__(self) -> None:
-        self._running: dict[int, dict[tuple[int, int], PromptKey]] = {}
-        """By the first block, then by row and the prompt's `id`."""
-
-    def add(self, row: int, prompt: PromptKey) -> None:
-        """A request with this prompt starts."""
-        if prompt.blocks:
-            self._running.setdefault(prompt.blocks[0], {})[row, id(prompt)] = prompt
-
-    def remove(self, row: int, prompt: PromptKey) -> None:
-        """The request has ended."""
-        if prompt.blocks:
-            running = self._running[prompt.blocks[0]]
-            del running[row, id(prompt)]
-            if not running:
-                del self._running[prompt.blocks[0]]
-
-    def pending_tokens(self, prompt: PromptKey, tokens: float) -> dict[int, float]:
-        """For each row: how many of the prompt's `tokens` its running requests will cache."""
-        blocks = prompt.blocks
-        running = self._running.get(blocks[0]) if blocks else None
-        if running is None:
-            return {}
-        shared: dict[int, int] = {}
-        for (row, _), other in islice(running.items(), MOST_COMPARED_PROMPTS):
-            count = min(len(blocks), len(other.blocks))
-            if blocks[count - 1] != other.blocks[count - 1]:
-                count = common_blocks(blocks, other.blocks)
-            if count > shared.get(row, 0):
-                shared[row] = count
-        known = {row: prompt.share_of(count) * tokens for row, count in shared.items()}
-        return {row: found for row, found in known.items() if found > 0.0}
 
 
 def common_blocks(blocks: Sequence[int], others: Sequence[int], start: int = 0) -> int:

@@ -23,7 +23,6 @@ from gateway.nodes.prompt_cache import (
     CachedPrompt,
     FleetPromptCache,
     KeptPrompt,
-    PendingPrefixes,
     PromptTree,
     common_blocks,
 )
@@ -437,14 +436,15 @@ def test_the_common_blocks_of_two_prompts_are_counted(same: int, one: int, two: 
 
 
 def test_a_prompt_that_thousands_share_is_compared_with_a_few() -> None:
-    running = PendingPrefixes()
+    cache = FleetPromptCache()
     prompts = [PromptKey((1, 2), 200.0) for _ in range(2000)]
     for row, prompt in enumerate(prompts):
-        running.add(row, prompt)
-    assert len(running.pending_tokens(PromptKey((1, 2), 200.0), 200.0)) == MOST_COMPARED_PROMPTS
+        cache.resize(row, 1)
+        cache.request_placed(row, prompt)
+    assert len(cache.lookup(PromptKey((1, 2), 200.0)).pending) == MOST_COMPARED_PROMPTS
     for row, prompt in enumerate(prompts):
-        running.remove(row, prompt)
-    assert running.pending_tokens(PromptKey((1, 2), 200.0), 200.0) == {}
+        cache.request_dropped(row, prompt)
+    assert cache.lookup(PromptKey((1, 2), 200.0)).pending == {}
 
 
 # The tree gives the same result as comparing every prompt with every other.
