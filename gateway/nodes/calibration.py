@@ -18,17 +18,18 @@ import logging
 import math
 import random
 from collections.abc import Callable, Collection, Iterable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from http import HTTPStatus
 
 import msgspec
 
 from gateway.events import EventBus, NodeCalibrated
 from gateway.nodes.fleet import Fleet
-from gateway.nodes.health import probe_slots
-from gateway.nodes.node import SLOT_LINGER, Lease, Node
+from gateway.nodes.health import ProbeResponse, fetch, probe_slots
+from gateway.nodes.lifecycle import ProbeResult
+from gateway.nodes.node import SLOT_LINGER, Node
 from gateway.terms import Endpoint
-from gateway.transport.errors import InvalidResponse, UpstreamError
+from gateway.transport.errors import UpstreamError
 
 log = logging.getLogger(__name__)
 MOST_AT_ONCE = 8
@@ -51,8 +52,6 @@ WORDS = (
     *("with", "as", "his", "they", "be", "at", "one", "have", "this", "from", "or", "had", "by"),
     *("not", "but", "what", "all", "were", "when", "we", "there", "can", "an", "your", "which"),
 )
-
-_HEADER_LINES = b"content-type: application/json\r\naccept-encoding: identity\r\n"
 
 # By the endpoint that it shows; tried in this order, since a server for embeddings may die of a
 # completion, and one for chats refuses embeddings at once.
@@ -104,7 +103,6 @@ def request_body(path: str, text: str, tokens: int) -> dict[str, object]:
         "ignore_eos": True,
         "cache_prompt": False,
         "stream": True,
-        "timings_per_token": True,
         # Without it a server goes on to the prompt's end when the connection closes.
         "return_progress": True,
     }
@@ -119,17 +117,16 @@ class _Reply(msgspec.Struct):
 
     timings: dict[str, object] | None = None
     usage: _Usage | None = None
-    prompt_progress: msgspec.Raw = msgspec.Raw()
 
 
 def shown_timings(reply: bytes, seconds: float) -> dict[str, object] | None:
-    """The last `timings` in a reply, whole or cut off; of one without, by our own clock."""
+    """The last `timings` in a reply; of one without, by our own clock."""
     for line in reversed(reply.rsplit(b"\n", READ_LINES)):
         try:
             found = msgspec.json.decode(line.removeprefix(b"data: "), type=_Reply)
         except msgspec.MsgspecError:
             continue
-        if found.timings is not None and not bytes(found.prompt_progress):
+        if found.timings is not None:
             return found.timings
         if found.usage is not None:
             return {"prompt_n": found.usage.prompt_tokens, "prompt_ms": seconds * 1000}
@@ -138,17 +135,15 @@ def shown_timings(reply: bytes, seconds: float) -> dict[str, object] | None:
 
 @dataclass(slots=True, eq=False)
 class _Run:
-    """One calibration."""
+    """The requests of one calibration, which end as soon as a slot of the node is wanted."""
 
     node: Node
-    lease: Lease
     rng: random.Random
     limit: asyncio.Timeout
     sending: bool = False
     needed: bool = False  # whether a request has called it in
     warm: bool = False  # whether the first request has been answered
-    reply: bytearray = field(default_factory=bytearray)  # what has come of the last request's reply
-    seconds: float = 0.0  # that it took
+    asked_at: float = 0.0  # when the last request was sent
 
     def call_in(self) -> None:
         """A request wants a slot of the node."""
@@ -156,46 +151,41 @@ class _Run:
             self.needed = True
             self.limit.reschedule(asyncio.get_running_loop().time())
 
-    async def work(self, paths: list[str], *, measure: bool) -> None:
-        """Send both requests. Raises: UpstreamError; TimeoutError, also when it is called in."""
+    async def work(self, paths: list[str], *, measure: bool) -> bytes:
+        """Send both requests; returns the last reply.
+
+        Raises: UpstreamError; TimeoutError, also when it is called in.
+        """
+        path, reply = "", ProbeResponse(HTTPStatus.NOT_IMPLEMENTED, b"")
         async with self.limit:
             self.sending = True
             try:
                 for path in paths:
-                    status = await self._send(path, WARM_UP_WORDS, WARM_UP_TOKENS)
-                    if status != HTTPStatus.NOT_IMPLEMENTED:
+                    reply = await self._ask(path, WARM_UP_WORDS, WARM_UP_TOKENS)
+                    if reply.status != HTTPStatus.NOT_IMPLEMENTED:
                         break
-                self.warm = status == HTTPStatus.OK
+                self.warm = reply.status == HTTPStatus.OK
                 if self.warm and measure:
-                    status = await self._send(path, READ_WORDS, WRITE_TOKENS)
+                    reply = await self._ask(path, READ_WORDS, WRITE_TOKENS)
             finally:
                 self.sending = False
-        if status != HTTPStatus.OK:
-            raise UpstreamError(f"{path} answers {status}")
+        if reply.status != HTTPStatus.OK:
+            raise UpstreamError(f"{path} answers {reply.status}")
+        return reply.body
 
-    async def _send(self, path: str, words: int, tokens: int) -> int:
-        """Send a request, and read its reply; returns the status."""
+    async def _ask(self, path: str, words: int, tokens: int) -> ProbeResponse:
         node = self.node
         if node.context is not None:
             words = min(words, node.context // 4)
         fields = request_body(path, " ".join(self.rng.choices(WORDS, k=words)), tokens)
         if node.spec.instance is not None:
             fields["model"] = node.spec.instance
-        body, target = msgspec.json.encode(fields), node.info.target(path)
-        head = node.upstream.address.request_head(b"POST", target, _HEADER_LINES, len(body))
-        began, limit = node.clock(), node.settings.health.timeout
-        self.reply.clear()
-        try:
-            async with node.upstream.response(head, body, connect_timeout=limit) as connection:
-                if connection.status == HTTPStatus.OK:
-                    self.lease.head_received(node.clock())
-                    while part := await connection.read():
-                        self.reply += part
-                        if len(self.reply) > LARGEST_REPLY:
-                            raise InvalidResponse(f"{path} answers without end")
-                return connection.status
-        finally:
-            self.seconds = node.clock() - began
+        self.asked_at, body = node.clock(), msgspec.json.encode(fields)
+        # Its own limit passes before.
+        reply = await fetch(node, path, body=body, largest=LARGEST_REPLY, limit=2 * MOST_SECONDS)
+        if isinstance(reply, ProbeResult):
+            raise UpstreamError(reply.detail)
+        return reply
 
 
 class Calibrator:
@@ -257,25 +247,30 @@ class Calibrator:
             pause = BLIND_PAUSE if busy is None else BUSY_PAUSE
             record.postpone(clock() + pause if paths else math.inf)
             return
-        began = clock()
-        measure = not node.speed.samples and node.speed.calibrated is None
+        began, speed = clock(), node.speed
+        measure = not speed.samples and speed.calibrated is None
         lease = node.take_calibration_lease(began)
-        run = _Run(node, lease, self._rng, asyncio.timeout(MOST_SECONDS))
-        record.delay(READ_WORDS / node.speed.expected_prefill_tps)
+        run = _Run(node, self._rng, asyncio.timeout(MOST_SECONDS))
+        record.delay(READ_WORDS / speed.expected_prefill_tps)
         try:
             with node.occupancy.lend_slot(run.call_in):
                 self._fleet.refresh_state(node)
-                outcome, detail, shown = "done" if measure else "warmed", "", None
+                outcome, detail, timings, shown = "done" if measure else "warmed", "", None, None
                 try:
-                    await run.work(paths, measure=measure)
+                    reply = await run.work(paths, measure=measure)
+                    timings = shown_timings(reply, clock() - run.asked_at)
                 except TimeoutError:
                     outcome = "given_up" if run.needed else "timed_out"
+                    if not run.needed:
+                        # It is slow, even if it is not known how slow.
+                        took = clock() - run.asked_at
+                        timings = {"prompt_n": READ_WORDS, "prompt_ms": took * 1000}
                 except UpstreamError as error:
                     outcome, detail = "failed", str(error)
-                if measure and run.warm and outcome in {"done", "timed_out"}:
-                    shown = _learn(run)
-                    if shown is None and outcome == "done":
-                        outcome, detail = "failed", "its reply shows no speed"
+                if measure and run.warm and timings is not None and not speed.samples:
+                    shown = speed.calibrate(timings)
+                if measure and shown is None and outcome == "done":
+                    outcome, detail = "failed", "its reply shows no speed"
                 again = shown is None if measure else not run.warm
                 record.end(outcome, clock(), warm=run.warm, again=again, shown=shown)
                 read, wrote = shown or (None, None)
@@ -288,23 +283,6 @@ class Calibrator:
             record.delay(0.0)
             lease.release()
             self._fleet.refresh_state(node)
-
-
-def _learn(run: _Run) -> tuple[float | None, float | None] | None:
-    """The speeds of reading and writing that the measured request has shown; None: neither.
-
-    One that took too long shows that the node is slow, even if it is not known how slow.
-    """
-    speed, timings = run.node.speed, shown_timings(bytes(run.reply), run.seconds)
-    if timings is None and run.limit.expired():
-        timings = {"prompt_n": READ_WORDS, "prompt_ms": run.seconds * 1000}
-    shown = None if timings is None or speed.samples else speed.calibrate(timings)
-    if shown is None or speed.calibrated is None:
-        return None
-    return (
-        speed.calibrated.prefill_tps if shown.prefill else None,
-        1 / speed.calibrated.token_base if shown.decode else None,
-    )
 
 
 async def _settle(node: Node) -> None:

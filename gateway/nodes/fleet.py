@@ -318,22 +318,23 @@ class Fleet:
         Raises what `connect` raises, and then nothing has changed. The caller publishes the
         result.
         """
-        plan = self._plan(inventory)
+        before = {name: node for name, node in self.nodes.items() if node.router is None}
+        pools = self._open_pools(inventory, before)
         change = InventoryChanged(warnings=[str(one) for one in inventory.warnings])
-        before, self.nodes = self.nodes, {}
-        before = {name: node for name, node in before.items() if node.router is None}
-        for spec, known, upstream in plan:
-            old = before.get(spec.name)
-            if old is None:
+        self.nodes = {}
+        for spec in inventory.nodes:
+            node = before.get(spec.name)
+            if node is None:
                 change.added.append(spec.name)
-            elif old.spec != spec:
+            elif node.spec != spec:
                 change.changed.append(spec.name)
-            if known is None:
-                assert upstream is not None
-                node = self._add(spec, upstream, None if old is None else old.state)
-            else:
-                node = known
-                self._update(node, spec, upstream)
+            if node is None or server_identity(node.spec) != server_identity(spec):
+                published = None if node is None else node.state
+                node = self._make(spec, pools[spec.name], self.properties_store.recall(spec))
+                self._enter(node, published)
+                self._add_known_models(node)
+            elif node.spec != spec:
+                self._update(node, spec, pools.get(spec.name))
             self.nodes[spec.name] = node
             self.nodes.update({one.name: one for one in node.instances.values()})
         for name, node in before.items():
@@ -386,30 +387,21 @@ class Fleet:
             results[name] = None
         return results
 
-    def _plan(
-        self, inventory: Inventory
-    ) -> list[tuple[NodeSpec, Node | None, ConnectionPool | None]]:
-        """For each entry: the node if its server is known, and a new pool where one is needed."""
-        plan: list[tuple[NodeSpec, Node | None, ConnectionPool | None]] = []
+    def _open_pools(
+        self, inventory: Inventory, before: Mapping[str, Node]
+    ) -> dict[str, ConnectionPool]:
+        """A pool for each entry that is new, or needs other connections than before."""
+        pools: dict[str, ConnectionPool] = {}
         try:
             for spec in inventory.nodes:
-                node = self.nodes.get(spec.name)
-                if node is not None and server_identity(node.spec) != server_identity(spec):
-                    node = None
-                fresh = node is None or connection_key(node.spec) != connection_key(spec)
-                plan.append((spec, node, self._connect(spec) if fresh else None))
+                node = before.get(spec.name)
+                if node is None or connection_key(node.spec) != connection_key(spec):
+                    pools[spec.name] = self._connect(spec)
         except BaseException:
-            for _, _, upstream in plan:
-                if upstream is not None:
-                    upstream.close()
+            for pool in pools.values():
+                pool.close()
             raise
-        return plan
-
-    def _add(self, spec: NodeSpec, upstream: ConnectionPool, published: NodeState | None) -> Node:
-        node = self._make(spec, upstream, self.properties_store.recall(spec))
-        self._enter(node, published)
-        self._add_known_models(node)
-        return node
+        return pools
 
     def _make(
         self,
@@ -645,8 +637,6 @@ class Fleet:
 
     def _update(self, node: Node, spec: NodeSpec, upstream: ConnectionPool | None) -> None:
         """Keep a known node under a changed entry of the inventory."""
-        if node.spec == spec:
-            return
         now = self._clock()
         node.respecify(spec, now)
         if upstream is not None:

@@ -104,10 +104,7 @@ class SlotOccupancy:
     """Told of each lease: how many slots are leased now."""
     _loans: int = 0
     _loans_over: int = 0
-    _minutes: int = 0
-    """The minutes in which others kept slots busy: bit 0 stands for `_minute`, bit 1 for the one
-    before."""
-    _minute: int = 0
+    _minutes: tuple[int, ...] = ()  # the last ones in which others kept slots busy
     _seen: int = 0  # busy slots of others, by the last reading
     _fenced: int = 0  # slots that other members of a cluster may use, seen or not
 
@@ -180,9 +177,8 @@ class SlotOccupancy:
         is_one_lent, self.tokens_reading = self._loans > query.loans_over, busy
         self._seen = max(0, len(busy) - query.peak_leased - is_one_lent)
         self.foreign = max(self._seen, self._fenced)
-        if self._seen:
-            self._minutes = self._minutes_before(now) | 1
-            self._minute = int(now / 60)
+        if self._seen and (minute := int(now / 60)) not in self._minutes:
+            self._minutes = (*self._minutes[1 - RECENT_MINUTES :], minute)
 
     def fence(self, slots: int, now: float) -> bool:
         """Leave so many slots to others, whether they are seen busy or not; False: it did."""
@@ -201,11 +197,11 @@ class SlotOccupancy:
 
     def forget_others(self) -> None:
         """Others that were seen belong to us by now, or did."""
-        self._minutes = 0
+        self._minutes = ()
 
     def minutes_of_others(self, now: float) -> int:
         """In how many of the last `RECENT_MINUTES` others kept slots busy, as far as was seen."""
-        return self._minutes_before(now).bit_count()
+        return sum(minute > int(now / 60) - RECENT_MINUTES for minute in self._minutes)
 
     def take_tokens_reading(self) -> tuple[int, ...] | None:
         """The last reading of the busy slots' tokens, the first time; then None."""
@@ -215,10 +211,6 @@ class SlotOccupancy:
     def clear_foreign(self) -> None:
         """The node reports no slots: nothing is known of others' work."""
         self._seen, self.foreign, self.tokens_reading = 0, self._fenced, ()
-
-    def _minutes_before(self, now: float) -> int:
-        passed = min(RECENT_MINUTES, max(0, int(now / 60) - self._minute))
-        return (self._minutes << passed) & ((1 << RECENT_MINUTES) - 1)
 
     def _roll(self, now: float) -> None:
         window = int(now / SLOT_LINGER)
@@ -756,7 +748,7 @@ class Node:
 
     def take_calibration_lease(self, now: float) -> Lease:
         """A lease on no slot, since no request may wait for it, and none of the `requests`."""
-        lease = Lease(self, 0, now, stream=True)
+        lease = Lease(self, 0, now, stream=False)
         self.leases.add(lease)
         return lease
 

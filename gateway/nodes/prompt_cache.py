@@ -15,8 +15,9 @@ from __future__ import annotations
 
 import math
 from array import array
+from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from itertools import islice
 from typing import Annotated, NamedTuple
 
@@ -53,7 +54,7 @@ class PromptTree:
                 break
 
     def add(self, held: CachedPrompt, blocks: tuple[int, ...]) -> None:
-        """Add a prompt with these blocks."""
+        """Add the prompt of a slot, which has these blocks."""
         if not blocks:
             return
         last: PrefixEdge | None = None
@@ -66,25 +67,19 @@ class PromptTree:
             last = PrefixEdge(last, at, array("q", blocks[at:]))
             self._edges[blocks[at]] = last
         held.end_at(last)
-        last.count(held.row, in_slot=held.in_slot)
+        last.count(held.row, in_slot=True)
         last.add_end(held)
 
-    def remove(self, held: CachedPrompt) -> list[PrefixEdge]:
-        """Remove a prompt; its copy stays, if there is one.
-
-        Returns the edges that the row's slots, or host memory, contain no more.
-        """
-        leaf, copy = held.leaf, held.other_copy
-        if leaf is None:
-            return []
-        if copy is not None:
-            copy.unlink_copy()
-        leaf.remove_end(held, copy)
-        left = leaf.uncount(held.row, in_slot=held.in_slot)
-        for edge in left:
-            if not (edge.slot_counts or edge.host_counts):
-                del self._edges[edge.blocks[0]]
-        return left
+    def remove(self, held: CachedPrompt, *, in_slot: bool) -> None:
+        """Remove a prompt from its slot, or from host memory; it may stay in the other place."""
+        leaf = held.leaf
+        held.leave(in_slot=in_slot)
+        if leaf is not None:
+            if not (held.in_slot or held.in_host):
+                leaf.remove_end(held)
+            for edge in leaf.uncount(held.row, in_slot=in_slot):
+                if not (edge.slot_counts or edge.host_counts):
+                    del self._edges[edge.blocks[0]]
 
     def _split(self, edge: PrefixEdge, at: int) -> PrefixEdge:
         """Split an edge before block `at`; returns the new edge in front."""
@@ -104,8 +99,8 @@ class CachedPrompt:
     answer_tokens: float  # tokens of the answer, which follow the prompt in the node's cache
     ends_on_block: bool
     """Whether the last block ends where the prompt does, so that the next turn continues there."""
-    in_slot: bool = True  # in a slot; else in the node's host memory
-    other_copy: CachedPrompt | None = None  # the same prompt in the other place, if it is in both
+    in_slot: bool = True
+    in_host: bool = False  # in the node's host memory, perhaps beside a slot
     caller: str = ""  # the id of the caller that sent it; empty: unknown
 
     @property
@@ -125,23 +120,18 @@ class CachedPrompt:
         """It is in the tree, and ends at the end of this edge."""
         self.leaf = leaf
 
-    def unlink_copy(self) -> None:
-        """Its copy is no longer in the tree."""
-        self.other_copy = None
-
-    def copy_to_host(self) -> CachedPrompt:
-        """The prompt of a slot is in host memory as well; returns the copy there."""
+    def copy_to_host(self) -> None:
+        """It is in host memory as well."""
         assert self.leaf is not None
         self.leaf.count(self.row, in_slot=False)
-        self.other_copy = replace(self, in_slot=False, other_copy=self)
-        return self.other_copy
+        self.in_host = True
 
-    def move_to_host(self) -> None:
-        """The prompt of a slot moves to host memory."""
-        if self.leaf is not None:
-            self.leaf.uncount(self.row, in_slot=True)
-            self.leaf.count(self.row, in_slot=False)
-        self.in_slot = False
+    def leave(self, *, in_slot: bool) -> None:
+        """It is no longer in its slot, or in host memory."""
+        if in_slot:
+            self.in_slot = False
+        else:
+            self.in_host = False
 
 
 @dataclass(slots=True, eq=False)
@@ -189,13 +179,10 @@ class PrefixEdge:
             self.ending_here = {}
         self.ending_here[held.row] = held
 
-    def remove_end(self, held: CachedPrompt, copy: CachedPrompt | None) -> None:
-        """This prompt is removed; its copy, if there is one, still ends here."""
+    def remove_end(self, held: CachedPrompt) -> None:
+        """This prompt is removed."""
         if self.ending_here is not None and self.ending_here.get(held.row) is held:
-            if copy is None:
-                del self.ending_here[held.row]
-            else:
-                self.ending_here[held.row] = copy
+            del self.ending_here[held.row]
 
     def split(self, at: int) -> PrefixEdge:
         """Keep the blocks from `at` on; returns a new edge, the parent, with those before."""
@@ -325,7 +312,8 @@ class FleetPromptCache:
     def __init__(self) -> None:
         self.tree = PromptTree()
         self.nodes: dict[int, NodePromptCache] = {}  # by row
-        self._pending = PendingPrefixes()
+        self._reading = defaultdict[int, dict[tuple[int, int], PromptKey]](dict)
+        """Prompts of running requests: by the first block, then by row and the prompt's `id`."""
         self._latest: PromptMatch | None = None
         """Of the last lookup, unless something has changed since: its request is placed next."""
 
@@ -371,7 +359,7 @@ class FleetPromptCache:
                 del cached[row]
         if prompt.omits_volatile:
             cached = {row: tokens * nodes[row].volatile_share for row, tokens in cached.items()}
-        return CacheLookup(match.total, cached, self._pending.pending_tokens(prompt, match.total))
+        return CacheLookup(match.total, cached, self._pending_tokens(prompt, match.total))
 
     def request_placed(self, row: int, prompt: PromptKey) -> None:
         """A request starts on a node: it takes over a slot there, and the slot's prompt."""
@@ -383,7 +371,8 @@ class FleetPromptCache:
             match = self._match(prompt)
         self._latest = None
         node.start(match, match.choices.get(row) or node.choose(match))
-        self._pending.add(row, prompt)
+        if prompt.blocks:
+            self._reading[prompt.blocks[0]][row, id(prompt)] = prompt
         self._forget_excess(row, node)
 
     def request_finished(
@@ -440,7 +429,7 @@ class FleetPromptCache:
         """Forget the prompts of the callers that are gone."""
         self._latest = None
         for node in self.nodes.values():
-            for held in [*node.slot_prompts, *node.host_prompts]:
+            for held in {**node.slot_prompts, **node.host_prompts}:
                 if held.caller and is_gone(held.caller):
                     node.evict(held)
 
@@ -468,9 +457,24 @@ class FleetPromptCache:
         """Take a request out of the running ones."""
         self._latest = None
         running = node.running.pop(key, None)
-        if running is not None:
-            self._pending.remove(row, running.prompt)
+        if running is not None and (blocks := running.prompt.blocks):
+            del self._reading[blocks[0]][row, key]
+            if not self._reading[blocks[0]]:
+                del self._reading[blocks[0]]
         return running
+
+    def _pending_tokens(self, prompt: PromptKey, tokens: float) -> dict[int, float]:
+        """For each row: how many of the prompt's `tokens` its running requests will cache."""
+        blocks, shared = prompt.blocks, dict[int, int]()
+        running = self._reading.get(blocks[0], {}) if blocks else {}
+        for (row, _), other in islice(running.items(), MOST_COMPARED_PROMPTS):
+            count = min(len(blocks), len(other.blocks))
+            if blocks[count - 1] != other.blocks[count - 1]:
+                count = common_blocks(blocks, other.blocks)
+            if count > shared.get(row, 0):
+                shared[row] = count
+        known = {row: prompt.share_of(count) * tokens for row, count in shared.items()}
+        return {row: found for row, found in known.items() if found > 0.0}
 
     def _forget_excess(self, row: int, node: NodePromptCache) -> None:
         while len(node.running) > 2 * node.slots + EXTRA_RUNNING_PROMPTS:
@@ -505,8 +509,6 @@ class NodePromptCache:
     host_capacity: float = DEFAULT_HOST_TOKENS  # tokens that host memory is believed to keep
     slot_prompts: dict[CachedPrompt, None] = field(default_factory=dict)
     """Prompts of idle slots, the least recently used first."""
-    uncopied: dict[CachedPrompt, None] = field(default_factory=dict)
-    """Those of them that host memory may lack and take, in the same order."""
     host_prompts: dict[CachedPrompt, None] = field(default_factory=dict)
     """Prompts in host memory, oldest first."""
     host_used: float = 0.0
@@ -531,7 +533,7 @@ class NodePromptCache:
     def take_in(self, held: CachedPrompt, blocks: tuple[int, ...]) -> None:
         """A slot holds this prompt, of these blocks, now."""
         self.tree.add(held, blocks)
-        self.slot_prompts[held] = self.uncopied[held] = None
+        self.slot_prompts[held] = None
         self.changes += 1
         self.evict_excess()
 
@@ -606,13 +608,13 @@ class NodePromptCache:
             running.previous_answer = source.answer_tokens
         if loaded is not None:
             running.host_depth = self.host_depth(loaded)
-            self.evict(loaded)
+            self.leave_host(loaded)
         if slot is not None:
-            if loaded is None and spared >= SLOT_KEPT_SHARE * slot.tokens:
-                self.evict(slot)
-            else:
-                self.move_to_host(slot)
-        self.copy_idle_to_host()
+            if loaded is not None or spared < SLOT_KEPT_SHARE * slot.tokens:
+                self.copy_to_host(slot)
+            self.leave_slot(slot)
+        for held in self.slot_prompts:
+            self.copy_to_host(held)  # llama.cpp copies those of idle slots when work begins.
         self.running[id(match.prompt)] = running
 
     def learn(self, running: RunningPrompt, cached: float) -> None:
@@ -666,55 +668,61 @@ class NodePromptCache:
         found.cached_tokens += cached
         found.length = min(found.length, cached) if is_hit else found.length
 
-    def copy_idle_to_host(self) -> None:
-        """Work begins: llama.cpp copies the prompts of idle slots to host memory."""
-        if self.host_capacity > 0.0:
-            while self.uncopied:
-                held = next(iter(self.uncopied))
-                del self.uncopied[held]
-                if held.other_copy is None and self._host_takes(held):
-                    self._add_to_host(held.copy_to_host())
+    def copy_to_host(self, held: CachedPrompt) -> None:
+        """Host memory keeps a slot's prompt, and none of its prefixes.
 
-    def move_to_host(self, held: CachedPrompt) -> None:
-        """A slot's prompt goes to host memory."""
-        if held.other_copy is not None or not self._host_takes(held):
-            self.evict(held)
+        Not if it has it, alone or as the prefix of another.
+        """
+        leaf = held.leaf
+        if leaf is None or self.row in leaf.host_counts or self.host_capacity <= 0.0:
             return
-        del self.slot_prompts[held]
-        self.uncopied.pop(held, None)
-        held.move_to_host()
-        self._add_to_host(held)
+        held.copy_to_host()
+        for edge in leaf.path_to_root():
+            shorter = edge.ending_here.get(self.row) if edge.ending_here else None
+            if shorter is not None and shorter.in_host and shorter is not held:
+                self.leave_host(shorter)
+        self.host_prompts[held] = None
+        self.host_used += held.tokens
+        self.host_blocks += leaf.end
 
-    def evict(self, held: CachedPrompt) -> None:
-        """A prompt leaves its slot or host memory; its copy stays, if there is one."""
+    def leave_slot(self, held: CachedPrompt) -> None:
+        """A prompt leaves its slot."""
         self.changes += 1
-        if held.in_slot:
-            del self.slot_prompts[held]
-            self.uncopied.pop(held, None)
-            self.tree.remove(held)
-            return
+        del self.slot_prompts[held]
+        self.tree.remove(held, in_slot=True)
+
+    def leave_host(self, held: CachedPrompt) -> None:
+        """A prompt leaves host memory."""
+        self.changes += 1
         del self.host_prompts[held]
         self.host_used -= held.tokens
         self.host_blocks -= 0 if held.leaf is None else held.leaf.end
-        for edge in self.tree.remove(held):
-            if self.row in edge.slot_counts:
-                self.uncopied = dict(self.slot_prompts)
+        self.tree.remove(held, in_slot=False)
+
+    def evict(self, held: CachedPrompt) -> None:
+        """A prompt is cached no more."""
+        if held.in_slot:
+            self.leave_slot(held)
+        if held.in_host:
+            self.leave_host(held)
 
     def evict_excess(self) -> None:
         """Evict the prompts that no longer fit."""
         idle_slots = max(0, self.slots - len(self.running))
         while len(self.slot_prompts) > idle_slots:
-            self.move_to_host(next(iter(self.slot_prompts)))
+            held = next(iter(self.slot_prompts))
+            self.copy_to_host(held)
+            self.leave_slot(held)
         while self.host_prompts and (
             self.host_used > self.host_capacity
             or len(self.host_prompts) > MOST_HOST_PROMPTS
             or self.host_blocks > MOST_HOST_BLOCKS
         ):
-            self.evict(next(iter(self.host_prompts)))
+            self.leave_host(next(iter(self.host_prompts)))
 
     def clear(self) -> None:
         """The node caches nothing any more."""
-        for held in [*self.slot_prompts, *self.host_prompts]:
+        for held in {**self.slot_prompts, **self.host_prompts}:
             self.evict(held)
 
     def host_depth(self, found: CachedPrompt) -> float:
@@ -725,62 +733,6 @@ class NodePromptCache:
             if held is found:
                 break
         return tokens
-
-    def _host_takes(self, held: CachedPrompt) -> bool:
-        """Whether host memory takes it: not if it has it, alone or as the prefix of another."""
-        leaf = held.leaf
-        return leaf is not None and self.row not in leaf.host_counts and self.host_capacity > 0.0
-
-    def _add_to_host(self, held: CachedPrompt) -> None:
-        """Keep it in host memory, and none of its prefixes."""
-        leaf = held.leaf
-        assert leaf is not None
-        for edge in leaf.path_to_root():
-            shorter = edge.ending_here.get(self.row) if edge.ending_here else None
-            if shorter is not None and shorter.in_slot:
-                shorter = shorter.other_copy
-            if shorter is not None and shorter is not held:
-                self.evict(shorter)
-        self.host_prompts[held] = None
-        self.host_used += held.tokens
-        self.host_blocks += leaf.end
-
-
-class PendingPrefixes:
-    """The prompts of running requests, by their first block."""
-
-    def __init__(self) -> None:
-        self._running: dict[int, dict[tuple[int, int], PromptKey]] = {}
-        """By the first block, then by row and the prompt's `id`."""
-
-    def add(self, row: int, prompt: PromptKey) -> None:
-        """A request with this prompt starts."""
-        if prompt.blocks:
-            self._running.setdefault(prompt.blocks[0], {})[row, id(prompt)] = prompt
-
-    def remove(self, row: int, prompt: PromptKey) -> None:
-        """The request has ended."""
-        if prompt.blocks:
-            running = self._running[prompt.blocks[0]]
-            del running[row, id(prompt)]
-            if not running:
-                del self._running[prompt.blocks[0]]
-
-    def pending_tokens(self, prompt: PromptKey, tokens: float) -> dict[int, float]:
-        """For each row: how many of the prompt's `tokens` its running requests will cache."""
-        blocks = prompt.blocks
-        running = self._running.get(blocks[0]) if blocks else None
-        if running is None:
-            return {}
-        shared: dict[int, int] = {}
-        for (row, _), other in islice(running.items(), MOST_COMPARED_PROMPTS):
-            count = min(len(blocks), len(other.blocks))
-            if blocks[count - 1] != other.blocks[count - 1]:
-                count = common_blocks(blocks, other.blocks)
-            if count > shared.get(row, 0):
-                shared[row] = count
-        known = {row: prompt.share_of(count) * tokens for row, count in shared.items()}
-        return {row: found for row, found in known.items() if found > 0.0}
 
 
 def common_blocks(blocks: Sequence[int], others: Sequence[int], start: int = 0) -> int:

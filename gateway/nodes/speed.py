@@ -114,26 +114,27 @@ class Speed:
         self._update()
         self.samples += 1
 
-    def calibrate(self, timings: Mapping[str, object]) -> SpeedSample | None:
+    def calibrate(self, timings: Mapping[str, object]) -> tuple[float | None, float | None] | None:
         """Assume what one tiny request's `timings` show, and of the rest what is assumed now.
 
         It is no sample: the first answer that shows the node's reading or writing replaces it.
-        Returns what they show; None: nothing.
+        Returns the tokens/s of reading and writing that they show; None: neither.
         """
         shown = sample_from_timings(timings)
-        if shown.prefill is None and shown.decode is None:
-            return None
+        read = wrote = None
         known = self.calibrated or self.prior
         prefill_tps, base, step = known.prefill_tps, known.token_base, known.token_step
         if shown.prefill is not None:
-            prefill_tps = 1 / shown.prefill.low
+            prefill_tps = read = 1 / shown.prefill.low
         if shown.decode is not None:
             # The first token comes with the prefill: so many tokens take one decode less.
             base = shown.decode.low * shown.decode.tokens / (shown.decode.tokens - 1)
-            step = STEP_PRIOR * base
+            step, wrote = STEP_PRIOR * base, 1 / base
+        if read is None and wrote is None:
+            return None
         self.calibrated = SpeedPrior(prefill_tps, base, step)
         self._update()
-        return shown
+        return read, wrote
 
     def set_prior(self, prior: SpeedPrior, *, hinted: bool = False) -> None:
         """Its assumed speed, by other nodes' measurements; `hinted`: and its own `speed_hint`."""
@@ -486,32 +487,34 @@ EVENT_LEARNING = 1 / 32  # share of the way to a lower `tokens_per_event` that o
 MOST_BASELINES = 64
 
 
-@dataclass(slots=True)
-class SpeedBaseline:
-    """The usual speed for one kind of request."""
+_Class = Annotated[int, msgspec.Meta(ge=-64, le=64)]
 
-    log_seconds: float = 0.0  # mean logarithm of the seconds per token
-    samples: int = 0
-    learned_at: float = 0.0  # when it last learnt; monotonic seconds
+
+class UsualSpeed(msgspec.Struct, frozen=True, array_like=True):
+    """The usual speed (the baseline) for one kind of request, which is named by two numbers."""
+
+    first: _Class
+    second: _Class
+    log_seconds: Annotated[float, msgspec.Meta(ge=-50, le=50)] = 0.0
+    """Mean logarithm of the seconds per token."""
+    samples: Annotated[int, msgspec.Meta(ge=0, le=YOUNG_BASELINE)] = 0
 
     @property
     def is_young(self) -> bool:
         """Whether too few requests have made it to compare others with it."""
         return self.samples < YOUNG_BASELINE
 
-    def learn(self, rate: TokenTime, now: float) -> None:
-        """Learn from a request."""
+    def after(self, rate: TokenTime, elapsed: float) -> UsualSpeed:
+        """What it is after one more request, so many seconds after the last one."""
         learned = math.log(max(rate.low, LEAST_ALLOWED_SHARE * rate.high))
+        samples = min(self.samples + 1, YOUNG_BASELINE)
         if self.is_young:
-            self.samples += 1
-            self.log_seconds += (learned - self.log_seconds) / self.samples
-            self.learned_at = now
-            return
-        elapsed = min(now - self.learned_at, MOST_WORK_GAP)
-        if elapsed > 0:
-            self.learned_at = now
+            share = 1 / samples
+        else:
             half_life = BASELINE_HALF_LIFE if learned > self.log_seconds else FASTER_HALF_LIFE
-            self.log_seconds += (learned - self.log_seconds) * (1 - 0.5 ** (elapsed / half_life))
+            share = 1 - 0.5 ** (max(0.0, min(elapsed, MOST_WORK_GAP)) / half_life)
+        log_seconds = self.log_seconds + (learned - self.log_seconds) * share
+        return UsualSpeed(self.first, self.second, log_seconds, samples)
 
 
 def _share(usual: float, rate: TokenTime) -> float:
@@ -523,7 +526,9 @@ def _share(usual: float, rate: TokenTime) -> float:
 class SpeedHistory:
     """Prefill or decode: baselines by kind of request, and the last requests' shares of them."""
 
-    baselines: dict[tuple[int, int], SpeedBaseline] = field(default_factory=dict)
+    baselines: dict[tuple[int, int], UsualSpeed] = field(default_factory=dict)
+    learned_at: dict[tuple[int, int], float] = field(default_factory=dict)
+    """When each of them last learnt; monotonic seconds."""
     shares: deque[float] = field(default_factory=lambda: deque(maxlen=RECENT_REQUESTS))
     slow_since: float | None = None
     """Since when the present speed is too low: the end of the first of the slow requests."""
@@ -547,16 +552,15 @@ class SpeedHistory:
         Doubt is the node's: what is learnt from it is less fast. A kind that is new does not learn
         its usual speed while the node is slow.
         """
-        baseline = self.baselines.get(kind)
-        if baseline is None:
-            if len(self.baselines) >= MOST_BASELINES:
-                return
-            baseline = self.baselines[kind] = SpeedBaseline()
+        baseline = self.baselines.get(kind) or UsualSpeed(*kind)
+        if not baseline.samples and len(self.baselines) >= MOST_BASELINES:
+            return
         usual = self._usual(kind)
         share = None if usual is None else _share(usual, rate)
         is_slow = self.slow_since is not None or (share is not None and share < DEGRADED_BELOW)
         if not (baseline.is_young and is_slow):
-            baseline.learn(rate, now)
+            elapsed, self.learned_at[kind] = now - self.learned_at.get(kind, now), now
+            self.baselines[kind] = baseline.after(rate, elapsed)
         if usual is not None and share is not None:
             self._judge(share, usual, now)
 
@@ -613,35 +617,18 @@ class SpeedHistory:
             while len(self.shares) > SHARES_KEPT_WHEN_STALE:
                 self.shares.popleft()
 
-    def export(self) -> list[UsualSpeed]:
-        """The usual speeds, by kind of request."""
-        return [
-            UsualSpeed(*kind, one.log_seconds, one.samples) for kind, one in self.baselines.items()
-        ]
-
     def restore(self, usual: list[UsualSpeed], kept: float, now: float) -> None:
         """Go on from these; with a smaller share `kept`, the next requests change them sooner."""
         self.baselines = {
-            (one.first, one.second): SpeedBaseline(one.log_seconds, round(one.samples * kept), now)
+            (one.first, one.second): msgspec.structs.replace(one, samples=round(one.samples * kept))
             for one in usual[:MOST_BASELINES]
         }
+        self.learned_at = dict.fromkeys(self.baselines, now)
 
     def forget_recent(self) -> None:
         """Keep the baselines only."""
         self.shares.clear()
         self.slow_since, self.row_since, self.degraded = None, None, False
-
-
-_Class = Annotated[int, msgspec.Meta(ge=-64, le=64)]
-
-
-class UsualSpeed(msgspec.Struct, frozen=True, array_like=True):
-    """A `SpeedBaseline` and its kind of request, as they outlive their process."""
-
-    first: _Class
-    second: _Class
-    log_seconds: Annotated[float, msgspec.Meta(ge=-50, le=50)]
-    samples: Annotated[int, msgspec.Meta(ge=0, le=YOUNG_BASELINE)]
 
 
 class UsualSpeeds(msgspec.Struct, frozen=True):
@@ -713,7 +700,8 @@ class DegradationDetector:
 
     def export(self) -> UsualSpeeds:
         """The usual speeds."""
-        return UsualSpeeds(self.prefill.export(), self.decode.export())
+        prefill, decode = self.prefill.baselines.values(), self.decode.baselines.values()
+        return UsualSpeeds(list(prefill), list(decode))
 
     def restore(self, usual: UsualSpeeds, kept: float, now: float) -> None:
         """Go on from these usual speeds; the present speed is to be seen anew."""

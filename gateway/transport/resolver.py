@@ -101,7 +101,8 @@ class Resolver:
 
     async def _look_up_in_thread(self, name: str) -> list[str]:
         """Look up in a thread for which the process does not wait when it ends."""
-        loop, found = asyncio.get_running_loop(), asyncio.get_running_loop().create_future()
+        loop = asyncio.get_running_loop()
+        found: asyncio.Future[list[str]] = loop.create_future()
 
         def finish(addresses: list[str], error: Exception | None) -> None:
             if not found.done():

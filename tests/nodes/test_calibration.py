@@ -130,8 +130,7 @@ async def test_a_node_that_is_too_slow_or_broken_is_tried_a_few_times() -> None:
         broken.faults.set("status", status=500)
         await running.until(lambda: any(event.node == "b" for event in ended), limit=60)
         assert ended[-1].outcome == "timed_out"
-        # What it wrote until then tells how slow it is.
-        assert 1 / running["b"].speed.token_base == pytest.approx(0.3, rel=0.3)
+        assert running["b"].speed.expected_prefill_tps < 12
         failed = [event for event in ended if event.node == "a"]
         assert [event.outcome for event in failed] == ["failed"] * 2
         assert "500" in failed[0].detail
@@ -247,10 +246,6 @@ def test_the_last_timings_of_a_reply_count_even_if_it_was_cut_off() -> None:
         "prompt_ms": 500.0,
     }
     assert shown_timings(b"\xff[1]\n\n1", 1.0) is None
-    reading = (
-        b'data: {"prompt_progress":{"total":100,"cache":0,"processed":64,"time_ms":9000.0}}\n\n'
-    )
-    assert shown_timings(reading, 20.0) is None
 
 
 @asynccontextmanager

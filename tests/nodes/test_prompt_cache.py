@@ -23,7 +23,6 @@ from gateway.nodes.prompt_cache import (
     CachedPrompt,
     FleetPromptCache,
     KeptPrompt,
-    PendingPrefixes,
     PromptTree,
     common_blocks,
 )
@@ -437,14 +436,15 @@ def test_the_common_blocks_of_two_prompts_are_counted(same: int, one: int, two: 
 
 
 def test_a_prompt_that_thousands_share_is_compared_with_a_few() -> None:
-    running = PendingPrefixes()
+    cache = FleetPromptCache()
     prompts = [PromptKey((1, 2), 200.0) for _ in range(2000)]
     for row, prompt in enumerate(prompts):
-        running.add(row, prompt)
-    assert len(running.pending_tokens(PromptKey((1, 2), 200.0), 200.0)) == MOST_COMPARED_PROMPTS
+        cache.resize(row, 1)
+        cache.request_placed(row, prompt)
+    assert len(cache.lookup(PromptKey((1, 2), 200.0)).pending) == MOST_COMPARED_PROMPTS
     for row, prompt in enumerate(prompts):
-        running.remove(row, prompt)
-    assert running.pending_tokens(PromptKey((1, 2), 200.0), 200.0) == {}
+        cache.request_dropped(row, prompt)
+    assert cache.lookup(PromptKey((1, 2), 200.0)).pending == {}
 
 
 # The tree gives the same result as comparing every prompt with every other.
@@ -490,11 +490,13 @@ def test_the_tree_finds_how_far_each_row_agrees(
             tree.add(held, blocks)
             kept.append((held, blocks))
         elif kept and what == "move":
-            held = kept[row % len(kept)][0]
-            if held.in_slot:
-                held.move_to_host()
+            held, its_blocks = kept[row % len(kept)]
+            if held.in_slot and its_blocks:
+                held.copy_to_host()
+                tree.remove(held, in_slot=True)
         elif kept:
-            tree.remove(kept.pop(row % len(kept))[0])
+            held, _ = kept.pop(row % len(kept))
+            tree.remove(held, in_slot=held.in_slot)
     for row in range(3):
         for idle in (True, False):
             best = max(
@@ -503,7 +505,7 @@ def test_the_tree_finds_how_far_each_row_agrees(
             )
             assert agreed(tree, asked, row, idle=idle) == best
     for held, _ in kept:
-        tree.remove(held)
+        tree.remove(held, in_slot=held.in_slot)
     assert len(tree._edges) == 0
 
 
