@@ -995,7 +995,7 @@ class Decisions(Section):
     """The decisions about requests that `why` explains: numbers and names of nodes, no text.
 
     A row of each would cost more than the scheduler takes to decide: some share a row, with the
-    seconds from their clock to Unix time.
+    seconds from their clock to Unix time. Versions before had a row for each.
     """
 
     name, version, most_rows, most_bytes = "decisions", 2, 1_024, 8 << 20
@@ -1041,19 +1041,23 @@ class Decisions(Section):
     def _put(self, one: Decision, shift: float) -> None:
         if not self._rows or self._rows[-1].is_full:
             number = one.lease_id if isinstance(one, Grant) else f"{one.at + shift:.2f}"
-            self._rows.append(_DecisionsOfRow(f"s{one.request_id}.{number}"))
+            self._rows.append(_DecisionsOfRow(f"{_SOME}{one.request_id}.{number}"))
         self._rows[-1].add(one)
 
     def restore(self, row: Row, age: float) -> bool:
         """Keep its decisions for `restored`. What runs may have gone on unseen."""
-        shift = -self._to_unix()
-        to_unix, listed = msgspec.json.decode(row.value, type=_RowValue)
+        shift, is_shared = -self._to_unix(), row.key[0] == _SOME
+        to_unix, listed = 0.0, [(row.key[0], row.value)]
+        if is_shared:
+            to_unix, listed = msgspec.json.decode(row.value, type=_RowValue)
         for letter, raw in listed:
             one = _shifted(letter, raw, to_unix + shift)
             if isinstance(one, Grant) and one.ended_at is None:
                 one.ended("unknown", one.status, row.changed_at + shift)
             self._found.append(one)
-        return True
+            if not is_shared:
+                self._put(one, -shift)
+        return is_shared
 
     def restored(self) -> None:
         """Give all at once: they are sorted by time."""
@@ -1064,7 +1068,9 @@ class Decisions(Section):
                 self._newest[kind] = found[-1]
 
 
-# By the letter before each decision of a row.
+# Of the key of a row that holds some decisions, the first letter.
+_SOME = "s"
+# By the first letter of the key of a row that holds one.
 _KINDS: Mapping[str, type[Decision]] = {"g": Grant, "q": Queueing, "r": Refusal}
 _RowValue = tuple[float, list[tuple[str, msgspec.Raw]]]
 

@@ -665,6 +665,31 @@ async def test_decisions_share_rows_and_a_change_of_one_is_written(file: Path) -
     assert (grant.outcome, grant.status) == ("server_error", 500)
 
 
+def test_a_row_that_an_earlier_version_has_written_gives_its_decision_to_a_shared_one(
+    file: Path,
+) -> None:
+    life = Life(file)
+    log = life.scheduler.decision_log
+    section, now = Decisions(log), life.clock()
+    for one, key in (
+        (Grant("r", 1e9, 1e9, 14, "m", "gpu", ended_at=1e9), "gr.14"),
+        (Refusal("r", 1e9 + 1, 1e9, 404, "model_not_found", ""), "rr.1.00"),
+    ):
+        row = Row("decisions", 2, key, None, 1e9, Raw(msgspec.json.encode(one)))
+        assert not section.restore(row, 0.0)
+    section.restored()
+    assert [type(one) for one in log.find(["r"])["r"].decisions] == [Grant, Refusal]
+    assert all(one.at < now for one in log.find(["r"])["r"].decisions)
+    [(key, _, value)] = section.changes()
+    again = Life(file)
+    shared, raw = Decisions(again.scheduler.decision_log), Raw(msgspec.json.encode(value))
+    for _ in range(2):  # Once more when it has changed, by a predecessor's hand.
+        assert shared.restore(Row("decisions", 2, key, None, 1e9, raw), 0.0)
+        shared.restored()
+    found = again.scheduler.decision_log.find(["r"])["r"].decisions
+    assert [type(one) for one in found] == [Grant, Refusal]
+
+
 def a_row(name: str) -> RowFigures:
     """A row with one neighbour, which ends after 7 s; a prompt is read there for 5 s."""
     speed = RowSpeed(False, 51.5, 0.25, 0.125, 3.0, 1.0)
