@@ -49,7 +49,7 @@ class UsageEndpoints:
         if form not in {"json", "csv"}:
             raise errors.invalid_request("'format' must be 'json' or 'csv'.", "format")
         report = await self._read(given, Reporter.read)
-        report = report.named(self.name_of)
+        report.name_keys(self.name_of)
         if form == "csv":
             return Response(await asyncio.to_thread(report.to_csv), media_type="text/csv")
         return await large_json(report.to_json)

@@ -20,8 +20,8 @@ import math
 import re
 from array import array
 from collections import OrderedDict
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, fields, replace
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, fields
 from datetime import UTC, datetime, timedelta
 from functools import partial
 from typing import Any, Literal
@@ -321,20 +321,28 @@ Group = tuple[str, ...]
 
 
 @dataclass(slots=True)
-class ReportReader:
-    """Reads one report: call `step` until it returns True, in jobs of the store, then `report`."""
+class LedgerReport:
+    """A report, for people, programs and spreadsheets.
+
+    Call `step` until it returns True, in jobs of the store, then `finish`.
+    """
 
     query: ReportQuery
     rows_per_step: int = ROWS_PER_STEP
-    _groups: dict[Group, Sums] = field(default_factory=dict)
-    _nodes: dict[Group, Sums] = field(default_factory=dict)  # by tier and node
-    _latencies: dict[Group, Latencies] = field(default_factory=dict)
-    _hours: list[money.NodeHours] = field(default_factory=list)
-    _at: float | None = None
+    groups: list[tuple[Group, Sums]] = field(default_factory=list)
+    total: Sums = field(default_factory=Sums)
+    """Of all groups, those beyond `query.limit` too."""
+    found: int = field(default=0, init=False)  # groups that there are
+    nodes: dict[Group, Sums] = field(default_factory=dict, init=False)  # by tier and node
+    hours: list[money.NodeHours] = field(default_factory=list, init=False)
+    notes: list[str] = field(default_factory=list, init=False)
+    key_names: dict[str, str] = field(default_factory=dict, init=False)
+    _groups: dict[Group, Sums] = field(default_factory=dict, init=False)
+    _latencies: dict[Group, Latencies] = field(default_factory=dict, init=False)
+    _at: float | None = field(default=None, init=False)
     """Rows that ended before it are counted; None: the report has not begun."""
-    _revision: int = 0
-    _restarts: int = 0
-    _notes: list[str] = field(default_factory=list)
+    _revision: int = field(default=0, init=False)
+    _restarts: int = field(default=0, init=False)
 
     def step(self, connection: Connection) -> bool:
         """Read some more; whether all is read. Raises: InvalidQuery, if there are too many groups.
@@ -343,7 +351,7 @@ class ReportReader:
         so the report then begins anew. Raises: ReportInterrupted, if that happens again and again.
         """
         if self._at is None:
-            self._groups, self._nodes, self._at = {}, {}, self.query.since
+            self._groups, self.nodes, self._at = {}, {}, self.query.since
             self._latencies = {}
             self._revision = _revision(connection)
         ended = usage.c.ended_at
@@ -358,7 +366,7 @@ class ReportReader:
         if end is not None:
             return False
         self._read_days(connection)
-        self._hours = self._read_hours(connection)
+        self.hours = self._read_hours(connection)
         if _revision(connection) != self._revision:
             self._restarts += 1
             self._at = None
@@ -396,7 +404,7 @@ class ReportReader:
         statement = select(*places, *_DAY_SUMS).where(day >= first, day <= last)
         summed = self._add(connection, self._of_caller(statement, usage_days).group_by(*places))
         is_cut = self.query.since % DAY or self.query.until % DAY
-        self._notes = [SUMMED_NOTE] if summed and (is_cut or self.query.percentiles) else []
+        self.notes = [SUMMED_NOTE] if summed and (is_cut or self.query.percentiles) else []
 
     def _places(self, table: FromClause) -> list[ColumnElement[Any]]:
         """The columns of a group: its dimensions, then tier and node."""
@@ -412,7 +420,7 @@ class ReportReader:
                 raise _too_many_groups("by", MOST_GROUPS)
             self._groups.setdefault(group, Sums()).add(values)
             node = (label_of("tier", row[width]), label_of("node", row[width + 1]))
-            self._nodes.setdefault(node, Sums()).add(values)
+            self.nodes.setdefault(node, Sums()).add(values)
             found = True
         return found
 
@@ -429,11 +437,10 @@ class ReportReader:
         )
         return [money.NodeHours(*row) for row in connection.execute(statement)]
 
-    def report(self) -> LedgerReport:
-        """The report; `step` has returned True. Off the event loop: there may be many groups."""
-        total = Sums()
-        for sums in self._nodes.values():
-            total.add(sums.values())
+    def finish(self) -> LedgerReport:
+        """Order the groups, and add them up. Off the event loop: there may be many."""
+        for sums in self.nodes.values():
+            self.total.add(sums.values())
         day = self.query.by.index("day") if "day" in self.query.by else None
 
         def order(item: tuple[Group, Sums]) -> tuple[str, float, int, int, Group]:
@@ -443,13 +450,63 @@ class ReportReader:
             return date, -sums.cost, -sums.tokens, -sums.requests, group
 
         # A sort of all groups would be one call into C, which no other thread interrupts.
-        largest = heapq.nsmallest(self.query.limit, iter(self._groups.items()), key=order)
-        found, nodes, notes = len(self._groups), dict(self._nodes), tuple(self._notes)
-        latencies = {group: self._latencies.get(group) or Latencies() for group, _ in largest}
-        return LedgerReport(
-            self.query, largest, total, found, nodes, self._hours, notes,
-            latencies if self.query.percentiles else None,
-        )  # fmt: skip
+        self.groups = heapq.nsmallest(self.query.limit, iter(self._groups.items()), key=order)
+        self.found = len(self._groups)
+        return self
+
+    @property
+    def keys(self) -> frozenset[str]:
+        """The ids of the keys that its rows name."""
+        if "key" not in self.query.by:
+            return frozenset()
+        place = self.query.by.index("key")
+        return frozenset(group[place] for group, _ in self.groups)
+
+    def name_keys(self, name_of: Callable[[str], str | None]) -> None:
+        """Give keys their names by this, before those that they have."""
+        self.key_names |= {key: name for key in self.keys if (name := name_of(key)) is not None}
+
+    def _labels(self, group: Group) -> dict[str, str]:
+        """What a row is of, with the name of its key."""
+        labels = dict[str, str]()
+        for by, label in zip(self.query.by, group, strict=True):
+            labels[by] = label
+            if by == "key":
+                labels["key_name"] = self.key_names.get(label, "")
+        return labels
+
+    def _figures(self, group: Group, sums: Sums) -> dict[str, Any]:
+        if not self.query.percentiles:
+            return sums.to_json()
+        return sums.to_json() | (self._latencies.get(group) or Latencies()).to_json()
+
+    def to_json(self) -> dict[str, Any]:
+        """The report as JSON values."""
+        return {
+            "since": time_text(self.query.since),
+            "until": time_text(self.query.until),
+            "by": list(self.query.by),
+            "rows": [
+                {name: label or None for name, label in self._labels(group).items()}
+                | self._figures(group, sums)
+                for group, sums in self.groups
+            ],
+            "rows_found": self.found,
+            "total": self.total.to_json(),
+            "money": money_json(self),
+            "notes": self.notes,
+        }
+
+    def to_csv(self) -> str:
+        """The rows, with a line of names above them; numbers in full."""
+        text = io.StringIO()
+        writer = csv.writer(text, lineterminator="\n")
+        names = [*Sums().to_json(), *(PERCENTILES if self.query.percentiles else ())]
+        writer.writerow([*self._labels(("",) * len(self.query.by)), *names])
+        for group, sums in self.groups:
+            labels, figures = self._labels(group).values(), self._figures(group, sums)
+            writer.writerow([*map(_csv_cell, labels), *(figures[name] for name in names)])
+        return text.getvalue()
 
 
 def _too_many_groups(parameter: str, most: int) -> InvalidQuery:
@@ -486,13 +543,13 @@ class Reporter:
 
     async def read(self, query: ReportQuery) -> LedgerReport:
         """The report. Raises: InvalidQuery, ReportInterrupted, StoreError."""
-        reader = ReportReader(query)
-        await self.read_steps(reader.step)
-        report = await asyncio.to_thread(reader.report)
-        if not report.keys:
-            return report
-        stored = await self.store.run(lambda c: key_names(c, report.keys), write=False)
-        return report.named(stored.get)
+        report = LedgerReport(query)
+        await self.read_steps(report.step)
+        await asyncio.to_thread(report.finish)
+        if report.keys:
+            stored = await self.store.run(lambda c: key_names(c, report.keys), write=False)
+            report.name_keys(stored.get)
+        return report
 
     async def read_steps(self, step: Callable[[Connection], bool]) -> None:
         """Call `step` in jobs of the store until it returns True. Raises as `read` does."""
@@ -504,75 +561,6 @@ class Reporter:
             raise ReportInterrupted(
                 f"it takes longer than {MOST_SECONDS:.0f} s: ask for a shorter time with since"
             ) from None
-
-
-@dataclass(frozen=True, slots=True)
-class LedgerReport:
-    """A report, for people, programs and spreadsheets."""
-
-    query: ReportQuery
-    groups: list[tuple[Group, Sums]]
-    total: Sums  # of all groups, those beyond `query.limit` too
-    found: int  # groups that there are
-    nodes: dict[Group, Sums]  # by tier and node
-    hours: list[money.NodeHours]
-    notes: tuple[str, ...] = ()
-    latencies: dict[Group, Latencies] | None = None  # of `groups`; None: not asked for
-    key_names: Mapping[str, str] = field(default_factory=dict)
-
-    @property
-    def keys(self) -> frozenset[str]:
-        """The ids of the keys that its rows name."""
-        if "key" not in self.query.by:
-            return frozenset()
-        place = self.query.by.index("key")
-        return frozenset(group[place] for group, _ in self.groups)
-
-    def named(self, name_of: Callable[[str], str | None]) -> LedgerReport:
-        """With the names of keys by this, before those that it has."""
-        found = {key: name for key in self.keys if (name := name_of(key)) is not None}
-        return replace(self, key_names={**self.key_names, **found})
-
-    def _labels(self, group: Group) -> dict[str, str]:
-        """What a row is of, with the name of its key."""
-        labels = dict[str, str]()
-        for by, label in zip(self.query.by, group, strict=True):
-            labels[by] = label
-            if by == "key":
-                labels["key_name"] = self.key_names.get(label, "")
-        return labels
-
-    def _figures(self, group: Group, sums: Sums) -> dict[str, Any]:
-        times = {} if self.latencies is None else self.latencies[group].to_json()
-        return sums.to_json() | times
-
-    def to_json(self) -> dict[str, Any]:
-        """The report as JSON values."""
-        return {
-            "since": time_text(self.query.since),
-            "until": time_text(self.query.until),
-            "by": list(self.query.by),
-            "rows": [
-                {name: label or None for name, label in self._labels(group).items()}
-                | self._figures(group, sums)
-                for group, sums in self.groups
-            ],
-            "rows_found": self.found,
-            "total": self.total.to_json(),
-            "money": money_json(self),
-            "notes": list(self.notes),
-        }
-
-    def to_csv(self) -> str:
-        """The rows, with a line of names above them; numbers in full."""
-        text = io.StringIO()
-        writer = csv.writer(text, lineterminator="\n")
-        names = [*Sums().to_json(), *(() if self.latencies is None else PERCENTILES)]
-        writer.writerow([*self._labels(("",) * len(self.query.by)), *names])
-        for group, sums in self.groups:
-            labels, figures = self._labels(group).values(), self._figures(group, sums)
-            writer.writerow([*map(_csv_cell, labels), *(figures[name] for name in names)])
-        return text.getvalue()
 
 
 def _csv_cell(value: str) -> str:

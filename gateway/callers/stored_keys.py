@@ -461,11 +461,15 @@ class _KeysFile(msgspec.Struct):
 
 
 class KnownKeys(NamedTuple):
-    """Keys as they were when the store was read last."""
+    """What the store has, or had when it was read last."""
 
-    keys: list[HeldKey]
-    at: float | None  # when they were saved, in Unix seconds; None: there never were any
-    groups: Mapping[str, GroupSpec]
+    held: list[HeldKey]
+    groups: Mapping[str, GroupSpec] = {}
+    members: Mapping[str, int] = {}
+    names: Mapping[str, str] = {}  # of revoked keys
+    keys: Sequence[StoredKey] = ()
+    revision: int | None = None
+    saved_at: float | None = None  # Unix seconds; None: they are the store's, or there are none
 
 
 @dataclass(eq=False)
@@ -495,12 +499,13 @@ class LastKnownKeys:
             consequence = "stored keys stay unknown until the store answers"
             found = read_state(self.path, _KeysFile, LARGEST_FILE, consequence)
             if found is not None and self._is_ours(found):
-                groups = dict(_known_groups(found.groups))
-                return KnownKeys(list(_held_keys(found.keys)), found.saved_at, groups)
+                held, groups = list(_held_keys(found.keys)), dict(_known_groups(found.groups))
+                named = (key.caller.group for key in held if key.caller.group is not None)
+                return KnownKeys(held, groups, Counter(named), saved_at=found.saved_at)
             if found is None and _was_there(self.path):
                 return None
         # A person without keys is served from a read-only folder and from a full disk, too.
-        return KnownKeys([], None, {}) if never_had_keys(self.location) else None
+        return KnownKeys([]) if never_had_keys(self.location) else None
 
     def save(self, keys: Sequence[StoredKey], groups: Mapping[str, GroupSpec]) -> None:
         """Write what the store has. If that fails, `is_due` says when to `save_again`."""
@@ -617,17 +622,6 @@ START_SECONDS = 5.0
 SILENT_SECONDS = 0.1  # to close a store that has just failed
 
 
-class _Read(NamedTuple):
-    """What the store has, of one moment."""
-
-    revision: int
-    keys: list[StoredKey]
-    held: list[HeldKey]
-    names: dict[str, str]  # of revoked keys
-    groups: dict[str, GroupSpec]
-    members: dict[str, int]
-
-
 @dataclass(eq=False)
 class KeySync:
     """Keeps the stored keys of `key_ring` equal to those of `store`; None: there is no store.
@@ -683,17 +677,16 @@ class KeySync:
             if saved is None:
                 log.warning("stored keys are unknown", why=error.message, remedy=error.remedy)
                 return
-            if saved.at is not None:
-                at = datetime.fromtimestamp(saved.at).astimezone().isoformat(timespec="seconds")
+            if saved.saved_at is not None:
+                at = (
+                    datetime.fromtimestamp(saved.saved_at)
+                    .astimezone()
+                    .isoformat(timespec="seconds")
+                )
                 log.warning("stored keys as last known", of=at, why=str(error))
             else:
                 log.warning("no key was ever stored", why=error.message, remedy=error.remedy)
-            self.groups = saved.groups
-            self.members = Counter(
-                key.caller.group for key in saved.keys if key.caller.group is not None
-            )
-            self.key_ring.replace_stored(saved.keys)
-            self._changed()
+            self._take(saved)
 
     async def run(self) -> None:
         """Take over changes of other processes, and end keys in time, until cancelled."""
@@ -750,12 +743,12 @@ class KeySync:
             self.problem = None
             if read is None:
                 return
-            self._revision, self.groups, self.members = read.revision, read.groups, read.members
-            self.key_ring.replace_stored(read.held, read.names)
-            self._changed()
+            self._take(read)
             await asyncio.to_thread(last_known.save, read.keys, read.groups)
 
-    def _changed(self) -> None:
+    def _take(self, known: KnownKeys) -> None:
+        self._revision, self.groups, self.members = known.revision, known.groups, known.members
+        self.key_ring.replace_stored(known.held, known.names)
         self._tell()
         self.on_change()
 
@@ -766,7 +759,7 @@ class KeySync:
             log.warning("locked", why=lost)
         self._told_lost = lost is not None
 
-    def _read_changes(self, connection: Connection) -> _Read | None:
+    def _read_changes(self, connection: Connection) -> KnownKeys | None:
         """What the store has; None: it is what it was. On the store's thread."""
         revision = keys_revision(connection)
         if revision == self._revision:
@@ -780,13 +773,13 @@ class KeySync:
                 known[values] = _held_key_of(row)
         self._known = known
         both = [pair for pair in known.values() if pair is not None]
-        return _Read(
-            revision,
-            [key for key, _ in both],
+        return KnownKeys(
             [held for _, held in both],
-            revoked_names(connection),
             read_groups(connection),
             group_members(connection),
+            revoked_names(connection),
+            [key for key, _ in both],
+            revision,
         )
 
 
@@ -816,4 +809,4 @@ def count_stored_keys(location: StoreLocation, path: Path) -> int | None:
         finally:
             store.close(closing)
     saved = LastKnownKeys(location, path).load()
-    return None if saved is None else len(saved.keys)
+    return None if saved is None else len(saved.held)

@@ -96,13 +96,14 @@ def usage(
 
 
 def _read(store: Store, query: ReportQuery, stored: StoreFlags) -> LedgerReport:
-    from gateway.callers.reports import ReportInterrupted, ReportReader
+    from gateway.callers.reports import LedgerReport, ReportInterrupted
 
-    reader = ReportReader(query)
+    report = LedgerReport(query)
     with checked_query(), failing_by(ReportInterrupted):
-        while not store.run_now(reader.step, write=False):
+        while not store.run_now(report.step, write=False):
             pass
-    return reader.report().named(stored.key_names(store).get)
+    report.finish().name_keys(stored.key_names(store).get)
+    return report
 
 
 _USAGE_COLUMNS = (

@@ -13,7 +13,7 @@ import math
 import time
 from array import array
 from collections import Counter, deque
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -70,17 +70,34 @@ class HistoryPoint(NamedTuple):
 COLUMNS = HistoryPoint._fields  # The names of a point's values
 
 
-class RecentTraffic(NamedTuple):
-    """What ended within the last minute."""
+@dataclass(slots=True)
+class Traffic:
+    """The requests that ended within one step, or within the last minute."""
 
     requests: int = 0
     failed: int = 0
-    refused: Mapping[str, int] = {}  # Requests that the gateway refused, by the error's code
-    callers: Mapping[str, int] = {}
-    """Requests by caller, refused ones included; the busiest callers of each step."""
-    limited: Mapping[str, int] = {}  # Those of them that limits refused, likewise
-    failures: Mapping[tuple[str, str], int] = {}
+    refused: Counter[str] = field(default_factory=Counter)
+    """Requests that the gateway refused, by the error's code."""
+    callers: Counter[str] = field(default_factory=Counter)
+    """Requests by caller, refused ones included."""
+    limited: Counter[str] = field(default_factory=Counter)
+    """Those of them that limits refused, likewise."""
+    failures: Counter[tuple[str, str]] = field(default_factory=Counter)
     """Of `failed`, by the error's code and the last node ("": none); up to a bound."""
+    served: int = 0  # Requests that ran on a node
+    gpu: int = 0
+    prompt: int = 0
+    cached: int = 0
+    times: Counter[int] = field(default_factory=Counter)  # TTFTs by class
+    cost: float = 0.0
+    models: dict[str, list[int]] = field(default_factory=dict)
+    """Of one step by model: prompt, cached and completion tokens."""
+    too_many_models: bool = False
+
+    def add(self, other: Traffic) -> None:
+        """Add all but costs and models, which are told of each step alone."""
+        for name in _SUMMED:
+            setattr(self, name, getattr(self, name) + getattr(other, name))
 
     @property
     def most_limited(self) -> tuple[str | None, int]:
@@ -88,27 +105,10 @@ class RecentTraffic(NamedTuple):
         return max(self.limited.items(), key=lambda one: one[1], default=(None, 0))
 
 
-@dataclass(slots=True)
-class _Step:
-    """The requests that ended within one step."""
-
-    requests: int = 0
-    failed: int = 0
-    refused: Counter[str] = field(default_factory=Counter)
-    served: int = 0  # Requests that ran on a node
-    gpu: int = 0
-    prompt: int = 0
-    cached: int = 0
-    cost: float = 0.0
-    times: Counter[int] = field(default_factory=Counter)  # TTFTs by class
-    models: dict[str, list[int]] = field(default_factory=dict)
-    """Prompt, cached and completion tokens."""
-    too_many_models: bool = False
-    callers: Counter[str] = field(default_factory=Counter)
-    limited: Counter[str] = field(default_factory=Counter)
-    """Requests that limits refused, by caller."""
-    failures: Counter[tuple[str, str]] = field(default_factory=Counter)
-    """Failed requests by the error's code and the last node."""
+_SUMMED = (
+    *("requests", "failed", "refused", "callers", "limited", "failures", "served", "gpu"),
+    *("prompt", "cached", "times"),
+)
 
 
 class FleetHistory:
@@ -127,8 +127,8 @@ class FleetHistory:
         """The oldest first."""
         self._catch_up = bus.catch_up
         self._gpu_cost = gpu_cost
-        self._step = _Step()
-        self._recent: deque[_Step] = deque(maxlen=int(RECENT_SECONDS / STEP_SECONDS))
+        self._step = Traffic()
+        self._recent: deque[Traffic] = deque(maxlen=int(RECENT_SECONDS / STEP_SECONDS))
         self._completion = 0  # Tokens written by all requests that have ended
         self._written = 0  # Tokens written when the last step was closed, by requests in flight too
         self._closed_at: float | None = None
@@ -210,17 +210,18 @@ class FleetHistory:
     def close_step(self, at: float, now: float, gauges: Gauges) -> HistoryPoint:
         """End the step; `at` is Unix time, `now` monotonic seconds."""
         self._catch_up()
-        step, self._step = self._step, _Step()
+        step, self._step = self._step, Traffic()
         self._recent.append(step)
         written = self._completion + gauges.completion_tokens
         elapsed = STEP_SECONDS if self._closed_at is None else now - self._closed_at
         # What is no longer in flight is counted a moment later: the next step has it.
         grown = max(0, written - self._written)
         self._written, self._closed_at = written, now
-        times: Counter[int] = Counter()
+        minute = Traffic()
         for one in self._recent:
-            times.update(one.times)
-        halves, most = (percentile(sorted(times.items()), share) for share in (0.5, 0.95))
+            minute.add(one)
+        times = sorted(minute.times.items())
+        halves, most = (percentile(times, share) for share in (0.5, 0.95))
         point = HistoryPoint(
             at=round(at, 1),
             requests=step.requests,
@@ -231,41 +232,28 @@ class FleetHistory:
             tokens_per_second=round(grown / max(elapsed, 0.001), 1),
             queued=gauges.queued,
             slots_busy=gauges.slots_busy,
-            cached_share=_share(
-                sum(s.cached for s in self._recent), sum(s.prompt for s in self._recent)
-            ),
-            gpu_share=_share(sum(s.gpu for s in self._recent), sum(s.served for s in self._recent)),
+            cached_share=_share(minute.cached, minute.prompt),
+            gpu_share=_share(minute.gpu, minute.served),
             cost=step.cost,
             gpu_cost=self._cost_on_gpu(step),
         )
         self.points.append(point)
         return point
 
-    def recent(self) -> RecentTraffic:
+    def recent(self) -> Traffic:
         """What ended within the last minute, the step that runs included."""
         self._catch_up()
-        steps: Iterable[_Step] = (*self._recent, self._step)
-        refused: Counter[str] = Counter()
-        callers: Counter[str] = Counter()
-        limited: Counter[str] = Counter()
-        failures: Counter[tuple[str, str]] = Counter()
-        requests = failed = 0
-        for step in steps:
-            requests += step.requests
-            failed += step.failed
-            refused.update(step.refused)
-            callers.update(dict(step.callers.most_common(8)))
-            limited.update(dict(step.limited.most_common(8)))
-            failures.update(step.failures)
-        callers.pop(OTHER_CALLER, None)
-        limited.pop(OTHER_CALLER, None)
-        return RecentTraffic(requests, failed, refused, callers, limited, failures)
+        minute = Traffic()
+        for step in (*self._recent, self._step):
+            minute.add(step)
+        del minute.callers[OTHER_CALLER], minute.limited[OTHER_CALLER]
+        return minute
 
     def as_json(self) -> dict[str, Any]:
         """Every point, as rows under the names of `COLUMNS`."""
         return {"step": STEP_SECONDS, "columns": COLUMNS, "points": list(self.points)}
 
-    def _cost_on_gpu(self, step: _Step) -> float | None:
+    def _cost_on_gpu(self, step: Traffic) -> float | None:
         if step.too_many_models:
             return None
         total = 0.0

@@ -21,7 +21,6 @@ from collections import deque
 from collections.abc import Callable, Mapping, MutableMapping
 from datetime import UTC, datetime
 from functools import lru_cache
-from types import TracebackType
 from typing import Any, Literal, Self
 
 import msgspec
@@ -108,12 +107,7 @@ class Logs:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        tb: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()
 
 

@@ -16,10 +16,10 @@ import math
 import operator
 import platform
 from bisect import bisect_left
-from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections import Counter, defaultdict
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 from prometheus_client import CollectorRegistry, ProcessCollector, generate_latest
 
@@ -46,6 +46,7 @@ from gateway.events import (
 from gateway.schedule.decision_log import RatioCounts
 from gateway.terms import Priority
 
+T = TypeVar("T")
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 CHARACTERS_OF_A_STEP = 32 << 10  # Text that is written at once: about a millisecond
 # The label of what is counted together, since too many different values have come.
@@ -432,7 +433,7 @@ class Metrics:
         self._ended = bus.ended
         self._requests: dict[tuple[Priority, str, int], RequestCounts] = {}
         self._models: set[str] = set()
-        self._attempts: dict[str, Counter[str]] = {}
+        self._attempts: defaultdict[str, Counter[str]] = defaultdict(Counter)
         self._hooks: Counter[tuple[str, str, str]] = Counter()
         self._cost: dict[str, float] = {}
         self._streams = Counter(resumed=0, yielded=0)
@@ -477,30 +478,35 @@ class Metrics:
     def _times_of(self, kind: EndedKind) -> Callable[[RequestRecord], None]:
         """What counts the times of the requests of this kind."""
         labelled = (kind.model, kind.priority.label, kind.tier or NO_TIER)
-        times = _Times(
-            self._response.of(*labelled, outcome_of(kind.status)),
-            self._first_token.of(*labelled) if kind.timed else None,
-            self._wait,
-            labelled,
-            self._overhead,
-        )
-        if not self._with_gen_ai:
-            return times.observe
+        response = self._response.of(*labelled, outcome_of(kind.status))
+        first_token = self._first_token.of(*labelled) if kind.timed else None
+        count_gen_ai = self._gen_ai.count if self._with_gen_ai else None
+        wait: Histogram | None = None  # Looked up for the first that has waited
 
         def observe(record: RequestRecord) -> None:
-            times.observe(record)
-            self._gen_ai.count(record)
+            nonlocal wait
+            response.observe(record.duration_seconds)
+            if first_token is not None and record.ttft is not None:
+                first_token.observe(record.ttft)
+            waited = record.queue_seconds
+            if record.attempts or waited:
+                if wait is None:
+                    wait = self._wait.of(*labelled)
+                if waited:
+                    wait.observe(waited)
+                else:
+                    wait.counts[0] += 1
+            if record.overhead_seconds is not None:
+                self._overhead.observe(record.overhead_seconds)
+            if count_gen_ai is not None:
+                count_gen_ai(record)
 
         return observe
 
     def _add(self, kind: EndedKind) -> None:
         """Add the requests of this kind; models above the cap count as `other`."""
-        model = kind.model
-        if model not in self._models:
-            if len(self._models) < MOST_MODELS:
-                self._models.add(model)
-            else:
-                model = OTHER_LABEL
+        model = _within(self._models, kind.model, MOST_MODELS, OTHER_LABEL)
+        self._models.add(model)
         self._requests.setdefault((kind.priority, model, kind.status), RequestCounts()).add(kind)
         if kind.tier is not None:
             self._cost[kind.tier] = self._cost.get(kind.tier, 0.0) + kind.cost
@@ -508,9 +514,9 @@ class Metrics:
         if len(self._keys) < MOST_KEYS and ":" not in kind.caller:
             self._keys.add(kind.caller)
         if kind.status == REFUSED_STATUS:
-            key = (kind.caller, kind.reason or "unknown")
-            if key not in self._refused and len(self._refused) >= MOST_REFUSED:
-                key = (OTHER_LABEL, key[1])
+            reason = kind.reason or "unknown"
+            further = (OTHER_LABEL, reason)
+            key = _within(self._refused, (kind.caller, reason), MOST_REFUSED, further)
             self._refused[key] += kind.requests
 
     def counts_by_status(self) -> Iterator[tuple[int, RequestCounts]]:
@@ -520,11 +526,8 @@ class Metrics:
             yield status, counts
 
     def _attempted(self, event: AttemptEnded) -> None:
-        outcomes = self._attempts.get(event.node)
-        if outcomes is None:
-            node = event.node if len(self._attempts) < MOST_NODES else OTHER_LABEL
-            outcomes = self._attempts.setdefault(node, Counter())
-        outcomes[event.outcome] += 1
+        node = _within(self._attempts, event.node, MOST_NODES, OTHER_LABEL)
+        self._attempts[node][event.outcome] += 1
 
     def _model_load_changed(self, event: ModelLoadChanged) -> None:
         """Count a load that has ended, or an unload."""
@@ -534,10 +537,8 @@ class Metrics:
             counts, word = self._loads, "ok" if event.change == "loaded" else "failed"
         else:
             counts, word = self._unloads, event.cause
-        key = event.node, event.model, word
-        if key not in counts and len(counts) >= MOST_INSTANCES:
-            key = OTHER_LABEL, OTHER_LABEL, word
-        counts[key] += 1
+        further = OTHER_LABEL, OTHER_LABEL, word
+        counts[_within(counts, (event.node, event.model, word), MOST_INSTANCES, further)] += 1
         if event.seconds is not None:
             self._load_seconds.of(event.model).observe(event.seconds)
 
@@ -650,6 +651,11 @@ class Metrics:
                 del counts[key]
 
 
+def _within(known: Collection[T], key: T, most: int, further: T) -> T:
+    """The key, or the one of all further keys if so many others are known."""
+    return key if key in known or len(known) < most else further
+
+
 class _RouterModels:
     """What a scrape tells of the models of routers."""
 
@@ -722,35 +728,6 @@ class LabelledHistogram:
             total.sum += one.sum
             total.counts = list(map(operator.add, total.counts, one.counts))
         yield {}, total
-
-
-@dataclass(slots=True, eq=False)
-class _Times:
-    """The histograms of requests of one model, class, tier and outcome, looked up once."""
-
-    response: Histogram
-    first_token: Histogram | None
-    waits: LabelledHistogram
-    labels: tuple[str, ...]
-    overhead: Histogram
-    wait: Histogram | None = None  # Looked up for the first that has waited
-
-    def observe(self, record: RequestRecord) -> None:
-        """Count the times of one request."""
-        self.response.observe(record.duration_seconds)
-        if self.first_token is not None and record.ttft is not None:
-            self.first_token.observe(record.ttft)
-        waited = record.queue_seconds
-        if record.attempts or waited:
-            wait = self.wait
-            if wait is None:
-                wait = self.wait = self.waits.of(*self.labels)
-            if waited:
-                wait.observe(waited)
-            else:
-                wait.counts[0] += 1
-        if record.overhead_seconds is not None:
-            self.overhead.observe(record.overhead_seconds)
 
 
 # https://opentelemetry.io/docs/specs/semconv/gen-ai/gen-ai-metrics/ advises these bounds; those

@@ -121,10 +121,6 @@ class OtlpSender:
         return response.status_code, _seconds(response.headers.get("retry-after"))
 
     async def _drain(self, response: httpx.Response) -> None:
-        length = response.headers.get("content-length", "0")
-        size = int(length) if length.isdecimal() and len(length) < 10 else MOST_RESPONSE_BYTES + 1
-        if size > MOST_RESPONSE_BYTES:
-            return
         size = 0
         # As it came: what it would decompress to is not bounded.
         async for part in response.aiter_raw():

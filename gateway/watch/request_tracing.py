@@ -21,7 +21,7 @@ import structlog
 
 from gateway.config.settings import TracesSettings
 from gateway.events import RequestRecord
-from gateway.schedule.decision_log import Decision, DecisionLog
+from gateway.schedule.decision_log import DecisionLog
 from gateway.terms import Headers, RequestTrace, Traceparent, parse_traceparent
 from gateway.watch.spans import EndedRequest
 
@@ -333,22 +333,13 @@ class RequestTracing:
         if not settling or exporter is None:
             return
         missing = [one.trace.request_id for one in settling if not one.followed]
-        found = self._find(missing) if missing else {}
+        # Without the parts of several prompts: those were not meant to be traced.
+        found = self.decision_log.find(missing) if missing else {}
         offset = time.time_ns() - round(self.clock() * 1e9)
         for one in settling:
             request_id = one.trace.request_id
-            decisions = self.decision_log.take(request_id) if one.followed else None
-            if decisions is None:
-                decisions = found.get(request_id, [])
+            if one.followed:
+                decisions = self.decision_log.take(request_id) or []
+            else:
+                decisions = found[request_id].decisions
             exporter.export(EndedRequest(one.trace, one.record, one.ended_at, decisions, offset))
-
-    def _find(self, request_ids: list[str]) -> dict[str, list[Decision]]:
-        """What the log still has of these requests, by one look at it, or two for their parts."""
-        log = self.decision_log
-        remembered = log.find(request_ids)
-        parts = log.find(part for one in remembered.values() for part in one.parts)
-        found = {}
-        for request_id, one in remembered.items():
-            of_parts = (decision for part in one.parts for decision in parts[part].decisions)
-            found[request_id] = [*one.decisions, *of_parts]
-        return found

@@ -474,7 +474,7 @@ def location(tmp_path: Path) -> StoreLocation:
 def known(location: StoreLocation, path: Path) -> set[str] | None:
     """The ids that a start without the store would know."""
     found = LastKnownKeys(location, path).load()
-    return None if found is None else {one.id for one in found.keys}
+    return None if found is None else {one.id for one in found.held}
 
 
 def test_a_write_that_fails_is_repeated_with_growing_pauses(

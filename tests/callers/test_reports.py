@@ -30,7 +30,6 @@ from gateway.callers.reports import (
     Reporter,
     ReportInterrupted,
     ReportQuery,
-    ReportReader,
     Sums,
     parse_query,
     parse_time,
@@ -52,12 +51,12 @@ MIDNIGHT = NOON - DAY / 2
 
 
 def read(connection: Connection, query: ReportQuery, rows_per_step: int = 3) -> LedgerReport:
-    reader = ReportReader(query, rows_per_step)
+    reader = LedgerReport(query, rows_per_step)
     steps = 0
     while not reader.step(connection):
         steps += 1
         assert steps < 1000
-    return reader.report()
+    return reader.finish()
 
 
 async def test_rows_by_key_have_the_names_of_keys_also_of_revoked_ones(tmp_path: Path) -> None:
@@ -161,18 +160,18 @@ def test_steps_of_any_size_give_the_same_report(connection: Connection) -> None:
 
 def test_a_report_begins_anew_when_rows_became_sums_meanwhile(connection: Connection) -> None:
     add_rows(connection, [a_row(n, ended_at=NOON - n * DAY) for n in range(5)])
-    reader = ReportReader(asked(by="day"), 1)
+    reader = LedgerReport(asked(by="day"), 1)
     assert not reader.step(connection)
     roll_up(connection, NOON - DAY, 10)
     while not reader.step(connection):
         pass
-    assert reader.report().total.requests == 5
+    assert reader.finish().total.requests == 5
 
 
 def test_a_report_that_is_disturbed_again_and_again_gives_up(connection: Connection) -> None:
     connection.execute(insert(revisions).values(name=ROLLED_UP, number=0))
     add_rows(connection, [a_row(n, ended_at=NOON - n) for n in range(2)])
-    reader = ReportReader(asked(), 1)
+    reader = LedgerReport(asked(), 1)
     for _ in range(2 * MOST_RESTARTS + 1):
         reader.step(connection)
         connection.execute(update(revisions).values(number=revisions.c.number + 1))
@@ -387,14 +386,14 @@ def test_a_question_that_makes_no_sense_is_refused(
 
 
 async def test_a_report_is_made_beside_the_event_loop(monkeypatch: pytest.MonkeyPatch) -> None:
-    threads, made = [], ReportReader.report
+    threads, made = [], LedgerReport.finish
 
-    def report(reader: ReportReader) -> LedgerReport:
+    def report(reader: LedgerReport) -> LedgerReport:
         threads.append(threading.get_ident())
         return made(reader)
 
-    monkeypatch.setattr(ReportReader, "step", lambda *_: True)
-    monkeypatch.setattr(ReportReader, "report", report)
+    monkeypatch.setattr(LedgerReport, "step", lambda *_: True)
+    monkeypatch.setattr(LedgerReport, "finish", report)
 
     class Jobs:
         async def run(self, job: Callable[[None], bool], *, write: bool) -> bool:
@@ -610,7 +609,7 @@ class CountingReporter(Reporter):
         if self.fails:
             raise StoreUnavailable("the store is away", "wait")
         group = (("m", "2027-01-15"), Sums(requests=len(self.asked)))
-        return LedgerReport(query, [group], group[1], 1, {}, [])
+        return LedgerReport(query, groups=[group], total=group[1])
 
 
 def caller_usage(seconds: float = 0.0) -> tuple[CallerUsage, CountingReporter, list[float]]:
