@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from typing import Any, Literal, Protocol, TypeVar
 from urllib.parse import unquote
 
+import anyio._backends._asyncio  # noqa: F401 - Starlette would on the event loop: 13 ms
 import msgspec
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
