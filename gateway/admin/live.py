@@ -54,7 +54,7 @@ from gateway.watch.problems import (
     QueueCondition,
     find_problems,
 )
-from gateway.web.asgi import HealthEndpoints, in_steps
+from gateway.web.asgi import HealthEndpoints, encoded_rows, in_steps
 
 MOST_CELLS = 64  # slots of a node that are drawn; `slots_total` counts them all
 MOST_FILL = 8  # how full a slot's cell can be: the parts of the expected time that have passed
@@ -676,19 +676,17 @@ class Frame:
 
     async def _encode_all(self, is_operator: bool) -> bytes:  # noqa: FBT001
         state = self.state
-        rest = {
+        whole = {
             "at": state.at,
             "summary": state.summary,
             "waiting": state.waiting,
             "problems": self._problems(is_operator=is_operator),
             "history": self.history(),
+            "nodes": await encoded_rows([*state.nodes.values()]),
         }
-        parts = [msgspec.json.encode(rest)[:-1]]
-        parts.append(b',"nodes":[' + await _encode_rows(state.nodes) + b"]")
         if is_operator:
-            rows = await _encode_rows(state.requests or {})
-            parts.append(b',"requests":[' + rows + b"]")
-        return b"event: snapshot\ndata: %b}\n\n" % b"".join(parts)
+            whole["requests"] = await encoded_rows([*(state.requests or {}).values()])
+        return encode_event("snapshot", whole)
 
     def _problems(self, *, is_operator: bool) -> list[dict[str, Any]]:
         return [one.as_json(may_name_callers=is_operator) for one in self.state.problems]
@@ -714,10 +712,6 @@ async def changed_rows(
             change = {name: value for name, value in row.items() if value != old[name]}
             changed.append({key_name: key, **change})
     return changed, [key for key in before if key not in after]
-
-
-async def _encode_rows(rows: Mapping[str, Row]) -> bytes:
-    return b",".join([msgspec.json.encode(row) async for row in in_steps(list(rows.values()))])
 
 
 log = structlog.get_logger()
