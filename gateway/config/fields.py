@@ -174,6 +174,19 @@ def at_least(other: str) -> AfterValidator:
     return AfterValidator(check)
 
 
+def at_most(other: str) -> AfterValidator:
+    """Check that a number is not above that of another key, which stands before it."""
+
+    def check(value: float, info: ValidationInfo) -> float:
+        if value > info.data.get(other, math.inf):
+            raise validation_error(
+                f"must not be more than `{other}`", f"lower {info.field_name} or raise {other}"
+            )
+        return value
+
+    return AfterValidator(check)
+
+
 def _number(value: object) -> object:
     if isinstance(value, (bool, str)):
         raise validation_error(

@@ -715,10 +715,7 @@ def load_admin(
     ConfigError with the problems of these keys.
     """
     env = os.environ if env is None else env
-    try:
-        source = yaml_file.read_yaml(path, env)
-    except ConfigError:
-        source = yaml_file.read_section(path, env, "admin")
+    source = yaml_file.read_yaml(path, env)
     root = source.root.tree
     entry = root.entries.get("admin") if isinstance(root, YamlMapping) else None
     if entry is None or entry.tree == YamlScalar(None):

@@ -134,30 +134,7 @@ def read_yaml(path: Path, env: Mapping[str, str], text: str | None = None) -> Ya
     return _TreeBuilder(path, env, text).build()
 
 
-def read_section(path: Path, env: Mapping[str, str], key: str) -> YamlDocument:
-    """Read one key of a file's top level, though the file is no YAML elsewhere.
-
-    Raises ConfigError where that can't be told apart.
-    """
-    lines = read_text(path, errors="replace").split("\n")
-    inside = cut = False
-    for number, line in enumerate(lines):
-        ends = line[:3] in {"---", "..."}
-        # Comments, blank lines and items of a list go on with the key above.
-        if ends or (line[:1].strip() and line[0] not in "#-"):
-            # A line without a key, such as a mark of a merge: does the section go on below?
-            cut = (inside or cut) and not ends and ":" not in line
-            inside = line.replace('"', "").replace("'", "").partition(":")[0].strip() == key
-        if line.startswith(tuple("{[&*!%?")) or (cut and line[:1] == " " and line.strip()):
-            raise ConfigError(
-                [Problem(path, number + 1, key, "can't be told from the rest of the file")]
-            )
-        if not inside:
-            lines[number] = ""
-    return _TreeBuilder(path, env, "\n".join(lines)).build()
-
-
-def read_text(path: Path, most: int = MOST_FILE_BYTES, errors: str = "strict") -> str:
+def read_text(path: Path, most: int = MOST_FILE_BYTES) -> str:
     """Read a file of text in UTF-8, of at most so many bytes. Raises ConfigError."""
     try:
         with path.open("rb") as file:
@@ -171,7 +148,7 @@ def read_text(path: Path, most: int = MOST_FILE_BYTES, errors: str = "strict") -
         message = f"larger than {most >> 20} MiB"
         raise ConfigError([Problem(path, 0, "", message, "is this the right file?")])
     try:
-        return content.decode("utf-8-sig", errors)
+        return content.decode("utf-8-sig")
     except UnicodeDecodeError as error:
         line = content.count(b"\n", 0, error.start) + 1
         raise ConfigError(
@@ -181,15 +158,7 @@ def read_text(path: Path, most: int = MOST_FILE_BYTES, errors: str = "strict") -
 
 _Loader = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
 
-_TAG = "tag:yaml.org,2002:"
-
-# The types that a tag allows.
-_TAGGED: Mapping[str, tuple[type, ...]] = {
-    "int": (int,),
-    "float": (int, float),
-    "bool": (bool,),
-    "null": (type(None),),
-}
+_TEXT_TAG, _NO_TAG = "tag:yaml.org,2002:str", "a tag but !!str is not supported"
 
 _ANCHOR = re.compile(r"[\w-]{1,64}")
 
@@ -257,8 +226,8 @@ class _TreeBuilder:
 
     def _collection(self, event: CollectionStartEvent, line: int, path: str) -> YamlTree:
         is_mapping = isinstance(event, MappingStartEvent)
-        if event.tag not in {None, "!", _TAG + ("map" if is_mapping else "seq")}:
-            self._problem(line, path, "this tag is not supported", "remove what follows the !")
+        if event.tag is not None:
+            self._problem(line, path, _NO_TAG, "remove it")
         if event.anchor is not None:
             self._anchors[event.anchor] = None
         tree: YamlTree | None = None
@@ -311,18 +280,13 @@ class _TreeBuilder:
             self._problem(merge.line, merge.key, "must name mappings", remedy)
 
     def _scalar(self, event: ScalarEvent, line: int, path: str) -> YamlScalar:
-        tag, text = event.tag, event.value
-        if tag in {None, "!", _TAG + "str"}:
-            typed = tag is None and event.implicit[0]
-            scalar = self._interpolated(parse_scalar(text) if typed else text, line, path)
-            if tag is None or scalar.raw_text is None:
-                return scalar
-            return YamlScalar(scalar.raw_text)
-        scalar = YamlScalar(parse_scalar(text))
-        if type(scalar.value) not in _TAGGED.get(tag.removeprefix(_TAG), ()):
-            message = "this tag is not supported here"
-            self._problem(line, path, message, "remove what follows the !")
-        return scalar
+        if event.tag not in {None, _TEXT_TAG}:
+            self._problem(line, path, _NO_TAG, "remove it; quotes make a text of a value")
+        text = event.value
+        typed = parse_scalar(text) if event.implicit[0] else text
+        scalar = self._interpolated(typed, line, path)
+        is_text = event.tag == _TEXT_TAG and scalar.raw_text is not None
+        return YamlScalar(scalar.raw_text) if is_text else scalar
 
     def _interpolated(self, value: ScalarValue, line: int, path: str) -> YamlScalar:
         if not isinstance(value, str) or "$" not in value:
