@@ -15,7 +15,7 @@ from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
 
 from gateway import errors
-from gateway.api.json_values import FIELDS_DECODER, JSON_ERRORS, InvalidJson, parse_json
+from gateway.api.json_values import JSON_ERRORS, InvalidJson, parse_json
 from gateway.errors import CLIENT_CLOSED_STATUS, GatewayError
 from gateway.http.body_memory import body_parts, check_plain, content_length
 from gateway.stored.batch_registry import BatchRegistry
@@ -221,8 +221,6 @@ def _too_large(most_bytes: int) -> GatewayError:
 LONGEST_FIELD = 4 * 1024  # bytes of a field besides the requests
 # Fields besides the requests; they are the gateway's own.
 OTHER_FIELDS = frozenset({"completion_window", "webhook_url"})
-_CUSTOM_ID = re.compile(r"[a-zA-Z0-9_-]{1,64}")
-_PATTERN = "^[a-zA-Z0-9_-]{1,64}$"
 _SKIP = re.compile(rb"[ \t\n\r]*")
 _BRACKET_OR_QUOTE = re.compile(rb'["{}\[\]]')
 # What a string has up to its quote, or up to a backslash that is the last byte.
@@ -231,6 +229,16 @@ _SCALAR_END = re.compile(rb"[,\]} \t\n\r]")
 
 
 _LIST, _LIST_END, _OBJECT_END, _QUOTE = b'[]}"'
+
+
+class _Request(msgspec.Struct, forbid_unknown_fields=True):
+    """One of the requests."""
+
+    custom_id: Annotated[str, msgspec.Meta(pattern=r"\A[a-zA-Z0-9_-]{1,64}\Z")]
+    params: msgspec.Raw
+
+
+_REQUEST = msgspec.json.Decoder(_Request)
 
 
 class _ValueEnd:
@@ -423,51 +431,29 @@ class MessageBatchBody:
     def _line_of(self, value: bytes) -> bytes:
         """The line of a request. Raises: GatewayError 400."""
         where = f"requests.{self.count}"
-        if not value.startswith(b"{"):
-            raise _refused(f"{where}: Input should be a valid dictionary")
         try:
             value.decode()
-            fields = FIELDS_DECODER.decode(value)
-            params = fields.get("params")
-            body = None if params is None else msgspec.json.format(bytes(params), indent=-1)
+            request = _REQUEST.decode(value)
+            body = msgspec.json.format(bytes(request.params), indent=-1)
+        except msgspec.ValidationError as error:
+            raise _refused(f"{where}: {errors.truncate_echo(str(error))}") from None
         except JSON_ERRORS:
             raise _invalid_json(f"{where} can't be read") from None
-        for name in fields:
-            if name not in {"custom_id", "params"}:
-                shown = errors.truncate_echo(name)
-                raise _refused(f"{where}.{shown}: Extra inputs are not permitted")
-        custom_id = self._custom_id(where, fields.get("custom_id"))
-        if body is None:
-            raise _refused(f"{where}.params: Field required")
         if not body.startswith(b"{"):
             raise _refused(f"{where}.params: Input should be a valid dictionary")
+        custom_id = request.custom_id.encode()
+        digest = hashlib.blake2b(custom_id, digest_size=16).digest()
+        if digest in self._ids:
+            raise _refused(
+                "requests: custom_id's must be unique within a batch. Duplicate custom_id found: "
+                f"{request.custom_id}"
+            )
+        self._ids.add(digest)
         # In the form of OpenAI's lines, so that there is one reader of lines.
         return b'{"custom_id":"%b","method":"POST","url":"/v1/messages","body":%b}\n' % (
             custom_id,
             body,
         )
-
-    def _custom_id(self, where: str, raw: msgspec.Raw | None) -> bytes:
-        if raw is None:
-            raise _refused(f"{where}.custom_id: Field required")
-        try:
-            custom_id = parse_json(bytes(raw))
-        except InvalidJson:
-            raise _invalid_json(f"{where} can't be read") from None
-        if not isinstance(custom_id, str):
-            raise _refused(f"{where}.custom_id: Input should be a valid string")
-        if len(custom_id) > 64:
-            raise _refused(f"{where}.custom_id: String should have at most 64 characters")
-        if _CUSTOM_ID.fullmatch(custom_id) is None:
-            raise _refused(f"{where}.custom_id: String should match pattern '{_PATTERN}'")
-        digest = hashlib.blake2b(custom_id.encode(), digest_size=16).digest()
-        if digest in self._ids:
-            raise _refused(
-                "requests: custom_id's must be unique within a batch. Duplicate custom_id found: "
-                f"{custom_id}"
-            )
-        self._ids.add(digest)
-        return custom_id.encode()
 
 
 def _refused(problem: str) -> GatewayError:
