@@ -28,9 +28,11 @@ from gateway.web.asgi import JsonResponse, listed, page_limit
 from gateway.web.batches import (
     BatchAccess,
     BatchActions,
+    BatchFields,
     BatchFigures,
     figures_of,
     page_edge,
+    read_batch_fields,
     request_digest,
 )
 
@@ -74,7 +76,7 @@ class MessageBatchEndpoints(BatchActions):
                     return Response(status_code=CLIENT_CLOSED_STATUS)  # Nobody reads it.
                 body.end()
                 asked = replace(
-                    self.access.checked(new, body.fields),
+                    self.access.checked(new, read_batch_fields(body.fields, BatchFields)),
                     request_digest=request_digest(ANTHROPIC, body.digest()),
                 )
                 name = await batches.storage.on_disk(lines.finish)
