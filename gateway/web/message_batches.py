@@ -224,11 +224,9 @@ LONGEST_FIELD = 4 * 1024  # bytes of a field besides the requests
 # Fields besides the requests; they are the gateway's own.
 OTHER_FIELDS = frozenset({"completion_window", "webhook_url"})
 _SKIP = re.compile(rb"[ \t\n\r]*")
-_BRACKET_OR_QUOTE = re.compile(rb'["{}\[\]]')
-# What a string has up to its quote, or up to a backslash that is the last byte.
-_STRING_REST = re.compile(rb'[^"\\]*+(?:\\.[^"\\]*+)*+', re.DOTALL)
+# A bracket, or a string, which may lack its end.
+_TOKEN = re.compile(rb'[{}\[\]]|"[^"\\]*(?:\\.[^"\\]*)*(?P<end>"?)', re.DOTALL)
 _SCALAR_END = re.compile(rb"[,\]} \t\n\r]")
-
 
 _LIST, _LIST_END, _OBJECT_END, _QUOTE = b'[]}"'
 
@@ -241,51 +239,6 @@ class _Request(msgspec.Struct, forbid_unknown_fields=True):
 
 
 _REQUEST = msgspec.json.Decoder(_Request)
-
-
-class _ValueEnd:
-    """Finds the end of one JSON value that comes in pieces. It may be no valid JSON."""
-
-    def __init__(self, first: int) -> None:
-        self._depth = 0
-        self._is_scalar = first not in b'"{['
-        self._in_string = False
-        self._escaped = False
-
-    def find(self, data: bytes, start: int) -> int | None:
-        """Where it ends in `data`, whose part from `start` on is new; None: not in there."""
-        at = start
-        if self._is_scalar:
-            ended = _SCALAR_END.search(data, at)
-            return None if ended is None else ended.start()
-        while at < len(data):
-            if self._escaped:
-                self._escaped = False
-                at += 1
-            elif self._in_string:
-                found = _STRING_REST.match(data, at)
-                assert found is not None
-                at = found.end()
-                if at == len(data):
-                    return None
-                # A quote, or a backslash as the last byte.
-                self._escaped = data[at] != _QUOTE
-                self._in_string = self._escaped
-                at += 1
-                if not self._in_string and not self._depth:
-                    return at
-            else:
-                found = _BRACKET_OR_QUOTE.search(data, at)
-                if found is None:
-                    return None
-                at = found.end()
-                if found[0] == b'"':
-                    self._in_string = True
-                else:
-                    self._depth += 1 if found[0] in b"{[" else -1
-                    if not self._depth:
-                        return at
-        return None
 
 
 class MessageBatchBody:
@@ -303,7 +256,7 @@ class MessageBatchBody:
         self._key = ""
         self._keys: set[str] = set()
         self._data, self._at = b"", 0
-        """The bytes that have come last, and the place up to which they are read."""
+        """The bytes that have come last, from the value that is being read on, and its place."""
         self._lines: list[bytes] = []  # that were read of them
         self._reading = self._read()  # goes on with each `feed`
         self._is_complete = False
@@ -317,7 +270,7 @@ class MessageBatchBody:
     def feed(self, data: bytes) -> None:
         """Take the next bytes. Raises: GatewayError 400, and what `write` raises."""
         self._digest.update(data)
-        self._data, self._at = data, 0
+        self._data, self._at = self._data[self._at :] + data, 0
         next(self._reading)
         if self._lines:
             self._write(b"".join(self._lines))
@@ -391,23 +344,33 @@ class MessageBatchBody:
         return byte
 
     def _value(self, request: str | None = None) -> Generator[None, None, bytes]:
-        """Take the next value; `request`: what it is called if it is one.
+        """Take the next value, which may be no JSON; `request`: what it is called if it is one.
 
         Raises: GatewayError 400.
         """
-        ends, value = _ValueEnd((yield from self._next())), bytearray()
+        is_scalar = (yield from self._next()) not in b'"{['
         most = LONGEST_FIELD if request is None else self._line_bytes
+        size = depth = 0  # bytes of it that were looked at, and its brackets that are open
         while True:
-            end = ends.find(self._data, self._at)
-            value += self._data[self._at : end]
-            if len(value) > most:
+            begin, end = self._at, None
+            if is_scalar and (found := _SCALAR_END.search(self._data, begin)):
+                end = found.start()
+            for token in () if is_scalar else _TOKEN.finditer(self._data, begin + size):
+                if token["end"] == b"":
+                    break  # a string that goes on in the next bytes
+                depth += {b"{": 1, b"[": 1, b"}": -1, b"]": -1}.get(token[0], 0)
+                size = token.end() - begin
+                if not depth:
+                    end = token.end()
+                    break
+            if (len(self._data) if end is None else end) - begin > most:
                 why = "" if request is None else " ('batches.line_bytes')"
                 raise _refused(
                     f"{request or self._shown_key()}: It is longer than {most} bytes{why}"
                 )
             if end is not None:
                 self._at = end
-                return bytes(value)
+                return self._data[begin:end]
             yield
 
     def _take_key(self, value: bytes) -> None:
